@@ -102,6 +102,9 @@ def web_app(settings: WebSettings, more_routes: Collection[BaseRoute] = ()) -> A
     async def history(_: Request) -> dict[str, Any]:
         return feed.history()
 
+    async def served(_: Request) -> dict[str, Any]:
+        return {"models": await feed.served()}
+
     async def settings_told(_: Request) -> dict[str, Any]:
         return {"allow_changes": settings.allow_changes}
 
@@ -118,6 +121,7 @@ def web_app(settings: WebSettings, more_routes: Collection[BaseRoute] = ()) -> A
         Route("/readyz", ready),
         Route("/api/stream", stream),
         Route("/api/history", answers(history)),
+        Route("/api/models", answers(served)),
         Route("/api/settings", answers(settings_told)),
         *LetterRoutes(server, keys, allow_changes=settings.allow_changes).routes,
         *ExplorerRoutes(models).routes,

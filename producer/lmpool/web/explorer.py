@@ -84,6 +84,7 @@ class ExplorerRoutes:
         expected = [_listed(values[at], alternatives[at], texts) for at in range(len(ids))]
         return {
             "ids": ids,
+            "text": await model.decode(ids),
             "tokens": [
                 # Nothing comes before the first, so nobody has said how likely it is.
                 {"text": texts[token], "logprob": score, "top": expected[at - 1] if at else []}

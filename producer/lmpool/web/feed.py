@@ -121,7 +121,9 @@ class Feed:
         try:
             models, memory = await look(redis, self._keys), await read_memory(redis)
             if self._watching:
-                await self._add_adapters(redis, models)
+                adapters = await _read_adapters(redis, self._keys)
+                for model in models:
+                    model["adapters"] = adapters.get(model["name"], [])
             self._seen_at = at
         except (RedisError, OSError, LMPoolError) as error:
             trouble = str(self._server.explain(error))
@@ -134,13 +136,20 @@ class Feed:
             self._encoded = b""
             self._changed.notify_all()
 
-    async def _add_adapters(self, redis: Redis, models: Survey) -> None:
-        infos = await Discovery(redis, self._keys).infos()
-        for model in models:
-            if (info := infos.get(model["name"])) is not None and not info.is_trie:
-                known = await AdapterRegistry(redis, self._keys.model(info.name), info.fingerprint).read()
-                served = sorted(known.adapters.items())
-                model["adapters"] = [(name, shortened(adapter.revision, _MOST_TEXT)) for name, adapter in served]
+    async def served(self) -> list[dict[str, Any]]:
+        """The models that can be asked, and their adapters, as they are now.
+
+        Raises:
+            ServerError: the server cannot be used.
+        """
+        redis = self._server.client(reply_timeout_s=_PATIENCE_S)
+        try:
+            adapters = await _read_adapters(redis, self._keys)
+        except (RedisError, OSError) as error:
+            raise self._server.explain(error) from error
+        finally:
+            await redis.aclose()
+        return [{"name": name, "adapters": served} for name, served in adapters.items()]
 
     def _told(self, at: float, models: Survey, memory: ServerMemory | None, trouble: str) -> dict[str, Any]:
         """What a page is sent: after trouble only what it is, and since when."""
@@ -193,6 +202,17 @@ class Feed:
         if not self._encoded:
             self._encoded = f"data: {to_json(self._frame, separators=(',', ':'))}\n\n".encode()
         return self._encoded
+
+
+async def _read_adapters(redis: Redis, keys: Keys) -> dict[str, list[tuple[str, str]]]:
+    """The models that are served, but for tries -> the names and revisions of their adapters."""
+    adapters = {}
+    for name, info in (await Discovery(redis, keys).infos()).items():
+        if not info.is_trie:
+            known = await AdapterRegistry(redis, keys.model(name), info.fingerprint).read()
+            served = sorted(known.adapters.items())
+            adapters[name] = [(adapter, shortened(state.revision, _MOST_TEXT)) for adapter, state in served]
+    return adapters
 
 
 def _sample(at: float, models: Survey, memory: ServerMemory | None, trouble: str) -> Sample:

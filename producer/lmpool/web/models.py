@@ -61,6 +61,14 @@ class ExploredModel:
             raise SettingsError("text: it has no token: type something")
         return [int(token) for token in ids]
 
+    async def decode(self, ids: Sequence[int]) -> str | None:
+        """The text of token ids; None where the model has no tokenizer."""
+        try:
+            tokenizer = await self.tokenizer()
+        except SettingsError:
+            return None
+        return tokenizer.decode(list(ids))
+
     def check_length(self, ids: Sequence[int]) -> None:
         """Refuse a text that is too long for a page, or for the model.
 
