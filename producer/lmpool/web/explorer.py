@@ -168,7 +168,8 @@ def drawn_from(row: NDArray[np.float32], temperature: float, top_p: float) -> ND
         mass = np.cumsum(weights[order])
         order = order[: int(np.searchsorted(mass, top_p * mass[-1])) + 1]
     kept[order] = weights[order]
-    return kept / kept.sum()
+    kept /= kept.sum()
+    return kept
 
 
 def _entropy(probabilities: NDArray[np.float64]) -> float:

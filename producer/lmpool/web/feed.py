@@ -230,7 +230,6 @@ def _told_model(model: dict[str, Any]) -> dict[str, Any]:
         "name": model["name"],
         **shown,
         **told,
-        "is_trie": bool(info.get("is_trie")),
         "adapters": model.get("adapters", []),
         "workers": [_told_worker(worker) for worker in model["workers"]],
     }

@@ -12,7 +12,7 @@ const colour = (name) => getComputedStyle(document.documentElement).getPropertyV
 // kind -> which columns of a model's samples are drawn, and how they are written.
 const CHARTS = {
   rows: { fields: [["rows_per_s", ""]], written: rate },
-  queued: { fields: [["queued", ""]], written: count },
+  queued: { fields: [["queued", ""]], written: count, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1e3, 2e3, 5e3, 1e4, 1e5, 1e6] },
   latency: { fields: [["p50_s", " p50"], ["p99_s", " p99"]], written: seconds },
   memory: { fields: null, written: bytes },
 };
@@ -80,6 +80,7 @@ export class Charts {
     const soft = colour("--soft");
     const grid = { stroke: colour("--line"), width: 1 };
     const axis = { stroke: soft, grid, ticks: { show: false }, font: "11px system-ui" };
+    const clock = (plot, values) => values.map((value) => new Date(1000 * value).toTimeString().slice(0, 5));
     const written = (plot, values) => values.map((value) => chart.written(value));
     const line = (label, index, dash) => ({
       label, stroke: colour(COLOURS[index]), width: 1.5, dash, points: { show: false },
@@ -91,7 +92,10 @@ export class Charts {
     return new uPlot({
       width: place.clientWidth, height: 150,
       series: [{ value: "{HH}:{mm}:{ss}" }, ...lines],
-      axes: [{ ...axis, size: 24, space: 70 }, { ...axis, size: 56, values: written }],
+      axes: [
+        { ...axis, size: 24, space: 60, values: clock, incrs: [60, 120, 300, 600, 900, 1800] },
+        { ...axis, size: 56, values: written, ...(chart.incrs && { incrs: chart.incrs }) },
+      ],
       scales: {
         x: { range: (plot, first, last) => [Math.max(Math.min(first, last - LEAST_SPAN_S), last - HOUR), last] },
         y: { range: (plot, low, high) => [0, high > 0 ? high * 1.1 : 1] },

@@ -179,7 +179,7 @@ export class Pane {
         el("tbody", {}, ...row.tokens.map(([, text, before, after]) => el("tr", { class: after ? null : "out" },
           el("td", { class: "left text" }, visible(text)),
           el("td", {}, percent(before)), el("td", { class: "left" }, bar(before, "before")),
-          el("td", {}, percent(after)), el("td", { class: "left" }, bar(after, "after")))))));
+          el("td", {}, after ? percent(after) : "–"), el("td", { class: "left" }, bar(after, "after")))))));
     } catch (error) {
       this.row.replaceChildren(el("h3", {}, "What comes here"), el("p", { class: "said" }, error.message));
     }

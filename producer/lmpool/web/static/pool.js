@@ -43,7 +43,7 @@ const workers = new Table(byId("workers"), [
 ], (worker) => `${worker.model}\n${worker.id}`);
 
 const sum = (items, value) => items.reduce((total, item) => total + (value(item) ?? 0), 0);
-const most = (items, value) => items.reduce((found, item) => Math.max(found ?? 0, value(item) ?? 0), null);
+const most = (items, value) => items.map(value).filter((found) => found != null).sort((a, b) => b - a)[0] ?? null;
 
 const tiles = new Map();
 
