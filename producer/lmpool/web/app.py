@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Collection, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from importlib.resources import files
-from typing import Any
+from typing import Any, NamedTuple
 
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -74,13 +74,20 @@ class WebSettings:
             )
 
 
-def web_app(settings: WebSettings, more_routes: Collection[BaseRoute] = ()) -> ASGIApp:
-    """The service as an ASGI application, guarded by its token.
+class Service(NamedTuple):
+    """The service.
 
-    Args:
-        settings: what it is told.
-        more_routes: routes for programs, such as scalers: they are guarded like all others, by `Authorization: Bearer`.
+    Attributes:
+        app: an ASGI application, guarded by its token.
+        feed: what pages watch. Whoever ends the service ends it first, for servers wait for their answers.
     """
+
+    app: ASGIApp
+    feed: Feed
+
+
+def web_service(settings: WebSettings) -> Service:
+    """The service as it is told to be; it looks at the pool as long as its application runs."""
     server, keys = Server(settings.redis), Keys(settings.prefix)
     feed, models = Feed(server, keys, settings.interval_s), Models(settings.redis, settings.prefix)
 
@@ -90,7 +97,6 @@ def web_app(settings: WebSettings, more_routes: Collection[BaseRoute] = ()) -> A
         try:
             yield
         finally:
-            await feed.end()
             await end_tasks([looking])
             await models.close()
 
@@ -116,6 +122,8 @@ def web_app(settings: WebSettings, more_routes: Collection[BaseRoute] = ()) -> A
             PlainTextResponse("the Redis server cannot be used\n", 503) if feed.trouble else PlainTextResponse("ok\n")
         )
 
+    # What programs ask, such as autoscalers: guarded as all are, and they send `Authorization: Bearer`.
+    programs: list[Route] = []
     routes: list[BaseRoute] = [
         Route("/healthz", healthy),
         Route("/readyz", ready),
@@ -125,12 +133,10 @@ def web_app(settings: WebSettings, more_routes: Collection[BaseRoute] = ()) -> A
         Route("/api/settings", answers(settings_told)),
         *LetterRoutes(server, keys, allow_changes=settings.allow_changes).routes,
         *ExplorerRoutes(models).routes,
-        *more_routes,
+        *programs,
         *_files(),
     ]
-    app = Starlette(routes=routes, lifespan=run)
-    app.state.feed = feed
-    return Guard(app, settings.token, settings.hosts)
+    return Service(Guard(Starlette(routes=routes, lifespan=run), settings.token, settings.hosts), feed)
 
 
 def _files() -> list[Route]:

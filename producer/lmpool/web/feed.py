@@ -62,13 +62,14 @@ class Feed:
         server: the Redis server.
         keys: the deployment's key names.
         interval_s: seconds between two looks, at least.
+        samples: how many samples are kept.
     """
 
-    def __init__(self, server: Server, keys: Keys, interval_s: float = 1.0) -> None:
+    def __init__(self, server: Server, keys: Keys, interval_s: float = 1.0, samples: int = HOUR) -> None:
         self._server = server
         self._keys = keys
         self._interval_s = interval_s
-        self._samples: deque[Sample] = deque(maxlen=HOUR)
+        self._samples: deque[Sample] = deque(maxlen=samples)
         self._changed = asyncio.Condition()
         self._frame: dict[str, Any] = {}
         self._encoded = b""
@@ -181,7 +182,7 @@ class Feed:
     async def frames(self) -> AsyncIterator[bytes]:
         """Frames as server-sent events, from the newest one on, until the service stops."""
         self._watching += 1
-        seen = -1
+        seen = 0
         # What was seen when nobody watched has no adapters.
         if self._watching == 1:
             seen = self._number

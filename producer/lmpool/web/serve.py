@@ -8,7 +8,7 @@ from collections.abc import Callable
 import uvicorn
 
 from lmpool.errors import SettingsError
-from lmpool.web.app import WebSettings, web_app
+from lmpool.web.app import Service, WebSettings, web_service
 
 _GRACE_S = 2
 
@@ -31,8 +31,9 @@ def serve(settings: WebSettings, host: str, port: int, tell: Callable[[str], Non
         )
     except (OSError, OverflowError) as error:
         raise SettingsError(f"port: cannot listen at {host}:{port}: {error}") from error
+    service = web_service(settings)
     config = uvicorn.Config(
-        web_app(settings),
+        service.app,
         # Addresses have tokens in them: none goes into a log.
         access_log=False,
         log_level="warning",
@@ -42,4 +43,17 @@ def serve(settings: WebSettings, host: str, port: int, tell: Callable[[str], Non
     name = {"0.0.0.0": "localhost", "::": "localhost"}.get(host, f"[{host}]" if ":" in host else host)
     with listening:
         tell(f"http://{name}:{listening.getsockname()[1]}/?token={settings.token}")
-        uvicorn.Server(config).run(sockets=[listening])
+        _Server(config, service).run(sockets=[listening])
+
+
+class _Server(uvicorn.Server):
+    """Ends the streams of pages first, which would otherwise go on as long as it waits for them."""
+
+    def __init__(self, config: uvicorn.Config, service: Service) -> None:
+        super().__init__(config)
+        self._service = service
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """As uvicorn's."""
+        await self._service.feed.end()
+        await super().shutdown(sockets)
