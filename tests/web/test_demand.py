@@ -13,17 +13,19 @@ from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError
 from urllib.parse import quote
-from urllib.request import urlopen
+from urllib.request import Request, urlopen
 
 import numpy as np
 import pytest
 import uvicorn
 from starlette.applications import Starlette
+from starlette.types import ASGIApp
 
 from lmpool.broker.server import Server
 from lmpool.errors import NoWorker, UnknownModel
 from lmpool.protocol.keys import Keys
 from lmpool.synthetic import synthetic_row
+from lmpool.web.app import WebSettings, web_service
 from lmpool.web.demand import NEVER_S, demand_route
 from tests.support.gate import Gate
 from tests.support.pool import DEADLINE_S, Pool, V, WorkerProcess, until, until_async
@@ -32,20 +34,26 @@ NOTHING = {"queued": 0, "oldest_s": 0.0, "workers": 0, "loading": 0, "wanted": 0
 
 
 class Service:
-    """The route, served from a thread."""
+    """The route, served from a thread.
 
-    def __init__(self, url: str, prefix: str) -> None:
+    Args:
+        url: the pool's server.
+        prefix: the pool's.
+        app: what serves; without one, the route alone.
+    """
+
+    def __init__(self, url: str, prefix: str, app: ASGIApp | None = None) -> None:
         self._socket = socket.create_server(("127.0.0.1", 0))
-        app = Starlette(routes=[demand_route(Server(url), Keys(prefix))])
+        app = app or Starlette(routes=[demand_route(Server(url), Keys(prefix))])
         self._server = uvicorn.Server(uvicorn.Config(app, log_level="warning"))
         self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [self._socket]})
         self._thread.start()
 
-    def ask(self, model: str) -> tuple[int, dict[str, Any]]:
+    def ask(self, model: str, **headers: str) -> tuple[int, dict[str, Any]]:
         """The status and the object that a model's route answers with."""
-        port = self._socket.getsockname()[1]
+        url = f"http://127.0.0.1:{self._socket.getsockname()[1]}/api/demand/{quote(model)}"
         try:
-            with urlopen(f"http://127.0.0.1:{port}/api/demand/{quote(model)}", timeout=DEADLINE_S) as reply:
+            with urlopen(Request(url, headers=headers), timeout=DEADLINE_S) as reply:
                 return reply.status, json.load(reply)
         except HTTPError as error:
             with error:
@@ -179,3 +187,16 @@ def test_what_others_write_as_a_speed_is_no_speed(pool: Pool, service: Service) 
         pool.redis.hset(worker, "speed", junk)
         pool.redis.xadd(pool.keys.model("syn").jobs, {"x": "y"})
         assert service.of("syn")["drain_seconds"] >= 0
+
+
+def test_lmpool_web_tells_a_scaler_that_has_the_token(pool: Pool) -> None:
+    settings = WebSettings(pool.url, pool.prefix, token="0123456789abcdef")
+    service = Service(pool.url, pool.prefix, web_service(settings).app)
+    try:
+        # By whatever name the service has in a cluster.
+        named = {"Host": "web.lmpool.svc", "Authorization": f"Bearer {settings.token}"}
+        assert service.ask("syn", **named) == (200, {"model": "syn", **NOTHING})
+        with pytest.raises(json.JSONDecodeError):  # A refusal in words.
+            service.ask("syn", **{**named, "Authorization": "Bearer wrong"})
+    finally:
+        service.stop()
