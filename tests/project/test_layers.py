@@ -28,7 +28,8 @@ ENGINES = {
     "sglang": {"torch", "sglang", "tqdm"},
     "positions.py": {"torch"},
     "row_encoder.py": {"torch"},
-    "checkpoint.py": {"huggingface_hub", "transformers"},
+    "checkpoint.py": {"huggingface_hub"},
+    "tokenizer.py": {"transformers"},
 }
 # What each of these files may import, and nobody else.
 FILES_WITH_MORE = {
@@ -77,7 +78,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "lmpool.workers.membership": SHARED_UNITS
     | {"lmpool.workers.backend", "lmpool.workers.backends", "lmpool.workers.metrics", "lmpool.workers.settings"},
     "lmpool.workers": SHARED_UNITS | WORKER_UNITS,
-    "lmpool.workers.cli": SHARED_UNITS | WORKER_UNITS | {"lmpool.workers"},
+    # Whether a folder holds a model is known beside the backends.
+    "lmpool.workers.cli": SHARED_UNITS | WORKER_UNITS | {"lmpool.workers", "lmpool.workers.backends"},
     "lmpool.workers.backends": SHARED_UNITS | {"lmpool.workers.backend"},
     **dict.fromkeys(ENGINE_FOLDERS, SHARED_UNITS | {"lmpool.workers.backend", "lmpool.workers.backends"}),
     "lmpool.testing": SHARED_UNITS | WORKER_UNITS | {"lmpool.workers", "lmpool.workers.backends"},
@@ -232,17 +234,18 @@ def test_folders_and_files_are_of_a_size_that_one_can_survey() -> None:
 
 
 def test_only_backends_import_an_engine() -> None:
-    """The one exception: the command line loads a tokenizer of transformers, inside a function."""
+    """The one exception: a tokenizer is loaded inside a function."""
     importers = {
         (name_of(path), module.partition(".")[0])
         for path in FILES
         for module, _ in imports(path)
         if module.partition(".")[0] in HEAVY - allowed_in(path)
     }
-    assert importers == {("producer/lmpool/producer/tokenizer.py", "transformers")}
-    tokenizer = PRODUCER / "lmpool/producer/tokenizer.py"
+    texts = "producer/lmpool/producer/tokenizer.py"
+    assert importers == {(texts, "transformers"), (texts, "tokenizers")}
+    tokenizer = ROOT / texts
     top_level = [node for node in TREES[tokenizer].body if isinstance(node, (ast.Import, ast.ImportFrom))]
-    assert not [node for module, node in imports(tokenizer) if module.startswith("transformers") and node in top_level]
+    assert not [node for module, node in imports(tokenizer) if module.partition(".")[0] in HEAVY and node in top_level]
 
 
 def test_each_part_needs_no_more_than_it_says() -> None:
@@ -256,7 +259,7 @@ def test_each_part_needs_no_more_than_it_says() -> None:
         "producer/lmpool/producer/cli/queue.py": {"typer"},
         "producer/lmpool/producer/cli/status.py": {"typer", "rich"},
         "producer/lmpool/producer/cli/trie_show.py": {"typer", "rich"},
-        "producer/lmpool/producer/tokenizer.py": {"transformers"},
+        "producer/lmpool/producer/tokenizer.py": {"tokenizers", "transformers"},
         "producer/lmpool/batch/cli.py": {"typer"},
         "producer/lmpool/batch/progress.py": {"rich"},
         # Imported inside functions: for jobs, and where files are Parquet.
@@ -264,6 +267,9 @@ def test_each_part_needs_no_more_than_it_says() -> None:
         "producer/lmpool/batch/parquet.py": {"pyarrow"},
         "producer/lmpool/lm_eval.py": {"lm_eval", "jinja2", "tqdm"},
         "workers/lmpool/workers/cli/commands.py": {"typer"},
+        "workers/lmpool/workers/cli/detached.py": {"typer"},
+        "workers/lmpool/workers/cli/doctor.py": {"typer", "rich"},
+        "workers/lmpool/workers/cli/options.py": {"typer"},
         # Imported inside a function, where metrics or logs for machines are wanted.
         "shared/lmpool/metrics.py": {"prometheus_client"},
         "workers/lmpool/workers/metrics/prometheus.py": {"prometheus_client"},
@@ -486,6 +492,7 @@ def test_the_names_of_the_errors_are_pinned() -> None:
         "UnknownModel",
         "UnknownNode",
         "UnknownTokenSet",
+        "UnknownTokenizer",
         "UnknownVocabulary",
         "WorkerError",
     ]

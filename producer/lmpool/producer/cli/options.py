@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Coroutine
 from contextlib import suppress
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Annotated, Any, TypeVar
 import typer
 
 from lmpool.cli import say
+from lmpool.errors import SettingsError
 from lmpool.producer.client.session import Priority, WhenAbsent
 from lmpool.protocol.keys import Keys
 from lmpool.settings import check_name
@@ -36,6 +38,9 @@ Yields = Annotated[
 ]
 AreIds = Annotated[bool, typer.Option("--ids", help="The prompt is token ids.")]
 
+# Of 32 bytes for each token, more than the longest prompt of any model.
+_MOST_PROMPT_BYTES = 1 << 26
+
 
 def key_names(prefix: str) -> Keys:
     """The key names of a deployment.
@@ -55,6 +60,23 @@ def when_absent(waits: bool) -> WhenAbsent:
 def priority(yields: bool) -> Priority:
     """What the option `--bulk` means to a producer."""
     return "bulk" if yields else "interactive"
+
+
+def read_prompt(prompt: str) -> str:
+    """A prompt as it was given; for "-" what is on standard input, without its last line break.
+
+    Raises:
+        SettingsError: that is no UTF-8, or more than a prompt can be.
+    """
+    if prompt != "-":
+        return prompt
+    data = sys.stdin.buffer.read(_MOST_PROMPT_BYTES + 1)
+    if len(data) > _MOST_PROMPT_BYTES:
+        raise SettingsError(f"prompt: standard input has more than {_MOST_PROMPT_BYTES} bytes")
+    try:
+        return data.decode().removesuffix("\n")
+    except UnicodeDecodeError as error:
+        raise SettingsError(f"prompt: standard input is no text in UTF-8: {error}") from error
 
 
 def hint_at_file(prompt: str) -> None:

@@ -25,6 +25,7 @@ from lmpool.aio import end_tasks
 from lmpool.errors import LMPoolError, WorkerError
 from lmpool.protocol.model_info import ModelInfo
 from lmpool.protocol.row import NewRows, VectorBlock
+from lmpool.protocol.tokenizer import PackedTokenizer
 from lmpool.vocabulary import Vocabulary
 from lmpool.workers.backend import watchdog_process
 from lmpool.workers.backend.continuations import Continuations
@@ -34,6 +35,7 @@ from lmpool.workers.backend.contract import (
     BackendStats,
     Finished,
     TellsHead,
+    TellsTokenizer,
     WritesInPlace,
     check_answers,
     check_first_rows,
@@ -96,6 +98,7 @@ class Opened(NamedTuple):
     batch: int
     device: str
     vocabulary: Vocabulary | None
+    tokenizer: PackedTokenizer | None
     adapters: Mapping[str, str]
 
 
@@ -308,9 +311,10 @@ class EngineThread:
         try:
             backend = self._make()
             try:
-                opened = Opened(
-                    backend.info, backend.batch, backend.device, backend.vocabulary(), dict(backend.adapters)
-                )
+                vocabulary = backend.vocabulary()
+                tokenizer = backend.tokenizer() if isinstance(backend, TellsTokenizer) else None
+                adapters = dict(backend.adapters)
+                opened = Opened(backend.info, backend.batch, backend.device, vocabulary, tokenizer, adapters)
                 self._post(self._set_ready, opened, _Room(backend.capacity()))
                 self._serve(backend)
             except BaseException as error:  # noqa: BLE001  told before `close`, which may take long

@@ -24,6 +24,9 @@ from lmpool.workers.metrics.prometheus import monitoring
 from lmpool.workers.settings import WorkerSettings
 from lmpool.workers.worker import Worker
 
+READY_VARIABLE = "LMPOOL_READY_DESCRIPTOR"
+"""Names a descriptor that a byte is written to when the worker serves, for what starts workers."""
+
 _log = logging.getLogger("lmpool.worker")
 
 # Their messages say all there is to say.
@@ -93,6 +96,7 @@ async def _serve(
     def on_ready(info: ModelInfo) -> None:
         nonlocal is_ready
         is_ready = True
+        tell_ready()
         if info.is_trie:
             _log.info("serving tries of any vocabulary on %s as worker %s", server, worker.worker_id)
             return
@@ -129,6 +133,14 @@ async def _serve(
         if worker.is_hung:
             _exit_hung(None, before_exit)
     _log.info("stopped; nothing was left unfinished")
+
+
+def tell_ready() -> None:
+    """Tell whoever has started this process that it serves, once; see `READY_VARIABLE`."""
+    with contextlib.suppress(KeyError, ValueError, OSError):
+        descriptor = int(os.environ.pop(READY_VARIABLE))
+        os.write(descriptor, b"1")
+        os.close(descriptor)
 
 
 def _exit_on_signals(before_exit: Callable[[], object]) -> None:
