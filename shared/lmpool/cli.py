@@ -87,7 +87,6 @@ app = typer.Typer(
     help="Full next-token log-probability rows from a pool of model workers, with one shared cache.",
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 

@@ -10,16 +10,46 @@ from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import typer
+from redis.exceptions import RedisError
 
+from lmpool.broker.readers import read_hashes
+from lmpool.broker.server import Server
 from lmpool.cli import say
-from lmpool.errors import SettingsError
+from lmpool.errors import LMPoolError, SettingsError
 from lmpool.producer.client.session import Priority, WhenAbsent
 from lmpool.protocol.keys import Keys
+from lmpool.protocol.model_info import MAX_INFO_BYTES
 from lmpool.settings import check_name
 
 T = TypeVar("T")
 
-ModelName = Annotated[str | None, typer.Option("--model", help="Name of the model (default: the only one served).")]
+_COMPLETION_S = 1.0
+
+
+def complete_model(context: typer.Context, incomplete: str) -> list[str]:
+    """The models that a server has, for a shell; nothing where it does not answer at once."""
+    prefix = context.params.get("prefix") or "lmpool"
+
+    async def names() -> list[bytes]:
+        client = Server(context.params.get("redis")).client(reply_timeout_s=_COMPLETION_S)
+        try:
+            async with asyncio.timeout(_COMPLETION_S):
+                (infos,) = await read_hashes(client, [Keys(prefix).models()], most_bytes=MAX_INFO_BYTES)
+                return list(infos)
+        finally:
+            await client.aclose()
+
+    try:
+        found = [name.decode("utf-8", "replace") for name in asyncio.run(names())]
+    except (LMPoolError, RedisError, OSError):
+        return []
+    return sorted(name for name in found if name.startswith(incomplete) and name.isprintable())
+
+
+ModelName = Annotated[
+    str | None,
+    typer.Option("--model", help="Name of the model (default: the only one served).", autocompletion=complete_model),
+]
 RedisUrl = Annotated[
     str | None, typer.Option(help="URL of the server (default: LMPOOL_REDIS_URL, then your embedded server).")
 ]

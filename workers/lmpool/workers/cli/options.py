@@ -25,7 +25,7 @@ SHORT = {
 """The settings that `--help` shows; `--help-all` shows the others too."""
 
 _SIZED = ("_bytes", "_tokens", "_size")
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kKmMgGtT]?)(i?[bB])?")
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kKmMgGtT]?)(i?[bB]|i)?")
 _POWERS = "kmgt"
 
 

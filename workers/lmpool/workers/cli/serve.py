@@ -96,15 +96,15 @@ async def _serve(
     def on_ready(info: ModelInfo) -> None:
         nonlocal is_ready
         is_ready = True
-        tell_ready()
         if info.is_trie:
             _log.info("serving tries of any vocabulary on %s as worker %s", server, worker.worker_id)
-            return
-        _log.info(
-            "serving %r (%s, %s, V = %d, up to %d tokens, rows as %s%s) on %s as worker %s",
-            info.name, info.backend, info.dtype, info.vocab_size, info.max_prompt_tokens, info.encoding,
-            ", with tries" if info.answers_tries else "", server, worker.worker_id,
-        )  # fmt: skip
+        else:
+            _log.info(
+                "serving %r (%s, %s, V = %d, up to %d tokens, rows as %s%s) on %s as worker %s",
+                info.name, info.backend, info.dtype, info.vocab_size, info.max_prompt_tokens, info.encoding,
+                ", with tries" if info.answers_tries else "", server, worker.worker_id,
+            )  # fmt: skip
+        tell_ready()
 
     def on_signal() -> None:
         nonlocal is_stopping
