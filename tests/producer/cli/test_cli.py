@@ -31,12 +31,16 @@ def on(pool: Pool, *arguments: str) -> subprocess.CompletedProcess[str]:
     return run(*arguments, "--redis", pool.url, "--prefix", pool.prefix)
 
 
+# What a worker has said before an error.
+_PROGRESS = "(loading|still loading|weights are loaded|the model runs|joining the pool)"
+
+
 def one_line(ended: subprocess.CompletedProcess[str]) -> str:
     """The one line of an error; fails if it was not one."""
     assert ended.returncode == 2, ended.stderr
     assert "Traceback" not in ended.stderr
     # A worker has said before that it loads, on a busy machine more than once.
-    (line,) = [line for line in ended.stderr.splitlines() if not re.match(r"[\d:]{8} (still )?loading ", line)]
+    (line,) = [line for line in ended.stderr.splitlines() if not re.match(rf"[\d:]{{8}} {_PROGRESS}", line)]
     assert line.startswith("lmpool: ")
     return line
 

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+import socket
 import stat
 import sys
 from collections.abc import Callable, Iterator
@@ -162,9 +163,13 @@ def test_several_detached_workers_are_ended_at_once() -> None:
 
 
 def test_a_detached_start_that_fails_says_why(folder: Path) -> None:
-    failed = run_lmpool("up", "/nowhere/model", "--detach")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        failed = run_lmpool("up", "syn", *SYNTHETIC, "--metrics-port", port, "--detach")
     assert failed.returncode == 2
-    assert "/nowhere/model" in failed.stderr
+    assert f"port {port}" in failed.stderr
     assert "it ended with code 2 before it served" in failed.stderr
     assert not list((folder / "detached").glob("*.json"))
 

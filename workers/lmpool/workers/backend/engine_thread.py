@@ -309,8 +309,10 @@ class EngineThread:
     def _run(self) -> None:
         # Whatever fails, the event loop must hear of it: it waits for `_ready` and for `_closed`.
         try:
+            began = time.monotonic()
             backend = self._make()
             try:
+                _log.info("the model runs after %.1f s: reading what its tokens stand for", time.monotonic() - began)
                 vocabulary = backend.vocabulary()
                 tokenizer = backend.tokenizer() if isinstance(backend, TellsTokenizer) else None
                 adapters = dict(backend.adapters)

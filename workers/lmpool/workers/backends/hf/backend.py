@@ -85,6 +85,7 @@ class HfBackend(TellsTexts):
         self._settings = settings
         self._forward = Forward(model)
         self._encoder = RowEncoder(model.dtype, lossy=settings.encoding == "f16")
+        _log.info("weights are loaded: trying how prompts can run together")
         try:
             abilities = check_model(self._forward, loaded.max_prompt_tokens)
         except (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError) as error:
