@@ -101,9 +101,9 @@ async def test_a_program_asks_with_a_string(served: Pool, smollm2_folder: Path) 
         for wrong in (b"bytes", ["a"], 7, None, "\ud800"):
             with pytest.raises(NotTokenIds):
                 await producer.encode(wrong)  # type: ignore[arg-type]
-        for other in ("text", [1.5], [[1]], 7):
+        for no_ids in ("text", [1.5], [[1]], 7):
             with pytest.raises(NotTokenIds):
-                await producer.decode(other)
+                await producer.decode(no_ids)
         with pytest.raises(TokenOutOfRange):
             await producer.decode([-1])
         with pytest.raises(NotTokenIds, match="text"):

@@ -26,7 +26,6 @@ from lmpool.workers.cli.detached import start as start_detached
 from lmpool.workers.cli.doctor import doctor
 from lmpool.workers.cli.options import ALIASES, SHORT, HelpAll, is_size, parse_size
 from lmpool.workers.cli.processes import WorkerProcesses, as_arguments, plan_workers
-from lmpool.workers.cli.serve import exit_without_server, serve, start_log
 from lmpool.workers.cli.shared_server import SharedServer
 from lmpool.workers.settings import WorkerSettings
 from lmpool.workers.trie.backend import TrieSettings
@@ -80,12 +79,16 @@ def worker(
     model: Model, backend: BackendName = "hf", redis: RedisUrl = None, help_all: HelpAll = False, **given: Any
 ) -> None:
     """Serve MODEL from this process, until Ctrl-C, SIGTERM or SIGHUP."""
+    from lmpool.workers.cli.serve import serve  # Heavy, and no part of what other commands need.
+
     settings, chosen = _configure(model, backend, given)
     serve(Server(redis), chosen, settings)
 
 
 def trie_worker(redis: RedisUrl = None, help_all: HelpAll = False, **given: Any) -> None:
     """Answer trie jobs, for any vocabulary, from this process, until Ctrl-C, SIGTERM or SIGHUP."""
+    from lmpool.workers.cli.serve import serve
+
     settings, given = _split(given)
     serve(Server(redis), build(TrieSettings, given, "trie workers"), settings)
 
@@ -114,6 +117,8 @@ def up(
     if detach:
         start_detached([word for word in sys.argv[1:] if word != "--detach"], chosen.served_as)
         return
+    from lmpool.workers.cli.serve import exit_without_server, serve, start_log
+
     shared = SharedServer(None if memory_mb is None else memory_mb * 2**20)
     if shared.join():
         _tell(settings, f"your server runs at {shared.url}")

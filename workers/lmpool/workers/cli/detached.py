@@ -24,15 +24,25 @@ import typer
 from lmpool.cli import say
 from lmpool.embedded import DETACHED, ending, explained, runtime_dir, secure
 from lmpool.errors import ServerError
-from lmpool.workers.cli.serve import READY_VARIABLE
 
 if sys.platform != "win32":
     import fcntl
+
+READY_VARIABLE = "LMPOOL_READY_DESCRIPTOR"
+"""Names a descriptor that a byte is written to when the worker serves, for what starts workers."""
 
 _POLL_S = 0.05
 _MOST_LOGS = 10
 _MOST_RECORD = 4096
 _STOPPED_NOW = 130
+
+
+def tell_ready() -> None:
+    """Tell whoever has started this process that it serves, once; see `READY_VARIABLE`."""
+    with suppress(KeyError, ValueError, OSError):
+        descriptor = int(os.environ.pop(READY_VARIABLE))
+        os.write(descriptor, b"1")
+        os.close(descriptor)
 
 
 def start(arguments: list[str], model: str) -> None:

@@ -27,8 +27,6 @@ from lmpool.protocol.keys import Keys
 from lmpool.protocol.model_info import MAX_INFO_BYTES
 from lmpool.rows.shared_memory import folder as shared_folder
 from lmpool.settings import check_name, count_cores
-from lmpool.workers.backends.checkpoint import check_model_folder, local_path
-from lmpool.workers.queue.segment import free_bytes
 
 State = Literal["ok", "look", "wrong"]
 
@@ -205,8 +203,7 @@ async def _served(client: Redis, keys: Keys) -> Finding:
 
 
 def _machine() -> Iterator[Finding]:
-    free = free_bytes()
-    yield Finding("memory", "ok", f"{_size(free)} free, {count_cores()} cores")
+    yield Finding("memory", "ok", f"{_size(_free_bytes())} free, {count_cores()} cores")
     place = shared_folder()
     try:
         usage = shutil.disk_usage(place)
@@ -218,6 +215,12 @@ def _machine() -> Iterator[Finding]:
         advice = "docker run --shm-size 4g: rows that find no room travel through the server"
         yield Finding("shared memory", "look" if is_small else "ok", found, advice if is_small else "")
     yield _gpu()
+
+
+def _free_bytes() -> int:
+    from lmpool.workers.queue.segment import free_bytes
+
+    return free_bytes()
 
 
 def _gpu() -> Finding:
@@ -245,6 +248,9 @@ def _gpus() -> list[tuple[str, int, int]] | None:
 
 
 def _model(model: str) -> Iterator[Finding]:
+    # Heavy, and no part of what other commands need.
+    from lmpool.workers.backends.checkpoint import check_model_folder, local_path
+
     path = local_path("model", model)
     is_gguf = path.suffix == ".gguf" and path.is_file()
     try:
@@ -265,7 +271,7 @@ def _model(model: str) -> Iterator[Finding]:
         yield Finding("model", "wrong", f"{model} has no weights", "copy them there: *.safetensors")
         return
     gpus = _gpus()
-    room, what = (max(free for *_, free in gpus), "a GPU") if gpus else (free_bytes(), "this machine")
+    room, what = (max(free for *_, free in gpus), "a GPU") if gpus else (_free_bytes(), "this machine")
     found = f"{_size(size)} of weights; {_size(room)} free on {what}"
     if size > room:
         yield Finding(

@@ -17,7 +17,7 @@ from lmpool.cli import LAUNCH
 from lmpool.embedded import ending
 from lmpool.errors import SettingsError, printable
 from lmpool.settings import count_cores, count_threads, shown
-from lmpool.workers.cli.serve import READY_VARIABLE, tell_ready
+from lmpool.workers.cli.detached import READY_VARIABLE, tell_ready
 
 _log = logging.getLogger("lmpool.worker")
 

@@ -20,12 +20,10 @@ from lmpool.errors import AuthenticationFailed, LMPoolError, LogFormatter, Serve
 from lmpool.protocol.model_info import ModelInfo
 from lmpool.workers.backend.contract import BackendSettings
 from lmpool.workers.backend.engine_thread import ProcessWatchdog
+from lmpool.workers.cli.detached import tell_ready
 from lmpool.workers.metrics.prometheus import monitoring
 from lmpool.workers.settings import WorkerSettings
 from lmpool.workers.worker import Worker
-
-READY_VARIABLE = "LMPOOL_READY_DESCRIPTOR"
-"""Names a descriptor that a byte is written to when the worker serves, for what starts workers."""
 
 _log = logging.getLogger("lmpool.worker")
 
@@ -133,14 +131,6 @@ async def _serve(
         if worker.is_hung:
             _exit_hung(None, before_exit)
     _log.info("stopped; nothing was left unfinished")
-
-
-def tell_ready() -> None:
-    """Tell whoever has started this process that it serves, once; see `READY_VARIABLE`."""
-    with contextlib.suppress(KeyError, ValueError, OSError):
-        descriptor = int(os.environ.pop(READY_VARIABLE))
-        os.write(descriptor, b"1")
-        os.close(descriptor)
 
 
 def _exit_on_signals(before_exit: Callable[[], object]) -> None:
