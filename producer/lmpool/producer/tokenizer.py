@@ -56,11 +56,10 @@ class PublishedTokenizer:
             self._tokenizer: Any = tokenizers.Tokenizer.from_str(text)
         except Exception as error:
             # So ends what fails in that package, which is not written in Python.
-            if type(error) is not Exception:
-                raise
-            raise UnknownTokenizer(
-                f"the model's tokenizer cannot be read by tokenizers {tokenizers.__version__}: {error}"
-            ) from error
+            if type(error) is Exception:
+                release = f"tokenizers {tokenizers.__version__}"
+                raise UnknownTokenizer(f"the model's tokenizer cannot be read by {release}: {error}") from error
+            raise
         # A file may say so for training's sake; a prompt is whole, and no longer than it is.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()

@@ -74,11 +74,14 @@ def read_texts(info: ModelInfo, revision: str | None, *, trust_remote_code: bool
         vocabulary = Vocabulary(decode_vocab(loaded, vocab_size=info.vocab_size).tokens)
         missing = "the tokenizer of %s is not published: %s; who has text loads it by transformers, or passes token ids"
         tokenizer = _pack(loaded)
+    except _TOKENIZER_ERRORS as error:
+        _log.warning(missing, info.name, first_line(error))
     except Exception as error:
         # So ends what fails in the package tokenizers, which is not written in Python.
-        if not isinstance(error, _TOKENIZER_ERRORS) and type(error) is not Exception:
-            raise
-        _log.warning(missing, info.name, first_line(error))
+        if type(error) is Exception:
+            _log.warning(missing, info.name, first_line(error))
+            return Texts(vocabulary, tokenizer)
+        raise
     return Texts(vocabulary, tokenizer)
 
 
