@@ -19,6 +19,7 @@
     │   ├── UnknownModel                no model of that name is served, or none at all
     │   ├── AmbiguousModel              several models are served and none was named
     │   ├── UnknownAdapter              the model has no adapter of that name
+    │   ├── UnknownTokenizer            its workers publish no tokenizer, or the pool has it no longer
     │   ├── AdapterRefused              a worker cannot load the adapter
     │   └── ModelMismatch               a worker's info differs from the info of the model it joins
     ├── RequestFailed                   an accepted request ended without a row
@@ -169,6 +170,10 @@ class AmbiguousModel(ModelError):
 
 class UnknownAdapter(ModelError):
     """The model has no adapter of that name."""
+
+
+class UnknownTokenizer(ModelError):
+    """The model's workers publish no tokenizer, or the pool has it no longer."""
 
 
 class AdapterRefused(ModelError):

@@ -131,6 +131,7 @@ def test_the_keys_are_those_of_the_code() -> None:
         keys.row("X") + b"X",
         keys.vocabulary("X"),
         keys.token_set(b"X"),
+        keys.tokenizer("X"),
     }
     made |= {keys.weights() + b"X", keys.probe("X", "X")}
     assert written == {key.decode().replace(b"X".hex(), "X") for key in made}

@@ -26,6 +26,7 @@ from lmpool.batch.shards import ShardWriter, suffix_of
 from lmpool.batch.texts import Failed, Preparer
 from lmpool.errors import InvalidPrompt, ModelMismatch, SettingsError, UnknownAdapter, WorkerError
 from lmpool.producer import Producer
+from lmpool.producer.tokenizer import Tokenizer, find_tokenizer
 from lmpool.protocol.model_info import ModelInfo
 from lmpool.settings import check_number, shown
 
@@ -332,7 +333,14 @@ class _Run:
         self._writes_manifest = True
         self._writer: ShardWriter | None = None
         self._manifest_at = monotonic()
-        self._preparer = Preparer(self._kind, settings.start, producer.model, index.is_duplicate)
+        loop = asyncio.get_running_loop()
+
+        def tokenizer() -> Tokenizer:
+            # The preparer runs in a thread, and the pool is asked in the event loop.
+            found = find_tokenizer(producer, "input", 'give token ids: {"ids": [1, 2, 3]}')
+            return asyncio.run_coroutine_threadsafe(found, loop).result()
+
+        self._preparer = Preparer(self._kind, settings.start, producer.model, tokenizer, index.is_duplicate)
 
     async def run_one(self, shard: int) -> Shard:
         """Do one shard, and leave the manifest to whoever wants that.

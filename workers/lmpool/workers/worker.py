@@ -294,6 +294,7 @@ class Worker:
         async def on_adapter_change() -> None:
             await self._send_heartbeat(serving)
 
+        _log.info("joining the pool")
         worker = WorkerContext(self._server, self._settings, self._id, self._counters)
         serving = self._serving = await assemble(worker, engine_thread, opened, on_adapter_change)
         try:

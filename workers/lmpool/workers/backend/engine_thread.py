@@ -25,6 +25,7 @@ from lmpool.aio import end_tasks
 from lmpool.errors import LMPoolError, WorkerError
 from lmpool.protocol.model_info import ModelInfo
 from lmpool.protocol.row import NewRows, VectorBlock
+from lmpool.protocol.tokenizer import PackedTokenizer
 from lmpool.vocabulary import Vocabulary
 from lmpool.workers.backend import watchdog_process
 from lmpool.workers.backend.answer_memory import AnswerMemory
@@ -35,6 +36,7 @@ from lmpool.workers.backend.contract import (
     BackendStats,
     Finished,
     TellsHead,
+    TellsTokenizer,
     WritesInPlace,
     check_answers,
     check_first_rows,
@@ -97,6 +99,7 @@ class Opened(NamedTuple):
     batch: int
     device: str
     vocabulary: Vocabulary | None
+    tokenizer: PackedTokenizer | None
     adapters: Mapping[str, str]
 
 
@@ -318,11 +321,14 @@ class EngineThread:
     def _run(self) -> None:
         # Whatever fails, the event loop must hear of it: it waits for `_ready` and for `_closed`.
         try:
+            began = time.monotonic()
             backend = self._make()
             try:
-                opened = Opened(
-                    backend.info, backend.batch, backend.device, backend.vocabulary(), dict(backend.adapters)
-                )
+                _log.info("the model runs after %.1f s: reading what its tokens stand for", time.monotonic() - began)
+                vocabulary = backend.vocabulary()
+                tokenizer = backend.tokenizer() if isinstance(backend, TellsTokenizer) else None
+                adapters = dict(backend.adapters)
+                opened = Opened(backend.info, backend.batch, backend.device, vocabulary, tokenizer, adapters)
                 self._post(self._set_ready, opened, _Room(backend.capacity()))
                 self._serve(backend)
             except BaseException as error:  # noqa: BLE001  told before `close`, which may take long
