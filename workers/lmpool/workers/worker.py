@@ -272,7 +272,13 @@ class Worker:
         """
         await check_before_loading(self._server, self._backend, self._settings)
         self.health.start()
-        engine_thread = EngineThread(self._backend.open, self._on_finished, self._break, self._counters.stepped)
+        engine_thread = EngineThread(
+            self._backend.open,
+            self._on_finished,
+            self._break,
+            self._counters.stepped,
+            tells_steps=self._settings.tracing,
+        )
         guarded = ExitStack()
         try:
             async with Loading(self._server, self._settings, self._id, self._backend.served_as):
@@ -488,6 +494,8 @@ class Worker:
     def _on_finished(self, finished: Finished) -> None:
         # A step that only failed does not wait for others' rows.
         is_small = 0 < finished.nbytes <= _SMALL_BYTES
+        if finished.step is not None and self._serving is not None:
+            self._serving.dispatcher.trace_step(finished)
         (self._finished_small if is_small else self._finished).put_nowait(finished)
         self._lifecycle.notify()  # The backend has room again.
 
