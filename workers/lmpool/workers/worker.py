@@ -13,6 +13,7 @@ from redis.exceptions import RedisError, ResponseError
 
 from lmpool.aio import delays, end_tasks, finish
 from lmpool.broker.server import Server
+from lmpool.broker.server_checks import read_memory
 from lmpool.errors import LMPoolError, ModelMismatch, ProtocolError, ServerError, SettingsError, WorkerError
 from lmpool.protocol.model_info import ModelInfo
 from lmpool.workers.backend.contract import BackendSettings, BackendStats, Finished
@@ -446,6 +447,8 @@ class Worker:
                 await self._write_heartbeat(serving)
             await serving.consumer.keep_queue()
             await serving.consumer.measure()
+            if self._settings.metrics_port:  # Nobody else is told.
+                self._counters.memory = await read_memory(serving.redis)
         except (RedisError, OSError, LMPoolError) as error:
             self.health.trouble = str(self._server.explain(error))
             raise

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable
 
 from lmpool.broker.readers import QueueState
+from lmpool.broker.server_checks import ServerMemory
 from lmpool.errors import AdapterChanged, SourceMissing, UnknownTokenSet, UnknownVocabulary
 from lmpool.metrics import PROMPTS, Histogram, pack_counts, quantile
 from lmpool.protocol.job import Failure
@@ -42,6 +43,7 @@ class Counters:
         queued_ms: entry id of a job that is in flight and has been in the backlog -> when it was queued, in ms since
             1970.
         queue: the model's queue as of the last heartbeat; None before the first.
+        memory: the server's memory as of the last heartbeat; None where it is not asked for, or not told.
     """
 
     def __init__(self) -> None:
@@ -64,6 +66,7 @@ class Counters:
         self.server_errors = 0
         self.queued_ms: dict[bytes, bytes] = {}
         self.queue: QueueState | None = None
+        self.memory: ServerMemory | None = None
         self._clock_ahead_s = 0.0
 
     def note_queue(self, queue: QueueState, asked_at: float) -> None:
