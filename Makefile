@@ -35,6 +35,8 @@ export LMPOOL_TEST_SERVERS ?= $(abspath $(ENGINES))
 DEBIAN_REDIS := $(LMPOOL_TEST_SERVERS)/redis-debian/redis-server
 REDIS_6_2 := $(LMPOOL_TEST_SERVERS)/redis-6.2/redis-server
 REDIS_PY_5_3 := $(LMPOOL_TEST_SERVERS)/redis-py-5.3
+# With promtool.
+PROMETHEUS := $(LMPOOL_TEST_SERVERS)/prometheus-debian/prometheus
 # arq, with a redis-py that it works with.
 ARQ := $(LMPOOL_TEST_SERVERS)/arq
 # What looks at docker/, and the images that it makes.
@@ -57,7 +59,7 @@ export PYTHONDONTWRITEBYTECODE =
 # What mypy has found out about torch and others takes most of a minute: it is kept with them, for other checkouts too.
 export MYPY_CACHE_DIR ?= $(abspath $(VENV))/.mypy_cache
 
-.PHONY: help demo demo-vllm demo-sglang test lint lint-deploy images test-main test-others test-smoke test-vllm $(VLLM_RUNS) test-sglang \
+.PHONY: help demo demo-vllm demo-sglang test lint lint-deploy lint-observe images test-main test-others test-smoke test-vllm $(VLLM_RUNS) test-sglang \
 	collect test-engines-newest test-servers test-cluster chaos fuzz model-check docs bench bench-compare clean
 
 ## help: list the targets
@@ -210,6 +212,16 @@ $(LINT_DEPLOY_INSTALLED):
 # with is made of Debian's packages, under its name. Takes 4 GB of IMAGES, and minutes.
 images: $(INSTALLED) $(SMOLLM2)
 	$(BIN)/python -m tools.images $(IMAGES) --model $(MODELS)/smollm2-float32
+
+## lint-observe: check docker/observe by promtool, and the board's queries by Prometheus itself, which scrapes a real pool
+lint-observe: $(INSTALLED) $(PROMETHEUS)
+	$(dir $(PROMETHEUS))promtool check config docker/observe/prometheus.yml
+	$(dir $(PROMETHEUS))promtool test rules docker/observe/alerts_test.yml
+	$(BIN)/python -m tests.project.live_board $(PROMETHEUS)
+
+$(PROMETHEUS): $(INSTALLED) tools/install_server.py
+	$(BIN)/python -m tools.install_server prometheus $(@D)
+	touch $@
 
 ## docs: draw the picture of docs/design.md from its source; needs Graphviz's `dot` (apt install graphviz)
 docs: docs/design/architecture.svg

@@ -32,6 +32,7 @@ from lmpool.producer.client.queries import (
 )
 from lmpool.producer.client.session import Session
 from lmpool.producer.client.session_per_loop import SessionPerLoop
+from lmpool.producer.client.tracing import Traces
 from lmpool.producer.deadline import Deadline
 from lmpool.producer.options import (
     GenerateOptions,
@@ -74,6 +75,7 @@ class PartialRows:
     _sessions: SessionPerLoop
     _heads: dict[str, Head]
     _timeout: float
+    _traces: Traces | None
 
     async def topk(
         self,
@@ -480,5 +482,15 @@ class PartialRows:
         self, adapter: object, timeout: float | None, ask: Callable[[Session, str, Deadline], Coroutine[Any, Any, T]]
     ) -> T:
         """One request: by its deadline, and with the adapter as jobs name it (see `SessionPerLoop.request`)."""
+        if self._traces is None:
+            return await self._ask(adapter, timeout, ask)
+        # Named by the method that asks: `PartialRows.batch_topk.<locals>.ask`.
+        operation = ask.__qualname__.partition(".<locals>")[0].rpartition(".")[2].lstrip("_")
+        with self._traces.span(operation):
+            return await self._ask(adapter, timeout, ask)
+
+    def _ask(
+        self, adapter: object, timeout: float | None, ask: Callable[[Session, str, Deadline], Coroutine[Any, Any, T]]
+    ) -> Coroutine[Any, Any, T]:
         deadline = Deadline.of(timeout, self._timeout)
-        return await self._sessions.request(adapter, deadline, lambda session, name: ask(session, name, deadline))
+        return self._sessions.request(adapter, deadline, lambda session, name: ask(session, name, deadline))

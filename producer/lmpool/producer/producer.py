@@ -13,11 +13,13 @@ from numpy.typing import NDArray
 
 from lmpool.broker.server import RedisLike, Server, where
 from lmpool.errors import LMPoolError, SettingsError
+from lmpool.metrics import is_traced
 from lmpool.producer.adapter_changes import AdapterChange
 from lmpool.producer.client.queries import Mode, ask_all, ask_entries, ask_fresh, ask_logits, entries_of
 from lmpool.producer.client.requests import Counters, ProducerStats, RowLRU
 from lmpool.producer.client.session import Priority, Session, WhenAbsent, WhenFull
 from lmpool.producer.client.session_per_loop import CopiedAsItself, SessionPerLoop
+from lmpool.producer.client.tracing import Traces
 from lmpool.producer.deadline import Deadline, check_timeout
 from lmpool.producer.options import check_mode, read_batch_targets, read_targets
 from lmpool.producer.partial import PartialRows
@@ -62,6 +64,9 @@ class Producer(CopiedAsItself, PartialRows):
         keep_answers: whether answers to queries (likeliest tokens, draws, scores, positions) stay in the pool's cache
             for a minute, for whoever asks the same. False removes each as soon as it has been read: a program that asks
             about a million texts would fill the server with what nobody asks for again.
+        tracing: whether OpenTelemetry gets a span of each call, whose context goes with the jobs (needs
+            `lmpool[tracing]`, and a tracer provider that the program has set up); None for what the environment's
+            `LMPOOL_TRACING` says, 1 or 0. Calls of tries and changes of adapters have none.
 
     Raises:
         SettingsError: a value is malformed.
@@ -79,6 +84,7 @@ class Producer(CopiedAsItself, PartialRows):
         when_absent: WhenAbsent = "raise",
         priority: Priority = "interactive",
         keep_answers: bool = True,
+        tracing: bool | None = None,
     ) -> None:
         _check_model(model)
         check_name("prefix", prefix)
@@ -102,7 +108,9 @@ class Producer(CopiedAsItself, PartialRows):
             "when_absent": when_absent,
             "priority": priority,
             "keep_answers": keep_answers,
+            "tracing": tracing,
         }
+        self._traces = Traces(model) if is_traced(tracing) else None
         self._keys = Keys(prefix)
         self._heads = {}
         self._cache = RowLRU(cache_bytes)
@@ -120,6 +128,7 @@ class Producer(CopiedAsItself, PartialRows):
                 when_absent,
                 priority,
                 keep_answers,
+                self._traces,
             ),
             model,
             when_absent,
@@ -170,7 +179,8 @@ class Producer(CopiedAsItself, PartialRows):
         """
         # Nearly all requests are like this: no coroutine within another for them.
         session = self._sessions.current(asyncio.get_running_loop())
-        if session is None or targets is not None or mode != "logprobs" or fresh is not False or adapter != "":
+        is_usual = targets is None and mode == "logprobs" and fresh is False and adapter == ""
+        if session is None or not is_usual or self._traces is not None:
             return await self._logprobs(ids, targets, mode, fresh, adapter, timeout)
         seconds = self._timeout if timeout is None else check_timeout(timeout)
         info = session.info

@@ -105,7 +105,8 @@ class SyncProducer(CopiedAsItself):
     pickled is the same as of a `Producer`; an unpickled one is open and connects with its first call.
 
     Args:
-        model, redis, timeout, cache_bytes, prefix, when_full, when_absent, priority, keep_answers: as `Producer`.
+        model, redis, timeout, cache_bytes, prefix, when_full, when_absent, priority, keep_answers, tracing: as
+            `Producer`.
 
     Raises:
         As `Producer` and `Producer.open`.
@@ -123,6 +124,7 @@ class SyncProducer(CopiedAsItself):
         when_absent: WhenAbsent = "raise",
         priority: Priority = "interactive",
         keep_answers: bool = True,
+        tracing: bool | None = None,
     ) -> None:
         producer = Producer(
             model,
@@ -134,6 +136,7 @@ class SyncProducer(CopiedAsItself):
             when_absent=when_absent,
             priority=priority,
             keep_answers=keep_answers,
+            tracing=tracing,
         )
         self._start(producer)
         try:

@@ -13,6 +13,7 @@ from redis.exceptions import RedisError, ResponseError
 
 from lmpool.aio import delays, end_tasks, finish
 from lmpool.broker.server import Server
+from lmpool.broker.server_checks import read_memory
 from lmpool.errors import LMPoolError, ModelMismatch, ProtocolError, ServerError, SettingsError, WorkerError
 from lmpool.protocol.model_info import ModelInfo
 from lmpool.workers.backend.contract import BackendSettings, BackendStats, Finished
@@ -272,7 +273,13 @@ class Worker:
         """
         await check_before_loading(self._server, self._backend, self._settings)
         self.health.start()
-        engine_thread = EngineThread(self._backend.open, self._on_finished, self._break, self._counters.stepped)
+        engine_thread = EngineThread(
+            self._backend.open,
+            self._on_finished,
+            self._break,
+            self._counters.stepped,
+            tells_steps=self._settings.tracing,
+        )
         guarded = ExitStack()
         try:
             async with Loading(self._server, self._settings, self._id, self._backend.served_as):
@@ -444,6 +451,8 @@ class Worker:
                 await self._write_heartbeat(serving)
             await serving.consumer.keep_queue()
             await serving.consumer.measure()
+            if self._settings.metrics_port:  # Nobody else is told.
+                self._counters.memory = await read_memory(serving.redis)
         except (RedisError, OSError, LMPoolError) as error:
             self.health.trouble = str(self._server.explain(error))
             raise
@@ -492,6 +501,8 @@ class Worker:
     def _on_finished(self, finished: Finished) -> None:
         # A step that only failed does not wait for others' rows.
         is_small = 0 < finished.nbytes <= _SMALL_BYTES
+        if finished.step is not None and self._serving is not None:
+            self._serving.dispatcher.trace_step(finished)
         (self._finished_small if is_small else self._finished).put_nowait(finished)
         self._lifecycle.notify()  # The backend has room again.
 

@@ -18,6 +18,7 @@ from lmpool.broker.connection import CommandConnection, reply_timeout
 from lmpool.broker.server import Server
 from lmpool.broker.server_checks import ServerMemory, read_memory
 from lmpool.errors import LMPoolError, ProducerClosed
+from lmpool.producer.client.tracing import Traces
 from lmpool.protocol.keys import Keys, ModelKeys
 from lmpool.protocol.model_info import ModelInfo
 from lmpool.protocol.row import Encoding, encoded_size
@@ -92,13 +93,15 @@ class Connections:
         closed: whether the session has ended; nothing may be asked any more.
         trouble: why the server cannot be used at present, or None.
         segments: reads rows in shared memory.
+        traces: the spans of its requests; None where they are not traced.
     """
 
-    def __init__(self, server: Server, keys: Keys, *, is_bulk: bool = False) -> None:
+    def __init__(self, server: Server, keys: Keys, *, is_bulk: bool = False, traces: Traces | None = None) -> None:
         self._server = server
         self._keys = keys
         self._is_bulk = is_bulk
         self.segments = SegmentReader()
+        self.traces = traces
         self._client_id = secrets.token_hex(8)
         self._adopted: AdoptedModel | None = None
         self.redis = server.client()

@@ -38,6 +38,7 @@ from lmpool.producer.client.requests import (
     Waiter,
 )
 from lmpool.producer.client.submit import CacheClient, Homes, Submitter
+from lmpool.producer.client.tracing import Traces
 from lmpool.producer.deadline import ALONE_S, ENDLESS_S, Deadline
 from lmpool.protocol.keys import Keys
 from lmpool.protocol.model_info import ModelInfo
@@ -78,6 +79,7 @@ class Session:
         when_absent: what requests do while no worker serves the model.
         priority: of its requests, where they wait.
         keep_answers: whether answers to queries stay in the pool's cache when they have been read.
+        traces: the spans of its requests; None where they are not traced.
 
     Attributes:
         loop: the event loop.
@@ -101,6 +103,7 @@ class Session:
         when_absent: WhenAbsent = "raise",
         priority: Priority = "interactive",
         keep_answers: bool = True,
+        traces: Traces | None = None,
     ) -> None:
         self.closed = False
         self._supervisor: asyncio.Task[None] | None = None
@@ -114,7 +117,8 @@ class Session:
         self._stats = stats
         self._requests = PendingRequests(cache, stats, counters)
         self._deadlines = DeadlineTimers(self.loop, self._on_deadline)
-        self._connections = Connections(server, keys, is_bulk=priority == "bulk")
+        self._connections = Connections(server, keys, is_bulk=priority == "bulk", traces=traces)
+        self._traces = traces
         self._connections.segments.counts = self._requests.counters.shared
         self._discovery = Discovery(self._connections.redis, keys)
         self.vocabularies = Vocabularies(self._connections, keys)
@@ -375,6 +379,8 @@ class Session:
         request, is_new = self._requests.add(prompt, waiter, until=until, warm=warm)
         if is_new:
             self._submitter.add(request)
+        if self._traces is not None:
+            self._traces.note(request, is_new)
         return request
 
     def _remove_waiter(self, request: PendingRequest, waiter: Waiter, why: str = "cancelled") -> None:

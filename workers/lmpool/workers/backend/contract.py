@@ -65,12 +65,14 @@ class Finished(NamedTuple):
         failures: digest -> message of the prompts that the backend cannot answer.
         answers: vectors that are ready: what is wanted of positions, continuations, and what trie workers answer.
         stale: prompts whose adapter the backend does not have; told by the backend's thread, not by backends.
+        step: monotonic times when the step began and ended; told by the backend's thread where jobs are traced.
     """
 
     blocks: list[RowBlock]
     failures: dict[bytes, str]
     answers: VectorBlock | None = None
     stale: tuple[bytes, ...] = ()
+    step: tuple[float, float] | None = None
 
     @property
     def digests(self) -> list[bytes]:

@@ -165,6 +165,7 @@ class EngineThread:
         on_finished: called in the event loop with what each step brought.
         on_broken: called in the event loop with the exception that ended the thread.
         on_step: called in the thread after each step, with its seconds and how many jobs it has answered.
+        tells_steps: have `Finished.step` told.
 
     Attributes:
         batch: prompts that make a full step.
@@ -181,11 +182,14 @@ class EngineThread:
         on_finished: Callable[[Finished], None],
         on_broken: Callable[[BaseException], None],
         on_step: Callable[[float, int], None] = lambda seconds, answers: None,
+        *,
+        tells_steps: bool = False,
     ) -> None:
         self._make = make
         self._on_finished = on_finished
         self._on_broken = on_broken
         self._on_step = on_step
+        self._tells_steps = tells_steps
         self._commands: SimpleQueue[_Command | None] = SimpleQueue()
         self._loop = asyncio.get_running_loop()
         self._ready: asyncio.Future[Opened] = self._loop.create_future()
@@ -394,7 +398,7 @@ class EngineThread:
             self._on_step(seconds, len(answered))
             for digest in answered:
                 del adapters[digest]
-            tell(finished)
+            tell(finished._replace(step=(began, began + seconds)) if self._tells_steps else finished)
 
     def _execute(self, backend: Backend, command: _Command, adapters: dict[bytes, str]) -> tuple[bytes, ...]:
         """Do what is asked; returns the jobs that name an adapter that the backend does not have."""

@@ -12,16 +12,19 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NoReturn, Protocol
 
 from lmpool.broker.server import Server
 from lmpool.cli import say
 from lmpool.errors import AuthenticationFailed, LMPoolError, LogFormatter, ServerUnreachable, SettingsError, to_json
+from lmpool.metrics import is_traced
 from lmpool.protocol.model_info import ModelInfo
 from lmpool.workers.backend.contract import BackendSettings
 from lmpool.workers.backend.engine_thread import ProcessWatchdog
 from lmpool.workers.cli.detached import tell_ready
 from lmpool.workers.metrics.prometheus import monitoring
+from lmpool.workers.metrics.tracing import exporting
 from lmpool.workers.settings import WorkerSettings
 from lmpool.workers.worker import Worker
 
@@ -86,6 +89,8 @@ async def _serve(
     before_exit: Callable[[], object],
     log: LogFormat | None,
 ) -> None:
+    if is_traced(settings.tracing or None):
+        settings = replace(settings, tracing=True)
     worker = Worker(server, backend, settings)
     if log is not None:
         log.static_fields["worker"] = worker.worker_id
@@ -121,7 +126,8 @@ async def _serve(
         loop.add_signal_handler(number, on_signal)
     if _hears_hangup():
         loop.add_signal_handler(signal.SIGHUP, on_hangup)
-    with monitoring(settings, worker.snapshot, worker.health):
+    tracing = exporting(backend.served_as, worker.worker_id) if settings.tracing else contextlib.nullcontext()
+    with monitoring(settings, worker.snapshot, worker.health), tracing:
         try:
             await worker.run(on_ready, ProcessWatchdog(settings.step_timeout_s))
         except LMPoolError as error:
