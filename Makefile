@@ -51,7 +51,7 @@ export PYTHONDONTWRITEBYTECODE =
 export MYPY_CACHE_DIR ?= $(abspath $(VENV))/.mypy_cache
 
 .PHONY: help demo demo-vllm demo-sglang test lint test-main test-others test-smoke test-vllm $(VLLM_RUNS) test-sglang \
-	collect test-engines-newest test-servers test-cluster chaos fuzz model-check docs bench bench-compare clean
+	collect test-engines-newest test-servers test-cluster chaos fuzz model-check docs picture bench bench-compare clean
 
 ## help: list the targets
 help:
@@ -75,7 +75,7 @@ demo-sglang: $(SGLANG_INSTALLED) $(SMOLLM2)
 # All at once, for many tests wait for a lease to pass or for a process to start. The main part shows how far it is, the
 # others print what they have to say when they end.
 test:
-	$(MAKE) -j3 lint test-main test-others
+	$(MAKE) -j4 lint docs test-main test-others
 
 # Finds files that cannot be imported, and leaves the bytecode of the tests, with pytest's assertions in it, for the
 # processes of the main part.
@@ -183,8 +183,14 @@ lint: $(INSTALLED)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-## docs: draw the picture of docs/design.md from its source; needs Graphviz's `dot` (apt install graphviz)
-docs: docs/design/architecture.svg
+## docs: build the documentation's site, $(SITE)/index.html; its tutorials ask a worker with a real model
+# A warning ends it, and so does what a browser would fetch from another host.
+SITE ?= build/site
+docs: $(INSTALLED) $(SMOLLM2)
+	$(BIN)/python -m tools.site $(SITE) --model $(MODELS)/smollm2-float32
+
+## picture: draw the picture of docs/design.md from its source; needs Graphviz's `dot` (apt install graphviz)
+picture: docs/design/architecture.svg
 
 %.svg: %.dot
 	dot -Tsvg -o $@ $<
