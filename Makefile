@@ -50,7 +50,7 @@ export PYTHONDONTWRITEBYTECODE =
 # What mypy has found out about torch and others takes most of a minute: it is kept with them, for other checkouts too.
 export MYPY_CACHE_DIR ?= $(abspath $(VENV))/.mypy_cache
 
-.PHONY: help demo demo-vllm demo-sglang test lint test-main test-others test-smoke test-vllm $(VLLM_RUNS) test-sglang \
+.PHONY: help demo demo-vllm demo-sglang test lint test-docs test-main test-others test-smoke test-vllm $(VLLM_RUNS) test-sglang \
 	collect test-engines-newest test-servers test-cluster chaos fuzz model-check docs picture bench bench-compare clean
 
 ## help: list the targets
@@ -75,7 +75,7 @@ demo-sglang: $(SGLANG_INSTALLED) $(SMOLLM2)
 # All at once, for many tests wait for a lease to pass or for a process to start. The main part shows how far it is, the
 # others print what they have to say when they end.
 test:
-	$(MAKE) -j4 lint docs test-main test-others
+	$(MAKE) -j4 lint test-docs test-main test-others
 
 # Finds files that cannot be imported, and leaves the bytecode of the tests, with pytest's assertions in it, for the
 # processes of the main part.
@@ -188,6 +188,10 @@ lint: $(INSTALLED)
 SITE ?= build/site
 docs: $(INSTALLED) $(SMOLLM2)
 	$(BIN)/python -m tools.site $(SITE) --model $(MODELS)/smollm2-float32
+
+## test-docs: the same without what the tutorials print, which test-main runs
+test-docs: $(INSTALLED)
+	$(BIN)/python -m tools.site $(SITE)-without-outputs
 
 ## picture: draw the picture of docs/design.md from its source; needs Graphviz's `dot` (apt install graphviz)
 picture: docs/design/architecture.svg

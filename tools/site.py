@@ -152,6 +152,12 @@ def faults(site: Path) -> list[str]:
         if path.suffix in (".html", ".css")
         for address in fetched_elsewhere(path.read_text("utf-8"))
     ]
+    found += [
+        f"{path.relative_to(site)}: it has a path of this machine, below {place}"
+        for path in sorted(site.rglob("*.html"))
+        for place in (f"{ROOT}/", f"{Path.home()}/", f"{sys.prefix}/")
+        if place in path.read_text("utf-8")
+    ]
     return found + [f"{name} is missing in docs/reference" for name in set(public_names()) - documented(site)]
 
 
@@ -179,7 +185,14 @@ def build(source: Path, site: Path, *options: str) -> int:
     """Have Sphinx build a site anew; returns its exit code, which is not 0 after any warning."""
     shutil.rmtree(site, ignore_errors=True)
     command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-E", *options, str(source), str(site)]
-    return subprocess.run(command, check=False).returncode
+    with tempfile.TemporaryDirectory(prefix="lmpool-site-") as folder:
+        # Notebooks see no settings of whoever builds, find `lmpool`, and show no warnings of libraries.
+        settings = Path(folder, "profile_default")
+        settings.mkdir()
+        (settings / "ipython_kernel_config.py").write_text("get_config().IPKernelApp.log_level = 'ERROR'\n")
+        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+        environment = {**os.environ, "IPYTHONDIR": folder, "PATH": path, "PYTHONWARNINGS": "ignore"}
+        return subprocess.run(command, check=False, env=environment).returncode
 
 
 def main() -> None:

@@ -162,7 +162,7 @@ def test_the_hooks_before_a_commit_run_what_lint_runs() -> None:
 
 
 def test_the_picture_shows_what_its_source_says() -> None:
-    """`make picture` draws it anew; releases of Graphviz differ in coordinates, so only names and words are compared."""
+    """`make picture` draws it anew; releases of Graphviz differ in coordinates, so names and words are compared."""
     source = re.sub(r"^\s*//.*$", "", SOURCE.read_text("utf-8"), flags=re.MULTILINE)
     picture = ElementTree.fromstring(PICTURE.read_text("utf-8"))
     titles = {group.findtext(f"{SVG}title") for group in picture.iter(f"{SVG}g") if group.get("class") != "graph"}

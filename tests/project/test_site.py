@@ -86,3 +86,28 @@ def test_every_environment_variable_is_explained() -> None:
     texts = [path.read_text("utf-8", "ignore") for path in (*files, ROOT / "Makefile") if path.suffix != ".pyc"]
     read = {name for text in texts for name in re.findall(r"\bLMPOOL_[A-Z0-9_]*[A-Z0-9]\b", text)}
     assert explained == read
+
+
+def test_every_command_line_on_a_page_names_a_command_and_its_options() -> None:
+    commands = {words: command_line.options_of(command) for words, command in command_line.all_commands()}
+    known = {words: {name for param in options for name in (*param.opts, *param.secondary_opts)} | {"--help", "-h"}
+             for words, options in commands.items()}  # fmt: skip
+    pages = [*(ROOT / "docs").rglob("*.md"), ROOT / "README.md", ROOT / "docker/redis/README.md"]
+    seen, wrong = 0, []
+    for page in pages:
+        text = page.read_text("utf-8").replace("\\\n", " ")
+        code = re.findall(r"^ *```[^\n]*\n(.*?)^ *```", text, re.DOTALL | re.MULTILINE)
+        inline = re.findall(r"`(lmpool [^`]+)`", re.sub(r"^ *```.*?^ *```", "", text, flags=re.DOTALL | re.MULTILINE))
+        for line in [*"\n".join(code).splitlines(), *inline]:
+            for given in re.findall(r"(?:^|[\s/])lmpool ([a-z][^#|;&>]*)", line):
+                words, options = given.split(), set(re.findall(r"(?<=\s)--?[a-z][a-z-]*", given))
+                names = [f"lmpool {' '.join(words[:count])}" for count in (2, 1)]
+                command = next((name for name in names if name in known), None)
+                groups = {name.rpartition(" ")[0] for name in known}
+                if command is None and (options or names[1] not in groups):
+                    wrong.append((page.name, given, "no command"))
+                elif command is not None and options - known[command]:
+                    wrong.append((page.name, given, options - known[command]))
+                seen += 1
+    assert wrong == []
+    assert seen > 100
