@@ -165,7 +165,7 @@ def faults(site: Path) -> list[str]:
 def served(model: Path) -> Iterator[None]:
     """A pool of this program's own that serves a model as `smollm2`, and that programs find by themselves."""
     with tempfile.TemporaryDirectory(prefix="lmpool-site-") as folder:
-        os.environ["LMPOOL_RUNTIME_DIR"] = folder
+        os.environ["LMPOOL_RUNTIME_DIR"] = os.environ["LMPOOL_SHM_DIR"] = folder
         os.environ.pop("LMPOOL_REDIS_URL", None)
         log = Path(folder, "up.log")
         with log.open("wb") as out:
