@@ -15,6 +15,7 @@ extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 # Fences such as ```promql have no highlighting, and need none.
 suppress_warnings = ["misc.highlighting_failure"]
 myst_heading_anchors = 4
+highlight_language = "none"
 
 # Tutorials are executed anew by each build, and an error in one ends it.
 nb_execution_mode = "force"
