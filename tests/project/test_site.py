@@ -93,7 +93,7 @@ def test_every_command_line_on_a_page_names_a_command_and_its_options() -> None:
     known = {words: {name for param in options for name in (*param.opts, *param.secondary_opts)} | {"--help", "-h"}
              for words, options in commands.items()}  # fmt: skip
     pages = [*(ROOT / "docs").rglob("*.md"), ROOT / "README.md", ROOT / "docker/redis/README.md"]
-    seen, wrong = 0, []
+    seen, wrong = 0, list[tuple[str, str, object]]()
     for page in pages:
         text = page.read_text("utf-8").replace("\\\n", " ")
         code = re.findall(r"^ *```[^\n]*\n(.*?)^ *```", text, re.DOTALL | re.MULTILINE)
