@@ -59,8 +59,9 @@ export PYTHONDONTWRITEBYTECODE =
 # What mypy has found out about torch and others takes most of a minute: it is kept with them, for other checkouts too.
 export MYPY_CACHE_DIR ?= $(abspath $(VENV))/.mypy_cache
 
-.PHONY: help demo demo-vllm demo-sglang test lint lint-deploy lint-observe images test-main test-others test-smoke test-vllm $(VLLM_RUNS) test-sglang \
-	collect test-engines-newest test-servers test-cluster chaos fuzz model-check docs bench bench-compare clean
+.PHONY: help demo demo-vllm demo-sglang test lint lint-deploy lint-observe images test-docs test-main test-others \
+	test-smoke test-vllm $(VLLM_RUNS) test-sglang collect test-engines-newest test-servers test-cluster chaos fuzz \
+	model-check docs picture bench bench-compare clean
 
 ## help: list the targets
 help:
@@ -84,7 +85,7 @@ demo-sglang: $(SGLANG_INSTALLED) $(SMOLLM2)
 # All at once, for many tests wait for a lease to pass or for a process to start. The main part shows how far it is, the
 # others print what they have to say when they end.
 test:
-	$(MAKE) -j3 lint test-main test-others
+	$(MAKE) -j4 lint test-docs test-main test-others
 
 # Finds files that cannot be imported, and leaves the bytecode of the tests, with pytest's assertions in it, for the
 # processes of the main part.
@@ -223,8 +224,18 @@ $(PROMETHEUS): $(INSTALLED) tools/install_server.py
 	$(BIN)/python -m tools.install_server prometheus $(@D)
 	touch $@
 
-## docs: draw the picture of docs/design.md from its source; needs Graphviz's `dot` (apt install graphviz)
-docs: docs/design/architecture.svg
+## docs: build the documentation's site, $(SITE)/index.html; its tutorials ask a worker with a real model
+# A warning ends it, and so does what a browser would fetch from another host.
+SITE ?= build/site
+docs: $(INSTALLED) $(SMOLLM2)
+	$(BIN)/python -m tools.site $(SITE) --model $(MODELS)/smollm2-float32
+
+## test-docs: the same without what the tutorials print, which test-main runs
+test-docs: $(INSTALLED)
+	$(BIN)/python -m tools.site $(SITE)-without-outputs
+
+## picture: draw the picture of docs/design.md from its source; needs Graphviz's `dot` (apt install graphviz)
+picture: docs/design/architecture.svg
 
 %.svg: %.dot
 	dot -Tsvg -o $@ $<
