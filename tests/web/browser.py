@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 from urllib.parse import urlsplit
 
-from playwright.sync_api import Browser, BrowserContext, Page, sync_playwright
+from playwright.sync_api import Browser, BrowserContext, Page, expect, sync_playwright
 
 from tests.support.pool import DEADLINE_S
 from tests.web.service import WebService
@@ -22,6 +22,7 @@ def chromium() -> Iterator[Browser]:
     """A browser. As long as it is there, this thread can run no event loop of its own."""
     # Containers have no user namespaces for its sandbox; it sees no pages but ours.
     arguments = ["--no-sandbox", "--disable-dev-shm-usage"]
+    expect.set_options(timeout=1000 * DEADLINE_S)
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=arguments)
         try:

@@ -92,7 +92,9 @@ def test_surprising_tokens_are_shaded_and_the_keyboard_alone_branches_and_goes_b
     page.keyboard.press("Enter")
     expect(page.get_by_label("Text")).to_have_value(f"5, {ids[1]}")
     expect(tokens(page).nth(1)).not_to_have_class(surprising or "")
-    page.keyboard.press("Alt+ArrowLeft")
+    expect(page.locator(".token.next")).to_be_focused()
+    page.get_by_role("button", name="← Back").focus()
+    page.keyboard.press("Enter")
     expect(page.get_by_label("Text")).to_have_value(f"5, {ids[2]}")
 
 
@@ -123,7 +125,6 @@ def test_bytes_lead_to_longer_prefixes_and_a_missing_trie_worker_is_named(pool: 
     first = page.locator(".bytes button").first
     first.click()
     expect(page.get_by_role("button", name="↑ one byte less")).to_be_enabled()
-    expect(page).to_have_url(f"{page.url.partition('#')[0]}#{page.url.partition('#')[2]}")
     assert "under=" in page.url
     page.get_by_role("button", name="↑ one byte less").click()
     expect(page.get_by_role("button", name="↑ one byte less")).to_be_disabled()
