@@ -30,7 +30,7 @@ SOURCE = PICTURE.with_suffix(".dot")
 PARTS = ("shared", "producer", "workers", "testing")
 MOST_LINES = {DESIGN: 250, CONTRIBUTING: 120, **dict.fromkeys(FURTHER, 200)}
 MOST_COLUMNS = 120
-MOST_PAGES = 13
+MOST_PAGES = 15
 # Of other packages.
 FOREIGN_NAMES = {"AsyncLM", "AsyncTransformer", "BufferedProtocol", "InprocClient"}
 ENTRY_POINTS = {"lmpool.commands", "lmpool.backends"}

@@ -6,6 +6,7 @@ Of a pool of its own with a real model, and a worker for tries, so they are alwa
 from __future__ import annotations
 
 import contextlib
+import itertools
 import sys
 import tempfile
 import threading
@@ -50,11 +51,12 @@ def _load(pool: Pool) -> Iterator[None]:
 
     def ask(model: str, count: int, vocab_size: int) -> None:
         with SyncProducer(model, redis=pool.url, prefix=pool.prefix) as producer:
+            numbers = itertools.count()
             texts = [[7, number] for number in range(count)]
             while not done.is_set():
                 producer.batch_logprobs(texts)
-                for number, text in enumerate(texts):
-                    text.append((len(text) * 31 + number) % vocab_size)
+                for text in texts:
+                    text.append(next(numbers) % vocab_size)
                     if len(text) > 48:
                         del text[2:]
                 done.wait(0.05 * (len(texts[0]) % 11))
@@ -71,7 +73,7 @@ def _load(pool: Pool) -> Iterator[None]:
 
 
 def _take(service: WebService, out: Path) -> None:
-    explored = {"model": '["smollm2",""]', "text": TEXT, "at": 14, "temperature": 0.7, "top_p": 0.9}
+    explored = {"model": '["smollm2",""]', "text": TEXT, "at": 8, "temperature": 0.7, "top_p": 0.9}
     with chromium() as browser:
         for scheme in ("light", "dark"):
             watched = Watched(browser, service, viewport={"width": 1280, "height": 860}, color_scheme=scheme)
@@ -80,7 +82,7 @@ def _take(service: WebService, out: Path) -> None:
             page.wait_for_function("s => (performance.now() > 1000 * s)", arg=LOAD_S if scheme == "light" else 2)
             page.screenshot(path=out / f"web-pool-{scheme}.png")
             _explore(page, service, explored)
-            page.locator(".token").nth(5).hover()
+            page.locator(".token").nth(16).hover()
             page.screenshot(path=out / f"web-explorer-{scheme}.png")
             watched.close()
         phone = Watched(browser, service, viewport={"width": 400, "height": 800}, device_scale_factor=2)

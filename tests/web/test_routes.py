@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -21,7 +20,7 @@ IDS = [3, 1, 4, 1, 5]
 
 
 @pytest.fixture
-def service(pool: Pool) -> Iterator[WebService]:
+def service(pool: Pool) -> WebService:
     """One with a synthetic model, that may change dead letters."""
     pool.start()
     return WebService(pool, "--allow-changes")
