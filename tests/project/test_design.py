@@ -34,7 +34,7 @@ PARTS = ("shared", "producer", "workers", "testing")
 MOST_LINES = {DESIGN: 250, CONTRIBUTING: 120, **dict.fromkeys(FURTHER, 200)}
 MOST_COLUMNS = 120
 # docs itself has the pages that are linked from elsewhere.
-MOST_PAGES = {"docs": 21, "design": 12, "guides": 12, "reference": 12, "tutorials": 12}
+MOST_PAGES = {"docs": 24, "design": 12, "guides": 12, "reference": 12, "tutorials": 12}
 # Of other packages.
 FOREIGN_NAMES = {"AsyncLM", "AsyncTransformer", "BufferedProtocol", "InprocClient"}
 ENTRY_POINTS = {"lmpool.commands", "lmpool.backends"}
