@@ -18,6 +18,7 @@ import redis
 from arq.constants import health_check_key_suffix, job_key_prefix
 
 from lmpool.batch.jobs import QUEUE, SCHEDULE_VARIABLE, connect, read_schedule, worker_options
+from lmpool.batch.storage.folder import digest_of_file
 from lmpool.embedded import EmbeddedServer
 from lmpool.errors import SettingsError
 from tests.producer.batch.runs import content, draw_texts, run, write_lines, write_texts
@@ -146,13 +147,18 @@ async def test_a_job_that_fails_says_why(
     source, _ = wanted
     submit(jobs_pool, source, tmp_path / "out")
     whole = source.read_bytes()
-    source.write_bytes(whole + b"\n")
-    assert await asyncio.to_thread(worker(jobs_pool, "--burst").wait) == 0
-    told = status(jobs_pool, tmp_path / "out")
-    assert len(told["failed"]) == SHARDS
-    assert f"has {len(whole) + 1} bytes and had {len(whole)} when this was submitted" in told["failed"]["0"]
-    source.write_bytes(whole)
-    assert submit(jobs_pool, source, tmp_path / "out")["jobs"] == SHARDS
+    digest = digest_of_file(source)
+    for other in (whole + b"\n", whole[::-1]):
+        source.write_bytes(other)
+        assert await asyncio.to_thread(worker(jobs_pool, "--burst").wait) == 0
+        told = status(jobs_pool, tmp_path / "out")
+        assert len(told["failed"]) == SHARDS
+        if len(other) == len(whole):
+            assert f"has the digest {digest_of_file(source)} and had {digest} when this was" in told["failed"]["0"]
+        else:
+            assert f"has {len(other)} bytes and had {len(whole)} when this was submitted" in told["failed"]["0"]
+        source.write_bytes(whole)
+        assert submit(jobs_pool, source, tmp_path / "out")["jobs"] == SHARDS
 
 
 async def test_arqs_own_command_is_a_worker_and_jobs_are_no_pickles(
