@@ -297,13 +297,36 @@ async def _keep_lease(redis: ArqRedis, job: str, lease_s: float) -> None:
         await asyncio.sleep(lease_s / 3)
 
 
+async def _shorten_leases(redis: ArqRedis, lease_s: float) -> None:
+    """Free jobs whose worker has vanished before it could make arq's mark, which stays for a day, a lease of its own.
+
+    Who is alive renews it long before it lapses, whoever has shortened it.
+    """
+    most_ms = int(1000 * lease_s)
+    while True:
+        with suppress(RedisError, OSError):
+            jobs = [name for name in await redis.zrange(QUEUE, 0, -1) if not name.startswith(b"cron:")]
+            for some in _in_parts([in_progress_key_prefix.encode() + name for name in jobs]):
+                async with redis.pipeline(transaction=False) as pipe:
+                    for key in some:
+                        pipe.pttl(key)
+                    lefts = await pipe.execute()
+                    for key, left_ms in zip(some, lefts, strict=True):
+                        if left_ms > most_ms:
+                            pipe.pexpire(key, most_ms)
+                    await pipe.execute()
+        await asyncio.sleep(lease_s)
+
+
 async def _open(context: dict[str, Any]) -> None:
     """What a worker begins with."""
-    context.update(producers={}, recorders={}, reading=asyncio.Lock())
+    shortening = asyncio.create_task(_shorten_leases(context["redis"], context["lease_s"]))
+    context.update(producers={}, recorders={}, reading=asyncio.Lock(), shortening=shortening)
 
 
 async def _close(context: dict[str, Any]) -> None:
     """What a worker ends with."""
+    await end_tasks([context["shortening"]])
     for producer in context["producers"].values():
         await producer.close()
 

@@ -231,8 +231,8 @@ class Bucket(Folder):
             system.rm_file(path)
 
     def _errors(self) -> list[Path]:
-        """Copies of the errors of the shards that have some."""
-        having = [shard.number for shard in self.done().values() if shard.errors]
+        """Copies of them; which shards have some is noted."""
+        having = sorted(shard.number for shard in self.done().values() if shard.errors)
         return [self.local(errors_name(number)) for number in having]
 
     def _at(self, name: str) -> tuple[Any, str]:

@@ -353,14 +353,15 @@ class Folder:
 
     def collect_errors(self) -> None:
         """Make `errors.jsonl` of what the shards have; none when there are no errors."""
-        paths = sorted(self._errors(), key=lambda path: (len(path.name), path.name))
+        paths = self._errors()
         if paths:
             self.write(ERRORS, (part for path in paths for part in _parts(path)))
         else:
             self.remove(ERRORS)
 
     def _errors(self) -> list[Path]:
-        return list((self.path / "errors").glob("*.jsonl"))
+        """The files with the errors of shards, in order."""
+        return sorted((self.path / "errors").glob("*.jsonl"), key=lambda path: (len(path.name), path.name))
 
     def _remove_temporary(self) -> None:
         for path in (*self.path.iterdir(), *(self.path / "errors").glob("*")):
