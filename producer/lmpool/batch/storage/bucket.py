@@ -158,6 +158,8 @@ class Bucket(Folder):
         manifest = self.read_manifest()
         if manifest is None:
             raise BatchError(f"{self.location} has no {MANIFEST} any more: submit it again")
+        if len(self._listed("done")) < manifest.shards:
+            return
         manifest.done = []
         self._finish(manifest, find_done)
         self.write_manifest(manifest)

@@ -74,13 +74,22 @@ def file_system(url: str) -> tuple[Any, str]:
         from fsspec.core import url_to_fs
     except ImportError as error:
         raise SettingsError(f"{named(url)}: URLs need fsspec: pip install 'lmpool[fsspec]'") from error
-    try:
-        system, path = url_to_fs(url)
-    except (ImportError, ValueError) as error:
-        raise SettingsError(f"{named(url)}: fsspec cannot use it: {error}") from error
+    key = (os.getpid(), url)
+    if (known := _systems.get(key)) is None:
+        try:
+            system, path = url_to_fs(url)
+        except (ImportError, ValueError) as error:
+            raise SettingsError(f"{named(url)}: fsspec cannot use it: {error}") from error
+        known = system, str(path).rstrip("/")
+        # Those that work in a thread of their own serve all threads; to make one takes long.
+        if system.async_impl:
+            _systems[key] = known
     # What it has listed before, others may have changed.
-    system.invalidate_cache()
-    return system, str(path).rstrip("/")
+    known[0].invalidate_cache()
+    return known
+
+
+_systems: dict[tuple[int, str], tuple[Any, str]] = {}
 
 
 @contextmanager
