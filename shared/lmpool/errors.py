@@ -159,9 +159,10 @@ class UnknownModel(ModelError):
 
     Attributes:
         is_loading: whether a worker is loading it just now.
+        has_others: whether other models are served.
     """
 
-    is_loading = False
+    is_loading = has_others = False
 
 
 class AmbiguousModel(ModelError):
@@ -233,7 +234,13 @@ class ProducerClosed(RequestFailed):
 
 
 class BatchError(LMPoolError):
-    """A file could not be answered to its end; what is done stays, and the same command goes on with it."""
+    """A file could not be answered to its end; what is done stays, and the same command goes on with it.
+
+    Attributes:
+        may_pass: whether the same may work a little later, as with a store that cannot be reached.
+    """
+
+    may_pass = False
 
 
 class BatchRefused(BatchError):

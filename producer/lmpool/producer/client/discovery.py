@@ -95,7 +95,9 @@ class Discovery:
             return live[0] if live else next(iter(infos.values()))
         if name not in infos:
             otherwise = f"served are: {served}; start a worker with `lmpool worker MODEL --name {name}`"
-            raise await self._unknown(name, f"the model {name!r} is not served; ", otherwise)
+            error = await self._unknown(name, f"the model {name!r} is not served; ", otherwise)
+            error.has_others = True
+            raise error
         return infos[name]
 
     async def find(self, name: str) -> ModelInfo | None:
