@@ -23,12 +23,16 @@ from lmpool.producer.client.tracing import Traces
 from lmpool.producer.deadline import Deadline, check_timeout
 from lmpool.producer.options import check_mode, read_batch_targets, read_targets
 from lmpool.producer.partial import PartialRows
+from lmpool.producer.tokenizer import PublishedTokenizer, check_package, keep_tokenizer, kept_tokenizer
 from lmpool.producer.trie import PooledTrie, TrieQueries, trie_of
 from lmpool.protocol.keys import Keys
 from lmpool.protocol.model_info import TRIE_SERVICE, ModelInfo
 from lmpool.protocol.prompt import encode_prompt, list_prompts
 from lmpool.settings import check_choice, check_name, shown
 from lmpool.vocabulary import Vocabulary
+
+# Characters that take about a millisecond.
+_LONG_TEXT = 4000
 
 
 class Producer(CopiedAsItself, PartialRows):
@@ -341,6 +345,61 @@ class Producer(CopiedAsItself, PartialRows):
         return PooledTrie(
             structure, TrieQueries(structure, self._sessions, self._trie_sessions), self._timeout, local=local
         )
+
+    async def tokenizer(self, *, timeout: float | None = None) -> PublishedTokenizer:
+        """The model's tokenizer, as its workers publish it; read once for all producers of a process.
+
+        Needs `lmpool[text]`, which is the package `tokenizers`: no torch, no transformers, no copy of the model.
+
+        Args:
+            timeout: seconds; None for the producer's.
+
+        Raises:
+            UnknownTokenizer: the model publishes none, or what the pool has in its place is another.
+            SettingsError: `tokenizers` is not installed.
+            ServerError, DeadlineExceeded, UnknownModel, AmbiguousModel: as `open`.
+        """
+        check_package()
+        deadline = Deadline.of(timeout, self._timeout)
+        session = await self._sessions.open(deadline)
+        digest = session.info.tokenizer
+        tokenizer = kept_tokenizer(digest)
+        if tokenizer is None:
+            text = await session.vocabularies.tokenizer_of_model(deadline)
+            tokenizer = await asyncio.to_thread(PublishedTokenizer, text)
+            keep_tokenizer(digest, tokenizer)
+        return tokenizer
+
+    async def encode(self, text: str, *, add_special_tokens: bool = True, timeout: float | None = None) -> list[int]:
+        """The token ids of a text, as transformers' tokenizer of the model makes them.
+
+        Args:
+            text: what the prompt is to say.
+            add_special_tokens: with those that mark a text's beginning or end, where the model has them.
+            timeout: as `tokenizer`.
+
+        Raises:
+            NotTokenIds: it is no text.
+            As `tokenizer`.
+        """
+        tokenizer = await self.tokenizer(timeout=timeout)
+        if isinstance(text, str) and len(text) > _LONG_TEXT:
+            return await asyncio.to_thread(tokenizer.encode, text, add_special_tokens=add_special_tokens)
+        return tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+    async def decode(self, ids: Any, *, skip_special_tokens: bool = False, timeout: float | None = None) -> str:
+        """The text of token ids.
+
+        Args:
+            ids: list, tuple or 1-D integer array.
+            skip_special_tokens: without those that mark a beginning or an end.
+            timeout: as `tokenizer`.
+
+        Raises:
+            NotTokenIds, TokenOutOfRange: they are no token ids.
+            As `tokenizer`.
+        """
+        return (await self.tokenizer(timeout=timeout)).decode(ids, skip_special_tokens=skip_special_tokens)
 
     @property
     def model(self) -> ModelInfo:

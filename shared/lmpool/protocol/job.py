@@ -10,7 +10,7 @@ import msgspec
 
 from lmpool.errors import ProtocolError
 
-WIRE_VERSION = 6
+WIRE_VERSION = 7
 """Version of everything that processes say to each other but rows, whose version is their own: a pool has one.
 
 It stands in each job, in each failure and in the info of each model. Raise it with a change of any message, or of the

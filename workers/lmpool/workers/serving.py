@@ -147,7 +147,7 @@ async def assemble(
     engine_thread.write_to(segment.new_rows)
     unwanted = UnwantedJobs(redis, model, counters)
     publisher = Publisher(server, rows, model, info.fingerprint, worker.worker_id, unwanted, counters, segment)
-    heartbeat = Heartbeat(redis, keys, info, worker.worker_id, opened.batch, opened.vocabulary)
+    heartbeat = Heartbeat(redis, keys, info, worker.worker_id, opened.batch, opened.vocabulary, opened.tokenizer)
     adapters = AdapterKeeper(
         AdapterRegistry(redis, model, info.fingerprint),
         engine_thread,
@@ -193,5 +193,6 @@ def _info_of(opened: Opened, settings: WorkerSettings) -> ModelInfo:
         queue_limit=settings.queue_limit,
         row_ttl_s=settings.row_ttl_s,
         vocabulary=opened.vocabulary.digest if opened.vocabulary else "",
+        tokenizer=opened.tokenizer.digest if opened.tokenizer else "",
         answers_tries=settings.with_trie,
     )

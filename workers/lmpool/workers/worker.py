@@ -301,6 +301,7 @@ class Worker:
         async def on_adapter_change() -> None:
             await self._send_heartbeat(serving)
 
+        _log.info("joining the pool")
         worker = WorkerContext(self._server, self._settings, self._id, self._counters)
         serving = self._serving = await assemble(worker, engine_thread, opened, on_adapter_change)
         try:
@@ -409,7 +410,9 @@ class Worker:
 
     async def _publish_all(self, serving: Serving) -> None:
         while True:
-            await serving.dispatcher.publish(await self._finished.get(), self._id)
+            finished = await self._finished.get()
+            await serving.dispatcher.publish(finished, self._id)
+            serving.engine_thread.published([*finished.digests, *finished.stale])
             self._finished.task_done()
             self._lifecycle.notify()
 
@@ -425,7 +428,8 @@ class Worker:
             while len(steps) < _MOST_STEPS and not finished.empty():
                 steps.append(finished.get_nowait())
             await serving.dispatcher.publish(steps[0] if len(steps) == 1 else Finished.joined(steps), self._id)
-            for _ in steps:
+            for step in steps:
+                serving.engine_thread.published([*step.digests, *step.stale])
                 finished.task_done()
             self._lifecycle.notify()
 

@@ -287,7 +287,7 @@ def list_letters(
 
     newest, count, doubt = run(_with_letters(model, redis, prefix, look))
     if as_json:
-        say_json([_summary(letter) for letter in newest])
+        say_json([summary(letter) for letter in newest])
         _warn(doubt)
         return
     if not newest:
@@ -306,10 +306,10 @@ def letters_table(letters: Sequence[DeadLetter], width: int) -> Table:
         letters: what to show.
         width: characters of a line.
     """
-    summaries = [_summary(letter) for letter in letters]
+    summaries = [summary(letter) for letter in letters]
 
     def column(title: str, name: str, rank: int, least: int = WHOLE) -> Column:
-        values = [summary[name] for summary in summaries]
+        values = [told[name] for told in summaries]
         return Column(title, ["" if value is None else str(value) for value in values], rank, least)
 
     return fitting(
@@ -339,9 +339,9 @@ def show(
 
     letter = run(_with_letters(model, redis, prefix, look))
     if as_json:
-        say_json({**_summary(letter), **_contents(letter, most_ids=None)})
+        say_json({**summary(letter), **contents(letter, most_ids=None)})
         return
-    for name, value in {**_summary(letter), **_contents(letter, most_ids=_MOST_IDS)}.items():
+    for name, value in {**summary(letter), **contents(letter, most_ids=_MOST_IDS)}.items():
         if value not in (None, ""):
             say(f"{name:<12} {', '.join(map(str, value)) if isinstance(value, list) else value}")
     if letter.job is not None and len(letter.job.ids) > 4 * _MOST_IDS:
@@ -468,7 +468,7 @@ async def _with_letters(
         await client.aclose()
 
 
-def _summary(letter: DeadLetter) -> dict[str, Any]:
+def summary(letter: DeadLetter) -> dict[str, Any]:
     """What a letter is about, as JSON and tables show it."""
     job = letter.job
     return {
@@ -485,7 +485,7 @@ def _summary(letter: DeadLetter) -> dict[str, Any]:
     }
 
 
-def _contents(letter: DeadLetter, most_ids: int | None) -> dict[str, Any]:
+def contents(letter: DeadLetter, most_ids: int | None) -> dict[str, Any]:
     """The token ids of a letter; the first bytes of a job that cannot be read."""
     if letter.job is None or len(letter.job.ids) % 4:
         begin, dots = letter.data[:_MOST_BYTES].hex(), "…" if len(letter.data) > _MOST_BYTES else ""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Coroutine, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from contextlib import asynccontextmanager
 from typing import Any, Literal
 
 import numpy as np
@@ -146,6 +147,7 @@ class Session:
         self._looks_left = _LOOKS
         self._next_recheck = 0
         self._liveness = Liveness(self._connections, self._discovery)
+        self._fetching_head = asyncio.Lock()
 
     async def open(self, model: str | None) -> None:
         """Connect and read the model's info; may be tried again after a failure, until it is closed.
@@ -248,6 +250,23 @@ class Session:
     def count_hit(self, deadline: Deadline) -> None:
         """Count a request that entries in the cache have answered."""
         self._count_found(1, self.loop.time() - deadline.end + deadline.seconds)
+
+    @asynccontextmanager
+    async def fetching_head(self, deadline: Deadline) -> AsyncIterator[None]:
+        """The turn to fetch the model's head, a gigabyte perhaps, which is not to come twice.
+
+        Raises:
+            DeadlineExceeded: others have had it for so long.
+        """
+        try:
+            async with deadline.limit():
+                await self._fetching_head.acquire()
+        except TimeoutError as error:
+            raise DeadlineExceeded(f"the model's head, which is being fetched: {error}") from error
+        try:
+            yield
+        finally:
+            self._fetching_head.release()
 
     async def answer(
         self,
@@ -395,7 +414,8 @@ class Session:
             return QueueFull(f"{text}: {connections.describe_full_queue()}")
         # Before the workers: a server that evicts rows evicts heartbeats too.
         if times := self._requests.times_lost(request):
-            return DeadlineExceeded(f"{text}: {connections.describe_lost_row(times, len(self._requests))}")
+            why = connections.describe_lost_row(times, len(self._requests), request.prompt.length)
+            return DeadlineExceeded(f"{text}: {why}")
         return self._liveness.deadline_error(text)
 
     async def close(self) -> None:
@@ -419,6 +439,8 @@ class Session:
             if not error.is_loading:
                 # A server that takes no writes has refused a worker's info too, and no further worker helps.
                 await self._connections.check_writes(model or "")
+            if model and self._waits_when_absent:
+                await self._discovery.want(model)
             raise
 
     async def _supervise(self) -> None:

@@ -14,6 +14,7 @@ from lmpool.errors import ProtocolError, SettingsError, WorkerError
 from lmpool.protocol.model_info import ModelInfo
 from lmpool.protocol.query import GenerateQuery, HeadQuery, PositionsQuery
 from lmpool.protocol.row import Encoding, NewRows, RowBlock, VectorBlock, check_row, decode_row
+from lmpool.protocol.tokenizer import PackedTokenizer
 from lmpool.vocabulary import Vocabulary
 
 
@@ -43,6 +44,11 @@ class BackendJob(NamedTuple):
     generate: GenerateQuery | None = None
     head: HeadQuery | None = None
     bulk: bool = False
+
+    @property
+    def is_for_answer(self) -> bool:
+        """Whether something else than a row is wanted of the backend's thread."""
+        return self.positions is not None or self.generate is not None or self.head is not None
 
     @property
     def span(self) -> range:
@@ -212,6 +218,15 @@ class WritesInPlace(Protocol):
 
     def write_to(self, new_rows: NewRows) -> None:
         """Take the memory of rows from there, where it has some; called once, between steps."""
+        ...
+
+
+@runtime_checkable
+class TellsTokenizer(Protocol):
+    """What a backend has besides whose model's tokenizer has a form that travels."""
+
+    def tokenizer(self) -> PackedTokenizer | None:
+        """The model's tokenizer; None where it has none, or none of that form. Called once, after `vocabulary`."""
         ...
 
 

@@ -22,6 +22,7 @@ from lmpool.metrics import is_traced
 from lmpool.protocol.model_info import ModelInfo
 from lmpool.workers.backend.contract import BackendSettings
 from lmpool.workers.backend.engine_thread import ProcessWatchdog
+from lmpool.workers.cli.detached import tell_ready
 from lmpool.workers.metrics.prometheus import monitoring
 from lmpool.workers.metrics.tracing import exporting
 from lmpool.workers.settings import WorkerSettings
@@ -100,12 +101,13 @@ async def _serve(
         is_ready = True
         if info.is_trie:
             _log.info("serving tries of any vocabulary on %s as worker %s", server, worker.worker_id)
-            return
-        _log.info(
-            "serving %r (%s, %s, V = %d, up to %d tokens, rows as %s%s) on %s as worker %s",
-            info.name, info.backend, info.dtype, info.vocab_size, info.max_prompt_tokens, info.encoding,
-            ", with tries" if info.answers_tries else "", server, worker.worker_id,
-        )  # fmt: skip
+        else:
+            _log.info(
+                "serving %r (%s, %s, V = %d, up to %d tokens, rows as %s%s) on %s as worker %s",
+                info.name, info.backend, info.dtype, info.vocab_size, info.max_prompt_tokens, info.encoding,
+                ", with tries" if info.answers_tries else "", server, worker.worker_id,
+            )  # fmt: skip
+        tell_ready()
 
     def on_signal() -> None:
         nonlocal is_stopping

@@ -136,6 +136,8 @@ def _of_the_model(snapshot: Snapshot, core: ModuleType) -> Iterator[Any]:
     depth, age_s, dead = ((), (), ()) if queue is None else ((queue.depth,), (queue.age_s,), (queue.dead,))
     yield gauge("lmpool_queue_jobs", "Prompts of the model that wait or are computed, at the last heartbeat.", *depth)
     yield gauge("lmpool_queue_oldest_job_seconds", "Age of the oldest of them, at the last heartbeat.", *age_s)
+    drain_s = () if counters.drain_s is None else (counters.drain_s,)
+    yield gauge("lmpool_queue_drain_seconds", "Seconds that the live workers take for what is in the queue.", *drain_s)
     yield gauge("lmpool_queue_dead_letters", "Jobs that were given up, kept until retried or dropped.", *dead)
     used, limit, evicted = ((), (), ()) if memory is None else (
         (memory.used_bytes,), (memory.limit_bytes,), (memory.evicted_keys,))

@@ -14,7 +14,7 @@ from redis.exceptions import RedisError, ResponseError
 
 from lmpool.broker import scripts
 from lmpool.broker.connection import CommandConnection
-from lmpool.broker.readers import Entries, Fields, entries_by_stream, read_queue
+from lmpool.broker.readers import Entries, Fields, entries_by_stream, read_alive, read_queue
 from lmpool.errors import (
     ProtocolError,
     ServerError,
@@ -318,7 +318,8 @@ class Consumer:
     async def measure(self) -> None:
         """Tell the counters how long the queue is."""
         asked_at = time.time()
-        self._counters.note_queue(await read_queue(self._redis, self._keys), asked_at)
+        queue = await read_queue(self._redis, self._keys)
+        self._counters.note_queue(queue, (await read_alive(self._redis, self._keys)).serving, asked_at)
 
     async def take(self, count: int, block_ms: int) -> list[InFlightJob]:
         """Take new jobs that somebody waits for, up to `count` of each stream; waits up to `block_ms` for the first.
@@ -431,9 +432,10 @@ class Consumer:
         )
         alone, entries, further = reply
         jobs = []
-        for entry_id, data, deliveries, lifetime, since in entries:
+        for entry_id, data, deliveries, lifetime, since, priority in entries:
             if isinstance(data, bytes):
-                fields = {LIFETIME_FIELD: lifetime, **({SINCE_FIELD: since} if since else {})}
+                told = ((LIFETIME_FIELD, lifetime), (SINCE_FIELD, since), (PRIORITY_FIELD, priority))
+                fields = {name: value for name, value in told if value}
                 job = self._read(entry_id, message := _decoded(data), fields)
                 self._trace(job, message, fields)
             else:  # Its size.

@@ -1,0 +1,165 @@
+"""The service: its routes, its pages, and what runs beside them."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from importlib.resources import files
+from typing import Any, NamedTuple
+
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response, StreamingResponse
+from starlette.routing import BaseRoute, Route
+from starlette.types import ASGIApp
+
+from lmpool.aio import end_tasks
+from lmpool.broker.server import Server
+from lmpool.errors import SettingsError
+from lmpool.protocol.keys import Keys
+from lmpool.web.answers import answers
+from lmpool.web.demand import demand_route
+from lmpool.web.demand import demand_route
+from lmpool.web.explorer import ExplorerRoutes
+from lmpool.web.feed import MOST_STREAMS, Feed
+from lmpool.web.guard import Guard
+from lmpool.web.letters import LetterRoutes
+from lmpool.web.models import Models
+
+_TYPES = {
+    "html": "text/html; charset=utf-8",
+    "js": "text/javascript; charset=utf-8",
+    "css": "text/css; charset=utf-8",
+    "svg": "image/svg+xml",
+}
+_LEAST_TOKEN = 16
+
+
+def new_token() -> str:
+    """256 bits that nobody guesses, in characters that a URL and a cookie may have."""
+    return secrets.token_urlsafe(32)
+
+
+@dataclass(frozen=True, slots=True)
+class WebSettings:
+    """What the service is told.
+
+    Attributes:
+        redis: URL of the server; None for the environment's, then this user's embedded one.
+        prefix: prefix of the pool's keys.
+        token: what one must know to ask, at least 16 printable characters; a new one where none is given.
+        hosts: names by which browsers call the service, beside `localhost` and IP addresses.
+        allow_changes: whether dead letters may be queued again and dropped.
+        interval_s: seconds between two looks at the pool.
+    """
+
+    redis: str | None = None
+    prefix: str = "lmpool"
+    token: str = field(default_factory=new_token)
+    hosts: Sequence[str] = ()
+    allow_changes: bool = False
+    interval_s: float = 1.0
+
+    def __post_init__(self) -> None:
+        """Check the token.
+
+        Raises:
+            SettingsError: it is too short, or no cookie could hold it.
+        """
+        is_plain = self.token.isascii() and all(char.isalnum() or char in "-_.~" for char in self.token)
+        if len(self.token) < _LEAST_TOKEN or not is_plain:
+            raise SettingsError(
+                f"token: it must be at least {_LEAST_TOKEN} letters, digits and -_.~: `openssl rand -hex 32` makes one"
+            )
+
+
+class Service(NamedTuple):
+    """The service.
+
+    Attributes:
+        app: an ASGI application, guarded by its token.
+        feed: what pages watch. Whoever ends the service ends it first, for servers wait for their answers.
+    """
+
+    app: ASGIApp
+    feed: Feed
+
+
+def web_service(settings: WebSettings) -> Service:
+    """The service as it is told to be; it looks at the pool as long as its application runs."""
+    server, keys = Server(settings.redis), Keys(settings.prefix)
+    feed, models = Feed(server, keys, settings.interval_s), Models(settings.redis, settings.prefix)
+
+    @asynccontextmanager
+    async def run(app: Starlette) -> AsyncIterator[None]:
+        looking = asyncio.create_task(feed.run())
+        try:
+            yield
+        finally:
+            await end_tasks([looking])
+            await models.close()
+
+    async def stream(_: Request) -> Response:
+        if feed.watching >= MOST_STREAMS:
+            return PlainTextResponse(f"{feed.watching} pages watch already: close some", 503)
+        return StreamingResponse(feed.frames(), media_type="text/event-stream", headers={"X-Accel-Buffering": "no"})
+
+    async def history(_: Request) -> dict[str, Any]:
+        return feed.history()
+
+    async def served(_: Request) -> dict[str, Any]:
+        return {"models": await feed.served()}
+
+    async def settings_told(_: Request) -> dict[str, Any]:
+        return {"allow_changes": settings.allow_changes}
+
+    async def healthy(_: Request) -> Response:
+        return PlainTextResponse("ok\n")
+
+    async def ready(_: Request) -> Response:
+        return (
+            PlainTextResponse("the Redis server cannot be used\n", 503) if feed.trouble else PlainTextResponse("ok\n")
+        )
+
+    # What programs ask, such as autoscalers: guarded as all are, and they send `Authorization: Bearer`.
+    programs = [demand_route(server, keys)]
+    routes: list[BaseRoute] = [
+        Route("/healthz", healthy),
+        Route("/readyz", ready),
+        Route("/api/stream", stream),
+        Route("/api/history", answers(history)),
+        Route("/api/models", answers(served)),
+        Route("/api/settings", answers(settings_told)),
+        *LetterRoutes(server, keys, allow_changes=settings.allow_changes).routes,
+        *ExplorerRoutes(models).routes,
+        # For autoscalers, which send `Authorization: Bearer`.
+        demand_route(server, keys),
+        *_files(),
+    ]
+    return Service(Guard(Starlette(routes=routes, lifespan=run), settings.token, settings.hosts), feed)
+
+
+def _files() -> list[Route]:
+    """A route for each file of `static`, which is read once: no path that is asked for ever reaches the disk."""
+    static = files("lmpool.web") / "static"
+    found = [("", static), ("uplot/", static / "uplot")]
+    routes = []
+    for prefix, folder in found:
+        for file in folder.iterdir():
+            kind = _TYPES.get(file.name.rpartition(".")[2])
+            if file.is_file() and kind is not None:
+                name = prefix + file.name
+                path = {"pool.html": "/", "explorer.html": "/explorer"}.get(name, f"/static/{name}")
+                routes.append(Route(path, _file(file.read_bytes(), kind)))
+    return routes
+
+
+def _file(content: bytes, kind: str) -> Any:
+    async def send(_: Request) -> Response:
+        # Asked for again by each page: a page of one release must not meet a script of another.
+        return Response(content, media_type=kind, headers={"Cache-Control": "no-cache"})
+
+    return send

@@ -1,0 +1,255 @@
+"""What the pool page shows, read once a second for all pages together, and an hour of it for the graphs."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Mapping
+from typing import Any, NamedTuple
+
+from redis.asyncio import Redis
+from redis.exceptions import RedisError
+
+from lmpool.broker.registries import AdapterRegistry
+from lmpool.broker.server import Server
+from lmpool.broker.server_checks import ServerMemory, read_memory
+from lmpool.errors import LMPoolError, to_json
+from lmpool.producer.cli.dead_letters import shortened
+from lmpool.producer.cli.status import Survey, look, number
+from lmpool.producer.client.discovery import Discovery
+from lmpool.protocol.keys import Keys
+
+HOUR = 3600
+"""Samples that are kept: an hour of them at one a second."""
+
+MOST_STREAMS = 256
+"""Pages that may watch at once."""
+
+SERIES = ("rows_per_s", "queued", "age_s", "p50_s", "p99_s")
+"""What is kept of each model, in this order."""
+
+_MOST_MODELS = 64
+_MOST_TEXT = 120
+_PATIENCE_S = 5.0
+# What looks may take of a core: with a thousand workers one takes a third of a second.
+_SHARE_WATCHED, _SHARE_ALONE = 0.25, 0.02
+_TOLD = (
+    "rows", "rows_per_s", "tokens", "reused", "lane", "in_flight", "failures", "homed", "stolen", "shared", "batch",
+    "p50_s", "p99_s",
+)  # fmt: skip
+
+
+class Sample(NamedTuple):
+    """One moment of the graphs.
+
+    Attributes:
+        at: seconds since 1970.
+        memory: bytes that the server uses; None where it does not tell, or was away.
+        models: name -> the values of `SERIES`; empty when the server was away.
+    """
+
+    at: float
+    memory: int | None
+    models: Mapping[str, tuple[float | None, ...]]
+
+
+class Feed:
+    """Looks at the pool again and again, and tells all pages that watch.
+
+    A page that is slow, or does not read at all, costs nothing: it is sent the newest frame when it takes one, and is
+    never told of those between. While no page watches, looks go on for the graphs, as seldom as keeps them below 2 % of
+    a core.
+
+    Args:
+        server: the Redis server.
+        keys: the deployment's key names.
+        interval_s: seconds between two looks, at least.
+        samples: how many samples are kept.
+    """
+
+    def __init__(self, server: Server, keys: Keys, interval_s: float = 1.0, samples: int = HOUR) -> None:
+        self._server = server
+        self._keys = keys
+        self._interval_s = interval_s
+        self._samples: deque[Sample] = deque(maxlen=samples)
+        self._changed = asyncio.Condition()
+        self._frame: dict[str, Any] = {}
+        self._encoded = b""
+        self._number = 0
+        self._watching = 0
+        self._wanted = asyncio.Event()
+        self._is_over = False
+        self._seen_at = 0.0
+        self.trouble = "nobody has looked yet"
+
+    @property
+    def watching(self) -> int:
+        """How many pages watch now."""
+        return self._watching
+
+    @property
+    def looks(self) -> int:
+        """How often the pool was looked at."""
+        return self._number
+
+    async def run(self) -> None:
+        """Look until cancelled. A server that is away is waited for, and said to be."""
+        redis = self._server.client(reply_timeout_s=_PATIENCE_S)
+        try:
+            while True:
+                began = time.monotonic()
+                await self._look(redis)
+                await self._pause(time.monotonic() - began)
+        finally:
+            await redis.aclose()
+
+    async def end(self) -> None:
+        """End all streams: the service is about to stop."""
+        async with self._changed:
+            self._is_over = True
+            self._changed.notify_all()
+
+    async def _pause(self, took_s: float) -> None:
+        """Wait for the next look: at once when the first page comes, if this one was made for graphs alone."""
+        share = _SHARE_WATCHED if self._watching else _SHARE_ALONE
+        self._wanted.clear()
+        try:
+            async with asyncio.timeout(max(self._interval_s - took_s, took_s * (1 / share - 1))):
+                await self._wanted.wait()
+        except TimeoutError:
+            pass
+
+    async def _look(self, redis: Redis) -> None:
+        at, models, memory, trouble = time.time(), [], None, ""
+        try:
+            models, memory = await look(redis, self._keys), await read_memory(redis)
+            if self._watching:
+                adapters = await _read_adapters(redis, self._keys)
+                for model in models:
+                    model["adapters"] = adapters.get(model["name"], [])
+            self._seen_at = at
+        except (RedisError, OSError, LMPoolError) as error:
+            trouble = str(self._server.explain(error))
+        sample = _sample(at, models, memory, trouble)
+        self._samples.append(sample)
+        async with self._changed:
+            self._number += 1
+            self.trouble = trouble
+            self._frame = self._told(at, models, memory, trouble)
+            self._encoded = b""
+            self._changed.notify_all()
+
+    async def served(self) -> list[dict[str, Any]]:
+        """The models that can be asked, and their adapters, as they are now.
+
+        Raises:
+            ServerError: the server cannot be used.
+        """
+        redis = self._server.client(reply_timeout_s=_PATIENCE_S)
+        try:
+            adapters = await _read_adapters(redis, self._keys)
+        except (RedisError, OSError) as error:
+            raise self._server.explain(error) from error
+        finally:
+            await redis.aclose()
+        return [{"name": name, "adapters": served} for name, served in adapters.items()]
+
+    def _told(self, at: float, models: Survey, memory: ServerMemory | None, trouble: str) -> dict[str, Any]:
+        """What a page is sent: after trouble only what it is, and since when."""
+        told: dict[str, Any] = {"number": self._number, "at": at, "trouble": shortened(trouble)}
+        if trouble:
+            return {**told, "seen_at": self._seen_at}
+        return {
+            **told,
+            "server": shortened(str(self._server)),
+            "memory": None if memory is None else {**memory._asdict(), "doubt": memory.doubt() or ""},
+            "models": [_told_model(model) for model in models],
+        }
+
+    def history(self) -> dict[str, Any]:
+        """The samples that are kept, in columns: times, memory, and for each model one column for each of `SERIES`."""
+        samples = list(self._samples)
+        names = sorted({name for sample in samples for name in sample.models})[:_MOST_MODELS]
+        nothing = (None,) * len(SERIES)
+        return {
+            "at": [round(sample.at, 2) for sample in samples],
+            "memory": [sample.memory for sample in samples],
+            "series": SERIES,
+            "models": {
+                name: list(zip(*(sample.models.get(name, nothing) for sample in samples), strict=True))
+                for name in names
+            },
+        }
+
+    async def frames(self) -> AsyncIterator[bytes]:
+        """Frames as server-sent events, from the newest one on, until the service stops."""
+        self._watching += 1
+        seen = 0
+        # What was seen when nobody watched has no adapters.
+        if self._watching == 1:
+            seen = self._number
+            self._wanted.set()
+        try:
+            while True:
+                async with self._changed:
+                    await self._changed.wait_for(lambda: self._is_over or self._number != seen)  # noqa: B023 at once
+                    if self._is_over:
+                        return
+                    seen, frame = self._number, self._bytes()
+                yield frame
+        finally:
+            self._watching -= 1
+
+    def _bytes(self) -> bytes:
+        """The newest frame, encoded once for all pages."""
+        if not self._encoded:
+            self._encoded = f"data: {to_json(self._frame, separators=(',', ':'))}\n\n".encode()
+        return self._encoded
+
+
+async def _read_adapters(redis: Redis, keys: Keys) -> dict[str, list[tuple[str, str]]]:
+    """The models that are served, but for tries -> the names and revisions of their adapters."""
+    adapters = {}
+    for name, info in (await Discovery(redis, keys).infos()).items():
+        if not info.is_trie:
+            known = await AdapterRegistry(redis, keys.model(name), info.fingerprint).read()
+            served = sorted(known.adapters.items())
+            adapters[name] = [(adapter, shortened(state.revision, _MOST_TEXT)) for adapter, state in served]
+    return adapters
+
+
+def _sample(at: float, models: Survey, memory: ServerMemory | None, trouble: str) -> Sample:
+    values = {
+        model["name"]: tuple(None if trouble else model[name] for name in SERIES) for model in models[:_MOST_MODELS]
+    }
+    return Sample(at, None if memory is None else memory.used_bytes, values)
+
+
+def _told_model(model: dict[str, Any]) -> dict[str, Any]:
+    info = model["info"] or {}
+    told = {name: model[name] for name in ("queued", "age_s", "dead", "rows_per_s", "p50_s", "p99_s")}
+    shown = {name: info.get(name) for name in ("backend", "vocab_size", "dtype", "encoding", "max_prompt_tokens")}
+    return {
+        "name": model["name"],
+        **shown,
+        **told,
+        "adapters": model.get("adapters", []),
+        "workers": [_told_worker(worker) for worker in model["workers"]],
+    }
+
+
+def _told_worker(worker: Mapping[str, Any]) -> dict[str, Any]:
+    """What a page shows of a worker; texts are cut, numbers are numbers, whatever was written."""
+    told: dict[str, Any] = {name: _finite(number(worker, name)) for name in _TOLD}
+    return {
+        "id": shortened(str(worker["id"]), _MOST_TEXT),
+        "state": shortened(str(worker.get("state", "")), 20),
+        "silent_s": worker.get("silent_s"),
+        **told,
+    }
+
+
+def _finite(value: float | None) -> float | None:
+    """JSON has no infinity, and no NaN."""
+    return value if value is not None and abs(value) < 1e300 else None

@@ -1,0 +1,59 @@
+"""The service as a process, by uvicorn."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+
+import uvicorn
+
+from lmpool.errors import SettingsError
+from lmpool.web.app import Service, WebSettings, web_service
+
+_GRACE_S = 2
+
+
+def serve(settings: WebSettings, host: str, port: int, tell: Callable[[str], None]) -> None:
+    """Serve until Ctrl-C or SIGTERM.
+
+    Args:
+        settings: what the service is told.
+        host: address to listen at.
+        port: port to listen at; 0 for any that is free.
+        tell: is told the URL, token included, once it can be asked.
+
+    Raises:
+        SettingsError: nobody can listen there.
+    """
+    try:
+        listening = socket.create_server(
+            (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=1024
+        )
+    except (OSError, OverflowError) as error:
+        raise SettingsError(f"port: cannot listen at {host}:{port}: {error}") from error
+    service = web_service(settings)
+    config = uvicorn.Config(
+        service.app,
+        # Addresses have tokens in them: none goes into a log.
+        access_log=False,
+        log_level="warning",
+        server_header=False,
+        timeout_graceful_shutdown=_GRACE_S,
+    )
+    name = {"0.0.0.0": "localhost", "::": "localhost"}.get(host, f"[{host}]" if ":" in host else host)
+    with listening:
+        tell(f"http://{name}:{listening.getsockname()[1]}/?token={settings.token}")
+        _Server(config, service).run(sockets=[listening])
+
+
+class _Server(uvicorn.Server):
+    """Ends the streams of pages first, which would otherwise go on as long as it waits for them."""
+
+    def __init__(self, config: uvicorn.Config, service: Service) -> None:
+        super().__init__(config)
+        self._service = service
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """As uvicorn's."""
+        await self._service.feed.end()
+        await super().shutdown(sockets)

@@ -1,0 +1,119 @@
+// The last hour as graphs, by uPlot: one line a model, a second line for p99.
+
+import { bytes, count, cut, rate, seconds } from "./dom.js";
+
+const HOUR = 3600;
+const LEAST_SPAN_S = 120;
+const MOST_LINES = 8;
+const MOST_PAUSE_S = 5;
+const PIXELS = 250;
+const COLOURS = ["--c1", "--c2", "--c3", "--c4", "--c5", "--c6", "--c7", "--c8"];
+
+const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+
+// kind -> which columns of a model's samples are drawn, and how they are written.
+const CHARTS = {
+  rows: { fields: [["rows_per_s", ""]], written: rate },
+  queued: { fields: [["queued", ""]], written: count, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1e3, 2e3, 5e3, 1e4, 1e5, 1e6] },
+  latency: { fields: [["p50_s", " p50"], ["p99_s", " p99"]], written: seconds },
+  memory: { fields: null, written: bytes },
+};
+
+export class Charts {
+  // history: what api/history has answered.
+  constructor(history) {
+    this.at = history.at;
+    this.memory = history.memory;
+    this.models = new Map();
+    for (const [name, columns] of Object.entries(history.models)) {
+      this.models.set(name, Object.fromEntries(history.series.map((field, i) => [field, [...columns[i]]])));
+    }
+    this.series = history.series;
+    this.plots = new Map();
+    this.drawn = "";
+    this.drawnAt = 0;
+    const again = () => { this.drawn = ""; this.draw(); };
+    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", again);
+    addEventListener("resize", () => this.resize());
+  }
+
+  add(frame) {
+    if (frame.at <= (this.at.at(-1) ?? 0)) return;
+    this.at.push(frame.at);
+    this.memory.push(frame.memory?.used_bytes ?? null);
+    const models = new Map((frame.models ?? []).map((model) => [model.name, model]));
+    for (const name of models.keys()) {
+      if (!this.models.has(name)) {
+        const empty = () => new Array(this.at.length - 1).fill(null);
+        this.models.set(name, Object.fromEntries(this.series.map((field) => [field, empty()])));
+      }
+    }
+    for (const [name, columns] of this.models) {
+      for (const field of this.series) columns[field].push(models.get(name)?.[field] ?? null);
+    }
+    if (this.at.length > HOUR) this.forgetOldest();
+    // An hour is drawn with several seconds to a pixel: to draw it each second would show nothing new.
+    const drawnFor = frame.at - this.drawnAt;
+    if (drawnFor >= Math.min(MOST_PAUSE_S, (frame.at - this.at[0]) / PIXELS)) this.draw();
+  }
+
+  forgetOldest() {
+    this.at.shift();
+    this.memory.shift();
+    for (const columns of this.models.values()) for (const field of this.series) columns[field].shift();
+  }
+
+  draw() {
+    if (document.hidden) return;
+    this.drawnAt = this.at.at(-1) ?? 0;
+    const names = [...this.models.keys()].sort().slice(0, MOST_LINES);
+    const wanted = JSON.stringify(names);
+    if (wanted !== this.drawn) {
+      for (const plot of this.plots.values()) plot.destroy();
+      for (const [kind, chart] of Object.entries(CHARTS)) this.plots.set(kind, this.plot(kind, chart, names));
+      this.drawn = wanted;
+    }
+    for (const [kind, chart] of Object.entries(CHARTS)) this.plots.get(kind).setData(this.data(chart, names));
+  }
+
+  data(chart, names) {
+    if (!chart.fields) return [this.at, this.memory];
+    return [this.at, ...names.flatMap((name) => chart.fields.map(([field]) => this.models.get(name)[field]))];
+  }
+
+  plot(kind, chart, names) {
+    const place = document.getElementById(`chart-${kind}`);
+    const soft = colour("--soft");
+    const grid = { stroke: colour("--line"), width: 1 };
+    const axis = { stroke: soft, grid, ticks: { show: false }, font: "11px system-ui" };
+    const clock = (plot, values) => values.map((value) => new Date(1000 * value).toTimeString().slice(0, 5));
+    const written = (plot, values) => values.map((value) => chart.written(value));
+    const line = (label, index, dash) => ({
+      label, stroke: colour(COLOURS[index]), width: 1.5, dash, points: { show: false },
+      value: (plot, value) => chart.written(value),
+    });
+    const lines = chart.fields
+      ? names.flatMap((name, i) => chart.fields.map(([, more], j) => line(cut(name, 24) + more, i, j ? [4, 3] : null)))
+      : [line("used", 0)];
+    return new uPlot({
+      width: place.clientWidth, height: 150,
+      series: [{ value: "{HH}:{mm}:{ss}" }, ...lines],
+      axes: [
+        { ...axis, size: 24, space: 60, values: clock, incrs: [60, 120, 300, 600, 900, 1800] },
+        { ...axis, size: 56, space: 34, values: written, ...(chart.incrs && { incrs: chart.incrs }) },
+      ],
+      scales: {
+        x: { range: (plot, first, last) => [Math.max(Math.min(first, last - LEAST_SPAN_S), last - HOUR), last] },
+        y: { range: (plot, low, high) => [0, high > 0 ? high * 1.1 : 1] },
+      },
+      legend: { show: lines.length > 1 },
+      cursor: { y: false, sync: { key: "pool" } },
+    }, this.data(chart, names), place);
+  }
+
+  resize() {
+    for (const [kind, plot] of this.plots) {
+      plot.setSize({ width: document.getElementById(`chart-${kind}`).clientWidth, height: 150 });
+    }
+  }
+}

@@ -1,0 +1,139 @@
+// The pool page: frames of api/stream, one a second, as tiles, graphs and tables.
+
+import { Charts } from "./charts.js";
+import { Table, ask, byId, bytes, count, cut, el, percent, rate, seconds, setText } from "./dom.js";
+import { Letters } from "./letters.js";
+
+const FEW_WORKERS = 100;
+
+const models = new Table(byId("models"), [
+  { title: "model", left: true, text: (model) => cut(model.name), title_of: (model) => model.name },
+  { title: "backend", left: true, wide: true, text: (model) => model.backend ?? "" },
+  { title: "V", wide: true, text: (model) => count(model.vocab_size) },
+  { title: "rows as", left: true, wide: true, text: (model) => [model.dtype, model.encoding].filter(Boolean).join(" / ") },
+  { title: "workers", text: (model) => count(model.workers.length) },
+  { title: "queued", text: (model) => count(model.queued) },
+  { title: "oldest", text: (model) => (model.queued ? seconds(model.age_s) : "–") },
+  { title: "rows/s", text: (model) => rate(model.rows_per_s) },
+  { title: "p50", wide: true, text: (model) => seconds(model.p50_s) },
+  { title: "p99", text: (model) => seconds(model.p99_s) },
+  { title: "dead", text: (model) => count(model.dead), mark: (model) => (model.dead ? "bad" : "") },
+  { title: "adapters", left: true, wide: true,
+    text: (model) => cut(model.adapters.map(([name]) => name).join(", ") || "–", 60),
+    title_of: (model) => model.adapters.map(([name, revision]) => `${name}@${revision}`).join("\n") },
+], (model) => model.name);
+
+const workers = new Table(byId("workers"), [
+  { title: "worker", left: true, text: (worker) => worker.id, title_of: (worker) => worker.id },
+  { title: "model", left: true, wide: true, text: (worker) => cut(worker.model, 40) },
+  { title: "state", left: true, text: (worker) => worker.state, mark: (worker) => worker.state },
+  { title: "rows/s", text: (worker) => rate(worker.rows_per_s) },
+  { title: "rows", wide: true, text: (worker) => count(worker.rows) },
+  { title: "lane", text: (worker) => count(worker.lane) },
+  { title: "in flight", wide: true, text: (worker) => count(worker.in_flight) },
+  { title: "batch", wide: true, text: (worker) => rate(worker.batch) },
+  { title: "reuse", text: (worker) => (worker.tokens ? percent(worker.reused / worker.tokens) : "–") },
+  { title: "homed", wide: true, text: (worker) => count(worker.homed) },
+  { title: "stolen", wide: true, text: (worker) => count(worker.stolen) },
+  { title: "shared", wide: true, text: (worker) => count(worker.shared) },
+  { title: "p50", wide: true, text: (worker) => seconds(worker.p50_s) },
+  { title: "p99", wide: true, text: (worker) => seconds(worker.p99_s) },
+  { title: "failed", wide: true, text: (worker) => count(worker.failures), mark: (worker) => (worker.failures ? "bad" : "") },
+  { title: "heard", wide: true, text: (worker) => seconds(worker.silent_s) },
+], (worker) => `${worker.model}\n${worker.id}`);
+
+const sum = (items, value) => items.reduce((total, item) => total + (value(item) ?? 0), 0);
+const most = (items, value) => items.map(value).filter((found) => found != null).sort((a, b) => b - a)[0] ?? null;
+
+const tiles = new Map();
+
+function tile(name, value, more = "", mark = "") {
+  if (!tiles.has(name)) {
+    const [number, below] = [el("dd"), el("dd", { class: "soft" })];
+    byId("tiles").append(el("div", {}, el("dt", {}, name), number, below));
+    tiles.set(name, [number, below]);
+  }
+  const [number, below] = tiles.get(name);
+  setText(number, value);
+  setText(below, more);
+  number.dataset.mark = mark;
+}
+
+function showTiles(frame, all) {
+  const served = frame.models;
+  const [queued, dead] = [sum(served, (model) => model.queued), sum(served, (model) => model.dead)];
+  const [tokens, reused, homed, rows] = ["tokens", "reused", "homed", "rows"].map((name) =>
+    sum(all, (worker) => worker[name]));
+  const memory = frame.memory;
+  tile("rows/s", rate(sum(served, (model) => model.rows_per_s)), `${count(served.length)} models`);
+  tile("workers", count(all.length), `${count(all.filter((worker) => worker.state === "ready").length)} ready`);
+  tile("queued", count(queued), queued ? `oldest ${seconds(most(served, (model) => model.age_s))}` : "nothing waits");
+  tile("p50", seconds(most(served, (model) => model.p50_s)), "queueing to row");
+  tile("p99", seconds(most(served, (model) => model.p99_s)), "of the slowest model");
+  tile("prefix reuse", tokens ? percent(reused / tokens) : "–", "of tokens");
+  tile("homed", rows ? percent(Math.min(1, homed / rows)) : "–", `${count(sum(all, (worker) => worker.shared))} rows shared`);
+  tile("dead letters", count(dead), dead ? "see below" : "none given up", dead ? "bad" : "");
+  tile("memory", bytes(memory?.used_bytes),
+    memory?.limit_bytes ? `of ${bytes(memory.limit_bytes)}` : "no limit known", memory?.doubt ? "bad" : "");
+}
+
+let newest = null;
+let isWhole = false;
+
+function showWorkers() {
+  const all = newest.models.flatMap((model) => model.workers.map((worker) => ({ ...worker, model: model.name })));
+  const wanted = byId("filter").value.toLowerCase();
+  const matching = wanted
+    ? all.filter((worker) => `${worker.id} ${worker.model} ${worker.state}`.toLowerCase().includes(wanted)) : all;
+  workers.update(isWhole ? matching : matching.slice(0, FEW_WORKERS));
+  setText(byId("workers-count"), wanted ? `${count(matching.length)} of ${count(all.length)}` : count(all.length));
+  byId("all-workers").hidden = isWhole || matching.length <= FEW_WORKERS;
+  setText(byId("all-workers"), `show all ${count(matching.length)}`);
+  return all;
+}
+
+function say(state, text) {
+  byId("state").dataset.state = state;
+  setText(byId("state"), state);
+  byId("trouble").hidden = !text;
+  setText(byId("trouble"), text);
+}
+
+function show(frame, letters) {
+  if (frame.trouble) {
+    const since = frame.seen_at ? ` (below: as of ${new Date(1000 * frame.seen_at).toLocaleTimeString()})` : "";
+    say("server away", frame.trouble + since);
+    return;
+  }
+  newest = frame;
+  say("live", frame.memory?.doubt ?? "");
+  setText(byId("server"), frame.server);
+  byId("no-models").hidden = frame.models.length > 0;
+  models.update(frame.models);
+  showTiles(frame, showWorkers());
+  letters.update(frame.models);
+}
+
+async function start() {
+  const [history, settings] = await Promise.all([ask("api/history"), ask("api/settings")]);
+  const charts = new Charts(history);
+  const letters = new Letters(settings.allow_changes);
+  charts.draw();
+  byId("filter").addEventListener("input", () => newest && showWorkers());
+  byId("all-workers").addEventListener("click", () => { isWhole = true; showWorkers(); });
+  document.addEventListener("visibilitychange", () => charts.draw());
+  const stream = new EventSource("api/stream");
+  stream.addEventListener("message", (event) => {
+    const frame = JSON.parse(event.data);
+    show(frame, letters);
+    charts.add(frame);
+  });
+  stream.addEventListener("error", () => {
+    const isOver = stream.readyState === EventSource.CLOSED;
+    say("away", isOver
+      ? "lmpool web refuses this page: open the URL that it has printed last."
+      : "lmpool web does not answer; this page goes on as soon as it does.");
+  });
+}
+
+start().catch((error) => say("away", error.message));

@@ -1,0 +1,81 @@
+"""Debian's Chromium, driven by Playwright, and pages that may do nothing they should not."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from urllib.parse import urlsplit
+
+from playwright.sync_api import Browser, BrowserContext, Dialog, Page, expect, sync_playwright
+
+from tests.support.pool import DEADLINE_S
+from tests.web.service import WebService
+
+CHROMIUM = os.environ.get("LMPOOL_TEST_BROWSER", "/usr/bin/chromium")
+"""`make test` installs it."""
+
+
+@contextmanager
+def chromium() -> Iterator[Browser]:
+    """A browser. As long as it is there, this thread can run no event loop of its own."""
+    # Containers have no user namespaces for its sandbox; it sees no pages but ours.
+    arguments = ["--no-sandbox", "--disable-dev-shm-usage"]
+    expect.set_options(timeout=1000 * DEADLINE_S)
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=arguments)
+        try:
+            yield browser
+        finally:
+            browser.close()
+
+
+class Watched:
+    """A page of a service with a notebook of what it should not do.
+
+    Args:
+        browser: where it is opened.
+        service: whose page.
+        settings: of the browser's context.
+
+    Attributes:
+        page: the page, nothing opened yet.
+        context: its context.
+    """
+
+    def __init__(self, browser: Browser, service: WebService, **settings: Any) -> None:
+        self.context: BrowserContext = browser.new_context(**settings)
+        self.context.set_default_timeout(1000 * DEADLINE_S)
+        self.page: Page = self.context.new_page()
+        self._service = service
+        self._wrong: list[str] = []
+        self.page.on("pageerror", lambda error: self._wrong.append(f"error: {error}"))
+        self.page.on("dialog", self._refuse)
+        self.page.on("console", self._note)
+        self.page.on("request", self._check)
+
+    def _refuse(self, dialog: Dialog) -> None:
+        self._wrong.append(f"dialog: {dialog.message}")
+        dialog.dismiss()
+
+    def _note(self, message: Any) -> None:
+        # Answers that are no 200 and servers that are away are written there too; a breach of the page's policy is.
+        if "Content Security Policy" in message.text:
+            self._wrong.append(message.text)
+
+    def _check(self, request: Any) -> None:
+        if urlsplit(request.url).netloc != f"127.0.0.1:{self._service.port}":
+            self._wrong.append(f"request: {request.url}")
+
+    def open(self, path: str = "/") -> Page:
+        """Open a page by the URL with the token, and another of the service if that is wanted."""
+        self.page.goto(self._service.url)
+        if path != "/":
+            self.page.goto(self._service.base + path)
+        return self.page
+
+    def close(self) -> None:
+        """Close it, and fail if it has done anything that it should not."""
+        self.context.close()
+        assert self._wrong == []

@@ -1,0 +1,159 @@
+"""The explorer in a browser: a text's tokens, branches and the way back, links, and what stands beside."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from playwright.sync_api import Locator, Page, expect
+
+from lmpool.synthetic import synthetic_row
+from tests.support.pool import Pool, V
+from tests.web.browser import Watched
+from tests.web.service import WebService
+
+Watch = Callable[..., Watched]
+IDS = [3, 1, 4]
+
+
+def explore(page: Page, ids: list[int]) -> None:
+    page.get_by_label("token ids").check()
+    page.get_by_label("Text").fill(", ".join(map(str, ids)))
+    page.get_by_role("button", name="Explore").click()
+    expect(tokens(page)).to_have_count(len(ids) + 1)
+
+
+def tokens(page: Page, pane: int = 0) -> Locator:
+    return page.locator(".pane").nth(pane).locator(".token")
+
+
+def likeliest(ids: list[int]) -> int:
+    return int(synthetic_row(ids, vocab_size=V).argmax())
+
+
+def test_a_branch_is_taken_and_left_again_and_a_link_shows_the_same(pool: Pool, watch: Watch) -> None:
+    pool.start()
+    service = WebService(pool)
+    watched = watch(service)
+    page = watched.open("/explorer")
+    explore(page, IDS)
+    tokens(page).nth(2).hover()
+    menu = page.get_by_role("menu")
+    expect(menu.get_by_role("menuitem")).to_have_count(10)
+    menu.get_by_role("menuitem").first.click()
+    branched = [*IDS[:2], likeliest(IDS[:2])]
+    expect(page.get_by_label("Text")).to_have_value(", ".join(map(str, branched)))
+    tokens(page).nth(3).hover()
+    menu.get_by_role("menuitem").first.click()
+    expect(tokens(page)).to_have_count(5)
+    page.get_by_role("button", name="← Back").click()
+    expect(tokens(page)).to_have_count(4)
+    expect(page.get_by_label("Text")).to_have_value(", ".join(map(str, branched)))
+    page.go_back()
+    expect(page.get_by_label("Text")).to_have_value(", ".join(map(str, IDS)))
+    # What is set shows in the address, and the address shows what was set.
+    tokens(page).nth(1).click()
+    page.get_by_label("Temperature").fill("0.5")
+    page.get_by_label("Top-p").fill("0.5")
+    kept = page.locator(".row p")
+    expect(page).to_have_url(
+        f"{service.base}/explorer#model=%5B%22syn%22%2C%22%22%5D&ids=3%2C1%2C4&at=1&temperature=0.5&top_p=0.5"
+    )
+    expect(kept).not_to_contain_text(f"{V} of {V}")
+    shown = kept.inner_text()
+    other = watch(service)
+    other.open()
+    other.page.goto(page.url)
+    expect(other.page.locator(".row p")).to_have_text(shown)
+    expect(other.page.get_by_label("Temperature")).to_have_value("0.5")
+    expect(other.page.locator(".token.chosen")).to_have_count(1)
+
+
+def test_surprising_tokens_are_shaded_and_the_keyboard_alone_branches_and_goes_back(pool: Pool, watch: Watch) -> None:
+    pool.start()
+    page = watch(WebService(pool)).open("/explorer")
+    row = synthetic_row([5], vocab_size=V)
+    ids = [5, int(row.argmax()), int(row.argmin())]
+    page.get_by_label("token ids").focus()
+    page.keyboard.press("Space")
+    page.keyboard.press("Tab")
+    page.keyboard.type(", ".join(map(str, [5, ids[2]])))
+    page.keyboard.press("Control+Enter")
+    expect(tokens(page)).to_have_count(3)
+    expect(tokens(page).nth(1)).not_to_have_class("token s0")
+    page.locator(".token.next").focus()
+    page.keyboard.press("ArrowLeft")
+    expect(tokens(page).nth(1)).to_be_focused()
+    page.keyboard.press("ArrowDown")
+    expect(page.get_by_role("menuitem").first).to_be_focused()
+    page.keyboard.press("Escape")
+    expect(tokens(page).nth(1)).to_be_focused()
+    page.keyboard.press("ArrowDown")
+    page.keyboard.press("Enter")
+    expect(page.get_by_label("Text")).to_have_value(f"5, {ids[1]}")
+    expect(page.locator(".token.next")).to_be_focused()
+    page.get_by_role("button", name="← Back").focus()
+    page.keyboard.press("Enter")
+    expect(page.get_by_label("Text")).to_have_value(f"5, {ids[2]}")
+
+
+def test_two_models_stand_side_by_side_on_a_phone_too(pool: Pool, watch: Watch) -> None:
+    pool.start(model="one")
+    pool.start("--seed", 7, model="two")
+    page = watch(WebService(pool), viewport={"width": 400, "height": 800}).open("/explorer")
+    page.get_by_label("Model").select_option(label="one")
+    page.get_by_label("Beside it").select_option(label="one")
+    explore(page, IDS)
+    expect(tokens(page, 1)).to_have_count(len(IDS) + 1)
+    # The other model has no tokenizer that could make its ids of the text of these.
+    page.get_by_label("Beside it").select_option(label="two")
+    page.get_by_role("button", name="Explore").click()
+    expect(page.locator(".pane").nth(1).locator(".said")).not_to_be_empty()
+    expect(tokens(page)).to_have_count(len(IDS) + 1)
+    assert page.evaluate("document.documentElement.scrollWidth") <= 400
+
+
+def test_bytes_lead_to_longer_prefixes_and_a_missing_trie_worker_is_named(pool: Pool, watch: Watch) -> None:
+    pool.start()
+    page = watch(WebService(pool)).open("/explorer")
+    explore(page, IDS)
+    tokens(page).nth(2).click()
+    expect(page.locator(".trie")).to_contain_text("lmpool trie-worker")
+    pool.start_trie_worker()
+    tokens(page).nth(1).click()
+    first = page.locator(".bytes button").first
+    first.click()
+    expect(page.get_by_role("button", name="↑ one byte less")).to_be_enabled()
+    assert "under=" in page.url
+    page.get_by_role("button", name="↑ one byte less").click()
+    expect(page.get_by_role("button", name="↑ one byte less")).to_be_disabled()
+
+
+def test_what_is_wrong_is_said_and_the_page_goes_on(pool: Pool, watch: Watch) -> None:
+    pool.start()
+    page = watch(WebService(pool)).open("/explorer#model=nonsense&ids=1,2&temperature=x&under=zz&at=99")
+    expect(tokens(page)).to_have_count(3)
+    page.goto(page.url.partition("#")[0] + "#" + "model=%5B%22other%22%2C%22%22%5D&ids=1")
+    page.reload()
+    expect(page.locator(".said").first).to_contain_text("the model 'other' is not served")
+    page.get_by_label("token ids").check()
+    page.get_by_label("Text").fill("hello")
+    page.get_by_role("button", name="Explore").click()
+    expect(page.locator("#trouble")).to_contain_text("no token ids")
+    explore(page, IDS)
+    expect(page.locator("#trouble")).to_be_hidden()
+
+
+def test_a_text_is_explored_with_a_real_model(pool: Pool, smollm2_folder: Path, watch: Watch) -> None:
+    pool.start("--backend", "hf", "--name", "smollm2", model=str(smollm2_folder))
+    page = watch(WebService(pool)).open("/explorer#text=The+capital+of+France+is+<b>Paris%0A\u202e")
+    expect(page.locator(".token").nth(1)).to_have_text(" capital")
+    texts = page.locator(".token").all_inner_texts()
+    assert "".join(texts).startswith("The capital of France is <b>Paris⏎")
+    assert page.locator(".tokens b").count() == 0
+    page.get_by_label("Text").fill("The capital of France is")
+    page.keyboard.press("Control+Enter")
+    expect(page.locator(".token")).to_have_count(6)
+    page.locator(".token.next").hover()
+    page.get_by_role("menuitem").first.click()
+    expect(page.get_by_label("Text")).to_have_value("The capital of France is Paris")

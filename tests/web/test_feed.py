@@ -1,0 +1,103 @@
+"""What pages are told of the pool: once a look for all of them, and to who does not read no more than the newest."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import MutableMapping
+from typing import Any
+
+from lmpool.broker.server import Server
+from lmpool.embedded import EmbeddedServer
+from lmpool.protocol.keys import Keys
+from lmpool.web.app import WebSettings, web_service
+from lmpool.web.feed import MOST_STREAMS, Feed
+from tests.support.pool import DEADLINE_S, Pool, until, until_async
+from tests.web.service import TOKEN, Stream, WebService
+
+
+def test_a_hundred_pages_watch_by_one_look_and_no_more_than_the_limit_do(pool: Pool) -> None:
+    pool.start()
+    service = WebService(pool)
+    streams = [Stream(service) for _ in range(100)]
+    frames = [[stream.frame() for _ in range(2)] for stream in streams]
+    numbers = [frame["number"] for pair in frames for frame in pair]
+    # All that were told at one moment were told the same.
+    told = {frame["number"]: json.dumps(frame, sort_keys=True) for pair in frames for frame in pair}
+    assert all(told[frame["number"]] == json.dumps(frame, sort_keys=True) for pair in frames for frame in pair)
+    assert len(set(numbers)) < len(streams)
+    assert {frame["models"][0]["name"] for pair in frames for frame in pair} == {"syn"}
+    streams += [Stream(service) for _ in range(MOST_STREAMS - len(streams))]
+    assert {stream.status for stream in streams} == {200}
+    extra = Stream(service)
+    assert extra.status == 503
+    for stream in [*streams, extra]:
+        stream.close()
+    # What has gone makes room.
+    until(lambda: _is_let_in(service), "another page may watch")
+
+
+def _is_let_in(service: WebService) -> bool:
+    stream = Stream(service)
+    stream.close()
+    return stream.status == 200
+
+
+async def test_a_page_that_does_not_read_is_sent_the_newest_and_nothing_is_kept_for_it(pool: Pool) -> None:
+    await asyncio.to_thread(pool.start)
+    app, feed = web_service(WebSettings(pool.url, pool.prefix, token=TOKEN, interval_s=0.001))
+    reads, received = asyncio.Event(), []
+
+    async def send(message: MutableMapping[str, Any]) -> None:
+        if body := message.get("body"):
+            received.append(json.loads(body.removeprefix(b"data: "))["number"])
+            await reads.wait()
+
+    looking = asyncio.create_task(feed.run())
+    headers = [(b"authorization", f"Bearer {TOKEN}".encode())]
+    scope: Any = {"type": "http", "method": "GET", "path": "/api/stream", "query_string": b"", "headers": headers}
+    scope |= {"asgi": {"version": "3.0", "spec_version": "2.4"}, "http_version": "1.1"}
+    page = asyncio.ensure_future(app(scope, _nothing_more, send))
+    try:
+        await until_async(lambda: _is(len(received) == 1), "the page is sent a frame, and does not take it")
+        first = received[0]
+        await until_async(lambda: _is(feed.looks > first + 30), "the pool is looked at again and again")
+        newest = feed.looks
+        reads.set()
+        await until_async(lambda: _is(len(received) > 1), "it is sent another")
+        assert received[1] >= newest, "those between were dropped"
+    finally:
+        await feed.end()
+        looking.cancel()
+        await asyncio.wait([page, looking], timeout=DEADLINE_S)
+
+
+async def _nothing_more() -> MutableMapping[str, Any]:
+    """What an ASGI server has of a request whose connection stays open."""
+    await asyncio.Event().wait()
+    raise AssertionError
+
+
+async def _is(condition: bool) -> bool:
+    return condition
+
+
+async def test_no_more_samples_are_kept_than_there_may_be_with_gaps_where_the_server_was_away(
+    own_server: EmbeddedServer,
+) -> None:
+    feed = Feed(Server(own_server.url), Keys("feed"), 0.0, samples=30)
+    looking = asyncio.create_task(feed.run())
+    try:
+        await until_async(lambda: _is(feed.looks > 2), "it looks")
+        own_server.stop()
+        await until_async(lambda: _is(bool(feed.trouble)), "it notices")
+        own_server.start()
+        await until_async(lambda: _is(not feed.trouble), "it goes on")
+        assert None in feed.history()["memory"]
+        await until_async(lambda: _is(feed.looks > 40), "there were more")
+    finally:
+        looking.cancel()
+        await asyncio.wait([looking], timeout=DEADLINE_S)
+    history = feed.history()
+    assert len(history["at"]) == len(history["memory"]) == 30
+    assert history["at"] == sorted(history["at"])
