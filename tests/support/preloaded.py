@@ -15,12 +15,13 @@ import typer
 
 _LATER = (
     "lmpool.trie.kernels.cpu",
+    "lmpool.web.serve",
     "lmpool.workers.trie.backend",
     "prometheus_client",
     "pythonjsonlogger.json",
     "uvloop",
 )
-"""What a worker imports when it has read its command line; not every environment has all of it."""
+"""What workers and `lmpool web` import when they have read their command line; not every environment has all of it."""
 
 
 def _command(text: str) -> None:

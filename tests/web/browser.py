@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 from urllib.parse import urlsplit
 
-from playwright.sync_api import Browser, BrowserContext, Page, sync_playwright
+from playwright.sync_api import Browser, BrowserContext, Dialog, Page, expect, sync_playwright
 
 from tests.support.pool import DEADLINE_S
 from tests.web.service import WebService
@@ -22,6 +22,7 @@ def chromium() -> Iterator[Browser]:
     """A browser. As long as it is there, this thread can run no event loop of its own."""
     # Containers have no user namespaces for its sandbox; it sees no pages but ours.
     arguments = ["--no-sandbox", "--disable-dev-shm-usage"]
+    expect.set_options(timeout=1000 * DEADLINE_S)
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=arguments)
         try:
@@ -50,9 +51,13 @@ class Watched:
         self._service = service
         self._wrong: list[str] = []
         self.page.on("pageerror", lambda error: self._wrong.append(f"error: {error}"))
-        self.page.on("dialog", lambda dialog: (self._wrong.append(f"dialog: {dialog.message}"), dialog.dismiss()))
+        self.page.on("dialog", self._refuse)
         self.page.on("console", self._note)
         self.page.on("request", self._check)
+
+    def _refuse(self, dialog: Dialog) -> None:
+        self._wrong.append(f"dialog: {dialog.message}")
+        dialog.dismiss()
 
     def _note(self, message: Any) -> None:
         # Answers that are no 200 and servers that are away are written there too; a breach of the page's policy is.

@@ -55,9 +55,9 @@ async def test_a_page_that_does_not_read_is_sent_the_newest_and_nothing_is_kept_
 
     looking = asyncio.create_task(feed.run())
     headers = [(b"authorization", f"Bearer {TOKEN}".encode())]
-    scope = {"type": "http", "method": "GET", "path": "/api/stream", "query_string": b"", "headers": headers}
+    scope: Any = {"type": "http", "method": "GET", "path": "/api/stream", "query_string": b"", "headers": headers}
     scope |= {"asgi": {"version": "3.0", "spec_version": "2.4"}, "http_version": "1.1"}
-    page = asyncio.create_task(app(scope, asyncio.Event().wait, send))  # type: ignore[arg-type]
+    page = asyncio.ensure_future(app(scope, _nothing_more, send))
     try:
         await until_async(lambda: _is(len(received) == 1), "the page is sent a frame, and does not take it")
         first = received[0]
@@ -70,6 +70,12 @@ async def test_a_page_that_does_not_read_is_sent_the_newest_and_nothing_is_kept_
         await feed.end()
         looking.cancel()
         await asyncio.wait([page, looking], timeout=DEADLINE_S)
+
+
+async def _nothing_more() -> MutableMapping[str, Any]:
+    """What an ASGI server has of a request whose connection stays open."""
+    await asyncio.Event().wait()
+    raise AssertionError
 
 
 async def _is(condition: bool) -> bool:

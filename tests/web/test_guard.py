@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Iterator
 
 import pytest
 
@@ -16,7 +15,7 @@ POST = ("/api/text", "/api/row", "/api/trie", "/api/dead/retry", "/api/dead/drop
 
 
 @pytest.fixture
-def service(pool: Pool) -> Iterator[WebService]:
+def service(pool: Pool) -> WebService:
     """One without workers."""
     return WebService(pool)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from playwright.sync_api import Page, expect
 
@@ -114,9 +115,16 @@ def test_servers_that_go_are_missed_and_found_again(own_server: EmbeddedServer, 
 def beat(pool: Pool, names: list[str], state: str = "ready") -> None:
     """Have workers live that are no processes: what they write is there."""
     pipeline = pool.redis.pipeline()
-    fields = {"model": "syn", "state": state, "lease_s": "60", "rows": "5", "rows_per_s": "1.5", "job_counts": ""}
+    fields: dict[Any, Any] = {
+        "model": "syn",
+        "state": state,
+        "lease_s": "60",
+        "rows": "5",
+        "rows_per_s": "1.5",
+        "job_counts": "",
+    }
     for name in names:
-        pipeline.hset(pool.keys.worker(name), mapping=dict(fields))
+        pipeline.hset(pool.keys.worker(name), mapping=fields)
         pipeline.pexpire(pool.keys.worker(name), 60_000)
         pipeline.zadd(pool.keys.model("syn").workers, {name: deadline_ms()})
     pipeline.execute()
@@ -157,7 +165,7 @@ def test_the_page_is_used_by_keyboard_alone(pool: Pool, watch: Watch) -> None:
     page = watch(WebService(pool, "--allow-changes")).open()
     expect(page.get_by_role("button", name="retry")).to_be_visible()
     focused = "document.activeElement.textContent || document.activeElement.getAttribute('aria-label')"
-    seen = []
+    seen: list[str] = []
     while not seen or seen[-1] != "retry":
         page.keyboard.press("Tab")
         seen.append(page.evaluate(focused))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -21,18 +20,18 @@ IDS = [3, 1, 4, 1, 5]
 
 
 @pytest.fixture
-def service(pool: Pool) -> Iterator[WebService]:
+def service(pool: Pool) -> WebService:
     """One with a synthetic model, that may change dead letters."""
     pool.start()
     return WebService(pool, "--allow-changes")
 
 
-def bury(pool: Pool, prompt: list[int], reason: str = "given up after 3 deliveries") -> str:
+def bury(pool: Pool, prompt: list[int], reason: str = "given up after 3 deliveries", model: str = "syn") -> str:
     """Add a dead letter as a worker does; returns its id."""
-    info = ModelInfo.unpack(pool.redis.hget(pool.keys.models(), "syn"))  # type: ignore[arg-type]
+    info = ModelInfo.unpack(pool.redis.hget(pool.keys.models(), model))  # type: ignore[arg-type]
     job = Job(np.array(prompt, "<u4").tobytes(), "", info.fingerprint).pack()
     failure = Failure("WorkerError", reason).pack()
-    added: Any = pool.redis.xadd(pool.keys.model("syn").dead, {"e": failure, "m": job})
+    added: Any = pool.redis.xadd(pool.keys.model(model).dead, {"e": failure, "m": job})
     return str(added, "ascii")
 
 

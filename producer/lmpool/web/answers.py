@@ -13,10 +13,8 @@ from lmpool.errors import (
     DeadlineExceeded,
     InvalidPrompt,
     LMPoolError,
-    ModelError,
     ServerError,
     SettingsError,
-    UnknownNode,
     printable,
     to_json,
 )
@@ -26,11 +24,11 @@ T = TypeVar("T")
 MOST_BYTES = 256 * 1024
 """Most bytes of a request's body."""
 
-_STATUS: tuple[tuple[type[LMPoolError], int], ...] = (
+_STATUS: tuple[tuple[type[Exception], int], ...] = (
     (SettingsError, 400),
     (InvalidPrompt, 400),
-    (ModelError, 404),
-    (UnknownNode, 404),
+    # Models, adapters, nodes, vocabularies.
+    (LookupError, 404),
     (DeadlineExceeded, 504),
     (ServerError, 503),
 )

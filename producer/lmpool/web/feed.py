@@ -34,7 +34,10 @@ _MOST_TEXT = 120
 _PATIENCE_S = 5.0
 # What looks may take of a core: with a thousand workers one takes a third of a second.
 _SHARE_WATCHED, _SHARE_ALONE = 0.25, 0.02
-_TOLD = ("rows", "rows_per_s", "lane", "in_flight", "failures", "homed", "stolen", "shared", "batch", "p50_s", "p99_s")
+_TOLD = (
+    "rows", "rows_per_s", "tokens", "reused", "lane", "in_flight", "failures", "homed", "stolen", "shared", "batch",
+    "p50_s", "p99_s",
+)  # fmt: skip
 
 
 class Sample(NamedTuple):
@@ -239,11 +242,9 @@ def _told_model(model: dict[str, Any]) -> dict[str, Any]:
 def _told_worker(worker: Mapping[str, Any]) -> dict[str, Any]:
     """What a page shows of a worker; texts are cut, numbers are numbers, whatever was written."""
     told: dict[str, Any] = {name: _finite(number(worker, name)) for name in _TOLD}
-    tokens, reused = number(worker, "tokens"), number(worker, "reused")
     return {
         "id": shortened(str(worker["id"]), _MOST_TEXT),
         "state": shortened(str(worker.get("state", "")), 20),
-        "reuse": _finite(reused / tokens) if tokens and reused is not None else None,
         "silent_s": worker.get("silent_s"),
         **told,
     }

@@ -65,7 +65,7 @@ class ExploredModel:
         """The text of token ids; None where the model has no tokenizer."""
         try:
             tokenizer = await self.tokenizer()
-        except SettingsError:
+        except LMPoolError:
             return None
         return tokenizer.decode(list(ids))
 
@@ -99,7 +99,7 @@ class ExploredModel:
         except UnknownVocabulary:
             try:
                 tokenizer = await self.tokenizer()
-            except SettingsError:
+            except LMPoolError:
                 return dict.fromkeys(wanted, "")
             return {token: shown_text(tokenizer.decode([token])) for token in wanted}
         # A model may have more rows than tokens.

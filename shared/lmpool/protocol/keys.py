@@ -80,6 +80,10 @@ class Keys:
         """String: one packed vocabulary; has a TTL."""
         return f"{self.prefix}:trie:{digest}".encode()
 
+    def tokenizer(self, digest: str) -> bytes:
+        """String: one packed tokenizer (`lmpool.protocol.tokenizer`); has a TTL."""
+        return f"{self.prefix}:tokenizer:{digest}".encode()
+
     def token_set(self, name: bytes) -> bytes:
         """String: the bits of a set of tokens, under the digest of what it is; has a TTL."""
         return f"{self.prefix}:tokens:{name.hex()}".encode()

@@ -162,6 +162,12 @@ class RowBlock:
         log_z = None if self.log_z is None else self.log_z[indices]
         return RowBlock([self.digests[index] for index in indices], self.numbers[indices], log_z, self.encoding)
 
+    def part(self, rows: range) -> RowBlock:
+        """Some of the rows that are neighbours, in place."""
+        part = slice(rows.start, rows.stop)
+        log_z = None if self.log_z is None else self.log_z[part]
+        return RowBlock(self.digests[part], self.numbers[part], log_z, self.encoding)
+
     @classmethod
     def joined(cls, blocks: Sequence[RowBlock]) -> RowBlock:
         """The rows of several blocks of the same V and encoding (a copy)."""

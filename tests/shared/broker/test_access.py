@@ -15,11 +15,13 @@ import numpy as np
 import pytest
 from redis.exceptions import NoPermissionError, ResponseError
 
+from lmpool.broker.registries import look_up_tokenizer, register_tokenizer
 from lmpool.broker.server import Server
 from lmpool.errors import AuthenticationFailed, NoWorker, QueueCleared
 from lmpool.producer import Producer
 from lmpool.producer.client.session import Priority
 from lmpool.protocol.keys import GROUP, Keys
+from lmpool.protocol.tokenizer import PackedTokenizer
 from lmpool.synthetic import synthetic_row
 from lmpool.web.demand import read_demand
 from lmpool.workers.backends.synthetic import SyntheticBackend, SyntheticSettings
@@ -53,7 +55,7 @@ CHANGING_ADAPTERS = (
 # What belongs to somebody else: by role.
 NOT_THEIRS = {
     "producer": (
-        "INFO memory", "SCAN 0", "SET lmpool:row:f:d x",
+        "INFO memory", "SCAN 0", "SET lmpool:row:f:d x", "SET lmpool:tokenizer:d x", "PEXPIRE lmpool:tokenizer:d 1",
         "SET lmpool:row:f:d x NX", "DEL lmpool:row:f:d", "APPEND lmpool:row:f:d x",
         "SETRANGE lmpool:row:f:d 0 x", "EVAL redis.call('SET','lmpool:row:f:d','x') 0", "GETDEL lmpool:row:f:d",
         "EVAL redis.call('DEL',KEYS[1]) 1 lmpool:row:f:d", "PEXPIRE lmpool:row:f:d 1", "MGET lmpool:weights:x",
@@ -68,7 +70,7 @@ NOT_THEIRS = {
         "SET lmpool:{m}:adapters x", *CHANGING_ADAPTERS,
     ),
     "adapters": (
-        "INFO stats", "SCAN 0", "SET lmpool:row:f:d x",
+        "INFO stats", "SCAN 0", "SET lmpool:row:f:d x", "SET lmpool:tokenizer:d x",
         "DEL lmpool:row:f:d", "HSET lmpool:models m x", "UNLINK lmpool:worker:w",
         "XREADGROUP GROUP workers w STREAMS lmpool:{m}:jobs >", "XADD lmpool:{m}:reply:c * d x",
         "XRANGE lmpool:{m}:dead - +", "MGET lmpool:weights:x", "DEL lmpool:{m}:adapters",
@@ -82,6 +84,7 @@ NOT_THEIRS = {
     ),
     "trie-worker": (
         "SCAN 0", "SET lmpool:row:f:d x", "DEL lmpool:row:f:d", "SET lmpool:weights:x x", "SET lmpool:trie:x x",
+        "SET lmpool:tokenizer:d x",
         "XADD lmpool:{m}:jobs * m x", "XRANGE lmpool:{m}:jobs - +", "XADD lmpool:{m}:reply:c * d x",
         "XREAD STREAMS lmpool:{trie}:reply:c 0", "HSET lmpool:{m}:adapters a b", "UNLINK lmpool:{m}:jobs",
     ),
@@ -412,6 +415,16 @@ async def test_users_of_one_model_can_neither_use_nor_read_another(server: Secur
     restricted.signal(signal.SIGTERM)
     assert await asyncio.to_thread(restricted.wait) == 0
     assert "will try again" not in restricted.text
+
+
+async def test_workers_write_tokenizers_and_whoever_asks_reads_them(server: SecureServer, workers: Workers) -> None:
+    packed = PackedTokenizer.pack("{}")
+    async with Server(server.url("worker")).client() as client:
+        for _ in range(2):
+            await register_tokenizer(client, KEYS, packed)
+    for role in ("producer", "adapters", "operator"):
+        async with Server(server.url(role)).client() as client:
+            assert await look_up_tokenizer(client, KEYS, packed.digest) == "{}"
 
 
 # What can be done to a key, whatever stands there.

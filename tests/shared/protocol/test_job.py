@@ -13,7 +13,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lmpool.errors import ProtocolError
-from lmpool.protocol.job import WIRE_VERSION, Failure, Job, pack_jobs, unpack_failure, unpack_job
+from lmpool.protocol.job import (
+    WIRE_VERSION,
+    Failure,
+    Job,
+    TracedJob,
+    pack_jobs,
+    unpack_failure,
+    unpack_job,
+    with_traceparent,
+)
 
 LIMIT = 16 * 1024 * 1024
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=40)
@@ -54,6 +63,21 @@ def test_the_wire_is_pinned_to_the_byte() -> None:
     jobs = [Job(b"\x07\0\0\0", "a", "fp", True, b"\x09"), Job(b"", "", "")]
     assert pack_jobs(jobs) == [job.pack() for job in jobs]
     assert Failure("E", "no").pack().hex() == "9306a145a26e6f"
+
+
+def test_a_job_of_a_client_that_traces_has_one_field_more() -> None:
+    sent = Job(b"\x07\0\0\0", "a", "fp", True, b"\x09", b"here")
+    (packed,) = pack_jobs([sent])
+    traced = with_traceparent(packed, "00-ab")
+    assert traced.hex() == "98" + packed.hex()[2:] + b"\xa500-ab".hex()
+    read = unpack_job(traced)
+    assert read == TracedJob(b"\x07\0\0\0", "a", "fp", True, b"\x09", b"here", "00-ab")
+    assert read.pack() == traced
+    for wrong in (b"\xc4\x0200", b"\xc0", b"\x07", b"\xa500-ab\xa0"):
+        with pytest.raises(ProtocolError, match="not a job|does not decode"):
+            unpack_job(b"\x98" + packed[1:] + wrong)
+    with pytest.raises(ProtocolError, match="a job does not decode"):
+        unpack_job(b"\x99" + packed[1:] + b"\xa0\xa0")
 
 
 def test_a_long_prompt_travels() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from lmpool.errors import WorkerError
 from lmpool.protocol.job import Failure
@@ -16,7 +16,8 @@ from lmpool.workers.backend.contract import BackendJob, Finished
 from lmpool.workers.backend.engine_thread import EngineThread
 from lmpool.workers.membership.adapters import AdapterKeeper
 from lmpool.workers.metrics.counters import SENT_AGAIN
-from lmpool.workers.queries import QueryAnswerer
+from lmpool.workers.metrics.tracing import JobTrace, JobTraces
+from lmpool.workers.queries import QueryAnswerer, allowed_in
 from lmpool.workers.queue.consumer import STALE_S, InFlightJob, InFlightJobs
 from lmpool.workers.queue.publisher import Publisher
 from lmpool.workers.queue.segment import SegmentWriter
@@ -39,6 +40,7 @@ class Dispatcher:
         info: what the worker serves.
         adapters: which adapters it has.
         segment: may have rows that are asked for again.
+        traces: makes spans of jobs; None where they are not traced.
 
     Attributes:
         failures: jobs that ended without a row or an answer, not counting those that clients send again.
@@ -54,6 +56,7 @@ class Dispatcher:
         info: ModelInfo,
         adapters: AdapterKeeper,
         segment: SegmentWriter,
+        traces: JobTraces | None = None,
     ) -> None:
         self._in_flight = in_flight
         self._engine_thread = engine_thread
@@ -63,6 +66,7 @@ class Dispatcher:
         self._is_trie = info.is_trie
         self._adapters = adapters
         self._segment = segment
+        self._traces = traces
         self._to_prepare: asyncio.Queue[list[bytes]] = asyncio.Queue()
         self.failures = 0
 
@@ -74,13 +78,13 @@ class Dispatcher:
             if backend_job is None:
                 refused.append(job)
                 continue
-            has_queries = has_queries or job.query is not None
+            has_queries = has_queries or job.query is not None or bool(allowed_in(backend_job))
             if self._in_flight.add(job, backend_job):
                 fresh.append(backend_job)
             elif not backend_job.bulk:
                 joined.append(backend_job.digest)
         if has_queries:
-            later = {job.digest for job in fresh if self._is_trie or not self._in_flight.wants_row(job.digest)}
+            later = {job.digest for job in fresh if self._needs_more(job)}
             if later:
                 # Not here: what they need may have to be fetched, and the next jobs are not to wait for that.
                 self._to_prepare.put_nowait(list(later))
@@ -96,8 +100,14 @@ class Dispatcher:
             self._engine_thread.promote(joined)
         if refused:
             await self._fail(refused)
+            if self._traces is not None:
+                self._traces.ended(_traces_of(refused))
         for block in known:
             await self._publish_rows(block)
+
+    def _needs_more(self, job: BackendJob) -> bool:
+        """Whether a prompt is to be prepared before the backend can have it, if it needs the backend at all."""
+        return self._is_trie or not self._in_flight.wants_row(job.digest) or bool(allowed_in(job))
 
     def _find(self, job: BackendJob) -> RowBlock | None:
         """The row of a prompt that this worker has computed before, if it still has it and nobody finds it damaged."""
@@ -123,7 +133,10 @@ class Dispatcher:
                 answered = await self._queries.answer_from_cache(self._in_flight.by_prompt(asked), self._in_flight)
                 self.release(answered)
                 left = (digest for digest in digests if digest not in answered and digest in self._in_flight)
-                self._submit([self._in_flight.backend_job(digest) for digest in left])
+                jobs, failures = await self._queries.with_tokens([self._in_flight.backend_job(at) for at in left])
+                await self._fail_prompts(failures)
+                # Nobody may wait for one of them any more.
+                self._submit([job for job in jobs if job.digest in self._in_flight])
             on_change()
 
     async def _with_inputs(self, digests: Iterable[bytes]) -> list[BackendJob]:
@@ -143,6 +156,13 @@ class Dispatcher:
             jobs = self._adapters.served_among(jobs)
         if jobs:
             self._engine_thread.submit(jobs)
+
+    def trace_step(self, finished: Finished) -> None:
+        """Note when the step ran that has brought this, for the traces of its jobs."""
+        held = [self._in_flight[digest].values() for digest in finished.digests if digest in self._in_flight]
+        traces = [trace for jobs in held for trace, _ in _traces_of(jobs)]
+        if traces and self._traces is not None and finished.step is not None:
+            self._traces.stepped(traces, finished.step, len(held))
 
     async def publish(self, finished: Finished, worker_id: str) -> None:
         """Publish what a step brought."""
@@ -229,12 +249,26 @@ class Dispatcher:
         Args:
             ended: digest of the prompt -> entry ids of the jobs.
         """
-        again = self._in_flight.release(ended)
-        if again and self._is_trie:
-            # What they need may never have been fetched: their first try may have ended for that very reason.
-            self._to_prepare.put_nowait(again)
-        elif again:
-            self._engine_thread.submit([self._in_flight.backend_job(digest) for digest in again])
+        if self._traces is not None:
+            jobs = self._in_flight.by_prompt(ended)
+            self._traces.ended(
+                trace
+                for digest, group in jobs.items()
+                for trace in _traces_of(group[id_] for id_ in ended[digest] if id_ in group)
+            )
+        again = [self._in_flight.backend_job(digest) for digest in self._in_flight.release(ended)]
+        # What they need may never have been fetched: their first try may have ended for that very reason.
+        if later := [job.digest for job in again if self._is_trie or allowed_in(job)]:
+            self._to_prepare.put_nowait(later)
+        if again := [job for job in again if job.digest not in later]:
+            self._engine_thread.submit(again)
+
+
+def _traces_of(jobs: Iterable[InFlightJob]) -> Iterator[tuple[JobTrace, str]]:
+    """The traces of those jobs that have one, and what the jobs failed with, or ""."""
+    for job in jobs:
+        if job.trace is not None:
+            yield job.trace, "" if job.failure is None else job.failure.kind
 
 
 def _is_due(jobs: Iterable[InFlightJob], now: float) -> bool:

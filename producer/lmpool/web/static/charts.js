@@ -5,6 +5,8 @@ import { bytes, count, cut, rate, seconds } from "./dom.js";
 const HOUR = 3600;
 const LEAST_SPAN_S = 120;
 const MOST_LINES = 8;
+const MOST_PAUSE_S = 5;
+const PIXELS = 250;
 const COLOURS = ["--c1", "--c2", "--c3", "--c4", "--c5", "--c6", "--c7", "--c8"];
 
 const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
@@ -29,6 +31,7 @@ export class Charts {
     this.series = history.series;
     this.plots = new Map();
     this.drawn = "";
+    this.drawnAt = 0;
     const again = () => { this.drawn = ""; this.draw(); };
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", again);
     addEventListener("resize", () => this.resize());
@@ -49,7 +52,9 @@ export class Charts {
       for (const field of this.series) columns[field].push(models.get(name)?.[field] ?? null);
     }
     if (this.at.length > HOUR) this.forgetOldest();
-    this.draw();
+    // An hour is drawn with several seconds to a pixel: to draw it each second would show nothing new.
+    const drawnFor = frame.at - this.drawnAt;
+    if (drawnFor >= Math.min(MOST_PAUSE_S, (frame.at - this.at[0]) / PIXELS)) this.draw();
   }
 
   forgetOldest() {
@@ -60,6 +65,7 @@ export class Charts {
 
   draw() {
     if (document.hidden) return;
+    this.drawnAt = this.at.at(-1) ?? 0;
     const names = [...this.models.keys()].sort().slice(0, MOST_LINES);
     const wanted = JSON.stringify(names);
     if (wanted !== this.drawn) {
@@ -94,7 +100,7 @@ export class Charts {
       series: [{ value: "{HH}:{mm}:{ss}" }, ...lines],
       axes: [
         { ...axis, size: 24, space: 60, values: clock, incrs: [60, 120, 300, 600, 900, 1800] },
-        { ...axis, size: 56, values: written, ...(chart.incrs && { incrs: chart.incrs }) },
+        { ...axis, size: 56, space: 34, values: written, ...(chart.incrs && { incrs: chart.incrs }) },
       ],
       scales: {
         x: { range: (plot, first, last) => [Math.max(Math.min(first, last - LEAST_SPAN_S), last - HOUR), last] },

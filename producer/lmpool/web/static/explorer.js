@@ -31,8 +31,8 @@ const page = {
   // Another token at some place: the text ends there. A branch of what stands beside is of the same ids, or text.
   branch(pane, ids) {
     const isFirst = pane === panes[0];
-    if (isFirst || sameTokens()) go({ ids, text: "", at: null, under: "" });
-    else go({ model: view.beside, beside: view.model, ids, text: "", at: null, under: "" });
+    if (isFirst || sameTokens()) return go({ ids, text: "", at: null, under: "" });
+    return go({ model: view.beside, beside: view.model, ids, text: "", at: null, under: "" });
   },
   select(at, under) {
     go({ at, under }, { isStep: false });
@@ -90,11 +90,12 @@ function fillText(answer) {
   byId("text").value = byId("are-ids").checked ? answer.ids.join(", ") : answer.text;
 }
 
-// While it is typed, a temperature has values that nobody wants: wait until it rests.
+// While they are typed, settings have values that nobody wants: wait until they rest.
 let resting = 0;
-function rest(change) {
+function settle() {
   clearTimeout(resting);
-  resting = setTimeout(() => go(change(), { isStep: false }), 200);
+  const settings = () => ({ temperature: byId("temperature").valueAsNumber || 0, topP: byId("top-p").valueAsNumber || 1 });
+  resting = setTimeout(() => go(settings(), { isStep: false }), 200);
 }
 
 async function details() {
@@ -134,8 +135,7 @@ async function start() {
   byId("text").addEventListener("keydown", (event) => {
     if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) submit(event);
   });
-  byId("temperature").addEventListener("input", () => rest(() => ({ temperature: byId("temperature").valueAsNumber || 0 })));
-  byId("top-p").addEventListener("input", () => rest(() => ({ topP: byId("top-p").valueAsNumber || 1 })));
+  for (const id of ["temperature", "top-p"]) byId(id).addEventListener("input", settle);
   byId("back").addEventListener("click", () => history.back());
   byId("copy").addEventListener("click", copyLink);
   addEventListener("popstate", show);

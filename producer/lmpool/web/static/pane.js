@@ -97,7 +97,8 @@ export class Pane {
       const bar = el("meter", { min: 0, max: 1, value: probability(logprob), "aria-hidden": "true" });
       return el("button", {
         type: "button", role: "menuitem", tabindex: -1, class: id === here && token ? "here" : null,
-        onclick: () => this.branch(at, id),
+        // Who has pressed a key is to find the focus where it goes on.
+        onclick: (event) => this.branch(at, id, event.detail === 0),
       }, el("span", { class: "text" }, visible(text)), bar, el("span", { class: "number" }, percent(probability(logprob))));
     }));
     if (!listed.length) this.popup.append(el("p", { class: "soft" }, "nothing comes before it"));
@@ -114,10 +115,11 @@ export class Pane {
     this.at = null;
   }
 
-  branch(at, id) {
+  async branch(at, id, isByKey) {
     const ids = [...this.answer.ids.slice(0, at), id];
     this.hide();
-    this.page.branch(this, ids);
+    await this.page.branch(this, ids);
+    if (isByKey) document.querySelector(".token.next")?.focus();
   }
 
   walk(event) {
@@ -169,7 +171,7 @@ export class Pane {
     try {
       const row = await asking;
       const most = Math.max(...row.tokens.map(([, , before, after]) => Math.max(before, after)));
-      const bar = (value, name) => el("meter", { min: 0, max: most, value, class: name });
+      const bar = (value, name) => el("meter", { min: 0, max: most, value, class: name, "aria-hidden": "true" });
       this.row.replaceChildren(
         el("h3", {}, "What comes here"),
         el("p", { class: "soft" }, `${count(row.kept)} of ${count(row.vocab_size)} tokens can be drawn; ` +
@@ -197,7 +199,7 @@ export class Pane {
         el("div", { class: "bytes" }, ...trie.children.map(([hex, text, mass]) => el("button", {
           type: "button", onclick: go(hex), "aria-label": `${visible(text)}, ${percent(mass)}`,
         }, el("span", { class: "text" }, visible(text)),
-        el("meter", { min: 0, max: trie.mass || 1, value: mass }), el("span", { class: "number" }, percent(mass))))),
+        el("meter", { min: 0, max: trie.mass || 1, value: mass, "aria-hidden": "true" }), el("span", { class: "number" }, percent(mass))))),
         trie.left_out ? el("p", { class: "soft" }, `and ${count(trie.left_out)} more`) : "");
     } catch (error) {
       this.trie.replaceChildren(title, el("p", { class: "soft" }, error.message));

@@ -32,7 +32,7 @@ const workers = new Table(byId("workers"), [
   { title: "lane", text: (worker) => count(worker.lane) },
   { title: "in flight", wide: true, text: (worker) => count(worker.in_flight) },
   { title: "batch", wide: true, text: (worker) => rate(worker.batch) },
-  { title: "reuse", text: (worker) => percent(worker.reuse) },
+  { title: "reuse", text: (worker) => (worker.tokens ? percent(worker.reused / worker.tokens) : "–") },
   { title: "homed", wide: true, text: (worker) => count(worker.homed) },
   { title: "stolen", wide: true, text: (worker) => count(worker.stolen) },
   { title: "shared", wide: true, text: (worker) => count(worker.shared) },
@@ -62,15 +62,15 @@ function tile(name, value, more = "", mark = "") {
 function showTiles(frame, all) {
   const served = frame.models;
   const [queued, dead] = [sum(served, (model) => model.queued), sum(served, (model) => model.dead)];
-  const [tokens, homed, rows] = ["reuse", "homed", "rows"].map((name) => sum(all, (worker) => worker[name]));
-  const reusing = all.filter((worker) => worker.reuse != null);
+  const [tokens, reused, homed, rows] = ["tokens", "reused", "homed", "rows"].map((name) =>
+    sum(all, (worker) => worker[name]));
   const memory = frame.memory;
   tile("rows/s", rate(sum(served, (model) => model.rows_per_s)), `${count(served.length)} models`);
   tile("workers", count(all.length), `${count(all.filter((worker) => worker.state === "ready").length)} ready`);
   tile("queued", count(queued), queued ? `oldest ${seconds(most(served, (model) => model.age_s))}` : "nothing waits");
   tile("p50", seconds(most(served, (model) => model.p50_s)), "queueing to row");
   tile("p99", seconds(most(served, (model) => model.p99_s)), "of the slowest model");
-  tile("prefix reuse", reusing.length ? percent(tokens / reusing.length) : "–", "of tokens");
+  tile("prefix reuse", tokens ? percent(reused / tokens) : "–", "of tokens");
   tile("homed", rows ? percent(Math.min(1, homed / rows)) : "–", `${count(sum(all, (worker) => worker.shared))} rows shared`);
   tile("dead letters", count(dead), dead ? "see below" : "none given up", dead ? "bad" : "");
   tile("memory", bytes(memory?.used_bytes),

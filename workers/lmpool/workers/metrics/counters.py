@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable
 
 from lmpool.broker.readers import QueueState, drain_seconds
+from lmpool.broker.server_checks import ServerMemory
 from lmpool.errors import AdapterChanged, SourceMissing, UnknownTokenSet, UnknownVocabulary
 from lmpool.metrics import PROMPTS, Histogram, pack_counts, quantile
 from lmpool.protocol.job import Failure
@@ -45,6 +46,7 @@ class Counters:
         serving: live workers of the model as of then, this one included.
         speed: answers a second of the backend while it computes, in the last interval between two heartbeats in which
             it did; 0 before the first.
+        memory: the server's memory as of the last heartbeat; None where it is not asked for, or not told.
     """
 
     def __init__(self) -> None:
@@ -69,6 +71,7 @@ class Counters:
         self.queue: QueueState | None = None
         self.serving = 1
         self.speed = 0.0
+        self.memory: ServerMemory | None = None
         self._clock_ahead_s = 0.0
 
     def note_queue(self, queue: QueueState, serving: int, asked_at: float) -> None:
