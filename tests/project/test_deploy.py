@@ -17,6 +17,7 @@ import typer
 import yaml
 from typer.main import get_command
 
+from lmpool.broker.server import Server
 from lmpool.protocol.keys import Keys
 from lmpool.web.demand import Demand, demand_route
 from lmpool.workers.settings import WorkerSettings
@@ -232,8 +233,7 @@ def test_the_autoscaler_asks_for_what_there_is() -> None:
     from_none, to_many = triggers["metrics-api"]["metadata"], triggers["prometheus"]
     assert from_none["valueLocation"] in Demand._fields
     path = re.sub(r"^http://web\.lmpool\.svc:8642", "", from_none["url"])
-    # It is not asked, so it needs no server.
-    assert demand_route(None, Keys()).path_regex.match(path)  # type: ignore[arg-type]
+    assert demand_route(Server("redis://localhost"), Keys()).path_regex.match(path)
     (metric,) = re.findall(r"lmpool_\w+", to_many["metadata"]["query"])
     assert metric in exported()
     # A time at the present number of workers, no sum over them.

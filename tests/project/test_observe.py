@@ -107,7 +107,8 @@ async def test_every_metric_is_on_the_board(pool: Pool) -> None:
 
 
 def test_the_panels_lie_side_by_side_and_know_their_data_source() -> None:
-    panels, taken, ids = board()["panels"], set(), set()
+    panels, ids = board()["panels"], set()
+    taken: set[tuple[int, int]] = set()
     for panel in panels:
         place = panel["gridPos"]
         cells = {(place["x"] + x, place["y"] + y) for x in range(place["w"]) for y in range(place["h"])}
