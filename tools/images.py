@@ -37,14 +37,19 @@ _SECURITY = "http://deb.debian.org/debian-security"
 
 
 class Buildah:
-    """The `buildah` command with a store of its own: no daemon, no user namespaces, plain folders.
+    """The `buildah` command with a store of its own: no daemon, no user namespaces.
 
     Args:
         folder: where images and containers are kept.
     """
 
     def __init__(self, folder: Path) -> None:
-        self._storage = ["--root", str(folder / "store"), "--runroot", str(folder / "run"), "--storage-driver", "vfs"]
+        # Plain folders do everywhere, but copy all files of an image for each step of its making.
+        for driver in ("overlay", "vfs"):
+            store, run = folder / driver, folder / f"{driver}-run"
+            self._storage = ["--root", str(store), "--runroot", str(run), "--storage-driver", driver]
+            if subprocess.run(self.command("info"), capture_output=True, check=False).returncode == 0:
+                break
 
     def command(self, *arguments: str) -> list[str]:
         """The command line of one of its commands."""
@@ -132,7 +137,10 @@ def _have_base(buildah: Buildah) -> None:
         options.append("--dpkgopt=path-include=/usr/share/doc/*/copyright")
         # Else a package that merges /usr comes along, with all of Perl.
         options += ["--include=usr-is-merged", "--hook-dir=/usr/share/mmdebstrap/hooks/merged-usr"]
-        subprocess.run(["mmdebstrap", "--quiet", "--variant=minbase", *options, suite, tar, *sources], check=True)
+        command = ["mmdebstrap", "--quiet", "--variant=minbase", *options, suite, tar, *sources]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            sys.exit(f"mmdebstrap has ended with {done.returncode}: {done.stderr[-2000:]}")
         container = buildah("from", "scratch")
         buildah("add", "--quiet", container, tar, "/")
         buildah("config", "--cmd", "/bin/bash", container)

@@ -17,12 +17,13 @@ from redis.exceptions import NoPermissionError, ResponseError
 
 from lmpool.broker.registries import look_up_tokenizer, register_tokenizer
 from lmpool.broker.server import Server
-from lmpool.errors import AuthenticationFailed, QueueCleared
+from lmpool.errors import AuthenticationFailed, NoWorker, QueueCleared
 from lmpool.producer import Producer
 from lmpool.producer.client.session import Priority
 from lmpool.protocol.keys import GROUP, Keys
 from lmpool.protocol.tokenizer import PackedTokenizer
 from lmpool.synthetic import synthetic_row
+from lmpool.web.demand import read_demand
 from lmpool.workers.backends.synthetic import SyntheticBackend, SyntheticSettings
 from lmpool.workers.trie.backend import TrieBackend, TrieSettings
 from tests.shared.broker.secure_server import ROLES, SHIPPED, SecureServer, password_of
@@ -79,6 +80,7 @@ NOT_THEIRS = {
         "SCAN 0", "XREAD STREAMS lmpool:{m}:reply:c 0", "UNLINK lmpool:{m}:reply:c", "XRANGE lmpool:{m}:dead - +",
         "MGET lmpool:weights:x", "SET lmpool:weights:x x", "DEL lmpool:{m}:jobs", "DEL lmpool:models",
         "SET lmpool:models x", "XADD lmpool:{m}:waiting:d * a b", "SET lmpool:{m}:replaced:a x",
+        "SET lmpool:{m}:wanted x",
     ),
     "trie-worker": (
         "SCAN 0", "SET lmpool:row:f:d x", "DEL lmpool:row:f:d", "SET lmpool:weights:x x", "SET lmpool:trie:x x",
@@ -529,3 +531,28 @@ def test_trie_workers_may_store_answers_and_no_rows() -> None:
         line for line in (SHIPPED / "users.acl").read_text().splitlines() if line.startswith("user trie-worker ")
     ]
     assert f"~lmpool:row:{info.fingerprint}:*)" in line
+
+
+async def test_a_producer_says_what_it_waits_for_and_an_operator_sees_it(
+    server: SecureServer, workers: Workers
+) -> None:
+    rules = next(line for line in (SHIPPED / "users.acl").read_text().splitlines() if line.startswith("user producer "))
+    without = re.sub(r" \([^()]*:wanted\)", "", rules.partition(" resetchannels")[2])
+    with server.client("admin") as admin:
+        admin.execute_command(
+            "ACL", "SETUSER", "before", "on", "resetchannels", *_split(without), f">{password_of('before')}"
+        )
+    operator = Server(server.url("operator")).client()
+    try:
+        # Rights of an older release: nobody sees it, and nothing else is different.
+        for user, wanted in (("before", 0), ("producer", 1)):
+            with pytest.raises(NoWorker):
+                await Producer("none", redis=server.url(user), when_absent="wait").open(timeout=0.5)
+            assert (await read_demand(operator, KEYS, "none")).wanted == wanted
+    finally:
+        await operator.aclose()
+
+
+def _split(rules: str) -> list[str]:
+    """The rules of a user, one that stands in parentheses with its commands and keys."""
+    return re.findall(r"\([^()]*\)|\S+", rules)
