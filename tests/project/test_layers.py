@@ -62,8 +62,10 @@ MAY_IMPORT: dict[str, set[str]] = {
         SHARED_UNITS | {"lmpool.producer.deadline", "lmpool.producer.client", "lmpool.producer"},
     ),
     # What asks about whole files is a user of the client side like any other.
-    "lmpool.batch": SHARED_UNITS | {"lmpool.producer"},
-    "lmpool.batch.cli": SHARED_UNITS | {"lmpool.producer", "lmpool.producer.cli", "lmpool.batch"},
+    "lmpool.batch.storage": SHARED_UNITS,
+    "lmpool.batch": SHARED_UNITS | {"lmpool.producer", "lmpool.batch.storage"},
+    "lmpool.batch.cli": SHARED_UNITS
+    | {"lmpool.producer", "lmpool.producer.cli", "lmpool.batch", "lmpool.batch.storage"},
     # What lm-evaluation-harness asks is asked as any program asks.
     "lmpool.lm_eval": SHARED_UNITS | {"lmpool.producer"},
     "lmpool.workers.settings": SHARED_UNITS,
@@ -83,7 +85,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "lmpool.testing": SHARED_UNITS | WORKER_UNITS | {"lmpool.workers", "lmpool.workers.backends"},
     "lmpool.pytest_plugin": {"lmpool.testing"},
 }
-MOST_FILES, MOST_NAMES_IN_A_FOLDER, MOST_LINES = 150, 12, 600
+MOST_FILES, MOST_NAMES_IN_A_FOLDER, MOST_LINES = 153, 12, 600
 # What users test with, which nothing that serves or asks may need.
 FOR_TESTS = ("testing", "pytest_plugin")
 HF = BACKENDS / "hf"
@@ -259,9 +261,10 @@ def test_each_part_needs_no_more_than_it_says() -> None:
         "producer/lmpool/producer/tokenizer.py": {"transformers"},
         "producer/lmpool/batch/cli.py": {"typer"},
         "producer/lmpool/batch/progress.py": {"rich"},
-        # Imported inside functions: for jobs, and where files are Parquet.
+        # Imported inside functions: for jobs, and where files are Parquet, behind URLs or compressed by zstd.
         "producer/lmpool/batch/jobs.py": {"arq"},
         "producer/lmpool/batch/parquet.py": {"pyarrow"},
+        "producer/lmpool/batch/storage/fetch.py": {"fsspec", "pyarrow"},
         "producer/lmpool/lm_eval.py": {"lm_eval", "jinja2", "tqdm"},
         "workers/lmpool/workers/cli/commands.py": {"typer"},
         # Imported inside a function, where metrics or logs for machines are wanted.
@@ -361,9 +364,10 @@ def test_at_most_the_named_places_catch_every_exception() -> None:
             if (node.type is None or re.search(r"\b(Base)?Exception\b", kinds)) and not raises_again:
                 catching.append(name_of(path))
     # The ends of threads, where whoever waits must hear of it, the end of the command line, and where others' packages
-    # are loaded.
+    # are loaded, or reach a store.
     allowed = {
         "shared/lmpool/cli.py",
+        "producer/lmpool/batch/storage/fetch.py",
         "workers/lmpool/workers/cli/commands.py",
         "workers/lmpool/workers/backend/engine_thread.py",
         f"{name_of(BACKENDS)}/sglang/engine.py",
