@@ -29,8 +29,8 @@ def _below(words: str, command: Any) -> Iterator[tuple[str, Any]]:
 
 
 def options_of(command: Any) -> list[Any]:
-    """The options of a command that its help shows."""
-    return [param for param in command.params if param.opts[0].startswith("-") and not getattr(param, "hidden", False)]
+    """The options of a command, those that only `--help-all` shows too."""
+    return [param for param in command.params if param.opts[0].startswith("-")]
 
 
 def page() -> str:

@@ -85,7 +85,8 @@ def test_every_environment_variable_is_explained() -> None:
     files = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.is_file()]
     texts = [path.read_text("utf-8", "ignore") for path in (*files, ROOT / "Makefile") if path.suffix != ".pyc"]
     read = {name for text in texts for name in re.findall(r"\bLMPOOL_[A-Z0-9_]*[A-Z0-9]\b", text)}
-    assert explained == read
+    of_compose = set(re.findall(r"^#? ?(LMPOOL_[A-Z0-9_]+)=", (ROOT / "docker/.env.example").read_text("utf-8"), re.MULTILINE))
+    assert explained | of_compose == read
 
 
 def test_every_command_line_on_a_page_names_a_command_and_its_options() -> None:
@@ -99,7 +100,7 @@ def test_every_command_line_on_a_page_names_a_command_and_its_options() -> None:
         code = re.findall(r"^ *```[^\n]*\n(.*?)^ *```", text, re.DOTALL | re.MULTILINE)
         inline = re.findall(r"`(lmpool [^`]+)`", re.sub(r"^ *```.*?^ *```", "", text, flags=re.DOTALL | re.MULTILINE))
         for line in [*"\n".join(code).splitlines(), *inline]:
-            for given in re.findall(r"(?:^|[\s/])lmpool ([a-z][^#|;&>]*)", line):
+            for given in re.findall(r"(?:^|[\s/])(?<!-n )lmpool ([a-z][^#|;&>]*)", line):
                 words, options = given.split(), set(re.findall(r"(?<=\s)--?[a-z][a-z-]*", given))
                 names = [f"lmpool {' '.join(words[:count])}" for count in (2, 1)]
                 command = next((name for name in names if name in known), None)

@@ -177,9 +177,9 @@ async def test_time_in_which_the_process_was_frozen_does_not_count(monkeypatch: 
         now += 3600 if checks == 3 else seconds
         await asyncio.sleep(0)
 
-    monkeypatch.setattr("lmpool.workers.backend.engine_thread.time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr("lmpool.workers.backend.watchdogs.time", SimpleNamespace(monotonic=lambda: now))
     monkeypatch.setattr(
-        "lmpool.workers.backend.engine_thread.asyncio", SimpleNamespace(sleep=sleep, create_task=asyncio.create_task)
+        "lmpool.workers.backend.watchdogs.asyncio", SimpleNamespace(sleep=sleep, create_task=asyncio.create_task)
     )
     async with Watchdog(engine_thread, 8.0, errors.append):
 
