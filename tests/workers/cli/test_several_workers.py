@@ -9,6 +9,7 @@ import re
 import signal
 import socket
 import stat
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from itertools import chain
@@ -176,12 +177,15 @@ def test_a_detached_start_that_fails_says_why(folder: Path) -> None:
 
 @pytest.mark.parametrize("text", ['{"pid": %d}', "", "[]", "{", '{"pid": "x"}'])
 def test_a_stale_file_ends_no_process(folder: Path, text: str) -> None:
-    """The number in it is this process's own by now."""
+    """The number in it is that of another by now."""
     (folder / "detached").mkdir(mode=0o700, parents=True)
     folder.chmod(0o700)
     record = folder / "detached" / "0.json"
-    record.write_text(text.replace("%d", str(os.getpid())))
-    ended = run_lmpool("down")
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as another:
+        record.write_text(text.replace("%d", str(another.pid)))
+        ended = run_lmpool("down")
+        another.communicate(b"\n")
+    assert another.returncode == 0
     assert (ended.returncode, ended.stdout) == (0, "nothing runs here that `lmpool up --detach` has started\n")
     assert not record.exists()
 
