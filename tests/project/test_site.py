@@ -100,7 +100,7 @@ def test_every_command_line_on_a_page_names_a_command_and_its_options() -> None:
         code = re.findall(r"^ *```[^\n]*\n(.*?)^ *```", text, re.DOTALL | re.MULTILINE)
         inline = re.findall(r"`(lmpool [^`]+)`", re.sub(r"^ *```.*?^ *```", "", text, flags=re.DOTALL | re.MULTILINE))
         for line in [*"\n".join(code).splitlines(), *inline]:
-            for given in re.findall(r"(?:^|[\s/])(?<!-n )lmpool ([a-z][^#|;&>]*)", line):
+            for given in re.findall(r"(?:^|[\s/])(?<!namespace )lmpool ([a-z][^#|;&>]*)", line):
                 words, options = given.split(), set(re.findall(r"(?<=\s)--?[a-z][a-z-]*", given))
                 names = [f"lmpool {' '.join(words[:count])}" for count in (2, 1)]
                 command = next((name for name in names if name in known), None)
