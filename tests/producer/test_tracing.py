@@ -130,7 +130,7 @@ def test_one_trace_leads_from_the_program_to_the_end_of_the_job(pool: Pool) -> N
 
     failing = child(collected, "failing")
     assert (failing.name, failing.is_error, failing.attributes["error.type"]) == (
-        "lmpool.batch_topk",
+        "lmpool.topk",
         True,
         "WorkerError",
     )
