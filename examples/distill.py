@@ -28,7 +28,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from lmpool.errors import LMPoolError, SettingsError
 from lmpool.producer import Producer, TopK
-from lmpool.producer.tokenizer import load_tokenizer
 
 
 class Student:
@@ -85,7 +84,7 @@ def _with_rest(values: Tensor) -> Tensor:
 async def distill(given: argparse.Namespace, text: str) -> list[float]:
     """Train a student; returns the divergence of each step."""
     async with Producer(given.model, redis=given.redis, cache_bytes=0) as producer:
-        tokens = load_tokenizer(producer.model).encode(text)
+        tokens = await producer.encode(text)
         windows = [tokens[at : at + given.length] for at in range(0, len(tokens) - given.length + 1, given.length)]
         if not windows:
             raise SettingsError(f"texts: {len(tokens)} tokens are too few for a window of {given.length} (--length)")

@@ -6,7 +6,7 @@ All texts are asked for together, and only the entries that are shown travel. Ne
 
     lmpool up .cache/models/smollm2-float32 --name smollm2
 
-and the model's tokenizer: pip install 'lmpool[hf]'.
+and the package tokenizers: pip install 'lmpool[text]'.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from rich.text import Text
 
 from lmpool.errors import LMPoolError
 from lmpool.producer import Producer
-from lmpool.producer.tokenizer import load_tokenizer
 
 TEXTS = ["The capital of France is", "Once upon a time there was a little", "The opposite of hot is"]
 
@@ -30,7 +29,7 @@ TEXTS = ["The capital of France is", "Once upon a time there was a little", "The
 async def next_words(given: argparse.Namespace) -> Table:
     """A table of the texts, each with its likeliest next words and their probabilities."""
     async with Producer(given.model, redis=given.redis) as producer:
-        tokenizer = load_tokenizer(producer.model)
+        tokenizer = await producer.tokenizer()
         prompts = [tokenizer.encode(text) for text in given.texts]
         logprobs, tokens = await producer.batch_topk(prompts, given.top)  # float32 and int64, both (n, k)
     table = Table("text", "next word", "probability")

@@ -7,7 +7,7 @@ question, `producer.score(context, continuation)`, and only the scores travel. N
 
     lmpool up .cache/models/smollm2-float32 --name smollm2
 
-and the model's tokenizer: pip install 'lmpool[hf]'. `lmpool perplexity FILE` does the same in one command.
+and the package tokenizers: pip install 'lmpool[text]'. `lmpool perplexity FILE` does the same in one command.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from rich.progress import track
 from lmpool.batch.perplexity import windows
 from lmpool.errors import LMPoolError
 from lmpool.producer import Producer
-from lmpool.producer.tokenizer import load_tokenizer
 
 AT_ONCE = 8
 """Windows that are asked for together: enough to keep workers busy."""
@@ -33,7 +32,7 @@ AT_ONCE = 8
 async def nats_of(given: argparse.Namespace, text: str) -> tuple[int, float]:
     """Scored tokens, and minus the sum of their log-probabilities."""
     async with Producer(given.model, redis=given.redis) as producer:
-        ids = load_tokenizer(producer.model).encode(text)
+        ids = await producer.encode(text)
         pairs = list(windows(ids, given.window, given.overlap))
         tokens, nats = 0, 0.0
         for first in track(range(0, len(pairs), AT_ONCE), "scoring", console=Console(stderr=True)):

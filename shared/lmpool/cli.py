@@ -87,7 +87,6 @@ app = typer.Typer(
     help="Full next-token log-probability rows from a pool of model workers, with one shared cache.",
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 
@@ -170,11 +169,18 @@ def _options() -> dict[str, str]:
     command: Any = typer.main.get_command(app)
     for word in sys.argv[1:]:
         command = getattr(command, "commands", {}).get(word, command)
-    options = {param.name: max(param.opts, key=len) for param in command.params if param.opts[0].startswith("-")}
+    options = {param.name: _written(param.opts) for param in command.params if param.opts[0].startswith("-")}
     # Some arguments are called otherwise, and messages name what the user has given.
     named = {option.lstrip("-").replace("-", "_"): option for option in options.values()} | options
     others = {option for param in command.params for option in param.secondary_opts}
     return named | {name: option for name, option in _CALLED.items() if option in others}
+
+
+def _written(names: list[str]) -> str:
+    """The name of an option that was given, or its own, of which its others are aliases."""
+    words = {word.partition("=")[0] for word in sys.argv}
+    long = [name for name in names if name.startswith("--")] or names
+    return next((name for name in names if name in words), long[0])
 
 
 def _with_options(text: str) -> str:

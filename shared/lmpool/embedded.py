@@ -53,9 +53,13 @@ READY_TIMEOUT_S = 10.0
 STOP_TIMEOUT_S = 5.0
 """Seconds that a server has to end before it is killed."""
 
+DETACHED = "detached"
+"""The folder in it of what `lmpool up --detach` has started."""
+
 # sun_path is 108 bytes on Linux and 104 elsewhere, one of them the closing NUL.
 _SOCKET_PATH_LIMIT = 107 if sys.platform == "linux" else 103
-_FILES = {"owner.lock", "users.lock", "server.pid", "server.log", "redis.sock", "appendonlydir", "appendonly.aof"}
+_FILES = {"owner.lock", "users.lock", "server.pid", "server.log", "redis.sock", "appendonlydir", "appendonly.aof",
+          DETACHED}  # fmt: skip
 _PING_TIMEOUT_S = 2.0
 _DEATH_SIGNAL = int(signal.SIGTERM) if sys.platform == "linux" else 0
 

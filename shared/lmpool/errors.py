@@ -19,6 +19,7 @@
     │   ├── UnknownModel                no model of that name is served, or none at all
     │   ├── AmbiguousModel              several models are served and none was named
     │   ├── UnknownAdapter              the model has no adapter of that name
+    │   ├── UnknownTokenizer            its workers publish no tokenizer, or the pool has it no longer
     │   ├── AdapterRefused              a worker cannot load the adapter
     │   └── ModelMismatch               a worker's info differs from the info of the model it joins
     ├── RequestFailed                   an accepted request ended without a row
@@ -158,9 +159,10 @@ class UnknownModel(ModelError):
 
     Attributes:
         is_loading: whether a worker is loading it just now.
+        has_others: whether other models are served.
     """
 
-    is_loading = False
+    is_loading = has_others = False
 
 
 class AmbiguousModel(ModelError):
@@ -169,6 +171,10 @@ class AmbiguousModel(ModelError):
 
 class UnknownAdapter(ModelError):
     """The model has no adapter of that name."""
+
+
+class UnknownTokenizer(ModelError):
+    """The model's workers publish no tokenizer, or the pool has it no longer."""
 
 
 class AdapterRefused(ModelError):
@@ -228,7 +234,13 @@ class ProducerClosed(RequestFailed):
 
 
 class BatchError(LMPoolError):
-    """A file could not be answered to its end; what is done stays, and the same command goes on with it."""
+    """A file could not be answered to its end; what is done stays, and the same command goes on with it.
+
+    Attributes:
+        may_pass: whether the same may work a little later, as with a store that cannot be reached.
+    """
+
+    may_pass = False
 
 
 class BatchRefused(BatchError):

@@ -1,13 +1,18 @@
-"""Histograms that take a fraction of a microsecond an observation, and prometheus_client where metrics are wanted."""
+"""Histograms that take a fraction of a microsecond an observation; prometheus_client and OpenTelemetry where wanted."""
 
 from __future__ import annotations
 
 import itertools
+import os
 from bisect import bisect_left
 from collections.abc import Sequence
 from types import ModuleType
 
 from lmpool.errors import SettingsError
+from lmpool.settings import shown
+
+TRACING_VARIABLE = "LMPOOL_TRACING"
+"""Environment variable that has programs and workers trace which are not told whether to."""
 
 SECONDS = (*(step * 10.0**power for power in range(-4, 2) for step in (1, 2.5, 5)), 100.0)
 """Upper bounds for anything from a cached row to a patient batch: 0.1 ms to 100 s."""
@@ -105,3 +110,34 @@ def prometheus(extra: str) -> ModuleType:
             f"metrics need the package prometheus-client, which is not installed: pip install 'lmpool[{extra}]'"
         ) from error
     return prometheus_client.core
+
+
+def is_traced(tracing: object) -> bool:
+    """Whether requests are traced: as told by an argument `tracing`, or by the environment where that is None.
+
+    Raises:
+        SettingsError: it is neither True, False nor None, or the variable says something else than 0 or 1.
+    """
+    if tracing is None:
+        value = os.environ.get(TRACING_VARIABLE) or "0"
+        if value not in ("0", "1"):
+            raise SettingsError(f"{TRACING_VARIABLE}: {shown(value)} must be 0 or 1")
+        return value == "1"
+    if type(tracing) is not bool:
+        raise SettingsError(f"tracing: {shown(tracing)} must be True, False or None")
+    return tracing
+
+
+def opentelemetry() -> ModuleType:
+    """The library's `opentelemetry.trace`, imported by the first call.
+
+    Raises:
+        SettingsError: it is not installed.
+    """
+    try:
+        import opentelemetry.trace
+    except ImportError as error:
+        raise SettingsError(
+            "tracing needs the package opentelemetry-api, which is not installed: pip install 'lmpool[tracing]'"
+        ) from error
+    return opentelemetry.trace

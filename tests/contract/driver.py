@@ -143,10 +143,13 @@ class Opened:
             if (now := len(self.rows) + len(self.scores) + len(self.failures)) != answered:
                 answered, since = now, time.monotonic()
 
-    def score(self, prompts: Sequence[Sequence[int]], starts: Sequence[int], adapter: str = "") -> list[Row]:
-        """What the tokens of some prompts score from these positions on; the prompts run together."""
-        pairs = zip(prompts, starts, strict=True)
-        jobs = [self.job(ids, adapter)._replace(positions=PositionsQuery.scores_from(start)) for ids, start in pairs]
+    def score(
+        self, prompts: Sequence[Sequence[int]], starts: Sequence[int], adapter: str = "", *, logits: bool = False
+    ) -> list[Row]:
+        """What the tokens of some prompts score from these positions on, or their logits; the prompts run together."""
+        queries = [PositionsQuery.scores_from(start, logits=logits) for start in starts]
+        pairs = zip(prompts, queries, strict=True)
+        jobs = [self.job(ids, adapter)._replace(positions=query) for ids, query in pairs]
         self.backend.submit(jobs)
         self._step_until(lambda: bool(self.failures) or all(job.digest in self.scores for job in jobs))
         assert not self.failures, self.failures

@@ -86,9 +86,12 @@ def expecting(opened: Opened, prompts: list[list[int]], start: int, adapter: str
             PositionsQuery(start, values="logits"),
             PositionsQuery(start, values="logz"),
             PositionsQuery(start, 3, values="logits"),
+            PositionsQuery(start, 2, values="logits").among(np.array(sorted(targets))),
         )
     ]
-    for ids, rows, entries, packed, logits, log_z, packed_logits in zip(prompts, *by_way, strict=True):
+    scores = opened.score([[*ids, 1] for ids in prompts], [start + 1] * len(prompts), adapter, logits=True)
+    ways = zip(prompts, scores, *by_way, strict=True)
+    for ids, score_logits, rows, entries, packed, logits, log_z, packed_logits, packed_few in ways:
         reference = expected(opened, ids, start, adapter)
         assert rows.shape == reference.shape
         assert float(np.abs(rows - reference).max()) <= tolerance
@@ -101,6 +104,11 @@ def expecting(opened: Opened, prompts: list[list[int]], start: int, adapter: str
         assert float(np.abs(logits - log_z - reference).max()) <= tolerance
         likeliest = unpack_top(packed_logits, vocab_size, of_row=False).values
         assert float(np.abs(likeliest - -np.sort(-logits)[:, :3]).max()) <= tolerance
+        few = unpack_top(packed_few, vocab_size, of_row=False)
+        assert float(np.abs(few.values - -np.sort(-logits[:, targets])[:, :2]).max()) <= tolerance
+        assert float(np.abs(few.values - np.take_along_axis(logits, few.ids, axis=1)).max()) <= tolerance
+        following = logits[np.arange(len(logits)), [*ids[start + 1 :], 1]]
+        assert float(np.abs(score_logits - following).max()) <= tolerance
 
 
 @pytest.mark.parametrize("start", [0, 1, 7])

@@ -407,6 +407,7 @@ def test_bad_arguments_are_refused_by_name(served: Pool, folder: Path, tmp_path:
         ({"max_length": LONGEST + 1}, SettingsError, f"max_length: 65 must be a whole number from 1 to {LONGEST}"),
         ({"max_gen_toks": 0}, SettingsError, "max_gen_toks: 0"),
         ({"seed": -1}, SettingsError, "seed: -1"),
+        ({"priority": "low"}, SettingsError, "priority: 'low' is not one of interactive, bulk"),
         ({"colour": 1}, SettingsError, "colour: not an argument of the model lmpool; there are name, redis"),
         ({"tokenizer": str(tmp_path)}, SettingsError, r"tokenizer: .* does not load: .*; or name one of this machine"),
     ]
@@ -433,6 +434,14 @@ def test_a_model_without_a_tokenizer_needs_one_that_is_named(pool: Pool, folder:
     ours = LmpoolLM(redis=pool.url, prefix=pool.prefix, tokenizer=str(folder))
     (answer,) = ours.loglikelihood(requests("loglikelihood", ("The mill", " sang")))
     assert answer[0] < 0
+
+
+def test_its_requests_yield_to_others_where_that_is_wanted(pool: Pool, folder: Path) -> None:
+    pool.start("--vocab-size", "266")
+    ours = LmpoolLM(redis=pool.url, prefix=pool.prefix, tokenizer=str(folder), priority="bulk")
+    ours.loglikelihood(requests("loglikelihood", ("The mill", " sang")))
+    (reply,) = pool.names("*:reply:*")
+    assert ":reply:bulk:" in reply
 
 
 def test_ctrl_c_waits_for_no_request(pool: Pool, folder: Path) -> None:

@@ -1,43 +1,32 @@
-"""Asking for less than a row, or for those of every position: entries, the likeliest tokens, draws, scores."""
+"""Asking for less than a row: entries, the likeliest tokens, draws."""
 
 from __future__ import annotations
 
 import asyncio
 import signal
-from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from lmpool.broker.server import Server
 from lmpool.errors import (
     EmptyPrompt,
     LMPoolError,
-    ModelMismatch,
     NotTokenIds,
     NoWorker,
     PromptTooLong,
-    ProtocolError,
     SettingsError,
     TokenOutOfRange,
     UnknownAdapter,
     WorkerError,
 )
 from lmpool.producer import Producer, SyncProducer
-from lmpool.protocol import query
 from lmpool.protocol.keys import Keys
-from lmpool.protocol.model_info import ModelInfo
 from lmpool.protocol.prompt import digest_of, encode_prompt
-from lmpool.protocol.query import Sampling, TopK, sample, top
-from lmpool.protocol.row import Row, widen_bf16
-from lmpool.synthetic import draw, fill, synthetic_row
-from lmpool.workers.backends.synthetic import SyntheticBackend, SyntheticSettings
-from lmpool.workers.settings import WorkerSettings
-from lmpool.workers.worker import Worker
-from tests.support.pool import DEADLINE_S, Pool, Prepared, V, until_async
+from lmpool.protocol.query import Sampling, sample, top
+from lmpool.synthetic import synthetic_row
+from tests.support.pool import Pool, V, until_async
 
 PROMPT = [1, 2, 3]
 ROW = synthetic_row(PROMPT, vocab_size=V)
@@ -160,212 +149,6 @@ async def test_without_a_seed_every_draw_is_anew_and_leaves_nothing(pool: Pool) 
 
 async def _count(pool: Pool, pattern: str, count: int) -> bool:
     return len(pool.names(pattern)) == count
-
-
-@pytest.mark.parametrize("encoding", ["f32", "bf16"])
-async def test_scores_are_the_entries_of_the_rows_of_all_prefixes(pool: Pool, encoding: str) -> None:
-    pool.start("--encoding", encoding)
-    async with pool.producer() as producer:
-        assert producer.model.positions
-        whole = [*PROMPT, *range(20, 30)]
-        expected = [synthetic_row(whole[:at], vocab_size=V)[whole[at]] for at in range(3, len(whole))]
-        for _ in range(2):
-            scores = await producer.score(PROMPT, whole[3:])
-            assert scores.dtype == np.float32
-            assert np.array_equal(scores, expected)
-        first, second = await producer.batch_score([PROMPT, [1]], [[4], [5, 6]])
-        assert first[0] == ROW[4]
-        assert np.array_equal(second, [synthetic_row([1], vocab_size=V)[5], synthetic_row([1, 5], vocab_size=V)[6]])
-        # One forward each, and no rows of prefixes.
-        assert producer.stats().computed == 3
-
-
-class Unscoring(SyntheticBackend):
-    """Says nothing of scores and positions, as a backend of one's own."""
-
-    @property
-    def info(self) -> ModelInfo:
-        return replace(super().info, positions=False)
-
-
-async def test_workers_that_do_not_score_are_asked_for_rows_of_prefixes(pool: Pool) -> None:
-    backend = Unscoring(SyntheticSettings("syn", vocab_size=V))
-    worker = Worker(Server(pool.url), Prepared(backend), WorkerSettings(prefix=pool.prefix))
-    ready = asyncio.Event()
-    running = asyncio.create_task(worker.run(lambda info: ready.set()))
-    await asyncio.wait_for(ready.wait(), DEADLINE_S)
-    async with pool.producer() as knowing, pool.producer() as told_otherwise:
-        # As after another worker of the model, which does, has joined.
-        session = told_otherwise._sessions.session
-        assert session is not None
-        session._renew(replace(session.info, positions=True))
-        for producer in (knowing, told_otherwise):
-            whole = [*PROMPT, 20, 21, 22]
-            expected = [synthetic_row(whole[:at], vocab_size=V)[whole[at]] for at in range(3, 6)]
-            assert np.array_equal(await producer.score(PROMPT, whole[3:]), expected)
-            await assert_positions(producer)
-            for asked in (producer.logprobs(PROMPT, mode="logits"), producer.topk(PROMPT, 2, mode="logits")):
-                with pytest.raises(SettingsError, match="mode: the workers of 'syn' tell log-probabilities only"):
-                    await asked
-            with pytest.raises(SettingsError, match="logz: the workers of 'syn'"):
-                await producer.logz(PROMPT)
-    worker.stop()
-    await asyncio.wait_for(running, DEADLINE_S)
-
-
-WHOLE = [*PROMPT, *range(20, 30)]
-
-
-def behind(start: int = 0) -> Row:
-    """The rows of all positions of `WHOLE` from one on, (n, V)."""
-    return np.stack([synthetic_row(WHOLE[: at + 1], vocab_size=V) for at in range(start, len(WHOLE))])
-
-
-async def assert_positions(producer: Producer) -> None:
-    """Ask for every position in all ways, and compare with the rows of all prefixes."""
-    for start in (0, 4, len(WHOLE) - 1):
-        rows = behind(start)
-        best = await producer.positions(WHOLE, start, top=7)
-        assert isinstance(best, TopK)
-        assert best.values.dtype == np.float32
-        assert best.ids.dtype == np.int64
-        assert np.array_equal(best.values, np.stack([top(row, 7).values for row in rows]))
-        assert np.array_equal(best.ids, np.stack([top(row, 7).ids for row in rows]))
-        assert np.array_equal(await producer.positions(WHOLE, start, targets=[5, 0, V - 1]), rows[:, [5, 0, V - 1]])
-        assert np.array_equal(await producer.positions(WHOLE, start, full=True), rows)
-        parts = [part async for part in producer.stream_positions(WHOLE, start, full=True)]
-        assert parts[0].start == start
-        for part, after in pairwise(parts):
-            assert after.start == part.start + len(part.values)
-        assert np.array_equal(np.concatenate([np.asarray(part.values) for part in parts]), rows)
-
-
-@pytest.mark.parametrize("encoding", ["f32", "bf16"])
-@pytest.mark.parametrize("most", [query.MOST_ANSWER, 3 * V])
-async def test_every_position_expects_what_the_row_of_its_prefix_says(
-    pool: Pool, encoding: str, most: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(query, "MOST_ANSWER", most)  # Of all positions at once, or of three.
-    pool.start("--encoding", encoding)
-    async with pool.producer() as producer:
-        assert producer.model.positions
-        await assert_positions(producer)
-        first, second = await producer.batch_positions([WHOLE, [1, 5]], 1, targets=[3])
-        assert np.array_equal(first, behind(1)[:, [3]])
-        assert np.array_equal(second, synthetic_row([1, 5], vocab_size=V)[None, [3]])
-        assert await producer.batch_positions([], top=3) == []
-
-
-def logits_behind(start: int = 0) -> tuple[Row, Row]:
-    """The logits of all positions of `WHOLE` from one on, (n, V), and their logZ, (n,)."""
-    logits, log_z = np.empty((len(WHOLE) - start, V), np.float32), []
-    for at in range(start, len(WHOLE)):
-        base, shifts = draw(np.array(WHOLE[: at + 1], "<u4").tobytes(), V, 0)
-        fill(bits := np.empty(V, np.uint16), base.bits, shifts)
-        widen_bf16(bits, logits[at - start])
-        log_z.append(base.log_z)
-    return logits, np.array(log_z, np.float32)
-
-
-@pytest.mark.parametrize("encoding", ["f32", "bf16"])
-async def test_logits_are_told_as_they_were_computed(pool: Pool, encoding: str) -> None:
-    pool.start("--encoding", encoding)
-    logits, log_z = logits_behind()
-    prompts = [WHOLE[: at + 1] for at in range(len(WHOLE))]
-    async with pool.producer() as producer:
-        for start in (0, 5):
-            assert np.array_equal(await producer.positions(WHOLE, start, full=True, mode="logits"), logits[start:])
-            assert np.array_equal(await producer.positions(WHOLE, start, logz=True), log_z[start:])
-        wanted = [7, 0, V - 1]
-        assert np.array_equal(await producer.positions(WHOLE, targets=wanted, mode="logits"), logits[:, wanted])
-        best = await producer.positions(WHOLE, top=4, mode="logits")
-        assert np.array_equal(best[0], np.stack([top(row, 4).values for row in logits]))
-        assert np.array_equal(await producer.logprobs(WHOLE, mode="logits"), logits[-1])
-        assert np.array_equal(await producer.logprobs(WHOLE, mode="logits", targets=wanted), logits[-1, wanted])
-        assert np.array_equal(await producer.batch_logprobs(prompts, mode="logits"), logits)
-        each = np.arange(2 * len(prompts)).reshape(-1, 2)
-        entries = await producer.batch_logprobs(prompts, targets=each, mode="logits")
-        assert np.array_equal(entries, np.take_along_axis(logits, each, axis=1))
-        assert np.array_equal((await producer.topk(WHOLE, 5, mode="logits")).values, top(logits[-1], 5).values)
-        assert np.array_equal((await producer.batch_topk(prompts, 5, mode="logits")).ids[3], top(logits[3], 5).ids)
-        assert await producer.logz(WHOLE) == log_z[-1]
-        assert np.array_equal(await producer.batch_logz(prompts), log_z)
-        assert (await producer.batch_logz([])).shape == (0,)
-        assert np.array_equal(await producer.logprobs(WHOLE), behind()[-1])
-
-
-async def test_a_stream_ends_when_the_model_changes_between_its_parts(
-    pool: Pool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(query, "MOST_ANSWER", 3 * V)
-    pool.start()
-    async with pool.producer() as producer:
-        parts = producer.stream_positions(WHOLE, full=True)
-        assert (await anext(parts)).start == 0
-        session = producer._sessions.session
-        assert session is not None
-        session._renew(replace(session.info, revision="seed-7"))  # As after all workers were replaced.
-        with pytest.raises(ModelMismatch, match="the model or its adapter has changed before position 3: ask again"):
-            await anext(parts)
-
-
-async def test_parts_of_two_models_make_no_answer(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(query, "MOST_ANSWER", 3 * V)
-    pool.start()
-    async with pool.producer() as producer:
-        session = producer._sessions.session
-        assert session is not None
-        answer = session.answer
-
-        async def answer_and_change(*given: Any, **named: Any) -> Row:
-            found = await answer(*given, **named)
-            session._renew(replace(session.info, note="another"))
-            object.__setattr__(session.info, "revision", "seed-7")
-            return found
-
-        monkeypatch.setattr(session, "answer", answer_and_change)
-        with pytest.raises(ModelMismatch, match="the model 'syn' has changed while parts of an answer came"):
-            await producer.positions(WHOLE, full=True)
-
-
-async def test_a_job_for_more_positions_than_an_answer_may_have_is_refused(
-    pool: Pool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pool.start("--vocab-size", str(1 << 18))
-    async with pool.producer() as producer:
-        monkeypatch.setattr(query, "MOST_ANSWER", 1 << 30)  # As a client that does not care.
-        with pytest.raises(ProtocolError, match="13 positions in one job: at most 8 of what is wanted of them"):
-            await producer.positions(WHOLE, full=True)
-        monkeypatch.undo()
-        assert np.shape(await producer.positions(WHOLE, 5, full=True)) == (8, 1 << 18)
-
-
-async def test_every_position_costs_one_job_and_no_rows(pool: Pool) -> None:
-    pool.start()
-    async with pool.producer() as producer:
-        await producer.positions(WHOLE, top=3)
-        assert len(pool.names("row:*")) == 1  # the answer
-        assert producer.stats().computed == 1
-
-
-async def test_a_damaged_answer_for_every_position_is_asked_for_again(pool: Pool) -> None:
-    pool.start()
-    async with pool.producer() as producer:
-        await producer.positions(WHOLE, top=2)
-        (key,) = pool.redis.scan_iter(match=f"{pool.prefix}:row:*")
-        value = pool.redis.get(key)
-        assert isinstance(value, bytes)
-        pool.redis.set(key, value[:16] + b"\xff" * (len(value) - 16))
-        best = await producer.positions(WHOLE, top=2)
-        assert isinstance(best, TopK)
-        assert np.array_equal(best.ids, np.stack([top(row, 2).ids for row in behind()]))
-
-
-async def test_scoring_costs_one_job_and_no_rows(pool: Pool) -> None:
-    pool.start()
-    async with pool.producer() as producer:
-        await producer.score(PROMPT, list(range(50)))
-        assert len(pool.names("row:*")) == 1  # the scores
 
 
 async def test_a_fresh_row_is_computed_whatever_is_cached_and_is_not_kept(pool: Pool) -> None:
@@ -563,6 +346,7 @@ BAD: list[tuple[str, dict[str, Any], type[LMPoolError], str]] = [
     ),
     ("positions", {"logz": True, "full": True}, SettingsError, "give just one of"),
     ("positions", {"top": 1, "mode": "raw"}, SettingsError, "mode: 'raw' is not one of logprobs, logits"),
+    ("score", {"continuation": [1], "mode": "raw"}, SettingsError, "mode: 'raw' is not one of logprobs, logits"),
     ("score", {"continuation": []}, EmptyPrompt, "at least 1 token id"),
     ("score", {"continuation": "text"}, NotTokenIds, "text"),
     ("score", {"continuation": [V]}, TokenOutOfRange, "out of range"),
@@ -656,11 +440,6 @@ def test_without_asyncio_too(pool: Pool) -> None:
         assert producer.batch_sample([PROMPT], seed=1).tolist() == [sample(ROW, Sampling(1.0, 1.0, 1))]
         assert producer.score(PROMPT, [4])[0] == ROW[4]
         assert producer.batch_score([PROMPT], [[4]])[0][0] == ROW[4]
-        assert np.array_equal(producer.positions(WHOLE, full=True), behind())
-        assert np.array_equal(producer.batch_positions([WHOLE], targets=[4])[0], behind()[:, [4]])
-        (part,) = producer.stream_positions(WHOLE, 2, full=True)
-        assert part.start == 2
-        assert np.array_equal(np.asarray(part.values), behind(2))
         producer.warm(OTHERS[0])
         producer.clear_cache()
 

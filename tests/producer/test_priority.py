@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from lmpool.producer import Producer, SyncProducer
 from lmpool.protocol.keys import BULK_TIME
 from lmpool.protocol.prompt import decode_ids
 from lmpool.synthetic import synthetic_row
+from lmpool.workers.backend.contract import BackendJob
 from tests.support.gate import GatedBackend, OneByOne, gated_worker
 from tests.support.pool import Pool, V, run_lmpool, until_async
 
@@ -75,6 +77,39 @@ async def test_what_both_ask_for_is_computed_once_and_before_what_only_the_bulk_
     computed = [int(decode_ids(ids)[0]) for ids in backend.computed]
     assert sorted(computed) == list(range(101))
     assert max(computed.index(number) for number in range(95, 101)) < 30
+
+
+class Noting(GatedBackend):
+    """Notes what it is given, by the first token, and whether that yields to others."""
+
+    def __init__(self) -> None:
+        super().__init__(OneByOne(), BATCH)
+        self.gate.open()
+        self.is_bulk: dict[int, bool] = {}
+
+    def submit(self, jobs: Iterable[BackendJob]) -> None:
+        """See `Backend.submit`."""
+        jobs = list(jobs)
+        self.is_bulk |= {int(decode_ids(job.ids)[0]): job.bulk for job in jobs}
+        super().submit(jobs)
+
+
+async def test_what_a_dead_worker_held_of_a_bulk_client_yields_where_it_is_taken_over(pool: Pool) -> None:
+    first = pool.start("--step-ms", 600_000, "--lease-s", 1, "--max-batch", 10)
+    async with pool.producer() as producer, pool.producer(priority="bulk") as bulk:
+        asked = [asyncio.ensure_future(producer.logprobs([1]))]
+        await until_async(lambda: _are_held(pool, 1), "the worker holds it")
+        asked += [asyncio.ensure_future(bulk.logprobs([number])) for number in range(2, 6)]
+        await until_async(lambda: _are_held(pool, 5), "the worker holds all")
+        first.end()
+        backend = Noting()
+        async with gated_worker(pool, backend, lease_s=1):
+            await asyncio.gather(*asked)
+    assert backend.is_bulk == {1: False, 2: True, 3: True, 4: True, 5: True}
+
+
+async def _are_held(pool: Pool, number: int) -> bool:
+    return pool.held() == number
 
 
 def test_the_command_line_can_yield_too(pool: Pool, tmp_path: Path) -> None:

@@ -9,15 +9,18 @@ import pytest
 
 from lmpool.errors import LMPoolError, NoProbability, NotTokenIds, SettingsError, TokenOutOfRange, UnknownTokenSet
 from lmpool.producer import Producer, SyncProducer
+from lmpool.producer.client.queries import Mode
 from lmpool.protocol.keys import Keys
 from lmpool.protocol.query import Sampling, mass_of, sample_of, top_of
+from lmpool.protocol.row import Row, widen_bf16
 from lmpool.protocol.token_set import TokenSet, unpack_tokens
-from lmpool.synthetic import synthetic_row
+from lmpool.synthetic import draw, fill, synthetic_row
 from tests.support.pool import Pool, V
 
 PROMPT, OTHER = [1, 2, 3], [4]
 ROW, OTHER_ROW = (synthetic_row(prompt, vocab_size=V) for prompt in (PROMPT, OTHER))
 FEW = [7, 300, 5, 7]
+MODES: tuple[Mode, ...] = ("logprobs", "logits")
 MANY = np.arange(0, V, 3)
 
 
@@ -25,6 +28,13 @@ def mask_of(ids: Any) -> np.ndarray[Any, np.dtype[np.bool_]]:
     mask = np.zeros(V, bool)
     mask[ids] = True
     return mask
+
+
+def logits_of(prompt: list[int]) -> Row:
+    """The logits that the row is made of."""
+    base, shifts = draw(np.array(prompt, "<u4").tobytes(), V, 0)
+    fill(bits := np.empty(V, np.uint16), base.bits, shifts)
+    return widen_bf16(bits)
 
 
 def forms(ids: Any) -> list[Any]:
@@ -40,6 +50,9 @@ async def assert_asked(producer: Producer, allowed: Any, ids: np.ndarray[Any, np
     masses = await producer.batch_mass([PROMPT, OTHER], [allowed, allowed])
     assert np.array_equal(masses, [mass_of(ROW, ids), mass_of(OTHER_ROW, ids)])
     best, expected = await producer.topk(PROMPT, 3, allowed=allowed), top_of(ROW, 3, ids)
+    assert np.array_equal(best.values, expected.values)
+    assert np.array_equal(best.ids, expected.ids)
+    best, expected = await producer.topk(PROMPT, 3, allowed=allowed, mode="logits"), top_of(logits_of(PROMPT), 3, ids)
     assert np.array_equal(best.values, expected.values)
     assert np.array_equal(best.ids, expected.ids)
     for seed in range(5):
@@ -108,8 +121,17 @@ async def test_a_named_set_travels_by_its_name_and_is_told_again_when_it_is_forg
             pool.redis.delete(key)
             assert await producer.mass(OTHER, named.name.hex()) == mass_of(OTHER_ROW, MANY)
             pool.redis.unlink(*pool.redis.scan_iter(match=f"{pool.prefix}:row:*"))
-        with pytest.raises(SettingsError, match="k: 400 must be from 1 to"):
-            await producer.topk(PROMPT, 400, allowed=named.name.hex())
+        for mode in MODES:
+            with pytest.raises(SettingsError, match="k: 400 must be from 1 to"):
+                await producer.topk(PROMPT, 400, allowed=named.name.hex(), mode=mode)
+        best = await producer.topk(PROMPT, 2, allowed=named, mode="logits")
+        pool.redis.delete(key)
+        worker.end()
+        pool.start()
+        pool.redis.unlink(*pool.redis.scan_iter(match=f"{pool.prefix}:row:*"))
+        again = await producer.topk(PROMPT, 2, allowed=named, mode="logits")
+        assert np.array_equal(again.values, best.values)
+        assert pool.redis.get(key) == named.bits
 
 
 async def test_nothing_is_drawn_where_no_allowed_token_has_a_probability() -> None:
@@ -149,8 +171,9 @@ async def test_bad_sets_are_refused(pool: Pool) -> None:
             await producer.topk(PROMPT, 3, allowed=[1, 2])
         with pytest.raises(SettingsError, match="allowed: 3 sets for 2 prompts"):
             await producer.batch_mass([PROMPT, OTHER], [[1], [2], [3]])
-        with pytest.raises(SettingsError, match="allowed: not with mode='logits'"):
-            await producer.topk(PROMPT, 1, allowed=[1], mode="logits")
+        for mode in MODES:
+            with pytest.raises(UnknownTokenSet, match="the pool does not know the set of tokens 0000"):
+                await producer.topk(PROMPT, 1, allowed="0" * 32, mode=mode)
         with pytest.raises(SettingsError, match="allowed: '0000.*: give the tokens that the set has"):
             await producer.token_set("0" * 32)
         options: Any = {"allowed": [1]}
@@ -165,6 +188,9 @@ def test_without_asyncio_too(pool: Pool) -> None:
         assert producer.mass(PROMPT, named) == mass_of(ROW, np.array([4, 5]))
         assert producer.batch_mass([PROMPT], named).shape == (1,)
         assert producer.topk(PROMPT, 1, allowed=[5]).ids.tolist() == [5]
+        assert producer.topk(PROMPT, 1, allowed=[5], mode="logits").values.tolist() == [logits_of(PROMPT)[5]]
+        best = producer.batch_topk([PROMPT, OTHER], 2, allowed=named, mode="logits")
+        assert np.array_equal(best.values[1], top_of(logits_of(OTHER), 2, np.array([4, 5])).values)
 
 
 @pytest.mark.parametrize("vocab_size", [1, 7, 8, 9, 300])

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import asyncio
 import gc
+import inspect
 import json
 import math
 import os
@@ -38,6 +40,14 @@ ASKING: dict[str, tuple[str, ...]] = {
 }
 # These import torch before they connect.
 SLOW = ("awrs_regex.py", "byte_beams.py", "distill.py")
+FOLDER = ROOT / "docs/tutorials"
+# What each prints, beside what it asserts.
+TUTORIALS = {
+    "next-words.md": "' Paris'",
+    "smc.md": "log-probability that 16 tokens have no e: about -",
+    "distillation.md": "probability that these have: 0.",
+    "scoring.md": "exit code 3\n",
+}
 NOBODY = "redis://127.0.0.1:1"
 UNREACHABLE = f"error: no Redis server answers at {NOBODY}"
 NOT_SERVED = (
@@ -303,6 +313,44 @@ def test_the_notebook_draws_the_picture_that_it_shows(
         assert re.findall(part, drawn) == re.findall(part, stored) != []
 
 
+@pytest.mark.parametrize(("page", "printed"), TUTORIALS.items())
+def test_a_tutorial_runs_to_its_end(
+    page: str,
+    printed: str,
+    url: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Cell after cell in one namespace, as a notebook; `make docs` has the outputs shown."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("LMPOOL_REDIS_URL", url)
+    monkeypatch.setenv("MPLBACKEND", "agg")
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    cells = re.findall(r"^```{code-cell}\n(.*?)^```$", (FOLDER / page).read_text("utf-8"), re.DOTALL | re.MULTILINE)
+    scope: dict[str, Any] = {}
+    with asyncio.Runner() as runner:
+        for cell in cells:
+            if cell.startswith("%%bash\n"):
+                script = cell.removeprefix("%%bash\n")
+                print(subprocess.run(["bash", "-c", script], stdout=subprocess.PIPE, text=True, check=True).stdout)
+                continue
+            awaited = eval(compile(cell, page, "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT), scope)  # noqa: S307
+            if inspect.iscoroutine(awaited):
+                runner.run(_the(awaited))
+    assert printed in capsys.readouterr().out
+    assert len(cells) >= 4
+
+
+async def _the(awaited: Any) -> None:
+    await awaited
+
+
+def test_every_tutorial_is_run() -> None:
+    notebooks = {path.name for path in FOLDER.glob("*.md") if "file_format: mystnb" in path.read_text("utf-8")}
+    assert notebooks == set(TUTORIALS)
+
+
 def test_a_model_that_is_there_in_another_dtype_is_not_taken_for_the_one_that_is_asked_for(
     smollm2_folder: Path,
 ) -> None:
@@ -324,7 +372,7 @@ def test_every_example_is_explained_and_listed(path: Path) -> None:
         assert f"python examples/{path.name}" in text or path.name == "own_backend.py"
     else:
         assert json.loads(source)["cells"][0]["cell_type"] == "markdown"
-    assert f"[{path.name}](examples/{path.name})" in (ROOT / "README.md").read_text("utf-8")
+    assert f"[{path.name}](../../examples/{path.name})" in (FOLDER / "examples.md").read_text("utf-8")
 
 
 def test_every_example_that_asks_a_pool_is_tested() -> None:

@@ -56,7 +56,12 @@ def test_units_are_those_of_the_names() -> None:
 
 def test_every_metric_in_an_alert_exists() -> None:
     known = {f"{name}{end}" for name in exported() for end in ("", "_bucket", "_sum", "_count")}
-    assert set(re.findall(r"\blmpool_[a-z_]+[a-z]\b", PAGE)) - known <= {"lmpool_queue_", "lmpool_queue"}
+    assert set(re.findall(r"\blmpool_[a-z_]+[a-z]\b", PAGE)) - known <= {
+        "lmpool_queue_",
+        "lmpool_queue",
+        "lmpool_server_",
+        "lmpool_server",
+    }
 
 
 def test_every_exception_of_a_request_is_explained() -> None:

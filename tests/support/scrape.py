@@ -54,6 +54,11 @@ class Scrape:
             for sample in family.samples
         }
 
+    @property
+    def samples(self) -> list[tuple[str, frozenset[tuple[str, str]]]]:
+        """The name of each sample, and its labels with their values."""
+        return list(self._samples)
+
     def find(self, name: str, **labels: str) -> float | None:
         """One value, or None when it is not told."""
         return self._samples.get((name, frozenset(labels.items())))

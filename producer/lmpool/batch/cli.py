@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Coroutine
 from pathlib import Path
+from types import ModuleType
 from typing import Annotated, Any, TypeVar
 
 import typer
@@ -12,16 +13,21 @@ from redis.exceptions import RedisError
 
 from lmpool.batch.kinds import KINDS_HELP
 from lmpool.batch.perplexity import perplexity_of
-from lmpool.batch.progress import Progress
+from lmpool.batch.progress import Progress, counted
+from lmpool.batch.reader import read_manifest
 from lmpool.batch.run import BatchSettings, run_batch
+from lmpool.batch.storage.bucket import open_folder
+from lmpool.batch.storage.fetch import named
+from lmpool.batch.storage.folder import ERRORS
 from lmpool.broker.server import Server
 from lmpool.cli import say, say_json
-from lmpool.errors import LogFormatter, SettingsError
+from lmpool.errors import LMPoolError, LogFormatter, SettingsError, UnknownModel
 from lmpool.producer import Producer
-from lmpool.producer.cli.options import AsJson, ModelName, Prefix, RedisUrl, Waits, run, when_absent
+from lmpool.producer.cli.options import AsJson, ModelName, Prefix, RedisUrl, run, when_absent
 
 T = TypeVar("T")
 
+_LOOK_S = 10.0
 SOME_FAILED = 3
 """What the command exits with when lines have no answer; errors have 2, or 4 when the output folder is refused."""
 
@@ -35,14 +41,28 @@ batch_app = typer.Typer(
     name="batch", help="Whole files: every line is asked, answers go to a folder.", no_args_is_help=True
 )
 
-Source = Annotated[Path, typer.Argument(metavar="IN", help="JSONL (text or ids, and custom_id), or .parquet.")]
-Output = Annotated[Path, typer.Argument(metavar="OUT", help="Folder for the answers; one that was begun goes on.")]
+Source = Annotated[
+    str,
+    typer.Argument(metavar="IN", help="JSONL (text or ids, and custom_id) or Parquet, packed or not; a path or a URL."),
+]
+Output = Annotated[
+    str, typer.Argument(metavar="OUT", help="Folder for the answers, or its URL; one that was begun goes on.")
+]
 What = Annotated[str, typer.Option(help=f"What is asked of every text: {KINDS_HELP}.")]
 Start = Annotated[int, typer.Option(help="First position of each text; -1 for the last one, and so on.")]
 Format = Annotated[str | None, typer.Option("--format", help="jsonl (default) or parquet; rows are safetensors.")]
 ShardLines = Annotated[int, typer.Option(help="Lines of a shard; 0 for 1,024, of rows 64.")]
 Adapter = Annotated[str, typer.Option(help="One of the model's adapters (see `lmpool adapters list`).")]
 Concurrency = Annotated[int, typer.Option(help="Requests under way at once.")]
+Waiting = Annotated[
+    bool | None,
+    typer.Option(
+        "--wait/--no-wait",
+        help="Wait for a model that is not served yet, for --timeout seconds, or fail at once. By default a server, a "
+        "first model and one that is being loaded are waited for; beside other models one that is missing is an error.",
+        show_default=False,
+    ),
+]
 Patience = Annotated[float, typer.Option("--timeout", help="Seconds that a request may take before the run ends.")]
 
 
@@ -71,19 +91,28 @@ def run_command(
     redis: RedisUrl = None,
     prefix: Prefix = "lmpool",
     timeout: Patience = 3600.0,
-    waits: Waits = True,
+    waits: Waiting = None,
     as_json: AsJson = False,
 ) -> None:
     """Ask about every line of IN, and write the answers to shards in OUT. The same command again goes on."""
     settings = BatchSettings(what, start, shard_format, shard_lines, adapter, concurrency)
 
     producer = _producer(model, redis, prefix, timeout, waits)
-    outcome = run(_closing(producer, run_batch(producer, source, output, settings, Progress())))
+    progress = Progress()
+    running = run_batch(producer, source, output, settings, progress)
+    try:
+        outcome = run(_closing(producer, running, waits, (model, redis, prefix)))
+    except KeyboardInterrupt:
+        done, shards = progress.shards
+        so_far = f"after {done} of {counted(shards, 'shard')}" if shards else "before anything was asked"
+        say(f"lmpool: stopped {so_far}; run the same command to go on", err=True)
+        raise
     if as_json:
         say_json(outcome._asdict())
     else:
-        failed = f"; {outcome.errors} lines have none: see {output / 'errors.jsonl'}" if outcome.errors else ""
-        say(f"{outcome.texts} answers in {outcome.shards} shards in {output}{failed}")
+        where, has = f"{named(output).rstrip('/')}/{ERRORS}", "has" if outcome.errors == 1 else "have"
+        failed = f"; {counted(outcome.errors, 'line')} {has} none: see {where}" if outcome.errors else ""
+        say(f"{counted(outcome.texts, 'answer')} in {counted(outcome.shards, 'shard')} in {named(output)}{failed}")
     if outcome.errors:
         raise typer.Exit(SOME_FAILED)
 
@@ -102,21 +131,21 @@ def submit(
     redis: RedisUrl = None,
     prefix: Prefix = "lmpool",
     timeout: Patience = 3600.0,
-    waits: Waits = True,
+    waits: Waiting = None,
     as_json: AsJson = False,
 ) -> None:
     """Queue a job for each shard that is not done, for `lmpool batch worker`. The same again queues what is left."""
-    from lmpool.batch import jobs
-
+    jobs = _jobs()
     settings = BatchSettings(what, start, shard_format, shard_lines, adapter, concurrency)
     pool = {"model": model, "prefix": prefix, "timeout": timeout}
     producer = _producer(model, redis, prefix, timeout, waits)
     sending = _with_queue(redis, lambda arq: jobs.submit(producer, arq, source, output, settings, pool))
-    queued = run(_closing(producer, sending))
+    queued = run(_closing(producer, sending, waits, (model, redis, prefix)))
     if as_json:
         say_json(queued._asdict())
     else:
-        say(f"{queued.jobs} shards queued; {queued.there} were already, {queued.done} of {queued.shards} are done")
+        total = counted(queued.shards, "shard")
+        say(f"{counted(queued.jobs, 'job')} queued, and {queued.there} before; {queued.done} of {total} done")
 
 
 @batch_app.command()
@@ -128,8 +157,7 @@ def worker(
     redis: RedisUrl = None,
 ) -> None:
     """Do the jobs that `lmpool batch submit` has queued, until Ctrl-C. Any number of these may run."""
-    from lmpool.batch import jobs
-
+    jobs = _jobs()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
     logging.getLogger().handlers[0].setFormatter(LogFormatter("%(asctime)s %(message)s", "%H:%M:%S"))
     jobs.work(redis, schedule, jobs_at_once, lease_s, burst=burst)
@@ -137,31 +165,55 @@ def worker(
 
 @batch_app.command()
 def status(output: Output, redis: RedisUrl = None, as_json: AsJson = False) -> None:
-    """Show how many shards of OUT are done, queued, under way, and why some have failed."""
-    from lmpool.batch import jobs
-
-    counts = run(_with_queue(redis, lambda arq: jobs.count_jobs(arq, output)))
+    """Show how many shards of OUT are done, and, if they are jobs, queued, under way, and why some have failed."""
+    folder = open_folder(output)
+    manifest = read_manifest(folder)
+    left = sorted(set(range(manifest.shards)) - set(folder.shards()))
+    counts: dict[str, Any] = {"shards": manifest.shards, "done": manifest.shards - len(left)}
+    jobs_of: dict[str, Any] = {"queued": 0, "under_way": 0, "failed": {}}
+    unknown = ""
+    if left:
+        try:
+            jobs_of = run(_with_queue(redis, lambda arq: _jobs().count_jobs(arq, folder, manifest, left)))
+        except LMPoolError as error:
+            # It may be a folder of `batch run`, which has no jobs; there they are not missed.
+            if redis is not None and not isinstance(error, SettingsError):
+                raise
+            unknown, jobs_of = str(error), dict.fromkeys(jobs_of)
     if as_json:
-        say_json(counts)
+        say_json({**counts, **jobs_of})
         return
-    say("{done} of {shards} shards are done, {under_way} under way, {queued} queued".format_map(counts))
-    for shard, reason in counts["failed"].items():
+    under_way = "; its jobs, if it has any, cannot be seen" if unknown else ""
+    if left and not unknown:
+        under_way = f", {jobs_of['under_way']} under way, {jobs_of['queued']} queued"
+    say(f"{counts['done']} of {counted(manifest.shards, 'shard')} done{under_way}")
+    if unknown:
+        say(f"lmpool: {unknown}", err=True)
+    for shard, reason in (jobs_of["failed"] or {}).items():
         say(f"shard {shard} has failed: {reason}")
 
 
 @batch_app.command()
 def cancel(output: Output, redis: RedisUrl = None) -> None:
-    """Take the jobs of OUT out of the queue, and stop those under way. What is done stays."""
+    """Take the jobs of OUT, which may be gone, out of the queue, and stop those under way. What is done stays."""
+    cancelled = run(_with_queue(redis, lambda arq: _jobs().cancel(arq, output)))
+    say(f"{counted(cancelled, 'job')} cancelled")
+
+
+def _jobs() -> ModuleType:
+    """The jobs of arq.
+
+    Raises:
+        SettingsError: it is not installed.
+    """
     from lmpool.batch import jobs
 
-    say(f"{run(_with_queue(redis, lambda arq: jobs.cancel(arq, output)))} jobs cancelled")
+    return jobs
 
 
 async def _with_queue(redis: str | None, work: Callable[[Any], Coroutine[Any, Any, T]]) -> T:
     """Do something with arq's client of a server."""
-    from lmpool.batch import jobs
-
-    arq = jobs.connect(redis)
+    arq = _jobs().connect(redis)
     try:
         return await work(arq)
     except (RedisError, OSError) as error:
@@ -179,7 +231,7 @@ def perplexity(
     redis: RedisUrl = None,
     prefix: Prefix = "lmpool",
     timeout: Patience = 3600.0,
-    waits: Waits = True,
+    waits: Waiting = None,
     as_json: AsJson = False,
 ) -> None:
     """Show the perplexity of a text file, and its bits per byte."""
@@ -188,7 +240,8 @@ def perplexity(
     except (OSError, UnicodeDecodeError) as error:
         raise SettingsError(f"file: {file} cannot be read: {error}") from error
     producer = _producer(model, redis, prefix, timeout, waits)
-    found = run(_closing(producer, perplexity_of(producer, text, window, overlap, adapter, Progress("tokens"))))
+    asking = perplexity_of(producer, text, window, overlap, adapter, Progress("tokens"))
+    found = run(_closing(producer, asking, waits, (model, redis, prefix)))
     if as_json:
         say_json(found._asdict())
         return
@@ -198,7 +251,7 @@ def perplexity(
     say(f"bits per byte  {found.bits_per_byte:.4f}")
 
 
-def _producer(model: str | None, redis: str | None, prefix: str, timeout: float, waits: bool) -> Producer:
+def _producer(model: str | None, redis: str | None, prefix: str, timeout: float, waits: bool | None) -> Producer:
     """A producer for what is asked once: it keeps nothing, here or in the pool, and goes behind all others."""
     return Producer(
         model,
@@ -206,15 +259,42 @@ def _producer(model: str | None, redis: str | None, prefix: str, timeout: float,
         prefix=prefix,
         timeout=timeout,
         cache_bytes=0,
-        when_absent=when_absent(waits),
+        when_absent=when_absent(waits is not False),
         priority="bulk",
         keep_answers=False,
     )
 
 
-async def _closing(producer: Producer, work: Coroutine[Any, Any, T]) -> T:
-    """Await something that asks, and close the producer however that ends."""
+async def _closing(
+    producer: Producer, work: Coroutine[Any, Any, T], waits: bool | None, pool: tuple[str | None, str | None, str]
+) -> T:
+    """Await something that asks, and close the producer however that ends.
+
+    Raises:
+        UnknownModel: other models are served, and nobody has said that this one is to be waited for.
+    """
     try:
+        if waits is None:
+            await _check_served(*pool)
         return await work
     finally:
+        work.close()
         await producer.close()
+
+
+async def _check_served(model: str | None, redis: str | None, prefix: str) -> None:
+    """Refuse a model that is missing among others; whoever asks later waits for all else, or tells of it.
+
+    Raises:
+        UnknownModel: it is missing.
+    """
+    looking = Producer(model, redis=redis, prefix=prefix, timeout=_LOOK_S, cache_bytes=0)
+    try:
+        await looking.open()
+    except UnknownModel as error:
+        if error.has_others and not error.is_loading:
+            raise UnknownModel(f"{error}; or pass --wait to wait for it") from error
+    except LMPoolError:
+        pass
+    finally:
+        await looking.close()

@@ -11,20 +11,24 @@ import asyncio
 import hashlib
 import os
 import tomllib
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
-from typing import Any, NamedTuple
+from time import monotonic
+from typing import Any, NamedTuple, TypeVar
 
 import msgpack
 import msgspec
 import numpy as np
 from redis.exceptions import RedisError
 
-from lmpool.aio import end_tasks
-from lmpool.batch.folder import Folder, Manifest, Shard
-from lmpool.batch.lines import Index
+from lmpool.aio import end_tasks, finish
+from lmpool.batch.lines import Index, Source
 from lmpool.batch.run import BatchSettings, answer_shard, begin, find_done, open_source
+from lmpool.batch.storage.bucket import open_folder
+from lmpool.batch.storage.fetch import absolute, named
+from lmpool.batch.storage.folder import Folder, Manifest, Shard, digest_of_file, shard_name
 from lmpool.broker.server import Server
 from lmpool.errors import BatchError, BatchRefused, LMPoolError, SettingsError
 from lmpool.producer import Producer
@@ -34,7 +38,7 @@ try:
     from arq import Retry, Worker, cron, func
     from arq.connections import ArqRedis
     from arq.constants import abort_jobs_ss, in_progress_key_prefix, job_key_prefix, result_key_prefix, retry_key_prefix
-    from arq.jobs import Job
+    from arq.jobs import deserialize_job_raw, deserialize_result, serialize_job
     from arq.utils import timestamp_ms
 except ImportError as error:
     raise SettingsError("batch: its queue needs arq: pip install 'lmpool[bulk]', or use `lmpool batch run`") from error
@@ -51,14 +55,17 @@ _DEFER_S, _MOST_TRIES = 30, 20
 _TIMEOUT_S, _KEEP_S, _EXPIRES_S = 86_400, 86_400, 30 * 86_400
 _JOBS_AT_ONCE = 4
 _REQUEST_S = 3600.0
-_WAITING = ("queued", "deferred")
+_SENT_AT_ONCE = 256
+_PAUSES = 9  # Between two writings of a manifest, as often as these have taken.
+
+T = TypeVar("T")
 
 
 class ShardJob(msgspec.Struct, frozen=True):
     """What a worker needs to answer one shard.
 
     Attributes:
-        source, output: absolute paths, the same for all workers.
+        source, output: absolute paths, the same for all workers, or URLs.
         settings: fields of `BatchSettings`.
         pool: `model`, `prefix` and `timeout` of the producer. The server is that of the jobs.
         index: fields of `Index` as far as this shard needs them.
@@ -118,7 +125,7 @@ def _unpacked(data: bytes) -> dict[str, Any]:
 
 
 async def submit(
-    producer: Producer, arq: ArqRedis, source: Path, output: Path, settings: BatchSettings, pool: dict[str, Any]
+    producer: Producer, arq: ArqRedis, source: str, output: str, settings: BatchSettings, pool: dict[str, Any]
 ) -> Queued:
     """Queue a job for each shard that is not in place.
 
@@ -131,73 +138,144 @@ async def submit(
     Raises:
         As `run_batch`.
     """
-    source, output = await asyncio.to_thread(lambda: (source.absolute(), output.absolute()))
-    opened, folder = open_source(source), Folder(output)
+    source, output = absolute(source), absolute(output)
+    opened, folder = await asyncio.to_thread(lambda: (open_source(source), open_folder(output)))
     # Workers may hold it already, for shards that were queued before.
     with folder.shared() if (await asyncio.to_thread(folder.is_begun)) else folder.locked():
         index = await asyncio.to_thread(opened.index, settings.options.shard_lines)
         if index.is_empty:
-            raise SettingsError(f"input: {shown(str(source))} is empty: there is nothing to ask")
+            raise SettingsError(f"input: {shown(named(source))} is empty: there is nothing to ask")
         await producer.open()
         manifest = await begin(producer, folder, source, index, settings)
     given = {name: getattr(settings, name) for name in BatchSettings.__slots__}
     done = {shard.number for shard in manifest.done}
-    size, jobs, there = settings.options.shard_lines, 0, 0
-    for shard in range(manifest.shards):
-        if shard in done:
-            continue
-        first = shard * size + 1
-        duplicates = index.duplicates[(index.duplicates >= first) & (index.duplicates < first + size)].tolist()
-        part = {**index._asdict(), "starts": {shard: index.starts[shard]}, "duplicates": duplicates}
-        job = ShardJob(str(source), str(folder.path), given, pool, part, shard)
-        name = job_name(manifest, folder.path, shard)
-        await arq.delete(result_key_prefix + name, retry_key_prefix + name)  # Of one that has failed.
-        queued = await arq.enqueue_job(_FUNCTION, msgspec.to_builtins(job), _job_id=name)
-        jobs, there = (jobs, there + 1) if queued is None else (jobs + 1, there)
-    return Queued(jobs, there, len(done), manifest.shards)
+    left = [shard for shard in range(manifest.shards) if shard not in done]
+    size, jobs = settings.options.shard_lines, 0
+    for some in _in_parts(left):
+        now = timestamp_ms()
+        # As `ArqRedis.enqueue_job`, of many at once; workers see all of them or none.
+        async with arq.pipeline(transaction=True) as pipe:
+            for shard in some:
+                first = shard * size + 1
+                begins, ends = np.searchsorted(index.duplicates, (first, first + size))
+                duplicates = index.duplicates[begins:ends].tolist()
+                part = {**index._asdict(), "starts": {shard: index.starts[shard]}, "duplicates": duplicates}
+                job = msgspec.to_builtins(ShardJob(source, output, given, pool, part, shard))
+                name = job_name(manifest, folder, shard)
+                pipe.delete(result_key_prefix + name, retry_key_prefix + name)  # Of one that has failed.
+                packed = serialize_job(_FUNCTION, (job,), {}, None, now, serializer=_packed)
+                pipe.set(job_key_prefix + name, packed, px=1000 * _EXPIRES_S, nx=True)
+                pipe.zadd(QUEUE, {name: now}, nx=True)
+            told = await pipe.execute()
+        jobs += sum(bool(is_new) for is_new in told[1::3])
+    return Queued(jobs, len(left) - jobs, len(done), manifest.shards)
 
 
-def job_name(manifest: Manifest, folder: Path, shard: int) -> str:
+def _in_parts(things: Sequence[T]) -> Iterator[Sequence[T]]:
+    """As many at a time as are sent at once."""
+    for begin_at in range(0, len(things), _SENT_AT_ONCE):
+        yield things[begin_at : begin_at + _SENT_AT_ONCE]
+
+
+def job_name(manifest: Manifest, folder: Folder, shard: int) -> str:
     """The name of a shard's job: the same for the same run, so that it is not queued twice."""
-    run = msgspec.json.encode([str(folder), manifest.input, manifest.model.fingerprint, manifest.options])
+    run = msgspec.json.encode([folder.location, manifest.run])
     return f"{hashlib.blake2b(run, digest_size=8).hexdigest()}-{shard}"
 
 
 async def _answer_shard(context: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
-    """The job: answer one shard, put it into place, and write that down."""
+    """The job: answer one shard, put it into place, and write that down; or tell why it is of no use any more."""
     job = msgspec.convert(given, ShardJob, strict=False)
     renewing = asyncio.create_task(_keep_lease(context["redis"], context["job_id"], context["lease_s"]))
     try:
-        shard = await _answer(context, job)
+        return await _answer(context, job)
     except LMPoolError as error:
-        is_final = isinstance(error, (SettingsError, BatchError)) and not isinstance(error, BatchRefused)
+        is_ours = isinstance(error, BatchRefused) or (isinstance(error, BatchError) and error.may_pass)
+        is_final = isinstance(error, (SettingsError, BatchError)) and not is_ours
         # No worker, no server, another model: the right ones may come. The last try tells why; arq would not.
         if is_final or context["job_try"] >= _MOST_TRIES:
             raise
         raise Retry(defer=_DEFER_S) from error
     finally:
         await end_tasks([renewing])
-    return msgspec.to_builtins(shard)  # type: ignore[no-any-return]
 
 
-async def _answer(context: dict[str, Any], job: ShardJob) -> Shard:
-    path = Path(job.source)
-    folder, source = Folder(Path(job.output), f".{os.getpid()}-{context['job_id']}"), open_source(path)
+async def _answer(context: dict[str, Any], job: ShardJob) -> dict[str, Any]:
+    # Where the output has been removed, or is another run's by now, nobody waits for this.
+    unique = f".{os.getpid()}-{context['job_id']}"
+    folder = await asyncio.to_thread(open_folder, job.output, unique)
+    manifest = await asyncio.to_thread(folder.read_manifest)
+    if manifest is None or job_name(manifest, folder, job.shard) != context["job_id"]:
+        return {"left": "the output is gone" if manifest is None else "the output is of another run now"}
     settings = BatchSettings(**job.settings)
     index = Index(**{**job.index, "duplicates": np.array(job.index["duplicates"], np.int64)})
-    if (size := (await asyncio.to_thread(path.stat)).st_size) != index.size:
-        raise BatchError(f"{path} has {size} bytes and had {index.size} when this was submitted: submit it again")
+    async with context["reading"]:  # Jobs that begin together fetch and digest one input once.
+        source = await asyncio.to_thread(_same_source, job.source, index)
     producer = await _producer_of(context, job.pool)
+    name = shard_name(job.shard, manifest.options.format)
     with folder.shared():
-        manifest = folder.read_manifest()
-        if manifest is None:
-            raise BatchError(f"{folder.path} has no manifest any more: submit it again")
-        if job_name(manifest, folder.path, job.shard) != context["job_id"]:
-            raise BatchError(f"{folder.path} is of another run now than when this was submitted: it is left alone")
-        shard = None  # If it is there, a worker was killed before it wrote that down.
-        if job.shard not in folder.shards():
-            shard = await answer_shard(producer, folder, manifest, source, index, settings, job.shard)
-        return await asyncio.to_thread(folder.record, job.shard, shard, find_done)
+        shards = []  # If it is there, a worker was killed before it wrote that down.
+        if not await asyncio.to_thread(folder.has, name):
+            shards = [await answer_shard(producer, folder, manifest, source, index, settings, job.shard)]
+        recorder = context["recorders"].setdefault(f"{job.output} {manifest.run}", Recorder())
+        await recorder.record(folder, shards)
+    return {"done": [msgspec.to_builtins(shard) for shard in shards]}
+
+
+def _same_source(location: str, index: Index) -> Source:
+    """The input, if it is still what was submitted.
+
+    Raises:
+        BatchError: it is another one.
+    """
+    source = open_source(location)
+    status = source.path.stat()
+    state = (str(source.path), status.st_size, status.st_mtime_ns, status.st_ino)
+    if status.st_size == index.size:
+        digest = _digests.get(state) or digest_of_file(source.path)
+        _digests[state] = digest
+        if digest == index.digest:
+            return source
+        now = f"has the digest {digest} and had {index.digest}"
+    else:
+        now = f"has {status.st_size} bytes and had {index.size}"
+    raise BatchError(f"{named(location)} {now} when this was submitted: submit it again")
+
+
+# Path, size, time and number of a file -> its digest.
+_digests: dict[tuple[str, int, int, int], str] = {}
+
+
+class Recorder:
+    """Has the manifest of a folder list the shards that this process makes, several at once.
+
+    To write one takes the longer the more shards it lists; so it is done for a tenth of the time at most.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: list[Shard] = []
+        self._writing = asyncio.Lock()
+        self._begun = self._done = 0
+        self._pause_s = 0.0
+
+    async def record(self, folder: Folder, shards: list[Shard]) -> None:
+        """Return when the manifest lists some shards that are in place.
+
+        Raises:
+            BatchError: it cannot be written.
+        """
+        self._waiting += shards
+        before = self._begun
+        async with self._writing:
+            if self._done > before:  # One that has begun since had these too.
+                return
+            await asyncio.sleep(self._pause_s)
+            some, began = list(self._waiting), monotonic()
+            self._begun += 1
+            await finish(asyncio.to_thread(folder.record, some, find_done))
+            self._waiting = [shard for shard in self._waiting if shard not in some]
+            self._done = self._begun
+            self._pause_s = _PAUSES * (monotonic() - began)
 
 
 async def _producer_of(context: dict[str, Any], pool: dict[str, Any]) -> Producer:
@@ -219,13 +297,36 @@ async def _keep_lease(redis: ArqRedis, job: str, lease_s: float) -> None:
         await asyncio.sleep(lease_s / 3)
 
 
+async def _shorten_leases(redis: ArqRedis, lease_s: float) -> None:
+    """Free jobs whose worker has vanished before it could make arq's mark, which stays for a day, a lease of its own.
+
+    Who is alive renews it long before it lapses, whoever has shortened it.
+    """
+    most_ms = int(1000 * lease_s)
+    while True:
+        with suppress(RedisError, OSError):
+            jobs = [name for name in await redis.zrange(QUEUE, 0, -1) if not name.startswith(b"cron:")]
+            for some in _in_parts([in_progress_key_prefix.encode() + name for name in jobs]):
+                async with redis.pipeline(transaction=False) as pipe:
+                    for key in some:
+                        pipe.pttl(key)
+                    lefts = await pipe.execute()
+                    for key, left_ms in zip(some, lefts, strict=True):
+                        if left_ms > most_ms:
+                            pipe.pexpire(key, most_ms)
+                    await pipe.execute()
+        await asyncio.sleep(lease_s)
+
+
 async def _open(context: dict[str, Any]) -> None:
     """What a worker begins with."""
-    context.setdefault("producers", {})
+    shortening = asyncio.create_task(_shorten_leases(context["redis"], context["lease_s"]))
+    context.update(producers={}, recorders={}, reading=asyncio.Lock(), shortening=shortening)
 
 
 async def _close(context: dict[str, Any]) -> None:
     """What a worker ends with."""
+    await end_tasks([context["shortening"]])
     for producer in context["producers"].values():
         await producer.close()
 
@@ -281,8 +382,8 @@ def _nightly(entry: Nightly, number: int) -> Any:
     async def submit_run(context: dict[str, Any]) -> dict[str, int]:
         pool = {"model": entry.model, "prefix": entry.prefix, "timeout": _REQUEST_S}
         producer = await _producer_of(context, pool)
-        output = Path(entry.output.replace("{date}", datetime.now().date().isoformat()))
-        queued = await submit(producer, context["redis"], Path(entry.source), output, entry.settings, pool)
+        output = entry.output.replace("{date}", datetime.now().date().isoformat())
+        queued = await submit(producer, context["redis"], entry.source, output, entry.settings, pool)
         return queued._asdict()
 
     at = datetime.strptime(entry.at, "%H:%M")
@@ -331,53 +432,59 @@ def work(redis: str | None, schedule: Path | None, jobs: int, lease_s: float, *,
     Worker(**worker_options(redis, schedule, jobs, lease_s), burst=burst).run()
 
 
-async def count_jobs(arq: ArqRedis, output: Path) -> dict[str, Any]:
-    """How far the shards of a folder are: how many there are, are done, queued, under way, and have failed why.
-
-    Raises:
-        BatchError: it is no output folder.
-    """
-    folder, manifest = await asyncio.to_thread(_manifest_of, output)
-    done = set(folder.shards())
+async def count_jobs(arq: ArqRedis, folder: Folder, manifest: Manifest, left: Sequence[int]) -> dict[str, Any]:
+    """What has become of the jobs of some shards: how many are queued, under way, and which have failed why."""
     states = {"queued": 0, "under_way": 0}
     failed: dict[int, str] = {}
-    for shard in set(range(manifest.shards)) - done:
-        job = Job(job_name(manifest, folder.path, shard), arq, QUEUE, _unpacked)
-        status = (await job.status()).value
-        if status == "in_progress":
-            states["under_way"] += 1
-        elif status in _WAITING:
-            states["queued"] += 1
-        elif (found := await job.result_info()) is not None:
-            failed[shard] = str(found.result) or "cancelled"
-    return {"shards": manifest.shards, "done": len(done), **states, "failed": failed}
+    for some in _in_parts(left):
+        names = [job_name(manifest, folder, shard) for shard in some]
+        async with arq.pipeline(transaction=True) as pipe:  # As `arq.jobs.Job.status`, of many at once.
+            for name in names:
+                pipe.get(result_key_prefix + name)
+                pipe.exists(in_progress_key_prefix + name)
+                pipe.zscore(QUEUE, name)
+            told = await pipe.execute()
+        for shard, result, is_under_way, score in zip(some, told[::3], told[1::3], told[2::3], strict=True):
+            if result is not None:
+                value = deserialize_result(result, deserializer=_unpacked).result
+                failed[shard] = (
+                    value.get("left", "it is gone") if isinstance(value, dict) else str(value) or "cancelled"
+                )
+            elif is_under_way:
+                states["under_way"] += 1
+            elif score is not None:
+                states["queued"] += 1
+    return {**states, "failed": failed}
 
 
-async def cancel(arq: ArqRedis, output: Path) -> int:
+async def cancel(arq: ArqRedis, output: str) -> int:
     """Take the jobs of a folder out of the queue, and have those under way stop; returns how many.
 
-    Raises:
-        BatchError: it is no output folder.
+    They are found by the folder that they name, which may be gone.
     """
-    folder, manifest = await asyncio.to_thread(_manifest_of, output)
-    cancelled = 0
-    for shard in range(manifest.shards):
-        name = job_name(manifest, folder.path, shard)
-        job = Job(name, arq, QUEUE, _unpacked)
-        status = (await job.status()).value
-        if status in _WAITING:
-            cancelled += int(await arq.zrem(QUEUE, name))
-            await arq.delete(job_key_prefix + name)
-        elif status == "in_progress":
-            # As `Job.abort` tells its worker, which then waits for the job's end, one after another.
-            await arq.zadd(abort_jobs_ss, {name: timestamp_ms()})
-            cancelled += 1
+    output, cancelled = absolute(output), 0
+    for some in _in_parts([name.decode() for name in await arq.zrange(QUEUE, 0, -1)]):
+        packed = await arq.mget([job_key_prefix + name for name in some])
+        ours = [name for name, job in zip(some, packed, strict=True) if job is not None and _output_of(job) == output]
+        if not ours:
+            continue
+        async with arq.pipeline(transaction=True) as pipe:
+            for name in ours:
+                pipe.exists(in_progress_key_prefix + name)
+            are_under_way = await pipe.execute()
+            for name, is_under_way in zip(ours, are_under_way, strict=True):
+                if is_under_way:
+                    # As `Job.abort` tells its worker, which then waits for the job's end, one after another.
+                    pipe.zadd(abort_jobs_ss, {name: timestamp_ms()})
+                else:
+                    pipe.zrem(QUEUE, name)
+                    pipe.delete(job_key_prefix + name)
+            await pipe.execute()
+        cancelled += len(ours)
     return cancelled
 
 
-def _manifest_of(output: Path) -> tuple[Folder, Manifest]:
-    folder = Folder(output.absolute())
-    manifest = folder.read_manifest()
-    if manifest is None:
-        raise BatchError(f"{output} is no output of `lmpool batch`: it has no manifest.json")
-    return folder, manifest
+def _output_of(packed: bytes) -> str | None:
+    """The output of a job; None of one that is another function's."""
+    job = deserialize_job_raw(packed, deserializer=_unpacked)
+    return job[1][0]["output"] if job[0] == _FUNCTION else None

@@ -184,6 +184,16 @@ def readable(path: Path) -> Iterator[BufferedReader[FileIO]]:
         raise BatchError(f"{path} cannot be read: {error.strerror or error}") from error
 
 
+def is_parquet(path: Path) -> bool:
+    """Whether a file begins as Parquet does, whatever it is called.
+
+    Raises:
+        BatchError: it cannot be read.
+    """
+    with readable(path) as file:
+        return file.read(4) == b"PAR1"
+
+
 class JsonlSource:
     """A file with a JSON object on each line; empty lines are passed over.
 

@@ -11,7 +11,7 @@ from lmpool.aio import gather
 from lmpool.batch.progress import Progress
 from lmpool.errors import SettingsError
 from lmpool.producer import Producer
-from lmpool.producer.tokenizer import load_tokenizer
+from lmpool.producer.tokenizer import find_tokenizer
 
 _AT_ONCE = 64
 _DEFAULT_WINDOW = 2048
@@ -66,7 +66,7 @@ async def perplexity_of(
     overlap = overlap or max(1, window // 2)
     if not 1 <= overlap < window <= most:
         raise SettingsError(f"window: {window} must be more than the overlap, {overlap}, and at most {most}")
-    tokenizer = await asyncio.to_thread(load_tokenizer, producer.model, "file", "there is no other way for a text")
+    tokenizer = await find_tokenizer(producer, "file", "there is no other way for a text")
     ids = await asyncio.to_thread(tokenizer.encode, text)
     if len(ids) < 2:
         raise SettingsError("file: it has less than two tokens: there is nothing to score")

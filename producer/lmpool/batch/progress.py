@@ -21,6 +21,9 @@ class Progress:
     Args:
         label: what is counted.
         is_silent: show nothing.
+
+    Attributes:
+        shards: how many are in place, and are there in all; of no use before something is asked.
     """
 
     def __init__(self, label: str = "lines", *, is_silent: bool = False) -> None:
@@ -30,6 +33,7 @@ class Progress:
         self._bar: Bar | None = None
         self._total = self._done = self._here = self._positions = 0
         self._began = self._told = monotonic()
+        self.shards = (0, 0)
 
     def begin(self, total: int, done: int) -> None:
         """Say how much there is, and how much of it was done before."""
@@ -68,6 +72,11 @@ class Progress:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._stack.close()
+
+
+def counted(number: int, thing: str) -> str:
+    """So many things, such as "1 shard" or "2 shards"."""
+    return f"{number} {thing}{'' if number == 1 else 's'}"
 
 
 def _spoken(seconds: float) -> str:

@@ -15,7 +15,9 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from lmpool.batch.folder import Folder, Manifest, Shard, digest_of_file, errors_name
+from lmpool.batch.storage.bucket import open_folder
+from lmpool.batch.storage.fetch import named
+from lmpool.batch.storage.folder import MANIFEST, Folder, Manifest, Shard, digest_of_file, errors_name
 from lmpool.errors import BatchError
 from lmpool.protocol.row import widen_bf16
 
@@ -144,10 +146,10 @@ def open_shard(path: Path) -> ShardFile:
     return JsonlShard(path) if path.suffix == ".jsonl" else SafetensorsShard(path)
 
 
-def count_lines(folder: Folder, number: int, path: Path) -> Shard:
-    """What a manifest says of a shard that is in place."""
-    errors = folder.path / errors_name(number)
-    failed = errors.read_bytes().count(b"\n") if errors.exists() else 0
+def count_lines(folder: Folder, number: int, name: str) -> Shard:
+    """What a manifest says of a shard that is in place under a name."""
+    path = folder.local(name)
+    failed = (folder.read(errors_name(number)) or b"").count(b"\n")
     return Shard(number, len(open_shard(path)), failed, path.stat().st_size, digest_of_file(path))
 
 
@@ -157,6 +159,18 @@ def _mapped(path: Path) -> mmap.mmap | bytes:
         return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if os.fstat(file.fileno()).st_size else b""
 
 
+def read_manifest(folder: Folder) -> Manifest:
+    """The manifest of an output folder.
+
+    Raises:
+        BatchError: it is none.
+    """
+    manifest = folder.read_manifest()
+    if manifest is None:
+        raise BatchError(f"{folder.location} is no output of `lmpool batch`: it has no {MANIFEST}")
+    return manifest
+
+
 class Batch(Sequence[Answer]):
     """The answers in an output folder, in the order of the input; lines without one are left out.
 
@@ -164,10 +178,10 @@ class Batch(Sequence[Answer]):
     map-style dataset of torch, and is one where torch was imported before it was opened.
 
     Args:
-        path: the output folder.
+        path: the output folder, or its URL: shards are copied to a cache of this machine as they are read.
 
     Attributes:
-        manifest: what was asked of which model and input (`lmpool.batch.folder.Manifest`).
+        manifest: what was asked of which model and input (`lmpool.batch.storage.folder.Manifest`).
         is_finished: whether all of the input has been answered.
 
     Raises:
@@ -175,17 +189,20 @@ class Batch(Sequence[Answer]):
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        folder = Folder(Path(path))
-        manifest = folder.read_manifest()
-        if manifest is None:
-            raise BatchError(f"{path} is no output of `lmpool batch`: it has no manifest.json")
-        self._path = folder.path
-        self.manifest: Manifest = manifest
-        known = {shard.number: shard.texts for shard in manifest.done}
-        self._paths = list(folder.shards().values())
-        counts = [known[n] if n in known else len(open_shard(path)) for n, path in folder.shards().items()]
+        self._given = os.fspath(path)
+        self._folder = folder = open_folder(self._given)
+        self.manifest: Manifest = read_manifest(folder)
+        placed = folder.shards()
+        known = {shard.number: shard.texts for shard in self.manifest.done}
+        if placed.keys() - known.keys():
+            known |= {number: shard.texts for number, shard in folder.done().items()}
+        self._names = [name for name, _ in placed.values()]
+        counts = [
+            known[number] if number in known else len(open_shard(folder.local(name)))
+            for number, (name, _) in placed.items()
+        ]
         self._ends = np.cumsum(counts, dtype=np.int64)
-        self.is_finished = manifest.finished and len(self._paths) == manifest.shards
+        self.is_finished = self.manifest.finished and len(placed) == self.manifest.shards
         self._open: dict[int, ShardFile] = {}
 
     def __len__(self) -> int:
@@ -215,20 +232,20 @@ class Batch(Sequence[Answer]):
 
     @cached_property
     def _numbers(self) -> dict[str, int]:
-        names = (name for shard in range(len(self._paths)) for name in self._shard(shard).custom_ids())
+        names = (name for shard in range(len(self._names)) for name in self._shard(shard).custom_ids())
         return {name: number for number, name in enumerate(names) if name}
 
     def _shard(self, number: int) -> ShardFile:
         if number not in self._open:
-            self._open[number] = open_shard(self._paths[number])
+            self._open[number] = open_shard(self._folder.local(self._names[number]))
         return self._open[number]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return open_batch, (str(self._path),)
+        return open_batch, (self._given,)
 
     def __repr__(self) -> str:
-        state = "" if self.is_finished else f", {len(self._paths)} of {self.manifest.shards} shards"
-        return f"Batch({str(self._path)!r}, {self.manifest.options.what}, {len(self)} answers{state})"
+        state = "" if self.is_finished else f", {len(self._names)} of {self.manifest.shards} shards"
+        return f"Batch({named(self._given)!r}, {self.manifest.options.what}, {len(self)} answers{state})"
 
 
 def open_batch(path: str | os.PathLike[str]) -> Batch:

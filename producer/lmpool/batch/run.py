@@ -17,15 +17,18 @@ from time import monotonic
 from typing import NamedTuple
 
 from lmpool.aio import finish
-from lmpool.batch.folder import VERSION, Folder, Input, Manifest, Model, Options, Shard
 from lmpool.batch.kinds import Columns, Kind, Text, parse_kind
-from lmpool.batch.lines import Chunk, Index, JsonlSource, Source
+from lmpool.batch.lines import Chunk, Index, JsonlSource, Source, is_parquet
 from lmpool.batch.progress import Progress
 from lmpool.batch.reader import count_lines
 from lmpool.batch.shards import ShardWriter, suffix_of
+from lmpool.batch.storage.bucket import open_folder
+from lmpool.batch.storage.fetch import absolute, named, plain_file
+from lmpool.batch.storage.folder import VERSION, Folder, Input, Manifest, Model, Options, Shard
 from lmpool.batch.texts import Failed, Preparer
 from lmpool.errors import InvalidPrompt, ModelMismatch, SettingsError, UnknownAdapter, WorkerError
 from lmpool.producer import Producer
+from lmpool.producer.tokenizer import Tokenizer, find_tokenizer
 from lmpool.protocol.model_info import ModelInfo
 from lmpool.settings import check_number, shown
 
@@ -97,14 +100,14 @@ class Outcome(NamedTuple):
 
 
 async def run_batch(
-    producer: Producer, source: Path, output: Path, settings: BatchSettings, progress: Progress
+    producer: Producer, source: str | Path, output: str | Path, settings: BatchSettings, progress: Progress
 ) -> Outcome:
     """Ask about every line of an input, or go on with that.
 
     Args:
         producer: to ask with; best with `cache_bytes=0` and `keep_answers=False`.
-        source: a JSONL or Parquet file.
-        output: the folder for the answers; made if it is not there.
+        source: a JSONL or Parquet file, or the URL of one; it may be compressed.
+        output: the folder for the answers, or its URL; made if it is not there.
         settings: what is asked.
         progress: shows how far it is.
 
@@ -115,25 +118,25 @@ async def run_batch(
         ModelMismatch: the model or the adapter has changed meanwhile.
         LMPoolError: whatever else a request may end in, but for what concerns one line alone.
     """
-    opened, folder = open_source(source), Folder(output)
+    opened, folder = await asyncio.to_thread(lambda: (open_source(str(source)), open_folder(str(output))))
     with folder.locked():
         index = await asyncio.to_thread(opened.index, settings.options.shard_lines)
         if index.is_empty:
-            raise SettingsError(f"input: {shown(str(source))} is empty: there is nothing to ask")
+            raise SettingsError(f"input: {shown(named(str(source)))} is empty: there is nothing to ask")
         await producer.open()
-        manifest = await begin(producer, folder, source, index, settings)
+        manifest = await begin(producer, folder, str(source), index, settings)
         return await _Run(producer, folder, manifest, opened, index, settings, progress).run()
 
 
-def open_source(path: Path) -> Source:
-    """The input at a path: Parquet if it ends in ".parquet", else JSONL.
+def open_source(location: str) -> Source:
+    """The input at a path or a URL: Parquet if it begins as such a file or is called ".parquet", else JSONL.
 
     Raises:
         SettingsError: there is no such file, or its format needs an extra that is not installed.
+        BatchError: it cannot be fetched or unpacked.
     """
-    if not path.is_file():
-        raise SettingsError(f"input: {shown(str(path))} is no file")
-    if path.suffix == ".parquet":
+    path = plain_file(absolute(location))
+    if path.suffix == ".parquet" or is_parquet(path):
         from lmpool.batch.parquet import ParquetSource
 
         return ParquetSource(path)
@@ -166,7 +169,7 @@ async def answer_shard(
     return await _Run(producer, folder, manifest, source, index, settings, Progress(is_silent=True)).run_one(shard)
 
 
-async def begin(producer: Producer, folder: Folder, source: Path, index: Index, settings: BatchSettings) -> Manifest:
+async def begin(producer: Producer, folder: Folder, source: str, index: Index, settings: BatchSettings) -> Manifest:
     """The manifest of a folder that goes on, or of one that begins, which is then put into place.
 
     Raises:
@@ -186,14 +189,15 @@ async def begin(producer: Producer, folder: Folder, source: Path, index: Index, 
         info.source,
         await _qualified(producer, settings.adapter),
     )
-    given = Input(source.name, index.format, index.size, index.lines, index.digest)
+    name = named(absolute(source)).rsplit("/", 1)[-1]
+    given = Input(name, index.format, index.size, index.lines, index.digest)
     wanted = Manifest(VERSION, version("lmpool"), given, model, options, kind.columns(info), len(index.starts))
-    there = folder.read_manifest()
-    if there is None or not folder.shards():
+    there = await asyncio.to_thread(folder.read_manifest)
+    if there is None or not await asyncio.to_thread(folder.shards):
         with folder.explained():
             await asyncio.to_thread(folder.begin, wanted)
         return wanted
-    there.check_same(wanted, folder.path)
+    there.check_same(wanted, folder.location)
     with folder.explained():
         await asyncio.to_thread(find_done, folder, there)
     return there
@@ -201,11 +205,14 @@ async def begin(producer: Producer, folder: Folder, source: Path, index: Index, 
 
 def find_done(folder: Folder, manifest: Manifest) -> None:
     """Have the manifest list what is in place: a run that was killed may have done more, and files may be gone."""
+    placed = folder.shards()
     known = {shard.number: shard for shard in manifest.done}
+    if any(number not in known or known[number].bytes != shard.bytes for number, shard in placed.items()):
+        known |= folder.done()
     done = []
-    for number, path in folder.shards().items():
-        shard = known[number] if number in known else count_lines(folder, number, path)
-        if shard.bytes == path.stat().st_size:  # Else somebody has changed it.
+    for number, (name, size) in placed.items():
+        shard = known[number] if number in known else count_lines(folder, number, name)
+        if shard.bytes == size:  # Else somebody has changed it.
             done.append(shard)
     manifest.done = [shard for shard in done if shard.number < manifest.shards]
     manifest.finished = manifest.finished and len(manifest.done) == manifest.shards
@@ -332,7 +339,14 @@ class _Run:
         self._writes_manifest = True
         self._writer: ShardWriter | None = None
         self._manifest_at = monotonic()
-        self._preparer = Preparer(self._kind, settings.start, producer.model, index.is_duplicate)
+        loop = asyncio.get_running_loop()
+
+        def tokenizer() -> Tokenizer:
+            # The preparer runs in a thread, and the pool is asked in the event loop.
+            found = find_tokenizer(producer, "input", 'give token ids: {"ids": [1, 2, 3]}')
+            return asyncio.run_coroutine_threadsafe(found, loop).result()
+
+        self._preparer = Preparer(self._kind, settings.start, producer.model, tokenizer, index.is_duplicate)
 
     async def run_one(self, shard: int) -> Shard:
         """Do one shard, and leave the manifest to whoever wants that.
@@ -352,6 +366,7 @@ class _Run:
         left = [number for number in range(manifest.shards) if number not in resumed]
         lines = manifest.options.shard_lines
         with self._progress:
+            self._progress.shards = len(resumed), manifest.shards
             self._progress.begin(self._index.lines, sum(self._lines_of(number) for number in resumed))
             try:
                 if left:
@@ -506,6 +521,7 @@ class _Run:
                 if item.entry is None:
                     self._manifest.done.append(self._writer.place())
                     self._writer = None
+                    self._progress.shards = len(self._manifest.done), self._manifest.shards
                 elif isinstance(item.entry, Failed):
                     self._writer.fail(item.entry)
                 elif item.answer is not None:

@@ -25,8 +25,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from lmpool.batch.folder import Folder, Shard, digest_of_file, errors_name, shard_name, sync
 from lmpool.batch.kinds import Columns, Text
+from lmpool.batch.storage.folder import Folder, Shard, digest_of_file, errors_name, shard_name, sync
 from lmpool.batch.texts import Failed
 from lmpool.errors import SettingsError
 
@@ -225,8 +225,9 @@ class ShardWriter:
         if self._errors:
             self._folder.write(errors, iter(self._errors))
         else:  # Of a run before, whose shard has been removed.
-            (self._folder.path / errors).unlink(missing_ok=True)
+            self._folder.remove(errors)
         self._folder.place(self._name)
+        self._folder.note(shard)
         return shard
 
     def discard(self) -> None:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from lmpool.batch.kinds import Ids, Kind, Text
 from lmpool.batch.lines import Fields, Line
 from lmpool.errors import InvalidPrompt
-from lmpool.producer.tokenizer import Tokenizer, load_tokenizer
+from lmpool.producer.tokenizer import Tokenizer
 from lmpool.protocol.model_info import ModelInfo
 from lmpool.protocol.prompt import encode_prompt
 
@@ -28,13 +28,22 @@ class Preparer:
         kind: what is asked.
         start: the first position; a negative one counts from the end of each text.
         info: the model's.
+        find_tokenizer: the model's tokenizer; asked for with the first text.
         is_duplicate: whether the custom id of a line has come before.
     """
 
-    def __init__(self, kind: Kind, start: int, info: ModelInfo, is_duplicate: Callable[[int], bool]) -> None:
+    def __init__(
+        self,
+        kind: Kind,
+        start: int,
+        info: ModelInfo,
+        find_tokenizer: Callable[[], Tokenizer],
+        is_duplicate: Callable[[int], bool],
+    ) -> None:
         self._kind = kind
         self._start = start
         self._info = info
+        self._find_tokenizer = find_tokenizer
         self._is_duplicate = is_duplicate
         self._tokenizer: Tokenizer | None = None
 
@@ -89,7 +98,7 @@ class Preparer:
         if isinstance(text, list):
             return text
         if self._tokenizer is None:
-            self._tokenizer = load_tokenizer(self._info, "input", 'give token ids: {"ids": [1, 2, 3]}')
+            self._tokenizer = self._find_tokenizer()
         try:
             # What a tokenizer puts before a text is not to stand in the middle of one.
             return self._tokenizer.encode(text, add_special_tokens=not is_continuation)

@@ -32,6 +32,7 @@ from lmpool.producer.client.queries import (
 )
 from lmpool.producer.client.session import Session
 from lmpool.producer.client.session_per_loop import SessionPerLoop
+from lmpool.producer.client.tracing import Traces
 from lmpool.producer.deadline import Deadline
 from lmpool.producer.options import (
     GenerateOptions,
@@ -74,6 +75,7 @@ class PartialRows:
     _sessions: SessionPerLoop
     _heads: dict[str, Head]
     _timeout: float
+    _traces: Traces | None
 
     async def topk(
         self,
@@ -93,7 +95,7 @@ class PartialRows:
             allowed: the likeliest of these tokens only: their ids, or bools (V,), or their bits (bytes, the lowest bit
                 of the first for token 0), or a set that `token_set` has made, or its name. Values stay those of the
                 row.
-            mode: as `Producer.logprobs`; with `allowed` log-probabilities only.
+            mode: as `Producer.logprobs`.
 
         Returns:
             log-probabilities (or logits), float32 of shape (k,), and token ids, int64 of shape (k,).
@@ -101,9 +103,15 @@ class PartialRows:
         Raises:
             SettingsError: `k` is out of range.
         """
+        values = check_mode(mode)
 
-        best = await self.batch_topk([ids], k, allowed=for_one(allowed), mode=mode, adapter=adapter, timeout=timeout)
-        return TopK(best.values[0], best.ids[0])
+        # Not as a batch of one, which takes half as long again where the row is in this process's memory.
+        async def ask(session: Session, name: str, deadline: Deadline) -> TopK:
+            prompt, count = session.encode(ids, name), check_k(k, session)
+            some = check_members(read_allowed(allowed, session.info.vocab_size), count)
+            return await ask_top(session, prompt, count, deadline, values, some)
+
+        return await self._request(adapter, timeout, ask)
 
     async def batch_topk(
         self,
@@ -120,8 +128,6 @@ class PartialRows:
         `allowed` is the same for all of them, or a list, or bools (n, V), with one for each.
         """
         listed, values = list_prompts(prompts), check_mode(mode)
-        if values == "logits" and allowed is not None:
-            raise SettingsError("allowed: not with mode='logits', which tells of positions")
 
         async def ask(session: Session, name: str, deadline: Deadline) -> TopK:
             encoded = [session.encode(ids, name) for ids in listed]
@@ -270,7 +276,13 @@ class PartialRows:
         return await self._request(options.get("adapter", ""), options.get("timeout"), ask)
 
     async def score(
-        self, prompt: Any, continuation: Any, *, adapter: str = "", timeout: float | None = None
+        self,
+        prompt: Any,
+        continuation: Any,
+        *,
+        mode: Mode = "logprobs",
+        adapter: str = "",
+        timeout: float | None = None,
     ) -> NDArray[np.float32]:
         """What each token of a continuation scores: its log-probability after the prompt and the tokens before it.
 
@@ -280,21 +292,29 @@ class PartialRows:
         Args:
             prompt: as for `Producer.logprobs`.
             continuation: token ids, at least one. Both together are at most as long as the model's longest prompt.
+            mode: as `Producer.logprobs`.
 
         Returns:
-            float32 of shape (m,), one for each token of the continuation; their sum is what all of it scores.
+            float32 of shape (m,), one for each token of the continuation; the sum of log-probabilities is what all of
+            it scores.
         """
-        return (await self.batch_score([prompt], [continuation], adapter=adapter, timeout=timeout))[0]
+        return (await self.batch_score([prompt], [continuation], mode=mode, adapter=adapter, timeout=timeout))[0]
 
     async def batch_score(
-        self, prompts: Iterable[Any], continuations: Iterable[Any], *, adapter: str = "", timeout: float | None = None
+        self,
+        prompts: Iterable[Any],
+        continuations: Iterable[Any],
+        *,
+        mode: Mode = "logprobs",
+        adapter: str = "",
+        timeout: float | None = None,
     ) -> list[NDArray[np.float32]]:
         """As `score`, for n prompts with a continuation each.
 
         Raises:
             SettingsError: there are not as many continuations as prompts.
         """
-        first_ids, second_ids = list_prompts(prompts), list_prompts(continuations)
+        first_ids, second_ids, values = list_prompts(prompts), list_prompts(continuations), check_mode(mode)
 
         async def ask(session: Session, name: str, deadline: Deadline) -> list[Row]:
             firsts = [session.encode(ids, name) for ids in first_ids]
@@ -304,7 +324,8 @@ class PartialRows:
                 raise type(error)(f"continuation: {error}") from error
             if len(firsts) != len(seconds):
                 raise SettingsError(f"continuations: {len(seconds)} for {len(firsts)} prompts; each prompt needs one")
-            return await gather([ask_scores(session, *pair, deadline) for pair in zip(firsts, seconds, strict=True)])
+            pairs = zip(firsts, seconds, strict=True)
+            return await gather([ask_scores(session, *pair, deadline, values) for pair in pairs])
 
         return await self._request(adapter, timeout, ask)
 
@@ -436,11 +457,7 @@ class PartialRows:
         """
 
         async def ask(session: Session, name: str, deadline: Deadline) -> Head:
-            fingerprint = session.info.fingerprint
-            if fingerprint not in self._heads:
-                head = await ask_head(session, deadline)
-                self._heads = {fingerprint: head}
-            return self._heads[fingerprint]
+            return await ask_head(session, self._heads, deadline)
 
         return await self._request("", timeout, ask)
 
@@ -465,5 +482,15 @@ class PartialRows:
         self, adapter: object, timeout: float | None, ask: Callable[[Session, str, Deadline], Coroutine[Any, Any, T]]
     ) -> T:
         """One request: by its deadline, and with the adapter as jobs name it (see `SessionPerLoop.request`)."""
+        if self._traces is None:
+            return await self._ask(adapter, timeout, ask)
+        # Named by the method that asks: `PartialRows.batch_topk.<locals>.ask`.
+        operation = ask.__qualname__.partition(".<locals>")[0].rpartition(".")[2].lstrip("_")
+        with self._traces.span(operation):
+            return await self._ask(adapter, timeout, ask)
+
+    def _ask(
+        self, adapter: object, timeout: float | None, ask: Callable[[Session, str, Deadline], Coroutine[Any, Any, T]]
+    ) -> Coroutine[Any, Any, T]:
         deadline = Deadline.of(timeout, self._timeout)
-        return await self._sessions.request(adapter, deadline, lambda session, name: ask(session, name, deadline))
+        return self._sessions.request(adapter, deadline, lambda session, name: ask(session, name, deadline))

@@ -13,20 +13,26 @@ from numpy.typing import NDArray
 
 from lmpool.broker.server import RedisLike, Server, where
 from lmpool.errors import LMPoolError, SettingsError
+from lmpool.metrics import is_traced
 from lmpool.producer.adapter_changes import AdapterChange
 from lmpool.producer.client.queries import Mode, ask_all, ask_entries, ask_fresh, ask_logits, entries_of
 from lmpool.producer.client.requests import Counters, ProducerStats, RowLRU
 from lmpool.producer.client.session import Priority, Session, WhenAbsent, WhenFull
 from lmpool.producer.client.session_per_loop import CopiedAsItself, SessionPerLoop
+from lmpool.producer.client.tracing import Traces
 from lmpool.producer.deadline import Deadline, check_timeout
 from lmpool.producer.options import check_mode, read_batch_targets, read_targets
 from lmpool.producer.partial import PartialRows
+from lmpool.producer.tokenizer import PublishedTokenizer, check_package, keep_tokenizer, kept_tokenizer
 from lmpool.producer.trie import PooledTrie, TrieQueries, trie_of
 from lmpool.protocol.keys import Keys
 from lmpool.protocol.model_info import TRIE_SERVICE, ModelInfo
 from lmpool.protocol.prompt import encode_prompt, list_prompts
 from lmpool.settings import check_choice, check_name, shown
 from lmpool.vocabulary import Vocabulary
+
+# Characters that take about a millisecond.
+_LONG_TEXT = 4000
 
 
 class Producer(CopiedAsItself, PartialRows):
@@ -58,6 +64,9 @@ class Producer(CopiedAsItself, PartialRows):
         keep_answers: whether answers to queries (likeliest tokens, draws, scores, positions) stay in the pool's cache
             for a minute, for whoever asks the same. False removes each as soon as it has been read: a program that asks
             about a million texts would fill the server with what nobody asks for again.
+        tracing: whether OpenTelemetry gets a span of each call, whose context goes with the jobs (needs
+            `lmpool[tracing]`, and a tracer provider that the program has set up); None for what the environment's
+            `LMPOOL_TRACING` says, 1 or 0. Calls of tries and changes of adapters have none.
 
     Raises:
         SettingsError: a value is malformed.
@@ -75,6 +84,7 @@ class Producer(CopiedAsItself, PartialRows):
         when_absent: WhenAbsent = "raise",
         priority: Priority = "interactive",
         keep_answers: bool = True,
+        tracing: bool | None = None,
     ) -> None:
         _check_model(model)
         check_name("prefix", prefix)
@@ -98,7 +108,9 @@ class Producer(CopiedAsItself, PartialRows):
             "when_absent": when_absent,
             "priority": priority,
             "keep_answers": keep_answers,
+            "tracing": tracing,
         }
+        self._traces = Traces(model) if is_traced(tracing) else None
         self._keys = Keys(prefix)
         self._heads = {}
         self._cache = RowLRU(cache_bytes)
@@ -116,6 +128,7 @@ class Producer(CopiedAsItself, PartialRows):
                 when_absent,
                 priority,
                 keep_answers,
+                self._traces,
             ),
             model,
             when_absent,
@@ -148,7 +161,7 @@ class Producer(CopiedAsItself, PartialRows):
             targets: token ids, if only their entries are wanted: they are read where the row is cached, and only they
                 travel.
             mode: "logits" for the logits as the model computed them, in place of log-probabilities. They are computed
-                anew, on the keys and values that workers keep, and not kept as rows are.
+                anew, on the keys and values that workers keep, but where a worker still has the row in 16 bits.
             fresh: have the row computed now, whatever caches hold; it is not cached.
             adapter: one of the model's adapters (see `adapters`); "" for none.
             timeout: seconds; None for the producer's.
@@ -166,7 +179,8 @@ class Producer(CopiedAsItself, PartialRows):
         """
         # Nearly all requests are like this: no coroutine within another for them.
         session = self._sessions.current(asyncio.get_running_loop())
-        if session is None or targets is not None or mode != "logprobs" or fresh is not False or adapter != "":
+        is_usual = targets is None and mode == "logprobs" and fresh is False and adapter == ""
+        if session is None or not is_usual or self._traces is not None:
             return await self._logprobs(ids, targets, mode, fresh, adapter, timeout)
         seconds = self._timeout if timeout is None else check_timeout(timeout)
         info = session.info
@@ -187,7 +201,7 @@ class Producer(CopiedAsItself, PartialRows):
         if type(fresh) is not bool:
             raise SettingsError(f"fresh: {shown(fresh)} must be True or False")
         if check_mode(mode) == "logits" and fresh:
-            raise SettingsError("fresh: True, of rows only: logits are computed anew in any case")
+            raise SettingsError("fresh: True, of rows only: not with mode='logits'")
 
         async def ask(session: Session, name: str, deadline: Deadline) -> NDArray[np.float32]:
             prompt = session.encode(ids, name)
@@ -331,6 +345,61 @@ class Producer(CopiedAsItself, PartialRows):
         return PooledTrie(
             structure, TrieQueries(structure, self._sessions, self._trie_sessions), self._timeout, local=local
         )
+
+    async def tokenizer(self, *, timeout: float | None = None) -> PublishedTokenizer:
+        """The model's tokenizer, as its workers publish it; read once for all producers of a process.
+
+        Needs `lmpool[text]`, which is the package `tokenizers`: no torch, no transformers, no copy of the model.
+
+        Args:
+            timeout: seconds; None for the producer's.
+
+        Raises:
+            UnknownTokenizer: the model publishes none, or what the pool has in its place is another.
+            SettingsError: `tokenizers` is not installed.
+            ServerError, DeadlineExceeded, UnknownModel, AmbiguousModel: as `open`.
+        """
+        check_package()
+        deadline = Deadline.of(timeout, self._timeout)
+        session = await self._sessions.open(deadline)
+        digest = session.info.tokenizer
+        tokenizer = kept_tokenizer(digest)
+        if tokenizer is None:
+            text = await session.vocabularies.tokenizer_of_model(deadline)
+            tokenizer = await asyncio.to_thread(PublishedTokenizer, text)
+            keep_tokenizer(digest, tokenizer)
+        return tokenizer
+
+    async def encode(self, text: str, *, add_special_tokens: bool = True, timeout: float | None = None) -> list[int]:
+        """The token ids of a text, as transformers' tokenizer of the model makes them.
+
+        Args:
+            text: what the prompt is to say.
+            add_special_tokens: with those that mark a text's beginning or end, where the model has them.
+            timeout: as `tokenizer`.
+
+        Raises:
+            NotTokenIds: it is no text.
+            As `tokenizer`.
+        """
+        tokenizer = await self.tokenizer(timeout=timeout)
+        if isinstance(text, str) and len(text) > _LONG_TEXT:
+            return await asyncio.to_thread(tokenizer.encode, text, add_special_tokens=add_special_tokens)
+        return tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+    async def decode(self, ids: Any, *, skip_special_tokens: bool = False, timeout: float | None = None) -> str:
+        """The text of token ids.
+
+        Args:
+            ids: list, tuple or 1-D integer array.
+            skip_special_tokens: without those that mark a beginning or an end.
+            timeout: as `tokenizer`.
+
+        Raises:
+            NotTokenIds, TokenOutOfRange: they are no token ids.
+            As `tokenizer`.
+        """
+        return (await self.tokenizer(timeout=timeout)).decode(ids, skip_special_tokens=skip_special_tokens)
 
     @property
     def model(self) -> ModelInfo:

@@ -26,6 +26,7 @@ from lmpool.producer.client.session import Priority, WhenAbsent, WhenFull
 from lmpool.producer.client.session_per_loop import CopiedAsItself
 from lmpool.producer.options import GenerateOptions, PositionOptions, Positions, SampleOptions
 from lmpool.producer.producer import Producer
+from lmpool.producer.tokenizer import PublishedTokenizer
 from lmpool.producer.trie import PooledTrie, TrieOptions
 from lmpool.protocol.hidden import Head
 from lmpool.protocol.model_info import ModelInfo
@@ -104,7 +105,8 @@ class SyncProducer(CopiedAsItself):
     pickled is the same as of a `Producer`; an unpickled one is open and connects with its first call.
 
     Args:
-        model, redis, timeout, cache_bytes, prefix, when_full, when_absent, priority, keep_answers: as `Producer`.
+        model, redis, timeout, cache_bytes, prefix, when_full, when_absent, priority, keep_answers, tracing: as
+            `Producer`.
 
     Raises:
         As `Producer` and `Producer.open`.
@@ -122,6 +124,7 @@ class SyncProducer(CopiedAsItself):
         when_absent: WhenAbsent = "raise",
         priority: Priority = "interactive",
         keep_answers: bool = True,
+        tracing: bool | None = None,
     ) -> None:
         producer = Producer(
             model,
@@ -133,6 +136,7 @@ class SyncProducer(CopiedAsItself):
             when_absent=when_absent,
             priority=priority,
             keep_answers=keep_answers,
+            tracing=tracing,
         )
         self._start(producer)
         try:
@@ -248,16 +252,28 @@ class SyncProducer(CopiedAsItself):
         return self._wait_for(self._producer.batch_generate(prompts, max_tokens, **options))
 
     def score(
-        self, prompt: Any, continuation: Any, *, adapter: str = "", timeout: float | None = None
+        self,
+        prompt: Any,
+        continuation: Any,
+        *,
+        mode: Mode = "logprobs",
+        adapter: str = "",
+        timeout: float | None = None,
     ) -> NDArray[np.float32]:
         """As `Producer.score`."""
-        return self._wait_for(self._producer.score(prompt, continuation, adapter=adapter, timeout=timeout))
+        return self._wait_for(self._producer.score(prompt, continuation, mode=mode, adapter=adapter, timeout=timeout))
 
     def batch_score(
-        self, prompts: Iterable[Any], continuations: Iterable[Any], *, adapter: str = "", timeout: float | None = None
+        self,
+        prompts: Iterable[Any],
+        continuations: Iterable[Any],
+        *,
+        mode: Mode = "logprobs",
+        adapter: str = "",
+        timeout: float | None = None,
     ) -> list[NDArray[np.float32]]:
         """As `Producer.batch_score`."""
-        work = self._producer.batch_score(prompts, continuations, adapter=adapter, timeout=timeout)
+        work = self._producer.batch_score(prompts, continuations, mode=mode, adapter=adapter, timeout=timeout)
         return self._wait_for(work)
 
     def positions(self, ids: Any, start: int = 0, **options: Unpack[PositionOptions]) -> Expected:
@@ -325,6 +341,19 @@ class SyncProducer(CopiedAsItself):
     def trie(self, vocabulary: Vocabulary | Iterable[bytes] | None = None, *, local: bool = False) -> SyncTrie:
         """As `Producer.trie`; the calls of the trie return values instead of awaitables."""
         return SyncTrie(self._wait_for(self._producer.trie(vocabulary, local=local)), self._wait_for)
+
+    def tokenizer(self, *, timeout: float | None = None) -> PublishedTokenizer:
+        """As `Producer.tokenizer`."""
+        return self._wait_for(self._producer.tokenizer(timeout=timeout))
+
+    def encode(self, text: str, *, add_special_tokens: bool = True, timeout: float | None = None) -> list[int]:
+        """As `Producer.encode`."""
+        work = self._producer.encode(text, add_special_tokens=add_special_tokens, timeout=timeout)
+        return self._wait_for(work)
+
+    def decode(self, ids: Any, *, skip_special_tokens: bool = False, timeout: float | None = None) -> str:
+        """As `Producer.decode`."""
+        return self._wait_for(self._producer.decode(ids, skip_special_tokens=skip_special_tokens, timeout=timeout))
 
     @property
     def model(self) -> ModelInfo:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections import OrderedDict
+from collections.abc import Sequence
 from typing import Any, Protocol
 
-from lmpool.errors import SettingsError
+from lmpool.errors import NotTokenIds, SettingsError, TokenOutOfRange, UnknownTokenizer
 from lmpool.protocol.model_info import ModelInfo
+from lmpool.settings import shown
+
+_MOST_KEPT = 8
 
 
 class Tokenizer(Protocol):
-    """What the command line uses of a transformers tokenizer."""
+    """What the command line uses of a tokenizer, of transformers or published."""
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text, with those that mark its beginning or end for this model, or without."""
@@ -18,6 +24,152 @@ class Tokenizer(Protocol):
     def decode(self, token_ids: list[int]) -> str:
         """Text of token ids."""
         ...
+
+
+class HasTokenizer(Protocol):
+    """What `find_tokenizer` uses of a producer."""
+
+    @property
+    def model(self) -> ModelInfo:
+        """The info of its model."""
+        ...
+
+    async def tokenizer(self) -> Tokenizer:
+        """The tokenizer that the model's workers publish."""
+        ...
+
+
+class PublishedTokenizer:
+    """The tokenizer of a served model, as its workers publish it: the same ids as those of transformers.
+
+    Args:
+        text: its `tokenizer.json`.
+
+    Raises:
+        SettingsError: the package `tokenizers` is not installed.
+        UnknownTokenizer: the text is none that this release of it reads.
+    """
+
+    def __init__(self, text: str) -> None:
+        tokenizers = _package()
+        try:
+            self._tokenizer: Any = tokenizers.Tokenizer.from_str(text)
+        except Exception as error:
+            # So ends what fails in that package, which is not written in Python.
+            if type(error) is Exception:
+                release = f"tokenizers {tokenizers.__version__}"
+                raise UnknownTokenizer(f"the model's tokenizer cannot be read by {release}: {error}") from error
+            raise
+        # A file may say so for training's sake; a prompt is whole, and no longer than it is.
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text.
+
+        Args:
+            text: what the prompt is to say.
+            add_special_tokens: with those that mark its beginning or end for this model.
+
+        Raises:
+            NotTokenIds: it is no text, or one that has no UTF-8.
+        """
+        if not isinstance(text, str):
+            raise NotTokenIds(f"a text to encode must be a str, not {type(text).__name__}: {shown(text)}")
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise NotTokenIds(f"the text cannot be encoded: {error}") from error
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        return ids
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        """Text of token ids.
+
+        Args:
+            token_ids: list, tuple or 1-D integer array of ids; those that the tokenizer does not have are left out.
+            skip_special_tokens: without those that mark a beginning or an end.
+
+        Raises:
+            NotTokenIds: something else.
+            TokenOutOfRange: an id is below 0 or beyond uint32.
+        """
+        try:
+            if isinstance(token_ids, (str, bytes)):
+                raise TypeError("it is text")
+            listed = [token.__index__() for token in token_ids]
+        except (AttributeError, TypeError) as error:
+            raise NotTokenIds(f"ids to decode must be integers, not {shown(token_ids)}: {error}") from error
+        if listed and not 0 <= min(listed) <= max(listed) < 2**32:
+            raise TokenOutOfRange(f"ids to decode go from 0 to {2**32 - 1}, not from {min(listed)} to {max(listed)}")
+        text: str = self._tokenizer.decode(listed, skip_special_tokens=skip_special_tokens)
+        return text
+
+    def tokens(self, token_ids: Sequence[int]) -> list[str]:
+        """The text of each id by itself."""
+        return [self.decode([token]) for token in token_ids]
+
+
+_kept: OrderedDict[str, PublishedTokenizer] = OrderedDict()
+"""Those that were used last in this process, by the digest of what they are."""
+
+
+def kept_tokenizer(digest: str) -> PublishedTokenizer | None:
+    """A tokenizer that this process has read before."""
+    if (tokenizer := _kept.get(digest)) is not None:
+        _kept.move_to_end(digest)
+    return tokenizer
+
+
+def keep_tokenizer(digest: str, tokenizer: PublishedTokenizer) -> None:
+    """Have the next `kept_tokenizer` find it."""
+    _kept[digest] = tokenizer
+    while len(_kept) > _MOST_KEPT:
+        _kept.popitem(last=False)
+
+
+def check_package() -> None:
+    """See that published tokenizers can be used here.
+
+    Raises:
+        SettingsError: the package `tokenizers` is not installed.
+    """
+    _package()
+
+
+def _package() -> Any:
+    try:
+        import tokenizers
+    except ImportError as error:
+        raise SettingsError("text: needs the package tokenizers: pip install 'lmpool[text]'") from error
+    return tokenizers
+
+
+async def published_tokenizer(producer: HasTokenizer) -> Tokenizer | None:
+    """The tokenizer that a producer's model publishes; None where it has none, or the package is not installed."""
+    try:
+        return await producer.tokenizer()
+    except (UnknownTokenizer, SettingsError):
+        return None
+
+
+async def find_tokenizer(
+    producer: HasTokenizer, option: str = "text", otherwise: str = "pass token ids with --ids"
+) -> Tokenizer:
+    """The tokenizer that a producer's model publishes; where it has none, or `tokenizers` is missing, transformers'.
+
+    Args:
+        producer: is open.
+        option: as `load_tokenizer`.
+        otherwise: as `load_tokenizer`.
+
+    Raises:
+        SettingsError: there is none, or it cannot be loaded here.
+        LMPoolError: as `Producer.tokenizer`.
+    """
+    if (tokenizer := await published_tokenizer(producer)) is not None:
+        return tokenizer
+    return await asyncio.to_thread(load_tokenizer, producer.model, option, otherwise)
 
 
 def load_tokenizer(
@@ -56,7 +208,8 @@ def read_tokenizer(source: str, gguf_file: str = "", *, option: str, otherwise: 
         from transformers import AutoTokenizer
     except ImportError as error:
         raise SettingsError(
-            f"{option}: needs the tokenizer of transformers: pip install 'lmpool[hf]', or {otherwise}"
+            f"{option}: needs a tokenizer: pip install 'lmpool[text]' for the one that workers publish, 'lmpool[hf]' "
+            f"where they publish none, or {otherwise}"
         ) from error
     try:
         loaded: Any = AutoTokenizer.from_pretrained(source, gguf_file=gguf_file or None, **settings)

@@ -21,6 +21,8 @@ from lmpool.broker.server import Server
 from lmpool.errors import SettingsError
 from lmpool.protocol.keys import Keys
 from lmpool.web.answers import answers
+from lmpool.web.demand import demand_route
+from lmpool.web.demand import demand_route
 from lmpool.web.explorer import ExplorerRoutes
 from lmpool.web.feed import MOST_STREAMS, Feed
 from lmpool.web.guard import Guard
@@ -123,7 +125,7 @@ def web_service(settings: WebSettings) -> Service:
         )
 
     # What programs ask, such as autoscalers: guarded as all are, and they send `Authorization: Bearer`.
-    programs: list[Route] = []
+    programs = [demand_route(server, keys)]
     routes: list[BaseRoute] = [
         Route("/healthz", healthy),
         Route("/readyz", ready),
@@ -133,7 +135,8 @@ def web_service(settings: WebSettings) -> Service:
         Route("/api/settings", answers(settings_told)),
         *LetterRoutes(server, keys, allow_changes=settings.allow_changes).routes,
         *ExplorerRoutes(models).routes,
-        *programs,
+        # For autoscalers, which send `Authorization: Bearer`.
+        demand_route(server, keys),
         *_files(),
     ]
     return Service(Guard(Starlette(routes=routes, lifespan=run), settings.token, settings.hosts), feed)

@@ -126,6 +126,17 @@ class QueueState(NamedTuple):
     server_time: float
 
 
+def drain_seconds(queue: QueueState, answers_per_s: float) -> float:
+    """Seconds that a queue takes to drain, if nothing is added.
+
+    Args:
+        queue: its state.
+        answers_per_s: of all its workers together; 0 where that is not known yet: then as long as the oldest of its
+            prompts has waited already.
+    """
+    return queue.depth / answers_per_s if answers_per_s > 0 else queue.age_s
+
+
 async def read_queue(redis: Redis, keys: ModelKeys) -> QueueState:
     """Look at the queue of a model; one that nobody has ever served is empty.
 

@@ -1,4 +1,4 @@
-"""The registries of a pool: vocabularies, and the adapters of each model.
+"""The registries of a pool: vocabularies and tokenizers, and the adapters of each model.
 
 Adapters are changed over the very state that was read.
 """
@@ -15,7 +15,7 @@ from redis.exceptions import ResponseError
 from lmpool.broker import scripts
 from lmpool.broker.connection import CommandConnection
 from lmpool.broker.readers import read_hashes
-from lmpool.errors import ProtocolError, SettingsError, UnknownTokenSet, UnknownVocabulary
+from lmpool.errors import ProtocolError, SettingsError, UnknownTokenizer, UnknownTokenSet, UnknownVocabulary
 from lmpool.protocol.adapter import (
     GENERATION_FIELD,
     MAX_ADAPTERS,
@@ -28,6 +28,7 @@ from lmpool.protocol.adapter import (
 )
 from lmpool.protocol.keys import Keys, ModelKeys
 from lmpool.protocol.token_set import TokenSet, tokens_of_bits
+from lmpool.protocol.tokenizer import MAX_PACKED_BYTES, PackedTokenizer, unpack_tokenizer
 from lmpool.vocabulary import Vocabulary
 
 MOST_BYTES = 64 * 1024 * 1024
@@ -52,16 +53,17 @@ async def register(redis: Redis, keys: Keys, vocabulary: Vocabulary, *, anew: bo
         anew: send it whatever the pool has, for one that was told that what is there is another.
     """
     key = keys.vocabulary(vocabulary.digest)
-    if anew:
+    if anew or not await _keep(redis, key, vocabulary.nbytes):
         await redis.set(key, vocabulary.pack(), px=_TTL_MS)
-        return
+
+
+async def _keep(redis: Redis, key: bytes, size: int) -> bool:
+    """Have the pool keep a value for another day; False when it has none, or one of another size."""
     is_there = await redis.pexpire(key, _TTL_MS)
     try:
-        size = await redis.strlen(key)
+        return bool(is_there) and await redis.strlen(key) == size
     except ResponseError:
-        size = -1  # What is there may be something else, even no string.
-    if not is_there or size != vocabulary.nbytes:
-        await redis.set(key, vocabulary.pack(), px=_TTL_MS)
+        return False  # What is there may be something else, even no string.
 
 
 async def look_up(redis: Redis, keys: Keys, digest: str) -> Vocabulary:
@@ -94,6 +96,31 @@ def unpack_known(data: bytes, digest: str) -> Vocabulary:
     if vocabulary.digest != digest:
         raise UnknownVocabulary(f"what the pool has as the vocabulary {digest} is another: {vocabulary.digest}")
     return vocabulary
+
+
+async def register_tokenizer(redis: Redis, keys: Keys, tokenizer: PackedTokenizer) -> None:
+    """Have the pool know a tokenizer for another day; it travels only when the pool has none of its size."""
+    key = keys.tokenizer(tokenizer.digest)
+    if not await _keep(redis, key, len(tokenizer.data)):
+        await redis.set(key, tokenizer.data, px=_TTL_MS)
+
+
+async def look_up_tokenizer(redis: Redis, keys: Keys, digest: str) -> str:
+    """Read a tokenizer: its `tokenizer.json`.
+
+    Raises:
+        UnknownTokenizer: the pool does not know it, or has something else in its place.
+    """
+    try:
+        # Not GET: what is there may be of any size.
+        data = await redis.getrange(keys.tokenizer(digest), 0, MAX_PACKED_BYTES)
+        if not isinstance(data, bytes) or not data:
+            raise ProtocolError("there is nothing: ask again in a moment, its workers write it down again")
+        return unpack_tokenizer(data, digest)
+    except (ProtocolError, ResponseError) as error:
+        if isinstance(error, ResponseError) and not str(error).startswith("WRONGTYPE"):
+            raise
+        raise UnknownTokenizer(f"what the pool has as the tokenizer {digest} is none: {error}") from error
 
 
 async def register_tokens(redis: Redis, keys: Keys, tokens: TokenSet) -> None:

@@ -48,10 +48,12 @@ class ServerMemory(NamedTuple):
         evicted = f"{self.evicted_keys} keys evicted since its start"
         return f"{_megabytes(self.used_bytes)} used {limit} (maxmemory), {self.policy}, {evicted}"
 
-    @property
-    def is_nearly_full(self) -> bool:
-        """Whether one more value may cost another: right after an eviction there is free memory for a while."""
-        return self.used_bytes > _NEARLY_FULL * self.limit_bytes > 0
+    def is_full_for(self, size: int) -> bool:
+        """Whether one more value of so many bytes may cost another: right after an eviction memory is free for a while.
+
+        While a value is on its way the server has it twice.
+        """
+        return self.used_bytes + 2 * size > _NEARLY_FULL * self.limit_bytes > 0
 
     def doubt(self) -> str | None:
         """What is to be said of these settings: a sentence without an end, or None when they suit a pool."""
@@ -135,8 +137,8 @@ def doubt_of(product: str, version: str) -> str | None:
     )
 
 
-async def read_doubt(server: Server) -> str | None:
-    """Ask a server for its version, of a cluster one master; what is to be said of it, as `doubt_of` does.
+async def read_version(server: Server) -> tuple[str, str]:
+    """Ask a server for its name and version, of a cluster one master; "" for what it does not tell.
 
     HELLO is allowed to every user, and tells Valkey's own version, where INFO shows much that is nobody's business.
     """
@@ -144,10 +146,15 @@ async def read_doubt(server: Server) -> str | None:
     try:
         fields = _fields(await connection.call(b"HELLO"))
     except LMPoolError:
-        return None  # A proxy may know no HELLO. A server that cannot be used is told of by whoever needs it.
+        return "", ""  # A proxy may know no HELLO. A server that cannot be used is told of by whoever needs it.
     finally:
         connection.close()
-    return doubt_of(fields.get("server", ""), fields.get("version", ""))
+    return fields.get("server", ""), fields.get("version", "")
+
+
+async def read_doubt(server: Server) -> str | None:
+    """Ask a server for its version; what is to be said of it, as `doubt_of` does."""
+    return doubt_of(*await read_version(server))
 
 
 async def read_doubts(server: Server) -> list[str]:

@@ -42,6 +42,9 @@ REPLY_CAP = 1000
 REPLY_TTL_MS = 120_000
 """Lifetime of a reply stream behind its last message."""
 
+WANTED_TTL_MS = 60_000
+"""How long a model that has no info is wanted after a client has last looked for it: longer than autoscalers pause."""
+
 
 @dataclass(frozen=True, slots=True)
 class Keys:
@@ -77,6 +80,10 @@ class Keys:
         """String: one packed vocabulary; has a TTL."""
         return f"{self.prefix}:trie:{digest}".encode()
 
+    def tokenizer(self, digest: str) -> bytes:
+        """String: one packed tokenizer (`lmpool.protocol.tokenizer`); has a TTL."""
+        return f"{self.prefix}:tokenizer:{digest}".encode()
+
     def token_set(self, name: bytes) -> bytes:
         """String: the bits of a set of tokens, under the digest of what it is; has a TTL."""
         return f"{self.prefix}:tokens:{name.hex()}".encode()
@@ -106,7 +113,7 @@ class ModelKeys:
 
     __slots__ = (
         "adapters", "backlog", "backlog_jobs", "base", "capacity", "claim_cursor", "dead", "jobs", "lanes", "loading",
-        "offers", "queue", "reasons", "sole_client", "virtual_time", "waiting", "workers",
+        "offers", "queue", "reasons", "sole_client", "virtual_time", "waiting", "wanted", "workers",
     )  # fmt: skip
 
     def __init__(self, base: bytes) -> None:
@@ -151,6 +158,8 @@ class ModelKeys:
         "later" means that the job is in the backlog, "done" that the row has just been stored. The field "keep" stands
         for an operator who has queued the job again.
         """
+        self.wanted: Final = base + b":wanted"
+        """String, empty: there while clients wait for somebody to serve the model, whose info they lack; expires."""
         self.adapters: Final = base + b":adapters"
         """Hash: adapter -> encoded `Adapter` (`lmpool.protocol.adapter`); "" -> the fingerprint of their model;
         "@" -> the generation of this state and, after a space, that in whose place it was put."""

@@ -36,7 +36,7 @@ _VERSION_FIELD = "wire_version"
 _VERSION_WITHOUT_FIELD = 2
 """The wire version of the last releases whose infos did not tell it."""
 
-_FIELDS_SINCE_THEN = {"positions", "hidden"}
+_FIELDS_SINCE_THEN = {"positions", "hidden", "tokenizer"}
 """What their infos did not have either."""
 
 _FIELDS_UNTIL_THEN = {"scores"}
@@ -68,6 +68,7 @@ class ModelInfo:
         source: hub name or folder of the model, for its tokenizer; or "".
         gguf_file: the GGUF file in `source` that holds the tokenizer, or "".
         vocabulary: digest of the byte strings of its tokens (`lmpool.vocabulary`), which the pool has; or "".
+        tokenizer: digest of its tokenizer (`lmpool.protocol.tokenizer`), which the pool has; or "".
         answers_tries: its workers answer trie jobs by themselves, in the step that computes the row.
         positions: its workers answer what the model expects at every position of a text, and so what a continuation's
             tokens score, from one forward.
@@ -89,6 +90,7 @@ class ModelInfo:
     source: str = ""
     gguf_file: str = ""
     vocabulary: str = ""
+    tokenizer: str = ""
     answers_tries: bool = False
     positions: bool = False
     hidden: Annotated[int, msgspec.Meta(ge=0, le=2**31)] = 0

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, NamedTuple, Self, get_args
 
 import numpy as np
 from msgspec import Meta
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from lmpool.errors import NoProbability, ProtocolError
@@ -28,7 +29,7 @@ OPS: tuple[Op, ...] = get_args(Op)
 Selection = Literal["inner", "values", "nodes", "under"]
 """Which values of a trie are wanted; see `TrieQuery`."""
 
-PositionValues = Literal["logprobs", "logits", "scores", "logz", "hidden"]
+PositionValues = Literal["logprobs", "logits", "scores", "score_logits", "logz", "hidden"]
 """What is told of positions; see `PositionsQuery`."""
 
 MOST_ANSWER = 1 << 21
@@ -46,7 +47,8 @@ MOST_STOP_NUMBERS = 1 << 14
 # Where a continuation has ended before its longest: no vocabulary is so large.
 _NO_TOKEN = 0xFFFFFFFF
 # One number of each position.
-_SINGLE = ("scores", "logz")
+_OF_NEXT_TOKEN = ("scores", "score_logits")
+_SINGLE = (*_OF_NEXT_TOKEN, "logz")
 _SELECTIONS = get_args(Selection)
 _MOST_BYTES = 8 * 1024 * 1024
 _DIGEST_DIGITS = 32
@@ -369,9 +371,11 @@ class PositionsQuery(Message, frozen=True, tag="positions"):
         top: so many of the likeliest tokens, as `lmpool.protocol.query.pack_top` packs them; 0 for none.
         targets: otherwise these entries, little-endian uint32 ids; if there are none either, whole rows.
         values: of what. "scores": neither of these, but the log-probability of the token that follows; the last
-            position has none. "logz": the logarithm of the sum of the exponentials of the logits. "hidden": the last
-            hidden states, as `lmpool.protocol.hidden.pack_numbers` packs them.
+            position has none. "score_logits": its logit. "logz": the logarithm of the sum of the exponentials of the
+            logits. "hidden": the last hidden states, as `lmpool.protocol.hidden.pack_numbers` packs them.
         size: numbers of each position that a hidden state takes.
+        allowed: the `top` likeliest of these tokens only (`TokenSet.packed`); of all if there are none. Backends get
+            their ids as `targets` instead (`among`).
     """
 
     start: Annotated[int, Meta(ge=0)]
@@ -379,11 +383,21 @@ class PositionsQuery(Message, frozen=True, tag="positions"):
     targets: bytes = b""
     values: PositionValues = "logprobs"
     size: Annotated[int, Meta(ge=0)] = 0
+    allowed: bytes = b""
 
     @classmethod
-    def scores_from(cls, start: int) -> Self:
-        """What the prompt's own tokens from `start` on score, which must not be the first."""
-        return cls(start - 1, values="scores")
+    def scores_from(cls, start: int, *, logits: bool = False) -> Self:
+        """What the prompt's own tokens from `start` on score, or their logits; `start` must not be the first."""
+        return cls(start - 1, values="score_logits" if logits else "scores")
+
+    def among(self, ids: NDArray[np.int64]) -> Self:
+        """As it is, of these tokens only; their ids are ascending."""
+        return replace(self, targets=ids.astype("<u4").tobytes(), allowed=b"")
+
+    @property
+    def is_of_next_token(self) -> bool:
+        """Whether what is wanted is about the token that follows each position."""
+        return self.values in _OF_NEXT_TOKEN
 
     @property
     def target_ids(self) -> NDArray[np.int64]:
@@ -396,7 +410,7 @@ class PositionsQuery(Message, frozen=True, tag="positions"):
 
     def span(self, length: int) -> range:
         """The positions of a prompt of so many tokens that are asked for."""
-        return range(self.start, length - 1 if self.values == "scores" else length)
+        return range(self.start, length - 1 if self.is_of_next_token else length)
 
     def most_positions(self, vocab_size: int) -> int:
         """So many positions one job may ask for."""
@@ -414,10 +428,12 @@ class PositionsQuery(Message, frozen=True, tag="positions"):
         """
         if self.values == "logz":
             return log_z[:, None]
-        rows = logits if self.values == "logits" else logits - log_z[:, None]
+        rows = logits if self.values in ("logits", "score_logits") else logits - log_z[:, None]
         if self.top:
-            return pack_top(stack_tops([top(row, self.top) for row in rows], self.top))
-        if self.values == "scores":
+            ids = self.target_ids
+            tops = [top_of(row, self.top, ids) if self.targets else top(row, self.top) for row in rows]
+            return pack_top(stack_tops(tops, self.top))
+        if self.is_of_next_token:
             return np.take_along_axis(rows, following.astype(np.int64)[:, None], axis=1)
         return rows[:, self.target_ids] if self.targets else rows
 
@@ -515,11 +531,11 @@ def unpack_query(data: bytes) -> Query:
             return checked(MassQuery, values, "a query")
         case ["sample", float(), float(), _, _] as values:  # As a float, msgspec takes a whole number too.
             return checked(SampleQuery, values, "a query")
-        case ["positions", int(), int(k), bytes(targets), str(kind), int(size)] as values:
+        case ["positions", int(), int(k), bytes(targets), str(kind), int(size), bytes(allowed)] as values:
             # One of them at most, or clients would read the answer as something else.
             is_hidden = kind == "hidden"
             is_one = (k > 0) + bool(targets) + (kind in _SINGLE) + is_hidden <= 1
-            if len(targets) % 4 or not is_one or is_hidden != (size > 0):
+            if len(targets) % 4 or not is_one or is_hidden != (size > 0) or bool(allowed) > (k > 0):
                 raise ProtocolError("a query for positions wants more than one thing of them, or no whole ids")
             return checked(PositionsQuery, values, "a query")
         case ["generate", int(), float(), float(), int(), bytes(stop)] as values if len(stop) % 4 == 0:

@@ -2,6 +2,50 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from collections.abc import Iterator
 from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from tests.producer.batch.buckets import TestBucket
 
 collect_ignore = [] if find_spec("arq") else ["test_jobs.py"]
+
+# A store of its own process; it ends when the other end of its input does.
+_STORE = """
+import sys
+from moto.server import ThreadedMotoServer
+server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
+server.start()
+print(server.get_host_and_port()[1], flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture(scope="session")
+def store() -> Iterator[str]:
+    """The address of an S3 store."""
+    command = [sys.executable, "-c", _STORE]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        yield f"http://127.0.0.1:{int(process.stdout.readline())}"
+        process.stdin.close()
+        process.kill()
+
+
+@pytest.fixture
+def bucket(store: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TestBucket:
+    """A new bucket, for this process and those that it starts; copies of its files go to a cache of their own."""
+    for name, value in {
+        "AWS_ENDPOINT_URL": store,
+        "AWS_ACCESS_KEY_ID": "nobody",
+        "AWS_SECRET_ACCESS_KEY": "nothing",
+        "AWS_DEFAULT_REGION": "us-east-1",
+        "LMPOOL_BATCH_CACHE": str(tmp_path / "cache"),
+    }.items():
+        monkeypatch.setenv(name, value)
+    return TestBucket(tmp_path)

@@ -58,12 +58,12 @@ async def run(producer: Producer, source: Path, output: Path, what: str, **setti
     return await run_batch(producer, source, output, BatchSettings(what, **settings), Progress())
 
 
-def arguments(pool: Pool, source: Path, output: Path, *options: str | int | float) -> list[str]:
+def arguments(pool: Pool, source: Path | str, output: Path | str, *options: str | int | float) -> list[str]:
     """The command line of a run, without `lmpool`."""
     return ["batch", "run", str(source), str(output), "--redis", pool.url, "--prefix", pool.prefix, *map(str, options)]
 
 
-def begin(pool: Pool, source: Path, output: Path, *options: str | int | float) -> WorkerProcess:
+def begin(pool: Pool, source: Path | str, output: Path | str, *options: str | int | float) -> WorkerProcess:
     """Start a run as a process."""
     command = [*lmpool_command(), *arguments(pool, source, output, *options)]
-    return WorkerProcess(command, pool.folder / f"{output.name}.log")
+    return WorkerProcess(command, pool.folder / f"{Path(output).name}.log")

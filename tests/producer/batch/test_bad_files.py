@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import bz2
+import gzip
 import json
+import lzma
 import os
 import pty
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +24,16 @@ import lmpool.batch
 from lmpool.batch import lines as lines_module
 from lmpool.batch.lines import CustomIds
 from lmpool.errors import BatchError, BatchRefused, LMPoolError, SettingsError, UnknownAdapter
-from tests.producer.batch.runs import arguments, content, draw_texts, errors, run, write_lines, write_texts
+from tests.producer.batch.runs import arguments, begin, content, draw_texts, errors, run, write_lines, write_texts
 from tests.support.pool import DEADLINE_S, Pool, V, lmpool_command, run_lmpool
 
 MOST_TOKENS = 8
+PACKED: dict[str, Callable[[bytes], bytes]] = {
+    ".gz": gzip.compress,
+    ".bz2": bz2.compress,
+    ".xz": lzma.compress,
+    ".zst": lambda data: pa.compress(data, "zstd", asbytes=True),
+}
 BAD: list[tuple[dict[str, Any] | str, str]] = [
     ('{"custom_id": "broken", "ids": [1', "no JSON: "),
     ("[1, 2]", "unusable: Expected `object`, got `array`"),
@@ -175,6 +185,81 @@ def test_a_full_disk_is_told_and_leaves_no_half_shard(pool: Pool, tmp_path: Path
     assert not list(output.rglob("*.tmp"))
     ended = run_lmpool(*arguments(pool, source, output, "--what", what, "--shard-lines", 60, "--json"))
     assert ended.stdout == '{"texts": 61, "errors": 0, "shards": 2, "resumed": 1}\n'
+
+
+@pytest.mark.parametrize(("ending", "packed"), list(PACKED.items()))
+async def test_a_compressed_input_is_read_as_what_it_holds(
+    pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ending: str, packed: Callable[[bytes], bytes]
+) -> None:
+    monkeypatch.setenv("LMPOOL_BATCH_CACHE", str(tmp_path / "cache"))
+    pool.start()
+    plain = write_texts(tmp_path / "in.jsonl", draw_texts(30))
+    source = tmp_path / f"in.jsonl{ending}"
+    source.write_bytes(packed(plain.read_bytes()))
+    async with pool.producer() as producer:
+        await run(producer, plain, tmp_path / "plain", "topk:2", shard_lines=10)
+        await run(producer, source, tmp_path / "packed", "topk:2", shard_lines=10)
+        assert {name: data for name, data in content(tmp_path / "packed").items() if name != "manifest.json"} == {
+            name: data for name, data in content(tmp_path / "plain").items() if name != "manifest.json"
+        }
+        source.write_bytes(source.read_bytes()[:-20])
+        with pytest.raises(BatchError, match=rf"{source.name} cannot be unpacked"):
+            await run(producer, source, tmp_path / "half", "topk:2")
+    assert not (tmp_path / "half").exists()
+
+
+async def test_an_input_of_another_kind_is_told_by_its_first_bytes(pool: Pool, tmp_path: Path) -> None:
+    pool.start()
+    table = pa.table({"ids": [[1], [2, 3]]})
+    pq.write_table(table, tmp_path / "table.jsonl")  # Called something else.
+    async with pool.producer() as producer:
+        assert (await run(producer, tmp_path / "table.jsonl", tmp_path / "out", "topk:2")).texts == 2
+        for data, reason in (
+            (b"PK\x03\x04 and so on", "is a zip archive: unpack it first"),
+            ('{"ids": [1]}'.encode("utf-16"), "is UTF-16: save it as UTF-8"),
+        ):
+            (tmp_path / "in.jsonl").write_bytes(data)
+            with pytest.raises(SettingsError, match=f"in.jsonl' {reason}"):
+                await run(producer, tmp_path / "in.jsonl", tmp_path / "other", "topk:2")
+
+
+def test_a_model_that_is_missing_among_others_is_told_at_once(pool: Pool, tmp_path: Path) -> None:
+    pool.start()
+    source = write_texts(tmp_path / "in.jsonl", [[1, 2]])
+    wrong = arguments(pool, source, tmp_path / "out", "--what", "topk:2", "--model", "sny")
+    ended = run_lmpool(*wrong)
+    assert ended.returncode == 2
+    assert "the model 'sny' is not served; served are: syn;" in ended.stderr
+    assert "or pass --wait to wait for it" in ended.stderr
+    assert "waiting for" not in ended.stderr
+    ended = run_lmpool(*wrong, "--wait", "--timeout", "1")
+    assert "waiting for a worker to serve 'sny'" in ended.stderr
+    assert ended.returncode == 2
+
+
+def test_a_first_model_is_waited_for(pool: Pool, tmp_path: Path) -> None:
+    source = write_texts(tmp_path / "in.jsonl", [[1, 2]])
+    client = begin(pool, source, tmp_path / "out", "--what", "topk:2", "--model", "syn")
+    client.until_says("waiting for a worker to serve 'syn'")
+    pool.start()
+    assert client.wait() == 0, client.text
+    assert "1 answer in 1 shard in" in client.text
+
+
+def test_a_folder_of_a_run_has_a_status_without_arq(pool: Pool, tmp_path: Path) -> None:
+    pool.start()
+    source, output = write_texts(tmp_path / "in.jsonl", draw_texts(30)), tmp_path / "out"
+    assert run_lmpool(*arguments(pool, source, output, "--what", "topk:2", "--shard-lines", 10)).returncode == 0
+    ended = run_lmpool("batch", "status", str(output))
+    assert (ended.returncode, ended.stdout) == (0, "3 of 3 shards done\n")
+    (output / "shard-00001.jsonl").unlink()
+    ended = run_lmpool("batch", "status", str(output))
+    assert (ended.returncode, ended.stdout) == (0, "2 of 3 shards done; its jobs, if it has any, cannot be seen\n")
+    assert "pip install 'lmpool[bulk]'" in ended.stderr
+    told = json.loads(run_lmpool("batch", "status", str(output), "--json").stdout)
+    assert told == {"shards": 3, "done": 2, "queued": None, "under_way": None, "failed": None}
+    ended = run_lmpool("batch", "status", str(tmp_path))
+    assert (ended.returncode, "is no output of `lmpool batch`" in ended.stderr) == (2, True)
 
 
 def test_a_folder_that_cannot_be_made_is_told(pool: Pool, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,11 +16,14 @@ from typing import Any
 import msgpack
 import pytest
 import redis
-from arq.constants import health_check_key_suffix, job_key_prefix
+from arq.constants import health_check_key_suffix, in_progress_key_prefix, job_key_prefix
 
+import lmpool.batch
 from lmpool.batch.jobs import QUEUE, SCHEDULE_VARIABLE, connect, read_schedule, worker_options
+from lmpool.batch.storage.folder import digest_of_file
 from lmpool.embedded import EmbeddedServer
 from lmpool.errors import SettingsError
+from tests.producer.batch.buckets import TestBucket
 from tests.producer.batch.runs import content, draw_texts, run, write_lines, write_texts
 from tests.support.gate import Gate
 from tests.support.pool import DEADLINE_S, Pool, WorkerProcess, lmpool_command, run_lmpool, until
@@ -65,14 +69,14 @@ def batch(pool: Pool, command: str, *arguments: str | Path) -> Any:
     return ended.stdout
 
 
-def submit(pool: Pool, source: Path, output: Path) -> dict[str, int]:
+def submit(pool: Pool, source: Path | str, output: Path | str) -> dict[str, int]:
     told: dict[str, int] = json.loads(
         batch(pool, "submit", source, output, *OPTIONS, "--prefix", pool.prefix, "--json")
     )
     return told
 
 
-def status(pool: Pool, output: Path) -> dict[str, Any]:
+def status(pool: Pool, output: Path | str) -> dict[str, Any]:
     told: dict[str, Any] = json.loads(batch(pool, "status", output, "--json"))
     return told
 
@@ -120,10 +124,66 @@ async def test_a_killed_worker_costs_time_and_no_byte(
         gate.open()
     last = worker(jobs_pool)
     await asyncio.to_thread(until, lambda: status(jobs_pool, output)["done"] == SHARDS, "all shards are in place")
-    finished = output / "errors.jsonl"
-    await asyncio.to_thread(until, finished.exists, "the run is summed up")
+    await asyncio.to_thread(until, lambda: lmpool.batch.open(output).is_finished, "the run is summed up")
     last.end()
     assert {name: data for name, data in content(output).items() if not name.endswith(".tmp")} == expected
+
+
+async def test_a_killed_worker_on_a_bucket_costs_time_and_no_byte(
+    jobs_pool: Pool, tmp_path: Path, gate: Gate, wanted: tuple[Path, dict[str, bytes]], bucket: TestBucket
+) -> None:
+    path, expected = wanted
+    source, output = bucket.put("in.jsonl", path.read_bytes()), f"{bucket.url}/out"
+    assert submit(jobs_pool, source, output)["jobs"] == SHARDS
+    other, victim = worker(jobs_pool, "--burst", "--jobs", "2"), worker(jobs_pool, "--jobs", "2")
+    await asyncio.to_thread(until, lambda: bucket.shards("out") >= 3, "three shards are done")
+    gate.shut()
+    client = redis.Redis.from_url(jobs_pool.url)
+    marks = f"{in_progress_key_prefix}*"
+    await asyncio.to_thread(until, lambda: len(list(client.scan_iter(match=marks))) == 4, "four are under way")
+    victim.end()
+    gate.open()
+    client.close()
+    assert await asyncio.to_thread(other.wait) == 0, other.text
+    assert status(jobs_pool, output)["done"] == SHARDS
+    assert bucket.content("out") == expected
+
+
+async def test_jobs_whose_folder_is_gone_end_quietly_and_can_be_cancelled(
+    jobs_pool: Pool, tmp_path: Path, wanted: tuple[Path, dict[str, bytes]]
+) -> None:
+    source, expected = wanted
+    output = tmp_path / "out"
+    submit(jobs_pool, source, output)
+    shutil.rmtree(output)
+    assert batch(jobs_pool, "cancel", tmp_path / "other") == "0 jobs cancelled\n"
+    assert batch(jobs_pool, "cancel", output) == f"{SHARDS} jobs cancelled\n"
+    submit(jobs_pool, source, output)
+    shutil.rmtree(output)
+    process = worker(jobs_pool, "--burst")
+    assert await asyncio.to_thread(process.wait) == 0
+    assert "Error" not in process.text
+    assert process.text.count("the output is gone") == SHARDS
+    assert not output.exists()
+    assert submit(jobs_pool, source, output)["jobs"] == SHARDS
+    assert await asyncio.to_thread(worker(jobs_pool, "--burst").wait) == 0
+    assert content(output) == expected
+
+
+async def test_a_worker_that_was_killed_as_it_took_a_job_holds_it_for_a_lease(
+    jobs_pool: Pool, tmp_path: Path, wanted: tuple[Path, dict[str, bytes]]
+) -> None:
+    """arq marks a job for as long as it may take, which is a day, before it begins."""
+    source, expected = wanted
+    output = tmp_path / "out"
+    submit(jobs_pool, source, output)
+    client = redis.Redis.from_url(jobs_pool.url)
+    (name,) = client.zrange(QUEUE, 0, 0)
+    client.set(in_progress_key_prefix.encode() + name, b"1", px=86_400_000)
+    client.close()
+    assert status(jobs_pool, output)["under_way"] == 1
+    assert await asyncio.to_thread(worker(jobs_pool, "--burst").wait) == 0
+    assert content(output) == expected
 
 
 async def test_what_is_cancelled_is_not_done_and_may_be_queued_again(
@@ -146,13 +206,18 @@ async def test_a_job_that_fails_says_why(
     source, _ = wanted
     submit(jobs_pool, source, tmp_path / "out")
     whole = source.read_bytes()
-    source.write_bytes(whole + b"\n")
-    assert await asyncio.to_thread(worker(jobs_pool, "--burst").wait) == 0
-    told = status(jobs_pool, tmp_path / "out")
-    assert len(told["failed"]) == SHARDS
-    assert f"has {len(whole) + 1} bytes and had {len(whole)} when this was submitted" in told["failed"]["0"]
-    source.write_bytes(whole)
-    assert submit(jobs_pool, source, tmp_path / "out")["jobs"] == SHARDS
+    digest = digest_of_file(source)
+    for other in (whole + b"\n", whole[::-1]):
+        source.write_bytes(other)
+        assert await asyncio.to_thread(worker(jobs_pool, "--burst").wait) == 0
+        told = status(jobs_pool, tmp_path / "out")
+        assert len(told["failed"]) == SHARDS
+        if len(other) == len(whole):
+            assert f"has the digest {digest_of_file(source)} and had {digest} when this was" in told["failed"]["0"]
+        else:
+            assert f"has {len(other)} bytes and had {len(whole)} when this was submitted" in told["failed"]["0"]
+        source.write_bytes(whole)
+        assert submit(jobs_pool, source, tmp_path / "out")["jobs"] == SHARDS
 
 
 async def test_arqs_own_command_is_a_worker_and_jobs_are_no_pickles(
@@ -205,13 +270,12 @@ async def test_a_nightly_run_is_submitted_with_the_day_in_its_name(
     assert (await entry.coroutine(context))["jobs"] == SHARDS
     (made,) = tmp_path.glob("out-2*")
     assert status(jobs_pool, made)["queued"] == SHARDS
-    await options["on_shutdown"](context)
+    for made_of in context["producers"].values():
+        await made_of.close()
     await options["redis_pool"].aclose(close_connection_pool=True)
     # As arq's own command finds it.
     monkeypatch.setenv(SCHEDULE_VARIABLE, str(schedule))
     monkeypatch.setenv("LMPOOL_REDIS_URL", jobs_pool.url)
-    import lmpool.batch
-
     assert len(lmpool.batch.WorkerSettings.cron_jobs) == 1
 
 
@@ -269,6 +333,6 @@ async def test_jobs_under_way_are_cancelled_and_may_be_queued_beside(
     assert set(failed.values()) <= {"cancelled"}
     assert submit(jobs_pool, source, output)["jobs"] == left
     await asyncio.to_thread(until, lambda: status(jobs_pool, output)["done"] == SHARDS, "all shards are in place")
-    await asyncio.to_thread(until, (output / "errors.jsonl").exists, "the run is summed up")
+    await asyncio.to_thread(until, lambda: lmpool.batch.open(output).is_finished, "the run is summed up")
     first.end()
     assert {name: data for name, data in content(output).items() if not name.endswith(".tmp")} == expected

@@ -187,6 +187,8 @@ def test_ctrl_c_leaves_nothing_half(pool: Pool, tmp_path: Path, signals: int) ->
     assert client.wait() == 130
     if signals == 1:
         assert not list(output.rglob("*.tmp"))
+        done, shards = len(lmpool.batch.open(output)) // SHARD_LINES, len(TEXTS) // SHARD_LINES
+        assert f"lmpool: stopped after {done} of {shards} shards; run the same command to go on" in client.text
     assert not lmpool.batch.open(output).is_finished
     gate.open()
     ended = run_lmpool(*arguments(pool, source, output, *options))

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from typer.testing import CliRunner, Result
 
 from lmpool.errors import EmptyPrompt, NoWorker, SettingsError, TokenOutOfRange, UnknownModel, UnknownNode
+from lmpool.producer import Producer
 from lmpool.producer.cli import trie_show
 from lmpool.producer.cli.options import run as run_async
 from lmpool.producer.cli.trie_show import Branch, Grower, Limits, TokensBelow, from_text, print_tree, to_text, trie_app
@@ -147,7 +148,10 @@ def test_text_goes_through_the_tokenizer_of_the_model(served: Pool, monkeypatch:
         def decode(self, token_ids: list[int]) -> str:
             return bytes(token_ids).decode()
 
-    monkeypatch.setattr(trie_show, "load_tokenizer", lambda info: Letters())
+    async def find(producer: Producer) -> Letters:
+        return Letters()
+
+    monkeypatch.setattr(trie_show, "find_tokenizer", find)
     shown = json.loads(in_process(served, "hé\n", "--depth", "1", "--json").stdout)
     assert shown["prompt"] == list("hé\n".encode())
     assert r'all tokens after "hé\n"' in in_process(served, "hé\n", "--depth", "1").stdout

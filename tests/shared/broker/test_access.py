@@ -15,11 +15,15 @@ import numpy as np
 import pytest
 from redis.exceptions import NoPermissionError, ResponseError
 
-from lmpool.errors import AuthenticationFailed, QueueCleared
+from lmpool.broker.registries import look_up_tokenizer, register_tokenizer
+from lmpool.broker.server import Server
+from lmpool.errors import AuthenticationFailed, NoWorker, QueueCleared
 from lmpool.producer import Producer
 from lmpool.producer.client.session import Priority
 from lmpool.protocol.keys import GROUP, Keys
+from lmpool.protocol.tokenizer import PackedTokenizer
 from lmpool.synthetic import synthetic_row
+from lmpool.web.demand import read_demand
 from lmpool.workers.backends.synthetic import SyntheticBackend, SyntheticSettings
 from lmpool.workers.trie.backend import TrieBackend, TrieSettings
 from tests.shared.broker.secure_server import ROLES, SHIPPED, SecureServer, password_of
@@ -51,7 +55,7 @@ CHANGING_ADAPTERS = (
 # What belongs to somebody else: by role.
 NOT_THEIRS = {
     "producer": (
-        "INFO memory", "SCAN 0", "SET lmpool:row:f:d x",
+        "INFO memory", "SCAN 0", "SET lmpool:row:f:d x", "SET lmpool:tokenizer:d x", "PEXPIRE lmpool:tokenizer:d 1",
         "SET lmpool:row:f:d x NX", "DEL lmpool:row:f:d", "APPEND lmpool:row:f:d x",
         "SETRANGE lmpool:row:f:d 0 x", "EVAL redis.call('SET','lmpool:row:f:d','x') 0", "GETDEL lmpool:row:f:d",
         "EVAL redis.call('DEL',KEYS[1]) 1 lmpool:row:f:d", "PEXPIRE lmpool:row:f:d 1", "MGET lmpool:weights:x",
@@ -66,7 +70,7 @@ NOT_THEIRS = {
         "SET lmpool:{m}:adapters x", *CHANGING_ADAPTERS,
     ),
     "adapters": (
-        "INFO stats", "SCAN 0", "SET lmpool:row:f:d x",
+        "INFO stats", "SCAN 0", "SET lmpool:row:f:d x", "SET lmpool:tokenizer:d x",
         "DEL lmpool:row:f:d", "HSET lmpool:models m x", "UNLINK lmpool:worker:w",
         "XREADGROUP GROUP workers w STREAMS lmpool:{m}:jobs >", "XADD lmpool:{m}:reply:c * d x",
         "XRANGE lmpool:{m}:dead - +", "MGET lmpool:weights:x", "DEL lmpool:{m}:adapters",
@@ -76,9 +80,11 @@ NOT_THEIRS = {
         "SCAN 0", "XREAD STREAMS lmpool:{m}:reply:c 0", "UNLINK lmpool:{m}:reply:c", "XRANGE lmpool:{m}:dead - +",
         "MGET lmpool:weights:x", "SET lmpool:weights:x x", "DEL lmpool:{m}:jobs", "DEL lmpool:models",
         "SET lmpool:models x", "XADD lmpool:{m}:waiting:d * a b", "SET lmpool:{m}:replaced:a x",
+        "SET lmpool:{m}:wanted x",
     ),
     "trie-worker": (
         "SCAN 0", "SET lmpool:row:f:d x", "DEL lmpool:row:f:d", "SET lmpool:weights:x x", "SET lmpool:trie:x x",
+        "SET lmpool:tokenizer:d x",
         "XADD lmpool:{m}:jobs * m x", "XRANGE lmpool:{m}:jobs - +", "XADD lmpool:{m}:reply:c * d x",
         "XREAD STREAMS lmpool:{trie}:reply:c 0", "HSET lmpool:{m}:adapters a b", "UNLINK lmpool:{m}:jobs",
     ),
@@ -411,6 +417,16 @@ async def test_users_of_one_model_can_neither_use_nor_read_another(server: Secur
     assert "will try again" not in restricted.text
 
 
+async def test_workers_write_tokenizers_and_whoever_asks_reads_them(server: SecureServer, workers: Workers) -> None:
+    packed = PackedTokenizer.pack("{}")
+    async with Server(server.url("worker")).client() as client:
+        for _ in range(2):
+            await register_tokenizer(client, KEYS, packed)
+    for role in ("producer", "adapters", "operator"):
+        async with Server(server.url(role)).client() as client:
+            assert await look_up_tokenizer(client, KEYS, packed.digest) == "{}"
+
+
 # What can be done to a key, whatever stands there.
 TO_A_KEY = (
     "GET", "MGET", "GETRANGE 0 1", "STRLEN", "EXISTS", "PTTL", "HGETALL", "HGET f", "HKEYS", "HLEN", "HSTRLEN f",
@@ -515,3 +531,28 @@ def test_trie_workers_may_store_answers_and_no_rows() -> None:
         line for line in (SHIPPED / "users.acl").read_text().splitlines() if line.startswith("user trie-worker ")
     ]
     assert f"~lmpool:row:{info.fingerprint}:*)" in line
+
+
+async def test_a_producer_says_what_it_waits_for_and_an_operator_sees_it(
+    server: SecureServer, workers: Workers
+) -> None:
+    rules = next(line for line in (SHIPPED / "users.acl").read_text().splitlines() if line.startswith("user producer "))
+    without = re.sub(r" \([^()]*:wanted\)", "", rules.partition(" resetchannels")[2])
+    with server.client("admin") as admin:
+        admin.execute_command(
+            "ACL", "SETUSER", "before", "on", "resetchannels", *_split(without), f">{password_of('before')}"
+        )
+    operator = Server(server.url("operator")).client()
+    try:
+        # Rights of an older release: nobody sees it, and nothing else is different.
+        for user, wanted in (("before", 0), ("producer", 1)):
+            with pytest.raises(NoWorker):
+                await Producer("none", redis=server.url(user), when_absent="wait").open(timeout=0.5)
+            assert (await read_demand(operator, KEYS, "none")).wanted == wanted
+    finally:
+        await operator.aclose()
+
+
+def _split(rules: str) -> list[str]:
+    """The rules of a user, one that stands in parentheses with its commands and keys."""
+    return re.findall(r"\([^()]*\)|\S+", rules)

@@ -30,6 +30,7 @@ OTHER: dict[str, Any] = {
     "source": "somewhere",
     "gguf_file": "a.gguf",
     "vocabulary": "2b" * 16,
+    "tokenizer": "3c" * 16,
     "answers_tries": True,
     "positions": True,
     "hidden": 64,
@@ -261,27 +262,27 @@ OLDER = bytes.fromhex(
 
 def test_the_info_of_a_release_without_a_wire_version_is_refused_by_name_and_version() -> None:
     with pytest.raises(
-        ProtocolError, match="the model 'm' is served with wire version 2, and this release of lmpool speaks 6: run the"
+        ProtocolError, match="the model 'm' is served with wire version 2, and this release of lmpool speaks 7: run the"
     ):
         ModelInfo.unpack(OLDER)
 
 
 @pytest.mark.parametrize("more", [{}, {"colour": 1}])
 def test_the_info_of_a_later_release_is_refused_by_its_version_whatever_fields_it_has(more: dict[str, Any]) -> None:
-    with pytest.raises(ProtocolError, match="the model 'm' is served with wire version 7, and this .* speaks 6"):
-        ModelInfo.unpack(packed(wire_version=7, **more))
+    with pytest.raises(ProtocolError, match="the model 'm' is served with wire version 8, and this .* speaks 7"):
+        ModelInfo.unpack(packed(wire_version=8, **more))
 
 
 def test_a_release_without_a_wire_version_finds_a_field_that_it_does_not_know() -> None:
     # It compares the fields with its own, and then says "do all sides run the same one?".
     new, old = msgpack.unpackb(INFO.pack()), msgpack.unpackb(OLDER)
-    assert new.keys() - old.keys() == {"positions", "hidden", "wire_version"}
+    assert new.keys() - old.keys() == {"positions", "hidden", "tokenizer", "wire_version"}
     assert {name: value for name, value in new.items() if name in old} | {"scores": False} == old
 
 
 def test_workers_of_another_wire_version_serve_something_else_although_its_rows_are_the_same() -> None:
     # Releases without a wire version have the fingerprint alone in their heartbeats, and compare it.
-    assert INFO.service_fingerprint == f"6-{INFO.fingerprint}"
+    assert INFO.service_fingerprint == f"7-{INFO.fingerprint}"
 
 
 @pytest.mark.parametrize("version", [None, "3", 3.0, True, [3]])

@@ -62,6 +62,8 @@ QUERY = TrieQuery("sum", "0" * 32, "nodes", b"\x01\0\0\0\x02\0\0\0", "f" * 32, b
         PositionsQuery(5, 32),
         PositionsQuery(5, 0, b"\1\0\0\0\2\0\0\0"),
         PositionsQuery(5, values="scores"),
+        PositionsQuery(5, values="score_logits"),
+        PositionsQuery(5, 2, values="logits", allowed=b"i\1\0\0\0"),
         PositionsQuery(0, 3, values="logits"),
         PositionsQuery(0, values="hidden", size=32),
         HeadQuery("facts"),
@@ -78,10 +80,10 @@ def test_the_wire_is_pinned_to_the_byte() -> None:
     assert TopQuery(300).pack().hex() == "93a3746f70cd012cc400"
     assert SampleQuery(0.5, 1.0, 7).pack().hex() == "95a673616d706c65cb3fe0000000000000cb3ff000000000000007c400"
     assert MassQuery(b"i\1\0\0\0").pack().hex() == "92a46d617373c4056901000000"
-    assert PositionsQuery(3, 5).pack().hex() == "96a9706f736974696f6e730305c400a86c6f6770726f627300"
+    assert PositionsQuery(3, 5).pack().hex() == "97a9706f736974696f6e730305c400a86c6f6770726f627300c400"
     wanted = PositionsQuery(3, 0, b"\1\0\0\0", "logits").pack().hex()
-    assert wanted == "96a9706f736974696f6e730300c40401000000a66c6f6769747300"
-    assert PositionsQuery(3, values="scores").pack().hex() == "96a9706f736974696f6e730300c400a673636f72657300"
+    assert wanted == "97a9706f736974696f6e730300c40401000000a66c6f6769747300c400"
+    assert PositionsQuery(3, values="scores").pack().hex() == "97a9706f736974696f6e730300c400a673636f72657300c400"
     made = GenerateQuery(3, 0.5, 1.0, 7, pack_stops([[9]])).pack().hex()
     assert made == "96a867656e657261746503cb3fe0000000000000cb3ff000000000000007c4080100000009000000"
     assert FreshQuery(b"n" * 16).pack().hex() == "92a56672657368c410" + "6e" * 16
@@ -127,6 +129,11 @@ def test_a_malformed_query_is_refused_with_what_is_wrong(changes: dict[str, obje
         ["positions", 0, 1.5, b""],
         ["positions", 0, 0],
         ["positions", 0, 0, b"", 1],
+        ["positions", 0, 0, b"", "logprobs", 0],
+        ["positions", 0, 0, b"", "logprobs", 0, b"i\1\0\0\0"],
+        ["positions", 0, 2, b"\1\0\0\0", "logprobs", 0, b"i\1\0\0\0"],
+        ["positions", 0, 2, b"", "logprobs", 0, "i"],
+        ["positions", 0, 2, b"", "score_logits", 0, b""],
         ["fresh", b"n" * 15],
         ["fresh", "n" * 16],
         ["fresh", "bm5ubm5ubm5ubm5ubm5ubg=="],

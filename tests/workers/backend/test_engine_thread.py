@@ -17,7 +17,7 @@ from lmpool.broker.server import Server
 from lmpool.errors import SettingsError, WorkerError
 from lmpool.protocol.prompt import digest_of
 from lmpool.protocol.query import GenerateQuery
-from lmpool.protocol.row import Encoding, RowBlock
+from lmpool.protocol.row import Encoding, Row, RowBlock
 from lmpool.synthetic import synthetic_row
 from lmpool.workers.backend.continuations import Continuations
 from lmpool.workers.backend.contract import Backend, BackendJob, Finished
@@ -26,6 +26,7 @@ from lmpool.workers.backend.yielding import YieldingJobs
 from lmpool.workers.backends.synthetic import SyntheticBackend, SyntheticSettings
 from lmpool.workers.settings import WorkerSettings
 from lmpool.workers.worker import Worker
+from tests.support.gate import GatedBackend, OneByOne
 from tests.support.pool import DEADLINE_S, Pool, Prepared, until_async
 
 V = 64
@@ -436,3 +437,48 @@ async def test_a_continuation_whose_adapter_is_gone_is_forgotten(tmp_path: Path)
         await outcome.until(lambda: not engine_thread.is_busy, "both come back as stale")
         assert len(engine_thread._continuations) == 0
     assert not outcome.broken
+
+
+async def test_rows_beside_continuations_are_computed_where_clients_read_them() -> None:
+    gate, given = OneByOne(), list[Row]()
+    backend = GatedBackend(gate, vocab_size=V)
+    continued, others = continuing(1, most=4), jobs(5, 6)
+
+    def new_rows(count: int, vocab_size: int, encoding: Encoding) -> Row:
+        given.append(np.empty((count, vocab_size), encoding.dtype))
+        return given[-1]
+
+    async with stepping(backend) as (engine_thread, outcome):
+        engine_thread.write_to(new_rows)
+        engine_thread.submit([others[0], continued, others[1]])
+        for steps in (1, 2):
+            gate.let_one()
+            await outcome.until(lambda: len(outcome.finished) == steps, "a step has passed")  # noqa: B023
+        blocks = outcome.finished[0].blocks
+        assert [digest for block in blocks for digest in block.digests] == [job.digest for job in others]
+        assert all(np.shares_memory(block.numbers, given[0]) for block in blocks)
+        assert len(given) == 1, "what is of continuations alone needs none"
+        gate.open()
+        await outcome.until(lambda: not engine_thread.is_busy, "the continuation ends")
+
+
+@pytest.mark.parametrize(("count", "are_in_place"), [(1, True), (4, True), (5, False)])
+def test_rows_between_those_of_continuations_stay_where_they_are_if_that_makes_few_blocks(
+    count: int, are_in_place: bool
+) -> None:
+    continuations, made = Continuations(), [continuing(token) for token in range(count)]
+    continuations.begin(made)
+    others = [(bytes([at]) * 16, bytes([at, 99]) * 8) for at in range(count)]
+    digests = [digest for job, pair in zip(made, others, strict=True) for digest in (job.digest, *pair)]
+    # Logits that are all the same, but for each row.
+    numbers = np.repeat(np.arange(len(digests), dtype=np.float16)[:, None], V, axis=1)
+    log_z = numbers[:, 0] + np.float32(np.log(V))
+    finished, longer = continuations.advance(Finished([RowBlock(digests, numbers, log_z, Encoding.F16)], {}))
+    assert [job.digest for job in longer] == [job.digest for job in made]
+    assert len(finished.blocks) == (count if are_in_place else 1)
+    assert [digest for block in finished.blocks for digest in block.digests] == [one for pair in others for one in pair]
+    for block in finished.blocks:
+        assert np.shares_memory(block.numbers, numbers) is are_in_place
+        for index, digest in enumerate(block.digests):
+            assert block.numbers[index, 0] == digests.index(digest)
+            assert np.allclose(block.row(index), -np.log(V))

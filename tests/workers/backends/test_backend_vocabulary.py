@@ -13,9 +13,9 @@ from transformers import AutoTokenizer
 
 from lmpool.protocol.model_info import ModelInfo
 from lmpool.vocabulary import Vocabulary
-from lmpool.workers.backends import checkpoint
-from lmpool.workers.backends.checkpoint import read_vocabulary
+from lmpool.workers.backends import tokenizer as texts
 from lmpool.workers.backends.sglang.launch import _device_of
+from lmpool.workers.backends.tokenizer import read_texts
 from tests.contract.model import PIECES, write_tokenizer
 from tests.support.models.tiny_models import CONFIGS, write_model
 
@@ -41,7 +41,7 @@ BROKEN = {
 
 
 def read(folder: Path, **changed: Any) -> Vocabulary | None:
-    return read_vocabulary(replace(INFO, source=str(folder), **changed), None, trust_remote_code=False)
+    return read_texts(replace(INFO, source=str(folder), **changed), None, trust_remote_code=False).vocabulary
 
 
 def warning(caplog: pytest.LogCaptureFixture) -> str:
@@ -101,10 +101,10 @@ def test_a_tokenizer_is_loaded_as_the_model_was(tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.setattr(AutoTokenizer, "from_pretrained", load)
     trouble = ["", "no way there"]
-    monkeypatch.setattr(checkpoint, "hub_trouble", lambda: trouble.pop(0))
-    read_vocabulary(replace(INFO, source="org/model"), "v2", trust_remote_code=True)
-    read_vocabulary(replace(INFO, source="org/model"), "v2", trust_remote_code=True)
-    read_vocabulary(replace(INFO, source=str(tmp_path), gguf_file="m.gguf"), None, trust_remote_code=False)
+    monkeypatch.setattr(texts, "hub_trouble", lambda: trouble.pop(0))
+    read_texts(replace(INFO, source="org/model"), "v2", trust_remote_code=True)
+    read_texts(replace(INFO, source="org/model"), "v2", trust_remote_code=True)
+    read_texts(replace(INFO, source=str(tmp_path), gguf_file="m.gguf"), None, trust_remote_code=False)
     hub = {"gguf_file": None, "revision": "v2", "trust_remote_code": True, "local_files_only": False}
     # What a folder lacks is not looked for elsewhere, nor anything on a hub that does not answer.
     cached = {**hub, "local_files_only": True}

@@ -32,7 +32,16 @@ def compute(answers: PositionAnswers, name: str, positions: range, logits: Tenso
 
 
 @pytest.mark.parametrize("first", range(1, LENGTH))
-@pytest.mark.parametrize("query", [PositionsQuery(3), PositionsQuery(0, 4), PositionsQuery.scores_from(4)])
+@pytest.mark.parametrize(
+    "query",
+    [
+        PositionsQuery(3),
+        PositionsQuery(0, 4),
+        PositionsQuery(0, 2, values="logits").among(np.array([1, 5, 7])),
+        PositionsQuery.scores_from(4),
+        PositionsQuery.scores_from(4, logits=True),
+    ],
+)
 def test_parts_give_what_the_whole_gives(query: PositionsQuery, first: int) -> None:
     answers = opened("whole", "parts", "twice", query=query)
     compute(answers, "whole", range(LENGTH))

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from lmpool.protocol.query import PositionsQuery
+from lmpool.protocol.query import PositionsQuery, PositionValues, unpack_top
 from lmpool.protocol.row import Encoding
 from lmpool.workers.backends import row_encoder
 from lmpool.workers.backends.row_encoder import RowEncoder, expected_at
@@ -149,6 +149,20 @@ def test_a_gpu_is_told_of_the_whole_segment(monkeypatch: pytest.MonkeyPatch) -> 
 def test_of_equal_entries_those_with_the_lowest_ids_are_expected(dtype: torch.dtype, k: int) -> None:
     """Torch does not say which of them it takes."""
     logits = torch.randint(0, 4, (200, 12), generator=torch.Generator().manual_seed(k)).to(dtype)
-    query = PositionsQuery(0, k)
     rows = torch.log_softmax(logits.float(), dim=-1).numpy()
-    assert np.array_equal(expected_at(logits, query, []), query.of(rows, np.zeros(len(rows), np.float32), np.empty(0)))
+    log_z = np.zeros(len(rows), np.float32)
+    some = PositionsQuery(0, max(1, k - 3)).among(np.array([0, 1, 2, 3, 5, 7, 8, 9, 11]))
+    for query in (PositionsQuery(0, k), some):
+        found = expected_at(logits, query, [])
+        assert np.array_equal(found, query.of(rows, log_z, np.empty(0)))
+    assert set(unpack_top(found, 12).ids.ravel().tolist()) <= set(some.target_ids.tolist())
+
+
+@pytest.mark.parametrize("values", ["logits", "score_logits"])
+def test_where_logits_are_no_distribution_nothing_is_told_of_them(values: PositionValues) -> None:
+    logits = torch.randn(3, 12, generator=torch.Generator().manual_seed(1))
+    logits[1, 4] = torch.inf
+    found = expected_at(logits, PositionsQuery(0, values=values), [2, 3, 4])
+    assert np.isnan(found).any(axis=1).tolist() == [False, True, False]
+    expected = logits[0, 2] if values == "score_logits" else logits[0]
+    assert np.array_equal(found[0], np.atleast_1d(expected))

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from lmpool.broker.readers import QueueState
+from lmpool.broker.server_checks import ServerMemory
 from lmpool.embedded import EmbeddedServer
 from lmpool.errors import SettingsError
 from lmpool.producer import SyncProducer
@@ -75,6 +76,8 @@ async def test_a_scrape_tells_what_the_worker_has_done(pool: Pool) -> None:
     assert value("worker_tokens_total") >= 100
     assert (value("queue_jobs"), value("worker_held_prompts"), value("worker_ready")) == (0, 0, 1)
     assert value("worker_heartbeat_age_seconds") < 30
+    assert 0 < value("server_memory_bytes") < value("server_memory_limit_bytes")
+    assert value("server_evicted_keys_total") >= 0
 
 
 async def test_depth_age_and_jobs_of_dead_workers_are_seen(pool: Pool, tmp_path: Path) -> None:
@@ -99,10 +102,10 @@ async def test_depth_age_and_jobs_of_dead_workers_are_seen(pool: Pool, tmp_path:
     assert scrape(port).value("lmpool_worker_claimed_jobs_total", model="syn") >= 10
 
 
-def families(queue: QueueState | None = None) -> list[Any]:
+def families(queue: QueueState | None = None, memory: ServerMemory | None = None) -> list[Any]:
     """What the collector of a worker gives that has done nothing yet."""
     counters = Counters()
-    counters.queue = queue
+    counters.queue, counters.memory = queue, memory
     return list(WorkerCollector(lambda: Snapshot("m", "w", False, 0, 0.0, BackendStats(), counters)).collect())
 
 
@@ -110,15 +113,15 @@ def test_every_metric_has_a_help_and_a_name_of_its_own() -> None:
     names = [family.name for family in families()]
     assert len(set(names)) == len(names)
     for family in families():
-        assert family.name.startswith(("lmpool_worker_", "lmpool_queue_"))
+        assert family.name.startswith(("lmpool_worker_", "lmpool_queue_", "lmpool_server_"))
         assert family.documentation.endswith(".")
 
 
 def test_a_queue_that_nobody_has_looked_at_has_no_numbers() -> None:
-    unseen, seen = families(), families(QueueState(0, 0.0, 0, 0.0))
+    unseen, seen = families(), families(QueueState(0, 0.0, 0, 0.0), ServerMemory(1, 0, "noeviction", 0))
     assert [family.name for family in unseen] == [family.name for family in seen]
     without = {family.name for family in unseen if not family.samples}
-    assert without == {family.name for family in seen if family.name.startswith("lmpool_queue_")}
+    assert without == {family.name for family in seen if family.name.startswith(("lmpool_queue_", "lmpool_server_"))}
     assert all(family.samples for family in seen)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
 
 import numpy as np
@@ -31,6 +31,7 @@ from lmpool.protocol.query import (
     MassQuery,
     PickQuery,
     SampleQuery,
+    TopQuery,
     TrieQuery,
     mass_of,
     pack_token,
@@ -42,6 +43,7 @@ from lmpool.protocol.query import (
 )
 from lmpool.protocol.row import Row, RowBlock, VectorBlock, decode_row
 from lmpool.protocol.token_set import TokenSet, name_in, unpack_tokens
+from lmpool.workers.backend.contract import BackendJob
 from lmpool.workers.queue.consumer import InFlightJob, InFlightJobs, JobsByDigest
 from lmpool.workers.queue.publisher import Publisher
 from lmpool.workers.trie.backend import answer
@@ -92,6 +94,14 @@ class QueryAnswerer:
             await self._tries.answer(tries, rows)
         if picks:
             await self._sampler.answer(picks, rows)
+
+    async def with_tokens(self, jobs: Sequence[BackendJob]) -> tuple[list[BackendJob], dict[bytes, Failure]]:
+        """Have jobs about positions name the tokens that they are about, in place of a set; see `Sampler.with_tokens`.
+
+        Returns:
+            the jobs, and by the digests of the others why they cannot be done.
+        """
+        return await self._sampler.with_tokens(jobs)
 
 
 class TokenSets:
@@ -165,15 +175,8 @@ class Sampler:
 
     async def answer(self, jobs: JobsByDigest, rows: Mapping[bytes, Row]) -> None:
         """Answer queries about these rows, and end the jobs."""
-        wanted = {
-            job.query.allowed
-            for group in jobs.values()
-            for job in group.values()
-            if isinstance(job.query, PickQuery) and job.query.allowed
-        }
-        sets: Mapping[bytes, TokenSet | LMPoolError] = {}
-        if wanted:
-            sets = await self._publisher.retry(lambda: self._token_sets.of(wanted))
+        queries = [job.query for group in jobs.values() for job in group.values()]
+        sets = await self._sets([query.allowed for query in queries if isinstance(query, PickQuery)])
         picked = await asyncio.to_thread(_pick_all, jobs, rows, sets)
         by_answer, overwrite = _by_answer(jobs)
         answers = {digest: answer for digest, answer in picked.items() if isinstance(answer, np.ndarray)}
@@ -181,6 +184,27 @@ class Sampler:
             await self._publisher.publish(VectorBlock(list(answers), list(answers.values())), by_answer, overwrite)
         failures = {digest: answer for digest, answer in picked.items() if isinstance(answer, Failure)}
         await _fail(self._publisher, by_answer, failures)
+
+    async def with_tokens(self, jobs: Sequence[BackendJob]) -> tuple[list[BackendJob], dict[bytes, Failure]]:
+        """See `QueryAnswerer.with_tokens`."""
+        sets = await self._sets([allowed_in(job) for job in jobs])
+        ready, failures = list[BackendJob](), dict[bytes, Failure]()
+        for job in jobs:
+            query, packed = job.positions, allowed_in(job)
+            if query is None or not packed:
+                ready.append(job)
+                continue
+            try:
+                tokens = _members(sets[packed], query.top)
+                ready.append(job._replace(positions=query.among(tokens.ids)))
+            except LMPoolError as error:
+                failures[job.digest] = Failure(type(error).__name__, str(error))
+        return ready, failures
+
+    async def _sets(self, packed: Iterable[bytes]) -> Mapping[bytes, TokenSet | LMPoolError]:
+        """The sets that queries carry, but for b"", or why one cannot be had."""
+        wanted = set(filter(None, packed))
+        return await self._publisher.retry(lambda: self._token_sets.of(wanted)) if wanted else {}
 
 
 class TrieQueryAnswerer:
@@ -272,11 +296,9 @@ def _pick_all(
     picked: dict[bytes, NDArray[np.float32] | Failure] = {}
     for digest, (query, row) in queries.items():
         assert isinstance(query, PickQuery)
-        tokens = sets[query.allowed] if query.allowed else None
+        most = query.k if isinstance(query, TopQuery) else 1
         try:
-            if isinstance(tokens, LMPoolError):
-                raise tokens
-            picked[digest] = _pick(query, row, tokens)
+            picked[digest] = _pick(query, row, _members(sets[query.allowed], most) if query.allowed else None)
         except LMPoolError as error:
             picked[digest] = Failure(type(error).__name__, str(error))
     return picked
@@ -286,7 +308,6 @@ def _pick(query: PickQuery, row: Row, tokens: TokenSet | None) -> NDArray[np.flo
     """What is picked from a row, or from its entries of some tokens.
 
     Raises:
-        SettingsError: more than there are.
         NoProbability: nothing can be drawn.
     """
     if isinstance(query, MassQuery):
@@ -294,11 +315,26 @@ def _pick(query: PickQuery, row: Row, tokens: TokenSet | None) -> NDArray[np.flo
         return np.array([mass_of(row, tokens.ids)])
     if isinstance(query, SampleQuery):
         return pack_token(sample(row, query.how) if tokens is None else sample_of(row, query.how, tokens.ids))
-    if tokens is None:
-        return pack_top(top(row, query.k))
-    if query.k > len(tokens.ids):
-        raise SettingsError(f"k: {query.k} must be from 1 to {len(tokens.ids)}: so many tokens are allowed")
-    return pack_top(top_of(row, query.k, tokens.ids))
+    return pack_top(top(row, query.k) if tokens is None else top_of(row, query.k, tokens.ids))
+
+
+def _members(tokens: TokenSet | LMPoolError, count: int) -> TokenSet:
+    """A set, of whose tokens so many are wanted.
+
+    Raises:
+        LMPoolError: why it cannot be had.
+        SettingsError: it does not have so many.
+    """
+    if isinstance(tokens, LMPoolError):
+        raise tokens
+    if count > len(tokens.ids):
+        raise SettingsError(f"k: {count} must be from 1 to {len(tokens.ids)}: so many tokens are allowed")
+    return tokens
+
+
+def allowed_in(job: BackendJob) -> bytes:
+    """The set of tokens that a job about positions carries; b"" where it carries none, or has its tokens."""
+    return b"" if job.positions is None else job.positions.allowed
 
 
 def _by_kind(jobs: JobsByDigest) -> tuple[JobsByDigest, JobsByDigest]:

@@ -25,6 +25,7 @@ from lmpool.workers.dispatch import Dispatcher
 from lmpool.workers.membership.adapters import AdapterKeeper, AdapterSources, AdapterTrials
 from lmpool.workers.membership.heartbeat import Heartbeat
 from lmpool.workers.metrics.counters import Counters
+from lmpool.workers.metrics.tracing import JobTraces
 from lmpool.workers.queries import QueryAnswerer, TokenSets
 from lmpool.workers.queue.consumer import Consumer, InFlightJobs, UnwantedJobs
 from lmpool.workers.queue.publisher import Publisher
@@ -128,7 +129,7 @@ async def assemble(
         on_adapter_change: called when the adapters that it serves have changed.
 
     Raises:
-        SettingsError: the model has the name of the trie workers, or its trie kernels lack what they need.
+        SettingsError: the model has the name of the trie workers, or its trie kernels or traces lack what they need.
     """
     server, settings, counters = worker.server, worker.settings, worker.counters
     info = _info_of(opened, settings)
@@ -146,7 +147,7 @@ async def assemble(
     engine_thread.write_to(segment.new_rows)
     unwanted = UnwantedJobs(redis, model, counters)
     publisher = Publisher(server, rows, model, info.fingerprint, worker.worker_id, unwanted, counters, segment)
-    heartbeat = Heartbeat(redis, keys, info, worker.worker_id, opened.batch, opened.vocabulary)
+    heartbeat = Heartbeat(redis, keys, info, worker.worker_id, opened.batch, opened.vocabulary, opened.tokenizer)
     adapters = AdapterKeeper(
         AdapterRegistry(redis, model, info.fingerprint),
         engine_thread,
@@ -159,6 +160,7 @@ async def assemble(
     trie_inputs = TrieInputs(server, keys, opened.device, settings, segments, counters)
     queries = QueryAnswerer(trie_inputs, publisher, info, TokenSets(redis, keys, info.vocab_size))
     in_flight = InFlightJobs()
+    traces = JobTraces(info.name, worker.worker_id) if settings.tracing else None
     return Serving(
         info=info,
         engine_thread=engine_thread,
@@ -169,9 +171,13 @@ async def assemble(
         segments=segments,
         trie_inputs=trie_inputs,
         in_flight=in_flight,
-        consumer=Consumer(redis, reader, model, info, worker.worker_id, settings.max_deliveries, unwanted, counters),
+        consumer=Consumer(
+            redis, reader, model, info, worker.worker_id, settings.max_deliveries, unwanted, counters, traces
+        ),
         publisher=publisher,
-        dispatcher=Dispatcher(in_flight, engine_thread, publisher, trie_inputs, queries, info, adapters, segment),
+        dispatcher=Dispatcher(
+            in_flight, engine_thread, publisher, trie_inputs, queries, info, adapters, segment, traces
+        ),
         heartbeat=heartbeat,
         adapters=adapters,
     )
@@ -187,5 +193,6 @@ def _info_of(opened: Opened, settings: WorkerSettings) -> ModelInfo:
         queue_limit=settings.queue_limit,
         row_ttl_s=settings.row_ttl_s,
         vocabulary=opened.vocabulary.digest if opened.vocabulary else "",
+        tokenizer=opened.tokenizer.digest if opened.tokenizer else "",
         answers_tries=settings.with_trie,
     )

@@ -74,6 +74,13 @@ class WorkerSettings:
         },
     )
     adapter_mb: int = field(default=8192, metadata={"help": "Megabytes that the files of one adapter may take."})
+    tracing: bool = field(
+        default=False,
+        metadata={
+            "help": "Make OpenTelemetry spans of the jobs whose clients trace them, and send them where "
+            "OTEL_EXPORTER_OTLP_ENDPOINT says (also: LMPOOL_TRACING=1)."
+        },
+    )
 
     def __post_init__(self) -> None:
         check_name("prefix", self.prefix)

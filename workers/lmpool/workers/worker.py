@@ -13,6 +13,7 @@ from redis.exceptions import RedisError, ResponseError
 
 from lmpool.aio import delays, end_tasks, finish
 from lmpool.broker.server import Server
+from lmpool.broker.server_checks import read_memory
 from lmpool.errors import LMPoolError, ModelMismatch, ProtocolError, ServerError, SettingsError, WorkerError
 from lmpool.protocol.model_info import ModelInfo
 from lmpool.workers.backend.contract import BackendSettings, BackendStats, Finished
@@ -272,7 +273,13 @@ class Worker:
         """
         await check_before_loading(self._server, self._backend, self._settings)
         self.health.start()
-        engine_thread = EngineThread(self._backend.open, self._on_finished, self._break, self._counters.stepped)
+        engine_thread = EngineThread(
+            self._backend.open,
+            self._on_finished,
+            self._break,
+            self._counters.stepped,
+            tells_steps=self._settings.tracing,
+        )
         guarded = ExitStack()
         try:
             async with Loading(self._server, self._settings, self._id, self._backend.served_as):
@@ -294,6 +301,7 @@ class Worker:
         async def on_adapter_change() -> None:
             await self._send_heartbeat(serving)
 
+        _log.info("joining the pool")
         worker = WorkerContext(self._server, self._settings, self._id, self._counters)
         serving = self._serving = await assemble(worker, engine_thread, opened, on_adapter_change)
         try:
@@ -402,7 +410,9 @@ class Worker:
 
     async def _publish_all(self, serving: Serving) -> None:
         while True:
-            await serving.dispatcher.publish(await self._finished.get(), self._id)
+            finished = await self._finished.get()
+            await serving.dispatcher.publish(finished, self._id)
+            serving.engine_thread.published([*finished.digests, *finished.stale])
             self._finished.task_done()
             self._lifecycle.notify()
 
@@ -418,7 +428,8 @@ class Worker:
             while len(steps) < _MOST_STEPS and not finished.empty():
                 steps.append(finished.get_nowait())
             await serving.dispatcher.publish(steps[0] if len(steps) == 1 else Finished.joined(steps), self._id)
-            for _ in steps:
+            for step in steps:
+                serving.engine_thread.published([*step.digests, *step.stale])
                 finished.task_done()
             self._lifecycle.notify()
 
@@ -440,6 +451,8 @@ class Worker:
                 await self._write_heartbeat(serving)
             await serving.consumer.keep_queue()
             await serving.consumer.measure()
+            if self._settings.metrics_port:  # Nobody else is told.
+                self._counters.memory = await read_memory(serving.redis)
         except (RedisError, OSError, LMPoolError) as error:
             self.health.trouble = str(self._server.explain(error))
             raise
@@ -488,6 +501,8 @@ class Worker:
     def _on_finished(self, finished: Finished) -> None:
         # A step that only failed does not wait for others' rows.
         is_small = 0 < finished.nbytes <= _SMALL_BYTES
+        if finished.step is not None and self._serving is not None:
+            self._serving.dispatcher.trace_step(finished)
         (self._finished_small if is_small else self._finished).put_nowait(finished)
         self._lifecycle.notify()  # The backend has room again.
 

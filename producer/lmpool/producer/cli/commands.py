@@ -28,6 +28,7 @@ from lmpool.producer.cli.options import (
     hint_at_file,
     key_names,
     priority,
+    read_prompt,
     run,
     when_absent,
 )
@@ -36,11 +37,13 @@ from lmpool.producer.cli.status import Column, Survey, fitting, status_models, s
 from lmpool.producer.cli.trie_show import trie_app
 from lmpool.producer.client.discovery import Discovery
 from lmpool.producer.producer import Producer
-from lmpool.producer.tokenizer import load_tokenizer, parse_ids
+from lmpool.producer.tokenizer import find_tokenizer, parse_ids, published_tokenizer
 from lmpool.protocol.keys import Keys
 from lmpool.rows.cache import scan_pattern
 
-adapters_app = typer.Typer(name="adapters", help="The LoRA adapters of a served model.", no_args_is_help=True)
+adapters_app = typer.Typer(
+    name="adapters", help="LoRA adapters of a served model: list, add, remove.", no_args_is_help=True
+)
 
 Replicas = Annotated[
     int, typer.Option(min=0, help="Wait until so many replicas of the server have the change, for a failover.")
@@ -66,7 +69,10 @@ def register(app: typer.Typer) -> None:
 
 def logprobs(
     text: Annotated[
-        str, typer.Argument(metavar="PROMPT", help="The prompt: text, or token ids such as 1,2,3 with --ids.")
+        str,
+        typer.Argument(
+            metavar="PROMPT", help="The prompt: text, or token ids such as 1,2,3 with --ids; - reads standard input."
+        ),
     ],
     ids: AreIds = False,
     top: Annotated[int, typer.Option(min=1, help="How many tokens to show.")] = 10,
@@ -78,7 +84,8 @@ def logprobs(
     waits: Waits = True,
     as_json: AsJson = False,
 ) -> None:
-    """Show the likeliest next tokens of a prompt."""
+    """Show the likeliest next tokens of a prompt, with their log-probabilities."""
+    text = read_prompt(text)
     if not ids:
         hint_at_file(text)
 
@@ -86,8 +93,9 @@ def logprobs(
         async with Producer(
             model, redis=redis, prefix=prefix, timeout=timeout, when_absent=when_absent(waits)
         ) as producer:
-            tokenizer = None if ids else load_tokenizer(producer.model)
-            tokens = parse_ids(text) if tokenizer is None else tokenizer.encode(text)
+            # Ids have an answer without any tokenizer, so nothing heavy is brought in for their texts.
+            tokenizer = await (published_tokenizer(producer) if ids else find_tokenizer(producer))
+            tokens = parse_ids(text) if ids or tokenizer is None else tokenizer.encode(text)
             return tokens, await producer.logprobs(tokens, adapter=adapter), tokenizer
 
     tokens, row, tokenizer = run(ask())
@@ -186,7 +194,7 @@ def bench(
     yields: Yields = False,
     as_json: AsJson = False,
 ) -> None:
-    """Measure a served model: new rows, the same rows from the cache, and one request alone."""
+    """Benchmark a served model: throughput and latency of new rows, of cached ones, and of one request alone."""
 
     server = Server(redis)
 

@@ -29,16 +29,17 @@ from lmpool.producer.cli.options import (
     Timeout,
     Waits,
     hint_at_file,
+    read_prompt,
     run,
     when_absent,
 )
 from lmpool.producer.producer import Producer
-from lmpool.producer.tokenizer import load_tokenizer, parse_ids
+from lmpool.producer.tokenizer import find_tokenizer, parse_ids
 from lmpool.producer.trie import PooledTrie
 from lmpool.settings import shown
 from lmpool.trie.trie import Trie
 
-trie_app = typer.Typer(name="trie", help="The prefix tree over the tokens of a served model.", no_args_is_help=True)
+trie_app = typer.Typer(name="trie", help="The token trie (prefix tree) of a served model.", no_args_is_help=True)
 
 Masses = Callable[[NDArray[np.int32]], Awaitable[NDArray[Any]]]
 """The masses of k nodes, as floats of shape (k,)."""
@@ -360,6 +361,7 @@ def show(
     if ids and prompt is None:
         raise SettingsError("ids: there is no prompt; pass its token ids, such as `lmpool trie show 1,2,3 --ids`")
 
+    prompt = None if prompt is None else read_prompt(prompt)
     if prompt is not None and not ids:
         hint_at_file(prompt)
 
@@ -367,7 +369,7 @@ def show(
         async with Producer(
             model, redis=redis, prefix=prefix, timeout=timeout, when_absent=when_absent(waits)
         ) as producer:
-            tokens = None if prompt is None else _tokens(producer, prompt, ids)
+            tokens = None if prompt is None else await _tokens(producer, prompt, ids)
             trie = await _trie(producer)
             below = TokensBelow(trie.structure)
             masses = below.shares if tokens is None else _PoolMasses(trie, tokens, local).masses
@@ -403,8 +405,8 @@ class _PoolMasses:
             ) from error
 
 
-def _tokens(producer: Producer, prompt: str, are_ids: bool) -> list[int]:
-    return parse_ids(prompt) if are_ids else load_tokenizer(producer.model).encode(prompt)
+async def _tokens(producer: Producer, prompt: str, are_ids: bool) -> list[int]:
+    return parse_ids(prompt) if are_ids else (await find_tokenizer(producer)).encode(prompt)
 
 
 async def _trie(producer: Producer) -> PooledTrie:

@@ -18,9 +18,10 @@ from lmpool.broker.connection import CommandConnection, reply_timeout
 from lmpool.broker.server import Server
 from lmpool.broker.server_checks import ServerMemory, read_memory
 from lmpool.errors import LMPoolError, ProducerClosed
+from lmpool.producer.client.tracing import Traces
 from lmpool.protocol.keys import Keys, ModelKeys
 from lmpool.protocol.model_info import ModelInfo
-from lmpool.protocol.row import encoded_size
+from lmpool.protocol.row import Encoding, encoded_size
 from lmpool.rows.cache import RowCache
 from lmpool.rows.cluster import rows_on
 from lmpool.rows.shared_memory import SegmentReader, is_shared
@@ -92,13 +93,15 @@ class Connections:
         closed: whether the session has ended; nothing may be asked any more.
         trouble: why the server cannot be used at present, or None.
         segments: reads rows in shared memory.
+        traces: the spans of its requests; None where they are not traced.
     """
 
-    def __init__(self, server: Server, keys: Keys, *, is_bulk: bool = False) -> None:
+    def __init__(self, server: Server, keys: Keys, *, is_bulk: bool = False, traces: Traces | None = None) -> None:
         self._server = server
         self._keys = keys
         self._is_bulk = is_bulk
         self.segments = SegmentReader()
+        self.traces = traces
         self._client_id = secrets.token_hex(8)
         self._adopted: AdoptedModel | None = None
         self.redis = server.client()
@@ -195,22 +198,24 @@ class Connections:
             if self._memory is None:
                 self._next_memory_look = inf  # This user is not told.
 
-    def describe_lost_row(self, times: int, pending: int) -> str:
+    def describe_lost_row(self, times: int, pending: int, length: int = 0) -> str:
         """Why a row was gone before it could be fetched, as evicted ones are, and what to do.
 
         Args:
             times: how often it was.
             pending: number of this session's requests under way.
+            length: numbers of an answer; 0 for a row.
         """
         gone = f"the row was gone from the server before it could be fetched{'' if times == 1 else f', {times} times'}"
-        if self._memory is not None and not (self._memory.evicted_keys and self._memory.is_nearly_full):
+        info = self.model.info
+        size = encoded_size(length or info.vocab_size, Encoding.F32 if length else info.row_encoding)
+        if self._memory is not None and not (self._memory.evicted_keys and self._memory.is_full_for(size)):
             but = "the server's memory is not full" if self._memory.evicted_keys else "the server has evicted nothing"
             why = "was it started anew, or does somebody drop rows?"
             return f"{gone}, although {but} ({self._memory}): {why}"
         memory = f" ({self._memory})" if self._memory is not None else ""
-        info = self.model.info
-        size = encoded_size(info.vocab_size, info.row_encoding) / 1e6
-        rows = "" if info.is_trie else f" A row takes {size:.3g} MB, and {pending} are under way here."
+        kind = "An answer" if length else "A row"
+        rows = "" if info.is_trie else f" {kind} takes {size / 1e6:.3g} MB, and {pending} are under way here."
         return (
             f"{gone}: most likely evicted, for the server's memory is full{memory}.{rows} Raise maxmemory, have fewer "
             "rows under way at once, or serve rows of a smaller dtype"

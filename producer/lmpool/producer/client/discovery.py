@@ -13,11 +13,19 @@ from redis.asyncio import Redis
 from redis.exceptions import NoPermissionError
 
 from lmpool.broker.readers import Alive, QueueState, read_alive, read_hashes, read_queue, read_texts
-from lmpool.broker.registries import look_up, register, register_tokens
-from lmpool.errors import AmbiguousModel, DeadlineExceeded, NoWorker, ProtocolError, UnknownModel, UnknownVocabulary
+from lmpool.broker.registries import look_up, look_up_tokenizer, register, register_tokens
+from lmpool.errors import (
+    AmbiguousModel,
+    DeadlineExceeded,
+    NoWorker,
+    ProtocolError,
+    UnknownModel,
+    UnknownTokenizer,
+    UnknownVocabulary,
+)
 from lmpool.producer.client.connections import TROUBLE, Connections
 from lmpool.producer.deadline import Deadline
-from lmpool.protocol.keys import Keys
+from lmpool.protocol.keys import WANTED_TTL_MS, Keys
 from lmpool.protocol.model_info import MAX_INFO_BYTES, TRIE_SERVICE, ModelInfo
 from lmpool.protocol.token_set import TokenSet
 from lmpool.settings import shown
@@ -87,7 +95,9 @@ class Discovery:
             return live[0] if live else next(iter(infos.values()))
         if name not in infos:
             otherwise = f"served are: {served}; start a worker with `lmpool worker MODEL --name {name}`"
-            raise await self._unknown(name, f"the model {name!r} is not served; ", otherwise)
+            error = await self._unknown(name, f"the model {name!r} is not served; ", otherwise)
+            error.has_others = True
+            raise error
         return infos[name]
 
     async def find(self, name: str) -> ModelInfo | None:
@@ -100,6 +110,12 @@ class Discovery:
         if name in unreadable:
             raise _unreadable(name, unreadable[name])
         return infos.get(name)
+
+    async def want(self, model: str) -> None:
+        """Have whoever starts workers see that a model is waited for, of which nothing can be queued yet."""
+        # A user with the rights of an older release may not say so.
+        with contextlib.suppress(NoPermissionError):
+            await self._redis.set(self._keys.model(model).wanted, b"", px=WANTED_TTL_MS)
 
     async def _is_served(self, model: str) -> bool:
         """Whether a model has live workers; one that this user may not ask has none for it."""
@@ -332,6 +348,24 @@ class Vocabularies:
         try:
             async with deadline.limit():
                 return await look_up(self._connections.redis, self._keys, info.vocabulary)
+        except TROUBLE as error:
+            raise self._connections.explain(error) from error
+
+    async def tokenizer_of_model(self, deadline: Deadline) -> str:
+        """The `tokenizer.json` of the model.
+
+        Raises:
+            UnknownTokenizer: its workers publish none, or the pool has something else in its place.
+            ServerError, DeadlineExceeded: the server cannot be used, or not in time.
+        """
+        info = self._connections.model.info
+        if not info.tokenizer:
+            raise UnknownTokenizer(
+                f"the model {info.name!r} publishes no tokenizer (the log of its workers says why): pass token ids"
+            )
+        try:
+            async with deadline.limit():
+                return await look_up_tokenizer(self._connections.redis, self._keys, info.tokenizer)
         except TROUBLE as error:
             raise self._connections.explain(error) from error
 

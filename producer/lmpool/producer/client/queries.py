@@ -82,6 +82,9 @@ class Allowed(NamedTuple):
     tokens: TokenSet | None = None
 
 
+_ALL = Allowed()
+
+
 class Wanted(NamedTuple):
     """What is wanted of every position: the `top` likeliest tokens, or the entries of targets, or whole rows.
 
@@ -90,19 +93,19 @@ class Wanted(NamedTuple):
         targets: otherwise these.
         values: of what (`PositionsQuery`).
         size: numbers of each hidden state in an answer.
+        allowed: the `top` likeliest of these tokens.
     """
 
     top: int = 0
     targets: tuple[int, ...] = ()
     values: PositionValues = "logprobs"
     size: int = 0
+    allowed: Allowed = _ALL
 
     def query(self, start: int) -> PositionsQuery:
         """The query for it."""
-        return PositionsQuery(start, self.top, np.array(self.targets, "<u4").tobytes(), self.values, self.size)
-
-
-_ALL = Allowed()
+        targets = np.array(self.targets, "<u4").tobytes()
+        return PositionsQuery(start, self.top, targets, self.values, self.size, self.allowed.packed)
 
 
 async def ask_entries(session: Session, prompt: Prompt, targets: list[int], deadline: Deadline) -> Row:
@@ -171,7 +174,7 @@ async def ask_top(
 ) -> TopK:
     """The `k` largest entries of a row, or of those of some tokens."""
     if values == "logits":
-        best = await ask_last(session, prompt, Wanted(k, values=values), deadline)
+        best = await ask_last(session, prompt, Wanted(k, values=values, allowed=allowed), deadline)
         assert isinstance(best, TopK)
         return best
     row, is_whole = session.cached(prompt), not allowed.packed
@@ -231,8 +234,10 @@ async def ask_continuation(
     return await _answer(session, query, deadline, read, private=private)
 
 
-async def ask_scores(session: Session, prompt: Prompt, continuation: Prompt, deadline: Deadline) -> Row:
-    """The log-probability of each token of a continuation, float32 (m,)."""
+async def ask_scores(
+    session: Session, prompt: Prompt, continuation: Prompt, deadline: Deadline, values: Mode = "logprobs"
+) -> Row:
+    """The log-probability of each token of a continuation, or its logit, float32 (m,)."""
     info, ids = session.info, prompt.ids + continuation.ids
     start, end = len(prompt.ids) // 4, len(ids) // 4
     if end > info.max_prompt_tokens:
@@ -242,10 +247,15 @@ async def ask_scores(session: Session, prompt: Prompt, continuation: Prompt, dea
     whole = Prompt(ids, digest_of(ids, prompt.adapter), prompt.adapter)
     if info.positions:
         try:
-            query = whole.with_query(PositionsQuery.scores_from(start).pack(), end - start)
-            return await _answer(session, query, deadline, check_logprobs)
+            wanted = PositionsQuery.scores_from(start, logits=values == "logits")
+            query = whole.with_query(wanted.pack(), end - start)
+            return await _answer(
+                session, query, deadline, _check_logits if wanted.values != "scores" else check_logprobs
+            )
         except SourceMissing:
             pass  # Another worker of this model does not score.
+    if values == "logits":
+        raise _not_told(session, values)
     # One after the other would be slow; workers keep what prefixes have in common.
     prompts = [beginning(whole, at) for at in range(start, end)]
     pairs = zip(prompts, decode_ids(continuation.ids).tolist(), strict=True)
@@ -309,22 +319,16 @@ async def ask_part(
             return check_logprobs(answer).reshape(count, -1)
         if wanted.values == "hidden":
             return unpack_numbers(answer, count, session.info.hidden, session.info.dtype)
-        if not answer.max() < np.inf:
-            raise ProtocolError(f"the largest of {len(answer)} logits is {answer.max()}")
-        return answer if wanted.values == "logz" else answer.reshape(count, -1)
+        return _check_logits(answer) if wanted.values == "logz" else _check_logits(answer).reshape(count, -1)
 
     if session.info.positions:
         with_query = text.with_query(query.pack(), count * query.width(vocab_size))
         try:
-            return await _answer(session, with_query, deadline, read, private=private)
+            return await _answer_about(wanted.allowed, session, with_query, deadline, read, private=private)
         except SourceMissing:
             pass  # Another worker of this model does not.
     if wanted.values != "logprobs":
-        name, backend = session.info.name, session.info.backend
-        if wanted.values == "hidden":
-            raise SettingsError(f"hidden: the workers of {name!r} tell no hidden states: {backend!r} is their backend")
-        told = f"log-probabilities only: their backend {backend!r} does not answer for positions"
-        raise SettingsError(f"{'logz' if wanted.values == 'logz' else 'mode'}: the workers of {name!r} tell {told}")
+        raise _not_told(session, wanted.values)
     prompts = [beginning(text, at + 1) for at in part]
     if wanted.top:
         tops = await gather([ask_top(session, prompt, wanted.top, deadline) for prompt in prompts])
@@ -332,6 +336,26 @@ async def ask_part(
     if wanted.targets:
         return await ask_all(session, prompts, [list(wanted.targets)] * count, len(wanted.targets), deadline)
     return await session.answer_all(prompts, deadline)
+
+
+def _not_told(session: Session, values: PositionValues) -> SettingsError:
+    """Of a model whose workers do not answer for positions: log-probabilities can be had by rows, nothing else."""
+    name, backend = session.info.name, session.info.backend
+    if values == "hidden":
+        return SettingsError(f"hidden: the workers of {name!r} tell no hidden states: {backend!r} is their backend")
+    told = f"log-probabilities only: their backend {backend!r} does not answer for positions"
+    return SettingsError(f"{'logz' if values == 'logz' else 'mode'}: the workers of {name!r} tell {told}")
+
+
+def _check_logits(answer: Row) -> Row:
+    """Refuse what cannot be logits, or logZ; returns them.
+
+    Raises:
+        ProtocolError: one is NaN or infinite.
+    """
+    if not (most := answer.max()) < np.inf:
+        raise ProtocolError(f"the largest of {len(answer)} logits is {most}")
+    return answer
 
 
 async def ask_last(session: Session, prompt: Prompt, wanted: Wanted, deadline: Deadline) -> Expected:
@@ -350,12 +374,28 @@ async def ask_hidden(session: Session, text: Prompt, start: int, deadline: Deadl
     return found
 
 
-async def ask_head(session: Session, deadline: Deadline) -> Head:
-    """What turns the hidden states of a model into its rows.
+async def ask_head(session: Session, heads: dict[str, Head], deadline: Deadline) -> Head:
+    """What turns the hidden states of a model into its rows; those who ask at once wait for one of them to fetch it.
+
+    Args:
+        session: with the model's workers.
+        heads: has it by the model's fingerprint, once it has been fetched.
+        deadline: for how long.
 
     Raises:
         SettingsError: its workers do not tell.
     """
+    fingerprint = session.info.fingerprint
+    if (head := heads.get(fingerprint)) is None:
+        async with session.fetching_head(deadline):
+            if (head := heads.get(fingerprint)) is None:
+                head = await _fetch_head(session, deadline)
+                heads.clear()
+                heads[fingerprint] = head
+    return head
+
+
+async def _fetch_head(session: Session, deadline: Deadline) -> Head:
     info, prompt = session.info, session.encode([0], "")
     if not info.hidden:
         text = f"the workers of {info.name!r} do not tell it: their backend {info.backend!r} does not"

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Coroutine, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from contextlib import asynccontextmanager
 from typing import Any, Literal
 
 import numpy as np
@@ -37,6 +38,7 @@ from lmpool.producer.client.requests import (
     Waiter,
 )
 from lmpool.producer.client.submit import CacheClient, Homes, Submitter
+from lmpool.producer.client.tracing import Traces
 from lmpool.producer.deadline import ALONE_S, ENDLESS_S, Deadline
 from lmpool.protocol.keys import Keys
 from lmpool.protocol.model_info import ModelInfo
@@ -77,6 +79,7 @@ class Session:
         when_absent: what requests do while no worker serves the model.
         priority: of its requests, where they wait.
         keep_answers: whether answers to queries stay in the pool's cache when they have been read.
+        traces: the spans of its requests; None where they are not traced.
 
     Attributes:
         loop: the event loop.
@@ -100,6 +103,7 @@ class Session:
         when_absent: WhenAbsent = "raise",
         priority: Priority = "interactive",
         keep_answers: bool = True,
+        traces: Traces | None = None,
     ) -> None:
         self.closed = False
         self._supervisor: asyncio.Task[None] | None = None
@@ -113,7 +117,8 @@ class Session:
         self._stats = stats
         self._requests = PendingRequests(cache, stats, counters)
         self._deadlines = DeadlineTimers(self.loop, self._on_deadline)
-        self._connections = Connections(server, keys, is_bulk=priority == "bulk")
+        self._connections = Connections(server, keys, is_bulk=priority == "bulk", traces=traces)
+        self._traces = traces
         self._connections.segments.counts = self._requests.counters.shared
         self._discovery = Discovery(self._connections.redis, keys)
         self.vocabularies = Vocabularies(self._connections, keys)
@@ -142,6 +147,7 @@ class Session:
         self._looks_left = _LOOKS
         self._next_recheck = 0
         self._liveness = Liveness(self._connections, self._discovery)
+        self._fetching_head = asyncio.Lock()
 
     async def open(self, model: str | None) -> None:
         """Connect and read the model's info; may be tried again after a failure, until it is closed.
@@ -244,6 +250,23 @@ class Session:
     def count_hit(self, deadline: Deadline) -> None:
         """Count a request that entries in the cache have answered."""
         self._count_found(1, self.loop.time() - deadline.end + deadline.seconds)
+
+    @asynccontextmanager
+    async def fetching_head(self, deadline: Deadline) -> AsyncIterator[None]:
+        """The turn to fetch the model's head, a gigabyte perhaps, which is not to come twice.
+
+        Raises:
+            DeadlineExceeded: others have had it for so long.
+        """
+        try:
+            async with deadline.limit():
+                await self._fetching_head.acquire()
+        except TimeoutError as error:
+            raise DeadlineExceeded(f"the model's head, which is being fetched: {error}") from error
+        try:
+            yield
+        finally:
+            self._fetching_head.release()
 
     async def answer(
         self,
@@ -356,6 +379,8 @@ class Session:
         request, is_new = self._requests.add(prompt, waiter, until=until, warm=warm)
         if is_new:
             self._submitter.add(request)
+        if self._traces is not None:
+            self._traces.note(request, is_new)
         return request
 
     def _remove_waiter(self, request: PendingRequest, waiter: Waiter, why: str = "cancelled") -> None:
@@ -389,7 +414,8 @@ class Session:
             return QueueFull(f"{text}: {connections.describe_full_queue()}")
         # Before the workers: a server that evicts rows evicts heartbeats too.
         if times := self._requests.times_lost(request):
-            return DeadlineExceeded(f"{text}: {connections.describe_lost_row(times, len(self._requests))}")
+            why = connections.describe_lost_row(times, len(self._requests), request.prompt.length)
+            return DeadlineExceeded(f"{text}: {why}")
         return self._liveness.deadline_error(text)
 
     async def close(self) -> None:
@@ -413,6 +439,8 @@ class Session:
             if not error.is_loading:
                 # A server that takes no writes has refused a worker's info too, and no further worker helps.
                 await self._connections.check_writes(model or "")
+            if model and self._waits_when_absent:
+                await self._discovery.want(model)
             raise
 
     async def _supervise(self) -> None:

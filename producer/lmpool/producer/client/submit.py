@@ -506,10 +506,9 @@ class Submitter:
         keys += [prefix + request.prompt.digest for request in requests]
         if look == "rows":
             keys += model.rows.keys_of(request.prompt.digest for request in requests)
-        head = (model.info.queue_limit, self._patience_ms(requests), look, int(again), len(requests))
-        args: list[bytes | str | int] = [*head]
-        fingerprint, host = model.fingerprint, model.host
-        args += pack_jobs(
+        patience_ms, fingerprint, host = self._patience_ms(requests), model.fingerprint, model.host
+        args: list[bytes | str | int] = [model.info.queue_limit, patience_ms, look, int(again), len(requests)]
+        jobs = pack_jobs(
             Job(
                 request.prompt.ids,
                 request.prompt.adapter,
@@ -521,6 +520,7 @@ class Submitter:
             )
             for request in requests
         )
+        args += jobs if connections.traces is None else connections.traces.mark(requests, jobs)
         args += homes
         outcome = await scripts.SUBMIT.on(connections.commands.call, keys, args)
         if not isinstance(outcome, bytes) or len(outcome.removesuffix(_IN_THE_WAY)) != len(requests):

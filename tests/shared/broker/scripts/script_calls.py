@@ -128,6 +128,13 @@ async def claim(
     return alone, [(entry, job, deliveries) for entry, job, deliveries, *_ in taken]
 
 
+async def claim_all(redis: redis_async.Redis) -> list[Any]:
+    """Take over what has expired; returns what the script tells of each job."""
+    args = [GROUP, "w2", LEASE_MS, 3, 10, 1, 2**24, 2**19, LIFETIME_MS]
+    _, taken, _ = await scripts.CLAIM_EXPIRED(redis, [JOBS, MODEL.claim_cursor], args)
+    return list(taken)
+
+
 async def entries_of(
     redis: redis_async.Redis, key: bytes = JOBS, *, with_lifetimes: bool = False
 ) -> list[tuple[bytes, dict[bytes, bytes]]]:

@@ -16,9 +16,11 @@ from tests.shared.broker.scripts.script_calls import (
     X,
     Y,
     cancel,
+    claim_all,
     compute_one,
     digest,
     entries_of,
+    fall_silent,
     finish,
     in_stream,
     register,
@@ -138,6 +140,13 @@ async def test_what_another_client_joins_in_the_stream_yields_no_more_unless_a_w
     await finish(redis, (held, 0, b"", False))
     assert await compute(redis) == [1, 2]
     assert len(await told(redis, A)) == len(await told(redis, X)) == 3
+
+
+async def test_who_takes_a_job_over_is_told_whether_only_bulk_clients_wait_for_it(redis: redis_async.Redis) -> None:
+    await submit(redis, 0, 1)
+    await submit(redis, 2, reply=X)
+    await fall_silent(redis, *await take(redis), deliveries=1)
+    assert [priority for *_, priority in await claim_all(redis)] == [b"", b"", BULK]
 
 
 async def test_a_bulk_client_that_asks_alone_goes_past_the_backlog(redis: redis_async.Redis) -> None:

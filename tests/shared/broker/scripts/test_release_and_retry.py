@@ -8,7 +8,7 @@ import pytest
 import redis.asyncio as redis_async
 
 from lmpool.broker import scripts
-from lmpool.protocol.keys import GROUP, JOB_FIELD
+from lmpool.protocol.keys import BULK, GROUP, JOB_FIELD, PRIORITY_FIELD
 from tests.shared.broker.scripts.script_calls import (
     DEAD,
     FAILURE,
@@ -17,6 +17,7 @@ from tests.shared.broker.scripts.script_calls import (
     MODEL,
     A,
     B,
+    X,
     cancel,
     claim,
     digest,
@@ -58,9 +59,9 @@ async def retry(redis: redis_async.Redis, entry: bytes, number: int = 1, limit: 
     return outcome.decode()
 
 
-async def bury(redis: redis_async.Redis, number: int = 1) -> bytes:
+async def bury(redis: redis_async.Redis, number: int = 1, reply: bytes = B) -> bytes:
     """Have a job given up; returns its id among the dead."""
-    await submit(redis, number, reply=B)
+    await submit(redis, number, reply=reply)
     entries = await take(redis)
     await finish(redis, (entries[-1], number, FAILURE, True))
     return (await entries_of(redis, DEAD))[-1][0]
@@ -187,6 +188,17 @@ async def test_a_dead_letter_is_queued_afresh_and_wanted_though_nobody_waits(
     assert await entries_of(redis, DEAD) == []
     assert await take(redis, "w2") == [entry]
     assert await pending(redis) == {entry: (b"w2", 1)}
+
+
+@pytest.mark.parametrize("reply", [B, X])
+async def test_a_letter_of_bulk_clients_yields_to_others_again_and_no_other_does(
+    redis: redis_async.Redis, reply: bytes
+) -> None:
+    await submit(redis, 9)  # One prompt that nothing waits with says nothing of its client.
+    letter = await bury(redis, reply=reply)
+    assert await retry(redis, letter) == "Q"
+    _, fields = (await entries_of(redis))[-1]
+    assert (fields[JOB_FIELD], fields.get(PRIORITY_FIELD)) == (b"job-1", BULK if reply == X else None)
 
 
 async def test_clients_join_and_leave_a_job_that_was_queued_again(redis: redis_async.Redis) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -140,9 +141,11 @@ def test_clients_make_rows_of_their_own(pool: Pool, tmp_path: Path, monkeypatch:
     with SyncProducer("tiny", redis=pool.url, prefix=pool.prefix, cache_bytes=0) as producer:
         assert producer.model.hidden == 33
         monkeypatch.setattr("lmpool.producer.client.queries.MOST_ANSWER", 33 * 20)
-        head = producer.head()
+        with ThreadPoolExecutor(4) as threads:
+            head, *others = threads.map(lambda _: producer.head(), range(4))
         assert head.weights.shape == (VOCAB_SIZE, 33)
-        assert producer.head() is head
+        assert all(other is head for other in [*others, producer.head()])
+        assert producer.stats().requests == 1 + -(-VOCAB_SIZE // 20), "its facts and its parts have come once"
         hidden: NDArray[Any] = producer.hidden(text, 4)
         assert hidden.shape == (26, 33)
         rows: NDArray[Any] = np.asarray(producer.positions(text, 4, full=True))

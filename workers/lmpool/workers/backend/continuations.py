@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +13,9 @@ from lmpool.errors import ProtocolError, WorkerError
 from lmpool.protocol.query import Continuation, GenerateQuery, drawn_at, pack_continuation, sample
 from lmpool.protocol.row import Encoding, NewRows, Row, RowBlock, VectorBlock, check_row
 from lmpool.workers.backend.contract import BackendJob, Finished
+
+# Of one block of rows.
+_MOST_PARTS = 4
 
 
 @dataclass(slots=True)
@@ -122,17 +125,35 @@ class Continuations:
                     answers[digest] = self._running.pop(digest).answer
                 else:
                     longer.append(growing.job)
-            if others:
-                blocks.append(block.select(others))
+            blocks += _only(block, others)
         if finished.answers is not None:
             answers.update(zip(finished.answers.digests, finished.answers.vectors, strict=True))
         vectors = VectorBlock(list(answers), list(answers.values())) if answers else None
         return finished._replace(blocks=blocks, answers=vectors), longer
 
-    def leaving_out(self, new_rows: NewRows) -> NewRows:
-        """Memory for rows that clients read: none while continuations run, whose rows nobody asks for."""
+    def leaving_out(self, new_rows: NewRows, held: Mapping[bytes, object]) -> NewRows:
+        """Memory for rows that clients read: none where the backend has continuations only, whose rows nobody reads.
+
+        In a step that computes others too, theirs take some of it in vain: it is asked for by the step.
+
+        Args:
+            new_rows: has it.
+            held: the prompts that the backend holds, at any time.
+        """
 
         def memory(count: int, vocab_size: int, encoding: Encoding) -> NDArray[Any] | None:
-            return None if self._running else new_rows(count, vocab_size, encoding)
+            is_in_vain = bool(self._running) and held.keys() <= self._running.keys()
+            return None if is_in_vain else new_rows(count, vocab_size, encoding)
 
         return memory
+
+
+def _only(block: RowBlock, rows: Sequence[int]) -> list[RowBlock]:
+    """Some rows of a block, ascending: where they are, unless that makes many blocks, for each is published."""
+    runs: list[range] = []
+    for row in rows:
+        if runs and runs[-1].stop == row:
+            runs[-1] = range(runs[-1].start, row + 1)
+        else:
+            runs.append(range(row, row + 1))
+    return [block.part(run) for run in runs] if len(runs) <= _MOST_PARTS else [block.select(rows)]

@@ -14,6 +14,7 @@ from lmpool.errors import ProtocolError, SettingsError, WorkerError
 from lmpool.protocol.model_info import ModelInfo
 from lmpool.protocol.query import GenerateQuery, HeadQuery, PositionsQuery
 from lmpool.protocol.row import Encoding, NewRows, RowBlock, VectorBlock, check_row, decode_row
+from lmpool.protocol.tokenizer import PackedTokenizer
 from lmpool.vocabulary import Vocabulary
 
 
@@ -45,6 +46,11 @@ class BackendJob(NamedTuple):
     bulk: bool = False
 
     @property
+    def is_for_answer(self) -> bool:
+        """Whether something else than a row is wanted of the backend's thread."""
+        return self.positions is not None or self.generate is not None or self.head is not None
+
+    @property
     def span(self) -> range:
         """The positions whose logits are wanted: that of token i is i, and its logits are of what comes after it."""
         length = len(self.ids) // 4
@@ -59,12 +65,14 @@ class Finished(NamedTuple):
         failures: digest -> message of the prompts that the backend cannot answer.
         answers: vectors that are ready: what is wanted of positions, continuations, and what trie workers answer.
         stale: prompts whose adapter the backend does not have; told by the backend's thread, not by backends.
+        step: monotonic times when the step began and ended; told by the backend's thread where jobs are traced.
     """
 
     blocks: list[RowBlock]
     failures: dict[bytes, str]
     answers: VectorBlock | None = None
     stale: tuple[bytes, ...] = ()
+    step: tuple[float, float] | None = None
 
     @property
     def digests(self) -> list[bytes]:
@@ -210,6 +218,15 @@ class WritesInPlace(Protocol):
 
     def write_to(self, new_rows: NewRows) -> None:
         """Take the memory of rows from there, where it has some; called once, between steps."""
+        ...
+
+
+@runtime_checkable
+class TellsTokenizer(Protocol):
+    """What a backend has besides whose model's tokenizer has a form that travels."""
+
+    def tokenizer(self) -> PackedTokenizer | None:
+        """The model's tokenizer; None where it has none, or none of that form. Called once, after `vocabulary`."""
         ...
 
 

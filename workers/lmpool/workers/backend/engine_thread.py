@@ -16,7 +16,7 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import NamedTuple
@@ -25,8 +25,10 @@ from lmpool.aio import end_tasks
 from lmpool.errors import LMPoolError, WorkerError
 from lmpool.protocol.model_info import ModelInfo
 from lmpool.protocol.row import NewRows, VectorBlock
+from lmpool.protocol.tokenizer import PackedTokenizer
 from lmpool.vocabulary import Vocabulary
 from lmpool.workers.backend import watchdog_process
+from lmpool.workers.backend.answer_memory import AnswerMemory
 from lmpool.workers.backend.continuations import Continuations
 from lmpool.workers.backend.contract import (
     Backend,
@@ -34,6 +36,7 @@ from lmpool.workers.backend.contract import (
     BackendStats,
     Finished,
     TellsHead,
+    TellsTokenizer,
     WritesInPlace,
     check_answers,
     check_first_rows,
@@ -96,6 +99,7 @@ class Opened(NamedTuple):
     batch: int
     device: str
     vocabulary: Vocabulary | None
+    tokenizer: PackedTokenizer | None
     adapters: Mapping[str, str]
 
 
@@ -161,6 +165,7 @@ class EngineThread:
         on_finished: called in the event loop with what each step brought.
         on_broken: called in the event loop with the exception that ended the thread.
         on_step: called in the thread after each step, with its seconds and how many jobs it has answered.
+        tells_steps: have `Finished.step` told.
 
     Attributes:
         batch: prompts that make a full step.
@@ -177,11 +182,14 @@ class EngineThread:
         on_finished: Callable[[Finished], None],
         on_broken: Callable[[BaseException], None],
         on_step: Callable[[float, int], None] = lambda seconds, answers: None,
+        *,
+        tells_steps: bool = False,
     ) -> None:
         self._make = make
         self._on_finished = on_finished
         self._on_broken = on_broken
         self._on_step = on_step
+        self._tells_steps = tells_steps
         self._commands: SimpleQueue[_Command | None] = SimpleQueue()
         self._loop = asyncio.get_running_loop()
         self._ready: asyncio.Future[Opened] = self._loop.create_future()
@@ -207,6 +215,7 @@ class EngineThread:
         self._thread.start()
         opened = await self._ready
         self.batch = opened.batch
+        self._answers = AnswerMemory(opened.info)
         return opened
 
     @property
@@ -231,19 +240,29 @@ class EngineThread:
         return self._outstanding
 
     def submit(self, jobs: Sequence[BackendJob]) -> None:
-        """Hand jobs to the backend."""
-        self._sent += len(jobs)
-        self._sent_bulk += sum([job.bulk for job in jobs])
+        """Hand jobs to the backend, now or when there is memory for their answers (`AnswerMemory`)."""
         self._outstanding.update([job.digest for job in jobs])
-        self._commands.put(jobs)
+        self._send(self._answers.admit(jobs))
+
+    def _send(self, jobs: Sequence[BackendJob]) -> None:
+        if jobs:
+            self._sent += len(jobs)
+            self._sent_bulk += sum([job.bulk for job in jobs])
+            self._commands.put(jobs)
+
+    def published(self, digests: Iterable[bytes]) -> None:
+        """Note that what was told of these prompts takes up no memory any more."""
+        self._send(self._answers.free(digests))
 
     def abort(self, digests: Collection[bytes]) -> None:
         """Have the backend drop prompts before its next step; those of the present step may still be answered."""
         self._outstanding.difference_update(digests)
         self._commands.put(_Abort(digests))
+        self.published(digests)
 
     def promote(self, digests: Collection[bytes]) -> None:
         """Have prompts yield to others no more, for others than bulk clients have joined them."""
+        self._answers.promote(digests)
         self._commands.put(_Promote(digests))
 
     async def load_adapter(self, name: str, source: str) -> str:
@@ -306,11 +325,14 @@ class EngineThread:
     def _run(self) -> None:
         # Whatever fails, the event loop must hear of it: it waits for `_ready` and for `_closed`.
         try:
+            began = time.monotonic()
             backend = self._make()
             try:
-                opened = Opened(
-                    backend.info, backend.batch, backend.device, backend.vocabulary(), dict(backend.adapters)
-                )
+                _log.info("the model runs after %.1f s: reading what its tokens stand for", time.monotonic() - began)
+                vocabulary = backend.vocabulary()
+                tokenizer = backend.tokenizer() if isinstance(backend, TellsTokenizer) else None
+                adapters = dict(backend.adapters)
+                opened = Opened(backend.info, backend.batch, backend.device, vocabulary, tokenizer, adapters)
                 self._post(self._set_ready, opened, _Room(backend.capacity()))
                 self._serve(backend)
             except BaseException as error:  # noqa: BLE001  told before `close`, which may take long
@@ -376,7 +398,7 @@ class EngineThread:
             self._on_step(seconds, len(answered))
             for digest in answered:
                 del adapters[digest]
-            tell(finished)
+            tell(finished._replace(step=(began, began + seconds)) if self._tells_steps else finished)
 
     def _execute(self, backend: Backend, command: _Command, adapters: dict[bytes, str]) -> tuple[bytes, ...]:
         """Do what is asked; returns the jobs that name an adapter that the backend does not have."""
@@ -393,7 +415,7 @@ class EngineThread:
                     del adapters[digest]
             case _WriteTo():
                 if isinstance(backend, WritesInPlace):
-                    backend.write_to(self._continuations.leaving_out(command.new_rows))
+                    backend.write_to(self._continuations.leaving_out(command.new_rows, adapters))
                 return ()
             case _Abort():
                 self._yielding.drop(command.digests)

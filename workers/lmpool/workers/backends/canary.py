@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -14,6 +15,8 @@ from lmpool.protocol.prompt import digest_of
 from lmpool.protocol.query import PositionsQuery
 from lmpool.protocol.row import Encoding, Row, decode_row
 from lmpool.workers.backend.contract import Backend, BackendJob, check_answers
+
+_log = logging.getLogger(__name__)
 
 _MOST_STEPS = 1000
 _SUM_TOLERANCE = 1e-2
@@ -33,6 +36,7 @@ def completed_info(backend: Backend) -> ModelInfo:
     Raises:
         WorkerError: the first prompt fails, or is not answered.
     """
+    _log.info("weights are loaded: computing first rows, which must be right")
     job = BackendJob(bytes(16), bytes(4))
     backend.submit([job])
     for _ in range(_MOST_STEPS):

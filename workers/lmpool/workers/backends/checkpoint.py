@@ -1,9 +1,8 @@
-"""A model's checkpoint before any engine loads it: its folder or its copy of the hub, its digest, its tokens' bytes."""
+"""A model's checkpoint before any engine loads it: its folder or its copy of the hub, its digest."""
 
 from __future__ import annotations
 
 import json
-import logging
 import ssl
 import threading
 from collections.abc import Mapping, Sequence
@@ -18,10 +17,8 @@ from urllib.request import Request, urlopen
 
 import numpy as np
 
-from lmpool.errors import InvalidVocabulary, SettingsError
-from lmpool.protocol.model_info import ModelInfo
+from lmpool.errors import SettingsError
 from lmpool.settings import shown
-from lmpool.vocabulary import Vocabulary, decode_vocab
 from lmpool.workers.backends.requirements import first_line
 
 HUB_PATIENCE_S = 4.0
@@ -49,14 +46,6 @@ _MOST_LOOKED_AT = 1000
 # 64-bit words whose sums a digest takes together: a table of rows, which fits a processor's cache.
 _ROW = 512
 _TABLE = _ROW * _ROW
-
-# What missing files, unknown kinds, missing packages and broken files end in: transformers has no type for them.
-_TOKENIZER_ERRORS = (
-    InvalidVocabulary, OSError, ValueError, TypeError, LookupError, AttributeError, ImportError, RuntimeError,
-    AssertionError,
-)  # fmt: skip
-
-_log = logging.getLogger(__name__)
 
 
 def checkpoint_folder(
@@ -147,27 +136,6 @@ def checkpoint_dtype(folder: Path, wanted: str) -> str:
         if stated in ("float32", "bfloat16", "float16"):
             return str(stated)
     return "auto"
-
-
-def read_vocabulary(info: ModelInfo, revision: str | None, *, trust_remote_code: bool) -> Vocabulary | None:
-    """The vocabulary of a served model; None, with a line in the log, where its tokenizer does not tell it.
-
-    Args:
-        info: names the checkpoint, and V.
-        revision: branch, tag or commit on the hub.
-        trust_remote_code: run Python code that comes with the tokenizer.
-    """
-    try:
-        return _read_tokenizer(info, revision, trust_remote_code)
-    except _TOKENIZER_ERRORS as error:
-        _warn_unpublished(info, error)
-        return None
-    except Exception as error:
-        # So ends what fails in the package tokenizers, which is not written in Python.
-        if type(error) is Exception:
-            _warn_unpublished(info, error)
-            return None
-        raise
 
 
 def check_model_folder(model: str, *, has_gguf: bool = False) -> None:
@@ -407,28 +375,3 @@ def _add_words(state: blake2b, path: Path) -> None:
     with path.open("rb") as file:
         file.seek(8 * tables)
         state.update(file.read())
-
-
-def _read_tokenizer(info: ModelInfo, revision: str | None, trust_remote_code: bool) -> Vocabulary:
-    from transformers import AutoTokenizer
-
-    tokenizer: Any = AutoTokenizer.from_pretrained(
-        info.source,
-        gguf_file=info.gguf_file or None,
-        revision=revision,
-        trust_remote_code=trust_remote_code,
-        # Nobody must be asked for what is not in a folder, nor a hub that does not answer.
-        local_files_only=Path(info.source).is_dir() or bool(hub_trouble()),
-    )
-    # For some kinds of models transformers makes up a tokenizer where there are no files of one.
-    if len(tokenizer) <= len(getattr(tokenizer, "added_tokens_decoder", ())):
-        raise InvalidVocabulary("it has no tokenizer")
-    return Vocabulary(decode_vocab(tokenizer, vocab_size=info.vocab_size).tokens)
-
-
-def _warn_unpublished(info: ModelInfo, error: Exception) -> None:
-    _log.warning(
-        "the vocabulary of %s is not published: %s; who wants tries passes its byte strings to producer.trie",
-        info.name,
-        first_line(error),
-    )

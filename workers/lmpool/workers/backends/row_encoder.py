@@ -177,14 +177,20 @@ def expected_at(logits: Tensor, query: PositionsQuery, following: Sequence[int])
     """
     if query.values == "scores":
         return _scores(logits, following)[:, None]
-    targets = torch.from_numpy(query.target_ids).to(logits.device)
-    parts = []
-    for part in torch.split(logits, _rows_at_once(logits)):
-        values = _values_at(part.float(), query)
+    ids = query.target_ids
+    targets, tokens = torch.from_numpy(ids).to(logits.device), torch.tensor(following, device=logits.device)
+    parts, at_once = [], _rows_at_once(logits)
+    for first in range(0, len(logits), at_once):
+        values = _values_at(logits[first : first + at_once].float(), query)
+        if query.is_of_next_token:
+            values = values.gather(1, tokens[first : first + at_once, None])
+        elif query.targets:
+            values = values[:, targets]
         if query.top:
-            parts.append(pack_top(_largest_of(values, query.top)))
+            best = _largest_of(values, query.top)
+            parts.append(pack_top(best._replace(ids=ids[best.ids]) if query.targets else best))
         else:
-            parts.append((values[:, targets] if query.targets else values).cpu().numpy())
+            parts.append(values.cpu().numpy())
     return np.concatenate(parts)
 
 

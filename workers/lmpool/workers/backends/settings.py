@@ -27,6 +27,9 @@ from lmpool.workers.backends.lora import read_adapter_folders
 from lmpool.workers.backends.requirements import require, require_version
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+_DTYPE_NAMES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}
+"""What others call these dtypes."""
+
 ENCODINGS = ("exact", "f16")
 
 ONE_PROCESS = "rows are captured inside the worker's process; start one worker a device instead"
@@ -79,6 +82,8 @@ class ModelSettings:
     def __post_init__(self) -> None:
         _check_text("model", self.model)
         check_name("name", self.served_as)
+        if isinstance(self.dtype, str):
+            object.__setattr__(self, "dtype", _DTYPE_NAMES.get(self.dtype, self.dtype))
         check_choice("dtype", self.dtype, DTYPES)
         check_choice("encoding", self.encoding, ENCODINGS)
         _check_optional_number("max_prompt_tokens", self.max_prompt_tokens)

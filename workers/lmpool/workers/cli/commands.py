@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import logging
 import os
+import sys
 from collections.abc import Callable, Collection
 from dataclasses import MISSING, Field, fields
 from functools import cache
@@ -19,7 +21,11 @@ from lmpool.errors import SettingsError
 from lmpool.protocol.model_info import TRIE_SERVICE
 from lmpool.settings import check_choice
 from lmpool.workers.backend.contract import BackendSettings
-from lmpool.workers.cli.serve import exit_without_server, serve
+from lmpool.workers.cli.detached import down
+from lmpool.workers.cli.detached import start as start_detached
+from lmpool.workers.cli.doctor import doctor
+from lmpool.workers.cli.options import ALIASES, SHORT, HelpAll, is_size, parse_size
+from lmpool.workers.cli.processes import WorkerProcesses, as_arguments, plan_workers
 from lmpool.workers.cli.shared_server import SharedServer
 from lmpool.workers.settings import WorkerSettings
 from lmpool.workers.trie.backend import TrieSettings
@@ -29,7 +35,7 @@ T = TypeVar("T")
 _log = logging.getLogger("lmpool.worker")
 
 _BUILT_IN = ("hf", "vllm", "sglang", "synthetic")
-_COMMON = ("backend", "redis", "memory_mb")
+_COMMON = ("backend", "redis", "memory_mb", "workers", "detach", "help_all")
 
 Model = Annotated[
     str,
@@ -44,7 +50,14 @@ RedisUrl = Annotated[
     str | None, typer.Option(help="URL of the server (default: LMPOOL_REDIS_URL, then your embedded server).")
 ]
 MemoryMb = Annotated[
-    int | None, typer.Option(help="Megabytes that the server may hold (default: a quarter of the machine's).")
+    int | None,
+    typer.Option(help="Megabytes that the server may hold (default: a quarter of the machine's).", hidden=True),
+]
+Workers = Annotated[
+    str, typer.Option(metavar="N", help="How many worker processes, or all: one for each GPU, or one on the CPU.")
+]
+Detach = Annotated[
+    bool, typer.Option("--detach", help="Return when it serves, and go on in the background until `lmpool down`.")
 ]
 
 
@@ -52,6 +65,8 @@ def register(app: typer.Typer) -> None:
     """Add the commands of this side."""
     app.command("worker")(_with_settings(worker, {"every worker": WorkerSettings, **_backends()}))
     app.command("up")(_with_settings(up, {"every worker": WorkerSettings, **_backends()}))
+    app.command()(doctor)
+    app.command()(down)
     tries = {"every worker": WorkerSettings, "tries": TrieSettings}
     app.command("trie-worker")(
         _with_settings(
@@ -60,23 +75,37 @@ def register(app: typer.Typer) -> None:
     )
 
 
-def worker(model: Model, backend: BackendName = "hf", redis: RedisUrl = None, **given: Any) -> None:
+def worker(
+    model: Model, backend: BackendName = "hf", redis: RedisUrl = None, help_all: HelpAll = False, **given: Any
+) -> None:
     """Serve MODEL from this process, until Ctrl-C, SIGTERM or SIGHUP."""
+    from lmpool.workers.cli.serve import serve  # Heavy, and no part of what other commands need.
+
     settings, chosen = _configure(model, backend, given)
     serve(Server(redis), chosen, settings)
 
 
-def trie_worker(redis: RedisUrl = None, **given: Any) -> None:
+def trie_worker(redis: RedisUrl = None, help_all: HelpAll = False, **given: Any) -> None:
     """Answer trie jobs, for any vocabulary, from this process, until Ctrl-C, SIGTERM or SIGHUP."""
+    from lmpool.workers.cli.serve import serve
+
     settings, given = _split(given)
     serve(Server(redis), build(TrieSettings, given, "trie workers"), settings)
 
 
-def up(model: Model, backend: BackendName = "hf", memory_mb: MemoryMb = None, **given: Any) -> None:
-    """Start a private server of yours and one worker that serves MODEL, until Ctrl-C.
+def up(
+    model: Model,
+    backend: BackendName = "hf",
+    memory_mb: MemoryMb = None,
+    workers: Workers = "1",
+    detach: Detach = False,
+    help_all: HelpAll = False,
+    **given: Any,
+) -> None:
+    """Start a private server of yours and workers that serve MODEL, until Ctrl-C.
 
-    Clients of yours on this machine find it by themselves. When your server runs already, this adds a
-    worker to it; the server stays until the last of them has ended.
+    Clients of yours on this machine find it by themselves. When your server runs already, this adds
+    workers to it; the server stays until the last of them has ended.
     """
     if os.environ.get(URL_VARIABLE):
         raise SettingsError(
@@ -84,6 +113,12 @@ def up(model: Model, backend: BackendName = "hf", memory_mb: MemoryMb = None, **
             "`lmpool up` starts; unset it, or join the server that it names with `lmpool worker`"
         )
     settings, chosen = _configure(model, backend, given)
+    environments = plan_workers(workers, backend, given.get("device"))
+    if detach:
+        start_detached([word for word in sys.argv[1:] if word != "--detach"], chosen.served_as)
+        return
+    from lmpool.workers.cli.serve import exit_without_server, serve, start_log
+
     shared = SharedServer(None if memory_mb is None else memory_mb * 2**20)
     if shared.join():
         _tell(settings, f"your server runs at {shared.url}")
@@ -93,10 +128,32 @@ def up(model: Model, backend: BackendName = "hf", memory_mb: MemoryMb = None, **
             _tell(settings, "--memory-mb has no effect on a server that runs already")
     try:
         shared.watch(exit_without_server)
-        serve(Server(shared.url), chosen, settings, before_exit=shared.leave)
+        if len(environments) == 1:
+            serve(Server(shared.url), chosen, settings, before_exit=shared.leave)
+        else:
+            start_log(settings.log_format, chosen.served_as)
+            options = {"backend": backend, "redis": shared.url, **_given(given)}
+            _run_workers(["worker", model], options, environments, settings)
     finally:
         if shared.leave():
             _log.info("your server goes on for the other `lmpool up` that use it")
+
+
+def _run_workers(
+    command: list[str], options: dict[str, Any], environments: list[dict[str, str]], settings: WorkerSettings
+) -> None:
+    """Run a process for each worker until they have ended."""
+
+    def arguments(at: int) -> list[str]:
+        # Each worker of a machine needs a port of its own.
+        port = {"metrics_port": settings.metrics_port + at} if settings.metrics_port else {}
+        return [*command, *as_arguments(options | port)]
+
+    async def run() -> int:
+        return await WorkerProcesses(arguments, environments, is_text=settings.log_format == "text").run()
+
+    if code := asyncio.run(run()):
+        raise typer.Exit(code)
 
 
 def _tell(settings: WorkerSettings, text: str) -> None:
@@ -120,10 +177,14 @@ def _configure(model: str, backend: str, given: dict[str, Any]) -> tuple[WorkerS
 
 def _split(options: dict[str, Any]) -> tuple[WorkerSettings, dict[str, Any]]:
     """The settings that every worker has, and the other options that were given."""
-    # By identity: a zero is a value.
-    given = {name: value for name, value in options.items() if value is not None and value is not False and value != []}
+    given = _given(options)
     common = {name: given.pop(name) for name in WorkerSettings.__slots__ if name in given}
     return build(WorkerSettings, common, "workers"), given
+
+
+def _given(options: dict[str, Any]) -> dict[str, Any]:
+    # By identity: a zero is a value.
+    return {name: value for name, value in options.items() if value is not None and value is not False and value != []}
 
 
 @cache
@@ -180,10 +241,15 @@ def _parameter(name: str, owners: dict[str, type]) -> inspect.Parameter:
     """The option for one field of the classes that have it."""
     hint = _hints(next(iter(owners.values())))[name]
     described = (_field(kind, name).metadata.get("help", "") for kind in owners.values())
+    aliases = (f"--{name.replace('_', '-')}", *ALIASES[name]) if name in ALIASES else ()
+    sizes: dict[str, Any] = {"parser": parse_size, "metavar": "<size>"} if is_size(name, hint) else {}
     option = typer.Option(
+        *aliases,
         help=f"{next(filter(None, described), '')}{_defaults_text(name, owners)}".strip(),
         show_default=False,
         rich_help_panel=f"Options: {', '.join(owners)}",
+        hidden=name not in SHORT,
+        **sizes,
     )
     return inspect.Parameter(
         name,

@@ -12,15 +12,19 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NoReturn, Protocol
 
 from lmpool.broker.server import Server
 from lmpool.cli import say
 from lmpool.errors import AuthenticationFailed, LMPoolError, LogFormatter, ServerUnreachable, SettingsError, to_json
+from lmpool.metrics import is_traced
 from lmpool.protocol.model_info import ModelInfo
 from lmpool.workers.backend.contract import BackendSettings
 from lmpool.workers.backend.engine_thread import ProcessWatchdog
+from lmpool.workers.cli.detached import tell_ready
 from lmpool.workers.metrics.prometheus import monitoring
+from lmpool.workers.metrics.tracing import exporting
 from lmpool.workers.settings import WorkerSettings
 from lmpool.workers.worker import Worker
 
@@ -85,6 +89,8 @@ async def _serve(
     before_exit: Callable[[], object],
     log: LogFormat | None,
 ) -> None:
+    if is_traced(settings.tracing or None):
+        settings = replace(settings, tracing=True)
     worker = Worker(server, backend, settings)
     if log is not None:
         log.static_fields["worker"] = worker.worker_id
@@ -95,12 +101,13 @@ async def _serve(
         is_ready = True
         if info.is_trie:
             _log.info("serving tries of any vocabulary on %s as worker %s", server, worker.worker_id)
-            return
-        _log.info(
-            "serving %r (%s, %s, V = %d, up to %d tokens, rows as %s%s) on %s as worker %s",
-            info.name, info.backend, info.dtype, info.vocab_size, info.max_prompt_tokens, info.encoding,
-            ", with tries" if info.answers_tries else "", server, worker.worker_id,
-        )  # fmt: skip
+        else:
+            _log.info(
+                "serving %r (%s, %s, V = %d, up to %d tokens, rows as %s%s) on %s as worker %s",
+                info.name, info.backend, info.dtype, info.vocab_size, info.max_prompt_tokens, info.encoding,
+                ", with tries" if info.answers_tries else "", server, worker.worker_id,
+            )  # fmt: skip
+        tell_ready()
 
     def on_signal() -> None:
         nonlocal is_stopping
@@ -119,7 +126,8 @@ async def _serve(
         loop.add_signal_handler(number, on_signal)
     if _hears_hangup():
         loop.add_signal_handler(signal.SIGHUP, on_hangup)
-    with monitoring(settings, worker.snapshot, worker.health):
+    tracing = exporting(backend.served_as, worker.worker_id) if settings.tracing else contextlib.nullcontext()
+    with monitoring(settings, worker.snapshot, worker.health), tracing:
         try:
             await worker.run(on_ready, ProcessWatchdog(settings.step_timeout_s))
         except LMPoolError as error:

@@ -20,11 +20,12 @@ from redis.exceptions import NoPermissionError, RedisError, ResponseError
 from lmpool.aio import end_tasks
 from lmpool.broker import scripts
 from lmpool.broker.readers import read_alive, read_consumers, read_hashes, read_texts
-from lmpool.broker.registries import register
+from lmpool.broker.registries import register, register_tokenizer
 from lmpool.broker.server import Server
 from lmpool.errors import ModelMismatch, ProtocolError
 from lmpool.protocol.keys import GROUP, Keys, ModelKeys
 from lmpool.protocol.model_info import MAX_INFO_BYTES, ModelInfo
+from lmpool.protocol.tokenizer import PackedTokenizer
 from lmpool.vocabulary import Vocabulary
 from lmpool.workers.settings import WorkerSettings
 
@@ -53,6 +54,7 @@ class Heartbeat:
         worker_id: the worker's name.
         batch: how many prompts it computes at once.
         vocabulary: what the model's tokens stand for, if it is known.
+        tokenizer: how text becomes ids of the model, if that is known.
     """
 
     def __init__(
@@ -63,6 +65,7 @@ class Heartbeat:
         worker_id: str,
         batch: int,
         vocabulary: Vocabulary | None = None,
+        tokenizer: PackedTokenizer | None = None,
     ) -> None:
         self._redis = redis
         self._keys = keys
@@ -70,6 +73,7 @@ class Heartbeat:
         self._worker_id = worker_id
         self._batch = batch
         self._vocabulary = vocabulary
+        self._tokenizer = tokenizer
         self._started = time.time()
         # Since when others have been seen that serve other weights.
         self._others_since = math.inf
@@ -85,7 +89,7 @@ class Heartbeat:
         # Visible first, compared then: of two workers that start together each finds the other, whosever info
         # comes first. The heartbeat comes before the consumer: a consumer without one would be swept.
         await self._write(counters)
-        await self._keep_vocabulary()
+        await self._keep_texts()
         while (seen := await self._read_info()) != self._info.pack():
             if await self._put_info(seen):
                 return
@@ -131,7 +135,7 @@ class Heartbeat:
             await self._replace_info(seen)
         else:
             self._others_since = math.inf
-        await self._keep_vocabulary()
+        await self._keep_texts()
         return lane
 
     async def _replace_info(self, seen: bytes) -> None:
@@ -239,10 +243,12 @@ class Heartbeat:
         """The lanes of a model's workers; those that are gone stay consumers as long as their lanes have something."""
         return [keys.lane(worker) for worker in await read_consumers(self._redis, keys)]
 
-    async def _keep_vocabulary(self) -> None:
-        """Have the vocabulary in the pool as long as workers serve it, so that clients need no tokenizer."""
+    async def _keep_texts(self) -> None:
+        """Have vocabulary and tokenizer in the pool as long as workers serve them, so that clients need no copies."""
         if self._vocabulary is not None:
             await register(self._redis, self._keys, self._vocabulary)
+        if self._tokenizer is not None:
+            await register_tokenizer(self._redis, self._keys, self._tokenizer)
 
     @property
     def _heartbeat(self) -> bytes:

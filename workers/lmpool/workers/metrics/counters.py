@@ -6,7 +6,8 @@ import time
 from collections import Counter
 from collections.abc import Collection, Iterable
 
-from lmpool.broker.readers import QueueState
+from lmpool.broker.readers import QueueState, drain_seconds
+from lmpool.broker.server_checks import ServerMemory
 from lmpool.errors import AdapterChanged, SourceMissing, UnknownTokenSet, UnknownVocabulary
 from lmpool.metrics import PROMPTS, Histogram, pack_counts, quantile
 from lmpool.protocol.job import Failure
@@ -42,6 +43,10 @@ class Counters:
         queued_ms: entry id of a job that is in flight and has been in the backlog -> when it was queued, in ms since
             1970.
         queue: the model's queue as of the last heartbeat; None before the first.
+        serving: live workers of the model as of then, this one included.
+        speed: answers a second of the backend while it computes, in the last interval between two heartbeats in which
+            it did; 0 before the first.
+        memory: the server's memory as of the last heartbeat; None where it is not asked for, or not told.
     """
 
     def __init__(self) -> None:
@@ -64,18 +69,33 @@ class Counters:
         self.server_errors = 0
         self.queued_ms: dict[bytes, bytes] = {}
         self.queue: QueueState | None = None
+        self.serving = 1
+        self.speed = 0.0
+        self.memory: ServerMemory | None = None
         self._clock_ahead_s = 0.0
 
-    def note_queue(self, queue: QueueState, asked_at: float) -> None:
+    def note_queue(self, queue: QueueState, serving: int, asked_at: float) -> None:
         """Take the state of the queue.
 
         Args:
             queue: as read now.
+            serving: live workers of the model.
             asked_at: when it was asked for, by this machine's clock.
         """
         # Entries carry the server's time: a clock that is wrong here must not show as a slow pool.
         self._clock_ahead_s = queue.server_time - (asked_at + time.time()) / 2
-        self.queue = queue
+        self.queue, self.serving = queue, max(1, serving)
+
+    @property
+    def drain_s(self) -> float | None:
+        """Seconds that the queue takes to drain, as if all live workers were as fast as this one.
+
+        None before the first heartbeat. While nothing is known of the speed, for nothing has been computed yet, as long
+        as the oldest job has waited already.
+        """
+        if self.queue is None:
+            return None
+        return drain_seconds(self.queue, self.speed * self.serving)
 
     def stepped(self, seconds: float, answers: int) -> None:
         """Count a step of the backend, in its thread."""
@@ -122,6 +142,7 @@ class CounterDelta:
         self._counters = counters
         self._heartbeat, self._heartbeat_at = BackendStats(), now
         self._job_counts: list[int] = []
+        self._answers = self._busy_s = 0.0
         self._logged, self._logged_at = BackendStats(), now
         self._homed_logged = self._stolen_logged = 0
 
@@ -133,7 +154,9 @@ class CounterDelta:
         counts, self._job_counts = jobs.since(self._job_counts), list(jobs.counts)
         p50, p99 = quantile(counts, 0.5), quantile(counts, 0.99)
         rows, steps = now.rows - before.rows, now.steps - before.steps
+        self._note_speed()
         return {
+            "speed": round(self._counters.speed, 3),
             "rows_per_s": round(rows / max(1e-3, self._heartbeat_at - at), 1),
             "batch": round(rows / steps, 1) if steps else "",
             "p50_s": "" if p50 is None else round(p50, 6),
@@ -141,6 +164,12 @@ class CounterDelta:
             # Quantiles of several workers cannot be put together, counts can.
             "job_counts": pack_counts(counts),
         }
+
+    def _note_speed(self) -> None:
+        answers, busy_s = self._counters.batch.total, self._counters.step_s.total
+        if answers > self._answers and busy_s > self._busy_s:
+            self._counters.speed = (answers - self._answers) / (busy_s - self._busy_s)
+            self._answers, self._busy_s = answers, busy_s
 
     def describe_since_log(self, now: BackendStats) -> str:
         """What happened since the last call, as a text for people."""

@@ -92,6 +92,7 @@ class WorkerCollector:
 def _of_the_model(snapshot: Snapshot, core: ModuleType) -> Iterator[Any]:
     """The others, which have no label but the model."""
     counters, stats, queue = snapshot.counters, snapshot.stats, snapshot.counters.queue
+    memory = counters.memory
     counter = partial(_family, core.CounterMetricFamily, snapshot.model)
     gauge = partial(_family, core.GaugeMetricFamily, snapshot.model)
     histogram = partial(_family, core.HistogramMetricFamily, snapshot.model)
@@ -135,7 +136,14 @@ def _of_the_model(snapshot: Snapshot, core: ModuleType) -> Iterator[Any]:
     depth, age_s, dead = ((), (), ()) if queue is None else ((queue.depth,), (queue.age_s,), (queue.dead,))
     yield gauge("lmpool_queue_jobs", "Prompts of the model that wait or are computed, at the last heartbeat.", *depth)
     yield gauge("lmpool_queue_oldest_job_seconds", "Age of the oldest of them, at the last heartbeat.", *age_s)
+    drain_s = () if counters.drain_s is None else (counters.drain_s,)
+    yield gauge("lmpool_queue_drain_seconds", "Seconds that the live workers take for what is in the queue.", *drain_s)
     yield gauge("lmpool_queue_dead_letters", "Jobs that were given up, kept until retried or dropped.", *dead)
+    used, limit, evicted = ((), (), ()) if memory is None else (
+        (memory.used_bytes,), (memory.limit_bytes,), (memory.evicted_keys,))
+    yield gauge("lmpool_server_memory_bytes", "Memory that the server uses, at the last heartbeat.", *used)
+    yield gauge("lmpool_server_memory_limit_bytes", "How much that may be (maxmemory); 0 for no limit.", *limit)
+    yield counter("lmpool_server_evicted_keys_total", "Keys that the server has evicted.", *evicted)
 # fmt: on
 
 

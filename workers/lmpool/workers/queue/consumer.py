@@ -14,7 +14,7 @@ from redis.exceptions import RedisError, ResponseError
 
 from lmpool.broker import scripts
 from lmpool.broker.connection import CommandConnection
-from lmpool.broker.readers import Entries, Fields, entries_by_stream, read_queue
+from lmpool.broker.readers import Entries, Fields, entries_by_stream, read_alive, read_queue
 from lmpool.errors import (
     ProtocolError,
     ServerError,
@@ -45,6 +45,7 @@ from lmpool.protocol.query import (
 )
 from lmpool.workers.backend.contract import BackendJob
 from lmpool.workers.metrics.counters import Counters
+from lmpool.workers.metrics.tracing import JobTrace, JobTraces
 from lmpool.workers.queue.refusal import refusal
 
 STALE_S = 1.0
@@ -84,6 +85,7 @@ class InFlightJob(msgspec.Struct, eq=False, gc=False):
         since: monotonic time when the worker took it.
         checked_at: monotonic time of the last check whether a client waits for it; 0 before the first.
         host: whose shared memory its first client reads (`Job.host`).
+        trace: its part of the trace that its client has named; None for none.
     """
 
     entry_id: bytes
@@ -97,6 +99,7 @@ class InFlightJob(msgspec.Struct, eq=False, gc=False):
     since: float = msgspec.field(default_factory=time.monotonic)
     checked_at: float = 0.0
     host: bytes = b""
+    trace: JobTrace | None = None
 
     def failing(self, failure: Failure) -> InFlightJob:
         """The job, which is now to end with a failure."""
@@ -249,6 +252,7 @@ class Consumer:
         max_deliveries: deliveries after which a job is given up.
         unwanted: removes what nobody waits for.
         counters: are told since when jobs have waited.
+        traces: begins the traces of jobs; None where they are not traced.
 
     Attributes:
         is_alone: no other worker serves the model, as far as is known: there are no others' lanes.
@@ -264,7 +268,9 @@ class Consumer:
         max_deliveries: int,
         unwanted: UnwantedJobs,
         counters: Counters,
+        traces: JobTraces | None = None,
     ) -> None:
+        self._traces = traces
         self._redis = redis
         self._reader = reader
         self._keys = keys
@@ -312,7 +318,8 @@ class Consumer:
     async def measure(self) -> None:
         """Tell the counters how long the queue is."""
         asked_at = time.time()
-        self._counters.note_queue(await read_queue(self._redis, self._keys), asked_at)
+        queue = await read_queue(self._redis, self._keys)
+        self._counters.note_queue(queue, (await read_alive(self._redis, self._keys)).serving, asked_at)
 
     async def take(self, count: int, block_ms: int) -> list[InFlightJob]:
         """Take new jobs that somebody waits for, up to `count` of each stream; waits up to `block_ms` for the first.
@@ -348,11 +355,17 @@ class Consumer:
         jobs = []
         for entry_id, job, fields in decoded:
             jobs.append(self._read(entry_id, job, fields, is_valid=are_valid))
+            if self._traces is not None:
+                self._trace(jobs[-1], job, fields)
             if SINCE_FIELD in fields and _milliseconds(since := fields[SINCE_FIELD]) < _EVER_MS:
                 self._counters.queued_ms[entry_id] = since
             if HOME_FIELD in fields:
                 self._counters.homed += fields[HOME_FIELD] == self._of_lane[1:]
         return jobs
+
+    def _trace(self, job: InFlightJob, message: Job | ProtocolError, fields: Fields) -> None:
+        if self._traces is not None and isinstance(message, Job):
+            job.trace = self._traces.taken(message, _since_ms(job.entry_id, fields) - 1000 * self._ahead_s)
 
     def _are_valid(self, prompts: list[bytes]) -> bool:
         """Whether all prompts are within the limits of the model, seen at a fraction of the time of one by one."""
@@ -419,10 +432,12 @@ class Consumer:
         )
         alone, entries, further = reply
         jobs = []
-        for entry_id, data, deliveries, lifetime, since in entries:
+        for entry_id, data, deliveries, lifetime, since, priority in entries:
             if isinstance(data, bytes):
-                fields = {LIFETIME_FIELD: lifetime, **({SINCE_FIELD: since} if since else {})}
-                job = self._read(entry_id, _decoded(data), fields)
+                told = ((LIFETIME_FIELD, lifetime), (SINCE_FIELD, since), (PRIORITY_FIELD, priority))
+                fields = {name: value for name, value in told if value}
+                job = self._read(entry_id, message := _decoded(data), fields)
+                self._trace(job, message, fields)
             else:  # Its size.
                 text = f"a job of {data} bytes is over the limit of {MAX_JOB_BYTES}"
                 job = _dead(entry_id, _UNKNOWN_DIGEST, Failure(ProtocolError.__name__, text))
@@ -538,9 +553,13 @@ def _queued_ms(entry_id: bytes) -> int:
     return int(entry_id.partition(b"-")[0])
 
 
+def _since_ms(entry_id: bytes, fields: Fields) -> int:
+    """When a job was queued, which may have been in the backlog, in ms since 1970, by the server's clock."""
+    return _milliseconds(fields[SINCE_FIELD]) if SINCE_FIELD in fields else _queued_ms(entry_id)
+
+
 def _until_ms(job: InFlightJob) -> int:
     """Until when a client was to wait for a job, in ms since 1970; for ever when the entry does not say."""
-    fields = job.fields
-    since = _milliseconds(fields[SINCE_FIELD]) if SINCE_FIELD in fields else _queued_ms(job.entry_id)
     # Behind the lifetime stands the digest, where the job may go back.
-    return since + _milliseconds(fields.get(LIFETIME_FIELD, b"").partition(b" ")[0])
+    lifetime_ms = _milliseconds(job.fields.get(LIFETIME_FIELD, b"").partition(b" ")[0])
+    return _since_ms(job.entry_id, job.fields) + lifetime_ms

@@ -377,7 +377,7 @@ def make_segment(fingerprint: str, vocab_size: int, size: int, is_wanted: Callab
     except OSError as error:
         raise OSError(error.errno, f"{place}: {error.strerror}") from error
     remove_abandoned(place)
-    least = _free_bytes() // _RESERVE_SHARE
+    least = free_bytes() // _RESERVE_SHARE
     # Not on macOS, nor in every Python that was built for old systems.
     if not hasattr(os, "memfd_create"):
         raise OSError(errno.ENOSYS, "this Python cannot make sealed memory (os.memfd_create)")
@@ -388,7 +388,7 @@ def make_segment(fingerprint: str, vocab_size: int, size: int, is_wanted: Callab
                 os.close(fd)
                 return None
             # Looked at each time, for other workers may take theirs: too much would end a process, not a call.
-            if layout.size - at > (free := _free_bytes()) - least:
+            if layout.size - at > (free := free_bytes()) - least:
                 raise OSError(errno.ENOSPC, f"{layout.size - at} bytes more are wanted, and {free} are free")
             os.posix_fallocate(fd, at, min(_STEP, layout.size - at))
         memory = mmap.mmap(fd, layout.size)
@@ -424,12 +424,12 @@ def remove_abandoned(place: Path) -> None:
 def default_size() -> int:
     """Bytes that a segment has of what is free; 0 where nobody knows."""
     try:
-        return max(0, min(_free_bytes() // _SHARE, _MOST_DEFAULT))
+        return max(0, min(free_bytes() // _SHARE, _MOST_DEFAULT))
     except OSError:
         return 0
 
 
-def _free_bytes() -> int:
+def free_bytes() -> int:
     """Bytes of memory that are free, on the machine and within the container's limit."""
     known = {}
     for line in Path("/proc/meminfo").read_text("ascii").splitlines():

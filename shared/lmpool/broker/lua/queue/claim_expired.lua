@@ -15,7 +15,7 @@
 -- part of what workers hold of the shared stream: all workers share one cursor, and where one has ended the next goes on. What
 -- was never given to a dead worker remove_gone.lua moves to the shared stream.
 --
--- Returns {alone (0|1), list of {entry, encoded job, deliveries before this one, fields 'u' and 't' or ''}, how many more
+-- Returns {alone (0|1), list of {entry, encoded job, deliveries before this one, fields 'u', 't' and 'p' or ''}, how many more
 -- calls are this worker's share of going through all that is held}. An empty list with alone = 1 asks the caller to come back
 -- when it holds nothing. A job that is too large is told by its size alone.
 
@@ -68,7 +68,8 @@ local function take(stream, suffix, id, deliveries)
     job = #job
   end
   redis.call('XCLAIM', stream, group, consumer, lease, id, 'JUSTID', 'RETRYCOUNT', deliveries + 1)
-  taken[#taken + 1] = {id .. suffix, job, deliveries, short(field(entry[2], 'u')), short(field(entry[2], 't'))}
+  local lifetime, since, priority = field(entry[2], 'u'), field(entry[2], 't'), field(entry[2], 'p')
+  taken[#taken + 1] = {id .. suffix, job, deliveries, short(lifetime), short(since), short(priority)}
   return false
 end
 

@@ -18,9 +18,8 @@ from lmpool.protocol.model_info import ModelInfo
 from lmpool.protocol.prompt import decode_ids
 from lmpool.protocol.query import HeadQuery
 from lmpool.protocol.row import Encoding, NewRows, RowBlock, VectorBlock
-from lmpool.vocabulary import Vocabulary
 from lmpool.workers.backend.contract import BackendJob, BackendStats, Finished
-from lmpool.workers.backends.checkpoint import checkpoint_source, read_vocabulary
+from lmpool.workers.backends.checkpoint import checkpoint_source
 from lmpool.workers.backends.hf.adapters import HfAdapters
 from lmpool.workers.backends.hf.batching import (
     PREFILL,
@@ -40,6 +39,7 @@ from lmpool.workers.backends.positions import NO_DISTRIBUTION
 from lmpool.workers.backends.requirements import first_line
 from lmpool.workers.backends.row_encoder import RowEncoder, expected_at
 from lmpool.workers.backends.settings import HfSettings
+from lmpool.workers.backends.tokenizer import TellsTexts
 
 _log = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ class _Answer(NamedTuple):
     vectors: dict[bytes, NDArray[np.float32]]
 
 
-class HfBackend:
+class HfBackend(TellsTexts):
     """Serves one model of transformers; see `lmpool.workers.backend.contract.Backend`.
 
     Args:
@@ -76,6 +76,8 @@ class HfBackend:
         SettingsError: the model cannot be loaded or run as the settings say.
     """
 
+    _settings: HfSettings
+
     @torch.inference_mode()
     def __init__(self, settings: HfSettings) -> None:
         loaded = load_model(settings)
@@ -83,6 +85,7 @@ class HfBackend:
         self._settings = settings
         self._forward = Forward(model)
         self._encoder = RowEncoder(model.dtype, lossy=settings.encoding == "f16")
+        _log.info("weights are loaded: trying how prompts can run together")
         try:
             abilities = check_model(self._forward, loaded.max_prompt_tokens)
         except (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError) as error:
@@ -144,11 +147,6 @@ class HfBackend:
     def device(self) -> str:
         """Where the model lies."""
         return str(self._forward.device)
-
-    def vocabulary(self) -> Vocabulary | None:
-        """The byte strings of the model's tokens; None where its tokenizer does not tell them."""
-        settings = self._settings
-        return read_vocabulary(self._info, settings.revision, trust_remote_code=settings.trust_remote_code)
 
     def capacity(self) -> int:
         """Room for one batch beside the one that runs."""

@@ -14,20 +14,20 @@ from lmpool.errors import SettingsError, WorkerError
 from lmpool.protocol.adapter import qualify
 from lmpool.protocol.model_info import ModelInfo
 from lmpool.protocol.row import NewRows, VectorBlock
-from lmpool.vocabulary import Vocabulary
 from lmpool.workers.backend.contract import BackendJob, BackendStats, Finished
 from lmpool.workers.backends.canary import check_canary, completed_info
-from lmpool.workers.backends.checkpoint import checkpoint_revision, checkpoint_source, read_vocabulary
+from lmpool.workers.backends.checkpoint import checkpoint_revision, checkpoint_source
 from lmpool.workers.backends.lora import adapter_folder
 from lmpool.workers.backends.row_encoder import RowEncoder, log_threads
 from lmpool.workers.backends.settings import SglangSettings
 from lmpool.workers.backends.sglang.launch import launch
+from lmpool.workers.backends.tokenizer import TellsTexts
 
 if TYPE_CHECKING:
     from lmpool.workers.backends.sglang.engine import EngineBatch
 
 
-class SglangBackend:
+class SglangBackend(TellsTexts):
     """Serves one model of SGLang; see `lmpool.workers.backend.contract.Backend`.
 
     Args:
@@ -36,6 +36,8 @@ class SglangBackend:
     Raises:
         SettingsError: the model cannot be loaded, or its first rows are wrong.
     """
+
+    _settings: SglangSettings
 
     def __init__(self, settings: SglangSettings) -> None:
         self._settings = settings
@@ -91,11 +93,6 @@ class SglangBackend:
     def device(self) -> str:
         """Where the model lies."""
         return self._device
-
-    def vocabulary(self) -> Vocabulary | None:
-        """The byte strings of the model's tokens; None where its tokenizer does not tell them."""
-        settings = self._settings
-        return read_vocabulary(self._info, settings.revision, trust_remote_code=settings.trust_remote_code)
 
     def capacity(self) -> int:
         """Room for one batch beside the one that runs."""

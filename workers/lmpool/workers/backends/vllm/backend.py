@@ -17,13 +17,12 @@ from lmpool.errors import SettingsError, WorkerError
 from lmpool.protocol.model_info import ModelInfo
 from lmpool.protocol.prompt import decode_ids
 from lmpool.protocol.row import NewRows, RowBlock, VectorBlock
-from lmpool.vocabulary import Vocabulary
 from lmpool.workers.backend.contract import BackendJob, BackendStats, Finished
 from lmpool.workers.backends.canary import check_canary, completed_info
-from lmpool.workers.backends.checkpoint import read_vocabulary
 from lmpool.workers.backends.positions import NO_DISTRIBUTION
 from lmpool.workers.backends.row_encoder import log_threads
 from lmpool.workers.backends.settings import VllmSettings
+from lmpool.workers.backends.tokenizer import TellsTexts
 from lmpool.workers.backends.vllm.capture import KEY
 from lmpool.workers.backends.vllm.engine import START_ERRORS, open_engine, refusal
 from lmpool.workers.backends.vllm.sessions import Session, Sessions
@@ -48,7 +47,7 @@ class _Request(NamedTuple):
     preemptions: int = 0
 
 
-class VllmBackend:
+class VllmBackend(TellsTexts):
     """Serves one model of vLLM; see `lmpool.workers.backend.contract.Backend`.
 
     Args:
@@ -57,6 +56,8 @@ class VllmBackend:
     Raises:
         SettingsError: the model cannot be loaded, or its first rows are wrong.
     """
+
+    _settings: VllmSettings
 
     def __init__(self, settings: VllmSettings) -> None:
         self._settings = settings
@@ -112,11 +113,6 @@ class VllmBackend:
     def device(self) -> str:
         """Where the model lies."""
         return self._engine.captured.device
-
-    def vocabulary(self) -> Vocabulary | None:
-        """The byte strings of the model's tokens; None where its tokenizer does not tell them."""
-        settings = self._settings
-        return read_vocabulary(self._info, settings.revision, trust_remote_code=settings.trust_remote_code)
 
     def capacity(self) -> int:
         """Room for one batch beside the one that runs; less as long as the scheduler leaves prompts waiting."""

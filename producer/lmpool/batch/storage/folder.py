@@ -1,4 +1,4 @@
-"""The output folder: its lock, files that are put into place whole, and the manifest that says what they are.
+"""An output folder: its lock, files that are put into place whole, and the manifest that says what they are.
 
 manifest.json        what was asked of which model and input, and the shards that are done
 shard-00000.jsonl    the answers to the first lines, in order; or .parquet, .safetensors
@@ -18,7 +18,7 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -32,7 +32,8 @@ _TEMPORARY = ".tmp"
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # A temporary file of ours: what it is to be, who makes it.
 _OURS = re.compile(r"(shard-\d{5,}\.\w+|manifest\.json|errors\.jsonl|\d{5,}\.jsonl)(\.[\w-]+)?\.tmp")
-_SHARD = re.compile(r"shard-([0-9]{5,})\.(jsonl|parquet|safetensors)")
+SHARD = re.compile(r"shard-([0-9]{5,})\.(jsonl|parquet|safetensors)")
+"""The name of a shard's file: its number, its format."""
 
 
 class Shard(msgspec.Struct, frozen=True):
@@ -110,7 +111,18 @@ class Manifest(msgspec.Struct):
     finished: bool = False
     done: list[Shard] = []
 
-    def check_same(self, wanted: Manifest, folder: Path) -> None:
+    @property
+    def run(self) -> str:
+        """What tells the run from others, in any folder."""
+        told = msgspec.json.encode([self.input.digest, self.model.fingerprint, self.model.adapter, self.options])
+        return hashlib.blake2b(told, digest_size=8).hexdigest()
+
+    def encoded(self) -> bytes:
+        """What stands in the file; shards that are done come in order."""
+        self.done.sort(key=lambda shard: shard.number)
+        return msgspec.json.format(msgspec.json.encode(self), indent=1) + b"\n"
+
+    def check_same(self, wanted: Manifest, folder: str) -> None:
         """Refuse to go on with something else than was begun.
 
         Raises:
@@ -134,16 +146,27 @@ class Manifest(msgspec.Struct):
             )
 
 
+class Placed(NamedTuple):
+    """A shard that is in place: the name of its file, and its bytes."""
+
+    name: str
+    bytes: int
+
+
 class Folder:
     """An output folder.
 
     Args:
         path: where it is.
         unique: put into the names of temporary files, where several write into one folder.
+
+    Attributes:
+        location: how messages and jobs name it.
     """
 
     def __init__(self, path: Path, unique: str = "") -> None:
         self.path = path
+        self.location = str(path)
         self._unique = unique
 
     @contextmanager
@@ -155,13 +178,13 @@ class Folder:
             BatchError: it cannot be written.
         """
         if self.path.exists() and not self.path.is_dir():
-            raise BatchRefused(f"{self.path} is no folder: give a new or an empty one for the answers")
+            raise BatchRefused(f"{self.location} is no folder: give a new or an empty one for the answers")
         with self.explained():
             self.path.mkdir(parents=True, exist_ok=True)
             names = [path.name for path in self.path.iterdir()]
         strangers = [name for name in names if name != LOCK and not _OURS.fullmatch(name)]
         if strangers and MANIFEST not in strangers:
-            raise BatchRefused(f"{self.path} holds {strangers[0]} and no {MANIFEST}: give an empty or a new folder")
+            raise BatchRefused(f"{self.location} holds {strangers[0]} and no {MANIFEST}: give an empty or a new folder")
         with self._lock(LOCK, fcntl.LOCK_EX | fcntl.LOCK_NB) as lock:
             os.ftruncate(lock, 0)
             os.pwrite(lock, str(os.getpid()).encode(), 0)
@@ -171,7 +194,7 @@ class Folder:
 
     def is_begun(self) -> bool:
         """Whether some shards of a run are in place already: then nobody begins it anew."""
-        return self.path.is_dir() and self.read_manifest() is not None and bool(self.shards())
+        return self.has(MANIFEST) and self.read_manifest() is not None and bool(self.shards())
 
     @contextmanager
     def shared(self) -> Iterator[None]:
@@ -193,18 +216,17 @@ class Folder:
             except BlockingIOError:
                 owner = os.read(lock, 32).decode("ascii", "replace") or "unknown"
                 raise BatchRefused(
-                    f"another run (process {owner}) writes to {self.path}: let that one end first"
+                    f"another run (process {owner}) writes to {self.location}: let that one end first"
                 ) from None
             yield lock
         finally:
             os.close(lock)
 
-    def record(self, number: int, shard: Shard | None, find_done: Callable[[Folder, Manifest], None]) -> Shard:
-        """Have the manifest list a shard that is in place; several may do so at once.
+    def record(self, shards: list[Shard], find_done: Callable[[Folder, Manifest], None]) -> None:
+        """Have the manifest list shards that are in place; several may do so at once.
 
         Args:
-            number: of the shard.
-            shard: what the manifest is to say of it; None for what the files say.
+            shards: what the manifest is to say of them.
             find_done: has a manifest list what is in place.
 
         Raises:
@@ -213,18 +235,18 @@ class Folder:
         with self._lock(MANIFEST_LOCK, fcntl.LOCK_EX), self.explained():
             manifest = self.read_manifest()
             if manifest is None:
-                raise BatchError(f"{self.path} has no {MANIFEST} any more: submit it again")
-            done = {known.number: known for known in manifest.done}
-            if shard is not None:
-                done[number] = shard
-            manifest.done = list(done.values())
-            if number not in done or len(self.shards()) == manifest.shards != len(done):
-                find_done(self, manifest)
-            manifest.finished = len(manifest.done) == manifest.shards
-            if manifest.finished:
-                self.collect_errors()
+                raise BatchError(f"{self.location} has no {MANIFEST} any more: submit it again")
+            manifest.done = list({shard.number: shard for shard in [*manifest.done, *shards]}.values())
+            self._finish(manifest, find_done)
             self.write_manifest(manifest)
-            return next(known for known in manifest.done if known.number == number)
+
+    def _finish(self, manifest: Manifest, find_done: Callable[[Folder, Manifest], None]) -> None:
+        """Sum up, if all shards are in place; some of them others may have made, and were killed."""
+        if len(manifest.done) != manifest.shards and len(self.shards()) == manifest.shards:
+            find_done(self, manifest)
+        manifest.finished = len(manifest.done) == manifest.shards
+        if manifest.finished:
+            self.collect_errors()
 
     @contextmanager
     def explained(self) -> Iterator[None]:
@@ -237,7 +259,7 @@ class Folder:
             yield
         except OSError as error:
             raise BatchError(
-                f"{self.path}: {error.strerror or error}: what is done stays; "
+                f"{self.location}: {error.strerror or error}: what is done stays; "
                 f"{'free some space' if error.errno in _FULL else 'mend that'} and run the same command again"
             ) from error
 
@@ -274,20 +296,26 @@ class Folder:
         Raises:
             BatchRefused: it is none.
         """
-        path = self.path / MANIFEST
         try:
-            return msgspec.json.decode(path.read_bytes(), type=Manifest)
+            data = self.read(MANIFEST)
+            return None if data is None else msgspec.json.decode(data, type=Manifest)
+        except OSError as error:
+            raise BatchError(f"{self.location} is no folder of answers: {error.strerror or error}") from error
+        except msgspec.DecodeError as error:
+            raise BatchRefused(
+                f"{self.location}/{MANIFEST} is no manifest of this release: {error}: give another folder"
+            ) from error
+
+    def read(self, name: str) -> bytes | None:
+        """What a file holds; None where there is none."""
+        try:
+            return (self.path / name).read_bytes()
         except FileNotFoundError:
             return None
-        except OSError as error:
-            raise BatchError(f"{self.path} is no folder of answers: {error.strerror or error}") from error
-        except msgspec.DecodeError as error:
-            raise BatchRefused(f"{path} is no manifest of this release: {error}: give another folder") from error
 
     def write_manifest(self, manifest: Manifest) -> None:
         """Put the manifest into place."""
-        manifest.done.sort(key=lambda shard: shard.number)
-        self.write(MANIFEST, iter([msgspec.json.format(msgspec.json.encode(manifest), indent=1), b"\n"]))
+        self.write(MANIFEST, iter([manifest.encoded()]))
 
     def begin(self, manifest: Manifest) -> None:
         """Put the manifest of a run that has nothing yet into place."""
@@ -295,18 +323,45 @@ class Folder:
             path.unlink()
         self.write_manifest(manifest)
 
-    def shards(self) -> dict[int, Path]:
-        """The shards that are in place: number -> file, in order."""
-        found = {int(match[1]): path for path in self.path.iterdir() if (match := _SHARD.fullmatch(path.name))}
+    def shards(self) -> dict[int, Placed]:
+        """The shards that are in place, by number, in order."""
+        found = {}
+        with os.scandir(self.path) as entries:
+            for entry in entries:
+                if match := SHARD.fullmatch(entry.name):
+                    found[int(match[1])] = Placed(entry.name, entry.stat().st_size)
         return dict(sorted(found.items()))
+
+    def has(self, name: str) -> bool:
+        """Whether a file is in place."""
+        return (self.path / name).exists()
+
+    def done(self) -> dict[int, Shard]:
+        """Shards that are known to be done, besides those that the manifest lists."""
+        return {}
+
+    def local(self, name: str) -> Path:
+        """The file of this machine that holds what is in place under a name."""
+        return self.path / name
+
+    def note(self, shard: Shard) -> None:
+        """Note that a shard is in place, where others cannot see that it is whole."""
+
+    def remove(self, name: str) -> None:
+        """Remove a file, if it is there."""
+        (self.path / name).unlink(missing_ok=True)
 
     def collect_errors(self) -> None:
         """Make `errors.jsonl` of what the shards have; none when there are no errors."""
-        paths = sorted((self.path / "errors").glob("*.jsonl"), key=lambda path: (len(path.name), path.name))
+        paths = self._errors()
         if paths:
             self.write(ERRORS, (part for path in paths for part in _parts(path)))
         else:
-            (self.path / ERRORS).unlink(missing_ok=True)
+            self.remove(ERRORS)
+
+    def _errors(self) -> list[Path]:
+        """The files with the errors of shards, in order."""
+        return sorted((self.path / "errors").glob("*.jsonl"), key=lambda path: (len(path.name), path.name))
 
     def _remove_temporary(self) -> None:
         for path in (*self.path.iterdir(), *(self.path / "errors").glob("*")):

@@ -1,0 +1,88 @@
+"""A server without room for what is asked of every position: whoever asks is told so, and nothing hangs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lmpool.embedded import EmbeddedServer
+from lmpool.errors import LMPoolError, ServerError
+from lmpool.producer import Producer
+from lmpool.producer.client.session import WhenFull
+from lmpool.synthetic import synthetic_row
+from tests.support.pool import Pool, until_done
+
+SIZE = 8192
+TEXT = list(range(400))
+"""Its rows take 13 MB: an answer of 8 MB, and one of the rest."""
+NO_MEMORY = "has no memory left and may evict nothing: give it more"
+
+
+@pytest.fixture
+def full(own_server: EmbeddedServer, tmp_path: Path) -> Iterator[Pool]:
+    """A pool on a server of its own, which a test fills."""
+    pool = Pool(own_server.url, "full", tmp_path)
+    pool.start("--vocab-size", SIZE, "--lease-s", 2)
+    yield pool
+    pool.end()
+
+
+def leave_room(pool: Pool, policy: str, size: int) -> None:
+    """Have the server so much room left, and nothing to evict but what a request leaves there."""
+    pool.redis.config_set("maxmemory-policy", policy)
+    pool.redis.config_set("maxmemory", int(pool.redis.info("memory")["used_memory"]) + size)
+
+
+def give_memory(pool: Pool) -> None:
+    """Have it enough."""
+    pool.redis.config_set("maxmemory", 1 << 28)
+
+
+async def assert_answered(producer: Producer) -> None:
+    """Ask for every position, and check the last."""
+    rows = np.asarray(await producer.positions(TEXT, full=True))
+    assert rows.shape == (len(TEXT), SIZE)
+    assert np.array_equal(rows[-1], synthetic_row(TEXT, vocab_size=SIZE))
+
+
+@pytest.mark.parametrize(
+    ("policy", "timeout", "message"),
+    [
+        ("noeviction", 60, f"the server refused the row: it {NO_MEMORY}"),
+        # It evicts who waits, too, and so nobody may hear that their answers were refused.
+        (
+            "volatile-lru",
+            4,
+            rf"{NO_MEMORY}|most likely evicted, .* An answer takes \d\.\d+ MB, and 2 are under way here",
+        ),
+    ],
+)
+async def test_where_an_answer_finds_no_room_that_is_the_error(
+    full: Pool, policy: str, timeout: float, message: str
+) -> None:
+    async with full.producer(cache_bytes=0) as producer:
+        leave_room(full, policy, 6_000_000)
+        with pytest.raises(LMPoolError, match=message):
+            await producer.positions(TEXT, full=True, timeout=timeout)
+        give_memory(full)
+        await until_done(full)
+        await assert_answered(producer)
+    assert full.workers[0].is_running
+
+
+@pytest.mark.parametrize(("policy", "when_full"), [("noeviction", "raise"), ("volatile-lru", "wait")])
+async def test_where_nothing_can_be_asked_requests_wait_until_their_deadlines(
+    full: Pool, policy: str, when_full: WhenFull
+) -> None:
+    async with full.producer(cache_bytes=0, when_full=when_full) as producer:
+        leave_room(full, policy, -100_000)
+        asked = asyncio.ensure_future(assert_answered(producer))
+        with pytest.raises(ServerError, match=f"no row within 3 s: .* {NO_MEMORY}"):
+            await producer.positions(TEXT, 1, full=True, timeout=3)
+        assert not asked.done()
+        give_memory(full)
+        await asked

@@ -1,0 +1,52 @@
+"""A bucket of an S3 store for tests of runs over files."""
+
+from __future__ import annotations
+
+import secrets
+from pathlib import Path
+from typing import Any
+
+from fsspec.core import url_to_fs
+
+
+class TestBucket:
+    """A new bucket.
+
+    Args:
+        folder: for copies of what is uploaded.
+
+    Attributes:
+        url: of the bucket.
+    """
+
+    __test__ = False
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.url = f"s3://lmpool-{secrets.token_hex(6)}"
+        self._system.mkdir(self.url)
+
+    @property
+    def _system(self) -> Any:
+        # Not the one of tests before: their store may have been another.
+        system, _ = url_to_fs(self.url, skip_instance_cache=True)
+        return system
+
+    def put(self, name: str, data: bytes) -> str:
+        """Upload a file; returns its URL."""
+        self._system.pipe_file(f"{self.url}/{name}", data)
+        return f"{self.url}/{name}"
+
+    def remove(self, name: str) -> None:
+        """Remove a file."""
+        self._system.rm_file(f"{self.url}/{name}")
+
+    def content(self, folder: str) -> dict[str, bytes]:
+        """All files of an output folder but the notes of what is done, by their paths in it."""
+        begins = f"{self.url}/{folder}/".removeprefix("s3://")
+        found = {path.removeprefix(begins): path for path in self._system.find(f"{self.url}/{folder}")}
+        return {name: self._system.cat_file(path) for name, path in found.items() if not name.startswith("done/")}
+
+    def shards(self, folder: str) -> int:
+        """How many shards are noted as done."""
+        return len(self._system.find(f"{self.url}/{folder}/done"))

@@ -1,0 +1,189 @@
+"""Inputs and outputs behind URLs: a run to a bucket makes what one to a folder makes, killed or not."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import json
+import pickle
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import lmpool.batch
+from lmpool.batch.storage import fetch
+from lmpool.batch.storage.bucket import Bucket
+from lmpool.errors import BatchError, BatchRefused, SettingsError
+from tests.producer.batch.buckets import TestBucket
+from tests.producer.batch.runs import begin, content, draw_texts, run, write_lines, write_texts
+from tests.support.gate import Gate
+from tests.support.pool import Pool, run_lmpool, until
+
+TEXTS = draw_texts(60)
+OPTIONS = ("--shard-lines", 10, "--concurrency", 8)
+
+
+def begun(pool: Pool, *locations: str, what: str = "topk:3") -> list[str]:
+    """The command line of a run."""
+    source, output = locations
+    options = map(str, ("--what", what, *OPTIONS, "--json"))
+    return ["batch", "run", source, output, "--redis", pool.url, "--prefix", pool.prefix, *options]
+
+
+@pytest.mark.parametrize(("what", "suffix"), [("topk:3", "jsonl"), ("rows", "safetensors")])
+async def test_a_bucket_gets_what_a_folder_gets(
+    pool: Pool, tmp_path: Path, bucket: TestBucket, what: str, suffix: str
+) -> None:
+    pool.start()
+    lines = write_texts(tmp_path / "in.jsonl", TEXTS).read_text("utf-8").splitlines()
+    lines[17] = "bad"
+    packed = tmp_path / "in.jsonl.gz"
+    packed.write_bytes(gzip.compress(write_lines(tmp_path / "in.jsonl", lines).read_bytes()))
+    async with pool.producer() as producer:
+        await run(producer, packed, tmp_path / "out", what, shard_lines=10)
+    source = bucket.put("inputs/in.jsonl.gz", packed.read_bytes())
+    ended = await asyncio.to_thread(run_lmpool, *begun(pool, source, f"{bucket.url}/out/", what=what))
+    assert (ended.returncode, json.loads(ended.stdout)) == (
+        3, {"texts": len(TEXTS) - 1, "errors": 1, "shards": 6, "resumed": 0}
+    ), ended.stderr  # fmt: skip
+    assert bucket.content("out") == content(tmp_path / "out")
+    assert not list((tmp_path / "cache").glob("staging-*"))
+    here, there = lmpool.batch.open(tmp_path / "out"), lmpool.batch.open(f"{bucket.url}/out")
+    assert there.is_finished
+    for copy in (there, pickle.loads(pickle.dumps(there))):  # noqa: S301 For the workers of a DataLoader.
+        for mine, yours in zip(here, copy, strict=True):
+            assert all(np.array_equal(yours[name], value) for name, value in mine.items())
+    assert there.by_custom_id("text-25")["ids"].tolist() == TEXTS[25]
+    told = run_lmpool("batch", "status", f"{bucket.url}/out", "--json")
+    assert json.loads(told.stdout) == {"shards": 6, "done": 6, "queued": 0, "under_way": 0, "failed": {}}
+
+
+def test_a_file_url_is_a_path(pool: Pool, tmp_path: Path) -> None:
+    pool.start()
+    source = write_texts(tmp_path / "in.jsonl", TEXTS)
+    ended = run_lmpool(*begun(pool, f"file://{source}", f"file://{tmp_path / 'out'}"))
+    assert ended.returncode == 0, ended.stderr
+    again = run_lmpool(*begun(pool, str(source), str(tmp_path / "out")))
+    assert json.loads(again.stdout)["resumed"] == 6
+    assert len(lmpool.batch.open(f"file://{tmp_path / 'out'}")) == len(TEXTS)
+
+
+async def test_a_run_to_a_bucket_goes_on_where_it_was_killed(pool: Pool, tmp_path: Path, bucket: TestBucket) -> None:
+    gate = Gate(tmp_path / "gate")
+    gate.open()
+    pool.start("--max-batch", 4, "--step-ms", 20, command=gate.command)
+    path = write_texts(tmp_path / "in.jsonl", TEXTS)
+    async with pool.producer() as producer:
+        await run(producer, path, tmp_path / "whole", "topk:3", shard_lines=10)
+    url, output = bucket.put("in.jsonl", path.read_bytes()), f"{bucket.url}/out"
+    for after in (1, 3):
+        client = begin(pool, url, output, "--what", "topk:3", *OPTIONS)
+        await asyncio.to_thread(until, partial(is_done, bucket, after), f"{after} shards are done")
+        gate.shut()
+        client.end()
+        gate.open()
+    half = lmpool.batch.open(output)
+    assert not half.is_finished
+    assert len(half) >= 30
+    done = bucket.shards("out")
+    # What is whole in its place and not noted, or noted and not whole, is not done.
+    bucket.remove("out/done/00000.json")
+    bucket.put("out/shard-00001.jsonl", b"half\n")
+    assert len(lmpool.batch.open(output)) == len(half) - 20
+    ended = await asyncio.to_thread(run_lmpool, *begun(pool, url, output))
+    assert json.loads(ended.stdout)["resumed"] == done - 2, ended.stderr
+    assert bucket.content("out") == content(tmp_path / "whole")
+
+
+def is_done(bucket: TestBucket, number: int) -> bool:
+    return bucket.shards("out") >= number
+
+
+async def test_what_is_refused_of_a_folder_is_refused_of_a_bucket(
+    pool: Pool, tmp_path: Path, bucket: TestBucket
+) -> None:
+    pool.start()
+    data = write_texts(tmp_path / "in.jsonl", TEXTS).read_bytes()
+    source, output = bucket.put("in.jsonl", data), f"{bucket.url}/out"
+
+    def refused(*locations: str, what: str = "topk:3") -> tuple[int, str]:
+        ended = run_lmpool(*begun(pool, *locations, what=what))
+        return ended.returncode, ended.stderr
+
+    assert refused(source, output)[0] == 0
+    before = bucket.content("out")
+    other = bucket.put("other.jsonl", data[::-1])
+    for given, what, reason in ((source, "topk:2", "--what 'topk:3', now 'topk:2'"), (other, "topk:3", "input (its")):
+        code, told = refused(given, output, what=what)
+        assert (code, reason in told) == (4, True), told
+    bucket.put("mine/thesis.txt", b"mine")
+    code, told = refused(source, f"{bucket.url}/mine")
+    assert (code, "holds thesis.txt and no manifest.json" in told) == (4, True), told
+    for given, place, reason in (
+        (f"{bucket.url}/nothing.jsonl", output, "nothing.jsonl' is no file"),
+        (source, f"{bucket.url}-nowhere/out", "does not exist"),
+        (source, "nonsense://me:secret@host/out", "nonsense://host/out: fsspec cannot use it"),
+    ):
+        code, told = refused(given, place)
+        assert (code, reason in told, "secret" in told) == (2, True, False), told
+    assert bucket.content("out") == before
+
+
+async def test_of_two_runs_into_one_bucket_the_first_ends(pool: Pool, tmp_path: Path, bucket: TestBucket) -> None:
+    """As far as a store lets it be seen; the notes of one are none for the other."""
+    pool.start()
+    source = write_texts(tmp_path / "in.jsonl", TEXTS)
+    async with pool.producer() as producer:
+        await run(producer, source, tmp_path / "out", "topk:3", shard_lines=10)
+    manifest = lmpool.batch.open(tmp_path / "out").manifest
+    manifest.finished, shard, manifest.done = False, manifest.done[0], []
+    first, second = Bucket(f"{bucket.url}/out"), Bucket(f"{bucket.url}/out")
+    first.begin(manifest)
+    # Both have seen that nothing lies there.
+    with pytest.raises(BatchRefused, match="another run has begun here just now"):
+        second._write_manifest(manifest, is_new=True)
+    first.note(shard)
+    manifest.options = type(manifest.options)("topk:2", 0, "jsonl", 10)
+    bucket.put("out/manifest.json", manifest.encoded())
+    assert second.done() == {}
+    with pytest.raises(BatchRefused, match="another run has begun here meanwhile"):
+        first.note(shard)
+
+
+def test_a_store_that_cannot_be_reached_is_told_and_may_come_back(
+    bucket: TestBucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Broken(Exception):
+        """As libraries of stores have their own."""
+
+    def refuse(url: str) -> Any:
+        raise Broken("connection to s3://me:secret@host refused")
+
+    folder = Bucket(f"{bucket.url}/out")
+    monkeypatch.setattr("lmpool.batch.storage.bucket.file_system", refuse)
+    with pytest.raises(BatchError, match="s3://host refused: what is done stays; run the same command again") as raised:
+        folder.read_manifest()
+    assert raised.value.may_pass
+
+
+def test_a_copy_of_an_input_is_made_once_and_anew_when_it_has_changed(bucket: TestBucket, tmp_path: Path) -> None:
+    url = bucket.put("in.jsonl", b'{"ids": [1]}\n')
+    first = fetch.plain_file(url)
+    written = first.stat().st_ino
+    assert fetch.plain_file(url).stat().st_ino == written
+    bucket.put("in.jsonl", b'{"ids": [2]}\n')  # Of the same size.
+    assert fetch.plain_file(url).read_bytes() == b'{"ids": [2]}\n'
+    # What tells a content from the one before may not be there at all: then no other process believes it.
+    assert fetch.identity({"size": 3}) != fetch.identity({"size": 4})
+    assert fetch._PROCESS in fetch.identity({"size": 3})
+    assert fetch._PROCESS not in fetch.identity({"size": 3, "ETag": "a"})
+
+
+def test_without_fsspec_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "fsspec.core", None)
+    with pytest.raises(SettingsError, match=r"pip install 'lmpool\[fsspec\]'"):
+        lmpool.batch.open("s3://bucket/out")

@@ -1,0 +1,192 @@
+"""Prompts as text: the tokenizer that workers publish makes the same ids as transformers, without transformers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from lmpool.errors import NotTokenIds, ProtocolError, SettingsError, TokenOutOfRange, UnknownTokenizer
+from lmpool.producer import SyncProducer
+from lmpool.producer import tokenizer as tokenizers_of_pools
+from lmpool.producer.tokenizer import PublishedTokenizer
+from lmpool.protocol.model_info import ModelInfo
+from lmpool.protocol.tokenizer import PackedTokenizer, digest_of, unpack_tokenizer
+from lmpool.workers.backends.tokenizer import read_texts
+from tests.producer.cli.test_cli import on, one_line
+from tests.support.models import real_tokenizers
+from tests.support.pool import Pool, until
+
+TEXTS = [
+    "The capital of France is",
+    "  Two  spaces,\n\ta tab, \r\n and 3.14159e-5; it's naïve — “ﬁne” 中文 हिन्दी 😀👩‍👩‍👧",
+    "<s>[INST] a </s> <|im_start|>user\n<|endoftext|>",
+    "",
+    "\ufeff\u200b\x00",
+]
+SLOW = "mistral-slow"
+FAST = {name: make for name, make in real_tokenizers.READABLE.items() if name != SLOW}
+FAST["nepali-wordpiece"] = real_tokenizers.nepali_wordpiece
+INFO = ModelInfo(name="m", backend="hf", vocab_size=300_000, max_prompt_tokens=64, revision="1", dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def served(server_url: str, smollm2_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
+    """A pool that serves SmolLM2."""
+    pool = Pool(server_url, "text", tmp_path_factory.mktemp("text"))
+    pool.start("--backend", "hf", "--name", "smollm2", model=str(smollm2_folder))
+    yield pool
+    pool.end()
+
+
+@pytest.mark.parametrize("name", list(FAST))
+def test_every_tokenizer_that_is_published_makes_the_ids_of_transformers(tmp_path: Path, name: str) -> None:
+    FAST[name]().save_pretrained(tmp_path)
+    theirs: Any = AutoTokenizer.from_pretrained(tmp_path)
+    packed = read_texts(replace(INFO, source=str(tmp_path)), None, trust_remote_code=False).tokenizer
+    assert packed is not None
+    ours = PublishedTokenizer(unpack_tokenizer(packed.data, packed.digest))
+    for text in [*TEXTS, " ".join(theirs.all_special_tokens)]:
+        ids = theirs.encode(text)
+        assert ours.encode(text) == ids
+        assert ours.encode(text, add_special_tokens=False) == theirs.encode(text, add_special_tokens=False)
+        assert ours.decode(ids) == theirs.decode(ids, clean_up_tokenization_spaces=False)
+        assert ours.decode(ids, skip_special_tokens=True) == theirs.decode(
+            ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+
+
+def test_a_slow_tokenizer_that_transformers_cannot_convert_is_not_published(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    real_tokenizers.READABLE[SLOW]().save_pretrained(tmp_path)
+    texts = read_texts(replace(INFO, source=str(tmp_path)), None, trust_remote_code=False)
+    assert texts.vocabulary is not None
+    assert texts.tokenizer is None
+    assert "the tokenizer of m is not published: Converting from SentencePiece" in caplog.text
+
+
+def test_one_that_makes_other_ids_as_a_file_is_not_published(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    real_tokenizers.gpt2().save_pretrained(tmp_path)
+
+    def encode(self: Any, text: str, **options: Any) -> list[int]:
+        return [7]
+
+    monkeypatch.setattr(PreTrainedTokenizerBase, "encode", encode)
+    assert read_texts(replace(INFO, source=str(tmp_path)), None, trust_remote_code=False).tokenizer is None
+    assert 'it makes other ids of "Hello, world!' in caplog.text
+
+
+async def test_a_program_asks_with_a_string(served: Pool, smollm2_folder: Path) -> None:
+    theirs: Any = AutoTokenizer.from_pretrained(smollm2_folder)
+    async with served.producer() as producer:
+        ids = await producer.encode("The capital of France is")
+        assert ids == theirs.encode("The capital of France is")
+        assert await producer.decode((await producer.topk(ids, 1)).ids) == " Paris"
+        long = "All work and no play. " * 1000
+        assert await producer.encode(long) == theirs.encode(long)
+        # Once for the process, whichever producer asks.
+        async with served.producer() as other:
+            assert await other.tokenizer() is await producer.tokenizer()
+        for wrong in (b"bytes", ["a"], 7, None, "\ud800"):
+            with pytest.raises(NotTokenIds):
+                await producer.encode(wrong)  # type: ignore[arg-type]
+        for no_ids in ("text", [1.5], [[1]], 7):
+            with pytest.raises(NotTokenIds):
+                await producer.decode(no_ids)
+        with pytest.raises(TokenOutOfRange):
+            await producer.decode([-1])
+        with pytest.raises(NotTokenIds, match="text"):
+            await producer.logprobs("The capital of France is")
+
+
+def test_a_program_without_asyncio_does_too(served: Pool) -> None:
+    with SyncProducer(redis=served.url, prefix=served.prefix) as producer:
+        ids = producer.encode("Hello")
+        assert producer.decode(ids) == "Hello"
+        assert producer.tokenizer().tokens([*ids, *ids]) == ["Hello", "Hello"]
+
+
+@pytest.mark.parametrize("bits", ["other", "cut", "huge", "list"])
+async def test_what_is_not_the_published_tokenizer_is_refused(
+    served: Pool, monkeypatch: pytest.MonkeyPatch, bits: str
+) -> None:
+    monkeypatch.setattr(tokenizers_of_pools, "_kept", type(tokenizers_of_pools._kept)())
+    async with served.producer() as producer:
+        key = served.keys.tokenizer(producer.model.tokenizer)
+        whole: Any = served.redis.get(key)
+        other = PackedTokenizer.pack('{"model": {}}').data
+        try:
+            served.redis.delete(key)
+            if bits == "list":
+                served.redis.rpush(key, "x")
+            else:
+                served.redis.set(key, {"other": other, "cut": whole[:-1], "huge": whole + b"\0" * 30_000_000}[bits])
+            with pytest.raises(UnknownTokenizer, match=f"as the tokenizer {producer.model.tokenizer} is none: "):
+                await producer.encode("Hello")
+            # Its worker puts right what has another size, and forgets no other.
+            await asyncio.to_thread(until, lambda: is_string(served, key, whole), "the worker has written it again")
+            assert await producer.encode("Hello") == [19556]
+        finally:
+            served.redis.set(key, whole)
+
+
+def is_string(pool: Pool, key: bytes, value: bytes) -> bool:
+    return pool.redis.type(key) == b"string" and pool.redis.get(key) == value
+
+
+def test_what_is_named_rightly_but_is_no_tokenizer_is_refused() -> None:
+    packed = PackedTokenizer.pack('{"model": {}}')
+    with pytest.raises(UnknownTokenizer, match="cannot be read by tokenizers"):
+        PublishedTokenizer(unpack_tokenizer(packed.data, packed.digest))
+    for data, reason in ((packed.data[:-4], "cut off"), (b"no stream", "cannot be read")):
+        with pytest.raises(ProtocolError, match=reason):
+            unpack_tokenizer(data, digest_of(data))
+
+
+async def test_a_model_without_a_tokenizer_says_so(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    await asyncio.to_thread(pool.start)
+    async with pool.producer() as producer:
+        with pytest.raises(UnknownTokenizer, match="'syn' publishes no tokenizer"):
+            await producer.encode("Hello")
+        monkeypatch.setitem(sys.modules, "tokenizers", None)
+        with pytest.raises(SettingsError, match=r"pip install 'lmpool\[text\]'"):
+            await producer.encode("Hello")
+    assert "'syn' has no tokenizer; pass token ids with --ids" in one_line(on(pool, "logprobs", "Hello"))
+
+
+def test_the_command_shows_the_likeliest_next_words_without_anything_heavy(served: Pool) -> None:
+    where = ["--redis", served.url, "--prefix", served.prefix, "--json", "--top", "3"]
+    command = [sys.executable, "-X", "importtime", "-m", "lmpool", "logprobs"]
+
+    def ask(*arguments: str, given: bytes = b"") -> Any:
+        ended = subprocess.run([*command, *arguments, *where], input=given, capture_output=True, timeout=60, check=True)
+        imported = {line.rpartition(b"|")[2].strip().partition(b".")[0] for line in ended.stderr.splitlines()}
+        assert b"tokenizers" in imported
+        assert not imported & {b"torch", b"transformers", b"huggingface_hub", b"scipy", b"pandas", b"pyarrow"}
+        return json.loads(ended.stdout)
+
+    told = ask("The capital of France is")
+    assert told["top"][0]["token"] == " Paris"
+    assert ask("-", given=b"The capital of France is\n") == told
+    # Ids are answered with the texts of tokens too.
+    assert ask("--ids", ",".join(map(str, told["ids"]))) == told
+
+
+def test_standard_input_that_is_no_text_is_one_line(served: Pool) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-m", "lmpool", "logprobs", "-", "--redis", served.url, "--prefix", served.prefix],
+        input=b"\xff\xfe", capture_output=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert ended.returncode == 2
+    assert b"standard input is no text in UTF-8" in ended.stderr

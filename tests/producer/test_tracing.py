@@ -1,0 +1,260 @@
+"""Traces by OpenTelemetry: one from the client through the queue to the end of the job; nothing where they are off."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+from typing import Any, cast
+
+import numpy as np
+import pytest
+from opentelemetry import context
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+from lmpool.errors import SettingsError
+from lmpool.producer import Producer, SyncProducer
+from lmpool.protocol.job import Job, TracedJob, pack_jobs, unpack_job, with_traceparent
+from lmpool.protocol.keys import JOB_FIELD
+from lmpool.workers.metrics.tracing import JobTraces
+from tests.support.otlp import Collector, Span, collector
+from tests.support.pool import DEADLINE_S, Pool, until, until_async
+
+# What a program does that has OpenTelemetry: it sets up a provider, and its own span is around the call.
+PROGRAM = """
+import asyncio, sys
+from contextlib import suppress
+from opentelemetry import trace
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor
+from lmpool.producer import Producer, SyncProducer
+
+url, prefix = sys.argv[1:]
+trace.set_tracer_provider(provider := TracerProvider())
+provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
+tracer = trace.get_tracer("program")
+
+async def ask(producer, name, ids):
+    with tracer.start_as_current_span(name):
+        await producer.logprobs(ids)
+
+async def main():
+    async with Producer(redis=url, prefix=prefix, tracing=True) as producer:
+        await ask(producer, "alone", [1, 2])
+        await asyncio.gather(ask(producer, "first", [3]), ask(producer, "second", [3]))
+        await ask(producer, "again", [1, 2])
+        with tracer.start_as_current_span("batch"):
+            await producer.batch_logprobs([[5], [6], [7]])
+        with suppress(Exception), tracer.start_as_current_span("failing"):
+            await producer.topk([300], 3)
+
+asyncio.run(main())
+with SyncProducer(redis=url, prefix=prefix, tracing=True) as producer, tracer.start_as_current_span("sync"):
+    producer.sample([8])
+provider.shutdown()
+"""
+# As if it were not installed. Where it is, redis-py loads a part of it, whoever traces.
+WITHOUT_OPENTELEMETRY = """
+import sys
+sys.modules["opentelemetry"] = None
+"""
+UNTRACED = f"""{WITHOUT_OPENTELEMETRY}
+from lmpool.producer import SyncProducer
+
+with SyncProducer(redis=sys.argv[1], prefix=sys.argv[2]) as producer:
+    producer.logprobs([1, 2])
+    assert producer.stats().computed == 1
+"""
+COMMAND = f"""{WITHOUT_OPENTELEMETRY}
+from lmpool.cli import main
+main()
+"""
+TRACEPARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+
+
+def run(program: str, pool: Pool, **environment: str) -> None:
+    """Run a program to its end."""
+    command = [sys.executable, "-c", program, pool.url, pool.prefix]
+    subprocess.run(command, env={**os.environ, **environment}, check=True, timeout=DEADLINE_S)
+
+
+def below(collected: Collector, parent: Span) -> list[Span]:
+    """The spans below one, in the order of their ends."""
+    return sorted((span for span in collected.spans if span.parent == parent.id), key=lambda span: span.ended)
+
+
+def child(collected: Collector, parent: str) -> Span:
+    """The only span below the only one of a name."""
+    (root,) = collected.named(parent)
+    (span,) = below(collected, root)
+    return span
+
+
+PARTS = ["lmpool.queue", "lmpool.step", "lmpool.publish"]
+
+
+def test_one_trace_leads_from_the_program_to_the_end_of_the_job(pool: Pool) -> None:
+    with collector() as collected:
+        settings = {"OTEL_EXPORTER_OTLP_ENDPOINT": collected.url, "OTEL_SERVICE_NAME": "pool"}
+        worker = pool.start("--tracing", "--fail-token", 300, environment=settings)
+        run(PROGRAM, pool, OTEL_EXPORTER_OTLP_ENDPOINT=collected.url)
+        worker.process.terminate()
+        assert worker.wait() == 0  # What is left is exported before it ends.
+
+    call = child(collected, "alone")
+    assert (call.name, call.parent) == ("lmpool.logprobs", collected.named("alone")[0].id)
+    assert call.attributes["lmpool.requests.computed"] == 1
+    parts = queue, step, publish = below(collected, call)
+    assert [part.name for part in parts] == PARTS
+    assert {part.trace for part in parts} == {call.trace}
+    assert {part.service for part in parts} == {"pool"}
+    assert {part.attributes["messaging.destination.name"] for part in parts} == {"syn"}
+    # The server tells the time of queueing in whole milliseconds.
+    assert call.began - 2_000_000 < queue.began <= queue.ended <= step.began < step.ended == publish.began
+    assert step.links == {(batch.trace, batch.id) for batch in collected.named("lmpool.batch") if call_of(call, batch)}
+
+    # A prompt is computed once, and who joins is linked to who has asked.
+    first, second = child(collected, "first"), child(collected, "second")
+    assert second.links == {(first.trace, first.id)}
+    assert second.attributes["lmpool.requests.joined"] == 1
+    assert below(collected, second) == []
+
+    # Own memory answers: nobody else has a part in it.
+    assert below(collected, child(collected, "again")) == []
+
+    batched = child(collected, "batch")
+    assert batched.name == "lmpool.batch_logprobs"
+    assert sorted(span.name for span in below(collected, batched)) == sorted(3 * PARTS)
+
+    failing = child(collected, "failing")
+    assert (failing.name, failing.is_error, failing.attributes["error.type"]) == (
+        "lmpool.batch_topk",
+        True,
+        "WorkerError",
+    )
+    assert [span.is_error for span in below(collected, failing)] == [False, False, True]
+
+    assert [span.name for span in below(collected, child(collected, "sync"))] == PARTS
+
+
+def call_of(call: Span, batch: Span) -> bool:
+    """Whether a batch has computed for a call; it is in a trace of its own."""
+    assert batch.parent == ""
+    assert batch.trace != call.trace
+    return (call.trace, call.id) in batch.links
+
+
+# What a job carries
+
+
+def held_jobs(pool: Pool) -> list[Job]:
+    """The jobs that the worker holds."""
+    entries = [entry for stream in pool.streams() for entry in cast(Any, pool.redis.xrange(stream))]
+    return [unpack_job(fields[JOB_FIELD]) for _, fields in entries]
+
+
+async def test_a_job_names_a_trace_only_where_tracing_is_on(pool: Pool) -> None:
+    """Without the SDK too: what has come to a program with a request goes on to the workers."""
+    await asyncio.to_thread(pool.start, "--step-ms", 600_000, "--max-batch", 1)
+    span = TraceContextTextMapPropagator().extract({"traceparent": TRACEPARENT})
+    token = context.attach(span)
+    try:
+        async with pool.producer() as off, pool.producer(tracing=True) as on:
+            asked = [asyncio.create_task(producer.logprobs([1, i])) for i, producer in enumerate((off, on))]
+            jobs = await until_async(lambda: _both(pool), "both are queued")
+            for task in asked:
+                task.cancel()
+    finally:
+        context.detach(token)
+    by_prompt = {job.ids[4]: job for job in jobs}
+    assert type(by_prompt[0]) is Job
+    traced = by_prompt[1]
+    assert isinstance(traced, TracedJob)
+    assert traced.traceparent == TRACEPARENT
+
+
+async def _both(pool: Pool) -> list[Job]:
+    jobs = await asyncio.to_thread(held_jobs, pool)
+    return jobs if len(jobs) == 2 else []
+
+
+def test_where_tracing_is_off_nothing_needs_opentelemetry(pool: Pool) -> None:
+    pool.start(command=lambda: [sys.executable, "-c", COMMAND])
+    run(UNTRACED, pool)
+    worker = pool.start("--tracing", command=lambda: [sys.executable, "-c", COMMAND], wait=False)
+    assert worker.wait() == 2
+    assert "pip install 'lmpool[tracing]'" in worker.text
+    assert "Traceback" not in worker.text
+
+
+def test_a_worker_that_does_not_trace_serves_those_who_do(pool: Pool) -> None:
+    pool.start()
+    with collector() as collected:
+        run(PROGRAM.replace("[300]", "[30]"), pool, OTEL_EXPORTER_OTLP_ENDPOINT=collected.url)
+    assert child(collected, "alone").attributes["lmpool.requests.computed"] == 1
+    assert not collected.named("lmpool.queue")
+
+
+HOSTILE = {
+    "empty": "",
+    "long": TRACEPARENT + "0" * 1_000_000,
+    "no ids": f"00-{'0' * 32}-{'0' * 16}-01",
+    "a version that is none": TRACEPARENT.replace("00-", "ff-", 1),
+    "no hexadecimal numbers": TRACEPARENT.replace("a", "g"),
+    "control characters": f"{TRACEPARENT}\x1b[2J\r\n",
+    "a part too few": TRACEPARENT[:-3],
+    "another format": "b3: 80f198ee56343ba864fe8b2a57d3eff7-e457b5a2e4d86bd1-1",
+}
+
+
+def test_hostile_trace_contexts_harm_nobody_and_unsampled_ones_are_not_exported(pool: Pool) -> None:
+    contexts = [*HOSTILE.values(), TRACEPARENT]
+    unsampled = "00-1af7651916cd43dd8448eb211c80319c-c7ad6b7169203331-00"
+    with collector() as collected:
+        worker = pool.start("--tracing", environment={"OTEL_EXPORTER_OTLP_ENDPOINT": collected.url})
+        with SyncProducer(redis=pool.url, prefix=pool.prefix) as producer:
+            fingerprint = producer.model.fingerprint
+            for number, traceparent in enumerate([*contexts, unsampled]):
+                if traceparent == unsampled:  # In a batch of its own.
+                    until(lambda: not pool.jobs(), "the others are computed")
+                (job,) = pack_jobs([Job(np.array([1, number], "<u4").tobytes(), "", fingerprint)])
+                pool.redis.xadd(pool.keys.model("syn").jobs, {JOB_FIELD: with_traceparent(job, traceparent)})
+            until(lambda: not pool.jobs(), "all are computed")
+            for number in range(len(contexts) + 1):
+                producer.logprobs([1, number])
+            assert producer.stats().computed == 0
+        worker.process.terminate()
+        assert worker.wait() == 0
+    assert "Traceback" not in worker.text
+    parts = [span for span in collected.spans if span.name != "lmpool.batch"]
+    assert sorted(span.name for span in parts) == sorted(PARTS)
+    assert {(span.trace, span.parent) for span in parts} == {tuple(TRACEPARENT.split("-")[1:3])}
+    (batch,) = collected.named("lmpool.batch")
+    assert batch.links == {(parts[0].trace, parts[0].parent)}
+
+
+@pytest.mark.parametrize("traceparent", HOSTILE.values(), ids=HOSTILE)
+def test_a_malformed_trace_context_is_none(traceparent: str) -> None:
+    job = unpack_job(with_traceparent(Job(b"\0\0\0\0", "", "f").pack(), traceparent))
+    assert isinstance(job, TracedJob)
+    assert JobTraces("m", "w").taken(job, 0) is None
+    assert JobTraces("m", "w").taken(Job(b"\0\0\0\0", "", "f"), 0) is None
+
+
+# Settings
+
+
+def test_what_says_whether_to_trace_is_checked_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(SettingsError, match="tracing: 'yes' must be True, False or None"):
+        Producer(tracing="yes")  # type: ignore[arg-type]
+    monkeypatch.setenv("LMPOOL_TRACING", "yes")
+    with pytest.raises(SettingsError, match="LMPOOL_TRACING: 'yes' must be 0 or 1"):
+        Producer()
+    monkeypatch.setenv("LMPOOL_TRACING", "1")
+    assert Producer()._traces is not None
+    assert Producer(tracing=False)._traces is None
+    monkeypatch.setitem(sys.modules, "opentelemetry.trace", None)
+    with pytest.raises(SettingsError, match=r"pip install 'lmpool\[tracing\]'"):
+        Producer()

@@ -1,0 +1,57 @@
+"""What docker/observe asks of Prometheus: the expressions of the board and of the alerts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+
+OBSERVE = Path(__file__).parents[2] / "docker" / "observe"
+
+
+class Query(NamedTuple):
+    """An expression of PromQL.
+
+    Attributes:
+        name: of the panel or the alert.
+        text: the expression, with the board's variables.
+        legend: texts that name labels of what it returns, in double braces.
+    """
+
+    name: str
+    text: str
+    legend: str
+
+
+def board() -> dict[str, Any]:
+    """The board of Grafana."""
+    read: dict[str, Any] = json.loads((OBSERVE / "grafana/dashboards/lmpool.json").read_text("utf-8"))
+    return read
+
+
+def rules() -> list[dict[str, Any]]:
+    """The alerts."""
+    read = yaml.safe_load((OBSERVE / "alerts.yml").read_text("utf-8"))
+    return [rule for group in read["groups"] for rule in group["rules"]]
+
+
+def board_queries() -> Iterator[Query]:
+    """Those of the panels, of the variables and of the annotations."""
+    for panel in board()["panels"]:
+        for target in panel.get("targets", ()):
+            yield Query(panel["title"], target["expr"], target["legendFormat"])
+    for note in board()["annotations"]["list"]:
+        yield Query(note["name"], note["expr"], note["textFormat"])
+    for variable in board()["templating"]["list"]:
+        if variable["type"] == "query":
+            selector, label = variable["definition"].removeprefix("label_values(").removesuffix(")").rsplit(", ", 1)
+            yield Query(variable["name"], selector, "{{" + label + "}}")
+
+
+def alert_queries() -> Iterator[Query]:
+    """Those of the alerts, with the labels that their summaries name."""
+    for rule in rules():
+        yield Query(rule["alert"], rule["expr"], rule["annotations"]["summary"].replace("$labels.", ""))

@@ -1,0 +1,289 @@
+"""The files of docker/ name what there is: options, ports, variables, extras, versions, metrics, and one another."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import tomllib
+from collections.abc import Iterator
+from functools import cache
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+import yaml
+from typer.main import get_command
+
+from lmpool.broker.server import Server
+from lmpool.protocol.keys import Keys
+from lmpool.web.demand import Demand, demand_route
+from lmpool.workers.settings import WorkerSettings
+from tests.project.test_operations import exported
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCKER = ROOT / "docker"
+KUBERNETES = DOCKER / "kubernetes"
+MAIN = DOCKER / "Dockerfile"
+DOCKERFILES = [MAIN, DOCKER / "vllm.Dockerfile", DOCKER / "sglang.Dockerfile"]
+COMPOSE = [DOCKER / name for name in ("compose.yaml", "compose.secure.yaml", "compose.cuda.yaml")]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+EXTRAS = PROJECT["optional-dependencies"]
+UID = 10001
+
+
+def read(path: Path) -> Any:
+    (document,) = yaml.safe_load_all(path.read_text("utf-8"))
+    return document
+
+
+def manifests() -> Iterator[dict[str, Any]]:
+    """All objects for the cluster."""
+    for path in sorted(KUBERNETES.rglob("*.yaml")):
+        if path.name != "kustomization.yaml":
+            yield from yaml.safe_load_all(path.read_text("utf-8"))
+
+
+def workloads() -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    """What runs pods, with the container of each."""
+    for item in manifests():
+        if item["kind"] in ("Deployment", "StatefulSet"):
+            (container,) = item["spec"]["template"]["spec"]["containers"]
+            yield item, container
+
+
+def stages(path: Path) -> dict[str, str]:
+    """Name of a stage -> its instructions; "" for the last one of a file that has no name for it."""
+    parts = re.split(r"^FROM \S+(?: AS (\S+))?$", path.read_text("utf-8"), flags=re.MULTILINE)
+    return dict(zip([name or "" for name in parts[1::2]], parts[2::2], strict=True))
+
+
+def entry_point(target: str) -> list[str]:
+    (line,) = re.findall(r"^ENTRYPOINT (.*)$", stages(MAIN)[target], re.MULTILINE)
+    words: list[str] = json.loads(line)
+    return words
+
+
+@cache
+def command_line() -> Any:
+    app = typer.Typer()
+    for part in entry_points(group="lmpool.commands"):
+        part.load()(app)
+    return get_command(app)
+
+
+def options_of(words: list[str]) -> set[str]:
+    """The options that the command has which some words call."""
+    command = command_line()
+    for word in words:
+        if word not in getattr(command, "commands", {}):
+            break
+        command = command.commands[word]
+    return {option for parameter in command.params for option in [*parameter.opts, *parameter.secondary_opts]} | {
+        "--help"
+    }
+
+
+def assert_is_called_rightly(words: list[str]) -> None:
+    assert words[0] == "lmpool"
+    given = {word.partition("=")[0] for word in words[1:] if word.startswith("--")}
+    assert given <= options_of(words[1:]), words
+
+
+def called() -> Iterator[list[str]]:
+    """Every command line of lmpool in docker/."""
+    for path in DOCKERFILES:
+        for line in re.findall(r"^ENTRYPOINT (.*)$", path.read_text("utf-8"), re.MULTILINE):
+            yield json.loads(line)
+    for service in read(DOCKER / "compose.yaml")["services"].values():
+        if "build" in service:
+            yield [*entry_point(service["build"]["target"]), *service.get("command", [])]
+    for _, container in workloads():
+        if container["image"].startswith("lmpool-"):
+            yield [*entry_point(container["image"].removeprefix("lmpool-")), *container.get("args", [])]
+
+
+def test_every_command_and_option_exists() -> None:
+    lines = list(called())
+    assert len(lines) >= 12
+    for words in lines:
+        assert_is_called_rightly(words)
+    with pytest.raises(AssertionError):
+        assert_is_called_rightly(["lmpool", "worker", "--no-such-option"])
+
+
+def test_extras_exist() -> None:
+    named = re.findall(r"^ARG \w+_EXTRAS=(\S+)$|environment\.sh ([a-z][\w,-]*)$", MAIN.read_text("utf-8"), re.MULTILINE)
+    named += re.findall(r"(?m)^\s+\w+_EXTRAS: ()(\S+)$", (DOCKER / "compose.yaml").read_text("utf-8"))
+    names = {name for pair in named for text in pair for name in text.split(",") if name}
+    assert {"hf", "trie", "web", "bulk"} <= names <= EXTRAS.keys()
+
+
+def test_variables_of_containers_are_read_by_the_code() -> None:
+    named: set[str] = set()
+    for path in DOCKERFILES:
+        named |= set(re.findall(r"(?:^ENV |^ {4})([A-Z_]+)=", path.read_text("utf-8"), re.MULTILINE))
+    for service in read(DOCKER / "compose.yaml")["services"].values():
+        named |= set(service.get("environment", {}))
+    for _, container in workloads():
+        named |= {variable["name"] for variable in container.get("env", [])}
+    ours = {name for name in named if name.startswith("LMPOOL_")}
+    code = "".join(
+        path.read_text("utf-8") for part in ("shared", "producer", "workers") for path in (ROOT / part).rglob("*.py")
+    )
+    assert {"LMPOOL_REDIS_URL", "LMPOOL_SHM_DIR", "LMPOOL_WEB_TOKEN"} <= ours
+    assert {name for name in ours if f'"{name}"' not in code} == set()
+
+
+def test_the_example_has_every_setting_of_the_compose_files_with_its_default() -> None:
+    used: dict[str, str] = {}
+    for path in COMPOSE:
+        for name, default in re.findall(r"\$\{(\w+):[-?]([^}]*)\}", path.read_text("utf-8")):
+            assert used.setdefault(name, default) == default, name
+    used["LMPOOL_WEB_TOKEN"] = ""
+    lines = (DOCKER / ".env.example").read_text("utf-8").splitlines()
+    assert dict(line.split("=", 1) for line in lines if line and not line.startswith("#")) == used
+
+
+def test_versions_agree() -> None:
+    pins = dict(re.findall(r"^([\w.-]+)==(\S+)$", (DOCKER / "requirements.txt").read_text("utf-8"), re.MULTILINE))
+    tested = dict(re.findall(r"^([\w.-]+)==(\S+)$", (ROOT / "constraints.txt").read_text("utf-8"), re.MULTILINE))
+    assert {name for name in pins.keys() & tested.keys() if pins[name] != tested[name]} == set()
+    wanted = [
+        *PROJECT["dependencies"],
+        *(
+            line
+            for name in ("worker", "hf", "lora", "trie", "web", "bulk", "metrics", "parquet", "text")
+            for line in EXTRAS[name]
+        ),
+    ]
+    direct = {re.split(r"[\[<>=;]", line)[0].strip() for line in wanted} - {"lmpool"}
+    assert direct <= pins.keys()
+    (torch,) = re.findall(r"^ARG TORCH=(\S+)\+cpu$", MAIN.read_text("utf-8"), re.MULTILINE)
+    assert torch == pins["torch"] == tested["torch"]
+    for path in DOCKERFILES:
+        text = path.read_text("utf-8")
+        assert set(re.findall(r"^ARG VERSION=(\S+)$", text, re.MULTILINE)) == {PROJECT["version"]}
+        # An image of others by a version, never by "latest".
+        assert all(
+            re.search(r":\S*\d", base)
+            for base in re.findall(r"^ARG BASE=(\S+)$", text, re.MULTILINE)
+            if "slim" not in base
+        )
+    assert {image["newTag"] for image in read(KUBERNETES / "kustomization.yaml")["images"]} == {PROJECT["version"]}
+
+
+def test_what_is_run_is_nobody_and_is_asked_where_it_answers() -> None:
+    for path in DOCKERFILES:
+        for name, text in stages(path).items():
+            assert set(re.findall(r"^USER (\S+)$", text, re.MULTILINE)) <= {"0:0", f"{UID}:{UID}"}
+            if "/readyz" in text:
+                (port,) = re.findall(r"http://127\.0\.0\.1:(\d+)/readyz", text)
+                assert f"EXPOSE {port}\n" in text, name
+                assert re.search(rf'"--(metrics-)?port", "{port}"', text), name
+    assert "STOPSIGNAL SIGTERM" in stages(MAIN)["runtime"]
+    ports = {"worker": 9100, "trie": 9100, "web": 8642}
+    for item, container in workloads():
+        pod = item["spec"]["template"]["spec"]
+        assert container["securityContext"]["readOnlyRootFilesystem"]
+        assert pod["securityContext"]["runAsNonRoot"]
+        if target := ports.get(container["image"].removeprefix("lmpool-")):
+            assert [port["containerPort"] for port in container["ports"]] == [target]
+            assert pod["securityContext"]["runAsUser"] == UID
+            assert container["readinessProbe"]["httpGet"]["path"] == "/readyz"
+            assert container["livenessProbe"]["httpGet"]["path"] == "/healthz"
+
+
+def test_a_drain_may_take_as_long_as_the_longest_step() -> None:
+    settings = WorkerSettings()
+    for item, container in workloads():
+        if container["image"] in ("lmpool-worker", "lmpool-trie"):
+            grace_s = item["spec"]["template"]["spec"]["terminationGracePeriodSeconds"]
+            assert grace_s > settings.step_timeout_s + settings.lease_s
+
+
+def test_manifests_fit_one_another() -> None:
+    for folder in (KUBERNETES, KUBERNETES / "keda", KUBERNETES / "monitoring"):
+        there = {path.name for path in folder.glob("*.yaml")} - {"kustomization.yaml"}
+        assert set(read(folder / "kustomization.yaml")["resources"]) == there
+    pods = [item["spec"]["template"]["metadata"]["labels"] for item, _ in workloads()]
+    for item in manifests():
+        selector = (
+            item["spec"].get("selector", {})
+            if item["kind"] in ("Service", "Deployment", "StatefulSet", "PodDisruptionBudget")
+            else {}
+        )
+        wanted = selector.get("matchLabels", selector)
+        assert any(wanted.items() <= labels.items() for labels in pods), item
+    volumes = [(item, container) for item, container in workloads()]
+    for item, container in volumes:
+        assert {mount["name"] for mount in container["volumeMounts"]} == {
+            volume["name"] for volume in item["spec"]["template"]["spec"]["volumes"]
+        }
+
+
+def test_the_autoscaler_asks_for_what_there_is() -> None:
+    (scaled,) = [item for item in manifests() if item["kind"] == "ScaledObject"]
+    names = {item["metadata"]["name"] for item, _ in workloads()}
+    assert scaled["spec"]["scaleTargetRef"]["name"] in names
+    triggers = {trigger["type"]: trigger for trigger in scaled["spec"]["triggers"]}
+    assert triggers.keys() == {"metrics-api", "prometheus"}
+    from_none, to_many = triggers["metrics-api"]["metadata"], triggers["prometheus"]
+    assert from_none["valueLocation"] in Demand._fields
+    path = re.sub(r"^http://web\.lmpool\.svc:8642", "", from_none["url"])
+    assert demand_route(Server("redis://localhost"), Keys()).path_regex.match(path)
+    (metric,) = re.findall(r"lmpool_\w+", to_many["metadata"]["query"])
+    assert metric in exported()
+    # A time at the present number of workers, no sum over them.
+    assert to_many["metricType"] == "Value"
+    # All of one model.
+    (worker,) = [
+        container
+        for item, container in workloads()
+        if item["metadata"]["name"] == scaled["spec"]["scaleTargetRef"]["name"]
+    ]
+    model = worker["args"][worker["args"].index("--name") + 1]
+    assert f'model="{model}"' in to_many["metadata"]["query"]
+    assert path.endswith(f"/{model}")
+
+
+def test_no_file_of_a_checkout_gets_into_an_image_unless_it_is_named() -> None:
+    ignored = [line for line in (ROOT / ".dockerignore").read_text("utf-8").splitlines() if not line.startswith("#")]
+    assert ignored[0] == "*"
+    let_through = {line.removeprefix("!") for line in ignored[1:] if line.startswith("!")}
+    copied = {
+        word
+        for line in re.findall(r"^COPY (docker/.*) \S+$", MAIN.read_text("utf-8"), re.MULTILINE)
+        for word in line.split()
+    }
+    parts = {"shared", "producer", "workers", "testing"}
+    assert let_through == copied | parts | {"LICENSE", "README.md", "pyproject.toml"}
+    assert {name for name in let_through if not (ROOT / name).exists()} == set()
+
+
+def test_the_users_and_certificates_of_the_page_are_those_that_compose_wants(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "deploy.md").read_text("utf-8")
+    (way,) = re.findall(r"^```sh\n(mkdir -p secure/tls\n.*?)^```$", page, re.DOTALL | re.MULTILINE)
+    (tmp_path / "redis").symlink_to(DOCKER / "redis")
+    done = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", way], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    users = (tmp_path / "secure/users.acl").read_text("utf-8")
+    assert len(re.findall(r" on #[0-9a-f]{64} ", users)) == 5
+    assert "SHA256" not in users
+    settings = dict(line.split("=", 1) for line in (tmp_path / ".env").read_text("utf-8").splitlines())
+    assert settings.keys() == {
+        "LMPOOL_WORKER_URL",
+        "LMPOOL_TRIE_WORKER_URL",
+        "LMPOOL_OPERATOR_URL",
+        "LMPOOL_PRODUCER_URL",
+    }
+    for url in settings.values():
+        assert url.startswith("rediss://")
+        assert "@server:6379/0?ssl_ca_certs=/etc/lmpool/tls/ca.crt" in url
+    assert {path.name for path in (tmp_path / "secure/tls").iterdir()} == {
+        "ca.crt", "server.crt", "server.key", "client.crt", "client.key",
+    }  # fmt: skip

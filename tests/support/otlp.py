@@ -1,0 +1,103 @@
+"""A collector of traces on loopback: what processes export by OTLP over HTTP."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import NamedTuple
+
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
+
+class Span(NamedTuple):
+    """A span that was exported.
+
+    Attributes:
+        service: `service.name` of the process.
+        name: of the span.
+        trace: id of its trace.
+        id: its own.
+        parent: id of its parent; "" for none.
+        began, ended: in ns since 1970.
+        attributes: those with texts and whole numbers.
+        links: trace and id of the spans that it is linked to.
+        is_error: its status.
+    """
+
+    service: str
+    name: str
+    trace: str
+    id: str
+    parent: str
+    began: int
+    ended: int
+    attributes: dict[str, str | int]
+    links: set[tuple[str, str]]
+    is_error: bool
+
+
+class Collector:
+    """Has all that was exported so far.
+
+    Attributes:
+        spans: in the order of coming.
+        url: for `OTEL_EXPORTER_OTLP_ENDPOINT`.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self.spans: list[Span] = []
+
+    def named(self, name: str) -> list[Span]:
+        """The spans of this name."""
+        return [span for span in list(self.spans) if span.name == name]
+
+    def take(self, body: bytes) -> None:
+        """Read a request."""
+        for resource in ExportTraceServiceRequest.FromString(body).resource_spans:
+            names = {item.key: item.value.string_value for item in resource.resource.attributes}
+            for scope in resource.scope_spans:
+                for span in scope.spans:
+                    values = {item.key: item.value for item in span.attributes}
+                    self.spans.append(
+                        Span(
+                            names.get("service.name", ""),
+                            span.name,
+                            span.trace_id.hex(),
+                            span.span_id.hex(),
+                            span.parent_span_id.hex(),
+                            span.start_time_unix_nano,
+                            span.end_time_unix_nano,
+                            {name: value.string_value or value.int_value for name, value in values.items()},
+                            {(link.trace_id.hex(), link.span_id.hex()) for link in span.links},
+                            span.status.code == 2,
+                        )
+                    )
+
+
+@contextmanager
+def collector() -> Iterator[Collector]:
+    """Collect while the context is open."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            if self.path == "/v1/traces":
+                collected.take(self.rfile.read(int(self.headers["Content-Length"])))
+            self.send_response(200 if self.path == "/v1/traces" else 404)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        def log_message(self, format: str, *args: object) -> None:  # noqa: A002  named so by the base class
+            """Say nothing."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        collected = Collector(f"http://127.0.0.1:{server.server_port}")
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield collected
+        finally:
+            server.shutdown()
+            thread.join()

@@ -1,0 +1,202 @@
+"""What an autoscaler is told, over HTTP: a prompt to a model at zero starts a worker and is answered."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import socket
+import threading
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+from urllib.error import HTTPError
+from urllib.parse import quote
+from urllib.request import Request, urlopen
+
+import numpy as np
+import pytest
+import uvicorn
+from starlette.applications import Starlette
+from starlette.types import ASGIApp
+
+from lmpool.broker.server import Server
+from lmpool.errors import NoWorker, UnknownModel
+from lmpool.protocol.keys import Keys
+from lmpool.synthetic import synthetic_row
+from lmpool.web.app import WebSettings, web_service
+from lmpool.web.demand import NEVER_S, demand_route
+from tests.support.gate import Gate
+from tests.support.pool import DEADLINE_S, Pool, V, WorkerProcess, until, until_async
+
+NOTHING = {"queued": 0, "oldest_s": 0.0, "workers": 0, "loading": 0, "wanted": 0, "drain_seconds": 0.0}
+
+
+class Service:
+    """The route, served from a thread.
+
+    Args:
+        url: the pool's server.
+        prefix: the pool's.
+        app: what serves; without one, the route alone.
+    """
+
+    def __init__(self, url: str, prefix: str, app: ASGIApp | None = None) -> None:
+        self._socket = socket.create_server(("127.0.0.1", 0))
+        app = app or Starlette(routes=[demand_route(Server(url), Keys(prefix))])
+        self._server = uvicorn.Server(uvicorn.Config(app, log_level="warning"))
+        self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [self._socket]})
+        self._thread.start()
+
+    def ask(self, model: str, **headers: str) -> tuple[int, dict[str, Any]]:
+        """The status and the object that a model's route answers with."""
+        url = f"http://127.0.0.1:{self._socket.getsockname()[1]}/api/demand/{quote(model)}"
+        try:
+            with urlopen(Request(url, headers=headers), timeout=DEADLINE_S) as reply:
+                return reply.status, json.load(reply)
+        except HTTPError as error:
+            with error:
+                return error.code, json.load(error)
+
+    def of(self, model: str) -> dict[str, Any]:
+        """What is asked of a model."""
+        status, told = self.ask(model)
+        assert status == 200
+        assert told.pop("model") == model
+        return told
+
+    def stop(self) -> None:
+        """End the thread."""
+        self._server.should_exit = True
+        self._thread.join()
+        self._socket.close()
+
+
+@pytest.fixture
+def service(pool: Pool) -> Iterator[Service]:
+    """The route of a pool."""
+    running = Service(pool.url, pool.prefix)
+    yield running
+    running.stop()
+
+
+@asynccontextmanager
+async def scaled(pool: Pool, service: Service, pods: list[WorkerProcess]) -> AsyncIterator[None]:
+    """Start a worker whenever one is wanted and there is none: what KEDA does, with a process as the pod."""
+
+    async def scale() -> None:
+        while True:
+            told = await asyncio.to_thread(service.of, "syn")
+            # A process that starts is a replica already, as a pod is.
+            if told["wanted"] and not any(pod.is_running for pod in pods):
+                pods.append(await asyncio.to_thread(pool.start, wait=False))
+            await asyncio.sleep(0.05)
+
+    scaling = asyncio.create_task(scale())
+    try:
+        yield
+    finally:
+        scaling.cancel()
+        await asyncio.wait([scaling])
+
+
+async def test_a_prompt_to_a_model_at_zero_starts_a_worker_and_is_answered(pool: Pool, service: Service) -> None:
+    assert service.of("syn") == NOTHING
+    pods: list[WorkerProcess] = []
+    async with scaled(pool, service, pods), pool.producer("syn", when_absent="wait") as first:
+        # Nobody has ever served it.
+        assert np.array_equal(await first.logprobs([1, 2]), synthetic_row([1, 2], vocab_size=V))
+        assert len(pods) == 1
+        # Scaled to zero: it drains.
+        pods[0].signal(signal.SIGTERM)
+        assert await asyncio.to_thread(pods[0].wait) == 0
+        # A program that knows the model queues its prompt; one that comes now has to wait for its info.
+        async with pool.producer("syn", when_absent="wait") as second:
+            rows = await asyncio.gather(first.logprobs([3]), second.logprobs([4]))
+        assert np.array_equal(rows[0], synthetic_row([3], vocab_size=V))
+        assert np.array_equal(rows[1], synthetic_row([4], vocab_size=V))
+        assert len(pods) == 2
+    # Whoever scales to zero is told when nothing is left to do.
+    until(lambda: service.of("syn") == {**NOTHING, "workers": 1}, "nobody wants anything of the worker")
+
+
+async def test_who_waits_for_a_model_that_nobody_serves_is_seen(pool: Pool, service: Service) -> None:
+    with pytest.raises(UnknownModel):
+        await pool.producer("syn").open()
+    assert service.of("syn") == NOTHING
+    with pytest.raises(NoWorker):
+        await pool.producer("syn", when_absent="wait").open(timeout=0.5)
+    assert service.of("syn") == {**NOTHING, "wanted": 1, "drain_seconds": NEVER_S}
+    # For those who look every half minute only; not for ever.
+    assert 0 < pool.redis.pttl(pool.keys.model("syn").wanted) <= 60_000
+
+
+async def test_the_seconds_to_drain_are_those_at_the_speed_of_the_workers(
+    pool: Pool, service: Service, tmp_path: Path
+) -> None:
+    gate = Gate(tmp_path / "gate")
+    gate.open()
+    pool.start("--lease-s", 1, "--max-batch", 1, "--step-ms", 50, command=gate.command)
+    async with pool.producer("syn") as producer:
+        await producer.logprobs([1])
+
+        def speed() -> float:
+            (worker,) = pool.names("worker:*")
+            return float(pool.redis.hget(worker, "speed") or 0)
+
+        until(lambda: speed() > 0, "the worker has told how fast it is")
+        gate.shut()
+        asked = [asyncio.create_task(producer.logprobs([7, i])) for i in range(40)]
+
+        async def are_queued() -> bool:
+            return bool((await asyncio.to_thread(service.of, "syn"))["queued"] == 40)
+
+        await until_async(are_queued, "all are queued")
+        told = service.of("syn")
+        # Steps of 50 ms and more: at least two seconds for 40.
+        assert told["drain_seconds"] == pytest.approx(40 / speed())
+        assert told["drain_seconds"] > 2
+        gate.open()
+        await asyncio.gather(*asked)
+
+
+def test_the_answers_to_bad_requests_say_what_is_wrong(pool: Pool, service: Service) -> None:
+    for name in ("a{b}c", "x" * 201, "a\x1bb", ""):
+        status, told = service.ask(name)
+        assert status == 400
+        assert "1 to 200 characters" in told["error"]
+    # A name with slashes is a name.
+    assert service.of("meta-llama/Llama-3.2-1B") == NOTHING
+    # Something else than a queue lies there.
+    pool.redis.set(pool.keys.model("junk").jobs, "x")
+    assert service.ask("junk")[0] == 503
+    nobody = Service("redis://127.0.0.1:1", pool.prefix)
+    try:
+        status, told = nobody.ask("syn")
+    finally:
+        nobody.stop()
+    assert status == 503
+    assert "127.0.0.1:1" in told["error"]
+
+
+def test_what_others_write_as_a_speed_is_no_speed(pool: Pool, service: Service) -> None:
+    pool.start()
+    (worker,) = pool.names("worker:*")
+    for junk in ("nan", "inf", "-1", "1e400", "\x1b[2J", ""):
+        pool.redis.hset(worker, "speed", junk)
+        pool.redis.xadd(pool.keys.model("syn").jobs, {"x": "y"})
+        assert service.of("syn")["drain_seconds"] >= 0
+
+
+def test_lmpool_web_tells_a_scaler_that_has_the_token(pool: Pool) -> None:
+    settings = WebSettings(pool.url, pool.prefix, token="0123456789abcdef")
+    service = Service(pool.url, pool.prefix, web_service(settings).app)
+    try:
+        # By whatever name the service has in a cluster.
+        named = {"Host": "web.lmpool.svc", "Authorization": f"Bearer {settings.token}"}
+        assert service.ask("syn", **named) == (200, {"model": "syn", **NOTHING})
+        with pytest.raises(json.JSONDecodeError):  # A refusal in words.
+            service.ask("syn", **{**named, "Authorization": "Bearer wrong"})
+    finally:
+        service.stop()

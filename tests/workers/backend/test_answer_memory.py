@@ -1,0 +1,147 @@
+"""Answers that are not published take no more memory than a worker can spare, however many are asked for."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from lmpool.protocol.prompt import digest_of
+from lmpool.protocol.query import GenerateQuery, HeadQuery, PositionsQuery
+from lmpool.synthetic import synthetic_row
+from lmpool.workers.backend import answer_memory
+from lmpool.workers.backend.answer_memory import AnswerMemory
+from lmpool.workers.backend.contract import BackendJob
+from lmpool.workers.backends.synthetic import SyntheticBackend, SyntheticSettings
+from tests.support.gate import GatedBackend, OneByOne, gated_worker
+from tests.support.pool import Pool, V
+from tests.workers.backend.test_engine_thread import stepping
+
+LENGTH = 40
+ALL = PositionsQuery(0)
+SIZE = 4 * LENGTH * V
+INFO = replace(SyntheticBackend(SyntheticSettings("syn", vocab_size=V)).info, hidden=64)
+
+
+@pytest.fixture(autouse=True)
+def _room_for_three(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(answer_memory, "MOST_BYTES", 3 * SIZE)
+
+
+def job(
+    number: int, wanted: PositionsQuery | GenerateQuery | HeadQuery | None = ALL, *, bulk: bool = False
+) -> BackendJob:
+    ids = np.array([number] * LENGTH, "<u4").tobytes()
+    plain = BackendJob(digest_of(ids, repr(wanted)), ids, bulk=bulk)
+    match wanted:
+        case PositionsQuery():
+            return plain._replace(positions=wanted)
+        case GenerateQuery():
+            return plain._replace(generate=wanted)
+    return plain._replace(head=wanted)
+
+
+def first_tokens(jobs: Iterable[BackendJob]) -> list[int]:
+    return [job.ids[0] for job in jobs]
+
+
+def memory() -> AnswerMemory:
+    return AnswerMemory(INFO)
+
+
+def test_what_has_no_room_waits_until_others_are_published() -> None:
+    held, jobs = memory(), [job(number) for number in range(8)]
+    assert first_tokens(held.admit(jobs[:5])) == [0, 1, 2]
+    assert first_tokens(held.admit(jobs[5:])) == []
+    # One is published, nobody waits for another.
+    assert first_tokens(held.free([jobs[1].digest, jobs[4].digest])) == [3]
+    assert first_tokens(held.free([jobs[0].digest, jobs[2].digest])) == [5, 6]
+    assert first_tokens(held.free([jobs[at].digest for at in (3, 5, 6)])) == [7]
+    assert held.free([jobs[7].digest]) == []
+    assert first_tokens(held.admit(jobs[:1])) == [0]
+
+
+@pytest.mark.parametrize(
+    "wanted",
+    [HeadQuery("weights", 0, 5 * V), GenerateQuery(LENGTH * V, 1.0, 1.0, 0), PositionsQuery(0, V // 2)],
+    ids=["head", "continuation", "top"],
+)
+def test_it_is_bytes_that_count_whatever_they_are_of(wanted: PositionsQuery | GenerateQuery | HeadQuery) -> None:
+    held = memory()
+    count = len(held.admit([job(number, wanted) for number in range(20)]))
+    assert 1 <= count < 10
+    assert len(held.admit([job(number, wanted) for number in range(20, 40)])) == 0
+
+
+def test_rows_and_small_answers_never_wait() -> None:
+    held = memory()
+    held.admit([job(number) for number in range(9)])
+    small = [None, PositionsQuery(0, 5), GenerateQuery(9, 1.0, 1.0, 0), HeadQuery("facts")]
+    jobs = [job(20, wanted) for wanted in small]
+    assert list(held.admit([*jobs, job(24)])) == jobs
+
+
+def test_an_answer_that_is_too_large_for_all_memory_has_it_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(answer_memory, "MOST_BYTES", SIZE - 1)
+    held, jobs = memory(), [job(0), job(1)]
+    assert first_tokens(held.admit(jobs)) == [0]
+    assert first_tokens(held.free([jobs[0].digest])) == [1]
+
+
+def test_what_only_bulk_clients_wait_for_waits_behind_the_others() -> None:
+    held = memory()
+    bulk = [job(number, bulk=True) for number in range(6)]
+    assert first_tokens(held.admit(bulk)) == [0, 1, 2]
+    assert first_tokens(held.admit([job(9)])) == []
+    held.promote([bulk[5].digest, job(30).digest])
+    admitted = held.free([bulk[at].digest for at in range(3)])
+    assert first_tokens(admitted) == [5, 9, 3]
+    assert [job.bulk for job in admitted] == [False, False, True]
+
+
+async def test_the_backend_gets_no_more_than_there_is_memory_for() -> None:
+    class Noting(GatedBackend):
+        given = 0
+
+        def submit(self, jobs: Iterable[BackendJob]) -> None:
+            jobs = list(jobs)
+            self.given += sum(job.positions is not None for job in jobs)
+            super().submit(jobs)
+
+    backend, jobs = Noting(OneByOne(), batch=20), [job(number) for number in range(8)]
+    backend.gate.open()
+    async with stepping(backend) as (engine_thread, outcome):
+        engine_thread.submit(jobs)
+        assert engine_thread.outstanding == {job.digest for job in jobs}
+
+        async def after(count: int) -> None:
+            """Wait until so many are answered, and then until a row is, which is asked for behind them."""
+            await outcome.until(lambda: len(engine_thread.outstanding) == 8 - count, "those are answered")
+            engine_thread.submit([job(50 + count, None)])
+            await outcome.until(lambda: len(engine_thread.outstanding) == 8 - count, "and a row")
+
+        await after(3)
+        assert backend.given == 3, "none of these is published yet"
+        engine_thread.abort([jobs[7].digest])
+        assert jobs[7].digest not in engine_thread.outstanding
+        engine_thread.published([job.digest for job in jobs[:3]])
+        await outcome.until(lambda: len(engine_thread.outstanding) == 1, "the next three are answered")
+        engine_thread.published([jobs[4].digest])
+        await outcome.until(lambda: not engine_thread.is_busy, "the last is")
+        assert backend.given == 7
+    assert not outcome.broken
+
+
+async def test_many_large_answers_come_one_after_the_other(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(answer_memory, "MOST_BYTES", SIZE)
+    backend = GatedBackend(OneByOne(), batch=4)
+    backend.gate.open()
+    async with gated_worker(pool, backend), pool.producer() as producer, pool.producer(priority="bulk") as bulk:
+        texts = [[number, *range(LENGTH - 1)] for number in range(30)]
+        asked = [producer.batch_positions(texts[:20], full=True), bulk.batch_positions(texts[10:], full=True)]
+        for part, answers in zip((texts[:20], texts[10:]), await asyncio.gather(*asked), strict=True):
+            for text, answer in zip(part, answers, strict=True):
+                assert np.array_equal(np.asarray(answer)[-1], synthetic_row(text, vocab_size=V))

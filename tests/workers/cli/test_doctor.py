@@ -1,0 +1,125 @@
+"""`lmpool doctor`: what it finds, and that it exits with 1 when the pool or the model could not work."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+
+from lmpool.embedded import EmbeddedServer
+from lmpool.workers.cli import doctor
+from tests.contract.model import write_model
+from tests.support.pool import Pool, run_lmpool, until
+
+
+def examine(code: int, *arguments: str, **environment: str) -> dict[str, dict[str, Any]]:
+    """What is found: check -> its finding."""
+    ended = run_lmpool("doctor", "--json", *arguments, **environment)
+    assert (ended.returncode, ended.stderr) == (code, "")
+    told = json.loads(ended.stdout)
+    assert told["ok"] == (code == 0)
+    assert any(check["state"] == "wrong" for check in told["checks"]) == (code == 1)
+    return {check["check"]: check for check in told["checks"]}
+
+
+def wrong(found: dict[str, dict[str, Any]]) -> list[str]:
+    return [name for name, check in found.items() if check["state"] == "wrong"]
+
+
+def test_a_pool_that_works_is_said_to_work(pool: Pool, tmp_path: Path) -> None:
+    pool.start()
+    folder = write_model(tmp_path / "model")
+    found = examine(0, str(folder), "--redis", pool.url, "--prefix", pool.prefix, CUDA_VISIBLE_DEVICES="", PATH="/bin")
+    assert found["server"]["found"] == f"{pool.url.partition('?')[0]} (--redis)"
+    assert found["models"]["found"] == "syn (1 workers)"
+    assert "MiB of weights" in found["model"]["found"]
+    assert found["server's version"]["found"].split()[0] in ("valkey", "redis")
+    assert "hf" in found["extras"]["found"].partition("; not installed")[0]
+    named = {**os.environ, "LMPOOL_REDIS_URL": pool.url}
+    assert "(LMPOOL_REDIS_URL)" in examine(0, "--prefix", pool.prefix, **named)["server"]["found"]
+    table = run_lmpool("doctor", "--redis", pool.url, "--prefix", pool.prefix)
+    assert table.returncode == 0
+    assert all(check in table.stdout for check in found if check != "model")
+
+
+@pytest.mark.parametrize(
+    ("url", "text"),
+    [
+        (None, "none of yours runs in"),
+        ("redis://127.0.0.1:1", "nothing listens there"),
+        ("nonsense", "redis: "),
+        ("redis://user:secret@127.0.0.1:1", "nothing listens there"),
+    ],
+)
+def test_a_server_that_cannot_be_used_is_wrong(short_dir: Path, url: str | None, text: str) -> None:
+    found = examine(1, *([] if url is None else ["--redis", url]), LMPOOL_RUNTIME_DIR=str(short_dir / "run"))
+    assert wrong(found) == ["server"]
+    assert text in found["server"]["found"]
+    assert found["server"]["advice"]
+    assert "secret" not in json.dumps(found)
+
+
+def test_a_server_that_may_drop_or_refuse_what_it_must_keep_is_wrong(own_server: EmbeddedServer) -> None:
+    client = redis.Redis.from_url(own_server.url)
+    for policy in ("noeviction", "allkeys-lru"):
+        client.config_set("maxmemory-policy", policy)
+        found = examine(1, "--redis", own_server.url)
+        assert wrong(found) == ["server's memory"]
+        assert policy in found["server's memory"]["advice"]
+        assert found["models"]["state"] == "look"
+    client.close()
+
+
+def test_a_folder_that_holds_no_model_is_wrong(pool: Pool, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "bare").mkdir()
+    (tmp_path / "bare" / "config.json").write_text("{}")
+    for name, text in (("empty", "the folder is empty"), ("bare", "has no weights")):
+        found = examine(1, str(tmp_path / name), "--redis", pool.url)
+        assert wrong(found) == ["model"]
+        assert text in found["model"]["found"]
+    assert examine(0, "org/model", "--redis", pool.url)["model"]["state"] == "look"
+
+
+def test_weights_that_do_not_fit_the_gpu_are_wrong(pool: Pool, tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "model")
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text("#!/bin/sh\necho 'NVIDIA H100, 81559, 1'\n")
+    smi.chmod(0o755)
+    found = examine(1, str(folder), "--redis", pool.url, PATH=f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    assert "model" in wrong(found)
+    assert "1 MiB free on a GPU" in found["model"]["found"]
+    assert "NVIDIA H100, 1 MiB of 79.6 GiB free" in found["GPU"]["found"]
+
+
+def test_a_package_of_a_version_that_does_not_suit_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    versions = {"msgpack": "1.0.8", "torch": "2.9.1+cu128"}
+    theirs = doctor._version
+    monkeypatch.setattr(doctor, "_version", lambda package: versions.get(package) or theirs(package))
+    found = {(check.check, check.state): check for check in doctor._installed()}
+    assert found["packages", "wrong"].found == "msgpack 1.0.8 is installed, and >=1.2.3 is needed"
+    assert "torch 2.9.1+cu128 is installed, and >=2.10 is needed" in found["extra hf", "look"].found
+
+
+def test_the_shell_completes_commands_and_names_of_models(pool: Pool, tmp_path: Path) -> None:
+    pool.start()
+
+    def complete(words: str) -> list[str]:
+        environment = {"_LMPOOL_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
+        return run_lmpool(**environment, LMPOOL_REDIS_URL=pool.url).stdout.split()
+
+    assert complete("lmpool doc") == ["doctor"]
+    assert "--workers" in complete("lmpool up m --wor")
+    asked = f"lmpool logprobs x --prefix {pool.prefix} --model "
+    until(lambda: complete(asked) == ["syn"], "the model is completed")
+    assert complete(asked.replace(pool.prefix, "nobody")) == []
+    home = {**os.environ, "HOME": str(tmp_path), "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}
+    command = ["lmpool", "--install-completion", "bash"]
+    done = subprocess.run(command, env=home, capture_output=True, text=True, check=True, timeout=60)
+    assert "completion installed" in done.stdout
+    assert "_LMPOOL_COMPLETE" in next((tmp_path / ".bash_completions").iterdir()).read_text()

@@ -1,0 +1,177 @@
+"""Spans of a worker's jobs, by OpenTelemetry, made when a job has ended; where tracing is off, looks at None remain."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from importlib.metadata import version
+from typing import Any
+
+from lmpool.errors import SettingsError
+from lmpool.metrics import opentelemetry
+from lmpool.protocol.job import Job, TracedJob
+
+_log = logging.getLogger("lmpool.worker")
+
+_MOST_TRACEPARENT = 512
+# As many as the SDK keeps of one span, unless it is told otherwise.
+_MOST_LINKS = 128
+_FLUSH_S = 5.0
+
+
+class JobTrace:
+    """What becomes of a job that is traced; all times are in ns since 1970, by this machine's clock.
+
+    Attributes:
+        context: OpenTelemetry's, in which its client has asked.
+        queued: when it was queued.
+        taken: when this worker has taken it.
+        stepped: when the step began that has computed it, and when that ended; None for none.
+        batch: the context of that step's span.
+    """
+
+    __slots__ = ("batch", "context", "queued", "stepped", "taken")
+
+    def __init__(self, context: Any, queued: int, taken: int) -> None:
+        self.context = context
+        self.queued = queued
+        self.taken = taken
+        self.stepped: tuple[int, int] | None = None
+        self.batch: Any = None
+
+
+class JobTraces:
+    """Makes the spans of one worker, with the tracer provider of its process.
+
+    Of a job that names a trace these are, one after the other and in the span of its client: `lmpool.queue`,
+    `lmpool.step` (the last one, where it took several) and `lmpool.publish`. `lmpool.batch` is the same step in a trace
+    of its own, linked to all that it has computed, and they to it.
+
+    Args:
+        model: the model's name.
+        worker_id: the worker's.
+
+    Raises:
+        SettingsError: OpenTelemetry's API is not installed.
+    """
+
+    def __init__(self, model: str, worker_id: str) -> None:
+        self._api = opentelemetry()
+        from opentelemetry.context import Context
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+        self._new_context: Callable[[], Any] = Context
+        self._propagator = TraceContextTextMapPropagator()
+        self._tracer = self._api.get_tracer("lmpool.worker", version("lmpool"))
+        self._attributes = {
+            "messaging.system": "lmpool",
+            "messaging.destination.name": model,
+            "messaging.client.id": worker_id,
+        }
+
+    def taken(self, message: Job, queued_ms: float) -> JobTrace | None:
+        """Begin to trace a job, if it names a trace: None for what does not, and for whatever names none.
+
+        Args:
+            message: as the client has sent it, or somebody hostile.
+            queued_ms: when it was queued, in ms since 1970, by this machine's clock.
+        """
+        if not isinstance(message, TracedJob) or not 0 < len(message.traceparent) <= _MOST_TRACEPARENT:
+            return None
+        context = self._propagator.extract({"traceparent": message.traceparent}, context=self._new_context())
+        if not self._api.get_current_span(context).get_span_context().is_valid:
+            return None
+        now = time.time_ns()
+        # Clocks differ, and what somebody has written may be of any age.
+        return JobTrace(context, min(now, max(0, int(queued_ms * 1e6))), now)
+
+    def stepped(self, traces: Sequence[JobTrace], step: tuple[float, float], prompts: int) -> None:
+        """Trace a step of the backend.
+
+        Args:
+            traces: of the jobs that it has computed.
+            step: monotonic times when it began and ended.
+            prompts: how many prompts it has computed.
+        """
+        since, now = time.monotonic(), time.time_ns()
+        began, ended = (now - int((since - at) * 1e9) for at in step)
+        clients = [self._api.get_current_span(trace.context).get_span_context() for trace in traces]
+        batch = None
+        if any(client.trace_flags.sampled for client in clients):
+            links = [self._api.Link(client) for client in clients[:_MOST_LINKS]]
+            attributes = {**self._attributes, "messaging.batch.message_count": prompts}
+            span = self._tracer.start_span(
+                "lmpool.batch", self._new_context(), attributes=attributes, links=links, start_time=began
+            )
+            span.end(ended)
+            batch = span.get_span_context()
+        for trace in traces:
+            trace.stepped, trace.batch = (max(began, trace.taken), ended), batch
+
+    def ended(self, traces: Iterable[tuple[JobTrace, str]]) -> None:
+        """Make the spans of jobs that have ended just now, each with the name of its failure, or ""."""
+        now = time.time_ns()
+        for trace, failure in traces:
+            self._span("lmpool.queue", "receive", trace, (trace.queued, trace.taken))
+            if trace.stepped is not None:
+                self._span("lmpool.step", "process", trace, trace.stepped)
+            ready = trace.taken if trace.stepped is None else trace.stepped[1]
+            self._span("lmpool.publish", "settle", trace, (ready, now), failure)
+
+    def _span(self, name: str, operation: str, trace: JobTrace, times: tuple[int, int], failure: str = "") -> None:
+        began, ended = times
+        kind = self._api.SpanKind.CONSUMER if name == "lmpool.queue" else self._api.SpanKind.INTERNAL
+        links = [self._api.Link(trace.batch)] if name == "lmpool.step" and trace.batch is not None else []
+        attributes = {**self._attributes, "messaging.operation.type": operation}
+        if failure:
+            attributes["error.type"] = failure
+        span = self._tracer.start_span(name, trace.context, kind, attributes, links, began)
+        if failure:
+            span.set_status(self._api.StatusCode.ERROR)
+        span.end(max(began, ended))
+
+
+@contextmanager
+def exporting(model: str, worker_id: str) -> Iterator[None]:
+    """Have this process export its spans by OTLP over HTTP, as the environment's `OTEL_...` say.
+
+    A tracer provider that is set up already, as by `opentelemetry-instrument`, stays.
+
+    Args:
+        model: the model's name.
+        worker_id: the worker's.
+
+    Raises:
+        SettingsError: the SDK or the exporter is not installed.
+    """
+    api = opentelemetry()
+    try:
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.resources import SERVICE_INSTANCE_ID, SERVICE_NAME, OTELResourceDetector, Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+    except ImportError as error:
+        raise SettingsError(
+            f"tracing needs the packages opentelemetry-sdk and opentelemetry-exporter-otlp-proto-http: {error}: "
+            "pip install 'lmpool[tracing]'"
+        ) from error
+    if not isinstance(api.get_tracer_provider(), api.ProxyTracerProvider):
+        yield
+        return
+    ours = {SERVICE_NAME: "lmpool-worker", SERVICE_INSTANCE_ID: worker_id, "lmpool.model": model}
+    # What the environment says goes before that.
+    resource = Resource.create({**ours, **OTELResourceDetector().detect().attributes})
+    provider = TracerProvider(resource=resource, shutdown_on_exit=False)
+    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
+    api.set_tracer_provider(provider)
+    _log.info("tracing: spans go where OTEL_EXPORTER_OTLP_ENDPOINT says")
+    try:
+        yield
+    finally:
+        # An end of its own: a collector that does not answer may not keep a worker.
+        flush = threading.Thread(target=provider.shutdown, name="lmpool-traces", daemon=True)
+        flush.start()
+        flush.join(_FLUSH_S)
