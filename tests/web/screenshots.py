@@ -24,7 +24,7 @@ from tests.web.service import WebService
 from tests.web.test_routes import bury
 
 TEXT = "The capital of France is Paris, and the best way to see it is from the top of the Eiffel Tower."
-LOAD_S = 90
+LOAD_S = 60
 
 
 def main(model: str, out: Path) -> None:

@@ -85,7 +85,7 @@ async def _is(condition: bool) -> bool:
 async def test_no_more_samples_are_kept_than_there_may_be_with_gaps_where_the_server_was_away(
     own_server: EmbeddedServer,
 ) -> None:
-    feed = Feed(Server(own_server.url), Keys("feed"), 0.0, samples=30)
+    feed = Feed(Server(own_server.url), Keys("feed"), 0.0, samples=8)
     looking = asyncio.create_task(feed.run())
     try:
         await until_async(lambda: _is(feed.looks > 2), "it looks")
@@ -94,10 +94,10 @@ async def test_no_more_samples_are_kept_than_there_may_be_with_gaps_where_the_se
         own_server.start()
         await until_async(lambda: _is(not feed.trouble), "it goes on")
         assert None in feed.history()["memory"]
-        await until_async(lambda: _is(feed.looks > 40), "there were more")
+        await until_async(lambda: _is(feed.looks > 12), "there were more")
     finally:
         looking.cancel()
         await asyncio.wait([looking], timeout=DEADLINE_S)
     history = feed.history()
-    assert len(history["at"]) == len(history["memory"]) == 30
+    assert len(history["at"]) == len(history["memory"]) == 8
     assert history["at"] == sorted(history["at"])

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from lmpool.errors import LMPoolError, PromptTooLong, SettingsError, UnknownVocabulary, printable
 from lmpool.producer import Producer
-from lmpool.producer.tokenizer import Tokenizer, load_tokenizer
+from lmpool.producer.tokenizer import Tokenizer, find_tokenizer
 from lmpool.producer.trie import PooledTrie
 
 MOST_TOKENS = 4096
@@ -32,22 +32,22 @@ class ExploredModel:
 
     def __init__(self, producer: Producer) -> None:
         self.producer = producer
+        self._fingerprint = ""
         self._tokenizer: Tokenizer | None = None
         self._trie: PooledTrie | None = None
         self._making = asyncio.Lock()
 
     async def tokenizer(self) -> Tokenizer:
-        """The model's tokenizer, loaded once.
+        """The model's tokenizer, found once: that which its workers publish, else one that is here.
 
         Raises:
             SettingsError: it has none, or it cannot be loaded here.
         """
         async with self._making:
+            self._forget_others()
             if self._tokenizer is None:
-                self._tokenizer = await asyncio.to_thread(
-                    load_tokenizer, self.producer.model, otherwise="type token ids such as 1,2,3"
-                )
-        return self._tokenizer
+                self._tokenizer = await find_tokenizer(self.producer, otherwise="type token ids such as 1,2,3")
+            return self._tokenizer
 
     async def encode(self, text: str) -> list[int]:
         """Token ids of a text.
@@ -87,9 +87,15 @@ class ExploredModel:
             LMPoolError: as `Producer.trie`.
         """
         async with self._making:
+            self._forget_others()
             if self._trie is None:
                 self._trie = await self.producer.trie()
-        return self._trie
+            return self._trie
+
+    def _forget_others(self) -> None:
+        """Another model may be served by this name now."""
+        if (fingerprint := self.producer.model.fingerprint) != self._fingerprint:
+            self._fingerprint, self._tokenizer, self._trie = fingerprint, None, None
 
     async def texts(self, ids: Sequence[int]) -> dict[int, str]:
         """What tokens stand for, as it can be shown: by the model's vocabulary, else by its tokenizer, else nothing."""
