@@ -7,13 +7,14 @@ import json
 import os
 import re
 import secrets
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -52,7 +53,7 @@ def prove(buildah: Buildah, name_of: Callable[[str], str], model: Path) -> None:
         print(client.run("--version").strip(), flush=True)
         # A network of their own they have not: one port each.
         worker, trie, web = start("worker", "worker"), start("trie", "trie-worker"), start("web", "operator")
-        worker.start("/models/proof", "--name", "proof", mount=f"{model}:/models/proof:ro")
+        worker.start("/models/proof", "--name", "proof", mounts={"/models/proof": _readable(model, stack)})
         trie.start("--metrics-port", "9101", ports=("9100", "9101"))
         token = secrets.token_hex(16)
         web.start(environment={"LMPOOL_WEB_TOKEN": token})
@@ -70,6 +71,15 @@ def prove(buildah: Buildah, name_of: Callable[[str], str], model: Path) -> None:
         for container in (worker, trie, web):
             container.stop()
     print(f"the images serve and ask: {time.monotonic() - began:.0f} s", flush=True)
+
+
+def _readable(model: Path, stack: ExitStack) -> Path:
+    """A copy of a model's folder that the user of a container may read."""
+    folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="lmpool")), "model")
+    shutil.copytree(model, folder)
+    for path in (folder.parent, folder, *folder.iterdir()):
+        path.chmod(0o755)
+    return folder
 
 
 def _check(is_so: bool, text: str) -> None:
@@ -99,10 +109,12 @@ class Container:
         _check(self._config["User"] == f"{_UID}:{_UID}", f"{image} runs as {_UID}")
         _check(self._config.get("StopSignal") == "SIGTERM", f"{image} is stopped by SIGTERM")
 
-    def _command(self, words: list[str], mount: str = "", environment: dict[str, str] | None = None) -> list[str]:
+    def _command(
+        self, words: list[str], mounts: Mapping[str, Path] | None = None, environment: dict[str, str] | None = None
+    ) -> list[str]:
         settings = {"LMPOOL_REDIS_URL": self._url, "HF_HUB_OFFLINE": "1", **(environment or {})}
         options = [word for name, value in settings.items() for word in ("--env", f"{name}={value}")]
-        options += ["--volume", mount] if mount else []
+        options += [word for there, here in (mounts or {}).items() for word in ("--volume", f"{here}:{there}:ro")]
         return self._buildah.command("run", "--isolation", "chroot", *options, self._name, "--", *words)
 
     def run(self, *arguments: str) -> str:
@@ -115,7 +127,7 @@ class Container:
     def start(
         self,
         *arguments: str,
-        mount: str = "",
+        mounts: Mapping[str, Path] | None = None,
         environment: dict[str, str] | None = None,
         ports: tuple[str, str] = ("", ""),
     ) -> None:
@@ -123,12 +135,12 @@ class Container:
 
         Args:
             arguments: behind its own.
-            mount: a volume, as `buildah run` takes it.
+            mounts: path in the container -> file or folder here, to be read.
             environment: more variables.
             ports: the port that the health check of the image asks, and the one it is to ask here.
         """
         self._ports = ports
-        command = self._command([*self._config["Entrypoint"], *arguments], mount, environment)
+        command = self._command([*self._config["Entrypoint"], *arguments], mounts, environment)
         self._process = subprocess.Popen(command, stdout=self._log, stderr=subprocess.STDOUT)
 
     def until_healthy(self) -> None:
@@ -186,8 +198,9 @@ def _inside(pid: int) -> list[int]:
 
 
 def _is_ours(pid: int) -> bool:
+    """Whether it is the program, and not a process of buildah's that stands before it."""
     try:
-        return b"/opt/lmpool/bin" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        return Path(f"/proc/{pid}/exe").readlink().name.startswith("python")
     except OSError:
         return False
 
@@ -209,7 +222,7 @@ def _server() -> Iterator[dict[str, str]]:
         settings: dict[str, Any] = {"bind": "127.0.0.1", "port": port, "save": "", "dir": folder, "loglevel": "warning"}
         settings |= {"aclfile": f"{folder}/users.acl", "maxmemory": "512mb", "maxmemory-policy": "volatile-lru"}
         words = [word for name, value in settings.items() for word in (f"--{name}", str(value))]
-        process = subprocess.Popen([server_binary(), *words])
+        process = subprocess.Popen([server_binary(), *words], stdout=subprocess.DEVNULL)
         try:
             yield {role: f"redis://{role}:{password}@127.0.0.1:{port}/0" for role, password in passwords.items()}
         finally:
