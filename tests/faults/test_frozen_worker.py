@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 
 from lmpool.synthetic import synthetic_row
-from lmpool.workers.backend import engine_thread
-from lmpool.workers.backend.engine_thread import EXIT_CODE, ProcessWatchdog
+from lmpool.workers.backend import watchdogs
+from lmpool.workers.backend.watchdogs import EXIT_CODE, ProcessWatchdog
 from lmpool.workers.backends.synthetic import SyntheticBackend, SyntheticSettings
 from tests.shared.broker.adapters.test_adapters import serving
 from tests.support.pool import Pool, V, until, until_async
@@ -89,7 +89,7 @@ async def test_a_worker_that_was_stopped_for_longer_than_a_step_may_take_goes_on
 async def test_what_watches_a_worker_is_started_again_as_soon_as_it_can_be(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(engine_thread, "_exit_on", lambda _: None)
+    monkeypatch.setattr(watchdogs, "_exit_on", lambda _: None)
     refused = 0
 
     def refuse(*_: Any, **__: Any) -> None:
@@ -104,7 +104,7 @@ async def test_what_watches_a_worker_is_started_again_as_soon_as_it_can_be(
         return watching._process is not killed and watching._process.poll() is None
 
     watching = ProcessWatchdog(60.0)
-    monkeypatch.setattr(engine_thread, "MOST_INTERVAL_S", 0.02)
+    monkeypatch.setattr(watchdogs, "MOST_INTERVAL_S", 0.02)
     with watching:
         killed = watching._process
         with monkeypatch.context() as full:

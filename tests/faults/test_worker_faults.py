@@ -112,17 +112,17 @@ async def test_joining_compares_with_those_that_live(pool: Pool) -> None:
 async def test_a_worker_does_not_join_those_of_an_older_release_that_serve_the_same_weights(pool: Pool) -> None:
     redis, info = Server(pool.url).client(), info_of(1)
     # As releases without a wire version write them.
-    told = {name: value for name, value in asdict(info).items() if name not in ("positions", "hidden")}
+    told = {name: value for name, value in asdict(info).items() if name not in ("positions", "hidden", "tokenizer")}
     told["scores"] = False
     older, heartbeat = msgpack.packb(told), {"model": "syn", "fingerprint": info.fingerprint, "state": "ready"}
     try:
         await redis.hset(pool.keys.worker("older"), mapping=heartbeat)  # type: ignore[arg-type]
         await redis.zadd(pool.keys.model("syn").workers, {"older": deadline_ms()})
         await redis.hset(pool.keys.models(), "syn", older)
-        with pytest.raises(ModelMismatch, match="served by older .* wire version 2, and this release .* speaks 6"):
+        with pytest.raises(ModelMismatch, match="served by older .* wire version 2, and this release .* speaks 7"):
             await joined(redis, pool.keys, info, "newer")
         assert await redis.hget(pool.keys.models(), "syn") == older
-        with pytest.raises(ProtocolError, match="'syn' is served with wire version 2, and this release .* speaks 6"):
+        with pytest.raises(ProtocolError, match="'syn' is served with wire version 2, and this release .* speaks 7"):
             await Discovery(redis, pool.keys).info("syn")
     finally:
         await redis.aclose()

@@ -19,13 +19,13 @@ from lmpool.errors import (
 from lmpool.producer import Producer, SyncProducer
 from lmpool.protocol import query
 from lmpool.protocol.model_info import ModelInfo
-from lmpool.protocol.query import TopK, top
+from lmpool.protocol.query import TopK, top, top_of
 from lmpool.protocol.row import Row, widen_bf16
 from lmpool.synthetic import draw, fill, synthetic_row
 from lmpool.workers.backends.synthetic import SyntheticBackend, SyntheticSettings
 from lmpool.workers.settings import WorkerSettings
 from lmpool.workers.worker import Worker
-from tests.support.pool import DEADLINE_S, Pool, Prepared, V
+from tests.support.pool import DEADLINE_S, Pool, Prepared, V, until_async
 
 PROMPT = [1, 2, 3]
 ROW = synthetic_row(PROMPT, vocab_size=V)
@@ -243,6 +243,39 @@ async def test_scoring_costs_one_job_and_no_rows(pool: Pool) -> None:
     async with pool.producer() as producer:
         await producer.score(PROMPT, list(range(50)))
         assert len(pool.names("row:*")) == 1  # the scores
+
+
+@pytest.mark.parametrize(("encoding", "forwards"), [("bf16", 0), ("f32", 5)])
+async def test_logits_of_a_prompt_are_those_of_its_row_where_a_worker_has_it_in_16_bits(
+    pool: Pool, encoding: str, forwards: int
+) -> None:
+    size = 4096
+    backend = SyntheticBackend(SyntheticSettings("syn", vocab_size=size, encoding=encoding))
+    worker = Worker(Server(pool.url), Prepared(backend), WorkerSettings(prefix=pool.prefix, shm_bytes=1 << 24))
+    running = asyncio.create_task(worker.run())
+    await until_async(lambda: _has_segment(worker), "it has shared memory")
+    base, shifts = draw(np.array(WHOLE, "<u4").tobytes(), size, 0)
+    fill(bits := np.empty(size, np.uint16), base.bits, shifts)
+    logits, few = widen_bf16(bits), np.array([3, 900, 2000])
+    async with pool.producer(cache_bytes=0) as producer:
+        await producer.logprobs(WHOLE)
+        assert np.array_equal(await producer.logprobs(WHOLE, mode="logits"), logits)
+        assert np.array_equal(await producer.logprobs(WHOLE, mode="logits", targets=few), logits[few])
+        assert np.array_equal((await producer.topk(WHOLE, 5, mode="logits")).ids, top(logits, 5).ids)
+        best = await producer.topk(WHOLE, 2, allowed=few, mode="logits")
+        assert np.array_equal(best.values, top_of(logits, 2, few).values)
+        assert await producer.logz(WHOLE) == base.log_z
+        assert np.array_equal((await producer.positions(WHOLE, len(WHOLE) - 1, full=True, mode="logits"))[0], logits)
+        assert backend.stats().steps == 1 + forwards
+        # What a row does not have takes a forward in any case.
+        assert np.shape(await producer.positions(WHOLE, 2, logz=True)) == (len(WHOLE) - 2,)
+        assert backend.stats().steps == 2 + forwards
+    worker.stop()
+    await asyncio.wait_for(running, DEADLINE_S)
+
+
+async def _has_segment(worker: Worker) -> bool:
+    return worker._serving is not None and worker._serving.segment.segment is not None
 
 
 def test_without_asyncio_too(pool: Pool) -> None:

@@ -99,11 +99,8 @@ async def test_every_metric_is_on_the_board(pool: Pool) -> None:
     known = await exported(pool)
     asked = " ".join(query.text for query in board_queries())
     metrics = {SUFFIX.sub("", name) for name in known if name.startswith("lmpool_") and not name.endswith("_created")}
-    # What people need not see: rows are bytes, and the other one is for autoscalers.
-    assert {name for name in metrics if name not in asked} <= {
-        "lmpool_producer_cache_rows",
-        "lmpool_queue_drain_seconds",
-    }
+    # Rows are bytes, too.
+    assert {name for name in metrics if name not in asked} == {"lmpool_producer_cache_rows"}
 
 
 def test_the_panels_lie_side_by_side_and_know_their_data_source() -> None:

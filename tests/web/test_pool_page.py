@@ -112,16 +112,17 @@ def test_servers_that_go_are_missed_and_found_again(own_server: EmbeddedServer, 
         pool.end()
 
 
-def beat(pool: Pool, names: list[str], state: str = "ready") -> None:
+def beat(pool: Pool, names: list[str], **told: str) -> None:
     """Have workers live that are no processes: what they write is there."""
     pipeline = pool.redis.pipeline()
     fields: dict[Any, Any] = {
         "model": "syn",
-        "state": state,
+        "state": "ready",
         "lease_s": "60",
         "rows": "5",
         "rows_per_s": "1.5",
         "job_counts": "",
+        **told,
     }
     for name in names:
         pipeline.hset(pool.keys.worker(name), mapping=fields)
@@ -148,6 +149,7 @@ def test_hostile_names_are_shown_as_what_they_are_and_break_no_phone(pool: Pool,
     pool.start("--name", "<script>alert(0)</script>")
     pool.start()
     beat(pool, [HOSTILE, "ten-kilobytes-" + "x" * 10_000], state=HOSTILE)
+    beat(pool, ["numbers"], rows_per_s="nan", rows="1e999", lease_s="inf", tokens="-5", reused="inf", p99_s="x")
     phone = watch(WebService(pool), viewport={"width": 400, "height": 800})
     page = phone.open()
     is_live(page)

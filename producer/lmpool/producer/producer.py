@@ -161,7 +161,7 @@ class Producer(CopiedAsItself, PartialRows):
             targets: token ids, if only their entries are wanted: they are read where the row is cached, and only they
                 travel.
             mode: "logits" for the logits as the model computed them, in place of log-probabilities. They are computed
-                anew, on the keys and values that workers keep, and not kept as rows are.
+                anew, on the keys and values that workers keep, but where a worker still has the row in 16 bits.
             fresh: have the row computed now, whatever caches hold; it is not cached.
             adapter: one of the model's adapters (see `adapters`); "" for none.
             timeout: seconds; None for the producer's.
@@ -201,7 +201,7 @@ class Producer(CopiedAsItself, PartialRows):
         if type(fresh) is not bool:
             raise SettingsError(f"fresh: {shown(fresh)} must be True or False")
         if check_mode(mode) == "logits" and fresh:
-            raise SettingsError("fresh: True, of rows only: logits are computed anew in any case")
+            raise SettingsError("fresh: True, of rows only: not with mode='logits'")
 
         async def ask(session: Session, name: str, deadline: Deadline) -> NDArray[np.float32]:
             prompt = session.encode(ids, name)

@@ -208,7 +208,8 @@ def read_tokenizer(source: str, gguf_file: str = "", *, option: str, otherwise: 
         from transformers import AutoTokenizer
     except ImportError as error:
         raise SettingsError(
-            f"{option}: needs the tokenizer of transformers: pip install 'lmpool[hf]', or {otherwise}"
+            f"{option}: needs a tokenizer: pip install 'lmpool[text]' for the one that workers publish, 'lmpool[hf]' "
+            f"where they publish none, or {otherwise}"
         ) from error
     try:
         loaded: Any = AutoTokenizer.from_pretrained(source, gguf_file=gguf_file or None, **settings)

@@ -22,7 +22,6 @@ from lmpool.errors import SettingsError
 from lmpool.protocol.keys import Keys
 from lmpool.web.answers import answers
 from lmpool.web.demand import demand_route
-from lmpool.web.demand import demand_route
 from lmpool.web.explorer import ExplorerRoutes
 from lmpool.web.feed import MOST_STREAMS, Feed
 from lmpool.web.guard import Guard
@@ -124,8 +123,6 @@ def web_service(settings: WebSettings) -> Service:
             PlainTextResponse("the Redis server cannot be used\n", 503) if feed.trouble else PlainTextResponse("ok\n")
         )
 
-    # What programs ask, such as autoscalers: guarded as all are, and they send `Authorization: Bearer`.
-    programs = [demand_route(server, keys)]
     routes: list[BaseRoute] = [
         Route("/healthz", healthy),
         Route("/readyz", ready),

@@ -131,7 +131,7 @@ class Feed:
             self._seen_at = at
         except (RedisError, OSError, LMPoolError) as error:
             trouble = str(self._server.explain(error))
-        sample = _sample(at, models, memory, trouble)
+        sample = _sample(at, models, memory)
         self._samples.append(sample)
         async with self._changed:
             self._number += 1
@@ -219,16 +219,14 @@ async def _read_adapters(redis: Redis, keys: Keys) -> dict[str, list[tuple[str, 
     return adapters
 
 
-def _sample(at: float, models: Survey, memory: ServerMemory | None, trouble: str) -> Sample:
-    values = {
-        model["name"]: tuple(None if trouble else model[name] for name in SERIES) for model in models[:_MOST_MODELS]
-    }
+def _sample(at: float, models: Survey, memory: ServerMemory | None) -> Sample:
+    values = {model["name"]: tuple(_finite(model[name]) for name in SERIES) for model in models[:_MOST_MODELS]}
     return Sample(at, None if memory is None else memory.used_bytes, values)
 
 
 def _told_model(model: dict[str, Any]) -> dict[str, Any]:
     info = model["info"] or {}
-    told = {name: model[name] for name in ("queued", "age_s", "dead", "rows_per_s", "p50_s", "p99_s")}
+    told = {name: _finite(model[name]) for name in ("queued", "age_s", "dead", "rows_per_s", "p50_s", "p99_s")}
     shown = {name: info.get(name) for name in ("backend", "vocab_size", "dtype", "encoding", "max_prompt_tokens")}
     return {
         "name": model["name"],
@@ -245,7 +243,7 @@ def _told_worker(worker: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "id": shortened(str(worker["id"]), _MOST_TEXT),
         "state": shortened(str(worker.get("state", "")), 20),
-        "silent_s": worker.get("silent_s"),
+        "silent_s": _finite(worker.get("silent_s")),
         **told,
     }
 

@@ -36,6 +36,7 @@ def serve(settings: WebSettings, host: str, port: int, tell: Callable[[str], Non
         service.app,
         # Addresses have tokens in them: none goes into a log.
         access_log=False,
+        ws="none",
         log_level="warning",
         server_header=False,
         timeout_graceful_shutdown=_GRACE_S,

@@ -157,6 +157,10 @@ class RowBlock:
         numbers = self.numbers[index]
         return numbers if self.log_z is None else _widened(numbers, self.encoding, float(self.log_z[index]))
 
+    def logits(self, index: int) -> Row:
+        """The logits that one row was made of, float32 (V,); of a block that is not F32, nor lossy."""
+        return _widened(self.numbers[index], self.encoding, 0.0)
+
     def select(self, indices: Sequence[int]) -> RowBlock:
         """Some of the rows (a copy)."""
         log_z = None if self.log_z is None else self.log_z[indices]

@@ -53,7 +53,7 @@ def errors(folder: Path) -> list[tuple[int, str | None, str]]:
     return [tuple(json.loads(line).values()) for line in lines]
 
 
-async def run(producer: Producer, source: Path, output: Path, what: str, **settings: Any) -> Outcome:
+async def run(producer: Producer, source: Path | str, output: Path | str, what: str, **settings: Any) -> Outcome:
     """A run in this process."""
     return await run_batch(producer, source, output, BatchSettings(what, **settings), Progress())
 

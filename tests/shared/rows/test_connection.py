@@ -2,136 +2,31 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Coroutine, Iterable
-from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from redis.asyncio.connection import AbstractConnection
 from redis.exceptions import ResponseError
 
-from lmpool.broker.connection import Argument, RawCommandConnection
+from lmpool.broker.connection import Argument
 from lmpool.errors import ProtocolError
-from lmpool.rows import connection as connection_module
-from lmpool.rows.connection import RawRowConnection, RowWrite
-
-MAX_BULK = 1_000_000
-LARGE = 200_000  # more than the 64 KiB window of the parser
-Reply = asyncio.Future[Any]
-
-
-class Transport:
-    """Takes what a connection writes, and feeds it as an event loop does: `get_buffer`, then `buffer_updated`."""
-
-    def __init__(self) -> None:
-        self.protocol: asyncio.BufferedProtocol | None = None
-        self.written = b""
-        self.calls: list[str] = []
-
-    def set_protocol(self, protocol: asyncio.BufferedProtocol) -> None:
-        self.calls.append("set_protocol")
-        self.protocol = protocol
-
-    def pause_reading(self) -> None:
-        self.calls.append("pause_reading")
-
-    def resume_reading(self) -> None:
-        self.calls.append("resume_reading")
-
-    def abort(self) -> None:
-        self.calls.append("abort")
-
-    def write(self, data: bytes) -> None:
-        self.written += bytes(data)
-
-    def writelines(self, chunks: Iterable[bytes | memoryview]) -> None:
-        self.calls.append("writelines")
-        for chunk in chunks:
-            self.write(bytes(chunk))
-
-    def feed(self, data: bytes, sizes: Iterable[int] = ()) -> None:
-        """Hand bytes over, at most `sizes` at a time, then as many as the connection has a buffer for."""
-        assert self.protocol is not None
-        steps = iter(sizes)
-        at = 0
-        while at < len(data) and "abort" not in self.calls:
-            buffer = cast(memoryview, self.protocol.get_buffer(-1))
-            assert len(buffer) > 0
-            count = min(len(buffer), next(steps, len(data)), len(data) - at)
-            buffer[:count] = data[at : at + count]
-            self.protocol.buffer_updated(count)
-            at += count
-
-
-class Connection:
-    """A connection for rows on a transport."""
-
-    def __init__(self, max_bulk: int = MAX_BULK) -> None:
-        self.transport = Transport()
-        connection = SimpleNamespace(_writer=SimpleNamespace(transport=self.transport))
-        self.raw = RawRowConnection(cast(AbstractConnection, connection), max_bulk)
-
-    def mget(self, count: int) -> Reply:
-        return self.raw.mget([b"key-%d" % index for index in range(count)])
-
-    def set(self, count: int, *, size: int = 8) -> Reply:
-        writes = [RowWrite(b"key-%d" % i, b"head", memoryview(bytes(size)), False) for i in range(count)]
-        return self.raw.set(writes, 1000)
-
-    def feed(self, data: bytes, sizes: Iterable[int] = ()) -> None:
-        self.transport.feed(data, sizes)
-
-
-class Commands:
-    """A connection for any commands on a transport."""
-
-    def __init__(self) -> None:
-        self.transport = Transport()
-        connection = SimpleNamespace(_writer=SimpleNamespace(transport=self.transport))
-        self.raw = RawCommandConnection(cast(AbstractConnection, connection))
-
-    def feed(self, data: bytes, sizes: Iterable[int] = ()) -> None:
-        """Hand bytes over, at most `sizes` at a time."""
-        steps, at = iter(sizes), 0
-        while at < len(data) and not self.raw.closed:
-            count = next(steps, len(data))
-            self.raw.data_received(data[at : at + count])
-            at += count
-
-
-def bulk(value: bytes | None, null: bytes = b"$-1\r\n") -> bytes:
-    return null if value is None else b"$%d\r\n%b\r\n" % (len(value), value)
-
-
-def array(values: list[bytes | None], null: bytes = b"$-1\r\n") -> bytes:
-    return b"*%d\r\n" % len(values) + b"".join(bulk(value, null) for value in values)
-
-
-def plain(reply: Any) -> Any:
-    """A reply as bytes, None and the texts of errors."""
-    if isinstance(reply, asyncio.Future):
-        assert reply.done()
-        return plain(reply.result())
-    if isinstance(reply, list):
-        return [plain(value) for value in reply]
-    if isinstance(reply, Exception):
-        return str(reply)
-    return reply.tobytes() if isinstance(reply, np.ndarray) else reply
-
-
-def in_a_loop(work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    """Run one example of a property; each has a loop of its own."""
-    asyncio.run(work())
-
-
-values = st.lists(st.none() | st.binary(max_size=30), min_size=1, max_size=6)
-nulls = st.sampled_from([b"$-1\r\n", b"_\r\n"])
-cuts = st.lists(st.integers(1, 12), max_size=60)
-
+from lmpool.rows.connection import RowWrite
+from tests.shared.rows.wire import (
+    LARGE,
+    Commands,
+    Connection,
+    Reply,
+    array,
+    assert_broken,
+    bulk,
+    cuts,
+    in_a_loop,
+    nulls,
+    plain,
+    values,
+)
 
 # Replies cut anywhere
 
@@ -425,178 +320,6 @@ async def test_a_call_that_was_cancelled_leaves_its_reply_to_nobody_else() -> No
     call.cancel()
     connection.feed(b":7\r\n" + array([b"v"]))
     assert plain(after) == [b"v"]
-
-
-# What breaks a connection
-
-
-def assert_broken(connection: Connection, replies: list[Reply], kind: type[Exception]) -> None:
-    assert connection.raw.closed
-    assert "abort" in connection.transport.calls
-    for reply in replies:
-        assert isinstance(reply.exception(), kind)
-
-
-BROKEN: dict[str, bytes] = {
-    "text": b"hello\r\n",
-    "HTTP": b"HTTP/1.1 400 Bad Request\r\n",
-    "an integer instead of an array": b":5\r\n",
-    "an integer within an array": b"*2\r\n$1\r\na\r\n:5\r\n",
-    "a map": b"%1\r\n",
-    "a push": b">1\r\n",
-    "an empty line": b"\r\n",
-    "a size that is no number": b"*2\r\n$abc\r\n",
-    "no size": b"*2\r\n$\r\n",
-    "an array of no number": b"*x\r\n",
-    "too few values": b"*1\r\n",
-    "too many values": b"*3\r\n",
-    "no array at all": b"*-1\r\n",
-    "an array in an array": b"*2\r\n*2\r\n",
-    "an endless line": b"-" + b"x" * 70_000,
-    "a value that is too large": b"*2\r\n$1000001\r\n",
-    "a value of a gigabyte": b"*2\r\n$1073741824\r\n",
-    "a value without the end of its line": b"*2\r\n$3\r\nabcXY$3\r\n",
-    "a status instead of an array": b"+OK\r\n",
-    "a value instead of an array": b"$3\r\nabc\r\n",
-    "a null instead of an array": b"_\r\n",
-    "a status within an array": b"*2\r\n$1\r\na\r\n+OK\r\n",
-    "an error within an array": b"*2\r\n$1\r\na\r\n-ERR\r\n$1\r\nb\r\n",
-    "a negative size": b"*2\r\n$-7\r\n",
-}
-
-
-@pytest.mark.parametrize("data", BROKEN.values(), ids=BROKEN)
-@pytest.mark.parametrize("size", [3, 10**9])
-async def test_what_answers_no_mget_closes_the_connection_and_fails_all_that_wait(data: bytes, size: int) -> None:
-    connection = Connection()
-    replies = [connection.mget(2), connection.mget(2), connection.set(2)]
-    connection.feed(data, iter(lambda: size, 0))
-    assert_broken(connection, replies, ProtocolError)
-
-
-@pytest.mark.parametrize(
-    "data", [b"+OK\r\n", b"-ERR no\r\n", b":1\r\n", b"$-1\r\n", b"$3\r\nabc\r\n", b"*1\r\n", b"_\r\n"]
-)
-@pytest.mark.parametrize("size", [1, 10**9])
-async def test_a_reply_that_nobody_asked_for_closes_the_connection(data: bytes, size: int) -> None:
-    connection = Connection()
-    connection.feed(data, iter(lambda: size, 0))
-    assert_broken(connection, [], ProtocolError)
-
-
-@pytest.mark.parametrize("data", [b"*1\r\n", b"*2\r\n", b"*-1\r\n"])
-async def test_an_array_answers_no_set_and_no_call(data: bytes) -> None:
-    for ask in ("set", "call"):
-        connection = Connection()
-        reply = connection.set(1) if ask == "set" else connection.raw.call([b"DBSIZE"])
-        connection.feed(data)
-        assert_broken(connection, [reply], ProtocolError)
-
-
-@pytest.mark.parametrize(("ask", "data"), [("set", b"$1\r\nx\r\n"), ("set", b":1\r\n"), ("call", b"+OK\r\n")])
-async def test_a_reply_of_another_kind_breaks_the_connection(ask: str, data: bytes) -> None:
-    # A reply was lost: what follows would be taken for those of other commands.
-    connection = Connection()
-    reply = connection.set(1) if ask == "set" else connection.raw.call([b"DBSIZE"])
-    connection.feed(data)
-    assert_broken(connection, [reply], ProtocolError)
-
-
-@pytest.mark.parametrize("size", [MAX_BULK + 1, 2**40])
-async def test_a_value_over_the_limit_is_refused_before_memory_is_taken(
-    size: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    connection = Connection()
-    reply = connection.mget(1)
-    taken: list[int] = []
-    monkeypatch.setattr(connection_module, "np", SimpleNamespace(empty=lambda size, _: taken.append(size)))
-    connection.feed(b"*1\r\n$%d\r\n" % size)
-    assert taken == []
-    assert_broken(connection, [reply], ProtocolError)
-    assert f"{size} bytes" in str(reply.exception())
-    assert str(MAX_BULK) in str(reply.exception())
-
-
-async def test_a_value_of_exactly_the_limit_is_taken() -> None:
-    connection = Connection(max_bulk=10)
-    reply = connection.mget(1)
-    connection.feed(array([b"x" * 10]))
-    assert plain(reply) == [b"x" * 10]
-
-
-@given(st.binary(min_size=1, max_size=200), cuts)
-def test_garbage_never_raises_in_the_event_loop_and_answers_nothing_wrong(data: bytes, sizes: list[int]) -> None:
-    async def work() -> None:
-        connection = Connection()
-        replies = [connection.mget(2), connection.set(1)]
-        connection.feed(data, sizes)
-        if connection.raw.closed:
-            assert all(reply.done() for reply in replies)
-        connection.raw.close()
-        for reply in replies:
-            reply.exception()
-
-    in_a_loop(work)
-
-
-@pytest.mark.parametrize("reason", [None, OSError("cable cut")])
-async def test_a_lost_connection_fails_all_that_wait(reason: Exception | None) -> None:
-    connection = Connection()
-    replies = [connection.mget(1), connection.set(2), connection.mget(3)]
-    connection.feed(b"*1\r\n$100\r\npart of a row")
-    connection.raw.connection_lost(reason)
-    assert_broken(connection, replies, ConnectionError)
-    assert ("cable cut" if reason else "closed") in str(replies[0].exception())
-
-
-async def test_the_end_of_the_stream_closes_the_transport() -> None:
-    # A false answer makes the event loop close it, and `connection_lost` follows.
-    assert Connection().raw.eof_received() is False
-
-
-async def test_closing_fails_what_waits_with_the_reason() -> None:
-    connection = Connection()
-    reply = connection.mget(1)
-    connection.raw.close(OSError("enough"))
-    assert_broken(connection, [reply], OSError)
-    assert str(reply.exception()) == "enough"
-
-
-async def test_closing_twice_keeps_the_first_reason() -> None:
-    connection = Connection()
-    reply = connection.mget(1)
-    connection.raw.close(ProtocolError("first"))
-    connection.raw.close(OSError("second"))
-    connection.raw.connection_lost(None)
-    assert str(reply.exception()) == "first"
-    assert connection.transport.calls.count("abort") == 1
-
-
-async def test_what_comes_after_the_close_is_ignored() -> None:
-    connection = Connection()
-    reply = connection.mget(1)
-    buffer = connection.raw.get_buffer(-1)
-    data = array([b"late"])
-    buffer[: len(data)] = data
-    connection.raw.close()
-    connection.raw.buffer_updated(len(data))
-    assert isinstance(reply.exception(), ConnectionError)
-    assert len(connection.raw.get_buffer(-1)) > 0
-
-
-async def test_a_closed_link_fails_every_request_and_writes_nothing() -> None:
-    connection = Connection()
-    connection.raw.close()
-    replies = [connection.mget(1), connection.set(1), connection.set(1, size=LARGE)]
-    for reply in replies:
-        with pytest.raises(ConnectionError, match="closed"):
-            await reply
-    assert connection.transport.written == b""
-
-
-async def test_a_connection_that_is_not_open_is_refused() -> None:
-    with pytest.raises(ConnectionError, match="not open"):
-        RawRowConnection(cast(AbstractConnection, SimpleNamespace(_writer=None)), MAX_BULK)
 
 
 # A connection for any commands

@@ -1,17 +1,11 @@
-"""A segment of rows in shared memory: what is read is what was written, or nothing; nothing is left of dead workers."""
+"""A segment of rows in shared memory: what is read is what was written, or nothing."""
 
 from __future__ import annotations
 
 import asyncio
 import errno
-import fcntl
 import os
-import signal
-import subprocess
-import sys
-import tempfile
-import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -20,11 +14,9 @@ import pytest
 from numpy.typing import NDArray
 
 from lmpool.protocol.model_info import ModelInfo
-from lmpool.protocol.prompt import digest_of
-from lmpool.protocol.row import Encoding, Row, RowBlock, encoded_size
+from lmpool.protocol.row import Encoding, RowBlock, encoded_size
 from lmpool.rows import shared_memory
 from lmpool.rows.shared_memory import (
-    SEALS,
     Layout,
     Reference,
     RowMemory,
@@ -32,82 +24,28 @@ from lmpool.rows.shared_memory import (
     host_token,
     is_reference,
     place_of,
-    receive_segment,
     unpack_reference,
 )
 from lmpool.synthetic import synthetic_row
 from lmpool.workers.metrics.counters import Counters
-from lmpool.workers.queue import segment as segment_module
 from lmpool.workers.queue.segment import (
     Segment,
-    SegmentListener,
     SegmentWriter,
-    default_size,
     make_segment,
-    remove_abandoned,
 )
-from tests.support.pool import DEADLINE_S
-
-V = 1500
-SLOT = 8192
-"""Bytes of a slot for rows of V, in whole pages."""
-
-
-@pytest.fixture(autouse=True)
-def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The folder of segments, in memory."""
-    with tempfile.TemporaryDirectory(dir=os.environ["LMPOOL_SHM_DIR"]) as folder:
-        monkeypatch.setenv("LMPOOL_SHM_DIR", folder)
-        yield Path(folder)
-
-
-def made(slots: int = 64) -> Segment:
-    segment = make_segment("fp", V, slots * SLOT, lambda: True)
-    assert segment is not None
-    assert segment.slots == slots
-    return segment
-
-
-@pytest.fixture
-def segment() -> Iterator[Segment]:
-    """A segment with 64 slots."""
-    segment = made()
-    yield segment
-    segment.close()
-
-
-@pytest.fixture
-def reader(segment: Segment) -> Iterator[SegmentReader]:
-    """Reads that segment."""
-    reader = SegmentReader()
-    look(reader)
-    yield reader
-    reader.close()
-
-
-def look(reader: SegmentReader, fingerprint: str = "fp") -> None:
-    asyncio.run(reader.look(fingerprint))
-
-
-def prompt(number: int) -> bytes:
-    return digest_of(number.to_bytes(4, "little"))
-
-
-def row_of(number: int) -> Row:
-    return synthetic_row([number], vocab_size=V)
-
-
-def put(segment: Segment, number: int) -> Reference:
-    written = write_row(segment, number, row_of(number))
-    assert written is not None
-    return Reference(host_token(), segment.nonce, written)
-
-
-def write_row(segment: Segment, name: int, row: Row) -> int | None:
-    """Write one row; returns its number."""
-    block = RowBlock([prompt(name)], row[None], None, Encoding.F32)
-    (number,) = segment.write(block.digests, block.encoded())
-    return number
+from tests.shared.rows.segments import (  # noqa: F401
+    SLOT,
+    V,
+    look,
+    made,
+    place_fixture,
+    prompt,
+    put,
+    reader_fixture,
+    row_of,
+    segment_fixture,
+    write_row,
+)
 
 
 def test_a_row_is_read_by_its_reference_by_its_place_and_by_its_digest(segment: Segment, reader: SegmentReader) -> None:
@@ -420,72 +358,6 @@ def test_a_row_that_is_left_out_of_its_slot_is_not_found(segment: Segment, reade
     assert reader.find(prompt(2), V) is not None
 
 
-def test_a_socket_that_is_removed_is_let_go_of_by_readers_and_made_again(
-    segment: Segment, reader: SegmentReader, place: Path
-) -> None:
-    put(segment, 1)
-    assert segment.keep_name()
-    (path,) = place.iterdir()
-    path.unlink()
-    assert reader.find(prompt(1), V) is not None  # It is mapped.
-    look(reader)
-    assert reader.find(prompt(1), V) is None
-    assert not segment.keep_name()
-    look(reader)
-    assert reader.find(prompt(1), V) is not None
-    assert list(place.iterdir()) == [path]
-
-
-@pytest.mark.parametrize("seals", [0, SEALS & ~fcntl.F_SEAL_SHRINK, SEALS & ~0x10])
-def test_memory_that_others_can_change_is_not_mapped(place: Path, seals: int) -> None:
-    fd = os.memfd_create("lmpool-test", os.MFD_ALLOW_SEALING)
-    os.ftruncate(fd, 100_000)
-    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
-    listener = SegmentListener(fd, place / "lmpool-x")
-    assert receive_segment(place / "lmpool-x", DEADLINE_S) is None
-    listener.close()
-    os.close(fd)
-
-
-def test_what_another_user_hands_out_is_not_mapped(
-    segment: Segment, place: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (path,) = place.iterdir()
-    memory = receive_segment(path, DEADLINE_S)
-    assert memory is not None
-    assert len(memory) == segment.size
-    user = os.geteuid()
-    monkeypatch.setattr(os, "geteuid", lambda: user + 1)
-    assert receive_segment(path, DEADLINE_S) is None
-
-
-@pytest.mark.parametrize("size", [0, 40, 5000])
-def test_memory_that_is_no_segment_is_none(place: Path, size: int) -> None:
-    fd = os.memfd_create("lmpool-test", os.MFD_ALLOW_SEALING)
-    os.write(fd, (b"LMPSHM\x01\x00" + bytes(size))[:size])
-    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
-    listener = SegmentListener(fd, place / f"lmpool-{bytes(8).hex()}")
-    reader = SegmentReader()
-    look(reader)
-    assert not reader.has_any
-    assert reader.read(Reference(host_token(), bytes(8), 1), prompt(1), V) is None
-    listener.close()
-    os.close(fd)
-
-
-def test_a_folder_with_a_long_name_will_do(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sockets have names of 107 bytes at most."""
-    folder = place / ("x" * 200)
-    folder.mkdir()
-    monkeypatch.setenv("LMPOOL_SHM_DIR", str(folder))
-    segment, reader = made(), SegmentReader()
-    put(segment, 1)
-    look(reader)
-    assert reader.find(prompt(1), V) is not None
-    segment.close()
-    assert list(folder.iterdir()) == []
-
-
 def test_rows_of_another_model_are_not_found_from_the_moment_it_is_asked_for(
     segment: Segment, reader: SegmentReader
 ) -> None:
@@ -506,114 +378,6 @@ def test_rows_of_another_model_are_not_found_from_the_moment_it_is_asked_for(
     assert reader.find(prompt(1), V) is None
     assert reader.has_any
     other.close()
-
-
-def test_files_of_others_and_of_other_releases_are_left_alone(place: Path) -> None:
-    (place / "lmpool-nothex").write_bytes(b"x")
-    (place / f"lmpool-{'00' * 8}").write_bytes(b"LMPSHM" + bytes(5000))
-    (place / f"lmpool-{'11' * 8}").symlink_to("/etc/passwd")
-    (place / "somebody").write_bytes(b"x")
-    reader = SegmentReader()
-    look(reader)
-    assert not reader.has_any
-    assert reader.read(Reference(host_token(), bytes(8), 1), prompt(1), V) is None
-
-
-def test_a_segment_has_room_or_is_none(place: Path) -> None:
-    assert make_segment("fp", V, 63 * SLOT, lambda: True) is None
-    assert make_segment("fp", V, 64 * SLOT, lambda: False) is None
-    assert list(place.iterdir()) == []
-    with pytest.raises(OSError, match="bytes more are wanted, and") as raised:
-        make_segment("fp", 2**28, 2**45, lambda: True)
-    assert raised.value.errno == errno.ENOSPC
-    assert list(place.iterdir()) == []
-    assert 0 < default_size() <= 4 * 2**30
-
-
-WITHOUT_SEALS = """
-import errno, fcntl, os
-names = ("F_SEAL", "F_ADD_SEALS", "F_GET_SEALS", "MFD", "memfd")
-for module in (fcntl, os):
-    for name in [name for name in vars(module) if name.startswith(names)]:
-        delattr(module, name)
-from lmpool.producer import Producer
-from lmpool.workers.queue.segment import make_segment
-try:
-    make_segment("fp", 1500, 2**20, lambda: True)
-except OSError as error:
-    assert error.errno == errno.ENOSYS, error
-    print(error)
-"""
-
-
-def test_a_python_that_cannot_make_sealed_memory_is_an_error_of_the_system(place: Path) -> None:
-    """As on macOS, and in builds for old systems: the names of seals are not there either."""
-    done = subprocess.run([sys.executable, "-c", WITHOUT_SEALS], capture_output=True, text=True, check=True)
-    assert "memfd_create" in done.stdout
-
-
-def test_a_socket_that_gets_its_name_meanwhile_keeps_nobody_from_making_a_segment(
-    place: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    gone = place / ".lmpool-0123456789abcdef"
-    monkeypatch.setattr(segment_module, "segments_in", lambda place, prefix="": [gone] if prefix else [])
-    remove_abandoned(place)
-
-
-@pytest.mark.parametrize(
-    ("used", "reclaimable", "free"), [(7 * 2**30, 0, 2**30), (7 * 2**30, 2**30, 2 * 2**30), (9 * 2**30, 0, 0)]
-)
-def test_what_a_container_uses_is_not_free(
-    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, used: int, reclaimable: int, free: int
-) -> None:
-    usage, details = tmp_path / "memory.current", tmp_path / "memory.stat"
-    usage.write_text(f"{used}\n")
-    details.write_text(f"anon 5\ninactive_file {reclaimable}\nactive_file 9\n")
-    monkeypatch.setattr(segment_module, "_CONTAINER_MEMORY", ((str(usage), str(details), "inactive_file "),))
-    monkeypatch.setattr(segment_module, "physical_memory", lambda: 8 * 2**30)
-    assert default_size() == free // 8
-    if not free:
-        with pytest.raises(OSError, match="bytes more are wanted"):
-            make_segment("fp", V, 64 * SLOT, lambda: True)
-
-
-def test_a_folder_that_is_not_there_is_an_error_of_the_system(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("LMPOOL_SHM_DIR", str(tmp_path / "nowhere"))
-    with pytest.raises(OSError):  # noqa: PT011
-        make_segment("fp", V, 64 * SLOT, lambda: True)
-    assert host_token() == b""
-    reader = SegmentReader()
-    look(reader)
-    assert not reader.has_any
-
-
-def test_only_this_user_may_read_it(segment: Segment, place: Path) -> None:
-    (path,) = place.iterdir()
-    assert path.is_socket()
-    assert path.stat().st_mode & 0o777 == 0o600
-    assert path.name == f"lmpool-{segment.nonce.hex()}"
-
-
-def test_the_socket_of_a_killed_worker_is_removed_by_the_next(place: Path) -> None:
-    code = (
-        "import time\nfrom lmpool.workers.queue.segment import make_segment\n"
-        f"segment = make_segment('fp', {V}, {64 * SLOT}, lambda: True)\nprint('ready', flush=True)\ntime.sleep(1000)"
-    )
-    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
-    try:
-        assert process.stdout is not None
-        assert process.stdout.readline() == b"ready\n"
-        (path,) = place.iterdir()
-        remove_abandoned(place)
-        assert path.exists()
-    finally:
-        process.send_signal(signal.SIGKILL)
-        process.wait(DEADLINE_S)
-    deadline = time.monotonic() + DEADLINE_S
-    while path.exists() and time.monotonic() < deadline:
-        made().close()
-    assert not path.exists()
-    assert list(place.iterdir()) == []
 
 
 def test_references_are_told_from_rows() -> None:

@@ -16,7 +16,8 @@ from lmpool.errors import AdapterRefused, DeadlineExceeded, WorkerError
 from lmpool.protocol.row import Block
 from lmpool.synthetic import synthetic_row
 from lmpool.workers.backend.contract import BackendJob, Finished
-from lmpool.workers.backend.engine_thread import Call, EngineThread, Watchdog
+from lmpool.workers.backend.engine_thread import Call, EngineThread
+from lmpool.workers.backend.watchdogs import Watchdog
 from lmpool.workers.backends.synthetic import SyntheticBackend, SyntheticSettings
 from lmpool.workers.queue.consumer import JobsByDigest
 from lmpool.workers.settings import WorkerSettings

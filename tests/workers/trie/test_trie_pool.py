@@ -1,4 +1,4 @@
-"""Trie workers and fused model workers: every value is right, whoever asks, and nothing travels or stays in vain."""
+"""Trie workers: every value is right, whoever asks, and nothing travels or stays in vain."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import asyncio
 import signal
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +14,13 @@ import pytest
 
 from lmpool.broker.connection import RawCommandConnection
 from lmpool.broker.server import Server
-from lmpool.errors import DeadlineExceeded, ProducerClosed, SettingsError, UnknownModel
+from lmpool.errors import DeadlineExceeded, ProducerClosed, SettingsError
 from lmpool.producer import Producer
 from lmpool.producer import trie as trie_module
-from lmpool.producer.client.discovery import Discovery
 from lmpool.producer.trie import PooledTrie
-from lmpool.protocol.model_info import ModelInfo
 from lmpool.protocol.query import OPS, Op
-from lmpool.protocol.row import Values
 from lmpool.rows.connection import RawRowConnection
-from lmpool.synthetic import synthetic_row, synthetic_vocabulary
+from lmpool.synthetic import synthetic_row
 from lmpool.trie.kernels import Kernels, open_kernels
 from lmpool.trie.trie import Trie
 from lmpool.workers import worker as worker_module
@@ -34,7 +30,6 @@ from lmpool.workers.worker import Worker
 from tests.shared.broker.adapters.test_adapters import adapted, expected, serving, write_adapters
 from tests.support.pool import DEADLINE_S, Pool, until_async, until_done
 from tests.support.trie_answers import (
-    answers,
     answers_of,
     assert_right,
     draw_weights,
@@ -42,9 +37,7 @@ from tests.support.trie_answers import (
     row_weights,
     words,
 )
-
-V = 2048
-LEASE = ("--lease-s", 2)
+from tests.workers.trie.asking import LEASE, V, ask, ask_batch, current, fused_fixture, keep, selections  # noqa: F401
 
 
 @pytest.fixture(scope="module")
@@ -59,73 +52,6 @@ def shared(server_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         worker.until_says("serving ")
     yield pool
     pool.end()
-
-
-@pytest.fixture(scope="module")
-def fused(server_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
-    """One model worker with tries of its own, and no trie worker."""
-    pool = Pool(server_url, "fused", tmp_path_factory.mktemp("fused"))
-    pool.start(*LEASE, "--vocab-size", V, "--with-trie")
-    yield pool
-    pool.end()
-
-
-async def ask(trie: PooledTrie, op: Op, ws: Values | None = None, **options: Any) -> Values:
-    """One request."""
-    call = {"sum": trie.weight_sum, "max": trie.weight_max, "logsumexp": trie.logsumexp}[op]
-    return await call(ws, **options)
-
-
-async def ask_batch(trie: PooledTrie, op: Op, ws: Values | None = None, **options: Any) -> Values:
-    """One request for a batch."""
-    calls = {"sum": trie.batch_weight_sum, "max": trie.batch_weight_max, "logsumexp": trie.batch_logsumexp}
-    return await calls[op](ws, **options)
-
-
-def selections(trie: PooledTrie) -> list[tuple[dict[str, Any], Any]]:
-    """Ways to say which nodes are wanted, and the index of those nodes."""
-    told = answers_of(trie.structure)
-    some = [len(told.node) - 1, 0, 5, 5, 17]
-    fan = max(told.node, key=lambda prefix: len(told.children[told.node[prefix]]) * (len(prefix) > 0))
-    leaf = next(prefix for prefix, node in told.node.items() if not told.children[node])
-    return [
-        ({}, slice(None)),
-        ({"nodes": some}, some),
-        ({"nodes": np.array(some, np.uint8 if max(some) < 256 else np.int64)}, some),
-        ({"nodes": []}, []),
-        ({"under": b""}, told.children[0]),
-        ({"under": fan}, told.children[told.node[fan]]),
-        ({"under": leaf}, []),
-    ]
-
-
-async def counters(pool: Pool, model: str) -> dict[str, int]:
-    """Steps and rows of the one live worker of a model, as of its last heartbeat."""
-    client = Server(pool.url).client()
-    try:
-        (worker,) = await Discovery(client, pool.keys).workers(model)
-        return {name: int(worker.fields[name]) for name in ("steps", "rows", "failures")}
-    finally:
-        await client.aclose()
-
-
-async def current(pool: Pool, model: str) -> dict[str, int]:
-    """The counters as of a heartbeat that comes from now on."""
-    client = Server(pool.url).client()
-    try:
-        (worker,) = await Discovery(client, pool.keys).workers(model)
-        key = pool.keys.worker(worker.worker_id)
-        left = await client.pttl(key)
-
-        async def has_reported() -> bool:
-            nonlocal left
-            before, left = left, await client.pttl(key)
-            return left > before
-
-        await until_async(has_reported, "a heartbeat")
-    finally:
-        await client.aclose()
-    return await counters(pool, model)
 
 
 # Values
@@ -511,12 +437,6 @@ async def test_without_a_server_a_local_trie_works(monkeypatch: pytest.MonkeyPat
     await producer.close()
 
 
-async def keep(producer: Producer, prompt: list[int]) -> None:
-    """Have a producer keep a row: from its second use on, where it lies in shared memory."""
-    for _ in range(2):
-        await producer.logprobs(prompt)
-
-
 async def test_a_local_trie_takes_rows_that_the_producer_has(shared: Pool) -> None:
     async with shared.producer() as producer:
         trie = await producer.trie(local=True)
@@ -546,92 +466,3 @@ async def test_concurrent_first_calls_make_the_kernels_once_and_a_failure_is_tri
         outcomes = await asyncio.gather(*(trie.weight_sum(ws) for _ in range(10)), return_exceptions=True)
         assert {type(outcome) for outcome in outcomes} == {kind}
         assert len(made) == min(attempt + 1, 2)
-
-
-# Model workers with tries of their own
-
-
-@pytest.mark.parametrize("op", OPS)
-async def test_a_model_worker_with_tries_gives_the_same_values(fused: Pool, op: Op) -> None:
-    async with fused.producer() as producer:
-        for trie in (await producer.trie(), await producer.trie(words(1, V))):
-            told = answers_of(trie.structure)
-            for options, nodes in selections(trie):
-                prompts = [[OPS.index(op), 3, i] for i in range(5)]
-                exact = np.stack([told.of(op, row_weights(prompt, V, op)) for prompt in prompts])[:, nodes]
-                assert_right(await ask_batch(trie, op, prompts=prompts, **options), exact)
-
-
-async def test_one_step_computes_the_row_and_answers(fused: Pool) -> None:
-    async with fused.producer() as producer:
-        trie = await producer.trie()
-        await producer.logprobs([1010])
-        before = await current(fused, "syn")
-        for _ in range(3):  # The row of this one is there.
-            await trie.weight_sum(prompt=[1010], nodes=[1])
-            await trie.weight_sum(prompt=[1010], nodes=[2])
-        await asyncio.gather(trie.weight_sum(prompt=[1011]), trie.weight_max(prompt=[1011]), producer.logprobs([1011]))
-        await producer.logprobs([1012])
-        after = await current(fused, "syn")
-        assert after["rows"] == before["rows"] + 2
-        assert after["failures"] == before["failures"]
-
-
-async def test_rows_and_what_is_asked_of_them_mix_in_one_model(fused: Pool) -> None:
-    async with fused.producer(cache_bytes=0) as first, fused.producer(cache_bytes=0) as second:
-        tries = [await first.trie(), await second.trie(words(1, V)), await second.trie()]
-
-        async def both(producer: Producer, trie: PooledTrie, seed: int) -> None:
-            prompt = [1020, seed % 20]
-            told = answers_of(trie.structure).of("sum", row_weights(prompt, V, "sum"))
-            row, value, values = await asyncio.gather(
-                producer.logprobs(prompt), trie.weight_sum(prompt=prompt, nodes=[3, 1]), trie.weight_sum(prompt=prompt)
-            )
-            assert np.array_equal(row, synthetic_row(prompt, vocab_size=V))
-            assert_right(value, told[[3, 1]])
-            assert_right(values, told)
-
-        await asyncio.gather(
-            *(both(producer, trie, seed) for producer in (first, second) for trie in tries for seed in range(40))
-        )
-    await until_done(fused)
-
-
-async def test_answers_take_no_room_from_the_rows_that_a_producer_keeps(fused: Pool) -> None:
-    async with fused.producer(cache_bytes=2 * 4 * V + 1000) as producer:
-        trie = await producer.trie()
-        await keep(producer, [1030])
-        await trie.batch_weight_sum(prompts=[[1031, i] for i in range(8)])
-        before = producer.stats().local_hits
-        await producer.logprobs([1030])
-        assert producer.stats().local_hits == before + 1
-
-
-async def test_a_worker_without_tries_is_made_up_for_by_trie_workers_or_named(pool: Pool) -> None:
-    size, told = 300, answers(tuple(synthetic_vocabulary(300).tokens))
-    pool.start(*LEASE, "--vocab-size", size, "--max-batch", 2)
-    for says in (True, False):
-        set_info(pool, answers_tries=says)
-        async with pool.producer() as producer:
-            trie = await producer.trie()
-            with pytest.raises(UnknownModel, match=r"no trie worker serves: .*`lmpool trie-worker`.*local=True"):
-                await trie.weight_sum(prompt=[5])
-            exact = told.of("sum", row_weights([5], size, "sum"))
-            assert_right(await trie.weight_sum(prompt=[5], local=True), exact)
-    able = pool.start(*LEASE, "--vocab-size", size, "--max-batch", 2, "--with-trie", wait=False)
-    pool.start_trie_worker(*LEASE)
-    able.until_says("serving ")
-    for says in (True, False):
-        set_info(pool, answers_tries=says)
-        async with pool.producer() as producer:
-            trie = await producer.trie()
-            prompts = [[int(says), i] for i in range(60)]
-            exact = np.stack([told.of("sum", row_weights(prompt, size, "sum")) for prompt in prompts])
-            assert_right(await trie.batch_weight_sum(prompts=prompts), exact)
-
-
-def set_info(pool: Pool, *, answers_tries: bool) -> None:
-    """Change what the model's info says about tries."""
-    data: Any = pool.redis.hget(pool.keys.models(), "syn")
-    info = replace(ModelInfo.unpack(data), answers_tries=answers_tries)
-    pool.redis.hset(pool.keys.models(), "syn", info.pack())

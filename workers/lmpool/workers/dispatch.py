@@ -7,11 +7,15 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
+import numpy as np
+from numpy.typing import NDArray
+
 from lmpool.errors import WorkerError
 from lmpool.protocol.job import Failure
 from lmpool.protocol.model_info import ModelInfo
+from lmpool.protocol.prompt import digest_of
 from lmpool.protocol.query import TrieQuery
-from lmpool.protocol.row import RowBlock
+from lmpool.protocol.row import Encoding, RowBlock, VectorBlock
 from lmpool.workers.backend.contract import BackendJob, Finished
 from lmpool.workers.backend.engine_thread import EngineThread
 from lmpool.workers.membership.adapters import AdapterKeeper
@@ -26,6 +30,8 @@ from lmpool.workers.trie.inputs import TrieInputs
 _log = logging.getLogger("lmpool.worker")
 
 _SELDOM_S = 30.0
+# What rows in 16 bits tell beside log-probabilities.
+_OF_LOGITS = ("logits", "logz")
 
 
 class Dispatcher:
@@ -63,7 +69,7 @@ class Dispatcher:
         self._publisher = publisher
         self._trie_inputs = trie_inputs
         self._queries = queries
-        self._is_trie = info.is_trie
+        self._is_trie, self._is_lossy = info.is_trie, info.lossy
         self._adapters = adapters
         self._segment = segment
         self._traces = traces
@@ -78,7 +84,7 @@ class Dispatcher:
             if backend_job is None:
                 refused.append(job)
                 continue
-            has_queries = has_queries or job.query is not None or bool(allowed_in(backend_job))
+            has_queries = has_queries or job.query is not None or backend_job.positions is not None
             if self._in_flight.add(job, backend_job):
                 fresh.append(backend_job)
             elif not backend_job.bulk:
@@ -91,7 +97,7 @@ class Dispatcher:
                 fresh = [job for job in fresh if job.digest not in later]
         known = []
         if self._segment.segment is not None:
-            known = [block for job in fresh if (block := self._find(job)) is not None]
+            known = [block for job in fresh if (block := self._find(job, job.digest)) is not None]
         if known:
             digests = {digest for block in known for digest in block.digests}
             fresh = [job for job in fresh if job.digest not in digests]
@@ -107,12 +113,24 @@ class Dispatcher:
 
     def _needs_more(self, job: BackendJob) -> bool:
         """Whether a prompt is to be prepared before the backend can have it, if it needs the backend at all."""
-        return self._is_trie or not self._in_flight.wants_row(job.digest) or bool(allowed_in(job))
+        if self._is_trie or not self._in_flight.wants_row(job.digest) or allowed_in(job):
+            return True
+        return self._segment.segment is not None and self._may_be_told_of_row(job)
 
-    def _find(self, job: BackendJob) -> RowBlock | None:
-        """The row of a prompt that this worker has computed before, if it still has it and nobody finds it damaged."""
-        block = self._segment.find(job.digest)
-        if block is None or job.digest in self._in_flight.damaged:
+    def _may_be_told_of_row(self, job: BackendJob) -> bool:
+        """Whether what is wanted are logits behind the whole prompt, which a row in 16 bits has."""
+        query = job.positions
+        return query is not None and query.values in _OF_LOGITS and len(job.span) == 1 and not self._is_lossy
+
+    def _find(self, job: BackendJob, row: bytes) -> RowBlock | None:
+        """The row of a prompt that this worker has computed before, if it still has it and nobody finds it damaged.
+
+        Args:
+            job: what is asked.
+            row: the row's digest.
+        """
+        block = self._segment.find(row)
+        if block is None or row in self._in_flight.damaged:
             return None
         return None if any(held.overwrite for held in self._in_flight[job.digest].values()) else block
 
@@ -135,9 +153,23 @@ class Dispatcher:
                 left = (digest for digest in digests if digest not in answered and digest in self._in_flight)
                 jobs, failures = await self._queries.with_tokens([self._in_flight.backend_job(at) for at in left])
                 await self._fail_prompts(failures)
+                jobs = await self._tell_of_rows(jobs)
                 # Nobody may wait for one of them any more.
                 self._submit([job for job in jobs if job.digest in self._in_flight])
             on_change()
+
+    async def _tell_of_rows(self, jobs: Sequence[BackendJob]) -> list[BackendJob]:
+        """Answer without the backend what rows tell that this worker has computed before; returns the other jobs."""
+        rows = {}
+        for job in jobs:
+            if self._may_be_told_of_row(job) and job.digest in self._in_flight:
+                block = self._find(job, digest_of(job.ids, job.adapter))
+                if block is not None and block.encoding is not Encoding.F32:
+                    rows[job.digest] = job, block
+        if rows:
+            answers = await asyncio.to_thread(lambda: [_told(*pair) for pair in rows.values()])
+            await self._publish_answers(VectorBlock(list(rows), answers))
+        return [job for job in jobs if job.digest not in rows]
 
     async def _with_inputs(self, digests: Iterable[bytes]) -> list[BackendJob]:
         """Trie jobs with all that they need; the others end, and begin anew if asked for again."""
@@ -172,13 +204,16 @@ class Dispatcher:
         for block in finished.blocks:
             await self._publish_rows(block)
         if finished.answers is not None:
-            jobs = self._in_flight.by_prompt(finished.answers.digests)
-            overwrite = {digest for digest, group in jobs.items() if any(job.overwrite for job in group.values())}
-            await self._publisher.publish(finished.answers, jobs, overwrite)
-            self.release(jobs)
+            await self._publish_answers(finished.answers)
         for digest, text in finished.failures.items():
             failures[digest] = Failure(WorkerError.__name__, f"{text} (worker {worker_id})")
         await self._fail_prompts(failures)
+
+    async def _publish_answers(self, answers: VectorBlock) -> None:
+        jobs = self._in_flight.by_prompt(answers.digests)
+        overwrite = {digest for digest, group in jobs.items() if any(job.overwrite for job in group.values())}
+        await self._publisher.publish(answers, jobs, overwrite)
+        self.release(jobs)
 
     async def _publish_rows(self, block: RowBlock) -> None:
         """Store rows; answer from them the queries about them."""
@@ -269,6 +304,13 @@ def _traces_of(jobs: Iterable[InFlightJob]) -> Iterator[tuple[JobTrace, str]]:
     for job in jobs:
         if job.trace is not None:
             yield job.trace, "" if job.failure is None else job.failure.kind
+
+
+def _told(job: BackendJob, block: RowBlock) -> NDArray[np.float32]:
+    """What is wanted of the logits behind a prompt, from its row."""
+    assert job.positions is not None
+    assert block.log_z is not None
+    return job.positions.of(block.logits(0)[None], block.log_z, np.empty(0, np.uint32)).ravel()
 
 
 def _is_due(jobs: Iterable[InFlightJob], now: float) -> bool:

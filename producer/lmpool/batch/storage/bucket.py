@@ -51,8 +51,7 @@ class Bucket(Folder):
 
     def __init__(self, url: str) -> None:
         self._url = url.rstrip("/")
-        self._staging = temporary_folder()
-        super().__init__(Path(self._staging.name))
+        super().__init__(temporary_folder(self))
         self.location = named(self._url)
         self._run = ""
         # File in `done/`: what tells it from what it was before, and what it says.

@@ -14,12 +14,13 @@ import os
 import re
 import secrets
 import shutil
+import tempfile
 import time
+import weakref
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import IO, Any
 
 from lmpool.errors import BatchError, LMPoolError, SettingsError
@@ -120,11 +121,13 @@ def cache_folder() -> Path:
     return folder
 
 
-def temporary_folder() -> TemporaryDirectory[str]:
-    """A folder in the cache, for as long as this object lives."""
+def temporary_folder(owner: object) -> Path:
+    """A folder in the cache, for as long as its owner lives."""
     folder = cache_folder()
     _remove_unused(folder)
-    return TemporaryDirectory(prefix="staging-", dir=folder)
+    made = tempfile.mkdtemp(prefix="staging-", dir=folder)
+    weakref.finalize(owner, shutil.rmtree, made, ignore_errors=True)
+    return Path(made)
 
 
 def plain_file(location: str) -> Path:

@@ -41,7 +41,9 @@ from lmpool.producer.tokenizer import find_tokenizer, parse_ids, published_token
 from lmpool.protocol.keys import Keys
 from lmpool.rows.cache import scan_pattern
 
-adapters_app = typer.Typer(name="adapters", help="The LoRA adapters of a served model.", no_args_is_help=True)
+adapters_app = typer.Typer(
+    name="adapters", help="LoRA adapters of a served model: list, add, remove.", no_args_is_help=True
+)
 
 Replicas = Annotated[
     int, typer.Option(min=0, help="Wait until so many replicas of the server have the change, for a failover.")
@@ -82,7 +84,7 @@ def logprobs(
     waits: Waits = True,
     as_json: AsJson = False,
 ) -> None:
-    """Show the likeliest next tokens of a prompt."""
+    """Show the likeliest next tokens of a prompt, with their log-probabilities."""
     text = read_prompt(text)
     if not ids:
         hint_at_file(text)
@@ -192,7 +194,7 @@ def bench(
     yields: Yields = False,
     as_json: AsJson = False,
 ) -> None:
-    """Measure a served model: new rows, the same rows from the cache, and one request alone."""
+    """Benchmark a served model: throughput and latency of new rows, of cached ones, and of one request alone."""
 
     server = Server(redis)
 

@@ -44,7 +44,9 @@ from lmpool.settings import check_name
 
 T = TypeVar("T")
 
-dead_app = typer.Typer(name="dead", help="Prompts that were given up, with the reason.", no_args_is_help=True)
+dead_app = typer.Typer(
+    name="dead", help="Dead letters: prompts that were given up, with the reason.", no_args_is_help=True
+)
 
 _WAYS = "as `lmpool dead list` shows them; so much of one as tells which is meant."
 Id = Annotated[str, typer.Argument(help=f"Id or digest, {_WAYS}")]

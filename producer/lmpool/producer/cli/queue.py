@@ -36,7 +36,9 @@ _REMOVED_AT_ONCE = 50
 _MOST_ROUNDS = 3
 _MOST_CLIENTS = 50
 
-queue_app = typer.Typer(name="queue", help="What waits in a model's queue.", no_args_is_help=True)
+queue_app = typer.Typer(
+    name="queue", help="The queue of a model: its depth, its clients, emptying it.", no_args_is_help=True
+)
 
 Model = Annotated[str, typer.Argument(help="Name of the model, which need not be served.")]
 

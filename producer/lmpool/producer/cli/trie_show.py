@@ -39,7 +39,7 @@ from lmpool.producer.trie import PooledTrie
 from lmpool.settings import shown
 from lmpool.trie.trie import Trie
 
-trie_app = typer.Typer(name="trie", help="The prefix tree over the tokens of a served model.", no_args_is_help=True)
+trie_app = typer.Typer(name="trie", help="The token trie (prefix tree) of a served model.", no_args_is_help=True)
 
 Masses = Callable[[NDArray[np.int32]], Awaitable[NDArray[Any]]]
 """The masses of k nodes, as floats of shape (k,)."""

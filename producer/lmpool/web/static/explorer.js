@@ -136,6 +136,9 @@ async function start() {
     if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) submit(event);
   });
   for (const id of ["temperature", "top-p"]) byId(id).addEventListener("input", settle);
+  for (const id of ["model", "beside"]) {
+    byId(id).addEventListener("change", () => { if (view.ids || view.text) submit(); });
+  }
   byId("back").addEventListener("click", () => history.back());
   byId("copy").addEventListener("click", copyLink);
   addEventListener("popstate", show);

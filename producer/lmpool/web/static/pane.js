@@ -4,6 +4,7 @@ import { ask, count, cut, el, percent, setText } from "./dom.js";
 
 const LEVELS = 7;
 const BITS_A_LEVEL = 2;
+const LEAVING_MS = 300;
 let panes = 0;
 
 const visible = (text) => text.replaceAll("\n", "⏎").replaceAll("\t", "⇥").replaceAll(" ", "␣") || "∅";
@@ -36,6 +37,11 @@ export class Pane {
       el("h2", { dir: "auto" }, cut(name), " ", this.bits), this.said, this.tokens, this.popup,
       el("div", { class: "details" }, this.row, this.trie));
     this.element.addEventListener("mouseleave", () => this.hide());
+    // From a token to its list the pointer may cross what is between them.
+    this.element.addEventListener("mouseover", (event) => {
+      clearTimeout(this.leaving);
+      if (!event.target.closest(".token, .popup")) this.leaving = setTimeout(() => this.hide(), LEAVING_MS);
+    });
     this.element.addEventListener("focusout", (event) => {
       if (!this.element.contains(event.relatedTarget)) this.hide();
     });
@@ -194,8 +200,8 @@ export class Pane {
       const trie = await asking;
       const up = el("button", { type: "button", disabled: !under, onclick: go(under.slice(0, -2)) }, "↑ one byte less");
       this.trie.replaceChildren(title,
-        el("p", { class: "soft" }, `${percent(trie.mass)} of tokens begin with `, el("code", {}, visible(trie.prefix)),
-          trie.ends > 5e-7 ? `; ${percent(trie.ends)} end there` : ""), up,
+        el("p", { class: "soft" }, `${percent(trie.mass)} for all tokens that begin with `, el("code", {}, visible(trie.prefix)),
+          trie.ends > 5e-7 ? `; ${percent(trie.ends)} for those that end there` : ""), up,
         el("div", { class: "bytes" }, ...trie.children.map(([hex, text, mass]) => el("button", {
           type: "button", onclick: go(hex), "aria-label": `${visible(text)}, ${percent(mass)}`,
         }, el("span", { class: "text" }, visible(text)),

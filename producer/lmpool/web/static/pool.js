@@ -69,9 +69,9 @@ function showTiles(frame, all) {
   tile("workers", count(all.length), `${count(all.filter((worker) => worker.state === "ready").length)} ready`);
   tile("queued", count(queued), queued ? `oldest ${seconds(most(served, (model) => model.age_s))}` : "nothing waits");
   tile("p50", seconds(most(served, (model) => model.p50_s)), "queueing to row");
-  tile("p99", seconds(most(served, (model) => model.p99_s)), "of the slowest model");
+  tile("p99", seconds(most(served, (model) => model.p99_s)), "slowest model");
   tile("prefix reuse", tokens ? percent(reused / tokens) : "–", "of tokens");
-  tile("homed", rows ? percent(Math.min(1, homed / rows)) : "–", `${count(sum(all, (worker) => worker.shared))} rows shared`);
+  tile("homed", rows ? percent(Math.min(1, homed / rows)) : "–", `${count(sum(all, (worker) => worker.shared))} shared`);
   tile("dead letters", count(dead), dead ? "see below" : "none given up", dead ? "bad" : "");
   tile("memory", bytes(memory?.used_bytes),
     memory?.limit_bytes ? `of ${bytes(memory.limit_bytes)}` : "no limit known", memory?.doubt ? "bad" : "");

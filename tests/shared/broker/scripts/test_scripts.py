@@ -29,10 +29,8 @@ from tests.shared.broker.scripts.script_calls import (
     B,
     C,
     cancel,
-    claim,
     digest,
     entries_of,
-    fall_silent,
     finish,
     finish_args,
     finish_storing,
@@ -533,146 +531,6 @@ async def test_as_many_jobs_as_one_call_carries_pass_through_all_scripts(redis: 
     assert await scripts.FINISH(redis, [JOBS, DEAD, *(MODEL.waiting + digest for digest in digests)], args) == b"1"
     assert await told(redis, A) == [{b"d": b"".join(digests), b"f": b"fp", b"w": b"w1"}]
     await assert_queue_is_empty(redis)
-
-
-# claim
-
-
-async def test_jobs_are_claimed_only_after_their_lease(redis: redis_async.Redis) -> None:
-    await submit(redis, 1, 2)
-    first, second = await take(redis)
-    assert await claim(redis) == (0, [])
-    await fall_silent(redis, second, deliveries=1)
-    assert await claim(redis) == (0, [(second, b"job-2", 1)])
-    assert await pending(redis) == {first: (b"w1", 1), second: (b"w2", 2)}
-
-
-async def test_a_claimed_job_has_a_lease_of_its_own(redis: redis_async.Redis) -> None:
-    await submit(redis, 1)
-    (entry,) = await take(redis)
-    await fall_silent(redis, entry, deliveries=1)
-    assert len((await claim(redis))[1]) == 1
-    assert await claim(redis, consumer="w3") == (0, [])
-
-
-async def test_jobs_that_no_worker_has_taken_are_not_claimed(redis: redis_async.Redis) -> None:
-    await submit(redis, 1)
-    assert await claim(redis) == (0, [])
-
-
-async def test_no_more_is_claimed_than_wanted(redis: redis_async.Redis) -> None:
-    await submit(redis, *range(5))
-    entries = await take(redis)
-    await fall_silent(redis, *entries, deliveries=1)
-    assert [entry for entry, _, _ in (await claim(redis, want=2))[1]] == entries[:2]
-    assert [entry for entry, _, _ in (await claim(redis, want=10))[1]] == entries[2:]
-
-
-async def test_a_worker_does_not_claim_what_it_is_at_work_on_itself(redis: redis_async.Redis) -> None:
-    """A reply may be lost with which it was given jobs, so not all that are its own by the queue are."""
-    await submit(redis, 1, 2, 3)
-    first, second, third = await take(redis, "w2")
-    await fall_silent(redis, first, second, deliveries=2, consumer="w2")
-    await fall_silent(redis, third, deliveries=1)
-    assert await claim(redis, first, second, third, idle=False) == (0, [(third, b"job-3", 1)])
-    assert await claim(redis, first, third, idle=False) == (1, [])
-    assert await pending(redis) == {first: (b"w2", 2), second: (b"w2", 2), third: (b"w2", 2)}
-    assert await claim(redis, first, third) == (1, [(second, b"job-2", 2)])
-    assert await claim(redis, first, consumer="w3") == (1, [(first, b"job-1", 2)])
-
-
-async def test_each_claim_counts_as_a_delivery(redis: redis_async.Redis) -> None:
-    await submit(redis, 1)
-    (entry,) = await take(redis)
-    seen = []
-    for _ in range(4):
-        before = (await pending(redis))[entry][1]
-        await fall_silent(redis, entry, deliveries=before)
-        alone, taken = await claim(redis, most=3)
-        seen.append((alone, [deliveries for _, _, deliveries in taken]))
-    # Delivered once; claimed; claimed alone for the third and last delivery; spent, and spent it stays.
-    assert seen == [(0, [1]), (1, [2]), (0, [3]), (0, [4])]
-
-
-async def test_for_its_last_delivery_a_job_is_taken_alone(redis: redis_async.Redis) -> None:
-    await submit(redis, 1, 2, 3)
-    first, second, third = await take(redis)
-    await fall_silent(redis, first, deliveries=2)
-    await fall_silent(redis, second, third, deliveries=1)
-    assert await claim(redis) == (1, [(first, b"job-1", 2)])
-    assert await claim(redis) == (0, [(second, b"job-2", 1), (third, b"job-3", 1)])
-
-
-async def test_a_worker_that_holds_jobs_is_told_to_come_back_for_a_suspect(redis: redis_async.Redis) -> None:
-    await submit(redis, 1)
-    (entry,) = await take(redis)
-    await fall_silent(redis, entry, deliveries=2)
-    assert await claim(redis, idle=False) == (1, [])
-    assert await pending(redis) == {entry: (b"w1", 2)}
-    assert await claim(redis, idle=True) == (1, [(entry, b"job-1", 2)])
-
-
-async def test_a_suspect_behind_others_waits_for_its_own_turn(redis: redis_async.Redis) -> None:
-    await submit(redis, 1, 2, 3)
-    first, second, third = await take(redis)
-    await fall_silent(redis, first, third, deliveries=1)
-    await fall_silent(redis, second, deliveries=2)
-    assert await claim(redis) == (0, [(first, b"job-1", 1), (third, b"job-3", 1)])
-    assert await claim(redis) == (1, [(second, b"job-2", 2)])
-
-
-async def test_a_spent_job_is_handed_over_with_its_deliveries_among_others(redis: redis_async.Redis) -> None:
-    await submit(redis, 1, 2)
-    first, second = await take(redis)
-    await fall_silent(redis, first, deliveries=3)
-    await fall_silent(redis, second, deliveries=1)
-    assert await claim(redis, idle=False) == (0, [(first, b"job-1", 3), (second, b"job-2", 1)])
-
-
-async def test_with_a_single_delivery_allowed_a_claimed_job_is_spent(redis: redis_async.Redis) -> None:
-    await submit(redis, 1)
-    (entry,) = await take(redis)
-    await fall_silent(redis, entry, deliveries=1)
-    assert await claim(redis, most=1) == (0, [(entry, b"job-1", 1)])
-
-
-async def test_entries_that_were_deleted_are_acknowledged_and_not_handed_over(redis: redis_async.Redis) -> None:
-    await submit(redis, 1, 2)
-    first, second = await take(redis)
-    await fall_silent(redis, first, second, deliveries=1)
-    await redis.xdel(JOBS, first)
-    assert await claim(redis) == (0, [(second, b"job-2", 1)])
-    assert set(await pending(redis)) == {second}
-
-
-# renew
-
-
-async def test_renewing_keeps_a_lease_and_counts_no_delivery(redis: redis_async.Redis) -> None:
-    await submit(redis, 1, 2)
-    first, second = await take(redis)
-    await fall_silent(redis, first, second, deliveries=1)
-    assert await scripts.RENEW(redis, [JOBS], [GROUP, "w1", first]) == []
-    assert await claim(redis) == (0, [(second, b"job-2", 1)])
-    assert await pending(redis) == {first: (b"w1", 1), second: (b"w2", 2)}
-
-
-async def test_only_ones_own_jobs_are_renewed(redis: redis_async.Redis) -> None:
-    await submit(redis, 1, 2, 3)
-    mine, others, finished = await take(redis)
-    await fall_silent(redis, others, deliveries=1, consumer="w2")
-    await finish(redis, (finished, 3, b"", False))
-    lost = await scripts.RENEW(redis, [JOBS], [GROUP, "w1", mine, others, finished, b"99-1"])
-    assert lost == [others, finished, b"99-1"]
-    assert await pending(redis) == {mine: (b"w1", 1), others: (b"w2", 1)}
-    assert await claim(redis, consumer="w3") == (0, [(others, b"job-2", 1)])
-
-
-async def test_a_lane_that_is_gone_keeps_no_other_lease_from_being_renewed(redis: redis_async.Redis) -> None:
-    await submit(redis, 1)
-    (mine,) = await take(redis)
-    assert await scripts.RENEW(redis, [JOBS], [GROUP, "w1", b"1-1 w9", mine]) == [b"1-1 w9"]
-    assert await redis.exists(MODEL.lane("w9")) == 0
 
 
 # swap

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +19,12 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from lmpool.errors import SettingsError
-from lmpool.protocol.prompt import digest_of, encode_prompt
+from lmpool.protocol.prompt import encode_prompt
 from lmpool.protocol.row import Encoding, widen_bf16
 from lmpool.workers.backend.contract import BackendJob
 from lmpool.workers.backends import requirements
 from lmpool.workers.backends.hf import forward
 from lmpool.workers.backends.hf.backend import HfBackend
-from lmpool.workers.backends.hf.batching import BatchLimit, BatchRules, Chunk, choose, choose_shorter, shared_prefix
 from lmpool.workers.backends.hf.forward import Forward
 from lmpool.workers.backends.settings import HfSettings
 from tests.support.models.tiny_models import CONFIGS, MAX_TOKENS, VOCAB_SIZE, make_model, write_model
@@ -346,18 +345,6 @@ def test_a_prompt_that_never_fits_fails_alone(tiny: Tiny, monkeypatch: pytest.Mo
     assert sum(len(block.digests) for step in finished for block in step.blocks) == 3
 
 
-def test_a_smaller_batch_grows_back() -> None:
-    limit = BatchLimit(16)
-    limit.too_large(16)
-    limit.too_large(8)
-    assert limit.rows == 4
-    for _ in range(200):
-        limit.fitted(limit.rows)
-    assert limit.rows == 16
-    limit.too_large(1)
-    assert limit.rows == 1
-
-
 def test_an_exception_fails_only_the_prompt_that_causes_it(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     backend = tiny.backend()
 
@@ -384,59 +371,6 @@ def test_a_broken_device_is_not_a_failed_prompt(tiny: Tiny, monkeypatch: pytest.
     backend.submit([job((1, 2))])
     with pytest.raises(RuntimeError, match="device-side assert"):
         backend.step()
-
-
-def chunks(*news: int, held: int = 0) -> dict[bytes, Chunk]:
-    """The chunks of prompts that lack so many tokens each, and share nothing."""
-    waiting = {}
-    for row, new in enumerate(news):
-        ids = np.full(held + new, row, "<u4").tobytes()
-        path = list(range(1, held + 1))
-        waiting[digest_of(bytes([row]))] = Chunk(held + new, path, shared=shared_prefix(ids, held + new, held))
-    return waiting
-
-
-RULES = BatchRules(tokens=1000, logits=1000, kv_tokens=10_000, pads=True, horizon=5000, chunk=1000, shares=True)
-
-
-def lacks(batch: Mapping[bytes, Chunk]) -> list[int]:
-    return [chunk.new for chunk in batch.values()]
-
-
-def oldest(waiting: Mapping[bytes, Chunk]) -> dict[bytes, Chunk]:
-    return dict([next(iter(waiting.items()))])
-
-
-def test_a_batch_is_of_like_lengths() -> None:
-    assert lacks(choose(chunks(100, 1, 105, 2, 300, 98), 64, RULES)) == [100, 98, 105]
-    assert lacks(choose(chunks(1, 100, 2, 300, 3), 64, RULES)) == [1, 2, 3]
-
-
-@pytest.mark.parametrize("budget", [1, 99, 100, 350, 1000])
-def test_a_batch_keeps_to_its_token_budget(budget: int) -> None:
-    batch = choose(chunks(*[100] * 20), 64, RULES._replace(tokens=budget))
-    assert len(batch) == max(1, budget // 100)
-
-
-def test_a_batch_keeps_to_its_memory_of_keys_and_values() -> None:
-    assert len(choose(chunks(*[1] * 20, held=99), 64, RULES._replace(kv_tokens=750))) == 7
-
-
-def test_prompts_beyond_the_horizon_run_alone() -> None:
-    rules = RULES._replace(horizon=50)
-    assert lacks(choose(chunks(51, 51, 50, 50), 64, rules)) == [51]
-    assert lacks(choose(chunks(50, 51, 50), 64, rules)) == [50, 50]
-
-
-def test_prompts_of_like_lengths_do_not_give_way_to_each_other() -> None:
-    rules = RULES._replace(chunk=100)
-    many = chunks(*[90, 80, 70] * 5, 40)
-    batch = choose(many, 4, rules)
-    assert choose_shorter(batch, many, 4, rules) == {}
-    alone = chunks(300, 90)
-    assert choose_shorter(oldest(alone), alone, 4, rules) == {}
-    much = chunks(300, 75, 70, 3)
-    assert lacks(choose_shorter(oldest(much), much, 4, rules)) == [3]
 
 
 def test_the_oldest_prompt_is_never_passed_over(tiny: Tiny) -> None:

@@ -21,7 +21,7 @@ from lmpool.errors import AuthenticationFailed, LMPoolError, LogFormatter, Serve
 from lmpool.metrics import is_traced
 from lmpool.protocol.model_info import ModelInfo
 from lmpool.workers.backend.contract import BackendSettings
-from lmpool.workers.backend.engine_thread import ProcessWatchdog
+from lmpool.workers.backend.watchdogs import ProcessWatchdog
 from lmpool.workers.cli.detached import tell_ready
 from lmpool.workers.metrics.prometheus import monitoring
 from lmpool.workers.metrics.tracing import exporting

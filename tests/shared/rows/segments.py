@@ -1,0 +1,85 @@
+"""Segments of a test's own, and rows to write there."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from lmpool.protocol.prompt import digest_of
+from lmpool.protocol.row import Encoding, Row, RowBlock
+from lmpool.rows.shared_memory import (
+    Reference,
+    SegmentReader,
+    host_token,
+)
+from lmpool.synthetic import synthetic_row
+from lmpool.workers.queue.segment import (
+    Segment,
+    make_segment,
+)
+
+V = 1500
+SLOT = 8192
+"""Bytes of a slot for rows of V, in whole pages."""
+
+
+@pytest.fixture(name="place", autouse=True)
+def place_fixture(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The folder of segments, in memory."""
+    with tempfile.TemporaryDirectory(dir=os.environ["LMPOOL_SHM_DIR"]) as folder:
+        monkeypatch.setenv("LMPOOL_SHM_DIR", folder)
+        yield Path(folder)
+
+
+def made(slots: int = 64) -> Segment:
+    segment = make_segment("fp", V, slots * SLOT, lambda: True)
+    assert segment is not None
+    assert segment.slots == slots
+    return segment
+
+
+@pytest.fixture(name="segment")
+def segment_fixture() -> Iterator[Segment]:
+    """A segment with 64 slots."""
+    segment = made()
+    yield segment
+    segment.close()
+
+
+@pytest.fixture(name="reader")
+def reader_fixture(segment: Segment) -> Iterator[SegmentReader]:
+    """Reads that segment."""
+    reader = SegmentReader()
+    look(reader)
+    yield reader
+    reader.close()
+
+
+def look(reader: SegmentReader, fingerprint: str = "fp") -> None:
+    asyncio.run(reader.look(fingerprint))
+
+
+def prompt(number: int) -> bytes:
+    return digest_of(number.to_bytes(4, "little"))
+
+
+def row_of(number: int) -> Row:
+    return synthetic_row([number], vocab_size=V)
+
+
+def put(segment: Segment, number: int) -> Reference:
+    written = write_row(segment, number, row_of(number))
+    assert written is not None
+    return Reference(host_token(), segment.nonce, written)
+
+
+def write_row(segment: Segment, name: int, row: Row) -> int | None:
+    """Write one row; returns its number."""
+    block = RowBlock([prompt(name)], row[None], None, Encoding.F32)
+    (number,) = segment.write(block.digests, block.encoded())
+    return number

@@ -1,0 +1,206 @@
+"""The memory of a segment: where there is room for it, who is given it, and what is left of dead workers."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from lmpool.rows.shared_memory import (
+    SEALS,
+    Reference,
+    SegmentReader,
+    host_token,
+    receive_segment,
+)
+from lmpool.workers.queue import segment as segment_module
+from lmpool.workers.queue.segment import (
+    Segment,
+    SegmentListener,
+    default_size,
+    make_segment,
+    remove_abandoned,
+)
+from tests.shared.rows.segments import SLOT, V, look, made, place_fixture, prompt, put, reader_fixture, segment_fixture  # noqa: F401
+from tests.support.pool import DEADLINE_S
+
+
+def test_a_socket_that_is_removed_is_let_go_of_by_readers_and_made_again(
+    segment: Segment, reader: SegmentReader, place: Path
+) -> None:
+    put(segment, 1)
+    assert segment.keep_name()
+    (path,) = place.iterdir()
+    path.unlink()
+    assert reader.find(prompt(1), V) is not None  # It is mapped.
+    look(reader)
+    assert reader.find(prompt(1), V) is None
+    assert not segment.keep_name()
+    look(reader)
+    assert reader.find(prompt(1), V) is not None
+    assert list(place.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("seals", [0, SEALS & ~fcntl.F_SEAL_SHRINK, SEALS & ~0x10])
+def test_memory_that_others_can_change_is_not_mapped(place: Path, seals: int) -> None:
+    fd = os.memfd_create("lmpool-test", os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, 100_000)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
+    listener = SegmentListener(fd, place / "lmpool-x")
+    assert receive_segment(place / "lmpool-x", DEADLINE_S) is None
+    listener.close()
+    os.close(fd)
+
+
+def test_what_another_user_hands_out_is_not_mapped(
+    segment: Segment, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (path,) = place.iterdir()
+    memory = receive_segment(path, DEADLINE_S)
+    assert memory is not None
+    assert len(memory) == segment.size
+    user = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: user + 1)
+    assert receive_segment(path, DEADLINE_S) is None
+
+
+@pytest.mark.parametrize("size", [0, 40, 5000])
+def test_memory_that_is_no_segment_is_none(place: Path, size: int) -> None:
+    fd = os.memfd_create("lmpool-test", os.MFD_ALLOW_SEALING)
+    os.write(fd, (b"LMPSHM\x01\x00" + bytes(size))[:size])
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
+    listener = SegmentListener(fd, place / f"lmpool-{bytes(8).hex()}")
+    reader = SegmentReader()
+    look(reader)
+    assert not reader.has_any
+    assert reader.read(Reference(host_token(), bytes(8), 1), prompt(1), V) is None
+    listener.close()
+    os.close(fd)
+
+
+def test_a_folder_with_a_long_name_will_do(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sockets have names of 107 bytes at most."""
+    folder = place / ("x" * 200)
+    folder.mkdir()
+    monkeypatch.setenv("LMPOOL_SHM_DIR", str(folder))
+    segment, reader = made(), SegmentReader()
+    put(segment, 1)
+    look(reader)
+    assert reader.find(prompt(1), V) is not None
+    segment.close()
+    assert list(folder.iterdir()) == []
+
+
+def test_files_of_others_and_of_other_releases_are_left_alone(place: Path) -> None:
+    (place / "lmpool-nothex").write_bytes(b"x")
+    (place / f"lmpool-{'00' * 8}").write_bytes(b"LMPSHM" + bytes(5000))
+    (place / f"lmpool-{'11' * 8}").symlink_to("/etc/passwd")
+    (place / "somebody").write_bytes(b"x")
+    reader = SegmentReader()
+    look(reader)
+    assert not reader.has_any
+    assert reader.read(Reference(host_token(), bytes(8), 1), prompt(1), V) is None
+
+
+def test_a_segment_has_room_or_is_none(place: Path) -> None:
+    assert make_segment("fp", V, 63 * SLOT, lambda: True) is None
+    assert make_segment("fp", V, 64 * SLOT, lambda: False) is None
+    assert list(place.iterdir()) == []
+    with pytest.raises(OSError, match="bytes more are wanted, and") as raised:
+        make_segment("fp", 2**28, 2**45, lambda: True)
+    assert raised.value.errno == errno.ENOSPC
+    assert list(place.iterdir()) == []
+    assert 0 < default_size() <= 4 * 2**30
+
+
+WITHOUT_SEALS = """
+import errno, fcntl, os
+names = ("F_SEAL", "F_ADD_SEALS", "F_GET_SEALS", "MFD", "memfd")
+for module in (fcntl, os):
+    for name in [name for name in vars(module) if name.startswith(names)]:
+        delattr(module, name)
+from lmpool.producer import Producer
+from lmpool.workers.queue.segment import make_segment
+try:
+    make_segment("fp", 1500, 2**20, lambda: True)
+except OSError as error:
+    assert error.errno == errno.ENOSYS, error
+    print(error)
+"""
+
+
+def test_a_python_that_cannot_make_sealed_memory_is_an_error_of_the_system(place: Path) -> None:
+    """As on macOS, and in builds for old systems: the names of seals are not there either."""
+    done = subprocess.run([sys.executable, "-c", WITHOUT_SEALS], capture_output=True, text=True, check=True)
+    assert "memfd_create" in done.stdout
+
+
+def test_a_socket_that_gets_its_name_meanwhile_keeps_nobody_from_making_a_segment(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone = place / ".lmpool-0123456789abcdef"
+    monkeypatch.setattr(segment_module, "segments_in", lambda place, prefix="": [gone] if prefix else [])
+    remove_abandoned(place)
+
+
+@pytest.mark.parametrize(
+    ("used", "reclaimable", "free"), [(7 * 2**30, 0, 2**30), (7 * 2**30, 2**30, 2 * 2**30), (9 * 2**30, 0, 0)]
+)
+def test_what_a_container_uses_is_not_free(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, used: int, reclaimable: int, free: int
+) -> None:
+    usage, details = tmp_path / "memory.current", tmp_path / "memory.stat"
+    usage.write_text(f"{used}\n")
+    details.write_text(f"anon 5\ninactive_file {reclaimable}\nactive_file 9\n")
+    monkeypatch.setattr(segment_module, "_CONTAINER_MEMORY", ((str(usage), str(details), "inactive_file "),))
+    monkeypatch.setattr(segment_module, "physical_memory", lambda: 8 * 2**30)
+    assert default_size() == free // 8
+    if not free:
+        with pytest.raises(OSError, match="bytes more are wanted"):
+            make_segment("fp", V, 64 * SLOT, lambda: True)
+
+
+def test_a_folder_that_is_not_there_is_an_error_of_the_system(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("LMPOOL_SHM_DIR", str(tmp_path / "nowhere"))
+    with pytest.raises(OSError):  # noqa: PT011
+        make_segment("fp", V, 64 * SLOT, lambda: True)
+    assert host_token() == b""
+    reader = SegmentReader()
+    look(reader)
+    assert not reader.has_any
+
+
+def test_only_this_user_may_read_it(segment: Segment, place: Path) -> None:
+    (path,) = place.iterdir()
+    assert path.is_socket()
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert path.name == f"lmpool-{segment.nonce.hex()}"
+
+
+def test_the_socket_of_a_killed_worker_is_removed_by_the_next(place: Path) -> None:
+    code = (
+        "import time\nfrom lmpool.workers.queue.segment import make_segment\n"
+        f"segment = make_segment('fp', {V}, {64 * SLOT}, lambda: True)\nprint('ready', flush=True)\ntime.sleep(1000)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"ready\n"
+        (path,) = place.iterdir()
+        remove_abandoned(place)
+        assert path.exists()
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait(DEADLINE_S)
+    deadline = time.monotonic() + DEADLINE_S
+    while path.exists() and time.monotonic() < deadline:
+        made().close()
+    assert not path.exists()
+    assert list(place.iterdir()) == []

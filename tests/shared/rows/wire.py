@@ -1,0 +1,135 @@
+"""Replies of a server as bytes, and connections that are given them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Iterable
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+from hypothesis import strategies as st
+from redis.asyncio.connection import AbstractConnection
+
+from lmpool.broker.connection import RawCommandConnection
+from lmpool.rows.connection import RawRowConnection, RowWrite
+
+MAX_BULK = 1_000_000
+LARGE = 200_000  # more than the 64 KiB window of the parser
+Reply = asyncio.Future[Any]
+
+
+class Transport:
+    """Takes what a connection writes, and feeds it as an event loop does: `get_buffer`, then `buffer_updated`."""
+
+    def __init__(self) -> None:
+        self.protocol: asyncio.BufferedProtocol | None = None
+        self.written = b""
+        self.calls: list[str] = []
+
+    def set_protocol(self, protocol: asyncio.BufferedProtocol) -> None:
+        self.calls.append("set_protocol")
+        self.protocol = protocol
+
+    def pause_reading(self) -> None:
+        self.calls.append("pause_reading")
+
+    def resume_reading(self) -> None:
+        self.calls.append("resume_reading")
+
+    def abort(self) -> None:
+        self.calls.append("abort")
+
+    def write(self, data: bytes) -> None:
+        self.written += bytes(data)
+
+    def writelines(self, chunks: Iterable[bytes | memoryview]) -> None:
+        self.calls.append("writelines")
+        for chunk in chunks:
+            self.write(bytes(chunk))
+
+    def feed(self, data: bytes, sizes: Iterable[int] = ()) -> None:
+        """Hand bytes over, at most `sizes` at a time, then as many as the connection has a buffer for."""
+        assert self.protocol is not None
+        steps = iter(sizes)
+        at = 0
+        while at < len(data) and "abort" not in self.calls:
+            buffer = cast(memoryview, self.protocol.get_buffer(-1))
+            assert len(buffer) > 0
+            count = min(len(buffer), next(steps, len(data)), len(data) - at)
+            buffer[:count] = data[at : at + count]
+            self.protocol.buffer_updated(count)
+            at += count
+
+
+class Connection:
+    """A connection for rows on a transport."""
+
+    def __init__(self, max_bulk: int = MAX_BULK) -> None:
+        self.transport = Transport()
+        connection = SimpleNamespace(_writer=SimpleNamespace(transport=self.transport))
+        self.raw = RawRowConnection(cast(AbstractConnection, connection), max_bulk)
+
+    def mget(self, count: int) -> Reply:
+        return self.raw.mget([b"key-%d" % index for index in range(count)])
+
+    def set(self, count: int, *, size: int = 8) -> Reply:
+        writes = [RowWrite(b"key-%d" % i, b"head", memoryview(bytes(size)), False) for i in range(count)]
+        return self.raw.set(writes, 1000)
+
+    def feed(self, data: bytes, sizes: Iterable[int] = ()) -> None:
+        self.transport.feed(data, sizes)
+
+
+class Commands:
+    """A connection for any commands on a transport."""
+
+    def __init__(self) -> None:
+        self.transport = Transport()
+        connection = SimpleNamespace(_writer=SimpleNamespace(transport=self.transport))
+        self.raw = RawCommandConnection(cast(AbstractConnection, connection))
+
+    def feed(self, data: bytes, sizes: Iterable[int] = ()) -> None:
+        """Hand bytes over, at most `sizes` at a time."""
+        steps, at = iter(sizes), 0
+        while at < len(data) and not self.raw.closed:
+            count = next(steps, len(data))
+            self.raw.data_received(data[at : at + count])
+            at += count
+
+
+def bulk(value: bytes | None, null: bytes = b"$-1\r\n") -> bytes:
+    return null if value is None else b"$%d\r\n%b\r\n" % (len(value), value)
+
+
+def array(values: list[bytes | None], null: bytes = b"$-1\r\n") -> bytes:
+    return b"*%d\r\n" % len(values) + b"".join(bulk(value, null) for value in values)
+
+
+def plain(reply: Any) -> Any:
+    """A reply as bytes, None and the texts of errors."""
+    if isinstance(reply, asyncio.Future):
+        assert reply.done()
+        return plain(reply.result())
+    if isinstance(reply, list):
+        return [plain(value) for value in reply]
+    if isinstance(reply, Exception):
+        return str(reply)
+    return reply.tobytes() if isinstance(reply, np.ndarray) else reply
+
+
+def in_a_loop(work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    """Run one example of a property; each has a loop of its own."""
+    asyncio.run(work())
+
+
+values = st.lists(st.none() | st.binary(max_size=30), min_size=1, max_size=6)
+nulls = st.sampled_from([b"$-1\r\n", b"_\r\n"])
+cuts = st.lists(st.integers(1, 12), max_size=60)
+
+
+def assert_broken(connection: Connection, replies: list[Reply], kind: type[Exception]) -> None:
+    assert connection.raw.closed
+    assert "abort" in connection.transport.calls
+    for reply in replies:
+        assert isinstance(reply.exception(), kind)

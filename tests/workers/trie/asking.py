@@ -1,0 +1,96 @@
+"""Asking a pool about tries in all ways, and what its workers say that they have done."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lmpool.broker.server import Server
+from lmpool.producer import Producer
+from lmpool.producer.client.discovery import Discovery
+from lmpool.producer.trie import PooledTrie
+from lmpool.protocol.query import Op
+from lmpool.protocol.row import Values
+from tests.support.pool import Pool, until_async
+from tests.support.trie_answers import (
+    answers_of,
+)
+
+V = 2048
+LEASE = ("--lease-s", 2)
+
+
+async def ask(trie: PooledTrie, op: Op, ws: Values | None = None, **options: Any) -> Values:
+    """One request."""
+    call = {"sum": trie.weight_sum, "max": trie.weight_max, "logsumexp": trie.logsumexp}[op]
+    return await call(ws, **options)
+
+
+async def ask_batch(trie: PooledTrie, op: Op, ws: Values | None = None, **options: Any) -> Values:
+    """One request for a batch."""
+    calls = {"sum": trie.batch_weight_sum, "max": trie.batch_weight_max, "logsumexp": trie.batch_logsumexp}
+    return await calls[op](ws, **options)
+
+
+def selections(trie: PooledTrie) -> list[tuple[dict[str, Any], Any]]:
+    """Ways to say which nodes are wanted, and the index of those nodes."""
+    told = answers_of(trie.structure)
+    some = [len(told.node) - 1, 0, 5, 5, 17]
+    fan = max(told.node, key=lambda prefix: len(told.children[told.node[prefix]]) * (len(prefix) > 0))
+    leaf = next(prefix for prefix, node in told.node.items() if not told.children[node])
+    return [
+        ({}, slice(None)),
+        ({"nodes": some}, some),
+        ({"nodes": np.array(some, np.uint8 if max(some) < 256 else np.int64)}, some),
+        ({"nodes": []}, []),
+        ({"under": b""}, told.children[0]),
+        ({"under": fan}, told.children[told.node[fan]]),
+        ({"under": leaf}, []),
+    ]
+
+
+async def counters(pool: Pool, model: str) -> dict[str, int]:
+    """Steps and rows of the one live worker of a model, as of its last heartbeat."""
+    client = Server(pool.url).client()
+    try:
+        (worker,) = await Discovery(client, pool.keys).workers(model)
+        return {name: int(worker.fields[name]) for name in ("steps", "rows", "failures")}
+    finally:
+        await client.aclose()
+
+
+async def current(pool: Pool, model: str) -> dict[str, int]:
+    """The counters as of a heartbeat that comes from now on."""
+    client = Server(pool.url).client()
+    try:
+        (worker,) = await Discovery(client, pool.keys).workers(model)
+        key = pool.keys.worker(worker.worker_id)
+        left = await client.pttl(key)
+
+        async def has_reported() -> bool:
+            nonlocal left
+            before, left = left, await client.pttl(key)
+            return left > before
+
+        await until_async(has_reported, "a heartbeat")
+    finally:
+        await client.aclose()
+    return await counters(pool, model)
+
+
+async def keep(producer: Producer, prompt: list[int]) -> None:
+    """Have a producer keep a row: from its second use on, where it lies in shared memory."""
+    for _ in range(2):
+        await producer.logprobs(prompt)
+
+
+@pytest.fixture(name="fused", scope="module")
+def fused_fixture(server_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
+    """One model worker with tries of its own, and no trie worker."""
+    pool = Pool(server_url, "fused", tmp_path_factory.mktemp("fused"))
+    pool.start(*LEASE, "--vocab-size", V, "--with-trie")
+    yield pool
+    pool.end()

@@ -1,0 +1,132 @@
+"""What notices that a worker is stuck: in a call of its backend, or with an event loop that does not run."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import faulthandler
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+
+from lmpool.aio import end_tasks
+from lmpool.errors import WorkerError
+from lmpool.workers.backend import watchdog_process
+from lmpool.workers.backend.engine_thread import Call, EngineThread
+from lmpool.workers.backend.watchdog_process import LEAST_BEATS, MOST_INTERVAL_S
+
+EXIT_CODE = int(signal.SIGALRM)
+"""How a worker exits whose event loop did not run any more: with the number of the signal that tells it to."""
+
+_log = logging.getLogger("lmpool.worker")
+
+
+class Watchdog:
+    """Watches the backend's thread while the context is open.
+
+    Everything that the thread has the backend do is watched: steps, taking jobs, loading and dropping adapters. Opening
+    the backend is not: a large model may load for long.
+
+    Args:
+        engine_thread: runs the backend.
+        limit_s: seconds that one call of the backend may take.
+        on_hang: called once, with the error that says what hangs.
+    """
+
+    def __init__(self, engine_thread: EngineThread, limit_s: float, on_hang: Callable[[WorkerError], None]) -> None:
+        self._engine_thread = engine_thread
+        self._limit_s = limit_s
+        self._on_hang = on_hang
+
+    async def __aenter__(self) -> None:
+        self._watching = asyncio.create_task(self._watch(), name="watchdog")
+
+    async def __aexit__(self, *error: object) -> None:
+        await end_tasks([self._watching])
+
+    async def _watch(self) -> None:
+        pause = min(MOST_INTERVAL_S, self._limit_s / LEAST_BEATS)
+        call: Call | None = None
+        spent, before = 0.0, time.monotonic()
+        while call is None or spent < self._limit_s:
+            await asyncio.sleep(pause)
+            now = time.monotonic()
+            last, call = call, self._engine_thread.call
+            # A process that was stopped was not there to compute: that is no time that the call took.
+            spent = spent + min(now - before, 2 * pause) if call is last else 0.0
+            before = now
+        self._on_hang(
+            WorkerError(
+                f"the backend hangs: it has been in one {call.description} for {self._limit_s:g} s "
+                "(step_timeout_s; give the worker a larger --step-timeout-s if its steps may take so long)"
+            )
+        )
+
+
+class ProcessWatchdog:
+    """Has this process end when its event loop does not run for too long, while the context is open.
+
+    It prints where all its threads are, and exits with `EXIT_CODE`. For processes that are workers and nothing else.
+
+    Args:
+        limit_s: seconds for which the event loop may not run. Time in which the process is stopped does not count.
+    """
+
+    def __init__(self, limit_s: float) -> None:
+        self._limit_s = limit_s
+
+    def __enter__(self) -> None:
+        _exit_on(EXIT_CODE)
+        self._start()
+        self._send_heartbeat()
+
+    def __exit__(self, *error: object) -> None:
+        self._timer.cancel()
+        self._end()
+
+    def _start(self) -> None:
+        file, limit = watchdog_process.__file__, str(self._limit_s)
+        command = [sys.executable, "-I", "-S", file, str(os.getpid()), limit, str(EXIT_CODE)]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, bufsize=0)
+        assert self._process.stdin is not None
+        self._pipe = self._process.stdin
+        os.set_blocking(self._pipe.fileno(), False)
+
+    def _end(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        self._pipe.close()
+
+    def _send_heartbeat(self) -> None:
+        # First of all: whatever happens here, there is a next time.
+        pause = min(MOST_INTERVAL_S, self._limit_s / LEAST_BEATS)
+        self._timer = asyncio.get_running_loop().call_later(pause, self._send_heartbeat)
+        if is_first := not self._pipe.closed:
+            try:
+                self._pipe.write(b"\0")  # Or nothing, when the pipe is full since that process is stopped.
+                return
+            except BrokenPipeError:
+                _log.warning("the process that watches this worker has ended: starting it again")
+                self._end()
+        try:
+            self._start()
+        except OSError as error:
+            if is_first:
+                _log.warning("the process that watches this worker cannot be started, will try again: %s", error)
+
+
+def _exit_on(number: int) -> None:
+    """Have a signal print the stacks of all threads and end the process, without the interpreter lock.
+
+    By a handler in C: the default action would spare a process that is the first of its container.
+    """
+    with contextlib.suppress(OSError, AttributeError):
+        libc = ctypes.CDLL(None)
+        libc.signal.argtypes = [ctypes.c_int, ctypes.c_void_p]
+        libc.signal(number, ctypes.cast(libc._exit, ctypes.c_void_p))
+    faulthandler.register(number, all_threads=True, chain=True)
