@@ -7,13 +7,14 @@ import json
 import os
 import re
 import secrets
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -52,7 +53,7 @@ def prove(buildah: Buildah, name_of: Callable[[str], str], model: Path) -> None:
         print(client.run("--version").strip(), flush=True)
         # A network of their own they have not: one port each.
         worker, trie, web = start("worker", "worker"), start("trie", "trie-worker"), start("web", "operator")
-        worker.start("/models/proof", "--name", "proof", mount=f"{model}:/models/proof:ro")
+        worker.start("/models/proof", "--name", "proof", mounts={"/models/proof": _readable(model, stack)})
         trie.start("--metrics-port", "9101", ports=("9100", "9101"))
         token = secrets.token_hex(16)
         web.start(environment={"LMPOOL_WEB_TOKEN": token})
@@ -67,9 +68,20 @@ def prove(buildah: Buildah, name_of: Callable[[str], str], model: Path) -> None:
             demand = json.load(reply)
         print(f"the web service says: {demand}", flush=True)
         _check(demand["workers"] == 1, "the web service sees one worker")
-        for container in (worker, trie, web):
+        for container in (worker, trie):
             container.stop()
+        # Its server ends by the signal itself, after the last answer.
+        web.stop(code=1)
     print(f"the images serve and ask: {time.monotonic() - began:.0f} s", flush=True)
+
+
+def _readable(model: Path, stack: ExitStack) -> Path:
+    """A copy of a model's folder that the user of a container may read."""
+    folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="lmpool")), "model")
+    shutil.copytree(model, folder)
+    for path in (folder.parent, folder, *folder.iterdir()):
+        path.chmod(0o755)
+    return folder
 
 
 def _check(is_so: bool, text: str) -> None:
@@ -99,10 +111,12 @@ class Container:
         _check(self._config["User"] == f"{_UID}:{_UID}", f"{image} runs as {_UID}")
         _check(self._config.get("StopSignal") == "SIGTERM", f"{image} is stopped by SIGTERM")
 
-    def _command(self, words: list[str], mount: str = "", environment: dict[str, str] | None = None) -> list[str]:
+    def _command(
+        self, words: list[str], mounts: Mapping[str, Path] | None = None, environment: dict[str, str] | None = None
+    ) -> list[str]:
         settings = {"LMPOOL_REDIS_URL": self._url, "HF_HUB_OFFLINE": "1", **(environment or {})}
         options = [word for name, value in settings.items() for word in ("--env", f"{name}={value}")]
-        options += ["--volume", mount] if mount else []
+        options += [word for there, here in (mounts or {}).items() for word in ("--volume", f"{here}:{there}:ro")]
         return self._buildah.command("run", "--isolation", "chroot", *options, self._name, "--", *words)
 
     def run(self, *arguments: str) -> str:
@@ -115,7 +129,7 @@ class Container:
     def start(
         self,
         *arguments: str,
-        mount: str = "",
+        mounts: Mapping[str, Path] | None = None,
         environment: dict[str, str] | None = None,
         ports: tuple[str, str] = ("", ""),
     ) -> None:
@@ -123,12 +137,12 @@ class Container:
 
         Args:
             arguments: behind its own.
-            mount: a volume, as `buildah run` takes it.
+            mounts: path in the container -> file or folder here, to be read.
             environment: more variables.
             ports: the port that the health check of the image asks, and the one it is to ask here.
         """
         self._ports = ports
-        command = self._command([*self._config["Entrypoint"], *arguments], mount, environment)
+        command = self._command([*self._config["Entrypoint"], *arguments], mounts, environment)
         self._process = subprocess.Popen(command, stdout=self._log, stderr=subprocess.STDOUT)
 
     def until_healthy(self) -> None:
@@ -143,14 +157,20 @@ class Container:
             _check(is_on, f"{self.image} becomes healthy; it says:\n{self._text()}")
             time.sleep(0.2)
 
-    def stop(self) -> None:
-        """Send SIGTERM to the program, as what runs containers does, and have it end with exit code 0."""
+    def stop(self, code: int = 0) -> None:
+        """Send SIGTERM to the program, as what runs containers does.
+
+        Args:
+            code: what `buildah run` ends with then: the exit code, or 1 where a signal has ended the program.
+        """
         assert self._process is not None
         inside = _inside(self._process.pid)
         _check(bool(inside), f"{self.image} runs")
         os.kill(inside[0], signal.SIGTERM)
-        code = self._process.wait(DEADLINE_S)
-        _check(code == 0, f"{self.image} drains and ends with 0, not {code}; it says:\n{self._text()}")
+        ended = self._process.wait(DEADLINE_S)
+        _check(
+            ended == code, f"{self.image} ends with {code} when it is stopped, not {ended}; it says:\n{self._text()}"
+        )
 
     def _text(self) -> str:
         self._log.seek(0)
@@ -186,8 +206,9 @@ def _inside(pid: int) -> list[int]:
 
 
 def _is_ours(pid: int) -> bool:
+    """Whether it is the program, and not a process of buildah's that stands before it."""
     try:
-        return b"/opt/lmpool/bin" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        return Path(f"/proc/{pid}/exe").readlink().name.startswith("python")
     except OSError:
         return False
 
@@ -209,7 +230,7 @@ def _server() -> Iterator[dict[str, str]]:
         settings: dict[str, Any] = {"bind": "127.0.0.1", "port": port, "save": "", "dir": folder, "loglevel": "warning"}
         settings |= {"aclfile": f"{folder}/users.acl", "maxmemory": "512mb", "maxmemory-policy": "volatile-lru"}
         words = [word for name, value in settings.items() for word in (f"--{name}", str(value))]
-        process = subprocess.Popen([server_binary(), *words])
+        process = subprocess.Popen([server_binary(), *words], stdout=subprocess.DEVNULL)
         try:
             yield {role: f"redis://{role}:{password}@127.0.0.1:{port}/0" for role, password in passwords.items()}
         finally:
