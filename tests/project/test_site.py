@@ -85,7 +85,9 @@ def test_every_environment_variable_is_explained() -> None:
     files = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.is_file()]
     texts = [path.read_text("utf-8", "ignore") for path in (*files, ROOT / "Makefile") if path.suffix != ".pyc"]
     read = {name for text in texts for name in re.findall(r"\bLMPOOL_[A-Z0-9_]*[A-Z0-9]\b", text)}
-    of_compose = set(re.findall(r"^#? ?(LMPOOL_[A-Z0-9_]+)=", (ROOT / "docker/.env.example").read_text("utf-8"), re.MULTILINE))
+    of_compose = set(
+        re.findall(r"^#? ?(LMPOOL_[A-Z0-9_]+)=", (ROOT / "docker/.env.example").read_text("utf-8"), re.MULTILINE)
+    )
     assert explained | of_compose == read
 
 
