@@ -38,7 +38,7 @@ class Texts(NamedTuple):
 
 
 class TellsTexts:
-    """What a backend inherits that serves a checkpoint, whose tokenizer is read once for both of these."""
+    """What a backend inherits that serves a checkpoint: its tokenizer is read once for both of these, in this order."""
 
     _info: ModelInfo
     _settings: ModelSettings
@@ -46,17 +46,18 @@ class TellsTexts:
 
     def vocabulary(self) -> Vocabulary | None:
         """The byte strings of the model's tokens; None where its tokenizer does not tell them."""
-        return self._read_texts().vocabulary
+        self._texts = self._read_texts()
+        return self._texts.vocabulary
 
     def tokenizer(self) -> PackedTokenizer | None:
         """The model's tokenizer; None where it has none that travels."""
-        return self._read_texts().tokenizer
+        # Many megabytes, which nobody needs once they are published.
+        texts, self._texts = self._texts or self._read_texts(), None
+        return texts.tokenizer
 
     def _read_texts(self) -> Texts:
-        if self._texts is None:
-            settings = self._settings
-            self._texts = read_texts(self._info, settings.revision, trust_remote_code=settings.trust_remote_code)
-        return self._texts
+        settings = self._settings
+        return read_texts(self._info, settings.revision, trust_remote_code=settings.trust_remote_code)
 
 
 def read_texts(info: ModelInfo, revision: str | None, *, trust_remote_code: bool) -> Texts:
