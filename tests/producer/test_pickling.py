@@ -63,7 +63,7 @@ def served() -> Any:
 
 async def test_what_is_unpickled_has_the_settings_and_asks_the_same_model(served: MemoryPool) -> None:
     settings: Any = {"timeout": 7.0, "cache_bytes": 0, "when_full": "raise", "when_absent": "wait", "priority": "bulk",
-                     "keep_answers": False}  # fmt: skip
+                     "keep_answers": False, "tracing": False}  # fmt: skip
     async with Producer(redis=served.url, **settings) as producer:
         other = thawed(producer)
         assert "Producer('a', " in repr(other)

@@ -458,6 +458,7 @@ class Answering:
     """Connections to a cache that has some rows, and to a script that gives every prompt the same outcome."""
 
     trouble: LMPoolError | None = None
+    traces = None
 
     def __init__(self, outcome: str, cached: Sequence[Prompt] = ()) -> None:
         rows: Any = self

@@ -14,7 +14,7 @@ import redis
 from lmpool.embedded import EmbeddedServer
 from lmpool.workers.cli import doctor
 from tests.contract.model import write_model
-from tests.support.pool import Pool, run_lmpool, until
+from tests.support.pool import Pool, lmpool_command, run_lmpool, until
 
 
 def examine(code: int, *arguments: str, **environment: str) -> dict[str, dict[str, Any]]:
@@ -119,7 +119,7 @@ def test_the_shell_completes_commands_and_names_of_models(pool: Pool, tmp_path: 
     until(lambda: complete(asked) == ["syn"], "the model is completed")
     assert complete(asked.replace(pool.prefix, "nobody")) == []
     home = {**os.environ, "HOME": str(tmp_path), "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}
-    command = ["lmpool", "--install-completion", "bash"]
+    command = [*lmpool_command(), "--install-completion", "bash"]
     done = subprocess.run(command, env=home, capture_output=True, text=True, check=True, timeout=60)
     assert "completion installed" in done.stdout
     assert "_LMPOOL_COMPLETE" in next((tmp_path / ".bash_completions").iterdir()).read_text()

@@ -345,10 +345,10 @@ class QueueMachine(RuleBasedStateMachine):
         args = [GROUP, name, LEASE_MS, MOST_DELIVERIES, count, int(was_idle), 2**24, 2**19, LIFETIME_MS, *own]
         alone, taken, _ = self.run(scripts.CLAIM_EXPIRED, [JOBS, MODEL.claim_cursor], *args)
         assert len(taken) <= count
-        claims = [(entry, deliveries) for entry, _, deliveries, _, _ in taken]
+        claims = [(entry, deliveries) for entry, _, deliveries, *_ in taken]
         self.model.claimed(name, claims, was_idle=was_idle, own=own)
         spent = []
-        for entry, job, deliveries, lifetime, since in taken:
+        for entry, job, deliveries, lifetime, since, _ in taken:
             self._hold(name, entry, job, lifetime, since)
             if deliveries >= MOST_DELIVERIES:
                 spent.append((entry, "dead"))
