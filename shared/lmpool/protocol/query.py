@@ -109,7 +109,8 @@ def sample(row: Row, how: Sampling) -> int:
     weights = row - np.maximum.reduce(row)
     if how.temperature != 1:
         with np.errstate(over="ignore"):  # A tiny temperature makes -inf of what is not the likeliest.
-            weights /= how.temperature
+            # Beyond these, which float32 has, nothing changes: only the likeliest has any weight, or all have the same.
+            weights /= np.float32(min(max(how.temperature, 1e-30), 1e30))
     # As exact as the row is; what is added up is in float64.
     np.exp(weights, out=weights)
     share = _share(how.seed)

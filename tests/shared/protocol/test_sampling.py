@@ -54,6 +54,11 @@ def test_draws_have_the_frequencies_of_the_probabilities() -> None:
 def test_a_temperature_of_zero_takes_the_likeliest_token_and_equal_seeds_draw_equally() -> None:
     assert sample(ROW, Sampling(0.0, 0.5, 1)) == int(ROW.argmax())
     assert sample(ROW, Sampling(1e-6, 1.0, 1)) == int(ROW.argmax())
+    # Temperatures that float32 does not have, on both sides.
+    for tiny in (1e-30, 1e-45, 1e-117, 5e-324):
+        assert sample(ROW, Sampling(tiny, 0.9, 1)) == sample(ROW, Sampling(tiny, 1.0, 1)) == int(ROW.argmax())
+    for huge in (1e30, 1e39, 1.7e308):
+        assert len({sample(ROW, Sampling(huge, 1.0, seed)) for seed in range(50)}) > 20
     assert len({sample(ROW, Sampling(1.0, 1.0, 7)) for _ in range(5)}) == 1
     assert len({sample(ROW, Sampling(1.0, 1.0, seed)) for seed in range(50)}) > 20
 
