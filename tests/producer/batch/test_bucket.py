@@ -157,6 +157,26 @@ def test_a_store_that_cannot_be_reached_is_told_and_may_come_back(
     assert raised.value.may_pass
 
 
+async def test_a_presigned_url_is_read_and_its_signature_told_nobody(
+    pool: Pool, tmp_path: Path, bucket: TestBucket
+) -> None:
+    pool.start()
+    presigned = bucket.presigned("in.jsonl.gz", gzip.compress(write_texts(tmp_path / "in.jsonl", TEXTS).read_bytes()))
+    assert "Signature=" in presigned
+    async with pool.producer() as producer:
+        await run(producer, presigned, tmp_path / "out", "topk:3", shard_lines=10)
+        assert lmpool.batch.open(tmp_path / "out").manifest.input.name == "in.jsonl.gz"
+        bucket.put("in.jsonl.gz", gzip.compress(b"x" * 100)[:-20])
+        for gone in (False, True):
+            if gone:
+                bucket.remove("in.jsonl.gz")
+            with pytest.raises((BatchError, SettingsError), match="in.jsonl.gz") as raised:
+                await run(producer, presigned, tmp_path / "other", "topk:3")
+            assert "Signature" not in str(raised.value)
+    assert fetch.named(f"403, url='{presigned}#a' again") == f"403, url='{presigned.partition('?')[0]} again"
+    assert fetch.named("/data/what?#1.jsonl") == "/data/what?#1.jsonl", "a path has no query"
+
+
 def test_a_copy_of_an_input_is_made_once_and_anew_when_it_has_changed(bucket: TestBucket, tmp_path: Path) -> None:
     url = bucket.put("in.jsonl", b'{"ids": [1]}\n')
     first = fetch.plain_file(url)

@@ -33,7 +33,9 @@ _UNUSED_S = 7 * 86_400
 _COPIED_BYTES = 1 << 20
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*(::[A-Za-z][A-Za-z0-9+.-]*)*://")
 _HERE = re.compile(r"(file|local)://(?=/)")
+# A user and a password; and a query, which of a presigned URL lets whoever reads it in.
 _SECRET = re.compile(r"://[^/@\s]*@")
+_QUERY = re.compile(r"(://[^?#]*)[?#]\S*")
 # What file systems of fsspec say of a file's content; times of reading are not among that.
 _TELLING = {
     "etag", "mtime", "modified", "last_modified", "lastmodified", "last-modified", "updated", "created", "generation",
@@ -61,8 +63,8 @@ def absolute(location: str) -> str:
 
 
 def named(location: str) -> str:
-    """A location as messages may name it: without user and password."""
-    return _SECRET.sub("://", location)
+    """A location, or a text that names some, as messages may have it: without user, password, query and fragment."""
+    return _QUERY.sub(r"\1", _SECRET.sub("://", location))
 
 
 def file_system(url: str) -> tuple[Any, str]:
@@ -80,7 +82,7 @@ def file_system(url: str) -> tuple[Any, str]:
         try:
             system, path = url_to_fs(url)
         except (ImportError, ValueError) as error:
-            raise SettingsError(f"{named(url)}: fsspec cannot use it: {error}") from error
+            raise SettingsError(f"{named(url)}: fsspec cannot use it: {named(str(error))}") from error
         known = system, str(path).rstrip("/")
         # Those that work in a thread of their own serve all threads; to make one takes long.
         if system.async_impl:
@@ -190,7 +192,7 @@ def fetch(system: Any, path: str, url: str, info: Mapping[str, Any]) -> Path:
         if identity(system.info(path)) != told or (size is not None and made.stat().st_size != size):
             raise BatchError(f"{named(url)} has changed while it was fetched: run the command again")
 
-    return _cached(f"{url} {told}", path.rsplit("/", 1)[-1], copy)
+    return _cached(f"{url} {told}", named(path).rsplit("/", 1)[-1], copy)
 
 
 def identity(info: Mapping[str, Any]) -> str:
