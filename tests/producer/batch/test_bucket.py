@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gzip
 import json
+import os
 import pickle
 import sys
 from functools import partial
@@ -188,6 +189,46 @@ def test_a_copy_of_an_input_is_made_once_and_anew_when_it_has_changed(bucket: Te
     assert fetch.identity({"size": 3}) != fetch.identity({"size": 4})
     assert fetch._PROCESS in fetch.identity({"size": 3})
     assert fetch._PROCESS not in fetch.identity({"size": 3, "ETag": "a"})
+
+
+def test_only_what_the_cache_has_made_is_removed_from_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "scratch").mkdir()
+    monkeypatch.setenv("LMPOOL_BATCH_CACHE", str(tmp_path / "scratch"))
+    cache = fetch.cache_folder()
+    used, unused = (packed(tmp_path / f"{name}.jsonl.gz") for name in ("used", "unused"))
+    copies = [fetch.plain_file(str(path)) for path in (used, unused)]
+    staging = cache / "staging-a1b2_c3d"
+    strangers = [
+        folder / name
+        for folder in (tmp_path / "scratch", cache)
+        for name in (
+            "thesis",
+            "staging-notes",
+            "0123456789abcdef-folder",
+            "thesis.tex",
+            "staging.txt",
+            "0123456789abcde-",
+        )
+    ]
+    for number, path in enumerate([*strangers, staging]):
+        if number % 6 < 3 or path == staging:
+            path.mkdir()
+            (path / "chapter.tex").write_text("mine")
+        else:
+            path.write_text("mine")
+    for path in (*strangers, *copies, staging):
+        os.utime(path, (0, 0))
+    assert fetch.plain_file(str(used)) == copies[0]
+    fetch.plain_file(str(packed(tmp_path / "another.jsonl.gz")))
+    assert [path for path in strangers if not path.exists()] == []
+    assert [(path / "chapter.tex").exists() for path in strangers] == [True, True, True, False, False, False] * 2
+    assert [path.exists() for path in (*copies, staging)] == [True, False, False]
+
+
+def packed(path: Path) -> Path:
+    """An input that is unpacked into the cache."""
+    path.write_bytes(gzip.compress(path.name.encode()))
+    return path
 
 
 def test_without_fsspec_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:

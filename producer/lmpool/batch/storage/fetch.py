@@ -27,9 +27,12 @@ from lmpool.errors import BatchError, LMPoolError, SettingsError
 from lmpool.settings import shown
 
 CACHE_VARIABLE = "LMPOOL_BATCH_CACHE"
-"""Names the folder of the cache; by default `lmpool/batch` in the user's folder of caches."""
+"""Names a folder in which `lmpool-batch` is the cache; by default that is `lmpool/batch` among the user's caches."""
 
 _UNUSED_S = 7 * 86_400
+# What is ours to remove: the names that `temporary_folder` and `_cached` give.
+_STAGING = re.compile(r"staging-[a-z0-9_]{8}")
+_COPY = re.compile(r"[0-9a-f]{16}-.*", re.DOTALL)
 _COPIED_BYTES = 1 << 20
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*(::[A-Za-z][A-Za-z0-9+.-]*)*://")
 _HERE = re.compile(r"(file|local)://(?=/)")
@@ -118,7 +121,8 @@ def cache_folder() -> Path:
     """The folder of the cache, which is made if it is not there."""
     given = os.environ.get(CACHE_VARIABLE)
     user = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    folder = Path(given) if given else user / "lmpool" / "batch"
+    # What is named may hold other things too.
+    folder = Path(given) / "lmpool-batch" if given else user / "lmpool" / "batch"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     return folder
 
@@ -226,13 +230,13 @@ def _cached(key: str, name: str, make: Callable[[Path], None]) -> Path:
 
 
 def _remove_unused(folder: Path) -> None:
-    """Remove what nobody has used for long, or a process that was killed has left."""
+    """Remove what nobody has used for long, or a process that was killed has left; nothing of another name."""
     for path in folder.iterdir():
         with suppress(OSError):
             if time.time() - path.stat().st_mtime > _UNUSED_S:
-                if path.is_dir():
+                if _STAGING.fullmatch(path.name):
                     shutil.rmtree(path, ignore_errors=True)
-                else:
+                elif _COPY.fullmatch(path.name):
                     path.unlink()
 
 
