@@ -7,6 +7,7 @@ import gzip
 import json
 import os
 import pickle
+import stat
 import sys
 from functools import partial
 from pathlib import Path
@@ -223,6 +224,32 @@ def test_only_what_the_cache_has_made_is_removed_from_it(tmp_path: Path, monkeyp
     assert [path for path in strangers if not path.exists()] == []
     assert [(path / "chapter.tex").exists() for path in strangers] == [True, True, True, False, False, False] * 2
     assert [path.exists() for path in (*copies, staging)] == [True, False, False]
+
+
+def test_a_cache_that_others_can_write_to_is_not_believed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LMPOOL_BATCH_CACHE", str(tmp_path))
+    source, cache = str(packed(tmp_path / "in.jsonl.gz")), tmp_path / "lmpool-batch"
+    cache.mkdir()
+    cache.chmod(0o777)
+    copy = fetch.plain_file(source)  # It was empty.
+    assert stat.S_IMODE(cache.stat().st_mode) == 0o700
+    cache.chmod(0o777)
+    copy.write_bytes(b"of somebody else")
+    refused = rf"{cache} has mode 777 and is not lmpool's alone: set LMPOOL_BATCH_CACHE to a folder of its own"
+    with pytest.raises(SettingsError, match=refused):
+        fetch.plain_file(source)
+    with pytest.raises(SettingsError, match=refused):
+        fetch.temporary_folder(fetch)
+    cache.chmod(0o700)
+    cache.rename(tmp_path / "elsewhere")
+    cache.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(SettingsError, match=f"{cache} is not a folder.*LMPOOL_BATCH_CACHE"):
+        fetch.plain_file(source)
+    monkeypatch.setattr("lmpool.embedded.os.geteuid", lambda: cache.stat().st_uid + 1)
+    cache.unlink()
+    (tmp_path / "elsewhere").rename(cache)
+    with pytest.raises(SettingsError, match=f"{cache} belongs to user .*LMPOOL_BATCH_CACHE"):
+        fetch.plain_file(source)
 
 
 def packed(path: Path) -> Path:

@@ -23,7 +23,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
-from lmpool.errors import BatchError, LMPoolError, SettingsError
+from lmpool.embedded import secure
+from lmpool.errors import BatchError, LMPoolError, ServerError, SettingsError
 from lmpool.settings import shown
 
 CACHE_VARIABLE = "LMPOOL_BATCH_CACHE"
@@ -118,12 +119,21 @@ def explained(url: str, otherwise: str) -> Iterator[None]:
 
 
 def cache_folder() -> Path:
-    """The folder of the cache, which is made if it is not there."""
+    """The folder of the cache, which is made if it is not there; nobody else may write to it.
+
+    Raises:
+        SettingsError: it cannot be made, is another user's, or is open to others and holds something already.
+    """
     given = os.environ.get(CACHE_VARIABLE)
     user = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     # What is named may hold other things too.
     folder = Path(given) / "lmpool-batch" if given else user / "lmpool" / "batch"
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        # What lies in an open one may be somebody else's, and be called like a copy of ours.
+        secure(folder, frozenset(), CACHE_VARIABLE)
+    except (OSError, ServerError) as error:
+        raise SettingsError(f"the cache of inputs: {error}") from error
     return folder
 
 
