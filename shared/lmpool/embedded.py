@@ -31,7 +31,7 @@ import threading
 import time
 import urllib.parse
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -169,27 +169,31 @@ def socket_path(folder: Path) -> Path:
     return path
 
 
-def secure(folder: Path) -> None:
+def secure(folder: Path, files: Set[str] = _FILES, variable: str = "LMPOOL_RUNTIME_DIR") -> None:
     """Refuse a folder that is not this user's and lmpool's alone; else close it to others.
+
+    Args:
+        folder: is there.
+        files: names that one which is open to others may have in it.
+        variable: of the environment, which names another folder.
 
     Raises:
         ServerError: with the folder and what to do.
     """
     info = folder.lstat()
     if not stat.S_ISDIR(info.st_mode):
-        raise ServerError(f"{folder} is not a folder: remove it, or set LMPOOL_RUNTIME_DIR to another")
+        raise ServerError(f"{folder} is not a folder: remove it, or set {variable} to another")
     if info.st_uid != os.geteuid():
         raise ServerError(
-            f"{folder} belongs to user {info.st_uid}, not to user {os.geteuid()}: "
-            "set LMPOOL_RUNTIME_DIR to a folder of yours"
+            f"{folder} belongs to user {info.st_uid}, not to user {os.geteuid()}: set {variable} to a folder of yours"
         )
     if info.st_mode & 0o777 == 0o700:
         return
-    # LMPOOL_RUNTIME_DIR may name a home folder, or /tmp for root: closing that would break other programs.
-    if info.st_mode & stat.S_ISVTX or not {entry.name for entry in folder.iterdir()} <= _FILES:
+    # The variable may name a home folder, or /tmp for root: closing that would break other programs.
+    if info.st_mode & stat.S_ISVTX or not {entry.name for entry in folder.iterdir()} <= files:
         raise ServerError(
             f"{folder} has mode {info.st_mode & 0o7777:o} and is not lmpool's alone: "
-            "set LMPOOL_RUNTIME_DIR to a folder of its own"
+            f"set {variable} to a folder of its own"
         )
     folder.chmod(0o700)
 

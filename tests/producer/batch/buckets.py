@@ -37,6 +37,11 @@ class TestBucket:
         self._system.pipe_file(f"{self.url}/{name}", data)
         return f"{self.url}/{name}"
 
+    def presigned(self, name: str, data: bytes) -> str:
+        """Upload a file; returns an HTTP URL that lets whoever has it read that."""
+        url: str = self._system.sign(self.put(name, data), expiration=3600)
+        return url
+
     def remove(self, name: str) -> None:
         """Remove a file."""
         self._system.rm_file(f"{self.url}/{name}")

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import gzip
 import json
+import os
 import pickle
+import stat
 import sys
 from functools import partial
 from pathlib import Path
@@ -157,6 +159,26 @@ def test_a_store_that_cannot_be_reached_is_told_and_may_come_back(
     assert raised.value.may_pass
 
 
+async def test_a_presigned_url_is_read_and_its_signature_told_nobody(
+    pool: Pool, tmp_path: Path, bucket: TestBucket
+) -> None:
+    pool.start()
+    presigned = bucket.presigned("in.jsonl.gz", gzip.compress(write_texts(tmp_path / "in.jsonl", TEXTS).read_bytes()))
+    assert "Signature=" in presigned
+    async with pool.producer() as producer:
+        await run(producer, presigned, tmp_path / "out", "topk:3", shard_lines=10)
+        assert lmpool.batch.open(tmp_path / "out").manifest.input.name == "in.jsonl.gz"
+        bucket.put("in.jsonl.gz", gzip.compress(b"x" * 100)[:-20])
+        for gone in (False, True):
+            if gone:
+                bucket.remove("in.jsonl.gz")
+            with pytest.raises((BatchError, SettingsError), match="in.jsonl.gz") as raised:
+                await run(producer, presigned, tmp_path / "other", "topk:3")
+            assert "Signature" not in str(raised.value)
+    assert fetch.named(f"403, url='{presigned}#a' again") == f"403, url='{presigned.partition('?')[0]} again"
+    assert fetch.named("/data/what?#1.jsonl") == "/data/what?#1.jsonl", "a path has no query"
+
+
 def test_a_copy_of_an_input_is_made_once_and_anew_when_it_has_changed(bucket: TestBucket, tmp_path: Path) -> None:
     url = bucket.put("in.jsonl", b'{"ids": [1]}\n')
     first = fetch.plain_file(url)
@@ -168,6 +190,72 @@ def test_a_copy_of_an_input_is_made_once_and_anew_when_it_has_changed(bucket: Te
     assert fetch.identity({"size": 3}) != fetch.identity({"size": 4})
     assert fetch._PROCESS in fetch.identity({"size": 3})
     assert fetch._PROCESS not in fetch.identity({"size": 3, "ETag": "a"})
+
+
+def test_only_what_the_cache_has_made_is_removed_from_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "scratch").mkdir()
+    monkeypatch.setenv("LMPOOL_BATCH_CACHE", str(tmp_path / "scratch"))
+    cache = fetch.cache_folder()
+    used, unused = (packed(tmp_path / f"{name}.jsonl.gz") for name in ("used", "unused"))
+    copies = [fetch.plain_file(str(path)) for path in (used, unused)]
+    staging = cache / "staging-a1b2_c3d"
+    strangers = [
+        folder / name
+        for folder in (tmp_path / "scratch", cache)
+        for name in (
+            "thesis",
+            "staging-notes",
+            "0123456789abcdef-folder",
+            "thesis.tex",
+            "staging.txt",
+            "0123456789abcde-",
+        )
+    ]
+    for number, path in enumerate([*strangers, staging]):
+        if number % 6 < 3 or path == staging:
+            path.mkdir()
+            (path / "chapter.tex").write_text("mine")
+        else:
+            path.write_text("mine")
+    for path in (*strangers, *copies, staging):
+        os.utime(path, (0, 0))
+    assert fetch.plain_file(str(used)) == copies[0]
+    fetch.plain_file(str(packed(tmp_path / "another.jsonl.gz")))
+    assert [path for path in strangers if not path.exists()] == []
+    assert [(path / "chapter.tex").exists() for path in strangers] == [True, True, True, False, False, False] * 2
+    assert [path.exists() for path in (*copies, staging)] == [True, False, False]
+
+
+def test_a_cache_that_others_can_write_to_is_not_believed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LMPOOL_BATCH_CACHE", str(tmp_path))
+    source, cache = str(packed(tmp_path / "in.jsonl.gz")), tmp_path / "lmpool-batch"
+    cache.mkdir()
+    cache.chmod(0o777)
+    copy = fetch.plain_file(source)  # It was empty.
+    assert stat.S_IMODE(cache.stat().st_mode) == 0o700
+    cache.chmod(0o777)
+    copy.write_bytes(b"of somebody else")
+    refused = rf"{cache} has mode 777 and is not lmpool's alone: set LMPOOL_BATCH_CACHE to a folder of its own"
+    with pytest.raises(SettingsError, match=refused):
+        fetch.plain_file(source)
+    with pytest.raises(SettingsError, match=refused):
+        fetch.temporary_folder(fetch)
+    cache.chmod(0o700)
+    cache.rename(tmp_path / "elsewhere")
+    cache.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(SettingsError, match=f"{cache} is not a folder.*LMPOOL_BATCH_CACHE"):
+        fetch.plain_file(source)
+    monkeypatch.setattr("lmpool.embedded.os.geteuid", lambda: cache.stat().st_uid + 1)
+    cache.unlink()
+    (tmp_path / "elsewhere").rename(cache)
+    with pytest.raises(SettingsError, match=f"{cache} belongs to user .*LMPOOL_BATCH_CACHE"):
+        fetch.plain_file(source)
+
+
+def packed(path: Path) -> Path:
+    """An input that is unpacked into the cache."""
+    path.write_bytes(gzip.compress(path.name.encode()))
+    return path
 
 
 def test_without_fsspec_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:

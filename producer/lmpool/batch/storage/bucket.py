@@ -202,18 +202,10 @@ class Bucket(Folder):
         return {note.shard.number: note.shard for note in notes if note.run == manifest.run}
 
     def has(self, name: str) -> bool:
-        """See `Folder.has`; a shard is in place when it is noted."""
+        """See `Folder.has`."""
         with self.explained():
             system, path = self._at(name)
-            if not system.exists(path):
-                return False
-            if (match := SHARD.fullmatch(name)) is None:
-                return True
-            noted = self.read(_note_name(int(match[1])))
-            if noted is None:
-                return False
-            note = msgspec.json.decode(noted, type=_Note)
-            return note.run == self._run and note.shard.bytes == system.info(path)["size"]
+            return bool(system.exists(path))
 
     def local(self, name: str) -> Path:
         """A copy of a file, which stays in the cache until nobody has used it for long."""

@@ -23,17 +23,23 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
-from lmpool.errors import BatchError, LMPoolError, SettingsError
+from lmpool.embedded import secure
+from lmpool.errors import BatchError, LMPoolError, ServerError, SettingsError
 from lmpool.settings import shown
 
 CACHE_VARIABLE = "LMPOOL_BATCH_CACHE"
-"""Names the folder of the cache; by default `lmpool/batch` in the user's folder of caches."""
+"""Names a folder in which `lmpool-batch` is the cache; by default that is `lmpool/batch` among the user's caches."""
 
 _UNUSED_S = 7 * 86_400
+# What is ours to remove: the names that `temporary_folder` and `_cached` give.
+_STAGING = re.compile(r"staging-[a-z0-9_]{8}")
+_COPY = re.compile(r"[0-9a-f]{16}-.*", re.DOTALL)
 _COPIED_BYTES = 1 << 20
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*(::[A-Za-z][A-Za-z0-9+.-]*)*://")
 _HERE = re.compile(r"(file|local)://(?=/)")
+# A user and a password; and a query, which of a presigned URL lets whoever reads it in.
 _SECRET = re.compile(r"://[^/@\s]*@")
+_QUERY = re.compile(r"(://[^?#]*)[?#]\S*")
 # What file systems of fsspec say of a file's content; times of reading are not among that.
 _TELLING = {
     "etag", "mtime", "modified", "last_modified", "lastmodified", "last-modified", "updated", "created", "generation",
@@ -61,8 +67,8 @@ def absolute(location: str) -> str:
 
 
 def named(location: str) -> str:
-    """A location as messages may name it: without user and password."""
-    return _SECRET.sub("://", location)
+    """A location, or a text that names some, as messages may have it: without user, password, query and fragment."""
+    return _QUERY.sub(r"\1", _SECRET.sub("://", location))
 
 
 def file_system(url: str) -> tuple[Any, str]:
@@ -80,7 +86,7 @@ def file_system(url: str) -> tuple[Any, str]:
         try:
             system, path = url_to_fs(url)
         except (ImportError, ValueError) as error:
-            raise SettingsError(f"{named(url)}: fsspec cannot use it: {error}") from error
+            raise SettingsError(f"{named(url)}: fsspec cannot use it: {named(str(error))}") from error
         known = system, str(path).rstrip("/")
         # Those that work in a thread of their own serve all threads; to make one takes long.
         if system.async_impl:
@@ -113,11 +119,21 @@ def explained(url: str, otherwise: str) -> Iterator[None]:
 
 
 def cache_folder() -> Path:
-    """The folder of the cache, which is made if it is not there."""
+    """The folder of the cache, which is made if it is not there; nobody else may write to it.
+
+    Raises:
+        SettingsError: it cannot be made, is another user's, or is open to others and holds something already.
+    """
     given = os.environ.get(CACHE_VARIABLE)
     user = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    folder = Path(given) if given else user / "lmpool" / "batch"
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    # What is named may hold other things too.
+    folder = Path(given) / "lmpool-batch" if given else user / "lmpool" / "batch"
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        # What lies in an open one may be somebody else's, and be called like a copy of ours.
+        secure(folder, frozenset(), CACHE_VARIABLE)
+    except (OSError, ServerError) as error:
+        raise SettingsError(f"the cache of inputs: {error}") from error
     return folder
 
 
@@ -190,7 +206,7 @@ def fetch(system: Any, path: str, url: str, info: Mapping[str, Any]) -> Path:
         if identity(system.info(path)) != told or (size is not None and made.stat().st_size != size):
             raise BatchError(f"{named(url)} has changed while it was fetched: run the command again")
 
-    return _cached(f"{url} {told}", path.rsplit("/", 1)[-1], copy)
+    return _cached(f"{url} {told}", named(path).rsplit("/", 1)[-1], copy)
 
 
 def identity(info: Mapping[str, Any]) -> str:
@@ -224,13 +240,13 @@ def _cached(key: str, name: str, make: Callable[[Path], None]) -> Path:
 
 
 def _remove_unused(folder: Path) -> None:
-    """Remove what nobody has used for long, or a process that was killed has left."""
+    """Remove what nobody has used for long, or a process that was killed has left; nothing of another name."""
     for path in folder.iterdir():
         with suppress(OSError):
             if time.time() - path.stat().st_mtime > _UNUSED_S:
-                if path.is_dir():
+                if _STAGING.fullmatch(path.name):
                     shutil.rmtree(path, ignore_errors=True)
-                else:
+                elif _COPY.fullmatch(path.name):
                     path.unlink()
 
 
