@@ -103,6 +103,7 @@ class WorkerProcesses:
         self._running: dict[int, asyncio.subprocess.Process] = {}
         self._served: set[int] = set()
         self._given_up = 0
+        self._never_served = 0
         self._stopping = asyncio.Event()
         self._code = 0
 
@@ -156,6 +157,9 @@ class WorkerProcesses:
                 self._given_up += 1
                 left = len(self._environments) - self._given_up
                 _log.critical("%s, and so %d times in a row: it is given up; %d workers go on", how, deaths, left)
+                if at not in self._served:
+                    self._never_served += 1
+                    self._tell_if_ready()
                 return
             _log.warning("%s: starting it again in %g s", how, pause)
             with suppress(TimeoutError):
@@ -196,9 +200,13 @@ class WorkerProcesses:
         asyncio.get_running_loop().remove_reader(heard)
         if os.read(heard, 1):
             self._served.add(at)
-            if len(self._served) == len(self._environments):
-                _log.info("all %d workers serve", len(self._environments))
-                tell_ready()
+            self._tell_if_ready()
+
+    def _tell_if_ready(self) -> None:
+        """Say so when all serve that have not been given up before: nobody is to wait for those."""
+        if self._served and len(self._served) + self._never_served == len(self._environments):
+            _log.info("all %d workers serve", len(self._served))
+            tell_ready()
 
     async def _relay(self, at: int, output: asyncio.StreamReader) -> None:
         """Pass on what a worker prints, a line at a time."""
