@@ -71,8 +71,8 @@ def test_a_file_url_is_a_path(pool: Pool, tmp_path: Path) -> None:
 
 
 async def test_a_run_to_a_bucket_goes_on_where_it_was_killed(pool: Pool, tmp_path: Path, bucket: TestBucket) -> None:
-    pool.start()
-    # So many shards that a client cannot have uploaded all while a test looks once.
+    # So slow, and so many shards, that a client cannot have uploaded all while a test looks once.
+    pool.start("--step-ms", 100, "--max-batch", 4)
     path = write_texts(tmp_path / "in.jsonl", draw_texts(200))
     async with pool.producer() as producer:
         await run(producer, path, tmp_path / "whole", "topk:3", shard_lines=10)
