@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Iterable
 from dataclasses import replace
 
@@ -57,7 +58,7 @@ def test_what_has_no_room_waits_until_others_are_published() -> None:
     assert first_tokens(held.admit(jobs[:5])) == [0, 1, 2]
     assert first_tokens(held.admit(jobs[5:])) == []
     # One is published, nobody waits for another.
-    assert first_tokens(held.free([jobs[1].digest, jobs[4].digest])) == [3]
+    assert first_tokens([*held.drop([jobs[4].digest]), *held.free([jobs[1].digest])]) == [3]
     assert first_tokens(held.free([jobs[0].digest, jobs[2].digest])) == [5, 6]
     assert first_tokens(held.free([jobs[at].digest for at in (3, 5, 6)])) == [7]
     assert held.free([jobs[7].digest]) == []
@@ -98,8 +99,42 @@ def test_what_only_bulk_clients_wait_for_waits_behind_the_others() -> None:
     assert first_tokens(held.admit([job(9)])) == []
     held.promote([bulk[5].digest, job(30).digest])
     admitted = held.free([bulk[at].digest for at in range(3)])
-    assert first_tokens(admitted) == [5, 9, 3]
+    assert first_tokens(admitted) == [9, 5, 3], "one that yields no more waits behind those that never did"
     assert [job.bulk for job in admitted] == [False, False, True]
+
+
+def test_what_is_asked_for_again_while_its_answer_is_published_waits_and_counts_as_another() -> None:
+    held, jobs = memory(), [job(number) for number in range(5)]
+    assert first_tokens(held.admit(jobs[:3])) == [0, 1, 2]
+    assert first_tokens(held.admit(jobs[:1])) == [], "there is no room for its second answer yet"
+    assert first_tokens(held.free([jobs[0].digest])) == [0]
+    assert first_tokens(held.free([jobs[1].digest])) == []
+    # Here there is: both answers of it are in memory for a while.
+    assert first_tokens(held.admit(jobs[2:3])) == [2]
+    assert first_tokens(held.admit(jobs[3:])) == []
+    assert first_tokens(held.free([jobs[2].digest])) == [3]
+    assert first_tokens(held.drop([jobs[2].digest])) == [4]
+
+
+def test_a_call_costs_what_it_admits_however_much_waits() -> None:
+    def calls_of_next(waiting: int) -> int:
+        held, calls = memory(), 0
+        first, *others = [job(number) for number in range(4)]
+        held.admit([first, *others, *(job(number, bulk=number % 2 == 0) for number in range(4, 4 + waiting))])
+
+        def count(*_: object) -> None:
+            nonlocal calls
+            calls += 1
+
+        sys.setprofile(count)
+        try:
+            admitted = held.free([first.digest])
+        finally:
+            sys.setprofile(None)
+        assert admitted == [others[-1]]
+        return calls
+
+    assert calls_of_next(1000) == calls_of_next(10)
 
 
 async def test_the_backend_gets_no_more_than_there_is_memory_for() -> None:

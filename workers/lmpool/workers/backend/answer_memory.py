@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
 from lmpool.protocol.hidden import width_of
@@ -27,43 +28,59 @@ class AnswerMemory:
 
     def __init__(self, info: ModelInfo) -> None:
         self._info = info
-        # In the order in which they came.
-        self._waiting: dict[bytes, BackendJob] = {}
-        self._taken: dict[bytes, int] = {}
+        # Each in the order in which they came; a job is in one of them. Not plain dicts: the first of one is found ever
+        # more slowly as others before it are removed.
+        self._waiting: OrderedDict[bytes, BackendJob] = OrderedDict()
+        self._waiting_bulk: OrderedDict[bytes, BackendJob] = OrderedDict()
+        # Of one prompt several, where it is computed again before its last answer is published.
+        self._taken: dict[bytes, list[int]] = {}
+        self._taken_bytes = 0
 
     def admit(self, jobs: Sequence[BackendJob]) -> Sequence[BackendJob]:
         """Those of some jobs that the backend may have now; the others wait."""
         large = {job.digest: job for job in jobs if job.is_for_answer and self._bytes_of(job) > _SMALL_BYTES}
         if not large:
             return jobs
-        self._waiting.update(large)
+        for digest, job in large.items():
+            (self._waiting_bulk if job.bulk else self._waiting)[digest] = job
         return [*(job for job in jobs if job.digest not in large), *self._next()]
 
     def free(self, digests: Iterable[bytes]) -> list[BackendJob]:
-        """Note that answers are published, or that nobody waits for them; returns what the backend may have now."""
+        """Note that answers are published; returns what the backend may have now."""
         if not self._taken:
             return []
         for digest in digests:
-            self._taken.pop(digest, None)
+            if sizes := self._taken.get(digest):
+                self._taken_bytes -= sizes.pop()
+                if not sizes:
+                    del self._taken[digest]
+        return self._next()
+
+    def drop(self, digests: Iterable[bytes]) -> list[BackendJob]:
+        """Note that nobody waits for answers any more; returns what the backend may have now."""
+        for digest in digests:
+            self._taken_bytes -= sum(self._taken.pop(digest, ()))
             self._waiting.pop(digest, None)
+            self._waiting_bulk.pop(digest, None)
         return self._next()
 
     def promote(self, digests: Iterable[bytes]) -> None:
-        """Have prompts go before those of bulk clients."""
+        """Have prompts go before those of bulk clients, behind the others that wait."""
         for digest in digests:
-            if (job := self._waiting.get(digest)) is not None:
+            if (job := self._waiting_bulk.pop(digest, None)) is not None:
                 self._waiting[digest] = job._replace(bulk=False)
 
     def _next(self) -> list[BackendJob]:
         """Those that wait and have room, those of bulk clients last; one has room in any case."""
-        admitted, taken = [], sum(self._taken.values())
-        for job in sorted(self._waiting.values(), key=lambda job: job.bulk):
-            size = self._bytes_of(job)
-            if self._taken and taken + size > MOST_BYTES:
+        admitted: list[BackendJob] = []
+        while waiting := self._waiting or self._waiting_bulk:
+            digest = next(iter(waiting))
+            size = self._bytes_of(waiting[digest])
+            if self._taken and self._taken_bytes + size > MOST_BYTES:
                 break
-            self._taken[job.digest] = size
-            taken += size
-            admitted.append(self._waiting.pop(job.digest))
+            self._taken.setdefault(digest, []).append(size)
+            self._taken_bytes += size
+            admitted.append(waiting.pop(digest))
         return admitted
 
     def _bytes_of(self, job: BackendJob) -> int:

@@ -246,7 +246,7 @@ class EngineThread:
         """Have the backend drop prompts before its next step; those of the present step may still be answered."""
         self._outstanding.difference_update(digests)
         self._commands.put(_Abort(digests))
-        self.published(digests)
+        self._send(self._answers.drop(digests))
 
     def promote(self, digests: Collection[bytes]) -> None:
         """Have prompts yield to others no more, for others than bulk clients have joined them."""
