@@ -28,7 +28,7 @@ from lmpool.workers.metrics.counters import Counters
 from lmpool.workers.metrics.prometheus import Health, Snapshot, WorkerCollector
 from lmpool.workers.settings import WorkerSettings
 from tests.support.gate import Gate
-from tests.support.pool import DEADLINE_S, Pool, V, until, until_async
+from tests.support.pool import DEADLINE_S, Pool, V, WorkerProcess, until, until_async
 from tests.support.scrape import free_port, get, scrape
 
 
@@ -100,6 +100,39 @@ async def test_depth_age_and_jobs_of_dead_workers_are_seen(pool: Pool, tmp_path:
         gate.open()
         await asyncio.gather(*asked)
     assert scrape(port).value("lmpool_worker_claimed_jobs_total", model="syn") >= 10
+
+
+async def test_what_a_queue_takes_to_drain_goes_by_how_many_workers_live(pool: Pool, tmp_path: Path) -> None:
+    port, gate = free_port(), Gate(tmp_path / "gate")
+    gate.open()
+    options = ("--lease-s", 1, "--max-batch", 1, "--step-ms", 20)
+
+    def start(*further: str | int) -> WorkerProcess:
+        return pool.start(*options, *further, command=gate.command)
+
+    await asyncio.to_thread(start, "--metrics-port", port)
+    (first,) = pool.names("worker:*")
+    async with pool.producer() as producer:
+        await producer.logprobs([1])
+        await asyncio.to_thread(until, lambda: float(pool.redis.hget(first, "speed") or 0) > 0, "its speed is known")
+        gate.shut()
+        asked = [asyncio.create_task(producer.logprobs([2, i])) for i in range(40)]
+
+        def drains_by(workers: int) -> bool:
+            seen, speed = scrape(port), float(pool.redis.hget(first, "speed") or 0)
+            if seen.find("lmpool_queue_jobs", model="syn") != 40:
+                return False
+            # What the heartbeat tells is rounded.
+            told = seen.value("lmpool_queue_drain_seconds", model="syn")
+            return told == pytest.approx(40 / speed / workers, rel=1e-3)
+
+        await until_async(lambda: asyncio.to_thread(drains_by, 1), "it goes by the speed of one")
+        second = await asyncio.to_thread(start)
+        await until_async(lambda: asyncio.to_thread(drains_by, 2), "it goes by the speed of two")
+        second.end()
+        await until_async(lambda: asyncio.to_thread(drains_by, 1), "one has died")
+        gate.open()
+        await asyncio.gather(*asked)
 
 
 def families(queue: QueueState | None = None, memory: ServerMemory | None = None) -> list[Any]:

@@ -439,7 +439,8 @@ class Worker:
 
     async def _claim(self, serving: Serving, loop: FetchLoop) -> None:
         await loop.claim()
-        await serving.heartbeat.sweep()
+        # This one is among them, unless its own deadline has just passed.
+        self._counters.serving = max(1, await serving.heartbeat.sweep())
 
     async def _drop_unwanted(self, serving: Serving) -> None:
         if await serving.dispatcher.drop_unwanted():

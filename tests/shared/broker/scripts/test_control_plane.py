@@ -15,6 +15,8 @@ from lmpool.producer.client.discovery import Discovery
 from lmpool.protocol.keys import GROUP, Keys
 from lmpool.protocol.model_info import ModelInfo
 from lmpool.workers.membership.heartbeat import Heartbeat, Loading
+from lmpool.workers.metrics.counters import Counters
+from lmpool.workers.queue.consumer import Consumer
 from lmpool.workers.settings import WorkerSettings
 from tests.shared.broker.scripts.script_calls import (
     DEAD,
@@ -105,6 +107,21 @@ async def test_a_workers_heartbeat_and_sweep_are_the_same_work_however_many_othe
     for number in range(300):
         await register(redis, f"w{number}")
     assert await commands_of(redis, live) == commands
+
+
+@pytest.mark.parametrize("redis", ["real"], indirect=True)
+async def test_a_heartbeats_look_at_the_queue_counts_no_workers(redis: redis_async.Redis) -> None:
+    await register(redis)
+    nothing: Any = None
+    consumer = Consumer(redis, nothing, MODEL, INFO, "w1", 3, nothing, counters := Counters())
+    await consumer.measure()
+    commands = await commands_of(redis, consumer.measure)
+    assert "cmdstat_zcount" not in commands
+    assert commands["cmdstat_evalsha"] == 1
+    assert counters.queue is not None
+    # Who sweeps has counted them.
+    await register(redis, "w2")
+    assert await heartbeat(redis).sweep() == 2
 
 
 async def load(redis: redis_async.Redis, name: str, model: str) -> None:

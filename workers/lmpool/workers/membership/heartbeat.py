@@ -154,17 +154,21 @@ class Heartbeat:
         else:
             self._others_since = math.inf
 
-    async def sweep(self) -> None:
+    async def sweep(self) -> int:
         """Remove what workers that are gone have left: consumers that hold nothing, and infos of other models.
 
         One worker of each model checks the infos and the lengths of all lanes, whichever it is: they would all see the
         same.
+
+        Returns:
+            how many live workers serve the model.
         """
         alive = await read_alive(self._redis, self._model)
         is_checker = random.random() * max(1, alive.serving) < 1
         await self._drop(is_checker=is_checker)
         if is_checker:
             await self._sweep_infos()
+        return alive.serving
 
     async def _sweep_infos(self) -> None:
         (infos,) = await read_hashes(self._redis, [self._keys.models()], most_bytes=MAX_INFO_BYTES)

@@ -43,7 +43,7 @@ class Counters:
         queued_ms: entry id of a job that is in flight and has been in the backlog -> when it was queued, in ms since
             1970.
         queue: the model's queue as of the last heartbeat; None before the first.
-        serving: live workers of the model as of then, this one included.
+        serving: live workers of the model as of the last sweep, this one included; 1 before the first.
         speed: answers a second of the backend while it computes, in the last interval between two heartbeats in which
             it did; 0 before the first.
         memory: the server's memory as of the last heartbeat; None where it is not asked for, or not told.
@@ -74,17 +74,16 @@ class Counters:
         self.memory: ServerMemory | None = None
         self._clock_ahead_s = 0.0
 
-    def note_queue(self, queue: QueueState, serving: int, asked_at: float) -> None:
+    def note_queue(self, queue: QueueState, asked_at: float) -> None:
         """Take the state of the queue.
 
         Args:
             queue: as read now.
-            serving: live workers of the model.
             asked_at: when it was asked for, by this machine's clock.
         """
         # Entries carry the server's time: a clock that is wrong here must not show as a slow pool.
         self._clock_ahead_s = queue.server_time - (asked_at + time.time()) / 2
-        self.queue, self.serving = queue, max(1, serving)
+        self.queue = queue
 
     @property
     def drain_s(self) -> float | None:

@@ -14,7 +14,7 @@ from redis.exceptions import RedisError, ResponseError
 
 from lmpool.broker import scripts
 from lmpool.broker.connection import CommandConnection
-from lmpool.broker.readers import Entries, Fields, entries_by_stream, read_alive, read_queue
+from lmpool.broker.readers import Entries, Fields, entries_by_stream, read_queue
 from lmpool.errors import (
     ProtocolError,
     ServerError,
@@ -318,8 +318,7 @@ class Consumer:
     async def measure(self) -> None:
         """Tell the counters how long the queue is."""
         asked_at = time.time()
-        queue = await read_queue(self._redis, self._keys)
-        self._counters.note_queue(queue, (await read_alive(self._redis, self._keys)).serving, asked_at)
+        self._counters.note_queue(await read_queue(self._redis, self._keys), asked_at)
 
     async def take(self, count: int, block_ms: int) -> list[InFlightJob]:
         """Take new jobs that somebody waits for, up to `count` of each stream; waits up to `block_ms` for the first.
