@@ -6,6 +6,8 @@ import asyncio
 import json
 import subprocess
 import sys
+import threading
+from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,10 +16,10 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from lmpool.broker import registries
 from lmpool.errors import NotTokenIds, ProtocolError, SettingsError, TokenOutOfRange, UnknownTokenizer
 from lmpool.producer import SyncProducer
-from lmpool.producer import tokenizer as tokenizers_of_pools
-from lmpool.producer.tokenizer import PublishedTokenizer
+from lmpool.producer.tokenizer import TOKENIZERS, PublishedTokenizer
 from lmpool.protocol.model_info import ModelInfo
 from lmpool.protocol.tokenizer import PackedTokenizer, digest_of, unpack_tokenizer
 from lmpool.workers.backends.tokenizer import read_texts
@@ -110,6 +112,28 @@ async def test_a_program_asks_with_a_string(served: Pool, smollm2_folder: Path) 
             await producer.logprobs("The capital of France is")
 
 
+async def test_many_texts_at_once_have_the_tokenizer_read_once_and_not_in_the_event_loop(
+    served: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(TOKENIZERS, "_kept", OrderedDict())
+    threads = []
+
+    def noting(work: Any) -> Any:
+        def noted(*arguments: Any) -> Any:
+            threads.append(threading.current_thread())
+            return work(*arguments)
+
+        return noted
+
+    monkeypatch.setattr(registries, "unpack_tokenizer", noting(unpack_tokenizer))
+    monkeypatch.setattr(PublishedTokenizer, "__init__", noting(PublishedTokenizer.__init__))
+    async with served.producer() as producer, served.producer() as other:
+        asked = [(producer, other)[at % 2].encode("Hello") for at in range(100)]
+        assert await asyncio.gather(*asked) == [[19556]] * 100
+        assert len(threads) == 2, "it is unpacked once, and parsed once"
+        assert threading.main_thread() not in threads
+
+
 def test_a_program_without_asyncio_does_too(served: Pool) -> None:
     with SyncProducer(redis=served.url, prefix=served.prefix) as producer:
         ids = producer.encode("Hello")
@@ -121,7 +145,7 @@ def test_a_program_without_asyncio_does_too(served: Pool) -> None:
 async def test_what_is_not_the_published_tokenizer_is_refused(
     served: Pool, monkeypatch: pytest.MonkeyPatch, bits: str
 ) -> None:
-    monkeypatch.setattr(tokenizers_of_pools, "_kept", type(tokenizers_of_pools._kept)())
+    monkeypatch.setattr(TOKENIZERS, "_kept", OrderedDict())
     async with served.producer() as producer:
         key = served.keys.tokenizer(producer.model.tokenizer)
         whole: Any = served.redis.get(key)
@@ -132,8 +156,11 @@ async def test_what_is_not_the_published_tokenizer_is_refused(
                 served.redis.rpush(key, "x")
             else:
                 served.redis.set(key, {"other": other, "cut": whole[:-1], "huge": whole + b"\0" * 30_000_000}[bits])
-            with pytest.raises(UnknownTokenizer, match=f"as the tokenizer {producer.model.tokenizer} is none: "):
-                await producer.encode("Hello")
+            failed = await asyncio.gather(*(producer.encode("Hello") for _ in range(9)), return_exceptions=True)
+            for error in failed:
+                with pytest.raises(UnknownTokenizer, match=f"as the tokenizer {producer.model.tokenizer} is none: "):
+                    raise error  # type: ignore[misc]
+            assert len(set(map(id, failed))) == 9, "each has an exception of its own"
             # Its worker puts right what has another size, and forgets no other.
             await asyncio.to_thread(until, lambda: is_string(served, key, whole), "the worker has written it again")
             assert await producer.encode("Hello") == [19556]

@@ -23,7 +23,7 @@ from lmpool.producer.client.tracing import Traces
 from lmpool.producer.deadline import Deadline, check_timeout
 from lmpool.producer.options import check_mode, read_batch_targets, read_targets
 from lmpool.producer.partial import PartialRows
-from lmpool.producer.tokenizer import PublishedTokenizer, check_package, keep_tokenizer, kept_tokenizer
+from lmpool.producer.tokenizer import TOKENIZERS, PublishedTokenizer, check_package
 from lmpool.producer.trie import PooledTrie, TrieQueries, trie_of
 from lmpool.protocol.keys import Keys
 from lmpool.protocol.model_info import TRIE_SERVICE, ModelInfo
@@ -362,13 +362,7 @@ class Producer(CopiedAsItself, PartialRows):
         check_package()
         deadline = Deadline.of(timeout, self._timeout)
         session = await self._sessions.open(deadline)
-        digest = session.info.tokenizer
-        tokenizer = kept_tokenizer(digest)
-        if tokenizer is None:
-            text = await session.vocabularies.tokenizer_of_model(deadline)
-            tokenizer = await asyncio.to_thread(PublishedTokenizer, text)
-            keep_tokenizer(digest, tokenizer)
-        return tokenizer
+        return await TOKENIZERS.get(session.info.tokenizer, session.vocabularies, deadline)
 
     async def encode(self, text: str, *, add_special_tokens: bool = True, timeout: float | None = None) -> list[int]:
         """The token ids of a text, as transformers' tokenizer of the model makes them.

@@ -3,13 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import os
+from asyncio import shield, wrap_future
 from collections import OrderedDict
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Awaitable, Sequence
+from concurrent.futures import Future
+from threading import Lock
+from typing import Any, NamedTuple, Protocol, TypeVar
 
-from lmpool.errors import NotTokenIds, SettingsError, TokenOutOfRange, UnknownTokenizer
+from lmpool.aio import copy_error
+from lmpool.errors import (
+    DeadlineExceeded,
+    LMPoolError,
+    NotTokenIds,
+    SettingsError,
+    TokenOutOfRange,
+    UnknownTokenizer,
+)
+from lmpool.producer.deadline import Deadline
 from lmpool.protocol.model_info import ModelInfo
 from lmpool.settings import shown
+
+T = TypeVar("T")
 
 _MOST_KEPT = 8
 
@@ -110,22 +125,129 @@ class PublishedTokenizer:
         return [self.decode([token]) for token in token_ids]
 
 
-_kept: OrderedDict[str, PublishedTokenizer] = OrderedDict()
-"""Those that were used last in this process, by the digest of what they are."""
+class ReadsTokenizers(Protocol):
+    """What `TokenizerCache` uses of a session: it reads from the session's pool, in the session's event loop."""
+
+    async def tokenizer(self, digest: str, deadline: Deadline) -> str:
+        """The `tokenizer.json` of a digest."""
+        ...
 
 
-def kept_tokenizer(digest: str) -> PublishedTokenizer | None:
-    """A tokenizer that this process has read before."""
-    if (tokenizer := _kept.get(digest)) is not None:
-        _kept.move_to_end(digest)
-    return tokenizer
+class _Failure(NamedTuple):
+    """Why a tokenizer could not be read.
+
+    Attributes:
+        reader: whose failure it is: another's pool may have what this one's lacks.
+        error: what it is.
+    """
+
+    reader: ReadsTokenizers
+    error: LMPoolError
 
 
-def keep_tokenizer(digest: str, tokenizer: PublishedTokenizer) -> None:
-    """Have the next `kept_tokenizer` find it."""
-    _kept[digest] = tokenizer
-    while len(_kept) > _MOST_KEPT:
-        _kept.popitem(last=False)
+_Reading = Future[PublishedTokenizer | _Failure | None]
+"""One reading that all await who ask meanwhile; None where whoever began it has given up, and the next is to begin."""
+
+
+class TokenizerCache:
+    """The published tokenizers that this process used last, by their digests: for all its event loops and threads.
+
+    Each is read once, however many ask for it at the same time. A failure is that of those who ask then, and is not
+    kept. What is read is unpacked and parsed in threads; while it parses, the package holds Python's lock.
+    """
+
+    def __init__(self) -> None:
+        self._kept: OrderedDict[str, PublishedTokenizer] = OrderedDict()
+        self.after_fork()
+
+    def after_fork(self) -> None:
+        """Forget readings: in a child process nobody goes on with those of its parent."""
+        self._lock = Lock()
+        self._readings: dict[str, _Reading] = {}
+
+    async def get(self, digest: str, reader: ReadsTokenizers, deadline: Deadline) -> PublishedTokenizer:
+        """A tokenizer, from memory or from the pool.
+
+        Args:
+            digest: what names it; "" for none, which no pool has.
+            reader: the caller's session.
+            deadline: of the caller. What has been read by then is parsed to the end, for whoever asks next.
+
+        Raises:
+            UnknownTokenizer, ServerError: as `reader.tokenizer`, or it cannot be parsed.
+            DeadlineExceeded: it took longer.
+        """
+        while True:
+            with self._lock:
+                if (tokenizer := self._kept.get(digest)) is not None:
+                    self._kept.move_to_end(digest)
+                    return tokenizer
+                reading = self._readings.get(digest)
+                if is_first := reading is None:
+                    reading = self._readings[digest] = Future()
+                    # From now on those who await it cannot cancel it for the others.
+                    reading.set_running_or_notify_cancel()
+            if is_first:
+                return await self._read(digest, reading, reader, deadline)
+            outcome = await _within(deadline, wrap_future(reading))
+            if isinstance(outcome, PublishedTokenizer):
+                return outcome
+            if outcome is not None and outcome.reader is reader:
+                raise copy_error(outcome.error)
+
+    async def _read(
+        self, digest: str, reading: _Reading, reader: ReadsTokenizers, deadline: Deadline
+    ) -> PublishedTokenizer:
+        outcome: _Failure | None = None
+        try:
+            text = await reader.tokenizer(digest, deadline)
+            parsing = deadline.loop.run_in_executor(None, self._parse, digest, reading, reader, text)
+        except BaseException as error:
+            # Others may have more time than whoever began it.
+            if isinstance(error, LMPoolError) and not isinstance(error, DeadlineExceeded):
+                outcome = _Failure(reader, error)
+            self._end(digest, reading, outcome)
+            raise
+        return await _within(deadline, shield(parsing))
+
+    def _parse(self, digest: str, reading: _Reading, reader: ReadsTokenizers, text: str) -> PublishedTokenizer:
+        """Parse what was read, in a thread, and keep it."""
+        outcome: PublishedTokenizer | _Failure | None = None
+        try:
+            outcome = tokenizer = PublishedTokenizer(text)
+            return tokenizer
+        except LMPoolError as error:
+            outcome = _Failure(reader, error)
+            raise
+        finally:
+            self._end(digest, reading, outcome)
+
+    def _end(self, digest: str, reading: _Reading, outcome: PublishedTokenizer | _Failure | None) -> None:
+        with self._lock:
+            if self._readings.get(digest) is reading:
+                del self._readings[digest]
+            if isinstance(outcome, PublishedTokenizer):
+                self._kept[digest] = outcome
+                while len(self._kept) > _MOST_KEPT:
+                    self._kept.popitem(last=False)
+        reading.set_result(outcome)
+
+
+async def _within(deadline: Deadline, awaited: Awaitable[T]) -> T:
+    try:
+        async with deadline.limit():
+            return await awaited
+    except DeadlineExceeded:
+        raise
+    except TimeoutError as error:
+        raise DeadlineExceeded(str(error)) from error
+
+
+TOKENIZERS = TokenizerCache()
+"""Those of this process."""
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=TOKENIZERS.after_fork)
 
 
 def check_package() -> None:

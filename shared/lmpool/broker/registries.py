@@ -5,6 +5,7 @@ Adapters are changed over the very state that was read.
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 from collections.abc import Mapping
 
@@ -116,7 +117,8 @@ async def look_up_tokenizer(redis: Redis, keys: Keys, digest: str) -> str:
         data = await redis.getrange(keys.tokenizer(digest), 0, MAX_PACKED_BYTES)
         if not isinstance(data, bytes) or not data:
             raise ProtocolError("there is nothing: ask again in a moment, its workers write it down again")
-        return unpack_tokenizer(data, digest)
+        # Not in the event loop: there may be 96 MiB in it.
+        return await asyncio.to_thread(unpack_tokenizer, data, digest)
     except (ProtocolError, ResponseError) as error:
         if isinstance(error, ResponseError) and not str(error).startswith("WRONGTYPE"):
             raise

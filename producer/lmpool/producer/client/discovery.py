@@ -351,21 +351,21 @@ class Vocabularies:
         except TROUBLE as error:
             raise self._connections.explain(error) from error
 
-    async def tokenizer_of_model(self, deadline: Deadline) -> str:
-        """The `tokenizer.json` of the model.
+    async def tokenizer(self, digest: str, deadline: Deadline) -> str:
+        """The `tokenizer.json` of a digest, which is that of the model.
 
         Raises:
             UnknownTokenizer: its workers publish none, or the pool has something else in its place.
             ServerError, DeadlineExceeded: the server cannot be used, or not in time.
         """
-        info = self._connections.model.info
-        if not info.tokenizer:
+        if not digest:
+            name = self._connections.model.info.name
             raise UnknownTokenizer(
-                f"the model {info.name!r} publishes no tokenizer (the log of its workers says why): pass token ids"
+                f"the model {name!r} publishes no tokenizer (the log of its workers says why): pass token ids"
             )
         try:
             async with deadline.limit():
-                return await look_up_tokenizer(self._connections.redis, self._keys, info.tokenizer)
+                return await look_up_tokenizer(self._connections.redis, self._keys, digest)
         except TROUBLE as error:
             raise self._connections.explain(error) from error
 
