@@ -15,7 +15,7 @@ from starlette.routing import Route
 from lmpool.aio import gather
 from lmpool.errors import NoWorker, SettingsError, UnknownModel
 from lmpool.producer.options import read_sampling
-from lmpool.protocol.query import top
+from lmpool.protocol.query import kept, top
 from lmpool.web.answers import answers, read_body
 from lmpool.web.models import ExploredModel, Models, shown_bytes
 
@@ -157,19 +157,11 @@ def drawn_from(row: NDArray[np.float32], temperature: float, top_p: float) -> ND
     Returns:
         float64 (V,), their sum 1.
     """
-    order = np.argsort(-row, kind="stable")
-    kept = np.zeros(len(row))
-    if temperature == 0:
-        kept[order[0]] = 1.0
-        return kept
-    with np.errstate(over="ignore"):
-        weights = np.exp((row.astype(np.float64) - float(row.max())) / temperature)
-    if top_p < 1:
-        mass = np.cumsum(weights[order])
-        order = order[: int(np.searchsorted(mass, top_p * mass[-1])) + 1]
-    kept[order] = weights[order]
-    kept /= kept.sum()
-    return kept
+    ids, weights = kept(row, temperature, top_p)
+    drawn = np.zeros(len(row))
+    drawn[slice(None) if ids is None else ids] = weights
+    drawn /= drawn.sum()
+    return drawn
 
 
 def _entropy(probabilities: NDArray[np.float64]) -> float:
