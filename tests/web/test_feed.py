@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
+import random
 from collections.abc import MutableMapping
 from typing import Any
 
@@ -11,7 +13,7 @@ from lmpool.broker.server import Server
 from lmpool.embedded import EmbeddedServer
 from lmpool.protocol.keys import Keys
 from lmpool.web.app import WebSettings, web_service
-from lmpool.web.feed import MOST_STREAMS, Feed
+from lmpool.web.feed import HOUR, MOST_STREAMS, SERIES, Feed, Sample
 from tests.support.pool import DEADLINE_S, Pool, until, until_async
 from tests.web.service import TOKEN, Stream, WebService
 
@@ -93,11 +95,64 @@ async def test_no_more_samples_are_kept_than_there_may_be_with_gaps_where_the_se
         await until_async(lambda: _is(bool(feed.trouble)), "it notices")
         own_server.start()
         await until_async(lambda: _is(not feed.trouble), "it goes on")
-        assert None in feed.history()["memory"]
+        assert None in json.loads((await feed.history()).plain)["memory"]
         await until_async(lambda: _is(feed.looks > 12), "there were more")
     finally:
         looking.cancel()
         await asyncio.wait([looking], timeout=DEADLINE_S)
-    history = feed.history()
+    history = json.loads((await feed.history()).plain)
     assert len(history["at"]) == len(history["memory"]) == 8
     assert history["at"] == sorted(history["at"])
+
+
+async def test_the_hour_is_encoded_once_a_look_for_all_that_ask(own_server: EmbeddedServer) -> None:
+    feed = Feed(Server(own_server.url), Keys("feed"), interval_s=3600.0)
+    looking = asyncio.create_task(feed.run())
+    try:
+        await until_async(lambda: _is(feed.looks == 1), "it has looked")
+        first, *others = await asyncio.gather(*[feed.history() for _ in range(5)])
+        assert {id(history) for history in [*others, await feed.history()]} == {id(first)}
+        # A page that comes has it look at once.
+        await anext(feed.frames())
+        assert feed.looks == 2
+        assert [len(json.loads((await feed.history()).plain)["at"]), len(json.loads(first.plain)["at"])] == [2, 1]
+    finally:
+        looking.cancel()
+        await asyncio.wait([looking], timeout=DEADLINE_S)
+
+
+async def test_others_are_answered_while_a_full_hour_is_encoded() -> None:
+    feed, nothing = Feed(Server("redis://127.0.0.1:1"), Keys("feed")), (None,) * len(SERIES)
+    names = [f"model-{number}" for number in range(64)]
+    values = {name: tuple(random.random() for _ in SERIES) for name in names}
+    feed._samples.extend(Sample(at, 10**9, values if at % 7 else dict.fromkeys(names, nothing)) for at in range(HOUR))
+    turns, asked = 0, asyncio.ensure_future(feed.history())
+    while not asked.done():
+        await asyncio.sleep(0)
+        turns += 1
+    assert turns > 10
+    history = json.loads(asked.result().plain)
+    assert [len(history["models"]), len(history["at"]), len(history["memory"])] == [64, HOUR, HOUR]
+    assert history["models"]["model-3"][1][:8] == [None, *[values["model-3"][1]] * 6, None]
+
+
+def test_history_is_gzipped_for_who_takes_it_so(pool: Pool) -> None:
+    pool.start()
+    service = WebService(pool)
+    Stream(service).frame()
+    for accepted, is_gzipped in {
+        "gzip, deflate, br": True,
+        "br;q=1.0, GZIP; q=0.5": True,
+        "*": True,
+        "": False,
+        "identity": False,
+        "deflate, gzip;q=0": False,
+        "*;q=0.0": False,
+    }.items():
+        answer = service.ask("/api/history", Accept_Encoding=accepted)
+        assert answer.headers["vary"] == "Accept-Encoding"
+        assert answer.headers.get("content-encoding") == ("gzip" if is_gzipped else None), accepted
+        assert int(answer.headers["content-length"]) == len(answer.body)
+        history = json.loads(gzip.decompress(answer.body) if is_gzipped else answer.body)
+        assert history["models"]["syn"]
+        assert len(history["at"]) == len(history["memory"])
