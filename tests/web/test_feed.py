@@ -7,8 +7,11 @@ import gzip
 import json
 import random
 from collections.abc import MutableMapping
+from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
+from lmpool.aio import end_tasks
 from lmpool.broker.server import Server
 from lmpool.embedded import EmbeddedServer
 from lmpool.protocol.keys import Keys
@@ -37,6 +40,17 @@ def test_a_hundred_pages_watch_by_one_look_and_no_more_than_the_limit_do(pool: P
         stream.close()
     # What has gone makes room.
     until(lambda: _is_let_in(service), "another page may watch")
+
+
+def test_pages_are_told_a_sockets_name_and_folder_and_no_path_to_it(own_server: EmbeddedServer, tmp_path: Path) -> None:
+    pool = Pool(own_server.url, "web", tmp_path)
+    try:
+        frame = Stream(WebService(pool)).frame()
+    finally:
+        pool.end()
+    path = Path(urlsplit(own_server.url).path)
+    assert frame["server"] == f"unix://…/{path.parent.name}/{path.name}"
+    assert str(path.parents[1]) not in json.dumps(frame)
 
 
 def _is_let_in(service: WebService) -> bool:
@@ -70,8 +84,8 @@ async def test_a_page_that_does_not_read_is_sent_the_newest_and_nothing_is_kept_
         assert received[1] >= newest, "those between were dropped"
     finally:
         await feed.end()
-        looking.cancel()
-        await asyncio.wait([page, looking], timeout=DEADLINE_S)
+        await end_tasks([looking])
+        await asyncio.wait([page], timeout=DEADLINE_S)
 
 
 async def _nothing_more() -> MutableMapping[str, Any]:
@@ -98,8 +112,7 @@ async def test_no_more_samples_are_kept_than_there_may_be_with_gaps_where_the_se
         assert None in json.loads((await feed.history()).plain)["memory"]
         await until_async(lambda: _is(feed.looks > 12), "there were more")
     finally:
-        looking.cancel()
-        await asyncio.wait([looking], timeout=DEADLINE_S)
+        await end_tasks([looking])
     history = json.loads((await feed.history()).plain)
     assert len(history["at"]) == len(history["memory"]) == 8
     assert history["at"] == sorted(history["at"])
@@ -117,8 +130,7 @@ async def test_the_hour_is_encoded_once_a_look_for_all_that_ask(own_server: Embe
         assert feed.looks == 2
         assert [len(json.loads((await feed.history()).plain)["at"]), len(json.loads(first.plain)["at"])] == [2, 1]
     finally:
-        looking.cancel()
-        await asyncio.wait([looking], timeout=DEADLINE_S)
+        await end_tasks([looking])
 
 
 async def test_others_are_answered_while_a_full_hour_is_encoded() -> None:

@@ -7,6 +7,7 @@ import gzip
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Mapping, Sequence
+from pathlib import PurePath
 from typing import Any, NamedTuple
 
 from msgspec.json import encode as encode_json
@@ -181,7 +182,7 @@ class Feed:
             return {**told, "seen_at": self._seen_at}
         return {
             **told,
-            "server": shortened(str(self._server)),
+            "server": _told_server(str(self._server)),
             "memory": None if memory is None else {**memory._asdict(), "doubt": memory.doubt() or ""},
             "models": [_told_model(model) for model in models],
         }
@@ -252,6 +253,15 @@ async def _read_adapters(redis: Redis, keys: Keys) -> dict[str, list[tuple[str, 
 def _sample(at: float, models: Survey, memory: ServerMemory | None) -> Sample:
     values = {model["name"]: tuple(_drawn(model[name]) for name in SERIES) for model in models[:_MOST_MODELS]}
     return Sample(at, None if memory is None else memory.used_bytes, values)
+
+
+def _told_server(name: str) -> str:
+    """A server's address; of a socket its file and folder only, for pages end up in pictures, and paths name people."""
+    scheme, _, path = name.partition("://")
+    if scheme != "unix":
+        return shortened(name)
+    parts = PurePath(path).parts[1:]
+    return shortened(f"unix://…/{'/'.join(parts[-2:])}")
 
 
 def _told_model(model: dict[str, Any]) -> dict[str, Any]:
