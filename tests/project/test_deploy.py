@@ -250,18 +250,43 @@ def test_no_file_of_a_checkout_gets_into_an_image_unless_it_is_named() -> None:
     assert {name for name in let_through if not (ROOT / name).exists()} == set()
 
 
-def test_the_users_and_certificates_of_the_page_are_those_that_compose_wants(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def secured(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder `docker` in which the page's way to users and certificates has been gone."""
     page = (ROOT / "docs" / "deploy.md").read_text("utf-8")
-    (way,) = re.findall(r"^```sh\n(mkdir -p secure/tls\n.*?)^```$", page, re.DOTALL | re.MULTILINE)
-    (tmp_path / "redis").symlink_to(DOCKER / "redis")
+    (way,) = re.findall(r"^```sh\n(mkdir -p secure/tls/.*?)^```$", page, re.DOTALL | re.MULTILINE)
+    folder = tmp_path_factory.mktemp("docker")
+    (folder / "redis").symlink_to(DOCKER / "redis")
     done = subprocess.run(
-        ["bash", "-euo", "pipefail", "-c", way], cwd=tmp_path, capture_output=True, text=True, check=False
+        ["bash", "-euo", "pipefail", "-c", way], cwd=folder, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
-    users = (tmp_path / "secure/users.acl").read_text("utf-8")
+    return folder
+
+
+def addresses(secured: Path) -> dict[str, str]:
+    """The addresses of the server that were made, by the names of their settings."""
+    return dict(line.split("=", 1) for line in (secured / ".env").read_text("utf-8").splitlines())
+
+
+def seen(secured: Path, service: str) -> set[str]:
+    """The paths of the files below POOL_SECURE, and of docker/, that a container sees."""
+    found = set()
+    for volume in read(DOCKER / "compose.secure.yaml")["services"][service]["volumes"]:
+        source, target = re.sub(r"\$\{POOL_SECURE:-([^}]*)\}", r"\1", volume).split(":")[:2]
+        if source.startswith("."):
+            whole = secured / source
+            assert whole.exists(), volume
+            files = [path for path in whole.rglob("*") if path.is_file()] if whole.is_dir() else [whole]
+            found |= {f"{target}{str(path).removeprefix(str(whole))}" for path in files}
+    return found
+
+
+def test_the_users_and_certificates_of_the_page_are_those_that_compose_wants(secured: Path) -> None:
+    users = (secured / "secure/users.acl").read_text("utf-8")
     assert len(re.findall(r" on #[0-9a-f]{64} ", users)) == 5
     assert "SHA256" not in users
-    settings = dict(line.split("=", 1) for line in (tmp_path / ".env").read_text("utf-8").splitlines())
+    settings = addresses(secured)
     assert settings.keys() == {
         "POOL_WORKER_URL",
         "POOL_TRIE_WORKER_URL",
@@ -271,6 +296,41 @@ def test_the_users_and_certificates_of_the_page_are_those_that_compose_wants(tmp
     for url in settings.values():
         assert url.startswith("rediss://")
         assert "@server:6379/0?ssl_ca_certs=/etc/lmpool/tls/ca.crt" in url
-    assert {path.name for path in (tmp_path / "secure/tls").iterdir()} == {
-        "ca.crt", "server.crt", "server.key", "client.crt", "client.key",
-    }  # fmt: skip
+
+
+def test_containers_see_the_keys_that_they_need_and_the_servers_is_seen_by_the_server_alone(secured: Path) -> None:
+    services = read(DOCKER / "compose.secure.yaml")["services"]
+    named = set(re.findall(r"/etc/lmpool/\S+", (DOCKER / "redis/redis.conf").read_text("utf-8")))
+    named |= {word for word in services["server"]["healthcheck"]["test"] if word.startswith("/")}
+    assert len(named) == 7
+    assert named <= seen(secured, "server")
+    (of_clients,) = {frozenset(re.findall(r"/etc/lmpool/[^&]+", url)) for url in addresses(secured).values()}
+    assert len(of_clients) == 3
+    clients = services.keys() - {"server"}
+    assert clients == {
+        name
+        for name, service in read(DOCKER / "compose.yaml")["services"].items()
+        if "LMPOOL_REDIS_URL" in str(service)
+    }
+    for name in clients:
+        assert seen(secured, name) == of_clients, name
+    assert not list(secured.rglob("ca.key"))
+
+
+def test_certificates_are_for_their_side_and_of_the_authority_that_both_sides_have(secured: Path) -> None:
+    for side in ("server", "client"):
+        folder = secured / "secure/tls" / side
+        command = ["openssl", "verify", "-x509_strict", "-CAfile", "ca.crt", "-purpose", f"ssl{side}", f"{side}.crt"]
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+
+
+def test_nobody_can_log_in_to_the_board_with_a_password_that_everybody_knows() -> None:
+    environment = read(DOCKER / "compose.yaml")["services"]["grafana"]["environment"]
+    has_administrator = environment.get("GF_SECURITY_DISABLE_INITIAL_ADMIN_CREATION") != "true"
+    required = re.fullmatch(r"\$\{\w+:\?.*\}", environment.get("GF_SECURITY_ADMIN_PASSWORD", ""))
+    assert required or not has_administrator
+    # Nor as somebody whom a volume of an earlier start has.
+    assert environment["GF_AUTH_BASIC_ENABLED"] == "false"
+    assert environment["GF_AUTH_DISABLE_LOGIN_FORM"] == "true"
+    assert environment["GF_AUTH_ANONYMOUS_ORG_ROLE"] == "Viewer"

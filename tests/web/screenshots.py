@@ -30,7 +30,7 @@ LOAD_S = 60
 def main(model: str, out: Path) -> None:
     """Start a pool, have it work, and take the pictures."""
     out.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="lmp") as name, EmbeddedServer(folder=Path(name, "s")) as server:
+    with tempfile.TemporaryDirectory(prefix="lmp") as name, EmbeddedServer(folder=Path(name, "lmpool")) as server:
         pool = Pool(server.url, "lmpool", Path(name))
         try:
             pool.start("--backend", "hf", "--name", "smollm2", model=model)

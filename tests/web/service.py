@@ -35,13 +35,15 @@ class WebService:
         pool: whose.
         options: more options of the command.
         port: where it listens; 0 for any that is free.
+        token: what one must know to ask.
     """
 
-    def __init__(self, pool: Pool, *options: str, port: int = 0) -> None:
+    def __init__(self, pool: Pool, *options: str, port: int = 0, token: str = TOKEN) -> None:
+        self.token = token
         log = pool.folder / f"web-{len(pool.workers)}.log"
         address = ["--port", str(port), "--redis", pool.url, "--prefix", pool.prefix]
         command = [*lmpool_command(), "web", *address, *options]
-        self.process = WorkerProcess(command, log, {"LMPOOL_WEB_TOKEN": TOKEN})
+        self.process = WorkerProcess(command, log, {"LMPOOL_WEB_TOKEN": token})
         pool.workers.append(self.process)
         self.process.until_says("token=")
         (self.url,) = re.findall(r"http://\S+", self.process.text)
@@ -60,6 +62,12 @@ class WebService:
             return Answer(answer.status, {k.lower(): v for k, v in answer.getheaders()}, answer.read())
         finally:
             connection.close()
+
+    def cookie(self, **headers: str) -> str:
+        """What a browser sends as `Cookie` that has opened the URL with the token, by the `Host` of `headers`."""
+        answer = self.ask(f"/?token={self.token}", token=None, **headers)
+        assert answer.status == 303
+        return answer.headers["set-cookie"].partition(";")[0]
 
 
 class Stream:

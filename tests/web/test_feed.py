@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
+import random
 from collections.abc import MutableMapping
+from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
+from lmpool.aio import end_tasks
 from lmpool.broker.server import Server
 from lmpool.embedded import EmbeddedServer
 from lmpool.protocol.keys import Keys
 from lmpool.web.app import WebSettings, web_service
-from lmpool.web.feed import MOST_STREAMS, Feed
+from lmpool.web.feed import HOUR, MOST_STREAMS, SERIES, Feed, Sample
 from tests.support.pool import DEADLINE_S, Pool, until, until_async
 from tests.web.service import TOKEN, Stream, WebService
 
@@ -35,6 +40,17 @@ def test_a_hundred_pages_watch_by_one_look_and_no_more_than_the_limit_do(pool: P
         stream.close()
     # What has gone makes room.
     until(lambda: _is_let_in(service), "another page may watch")
+
+
+def test_pages_are_told_a_sockets_name_and_folder_and_no_path_to_it(own_server: EmbeddedServer, tmp_path: Path) -> None:
+    pool = Pool(own_server.url, "web", tmp_path)
+    try:
+        frame = Stream(WebService(pool)).frame()
+    finally:
+        pool.end()
+    path = Path(urlsplit(own_server.url).path)
+    assert frame["server"] == f"unix://…/{path.parent.name}/{path.name}"
+    assert str(path.parents[1]) not in json.dumps(frame)
 
 
 def _is_let_in(service: WebService) -> bool:
@@ -68,8 +84,8 @@ async def test_a_page_that_does_not_read_is_sent_the_newest_and_nothing_is_kept_
         assert received[1] >= newest, "those between were dropped"
     finally:
         await feed.end()
-        looking.cancel()
-        await asyncio.wait([page, looking], timeout=DEADLINE_S)
+        await end_tasks([looking])
+        await asyncio.wait([page], timeout=DEADLINE_S)
 
 
 async def _nothing_more() -> MutableMapping[str, Any]:
@@ -93,11 +109,62 @@ async def test_no_more_samples_are_kept_than_there_may_be_with_gaps_where_the_se
         await until_async(lambda: _is(bool(feed.trouble)), "it notices")
         own_server.start()
         await until_async(lambda: _is(not feed.trouble), "it goes on")
-        assert None in feed.history()["memory"]
+        assert None in json.loads((await feed.history()).plain)["memory"]
         await until_async(lambda: _is(feed.looks > 12), "there were more")
     finally:
-        looking.cancel()
-        await asyncio.wait([looking], timeout=DEADLINE_S)
-    history = feed.history()
+        await end_tasks([looking])
+    history = json.loads((await feed.history()).plain)
     assert len(history["at"]) == len(history["memory"]) == 8
     assert history["at"] == sorted(history["at"])
+
+
+async def test_the_hour_is_encoded_once_a_look_for_all_that_ask(own_server: EmbeddedServer) -> None:
+    feed = Feed(Server(own_server.url), Keys("feed"), interval_s=3600.0)
+    looking = asyncio.create_task(feed.run())
+    try:
+        await until_async(lambda: _is(feed.looks == 1), "it has looked")
+        first, *others = await asyncio.gather(*[feed.history() for _ in range(5)])
+        assert {id(history) for history in [*others, await feed.history()]} == {id(first)}
+        # A page that comes has it look at once.
+        await anext(feed.frames())
+        assert feed.looks == 2
+        assert [len(json.loads((await feed.history()).plain)["at"]), len(json.loads(first.plain)["at"])] == [2, 1]
+    finally:
+        await end_tasks([looking])
+
+
+async def test_others_are_answered_while_a_full_hour_is_encoded() -> None:
+    feed, nothing = Feed(Server("redis://127.0.0.1:1"), Keys("feed")), (None,) * len(SERIES)
+    names = [f"model-{number}" for number in range(64)]
+    values = {name: tuple(random.random() for _ in SERIES) for name in names}
+    feed._samples.extend(Sample(at, 10**9, values if at % 7 else dict.fromkeys(names, nothing)) for at in range(HOUR))
+    turns, asked = 0, asyncio.ensure_future(feed.history())
+    while not asked.done():
+        await asyncio.sleep(0)
+        turns += 1
+    assert turns > 10
+    history = json.loads(asked.result().plain)
+    assert [len(history["models"]), len(history["at"]), len(history["memory"])] == [64, HOUR, HOUR]
+    assert history["models"]["model-3"][1][:8] == [None, *[values["model-3"][1]] * 6, None]
+
+
+def test_history_is_gzipped_for_who_takes_it_so(pool: Pool) -> None:
+    pool.start()
+    service = WebService(pool)
+    Stream(service).frame()
+    for accepted, is_gzipped in {
+        "gzip, deflate, br": True,
+        "br;q=1.0, GZIP; q=0.5": True,
+        "*": True,
+        "": False,
+        "identity": False,
+        "deflate, gzip;q=0": False,
+        "*;q=0.0": False,
+    }.items():
+        answer = service.ask("/api/history", Accept_Encoding=accepted)
+        assert answer.headers["vary"] == "Accept-Encoding"
+        assert answer.headers.get("content-encoding") == ("gzip" if is_gzipped else None), accepted
+        assert int(answer.headers["content-length"]) == len(answer.body)
+        history = json.loads(gzip.decompress(answer.body) if is_gzipped else answer.body)
+        assert history["models"]["syn"]
+        assert len(history["at"]) == len(history["memory"])

@@ -27,7 +27,9 @@ def test_nothing_is_told_without_the_token(service: WebService) -> None:
         for path in POST:
             assert service.ask(path, {}, token=token and token.encode().decode("latin-1")).status == 401, (path, token)
     assert service.ask(f"/?token={TOKEN[:-1]}", token=None).status == 401
-    assert service.ask("/", token=None, Cookie="lmpool-web=wrong").status == 401
+    name, _, value = service.cookie().partition("=")
+    for wrong in ("", "wrong", value[:-1], value + "0", "é".encode().decode("latin-1"), TOKEN):
+        assert service.ask("/", token=None, Cookie=f"{name}={wrong}").status == 401, wrong
     assert service.ask("/healthz", token=None).status == 200
     assert service.ask("/readyz", token=None).status in (200, 503)
     assert TOKEN not in service.process.text.replace(service.url, "")
@@ -42,6 +44,36 @@ def test_the_token_of_the_url_becomes_a_cookie_that_no_script_and_no_other_site_
     assert service.ask("/", token=None, Cookie=cookie.partition(";")[0]).status == 200
 
 
+def test_a_cookie_is_no_token_and_ends_with_the_token_that_it_was_made_of(pool: Pool) -> None:
+    service = WebService(pool)
+    cookie = service.cookie()
+    stolen = cookie.partition("=")[2]
+    assert TOKEN not in cookie
+    assert service.ask("/", token=stolen).status == 401
+    assert service.ask(f"/?token={stolen}", token=None).status == 401
+    service.process.signal(signal.SIGINT)
+    service.process.wait()
+    again = WebService(pool, port=service.port)
+    assert again.ask("/", token=None, Cookie=cookie).status == 200
+    again.process.signal(signal.SIGINT)
+    again.process.wait()
+    other = WebService(pool, port=service.port, token=TOKEN[::-1])
+    assert other.ask("/", token=None, Cookie=cookie).status == 401
+
+
+def test_services_on_one_host_have_cookies_of_their_own(pool: Pool) -> None:
+    services = [WebService(pool, "--allow-host", "pool.example", token=token) for token in (TOKEN, TOKEN[::-1])]
+    # Side by side, and behind one proxy by paths.
+    for hosts in ([f"127.0.0.1:{service.port}" for service in services], ["pool.example"] * 2):
+        # What a browser sends to each of them: it tells hosts apart, but no ports.
+        both = "; ".join(service.cookie(Host=host) for service, host in zip(services, hosts, strict=True))
+        for service, host in zip(services, hosts, strict=True):
+            assert service.ask("/", token=None, Cookie=both, Host=host).status == 200, host
+    # By tunnels to two machines, where both may listen at this port.
+    names = {services[0].cookie(Host=f"localhost:{port}").partition("=")[0] for port in (1, 2)}
+    assert len(names) == 2
+
+
 @pytest.mark.parametrize("path", ["//evil.example/", "/%2f%2fevil.example/", "/\\evil.example/"])
 def test_nobody_is_sent_to_another_host(service: WebService, path: str) -> None:
     location = service.ask(f"{path}?token={TOKEN}", token=None).headers.get("location", "./")
@@ -51,7 +83,8 @@ def test_nobody_is_sent_to_another_host(service: WebService, path: str) -> None:
 
 def test_names_of_others_are_not_answered(pool: Pool) -> None:
     service = WebService(pool, "--allow-host", "pool.example")
-    cookie = f"lmpool-web={TOKEN}"
+    # That of each port that is asked below.
+    cookie = "; ".join(service.cookie(Host=f"localhost{port}") for port in ("", ":80", f":{service.port}"))
     for host, status in {
         "127.0.0.1": 200,
         f"localhost:{service.port}": 200,
@@ -68,7 +101,7 @@ def test_names_of_others_are_not_answered(pool: Pool) -> None:
 
 
 def test_pages_of_other_sites_can_make_the_pool_do_nothing(service: WebService) -> None:
-    cookie = f"lmpool-web={TOKEN}"
+    cookie = service.cookie()
     own = f"http://127.0.0.1:{service.port}"
     for path in POST:
         for origin in ("http://evil.example", "null", f"http://127.0.0.1:{service.port + 1}", "http://["):

@@ -78,6 +78,15 @@ def test_what_is_shown_is_what_producers_draw_with(temperature: float, top_p: fl
     assert np.abs(shares - shown).max() < 0.03
 
 
+@pytest.mark.parametrize(("parts", "top_p"), [((3, 1, 1, 1), 1 / 2), ((3, 4 / 3, 4 / 3, 4 / 3), 3 / 7)])
+def test_where_a_token_just_has_the_mass_or_just_lacks_it_as_many_are_shown_as_are_drawn(
+    parts: tuple[float, ...], top_p: float
+) -> None:
+    row = np.log(np.array(parts, np.float32) / np.float32(sum(parts)))
+    drawn = {sample(row, Sampling(1.0, top_p, seed)) for seed in range(200)}
+    assert set(np.flatnonzero(drawn_from(row, 1.0, top_p)).tolist()) == drawn
+
+
 def test_the_trie_adds_up_what_begins_with_a_prefix_and_says_when_nobody_computes_it(
     pool: Pool, service: WebService
 ) -> None:

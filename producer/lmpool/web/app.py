@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import secrets
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -35,6 +36,7 @@ _TYPES = {
     "svg": "image/svg+xml",
 }
 _LEAST_TOKEN = 16
+_PIECE_BYTES = 64 * 1024
 
 
 def new_token() -> str:
@@ -106,8 +108,8 @@ def web_service(settings: WebSettings) -> Service:
             return PlainTextResponse(f"{feed.watching} pages watch already: close some", 503)
         return StreamingResponse(feed.frames(), media_type="text/event-stream", headers={"X-Accel-Buffering": "no"})
 
-    async def history(_: Request) -> dict[str, Any]:
-        return feed.history()
+    async def history(request: Request) -> Response:
+        return _in_pieces(*(await feed.history()), accepted=request.headers.get("accept-encoding", ""))
 
     async def served(_: Request) -> dict[str, Any]:
         return {"models": await feed.served()}
@@ -127,7 +129,7 @@ def web_service(settings: WebSettings) -> Service:
         Route("/healthz", healthy),
         Route("/readyz", ready),
         Route("/api/stream", stream),
-        Route("/api/history", answers(history)),
+        Route("/api/history", history),
         Route("/api/models", answers(served)),
         Route("/api/settings", answers(settings_told)),
         *LetterRoutes(server, keys, allow_changes=settings.allow_changes).routes,
@@ -137,6 +139,28 @@ def web_service(settings: WebSettings) -> Service:
         *_files(),
     ]
     return Service(Guard(Starlette(routes=routes, lifespan=run), settings.token, settings.hosts), feed)
+
+
+def _in_pieces(plain: bytes, gzipped: bytes, *, accepted: str) -> Response:
+    """JSON that may be large, gzipped for who takes it so; a client that reads slowly has no copy of it kept for it."""
+    takes_gzip = _takes_gzip(accepted)
+    body = gzipped if takes_gzip else plain
+    headers = {"Vary": "Accept-Encoding", "Content-Length": str(len(body))}
+    if takes_gzip:
+        headers["Content-Encoding"] = "gzip"
+
+    async def pieces() -> AsyncIterator[bytes]:
+        for start in range(0, len(body), _PIECE_BYTES):
+            yield body[start : start + _PIECE_BYTES]
+
+    return StreamingResponse(pieces(), media_type="application/json", headers=headers)
+
+
+def _takes_gzip(accepted: str) -> bool:
+    """Whether an `Accept-Encoding` lets an answer be gzipped."""
+    codings = dict(part.replace(" ", "").lower().partition(";")[::2] for part in accepted.split(","))
+    quality = codings.get("gzip", codings.get("*"))
+    return quality is not None and not re.fullmatch(r"q=0(\.0*)?", quality)
 
 
 def _files() -> list[Route]:

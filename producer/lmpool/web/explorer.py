@@ -15,7 +15,7 @@ from starlette.routing import Route
 from lmpool.aio import gather
 from lmpool.errors import NoWorker, SettingsError, UnknownModel
 from lmpool.producer.options import read_sampling
-from lmpool.protocol.query import top
+from lmpool.protocol.query import kept, top
 from lmpool.web.answers import answers, read_body
 from lmpool.web.models import ExploredModel, Models, shown_bytes
 
@@ -73,41 +73,41 @@ class ExplorerRoutes:
     async def _text(self, request: Request) -> dict[str, Any]:
         asked = await read_body(request, TextAsked)
         most = _check_top(asked.top)
-        model = await self._models.get(asked.model)
-        ids = await model.encode(asked.text) if asked.ids is None else asked.ids
-        model.check_length(ids)
-        most = min(most, model.producer.model.vocab_size)
-        scores, (values, alternatives) = await gather(
-            [_scores(model, ids, asked.adapter), model.producer.positions(ids, top=most, adapter=asked.adapter)]
-        )
-        texts = await model.texts([*ids, *np.unique(alternatives).tolist()])
-        expected = [_listed(values[at], alternatives[at], texts) for at in range(len(ids))]
-        return {
-            "ids": ids,
-            "text": await model.decode(ids),
-            "tokens": [
-                # Nothing comes before the first, so nobody has said how likely it is.
-                {"text": texts[token], "logprob": score, "top": expected[at - 1] if at else []}
-                for at, (token, score) in enumerate(zip(ids, [None, *map(_number, scores)], strict=True))
-            ],
-            "next": expected[-1],
-        }
+        async with self._models.use(asked.model) as model:
+            ids = await model.encode(asked.text) if asked.ids is None else asked.ids
+            model.check_length(ids)
+            most = min(most, model.producer.model.vocab_size)
+            scores, (values, alternatives) = await gather(
+                [_scores(model, ids, asked.adapter), model.producer.positions(ids, top=most, adapter=asked.adapter)]
+            )
+            texts = await model.texts([*ids, *np.unique(alternatives).tolist()])
+            expected = [_listed(values[at], alternatives[at], texts) for at in range(len(ids))]
+            return {
+                "ids": ids,
+                "text": await model.decode(ids),
+                "tokens": [
+                    # Nothing comes before the first, so nobody has said how likely it is.
+                    {"text": texts[token], "logprob": score, "top": expected[at - 1] if at else []}
+                    for at, (token, score) in enumerate(zip(ids, [None, *map(_number, scores)], strict=True))
+                ],
+                "next": expected[-1],
+            }
 
     async def _row(self, request: Request) -> dict[str, Any]:
         asked = await read_body(request, RowAsked)
         most, how = _check_top(asked.top), read_sampling(asked.temperature, asked.top_p, None)
-        model = await self._models.get(asked.model)
-        model.check_length(asked.ids)
-        row = await model.producer.logprobs(asked.ids, adapter=asked.adapter)
-        before, after = np.exp(row.astype(np.float64)), drawn_from(row, how.temperature, how.top_p)
-        likeliest = top(row, min(most, len(row))).ids
-        texts = await model.texts(likeliest.tolist())
-        return {
-            "tokens": [[int(i), texts[int(i)], float(before[i]), float(after[i])] for i in likeliest],
-            "entropy": [_entropy(before), _entropy(after)],
-            "kept": int(np.count_nonzero(after)),
-            "vocab_size": len(row),
-        }
+        async with self._models.use(asked.model) as model:
+            model.check_length(asked.ids)
+            row = await model.producer.logprobs(asked.ids, adapter=asked.adapter)
+            before, after = np.exp(row.astype(np.float64)), drawn_from(row, how.temperature, how.top_p)
+            likeliest = top(row, min(most, len(row))).ids
+            texts = await model.texts(likeliest.tolist())
+            return {
+                "tokens": [[int(i), texts[int(i)], float(before[i]), float(after[i])] for i in likeliest],
+                "entropy": [_entropy(before), _entropy(after)],
+                "kept": int(np.count_nonzero(after)),
+                "vocab_size": len(row),
+            }
 
     async def _trie(self, request: Request) -> dict[str, Any]:
         asked = await read_body(request, TrieAsked)
@@ -117,26 +117,26 @@ class ExplorerRoutes:
             raise SettingsError("under: it must be a prefix in hexadecimal, such as 2074") from None
         if len(prefix) > _MOST_PREFIX:
             raise SettingsError(f"under: a prefix of {len(prefix)} bytes: {_MOST_PREFIX} is the most")
-        model = await self._models.get(asked.model)
-        model.check_length(asked.ids)
-        trie = await model.trie()
-        structure = trie.structure
-        node = structure.node(prefix)
-        nodes = [node, *structure.children(node).tolist()]
-        try:
-            mass = await trie.weight_sum(prompt=asked.ids, adapter=asked.adapter, nodes=nodes)
-        except (UnknownModel, NoWorker) as error:
-            raise NoWorker(f"{_NO_TRIES} ({error})") from error
-        children = [(structure.prefix(child), float(mass[at])) for at, child in enumerate(nodes[1:], 1)]
-        children.sort(key=lambda child: -child[1])
-        return {
-            "prefix": shown_bytes(prefix),
-            "mass": float(mass[0]),
-            # What is left is that of the tokens that end here.
-            "ends": max(0.0, float(mass[0] - mass[1:].sum(dtype=np.float64))),
-            "children": [[whole.hex(), shown_bytes(whole), value] for whole, value in children[:_MOST_CHILDREN]],
-            "left_out": max(0, len(children) - _MOST_CHILDREN),
-        }
+        async with self._models.use(asked.model) as model:
+            model.check_length(asked.ids)
+            trie = await model.trie()
+            structure = trie.structure
+            node = structure.node(prefix)
+            nodes = [node, *structure.children(node).tolist()]
+            try:
+                mass = await trie.weight_sum(prompt=asked.ids, adapter=asked.adapter, nodes=nodes)
+            except (UnknownModel, NoWorker) as error:
+                raise NoWorker(f"{_NO_TRIES} ({error})") from error
+            children = [(structure.prefix(child), float(mass[at])) for at, child in enumerate(nodes[1:], 1)]
+            children.sort(key=lambda child: -child[1])
+            return {
+                "prefix": shown_bytes(prefix),
+                "mass": float(mass[0]),
+                # What is left is that of the tokens that end here.
+                "ends": max(0.0, float(mass[0] - mass[1:].sum(dtype=np.float64))),
+                "children": [[whole.hex(), shown_bytes(whole), value] for whole, value in children[:_MOST_CHILDREN]],
+                "left_out": max(0, len(children) - _MOST_CHILDREN),
+            }
 
 
 async def _scores(model: ExploredModel, ids: list[int], adapter: str) -> NDArray[np.float32]:
@@ -157,19 +157,11 @@ def drawn_from(row: NDArray[np.float32], temperature: float, top_p: float) -> ND
     Returns:
         float64 (V,), their sum 1.
     """
-    order = np.argsort(-row, kind="stable")
-    kept = np.zeros(len(row))
-    if temperature == 0:
-        kept[order[0]] = 1.0
-        return kept
-    with np.errstate(over="ignore"):
-        weights = np.exp((row.astype(np.float64) - float(row.max())) / temperature)
-    if top_p < 1:
-        mass = np.cumsum(weights[order])
-        order = order[: int(np.searchsorted(mass, top_p * mass[-1])) + 1]
-    kept[order] = weights[order]
-    kept /= kept.sum()
-    return kept
+    ids, weights = kept(row, temperature, top_p)
+    drawn = np.zeros(len(row))
+    drawn[slice(None) if ids is None else ids] = weights
+    drawn /= drawn.sum()
+    return drawn
 
 
 def _entropy(probabilities: NDArray[np.float64]) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import hmac
 import ipaddress
 from collections.abc import Collection
@@ -12,7 +13,6 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import PlainTextResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-COOKIE = "lmpool-web"
 HEALTH_PATHS = ("/healthz", "/readyz")
 """What anybody may ask: probes have no token."""
 
@@ -26,7 +26,10 @@ _HEADERS = {
     "Referrer-Policy": "no-referrer",
     "X-Content-Type-Options": "nosniff",
 }
+_COOKIE = "lmpool-web"
 _COOKIE_S = 30 * 24 * 3600
+# What a cookie is made for, so that it is nothing else that the token may ever be the key of.
+_LABEL = b"lmpool web: cookie"
 
 
 class Guard:
@@ -46,6 +49,9 @@ class Guard:
     def __init__(self, app: ASGIApp, token: str, hosts: Collection[str] = ()) -> None:
         self._app = app
         self._token = token.encode()
+        # Whoever reads a cookie, in a browser's files or a proxy's log, has no token for programs; and a new token ends
+        # all cookies of the old one.
+        self._cookie = hmac.digest(self._token, _LABEL, hashlib.sha256).hex()
         self._hosts = frozenset({"localhost", *(host.lower() for host in hosts)})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -76,7 +82,8 @@ class Guard:
         asked = parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True)
         if any(name == "token" and self._is_token(value) for name, value in asked):
             return self._with_cookie(scope, [pair for pair in asked if pair[0] != "token"])
-        if not self._is_token(_cookie(headers.get("cookie", ""))):
+        shown = _cookie(headers.get("cookie", ""), _cookie_name(scope))
+        if not hmac.compare_digest(shown.encode("utf-8", "surrogatepass"), self._cookie.encode()):
             text = "a token is needed: open the URL that `lmpool web` has printed, or send Authorization: Bearer TOKEN"
             return PlainTextResponse(text, 401, {"WWW-Authenticate": "Bearer"})
         if scope["method"] not in ("GET", "HEAD") and not _is_same_origin(headers):
@@ -87,7 +94,7 @@ class Guard:
         return hmac.compare_digest(text.encode("utf-8", "surrogatepass"), self._token)
 
     def _is_ours(self, host: str) -> bool:
-        name = _host_name(host)
+        name, _ = _host_and_port(host)
         if name in self._hosts:
             return True
         try:
@@ -104,8 +111,8 @@ class Guard:
         name = scope["path"].rpartition("/")[2]
         response = RedirectResponse(f"./{name}{query}", 303)
         response.set_cookie(
-            COOKIE,
-            self._token.decode(),
+            _cookie_name(scope),
+            self._cookie,
             max_age=_COOKIE_S,
             httponly=True,
             samesite="strict",
@@ -114,19 +121,33 @@ class Guard:
         return response
 
 
-def _cookie(header: str) -> str:
+def _cookie_name(scope: Scope) -> str:
+    """The name of the cookie of this service alone, for browsers send cookies to all ports of a host.
+
+    By two ports: the one that this service listens at, which several behind one proxy do not share, and the one that
+    the browser asks, which several tunnels or containers do not, though all of them listen at the same. Not by the
+    token: then every start would leave another cookie behind.
+    """
+    _, listens = scope.get("server") or ("", None)
+    _, asked = _host_and_port(Headers(scope=scope).get("host", ""))
+    return f"{_COOKIE}-{listens or 0}-{asked}"
+
+
+def _cookie(header: str, name: str) -> str:
     try:
-        morsel = SimpleCookie(header).get(COOKIE)
+        morsel = SimpleCookie(header).get(name)
     except CookieError:
         return ""
     return morsel.value if morsel is not None else ""
 
 
-def _host_name(host: str) -> str:
+def _host_and_port(host: str) -> tuple[str, int]:
+    """What a `Host` names, in small letters, and its port; "" and 0 where it does not."""
     try:
-        return (urlsplit(f"//{host}").hostname or "").lower()
+        parts = urlsplit(f"//{host}")
+        return (parts.hostname or "").lower(), parts.port or 0
     except ValueError:
-        return ""
+        return "", 0
 
 
 def _is_same_origin(headers: Headers) -> bool:

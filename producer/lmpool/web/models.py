@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
 
+from lmpool.aio import end_tasks, finish, join_task
 from lmpool.errors import LMPoolError, PromptTooLong, SettingsError, UnknownVocabulary, printable
 from lmpool.producer import Producer
 from lmpool.producer.tokenizer import Tokenizer, find_tokenizer
@@ -14,7 +17,9 @@ from lmpool.producer.trie import PooledTrie
 MOST_TOKENS = 4096
 """Most tokens of a text: a page with more is no use to anybody."""
 
-_MOST_MODELS = 8
+MOST_MODELS = 8
+"""Models that are kept open while nobody asks them."""
+
 _CACHE_BYTES = 64 * 1024 * 1024
 _TIMEOUT_S = 30.0
 _MOST_TEXT = 60
@@ -122,8 +127,29 @@ def shown_text(text: str) -> str:
     return printable(text[: _MOST_TEXT + 1], keep="\n\t")[: 6 * _MOST_TEXT]
 
 
+@dataclass(slots=True)
+class _Known:
+    """A model that is asked, or was.
+
+    Attributes:
+        opening: one for all that want it.
+        users: how many use it now, or wait for its opening.
+    """
+
+    opening: asyncio.Task[ExploredModel]
+    users: int = 0
+
+    @property
+    def is_open(self) -> bool:
+        """Whether there is a producer to be closed."""
+        return self.opening.done() and not self.opening.cancelled() and self.opening.exception() is None
+
+
 class Models:
     """The models that are being explored, the one asked last at the end.
+
+    Each has a producer, which is opened once, whoever asks meanwhile. Those that nobody uses at the moment are closed,
+    the one asked longest ago first, until no more than `MOST_MODELS` are left.
 
     Args:
         redis: URL of the server, or None for the default.
@@ -133,18 +159,31 @@ class Models:
     def __init__(self, redis: str | None, prefix: str) -> None:
         self._redis = redis
         self._prefix = prefix
-        self._models: OrderedDict[str, ExploredModel] = OrderedDict()
+        self._models: OrderedDict[str, _Known] = OrderedDict()
 
-    async def get(self, name: str) -> ExploredModel:
-        """A model that is served.
+    @asynccontextmanager
+    async def use(self, name: str) -> AsyncIterator[ExploredModel]:
+        """A model that is served; it stays open for as long as the block takes.
 
         Raises:
             SettingsError: the name is none.
             UnknownModel, ServerError: it is not served, or the server cannot be used.
         """
-        if (known := self._models.get(name)) is not None:
-            self._models.move_to_end(name)
-            return known
+        known = self._models.get(name) or self._begin(name)
+        self._models.move_to_end(name)
+        known.users += 1
+        try:
+            yield await join_task(known.opening)
+        finally:
+            known.users -= 1
+            await self._close_unused()
+
+    def _begin(self, name: str) -> _Known:
+        known = self._models[name] = _Known(asyncio.create_task(self._open(name)))
+        known.opening.add_done_callback(lambda _: self._forget_failed(name, known))
+        return known
+
+    async def _open(self, name: str) -> ExploredModel:
         producer = Producer(
             name,
             redis=self._redis,
@@ -155,18 +194,28 @@ class Models:
         )
         try:
             await producer.open()
-        except LMPoolError:
+        except BaseException:
             await producer.close()
             raise
-        # Another request may have opened one meanwhile.
-        known = self._models.setdefault(name, ExploredModel(producer))
-        if known.producer is not producer:
-            await producer.close()
-        while len(self._models) > _MOST_MODELS:
-            await self._models.popitem(last=False)[1].producer.close()
-        return known
+        return ExploredModel(producer)
+
+    def _forget_failed(self, name: str, known: _Known) -> None:
+        """Have the next request try again; those that wait for this opening get its failure."""
+        if not known.is_open and self._models.get(name) is known:
+            del self._models[name]
+
+    async def _close_unused(self) -> None:
+        while len(self._models) > MOST_MODELS:
+            unused = next((name for name, known in self._models.items() if known.is_open and not known.users), None)
+            if unused is None:
+                return
+            await finish(self._models.pop(unused).opening.result().producer.close())
 
     async def close(self) -> None:
         """Close all of them."""
-        while self._models:
-            await self._models.popitem()[1].producer.close()
+        models = list(self._models.values())
+        self._models.clear()
+        await end_tasks(known.opening for known in models)
+        for known in models:
+            if known.is_open:
+                await known.opening.result().producer.close()

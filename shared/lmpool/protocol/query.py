@@ -101,23 +101,49 @@ def top(row: Row, k: int) -> TopK:
     return TopK(row[ids], ids)
 
 
-def sample(row: Row, how: Sampling) -> int:
-    """A token drawn from a row of shape (V,)."""
-    if how.temperature == 0:
-        return int(row.argmax())
+class Kept(NamedTuple):
+    """What a token is drawn from.
+
+    Attributes:
+        ids: int64 (m,) token ids, the largest weight first, of equal ones the lowest id; None for all of the row.
+        weights: float32 (m,), in proportion to the probabilities that they are drawn with; the largest is 1.
+    """
+
+    ids: NDArray[np.int64] | None
+    weights: NDArray[np.float32]
+
+
+def kept(row: Row, temperature: float, top_p: float) -> Kept:
+    """The tokens of a row of shape (V,) that may be drawn, and how much each weighs: what `sample` draws from.
+
+    Args:
+        row: float32 log-probabilities, one of them above -inf.
+        temperature: as `Sampling`.
+        top_p: as `Sampling`.
+    """
+    if temperature == 0:
+        return Kept(np.array([row.argmax()]), np.ones(1, np.float32))
     # Shifted first: divided by a small temperature, log-probabilities alone could all be 0 as probabilities.
     weights = row - np.maximum.reduce(row)
-    if how.temperature != 1:
+    if temperature != 1:
         with np.errstate(over="ignore"):  # A tiny temperature makes -inf of what is not the likeliest.
             # Beyond these, which float32 has, nothing changes: only the likeliest has any weight, or all have the same.
-            weights /= np.float32(min(max(how.temperature, 1e-30), 1e30))
+            weights /= np.float32(min(max(temperature, 1e-30), 1e30))
     # As exact as the row is; what is added up is in float64.
     np.exp(weights, out=weights)
-    share = _share(how.seed)
-    if how.top_p == 1:
-        return _at_share(weights, share)
-    ids = _nucleus(weights, how.top_p)
-    return int(ids[_at_share(weights[ids], share)])
+    if top_p == 1:
+        return Kept(None, weights)
+    ids = _nucleus(weights, top_p)
+    return Kept(ids, weights[ids])
+
+
+def sample(row: Row, how: Sampling) -> int:
+    """A token drawn from a row of shape (V,)."""
+    if how.temperature == 0:  # The one that is kept; arrays of one would take longer than finding it.
+        return int(row.argmax())
+    ids, weights = kept(row, how.temperature, how.top_p)
+    place = _at_share(weights, _share(how.seed))
+    return place if ids is None else int(ids[place])
 
 
 def _share(seed: int) -> float:

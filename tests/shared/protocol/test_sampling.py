@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from lmpool.errors import ProtocolError
-from lmpool.protocol.query import Sampling, pack_token, pack_top, sample, top, unpack_token, unpack_top
+from lmpool.protocol.query import Sampling, kept, pack_token, pack_top, sample, top, unpack_token, unpack_top
 from lmpool.synthetic import synthetic_row
 
 ROWS = hnp.arrays(np.float32, st.integers(1, 60), elements=st.sampled_from([-np.inf, -9.0, -2.5, -1.0, -0.5, 0.0]))
@@ -61,6 +61,37 @@ def test_a_temperature_of_zero_takes_the_likeliest_token_and_equal_seeds_draw_eq
         assert len({sample(ROW, Sampling(huge, 1.0, seed)) for seed in range(50)}) > 20
     assert len({sample(ROW, Sampling(1.0, 1.0, 7)) for _ in range(5)}) == 1
     assert len({sample(ROW, Sampling(1.0, 1.0, seed)) for seed in range(50)}) > 20
+
+
+@pytest.mark.parametrize(
+    ("temperature", "top_p", "tokens"),
+    [
+        (1.0, 1.0, [820, 4935, 3405, 4309, 4075, 1303]),
+        (0.7, 1.0, [1254, 4935, 3825, 4309, 4075, 1984]),
+        (1.0, 0.9, [2825, 1516, 3407, 1287, 4311, 4309]),
+        (0.7, 0.9, [3972, 1884, 4075, 2988, 4681, 2165]),
+        (3.0, 0.5, [4681, 3911, 1938, 2658, 4054, 3332]),
+        (1.5, 0.999, [1254, 4664, 892, 2301, 1046, 2094]),
+        (0.0, 0.3, [3972] * 6),
+        (1e-45, 0.9, [3972] * 6),
+    ],
+)
+def test_a_seed_draws_what_it_has_drawn_before(temperature: float, top_p: float, tokens: list[int]) -> None:
+    seeds = (0, 1, 2, 7, 2**40, 2**64 - 1)
+    assert [sample(ROW, Sampling(temperature, top_p, seed)) for seed in seeds] == tokens
+
+
+@given(ROWS.filter(lambda row: row.max() > -np.inf), st.sampled_from([0.0, 1e-117, 0.7, 1.0, 1e39]), st.floats(0.01, 1))
+def test_what_is_kept_can_be_drawn_the_largest_weight_first(row: np.ndarray, temperature: float, top_p: float) -> None:
+    ids, weights = kept(row, temperature, top_p)
+    tokens = list(range(len(row))) if ids is None else ids.tolist()
+    assert len(tokens) == len(weights) == len(set(tokens))
+    assert weights.dtype == np.float32
+    assert weights.max() == 1
+    if ids is not None:
+        assert list(zip(-weights, tokens, strict=True)) == sorted(zip(-weights, tokens, strict=True))
+    weighing = {token for token, weight in zip(tokens, weights, strict=True) if weight > 0}
+    assert {sample(row, Sampling(temperature, top_p, seed)) for seed in range(20)} <= weighing
 
 
 def test_a_flat_row_is_drawn_from_beyond_the_first_thousand() -> None:

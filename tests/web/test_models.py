@@ -1,0 +1,136 @@
+"""The models that the explorer asks: opened once, closed when there are many, and never under a request."""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+from lmpool.errors import UnknownModel
+from lmpool.producer import Producer
+from lmpool.protocol.model_info import ModelInfo
+from lmpool.web import models as web_models
+from lmpool.web.models import MOST_MODELS, Models
+from tests.support.gate import Gate
+from tests.support.pool import Pool, until
+from tests.web.service import WebService
+
+
+class CountedProducer(Producer):
+    """A producer that counts those that are open."""
+
+    opened = 0
+    now_open: ClassVar[set[str | None]] = set()
+
+    async def open(self, **options: Any) -> None:
+        """As a producer's, and note it."""
+        CountedProducer.opened += 1
+        self.now_open.add(self._model)
+        await super().open(**options)
+
+    async def close(self) -> None:
+        """As a producer's, and note it."""
+        self.now_open.discard(self._model)
+        await super().close()
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> type[CountedProducer]:
+    """What opens models in a test, with nothing counted yet."""
+    monkeypatch.setattr(web_models, "Producer", CountedProducer)
+    CountedProducer.opened = 0
+    CountedProducer.now_open = set()
+    return CountedProducer
+
+
+def tell_of_others(pool: Pool, count: int) -> list[str]:
+    """Write down models that have an info and no worker; returns their names."""
+    names = [f"other{number}" for number in range(count)]
+    written: Any = pool.redis.hget(pool.keys.models(), "syn")
+    info = ModelInfo.unpack(written)
+    for name in names:
+        pool.redis.hset(pool.keys.models(), name, replace(info, name=name).pack())
+    return names
+
+
+def test_a_request_under_way_is_answered_while_eight_other_models_are_asked(pool: Pool, tmp_path: Path) -> None:
+    gate = Gate(tmp_path / "open")
+    pool.start(command=gate.command)
+    service = WebService(pool)
+    with ThreadPoolExecutor(1) as thread:
+        held = thread.submit(service.ask, "/api/row", {"model": "syn", "ids": [1, 2]})
+        try:
+            until(pool.jobs, "the worker holds the prompt before its gate")
+            for name in tell_of_others(pool, MOST_MODELS):
+                # Each is opened; what it is asked needs no worker.
+                assert "shorten it" in service.ask("/api/row", {"model": name, "ids": [1] * 5000}).json["error"]
+            assert not held.done()
+        finally:
+            gate.open()
+        answer = held.result()
+    assert (answer.status, answer.json.get("error")) == (200, None)
+
+
+async def test_a_model_asked_by_several_at_once_is_opened_once(pool: Pool, counted: type[CountedProducer]) -> None:
+    await asyncio.to_thread(pool.start)
+    models = Models(pool.url, pool.prefix)
+
+    async def use() -> int:
+        async with models.use("syn") as model:
+            return id(model)
+
+    try:
+        assert len(set(await asyncio.gather(*[use() for _ in range(5)]))) == 1
+        assert counted.opened == 1
+    finally:
+        await models.close()
+    assert counted.now_open == set()
+
+
+async def test_those_that_nobody_uses_are_closed_the_one_asked_longest_ago_first(
+    pool: Pool, counted: type[CountedProducer]
+) -> None:
+    await asyncio.to_thread(pool.start)
+    others = await asyncio.to_thread(tell_of_others, pool, MOST_MODELS + 1)
+    models = Models(pool.url, pool.prefix)
+    try:
+        async with models.use("syn"):
+            for name in others:
+                async with models.use(name):
+                    assert {"syn", name} <= counted.now_open
+            assert counted.now_open == {"syn", *others[2:]}
+        async with models.use(others[0]):
+            pass
+        # It was used longer than all others and asked before them.
+        assert counted.now_open == {*others[2:], others[0]}
+    finally:
+        await models.close()
+    assert counted.now_open == set()
+
+
+async def test_a_model_that_could_not_be_opened_is_tried_again_and_whoever_gave_up_waiting_takes_nobody_with_it(
+    pool: Pool, counted: type[CountedProducer]
+) -> None:
+    models = Models(pool.url, pool.prefix)
+
+    async def use() -> None:
+        async with models.use("syn"):
+            pass
+
+    try:
+        for failed in await asyncio.gather(use(), use(), return_exceptions=True):
+            assert isinstance(failed, UnknownModel)
+        assert counted.now_open == set()
+        await asyncio.to_thread(pool.start)
+        first, second = asyncio.create_task(use()), asyncio.create_task(use())
+        await asyncio.sleep(0)
+        first.cancel()
+        await second
+        assert first.cancelled()
+        assert counted.now_open == {"syn"}
+    finally:
+        await models.close()
