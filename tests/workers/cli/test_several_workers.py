@@ -195,7 +195,7 @@ def test_a_file_that_is_held_and_names_no_process_is_an_error(folder: Path) -> N
     folder.chmod(0o700)
     record = folder / "detached" / "0.json"
     with record.open("w") as held:
-        fcntl.flock(held, fcntl.LOCK_EX)
+        fcntl.lockf(held, fcntl.LOCK_EX)
         held.write(json.dumps({"pid": 1}))
         held.flush()
         ended = run_lmpool("down")
