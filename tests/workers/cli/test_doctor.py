@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ import redis
 
 from lmpool.embedded import EmbeddedServer
 from lmpool.workers.cli import doctor
+from lmpool.workers.queue import segment
 from tests.contract.model import write_model
 from tests.support.pool import Pool, lmpool_command, run_lmpool, until
 
@@ -89,12 +92,55 @@ def test_a_folder_that_holds_no_model_is_wrong(pool: Pool, tmp_path: Path) -> No
 def test_weights_that_do_not_fit_the_gpu_are_wrong(pool: Pool, tmp_path: Path) -> None:
     folder = write_model(tmp_path / "model")
     smi = tmp_path / "nvidia-smi"
-    smi.write_text("#!/bin/sh\necho 'NVIDIA H100, 81559, 1'\n")
+    asked = tmp_path / "asked"
+    smi.write_text(f"#!/bin/sh\necho asked >> {asked}\necho 'NVIDIA H100, 81559, 1'\n")
     smi.chmod(0o755)
     found = examine(1, str(folder), "--redis", pool.url, PATH=f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     assert "model" in wrong(found)
     assert "1 MiB free on a GPU" in found["model"]["found"]
     assert "NVIDIA H100, 1 MiB of 79.6 GiB free" in found["GPU"]["found"]
+    assert asked.read_text() == "asked\n"
+
+
+def test_shared_memory_is_judged_by_what_rows_need(monkeypatch: pytest.MonkeyPatch, short_dir: Path) -> None:
+    """They lie in memory without a name: of the folder they need a socket."""
+    monkeypatch.setenv("LMPOOL_SHM_DIR", str(short_dir))
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(total=1 << 26))
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(short_dir / "lmpool-00"))
+        listener.listen()
+        for free, state, size in ((1 << 34, "ok", "2.0 GiB"), (1 << 28, "look", "32 MiB")):
+            monkeypatch.setattr(segment, "free_bytes", lambda free=free: free)
+            found = {check.check: check for check in doctor._machine()}
+            assert found["shared memory"].state == state
+            assert f"{size} for the next worker" in found["shared memory"].found
+            assert f"sockets in {short_dir}, 1 of them" in found["shared memory"].found
+    assert "/dev/shm" not in found
+    assert [path.name for path in short_dir.iterdir()] == ["lmpool-00"]
+    monkeypatch.setattr(doctor, "_version", lambda package: "1" if package == "vllm" else "")
+    found = {check.check: check for check in doctor._machine()}
+    assert (found["/dev/shm"].state, "--shm-size" in found["/dev/shm"].advice) == ("look", True)
+    monkeypatch.setenv("LMPOOL_SHM_DIR", str(short_dir / "nowhere"))
+    without = doctor._shared_memory()
+    assert without.state == "look"
+    assert "No such file or directory" in without.found
+
+
+def test_a_system_that_does_not_tell_of_its_memory_is_examined_all_the_same(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """macOS has neither /proc nor sealed memory."""
+
+    def refuse() -> int:
+        raise FileNotFoundError(2, "No such file or directory", "/proc/meminfo")
+
+    monkeypatch.setattr(segment, "free_bytes", refuse)
+    monkeypatch.delattr(os, "memfd_create")
+    found = {check.check: check for check in [*doctor._machine(), *doctor._model(str(write_model(tmp_path)), None)]}
+    assert found["memory"].state == found["model"].state == "ok"
+    assert "in all, nobody tells how much is free" in found["memory"].found
+    assert "in all on this machine" in found["model"].found
+    assert found["shared memory"].state == "look"
 
 
 def test_a_package_of_a_version_that_does_not_suit_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

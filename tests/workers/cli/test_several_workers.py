@@ -22,7 +22,7 @@ from lmpool.errors import SettingsError
 from lmpool.producer import SyncProducer
 from lmpool.synthetic import synthetic_row
 from lmpool.workers.cli.options import parse_size
-from lmpool.workers.cli.processes import as_arguments, plan_workers
+from lmpool.workers.cli.processes import Restarts, as_arguments, plan_workers
 from tests.support.pool import DEADLINE_S, V, WorkerProcess, lmpool_command, run_lmpool, until
 
 Up = Callable[..., WorkerProcess]
@@ -120,22 +120,120 @@ def test_what_no_worker_can_do_is_not_tried_again(up: Up) -> None:
     assert "metrics_port" in process.text or "--metrics-port" in process.text
 
 
-def test_one_that_dies_again_and_again_is_given_up(tmp_path: Path) -> None:
-    """Each life of these "workers" ends at once; the pauses between them are cut short."""
-    code = """
-import asyncio, logging, sys
+# What a stand-in for a worker does is its argument: serve, leave a process behind, wait, and end with a code.
+STAND_INS = """
+import asyncio, logging, os, signal, sys
 from lmpool.workers.cli import processes
-logging.basicConfig(level=logging.INFO)
-processes.LAUNCH = "import sys; print('hello', flush=True); sys.exit(7)"
+from lmpool.workers.cli.detached import READY_VARIABLE
+logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
+processes.LAUNCH = '''
+import os, subprocess, sys
+how = sys.argv[1]
+print("hello", flush=True)
+if "serves" in how:
+    os.write(int(os.environ["LMPOOL_READY_DESCRIPTOR"]), b"1")
+if "leaves" in how:
+    # It has the worker's output, and its input until nobody writes there.
+    left = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"])
+if "waits" in how:
+    sys.stdin.read()
+sys.exit(int(how.rpartition("-")[2]))
+'''
 processes._FIRST_PAUSE_S = processes._LONGEST_PAUSE_S = 0.01
-sys.exit(asyncio.run(processes.WorkerProcesses(lambda at: [], [{}, {}], is_text=True).run()))
+processes._REST_S = 0.1
+heard, told = os.pipe()
+os.set_blocking(heard, False)
+os.environ[READY_VARIABLE] = str(told)
+hows = sys.argv[1:]
+
+def on_ready():
+    asyncio.get_running_loop().remove_reader(heard)
+    print("told that they serve", flush=True)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+async def run():
+    asyncio.get_running_loop().add_reader(heard, on_ready)
+    return await processes.WorkerProcesses(lambda at: [hows[at]], [{}] * len(hows), is_text=True).run()
+
+sys.exit(asyncio.run(run()))
 """
-    process = WorkerProcess([sys.executable, "-c", code], tmp_path / "log")
-    assert process.wait() == 1
+
+
+def run_stand_ins(tmp_path: Path, *hows: str) -> tuple[int, str]:
+    """Exit code and log of stand-ins for workers; they are stopped when it is told that they serve."""
+    process = WorkerProcess([sys.executable, "-c", STAND_INS, *hows], tmp_path / "log")
+    try:
+        return process.wait(), process.text
+    finally:
+        process.end()
+
+
+def test_one_that_dies_again_and_again_is_given_up(tmp_path: Path) -> None:
+    """Each life of these ends at once; the pauses between them are cut short."""
+    code, text = run_stand_ins(tmp_path, "dies-7", "dies-7")
+    assert code == 1
     for number in range(2):
-        assert process.text.count(f"[{number}] hello\n") == 5
-        assert f"worker {number} ended with code 7 after 0 s, and so 5 times in a row: it is given up" in process.text
-    assert "0 workers go on" in process.text
+        assert text.count(f"[{number}] hello\n") == 5
+        assert f"worker {number} ended with code 7 after 0 s, and so 5 times in a row: it is given up" in text
+    assert "0 workers go on" in text
+    assert "told" not in text
+
+
+@pytest.mark.parametrize("other", ["dies-7", "ends-0"])
+def test_who_waits_for_workers_to_serve_waits_for_none_that_is_not_started_again(tmp_path: Path, other: str) -> None:
+    code, text = run_stand_ins(tmp_path, other, "serves-and-waits-0")
+    assert code == 0
+    assert ("worker 0 ended with code 0" if other == "ends-0" else "it is given up; 1 workers go on") in text
+    assert text.index("1 workers go on") < text.index("1 of 2 workers serve") < text.index("told that they serve")
+
+
+@pytest.mark.parametrize(("others", "expected"), [(["ends-0", "ends-0"], 0), (["ends-0", "dies-7"], 1)])
+def test_when_none_is_left_they_have_ended(tmp_path: Path, others: list[str], expected: int) -> None:
+    code, text = run_stand_ins(tmp_path, *others)
+    assert code == expected
+    assert "0 workers go on" in text
+    assert "told" not in text
+
+
+def test_one_that_is_refused_after_it_has_served_is_started_again(tmp_path: Path) -> None:
+    code, text = run_stand_ins(tmp_path, "serves-2", "dies-7")
+    assert code == 1
+    assert text.count("[0] hello\n") == 5
+    assert "worker 0 ended with code 2 after 0 s: starting it again in 0.01 s" in text
+    assert "ending all workers" not in text
+
+
+def test_the_death_of_a_worker_is_seen_although_what_it_has_started_holds_its_output(tmp_path: Path) -> None:
+    code, text = run_stand_ins(tmp_path, "leaves-one-and-dies-7")
+    assert code == 1
+    assert text.count("[0] hello\n") == 5
+
+
+def test_a_worker_that_has_served_for_long_is_not_given_up_for_what_was_before() -> None:
+    restarts = Restarts()
+    assert [restarts.after(served_s) for served_s in (0, 59, 0, 0)] == [1, 2, 4, 8]
+    # Neither does this one count.
+    assert restarts.after(60) == 1
+    assert [restarts.after(0) for _ in range(5)] == [2, 4, 8, 16, None]
+    assert [Restarts().after(3600) for _ in range(9)] == [1] * 9
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+def test_a_terminal_s_signal_while_workers_start_prints_no_traceback(tmp_path: Path, number: signal.Signals) -> None:
+    """It comes to the whole group, and a hang-up comes twice."""
+    log = tmp_path / "log"
+    command = [*lmpool_command(), "up", "syn", *SYNTHETIC, "--workers", "2"]
+    with log.open("wb") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+    until(lambda: "your server runs" in log.read_text(), "workers are about to start")
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    until(lambda: len(children.read_text().split()) >= 3, "a supervisor and two workers are there")
+    os.killpg(process.pid, number)
+    if number == signal.SIGHUP:
+        os.killpg(process.pid, number)
+    assert process.wait(DEADLINE_S) == 0
+    assert "Traceback" not in log.read_text()
+    assert "stopped at once" not in log.read_text().partition("stopping 2 workers")[0]
 
 
 def test_detached_workers_serve_until_they_are_told_to_stop(folder: Path) -> None:
@@ -195,7 +293,7 @@ def test_a_file_that_is_held_and_names_no_process_is_an_error(folder: Path) -> N
     folder.chmod(0o700)
     record = folder / "detached" / "0.json"
     with record.open("w") as held:
-        fcntl.flock(held, fcntl.LOCK_EX)
+        fcntl.lockf(held, fcntl.LOCK_EX)
         held.write(json.dumps({"pid": 1}))
         held.flush()
         ended = run_lmpool("down")
@@ -233,6 +331,11 @@ def test_each_gpu_has_one_worker_and_cores_are_divided(monkeypatch: pytest.Monke
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,GPU-aa, 7")
     assert plan_workers("all", "vllm", None) == [{"CUDA_VISIBLE_DEVICES": gpu} for gpu in ("4", "GPU-aa", "7")]
     assert len(plan_workers("2", "hf", "auto")) == 2
+    uuids = ["GPU-5ebe2bbf-9f1d-4a6c-8b1c-0b6d8f9e7a11", "MIG-GPU-5ebe2bbf-9f1d-4a6c/7/0", "MIG-41b8ea11-d2b8"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(uuids))
+    assert plan_workers("all", "hf", None) == [{"CUDA_VISIBLE_DEVICES": gpu} for gpu in uuids]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,0,-1,2")
+    assert plan_workers("all", "hf", None) == [{"CUDA_VISIBLE_DEVICES": gpu} for gpu in "10"]
     assert plan_workers("all", "hf", "cpu") == plan_workers("all", "synthetic", None) == [{}]
     with pytest.raises(SettingsError, match="^device: 'cuda:1' is one device"):
         plan_workers("all", "hf", "cuda:1")

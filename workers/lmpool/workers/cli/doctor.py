@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
@@ -22,16 +23,24 @@ from lmpool.broker.readers import read_alive, read_hashes
 from lmpool.broker.server import URL_VARIABLE, Server, where
 from lmpool.broker.server_checks import doubt_of, read_memory, read_version
 from lmpool.cli import Terminal, say_json
+from lmpool.embedded import physical_memory
 from lmpool.errors import LMPoolError, SettingsError
 from lmpool.protocol.keys import Keys
 from lmpool.protocol.model_info import MAX_INFO_BYTES
+from lmpool.rows.shared_memory import FOLDER_VARIABLE, segments_in
 from lmpool.rows.shared_memory import folder as shared_folder
 from lmpool.settings import check_name, count_cores
 
 State = Literal["ok", "look", "wrong"]
 
 _PATIENCE_S = 10.0
-_LEAST_SHARED = 1 << 30
+# Rows of V = 128,256 for some seconds of asking; below that most come and go unread.
+_LEAST_SHARED = 1 << 28
+# Of the memory that is made on trial.
+_TRIED_VOCABULARY, _TRIED_BYTES = 1024, 1 << 20
+# What engines use of it, beside Docker's 64 MiB.
+_TENSORS, _LEAST_FOR_TENSORS = Path("/dev/shm"), 1 << 29
+_ENGINES = ("vllm", "sglang")
 _MOST_MODELS = 20
 _WEIGHTS = ("*.safetensors", "*.bin", "*.gguf", "*.pth")
 _REQUIREMENT = re.compile(r"([\w.-]+)(?:\[([\w,-]*)\])?([^;]*)(?:;.*?extra\s*==\s*['\"]([\w-]+)['\"])?")
@@ -74,11 +83,13 @@ def doctor(
 ) -> None:
     """Check this machine, the server and a model's folder, and say what to do; exits 1 when something is wrong."""
     check_name("prefix", prefix)
+    gpus = _gpus()
     findings = [
         *_installed(),
         *asyncio.run(_server(redis, Keys(prefix))),
         *_machine(),
-        *([] if model is None else _model(model)),
+        _gpu(gpus),
+        *([] if model is None else _model(model, gpus)),
     ]
     is_wrong = any(finding.state == "wrong" for finding in findings)
     if as_json:
@@ -203,32 +214,56 @@ async def _served(client: Redis, keys: Keys) -> Finding:
 
 
 def _machine() -> Iterator[Finding]:
-    yield Finding("memory", "ok", f"{_size(_free_bytes())} free, {count_cores()} cores")
+    free = _free_bytes()
+    total = f"{_size(physical_memory())} in all, nobody tells how much is free"
+    yield Finding("memory", "ok", f"{total if free is None else f'{_size(free)} free'}, {count_cores()} cores")
+    yield _shared_memory()
+    with suppress(OSError):
+        room = shutil.disk_usage(_TENSORS).total
+        engines = [name for name in _ENGINES if _version(name)]
+        if engines and room < _LEAST_FOR_TENSORS:
+            yield Finding(
+                str(_TENSORS), "look", f"{_size(room)}, where {' and '.join(engines)} may exchange tensors",
+                "docker run --shm-size 1g; rows need none of it",
+            )  # fmt: skip
+
+
+def _shared_memory() -> Finding:
+    """Whether a worker can hand out rows without the server, tried with a small one, and what it would have for it."""
+    from lmpool.workers.queue.segment import default_size, make_segment
+
     place = shared_folder()
+    there = len(list(segments_in(place)))
     try:
-        usage = shutil.disk_usage(place)
+        segment = make_segment("", _TRIED_VOCABULARY, _TRIED_BYTES, lambda: True)
     except OSError as error:
-        yield Finding("shared memory", "look", f"{place}: {error.strerror}", "rows travel through the server instead")
-    else:
-        is_small = usage.total < _LEAST_SHARED
-        found = f"{_size(usage.free)} of {_size(usage.total)} free in {place}"
-        advice = "docker run --shm-size 4g: rows that find no room travel through the server"
-        yield Finding("shared memory", "look" if is_small else "ok", found, advice if is_small else "")
-    yield _gpu()
+        found = f"{error.strerror or error}; it takes Linux 5.1 or newer, free memory, and the folder {place}"
+        advice = f"rows travel through the server instead; {FOLDER_VARIABLE} names another folder"
+        return Finding("shared memory", "look", found, advice)
+    if segment is not None:
+        segment.close()
+    size = default_size()
+    found = f"{_size(size)} for the next worker, an eighth of what is free; sockets in {place}, {there} of them now"
+    if size < _LEAST_SHARED:
+        return Finding("shared memory", "look", found, "rows are soon replaced there: free memory, or say --shm-bytes")
+    return Finding("shared memory", "ok", found)
 
 
-def _free_bytes() -> int:
+def _free_bytes() -> int | None:
+    """Bytes of memory that are free; None where the system does not tell."""
     from lmpool.workers.queue.segment import free_bytes
 
-    return free_bytes()
+    try:
+        return free_bytes()
+    except OSError:
+        return None
 
 
-def _gpu() -> Finding:
+def _gpu(gpus: list[tuple[str, int, int]] | None) -> Finding:
     torch = _version("torch")
-    gpus = _gpus()
     if gpus is None:
         if any(Path("/dev").glob("nvidia[0-9]*")):
-            return Finding("GPU", "look", "there is one, and nvidia-smi does not run", "look at its driver")
+            return Finding("GPU", "look", "there is one, and nvidia-smi does not tell of it", "look at its driver")
         return Finding("GPU", "ok", "none: models run on the CPU")
     found = "; ".join(f"{name}, {_size(free)} of {_size(total)} free" for name, total, free in gpus)
     if "+cpu" in torch:
@@ -247,7 +282,7 @@ def _gpus() -> list[tuple[str, int, int]] | None:
         return None
 
 
-def _model(model: str) -> Iterator[Finding]:
+def _model(model: str, gpus: list[tuple[str, int, int]] | None) -> Iterator[Finding]:
     # Heavy, and no part of what other commands need.
     from lmpool.workers.backends.checkpoint import check_model_folder, local_path
 
@@ -270,9 +305,9 @@ def _model(model: str) -> Iterator[Finding]:
     if not size:
         yield Finding("model", "wrong", f"{model} has no weights", "copy them there: *.safetensors")
         return
-    gpus = _gpus()
-    room, what = (max(free for *_, free in gpus), "a GPU") if gpus else (_free_bytes(), "this machine")
-    found = f"{_size(size)} of weights; {_size(room)} free on {what}"
+    free, what = (max(free for *_, free in gpus), "on a GPU") if gpus else (_free_bytes(), "on this machine")
+    room = physical_memory() if free is None else free
+    found = f"{_size(size)} of weights; {_size(room)} {'in all' if free is None else 'free'} {what}"
     if size > room:
         yield Finding(
             "model", "wrong", found, "free memory, take --dtype bfloat16, a smaller model, or another machine"
