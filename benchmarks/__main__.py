@@ -16,12 +16,12 @@ from benchmarks.harness.processes import BenchmarkError, LeftOut
 from benchmarks.harness.report import Failures, Surroundings, read_notes, render
 from benchmarks.harness.workplace import Workplace, open_workplace
 from benchmarks.measures import (
+    beside,
     bulk,
     engine_measures,
     job_queue,
     latency,
     picks,
-    priority,
     real_model,
     scaling,
     smc,
@@ -40,14 +40,15 @@ _POOL: dict[str, Callable[[Workplace], list[Result]]] = {
     "row-link": transport.row_link,
     "alone": latency.alone,
     "arq": job_queue.arq,
-    "priority": priority.beside_bulk,
-    "priority-alone": priority.bulk_alone,
+    "priority": beside.beside_bulk,
+    "priority-alone": beside.bulk_alone,
     "hf-random": real_model.hf_random,
     "hf-shared": real_model.hf_shared,
     "hf-direct": real_model.hf_direct,
     "hf-long": real_model.hf_long,
     "bulk-run": bulk.bulk_run,
     "bulk-memory": bulk.bulk_memory,
+    "web-pages": beside.web_pages,
 }
 _SCALING: dict[str, Callable[[Workplace], list[Result]]] = {
     "scaling-distinct": scaling.distinct,

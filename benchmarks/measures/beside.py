@@ -1,22 +1,32 @@
-"""Bulk clients beside others: what they cost those, and what they get."""
+"""Beside others: bulk clients, what they cost those and what they get; and what open pages of `lmpool web` cost."""
 
 from __future__ import annotations
 
+import secrets
+import socket
+import sys
 from contextlib import ExitStack
+from pathlib import Path
 
 import numpy as np
 
 from benchmarks.harness.pairs import Goal, Result, Side, alternate
-from benchmarks.harness.processes import Child
+from benchmarks.harness.processes import BenchmarkError, Child
 from benchmarks.harness.workplace import Workplace
 from benchmarks.measures.asking import alternated
-from benchmarks.measures.transport import TINY_V, rate
+from benchmarks.measures.transport import AT_ONCE_TINY, TINY_V, rate
 
 _WORKERS, _STEP_MS, _BATCH = 2, 50, 32
 _MEASURED_AT_ONCE, _BULK_AT_ONCE, _ALONE_AT_ONCE = 4, 2000, 1024
 _LOADS = {"half": 32, "busy": 96, "overloaded": 400}
 """Awaits of other interactive clients: the pool computes 64 prompts in a step."""
 _WARM_S = 2.0
+_PAGES = 100
+_PAIRS_A_REPEAT = 4
+"""What is asked of them is 2 %, which single samples differ by."""
+
+_LEAST_FRAMES = 0.5
+"""A second and page: where every core is busy a look may take longer than the service lets it take."""
 
 
 def beside_bulk(place: Workplace) -> list[Result]:
@@ -84,3 +94,75 @@ def bulk_alone(place: Workplace) -> list[Result]:
         sides = [Side(side, "rows/s", taken) for side, taken in samples.items()]
         results.append(Result(f"priority-alone{name}", meaning, Goal(0.98), *sides))
     return results
+
+
+def web_pages(place: Workplace) -> list[Result]:
+    """Rows of a pool whose workers wait between steps, as for a GPU, and of one that is busy with its rows alone."""
+    results = []
+    for name, step, options in (
+        ("web-pages", "steps of 20 ms", ("--step-ms", "20")),
+        ("web-pages-tiny", "no steps", ()),
+    ):
+        with ExitStack() as stack:
+            more = ("--backend", "synthetic", "--vocab-size", str(TINY_V), *options)
+            stack.enter_context(place.workers(name, "synthetic", *more, number=_WORKERS))
+            producer = stack.enter_context(place.producer(name))
+            pages = stack.enter_context(place.child("clients.pages"))
+            pair = _WebPair(place, producer, pages, float(place.scaled(10, 4)))
+            pair.without()
+            sides = {"pages open": pair.beside, "no service": pair.without}
+            samples = alternate(sides, place.repeats * place.scaled(_PAIRS_A_REPEAT, 1))
+        meaning = (
+            f"rows/s of one producer, {AT_ONCE_TINY:,} awaits under way, while {_PAGES} pages of `lmpool web` are "
+            "opened and stay open (each asks for the history once, and for the stream; what asks is one process) ÷ "
+            f"without `lmpool web`; {_WORKERS} synthetic workers, {step}, V = {TINY_V}"
+        )
+        taken = [Side(side, "rows/s", values) for side, values in samples.items()]
+        results.append(Result(name, meaning, Goal(0.98), *taken))
+    return results
+
+
+class _WebPair:
+    """Rows a second beside pages and without them.
+
+    Args:
+        place: where the service runs.
+        producer: asks for rows.
+        pages: is the pages.
+        seconds: that a sample takes.
+    """
+
+    def __init__(self, place: Workplace, producer: Child, pages: Child, seconds: float) -> None:
+        self._place = place
+        self._producer = producer
+        self._pages = pages
+        self._seconds = seconds
+
+    def without(self) -> float:
+        """Rows a second while no service runs."""
+        asked = {"at_once": AT_ONCE_TINY, "warm_s": _WARM_S, "seconds": self._seconds}
+        return float(self._producer.ask("steadily", **asked)) / self._seconds
+
+    def beside(self) -> float:
+        """Rows a second from the moment on at which the pages are opened.
+
+        Raises:
+            BenchmarkError: they were not told of the pool as often as it is looked at.
+        """
+        port, token = _free_port(), secrets.token_hex(16)
+        lmpool = str(Path(sys.executable).with_name("lmpool"))
+        command = (lmpool, "web", "--port", str(port), "--redis", self._place.url)
+        with self._place.process("web", *command, LMPOOL_WEB_TOKEN=token):
+            self._pages.ask("until_ready", port=port)
+            watched = {"port": port, "token": token, "pages": _PAGES, "begin_s": _WARM_S, "seconds": self._seconds}
+            self._pages.send("watch", **watched)
+            rate = self.without()
+            frames = float(self._pages.receive(60)) / self._seconds
+        if frames < _LEAST_FRAMES:
+            raise BenchmarkError(f"a page was sent {frames:.2f} frames a second: that is no page that is watched")
+        return rate
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        return int(listening.getsockname()[1])
