@@ -29,6 +29,7 @@ from rich.table import Table
 
 from lmpool.errors import LMPoolError
 from lmpool.producer import Producer, SyncProducer
+from lmpool.producer.tokenizer import PublishedTokenizer
 
 CLIENTS = 3
 START_LIMIT_S = 120.0
@@ -52,19 +53,17 @@ SENTENCES = [
 ]
 
 
-def prompts_of(tokenizer: Any) -> list[list[int]]:
+def prompts_of(tokenizer: PublishedTokenizer) -> list[list[int]]:
     """48 prompts: each sentence without its last two, without its last, and with all of its words."""
     texts = [" ".join(sentence.split()[: len(sentence.split()) - cut]) for sentence in SENTENCES for cut in (2, 1, 0)]
-    return [list(tokenizer.encode(text)) for text in texts]
+    return [tokenizer.encode(text) for text in texts]
 
 
-async def client(folder: str) -> None:
+async def client() -> None:
     """One client process: wait for the word, ask everything at once, print what came back as JSON."""
-    from transformers import AutoTokenizer
-
-    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
-    prompts = prompts_of(tokenizer)
     async with Producer() as producer:
+        tokenizer = await producer.tokenizer()
+        prompts = prompts_of(tokenizer)
         print("ready", flush=True)
         sys.stdin.readline()
         started = time.perf_counter()
@@ -114,9 +113,9 @@ def _is_served() -> bool:
     return True
 
 
-def ask_from_clients(folder: str) -> list[dict[str, Any]]:
+def ask_from_clients() -> list[dict[str, Any]]:
     """Start the client processes, give the word to all at once, and collect their answers."""
-    command = [sys.executable, __file__, folder, "--client"]
+    command = [sys.executable, *sys.argv, "--client"]
     clients = [
         subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(CLIENTS)
     ]
@@ -163,7 +162,7 @@ def main() -> None:
     parser.add_argument("--client", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.client:
-        asyncio.run(client(given.folder))
+        asyncio.run(client())
         return
     runtime = Path(tempfile.mkdtemp(prefix="lmpool-demo-"))
     os.environ["LMPOOL_RUNTIME_DIR"] = str(runtime / "run")
@@ -173,7 +172,7 @@ def main() -> None:
         started = time.perf_counter()
         with pool(given, runtime):
             print(f"ready after {time.perf_counter() - started:.1f} s; {CLIENTS} client processes ask", flush=True)
-            show(ask_from_clients(given.folder))
+            show(ask_from_clients())
         print(f"to serve it yourself: {' '.join(_up(given))}")
     finally:
         shutil.rmtree(runtime, ignore_errors=True)

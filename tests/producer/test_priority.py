@@ -18,7 +18,7 @@ from lmpool.protocol.prompt import decode_ids
 from lmpool.synthetic import synthetic_row
 from lmpool.workers.backend.contract import BackendJob
 from tests.support.gate import GatedBackend, OneByOne, gated_worker
-from tests.support.pool import Pool, V, run_lmpool, until_async
+from tests.support.pool import Pool, V, count_waiting, run_lmpool, until_async
 
 BATCH = 2
 
@@ -94,18 +94,26 @@ class Noting(GatedBackend):
         super().submit(jobs)
 
 
-async def test_what_a_dead_worker_held_of_a_bulk_client_yields_where_it_is_taken_over(pool: Pool) -> None:
+async def test_what_a_dead_worker_held_of_a_bulk_client_yields_where_it_is_taken_over_unless_others_joined(
+    pool: Pool,
+) -> None:
     first = pool.start("--step-ms", 600_000, "--lease-s", 1, "--max-batch", 10)
     async with pool.producer() as producer, pool.producer(priority="bulk") as bulk:
         asked = [asyncio.ensure_future(producer.logprobs([1]))]
         await until_async(lambda: _are_held(pool, 1), "the worker holds it")
-        asked += [asyncio.ensure_future(bulk.logprobs([number])) for number in range(2, 6)]
-        await until_async(lambda: _are_held(pool, 5), "the worker holds all")
+        asked += [asyncio.ensure_future(bulk.logprobs([number])) for number in range(2, 7)]
+        await until_async(lambda: _are_held(pool, 6), "the worker holds all")
+        asked.append(asyncio.ensure_future(producer.logprobs([6])))
+        await until_async(lambda: _is_joined(pool), "the other client joins one of the bulk client's")
         first.end()
         backend = Noting()
         async with gated_worker(pool, backend, lease_s=1):
             await asyncio.gather(*asked)
-    assert backend.is_bulk == {1: False, 2: True, 3: True, 4: True, 5: True}
+    assert backend.is_bulk == {1: False, 2: True, 3: True, 4: True, 5: True, 6: False}
+
+
+async def _is_joined(pool: Pool) -> bool:
+    return any(count_waiting(pool.redis, key) == 2 for key in pool.redis.scan_iter(match=f"{pool.prefix}:*:waiting:*"))
 
 
 async def _are_held(pool: Pool, number: int) -> bool:

@@ -17,15 +17,17 @@
 --
 -- Returns {alone (0|1), list of {entry, encoded job, deliveries before this one, fields 'u', 't' and 'p' or ''}, how many more
 -- calls are this worker's share of going through all that is held}. An empty list with alone = 1 asks the caller to come back
--- when it holds nothing. A job that is too large is told by its size alone.
+-- when it holds nothing. A job that is too large is told by its size alone. What others than bulk clients
+-- have joined since has no 'p'.
 
 -- include capacity
+-- include waiting
 -- include time
 
 local cursor, group, consumer, lease = KEYS[2], ARGV[1], ARGV[2], tonumber(ARGV[3])
 local most, want, idle = tonumber(ARGV[4]), tonumber(ARGV[5]), ARGV[6] == '1'
 local largest, free_bytes = tonumber(ARGV[7]), tonumber(ARGV[8])
-local MOST_SHORT, MOST_TAKEN, MOST_LANES, FIRST = 64, 128, 8, '-'
+local MOST_SHORT, MOST_TAKEN, MOST_LANES, MOST_CLIENTS, FIRST = 64, 128, 8, 32, '-'
 -- Twice this worker's share of all that is held, so that all together see everything between two calls of one.
 local LEAST_PART, MOST_PART = 50, 500
 local own = {}
@@ -46,6 +48,20 @@ local function field(fields, name)
 end
 local function short(value)
   return #value <= MOST_SHORT and value or ''
+end
+
+-- Whether a job that a bulk client has queued is waited for by others too: submit.lua leaves those alone that a worker has, for
+-- that one is at work on them. Of very many clients some are looked at.
+local function is_joined(lifetime)
+  local digest = string.match(lifetime, '^%d+ (.+)$')
+  local waiting = waiting_for .. (digest or '')
+  local _, sole = read_waiting(waiting)
+  for _, reply in ipairs(sole and {sole} or redis.pcall('HRANDFIELD', waiting, MOST_CLIENTS) or {}) do
+    if string.sub(reply, 1, #replies) == replies and not is_bulk_client(reply) then
+      return true
+    end
+  end
+  return false
 end
 
 -- Take an entry of a stream. Returns whether it does not fit beside the others.
@@ -69,6 +85,9 @@ local function take(stream, suffix, id, deliveries)
   end
   redis.call('XCLAIM', stream, group, consumer, lease, id, 'JUSTID', 'RETRYCOUNT', deliveries + 1)
   local lifetime, since, priority = field(entry[2], 'u'), field(entry[2], 't'), field(entry[2], 'p')
+  if priority == BULK and is_joined(lifetime) then
+    priority = ''
+  end
   taken[#taken + 1] = {id .. suffix, job, deliveries, short(lifetime), short(since), short(priority)}
   return false
 end
