@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from threading import Timer
 from typing import Any
 
 import pytest
@@ -184,7 +185,7 @@ def test_a_record_that_names_no_process_keeps_no_other_from_ending(start: Start,
         broken.write('{"pid": ')
         broken.flush()
         ended = run_lmpool("down")
-    assert process.wait() == -signal.SIGTERM
+    assert process.wait(DEADLINE_S) == -signal.SIGTERM
     assert (ended.returncode, ended.stdout) == (2, f"ending syn, process {process.pid}\n")
     assert f"{folder}/0.json, {folder}/x.json does not say which process" in ended.stderr
 
@@ -239,7 +240,11 @@ def test_what_has_ended_is_not_waited_for_although_others_hold_its_pipe(tmp_path
     log.write_text("it says this")
     command = [sys.executable, "-c", program, str(told)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[told]) as process, log.open("rb") as said:
+        # Its byte ends the wait, but not as it should.
+        late = Timer(DEADLINE_S, os.write, (told, b"1"))
+        late.start()
         assert detached._await_serving(process, heard, said) == 3
+        late.cancel()
     os.close(heard)
     os.close(told)
 
@@ -260,6 +265,7 @@ def test_lines_have_a_longest_length_and_end_like_those_of_any_system() -> None:
     assert lines.add(b"", is_last=True) == ["\ufffd"]
     text = "\u00e9" * 200_000
     parts = [line for at in range(0, 400_000, 30_001) for line in lines.add(text.encode()[at : at + 30_001])]
+    assert sum(map(len, parts)) > 100_000
     parts += lines.add(b"end\n")
     assert "".join(parts) == f"{text}end"
     assert max(map(len, parts)) <= 65_536

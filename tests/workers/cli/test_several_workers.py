@@ -11,7 +11,7 @@ import socket
 import stat
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 
@@ -149,7 +149,8 @@ hows = sys.argv[1:]
 def on_ready():
     asyncio.get_running_loop().remove_reader(heard)
     print("told that they serve", flush=True)
-    os.kill(os.getpid(), signal.SIGTERM)
+    for number in os.environ["STOP"].split():
+        os.kill(os.getpid(), int(number))
 
 async def run():
     asyncio.get_running_loop().add_reader(heard, on_ready)
@@ -159,9 +160,10 @@ sys.exit(asyncio.run(run()))
 """
 
 
-def run_stand_ins(tmp_path: Path, *hows: str) -> tuple[int, str]:
-    """Exit code and log of stand-ins for workers; they are stopped when it is told that they serve."""
-    process = WorkerProcess([sys.executable, "-c", STAND_INS, *hows], tmp_path / "log")
+def run_stand_ins(tmp_path: Path, *hows: str, stop: Sequence[signal.Signals] = (signal.SIGTERM,)) -> tuple[int, str]:
+    """Exit code and log of stand-ins for workers; they are stopped by signals when it is told that they serve."""
+    environment = {"STOP": " ".join(str(int(number)) for number in stop)}
+    process = WorkerProcess([sys.executable, "-c", STAND_INS, *hows], tmp_path / "log", environment)
     try:
         return process.wait(), process.text
     finally:
@@ -218,9 +220,17 @@ def test_a_worker_that_has_served_for_long_is_not_given_up_for_what_was_before()
     assert [Restarts().after(3600) for _ in range(9)] == [1] * 9
 
 
+def test_a_terminal_that_closes_drains_the_workers_although_it_says_so_twice(tmp_path: Path) -> None:
+    for number, expected in ((signal.SIGHUP, 0), (signal.SIGTERM, 130)):
+        code, text = run_stand_ins(tmp_path, "serves-and-waits-0", "serves-and-waits-0", stop=[number, number])
+        assert (code, "stopped at once" in text) == (expected, expected == 130)
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
-def test_a_terminal_s_signal_while_workers_start_prints_no_traceback(tmp_path: Path, number: signal.Signals) -> None:
-    """It comes to the whole group, and a hang-up comes twice."""
+def test_a_signal_of_the_terminal_while_workers_start_prints_no_traceback(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    """It comes to all processes of its group."""
     log = tmp_path / "log"
     command = [*lmpool_command(), "up", "syn", *SYNTHETIC, "--workers", "2"]
     with log.open("wb") as output:
@@ -229,11 +239,8 @@ def test_a_terminal_s_signal_while_workers_start_prints_no_traceback(tmp_path: P
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
     until(lambda: len(children.read_text().split()) >= 3, "a supervisor and two workers are there")
     os.killpg(process.pid, number)
-    if number == signal.SIGHUP:
-        os.killpg(process.pid, number)
     assert process.wait(DEADLINE_S) == 0
     assert "Traceback" not in log.read_text()
-    assert "stopped at once" not in log.read_text().partition("stopping 2 workers")[0]
 
 
 def test_detached_workers_serve_until_they_are_told_to_stop(folder: Path) -> None:
