@@ -55,6 +55,8 @@ _OPTIONS = 16
 _SURELY_LIKELIEST = -0.69
 # Arguments that nobody needs to give, or can.
 _NOT_OURS = {"max_batch_size", "device", "unknown", "return"}
+# What lm-eval's command gives where nobody has named a device.
+_ANY_DEVICE = "cuda:0"
 # What tells only of how tokens are drawn.
 _OF_DRAWS = {"top_p", "top_k", "min_p", "typical_p"}
 
@@ -148,7 +150,8 @@ class LmpoolLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types.
         if unknown:
             known = [name for name in LmpoolLM.__init__.__annotations__ if name not in _NOT_OURS]
             raise SettingsError(f"{min(unknown)}: not an argument of the model lmpool; there are {', '.join(known)}")
-        for given, value in (("max_batch_size", max_batch_size), ("device", device)):
+        chosen = None if device == _ANY_DEVICE else device
+        for given, value in (("max_batch_size", max_batch_size), ("device", chosen)):
             if value is not None:
                 _log.warning("%s=%s: has no effect, the pool's workers decide", given, value)
         self._in_flight = _read_batch_size(batch_size)

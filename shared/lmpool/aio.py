@@ -126,6 +126,8 @@ def copy_error(error: E) -> E:
     other.__dict__.update(error.__dict__)
     if notes := getattr(error, "__notes__", None):
         other.__notes__ = list(notes)
-    other.__cause__, other.__context__ = error.__cause__, error.__context__
+    # Some are raised from themselves; a copy that names the first as its cause would be told twice.
+    other.__cause__ = None if error.__cause__ is error else error.__cause__
+    other.__context__ = error.__context__
     other.__suppress_context__ = error.__suppress_context__
     return other.with_traceback(error.__traceback__)

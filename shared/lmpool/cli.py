@@ -148,6 +148,8 @@ def _usage(error: typer.BadParameter) -> int:
         for line in message.splitlines():
             say(line)
         return 2
+    if "unexpected extra argument" in message and "model" in _options():
+        message = f"{message}; a model is named by --model, and a text of several words is quoted"
     return _fail(f"{message} (see `{error.ctx.command_path if error.ctx else 'lmpool'} --help`)")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -77,8 +78,12 @@ async def test_an_unknown_model_is_named_with_those_that_are_served(pool: Pool) 
     with pytest.raises(errors.UnknownModel, match="no model is served"):
         await pool.producer().open()
     pool.start(model="one")
-    with pytest.raises(errors.UnknownModel, match="'gpt5' is not served; served are: one"):
+    with pytest.raises(errors.UnknownModel, match="'gpt5' is not served; served are: one") as caught:
         await pool.producer("gpt5").logprobs([1])
+    told = "".join(traceback.format_exception(caught.value))
+    assert told.count("UnknownModel: the model 'gpt5' is not served") == 1, "it is not its own cause"
+    with pytest.raises(errors.UnknownModel, match=r"'Onne' is not served; did you mean 'one'\? served are: one"):
+        await pool.producer("Onne").open()
     pool.start(model="two")
     with pytest.raises(errors.AmbiguousModel, match="name one of them: one, two"):
         await pool.producer().logprobs([1])

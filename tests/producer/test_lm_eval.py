@@ -427,6 +427,15 @@ def test_bad_arguments_are_refused_by_name(served: Pool, folder: Path, tmp_path:
         ours.loglikelihood(requests("loglikelihood", ("a", "b" * 65)))
 
 
+@pytest.mark.parametrize(("device", "is_told"), [("cuda:0", False), ("cpu", True), (None, False)])
+def test_a_device_that_was_named_has_no_effect_and_that_is_told(
+    served: Pool, folder: Path, caplog: pytest.LogCaptureFixture, device: str | None, is_told: bool
+) -> None:
+    """lm-eval's command gives the first where nobody has named one."""
+    pooled(served, folder, device=device)
+    assert ("device=cpu: has no effect" in caplog.text) == ("has no effect" in caplog.text) == is_told
+
+
 def test_a_model_without_a_tokenizer_needs_one_that_is_named(pool: Pool, folder: Path) -> None:
     pool.start("--vocab-size", "266")
     with pytest.raises(SettingsError, match="tokenizer: the model 'syn' has no tokenizer; name one of this machine"):

@@ -348,8 +348,8 @@ BAD: list[tuple[str, dict[str, Any], type[LMPoolError], str]] = [
     ("positions", {"top": 1, "mode": "raw"}, SettingsError, "mode: 'raw' is not one of logprobs, logits"),
     ("score", {"continuation": [1], "mode": "raw"}, SettingsError, "mode: 'raw' is not one of logprobs, logits"),
     ("score", {"continuation": []}, EmptyPrompt, "at least 1 token id"),
-    ("score", {"continuation": "text"}, NotTokenIds, "text"),
-    ("score", {"continuation": [V]}, TokenOutOfRange, "out of range"),
+    ("score", {"continuation": "text"}, NotTokenIds, "continuation: it is text, 'text'"),
+    ("score", {"continuation": [V]}, TokenOutOfRange, f"continuation: token id {V} is out of range"),
     ("score", {"continuation": [1] * 8}, PromptTooLong, "the prompt and its continuation have 11 tokens: .* 10"),
 ]
 

@@ -51,7 +51,7 @@ TUTORIALS = {
 NOBODY = "redis://127.0.0.1:1"
 UNREACHABLE = f"error: no Redis server answers at {NOBODY}"
 NOT_SERVED = (
-    "error: the model 'smollm3' is not served; served are: smollm2; "
+    "error: the model 'smollm3' is not served; did you mean 'smollm2'? served are: smollm2; "
     "start a worker with `lmpool worker MODEL --name smollm3`"
 )
 TEXT = "The quick brown fox jumps over the lazy dog, and then it goes home to sleep in its warm bed. " * 3
@@ -276,7 +276,7 @@ def test_wrong_names_and_missing_servers_end_programs_that_import_torch(
     name: str, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for options, message in ((("--model", "smollm3", "--redis", url), NOT_SERVED), (("--redis", NOBODY), UNREACHABLE)):
-        assert re.fullmatch(rf"{message}[^\n]*", str(ended(monkeypatch, name, *ASKING[name], *options).code))
+        assert re.fullmatch(rf"{re.escape(message)}[^\n]*", str(ended(monkeypatch, name, *ASKING[name], *options).code))
 
 
 @pytest.mark.parametrize(

@@ -171,6 +171,8 @@ def test_bad_input_is_refused_with_what_is_wrong(pool: Pool, service: WebService
         answer = service.ask(path, body)
         assert (answer.status, words in answer.json["error"]) == (status, True), (path, str(body)[:80], answer)
         assert answer.json["error"].isprintable()
+    # A text is scored as its beginning and a continuation, which nobody has named.
+    assert service.ask("/api/text", {**text, "ids": [1, V]}).json["error"].startswith(f"token id {V} is out of range")
     assert service.ask("/api/text").status == 405
     assert service.ask("/api/stream", {}).status == 405
     # It goes on all the same.

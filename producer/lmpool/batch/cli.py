@@ -8,6 +8,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Annotated, Any, TypeVar
 
+import msgspec
 import typer
 from redis.exceptions import RedisError
 
@@ -18,23 +19,23 @@ from lmpool.batch.reader import read_manifest
 from lmpool.batch.run import BatchSettings, run_batch
 from lmpool.batch.storage.bucket import open_folder
 from lmpool.batch.storage.fetch import named
-from lmpool.batch.storage.folder import ERRORS
+from lmpool.batch.storage.folder import ERRORS, Folder
 from lmpool.broker.server import Server
 from lmpool.cli import say, say_json
-from lmpool.errors import LMPoolError, LogFormatter, SettingsError, UnknownModel
+from lmpool.errors import BatchError, LMPoolError, LogFormatter, SettingsError
 from lmpool.producer import Producer
-from lmpool.producer.cli.options import AsJson, ModelName, Prefix, RedisUrl, run, when_absent
+from lmpool.producer.cli.options import AsJson, ModelName, Prefix, RedisUrl, Waits, check_served, run, when_absent
 
 T = TypeVar("T")
 
-_LOOK_S = 10.0
 SOME_FAILED = 3
-"""What the command exits with when lines have no answer; errors have 2, or 4 when the output folder is refused."""
+"""What the command exits with when lines have no answer; errors, and files of which no line has one,
+have 2, or 4 when the output folder is refused."""
 
 _EXIT_CODES = (
     "Exits with 0 when every line has an answer, 3 when some have none (OUT/errors.jsonl says why), 4 when OUT belongs "
-    "to another model, input or options or another run writes there, 2 on any other error, and 130 on Ctrl-C. After 2 "
-    "and 130 the same command goes on where it stopped."
+    "to another model, input or options or another run writes there, 2 on any other error or when no line has one, and "
+    "130 on Ctrl-C. After 2 and 130 the same command goes on where it stopped."
 )
 
 batch_app = typer.Typer(
@@ -54,15 +55,6 @@ Format = Annotated[str | None, typer.Option("--format", help="jsonl (default) or
 ShardLines = Annotated[int, typer.Option(help="Lines of a shard; 0 for 1,024, of rows 64.")]
 Adapter = Annotated[str, typer.Option(help="One of the model's adapters (see `lmpool adapters list`).")]
 Concurrency = Annotated[int, typer.Option(help="Requests under way at once.")]
-Waiting = Annotated[
-    bool | None,
-    typer.Option(
-        "--wait/--no-wait",
-        help="Wait for a model that is not served yet, for --timeout seconds, or fail at once. By default a server, a "
-        "first model and one that is being loaded are waited for; beside other models one that is missing is an error.",
-        show_default=False,
-    ),
-]
 Patience = Annotated[float, typer.Option("--timeout", help="Seconds that a request may take before the run ends.")]
 
 
@@ -91,7 +83,7 @@ def run_command(
     redis: RedisUrl = None,
     prefix: Prefix = "lmpool",
     timeout: Patience = 3600.0,
-    waits: Waiting = None,
+    waits: Waits = None,
     as_json: AsJson = False,
 ) -> None:
     """Ask about every line of IN, and write the answers to shards in OUT. The same command again goes on."""
@@ -105,16 +97,39 @@ def run_command(
     except KeyboardInterrupt:
         done, shards = progress.shards
         so_far = f"after {done} of {counted(shards, 'shard')}" if shards else "before anything was asked"
-        say(f"lmpool: stopped {so_far}; run the same command to go on", err=True)
+        say(f"lmpool: stopped {so_far}; run the same command to go on{_lost(progress)}", err=True)
         raise
+    where = f"{named(output).rstrip('/')}/{ERRORS}"
     if as_json:
         say_json(outcome._asdict())
-    else:
-        where, has = f"{named(output).rstrip('/')}/{ERRORS}", "has" if outcome.errors == 1 else "have"
+    elif outcome.texts:
+        has = "has" if outcome.errors == 1 else "have"
         failed = f"; {counted(outcome.errors, 'line')} {has} none: see {where}" if outcome.errors else ""
         say(f"{counted(outcome.texts, 'answer')} in {counted(outcome.shards, 'shard')} in {named(output)}{failed}")
     if outcome.errors:
+        first = _first_error(open_folder(output))
+        if not outcome.texts:
+            raise BatchError(f"no line of {named(source)} has an answer; {first}; see {where}")
+        say(f"the first of them: {first}", err=True)
         raise typer.Exit(SOME_FAILED)
+
+
+def _lost(progress: Progress) -> str:
+    """What a run that was stopped will do again: a shard is in place whole or not at all."""
+    lines = sum(progress.unplaced.values())
+    if not lines:
+        return ""
+    lost = f"{counted(lines, 'answered line')} of unfinished shards will be asked again"
+    return f"; {lost} (fewer in a run with a smaller --shard-lines)"
+
+
+def _first_error(folder: Folder) -> str:
+    """The first line without an answer, and why it has none."""
+    if not folder.has(ERRORS):
+        return f"{ERRORS} is gone"  # With what it is made of, which somebody has removed.
+    with folder.explained(), folder.local(ERRORS).open("rb") as file:
+        first = msgspec.json.decode(file.readline())
+    return f"line {first['line']}: {first['error']}"
 
 
 @batch_app.command(epilog="Needs the extra bulk. `lmpool batch worker` does the jobs, where the same files are seen.")
@@ -131,7 +146,7 @@ def submit(
     redis: RedisUrl = None,
     prefix: Prefix = "lmpool",
     timeout: Patience = 3600.0,
-    waits: Waiting = None,
+    waits: Waits = None,
     as_json: AsJson = False,
 ) -> None:
     """Queue a job for each shard that is not done, for `lmpool batch worker`. The same again queues what is left."""
@@ -231,13 +246,15 @@ def perplexity(
     redis: RedisUrl = None,
     prefix: Prefix = "lmpool",
     timeout: Patience = 3600.0,
-    waits: Waiting = None,
+    waits: Waits = None,
     as_json: AsJson = False,
 ) -> None:
     """Show the perplexity of a text file, and its bits per byte."""
     try:
         text = file.read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise SettingsError(f"file: {file} cannot be read: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
         raise SettingsError(f"file: {file} cannot be read: {error}") from error
     producer = _producer(model, redis, prefix, timeout, waits)
     asking = perplexity_of(producer, text, window, overlap, adapter, Progress("tokens"))
@@ -259,7 +276,7 @@ def _producer(model: str | None, redis: str | None, prefix: str, timeout: float,
         prefix=prefix,
         timeout=timeout,
         cache_bytes=0,
-        when_absent=when_absent(waits is not False),
+        when_absent=when_absent(waits),
         priority="bulk",
         keep_answers=False,
     )
@@ -271,30 +288,11 @@ async def _closing(
     """Await something that asks, and close the producer however that ends.
 
     Raises:
-        UnknownModel: other models are served, and nobody has said that this one is to be waited for.
+        ServerUnreachable, UnknownModel: as `check_served`.
     """
     try:
-        if waits is None:
-            await _check_served(*pool)
+        await check_served(*pool, waits)
         return await work
     finally:
         work.close()
         await producer.close()
-
-
-async def _check_served(model: str | None, redis: str | None, prefix: str) -> None:
-    """Refuse a model that is missing among others; whoever asks later waits for all else, or tells of it.
-
-    Raises:
-        UnknownModel: it is missing.
-    """
-    looking = Producer(model, redis=redis, prefix=prefix, timeout=_LOOK_S, cache_bytes=0)
-    try:
-        await looking.open()
-    except UnknownModel as error:
-        if error.has_others and not error.is_loading:
-            raise UnknownModel(f"{error}; or pass --wait to wait for it") from error
-    except LMPoolError:
-        pass
-    finally:
-        await looking.close()

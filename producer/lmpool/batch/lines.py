@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 from array import array
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -26,6 +27,16 @@ _DIGEST_SIZE = 16
 _READ_BYTES = 1024 * 1024
 _LINES_AT_ONCE = 256
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+# What msgspec says of a value of another type, and what its types are called here.
+_MISMATCH = re.compile(r"Expected `(.+?)`, got `(.+?)`(?: - at `\$\.?(.*)`)?")
+_TYPES = {
+    "str": "text",
+    "int": "a whole number",
+    "float": "a fraction",
+    "bool": "true or false",
+    "array": "a list",
+    "object": "an object",
+}
 
 
 class Body(msgspec.Struct):
@@ -267,7 +278,7 @@ def _decoded(number: int, line: bytes | None, decode: Callable[[bytes], Fields])
     try:
         return Line(number, decode(line))
     except msgspec.ValidationError as error:
-        return Line(number, None, f"unusable: {error}", _custom_id_of(line))
+        return Line(number, None, _unusable(error), _custom_id_of(line))
     except RecursionError:
         return Line(number, None, "its lists and objects are nested too deeply")
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -288,4 +299,14 @@ def converted(number: int, row: dict[str, Any]) -> Line:
     try:
         return Line(number, msgspec.convert(row, Fields))
     except msgspec.ValidationError as error:
-        return Line(number, None, f"unusable: {error}")
+        return Line(number, None, _unusable(error))
+
+
+def _unusable(error: msgspec.ValidationError) -> str:
+    """Which field of a line has a value of another type, of which one, and what it must be."""
+    found = _MISMATCH.fullmatch(str(error))
+    if found is None:
+        return f"unusable: {error}"
+    expected, given, field = found.groups()
+    wanted = " or ".join(_TYPES.get(kind, kind) for kind in expected.split(" | ") if kind != "null")
+    return f"{f'{field}:' if field else 'the line'} must be {wanted}, not {_TYPES.get(given, given)}"

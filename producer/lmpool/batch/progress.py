@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from contextlib import ExitStack
 from time import monotonic
 from types import TracebackType
@@ -24,6 +25,7 @@ class Progress:
 
     Attributes:
         shards: how many are in place, and are there in all; of no use before something is asked.
+        unplaced: lines that were answered, by the number of their shard, which is not in place.
     """
 
     def __init__(self, label: str = "lines", *, is_silent: bool = False) -> None:
@@ -34,6 +36,7 @@ class Progress:
         self._total = self._done = self._here = self._positions = 0
         self._began = self._told = monotonic()
         self.shards = (0, 0)
+        self.unplaced = Counter[int]()
 
     def begin(self, total: int, done: int) -> None:
         """Say how much there is, and how much of it was done before."""

@@ -26,7 +26,7 @@ from lmpool.batch.storage.bucket import open_folder
 from lmpool.batch.storage.fetch import absolute, named, plain_file
 from lmpool.batch.storage.folder import VERSION, Folder, Input, Manifest, Model, Options, Shard
 from lmpool.batch.texts import Failed, Preparer
-from lmpool.errors import InvalidPrompt, ModelMismatch, SettingsError, UnknownAdapter, WorkerError
+from lmpool.errors import BatchRefused, InvalidPrompt, ModelMismatch, SettingsError, UnknownAdapter, WorkerError
 from lmpool.producer import Producer
 from lmpool.producer.tokenizer import Tokenizer, find_tokenizer
 from lmpool.protocol.model_info import ModelInfo
@@ -173,7 +173,7 @@ async def begin(producer: Producer, folder: Folder, source: str, index: Index, s
     """The manifest of a folder that goes on, or of one that begins, which is then put into place.
 
     Raises:
-        BatchRefused: it was begun for something else.
+        BatchRefused: it was begun for something else, and may have answers.
     """
     info, options, kind = producer.model, settings.options, settings.kind
     kind.width(info)  # What does not fit the model is refused now.
@@ -193,14 +193,19 @@ async def begin(producer: Producer, folder: Folder, source: str, index: Index, s
     given = Input(name, index.format, index.size, index.lines, index.digest)
     wanted = Manifest(VERSION, version("lmpool"), given, model, options, kind.columns(info), len(index.starts))
     there = await asyncio.to_thread(folder.read_manifest)
-    if there is None or not await asyncio.to_thread(folder.shards):
-        with folder.explained():
-            await asyncio.to_thread(folder.begin, wanted)
-        return wanted
-    there.check_same(wanted, folder.location)
+    if there is not None and len(await asyncio.to_thread(folder.shards)):
+        try:
+            there.check_same(wanted, folder.location)
+        except BatchRefused:
+            if await asyncio.to_thread(folder.is_begun):
+                raise
+        else:
+            with folder.explained():
+                await asyncio.to_thread(find_done, folder, there)
+            return there
     with folder.explained():
-        await asyncio.to_thread(find_done, folder, there)
-    return there
+        await asyncio.to_thread(folder.begin, wanted)
+    return wanted
 
 
 def find_done(folder: Folder, manifest: Manifest) -> None:
@@ -444,6 +449,7 @@ class _Run:
             item = await self._unasked.get()
             if isinstance(item.entry, Text) and item.answer is not None:
                 item.answer.set_result(await self._ask(item.entry, item.part))
+                self._progress.unplaced[item.shard] += item.is_last
 
     async def _ask(self, text: Text, part: range) -> Columns | Failed:
         """The answer for some positions of a text, or why this text has none."""
@@ -521,6 +527,7 @@ class _Run:
                 if item.entry is None:
                     self._manifest.done.append(self._writer.place())
                     self._writer = None
+                    self._progress.unplaced.pop(item.shard, None)
                     self._progress.shards = len(self._manifest.done), self._manifest.shards
                 elif isinstance(item.entry, Failed):
                     self._writer.fail(item.entry)

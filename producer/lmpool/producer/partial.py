@@ -321,7 +321,7 @@ class PartialRows:
             try:
                 seconds = [session.encode(ids, name) for ids in second_ids]
             except InvalidPrompt as error:
-                raise type(error)(f"continuation: {error}") from error
+                raise type(error)(f"continuation: {str(error).replace('the prompt', 'it', 1)}") from error
             if len(firsts) != len(seconds):
                 raise SettingsError(f"continuations: {len(seconds)} for {len(firsts)} prompts; each prompt needs one")
             pairs = zip(firsts, seconds, strict=True)

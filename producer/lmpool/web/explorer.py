@@ -15,6 +15,7 @@ from starlette.routing import Route
 from lmpool.aio import gather
 from lmpool.errors import NoWorker, SettingsError, UnknownModel
 from lmpool.producer.options import read_sampling
+from lmpool.protocol.prompt import encode_prompt
 from lmpool.protocol.query import kept, top
 from lmpool.web.answers import answers, read_body
 from lmpool.web.models import ExploredModel, Models, shown_bytes
@@ -143,6 +144,9 @@ async def _scores(model: ExploredModel, ids: list[int], adapter: str) -> NDArray
     """The log-probability of every token but the first."""
     if len(ids) < 2:
         return np.empty(0, np.float32)
+    # Of all of them: what is wrong with the text is not to be told of a continuation.
+    info = model.producer.model
+    encode_prompt(ids, vocab_size=info.vocab_size, max_tokens=info.max_prompt_tokens)
     return await model.producer.score(ids[:1], ids[1:], adapter=adapter)
 
 

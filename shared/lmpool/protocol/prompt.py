@@ -19,6 +19,7 @@ DIGEST_SIZE = 16
 
 _LITTLE_ENDIAN = np.dtype("<u4")
 _MOST_SHOWN = 120
+_ENCODING = "`await producer.encode(text)` (SyncProducer: no await) or tokenizer.encode(text)"
 _TEXT = (str, bytes, bytearray, memoryview, mmap)
 _ARRAY_IS_U4LE = array("I", [1]).tobytes() == b"\x01\x00\x00\x00"
 
@@ -108,10 +109,7 @@ def list_prompts(prompts: Iterable[Any]) -> list[Any]:
 def not_token_ids(ids: Any) -> NotTokenIds:
     """The error for a value that is no sequence of token ids at all; it says where the value may have some."""
     if isinstance(ids, _TEXT):
-        return NotTokenIds(
-            f"the prompt is text, {_described(ids)}: encode it with the model's tokenizer and pass the token ids, "
-            "tokenizer.encode(text)"
-        )
+        return NotTokenIds(f"the prompt is text, {_described(ids)}: pass its token ids, {_ENCODING}")
     hint = ""
     if isinstance(ids, Mapping) and "input_ids" in ids:
         inputs = ids["input_ids"]
@@ -119,6 +117,8 @@ def not_token_ids(ids: Any) -> NotTokenIds:
         hint = f'; pass its ["input_ids"]{"[0]" if has_rows else ""}'
     elif isinstance(getattr(ids, "ids", None), list):
         hint = "; pass its .ids"  # What the library `tokenizers` gives.
+    elif isinstance(ids, (int, np.integer)) and not isinstance(ids, bool):
+        hint = "; where several prompts are given, one alone is [ids]"
     return NotTokenIds(f"the prompt is {_described(ids)}: it must be a sequence of token ids{hint}")
 
 
@@ -183,7 +183,7 @@ def _as_int(value: Any, index: int) -> int:
     if getattr(value, "shape", None) == () and (number := np.asarray(value)).dtype.kind in "iu":
         return int(number)
     text = isinstance(value, (str, bytes))
-    hint = "; encode text by tokenizer.encode(text)" if text else _one_of_several(value)
+    hint = f"; encode text by {_ENCODING}" if text else _one_of_several(value)
     raise NotTokenIds(f"element {index} of the prompt is {_described(value)}: token ids are integers{hint}")
 
 

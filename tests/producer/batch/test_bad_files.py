@@ -36,7 +36,7 @@ PACKED: dict[str, Callable[[bytes], bytes]] = {
 }
 BAD: list[tuple[dict[str, Any] | str, str]] = [
     ('{"custom_id": "broken", "ids": [1', "no JSON: "),
-    ("[1, 2]", "unusable: Expected `object`, got `array`"),
+    ("[1, 2]", "the line must be an object, not a list"),
     ("not JSON", "no JSON: "),
     ('{"ids": [1]} {"ids": [2]}', "no JSON: "),
     ('{"custom_id": "\udc80", "ids": [1]}', "no JSON: 'utf-8' codec can't decode"),
@@ -45,21 +45,22 @@ BAD: list[tuple[dict[str, Any] | str, str]] = [
     ({"body": {"messages": [{"role": "user", "content": "Hello"}]}}, "it has none of them"),
     ({"ids": [1], "text": "two"}, "it has text and ids"),
     ({"ids": []}, "the prompt is empty"),
-    ({"ids": ["a"]}, "unusable: Expected `int`, got `str` - at `$.ids[0]`"),
-    ({"ids": [1.5]}, "unusable: Expected `int`, got `float`"),
-    ({"ids": [True]}, "unusable: Expected `int`, got `bool`"),
-    ({"ids": [[1], [2]]}, "unusable: Expected `int`, got `array`"),
+    ({"ids": ["a"]}, "ids[0]: must be a whole number, not text"),
+    ({"ids": [1.5]}, "ids[0]: must be a whole number, not a fraction"),
+    ({"ids": [True]}, "ids[0]: must be a whole number, not true or false"),
+    ({"ids": [[1], [2]]}, "ids[0]: must be a whole number, not a list"),
     ({"ids": [1, V]}, f"token id {V} is out of range"),
     ({"ids": [-1]}, "token id -1 is out of range"),
     ({"ids": [10**30]}, "is out of range"),
     ({"ids": [1] * (MOST_TOKENS + 1)}, f"at most {MOST_TOKENS}"),
-    ({"custom_id": ["a"], "ids": [1]}, "unusable: Expected `int | str | null`, got `array` - at `$.custom_id`"),
+    ({"custom_id": ["a"], "ids": [1]}, "custom_id: must be a whole number or text, not a list"),
     ({"ids": [1], "continuation": [2]}, "continuation: only --what scores reads it"),
     ({"custom_id": "good-1", "ids": [3]}, "its custom_id has come before"),
     ({"custom_id": "good-1", "ids": [1] * 100}, "its custom_id has come before"),
     ({"ids": [1, 9]}, "was told to fail"),
     ('{"ids": [1], "other": ' + "[" * 100_000 + "]" * 100_000 + "}", "its lists and objects are nested too deeply"),
-    ({"custom_id": "kept", "ids": "abc"}, "unusable: Expected `array | null`, got `str` - at `$.ids`"),
+    ({"body": {"prompt": 5}}, "body.prompt: must be text or a list, not a whole number"),
+    ({"custom_id": "kept", "ids": "abc"}, "ids: must be a list, not text"),
 ]
 
 
@@ -73,6 +74,7 @@ async def test_bad_lines_are_told_with_their_numbers_and_reasons(pool: Pool, tmp
     )
     assert ended.returncode == 3, ended.stderr
     assert f"4 answers in 7 shards in {tmp_path / 'out'}; {len(BAD)} lines have none: see" in ended.stdout
+    assert "the first of them: line 5: no JSON: " in ended.stderr
     told = errors(tmp_path / "out")
     assert [number for number, _, _ in told] == list(range(5, 5 + len(BAD)))
     for (line, reason), (_, custom_id, error) in zip(BAD, told, strict=True):
@@ -145,10 +147,10 @@ def test_duplicates_are_all_but_the_first_of_equal_ids() -> None:
 @pytest.mark.parametrize("text", ["", "\n", " \n\n  \n"])
 def test_an_empty_input_is_an_error(pool: Pool, tmp_path: Path, text: str) -> None:
     (tmp_path / "in.jsonl").write_text(text)
-    ended = run_lmpool(*arguments(pool, tmp_path / "in.jsonl", tmp_path / "out", "--what", "topk:2"))
+    ended = run_lmpool(*arguments(pool, tmp_path / "in.jsonl", tmp_path / "new/out", "--what", "topk:2"))
     assert (ended.returncode, ended.stdout) == (2, "")
     assert "is empty: there is nothing to ask" in ended.stderr
-    assert content(tmp_path / "out") == {}
+    assert not (tmp_path / "new").exists(), "a run that is refused leaves no folder"
 
 
 async def test_what_does_not_fit_the_model_is_an_error_at_once(pool: Pool, tmp_path: Path) -> None:
@@ -162,6 +164,7 @@ async def test_what_does_not_fit_the_model_is_an_error_at_once(pool: Pool, tmp_p
             await run(producer, source, tmp_path / "out", "topk:2", adapter="poet")
         with pytest.raises(SettingsError, match="input: .*nothing.jsonl' is no file"):
             await run(producer, tmp_path / "nothing.jsonl", tmp_path / "out", "topk:2")
+        assert not (tmp_path / "out").exists(), "a run that is refused leaves no folder"
         write_lines(source, [{"text": "Hello"}])
         with pytest.raises(SettingsError, match="the model 'syn' has no tokenizer; give token ids"):
             await run(producer, source, tmp_path / "out", "topk:2")
@@ -229,12 +232,41 @@ def test_a_model_that_is_missing_among_others_is_told_at_once(pool: Pool, tmp_pa
     wrong = arguments(pool, source, tmp_path / "out", "--what", "topk:2", "--model", "sny")
     ended = run_lmpool(*wrong)
     assert ended.returncode == 2
-    assert "the model 'sny' is not served; served are: syn;" in ended.stderr
+    assert "the model 'sny' is not served; did you mean 'syn'? served are: syn;" in ended.stderr
     assert "or pass --wait to wait for it" in ended.stderr
     assert "waiting for" not in ended.stderr
     ended = run_lmpool(*wrong, "--wait", "--timeout", "1")
     assert "waiting for a worker to serve 'sny'" in ended.stderr
     assert ended.returncode == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "reason", "code"),
+    [
+        ("import json\n\nprint(1)\n", "no JSON: ", 2),
+        ('{"txt": "Hello"}\n', "a line needs one of text, ids, ", 2),
+        ('[\n{"ids": [1]}\n]\n', "the line must be an object, not a list", 3),
+    ],
+    ids=["program", "misspelt", "array"],
+)
+def test_a_file_of_something_else_is_an_error_and_leaves_the_folder_to_another(
+    pool: Pool, tmp_path: Path, text: str, reason: str, code: int
+) -> None:
+    pool.start()
+    source, out = tmp_path / "in.jsonl", tmp_path / "out"
+    source.write_text(text)
+    ended = run_lmpool(*arguments(pool, source, out, "--what", "topk:2", "--shard-lines", 1))
+    assert ended.returncode == code, ended.stderr
+    assert f"line 1: {reason}" in ended.stderr
+    good = write_lines(tmp_path / "good.jsonl", [{"ids": [1]}, {"ids": [2]}])
+    again = run_lmpool(*arguments(pool, good, out, "--what", "topk:3"))
+    if code == 3:  # There is an answer.
+        assert (again.returncode, "another run: input (its digest)" in again.stderr) == (4, True)
+        return
+    assert f"no line of {source} has an answer; line 1: " in ended.stderr
+    assert again.returncode == 0, again.stderr
+    assert len(lmpool.batch.open(out)) == 2
+    assert sorted(content(out)) == ["manifest.json", "shard-00000.jsonl"]
 
 
 def test_a_first_model_is_waited_for(pool: Pool, tmp_path: Path) -> None:

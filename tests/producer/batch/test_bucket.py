@@ -126,6 +126,18 @@ async def test_what_is_refused_of_a_folder_is_refused_of_a_bucket(
     assert bucket.content("out") == before
 
 
+async def test_a_bucket_of_a_run_without_any_answer_is_left_to_another(
+    pool: Pool, tmp_path: Path, bucket: TestBucket
+) -> None:
+    pool.start()
+    nothing = bucket.put("nothing.jsonl", b"no JSON\nat all\n")
+    source, output = write_texts(tmp_path / "in.jsonl", TEXTS[:3]), f"{bucket.url}/out"
+    async with pool.producer() as producer:
+        assert (await run(producer, nothing, output, "topk:3", shard_lines=1)).errors == 2
+        assert (await run(producer, source, output, "topk:3")).texts == 3
+    assert bucket.content("out").keys() == {"manifest.json", "shard-00000.jsonl"}
+
+
 async def test_of_two_runs_into_one_bucket_the_first_ends(pool: Pool, tmp_path: Path, bucket: TestBucket) -> None:
     """As far as a store lets it be seen; the notes of one are none for the other."""
     pool.start()

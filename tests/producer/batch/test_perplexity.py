@@ -56,7 +56,7 @@ def test_what_cannot_be_scored_is_an_error(pool: Pool, tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("Hello")
     (tmp_path / "bad.txt").write_bytes(b"\xff")
     for name, options, reason in (
-        ("nothing.txt", [], "cannot be read: "),
+        ("nothing.txt", [], "nothing.txt cannot be read: No such file or directory\n"),
         ("bad.txt", [], "cannot be read: "),
         ("text.txt", ["--window", "101"], "must be more than the overlap, 50, and at most 100"),
         ("text.txt", ["--window", "10", "--overlap", "10"], "must be more than the overlap, 10"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import signal
 from functools import partial
 from pathlib import Path
@@ -194,6 +195,23 @@ def test_ctrl_c_leaves_nothing_half(pool: Pool, tmp_path: Path, signals: int) ->
     ended = run_lmpool(*arguments(pool, source, output, *options))
     assert ended.returncode == 0, ended.stderr
     assert [answer["line"] for answer in lmpool.batch.open(output)] == list(range(1, len(TEXTS) + 1))
+
+
+async def test_a_run_that_is_stopped_says_how_many_lines_it_will_ask_again(pool: Pool, tmp_path: Path) -> None:
+    concurrency = 2
+    source, backend = write_texts(tmp_path / "in.jsonl", draw_texts(4000)), Counting(Gate(tmp_path / "gate"), step_ms=5)
+    options = ("--what", "topk:2", "--shard-lines", 4000, "--concurrency", concurrency)
+    backend.gate.open()
+    async with gated_worker(pool, backend):
+        client = begin(pool, source, tmp_path / "out", *options)
+        await asyncio.to_thread(until, lambda: backend.texts >= 10, "some texts are computed")
+        backend.gate.shut()
+        client.signal(signal.SIGINT)
+        assert await asyncio.to_thread(client.wait) == 130
+    told = re.search(r"to go on; (\d+) answered lines of unfinished shards will be asked again", client.text)
+    assert told, client.text
+    # Each text was asked about when that of `concurrency` before it had its answer.
+    assert 10 - concurrency <= int(told[1]) <= backend.texts
 
 
 async def test_a_model_that_changes_in_the_middle_ends_the_run(pool: Pool, tmp_path: Path) -> None:

@@ -145,14 +145,37 @@ def test_commands_wait_for_a_worker_say_so_and_end_with_ctrl_c(pool: Pool, tmp_p
     finally:
         for process in waiting:
             process.end()
-    late = on(pool, "bench", "--model", "nope", "--timeout", "3")
+    late = on(pool, "bench", "--model", "nope", "--timeout", "1", "--wait")
     assert late.returncode == 2
     why = "the model 'nope' is not served; served are: syn; start a worker with `lmpool worker MODEL --name nope`"
     assert late.stderr.splitlines() == [
-        f"waiting for a worker to serve 'nope': {why}; this waits up to 3 s (--timeout); --no-wait fails at once",
-        f"lmpool: no answer within 3 s: {why}",
+        f"waiting for a worker to serve 'nope': {why}; this waits up to 1 s (--timeout); --no-wait fails at once",
+        f"lmpool: no answer within 1 s: {why}",
     ]
-    assert "'nope' is not served" in one_line(on(pool, "adapters", "list", "--model", "nope", "--no-wait"))
+    assert one_line(on(pool, "adapters", "list", "--model", "nope", "--no-wait")) == f"lmpool: {why}"
+    for command in (["logprobs", "1"], ["bench"], ["adapters", "remove", "poet"], ["trie", "show"]):
+        at_once = one_line(on(pool, *command, "--model", "nope"))
+        assert at_once == f"lmpool: {why}; or pass --wait to wait for it", command
+
+
+def test_without_any_server_commands_that_ask_wait_only_when_told_so(tmp_path: Path) -> None:
+    nowhere = {"LMPOOL_RUNTIME_DIR": str(tmp_path / "none")}
+    (tmp_path / "in.jsonl").write_text('{"ids": [1]}')
+    source, out = str(tmp_path / "in.jsonl"), tmp_path / "out"
+    for command in (
+        ["logprobs", "1"],
+        ["adapters", "list"],
+        ["trie", "show"],
+        ["perplexity", source],
+        ["batch", "run", source, str(out), "--what", "topk:2"],
+    ):
+        line = one_line(run(*command, **nowhere))
+        assert line.startswith("lmpool: no Redis server was named and none of yours runs in ")
+        assert line.endswith("LMPOOL_REDIS_URL; or pass --wait to wait for one")
+    assert not out.exists()
+    for server in (["--wait"], ["--redis", "redis://127.0.0.1:1"]):
+        waited = run("perplexity", source, "--timeout", "0.5", *server, **nowhere)
+        assert (waited.returncode, "waiting for the server: no Redis server " in waited.stderr) == (2, True)
 
 
 @pytest.mark.parametrize(
@@ -312,6 +335,7 @@ def test_every_mistake_is_one_line_and_exit_code_2(short_dir: Path, server_url: 
             "model: ~nobody-is-called-so/model cannot be",
         ),
         (["worker"], "Missing argument"),
+        (["logprobs", "smollm2", "hello"], "(hello); a model is named by --model"),
         (["frobnicate"], "frobnicate"),
         (["status", "--colour"], "--colour"),
         (["up", "syn", "--backend", "synthetic", "--memory-mb", "0"], "memory_bytes"),

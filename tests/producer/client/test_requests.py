@@ -201,6 +201,8 @@ def test_every_exception_of_the_tree_can_be_made_again() -> None:
         assert other is not error
         assert type(other) is type(error)
         assert (str(other), other.args, vars(other)) == (str(error), error.args, vars(error))
+    error.__cause__ = error  # As `raise error from error` does it.
+    assert copy_error(error).__cause__ is None
 
 
 @pytest.mark.parametrize("origin", ["cache_hits", "computed", "joined"])

@@ -112,13 +112,17 @@ class Bucket(Folder):
         Raises:
             BatchRefused: another one has begun just now.
         """
-        is_new = not self.has(MANIFEST)
+        there = self.read_manifest()
         with self.explained():
+            # Not those of the same run: others may have begun it just now.
+            if there is not None and there.run != manifest.run:
+                for name in filter(SHARD.fullmatch, self._listed()):
+                    self._remove(name)
             for folder in ("done", "errors"):
                 for name in self._listed(folder):
                     self._remove(f"{folder}/{name}")
         self._run = manifest.run
-        self._write_manifest(manifest, is_new=is_new)
+        self._write_manifest(manifest, is_new=there is None)
 
     def write_manifest(self, manifest: Manifest) -> None:
         """Put the manifest into place, once all is done; until then what lies there says what is."""

@@ -179,6 +179,7 @@ class Folder:
         """
         if self.path.exists() and not self.path.is_dir():
             raise BatchRefused(f"{self.location} is no folder: give a new or an empty one for the answers")
+        made = [path for path in (self.path, *self.path.parents) if not path.exists()]
         with self.explained():
             self.path.mkdir(parents=True, exist_ok=True)
             names = [path.name for path in self.path.iterdir()]
@@ -188,13 +189,33 @@ class Folder:
         with self._lock(LOCK, fcntl.LOCK_EX | fcntl.LOCK_NB) as lock:
             os.ftruncate(lock, 0)
             os.pwrite(lock, str(os.getpid()).encode(), 0)
-            with self.explained():
-                self._remove_temporary()
-            yield
+            try:
+                with self.explained():
+                    self._remove_temporary()
+                yield
+            finally:
+                if made:
+                    self._remove_unused(made)
+
+    def _remove_unused(self, made: list[Path]) -> None:
+        """Remove folders that were made for a run that was refused, if nothing but its lock has come of it."""
+        with suppress(OSError):
+            if [path.name for path in self.path.iterdir()] == [LOCK]:
+                (self.path / LOCK).unlink()
+                for path in made:
+                    path.rmdir()
 
     def is_begun(self) -> bool:
-        """Whether some shards of a run are in place already: then nobody begins it anew."""
-        return self.has(MANIFEST) and self.read_manifest() is not None and bool(self.shards())
+        """Whether some shards of a run are in place already: then nobody begins it anew, but if it ended in no answer.
+
+        Until it has ended others may make shards of it, and have answers that do not show yet.
+        """
+        manifest = self.read_manifest() if self.has(MANIFEST) else None
+        shards = self.shards()
+        if manifest is None or not shards:
+            return False
+        empty = {shard.number: shard.bytes for shard in manifest.done if not shard.texts}
+        return not manifest.finished or any(empty.get(number) != placed.bytes for number, placed in shards.items())
 
     @contextmanager
     def shared(self) -> Iterator[None]:
@@ -318,7 +339,9 @@ class Folder:
         self.write(MANIFEST, iter([manifest.encoded()]))
 
     def begin(self, manifest: Manifest) -> None:
-        """Put the manifest of a run that has nothing yet into place."""
+        """Put the manifest of a run that has nothing yet into place; what is there has no answers, and goes."""
+        for placed in self.shards().values():
+            self.remove(placed.name)
         for path in (self.path / "errors").glob("*"):
             path.unlink()
         self.write_manifest(manifest)

@@ -25,12 +25,12 @@ from lmpool.producer.cli.options import (
     Timeout,
     Waits,
     Yields,
+    asking,
     hint_at_file,
     key_names,
     priority,
     read_prompt,
     run,
-    when_absent,
 )
 from lmpool.producer.cli.queue import queue_app
 from lmpool.producer.cli.status import Column, Survey, fitting, status_models, status_workers, survey, top
@@ -81,7 +81,7 @@ def logprobs(
     redis: RedisUrl = None,
     prefix: Prefix = "lmpool",
     timeout: Timeout = 60.0,
-    waits: Waits = True,
+    waits: Waits = None,
     as_json: AsJson = False,
 ) -> None:
     """Show the likeliest next tokens of a prompt, with their log-probabilities."""
@@ -90,9 +90,7 @@ def logprobs(
         hint_at_file(text)
 
     async def ask() -> tuple[list[int], np.ndarray[Any, np.dtype[np.float32]], Any]:
-        async with Producer(
-            model, redis=redis, prefix=prefix, timeout=timeout, when_absent=when_absent(waits)
-        ) as producer:
+        async with asking(model, redis, prefix, waits, timeout=timeout) as producer:
             # Ids have an answer without any tokenizer, so nothing heavy is brought in for their texts.
             tokenizer = await (published_tokenizer(producer) if ids else find_tokenizer(producer))
             tokens = parse_ids(text) if ids or tokenizer is None else tokenizer.encode(text)
@@ -190,7 +188,7 @@ def bench(
     redis: RedisUrl = None,
     prefix: Prefix = "lmpool",
     timeout: Timeout = 60.0,
-    waits: Waits = True,
+    waits: Waits = None,
     yields: Yields = False,
     as_json: AsJson = False,
 ) -> None:
@@ -202,15 +200,8 @@ def bench(
         before = await _memory(server)
         if before and (doubt := before.doubt()):
             say(doubt, err=True)
-        async with Producer(
-            model,
-            redis=redis,
-            prefix=prefix,
-            timeout=timeout,
-            when_absent=when_absent(waits),
-            cache_bytes=0,
-            priority=priority(yields),
-        ) as producer:
+        options = {"timeout": timeout, "cache_bytes": 0, "priority": priority(yields)}
+        async with asking(model, redis, prefix, waits, **options) as producer:
             if length > producer.model.max_prompt_tokens:
                 limit = producer.model.max_prompt_tokens
                 raise SettingsError(f"length: {length} is more than the {limit} tokens that this model takes")
@@ -293,15 +284,13 @@ def list_adapters(
     redis: RedisUrl = None,
     prefix: Prefix = "lmpool",
     timeout: Timeout = 60.0,
-    waits: Waits = True,
+    waits: Waits = None,
     as_json: AsJson = False,
 ) -> None:
     """Show the adapters that requests may name."""
 
     async def ask() -> dict[str, str]:
-        async with Producer(
-            model, redis=redis, prefix=prefix, timeout=timeout, when_absent=when_absent(waits)
-        ) as producer:
+        async with asking(model, redis, prefix, waits, timeout=timeout) as producer:
             return await producer.adapters()
 
     revisions = run(ask())
@@ -326,14 +315,12 @@ def add(
     prefix: Prefix = "lmpool",
     replicas: Replicas = 0,
     timeout: Timeout = 60.0,
-    waits: Waits = True,
+    waits: Waits = None,
 ) -> None:
     """Have all workers serve an adapter, or another one instead of that of this name."""
 
     async def change() -> str:
-        async with Producer(
-            model, redis=redis, prefix=prefix, timeout=timeout, when_absent=when_absent(waits)
-        ) as producer:
+        async with asking(model, redis, prefix, waits, timeout=timeout) as producer:
             return await producer.add_adapter(name, source, replicas=replicas)
 
     say(f"{name} is in service, revision {run(change())}")
@@ -347,14 +334,12 @@ def remove(
     prefix: Prefix = "lmpool",
     replicas: Replicas = 0,
     timeout: Timeout = 60.0,
-    waits: Waits = True,
+    waits: Waits = None,
 ) -> None:
     """Have no worker serve an adapter any more."""
 
     async def change() -> None:
-        async with Producer(
-            model, redis=redis, prefix=prefix, timeout=timeout, when_absent=when_absent(waits)
-        ) as producer:
+        async with asking(model, redis, prefix, waits, timeout=timeout) as producer:
             await producer.remove_adapter(name, replicas=replicas)
 
     run(change())

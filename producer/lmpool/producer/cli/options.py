@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Coroutine
-from contextlib import suppress
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -15,8 +15,10 @@ from redis.exceptions import RedisError
 from lmpool.broker.readers import read_hashes
 from lmpool.broker.server import Server
 from lmpool.cli import say
-from lmpool.errors import LMPoolError, SettingsError
+from lmpool.errors import LMPoolError, ServerUnreachable, SettingsError, UnknownModel
+from lmpool.producer.client.discovery import Discovery
 from lmpool.producer.client.session import Priority, WhenAbsent
+from lmpool.producer.producer import Producer
 from lmpool.protocol.keys import Keys
 from lmpool.protocol.model_info import MAX_INFO_BYTES
 from lmpool.settings import check_name
@@ -24,6 +26,7 @@ from lmpool.settings import check_name
 T = TypeVar("T")
 
 _COMPLETION_S = 1.0
+_LOOK_S = 10.0
 
 
 def complete_model(context: typer.Context, incomplete: str) -> list[str]:
@@ -57,10 +60,13 @@ Prefix = Annotated[str, typer.Option(help="Prefix of all Redis keys.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
 Timeout = Annotated[float, typer.Option(help="Seconds that a request may take.")]
 Waits = Annotated[
-    bool,
+    bool | None,
     typer.Option(
         "--wait/--no-wait",
-        help="Wait for a server and a worker that are not there yet, for --timeout seconds, or fail at once.",
+        help="Wait for a server and a model that are not there yet, for --timeout seconds, or fail at once. By default "
+        "a server that was named, a first model and one that is being loaded are waited for; no server at all, and a "
+        "model that is missing beside others, are errors.",
+        show_default=False,
     ),
 ]
 Yields = Annotated[
@@ -82,9 +88,56 @@ def key_names(prefix: str) -> Keys:
     return Keys(prefix)
 
 
-def when_absent(waits: bool) -> WhenAbsent:
-    """What the option `--wait` means to a producer."""
-    return "wait" if waits else "raise"
+def when_absent(waits: bool | None) -> WhenAbsent:
+    """What the option `--wait` means to a producer; without it `check_served` has refused what is not waited for."""
+    return "raise" if waits is False else "wait"
+
+
+@asynccontextmanager
+async def asking(
+    model: str | None, redis: str | None, prefix: str, waits: bool | None, **options: Any
+) -> AsyncIterator[Producer]:
+    """An open producer for a command that asks.
+
+    Args:
+        model, redis, prefix: as `Producer`.
+        waits: the option `--wait`; None where it was not given.
+        options: further ones of `Producer`.
+
+    Raises:
+        LMPoolError: as `check_served` and `Producer.open`.
+    """
+    producer = Producer(model, redis=redis, prefix=prefix, when_absent=when_absent(waits), **options)
+    await check_served(model, redis, prefix, waits)
+    async with producer:
+        yield producer
+
+
+async def check_served(model: str | None, redis: str | None, prefix: str, waits: bool | None) -> None:
+    """Refuse what is most likely a mistake, unless it is to be waited for; whoever asks later waits for all else.
+
+    Raises:
+        ServerUnreachable: no server was named, and none of this user's runs.
+        UnknownModel: the model is missing, while others are served.
+        SettingsError: the server's address is malformed.
+    """
+    if waits is not None:  # The producer does what was said.
+        return
+    try:
+        client = Server(redis).client(reply_timeout_s=_LOOK_S)
+    except ServerUnreachable as error:
+        raise ServerUnreachable(f"{error}; or pass --wait to wait for one") from error
+    try:
+        if model is not None:
+            async with asyncio.timeout(_LOOK_S):
+                await Discovery(client, Keys(prefix)).info(model)
+    except UnknownModel as error:
+        if error.has_others and not error.is_loading:
+            raise UnknownModel(f"{error}; or pass --wait to wait for it") from error
+    except (LMPoolError, RedisError, OSError):
+        pass  # Waited for, or told, when something is asked.
+    finally:
+        await client.aclose()
 
 
 def priority(yields: bool) -> Priority:

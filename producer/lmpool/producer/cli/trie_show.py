@@ -28,10 +28,10 @@ from lmpool.producer.cli.options import (
     RedisUrl,
     Timeout,
     Waits,
+    asking,
     hint_at_file,
     read_prompt,
     run,
-    when_absent,
 )
 from lmpool.producer.producer import Producer
 from lmpool.producer.tokenizer import find_tokenizer, parse_ids
@@ -353,7 +353,7 @@ def show(
     redis: RedisUrl = None,
     prefix: Prefix = "lmpool",
     timeout: Timeout = 60.0,
-    waits: Waits = True,
+    waits: Waits = None,
     as_json: AsJson = False,
 ) -> None:
     """Show the branches below a prefix, with the probability of each after a prompt."""
@@ -366,9 +366,7 @@ def show(
         hint_at_file(prompt)
 
     async def ask() -> View:
-        async with Producer(
-            model, redis=redis, prefix=prefix, timeout=timeout, when_absent=when_absent(waits)
-        ) as producer:
+        async with asking(model, redis, prefix, waits, timeout=timeout) as producer:
             tokens = None if prompt is None else await _tokens(producer, prompt, ids)
             trie = await _trie(producer)
             below = TokensBelow(trie.structure)

@@ -7,6 +7,7 @@ import contextlib
 import logging
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from difflib import get_close_matches
 from typing import Any, NamedTuple, cast
 
 from redis.asyncio import Redis
@@ -94,7 +95,8 @@ class Discovery:
                 raise AmbiguousModel(f"several models are served, name one of them: {served}")
             return live[0] if live else next(iter(infos.values()))
         if name not in infos:
-            otherwise = f"served are: {served}; start a worker with `lmpool worker MODEL --name {name}`"
+            otherwise = f"{_guess(name, infos)}served are: {served}; "
+            otherwise += f"start a worker with `lmpool worker MODEL --name {name}`"
             error = await self._unknown(name, f"the model {name!r} is not served; ", otherwise)
             error.has_others = True
             raise error
@@ -223,6 +225,13 @@ class Discovery:
     async def queue(self, model: str) -> QueueState:
         """The state of a model's queue."""
         return await read_queue(self._redis, self._keys.model(model))
+
+
+def _guess(name: str, served: Iterable[str]) -> str:
+    """What a model that is not served was most likely meant to be; "" where no name is near."""
+    by_lower = {other.lower(): other for other in served}
+    near = get_close_matches(name.lower(), by_lower, 1)
+    return f"did you mean {by_lower[near[0]]!r}? " if near else ""
 
 
 def _read_info(name: str, data: bytes | int) -> ModelInfo:

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
+from redis.exceptions import RedisError
 
 from lmpool.broker.connection import reply_timeout
 from lmpool.broker.server import Server
@@ -163,7 +164,9 @@ class Session:
             info = await self._find_info(model)
             await self._liveness.start(info.name)
             self._homes.has_choice = self._liveness.count > 1
-        except TROUBLE as error:
+        except LMPoolError:
+            raise  # It explains itself; as its own cause it would be told twice.
+        except (RedisError, OSError) as error:
             raise self.explain(error) from error
         self._adopt(info)
         self._supervisor = self.loop.create_task(self._supervise(), name="lmpool-producer")
