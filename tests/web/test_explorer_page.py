@@ -117,8 +117,12 @@ def test_bytes_lead_to_longer_prefixes_and_a_missing_trie_worker_is_named(pool: 
     pool.start()
     page = watch(WebService(pool)).open("/explorer")
     explore(page, IDS)
+    failed: list[str] = []
+    page.on("response", lambda response: failed.append(response.url) if response.status >= 400 else None)
     tokens(page).nth(2).click()
     expect(page.locator(".trie")).to_contain_text("lmpool trie-worker")
+    expect(page.locator(".row tbody tr")).not_to_have_count(0)
+    assert failed == []
     pool.start_trie_worker()
     tokens(page).nth(1).click()
     first = page.locator(".bytes button").first
@@ -140,8 +144,33 @@ def test_what_is_wrong_is_said_and_the_page_goes_on(pool: Pool, watch: Watch) ->
     page.get_by_label("Text").fill("hello")
     page.get_by_role("button", name="Explore").click()
     expect(page.locator("#trouble")).to_contain_text("no token ids")
+    page.get_by_label("token ids").uncheck()
+    page.get_by_label("Text").fill("")
+    page.get_by_role("button", name="Explore").click()
+    expect(page.locator("#trouble")).to_have_text("Type a text.")
     explore(page, IDS)
     expect(page.locator("#trouble")).to_be_hidden()
+
+
+def test_settings_out_of_range_are_told_and_not_asked_about(pool: Pool, watch: Watch) -> None:
+    pool.start()
+    page = watch(WebService(pool)).open("/explorer")
+    explore(page, IDS)
+    tokens(page).nth(1).click()
+    expect(page.locator(".row tbody tr")).not_to_have_count(0)
+    # The list of what hovering shows would lie over the table.
+    expect(page.get_by_role("menu")).to_be_hidden()
+    asked: list[str] = []
+    page.on("request", lambda request: asked.append(request.post_data or ""))
+    trouble = page.locator("#trouble")
+    for label, value, told in (("Temperature", "-1", "from 0 to 100"), ("Top-p", "7", "from 0.01 to 1")):
+        page.get_by_label(label).fill(value)
+        expect(trouble).to_have_text(f"{label}: type a number {told}.")
+        page.get_by_role("button", name="Explore").click()
+        expect(trouble).to_have_text(f"{label}: type a number {told}.")
+        page.get_by_label(label).fill("1")
+        expect(trouble).to_be_hidden()
+    assert [body for body in asked if '"temperature":-1' in body or '"top_p":7' in body] == []
 
 
 def test_a_text_is_explored_with_a_real_model(pool: Pool, smollm2_folder: Path, watch: Watch) -> None:

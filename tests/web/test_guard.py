@@ -30,6 +30,10 @@ def test_nothing_is_told_without_the_token(service: WebService) -> None:
     name, _, value = service.cookie().partition("=")
     for wrong in ("", "wrong", value[:-1], value + "0", "é".encode().decode("latin-1"), TOKEN):
         assert service.ask("/", token=None, Cookie=f"{name}={wrong}").status == 401, wrong
+    # Whoever has one is told that it is wrong, and why that may be.
+    assert service.ask("/", token=None).body.startswith(b"a token is needed: ")
+    for answer in (service.ask("/", token="x"), service.ask("/", token=None, Cookie=f"{name}=wrong")):
+        assert answer.body.startswith(b"the token is wrong: each start of `lmpool web` makes a new one, unless LMPOOL_")
     assert service.ask("/healthz", token=None).status == 200
     assert service.ask("/readyz", token=None).status in (200, 503)
     assert TOKEN not in service.process.text.replace(service.url, "")
@@ -160,7 +164,8 @@ def test_a_weak_token_and_a_port_in_use_are_refused(service: WebService) -> None
     done = run_lmpool("web", "--token", TOKEN + "; Domain=evil.example")
     assert done.returncode == 2
     done = run_lmpool("web", "--port", str(service.port))
-    assert done.stderr.startswith(f"lmpool: --port: cannot listen at 127.0.0.1:{service.port}: ")
+    assert done.stderr.startswith(f"lmpool: --port: cannot listen at 127.0.0.1:{service.port}: another program does; ")
+    assert (done.stderr.count(str(service.port)), "or pass --port N" in done.stderr) == (1, True)
 
 
 def test_ctrl_c_ends_it_while_a_page_watches(service: WebService) -> None:

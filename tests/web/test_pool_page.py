@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -48,6 +49,7 @@ def test_the_pool_is_shown_live_and_the_token_is_seen_by_no_script(pool: Pool, w
     rows = page.locator("#workers tbody td").nth(page.locator("#workers th").all_inner_texts().index("rows"))
     expect(rows).to_have_text("20")
     expect(page.locator("#tiles")).to_contain_text("1 ready")
+    expect(page.locator("#tiles")).to_contain_text(re.compile(r"1 model(?!s)"))
     expect(page.locator(".charts canvas")).to_have_count(4)
     pool.workers[0].signal(signal.SIGKILL)
     pool.redis.delete(pool.keys.models(), pool.keys.model("syn").workers)
@@ -59,7 +61,7 @@ def test_a_wrong_token_opens_nothing(pool: Pool, watch: Watch) -> None:
     answer = watched.page.goto(f"{watched._service.base}/?token=wrong")
     assert answer is not None
     assert answer.status == 401
-    expect(watched.page.locator("body")).to_contain_text("a token is needed")
+    expect(watched.page.locator("body")).to_contain_text("the token is wrong")
 
 
 def test_a_dead_letter_is_opened_retried_and_another_dropped(pool: Pool, watch: Watch) -> None:
@@ -100,6 +102,8 @@ def test_servers_that_go_are_missed_and_found_again(own_server: EmbeddedServer, 
         own_server.stop()
         expect(page.locator("#state")).to_have_text("server away")
         expect(page.locator("#trouble")).to_contain_text("no Redis server answers")
+        # As the graphs tell the time.
+        expect(page.locator("#trouble")).to_contain_text(re.compile(r"as of \d\d:\d\d:\d\d\)"))
         own_server.start()
         is_live(page)
         expect(page.locator("#trouble")).to_be_hidden()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import replace
@@ -183,6 +184,26 @@ async def test_a_prompt_that_nobody_waits_for_is_drop_unwanted() -> None:
     assert await dispatcher.drop_unwanted() == 1
     assert recorder.aborted == [PROMPT]
     assert PROMPT not in in_flight
+
+
+@pytest.mark.usefixtures("checks_at_once")
+async def test_what_is_not_computed_is_said_at_once_and_then_once_a_minute_with_the_sum(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="lmpool.worker")
+    dispatcher, _ = dispatching(Recorder())
+    began = time.monotonic() + 10
+    for second in (0, 1, 2, 59):
+        job = BackendJob(bytes([second]) * 16, bytes(4))
+        await dispatcher.accept([InFlightJob(b"1-0", job.digest, job)])
+        monkeypatch.setattr(dispatch_module, "time", SimpleNamespace(monotonic=lambda second=second: began + second))
+        assert await dispatcher.drop_unwanted() == 1
+    said = "prompts that nobody waits for any more are not computed"
+    assert caplog.messages == [f"{said}: 1 of them"]
+    monkeypatch.setattr(dispatch_module, "time", SimpleNamespace(monotonic=lambda: began + 61))
+    for _ in range(2):
+        assert await dispatcher.drop_unwanted() == 0
+    assert caplog.messages == [f"{said}: 1 of them", f"{said}: 3 of them"]
 
 
 @pytest.mark.usefixtures("checks_at_once")

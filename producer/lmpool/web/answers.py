@@ -14,6 +14,7 @@ from lmpool.errors import (
     InvalidPrompt,
     LMPoolError,
     ServerError,
+    ServerUnreachable,
     SettingsError,
     printable,
     to_json,
@@ -59,9 +60,17 @@ def answers(handle: Handler) -> Callable[[Request], Awaitable[Response]]:
             return json_answer({"error": str(error)}, error.status)
         except LMPoolError as error:
             status = next((code for kind, code in _STATUS if isinstance(error, kind)), 502)
-            return json_answer({"error": printable(str(error))}, status)
+            return json_answer({"error": printable(_told(error))}, status)
 
     return route
+
+
+def _told(error: LMPoolError) -> str:
+    """What is said in a browser, where nobody can name a server."""
+    if not isinstance(error, ServerUnreachable):
+        return str(error)
+    why = str(error).partition(": start one with")[0]
+    return f"`lmpool web` does not reach its server ({why}): this page goes on when it does"
 
 
 async def read_body(request: Request, kind: type[T]) -> T:

@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.routing import Route
 
 from lmpool.aio import gather
-from lmpool.errors import NoWorker, SettingsError, UnknownModel
+from lmpool.errors import SettingsError, UnknownModel
 from lmpool.producer.options import read_sampling
 from lmpool.protocol.prompt import encode_prompt
 from lmpool.protocol.query import kept, top
@@ -126,8 +126,9 @@ class ExplorerRoutes:
             nodes = [node, *structure.children(node).tolist()]
             try:
                 mass = await trie.weight_sum(prompt=asked.ids, adapter=asked.adapter, nodes=nodes)
-            except (UnknownModel, NoWorker) as error:
-                raise NoWorker(f"{_NO_TRIES} ({error})") from error
+            except UnknownModel:
+                # Most pools have none: that is no failure of the page's.
+                return {"note": _NO_TRIES}
             children = [(structure.prefix(child), float(mass[at])) for at, child in enumerate(nodes[1:], 1)]
             children.sort(key=lambda child: -child[1])
             return {

@@ -28,6 +28,12 @@ _HEADERS = {
 }
 _COOKIE = "lmpool-web"
 _COOKIE_S = 30 * 24 * 3600
+_HOW = "open the URL that `lmpool web` has printed last, or send Authorization: Bearer TOKEN"
+_NO_TOKEN = f"a token is needed: {_HOW}"
+_WRONG_TOKEN = (
+    "the token is wrong: each start of `lmpool web` makes a new one, unless LMPOOL_WEB_TOKEN or --token says which; "
+    f"{_HOW}"
+)
 # What a cookie is made for, so that it is nothing else that the token may ever be the key of.
 _LABEL = b"lmpool web: cookie"
 
@@ -82,9 +88,10 @@ class Guard:
         asked = parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True)
         if any(name == "token" and self._is_token(value) for name, value in asked):
             return self._with_cookie(scope, [pair for pair in asked if pair[0] != "token"])
+        has_token = scheme.lower() == "bearer" or any(name == "token" for name, _ in asked)
         shown = _cookie(headers.get("cookie", ""), _cookie_name(scope))
         if not hmac.compare_digest(shown.encode("utf-8", "surrogatepass"), self._cookie.encode()):
-            text = "a token is needed: open the URL that `lmpool web` has printed, or send Authorization: Bearer TOKEN"
+            text = _WRONG_TOKEN if has_token or shown else _NO_TOKEN
             return PlainTextResponse(text, 401, {"WWW-Authenticate": "Bearer"})
         if scope["method"] not in ("GET", "HEAD") and not _is_same_origin(headers):
             return PlainTextResponse("this must come from a page of this service", 403)

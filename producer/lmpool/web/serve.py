@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import socket
 from collections.abc import Callable
 
@@ -30,7 +32,7 @@ def serve(settings: WebSettings, host: str, port: int, tell: Callable[[str], Non
             (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=1024
         )
     except (OSError, OverflowError) as error:
-        raise SettingsError(f"port: cannot listen at {host}:{port}: {error}") from error
+        raise SettingsError(f"--port: cannot listen at {host}:{port}: {_why(error)}") from error
     service = web_service(settings)
     config = uvicorn.Config(
         service.app,
@@ -45,6 +47,19 @@ def serve(settings: WebSettings, host: str, port: int, tell: Callable[[str], Non
     with listening:
         tell(f"http://{name}:{listening.getsockname()[1]}/?token={settings.token}")
         _Server(config, service).run(sockets=[listening])
+
+
+def _why(error: OSError | OverflowError) -> str:
+    """Why nobody can listen there, and what to do; Python's own text says it twice."""
+    if not isinstance(error, OSError) or not error.errno:
+        return str(error)
+    if error.errno == errno.EADDRINUSE:
+        return (
+            "another program does; if it is another `lmpool web`, open the URL that that one has printed, or pass "
+            "--port N (0 takes a free one)"
+        )
+    is_about_name = isinstance(error, socket.gaierror)
+    return str(error.strerror) if is_about_name else os.strerror(error.errno)
 
 
 class _Server(uvicorn.Server):

@@ -330,6 +330,8 @@ def test_every_mistake_is_one_line_and_exit_code_2(short_dir: Path, server_url: 
         (["worker", "syn", "--backend", "synthetic", "--redis", nobody], "no Redis server answers at"),
         (["worker", "no/such/model", "--redis", server_url], "model: no/such/model cannot be loaded"),
         (["worker", "./nowhere", "--redis", server_url], "there is no such folder"),
+        # Before a server is started, and once.
+        (["up", "./nowhere", "--workers", "2"], f"there is no such folder ({Path.cwd()}/nowhere)"),
         (
             ["worker", "~nobody-is-called-so/model", "--redis", server_url],
             "model: ~nobody-is-called-so/model cannot be",

@@ -238,6 +238,16 @@ def test_a_start_that_fails_says_why_and_leaves_nothing(folder: Path, monkeypatc
     assert done.stderr.startswith("lmpool: the embedded server ended at its start: ")
 
 
+def test_what_goes_wrong_is_the_last_word_also_where_the_server_goes_on(up: Up, tmp_path: Path) -> None:
+    up("syn")
+    # Other weights under that name.
+    command = [*lmpool_command(), "up", "syn", "--backend", "synthetic", "--vocab-size", str(V + 1)]
+    other = WorkerProcess(command, tmp_path / "wrong.log")
+    assert other.wait() == 2
+    assert other.text.splitlines()[-1].startswith("lmpool: ")
+    assert "goes on" not in other.text
+
+
 def test_the_fork_of_a_process_that_was_killed_does_not_keep_the_server(folder: Path) -> None:
     command = [sys.executable, "-c", FORKS]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:

@@ -20,7 +20,12 @@ from hypothesis import strategies as st
 
 from lmpool.errors import SettingsError
 from lmpool.workers.backends import checkpoint
-from lmpool.workers.backends.checkpoint import checkpoint_dtype, checkpoint_folder, checkpoint_revision
+from lmpool.workers.backends.checkpoint import (
+    check_model_path,
+    checkpoint_dtype,
+    checkpoint_folder,
+    checkpoint_revision,
+)
 from lmpool.workers.backends.hf.loading import load_model
 from lmpool.workers.backends.settings import HfSettings
 
@@ -157,12 +162,29 @@ def test_a_name_that_is_misspelt_is_told_the_nearest_folders(
     write("smollm2")
     monkeypatch.chdir(tmp_path)
     for name in ("./smolm2", str(tmp_path / "smolm2"), "smolm2"):
-        with pytest.raises(SettingsError, match="; there is .*smollm2$"):
+        with pytest.raises(SettingsError, match=r"; did you mean .*smollm2\?$"):
             checkpoint_folder("model", name)
         # Whoever may offer an adapter is told nothing of what else the worker's machine has.
         with pytest.raises(SettingsError) as caught:
             checkpoint_folder("adapters", name)
         assert "smollm2" not in str(caught.value)
+
+
+def test_what_is_written_as_a_path_and_is_not_there_is_told_without_loading_anything(
+    write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write("smollm2-float32")
+    (tmp_path / "model.gguf").touch()
+    monkeypatch.chdir(tmp_path)
+    for name, what, meant in (("./smollm2", "folder", "smollm2-float32"), ("./modle.gguf", "file", "model.gguf")):
+        with pytest.raises(SettingsError) as caught:
+            check_model_path(name)
+        place = tmp_path / Path(name).name
+        told = f"there is no such {what} ({place}); did you mean {meant}?"
+        assert str(caught.value) == f"model: {name} cannot be loaded: {told}"
+    # Others may be on the hub, where nobody has looked yet.
+    for name in ("./smollm2-float32", "smollm2", "org/smollm2"):
+        check_model_path(name)
 
 
 @pytest.mark.parametrize(

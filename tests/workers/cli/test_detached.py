@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from lmpool.embedded import EmbeddedServer
 from lmpool.workers.cli import detached
 from lmpool.workers.cli.detached import Lines
 from tests.support.pool import DEADLINE_S, V, WorkerProcess, lmpool_command, run_lmpool, until
@@ -103,7 +104,8 @@ def test_all_are_told_before_any_is_waited_for(start: Start, tmp_path: Path) -> 
     both = [start(Path(mine).name, PATIENT, mine, *told) for mine in told]
     ended = run_lmpool("down")
     assert ended.returncode == 0, ended.stderr
-    assert ended.stdout == "".join(f"ending {name}, process {of.pid}\n" for name, of in zip("ab", both, strict=True))
+    ending = "".join(f"ending {name}, process {of.pid}\n" for name, of in zip("ab", both, strict=True))
+    assert ended.stdout == f"{ending}ended\n"
     assert [process.wait() for process in both] == [0, 0]
 
 
@@ -163,7 +165,7 @@ child.wait()
     detached.down(now=True)
     assert process.wait(DEADLINE_S) == -signal.SIGKILL
     until(lambda: not runs(child), "its child has ended")
-    assert capsys.readouterr().out == f"ending syn, process {process.pid}\n"
+    assert capsys.readouterr().out == f"ending syn, process {process.pid}\nended\n"
 
 
 def test_now_ends_workers_that_do_not_answer(folder: Path) -> None:
@@ -186,8 +188,15 @@ def test_a_record_that_names_no_process_keeps_no_other_from_ending(start: Start,
         broken.flush()
         ended = run_lmpool("down")
     assert process.wait(DEADLINE_S) == -signal.SIGTERM
-    assert (ended.returncode, ended.stdout) == (2, f"ending syn, process {process.pid}\n")
+    assert (ended.returncode, ended.stdout) == (2, f"ending syn, process {process.pid}\nended\n")
     assert f"{folder}/0.json, {folder}/x.json does not say which process" in ended.stderr
+
+
+def test_whoever_has_an_up_in_another_terminal_is_told_how_that_is_ended(folder: Path) -> None:
+    with EmbeddedServer(2**24, folder.parent):
+        told = run_lmpool("down").stdout
+    assert told.startswith("nothing runs here that `lmpool up --detach` has started; ")
+    assert told.endswith("an `lmpool up` of another terminal is ended there, by Ctrl-C\n")
 
 
 # Records

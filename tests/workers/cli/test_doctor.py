@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import subprocess
 from pathlib import Path
@@ -39,7 +40,7 @@ def test_a_pool_that_works_is_said_to_work(pool: Pool, tmp_path: Path) -> None:
     folder = write_model(tmp_path / "model")
     found = examine(0, str(folder), "--redis", pool.url, "--prefix", pool.prefix, CUDA_VISIBLE_DEVICES="", PATH="/bin")
     assert found["server"]["found"] == f"{pool.url.partition('?')[0]} (--redis)"
-    assert found["models"]["found"] == "syn (1 workers)"
+    assert found["models"]["found"] == "syn (1 worker)"
     assert "MiB of weights" in found["model"]["found"]
     assert found["server's version"]["found"].split()[0] in ("valkey", "redis")
     assert "hf" in found["extras"]["found"].partition("; not installed")[0]
@@ -48,6 +49,10 @@ def test_a_pool_that_works_is_said_to_work(pool: Pool, tmp_path: Path) -> None:
     table = run_lmpool("doctor", "--redis", pool.url, "--prefix", pool.prefix)
     assert table.returncode == 0
     assert all(check in table.stdout for check in found if check != "model")
+    # No table where nobody sees it as one.
+    lines = table.stdout.splitlines()
+    assert "models: ok: syn (1 worker)" in lines
+    assert all(re.match(r"[^:]+: (ok|look|wrong): \S", line) for line in lines), lines
 
 
 @pytest.mark.parametrize(
@@ -149,6 +154,7 @@ def test_a_package_of_a_version_that_does_not_suit_is_named(monkeypatch: pytest.
     monkeypatch.setattr(doctor, "_version", lambda package: versions.get(package) or theirs(package))
     found = {(check.check, check.state): check for check in doctor._installed()}
     assert found["packages", "wrong"].found == "msgpack 1.0.8 is installed, and >=1.2.3 is needed"
+    assert found["packages", "wrong"].advice == "in the clone: pip install --upgrade ."
     assert "torch 2.9.1+cu128 is installed, and >=2.10 is needed" in found["extra hf", "look"].found
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
+import signal
 import sys
 from datetime import UTC, datetime
 from pathlib import Path
@@ -82,6 +84,40 @@ async def test_a_worker_says_that_it_loads_and_now_and_then_that_it_loads_still(
     async with Loading(Server(pool.url), WorkerSettings(pool.prefix, lease_s=1), "w0", "syn", say_every_s=0.0):
         assert caplog.messages[0] == "loading 'syn'"
         await until_async(says_so, "the worker says that it loads still")
+
+
+async def test_a_worker_says_that_others_serve_the_model_already(pool: Pool, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="lmpool.worker")
+
+    async def load() -> list[str]:
+        caplog.clear()
+        async with Loading(Server(pool.url), WorkerSettings(pool.prefix), "w0", "syn"):
+            return list(caplog.messages)
+
+    assert await load() == ["loading 'syn'"]
+    await asyncio.to_thread(pool.start)
+    assert await load() == ["loading 'syn'", "1 worker serves 'syn' already: this one is added"]
+
+
+# `lmpool`, which tells itself to end once more when it has finished.
+AGAIN_WHEN_FINISHED = """
+import logging, os, signal
+from lmpool.cli import main
+class Again(logging.Handler):
+    def emit(self, record):
+        if record.getMessage().startswith("stopped; "):
+            os.kill(os.getpid(), signal.SIGINT)
+logging.getLogger("lmpool.worker").addHandler(Again())
+main()
+"""
+
+
+def test_a_signal_when_all_is_finished_does_not_say_that_something_is_cut_off(pool: Pool) -> None:
+    worker = pool.start(command=lambda: [sys.executable, "-c", AGAIN_WHEN_FINISHED])
+    worker.signal(signal.SIGINT)
+    assert worker.wait() in (0, 130)
+    assert "stopped; nothing was left unfinished" in worker.text
+    assert "stopped at once" not in worker.text
 
 
 # Repeated warnings

@@ -254,7 +254,7 @@ def test_detached_workers_serve_until_they_are_told_to_stop(folder: Path) -> Non
     with SyncProducer("syn", timeout=DEADLINE_S) as producer:
         assert np.array_equal(producer.logprobs([1]), synthetic_row([1], vocab_size=V))
     ended = run_lmpool("down")
-    assert (ended.returncode, ended.stdout) == (0, f"ending syn, process {pid}\n")
+    assert (ended.returncode, ended.stdout) == (0, f"ending syn, process {pid}\nended\n")
     assert not runs(int(pid))
     assert "stopped; nothing was left unfinished" in Path(log).read_text()
     assert run_lmpool("down").stdout == "nothing runs here that `lmpool up --detach` has started\n"

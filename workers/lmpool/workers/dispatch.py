@@ -30,6 +30,8 @@ from lmpool.workers.trie.inputs import TrieInputs
 _log = logging.getLogger("lmpool.worker")
 
 _SELDOM_S = 30.0
+# Between two lines of the log about prompts that are not computed.
+_TELL_EVERY_S = 60.0
 # What rows in 16 bits tell beside log-probabilities.
 _OF_LOGITS = ("logits", "logz")
 
@@ -74,6 +76,7 @@ class Dispatcher:
         self._segment = segment
         self._traces = traces
         self._to_prepare: asyncio.Queue[list[bytes]] = asyncio.Queue()
+        self._untold, self._told_at = 0, -_TELL_EVERY_S
         self.failures = 0
 
     async def accept(self, jobs: Iterable[InFlightJob]) -> None:
@@ -261,6 +264,7 @@ class Dispatcher:
         held = [digest for digest in self._engine_thread.outstanding if digest in in_flight]
         due = [digest for digest in held if _is_due(in_flight[digest].values(), now)]
         if not due:
+            self._tell_dropped(0)
             return 0
         jobs = in_flight.by_prompt(due)
         for group in jobs.values():
@@ -275,8 +279,16 @@ class Dispatcher:
                 gone.append(digest)
         if gone:
             self._engine_thread.abort(gone)
-            _log.info("%d prompts that nobody waits for any more are not computed", len(gone))
+        self._tell_dropped(len(gone))
         return len(gone)
+
+    def _tell_dropped(self, count: int) -> None:
+        """Log how many were let go of: at once, then seldom, for after a run that was stopped each look finds some."""
+        self._untold += count
+        now = time.monotonic()
+        if self._untold and now - self._told_at >= _TELL_EVERY_S:
+            _log.info("prompts that nobody waits for any more are not computed: %d of them", self._untold)
+            self._untold, self._told_at = 0, now
 
     def release(self, ended: Mapping[bytes, Iterable[bytes]]) -> None:
         """Let go of jobs that have ended; a prompt that was asked for again meanwhile is computed again.

@@ -30,6 +30,8 @@ export function count(value) {
   return whole.format(Math.round(value));
 }
 
+export const counted = (value, noun) => `${count(value)} ${noun}${value === 1 ? "" : "s"}`;
+
 export function rate(value) {
   if (value == null) return NOTHING;
   return value >= 100 || value === 0 ? count(value) : value.toFixed(1);

@@ -94,11 +94,21 @@ function fillText(answer) {
 let resting = 0;
 function settle() {
   clearTimeout(resting);
-  const settings = () => ({ temperature: byId("temperature").valueAsNumber || 0, topP: byId("top-p").valueAsNumber || 1 });
-  resting = setTimeout(() => go(settings(), { isStep: false }), 200);
+  const settings = () => ({ temperature: byId("temperature").valueAsNumber, topP: byId("top-p").valueAsNumber });
+  resting = setTimeout(() => (wrongSetting() ? say(wrongSetting()) : go(settings(), { isStep: false })), 200);
+}
+
+// Why the settings as they are typed cannot be asked about; any number between the steps can.
+function wrongSetting() {
+  const isIn = (input) => input.valueAsNumber >= Number(input.min) && input.valueAsNumber <= Number(input.max);
+  const wrong = [byId("temperature"), byId("top-p")].find((input) => !isIn(input));
+  return wrong ? `${wrong.labels[0].textContent.trim()}: type a number from ${wrong.min} to ${wrong.max}.` : "";
 }
 
 async function details() {
+  const wrong = wrongSetting();
+  say(wrong);
+  if (wrong) return;
   await Promise.all(panes.map((pane) => pane.answer && pane.showDetails(view.at, view, view.under)));
 }
 
@@ -106,6 +116,8 @@ function submit(event) {
   event?.preventDefault();
   const text = byId("text").value;
   const chosen = { model: byId("model").value, beside: byId("beside").value, at: null, under: "" };
+  if (wrongSetting()) return say(wrongSetting());
+  if (!text) return say("Type a text.");
   if (!byId("are-ids").checked) return go({ ...chosen, text, ids: null });
   const ids = readIds(text);
   if (!ids?.length) return say("These are no token ids: type numbers such as 1, 2, 3, or untick “token ids”.");

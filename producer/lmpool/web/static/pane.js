@@ -77,7 +77,10 @@ export class Pane {
     buttons.forEach((button, i) => {
       button.addEventListener("mouseenter", () => this.open(i));
       button.addEventListener("focus", () => this.open(i));
-      button.addEventListener("click", () => this.page.select(i, ""));
+      button.addEventListener("click", () => {
+        this.hide(); // It would lie over what the click opens.
+        this.page.select(i, "");
+      });
       // One stop for Tab; arrows go on from there.
       button.tabIndex = i === (at ?? buttons.length - 1) ? 0 : -1;
     });
@@ -198,6 +201,7 @@ export class Pane {
     const go = (hex) => () => this.page.select(at, hex);
     try {
       const trie = await asking;
+      if (trie.note) return this.trie.replaceChildren(title, el("p", { class: "soft" }, trie.note));
       const up = el("button", { type: "button", disabled: !under, onclick: go(under.slice(0, -2)) }, "↑ one byte less");
       this.trie.replaceChildren(title,
         el("p", { class: "soft" }, `${percent(trie.mass)} for all tokens that begin with `, el("code", {}, visible(trie.prefix)),

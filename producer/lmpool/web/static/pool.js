@@ -1,7 +1,7 @@
 // The pool page: frames of api/stream, one a second, as tiles, graphs and tables.
 
 import { Charts } from "./charts.js";
-import { Table, ask, byId, bytes, count, cut, el, percent, rate, seconds, setText } from "./dom.js";
+import { Table, ask, byId, bytes, count, counted, cut, el, percent, rate, seconds, setText } from "./dom.js";
 import { Letters } from "./letters.js";
 
 const FEW_WORKERS = 100;
@@ -65,7 +65,7 @@ function showTiles(frame, all) {
   const [tokens, reused, homed, rows] = ["tokens", "reused", "homed", "rows"].map((name) =>
     sum(all, (worker) => worker[name]));
   const memory = frame.memory;
-  tile("rows/s", rate(sum(served, (model) => model.rows_per_s)), `${count(served.length)} models`);
+  tile("rows/s", rate(sum(served, (model) => model.rows_per_s)), counted(served.length, "model"));
   tile("workers", count(all.length), `${count(all.filter((worker) => worker.state === "ready").length)} ready`);
   tile("queued", count(queued), queued ? `oldest ${seconds(most(served, (model) => model.age_s))}` : "nothing waits");
   tile("p50", seconds(most(served, (model) => model.p50_s)), "queueing to row");
@@ -101,7 +101,7 @@ function say(state, text) {
 
 function show(frame, letters) {
   if (frame.trouble) {
-    const since = frame.seen_at ? ` (below: as of ${new Date(1000 * frame.seen_at).toLocaleTimeString()})` : "";
+    const since = frame.seen_at ? ` (below: as of ${new Date(1000 * frame.seen_at).toTimeString().slice(0, 8)})` : "";
     say("server away", frame.trouble + since);
     return;
   }

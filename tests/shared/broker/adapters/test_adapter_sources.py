@@ -89,6 +89,15 @@ async def test_an_adapter_that_lies_outside_of_the_root_is_refused(pool: Pool, t
                 await Worker(Server(pool.url), started, WorkerSettings(pool.prefix, **roots)).run()
 
 
+async def test_where_a_folder_is_looked_for_that_is_not_there_is_told(pool: Pool, tmp_path: Path) -> None:
+    """Whoever adds an adapter may have it in a folder of theirs, or on a machine of theirs."""
+    plain = SyntheticSettings(name="syn", vocab_size=V)
+    async with serving(pool, SyntheticBackend(plain)), pool.producer("syn") as producer:
+        for source in ("./nowhere/poet", str(tmp_path / "none")):
+            with pytest.raises(AdapterRefused, match=f"'{source}' is looked for on the worker's machine, a relative"):
+                await producer.add_adapter("poet", source)
+
+
 async def test_names_on_a_hub_are_for_workers_that_take_them(
     pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -71,8 +71,7 @@ def checkpoint_folder(
             raise SettingsError(f"revision: {shown(revision)} is for names on the hub, and {model} is a folder")
         return folder.resolve()
     if not is_on_hub(model):
-        nearest = _nearest_models(field, model)
-        raise SettingsError(f"{field}: {model} cannot be loaded: there is no such folder{nearest}")
+        raise _not_there(field, model)
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
@@ -159,6 +158,21 @@ def check_model_folder(model: str, *, has_gguf: bool = False) -> None:
         raise SettingsError(f"model: {model} cannot be loaded: {reason}")
 
 
+def check_model_path(model: str, *, has_gguf: bool = False) -> None:
+    """Refuse what is written as a path and is no model here, before anything heavy is imported or started.
+
+    Args:
+        model: folder or hub name; what may be a name on the hub is left to the backend.
+        has_gguf: a GGUF file in it is named.
+
+    Raises:
+        SettingsError: there is no such folder or file, or it holds no model.
+    """
+    check_model_folder(model, has_gguf=has_gguf)
+    if not is_on_hub(model) and not _is_folder(local_path("model", model)):
+        raise _not_there("model", model)
+
+
 def read_config(path: Path, field: str = "model", most_bytes: int = _MOST_CONFIG_BYTES) -> dict[str, Any]:
     """The object in a JSON file.
 
@@ -242,18 +256,18 @@ def nearest_folders(model: str) -> str:
     path = Path(model).expanduser()
     parent = path.parent
     try:
-        names = [entry.name for entry in islice(parent.iterdir(), _MOST_LOOKED_AT) if entry.is_dir()]
+        entries = list(islice(parent.iterdir(), _MOST_LOOKED_AT))
+        names = [entry.name for entry in entries if entry.is_dir() or entry.suffix == path.suffix == ".gguf"]
     except OSError:
         return ""
     visible = sorted(name for name in names if not name.startswith("."))
-    nearest = get_close_matches(path.name, visible, n=_MOST_NAMED)
+    if nearest := get_close_matches(path.name, visible, n=_MOST_NAMED):
+        return f"; did you mean {' or '.join(str(parent / name) for name in nearest)}?"
     # A bare name says nothing of where to look: then only what is spelt like it is worth a word.
-    if not nearest and "/" in model:
-        nearest = visible
-    if not nearest:
+    if not visible or "/" not in model:
         return ""
-    more = len(nearest) - _MOST_NAMED
-    listed = ", ".join(str(parent / name) for name in nearest[:_MOST_NAMED])
+    more = len(visible) - _MOST_NAMED
+    listed = ", ".join(str(parent / name) for name in visible[:_MOST_NAMED])
     return f"; there is {listed}{f' and {more} more' if more > 0 else ''}"
 
 
@@ -276,6 +290,16 @@ def unavailable(field: str, model: str, reason: str) -> SettingsError:
     """The refusal of a name that is no folder and cannot be had from the hub."""
     nearest = _nearest_models(field, model)
     return SettingsError(f"{field}: {shown(model)} is no folder here and cannot be had from the hub: {reason}{nearest}")
+
+
+def _not_there(field: str, model: str) -> SettingsError:
+    """The refusal of a path where there is nothing."""
+    path = local_path(field, model)
+    what = "file" if path.suffix == ".gguf" else "folder"
+    # A name that begins at the root or at a home says all; what others offer is told nothing of this machine.
+    looked_at = f" ({path.absolute()})" if field == "model" and not path.is_absolute() else ""
+    nearest = _nearest_models(field, model)
+    return SettingsError(f"{field}: {model} cannot be loaded: there is no such {what}{looked_at}{nearest}")
 
 
 def _nearest_models(field: str, model: str) -> str:

@@ -21,6 +21,8 @@ from lmpool.errors import SettingsError
 from lmpool.protocol.model_info import TRIE_SERVICE
 from lmpool.settings import check_choice
 from lmpool.workers.backend.contract import BackendSettings
+from lmpool.workers.backends.checkpoint import check_model_path
+from lmpool.workers.backends.settings import ModelSettings
 from lmpool.workers.cli.detached import down
 from lmpool.workers.cli.detached import start as start_detached
 from lmpool.workers.cli.doctor import doctor
@@ -134,9 +136,11 @@ def up(
             start_log(settings.log_format, chosen.served_as)
             options = {"backend": backend, "redis": shared.url, **_given(given)}
             _run_workers(["worker", model], options, environments, settings)
-    finally:
-        if shared.leave():
-            _log.info("your server goes on for the other `lmpool up` that use it")
+    except BaseException:
+        shared.leave()  # Without a word: what went wrong is to be the last one.
+        raise
+    if shared.leave():
+        _log.info("your server goes on for the other `lmpool up` that use it")
 
 
 def _run_workers(
@@ -172,6 +176,8 @@ def _configure(model: str, backend: str, given: dict[str, Any]) -> tuple[WorkerS
     chosen: BackendSettings = build(kind, given, f"the {backend} backend")
     if chosen.served_as == TRIE_SERVICE:
         raise SettingsError(f"name: trie workers serve as {TRIE_SERVICE!r}: give the model another --name")
+    if isinstance(chosen, ModelSettings):
+        check_model_path(chosen.model, has_gguf=getattr(chosen, "gguf_file", None) is not None)
     return settings, chosen
 
 

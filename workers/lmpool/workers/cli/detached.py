@@ -26,8 +26,8 @@ from typing import Annotated, Any, BinaryIO, NamedTuple
 import typer
 
 from lmpool.cli import say
-from lmpool.embedded import DETACHED, clear, ending, explained, runtime_dir, secure
-from lmpool.errors import ServerError
+from lmpool.embedded import DETACHED, clear, ending, explained, find, runtime_dir, secure
+from lmpool.errors import LMPoolError, ServerError
 
 if sys.platform != "win32":
     import fcntl
@@ -209,7 +209,15 @@ def down(
         names = ", ".join(map(str, nameless))
         raise ServerError(f"{names} does not say which process holds it: end that, and remove this file")
     if not pools:
-        say("nothing runs here that `lmpool up --detach` has started")
+        say(f"nothing runs here that `lmpool up --detach` has started{_others()}")
+
+
+def _others() -> str:
+    """What to do about an `lmpool up` that a terminal waits for, as the end of a sentence; "" where there is none."""
+    with suppress(LMPoolError):
+        if find() is not None:
+            return "; your server runs: an `lmpool up` of another terminal is ended there, by Ctrl-C"
+    return ""
 
 
 def _end(pools: list[_Pool], *, now: bool) -> None:
@@ -237,6 +245,8 @@ def _end(pools: list[_Pool], *, now: bool) -> None:
         raise
     for pool in pools:
         pool.record.unlink(missing_ok=True)
+    if pools:
+        say("ended")
 
 
 def _tell(pool: _Pool, *, now: bool) -> bool:

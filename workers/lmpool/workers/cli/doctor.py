@@ -22,7 +22,7 @@ from rich.table import Table
 from lmpool.broker.readers import read_alive, read_hashes
 from lmpool.broker.server import URL_VARIABLE, Server, where
 from lmpool.broker.server_checks import doubt_of, read_memory, read_version
-from lmpool.cli import Terminal, say_json
+from lmpool.cli import Terminal, say, say_json
 from lmpool.embedded import physical_memory
 from lmpool.errors import LMPoolError, SettingsError
 from lmpool.protocol.keys import Keys
@@ -53,6 +53,8 @@ _COMPARE: dict[str, Callable[[tuple[int, ...], tuple[int, ...]], bool]] = {
 _TOLD = ("torch", "transformers", "tokenizers", "vllm", "sglang", "redis", "numpy")
 # What only those need who work on lmpool itself.
 _FOR_TESTS = ("dev", "test")
+# No package index has lmpool.
+_IN_CLONE = "in the clone:"
 
 
 class Finding(NamedTuple):
@@ -95,11 +97,21 @@ def doctor(
     if as_json:
         say_json({"ok": not is_wrong, "checks": [finding._asdict() for finding in findings]})
     else:
-        table = Table("check", "", "found", "what to do")
-        for finding in findings:
-            table.add_row(finding.check, finding.state, finding.found, finding.advice)
-        Terminal().print(table)
+        _show(findings)
     raise typer.Exit(int(is_wrong))
+
+
+def _show(findings: list[Finding]) -> None:
+    """Print a table; what is no terminal gets a line for each, for there a table would be as wide as its cells."""
+    terminal = Terminal()
+    if not terminal.is_terminal:
+        for check, state, found, advice in findings:
+            say(f"{check}: {state}: {found}{f' — {advice}' if advice else ''}")
+        return
+    table = Table("check", "", "found", "what to do")
+    for finding in findings:
+        table.add_row(finding.check, finding.state, finding.found, finding.advice)
+    terminal.print(table)
 
 
 def _installed() -> Iterator[Finding]:
@@ -107,15 +119,15 @@ def _installed() -> Iterator[Finding]:
     yield Finding("packages", "ok", ", ".join(f"{name} {at}" for name in _TOLD if (at := _version(name))))
     troubles = {extra: list(_troubles(extra)) for extra in ("", *_extras())}
     if lacks := troubles.pop(""):
-        yield Finding("packages", "wrong", "; ".join(lacks), "pip install --upgrade lmpool")
+        yield Finding("packages", "wrong", "; ".join(lacks), f"{_IN_CLONE} pip install --upgrade .")
     outdated = {extra: text for extra, lacks in troubles.items() for text in lacks if "is needed" in text}
     for extra, text in outdated.items():
-        yield Finding(f"extra {extra}", "look", text, f"pip install --upgrade 'lmpool[{extra}]'")
+        yield Finding(f"extra {extra}", "look", text, f"{_IN_CLONE} pip install --upgrade '.[{extra}]'")
     whole = [extra for extra, lacks in troubles.items() if not lacks]
     missing = [extra for extra in troubles if extra not in whole and extra not in outdated]
     yield Finding(
         "extras", "ok", f"{', '.join(whole) or 'none'}; not installed: {', '.join(missing) or 'none'}",
-        "pip install 'lmpool[EXTRA]' for what you miss" if missing else "",
+        f"for what you miss, {_IN_CLONE} pip install '.[EXTRA]'" if missing else "",
     )  # fmt: skip
 
 
@@ -209,8 +221,9 @@ async def _served(client: Redis, keys: Keys) -> Finding:
     if not any(workers.values()):
         what = f"no live worker of {', '.join(workers)}" if workers else f"none under the prefix {keys.prefix!r}"
         return Finding("models", "look", what, "start a worker: `lmpool worker MODEL`, or `lmpool up MODEL`")
+    served = (f"{name} ({count} worker{'' if count == 1 else 's'})" for name, count in workers.items())
     more = f" and {len(names) - len(workers)} more" if len(names) > len(workers) else ""
-    return Finding("models", "ok", ", ".join(f"{name} ({count} workers)" for name, count in workers.items()) + more)
+    return Finding("models", "ok", ", ".join(served) + more)
 
 
 def _machine() -> Iterator[Finding]:

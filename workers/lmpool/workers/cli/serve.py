@@ -94,7 +94,7 @@ async def _serve(
     worker = Worker(server, backend, settings)
     if log is not None:
         log.static_fields["worker"] = worker.worker_id
-    is_ready = is_stopping = False
+    is_ready = is_stopping = is_finished = False
 
     def on_ready(info: ModelInfo) -> None:
         nonlocal is_ready
@@ -112,7 +112,7 @@ async def _serve(
     def on_signal() -> None:
         nonlocal is_stopping
         if is_stopping or not is_ready:
-            _exit_now(before_exit)
+            _exit_now(before_exit, is_finished=is_finished)
         is_stopping = True
         worker.stop()
 
@@ -136,6 +136,7 @@ async def _serve(
             raise
         if worker.is_hung:
             _exit_hung(None, before_exit)
+    is_finished = True
     _log.info("stopped; nothing was left unfinished")
 
 
@@ -150,10 +151,12 @@ def _hears_hangup() -> bool:
     return signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
 
 
-def _exit_now(before_exit: Callable[[], object]) -> NoReturn:
-    _log.info("stopped at once")
+def _exit_now(before_exit: Callable[[], object], *, is_finished: bool = False) -> NoReturn:
+    """End although something may be cut off, unless all is finished; then only the end itself is not waited for."""
+    if not is_finished:
+        _log.info("stopped at once")
     before_exit()
-    os._exit(_STOPPED_NOW)
+    os._exit(0 if is_finished else _STOPPED_NOW)
 
 
 def _exit_hung(error: LMPoolError | None, before_exit: Callable[[], object]) -> NoReturn:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence, Set
 from contextlib import asynccontextmanager
@@ -468,7 +469,16 @@ class AdapterKeeper:
             folder = await asyncio.to_thread(adapter_folder, source)
             await asyncio.to_thread(self._sources.check_size, folder, source)
             place = str(folder)
-        revision = await self._engine_thread.load_adapter(name, place)
+        try:
+            revision = await self._engine_thread.load_adapter(name, place)
+        except SettingsError as error:
+            if is_on_hub(source) or await asyncio.to_thread(os.path.lexists, place):
+                raise
+            # Whoever reads it may be in another folder, or on another machine, and have that folder there.
+            raise SettingsError(
+                f"{error}; {shown(source)} is looked for on the worker's machine, a relative path from where the "
+                "worker was started"
+            ) from error
         self._loaded[qualify(name, revision)] = source
         if expected and revision != expected:
             raise SettingsError(

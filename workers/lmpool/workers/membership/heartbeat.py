@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
 import os
@@ -367,6 +368,8 @@ class Loading:
     async def __aenter__(self) -> None:
         _log.info("loading %r", self._fields["model"])
         self._redis = self._server.client()
+        with contextlib.suppress(RedisError, OSError):  # The heartbeats need the server too, and say so.
+            await self._tell_of_others()
         self._sending = asyncio.create_task(self._send_heartbeats(), name="loading")
 
     async def __aexit__(self, *error: object) -> None:
@@ -395,6 +398,12 @@ class Loading:
             except (RedisError, OSError) as error:
                 _log.warning("will try again: %s", self._server.explain(error))
             await asyncio.sleep(self._settings.heartbeat_s)
+
+    async def _tell_of_others(self) -> None:
+        """Say that others serve the model already: who meant to start it once more is not to find out by its speed."""
+        if count := (await read_alive(self._redis, self._model)).serving:
+            others = "1 worker serves" if count == 1 else f"{count} workers serve"
+            _log.info("%s %r already: this one is added", others, self._fields["model"])
 
     async def _send(self) -> None:
         lease_ms = int(self._settings.lease_s * 1000)
