@@ -168,10 +168,12 @@ def test_a_weak_token_and_a_port_in_use_are_refused(service: WebService) -> None
     assert (done.stderr.count(str(service.port)), "or pass --port N" in done.stderr) == (1, True)
 
 
-def test_ctrl_c_ends_it_while_a_page_watches(service: WebService) -> None:
+@pytest.mark.parametrize("count", [1, 2])
+def test_ctrl_c_ends_it_while_a_page_watches_once_and_twice(service: WebService, count: int) -> None:
     stream = Stream(service)
     stream.frame()
-    service.process.signal(signal.SIGINT)
+    for _ in range(count):
+        service.process.signal(signal.SIGINT)
     assert service.process.wait() in (0, 130)
     assert "Traceback" not in service.process.text
     stream.close()

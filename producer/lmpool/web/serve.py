@@ -6,6 +6,7 @@ import errno
 import os
 import socket
 from collections.abc import Callable
+from types import FrameType
 
 import uvicorn
 
@@ -13,6 +14,7 @@ from lmpool.errors import SettingsError
 from lmpool.web.app import Service, WebSettings, web_service
 
 _GRACE_S = 2
+_STOPPED_NOW = 130
 
 
 def serve(settings: WebSettings, host: str, port: int, tell: Callable[[str], None]) -> None:
@@ -68,6 +70,12 @@ class _Server(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, service: Service) -> None:
         super().__init__(config)
         self._service = service
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """As uvicorn's; a second signal ends the process here, where uvicorn would leave tracebacks of what it cuts."""
+        if self.should_exit:
+            os._exit(_STOPPED_NOW)
+        super().handle_exit(sig, frame)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """As uvicorn's."""
