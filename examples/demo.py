@@ -12,6 +12,7 @@ import argparse
 import asyncio
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -32,6 +33,8 @@ from lmpool.producer import Producer, SyncProducer
 from lmpool.producer.tokenizer import PublishedTokenizer
 
 CLIENTS = 3
+# That of `lmpool up`.
+DEFAULT_BACKEND = "hf"
 START_LIMIT_S = 120.0
 SENTENCES = [
     "The capital of France is",
@@ -102,7 +105,18 @@ def pool(given: argparse.Namespace, runtime: Path) -> Iterator[None]:
 def _up(given: argparse.Namespace) -> list[str]:
     lmpool = Path(sys.executable).with_name("lmpool")
     command = [sys.executable, "-m", given.launcher] if given.launcher else [str(lmpool)]
-    return [*command, "up", given.folder, "--name", "smollm2", "--backend", given.backend]
+    backend = [] if given.backend == DEFAULT_BACKEND else ["--backend", given.backend]
+    return [*command, "up", given.folder, "--name", "smollm2", *backend]
+
+
+def _as_typed(command: list[str]) -> str:
+    """A command as one types it here: paths below this folder from here, and what the shell finds by its name alone."""
+    program, *rest = command
+    found = shutil.which(Path(program).name)
+    here = Path.cwd()
+    words = [Path(program).name, *rest] if found is not None and Path(found) == Path(program) else command
+    paths = (Path(word) for word in words)
+    return shlex.join(str(path.relative_to(here)) if path.is_relative_to(here) else str(path) for path in paths)
 
 
 def _is_served() -> bool:
@@ -115,6 +129,7 @@ def _is_served() -> bool:
 
 def ask_from_clients() -> list[dict[str, Any]]:
     """Start the client processes, give the word to all at once, and collect their answers."""
+    began = time.perf_counter()
     command = [sys.executable, *sys.argv, "--client"]
     clients = [
         subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(CLIENTS)
@@ -124,6 +139,7 @@ def ask_from_clients() -> list[dict[str, Any]]:
             assert client.stdout is not None
             if client.stdout.readline() != "ready\n":
                 raise SystemExit("a client did not start")
+        print(f"they are ready after {time.perf_counter() - began:.1f} s, and ask", flush=True)
         for client in clients:
             assert client.stdin is not None
             client.stdin.write("go\n")
@@ -138,7 +154,8 @@ def ask_from_clients() -> list[dict[str, Any]]:
 def show(results: list[dict[str, Any]]) -> None:
     """Print the likeliest next words, and who got their rows from where."""
     console = Console()
-    words = Table("sentence", "likeliest next words", title="What the model says")
+    words = Table("sentence", title="What the model says")
+    words.add_column("likeliest next words", no_wrap=True)
     for sentence, likeliest in zip(SENTENCES, results[0]["words"], strict=True):
         words.add_row(sentence, "  ".join(f"{word!r} {chance:.0%}" for word, chance in likeliest))
     console.print(words)
@@ -150,14 +167,14 @@ def show(results: list[dict[str, Any]]) -> None:
     asked, computed = (sum(result[name] for result in results) for name in ("asked", "computed"))
     wall = max(result["seconds"] for result in results)
     console.print(f"asked {asked}, computed {computed}, served from the cache or a shared request {asked - computed}; "
-                  f"all in {wall:.2f} s")  # fmt: skip
+                  f"all in {wall:.2f} s", soft_wrap=True)  # fmt: skip
 
 
 def main() -> None:
     """Run the demo."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("folder", help="folder of the model")
-    parser.add_argument("--backend", default="hf", help="what computes the rows")
+    parser.add_argument("--backend", default=DEFAULT_BACKEND, help="what computes the rows")
     parser.add_argument("--launcher", help="module to run instead of the command lmpool")
     parser.add_argument("--client", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
@@ -171,9 +188,10 @@ def main() -> None:
         print("starting the server and a worker ...", flush=True)
         started = time.perf_counter()
         with pool(given, runtime):
-            print(f"ready after {time.perf_counter() - started:.1f} s; {CLIENTS} client processes ask", flush=True)
+            print(f"ready after {time.perf_counter() - started:.1f} s", flush=True)
+            print(f"starting {CLIENTS} client processes, which import the client and open a tokenizer ...", flush=True)
             show(ask_from_clients())
-        print(f"to serve it yourself: {' '.join(_up(given))}")
+        print(f"to serve it yourself: {_as_typed(_up(given))}")
     finally:
         shutil.rmtree(runtime, ignore_errors=True)
 
