@@ -348,6 +348,35 @@ def test_every_mistake_is_one_line_and_exit_code_2(short_dir: Path, server_url: 
     assert "lmpool up MODEL" in line
 
 
+# Is told to end, and told so again while it cleans up.
+INTERRUPTED = """
+import asyncio, os, signal, sys
+from lmpool.producer.cli.options import run
+async def work():
+    try:
+        os.kill(os.getpid(), signal.SIGINT)
+        await asyncio.sleep(3600)
+    finally:
+        print("cleans up", flush=True)
+        if sys.argv[1] == "2":
+            os.kill(os.getpid(), signal.SIGINT)
+            await asyncio.sleep(3600)
+try:
+    run(work())
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+
+
+@pytest.mark.parametrize(("signals", "code", "said"), [(1, 0, "cleans up\ninterrupted\n"), (2, 130, "cleans up\n")])
+def test_a_first_ctrl_c_lets_a_command_clean_up_and_a_second_ends_it_without_a_traceback(
+    signals: int, code: int, said: str
+) -> None:
+    command = [sys.executable, "-c", INTERRUPTED, str(signals)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (code, said, "")
+
+
 @pytest.fixture
 def runtime(short_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A runtime folder of the test's own."""

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import sys
-from collections.abc import AsyncIterator, Coroutine
+import threading
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
+from types import FrameType
 from typing import Annotated, Any, TypeVar
 
 import typer
@@ -27,6 +31,7 @@ T = TypeVar("T")
 
 _COMPLETION_S = 1.0
 _LOOK_S = 10.0
+_STOPPED_NOW = 130
 
 
 def complete_model(context: typer.Context, incomplete: str) -> list[str]:
@@ -170,10 +175,39 @@ def hint_at_file(prompt: str) -> None:
 
 
 def run(work: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine to its end, by uvloop where that is installed."""
-    try:
+    """Run a coroutine to its end, by uvloop where that is installed; a second Ctrl-C ends the process at once.
+
+    Raises:
+        KeyboardInterrupt: there was one Ctrl-C, and what is to be done at the end is done.
+    """
+    loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None
+    with suppress(ImportError):
         import uvloop
-    except ImportError:
-        return asyncio.run(work)
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(work)
+
+        loop_factory = uvloop.new_event_loop
+    # As the runner decides it: no other thread hears of it, nor what a shell's `&` has started.
+    is_main = threading.current_thread() is threading.main_thread()
+    hears = is_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    try:
+        with asyncio.Runner(loop_factory=loop_factory) as runner:
+            return runner.run(_ended_by_a_second(work) if hears else work)
+    finally:
+        if hears:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+async def _ended_by_a_second(work: Coroutine[Any, Any, T]) -> T:
+    """The runner cancels at the first Ctrl-C; at a second it would raise wherever the program is just then."""
+    cancel = signal.getsignal(signal.SIGINT)
+    is_told = False
+
+    def on_interrupt(number: int, frame: FrameType | None) -> None:
+        nonlocal is_told
+        if is_told:
+            os._exit(_STOPPED_NOW)
+        is_told = True
+        assert callable(cancel)
+        cancel(number, frame)
+
+    signal.signal(signal.SIGINT, on_interrupt)
+    return await work
