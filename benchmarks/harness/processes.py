@@ -7,6 +7,7 @@ import json
 import math
 import os
 import select
+import socket
 import subprocess
 import sys
 import time
@@ -194,3 +195,9 @@ class Child(Process):
         """
         self.send(do, **arguments)
         return self.receive(within)
+
+
+def free_port() -> int:
+    """A port of this machine at which nothing listens now."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        return int(listening.getsockname()[1])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-import socket
 import sys
 from contextlib import ExitStack
 from pathlib import Path
@@ -11,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.harness.pairs import Goal, Result, Side, alternate
-from benchmarks.harness.processes import BenchmarkError, Child
+from benchmarks.harness.processes import BenchmarkError, Child, free_port
 from benchmarks.harness.workplace import Workplace
 from benchmarks.measures.asking import alternated
 from benchmarks.measures.transport import AT_ONCE_TINY, TINY_V, rate
@@ -149,7 +148,7 @@ class _WebPair:
         Raises:
             BenchmarkError: they were not told of the pool as often as it is looked at.
         """
-        port, token = _free_port(), secrets.token_hex(16)
+        port, token = free_port(), secrets.token_hex(16)
         lmpool = str(Path(sys.executable).with_name("lmpool"))
         command = (lmpool, "web", "--port", str(port), "--redis", self._place.url)
         with self._place.process("web", *command, LMPOOL_WEB_TOKEN=token):
@@ -161,8 +160,3 @@ class _WebPair:
         if frames < _LEAST_FRAMES:
             raise BenchmarkError(f"a page was sent {frames:.2f} frames a second: that is no page that is watched")
         return rate
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        return int(listening.getsockname()[1])

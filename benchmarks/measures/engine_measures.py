@@ -6,13 +6,12 @@ import json
 import math
 import os
 import re
-import socket
 import urllib.request
 from contextlib import ExitStack
 from pathlib import Path
 
 from benchmarks.harness.pairs import Goal, Result, Side, Take
-from benchmarks.harness.processes import REPOSITORY, BenchmarkError, Child, Process
+from benchmarks.harness.processes import REPOSITORY, BenchmarkError, Child, Process, free_port
 from benchmarks.harness.workplace import Workplace, wait_until
 from benchmarks.measures.asking import Asked, alternated, compare, rate
 from benchmarks.measures.picks import Told
@@ -72,7 +71,7 @@ def vllm_grow(place: Workplace) -> list[Result]:
 
 def vllm_sessions(place: Workplace) -> list[Result]:
     """Whether contexts that grow in lock step find their sessions again where there are two workers."""
-    name, model, ports = "two", str(_dummy_model(place.folder)), [_free_port() for _ in range(2)]
+    name, model, ports = "two", str(_dummy_model(place.folder)), [free_port() for _ in range(2)]
     # Without prefix caching only sessions find anything.
     options = (*_VLLM, "--engine-args", "load_format=dummy enable_prefix_caching=false")
     with ExitStack() as stack:
@@ -229,7 +228,7 @@ def _pool(stack: ExitStack, place: Workplace, name: str, model: str, *options: s
 
 def _server(stack: ExitStack, place: Workplace) -> Child:
     """A client of vLLM's own server, which serves SmolLM2."""
-    port = _free_port()
+    port = free_port()
     command = [engine_python("vllm"), "-m", "vllm.entrypoints.openai.api_server", "--model", str(smollm2_folder()),
                "--port", str(port), "--host", "127.0.0.1", "--dtype", "float32", "--max-logprobs", "-1",
                "--enforce-eager", "--kv-cache-memory-bytes", str(1 << 30), "--block-size", "32", "--served-model-name",
@@ -271,13 +270,6 @@ def _dummy_model(folder: Path) -> Path:
     made.mkdir(exist_ok=True)
     (made / "config.json").write_text(json.dumps(config))
     return made
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port
 
 
 def _is_healthy(server: Process, port: int) -> bool:

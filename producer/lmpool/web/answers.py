@@ -9,6 +9,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from lmpool.broker.server import without_advice
 from lmpool.errors import (
     DeadlineExceeded,
     InvalidPrompt,
@@ -69,8 +70,7 @@ def _told(error: LMPoolError) -> str:
     """What is said in a browser, where nobody can name a server."""
     if not isinstance(error, ServerUnreachable):
         return str(error)
-    why = str(error).partition(": start one with")[0]
-    return f"`lmpool web` does not reach its server ({why}): this page goes on when it does"
+    return f"`lmpool web` does not reach its server ({without_advice(error)}): this page goes on when it does"
 
 
 async def read_body(request: Request, kind: type[T]) -> T:

@@ -26,10 +26,11 @@ RedisLike = str | redis_async.Redis | redis_sync.Redis | redis_async.RedisCluste
 """What names a server: a URL, or a client of redis-py."""
 
 URL_VARIABLE = "LMPOOL_REDIS_URL"
-
 REPLY_TIMEOUT_S = 15.0
 """Seconds after which a server that is silent counts as gone, where the pool's lease is not known."""
 
+# Where no server is named and none runs.
+_ADVICE = f": start one with `lmpool up MODEL`, or set redis= or {URL_VARIABLE}"
 _CONNECT_TIMEOUT_S = 5.0
 # Options of a client's own connections that are not taken over.
 _NOT_TAKEN = ("retry", "retry_on_error", "retry_on_timeout", "decode_responses", "parser_class",
@@ -276,11 +277,13 @@ def where(redis: RedisLike | None) -> str:
 def _embedded_url() -> str:
     url = find()
     if url is None:
-        raise ServerUnreachable(
-            f"no Redis server was named and none of yours runs in {runtime_dir()}: "
-            f"start one with `lmpool up MODEL`, or set redis= or {URL_VARIABLE}"
-        )
+        raise ServerUnreachable(f"no Redis server was named and none of yours runs in {runtime_dir()}{_ADVICE}")
     return url
+
+
+def without_advice(error: Exception) -> str:
+    """What an error says of a server that there is not, for those who cannot do what programs can."""
+    return str(error).partition(_ADVICE)[0]
 
 
 def _async_class(kind: type) -> type[connections.AbstractConnection]:

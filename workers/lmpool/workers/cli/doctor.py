@@ -20,7 +20,7 @@ from redis.exceptions import RedisError
 from rich.table import Table
 
 from lmpool.broker.readers import read_alive, read_hashes
-from lmpool.broker.server import URL_VARIABLE, Server, where
+from lmpool.broker.server import URL_VARIABLE, Server, where, without_advice
 from lmpool.broker.server_checks import doubt_of, read_memory, read_version
 from lmpool.cli import Terminal, say, say_json
 from lmpool.embedded import physical_memory
@@ -182,7 +182,7 @@ async def _server(redis: str | None, keys: Keys) -> list[Finding]:
     except SettingsError as error:
         return [Finding("server", "wrong", str(error), f"mend what {source} says")]
     except LMPoolError as error:
-        return [Finding("server", "wrong", str(error).partition(": start one")[0], start)]
+        return [Finding("server", "wrong", without_advice(error), start)]
     client = server.client(reply_timeout_s=_PATIENCE_S)
     try:
         return await _reached(server, client, f"{server} ({source})", keys)
