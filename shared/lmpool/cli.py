@@ -35,6 +35,9 @@ LAUNCH = "from lmpool.cli import main_as_child; main_as_child()"
 FOLDER_VARIABLE = "LMPOOL_ATTACHED_FOLDER"
 """Names a folder that is removed when the parent ends without having ended this process."""
 
+INTERRUPTED = 130
+"""The exit code of what Ctrl-C has ended."""
+
 _GROUP = "lmpool.commands"
 _TRACEBACK_VARIABLE = "LMPOOL_TRACEBACK"
 
@@ -119,7 +122,7 @@ def main() -> None:
     except _UsageError as error:
         code = _usage(cast(typer.BadParameter, error))
     except (typer.Abort, KeyboardInterrupt):
-        code = 130
+        code = INTERRUPTED
     except SettingsError as error:
         code = _fail(_with_option(str(error)))
     except LMPoolError as error:

@@ -10,11 +10,11 @@ from types import FrameType
 
 import uvicorn
 
+from lmpool.cli import INTERRUPTED
 from lmpool.errors import SettingsError
 from lmpool.web.app import Service, WebSettings, web_service
 
 _GRACE_S = 2
-_STOPPED_NOW = 130
 
 
 def serve(settings: WebSettings, host: str, port: int, tell: Callable[[str], None]) -> None:
@@ -74,7 +74,7 @@ class _Server(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """As uvicorn's; a second signal ends the process here, where uvicorn would leave tracebacks of what it cuts."""
         if self.should_exit:
-            os._exit(_STOPPED_NOW)
+            os._exit(INTERRUPTED)
         super().handle_exit(sig, frame)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:

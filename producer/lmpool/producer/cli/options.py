@@ -18,7 +18,7 @@ from redis.exceptions import RedisError
 
 from lmpool.broker.readers import read_hashes
 from lmpool.broker.server import Server
-from lmpool.cli import say
+from lmpool.cli import INTERRUPTED, say
 from lmpool.errors import LMPoolError, ServerUnreachable, SettingsError, UnknownModel
 from lmpool.producer.client.discovery import Discovery
 from lmpool.producer.client.session import Priority, WhenAbsent
@@ -31,7 +31,6 @@ T = TypeVar("T")
 
 _COMPLETION_S = 1.0
 _LOOK_S = 10.0
-_STOPPED_NOW = 130
 
 
 def complete_model(context: typer.Context, incomplete: str) -> list[str]:
@@ -204,7 +203,7 @@ async def _ended_by_a_second(work: Coroutine[Any, Any, T]) -> T:
     def on_interrupt(number: int, frame: FrameType | None) -> None:
         nonlocal is_told
         if is_told:
-            os._exit(_STOPPED_NOW)
+            os._exit(INTERRUPTED)
         is_told = True
         assert callable(cancel)
         cancel(number, frame)

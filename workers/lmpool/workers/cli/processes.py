@@ -14,7 +14,7 @@ from contextlib import ExitStack, suppress
 from itertools import takewhile
 from typing import Any
 
-from lmpool.cli import LAUNCH
+from lmpool.cli import INTERRUPTED, LAUNCH
 from lmpool.embedded import ending
 from lmpool.errors import SettingsError, printable
 from lmpool.settings import count_cores, count_threads, shown
@@ -28,7 +28,7 @@ _PATIENCE_S = 10.0
 _LONG_LIFE_S = 60.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 30.0
 _MOST_QUICK_DEATHS = 5
-_REFUSED, _GAVE_UP, _STOPPED_NOW = 2, 1, 130
+_REFUSED, _GAVE_UP = 2, 1
 _MOST_READ = 1 << 16
 # For the rest of what a worker has printed that has ended: what it has started may hold its output open.
 _REST_S = 1.0
@@ -161,7 +161,7 @@ class WorkerProcesses:
     def _on_signal(self) -> None:
         if self._stopping.is_set():
             _log.info("stopped at once")
-            self._code = _STOPPED_NOW
+            self._code = INTERRUPTED
             for process in self._running.values():
                 kill(process.pid)
             return

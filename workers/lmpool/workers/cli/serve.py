@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import NoReturn, Protocol
 
 from lmpool.broker.server import Server
-from lmpool.cli import say
+from lmpool.cli import INTERRUPTED, say
 from lmpool.errors import AuthenticationFailed, LMPoolError, LogFormatter, ServerUnreachable, SettingsError, to_json
 from lmpool.metrics import is_traced
 from lmpool.protocol.model_info import ModelInfo
@@ -33,7 +33,6 @@ _log = logging.getLogger("lmpool.worker")
 # Their messages say all there is to say.
 _PLAIN = (SettingsError, ServerUnreachable, AuthenticationFailed)
 _FAILED = 2
-_STOPPED_NOW = 130
 _HUNG = 2
 _WITHOUT_SERVER = 1
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = -1, -2, -4
@@ -156,7 +155,7 @@ def _exit_now(before_exit: Callable[[], object], *, is_finished: bool = False) -
     if not is_finished:
         _log.info("stopped at once")
     before_exit()
-    os._exit(0 if is_finished else _STOPPED_NOW)
+    os._exit(0 if is_finished else INTERRUPTED)
 
 
 def _exit_hung(error: LMPoolError | None, before_exit: Callable[[], object]) -> NoReturn:
