@@ -210,9 +210,9 @@ class Folder:
 
         Until it has ended others may make shards of it, and have answers that do not show yet.
         """
+        # The folder may not be there yet: without a manifest nothing in it is looked at.
         manifest = self.read_manifest() if self.has(MANIFEST) else None
-        shards = self.shards()
-        if manifest is None or not shards:
+        if manifest is None or not (shards := self.shards()):
             return False
         empty = {shard.number: shard.bytes for shard in manifest.done if not shard.texts}
         return not manifest.finished or any(empty.get(number) != placed.bytes for number, placed in shards.items())
