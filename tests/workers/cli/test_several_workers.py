@@ -176,7 +176,8 @@ def test_one_that_dies_again_and_again_is_given_up(tmp_path: Path) -> None:
     assert code == 1
     for number in range(2):
         assert text.count(f"[{number}] hello\n") == 5
-        assert f"worker {number} ended with code 7 after 0 s, and so 5 times in a row: it is given up" in text
+        given_up = rf"worker {number} ended with code 7 after \d+ s, and so 5 times in a row: it is given up"
+        assert re.search(given_up, text)
     assert "0 workers go on" in text
     assert "told" not in text
 
@@ -202,7 +203,7 @@ def test_one_that_is_refused_after_it_has_served_is_started_again(tmp_path: Path
     code, text = run_stand_ins(tmp_path, "serves-2", "dies-7", stop=())
     assert code == 1
     assert text.count("[0] hello\n") == 5
-    assert "worker 0 ended with code 2 after 0 s: starting it again in 0.01 s" in text
+    assert re.search(r"worker 0 ended with code 2 after \d+ s: starting it again in 0\.01 s", text)
     assert "ending all workers" not in text
 
 
