@@ -95,8 +95,9 @@ class SecureServer:
             return spoken(f"unix://{user}@{self.folder}/s")
         defaults = {"ssl_ca_certs": "server.ca.crt", "ssl_certfile": "client.crt", "ssl_keyfile": "client.key"}
         chosen = {name: str(self.folder / file) for name, file in defaults.items()} | dict(files or {})
-        query = urlencode({name: value for name, value in chosen.items() if value is not None})
-        return spoken(f"rediss://{user}@{host}:{self.port}/0{'?' if query else ''}{query}")
+        # On a busy machine looking up the host and TLS take more than the five seconds that are usual.
+        query = {"socket_connect_timeout": "60"} | {name: value for name, value in chosen.items() if value is not None}
+        return spoken(f"rediss://{user}@{host}:{self.port}/0?{urlencode(query)}")
 
     def client(self, role: str) -> redis.Redis:
         """A client of a user."""
