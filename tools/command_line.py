@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from importlib.metadata import entry_points
 from typing import Any
 
 import typer
@@ -15,8 +14,7 @@ from lmpool import cli
 def all_commands() -> Iterator[tuple[str, Any]]:
     """Every command that can be run, by its words: ("lmpool dead list", its object of typer)."""
     if not cli.app.registered_commands:  # Commands are registered once in a process.
-        for part in sorted(entry_points(group="lmpool.commands"), key=lambda point: point.name):
-            part.load()(cli.app)
+        cli.add_commands()
     yield from _below("lmpool", typer.main.get_command(cli.app))
 
 

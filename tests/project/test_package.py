@@ -7,9 +7,11 @@ import subprocess
 import sys
 import tomllib
 import zipfile
+from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
+from tools.command_line import all_commands
 
 ROOT = Path(__file__).parents[2]
 
@@ -57,6 +59,22 @@ def test_the_wheel_names_its_licence_commands_and_client_dependencies(wheel: zip
     assert "lmpool = lmpool.cli:main" in entry_points
     assert "[lmpool.commands]" in entry_points
     assert "[pytest11]\nlmpool.pytest_plugin = lmpool.pytest_plugin" in entry_points
+
+
+def test_every_command_has_an_entry_of_its_name_and_no_other_has() -> None:
+    all_names = {words.split()[1] for words, _ in all_commands()}
+    assert {point.name for point in entry_points(group="lmpool.commands")} == all_names
+
+
+def test_a_command_brings_in_no_part_but_its_own() -> None:
+    script = (
+        "import sys; from lmpool import cli; cli.add_commands(['logprobs'])\n"
+        "print([name for name in sys.modules if name.startswith(('lmpool.batch', 'lmpool.web', 'lmpool.workers'))])\n"
+        "cli.add_commands(['of somebody else'])\n"
+        "print('lmpool.batch.cli' in sys.modules and 'lmpool.workers.cli.commands' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert done.stdout.split("\n")[:2] == ["[]", "True"], done.stderr
 
 
 def test_the_example_in_the_documentation_is_the_one_that_is_tested() -> None:

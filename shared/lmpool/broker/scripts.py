@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Awaitable, Callable, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -42,12 +43,19 @@ class Script:
         name: its file in `lua/`.
     """
 
-    __slots__ = ("name", "sha", "source")
-
     def __init__(self, name: str) -> None:
         self.name = name
-        self.source = _text(name, set())
-        self.sha = hashlib.sha1(self.source.encode(), usedforsecurity=False).hexdigest()
+
+    # Read when it is first run, for a process runs few of them.
+    @cached_property
+    def source(self) -> str:
+        """Its text, with those that it includes."""
+        return _text(self.name, set())
+
+    @cached_property
+    def sha(self) -> str:
+        """By which the server knows it: 40 hex digits, the SHA-1 of the text."""
+        return hashlib.sha1(self.source.encode(), usedforsecurity=False).hexdigest()
 
     async def on(self, call: Call, keys: Sequence[bytes], args: Sequence[Argument]) -> Any:
         """Run the script on the path of a request.
