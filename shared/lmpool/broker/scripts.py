@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Awaitable, Callable, Sequence
-from functools import cached_property
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,13 @@ def _text(name: str, included: set[str]) -> str:
     if name in included:
         return ""
     included.add(name)
-    return _INCLUDE.sub(lambda match: _text(match[1], included), _FILES[name].read_text("utf-8"))
+    return _INCLUDE.sub(lambda match: _text(match[1], included), _read(name))
+
+
+# Several scripts include the same files. All are read at once: a release that is installed later may have others.
+@cache
+def _read(name: str) -> str:
+    return _FILES[name].read_text("utf-8")
 
 
 class Script:
@@ -43,19 +49,12 @@ class Script:
         name: its file in `lua/`.
     """
 
+    __slots__ = ("name", "sha", "source")
+
     def __init__(self, name: str) -> None:
         self.name = name
-
-    # Read when it is first run, for a process runs few of them.
-    @cached_property
-    def source(self) -> str:
-        """Its text, with those that it includes."""
-        return _text(self.name, set())
-
-    @cached_property
-    def sha(self) -> str:
-        """By which the server knows it: 40 hex digits, the SHA-1 of the text."""
-        return hashlib.sha1(self.source.encode(), usedforsecurity=False).hexdigest()
+        self.source = _text(name, set())
+        self.sha = hashlib.sha1(self.source.encode(), usedforsecurity=False).hexdigest()
 
     async def on(self, call: Call, keys: Sequence[bytes], args: Sequence[Argument]) -> Any:
         """Run the script on the path of a request.
