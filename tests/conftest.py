@@ -50,6 +50,17 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
     return (yield)
 
 
+def _standing_still() -> str:
+    """The processes of this machine that are stopped, dead or wait for a disk, a line each."""
+    lines = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            name, _, rest = path.read_text(errors="replace").rpartition(")")
+            if (state := rest.split()[0]) in "TtDZ":
+                lines.append(f"\n{name}) {state}")
+    return "".join(sorted(lines))
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """Tell with a failure what the machine was like: keys expire by its clock, leases pass while it is busy."""
@@ -57,7 +68,7 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
     if report.failed:
         began, clock = item.stash[_BEGAN]
         seconds, step, load = time.monotonic() - began, _clock() - clock, os.getloadavg()[0]
-        text = f"it took {seconds:.1f} s, the clock was set by {step:+.2f} s, load {load:.1f}"
+        text = f"it took {seconds:.1f} s, the clock was set by {step:+.2f} s, load {load:.1f}{_standing_still()}"
         report.sections.append(("The machine during this test", text))
     return report
 

@@ -138,6 +138,22 @@ def find() -> str | None:
     return socket_url(path) if ping(path).startswith((b"+PONG", b"-LOADING")) else None
 
 
+def is_owned(folder: Path) -> bool:
+    """Whether a live process runs its server in this folder, even one that says nothing."""
+    try:
+        lock = os.open(folder / "owner.lock", os.O_RDONLY | os.O_NOFOLLOW)
+    except OSError:
+        return False
+    try:
+        # Shared: two that look at once must not take each other for the owner.
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(lock)
+    return False
+
+
 @contextlib.contextmanager
 def explained(folder: Path) -> Iterator[None]:
     """Have errors of the system name the folder that they are about."""

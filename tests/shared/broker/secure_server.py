@@ -16,6 +16,8 @@ from urllib.parse import quote, urlencode
 
 import redis
 import trustme
+from redis.backoff import NoBackoff
+from redis.retry import Retry
 
 from lmpool.embedded import server_binary
 from tests.support.pool import spoken, until
@@ -100,8 +102,12 @@ class SecureServer:
         return spoken(f"rediss://{user}@{host}:{self.port}/0?{urlencode(query)}")
 
     def client(self, role: str) -> redis.Redis:
-        """A client of a user."""
-        return redis.Redis.from_url(self.url(role))
+        """A client of a user.
+
+        It asks once: eleven times in each of eleven tries, as redis-py does, a server that says nothing takes longer
+        than a test may, and nothing says then what it was.
+        """
+        return redis.Redis.from_url(self.url(role), retry=Retry(NoBackoff(), 0), socket_timeout=60)
 
     def refusals(self) -> list[str]:
         """What users were refused: user, command or key, why, and whether in a script."""

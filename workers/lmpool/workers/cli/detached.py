@@ -26,8 +26,8 @@ from typing import Annotated, Any, BinaryIO, NamedTuple
 import typer
 
 from lmpool.cli import say
-from lmpool.embedded import DETACHED, clear, ending, explained, find, runtime_dir, secure
-from lmpool.errors import LMPoolError, ServerError
+from lmpool.embedded import DETACHED, clear, ending, explained, is_owned, runtime_dir, secure
+from lmpool.errors import ServerError
 
 if sys.platform != "win32":
     import fcntl
@@ -214,9 +214,8 @@ def down(
 
 def _others() -> str:
     """What to do about an `lmpool up` that a terminal waits for, as the end of a sentence; "" where there is none."""
-    with suppress(LMPoolError):
-        if find() is not None:
-            return "; your server runs: an `lmpool up` of another terminal is ended there, by Ctrl-C"
+    if is_owned(runtime_dir()):
+        return "; your server runs: an `lmpool up` of another terminal is ended there, by Ctrl-C"
     return ""
 
 
