@@ -10,8 +10,8 @@ SGLANG := $(ENGINES)/venv-sglang
 # One per environment, and in the checkout: the environment has an editable install of this very checkout.
 stamp = .stamp-installed$(subst /,-,$(1))
 INSTALLED := $(call stamp,$(VENV))
-# What serves a model and asks it, a third of the whole.
-DEMO_INSTALLED := $(INSTALLED)-demo
+# What serves a model and asks it, half of the whole.
+DEMO_INSTALLED := .stamp-demo$(subst /,-,$(VENV))
 PIP_INSTALL := $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt
 VLLM_INSTALLED := $(call stamp,$(VLLM))
 SGLANG_INSTALLED := $(call stamp,$(SGLANG))
@@ -290,7 +290,8 @@ $(SGLANG_INSTALLED): pyproject.toml tools/install_engine.py
 	$(PYTHON) -m tools.install_engine $(NEWEST) sglang $(SGLANG)
 	touch $@
 
-$(SMOLLM2): $(DEMO_INSTALLED)
+# Where all is installed, not before that: pip changes what this imports.
+$(SMOLLM2): $(DEMO_INSTALLED) | $(if $(filter demo,$(MAKECMDGOALS)),,$(INSTALLED))
 	$(BIN)/python examples/smollm2.py $(MODELS)/smollm2-float32
 
 ## clean: remove environments, models and caches

@@ -139,10 +139,10 @@ def find() -> str | None:
 
 
 def is_owned(folder: Path) -> bool:
-    """Whether a live process runs its server in this folder, even one that says nothing."""
+    """Whether a live process owns the folder's server, even one that says nothing."""
     try:
         lock = os.open(folder / "owner.lock", os.O_RDONLY | os.O_NOFOLLOW)
-    except OSError:
+    except FileNotFoundError:
         return False
     try:
         # Shared: two that look at once must not take each other for the owner.
@@ -150,8 +150,15 @@ def is_owned(folder: Path) -> bool:
     except BlockingIOError:
         return True
     finally:
-        os.close(lock)
+        unlock(lock)
     return False
+
+
+def unlock(lock: int) -> None:
+    """Give a lock back, and close its descriptor."""
+    # Closing alone leaves it locked where a child that C code forked has inherited the descriptor.
+    fcntl.flock(lock, fcntl.LOCK_UN)
+    os.close(lock)
 
 
 @contextlib.contextmanager
@@ -528,9 +535,7 @@ class EmbeddedServer:
         if lock < 0:
             return
         clear(self._folder, "owner.lock")
-        # Closing alone leaves it locked where a child that C code forked has inherited the descriptor.
-        fcntl.flock(lock, fcntl.LOCK_UN)
-        os.close(lock)
+        unlock(lock)
 
     def _await_ready(self) -> None:
         # A quick server answers before the keeper knows its process id.

@@ -125,7 +125,7 @@ class SecureServer:
 
         def answers() -> bool:
             assert process.poll() is None, f"the server ended with {process.returncode}:\n{self.log}"
-            with suppress(redis.ConnectionError), self.client("admin") as admin:
+            with suppress(redis.ConnectionError, redis.TimeoutError), self.client("admin") as admin:
                 return bool(admin.ping())
             return False
 

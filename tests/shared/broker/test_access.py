@@ -232,7 +232,8 @@ async def test_the_whole_pool_runs_under_users_with_few_rights(
 
     await asyncio.to_thread(until, are_shown, "each model has one live worker")
     assert "dropped" in command(server, "operator", "flush", "--model", "syn")
-    assert json.loads(command(server, "operator", "logprobs", "--ids", "1,2", "--model", "syn", "--json"))["top"]
+    shown = command(server, "operator", "logprobs", "--ids", "1,2", "--model", "syn", "--wait", "--json")
+    assert json.loads(shown)["top"]
     assert "no adapters" in command(server, "operator", "adapters", "list", "--model", "syn")
     # A worker that is killed: others claim its jobs, and sweep what it has left.
     stuck = workers.start("worker", "worker", "stuck", *SYNTHETIC, "--step-ms", "600000")
@@ -389,7 +390,8 @@ async def test_users_of_one_model_can_neither_use_nor_read_another(server: Secur
     with server.client("admin") as admin:
         admin.xadd(reply, {"d": b"x"})
         (row,) = admin.scan_iter("lmpool:row:*")
-    async with Producer(redis=server.url(guest)) as producer:  # The only one that it may ask: it need not be named.
+    # The only one that it may ask: it need not be named.
+    async with Producer(redis=server.url(guest), **PATIENT) as producer:
         assert np.array_equal(await producer.logprobs([1]), synthetic_row([1], vocab_size=V, seed=1))
     with pytest.raises(AuthenticationFailed, match=r"^\w+://\S+ refuses"):  # At once, not "no row within 20 s".
         await Producer("theirs", redis=server.url(guest), timeout=20).logprobs([1])
@@ -416,7 +418,9 @@ async def test_users_of_one_model_can_neither_use_nor_read_another(server: Secur
     await asyncio.to_thread(until, has_looked, "the restricted worker looks after infos that nobody serves")
     restricted.signal(signal.SIGTERM)
     assert await asyncio.to_thread(restricted.wait) == 0
-    assert "refuses" not in restricted.text
+    # On a busy machine a heartbeat may be late, and the stream is gone for a moment.
+    troubles = [line for line in restricted.text.splitlines() if "will try again" in line and "UNBLOCKED" not in line]
+    assert not troubles
 
 
 async def test_workers_write_tokenizers_and_whoever_asks_reads_them(server: SecureServer, workers: Workers) -> None:

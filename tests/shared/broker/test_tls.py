@@ -67,7 +67,7 @@ async def test_big_rows_come_through_bit_for_bit(server: SecureServer, tmp_path:
             ssl_certfile=str(folder / "client.crt"),
             ssl_keyfile=str(folder / "client.key"),
         )
-        for place in (server.url("producer"), client, server.client("producer")):
+        for place in (server.url("producer"), client, redis.Redis.from_url(server.url("producer"))):
             async with Producer("big", redis=place, cache_bytes=0) as producer:
                 assert np.array_equal(await producer.batch_logprobs(prompts), rows)
                 assert np.array_equal(await producer.logprobs(prompts[1], targets=[V - 1]), rows[1][-1:])

@@ -221,6 +221,18 @@ def test_find_from_another_process() -> None:
     assert subprocess.check_output(find, text=True).strip() == "None"
 
 
+def test_whoever_is_killed_owns_nothing(start_owner: Callable[..., Owner]) -> None:
+    folder = embedded.runtime_dir()
+    owner, server_pid = start_owner()
+    os.kill(server_pid, signal.SIGSTOP)
+    assert embedded.is_owned(folder), "its server says nothing, and is there"
+    owner.kill()
+    owner.wait()
+    assert (folder / "owner.lock").exists()
+    assert not embedded.is_owned(folder)
+    os.kill(server_pid, signal.SIGCONT)
+
+
 def test_find_without_server_changes_nothing(folder: Path) -> None:
     assert embedded.find() is None
     assert not folder.exists()

@@ -214,8 +214,9 @@ def down(
 
 def _others() -> str:
     """What to do about an `lmpool up` that a terminal waits for, as the end of a sentence; "" where there is none."""
-    if is_owned(runtime_dir()):
-        return "; your server runs: an `lmpool up` of another terminal is ended there, by Ctrl-C"
+    with explained(folder := runtime_dir()):
+        if is_owned(folder):
+            return "; your server runs: an `lmpool up` of another terminal is ended there, by Ctrl-C"
     return ""
 
 

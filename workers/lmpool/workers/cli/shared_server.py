@@ -24,12 +24,14 @@ from lmpool.embedded import (
     EmbeddedServer,
     clear,
     explained,
+    is_owned,
     memory_limit,
     ping,
     runtime_dir,
     secure,
     socket_path,
     socket_url,
+    unlock,
 )
 from lmpool.errors import LMPoolError, ServerError
 
@@ -121,7 +123,7 @@ class SharedServer:
         with explained(self._folder):
             # Whom it joins may be about to end.
             for _ in range(3):
-                if not _is_unowned(self._folder) and ping(self._socket).startswith(b"+PONG"):
+                if is_owned(self._folder) and ping(self._socket).startswith(b"+PONG"):
                     self._memory = memory_limit(self._socket) or self._memory
                     return False
                 if self._start():
@@ -178,7 +180,7 @@ class SharedServer:
             fcntl.flock(lock, fcntl.LOCK_SH)
             told = os.pread(lock, 8192, 0).decode("utf-8", "replace")
         finally:
-            _unlock(lock)
+            unlock(lock)
         if self._supervisor is not None:
             self._supervisor.wait()
             self._supervisor = None
@@ -216,27 +218,6 @@ def _locks_alone(users: int) -> bool:
     except (BlockingIOError, PermissionError):
         return False
     return True
-
-
-def _is_unowned(folder: Path) -> bool:
-    """Whether nobody owns the folder's server."""
-    try:
-        lock = os.open(folder / "owner.lock", os.O_RDWR | os.O_NOFOLLOW)
-    except FileNotFoundError:
-        return True
-    try:
-        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    finally:
-        _unlock(lock)
-    return True
-
-
-def _unlock(lock: int) -> None:
-    # Closing alone leaves it locked where a child that C code forked has inherited the descriptor.
-    fcntl.flock(lock, fcntl.LOCK_UN)
-    os.close(lock)
 
 
 def main() -> None:
