@@ -73,7 +73,7 @@ def _run(given: argparse.Namespace) -> int:
                 failed += 1
                 print(f"{name}: could not be taken: {error}", file=sys.stderr, flush=True)
                 continue
-            print(_told(name, measure, rounds), flush=True)
+            print(told(name, measure, rounds), flush=True)
             worse += verdict(rounds) == "worse"
     return 1 if worse else 2 if failed else 0
 
@@ -122,7 +122,8 @@ def verdict(rounds: Sequence[Sequence[Pair]]) -> str:
     return "better" if ratio.low > 1 else "no worse"
 
 
-def _told(name: str, measure: Measure, rounds: Sequence[Sequence[Pair]]) -> str:
+def told(name: str, measure: Measure, rounds: Sequence[Sequence[Pair]]) -> str:
+    """Lines about a measure: its verdict, the medians of its rates, and what each process used."""
     ratio = _ratios(rounds)
     lines = [
         f"{name}: {ratio} of {sum(map(len, rounds))} pairs in {len(rounds)} rounds: {verdict(rounds)}",
@@ -137,6 +138,9 @@ def _told_of_processor(process: str, rounds: Sequence[Sequence[Pair]]) -> str:
 
     if math.isnan(used(rounds[0][0][0])):
         return f"  processor time, {process}: unknown on {sys.platform}"
+    if not all(used(base) for pairs in rounds for _, base in pairs):
+        # The system counts in ticks of 10 ms, and few rows a second take a server less than one of them.
+        return f"  processor time, {process}: less than what the system counts in; µs a row: {_medians(rounds, used)}"
     ratio = Interval.of([[used(new) / used(base) for new, base in pairs] for pairs in rounds])
     return f"  processor time, {process}: {ratio}; µs a row: {_medians(rounds, used)}"
 
