@@ -11,7 +11,8 @@ import itertools
 import secrets
 import statistics
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -45,12 +46,8 @@ class Bursts:
     async def new(self, rows: int, at_once: int) -> float:
         """Seconds for prompts that nobody has asked before, `at_once` awaits under way, each row dropped as read."""
         self._asked = self._fresh(rows)
-        before = self._producer.stats().computed
-        seconds = await self._stream(self._asked, at_once)
-        computed = self._producer.stats().computed - before
-        if computed != rows:
-            raise RuntimeError(f"{computed} of {rows} rows were computed: the rest came from a cache")
-        return seconds
+        with self._computes(rows):
+            return await self._stream(self._asked, at_once)
 
     async def again(self, times: int, at_once: int) -> float:
         """Seconds for the prompts of the last `new`, all of them in the cache, this many times over."""
@@ -68,14 +65,16 @@ class Bursts:
     async def together(self, prompts: list[Ids]) -> dict[str, Any]:
         """Seconds for prompts asked all at once, and the first entries of the last row."""
         start = time.perf_counter()
-        rows = await asyncio.gather(*[self._producer.logprobs(ids) for ids in prompts])
+        with self._computes(len(prompts)):
+            rows = await asyncio.gather(*[self._producer.logprobs(ids) for ids in prompts])
         return {"seconds": time.perf_counter() - start, "probe": probe(rows[-1])}
 
     async def extend(self, shared: Ids, tokens: list[Ids]) -> dict[str, Any]:
         """Seconds for contexts that share a prompt and grow token by token, and the first entries of the last row."""
         start = time.perf_counter()
-        for length in range(len(tokens[0])):
-            rows = await asyncio.gather(*[self._producer.logprobs(shared + suffix[:length]) for suffix in tokens])
+        with self._computes(len({tuple(suffix[:length]) for length in range(len(tokens[0])) for suffix in tokens})):
+            for length in range(len(tokens[0])):
+                rows = await asyncio.gather(*[self._producer.logprobs(shared + suffix[:length]) for suffix in tokens])
         return {"seconds": time.perf_counter() - start, "probe": probe(rows[-1])}
 
     async def median(self, requests: Iterable[Awaitable[object]]) -> float:
@@ -86,6 +85,14 @@ class Bursts:
             await request
             taken.append(time.perf_counter() - start)
         return statistics.median(taken)
+
+    @contextmanager
+    def _computes(self, rows: int) -> Iterator[None]:
+        """Fails if anything asked meanwhile came from a cache."""
+        before = self._producer.stats().computed
+        yield
+        if (computed := self._producer.stats().computed - before) != rows:
+            raise RuntimeError(f"{computed} of {rows} rows were computed: the rest came from a cache")
 
     def _fresh(self, number: int) -> list[Ids]:
         drawn: list[Ids] = self._random.integers(0, self._producer.model.vocab_size, (number, PROMPT_TOKENS)).tolist()

@@ -142,6 +142,8 @@ class Pool:
         self._place = place
         self._environment = environment
         self._measure = measure
+        # Rows are known by model and prompt: a client would find in shared memory what the other pool has computed.
+        self._variables = {"PYTHONPATH": "", "LMPOOL_SHM_DIR": str(place.folder)}
         self._client: Child
         self._processes: dict[str, list[int]] = {}
 
@@ -159,7 +161,7 @@ class Pool:
             options = [] if measure.cache_bytes is None else ["--cache-bytes", str(measure.cache_bytes)]
             arguments = ["--redis", self._place.url, "--model", _MODEL, *options]
             child = self._place.child(
-                "clients.compare_client", *arguments, python=self._environment.python, PYTHONPATH=""
+                "clients.compare_client", *arguments, python=self._environment.python, **self._variables
             )
             self._client = stack.enter_context(child)
             self._processes = {
@@ -209,7 +211,7 @@ class Pool:
         model = str(smollm2_folder()) if "hf" in options else _MODEL
         backend = [] if "--backend" in options else ["--backend", "synthetic"]
         command = [self._environment.command, "worker", model, "--name", _MODEL, "--redis", self._place.url]
-        return self._place.process("worker", *command, *backend, *options, PYTHONPATH="")
+        return self._place.process("worker", *command, *backend, *options, **self._variables)
 
     def _await(self, workers: list[Process]) -> None:
         """Until the pool says that the workers are ready: by its own command, for its keys are its own affair."""
