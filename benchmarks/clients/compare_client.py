@@ -64,15 +64,15 @@ class Bursts:
 
     async def together(self, prompts: list[Ids]) -> dict[str, Any]:
         """Seconds for prompts asked all at once, and the first entries of the last row."""
-        start = time.perf_counter()
         with self._computes(len(prompts)):
+            start = time.perf_counter()
             rows = await asyncio.gather(*[self._producer.logprobs(ids) for ids in prompts])
         return {"seconds": time.perf_counter() - start, "probe": probe(rows[-1])}
 
     async def extend(self, shared: Ids, tokens: list[Ids]) -> dict[str, Any]:
         """Seconds for contexts that share a prompt and grow token by token, and the first entries of the last row."""
-        start = time.perf_counter()
         with self._computes(len({tuple(suffix[:length]) for length in range(len(tokens[0])) for suffix in tokens})):
+            start = time.perf_counter()
             for length in range(len(tokens[0])):
                 rows = await asyncio.gather(*[self._producer.logprobs(shared + suffix[:length]) for suffix in tokens])
         return {"seconds": time.perf_counter() - start, "probe": probe(rows[-1])}

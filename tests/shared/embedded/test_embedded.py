@@ -225,12 +225,14 @@ def test_whoever_is_killed_owns_nothing(start_owner: Callable[..., Owner]) -> No
     folder = embedded.runtime_dir()
     owner, server_pid = start_owner()
     os.kill(server_pid, signal.SIGSTOP)
-    assert embedded.is_owned(folder), "its server says nothing, and is there"
-    owner.kill()
-    owner.wait()
-    assert (folder / "owner.lock").exists()
-    assert not embedded.is_owned(folder)
-    os.kill(server_pid, signal.SIGCONT)
+    try:
+        assert embedded.is_owned(folder), "its server says nothing, and is there"
+        owner.kill()
+        owner.wait()
+        assert (folder / "owner.lock").exists()
+        assert not embedded.is_owned(folder)
+    finally:
+        os.kill(server_pid, signal.SIGCONT)
 
 
 def test_find_without_server_changes_nothing(folder: Path) -> None:
