@@ -9,7 +9,7 @@ import re
 import ssl
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from urllib.parse import urlsplit
 
 import redis.cluster as redis_sync
@@ -23,6 +23,7 @@ from redis.connection import SSLConnection
 from redis.crc import key_slot
 from redis.exceptions import RedisClusterException
 
+from lmpool.broker.connection_classes import UNNAMED, connection_class
 from lmpool.errors import ServerUnreachable, SettingsError
 
 Place = tuple[str, int]
@@ -49,13 +50,6 @@ _ALERTS = ("CERTIFICATE_REQUIRED", "UNKNOWN_CA", "CERTIFICATE_EXPIRED", "CERTIFI
            "UNSUPPORTED_CERTIFICATE", "CERTIFICATE_UNKNOWN", "ACCESS_DENIED")  # fmt: skip
 # What a client does that was told nothing of it: redis-py 5 takes any host's certificate.
 _CHECKS_HOST: bool = inspect.signature(Redis).parameters["ssl_check_hostname"].default
-
-# No CLIENT SETINFO, which users with few rights may not send: see `lmpool.broker.server`.
-_UNNAMED: dict[str, Any] = (
-    {"driver_info": None}
-    if "driver_info" in inspect.signature(RedisCluster.__init__).parameters
-    else {"lib_name": None, "lib_version": None}
-)
 
 
 def client_settings(client: RedisCluster | redis_sync.RedisCluster) -> tuple[list[Place], dict[str, Any], bool]:
@@ -109,13 +103,19 @@ class Cluster:
 
     def client(self, reply_timeout_s: float) -> RedisCluster:
         """A client for control messages: of any keys, and following those that move."""
-        return _Client(
+        client = _Client(
             startup_nodes=[ClusterNode(host, port) for host, port in self.nodes],
             retry=Retry(NoBackoff(), 0),
             socket_timeout=reply_timeout_s,
-            **_UNNAMED,
+            **UNNAMED,
             **self._options,
         )
+        # It takes no class of connections; those that it finds get one from these options.
+        kind = connection_class(client.connection_kwargs["connection_class"])
+        client.connection_kwargs["connection_class"] = kind
+        for node in client.nodes_manager.startup_nodes.values():
+            node.connection_class = cast(type[connections.Connection], kind)
+        return client
 
     async def place(self, key: bytes) -> Place:
         """The master that serves a key.

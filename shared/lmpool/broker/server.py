@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 import os
 import re
 from contextlib import suppress
@@ -19,6 +18,7 @@ from redis.exceptions import RedisError
 
 from lmpool.broker import address, replies
 from lmpool.broker.address import CLUSTER, Cluster, Place, client_settings, cluster_nodes, mask, parse_url
+from lmpool.broker.connection_classes import UNNAMED, connection_class
 from lmpool.embedded import find, runtime_dir
 from lmpool.errors import AuthenticationFailed, LMPoolError, ServerError, ServerUnreachable, SettingsError
 
@@ -36,35 +36,12 @@ _CONNECT_TIMEOUT_S = 5.0
 _NOT_TAKEN = ("retry", "retry_on_error", "retry_on_timeout", "decode_responses", "parser_class",
              "socket_timeout", "event_dispatcher", "maint_notifications_config", "himport_registry",
              "maint_notifications_pool_handler", "oss_cluster_maint_notifications_handler")  # fmt: skip
-# redis-py tells a server its own name and version, for which users with few rights have none; the log of refusals is
-# to show what matters.
+# How redis-py names itself.
 _OWN_NAME = ("driver_info", "lib_name", "lib_version")
-_UNNAMED: dict[str, Any] = (
-    {"driver_info": None}
-    if "driver_info" in inspect.signature(connections.AbstractConnection.__init__).parameters
-    else {"lib_name": None, "lib_version": None}
-)
-_MOST_CUTS = 2
 # asyncio connections cannot check OCSP, nor, in redis-py 5, read an encrypted key. A client that asks for it is
 # refused; one that does not has these all the same.
 _SYNC_ONLY = ("ssl_password", "ssl_ca_path", "ssl_validate_ocsp", "ssl_validate_ocsp_stapled", "ssl_ocsp_context",
               "ssl_ocsp_expected_cert")  # fmt: skip
-
-
-class _TlsConnection(connections.SSLConnection):
-    """Asks again when it is cut as it opens: a server that does not let a client in says why and hangs up, and when the
-    client has sent more meanwhile, the system forgets what the server said.
-    """
-
-    async def connect(self) -> None:
-        for _ in range(_MOST_CUTS):
-            try:
-                return await super().connect()  # type: ignore[no-untyped-call,no-any-return]
-            except redis_sync.ConnectionError as error:
-                if not replies.was_cut(error):
-                    raise
-            await self.disconnect(nowait=True)
-        return await super().connect()  # type: ignore[no-untyped-call,no-any-return]
 
 
 class Server:
@@ -82,21 +59,19 @@ class Server:
 
     def __init__(self, redis: RedisLike | None = None) -> None:
         nodes: list[Place] = []
-        self._class: type[connections.AbstractConnection]
         if isinstance(redis, (redis_async.RedisCluster, redis_sync.RedisCluster)):
             nodes, kwargs, is_tls = client_settings(redis)
-            self._class = connections.SSLConnection if is_tls else connections.Connection
+            kind: type = connections.SSLConnection if is_tls else connections.Connection
         elif isinstance(redis, (redis_async.Redis, redis_sync.Redis)):
             taken = redis.connection_pool.connection_kwargs
             kwargs = {name: value for name, value in taken.items() if value or name not in _SYNC_ONLY}
-            self._class = _async_class(redis.connection_pool.connection_class)
+            kind = redis.connection_pool.connection_class
         else:
             url = redis if redis is not None else os.environ.get(URL_VARIABLE) or _embedded_url()
             nodes, url = cluster_nodes(url)
             kwargs = parse_url(url)
-            self._class = kwargs.pop("connection_class", connections.Connection)
-        if self._class is connections.SSLConnection:
-            self._class = _TlsConnection
+            kind = kwargs.pop("connection_class", connections.Connection)
+        self._class = connection_class(kind)
         if self._is_tls:
             address.check_host(kwargs, of_client=redis is not None and not isinstance(redis, str))
         for name in (*_NOT_TAKEN, *_OWN_NAME):
@@ -187,7 +162,7 @@ class Server:
             retry=Retry(NoBackoff(), 0),
             socket_timeout=reply_timeout_s,
             **self._kwargs,
-            **_UNNAMED,
+            **UNNAMED,
         )
         return redis_async.Redis.from_pool(pool)
 
@@ -213,7 +188,7 @@ class Server:
 
     def _connection(self) -> connections.AbstractConnection:
         try:
-            return self._class(retry=Retry(NoBackoff(), 0), socket_timeout=None, **self._kwargs, **_UNNAMED)
+            return self._class(retry=Retry(NoBackoff(), 0), socket_timeout=None, **self._kwargs, **UNNAMED)
         except (TypeError, ValueError, RedisError) as error:
             unknown = re.search("unexpected keyword argument ('[^']*')", str(error))
             why = f"{unknown[1]} is not known" if unknown else str(error)
@@ -284,16 +259,3 @@ def _embedded_url() -> str:
 def without_advice(error: Exception) -> str:
     """What an error says of a server that there is not, for those who cannot do what programs can."""
     return str(error).partition(_ADVICE)[0]
-
-
-def _async_class(kind: type) -> type[connections.AbstractConnection]:
-    """The asyncio connection class that corresponds to a client's own."""
-    if issubclass(kind, connections.AbstractConnection):
-        return kind
-    if issubclass(kind, redis_sync.UnixDomainSocketConnection):
-        return connections.UnixDomainSocketConnection
-    if issubclass(kind, redis_sync.SSLConnection):
-        return connections.SSLConnection
-    if issubclass(kind, redis_sync.Connection):
-        return connections.Connection
-    raise SettingsError(f"redis: a client with connections of the type {kind.__name__} cannot be used here")

@@ -1,0 +1,90 @@
+"""redis-py's connections as a pool needs them: they keep no cancellation to themselves, and say why TLS was refused."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from functools import cache
+from typing import Any
+
+import redis as redis_sync
+from redis.asyncio import connection as connections
+
+from lmpool.broker import replies
+from lmpool.errors import SettingsError
+
+UNNAMED: dict[str, Any] = (
+    {"driver_info": None}
+    if "driver_info" in inspect.signature(connections.AbstractConnection.__init__).parameters
+    else {"lib_name": None, "lib_version": None}
+)
+"""Options that keep redis-py from telling a server its own name and version: users with few rights may not, and the log
+of refusals is to show what matters.
+"""
+
+_MOST_CUTS = 2
+
+
+class _Cancellable(connections.AbstractConnection):
+    """Limits the time of what it sends in another way.
+
+    redis-py does so by `asyncio.wait_for`, which before Python 3.12 loses a cancellation that comes together with the
+    result (https://github.com/python/cpython/issues/86296): a deadline would pass unnoticed, or a request go on that
+    its caller has given up.
+    """
+
+    async def send_packed_command(self, command: Any, check_health: bool = True) -> None:
+        """Send a command; what opens the connection before it counts too.
+
+        Raises:
+            redis.exceptions.TimeoutError: it was not sent within `socket_timeout`.
+        """
+        limit = self.socket_timeout
+        if limit is None:
+            return await super().send_packed_command(command, check_health)
+        self.socket_timeout = None  # Then redis-py sets no limit.
+        try:
+            async with asyncio.timeout(limit):
+                return await super().send_packed_command(command, check_health)
+        except TimeoutError:
+            await self.disconnect(nowait=True)
+            raise redis_sync.TimeoutError("Timeout writing to socket") from None
+        finally:
+            self.socket_timeout = limit
+
+
+class _Tls(connections.SSLConnection):
+    """Asks again when it is cut as it opens: a server that does not let a client in says why and hangs up, and when the
+    client has sent more meanwhile, the system forgets what the server said.
+    """
+
+    async def connect(self) -> None:
+        for _ in range(_MOST_CUTS):
+            try:
+                return await super().connect()  # type: ignore[no-untyped-call,no-any-return]
+            except redis_sync.ConnectionError as error:
+                if not replies.was_cut(error):
+                    raise
+            await self.disconnect(nowait=True)
+        return await super().connect()  # type: ignore[no-untyped-call,no-any-return]
+
+
+@cache
+def connection_class(kind: type) -> type[connections.AbstractConnection]:
+    """The class of connections for a pool that stands for one of redis-py's, asyncio's or not.
+
+    Raises:
+        SettingsError: nothing stands for it.
+    """
+    if issubclass(kind, _Cancellable):
+        return kind
+    for known, ours in (
+        (redis_sync.UnixDomainSocketConnection, connections.UnixDomainSocketConnection),
+        (redis_sync.SSLConnection, connections.SSLConnection),
+        (redis_sync.Connection, connections.Connection),
+        (connections.AbstractConnection, kind),
+    ):
+        if issubclass(kind, known):
+            base = _Tls if ours is connections.SSLConnection else ours
+            return type(base.__name__.lstrip("_"), (_Cancellable, base), {})
+    raise SettingsError(f"redis: a client with connections of the type {kind.__name__} cannot be used here")
