@@ -41,7 +41,7 @@ async def test_a_single_prompt_is_answered_within_ten_batches_of_anothers_many(p
     async def compute_a_batch() -> None:
         await until_full(pool, BATCH)
         done = len(backend.computed)
-        gate.let_one()
+        gate.let(1)
         await until_async(lambda: _is(len(backend.computed) > done), "a batch is computed")
 
     # It shares this event loop with all that is asked: its lease must not pass meanwhile, nor patience with the server.

@@ -32,11 +32,13 @@ class Gate:
     """Starts shut.
 
     Args:
-        file: is there while the gate is open.
+        file: is there while the gate is open; files whose names begin with its name are steps that may pass all the
+            same.
     """
 
     def __init__(self, file: Path) -> None:
         self._file = file
+        self._steps = 0
 
     def open(self) -> None:
         """Let steps pass."""
@@ -46,9 +48,18 @@ class Gate:
         """Hold the steps that begin from now on."""
         self._file.unlink(missing_ok=True)
 
+    def let(self, steps: int) -> None:
+        """Let so many steps pass, though it is shut."""
+        for _ in range(steps):
+            self._steps += 1
+            self._file.with_name(f"{self._file.name}.{self._steps}").touch()
+
     def wait(self) -> None:
-        """Wait until it is open."""
+        """Wait until a step may pass."""
         while not self._file.exists():
+            for step in self._file.parent.glob(f"{self._file.name}.*"):
+                step.unlink()
+                return
             time.sleep(0.005)
 
     def command(self) -> list[str]:
@@ -62,9 +73,9 @@ class OneByOne(Gate):
     def __init__(self) -> None:
         self._let = threading.Semaphore(0)
 
-    def let_one(self) -> None:
-        """Let one step pass."""
-        self._let.release()
+    def let(self, steps: int) -> None:
+        """Let so many steps pass."""
+        self._let.release(steps)
 
     def open(self) -> None:
         """Let all steps pass."""

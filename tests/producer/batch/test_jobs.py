@@ -52,7 +52,7 @@ def gate(tmp_path: Path) -> Gate:
 @pytest.fixture
 async def wanted(jobs_pool: Pool, tmp_path: Path, gate: Gate) -> tuple[Path, dict[str, bytes]]:
     """An input with a bad line and a duplicate, and what a run makes of it; its model is served."""
-    jobs_pool.start("--max-batch", 4, command=gate.command)
+    jobs_pool.start("--max-batch", 1, command=gate.command)
     source = write_texts(tmp_path / "in.jsonl", TEXTS)
     lines = source.read_text("utf-8").splitlines()
     lines[17], lines[55] = "bad", lines[3]
@@ -115,13 +115,14 @@ async def test_a_killed_worker_costs_time_and_no_byte(
     source, expected = wanted
     output = tmp_path / "out"
     submit(jobs_pool, source, output)
-    for after in (0, 4):
+    gate.shut()
+    for steps, shards in ((0, 0), (50, 1)):  # Two of ten lines are begun, and those that the first victim has asked.
         victim = worker(jobs_pool, "--jobs", "2")
-        await asyncio.to_thread(until, partial(is_in_place, output, after), f"{after} shards are in place")
-        gate.shut()
+        gate.let(steps)
+        await asyncio.to_thread(until, partial(is_in_place, output, shards), f"{shards} shards are in place")
         await asyncio.to_thread(until, lambda: status(jobs_pool, output)["under_way"] == 2, "two are under way")
         victim.end()
-        gate.open()
+    gate.open()
     last = worker(jobs_pool)
     await asyncio.to_thread(until, lambda: status(jobs_pool, output)["done"] == SHARDS, "all shards are in place")
     await asyncio.to_thread(until, lambda: lmpool.batch.open(output).is_finished, "the run is summed up")
@@ -135,9 +136,10 @@ async def test_a_killed_worker_on_a_bucket_costs_time_and_no_byte(
     path, expected = wanted
     source, output = bucket.put("in.jsonl", path.read_bytes()), f"{bucket.url}/out"
     assert submit(jobs_pool, source, output)["jobs"] == SHARDS
-    other, victim = worker(jobs_pool, "--burst", "--jobs", "2"), worker(jobs_pool, "--jobs", "2")
-    await asyncio.to_thread(until, lambda: bucket.shards("out") >= 3, "three shards are done")
     gate.shut()
+    other, victim = worker(jobs_pool, "--burst", "--jobs", "2"), worker(jobs_pool, "--jobs", "2")
+    gate.let(50)  # More than the lines of four shards, and less than those of eight.
+    await asyncio.to_thread(until, lambda: bucket.shards("out") >= 1, "a shard is done")
     client = redis.Redis.from_url(jobs_pool.url)
     marks = f"{in_progress_key_prefix}*"
     await asyncio.to_thread(until, lambda: len(list(client.scan_iter(match=marks))) == 4, "four are under way")
@@ -318,9 +320,10 @@ async def test_jobs_under_way_are_cancelled_and_may_be_queued_beside(
     source, expected = wanted
     output = tmp_path / "out"
     submit(jobs_pool, source, output)
-    first = worker(jobs_pool, "--jobs", "2")
-    await asyncio.to_thread(until, partial(is_in_place, output, 1), "a shard is in place")
     gate.shut()
+    first = worker(jobs_pool, "--jobs", "2")
+    gate.let(30)
+    await asyncio.to_thread(until, partial(is_in_place, output, 1), "a shard is in place")
     await asyncio.to_thread(until, lambda: status(jobs_pool, output)["under_way"] == 2, "two are under way")
     # What is under way does not keep others from being queued.
     told = submit(jobs_pool, source, output)

@@ -176,13 +176,12 @@ def test_two_runs_do_not_write_into_one_folder(pool: Pool, tmp_path: Path) -> No
 @pytest.mark.parametrize("signals", [1, 2])
 def test_ctrl_c_leaves_nothing_half(pool: Pool, tmp_path: Path, signals: int) -> None:
     gate = Gate(tmp_path / "gate")
-    gate.open()
-    pool.start("--step-ms", 20, "--max-batch", 4, command=gate.command)
+    pool.start("--max-batch", 1, command=gate.command)
     source, output = write_texts(tmp_path / "in.jsonl", TEXTS), tmp_path / "out"
     options = ("--what", "topk:2", "--shard-lines", SHARD_LINES, "--concurrency", 8)
     client = begin(pool, source, output, *options)
+    gate.let(70)  # More than those of two shards, and two for each request at once.
     until(lambda: is_in_place(output, 2), "two shards are in place")
-    gate.shut()
     for _ in range(signals):
         client.signal(signal.SIGINT)
     assert client.wait() == 130
@@ -217,15 +216,16 @@ async def test_a_run_that_is_stopped_says_how_many_lines_it_will_ask_again(pool:
 
 async def test_a_model_that_changes_in_the_middle_ends_the_run(pool: Pool, tmp_path: Path) -> None:
     gate = Gate(tmp_path / "gate")
-    first = pool.start("--lease-s", 1, "--max-batch", 4, "--step-ms", 20, command=gate.command)
+    first = pool.start("--lease-s", 1, "--max-batch", 1, command=gate.command)
     source, output = write_texts(tmp_path / "in.jsonl", TEXTS), tmp_path / "out"
     gate.open()
     async with pool.producer(when_absent="wait", keep_answers=False) as producer:
         await run(producer, source, tmp_path / "whole", "topk:2", shard_lines=SHARD_LINES)
         settings = {"shard_lines": SHARD_LINES, "concurrency": 8}
-        running = asyncio.create_task(run(producer, source, output, "topk:2", **settings))
-        await asyncio.to_thread(until, partial(is_in_place, output, 1), "a shard is in place")
         gate.shut()
+        running = asyncio.create_task(run(producer, source, output, "topk:2", **settings))
+        gate.let(40)
+        await asyncio.to_thread(until, partial(is_in_place, output, 1), "a shard is in place")
         await until_async(lambda: is_held(pool), "the worker holds prompts")
         first.end()
         await asyncio.to_thread(until, lambda: not pool.names("worker:*"), "the heartbeat expires")

@@ -452,7 +452,7 @@ async def test_rows_beside_continuations_are_computed_where_clients_read_them() 
         engine_thread.write_to(new_rows)
         engine_thread.submit([others[0], continued, others[1]])
         for steps in (1, 2):
-            gate.let_one()
+            gate.let(1)
             await outcome.until(lambda: len(outcome.finished) == steps, "a step has passed")  # noqa: B023
         blocks = outcome.finished[0].blocks
         assert [digest for block in blocks for digest in block.digests] == [job.digest for job in others]

@@ -45,8 +45,7 @@ class Steps:
         for _ in range(steps):
             self.backend.is_stepping.clear()
             told = len(self.outcome.finished)
-            assert isinstance(self.backend.gate, OneByOne)
-            self.backend.gate.let_one()
+            self.backend.gate.let(1)
             await self.outcome.until(lambda told=told: len(self.outcome.finished) > told, "a step has passed")  # type: ignore[misc]
             idle = not self.engine_thread.is_busy
             await self.outcome.until(lambda idle=idle: idle or self.backend.is_stepping.is_set(), "the next has come")  # type: ignore[misc]

@@ -180,13 +180,13 @@ async def test_requests_that_wait_survive_a_replacement(pool: Pool, tmp_path: Pa
         await until_async(are_queued, "all have asked")
         while not any(request.done() for request in asked):
             for gate in gates:
-                gate.let_one()
+                gate.let(1)
             await asyncio.wait(asked, timeout=0.2, return_when=asyncio.FIRST_COMPLETED)
         change = asyncio.create_task(client.add_adapter("poet", write(tmp_path, "new", "2")))
         while not change.done():
             # Workers load an adapter between two steps.
             for gate in gates:
-                gate.let_one()
+                gate.let(1)
             await asyncio.wait([change], timeout=0.5)
         new = await change
         for gate in gates:
