@@ -31,7 +31,7 @@ def delays(longest_s: float = _LONGEST_S) -> Iterator[float]:
 async def end_tasks(tasks: Iterable[asyncio.Task[Any]]) -> None:
     """Cancel tasks and wait until all have ended; what they raise is dropped.
 
-    A cancellation is repeated until it takes: `asyncio.wait_for` of Python 3.11, which redis-py uses, loses
+    A cancellation is repeated until it takes: `asyncio.wait_for` of Python 3.11, which what they await may use, loses
     one that comes together with the result. The caller may be cancelled too, even more than once: that is raised
     when all have ended, for they use what the caller is about to close. Tasks that take long are named in the log.
 
@@ -62,7 +62,11 @@ async def end_tasks(tasks: Iterable[asyncio.Task[Any]]) -> None:
 
 
 async def finish(work: Coroutine[Any, Any, None]) -> None:
-    """Await something to its end, also when this is cancelled meanwhile, however often: what closes must close."""
+    """Await something to its end, also when this is cancelled meanwhile, however often: what closes must close.
+
+    Raises:
+        CancelledError: this was cancelled; a failure of the work is its cause.
+    """
     task = asyncio.ensure_future(work)
     interrupted: asyncio.CancelledError | None = None
     while not task.done():
@@ -70,7 +74,12 @@ async def finish(work: Coroutine[Any, Any, None]) -> None:
             await asyncio.wait([task])
         except asyncio.CancelledError as error:
             interrupted = error
-    task.result()
+    try:
+        task.result()
+    except Exception as error:
+        if interrupted is not None:
+            raise interrupted from error
+        raise
     if interrupted is not None:
         raise interrupted
 
@@ -80,12 +89,38 @@ async def gather(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     requests = list(work)
     if len(requests) == 1:  # The usual case of a batch of one needs no task.
         return [await requests[0]]
+    tasks = list(map(asyncio.ensure_future, requests))
     try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(request) for request in requests]
-    except BaseExceptionGroup as errors:
-        raise errors.exceptions[0] from None
+        if tasks:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        _raise_failure(tasks)
+    finally:
+        await end_tasks(tasks)
     return [task.result() for task in tasks]
+
+
+async def await_beside(work: Coroutine[Any, Any, T], others: Iterable[Coroutine[Any, Any, None]]) -> T:
+    """Await something while others go on beside it, which end with it; the first failure of any ends all and is raised.
+
+    Not by `asyncio.TaskGroup`: before Python 3.13 it forgets that its caller was cancelled while it ends tasks after a
+    failure, or leaves a cancellation counted that there was not (https://github.com/python/cpython/issues/116720).
+    """
+    main = asyncio.ensure_future(work)
+    tasks = {main, *map(asyncio.ensure_future, others)}
+    try:
+        pending = tasks
+        while not main.done():
+            done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+            _raise_failure(done)
+    finally:
+        await end_tasks(tasks)
+    return main.result()
+
+
+def _raise_failure(tasks: Iterable[asyncio.Task[Any]]) -> None:
+    for task in tasks:
+        if task.done() and not task.cancelled() and (error := task.exception()) is not None:
+            raise error
 
 
 async def join_task(task: asyncio.Task[T]) -> T:

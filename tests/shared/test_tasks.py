@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 
 from lmpool import aio
-from lmpool.aio import end_tasks, finish
+from lmpool.aio import await_beside, end_tasks, finish, gather
 
 
 class Deaf:
@@ -121,3 +122,81 @@ async def test_what_fails_to_close_says_so() -> None:
 
     with pytest.raises(OSError, match="gone"):
         await finish(close())
+
+
+async def test_who_is_cancelled_while_something_fails_to_close_is_heard() -> None:
+    may_fail = asyncio.Event()
+
+    async def close() -> None:
+        await may_fail.wait()
+        raise OSError("gone")
+
+    closing = asyncio.create_task(finish(close()))
+    await asyncio.sleep(0)
+    closing.cancel()
+    may_fail.set()
+    with pytest.raises(asyncio.CancelledError) as raised:
+        await closing
+    assert isinstance(raised.value.__cause__, OSError)
+
+
+async def fail() -> None:
+    raise OSError("gone")
+
+
+async def wait(number: int) -> int:
+    for _ in range(number):
+        await asyncio.sleep(0)
+    return number
+
+
+TOGETHER = [
+    pytest.param(lambda others: gather([*others, fail()]), id="gather"),
+    pytest.param(lambda others: await_beside(fail(), others), id="work fails"),
+    pytest.param(lambda others: await_beside(asyncio.Event().wait(), [*others, fail()]), id="another fails"),
+]
+
+
+@pytest.mark.parametrize("together", TOGETHER)
+async def test_the_first_failure_ends_what_goes_on_together_and_is_raised(together: Any) -> None:
+    others = [Deaf(2) for _ in range(3)]
+    with pytest.raises(OSError, match="gone"):
+        await together([other.run() for other in others])
+    assert all(other.has_ended for other in others)
+    caller = asyncio.current_task()
+    assert caller is not None
+    assert caller.cancelling() == 0, "else no timeout around it would be told from a cancellation any more"
+
+
+@pytest.mark.parametrize("together", TOGETHER)
+async def test_who_is_cancelled_while_others_end_after_a_failure_is_heard(together: Any) -> None:
+    """`asyncio.TaskGroup` before Python 3.13 raises the failure instead."""
+    is_ending, may_end = asyncio.Event(), asyncio.Event()
+
+    async def end_slowly() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            is_ending.set()
+            await finish(note(may_end.wait()))
+
+    caller = asyncio.create_task(together([end_slowly()]))
+    await is_ending.wait()
+    caller.cancel()
+    await asyncio.sleep(0)
+    may_end.set()
+    with pytest.raises(asyncio.CancelledError):
+        await caller
+
+
+async def test_what_goes_on_together_gives_its_results() -> None:
+    assert await gather([wait(3), wait(0), wait(1)]) == [3, 0, 1]
+    assert await gather([wait(2)]) == [2]
+    assert await gather(list[Any]()) == []
+    other = Deaf(1)
+    assert await await_beside(wait(3), [other.run(), note(wait(1))]) == 3
+    assert other.has_ended
+
+
+async def note(work: Any) -> None:
+    await work

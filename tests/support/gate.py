@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +32,7 @@ class Gate:
     """Starts shut.
 
     Args:
-        file: is there while the gate is open; files whose names begin with its name are steps that may pass all the
-            same.
+        file: is there while the gate is open; each FILE.NUMBER is a step that may pass all the same.
     """
 
     def __init__(self, file: Path) -> None:
@@ -47,6 +46,8 @@ class Gate:
     def shut(self) -> None:
         """Hold the steps that begin from now on."""
         self._file.unlink(missing_ok=True)
+        for step in self._left():
+            step.unlink(missing_ok=True)
 
     def let(self, steps: int) -> None:
         """Let so many steps pass, though it is shut."""
@@ -54,13 +55,21 @@ class Gate:
             self._steps += 1
             self._file.with_name(f"{self._file.name}.{self._steps}").touch()
 
+    def is_used_up(self) -> bool:
+        """Whether all those have passed."""
+        return not self._left()
+
     def wait(self) -> None:
         """Wait until a step may pass."""
         while not self._file.exists():
-            for step in self._file.parent.glob(f"{self._file.name}.*"):
-                step.unlink()
-                return
+            for step in self._left():
+                with suppress(FileNotFoundError):
+                    step.unlink()
+                    return
             time.sleep(0.005)
+
+    def _left(self) -> list[Path]:
+        return list(self._file.parent.glob(f"{self._file.name}.*"))
 
     def command(self) -> list[str]:
         """What stands for `lmpool` where steps are to pass this gate."""

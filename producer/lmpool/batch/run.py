@@ -16,7 +16,7 @@ from pathlib import Path
 from time import monotonic
 from typing import NamedTuple
 
-from lmpool.aio import finish
+from lmpool.aio import await_beside, end_tasks, finish
 from lmpool.batch.kinds import Columns, Kind, Text, parse_kind
 from lmpool.batch.lines import Chunk, Index, JsonlSource, Source, is_parquet
 from lmpool.batch.progress import Progress
@@ -394,23 +394,16 @@ class _Run:
 
     async def _answer(self, chunks: Iterator[Chunk], shards: int) -> None:
         """Ask about all lines, and write all answers."""
+        beside = [self._feed(chunks), *(self._ask_on() for _ in range(self._concurrency)), self._watch()]
         try:
-            async with asyncio.TaskGroup() as group:
-                group.create_task(self._feed(chunks, group))
-                tasks = [group.create_task(self._ask_on()) for _ in range(self._concurrency)]
-                tasks.append(group.create_task(self._watch()))
-                await self._drain(shards)
-                for task in tasks:
-                    task.cancel()
-        except BaseExceptionGroup as errors:
-            raise errors.exceptions[0] from None
+            await await_beside(self._drain(shards), beside)
         finally:
             if self._writer is not None:
                 self._writer.discard()
 
     # Asking
 
-    async def _feed(self, chunks: Iterator[Chunk], group: asyncio.TaskGroup) -> None:
+    async def _feed(self, chunks: Iterator[Chunk]) -> None:
         """Begin to ask about lines as there is room, and read the next ones meanwhile."""
 
         def prepare() -> _Prepared | None:
@@ -419,19 +412,25 @@ class _Run:
                 return None
             return _Prepared(chunk.shard, [self._preparer.prepare(line) for line in chunk.lines], chunk.is_last)
 
-        following = group.create_task(asyncio.to_thread(prepare))
-        while (prepared := await following) is not None:
-            following = group.create_task(asyncio.to_thread(prepare))
-            for entry in prepared.entries:
-                for item in self._items_of(prepared.shard, entry):
-                    if not self._window.has_room(item.size):
-                        await self._window.until_room(item.size)
-                    self._window.enter(item.size)
-                    self._items.put_nowait(item)
-                    if item.answer is not None:
-                        self._unasked.put_nowait(item)
-            if prepared.is_last:
-                self._items.put_nowait(_Item(prepared.shard))
+        following = asyncio.create_task(asyncio.to_thread(prepare))
+        try:
+            while (prepared := await following) is not None:
+                following = asyncio.create_task(asyncio.to_thread(prepare))
+                await self._take(prepared)
+        finally:
+            await end_tasks([following])
+
+    async def _take(self, prepared: _Prepared) -> None:
+        for entry in prepared.entries:
+            for item in self._items_of(prepared.shard, entry):
+                if not self._window.has_room(item.size):
+                    await self._window.until_room(item.size)
+                self._window.enter(item.size)
+                self._items.put_nowait(item)
+                if item.answer is not None:
+                    self._unasked.put_nowait(item)
+        if prepared.is_last:
+            self._items.put_nowait(_Item(prepared.shard))
 
     def _items_of(self, shard: int, entry: Text | Failed) -> list[_Item]:
         if isinstance(entry, Failed):

@@ -26,31 +26,46 @@ _MOST_CUTS = 2
 
 
 class _Cancellable(connections.AbstractConnection):
-    """Limits the time of what it sends in another way.
+    """Loses no cancellation while it sends, and keeps nothing that was given up half-way.
 
-    redis-py does so by `asyncio.wait_for`, which before Python 3.12 loses a cancellation that comes together with the
-    result (https://github.com/python/cpython/issues/86296): a deadline would pass unnoticed, or a request go on that
-    its caller has given up.
+    redis-py limits the time of sending by `asyncio.wait_for`, which before Python 3.12 loses a cancellation that comes
+    together with the result (https://github.com/python/cpython/issues/86296): a deadline would pass unnoticed, or a
+    request go on that its caller has given up.
     """
 
+    async def connect(self) -> None:
+        """Connect and greet the server."""
+        try:
+            await super().connect()  # type: ignore[no-untyped-call]
+        except BaseException:
+            # redis-py would keep one that was given up before the server has let it in.
+            await self.disconnect(nowait=True)
+            raise
+
     async def send_packed_command(self, command: Any, check_health: bool = True) -> None:
-        """Send a command; what opens the connection before it counts too.
+        """Send a command.
 
         Raises:
-            redis.exceptions.TimeoutError: it was not sent within `socket_timeout`.
+            redis.exceptions.TimeoutError: that took longer than `socket_timeout`.
         """
-        limit = self.socket_timeout
-        if limit is None:
-            return await super().send_packed_command(command, check_health)
+        # Each has limits of its own.
+        if not self.is_connected:
+            await self.connect()
+        if check_health:
+            await self.check_health()  # type: ignore[no-untyped-call]
+        if not (limit := self.socket_timeout):
+            return await super().send_packed_command(command, check_health=False)
         self.socket_timeout = None  # Then redis-py sets no limit.
         try:
-            async with asyncio.timeout(limit):
-                return await super().send_packed_command(command, check_health)
+            async with asyncio.timeout(limit) as timer:
+                return await super().send_packed_command(command, check_health=False)
         except TimeoutError:
-            await self.disconnect(nowait=True)
+            if not timer.expired():
+                raise
             raise redis_sync.TimeoutError("Timeout writing to socket") from None
         finally:
-            self.socket_timeout = limit
+            if self.socket_timeout is None:  # A server that is about to move has it changed meanwhile.
+                self.socket_timeout = limit
 
 
 class _Tls(connections.SSLConnection):

@@ -178,12 +178,8 @@ class Server:
             async with asyncio.timeout(self._kwargs["socket_connect_timeout"]):
                 await connection.connect()  # type: ignore[no-untyped-call]
         except (RedisError, OSError) as error:
-            await connection.disconnect(nowait=True)
             self.forget_places()  # Another may have taken its place.
             raise self.explain(error) from error
-        except asyncio.CancelledError:
-            await connection.disconnect(nowait=True)
-            raise
         return connection
 
     def _connection(self) -> connections.AbstractConnection:

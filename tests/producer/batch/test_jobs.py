@@ -321,9 +321,11 @@ async def test_jobs_under_way_are_cancelled_and_may_be_queued_beside(
     output = tmp_path / "out"
     submit(jobs_pool, source, output)
     gate.shut()
-    first = worker(jobs_pool, "--jobs", "2")
-    gate.let(30)
-    await asyncio.to_thread(until, partial(is_in_place, output, 1), "a shard is in place")
+    workers = [worker(jobs_pool, "--jobs", "1")]
+    gate.let(15)  # One of ten lines, and a part of the next one.
+    await asyncio.to_thread(until, gate.is_used_up, "as many lines are answered")
+    assert in_place(output) == 1
+    workers.append(worker(jobs_pool, "--jobs", "1"))
     await asyncio.to_thread(until, lambda: status(jobs_pool, output)["under_way"] == 2, "two are under way")
     # What is under way does not keep others from being queued.
     told = submit(jobs_pool, source, output)
@@ -337,5 +339,6 @@ async def test_jobs_under_way_are_cancelled_and_may_be_queued_beside(
     assert submit(jobs_pool, source, output)["jobs"] == left
     await asyncio.to_thread(until, lambda: status(jobs_pool, output)["done"] == SHARDS, "all shards are in place")
     await asyncio.to_thread(until, lambda: lmpool.batch.open(output).is_finished, "the run is summed up")
-    first.end()
+    for process in workers:
+        process.end()
     assert {name: data for name, data in content(output).items() if not name.endswith(".tmp")} == expected

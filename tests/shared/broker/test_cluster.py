@@ -21,7 +21,6 @@ from lmpool.errors import ServerError, ServerUnreachable, SettingsError
 from lmpool.producer import Producer
 from lmpool.protocol.keys import Keys
 from lmpool.synthetic import synthetic_row
-from tests.shared.broker.test_connection_classes import check_that_it_is_heard
 from tests.support.gate import Gate
 from tests.support.pool import DEADLINE_S, Pool, V, is_held, until_async
 from tests.support.servers.cluster import LocalCluster
@@ -65,10 +64,6 @@ async def test_rows_lie_on_all_masters_and_the_queue_on_one(cluster: LocalCluste
         assert all(len(keys_of(node, f"{pool.prefix}:row:*")) >= 8 for node in nodes)
         assert sum(bool(keys_of(node, f"{pool.prefix}:{{syn}}:*")) for node in nodes) == 1
         assert sum(len(keys_of(node, f"{pool.prefix}:row:*")) for node in nodes) == 60
-
-
-async def test_a_command_to_a_cluster_may_be_given_up_at_any_moment(cluster: LocalCluster) -> None:
-    await check_that_it_is_heard(Server(cluster.url))
 
 
 async def test_a_prompt_is_computed_once_for_all_who_ask(pool: Pool) -> None:

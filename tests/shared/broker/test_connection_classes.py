@@ -13,14 +13,22 @@ import pytest
 import redis
 import redis.asyncio as redis_async
 from redis.asyncio import connection as connections
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
 
-from lmpool.broker.connection_classes import connection_class
+from lmpool.broker.connection_classes import UNNAMED, connection_class
 from lmpool.broker.server import Server
 from lmpool.errors import SettingsError
 from tests.shared.broker.adapters.adapter_changes import QUICK, no_offers, write
 from tests.support.pool import DEADLINE_S, Pool, until_async
+from tests.support.servers.cluster import LocalCluster
 
 MOMENTS = 40
+
+
+def plain(url: str) -> str:
+    """Of a cluster, one node."""
+    return url.replace("+cluster", "")
 
 
 async def ask_long(client: redis_async.Redis) -> None:
@@ -61,15 +69,20 @@ async def test_a_change_of_adapters_may_be_given_up_at_any_moment(pool: Pool, tm
         await until_async(no_offers(pool), "all offers are taken back")
 
 
+async def test_a_command_to_a_cluster_may_be_given_up_at_any_moment(tmp_path: Path) -> None:
+    with LocalCluster(tmp_path / "c") as cluster:
+        await check_that_it_is_heard(Server(cluster.url))
+
+
 @pytest.fixture
-def deaf() -> Iterator[int]:
-    """The port of a server that takes connections and reads nothing."""
+def deaf() -> Iterator[str]:
+    """The URL of a server that takes connections and reads nothing."""
     with socket.create_server(("127.0.0.1", 0), backlog=8) as listening:
-        yield listening.getsockname()[1]
+        yield f"redis://127.0.0.1:{listening.getsockname()[1]}"
 
 
-async def test_what_cannot_be_sent_in_time_is_given_up(deaf: int) -> None:
-    async with Server(f"redis://127.0.0.1:{deaf}").client(reply_timeout_s=0.2) as client:
+async def test_what_cannot_be_sent_in_time_is_given_up(deaf: str) -> None:
+    async with Server(deaf).client(reply_timeout_s=0.2) as client:
         for _ in range(2):  # The limit holds for the next command too.
             with pytest.raises(redis.TimeoutError, match="writing to socket"):
                 await asyncio.wait_for(client.set("key", bytes(64 << 20)), DEADLINE_S)
@@ -77,12 +90,82 @@ async def test_what_cannot_be_sent_in_time_is_given_up(deaf: int) -> None:
                 await asyncio.wait_for(client.get("key"), DEADLINE_S)
 
 
+def connection_to(url: str, kind: type = connections.Connection, **options: Any) -> Any:
+    """A connection that nobody has opened yet; it greets the server with nothing."""
+    named: dict[str, Any] = {**connections.parse_url(url), **UNNAMED, "protocol": 2, "retry": Retry(NoBackoff(), 0)}
+    return connection_class(named.pop("connection_class", kind))(**named, **options)
+
+
+async def test_connecting_has_a_limit_of_its_own(server_url: str) -> None:
+    limit = 0.2
+
+    async def be_slow(connection: connections.AbstractConnection) -> None:
+        await asyncio.sleep(2 * limit)
+
+    connection = connection_to(plain(server_url), socket_timeout=limit, redis_connect_func=be_slow)
+    await connection.send_command("PING")
+    assert await connection.read_response() == b"PONG"
+    await connection.disconnect()
+
+
+async def test_an_error_of_whoever_connects_stays_as_it_is(server_url: str) -> None:
+    async def ask_another(connection: connections.AbstractConnection) -> None:
+        raise TimeoutError("the vault does not answer")
+
+    connection = connection_to(plain(server_url), socket_timeout=60.0, redis_connect_func=ask_another)
+    with pytest.raises(TimeoutError, match="the vault"):
+        await connection.send_command("PING")
+    assert not connection.is_connected
+
+
+async def test_a_connection_that_is_given_up_before_it_may_be_used_is_closed(server_url: str) -> None:
+    is_asking = asyncio.Event()
+
+    async def ask_another(connection: connections.AbstractConnection) -> None:
+        is_asking.set()
+        await asyncio.Event().wait()
+
+    connection = connection_to(plain(server_url), redis_connect_func=ask_another)
+    sending = asyncio.create_task(connection.send_command("PING"))
+    await is_asking.wait()
+    assert connection.is_connected
+    sending.cancel()
+    await asyncio.wait([sending])
+    assert sending.cancelled()
+    assert not connection.is_connected
+
+
+async def test_a_server_that_says_nothing_is_not_taken_for_one_that_reads_nothing(deaf: str) -> None:
+    """Whether it lives is asked before a command is sent."""
+    connection = connection_to(deaf, socket_timeout=0.2, health_check_interval=1)
+    await connection.connect()
+    connection.next_health_check = 0
+    with pytest.raises(redis.RedisError, match="reading"):
+        await connection.send_command("PING")
+    await connection.disconnect()
+
+
+class Moving(connections.Connection):
+    """Sets another limit while it sends, as redis-py does when a server says that it is about to move."""
+
+    async def send_packed_command(self, command: Any, check_health: bool = True) -> None:
+        self.socket_timeout = 30.0
+        await super().send_packed_command(command, check_health)
+
+
+async def test_a_limit_that_is_changed_meanwhile_stays_changed(deaf: str) -> None:
+    connection = connection_to(deaf, Moving, socket_timeout=5.0)
+    await connection.send_command("PING")
+    assert connection.socket_timeout == 30.0
+    await connection.disconnect()
+
+
 class Traced(connections.Connection):
     """A user's own."""
 
 
 def test_each_class_of_redis_py_has_one_here() -> None:
-    pairs: list[tuple[type, type]] = [
+    pairs: list[tuple[type, Any]] = [
         (redis.Connection, connections.Connection),
         (redis.SSLConnection, connections.SSLConnection),
         (redis.UnixDomainSocketConnection, connections.UnixDomainSocketConnection),
@@ -92,6 +175,7 @@ def test_each_class_of_redis_py_has_one_here() -> None:
     for kind, base in pairs:
         ours: Any = connection_class(kind)
         assert issubclass(ours, base)
+        assert ours.send_packed_command is not base.send_packed_command
         assert connection_class(ours) is ours is connection_class(kind)
     with pytest.raises(SettingsError, match="of the type int cannot be used here"):
         connection_class(int)
@@ -101,6 +185,6 @@ async def test_a_client_with_our_connections_names_a_server_too(server_url: str)
     if "+cluster" not in server_url:
         async with Server(server_url).client() as client, Server(client).client() as other:
             assert await other.ping()
-    with contextlib.closing(redis.Redis.from_url(server_url.replace("+cluster", ""))) as sync:
+    with contextlib.closing(redis.Redis.from_url(plain(server_url))) as sync:
         async with Server(sync).client() as other:
             assert await other.ping()
