@@ -22,7 +22,7 @@ from lmpool.workers.backend.contract import Backend, BackendJob
 from tests.contract.model import V
 from tests.contract.subjects import Subject
 
-DEADLINE_S = 60.0
+DEADLINE_S = 120.0
 """Between one answer and the next. How long all of them take is a matter of how many there are, and of the machine."""
 _numbers = itertools.count()
 

@@ -26,8 +26,8 @@ from lmpool.protocol.keys import GROUP, Keys
 from lmpool.workers.backend.contract import Backend
 from tests.support.fork_server import ForkedCommand, can_fork
 
-DEADLINE_S = 120.0
-"""Of all that is waited for. It costs nothing when all goes well; a busy machine may take 10 s to start a worker."""
+DEADLINE_S = 240.0
+"""Of all that is waited for. It costs nothing when all goes well; to import transformers may take two minutes."""
 V = 512
 
 PROTOCOL_VARIABLE = "LMPOOL_TEST_PROTOCOL"
