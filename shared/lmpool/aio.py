@@ -38,7 +38,11 @@ async def end_tasks(tasks: Iterable[asyncio.Task[Any]]) -> None:
     Raises:
         CancelledError: the caller was cancelled.
     """
+    tasks = list(tasks)
     pending = {task for task in tasks if not task.done()}
+    for task in tasks:
+        if task.done():
+            _retrieve(task)
     interrupted: asyncio.CancelledError | None = None
     pause, loop = _AGAIN_S, asyncio.get_running_loop()
     warn_at = loop.time() + _WARN_EVERY_S
@@ -51,8 +55,7 @@ async def end_tasks(tasks: Iterable[asyncio.Task[Any]]) -> None:
             interrupted = error
         for task in [task for task in pending if task.done()]:
             pending.remove(task)
-            if not task.cancelled():
-                task.exception()  # Seen, so that it is not reported as never retrieved.
+            _retrieve(task)
         pause = min(2 * pause, _MOST_AGAIN_S)
         if pending and loop.time() >= warn_at:
             _log.warning("still waits for what was cancelled to end: %s", ", ".join(map(repr, pending)))
@@ -90,10 +93,12 @@ async def gather(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     if len(requests) == 1:  # The usual case of a batch of one needs no task.
         return [await requests[0]]
     tasks = list(map(asyncio.ensure_future, requests))
+    failures = _failures(tasks)
     try:
         if tasks:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
-        _raise_failure(tasks)
+        if failures:
+            raise failures.pop(0)
     finally:
         await end_tasks(tasks)
     return [task.result() for task in tasks]
@@ -106,21 +111,29 @@ async def await_beside(work: Coroutine[Any, Any, T], others: Iterable[Coroutine[
     failure, or leaves a cancellation counted that there was not (https://github.com/python/cpython/issues/116720).
     """
     main = asyncio.ensure_future(work)
-    tasks = {main, *map(asyncio.ensure_future, others)}
+    pending = {main, *map(asyncio.ensure_future, others)}
+    tasks, failures = list(pending), _failures(pending)
     try:
-        pending = tasks
         while not main.done():
-            done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
-            _raise_failure(done)
+            _, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+            if failures:
+                raise failures.pop(0)
     finally:
         await end_tasks(tasks)
     return main.result()
 
 
-def _raise_failure(tasks: Iterable[asyncio.Task[Any]]) -> None:
+def _failures(tasks: Iterable[asyncio.Task[Any]]) -> list[BaseException]:
+    """What some tasks have raised when it is looked at, the first one first."""
+    failures = list[BaseException]()
+
+    def note(task: asyncio.Task[Any]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            failures.append(error)
+
     for task in tasks:
-        if task.done() and not task.cancelled() and (error := task.exception()) is not None:
-            raise error
+        task.add_done_callback(note)
+    return failures
 
 
 async def join_task(task: asyncio.Task[T]) -> T:

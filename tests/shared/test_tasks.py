@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from typing import Any
 
 import pytest
@@ -140,8 +141,8 @@ async def test_who_is_cancelled_while_something_fails_to_close_is_heard() -> Non
     assert isinstance(raised.value.__cause__, OSError)
 
 
-async def fail() -> None:
-    raise OSError("gone")
+async def fail(why: str = "gone") -> None:
+    raise OSError(why)
 
 
 async def wait(number: int) -> int:
@@ -166,6 +167,16 @@ async def test_the_first_failure_ends_what_goes_on_together_and_is_raised(togeth
     caller = asyncio.current_task()
     assert caller is not None
     assert caller.cancelling() == 0, "else no timeout around it would be told from a cancellation any more"
+
+
+@pytest.mark.parametrize("together", TOGETHER)
+async def test_of_many_failures_at_once_the_first_is_raised_and_none_is_reported(together: Any) -> None:
+    reported, failures = list[Any](), [fail(f"number {number}") for number in range(20)]
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: reported.append(context))
+    with pytest.raises(OSError, match="number 0|gone"):
+        await together(failures)
+    gc.collect()
+    assert reported == []
 
 
 @pytest.mark.parametrize("together", TOGETHER)

@@ -16,7 +16,7 @@ from pathlib import Path
 from time import monotonic
 from typing import NamedTuple
 
-from lmpool.aio import await_beside, end_tasks, finish
+from lmpool.aio import await_beside, finish
 from lmpool.batch.kinds import Columns, Kind, Text, parse_kind
 from lmpool.batch.lines import Chunk, Index, JsonlSource, Source, is_parquet
 from lmpool.batch.progress import Progress
@@ -337,6 +337,7 @@ class _Run:
         self._concurrency = settings.concurrency
         self._window = _Window(_UNWRITTEN * settings.concurrency, _MOST_BYTES)
         # All that is to be written, in order, and of that what is to be asked.
+        self._prepared: asyncio.Queue[_Prepared | None] = asyncio.Queue(1)
         self._items: asyncio.Queue[_Item] = asyncio.Queue()
         self._unasked: asyncio.Queue[_Item] = asyncio.Queue()
         self._info = producer.model
@@ -394,7 +395,7 @@ class _Run:
 
     async def _answer(self, chunks: Iterator[Chunk], shards: int) -> None:
         """Ask about all lines, and write all answers."""
-        beside = [self._feed(chunks), *(self._ask_on() for _ in range(self._concurrency)), self._watch()]
+        beside = [self._read(chunks), self._feed(), *(self._ask_on() for _ in range(self._concurrency)), self._watch()]
         try:
             await await_beside(self._drain(shards), beside)
         finally:
@@ -403,8 +404,8 @@ class _Run:
 
     # Asking
 
-    async def _feed(self, chunks: Iterator[Chunk]) -> None:
-        """Begin to ask about lines as there is room, and read the next ones meanwhile."""
+    async def _read(self, chunks: Iterator[Chunk]) -> None:
+        """Read the next lines while those before are asked about."""
 
         def prepare() -> _Prepared | None:
             chunk = next(chunks, None)
@@ -412,13 +413,14 @@ class _Run:
                 return None
             return _Prepared(chunk.shard, [self._preparer.prepare(line) for line in chunk.lines], chunk.is_last)
 
-        following = asyncio.create_task(asyncio.to_thread(prepare))
-        try:
-            while (prepared := await following) is not None:
-                following = asyncio.create_task(asyncio.to_thread(prepare))
-                await self._take(prepared)
-        finally:
-            await end_tasks([following])
+        while (prepared := await asyncio.to_thread(prepare)) is not None:
+            await self._prepared.put(prepared)
+        await self._prepared.put(None)
+
+    async def _feed(self) -> None:
+        """Begin to ask about lines as there is room."""
+        while (prepared := await self._prepared.get()) is not None:
+            await self._take(prepared)
 
     async def _take(self, prepared: _Prepared) -> None:
         for entry in prepared.entries:

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -321,24 +322,27 @@ async def test_jobs_under_way_are_cancelled_and_may_be_queued_beside(
     output = tmp_path / "out"
     submit(jobs_pool, source, output)
     gate.shut()
-    workers = [worker(jobs_pool, "--jobs", "1")]
-    gate.let(15)  # One of ten lines, and a part of the next one.
-    await asyncio.to_thread(until, gate.is_used_up, "as many lines are answered")
-    assert in_place(output) == 1
-    workers.append(worker(jobs_pool, "--jobs", "1"))
-    await asyncio.to_thread(until, lambda: status(jobs_pool, output)["under_way"] == 2, "two are under way")
-    # What is under way does not keep others from being queued.
-    told = submit(jobs_pool, source, output)
-    assert told["there"] + told["done"] == SHARDS
-    left = SHARDS - status(jobs_pool, output)["done"]
-    assert batch(jobs_pool, "cancel", output) == f"{left} jobs cancelled\n"
-    await asyncio.to_thread(until, lambda: status(jobs_pool, output)["under_way"] == 0, "those have stopped")
-    gate.open()
-    failed = status(jobs_pool, output)["failed"]
-    assert set(failed.values()) <= {"cancelled"}
-    assert submit(jobs_pool, source, output)["jobs"] == left
-    await asyncio.to_thread(until, lambda: status(jobs_pool, output)["done"] == SHARDS, "all shards are in place")
-    await asyncio.to_thread(until, lambda: lmpool.batch.open(output).is_finished, "the run is summed up")
-    for process in workers:
-        process.end()
+    with ExitStack() as ended:
+
+        def start() -> None:  # None of them is killed: a late renewal is not to give its shard to the other.
+            ended.callback(worker(jobs_pool, "--jobs", "1", "--lease-s", "60").end)
+
+        start()
+        gate.let(15)  # One of ten lines, and a part of the next one.
+        await asyncio.to_thread(until, gate.is_used_up, "as many lines are answered")
+        assert in_place(output) == 1
+        start()
+        await asyncio.to_thread(until, lambda: status(jobs_pool, output)["under_way"] == 2, "two are under way")
+        # What is under way does not keep others from being queued.
+        told = submit(jobs_pool, source, output)
+        assert told["there"] + told["done"] == SHARDS
+        left = SHARDS - status(jobs_pool, output)["done"]
+        assert batch(jobs_pool, "cancel", output) == f"{left} jobs cancelled\n"
+        await asyncio.to_thread(until, lambda: status(jobs_pool, output)["under_way"] == 0, "those have stopped")
+        gate.open()
+        failed = status(jobs_pool, output)["failed"]
+        assert set(failed.values()) <= {"cancelled"}
+        assert submit(jobs_pool, source, output)["jobs"] == left
+        await asyncio.to_thread(until, lambda: status(jobs_pool, output)["done"] == SHARDS, "all shards are in place")
+        await asyncio.to_thread(until, lambda: lmpool.batch.open(output).is_finished, "the run is summed up")
     assert {name: data for name, data in content(output).items() if not name.endswith(".tmp")} == expected
