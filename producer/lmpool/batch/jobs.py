@@ -214,8 +214,8 @@ async def _answer(context: dict[str, Any], job: ShardJob) -> dict[str, Any]:
     producer = await _producer_of(context, job.pool)
     name = shard_name(job.shard, manifest.options.format)
     with folder.shared():
-        shards = []  # If it is there, a worker was killed before it wrote that down.
-        if not await asyncio.to_thread(folder.has, name):
+        shards = []  # If it is done, a worker was killed before the manifest listed it.
+        if not await asyncio.to_thread(folder.is_done, job.shard, name):
             shards = [await answer_shard(producer, folder, manifest, source, index, settings, job.shard)]
         recorder = context["recorders"].setdefault(f"{job.output} {manifest.run}", Recorder())
         await recorder.record(folder, shards)

@@ -152,6 +152,22 @@ async def test_a_killed_worker_on_a_bucket_costs_time_and_no_byte(
     assert bucket.content("out") == expected
 
 
+async def test_what_a_worker_was_killed_over_in_a_bucket_is_made_again(
+    jobs_pool: Pool, wanted: tuple[Path, dict[str, bytes]], bucket: TestBucket
+) -> None:
+    """It has uploaded a shard, whole or not, and not noted that it is done; or not all of the note."""
+    path, expected = wanted
+    source, output = bucket.put("in.jsonl", path.read_bytes()), f"{bucket.url}/out"
+    assert submit(jobs_pool, source, output)["jobs"] == SHARDS
+    for number in (1, 2, 3):
+        name = f"shard-{number:05}.jsonl"
+        bucket.put(f"out/{name}", expected[name][: None if number != 2 else 100])
+    bucket.put("out/done/00003.json", b'{"run":')
+    assert await asyncio.to_thread(worker(jobs_pool, "--burst").wait) == 0
+    assert status(jobs_pool, output)["done"] == SHARDS
+    assert bucket.content("out") == expected
+
+
 async def test_jobs_whose_folder_is_gone_end_quietly_and_can_be_cancelled(
     jobs_pool: Pool, tmp_path: Path, wanted: tuple[Path, dict[str, bytes]]
 ) -> None:

