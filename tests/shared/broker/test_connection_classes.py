@@ -51,7 +51,7 @@ async def check_that_it_is_heard(server: Server) -> None:
 
 
 async def test_a_command_may_be_given_up_at_any_moment(server_url: str) -> None:
-    """`asyncio.wait_for` of Python 3.11, by which redis-py sends, loses a third of these cancellations."""
+    """`asyncio.wait_for` of Python 3.11, by which redis-py sends, loses most of these cancellations."""
     await check_that_it_is_heard(Server(server_url))
 
 
