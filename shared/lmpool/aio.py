@@ -40,9 +40,6 @@ async def end_tasks(tasks: Iterable[asyncio.Task[Any]]) -> None:
     """
     tasks = list(tasks)
     pending = {task for task in tasks if not task.done()}
-    for task in tasks:
-        if task.done():
-            _retrieve(task)
     interrupted: asyncio.CancelledError | None = None
     pause, loop = _AGAIN_S, asyncio.get_running_loop()
     warn_at = loop.time() + _WARN_EVERY_S
@@ -53,13 +50,13 @@ async def end_tasks(tasks: Iterable[asyncio.Task[Any]]) -> None:
             await asyncio.wait(pending, timeout=pause)
         except asyncio.CancelledError as error:
             interrupted = error
-        for task in [task for task in pending if task.done()]:
-            pending.remove(task)
-            _retrieve(task)
+        pending = {task for task in pending if not task.done()}
         pause = min(2 * pause, _MOST_AGAIN_S)
         if pending and loop.time() >= warn_at:
             _log.warning("still waits for what was cancelled to end: %s", ", ".join(map(repr, pending)))
             warn_at += _WARN_EVERY_S
+    for task in tasks:
+        _retrieve(task)
     if interrupted is not None:
         raise interrupted
 
@@ -77,26 +74,20 @@ async def finish(work: Coroutine[Any, Any, None]) -> None:
             await asyncio.wait([task])
         except asyncio.CancelledError as error:
             interrupted = error
-    try:
-        task.result()
-    except Exception as error:
-        if interrupted is not None:
-            raise interrupted from error
-        raise
     if interrupted is not None:
-        raise interrupted
+        raise interrupted from task.exception()
+    task.result()
 
 
 async def gather(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     """Await all; the first failure ends the others and is raised."""
     requests = list(work)
-    if len(requests) == 1:  # The usual case of a batch of one needs no task.
-        return [await requests[0]]
+    if len(requests) < 2:  # The usual case of a batch of one needs no task.
+        return [await request for request in requests]
     tasks = list(map(asyncio.ensure_future, requests))
     failures = _failures(tasks)
     try:
-        if tasks:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
         if failures:
             raise failures.pop(0)
     finally:

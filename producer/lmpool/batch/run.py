@@ -336,8 +336,8 @@ class _Run:
         self._progress = progress
         self._concurrency = settings.concurrency
         self._window = _Window(_UNWRITTEN * settings.concurrency, _MOST_BYTES)
-        # All that is to be written, in order, and of that what is to be asked.
         self._prepared: asyncio.Queue[_Prepared | None] = asyncio.Queue(1)
+        # All that is to be written, in order, and of that what is to be asked.
         self._items: asyncio.Queue[_Item] = asyncio.Queue()
         self._unasked: asyncio.Queue[_Item] = asyncio.Queue()
         self._info = producer.model

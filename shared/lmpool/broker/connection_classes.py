@@ -101,5 +101,5 @@ def connection_class(kind: type) -> type[connections.AbstractConnection]:
     ):
         if issubclass(kind, known):
             base = _Tls if ours is connections.SSLConnection else ours
-            return type(base.__name__.lstrip("_"), (_Cancellable, base), {})
+            return type(kind.__name__, (_Cancellable, base), {})
     raise SettingsError(f"redis: a client with connections of the type {kind.__name__} cannot be used here")

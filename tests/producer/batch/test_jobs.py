@@ -21,6 +21,7 @@ from arq.constants import health_check_key_suffix, in_progress_key_prefix, job_k
 
 import lmpool.batch
 from lmpool.batch.jobs import QUEUE, SCHEDULE_VARIABLE, connect, read_schedule, worker_options
+from lmpool.batch.storage.bucket import open_folder
 from lmpool.batch.storage.folder import digest_of_file
 from lmpool.embedded import EmbeddedServer
 from lmpool.errors import SettingsError
@@ -155,14 +156,20 @@ async def test_a_killed_worker_on_a_bucket_costs_time_and_no_byte(
 async def test_what_a_worker_was_killed_over_in_a_bucket_is_made_again(
     jobs_pool: Pool, wanted: tuple[Path, dict[str, bytes]], bucket: TestBucket
 ) -> None:
-    """It has uploaded a shard, whole or not, and not noted that it is done; or not all of the note."""
+    """It has uploaded a shard, whole or not, and not noted that it is done, or not all of the note; or a part over one
+    that another has noted.
+    """
     path, expected = wanted
     source, output = bucket.put("in.jsonl", path.read_bytes()), f"{bucket.url}/out"
     assert submit(jobs_pool, source, output)["jobs"] == SHARDS
-    for number in (1, 2, 3):
-        name = f"shard-{number:05}.jsonl"
-        bucket.put(f"out/{name}", expected[name][: None if number != 2 else 100])
+    manifest = await asyncio.to_thread(open_folder(output).read_manifest)
+    assert manifest is not None
+    noted = {"number": 4, "texts": 10, "errors": 0, "bytes": len(expected["shard-00004.jsonl"]), "digest": "0" * 32}
     bucket.put("out/done/00003.json", b'{"run":')
+    bucket.put("out/done/00004.json", json.dumps({"run": manifest.run, "shard": noted}).encode())
+    for number, most in ((1, None), (2, 100), (3, None), (4, 100)):
+        name = f"shard-{number:05}.jsonl"
+        bucket.put(f"out/{name}", expected[name][:most])
     assert await asyncio.to_thread(worker(jobs_pool, "--burst").wait) == 0
     assert status(jobs_pool, output)["done"] == SHARDS
     assert bucket.content("out") == expected

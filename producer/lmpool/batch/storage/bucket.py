@@ -208,9 +208,16 @@ class Bucket(Folder):
         return {note.shard.number: note.shard for note in notes if note.run == manifest.run}
 
     def is_done(self, number: int, name: str) -> bool:
-        """See `Folder.is_done`: by its note, for who writes may be killed before that."""
+        """See `Folder.is_done`: as `shards` has it, by its note and as long as that says."""
         note = _read_note(self.read(_note_name(number)))
-        return note is not None and note.run == self._run and self.has(name)
+        if note is None or note.run != self._run:
+            return False
+        with self.explained():
+            system, path = self._at(name)
+            try:
+                return int(system.info(path)["size"]) == note.shard.bytes
+            except FileNotFoundError:
+                return False
 
     def has(self, name: str) -> bool:
         """See `Folder.has`."""
