@@ -14,12 +14,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+import tokenizers
+from tokenizers import Regex
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel, Split
+from tokenizers.pre_tokenizers import Sequence as Steps
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from lmpool.broker import registries
-from lmpool.errors import NotTokenIds, ProtocolError, SettingsError, TokenOutOfRange, UnknownTokenizer
+from lmpool.errors import DeadlineExceeded, NotTokenIds, ProtocolError, SettingsError, TokenOutOfRange, UnknownTokenizer
 from lmpool.producer import SyncProducer
-from lmpool.producer.tokenizer import TOKENIZERS, PublishedTokenizer
+from lmpool.producer.deadline import Deadline
+from lmpool.producer.tokenizer import TOKENIZERS, PublishedTokenizer, load_tokenizer
 from lmpool.protocol.model_info import ModelInfo
 from lmpool.protocol.tokenizer import PackedTokenizer, digest_of, unpack_tokenizer
 from lmpool.workers.backends.tokenizer import read_texts
@@ -217,3 +223,75 @@ def test_standard_input_that_is_no_text_is_one_line(served: Pool) -> None:
     )  # fmt: skip
     assert ended.returncode == 2
     assert b"standard input is no text in UTF-8" in ended.stderr
+
+
+def byte_tokenizer(pattern: str) -> str:
+    """A `tokenizer.json` of single bytes that splits a text by a pattern first."""
+    tokenizer = tokenizers.Tokenizer(BPE(vocab={char: at for at, char in enumerate(ByteLevel.alphabet())}, merges=[]))
+    tokenizer.pre_tokenizer = Steps(
+        [Split(Regex(pattern), "isolated"), ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+    return tokenizer.to_str()
+
+
+def test_a_tokenizer_that_could_freeze_a_client_is_neither_published_nor_read(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    text = byte_tokenizer("(a|aa)+b")
+    PreTrainedTokenizerFast(tokenizer_object=tokenizers.Tokenizer.from_str(text)).save_pretrained(tmp_path)
+    assert read_texts(replace(INFO, source=str(tmp_path)), None, trust_remote_code=False).tokenizer is None
+    assert "the tokenizer of m is not published: the pattern '(a|aa)+b' repeats a repetition" in caplog.text
+    with pytest.raises(UnknownTokenizer, match="the model's tokenizer is refused: the pattern"):
+        PublishedTokenizer(text)
+
+
+def test_a_panic_of_the_package_is_an_error_of_this_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lmpool.producer.tokenizer.check_tokenizer", lambda text: 1.0)
+    tokenizer = PublishedTokenizer(byte_tokenizer("(a|aa)+b"))
+    with pytest.raises(UnknownTokenizer, match="fails on this text: .*retry-limit"):
+        tokenizer.encode("a" * 100)
+    assert len(tokenizer.encode("aab")) == 3
+
+
+def test_a_text_that_would_become_too_long_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lmpool.producer.tokenizer.MAX_NORMALIZED_CHARACTERS", 100)
+    growing = json.loads(byte_tokenizer("x"))
+    growing["normalizer"] = {"type": "Replace", "pattern": {"String": "q"}, "content": "qqqqqqqqqq"}
+    tokenizer = PublishedTokenizer(json.dumps(growing))
+    assert len(tokenizer.encode("q" * 10)) == 100
+    with pytest.raises(NotTokenIds, match="the text has 11 characters; this tokenizer takes at most 10: split it"):
+        tokenizer.encode("q" * 11)
+
+
+async def test_a_slow_text_ends_at_its_deadline_and_does_not_stop_the_event_loop() -> None:
+    # Cubic time: some seconds. Python's lock is free meanwhile, or the deadline would pass after the text's end.
+    tokenizer = PublishedTokenizer(byte_tokenizer("a*a*[^a]"))
+    ended = threading.Event()
+
+    class Slow:
+        def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+            try:
+                return tokenizer.encode(text, add_special_tokens=add_special_tokens)
+            finally:
+                ended.set()
+
+        def decode(self, token_ids: list[int]) -> str:
+            raise AssertionError
+
+    with pytest.raises(DeadlineExceeded, match=r"within 0\.05 s"):
+        await TOKENIZERS.encode(Slow(), "a" * 1500, Deadline(0.05))
+    assert not ended.is_set()
+    await asyncio.to_thread(ended.wait)
+
+
+def test_code_that_comes_with_a_tokenizer_is_not_run_and_nobody_is_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps({"auto_map": {"AutoTokenizer": [None, "own.Own"]}, "tokenizer_class": "Own"})
+    )
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "own", "auto_map": {"AutoConfig": "own.Config"}}))
+    (tmp_path / "own.py").write_text("raise SystemExit('it was run')")
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("it asked on the terminal"))
+    with pytest.raises(SettingsError, match="does not load"):
+        load_tokenizer(replace(INFO, source=str(tmp_path)))

@@ -31,9 +31,6 @@ from lmpool.protocol.prompt import encode_prompt, list_prompts
 from lmpool.settings import check_choice, check_name, shown
 from lmpool.vocabulary import Vocabulary
 
-# Characters that take about a millisecond.
-_LONG_TEXT = 4000
-
 
 class Producer(CopiedAsItself, PartialRows):
     """Asks a pool for rows, and for less than a row (see `PartialRows`).
@@ -376,10 +373,9 @@ class Producer(CopiedAsItself, PartialRows):
             NotTokenIds: it is no text.
             As `tokenizer`.
         """
+        deadline = Deadline.of(timeout, self._timeout)
         tokenizer = await self.tokenizer(timeout=timeout)
-        if isinstance(text, str) and len(text) > _LONG_TEXT:
-            return await asyncio.to_thread(tokenizer.encode, text, add_special_tokens=add_special_tokens)
-        return tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        return await TOKENIZERS.encode(tokenizer, text, deadline, add_special_tokens=add_special_tokens)
 
     async def decode(self, ids: Any, *, skip_special_tokens: bool = False, timeout: float | None = None) -> str:
         """The text of token ids.

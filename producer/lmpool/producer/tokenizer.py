@@ -6,14 +6,17 @@ import asyncio
 import os
 from asyncio import shield, wrap_future
 from collections import OrderedDict
-from collections.abc import Awaitable, Sequence
-from concurrent.futures import Future
+from collections.abc import Awaitable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
 from threading import Lock
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from lmpool.aio import copy_error
 from lmpool.errors import (
     DeadlineExceeded,
+    InvalidVocabulary,
     LMPoolError,
     NotTokenIds,
     SettingsError,
@@ -22,11 +25,15 @@ from lmpool.errors import (
 )
 from lmpool.producer.deadline import Deadline
 from lmpool.protocol.model_info import ModelInfo
+from lmpool.protocol.tokenizer_check import MAX_NORMALIZED_CHARACTERS, check_tokenizer
 from lmpool.settings import shown
 
 T = TypeVar("T")
 
 _MOST_KEPT = 8
+
+_MAX_THREADS = 4
+"""Texts that are encoded at the same time. Threads of their own: a slow tokenizer must not occupy asyncio's."""
 
 
 class Tokenizer(Protocol):
@@ -62,40 +69,48 @@ class PublishedTokenizer:
 
     Raises:
         SettingsError: the package `tokenizers` is not installed.
-        UnknownTokenizer: the text is none that this release of it reads.
+        UnknownTokenizer: this release of `tokenizers` cannot read it, or it could freeze or fill this process
+            (`lmpool.protocol.tokenizer_check`).
     """
 
     def __init__(self, text: str) -> None:
         tokenizers = _package()
+        release = f"tokenizers {tokenizers.__version__}"
         try:
+            growth = check_tokenizer(text)
+        except InvalidVocabulary as error:
+            raise UnknownTokenizer(f"the model's tokenizer is refused: {error}") from error
+        with _errors_of_package(f"the model's tokenizer cannot be read by {release}"):
             self._tokenizer: Any = tokenizers.Tokenizer.from_str(text)
-        except Exception as error:
-            # So ends what fails in that package, which is not written in Python.
-            if type(error) is Exception:
-                release = f"tokenizers {tokenizers.__version__}"
-                raise UnknownTokenizer(f"the model's tokenizer cannot be read by {release}: {error}") from error
-            raise
+        self._max_characters = int(MAX_NORMALIZED_CHARACTERS / growth)
         # A file may say so for training's sake; a prompt is whole, and no longer than it is.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text.
+        """Token ids of a text. Python's lock is free meanwhile, so call it in a thread where others must go on.
 
         Args:
             text: what the prompt is to say.
             add_special_tokens: with those that mark its beginning or end for this model.
 
         Raises:
-            NotTokenIds: it is no text, or one that has no UTF-8.
+            NotTokenIds: it is no text, one that has no UTF-8, or a longer one than this tokenizer takes.
+            UnknownTokenizer: the tokenizer fails on it.
         """
         if not isinstance(text, str):
             raise NotTokenIds(f"a text to encode must be a str, not {type(text).__name__}: {shown(text)}")
+        if len(text) > self._max_characters:
+            limit = f"this tokenizer takes at most {self._max_characters:,}"
+            raise NotTokenIds(f"the text has {len(text):,} characters; {limit}: split it")
         try:
             text.encode()
         except UnicodeEncodeError as error:
             raise NotTokenIds(f"the text cannot be encoded: {error}") from error
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        with _errors_of_package("the model's tokenizer fails on this text"):
+            # Unlike `encode`, a batch is encoded without Python's lock.
+            encoded: Any = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
+        ids: list[int] = encoded.ids
         return ids
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
@@ -108,6 +123,7 @@ class PublishedTokenizer:
         Raises:
             NotTokenIds: something else.
             TokenOutOfRange: an id is below 0 or beyond uint32.
+            UnknownTokenizer: the tokenizer fails on them.
         """
         try:
             if isinstance(token_ids, (str, bytes)):
@@ -117,12 +133,29 @@ class PublishedTokenizer:
             raise NotTokenIds(f"ids to decode must be integers, not {shown(token_ids)}: {error}") from error
         if listed and not 0 <= min(listed) <= max(listed) < 2**32:
             raise TokenOutOfRange(f"ids to decode go from 0 to {2**32 - 1}, not from {min(listed)} to {max(listed)}")
-        text: str = self._tokenizer.decode(listed, skip_special_tokens=skip_special_tokens)
+        with _errors_of_package("the model's tokenizer fails on these ids"):
+            text: str = self._tokenizer.decode(listed, skip_special_tokens=skip_special_tokens)
         return text
 
     def tokens(self, token_ids: Sequence[int]) -> list[str]:
         """The text of each id by itself."""
         return [self.decode([token]) for token in token_ids]
+
+
+@contextmanager
+def _errors_of_package(what: str) -> Iterator[None]:
+    """Turn failures of the package `tokenizers`, which is written in Rust, into ours.
+
+    Raises:
+        UnknownTokenizer: with what the package says.
+    """
+    try:
+        yield
+    except BaseException as error:
+        # It raises plain `Exception`, and for a panic of its own a class that derives from BaseException alone.
+        if type(error) is Exception or type(error).__name__ == "PanicException":
+            raise UnknownTokenizer(f"{what}: {error}") from error
+        raise
 
 
 class ReadsTokenizers(Protocol):
@@ -161,9 +194,28 @@ class TokenizerCache:
         self.after_fork()
 
     def after_fork(self) -> None:
-        """Forget readings: in a child process nobody goes on with those of its parent."""
+        """Discard readings and threads: in a child process those of its parent do not exist."""
         self._lock = Lock()
         self._readings: dict[str, _Reading] = {}
+        self._threads = ThreadPoolExecutor(_MAX_THREADS, "lmpool-tokenizer")
+
+    async def encode(
+        self, tokenizer: Tokenizer, text: str, deadline: Deadline, *, add_special_tokens: bool = True
+    ) -> list[int]:
+        """Encode a text in a thread of this cache, so that no text stops the event loop.
+
+        Args:
+            tokenizer: encodes it.
+            text: as `Tokenizer.encode`.
+            deadline: of the caller. A thread cannot be stopped, so it goes on after the deadline until it ends.
+            add_special_tokens: as `Tokenizer.encode`.
+
+        Raises:
+            NotTokenIds, UnknownTokenizer: as `PublishedTokenizer.encode`.
+            DeadlineExceeded: it took longer.
+        """
+        encode = partial(tokenizer.encode, text, add_special_tokens=add_special_tokens)
+        return await _within(deadline, deadline.loop.run_in_executor(self._threads, encode))
 
     async def get(self, digest: str, reader: ReadsTokenizers, deadline: Deadline) -> PublishedTokenizer:
         """A tokenizer, from memory or from the pool.
@@ -294,6 +346,24 @@ async def find_tokenizer(
     return await asyncio.to_thread(load_tokenizer, producer.model, option, otherwise)
 
 
+async def read_tokens(producer: HasTokenizer, prompt: str, are_ids: bool, timeout: float) -> list[int]:
+    """Token ids of a prompt as typed: ids, or text for the model's tokenizer.
+
+    Args:
+        producer: is open.
+        prompt: as typed.
+        are_ids: whether it is a list of ids.
+        timeout: seconds for encoding the text.
+
+    Raises:
+        SettingsError: the ids are none, or there is no tokenizer.
+        LMPoolError: as `find_tokenizer` and `TokenizerCache.encode`.
+    """
+    if are_ids:
+        return parse_ids(prompt)
+    return await TOKENIZERS.encode(await find_tokenizer(producer), prompt, Deadline(timeout))
+
+
 def load_tokenizer(
     info: ModelInfo, option: str = "text", otherwise: str = "pass token ids with --ids", **settings: Any
 ) -> Tokenizer:
@@ -334,6 +404,8 @@ def read_tokenizer(source: str, gguf_file: str = "", *, option: str, otherwise: 
             f"where they publish none, or {otherwise}"
         ) from error
     try:
+        # Left unset, transformers asks on the terminal whether to run code that comes with the tokenizer.
+        settings = {"trust_remote_code": False, **settings}
         loaded: Any = AutoTokenizer.from_pretrained(source, gguf_file=gguf_file or None, **settings)
     except (OSError, ValueError, KeyError, ImportError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from lmpool.aio import end_tasks, finish, join_task
 from lmpool.errors import LMPoolError, PromptTooLong, SettingsError, UnknownVocabulary, printable
 from lmpool.producer import Producer
-from lmpool.producer.tokenizer import Tokenizer, find_tokenizer
+from lmpool.producer.deadline import Deadline
+from lmpool.producer.tokenizer import TOKENIZERS, Tokenizer, find_tokenizer
 from lmpool.producer.trie import PooledTrie
 
 MOST_TOKENS = 4096
@@ -22,6 +23,7 @@ MOST_MODELS = 8
 
 _CACHE_BYTES = 64 * 1024 * 1024
 _TIMEOUT_S = 30.0
+_ENCODE_S = 10.0  # A text for a page is encoded within milliseconds by any tokenizer that is not hostile.
 _MOST_TEXT = 60
 
 
@@ -59,9 +61,10 @@ class ExploredModel:
 
         Raises:
             SettingsError: the model has no tokenizer, or the text has no token.
+            UnknownTokenizer, DeadlineExceeded: its tokenizer fails on the text, or takes too long.
         """
         tokenizer = await self.tokenizer()
-        ids = await asyncio.to_thread(tokenizer.encode, text)
+        ids = await TOKENIZERS.encode(tokenizer, text, Deadline(_ENCODE_S))
         if not ids:
             raise SettingsError("text: it has no token: type something")
         return [int(token) for token in ids]

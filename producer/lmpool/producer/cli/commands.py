@@ -37,7 +37,7 @@ from lmpool.producer.cli.status import Column, Survey, fitting, status_models, s
 from lmpool.producer.cli.trie_show import trie_app
 from lmpool.producer.client.discovery import Discovery
 from lmpool.producer.producer import Producer
-from lmpool.producer.tokenizer import find_tokenizer, parse_ids, published_tokenizer
+from lmpool.producer.tokenizer import find_tokenizer, published_tokenizer, read_tokens
 from lmpool.protocol.keys import Keys
 from lmpool.rows.cache import scan_pattern
 
@@ -93,7 +93,7 @@ def logprobs(
         async with asking(model, redis, prefix, waits, timeout=timeout) as producer:
             # Ids have an answer without any tokenizer, so nothing heavy is brought in for their texts.
             tokenizer = await (published_tokenizer(producer) if ids else find_tokenizer(producer))
-            tokens = parse_ids(text) if ids or tokenizer is None else tokenizer.encode(text)
+            tokens = await read_tokens(producer, text, ids, timeout)
             return tokens, await producer.logprobs(tokens, adapter=adapter), tokenizer
 
     tokens, row, tokenizer = run(ask())

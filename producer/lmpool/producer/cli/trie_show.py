@@ -34,7 +34,7 @@ from lmpool.producer.cli.options import (
     run,
 )
 from lmpool.producer.producer import Producer
-from lmpool.producer.tokenizer import find_tokenizer, parse_ids
+from lmpool.producer.tokenizer import read_tokens
 from lmpool.producer.trie import PooledTrie
 from lmpool.settings import shown
 from lmpool.trie.trie import Trie
@@ -367,7 +367,7 @@ def show(
 
     async def ask() -> View:
         async with asking(model, redis, prefix, waits, timeout=timeout) as producer:
-            tokens = None if prompt is None else await _tokens(producer, prompt, ids)
+            tokens = None if prompt is None else await read_tokens(producer, prompt, ids, timeout)
             trie = await _trie(producer)
             below = TokensBelow(trie.structure)
             masses = below.shares if tokens is None else _PoolMasses(trie, tokens, local).masses
@@ -401,10 +401,6 @@ class _PoolMasses:
                 "no trie worker serves: start one with `lmpool trie-worker`, or the model's workers with "
                 "--with-trie, or compute here with --local"
             ) from error
-
-
-async def _tokens(producer: Producer, prompt: str, are_ids: bool) -> list[int]:
-    return parse_ids(prompt) if are_ids else (await find_tokenizer(producer)).encode(prompt)
 
 
 async def _trie(producer: Producer) -> PooledTrie:

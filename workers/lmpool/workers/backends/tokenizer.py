@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from lmpool.errors import InvalidVocabulary
 from lmpool.protocol.model_info import ModelInfo
 from lmpool.protocol.tokenizer import PackedTokenizer
+from lmpool.protocol.tokenizer_check import check_tokenizer
 from lmpool.vocabulary import Vocabulary, decode_vocab
 from lmpool.workers.backends.checkpoint import hub_trouble
 from lmpool.workers.backends.requirements import first_line
@@ -107,7 +108,7 @@ def _pack(tokenizer: Any) -> PackedTokenizer:
     """A tokenizer of transformers as its `tokenizer.json`; a slow one is converted.
 
     Raises:
-        InvalidVocabulary: it has no such form, or one that makes other ids.
+        InvalidVocabulary: it has no such form, one that makes other ids, or one that clients refuse.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
@@ -115,6 +116,7 @@ def _pack(tokenizer: Any) -> PackedTokenizer:
 
         backend = convert_slow_tokenizer(tokenizer)
     text = backend.to_str()
+    check_tokenizer(text)
     read = type(backend).from_str(text)
     read.no_truncation()
     read.no_padding()

@@ -1,0 +1,241 @@
+"""Refuse a `tokenizer.json` that could freeze or fill the process that encodes text with it.
+
+Workers write tokenizers to the server and clients run them, so a hostile tokenizer must not hurt a client. The package
+`tokenizers` limits neither the time of a regular expression nor the length of the text that a normalizer makes. This
+check accepts known components only, patterns that cannot backtrack exponentially, and replacements that lengthen a text
+by a bounded factor. Workers apply the same check before they publish a tokenizer.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import math
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+
+from lmpool.errors import InvalidVocabulary
+from lmpool.settings import shown
+
+MAX_GROWTH = 32
+"""Max factor by which a tokenizer may lengthen a text before it splits it; NFKC lengthens one character to 18."""
+
+MAX_NORMALIZED_CHARACTERS = 32 * 1024 * 1024
+"""Max characters of a text after normalization. A token of one character takes about 185 bytes in `tokenizers`."""
+
+_MAX_COMPONENTS = 64  # Normalizers, pre-tokenizers, processors or decoders in one list; real tokenizers have up to 12.
+_MAX_PATTERN_CHARACTERS = 2048  # Of a regular expression; the longest known one has about 400.
+_MAX_UNBOUNDED_REPEATS = 3  # Unbounded quantifiers in one alternative of a pattern; GPT-4o's pattern has 2.
+_MAX_SPECIAL_TOKENS = 64  # Ids that a template adds to one text.
+_MAX_CHARACTERS = 256  # Of a string setting, such as the text that a `Prepend` puts before a prompt.
+
+_KINDS = {
+    "normalizer": {
+        "BertNormalizer", "ByteLevel", "Lowercase", "NFC", "NFD", "NFKC", "NFKD", "Nmt", "Precompiled", "Prepend",
+        "Replace", "Strip", "StripAccents",
+    },
+    "pre_tokenizer": {
+        "BertPreTokenizer", "ByteLevel", "CharDelimiterSplit", "Digits", "FixedLength", "Metaspace", "Punctuation",
+        "Split", "UnicodeScripts", "Whitespace", "WhitespaceSplit",
+    },
+    "post_processor": {"BertProcessing", "ByteLevel", "RobertaProcessing", "TemplateProcessing"},
+    "decoder": {"BPEDecoder", "ByteFallback", "ByteLevel", "CTC", "Fuse", "Metaspace", "Replace", "Strip", "WordPiece"},
+}  # fmt: skip
+# The list of a `Sequence`, by the part of the file that it stands in.
+_LISTS = {
+    "normalizer": "normalizers",
+    "pre_tokenizer": "pretokenizers",
+    "post_processor": "processors",
+    "decoder": "decoders",
+}
+
+_GROUP_OPENING = re.compile(r"\((?:\?(?::|=|!|<=|<!|>|[imx]+:))?")
+_QUANTIFIER = re.compile(r"[*+?]|\{(\d*)(,?)(\d*)\}")
+
+
+class _File(msgspec.Struct):
+    """The parts of a `tokenizer.json` that do more than look tokens up."""
+
+    normalizer: Any = None
+    pre_tokenizer: Any = None
+    post_processor: Any = None
+    decoder: Any = None
+
+
+def check_tokenizer(text: str) -> float:
+    """Check a `tokenizer.json`.
+
+    Args:
+        text: the file's content.
+
+    Returns:
+        The factor by which it lengthens a text at most, 1 to `MAX_GROWTH`.
+
+    Raises:
+        InvalidVocabulary: it is not JSON, or one of its components is unknown, too slow, or lengthens texts too much.
+    """
+    try:
+        file = msgspec.json.decode(text, type=_File)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise InvalidVocabulary(f"its tokenizer.json cannot be read: {error}") from error
+    growth = dict.fromkeys(_KINDS, 1.0)
+    try:
+        for part in _KINDS:
+            for component in _components(part, getattr(file, part)):
+                growth[part] *= _check_component(part, component)
+                if growth[part] > MAX_GROWTH:
+                    raise InvalidVocabulary(
+                        f"its {part} can lengthen a text {growth[part]:.3g} times; the limit is {MAX_GROWTH}"
+                    )
+    except (KeyError, TypeError, AttributeError) as error:
+        raise InvalidVocabulary(f"its tokenizer.json has a component without the fields it needs: {error}") from error
+    return growth["normalizer"]
+
+
+def _components(part: str, whole: Any) -> Iterator[dict[str, Any]]:
+    """The components of one part, in order, with nested lists flattened."""
+    waiting, count = [whole] if whole is not None else [], 0
+    while waiting:
+        component = waiting.pop()
+        if component["type"] == "Sequence":
+            waiting.extend(reversed(component[_LISTS[part]]))
+        else:
+            yield component
+        count += 1
+        if count + len(waiting) > _MAX_COMPONENTS:
+            raise InvalidVocabulary(f"its {part} has more than {_MAX_COMPONENTS} components")
+
+
+def _check_component(part: str, component: dict[str, Any]) -> float:
+    """Check one component, and return the factor by which it lengthens a text at most."""
+    kind = component["type"]
+    if kind not in _KINDS[part]:
+        raise InvalidVocabulary(f"its {part} is of the kind {shown(kind)}, which lmpool does not accept")
+    for name, value in component.items():
+        if name != "precompiled_charsmap" and isinstance(value, str) and len(value) > _MAX_CHARACTERS:
+            raise InvalidVocabulary(f"{name} of its {kind} has {len(value)} characters; the limit is {_MAX_CHARACTERS}")
+    if kind in {"Split", "Replace"}:
+        return _check_pattern(part, component)
+    if kind == "Precompiled":
+        return _growth_of_charsmap(component["precompiled_charsmap"])
+    if kind == "TemplateProcessing":
+        _check_template(component)
+    return 1.0
+
+
+def _check_pattern(part: str, component: dict[str, Any]) -> float:
+    ((form, pattern),) = component["pattern"].items()
+    if not isinstance(pattern, str) or not pattern:
+        raise InvalidVocabulary(f"the pattern of its {part} is {shown(pattern)}, not text")
+    if form == "Regex":
+        if part == "decoder":
+            raise InvalidVocabulary("its decoder has a regular expression; lmpool accepts plain text there")
+        check_regex(pattern)
+    if component["type"] == "Split":
+        return 1.0
+    # A regular expression may match one character.
+    shortest = len(pattern) if form == "String" else 1
+    return max(1.0, math.ceil(len(component["content"]) / shortest))
+
+
+def _growth_of_charsmap(encoded: Any) -> float:
+    """The most characters that a precompiled map of SentencePiece puts in place of one.
+
+    The map is a trie, preceded by its length in four bytes, and then the replacements, each ended by a zero byte.
+    """
+    try:
+        data = base64.b64decode(encoded, validate=True)
+    except (binascii.Error, ValueError, TypeError) as error:
+        raise InvalidVocabulary(f"the precompiled_charsmap of its normalizer is not base64: {error}") from error
+    replacements = data[4 + int.from_bytes(data[:4], "little") :].split(b"\0")
+    return float(max([1, *(len(replacement.decode(errors="replace")) for replacement in replacements)]))
+
+
+def _check_template(component: dict[str, Any]) -> None:
+    """Refuse a template that repeats the text, or adds too many tokens."""
+    added = component["special_tokens"]
+    for name in ("single", "pair"):
+        texts, tokens = [], 0
+        for piece in component[name]:
+            ((kind, value),) = piece.items()
+            if kind == "Sequence":
+                texts.append(value["id"])
+            else:
+                tokens += len(added[value["id"]]["ids"])
+        if len(set(texts)) != len(texts) or tokens > _MAX_SPECIAL_TOKENS:
+            raise InvalidVocabulary(
+                f"its template {name!r} repeats the text, or adds {tokens} tokens of at most {_MAX_SPECIAL_TOKENS}"
+            )
+
+
+def check_regex(pattern: str) -> None:
+    """Refuse a regular expression whose time can grow exponentially with the text.
+
+    A group may be repeated only if it always matches the same number of characters, so no repetition is ambiguous.
+    Back-references, calls and conditions are refused too. The patterns of all known tokenizers pass.
+
+    Raises:
+        InvalidVocabulary: the pattern is refused.
+    """
+    if len(pattern) > _MAX_PATTERN_CHARACTERS:
+        raise InvalidVocabulary(f"a pattern has {len(pattern)} characters; the limit is {_MAX_PATTERN_CHARACTERS}")
+    at, repeats, previous = 0, 0, ""
+    # For each open group whether it has matched a fixed number of characters so far; the first is the whole pattern.
+    fixed = [True]
+    while at < len(pattern):
+        character, rest = pattern[at], pattern[at + 1 : at + 2]
+        if quantifier := _QUANTIFIER.match(pattern, at):
+            at = quantifier.end()
+            if previous == "quantifier" and quantifier[0] in ("+", "?"):
+                previous = ""  # It makes the quantifier before it possessive or lazy.
+                continue
+            if previous in ("quantifier", "group") and quantifier[0] != "?":
+                raise _refused(pattern, "repeats a repetition")
+            repeats += quantifier[0] in ("*", "+") or (quantifier[2] == "," and not quantifier[3])
+            if repeats > _MAX_UNBOUNDED_REPEATS:
+                raise _refused(pattern, f"has more than {_MAX_UNBOUNDED_REPEATS} unbounded repetitions in a row")
+            is_exact = bool(quantifier[1]) and not quantifier[2]
+            fixed[-1] = fixed[-1] and is_exact and previous == "character"
+            # After "{1,3}" a "+" is one more repetition.
+            previous = "group" if quantifier[0][0] == "{" else "quantifier"
+        elif character == "\\":
+            if rest in tuple("123456789gkKRXyY"):
+                raise _refused(pattern, "has a back-reference or a call")
+            at, previous = at + 2, "character"
+        elif character == "[":
+            at, previous = _end_of_class(pattern, at), "character"
+        elif opening := _GROUP_OPENING.match(pattern, at):
+            at, previous = opening.end(), ""
+            if pattern[at : at + 1] in ("?", "*"):
+                raise _refused(pattern, "has a group of an unknown kind")
+            fixed[-1] = False
+            fixed.append(True)
+        elif character == ")" and len(fixed) > 1:
+            at, previous = at + 1, "character" if fixed.pop() else "group"
+        else:
+            if character == "|":
+                repeats, fixed[-1] = 0, False
+            at, previous = at + 1, "character"
+
+
+def _refused(pattern: str, why: str) -> InvalidVocabulary:
+    return InvalidVocabulary(f"the pattern {shown(pattern)} {why}: it could take very long, so lmpool refuses it")
+
+
+def _end_of_class(pattern: str, at: int) -> int:
+    """The position after the character class that begins at `at`; classes may be nested."""
+    depth = 0
+    while at < len(pattern):
+        if pattern[at] == "\\":
+            at += 1
+        elif pattern[at] == "[":
+            depth += 1
+        elif pattern[at] == "]":
+            depth -= 1
+            if not depth:
+                return at + 1
+        at += 1
+    raise InvalidVocabulary(f"the pattern {shown(pattern)} has a character class without an end")
