@@ -1,6 +1,19 @@
-"""`python -m lmpool`: the `lmpool` command, where scripts of an environment are not on the path."""
+"""The `lmpool` command, also as `python -m lmpool` where the scripts of an environment are not on the path."""
 
-from lmpool.cli import main
+import signal
+
+# Importing the command takes some tenths of a second; a Ctrl-C ends the process then, without a traceback.
+_is_interruptible = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+if _is_interruptible:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def main() -> None:
+    """Import and run the command line; see `lmpool.cli.main`."""
+    from lmpool.cli import main as run
+
+    run(is_interruptible=_is_interruptible)
+
 
 if __name__ == "__main__":
     main()

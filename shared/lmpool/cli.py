@@ -111,13 +111,19 @@ def _root(
     """What is common to all commands."""
 
 
-def main() -> None:
-    """Run the command line; exits 0, 2 on an error (a few have codes of their own), 130 on Ctrl-C."""
+def main(*, is_interruptible: bool = False) -> None:
+    """Run the command line; exits 0, 2 on an error (a few have codes of their own), 130 on Ctrl-C.
+
+    Args:
+        is_interruptible: Ctrl-C raises KeyboardInterrupt from now on, and ends the process at once when all is done.
+    """
     if logging.lastResort is not None:  # What shows warnings as long as nobody has set up a log.
         logging.lastResort.setFormatter(_Warnings())
     # What others have registered may import torch, whichever command is run.
     set_openmp_defaults()
     try:
+        if is_interruptible:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         # What is imported stays: looking for garbage among it is a tenth of the time.
         gc.disable()
         add_commands(sys.argv[1:2])
@@ -144,6 +150,8 @@ def main() -> None:
             for line in traceback.format_exc().splitlines():
                 say(line, err=True)
         code = _fail(f"unexpected {type(error).__name__}: {error} (set {_TRACEBACK_VARIABLE}=1 for the traceback)")
+    if is_interruptible:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     sys.exit(code)
 
 

@@ -109,6 +109,14 @@ async def test_joining_compares_with_those_that_live(pool: Pool) -> None:
         await redis.aclose()
 
 
+def test_another_backend_under_a_name_is_refused_before_the_model_is_loaded(pool: Pool, tmp_path: Path) -> None:
+    pool.start("--lease-s", 600)
+    (tmp_path / "config.json").write_text("{")  # Loading it would fail.
+    other = pool.start("--backend", "hf", "--name", "syn", model=str(tmp_path), wait=False)
+    assert other.wait() == 2
+    assert "the model 'syn' is served by the backend synthetic, not hf: serve it under another --name" in other.text
+
+
 async def test_a_worker_does_not_join_those_of_an_older_release_that_serve_the_same_weights(pool: Pool) -> None:
     redis, info = Server(pool.url).client(), info_of(1)
     # As releases without a wire version write them.

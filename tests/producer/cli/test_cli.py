@@ -377,6 +377,29 @@ def test_a_first_ctrl_c_lets_a_command_clean_up_and_a_second_ends_it_without_a_t
     assert (ended.returncode, ended.stdout, ended.stderr) == (code, said, "")
 
 
+def test_ctrl_c_while_the_command_is_imported_prints_no_traceback(tmp_path: Path) -> None:
+    (tmp_path / "typer.py").write_text("import time; print('importing', flush=True); time.sleep(3600)")
+    with subprocess.Popen(
+        [sys.executable, "-m", "lmpool", "status"], env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    ) as command:  # fmt: skip
+        assert command.stdout is not None
+        assert command.stdout.readline() == "importing\n"
+        command.send_signal(signal.SIGINT)
+        _, printed = command.communicate(timeout=DEADLINE_S)
+    assert (command.returncode, printed) == (-signal.SIGINT, "")
+
+
+def test_no_signal_of_a_terminal_ends_a_command_that_ignores_it(tmp_path: Path) -> None:
+    """As a shell's `&` starts it."""
+    (tmp_path / "typer.py").write_text("import os, signal; os.kill(os.getpid(), signal.SIGINT); os._exit(7)")
+    ended = subprocess.run(
+        ["sh", "-c", "trap '' INT; exec \"$0\" -m lmpool status", sys.executable],
+        env={**os.environ, "PYTHONPATH": str(tmp_path)}, timeout=DEADLINE_S, check=False,
+    )  # fmt: skip
+    assert ended.returncode == 7
+
+
 @pytest.fixture
 def runtime(short_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A runtime folder of the test's own."""
@@ -459,6 +482,7 @@ def test_a_worker_logs_what_it_does_every_minute_in_words(pool: Pool) -> None:
     assert re.search(r"\d+\.\d rows/s, \d+\.\d prompts a batch, \d+ % of tokens from the prefix cache, ", line)
     assert re.search(r", \d+ prompts homed, 0 stolen, \d+ in flight, 0 failures", line)
     assert re.search(r"serving 'syn' \(synthetic, float32, V = 512, .*\) on \S+", worker.text)
+    assert " 0.0 rows/s" not in worker.text, "an idle worker logs nothing"
 
 
 def test_text_goes_through_the_models_tokenizer(pool: Pool, smollm2_folder: Path) -> None:

@@ -38,9 +38,9 @@ class Ended(NamedTuple):
     beside: str = ""
 
 
-def dead(pool: Pool, *arguments: str, model: str = "syn") -> Ended:
+def dead(pool: Pool, *arguments: str, model: str | None = "syn") -> Ended:
     """Run `lmpool dead` on the model of a pool, in this process: starting one costs more than all else."""
-    options = ["--redis", pool.url, "--prefix", pool.prefix, "--model", model]
+    options = ["--redis", pool.url, "--prefix", pool.prefix, *(["--model", model] if model else [])]
     ended = CliRunner(env={"COLUMNS": "400"}).invoke(dead_app, [*arguments, *options])
     assert ended.exception is None or isinstance(ended.exception, LMPoolError), ended.output
     return Ended(ended.stdout, str(ended.exception or ""), ended.stderr)
@@ -109,6 +109,17 @@ async def test_a_prompt_that_was_given_up_is_listed_shown_and_queued_again(pool:
     assert pool.redis.type("keep") == b"none", "no stream of that name was made"
 
 
+def test_list_without_a_model_shows_the_letters_of_all_that_are_served(pool: Pool) -> None:
+    for name in ("one", "two"):
+        pool.start(model=name)
+        pool.redis.xadd(pool.keys.model(name).dead, {"e": GIVEN_UP.pack(), "m": job([1])})
+    assert [letter["model"] for letter in json.loads(dead(pool, "list", "--json", model=None).stdout)] == ["two", "one"]
+    table = dead(pool, "list", model=None).stdout
+    assert re.search(r"model.*given up", table)
+    assert "and 1 older ones" in dead(pool, "list", "--limit", "1", model=None).stdout
+    assert [letter["model"] for letter in json.loads(dead(pool, "list", "--json", model="one").stdout)] == ["one"]
+
+
 def test_what_cannot_be_computed_is_refused_with_the_reason_and_stays(pool: Pool) -> None:
     pool.start()
     fingerprint = fingerprint_of(pool)
@@ -164,8 +175,7 @@ def test_what_is_meant_must_be_there(pool: Pool) -> None:
     assert unknown in refusal(dead(pool, "drop", kept, "12-34"))
     assert "name the ids that are meant" in refusal(dead(pool, "drop"))
     assert "name the ids that are meant" in refusal(dead(pool, "retry", kept, "--all"))
-    unnamed = CliRunner().invoke(dead_app, ["list", "--redis", pool.url, "--prefix", pool.prefix])
-    assert "name a model that is not served with --model" in str(unnamed.exception)
+    assert "name a model that is not served with --model" in refusal(dead(pool, "show", kept, model=None))
     # Nobody serves the model: it can be looked at and dropped, not retried.
     assert "the model 'syn' is not served" in refusal(dead(pool, "retry", "--all"))
     assert [letter["id"] for letter in as_json(pool, "list")] == [kept]

@@ -319,6 +319,17 @@ async def test_show_tells_what_waits_and_whose_it_is(pool: Pool) -> None:
         assert "; the model 'nope' is not served; served are: syn" in printed
 
 
+def test_show_without_a_model_shows_all_that_are_served(pool: Pool) -> None:
+    assert queue(pool, "show") == ("no model is served\n", "")
+    for name in ("one", "two"):
+        pool.start("--lease-s", 600, model=name)
+    printed, _ = queue(pool, "show")
+    assert [line.partition(": 0 prompts: ")[0] for line in printed.splitlines()] == ["one", "two"]
+    told = json.loads(queue(pool, "show", "--json")[0])
+    assert list(told) == ["one", "two"]
+    assert told["one"] == json.loads(queue(pool, "show", "one", "--json")[0])
+
+
 async def test_show_tells_what_yields_to_others(pool: Pool) -> None:
     unattended(pool)
     async with pool.producer("syn", priority="bulk") as producer, pool.producer("syn") as other:

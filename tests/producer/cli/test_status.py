@@ -46,7 +46,14 @@ def a_worker(name: str) -> dict[str, object]:
     return {"id": name, "model": LONG, **told, **more}
 
 
+def a_model(name: str) -> dict[str, object]:
+    numbers = {"queued": 0, "age_s": 0.0, "dead": 0, "rows_per_s": 0.0, "p50_s": None, "p99_s": None}
+    return {"name": name, "info": {"name": name, "vocab_size": 512}, **numbers, "workers": []}
+
+
 def test_names_are_never_cut_and_tables_fit_at_any_width() -> None:
+    assert "512" not in "".join(lines_of([a_model("trie")], 200)), "trie workers answer for any vocabulary"
+    assert "512" in "".join(lines_of([a_model("syn")], 200))
     ids = [f"gpu-node-17.cluster.example.org-{number}-ab{number}" for number in range(3)]
     model = {"name": LONG, "info": None, "queued": 99_999, "age_s": 61.0, "dead": 2, "rows_per_s": 30_000.0}
     models: Survey = [{**model, "p50_s": 0.01, "p99_s": 0.2, "workers": [a_worker(name) for name in ids]}]

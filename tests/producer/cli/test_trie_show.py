@@ -18,7 +18,6 @@ from typer.testing import CliRunner, Result
 
 from lmpool.errors import EmptyPrompt, NoWorker, SettingsError, TokenOutOfRange, UnknownModel, UnknownNode
 from lmpool.producer import Producer
-from lmpool.producer.cli import trie_show
 from lmpool.producer.cli.options import run as run_async
 from lmpool.producer.cli.trie_show import Branch, Grower, Limits, TokensBelow, from_text, print_tree, to_text, trie_app
 from lmpool.protocol.model_info import ModelInfo
@@ -78,7 +77,7 @@ def walk(branch: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 @pytest.mark.parametrize("text", ["", " ", " g", r"\xff"])
 def test_every_branch_has_the_probability_of_its_tokens(served: Pool, text: str) -> None:
-    shown = list(walk(tree(served, "--text", text, "--depth", "2", "--top", "5")))
+    shown = list(walk(tree(served, "--under", text, "--depth", "2", "--top", "5")))
     assert bytes.fromhex(shown[0]["prefix_hex"]) == from_text(text)
     trie = Trie(TOKENS)
     for branch in shown:
@@ -103,7 +102,7 @@ def test_branches_and_what_ends_there_and_what_is_left_out_sum_to_the_parent(ser
 
 
 def test_the_terminal_shows_every_branch_on_a_line_of_its_own(served: Pool) -> None:
-    options = ("--text", " ", "--depth", "2", "--top", "3")
+    options = ("--under", " ", "--depth", "2", "--top", "3")
     lines = show(served, *options).splitlines()
     shown = tree(served, *options)
     assert lines[0].startswith('" " after the tokens 1, 2, 3 · syn · ')
@@ -117,18 +116,18 @@ def test_the_terminal_shows_every_branch_on_a_line_of_its_own(served: Pool) -> N
 
 
 def test_without_a_prompt_branches_show_their_part_of_the_tokens(served: Pool) -> None:
-    ended = on(served, "trie", "show", "--text", " ", "--depth", "1", "--json")
+    ended = on(served, "trie", "show", "--under", " ", "--depth", "1", "--json")
     shown = json.loads(ended.stdout)
     assert (shown["prompt"], shown["n_tokens"]) == (None, V)
     for branch in walk(shown["tree"]):
         prefix = bytes.fromhex(branch["prefix_hex"])
         assert branch["mass"] == sum(token.startswith(prefix) for token in TOKENS) / V
-    assert "of tokens" in on(served, "trie", "show", "--text", " ").stdout
+    assert "of tokens" in on(served, "trie", "show", "--under", " ").stdout
 
 
 def test_a_trie_worker_and_this_process_say_the_same_as_the_model_worker(served: Pool, pool: Pool) -> None:
     pool.start("--vocab-size", V)
-    options = ("--text", " ", "--depth", "2", "--top", "3")
+    options = ("--under", " ", "--depth", "2", "--top", "3")
     for kind, how in ((UnknownModel, ["--no-wait"]), (NoWorker, ["--timeout", "3"])):
         error = in_process(pool, "1,2,3", "--ids", *how).exception
         assert type(error) is kind
@@ -142,7 +141,7 @@ def test_a_trie_worker_and_this_process_say_the_same_as_the_model_worker(served:
 
 def test_text_goes_through_the_tokenizer_of_the_model(served: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     class Letters:
-        def encode(self, text: str) -> list[int]:
+        def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
             return list(text.encode())
 
         def decode(self, token_ids: list[int]) -> str:
@@ -151,7 +150,7 @@ def test_text_goes_through_the_tokenizer_of_the_model(served: Pool, monkeypatch:
     async def find(producer: Producer) -> Letters:
         return Letters()
 
-    monkeypatch.setattr(trie_show, "find_tokenizer", find)
+    monkeypatch.setattr("lmpool.producer.tokenizer.find_tokenizer", find)
     shown = json.loads(in_process(served, "hé\n", "--depth", "1", "--json").stdout)
     assert shown["prompt"] == list("hé\n".encode())
     assert r'all tokens after "hé\n"' in in_process(served, "hé\n", "--depth", "1").stdout
@@ -159,8 +158,8 @@ def test_text_goes_through_the_tokenizer_of_the_model(served: Pool, monkeypatch:
 
 def test_every_mistake_says_what_is_wrong(served: Pool) -> None:
     cases = [
-        (["1,2", "--ids", "--text", "qqqq"], UnknownNode, "no token begins with b'qqqq'; the most of it"),
-        (["1,2", "--ids", "--text", r"\q"], SettingsError, r"text: '\\q' has a backslash before 'q'"),
+        (["1,2", "--ids", "--under", "qqqq"], UnknownNode, "no token begins with b'qqqq'; the most of it"),
+        (["1,2", "--ids", "--under", r"\q"], SettingsError, r"under: '\\q' has a backslash before 'q'"),
         (["hello"], SettingsError, "the model 'syn' has no tokenizer; pass token ids with --ids"),
         (["--ids"], SettingsError, "ids: there is no prompt"),
         (["", "--ids"], EmptyPrompt, "at least 1 token id"),

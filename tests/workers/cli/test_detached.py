@@ -109,6 +109,15 @@ def test_all_are_told_before_any_is_waited_for(start: Start, tmp_path: Path) -> 
     assert [process.wait() for process in both] == [0, 0]
 
 
+def test_one_model_is_ended_by_its_name_and_the_others_go_on(start: Start, tmp_path: Path) -> None:
+    ended, goes_on = (start(name, PATIENT, str(tmp_path / name), str(tmp_path / name)) for name in ("one", "two"))
+    done = run_lmpool("down", "one")
+    assert (done.returncode, done.stdout) == (0, f"ending one, process {ended.pid}\nended\n")
+    assert ended.wait() == 0
+    assert runs(goes_on.pid)
+    assert run_lmpool("down").stdout == f"ending two, process {goes_on.pid}\nended\n"
+
+
 def test_who_stops_waiting_is_told_what_still_runs_and_waiting_again_tells_it_nothing(
     start: Start, tmp_path: Path
 ) -> None:

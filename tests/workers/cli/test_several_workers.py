@@ -253,9 +253,15 @@ def test_detached_workers_serve_until_they_are_told_to_stop(folder: Path) -> Non
     assert "end it with: lmpool down" in started.stderr
     assert Path(log).parent == folder / "detached"
     assert stat.S_IMODE((folder / "detached").stat().st_mode) == 0o700
+    (worker,) = re.findall(r"serving 'syn'.* as worker \S+-(\d+)-[0-9a-f]{16}$", started.stderr, re.M)
+    os.kill(int(worker), signal.SIGKILL)
+    until(lambda: Path(log).read_text().count("serving 'syn'") == 2, "a worker serves in place of the killed one")
     with SyncProducer("syn", timeout=DEADLINE_S) as producer:
         assert np.array_equal(producer.logprobs([1]), synthetic_row([1], vocab_size=V))
-    ended = run_lmpool("down")
+    refused = run_lmpool("down", "other")
+    assert refused.returncode == 2
+    assert "model: no `lmpool up --detach` here serves 'other'; running: 'syn'" in refused.stderr
+    ended = run_lmpool("down", "syn")
     assert (ended.returncode, ended.stdout) == (0, f"ending syn, process {pid}\nended\n")
     assert not runs(int(pid))
     assert "stopped; nothing was left unfinished" in Path(log).read_text()

@@ -8,14 +8,16 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 
 from redis.asyncio import Redis
+from redis.exceptions import RedisError
 
 from lmpool.broker.connection import CommandConnection, reply_timeout
+from lmpool.broker.readers import read_alive, read_hashes
 from lmpool.broker.registries import AdapterRegistry
 from lmpool.broker.server import Server
 from lmpool.broker.server_checks import read_doubts
-from lmpool.errors import SettingsError
+from lmpool.errors import ModelMismatch, ProtocolError, SettingsError
 from lmpool.protocol.keys import Keys
-from lmpool.protocol.model_info import TRIE_SERVICE, ModelInfo
+from lmpool.protocol.model_info import MAX_INFO_BYTES, TRIE_SERVICE, ModelInfo
 from lmpool.rows.cache import RowCache
 from lmpool.rows.cluster import rows_on
 from lmpool.rows.shared_memory import SegmentReader
@@ -101,9 +103,10 @@ class Serving:
 
 
 async def check_before_loading(server: Server, backend: BackendSettings, settings: WorkerSettings) -> None:
-    """A wrong address, password or folder must not cost the loading of a model first.
+    """Check what can be known before the model is loaded, which may take minutes.
 
     Raises:
+        ModelMismatch: live workers serve another backend under this name.
         ServerError: the server cannot be used.
         SettingsError: an adapter lies where none may.
     """
@@ -112,6 +115,28 @@ async def check_before_loading(server: Server, backend: BackendSettings, setting
     sources = AdapterSources.of(settings)
     for source in getattr(backend, "adapter_folders", {}).values():
         sources.place(source, is_own=True)
+    await _check_backend(server, backend, Keys(settings.prefix))
+
+
+async def _check_backend(server: Server, backend: BackendSettings, keys: Keys) -> None:
+    """Refuse a name under which live workers serve another backend: rows of two backends differ."""
+    name, kind = backend.served_as, getattr(backend, "kind", "")
+    redis = server.client()
+    try:
+        (infos,) = await read_hashes(redis, [keys.models()], most_bytes=MAX_INFO_BYTES, fields=[name])
+        packed = infos.get(name.encode())
+        served = ModelInfo.unpack(packed).backend if isinstance(packed, bytes) else kind
+        if kind and served != kind and (await read_alive(redis, keys.model(name))).serving:
+            raise ModelMismatch(
+                f"the model {name!r} is served by the backend {served}, not {kind}: "
+                "serve it under another --name, or stop those workers first"
+            )
+    except ProtocolError as error:
+        _log.warning("the info of the model %r cannot be read, and will be replaced: %s", name, error)
+    except (RedisError, OSError) as error:
+        raise server.explain(error) from error
+    finally:
+        await redis.aclose()
 
 
 async def assemble(

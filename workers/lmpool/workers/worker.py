@@ -497,8 +497,9 @@ class Worker:
         }
 
     async def _log_counters(self, serving: Serving) -> None:
-        line = self._delta.describe_since_log(serving.engine_thread.stats)
-        _log.info("%s, %d in flight, %d failures", line, len(serving.in_flight), serving.dispatcher.failures)
+        line, in_flight = self._delta.describe_since_log(serving.engine_thread.stats), len(serving.in_flight)
+        if line or in_flight:
+            _log.info("%s, %d in flight, %d failures", line or "no step", in_flight, serving.dispatcher.failures)
 
     def _on_finished(self, finished: Finished) -> None:
         # A step that only failed does not wait for others' rows.

@@ -13,15 +13,13 @@ from typing import Annotated, Any, NamedTuple, TypeVar
 
 import typer
 from redis.asyncio import Redis
-from redis.exceptions import RedisError
 from rich.table import Table
 
 from lmpool.broker import scripts
 from lmpool.broker.registries import AdapterRegistry
-from lmpool.broker.server import Server
 from lmpool.cli import Terminal, say, say_json
 from lmpool.errors import InvalidPrompt, LMPoolError, ProtocolError, SettingsError, UnknownModel, printable
-from lmpool.producer.cli.options import AsJson, ModelName, Prefix, RedisUrl, run
+from lmpool.producer.cli.options import AsJson, ModelName, Prefix, RedisUrl, run, with_server
 from lmpool.producer.cli.status import WHOLE, Column, fitting
 from lmpool.producer.client.discovery import Discovery
 from lmpool.protocol.adapter import name_of, revision_of
@@ -281,32 +279,40 @@ def list_letters(
     prefix: Prefix = "lmpool",
     as_json: AsJson = False,
 ) -> None:
-    """Show the prompts that were given up."""
+    """Show the prompts that were given up, of one model or of all that are served."""
 
-    async def look(letters: DeadLetters, discovery: Discovery, name: str) -> tuple[list[DeadLetter], int, str]:
-        newest = await letters.newest(limit)
-        return newest, await letters.count(), "" if newest else await _doubt(discovery, name)
+    async def look(client: Redis, discovery: Discovery, keys: Keys) -> tuple[list[tuple[str, DeadLetter]], int, str]:
+        newest: list[tuple[str, DeadLetter]] = []
+        names, count = [model] if model is not None else sorted(await discovery.infos()), 0
+        for name in names:
+            letters = DeadLetters(client, keys.model(name))
+            newest += [(name, letter) for letter in await letters.newest(limit)]
+            count += await letters.count()
+        newest.sort(key=lambda pair: pair[1].given_up, reverse=True)
+        return newest[:limit], count, await _doubt(discovery, model) if model is not None and not newest else ""
 
-    newest, count, doubt = run(_with_letters(model, redis, prefix, look))
+    newest, count, doubt = run(with_server(redis, prefix, look))
     if as_json:
-        say_json([summary(letter) for letter in newest])
+        say_json([{"model": name, **summary(letter)} for name, letter in newest])
         _warn(doubt)
         return
     if not newest:
         say(_joined("nothing was given up", doubt))
         return
     console = Terminal()
-    console.print(letters_table(newest, console.width))
+    models = [name for name, _ in newest] if model is None else None
+    console.print(letters_table([letter for _, letter in newest], console.width, models))
     if count > len(newest):
         say(f"and {count - len(newest)} older ones: see --limit")
 
 
-def letters_table(letters: Sequence[DeadLetter], width: int) -> Table:
+def letters_table(letters: Sequence[DeadLetter], width: int, models: Sequence[str] | None = None) -> Table:
     """Dead letters as a table in which their ids, by which commands name them, are whole.
 
     Args:
         letters: what to show.
         width: characters of a line.
+        models: the name of the model of each letter; None for letters of one model.
     """
     summaries = [summary(letter) for letter in letters]
 
@@ -318,6 +324,7 @@ def letters_table(letters: Sequence[DeadLetter], width: int) -> Table:
         None,
         [
             column("id", "id", 0),
+            *([Column("model", list(models), 0)] if models is not None else []),
             column("given up", "given_up", 3),
             column("error", "error", 1),
             column("reason", "reason", 0, _LEAST_REASON),
@@ -452,22 +459,19 @@ async def _with_letters(
     model: str | None, redis: str | None, prefix: str, work: Callable[[DeadLetters, Discovery, str], Awaitable[T]]
 ) -> T:
     """Run `work` with the dead letters of a model, which need not be served if it is named."""
-    check_name("prefix", prefix)
-    server, keys = Server(redis), Keys(prefix)
-    client = server.client()
-    try:
-        discovery = Discovery(client, keys)
-        if model is None:
+
+    async def work_with_model(client: Redis, discovery: Discovery, keys: Keys) -> T:
+        name = model
+        if name is None:
             try:
-                model = (await discovery.info(None)).name
+                name = (await discovery.info(None)).name
             except UnknownModel as error:
                 raise UnknownModel(f"{error}; name a model that is not served with --model") from error
+        return await work(DeadLetters(client, keys.model(name)), discovery, name)
+
+    if model is not None:
         check_name("model", model)
-        return await work(DeadLetters(client, keys.model(model)), discovery, model)
-    except (RedisError, OSError) as error:
-        raise server.explain(error) from error
-    finally:
-        await client.aclose()
+    return await with_server(redis, prefix, work_with_model)
 
 
 def summary(letter: DeadLetter) -> dict[str, Any]:

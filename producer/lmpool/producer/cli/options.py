@@ -7,19 +7,20 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any, TypeVar
 
 import typer
-from redis.exceptions import RedisError
+from redis.asyncio import Redis
+from redis.exceptions import NoPermissionError, RedisError
 
 from lmpool.broker.readers import read_hashes
 from lmpool.broker.server import Server
 from lmpool.cli import INTERRUPTED, say
-from lmpool.errors import LMPoolError, ServerUnreachable, SettingsError, UnknownModel
+from lmpool.errors import AuthenticationFailed, LMPoolError, ServerUnreachable, SettingsError, UnknownModel
 from lmpool.producer.client.discovery import Discovery
 from lmpool.producer.client.session import Priority, WhenAbsent
 from lmpool.producer.producer import Producer
@@ -140,6 +141,34 @@ async def check_served(model: str | None, redis: str | None, prefix: str, waits:
             raise UnknownModel(f"{error}; or pass --wait to wait for it") from error
     except (LMPoolError, RedisError, OSError):
         pass  # Waited for, or told, when something is asked.
+    finally:
+        await client.aclose()
+
+
+async def with_server(
+    redis: str | None, prefix: str, work: Callable[[Redis, Discovery, Keys], Awaitable[T]], right: str = ""
+) -> T:
+    """Run `work` with a connection to the server.
+
+    Args:
+        redis, prefix: as `Producer`.
+        work: gets the connection, and the discovery and key names of the deployment.
+        right: added to the error of a user who may not do this.
+
+    Raises:
+        SettingsError: the prefix is malformed.
+        ServerError: the server cannot be used.
+    """
+    names = key_names(prefix)
+    server = Server(redis)
+    client = server.client()
+    try:
+        return await work(client, Discovery(client, names), names)
+    except (RedisError, OSError) as error:
+        explained = server.explain(error)
+        if right and isinstance(error, NoPermissionError):
+            raise AuthenticationFailed(f"{explained}: {right}") from error
+        raise explained from error
     finally:
         await client.aclose()
 

@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Iterable
 from typing import Annotated, Any, NamedTuple, TypeVar
 
 import typer
 from redis.asyncio import Redis
-from redis.exceptions import NoPermissionError, RedisError
+from redis.exceptions import RedisError
 
 from lmpool.broker import scripts
 from lmpool.broker.readers import MOST_WORKERS, read_lanes, read_queue
-from lmpool.broker.server import Server
 from lmpool.cli import Terminal, say, say_json
-from lmpool.errors import AuthenticationFailed, ProtocolError, QueueCleared, SettingsError, UnknownModel
-from lmpool.producer.cli.options import AsJson, Prefix, RedisUrl, key_names, run
+from lmpool.errors import ProtocolError, QueueCleared, SettingsError, UnknownModel
+from lmpool.producer.cli.options import AsJson, Prefix, RedisUrl, run, with_server
 from lmpool.producer.cli.status import Column, fitting, seconds
 from lmpool.producer.client.discovery import Discovery
 from lmpool.protocol.job import Failure, unpack_job
-from lmpool.protocol.keys import BULK, BULK_TIME, GROUP, JOB_FIELD, REPLY_CAP, REPLY_TTL_MS, ModelKeys
+from lmpool.protocol.keys import BULK, BULK_TIME, GROUP, JOB_FIELD, REPLY_CAP, REPLY_TTL_MS, Keys, ModelKeys
 from lmpool.protocol.prompt import digest_of, query_digest
 from lmpool.settings import check_name
 
@@ -65,32 +64,55 @@ class Cleared(NamedTuple):
 
 
 @queue_app.command()
-def show(model: Model, redis: RedisUrl = None, prefix: Prefix = "lmpool", as_json: AsJson = False) -> None:
+def show(
+    model: Annotated[
+        str | None, typer.Argument(help="Name of the model, which need not be served (default: all that are served).")
+    ] = None,
+    redis: RedisUrl = None,
+    prefix: Prefix = "lmpool",
+    as_json: AsJson = False,
+) -> None:
     """Show how many prompts wait, how many workers hold, how many are in lanes, and whose are in the backlog."""
 
-    async def look(client: Redis, discovery: Discovery, keys: ModelKeys) -> tuple[dict[str, Any], str]:
-        state = await discovery.queue(model)
-        counts = {
-            "queued": state.depth,
-            "held": sum([await _held(client, stream) for stream, _ in await _streams(client, keys)]),
-            "backlog": int(await client.zcard(keys.backlog)),
-            "bulk": int(await client.zcount(keys.backlog, BULK_TIME, "+inf")),
-            "lanes": await read_lanes(client, keys),
-            "age_s": state.age_s,
-            "clients": await _clients(client, keys),
-        }
-        return counts, "" if state.depth else await _doubt(discovery, model)
+    async def look(client: Redis, discovery: Discovery, names: Keys) -> dict[str, tuple[dict[str, Any], str]]:
+        models = sorted(await discovery.infos()) if model is None else [model]
+        return {name: await _counts(client, discovery, names.model(name), name) for name in models}
 
-    counts, doubt = run(_with_queue(model, redis, prefix, look))
+    if model is not None:
+        check_name("model", model)
+    looked = run(with_server(redis, prefix, look))
     if as_json:
-        say_json(counts)
-        return
+        counts = {name: counts for name, (counts, _) in looked.items()}
+        say_json(counts if model is None else counts[model])
+    elif not looked:
+        say("no model is served")
+    else:
+        for name, (counts, doubt) in looked.items():
+            _say_counts("" if model is not None else f"{name}: ", counts, doubt)
+
+
+async def _counts(client: Redis, discovery: Discovery, keys: ModelKeys, model: str) -> tuple[dict[str, Any], str]:
+    """The state of one queue, and what to add where it is empty."""
+    state = await discovery.queue(model)
+    counts = {
+        "queued": state.depth,
+        "held": sum([await _held(client, stream) for stream, _ in await _streams(client, keys)]),
+        "backlog": int(await client.zcard(keys.backlog)),
+        "bulk": int(await client.zcount(keys.backlog, BULK_TIME, "+inf")),
+        "lanes": await read_lanes(client, keys),
+        "age_s": state.age_s,
+        "clients": await _clients(client, keys),
+    }
+    return counts, "" if state.depth else await _doubt(discovery, model)
+
+
+def _say_counts(head: str, counts: dict[str, Any], doubt: str) -> None:
     held, backlog, lanes = counts["held"], counts["backlog"], counts["lanes"].values()
     of_bulk = f", {counts['bulk']} of them yield to others" if counts["bulk"] else ""
     laned = f"; {sum(lanes)} are in lanes, {max(lanes)} of them in the longest" if any(lanes) else ""
     oldest = f", the oldest of {seconds(counts['age_s']) or '0 s'}" if counts["queued"] else ""
     say(
-        f"{counts['queued']} prompts{oldest}: workers hold {held}, "
+        f"{head}{counts['queued']} prompts{oldest}: workers hold {held}, "
         f"{counts['queued'] - held - backlog} are next, {backlog} wait behind them{of_bulk}{laned}{_joined(doubt)}"
     )
     if counts["clients"]:
@@ -111,17 +133,18 @@ def clear(
 
     What workers hold is computed and delivered.
     """
+    check_name("model", model)
     if not yes:
         if not sys.stdin.isatty():
             raise SettingsError("yes: the requests of all clients of this queue would end: say --yes if that is meant")
         typer.confirm(f"End the requests of all who wait in the queue of {model!r}?", abort=True)
 
-    async def change(client: Redis, discovery: Discovery, keys: ModelKeys) -> tuple[Cleared, str]:
+    async def change(client: Redis, discovery: Discovery, names: Keys) -> tuple[Cleared, str]:
         info = await discovery.find(model)
-        cleared = await clear_queue(client, keys, model, lease_s=info.lease_s if info else 0.0)
+        cleared = await clear_queue(client, names.model(model), model, lease_s=info.lease_s if info else 0.0)
         return cleared, "" if cleared.removed else await _doubt(discovery, model)
 
-    cleared, doubt = run(_with_queue(model, redis, prefix, change, right="emptying a queue is a right of operators"))
+    cleared, doubt = run(with_server(redis, prefix, change, right="emptying a queue is a right of operators"))
     if as_json:
         say_json(cleared._asdict())
     else:
@@ -255,26 +278,3 @@ async def _doubt(discovery: Discovery, model: str) -> str:
 
 def _joined(doubt: str) -> str:
     return f"; {doubt}" if doubt else ""
-
-
-async def _with_queue(
-    model: str,
-    redis: str | None,
-    prefix: str,
-    work: Callable[[Redis, Discovery, ModelKeys], Awaitable[T]],
-    right: str = "",
-) -> T:
-    """Run `work` with a queue; `right` is added to the error of a user who may not."""
-    names = key_names(prefix)
-    check_name("model", model)
-    server = Server(redis)
-    client = server.client()
-    try:
-        return await work(client, Discovery(client, names), names.model(model))
-    except (RedisError, OSError) as error:
-        explained = server.explain(error)
-        if right and isinstance(error, NoPermissionError):
-            raise AuthenticationFailed(f"{explained}: {right}") from error
-        raise explained from error
-    finally:
-        await client.aclose()

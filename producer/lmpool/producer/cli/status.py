@@ -29,6 +29,7 @@ from lmpool.metrics import SECONDS, add_packed, quantile
 from lmpool.producer.cli.options import AsJson, Prefix, RedisUrl, key_names, run
 from lmpool.producer.client.discovery import Discovery, WorkerInfo
 from lmpool.protocol.keys import Keys
+from lmpool.protocol.model_info import TRIE_SERVICE
 
 Survey = list[dict[str, Any]]
 """One entry a model, as `lmpool status --json` prints it."""
@@ -244,13 +245,18 @@ def status_models(models: Survey, width: int) -> Table:
         [
             Column("model", [model["name"] for model in models], 0),
             Column("backend", [str(info.get("backend", "")) for info in infos], 6),
-            Column("V", [str(info.get("vocab_size", "")) for info in infos], 7),
+            Column("V", [_vocab_size(info) for info in infos], 7),
             Column("dtype", [str(info.get("dtype", "")) for info in infos], 9),
             Column("rows as", [str(info.get("encoding", "")) for info in infos], 8),
             *_queues(models),
         ],
         width,
     )
+
+
+def _vocab_size(info: Mapping[str, Any]) -> str:
+    # Trie workers answer for any vocabulary, so the number in their info has no meaning.
+    return "" if info.get("name") == TRIE_SERVICE else _text(info.get("vocab_size"))
 
 
 def status_workers(models: Survey, width: int) -> Table:

@@ -272,7 +272,7 @@ def from_text(text: str) -> bytes:
         return bytes(data + text[at:].encode("utf-8", "surrogateescape"))
     except (UnicodeEncodeError, OverflowError, ValueError) as error:
         raise SettingsError(
-            rf"text: {shown(text, 120)} has {error}: escapes are \\ \" \n \r \t, \xe2 for a byte, and \u200b or "
+            rf"under: {shown(text, 120)} has {error}: escapes are \\ \" \n \r \t, \xe2 for a byte, and \u200b or "
             r"\U0001f600 for a character"
         ) from None
 
@@ -335,7 +335,7 @@ def show(
             "the tokens they have.",
         ),
     ] = None,
-    text: Annotated[
+    under: Annotated[
         str,
         typer.Option(
             help=r"The prefix whose branches are shown, such as ' the'; all tokens without it. \xe2 stands for a byte, "
@@ -357,7 +357,7 @@ def show(
     as_json: AsJson = False,
 ) -> None:
     """Show the branches below a prefix, with the probability of each after a prompt."""
-    shown_prefix, limits = from_text(text), Limits(depth, top, least)
+    shown_prefix, limits = from_text(under), Limits(depth, top, least)
     if ids and prompt is None:
         raise SettingsError("ids: there is no prompt; pass its token ids, such as `lmpool trie show 1,2,3 --ids`")
 

@@ -16,7 +16,7 @@ from datetime import date, time
 from difflib import get_close_matches
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 from lmpool.errors import SettingsError
 from lmpool.protocol.adapter import MAX_ADAPTERS
@@ -107,6 +107,8 @@ class HfSettings(ModelSettings):
     Raises:
         SettingsError: a value is malformed, or a package that it needs is not installed.
     """
+
+    kind: ClassVar[str] = "hf"
 
     model: str = field(metadata={"help": "Hub name or folder of the model, or a GGUF file."})
     adapters: list[str] = field(
@@ -215,6 +217,8 @@ class VllmSettings(EngineSettings):
         SettingsError: a value is malformed, or vLLM is not installed in a version that this backend is made for.
     """
 
+    kind: ClassVar[str] = "vllm"
+
     sessions: int = field(
         default=128,
         metadata={"help": "Growing prompts whose keys and values are held ready for their next tokens, 0 for none."},
@@ -252,6 +256,8 @@ class SglangSettings(EngineSettings):
     Raises:
         SettingsError: a value is malformed, or SGLang is not installed in a version that this backend is made for.
     """
+
+    kind: ClassVar[str] = "sglang"
 
     device: str = field(default="auto", metadata={"help": '"auto", or a torch device such as "cpu" or "cuda:1".'})
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import islice
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,6 +48,8 @@ class SyntheticSettings:
     Raises:
         SettingsError: a value is malformed.
     """
+
+    kind: ClassVar[str] = "synthetic"
 
     name: str = field(default="synthetic", metadata={"help": "What the model is served as."})
     vocab_size: int = field(default=49_152, metadata={"help": "V."})

@@ -23,7 +23,7 @@ from lmpool.settings import check_choice
 from lmpool.workers.backend.contract import BackendSettings
 from lmpool.workers.backends.checkpoint import check_model_path
 from lmpool.workers.backends.settings import ModelSettings
-from lmpool.workers.cli.detached import down
+from lmpool.workers.cli.detached import READY_VARIABLE, down
 from lmpool.workers.cli.detached import start as start_detached
 from lmpool.workers.cli.doctor import doctor
 from lmpool.workers.cli.options import ALIASES, SHORT, HelpAll, is_size, parse_size
@@ -130,7 +130,8 @@ def up(
             _tell(settings, "--memory-mb has no effect on a server that runs already")
     try:
         shared.watch(exit_without_server)
-        if len(environments) == 1:
+        # In the background a single worker has a parent too, which starts it again when it is killed.
+        if len(environments) == 1 and READY_VARIABLE not in os.environ:
             serve(Server(shared.url), chosen, settings, before_exit=shared.leave)
         else:
             start_log(settings.log_format, chosen.served_as)

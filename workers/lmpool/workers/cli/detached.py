@@ -27,7 +27,8 @@ import typer
 
 from lmpool.cli import say
 from lmpool.embedded import DETACHED, clear, ending, explained, is_owned, runtime_dir, secure
-from lmpool.errors import ServerError
+from lmpool.errors import ServerError, SettingsError
+from lmpool.settings import shown
 
 if sys.platform != "win32":
     import fcntl
@@ -187,11 +188,13 @@ class _Pool(NamedTuple):
 
 
 def down(
+    model: Annotated[str | None, typer.Argument(help="Name of the model to end (default: all of them).")] = None,
     now: Annotated[bool, typer.Option("--now", help="Do not wait for the prompts that are being computed.")] = False,
 ) -> None:
     """End what you have started by `lmpool up --detach` on this machine, when it has finished what it computes."""
     pools: list[_Pool] = []
     nameless: list[Path] = []
+    others: set[str] = set()
     with ExitStack() as opened:
         for record, lock in _records(_folder(), _RECORD):
             opened.callback(os.close, lock)
@@ -200,7 +203,9 @@ def down(
                 continue
             what = _read(lock)
             pid = what.get("pid")
-            if type(pid) is int and pid > 1:
+            if model is not None and what.get("model") != model:
+                others.add(str(what.get("model")))
+            elif type(pid) is int and pid > 1:
                 pools.append(_Pool(record, lock, pid, str(what.get("model"))))
             else:
                 nameless.append(record)
@@ -208,6 +213,9 @@ def down(
     if nameless:
         names = ", ".join(map(str, nameless))
         raise ServerError(f"{names} does not say which process holds it: end that, and remove this file")
+    if not pools and others:
+        running = ", ".join(sorted(map(repr, others)))
+        raise SettingsError(f"model: no `lmpool up --detach` here serves {shown(model)}; running: {running}")
     if not pools:
         say(f"nothing runs here that `lmpool up --detach` has started{_others()}")
 

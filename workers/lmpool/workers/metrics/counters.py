@@ -171,9 +171,11 @@ class CounterDelta:
             self._answers, self._busy_s = answers, busy_s
 
     def describe_since_log(self, now: BackendStats) -> str:
-        """What happened since the last call, as a text for people."""
+        """What happened since the last call, as a text for people; "" where there was no step."""
         before, self._logged = self._logged, now
         at, self._logged_at = self._logged_at, time.monotonic()
+        if now.steps == before.steps:
+            return ""
         rows, steps, tokens = now.rows - before.rows, now.steps - before.steps, now.tokens - before.tokens
         rate = rows / max(1e-3, self._logged_at - at)
         batch, reused = rows / max(1, steps), (now.reused - before.reused) / max(1, tokens)
