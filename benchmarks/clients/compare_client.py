@@ -13,6 +13,7 @@ import statistics
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -89,10 +90,12 @@ class Bursts:
     @contextmanager
     def _computes(self, rows: int) -> Iterator[None]:
         """Fails if anything asked meanwhile came from a cache."""
-        before = self._producer.stats().computed
+        before = self._producer.stats()
         yield
-        if (computed := self._producer.stats().computed - before) != rows:
-            raise RuntimeError(f"{computed} of {rows} rows were computed: the rest came from a cache")
+        after = self._producer.stats()
+        if (computed := after.computed - before.computed) != rows:
+            seen = {name: count - getattr(before, name) for name, count in asdict(after).items()}
+            raise RuntimeError(f"{computed} of {rows} rows were computed; the producer counted {seen}")
 
     def _fresh(self, number: int) -> list[Ids]:
         drawn: list[Ids] = self._random.integers(0, self._producer.model.vocab_size, (number, PROMPT_TOKENS)).tolist()

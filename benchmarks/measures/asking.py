@@ -41,7 +41,9 @@ def compare(
         "direct": lambda: rate(peer, asked.last),
     }
     samples = alternated(takes, repeats or place.repeats)
-    first, second = (side.ask("together", prompts=asked.last[-1:])["probe"] for side in (ours, peer))
+    # A new prompt: the rows of measured ones may be in the pool's cache, or evicted from it.
+    checked = asked.fresh(1, PROMPT_TOKENS)
+    first, second = (side.ask("together", prompts=checked)["probe"] for side in (ours, peer))
     agree(first, second, _NARROW_TOLERANCE if narrow else _TOLERANCE)
     return samples
 

@@ -238,7 +238,8 @@ def test_a_tokenizer_that_could_freeze_a_client_is_neither_published_nor_read(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     text = byte_tokenizer("(a|aa)+b")
-    PreTrainedTokenizerFast(tokenizer_object=tokenizers.Tokenizer.from_str(text)).save_pretrained(tmp_path)
+    fast: Any = PreTrainedTokenizerFast
+    fast(tokenizer_object=tokenizers.Tokenizer.from_str(text)).save_pretrained(tmp_path)
     assert read_texts(replace(INFO, source=str(tmp_path)), None, trust_remote_code=False).tokenizer is None
     assert "the tokenizer of m is not published: the pattern '(a|aa)+b' repeats a repetition" in caplog.text
     with pytest.raises(UnknownTokenizer, match="the model's tokenizer is refused: the pattern"):
