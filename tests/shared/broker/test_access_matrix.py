@@ -60,8 +60,8 @@ lmpool:{{trie}}:adapters    r        rw       rw     w           r
 other:models              -        -        -      -           -
 arq:lmpool:batch          -        -        -      -           -
 """
-# Commands without a key that every user has, and those of some. test_access.py checks INFO. Scripts may name all keys of
-# the pool, and each command in them is checked alone.
+# Commands without a key that every user has, and those of some. test_access.py checks INFO. Scripts may name all keys
+# of the pool, and each command in them is checked alone.
 OF_ALL = {"asking", "cluster|slots", "exec", "multi", "ping", "select", "time"} | {
     f"command|{name}" for name in ("count", "docs", "getkeys", "getkeysandflags", "help", "info", "list")
 }
