@@ -206,8 +206,8 @@ def secure(folder: Path, files: Set[str] = _FILES, variable: str = "LMPOOL_RUNTI
     info = folder.lstat()
     if info.st_uid != os.geteuid():
         raise ServerError(
-            f"{folder} belongs to user {info.st_uid}, not to user {os.geteuid()}, and in a folder such as /tmp only its "
-            f"owner or an administrator can remove it. Use a folder of your own, in every shell that uses it: "
+            f"{folder} belongs to user {info.st_uid}, not to user {os.geteuid()}, and in a folder such as /tmp only "
+            f"its owner or an administrator can remove it. Use a folder of your own, in every shell that uses it: "
             f"export {variable}=$HOME/.lmpool"
         )
     if not stat.S_ISDIR(info.st_mode):

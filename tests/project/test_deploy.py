@@ -11,14 +11,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import redis
 import yaml
 from tools import command_line
 
 from lmpool.broker.server import Server
+from lmpool.embedded import server_binary
 from lmpool.protocol.keys import Keys
 from lmpool.web.demand import Demand, demand_route
 from lmpool.workers.settings import WorkerSettings
 from tests.project.test_operations import exported
+from tests.support.pool import until
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCKER = ROOT / "docker"
@@ -132,6 +135,45 @@ def test_the_example_has_every_setting_of_the_compose_files_with_its_default() -
     used["LMPOOL_WEB_TOKEN"] = ""
     lines = (DOCKER / ".env.example").read_text("utf-8").splitlines()
     assert dict(line.split("=", 1) for line in lines if line and not line.startswith("#")) == used
+
+
+def test_the_server_of_compose_is_reached_by_a_socket_in_a_volume_and_by_no_port(tmp_path: Path) -> None:
+    services = read(DOCKER / "compose.yaml")["services"]
+    (volume,) = [line.removesuffix(":/data") for line in services["server"]["volumes"]]
+    words = [word.replace("/data", str(tmp_path)) for word in services["server"]["command"]]
+    words = [server_binary(), *(re.sub(r"\$\{\w+:-(.*)\}", r"\1", word) for word in words[1:])]
+    process = subprocess.Popen([*words, "--dir", str(tmp_path)], stdout=subprocess.DEVNULL)
+    try:
+        until(lambda: (tmp_path / "redis.sock").exists(), "the server listens")
+        with redis.Redis(unix_socket_path=str(tmp_path / "redis.sock")) as client:
+            assert client.config_get("port") == {"port": "0"}
+            assert client.config_get("maxmemory-policy")["maxmemory-policy"] == "volatile-lru"
+        assert (tmp_path / "redis.sock").stat().st_mode & 0o777 == 0o777, "the pool's containers run as another user"
+    finally:
+        process.kill()
+        process.wait()
+    for name, service in services.items():
+        if url := service.get("environment", {}).get("LMPOOL_REDIS_URL"):
+            assert re.fullmatch(r"\$\{\w+:-unix:///run/server/redis\.sock\}", url), name
+            mounts = [mount for mount in service["volumes"] if isinstance(mount, dict)]
+            assert (volume, "/run/server", True) in [(m["source"], m["target"], m.get("read_only")) for m in mounts]
+
+
+def test_metrics_of_compose_are_not_on_the_bridge_unless_they_are_asked_for() -> None:
+    services = read(DOCKER / "compose.yaml")["services"]
+    for name in ("worker", "trie-worker"):
+        words = [*entry_point(services[name]["build"]["target"]), *services[name]["command"]]
+        last = max(at for at, word in enumerate(words) if word == "--metrics-host")
+        assert words[last + 1] == "${POOL_METRICS_HOST:-127.0.0.1}", name
+
+
+def test_docker_makes_no_folder_of_files_as_root() -> None:
+    (files,) = [
+        mount for mount in read(DOCKER / "compose.yaml")["services"]["bulk"]["volumes"] if "/files" in str(mount)
+    ]
+    assert files["bind"] == {"create_host_path": False}
+    page = (ROOT / "docs" / "deploy.md").read_text("utf-8")
+    assert f"install -d -o {UID} -g {UID} docker/files" in page
 
 
 def test_versions_agree() -> None:
