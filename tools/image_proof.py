@@ -25,7 +25,9 @@ from lmpool.embedded import server_binary
 if TYPE_CHECKING:
     from tools.images import Buildah
 
-DEADLINE_S = 180.0
+# Seconds for one container to become healthy, and for one command in it. A busy machine needed more than 180 s for a worker;
+# a program that ends is noticed at once.
+DEADLINE_S = 900.0
 _USERS = Path(__file__).resolve().parents[1] / "docker" / "redis" / "users.acl"
 _UID = "10001"
 

@@ -225,12 +225,30 @@ def test_what_is_run_is_nobody_and_is_asked_where_it_answers() -> None:
             assert container["livenessProbe"]["httpGet"]["path"] == "/healthz"
 
 
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_engines_keep_their_caches_where_a_pod_can_write(engine: str) -> None:
+    environment = dict(re.findall(r"\b([A-Z_]+)=(/\S+)", stages(DOCKER / f"{engine}.Dockerfile")[""]))
+    (mounts,) = [
+        {mount["mountPath"] for mount in container["volumeMounts"]}
+        for _, container in workloads()
+        if container["image"] == "lmpool-worker"
+    ]
+    assert {environment["HOME"], environment["HF_HOME"], environment["LMPOOL_SHM_DIR"]} <= mounts
+
+
 def test_a_drain_may_take_as_long_as_the_longest_step() -> None:
     settings = WorkerSettings()
     for item, container in workloads():
         if container["image"] in ("lmpool-worker", "lmpool-trie"):
             grace_s = item["spec"]["template"]["spec"]["terminationGracePeriodSeconds"]
             assert grace_s > settings.step_timeout_s + settings.lease_s
+
+
+def test_a_rollout_that_cannot_finish_is_said_to_have_failed_and_no_slow_load_is() -> None:
+    (deployment,) = [item for item, container in workloads() if container["image"] == "lmpool-worker"]
+    probe = deployment["spec"]["template"]["spec"]["containers"][0]["startupProbe"]
+    assert deployment["spec"]["progressDeadlineSeconds"] > probe["periodSeconds"] * probe["failureThreshold"]
+    assert "### Other weights\n" in (ROOT / "docs" / "deploy.md").read_text("utf-8")
 
 
 def test_manifests_fit_one_another() -> None:
