@@ -64,7 +64,7 @@ export PYTHONDONTWRITEBYTECODE =
 # What mypy has found out about torch and others takes most of a minute: it is kept with them, for other checkouts too.
 export MYPY_CACHE_DIR ?= $(abspath $(VENV))/.mypy_cache
 
-.PHONY: help demo demo-vllm demo-sglang test lint lint-deploy lint-observe images test-docs test-main test-others \
+.PHONY: help demo demo-vllm demo-sglang test lint lint-deploy lint-observe images pin-hashes test-docs test-main test-others \
 	test-smoke test-vllm $(VLLM_RUNS) test-sglang collect test-engines-newest test-servers test-cluster chaos fuzz \
 	model-check docs picture screenshots bench bench-compare clean
 
@@ -218,6 +218,10 @@ $(LINT_DEPLOY_INSTALLED):
 # with is made of Debian's packages, under its name. Takes 4 GB of IMAGES, and minutes.
 images: $(INSTALLED) $(SMOLLM2)
 	$(BIN)/python -m tools.images $(IMAGES) --model $(MODELS)/smollm2-float32
+
+## pin-hashes: write the hashes of all wheels into docker/requirements.txt, where versions are changed by hand
+pin-hashes: $(DEMO_INSTALLED)
+	$(BIN)/python -m tools.pin_hashes
 
 ## lint-observe: check docker/observe by promtool, and the board's queries by Prometheus itself, which scrapes a real pool
 lint-observe: $(INSTALLED) $(PROMETHEUS)

@@ -25,8 +25,7 @@ from lmpool.embedded import server_binary
 if TYPE_CHECKING:
     from tools.images import Buildah
 
-# Seconds for one container to become healthy, and for one command in it. A busy machine needed more than 180 s for a worker;
-# a program that ends is noticed at once.
+# Seconds for a container to become healthy, and for a command in it. On a busy machine a worker needed more than 180 s.
 DEADLINE_S = 900.0
 _USERS = Path(__file__).resolve().parents[1] / "docker" / "redis" / "users.acl"
 _UID = "10001"

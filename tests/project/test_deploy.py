@@ -177,7 +177,7 @@ def test_docker_makes_no_folder_of_files_as_root() -> None:
 
 
 def test_versions_agree() -> None:
-    pins = dict(re.findall(r"^([\w.-]+)==(\S+)$", (DOCKER / "requirements.txt").read_text("utf-8"), re.MULTILINE))
+    pins = dict(re.findall(r"^([\w.-]+)==(\S+)", (DOCKER / "requirements.txt").read_text("utf-8"), re.MULTILINE))
     tested = dict(re.findall(r"^([\w.-]+)==(\S+)$", (ROOT / "constraints.txt").read_text("utf-8"), re.MULTILINE))
     assert {name for name in pins.keys() & tested.keys() if pins[name] != tested[name]} == set()
     wanted = [
@@ -202,6 +202,21 @@ def test_versions_agree() -> None:
             if "slim" not in base
         )
     assert {image["newTag"] for image in read(KUBERNETES / "kustomization.yaml")["images"]} == {PROJECT["version"]}
+
+
+def test_images_are_made_of_wheels_whose_hashes_are_known() -> None:
+    lines = (DOCKER / "requirements.txt").read_text("utf-8").splitlines()
+    pins = [line.removeprefix("# bulk: ") for line in lines if "==" in line]
+    without = {line.partition("==")[0] for line in pins if not re.search(r"( --hash=sha256:[0-9a-f]{64})+$", line)}
+    assert without == {"torch"}, "run `make pin-hashes`"
+    script = (DOCKER / "environment.sh").read_text("utf-8")
+    # With --no-deps pip takes nothing that no line names. torch alone comes without a hash.
+    calls = re.findall(r"\binstall ((?:--|\$).*)$", script.partition("}\n")[2], re.MULTILINE)
+    hashed = ["--no-deps --require-hashes --requirement /tmp/needed", '--no-deps --no-index "$wheel[$extras]"']
+    assert [call for call in calls if "torch" not in call and "--dry-run" not in call] == hashed
+    assert re.findall(r"pip install (?:(?!\n).)*", MAIN.read_text("utf-8")) == [
+        "pip install --quiet --no-cache-dir --require-hashes --requirement /tmp/hatchling"
+    ]
 
 
 def test_what_is_run_is_nobody_and_is_asked_where_it_answers() -> None:
