@@ -211,7 +211,7 @@ def test_images_are_made_of_wheels_whose_hashes_are_known() -> None:
     assert without == {"torch"}, "run `make pin-hashes`"
     script = (DOCKER / "environment.sh").read_text("utf-8")
     # With --no-deps pip takes nothing that no line names. torch alone comes without a hash.
-    calls = re.findall(r"\binstall ((?:--|\$).*)$", script.partition("}\n")[2], re.MULTILINE)
+    calls = re.findall(r"\binstall ((?:--|\$).*)$", script.partition("\n}\n")[2], re.MULTILINE)
     hashed = ["--no-deps --require-hashes --requirement /tmp/needed", '--no-deps --no-index "$wheel[$extras]"']
     assert [call for call in calls if "torch" not in call and "--dry-run" not in call] == hashed
     assert re.findall(r"pip install (?:(?!\n).)*", MAIN.read_text("utf-8")) == [
