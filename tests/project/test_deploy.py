@@ -7,6 +7,8 @@ import re
 import subprocess
 import tomllib
 from collections.abc import Iterator
+from hashlib import sha256
+from ipaddress import ip_address, ip_network
 from pathlib import Path
 from typing import Any
 
@@ -286,6 +288,49 @@ def test_manifests_fit_one_another() -> None:
         }
 
 
+def test_pods_reach_the_server_and_the_dns_and_workers_the_hub_and_nothing_else() -> None:
+    policies = {item["metadata"]["name"]: item["spec"] for item in manifests() if item["kind"] == "NetworkPolicy"}
+    assert policies["nobody"] == {"podSelector": {}, "policyTypes": ["Ingress", "Egress"]}, (
+        "what is not allowed is denied"
+    )
+    out = {name: spec for name, spec in policies.items() if "egress" in spec}
+    assert out.keys() == {"to-server", "clients-to-server", "hub"}
+    (values,) = [rule["values"] for rule in out["to-server"]["podSelector"]["matchExpressions"]]
+    pods = {item["spec"]["template"]["metadata"]["labels"]["app.kubernetes.io/component"] for item, _ in workloads()}
+    assert set(values) == pods - {"server"}
+    for name in ("to-server", "clients-to-server"):
+        server, dns = out[name]["egress"]
+        assert [peer.keys() for peer in server["to"]] == [{"podSelector"}], "in this namespace"
+        assert [port["port"] for port in server["ports"]] == [6379]
+        assert {port["port"] for port in dns["ports"]} == {53}
+    ((peer,),) = [rule["to"] for rule in out["hub"]["egress"]]
+    blocked = [ip_network(block) for block in peer["ipBlock"]["except"]]
+    for address in ("10.96.0.1", "172.17.0.1", "192.168.1.1", "169.254.169.254"):
+        assert any(ip_address(address) in block for block in blocked), address
+
+
+def test_the_secrets_of_the_cluster_are_files_and_in_no_argument(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "deploy.md").read_text("utf-8").partition("## A cluster: Kubernetes")[2]
+    assert "--from-literal" not in page
+    way, create, *_ = re.findall(r"^```sh\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
+    (tmp_path / "redis").symlink_to(DOCKER / "redis")
+    subprocess.run(["bash", "-euo", "pipefail", "-c", way], cwd=tmp_path, check=True)
+    users = (tmp_path / "secure/users.acl").read_text("utf-8")
+    urls = tmp_path / "secure/urls"
+    for path in urls.iterdir():
+        assert path.stat().st_mode & 0o077 == 0
+        if path.name != "web-token":
+            role, password = re.fullmatch(r"redis://([\w-]+):(\w+)@server:6379/0", path.read_text()).groups()  # type: ignore[union-attr]
+            assert role == path.name
+            assert f"user {role} on #{sha256(password.encode()).hexdigest()} " in users
+    assert "SHA256" not in users
+    given = {name.rpartition("/")[2] for name in re.findall(r"--from-file=(\S+)", create)} - {"users.acl"}
+    wanted = {entry["valueFrom"]["secretKeyRef"]["key"] for _, container in workloads()
+              for entry in container.get("env", []) if "valueFrom" in entry}  # fmt: skip
+    assert given == wanted
+    assert given <= {path.name for path in urls.iterdir()}
+
+
 def test_the_autoscaler_asks_for_what_there_is() -> None:
     (scaled,) = [item for item in manifests() if item["kind"] == "ScaledObject"]
     names = {item["metadata"]["name"] for item, _ in workloads()}
@@ -359,13 +404,14 @@ def seen(secured: Path, service: str) -> set[str]:
 
 def test_the_users_and_certificates_of_the_page_are_those_that_compose_wants(secured: Path) -> None:
     users = (secured / "secure/users.acl").read_text("utf-8")
-    assert len(re.findall(r" on #[0-9a-f]{64} ", users)) == 5
+    shipped = (DOCKER / "redis/users.acl").read_text("utf-8")
+    assert len(re.findall(r" on #[0-9a-f]{64} ", users)) == shipped.count(" on #SHA256-OF-THE-PASSWORD-OF-")
     assert "SHA256" not in users
     settings = addresses(secured)
     assert settings.keys() == {
         "POOL_WORKER_URL",
         "POOL_TRIE_WORKER_URL",
-        "POOL_OPERATOR_URL",
+        "POOL_WEB_URL",
         "POOL_PRODUCER_URL",
     }
     for url in settings.values():
