@@ -17,11 +17,8 @@ from redis.exceptions import NoPermissionError, ResponseError
 
 from lmpool.broker.registries import look_up_tokenizer, register_tokenizer
 from lmpool.broker.server import Server
-from lmpool.broker.server_checks import read_memory
 from lmpool.errors import AuthenticationFailed, NoWorker, QueueCleared, ServerUnreachable
 from lmpool.producer import Producer
-from lmpool.producer.cli.dead_letters import DeadLetters
-from lmpool.producer.cli.status import look
 from lmpool.producer.client.session import Priority
 from lmpool.protocol.keys import GROUP, Keys
 from lmpool.protocol.tokenizer import PackedTokenizer
@@ -382,22 +379,6 @@ def _is_refusal(error: ResponseError) -> bool:
     # A script tells of what it was refused in its own words, and DEBUG is off for everybody.
     told = ("ermission", "The user executing the script can't", "DEBUG command not allowed")
     return isinstance(error, NoPermissionError) or any(text in str(error) for text in told)
-
-
-async def test_the_page_shows_all_and_its_user_can_drop_no_dead_letter(server: SecureServer) -> None:
-    with server.client("admin") as admin:
-        admin.xadd(KEYS.model("m").dead, {"m": b"job", "e": b"why"})
-        admin.acl_log_reset()
-        async with Server(server.url("web")).client() as page:
-            letters = DeadLetters(page, KEYS.model("m"))
-            (letter,) = await letters.newest(5)
-            await look(page, KEYS)
-            assert await read_memory(page) is not None
-            assert not (refused := server.refusals()), "\n".join(refused)
-            with pytest.raises(NoPermissionError):
-                await letters.drop([letter.entry])
-        assert admin.xlen(KEYS.model("m").dead) == 1
-        admin.delete(KEYS.model("m").dead)
 
 
 async def test_users_of_one_model_can_neither_use_nor_read_another(server: SecureServer, workers: Workers) -> None:

@@ -9,7 +9,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from redis.exceptions import NoPermissionError
 
+from lmpool.broker.server import Server
+from lmpool.broker.server_checks import read_memory
+from lmpool.producer.cli.dead_letters import DeadLetters
+from lmpool.producer.cli.status import look
 from lmpool.protocol.keys import Keys
 from lmpool.protocol.model_info import TRIE_SERVICE
 from lmpool.workers.trie.backend import TrieBackend, TrieSettings
@@ -172,6 +177,22 @@ def test_every_user_reads_and_writes_the_keys_of_the_table_and_runs_no_dangerous
 
 def as_bytes(reply: Any) -> bytes:
     return reply if isinstance(reply, bytes) else str(reply).encode()
+
+
+async def test_the_page_shows_all_and_its_user_can_drop_no_dead_letter(server: SecureServer) -> None:
+    with server.client("admin") as admin:
+        admin.xadd(Keys().model("m").dead, {"m": b"job", "e": b"why"})
+        admin.acl_log_reset()
+        async with Server(server.url("web")).client() as page:
+            letters = DeadLetters(page, Keys().model("m"))
+            (letter,) = await letters.newest(5)
+            await look(page, Keys())
+            assert await read_memory(page) is not None
+            assert not (refused := server.refusals()), "\n".join(refused)
+            with pytest.raises(NoPermissionError):
+                await letters.drop([letter.entry])
+        assert admin.xlen(Keys().model("m").dead) == 1
+        admin.delete(Keys().model("m").dead)
 
 
 def test_the_file_for_redis_6_2_is_made_of_rules_that_it_has_and_allows_no_sort(tmp_path: Path) -> None:
