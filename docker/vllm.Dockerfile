@@ -28,7 +28,10 @@ RUN --mount=type=bind,from=wheel,source=/wheels,target=/wheels \
     && groupadd --gid 10001 lmpool \
     && useradd --uid 10001 --gid 10001 --create-home lmpool \
     && install -d -o 10001 -g 10001 /models /run/lmpool
+# Engines and their compilers keep caches below the home folder (.cache, .triton, .nv, …), which cannot be written where the
+# root file system is read-only. /tmp can; it must not be mounted noexec, for compiled code is loaded from there.
 ENV PYTHONUNBUFFERED=1 \
+    HOME=/tmp \
     HF_HOME=/models \
     LMPOOL_SHM_DIR=/run/lmpool
 WORKDIR /home/lmpool

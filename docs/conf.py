@@ -21,7 +21,8 @@ highlight_language = "none"
 nb_execution_mode = "force"
 nb_execution_raise_on_error = True
 nb_execution_in_temp = True
-nb_execution_timeout = 120
+# Seconds for one cell. A cell takes a few; a busy machine may need many times as long.
+nb_execution_timeout = 900
 nb_merge_streams = True
 
 default_role = "py:obj"

@@ -16,6 +16,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -39,7 +40,11 @@ PUBLIC = ("lmpool.producer", "lmpool.producer.genlm", "lmpool.batch", "lmpool.te
 """Modules whose public names the reference has."""
 COMMANDS = "% All commands stand here in the site."
 """What a page says where the reference of the command line belongs: a comment."""
-START_LIMIT_S = 120.0
+START_LIMIT_S = 900.0
+"""Seconds in which the worker must serve: a busy machine needed more than 120. One that ends is noticed at once."""
+
+POLL_S = 5.0
+"""Seconds of one wait for the model, after which the program that serves it is checked."""
 
 _LINK = re.compile(r"\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s#]+)(#[^)\s]*)?\)")
 _ELSEWHERE = re.compile(r"\s*(?:\w+:)?//")
@@ -161,6 +166,22 @@ def faults(site: Path) -> list[str]:
     return found + [f"{name} is missing in docs/reference" for name in set(public_names()) - documented(site)]
 
 
+def await_model(up: subprocess.Popen[bytes]) -> None:
+    """Wait until the model is served.
+
+    Raises:
+        LMPoolError: the program that serves it has ended, or needs more than `START_LIMIT_S`.
+    """
+    deadline = time.monotonic() + START_LIMIT_S
+    while True:
+        try:
+            SyncProducer("smollm2", when_absent="wait", timeout=POLL_S).close()
+            return
+        except LMPoolError:
+            if up.poll() is not None or time.monotonic() > deadline:
+                raise
+
+
 @contextmanager
 def served(model: Path) -> Iterator[None]:
     """A pool of this program's own that serves a model as `smollm2`, and that programs find by themselves."""
@@ -172,7 +193,7 @@ def served(model: Path) -> Iterator[None]:
             command = [sys.executable, "-m", "lmpool", "up", str(model), "--name", "smollm2"]
             up = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT)
         try:
-            SyncProducer("smollm2", when_absent="wait", timeout=START_LIMIT_S).close()
+            await_model(up)
             yield
         except LMPoolError as error:
             sys.exit(f"lmpool up did not come up: {error}\n{log.read_text()}")

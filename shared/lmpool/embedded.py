@@ -204,12 +204,14 @@ def secure(folder: Path, files: Set[str] = _FILES, variable: str = "LMPOOL_RUNTI
         ServerError: with the folder and what to do.
     """
     info = folder.lstat()
-    if not stat.S_ISDIR(info.st_mode):
-        raise ServerError(f"{folder} is not a folder: remove it, or set {variable} to another")
     if info.st_uid != os.geteuid():
         raise ServerError(
-            f"{folder} belongs to user {info.st_uid}, not to user {os.geteuid()}: set {variable} to a folder of yours"
+            f"{folder} belongs to user {info.st_uid}, not to user {os.geteuid()}, and in a folder such as /tmp only "
+            f"its owner or an administrator can remove it. Use a folder of your own, in every shell that uses it: "
+            f"export {variable}=$HOME/.lmpool"
         )
+    if not stat.S_ISDIR(info.st_mode):
+        raise ServerError(f"{folder} is not a folder: remove it, or set {variable} to another")
     if info.st_mode & 0o777 == 0o700:
         return
     # The variable may name a home folder, or /tmp for root: closing that would break other programs.

@@ -7,18 +7,23 @@ import re
 import subprocess
 import tomllib
 from collections.abc import Iterator
+from hashlib import sha256
+from ipaddress import ip_address, ip_network
 from pathlib import Path
 from typing import Any
 
 import pytest
+import redis
 import yaml
 from tools import command_line
 
 from lmpool.broker.server import Server
+from lmpool.embedded import server_binary
 from lmpool.protocol.keys import Keys
 from lmpool.web.demand import Demand, demand_route
 from lmpool.workers.settings import WorkerSettings
 from tests.project.test_operations import exported
+from tests.support.pool import until
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCKER = ROOT / "docker"
@@ -134,8 +139,47 @@ def test_the_example_has_every_setting_of_the_compose_files_with_its_default() -
     assert dict(line.split("=", 1) for line in lines if line and not line.startswith("#")) == used
 
 
+def test_the_server_of_compose_is_reached_by_a_socket_in_a_volume_and_by_no_port(tmp_path: Path) -> None:
+    services = read(DOCKER / "compose.yaml")["services"]
+    (volume,) = [line.removesuffix(":/data") for line in services["server"]["volumes"]]
+    words = [word.replace("/data", str(tmp_path)) for word in services["server"]["command"]]
+    words = [server_binary(), *(re.sub(r"\$\{\w+:-(.*)\}", r"\1", word) for word in words[1:])]
+    process = subprocess.Popen([*words, "--dir", str(tmp_path)], stdout=subprocess.DEVNULL)
+    try:
+        until(lambda: (tmp_path / "redis.sock").exists(), "the server listens")
+        with redis.Redis(unix_socket_path=str(tmp_path / "redis.sock")) as client:
+            assert client.config_get("port") == {"port": "0"}
+            assert client.config_get("maxmemory-policy")["maxmemory-policy"] == "volatile-lru"
+        assert (tmp_path / "redis.sock").stat().st_mode & 0o777 == 0o777, "the pool's containers run as another user"
+    finally:
+        process.kill()
+        process.wait()
+    for name, service in services.items():
+        if url := service.get("environment", {}).get("LMPOOL_REDIS_URL"):
+            assert re.fullmatch(r"\$\{\w+:-unix:///run/server/redis\.sock\}", url), name
+            mounts = [mount for mount in service["volumes"] if isinstance(mount, dict)]
+            assert (volume, "/run/server", True) in [(m["source"], m["target"], m.get("read_only")) for m in mounts]
+
+
+def test_metrics_of_compose_are_not_on_the_bridge_unless_they_are_asked_for() -> None:
+    services = read(DOCKER / "compose.yaml")["services"]
+    for name in ("worker", "trie-worker"):
+        words = [*entry_point(services[name]["build"]["target"]), *services[name]["command"]]
+        last = max(at for at, word in enumerate(words) if word == "--metrics-host")
+        assert words[last + 1] == "${POOL_METRICS_HOST:-127.0.0.1}", name
+
+
+def test_docker_makes_no_folder_of_files_as_root() -> None:
+    (files,) = [
+        mount for mount in read(DOCKER / "compose.yaml")["services"]["bulk"]["volumes"] if "/files" in str(mount)
+    ]
+    assert files["bind"] == {"create_host_path": False}
+    page = (ROOT / "docs" / "deploy.md").read_text("utf-8")
+    assert f"install -d -o {UID} -g {UID} docker/files" in page
+
+
 def test_versions_agree() -> None:
-    pins = dict(re.findall(r"^([\w.-]+)==(\S+)$", (DOCKER / "requirements.txt").read_text("utf-8"), re.MULTILINE))
+    pins = dict(re.findall(r"^([\w.-]+)==(\S+)", (DOCKER / "requirements.txt").read_text("utf-8"), re.MULTILINE))
     tested = dict(re.findall(r"^([\w.-]+)==(\S+)$", (ROOT / "constraints.txt").read_text("utf-8"), re.MULTILINE))
     assert {name for name in pins.keys() & tested.keys() if pins[name] != tested[name]} == set()
     wanted = [
@@ -162,6 +206,21 @@ def test_versions_agree() -> None:
     assert {image["newTag"] for image in read(KUBERNETES / "kustomization.yaml")["images"]} == {PROJECT["version"]}
 
 
+def test_images_are_made_of_wheels_whose_hashes_are_known() -> None:
+    lines = (DOCKER / "requirements.txt").read_text("utf-8").splitlines()
+    pins = [line.removeprefix("# bulk: ") for line in lines if "==" in line]
+    without = {line.partition("==")[0] for line in pins if not re.search(r"( --hash=sha256:[0-9a-f]{64})+$", line)}
+    assert without == {"torch"}, "run `make pin-hashes`"
+    script = (DOCKER / "environment.sh").read_text("utf-8")
+    # With --no-deps pip takes nothing that no line names. torch alone comes without a hash.
+    calls = re.findall(r"\binstall ((?:--|\$).*)$", script.partition("\n}\n")[2], re.MULTILINE)
+    hashed = ["--no-deps --require-hashes --requirement /tmp/needed", '--no-deps --no-index "$wheel[$extras]"']
+    assert [call for call in calls if "torch" not in call and "--dry-run" not in call] == hashed
+    assert re.findall(r"pip install (?:(?!\n).)*", MAIN.read_text("utf-8")) == [
+        "pip install --quiet --no-cache-dir --require-hashes --requirement /tmp/hatchling"
+    ]
+
+
 def test_what_is_run_is_nobody_and_is_asked_where_it_answers() -> None:
     for path in DOCKERFILES:
         for name, text in stages(path).items():
@@ -183,12 +242,30 @@ def test_what_is_run_is_nobody_and_is_asked_where_it_answers() -> None:
             assert container["livenessProbe"]["httpGet"]["path"] == "/healthz"
 
 
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_engines_keep_their_caches_where_a_pod_can_write(engine: str) -> None:
+    environment = dict(re.findall(r"\b([A-Z_]+)=(/\S+)", stages(DOCKER / f"{engine}.Dockerfile")[""]))
+    (mounts,) = [
+        {mount["mountPath"] for mount in container["volumeMounts"]}
+        for _, container in workloads()
+        if container["image"] == "lmpool-worker"
+    ]
+    assert {environment["HOME"], environment["HF_HOME"], environment["LMPOOL_SHM_DIR"]} <= mounts
+
+
 def test_a_drain_may_take_as_long_as_the_longest_step() -> None:
     settings = WorkerSettings()
     for item, container in workloads():
         if container["image"] in ("lmpool-worker", "lmpool-trie"):
             grace_s = item["spec"]["template"]["spec"]["terminationGracePeriodSeconds"]
             assert grace_s > settings.step_timeout_s + settings.lease_s
+
+
+def test_a_rollout_that_cannot_finish_is_said_to_have_failed_and_no_slow_load_is() -> None:
+    (deployment,) = [item for item, container in workloads() if container["image"] == "lmpool-worker"]
+    probe = deployment["spec"]["template"]["spec"]["containers"][0]["startupProbe"]
+    assert deployment["spec"]["progressDeadlineSeconds"] > probe["periodSeconds"] * probe["failureThreshold"]
+    assert "### Other weights\n" in (ROOT / "docs" / "deploy.md").read_text("utf-8")
 
 
 def test_manifests_fit_one_another() -> None:
@@ -209,6 +286,49 @@ def test_manifests_fit_one_another() -> None:
         assert {mount["name"] for mount in container["volumeMounts"]} == {
             volume["name"] for volume in item["spec"]["template"]["spec"]["volumes"]
         }
+
+
+def test_pods_reach_the_server_and_the_dns_and_workers_the_hub_and_nothing_else() -> None:
+    policies = {item["metadata"]["name"]: item["spec"] for item in manifests() if item["kind"] == "NetworkPolicy"}
+    assert policies["nobody"] == {"podSelector": {}, "policyTypes": ["Ingress", "Egress"]}, (
+        "what is not allowed is denied"
+    )
+    out = {name: spec for name, spec in policies.items() if "egress" in spec}
+    assert out.keys() == {"to-server", "clients-to-server", "hub"}
+    (values,) = [rule["values"] for rule in out["to-server"]["podSelector"]["matchExpressions"]]
+    pods = {item["spec"]["template"]["metadata"]["labels"]["app.kubernetes.io/component"] for item, _ in workloads()}
+    assert set(values) == pods - {"server"}
+    for name in ("to-server", "clients-to-server"):
+        server, dns = out[name]["egress"]
+        assert [peer.keys() for peer in server["to"]] == [{"podSelector"}], "in this namespace"
+        assert [port["port"] for port in server["ports"]] == [6379]
+        assert {port["port"] for port in dns["ports"]} == {53}
+    ((peer,),) = [rule["to"] for rule in out["hub"]["egress"]]
+    blocked = [ip_network(block) for block in peer["ipBlock"]["except"]]
+    for address in ("10.96.0.1", "172.17.0.1", "192.168.1.1", "169.254.169.254"):
+        assert any(ip_address(address) in block for block in blocked), address
+
+
+def test_the_secrets_of_the_cluster_are_files_and_in_no_argument(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "deploy.md").read_text("utf-8").partition("## A cluster: Kubernetes")[2]
+    assert "--from-literal" not in page
+    way, create, *_ = re.findall(r"^```sh\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
+    (tmp_path / "redis").symlink_to(DOCKER / "redis")
+    subprocess.run(["bash", "-euo", "pipefail", "-c", way], cwd=tmp_path, check=True)
+    users = (tmp_path / "secure/users.acl").read_text("utf-8")
+    urls = tmp_path / "secure/urls"
+    for path in urls.iterdir():
+        assert path.stat().st_mode & 0o077 == 0
+        if path.name != "web-token":
+            role, password = re.fullmatch(r"redis://([\w-]+):(\w+)@server:6379/0", path.read_text()).groups()  # type: ignore[union-attr]
+            assert role == path.name
+            assert f"user {role} on #{sha256(password.encode()).hexdigest()} " in users
+    assert "SHA256" not in users
+    given = {name.rpartition("/")[2] for name in re.findall(r"--from-file=(\S+)", create)} - {"users.acl"}
+    wanted = {entry["valueFrom"]["secretKeyRef"]["key"] for _, container in workloads()
+              for entry in container.get("env", []) if "valueFrom" in entry}  # fmt: skip
+    assert given == wanted
+    assert given <= {path.name for path in urls.iterdir()}
 
 
 def test_the_autoscaler_asks_for_what_there_is() -> None:
@@ -284,13 +404,14 @@ def seen(secured: Path, service: str) -> set[str]:
 
 def test_the_users_and_certificates_of_the_page_are_those_that_compose_wants(secured: Path) -> None:
     users = (secured / "secure/users.acl").read_text("utf-8")
-    assert len(re.findall(r" on #[0-9a-f]{64} ", users)) == 5
+    shipped = (DOCKER / "redis/users.acl").read_text("utf-8")
+    assert len(re.findall(r" on #[0-9a-f]{64} ", users)) == shipped.count(" on #SHA256-OF-THE-PASSWORD-OF-")
     assert "SHA256" not in users
     settings = addresses(secured)
     assert settings.keys() == {
         "POOL_WORKER_URL",
         "POOL_TRIE_WORKER_URL",
-        "POOL_OPERATOR_URL",
+        "POOL_WEB_URL",
         "POOL_PRODUCER_URL",
     }
     for url in settings.values():

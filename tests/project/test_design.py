@@ -132,6 +132,7 @@ def test_the_keys_are_those_of_the_code() -> None:
     made |= {model.reply("X"), model.replaced("X"), model.adapter_trials("X"), model.lane("X")}
     made |= {
         keys.models(),
+        keys.trie_models(),
         keys.loading(),
         keys.worker("X"),
         keys.row("X") + b"X",

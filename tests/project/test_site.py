@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import re
 import shutil
+import subprocess
+import threading
 from pathlib import Path
 
 import pytest
 from tools import command_line, site
+
+from lmpool.errors import LMPoolError
 
 ROOT = Path(__file__).parents[2]
 REFERENCE = ROOT / "docs/reference"
@@ -44,6 +48,28 @@ def test_a_page_that_no_navigation_names_ends_the_build(tmp_path: Path, capfd: p
 )
 def test_what_a_browser_would_fetch_elsewhere_is_found(text: str, addresses: list[str]) -> None:
     assert site.fetched_elsewhere(text) == addresses
+
+
+def test_a_worker_that_ends_is_not_waited_for_and_a_slow_one_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("LMPOOL_RUNTIME_DIR", "LMPOOL_SHM_DIR"):
+        monkeypatch.setenv(name, str(tmp_path))
+    monkeypatch.delenv("LMPOOL_REDIS_URL", raising=False)
+    monkeypatch.setattr(site, "POLL_S", 0.05)
+    with subprocess.Popen(["sleep", "600"]) as up:
+        ending = threading.Timer(0.5, up.kill)
+        ending.start()
+        with pytest.raises(LMPoolError):
+            site.await_model(up)
+        assert up.poll() is not None, "waited as long as it ran"
+        ending.join()
+
+
+def test_the_site_is_built_without_what_only_tests_need() -> None:
+    makefile = (ROOT / "Makefile").read_text("utf-8")
+    assert re.search(r"^docs: \$\(DOCS_INSTALLED\) \$\(SMOLLM2\)$", makefile, re.MULTILINE)
+    assert "$(PIP_INSTALL) -e '.[docs]'" in makefile.partition("\n$(DOCS_INSTALLED):")[2].partition("\n\n")[0]
 
 
 def test_links_lead_from_page_to_page_wherever_a_page_comes_from(tmp_path: Path) -> None:

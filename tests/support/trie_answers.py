@@ -76,7 +76,7 @@ def assert_right(got: Values, expected: Any) -> None:
 
 def leftovers(pool: Pool) -> list[str]:
     """What a pool holds for requests by weights: it must be nothing soon after these have ended."""
-    info: Any = pool.redis.hget(pool.keys.models(), "trie")
+    info: Any = pool.redis.hget(pool.keys.trie_models(), "trie")
     made = pool.names(f"row:{ModelInfo.unpack(info).fingerprint}:*")
     jobs = [f"{pool.jobs('trie')} jobs"] if pool.jobs("trie") else []
     return [*pool.names("weights:*"), *made, *pool.names("{trie}:waiting:*"), *jobs]

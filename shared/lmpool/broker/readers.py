@@ -10,8 +10,8 @@ from redis.exceptions import ResponseError
 
 from lmpool.broker import scripts
 from lmpool.errors import ProtocolError
-from lmpool.protocol.keys import GROUP, ModelKeys
-from lmpool.protocol.model_info import LIMITS
+from lmpool.protocol.keys import GROUP, Keys, ModelKeys
+from lmpool.protocol.model_info import LIMITS, MAX_INFO_BYTES, TRIE_SERVICE
 from lmpool.settings import shown
 
 Fields = dict[bytes, bytes]
@@ -97,6 +97,35 @@ async def read_hashes(
             values.update(zip(reply[::2], reply[1::2], strict=True))
         is_whole = not begin
     return hashes
+
+
+def info_key(keys: Keys, model: str) -> bytes:
+    """The hash that has the info of a model."""
+    return keys.trie_models() if model == TRIE_SERVICE else keys.models()
+
+
+async def read_infos(redis: Redis, keys: Keys, names: Sequence[str] = ()) -> dict[bytes, bytes | int]:
+    """Read the encoded infos of models.
+
+    Args:
+        redis: a client for control messages.
+        keys: the pool's key names.
+        names: of these models; none for all of them.
+
+    Returns:
+        model name -> encoded info, or the size in bytes of one over `MAX_INFO_BYTES`.
+
+    Raises:
+        ProtocolError, RedisError, OSError: as `read_hashes`.
+    """
+    wanted: dict[bytes, list[str]] = {}
+    for name in names:
+        wanted.setdefault(info_key(keys, name), []).append(name)
+    infos: dict[bytes, bytes | int] = {}
+    for key, fields in (wanted or {keys.models(): [], keys.trie_models(): [TRIE_SERVICE]}).items():
+        (found,) = await read_hashes(redis, [key], most_bytes=MAX_INFO_BYTES, fields=fields)
+        infos.update(found)
+    return infos
 
 
 async def read_texts(redis: Redis, key: bytes, fields: Sequence[str] = ()) -> dict[str, str]:

@@ -57,8 +57,12 @@ class Keys:
     prefix: str = "lmpool"
 
     def models(self) -> bytes:
-        """Hash: model name -> encoded model info."""
+        """Hash: model name -> encoded model info, of all but the trie workers."""
         return f"{self.prefix}:models".encode()
+
+    def trie_models(self) -> bytes:
+        """Hash: the same with the info of the trie workers alone: their Redis user may write no other info."""
+        return f"{self.prefix}:models:trie".encode()
 
     def worker(self, worker_id: str) -> bytes:
         """Hash: heartbeat and counters of one worker; expires."""

@@ -424,11 +424,16 @@ def test_file_instead_of_folder_is_refused(base: Path, folder: Path, monkeypatch
 
 
 @needs_root
-def test_folder_of_another_user_is_refused(folder: Path) -> None:
-    folder.mkdir(mode=0o700)
-    os.chown(folder, NOBODY, NOBODY)
+@pytest.mark.parametrize("kind", ["folder", "symlink"])
+def test_folder_of_another_user_is_refused_with_a_way_out(base: Path, folder: Path, kind: str) -> None:
+    if kind == "folder":
+        folder.mkdir(mode=0o700)
+    else:
+        folder.symlink_to(base)
+    os.chown(folder, NOBODY, NOBODY, follow_symlinks=False)
+    way_out = rf"belongs to user {NOBODY}.*administrator can remove it.*export LMPOOL_RUNTIME_DIR=\$HOME/"
     for use in (EmbeddedServer().start, embedded.find):
-        with pytest.raises(ServerError, match=f"belongs to user {NOBODY}.*LMPOOL_RUNTIME_DIR"):
+        with pytest.raises(ServerError, match=way_out):
             use()
 
 

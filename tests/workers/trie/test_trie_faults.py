@@ -108,7 +108,7 @@ async def test_killed_frozen_and_stopped_workers_lose_nothing(pool: Pool) -> Non
     assert await asyncio.to_thread(other.wait) == 0
     assert all("nothing was left unfinished" in worker.text for worker in (frozen, other))
     assert not pool.names("weights:*")
-    assert not pool.redis.hlen(pool.keys.models())
+    assert not pool.redis.exists(pool.keys.models(), pool.keys.trie_models())
     await producer.close()
 
 

@@ -17,7 +17,7 @@ import typer
 from redis.asyncio import Redis
 from redis.exceptions import NoPermissionError, RedisError
 
-from lmpool.broker.readers import read_hashes
+from lmpool.broker.readers import read_infos
 from lmpool.broker.server import Server
 from lmpool.cli import INTERRUPTED, say
 from lmpool.errors import AuthenticationFailed, LMPoolError, ServerUnreachable, SettingsError, UnknownModel
@@ -25,7 +25,6 @@ from lmpool.producer.client.discovery import Discovery
 from lmpool.producer.client.session import Priority, WhenAbsent
 from lmpool.producer.producer import Producer
 from lmpool.protocol.keys import Keys
-from lmpool.protocol.model_info import MAX_INFO_BYTES
 from lmpool.settings import check_name
 
 T = TypeVar("T")
@@ -42,8 +41,7 @@ def complete_model(context: typer.Context, incomplete: str) -> list[str]:
         client = Server(context.params.get("redis")).client(reply_timeout_s=_COMPLETION_S)
         try:
             async with asyncio.timeout(_COMPLETION_S):
-                (infos,) = await read_hashes(client, [Keys(prefix).models()], most_bytes=MAX_INFO_BYTES)
-                return list(infos)
+                return list(await read_infos(client, Keys(prefix)))
         finally:
             await client.aclose()
 

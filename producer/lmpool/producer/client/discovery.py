@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, cast
 from redis.asyncio import Redis
 from redis.exceptions import NoPermissionError
 
-from lmpool.broker.readers import Alive, QueueState, read_alive, read_hashes, read_queue, read_texts
+from lmpool.broker.readers import Alive, QueueState, read_alive, read_infos, read_queue, read_texts
 from lmpool.broker.registries import look_up, look_up_tokenizer, register, register_tokens
 from lmpool.errors import (
     AmbiguousModel,
@@ -161,7 +161,7 @@ class Discovery:
         Args:
             names: of these models alone; none for all.
         """
-        (packed,) = await read_hashes(self._redis, [self._keys.models()], most_bytes=MAX_INFO_BYTES, fields=names)
+        packed = await read_infos(self._redis, self._keys, names)
         infos: dict[str, ModelInfo] = {}
         unreadable: dict[str, ProtocolError] = {}
         for key, data in sorted(packed.items()):

@@ -19,14 +19,13 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError
 from rich.table import Table
 
-from lmpool.broker.readers import read_alive, read_hashes
+from lmpool.broker.readers import read_alive, read_infos
 from lmpool.broker.server import URL_VARIABLE, Server, where, without_advice
 from lmpool.broker.server_checks import doubt_of, read_memory, read_version
 from lmpool.cli import Terminal, say, say_json
 from lmpool.embedded import physical_memory
 from lmpool.errors import LMPoolError, SettingsError
 from lmpool.protocol.keys import Keys
-from lmpool.protocol.model_info import MAX_INFO_BYTES
 from lmpool.rows.shared_memory import FOLDER_VARIABLE, segments_in
 from lmpool.rows.shared_memory import folder as shared_folder
 from lmpool.settings import check_name, count_cores
@@ -215,7 +214,7 @@ async def _reached(server: Server, client: Redis, named: str, keys: Keys) -> lis
 
 
 async def _served(client: Redis, keys: Keys) -> Finding:
-    (infos,) = await read_hashes(client, [keys.models()], most_bytes=MAX_INFO_BYTES)
+    infos = await read_infos(client, keys)
     names = sorted(name.decode("utf-8", "replace") for name in infos)
     workers = {name: (await read_alive(client, keys.model(name))).serving for name in names[:_MOST_MODELS]}
     if not any(workers.values()):

@@ -20,12 +20,12 @@ from redis.exceptions import NoPermissionError, RedisError, ResponseError
 
 from lmpool.aio import end_tasks
 from lmpool.broker import scripts
-from lmpool.broker.readers import read_alive, read_consumers, read_hashes, read_texts
+from lmpool.broker.readers import info_key, read_alive, read_consumers, read_infos, read_texts
 from lmpool.broker.registries import register, register_tokenizer
 from lmpool.broker.server import Server
 from lmpool.errors import ModelMismatch, ProtocolError
 from lmpool.protocol.keys import GROUP, Keys, ModelKeys
-from lmpool.protocol.model_info import MAX_INFO_BYTES, ModelInfo
+from lmpool.protocol.model_info import TRIE_SERVICE, ModelInfo
 from lmpool.protocol.tokenizer import PackedTokenizer
 from lmpool.vocabulary import Vocabulary
 from lmpool.workers.settings import WorkerSettings
@@ -105,17 +105,17 @@ class Heartbeat:
         if differences and (others := [worker async for worker, _ in self._serving(_fingerprint(seen))]):
             raise self._mismatch(f"by {', '.join(others)} ", differences)
         swap = [self._info.name, seen, self._info.pack()]
-        return bool(await scripts.SWAP(self._redis, [self._keys.models()], swap))
+        return bool(await scripts.SWAP(self._redis, [info_key(self._keys, self._info.name)], swap))
 
     async def _read_info(self) -> bytes:
         """What stands in Redis as the info of the model, b"" for nothing."""
-        models, name = self._keys.models(), self._info.name
-        (infos,) = await read_hashes(self._redis, [models], most_bytes=MAX_INFO_BYTES, fields=[name])
+        name = self._info.name
+        infos = await read_infos(self._redis, self._keys, [name])
         seen = infos.get(name.encode(), b"")
         if isinstance(seen, bytes):
             return seen
-        # Too large to be anybody's info, or to be sent to and fro.
-        await self._redis.hdel(models, name)
+        # Too large to be an info, or to be sent back and forth.
+        await self._redis.hdel(info_key(self._keys, name), name)
         return b""
 
     async def send(self, counters: Mapping[str, str | int | float]) -> int:
@@ -158,8 +158,8 @@ class Heartbeat:
     async def sweep(self) -> int:
         """Remove what workers that are gone have left: consumers that hold nothing, and infos of other models.
 
-        One worker of each model checks the infos and the lengths of all lanes, whichever it is: they would all see the
-        same.
+        One worker of each model, drawn by chance, checks the infos and the lengths of all lanes.
+        Trie workers check no infos: their Redis user has no rights on the keys of models.
 
         Returns:
             how many live workers serve the model.
@@ -167,17 +167,17 @@ class Heartbeat:
         alive = await read_alive(self._redis, self._model)
         is_checker = random.random() * max(1, alive.serving) < 1
         await self._drop(is_checker=is_checker)
-        if is_checker:
+        if is_checker and self._info.name != TRIE_SERVICE:
             await self._sweep_infos()
         return alive.serving
 
     async def _sweep_infos(self) -> None:
-        (infos,) = await read_hashes(self._redis, [self._keys.models()], most_bytes=MAX_INFO_BYTES)
+        infos = await read_infos(self._redis, self._keys)
         for name, seen in infos.items():
             model = name.decode("utf-8", "replace")
             try:
-                if isinstance(seen, int):  # Too large to be anybody's info.
-                    await self._redis.hdel(self._keys.models(), name)
+                if isinstance(seen, int):  # Too large to be an info.
+                    await self._redis.hdel(info_key(self._keys, model), name)
                 elif model != self._info.name and await self._is_abandoned(model):
                     await self._forget(model, seen, name)
             except NoPermissionError:
@@ -239,7 +239,7 @@ class Heartbeat:
             seen: its info.
             field: what the info stands under, if that is no UTF-8.
         """
-        if await scripts.SWAP(self._redis, [self._keys.models()], [field or model, seen, b""]):
+        if await scripts.SWAP(self._redis, [info_key(self._keys, model)], [field or model, seen, b""]):
             keys = self._keys.model(model)
             await self._redis.delete(keys.adapters, keys.offers)
             await scripts.EXPIRE_QUEUE(self._redis, [*keys.queue, *await self._lanes(keys)], [_QUEUE_TTL_MS])
