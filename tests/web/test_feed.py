@@ -61,7 +61,7 @@ def _is_let_in(service: WebService) -> bool:
 
 async def test_a_page_that_does_not_read_is_sent_the_newest_and_nothing_is_kept_for_it(pool: Pool) -> None:
     await asyncio.to_thread(pool.start)
-    app, feed = web_service(WebSettings(pool.url, pool.prefix, token=TOKEN, interval_s=0.001))
+    app, _, feed = web_service(WebSettings(pool.url, pool.prefix, token=TOKEN, interval_s=0.001))
     reads, received = asyncio.Event(), []
 
     async def send(message: MutableMapping[str, Any]) -> None:

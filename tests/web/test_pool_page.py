@@ -56,12 +56,22 @@ def test_the_pool_is_shown_live_and_the_token_is_seen_by_no_script(pool: Pool, w
     expect(page.get_by_text("No model is served.")).to_be_visible()
 
 
-def test_a_wrong_token_opens_nothing(pool: Pool, watch: Watch) -> None:
-    watched = watch(WebService(pool))
-    answer = watched.page.goto(f"{watched._service.base}/?token=wrong")
-    assert answer is not None
-    assert answer.status == 401
-    expect(watched.page.locator("body")).to_contain_text("the token is wrong")
+def test_a_page_asks_for_the_token_and_a_wrong_one_opens_nothing(pool: Pool, watch: Watch) -> None:
+    service = WebService(pool)
+    watched = watch(service)
+    page = watched.page
+    page.goto(f"{service.base}/?token=wrong")
+    expect(page.get_by_role("alert").last).to_contain_text("the token is wrong")
+    assert page.url == f"{service.base}/"
+    page.keyboard.press("Escape")
+    page.get_by_label("Token", exact=True).fill("wrong again")
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("alert").last).to_contain_text("the token is wrong")
+    watched.sign_in()
+    is_live(page)
+    page.get_by_role("button", name="Sign out all browsers").click()
+    expect(page.get_by_label("Token", exact=True)).to_be_visible()
+    expect(page.locator("#state")).not_to_have_text("live")
 
 
 def test_a_dead_letter_is_opened_retried_and_another_dropped(pool: Pool, watch: Watch) -> None:
@@ -97,7 +107,8 @@ def test_servers_that_go_are_missed_and_found_again(own_server: EmbeddedServer, 
     try:
         pool.start("--lease-s", 1)
         service = WebService(pool)
-        page = watch(service).open()
+        watched = watch(service)
+        page = watched.open()
         is_live(page)
         own_server.stop()
         expect(page.locator("#state")).to_have_text("server away")
@@ -109,7 +120,9 @@ def test_servers_that_go_are_missed_and_found_again(own_server: EmbeddedServer, 
         expect(page.locator("#trouble")).to_be_hidden()
         service.process.end()
         expect(page.locator("#state")).to_have_text("away")
+        # Its sessions have ended with it.
         WebService(pool, port=service.port)
+        watched.sign_in()
         is_live(page)
         expect(page.locator("#workers tbody tr")).to_have_count(1)
     finally:

@@ -13,6 +13,7 @@ import uvicorn
 from lmpool.cli import INTERRUPTED
 from lmpool.errors import SettingsError
 from lmpool.web.app import Service, WebSettings, web_service
+from lmpool.web.guard import Sessions
 
 _GRACE_S = 2
 
@@ -24,7 +25,7 @@ def serve(settings: WebSettings, host: str, port: int, tell: Callable[[str], Non
         settings: what the service is told.
         host: address to listen at.
         port: port to listen at; 0 for any that is free.
-        tell: is told the URL, token included, once it can be asked.
+        tell: called with each line that says where the pool is shown and how to sign in, once the port is open.
 
     Raises:
         SettingsError: nobody can listen there.
@@ -47,8 +48,19 @@ def serve(settings: WebSettings, host: str, port: int, tell: Callable[[str], Non
     )
     name = {"0.0.0.0": "localhost", "::": "localhost"}.get(host, f"[{host}]" if ":" in host else host)
     with listening:
-        tell(f"http://{name}:{listening.getsockname()[1]}/?token={settings.token}")
+        for line in _shown_at(f"http://{name}:{listening.getsockname()[1]}/", service.sessions):
+            tell(line)
         _Server(config, service).run(sockets=[listening])
+
+
+def _shown_at(url: str, sessions: Sessions) -> list[str]:
+    """Where the pool is shown, and how to sign in. A token that was set stays out: logs of containers keep this."""
+    if not sessions.is_own_token:
+        return [f"the pool is shown at {url} : sign in with the token of LMPOOL_WEB_TOKEN or --token"]
+    return [
+        f"the pool is shown at {url}?token={sessions.link_token} (this address signs in one browser, once)",
+        f"other browsers sign in at {url} with the token {sessions.token}",
+    ]
 
 
 def _why(error: OSError | OverflowError) -> str:

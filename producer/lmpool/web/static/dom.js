@@ -1,4 +1,4 @@
-// Elements, numbers for people, tables that are updated in place, and requests.
+// Elements, numbers for people, tables that are updated in place, signing in, and requests.
 //
 // Names and prompts are written by others: texts enter a page as text nodes only, never as markup.
 
@@ -111,18 +111,93 @@ export class Table {
 
 const classOf = (column) => [column.wide && "wide", column.left && "left"].filter(Boolean).join(" ") || null;
 
-// Requests: the JSON of an answer, or an Error with what it says.
+// Sessions. A browser signs in with a token and is given a cookie, which no script reads, and a key, which other ports
+// of this host do not read. Each request needs both.
 
-export async function ask(path, body) {
-  const options = body === undefined ? {} : {
-    method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(body),
-  };
-  let response;
+const KEY_NAME = `lmpool-key ${new URL(".", location.href).pathname}`;
+const RETRY_MS = 1000;
+
+async function fetchOurs(path, options = {}) {
+  const headers = { "X-Lmpool-Key": localStorage.getItem(KEY_NAME) ?? "", ...options.headers };
   try {
-    response = await fetch(path, options);
+    return await fetch(path, { ...options, headers });
   } catch {
     throw new Error("lmpool web does not answer: has it ended?");
   }
+}
+
+async function beginSession(token) {
+  const response = await fetchOurs("api/session", {
+    method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify({ token }),
+  });
+  const answer = await readAnswer(response);
+  localStorage.setItem(KEY_NAME, answer.key);
+}
+
+// The address that lmpool web prints signs in once. Its token leaves the address bar before anything else happens.
+const address = new URL(location.href);
+const linkToken = address.searchParams.get("token");
+let linkTrouble = "";
+let linked = Promise.resolve();
+if (linkToken !== null) {
+  address.searchParams.delete("token");
+  history.replaceState(history.state, "", address);
+  linked = beginSession(linkToken).catch((error) => { linkTrouble = error.message; });
+}
+
+let signingIn = null;
+
+// Ask for the token in a dialog; all requests that are refused meanwhile wait for the same one.
+function signIn(why) {
+  signingIn ??= new Promise((resolve) => {
+    const said = el("p", { class: "said", role: "alert" }, linkTrouble || why);
+    const field = el("input", { type: "password", name: "token", autocomplete: "off", required: true, autofocus: true });
+    const form = el("form", {}, el("h2", {}, "Sign in"),
+      el("p", { class: "soft" }, "with the token that lmpool web has printed, or that was set by LMPOOL_WEB_TOKEN or --token."),
+      el("label", {}, "Token ", field), said, el("button", { type: "submit", class: "main" }, "Sign in"));
+    const dialog = el("dialog", { id: "sign-in", "aria-label": "Sign in" }, form);
+    dialog.addEventListener("cancel", (event) => event.preventDefault());
+    form.addEventListener("submit", async (event) => {
+      event.preventDefault();
+      try {
+        await beginSession(field.value.trim());
+        dialog.remove();
+        signingIn = null;
+        linkTrouble = "";
+        resolve();
+      } catch (error) {
+        setText(said, error.message);
+        field.select();
+      }
+    });
+    document.body.append(dialog);
+    dialog.showModal();
+  });
+  return signingIn;
+}
+
+async function request(path, options) {
+  await linked;
+  for (;;) {
+    const response = await fetchOurs(path, options);
+    if (response.status !== 401) return response;
+    await signIn(cut(await response.text(), 300));
+  }
+}
+
+function signOutBy(id, path) {
+  byId(id)?.addEventListener("click", async () => {
+    await request(path, { method: "DELETE" });
+    localStorage.removeItem(KEY_NAME);
+    location.reload();
+  });
+}
+signOutBy("sign-out", "api/session");
+signOutBy("sign-out-all", "api/sessions");
+
+// Requests: the JSON of an answer, or an Error with what it says.
+
+async function readAnswer(response) {
   const text = await response.text();
   let answer = null;
   try {
@@ -132,4 +207,35 @@ export async function ask(path, body) {
   }
   if (!response.ok) throw new Error(answer?.error ?? cut(text, 300) ?? response.statusText);
   return answer;
+}
+
+export async function ask(path, body) {
+  const options = body === undefined ? {} : {
+    method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(body),
+  };
+  return readAnswer(await request(path, options));
+}
+
+// Server-sent events by fetch, for an EventSource sends no key. Goes on until the page is closed.
+export async function watch(path, onMessage, onLost) {
+  for (;;) {
+    try {
+      const reader = (await okay(await request(path))).body.pipeThrough(new TextDecoderStream()).getReader();
+      let unread = "";
+      for (let part = await reader.read(); !part.done; part = await reader.read()) {
+        const events = (unread + part.value).split("\n\n");
+        unread = events.pop();
+        // An error of the page itself is not a lost connection.
+        for (const event of events) queueMicrotask(() => onMessage(JSON.parse(event.replace(/^data: /, ""))));
+      }
+    } catch (error) {
+      onLost(error.message);
+    }
+    await new Promise((resolve) => { setTimeout(resolve, RETRY_MS); });
+  }
+}
+
+async function okay(response) {
+  if (!response.ok) await readAnswer(response);
+  return response;
 }

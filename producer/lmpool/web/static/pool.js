@@ -1,7 +1,7 @@
 // The pool page: frames of api/stream, one a second, as tiles, graphs and tables.
 
 import { Charts } from "./charts.js";
-import { Table, ask, byId, bytes, count, counted, cut, el, percent, rate, seconds, setText } from "./dom.js";
+import { Table, ask, byId, bytes, count, counted, cut, el, percent, rate, seconds, setText, watch } from "./dom.js";
 import { Letters } from "./letters.js";
 
 const FEW_WORKERS = 100;
@@ -122,18 +122,10 @@ async function start() {
   byId("filter").addEventListener("input", () => newest && showWorkers());
   byId("all-workers").addEventListener("click", () => { isWhole = true; showWorkers(); });
   document.addEventListener("visibilitychange", () => charts.draw());
-  const stream = new EventSource("api/stream");
-  stream.addEventListener("message", (event) => {
-    const frame = JSON.parse(event.data);
+  await watch("api/stream", (frame) => {
     show(frame, letters);
     charts.add(frame);
-  });
-  stream.addEventListener("error", () => {
-    const isOver = stream.readyState === EventSource.CLOSED;
-    say("away", isOver
-      ? "lmpool web refuses this page: open the URL that it has printed last."
-      : "lmpool web does not answer; this page goes on as soon as it does.");
-  });
+  }, (why) => say("away", `${why} This page goes on as soon as it can.`));
 }
 
 start().catch((error) => say("away", error.message));
