@@ -10,12 +10,14 @@ import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import uvicorn
 from playwright.sync_api import Browser, expect
 
-from lmpool.web import guard
-from tests.support.pool import Pool, run_lmpool, until
+from lmpool.web import guard, serve
+from tests.support.pool import DEADLINE_S, Pool, run_lmpool, until
 from tests.web.browser import CHROMIUM, CHROMIUM_ARGUMENTS
 from tests.web.service import TOKEN, Stream, WebService, static_files
 
@@ -364,6 +366,47 @@ def test_a_weak_token_and_a_port_in_use_are_refused(service: WebService) -> None
     done = run_lmpool("web", "--port", str(service.port))
     assert done.stderr.startswith(f"lmpool: --port: cannot listen at 127.0.0.1:{service.port}: another program does; ")
     assert (done.stderr.count(str(service.port)), "or pass --port N" in done.stderr) == (1, True)
+
+
+def test_connections_without_a_request_make_room_for_those_that_have_one(service: WebService) -> None:
+    with contextlib.ExitStack() as stack:
+        stream = Stream(service)
+        stack.callback(stream.close)
+        for number in range(serve.MAX_CONNECTIONS + 200):
+            connection = stack.enter_context(socket.create_connection(("127.0.0.1", service.port), DEADLINE_S))
+            # Nothing, a part of a head, or a head whose body does not come.
+            head = "POST /api/session HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n"
+            connection.sendall(("", "GET /", head)[number % 3].encode())
+        assert service.ask("/healthz").status == 200
+        assert service.ask("/api/models").status == 200
+        open_now = len(list(Path(f"/proc/{service.process.process.pid}/fd").iterdir()))
+        assert open_now < serve.MAX_CONNECTIONS + 100, "what remains is for Redis and for files"
+        before = stream.frame()["number"]
+        assert stream.frame()["number"] > before, "a page that watches goes on"
+
+
+@pytest.mark.parametrize("limit", ["REQUEST_S", "RESPONSE_S"])
+def test_a_request_must_arrive_and_be_answered_in_time(monkeypatch: pytest.MonkeyPatch, limit: str) -> None:
+    monkeypatch.setattr(serve, limit, 0.2)
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        config = uvicorn.Config(app, http=serve._Connection, lifespan="off", log_level="error")
+        server = uvicorn.Server(config)
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
+        thread.start()
+        try:
+            with socket.create_connection(listening.getsockname(), DEADLINE_S) as connection:
+                head = b"GET / HTTP/1.1\r\nHost: x\r\n"
+                connection.sendall(head + b"\r\n" if limit == "RESPONSE_S" else head)
+                with contextlib.suppress(ConnectionError):
+                    assert connection.recv(1) == b"", "the service closes the connection"
+        finally:
+            server.should_exit = True
+            thread.join()
 
 
 def is_listening(service: WebService) -> bool:
