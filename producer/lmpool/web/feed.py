@@ -18,7 +18,7 @@ from lmpool.aio import join_task
 from lmpool.broker.registries import AdapterRegistry
 from lmpool.broker.server import Server
 from lmpool.broker.server_checks import ServerMemory, read_memory
-from lmpool.errors import LMPoolError, to_json
+from lmpool.errors import LMPoolError, ProtocolError, to_json
 from lmpool.producer.cli.dead_letters import shortened
 from lmpool.producer.cli.status import Survey, look, number
 from lmpool.producer.client.discovery import Discovery
@@ -145,9 +145,9 @@ class Feed:
         try:
             models, memory = await look(redis, self._keys), await read_memory(redis)
             if self._watching:
-                adapters = await _read_adapters(redis, self._keys)
+                served = {model["name"]: model for model in await _read_served(redis, self._keys)}
                 for model in models:
-                    model["adapters"] = adapters.get(model["name"], [])
+                    model |= served.get(model["name"], {})
             self._seen_at = at
         except (RedisError, OSError, LMPoolError) as error:
             trouble = str(self._server.explain(error))
@@ -161,19 +161,18 @@ class Feed:
             self._changed.notify_all()
 
     async def served(self) -> list[dict[str, Any]]:
-        """The models that can be asked, and their adapters, as they are now.
+        """The models that can be asked, and their adapters, as they are now; see `_read_served`.
 
         Raises:
             ServerError: the server cannot be used.
         """
         redis = self._server.client(reply_timeout_s=_PATIENCE_S)
         try:
-            adapters = await _read_adapters(redis, self._keys)
+            return await _read_served(redis, self._keys)
         except (RedisError, OSError) as error:
             raise self._server.explain(error) from error
         finally:
             await redis.aclose()
-        return [{"name": name, "adapters": served} for name, served in adapters.items()]
 
     def _told(self, at: float, models: Survey, memory: ServerMemory | None, trouble: str) -> dict[str, Any]:
         """What a page is sent: after trouble only what it is, and since when."""
@@ -239,15 +238,27 @@ def _encode_history(samples: Sequence[Sample]) -> History:
     return History(plain, gzip.compress(plain, _GZIP_LEVEL))
 
 
-async def _read_adapters(redis: Redis, keys: Keys) -> dict[str, list[tuple[str, str]]]:
-    """The models that are served, but for tries -> the names and revisions of their adapters."""
-    adapters = {}
+async def _read_served(redis: Redis, keys: Keys) -> list[dict[str, Any]]:
+    """The models that are served, except for tries.
+
+    Returns:
+        per model: its name; its adapters as names and revisions; and `trouble`, why these cannot be read, or "". Any
+        user who may write a model's adapters may write junk there, which must not hide other models.
+    """
+    served = []
     for name, info in (await Discovery(redis, keys).infos()).items():
-        if not info.is_trie:
+        if info.is_trie:
+            continue
+        adapters, trouble = list[tuple[str, str]](), ""
+        try:
             known = await AdapterRegistry(redis, keys.model(name), info.fingerprint).read()
-            served = sorted(known.adapters.items())
-            adapters[name] = [(adapter, shortened(state.revision, _MOST_TEXT)) for adapter, state in served]
-    return adapters
+            adapters = [
+                (adapter, shortened(state.revision, _MOST_TEXT)) for adapter, state in sorted(known.adapters.items())
+            ]
+        except ProtocolError as error:
+            trouble = shortened(str(error))
+        served.append({"name": name, "adapters": adapters, "trouble": trouble})
+    return served
 
 
 def _sample(at: float, models: Survey, memory: ServerMemory | None) -> Sample:
@@ -273,6 +284,7 @@ def _told_model(model: dict[str, Any]) -> dict[str, Any]:
         **shown,
         **told,
         "adapters": model.get("adapters", []),
+        "trouble": model.get("trouble", ""),
         "workers": [_told_worker(worker) for worker in model["workers"]],
     }
 

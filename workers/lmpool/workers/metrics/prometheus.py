@@ -410,9 +410,7 @@ class _Server:
         """The response to a request without a body."""
         line, *lines = head.decode("latin-1").split("\r\n")
         method, _, rest = line.partition(" ")
-        headers = {
-            name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)
-        }
+        headers = {name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
         render = self._pages.get(rest.partition(" ")[0].partition("?")[0])
         if method not in ("GET", "HEAD"):
             page = _Page(405, _TEXT, b"GET and HEAD are allowed\n")
