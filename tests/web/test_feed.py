@@ -20,7 +20,7 @@ from lmpool.embedded import EmbeddedServer
 from lmpool.protocol.keys import Keys
 from lmpool.protocol.model_info import ModelInfo
 from lmpool.web.app import WebSettings, web_service
-from lmpool.web.feed import HOUR, MOST_STREAMS, SERIES, Feed, Sample
+from lmpool.web.feed import HOUR, MOST_STREAMS, SERIES, Events, Feed, Sample
 from tests.support.pool import DEADLINE_S, Pool, deadline_ms, until, until_async
 from tests.web.service import TOKEN, Stream, WebService
 
@@ -172,6 +172,40 @@ def test_history_is_gzipped_for_who_takes_it_so(pool: Pool) -> None:
         history = json.loads(gzip.decompress(answer.body) if is_gzipped else answer.body)
         assert history["models"]["syn"]
         assert len(history["at"]) == len(history["memory"])
+
+
+def survey(at: float, **workers: dict[str, Any]) -> tuple[float, Any]:
+    """One model with some workers, and when it was read."""
+    common = {"state": "ready", "silent_s": 1.0, "lease_s": 10.0, "claimed": 0}
+    return at, [{"name": "m", "workers": [{"id": name, **common, **told} for name, told in workers.items()]}]
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "told"),
+    [
+        (survey(0), survey(1), []),
+        (survey(0, a={}), survey(1, a={}), []),
+        (survey(0), survey(1, a={}), ["a joined"]),
+        (survey(0), survey(1, a={"state": "loading"}), []),
+        (survey(0, a={"state": "loading"}), survey(1, a={}), ["a joined"]),
+        (survey(0, a={}), survey(1), ["a left"]),
+        (survey(0, a={"state": "draining"}), survey(60), ["a left"]),
+        (survey(0, a={"state": "silent", "silent_s": 9.5}), survey(1), ["a died"]),
+        (survey(0, a={"state": "silent", "silent_s": 5.0}), survey(1), ["a left"]),
+        (survey(0, a={}), survey(60), ["a is gone"]),
+        (survey(0, a={}, b={"claimed": 2}), survey(1, a={"claimed": 1}, b={"claimed": 5}),
+         ["a took over 1 prompt", "b took over 3 prompts"]),
+        (survey(0, a={"claimed": "junk"}), survey(1, a={"claimed": None}), []),
+    ],
+)  # fmt: skip
+def test_events_tell_what_happened_to_workers(
+    before: tuple[float, Any], after: tuple[float, Any], told: list[str]
+) -> None:
+    events = Events()
+    events.note(*before)
+    assert list(events.newest) == [], "what is there at first has not just come"
+    events.note(*after)
+    assert [f"{event.worker} {event.what}" for event in events.newest] == told
 
 
 JUNK: dict[str, Callable[[Pool], Any]] = {
