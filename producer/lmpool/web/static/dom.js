@@ -63,7 +63,8 @@ export const cut = (text, most = 80) => (text.length > most ? `${text.slice(0, m
 
 // A table whose rows stay the same elements as long as their keys do: focus, selection and scrolling survive updates.
 //
-// columns: {title, text(row) or node(row), wide: left out on small screens, left: aligned left, title_of(row)}
+// columns: {title, help: what the title means, text(row) or node(row), wide: left out on small screens, left: aligned left,
+// long: aligned left and may break anywhere, title_of(row)}
 export class Table {
   constructor(table, columns, keyOf) {
     this.columns = columns;
@@ -71,7 +72,7 @@ export class Table {
     this.rows = new Map();
     this.body = el("tbody");
     table.append(el("thead", {}, el("tr", {}, ...columns.map((column) =>
-      el("th", { scope: "col", class: classOf(column) }, column.title)))), this.body);
+      el("th", { scope: "col", class: classOf(column), title: column.help }, column.title)))), this.body);
   }
 
   update(items) {
@@ -109,7 +110,14 @@ export class Table {
   }
 }
 
-const classOf = (column) => [column.wide && "wide", column.left && "left"].filter(Boolean).join(" ") || null;
+const classOf = (column) => ["wide", "left", "long"].filter((name) => column[name]).join(" ") || null;
+
+// What the titles of a table mean, to be opened: a title's tooltip cannot be seen on a phone.
+export function legendOf(columns) {
+  return el("details", { class: "soft note" }, el("summary", {}, "What the columns mean"),
+    el("dl", {}, ...columns.filter((column) => column.help).flatMap((column) => [
+      el("dt", {}, column.title), el("dd", {}, column.help)])));
+}
 
 // Sessions. A browser signs in with a token and is given a cookie, which no script reads, and a key, which other ports
 // of this host do not read. Each request needs both.
