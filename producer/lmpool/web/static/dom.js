@@ -158,10 +158,12 @@ let signingIn = null;
 // Ask for the token in a dialog; all requests that are refused meanwhile wait for the same one.
 function signIn(why) {
   signingIn ??= new Promise((resolve) => {
-    const said = el("p", { class: "said", role: "alert" }, linkTrouble || why);
+    // Who has never signed in here knows why the token is asked for.
+    const said = el("p", { class: "said", role: "alert" }, linkTrouble || (localStorage.getItem(KEY_NAME) ? why : ""));
     const field = el("input", { type: "password", name: "token", autocomplete: "off", required: true, autofocus: true });
     const form = el("form", {}, el("h2", {}, "Sign in"),
-      el("p", { class: "soft" }, "with the token that lmpool web has printed, or that was set by LMPOOL_WEB_TOKEN or --token."),
+      el("p", { class: "soft" }, "with the token that ", el("code", {}, "lmpool web"), " has printed, or that was set by ",
+        el("code", {}, "LMPOOL_WEB_TOKEN"), " or ", el("code", {}, "--token"), "."),
       el("label", {}, "Token ", field), said, el("button", { type: "submit", class: "main" }, "Sign in"));
     const dialog = el("dialog", { id: "sign-in", "aria-label": "Sign in" }, form);
     dialog.addEventListener("cancel", (event) => event.preventDefault());
