@@ -6,7 +6,7 @@ import asyncio
 import gzip
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from pathlib import PurePath
 from typing import Any, NamedTuple
 
@@ -259,7 +259,7 @@ class Feed:
             self._encoding = asyncio.create_task(asyncio.to_thread(_encode_history, list(self._samples)))
         return await join_task(self._encoding)
 
-    async def frames(self) -> AsyncIterator[bytes]:
+    async def frames(self) -> AsyncGenerator[bytes, None]:
         """Frames as server-sent events, from the newest one on, until the service stops."""
         self._watching += 1
         seen = 0
