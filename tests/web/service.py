@@ -68,11 +68,11 @@ class WebService:
         finally:
             connection.close()
 
-    def sign_in(self, token: str | None = None, **headers: str) -> Answer:
+    def sign_in(self, token: str | None = None, *, field: str = "token", **headers: str) -> Answer:
         """Sign in as a page does that a browser has by the `Host` of `headers`."""
         host = headers.get("Host", f"127.0.0.1:{self.port}")
         sent = {"Origin": f"http://{host}", **headers}
-        return self.ask("/api/session", {"token": self.token if token is None else token}, token=None, **sent)
+        return self.ask("/api/session", {field: self.token if token is None else token}, token=None, **sent)
 
     def session(self, **headers: str) -> dict[str, str]:
         """The headers that a browser sends that has signed in, by the `Host` of `headers`."""

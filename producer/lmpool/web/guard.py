@@ -56,6 +56,10 @@ _LINK_USED = (
     "this address was used before: it signs in one browser, once. Type the token that `lmpool web` printed below the "
     "address, or start `lmpool web` again"
 )
+_WRONG_LINK = (
+    "the token in this address signs no browser in: only the address that `lmpool web` printed at its last start does, "
+    "once. Type the token here; an address with it would stay in the browser's history"
+)
 
 
 def new_token() -> str:
@@ -88,18 +92,26 @@ class Sessions:
         # tells nothing of the secret.
         self._open: OrderedDict[bytes, tuple[bytes, float]] = OrderedDict()
 
-    def begin(self, shown: str) -> tuple[str, str]:
+    def begin(self, token: str = "", link_token: str = "") -> tuple[str, str]:
         """Sign a browser in; returns its cookie and its key.
 
+        Args:
+            token: the token, as typed on the page.
+            link_token: the token in the address of the page. Only the unused link token will do: the browser's history
+                keeps addresses.
+
         Raises:
-            Refused: `shown` is neither the token nor the unused link token.
+            Refused: neither will do.
         """
-        if self.link_token and _is_equal(shown, self.link_token):
-            self._used_link_token, self.link_token = self.link_token, ""
-        elif self._used_link_token and _is_equal(shown, self._used_link_token):
+        if not link_token:
+            if not _is_equal(token, self.token):
+                raise Refused(401, _WRONG_TOKEN)
+        elif self._used_link_token and _is_equal(link_token, self._used_link_token):
             raise Refused(401, _LINK_USED)
-        elif not _is_equal(shown, self.token):
-            raise Refused(401, _WRONG_TOKEN)
+        elif self.link_token and _is_equal(link_token, self.link_token):
+            self._used_link_token, self.link_token = self.link_token, ""
+        else:
+            raise Refused(401, _WRONG_LINK)
         cookie, key = new_token(), new_token()
         self._open[_digest(cookie)] = _digest(key), time.monotonic() + SESSION_S
         while len(self._open) > MAX_SESSIONS:
@@ -138,7 +150,7 @@ class Sessions:
 
     async def _sign_in(self, request: Request) -> Response:
         shown = await read_body(request, SignIn)
-        cookie, key = self.begin(shown.token)
+        cookie, key = self.begin(shown.token, shown.link_token)
         self.end(request.scope)
         response = json_answer({"key": key})
         response.set_cookie(
@@ -161,9 +173,10 @@ class Sessions:
 
 
 class SignIn(msgspec.Struct, forbid_unknown_fields=True):
-    """The token, or the link token of the address that `lmpool web` has printed."""
+    """The token, or the one in the address of the page."""
 
-    token: str
+    token: str = ""
+    link_token: str = ""
 
 
 class Guard:

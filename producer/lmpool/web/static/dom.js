@@ -134,9 +134,9 @@ async function fetchOurs(path, options = {}) {
   }
 }
 
-async function beginSession(token) {
+async function beginSession(secret) {
   const response = await fetchOurs("api/session", {
-    method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify({ token }),
+    method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(secret),
   });
   const answer = await readAnswer(response);
   localStorage.setItem(KEY_NAME, answer.key);
@@ -150,7 +150,7 @@ let linked = Promise.resolve();
 if (linkToken !== null) {
   address.searchParams.delete("token");
   history.replaceState(history.state, "", address);
-  linked = beginSession(linkToken).catch((error) => { linkTrouble = error.message; });
+  linked = beginSession({ link_token: linkToken }).catch((error) => { linkTrouble = error.message; });
 }
 
 let signingIn = null;
@@ -170,7 +170,7 @@ function signIn(why) {
     form.addEventListener("submit", async (event) => {
       event.preventDefault();
       try {
-        await beginSession(field.value.trim());
+        await beginSession({ token: field.value.trim() });
         dialog.remove();
         signingIn = null;
         linkTrouble = "";
