@@ -348,9 +348,7 @@ def test_no_token_that_is_good_for_anything_stays_in_a_browsers_files(
         page.goto(f"{service.base}/explorer")
     files = [path for path in (tmp_path / "profile").rglob("*") if path.is_file()]
     assert [path.name for path in files if token.encode() in path.read_bytes()] == []
-    assert service.sign_in(link_token, field="link_token").status == 401, (
-        "what the history keeps is used up"
-    )
+    assert service.sign_in(link_token, field="link_token").status == 401, "what the history keeps is used up"
 
 
 def test_pages_have_no_script_and_no_style_of_their_own_and_name_no_other_host() -> None:
