@@ -16,15 +16,16 @@ from tests.web.service import WebService
 CHROMIUM = os.environ.get("LMPOOL_TEST_BROWSER", "/usr/bin/chromium")
 """`make test` installs it."""
 
+# Containers have no user namespaces for its sandbox; it sees no pages but ours.
+CHROMIUM_ARGUMENTS = ["--no-sandbox", "--disable-dev-shm-usage"]
+
 
 @contextmanager
 def chromium() -> Iterator[Browser]:
     """A browser. As long as it is there, this thread can run no event loop of its own."""
-    # Containers have no user namespaces for its sandbox; it sees no pages but ours.
-    arguments = ["--no-sandbox", "--disable-dev-shm-usage"]
     expect.set_options(timeout=1000 * DEADLINE_S)
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=arguments)
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=CHROMIUM_ARGUMENTS)
         try:
             yield browser
         finally:
@@ -69,11 +70,16 @@ class Watched:
             self._wrong.append(f"request: {request.url}")
 
     def open(self, path: str = "/") -> Page:
-        """Open a page by the URL with the token, and another of the service if that is wanted."""
-        self.page.goto(self._service.url)
-        if path != "/":
-            self.page.goto(self._service.base + path)
+        """Open a page and sign in."""
+        self.page.goto(self._service.base + path)
+        self.sign_in()
         return self.page
+
+    def sign_in(self) -> None:
+        """Type the token where the page asks for it."""
+        self.page.get_by_label("Token", exact=True).fill(self._service.token)
+        self.page.get_by_role("button", name="Sign in").click()
+        expect(self.page.locator("#sign-in")).to_have_count(0)
 
     def close(self) -> None:
         """Close it, and fail if it has done anything that it should not."""

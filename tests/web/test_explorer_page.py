@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -62,8 +63,8 @@ def test_a_branch_is_taken_and_left_again_and_a_link_shows_the_same(pool: Pool, 
     expect(kept).not_to_contain_text(f"{V} of {V}")
     shown = kept.inner_text()
     other = watch(service)
-    other.open()
     other.page.goto(page.url)
+    other.sign_in()
     expect(other.page.locator(".row p")).to_have_text(shown)
     expect(other.page.get_by_label("Temperature")).to_have_value("0.5")
     expect(other.page.locator(".token.chosen")).to_have_count(1)
@@ -173,6 +174,58 @@ def test_settings_out_of_range_are_told_and_not_asked_about(pool: Pool, watch: W
     assert [body for body in asked if '"temperature":-1' in body or '"top_p":7' in body] == []
 
 
+def test_what_is_set_is_kept_however_it_is_confirmed(pool: Pool, watch: Watch) -> None:
+    pool.start()
+    page = watch(WebService(pool)).open("/explorer")
+    explore(page, IDS)
+    for label, value, told in (("Temperature", "0.5", "temperature=0.5"), ("Top-p", "0.7", "top_p=0.7")):
+        # Enter comes before the typing has paused.
+        page.get_by_label(label).press("ControlOrMeta+a")
+        page.keyboard.type(value)
+        page.keyboard.press("Enter")
+        expect(page).to_have_url(re.compile(re.escape(told)))
+        expect(page.get_by_label(label)).to_have_value(value)
+    page.get_by_label("Temperature").press("ControlOrMeta+a")
+    page.keyboard.type("0.25")
+    page.get_by_label("Beside it").select_option(label="syn")
+    expect(tokens(page, 1)).to_have_count(len(IDS) + 1)
+    expect(page.get_by_label("Temperature")).to_have_value("0.25")
+    expect(page.get_by_label("Top-p")).to_have_value("0.7")
+    assert "temperature=0.25&top_p=0.7" in page.url
+
+
+def test_a_finger_opens_the_list_and_branches(pool: Pool, watch: Watch) -> None:
+    pool.start()
+    phone = watch(WebService(pool), viewport={"width": 400, "height": 800}, has_touch=True, is_mobile=True)
+    page = phone.open("/explorer")
+    explore(page, IDS)
+    menu = page.get_by_role("menu")
+    tokens(page).nth(2).tap()
+    expect(menu).to_be_visible()
+    expect(page.locator(".row tbody tr")).not_to_have_count(0)
+    expect(menu).to_be_visible()
+    tokens(page).nth(2).tap()
+    expect(menu).to_be_hidden()
+    tokens(page).nth(2).tap()
+    menu.get_by_role("menuitem").first.tap()
+    branched = [*IDS[:2], likeliest(IDS[:2])]
+    expect(page.get_by_label("Text")).to_have_value(", ".join(map(str, branched)))
+    expect(tokens(page)).to_have_count(len(branched) + 1)
+
+
+def test_an_unlikely_token_is_in_the_row_of_its_place(pool: Pool, watch: Watch) -> None:
+    pool.start()
+    page = watch(WebService(pool)).open("/explorer")
+    least = int(synthetic_row(IDS, vocab_size=V).argmin())
+    explore(page, [*IDS, least])
+    tokens(page).nth(3).press("Enter")
+    expect(page.locator(".row tbody tr")).to_have_count(21)
+    expect(page.locator(".row tr.here")).to_contain_text(f"here, no. {V}")
+    tokens(page).nth(4).click()
+    expect(page.locator(".row tbody tr")).to_have_count(20)
+    expect(page.locator(".row tr.here")).to_have_count(0)
+
+
 def test_a_text_is_explored_with_a_real_model(pool: Pool, smollm2_folder: Path, watch: Watch) -> None:
     pool.start("--backend", "hf", "--name", "smollm2", model=str(smollm2_folder))
     page = watch(WebService(pool)).open("/explorer#text=The+capital+of+France+is+<b>Paris%0A\u202e")
@@ -180,6 +233,16 @@ def test_a_text_is_explored_with_a_real_model(pool: Pool, smollm2_folder: Path, 
     texts = page.locator(".token").all_inner_texts()
     assert "".join(texts).startswith("The capital of France is <b>Paris⏎")
     assert page.locator(".tokens b").count() == 0
+    # Lines are lines, and no token stands higher than its lines.
+    page.get_by_label("Text").fill("One line\n\nof three\nlines")
+    page.keyboard.press("Control+Enter")
+    expect(page.locator(".token", has_text="three")).to_be_visible()
+    tops = page.locator(".token:not(.next)").evaluate_all("all => all.map((t) => t.getClientRects()[0].top)")
+    assert len(set(tops)) == 4, tops
+    lines = page.locator(".token").evaluate_all(
+        "all => Math.max(...all.flatMap((t) => [...t.getClientRects()].map((rect) => rect.height)))"
+    )
+    assert lines < 40
     page.get_by_label("Text").fill("The capital of France is")
     page.keyboard.press("Control+Enter")
     expect(page.locator(".token")).to_have_count(6)

@@ -6,18 +6,22 @@ import asyncio
 import gzip
 import json
 import random
-from collections.abc import MutableMapping
+from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
+
+import pytest
 
 from lmpool.aio import end_tasks
 from lmpool.broker.server import Server
 from lmpool.embedded import EmbeddedServer
 from lmpool.protocol.keys import Keys
+from lmpool.protocol.model_info import ModelInfo
 from lmpool.web.app import WebSettings, web_service
-from lmpool.web.feed import HOUR, MOST_STREAMS, SERIES, Feed, Sample
-from tests.support.pool import DEADLINE_S, Pool, until, until_async
+from lmpool.web.feed import HOUR, MOST_STREAMS, SERIES, Events, Feed, Sample
+from tests.support.pool import DEADLINE_S, Pool, deadline_ms, until, until_async
 from tests.web.service import TOKEN, Stream, WebService
 
 
@@ -61,7 +65,7 @@ def _is_let_in(service: WebService) -> bool:
 
 async def test_a_page_that_does_not_read_is_sent_the_newest_and_nothing_is_kept_for_it(pool: Pool) -> None:
     await asyncio.to_thread(pool.start)
-    app, feed = web_service(WebSettings(pool.url, pool.prefix, token=TOKEN, interval_s=0.001))
+    app, _, feed = web_service(WebSettings(pool.url, pool.prefix, token=TOKEN, interval_s=0.001))
     reads, received = asyncio.Event(), []
 
     async def send(message: MutableMapping[str, Any]) -> None:
@@ -168,3 +172,99 @@ def test_history_is_gzipped_for_who_takes_it_so(pool: Pool) -> None:
         history = json.loads(gzip.decompress(answer.body) if is_gzipped else answer.body)
         assert history["models"]["syn"]
         assert len(history["at"]) == len(history["memory"])
+
+
+def survey(at: float, **workers: dict[str, Any]) -> tuple[float, Any]:
+    """One model with some workers, and when it was read."""
+    common = {"state": "ready", "silent_s": 1.0, "lease_s": 10.0, "claimed": 0}
+    return at, [{"name": "m", "workers": [{"id": name, **common, **told} for name, told in workers.items()]}]
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "told"),
+    [
+        (survey(0), survey(1), []),
+        (survey(0, a={}), survey(1, a={}), []),
+        (survey(0), survey(1, a={}), ["a joined"]),
+        (survey(0), survey(1, a={"state": "loading"}), []),
+        (survey(0, a={"state": "loading"}), survey(1, a={}), ["a joined"]),
+        (survey(0, a={}), survey(1), ["a left"]),
+        (survey(0, a={"state": "draining"}), survey(60), ["a left"]),
+        (survey(0, a={"state": "silent", "silent_s": 9.5}), survey(1), ["a died"]),
+        (survey(0, a={"state": "silent", "silent_s": 5.0}), survey(1), ["a left"]),
+        (survey(0, a={}), survey(60), ["a is gone"]),
+        (survey(0, a={}, b={"claimed": 2}), survey(1, a={"claimed": 1}, b={"claimed": 5}),
+         ["a took over 1 prompt", "b took over 3 prompts"]),
+        (survey(0, a={"claimed": "junk"}), survey(1, a={"claimed": None}), []),
+    ],
+)  # fmt: skip
+def test_events_tell_what_happened_to_workers(
+    before: tuple[float, Any], after: tuple[float, Any], told: list[str]
+) -> None:
+    events = Events()
+    events.note(*before)
+    assert list(events.newest) == [], "what is there at first has not just come"
+    events.note(*after)
+    assert [f"{event.worker} {event.what}" for event in events.newest] == told
+
+
+JUNK: dict[str, Callable[[Pool], Any]] = {
+    "nothing": lambda pool: None,
+    "an adapter": lambda pool: pool.redis.hset(pool.keys.model("junk").adapters, "x", b"junk"),
+    "an adapter's name": lambda pool: pool.redis.hset(pool.keys.model("junk").adapters, b"\xff\n", b"junk"),
+    "adapters": lambda pool: pool.redis.set(pool.keys.model("junk").adapters, "junk"),
+    "too many adapters": lambda pool: pool.redis.hset(
+        pool.keys.model("junk").adapters, mapping={str(number): b"x" for number in range(3000)}
+    ),
+    "an offer": lambda pool: pool.redis.hset(pool.keys.model("junk").offers, "x", b"junk"),
+    "workers": lambda pool: pool.redis.set(pool.keys.model("junk").workers, "junk"),
+    "lanes": lambda pool: pool.redis.set(pool.keys.model("junk").lanes, "junk"),
+    "jobs": lambda pool: pool.redis.set(pool.keys.model("junk").jobs, "junk"),
+    "jobs in a hash": lambda pool: pool.redis.hset(pool.keys.model("junk").jobs, "x", "junk"),
+    "dead letters": lambda pool: pool.redis.set(pool.keys.model("junk").dead, "junk"),
+    "backlog": lambda pool: pool.redis.set(pool.keys.model("junk").backlog, "junk"),
+    "loading": lambda pool: pool.redis.hset(pool.keys.loading(), b"\xff", b"\xff"),
+    "a heartbeat": lambda pool: pool.redis.hset(pool.keys.worker("w"), mapping={"model": "junk", "job_counts": "%"}),
+    "no heartbeat": lambda pool: pool.redis.set(pool.keys.worker("w"), "junk"),
+}
+
+
+@pytest.mark.parametrize("junk", JUNK)
+async def test_junk_of_one_model_hides_no_other_model(pool: Pool, junk: str) -> None:
+    for name in ("syn", "junk"):
+        info = ModelInfo(name, backend="synthetic", vocab_size=8, max_prompt_tokens=8, revision="r", dtype="float32")
+        pool.redis.hset(pool.keys.models(), name, info.pack())
+    if junk != "workers":
+        pool.redis.zadd(pool.keys.model("junk").workers, {"w": deadline_ms()})
+    JUNK[junk](pool)
+    async with web_app(pool) as (feed, ask):
+        frame = json.loads((await anext(feed.frames())).removeprefix(b"data: "))
+        assert (await ask("/readyz"), feed.trouble) == ("ok\n", "")
+        assert [model["name"] for model in frame["models"]] == ["junk", "syn"]
+        served = json.loads(await ask("/api/models"))["models"]
+    assert [model["name"] for model in served] == ["junk", "syn"]
+    is_unreadable = {model["name"]: bool(model["trouble"]) for model in served}
+    assert is_unreadable == {"junk": "adapter" in junk or "offer" in junk, "syn": False}
+
+
+@asynccontextmanager
+async def web_app(pool: Pool) -> AsyncIterator[tuple[Feed, Callable[[str], Awaitable[str]]]]:
+    """The service without a socket: its feed, and what asks one of its paths."""
+    app, _, feed = web_service(WebSettings(pool.url, pool.prefix, token=TOKEN, interval_s=0.001))
+    looking = asyncio.create_task(feed.run())
+
+    async def ask(path: str) -> str:
+        body: list[bytes] = []
+
+        async def send(message: MutableMapping[str, Any]) -> None:
+            body.append(message.get("body", b""))
+
+        headers = [(b"authorization", f"Bearer {TOKEN}".encode())]
+        scope: Any = {"type": "http", "method": "GET", "path": path, "query_string": b"", "headers": headers}
+        await app(scope, _nothing_more, send)
+        return b"".join(body).decode()
+
+    try:
+        yield feed, ask
+    finally:
+        await end_tasks([looking])

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
+import http.server
 import re
 import signal
 import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
+import uvicorn
+from playwright.sync_api import Browser, expect
 
-from tests.support.pool import Pool, run_lmpool, until
+from lmpool.web import guard, serve
+from tests.support.pool import DEADLINE_S, Pool, run_lmpool, until
+from tests.web.browser import CHROMIUM, CHROMIUM_ARGUMENTS
 from tests.web.service import TOKEN, Stream, WebService, static_files
 
-GET = ("/", "/explorer", "/static/pool.js", "/api/stream", "/api/history", "/api/models", "/api/settings", "/api/dead")
+GET = ("/api/stream", "/api/history", "/api/models", "/api/settings", "/api/dead", "/api/demand/syn", "/nothing")
 POST = ("/api/text", "/api/row", "/api/trie", "/api/dead/retry", "/api/dead/drop")
 
 
@@ -21,103 +31,168 @@ def service(pool: Pool) -> WebService:
     return WebService(pool)
 
 
+def end(service: WebService) -> None:
+    service.process.signal(signal.SIGINT)
+    service.process.wait()
+
+
 def test_nothing_is_told_without_the_token(service: WebService) -> None:
     for token in (None, "", TOKEN[:-1], TOKEN + "x", "é" * 20):
         for path in GET:
             assert service.ask(path, token=token and token.encode().decode("latin-1")).status == 401, (path, token)
         for path in POST:
             assert service.ask(path, {}, token=token and token.encode().decode("latin-1")).status == 401, (path, token)
-    assert service.ask(f"/?token={TOKEN[:-1]}", token=None).status == 401
-    name, _, value = service.cookie().partition("=")
-    for wrong in ("", "wrong", value[:-1], value + "0", "é".encode().decode("latin-1"), TOKEN):
-        assert service.ask("/", token=None, Cookie=f"{name}={wrong}").status == 401, wrong
-    # Whoever has one is told that it is wrong, and why that may be.
-    assert service.ask("/", token=None).body.startswith(b"a token is needed: ")
-    for answer in (service.ask("/", token="x"), service.ask("/", token=None, Cookie=f"{name}=wrong")):
-        assert answer.body.startswith(b"the token is wrong: each start of `lmpool web` makes a new one, unless LMPOOL_")
+        for path in ("/api/session", "/api/sessions"):
+            answer = service.ask(path, token=token and token.encode().decode("latin-1"), method="DELETE")
+            assert answer.status == 401, (path, token)
+    for wrong in ("", TOKEN[:-1], TOKEN + "x", "é" * 20):
+        assert service.sign_in(wrong).status == 401, wrong
+        assert service.sign_in(wrong, field="link_token").status == 401, wrong
+    assert service.sign_in(TOKEN, field="link_token").status == 401
+    assert service.ask("/api/models", token=None).body.startswith(b"a token is needed: ")
+    wrong_token = b"the token is wrong: each start of `lmpool web` makes a new one, unless LMPOOL_"
+    assert service.ask("/api/models", token="x").body.startswith(wrong_token)
+    # A token in an address would stay in the browser's history and in a proxy's log.
+    assert service.ask(f"/api/models?token={TOKEN}", token=None).status == 401
     assert service.ask("/healthz", token=None).status == 200
     assert service.ask("/readyz", token=None).status in (200, 503)
-    assert TOKEN not in service.process.text.replace(service.url, "")
+    assert TOKEN not in service.process.text
 
 
-def test_the_token_of_the_url_becomes_a_cookie_that_no_script_and_no_other_site_uses(service: WebService) -> None:
-    answer = service.ask(f"/explorer?token={TOKEN}&x=1", token=None)
-    assert answer.status == 303
-    assert answer.headers["location"] == "./explorer?x=1"
-    cookie = answer.headers["set-cookie"]
-    assert {"HttpOnly", "SameSite=strict", "Path=/"} <= set(cookie.split("; "))
-    assert service.ask("/", token=None, Cookie=cookie.partition(";")[0]).status == 200
+def test_a_token_that_was_set_is_not_printed_and_one_that_was_made_is(pool: Pool) -> None:
+    assert TOKEN not in WebService(pool).process.text
+    made = WebService(pool, token=None)
+    (token,) = re.findall(r"with the token (\S+)", made.process.text)
+    assert made.ask("/api/models", token=token).status == 200
 
 
-def test_a_cookie_is_no_token_and_ends_with_the_token_that_it_was_made_of(pool: Pool) -> None:
+def test_the_address_signs_in_one_browser_once(pool: Pool) -> None:
+    service = WebService(pool, token=None)
+    link_token = service.url.partition("?token=")[2]
+    assert service.ask("/api/models", token=link_token).status == 401, "it is no token for programs"
+    (token,) = re.findall(r"with the token (\S+)", service.process.text)
+    in_address = service.sign_in(token, field="link_token")
+    assert (in_address.status, "stay in the browser's history" in in_address.json["error"]) == (401, True)
+    assert service.sign_in(link_token).status == 401
+    assert service.sign_in(link_token, field="link_token").status == 200
+    second = service.sign_in(link_token, field="link_token")
+    assert (second.status, second.json["error"].partition(":")[0]) == (401, "this address was used before")
+    assert service.sign_in(token).status == 200, "other browsers sign in with the token"
+
+
+def test_a_request_needs_both_secrets_of_a_session(service: WebService) -> None:
+    session, other = service.session(), service.session()
+    assert service.ask("/api/models", token=None, **session).status == 200
+    name, _, cookie = session["Cookie"].partition("=")
+    key = session["X_Lmpool_Key"]
+    for wrong in (
+        {"Cookie": session["Cookie"]},
+        {"X_Lmpool_Key": key},
+        {**session, "X_Lmpool_Key": key[:-1]},
+        {**session, "X_Lmpool_Key": other["X_Lmpool_Key"]},
+        {**session, "X_Lmpool_Key": cookie},
+        {**session, "Cookie": f"{name}={key}"},
+        {**session, "Cookie": f"{name}={TOKEN}"},
+        {**session, "Cookie": f"{name}="},
+    ):
+        answer = service.ask("/api/models", token=None, **wrong)
+        assert answer.status == 401, wrong
+    assert service.ask("/api/models", token=cookie).status == 401
+    assert service.ask("/api/models", token=key).status == 401
+    assert service.sign_in(cookie).status == service.sign_in(key).status == 401
+
+
+def test_the_cookie_is_read_by_no_script_and_is_secure_where_the_browser_speaks_tls(service: WebService) -> None:
+    plain = service.sign_in().headers["set-cookie"].split("; ")
+    assert {"HttpOnly", "SameSite=strict", "Path=/"} <= set(plain)
+    assert "Secure" not in plain
+    # By a proxy on any machine, which ends TLS; the page of such a proxy has another origin than it has here.
+    origin = f"https://127.0.0.1:{service.port}"
+    assert "; Secure" in service.sign_in(X_Forwarded_Proto="https", Origin=origin).headers["set-cookie"]
+
+
+def test_sessions_end_by_signing_out_and_with_the_service(pool: Pool) -> None:
     service = WebService(pool)
-    cookie = service.cookie()
-    stolen = cookie.partition("=")[2]
-    assert TOKEN not in cookie
-    assert service.ask("/", token=stolen).status == 401
-    assert service.ask(f"/?token={stolen}", token=None).status == 401
-    service.process.signal(signal.SIGINT)
-    service.process.wait()
+    sessions = [service.session() for _ in range(3)]
+    own = {"Origin": service.base}
+
+    def allowed() -> list[bool]:
+        return [service.ask("/api/models", token=None, **session).status == 200 for session in sessions]
+
+    assert service.ask("/api/session", token=None, method="DELETE", **sessions[0]).status == 403, "of another site"
+    watching = Stream(service, **sessions[0])
+    watching.frame()
+    assert service.ask("/api/session", token=None, method="DELETE", **sessions[0], **own).status == 200
+    assert allowed() == [False, True, True]
+    watching.read_to_end()
+    assert service.ask("/api/sessions", method="DELETE").status == 200
+    assert allowed() == [False, False, False]
+    session = service.session()
+    end(service)
     again = WebService(pool, port=service.port)
-    assert again.ask("/", token=None, Cookie=cookie).status == 200
-    again.process.signal(signal.SIGINT)
-    again.process.wait()
-    other = WebService(pool, port=service.port, token=TOKEN[::-1])
-    assert other.ask("/", token=None, Cookie=cookie).status == 401
+    assert again.ask("/api/models", token=None, **session).status == 401
+
+
+def test_the_browser_that_signed_in_first_is_signed_out_for_one_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guard, "MAX_SESSIONS", 2)
+    sessions = guard.Sessions(TOKEN)
+    begun = [sessions.begin(TOKEN) for _ in range(3)]
+    scopes = [
+        {"type": "http", "headers": [(b"cookie", f"lmpool-web-0-0={c}".encode()), (b"x-lmpool-key", k.encode())]}
+        for c, k in begun
+    ]
+    assert [sessions.is_allowed(scope) for scope in scopes] == [False, True, True]
 
 
 def test_services_on_one_host_have_cookies_of_their_own(pool: Pool) -> None:
     services = [WebService(pool, "--allow-host", "pool.example", token=token) for token in (TOKEN, TOKEN[::-1])]
-    # Side by side, and behind one proxy by paths.
+    # Next to each other, and behind one proxy by paths.
     for hosts in ([f"127.0.0.1:{service.port}" for service in services], ["pool.example"] * 2):
+        sessions = [service.session(Host=host) for service, host in zip(services, hosts, strict=True)]
         # What a browser sends to each of them: it tells hosts apart, but no ports.
-        both = "; ".join(service.cookie(Host=host) for service, host in zip(services, hosts, strict=True))
-        for service, host in zip(services, hosts, strict=True):
-            assert service.ask("/", token=None, Cookie=both, Host=host).status == 200, host
+        both = "; ".join(session["Cookie"] for session in sessions)
+        for service, session, host in zip(services, sessions, hosts, strict=True):
+            sent = {**session, "Cookie": both, "Host": host}
+            assert service.ask("/api/models", token=None, **sent).status == 200, host
     # By tunnels to two machines, where both may listen at this port.
-    names = {services[0].cookie(Host=f"localhost:{port}").partition("=")[0] for port in (1, 2)}
+    names = {services[0].session(Host=f"localhost:{port}")["Cookie"].partition("=")[0] for port in (1, 2)}
     assert len(names) == 2
-
-
-@pytest.mark.parametrize("path", ["//evil.example/", "/%2f%2fevil.example/", "/\\evil.example/"])
-def test_nobody_is_sent_to_another_host(service: WebService, path: str) -> None:
-    location = service.ask(f"{path}?token={TOKEN}", token=None).headers.get("location", "./")
-    assert location.startswith("./")
-    assert not location.startswith(".//")
 
 
 def test_names_of_others_are_not_answered(pool: Pool) -> None:
     service = WebService(pool, "--allow-host", "pool.example")
-    # That of each port that is asked below.
-    cookie = "; ".join(service.cookie(Host=f"localhost{port}") for port in ("", ":80", f":{service.port}"))
     for host, status in {
         "127.0.0.1": 200,
         f"localhost:{service.port}": 200,
         "[::1]:80": 200,
         "Pool.example": 200,
         "evil.example": 421,
+        "localhost,evil": 421,
         "127.0.0.1.evil.example": 421,
         "[": 421,
         "": 421,
     }.items():
-        assert service.ask("/", token=None, Cookie=cookie, Host=host).status == status, host
+        assert service.ask("/", token=None, Host=host).status == status, host
+        assert service.sign_in(Host=host).status == status, host
     # A token in a header comes from a program, which no page of another site can be.
     assert service.ask("/", Host="evil.example").status == 200
 
 
 def test_pages_of_other_sites_can_make_the_pool_do_nothing(service: WebService) -> None:
-    cookie = service.cookie()
-    own = f"http://127.0.0.1:{service.port}"
+    session = service.session()
     for path in POST:
         for origin in ("http://evil.example", "null", f"http://127.0.0.1:{service.port + 1}", "http://["):
-            assert service.ask(path, {}, token=None, Cookie=cookie, Origin=origin).status == 403, (path, origin)
-        assert service.ask(path, {}, token=None, Cookie=cookie).status == 403
-        assert service.ask(path, b"{}", token=None, Cookie=cookie, Origin=own).status in (400, 403)
-    assert "no such request" in service.ask("/api/text", {}, token=None, Cookie=cookie, Origin=own).json["error"]
+            assert service.ask(path, {}, token=None, Origin=origin, **session).status == 403, (path, origin)
+        assert service.ask(path, {}, token=None, **session).status == 403
+        assert service.ask(path, b"{}", token=None, Origin=service.base, **session).status in (400, 403)
+    told = service.ask("/api/text", {}, token=None, Origin=service.base, **session)
+    assert "no such request" in told.json["error"]
+    assert service.sign_in(Origin="http://evil.example").status == 403
 
 
 def test_every_answer_keeps_the_browser_strict(service: WebService) -> None:
-    for answer in (service.ask("/"), service.ask("/", token=None), service.ask("/nothing"), service.ask("/healthz")):
+    paths = ("/", "/nothing", "/healthz", "/api/models", "/api/settings")
+    for answer in [service.ask(path, token=token) for path in paths for token in (TOKEN, None)]:
         policy = answer.headers["content-security-policy"]
         assert "default-src 'none'" in policy
         assert "frame-ancestors 'none'" in policy
@@ -140,12 +215,140 @@ def test_every_answer_keeps_the_browser_strict(service: WebService) -> None:
         "/static/pool.html/",
         "/etc/passwd",
         "/" + "a" * 5000,
+        "/healthz/../api/models",
+        "//healthz",
+        "/healthz%2f..%2fapi%2fmodels",
+        "//evil.example/",
+        "/%0d%0aX-Evil:1",
+        "/%5C%5Cevil.example",
     ],
 )
 def test_no_path_leads_out_of_the_pages(service: WebService, path: str) -> None:
     answer = service.ask(path)
     assert answer.status in (307, 404)
     assert b"import" not in answer.body
+    assert "x-evil" not in answer.headers
+    assert "evil.example" not in answer.headers.get("location", "").partition("?")[0].removeprefix(service.base)
+    assert service.ask(path, token=None).status == 401
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "headers", "status"),
+    [
+        ("GET", "http://x/api/models", {}, 421),
+        ("TRACE", "/", {}, 401),
+        ("OPTIONS", "/api/row", {"Origin": "http://evil.example", "Access-Control-Request-Method": "POST"}, 401),
+        ("HEAD", "/api/models", {}, 401),
+        ("GET", "/api/stream", {"Upgrade": "websocket", "Connection": "Upgrade", "Sec_WebSocket_Key": "x"}, 401),
+        ("POST", "/", {}, 401),
+    ],
+)
+def test_unusual_requests_get_nowhere(
+    service: WebService, method: str, path: str, headers: dict[str, str], status: int
+) -> None:
+    answer = service.ask(path, token=None, method=method, **headers)
+    assert answer.status == status
+    assert not any(name.startswith("access-control-") for name in answer.headers)
+
+
+class Hostile(http.server.BaseHTTPRequestHandler):
+    """A site of somebody else, which keeps the cookies that it is sent."""
+
+    page = ""
+    cookies: list[str]
+
+    def do_GET(self) -> None:
+        """Send the page."""
+        self.cookies.append(self.headers.get("Cookie", ""))
+        self.send_response(200)
+        self.send_header("Content-Type", "text/html")
+        self.end_headers()
+        self.wfile.write(self.page.encode())
+
+    def log_message(self, *_: object) -> None:
+        """Print nothing."""
+
+
+@contextlib.contextmanager
+def hostile_site(host: str, page: str) -> Iterator[tuple[str, list[str]]]:
+    """A site at an address of this machine: its URL, and the cookies that browsers send it."""
+    cookies: list[str] = []
+    handler = type("Site", (Hostile,), {"page": page, "cookies": cookies})
+    with http.server.ThreadingHTTPServer((host, 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"http://{host}:{server.server_port}/", cookies
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+ATTACKS = """<iframe src="BASE/"></iframe><script>
+const tried = (path, options) => fetch("BASE" + path, { credentials: "include", ...options });
+const told = (asking) => asking.then((answer) => answer.type + answer.status, () => "blocked");
+window.done = Promise.all([
+  told(tried("/api/models")),
+  told(tried("/api/session", { method: "POST", body: '{"token":"x"}' })),
+  told(tried("/api/sessions", { method: "DELETE" })),
+  told(tried("/api/row", { method: "POST", headers: { "X-Lmpool-Key": "x" }, body: "{}" })),
+  told(tried("/api/dead/drop", { method: "POST", mode: "no-cors", body: '{"model":"syn","ids":["1-1"]}' })),
+]);
+</script>"""
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2"])
+def test_another_port_or_site_reads_nothing_with_what_the_browser_sends_it(
+    pool: Pool, browser: Browser, host: str
+) -> None:
+    service = WebService(pool, "--allow-changes")
+    page = ATTACKS.replace("BASE", service.base)
+    with hostile_site(host, page) as (url, cookies), contextlib.closing(browser.new_context()) as context:
+        signed_in = context.new_page()
+        signed_in.goto(f"{service.base}/")
+        signed_in.get_by_label("Token", exact=True).fill(TOKEN)
+        signed_in.get_by_role("button", name="Sign in").click()
+        expect(signed_in.locator("#state")).to_have_text("live")
+        other = context.new_page()
+        other.goto(url)
+        assert other.evaluate("window.done") == ["blocked"] * 5
+        assert [frame.url for frame in other.frames[1:]] != [f"{service.base}/"], "no site shows the page in a frame"
+        assert other.evaluate("Object.keys(localStorage)") == []
+        # The browser has sent the cookie to the other port, and it is worth nothing there.
+        (cookie,) = context.cookies()
+        sent = "; ".join(cookies)
+        assert (cookie["value"] in sent) == (host == "127.0.0.1")
+        replayed = f"{cookie['name']}={cookie['value']}"
+        stolen = {"Cookie": replayed, "Origin": service.base}
+        assert service.ask("/api/models", token=None, **stolen).status == 401
+        assert service.ask("/api/row", {"model": "syn", "ids": [1]}, token=None, **stolen).status == 401
+        as_key = {"Cookie": replayed, "X_Lmpool_Key": cookie["value"]}
+        assert service.ask("/api/models", token=None, **as_key).status == 401
+
+
+def test_no_token_that_is_good_for_anything_stays_in_a_browsers_files(
+    pool: Pool, browser: Browser, tmp_path: Path
+) -> None:
+    service = WebService(pool, token=None)
+    (token,) = re.findall(r"with the token (\S+)", service.process.text)
+    link_token = service.url.partition("?token=")[2]
+    launched = browser.browser_type.launch_persistent_context(
+        tmp_path / "profile", executable_path=CHROMIUM, args=CHROMIUM_ARGUMENTS
+    )
+    with contextlib.closing(launched) as context:
+        page = context.new_page()
+        page.goto(service.url)
+        expect(page.locator("#state")).to_have_text("live")
+        assert page.url == f"{service.base}/"
+        # In the same browser, after signing out, by typing the token.
+        page.get_by_role("button", name="Sign out", exact=True).click()
+        page.get_by_label("Token", exact=True).fill(token)
+        page.get_by_role("button", name="Sign in").click()
+        expect(page.locator("#state")).to_have_text("live")
+        page.goto(f"{service.base}/explorer")
+    files = [path for path in (tmp_path / "profile").rglob("*") if path.is_file()]
+    assert [path.name for path in files if token.encode() in path.read_bytes()] == []
+    assert service.sign_in(link_token, field="link_token").status == 401, "what the history keeps is used up"
 
 
 def test_pages_have_no_script_and_no_style_of_their_own_and_name_no_other_host() -> None:
@@ -167,6 +370,47 @@ def test_a_weak_token_and_a_port_in_use_are_refused(service: WebService) -> None
     done = run_lmpool("web", "--port", str(service.port))
     assert done.stderr.startswith(f"lmpool: --port: cannot listen at 127.0.0.1:{service.port}: another program does; ")
     assert (done.stderr.count(str(service.port)), "or pass --port N" in done.stderr) == (1, True)
+
+
+def test_connections_without_a_request_make_room_for_those_that_have_one(service: WebService) -> None:
+    with contextlib.ExitStack() as stack:
+        stream = Stream(service)
+        stack.callback(stream.close)
+        for number in range(serve.MAX_CONNECTIONS + 200):
+            connection = stack.enter_context(socket.create_connection(("127.0.0.1", service.port), DEADLINE_S))
+            # Nothing, a part of a head, or a head whose body does not come.
+            head = "POST /api/session HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n"
+            connection.sendall(("", "GET /", head)[number % 3].encode())
+        assert service.ask("/healthz").status == 200
+        assert service.ask("/api/models").status == 200
+        open_now = len(list(Path(f"/proc/{service.process.process.pid}/fd").iterdir()))
+        assert open_now < serve.MAX_CONNECTIONS + 100, "what remains is for Redis and for files"
+        before = stream.frame()["number"]
+        assert stream.frame()["number"] > before, "a page that watches goes on"
+
+
+@pytest.mark.parametrize("limit", ["REQUEST_S", "RESPONSE_S"])
+def test_a_request_must_arrive_and_be_answered_in_time(monkeypatch: pytest.MonkeyPatch, limit: str) -> None:
+    monkeypatch.setattr(serve, limit, 0.2)
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        config = uvicorn.Config(app, http=serve._Connection, lifespan="off", log_level="error")
+        server = uvicorn.Server(config)
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
+        thread.start()
+        try:
+            with socket.create_connection(listening.getsockname(), DEADLINE_S) as connection:
+                head = b"GET / HTTP/1.1\r\nHost: x\r\n"
+                connection.sendall(head + b"\r\n" if limit == "RESPONSE_S" else head)
+                with contextlib.suppress(ConnectionError):
+                    assert connection.recv(1) == b"", "the service closes the connection"
+        finally:
+            server.should_exit = True
+            thread.join()
 
 
 def is_listening(service: WebService) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import signal
 from collections.abc import Callable
@@ -56,12 +57,22 @@ def test_the_pool_is_shown_live_and_the_token_is_seen_by_no_script(pool: Pool, w
     expect(page.get_by_text("No model is served.")).to_be_visible()
 
 
-def test_a_wrong_token_opens_nothing(pool: Pool, watch: Watch) -> None:
-    watched = watch(WebService(pool))
-    answer = watched.page.goto(f"{watched._service.base}/?token=wrong")
-    assert answer is not None
-    assert answer.status == 401
-    expect(watched.page.locator("body")).to_contain_text("the token is wrong")
+def test_a_page_asks_for_the_token_and_a_wrong_one_opens_nothing(pool: Pool, watch: Watch) -> None:
+    service = WebService(pool)
+    watched = watch(service)
+    page = watched.page
+    page.goto(f"{service.base}/?token={TOKEN}")
+    expect(page.get_by_role("alert").last).to_contain_text("the token in this address signs no browser in")
+    assert page.url == f"{service.base}/"
+    page.keyboard.press("Escape")
+    page.get_by_label("Token", exact=True).fill("wrong again")
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("alert").last).to_contain_text("the token is wrong")
+    watched.sign_in()
+    is_live(page)
+    page.get_by_role("button", name="Sign out all browsers").click()
+    expect(page.get_by_label("Token", exact=True)).to_be_visible()
+    expect(page.locator("#state")).not_to_have_text("live")
 
 
 def test_a_dead_letter_is_opened_retried_and_another_dropped(pool: Pool, watch: Watch) -> None:
@@ -97,7 +108,8 @@ def test_servers_that_go_are_missed_and_found_again(own_server: EmbeddedServer, 
     try:
         pool.start("--lease-s", 1)
         service = WebService(pool)
-        page = watch(service).open()
+        watched = watch(service)
+        page = watched.open()
         is_live(page)
         own_server.stop()
         expect(page.locator("#state")).to_have_text("server away")
@@ -109,7 +121,9 @@ def test_servers_that_go_are_missed_and_found_again(own_server: EmbeddedServer, 
         expect(page.locator("#trouble")).to_be_hidden()
         service.process.end()
         expect(page.locator("#state")).to_have_text("away")
+        # Its sessions have ended with it.
         WebService(pool, port=service.port)
+        watched.sign_in()
         is_live(page)
         expect(page.locator("#workers tbody tr")).to_have_count(1)
     finally:
@@ -148,9 +162,82 @@ def test_a_thousand_workers_are_listed_and_found_by_name(pool: Pool, watch: Watc
     assert cell(page, "workers", "worker") == "gpu-0777"
 
 
+def test_a_worker_that_falls_silent_is_marked_and_its_end_is_listed(pool: Pool, watch: Watch) -> None:
+    pool.start()
+    beat(pool, ["speaks", "was-killed"])
+    page = watch(WebService(pool)).open()
+    killed = page.locator("#workers tbody tr", has_text="was-killed")
+    expect(killed).to_have_count(1)
+    expect(page.locator("#no-events")).to_be_visible()
+    titles = page.locator("#workers th").all_inner_texts()
+    state = killed.locator("td").nth(titles.index("state"))
+    expect(state).to_have_text("ready")
+    # Its last heartbeat was 40 s of a lease of 60 s ago.
+    pool.redis.pexpire(pool.keys.worker("was-killed"), 20_000)
+    expect(state).to_have_text("silent")
+    expect(killed.locator("td").nth(titles.index("rows/s"))).to_have_text("–")
+    expect(page.locator("#tiles")).to_contain_text("2 ready, 1 silent")
+    # The rate of the model leaves out that of the silent worker.
+    assert cell(page, "models", "rows/s") == "1.5"
+    pool.redis.hset(pool.keys.worker("speaks"), "claimed", "3")
+    beat(pool, ["new"])
+    events = page.locator("#events tbody tr")
+    expect(events).to_have_count(2)
+    pool.redis.delete(pool.keys.worker("new"))
+    expect(events).to_have_count(3)
+    told = [f"{row.locator('td').nth(1).inner_text()} {row.locator('td').last.inner_text()}" for row in events.all()]
+    assert sorted(told) == ["new joined", "new left", "speaks took over 3 prompts"]
+    assert told[0] == "new left", "the newest comes first"
+
+
+def test_the_titles_of_columns_are_explained(pool: Pool, watch: Watch) -> None:
+    page = watch(WebService(pool), viewport={"width": 400, "height": 800}).open()
+    is_live(page)
+    for table in ("models", "workers"):
+        page.locator(f"#{table}-legend summary").click()
+        explained = set(page.locator(f"#{table}-legend dt").all_inner_texts())
+        titles = set(page.locator(f"#{table} th").all_inner_texts())
+        assert titles - explained <= {"model", "worker", "backend", "adapters"}, titles
+        assert page.locator(f"#{table}-legend dd", has_not_text=re.compile("..........")).count() == 0
+
+
+def test_no_line_is_drawn_where_samples_are_missing_and_p50_and_p99_can_be_told_apart(pool: Pool, watch: Watch) -> None:
+    pool.start()
+    page = watch(WebService(pool)).open()
+    swatches = page.locator("#chart-latency .u-legend .u-series:not(:first-child) .u-marker")
+    expect(swatches).to_have_count(2)
+    styles = swatches.evaluate_all("all => all.map((swatch) => getComputedStyle(swatch).borderTopStyle)")
+    assert styles == ["solid", "dashed"]
+    charts = f"import('{page.url}static/charts.js')"
+    gaps = "async (columns) => (await CHARTS).withGaps(columns)".replace("CHARTS", charts)
+    assert page.evaluate(gaps, [[1, 2, 3, 63, 64], [1, 2, 3, 4, 5]]) == [[1, 2, 3, 33, 63, 64], [1, 2, 3, None, 4, 5]]
+    seldom = [[10, 30, 50, 70], [1, 2, 3, 4]]
+    assert page.evaluate(gaps, seldom) == [[10, 20, 30, 50, 70], [1, None, 2, 3, 4]], (
+        "a pause as those before is no gap"
+    )
+    # What a page was shown before it lost the service stays, with a gap; what the service has kept is taken from it.
+    load = """async (histories) => {
+      const [first, second] = JSON.parse(histories);
+      const charts = new (await CHARTS).Charts(first);
+      charts.load(second);
+      return [charts.at, charts.memory, [...charts.models].map(([name, of]) => [name, of.queued])];
+    }""".replace("CHARTS", charts)
+    series = ["queued"]
+    before = {"at": [1, 2, 3], "memory": [1, 1, 1], "series": series, "models": {"a": [[1, 2, 3]], "b": [[4, 5, 6]]}}
+    after = {"at": [3, 9], "memory": [2, 2], "series": series, "models": {"a": [[7, 8]], "__proto__": [[0, 0]]}}
+    assert page.evaluate(load, json.dumps([before, after])) == [
+        [1, 2, 3, 9],
+        [1, 1, 2, 2],
+        [["a", [1, 2, 7, 8]], ["b", [4, 5, None, None]], ["__proto__", [None, None, 0, 0]]],
+    ]
+
+
 def test_hostile_names_are_shown_as_what_they_are_and_break_no_phone(pool: Pool, watch: Watch) -> None:
     # Of a model, of workers, of a state: whoever may write to the server has chosen them.
     pool.start("--name", "<script>alert(0)</script>")
+    for name in ("__proto__", "constructor", "</title><b>x"):
+        pool.start("--name", name)
+    pool.redis.hset(pool.keys.model("constructor").adapters, HOSTILE, b"junk")
     pool.start()
     beat(pool, [HOSTILE, "ten-kilobytes-" + "x" * 10_000], state=HOSTILE)
     beat(pool, ["numbers"], rows_per_s="nan", rows="1e999", lease_s="inf", tokens="-5", reused="inf", p99_s="x")
@@ -160,7 +247,10 @@ def test_hostile_names_are_shown_as_what_they_are_and_break_no_phone(pool: Pool,
     expect(page.locator("#models")).to_contain_text("<script>alert(0)</script>")
     expect(page.locator("#workers")).to_contain_text("<script>alert(1)</script>")
     expect(page.locator("#workers")).to_contain_text("\\u202eevil")
-    assert page.locator("main script, main img").count() == 0
+    expect(page.locator("#models tbody tr")).to_have_count(5)
+    expect(page.locator("#models")).to_contain_text("__proto__")
+    assert page.evaluate("[({}).name, ({}).rows_per_s, ({}).polluted]") == [None, None, None]
+    assert page.locator("main script, main img, main b").count() == 0
     assert page.evaluate("document.documentElement.scrollWidth") <= 400
     assert page.locator("#workers td").evaluate_all("cells => Math.max(...cells.map(c => c.textContent.length))") < 200
 
@@ -176,7 +266,9 @@ def test_the_page_is_used_by_keyboard_alone(pool: Pool, watch: Watch) -> None:
         page.keyboard.press("Tab")
         seen.append(page.evaluate(focused))
         assert len(seen) < 20, seen
-    assert seen == ["Pool", "Explorer", "Filter workers", "open", "retry"]
+    words = "What the columns mean"
+    told = [text.partition(words)[1] or text for text in seen]
+    assert told == ["Pool", "Explorer", words, "Filter workers", words, "open", "retry"]
     page.keyboard.press("Enter")
     expect(page.locator("#dead-count")).to_have_text("none")
     assert TOKEN not in page.content()

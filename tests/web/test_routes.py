@@ -62,6 +62,13 @@ def test_a_row_is_told_before_and_after_temperature_and_top_p(service: WebServic
         assert before == pytest.approx(math.exp(row[token]))
         assert drawn == pytest.approx(float(after[token]))
     assert answer["kept"] == np.count_nonzero(after) < V
+    assert (len(answer["tokens"]), answer["token"]) == (50, None)
+    # A token that is asked about is listed, however unlikely.
+    order = np.argsort(-row, kind="stable").tolist()
+    for rank, length in ((1, 50), (V, 51)):
+        told = service.ask("/api/row", {**asked, "token": order[rank - 1]}).json
+        assert told["token"] == {"id": order[rank - 1], "rank": rank}
+        assert (len(told["tokens"]), told["tokens"][0 if rank == 1 else -1][0]) == (length, order[rank - 1])
     assert answer["entropy"][1] < answer["entropy"][0]
 
 
@@ -157,6 +164,8 @@ def test_bad_input_is_refused_with_what_is_wrong(pool: Pool, service: WebService
         ("/api/row", {**text, "temperature": -1}, 400, "temperature: -1"),
         ("/api/row", b'{"model":"syn","ids":[1],"temperature":NaN}', 400, "no such request"),
         ("/api/row", {**text, "top_p": 0}, 400, "top_p: 0"),
+        ("/api/row", {**text, "token": V}, 400, f"token: {V} must be from 0 to {V - 1}"),
+        ("/api/row", {**text, "token": -1}, 400, "token: -1 must be from 0"),
         ("/api/row", {**text, "ids": [1] * 5000}, 400, "4096 is the most here"),
         ("/api/trie", {**text, "under": "xy"}, 400, "must be a prefix in hexadecimal"),
         ("/api/trie", {**text, "under": "00" * 300}, 400, "a prefix of 300 bytes: 256 is the most"),

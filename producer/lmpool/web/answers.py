@@ -52,11 +52,15 @@ def json_answer(value: Any, status: int = 200) -> Response:
 
 
 def answers(handle: Handler) -> Callable[[Request], Awaitable[Response]]:
-    """A route of what `handle` returns; an error of lmpool becomes `{"error": text}` with a status that fits."""
+    """A route that sends what `handle` returns: a response as it is, and anything else as JSON.
+
+    An error of lmpool becomes `{"error": text}` with the status that fits it.
+    """
 
     async def route(request: Request) -> Response:
         try:
-            return json_answer(await handle(request))
+            answer = await handle(request)
+            return answer if isinstance(answer, Response) else json_answer(answer)
         except Refused as error:
             return json_answer({"error": str(error)}, error.status)
         except LMPoolError as error:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import re
-import secrets
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any, NamedTuple
 
@@ -25,7 +24,7 @@ from lmpool.web.answers import answers
 from lmpool.web.demand import demand_route
 from lmpool.web.explorer import ExplorerRoutes
 from lmpool.web.feed import MOST_STREAMS, Feed
-from lmpool.web.guard import Guard
+from lmpool.web.guard import Guard, Sessions
 from lmpool.web.letters import LetterRoutes
 from lmpool.web.models import Models
 
@@ -39,11 +38,6 @@ _LEAST_TOKEN = 16
 _PIECE_BYTES = 64 * 1024
 
 
-def new_token() -> str:
-    """256 bits that nobody guesses, in characters that a URL and a cookie may have."""
-    return secrets.token_urlsafe(32)
-
-
 @dataclass(frozen=True, slots=True)
 class WebSettings:
     """What the service is told.
@@ -51,7 +45,7 @@ class WebSettings:
     Attributes:
         redis: URL of the server; None for the environment's, then this user's embedded one.
         prefix: prefix of the pool's keys.
-        token: what one must know to ask, at least 16 printable characters; a new one where none is given.
+        token: the secret that browsers sign in with and programs send, at least 16 characters; "" to make one.
         hosts: names by which browsers call the service, beside `localhost` and IP addresses.
         allow_changes: whether dead letters may be queued again and dropped.
         interval_s: seconds between two looks at the pool.
@@ -59,7 +53,7 @@ class WebSettings:
 
     redis: str | None = None
     prefix: str = "lmpool"
-    token: str = field(default_factory=new_token)
+    token: str = ""
     hosts: Sequence[str] = ()
     allow_changes: bool = False
     interval_s: float = 1.0
@@ -68,8 +62,10 @@ class WebSettings:
         """Check the token.
 
         Raises:
-            SettingsError: it is too short, or no cookie could hold it.
+            SettingsError: it is too short, or no header could hold it.
         """
+        if not self.token:
+            return
         is_plain = self.token.isascii() and all(char.isalnum() or char in "-_.~" for char in self.token)
         if len(self.token) < _LEAST_TOKEN or not is_plain:
             raise SettingsError(
@@ -82,16 +78,19 @@ class Service(NamedTuple):
 
     Attributes:
         app: an ASGI application, guarded by its token.
+        sessions: the token, and the browsers that are signed in.
         feed: what pages watch. Whoever ends the service ends it first, for servers wait for their answers.
     """
 
     app: ASGIApp
+    sessions: Sessions
     feed: Feed
 
 
 def web_service(settings: WebSettings) -> Service:
     """The service as it is told to be; it looks at the pool as long as its application runs."""
     server, keys = Server(settings.redis), Keys(settings.prefix)
+    sessions = Sessions(settings.token)
     feed, models = Feed(server, keys, settings.interval_s), Models(settings.redis, settings.prefix)
 
     @asynccontextmanager
@@ -103,10 +102,18 @@ def web_service(settings: WebSettings) -> Service:
             await end_tasks([looking])
             await models.close()
 
-    async def stream(_: Request) -> Response:
+    async def frames(request: Request) -> AsyncIterator[bytes]:
+        async with aclosing(feed.frames()) as watched:
+            async for frame in watched:
+                # Signing out ends the streams of the session too.
+                if not sessions.is_allowed(request.scope):
+                    return
+                yield frame
+
+    async def stream(request: Request) -> Response:
         if feed.watching >= MOST_STREAMS:
             return PlainTextResponse(f"{feed.watching} pages watch already: close some", 503)
-        return StreamingResponse(feed.frames(), media_type="text/event-stream", headers={"X-Accel-Buffering": "no"})
+        return StreamingResponse(frames(request), media_type="text/event-stream", headers={"X-Accel-Buffering": "no"})
 
     async def history(request: Request) -> Response:
         return _in_pieces(*(await feed.history()), accepted=request.headers.get("accept-encoding", ""))
@@ -125,6 +132,7 @@ def web_service(settings: WebSettings) -> Service:
             PlainTextResponse("the Redis server cannot be used\n", 503) if feed.trouble else PlainTextResponse("ok\n")
         )
 
+    pages = _files()
     routes: list[BaseRoute] = [
         Route("/healthz", healthy),
         Route("/readyz", ready),
@@ -136,9 +144,11 @@ def web_service(settings: WebSettings) -> Service:
         *ExplorerRoutes(models).routes,
         # For autoscalers, which send `Authorization: Bearer`.
         demand_route(server, keys),
-        *_files(),
+        *sessions.routes,
+        *pages,
     ]
-    return Service(Guard(Starlette(routes=routes, lifespan=run), settings.token, settings.hosts), feed)
+    app = Starlette(routes=routes, lifespan=run)
+    return Service(Guard(app, sessions, [page.path for page in pages], settings.hosts), sessions, feed)
 
 
 def _in_pieces(plain: bytes, gzipped: bytes, *, accepted: str) -> Response:

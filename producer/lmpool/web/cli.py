@@ -22,7 +22,7 @@ Hosts = Annotated[
 ]
 Token = Annotated[
     str | None,
-    typer.Option(envvar=TOKEN_VARIABLE, help="What one must know to look (default: a new one each time)."),
+    typer.Option(envvar=TOKEN_VARIABLE, help="Secret to sign in with (default: a new one, which is printed)."),
 ]
 
 
@@ -42,18 +42,18 @@ def web(
 ) -> None:
     """Show the pool in a browser, live, and explore what its models expect. Ctrl-C ends it.
 
-    Prints a URL with a token, which whoever has it may look with.
+    Without a token it makes one, and prints it with an address that signs in one browser, once.
     """
     try:
-        from lmpool.web.app import WebSettings, new_token
+        from lmpool.web.app import WebSettings
         from lmpool.web.serve import serve
     except ImportError as error:
         raise SettingsError(f"web: the package {error.name} is not installed: pip install 'lmpool[web]'") from error
     settings = WebSettings(
         redis,
         key_names(prefix).prefix,
-        token=token or new_token(),
+        token=token or "",
         hosts=allow_host or (),
         allow_changes=allow_changes,
     )
-    serve(settings, host, port, lambda url: say(f"the pool is shown at {url}"))
+    serve(settings, host, port, say)

@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.routing import Route
 
 from lmpool.aio import gather
-from lmpool.errors import SettingsError, UnknownModel
+from lmpool.errors import InvalidPrompt, SettingsError, UnknownModel
 from lmpool.producer.options import read_sampling
 from lmpool.protocol.prompt import encode_prompt
 from lmpool.protocol.query import kept, top
@@ -37,7 +37,7 @@ class TextAsked(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class RowAsked(msgspec.Struct, forbid_unknown_fields=True):
-    """A prompt whose next token is wanted, before and after a temperature and top-p."""
+    """A prompt whose next token is wanted, before and after a temperature and top-p; `token` is listed in any case."""
 
     model: str
     ids: list[int]
@@ -45,6 +45,7 @@ class RowAsked(msgspec.Struct, forbid_unknown_fields=True):
     temperature: float = 1.0
     top_p: float = 1.0
     top: int = 20
+    token: int | None = None
 
 
 class TrieAsked(msgspec.Struct, forbid_unknown_fields=True):
@@ -101,10 +102,16 @@ class ExplorerRoutes:
             model.check_length(asked.ids)
             row = await model.producer.logprobs(asked.ids, adapter=asked.adapter)
             before, after = np.exp(row.astype(np.float64)), drawn_from(row, how.temperature, how.top_p)
-            likeliest = top(row, min(most, len(row))).ids
-            texts = await model.texts(likeliest.tolist())
+            listed, chosen = top(row, min(most, len(row))).ids.tolist(), None
+            if asked.token is not None:
+                if not 0 <= asked.token < len(row):
+                    raise InvalidPrompt(f"token: {asked.token} must be from 0 to {len(row) - 1}")
+                chosen = {"id": asked.token, "rank": 1 + int(np.count_nonzero(row > row[asked.token]))}
+                listed += [asked.token] * (asked.token not in listed)
+            texts = await model.texts(listed)
             return {
-                "tokens": [[int(i), texts[int(i)], float(before[i]), float(after[i])] for i in likeliest],
+                "tokens": [[i, texts[i], float(before[i]), float(after[i])] for i in listed],
+                "token": chosen,
                 "entropy": [_entropy(before), _entropy(after)],
                 "kept": int(np.count_nonzero(after)),
                 "vocab_size": len(row),

@@ -6,7 +6,7 @@ import asyncio
 import gzip
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from pathlib import PurePath
 from typing import Any, NamedTuple
 
@@ -18,9 +18,9 @@ from lmpool.aio import join_task
 from lmpool.broker.registries import AdapterRegistry
 from lmpool.broker.server import Server
 from lmpool.broker.server_checks import ServerMemory, read_memory
-from lmpool.errors import LMPoolError, to_json
+from lmpool.errors import LMPoolError, ProtocolError, to_json
 from lmpool.producer.cli.dead_letters import shortened
-from lmpool.producer.cli.status import Survey, look, number
+from lmpool.producer.cli.status import SILENT, Survey, look, number
 from lmpool.producer.client.discovery import Discovery
 from lmpool.protocol.keys import Keys
 
@@ -33,8 +33,12 @@ MOST_STREAMS = 256
 SERIES = ("rows_per_s", "queued", "age_s", "p50_s", "p99_s")
 """What is kept of each model, in this order."""
 
+MAX_EVENTS = 50
+"""Events of workers that are kept and shown, the newest ones."""
+
 _MOST_MODELS = 64
 _MOST_TEXT = 120
+_LOADING = "loading"
 _PATIENCE_S = 5.0
 # The fastest: others take three to six times as long, and numbers become a twentieth smaller.
 _GZIP_LEVEL = 1
@@ -58,6 +62,65 @@ class Sample(NamedTuple):
     at: float
     memory: int | None
     models: Mapping[str, tuple[float | None, ...]]
+
+
+class Event(NamedTuple):
+    """What has happened to a worker.
+
+    Attributes:
+        number: counts up from 1.
+        at: seconds since 1970.
+        model: name of the worker's model.
+        worker: its id.
+        what: "joined", "left", "died", "is gone" (left or died while nothing was read), or "took over 3 prompts".
+    """
+
+    number: int
+    at: float
+    model: str
+    worker: str
+    what: str
+
+
+class Events:
+    """Finds what has happened to the workers of a pool between two surveys of it."""
+
+    def __init__(self) -> None:
+        self.newest: deque[Event] = deque(maxlen=MAX_EVENTS)
+        self._count = 0
+        self._before: dict[tuple[str, str], dict[str, Any]] | None = None
+        self._before_at = 0.0
+
+    def note(self, at: float, models: Survey) -> None:
+        """Compare a survey with the one before; the first one has only workers that were there already."""
+        now = {(model["name"], worker["id"]): worker for model in models for worker in model["workers"]}
+        before, gap_s = self._before, at - self._before_at
+        self._before, self._before_at = now, at
+        if before is None:
+            return
+        for key, worker in before.items():
+            if key not in now:
+                self._add(at, key, _end_of(worker, gap_s))
+        for key, worker in now.items():
+            last = before.get(key, {"state": _LOADING})
+            if last["state"] == _LOADING != worker["state"]:
+                self._add(at, key, "joined")
+            claimed = int((number(worker, "claimed") or 0) - (number(last, "claimed") or 0))
+            if claimed > 0:
+                self._add(at, key, f"took over {claimed} prompt{'s' * (claimed > 1)}")
+
+    def _add(self, at: float, key: tuple[str, str], what: str) -> None:
+        self._count += 1
+        model, worker = (shortened(name, _MOST_TEXT) for name in key)
+        self.newest.append(Event(self._count, at, model, worker, what))
+
+
+def _end_of(worker: Mapping[str, Any], gap_s: float) -> str:
+    """How a worker has ended that was there before: one that leaves removes its heartbeat, that of others expires."""
+    unheard_s = (worker["silent_s"] or 0.0) + gap_s
+    if worker["state"] == "draining" or unheard_s < (number(worker, "lease_s") or 0.0):
+        return "left"
+    return "died" if worker["state"] == SILENT else "is gone"
 
 
 class History(NamedTuple):
@@ -90,6 +153,7 @@ class Feed:
         self._server = server
         self._keys = keys
         self._interval_s = interval_s
+        self._events = Events()
         self._samples: deque[Sample] = deque(maxlen=samples)
         self._changed = asyncio.Condition()
         self._frame: dict[str, Any] = {}
@@ -145,9 +209,10 @@ class Feed:
         try:
             models, memory = await look(redis, self._keys), await read_memory(redis)
             if self._watching:
-                adapters = await _read_adapters(redis, self._keys)
+                served = {model["name"]: model for model in await _read_served(redis, self._keys)}
                 for model in models:
-                    model["adapters"] = adapters.get(model["name"], [])
+                    model |= served.get(model["name"], {})
+            self._events.note(at, models)
             self._seen_at = at
         except (RedisError, OSError, LMPoolError) as error:
             trouble = str(self._server.explain(error))
@@ -161,19 +226,18 @@ class Feed:
             self._changed.notify_all()
 
     async def served(self) -> list[dict[str, Any]]:
-        """The models that can be asked, and their adapters, as they are now.
+        """The models that can be asked, and their adapters, as they are now; see `_read_served`.
 
         Raises:
             ServerError: the server cannot be used.
         """
         redis = self._server.client(reply_timeout_s=_PATIENCE_S)
         try:
-            adapters = await _read_adapters(redis, self._keys)
+            return await _read_served(redis, self._keys)
         except (RedisError, OSError) as error:
             raise self._server.explain(error) from error
         finally:
             await redis.aclose()
-        return [{"name": name, "adapters": served} for name, served in adapters.items()]
 
     def _told(self, at: float, models: Survey, memory: ServerMemory | None, trouble: str) -> dict[str, Any]:
         """What a page is sent: after trouble only what it is, and since when."""
@@ -185,6 +249,7 @@ class Feed:
             "server": _told_server(str(self._server)),
             "memory": None if memory is None else {**memory._asdict(), "doubt": memory.doubt() or ""},
             "models": [_told_model(model) for model in models],
+            "events": [event._asdict() for event in reversed(self._events.newest)],
         }
 
     async def history(self) -> History:
@@ -194,7 +259,7 @@ class Feed:
             self._encoding = asyncio.create_task(asyncio.to_thread(_encode_history, list(self._samples)))
         return await join_task(self._encoding)
 
-    async def frames(self) -> AsyncIterator[bytes]:
+    async def frames(self) -> AsyncGenerator[bytes, None]:
         """Frames as server-sent events, from the newest one on, until the service stops."""
         self._watching += 1
         seen = 0
@@ -239,15 +304,27 @@ def _encode_history(samples: Sequence[Sample]) -> History:
     return History(plain, gzip.compress(plain, _GZIP_LEVEL))
 
 
-async def _read_adapters(redis: Redis, keys: Keys) -> dict[str, list[tuple[str, str]]]:
-    """The models that are served, but for tries -> the names and revisions of their adapters."""
-    adapters = {}
+async def _read_served(redis: Redis, keys: Keys) -> list[dict[str, Any]]:
+    """The models that are served, except for tries.
+
+    Returns:
+        per model: its name; its adapters as names and revisions; and `trouble`, why these cannot be read, or "". Any
+        user who may write a model's adapters may write junk there, which must not hide other models.
+    """
+    served = []
     for name, info in (await Discovery(redis, keys).infos()).items():
-        if not info.is_trie:
+        if info.is_trie:
+            continue
+        adapters, trouble = list[tuple[str, str]](), ""
+        try:
             known = await AdapterRegistry(redis, keys.model(name), info.fingerprint).read()
-            served = sorted(known.adapters.items())
-            adapters[name] = [(adapter, shortened(state.revision, _MOST_TEXT)) for adapter, state in served]
-    return adapters
+            adapters = [
+                (adapter, shortened(state.revision, _MOST_TEXT)) for adapter, state in sorted(known.adapters.items())
+            ]
+        except ProtocolError as error:
+            trouble = shortened(str(error))
+        served.append({"name": name, "adapters": adapters, "trouble": trouble})
+    return served
 
 
 def _sample(at: float, models: Survey, memory: ServerMemory | None) -> Sample:
@@ -273,6 +350,7 @@ def _told_model(model: dict[str, Any]) -> dict[str, Any]:
         **shown,
         **told,
         "adapters": model.get("adapters", []),
+        "trouble": model.get("trouble", ""),
         "workers": [_told_worker(worker) for worker in model["workers"]],
     }
 

@@ -1,21 +1,39 @@
-"""Who may ask: the token, the cookie that it becomes, and what pages of other sites may not do."""
+"""Who may ask: the token, the sessions of browsers, and what pages of other sites may not do."""
 
 from __future__ import annotations
 
 import hashlib
 import hmac
 import ipaddress
+import secrets
+import time
+from collections import OrderedDict
 from collections.abc import Collection
 from http.cookies import CookieError, SimpleCookie
-from urllib.parse import parse_qsl, urlencode, urlsplit
+from urllib.parse import urlsplit
 
+import msgspec
 from starlette.datastructures import Headers, MutableHeaders
-from starlette.responses import PlainTextResponse, RedirectResponse, Response
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-HEALTH_PATHS = ("/healthz", "/readyz")
-"""What anybody may ask: probes have no token."""
+from lmpool.web.answers import Refused, answers, json_answer, read_body
 
+HEALTH_PATHS = ("/healthz", "/readyz")
+"""Paths that need no token: probes have none."""
+
+KEY_HEADER = "X-Lmpool-Key"
+"""Header in which a page sends the key of its session."""
+
+MAX_SESSIONS = 1000
+"""Browsers that are signed in at once; the one that signed in first is signed out for one more. Bounds the memory."""
+
+SESSION_S = 30 * 24 * 3600
+"""Seconds until a browser must sign in again."""
+
+_SESSION_PATH = "/api/session"
 _HEADERS = {
     "Content-Security-Policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self'; "
@@ -27,37 +45,163 @@ _HEADERS = {
     "X-Content-Type-Options": "nosniff",
 }
 _COOKIE = "lmpool-web"
-_COOKIE_S = 30 * 24 * 3600
-_HOW = "open the URL that `lmpool web` has printed last, or send Authorization: Bearer TOKEN"
+_HOW = "sign in on the page with the token of `lmpool web`, or send it as Authorization: Bearer TOKEN"
 _NO_TOKEN = f"a token is needed: {_HOW}"
 _WRONG_TOKEN = (
-    "the token is wrong: each start of `lmpool web` makes a new one, unless LMPOOL_WEB_TOKEN or --token says which; "
+    "the token is wrong: each start of `lmpool web` makes a new one, unless LMPOOL_WEB_TOKEN or --token sets it; "
     f"{_HOW}"
 )
-# What a cookie is made for, so that it is nothing else that the token may ever be the key of.
-_LABEL = b"lmpool web: cookie"
+_NOT_SIGNED_IN = f"this browser is not signed in, or was signed out: {_HOW}"
+_LINK_USED = (
+    "this address was used before: it signs in one browser, once. Type the token that `lmpool web` printed below the "
+    "address, or start `lmpool web` again"
+)
+_WRONG_LINK = (
+    "the token in this address signs no browser in: only the address that `lmpool web` printed at its last start does, "
+    "once. Type the token here; an address with it would stay in the browser's history"
+)
+
+
+def new_token() -> str:
+    """256 random bits in characters that a URL and a header accept."""
+    return secrets.token_urlsafe(32)
+
+
+class Sessions:
+    """The browsers that are signed in. They are kept in memory, so a restart of the service signs all of them out.
+
+    A session has two secrets, and each request needs both. No script reads the cookie (`HttpOnly`), but browsers send
+    it to every port of the host, where another program may collect it. The key is in the storage of the page's origin,
+    which other ports do not read, and the page sends it in a header.
+
+    Args:
+        token: the secret that signs browsers in and that programs send; "" to make one.
+
+    Attributes:
+        token: the secret.
+        is_own_token: whether it was made here, so that it must be shown to be known.
+        link_token: signs in one browser, once, as part of an address; "" when `is_own_token` is False.
+    """
+
+    def __init__(self, token: str = "") -> None:
+        self.is_own_token = not token
+        self.token = token or new_token()
+        self.link_token = new_token() if self.is_own_token else ""
+        self._used_link_token = ""
+        # Digest of the cookie -> digest of the key, and until when. Digests, because how long it takes to find one
+        # tells nothing of the secret.
+        self._open: OrderedDict[bytes, tuple[bytes, float]] = OrderedDict()
+
+    def begin(self, token: str = "", link_token: str = "") -> tuple[str, str]:
+        """Sign a browser in; returns its cookie and its key.
+
+        Args:
+            token: the token, as typed on the page.
+            link_token: the token in the address of the page. Only the unused link token will do: the browser's history
+                keeps addresses.
+
+        Raises:
+            Refused: neither will do.
+        """
+        if not link_token:
+            if not _is_equal(token, self.token):
+                raise Refused(401, _WRONG_TOKEN)
+        elif self._used_link_token and _is_equal(link_token, self._used_link_token):
+            raise Refused(401, _LINK_USED)
+        elif self.link_token and _is_equal(link_token, self.link_token):
+            self._used_link_token, self.link_token = self.link_token, ""
+        else:
+            raise Refused(401, _WRONG_LINK)
+        cookie, key = new_token(), new_token()
+        self._open[_digest(cookie)] = _digest(key), time.monotonic() + SESSION_S
+        while len(self._open) > MAX_SESSIONS:
+            self._open.popitem(last=False)
+        return cookie, key
+
+    def end(self, scope: Scope) -> None:
+        """Sign out the browser that sends a request."""
+        self._open.pop(_digest(_sent_cookie(scope)), None)
+
+    def end_all(self) -> None:
+        """Sign all browsers out."""
+        self._open.clear()
+
+    def is_program(self, scope: Scope) -> bool:
+        """Whether a request has the token in its Authorization header."""
+        scheme, _, bearer = Headers(scope=scope).get("authorization", "").partition(" ")
+        return scheme.lower() == "bearer" and _is_equal(bearer.strip(), self.token)
+
+    def is_allowed(self, scope: Scope) -> bool:
+        """Whether a request has the token, or both secrets of a session."""
+        if self.is_program(scope):
+            return True
+        key, until = self._open.get(_digest(_sent_cookie(scope)), (b"", 0.0))
+        shown = _digest(Headers(scope=scope).get(KEY_HEADER, ""))
+        return hmac.compare_digest(shown, key) and time.monotonic() < until
+
+    @property
+    def routes(self) -> list[Route]:
+        """`POST /api/session` signs in, `DELETE` signs out, and `DELETE /api/sessions` signs all browsers out."""
+        return [
+            Route(_SESSION_PATH, answers(self._sign_in), methods=["POST"]),
+            Route(_SESSION_PATH, answers(self._sign_out), methods=["DELETE"]),
+            Route("/api/sessions", answers(self._sign_all_out), methods=["DELETE"]),
+        ]
+
+    async def _sign_in(self, request: Request) -> Response:
+        shown = await read_body(request, SignIn)
+        cookie, key = self.begin(shown.token, shown.link_token)
+        self.end(request.scope)
+        response = json_answer({"key": key})
+        response.set_cookie(
+            _cookie_name(request.scope),
+            cookie,
+            max_age=SESSION_S,
+            httponly=True,
+            samesite="strict",
+            secure=_is_encrypted(request),
+        )
+        return response
+
+    async def _sign_out(self, request: Request) -> dict[str, str]:
+        self.end(request.scope)
+        return {}
+
+    async def _sign_all_out(self, _: Request) -> dict[str, str]:
+        self.end_all()
+        return {}
+
+
+class SignIn(msgspec.Struct, forbid_unknown_fields=True):
+    """The token, or the one in the address of the page."""
+
+    token: str = ""
+    link_token: str = ""
 
 
 class Guard:
-    """Lets those in who know the token, and gives every answer the headers that keep a browser strict.
+    """Refuses requests without a token or a session, and adds the headers that keep a browser strict.
 
-    A page of another site can have a browser send requests here, with its cookie. So what comes with a cookie must name
-    a host of ours (a name that somebody has pointed at this address is refused), and what changes anything, or makes
-    the pool work, must come from a page of ours. A Bearer token is nothing that a browser sends by itself: for it both
-    checks are left out, so probes and scalers may use whatever name they know the service by.
+    The files of the pages are public: they hold no data, and a browser needs them to sign in.
+
+    A page of another site can have a browser send requests here, with its cookie. So a request without the token must
+    name a host that is allowed (a name that another site has pointed at this address is refused), and one that changes
+    anything, or makes the pool work, must come from a page of this service. A browser sends no Bearer token by itself,
+    so probes and autoscalers may use any name of the service.
 
     Args:
-        app: what is guarded.
-        token: the token.
-        hosts: names by which browsers may call this service, beside IP addresses of its own machine.
+        app: the application to guard.
+        sessions: the token, and the browsers that are signed in.
+        public: paths of the pages' files.
+        hosts: names by which browsers may call this service, next to IP addresses.
     """
 
-    def __init__(self, app: ASGIApp, token: str, hosts: Collection[str] = ()) -> None:
+    def __init__(
+        self, app: ASGIApp, sessions: Sessions, public: Collection[str] = (), hosts: Collection[str] = ()
+    ) -> None:
         self._app = app
-        self._token = token.encode()
-        # Whoever reads a cookie, in a browser's files or a proxy's log, has no token for programs; and a new token ends
-        # all cookies of the old one.
-        self._cookie = hmac.digest(self._token, _LABEL, hashlib.sha256).hex()
+        self._sessions = sessions
+        self._public = frozenset(public)
         self._hosts = frozenset({"localhost", *(host.lower() for host in hosts)})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -77,55 +221,53 @@ class Guard:
         await (refusal or self._app)(scope, receive, send_strictly)
 
     def _refuse(self, scope: Scope) -> Response | None:
-        """The answer to a request that goes no further; None for one that does."""
-        headers = Headers(scope=scope)
-        scheme, _, bearer = headers.get("authorization", "").partition(" ")
-        if scheme.lower() == "bearer" and self._is_token(bearer.strip()):
+        """The response to a request that is refused; None for one that is allowed."""
+        if self._sessions.is_program(scope):
             return None
+        headers, is_reading = Headers(scope=scope), scope["method"] in ("GET", "HEAD")
         if not self._is_ours(headers.get("host", "")):
             text = "this service is not called by that name: start it with --allow-host NAME to have it answer"
             return PlainTextResponse(text, 421)
-        asked = parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True)
-        if any(name == "token" and self._is_token(value) for name, value in asked):
-            return self._with_cookie(scope, [pair for pair in asked if pair[0] != "token"])
-        has_token = scheme.lower() == "bearer" or any(name == "token" for name, _ in asked)
-        shown = _cookie(headers.get("cookie", ""), _cookie_name(scope))
-        if not hmac.compare_digest(shown.encode("utf-8", "surrogatepass"), self._cookie.encode()):
-            text = _WRONG_TOKEN if has_token or shown else _NO_TOKEN
+        is_signing_in = scope["path"] == _SESSION_PATH and scope["method"] == "POST"
+        is_public = is_signing_in or (is_reading and scope["path"] in self._public)
+        if not is_public and not self._sessions.is_allowed(scope):
+            text = _NOT_SIGNED_IN if _sent_cookie(scope) else _WRONG_TOKEN if "authorization" in headers else _NO_TOKEN
             return PlainTextResponse(text, 401, {"WWW-Authenticate": "Bearer"})
-        if scope["method"] not in ("GET", "HEAD") and not _is_same_origin(headers):
+        if not is_reading and not _is_same_origin(headers):
             return PlainTextResponse("this must come from a page of this service", 403)
         return None
-
-    def _is_token(self, text: str) -> bool:
-        return hmac.compare_digest(text.encode("utf-8", "surrogatepass"), self._token)
 
     def _is_ours(self, host: str) -> bool:
         name, _ = _host_and_port(host)
         if name in self._hosts:
             return True
         try:
-            # No name, so nobody's to point elsewhere.
+            # An address is no name that another site could point here.
             ipaddress.ip_address(name)
         except ValueError:
             return False
         return True
 
-    def _with_cookie(self, scope: Scope, left: list[tuple[str, str]]) -> Response:
-        """To the same address without the token, which is not to stay in the history or in a picture of the screen."""
-        query = f"?{urlencode(left)}" if left else ""
-        # Only the last part of the path: a whole one that begins with two slashes would be another host.
-        name = scope["path"].rpartition("/")[2]
-        response = RedirectResponse(f"./{name}{query}", 303)
-        response.set_cookie(
-            _cookie_name(scope),
-            self._cookie,
-            max_age=_COOKIE_S,
-            httponly=True,
-            samesite="strict",
-            secure=scope["scheme"] == "https",
-        )
-        return response
+
+def _is_equal(shown: str, secret: str) -> bool:
+    return hmac.compare_digest(shown.encode("utf-8", "surrogatepass"), secret.encode())
+
+
+def _digest(secret: str) -> bytes:
+    return hashlib.sha256(secret.encode("utf-8", "surrogatepass")).digest()
+
+
+def _sent_cookie(scope: Scope) -> str:
+    return _cookie(Headers(scope=scope).get("cookie", ""), _cookie_name(scope))
+
+
+def _is_encrypted(request: Request) -> bool:
+    """Whether the browser speaks TLS, to this service or to a proxy that says so.
+
+    The header is believed from any client: a false one costs its sender only the use of its own cookie.
+    """
+    forwarded = request.headers.get("x-forwarded-proto", "").partition(",")[0].strip().lower()
+    return request.url.scheme == "https" or forwarded == "https"
 
 
 def _cookie_name(scope: Scope) -> str:

@@ -2,18 +2,35 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import os
+import resource
 import socket
 from collections.abc import Callable
 from types import FrameType
+from typing import Any
 
 import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from lmpool.cli import INTERRUPTED
 from lmpool.errors import SettingsError
 from lmpool.web.app import Service, WebSettings, web_service
+from lmpool.web.guard import Sessions
 
+MAX_CONNECTIONS = 512
+"""Connections that are open at once: twice as many as pages may watch. Bounds memory and descriptors."""
+
+REQUEST_S = 20.0
+"""Seconds in which a whole request must arrive after the connection was opened or the last response was sent: the
+largest one at 13 kB/s."""
+
+RESPONSE_S = 300.0
+"""Seconds in which a response must be sent, except the stream of a page: the largest history at 12 kB/s."""
+
+_STREAM_PATH = "/api/stream"
+# Seconds that open requests get when the service stops.
 _GRACE_S = 2
 
 
@@ -24,7 +41,7 @@ def serve(settings: WebSettings, host: str, port: int, tell: Callable[[str], Non
         settings: what the service is told.
         host: address to listen at.
         port: port to listen at; 0 for any that is free.
-        tell: is told the URL, token included, once it can be asked.
+        tell: called with each line that says where the pool is shown and how to sign in, once the port is open.
 
     Raises:
         SettingsError: nobody can listen there.
@@ -38,6 +55,7 @@ def serve(settings: WebSettings, host: str, port: int, tell: Callable[[str], Non
     service = web_service(settings)
     config = uvicorn.Config(
         service.app,
+        http=_Connection,
         # Addresses have tokens in them: none goes into a log.
         access_log=False,
         ws="none",
@@ -47,8 +65,19 @@ def serve(settings: WebSettings, host: str, port: int, tell: Callable[[str], Non
     )
     name = {"0.0.0.0": "localhost", "::": "localhost"}.get(host, f"[{host}]" if ":" in host else host)
     with listening:
-        tell(f"http://{name}:{listening.getsockname()[1]}/?token={settings.token}")
+        for line in _shown_at(f"http://{name}:{listening.getsockname()[1]}/", service.sessions):
+            tell(line)
         _Server(config, service).run(sockets=[listening])
+
+
+def _shown_at(url: str, sessions: Sessions) -> list[str]:
+    """Where the pool is shown, and how to sign in. A token that was set stays out: logs of containers keep this."""
+    if not sessions.is_own_token:
+        return [f"the pool is shown at {url} : sign in with the token of LMPOOL_WEB_TOKEN or --token"]
+    return [
+        f"the pool is shown at {url}?token={sessions.link_token} (this address signs in one browser, once)",
+        f"other browsers sign in at {url} with the token {sessions.token}",
+    ]
 
 
 def _why(error: OSError | OverflowError) -> str:
@@ -62,6 +91,66 @@ def _why(error: OSError | OverflowError) -> str:
         )
     is_about_name = isinstance(error, socket.gaierror)
     return str(error.strerror) if is_about_name else os.strerror(error.errno)
+
+
+def _connection_limit() -> int:
+    """Connections that this process accepts: half of its descriptors remain for Redis and for files."""
+    descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return MAX_CONNECTIONS if descriptors < 0 else min(MAX_CONNECTIONS, descriptors // 2)
+
+
+class _Connection(H11Protocol):
+    """A connection that must send its requests and take its responses in time.
+
+    Nobody needs a token to open a connection. So when there are too many, the one is closed that has been without a
+    whole request for the longest time: a browser sends a request as soon as it has connected.
+    """
+
+    # Those without a whole request, the oldest first. A process has one server.
+    _idle: dict[_Connection, None] = {}  # noqa: RUF012
+    _limit = _connection_limit()
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Make room for the connection, or close it at once where all others are busy."""
+        super().connection_made(transport)
+        if len(self.connections) > self._limit:
+            oldest = next(iter(self._idle), self)
+            self._idle.pop(oldest, None)
+            oldest.transport.abort()
+        self._await_request()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """As uvicorn's."""
+        self._idle.pop(self, None)
+        self._end_in(None)
+        super().connection_lost(exc)
+
+    def handle_events(self) -> None:
+        """As uvicorn's; a request that has arrived whole may take its time."""
+        super().handle_events()
+        if self in self._idle and self.cycle and not self.cycle.more_body and not self.cycle.response_complete:
+            del self._idle[self]
+            self._end_in(None if self.scope["path"].endswith(_STREAM_PATH) else RESPONSE_S)
+
+    def on_response_complete(self) -> None:
+        """As uvicorn's; the next request must arrive in time as the first."""
+        self._await_request()
+        super().on_response_complete()
+
+    def _await_request(self) -> None:
+        self._idle.pop(self, None)
+        self._idle[self] = None
+        self._end_in(REQUEST_S)
+
+    def _end_in(self, seconds: float | None) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        # Not closed: that would wait for the other side to read what was sent.
+        self._timer = None if seconds is None else self.loop.call_later(seconds, self.transport.abort)
 
 
 class _Server(uvicorn.Server):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import signal
 import socket
@@ -10,6 +11,7 @@ import struct
 import sys
 import threading
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +26,12 @@ from lmpool.protocol.job import Job
 from lmpool.protocol.keys import JOB_FIELD
 from lmpool.protocol.row import Encoding, encoded_size
 from lmpool.workers.backend.contract import BackendStats
+from lmpool.workers.metrics import prometheus
 from lmpool.workers.metrics.counters import Counters
 from lmpool.workers.metrics.prometheus import Health, Snapshot, WorkerCollector
 from lmpool.workers.settings import WorkerSettings
 from tests.support.gate import Gate
-from tests.support.pool import DEADLINE_S, Pool, V, WorkerProcess, until, until_async
+from tests.support.pool import DEADLINE_S, Pool, V, WorkerProcess, open_sockets, until, until_async
 from tests.support.scrape import free_port, get, scrape
 
 
@@ -280,6 +283,74 @@ def test_who_gives_up_a_request_leaves_nothing_in_the_log(pool: Pool) -> None:
     assert urllib.request.urlopen(f"http://127.0.0.1:{port}/healthz", timeout=DEADLINE_S).status == 200
     worker.end()
     assert all(json.loads(line) for line in worker.text.splitlines())
+
+
+@contextlib.contextmanager
+def monitored(port: int) -> Iterator[None]:
+    """The port of a worker that is ready, in this process."""
+    health = Health(DEADLINE_S, DEADLINE_S)
+    health.state = "ready"
+    snapshot = Snapshot("m", "w", True, 0, 0.0, BackendStats(), Counters())
+    with prometheus.monitoring(WorkerSettings(metrics_port=port), lambda: snapshot, health):
+        yield
+
+
+def test_connections_without_a_request_take_neither_the_port_nor_the_descriptors() -> None:
+    port, count, before = free_port(), 4 * prometheus.MAX_CONNECTIONS, open_sockets()
+    with monitored(port), contextlib.ExitStack() as stack:
+        for _ in range(count):
+            connection = stack.enter_context(socket.create_connection(("127.0.0.1", port), DEADLINE_S))
+            connection.sendall(b"GET /me")
+        assert is_like(port, "/healthz", 200, "ok")
+        assert is_like(port, "/readyz", 200, "ok")
+        assert "lmpool_worker_info" in scrape(port).kinds
+        # One that listens, and the two ends of the loop's own pipe.
+        assert open_sockets() - before - count <= prometheus.MAX_CONNECTIONS + 3
+
+
+def test_who_sends_a_request_byte_by_byte_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prometheus, "REQUEST_S", 0.2)
+    port = free_port()
+    with monitored(port), socket.create_connection(("127.0.0.1", port), DEADLINE_S) as connection:
+
+        def is_cut_off() -> bool:
+            try:
+                connection.sendall(b"x")
+            except OSError:
+                return True
+            return False
+
+        until(is_cut_off, "the worker closes the connection")
+
+
+@pytest.mark.parametrize(
+    ("request_", "status"),
+    [
+        (b"HEAD /healthz HTTP/1.1\r\n\r\n", b"200 OK"),
+        (b"GET /healthz?x=1 HTTP/1.0\r\nAccept: text/plain\r\n\r\n", b"200 OK"),
+        (b"POST /healthz HTTP/1.1\r\n\r\n", b"405 Method Not Allowed"),
+        (b"\xff\r\n\r\n", b"405 Method Not Allowed"),
+        (b"GET\r\n:\r\nno colon\r\n\r\n", b"404 Not Found"),
+    ],
+)
+def test_a_request_is_answered_whatever_it_looks_like(request_: bytes, status: bytes) -> None:
+    port = free_port()
+    with monitored(port), socket.create_connection(("127.0.0.1", port), DEADLINE_S) as connection:
+        connection.sendall(request_)
+        answer = connection.makefile("rb").read()
+    assert answer.startswith(b"HTTP/1.1 " + status + b"\r\n")
+    assert answer.endswith(b"\r\n\r\n") == request_.startswith(b"HEAD")
+
+
+def test_a_head_without_end_is_not_read(caplog: pytest.LogCaptureFixture) -> None:
+    port = free_port()
+    with monitored(port), socket.create_connection(("127.0.0.1", port), DEADLINE_S) as connection:
+        with contextlib.suppress(ConnectionError):
+            connection.sendall(b"GET /healthz HTTP/1.1\r\nX: " + b"y" * 2**20)
+        with contextlib.suppress(ConnectionError):
+            assert connection.recv(1) == b""
+        assert is_like(port, "/healthz", 200, "ok")
+    assert caplog.records == []
 
 
 def test_malformed_monitor_settings_are_refused_by_name() -> None:

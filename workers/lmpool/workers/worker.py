@@ -490,6 +490,7 @@ class Worker:
             "failures": serving.dispatcher.failures,
             "homed": self._counters.homed,
             "stolen": self._counters.stolen,
+            "claimed": self._counters.claimed,
             **({"shared": self._counters.shared} if self._counters.shared_bytes else {}),
             **self._delta.since_heartbeat(stats),
             **({} if serving.info.is_trie else serving.adapters.heartbeat_fields()),

@@ -40,6 +40,13 @@ Once = Annotated[bool, typer.Option("--once", help="Look once and end.")]
 WHOLE = 1_000_000
 """`Column.least` of names that stay in one line as long as there is room for them."""
 
+SILENT = "silent"
+"""State of a worker whose last two heartbeats are missing: it may have been killed."""
+
+# Of a lease: two heartbeats, of which a worker sends five in a lease.
+_SILENT_SHARE = 2 / 5
+# Fields of a heartbeat about the interval before it, which say nothing of a silent worker.
+_INTERVAL_FIELDS = ("rows_per_s", "batch", "p50_s", "p99_s")
 _FRAME, _PADDING = 1, 3
 _PATIENCE_S = 5.0
 _NUMBER = re.compile(r"-?\d{1,15}(\.\d+)?(e[+-]?\d{1,2})?")
@@ -135,6 +142,8 @@ async def look(redis: Redis, keys: Keys) -> Survey:
         serving = [*await discovery.workers(name), *loading]
         workers = [worker for worker in serving if worker.fields.get("model") == name]
         silences, lanes = await discovery.silences(workers), await read_lanes(redis, keys.model(name))
+        shown = [_shown(worker, silences.get(worker.worker_id), lanes.get(worker.worker_id)) for worker in workers]
+        speaking = [worker for worker, told in zip(workers, shown, strict=True) if told["state"] != SILENT]
         models.append(
             {
                 "name": name,
@@ -142,19 +151,20 @@ async def look(redis: Redis, keys: Keys) -> Survey:
                 "queued": queue.depth,
                 "age_s": queue.age_s,
                 "dead": queue.dead,
-                **_totals(workers),
-                "workers": [
-                    {
-                        "id": worker.worker_id,
-                        **_typed(worker.fields),
-                        "lane": lanes.get(worker.worker_id),
-                        "silent_s": silences.get(worker.worker_id),
-                    }
-                    for worker in workers
-                ],
+                **_totals(speaking),
+                "workers": shown,
             }
         )
     return models
+
+
+def _shown(worker: WorkerInfo, silent_s: float | None, lane: int | None) -> dict[str, Any]:
+    """What is shown of a worker; one that is silent has a state of its own and no rates."""
+    told = {"id": worker.worker_id, "state": None, **_typed(worker.fields), "lane": lane, "silent_s": silent_s}
+    lease_s = number(worker.fields, "lease_s")
+    if silent_s is not None and lease_s is not None and silent_s > _SILENT_SHARE * lease_s:
+        told |= {"state": SILENT, **dict.fromkeys(_INTERVAL_FIELDS)}
+    return told
 
 
 def _totals(workers: Iterable[WorkerInfo]) -> dict[str, float | None]:

@@ -5,6 +5,7 @@ import { bytes, count, cut, rate, seconds } from "./dom.js";
 const HOUR = 3600;
 const LEAST_SPAN_S = 120;
 const MOST_LINES = 8;
+const LEAST_GAP_S = 5;
 const MOST_PAUSE_S = 5;
 const PIXELS = 250;
 const COLOURS = ["--c1", "--c2", "--c3", "--c4", "--c5", "--c6", "--c7", "--c8"];
@@ -19,22 +20,47 @@ const CHARTS = {
   memory: { fields: null, written: bytes },
 };
 
+// Columns with a missing value wherever samples are missing, so that no line is drawn across that time: the page was cut
+// off, or the service stood still. The service may take samples seldom, so a gap is much longer than the pause before it.
+export function withGaps([at, ...columns]) {
+  const isGap = (i) => i > 0 && at[i] - at[i - 1] > Math.max(LEAST_GAP_S, 3 * (at[i - 1] - (at[i - 2] ?? at[i - 1])));
+  const gaps = at.map((_, i) => i).filter(isGap);
+  if (!gaps.length) return [at, ...columns];
+  const insert = (column, value) => {
+    const parts = gaps.map((gap, i) => [...column.slice(gaps[i - 1] ?? 0, gap), value(gap)]);
+    return [...parts.flat(), ...column.slice(gaps.at(-1))];
+  };
+  return [insert(at, (gap) => (at[gap - 1] + at[gap]) / 2), ...columns.map((column) => insert(column, () => null))];
+}
+
+const nothing = (length) => new Array(length).fill(null);
+
 export class Charts {
   // history: what api/history has answered.
   constructor(history) {
-    this.at = history.at;
-    this.memory = history.memory;
+    this.at = [];
+    this.memory = [];
     this.models = new Map();
-    for (const [name, columns] of Object.entries(history.models)) {
-      this.models.set(name, Object.fromEntries(history.series.map((field, i) => [field, [...columns[i]]])));
-    }
-    this.series = history.series;
+    this.load(history);
     this.plots = new Map();
     this.drawn = "";
     this.drawnAt = 0;
     const again = () => { this.drawn = ""; this.draw(); };
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", again);
     addEventListener("resize", () => this.resize());
+  }
+
+  // Take the samples of the service, after those from before its first one.
+  load(history) {
+    this.series = history.series;
+    const kept = this.at.filter((at) => at < (history.at[0] ?? Infinity)).length;
+    const after = (old, fresh) => [...(old?.slice(0, kept) ?? nothing(kept)), ...(fresh ?? nothing(history.at.length))];
+    const names = new Set([...this.models.keys(), ...Object.keys(history.models)]);
+    this.models = new Map([...names].map((name) => [name, Object.fromEntries(this.series.map((field, i) =>
+      [field, after(this.models.get(name)?.[field], Object.hasOwn(history.models, name) ? history.models[name][i] : null)]))]));
+    this.memory = after(this.memory, history.memory);
+    this.at = after(this.at, history.at);
+    while (this.at.length > HOUR) this.forgetOldest();
   }
 
   add(frame) {
@@ -44,8 +70,7 @@ export class Charts {
     const models = new Map((frame.models ?? []).map((model) => [model.name, model]));
     for (const name of models.keys()) {
       if (!this.models.has(name)) {
-        const empty = () => new Array(this.at.length - 1).fill(null);
-        this.models.set(name, Object.fromEntries(this.series.map((field) => [field, empty()])));
+        this.models.set(name, Object.fromEntries(this.series.map((field) => [field, nothing(this.at.length - 1)])));
       }
     }
     for (const [name, columns] of this.models) {
@@ -77,8 +102,8 @@ export class Charts {
   }
 
   data(chart, names) {
-    if (!chart.fields) return [this.at, this.memory];
-    return [this.at, ...names.flatMap((name) => chart.fields.map(([field]) => this.models.get(name)[field]))];
+    if (!chart.fields) return withGaps([this.at, this.memory]);
+    return withGaps([this.at, ...names.flatMap((name) => chart.fields.map(([field]) => this.models.get(name)[field]))]);
   }
 
   plot(kind, chart, names) {
@@ -106,7 +131,8 @@ export class Charts {
         x: { range: (plot, first, last) => [Math.max(Math.min(first, last - LEAST_SPAN_S), last - HOUR), last] },
         y: { range: (plot, low, high) => [0, high > 0 ? high * 1.1 : 1] },
       },
-      legend: { show: lines.length > 1 },
+      // A swatch is a piece of the line: p50 and p99 of a model have one colour.
+      legend: { show: lines.length > 1, markers: { dash: (plot, index) => (plot.series[index].dash ? "dashed" : "solid") } },
       cursor: { y: false, sync: { key: "pool" } },
     }, this.data(chart, names), place);
   }

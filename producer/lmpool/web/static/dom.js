@@ -1,4 +1,4 @@
-// Elements, numbers for people, tables that are updated in place, and requests.
+// Elements, numbers for people, tables that are updated in place, signing in, and requests.
 //
 // Names and prompts are written by others: texts enter a page as text nodes only, never as markup.
 
@@ -63,7 +63,8 @@ export const cut = (text, most = 80) => (text.length > most ? `${text.slice(0, m
 
 // A table whose rows stay the same elements as long as their keys do: focus, selection and scrolling survive updates.
 //
-// columns: {title, text(row) or node(row), wide: left out on small screens, left: aligned left, title_of(row)}
+// columns: {title, help: what the title means, text(row) or node(row), wide: left out on small screens, left: aligned left,
+// long: aligned left and may break anywhere, title_of(row)}
 export class Table {
   constructor(table, columns, keyOf) {
     this.columns = columns;
@@ -71,7 +72,7 @@ export class Table {
     this.rows = new Map();
     this.body = el("tbody");
     table.append(el("thead", {}, el("tr", {}, ...columns.map((column) =>
-      el("th", { scope: "col", class: classOf(column) }, column.title)))), this.body);
+      el("th", { scope: "col", class: classOf(column), title: column.help }, column.title)))), this.body);
   }
 
   update(items) {
@@ -109,20 +110,104 @@ export class Table {
   }
 }
 
-const classOf = (column) => [column.wide && "wide", column.left && "left"].filter(Boolean).join(" ") || null;
+const classOf = (column) => ["wide", "left", "long"].filter((name) => column[name]).join(" ") || null;
 
-// Requests: the JSON of an answer, or an Error with what it says.
+// What the titles of a table mean, to be opened: a title's tooltip cannot be seen on a phone.
+export function legendOf(columns) {
+  return el("details", { class: "soft note" }, el("summary", {}, "What the columns mean"),
+    el("dl", {}, ...columns.filter((column) => column.help).flatMap((column) => [
+      el("dt", {}, column.title), el("dd", {}, column.help)])));
+}
 
-export async function ask(path, body) {
-  const options = body === undefined ? {} : {
-    method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(body),
-  };
-  let response;
+// Sessions. A browser signs in with a token and is given a cookie, which no script reads, and a key, which other ports
+// of this host do not read. Each request needs both.
+
+const KEY_NAME = `lmpool-key ${new URL(".", location.href).pathname}`;
+const RETRY_MS = 1000;
+
+async function fetchOurs(path, options = {}) {
+  const headers = { "X-Lmpool-Key": localStorage.getItem(KEY_NAME) ?? "", ...options.headers };
   try {
-    response = await fetch(path, options);
+    return await fetch(path, { ...options, headers });
   } catch {
     throw new Error("lmpool web does not answer: has it ended?");
   }
+}
+
+async function beginSession(secret) {
+  const response = await fetchOurs("api/session", {
+    method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(secret),
+  });
+  const answer = await readAnswer(response);
+  localStorage.setItem(KEY_NAME, answer.key);
+}
+
+// The address that lmpool web prints signs in once. Its token leaves the address bar before anything else happens.
+const address = new URL(location.href);
+const linkToken = address.searchParams.get("token");
+let linkTrouble = "";
+let linked = Promise.resolve();
+if (linkToken !== null) {
+  address.searchParams.delete("token");
+  history.replaceState(history.state, "", address);
+  linked = beginSession({ link_token: linkToken }).catch((error) => { linkTrouble = error.message; });
+}
+
+let signingIn = null;
+
+// Ask for the token in a dialog; all requests that are refused meanwhile wait for the same one.
+function signIn(why) {
+  signingIn ??= new Promise((resolve) => {
+    // Who has never signed in here knows why the token is asked for.
+    const said = el("p", { class: "said", role: "alert" }, linkTrouble || (localStorage.getItem(KEY_NAME) ? why : ""));
+    const field = el("input", { type: "password", name: "token", autocomplete: "off", required: true, autofocus: true });
+    const form = el("form", {}, el("h2", {}, "Sign in"),
+      el("p", { class: "soft" }, "with the token that ", el("code", {}, "lmpool web"), " has printed, or that was set by ",
+        el("code", {}, "LMPOOL_WEB_TOKEN"), " or ", el("code", {}, "--token"), "."),
+      el("label", {}, "Token ", field), said, el("button", { type: "submit", class: "main" }, "Sign in"));
+    const dialog = el("dialog", { id: "sign-in", "aria-label": "Sign in" }, form);
+    dialog.addEventListener("cancel", (event) => event.preventDefault());
+    form.addEventListener("submit", async (event) => {
+      event.preventDefault();
+      try {
+        await beginSession({ token: field.value.trim() });
+        dialog.remove();
+        signingIn = null;
+        linkTrouble = "";
+        resolve();
+      } catch (error) {
+        setText(said, error.message);
+        field.select();
+      }
+    });
+    document.body.append(dialog);
+    dialog.showModal();
+  });
+  return signingIn;
+}
+
+async function request(path, options) {
+  await linked;
+  for (;;) {
+    const response = await fetchOurs(path, options);
+    if (response.status !== 401) return response;
+    await signIn(cut(await response.text(), 300));
+  }
+}
+
+function signOutBy(id, path) {
+  byId(id)?.addEventListener("click", async () => {
+    await request(path, { method: "DELETE" });
+    localStorage.removeItem(KEY_NAME);
+    location.reload();
+  });
+}
+signOutBy("sign-out", "api/session");
+signOutBy("sign-out-all", "api/sessions");
+
+// Requests: the JSON of an answer, or an Error with what it says.
+
+async function readAnswer(response) {
   const text = await response.text();
   let answer = null;
   try {
@@ -132,4 +217,35 @@ export async function ask(path, body) {
   }
   if (!response.ok) throw new Error(answer?.error ?? cut(text, 300) ?? response.statusText);
   return answer;
+}
+
+export async function ask(path, body) {
+  const options = body === undefined ? {} : {
+    method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(body),
+  };
+  return readAnswer(await request(path, options));
+}
+
+// Server-sent events by fetch, for an EventSource sends no key. Goes on until the page is closed.
+export async function watch(path, onMessage, onLost) {
+  for (;;) {
+    try {
+      const reader = (await okay(await request(path))).body.pipeThrough(new TextDecoderStream()).getReader();
+      let unread = "";
+      for (let part = await reader.read(); !part.done; part = await reader.read()) {
+        const events = (unread + part.value).split("\n\n");
+        unread = events.pop();
+        // An error of the page itself is not a lost connection.
+        for (const event of events) queueMicrotask(() => onMessage(JSON.parse(event.replace(/^data: /, ""))));
+      }
+    } catch (error) {
+      onLost(error.message);
+    }
+    await new Promise((resolve) => { setTimeout(resolve, RETRY_MS); });
+  }
+}
+
+async function okay(response) {
+  if (!response.ok) await readAnswer(response);
+  return response;
 }

@@ -90,11 +90,12 @@ function fillText(answer) {
   byId("text").value = byId("are-ids").checked ? answer.ids.join(", ") : answer.text;
 }
 
-// While they are typed, settings have values that nobody wants: wait until they rest.
+const settings = () => ({ temperature: byId("temperature").valueAsNumber, topP: byId("top-p").valueAsNumber });
+
+// While they are typed, settings have values that are not meant: wait until the typing pauses.
 let resting = 0;
 function settle() {
   clearTimeout(resting);
-  const settings = () => ({ temperature: byId("temperature").valueAsNumber, topP: byId("top-p").valueAsNumber });
   resting = setTimeout(() => (wrongSetting() ? say(wrongSetting()) : go(settings(), { isStep: false })), 200);
 }
 
@@ -114,9 +115,10 @@ async function details() {
 
 function submit(event) {
   event?.preventDefault();
-  const text = byId("text").value;
-  const chosen = { model: byId("model").value, beside: byId("beside").value, at: null, under: "" };
+  clearTimeout(resting);
   if (wrongSetting()) return say(wrongSetting());
+  const text = byId("text").value;
+  const chosen = { model: byId("model").value, beside: byId("beside").value, at: null, under: "", ...settings() };
   if (!text) return say("Type a text.");
   if (!byId("are-ids").checked) return go({ ...chosen, text, ids: null });
   const ids = readIds(text);

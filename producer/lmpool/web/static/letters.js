@@ -44,11 +44,11 @@ export class Letters {
     return [
       { title: "given up", left: true, text: (letter) => letter.given_up },
       { title: "error", left: true, text: (letter) => letter.error },
-      { title: "reason", left: true, text: (letter) => cut(letter.reason || letter.fault, 120),
+      { title: "reason", long: true, text: (letter) => cut(letter.reason || letter.fault, 120),
         title_of: (letter) => letter.reason || letter.fault },
       { title: "tokens", wide: true, text: (letter) => count(letter.tokens) },
-      { title: "asked for", left: true, wide: true, text: (letter) => cut(letter.asked, 60) },
-      { title: "adapter", left: true, wide: true, text: (letter) => cut(letter.adapter, 40) },
+      { title: "asked for", long: true, wide: true, text: (letter) => cut(letter.asked, 60) },
+      { title: "adapter", long: true, wide: true, text: (letter) => cut(letter.adapter, 40) },
       { title: "", left: true, node: (letter) => this.buttons(model, letter) },
     ];
   }

@@ -36,11 +36,12 @@ export class Pane {
     this.element = el("section", { class: "pane", "aria-label": cut(name) },
       el("h2", { dir: "auto" }, cut(name), " ", this.bits), this.said, this.tokens, this.popup,
       el("div", { class: "details" }, this.row, this.trie));
-    this.element.addEventListener("mouseleave", () => this.hide());
+    // Of mice alone: browsers tell of a mouse that enters and leaves after each tap of a finger, too.
+    this.element.addEventListener("pointerleave", (event) => { if (event.pointerType === "mouse") this.hide(); });
     // From a token to its list the pointer may cross what is between them.
-    this.element.addEventListener("mouseover", (event) => {
+    this.element.addEventListener("pointerover", (event) => {
       clearTimeout(this.leaving);
-      if (!event.target.closest(".token, .popup")) this.leaving = setTimeout(() => this.hide(), LEAVING_MS);
+      if (event.pointerType === "mouse" && !event.target.closest(".token, .popup")) this.leaving = setTimeout(() => this.hide(), LEAVING_MS);
     });
     this.element.addEventListener("focusout", (event) => {
       if (!this.element.contains(event.relatedTarget)) this.hide();
@@ -70,15 +71,25 @@ export class Pane {
     const scored = tokens.filter((token) => token.logprob != null);
     const bits = -scored.reduce((total, token) => total + token.logprob, 0) / Math.LN2;
     setText(this.bits, scored.length ? `${count(tokens.length)} tokens, ${(bits / scored.length).toFixed(2)} bits each` : "");
-    const buttons = tokens.map((token, i) => el("button", {
-      type: "button", class: `token s${level(token.logprob)}`, "aria-label": `${visible(token.text)}, ${told(token.logprob)}`,
+    // No button elements: browsers show the text of one as a block, which no line of the text goes through.
+    const buttons = tokens.map((token) => el("span", {
+      role: "button", class: `token s${level(token.logprob)}`, "aria-label": `${visible(token.text)}, ${told(token.logprob)}`,
     }, inText(token.text)));
-    buttons.push(el("button", { type: "button", class: "token next", "aria-label": "the next token" }, "…"));
+    buttons.push(el("span", { role: "button", class: "token next", "aria-label": "the next token" }, "…"));
     buttons.forEach((button, i) => {
-      button.addEventListener("mouseenter", () => this.open(i));
+      let isTouched = false;
+      let wasOpen = false;
+      button.addEventListener("pointerdown", (event) => {
+        isTouched = event.pointerType !== "mouse";
+        wasOpen = this.at === i;
+      });
+      button.addEventListener("pointerenter", (event) => { if (event.pointerType === "mouse") this.open(i); });
       button.addEventListener("focus", () => this.open(i));
       button.addEventListener("click", () => {
-        this.hide(); // It would lie over what the click opens.
+        // By mouse the list was open before the click, and would lie over what the click opens. A finger does not hover:
+        // its first tap opens the list, its second one closes it.
+        if (isTouched && !wasOpen) this.open(i);
+        else this.hide();
         this.page.select(i, "");
       });
       // One stop for Tab; arrows go on from there.
@@ -113,7 +124,7 @@ export class Pane {
     if (!listed.length) this.popup.append(el("p", { class: "soft" }, "nothing comes before it"));
     this.popup.hidden = false;
     // By the script's own access to styles, which the page's policy allows.
-    const [place, box] = [button.getBoundingClientRect(), this.element.getBoundingClientRect()];
+    const [place, box] = [[...button.getClientRects()].at(-1), this.element.getBoundingClientRect()];
     const left = Math.max(0, Math.min(place.left - box.left, box.width - this.popup.offsetWidth));
     this.popup.style.left = `${left}px`;
     this.popup.style.top = `${place.bottom - box.top}px`;
@@ -138,6 +149,8 @@ export class Pane {
     if (to !== undefined && buttons[to]) {
       buttons.forEach((button, i) => { button.tabIndex = i === to ? 0 : -1; });
       buttons[to].focus();
+    } else if (event.key === "Enter" || event.key === " ") {
+      buttons[at]?.click();
     } else if (event.key === "ArrowDown") {
       this.open(at);
       this.popup.querySelector("button")?.focus();
@@ -171,7 +184,7 @@ export class Pane {
     if (at == null || !ids.length) return;
     const prompt = { ...this.chosen, ids };
     await Promise.all([
-      this.showRow(ask("api/row", { ...prompt, temperature, top_p: topP })),
+      this.showRow(ask("api/row", { ...prompt, temperature, top_p: topP, token: this.answer.ids[at] ?? null })),
       this.showTrie(ask("api/trie", { ...prompt, under }), at, under),
     ]);
   }
@@ -187,8 +200,11 @@ export class Pane {
           `${row.entropy[0].toFixed(2)} bits before, ${row.entropy[1].toFixed(2)} after`),
         el("table", {}, el("thead", {}, el("tr", {}, ...["token", "before", "", "after", ""].map((title, i) =>
           el("th", { scope: "col", class: i % 2 === 0 ? "left" : null }, title)))),
-        el("tbody", {}, ...row.tokens.map(([, text, before, after]) => el("tr", { class: after ? null : "out" },
-          el("td", { class: "left text" }, visible(text)),
+        el("tbody", {}, ...row.tokens.map(([id, text, before, after]) => el("tr", {
+          class: [id === row.token?.id && "here", after ? "" : "out"].filter(Boolean).join(" ") || null,
+        },
+          el("td", { class: "left text" }, visible(text),
+            id === row.token?.id ? el("span", { class: "soft" }, ` here, no. ${count(row.token.rank)}`) : ""),
           el("td", {}, percent(before)), el("td", { class: "left" }, bar(before, "before")),
           el("td", {}, after ? percent(after) : "–"), el("td", { class: "left" }, bar(after, "after")))))));
     } catch (error) {

@@ -1,46 +1,65 @@
 // The pool page: frames of api/stream, one a second, as tiles, graphs and tables.
 
 import { Charts } from "./charts.js";
-import { Table, ask, byId, bytes, count, counted, cut, el, percent, rate, seconds, setText } from "./dom.js";
+import { Table, ask, byId, bytes, count, counted, cut, el, legendOf, percent, rate, seconds, setText, watch } from "./dom.js";
 import { Letters } from "./letters.js";
 
 const FEW_WORKERS = 100;
 
-const models = new Table(byId("models"), [
-  { title: "model", left: true, text: (model) => cut(model.name), title_of: (model) => model.name },
+const MODELS = [
+  { title: "model", long: true, text: (model) => cut(model.name), title_of: (model) => model.name },
   { title: "backend", left: true, wide: true, text: (model) => model.backend ?? "" },
-  { title: "V", wide: true, text: (model) => count(model.vocab_size) },
-  { title: "rows as", left: true, wide: true, text: (model) => [model.dtype, model.encoding].filter(Boolean).join(" / ") },
-  { title: "workers", text: (model) => count(model.workers.length) },
-  { title: "queued", text: (model) => count(model.queued) },
-  { title: "oldest", text: (model) => (model.queued ? seconds(model.age_s) : "–") },
-  { title: "rows/s", text: (model) => rate(model.rows_per_s) },
-  { title: "p50", wide: true, text: (model) => seconds(model.p50_s) },
-  { title: "p99", text: (model) => seconds(model.p99_s) },
-  { title: "dead", text: (model) => count(model.dead), mark: (model) => (model.dead ? "bad" : "") },
-  { title: "adapters", left: true, wide: true,
-    text: (model) => cut(model.adapters.map(([name]) => name).join(", ") || "–", 60),
-    title_of: (model) => model.adapters.map(([name, revision]) => `${name}@${revision}`).join("\n") },
-], (model) => model.name);
+  { title: "V", wide: true, text: (model) => count(model.vocab_size), help: "length of a row: one number for each token" },
+  { title: "rows as", left: true, wide: true, text: (model) => [model.dtype, model.encoding].filter(Boolean).join(" / "),
+    help: "number type of the computation, and of the rows that are sent" },
+  { title: "workers", text: (model) => count(model.workers.length), help: "processes that compute rows of the model" },
+  { title: "queued", text: (model) => count(model.queued), help: "prompts that wait or are being computed" },
+  { title: "oldest", text: (model) => (model.queued ? seconds(model.age_s) : "–"), help: "age of the oldest of them" },
+  { title: "rows/s", text: (model) => rate(model.rows_per_s), help: "rows computed per second, all workers together" },
+  { title: "p50", wide: true, text: (model) => seconds(model.p50_s), help: "half of the prompts had their row within this time" },
+  { title: "p99", text: (model) => seconds(model.p99_s), help: "99 of 100 prompts had their row within this time after queueing" },
+  { title: "dead", text: (model) => count(model.dead), mark: (model) => (model.dead ? "bad" : ""),
+    help: "dead letters: prompts that were given up" },
+  { title: "adapters", long: true, wide: true, mark: (model) => (model.trouble ? "bad" : ""),
+    text: (model) => (model.trouble ? "cannot be read" : cut(model.adapters.map(([name]) => name).join(", ") || "–", 60)),
+    title_of: (model) => model.trouble || model.adapters.map(([name, revision]) => `${name}@${revision}`).join("\n") },
+];
 
-const workers = new Table(byId("workers"), [
-  { title: "worker", left: true, text: (worker) => worker.id, title_of: (worker) => worker.id },
-  { title: "model", left: true, wide: true, text: (worker) => cut(worker.model, 40) },
-  { title: "state", left: true, text: (worker) => worker.state, mark: (worker) => worker.state },
-  { title: "rows/s", text: (worker) => rate(worker.rows_per_s) },
-  { title: "rows", wide: true, text: (worker) => count(worker.rows) },
-  { title: "lane", text: (worker) => count(worker.lane) },
-  { title: "in flight", wide: true, text: (worker) => count(worker.in_flight) },
-  { title: "batch", wide: true, text: (worker) => rate(worker.batch) },
-  { title: "reuse", text: (worker) => (worker.tokens ? percent(worker.reused / worker.tokens) : "–") },
-  { title: "homed", wide: true, text: (worker) => count(worker.homed) },
-  { title: "stolen", wide: true, text: (worker) => count(worker.stolen) },
-  { title: "shared", wide: true, text: (worker) => count(worker.shared) },
-  { title: "p50", wide: true, text: (worker) => seconds(worker.p50_s) },
-  { title: "p99", wide: true, text: (worker) => seconds(worker.p99_s) },
-  { title: "failed", wide: true, text: (worker) => count(worker.failures), mark: (worker) => (worker.failures ? "bad" : "") },
-  { title: "heard", wide: true, text: (worker) => seconds(worker.silent_s) },
-], (worker) => `${worker.model}\n${worker.id}`);
+const WORKERS = [
+  { title: "worker", long: true, text: (worker) => worker.id, title_of: (worker) => worker.id },
+  { title: "model", long: true, wide: true, text: (worker) => cut(worker.model, 40) },
+  { title: "state", left: true, text: (worker) => worker.state, mark: (worker) => worker.state,
+    help: "ready: takes prompts. loading: loads its model. draining: finishes what it holds and leaves. silent: its last two heartbeats are missing, so it may have been killed" },
+  { title: "rows/s", text: (worker) => rate(worker.rows_per_s), help: "rows computed per second, between the last two heartbeats" },
+  { title: "rows", wide: true, text: (worker) => count(worker.rows), help: "rows computed since the worker started" },
+  { title: "lane", text: (worker) => count(worker.lane), help: "prompts in the worker's own queue, waiting or being computed" },
+  { title: "in flight", wide: true, text: (worker) => count(worker.in_flight), help: "prompts that the worker holds" },
+  { title: "batch", wide: true, text: (worker) => rate(worker.batch), help: "prompts per step of the model, on average" },
+  { title: "reuse", text: (worker) => (worker.tokens ? percent(worker.reused / worker.tokens) : "–"),
+    help: "share of the prompts' tokens that a prefix cache held, so that they were not computed again" },
+  { title: "homed", wide: true, text: (worker) => count(worker.homed),
+    help: "prompts that came back to the worker that has computed their beginning" },
+  { title: "stolen", wide: true, text: (worker) => count(worker.stolen),
+    help: "prompts that the worker took from other workers' lanes, because it had nothing to do" },
+  { title: "shared", wide: true, text: (worker) => count(worker.shared),
+    help: "rows that programs on the worker's host read from shared memory" },
+  { title: "p50", wide: true, text: (worker) => seconds(worker.p50_s), help: "half of the prompts had their row within this time after queueing" },
+  { title: "p99", wide: true, text: (worker) => seconds(worker.p99_s), help: "99 of 100 prompts had their row within this time after queueing" },
+  { title: "failed", wide: true, text: (worker) => count(worker.failures), mark: (worker) => (worker.failures ? "bad" : ""),
+    help: "prompts that ended in an error" },
+  { title: "heard", wide: true, text: (worker) => seconds(worker.silent_s), help: "time since the last heartbeat" },
+];
+
+const models = new Table(byId("models"), MODELS, (model) => model.name);
+const workers = new Table(byId("workers"), WORKERS, (worker) => `${worker.model}\n${worker.id}`);
+const events = new Table(byId("events"), [
+  { title: "time", left: true, text: (event) => new Date(1000 * event.at).toTimeString().slice(0, 8) },
+  { title: "worker", long: true, text: (event) => event.worker },
+  { title: "model", long: true, wide: true, text: (event) => event.model },
+  { title: "event", left: true, text: (event) => event.what, mark: (event) => (event.what === "died" ? "bad" : "") },
+], (event) => event.number);
+byId("models-legend").append(legendOf(MODELS));
+byId("workers-legend").append(legendOf(WORKERS));
 
 const sum = (items, value) => items.reduce((total, item) => total + (value(item) ?? 0), 0);
 const most = (items, value) => items.map(value).filter((found) => found != null).sort((a, b) => b - a)[0] ?? null;
@@ -66,7 +85,9 @@ function showTiles(frame, all) {
     sum(all, (worker) => worker[name]));
   const memory = frame.memory;
   tile("rows/s", rate(sum(served, (model) => model.rows_per_s)), counted(served.length, "model"));
-  tile("workers", count(all.length), `${count(all.filter((worker) => worker.state === "ready").length)} ready`);
+  const inState = (state) => all.filter((worker) => worker.state === state).length;
+  const silent = inState("silent");
+  tile("workers", count(all.length), `${count(inState("ready"))} ready${silent ? `, ${count(silent)} silent` : ""}`, silent ? "bad" : "");
   tile("queued", count(queued), queued ? `oldest ${seconds(most(served, (model) => model.age_s))}` : "nothing waits");
   tile("p50", seconds(most(served, (model) => model.p50_s)), "queueing to row");
   tile("p99", seconds(most(served, (model) => model.p99_s)), "slowest model");
@@ -111,6 +132,8 @@ function show(frame, letters) {
   byId("no-models").hidden = frame.models.length > 0;
   models.update(frame.models);
   showTiles(frame, showWorkers());
+  events.update(frame.events);
+  byId("no-events").hidden = frame.events.length > 0;
   letters.update(frame.models);
 }
 
@@ -122,17 +145,18 @@ async function start() {
   byId("filter").addEventListener("input", () => newest && showWorkers());
   byId("all-workers").addEventListener("click", () => { isWhole = true; showWorkers(); });
   document.addEventListener("visibilitychange", () => charts.draw());
-  const stream = new EventSource("api/stream");
-  stream.addEventListener("message", (event) => {
-    const frame = JSON.parse(event.data);
+  let wasLost = false;
+  await watch("api/stream", async (frame) => {
     show(frame, letters);
+    if (wasLost) {
+      // What this page has missed, the service has kept, if it ran.
+      wasLost = false;
+      charts.load(await ask("api/history"));
+    }
     charts.add(frame);
-  });
-  stream.addEventListener("error", () => {
-    const isOver = stream.readyState === EventSource.CLOSED;
-    say("away", isOver
-      ? "lmpool web refuses this page: open the URL that it has printed last."
-      : "lmpool web does not answer; this page goes on as soon as it does.");
+  }, (why) => {
+    wasLost = true;
+    say("away", `${why} This page goes on as soon as it can.`);
   });
 }
 

@@ -5,16 +5,14 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
-import socketserver
-import sys
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http import HTTPStatus
 from importlib.metadata import version
-from socket import AF_INET, AF_INET6
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -28,8 +26,23 @@ _log = logging.getLogger("lmpool.worker")
 
 Clock = Callable[[], float]
 
+MAX_CONNECTIONS = 64
+"""Connections to the port that are open at once. Nobody needs a token for one, and each takes a descriptor of the
+worker, which needs them for Redis."""
+
+REQUEST_S = 10.0
+"""Seconds for a whole request and its response; a scrape takes some ms."""
+
 _TICKS_A_LEASE = 10
-_TIMEOUT_S = 10.0
+# Seconds that a connection gets at least where others wait for its place: a client sends its request at once. With
+# `MAX_CONNECTIONS` it bounds how many connections a second a flood can make the worker accept.
+_GRACE_S = 0.05
+# Connections that the kernel keeps while all places are taken; a short queue would drop those of probes.
+_BACKLOG = 4096
+# Pause after the process had no descriptor left for a connection.
+_PAUSE_S = 0.5
+# Bytes of a request without its body, which no client needs more of.
+_MAX_HEAD_BYTES = 16 * 1024
 _TEXT = "text/plain; charset=utf-8"
 
 
@@ -262,15 +275,14 @@ def monitoring(settings: WorkerSettings, take_snapshot: Callable[[], Snapshot], 
         "/readyz": lambda _: _verdict(health.why_not_ready()),
     }
     server = _open(settings, pages)
-    # A daemon, and so are those of its requests: nobody who watches may keep a worker from ending.
-    thread = threading.Thread(target=server.serve_forever, name="lmpool-monitor", daemon=True)
+    # A daemon: no client may keep a worker from ending.
+    thread = threading.Thread(target=server.run, name="lmpool-monitor", daemon=True)
     thread.start()
     _log.info("metrics and health on port %d of %s", settings.metrics_port, settings.metrics_host)
     try:
         yield
     finally:
-        server.shutdown()
-        server.server_close()
+        server.stop()
         thread.join()
 
 
@@ -308,58 +320,106 @@ def _verdict(why_not: str) -> _Page:
     return _Page(503 if why_not else 200, _TEXT, f"{why_not or 'ok'}\n".encode())
 
 
-class _Server(ThreadingHTTPServer):
-    """Serves pages, a thread for each request."""
+class _Server:
+    """Sends pages over HTTP, one a connection, by an event loop of a thread of its own.
 
-    daemon_threads = True
-    block_on_close = False
+    Args:
+        address: host and port to listen at.
+        pages: path -> what makes the page.
+
+    Raises:
+        OSError: the address cannot be used.
+    """
 
     def __init__(self, address: tuple[str, int], pages: dict[str, _Render]) -> None:
-        self.address_family = AF_INET6 if ":" in address[0] else AF_INET
-        self.pages = pages
-        super().__init__(address, _Handler)
+        self._pages = pages
+        self._listening = socket.socket(socket.AF_INET6 if ":" in address[0] else socket.AF_INET)
+        try:
+            self._listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            self._listening.setblocking(False)
+            self._listening.bind(address)
+            self._listening.listen(_BACKLOG)
+        except OSError:
+            self._listening.close()
+            raise
+        # Open connections, the oldest first, and when each was accepted.
+        self._open: dict[asyncio.Task[None], float] = {}
+        self._loop = asyncio.new_event_loop()
+        self._accepting = self._loop.create_task(self._accept())
 
-    def handle_error(self, request: object, client_address: object) -> None:
-        """A client that has gone is not worth a line, and nothing is ever printed beside the log."""
-        error = sys.exc_info()[1]
-        is_gone = isinstance(error, (ConnectionError, TimeoutError))
-        _log.log(
-            logging.DEBUG if is_gone else logging.ERROR, "monitor: a request failed: %s", error, exc_info=not is_gone
+    def run(self) -> None:
+        """Serve until `stop`."""
+        with suppress(asyncio.CancelledError):
+            self._loop.run_until_complete(self._accepting)
+        self._loop.close()
+        self._listening.close()
+
+    def stop(self) -> None:
+        """Have `run` return; called by another thread."""
+        self._loop.call_soon_threadsafe(self._accepting.cancel)
+
+    async def _accept(self) -> None:
+        try:
+            await self._accept_all()
+        finally:
+            for connection in list(self._open):
+                connection.cancel()
+            if self._open:
+                await asyncio.wait(self._open)
+
+    async def _accept_all(self) -> None:
+        while True:
+            if len(self._open) >= MAX_CONNECTIONS:
+                await self._end_oldest()
+            try:
+                connection, _ = await self._loop.sock_accept(self._listening)
+            except OSError as error:
+                _log.debug("monitor: cannot accept a connection: %s", error)
+                await asyncio.sleep(_PAUSE_S)
+                continue
+            task = self._loop.create_task(self._serve(connection))
+            self._open[task] = self._loop.time()
+            task.add_done_callback(self._ended)
+
+    async def _end_oldest(self) -> None:
+        """Wait for the oldest connection as long as it may take where others wait, and close it then."""
+        oldest, since = next(iter(self._open.items()))
+        await asyncio.wait([oldest], timeout=max(0.0, since + _GRACE_S - self._loop.time()))
+        oldest.cancel()
+        await asyncio.wait([oldest])
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._open.pop(task, None)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            is_client = isinstance(error, OSError)  # It has gone, or was too slow.
+            level = logging.DEBUG if is_client else logging.ERROR
+            _log.log(level, "monitor: a request failed: %s", error, exc_info=None if is_client else error)
+
+    async def _serve(self, connection: socket.socket) -> None:
+        with connection:
+            async with asyncio.timeout(REQUEST_S):
+                head = b""
+                while b"\r\n\r\n" not in head:
+                    part = await self._loop.sock_recv(connection, _MAX_HEAD_BYTES)
+                    head += part
+                    if not part or len(head) > _MAX_HEAD_BYTES:
+                        return
+                await self._loop.sock_sendall(connection, self._response(head))
+
+    def _response(self, head: bytes) -> bytes:
+        """The response to a request without a body."""
+        line, *lines = head.decode("latin-1").split("\r\n")
+        method, _, rest = line.partition(" ")
+        headers = {name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+        render = self._pages.get(rest.partition(" ")[0].partition("?")[0])
+        if method not in ("GET", "HEAD"):
+            page = _Page(405, _TEXT, b"GET and HEAD are allowed\n")
+        elif render is None:
+            page = _Page(404, _TEXT, f"there are {', '.join(self._pages)}\n".encode())
+        else:
+            page = render(headers.get("accept", ""))
+        start = (
+            f"HTTP/1.1 {page.status} {HTTPStatus(page.status).phrase}\r\nContent-Type: {page.content_type}\r\n"
+            f"Content-Length: {len(page.body)}\r\nConnection: close\r\n\r\n"
         )
-
-    def server_bind(self) -> None:
-        """Bind, without asking the network for this machine's name as the base class does."""
-        socketserver.TCPServer.server_bind(self)
-        self.server_name, self.server_port = self.server_address[0], self.server_address[1]  # type: ignore[assignment]
-
-
-class _Handler(BaseHTTPRequestHandler):
-    """Answers one request."""
-
-    server: _Server
-    timeout = _TIMEOUT_S
-    server_version = "lmpool"
-    sys_version = ""
-
-    def do_GET(self) -> None:
-        """Answer with the page, or 404."""
-        self._answer(with_body=True)
-
-    def do_HEAD(self) -> None:
-        """As GET, without the page."""
-        self._answer(with_body=False)
-
-    def _answer(self, *, with_body: bool) -> None:
-        render = self.server.pages.get(self.path.partition("?")[0])
-        known = ", ".join(self.server.pages)
-        page = render(self.headers.get("Accept", "")) if render else _Page(404, _TEXT, f"there are {known}\n".encode())
-        self.send_response(page.status)
-        self.send_header("Content-Type", page.content_type)
-        self.send_header("Content-Length", str(len(page.body)))
-        self.end_headers()
-        if with_body:
-            self.wfile.write(page.body)
-
-    def log_message(self, format: str, *args: object) -> None:  # noqa: A002  named so by the base class
-        """Requests are not worth a line."""
-        _log.debug("monitor: " + format, *args)
+        return start.encode() + (b"" if method == "HEAD" else page.body)
