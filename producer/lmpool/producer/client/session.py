@@ -373,7 +373,8 @@ class Session:
         request = waiter.request
         if request.waiters:
             self._remove_waiter(request, waiter)
-        if request.is_private:
+        # Only with the last wait: until then the answer is not there, or another caller has not read it.
+        if request.is_private and self._requests.get(request.prompt.digest) is None:
             self._pool_cache.discard([request])
 
     def _ask(self, prompt: Prompt, waiter: Waiter, until: float, *, warm: bool = False) -> PendingRequest:
