@@ -32,6 +32,8 @@ TROUBLE = (RedisError, OSError, LMPoolError)
 CLOSED = "the producer was closed while the request was under way"
 
 _MEMORY_LOOK_S = 5.0
+# Seconds between two scans of the folder of segments: a new worker's rows are read from memory from then on.
+_SCAN_S = 1.0
 
 
 class Tasks:
@@ -134,6 +136,15 @@ class Connections:
         """See which workers of this host have rows of the model in shared memory."""
         if self.model.host:
             await self.segments.look(self.model.fingerprint)
+
+    async def follow_segments(self) -> None:
+        """Scan for segments every second; never returns.
+
+        Nothing else waits for this: a scan needs a thread, and the program may keep all threads busy.
+        """
+        while True:
+            await asyncio.sleep(_SCAN_S)
+            await self.look_for_segments()
 
     @property
     def model(self) -> AdoptedModel:

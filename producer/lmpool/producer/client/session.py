@@ -449,7 +449,8 @@ class Session:
 
     async def _supervise(self) -> None:
         """Run the background parts until cancelled, by `close` or by the end of `asyncio.run`."""
-        parts = [self._receiver.read(), self._watch(), *(self._receiver.collect() for _ in range(_COLLECTORS))]
+        parts = [self._receiver.read(), self._watch(), self._connections.follow_segments()]
+        parts += [self._receiver.collect() for _ in range(_COLLECTORS)]
         try:
             await asyncio.gather(*map(self._tasks.spawn, parts))
         except asyncio.CancelledError:
@@ -484,7 +485,6 @@ class Session:
         while True:
             await asyncio.sleep(_WATCH_S)
             absence = None
-            await self._connections.look_for_segments()
             try:
                 # redis-py's client was opened before the lease was known.
                 async with asyncio.timeout(reply_timeout(self.info.lease_s)):
