@@ -6,7 +6,6 @@ import asyncio
 import math
 import pickle
 import sys
-from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -21,27 +20,9 @@ from lmpool.producer.client import discovery, session
 from lmpool.producer.genlm import PooledLM, load_model_by_name
 from tests.genlm.small import SIZE, expected
 from tests.support.gate import Gate
-from tests.support.pool import DEADLINE_S, Pool, until, until_async
+from tests.support.pool import DEADLINE_S, Pool, SkippingLoop, run_skipping, until, until_async
 
 IDS = [72, 105, 33]
-
-
-class SkippingLoop(asyncio.SelectorEventLoop):
-    """An event loop whose clock can be put forward."""
-
-    skipped_s = 0.0
-
-    def time(self) -> float:
-        """Seconds, those that were skipped among them."""
-        return super().time() + self.skipped_s
-
-
-def run_skipping(work: Callable[[SkippingLoop], Coroutine[Any, Any, None]]) -> None:
-    """Run a coroutine in such a loop."""
-    with asyncio.Runner(loop_factory=SkippingLoop) as runner:
-        loop = runner.get_loop()
-        assert isinstance(loop, SkippingLoop)
-        runner.run(work(loop))
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ import hiredis
 from redis.asyncio.connection import AbstractConnection
 from redis.exceptions import NoScriptError, RedisError, ResponseError
 
+from lmpool.aio import MAX_LATENESS_S
 from lmpool.broker.server import REPLY_TIMEOUT_S, Server
 from lmpool.errors import LMPoolError, ProtocolError, ServerUnreachable
 from lmpool.settings import shown
@@ -173,8 +174,9 @@ class Connection(Generic[Raw]):
         self._opening = asyncio.Lock()
         self._queued = 0
         self._closed = False
-        # Reply that is awaited -> its raw connection, and until which loop time; and one timer for all of them.
-        self._awaited: dict[asyncio.Future[Any], tuple[Raw, float]] = {}
+        # Reply that is awaited -> its raw connection, until which loop time, and whether that was put off already. One
+        # timer serves all of them.
+        self._awaited: dict[asyncio.Future[Any], tuple[Raw, float, bool]] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = 0.0
 
@@ -209,7 +211,7 @@ class Connection(Generic[Raw]):
         """
         # A timer for each would cost more than the command itself.
         until = asyncio.get_running_loop().time() + self.reply_timeout_s
-        self._awaited[reply] = raw, until
+        self._awaited[reply] = raw, until, False
         if self._timer is None or until < self._timer_at:
             self._set_timer(until)
         try:
@@ -249,13 +251,21 @@ class Connection(Generic[Raw]):
         self._timer = asyncio.get_running_loop().call_at(when, self._close_late)
 
     def _close_late(self) -> None:
-        """Close connections whose replies are late; check again when the next one may be."""
+        """Close connections whose replies are late; check again when the next one may be.
+
+        After a pause of the event loop, in which nothing was received, each reply may take as long again, once.
+        """
         self._timer = None
-        awaited = [deadline for reply, deadline in self._awaited.items() if not reply.done()]
-        for raw, until in awaited:
-            if until <= self._timer_at:
+        now, due = asyncio.get_running_loop().time(), self._timer_at
+        for reply, (raw, until, was_put_off) in list(self._awaited.items()):
+            if until > due or reply.done():
+                continue
+            if now - due > MAX_LATENESS_S and not was_put_off:
+                self._awaited[reply] = raw, now + self.reply_timeout_s, True
+            else:
                 raw.close(ServerUnreachable(f"{self._server} has not answered for {self.reply_timeout_s:g} s"))
-        if later := [until for _, until in awaited if until > self._timer_at]:
+        later = [until for reply, (_, until, _) in self._awaited.items() if until > due and not reply.done()]
+        if later:
             self._set_timer(min(later))
 
     def close(self) -> None:

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from redis.exceptions import RedisError
 
+from lmpool.aio import silence_limit
 from lmpool.broker.connection import reply_timeout
 from lmpool.broker.server import Server
 from lmpool.errors import (
@@ -487,7 +488,7 @@ class Session:
             absence = None
             try:
                 # redis-py's client was opened before the lease was known.
-                async with asyncio.timeout(reply_timeout(self.info.lease_s)):
+                async with silence_limit(reply_timeout(self.info.lease_s)):
                     await self._reload_info()
                     await self.adapters.renew()
                     if self._requests:
