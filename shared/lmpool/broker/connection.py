@@ -95,11 +95,14 @@ class RawCommandConnection(RawConnection, asyncio.Protocol):
         connection: an open redis-py connection, which is owned from now on.
         max_reply: most bytes of a reply; a larger one closes the connection, for values that others have stored may be
             of any size.
+
+    Attributes:
+        received: bytes that have been received of a reply that is not complete.
     """
 
     def __init__(self, connection: AbstractConnection, max_reply: int = MAX_REPLY) -> None:
         self._max_reply = max_reply
-        self._received = 0
+        self.received = 0
         self._reader = hiredis.Reader(protocolError=ProtocolError, replyError=ResponseError)
         self._pending: deque[asyncio.Future[Any]] = deque()
         super().__init__(connection)
@@ -118,13 +121,13 @@ class RawCommandConnection(RawConnection, asyncio.Protocol):
         """Bytes have come."""
         if self._closed is not None:
             return
-        self._received += len(data)
+        self.received += len(data)
         try:
-            if self._received > self._max_reply:
+            if self.received > self._max_reply:
                 raise ProtocolError(f"a reply of over {self._max_reply} bytes")
             self._reader.feed(data)
             while (reply := self._reader.gets()) is not False:
-                self._received = 0
+                self.received = 0
                 if not self._pending:
                     raise ProtocolError(f"a reply that was not asked for: {reply!r:.80}")
                 future = self._pending.popleft()
@@ -293,6 +296,11 @@ class CommandConnection(Connection[RawCommandConnection]):
     def __init__(self, server: Server, key: bytes = b"") -> None:
         super().__init__(server, self._connect_to_key)
         self.key = key
+
+    @property
+    def ended_within_reply(self) -> bool:
+        """Whether the last raw connection ended while it received a reply: one that takes too long, perhaps."""
+        return self._raw is not None and self._raw.closed and self._raw.received > 0
 
     async def _connect_to_key(self) -> RawCommandConnection:
         return RawCommandConnection(await (await self._server.at(self.key)).open())

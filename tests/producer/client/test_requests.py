@@ -419,6 +419,7 @@ class Interrupted:
         rows: Any = None
         self.model = AdoptedModel(INFO, "f", Keys("test").model(INFO.name), b"reply", rows)
         self.reader = self
+        self.ended_within_reply = False
         self.looked_for: asyncio.Future[Sequence[bytes]] = asyncio.get_running_loop().create_future()
         self._requests = requests
         self._calls = 0
