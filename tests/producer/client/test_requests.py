@@ -497,7 +497,7 @@ class Answering:
     async def drop(self, keys: Sequence[bytes]) -> None:
         pass
 
-    async def look_at_memory(self) -> None:
+    async def look_at_memory(self, pending: int) -> None:
         pass
 
     def describe_full_queue(self) -> str:

@@ -490,7 +490,7 @@ class Submitter:
         await self._cancel(abandoned)
         if lost := [request for request in lost if self._requests.is_open(request)]:
             self._requests.count_lost(lost)
-            self._tasks.spawn(connections.look_at_memory())
+            self._tasks.spawn(connections.look_at_memory(len(self._requests)))
         if is_in_the_way:
             self._tasks.spawn(self._refill())
         return stored, is_full
