@@ -578,6 +578,23 @@ async def test_a_failure_on_the_way_teaches_nothing(table: Table) -> None:
     assert await learned(table, connections) == 0
 
 
+async def test_a_refused_prompt_stays_refused_when_it_cannot_be_sent_again(table: Table) -> None:
+    connections: Any = Answering("F")
+    tasks = Tasks()
+    submitter = submitter_of(table, connections, tasks)
+    request, _ = table.requests.add(prompt(1), Listener())
+
+    async def fails(*_: Any) -> bytes:
+        raise ServerUnreachable("gone")
+
+    await submitter._send([request])
+    assert request.stage is Stage.REFUSED
+    connections.call, connections.note = fails, lambda error: None
+    await submitter._send([request])
+    assert request.stage is Stage.REFUSED
+    await tasks.cancel()
+
+
 # Rows that are gone
 
 

@@ -415,7 +415,8 @@ class Session:
         connections = self._connections
         if connections.trouble is not None:
             return type(connections.trouble)(f"{text}: {connections.trouble}")
-        if request.stage in (Stage.REFUSED, Stage.SENDING_AGAIN):
+        is_refused = request.stage in (Stage.REFUSED, Stage.SENDING_AGAIN)
+        if is_refused or (self._submitter.is_full and request.stage is not Stage.WAITING):
             return QueueFull(f"{text}: {connections.describe_full_queue()}")
         # Before the workers: a server that evicts rows evicts heartbeats too.
         if times := self._requests.times_lost(request):
