@@ -138,6 +138,19 @@ async def test_a_seed_draws_the_same_token_from_worker_cache_and_memory(pool: Po
         assert await producer.sample(PROMPT, temperature=0) == int(ROW.argmax())
 
 
+async def test_requests_are_counted_as_computed_and_not_the_rows_that_they_took(pool: Pool) -> None:
+    pool.start()
+    async with pool.producer(cache_bytes=0) as producer:
+        await asyncio.gather(producer.topk(PROMPT, 3), producer.mass(PROMPT, [1, 2]))
+        assert producer.stats().computed == 2
+
+        async def is_counted() -> bool:
+            return await pool.rows_computed() > 0
+
+        await until_async(is_counted, "the worker tells of its rows")
+        assert await pool.rows_computed() == 1
+
+
 async def test_an_answer_that_is_not_kept_is_removed_with_the_last_call_that_waited_for_it(
     pool: Pool, tmp_path: Path
 ) -> None:
