@@ -75,7 +75,7 @@ async def test_bad_arguments_name_the_field(shared_producer: Producer) -> None:
 
 
 async def test_an_unknown_model_is_named_with_those_that_are_served(pool: Pool) -> None:
-    with pytest.raises(errors.UnknownModel, match="no model is served"):
+    with pytest.raises(errors.UnknownModel, match=f"no model is served: .*, or correct prefix='{pool.prefix}'"):
         await pool.producer().open()
     pool.start(model="one")
     with pytest.raises(errors.UnknownModel, match="'gpt5' is not served; served are: one") as caught:
