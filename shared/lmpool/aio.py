@@ -1,11 +1,12 @@
-"""Helpers of asyncio: pauses between tries, tasks that end for certain, and results that several await."""
+"""Helpers of asyncio: pauses between tries, limits of silence, tasks that end for certain, results of several."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import random
-from collections.abc import Coroutine, Iterable, Iterator
+from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator
+from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -18,6 +19,11 @@ _LONGEST_S = 2.0
 _AGAIN_S = 0.1
 _MOST_AGAIN_S = 1.0
 _WARN_EVERY_S = 10.0
+# Parts of a limit of silence: a pause of the event loop counts as one of them, so 20 pauses can use a limit up.
+_PARTS = 20
+
+MAX_LATENESS_S = 0.25
+"""Seconds by which a timer may be late on a busy machine; where it is later, the event loop was blocked."""
 
 
 def delays(longest_s: float = _LONGEST_S) -> Iterator[float]:
@@ -26,6 +32,39 @@ def delays(longest_s: float = _LONGEST_S) -> Iterator[float]:
     while True:
         yield random.uniform(ceiling / 2, ceiling)
         ceiling = min(longest_s, ceiling * 2)
+
+
+@asynccontextmanager
+async def silence_limit(seconds: float | None) -> AsyncIterator[asyncio.Timeout]:
+    """Limit how long the other side may be silent; as `asyncio.timeout`, but a blocked event loop hardly counts.
+
+    A program that computes in its event loop receives nothing meanwhile, which says nothing about the other side. So a
+    pause of the event loop counts as a small part of the limit, however long the pause is.
+
+    Args:
+        seconds: the limit; None for none.
+
+    Raises:
+        TimeoutError: the limit has passed.
+    """
+    loop = asyncio.get_running_loop()
+    async with asyncio.timeout(seconds) as timer:
+        if seconds is None:
+            yield timer
+            return
+        part = seconds / _PARTS
+
+        def tick(left: int) -> None:
+            nonlocal ticking
+            timer.reschedule(loop.time() + left * part)
+            if left > 1:
+                ticking = loop.call_later(part, tick, left - 1)
+
+        ticking = loop.call_later(part, tick, _PARTS - 1)
+        try:
+            yield timer
+        finally:
+            ticking.cancel()
 
 
 async def end_tasks(tasks: Iterable[asyncio.Task[Any]]) -> None:

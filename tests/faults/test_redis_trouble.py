@@ -177,6 +177,28 @@ async def test_a_slow_way_is_just_slow(far_pool: Pool, proxy: Proxy) -> None:
         assert producer.stats().failed == 0
 
 
+async def test_a_reply_stream_that_a_slow_way_brings_too_late_is_dropped(
+    own_server: EmbeddedServer, far_pool: Pool, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Somebody has written 15 MB to it: far below the limit of a reply, and more than arrives in a lease."""
+    monkeypatch.setattr(connection, "_LEAST_REPLY_TIMEOUT_S", 0.5)
+    await start(far_pool, *LEASE)
+    async with far_pool.producer() as producer:
+        await ask(producer, prompts(1))
+        with redis.Redis.from_url(own_server.url) as server:
+            (reply,) = server.scan_iter("*:reply:*")
+            proxy.delay(Way.TO_CLIENT, 0.02)
+            proxy.cut()  # Of connections to come only.
+            fields: list[Any] = ["x", bytes(2**20)] * 15
+            await asyncio.to_thread(server.execute_command, "XADD", reply, "*", *fields)
+
+            async def is_dropped() -> bool:
+                return not server.exists(reply) or server.memory_usage(reply) < 2**20
+
+            await until_async(is_dropped, "the stream is dropped")
+        await ask(producer, prompts(1))
+
+
 async def test_damaged_and_cut_connections_cost_no_row(far_pool: Pool, proxy: Proxy) -> None:
     await start(far_pool, *PATIENT)
     async with far_pool.producer() as producer:

@@ -49,7 +49,7 @@ def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def segments(place: Path) -> list[Path]:
-    return sorted(place.glob("lmpool-*"))
+    return sorted(place.glob("lmpool-*/lmpool-*"))
 
 
 def start(pool: Pool, place: Path, *arguments: str | int, size: int = 1000 * SLOT, **settings: Any) -> WorkerProcess:
@@ -234,7 +234,7 @@ async def test_a_worker_that_stops_leaves_nothing(pool: Pool, place: Path) -> No
     worker = start(pool, place)
     worker.signal(signal.SIGTERM)
     assert await asyncio.to_thread(worker.wait) == 0
-    assert list(place.iterdir()) == []
+    assert segments(place) == []
 
 
 def memory_of(worker: WorkerProcess) -> Path:
@@ -336,10 +336,15 @@ async def test_cached_rows_are_read_while_the_server_has_no_memory(pool: Pool, p
         await ask(producer, [[i, 5] for i in range(70)])
 
 
-@pytest.mark.parametrize(("size", "folder"), [(0, "."), (63 * SLOT, "."), (1000 * SLOT, "nowhere")])
+@pytest.mark.parametrize(
+    ("size", "folder"), [(0, "."), (63 * SLOT, "."), (1000 * SLOT, "no/where"), (1000 * SLOT, "taken")]
+)
 async def test_without_room_for_a_segment_rows_go_through_redis(
     pool: Pool, place: Path, size: int, folder: str
 ) -> None:
+    taken = place / "taken" / f"lmpool-{os.geteuid()}"
+    taken.mkdir(parents=True)
+    taken.chmod(0o777)  # As by another user, who may have been first.
     environment = {"LMPOOL_SHM_DIR": str(place / folder)}
     worker = pool.start(*ARGUMENTS, "--shm-bytes", size, environment=environment)
     if size:
@@ -523,7 +528,7 @@ def hand_out(place: Path, data: bytes) -> tuple[SegmentListener, Path]:
     fd = os.memfd_create("lmpool-other", os.MFD_ALLOW_SEALING)
     os.write(fd, data)
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
-    path = place / f"lmpool-{bytes(8).hex()}"
+    path = place / f"lmpool-{os.geteuid()}" / f"lmpool-{bytes(8).hex()}"
     return SegmentListener(fd, path), path
 
 

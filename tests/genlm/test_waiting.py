@@ -6,7 +6,6 @@ import asyncio
 import math
 import pickle
 import sys
-from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -21,27 +20,9 @@ from lmpool.producer.client import discovery, session
 from lmpool.producer.genlm import PooledLM, load_model_by_name
 from tests.genlm.small import SIZE, expected
 from tests.support.gate import Gate
-from tests.support.pool import DEADLINE_S, Pool, until, until_async
+from tests.support.pool import DEADLINE_S, Pool, SkippingLoop, run_skipping, until, until_async
 
 IDS = [72, 105, 33]
-
-
-class SkippingLoop(asyncio.SelectorEventLoop):
-    """An event loop whose clock can be put forward."""
-
-    skipped_s = 0.0
-
-    def time(self) -> float:
-        """Seconds, those that were skipped among them."""
-        return super().time() + self.skipped_s
-
-
-def run_skipping(work: Callable[[SkippingLoop], Coroutine[Any, Any, None]]) -> None:
-    """Run a coroutine in such a loop."""
-    with asyncio.Runner(loop_factory=SkippingLoop) as runner:
-        loop = runner.get_loop()
-        assert isinstance(loop, SkippingLoop)
-        runner.run(work(loop))
 
 
 @pytest.fixture
@@ -139,18 +120,19 @@ def test_loading_waits_as_long_as_a_worker_loads_the_model(
             assert model.next_token_logprobs_sync(IDS).shape == (model.info.vocab_size,)
 
 
-def test_batch_size_and_timeout_can_be_read_and_set(small_pool: Pool, tokenizer: Any) -> None:
+@pytest.mark.parametrize("timeout", [0.001, 0, 0.0])
+def test_batch_size_and_timeout_can_be_read_and_set(small_pool: Pool, tokenizer: Any, timeout: float) -> None:
     with connect(small_pool, tokenizer) as model:
         assert (model.batch_size, model.timeout) == (20, math.inf)
         # As genlm-backend's programs set them.
-        model.batch_size, model.timeout = 64, 0.001
+        model.batch_size, model.timeout = 64, timeout
         assert torch.equal(model.next_token_logprobs_sync(IDS), expected(IDS))
         with pickle.loads(pickle.dumps(model)) as other:  # noqa: S301
-            assert (other.batch_size, other.timeout) == (64, 0.001)
-        for wrong in (0, -1, math.nan, "5", None, True):
+            assert (other.batch_size, other.timeout) == (64, timeout)
+        for wrong in (False, -1, math.nan, "5", None, True):
             with pytest.raises(SettingsError, match="timeout"):
                 model.timeout = wrong  # type: ignore[assignment]
-        assert model.timeout == 0.001
+        assert model.timeout == timeout
 
 
 async def connected(model: PooledLM, gate: Gate) -> None:

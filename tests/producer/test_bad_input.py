@@ -75,7 +75,7 @@ async def test_bad_arguments_name_the_field(shared_producer: Producer) -> None:
 
 
 async def test_an_unknown_model_is_named_with_those_that_are_served(pool: Pool) -> None:
-    with pytest.raises(errors.UnknownModel, match="no model is served"):
+    with pytest.raises(errors.UnknownModel, match=f"no model is served: .*, or correct prefix='{pool.prefix}'"):
         await pool.producer().open()
     pool.start(model="one")
     with pytest.raises(errors.UnknownModel, match="'gpt5' is not served; served are: one") as caught:
@@ -151,8 +151,17 @@ async def test_a_full_queue_is_named_also_while_the_prompt_is_sent_again(
 
         await until_async(is_full, "the queue is full")
         monkeypatch.setattr(Submitter, "_call_script", once)
-        with pytest.raises(errors.QueueFull, match="limit of 1 prompts.*--queue-limit"):
-            await producer.logprobs([100], timeout=3)
+        asked = [asyncio.create_task(producer.logprobs([100], timeout=3))]
+
+        async def is_refused() -> bool:
+            return answers == 1
+
+        await until_async(is_refused, "the first prompt is refused")
+        # Before the queue has said anything of this one.
+        asked.append(asyncio.create_task(producer.logprobs([101], timeout=1)))
+        for task in asked:
+            with pytest.raises(errors.QueueFull, match="limit of 1 prompts.*--queue-limit"):
+                await task
         waiting.cancel()
     assert answers == 1
 

@@ -26,7 +26,8 @@ from lmpool.protocol.keys import Keys
 from lmpool.protocol.prompt import digest_of, encode_prompt
 from lmpool.protocol.query import Sampling, sample, top
 from lmpool.synthetic import synthetic_row
-from tests.support.pool import Pool, V, until_async
+from tests.support.gate import Gate, GatedBackend, gated_worker
+from tests.support.pool import DEADLINE_S, Pool, V, until_async
 
 PROMPT = [1, 2, 3]
 ROW = synthetic_row(PROMPT, vocab_size=V)
@@ -135,6 +136,34 @@ async def test_a_seed_draws_the_same_token_from_worker_cache_and_memory(pool: Po
         assert [await producer.sample(PROMPT, seed=seed, **options) for seed in range(20)] == expected
         assert (await producer.batch_sample([PROMPT] * 20, seed=0, **options)).tolist() == expected
         assert await producer.sample(PROMPT, temperature=0) == int(ROW.argmax())
+
+
+async def test_requests_are_counted_as_computed_and_not_the_rows_that_they_took(pool: Pool) -> None:
+    pool.start()
+    async with pool.producer(cache_bytes=0) as producer:
+        await asyncio.gather(producer.topk(PROMPT, 3), producer.mass(PROMPT, [1, 2]))
+        assert producer.stats().computed == 2
+
+        async def is_counted() -> bool:
+            return await pool.rows_computed() > 0
+
+        await until_async(is_counted, "the worker tells of its rows")
+        assert await pool.rows_computed() == 1
+
+
+async def test_an_answer_that_is_not_kept_is_removed_with_the_last_call_that_waited_for_it(
+    pool: Pool, tmp_path: Path
+) -> None:
+    backend = GatedBackend(Gate(tmp_path / "gate"))
+    async with gated_worker(pool, backend), pool.producer(keep_answers=False) as producer:
+        first, second = (asyncio.create_task(producer.topk(PROMPT, 3)) for _ in range(2))
+        assert await asyncio.to_thread(backend.is_stepping.wait, DEADLINE_S)
+        first.cancel()
+        await asyncio.wait([first])
+        backend.gate.open()
+        assert np.array_equal((await second).ids, top(ROW, 3).ids)
+        await until_async(lambda: _count(pool, "row:*", 1), "just the row is left")
+        assert producer.stats().computed == 1
 
 
 async def test_without_a_seed_every_draw_is_anew_and_leaves_nothing(pool: Pool) -> None:

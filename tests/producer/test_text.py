@@ -112,8 +112,9 @@ async def test_a_program_asks_with_a_string(served: Pool, smollm2_folder: Path) 
         for no_ids in ("text", [1.5], [[1]], 7):
             with pytest.raises(NotTokenIds):
                 await producer.decode(no_ids)
-        with pytest.raises(TokenOutOfRange):
-            await producer.decode([-1])
+        for beyond in (-1, producer.model.vocab_size, 99_999_999):
+            with pytest.raises(TokenOutOfRange, match=f"ids to decode go from 0 to .*, not from {beyond} to {beyond}"):
+                await producer.decode([beyond])
         with pytest.raises(NotTokenIds, match="text"):
             await producer.logprobs("The capital of France is")
 

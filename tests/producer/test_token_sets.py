@@ -144,8 +144,8 @@ async def test_nothing_is_drawn_where_no_allowed_token_has_a_probability() -> No
 
 
 BAD: list[tuple[Any, type[LMPoolError], str]] = [
-    ([], SettingsError, "allowed: no token is allowed"),
-    (np.zeros(V, bool), SettingsError, "allowed: no token is allowed"),
+    ([], SettingsError, "allowed: the set of tokens is empty; give at least one"),
+    (np.zeros(V, bool), SettingsError, "allowed: the set of tokens is empty; give at least one"),
     (np.ones(V - 1, bool), SettingsError, rf"allowed: bools of shape \({V - 1},\): expected \({V},\)"),
     (b"\xff", SettingsError, "allowed: a set of tokens has 1 bytes of bits"),
     (bytes(-(-V // 8)), SettingsError, "allowed: a set of tokens of a vocabulary of .* is empty"),

@@ -10,10 +10,14 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
-from opentelemetry import context
+from opentelemetry import context, trace
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from lmpool.errors import SettingsError
+from lmpool import testing
+from lmpool.errors import InvalidPrompt, SettingsError
 from lmpool.producer import Producer, SyncProducer
 from lmpool.protocol.job import Job, TracedJob, pack_jobs, unpack_job, with_traceparent
 from lmpool.protocol.keys import JOB_FIELD
@@ -137,6 +141,23 @@ def test_one_trace_leads_from_the_program_to_the_end_of_the_job(pool: Pool) -> N
     assert [span.is_error for span in below(collected, failing)] == [False, False, True]
 
     assert [span.name for span in below(collected, child(collected, "sync"))] == PARTS
+
+
+async def test_what_a_prompt_says_is_in_no_span(monkeypatch: pytest.MonkeyPatch) -> None:
+    exporter, provider = InMemorySpanExporter(), TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    monkeypatch.setattr(trace, "get_tracer", provider.get_tracer)
+    async with (
+        testing.pool(testing.SyntheticModel(vocab_size=4)) as pool,
+        Producer(redis=pool.url, tracing=True) as producer,
+    ):
+        for bad in ([1, "a secret"], [1, 31337]):
+            with pytest.raises(InvalidPrompt, match="secret|31337"):
+                await producer.logprobs(bad)
+    spans = exporter.get_finished_spans()
+    assert [span.attributes["error.type"] for span in spans] == ["NotTokenIds", "TokenOutOfRange"]
+    assert all(span.status.status_code is trace.StatusCode.ERROR for span in spans)
+    assert not [said for span in spans for said in ("secret", "31337") if said in span.to_json()]
 
 
 def call_of(call: Span, batch: Span) -> bool:

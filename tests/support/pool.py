@@ -10,7 +10,7 @@ import stat
 import subprocess
 import sys
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, cast
@@ -78,6 +78,24 @@ async def until_async(condition: Callable[[], Awaitable[Any]], description: str,
         assert time.monotonic() < end, f"not within {deadline_s} s: {description}"
         await asyncio.sleep(0.01)
     return result
+
+
+class SkippingLoop(asyncio.SelectorEventLoop):
+    """An event loop whose clock can be put forward."""
+
+    skipped_s = 0.0
+
+    def time(self) -> float:
+        """Seconds, those that were skipped among them."""
+        return super().time() + self.skipped_s
+
+
+def run_skipping(work: Callable[[SkippingLoop], Coroutine[Any, Any, None]]) -> None:
+    """Run a coroutine in such a loop."""
+    with asyncio.Runner(loop_factory=SkippingLoop) as runner:
+        loop = runner.get_loop()
+        assert isinstance(loop, SkippingLoop)
+        runner.run(work(loop))
 
 
 def deadline_ms(seconds: float = 60.0) -> int:

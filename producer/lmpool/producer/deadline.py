@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Self
 
+from lmpool.aio import silence_limit
 from lmpool.errors import DeadlineExceeded, SettingsError
 from lmpool.settings import shown
 
@@ -41,12 +42,15 @@ class Deadline:
         seconds: as above.
         end: the event loop's time when they have passed.
         loop: the running event loop; asking for it costs a system call before Python 3.12.
+        is_of_caller: whether a caller has set it. If not, each step of the request may take `seconds`, in which a
+            blocked event loop hardly counts.
     """
 
-    __slots__ = ("end", "loop", "seconds")
+    __slots__ = ("end", "is_of_caller", "loop", "seconds")
 
-    def __init__(self, seconds: float) -> None:
+    def __init__(self, seconds: float, *, is_of_caller: bool = True) -> None:
         self.seconds = seconds
+        self.is_of_caller = is_of_caller
         self.loop = asyncio.get_running_loop()
         self.end = self.loop.time() + seconds
 
@@ -77,7 +81,7 @@ class Deadline:
 
     def bounded(self) -> Deadline:
         """This deadline; where it is endless, one of `ALONE_S`, for what no worker has to compute."""
-        return Deadline(ALONE_S) if self.seconds == ENDLESS_S else self
+        return Deadline(ALONE_S, is_of_caller=False) if self.seconds == ENDLESS_S else self
 
     def _late(self) -> DeadlineExceeded:
         return DeadlineExceeded(f"no answer within {self.seconds:g} s: allow more time (timeout=)")
@@ -90,11 +94,10 @@ class Deadline:
             DeadlineExceeded: it has passed already.
             TimeoutError: it passed inside.
         """
-        if self.loop.time() >= self.end:
+        if self.is_of_caller and self.loop.time() >= self.end:
             raise self._late()
-        timer = asyncio.timeout_at(self.end)
         try:
-            async with timer:
+            async with asyncio.timeout_at(self.end) if self.is_of_caller else silence_limit(self.seconds) as timer:
                 yield
         except TimeoutError as error:
             if not timer.expired():

@@ -238,11 +238,11 @@ def _read_set(allowed: Any, vocab_size: int) -> TokenSet:
         ids = np.flatnonzero(mask)
     else:
         if hasattr(allowed, "__len__") and not len(allowed):
-            raise SettingsError("allowed: no token is allowed")
+            raise SettingsError("allowed: the set of tokens is empty; give at least one token")
         ids = np.unique(_read_ids(allowed, 1, "allowed")).astype(np.int64)
         _check_range(int(ids[0]), int(ids[-1]), vocab_size, "allowed")
     if not len(ids):
-        raise SettingsError("allowed: no token is allowed")
+        raise SettingsError("allowed: the set of tokens is empty; give at least one token")
     return TokenSet(ids, vocab_size)
 
 

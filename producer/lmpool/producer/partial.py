@@ -186,7 +186,7 @@ class PartialRows:
             allowed: which tokens, as for `topk`.
 
         Raises:
-            SettingsError: no token is allowed, or the set is of another vocabulary.
+            SettingsError: the set is empty, or of another vocabulary.
             UnknownTokenSet: the pool does not know the set of that name.
         """
         return float((await self.batch_mass([ids], for_one(allowed), adapter=adapter, timeout=timeout))[0])

@@ -389,7 +389,9 @@ class Producer(CopiedAsItself, PartialRows):
             NotTokenIds, TokenOutOfRange: they are no token ids.
             As `tokenizer`.
         """
-        return (await self.tokenizer(timeout=timeout)).decode(ids, skip_special_tokens=skip_special_tokens)
+        tokenizer = await self.tokenizer(timeout=timeout)
+        vocab_size = self.model.vocab_size
+        return tokenizer.decode(ids, skip_special_tokens=skip_special_tokens, vocab_size=vocab_size)
 
     @property
     def model(self) -> ModelInfo:

@@ -113,16 +113,18 @@ class PublishedTokenizer:
         ids: list[int] = encoded.ids
         return ids
 
-    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False, vocab_size: int = 2**32) -> str:
         """Text of token ids.
 
         Args:
-            token_ids: list, tuple or 1-D integer array of ids; those that the tokenizer does not have are left out.
+            token_ids: list, tuple or 1-D integer array of ids; those that the tokenizer does not have are left out, for
+                a model may have more.
             skip_special_tokens: without those that mark a beginning or an end.
+            vocab_size: V of the model that the ids are of.
 
         Raises:
             NotTokenIds: something else.
-            TokenOutOfRange: an id is below 0 or beyond uint32.
+            TokenOutOfRange: an id is below 0 or not below V.
             UnknownTokenizer: the tokenizer fails on them.
         """
         try:
@@ -131,8 +133,10 @@ class PublishedTokenizer:
             listed = [token.__index__() for token in token_ids]
         except (AttributeError, TypeError) as error:
             raise NotTokenIds(f"ids to decode must be integers, not {shown(token_ids)}: {error}") from error
-        if listed and not 0 <= min(listed) <= max(listed) < 2**32:
-            raise TokenOutOfRange(f"ids to decode go from 0 to {2**32 - 1}, not from {min(listed)} to {max(listed)}")
+        if listed and not 0 <= min(listed) <= max(listed) < vocab_size:
+            raise TokenOutOfRange(
+                f"ids to decode go from 0 to {vocab_size - 1}, not from {min(listed)} to {max(listed)}"
+            )
         with _errors_of_package("the model's tokenizer fails on these ids"):
             text: str = self._tokenizer.decode(listed, skip_special_tokens=skip_special_tokens)
         return text

@@ -15,6 +15,7 @@ import hiredis
 from redis.asyncio.connection import AbstractConnection
 from redis.exceptions import NoScriptError, RedisError, ResponseError
 
+from lmpool.aio import MAX_LATENESS_S
 from lmpool.broker.server import REPLY_TIMEOUT_S, Server
 from lmpool.errors import LMPoolError, ProtocolError, ServerUnreachable
 from lmpool.settings import shown
@@ -94,11 +95,14 @@ class RawCommandConnection(RawConnection, asyncio.Protocol):
         connection: an open redis-py connection, which is owned from now on.
         max_reply: most bytes of a reply; a larger one closes the connection, for values that others have stored may be
             of any size.
+
+    Attributes:
+        received: bytes that have been received of a reply that is not complete.
     """
 
     def __init__(self, connection: AbstractConnection, max_reply: int = MAX_REPLY) -> None:
         self._max_reply = max_reply
-        self._received = 0
+        self.received = 0
         self._reader = hiredis.Reader(protocolError=ProtocolError, replyError=ResponseError)
         self._pending: deque[asyncio.Future[Any]] = deque()
         super().__init__(connection)
@@ -117,13 +121,13 @@ class RawCommandConnection(RawConnection, asyncio.Protocol):
         """Bytes have come."""
         if self._closed is not None:
             return
-        self._received += len(data)
+        self.received += len(data)
         try:
-            if self._received > self._max_reply:
+            if self.received > self._max_reply:
                 raise ProtocolError(f"a reply of over {self._max_reply} bytes")
             self._reader.feed(data)
             while (reply := self._reader.gets()) is not False:
-                self._received = 0
+                self.received = 0
                 if not self._pending:
                     raise ProtocolError(f"a reply that was not asked for: {reply!r:.80}")
                 future = self._pending.popleft()
@@ -173,8 +177,9 @@ class Connection(Generic[Raw]):
         self._opening = asyncio.Lock()
         self._queued = 0
         self._closed = False
-        # Reply that is awaited -> its raw connection, and until which loop time; and one timer for all of them.
-        self._awaited: dict[asyncio.Future[Any], tuple[Raw, float]] = {}
+        # Reply that is awaited -> its raw connection, until which loop time, and whether that was put off already. One
+        # timer serves all of them.
+        self._awaited: dict[asyncio.Future[Any], tuple[Raw, float, bool]] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = 0.0
 
@@ -209,7 +214,7 @@ class Connection(Generic[Raw]):
         """
         # A timer for each would cost more than the command itself.
         until = asyncio.get_running_loop().time() + self.reply_timeout_s
-        self._awaited[reply] = raw, until
+        self._awaited[reply] = raw, until, False
         if self._timer is None or until < self._timer_at:
             self._set_timer(until)
         try:
@@ -249,13 +254,21 @@ class Connection(Generic[Raw]):
         self._timer = asyncio.get_running_loop().call_at(when, self._close_late)
 
     def _close_late(self) -> None:
-        """Close connections whose replies are late; check again when the next one may be."""
+        """Close connections whose replies are late; check again when the next one may be.
+
+        After a pause of the event loop, in which nothing was received, each reply may take as long again, once.
+        """
         self._timer = None
-        awaited = [deadline for reply, deadline in self._awaited.items() if not reply.done()]
-        for raw, until in awaited:
-            if until <= self._timer_at:
+        now, due = asyncio.get_running_loop().time(), self._timer_at
+        for reply, (raw, until, was_put_off) in list(self._awaited.items()):
+            if until > due or reply.done():
+                continue
+            if now - due > MAX_LATENESS_S and not was_put_off:
+                self._awaited[reply] = raw, now + self.reply_timeout_s, True
+            else:
                 raw.close(ServerUnreachable(f"{self._server} has not answered for {self.reply_timeout_s:g} s"))
-        if later := [until for _, until in awaited if until > self._timer_at]:
+        later = [until for reply, (_, until, _) in self._awaited.items() if until > due and not reply.done()]
+        if later:
             self._set_timer(min(later))
 
     def close(self) -> None:
@@ -283,6 +296,11 @@ class CommandConnection(Connection[RawCommandConnection]):
     def __init__(self, server: Server, key: bytes = b"") -> None:
         super().__init__(server, self._connect_to_key)
         self.key = key
+
+    @property
+    def ended_within_reply(self) -> bool:
+        """Whether the last raw connection ended while it received a reply: one that takes too long, perhaps."""
+        return self._raw is not None and self._raw.closed and self._raw.received > 0
 
     async def _connect_to_key(self) -> RawCommandConnection:
         return RawCommandConnection(await (await self._server.at(self.key)).open())

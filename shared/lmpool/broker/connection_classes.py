@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 import inspect
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from functools import cache
 from typing import Any
 
 import redis as redis_sync
 from redis.asyncio import connection as connections
 
+from lmpool.aio import silence_limit
 from lmpool.broker import replies
 from lmpool.errors import SettingsError
 
@@ -30,17 +32,26 @@ class _Cancellable(connections.AbstractConnection):
 
     redis-py limits the time of sending by `asyncio.wait_for`, which before Python 3.12 loses a cancellation that comes
     together with the result (https://github.com/python/cpython/issues/86296): a deadline would pass unnoticed, or a
-    request go on that its caller has given up.
+    request go on that its caller has given up. Its limits also end what a program keeps waiting that computes in its
+    event loop. So all limits are set here: redis-py sets none where it finds None.
     """
 
     async def connect(self) -> None:
-        """Connect and greet the server."""
+        """Connect and greet the server.
+
+        Raises:
+            redis.exceptions.TimeoutError: that took longer than `socket_connect_timeout`.
+        """
+        limit, self.socket_connect_timeout = self.socket_connect_timeout, None
         try:
-            await super().connect()  # type: ignore[no-untyped-call]
+            async with _limit(limit, "Timeout connecting to server"):
+                await super().connect()  # type: ignore[no-untyped-call]
         except BaseException:
             # redis-py would keep one that was given up before the server has let it in.
             await self.disconnect(nowait=True)
             raise
+        finally:
+            self.socket_connect_timeout = limit
 
     async def send_packed_command(self, command: Any, check_health: bool = True) -> None:
         """Send a command.
@@ -53,19 +64,45 @@ class _Cancellable(connections.AbstractConnection):
             await self.connect()
         if check_health:
             await self.check_health()  # type: ignore[no-untyped-call]
-        if not (limit := self.socket_timeout):
-            return await super().send_packed_command(command, check_health=False)
-        self.socket_timeout = None  # Then redis-py sets no limit.
+        async with self._own_limit("Timeout writing to socket"):
+            await super().send_packed_command(command, check_health=False)
+
+    async def read_response(self, disable_decoding: bool = False, timeout: float | None = None, **options: Any) -> Any:
+        """Read a reply.
+
+        Raises:
+            redis.exceptions.TimeoutError: that took longer than `socket_timeout`, and `timeout` is None.
+        """
+        if timeout is not None:
+            return await super().read_response(disable_decoding, timeout, **options)
+        async with self._own_limit("Timeout reading from the server"):
+            return await super().read_response(disable_decoding, **options)
+
+    @asynccontextmanager
+    async def _own_limit(self, text: str) -> AsyncIterator[None]:
+        limit, self.socket_timeout = self.socket_timeout, None
         try:
-            async with asyncio.timeout(limit) as timer:
-                return await super().send_packed_command(command, check_health=False)
-        except TimeoutError:
-            if not timer.expired():
-                raise
-            raise redis_sync.TimeoutError("Timeout writing to socket") from None
+            async with _limit(limit, text):
+                yield
         finally:
             if self.socket_timeout is None:  # A server that is about to move has it changed meanwhile.
                 self.socket_timeout = limit
+
+
+@asynccontextmanager
+async def _limit(seconds: float | None, text: str) -> AsyncIterator[None]:
+    """Limit how long the server may be silent.
+
+    Raises:
+        redis.exceptions.TimeoutError: it was silent for so long.
+    """
+    try:
+        async with silence_limit(seconds) as timer:
+            yield
+    except TimeoutError:
+        if not timer.expired():
+            raise
+        raise redis_sync.TimeoutError(text) from None
 
 
 class _Tls(connections.SSLConnection):

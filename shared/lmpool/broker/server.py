@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import re
 from contextlib import suppress
@@ -174,9 +173,7 @@ class Server:
         """
         connection = self._connection()
         try:
-            # What redis-py sends first on a new connection waits for replies without a limit of its own.
-            async with asyncio.timeout(self._kwargs["socket_connect_timeout"]):
-                await connection.connect()  # type: ignore[no-untyped-call]
+            await connection.connect()  # type: ignore[no-untyped-call]
         except (RedisError, OSError) as error:
             self.forget_places()  # Another may have taken its place.
             raise self.explain(error) from error

@@ -6,9 +6,9 @@ and its digest before it, and the number is zeroed before the row changes: a rea
 after copying has the row, as with a seqlock. Where processors reorder stores or loads (ARM), there is a checksum too.
 
 A segment is memory without a name, sealed: nobody can cut it, which would end all that have mapped it, and nobody but
-its worker can write to it. The worker hands it out through a socket in a folder that the programs of a host have in
-common (/dev/shm). The socket is named by a random nonce, which stands in the segment too: who can be given the segment
-that a reference names is on the same host as far as this matters.
+its worker can write to it. The worker hands it out through a socket in a folder that only this user's programs can use
+(/dev/shm/lmpool-UID). The socket is named by a random nonce, which stands in the segment too: who can be given the
+segment that a reference names is on the same host as far as this matters.
 
 Layout: a page of `HEADER`, an index (buckets of 8 numbers: 16 bits of the digest, 48 of the row's number), then the
 slots, each a `SLOT` and an encoded row, in whole pages.
@@ -17,6 +17,7 @@ slots, each a `SLOT` and an encoded row, in whole pages.
 from __future__ import annotations
 
 import asyncio
+import errno
 import fcntl
 import mmap
 import os
@@ -51,7 +52,7 @@ PAGE, WORD = 4096, 8
 """Slots are whole pages, checksums the sums of words."""
 
 NAME = "lmpool-"
-"""What the names of segments begin with: of their sockets, and of their memory."""
+"""What the names of segments begin with: of their sockets, of their folders, and of their memory."""
 
 SEALS = 0x1 | 0x2 | 0x4 | 0x10
 """What nobody can do to a segment: F_SEAL_SEAL, _SHRINK, _GROW, _FUTURE_WRITE; few builds of Python name all."""
@@ -71,6 +72,8 @@ NUMBER_MASK = (1 << 48) - 1
 # A reference and a slot would cost as much as a smaller row.
 _LEAST_ROW = 4096
 _F_GET_SEALS = 1034
+# Not on macOS, where no segment can be made.
+_O_PATH = getattr(os, "O_PATH", 0)
 _MAGIC, _LAYOUT = b"LMPSHM", 2
 _REFERENCE = struct.Struct("<4sB16s8sQ")
 _REFERENCE_MAGIC, _REFERENCE_VERSION = b"LMPS", 1
@@ -84,7 +87,6 @@ _MOST_SPARE, _MOST_SPARE_BYTES = 64, 64 * 2**20
 _LEAST_MAPPED, _LARGE = 65_536, 4 * 2**20
 # A worker that lives answers within less than a millisecond, and is asked again every second.
 _ANSWER_S, _ALL_ANSWER_S = 0.1, 1.0
-_PEER = struct.Struct("<3i")
 
 
 class Reference(NamedTuple):
@@ -128,8 +130,8 @@ def unpack_reference(value: bytes) -> Reference | None:
 
 
 def folder() -> Path:
-    """Where the sockets of segments are."""
-    return Path(os.environ.get(FOLDER_VARIABLE) or "/dev/shm")
+    """Where the sockets of this user's segments are; the folder is made by workers."""
+    return Path(os.environ.get(FOLDER_VARIABLE) or "/dev/shm", f"{NAME}{os.geteuid()}")
 
 
 def host_token() -> bytes:
@@ -137,12 +139,13 @@ def host_token() -> bytes:
 
     Of the kernel's start, the file system and the user; it tells whether to try to read a segment's nonce.
     """
+    own = folder()
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()
-        place = folder().stat()
+        place = own.parent.stat()
     except OSError:
         return b""
-    return blake2b(f"{boot} {place.st_dev} {place.st_ino} {os.geteuid()}".encode(), digest_size=8).hexdigest().encode()
+    return blake2b(f"{boot} {place.st_dev} {place.st_ino} {own.name}".encode(), digest_size=8).hexdigest().encode()
 
 
 class Layout(NamedTuple):
@@ -167,7 +170,7 @@ class Layout(NamedTuple):
     @property
     def first(self) -> int:
         """Where the first slot begins."""
-        return PAGE + whole_pages(self.buckets * BUCKET.size)
+        return PAGE + rounded_up(self.buckets * BUCKET.size, PAGE)
 
     @property
     def size(self) -> int:
@@ -207,33 +210,43 @@ def fingerprint_bytes(fingerprint: str) -> bytes:
     return blake2b(fingerprint.encode(), digest_size=16).digest()
 
 
-def whole_pages(size: int) -> int:
-    """A size, rounded up to whole pages."""
-    return -(-size // PAGE) * PAGE
+def name_of(nonce: bytes) -> str:
+    """The name of a segment, and of the socket that hands it out."""
+    return f"{NAME}{nonce.hex()}"
 
 
-def whole_words(size: int) -> int:
-    """A size, rounded up to whole words."""
-    return -(-size // WORD) * WORD
-
-
-def segments_in(place: Path, prefix: str = NAME) -> Iterator[Path]:
-    """The sockets in a folder that may hand out segments."""
-    with suppress(OSError), os.scandir(place) as entries:
-        for entry in entries:
-            with suppress(OSError):
-                if entry.name.startswith(prefix) and stat.S_ISSOCK(entry.stat(follow_symlinks=False).st_mode):
-                    yield Path(entry.path)
+def rounded_up(size: int, unit: int) -> int:
+    """A size in bytes, rounded up to a multiple of `unit`: whole pages (`PAGE`), or whole words (`WORD`)."""
+    return -(-size // unit) * unit
 
 
 @contextmanager
-def socket_address(path: Path) -> Iterator[str]:
-    """What to call a path when a socket is bound or connected: the system takes 107 bytes at most."""
-    parent = os.open(path.parent, os.O_PATH | os.O_CLOEXEC)
+def own_folder(place: Path, *, make: bool = False) -> Iterator[str]:
+    """Open a folder of sockets, or make it; gives a short path to it: the name of a socket has at most 107 bytes.
+
+    Raises:
+        OSError: it does not exist, another user owns it, or other users may write to it.
+    """
+    if make:
+        place.mkdir(mode=0o700, exist_ok=True)
+    fd = os.open(place, _O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
-        yield f"/proc/self/fd/{parent}/{path.name}"
+        found, user = os.fstat(fd), os.geteuid()
+        if found.st_uid != user or found.st_mode & 0o022:
+            has = f"it belongs to user {found.st_uid} and has mode {stat.S_IMODE(found.st_mode):o}"
+            raise OSError(errno.EPERM, f"the folder must belong to user {user} and have mode 700; {has}: remove it")
+        yield f"/proc/self/fd/{fd}"
     finally:
-        os.close(parent)
+        os.close(fd)
+
+
+def segments_in(place: Path, prefix: str = NAME) -> Iterator[Path]:
+    """The sockets in a user's folder that may hand out segments; none in a folder that others can write to."""
+    with suppress(OSError), own_folder(place) as opened, os.scandir(opened) as entries:
+        for entry in entries:
+            with suppress(OSError):
+                if entry.name.startswith(prefix) and stat.S_ISSOCK(entry.stat(follow_symlinks=False).st_mode):
+                    yield place / entry.name
 
 
 def connect(path: Path, timeout_s: float) -> socket.socket:
@@ -245,8 +258,8 @@ def connect(path: Path, timeout_s: float) -> socket.socket:
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     connection.settimeout(timeout_s)
     try:
-        with socket_address(path) as address:
-            connection.connect(address)
+        with own_folder(path.parent) as opened:
+            connection.connect(f"{opened}/{path.name}")
     except BaseException:
         connection.close()
         raise
@@ -260,10 +273,6 @@ def receive_segment(path: Path, timeout_s: float) -> mmap.mmap | None:
         OSError: nobody hands it out.
     """
     with connect(path, timeout_s) as connection:
-        # The folder may be open to all: only what this user has made is believed.
-        _, user, _ = _PEER.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
-        if user != os.geteuid():
-            return None
         _, received, _, _ = socket.recv_fds(connection, 1, 1, socket.MSG_CMSG_CLOEXEC)
     if not received:
         return None
@@ -355,7 +364,7 @@ def _new_memory(size: int) -> mmap.mmap | bytearray:
 
 
 class _OpenSegment(NamedTuple):
-    """A segment that is mapped for reading."""
+    """A segment that is mapped for reading, with the numbers of its layout that each read needs."""
 
     layout: Layout
     memory: mmap.mmap
@@ -363,11 +372,6 @@ class _OpenSegment(NamedTuple):
     first: int
     stride: int
     slots: int
-
-    @classmethod
-    def of(cls, layout: Layout, memory: mmap.mmap) -> _OpenSegment:
-        """That segment, with what is needed for each read at hand."""
-        return cls(layout, memory, memoryview(memory), layout.first, layout.stride, layout.slots)
 
 
 @dataclass(slots=True)
@@ -411,11 +415,10 @@ class SegmentReader:
 
     async def look(self, fingerprint: str) -> None:
         """Have `find` search the segments with a model's rows that are there now; let go of those that are gone."""
-        unknown = [nonce for nonce in self.let_go() if nonce not in self._segments]
         # At once: those of another model must not be searched any more.
         self._wanted = fingerprint_bytes(fingerprint)
         self._search_wanted()
-        if unknown:
+        if unknown := await self.let_go() - set(map(name_of, self._segments)):
             # A worker that is frozen keeps this waiting, and the loop must not.
             received = await asyncio.to_thread(self._receive, unknown)
             if not self._is_closed:
@@ -426,39 +429,36 @@ class SegmentReader:
     def _search_wanted(self) -> None:
         self._searched = [found for found in self._segments.values() if found.layout.fingerprint == self._wanted]
 
-    def let_go(self) -> set[bytes]:
-        """Let go of the segments that are gone, whose memory is free only then; returns the nonces of those there are.
+    async def let_go(self) -> set[str]:
+        """Let go of the segments that are gone, whose memory is free only then; returns the names of all there are.
 
         To be called from time to time by whoever reads.
         """
-        present = set()
-        for path in segments_in(self._folder):
-            with suppress(ValueError):
-                present.add(bytes.fromhex(path.name.removeprefix(NAME)))
-        for nonce in [nonce for nonce in self._segments if nonce not in present]:
-            del self._segments[nonce]
-        self._searched = [found for found in self._searched if found.layout.nonce in self._segments]
+        present = await asyncio.to_thread(lambda: {path.name for path in segments_in(self._folder)})
+        self._segments = {nonce: found for nonce, found in self._segments.items() if name_of(nonce) in present}
+        self._search_wanted()
         self._unreadable.clear()
         return present
 
-    def _receive(self, nonces: Collection[bytes]) -> list[_OpenSegment]:
+    def _receive(self, names: Collection[str]) -> list[_OpenSegment]:
         """Map segments, without those that cannot be read now; frozen workers take no more than some time together."""
         found, until = [], monotonic() + _ALL_ANSWER_S
-        for nonce in nonces:
+        for name in names:
             if monotonic() > until:
                 break
             with suppress(OSError):
-                memory = receive_segment(self._folder / f"{NAME}{nonce.hex()}", _ANSWER_S)
+                memory = receive_segment(self._folder / name, _ANSWER_S)
                 layout = None if memory is None else Layout.read(memory)
-                if memory is not None and layout is not None and layout.nonce == nonce:
-                    found.append(_OpenSegment.of(layout, memory))
+                if memory is not None and layout is not None and name_of(layout.nonce) == name:
+                    place = layout.first, layout.stride, layout.slots
+                    found.append(_OpenSegment(layout, memory, memoryview(memory), *place))
         return found
 
     def _open(self, nonce: bytes) -> _OpenSegment | None:
         found = self._segments.get(nonce)
         if found is not None or nonce in self._unreadable:
             return found
-        for received in self._receive([nonce]):
+        for received in self._receive([name_of(nonce)]):
             self._segments[nonce] = received
             return received
         self._unreadable.add(nonce)
@@ -548,7 +548,7 @@ class SegmentReader:
         """Read a row in whatever encoding."""
         at = segment.layout.slot_of(number)
         seen, whose, length, expected, is_summed = SLOT.unpack_from(segment.memory, at)
-        size = whole_words(length)
+        size = rounded_up(length, WORD)
         if seen != number or whose != digest or not HEADER_SIZE <= size <= segment.stride - SLOT.size:
             return None
         begin = at + SLOT.size

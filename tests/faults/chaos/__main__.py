@@ -105,7 +105,7 @@ def main() -> int:
     print(*plan, sep="\n", flush=True)
     folder = Path(tempfile.mkdtemp(prefix="lmp"))
     try:
-        with tempfile.TemporaryDirectory(prefix="lmp", dir=shared_memory.folder()) as memory:
+        with tempfile.TemporaryDirectory(prefix="lmp", dir=shared_memory.folder().parent) as memory:
             hosts = Path(memory, "0"), Path(memory, "1")
             for host in hosts:
                 host.mkdir()

@@ -128,7 +128,7 @@ class Fleet:
     @property
     def segments(self) -> list[Path]:
         """The sockets of shared memory."""
-        return sorted(path for host in self._hosts for path in host.glob(f"{NAME}*"))
+        return sorted(path for host in self._hosts for path in host.glob(f"{NAME}*/{NAME}*"))
 
     def log_of(self, client: int) -> Path:
         """Where a client writes its requests."""

@@ -147,7 +147,10 @@ def test_commands_wait_for_a_worker_say_so_and_end_with_ctrl_c(pool: Pool, tmp_p
             process.end()
     late = on(pool, "bench", "--model", "nope", "--timeout", "1", "--wait")
     assert late.returncode == 2
-    why = "the model 'nope' is not served; served are: syn; start a worker with `lmpool worker MODEL --name nope`"
+    why = (
+        "the model 'nope' is not served; served are: syn; start a worker with `lmpool worker MODEL --name nope`, or "
+        f"correct prefix={pool.prefix!r}, which names the pool"
+    )
     assert late.stderr.splitlines() == [
         f"waiting for a worker to serve 'nope': {why}; this waits up to 1 s (--timeout); --no-wait fails at once",
         f"lmpool: no answer within 1 s: {why}",

@@ -419,6 +419,7 @@ class Interrupted:
         rows: Any = None
         self.model = AdoptedModel(INFO, "f", Keys("test").model(INFO.name), b"reply", rows)
         self.reader = self
+        self.ended_within_reply = False
         self.looked_for: asyncio.Future[Sequence[bytes]] = asyncio.get_running_loop().create_future()
         self._requests = requests
         self._calls = 0
@@ -496,7 +497,7 @@ class Answering:
     async def drop(self, keys: Sequence[bytes]) -> None:
         pass
 
-    async def look_at_memory(self) -> None:
+    async def look_at_memory(self, pending: int) -> None:
         pass
 
     def describe_full_queue(self) -> str:
@@ -575,6 +576,23 @@ async def test_a_failure_on_the_way_teaches_nothing(table: Table) -> None:
 
     connections.call, connections.note = fails, lambda error: None
     assert await learned(table, connections) == 0
+
+
+async def test_a_refused_prompt_stays_refused_when_it_cannot_be_sent_again(table: Table) -> None:
+    connections: Any = Answering("F")
+    tasks = Tasks()
+    submitter = submitter_of(table, connections, tasks)
+    request, _ = table.requests.add(prompt(1), Listener())
+
+    async def fails(*_: Any) -> bytes:
+        raise ServerUnreachable("gone")
+
+    await submitter._send([request])
+    assert request.stage is Stage.REFUSED
+    connections.call, connections.note = fails, lambda error: None
+    await submitter._send([request])
+    assert request.stage is Stage.REFUSED
+    await tasks.cancel()
 
 
 # Rows that are gone

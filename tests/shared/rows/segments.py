@@ -15,6 +15,7 @@ from lmpool.protocol.row import Encoding, Row, RowBlock
 from lmpool.rows.shared_memory import (
     Reference,
     SegmentReader,
+    folder,
     host_token,
 )
 from lmpool.synthetic import synthetic_row
@@ -30,10 +31,11 @@ SLOT = 8192
 
 @pytest.fixture(name="place", autouse=True)
 def place_fixture(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The folder of segments, in memory."""
-    with tempfile.TemporaryDirectory(dir=os.environ["LMPOOL_SHM_DIR"]) as folder:
-        monkeypatch.setenv("LMPOOL_SHM_DIR", folder)
-        yield Path(folder)
+    """The folder of this user's segments, in memory."""
+    with tempfile.TemporaryDirectory(dir=os.environ["LMPOOL_SHM_DIR"]) as machine:
+        monkeypatch.setenv("LMPOOL_SHM_DIR", machine)
+        folder().mkdir(mode=0o700)
+        yield folder()
 
 
 def made(slots: int = 64) -> Segment:

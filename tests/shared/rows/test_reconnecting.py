@@ -11,6 +11,7 @@ import pytest
 from lmpool.broker.connection import Connection
 from lmpool.broker.server import Server
 from lmpool.errors import ServerUnreachable
+from tests.support.pool import SkippingLoop, run_skipping
 
 
 class Deaf:
@@ -65,6 +66,29 @@ async def test_a_server_that_answers_in_time_is_not_given_up(connection: Connect
         loop.call_soon(deaf.ask().set_result, "there")
         assert await connection.wait_for(deaf, deaf.asked[-1]) == "there"
     assert not deaf.closed
+
+
+def test_a_reply_may_take_as_long_again_after_a_pause_of_the_event_loop_but_no_longer() -> None:
+    async def wait(loop: SkippingLoop) -> None:
+        deaf = Deaf()
+
+        async def connect() -> Any:
+            return deaf
+
+        connection: Connection[Any] = Connection(Server("redis://localhost:1"), connect)
+        connection.reply_timeout_s = 10.0
+        late, never = (asyncio.ensure_future(connection.wait_for(deaf, deaf.ask())) for _ in range(2))
+        await asyncio.sleep(0)
+        loop.skipped_s += 30.0
+        await asyncio.sleep(0.01)
+        deaf.asked[0].set_result("there")
+        assert await late == "there"
+        assert not deaf.closed
+        loop.skipped_s += 30.0
+        with pytest.raises(ServerUnreachable, match="has not answered for"):
+            await asyncio.wait_for(never, 1e6)
+
+    run_skipping(wait)
 
 
 async def test_a_shorter_patience_counts_though_others_wait_with_a_longer_one(

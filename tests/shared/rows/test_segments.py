@@ -5,20 +5,26 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import shutil
 import signal
+import stat
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from lmpool.rows import shared_memory
 from lmpool.rows.shared_memory import (
     SEALS,
     Reference,
     SegmentReader,
     host_token,
     receive_segment,
+    segments_in,
 )
 from lmpool.workers.queue import segment as segment_module
 from lmpool.workers.queue.segment import (
@@ -59,16 +65,69 @@ def test_memory_that_others_can_change_is_not_mapped(place: Path, seals: int) ->
     os.close(fd)
 
 
-def test_what_another_user_hands_out_is_not_mapped(
-    segment: Segment, place: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("mode", "owner"), [(0o702, 0), (0o720, 0), (0o700, 1)])
+def test_nothing_is_read_from_a_folder_or_put_into_one_that_others_can_write_to(
+    segment: Segment, reader: SegmentReader, place: Path, monkeypatch: pytest.MonkeyPatch, mode: int, owner: int
 ) -> None:
     (path,) = place.iterdir()
     memory = receive_segment(path, DEADLINE_S)
     assert memory is not None
     assert len(memory) == segment.size
-    user = os.geteuid()
-    monkeypatch.setattr(os, "geteuid", lambda: user + 1)
-    assert receive_segment(path, DEADLINE_S) is None
+    user, others = os.geteuid(), place.parent / f"lmpool-{os.geteuid() + owner}"
+    place.rename(others)
+    others.chmod(mode)
+    monkeypatch.setattr(os, "geteuid", lambda: user + owner)
+    text = f"must belong to user {user + owner} and have mode 700; it belongs to user {user} and has mode {mode:o}"
+    with pytest.raises(PermissionError, match=text):
+        receive_segment(others / path.name, DEADLINE_S)
+    with pytest.raises(PermissionError, match=f"{others}: .*remove it"):
+        make_segment("fp", V, 64 * SLOT, lambda: True)
+    look(reader)
+    assert not reader.has_any
+    assert [*others.iterdir()] == [others / path.name]
+    others.rename(place)
+
+
+def test_names_that_others_leave_in_the_machines_folder_are_not_looked_at(
+    segment: Segment, reader: SegmentReader, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(segment, 1)
+    scanned: list[str] = []
+    scan = os.scandir
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "scandir", lambda path: scanned.append(os.path.realpath(path)) or scan(path))
+        look(reader)
+        made().close()
+    assert reader.find(prompt(1), V) is not None
+    assert set(scanned) == {str(place)}
+
+
+async def test_a_scan_keeps_no_event_loop_waiting(
+    segment: Segment, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[int] = []
+
+    def scan(place: Path) -> Iterator[Path]:
+        threads.append(threading.get_ident())
+        return segments_in(place)
+
+    monkeypatch.setattr(shared_memory, "segments_in", scan)
+    reader = SegmentReader()
+    await reader.look("fp")
+    assert reader.has_any
+    assert threads
+    assert threading.get_ident() not in threads
+    reader.close()
+
+
+def test_a_worker_makes_the_folder_and_makes_it_again(place: Path) -> None:
+    place.rmdir()
+    segment = made()
+    assert stat.S_IMODE(place.stat().st_mode) == 0o700
+    shutil.rmtree(place)
+    assert not segment.keep_name()
+    assert len(list(place.iterdir())) == 1
+    segment.close()
 
 
 @pytest.mark.parametrize("size", [0, 40, 5000])
@@ -95,7 +154,8 @@ def test_a_folder_with_a_long_name_will_do(place: Path, monkeypatch: pytest.Monk
     look(reader)
     assert reader.find(prompt(1), V) is not None
     segment.close()
-    assert list(folder.iterdir()) == []
+    assert list(shared_memory.folder().iterdir()) == []
+    assert shared_memory.folder().parent == folder
 
 
 def test_files_of_others_and_of_other_releases_are_left_alone(place: Path) -> None:

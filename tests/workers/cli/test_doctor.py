@@ -112,16 +112,17 @@ def test_shared_memory_is_judged_by_what_rows_need(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("LMPOOL_SHM_DIR", str(short_dir))
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(total=1 << 26))
     with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(str(short_dir / "lmpool-00"))
+        (place := short_dir / f"lmpool-{os.geteuid()}").mkdir(mode=0o700)
+        listener.bind(str(place / "lmpool-00"))
         listener.listen()
         for free, state, size in ((1 << 34, "ok", "2.0 GiB"), (1 << 28, "look", "32 MiB")):
             monkeypatch.setattr(segment, "free_bytes", lambda free=free: free)
             found = {check.check: check for check in doctor._machine()}
             assert found["shared memory"].state == state
             assert f"{size} for the next worker" in found["shared memory"].found
-            assert f"sockets in {short_dir}, 1 of them" in found["shared memory"].found
+            assert f"sockets in {place}, 1 of them" in found["shared memory"].found
     assert "/dev/shm" not in found
-    assert [path.name for path in short_dir.iterdir()] == ["lmpool-00"]
+    assert [path.name for path in place.iterdir()] == ["lmpool-00"]
     monkeypatch.setattr(doctor, "_version", lambda package: "1" if package == "vllm" else "")
     found = {check.check: check for check in doctor._machine()}
     assert (found["/dev/shm"].state, "--shm-size" in found["/dev/shm"].advice) == ("look", True)

@@ -362,6 +362,7 @@ class Worker:
                 ("segment", serving.segment.run()),
                 *([] if serving.info.is_trie else [("adapters", serving.adapters.run())]),
                 ("heartbeat", every(self._settings.heartbeat_s, partial(self._send_heartbeat, serving))),
+                ("segments", every(self._settings.heartbeat_s, serving.segments.let_go)),
                 ("draining", self._show_draining(serving)),
                 ("leases", every(lease_s / 3, partial(self._renew, serving))),
                 ("claims", every(lease_s / 3, partial(self._claim, serving, loop))),
@@ -447,7 +448,6 @@ class Worker:
             self._lifecycle.notify()
 
     async def _send_heartbeat(self, serving: Serving) -> None:
-        serving.segments.let_go()
         try:
             async with self._beating:
                 await self._write_heartbeat(serving)

@@ -7,7 +7,7 @@ import secrets
 from collections.abc import Coroutine
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from math import inf
+from math import ceil, inf
 from time import monotonic
 from typing import Any
 
@@ -24,6 +24,7 @@ from lmpool.protocol.model_info import ModelInfo
 from lmpool.protocol.row import Encoding, encoded_size
 from lmpool.rows.cache import RowCache
 from lmpool.rows.cluster import rows_on
+from lmpool.rows.connection import CHUNK_BYTES
 from lmpool.rows.shared_memory import SegmentReader, is_shared
 
 TROUBLE = (RedisError, OSError, LMPoolError)
@@ -32,6 +33,8 @@ TROUBLE = (RedisError, OSError, LMPoolError)
 CLOSED = "the producer was closed while the request was under way"
 
 _MEMORY_LOOK_S = 5.0
+# Seconds between two scans of the folder of segments: a new worker's rows are read from memory from then on.
+_SCAN_S = 1.0
 
 
 class Tasks:
@@ -111,6 +114,8 @@ class Connections:
         self.trouble: LMPoolError | None = None
         self._memory: ServerMemory | None = None
         self._next_memory_look = 0.0
+        # Most requests that were under way when a row was gone: their rows need memory at once.
+        self._pending = 0
 
     def adopt(self, info: ModelInfo) -> None:
         """Use a model, or the same one with other weights."""
@@ -134,6 +139,15 @@ class Connections:
         """See which workers of this host have rows of the model in shared memory."""
         if self.model.host:
             await self.segments.look(self.model.fingerprint)
+
+    async def follow_segments(self) -> None:
+        """Scan for segments every second; never returns.
+
+        Nothing else waits for this: a scan needs a thread, and the program may keep all threads busy.
+        """
+        while True:
+            await asyncio.sleep(_SCAN_S)
+            await self.look_for_segments()
 
     @property
     def model(self) -> AdoptedModel:
@@ -187,8 +201,13 @@ class Connections:
             "ask for less at once, add workers, or raise the workers' --queue-limit"
         )
 
-    async def look_at_memory(self) -> None:
-        """Read how full the server is, at most every few seconds, for the end of requests whose rows were gone."""
+    async def look_at_memory(self, pending: int) -> None:
+        """Read how full the server is, at most every few seconds, for the end of requests whose rows were gone.
+
+        Args:
+            pending: number of this session's requests under way.
+        """
+        self._pending = max(self._pending, pending)
         now = monotonic()
         if now < self._next_memory_look:
             return
@@ -215,10 +234,16 @@ class Connections:
             return f"{gone}, although {but} ({self._memory}): {why}"
         memory = f" ({self._memory})" if self._memory is not None else ""
         kind = "An answer" if length else "A row"
-        rows = "" if info.is_trie else f" {kind} takes {size / 1e6:.3g} MB, and {pending} are under way here."
+        # Requests that end at the same deadline are fewer with each that has ended.
+        pending = max(pending, self._pending)
+        # All of them at once, and those that are being fetched a second time, in the buffers of connections.
+        more = ceil((pending * size + 2 * CHUNK_BYTES) / 1e6)
+        rows, by = f" {kind} takes {size / 1e6:.3g} MB, and {pending} are under way here.", f" by {more} MB at least"
+        if info.is_trie:
+            rows = by = ""
         return (
-            f"{gone}: most likely evicted, for the server's memory is full{memory}.{rows} Raise maxmemory, have fewer "
-            "rows under way at once, or serve rows of a smaller dtype"
+            f"{gone}: most likely evicted, for the server's memory is full{memory}.{rows} Raise maxmemory{by}, have "
+            "fewer rows under way at once, or serve rows of a smaller dtype"
         )
 
     async def close(self) -> None:

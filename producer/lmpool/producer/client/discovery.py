@@ -137,6 +137,8 @@ class Discovery:
             error = UnknownModel(f"{text}a worker is loading {models}, try again in a moment")
             error.is_loading = True
             return error
+        if self._keys != Keys():
+            otherwise += f", or correct prefix={self._keys.prefix!r}, which names the pool"
         return UnknownModel(f"{text}{otherwise} (being loaded: {models})" if loading else f"{text}{otherwise}")
 
     async def _some_loading(self) -> set[str]:

@@ -84,10 +84,10 @@ class Receiver:
                 entries = stream_entries(await connections.reader.call(*_XREAD, connections.model.reply, last))
             except TROUBLE as error:
                 connections.note(error)
-                is_odd = isinstance(error, ProtocolError)
+                is_odd = isinstance(error, ProtocolError) or connections.reader.ended_within_reply
                 if is_odd:
                     connections.reader.hang_up(error)
-                # Bytes that were lost on the way do that too, but not twice in a row.
+                # Bytes that were lost on the way, or a connection that was, do that too, but hardly twice in a row.
                 if (is_odd and distrusted) or "WRONGTYPE" in str(error):
                     last = await self._start_over()
                 distrusted = is_odd
@@ -126,8 +126,8 @@ class Receiver:
     async def _start_over(self) -> bytes:
         """Drop a reply stream that somebody has spoilt; returns from where to read the next one.
 
-        There may be an entry too large to be read, something else than a stream, or an entry with an id that no clock
-        has come to, behind which the server can add nothing, or nothing that would be seen.
+        There may be an entry too large to be read, or to be received in time. There may be something else than a
+        stream, or an entry with an id that no clock has come to, behind which the server can add nothing.
         """
         _log.warning("what is at %r cannot be followed: it is dropped", self._connections.model.reply)
         try:

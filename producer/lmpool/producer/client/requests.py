@@ -130,7 +130,7 @@ class ProducerStats:
         local_hits: answered from the producer's own memory.
         cache_hits: answered from the pool's cache, in Redis or in shared memory.
         joined: answered with a request for the same prompt that was under way here or in another process.
-        computed: queued for a worker, and answered.
+        computed: answered by a worker. These are requests: a worker computes one row for all queries about a prompt.
         failed: ended with an exception, or cancelled.
     """
 

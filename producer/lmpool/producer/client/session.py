@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from redis.exceptions import RedisError
 
+from lmpool.aio import silence_limit
 from lmpool.broker.connection import reply_timeout
 from lmpool.broker.server import Server
 from lmpool.errors import (
@@ -373,7 +374,8 @@ class Session:
         request = waiter.request
         if request.waiters:
             self._remove_waiter(request, waiter)
-        if request.is_private:
+        # Only with the last wait: until then the answer is not there, or another caller has not read it.
+        if request.is_private and self._requests.get(request.prompt.digest) is None:
             self._pool_cache.discard([request])
 
     def _ask(self, prompt: Prompt, waiter: Waiter, until: float, *, warm: bool = False) -> PendingRequest:
@@ -413,7 +415,8 @@ class Session:
         connections = self._connections
         if connections.trouble is not None:
             return type(connections.trouble)(f"{text}: {connections.trouble}")
-        if request.stage in (Stage.REFUSED, Stage.SENDING_AGAIN):
+        is_refused = request.stage in (Stage.REFUSED, Stage.SENDING_AGAIN)
+        if is_refused or (self._submitter.is_full and request.stage is not Stage.WAITING):
             return QueueFull(f"{text}: {connections.describe_full_queue()}")
         # Before the workers: a server that evicts rows evicts heartbeats too.
         if times := self._requests.times_lost(request):
@@ -448,7 +451,8 @@ class Session:
 
     async def _supervise(self) -> None:
         """Run the background parts until cancelled, by `close` or by the end of `asyncio.run`."""
-        parts = [self._receiver.read(), self._watch(), *(self._receiver.collect() for _ in range(_COLLECTORS))]
+        parts = [self._receiver.read(), self._watch(), self._connections.follow_segments()]
+        parts += [self._receiver.collect() for _ in range(_COLLECTORS)]
         try:
             await asyncio.gather(*map(self._tasks.spawn, parts))
         except asyncio.CancelledError:
@@ -483,10 +487,9 @@ class Session:
         while True:
             await asyncio.sleep(_WATCH_S)
             absence = None
-            await self._connections.look_for_segments()
             try:
                 # redis-py's client was opened before the lease was known.
-                async with asyncio.timeout(reply_timeout(self.info.lease_s)):
+                async with silence_limit(reply_timeout(self.info.lease_s)):
                     await self._reload_info()
                     await self.adapters.renew()
                     if self._requests:

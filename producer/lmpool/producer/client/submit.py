@@ -273,6 +273,9 @@ class Submitter:
         tasks: where background work runs.
         homes: which workers their prompts are best computed by.
         waits_when_full: whether requests that the queue has no room for wait for it, or end.
+
+    Attributes:
+        is_full: whether the queue had no room for a prompt when prompts were sent last.
     """
 
     def __init__(
@@ -295,7 +298,7 @@ class Submitter:
         self._flushing = False
         self._cancelled: set[bytes] = set()
         self._cancelling = False
-        self._retrying = False
+        self._retrying = self.is_full = False
         self._hit_rate = _LIKELY
 
     @property
@@ -319,7 +322,7 @@ class Submitter:
             self._cancelled.add(request.prompt.digest)
             if not self._cancelling:
                 self._cancelling = True
-                self._tasks.loop.call_soon(self._flush_cancelled)
+                self._tasks.loop.call_soon(lambda: self._tasks.spawn(self._send_cancelled()))
 
     def retry_soon(self) -> None:
         """Send what could not be sent, until the server takes it."""
@@ -417,7 +420,7 @@ class Submitter:
             self._connections.note(error)
             for request in requests:
                 if request.stage in _SENDING:
-                    request.stage = Stage.UNSENT
+                    request.stage = refused if request.stage is again else Stage.UNSENT
             self.retry_soon()
 
     def _is_worth_a_look(self, count: int) -> bool:
@@ -446,21 +449,21 @@ class Submitter:
             elif waited_for:
                 if await self._cache.store_weights(waited_for):
                     waited_for = [request for request in waited_for if request.waiters]
-                stored_now, is_full = await self._submit_portion(waited_for, again)
-                stored += stored_now
+                stored += await self._submit_portion(waited_for, again)
+                is_full = self.is_full
         return stored
 
-    async def _submit_portion(self, requests: Sequence[PendingRequest], again: bool) -> tuple[list[bytes], bool]:
-        """Returns the digests whose rows have appeared in the cache meanwhile, and whether the queue is full."""
+    async def _submit_portion(self, requests: Sequence[PendingRequest], again: bool) -> list[bytes]:
+        """Returns the digests whose rows have appeared in the cache meanwhile."""
         if not requests:
-            return [], False
+            return []
         connections = self._connections
         is_damaged = any(request.damaged for request in requests)
         requests, homes = self._homes.arrange(requests)
         outcome = await self._call_script(requests, homes, is_damaged, again)
         is_in_the_way, outcome = outcome.endswith(_IN_THE_WAY), outcome.removesuffix(_IN_THE_WAY)
-        is_full = b"F" in outcome
-        if is_full and self._waits_when_full:
+        self.is_full = b"F" in outcome
+        if self.is_full and self._waits_when_full:
             self.retry_soon()
         stored, abandoned, lost = [], [], []
         now = self._tasks.loop.time()
@@ -490,10 +493,10 @@ class Submitter:
         await self._cancel(abandoned)
         if lost := [request for request in lost if self._requests.is_open(request)]:
             self._requests.count_lost(lost)
-            self._tasks.spawn(connections.look_at_memory())
+            self._tasks.spawn(connections.look_at_memory(len(self._requests)))
         if is_in_the_way:
             self._tasks.spawn(self._refill())
-        return stored, is_full
+        return stored
 
     async def _call_script(
         self, requests: Sequence[PendingRequest], homes: Sequence[bytes], is_damaged: bool, again: bool
@@ -562,9 +565,6 @@ class Submitter:
             for request in self._requests
             if request.in_flight and request.stage in (Stage.UNSENT, Stage.REFUSED)
         ]
-
-    def _flush_cancelled(self) -> None:
-        self._tasks.spawn(self._send_cancelled())
 
     async def _send_cancelled(self) -> None:
         self._cancelling = False

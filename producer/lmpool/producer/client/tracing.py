@@ -63,7 +63,9 @@ class Traces:
         """
         attributes = {**self._attributes, "messaging.operation.name": operation}
         kind = self._api.SpanKind.CLIENT
-        with self._tracer.start_as_current_span(f"lmpool.{operation}", kind=kind, attributes=attributes) as span:
+        # The SDK would record the text of an exception, which may quote the prompt.
+        quiet = {"record_exception": False, "set_status_on_exception": False}
+        with self._tracer.start_as_current_span(f"lmpool.{operation}", None, kind, attributes, **quiet) as span:
             carrier: dict[str, str] = {}
             self._propagator.inject(carrier)
             call = _Call(span, carrier.get("traceparent", ""))
@@ -72,6 +74,7 @@ class Traces:
                 yield
             except Exception as error:
                 span.set_attribute("error.type", type(error).__name__)
+                span.set_status(self._api.StatusCode.ERROR)
                 raise
             finally:
                 _call.reset(token)

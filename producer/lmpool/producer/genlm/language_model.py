@@ -164,16 +164,16 @@ class PooledLM(CopiedAsItself, AsyncLM):  # type: ignore[misc]  # genlm-backend 
         """Seconds that a request may take; infinity: as long as a worker serves the model or loads it.
 
         A timeout of less than 1 s is kept and changes nothing: to genlm-backend it is for how long a batch waits for
-        companions, and a pool's workers wait for none.
+        companions, 0 among them, and a pool's workers wait for none.
 
         Raises:
-            SettingsError: it is set to something else than a number above 0.
+            SettingsError: it is set to something else than a number from 0 on.
         """
         return self._timeout
 
     @timeout.setter
     def timeout(self, seconds: float) -> None:
-        checked = seconds_of(seconds)
+        checked = 0.0 if seconds == 0 and seconds is not False else seconds_of(seconds)
         if checked >= LEAST_TIMEOUT_S:
             self._seconds = checked
             self._address = replace(self._address, timeout=seconds)

@@ -93,8 +93,9 @@ async def test_where_a_folder_is_looked_for_that_is_not_there_is_told(pool: Pool
     """Whoever adds an adapter may have it in a folder of theirs, or on a machine of theirs."""
     plain = SyntheticSettings(name="syn", vocab_size=V)
     async with serving(pool, SyntheticBackend(plain)), pool.producer("syn") as producer:
-        for source in ("./nowhere/poet", str(tmp_path / "none")):
-            with pytest.raises(AdapterRefused, match=f"'{source}' is looked for on the worker's machine, a relative"):
+        for source, of_relative in (("./nowhere/poet", ": the program did not find it"), (str(tmp_path / "none"), "$")):
+            text = f"'{source}' must be a folder on the worker's machine{of_relative}"
+            with pytest.raises(AdapterRefused, match=text):
                 await producer.add_adapter("poet", source)
 
 

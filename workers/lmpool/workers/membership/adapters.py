@@ -474,11 +474,12 @@ class AdapterKeeper:
         except SettingsError as error:
             if is_on_hub(source) or await asyncio.to_thread(os.path.lexists, place):
                 raise
-            # Whoever reads it may be in another folder, or on another machine, and have that folder there.
-            raise SettingsError(
-                f"{error}; {shown(source)} is looked for on the worker's machine, a relative path from where the "
-                "worker was started"
-            ) from error
+            # Whoever reads it may be in another folder, or on another machine, and have that folder there. A program
+            # sends the full path of a folder that it finds.
+            where = f"{shown(source)} must be a folder on the worker's machine"
+            if not source.startswith(("/", "~")):
+                where += ": the program did not find it either, and the worker looks for it where it was started"
+            raise SettingsError(f"{error}; {where}") from error
         self._loaded[qualify(name, revision)] = source
         if expected and revision != expected:
             raise SettingsError(

@@ -47,11 +47,11 @@ from lmpool.rows.shared_memory import (
     folder,
     host_token,
     is_shared,
+    name_of,
+    own_folder,
+    rounded_up,
     segments_in,
-    socket_address,
     tag_of,
-    whole_pages,
-    whole_words,
 )
 from lmpool.workers.metrics.counters import Counters
 
@@ -103,8 +103,8 @@ class SegmentListener:
         # Named when it answers: one that does not is removed by other workers.
         hidden = path.with_name(f".{path.name}")
         try:
-            with socket_address(hidden) as address:
-                self._socket.bind(address)
+            with own_folder(path.parent, make=True) as opened:
+                self._socket.bind(f"{opened}/{hidden.name}")
             hidden.chmod(0o600)
             self._socket.listen(_BACKLOG)
             hidden.rename(path)
@@ -306,7 +306,7 @@ class Segment:
             self._view[end : end + rest] = bytes(rest)
         _SLOT_AND_HEADER.pack_into(self._memory, at, 0, digest, length, 0, self.is_summed, header)
         if self.is_summed:
-            total = checksum_of(self._bytes[begin : begin + whole_words(length)])
+            total = checksum_of(self._bytes[begin : begin + rounded_up(length, WORD)])
             SLOT.pack_into(self._memory, at, 0, digest, length, total, True)
         # Last, and at once, which `struct` does not promise.
         self._words[at // WORD] = number
@@ -363,7 +363,7 @@ def make_segment(fingerprint: str, vocab_size: int, size: int, is_wanted: Callab
         OSError: the folder cannot be used, or has no room for it.
     """
     row = encoded_size(vocab_size, Encoding.F32)
-    stride = whole_pages(SLOT.size + whole_words(row))
+    stride = rounded_up(SLOT.size + rounded_up(row, WORD), PAGE)
     slots = min(_MOST_SLOTS, size // stride)
     if slots < _LEAST_SLOTS:
         return None
@@ -373,15 +373,15 @@ def make_segment(fingerprint: str, vocab_size: int, size: int, is_wanted: Callab
     )
     place = folder()
     try:
-        place.stat()
+        with own_folder(place, make=True):
+            remove_abandoned(place)
     except OSError as error:
         raise OSError(error.errno, f"{place}: {error.strerror}") from error
-    remove_abandoned(place)
     least = free_bytes() // _RESERVE_SHARE
     # Not on macOS, nor in every Python that was built for old systems.
     if not hasattr(os, "memfd_create"):
         raise OSError(errno.ENOSYS, "this Python cannot make sealed memory (os.memfd_create)")
-    fd = os.memfd_create(f"{NAME}{layout.nonce.hex()}", _MFD_CLOEXEC | _MFD_ALLOW_SEALING)
+    fd = os.memfd_create(name_of(layout.nonce), _MFD_CLOEXEC | _MFD_ALLOW_SEALING)
     try:
         for at in range(0, layout.size, _STEP):
             if not is_wanted():
@@ -399,7 +399,7 @@ def make_segment(fingerprint: str, vocab_size: int, size: int, is_wanted: Callab
         for at in range(0, len(pages), _STEP // PAGE):
             pages[at : at + _STEP // PAGE] = 0
         memory[: HEADER.size] = layout.pack()
-        return Segment(fd, place / f"{NAME}{layout.nonce.hex()}", memory, layout)
+        return Segment(fd, place / name_of(layout.nonce), memory, layout)
     except BaseException:
         os.close(fd)
         raise

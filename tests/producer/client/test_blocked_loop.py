@@ -1,0 +1,82 @@
+"""A program that computes in its event loop: its requests go on when the loop runs again."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lmpool.aio import silence_limit
+from lmpool.producer import Producer
+from lmpool.producer.deadline import ENDLESS_S
+from lmpool.synthetic import synthetic_row
+from tests.support.gate import Gate
+from tests.support.pool import Pool, SkippingLoop, V, run_skipping, until_async
+
+PAUSE_S = 31.0
+"""Longer than any limit of silence."""
+PAUSES = 15
+"""Fewer than a limit of silence has parts: the server always has time enough to answer."""
+PROMPT = [1, 2, 3]
+
+
+async def pause(loop: SkippingLoop, every: int, times: int = PAUSES) -> None:
+    """Block the event loop again and again, each time for `PAUSE_S`, in which the server answers."""
+    for _ in range(times):
+        for _ in range(every):
+            await asyncio.sleep(0)
+        time.sleep(0.005)
+        loop.skipped_s += PAUSE_S
+
+
+@pytest.mark.parametrize("timeout", [1e6, ENDLESS_S])
+@pytest.mark.parametrize("every", [1, 2, 3])
+def test_a_request_goes_on_whose_loop_is_blocked_while_it_opens(pool: Pool, timeout: float, every: int) -> None:
+    pool.start()
+
+    async def ask(loop: SkippingLoop) -> None:
+        pausing = asyncio.create_task(pause(loop, every))
+        async with Producer("syn", redis=pool.url, prefix=pool.prefix, timeout=timeout) as producer:
+            assert np.array_equal(await producer.logprobs(PROMPT), synthetic_row(PROMPT, vocab_size=V))
+            await pausing
+
+    run_skipping(ask)
+
+
+@pytest.mark.parametrize("timeout", [1e6, ENDLESS_S])
+def test_a_request_goes_on_whose_loop_is_blocked_while_it_waits(pool: Pool, tmp_path: Path, timeout: float) -> None:
+    gate = Gate(tmp_path / "gate")
+    pool.start(command=gate.command)
+
+    async def ask(loop: SkippingLoop) -> None:
+        async with Producer("syn", redis=pool.url, prefix=pool.prefix, timeout=timeout) as producer:
+            asked = asyncio.create_task(producer.logprobs(PROMPT))
+            await until_async(lambda: asyncio.to_thread(lambda: pool.held() == 1), "the worker has the prompt")
+            for every in (1, 2, 3):
+                await pause(loop, every)
+            assert not asked.done()
+            gate.open()
+            assert np.array_equal(await asked, synthetic_row(PROMPT, vocab_size=V))
+
+    run_skipping(ask)
+
+
+def test_a_limit_of_silence_ends_where_the_loop_runs_and_after_many_pauses() -> None:
+    async def wait(loop: SkippingLoop) -> None:
+        loop.call_later(0.01, setattr, loop, "skipped_s", 100.0)
+        with pytest.raises(TimeoutError):
+            async with silence_limit(0.1):
+                await asyncio.Event().wait()
+        async with silence_limit(0.1) as timer:
+            await pause(loop, 1)
+        assert not timer.expired()
+        with pytest.raises(TimeoutError):
+            async with silence_limit(0.1):
+                await pause(loop, 1, 100)
+        async with silence_limit(None):
+            await pause(loop, 1)
+
+    run_skipping(wait)
