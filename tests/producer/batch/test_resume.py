@@ -275,15 +275,16 @@ async def test_an_adapter_that_changes_in_the_middle_ends_the_run(pool: Pool, tm
     assert (answer["logprobs"] == best[0]).all()
 
 
-async def test_an_input_that_changes_in_the_middle_ends_the_run(pool: Pool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("shard_lines", [20, 2000], ids=["between shards", "within the last shard"])
+async def test_an_input_that_changes_in_the_middle_ends_the_run(pool: Pool, tmp_path: Path, shard_lines: int) -> None:
     gate = Gate(tmp_path / "gate")
     pool.start("--max-batch", 4, command=gate.command)
     source, output = write_texts(tmp_path / "in.jsonl", draw_texts(2000)), tmp_path / "out"
     async with pool.producer() as producer:
-        running = asyncio.create_task(run(producer, source, output, "topk:2", shard_lines=20, concurrency=4))
+        running = asyncio.create_task(run(producer, source, output, "topk:2", shard_lines=shard_lines, concurrency=4))
         await until_async(lambda: is_held(pool), "the worker holds prompts")
-        with source.open("a") as file:
-            file.write("\n")
+        write_texts(source, draw_texts(2000, seed=1))  # In its place, as `cp` does.
         gate.open()
         with pytest.raises(BatchError, match="has changed while it was read"):
             await running
+    assert not lmpool.batch.open(output).is_finished
