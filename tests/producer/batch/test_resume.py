@@ -173,8 +173,17 @@ def test_two_runs_do_not_write_into_one_folder(pool: Pool, tmp_path: Path) -> No
     assert len(lmpool.batch.open(tmp_path / "out")) == len(TEXTS)
 
 
-@pytest.mark.parametrize("signals", [1, 2])
-def test_ctrl_c_leaves_nothing_half(pool: Pool, tmp_path: Path, signals: int) -> None:
+ENDED_BY = (
+    ([signal.SIGTERM], 143),
+    ([signal.SIGHUP, signal.SIGHUP], 129),
+    ([signal.SIGINT, signal.SIGINT], 130),
+)
+
+
+@pytest.mark.parametrize(("signals", "code"), ENDED_BY, ids=["term", "hup", "int"])
+def test_a_signal_leaves_nothing_half_and_nothing_queued(
+    pool: Pool, tmp_path: Path, signals: list[signal.Signals], code: int
+) -> None:
     gate = Gate(tmp_path / "gate")
     pool.start("--max-batch", 1, command=gate.command)
     source, output = write_texts(tmp_path / "in.jsonl", TEXTS), tmp_path / "out"
@@ -182,14 +191,19 @@ def test_ctrl_c_leaves_nothing_half(pool: Pool, tmp_path: Path, signals: int) ->
     client = begin(pool, source, output, *options)
     gate.let(70)  # More than those of two shards, and two for each request at once.
     until(lambda: is_in_place(output, 2), "two shards are in place")
-    for _ in range(signals):
-        client.signal(signal.SIGINT)
-    assert client.wait() == 130
+    for number in signals:
+        client.signal(number)
+    assert client.wait() == code
     assert "Traceback" not in client.text
-    if signals == 1:
+    if "lmpool: stopped" in client.text:
         assert not list(output.rglob("*.tmp"))
         done, shards = len(lmpool.batch.open(output)) // SHARD_LINES, len(TEXTS) // SHARD_LINES
-        assert f"lmpool: stopped after {done} of {shards} shards; run the same command to go on" in client.text
+        cancelled = "the prompts that it had queued are cancelled"
+        assert f"stopped after {done} of {shards} shards; {cancelled}; run the same command to go on" in client.text
+        until(lambda: not pool.jobs(), "nothing is queued or held any more, although the step has not ended")
+    else:
+        assert len(signals) == 2
+        assert signals[0] != signal.SIGHUP, "a terminal that closes sends it twice"
     assert not lmpool.batch.open(output).is_finished
     gate.open()
     ended = run_lmpool(*arguments(pool, source, output, *options))
