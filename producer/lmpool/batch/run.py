@@ -8,6 +8,7 @@ and writes them in a thread. What has been begun and is not written yet is bound
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -31,6 +32,8 @@ from lmpool.producer import Producer
 from lmpool.producer.tokenizer import Tokenizer, find_tokenizer
 from lmpool.protocol.model_info import ModelInfo
 from lmpool.settings import check_number, shown
+
+_log = logging.getLogger("lmpool.batch")
 
 _MOST_BYTES = 64 * 1024 * 1024
 _WRITTEN_AT_ONCE, _WRITTEN_BYTES = 64, 1024 * 1024
@@ -200,8 +203,10 @@ async def begin(producer: Producer, folder: Folder, source: str, index: Index, s
             if await asyncio.to_thread(folder.is_begun):
                 raise
         else:
+            listed = list(there.done)
             with folder.explained():
                 await asyncio.to_thread(find_done, folder, there)
+                await _remove_changed(folder, there, listed)
             return there
     with folder.explained():
         await asyncio.to_thread(folder.begin, wanted)
@@ -221,6 +226,27 @@ def find_done(folder: Folder, manifest: Manifest) -> None:
             done.append(shard)
     manifest.done = [shard for shard in done if shard.number < manifest.shards]
     manifest.finished = manifest.finished and len(manifest.done) == manifest.shards
+
+
+async def _remove_changed(folder: Folder, manifest: Manifest, listed: Sequence[Shard]) -> None:
+    """Remove shards that are not what the manifest says of them: their lines are asked again.
+
+    Args:
+        folder: of the shards.
+        manifest: lists what is in place; the shards that are removed are taken out of it.
+        listed: the shards that it listed before it was compared with the folder, whose digests are compared now.
+    """
+    digests = {shard.number: shard.digest for shard in listed}
+    done = {shard.number for shard in manifest.done}
+    for number, (name, _) in (await asyncio.to_thread(folder.shards)).items():
+        is_whole = number in done
+        if is_whole and number in digests:
+            is_whole = await asyncio.to_thread(folder.digest, name) in ("", digests[number])
+        if not is_whole and number < manifest.shards:
+            _log.warning("%s/%s has changed since it was written: its lines are asked again", folder.location, name)
+            manifest.done = [shard for shard in manifest.done if shard.number != number]
+            manifest.finished = False
+            await asyncio.to_thread(folder.remove, name)
 
 
 async def _qualified(producer: Producer, adapter: str) -> str:

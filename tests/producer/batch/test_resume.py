@@ -75,17 +75,24 @@ async def begun(pool: Pool, tmp_path: Path) -> tuple[Path, Path]:
     return source, output
 
 
-async def test_what_is_gone_is_made_again(pool: Pool, begun: tuple[Path, Path]) -> None:
+async def test_what_is_gone_or_damaged_is_made_again(
+    pool: Pool, begun: tuple[Path, Path], caplog: pytest.LogCaptureFixture
+) -> None:
     source, output = begun
     whole, shards = content(output), len(TEXTS) // SHARD_LINES
     (output / "shard-00002.jsonl").unlink()
     (output / "shard-00004.jsonl").write_bytes(b"{}\n")  # Not as long as it was.
+    with (output / "shard-00005.jsonl").open("r+b") as damaged:  # As long as it was.
+        damaged.write(bytes(100))
     (output / "shard-00003.jsonl.tmp").write_bytes(b"of a run that was killed")
     async with pool.producer() as producer:
-        for missing in (2, 0):
+        for missing in (3, 0):
             outcome = await run(producer, source, output, "topk:2", shard_lines=SHARD_LINES)
             assert outcome == (len(TEXTS), 0, shards, shards - missing)
             assert content(output) == whole
+            changed = [f"{output}/shard-0000{at}.jsonl has changed since it was written" for at in (4, 5) if missing]
+            assert [message.partition(":")[0] for message in caplog.messages] == changed
+            caplog.clear()
 
 
 async def test_shards_that_the_manifest_does_not_know_yet_are_not_made_again(

@@ -225,7 +225,8 @@ def _cached(key: str, name: str, make: Callable[[Path], None]) -> Path:
     folder = cache_folder()
     path = folder / f"{hashlib.blake2b(key.encode(), digest_size=8).hexdigest()}-{name[-80:]}"
     with suppress(FileNotFoundError):
-        os.utime(path)  # It is used.
+        # It is used now. Its time of writing stays: by that, whoever reads it sees that it is the same file.
+        os.utime(path, ns=(time.time_ns(), path.stat().st_mtime_ns))
         return path
     _remove_unused(folder)
     made = folder / f"{path.name}.{secrets.token_hex(4)}.tmp"
@@ -243,7 +244,8 @@ def _remove_unused(folder: Path) -> None:
     """Remove what nobody has used for long, or a process that was killed has left; nothing of another name."""
     for path in folder.iterdir():
         with suppress(OSError):
-            if time.time() - path.stat().st_mtime > _UNUSED_S:
+            status = path.stat()
+            if time.time() - max(status.st_atime, status.st_mtime) > _UNUSED_S:
                 if _STAGING.fullmatch(path.name):
                     shutil.rmtree(path, ignore_errors=True)
                 elif _COPY.fullmatch(path.name):
