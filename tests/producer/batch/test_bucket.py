@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 import lmpool.batch
 from lmpool.batch.storage import fetch
@@ -146,15 +147,53 @@ async def test_of_two_runs_into_one_bucket_the_first_ends(pool: Pool, tmp_path: 
     manifest.finished, shard, manifest.done = False, manifest.done[0], []
     first, second = Bucket(f"{bucket.url}/out"), Bucket(f"{bucket.url}/out")
     first.begin(manifest)
-    # Both have seen that nothing lies there.
-    with pytest.raises(BatchRefused, match="another run has begun here just now"):
-        second._write_manifest(manifest, is_new=True)
     first.note(shard)
     manifest.options = type(manifest.options)("topk:2", 0, "jsonl", 10)
+    # Both have seen that nothing lies there.
+    with pytest.raises(BatchRefused, match="another run: --what 'topk:3', now 'topk:2'"):
+        second._write_manifest(manifest, is_new=True)
     bucket.put("out/manifest.json", manifest.encoded())
     assert second.done() == {}
     with pytest.raises(BatchRefused, match="another run has begun here meanwhile"):
         first.note(shard)
+
+
+@pytest.mark.parametrize("is_race", [False, True], ids=["one after the other", "both find nothing"])
+async def test_two_runs_of_one_command_into_one_bucket_both_end_and_the_first_shard_stays(
+    pool: Pool, tmp_path: Path, bucket: TestBucket, is_race: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    pool.start()
+    source = write_texts(tmp_path / "in.jsonl", TEXTS[:10])
+    async with pool.producer() as producer:
+        await run(producer, source, tmp_path / "out", "topk:3")
+    manifest, name = lmpool.batch.open(tmp_path / "out").manifest, "shard-00000.jsonl"
+    first, second = Bucket(f"{bucket.url}/out"), Bucket(f"{bucket.url}/out")
+    (shard,), data = manifest.done, (tmp_path / "out" / name).read_bytes()
+    manifest.finished, manifest.done = False, []
+    first.begin(manifest)
+    first.temporary(name).write_bytes(data)
+    first.place(name)
+    first.note(shard)
+    if is_race:
+        second._run = manifest.run
+        assert not second._write_manifest(manifest, is_new=True)
+        assert "another run of the same command has begun" in caplog.text
+    else:
+        second.begin(manifest)
+    assert second.done() == {0: shard}, "what the first one has noted stays"
+    # Its forwards ran in other company: the last digits differ.
+    other = replace(shard, bytes=shard.bytes + 1, digest="0" * 32)
+    second.temporary(name).write_bytes(data + b"\n")
+    second.place(name)
+    second.note(other)
+    manifest.finished, manifest.done = True, [other]
+    second.write_manifest(manifest)
+    batch = lmpool.batch.open(f"{bucket.url}/out")
+    assert (batch.is_finished, batch.manifest.done, len(batch)) == (True, [shard], 10)
+    assert bucket.content("out")[name] == data
+    bucket.put(f"out/{name}", data + b"\n")
+    with pytest.raises(BatchError, match="1 of 1 shards are not as long as their notes say, or gone"):
+        first.write_manifest(manifest)
 
 
 def test_a_store_that_cannot_be_reached_is_told_and_may_come_back(
