@@ -27,7 +27,15 @@ from lmpool.batch.storage.bucket import open_folder
 from lmpool.batch.storage.fetch import absolute, named, plain_file
 from lmpool.batch.storage.folder import VERSION, Folder, Input, Manifest, Model, Options, Shard
 from lmpool.batch.texts import Failed, Preparer
-from lmpool.errors import BatchRefused, InvalidPrompt, ModelMismatch, SettingsError, UnknownAdapter, WorkerError
+from lmpool.errors import (
+    BatchRefused,
+    InvalidPrompt,
+    ModelMismatch,
+    RequestFailed,
+    SettingsError,
+    UnknownAdapter,
+    WorkerError,
+)
 from lmpool.producer import Producer
 from lmpool.producer.tokenizer import Tokenizer, find_tokenizer
 from lmpool.protocol.model_info import ModelInfo
@@ -486,6 +494,9 @@ class _Run:
         except (InvalidPrompt, WorkerError) as error:
             self._check_model()
             return Failed(text.line, text.custom_id, str(error))
+        except RequestFailed as error:  # It ends the run.
+            error.args = (f"line {text.line}: {error}",)
+            raise
         self._check_model()
         return answer
 

@@ -24,8 +24,9 @@ import lmpool.batch
 from lmpool.batch import lines as lines_module
 from lmpool.batch import parquet as parquet_module
 from lmpool.batch.lines import CustomIds, Source
-from lmpool.errors import BatchError, BatchRefused, LMPoolError, SettingsError, UnknownAdapter
+from lmpool.errors import BatchError, BatchRefused, DeadlineExceeded, LMPoolError, SettingsError, UnknownAdapter
 from tests.producer.batch.runs import arguments, begin, content, draw_texts, errors, run, write_lines, write_texts
+from tests.support.gate import Gate
 from tests.support.pool import DEADLINE_S, Pool, V, lmpool_command, run_lmpool
 
 MOST_TOKENS = 8
@@ -227,11 +228,23 @@ async def test_what_does_not_fit_the_model_is_an_error_at_once(pool: Pool, tmp_p
                 await run(producer, source, tmp_path / "out", what)
         with pytest.raises(UnknownAdapter, match="has no adapter 'poet'; it has: none"):
             await run(producer, source, tmp_path / "out", "topk:2", adapter="poet")
-        with pytest.raises(SettingsError, match="input: .*nothing.jsonl' is no file"):
+        with pytest.raises(SettingsError, match="input: .*nothing.jsonl' does not exist"):
             await run(producer, tmp_path / "nothing.jsonl", tmp_path / "out", "topk:2")
+        with pytest.raises(SettingsError, match=f"input: '{tmp_path}' is a folder: give one file in it"):
+            await run(producer, tmp_path, tmp_path / "out", "topk:2")
+        with pytest.raises(SettingsError, match="input: '/dev/null' is a pipe or a device.*save what it has to a file"):
+            await run(producer, "/dev/null", tmp_path / "out", "topk:2")
         assert not (tmp_path / "out").exists(), "a run that is refused leaves no folder"
         write_lines(source, [{"text": "Hello"}])
         with pytest.raises(SettingsError, match="the model 'syn' has no tokenizer; give token ids"):
+            await run(producer, source, tmp_path / "out", "topk:2")
+
+
+async def test_a_line_without_an_answer_in_time_ends_the_run_and_is_named(pool: Pool, tmp_path: Path) -> None:
+    pool.start(command=Gate(tmp_path / "gate").command)
+    source = write_texts(tmp_path / "in.jsonl", [[1]])
+    async with pool.producer(timeout=0.5) as producer:
+        with pytest.raises(DeadlineExceeded, match=r"^line 1: no row within 0\.5 s"):
             await run(producer, source, tmp_path / "out", "topk:2")
 
 

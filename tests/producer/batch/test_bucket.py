@@ -115,7 +115,8 @@ async def test_what_is_refused_of_a_folder_is_refused_of_a_bucket(
             (source, output, "topk:2", BatchRefused, "--what 'topk:3', now 'topk:2'"),
             (other, output, "topk:3", BatchRefused, r"input \(its digest\)"),
             (source, f"{bucket.url}/mine", "topk:3", BatchRefused, "holds thesis.txt and no manifest.json"),
-            (f"{bucket.url}/nothing.jsonl", output, "topk:3", SettingsError, "nothing.jsonl' is no file"),
+            (f"{bucket.url}/nothing.jsonl", output, "topk:3", SettingsError, "nothing.jsonl' does not exist"),
+            (f"{bucket.url}/mine", output, "topk:3", SettingsError, "mine' is a folder: give one file in it"),
             (source, nowhere, "topk:3", BatchError, f"{nowhere}: The specified bucket does not exist"),
             (source, "nonsense://me:secret@host/out", "topk:3", SettingsError, "nonsense://host/out: fsspec cannot"),
         ):

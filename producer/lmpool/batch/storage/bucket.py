@@ -181,8 +181,8 @@ class Bucket(Folder):
                 raise
             there.check_same(manifest, self.location)
             _log.warning(
-                "another run of the same command has begun in %s just now: both do the same work, and of each shard the "
-                "first file stays",
+                "another run of the same command has begun in %s just now: both do the same work, and the first file "
+                "of each shard stays",
                 self.location,
             )
             return False

@@ -55,6 +55,9 @@ _REFUSED = {
 }
 
 
+_FOLDER = "is a folder: give one file in it; each file needs a run, and an output folder, of its own"
+
+
 def is_url(location: str) -> bool:
     """Whether a location is a URL, for fsspec, and no path."""
     return _URL.match(location) is not None
@@ -156,7 +159,7 @@ def plain_file(location: str) -> Path:
     if is_url(location):
         path = fetched(location)
     elif not (path := Path(location)).is_file():
-        raise SettingsError(f"input: {shown(location)} is no file")
+        raise SettingsError(f"input: {shown(location)} {_no_file(path)}")
     try:
         with path.open("rb") as file:
             begins, status = file.read(8), os.fstat(file.fileno())
@@ -173,6 +176,15 @@ def plain_file(location: str) -> Path:
     return path
 
 
+def _no_file(path: Path) -> str:
+    """What is wrong with a path that names no regular file, and what to do."""
+    if path.is_dir():
+        return _FOLDER
+    if path.exists():
+        return "is a pipe or a device, which can be read only once: save what it has to a file"
+    return "does not exist"
+
+
 def fetched(url: str) -> Path:
     """A copy of the file at a URL.
 
@@ -187,7 +199,8 @@ def fetched(url: str) -> Path:
         except FileNotFoundError:
             info = {}
         if info.get("type") != "file":
-            raise SettingsError(f"input: {shown(named(url))} is no file")
+            is_folder = info.get("type") == "directory"
+            raise SettingsError(f"input: {shown(named(url))} {_FOLDER if is_folder else 'does not exist'}")
         return fetch(system, path, url, info)
 
 
