@@ -20,6 +20,7 @@ from lmpool.batch.lines import (
     Fields,
     Index,
     InputFile,
+    Line,
     chunks,
     converted,
 )
@@ -84,12 +85,7 @@ class ParquetSource:
         with self._input.opened() as raw, _explained(self.path):
             pieces = _pieces(_opened(raw), shard_lines, shards)
             for shard, of_shard in groupby(pieces, key=lambda piece: piece.shard):
-                lines = (
-                    (converted(number, row), piece.rows.nbytes // piece.rows.num_rows)
-                    for piece in of_shard
-                    for number, row in enumerate(piece.rows.to_pylist(), piece.first + 1)
-                )
-                for chunk in chunks(shard, lines):
+                for chunk in chunks(shard, (line for piece in of_shard for line in _lines_of(piece))):
                     self._input.check(raw)
                     yield chunk
 
@@ -105,6 +101,13 @@ class _Piece(NamedTuple):
     shard: int
     first: int
     rows: Any
+
+
+def _lines_of(piece: _Piece) -> Iterator[tuple[Line, int]]:
+    """The lines that the rows are, and the mean bytes of a row."""
+    row_bytes = piece.rows.nbytes // piece.rows.num_rows
+    for number, row in enumerate(piece.rows.to_pylist(), piece.first + 1):
+        yield converted(number, row), row_bytes
 
 
 def _pieces(file: Any, shard_lines: int, shards: Collection[int]) -> Iterator[_Piece]:
@@ -135,8 +138,9 @@ def _rows_at_once(group: Any, columns: set[str]) -> int:
         for at in range(group.num_columns)
         if (column := group.column(at)).path_in_schema.split(".")[0] in columns
     ]
-    size = sum(max(_NUMBER_BYTES * column.num_values, column.total_uncompressed_size) for column in read)
-    return max(1, min(MAX_CHUNK_LINES, MAX_CHUNK_BYTES * group.num_rows // max(1, size)))
+    size: int = sum(max(_NUMBER_BYTES * column.num_values, column.total_uncompressed_size) for column in read)
+    rows: int = group.num_rows
+    return max(1, min(MAX_CHUNK_LINES, MAX_CHUNK_BYTES * rows // max(1, size)))
 
 
 class ParquetAnswers:

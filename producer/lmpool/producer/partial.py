@@ -102,8 +102,8 @@ class PartialRows:
     answer travels. A row that is computed for an answer is cached for everyone.
 
     All calls take `adapter` and `timeout` as `Producer.logprobs` does and raise what it raises; those for several
-    prompts check all of them before the first is sent, and end with the first failure; one that concerns one prompt begins
-    with its index, such as "prompts[3]: ".
+    prompts check all of them before the first is sent, and end with the first failure. One that concerns one prompt
+    begins with its index, such as "prompts[3]: ".
     """
 
     _sessions: SessionPerLoop

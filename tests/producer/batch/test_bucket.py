@@ -246,6 +246,23 @@ def test_a_copy_of_an_input_is_made_once_and_anew_when_it_has_changed(bucket: Te
     assert fetch._PROCESS not in fetch.identity({"size": 3, "ETag": "a"})
 
 
+def test_a_copy_of_a_file_that_changes_while_it_is_unpacked_is_not_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LMPOOL_BATCH_CACHE", str(tmp_path / "cache"))
+    source, other = packed(tmp_path / "in.jsonl.gz"), packed(tmp_path / "other.gz")
+
+    def open_and_replace(path: Path) -> gzip.GzipFile:
+        opened = gzip.GzipFile(path)
+        other.replace(path)
+        return opened
+
+    monkeypatch.setitem(fetch._PACKED, b"\x1f\x8b", ((".gz",), open_and_replace))
+    with pytest.raises(BatchError, match=f"{source} has changed while it was unpacked: run the command again"):
+        fetch.plain_file(str(source))
+    assert not list(fetch.cache_folder().iterdir())
+
+
 def test_only_what_the_cache_has_made_is_removed_from_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "scratch").mkdir()
     monkeypatch.setenv("LMPOOL_BATCH_CACHE", str(tmp_path / "scratch"))

@@ -20,6 +20,7 @@ import weakref
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -171,8 +172,9 @@ def plain_file(location: str) -> Path:
     for magic, (suffixes, unpacked) in _PACKED.items():
         if begins.startswith(magic):
             name = path.name if path.suffix not in suffixes else path.stem
-            key = (str(path.absolute()), status.st_size, status.st_mtime_ns, status.st_ino)
-            return _cached(repr(key), name, lambda made: _unpack(unpacked(path), path, made))  # noqa: B023 Made now.
+            key, state = str(path.absolute()), _state_of(status)
+            make = partial(_unpack, unpacked, path, state)
+            return _cached(repr((key, *state)), name, make)
     return path
 
 
@@ -285,13 +287,30 @@ _PACKED: dict[bytes, tuple[tuple[str, ...], Callable[[Path], Any]]] = {
 """What a compressed file begins with: the endings of its name, and what opens it."""
 
 
-def _unpack(packed: IO[bytes], path: Path, made: Path) -> None:
-    with packed, made.open("wb") as file:
+def _unpack(unpacked: Callable[[Path], IO[bytes]], path: Path, state: tuple[int, ...], made: Path) -> None:
+    """Unpack a file.
+
+    Args:
+        unpacked: opens it.
+        path: of it.
+        state: as it was found.
+        made: where its content goes.
+
+    Raises:
+        BatchError: it cannot be unpacked, or has changed.
+    """
+    with unpacked(path) as packed, made.open("wb") as file:
         while True:
             try:
                 part = packed.read(_COPIED_BYTES)
             except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
                 raise BatchError(f"{path} cannot be unpacked: {error}") from error
             if not part:
-                return
+                break
             file.write(part)
+    if _state_of(path.stat()) != state:
+        raise BatchError(f"{path} has changed while it was unpacked: run the command again")
+
+
+def _state_of(status: os.stat_result) -> tuple[int, ...]:
+    return status.st_size, status.st_mtime_ns, status.st_ino
