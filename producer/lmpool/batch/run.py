@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -25,7 +25,7 @@ from lmpool.batch.reader import count_lines
 from lmpool.batch.shards import ShardWriter, suffix_of
 from lmpool.batch.storage.bucket import open_folder
 from lmpool.batch.storage.fetch import absolute, named, plain_file
-from lmpool.batch.storage.folder import VERSION, Folder, Input, Manifest, Model, Options, Shard
+from lmpool.batch.storage.folder import VERSION, Folder, Input, Manifest, Model, Options, Placed, Shard
 from lmpool.batch.texts import Failed, Preparer
 from lmpool.errors import (
     BatchRefused,
@@ -204,7 +204,8 @@ async def begin(producer: Producer, folder: Folder, source: str, index: Index, s
     given = Input(name, index.format, index.size, index.lines, index.digest)
     wanted = Manifest(VERSION, version("lmpool"), given, model, options, kind.columns(info), len(index.starts))
     there = await asyncio.to_thread(folder.read_manifest)
-    if there is not None and len(await asyncio.to_thread(folder.shards)):
+    placed = await asyncio.to_thread(folder.shards) if there is not None else {}
+    if there is not None and placed:
         try:
             there.check_same(wanted, folder.location)
         except BatchRefused:
@@ -214,7 +215,7 @@ async def begin(producer: Producer, folder: Folder, source: str, index: Index, s
             listed = list(there.done)
             with folder.explained():
                 await asyncio.to_thread(find_done, folder, there)
-                await _remove_changed(folder, there, listed)
+                await _remove_changed(folder, there, listed, placed)
             return there
     with folder.explained():
         await asyncio.to_thread(folder.begin, wanted)
@@ -236,20 +237,23 @@ def find_done(folder: Folder, manifest: Manifest) -> None:
     manifest.finished = manifest.finished and len(manifest.done) == manifest.shards
 
 
-async def _remove_changed(folder: Folder, manifest: Manifest, listed: Sequence[Shard]) -> None:
+async def _remove_changed(
+    folder: Folder, manifest: Manifest, listed: Sequence[Shard], placed: Mapping[int, Placed]
+) -> None:
     """Remove shards that are not what the manifest says of them: their lines are asked again.
 
     Args:
         folder: of the shards.
         manifest: lists what is in place; the shards that are removed are taken out of it.
         listed: the shards that it listed before it was compared with the folder, whose digests are compared now.
+        placed: the shards that were in place before that. Workers may have made others since.
     """
-    digests = {shard.number: shard.digest for shard in listed}
-    done = {shard.number for shard in manifest.done}
-    for number, (name, _) in (await asyncio.to_thread(folder.shards)).items():
+    digests, done = {shard.number: shard.digest for shard in listed}, {shard.number for shard in manifest.done}
+    for number, (name, _) in placed.items():
         is_whole = number in done
-        if is_whole and number in digests:
-            is_whole = await asyncio.to_thread(folder.digest, name) in ("", digests[number])
+        if not is_whole or number in digests:
+            digest = await asyncio.to_thread(folder.digest, name)
+            is_whole = not digest or (is_whole and digest == digests[number])
         if not is_whole and number < manifest.shards:
             _log.warning("%s/%s has changed since it was written: its lines are asked again", folder.location, name)
             manifest.done = [shard for shard in manifest.done if shard.number != number]

@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 
 import lmpool.batch
+from lmpool.batch import run as run_module
+from lmpool.batch.storage.folder import Folder
 from lmpool.errors import BatchError, BatchRefused, ModelMismatch, SettingsError
 from lmpool.protocol.query import PositionsQuery
 from lmpool.workers.backend.contract import BackendJob
@@ -93,6 +95,24 @@ async def test_what_is_gone_or_damaged_is_made_again(
             changed = [f"{output}/shard-0000{at}.jsonl has changed since it was written" for at in (4, 5) if missing]
             assert [message.partition(":")[0] for message in caplog.messages] == changed
             caplog.clear()
+
+
+async def test_a_shard_that_a_worker_makes_while_shards_are_compared_stays(
+    pool: Pool, begun: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, output = begun
+    made = output / "shard-00005.jsonl"
+    data = made.read_bytes()
+    made.unlink()
+
+    settings = run_module.BatchSettings("topk:2", shard_lines=SHARD_LINES)
+    index = run_module.open_source(str(source)).index(SHARD_LINES)
+    real = run_module.find_done
+    monkeypatch.setattr(run_module, "find_done", lambda *given: (real(*given), made.write_bytes(data)))
+    async with pool.producer() as producer:
+        manifest = await run_module.begin(producer, Folder(output), str(source), index, settings)
+    assert [shard.number for shard in manifest.done] == list(range(5))
+    assert made.read_bytes() == data
 
 
 async def test_shards_that_the_manifest_does_not_know_yet_are_not_made_again(
