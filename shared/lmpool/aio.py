@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
@@ -118,8 +118,15 @@ async def finish(work: Coroutine[Any, Any, None]) -> None:
     task.result()
 
 
-async def gather(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Await all; the first failure ends the others and is raised."""
+async def gather(
+    work: Iterable[Coroutine[Any, Any, T]], explain: Callable[[BaseException, int], object] = lambda error, index: None
+) -> list[T]:
+    """Await all; the first failure ends the others and is raised.
+
+    Args:
+        work: what is awaited.
+        explain: called with that failure, and the index in `work` of what has raised it.
+    """
     requests = list(work)
     if len(requests) < 2:  # The usual case of a batch of one needs no task.
         return [await request for request in requests]
@@ -128,7 +135,10 @@ async def gather(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
         if failures:
-            raise failures.pop(0)
+            error = failures.pop(0)
+            ended = (task.done() and not task.cancelled() and task.exception() is error for task in tasks)
+            explain(error, list(ended).index(True))
+            raise error
     finally:
         await end_tasks(tasks)
     return [task.result() for task in tasks]

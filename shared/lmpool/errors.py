@@ -48,7 +48,9 @@ from __future__ import annotations
 
 import json
 import logging
-from typing import Any
+from typing import Any, TypeVar
+
+E = TypeVar("E", bound=BaseException)
 
 
 def printable(text: str, keep: str = "") -> str:
@@ -251,3 +253,17 @@ class BatchRefused(BatchError):
 
 class ProtocolError(LMPoolError, ValueError):
     """A message or a row does not decode."""
+
+
+def of_prompt(error: E, name: str, index: int, count: int) -> E:
+    """Have an error that concerns one of several prompts name that prompt; any other error stays as it is.
+
+    Args:
+        error: the caller's own.
+        name: of the argument that has the prompts.
+        index: of the prompt among them, from 0.
+        count: how many prompts there are.
+    """
+    if count > 1 and isinstance(error, (InvalidPrompt, WorkerError, NoProbability)):
+        error.args = (f"{name}[{index}]: {error}",)
+    return error

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import signal
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -401,6 +403,32 @@ async def test_bad_input_is_refused_before_anything_is_sent(pool: Pool) -> None:
             await producer.batch_score([PROMPT, PROMPT], [[1]])
         assert producer.stats().requests == 0
         assert pool.names("row:*") == []
+
+
+async def test_an_error_of_a_batch_names_the_prompt_by_its_index(pool: Pool) -> None:
+    pool.start("--fail-token", 13)
+    async with pool.producer() as producer:
+        asks: tuple[tuple[str, Callable[..., Any]], ...] = (
+            ("prompts", producer.batch_logprobs),
+            ("prompts", partial(producer.batch_logprobs, targets=[1])),
+            ("prompts", partial(producer.batch_topk, k=2)),
+            ("prompts", producer.batch_sample),
+            ("prompts", partial(producer.batch_mass, allowed=[1, 2])),
+            ("prompts", producer.batch_logz),
+            ("prompts", partial(producer.batch_generate, max_tokens=2)),
+            ("prompts", partial(producer.batch_score, continuations=[[1]] * 3)),
+            ("continuations", partial(producer.batch_score, [[1], [2], [3]])),
+            ("texts", partial(producer.batch_positions, top=2)),
+        )
+        for name, ask in asks:
+            with pytest.raises(TokenOutOfRange, match=rf"^{name}\[1\]: token id {V}"):
+                await ask([[1], [1, V], [2]])
+            # A worker computes a prompt and its continuation together: the prompt names both.
+            with pytest.raises(WorkerError, match=rf"^{name.replace('continuations', 'prompts')}\[1\]: .* token 13"):
+                await ask([[1], [13, 1], [2]])
+        for ask_one in (producer.batch_topk([[13]], 2), producer.generate([13], 2, n=3)):
+            with pytest.raises(WorkerError, match=r"^(?!prompts\[)"):
+                await ask_one
 
 
 async def test_failures_and_deadlines_are_those_of_rows(pool: Pool) -> None:

@@ -7,7 +7,6 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import replace
-from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -149,31 +148,42 @@ async def test_prompts_that_have_just_come_are_not_checked() -> None:
     assert PROMPT in in_flight
 
 
-async def test_the_longer_a_prompt_is_held_the_more_rarely_it_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+def many_prompts(count: int) -> list[InFlightJob]:
+    """Jobs for different prompts."""
+    digests = [at.to_bytes(16, "little") for at in range(count)]
+    return [InFlightJob(b"%d-0" % at, digest, BackendJob(digest, bytes(4))) for at, digest in enumerate(digests)]
+
+
+@pytest.mark.usefixtures("checks_at_once")
+async def test_of_many_prompts_each_check_takes_some_and_each_prompt_has_its_turn() -> None:
     recorder = Recorder()
     recorder.is_waited_for = True
     dispatcher, in_flight = dispatching(recorder)
-    began, other = time.monotonic(), b"o" * 16
-    await dispatcher.accept([InFlightJob(b"1-0", PROMPT, BackendJob(PROMPT, bytes(4)))])
-    ages: dict[bytes, list[int]] = {PROMPT: [], other: []}
-    for second in range(1, 3600):
-        now = began + second + 0.5
-        monkeypatch.setattr(dispatch_module, "time", SimpleNamespace(monotonic=lambda now=now: now))
-        if second == 100:
-            await dispatcher.accept([InFlightJob(b"2-0", other, BackendJob(other, bytes(4)))])
-            (job,) = in_flight[other].values()
-            job.since = job.checked_at = now
-        await dispatcher.drop_unwanted()
-        for digest in [digest for jobs in recorder.checked for digest in jobs]:
-            ages[digest].append(second - (100 if digest == other else 0))
-        recorder.checked.clear()
-    for seen in ages.values():
-        assert seen[0] == 1
-        assert all(after - before <= min(before + 1, 31) for before, after in pairwise(seen)), "it is never forgotten"
-        assert len(seen) < 3600 / 30 + 8
+    await dispatcher.accept(many_prompts(3 * dispatch_module.MAX_CHECKED - 1))
+    for _ in range(3):
+        assert await dispatcher.drop_unwanted() == 0
+    assert {len(jobs) for jobs in recorder.checked} == {dispatch_module.MAX_CHECKED}
+    assert {digest for jobs in recorder.checked for digest in jobs} == {*in_flight.by_prompt(recorder.outstanding)}
+
+
+async def test_all_prompts_of_a_client_that_leaves_are_dropped_by_one_check_however_long_they_were_held(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    recorder = Recorder()
+    recorder.is_waited_for = True
+    dispatcher, in_flight = dispatching(recorder)
+    prompts = many_prompts(3 * dispatch_module.MAX_CHECKED)
+    await dispatcher.accept(prompts)
+    now = time.monotonic()
+    monkeypatch.setattr(dispatch_module, "time", SimpleNamespace(monotonic=lambda: now))
+    for _ in range(100):
+        now += 1
+        assert await dispatcher.drop_unwanted() == 0
     recorder.is_waited_for = False
-    monkeypatch.setattr(dispatch_module, "time", SimpleNamespace(monotonic=lambda: began + 3640))
-    assert await dispatcher.drop_unwanted() == 2
+    now += 1
+    assert await dispatcher.drop_unwanted() == len(prompts)
+    assert not in_flight
+    assert sorted(recorder.aborted) == sorted(job.digest for job in prompts)
 
 
 @pytest.mark.usefixtures("checks_at_once")

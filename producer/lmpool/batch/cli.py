@@ -35,7 +35,7 @@ have 2, or 4 when the output folder is refused."""
 _EXIT_CODES = (
     "Exits with 0 when every line has an answer, 3 when some have none (OUT/errors.jsonl says why), 4 when OUT belongs "
     "to another model, input or options or another run writes there, 2 on any other error or when no line has one, and "
-    "130 on Ctrl-C. After 2 and 130 the same command goes on where it stopped."
+    "130 on Ctrl-C, 143 on SIGTERM, 129 on SIGHUP. After all but 0, 3 and 4 the same command goes on where it stopped."
 )
 
 batch_app = typer.Typer(
@@ -94,9 +94,10 @@ def run_command(
     running = run_batch(producer, source, output, settings, progress)
     try:
         outcome = run(_closing(producer, running, waits, (model, redis, prefix)))
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, typer.Exit):  # A signal has ended it, and it has closed its producer.
         done, shards = progress.shards
-        so_far = f"after {done} of {counted(shards, 'shard')}" if shards else "before anything was asked"
+        cancelled = "; the prompts that it had queued are cancelled"
+        so_far = f"after {done} of {counted(shards, 'shard')}{cancelled}" if shards else "before anything was asked"
         say(f"lmpool: stopped {so_far}; run the same command to go on{_lost(progress)}", err=True)
         raise
     where = f"{named(output).rstrip('/')}/{ERRORS}"

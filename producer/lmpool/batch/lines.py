@@ -7,8 +7,8 @@ import os
 import re
 from array import array
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
-from io import BufferedReader, FileIO
+from contextlib import contextmanager, suppress
+from io import BufferedReader, RawIOBase
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -23,9 +23,16 @@ from lmpool.errors import BatchError
 MOST_LINE_BYTES = 64 * 1024 * 1024
 """Of one line; a longer one is not read."""
 
+MAX_CHUNK_LINES = 256
+"""Lines in one chunk."""
+
+MAX_CHUNK_BYTES = 1024 * 1024
+"""Bytes of the input in one chunk of several lines: some chunks are in memory at once, and ids take six times as much
+there as in a JSONL file."""
+
 _DIGEST_SIZE = 16
+# Bytes that are read at once, and that have one digest of 16 bytes: 16 MB of digests for an input of 1 TB.
 _READ_BYTES = 1024 * 1024
-_LINES_AT_ONCE = 256
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 # What msgspec says of a value of another type, and what its types are called here.
 _MISMATCH = re.compile(r"Expected `(.+?)`, got `(.+?)`(?: - at `\$\.?(.*)`)?")
@@ -150,49 +157,147 @@ class CustomIds:
         return np.sort(np.frombuffer(self._lines, np.int64)[order[1:][repeated]])
 
 
-class FileDigest:
-    """The digest of a file, and whether it is still the file that was digested."""
+class InputFile:
+    """An input, which must stay as it is from when it is opened first until all of it has been read.
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._state: tuple[int, ...] = ()
+    A pass over the whole file records a digest of each block, and every later read compares the block with it. So no
+    line of another file is taken for one of this file, even where both have the same size and time.
 
-    def of(self, file: BufferedReader[FileIO]) -> str:
-        """The digest of what is in an open file, which is left at its beginning."""
-        self._state = _state_of(file)
-        digest = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=_DIGEST_SIZE))
-        file.seek(0)
-        return digest.hexdigest()
-
-    def check(self, file: BufferedReader[FileIO]) -> None:
-        """Refuse a file that is another one by now.
-
-        Raises:
-            BatchError: its size, its time or the file itself has changed.
-        """
-        if self._state and _state_of(file) != self._state:
-            raise BatchError(
-                f"{self._path} has changed while it was read: run the command again with the file as it was"
-            )
-
-
-def _state_of(file: BufferedReader[FileIO]) -> tuple[int, ...]:
-    status = os.fstat(file.fileno())
-    return status.st_size, status.st_mtime_ns, status.st_ino, status.st_dev
-
-
-@contextmanager
-def readable(path: Path) -> Iterator[BufferedReader[FileIO]]:
-    """An input, open for reading.
+    Args:
+        path: of the file.
 
     Raises:
         BatchError: it cannot be read.
     """
-    try:
-        with BufferedReader(path.open("rb", buffering=0), _READ_BYTES) as file:
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        with self._explained():
+            self._state = _state_of(path.stat())
+        self._blocks: list[bytes] = []
+
+    @property
+    def size(self) -> int:
+        """Bytes of the file."""
+        return self._state[0]
+
+    @contextmanager
+    def opened(self) -> Iterator[BufferedReader[Blocks]]:
+        """The file, open for reading.
+
+        Raises:
+            BatchError: it cannot be read, or has changed.
+        """
+        with self._explained(), BufferedReader(Blocks(self.path, self.check_block), _READ_BYTES) as file:
+            self.check(file)
             yield file
-    except OSError as error:
-        raise BatchError(f"{path} cannot be read: {error.strerror or error}") from error
+
+    @contextmanager
+    def recorded(self) -> Iterator[tuple[BufferedReader[Blocks], Callable[[], str]]]:
+        """The file, open for one pass from its beginning to its end, and what tells its digest after that.
+
+        Raises:
+            BatchError: it cannot be read, or has changed.
+        """
+        self._blocks, whole = [], hashlib.blake2b(digest_size=_DIGEST_SIZE)
+
+        def record(number: int, block: bytes) -> None:
+            if block and number == len(self._blocks):
+                whole.update(block)
+                self._blocks.append(_digest_of(block))
+
+        with self._explained(), BufferedReader(Blocks(self.path, record), _READ_BYTES) as file:
+            yield file, whole.hexdigest
+            self.check(file)
+
+    def check(self, file: BufferedReader[Blocks]) -> None:
+        """Refuse an open file that is another one by now.
+
+        Raises:
+            BatchError: its size, its time or the file itself has changed.
+        """
+        if _state_of(os.fstat(file.fileno())) != self._state:
+            raise self._changed()
+
+    def check_block(self, number: int, block: bytes) -> None:
+        """Refuse a block that is not the one that was recorded; without a record every block is accepted.
+
+        Raises:
+            BatchError: it is another one.
+        """
+        recorded = self._blocks[number] if number < len(self._blocks) else _digest_of(b"")
+        if self._blocks and _digest_of(block) != recorded:
+            raise self._changed()
+
+    def _changed(self) -> BatchError:
+        return BatchError(f"{self.path} has changed while it was read: run the command again with the file as it was")
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise BatchError(f"{self.path} cannot be read: {error.strerror or error}") from error
+
+
+class Blocks(RawIOBase):
+    """A file that is read block by block, each of which is checked.
+
+    Args:
+        path: of the file.
+        check: called with the number of each block that is read, from 0, and what is in it.
+    """
+
+    def __init__(self, path: Path, check: Callable[[int, bytes], None]) -> None:
+        super().__init__()
+        self._file = path.open("rb", buffering=0)
+        self._check = check
+        self._at = 0
+        # The block that was read last, and its number.
+        self._number, self._block = -1, b""
+
+    def readable(self) -> bool:
+        """Always."""
+        return True
+
+    def seekable(self) -> bool:
+        """Always."""
+        return True
+
+    def fileno(self) -> int:
+        """Its descriptor."""
+        return self._file.fileno()
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        """Go to a byte; returns its number."""
+        begin = {os.SEEK_SET: 0, os.SEEK_CUR: self._at}.get(whence)
+        self._at = offset + (os.fstat(self.fileno()).st_size if begin is None else begin)
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        """Read to the end of the present block at most; returns how many bytes that are, 0 at the end of the file."""
+        number, begin = divmod(self._at, _READ_BYTES)
+        if number != self._number:
+            block = os.pread(self.fileno(), _READ_BYTES, number * _READ_BYTES)
+            self._check(number, block)
+            self._number, self._block = number, block
+        part = self._block[begin : begin + len(buffer)]
+        buffer[: len(part)] = part
+        self._at += len(part)
+        return len(part)
+
+    def close(self) -> None:
+        """Close the file."""
+        super().close()
+        self._file.close()
+
+
+def _digest_of(block: bytes) -> bytes:
+    return hashlib.blake2b(block, digest_size=_DIGEST_SIZE).digest()
+
+
+def _state_of(status: os.stat_result) -> tuple[int, ...]:
+    return status.st_size, status.st_mtime_ns, status.st_ino, status.st_dev
 
 
 def is_parquet(path: Path) -> bool:
@@ -201,7 +306,7 @@ def is_parquet(path: Path) -> bool:
     Raises:
         BatchError: it cannot be read.
     """
-    with readable(path) as file:
+    with InputFile(path).opened() as file:
         return file.read(4) == b"PAR1"
 
 
@@ -214,48 +319,55 @@ class JsonlSource:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._digest = FileDigest(path)
+        self._input = InputFile(path)
 
     def index(self, shard_lines: int) -> Index:
         """See `Source.index`."""
         ids, starts, number, is_empty = CustomIds(), dict[int, int](), 0, True
         decode = msgspec.json.Decoder(_CustomId).decode
-        with readable(self.path) as file:
-            digest = self._digest.of(file)
+        with self._input.recorded() as (file, digest):
             for number, (begin, line) in enumerate(_split(file), 1):
                 if (number - 1) % shard_lines == 0:
                     starts[len(starts)] = begin
                 is_empty = is_empty and line is not None and line.isspace()
-                try:
+                with suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):  # Reported with its line.
                     ids.add(number, decode(line or b"{}").custom_id)
-                except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-                    pass  # Told when the line is read.
-            self._digest.check(file)
-            return Index("jsonl", file.tell(), digest, number, is_empty, starts, ids.duplicates())
+        return Index("jsonl", self._input.size, digest(), number, is_empty, starts, ids.duplicates())
 
     def read(self, index: Index, shard_lines: int, shards: Collection[int]) -> Iterator[Chunk]:
         """See `Source.read`."""
         decode = msgspec.json.Decoder(Fields).decode
-        with readable(self.path) as file:
+        with self._input.opened() as file:
             for shard in sorted(shards):
-                self._digest.check(file)
                 file.seek(index.starts[shard])
                 first = shard * shard_lines + 1
                 lines = islice(_split(file), min(shard_lines, index.lines - first + 1))
-                yield from chunks(shard, (_decoded(at, line, decode) for at, (_, line) in enumerate(lines, first)))
+                decoded = ((_decoded(at, line, decode), len(line or b"")) for at, (_, line) in enumerate(lines, first))
+                for chunk in chunks(shard, decoded):
+                    self._input.check(file)
+                    yield chunk
 
 
-def chunks(shard: int, lines: Iterator[Line | None]) -> Iterator[Chunk]:
-    """The lines of a shard, some at a time; None stands for a line that has nothing."""
-    before: list[Line] | None = None
-    while numbered := list(islice(lines, _LINES_AT_ONCE)):
-        if before is not None:
-            yield Chunk(shard, before, False)
-        before = [line for line in numbered if line is not None]
-    yield Chunk(shard, before or [], True)
+def chunks(shard: int, lines: Iterator[tuple[Line | None, int]]) -> Iterator[Chunk]:
+    """The lines of a shard, some at a time.
+
+    Args:
+        shard: its number.
+        lines: the lines, None for one that has nothing, and the bytes of each in the input.
+    """
+    some, count, size = list[Line](), 0, 0
+    for line, line_bytes in lines:
+        if count and (count == MAX_CHUNK_LINES or size + line_bytes > MAX_CHUNK_BYTES):
+            yield Chunk(shard, some, False)
+            some, count, size = [], 0, 0
+        count += 1
+        size += line_bytes
+        if line is not None:
+            some.append(line)
+    yield Chunk(shard, some, True)
 
 
-def _split(file: BufferedReader[FileIO]) -> Iterator[tuple[int, bytes | None]]:
+def _split(file: BufferedReader[Blocks]) -> Iterator[tuple[int, bytes | None]]:
     """The lines from where a file stands, and where each begins; None for one that is too long."""
     at = file.tell()
     while line := file.readline(MOST_LINE_BYTES):

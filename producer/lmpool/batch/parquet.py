@@ -12,7 +12,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lmpool.batch.kinds import Columns, Text
-from lmpool.batch.lines import Chunk, CustomIds, Fields, FileDigest, Index, chunks, converted, readable
+from lmpool.batch.lines import (
+    MAX_CHUNK_BYTES,
+    MAX_CHUNK_LINES,
+    Chunk,
+    CustomIds,
+    Fields,
+    Index,
+    InputFile,
+    Line,
+    chunks,
+    converted,
+)
 from lmpool.errors import BatchError, SettingsError
 
 try:
@@ -21,7 +32,9 @@ try:
 except ImportError as error:
     raise SettingsError("format: Parquet needs pyarrow: pip install 'lmpool[parquet]', or use JSONL") from error
 
-_ROWS_AT_ONCE = 256
+# Bytes of a column that are read at once, where a row group would be read whole.
+_READ_BYTES = 1 << 20
+_NUMBER_BYTES = 8
 _GROUP_NUMBERS = 1 << 20
 _HEAD = ("line", "custom_id", "ids", "start")
 
@@ -48,38 +61,38 @@ class ParquetSource:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._digest = FileDigest(path)
+        self._input = InputFile(path)
 
     def index(self, shard_lines: int) -> Index:
         """See `Source.index`."""
+        with self._input.recorded() as (raw, digest):
+            while raw.read(_READ_BYTES):
+                pass
         ids, row = CustomIds(), 0
-        with readable(self.path) as raw, _explained(self.path):
-            digest = self._digest.of(raw)
-            file = pq.ParquetFile(self.path, memory_map=True)
+        with self._input.opened() as raw, _explained(self.path):
+            file = _opened(raw)
             if "custom_id" in file.schema_arrow.names:
-                for batch in file.iter_batches(batch_size=_ROWS_AT_ONCE, columns=["custom_id"]):
+                for batch in file.iter_batches(batch_size=MAX_CHUNK_LINES, columns=["custom_id"]):
                     for value in batch.column(0).to_pylist():
                         row += 1
                         ids.add(row, value)
-            self._digest.check(raw)
             rows: int = file.metadata.num_rows
-            size = self.path.stat().st_size
-        return Index(
-            "parquet", size, digest, rows, not rows, dict(enumerate(range(0, rows, shard_lines))), ids.duplicates()
-        )
+        starts = dict(enumerate(range(0, rows, shard_lines)))
+        return Index("parquet", self._input.size, digest(), rows, not rows, starts, ids.duplicates())
 
     def read(self, index: Index, shard_lines: int, shards: Collection[int]) -> Iterator[Chunk]:
         """See `Source.read`."""
-        with readable(self.path) as raw, _explained(self.path):
-            file = pq.ParquetFile(self.path, memory_map=True)
-            for shard, pieces in groupby(_pieces(file, shard_lines, shards), key=lambda piece: piece.shard):
-                self._digest.check(raw)
-                lines = (
-                    converted(number, row)
-                    for piece in pieces
-                    for number, row in enumerate(piece.rows.to_pylist(), piece.first + 1)
-                )
-                yield from chunks(shard, lines)
+        with self._input.opened() as raw, _explained(self.path):
+            pieces = _pieces(_opened(raw), shard_lines, shards)
+            for shard, of_shard in groupby(pieces, key=lambda piece: piece.shard):
+                for chunk in chunks(shard, (line for piece in of_shard for line in _lines_of(piece))):
+                    self._input.check(raw)
+                    yield chunk
+
+
+def _opened(raw: Any) -> Any:
+    """A Parquet file of an open one. It is not memory-mapped: when such a file is cut, SIGBUS ends the process."""
+    return pq.ParquetFile(raw, buffer_size=_READ_BYTES)
 
 
 class _Piece(NamedTuple):
@@ -88,6 +101,13 @@ class _Piece(NamedTuple):
     shard: int
     first: int
     rows: Any
+
+
+def _lines_of(piece: _Piece) -> Iterator[tuple[Line, int]]:
+    """The lines that the rows are, and the mean bytes of a row."""
+    row_bytes = piece.rows.nbytes // piece.rows.num_rows
+    for number, row in enumerate(piece.rows.to_pylist(), piece.first + 1):
+        yield converted(number, row), row_bytes
 
 
 def _pieces(file: Any, shard_lines: int, shards: Collection[int]) -> Iterator[_Piece]:
@@ -99,7 +119,8 @@ def _pieces(file: Any, shard_lines: int, shards: Collection[int]) -> Iterator[_P
         if wanted.isdisjoint(range(at // shard_lines, -(-(at + rows) // shard_lines))):
             at += rows
             continue
-        for batch in file.iter_batches(batch_size=_ROWS_AT_ONCE, row_groups=[group], columns=columns):
+        size = _rows_at_once(file.metadata.row_group(group), set(columns))
+        for batch in file.iter_batches(batch_size=size, row_groups=[group], columns=columns):
             begin = 0
             while begin < batch.num_rows:
                 shard = (at + begin) // shard_lines
@@ -108,6 +129,18 @@ def _pieces(file: Any, shard_lines: int, shards: Collection[int]) -> Iterator[_P
                     yield _Piece(shard, at + begin, batch.slice(begin, size))
                 begin += size
             at += batch.num_rows
+
+
+def _rows_at_once(group: Any, columns: set[str]) -> int:
+    """How many rows of a group are decoded together, so that long ones take no more memory than short ones."""
+    read = [
+        column
+        for at in range(group.num_columns)
+        if (column := group.column(at)).path_in_schema.split(".")[0] in columns
+    ]
+    size: int = sum(max(_NUMBER_BYTES * column.num_values, column.total_uncompressed_size) for column in read)
+    rows: int = group.num_rows
+    return max(1, min(MAX_CHUNK_LINES, MAX_CHUNK_BYTES * rows // max(1, size)))
 
 
 class ParquetAnswers:

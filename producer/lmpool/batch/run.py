@@ -8,7 +8,8 @@ and writes them in a thread. What has been begun and is not written yet is bound
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+import logging
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -24,13 +25,23 @@ from lmpool.batch.reader import count_lines
 from lmpool.batch.shards import ShardWriter, suffix_of
 from lmpool.batch.storage.bucket import open_folder
 from lmpool.batch.storage.fetch import absolute, named, plain_file
-from lmpool.batch.storage.folder import VERSION, Folder, Input, Manifest, Model, Options, Shard
+from lmpool.batch.storage.folder import VERSION, Folder, Input, Manifest, Model, Options, Placed, Shard
 from lmpool.batch.texts import Failed, Preparer
-from lmpool.errors import BatchRefused, InvalidPrompt, ModelMismatch, SettingsError, UnknownAdapter, WorkerError
+from lmpool.errors import (
+    BatchRefused,
+    InvalidPrompt,
+    ModelMismatch,
+    RequestFailed,
+    SettingsError,
+    UnknownAdapter,
+    WorkerError,
+)
 from lmpool.producer import Producer
 from lmpool.producer.tokenizer import Tokenizer, find_tokenizer
 from lmpool.protocol.model_info import ModelInfo
 from lmpool.settings import check_number, shown
+
+_log = logging.getLogger("lmpool.batch")
 
 _MOST_BYTES = 64 * 1024 * 1024
 _WRITTEN_AT_ONCE, _WRITTEN_BYTES = 64, 1024 * 1024
@@ -193,15 +204,18 @@ async def begin(producer: Producer, folder: Folder, source: str, index: Index, s
     given = Input(name, index.format, index.size, index.lines, index.digest)
     wanted = Manifest(VERSION, version("lmpool"), given, model, options, kind.columns(info), len(index.starts))
     there = await asyncio.to_thread(folder.read_manifest)
-    if there is not None and len(await asyncio.to_thread(folder.shards)):
+    placed = await asyncio.to_thread(folder.shards) if there is not None else {}
+    if there is not None and placed:
         try:
             there.check_same(wanted, folder.location)
         except BatchRefused:
             if await asyncio.to_thread(folder.is_begun):
                 raise
         else:
+            listed = list(there.done)
             with folder.explained():
                 await asyncio.to_thread(find_done, folder, there)
+                await _remove_changed(folder, there, listed, placed)
             return there
     with folder.explained():
         await asyncio.to_thread(folder.begin, wanted)
@@ -221,6 +235,30 @@ def find_done(folder: Folder, manifest: Manifest) -> None:
             done.append(shard)
     manifest.done = [shard for shard in done if shard.number < manifest.shards]
     manifest.finished = manifest.finished and len(manifest.done) == manifest.shards
+
+
+async def _remove_changed(
+    folder: Folder, manifest: Manifest, listed: Sequence[Shard], placed: Mapping[int, Placed]
+) -> None:
+    """Remove shards that are not what the manifest says of them: their lines are asked again.
+
+    Args:
+        folder: of the shards.
+        manifest: lists what is in place; the shards that are removed are taken out of it.
+        listed: the shards that it listed before it was compared with the folder, whose digests are compared now.
+        placed: the shards that were in place before that. Workers may have made others since.
+    """
+    digests, done = {shard.number: shard.digest for shard in listed}, {shard.number for shard in manifest.done}
+    for number, (name, _) in placed.items():
+        is_whole = number in done
+        if not is_whole or number in digests:
+            digest = await asyncio.to_thread(folder.digest, name)
+            is_whole = not digest or (is_whole and digest == digests[number])
+        if not is_whole and number < manifest.shards:
+            _log.warning("%s/%s has changed since it was written: its lines are asked again", folder.location, name)
+            manifest.done = [shard for shard in manifest.done if shard.number != number]
+            manifest.finished = False
+            await asyncio.to_thread(folder.remove, name)
 
 
 async def _qualified(producer: Producer, adapter: str) -> str:
@@ -460,6 +498,9 @@ class _Run:
         except (InvalidPrompt, WorkerError) as error:
             self._check_model()
             return Failed(text.line, text.custom_id, str(error))
+        except RequestFailed as error:  # It ends the run.
+            error.args = (f"line {text.line}: {error}",)
+            raise
         self._check_model()
         return answer
 

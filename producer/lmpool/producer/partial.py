@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar, Unpack
 
@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lmpool.aio import gather
-from lmpool.errors import InvalidPrompt, ModelMismatch, SettingsError
+from lmpool.errors import InvalidPrompt, ModelMismatch, SettingsError, of_prompt
 from lmpool.producer.client.queries import (
     Expected,
     Mode,
@@ -62,6 +62,39 @@ from lmpool.settings import shown
 T = TypeVar("T")
 
 
+def encode_all(session: Session, prompts: Sequence[Any], adapter: str, name: str = "prompts") -> list[Prompt]:
+    """Prompts for the model; an error names the prompt that it is about.
+
+    Args:
+        session: of the model.
+        prompts: each as `Producer.logprobs` takes it.
+        adapter: "name@revision", or "" for none.
+        name: of the argument that has the prompts.
+
+    Raises:
+        InvalidPrompt: one of them is none for this model.
+    """
+    encoded: list[Prompt] = []
+    try:
+        for ids in prompts:
+            encoded.append(session.encode(ids, adapter))  # noqa: PERF401 How many there are tells which one fails.
+    except InvalidPrompt as error:
+        of_prompt(error, name, len(encoded), _count(prompts))
+        raise
+    return encoded
+
+
+async def ask_for(prompts: Sequence[Any], asked: Sequence[Coroutine[Any, Any, T]], name: str = "prompts") -> list[T]:
+    """Await a request for each of several prompts; the first failure ends the others, and names its prompt."""
+    count = _count(prompts)
+    return await gather(asked, lambda error, index: of_prompt(error, name, index, count))
+
+
+def _count(prompts: Sequence[Any]) -> int:
+    """How many prompts there are; several continuations of one prompt have one."""
+    return len(prompts) if any(ids is not prompts[0] for ids in prompts) else min(1, len(prompts))
+
+
 class PartialRows:
     """Asks for less than a row (likeliest tokens, a draw, a mass), or more (every position, a continuation, states).
 
@@ -69,7 +102,8 @@ class PartialRows:
     answer travels. A row that is computed for an answer is cached for everyone.
 
     All calls take `adapter` and `timeout` as `Producer.logprobs` does and raise what it raises; those for several
-    prompts check all of them before the first is sent, and end with the first failure.
+    prompts check all of them before the first is sent, and end with the first failure. One that concerns one prompt
+    begins with its index, such as "prompts[3]: ".
     """
 
     _sessions: SessionPerLoop
@@ -130,11 +164,12 @@ class PartialRows:
         listed, values = list_prompts(prompts), check_mode(mode)
 
         async def ask(session: Session, name: str, deadline: Deadline) -> TopK:
-            encoded = [session.encode(ids, name) for ids in listed]
+            encoded = encode_all(session, listed, name)
             count = check_k(k, session)
             sets = read_batch_allowed(allowed, len(encoded), session.info.vocab_size)
             pairs = zip(encoded, [check_members(some, count) for some in sets], strict=True)
-            tops = await gather([ask_top(session, ids, count, deadline, values, some) for ids, some in pairs])
+            asked = [ask_top(session, ids, count, deadline, values, some) for ids, some in pairs]
+            tops = await ask_for(listed, asked)
             return stack_tops(tops, count)
 
         return await self._request(adapter, timeout, ask)
@@ -167,13 +202,13 @@ class PartialRows:
         seeds = [secrets.randbits(64) if is_private else (sampling.seed + at) & MOST_SEED for at in range(len(listed))]
 
         async def ask(session: Session, name: str, deadline: Deadline) -> NDArray[np.int64]:
-            encoded = [session.encode(ids, name) for ids in listed]
+            encoded = encode_all(session, listed, name)
             sets = read_batch_allowed(options.get("allowed"), len(encoded), session.info.vocab_size)
             asked = []
             for prompt, seed, some in zip(encoded, seeds, sets, strict=True):
                 how = sampling._replace(seed=seed)
                 asked.append(ask_sample(session, prompt, how, deadline, private=is_private, allowed=some))
-            tokens = await gather(asked)
+            tokens = await ask_for(listed, asked)
             return np.array(tokens, np.int64)
 
         return await self._request(options.get("adapter", ""), options.get("timeout"), ask)
@@ -198,12 +233,12 @@ class PartialRows:
         listed = list_prompts(prompts)
 
         async def ask(session: Session, name: str, deadline: Deadline) -> NDArray[np.float32]:
-            encoded = [session.encode(ids, name) for ids in listed]
+            encoded = encode_all(session, listed, name)
             sets = read_batch_allowed(allowed, len(encoded), session.info.vocab_size)
             if not all(some.packed for some in sets):
                 raise SettingsError("allowed: None: give the tokens whose probability is wanted")
             pairs = zip(encoded, sets, strict=True)
-            masses = await gather([ask_mass(session, prompt, some, deadline) for prompt, some in pairs])
+            masses = await ask_for(listed, [ask_mass(session, prompt, some, deadline) for prompt, some in pairs])
             return np.array(masses, np.float32)
 
         return await self._request(adapter, timeout, ask)
@@ -264,14 +299,14 @@ class PartialRows:
 
         async def ask(session: Session, name: str, deadline: Deadline) -> list[Continuation]:
             stop = pack_stops(read_stops(options.get("stop", ()), session.info.vocab_size))
-            encoded = [session.encode(ids, name) for ids in listed]
+            encoded = encode_all(session, listed, name)
             most = [check_room(max_tokens, prompt, session.info.max_prompt_tokens) for prompt in encoded]
             seeds = [secrets.randbits(64) if is_private else (sampling.seed + (at << 32)) for at in range(len(encoded))]
             asked = []
             for prompt, count, seed in zip(encoded, most, seeds, strict=True):
                 query = GenerateQuery(count, sampling.temperature, sampling.top_p, seed & MOST_SEED, stop)
                 asked.append(ask_continuation(session, prompt, query, deadline, private=is_private))
-            return await gather(asked)
+            return await ask_for(listed, asked)
 
         return await self._request(options.get("adapter", ""), options.get("timeout"), ask)
 
@@ -317,15 +352,16 @@ class PartialRows:
         first_ids, second_ids, values = list_prompts(prompts), list_prompts(continuations), check_mode(mode)
 
         async def ask(session: Session, name: str, deadline: Deadline) -> list[Row]:
-            firsts = [session.encode(ids, name) for ids in first_ids]
+            firsts = encode_all(session, first_ids, name)
             try:
-                seconds = [session.encode(ids, name) for ids in second_ids]
+                seconds = encode_all(session, second_ids, name, "continuations")
             except InvalidPrompt as error:
-                raise type(error)(f"continuation: {str(error).replace('the prompt', 'it', 1)}") from error
+                said = str(error).replace("the prompt", "it", 1)
+                raise type(error)(said if said.startswith("continuations") else f"continuation: {said}") from error
             if len(firsts) != len(seconds):
                 raise SettingsError(f"continuations: {len(seconds)} for {len(firsts)} prompts; each prompt needs one")
             pairs = zip(firsts, seconds, strict=True)
-            return await gather([ask_scores(session, *pair, deadline, values) for pair in pairs])
+            return await ask_for(first_ids, [ask_scores(session, *pair, deadline, values) for pair in pairs])
 
         return await self._request(adapter, timeout, ask)
 
@@ -359,8 +395,9 @@ class PartialRows:
 
         async def ask(session: Session, name: str, deadline: Deadline) -> list[Expected]:
             wanted = read_wanted(options, session)
-            encoded = [check_start(start, session.encode(ids, name)) for ids in listed]
-            return await gather([ask_positions(session, text, start, wanted, deadline) for text in encoded])
+            encoded = [check_start(start, text) for text in encode_all(session, listed, name, "texts")]
+            asked = [ask_positions(session, text, start, wanted, deadline) for text in encoded]
+            return await ask_for(listed, asked, "texts")
 
         return await self._request(options.get("adapter", ""), options.get("timeout"), ask)
 
@@ -414,9 +451,10 @@ class PartialRows:
         listed = list_prompts(prompts)
 
         async def ask(session: Session, name: str, deadline: Deadline) -> NDArray[np.float32]:
-            encoded = [session.encode(ids, name) for ids in listed]
+            encoded = encode_all(session, listed, name)
             wanted = Wanted(values="logz")
-            return np.array(await gather([ask_last(session, ids, wanted, deadline) for ids in encoded]), np.float32)
+            asked = [ask_last(session, ids, wanted, deadline) for ids in encoded]
+            return np.array(await ask_for(listed, asked), np.float32)
 
         return await self._request(adapter, timeout, ask)
 

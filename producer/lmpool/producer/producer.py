@@ -22,7 +22,7 @@ from lmpool.producer.client.session_per_loop import CopiedAsItself, SessionPerLo
 from lmpool.producer.client.tracing import Traces
 from lmpool.producer.deadline import Deadline, check_timeout
 from lmpool.producer.options import check_mode, read_batch_targets, read_targets
-from lmpool.producer.partial import PartialRows
+from lmpool.producer.partial import PartialRows, encode_all
 from lmpool.producer.tokenizer import TOKENIZERS, PublishedTokenizer, check_package
 from lmpool.producer.trie import PooledTrie, TrieQueries, trie_of
 from lmpool.protocol.keys import Keys
@@ -237,12 +237,13 @@ class Producer(CopiedAsItself, PartialRows):
             float32 array of shape (n, V), or (n, k) with `targets`; the caller's own.
 
         Raises:
-            As `logprobs`; the first failure ends the batch.
+            As `logprobs`; the first failure ends the batch. One that concerns one prompt begins with its index, such as
+            "prompts[3]: ".
         """
         listed, of_logits = list_prompts(prompts), check_mode(mode) == "logits"
 
         async def ask(session: Session, name: str, deadline: Deadline) -> NDArray[np.float32]:
-            encoded, vocab_size = [session.encode(ids, name) for ids in listed], session.info.vocab_size
+            encoded, vocab_size = encode_all(session, listed, name), session.info.vocab_size
             if targets is None and not of_logits:
                 return await session.answer_all(encoded, deadline)
             entries: list[list[int]] = [[]] * len(encoded)

@@ -22,9 +22,11 @@ import pytest
 
 import lmpool.batch
 from lmpool.batch import lines as lines_module
-from lmpool.batch.lines import CustomIds
-from lmpool.errors import BatchError, BatchRefused, LMPoolError, SettingsError, UnknownAdapter
+from lmpool.batch import parquet as parquet_module
+from lmpool.batch.lines import CustomIds, Source
+from lmpool.errors import BatchError, BatchRefused, DeadlineExceeded, LMPoolError, SettingsError, UnknownAdapter
 from tests.producer.batch.runs import arguments, begin, content, draw_texts, errors, run, write_lines, write_texts
+from tests.support.gate import Gate
 from tests.support.pool import DEADLINE_S, Pool, V, lmpool_command, run_lmpool
 
 MOST_TOKENS = 8
@@ -130,6 +132,70 @@ def test_a_long_line_is_passed_over(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     assert [line.fields and line.fields.ids for line in chunk.lines] == [[1]]
 
 
+def write_numbered(path: Path, texts: list[list[int]]) -> Path:
+    """An input of the format that its name says, a text on each line; written in place where there is one."""
+    if path.suffix == ".jsonl":
+        return write_texts(path, texts)
+    with path.open("wb") as file:
+        pq.write_table(pa.table({"ids": texts}), file, compression="none", row_group_size=100, use_dictionary=False)
+    return path
+
+
+@pytest.fixture(params=["jsonl", "parquet"])
+def two_inputs(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> tuple[Path, list[list[int]], list[list[int]]]:
+    """An input of many blocks, the texts in it, and those of another one that is as long."""
+    monkeypatch.setattr(lines_module, "_READ_BYTES", 4096)
+    monkeypatch.setattr(parquet_module, "_READ_BYTES", 4096)
+    first, second = ([[kind, *divmod(line, 10)] * 20 for line in range(100, 1000)] for kind in (1, 2))
+    return write_numbered(tmp_path / f"in.{request.param}", first), first, second
+
+
+def open_input(path: Path) -> Source:
+    """The input at a path."""
+    return parquet_module.ParquetSource(path) if path.suffix == ".parquet" else lines_module.JsonlSource(path)
+
+
+@pytest.mark.parametrize("change", ["same size and time", "cut", "longer"])
+def test_no_line_of_another_input_is_taken_for_one_of_the_first(
+    two_inputs: tuple[Path, list[list[int]], list[list[int]]], change: str
+) -> None:
+    path, first, second = two_inputs
+    source = open_input(path)
+    index = source.index(len(first))
+    chunks, before = source.read(index, len(first), [0]), path.stat()
+    read = list(next(chunks).lines)
+    write_numbered(path, {"same size and time": second, "cut": second[:300], "longer": [*second, *second]}[change])
+    if change == "same size and time":
+        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+        assert (path.stat().st_size, path.stat().st_mtime_ns) == (before.st_size, before.st_mtime_ns)
+
+    def read_on() -> None:
+        for chunk in chunks:
+            assert not chunk.is_last, "a shard of two files would be put into place"
+            read.extend(chunk.lines)
+
+    with pytest.raises(BatchError, match=f"{path.name} has changed while it was read"):
+        read_on()
+    assert [line.fields and line.fields.ids for line in read] == first[: len(read)]
+
+
+def test_long_lines_are_read_a_few_at_a_time(
+    two_inputs: tuple[Path, list[list[int]], list[list[int]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, texts, _ = two_inputs
+    of_line, most = (8 * 60, 8 * 600) if path.suffix == ".parquet" else (120, 1200)
+    monkeypatch.setattr(lines_module, "MAX_CHUNK_BYTES", most)
+    monkeypatch.setattr(parquet_module, "MAX_CHUNK_BYTES", most)
+    source = open_input(path)
+    read = list(source.read(source.index(len(texts)), len(texts), [0]))
+    assert [line.fields and line.fields.ids for chunk in read for line in chunk.lines] == texts
+    assert max(len(chunk.lines) for chunk in read) <= most // of_line
+    assert [chunk.is_last for chunk in read].count(True) == 1
+    assert read[-1].is_last
+
+
 def test_duplicates_are_all_but_the_first_of_equal_ids() -> None:
     generator = np.random.default_rng(0)
     drawn = [None if value == 0 else str(value) for value in generator.integers(0, 300, 2000)]
@@ -162,11 +228,23 @@ async def test_what_does_not_fit_the_model_is_an_error_at_once(pool: Pool, tmp_p
                 await run(producer, source, tmp_path / "out", what)
         with pytest.raises(UnknownAdapter, match="has no adapter 'poet'; it has: none"):
             await run(producer, source, tmp_path / "out", "topk:2", adapter="poet")
-        with pytest.raises(SettingsError, match="input: .*nothing.jsonl' is no file"):
+        with pytest.raises(SettingsError, match="input: .*nothing.jsonl' does not exist"):
             await run(producer, tmp_path / "nothing.jsonl", tmp_path / "out", "topk:2")
+        with pytest.raises(SettingsError, match=f"input: '{tmp_path}' is a folder: give one file in it"):
+            await run(producer, tmp_path, tmp_path / "out", "topk:2")
+        with pytest.raises(SettingsError, match="input: '/dev/null' is a pipe or a device.*save what it has to a file"):
+            await run(producer, "/dev/null", tmp_path / "out", "topk:2")
         assert not (tmp_path / "out").exists(), "a run that is refused leaves no folder"
         write_lines(source, [{"text": "Hello"}])
         with pytest.raises(SettingsError, match="the model 'syn' has no tokenizer; give token ids"):
+            await run(producer, source, tmp_path / "out", "topk:2")
+
+
+async def test_a_line_without_an_answer_in_time_ends_the_run_and_is_named(pool: Pool, tmp_path: Path) -> None:
+    pool.start(command=Gate(tmp_path / "gate").command)
+    source = write_texts(tmp_path / "in.jsonl", [[1]])
+    async with pool.producer(timeout=0.5) as producer:
+        with pytest.raises(DeadlineExceeded, match=r"^line 1: no row within 0\.5 s"):
             await run(producer, source, tmp_path / "out", "topk:2")
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 import lmpool.batch
 from lmpool.batch.storage import fetch
@@ -114,7 +115,8 @@ async def test_what_is_refused_of_a_folder_is_refused_of_a_bucket(
             (source, output, "topk:2", BatchRefused, "--what 'topk:3', now 'topk:2'"),
             (other, output, "topk:3", BatchRefused, r"input \(its digest\)"),
             (source, f"{bucket.url}/mine", "topk:3", BatchRefused, "holds thesis.txt and no manifest.json"),
-            (f"{bucket.url}/nothing.jsonl", output, "topk:3", SettingsError, "nothing.jsonl' is no file"),
+            (f"{bucket.url}/nothing.jsonl", output, "topk:3", SettingsError, "nothing.jsonl' does not exist"),
+            (f"{bucket.url}/mine", output, "topk:3", SettingsError, "mine' is a folder: give one file in it"),
             (source, nowhere, "topk:3", BatchError, f"{nowhere}: The specified bucket does not exist"),
             (source, "nonsense://me:secret@host/out", "topk:3", SettingsError, "nonsense://host/out: fsspec cannot"),
         ):
@@ -146,15 +148,53 @@ async def test_of_two_runs_into_one_bucket_the_first_ends(pool: Pool, tmp_path: 
     manifest.finished, shard, manifest.done = False, manifest.done[0], []
     first, second = Bucket(f"{bucket.url}/out"), Bucket(f"{bucket.url}/out")
     first.begin(manifest)
-    # Both have seen that nothing lies there.
-    with pytest.raises(BatchRefused, match="another run has begun here just now"):
-        second._write_manifest(manifest, is_new=True)
     first.note(shard)
     manifest.options = type(manifest.options)("topk:2", 0, "jsonl", 10)
+    # Both have seen that nothing lies there.
+    with pytest.raises(BatchRefused, match="another run: --what 'topk:3', now 'topk:2'"):
+        second._write_manifest(manifest, is_new=True)
     bucket.put("out/manifest.json", manifest.encoded())
     assert second.done() == {}
     with pytest.raises(BatchRefused, match="another run has begun here meanwhile"):
         first.note(shard)
+
+
+@pytest.mark.parametrize("is_race", [False, True], ids=["one after the other", "both find nothing"])
+async def test_two_runs_of_one_command_into_one_bucket_both_end_and_the_first_shard_stays(
+    pool: Pool, tmp_path: Path, bucket: TestBucket, is_race: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    pool.start()
+    source = write_texts(tmp_path / "in.jsonl", TEXTS[:10])
+    async with pool.producer() as producer:
+        await run(producer, source, tmp_path / "out", "topk:3")
+    manifest, name = lmpool.batch.open(tmp_path / "out").manifest, "shard-00000.jsonl"
+    first, second = Bucket(f"{bucket.url}/out"), Bucket(f"{bucket.url}/out")
+    (shard,), data = manifest.done, (tmp_path / "out" / name).read_bytes()
+    manifest.finished, manifest.done = False, []
+    first.begin(manifest)
+    first.temporary(name).write_bytes(data)
+    first.place(name)
+    first.note(shard)
+    if is_race:
+        second._run = manifest.run
+        assert not second._write_manifest(manifest, is_new=True)
+        assert "another run of the same command has begun" in caplog.text
+    else:
+        second.begin(manifest)
+    assert second.done() == {0: shard}, "what the first one has noted stays"
+    # Its forwards ran in other company: the last digits differ.
+    other = replace(shard, bytes=shard.bytes + 1, digest="0" * 32)
+    second.temporary(name).write_bytes(data + b"\n")
+    second.place(name)
+    second.note(other)
+    manifest.finished, manifest.done = True, [other]
+    second.write_manifest(manifest)
+    batch = lmpool.batch.open(f"{bucket.url}/out")
+    assert (batch.is_finished, batch.manifest.done, len(batch)) == (True, [shard], 10)
+    assert bucket.content("out")[name] == data
+    bucket.put(f"out/{name}", data + b"\n")
+    with pytest.raises(BatchError, match="1 of 1 shards are not as long as their notes say, or gone"):
+        first.write_manifest(manifest)
 
 
 def test_a_store_that_cannot_be_reached_is_told_and_may_come_back(
@@ -195,15 +235,32 @@ async def test_a_presigned_url_is_read_and_its_signature_told_nobody(
 
 def test_a_copy_of_an_input_is_made_once_and_anew_when_it_has_changed(bucket: TestBucket, tmp_path: Path) -> None:
     url = bucket.put("in.jsonl", b'{"ids": [1]}\n')
-    first = fetch.plain_file(url)
-    written = first.stat().st_ino
-    assert fetch.plain_file(url).stat().st_ino == written
+    first = fetch.plain_file(url).stat()
+    again = fetch.plain_file(url).stat()
+    assert (again.st_ino, again.st_mtime_ns) == (first.st_ino, first.st_mtime_ns), "a run that reads it goes on"
     bucket.put("in.jsonl", b'{"ids": [2]}\n')  # Of the same size.
     assert fetch.plain_file(url).read_bytes() == b'{"ids": [2]}\n'
     # What tells a content from the one before may not be there at all: then no other process believes it.
     assert fetch.identity({"size": 3}) != fetch.identity({"size": 4})
     assert fetch._PROCESS in fetch.identity({"size": 3})
     assert fetch._PROCESS not in fetch.identity({"size": 3, "ETag": "a"})
+
+
+def test_a_copy_of_a_file_that_changes_while_it_is_unpacked_is_not_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LMPOOL_BATCH_CACHE", str(tmp_path / "cache"))
+    source, other = packed(tmp_path / "in.jsonl.gz"), packed(tmp_path / "other.gz")
+
+    def open_and_replace(path: Path) -> gzip.GzipFile:
+        opened = gzip.GzipFile(path)
+        other.replace(path)
+        return opened
+
+    monkeypatch.setitem(fetch._PACKED, b"\x1f\x8b", ((".gz",), open_and_replace))
+    with pytest.raises(BatchError, match=f"{source} has changed while it was unpacked: run the command again"):
+        fetch.plain_file(str(source))
+    assert not list(fetch.cache_folder().iterdir())
 
 
 def test_only_what_the_cache_has_made_is_removed_from_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

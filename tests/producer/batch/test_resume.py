@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 
 import lmpool.batch
+from lmpool.batch import run as run_module
+from lmpool.batch.storage.folder import Folder
 from lmpool.errors import BatchError, BatchRefused, ModelMismatch, SettingsError
 from lmpool.protocol.query import PositionsQuery
 from lmpool.workers.backend.contract import BackendJob
@@ -75,17 +77,42 @@ async def begun(pool: Pool, tmp_path: Path) -> tuple[Path, Path]:
     return source, output
 
 
-async def test_what_is_gone_is_made_again(pool: Pool, begun: tuple[Path, Path]) -> None:
+async def test_what_is_gone_or_damaged_is_made_again(
+    pool: Pool, begun: tuple[Path, Path], caplog: pytest.LogCaptureFixture
+) -> None:
     source, output = begun
     whole, shards = content(output), len(TEXTS) // SHARD_LINES
     (output / "shard-00002.jsonl").unlink()
     (output / "shard-00004.jsonl").write_bytes(b"{}\n")  # Not as long as it was.
+    with (output / "shard-00005.jsonl").open("r+b") as damaged:  # As long as it was.
+        damaged.write(bytes(100))
     (output / "shard-00003.jsonl.tmp").write_bytes(b"of a run that was killed")
     async with pool.producer() as producer:
-        for missing in (2, 0):
+        for missing in (3, 0):
             outcome = await run(producer, source, output, "topk:2", shard_lines=SHARD_LINES)
             assert outcome == (len(TEXTS), 0, shards, shards - missing)
             assert content(output) == whole
+            changed = [f"{output}/shard-0000{at}.jsonl has changed since it was written" for at in (4, 5) if missing]
+            assert [message.partition(":")[0] for message in caplog.messages] == changed
+            caplog.clear()
+
+
+async def test_a_shard_that_a_worker_makes_while_shards_are_compared_stays(
+    pool: Pool, begun: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, output = begun
+    made = output / "shard-00005.jsonl"
+    data = made.read_bytes()
+    made.unlink()
+
+    settings = run_module.BatchSettings("topk:2", shard_lines=SHARD_LINES)
+    index = run_module.open_source(str(source)).index(SHARD_LINES)
+    real = run_module.find_done
+    monkeypatch.setattr(run_module, "find_done", lambda *given: (real(*given), made.write_bytes(data)))
+    async with pool.producer() as producer:
+        manifest = await run_module.begin(producer, Folder(output), str(source), index, settings)
+    assert [shard.number for shard in manifest.done] == list(range(5))
+    assert made.read_bytes() == data
 
 
 async def test_shards_that_the_manifest_does_not_know_yet_are_not_made_again(
@@ -173,8 +200,17 @@ def test_two_runs_do_not_write_into_one_folder(pool: Pool, tmp_path: Path) -> No
     assert len(lmpool.batch.open(tmp_path / "out")) == len(TEXTS)
 
 
-@pytest.mark.parametrize("signals", [1, 2])
-def test_ctrl_c_leaves_nothing_half(pool: Pool, tmp_path: Path, signals: int) -> None:
+ENDED_BY = (
+    ([signal.SIGTERM], 143),
+    ([signal.SIGHUP, signal.SIGHUP], 129),
+    ([signal.SIGINT, signal.SIGINT], 130),
+)
+
+
+@pytest.mark.parametrize(("signals", "code"), ENDED_BY, ids=["term", "hup", "int"])
+def test_a_signal_leaves_nothing_half_and_nothing_queued(
+    pool: Pool, tmp_path: Path, signals: list[signal.Signals], code: int
+) -> None:
     gate = Gate(tmp_path / "gate")
     pool.start("--max-batch", 1, command=gate.command)
     source, output = write_texts(tmp_path / "in.jsonl", TEXTS), tmp_path / "out"
@@ -182,14 +218,19 @@ def test_ctrl_c_leaves_nothing_half(pool: Pool, tmp_path: Path, signals: int) ->
     client = begin(pool, source, output, *options)
     gate.let(70)  # More than those of two shards, and two for each request at once.
     until(lambda: is_in_place(output, 2), "two shards are in place")
-    for _ in range(signals):
-        client.signal(signal.SIGINT)
-    assert client.wait() == 130
+    for number in signals:
+        client.signal(number)
+    assert client.wait() == code
     assert "Traceback" not in client.text
-    if signals == 1:
+    if "lmpool: stopped" in client.text:
         assert not list(output.rglob("*.tmp"))
         done, shards = len(lmpool.batch.open(output)) // SHARD_LINES, len(TEXTS) // SHARD_LINES
-        assert f"lmpool: stopped after {done} of {shards} shards; run the same command to go on" in client.text
+        cancelled = "the prompts that it had queued are cancelled"
+        assert f"stopped after {done} of {shards} shards; {cancelled}; run the same command to go on" in client.text
+        until(lambda: not pool.jobs(), "nothing is queued or held any more, although the step has not ended")
+    else:
+        assert len(signals) == 2
+        assert signals[0] != signal.SIGHUP, "a terminal that closes sends it twice"
     assert not lmpool.batch.open(output).is_finished
     gate.open()
     ended = run_lmpool(*arguments(pool, source, output, *options))
@@ -275,15 +316,16 @@ async def test_an_adapter_that_changes_in_the_middle_ends_the_run(pool: Pool, tm
     assert (answer["logprobs"] == best[0]).all()
 
 
-async def test_an_input_that_changes_in_the_middle_ends_the_run(pool: Pool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("shard_lines", [20, 2000], ids=["between shards", "within the last shard"])
+async def test_an_input_that_changes_in_the_middle_ends_the_run(pool: Pool, tmp_path: Path, shard_lines: int) -> None:
     gate = Gate(tmp_path / "gate")
     pool.start("--max-batch", 4, command=gate.command)
     source, output = write_texts(tmp_path / "in.jsonl", draw_texts(2000)), tmp_path / "out"
     async with pool.producer() as producer:
-        running = asyncio.create_task(run(producer, source, output, "topk:2", shard_lines=20, concurrency=4))
+        running = asyncio.create_task(run(producer, source, output, "topk:2", shard_lines=shard_lines, concurrency=4))
         await until_async(lambda: is_held(pool), "the worker holds prompts")
-        with source.open("a") as file:
-            file.write("\n")
+        write_texts(source, draw_texts(2000, seed=1))  # In its place, as `cp` does.
         gate.open()
         with pytest.raises(BatchError, match="has changed while it was read"):
             await running
+    assert not lmpool.batch.open(output).is_finished

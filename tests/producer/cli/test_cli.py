@@ -351,31 +351,45 @@ def test_every_mistake_is_one_line_and_exit_code_2(short_dir: Path, server_url: 
     assert "lmpool up MODEL" in line
 
 
-# Is told to end, and told so again while it cleans up.
+# Gets one signal while it works, and others while it cleans up.
 INTERRUPTED = """
-import asyncio, os, signal, sys
+import asyncio, os, sys, typer
 from lmpool.producer.cli.options import run
+first, *others = map(int, sys.argv[1:])
 async def work():
     try:
-        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), first)
         await asyncio.sleep(3600)
     finally:
         print("cleans up", flush=True)
-        if sys.argv[1] == "2":
-            os.kill(os.getpid(), signal.SIGINT)
-            await asyncio.sleep(3600)
+        for number in others:
+            os.kill(os.getpid(), number)
+            await asyncio.sleep(0.1)
 try:
     run(work())
 except KeyboardInterrupt:
     print("interrupted")
+except typer.Exit as ended:
+    print("exit code", ended.exit_code)
 """
 
 
-@pytest.mark.parametrize(("signals", "code", "said"), [(1, 0, "cleans up\ninterrupted\n"), (2, 130, "cleans up\n")])
-def test_a_first_ctrl_c_lets_a_command_clean_up_and_a_second_ends_it_without_a_traceback(
-    signals: int, code: int, said: str
+@pytest.mark.parametrize(
+    ("signals", "code", "said"),
+    [
+        ([signal.SIGINT], 0, "cleans up\ninterrupted\n"),
+        ([signal.SIGTERM], 0, "cleans up\nexit code 143\n"),
+        ([signal.SIGHUP, signal.SIGHUP], 0, "cleans up\nexit code 129\n"),
+        ([signal.SIGINT, signal.SIGINT], 130, "cleans up\n"),
+        ([signal.SIGTERM, signal.SIGINT], 130, "cleans up\n"),
+        ([signal.SIGHUP, signal.SIGTERM], 143, "cleans up\n"),
+    ],
+    ids=lambda given: "-".join(number.name for number in given) if isinstance(given, list) else "",
+)
+def test_a_first_signal_lets_a_command_clean_up_and_a_second_ends_it_without_a_traceback(
+    signals: list[signal.Signals], code: int, said: str
 ) -> None:
-    command = [sys.executable, "-c", INTERRUPTED, str(signals)]
+    command = [sys.executable, "-c", INTERRUPTED, *(str(int(number)) for number in signals)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
     assert (ended.returncode, ended.stdout, ended.stderr) == (code, said, "")
 

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from heapq import nsmallest
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,7 +30,9 @@ from lmpool.workers.trie.inputs import TrieInputs
 
 _log = logging.getLogger("lmpool.worker")
 
-_SELDOM_S = 30.0
+MAX_CHECKED = 64
+"""Prompts whose clients are looked up in one call: some 0.1 ms of the server's time."""
+
 # Between two lines of the log about prompts that are not computed.
 _TELL_EVERY_S = 60.0
 # What rows in 16 bits tell beside log-probabilities.
@@ -252,21 +255,31 @@ class Dispatcher:
         await self._publisher.fail(jobs)
 
     async def drop_unwanted(self) -> int:
-        """Let go of prompts that nobody waits for any more, so that the backend does not begin them.
+        """Drop prompts that no client waits for any more, so that the backend does not compute them.
 
-        Those that have just come are not checked, so a worker whose prompts are answered soon checks none; others
-        ever more rarely, for backends do not tell what they have begun, and in long steps the checks would add up.
+        Each call checks the prompts whose last check is the longest ago. A client that leaves has most often left many
+        prompts: when one of these is dropped, all prompts are checked. Prompts that have just arrived are not checked,
+        so a worker that answers within a second checks none.
 
         Returns:
-            how many prompts that were.
+            how many prompts were dropped.
         """
         now, in_flight = time.monotonic(), self._in_flight
         held = [digest for digest in self._engine_thread.outstanding if digest in in_flight]
-        due = [digest for digest in held if _is_due(in_flight[digest].values(), now)]
-        if not due:
-            self._tell_dropped(0)
-            return 0
-        jobs = in_flight.by_prompt(due)
+        due = [digest for digest in held if now - min(job.since for job in in_flight[digest].values()) >= STALE_S]
+        first = nsmallest(
+            MAX_CHECKED, due, key=lambda digest: max(job.checked_at for job in in_flight[digest].values())
+        )
+        dropped = await self._drop_unwanted_of(first, now) if first else 0
+        if dropped and len(first) < len(held):
+            dropped += await self._drop_unwanted_of(set(held).difference(first), now)
+        self._tell_dropped(dropped)
+        return dropped
+
+    async def _drop_unwanted_of(self, digests: Iterable[bytes], now: float) -> int:
+        """Drop those of some prompts that no client waits for; returns how many these are."""
+        in_flight = self._in_flight
+        jobs = in_flight.by_prompt(digests)
         for group in jobs.values():
             for job in group.values():
                 job.checked_at = now
@@ -274,12 +287,11 @@ class Dispatcher:
         gone = []
         for digest, group in jobs.items():
             removed = group.keys() - wanted.get(digest, {}).keys()
-            # One that has been answered meanwhile is about to be published, as it is.
+            # A prompt that was answered during the check is about to be published.
             if removed and digest in self._engine_thread.outstanding and in_flight.remove(digest, removed):
                 gone.append(digest)
         if gone:
             self._engine_thread.abort(gone)
-        self._tell_dropped(len(gone))
         return len(gone)
 
     def _tell_dropped(self, count: int) -> None:
@@ -323,10 +335,3 @@ def _told(job: BackendJob, block: RowBlock) -> NDArray[np.float32]:
     assert job.positions is not None
     assert block.log_z is not None
     return job.positions.of(block.logits(0)[None], block.log_z, np.empty(0, np.uint32)).ravel()
-
-
-def _is_due(jobs: Iterable[InFlightJob], now: float) -> bool:
-    """Whether it is time for a check: a prompt is checked when its age has doubled since the last one."""
-    since = min(job.since for job in jobs)
-    last = max(job.checked_at for job in jobs) or since
-    return now - last >= min(max(last - since, STALE_S), _SELDOM_S)

@@ -8,10 +8,12 @@ There is no lock that several machines see, and not everywhere does an upload sh
 made in a folder of this machine, uploaded, and then noted in `done/`: what is done is what is noted there for the run
 that the manifest names, with the size that is noted. Everybody finds the same by that, and nobody overwrites what
 another has noted. The manifest is written twice: as a run begins, and, with the list of all shards, when all are done.
+Several runs of the same command may write here at once: of each shard the file that is noted first stays.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -29,8 +31,21 @@ from lmpool.batch.storage.fetch import (
     named,
     temporary_folder,
 )
-from lmpool.batch.storage.folder import ERRORS, LOCK, MANIFEST, SHARD, Folder, Manifest, Placed, Shard, errors_name
+from lmpool.batch.storage.folder import (
+    ERRORS,
+    LOCK,
+    MANIFEST,
+    SHARD,
+    Folder,
+    Manifest,
+    Placed,
+    Shard,
+    errors_name,
+    shard_name,
+)
 from lmpool.errors import BatchError, BatchRefused
+
+_log = logging.getLogger("lmpool.batch")
 
 _OTHERWISE = "what is done stays; run the same command again"
 
@@ -85,8 +100,15 @@ class Bucket(Folder):
             yield
 
     def place(self, name: str) -> None:
-        """Upload a file that has been written; it shows when it is whole, or else is not believed."""
-        self._upload(name)
+        """Upload a file that has been written; it shows when it is whole, or else is not believed.
+
+        A shard that another run of the same command has noted stays as it is.
+        """
+        match = SHARD.fullmatch(name)
+        if match and self.is_done(int(match[1]), name):
+            self.temporary(name).unlink()
+        else:
+            self._upload(name)
 
     def _upload(self, name: str, **options: Any) -> None:
         made = self.temporary(name)
@@ -96,7 +118,7 @@ class Bucket(Folder):
         made.unlink()
 
     def note(self, shard: Shard) -> None:
-        """See `Folder.note`.
+        """See `Folder.note`; a note of another run of the same command stays, if that is what lies there.
 
         Raises:
             BatchRefused: another run has begun here meanwhile.
@@ -104,40 +126,67 @@ class Bucket(Folder):
         manifest = self.read_manifest()
         if manifest is None or manifest.run != self._run:
             raise BatchRefused(f"{self.location}: another run has begun here meanwhile: give that one another folder")
+        if self.is_done(shard.number, shard_name(shard.number, manifest.options.format)):
+            return
         self.write(_note_name(shard.number), iter([msgspec.json.encode(_Note(self._run, shard))]))
 
     def begin(self, manifest: Manifest) -> None:
-        """Put the manifest of a run that has nothing yet into place.
+        """Put the manifest of a run that has nothing yet into place, or join a run of the same command.
 
         Raises:
-            BatchRefused: another one has begun just now.
+            BatchRefused: another run has begun just now.
         """
-        there = self.read_manifest()
+        there, self._run = self.read_manifest(), manifest.run
+        is_same = there is not None and (there.run, there.version) == (manifest.run, manifest.version)
+        if there is not None and is_same and not there.finished:
+            return  # Another run may be making its first shards.
         with self.explained():
-            # Not those of the same run: others may have begun it just now.
-            if there is not None and there.run != manifest.run:
+            if there is not None and not is_same:
                 for name in filter(SHARD.fullmatch, self._listed()):
                     self._remove(name)
-            for folder in ("done", "errors"):
-                for name in self._listed(folder):
-                    self._remove(f"{folder}/{name}")
-        self._run = manifest.run
-        self._write_manifest(manifest, is_new=there is None)
+            stale = [f"{folder}/{name}" for folder in ("done", "errors") for name in self._listed(folder)]
+            if self._write_manifest(manifest, is_new=there is None):
+                for name in stale:
+                    self._remove(name)
 
     def write_manifest(self, manifest: Manifest) -> None:
-        """Put the manifest into place, once all is done; until then what lies there says what is."""
-        if manifest.finished:
-            self._write_manifest(manifest)
+        """Put the manifest into place, once all is done; until then what lies there says what is.
 
-    def _write_manifest(self, manifest: Manifest, *, is_new: bool = False) -> None:
+        Raises:
+            BatchError: shards that this run has made are not in place any more.
+        """
+        if not manifest.finished:
+            return
+        noted, placed = self.done(), self.shards()
+        if missing := manifest.shards - len(placed):
+            raise BatchError(
+                f"{self.location}: {missing} of {manifest.shards} shards are not as long as their notes say, or gone: "
+                f"another program has written here too: {_OTHERWISE}"
+            )
+        manifest.done = [noted.get(shard.number, shard) for shard in manifest.done]
+        self._write_manifest(manifest)
+
+    def _write_manifest(self, manifest: Manifest, *, is_new: bool = False) -> bool:
+        """Upload the manifest; returns whether it was this one, and not one that another run of the command has made.
+
+        Raises:
+            BatchRefused: there is none yet, but a run of another command has made one just now.
+        """
         self.temporary(MANIFEST).write_bytes(manifest.encoded())
         try:
             # Of several that begin at once a store lets one.
             self._upload(MANIFEST, **({"mode": "create"} if is_new else {}))
         except BatchError as error:
-            if not isinstance(error.__cause__, FileExistsError):
+            if not isinstance(error.__cause__, FileExistsError) or (there := self.read_manifest()) is None:
                 raise
-            raise BatchRefused(f"{self.location}: another run has begun here just now: give another folder") from error
+            there.check_same(manifest, self.location)
+            _log.warning(
+                "another run of the same command has begun in %s just now: both do the same work, and the first file "
+                "of each shard stays",
+                self.location,
+            )
+            return False
+        return True
 
     def read_manifest(self) -> Manifest | None:
         """See `Folder.read_manifest`."""
@@ -218,6 +267,10 @@ class Bucket(Folder):
                 return int(system.info(path)["size"]) == note.shard.bytes
             except FileNotFoundError:
                 return False
+
+    def digest(self, name: str) -> str:
+        """See `Folder.digest`: uploads are compared by their sizes only."""
+        return ""
 
     def has(self, name: str) -> bool:
         """See `Folder.has`."""

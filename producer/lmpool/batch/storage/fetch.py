@@ -20,6 +20,7 @@ import weakref
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -53,6 +54,9 @@ _REFUSED = {
     b"\xff\xfe": "is UTF-16: save it as UTF-8",
     b"\xfe\xff": "is UTF-16: save it as UTF-8",
 }
+
+
+_FOLDER = "is a folder: give one file in it; each file needs a run, and an output folder, of its own"
 
 
 def is_url(location: str) -> bool:
@@ -156,7 +160,7 @@ def plain_file(location: str) -> Path:
     if is_url(location):
         path = fetched(location)
     elif not (path := Path(location)).is_file():
-        raise SettingsError(f"input: {shown(location)} is no file")
+        raise SettingsError(f"input: {shown(location)} {_no_file(path)}")
     try:
         with path.open("rb") as file:
             begins, status = file.read(8), os.fstat(file.fileno())
@@ -168,9 +172,19 @@ def plain_file(location: str) -> Path:
     for magic, (suffixes, unpacked) in _PACKED.items():
         if begins.startswith(magic):
             name = path.name if path.suffix not in suffixes else path.stem
-            key = (str(path.absolute()), status.st_size, status.st_mtime_ns, status.st_ino)
-            return _cached(repr(key), name, lambda made: _unpack(unpacked(path), path, made))  # noqa: B023 Made now.
+            key, state = str(path.absolute()), _state_of(status)
+            make = partial(_unpack, unpacked, path, state)
+            return _cached(repr((key, *state)), name, make)
     return path
+
+
+def _no_file(path: Path) -> str:
+    """What is wrong with a path that names no regular file, and what to do."""
+    if path.is_dir():
+        return _FOLDER
+    if path.exists():
+        return "is a pipe or a device, which can be read only once: save what it has to a file"
+    return "does not exist"
 
 
 def fetched(url: str) -> Path:
@@ -187,7 +201,8 @@ def fetched(url: str) -> Path:
         except FileNotFoundError:
             info = {}
         if info.get("type") != "file":
-            raise SettingsError(f"input: {shown(named(url))} is no file")
+            is_folder = info.get("type") == "directory"
+            raise SettingsError(f"input: {shown(named(url))} {_FOLDER if is_folder else 'does not exist'}")
         return fetch(system, path, url, info)
 
 
@@ -225,7 +240,8 @@ def _cached(key: str, name: str, make: Callable[[Path], None]) -> Path:
     folder = cache_folder()
     path = folder / f"{hashlib.blake2b(key.encode(), digest_size=8).hexdigest()}-{name[-80:]}"
     with suppress(FileNotFoundError):
-        os.utime(path)  # It is used.
+        # It is used now. Its time of writing stays: by that, whoever reads it sees that it is the same file.
+        os.utime(path, ns=(time.time_ns(), path.stat().st_mtime_ns))
         return path
     _remove_unused(folder)
     made = folder / f"{path.name}.{secrets.token_hex(4)}.tmp"
@@ -243,7 +259,8 @@ def _remove_unused(folder: Path) -> None:
     """Remove what nobody has used for long, or a process that was killed has left; nothing of another name."""
     for path in folder.iterdir():
         with suppress(OSError):
-            if time.time() - path.stat().st_mtime > _UNUSED_S:
+            status = path.stat()
+            if time.time() - max(status.st_atime, status.st_mtime) > _UNUSED_S:
                 if _STAGING.fullmatch(path.name):
                     shutil.rmtree(path, ignore_errors=True)
                 elif _COPY.fullmatch(path.name):
@@ -270,13 +287,30 @@ _PACKED: dict[bytes, tuple[tuple[str, ...], Callable[[Path], Any]]] = {
 """What a compressed file begins with: the endings of its name, and what opens it."""
 
 
-def _unpack(packed: IO[bytes], path: Path, made: Path) -> None:
-    with packed, made.open("wb") as file:
+def _unpack(unpacked: Callable[[Path], IO[bytes]], path: Path, state: tuple[int, ...], made: Path) -> None:
+    """Unpack a file.
+
+    Args:
+        unpacked: opens it.
+        path: of it.
+        state: as it was found.
+        made: where its content goes.
+
+    Raises:
+        BatchError: it cannot be unpacked, or has changed.
+    """
+    with unpacked(path) as packed, made.open("wb") as file:
         while True:
             try:
                 part = packed.read(_COPIED_BYTES)
             except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
                 raise BatchError(f"{path} cannot be unpacked: {error}") from error
             if not part:
-                return
+                break
             file.write(part)
+    if _state_of(path.stat()) != state:
+        raise BatchError(f"{path} has changed while it was unpacked: run the command again")
+
+
+def _state_of(status: os.stat_result) -> tuple[int, ...]:
+    return status.st_size, status.st_mtime_ns, status.st_ino

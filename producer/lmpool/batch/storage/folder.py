@@ -371,6 +371,10 @@ class Folder:
         """The file of this machine that holds what is in place under a name."""
         return self.path / name
 
+    def digest(self, name: str) -> str:
+        """The digest of a file in place, as `Shard` has it; "" where the file would have to be fetched for that."""
+        return digest_of_file(self.path / name)
+
     def note(self, shard: Shard) -> None:
         """Note that a shard is in place, where others cannot see that it is whole."""
 

@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from types import FrameType
@@ -19,7 +19,7 @@ from redis.exceptions import NoPermissionError, RedisError
 
 from lmpool.broker.readers import read_infos
 from lmpool.broker.server import Server
-from lmpool.cli import INTERRUPTED, say
+from lmpool.cli import say
 from lmpool.errors import AuthenticationFailed, LMPoolError, ServerUnreachable, SettingsError, UnknownModel
 from lmpool.producer.client.discovery import Discovery
 from lmpool.producer.client.session import Priority, WhenAbsent
@@ -28,6 +28,10 @@ from lmpool.protocol.keys import Keys
 from lmpool.settings import check_name
 
 T = TypeVar("T")
+
+# Signals that end a command, and what handles them before a program has chosen something else.
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_DEFAULT = (signal.SIG_DFL, signal.default_int_handler)
 
 _COMPLETION_S = 1.0
 _LOOK_S = 10.0
@@ -201,39 +205,53 @@ def hint_at_file(prompt: str) -> None:
 
 
 def run(work: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine to its end, by uvloop where that is installed; a second Ctrl-C ends the process at once.
+    """Run a coroutine to its end, by uvloop where that is installed.
+
+    SIGINT, SIGTERM and SIGHUP cancel it, so that it takes its prompts off the queue; a second SIGINT or SIGTERM ends
+    the process at once. A signal that is ignored stays ignored, as SIGHUP is under nohup.
 
     Raises:
-        KeyboardInterrupt: there was one Ctrl-C, and what is to be done at the end is done.
+        KeyboardInterrupt: SIGINT has cancelled it.
+        typer.Exit: SIGTERM or SIGHUP has; the exit code is 128 and the number of the signal, 143 for SIGTERM.
     """
     loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None
     with suppress(ImportError):
         import uvloop
 
         loop_factory = uvloop.new_event_loop
-    # As the runner decides it: no other thread hears of it, nor what a shell's `&` has started.
+    # Python lets the main thread alone handle signals.
     is_main = threading.current_thread() is threading.main_thread()
-    hears = is_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    before = {number: signal.getsignal(number) for number in _ENDING if is_main}
+    received: list[int] = []
+    handled = [number for number, handler in before.items() if handler in _DEFAULT]
     try:
         with asyncio.Runner(loop_factory=loop_factory) as runner:
-            return runner.run(_ended_by_a_second(work) if hears else work)
+            return runner.run(_cancelled_by(handled, received, work) if handled else work)
+    except asyncio.CancelledError:
+        if not received:
+            raise
+        if received[0] == signal.SIGINT:
+            raise KeyboardInterrupt from None
+        raise typer.Exit(128 + received[0]) from None
     finally:
-        if hears:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
+        for number in handled:
+            signal.signal(number, before[number])
 
 
-async def _ended_by_a_second(work: Coroutine[Any, Any, T]) -> T:
-    """The runner cancels at the first Ctrl-C; at a second it would raise wherever the program is just then."""
-    cancel = signal.getsignal(signal.SIGINT)
-    is_told = False
+async def _cancelled_by(numbers: Iterable[int], received: list[int], work: Coroutine[Any, Any, T]) -> T:
+    """Await something that the first of some signals cancels; `received` has the signals."""
+    task, loop = asyncio.current_task(), asyncio.get_running_loop()
+    assert task is not None
 
-    def on_interrupt(number: int, frame: FrameType | None) -> None:
-        nonlocal is_told
-        if is_told:
-            os._exit(INTERRUPTED)
-        is_told = True
-        assert callable(cancel)
-        cancel(number, frame)
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        # A terminal that closes has both the shell and the kernel send SIGHUP.
+        if received and number != signal.SIGHUP:
+            os._exit(128 + number)
+        elif not received:
+            task.cancel()
+            loop.call_soon_threadsafe(lambda: None)  # Wake the loop, which may be waiting for its connections.
+        received.append(number)
 
-    signal.signal(signal.SIGINT, on_interrupt)
+    for number in numbers:
+        signal.signal(number, on_signal)
     return await work

@@ -20,6 +20,7 @@ from lmpool.errors import (
     SettingsError,
     SourceMissing,
     UnknownTokenSet,
+    of_prompt,
 )
 from lmpool.producer.client.receive import WantedEntries
 from lmpool.producer.client.session import Session
@@ -446,5 +447,6 @@ async def ask_all(
     async def ask(at: int) -> None:
         out[at] = await ask_one(session, prompts[at], targets[at], deadline)
 
-    await gather([ask(at) for at in range(len(prompts))])
+    asked = [ask(at) for at in range(len(prompts))]
+    await gather(asked, lambda error, at: of_prompt(error, "prompts", at, len(prompts)))
     return out

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lmpool.aio import copy_error
-from lmpool.errors import CorruptRow, ModelMismatch
+from lmpool.errors import CorruptRow, ModelMismatch, of_prompt
 from lmpool.metrics import Histogram
 from lmpool.protocol.prompt import Prompt
 from lmpool.protocol.query import SentWeights
@@ -581,7 +581,7 @@ class BatchWaiter:
             if self.future.done():
                 return
             if isinstance(answer, Exception):
-                self.future.set_exception(answer)
+                self.future.set_exception(of_prompt(answer, "prompts", index, len(self.rows)))
                 return
             if answer.shape != self.rows.shape[1:]:
                 vocab_size = self.rows.shape[1]
