@@ -39,6 +39,7 @@ from lmpool.embedded import EmbeddedServer
 from lmpool.errors import SettingsError
 from tests.producer.batch.buckets import TestBucket
 from tests.producer.batch.runs import content, draw_texts, run, write_lines, write_texts
+from tests.shared.broker.secure_server import SecureServer
 from tests.support.gate import Gate
 from tests.support.pool import DEADLINE_S, Pool, WorkerProcess, lmpool_command, run_lmpool, until, until_async
 
@@ -463,6 +464,31 @@ async def test_arqs_own_command_is_a_worker_and_jobs_are_no_pickles(
     assert ended.returncode == 0, ended.stderr
     assert content(tmp_path / "out") == expected
     client.close()
+
+
+def test_jobs_are_submitted_and_done_under_users_with_few_rights(short_dir: Path, tmp_path: Path) -> None:
+    """Those of docker/redis: nobody but `batch` may touch jobs, and it has what they and their workers need."""
+    source, output = write_texts(tmp_path / "in.jsonl", draw_texts(30)), tmp_path / "out"
+    with SecureServer(short_dir, tls=False).running() as server:
+        pools = {role: Pool(server.url(role), "lmpool", tmp_path) for role in ("worker", "batch", "producer")}
+        try:
+            pools["worker"].start()
+            assert submit(pools["batch"], source, output)["jobs"] == 3
+            assert batch(pools["batch"], "cancel", output) == "3 jobs cancelled\n"
+            assert submit(pools["batch"], source, output)["jobs"] == 3
+            for name in ("arq:job:", "arq:in-progress:", "arq:retry:", "arq:result:", "arq:abort"):
+                with server.client("producer") as client, pytest.raises(redis.exceptions.NoPermissionError):
+                    client.exists(name)
+            ended = worker(pools["batch"], "--burst")
+            assert ended.wait() == 0, ended.text
+            assert status(pools["batch"], output)["done"] == 3
+            assert not (refused := [line for line in server.refusals() if "batch" in line.partition(":")[0]]), refused
+            refused_worker = worker(pools["producer"])
+            assert refused_worker.wait() == 2
+            assert "refuses what this user may not do" in refused_worker.text
+            assert "Traceback" not in refused_worker.text
+        finally:
+            pools["worker"].end()
 
 
 async def test_a_worker_tells_of_its_health(jobs_pool: Pool) -> None:
