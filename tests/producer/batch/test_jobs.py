@@ -24,7 +24,6 @@ from arq.jobs import deserialize_result
 
 import lmpool.batch
 from lmpool.batch.jobs import (
-    FILES_VARIABLE,
     QUEUE,
     SCHEDULE_VARIABLE,
     BatchWorker,
@@ -34,6 +33,7 @@ from lmpool.batch.jobs import (
     worker_options,
 )
 from lmpool.batch.storage.bucket import open_folder
+from lmpool.batch.storage.fetch import FILES_VARIABLE
 from lmpool.batch.storage.folder import digest_of_file
 from lmpool.embedded import EmbeddedServer
 from lmpool.errors import SettingsError
@@ -301,6 +301,9 @@ class Job:
         self.running -= 1
         return {"done": [job.shard]}
 
+    async def has_begun(self, times: int) -> bool:
+        return self.begun >= times
+
 
 @pytest.fixture
 def job(monkeypatch: pytest.MonkeyPatch) -> Job:
@@ -334,7 +337,7 @@ async def test_a_job_never_runs_twice_at_once_in_one_process(
     await worker.on_startup(worker.ctx)
     await worker.start_jobs([b"a"])
     first = list(worker.tasks.values())
-    await until_async(lambda: asyncio.sleep(0, job.begun), "the job has begun")
+    await until_async(partial(job.has_begun, 1), "the job has begun")
     assert await worker.pool.delete(f"{in_progress_key_prefix}a") == 1
     await worker.start_jobs([b"a"])
     both = {*first, *worker.tasks.values()}
@@ -360,7 +363,7 @@ async def test_a_worker_of_jobs_goes_on_when_its_server_comes_back(
         running = asyncio.create_task(worker.async_run())
         # At work, and then idle.
         for number, name in enumerate(("b", "c"), 1):
-            await until_async(lambda number=number: asyncio.sleep(0, job.begun == number), "the job has begun")
+            await until_async(partial(job.has_begun, number), "the job has begun")
             if name == "c":
                 job.may_end.set()
                 await until_async(lambda: asyncio.sleep(0, worker.jobs_complete == 2), "the jobs have ended")
@@ -372,7 +375,7 @@ async def test_a_worker_of_jobs_goes_on_when_its_server_comes_back(
             await until_async(lambda: asyncio.sleep(0, job.running == 0), "the job has ended")
             await asyncio.to_thread(server.start)
             await queue(worker, name, tmp_path)
-        await until_async(lambda: asyncio.sleep(0, job.begun >= 3), "the last job has begun")
+        await until_async(partial(job.has_begun, 3), "the last job has begun")
         assert not running.done()
         await asyncio.to_thread(server.stop)
         # It ends without its server too.
