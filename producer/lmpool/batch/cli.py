@@ -170,13 +170,23 @@ def worker(
     jobs_at_once: Annotated[int, typer.Option("--jobs", min=1, help="Shards at once.")] = 4,
     lease_s: Annotated[float, typer.Option(min=1, help="Seconds until others do what a killed worker held.")] = 30.0,
     schedule: Annotated[Path | None, typer.Option(help="A TOML file of nightly runs; see docs/bulk.md.")] = None,
+    files: Annotated[
+        Path | None,
+        typer.Option(
+            help="Jobs read and write files below this folder only (default: LMPOOL_BATCH_FILES, then the working "
+            "directory).",
+            envvar="LMPOOL_BATCH_FILES",
+            show_envvar=False,
+        ),
+    ] = None,
     redis: RedisUrl = None,
 ) -> None:
     """Do the jobs that `lmpool batch submit` has queued, until Ctrl-C. Any number of these may run."""
-    jobs = _jobs()
+    from lmpool.batch.jobs import work
+
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
     logging.getLogger().handlers[0].setFormatter(LogFormatter("%(asctime)s %(message)s", "%H:%M:%S"))
-    jobs.work(redis, schedule, jobs_at_once, lease_s, burst=burst)
+    work(redis, schedule, jobs_at_once, lease_s, files, burst=burst)
 
 
 @batch_app.command()
@@ -187,26 +197,38 @@ def status(output: Output, redis: RedisUrl = None, as_json: AsJson = False) -> N
     left = sorted(set(range(manifest.shards)) - set(folder.shards()))
     counts: dict[str, Any] = {"shards": manifest.shards, "done": manifest.shards - len(left)}
     jobs_of: dict[str, Any] = {"queued": 0, "under_way": 0, "failed": {}}
-    unknown = ""
-    if left:
+    unknown, lost, why = "", 0, ""
+    # A folder of `batch run` has no jobs: neither a server nor arq is needed.
+    submission = folder.read_submission(manifest) if left else None
+    if submission is not None:
+        given = submission
         try:
-            jobs_of = run(_with_queue(redis, lambda arq: _jobs().count_jobs(arq, folder, manifest, left)))
+            jobs_of = run(_with_queue(redis, lambda arq: _jobs().find_jobs(arq, folder, manifest, given, output, left)))
+            lost, why = jobs_of.pop("lost"), jobs_of.pop("why")
         except LMPoolError as error:
-            # It may be a folder of `batch run`, which has no jobs; there they are not missed.
             if redis is not None and not isinstance(error, SettingsError):
                 raise
             unknown, jobs_of = str(error), dict.fromkeys(jobs_of)
+    if lost:
+        say(f"lmpool: the server had lost {counted(lost, 'job')}: {_outcome_of_lost(why)}", err=True)
     if as_json:
         say_json({**counts, **jobs_of})
         return
-    under_way = "; its jobs, if it has any, cannot be seen" if unknown else ""
-    if left and not unknown:
+    under_way = ""
+    if submission is not None:
         under_way = f", {jobs_of['under_way']} under way, {jobs_of['queued']} queued"
+    if unknown:
+        under_way = "; its jobs cannot be seen"
     say(f"{counts['done']} of {counted(manifest.shards, 'shard')} done{under_way}")
     if unknown:
         say(f"lmpool: {unknown}", err=True)
     for shard, reason in (jobs_of["failed"] or {}).items():
         say(f"shard {shard} has failed: {reason}")
+
+
+def _outcome_of_lost(why: str) -> str:
+    """What has become of jobs that a server has lost."""
+    return f"not queued again, for {why}: submit the input again" if why else "queued again"
 
 
 @batch_app.command()

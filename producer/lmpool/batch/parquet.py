@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from itertools import groupby
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -147,10 +147,10 @@ class ParquetAnswers:
     """A row for each text: line, custom_id, ids, start, and each column as a list, or a list of lists of equal length.
 
     Args:
-        file: new, open for writing.
+        file: a new `lmpool.batch.shards.CheckedFile`.
     """
 
-    def __init__(self, file: IO[bytes]) -> None:
+    def __init__(self, file: Any) -> None:
         self._file = file
         self._parts: list[Columns] = []
         self._texts: list[Text] = []

@@ -15,20 +15,21 @@ The library of that name writes a file at once, from memory; here only some text
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import Any, BinaryIO, Protocol
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from lmpool.batch.kinds import Columns, Text
-from lmpool.batch.storage.folder import Folder, Shard, digest_of_file, errors_name, shard_name, sync
+from lmpool.batch.storage.folder import Folder, Shard, errors_name, shard_name, sync
 from lmpool.batch.texts import Failed
-from lmpool.errors import SettingsError
+from lmpool.errors import BatchError, SettingsError
 
 FORMATS = ("jsonl", "parquet")
 """Formats of answers that are not wide."""
@@ -36,7 +37,96 @@ FORMATS = ("jsonl", "parquet")
 WIDE_FORMAT = "safetensors"
 
 _HEADER_BYTES = 4096
+_READ_BYTES = 1 << 20
+"""How much of a shard is read back at a time, in bytes: little memory, and few calls."""
+
 _DTYPES = {"float32": "F32", "float16": "F16", "uint16": "BF16", "int64": "I64", "uint8": "U8"}
+
+
+class CheckedFile:
+    """A new file that digests what is written to it, so that `read_back` sees whether the disk has the same bytes.
+
+    Args:
+        file: empty, open for writing and reading.
+    """
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self._head = b""
+        self._digest = _new_digest()
+        self._kept = 0, self._digest.copy()
+
+    def write(self, data: Any) -> int:
+        """Write a buffer at the end."""
+        self._digest.update(data)
+        return self._file.write(data)
+
+    def tell(self) -> int:
+        """How many bytes have been written."""
+        return self._file.tell()
+
+    def flush(self) -> None:
+        """Hand everything to the system."""
+        self._file.flush()
+
+    @property
+    def closed(self) -> bool:
+        """Whether it is closed; pyarrow asks."""
+        return self._file.closed
+
+    def keep(self) -> None:
+        """Make this the place to which `take_back` goes back."""
+        self._kept = self._file.tell(), self._digest.copy()
+
+    def take_back(self) -> None:
+        """Remove what has been written since `keep`."""
+        end, digest = self._kept
+        self._file.seek(end)
+        self._file.truncate()
+        self._digest = digest.copy()
+
+    def reserve_head(self, size: int) -> None:
+        """Leave room for a head, before anything is written; it is no part of what `write` digests."""
+        self._head = bytes(size)
+        self._file.write(self._head)
+
+    def write_head(self, head: bytes) -> None:
+        """Write the head, of the size that was reserved, after everything else."""
+        self._head = head
+        self._file.seek(0)
+        self._file.write(head)
+
+    def read_back(self) -> tuple[str, int]:
+        """The digest of the file as `digest_of_file` has it, and how many newlines it has.
+
+        Raises:
+            BatchError: the file does not hold what was written to it.
+        """
+        self._file.seek(0)
+        head = self._file.read(len(self._head))
+        whole, written, lines = _new_digest(head), _new_digest(), 0
+        while part := self._file.read(_READ_BYTES):
+            written.update(part)
+            if head:
+                whole.update(part)
+            lines += part.count(b"\n")
+        if head != self._head or written.digest() != self._digest.digest():
+            raise _damaged(self._file.name, "its digest is another one than that of the bytes that were written")
+        return (whole if head else written).hexdigest(), lines
+
+
+def _new_digest(data: bytes = b"") -> hashlib.blake2b:
+    return hashlib.blake2b(data, digest_size=16)
+
+
+def _damaged(path: str, why: str) -> BatchError:
+    """The error for a temporary file that is not put into place."""
+    error = BatchError(
+        f"{path} has been damaged: {why}. Another process writes to it, or its disk fails. Its shard is not put into "
+        "place: run the same command again"
+    )
+    error.may_pass = True
+    return error
 
 
 class AnswerFile(Protocol):
@@ -59,19 +149,18 @@ class AnswerFile(Protocol):
         ...
 
 
-def open_answers(path: Path, suffix: str) -> tuple[IO[bytes], AnswerFile]:
-    """A new file for answers.
+def answer_file(file: CheckedFile, suffix: str) -> AnswerFile:
+    """What writes answers to a new file.
 
     Raises:
         SettingsError: its format needs an extra that is not installed.
     """
-    made: Callable[[IO[bytes]], AnswerFile] = JsonlAnswers if suffix == "jsonl" else SafetensorsAnswers
+    made: Callable[[CheckedFile], AnswerFile] = JsonlAnswers if suffix == "jsonl" else SafetensorsAnswers
     if suffix == "parquet":
         from lmpool.batch.parquet import ParquetAnswers
 
         made = ParquetAnswers
-    file = path.open("wb")
-    return file, made(file)
+    return made(file)
 
 
 class JsonlAnswers:
@@ -81,7 +170,7 @@ class JsonlAnswers:
         file: new, open for writing.
     """
 
-    def __init__(self, file: IO[bytes]) -> None:
+    def __init__(self, file: CheckedFile) -> None:
         self._file = file
         self._parts: list[Columns] = []
 
@@ -111,9 +200,10 @@ class SafetensorsAnswers:
         file: new, open for writing.
     """
 
-    def __init__(self, file: IO[bytes]) -> None:
+    def __init__(self, file: CheckedFile) -> None:
         self._file = file
-        file.write(bytes(_HEADER_BYTES))
+        file.reserve_head(_HEADER_BYTES)
+        file.keep()
         self._column, self._shape, self._dtype = "", tuple[int, ...](), "float32"
         self._more: dict[str, list[NDArray[Any]]] = {}
         self._custom_ids: list[str | None] = []
@@ -138,15 +228,14 @@ class SafetensorsAnswers:
         small["lines"].append(text.line)
         small["ids"] += text.ids
         small["tokens"].append(len(small["ids"]))
+        self._file.keep()
 
     def drop_text(self) -> None:
         """See `AnswerFile.drop_text`."""
         self._positions = self._small["positions"][-1]
         for name, parts in self._more.items():
             self._more[name] = [np.concatenate(parts)[: self._positions]]
-        width = int(np.prod(self._shape)) * np.dtype(self._dtype).itemsize
-        self._file.seek(_HEADER_BYTES + self._positions * width)
-        self._file.truncate()
+        self._file.take_back()
 
     def close(self) -> None:
         """See `AnswerFile.close`."""
@@ -167,8 +256,7 @@ class SafetensorsAnswers:
             self._file.write(values.tobytes())
         text = json.dumps(header).encode()
         assert len(text) <= _HEADER_BYTES - 8
-        self._file.seek(0)
-        self._file.write((_HEADER_BYTES - 8).to_bytes(8, "little") + text.ljust(_HEADER_BYTES - 8))
+        self._file.write_head((_HEADER_BYTES - 8).to_bytes(8, "little") + text.ljust(_HEADER_BYTES - 8))
 
 
 def joined(parts: list[Columns]) -> Columns:
@@ -191,7 +279,10 @@ class ShardWriter:
         self._folder = folder
         self._number = number
         self._name = shard_name(number, suffix)
-        self._file, self._answers = open_answers(folder.temporary(self._name), suffix)
+        self._suffix = suffix
+        self._file = folder.create(self._name)
+        self._checked = CheckedFile(self._file)
+        self._answers = answer_file(self._checked, suffix)
         self._errors: list[bytes] = []
         self._failed_line = 0
         self._texts = 0
@@ -215,27 +306,34 @@ class ShardWriter:
         self._errors.append(msgspec.json.encode(named) + b"\n")
 
     def place(self) -> Shard:
-        """Put the errors and then the shard into place."""
-        path = self._folder.temporary(self._name)
+        """Put the errors and then the shard into place.
+
+        Raises:
+            BatchError: the file does not hold the answers that were added.
+        """
+        path = Path(self._file.name)
         self._answers.close()
         sync(self._file)
-        self._file.close()
-        shard = Shard(self._number, self._texts, len(self._errors), path.stat().st_size, digest_of_file(path))
+        digest, lines = self._checked.read_back()
+        if self._suffix == "jsonl" and lines != self._texts:
+            raise _damaged(str(path), f"it has {lines} lines, and {self._texts} texts have an answer")
+        shard = Shard(self._number, self._texts, len(self._errors), self._file.tell(), digest)
         errors = errors_name(self._number)
         if self._errors:
             self._folder.write(errors, iter(self._errors))
         else:  # Of a run before, whose shard has been removed.
             self._folder.remove(errors)
-        self._folder.place(self._name)
+        self._folder.place(path, self._name)
+        self._file.close()  # Only now: as long as it is open no other process takes it for a file of a killed one.
         self._folder.note(shard)
         return shard
 
     def discard(self) -> None:
         """Leave nothing of it."""
         with suppress(OSError):
-            self._file.close()
+            Path(self._file.name).unlink()
         with suppress(OSError):
-            self._folder.temporary(self._name).unlink()
+            self._file.close()
 
 
 def suffix_of(is_wide: bool, wanted: str | None) -> str:

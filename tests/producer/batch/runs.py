@@ -11,6 +11,7 @@ import numpy as np
 
 from lmpool.batch.progress import Progress
 from lmpool.batch.run import BatchSettings, Outcome, run_batch
+from lmpool.batch.storage.folder import SUBMISSION
 from lmpool.producer import Producer
 from lmpool.synthetic import synthetic_row
 from tests.support.pool import Pool, V, WorkerProcess, lmpool_command
@@ -42,8 +43,9 @@ def rows_of(ids: list[int], start: int = 0, seed: int = 0) -> Array:
 
 
 def content(folder: Path) -> dict[str, bytes]:
-    """All files of an output folder but the locks, by their paths in it."""
-    paths = [path for path in folder.rglob("*") if path.is_file() and not path.name.startswith("lock")]
+    """All files of an output folder but the locks and what `submit` notes, by their paths in it."""
+    others = ("lock", SUBMISSION)
+    paths = [path for path in folder.rglob("*") if path.is_file() and not path.name.startswith(others)]
     return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
 
 

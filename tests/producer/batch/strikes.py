@@ -106,6 +106,7 @@ class Arena:
 
     def _begin_jobs(self, *options: str) -> WorkerProcess:
         command = [*lmpool_command(), "batch", "worker", "--jobs", "2", "--lease-s", "1", "--redis", self._pool.url]
+        command += ["--files", str(self._folder)]
         return WorkerProcess([*command, *options], self._folder / f"arq-{len(list(self._folder.glob('arq-*')))}.log")
 
     def _until_in_place(self, output: Path, after: int, processes: Sequence[WorkerProcess]) -> None:

@@ -24,6 +24,9 @@ import lmpool.batch
 from lmpool.batch import lines as lines_module
 from lmpool.batch import parquet as parquet_module
 from lmpool.batch.lines import CustomIds, Source
+from lmpool.batch.reader import read_manifest
+from lmpool.batch.storage.bucket import open_folder
+from lmpool.batch.storage.folder import Submission
 from lmpool.errors import BatchError, BatchRefused, DeadlineExceeded, LMPoolError, SettingsError, UnknownAdapter
 from tests.producer.batch.runs import arguments, begin, content, draw_texts, errors, run, write_lines, write_texts
 from tests.support.gate import Gate
@@ -364,7 +367,14 @@ def test_a_folder_of_a_run_has_a_status_without_arq(pool: Pool, tmp_path: Path) 
     assert (ended.returncode, ended.stdout) == (0, "3 of 3 shards done\n")
     (output / "shard-00001.jsonl").unlink()
     ended = run_lmpool("batch", "status", str(output))
-    assert (ended.returncode, ended.stdout) == (0, "2 of 3 shards done; its jobs, if it has any, cannot be seen\n")
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "2 of 3 shards done\n", "")
+    told = json.loads(run_lmpool("batch", "status", str(output), "--json").stdout)
+    assert told == {"shards": 3, "done": 2, "queued": 0, "under_way": 0, "failed": {}}
+    # One that was submitted has jobs, and arq is not installed here.
+    folder = open_folder(str(output))
+    folder.write_submission(Submission(read_manifest(folder).run, str(source), {}, {}))
+    ended = run_lmpool("batch", "status", str(output))
+    assert (ended.returncode, ended.stdout) == (0, "2 of 3 shards done; its jobs cannot be seen\n")
     assert "pip install 'lmpool[bulk]'" in ended.stderr
     told = json.loads(run_lmpool("batch", "status", str(output), "--json").stdout)
     assert told == {"shards": 3, "done": 2, "queued": None, "under_way": None, "failed": None}

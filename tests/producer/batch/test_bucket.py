@@ -19,7 +19,7 @@ from msgspec.structs import replace
 
 import lmpool.batch
 from lmpool.batch.storage import fetch
-from lmpool.batch.storage.bucket import Bucket
+from lmpool.batch.storage.bucket import Bucket, open_folder
 from lmpool.errors import BatchError, BatchRefused, SettingsError
 from tests.producer.batch.buckets import TestBucket
 from tests.producer.batch.runs import begin, content, draw_texts, run, write_lines, write_texts
@@ -118,7 +118,13 @@ async def test_what_is_refused_of_a_folder_is_refused_of_a_bucket(
             (f"{bucket.url}/nothing.jsonl", output, "topk:3", SettingsError, "nothing.jsonl' does not exist"),
             (f"{bucket.url}/mine", output, "topk:3", SettingsError, "mine' is a folder: give one file in it"),
             (source, nowhere, "topk:3", BatchError, f"{nowhere}: The specified bucket does not exist"),
-            (source, "nonsense://me:secret@host/out", "topk:3", SettingsError, "nonsense://host/out: fsspec cannot"),
+            (
+                source,
+                "nonsense://me:secret@host/out",
+                "topk:3",
+                SettingsError,
+                "nonsense://host/out: nonsense:// is no scheme",
+            ),
         ):
             with pytest.raises(kind, match=reason) as raised:
                 await run(producer, given, place, what, shard_lines=10)
@@ -333,3 +339,50 @@ def test_without_fsspec_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setitem(sys.modules, "fsspec.core", None)
     with pytest.raises(SettingsError, match=r"pip install 'lmpool\[fsspec\]'"):
         lmpool.batch.open("s3://bucket/out")
+
+
+@pytest.mark.parametrize(
+    ("location", "reason"),
+    [
+        ("reference::data://x:application/json;base64,e30=", ":: in them"),
+        ("filecache::https://host/in.jsonl", ":: in them"),
+        ("s3://bucket/a::b", ":: in them"),
+        ("reference://me:secret@host/refs.json", "reference:// is no scheme"),
+        ("memory://in.jsonl", "memory:// is no scheme"),
+        ("file://host/in.jsonl", "file:// is no scheme"),
+        ("ftp://host/in.jsonl", "ftp:// is no scheme"),
+        ("S3://bucket/in.jsonl", "S3:// is no scheme"),
+    ],
+)
+def test_urls_of_file_systems_that_run_code_are_refused(tmp_path: Path, location: str, reason: str) -> None:
+    for use in (fetch.file_system, fetch.plain_file, open_folder, lmpool.batch.open):
+        with pytest.raises(SettingsError, match=reason) as raised:
+            use(location)
+        assert "secret" not in str(raised.value)
+    for job in ((location, str(tmp_path / "out")), (str(tmp_path / "in.jsonl"), location)):
+        with pytest.raises(SettingsError, match=reason):
+            fetch.check_locations(tmp_path, *job)
+
+
+def test_a_job_may_name_files_below_one_folder_and_buckets(tmp_path: Path) -> None:
+    root, inside, outside = tmp_path / "root", tmp_path / "root" / "out", tmp_path / "out"
+    root.mkdir()
+    (root / "link").symlink_to(tmp_path)
+    for source, output in (
+        (inside, inside),
+        ("https://host/in", "s3://bucket/out"),
+        (f"file://{inside}", "az://c/out"),
+    ):
+        fetch.check_locations(root, str(source), str(output))
+    for source, output, reason in (
+        (outside, inside, f"{outside} is not below {root}"),
+        (inside, outside, f"{outside} is not below {root}"),
+        (f"file://{outside}", inside, "is not below"),
+        (root / "link" / "in", inside, "is not below"),
+        (root / ".." / "in", inside, "is not below"),
+        ("/etc/passwd", inside, "LMPOOL_BATCH_FILES, names another folder"),
+        ("http://169.254.169.254/latest", inside, "http:// is no scheme"),
+        (inside, "https://host/out", "https:// is no scheme"),
+    ):
+        with pytest.raises(SettingsError, match=reason):
+            fetch.check_locations(root, str(source), str(output))

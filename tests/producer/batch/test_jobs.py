@@ -15,20 +15,33 @@ from pathlib import Path
 from typing import Any
 
 import msgpack
+import msgspec
 import pytest
 import redis
-from arq.constants import health_check_key_suffix, in_progress_key_prefix, job_key_prefix
+from arq import Worker
+from arq.constants import health_check_key_suffix, in_progress_key_prefix, job_key_prefix, result_key_prefix
+from arq.jobs import deserialize_result
 
 import lmpool.batch
-from lmpool.batch.jobs import QUEUE, SCHEDULE_VARIABLE, connect, read_schedule, worker_options
+from lmpool.batch.jobs import (
+    QUEUE,
+    SCHEDULE_VARIABLE,
+    BatchWorker,
+    ShardJob,
+    connect,
+    read_schedule,
+    worker_options,
+)
 from lmpool.batch.storage.bucket import open_folder
+from lmpool.batch.storage.fetch import FILES_VARIABLE
 from lmpool.batch.storage.folder import digest_of_file
 from lmpool.embedded import EmbeddedServer
 from lmpool.errors import SettingsError
 from tests.producer.batch.buckets import TestBucket
 from tests.producer.batch.runs import content, draw_texts, run, write_lines, write_texts
+from tests.shared.broker.secure_server import SecureServer
 from tests.support.gate import Gate
-from tests.support.pool import DEADLINE_S, Pool, WorkerProcess, lmpool_command, run_lmpool, until
+from tests.support.pool import DEADLINE_S, Pool, WorkerProcess, lmpool_command, run_lmpool, until, until_async
 
 TEXTS = draw_texts(120)
 OPTIONS = ("--what", "topk:3", "--shard-lines", "10", "--concurrency", "8")
@@ -84,8 +97,8 @@ def status(pool: Pool, output: Path | str) -> dict[str, Any]:
 
 
 def worker(pool: Pool, *options: str) -> WorkerProcess:
-    command = [*lmpool_command(), "batch", "worker", "--lease-s", "2", "--redis", pool.url, *options]
-    return WorkerProcess(command, pool.folder / f"arq-{len(list(pool.folder.glob('arq-*')))}.log")
+    command = [*lmpool_command(), "batch", "worker", "--lease-s", "2", "--redis", pool.url, "--files", str(pool.folder)]
+    return WorkerProcess([*command, *options], pool.folder / f"arq-{len(list(pool.folder.glob('arq-*')))}.log")
 
 
 def is_in_place(output: Path, number: int) -> bool:
@@ -103,6 +116,8 @@ async def test_several_workers_make_what_one_run_makes(
     output = tmp_path / "out"
     assert submit(jobs_pool, source, output) == {"jobs": SHARDS, "there": 0, "done": 0, "shards": SHARDS}
     assert submit(jobs_pool, source, output) == {"jobs": 0, "there": SHARDS, "done": 0, "shards": SHARDS}
+    with redis.Redis.from_url(jobs_pool.url) as client:  # The server never evicts what has no lifetime.
+        assert {client.ttl(key) for key in (QUEUE, *client.scan_iter(match=f"{job_key_prefix}*"))} == {-1}
     assert status(jobs_pool, output) == {"shards": SHARDS, "done": 0, "queued": SHARDS, "under_way": 0, "failed": {}}
     workers = [worker(jobs_pool, "--burst") for _ in range(2)]
     assert [await asyncio.to_thread(process.wait) for process in workers] == [0, 0], workers[0].text
@@ -219,11 +234,195 @@ async def test_what_is_cancelled_is_not_done_and_may_be_queued_again(
     output = tmp_path / "out"
     submit(jobs_pool, source, output)
     assert batch(jobs_pool, "cancel", output) == f"{SHARDS} jobs cancelled\n"
+    assert status(jobs_pool, output)["queued"] == 0  # They are not lost.
     assert await asyncio.to_thread(worker(jobs_pool, "--burst").wait) == 0
     assert in_place(output) == 0
     assert submit(jobs_pool, source, output)["jobs"] == SHARDS
     assert await asyncio.to_thread(worker(jobs_pool, "--burst").wait) == 0
     assert content(output) == expected
+
+
+async def test_jobs_that_the_server_has_lost_are_queued_again_by_a_look_at_their_status(
+    jobs_pool: Pool, tmp_path: Path, wanted: tuple[Path, dict[str, bytes]]
+) -> None:
+    source, expected = wanted
+    output = tmp_path / "out"
+    submit(jobs_pool, source, output)
+    with redis.Redis.from_url(jobs_pool.url) as client:
+        names = [name.decode() for name in client.zrange(QUEUE, 0, -1)]
+        # One has lost its definition, and the worker has seen that; of one the server has the definition alone.
+        client.delete(job_key_prefix + names[0])
+        client.zrem(QUEUE, *names[1:])
+        assert await asyncio.to_thread(worker(jobs_pool, "--burst").wait) == 0
+        client.zadd(QUEUE, {names[1]: 1})
+        client.delete(job_key_prefix + names[1])
+        look = partial(run_lmpool, "batch", "status", str(output), "--redis", jobs_pool.url)
+        whole = source.read_bytes()
+        source.write_bytes(whole + b"\n")
+        ended = await asyncio.to_thread(look)
+        assert f"had lost {SHARDS} jobs: not queued again, for {source} has another digest" in ended.stderr
+        assert ended.stdout == f"0 of {SHARDS} shards done, 0 under way, 0 queued\n"
+        source.write_bytes(whole)
+        ended = await asyncio.to_thread(look)
+        assert f"the server had lost {SHARDS} jobs: queued again" in ended.stderr
+        assert ended.stdout == f"0 of {SHARDS} shards done, 0 under way, {SHARDS} queued\n"
+        ended = await asyncio.to_thread(look)
+        assert (ended.stdout, ended.stderr) == (f"0 of {SHARDS} shards done, 0 under way, {SHARDS} queued\n", "")
+    assert await asyncio.to_thread(worker(jobs_pool, "--burst").wait) == 0
+    assert content(output) == expected
+
+
+async def test_a_secret_in_the_url_of_an_input_is_in_no_file(
+    jobs_pool: Pool, wanted: tuple[Path, dict[str, bytes]], bucket: TestBucket
+) -> None:
+    """So jobs with such an input cannot be queued again."""
+    path, _ = wanted
+    source, output = bucket.presigned("in.jsonl", path.read_bytes()), path.parent / "out"
+    submit(jobs_pool, source, output)
+    assert b"Signature" not in b"".join(file.read_bytes() for file in output.iterdir())
+    with redis.Redis.from_url(jobs_pool.url) as client:
+        client.delete(QUEUE, *client.scan_iter(match=f"{job_key_prefix}*"))
+    ended = run_lmpool("batch", "status", str(output), "--redis", jobs_pool.url)
+    assert f"had lost {SHARDS} jobs: not queued again, for the URL of the input has a secret in it" in ended.stderr
+
+
+class Job:
+    """A job that does nothing but last, and says how often it was begun and how many ran at once at most."""
+
+    def __init__(self) -> None:
+        self.begun = self.running = self.most = 0
+        self.may_end = asyncio.Event()
+
+    async def __call__(self, context: dict[str, Any], job: ShardJob) -> dict[str, Any]:
+        self.begun += 1
+        self.running += 1
+        self.most = max(self.most, self.running)
+        await self.may_end.wait()
+        self.running -= 1
+        return {"done": [job.shard]}
+
+    async def has_begun(self, times: int) -> bool:
+        return self.begun >= times
+
+
+@pytest.fixture
+def job(monkeypatch: pytest.MonkeyPatch) -> Job:
+    """Takes the place of what a job does."""
+    made = Job()
+    monkeypatch.setattr("lmpool.batch.jobs._answer", made)
+    return made
+
+
+async def worker_in_process(kind: type[Worker], url: str, folder: Path) -> Worker:
+    """A worker of jobs, of which one is queued: "a"."""
+    made = kind(**worker_options(url, files=folder, lease_s=60, jobs=1), handle_signals=False, poll_delay=0.01)
+    made.ctx["redis"] = made.pool
+    await queue(made, "a", folder)
+    return made
+
+
+async def queue(worker: Worker, name: str, folder: Path) -> None:
+    given = ShardJob(str(folder / "in"), str(folder / "out"), {}, {}, {}, 0)
+    assert await worker.pool.enqueue_job("answer_shard", msgspec.to_builtins(given), _job_id=name) is not None
+
+
+@pytest.mark.parametrize("kind", [BatchWorker, Worker])
+async def test_a_job_never_runs_twice_at_once_in_one_process(
+    own_server: EmbeddedServer, tmp_path: Path, job: Job, kind: type[Worker]
+) -> None:
+    """Its mark of being under way has a lifetime, so a server may evict it; arq's own worker then begins it again."""
+    worker = await worker_in_process(kind, own_server.url, tmp_path)
+    worker.max_jobs = 2
+    worker.sem = asyncio.BoundedSemaphore(3)
+    await worker.on_startup(worker.ctx)
+    await worker.start_jobs([b"a"])
+    first = list(worker.tasks.values())
+    await until_async(partial(job.has_begun, 1), "the job has begun")
+    assert await worker.pool.delete(f"{in_progress_key_prefix}a") == 1
+    await worker.start_jobs([b"a"])
+    both = {*first, *worker.tasks.values()}
+    assert len(both) == (1 if kind is BatchWorker else 2)
+    job.may_end.set()
+    await asyncio.gather(*both)
+    assert (job.begun, job.most) == (1 if kind is BatchWorker else 2, 1)
+    await worker.close()
+
+
+async def test_a_worker_of_jobs_goes_on_when_its_server_comes_back(
+    short_dir: Path,
+    tmp_path: Path,
+    job: Job,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("lmpool.batch.jobs._STEADY_S", 0.0)  # Every error is logged.
+    server = EmbeddedServer(memory_bytes=1 << 26, folder=short_dir / "s", appendonly=True)
+    server.start()
+    try:
+        worker = await worker_in_process(BatchWorker, server.url, tmp_path)
+        running = asyncio.create_task(worker.async_run())
+        # At work, and then idle.
+        for number, name in enumerate(("b", "c"), 1):
+            await until_async(partial(job.has_begun, number), "the job has begun")
+            if name == "c":
+                job.may_end.set()
+                await until_async(lambda: asyncio.sleep(0, worker.jobs_complete == 2), "the jobs have ended")
+            caplog.clear()
+            await asyncio.to_thread(server.stop)
+            await until_async(lambda: asyncio.sleep(0, "trying again until it answers" in caplog.text), "it is logged")
+            assert not running.done()
+            job.may_end.set()
+            await until_async(lambda: asyncio.sleep(0, job.running == 0), "the job has ended")
+            await asyncio.to_thread(server.start)
+            await queue(worker, name, tmp_path)
+        await until_async(partial(job.has_begun, 3), "the last job has begun")
+        assert not running.done()
+        await asyncio.to_thread(server.stop)
+        # It ends without its server too.
+        await worker.close()
+        assert running.cancelled() or running.done()
+    finally:
+        server.stop()
+
+
+async def test_a_slot_is_free_again_when_the_server_fails_as_a_job_is_taken(
+    own_server: EmbeddedServer, tmp_path: Path, job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = await worker_in_process(BatchWorker, own_server.url, tmp_path)
+    await worker.on_startup(worker.ctx)
+    with monkeypatch.context() as patched:
+        patched.setattr(worker.pool, "pipeline", fail)
+        for _ in range(3):
+            with pytest.raises(redis.ConnectionError):
+                await worker.start_jobs([b"a"])
+    job.may_end.set()
+    await worker.start_jobs([b"a"])
+    await asyncio.gather(*worker.tasks.values())
+    assert job.begun == 1
+    await worker.close()
+
+
+def fail(*_: Any, **__: Any) -> None:
+    raise redis.ConnectionError("it is away")
+
+
+async def test_a_job_with_files_elsewhere_or_a_url_that_runs_code_fails(
+    own_server: EmbeddedServer, tmp_path: Path, job: Job
+) -> None:
+    worker = await worker_in_process(BatchWorker, own_server.url, tmp_path / "root")
+    await worker.on_startup(worker.ctx)
+    for number, location in enumerate((str(tmp_path / "in"), "reference::data://x:application/json;base64,e30=")):
+        for given in (ShardJob(location, "s3://b/out", {}, {}, {}, 0), ShardJob("s3://b/in", location, {}, {}, {}, 0)):
+            name = f"{number}-{given.source == location}"
+            await worker.pool.enqueue_job("answer_shard", msgspec.to_builtins(given), _job_id=name)
+            await worker.start_jobs([name.encode()])
+            await asyncio.gather(*worker.tasks.values())
+            worker.tasks.clear()
+            failed = deserialize_result(await worker.pool.get(result_key_prefix + name), deserializer=msgpack.unpackb)
+            assert not failed.success
+            assert ("is not below" if number == 0 else ":: in them") in failed.result
+    assert job.begun == 0
+    await worker.close()
 
 
 async def test_a_job_that_fails_says_why(
@@ -263,11 +462,36 @@ async def test_arqs_own_command_is_a_worker_and_jobs_are_no_pickles(
         text=True,
         timeout=DEADLINE_S,
         check=False,
-        env={**os.environ, "LMPOOL_REDIS_URL": jobs_pool.url},
+        env={**os.environ, "LMPOOL_REDIS_URL": jobs_pool.url, FILES_VARIABLE: str(tmp_path)},
     )
     assert ended.returncode == 0, ended.stderr
     assert content(tmp_path / "out") == expected
     client.close()
+
+
+def test_jobs_are_submitted_and_done_under_users_with_few_rights(short_dir: Path, tmp_path: Path) -> None:
+    """Those of docker/redis: nobody but `batch` may touch jobs, and it has what they and their workers need."""
+    source, output = write_texts(tmp_path / "in.jsonl", draw_texts(30)), tmp_path / "out"
+    with SecureServer(short_dir, tls=False).running() as server:
+        pools = {role: Pool(server.url(role), "lmpool", tmp_path) for role in ("worker", "batch", "producer")}
+        try:
+            pools["worker"].start()
+            assert submit(pools["batch"], source, output)["jobs"] == 3
+            assert batch(pools["batch"], "cancel", output) == "3 jobs cancelled\n"
+            assert submit(pools["batch"], source, output)["jobs"] == 3
+            for name in ("arq:job:", "arq:in-progress:", "arq:retry:", "arq:result:", "arq:abort"):
+                with server.client("producer") as client, pytest.raises(redis.exceptions.NoPermissionError):
+                    client.exists(name)
+            ended = worker(pools["batch"], "--burst")
+            assert ended.wait() == 0, ended.text
+            assert status(pools["batch"], output)["done"] == 3
+            assert not (refused := [line for line in server.refusals() if "batch" in line.partition(":")[0]]), refused
+            refused_worker = worker(pools["producer"])
+            assert refused_worker.wait() == 2
+            assert "refuses what this user may not do" in refused_worker.text
+            assert "Traceback" not in refused_worker.text
+        finally:
+            pools["worker"].end()
 
 
 async def test_a_worker_tells_of_its_health(jobs_pool: Pool) -> None:
@@ -289,7 +513,9 @@ async def test_a_nightly_run_is_submitted_with_the_day_in_its_name(
         f'[[run]]\nat = "02:30"\nsource = "{source}"\noutput = "{output}"\nwhat = "topk:3"\nprefix = "jobs"\n'
         "shard_lines = 10\n"
     )
-    options = worker_options(jobs_pool.url, schedule)
+    with pytest.raises(SettingsError, match=f"{source} is not below {tmp_path / 'elsewhere'}"):
+        worker_options(jobs_pool.url, schedule, files=tmp_path / "elsewhere")
+    options = worker_options(jobs_pool.url, schedule, files=tmp_path)
     (entry,) = options["cron_jobs"]
     assert (entry.hour, entry.minute) == (2, 30)
     context = {**options["ctx"], "redis": options["redis_pool"], "producers": {}}
@@ -302,6 +528,7 @@ async def test_a_nightly_run_is_submitted_with_the_day_in_its_name(
     # As arq's own command finds it.
     monkeypatch.setenv(SCHEDULE_VARIABLE, str(schedule))
     monkeypatch.setenv("LMPOOL_REDIS_URL", jobs_pool.url)
+    monkeypatch.setenv(FILES_VARIABLE, str(tmp_path))
     assert len(lmpool.batch.WorkerSettings.cron_jobs) == 1
 
 

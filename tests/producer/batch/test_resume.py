@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
 import signal
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import lmpool.batch
 from lmpool.batch import run as run_module
-from lmpool.batch.storage.folder import Folder
+from lmpool.batch.kinds import Text
+from lmpool.batch.reader import open_shard
+from lmpool.batch.shards import ShardWriter
+from lmpool.batch.storage.folder import Folder, digest_of_file, sync
+from lmpool.batch.texts import Failed
 from lmpool.errors import BatchError, BatchRefused, ModelMismatch, SettingsError
 from lmpool.protocol.query import PositionsQuery
 from lmpool.workers.backend.contract import BackendJob
@@ -329,3 +337,118 @@ async def test_an_input_that_changes_in_the_middle_ends_the_run(pool: Pool, tmp_
         with pytest.raises(BatchError, match="has changed while it was read"):
             await running
     assert not lmpool.batch.open(output).is_finished
+
+
+TEXT = Text(1, "a", [1, 2], range(2))
+PART = {"logprobs": np.zeros((2, 3), np.float32)}
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet", "safetensors"])
+def test_two_writers_of_one_shard_do_not_disturb_each_other(tmp_path: Path, suffix: str) -> None:
+    """As two jobs of one shard in one process, or in two containers in which both have the same process id."""
+    folders = [Folder(tmp_path / name) for name in ("alone", "shared")]
+    for folder in folders:
+        folder.path.mkdir()
+    alone, first, second = (ShardWriter(folder, 0, suffix) for folder in (folders[0], folders[1], folders[1]))
+    for writer in (alone, first, second):
+        writer.add(TEXT, PART, is_last=True)
+        writer.fail(Failed(2, None, "it is bad"))
+    wanted = alone.place()
+    for writer in (first, second):
+        assert writer.place() == wanted
+    assert content(tmp_path / "shared") == content(tmp_path / "alone")
+    shard = tmp_path / "shared" / f"shard-00000.{suffix}"
+    assert (wanted.digest, wanted.bytes) == (digest_of_file(shard), shard.stat().st_size)
+    assert (wanted.texts, wanted.errors) == (1, 1)
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet", "safetensors"])
+@pytest.mark.parametrize("at", [0, -20])
+def test_a_shard_that_is_not_what_was_written_is_not_put_into_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str, at: int
+) -> None:
+    writer = ShardWriter(Folder(tmp_path), 0, suffix)
+    for number in range(1, 4):
+        writer.add(Text(number, "a", [1, 2], range(2)), PART, is_last=True)
+    (temporary,) = tmp_path.iterdir()
+
+    def sync_and_damage(file: Any) -> None:
+        sync(file)
+        with temporary.open("r+b") as other:
+            other.seek(at, os.SEEK_SET if at == 0 else os.SEEK_END)
+            other.write(b"\0" * 8)
+
+    monkeypatch.setattr("lmpool.batch.shards.sync", sync_and_damage)
+    with pytest.raises(BatchError, match=f"{temporary.name} has been damaged: its digest is another one") as raised:
+        writer.place()
+    assert raised.value.may_pass
+    writer.discard()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_text_that_is_taken_back_is_in_no_digest(tmp_path: Path) -> None:
+    """A safetensors shard has the first positions of a text in its file before a later one fails."""
+    folder = Folder(tmp_path)
+    writer = ShardWriter(folder, 0, "safetensors")
+    writer.add(TEXT, PART, is_last=True)
+    writer.add(Text(2, None, [1, 2, 3, 4], range(4)), PART, is_last=False)
+    writer.fail(Failed(2, None, "its second part failed"))
+    shard = writer.place()
+    assert len(open_shard(tmp_path / "shard-00000.safetensors")) == shard.texts == 1
+
+
+def test_files_of_killed_processes_are_removed_and_those_that_are_written_are_not(tmp_path: Path) -> None:
+    folder = Folder(tmp_path)
+    writer = ShardWriter(folder, 0, "jsonl")
+    (written,) = tmp_path.iterdir()
+    (tmp_path / "errors").mkdir()
+    left = [tmp_path / "shard-00001.jsonl.0123456789abcdef.tmp", tmp_path / "errors" / "00001.jsonl.0123.tmp"]
+    for path in (*left, mine := tmp_path / "mine.tmp"):
+        path.touch()
+    (link := tmp_path / "manifest.json.0123.tmp").symlink_to(mine)
+    folder.remove_temporary()
+    assert [path.exists() for path in (*left, link)] == [False] * 3
+    assert written.exists()
+    assert mine.exists()
+    writer.place()
+
+
+@pytest.mark.parametrize("name", ["lock", "lock-manifest"])
+def test_a_link_in_the_place_of_a_lock_is_not_followed(tmp_path: Path, name: str) -> None:
+    """Otherwise whoever can write to a folder has its user overwrite any file."""
+    important, output = tmp_path / "important", tmp_path / "out"
+    important.write_text("mine")
+    output.mkdir()
+    (output / name).symlink_to(important)
+    (output / "manifest.json").write_text("{}")
+    folder = Folder(output)
+    with pytest.raises(BatchRefused, match=f"{name} is a symbolic link"), ExitStack() as stack:
+        stack.enter_context(folder.locked()) if name == "lock" else folder.record([], lambda *_: None)
+    assert important.read_text() == "mine"
+
+
+@pytest.mark.parametrize("hold", [Folder.locked, Folder.shared])
+def test_a_folder_of_another_user_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hold: Callable[[Folder], AbstractContextManager[None]]
+) -> None:
+    output, other = tmp_path / "out", 4321
+    (output / "errors").mkdir(parents=True)
+    status = os.stat_result([0o40755, 0, 0, 1, other, 0, 0, 0, 0, 0])
+    for method, path in (("stat", output), ("lstat", output), ("lstat", output / "errors")):
+        real = getattr(Path, method)
+        with monkeypatch.context() as patched:
+            patched.setattr(
+                Path,
+                method,
+                lambda given, path=path, real=real, **options: status if given == path else real(given, **options),
+            )
+            refused = f"{path} belongs to user {other}, and this is user {os.geteuid()}"
+            with pytest.raises(BatchRefused, match=refused), hold(Folder(output)):
+                pass
+    (output / "errors").rmdir()
+    (output / "errors").symlink_to(tmp_path)
+    with pytest.raises(BatchRefused, match="errors is no folder"), hold(Folder(output)):
+        pass
+    (output / "errors").unlink()
+    with hold(Folder(output)):
+        pass

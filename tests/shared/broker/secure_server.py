@@ -23,7 +23,7 @@ from lmpool.embedded import server_binary
 from tests.support.pool import spoken, until
 
 SHIPPED = Path(__file__).parents[3] / "docker" / "redis"
-ROLES = ("producer", "adapters", "worker", "trie-worker", "web", "operator")
+ROLES = ("producer", "adapters", "worker", "trie-worker", "web", "operator", "batch")
 # What a URL must encode is in it, and it is found wherever it appears.
 PASSWORD = "s3cr3t/@:?#%{role}"
 

@@ -99,19 +99,18 @@ class Bucket(Folder):
         with explained(self._url, _OTHERWISE):
             yield
 
-    def place(self, name: str) -> None:
+    def place(self, path: Path, name: str) -> None:
         """Upload a file that has been written; it shows when it is whole, or else is not believed.
 
         A shard that another run of the same command has noted stays as it is.
         """
         match = SHARD.fullmatch(name)
         if match and self.is_done(int(match[1]), name):
-            self.temporary(name).unlink()
+            path.unlink()
         else:
-            self._upload(name)
+            self._upload(path, name)
 
-    def _upload(self, name: str, **options: Any) -> None:
-        made = self.temporary(name)
+    def _upload(self, made: Path, name: str, **options: Any) -> None:
         with self.explained():
             system, path = self._at(name)
             system.put_file(str(made), path, **options)
@@ -172,10 +171,11 @@ class Bucket(Folder):
         Raises:
             BatchRefused: there is none yet, but a run of another command has made one just now.
         """
-        self.temporary(MANIFEST).write_bytes(manifest.encoded())
+        made = self.path / MANIFEST
+        made.write_bytes(manifest.encoded())
         try:
             # Of several that begin at once a store lets one.
-            self._upload(MANIFEST, **({"mode": "create"} if is_new else {}))
+            self._upload(made, MANIFEST, **({"mode": "create"} if is_new else {}))
         except BatchError as error:
             if not isinstance(error.__cause__, FileExistsError) or (there := self.read_manifest()) is None:
                 raise
@@ -316,19 +316,15 @@ class Bucket(Folder):
         return {name.rsplit("/", 1)[-1]: entry for name, entry in names if name != path.strip("/")}
 
 
-def open_folder(location: str, unique: str = "") -> Folder:
+def open_folder(location: str) -> Folder:
     """The output folder at a path or a URL.
-
-    Args:
-        location: of it.
-        unique: as `Folder`.
 
     Raises:
         SettingsError: it is a URL, and fsspec cannot use it.
     """
     location = absolute(location)
     if not is_url(location):
-        return Folder(Path(location), unique)
+        return Folder(Path(location))
     file_system(location)
     return Bucket(location)
 

@@ -18,7 +18,7 @@ import tempfile
 import time
 import weakref
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -31,12 +31,22 @@ from lmpool.settings import shown
 CACHE_VARIABLE = "LMPOOL_BATCH_CACHE"
 """Names a folder in which `lmpool-batch` is the cache; by default that is `lmpool/batch` among the user's caches."""
 
+FILES_VARIABLE = "LMPOOL_BATCH_FILES"
+"""Names the folder below which jobs may read and write files; by default that is the worker's working directory."""
+
 _UNUSED_S = 7 * 86_400
 # What is ours to remove: the names that `temporary_folder` and `_cached` give.
 _STAGING = re.compile(r"staging-[a-z0-9_]{8}")
 _COPY = re.compile(r"[0-9a-f]{16}-.*", re.DOTALL)
 _COPIED_BYTES = 1 << 20
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*(::[A-Za-z][A-Za-z0-9+.-]*)*://")
+STORES = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss"})
+"""Schemes of URLs under which answers may be written, and inputs read."""
+
+INPUTS = STORES | {"https"}
+"""Schemes under which a job's input may be read."""
+
+_INPUTS_OF_RUNS = INPUTS | {"http"}
 _HERE = re.compile(r"(file|local)://(?=/)")
 # A user and a password; and a query, which of a presigned URL lets whoever reads it in.
 _SECRET = re.compile(r"://[^/@\s]*@")
@@ -75,12 +85,52 @@ def named(location: str) -> str:
     return _QUERY.sub(r"\1", _SECRET.sub("://", location))
 
 
+def check_url(url: str, schemes: Set[str]) -> None:
+    """Refuse a URL of a kind that is not known to do no more than to read and write files.
+
+    fsspec has some that run code: `reference://` renders templates of the file that it reads, and `::` chains them.
+
+    Raises:
+        SettingsError: with the schemes that are taken.
+    """
+    if "::" in url:
+        raise SettingsError(f"{named(url)}: URLs with :: in them, which fsspec chains, are not read: give one URL")
+    scheme = url.partition("://")[0]
+    if scheme not in schemes:
+        raise SettingsError(
+            f"{named(url)}: {scheme}:// is no scheme that is read or written here: give a path or one of "
+            f"{', '.join(sorted(schemes))}"
+        )
+
+
+def check_locations(root: Path, source: str, output: str) -> None:
+    """Refuse an input or an output that is not for jobs: whoever may write to the server chooses both.
+
+    Args:
+        root: the folder below which files may be read and written.
+        source, output: paths or URLs.
+
+    Raises:
+        SettingsError: with what is taken instead.
+    """
+    for location, schemes in ((absolute(source), INPUTS), (absolute(output), STORES)):
+        if is_url(location):
+            check_url(location, schemes)
+        elif not Path(location).resolve().is_relative_to(root.resolve()):
+            raise SettingsError(
+                f"{location} is not below {root}, where this worker's jobs may read and write files: --files, or "
+                f"{FILES_VARIABLE}, names another folder"
+            )
+
+
 def file_system(url: str) -> tuple[Any, str]:
     """The file system of a URL, for this thread, and the path there.
 
     Raises:
-        SettingsError: fsspec, or what it needs for this kind of URL, is not installed.
+        SettingsError: the URL is of a kind that is refused (`check_url`), or fsspec, or the package that it needs for
+            this kind of URL, is not installed.
     """
+    check_url(url, _INPUTS_OF_RUNS)
     try:
         from fsspec.core import url_to_fs
     except ImportError as error:

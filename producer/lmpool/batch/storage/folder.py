@@ -4,34 +4,46 @@ manifest.json        what was asked of which model and input, and the shards tha
 shard-00000.jsonl    the answers to the first lines, in order; or .parquet, .safetensors
 errors.jsonl         the lines without an answer, once a run has ended
 errors/00000.jsonl   those of one shard
+jobs.json            what `lmpool batch submit` was given; a folder of `run` has none
 lock                 flock held by the run that writes here
-*.tmp                what is being written; of no use when nobody holds the lock
+*.tmp                files that are written just now, each with a flock of the process that writes it, or left by one
+                     that was killed
 """
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import fcntl
 import hashlib
 import os
 import re
+import secrets
+import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from time import monotonic
+from typing import Any, BinaryIO, NamedTuple
 
 import msgspec
 
+from lmpool.aio import finish
 from lmpool.errors import BatchError, BatchRefused
 
 MANIFEST, ERRORS, LOCK, MANIFEST_LOCK = "manifest.json", "errors.jsonl", "lock", "lock-manifest"
+SUBMISSION = "jobs.json"
+"""The file that says what `lmpool batch submit` was given; a folder of `run` has none."""
+
 VERSION = 1
 """Of the manifest and of the layout of shards."""
 
 _TEMPORARY = ".tmp"
+# Pause between two writings of a manifest by one process, as a multiple of the time that the last one took.
+_PAUSES = 9
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-# A temporary file of ours: what it is to be, who makes it.
-_OURS = re.compile(r"(shard-\d{5,}\.\w+|manifest\.json|errors\.jsonl|\d{5,}\.jsonl)(\.[\w-]+)?\.tmp")
+# A temporary file of ours: the file that it becomes, and a random part.
+_OURS = re.compile(r"(shard-\d{5,}\.\w+|manifest\.json|errors\.jsonl|jobs\.json|\d{5,}\.jsonl)(\.[\w-]+)?\.tmp")
 SHARD = re.compile(r"shard-([0-9]{5,})\.(jsonl|parquet|safetensors)")
 """The name of a shard's file: its number, its format."""
 
@@ -146,6 +158,23 @@ class Manifest(msgspec.Struct):
             )
 
 
+class Submission(msgspec.Struct, frozen=True):
+    """What `lmpool batch submit` was given, so that jobs which the server has lost can be queued again.
+
+    Attributes:
+        run: `Manifest.run` of the run that it is for.
+        source: the absolute path or URL of the input; "" if the URL has a secret in it, which no file keeps.
+        settings, pool: as `lmpool.batch.jobs.ShardJob`.
+        is_cancelled: whether `lmpool batch cancel` has come since: its jobs are not missing.
+    """
+
+    run: str
+    source: str
+    settings: dict[str, Any]
+    pool: dict[str, Any]
+    is_cancelled: bool = False
+
+
 class Placed(NamedTuple):
     """A shard that is in place: the name of its file, and its bytes."""
 
@@ -158,27 +187,26 @@ class Folder:
 
     Args:
         path: where it is.
-        unique: put into the names of temporary files, where several write into one folder.
 
     Attributes:
         location: how messages and jobs name it.
     """
 
-    def __init__(self, path: Path, unique: str = "") -> None:
+    def __init__(self, path: Path) -> None:
         self.path = path
         self.location = str(path)
-        self._unique = unique
 
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Hold the folder, which is made if it is not there, alone.
 
         Raises:
-            BatchRefused: another run holds it, or it holds something else than answers.
+            BatchRefused: another run holds it, it holds something else than answers, or it is another user's.
             BatchError: it cannot be written.
         """
         if self.path.exists() and not self.path.is_dir():
             raise BatchRefused(f"{self.location} is no folder: give a new or an empty one for the answers")
+        self._check_owner()
         made = [path for path in (self.path, *self.path.parents) if not path.exists()]
         with self.explained():
             self.path.mkdir(parents=True, exist_ok=True)
@@ -190,8 +218,7 @@ class Folder:
             os.ftruncate(lock, 0)
             os.pwrite(lock, str(os.getpid()).encode(), 0)
             try:
-                with self.explained():
-                    self._remove_temporary()
+                self.remove_temporary()
                 yield
             finally:
                 if made:
@@ -222,15 +249,43 @@ class Folder:
         """Hold the folder together with others that make shards of the same run.
 
         Raises:
-            BatchRefused: a run holds it alone.
+            BatchRefused: a run holds it alone, or it is another user's.
         """
+        self._check_owner()
         with self._lock(LOCK, fcntl.LOCK_SH | fcntl.LOCK_NB):
             yield
+
+    def _check_owner(self) -> None:
+        """Refuse a folder in which another user may have prepared links to files that this user is to overwrite.
+
+        Raises:
+            BatchRefused: it, the link that names it or `errors/` in it belongs to a user who is neither this one nor
+                root, or `errors` is no folder.
+        """
+        errors = self.path / "errors"
+        # The folder, a link that names it, and what is in the place of its errors.
+        for path, look_up in ((self.path, Path.stat), (self.path, Path.lstat), (errors, Path.lstat)):
+            with self.explained(), suppress(FileNotFoundError):
+                status = look_up(path)
+                if status.st_uid not in (os.geteuid(), 0):
+                    raise BatchRefused(
+                        f"{path} belongs to user {status.st_uid}, and this is user {os.geteuid()}: the owner of a "
+                        "folder can have others overwrite files by links in it. Give a folder of your own"
+                    )
+                if path == errors and not stat.S_ISDIR(status.st_mode):
+                    raise BatchRefused(f"{errors} is no folder: remove it, or give another folder for the answers")
 
     @contextmanager
     def _lock(self, name: str, how: int) -> Iterator[int]:
         with self.explained():
-            lock = os.open(self.path / name, os.O_RDWR | os.O_CREAT, 0o644)
+            try:
+                lock = os.open(self.path / name, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+            except OSError as error:
+                if error.errno != errno.ELOOP:
+                    raise
+                raise BatchRefused(
+                    f"{self.location}/{name} is a symbolic link, which no run makes: remove it, or give another folder"
+                ) from None
         try:
             try:
                 fcntl.flock(lock, how)
@@ -279,18 +334,39 @@ class Folder:
         try:
             yield
         except OSError as error:
-            raise BatchError(
+            raised = BatchError(
                 f"{self.location}: {error.strerror or error}: what is done stays; "
                 f"{'free some space' if error.errno in _FULL else 'mend that'} and run the same command again"
-            ) from error
+            )
+            # The folder or a file was removed meanwhile: who tries again sees what is there now.
+            raised.may_pass = isinstance(error, FileNotFoundError)
+            raise raised from error
 
-    def temporary(self, name: str) -> Path:
-        """Where the file of this name is written before it is put into place."""
-        return self.path / f"{name}{self._unique}{_TEMPORARY}"
+    def create(self, name: str) -> BinaryIO:
+        """Make a temporary file, which `place` gives a name to.
 
-    def place(self, name: str) -> None:
-        """Put a file that has been written and synced into place, for good."""
-        self.temporary(name).replace(self.path / name)
+        No other process, and no other call in this one, has a file of the same path: the file is new and its name is
+        random. It is locked as long as it is open, so `remove_temporary` leaves it.
+
+        Args:
+            name: of the file that it becomes.
+
+        Returns:
+            The file, open for writing and reading; its path is the attribute `name`.
+        """
+        while True:
+            path = self.path / f"{name}.{secrets.token_hex(8)}{_TEMPORARY}"
+            if path.parent != self.path:  # A folder of answers that was removed is not made again.
+                path.parent.mkdir(exist_ok=True)
+            file = path.open("x+b")
+            # Between these two calls another process may take the file for one of a process that was killed.
+            if _take(file.fileno()) and path.exists():
+                return file
+            file.close()
+
+    def place(self, path: Path, name: str) -> None:
+        """Put a temporary file that has been written and synced into place, for good."""
+        path.replace(self.path / name)
         folder = os.open((self.path / name).parent, os.O_RDONLY)
         try:
             os.fsync(folder)
@@ -299,17 +375,16 @@ class Folder:
 
     def write(self, name: str, parts: Iterator[bytes]) -> None:
         """Write a file whole, or leave the one of that name as it is."""
-        path = self.temporary(name)
-        path.parent.mkdir(exist_ok=True)
-        try:
-            with path.open("wb") as file:
+        with self.create(name) as file:
+            path = Path(file.name)
+            try:
                 file.writelines(parts)
                 sync(file)
-            self.place(name)
-        except BaseException:
-            with suppress(OSError):
-                path.unlink()
-            raise
+                self.place(path, name)
+            except BaseException:
+                with suppress(OSError):
+                    path.unlink()
+                raise
 
     def read_manifest(self) -> Manifest | None:
         """The manifest, if there is one.
@@ -337,6 +412,19 @@ class Folder:
     def write_manifest(self, manifest: Manifest) -> None:
         """Put the manifest into place."""
         self.write(MANIFEST, iter([manifest.encoded()]))
+
+    def read_submission(self, manifest: Manifest) -> Submission | None:
+        """What `submit` was given for the run of a manifest; None where that is a run without jobs."""
+        data = self.read(SUBMISSION)
+        try:
+            submission = None if data is None else msgspec.json.decode(data, type=Submission)
+        except msgspec.DecodeError:
+            return None
+        return submission if submission is not None and submission.run == manifest.run else None
+
+    def write_submission(self, submission: Submission) -> None:
+        """Put what `submit` was given into place."""
+        self.write(SUBMISSION, iter([msgspec.json.encode(submission)]))
 
     def begin(self, manifest: Manifest) -> None:
         """Put the manifest of a run that has nothing yet into place; what is there has no answers, and goes."""
@@ -394,10 +482,75 @@ class Folder:
         """The files with the errors of shards, in order."""
         return sorted((self.path / "errors").glob("*.jsonl"), key=lambda path: (len(path.name), path.name))
 
-    def _remove_temporary(self) -> None:
-        for path in (*self.path.iterdir(), *(self.path / "errors").glob("*")):
-            if _OURS.fullmatch(path.name):
-                path.unlink()
+    def remove_temporary(self) -> None:
+        """Remove the temporary files of processes that were killed; those that are being written stay.
+
+        Raises:
+            BatchError: one cannot be removed.
+        """
+        with self.explained():
+            for path in (*self.path.iterdir(), *(self.path / "errors").glob("*")):
+                if _OURS.fullmatch(path.name):
+                    _remove_if_left(path)
+
+
+class Recorder:
+    """Has the manifest of a folder list the shards that this process makes, several at once.
+
+    To write one takes the longer the more shards it lists; so it is done for a tenth of the time at most.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: list[Shard] = []
+        self._writing = asyncio.Lock()
+        self._begun = self._done = 0
+        self._pause_s = 0.0
+
+    async def record(self, folder: Folder, shards: list[Shard], find_done: Callable[[Folder, Manifest], None]) -> None:
+        """Return when the manifest lists some shards that are in place.
+
+        Raises:
+            BatchError: it cannot be written.
+        """
+        self._waiting += shards
+        before = self._begun
+        async with self._writing:
+            if self._done > before:  # One that has begun since had these too.
+                return
+            await asyncio.sleep(self._pause_s)
+            some, began = list(self._waiting), monotonic()
+            self._begun += 1
+            await finish(asyncio.to_thread(folder.record, some, find_done))
+            self._waiting = [shard for shard in self._waiting if shard not in some]
+            self._done = self._begun
+            self._pause_s = _PAUSES * (monotonic() - began)
+
+
+def _take(file: int) -> bool:
+    """Lock an open file, or see that another process has it."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _remove_if_left(path: Path) -> None:
+    """Remove a temporary file that no process holds open."""
+    try:
+        file = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except FileNotFoundError:  # It is in place by now.
+        return
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        path.unlink()  # A link, which no process of ours makes.
+        return
+    try:
+        if _take(file):
+            path.unlink(missing_ok=True)
+    finally:
+        os.close(file)
 
 
 def shard_name(number: int, suffix: str) -> str:
