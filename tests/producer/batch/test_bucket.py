@@ -178,8 +178,7 @@ async def test_two_runs_of_one_command_into_one_bucket_both_end_and_the_first_sh
     (shard,), data = manifest.done, (tmp_path / "out" / name).read_bytes()
     manifest.finished, manifest.done = False, []
     first.begin(manifest)
-    first.temporary(name).write_bytes(data)
-    first.place(name)
+    first.write(name, iter([data]))
     first.note(shard)
     if is_race:
         second._run = manifest.run
@@ -190,8 +189,7 @@ async def test_two_runs_of_one_command_into_one_bucket_both_end_and_the_first_sh
     assert second.done() == {0: shard}, "what the first one has noted stays"
     # Its forwards ran in other company: the last digits differ.
     other = replace(shard, bytes=shard.bytes + 1, digest="0" * 32)
-    second.temporary(name).write_bytes(data + b"\n")
-    second.place(name)
+    second.write(name, iter([data + b"\n"]))
     second.note(other)
     manifest.finished, manifest.done = True, [other]
     second.write_manifest(manifest)
