@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Iterable, Mapping
+from hashlib import blake2b
 from typing import NamedTuple
 
 import numpy as np
@@ -98,7 +99,7 @@ class HfBackend(TellsTexts):
             kv_tokens=max(self._pool.capacity, settings.max_batch_tokens) if self._pool else _NO_LIMIT,
             pads=abilities.pads,
             horizon=abilities.horizon,
-            chunk=_chunk_tokens(settings, self._forward.device),
+            chunk=_chunk_tokens(settings, self._forward.device, abilities.attention),
             shares=self._pool is not None,
         )
         self._log_longest(loaded.max_prompt_tokens)
@@ -115,7 +116,7 @@ class HfBackend(TellsTexts):
             backend="hf",
             vocab_size=abilities.logits.shape[-1],
             max_prompt_tokens=loaded.max_prompt_tokens,
-            revision=loaded.revision,
+            revision=_revision(loaded.revision, abilities.attention),
             dtype=str(model.dtype).removeprefix("torch."),
             encoding=encoding.name.lower(),
             positions=True,
@@ -379,8 +380,14 @@ def _ids(job: BackendJob) -> memoryview:
     return decode_ids(job.ids).data
 
 
-def _chunk_tokens(settings: HfSettings, device: torch.device) -> int:
-    usual = _CPU_CHUNK if device.type == "cpu" else _CHUNK
+def _revision(weights: str, attention: str) -> str:
+    """The revision of a model: another one where attention is not transformers' default, for its rows are others."""
+    return blake2b(f"{weights} {attention}".encode(), digest_size=16).hexdigest() if attention else weights
+
+
+def _chunk_tokens(settings: HfSettings, device: torch.device, attention: str) -> int:
+    # Eager attention holds a score for each pair of tokens.
+    usual = _CPU_CHUNK if device.type == "cpu" or attention else _CHUNK
     return min(settings.chunked_prefill_size or usual, settings.max_batch_tokens)
 
 
