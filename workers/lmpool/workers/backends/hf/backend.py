@@ -19,7 +19,7 @@ from lmpool.protocol.model_info import ModelInfo
 from lmpool.protocol.prompt import decode_ids
 from lmpool.protocol.query import HeadQuery
 from lmpool.protocol.row import Encoding, NewRows, RowBlock, VectorBlock
-from lmpool.workers.backend.contract import BackendJob, BackendStats, Finished
+from lmpool.workers.backend.contract import BackendJob, BackendStats, Finished, is_device_error
 from lmpool.workers.backends.checkpoint import checkpoint_source
 from lmpool.workers.backends.hf.adapters import HfAdapters
 from lmpool.workers.backends.hf.batching import (
@@ -266,21 +266,27 @@ class HfBackend(TellsTexts):
         begun = progress.reached > 0 or bool(progress.parts)
         return Chunk(end, path, kept, kind, job.adapter, root, shared, later, begun)
 
-    def _answer(self, batch: Mapping[bytes, Chunk]) -> list[_Answer]:
-        """The rows of a batch, or of as many of its prompts as memory suffices for; the others keep waiting."""
+    def _answer(self, batch: Mapping[bytes, Chunk], *, is_last_try: bool = False) -> list[_Answer]:
+        """The rows of a batch, or of as many of its prompts as memory suffices for; the others keep waiting.
+
+        Args:
+            batch: the prompts.
+            is_last_try: the batch is a prompt that runs alone again, after all memory was freed that could be.
+        """
         try:
             return [self._compute(batch)]
-        except (RuntimeError, MemoryError, ValueError, IndexError) as error:
-            # What torch and model code raise for too little memory or a prompt that they cannot take.
+        except Exception as error:
             out_of_memory = _is_out_of_memory(error)
-            if not out_of_memory and "CUDA error" in str(error):
-                raise  # No later call on this device would work.
+            if not out_of_memory and is_device_error(error):
+                raise
             message = first_line(error)
         # Only out here are the exception and the tensors that its frames hold gone.
         if out_of_memory:
             self._free_memory()
         digests = list(batch)
         if len(digests) == 1:
+            if out_of_memory and not is_last_try:
+                return self._answer_again(digests, is_last_try=True)
             return [_Answer(None, {digests[0]: f"the model failed on this prompt: {message}"}, {})]
         if out_of_memory:
             self._limit.too_large(len(digests))
@@ -288,9 +294,10 @@ class HfBackend(TellsTexts):
             return self._answer_again(digests[: self._limit.rows])
         return [answer for digest in digests for answer in self._answer_again([digest])]
 
-    def _answer_again(self, digests: Iterable[bytes]) -> list[_Answer]:
+    def _answer_again(self, digests: Iterable[bytes], *, is_last_try: bool = False) -> list[_Answer]:
         # The pool may hold other prefixes by now.
-        return self._answer({digest: self._next_chunk(self._waiting[digest]) for digest in digests})
+        batch = {digest: self._next_chunk(self._waiting[digest]) for digest in digests}
+        return self._answer(batch, is_last_try=is_last_try)
 
     def _compute(self, batch: Mapping[bytes, Chunk]) -> _Answer:
         digests, chunks = list(batch), list(batch.values())

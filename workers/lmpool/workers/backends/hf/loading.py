@@ -73,6 +73,8 @@ class LoadedModel:
     revision: str
 
 
+@torch.inference_mode(mode=False)  # Weights that are made in inference mode cannot be replaced.
+@torch.no_grad()
 def load_model(settings: HfSettings) -> LoadedModel:
     """Load what the settings name.
 
@@ -122,7 +124,6 @@ def load_model(settings: HfSettings) -> LoadedModel:
     return LoadedModel(model, limit, weights_revision(model))
 
 
-@torch.no_grad()
 def own_weights(model: PreTrainedModel) -> None:
     """Copy a model's weights out of the checkpoint's files into memory of this process.
 
