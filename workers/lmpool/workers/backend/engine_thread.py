@@ -36,6 +36,7 @@ from lmpool.workers.backend.contract import (
     check_answers,
     check_first_rows,
     failure_of,
+    is_device_error,
 )
 from lmpool.workers.backend.yielding import YieldingJobs
 
@@ -402,7 +403,7 @@ class EngineThread:
                 stale = tuple(digest for digest, adapter in adapters.items() if adapter == command.adapter)
                 backend.abort(stale)
                 self._continuations.drop(stale)
-                backend.drop_adapter(command.adapter)
+                _drop(backend, command.adapter)
                 for digest in stale:
                     del adapters[digest]
             case _WriteTo():
@@ -492,6 +493,16 @@ def _told_of_head(backend: Backend, command: _Command) -> Finished | None:
         except Exception as error:  # noqa: BLE001  a query must not end the worker, whatever its backend raises
             failures[job.digest] = failure_of(error)
     return Finished([], failures, VectorBlock(list(answers), list(answers.values())) if answers else None)
+
+
+def _drop(backend: Backend, adapter: str) -> None:
+    """Have a backend forget an adapter; one that it cannot remove stays loaded."""
+    try:
+        backend.drop_adapter(adapter)
+    except Exception as error:
+        if is_device_error(error):
+            raise
+        _log.warning("the adapter %r cannot be removed: it stays loaded until the worker ends", adapter, exc_info=error)
 
 
 def _resolve(future: asyncio.Future[str], outcome: str | BaseException) -> None:
