@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from lmpool.workers.backends import requirements
 from lmpool.workers.backends.hf import forward
 from lmpool.workers.backends.hf.backend import HfBackend
 from lmpool.workers.backends.hf.forward import Forward
+from lmpool.workers.backends.hf.kv_pool import PrefixSlots
 from lmpool.workers.backends.settings import HfSettings
 from tests.support.models.tiny_models import CONFIGS, MAX_TOKENS, VOCAB_SIZE, make_model, write_model
 from tests.workers.backends.hf.hf_tiny import Reference, Tiny, decode, drain, job, random_prompts, serve
@@ -446,6 +447,36 @@ def test_the_oldest_prompt_is_never_passed_over(tiny: Tiny) -> None:
         finished = backend.step()
         backend.submit([job(next(short)) for _ in range(backend.capacity())])
     assert [digest for block in finished.blocks for digest in block.digests] == [job(long).digest]
+
+
+def test_a_waiting_prompt_is_looked_up_again_only_when_the_pool_has_changed_its_path(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = tiny.backend(max_batch=1)
+    prompts = random_prompts(4, (40, 40))
+    serve(backend, prompts)
+    looked_up: list[int] = []
+    match_from = PrefixSlots._match_from
+
+    def counted(self: PrefixSlots, slot: int, ids: Sequence[int], start: int) -> list[int]:
+        looked_up.append(len(ids) - start)
+        return match_from(self, slot, ids, start)
+
+    monkeypatch.setattr(PrefixSlots, "_match_from", counted)
+    longer = [(*prompt, 1) for prompt in prompts]
+    rows = serve(backend, longer)
+    # The prompts themselves, and for each step a last look at what its prompt lacks.
+    assert sorted(looked_up) == [1] * 4 + [41] * 4
+    tiny.reference("llama").check(rows)
+    assert backend._pool is not None
+    backend.submit([job(prompt) for prompt in longer[:2]])
+    backend._next_chunk(job(longer[0]))
+    looked_up.clear()
+    backend._pool.slots._clock += 1
+    backend._pool.slots._evict(backend._pool.capacity)
+    assert backend._next_chunk(job(longer[0])).path == []
+    assert looked_up == [41]
+    drain(backend)
 
 
 def test_aborted_prompts_are_not_computed(tiny: Tiny) -> None:
