@@ -465,7 +465,7 @@ def test_a_waiting_prompt_is_looked_up_again_only_when_the_pool_has_changed_its_
     monkeypatch.setattr(PrefixSlots, "_match_from", counted)
     longer = [(*prompt, 1) for prompt in prompts]
     rows = serve(backend, longer)
-    # The prompts themselves, and for each step a last look at what its prompt lacks.
+    # Each prompt is looked up once, and the token that it lacks again when its keys and values are stored.
     assert sorted(looked_up) == [1] * 4 + [41] * 4
     tiny.reference("llama").check(rows)
     assert backend._pool is not None

@@ -211,7 +211,10 @@ class Backend(Protocol):
         ...
 
     def drop_adapter(self, adapter: str) -> None:
-        """Forget an adapter ("name@revision"); called between steps, when no job that is held names it."""
+        """Forget an adapter ("name@revision"); called between steps, when no job that is held names it.
+
+        An exception means that it stays loaded; one of the device (`is_device_error`) ends the worker.
+        """
         ...
 
     def stats(self) -> BackendStats:
@@ -246,7 +249,10 @@ class TellsHead(Protocol):
     """What a backend has besides whose info says that it tells hidden states."""
 
     def head(self, query: HeadQuery) -> NDArray[np.float32]:
-        """What a query wants of the model's head, float32 of any length; called between steps."""
+        """What a query wants of the model's head, float32 of any length; called between steps.
+
+        An exception fails the query; one of the device (`is_device_error`) ends the worker.
+        """
         ...
 
 

@@ -482,14 +482,14 @@ def _told_of_head(backend: Backend, command: _Command) -> Finished | None:
     answers: dict[bytes, NDArray[np.float32]] = {}
     failures: dict[bytes, str] = {}
     # Checked here only: isinstance of a protocol takes longer than the rest of a submission.
-    has_head = isinstance(backend, TellsHead)
+    with_head = backend if isinstance(backend, TellsHead) else None
     for job in command:
         if job.head is None:
             continue
         try:
-            if not has_head:
+            if with_head is None:
                 raise WorkerError(f"the backend {backend.info.backend!r} has hidden states in its info, and no head()")
-            answers[job.digest] = backend.head(job.head)
+            answers[job.digest] = with_head.head(job.head)
         except Exception as error:  # noqa: BLE001  a query must not end the worker, whatever its backend raises
             failures[job.digest] = failure_of(error)
     return Finished([], failures, VectorBlock(list(answers), list(answers.values())) if answers else None)
