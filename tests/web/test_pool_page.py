@@ -57,6 +57,15 @@ def test_the_pool_is_shown_live_and_the_token_is_seen_by_no_script(pool: Pool, w
     expect(page.get_by_text("No model is served.")).to_be_visible()
 
 
+def test_changed_files_of_a_worker_are_shown_above_the_tables(pool: Pool, watch: Watch) -> None:
+    pool.start()
+    (worker,) = pool.names("worker:*")
+    pool.redis.hset(worker, "changed_files", f"model.safetensors, {HOSTILE}")
+    page = watch(WebService(pool)).open()
+    is_live(page)
+    expect(page.locator("#trouble")).to_contain_text("loaded them (model.safetensors, <script>")
+
+
 def test_a_page_asks_for_the_token_and_a_wrong_one_opens_nothing(pool: Pool, watch: Watch) -> None:
     service = WebService(pool)
     watched = watch(service)

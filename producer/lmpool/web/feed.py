@@ -362,6 +362,7 @@ def _told_worker(worker: Mapping[str, Any]) -> dict[str, Any]:
         "id": shortened(str(worker["id"]), _MOST_TEXT),
         "state": shortened(str(worker.get("state", "")), 20),
         "silent_s": _finite(worker.get("silent_s")),
+        "changed_files": shortened(str(worker.get("changed_files") or ""), _MOST_TEXT),
         **told,
     }
 

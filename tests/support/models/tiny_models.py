@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    Gemma2Config,
     Gemma3TextConfig,
     GPT2Config,
     LlamaConfig,
@@ -46,6 +47,11 @@ def mistral() -> PreTrainedConfig:
     return MistralConfig(**_SHAPE, num_hidden_layers=2, sliding_window=4)
 
 
+def gemma2() -> PreTrainedConfig:
+    """Attention scores are capped, which transformers' default attention (sdpa) does not do."""
+    return Gemma2Config(**_SHAPE, num_hidden_layers=2, head_dim=8, sliding_window=4, attn_logit_softcapping=2.0)
+
+
 def gemma3() -> PreTrainedConfig:
     """Layers with and without a window take turns, each kind with rotary embeddings of its own."""
     kinds = ["sliding_attention", "full_attention"] * 2
@@ -74,7 +80,7 @@ def rwkv() -> PreTrainedConfig:
     return RwkvConfig(vocab_size=VOCAB_SIZE, hidden_size=32, num_hidden_layers=2, context_length=MAX_TOKENS)
 
 
-CONFIGS = {make.__name__: make for make in (llama, gpt2, mistral, gemma3, longrope, mamba, rwkv)}
+CONFIGS = {make.__name__: make for make in (llama, gpt2, mistral, gemma2, gemma3, longrope, mamba, rwkv)}
 
 
 def make_model(kind: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> PreTrainedModel:

@@ -394,6 +394,29 @@ async def test_loading_says_which_revision_or_why_not(adapter_folder: Path) -> N
         await until_async(is_broken, "the worker hears that its backend broke")
 
 
+@pytest.mark.parametrize("text", ["list index out of range", "CUDA error: out of range"])
+async def test_an_adapter_that_cannot_be_removed_stays_loaded_unless_the_device_is_broken(
+    adapter_folder: Path, text: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(_: str) -> None:
+        raise IndexError(text)
+
+    backend = Adapted(adapter_folder)
+    (adapter,) = backend.adapters
+    monkeypatch.setattr(backend, "drop_adapter", fails)
+    backend.may_step.set()
+    async with held_back(backend) as (engine_thread, _, broken):
+        engine_thread.drop_adapter(adapter)
+        engine_thread.submit([job(1)])
+
+        async def ended() -> bool:
+            return bool(broken) or not engine_thread.is_busy
+
+        await until_async(ended, "the prompt behind it has ended, or the worker must")
+        assert [str(error) for error in broken] == ([text] if "CUDA" in text else [])
+        assert ("cannot be removed" in caplog.text) == (not broken)
+
+
 async def test_how_long_a_step_takes_is_told_by_the_longest_lately() -> None:
     engine_thread = EngineThread(lambda: cast(Backend, None), lambda _: None, lambda _: None)
     engine_thread.batch = 4

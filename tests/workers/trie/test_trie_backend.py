@@ -182,9 +182,24 @@ def test_a_trie_that_does_not_fit_the_device_fails_its_jobs(monkeypatch: pytest.
     assert failures[b"a"].startswith("OutOfMemoryError: the device has run out of memory, the trie does not fit")
 
 
-def test_an_error_that_is_not_about_memory_is_nobodys_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    trie, small = on_small_device(monkeypatch, 0, RuntimeError)
-    with pytest.raises(RuntimeError, match="no room"):
+def test_another_error_fails_the_jobs_that_cause_it_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    trie, small = on_small_device(monkeypatch, 1, RuntimeError)
+    block, failures = answer({name: job(trie, draw_weights(1, V)) for name in (b"a", b"b")})
+    assert set(vectors(block)) == {b"a", b"b"}
+    assert not failures
+    assert small.tried == [2, 1, 1]
+    small.room = 0
+    block, failures = answer({name: job(trie, draw_weights(1, V)) for name in (b"a", b"b")})
+    assert block is None
+    assert failures == dict.fromkeys((b"a", b"b"), "RuntimeError: no room")
+
+
+def test_an_error_of_the_device_is_nobodys_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    class AcceleratorError(RuntimeError):
+        """As torch has it."""
+
+    trie, small = on_small_device(monkeypatch, 0, AcceleratorError)
+    with pytest.raises(AcceleratorError, match="no room"):
         answer({name: job(trie, draw_weights(1, V)) for name in (b"a", b"b")})
     assert small.tried == [2]
 

@@ -17,7 +17,7 @@ from lmpool.protocol.model_info import ModelInfo
 from lmpool.protocol.prompt import digest_of
 from lmpool.protocol.query import TrieQuery
 from lmpool.protocol.row import Encoding, RowBlock, VectorBlock
-from lmpool.workers.backend.contract import BackendJob, Finished
+from lmpool.workers.backend.contract import QUERY_ERRORS, BackendJob, Finished, failure_of
 from lmpool.workers.backend.engine_thread import EngineThread
 from lmpool.workers.membership.adapters import AdapterKeeper
 from lmpool.workers.metrics.counters import SENT_AGAIN
@@ -173,9 +173,11 @@ class Dispatcher:
                 if block is not None and block.encoding is not Encoding.F32:
                     rows[job.digest] = job, block
         if rows:
-            answers = await asyncio.to_thread(lambda: [_told(*pair) for pair in rows.values()])
-            await self._publish_answers(VectorBlock(list(rows), answers))
-        return [job for job in jobs if job.digest not in rows]
+            answers = await asyncio.to_thread(_all_told, rows)
+            if answers:
+                await self._publish_answers(VectorBlock(list(answers), list(answers.values())))
+            return [job for job in jobs if job.digest not in answers]
+        return list(jobs)
 
     async def _with_inputs(self, digests: Iterable[bytes]) -> list[BackendJob]:
         """Trie jobs with all that they need; the others end, and begin anew if asked for again."""
@@ -328,6 +330,17 @@ def _traces_of(jobs: Iterable[InFlightJob]) -> Iterator[tuple[JobTrace, str]]:
     for job in jobs:
         if job.trace is not None:
             yield job.trace, "" if job.failure is None else job.failure.kind
+
+
+def _all_told(rows: Mapping[bytes, tuple[BackendJob, RowBlock]]) -> dict[bytes, NDArray[np.float32]]:
+    """What is wanted of the logits behind some prompts; without those where it raises, which the backend answers."""
+    answers = {}
+    for digest, (job, block) in rows.items():
+        try:
+            answers[digest] = _told(job, block)
+        except QUERY_ERRORS as error:
+            failure_of(error)
+    return answers
 
 
 def _told(job: BackendJob, block: RowBlock) -> NDArray[np.float32]:

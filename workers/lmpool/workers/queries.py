@@ -43,7 +43,7 @@ from lmpool.protocol.query import (
 )
 from lmpool.protocol.row import Row, RowBlock, VectorBlock, decode_row
 from lmpool.protocol.token_set import TokenSet, name_in, unpack_tokens
-from lmpool.workers.backend.contract import BackendJob
+from lmpool.workers.backend.contract import QUERY_ERRORS, BackendJob, failure_of
 from lmpool.workers.queue.consumer import InFlightJob, InFlightJobs, JobsByDigest
 from lmpool.workers.queue.publisher import Publisher
 from lmpool.workers.trie.backend import answer
@@ -197,8 +197,8 @@ class Sampler:
             try:
                 tokens = _members(sets[packed], query.top)
                 ready.append(job._replace(positions=query.among(tokens.ids)))
-            except LMPoolError as error:
-                failures[job.digest] = Failure(type(error).__name__, str(error))
+            except (LMPoolError, *QUERY_ERRORS) as error:
+                failures[job.digest] = _failure(error)
         return ready, failures
 
     async def _sets(self, packed: Iterable[bytes]) -> Mapping[bytes, TokenSet | LMPoolError]:
@@ -295,13 +295,20 @@ def _pick_all(
     queries = {job.digest: (job.query, rows[prompt]) for prompt, group in jobs.items() for job in group.values()}
     picked: dict[bytes, NDArray[np.float32] | Failure] = {}
     for digest, (query, row) in queries.items():
-        assert isinstance(query, PickQuery)
-        most = query.k if isinstance(query, TopQuery) else 1
         try:
+            assert isinstance(query, PickQuery)
+            most = query.k if isinstance(query, TopQuery) else 1
             picked[digest] = _pick(query, row, _members(sets[query.allowed], most) if query.allowed else None)
-        except LMPoolError as error:
-            picked[digest] = Failure(type(error).__name__, str(error))
+        except (LMPoolError, *QUERY_ERRORS) as error:
+            picked[digest] = _failure(error)
     return picked
+
+
+def _failure(error: Exception) -> Failure:
+    """What the client of a query is sent: errors of this package as they are, others as `WorkerError`."""
+    if isinstance(error, LMPoolError):
+        return Failure(type(error).__name__, str(error))
+    return Failure(WorkerError.__name__, f"the worker failed on this query: {failure_of(error)}")
 
 
 def _pick(query: PickQuery, row: Row, tokens: TokenSet | None) -> NDArray[np.float32]:

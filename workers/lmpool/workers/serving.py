@@ -25,7 +25,7 @@ from lmpool.workers.backend.contract import BackendSettings
 from lmpool.workers.backend.engine_thread import EngineThread, Opened
 from lmpool.workers.dispatch import Dispatcher
 from lmpool.workers.membership.adapters import AdapterKeeper, AdapterSources, AdapterTrials
-from lmpool.workers.membership.heartbeat import Heartbeat
+from lmpool.workers.membership.heartbeat import CheckpointWatch, Heartbeat
 from lmpool.workers.metrics.counters import Counters
 from lmpool.workers.metrics.tracing import JobTraces
 from lmpool.workers.queries import QueryAnswerer, TokenSets
@@ -48,12 +48,14 @@ class WorkerContext:
         settings: see `WorkerSettings`.
         worker_id: its name in Redis.
         counters: what it counts.
+        files: that its model is loaded from.
     """
 
     server: Server
     settings: WorkerSettings
     worker_id: str
     counters: Counters
+    files: CheckpointWatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +174,9 @@ async def assemble(
     engine_thread.write_to(segment.new_rows)
     unwanted = UnwantedJobs(redis, model, counters)
     publisher = Publisher(server, rows, model, info.fingerprint, worker.worker_id, unwanted, counters, segment)
-    heartbeat = Heartbeat(redis, keys, info, worker.worker_id, opened.batch, opened.vocabulary, opened.tokenizer)
+    heartbeat = Heartbeat(
+        redis, keys, info, worker.worker_id, opened.batch, opened.vocabulary, opened.tokenizer, worker.files
+    )
     adapters = AdapterKeeper(
         AdapterRegistry(redis, model, info.fingerprint),
         engine_thread,

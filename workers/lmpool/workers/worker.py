@@ -19,7 +19,7 @@ from lmpool.protocol.model_info import ModelInfo
 from lmpool.workers.backend.contract import BackendSettings, BackendStats, Finished
 from lmpool.workers.backend.engine_thread import EngineThread, Opened
 from lmpool.workers.backend.watchdogs import Watchdog
-from lmpool.workers.membership.heartbeat import Loading, new_worker_id
+from lmpool.workers.membership.heartbeat import CheckpointWatch, Loading, new_worker_id
 from lmpool.workers.metrics.counters import CounterDelta, Counters
 from lmpool.workers.metrics.prometheus import Health, Snapshot
 from lmpool.workers.queue.consumer import STALE_S, InFlightJob
@@ -274,6 +274,7 @@ class Worker:
         """
         await check_before_loading(self._server, self._backend, self._settings)
         self.health.start()
+        files = CheckpointWatch(self._backend)
         engine_thread = EngineThread(
             self._backend.open,
             self._on_finished,
@@ -287,7 +288,7 @@ class Worker:
                 opened = await engine_thread.start()
             guarded.enter_context(guard)
             async with Watchdog(engine_thread, self._settings.step_timeout_s, partial(self._hang, engine_thread)):
-                await self._run(engine_thread, opened, on_ready)
+                await self._run(engine_thread, opened, files, on_ready)
         finally:
             with guarded:
                 await engine_thread.close(self._settings.step_timeout_s)
@@ -295,7 +296,11 @@ class Worker:
             self.health.end()
 
     async def _run(
-        self, engine_thread: EngineThread, opened: Opened, on_ready: Callable[[ModelInfo], None] | None
+        self,
+        engine_thread: EngineThread,
+        opened: Opened,
+        files: CheckpointWatch,
+        on_ready: Callable[[ModelInfo], None] | None,
     ) -> None:
         """Join the model, serve it until `stop`, and leave it."""
 
@@ -303,7 +308,7 @@ class Worker:
             await self._send_heartbeat(serving)
 
         _log.info("joining the pool")
-        worker = WorkerContext(self._server, self._settings, self._id, self._counters)
+        worker = WorkerContext(self._server, self._settings, self._id, self._counters, files)
         serving = self._serving = await assemble(worker, engine_thread, opened, on_adapter_change)
         try:
             await self._join(serving)

@@ -33,7 +33,7 @@ from lmpool.producer.cli.options import (
     run,
 )
 from lmpool.producer.cli.queue import queue_app
-from lmpool.producer.cli.status import Column, Survey, fitting, status_models, status_workers, survey, top
+from lmpool.producer.cli.status import Column, Survey, file_notices, fitting, status_models, status_workers, survey, top
 from lmpool.producer.cli.trie_show import trie_app
 from lmpool.producer.client.discovery import Discovery
 from lmpool.producer.producer import Producer
@@ -126,7 +126,7 @@ def status(redis: RedisUrl = None, prefix: Prefix = "lmpool", as_json: AsJson = 
         return await survey(server, keys), await read_doubt(server), await _memory(server)
 
     models, doubt, memory = run(look())
-    for warning in (doubt, memory and memory.doubt()):
+    for warning in (doubt, memory and memory.doubt(), *file_notices(models)):
         if warning:
             say(warning, err=True)
     if as_json:

@@ -274,6 +274,16 @@ def status_workers(models: Survey, width: int) -> Table:
     return fitting("Workers", [*_workers(models), _heard(models)], width)
 
 
+def file_notices(models: Survey) -> list[str]:
+    """A sentence for each worker under which files of its model have changed, for `lmpool status`."""
+    return [
+        f"worker {worker['id']}: files of its model have changed since it loaded them ({files}). It goes on with the "
+        "weights that it has loaded"
+        for worker in _each_worker(models)
+        if (files := worker.get("changed_files"))
+    ]
+
+
 def top_models(models: Survey, width: int) -> Table:
     """The models, for `lmpool top`."""
     names = Column("model", [model["name"] for model in models], 0)

@@ -120,6 +120,12 @@ function say(state, text) {
   setText(byId("trouble"), text);
 }
 
+function noticesOf(frame) {
+  const changed = frame.models.flatMap((model) => model.workers).filter((worker) => worker.changed_files);
+  return changed.map((worker) => `Files of the model have changed since ${worker.id} loaded them (${worker.changed_files}). `
+    + "It goes on with the weights that it has loaded.");
+}
+
 function show(frame, letters) {
   if (frame.trouble) {
     const since = frame.seen_at ? ` (below: as of ${new Date(1000 * frame.seen_at).toTimeString().slice(0, 8)})` : "";
@@ -127,7 +133,7 @@ function show(frame, letters) {
     return;
   }
   newest = frame;
-  say("live", frame.memory?.doubt ?? "");
+  say("live", [frame.memory?.doubt, ...noticesOf(frame)].filter(Boolean).join(" "));
   setText(byId("server"), frame.server);
   byId("no-models").hidden = frame.models.length > 0;
   models.update(frame.models);

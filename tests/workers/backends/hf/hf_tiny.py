@@ -26,11 +26,17 @@ Logprobs = NDArray[np.float32]
 
 
 class Reference:
-    """transformers' own rows: each prompt alone, all of it, without a cache."""
+    """transformers' own rows: each prompt alone, all of it, without a cache.
 
-    def __init__(self, folder: Path) -> None:
+    Args:
+        folder: of the model.
+        attention: by which function of transformers; the other one, "sdpa", leaves out what some models ask for.
+    """
+
+    def __init__(self, folder: Path, attention: str = "eager") -> None:
         torch_device.settle()
-        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        auto: Any = AutoModelForCausalLM
+        model = auto.from_pretrained(folder, dtype=torch.float32, attn_implementation=attention)
         self.model = model.eval()
         self.row: Callable[[Ids], Logprobs] = functools.cache(self._row)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Iterator, Sequence
-from itertools import count
+from itertools import count, permutations
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +119,42 @@ def test_rows_of_adapters_are_those_of_peft(backend: HfBackend, loras: dict[str,
         for (ids, adapter), row in zip(asked, ask(backend, asked), strict=True):
             np.testing.assert_allclose(row, reference(folders[adapter], ids), atol=1e-5, rtol=0)
     assert backend.stats().reused > 0
+
+
+def test_adapters_are_removed_in_any_order(
+    backend: HfBackend, loras: dict[str, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of modules that adapters have copies of, peft cannot delete a copy while none is active."""
+    loras = {**loras, "critic": write_lora(tmp_path / "critic", 3, modules_to_save=["lm_head"])}
+    expected = {name: reference(folder, PROMPTS[0]) for name, folder in loras.items()}
+    names = ["critic", "judge.v2", "poet"]  # The last one has no copy, and is active when the first is removed.
+    for order in permutations(names):
+        named = load(backend, loras)
+        rows = [ask(backend, [(PROMPTS[0], named[name])])[0] for name in names]
+        for name, row in zip(names, rows, strict=True):
+            np.testing.assert_allclose(row, expected[name], atol=1e-5, rtol=0)
+        for name in order:
+            backend.drop_adapter(named[name])
+        assert not backend.adapters
+        assert "cannot be removed" not in caplog.text
+    (row,) = ask(backend, [(PROMPTS[0], "")])
+    np.testing.assert_allclose(row, reference(None, PROMPTS[0]), atol=1e-5, rtol=0)
+
+
+def test_an_adapter_that_peft_cannot_remove_is_logged_and_serves_nobody(
+    backend: HfBackend, loras: dict[str, Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(*_: object) -> None:
+        raise IndexError("list index out of range")
+
+    named = load(backend, loras)
+    monkeypatch.setattr(backend._adapters._peft, "delete_adapter", fails)
+    backend.drop_adapter(named["judge.v2"])
+    assert f"the adapter '{named['judge.v2']}' cannot be removed" in caplog.text
+    assert list(backend.adapters) == [named["poet"]]
+    for folder, adapter in ((None, ""), (loras["poet"], named["poet"])):
+        (row,) = ask(backend, [(PROMPTS[2], adapter)])
+        np.testing.assert_allclose(row, reference(folder, PROMPTS[2]), atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "gemma3"])

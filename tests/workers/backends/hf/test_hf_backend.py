@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +20,14 @@ from transformers import LlamaForCausalLM
 
 from lmpool.errors import SettingsError
 from lmpool.protocol.prompt import encode_prompt
+from lmpool.protocol.query import PositionsQuery
 from lmpool.protocol.row import Encoding, widen_bf16
 from lmpool.workers.backend.contract import BackendJob
 from lmpool.workers.backends import requirements
 from lmpool.workers.backends.hf import forward
 from lmpool.workers.backends.hf.backend import HfBackend
 from lmpool.workers.backends.hf.forward import Forward
+from lmpool.workers.backends.hf.kv_pool import PrefixSlots
 from lmpool.workers.backends.settings import HfSettings
 from tests.support.models.tiny_models import CONFIGS, MAX_TOKENS, VOCAB_SIZE, make_model, write_model
 from tests.workers.backends.hf.hf_tiny import Reference, Tiny, decode, drain, job, random_prompts, serve
@@ -345,6 +347,24 @@ def test_a_prompt_that_never_fits_fails_alone(tiny: Tiny, monkeypatch: pytest.Mo
     assert sum(len(block.digests) for step in finished for block in step.blocks) == 3
 
 
+def test_a_prompt_that_fits_once_memory_was_freed_for_it_is_answered(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also alone: then no other prompt could make room."""
+    backend = tiny.backend()
+    freed: list[bool] = []
+    monkeypatch.setattr(backend, "_free_memory", lambda: freed.append(True))
+
+    def fail(_: Tensor) -> None:
+        if not freed:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    sizes = limit_forward(monkeypatch, fail)
+    rows = serve(backend, [(1, 2, 3)])
+    assert (sizes, freed) == ([1], [True])
+    tiny.reference("llama").check(rows)
+
+
 def test_an_exception_fails_only_the_prompt_that_causes_it(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     backend = tiny.backend()
 
@@ -361,11 +381,55 @@ def test_an_exception_fails_only_the_prompt_that_causes_it(tiny: Tiny, monkeypat
     tiny.reference("llama").check({prompt: rows[job(prompt).digest] for prompt in good})
 
 
-def test_a_broken_device_is_not_a_failed_prompt(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+ABOUT: dict[str, PositionsQuery | None] = {
+    "row": None,
+    "top": PositionsQuery(0, top=3),
+    "targets": PositionsQuery(0, targets=bytes(4)),
+    "logits": PositionsQuery(0, values="logits"),
+    "scores": PositionsQuery(0, values="scores"),
+    "hidden": PositionsQuery(0, values="hidden", size=32),
+}
+
+
+@pytest.mark.parametrize("about", ABOUT)
+@pytest.mark.parametrize("error", [TypeError, KeyError])
+def test_whatever_is_raised_fails_the_prompt_of_any_query_and_no_other(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch, about: str, error: type[Exception]
+) -> None:
+    backend = _opened(tiny)
+
+    def fail(ids: Tensor) -> None:
+        if (ids == 90).any():
+            raise error("cursed")
+
+    limit_forward(monkeypatch, fail)
+    bad, good = (job(prompt)._replace(positions=ABOUT[about]) for prompt in [(90, 1), (4, 5)])
+    backend.submit([bad, good])
+    finished = drain(backend)
+    assert {digest for step in finished for digest in step.failures} == {bad.digest}
+    assert [digest for step in finished for digest in step.digests if digest not in step.failures] == [good.digest]
+
+
+@functools.cache
+def _opened(tiny: Tiny) -> HfBackend:
+    return tiny.backend()
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("CUDA error: device-side assert triggered"),
+        type("AcceleratorError", (RuntimeError,), {})("device-side assert triggered"),
+    ],
+    ids=["by-text", "by-type"],
+)
+def test_a_broken_device_is_not_a_failed_prompt(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch, error: RuntimeError
+) -> None:
     backend = tiny.backend()
 
     def fail(_: Tensor) -> None:
-        raise RuntimeError("CUDA error: device-side assert triggered")
+        raise error
 
     limit_forward(monkeypatch, fail)
     backend.submit([job((1, 2))])
@@ -383,6 +447,36 @@ def test_the_oldest_prompt_is_never_passed_over(tiny: Tiny) -> None:
         finished = backend.step()
         backend.submit([job(next(short)) for _ in range(backend.capacity())])
     assert [digest for block in finished.blocks for digest in block.digests] == [job(long).digest]
+
+
+def test_a_waiting_prompt_is_looked_up_again_only_when_the_pool_has_changed_its_path(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = tiny.backend(max_batch=1)
+    prompts = random_prompts(4, (40, 40))
+    serve(backend, prompts)
+    looked_up: list[int] = []
+    match_from = PrefixSlots._match_from
+
+    def counted(self: PrefixSlots, slot: int, ids: Sequence[int], start: int) -> list[int]:
+        looked_up.append(len(ids) - start)
+        return match_from(self, slot, ids, start)
+
+    monkeypatch.setattr(PrefixSlots, "_match_from", counted)
+    longer = [(*prompt, 1) for prompt in prompts]
+    rows = serve(backend, longer)
+    # Each prompt is looked up once, and the token that it lacks again when its keys and values are stored.
+    assert sorted(looked_up) == [1] * 4 + [41] * 4
+    tiny.reference("llama").check(rows)
+    assert backend._pool is not None
+    backend.submit([job(prompt) for prompt in longer[:2]])
+    backend._next_chunk(job(longer[0]))
+    looked_up.clear()
+    backend._pool.slots._clock += 1
+    backend._pool.slots._evict(backend._pool.capacity)
+    assert backend._next_chunk(job(longer[0])).path == []
+    assert looked_up == [41]
+    drain(backend)
 
 
 def test_aborted_prompts_are_not_computed(tiny: Tiny) -> None:

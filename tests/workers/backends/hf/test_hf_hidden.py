@@ -11,7 +11,15 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from transformers import AutoModelForCausalLM, CohereConfig, Gemma2Config, GraniteConfig, LlamaConfig, PreTrainedConfig
+from transformers import (
+    AutoModelForCausalLM,
+    CohereConfig,
+    Gemma2Config,
+    GraniteConfig,
+    LlamaConfig,
+    PhiConfig,
+    PreTrainedConfig,
+)
 
 import lmpool.batch
 from lmpool.errors import SettingsError
@@ -37,6 +45,7 @@ SPECIAL: dict[str, PreTrainedConfig] = {
     "scaled": CohereConfig(**{**SHAPE, "hidden_size": 36}, logit_scale=0.25),
     "divided": GraniteConfig(**{**SHAPE, "hidden_size": 36}, logits_scaling=8.0),
     "untied": LlamaConfig(**SHAPE, tie_word_embeddings=False),
+    "bias": PhiConfig(**{**SHAPE, "hidden_size": 36}),
 }
 LEAST_KL = 1e-5
 
@@ -49,8 +58,8 @@ def write(folder: Path, kind: str, dtype: torch.dtype) -> Path:
     torch.manual_seed(0)
     auto: Any = AutoModelForCausalLM
     model = auto.from_config(SPECIAL[kind])
-    for parameter in model.parameters():
-        if parameter.ndim > 1:
+    for name, parameter in model.named_parameters():
+        if parameter.ndim > 1 or name == "lm_head.bias":
             torch.nn.init.normal_(parameter, std=0.3)
     model.to(dtype).save_pretrained(folder)
     return folder

@@ -89,6 +89,27 @@ def test_no_slot_is_lost_or_cut_off_from_the_root(capacity: int, steps: list[lis
             assert held(slots, prompts[0]) == min(len(prompts[0]), capacity)
 
 
+@settings(max_examples=40)
+@given(
+    capacity=st.integers(1, 12),
+    prompts=st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=8), min_size=2, max_size=12),
+)
+def test_a_mark_tells_whether_a_path_is_held_and_the_longest(capacity: int, prompts: list[list[int]]) -> None:
+    slots = PrefixSlots(capacity)
+    marked = []
+    for ids in prompts:
+        path = slots.match(ids)
+        marked.append((ids, path, slots.mark(path)))
+        hold(slots, ids)
+        for earlier, known, mark in marked:
+            found = slots.match(earlier)
+            # A slot that was freed and found again for the same token counts as another one.
+            assert not slots.holds(known, mark) or found[: len(known)] == known
+            if slots.holds(known, mark):
+                assert slots.is_longest(earlier, known) == (found == known)
+                assert slots.match(earlier, known=known) == found
+
+
 def put(pool: KVPool, prompts: list[list[int]], new: int, values: torch.Tensor) -> torch.Tensor:
     """Run a step whose forward computes `values` (n, new, width); returns the whole block (n, length, width)."""
     paths = [pool.slots.match(ids) for ids in prompts]

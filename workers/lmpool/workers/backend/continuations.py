@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from lmpool.errors import ProtocolError, WorkerError
 from lmpool.protocol.query import Continuation, GenerateQuery, drawn_at, pack_continuation, sample
 from lmpool.protocol.row import Encoding, NewRows, Row, RowBlock, VectorBlock, check_row
-from lmpool.workers.backend.contract import BackendJob, Finished
+from lmpool.workers.backend.contract import QUERY_ERRORS, BackendJob, Finished, failure_of
 
 # Of one block of rows.
 _MOST_PARTS = 4
@@ -112,6 +112,7 @@ class Continuations:
         self.drop(finished.failures)
         blocks: list[RowBlock] = []
         answers: dict[bytes, NDArray[np.float32]] = {}
+        failures = dict(finished.failures)
         longer: list[BackendJob] = []
         for block in finished.blocks:
             others = [index for index, digest in enumerate(block.digests) if digest not in self._running]
@@ -121,15 +122,19 @@ class Continuations:
             for index, digest in enumerate(block.digests):
                 if (growing := self._running.get(digest)) is None:
                     continue
-                if growing.draw(block.row(index)):
-                    answers[digest] = self._running.pop(digest).answer
-                else:
-                    longer.append(growing.job)
+                try:
+                    if growing.draw(block.row(index)):
+                        answers[digest] = self._running.pop(digest).answer
+                    else:
+                        longer.append(growing.job)
+                except QUERY_ERRORS as error:
+                    failures[digest] = failure_of(error)
+                    self.drop([digest])
             blocks += _only(block, others)
         if finished.answers is not None:
             answers.update(zip(finished.answers.digests, finished.answers.vectors, strict=True))
         vectors = VectorBlock(list(answers), list(answers.values())) if answers else None
-        return finished._replace(blocks=blocks, answers=vectors), longer
+        return finished._replace(blocks=blocks, failures=failures, answers=vectors), longer
 
     def leaving_out(self, new_rows: NewRows, held: Mapping[bytes, object]) -> NewRows:
         """Memory for rows that clients read: none where the backend has continuations only, whose rows nobody reads.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
@@ -16,6 +17,16 @@ from lmpool.protocol.query import GenerateQuery, HeadQuery, PositionsQuery
 from lmpool.protocol.row import Encoding, NewRows, RowBlock, VectorBlock, check_row, decode_row
 from lmpool.protocol.tokenizer import PackedTokenizer
 from lmpool.vocabulary import Vocabulary
+
+QUERY_ERRORS = (
+    ArithmeticError, AssertionError, AttributeError, LookupError, MemoryError, RuntimeError, TypeError, ValueError,
+)  # fmt: skip
+"""What code that answers a single query may raise by mistake: it fails the query (`failure_of`), not the worker."""
+
+_DEVICE_ERRORS = ("CUDA error", "HIP error")
+"""What the text of an exception has that means that the device is broken."""
+
+_log = logging.getLogger("lmpool.worker")
 
 
 class BackendJob(NamedTuple):
@@ -200,7 +211,10 @@ class Backend(Protocol):
         ...
 
     def drop_adapter(self, adapter: str) -> None:
-        """Forget an adapter ("name@revision"); called between steps, when no job that is held names it."""
+        """Forget an adapter ("name@revision"); called between steps, when no job that is held names it.
+
+        An exception means that it stays loaded; one of the device (`is_device_error`) ends the worker.
+        """
         ...
 
     def stats(self) -> BackendStats:
@@ -235,7 +249,10 @@ class TellsHead(Protocol):
     """What a backend has besides whose info says that it tells hidden states."""
 
     def head(self, query: HeadQuery) -> NDArray[np.float32]:
-        """What a query wants of the model's head, float32 of any length; called between steps."""
+        """What a query wants of the model's head, float32 of any length; called between steps.
+
+        An exception fails the query; one of the device (`is_device_error`) ends the worker.
+        """
         ...
 
 
@@ -277,6 +294,25 @@ def check_answers(finished: Finished, held: Collection[bytes], info: ModelInfo) 
         if block.numbers.shape[1] != info.vocab_size:
             raise WorkerError(f"{who} rows of {block.numbers.shape[1]} entries; its info says V = {info.vocab_size}")
     return answered
+
+
+def is_device_error(error: BaseException) -> bool:
+    """Whether an exception means that the device is broken, so that no later call on it would work."""
+    text = str(error)
+    return type(error).__name__ == "AcceleratorError" or any(sign in text for sign in _DEVICE_ERRORS)
+
+
+def failure_of(error: Exception) -> str:
+    """Log an exception that a single query has caused, and return the reason why the query has no answer.
+
+    Raises:
+        Exception: the given one, if the device is broken: then the worker must end.
+    """
+    if is_device_error(error):
+        raise error
+    _log.warning("a query failed, and the worker goes on", exc_info=error)
+    lines = str(error).splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 def check_first_rows(blocks: Iterable[RowBlock], info: ModelInfo) -> None:

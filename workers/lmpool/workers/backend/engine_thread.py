@@ -15,6 +15,9 @@ from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from lmpool.errors import LMPoolError, WorkerError
 from lmpool.protocol.model_info import ModelInfo
 from lmpool.protocol.row import NewRows, VectorBlock
@@ -32,6 +35,8 @@ from lmpool.workers.backend.contract import (
     WritesInPlace,
     check_answers,
     check_first_rows,
+    failure_of,
+    is_device_error,
 )
 from lmpool.workers.backend.yielding import YieldingJobs
 
@@ -398,7 +403,7 @@ class EngineThread:
                 stale = tuple(digest for digest, adapter in adapters.items() if adapter == command.adapter)
                 backend.abort(stale)
                 self._continuations.drop(stale)
-                backend.drop_adapter(command.adapter)
+                _drop(backend, command.adapter)
                 for digest in stale:
                     del adapters[digest]
             case _WriteTo():
@@ -474,11 +479,30 @@ def _told_of_head(backend: Backend, command: _Command) -> Finished | None:
     """What jobs want of the model's head: no step is needed for it."""
     if not isinstance(command, Sequence) or all(job.head is None for job in command):
         return None
-    # Looked at here only: what a protocol of typing asks takes longer than the rest of a submission.
-    if not isinstance(backend, TellsHead):
-        raise WorkerError(f"the backend {backend.info.backend!r} says that it tells hidden states, and has no head()")
-    answers = {job.digest: backend.head(job.head) for job in command if job.head is not None}
-    return Finished([], {}, VectorBlock(list(answers), list(answers.values())))
+    answers: dict[bytes, NDArray[np.float32]] = {}
+    failures: dict[bytes, str] = {}
+    # Checked here only: isinstance of a protocol takes longer than the rest of a submission.
+    with_head = backend if isinstance(backend, TellsHead) else None
+    for job in command:
+        if job.head is None:
+            continue
+        try:
+            if with_head is None:
+                raise WorkerError(f"the backend {backend.info.backend!r} has hidden states in its info, and no head()")
+            answers[job.digest] = with_head.head(job.head)
+        except Exception as error:  # noqa: BLE001  a query must not end the worker, whatever its backend raises
+            failures[job.digest] = failure_of(error)
+    return Finished([], failures, VectorBlock(list(answers), list(answers.values())) if answers else None)
+
+
+def _drop(backend: Backend, adapter: str) -> None:
+    """Have a backend forget an adapter; one that it cannot remove stays loaded."""
+    try:
+        backend.drop_adapter(adapter)
+    except Exception as error:
+        if is_device_error(error):
+            raise
+        _log.warning("the adapter %r cannot be removed: it stays loaded until the worker ends", adapter, exc_info=error)
 
 
 def _resolve(future: asyncio.Future[str], outcome: str | BaseException) -> None:

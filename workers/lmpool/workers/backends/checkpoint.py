@@ -124,6 +124,24 @@ def checkpoint_revision(folder: Path, also: Mapping[str, Any] | None = None) -> 
     return state.hexdigest()
 
 
+def checkpoint_files(model: str, gguf_file: str | None = None) -> list[Path]:
+    """The files that engines read of a model's folder: configs, weights, tokenizer.
+
+    Args:
+        model: folder or hub name. Copies of the hub are under names of their content, so these have no files here.
+        gguf_file: the one file of the folder that is read, if it is named.
+
+    Raises:
+        OSError: the folder cannot be read.
+    """
+    folder = Path(model).expanduser()
+    if not model or not _is_folder(folder):
+        return []
+    names = (*_MODEL_CONFIGS, *_CONFIGS, *_TOKENIZERS)
+    read = [path for path in sorted(folder.iterdir()) if path.name in names or path.suffix in _WEIGHTS]
+    return [path for path in read if path.is_file()] if gguf_file is None else [folder / gguf_file]
+
+
 def checkpoint_dtype(folder: Path, wanted: str) -> str:
     """The dtype to compute in: the wanted one; for "auto" the checkpoint's, where its config states one."""
     if wanted != "auto" or not (folder / "config.json").is_file():

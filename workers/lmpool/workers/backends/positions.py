@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lmpool.errors import WorkerError
 from lmpool.protocol.prompt import decode_ids
-from lmpool.workers.backend.contract import BackendJob
+from lmpool.workers.backend.contract import QUERY_ERRORS, BackendJob, failure_of
 from lmpool.workers.backends.row_encoder import expected_at
 
 NO_DISTRIBUTION = "the model returned logits that are no distribution: NaN or infinite"
@@ -34,13 +34,13 @@ class Piece(NamedTuple):
 
 
 class _Open:
-    """A prompt that the engine computes: its answer so far."""
+    """A prompt that the engine computes: its answer so far, or the reason why it has none."""
 
     def __init__(self, job: BackendJob) -> None:
         self.job = job
         self.missing = job.span
         self.parts: list[NDArray[np.float32]] = []
-        self.is_sound = True
+        self.failure = ""
 
 
 class PositionAnswers:
@@ -96,16 +96,16 @@ class PositionAnswers:
                     raise WorkerError(f"the engine has computed position {position}, and not {held.missing.start}")
                 _add(held, logits[begin - first : end - first])
 
-    def take(self, request: str) -> NDArray[np.float32] | None:
-        """The answer of a request that the engine has ended, float32 (n * width,); None if its logits were NaN.
+    def take(self, request: str) -> NDArray[np.float32] | str:
+        """The answer of a request that the engine has ended, float32 (n * width,), or the reason why it has none.
 
         Raises:
             WorkerError: not all of the positions were computed.
         """
         held = self._open.pop(request)
-        if held.is_sound and held.missing:
+        if not held.failure and held.missing:
             raise WorkerError(f"the engine has ended a prompt without position {held.missing.start}")
-        return np.concatenate(held.parts).ravel() if held.is_sound else None
+        return held.failure or np.concatenate(held.parts).ravel()
 
 
 def _add(held: _Open, logits: Tensor) -> None:
@@ -113,10 +113,14 @@ def _add(held: _Open, logits: Tensor) -> None:
     query, begin = held.job.positions, held.missing.start
     assert query is not None
     held.missing = range(begin + len(logits), held.missing.stop)
-    if held.is_sound:
-        # A position's logits predict the token after it.
-        following = decode_ids(held.job.ids)[begin + 1 : begin + len(logits) + 1].tolist()
+    if held.failure:
+        return
+    # A position's logits predict the token after it.
+    following = decode_ids(held.job.ids)[begin + 1 : begin + len(logits) + 1].tolist()
+    try:
         held.parts.append(expected_at(logits, query, following))
-        held.is_sound = not np.isnan(held.parts[-1]).any()
-        if not held.is_sound:
-            held.parts.clear()
+        held.failure = NO_DISTRIBUTION if np.isnan(held.parts[-1]).any() else ""
+    except QUERY_ERRORS as error:  # Raised on, it would end the engine's step, and so the engine.
+        held.failure = failure_of(error)
+    if held.failure:
+        held.parts.clear()

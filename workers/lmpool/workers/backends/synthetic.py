@@ -29,7 +29,14 @@ from lmpool.protocol.row import Encoding, NewRows, RowBlock, VectorBlock, no_new
 from lmpool.settings import check_choice, check_name, check_number, shown
 from lmpool.synthetic import FEW_TOKENS, Draw, base_rows, draw, draw_few_tokens, fill, synthetic_vocabulary
 from lmpool.vocabulary import Vocabulary
-from lmpool.workers.backend.contract import Backend, BackendJob, BackendStats, Finished
+from lmpool.workers.backend.contract import (
+    QUERY_ERRORS,
+    Backend,
+    BackendJob,
+    BackendStats,
+    Finished,
+    failure_of,
+)
 from lmpool.workers.backends.checkpoint import checkpoint_source
 from lmpool.workers.backends.lora import read_adapter_folders
 
@@ -252,7 +259,7 @@ class SyntheticBackend:
         failures = {digest: text for digest, job in batch.items() if (text := self._fault(job.ids))}
         good = {digest: job for digest, job in batch.items() if digest not in failures}
         rows = {digest: job for digest, job in good.items() if job.positions is None}
-        vectors = {digest: self._vector(job, query) for digest, job in good.items() if (query := job.positions)}
+        vectors = self._vectors(good, failures)
         blocks = [self._draw(rows)] if rows else []
         self.abort(batch)
         tokens = sum(len(job.ids) // _ID_BYTES for job in good.values())
@@ -300,6 +307,18 @@ class SyntheticBackend:
 
     def _drawn(self, ids: bytes, adapter: str) -> Draw:
         return draw(ids, self._settings.vocab_size, self._settings.seed, revision_of(adapter) if adapter else "")
+
+    def _vectors(self, jobs: dict[bytes, BackendJob], failures: dict[bytes, str]) -> dict[bytes, NDArray[np.float32]]:
+        """What is wanted of the positions of those jobs that want it; notes in `failures` why one has no answer."""
+        vectors = {}
+        for digest, job in jobs.items():
+            if job.positions is None:
+                continue
+            try:
+                vectors[digest] = self._vector(job, job.positions)
+            except QUERY_ERRORS as error:
+                failures[digest] = failure_of(error)
+        return vectors
 
     def _vector(self, job: BackendJob, query: PositionsQuery) -> NDArray[np.float32]:
         """What is wanted of each position."""

@@ -10,9 +10,11 @@ import os
 import random
 import secrets
 import socket
+import threading
 import time
 from collections.abc import AsyncIterator, Mapping
 from itertools import chain
+from pathlib import Path
 from typing import cast
 
 from redis.asyncio import Redis
@@ -28,6 +30,8 @@ from lmpool.protocol.keys import GROUP, Keys, ModelKeys
 from lmpool.protocol.model_info import TRIE_SERVICE, ModelInfo
 from lmpool.protocol.tokenizer import PackedTokenizer
 from lmpool.vocabulary import Vocabulary
+from lmpool.workers.backend.contract import BackendSettings
+from lmpool.workers.backends.checkpoint import checkpoint_files
 from lmpool.workers.settings import WorkerSettings
 
 _log = logging.getLogger("lmpool.worker")
@@ -38,11 +42,66 @@ _MEMBERS_TTL_MS = 2 * 3_600_000
 _QUEUE_TTL_MS = 7 * 24 * 3_600_000
 _MOST_SWEPT = 200
 _SAY_EVERY_S = 30.0
+# Changed files that a heartbeat and the log name; more would fill a line.
+_MAX_NAMED_FILES = 3
 
 
 def new_worker_id() -> str:
     """A name that no other worker has and nobody guesses: host, process, and 8 random bytes in hexadecimal."""
     return f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(8)}"
+
+
+class CheckpointWatch:
+    """Notices that the files that a model was loaded from change on disk: by size, time of modification and inode.
+
+    Make it before the model is loaded. Files that are added are no change.
+
+    Args:
+        backend: settings of the backend.
+
+    Attributes:
+        changed: the names of the files that have changed or are gone, as of the last check; "" for none.
+    """
+
+    def __init__(self, backend: BackendSettings) -> None:
+        self.changed = ""
+        self._thread: threading.Thread | None = None
+        try:
+            files = checkpoint_files(str(getattr(backend, "model", "")), getattr(backend, "gguf_file", None))
+            self._loaded = {path: _state_of(path) for path in files}
+        except (OSError, RuntimeError):  # RuntimeError: a home that does not exist. Loading says so better.
+            self._loaded = {}
+
+    def start_check(self) -> None:
+        """Check in a thread, unless a check is running: a network file system may hang, and heartbeats must go on."""
+        if self._loaded and (self._thread is None or not self._thread.is_alive()):
+            self._thread = threading.Thread(target=self.check, name="lmpool-files", daemon=True)
+            self._thread.start()
+
+    def check(self) -> None:
+        """Compare the files with those at the start; log what has changed, once."""
+        try:
+            names = [path.name for path, state in self._loaded.items() if _state_of(path) != state]
+        except OSError:
+            return  # The file system is away: nothing is known of the files.
+        more = len(names) - _MAX_NAMED_FILES
+        changed = ", ".join(names[:_MAX_NAMED_FILES]) + (f" and {more} more" if more > 0 else "")
+        if changed and changed != self.changed:
+            _log.warning(
+                "files of the model have changed since this worker loaded them: %s. It goes on with the weights that "
+                "it has loaded; a worker that starts now loads others",
+                changed,
+            )
+        self.changed = changed
+
+
+def _state_of(path: Path) -> tuple[int, int, int] | None:
+    """Size, time of modification in ns and inode of a file; None if it does not exist."""
+    try:
+        seen = path.stat()
+    except FileNotFoundError:
+        return None
+    return seen.st_size, seen.st_mtime_ns, seen.st_ino
 
 
 class Heartbeat:
@@ -56,6 +115,7 @@ class Heartbeat:
         batch: how many prompts it computes at once.
         vocabulary: what the model's tokens stand for, if it is known.
         tokenizer: how text becomes ids of the model, if that is known.
+        files: that the model was loaded from, if they are watched.
     """
 
     def __init__(
@@ -67,7 +127,9 @@ class Heartbeat:
         batch: int,
         vocabulary: Vocabulary | None = None,
         tokenizer: PackedTokenizer | None = None,
+        files: CheckpointWatch | None = None,
     ) -> None:
+        self._files = files
         self._redis = redis
         self._keys = keys
         self._info = info
@@ -269,6 +331,9 @@ class Heartbeat:
             "lease_s": self._info.lease_s,
             **counters,
         }
+        if self._files is not None:
+            fields["changed_files"] = self._files.changed
+            self._files.start_check()
         lease_ms, keys = int(self._info.lease_s * 1000), self._model
         await scripts.HEARTBEAT(self._redis, [self._heartbeat], [lease_ms, *chain.from_iterable(fields.items())])
         batch = 0 if counters.get("state") == "draining" else self._batch

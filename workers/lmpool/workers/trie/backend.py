@@ -20,7 +20,15 @@ from lmpool.settings import check_number, count_threads
 from lmpool.trie.kernels import Kernels, open_kernels
 from lmpool.trie.trie import Trie
 from lmpool.vocabulary import Vocabulary
-from lmpool.workers.backend.contract import Backend, BackendJob, BackendStats, Finished, WithoutAdapters
+from lmpool.workers.backend.contract import (
+    QUERY_ERRORS,
+    Backend,
+    BackendJob,
+    BackendStats,
+    Finished,
+    WithoutAdapters,
+    failure_of,
+)
 from lmpool.workers.trie.inputs import TrieInput, input_of
 
 REVISION: Final = "1"
@@ -29,6 +37,8 @@ REVISION: Final = "1"
 _log = logging.getLogger("lmpool.worker")
 
 _Batch = dict[bytes, TrieInput]
+
+_OUT_OF_MEMORY = "OutOfMemoryError"
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +177,7 @@ def _answer_batch(batch: _Batch, answers: dict[bytes, Values], failures: dict[by
     first = next(iter(batch.values()))
     try:
         trie, kernels = first.trie.open()
-    except (LMPoolError, RuntimeError) as error:
+    except (LMPoolError, *QUERY_ERRORS) as error:
         failures |= dict.fromkeys(batch, _reason(error, "the trie does not fit: free some of it"))
         return
     swept: Mapping[bytes, Values]
@@ -178,7 +188,7 @@ def _answer_batch(batch: _Batch, answers: dict[bytes, Values], failures: dict[by
     for digest, values in swept.items():
         try:
             answers[digest] = _select(trie, batch[digest], values)
-        except LMPoolError as error:
+        except (LMPoolError, *QUERY_ERRORS) as error:
             failures[digest] = _reason(error)
 
 
@@ -191,12 +201,10 @@ def _sweep(trie: Trie, kernels: Kernels, batch: _Batch, failures: dict[bytes, st
     groups = list(sources.values())
     try:
         return _compute(trie, kernels, batch, groups)
-    except LMPoolError as error:
-        # One at a time: what one client sent must not fail the others.
-        reason, size = _reason(error), 1
-    except RuntimeError as error:
+    except (LMPoolError, *QUERY_ERRORS) as error:
         reason = _reason(error, f"a single row of {trie.n_tokens} weights does not fit: free some of it")
-        size = (len(groups) + 1) // 2
+        # One at a time: what one client sent must not fail the others. For want of memory: half as many.
+        size = (len(groups) + 1) // 2 if _is_out_of_memory(error) else 1
     # Not inside of the handlers: an exception keeps what its frames hold on the device.
     if len(groups) == 1:
         failures |= dict.fromkeys(batch, reason)
@@ -233,16 +241,22 @@ def _reason(error: Exception, too_large: str = "") -> str:
     """Why a job has no answer, beginning with the kind of the error.
 
     Args:
-        error: of this package, or what torch raises when a device runs out of memory; any other is raised again.
+        error: what computing it has raised.
         too_large: what does not fit when memory runs out.
+
+    Raises:
+        Exception: the given one, if the device is broken.
     """
-    kind = type(error).__name__
     if isinstance(error, LMPoolError):
-        return f"{kind}: {error}"
-    # By name: the worker may be one without torch.
-    if kind != "OutOfMemoryError":
-        raise error
-    return f"{kind}: the device has run out of memory, {too_large}, or run the trie worker on the CPU"
+        return f"{type(error).__name__}: {error}"
+    if not _is_out_of_memory(error):
+        return failure_of(error)
+    return f"{_OUT_OF_MEMORY}: the device has run out of memory, {too_large}, or run the trie worker on the CPU"
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    """Whether it is what torch raises when a device runs out of memory. By name: the worker may have no torch."""
+    return type(error).__name__ == _OUT_OF_MEMORY
 
 
 def _weigh(job: TrieInput, out: NDArray[np.float32]) -> None:

@@ -7,6 +7,7 @@ import logging
 import math
 import warnings
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain, count
 from pathlib import Path
@@ -90,7 +91,7 @@ class HfAdapters:
                 raise SettingsError(f"adapters: {folder} was changed while it was loaded")
         except _LOAD_ERRORS as error:
             self._loaded.pop(adapter, None)
-            self._delete(handle)
+            self._delete(adapter, handle)
             if isinstance(error, SettingsError):
                 raise
             raise SettingsError(f"adapters: {folder} does not fit {self._name}: {first_line(error)}") from error
@@ -100,9 +101,9 @@ class HfAdapters:
         return revision
 
     def drop(self, adapter: str) -> None:
-        """Forget an adapter."""
+        """Remove an adapter. Where peft cannot, its weights stay in memory, and no prompt uses them any more."""
         if (loaded := self._loaded.pop(adapter, None)) is not None:
-            self._delete(loaded.handle)
+            self._delete(adapter, loaded.handle)
             self.activate("", force=True)
 
     def activate(self, adapter: str, *, force: bool = False) -> None:
@@ -136,6 +137,9 @@ class HfAdapters:
             if self._peft is None:
                 self._peft = PeftModel(self._model, config, handle)
             else:
+                if not self._peft.active_adapters:
+                    # All others were removed. peft makes the active ones active again, and refuses that of none.
+                    self._peft.base_model.active_adapter = handle
                 self._peft.add_adapter(handle, config)
             result = self._peft.load_adapter(str(folder), handle, torch_device=str(self._forward.device))
         if unfitting := [*result.unexpected_keys, *result.missing_keys]:
@@ -152,11 +156,22 @@ class HfAdapters:
         if not bool(self._forward.logits([[0]]).isfinite().any()):
             raise SettingsError(f"adapters: with {folder} the model's logits are no numbers")
 
-    def _delete(self, handle: str) -> None:
-        if self._peft is not None and handle in self._peft.peft_config:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # That another adapter is made active: `use` says which.
+    def _delete(self, adapter: str, handle: str) -> None:
+        if self._peft is None or handle not in self._peft.peft_config:
+            return
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # That another adapter is made active: `activate` says which.
+            # peft fails to delete an adapter from modules that have copies for several adapters and none active.
+            with suppress(*_LOAD_ERRORS):
+                self._peft.set_adapter(handle, inference_mode=True)
+            try:
                 self._peft.delete_adapter(handle)
+            except _LOAD_ERRORS as error:
+                _log.warning(
+                    "the adapter %r cannot be removed: it stays in memory until the worker ends",
+                    adapter,
+                    exc_info=error,
+                )
 
 
 def _check_config(folder: Path, config: Any) -> None:

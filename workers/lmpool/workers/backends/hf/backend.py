@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Iterable, Mapping
+from hashlib import blake2b
 from typing import NamedTuple
 
 import numpy as np
@@ -18,7 +19,7 @@ from lmpool.protocol.model_info import ModelInfo
 from lmpool.protocol.prompt import decode_ids
 from lmpool.protocol.query import HeadQuery
 from lmpool.protocol.row import Encoding, NewRows, RowBlock, VectorBlock
-from lmpool.workers.backend.contract import BackendJob, BackendStats, Finished
+from lmpool.workers.backend.contract import BackendJob, BackendStats, Finished, is_device_error
 from lmpool.workers.backends.checkpoint import checkpoint_source
 from lmpool.workers.backends.hf.adapters import HfAdapters
 from lmpool.workers.backends.hf.batching import (
@@ -33,7 +34,7 @@ from lmpool.workers.backends.hf.batching import (
 )
 from lmpool.workers.backends.hf.forward import Abilities, Forward, check_model, new_tokens
 from lmpool.workers.backends.hf.head import find_head, numbers_of
-from lmpool.workers.backends.hf.kv_pool import ROOT, KVPool
+from lmpool.workers.backends.hf.kv_pool import ROOT, KVPool, Mark, PrefixSlots
 from lmpool.workers.backends.hf.loading import load_model
 from lmpool.workers.backends.positions import NO_DISTRIBUTION
 from lmpool.workers.backends.requirements import first_line
@@ -64,6 +65,30 @@ class _Answer(NamedTuple):
     block: RowBlock | None
     failures: dict[bytes, str]
     vectors: dict[bytes, NDArray[np.float32]]
+
+
+class _Known(NamedTuple):
+    """The next chunk of a prompt, and what it was made from: it holds until one of these changes.
+
+    Attributes:
+        chunk: the chunk.
+        progress: of the job.
+        end: up to which token held slots were looked up.
+        slots: where.
+        mark: of the path that was found.
+    """
+
+    chunk: Chunk
+    progress: Progress
+    end: int = 0
+    slots: PrefixSlots | None = None
+    mark: Mark | None = None
+
+    @property
+    def path(self) -> list[int]:
+        """The slots of the path that are still held."""
+        chunk, slots, mark = self.chunk, self.slots, self.mark
+        return chunk.path if slots is not None and mark is not None and slots.holds(chunk.path, mark) else []
 
 
 class HfBackend(TellsTexts):
@@ -98,7 +123,7 @@ class HfBackend(TellsTexts):
             kv_tokens=max(self._pool.capacity, settings.max_batch_tokens) if self._pool else _NO_LIMIT,
             pads=abilities.pads,
             horizon=abilities.horizon,
-            chunk=_chunk_tokens(settings, self._forward.device),
+            chunk=_chunk_tokens(settings, self._forward.device, abilities.attention),
             shares=self._pool is not None,
         )
         self._log_longest(loaded.max_prompt_tokens)
@@ -107,6 +132,7 @@ class HfBackend(TellsTexts):
         self._head = find_head(model, abilities.logits.shape[-1])
         self._waiting: dict[bytes, BackendJob] = {}
         self._progress: dict[bytes, Progress] = {}
+        self._chunks: dict[bytes, _Known] = {}
         self._roots: dict[str, int] = {}
         self._stats = BackendStats()
         encoding = self._encoder.encoding_of(abilities.logits)
@@ -115,7 +141,7 @@ class HfBackend(TellsTexts):
             backend="hf",
             vocab_size=abilities.logits.shape[-1],
             max_prompt_tokens=loaded.max_prompt_tokens,
-            revision=loaded.revision,
+            revision=_revision(loaded.revision, abilities.attention),
             dtype=str(model.dtype).removeprefix("torch."),
             encoding=encoding.name.lower(),
             positions=True,
@@ -162,6 +188,7 @@ class HfBackend(TellsTexts):
         for digest in digests:
             self._waiting.pop(digest, None)
             self._progress.pop(digest, None)
+            self._chunks.pop(digest, None)
 
     def load_adapter(self, name: str, source: str) -> str:
         """Load a LoRA adapter with peft; returns its revision.
@@ -187,6 +214,7 @@ class HfBackend(TellsTexts):
         """Free the model, the KV pool and what waits. The backend cannot be used afterwards."""
         self._waiting.clear()
         self._progress.clear()
+        self._chunks.clear()
         self._pool = None
         del self._forward, self._adapters
         self._free_memory()
@@ -233,8 +261,30 @@ class HfBackend(TellsTexts):
             _log.info("prompts are computed in chunks up to %d tokens: %s", most, reason)
 
     def _next_chunk(self, job: BackendJob) -> Chunk:
-        """What the next step computes of a prompt that waits."""
-        rules, pool, progress = self._rules, self._pool, self._progress.get(job.digest, _NO_PROGRESS)
+        """What the next step computes of a prompt that waits: the same as before it, unless something has changed."""
+        known, progress = self._chunks.get(job.digest), self._progress.get(job.digest, _NO_PROGRESS)
+        if known is None or known.progress is not progress or not self._is_current(known, job):
+            known = self._chunks[job.digest] = self._make_chunk(job, progress, known)
+        return known.chunk
+
+    def _is_current(self, known: _Known, job: BackendJob) -> bool:
+        """Whether the pool still holds the path of a chunk, and no longer one."""
+        chunk, slots = known.chunk, known.slots
+        if chunk.root is None or slots is None:
+            return True
+        if self._pool is None or slots is not self._pool.slots or len(known.path) < len(chunk.path):
+            return False
+        return slots.is_longest(_ids(job)[: known.end], chunk.path, chunk.root)
+
+    def _make_chunk(self, job: BackendJob, progress: Progress, known: _Known | None) -> _Known:
+        """What the next step computes of a prompt.
+
+        Args:
+            job: of the prompt.
+            progress: of the job.
+            known: what the last chunk was made from, if there was one.
+        """
+        rules, pool = self._rules, self._pool
         length = end = len(job.ids) // 4
         longest = min(rules.horizon, pool.capacity) if pool is not None else 0
         kind, kept, later = "fresh" if job.fresh else "row", 1, 0
@@ -248,38 +298,48 @@ class HfBackend(TellsTexts):
                 end = min(end, rules.horizon)
             kept, later = end - start, job.span.stop - end
         if pool is None or end > rules.horizon or (job.fresh and end <= rules.chunk):
-            return Chunk(end, [], kept, kind, job.adapter, None, shared_prefix(job.ids, end, 0), later)
+            whole = Chunk(end, [], kept, kind, job.adapter, None, shared_prefix(job.ids, end, 0), later)
+            return _Known(whole, progress)
         if not job.fresh:
             root = self._roots.get(job.adapter, ROOT)
         elif progress.root is not None:
             root = progress.root
         else:
             root = pool.new_root()
-            self._progress[job.digest] = progress._replace(root=root)
-        path = pool.slots.match(_ids(job)[:end], root)
+            self._progress[job.digest] = progress = progress._replace(root=root)
+        slots, looked_up = pool.slots, end
+        held = known.path if known is not None and known.slots is slots and known.chunk.root == root else []
+        path = slots.match(_ids(job)[:end], root, held)
         chunk_end = min(len(path) + rules.chunk, pool.capacity)
         # A chunk that got no further than the last one, because the pool has lost that, would not end.
         if progress.reached < chunk_end < end and new_tokens(end, len(path), kept) > rules.chunk:
             kind, kept, later, end = PREFILL, 1, later + end - chunk_end, chunk_end
         shared = shared_prefix(job.ids, end, len(path))
         begun = progress.reached > 0 or bool(progress.parts)
-        return Chunk(end, path, kept, kind, job.adapter, root, shared, later, begun)
+        chunk = Chunk(end, path, kept, kind, job.adapter, root, shared, later, begun)
+        return _Known(chunk, progress, looked_up, slots, slots.mark(path))
 
-    def _answer(self, batch: Mapping[bytes, Chunk]) -> list[_Answer]:
-        """The rows of a batch, or of as many of its prompts as memory suffices for; the others keep waiting."""
+    def _answer(self, batch: Mapping[bytes, Chunk], *, is_last_try: bool = False) -> list[_Answer]:
+        """The rows of a batch, or of as many of its prompts as memory suffices for; the others keep waiting.
+
+        Args:
+            batch: the prompts.
+            is_last_try: the batch is a prompt that runs alone again, after all memory was freed that could be.
+        """
         try:
             return [self._compute(batch)]
-        except (RuntimeError, MemoryError, ValueError, IndexError) as error:
-            # What torch and model code raise for too little memory or a prompt that they cannot take.
+        except Exception as error:
             out_of_memory = _is_out_of_memory(error)
-            if not out_of_memory and "CUDA error" in str(error):
-                raise  # No later call on this device would work.
+            if not out_of_memory and is_device_error(error):
+                raise
             message = first_line(error)
         # Only out here are the exception and the tensors that its frames hold gone.
         if out_of_memory:
             self._free_memory()
         digests = list(batch)
         if len(digests) == 1:
+            if out_of_memory and not is_last_try:
+                return self._answer_again(digests, is_last_try=True)
             return [_Answer(None, {digests[0]: f"the model failed on this prompt: {message}"}, {})]
         if out_of_memory:
             self._limit.too_large(len(digests))
@@ -287,9 +347,10 @@ class HfBackend(TellsTexts):
             return self._answer_again(digests[: self._limit.rows])
         return [answer for digest in digests for answer in self._answer_again([digest])]
 
-    def _answer_again(self, digests: Iterable[bytes]) -> list[_Answer]:
+    def _answer_again(self, digests: Iterable[bytes], *, is_last_try: bool = False) -> list[_Answer]:
         # The pool may hold other prefixes by now.
-        return self._answer({digest: self._next_chunk(self._waiting[digest]) for digest in digests})
+        batch = {digest: self._next_chunk(self._waiting[digest]) for digest in digests}
+        return self._answer(batch, is_last_try=is_last_try)
 
     def _compute(self, batch: Mapping[bytes, Chunk]) -> _Answer:
         digests, chunks = list(batch), list(batch.values())
@@ -379,8 +440,14 @@ def _ids(job: BackendJob) -> memoryview:
     return decode_ids(job.ids).data
 
 
-def _chunk_tokens(settings: HfSettings, device: torch.device) -> int:
-    usual = _CPU_CHUNK if device.type == "cpu" else _CHUNK
+def _revision(weights: str, attention: str) -> str:
+    """The revision of a model: another one where attention is not transformers' default, for its rows are others."""
+    return blake2b(f"{weights} {attention}".encode(), digest_size=16).hexdigest() if attention else weights
+
+
+def _chunk_tokens(settings: HfSettings, device: torch.device, attention: str) -> int:
+    # Eager attention holds a score for each pair of tokens.
+    usual = _CPU_CHUNK if device.type == "cpu" or attention else _CHUNK
     return min(settings.chunked_prefill_size or usual, settings.max_batch_tokens)
 
 

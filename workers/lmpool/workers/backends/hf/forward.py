@@ -22,6 +22,12 @@ _LONGEST_WINDOW = 1024
 _FORWARD_ERRORS = (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError, NotImplementedError)
 """What model code raises for arguments that it was not written for; there is no common type."""
 
+EAGER = "eager"
+"""transformers' name of the attention that is written in the model's own code, and so leaves nothing out."""
+
+_LEFT_OUT = ("attn_logit_softcapping",)
+"""Fields of a config that transformers passes to attention functions, and that its default one (sdpa) ignores."""
+
 _log = logging.getLogger(__name__)
 
 
@@ -128,16 +134,20 @@ class Abilities:
         pads: prompts of different length may run together.
         layout: what one token leaves in its cache; None if prefixes cannot be reused.
         horizon: prompts longer than this must run alone and without reuse; at most the longest prompt.
+        attention: `EAGER` if transformers' default attention had to be replaced, "" if it serves.
     """
 
     logits: Tensor
     pads: bool
     layout: KVLayout | None
     horizon: int
+    attention: str
 
 
 def check_model(forward: Forward, max_prompt_tokens: int) -> Abilities:
     """Compare batched, padded and reused rows of a few prompts with those of the same prompts alone.
+
+    The rows of the prompts alone are compared with those of eager attention first (`_choose_attention`).
 
     Raises:
         RuntimeError, ValueError, ...: the model cannot even run one prompt.
@@ -146,8 +156,9 @@ def check_model(forward: Forward, max_prompt_tokens: int) -> Abilities:
     horizon = min(max_prompt_tokens, _horizon(config))
     window = attention_window(config)
     length = min(horizon, max(_LENGTH, window + 8 if window <= _LONGEST_WINDOW else 0))
+    prompts = _prompts(length, forward.logits([[0]]).shape[-1])
+    attention, check = _choose_attention(forward, config, prompts)
     logits = forward.logits([[0]])
-    check = _Check(forward, _prompts(length, logits.shape[-1]))
     pads = check.pads()
     if not pads:
         _log.info("the model's rows change with padding: only prompts of one length run together")
@@ -157,7 +168,47 @@ def check_model(forward: Forward, max_prompt_tokens: int) -> Abilities:
     elif not check.reuses(layout, pads):
         layout = None
         _log.info("the model's rows change when a prefix is reused: prefixes are not reused")
-    return Abilities(logits, pads, layout, horizon)
+    return Abilities(logits, pads, layout, horizon, attention)
+
+
+def _choose_attention(forward: Forward, config: PreTrainedConfig, prompts: list[list[int]]) -> tuple[str, _Check]:
+    """Switch the model to eager attention where the default attention gives other rows, or must give other rows.
+
+    Args:
+        forward: runs the model.
+        config: of the model's decoder.
+        prompts: whose rows are compared.
+
+    Returns:
+        `EAGER` if the model was switched, else ""; and the rows of the prompts alone.
+    """
+    model = forward.model
+    check = _Check(forward, prompts)
+    default = model.config._attn_implementation
+    if default == EAGER:
+        return "", check
+    # Soft-capping changes large attention scores only: a few short prompts need not show it.
+    left_out = [name for name in _LEFT_OUT if getattr(config, name, None)]
+    try:
+        model.set_attn_implementation(EAGER)
+        if model.config._attn_implementation != EAGER:
+            _log.warning(
+                "the model's code chooses its attention itself: its rows are not compared with eager attention"
+            )
+            return "", check
+        exact = _Check(forward, prompts)
+    except _FORWARD_ERRORS as error:
+        _log.warning("the model's rows are not compared with eager attention, which fails: %s", error)
+        model.set_attn_implementation(default)
+        return "", check
+    if not left_out and (not exact.alone.isfinite().all() or check.agrees_with(exact)):
+        model.set_attn_implementation(default)
+        return "", check
+    reason = f"leaves out {', '.join(left_out)}" if left_out else "gives other rows"
+    _log.info(
+        "attention is computed by the model's own code (eager), for transformers' default (%s) %s", default, reason
+    )
+    return EAGER, exact
 
 
 def attention_window(config: PreTrainedConfig) -> int:
@@ -220,7 +271,11 @@ class _Check:
     def __init__(self, forward: Forward, prompts: list[list[int]]) -> None:
         self._forward = forward
         self._prompts = prompts
-        self._alone = torch.cat([forward.logits([ids]) for ids in prompts]).float()
+        self.alone = torch.cat([forward.logits([ids]) for ids in prompts]).float()
+
+    def agrees_with(self, other: _Check) -> bool:
+        """Whether the rows of the same prompts alone are the same but for rounding."""
+        return self._agree(range(len(self._prompts)), other.alone.to(self._forward.model.dtype))
 
     def pads(self) -> bool:
         """Whether padding leaves rows as they are."""
@@ -253,7 +308,7 @@ class _Check:
 
         Differences are measured against the spread of a row's own logits: an untrained model's are tiny.
         """
-        expected = self._alone[list(batch)]
+        expected = self.alone[list(batch)]
         error = (logits.float() - expected).square().mean(-1).sqrt()
         tolerance = 2e-3 if logits.dtype == torch.float32 else 0.15
         return bool((error <= tolerance * expected.std(-1) + 1e-30).all())

@@ -72,7 +72,7 @@ class OutputHead:
             return pack_facts(self._scale, self._soft_cap, bias is not None)
         if query.part == "bias":
             # Asked by whoever likes, of models that have none too.
-            numbers = torch.zeros(self._layer.out_features) if bias is None else bias.float().cpu()
+            numbers = torch.zeros(self._layer.out_features) if bias is None else bias.detach().float().cpu()
             return np.asarray(numbers.numpy())
         weights = self._layer.weight[query.first : query.first + query.count].detach().cpu().contiguous()
         return pack_numbers(numbers_of(weights)).ravel()

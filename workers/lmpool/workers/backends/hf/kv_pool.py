@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import count, islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -223,6 +223,13 @@ class _BlockLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # transformer
         return self._filled
 
 
+class Mark(NamedTuple):
+    """A path at some time: its slots, and how often the last one had been freed."""
+
+    length: int
+    freed: int
+
+
 class PrefixSlots:
     """The bookkeeping of a pool of `capacity` slots, numbered from 1.
 
@@ -237,6 +244,8 @@ class PrefixSlots:
         self._children: dict[int, int] = {}
         self._edges = [0]
         self._stamps = np.full(1, _NEVER, np.int64)
+        # How often each slot has been freed.
+        self._freed = [0]
         self._free: list[int] = []
         self._clock = 0
 
@@ -244,15 +253,32 @@ class PrefixSlots:
         """Slots in use."""
         return len(self._children)
 
-    def match(self, ids: Sequence[int], root: int = ROOT) -> list[int]:
+    def match(self, ids: Sequence[int], root: int = ROOT, known: Sequence[int] = ()) -> list[int]:
         """The slots of the longest held prefix of a prompt, first token first.
 
         Args:
             ids: the prompt.
             root: what its first token follows. Prompts with different roots share nothing; beside `ROOT` a root is a
                 number above `capacity`, which no slot has.
+            known: slots of a prefix that is still held; only the tokens after it are looked up.
         """
-        return self._match_from(root, ids, 0)
+        path = [*known[: len(ids)]]
+        return path + self._match_from(path[-1] if path else root, ids, len(path))
+
+    def is_longest(self, ids: Sequence[int], path: Sequence[int], root: int = ROOT) -> bool:
+        """Whether no longer prefix of a prompt is held than a path that is; arguments as for `match`."""
+        return len(path) >= len(ids) or (path[-1] if path else root) << 32 | ids[len(path)] not in self._children
+
+    def mark(self, path: Sequence[int]) -> Mark:
+        """What tells later whether the pool still holds a path (`holds`)."""
+        return Mark(len(path), self._freed[path[-1]] if path else 0)
+
+    def holds(self, path: Sequence[int], mark: Mark) -> bool:
+        """Whether all slots of a path are those that they were when it was marked.
+
+        The last slot tells: a slot is never freed before those behind it.
+        """
+        return not path or (mark.length == len(path) and mark.freed == self._freed[path[-1]])
 
     def begin(self, paths: Iterable[Sequence[int]]) -> None:
         """Start a step that uses these paths; nothing used in a step is freed before the next one."""
@@ -308,6 +334,7 @@ class PrefixSlots:
             added = min(unused, max(count, len(self._edges) // 2))
             first = len(self._edges)
             self._edges += [0] * added
+            self._freed += [0] * added
             self._stamps = np.concatenate([self._stamps, np.full(added, _NEVER, np.int64)])
             self._free += range(first + added - 1, first - 1, -1)
             count -= added
@@ -324,4 +351,5 @@ class PrefixSlots:
         self._stamps[oldest] = _NEVER
         for slot in oldest.tolist():
             del self._children[self._edges[slot]]
+            self._freed[slot] += 1
             self._free.append(slot)

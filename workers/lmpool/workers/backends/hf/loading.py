@@ -8,6 +8,7 @@ import struct
 import sys
 from dataclasses import dataclass
 from hashlib import blake2b
+from itertools import chain
 from typing import Any, NoReturn
 
 import torch
@@ -72,6 +73,8 @@ class LoadedModel:
     revision: str
 
 
+@torch.inference_mode(mode=False)  # Weights that are made in inference mode cannot be replaced.
+@torch.no_grad()
 def load_model(settings: HfSettings) -> LoadedModel:
     """Load what the settings name.
 
@@ -111,12 +114,28 @@ def load_model(settings: HfSettings) -> LoadedModel:
         )
     limit = prompt_limit(model.config.get_text_config(decoder=True), settings.max_prompt_tokens)
     try:
+        if device.type == "cpu":
+            own_weights(model)
         model.to(device).eval()
     except (RuntimeError, ValueError) as error:
         # Too little memory, or quantised weights that cannot be moved.
         raise SettingsError(f"device: {settings.model} cannot be put on {device}: {first_line(error)}") from error
     # Before the first forward: some models (RWKV) rescale their weights in it.
     return LoadedModel(model, limit, weights_revision(model))
+
+
+def own_weights(model: PreTrainedModel) -> None:
+    """Copy a model's weights out of the checkpoint's files into memory of this process.
+
+    transformers maps the files into memory, and on a CPU it computes with the mapped pages. A file that is overwritten
+    would change the rows of a running worker, and a file that gets shorter would end the worker by SIGBUS. Tensors are
+    copied one after another: beside the copy there are only pages that the system can discard at any time.
+
+    Raises:
+        RuntimeError: there is too little memory.
+    """
+    for tensor in chain(model.parameters(), model.buffers()):  # Tied weights are one parameter, and are copied once.
+        tensor.data = tensor.data.clone()
 
 
 def prompt_limit(config: PreTrainedConfig, wanted: int | None) -> int:

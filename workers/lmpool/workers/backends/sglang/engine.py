@@ -32,7 +32,7 @@ from tqdm import std as tqdm  # type: ignore[import-untyped]
 from lmpool.errors import WorkerError
 from lmpool.protocol.prompt import decode_ids
 from lmpool.workers.backend.contract import BackendJob
-from lmpool.workers.backends.positions import NO_DISTRIBUTION, PositionAnswers
+from lmpool.workers.backends.positions import PositionAnswers
 from lmpool.workers.backends.requirements import first_line
 from lmpool.workers.backends.sglang.positions import PositionTap, tells_positions
 
@@ -272,10 +272,10 @@ class Seams:
             if request.rid not in self._positions:
                 rows.append(row)
                 names.append(request.rid)
-            elif (answer := self._positions.take(request.rid)) is not None:
-                positions[request.rid] = answer
+            elif isinstance(answer := self._positions.take(request.rid), str):
+                failures[request.rid] = answer
             else:
-                failures[request.rid] = NO_DISTRIBUTION
+                positions[request.rid] = answer
             tokens += length
             reused += request.cached_tokens
         taken = self._rows(batch, logits, rows, len(requests)) if rows else None

@@ -19,7 +19,6 @@ from lmpool.protocol.prompt import decode_ids
 from lmpool.protocol.row import NewRows, RowBlock, VectorBlock
 from lmpool.workers.backend.contract import BackendJob, BackendStats, Finished
 from lmpool.workers.backends.canary import check_canary, completed_info
-from lmpool.workers.backends.positions import NO_DISTRIBUTION
 from lmpool.workers.backends.row_encoder import log_threads
 from lmpool.workers.backends.settings import VllmSettings
 from lmpool.workers.backends.tokenizer import TellsTexts
@@ -210,8 +209,9 @@ class VllmBackend(TellsTexts):
         vectors, failures = {}, {}
         for name, job in ended.items():
             if job.positions is not None and self._engine.positions is not None:
-                if (answer := self._engine.positions.take(name)) is None:
-                    failures[job.digest] = NO_DISTRIBUTION
+                answer = self._engine.positions.take(name)
+                if isinstance(answer, str):
+                    failures[job.digest] = answer
                 else:
                     vectors[job.digest] = answer
         return vectors, failures

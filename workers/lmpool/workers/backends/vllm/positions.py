@@ -74,7 +74,7 @@ class PositionCapture:
         self.answers.drop(request)
         self._lora_ids.pop(request, None)
 
-    def take(self, request: str) -> NDArray[np.float32] | None:
+    def take(self, request: str) -> NDArray[np.float32] | str:
         """See `PositionAnswers.take`."""
         del self._lora_ids[request]
         return self.answers.take(request)
