@@ -94,8 +94,8 @@ class Bursts:
         if (computed := self._producer.stats().computed - before) != rows:
             raise RuntimeError(f"{computed} of {rows} rows were computed: the rest came from a cache")
 
-    def _fresh(self, number: int) -> list[Ids]:
-        drawn: list[Ids] = self._random.integers(0, self._producer.model.vocab_size, (number, PROMPT_TOKENS)).tolist()
+    def _fresh(self, number: int, tokens: int = PROMPT_TOKENS) -> list[Ids]:
+        drawn: list[Ids] = self._random.integers(0, self._producer.model.vocab_size, (number, tokens)).tolist()
         return drawn
 
     async def _stream(self, prompts: Iterable[Ids], at_once: int) -> float:

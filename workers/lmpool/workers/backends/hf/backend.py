@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Collection, Iterable, Mapping
+from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
@@ -25,6 +27,7 @@ from lmpool.workers.backends.hf.batching import (
     PREFILL,
     BatchLimit,
     BatchRules,
+    BulkLimit,
     Chunk,
     Progress,
     choose,
@@ -103,6 +106,8 @@ class HfBackend(TellsTexts):
         )
         self._log_longest(loaded.max_prompt_tokens)
         self._limit = BatchLimit(settings.max_batch)
+        self._bulk_limit = BulkLimit(self._rules.chunk, self._rules.tokens)
+        self._bulk_rules = self._rules
         self._shorter_went_first = False
         self._head = find_head(model, abilities.logits.shape[-1])
         self._waiting: dict[bytes, BackendJob] = {}
@@ -153,9 +158,10 @@ class HfBackend(TellsTexts):
         return max(0, 2 * self._settings.max_batch - len(self._waiting))
 
     def submit(self, jobs: Iterable[BackendJob]) -> None:
-        """Take jobs; one that is held already is computed once."""
+        """Take jobs; one that is held already is computed once, and as one of bulk clients only if it always was."""
         for job in jobs:
-            self._waiting.setdefault(job.digest, job)
+            if self._waiting.setdefault(job.digest, job).bulk and not job.bulk:
+                self._waiting[job.digest] = job
 
     def abort(self, digests: Collection[bytes]) -> None:
         """Drop jobs that wait."""
@@ -202,15 +208,33 @@ class HfBackend(TellsTexts):
 
     @torch.inference_mode()
     def step(self) -> Finished:
-        """Run one batch: the one of the oldest prompt, or every second time one of much shorter prompts before it."""
-        waiting = {digest: self._next_chunk(job) for digest, job in self._waiting.items()}
-        rows, rules = self._limit.rows, self._rules
-        batch = choose(waiting, rows, rules)
-        shorter: Mapping[bytes, Chunk] = {} if self._shorter_went_first else choose_shorter(batch, waiting, rows, rules)
-        self._shorter_went_first = bool(shorter)
+        """Run one batch: the one of the oldest prompt, or every second time one of much shorter prompts before it.
+
+        Prompts of bulk clients have steps of their own, of few tokens (`BulkLimit`).
+        """
+        self._bulk_rules = self._rules.with_at_most(self._bulk_limit.tokens)
+        jobs, others = self._next_jobs()
+        waiting = {job.digest: self._next_chunk(job) for job in jobs}
+        is_bulk, rows = jobs[0].bulk, self._limit.rows
+        rules = self._bulk_rules if is_bulk else self._rules
+        batch: Mapping[bytes, Chunk] = choose(waiting, rows, rules)
+        if not is_bulk:
+            is_late = self._shorter_went_first
+            shorter: Mapping[bytes, Chunk] = {} if is_late else choose_shorter(batch, waiting, rows, rules)
+            self._shorter_went_first = bool(shorter)
+            batch = shorter or batch
         if self._pool is not None:
-            self._pool.held = next((chunk.path for chunk in waiting.values() if chunk.begun), [])
-        answers = self._answer(shorter or batch)
+            begun = [chunk.path for chunk in waiting.values() if chunk.begun][:1]
+            interrupted = (job for job in others if job.digest in self._progress)
+            begun += [self._next_chunk(job).path for job in islice(interrupted, 1)]
+            self._pool.held = begun
+        began = time.monotonic()
+        answers = self._answer(batch)
+        seconds = time.monotonic() - began
+        if is_bulk:
+            self._bulk_limit.bulk_step(len(batch) * max(chunk.new for chunk in batch.values()), seconds)
+        else:
+            self._bulk_limit.interactive_step(seconds)
         vectors = {digest: vector for answer in answers for digest, vector in answer.vectors.items()}
         finished = Finished(
             [answer.block for answer in answers if answer.block is not None],
@@ -219,6 +243,14 @@ class HfBackend(TellsTexts):
         )
         self.abort(finished.digests)
         return finished
+
+    def _next_jobs(self) -> tuple[list[BackendJob], list[BackendJob]]:
+        """The jobs that the next step may be about, those of bulk clients or the others; and the rest."""
+        bulk = [job for job in self._waiting.values() if job.bulk]
+        others = [job for job in self._waiting.values() if not job.bulk] if bulk else [*self._waiting.values()]
+        if bulk and self._bulk_limit.is_turn(others_wait=bool(others)):
+            return bulk, others
+        return others, bulk
 
     def _log_longest(self, max_prompt_tokens: int) -> None:
         """Say from which length on a prompt keeps short ones waiting, if there is one."""
@@ -234,7 +266,8 @@ class HfBackend(TellsTexts):
 
     def _next_chunk(self, job: BackendJob) -> Chunk:
         """What the next step computes of a prompt that waits."""
-        rules, pool, progress = self._rules, self._pool, self._progress.get(job.digest, _NO_PROGRESS)
+        rules = self._bulk_rules if job.bulk else self._rules
+        pool, progress = self._pool, self._progress.get(job.digest, _NO_PROGRESS)
         length = end = len(job.ids) // 4
         longest = min(rules.horizon, pool.capacity) if pool is not None else 0
         kind, kept, later = "fresh" if job.fresh else "row", 1, 0
