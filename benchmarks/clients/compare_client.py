@@ -97,8 +97,8 @@ class Bursts:
             seen = {name: count - getattr(before, name) for name, count in asdict(after).items()}
             raise RuntimeError(f"{computed} of {rows} rows were computed; the producer counted {seen}")
 
-    def _fresh(self, number: int) -> list[Ids]:
-        drawn: list[Ids] = self._random.integers(0, self._producer.model.vocab_size, (number, PROMPT_TOKENS)).tolist()
+    def _fresh(self, number: int, tokens: int = PROMPT_TOKENS) -> list[Ids]:
+        drawn: list[Ids] = self._random.integers(0, self._producer.model.vocab_size, (number, tokens)).tolist()
         return drawn
 
     async def _stream(self, prompts: Iterable[Ids], at_once: int) -> float:

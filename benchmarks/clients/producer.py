@@ -9,12 +9,14 @@ from typing import Any
 import numpy as np
 import uvloop
 
-from benchmarks.clients.compare_client import Bursts, Ids, main, probe
+from benchmarks.clients.compare_client import PROMPT_TOKENS, Bursts, Ids, main, probe
 from benchmarks.harness.lines import Handler
 from lmpool.protocol.keys import Keys
 from lmpool.protocol.prompt import encode_prompt
 
 _TOGETHER = 32
+# How long `steadily` waits for the last rows.
+_LATE_S = 10.0
 _UNDER_WAY_S = 0.5
 """By then a worker computes what was asked."""
 
@@ -156,32 +158,41 @@ class Client(Bursts):
             contexts = np.hstack([contexts, grown])
         return asked / (time.perf_counter() - start)
 
-    async def steadily(self, at_once: int, warm_s: float, seconds: float) -> int:
-        """Rows of new prompts that came within some seconds, `at_once` awaits under way before, meanwhile and after."""
+    async def steadily(self, at_once: int, warm_s: float, seconds: float, tokens: int = PROMPT_TOKENS) -> int:
+        """Rows of new prompts that arrive within some seconds, with `at_once` awaits in flight all the time."""
         begins = time.perf_counter() + warm_s
         ends, came = begins + seconds, 0
 
         async def consume() -> None:
             nonlocal came
             while time.perf_counter() < ends:
-                (ids,) = self._fresh(1)
+                (ids,) = self._fresh(1, tokens)
                 await self._producer.logprobs(ids)
                 came += begins <= time.perf_counter() < ends
 
-        await asyncio.gather(*[consume() for _ in range(at_once)])
+        tasks = [asyncio.create_task(consume()) for _ in range(at_once)]
+        ended, late = await asyncio.wait(tasks, timeout=warm_s + seconds + _LATE_S)
+        for task in late:  # Long texts may take minutes, and no longer count.
+            task.cancel()
+        await asyncio.wait(tasks)
+        for task in ended:
+            task.result()
         return came
 
-    async def waits(self, at_once: int, warm_s: float, seconds: float) -> list[float]:
+    async def waits(
+        self, at_once: int, warm_s: float, seconds: float, tokens: int = PROMPT_TOKENS, pause_s: float = 0.0
+    ) -> list[float]:
         """Seconds that each of the requests of `steadily` took that were asked within those seconds."""
         begins = time.perf_counter() + warm_s
         taken: list[float] = []
 
         async def consume() -> None:
             while (asked := time.perf_counter()) < begins + seconds:
-                (ids,) = self._fresh(1)
+                (ids,) = self._fresh(1, tokens)
                 await self._producer.logprobs(ids)
                 if asked >= begins:
                     taken.append(time.perf_counter() - asked)
+                await asyncio.sleep(pause_s)
 
         await asyncio.gather(*[consume() for _ in range(at_once)])
         return taken

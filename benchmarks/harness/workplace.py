@@ -29,6 +29,8 @@ _POLL_S = 0.05
 # Processes that start at a time: dozens at once would have none of them ready for a minute.
 _WAVE = 8
 _HEARTBEATS_S = 60.0
+# Held prompts that no client waits for are checked for every 30 s at the latest.
+_IDLE_S = 180.0
 _SCANNED = 10_000
 
 # Spinning OpenMP threads would take the cores from the other processes.
@@ -85,6 +87,19 @@ class Workplace:
 
         with redis.Redis.from_url(self.url, decode_responses=True) as server:
             wait_until(have_some, _HEARTBEATS_S, f"shared memory of the workers that serve {name!r}")
+
+    def wait_until_idle(self, name: str) -> None:
+        """Wait until the workers that serve `name` hold no prompts: those that were cancelled are dropped in time.
+
+        Raises:
+            BenchmarkError: they hold some for minutes.
+        """
+
+        def are_idle() -> bool:
+            return all(fields.get("in_flight") == "0" for fields, _ in _heartbeats(server, name).values())
+
+        with redis.Redis.from_url(self.url, decode_responses=True) as server:
+            wait_until(are_idle, _IDLE_S, f"the end of all prompts of the workers that serve {name!r}")
 
     def refill(self) -> None:
         """Empty the server, then store rows that nobody asks for until it drops some: all measures begin alike.

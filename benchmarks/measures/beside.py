@@ -13,12 +13,14 @@ from benchmarks.harness.pairs import Goal, Result, Side, alternate
 from benchmarks.harness.processes import BenchmarkError, Child, free_port
 from benchmarks.harness.workplace import Workplace
 from benchmarks.measures.asking import alternated
+from benchmarks.measures.real_model import smollm2_folder
 from benchmarks.measures.transport import AT_ONCE_TINY, TINY_V, rate
 
 _WORKERS, _STEP_MS, _BATCH = 2, 50, 32
 _MEASURED_AT_ONCE, _BULK_AT_ONCE, _ALONE_AT_ONCE = 4, 2000, 1024
 _LOADS = {"half": 32, "busy": 96, "overloaded": 400}
 """Awaits of other interactive clients: the pool computes 64 prompts in a step."""
+_TEXTS_AT_ONCE, _TEXT_TOKENS, _QUESTION_TOKENS, _PAUSE_S = 256, 500, 5, 0.1
 _WARM_S = 2.0
 _PAGES = 100
 _PAIRS_A_REPEAT = 4
@@ -67,7 +69,36 @@ def beside_bulk(place: Workplace) -> list[Result]:
             share = "rows/s of the bulk client ÷ those of the others in the same run"
             gets = Side("bulk", "rows/s", rows["bulk"]), Side("others", "rows/s", rows["others"])
             results.append(Result(f"priority-{load}-share", share, None, *gets))
-    return results
+    return [*results, _beside_texts(place)]
+
+
+def _beside_texts(place: Workplace) -> Result:
+    """What an interactive client waits on a CPU next to a bulk run over long texts."""
+    seconds = place.scaled(60, 15)
+    with ExitStack() as stack:
+        stack.enter_context(place.workers("texts", str(smollm2_folder()), "--backend", "hf", "--device", "cpu"))
+        client, bulk = (
+            stack.enter_context(place.producer("texts", "--priority", priority)) for priority in ("interactive", "bulk")
+        )
+
+        def take(is_beside: bool) -> float:
+            place.wait_until_idle("texts")
+            if is_beside:
+                bulk.send("steadily", at_once=_TEXTS_AT_ONCE, warm_s=_WARM_S, seconds=seconds, tokens=_TEXT_TOKENS)
+            asked = {"at_once": 1, "tokens": _QUESTION_TOKENS, "pause_s": _PAUSE_S}
+            waits = client.ask("waits", warm_s=_WARM_S, seconds=seconds, within=seconds + 120, **asked)
+            if is_beside:
+                bulk.receive(120)
+            return 1000 * float(np.quantile(waits, 0.99))
+
+        samples = alternate({"beside": lambda: take(True), "alone": lambda: take(False)}, place.repeats)
+    meaning = (
+        f"99th percentile of what a prompt of {_QUESTION_TOKENS} tokens takes, one after the other, beside a bulk "
+        f"client with {_TEXTS_AT_ONCE} texts of {_TEXT_TOKENS} tokens in flight ÷ without it; SmolLM2-135M f32, hf on "
+        "a CPU"
+    )
+    sides = Side("beside bulk", "ms", samples["beside"]), Side("without", "ms", samples["alone"])
+    return Result("priority-texts", meaning, Goal(2, at_most=True), *sides)
 
 
 def bulk_alone(place: Workplace) -> list[Result]:

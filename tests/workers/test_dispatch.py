@@ -25,9 +25,10 @@ from lmpool.workers.dispatch import Dispatcher
 from lmpool.workers.membership.adapters import AdapterKeeper
 from lmpool.workers.metrics.counters import Counters
 from lmpool.workers.queries import QueryAnswerer
-from lmpool.workers.queue.consumer import InFlightJob, InFlightJobs, JobsByDigest
+from lmpool.workers.queue.consumer import Claimed, InFlightJob, InFlightJobs, JobsByDigest
 from lmpool.workers.queue.segment import SegmentWriter
 from lmpool.workers.worker import FetchLoop, Lifecycle, Worker
+from tests.support.pool import DEADLINE_S
 
 NO_ADAPTERS = AdapterKeeper(
     cast(Any, None), cast(Any, None), {}, cast(Any, None), cast(Any, None), cast(Any, None), cast(Any, None)
@@ -307,6 +308,57 @@ async def test_a_call_takes_several_batches_only_where_a_step_is_shorter_than_a_
 async def test_a_call_takes_one_batch_where_several_of_the_longest_prompts_are_much() -> None:
     loop = fetch_loop(SimpleNamespace(batch=256, step_s=0.0001), replace(INFO, max_prompt_tokens=131_072))
     assert loop._count_to_take(1024) == 256
+
+
+@pytest.mark.parametrize(("yielding", "takes"), [(0, 0), (8, 2)])
+async def test_what_yields_does_not_count_as_unpublished(yielding: int, takes: int) -> None:
+    """With four batches of two in flight."""
+    loop = fetch_loop(SimpleNamespace(batch=2, capacity=2, yielding=yielding), INFO)
+    loop._in_flight = cast(Any, range(8))
+    assert loop._capacity_for_new() == takes
+
+
+class Suspect:
+    """A queue that has a prompt which must run alone, until another worker has taken it.
+
+    Attributes:
+        is_there: whether it still has.
+        asked: how often a worker asked for it, with what it held.
+    """
+
+    def __init__(self) -> None:
+        self.is_there = True
+        self.asked: list[int] = []
+
+    async def claim(self, count: int, in_flight: Sequence[bytes]) -> Claimed:
+        self.asked.append(len(in_flight))
+        return Claimed([], self.is_there)
+
+
+@pytest.mark.parametrize("ends", [False, True], ids=["goes on", "ends"])
+async def test_a_prompt_that_must_run_alone_keeps_a_busy_worker_from_others_for_a_part_of_a_lease(ends: bool) -> None:
+    loop = fetch_loop(SimpleNamespace(batch=2, capacity=2, yielding=0), replace(INFO, lease_s=3600.0 if ends else 0.03))
+    suspect, in_flight = Suspect(), InFlightJobs()
+    job = BackendJob(PROMPT, bytes(4))
+    in_flight.add(InFlightJob(b"1-0", PROMPT, job), job)
+    loop._consumer, loop._in_flight, loop._counters = (
+        cast(Any, suspect),
+        in_flight,
+        cast(Any, SimpleNamespace(claimed=0)),
+    )
+    loop._dispatcher = cast(Any, SimpleNamespace(accept=lambda jobs: asyncio.sleep(0)))
+    async with asyncio.timeout(DEADLINE_S):
+        claiming = asyncio.create_task(loop.claim())
+        if ends:
+            while not suspect.asked:  # noqa: ASYNC110  # the task above goes on meanwhile
+                await asyncio.sleep(0)
+            assert loop._taking.locked()
+            in_flight.release({PROMPT: [b"1-0"]})
+            suspect.is_there = False
+            loop._lifecycle.notify()
+        await claiming
+    assert suspect.asked == ([1, 0] if ends else [1]), "it tries again at the next claim, or when it is empty"
+    assert not loop._taking.locked()
 
 
 async def test_small_rows_gather_and_large_ones_and_failures_do_not_wait_for_them() -> None:

@@ -25,7 +25,7 @@ SINCE_FIELD = b"t"
 """The field of a job entry that was moved, from the backlog or another stream: when it was queued, in ms since 1970."""
 
 PRIORITY_FIELD = b"p"
-"""The field of a job entry that only bulk clients wait for: `BULK`."""
+"""The field of a job entry that yields to others: `BULK`, or "continued" for a continuation of another client."""
 
 BULK = b"bulk"
 """What entries, and reply keys behind "reply:", say of the clients that yield to all others."""
@@ -33,8 +33,11 @@ BULK = b"bulk"
 HOME_FIELD = b"h"
 """The field of a job entry that names the worker whose lane its client wanted: its home, or b""."""
 
-BULK_TIME = 1e12
-"""Where the virtual start times of bulk clients begin."""
+CONTINUED = b"continued"
+"""What entries say of continuations of interactive clients: these yield to rows."""
+
+CONTINUED_TIME, BULK_TIME = 1e11, 1e12
+"""Where the virtual start times of continuations and those of bulk clients begin."""
 
 REPLY_CAP = 1000
 """About the most messages in a reply stream."""

@@ -33,6 +33,7 @@ class Prompt(NamedTuple):
         adapter: its name, or "".
         query: what is wanted instead of the row (`lmpool.protocol.query`), encoded; b"" for the row itself.
         length: entries of the answer to `query`; 0 for the row itself.
+        generated: how many tokens `query` may generate; 0 if it is not for a continuation.
     """
 
     ids: bytes
@@ -40,10 +41,11 @@ class Prompt(NamedTuple):
     adapter: str = ""
     query: bytes = b""
     length: int = 0
+    generated: int = 0
 
-    def with_query(self, query: bytes, length: int) -> Prompt:
-        """The same prompt with a query, whose answer has `length` entries."""
-        return Prompt(self.ids, query_digest(self.digest, query), self.adapter, query, length)
+    def with_query(self, query: bytes, length: int, generated: int = 0) -> Prompt:
+        """The same prompt with a query, whose answer has `length` entries and takes up to `generated` tokens."""
+        return Prompt(self.ids, query_digest(self.digest, query), self.adapter, query, length, generated)
 
 
 def digest_of(ids: bytes, adapter: str = "") -> bytes:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 
-import numpy as np
 import pytest
 
 from lmpool.protocol.prompt import decode_ids
 from lmpool.workers.backend.contract import BackendJob
 from lmpool.workers.backend.engine_thread import EngineThread
-from lmpool.workers.backend.yielding import PATIENCE_STEPS
+from lmpool.workers.backend.yielding import PATIENCE_STEPS, YieldingJobs
 from tests.support.gate import GatedBackend, OneByOne
 from tests.workers.backend.test_engine_thread import Outcome, continuing, jobs, stepping
 
@@ -86,10 +85,13 @@ async def test_bulk_clients_alone_have_whole_steps(steps: Steps) -> None:
     assert steps.backend.stats().steps == 4
 
 
-async def test_after_some_steps_without_others_the_backend_has_what_it_has_room_for(steps: Steps) -> None:
+async def test_when_interactive_clients_are_quiet_the_backend_has_what_it_has_room_for(
+    steps: Steps, monkeypatch: pytest.MonkeyPatch
+) -> None:
     await steps.begin([*bulk(*range(1, 60)), *jobs(99)])
     await steps.let(PATIENCE_STEPS - 1)
     assert steps.backend.capacity() == BATCH, "what the step computes"
+    monkeypatch.setattr("lmpool.workers.backend.yielding.QUIET_S", -1.0)
     await steps.let(2)
     assert steps.backend.capacity() == 0, "and what comes next"
 
@@ -118,19 +120,64 @@ async def test_an_adapter_that_is_gone_by_its_turn_is_told(steps: Steps) -> None
     assert steps.computed == [10, 1]
 
 
-async def test_what_yields_leaves_room_for_others_as_far_as_it_fills_a_step(steps: Steps) -> None:
-    engine_thread = steps.engine_thread
+@pytest.mark.parametrize("kind", ["bulk", "continuation"])
+async def test_what_yields_takes_up_no_capacity_of_rows(steps: Steps, kind: str) -> None:
+    engine_thread, count = steps.engine_thread, 3 * BATCH
+    yielding = bulk(*range(1, count + 1)) if kind == "bulk" else [continuing(n) for n in range(1, count + 1)]
     assert engine_thread.capacity == 2 * BATCH
-    engine_thread.submit(bulk(1, 2))
+    await steps.begin(yielding)
+    assert engine_thread.yielding == count
+    assert engine_thread.capacity == BATCH, "what is left until it holds four batches that yield"
+    engine_thread.abort([job.digest for job in yielding[BATCH:]])
     assert engine_thread.capacity == 2 * BATCH
-    engine_thread.submit(bulk(3))
-    assert engine_thread.capacity == 2 * BATCH - 1
     engine_thread.submit(jobs(10))
-    assert engine_thread.capacity == 2 * BATCH - 2
+    assert engine_thread.capacity == 2 * BATCH - 1
     steps.backend.gate.open()
     await steps.outcome.until(lambda: not engine_thread.is_busy, "all are answered")
     assert engine_thread.capacity == 2 * BATCH
-    assert sorted(np.array(steps.computed)) == [1, 2, 3, 10]
+    assert engine_thread.yielding == 0
+
+
+async def test_a_row_waits_for_one_step_of_continuations(steps: Steps) -> None:
+    await steps.begin([continuing(number, most=100) for number in range(1, 2 * BATCH + 1)])
+    steps.engine_thread.submit(jobs(10))
+    await steps.let(2)
+    assert steps.computed[:BATCH] == [1, 2], "the step that was at the gate"
+    assert steps.computed[BATCH] == 10
+
+
+async def test_continuations_hold_a_batch_of_the_backend_at_most(steps: Steps) -> None:
+    await steps.begin([continuing(number, most=3) for number in range(1, 3 * BATCH + 1)])
+    await steps.let(3 * 3)
+    assert steps.computed == [1, 2] * 3 + [3, 4] * 3 + [5, 6] * 3
+
+
+async def test_continuations_go_on_however_many_rows_others_ask_for(steps: Steps) -> None:
+    engine_thread, row = steps.engine_thread, 100
+    await steps.begin([continuing(1, most=100), continuing(2, most=100), *jobs(10, 11)])
+    for _ in range(20):
+        count = max(0, engine_thread.capacity)
+        engine_thread.submit(jobs(*range(row, row + count)))
+        row += count
+        await steps.let(1)
+    assert sum(number < 10 for number in steps.computed) >= len(steps.computed) // 6
+
+
+async def test_a_bulk_continuation_that_another_client_joins_goes_before_bulk_prompts(steps: Steps) -> None:
+    continued = continuing(9, most=3, bulk=True)
+    await steps.begin([*bulk(*range(1, 8)), continued])
+    steps.engine_thread.promote([continued.digest])
+    await steps.let(4)
+    assert steps.computed == [1, 2, 3, 4, 9, 5, 9, 6], "behind the step that the backend had already"
+
+
+async def test_the_backend_holds_few_tokens_of_bulk_prompts_next_to_interactive_clients() -> None:
+    long = [BackendJob(bytes([number]) * 16, bytes(4 * 1500), bulk=True) for number in range(4)]
+    yielding = YieldingJobs(64)
+    yielding.sort([*jobs(1), *long])
+    assert yielding.next(held=1, growing=0, bulk_tokens=0, capacity=128) == long[:1]
+    assert yielding.next(held=1, growing=0, bulk_tokens=1500, capacity=128) == []
+    assert yielding.next(held=0, growing=0, bulk_tokens=0, capacity=128) == long[1:2]
 
 
 async def test_a_continuation_that_has_begun_waits_for_its_turn_once(steps: Steps) -> None:

@@ -43,6 +43,9 @@ _SHORT_STEP_S = 0.001
 # Of prompts in a call that takes several batches, far below what a connection accepts as a reply.
 _MOST_TAKEN_BYTES = 32 * 1024 * 1024
 _UNPUBLISHED_BATCHES = 4
+# For how long a worker takes nothing new, as a part of its lease, so that it may become empty for a prompt that must
+# run alone. Claims are as far apart: a worker that does not become empty serves others half of the time.
+_DRAIN_SHARE = 1 / 3
 
 
 class Lifecycle:
@@ -104,6 +107,7 @@ class FetchLoop:
         self._engine_thread = serving.engine_thread
         self._consumer = serving.consumer
         self._dispatcher = serving.dispatcher
+        self._lease_s = serving.info.lease_s
         # What a trie job asks for is larger than its prompt, and has no limit that would be of use here.
         self._most_job_bytes = math.inf if serving.info.is_trie else 4 * serving.info.max_prompt_tokens
         # Locked from taking jobs until they are in `_in_flight`: a job that is not is neither renewed nor counted.
@@ -175,10 +179,21 @@ class FetchLoop:
                 claims += 1
                 await self._dispatcher.accept(claimed.jobs)
                 alone = claimed.alone
-                if alone:
-                    # The job that may have killed the others runs with nothing else in this worker: until it has
-                    # ended, nothing can be fetched.
+                if alone and claimed.jobs:
+                    # The job that may have killed other workers runs with nothing else in this worker.
                     await lifecycle.wait_for(lambda: not self._in_flight)
+                elif alone and not await self._drain():
+                    # Another worker may be empty sooner; if none is, the next claim tries again.
+                    break
+
+    async def _drain(self) -> bool:
+        """Wait, for a part of a lease, until this worker holds nothing; returns whether it does."""
+        try:
+            async with asyncio.timeout(_DRAIN_SHARE * self._lease_s):
+                await self._lifecycle.wait_for(lambda: not self._in_flight)
+        except TimeoutError:
+            return False
+        return True
 
     def _capacity(self) -> int:
         """How many more prompts may be taken."""
@@ -197,7 +212,9 @@ class FetchLoop:
         return self._capacity() if self._unpublished_capacity() >= self._engine_thread.batch else 0
 
     def _unpublished_capacity(self) -> int:
-        return _UNPUBLISHED_BATCHES * self._engine_thread.batch - len(self._in_flight)
+        # A prompt that yields to others may take hundreds of steps, and is not published before the last.
+        unpublished = len(self._in_flight) - self._engine_thread.yielding
+        return _UNPUBLISHED_BATCHES * self._engine_thread.batch - unpublished
 
 
 class Worker:

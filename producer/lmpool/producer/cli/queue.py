@@ -19,7 +19,18 @@ from lmpool.producer.cli.options import AsJson, Prefix, RedisUrl, run, with_serv
 from lmpool.producer.cli.status import Column, fitting, seconds
 from lmpool.producer.client.discovery import Discovery
 from lmpool.protocol.job import Failure, unpack_job
-from lmpool.protocol.keys import BULK, BULK_TIME, GROUP, JOB_FIELD, REPLY_CAP, REPLY_TTL_MS, Keys, ModelKeys
+from lmpool.protocol.keys import (
+    BULK,
+    BULK_TIME,
+    CONTINUED,
+    CONTINUED_TIME,
+    GROUP,
+    JOB_FIELD,
+    REPLY_CAP,
+    REPLY_TTL_MS,
+    Keys,
+    ModelKeys,
+)
 from lmpool.protocol.prompt import digest_of, query_digest
 from lmpool.settings import check_name
 
@@ -253,10 +264,17 @@ async def _held(redis: Redis, stream: bytes) -> int:
 
 
 async def _clients(redis: Redis, keys: ModelKeys) -> dict[str, int]:
-    """The clients that have most in the backlog, and how much: so far do their last prompts start after now."""
+    """The clients that have most in the backlog, and how much: so far do their last prompts start after now.
+
+    Continuations count as the tokens that they may generate; those of interactive clients stand under "ID:tokens".
+    """
     behind: dict[str, int] = {}
-    # What yields has a virtual time of its own, behind all others'.
-    for first, last, time, least in ((-math.inf, BULK_TIME, "", 0.0), (BULK_TIME, math.inf, BULK, BULK_TIME)):
+    # Each kind that yields has a virtual time of its own, behind all others'.
+    for first, last, time, least in (
+        (-math.inf, CONTINUED_TIME, "", 0.0),
+        (CONTINUED_TIME, BULK_TIME, CONTINUED, CONTINUED_TIME),
+        (BULK_TIME, math.inf, BULK, BULK_TIME),
+    ):
         now = max(least, float(await redis.zscore(keys.virtual_time, time) or 0))
         starts: Any = await redis.zrevrangebyscore(
             keys.virtual_time, last, first, start=0, num=_MOST_CLIENTS, withscores=True

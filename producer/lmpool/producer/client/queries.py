@@ -230,7 +230,7 @@ async def ask_continuation(
     session: Session, prompt: Prompt, wanted: GenerateQuery, deadline: Deadline, *, private: bool
 ) -> Continuation:
     """Tokens drawn one after another by a worker."""
-    query = prompt.with_query(wanted.pack(), 2 * wanted.most)
+    query = prompt.with_query(wanted.pack(), 2 * wanted.most, wanted.most)
     read = partial(unpack_continuation, vocab_size=session.info.vocab_size)
     return await _answer(session, query, deadline, read, private=private)
 

@@ -440,7 +440,7 @@ class Submitter:
         """Returns the digests whose rows have appeared in the cache meanwhile."""
         stored: list[bytes] = []
         is_full = False
-        for portion in _portions(requests):
+        for portion in _portions(sorted(requests, key=lambda request: request.prompt.generated > 0)):
             waited_for = [request for request in portion if request.waiters]
             if is_full and self._waits_when_full:
                 # They would be sent to be refused, and so whenever they are tried again.
@@ -466,12 +466,10 @@ class Submitter:
         if self.is_full and self._waits_when_full:
             self.retry_soon()
         stored, abandoned, lost = [], [], []
-        now = self._tasks.loop.time()
-        waiting = Stage.WAITING
+        now, waiting = self._tasks.loop.time(), Stage.WAITING
         for request, code in zip(requests, outcome.decode("ascii", "replace"), strict=True):
             digest = request.prompt.digest
-            request.since = now
-            request.stage = waiting
+            request.since, request.stage = now, waiting
             if is_damaged:
                 request.overwrites += request.damaged
             if code == "Q":
@@ -524,7 +522,8 @@ class Submitter:
             for request in requests
         )
         args += jobs if connections.traces is None else connections.traces.mark(requests, jobs)
-        args += homes
+        generated = [request.prompt.generated for request in requests if request.prompt.generated]
+        args += [*(homes or [b""] * len(requests)), *generated] if generated else homes
         outcome = await scripts.SUBMIT.on(connections.commands.call, keys, args)
         if not isinstance(outcome, bytes) or len(outcome.removesuffix(_IN_THE_WAY)) != len(requests):
             raise connections.commands.distrust(outcome)
@@ -586,12 +585,13 @@ class Submitter:
 
 def _portions(requests: Sequence[PendingRequest]) -> Iterator[Sequence[PendingRequest]]:
     """Requests in portions for one call of a script: no more of them, and of their ids, than it handles in a few ms;
-    few where weights go along, so that workers can begin."""
+    few where weights go along, so that workers can begin. Continuations have portions of their own."""
     begin = weights_bytes = ids_bytes = 0
     for at, request in enumerate(requests):
         more_weights = 0 if request.weights is None else request.weights.values.nbytes
         more_ids = len(request.prompt.ids)
         is_much = weights_bytes + more_weights > _UPLOAD_BYTES or ids_bytes + more_ids > _MOST_IDS_BYTES
+        is_much |= (request.prompt.generated > 0) != (requests[begin].prompt.generated > 0)
         if at > begin and (is_much or at - begin == scripts.MOST_AT_ONCE):
             yield requests[begin:at]
             begin, weights_bytes, ids_bytes = at, 0, 0

@@ -40,12 +40,15 @@ async def submit(
     again: bool = False,
     lifetime: int = LIFETIME_MS,
     homes: Sequence[str] = (),
+    generated: int = 0,
 ) -> str:
     keys = [JOBS, reply, *map(waiting, numbers)]
     if check_rows:
         keys += [ROWS + digest(number) for number in numbers]
     head = [limit, lifetime, "rows" if check_rows else "", int(again), len(numbers)]
     args = [*head, *(b"job-%d" % number for number in numbers), *homes]
+    if generated:
+        args += [*([""] * (len(numbers) - len(homes))), *([generated] * len(numbers))]
     outcome: bytes = await scripts.SUBMIT(redis, keys, args)
     return outcome.decode()
 

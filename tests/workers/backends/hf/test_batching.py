@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from lmpool.protocol.prompt import digest_of
-from lmpool.workers.backends.hf.batching import BatchLimit, BatchRules, Chunk, choose, choose_shorter, shared_prefix
+from lmpool.workers.backend.yielding import PATIENCE_STEPS, QUIET_S
+from lmpool.workers.backends.hf import batching
+from lmpool.workers.backends.hf.batching import (
+    BatchLimit,
+    BatchRules,
+    BulkLimit,
+    Chunk,
+    choose,
+    choose_shorter,
+    shared_prefix,
+)
 
 
 def test_a_smaller_batch_grows_back() -> None:
@@ -31,6 +42,57 @@ def chunks(*news: int, held: int = 0) -> dict[bytes, Chunk]:
         path = list(range(1, held + 1))
         waiting[digest_of(bytes([row]))] = Chunk(held + new, path, shared=shared_prefix(ids, held + new, held))
     return waiting
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The time that limits see, in seconds."""
+    now = [1000.0]
+    monkeypatch.setattr(batching, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    return now
+
+
+def run_bulk(limit: BulkLimit, seconds: Callable[[int], float], steps: int = 60) -> int:
+    """Have steps of bulk prompts take so long as their tokens say; returns the limit that was found."""
+    for _ in range(steps):
+        limit.bulk_step(limit.tokens, seconds(limit.tokens))
+    return limit.tokens
+
+
+@pytest.mark.usefixtures("clock")
+@pytest.mark.parametrize("per_token_s", [1e-5, 1e-3, 1e-2])
+def test_steps_of_bulk_prompts_alone_take_a_second_at_most(per_token_s: float) -> None:
+    limit = BulkLimit(chunk=512, most=8192)
+    tokens = run_bulk(limit, lambda tokens: 0.02 + per_token_s * tokens)
+    assert tokens <= 8192
+    assert tokens == 8192 or 0.6 < 0.02 + per_token_s * tokens < 1.5
+
+
+def test_steps_of_bulk_prompts_next_to_interactive_clients_take_as_long_as_theirs(clock: list[float]) -> None:
+    limit = BulkLimit(chunk=512, most=8192)
+    before = limit.tokens
+    for _ in range(40):
+        limit.interactive_step(0.1)
+    assert 30 <= run_bulk(limit, lambda tokens: 0.05 + 1e-3 * tokens) <= 70
+    clock[0] += QUIET_S + 1
+    assert limit.tokens == before, "what was found for steps alone"
+
+
+@pytest.mark.usefixtures("clock")
+def test_a_step_of_bulk_prompts_always_computes_some_tokens() -> None:
+    limit = BulkLimit(chunk=512, most=8192)
+    limit.interactive_step(0.001)
+    assert limit.tokens == 64
+    assert run_bulk(limit, lambda tokens: 5.0) == 16
+    limit.bulk_step(1, 0.0001)
+    assert limit.tokens == 16, "a step that little waited for says nothing"
+
+
+def test_bulk_prompts_have_a_step_after_some_of_others() -> None:
+    limit = BulkLimit(chunk=512, most=8192)
+    assert limit.is_turn(others_wait=False)
+    turns = [limit.is_turn(others_wait=True) for _ in range(2 * PATIENCE_STEPS + 2)]
+    assert turns == [*[False] * PATIENCE_STEPS, True] * 2
 
 
 RULES = BatchRules(tokens=1000, logits=1000, kv_tokens=10_000, pads=True, horizon=5000, chunk=1000, shares=True)

@@ -7,6 +7,7 @@ import logging
 import threading
 from collections.abc import AsyncIterator, Callable, Set
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -95,6 +96,47 @@ def test_a_short_prompt_waits_for_one_chunk_also_for_the_last(tiny: Tiny, length
         backend.submit([asked := job(next(short))])
         assert answered(backend) == [asked.digest]
     assert waits == (length - 1 - score_from) // 8  # Nothing is computed behind the last token that is scored.
+
+
+@pytest.mark.parametrize("wanted", ["row", "scores"])
+def test_an_interactive_prompt_waits_for_one_short_step_of_bulk_prompts(tiny: Tiny, wanted: str) -> None:
+    backend = tiny.backend("llama", max_batch=4)
+    prompts = random_prompts(4, (60, 60))
+    scores = PositionsQuery.scores_from(1) if wanted == "scores" else None
+    bulk = [job(prompt)._replace(bulk=True, positions=scores) for prompt in prompts]
+    # As a CPU measures it where a step of an interactive prompt takes as long as 8 tokens.
+    backend._bulk_limit = SimpleNamespace(  # type: ignore[assignment]
+        tokens=8,
+        is_turn=lambda others_wait: not others_wait,
+        bulk_step=lambda *_: None,
+        interactive_step=lambda _: None,
+    )
+    backend.submit(bulk)
+    short = iter(random_prompts(200, (1, 3), seed=3))
+    vectors: dict[bytes, Any] = {}
+    rows: dict[bytes, Any] = {}
+    most = 0
+    while len(vectors) + len(rows) < len(bulk):
+        computed = backend.stats().steps
+        finished = backend.step()
+        assert backend.stats().steps == computed + 1
+        rows |= decode(finished.blocks)
+        if finished.answers is not None:
+            vectors |= dict(zip(finished.answers.digests, finished.answers.vectors, strict=True))
+        most += 1
+        backend.submit([asked := job(next(short))])
+        assert answered(backend) == [asked.digest]
+    assert most >= 4 * 60 // 8, "no step computes more than 8 tokens of bulk prompts"
+    if wanted == "row":
+        tiny.reference("llama").check({prompt: rows[job(prompt).digest] for prompt in prompts})
+
+
+def test_a_bulk_prompt_that_another_client_joins_goes_first(tiny: Tiny) -> None:
+    backend = tiny.backend("llama", max_batch=1)
+    bulk = [job(prompt)._replace(bulk=True) for prompt in random_prompts(3, (3, 3))]
+    backend.submit(bulk)
+    backend.submit([bulk[2]._replace(bulk=False)])
+    assert answered(backend, steps=3) == [bulk[2].digest, bulk[0].digest, bulk[1].digest]
 
 
 @pytest.mark.parametrize("kind", ["llama", "rwkv"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -79,7 +79,10 @@ class Continuations:
     def __len__(self) -> int:
         return len(self._running)
 
-    def begin(self, jobs: Collection[BackendJob]) -> Collection[BackendJob]:
+    def __contains__(self, digest: bytes) -> bool:
+        return digest in self._running
+
+    def begin(self, jobs: Sequence[BackendJob]) -> Sequence[BackendJob]:
         """The jobs as the backend is to have them: the row of the prompt where a continuation is wanted."""
         if all(job.generate is None for job in jobs):
             return jobs

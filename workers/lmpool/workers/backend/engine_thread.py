@@ -44,6 +44,11 @@ _log = logging.getLogger("lmpool.worker")
 
 _FALLS = 0.9
 
+# Jobs of bulk clients and continuations that a worker holds, in batches. The scripts put at most two batches of bulk
+# prompts and three of both kinds in the streams of a worker next to other clients, held ones included: with a fourth,
+# the worker always reaches the rows behind them.
+_MAX_YIELDING_BATCHES = 4
+
 
 @dataclass(frozen=True, slots=True)
 class _Load:
@@ -81,6 +86,9 @@ class _WriteTo:
 
     new_rows: NewRows
 
+
+_Held = dict[bytes, BackendJob]
+"""The prompts that the backend holds: digest -> the job as the backend has it."""
 
 _Command = Sequence[BackendJob] | _Load | _Drop | _Abort | _Promote | _WriteTo
 
@@ -127,19 +135,15 @@ class Call:
 
 
 class _Room(NamedTuple):
-    """What the backend has room for, as seen by its thread.
+    """What the backend has capacity for, as seen by its thread.
 
     Attributes:
-        capacity: prompts that it takes.
-        yielding: those of bulk clients that wait for their turn.
-        taken: prompts that had come so far.
-        taken_bulk: those of bulk clients among them.
+        capacity: rows of interactive clients that it accepts: what yields to them takes up no capacity.
+        taken: such rows that had arrived so far.
     """
 
     capacity: int = 0
-    yielding: int = 0
     taken: int = 0
-    taken_bulk: int = 0
 
 
 class _Told(NamedTuple):
@@ -187,8 +191,9 @@ class EngineThread:
         self._loop = asyncio.get_running_loop()
         self._ready: asyncio.Future[Opened] = self._loop.create_future()
         self._closed = asyncio.Event()
-        self._sent = self._sent_bulk = 0
+        self._sent = 0
         self._outstanding: set[bytes] = set()
+        self._yields: set[bytes] = set()
         self._told: deque[_Told] = deque()
         self._is_woken = False
         self._room = _Room()
@@ -215,12 +220,15 @@ class EngineThread:
     def capacity(self) -> int:
         """How many prompts the backend can take now, besides those that are on their way to it.
 
-        What yields takes up room only as far as it is more than a batch: others go before it.
+        What yields to rows of interactive clients takes up none of their capacity: it has a limit of its own.
         """
         room = self._room
-        yielding = self._sent_bulk - room.taken_bulk
-        others = self._sent - room.taken - yielding
-        return room.capacity - others - max(0, room.yielding + yielding - self.batch)
+        return min(room.capacity - (self._sent - room.taken), _MAX_YIELDING_BATCHES * self.batch - len(self._yields))
+
+    @property
+    def yielding(self) -> int:
+        """How many prompts the backend owes that yield to rows of interactive clients (`YieldingJobs`)."""
+        return len(self._yields)
 
     @property
     def is_busy(self) -> bool:
@@ -235,12 +243,12 @@ class EngineThread:
     def submit(self, jobs: Sequence[BackendJob]) -> None:
         """Hand jobs to the backend, now or when there is memory for their answers (`AnswerMemory`)."""
         self._outstanding.update([job.digest for job in jobs])
+        self._yields.update([job.digest for job in jobs if job.bulk or job.generate is not None])
         self._send(self._answers.admit(jobs))
 
     def _send(self, jobs: Sequence[BackendJob]) -> None:
         if jobs:
-            self._sent += len(jobs)
-            self._sent_bulk += sum([job.bulk for job in jobs])
+            self._sent += _count_rows(jobs)
             self._commands.put(jobs)
 
     def published(self, digests: Iterable[bytes]) -> None:
@@ -250,6 +258,7 @@ class EngineThread:
     def abort(self, digests: Collection[bytes]) -> None:
         """Have the backend drop prompts before its next step; those of the present step may still be answered."""
         self._outstanding.difference_update(digests)
+        self._yields.difference_update(digests)
         self._commands.put(_Abort(digests))
         self._send(self._answers.drop(digests))
 
@@ -340,25 +349,26 @@ class EngineThread:
 
     def _serve(self, backend: Backend) -> None:
         info = backend.info
-        adapters: dict[bytes, str] = {}  # Digest of a prompt that the backend holds -> its adapter.
+        held: _Held = {}
         self._yielding = yielding = YieldingJobs(backend.batch)
         self._continuations = Continuations()
-        taken = taken_bulk = 0
+        self._held_yielding: set[bytes] = set()
+        taken = 0
 
         def tell(finished: Finished) -> None:
-            self._tell(finished, backend, _Room(backend.capacity(), len(yielding), taken, taken_bulk))
+            self._tell(finished, backend, _Room(backend.capacity() + len(self._held_yielding), taken))
 
         while True:
             try:
-                command = self._commands.get(block=not (adapters or yielding))
+                command = self._commands.get(block=not (held or yielding))
                 if command is None:
                     return
                 self.call = Call(command)
-                stale = self._execute(backend, command, adapters)
+                stale = self._execute(backend, command, held)
                 of_head = _told_of_head(backend, command)
                 self.call = None
                 if isinstance(command, Sequence):
-                    taken, taken_bulk = taken + len(command), taken_bulk + sum([job.bulk for job in command])
+                    taken += _count_rows(command)
                 if of_head is not None:
                     tell(of_head)
                 if stale or isinstance(command, _Abort):  # There is room again.
@@ -366,74 +376,92 @@ class EngineThread:
                 continue  # Take all that has come before the next step, so that it runs full.
             except Empty:
                 pass
-            if due := yielding.next(len(adapters), backend.capacity()):
+            if yielding and (due := self._next_yielding(backend, held)):
                 self.call = Call(due)
-                if stale := self._submit(backend, due, adapters):
+                if stale := self._submit(backend, due, held):
                     tell(Finished([], {}, stale=stale))
-            if not adapters:
+            if not held:
                 continue
             self.call = Call()
             self.stepping_since = began = time.monotonic()
             finished = backend.step()
             self.stepping_since = self.call = None
             seconds = time.monotonic() - began
-            answered = check_answers(finished, adapters, info)
+            answered = check_answers(finished, held, info)
             check_first_rows(finished.blocks, info)
             self._note_step(seconds, len(answered))
             if self._continuations:
                 finished, longer = self._continuations.advance(finished)
-                for job in longer:
-                    del adapters[job.digest]
-                self.call = Call(longer)
-                finished = finished._replace(stale=self._submit(backend, self._yielding.go_on(longer), adapters))
-                self.call = None
+                # Not to the backend before what has arrived since: rows go first.
+                yielding.go_on(longer)
+                self._release(held, [job.digest for job in longer])
                 answered = finished.digests
             self._on_step(seconds, len(answered))
-            for digest in answered:
-                del adapters[digest]
+            self._release(held, answered)
             tell(finished._replace(step=(began, began + seconds)) if self._tells_steps else finished)
 
-    def _execute(self, backend: Backend, command: _Command, adapters: dict[bytes, str]) -> tuple[bytes, ...]:
+    def _next_yielding(self, backend: Backend, held: _Held) -> list[BackendJob]:
+        """The jobs that must not yield any longer."""
+        growing = bulk_tokens = 0
+        for digest in self._held_yielding:
+            growing += digest in self._continuations
+            bulk_tokens += len(held[digest].ids) // 4 if held[digest].bulk else 0
+        return self._yielding.next(len(held), growing, bulk_tokens, backend.capacity())
+
+    def _release(self, held: _Held, digests: Collection[bytes]) -> None:
+        """Note that the backend holds prompts no more."""
+        for digest in digests:
+            del held[digest]
+        if self._held_yielding:
+            self._held_yielding.difference_update(digests)
+
+    def _execute(self, backend: Backend, command: _Command, held: _Held) -> tuple[bytes, ...]:
         """Do what is asked; returns the jobs that name an adapter that the backend does not have."""
         match command:
             case _Load():
                 self._load(backend, command)
                 return ()
             case _Drop():
-                stale = tuple(digest for digest, adapter in adapters.items() if adapter == command.adapter)
+                stale = tuple(digest for digest, job in held.items() if job.adapter == command.adapter)
                 backend.abort(stale)
                 self._continuations.drop(stale)
                 _drop(backend, command.adapter)
-                for digest in stale:
-                    del adapters[digest]
+                self._release(held, stale)
             case _WriteTo():
                 if isinstance(backend, WritesInPlace):
-                    backend.write_to(self._continuations.leaving_out(command.new_rows, adapters))
+                    backend.write_to(self._continuations.leaving_out(command.new_rows, held))
                 return ()
             case _Abort():
                 self._yielding.drop(command.digests)
                 self._continuations.drop(command.digests)
-                aborted = [digest for digest in command.digests if digest in adapters]
+                aborted = [digest for digest in command.digests if digest in held]
                 backend.abort(aborted)
-                for digest in aborted:
-                    del adapters[digest]
+                self._release(held, aborted)
                 return ()
             case _Promote():
                 self._continuations.promote(command.digests)
-                return self._submit(backend, self._yielding.take(command.digests), adapters)
+                held_bulk = [held[digest] for digest in command.digests if digest in held and held[digest].bulk]
+                # A backend that tells bulk prompts from others learns of it this way.
+                promoted = [job._replace(bulk=False) for job in held_bulk]
+                return self._submit(backend, [*promoted, *self._yielding.promote(command.digests)], held)
             case jobs:
                 if any(job.head is not None for job in jobs):
                     jobs = [job for job in jobs if job.head is None]
-                return self._submit(backend, self._yielding.sort(jobs), adapters)
+                return self._submit(backend, self._yielding.sort(jobs), held)
         return stale
 
-    def _submit(self, backend: Backend, jobs: Sequence[BackendJob], adapters: dict[bytes, str]) -> tuple[bytes, ...]:
+    def _submit(self, backend: Backend, jobs: Sequence[BackendJob], held: _Held) -> tuple[bytes, ...]:
         """Give jobs to the backend; returns those that name an adapter that it does not have."""
         stale = tuple(job.digest for job in jobs if job.adapter and job.adapter not in backend.adapters)
         served = [job for job in jobs if job.digest not in stale] if stale else jobs
         self._continuations.drop(stale)
-        backend.submit(self._continuations.begin(served))
-        adapters.update((job.digest, job.adapter) for job in served)
+        served = self._continuations.begin(served)
+        backend.submit(served)
+        held.update([(job.digest, job) for job in served])
+        if self._held_yielding:
+            self._held_yielding.difference_update([job.digest for job in served])
+        if self._continuations or any(job.bulk for job in served):
+            self._held_yielding.update(job.digest for job in served if job.bulk or job.digest in self._continuations)
         return stale
 
     def _load(self, backend: Backend, command: _Load) -> None:
@@ -464,7 +492,9 @@ class EngineThread:
         self._is_woken = False
         while self._told:
             finished, self.stats, self._room = self._told.popleft()
-            self._outstanding.difference_update((*finished.digests, *finished.stale))
+            ended = (*finished.digests, *finished.stale)
+            self._outstanding.difference_update(ended)
+            self._yields.difference_update(ended)
             self._on_finished(finished)
 
     def _fail(self, error: BaseException) -> None:
@@ -503,6 +533,11 @@ def _drop(backend: Backend, adapter: str) -> None:
         if is_device_error(error):
             raise
         _log.warning("the adapter %r cannot be removed: it stays loaded until the worker ends", adapter, exc_info=error)
+
+
+def _count_rows(jobs: Sequence[BackendJob]) -> int:
+    """How many jobs do not yield."""
+    return len(jobs) - sum([job.bulk or job.generate is not None for job in jobs])
 
 
 def _resolve(future: asyncio.Future[str], outcome: str | BaseException) -> None:

@@ -1,24 +1,54 @@
-"""Prompts of bulk clients that wait in a worker: behind all others, but not for ever."""
+"""Jobs that wait in a worker while others go first: those of bulk clients, and continuations between two steps."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import time
+from collections.abc import Collection, Iterable, Sequence
 from itertools import islice
+from typing import NamedTuple
 
 from lmpool.workers.backend.contract import BackendJob
 
 PATIENCE_STEPS = 16
-"""Steps for which a prompt of bulk clients waits before the backend gets it beside others."""
+"""Steps for which a prompt of bulk clients waits before the backend gets it next to others."""
 
-# So much of a step, and one prompt at least, goes beside others once it has waited so long: twice what moves up then.
+QUIET_S = 60.0
+"""Seconds after the last interactive prompt until bulk clients count as alone: a person asks again within a minute."""
+
+MAX_BULK_TOKENS = 2048
+"""Tokens of bulk prompts that the backend holds at once next to interactive clients; one prompt may have more.
+
+Engines compute prompts in the order in which they get them, so an interactive prompt waits for these tokens: about one
+step of a GPU.
+"""
+
+# The part of a step, and one prompt at least, that goes next to others once it has waited so long: twice what moves up
+# then.
 _SHARE = 8
 
 
-class YieldingJobs:
-    """Keeps the jobs of bulk clients from the backend as long as it has others to fill its next step with.
+class _Bulk(NamedTuple):
+    """A job of bulk clients that waits.
 
-    Backends take what they hold in the order in which it came. So they are given of these what fills the next step, and
-    where nobody else has asked lately as much as they have room for, which has them pack their steps better.
+    Attributes:
+        job: the job.
+        patient_until: the step after which it has waited long enough.
+        grows: it is a continuation.
+    """
+
+    job: BackendJob
+    patient_until: int
+    grows: bool
+
+
+class YieldingJobs:
+    """Keeps jobs from the backend while it has others to fill its next step with.
+
+    Rows that interactive clients wait for never wait here. Continuations of interactive clients come next: each step
+    gets those that began first, as far as rows leave them slots, and half a batch in any case. So continuations hold a
+    batch of the backend at most, and a row waits for one of their steps, however many tokens they draw. Jobs of bulk
+    clients come last. Where no interactive client has asked lately, the backend gets as many of them as it has capacity
+    for, because it can pack its steps better then.
 
     Args:
         batch: prompts that make a full step.
@@ -26,60 +56,95 @@ class YieldingJobs:
 
     def __init__(self, batch: int) -> None:
         self._batch = batch
-        # In the order in which they came, with the step after which each has waited long enough.
-        self._jobs: dict[bytes, tuple[BackendJob, int]] = {}
+        # Both in the order in which they came; continuations that have begun stand before the others.
+        self._growing: dict[bytes, BackendJob] = {}
+        self._bulk: dict[bytes, _Bulk] = {}
         self._step = 0
-        self._last_other = -PATIENCE_STEPS
+        self._interactive_at = float("-inf")
 
     def __len__(self) -> int:
-        return len(self._jobs)
+        return len(self._growing) + len(self._bulk)
 
     def sort(self, jobs: Sequence[BackendJob]) -> Sequence[BackendJob]:
-        """Keep those of some jobs that yield; returns the others, which the backend is to have now."""
-        others = [job for job in jobs if not job.bulk]
-        if others:
-            self._last_other = self._step
-        if len(others) == len(jobs):
+        """Keep those of some new jobs that yield; returns the others, which the backend must get now."""
+        rows = [job for job in jobs if not job.bulk and job.generate is None]
+        if rows:
+            self._interactive_at = time.monotonic()
+        if len(rows) == len(jobs):
             return jobs
         for job in jobs:
             if job.bulk:
-                self._jobs[job.digest] = job, self._step + PATIENCE_STEPS
-        return others
+                self._bulk[job.digest] = _Bulk(job, self._step + PATIENCE_STEPS, job.generate is not None)
+            elif job.generate is not None:
+                self._interactive_at = time.monotonic()
+                self._growing[job.digest] = job
+        return rows
 
-    def go_on(self, jobs: Sequence[BackendJob]) -> Sequence[BackendJob]:
-        """As `sort`, of continuations that have begun: they go before all that wait here, and have waited enough."""
-        others = [job for job in jobs if not job.bulk]
-        if len(others) < len(jobs):
-            self._jobs = {job.digest: (job, self._step) for job in jobs if job.bulk} | self._jobs
-        return others
+    def go_on(self, jobs: Iterable[BackendJob]) -> None:
+        """Keep continuations that have begun until the next step: before the others of their kind."""
+        growing = {job.digest: job for job in jobs if not job.bulk}
+        bulk = {job.digest: _Bulk(job, self._step, grows=True) for job in jobs if job.bulk}
+        if growing:
+            self._interactive_at = time.monotonic()
+            self._growing = growing | self._growing
+        if bulk:
+            self._bulk = bulk | self._bulk
 
-    def next(self, held: int, capacity: int) -> list[BackendJob]:
-        """What the backend is to have before its next step, which no longer yields.
+    def next(self, held: int, growing: int, bulk_tokens: int, capacity: int) -> list[BackendJob]:
+        """The jobs that the backend must get before its next step.
 
         Args:
             held: prompts that the backend holds.
-            capacity: how many more it has room for.
+            growing: continuations among them.
+            bulk_tokens: tokens of the bulk prompts among them.
+            capacity: how many more prompts the backend accepts.
         """
         self._step += 1
-        if not self._jobs:
-            return []
-        if len(self._jobs) <= self._batch - held:
-            return self.take(list(self._jobs))
-        has_others = self._step - self._last_other <= PATIENCE_STEPS
-        room = self._batch - held if has_others else max(capacity, self._batch - held)
+        due: list[BackendJob] = []
+        if self._growing:
+            count = max(self._batch - held, max(1, self._batch // 2) - growing)
+            due = self.take(list(islice(self._growing, max(0, count))))
+        if self._bulk:
+            held += len(due)
+            due += self.take(self._next_bulk(self._batch - held, bulk_tokens, capacity - len(due)))
+        return due
+
+    def _next_bulk(self, free: int, tokens: int, capacity: int) -> list[bytes]:
+        is_alone = time.monotonic() - self._interactive_at > QUIET_S
+        room, most_tokens = (max(free, capacity), None) if is_alone else (free, MAX_BULK_TOKENS)
         room_if_late = max(room, 1, self._batch // _SHARE)
         due: list[bytes] = []
-        for digest, (_, patient_until) in islice(self._jobs.items(), room_if_late):
+        for digest, (job, patient_until, _) in islice(self._bulk.items(), room_if_late):
             if len(due) >= room and patient_until > self._step:
                 break
+            size = len(job.ids) // 4
+            # A prompt that is longer than the limit goes alone.
+            if most_tokens is not None and tokens and tokens + size > most_tokens:
+                break
+            tokens += size
             due.append(digest)
-        return self.take(due)
+        return due
 
     def take(self, digests: Collection[bytes]) -> list[BackendJob]:
-        """Those of some prompts that have yielded so far; they do so no longer."""
-        return [self._jobs.pop(digest)[0] for digest in digests if digest in self._jobs]
+        """Those of some prompts that wait here; they do so no longer."""
+        taken = [self._growing.pop(digest) for digest in digests if digest in self._growing]
+        return taken + [self._bulk.pop(digest).job for digest in digests if digest in self._bulk]
+
+    def promote(self, digests: Collection[bytes]) -> list[BackendJob]:
+        """Have jobs of bulk clients be interactive ones; returns the rows, which the backend must get now."""
+        rows = []
+        self._interactive_at = time.monotonic()
+        for digest in digests:
+            if (waiting := self._bulk.pop(digest, None)) is not None:
+                job = waiting.job._replace(bulk=False)
+                if waiting.grows:
+                    self._growing[digest] = job
+                else:
+                    rows.append(job)
+        return rows
 
     def drop(self, digests: Collection[bytes]) -> None:
-        """Forget prompts; unknown ones are ignored."""
+        """Discard prompts; unknown ones are ignored."""
         for digest in digests:
-            self._jobs.pop(digest, None)
+            self._growing.pop(digest, None)
+            self._bulk.pop(digest, None)

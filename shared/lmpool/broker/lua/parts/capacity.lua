@@ -9,6 +9,8 @@ local BATCHES = 3
 local HELD_BATCHES = 2
 -- Batches for each worker, waiting and held, beyond which bulk clients add nothing: one is computed, and one comes next.
 local BULK_BATCHES = 2
+-- The same for continuations of other clients: one batch more, so that bulk clients never keep them out.
+local CONTINUED_BATCHES = 3
 -- Jobs in the stream while no worker is known.
 local WITHOUT_WORKERS = 128
 -- How many more jobs a client that asks alone may have there, and how large each of these may be: what can soon be taken
@@ -16,8 +18,9 @@ local WITHOUT_WORKERS = 128
 local SOLE_EXTRA = 2000
 local SOLE_MOST_BYTES = 8192
 local SOLE_CLIENT_MS = 3600000
--- For how long a bulk client does not ask alone after it has given way.
-local BULK_SHY_MS = 2000
+-- For how long a bulk client does not ask alone after it has given way: as long as workers expect more prompts of interactive
+-- clients (QUIET_S of yielding.py).
+local BULK_SHY_MS = 60000
 
 -- How many workers take jobs; the sum stands beside them. Whether lanes are in use: one worker alone has no use for one.
 local worker_count = math.max(0, (tonumber(redis.pcall('HLEN', capacities)) or 0) - 1)
@@ -49,7 +52,8 @@ local function is_bulk_client(sole)
 end
 
 -- How many jobs the streams may take beside `shared` in the shared one and `laned` in the lanes (less than 0: they hold too
--- many), how many of bulk clients, and how many more than these from a client that asks alone.
+-- many), how many of bulk clients, how many more than these from a client that asks alone, and how many continuations of
+-- other clients.
 local function spare_capacity(shared, laned)
   local batches = tonumber(redis.pcall('HGET', capacities, '')) or 0
   local spare = (batches > 0 and BATCHES * batches or WITHOUT_WORKERS) - (shared - group_at(jobs).pending)
@@ -57,5 +61,6 @@ local function spare_capacity(shared, laned)
     spare = spare + HELD_BATCHES * batches - laned
   end
   local bulk_spare = (batches > 0 and BULK_BATCHES * batches or WITHOUT_WORKERS / 2) - shared - laned
-  return spare, math.min(spare, bulk_spare), batches > 0 and SOLE_EXTRA or 0
+  local continued_spare = bulk_spare + (CONTINUED_BATCHES - BULK_BATCHES) * batches
+  return spare, math.min(spare, bulk_spare), batches > 0 and SOLE_EXTRA or 0, math.min(spare, continued_spare)
 end

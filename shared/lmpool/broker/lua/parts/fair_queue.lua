@@ -10,10 +10,15 @@
 -- many each has queued. "virtual_time" is a sorted set: the virtual time under "" and the start time of each client's last
 -- prompt under its reply key, so the difference is how many prompts the client has in the backlog.
 --
--- What only bulk clients wait for goes behind all that: their start times begin at BULK_TIME, with a virtual time of their own
--- under "bulk", so they move up in rotation among themselves. They move up while the streams hold no more than workers compute
--- and what comes next, and one for TURNS jobs that end in any case: what has been owed to them so far is under "owed". A prompt
--- that another client joins moves to a start time of that client, and is none of theirs any more.
+-- Jobs that yield go behind all that: continuations, whose start times begin at CONTINUED_TIME, and behind these what only bulk
+-- clients wait for, from BULK_TIME on. Each kind has a virtual time of its own, under "continued" and "bulk", so clients move up
+-- in rotation among their kind. They move up while the streams hold little more than workers compute, held jobs included: a
+-- worker takes entries in their order, so it must be able to hold all that stand before a row. In any case one of each kind
+-- moves up for TURNS jobs that end: what has been owed to them so far is under "owed". A prompt that an interactive client joins
+-- moves to a start time of that client.
+--
+-- A continuation counts as the tokens that it may generate: the next prompt of its client starts so much later, and it uses up
+-- so many turns. The start time of a client's last continuation is under its reply key and TOKENS.
 --
 -- Moving through the backlog costs a third of a prompt's time in the server, and as long as one client asks alone it is for
 -- nothing. So that client may have more in the streams than their capacity, with the digests; "sole_client" then has its
@@ -34,9 +39,16 @@ local MOST_MOVED, MOST_MOVED_BYTES = 128, 524288
 local PART_MOVED, MOST_AT_ONCE = 32, 500
 -- The value of "sole_client" when nothing is to be taken back.
 local NO_SOLE_CLIENT, UNKNOWN = '', '?'
--- Virtual times of others stay below, and any number of digits that Lua writes are enough for those above.
-local BULK_TIME, TURNS = 1e12, 16
-local NOW, BULK_NOW, OWED = '', 'bulk', 'owed'
+-- Where the start times of each kind begin and end; those of rows stay below, and the 14 digits that Lua writes are enough.
+local CONTINUED_TIME, BULK_TIME, TURNS = 1e11, 1e12, 16
+local FIRST_START = {[CONTINUED] = CONTINUED_TIME, [BULK] = BULK_TIME}
+local LAST_START = {[CONTINUED] = '(' .. BULK_TIME, [BULK] = '+inf'}
+-- Members of "virtual_time"; the virtual time of a kind is under its name.
+local NOW, OWED, TOKENS = '', 'owed', ':tokens'
+-- How many jobs must end at most until the next turn: those for a continuation of 8,192 tokens.
+local MOST_OWED = 8192 * TURNS
+-- Bytes of a stored job beyond which its cost is not read when it is cancelled.
+local MOST_READ = 65536
 local backlog_jobs, virtual_time = base .. ':backlog:jobs', base .. ':virtual_time'
 
 -- What a command counts at a key; a value of another type is removed.
@@ -55,14 +67,19 @@ local function last_start(client)
   return start - start == 0 and start or 0
 end
 
-local function virtual_now(is_bulk)
+local function virtual_now(kind)
   count_at('ZCARD', virtual_time)
-  return is_bulk and math.max(BULK_TIME, last_start(BULK_NOW)) or last_start(NOW)
+  return kind and math.max(FIRST_START[kind], last_start(kind)) or last_start(NOW)
 end
 
--- How many prompts of bulk clients the backlog has.
-local function count_bulk()
-  return redis.call('ZCOUNT', backlog, BULK_TIME, '+inf')
+-- How many prompts of a kind the backlog has.
+local function count_of(kind)
+  return redis.call('ZCOUNT', backlog, FIRST_START[kind], LAST_START[kind])
+end
+
+-- The member of "virtual_time" that has the start time of a client's last prompt of a kind.
+local function member_of(client, kind)
+  return kind == CONTINUED and client .. TOKENS or client
 end
 
 -- Put jobs into the backlog: start times and digests, and digests and what is stored of their jobs, one after the other.
@@ -75,9 +92,14 @@ local function to_backlog(order, stored)
   end
 end
 
--- What the backlog stores of a job.
-local function to_store(since, lifetime, home, job)
-  return since .. ' ' .. lifetime .. ' ' .. home .. ' ' .. job
+-- What the backlog stores of a job. `cost` is nil, or how many tokens a continuation may generate.
+local function to_store(since, lifetime, home, job, cost)
+  return since .. (cost and ',' .. cost or '') .. ' ' .. lifetime .. ' ' .. home .. ' ' .. job
+end
+
+-- The parts of what `to_store` has made: since, cost or '', lifetime, home, and where the job begins; nothing if it is none.
+local function read_stored(stored)
+  return string.match(stored or '', '^(%d+),?(%d*) (%d+) (%S*) ()')
 end
 
 -- Take the last of `excess` jobs of the streams back into the backlog, with the first start times of the client
@@ -86,11 +108,11 @@ end
 -- Returns how many were taken.
 local function take_back(excess, client)
   local order, stored, is_bulk, is_known = {}, {}, is_bulk_client(client), client ~= UNKNOWN
-  local now, bulk_now = virtual_now(), virtual_now(true)
+  local now, bulk_now = virtual_now(), virtual_now(BULK)
   local function can_go_back(job)
-    if not job.digest or is_known and job.is_bulk ~= is_bulk then
+    if not job.digest or job.kind == CONTINUED or is_known and (job.kind == BULK) ~= is_bulk then
       return false
-    elseif not job.is_bulk then
+    elseif not job.kind then
       return true
     end
     -- What others have joined stays, for it is not to wait for its turn among what only bulk clients wait for.
@@ -100,7 +122,7 @@ local function take_back(excess, client)
   local function store(taken, seen_before)
     for _, job in ipairs(taken) do
       -- The start times before these are for what is before these in the stream.
-      local first = job.is_bulk and bulk_now or now
+      local first = job.kind and bulk_now or now
       order[#order + 1], order[#order + 2] = first + excess - seen_before - job.number, job.digest
       stored[#stored + 1], stored[#stored + 2] = job.digest, to_store(job.since, job.lifetime, job.home, job.job)
       place(waiting_for .. job.digest, LATER, job.lifetime)
@@ -171,21 +193,28 @@ end
 
 -- Take a prompt out of the backlog; `client` is who had queued it, as far as is known.
 local function drop_later(digest, client)
-  if redis.call('ZREM', backlog, digest) == 1 then
+  local start, cost = tonumber(redis.call('ZSCORE', backlog, digest)), nil
+  if start then
+    redis.call('ZREM', backlog, digest)
+    if start >= CONTINUED_TIME and redis.call('HSTRLEN', backlog_jobs, digest) <= MOST_READ then
+      cost = select(2, read_stored(redis.call('HGET', backlog_jobs, digest)))
+    end
     redis.call('HDEL', backlog_jobs, digest)
+    client = member_of(client, start >= CONTINUED_TIME and start < BULK_TIME and CONTINUED or nil)
     if count_at('ZCARD', virtual_time) > 0 and redis.call('ZSCORE', virtual_time, client) then
-      redis.call('ZINCRBY', virtual_time, -1, client)
+      redis.call('ZINCRBY', virtual_time, -(tonumber(cost) or 1), client)
     end
   end
 end
 
--- The first prompts of the backlog, or of those of bulk clients, at most `count`, and as many as one call may move whatever they
+-- The first prompts of the backlog, or of those of a kind, at most `count`, and as many as one call may move whatever they
 -- weigh; they leave it. Returns their digests, what is stored of their jobs, the start time of the last, and how many bytes that
 -- is.
-local function pop(count, most_bytes, is_bulk)
+local function pop(count, most_bytes, kind)
   local first, bytes = nil, 0
-  if is_bulk then
-    first = redis.call('ZRANGEBYSCORE', backlog, BULK_TIME, '+inf', 'WITHSCORES', 'LIMIT', 0, count)
+  if kind then
+    first =
+      redis.call('ZRANGEBYSCORE', backlog, FIRST_START[kind], LAST_START[kind], 'WITHSCORES', 'LIMIT', 0, count)
     local leaving = {}
     for at = 1, #first, 2 do
       leaving[#leaving + 1] = first[at]
@@ -217,22 +246,23 @@ local function pop(count, most_bytes, is_bulk)
 end
 
 -- Move prompts up from the backlog, as many as `free`, of so many that are `there`, and no more than `budget` leaves. Those that
--- nobody waits for any more are dropped. Returns how many were added, and how many have left the backlog.
-local function move_some(free, there, budget, is_bulk)
-  local added, left, last, now = 0, 0, nil, now_ms()
+-- nobody waits for any more are dropped. Returns how many were added, how many have left the backlog, and how many tokens beyond
+-- one each the continuations among those that were added may generate.
+local function move_some(free, there, budget, kind)
+  local added, left, more_tokens, last, now = 0, 0, 0, nil, now_ms()
   while free > added and there > left and budget.count > 0 and budget.bytes > 0 do
     local count = math.min(free - added, there - left, PART_MOVED)
-    local digests, stored, start, size = pop(count, budget.bytes, is_bulk)
+    local digests, stored, start, size = pop(count, budget.bytes, kind)
     for i, digest in ipairs(digests) do
       local waiting = waiting_for .. digest
-      local since, lifetime, home, at = string.match(stored[i] or '', '^(%d+) (%d+) (%S*) ()')
+      local since, cost, lifetime, home, at = read_stored(stored[i])
       local till = at and since + lifetime
       -- What was taken back has left the backlog, so before its deadline a prompt is waited for.
       if at and (now < till or is_wanted(waiting, till, now)) then
         local job = string.sub(stored[i], at)
         local tag = lifetime .. ' ' .. digest
-        place(waiting, add_job(choose(home), is_bulk, 'm', job, 'u', tag, 't', since, 'h', home), lifetime)
-        added = added + 1
+        place(waiting, add_job(choose(home), kind, 'm', job, 'u', tag, 't', since, 'h', home), lifetime)
+        added, more_tokens = added + 1, more_tokens + (tonumber(cost) or 1) - 1
       else
         redis.call('UNLINK', waiting)
       end
@@ -240,16 +270,16 @@ local function move_some(free, there, budget, is_bulk)
     budget.count, budget.bytes, last, left = budget.count - #digests, budget.bytes - size, start, left + #digests
   end
   if last then
-    redis.call('ZADD', virtual_time, last, is_bulk and BULK_NOW or NOW)
+    redis.call('ZADD', virtual_time, last, kind or NOW)
   end
-  return added, left
+  return added, left, more_tokens
 end
 
--- How many prompts of bulk clients move up now that so many jobs have ended, though others leave them no room.
+-- How many prompts of each kind that yields move up now that so many jobs have ended, though others leave them no capacity.
 local function take_turns(ended)
-  local owed = last_start(OWED) + ended
-  redis.call('ZADD', virtual_time, owed % TURNS, OWED)
-  return math.floor(owed / TURNS)
+  local owed = math.max(-MOST_OWED, last_start(OWED)) + ended
+  redis.call('ZADD', virtual_time, owed < 0 and owed or owed % TURNS, OWED)
+  return math.max(0, math.floor(owed / TURNS))
 end
 
 -- Move prompts up from the backlog while the streams have capacity; `ended` jobs have ended before. Returns whether there may be
@@ -261,7 +291,7 @@ local function move_up(ended)
   end
   count_at('HLEN', backlog_jobs)
   count_at('ZCARD', virtual_time)
-  local free, bulk_free = spare_capacity(redis.call('XLEN', jobs), in_lanes())
+  local free, bulk_free, _, continued_free = spare_capacity(redis.call('XLEN', jobs), in_lanes())
   local sole = bulk_free < 0 and redis.pcall('GET', sole_client)
   if type(sole) == 'string' and string.sub(sole, 1, 1) == '-' then
     local excess = -(is_bulk_client(sole) and bulk_free or free)
@@ -271,30 +301,45 @@ local function move_up(ended)
       return true
     end
   end
-  local of_bulk, budget = count_bulk(), {count = MOST_MOVED, bytes = MOST_MOVED_BYTES}
-  local of_others = in_backlog - of_bulk
-  local most = math.max(0, math.min(free, of_others))
-  if of_bulk > 0 then
-    bulk_free = bulk_free - most
-    if bulk_free <= 0 then
-      bulk_free = ended and take_turns(ended) or 0
-      free = free - bulk_free
+  local budget = {count = MOST_MOVED, bytes = MOST_MOVED_BYTES}
+  local of_bulk, of_continued = count_of(BULK), count_of(CONTINUED)
+  local of_others = in_backlog - of_bulk - of_continued
+  local most, turns, by_turns = math.max(0, math.min(free, of_others)), nil, {}
+  -- How many of a kind may move up behind those that go before it.
+  local function free_of(kind, kind_free, there)
+    if there == 0 then
+      return 0
     end
-    most = most + math.min(bulk_free, of_bulk)
+    kind_free = kind_free - most
+    if kind_free <= 0 then
+      turns = turns or ended and take_turns(ended) or 0
+      kind_free, free, by_turns[kind] = turns, free - turns, true
+    end
+    most = most + math.min(kind_free, there)
+    return kind_free
   end
+  continued_free = free_of(CONTINUED, continued_free, of_continued)
+  bulk_free = free_of(BULK, bulk_free, of_bulk)
   if most > 0 then
     open_lanes(math.min(most, MOST_MOVED))
     level_lanes(math.min(most, MOST_MOVED))
-    local added, left = move_some(free, of_others, budget, false)
+    local added, left, more_tokens = move_some(free, of_others, budget)
     free, of_others = free - added, of_others - left
-    added, left = move_some(bulk_free, of_bulk, budget, true)
+    added, left, more_tokens = move_some(continued_free, of_continued, budget, CONTINUED)
+    continued_free, of_continued = continued_free - added, of_continued - left
+    local used = by_turns[CONTINUED] and more_tokens or 0
+    added, left, more_tokens = move_some(bulk_free, of_bulk, budget, BULK)
     bulk_free, of_bulk = bulk_free - added, of_bulk - left
+    used = used + (by_turns[BULK] and more_tokens or 0)
+    if used > 0 then
+      redis.call('ZINCRBY', virtual_time, -TURNS * used, OWED)
+    end
     count_added()
   end
-  if of_bulk + of_others <= 0 then
-    -- Nobody has anything in the backlog: the virtual time begins anew.
+  if of_bulk + of_continued + of_others <= 0 then
+    -- No client has anything in the backlog: the virtual time begins again.
     redis.call('UNLINK', virtual_time, backlog_jobs)
     return false
   end
-  return free > 0 and of_others > 0 or bulk_free > 0 and of_bulk > 0
+  return free > 0 and of_others > 0 or continued_free > 0 and of_continued > 0 or bulk_free > 0 and of_bulk > 0
 end

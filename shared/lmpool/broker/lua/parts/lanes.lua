@@ -135,11 +135,11 @@ local function choose(home, is_announced, is_sibling)
   return worker
 end
 
--- Add a job to the lane of a worker, or to the shared stream for nil; one of bulk clients says so, for who takes it. Returns its
--- entry, for its waiting key.
-local function add_job(worker, is_bulk, ...)
-  if is_bulk then
-    return add_job(worker, false, 'p', BULK, ...)
+-- Add a job to the lane of a worker, or to the shared stream for nil. `kind` is BULK, CONTINUED or nil. Returns its entry, for its
+-- waiting key.
+local function add_job(worker, kind, ...)
+  if kind then
+    return add_job(worker, nil, 'p', kind, ...)
   end
   local id = worker and redis.pcall('XADD', lane_of .. worker, '*', ...)
   if type(id) == 'string' then

@@ -33,7 +33,8 @@ local function read_entry(entry, suffix)
   local since = string.match(values.t or entry[1], '^%d+') or '0'
   return {
     entry = entry[1] .. suffix, job = values.m or '', since = since, home = values.h or '',
-    lifetime = is_known and lifetime, digest = is_known and digest, is_bulk = values.p == BULK,
+    lifetime = is_known and lifetime, digest = is_known and digest,
+    kind = (values.p == BULK or values.p == CONTINUED) and values.p or nil,
   }
 end
 
@@ -95,10 +96,10 @@ local function move(from_worker, worker, taken, from, to, step)
   for at = from, to, step do
     local job = taken[at]
     if not job.digest then
-      add_job(worker, job.is_bulk, 'm', job.job, 't', job.since)
+      add_job(worker, job.kind, 'm', job.job, 't', job.since)
     else
       local tag = job.lifetime .. ' ' .. job.digest
-      local entry = add_job(worker, job.is_bulk, 'm', job.job, 'u', tag, 't', job.since, 'h', job.home)
+      local entry = add_job(worker, job.kind, 'm', job.job, 'u', tag, 't', job.since, 'h', job.home)
       -- Its clients may have asked again meanwhile, and have another job; or a server that is short of memory has dropped the
       -- key, and they will.
       place(waiting_for .. job.digest, entry, job.lifetime, job.entry)

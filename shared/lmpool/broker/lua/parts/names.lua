@@ -3,8 +3,9 @@
 local GROUP = 'workers'
 -- What a waiting key has instead of an entry: the job is in the backlog; its row has just been stored.
 local LATER, DONE = 'later', 'done'
--- What an entry says in its field "p" that only bulk clients wait for.
-local BULK = 'bulk'
+-- What an entry says in its field "p" if it yields to others: only bulk clients wait for it, or it is a continuation that
+-- another client waits for. Entries that do not yield have no such field.
+local BULK, CONTINUED = 'bulk', 'continued'
 local jobs = KEYS[1]
 local base = string.sub(jobs, 1, -6)
 local backlog, sole_client, capacities = base .. ':backlog', base .. ':sole_client', base .. ':capacity'

@@ -17,7 +17,7 @@
 --
 -- Returns {alone (0|1), list of {entry, encoded job, deliveries before this one, fields 'u', 't' and 'p' or ''}, how many more
 -- calls are this worker's share of going through all that is held}. An empty list with alone = 1 asks the caller to come back
--- when it holds nothing. A job that is too large is told by its size alone. What others than bulk clients
+-- when it holds nothing, if that is soon. A job that is too large is told by its size alone. What others than bulk clients
 -- have joined since has no 'p'.
 
 -- include capacity

@@ -6,6 +6,7 @@
 --       then per prompt: encoded job
 --       and, if the client knows homes, after all of those per prompt: the worker that is its home, or "", or "=" for one
 --       that continues the same prompt as the one before
+--       and, if all are continuations, after the homes, which may be "", per prompt: how many tokens it may generate
 --
 -- row check: where to see that a row is in the cache: at the row itself, or at the mark that finish.lua has left of it where
 -- rows are on other masters; nowhere when a row is to be replaced.
@@ -41,8 +42,10 @@ end
 
 -- include capacity
 
--- What a bulk client asks for yields to what others ask for: see fair_queue.lua.
-local is_bulk = is_bulk_client(reply)
+-- What a bulk client asks for yields to what others ask for, and continuations yield to rows: see fair_queue.lua.
+local is_bulk, first_cost = is_bulk_client(reply), HEAD + 2 * count
+local is_continued = #ARGV > first_cost
+local kind = is_bulk and BULK or is_continued and CONTINUED or nil
 
 -- Whether this client is known to ask alone, and will be for long; `sole` is who does.
 local function is_known_alone(sole)
@@ -60,12 +63,14 @@ end
 -- The usual case, before the rules of the queue: making ready for them takes as long as a few prompts. All find a place
 -- at once, where this client asks alone or where there are so many.
 local sole = may_be_usual and redis.pcall('GET', sole_client)
-local is_sole = may_be_usual and depth + count <= SOLE_EXTRA and is_known_alone(sole)
+-- Continuations do not go past the backlog: each would be in the way for as long as it takes.
+local is_sole = may_be_usual and not is_continued and depth + count <= SOLE_EXTRA and is_known_alone(sole)
 local is_usual = is_sole
 if may_be_usual and not is_sole then
-  local free, bulk_free = spare_capacity(shared, laned)
+  local free, bulk_free, _, continued_free = spare_capacity(shared, laned)
+  local free_for_kind = is_bulk and bulk_free or is_continued and continued_free or free
   -- Not where more of a bulk client is in the streams than others are to wait for.
-  is_usual = (is_bulk and bulk_free or free) >= count and (is_bulk or bulk_free >= 0 or not is_bulk_client(sole))
+  is_usual = free_for_kind >= count and (is_bulk or bulk_free >= 0 or not is_bulk_client(sole))
 end
 local outcome, queued = {}, {}
 
@@ -96,8 +101,8 @@ if is_usual and not has_lanes then
       if is_sole or is_bulk then
         tag = lifetime .. ' ' .. string.sub(waiting, -16)
       end
-      if is_bulk then
-        entry = redis.call('XADD', jobs, '*', 'm', ARGV[HEAD + i], 'u', tag, 'p', BULK)
+      if kind then
+        entry = redis.call('XADD', jobs, '*', 'm', ARGV[HEAD + i], 'u', tag, 'p', kind)
       else
         entry = redis.call('XADD', jobs, '*', 'm', ARGV[HEAD + i], 'u', tag)
       end
@@ -113,7 +118,7 @@ end
 
 -- The homes, and which prompts continue the same one as those before them.
 local homes, is_sibling = {}, {}
-for i = 1, #ARGV - HEAD - count do
+for i = 1, math.min(count, #ARGV - HEAD - count) do
   homes[i] = ARGV[HEAD + count + i]
   if homes[i] == '=' and i > 1 then
     homes[i], is_sibling[i] = homes[i - 1], true
@@ -139,9 +144,9 @@ local function to_stream(i, may_go_back, is_announced)
     tag = lifetime .. ' ' .. string.sub(waiting, -16)
   end
   if home and home ~= '' then
-    return add_job(worker, is_bulk, 'm', job, 'u', tag, 'h', home)
+    return add_job(worker, kind, 'm', job, 'u', tag, 'h', home)
   end
-  return add_job(worker, is_bulk, 'm', job, 'u', tag)
+  return add_job(worker, kind, 'm', job, 'u', tag)
 end
 
 open_lanes(count)
@@ -173,7 +178,7 @@ local SHARE = 9
 local in_backlog, is_alone, is_in_the_way = count_at('ZCARD', backlog), false, false
 -- Behind the prompts of others, too, a call that has only new prompts need not look at each.
 local is_new = existing == (in_backlog > 0 and 1 or 0)
-local free, bulk_free, more = spare_capacity(shared, laned)
+local free, bulk_free, more, continued_free = spare_capacity(shared, laned)
 local may_be_alone = true
 if bulk_free < 0 or is_bulk then
   sole = redis.pcall('GET', sole_client)
@@ -182,7 +187,7 @@ if bulk_free < 0 or is_bulk then
   if sole ~= reply and sole ~= NO_SOLE_CLIENT and excess > 0 then
     is_in_the_way = give_way(excess, sole)
     shared, laned, in_backlog = redis.call('XLEN', jobs), in_lanes(), count_at('ZCARD', backlog)
-    free, bulk_free = spare_capacity(shared, laned)
+    free, bulk_free, more, continued_free = spare_capacity(shared, laned)
     depth, may_be_alone = shared + laned, not is_in_the_way
   end
   if is_bulk then
@@ -192,19 +197,31 @@ if bulk_free < 0 or is_bulk then
     free = is_in_the_way and 0 or math.max(0, free)
   end
 end
+if is_continued then
+  may_be_alone = false
+  free = is_bulk and free or is_in_the_way and 0 or continued_free
+end
 -- Prompts of the backlog that go before this client's.
-local ahead = in_backlog > 0 and not is_bulk and in_backlog - count_bulk() or in_backlog
+local ahead = in_backlog
+if in_backlog > 0 and not is_bulk then
+  ahead = in_backlog - count_of(BULK) - (is_continued and 0 or count_of(CONTINUED))
+end
 -- What goes to the backlog, all at once in the end.
 local since, order, stored, now, last = nil, {}, {}, nil, nil
 
+-- How many tokens a prompt may generate; 1 for a row.
+local function cost_of(i)
+  return is_continued and math.max(1, tonumber(ARGV[first_cost + i]) or 1) or 1
+end
+
 -- The virtual start time of the client's next prompt.
-local function next_start()
+local function next_start(i)
   if not last then
-    now = virtual_now(is_bulk)
+    now = virtual_now(kind)
     -- The first start times are for those that may have to come back from the stream.
-    last = math.max(now - math.min(0, free), last_start(reply))
+    last = math.max(now - math.min(0, free), last_start(member_of(reply, kind)))
   end
-  return last + 1
+  return last + cost_of(i)
 end
 
 local function queue(i, is_fresh)
@@ -221,25 +238,27 @@ local function queue(i, is_fresh)
     depth, free = depth + 1, free - 1
     return 'Q'
   end
-  local start = next_start()
-  if last - now >= SHARE * (limit - depth - in_backlog) then
+  local start = next_start(i)
+  -- How many prompts like this one the client has there.
+  if (last - now) / cost_of(i) >= SHARE * (limit - depth - in_backlog) then
     return 'F'
   end
   since = since or string.format('%d', now_ms())
   local digest = string.sub(waiting, -16)
   order[#order + 1], order[#order + 2] = start, digest
-  stored[#stored + 1], stored[#stored + 2] = digest, to_store(since, lifetime, homes[i] or '', job)
+  local cost = is_continued and cost_of(i) or nil
+  stored[#stored + 1], stored[#stored + 2] = digest, to_store(since, lifetime, homes[i] or '', job, cost)
   last, in_backlog, ahead = start, in_backlog + 1, ahead + 1
   register(waiting, LATER, is_fresh)
   return 'Q'
 end
 
 -- A client that joins a prompt of somebody else in the backlog may have an earlier start time for it.
-local function hasten(digest)
+local function hasten(i, digest)
   local start = redis.call('ZSCORE', backlog, digest)
-  if start and next_start() < tonumber(start) then
-    redis.call('ZADD', backlog, last + 1, digest)
-    last = last + 1
+  if start and next_start(i) < tonumber(start) then
+    last = next_start(i)
+    redis.call('ZADD', backlog, last, digest)
   end
 end
 
@@ -248,10 +267,10 @@ local function promote(waiting, entry)
   local stream, id, worker = locate(entry)
   local found = redis.pcall('XRANGE', stream, id, id)[1]
   local job = type(found) == 'table' and read_entry(found, worker and ' ' .. worker or '')
-  if not (job and job.is_bulk and job.digest) or #redis.pcall('XPENDING', stream, GROUP, id, id, 1) > 0 then
+  if not (job and job.kind == BULK and job.digest) or #redis.pcall('XPENDING', stream, GROUP, id, id, 1) > 0 then
     return
   end
-  job.id, job.is_bulk = id, false
+  job.id, job.kind = id, kind
   move(worker, worker, {job}, 1, 1, 1)
 end
 
@@ -275,7 +294,7 @@ local function is_there(row)
 end
 
 -- Join a job that exists: J; or R when that has ended with a row, and nothing when there is none.
-local function join(waiting)
+local function join(i, waiting)
   local job, sole, is_junk = read_waiting(waiting)
   if is_junk then
     redis.call('UNLINK', waiting)
@@ -294,7 +313,7 @@ local function join(waiting)
     redis.call('HSET', waiting, reply, '')
   end
   if job == LATER then
-    hasten(string.sub(waiting, -16))
+    hasten(i, string.sub(waiting, -16))
   elseif sole and not is_bulk and is_bulk_client(sole) then
     promote(waiting, job)
   end
@@ -309,7 +328,7 @@ for i = 1, count do
   local waiting = KEYS[2 + i]
   local is_fresh, result = is_new and not queued[waiting], nil
   if not is_fresh then
-    result = is_there(KEYS[2 + count + i]) and 'R' or join(waiting)
+    result = is_there(KEYS[2 + count + i]) and 'R' or join(i, waiting)
   end
   outcome[i] = result or queue(i, is_fresh)
   queued[waiting] = true
@@ -319,7 +338,7 @@ if #order > 0 then
   to_backlog(order, stored)
 end
 if last then
-  redis.call('ZADD', virtual_time, last, reply)
+  redis.call('ZADD', virtual_time, last, member_of(reply, kind))
   if not is_in_the_way then
     move_up()
   end

@@ -53,8 +53,10 @@ local in_backlog = count_at('ZCARD', backlog)
 if in_backlog > 0 then
   -- A client's oldest prompt has its first start time, and the first start times of all clients are close together.
   local firsts = redis.call('ZRANGE', backlog, 0, FIRST - 1)
-  for _, digest in ipairs(redis.call('ZRANGEBYSCORE', backlog, BULK_TIME, '+inf', 'LIMIT', 0, FIRST)) do
-    firsts[#firsts + 1] = digest
+  for kind, first in pairs(FIRST_START) do
+    for _, digest in ipairs(redis.call('ZRANGEBYSCORE', backlog, first, LAST_START[kind], 'LIMIT', 0, FIRST)) do
+      firsts[#firsts + 1] = digest
+    end
   end
   for _, digest in ipairs(firsts) do
     local stored = redis.call('HSTRLEN', backlog_jobs, digest) <= MOST_READ and redis.call('HGET', backlog_jobs, digest)

@@ -20,7 +20,7 @@ count_at('ZCARD', workers)
 -- Forget clients whose last prompts have start times in a range.
 local function forget_clients(first, last)
   for _, client in ipairs(redis.call('ZRANGEBYSCORE', virtual_time, first, last, 'LIMIT', 0, most)) do
-    if client ~= NOW and client ~= BULK_NOW and client ~= OWED then
+    if client ~= NOW and client ~= CONTINUED and client ~= BULK and client ~= OWED then
       redis.call('ZREM', virtual_time, client)
     end
   end
@@ -28,7 +28,8 @@ end
 
 if count_at('ZCARD', virtual_time) > 1 then
   forget_clients('-inf', virtual_now())
-  forget_clients(BULK_TIME, virtual_now(true))
+  forget_clients(CONTINUED_TIME, virtual_now(CONTINUED))
+  forget_clients(BULK_TIME, virtual_now(BULK))
 end
 
 -- Remove the lane of a worker if it is empty. Returns whether it is.

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Collection, Iterable, Mapping
 from hashlib import blake2b
+from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
@@ -26,6 +28,7 @@ from lmpool.workers.backends.hf.batching import (
     PREFILL,
     BatchLimit,
     BatchRules,
+    BulkLimit,
     Chunk,
     Progress,
     choose,
@@ -73,6 +76,7 @@ class _Known(NamedTuple):
     Attributes:
         chunk: the chunk.
         progress: of the job.
+        limit: tokens that a step might compute of the prompt.
         end: up to which token held slots were looked up.
         slots: where.
         mark: of the path that was found.
@@ -80,6 +84,7 @@ class _Known(NamedTuple):
 
     chunk: Chunk
     progress: Progress
+    limit: int
     end: int = 0
     slots: PrefixSlots | None = None
     mark: Mark | None = None
@@ -128,6 +133,8 @@ class HfBackend(TellsTexts):
         )
         self._log_longest(loaded.max_prompt_tokens)
         self._limit = BatchLimit(settings.max_batch)
+        self._bulk_limit = BulkLimit(self._rules.chunk, self._rules.tokens)
+        self._bulk_rules = self._rules
         self._shorter_went_first = False
         self._head = find_head(model, abilities.logits.shape[-1])
         self._waiting: dict[bytes, BackendJob] = {}
@@ -179,9 +186,10 @@ class HfBackend(TellsTexts):
         return max(0, 2 * self._settings.max_batch - len(self._waiting))
 
     def submit(self, jobs: Iterable[BackendJob]) -> None:
-        """Take jobs; one that is held already is computed once."""
+        """Take jobs; one that is held already is computed once, and as one of bulk clients only if it always was."""
         for job in jobs:
-            self._waiting.setdefault(job.digest, job)
+            if self._waiting.setdefault(job.digest, job).bulk and not job.bulk:
+                self._waiting[job.digest] = job
 
     def abort(self, digests: Collection[bytes]) -> None:
         """Drop jobs that wait."""
@@ -230,15 +238,33 @@ class HfBackend(TellsTexts):
 
     @torch.inference_mode()
     def step(self) -> Finished:
-        """Run one batch: the one of the oldest prompt, or every second time one of much shorter prompts before it."""
-        waiting = {digest: self._next_chunk(job) for digest, job in self._waiting.items()}
-        rows, rules = self._limit.rows, self._rules
-        batch = choose(waiting, rows, rules)
-        shorter: Mapping[bytes, Chunk] = {} if self._shorter_went_first else choose_shorter(batch, waiting, rows, rules)
-        self._shorter_went_first = bool(shorter)
+        """Run one batch: the one of the oldest prompt, or every second time one of much shorter prompts before it.
+
+        Prompts of bulk clients have steps of their own, of few tokens (`BulkLimit`).
+        """
+        self._bulk_rules = self._rules.with_at_most(self._bulk_limit.tokens)
+        jobs, others = self._next_jobs()
+        waiting = {job.digest: self._next_chunk(job) for job in jobs}
+        is_bulk, rows = jobs[0].bulk, self._limit.rows
+        rules = self._bulk_rules if is_bulk else self._rules
+        batch: Mapping[bytes, Chunk] = choose(waiting, rows, rules)
+        if not is_bulk:
+            is_late = self._shorter_went_first
+            shorter: Mapping[bytes, Chunk] = {} if is_late else choose_shorter(batch, waiting, rows, rules)
+            self._shorter_went_first = bool(shorter)
+            batch = shorter or batch
         if self._pool is not None:
-            self._pool.held = next((chunk.path for chunk in waiting.values() if chunk.begun), [])
-        answers = self._answer(shorter or batch)
+            begun = [chunk.path for chunk in waiting.values() if chunk.begun][:1]
+            interrupted = (job for job in others if job.digest in self._progress)
+            begun += [self._next_chunk(job).path for job in islice(interrupted, 1)]
+            self._pool.held = begun
+        began = time.monotonic()
+        answers = self._answer(batch)
+        seconds = time.monotonic() - began
+        if is_bulk:
+            self._bulk_limit.bulk_step(len(batch) * max(chunk.new for chunk in batch.values()), seconds)
+        else:
+            self._bulk_limit.interactive_step(seconds)
         vectors = {digest: vector for answer in answers for digest, vector in answer.vectors.items()}
         finished = Finished(
             [answer.block for answer in answers if answer.block is not None],
@@ -247,6 +273,14 @@ class HfBackend(TellsTexts):
         )
         self.abort(finished.digests)
         return finished
+
+    def _next_jobs(self) -> tuple[list[BackendJob], list[BackendJob]]:
+        """The jobs that the next step may be about, those of bulk clients or the others; and the rest."""
+        bulk = [job for job in self._waiting.values() if job.bulk]
+        others = [job for job in self._waiting.values() if not job.bulk] if bulk else [*self._waiting.values()]
+        if bulk and self._bulk_limit.is_turn(others_wait=bool(others)):
+            return bulk, others
+        return others, bulk
 
     def _log_longest(self, max_prompt_tokens: int) -> None:
         """Say from which length on a prompt keeps short ones waiting, if there is one."""
@@ -263,8 +297,10 @@ class HfBackend(TellsTexts):
     def _next_chunk(self, job: BackendJob) -> Chunk:
         """What the next step computes of a prompt that waits: the same as before it, unless something has changed."""
         known, progress = self._chunks.get(job.digest), self._progress.get(job.digest, _NO_PROGRESS)
-        if known is None or known.progress is not progress or not self._is_current(known, job):
-            known = self._chunks[job.digest] = self._make_chunk(job, progress, known)
+        rules = self._bulk_rules if job.bulk else self._rules
+        is_same = known is not None and known.progress is progress and known.limit == rules.chunk
+        if known is None or not is_same or not self._is_current(known, job):
+            known = self._chunks[job.digest] = self._make_chunk(job, progress, known, rules)
         return known.chunk
 
     def _is_current(self, known: _Known, job: BackendJob) -> bool:
@@ -276,15 +312,16 @@ class HfBackend(TellsTexts):
             return False
         return slots.is_longest(_ids(job)[: known.end], chunk.path, chunk.root)
 
-    def _make_chunk(self, job: BackendJob, progress: Progress, known: _Known | None) -> _Known:
+    def _make_chunk(self, job: BackendJob, progress: Progress, known: _Known | None, rules: BatchRules) -> _Known:
         """What the next step computes of a prompt.
 
         Args:
             job: of the prompt.
             progress: of the job.
             known: what the last chunk was made from, if there was one.
+            rules: of the batches that the job may be in.
         """
-        rules, pool = self._rules, self._pool
+        pool = self._pool
         length = end = len(job.ids) // 4
         longest = min(rules.horizon, pool.capacity) if pool is not None else 0
         kind, kept, later = "fresh" if job.fresh else "row", 1, 0
@@ -299,7 +336,7 @@ class HfBackend(TellsTexts):
             kept, later = end - start, job.span.stop - end
         if pool is None or end > rules.horizon or (job.fresh and end <= rules.chunk):
             whole = Chunk(end, [], kept, kind, job.adapter, None, shared_prefix(job.ids, end, 0), later)
-            return _Known(whole, progress)
+            return _Known(whole, progress, rules.chunk)
         if not job.fresh:
             root = self._roots.get(job.adapter, ROOT)
         elif progress.root is not None:
@@ -317,7 +354,7 @@ class HfBackend(TellsTexts):
         shared = shared_prefix(job.ids, end, len(path))
         begun = progress.reached > 0 or bool(progress.parts)
         chunk = Chunk(end, path, kept, kind, job.adapter, root, shared, later, begun)
-        return _Known(chunk, progress, looked_up, slots, slots.mark(path))
+        return _Known(chunk, progress, rules.chunk, looked_up, slots, slots.mark(path))
 
     def _answer(self, batch: Mapping[bytes, Chunk], *, is_last_try: bool = False) -> list[_Answer]:
         """The rows of a batch, or of as many of its prompts as memory suffices for; the others keep waiting.

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from lmpool.workers.backend.yielding import PATIENCE_STEPS, QUIET_S
 from lmpool.workers.backends.hf.forward import new_tokens
 
 PREFILL = "prefill"
@@ -25,6 +28,18 @@ _MUCH = 4
 """A prompt with fewer tokens by this factor may go before one that came earlier."""
 
 _STEPS_TO_GROW = 32
+
+MAX_BULK_STEP_S = 1.0
+"""Seconds that a step of bulk prompts takes at most without interactive clients: the first one waits for that."""
+
+_MIN_BULK_TOKENS = 16
+"""Tokens of bulk prompts that a step computes at least: on a CPU they take hardly longer than one."""
+
+_GROWTH = 1.25
+"""By how much the tokens of bulk steps grow that were too short."""
+
+_LATEST_STEPS = 8
+"""Steps of interactive prompts over which their length is averaged."""
 
 
 class Progress(NamedTuple):
@@ -120,6 +135,10 @@ class BatchRules(NamedTuple):
     chunk: int
     shares: bool
 
+    def with_at_most(self, tokens: int) -> BatchRules:
+        """The rules of batches that compute at most so many tokens, and at most so many of a prompt."""
+        return self._replace(tokens=min(self.tokens, tokens), chunk=min(self.chunk, tokens))
+
 
 def choose(
     waiting: Mapping[bytes, Chunk], rows: int, rules: BatchRules, leader: bytes | None = None
@@ -194,6 +213,63 @@ def choose_shorter(
     if _MUCH * waiting[shortest].left > first.left:
         return {}
     return choose(waiting, rows, rules._replace(tokens=min(rules.tokens, rules.chunk)), leader=shortest)
+
+
+class BulkLimit:
+    """Tokens that a step computes of bulk prompts, so that an interactive prompt that arrives waits for a short step.
+
+    Next to interactive clients, a step of bulk prompts takes about as long as one of theirs, and at most
+    `MAX_BULK_STEP_S` where none has asked lately. Both limits are found by measuring steps.
+
+    Args:
+        chunk: tokens of a prompt that make a step worth its while.
+        most: most tokens of a step.
+    """
+
+    def __init__(self, chunk: int, most: int) -> None:
+        self._most = most
+        # Next to others it begins low: the first steps would take long where a chunk does.
+        self._alone, self._beside = chunk, max(_MIN_BULK_TOKENS, chunk // 8)
+        self._interactive_s = MAX_BULK_STEP_S
+        self._interactive_at = -math.inf
+        self._steps = 0
+
+    @property
+    def tokens(self) -> int:
+        """The limit now."""
+        return self._beside if self._is_beside else self._alone
+
+    @property
+    def _is_beside(self) -> bool:
+        return time.monotonic() - self._interactive_at <= QUIET_S
+
+    def is_turn(self, *, others_wait: bool) -> bool:
+        """Whether the next step is for the bulk prompts that wait: if no others do, and after some steps of others."""
+        self._steps = self._steps + 1 if others_wait else 0
+        if self._steps <= PATIENCE_STEPS and others_wait:
+            return False
+        self._steps = 0
+        return True
+
+    def interactive_step(self, seconds: float) -> None:
+        """Note how long a step of interactive prompts took."""
+        if self._interactive_at == -math.inf:
+            self._interactive_s = seconds
+        self._interactive_s += (min(seconds, MAX_BULK_STEP_S) - self._interactive_s) / _LATEST_STEPS
+        self._interactive_at = time.monotonic()
+
+    def bulk_step(self, tokens: int, seconds: float) -> None:
+        """Note how long a step of bulk prompts took that has computed so many tokens."""
+        if self._is_beside:
+            self._beside = self._changed(self._beside, tokens, seconds / self._interactive_s)
+        else:
+            self._alone = self._changed(self._alone, tokens, seconds / MAX_BULK_STEP_S)
+
+    def _changed(self, limit: int, tokens: int, excess: float) -> int:
+        if excess > 1:
+            return max(_MIN_BULK_TOKENS, min(limit, int(tokens / min(excess, 2))))
+        # A step that was short because little waits says nothing.
+        return min(self._most, int(limit * _GROWTH)) if 2 * tokens >= limit else limit
 
 
 class BatchLimit:

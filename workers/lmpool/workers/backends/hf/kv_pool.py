@@ -34,7 +34,7 @@ class KVPool:
         device: where the model is.
 
     Attributes:
-        held: slots that no step may free, of a prompt that steps of others interrupt.
+        held: paths whose slots no step may free, of prompts that steps of others interrupt.
     """
 
     def __init__(self, layout: KVLayout, capacity: int, device: torch.device) -> None:
@@ -48,7 +48,7 @@ class KVPool:
         # The slots of which the scratch begins with a copy, after a step of one prompt.
         self._gathered: list[int] = []
         self._roots = count(capacity + 1)
-        self.held: list[int] = []
+        self.held: list[list[int]] = []
 
     def new_root(self) -> int:
         """A root for prompts that must not share keys and values with others, for `PrefixSlots.match`; never twice."""
@@ -75,7 +75,7 @@ class KVPool:
         Returns:
             a block of shape (n, max(lengths), width). It is valid until the next call.
         """
-        self.slots.begin([self.held, *paths])
+        self.slots.begin([*self.held, *paths])
         total = max(lengths)
         past = total - new
         size = len(lengths) * total
