@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import sys
 from collections.abc import Iterator
@@ -34,7 +33,7 @@ from lmpool.workers.backends.checkpoint import (
     checkpoint_revision,
     checkpoint_source,
 )
-from lmpool.workers.backends.lora import adapter_folder, check_adapter
+from lmpool.workers.backends.lora import adapter_folder, check_adapter, ranks_of, read_adapter_config
 from lmpool.workers.backends.requirements import first_line, named_plugins, other_plugins
 from lmpool.workers.backends.row_encoder import RowEncoder
 from lmpool.workers.backends.settings import (
@@ -350,7 +349,7 @@ def _allow_tiles() -> None:
 
 def _rank(folder: Path) -> int:
     """The smallest rank that vLLM has room for and an adapter fits in."""
-    rank = json.loads((folder / "adapter_config.json").read_text("utf-8")).get("r", 0)
+    rank = max(ranks_of(read_adapter_config(folder)))
     fitting = [most for most in _LORA_RANKS if most >= rank]
     if not fitting:
         raise SettingsError(f"adapters: {folder} has rank {rank}: vLLM takes at most {_LORA_RANKS[-1]}")
