@@ -383,7 +383,7 @@ def test_a_rounded_copy_of_the_head_leaves_the_model_as_it_is(backend: HfBackend
     assert torch.equal(weights.weight, before)
     # Of a model that was trained with it: without its head the adapter's rows would be wrong.
     save_file(tensors | {head: tensors[head] * 1.1}, lora / "adapter_model.safetensors")
-    with pytest.raises(SettingsError, match="has weights of its own for lm_head, which differ from those of tiny"):
+    with pytest.raises(SettingsError, match="has weights of its own for lm_head, which differ from those of .*model0"):
         load(backend, {"b": lora})
 
 
