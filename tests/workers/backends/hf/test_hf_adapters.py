@@ -377,10 +377,11 @@ def test_a_rounded_copy_of_the_head_leaves_the_model_as_it_is(backend: HfBackend
     head = "base_model.model.lm_head.base_layer.weight"
     tensors = load_file(lora / "adapter_model.safetensors")
     save_file(tensors | {head: tensors[head].bfloat16()}, lora / "adapter_model.safetensors")
-    weights: Any = backend._forward.model.get_output_embeddings()
-    before = weights.weight.clone()
+    model: Any = backend._forward.model
+    weight = model.get_output_embeddings().weight
+    before = weight.clone()
     load(backend, {"a": lora})
-    assert torch.equal(weights.weight, before)
+    assert torch.equal(weight, before)
     # Of a model that was trained with it: without its head the adapter's rows would be wrong.
     save_file(tensors | {head: tensors[head] * 1.1}, lora / "adapter_model.safetensors")
     with pytest.raises(SettingsError, match="has weights of its own for lm_head, which differ from those of .*model0"):

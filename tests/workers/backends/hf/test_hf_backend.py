@@ -580,9 +580,9 @@ class Quantised(torch.Tensor):
 
 def test_the_revision_of_quantised_weights_is_that_of_the_tensors_they_consist_of() -> None:
     def revision(numbers: Tensor, scale: Tensor) -> str:
-        model = make_model("llama")
+        model: Any = make_model("llama")
         weights = {"layer": Quantised.of(numbers=numbers, scales=Quantised.of(scale=scale)), "other": torch.ones(3)}
-        model.state_dict = lambda: weights  # type: ignore[method-assign]
+        model.state_dict = lambda: weights
         return weights_revision(model)
 
     numbers, scale = torch.arange(6, dtype=torch.int8), torch.tensor([0.5])

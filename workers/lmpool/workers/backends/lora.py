@@ -209,7 +209,7 @@ def _is_copy(saved: ReadRows, own: ReadRows, rows: int) -> bool:
 
 def _read_rows(path: Path, name: str, most_header_bytes: int) -> ReadRows | None:
     """Reads a tensor (n, m) of a safetensors file; None if it has another form, or its numbers are of no float type."""
-    entry = _header(path, most_header_bytes).get(name)
+    entry: Any = _header(path, most_header_bytes).get(name)
     try:
         dtype = np.dtype(_DTYPES[entry["dtype"]])
         rows, columns = map(index, entry["shape"])

@@ -8,11 +8,14 @@ import math
 import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -149,7 +152,7 @@ class HfAdapters:
             weights = load_peft_weights(str(folder), str(self._forward.device))
             # Copies of the model's own weights: peft would write them into the model, rounded as they were saved.
             weights = {key: weight for key, weight in weights.items() if not key.endswith(BASE_WEIGHT)}
-            result = set_peft_model_state_dict(self._peft, weights, handle)
+            result: Any = set_peft_model_state_dict(self._peft, weights, handle)
         # The weights of the model and of other adapters are missing here too.
         missing = [key for key in result.missing_keys if "lora_" in key and handle in key.split(".")]
         if unfitting := [*result.unexpected_keys, *missing]:
@@ -165,7 +168,7 @@ class HfAdapters:
         for name, weight in self._model.named_parameters(remove_duplicate=False):
             parts = [part for part in name.split(".")[:-1] if part not in ("base_layer", "original_module")]
             if ".".join(parts) == module and name.endswith(".weight"):
-                return lambda first, last, weight=weight: weight[first:last].detach().float().cpu().numpy()
+                return partial(_read_rows, weight)
         return None
 
     @torch.inference_mode()
@@ -222,6 +225,12 @@ def _check_size(folder: Path, skeleton: PreTrainedModel, config: Any) -> None:
                 f"adapters: {folder} does not fit itself: its config asks for {asked} numbers ({kind}), and {WEIGHTS} "
                 f"holds {held}: some weights are missing; write both anew with peft's save_pretrained"
             )
+
+
+def _read_rows(weight: Tensor, first: int, last: int) -> NDArray[np.float32]:
+    """Rows of a weight of the model; see `ReadRows`."""
+    rows: NDArray[np.float32] = weight[first:last].detach().float().cpu().numpy()
+    return rows
 
 
 def _sizes(tensors: Iterable[Tensor]) -> int:
