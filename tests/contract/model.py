@@ -21,7 +21,14 @@ V = 517
 MAX_TOKENS = 256
 RANK = 8
 ADAPTERS = ("warm", "cold")
-"""Names of the adapters that `write_adapter` can make."""
+"""Names of adapters that `write_adapter` can make."""
+KINDS: dict[str, dict[str, Any]] = {
+    "rslora": {"use_rslora": True},
+    "alphas": {"alpha_pattern": {"v_proj": 4 * RANK, "layers.1.self_attn.q_proj": RANK // 2}},
+    "ranks": {"rank_pattern": {"q_proj": RANK // 2, "layers.0.self_attn.v_proj": 5 * RANK}},
+    "head": {"target_modules": ["q_proj", "v_proj", "lm_head"]},
+}
+"""Names of other adapters that it can make, with what peft writes into their config."""
 PIECES = {
     "<s>": b"<s>",
     "a": b"a",
@@ -51,15 +58,18 @@ def write_tokenizer(folder: Path) -> None:
 
 
 def write_adapter(folder: Path, name: str) -> Path:
-    """Write one of `ADAPTERS` as peft would."""
+    """Write one of `ADAPTERS` or `KINDS` as peft would."""
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {}
-    for module, (down, up) in _adapter(name).items():
+    for module, (down, up, _) in _adapter(name).items():
         tensors[f"base_model.model.{module}.lora_A.weight"] = down
         tensors[f"base_model.model.{module}.lora_B.weight"] = up
+    if name == "head":
+        # peft saves the model's own head too when an adapter targets it.
+        tensors["base_model.model.lm_head.base_layer.weight"] = _model("").lm_head.weight.detach()
     save_file(tensors, folder / "adapter_model.safetensors")
     config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": RANK, "lora_alpha": RANK, "bias": "none",
-              "target_modules": ["q_proj", "v_proj"]}  # fmt: skip
+              "target_modules": ["q_proj", "v_proj"], **KINDS.get(name, {})}  # fmt: skip
     (folder / "adapter_config.json").write_text(json.dumps(config))
     return folder
 
@@ -101,19 +111,37 @@ def _model(adapter: str) -> Any:
     if adapter:
         weights: dict[str, Any] = dict(model.named_parameters())
         with torch.no_grad():
-            for module, (down, up) in _adapter(adapter).items():
-                weights[f"{module}.weight"] += up @ down
+            for module, (down, up, scale) in _adapter(adapter).items():
+                weights[f"{module}.weight"] += scale * up @ down
     return model.float().eval()
 
 
-def _adapter(name: str) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """Module -> its two factors, (RANK, in) and (out, RANK)."""
-    seed = 1 + ADAPTERS.index(name)
+def _adapter(name: str) -> dict[str, tuple[torch.Tensor, torch.Tensor, float]]:
+    """Module -> its two factors, (rank, in) and (out, rank), and by what their product is multiplied."""
+    generator = torch.Generator().manual_seed(1 + [*ADAPTERS, *KINDS].index(name))
+    sizes = {
+        f"model.layers.{layer}.self_attn.{part}": size
+        for layer in range(_LAYERS)
+        for part, size in (("q_proj", _HEADS * _HEAD), ("v_proj", _KV_HEADS * _HEAD))
+    }
+    if name == "head":
+        sizes["lm_head"] = V
     factors = {}
-    generator = torch.Generator().manual_seed(seed)
-    for layer in range(_LAYERS):
-        for part, size in (("q_proj", _HEADS * _HEAD), ("v_proj", _KV_HEADS * _HEAD)):
-            down = torch.randn(RANK, _HIDDEN, generator=generator) * 0.2
-            up = torch.randn(size, RANK, generator=generator) * 0.2
-            factors[f"model.layers.{layer}.self_attn.{part}"] = (down, up)
+    for module, size in sizes.items():
+        rank, scale = _rank_and_scale(name, module)
+        down = torch.randn(rank, _HIDDEN, generator=generator) * 0.2
+        up = torch.randn(size, rank, generator=generator) * 0.2
+        factors[module] = (down, up, scale)
     return factors
+
+
+def _rank_and_scale(name: str, module: str) -> tuple[int, float]:
+    """What peft makes of the config of `write_adapter`, worked out by hand: lora_alpha is RANK."""
+    if name == "rslora":
+        return RANK, RANK**0.5
+    if name == "alphas":
+        return RANK, 4.0 if module.endswith("v_proj") else 0.5 if "layers.1" in module else 1.0
+    if name == "ranks":
+        rank = RANK // 2 if module.endswith("q_proj") else 5 * RANK if "layers.0" in module else RANK
+        return rank, RANK / rank
+    return RANK, 1.0

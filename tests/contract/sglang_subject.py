@@ -68,4 +68,7 @@ def _command() -> list[str]:
     return [sys.executable, "-m", "tests.engines.sglang_cpu"] if DEVICE == "cpu" else lmpool_command()
 
 
-SUBJECT = Subject("sglang", _make, _options, spy=_spy, has_adapters=True, positions=True, command=_command)
+SUBJECT = Subject(
+    "sglang", _make, _options, spy=_spy, has_adapters=True, positions=True, command=_command,
+    refused={"head": "has weights for the head, lm_head, which SGLang cannot serve"},
+)  # fmt: skip

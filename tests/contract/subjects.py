@@ -57,6 +57,7 @@ class Subject:
         spy: see `LogitsSpy`; None when the rows come from no model.
         has_adapters: whether it serves the adapters that it is started with.
         loads_adapters: whether it loads others while it serves.
+        refused: kind of adapter that it cannot serve -> the beginning of what it says of one, after the folder.
         narrow: whether it can compute in bfloat16.
         positions: whether it answers for every position.
         command: what stands for `lmpool` where a worker is started.
@@ -71,6 +72,7 @@ class Subject:
     spy: LogitsSpy | None = None
     has_adapters: bool = False
     loads_adapters: bool = False
+    refused: dict[str, str] = field(default_factory=dict)
     narrow: bool = True
     positions: bool = False
     command: Callable[[], list[str]] = lmpool_command

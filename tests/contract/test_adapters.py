@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,25 @@ import pytest
 from lmpool.errors import SettingsError
 from lmpool.protocol.adapter import name_of, qualify
 from tests.contract.driver import Opened, prompt
-from tests.contract.model import ADAPTERS, V
+from tests.contract.model import ADAPTERS, KINDS, V, write_adapter
 from tests.contract.subjects import Subject
+
+
+@pytest.fixture(scope="module")
+def kind_folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """An adapter of each kind."""
+    folder = tmp_path_factory.mktemp("kinds")
+    return {kind: write_adapter(folder / kind, kind) for kind in KINDS}
+
+
+@pytest.fixture(scope="module")
+def opened(
+    subject: Subject, model_folder: Path, adapter_folders: dict[str, Path], kind_folders: dict[str, Path]
+) -> Iterator[Opened]:
+    """The subject's backend with adapters of all kinds that it serves."""
+    served = {kind: folder for kind, folder in kind_folders.items() if kind not in subject.refused}
+    with Opened(subject, model_folder, "float32", adapter_folders | served) as opened:
+        yield opened
 
 
 def test_adapters_that_come_and_go_leave_right_rows(
@@ -59,3 +77,25 @@ def test_an_adapter_that_is_there_or_cannot_be_loaded_leaves_the_backend_as_it_w
     assert dict(opened.backend.adapters) == before
     prompts = [prompt(draw, 5)]
     opened.check(prompts, opened.ask(prompts))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_adapter_of_every_kind_has_the_rows_of_the_merged_model_or_is_refused(
+    opened: Opened, kind: str, kind_folders: dict[str, Path], model_folder: Path, draw: random.Random
+) -> None:
+    subject = opened.subject
+    if kind in subject.refused:
+        with pytest.raises(SettingsError) as caught:
+            subject.make(model_folder, "float32", {kind: kind_folders[kind]})
+        assert str(caught.value).startswith(f"adapters: {kind_folders[kind]} {subject.refused[kind]}")
+        return
+    if not subject.has_adapters:
+        assert not opened.backend.adapters
+        return
+    prompts = [prompt(draw, length) for length in (3, 33, 40)]
+    # Together, for adapters of prompts that run beside each other must not be mixed up.
+    wanted = {adapter: opened.submit(prompts, adapter) for adapter in (kind, "", ADAPTERS[0])}
+    for adapter, digests in wanted.items():
+        opened.check(prompts, opened.finish(digests), adapter)
+    if opened.backend.info.positions:
+        opened.check_scores(prompts[1], 1, opened.score(prompts[1:2], [1], kind)[0], kind)

@@ -260,11 +260,25 @@ def test_logits_of_another_shape_break_the_backend(backend: VllmBackend, shape: 
         ("model=other", "model cannot be set here: it is the MODEL of the command"),
         ("logits_processors=[]", "logits_processors cannot be set here"),
         ("kv_cache_dtype=fp7", "cache_dtype: Input should be"),
+        ("distributed_executor_backend=mp", "must be 'uni', not 'mp': rows are captured inside the worker's process"),
+        *(
+            (f"kv_cache_dtype={dtype}", f"engine_args: kv_cache_dtype={dtype} cannot be served on a CPU: vLLM's rows")
+            for dtype in ("fp8", "fp8_e4m3", "fp8_e5m2")
+        ),
         ("max_model_len=100000", "max_model_len"),
     ],
 )
 def test_options_that_cannot_be_are_refused_in_one_line(model_folder: Path, given: str, text: str) -> None:
     assert text in refused(model_folder, engine_args=[given])
+
+
+def test_a_checkpoint_that_asks_for_narrow_keys_and_values_is_refused(model_folder: Path, tmp_path: Path) -> None:
+    narrow = shutil.copytree(model_folder, tmp_path / "narrow")
+    config = json.loads((narrow / "config.json").read_text())
+    scheme = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
+    quantised = {"quant_method": "compressed-tensors", "config_groups": {}, "kv_cache_scheme": scheme}
+    (narrow / "config.json").write_text(json.dumps(config | {"quantization_config": quantised}))
+    assert "kv_cache_dtype=fp8" in refused(narrow)
 
 
 def test_memory_that_does_not_suffice_is_said_in_one_line(model_folder: Path) -> None:

@@ -70,7 +70,7 @@ def test_of_two_mismatching_workers_that_start_together_one_ends(pool: Pool) -> 
     until(lambda: any(worker.process.poll() is not None for worker in workers), "one of them has ended")
     loser, winner = sorted(workers, key=lambda worker: worker.process.poll() is None)
     assert loser.wait() == 2
-    assert "with another fingerprint (revision:" in loser.text
+    assert "with another fingerprint (revision is '" in loser.text
     assert "Traceback" not in loser.text
     winner.until_says("serving ")
     assert len(pool.names("worker:*")) == 1
@@ -94,13 +94,15 @@ async def test_joining_compares_with_those_that_live(pool: Pool) -> None:
     redis = Server(pool.url).client()
     try:
         await joined(redis, pool.keys, info_of(1, lease_s=60), "first")
-        with pytest.raises(ModelMismatch, match="served by first with another fingerprint"):
+        theirs, ours = info_of(1).revision, info_of(2).revision
+        message = rf"served by first with another fingerprint \(revision is '{theirs}' there and '{ours}' here\)"
+        with pytest.raises(ModelMismatch, match=message):
             await joined(redis, pool.keys, info_of(2), "second")
         await redis.delete(pool.keys.worker("first"), pool.keys.worker("second"))
         await joined(redis, pool.keys, info_of(2), "second")
         first = Heartbeat(redis, pool.keys, info_of(1, lease_s=1), "first", batch=8)
         await first.send({})  # After a failover those may be seen that have gone: for a lease no worker ends for them.
-        with pytest.raises(ModelMismatch, match="seed-1.*not.*seed-2"):
+        with pytest.raises(ModelMismatch, match="seed-2.*there.*seed-1.*here"):
             await asyncio.wait_for(beat_on(first), DEADLINE_S)
         await redis.delete(pool.keys.models())
         await first.send({})

@@ -25,7 +25,7 @@ BACKENDS = WORKERS / "lmpool/workers/backends"
 ENGINES = {
     "hf": {"torch", "transformers", "peft", "safetensors"},
     "vllm": {"torch", "vllm", "pydantic", "safetensors"},
-    "sglang": {"torch", "sglang", "tqdm"},
+    "sglang": {"torch", "sglang", "tqdm", "safetensors"},
     "positions.py": {"torch"},
     "row_encoder.py": {"torch"},
     "checkpoint.py": {"huggingface_hub"},

@@ -144,9 +144,11 @@ class ModelInfo:
         return Encoding[self.encoding.upper()]
 
     def differences(self, other: ModelInfo) -> list[str]:
-        """The identity fields in which two infos differ, as "field: ours, theirs"."""
+        """The identity fields in which two infos differ, as "field is theirs there and ours here"."""
         mine, theirs = self.identity, other.identity
-        return [f"{name}: {mine[name]!r}, not {theirs[name]!r}" for name in mine if mine[name] != theirs[name]]
+        return [
+            f"{name} is {theirs[name]!r} there and {mine[name]!r} here" for name in mine if mine[name] != theirs[name]
+        ]
 
     def pack(self) -> bytes:
         """The info as MessagePack."""

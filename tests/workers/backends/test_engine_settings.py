@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,14 @@ def write(tmp_path: Path) -> Write:
         ("'{a = {b = true}, c = [0.5]}'", {"a": {"b": True}, "c": [0.5]}),
         ("'\"true\"'", "true"),
         ("'\"a # b\"'", "a # b"),
+        ('{"a":1}', {"a": 1}),
+        ('{"a": 1}', {"a": 1}),
+        ("{a = 1}", {"a": 1}),
+        ("{ a = 'x y', b = [1, 2] }", {"a": "x y", "b": [1, 2]}),
+        ("[1, 2]", [1, 2]),
+        ('["x y", "z}"]', ["x y", "z}"]),
+        (r"""{"a": "b\"]}", "c": "it's"}""", {"a": 'b"]}', "c": "it's"}),
+        ('{"a":\n  {"b": [1,\n2]}}', {"a": {"b": [1, 2]}}),
         ("""'{"a": {"b": [true, null]}}'""", {"a": {"b": [True, None]}}),
         ("""'["x", null]'""", ["x", None]),
         ("None", None),
@@ -78,6 +87,8 @@ def test_not_a_number_is_read_too() -> None:
         ("tRUE", "tRUE"),
         ("1.2.3", "1.2.3"),
         ("[1,", "[1,"),
+        ("[1]x", "[1]x"),
+        ("[x]", "[x]"),
         ("--x", "--x"),
         ("#1", "#1"),
         ('"two words"', "two words"),
@@ -111,6 +122,8 @@ def test_a_name_may_be_spelled_as_on_the_engines_own_command_line(name: str) -> 
         ["  a=1\tb=two\n c=[3] "],
         ["", "a=1", " ", "b=two c=[3]"],
         ["--a=1 'b=two' c='[3]'"],
+        ["a=1 c=[ 3 ] b=two"],
+        ["c=[3] b=two", "a=1"],
     ],
 )
 def test_pairs_may_share_a_text_or_have_one_each(given: list[str]) -> None:
@@ -214,6 +227,24 @@ def test_what_is_no_pair_is_refused_and_shown(text: str, shown: str) -> None:
     with pytest.raises(SettingsError) as caught:
         parse_engine_args(["good=1", text])
     assert str(caught.value).startswith(f"engine_args: {shown} is not key=value, nor a TOML file")
+
+
+@pytest.mark.parametrize("text", ["a={a:1}", 'a={"b": nonsense} c=1', "c=1 a={b}"])
+def test_a_table_that_cannot_be_read_is_refused_for_a_shell_may_have_taken_its_quotes(text: str) -> None:
+    with pytest.raises(
+        SettingsError, match=r"^engine_args: '\{.*\}' is neither TOML nor JSON\. If a shell took"
+    ) as caught:
+        parse_engine_args([text])
+    assert str(caught.value).endswith("""--engine-args 'name={"a": 1}'""")
+
+
+def test_options_of_the_documentation_are_read() -> None:
+    page = (Path(__file__).resolve().parents[3] / "docs/backends.md").read_text("utf-8")
+    options = [shlex.split(line, comments=True) for line in page.splitlines() if line.startswith("lmpool worker")]
+    given = [words[words.index("--engine-args") + 1] for words in options if "--engine-args" in words]
+    pairs = parse_engine_args([text for text in given if not text.endswith(".toml")])
+    assert pairs["gpu_memory_utilization"] == 0.8
+    assert pairs["hf_overrides"] == {"rope_theta": 1e6}
 
 
 @pytest.mark.parametrize("text", ["a='1", 'a="1', "a=1\\"])

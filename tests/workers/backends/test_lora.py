@@ -50,6 +50,53 @@ def test_an_adapter_with_weights_that_have_no_place_is_refused(model: Path, tmp_
         check_adapter(adapter(tmp_path / "bad", *names), model)
 
 
+def test_an_adapter_of_the_head_fits_a_model_that_has_one(model: Path, tmp_path: Path) -> None:
+    good = adapter(tmp_path / "good", *(f"base_model.model.lm_head.lora_{factor}.weight" for factor in "AB"))
+    with pytest.raises(SettingsError, match=r"does not fit .*no place for base_model\.model\.lm_head$"):
+        check_adapter(good, model)
+    save_file({"lm_head.weight": torch.zeros(2)}, model / "model-3.safetensors")
+    check_adapter(good, model)
+
+
+HEAD = torch.arange(3000 * 4).reshape(3000, 4) / 7000 - 0.5
+
+
+@pytest.mark.parametrize(
+    ("saved", "fits"),
+    [
+        pytest.param(HEAD, True, id="a copy"),
+        pytest.param(HEAD.bfloat16(), True, id="a copy in bfloat16"),
+        pytest.param(HEAD.half(), True, id="a copy in float16"),
+        pytest.param(HEAD + 0.01, False, id="other weights"),
+        pytest.param(HEAD.index_fill(0, torch.tensor([2999]), 1.0), False, id="another last row"),
+        pytest.param(HEAD[:2048], False, id="fewer rows"),
+        pytest.param(torch.cat([HEAD, HEAD]), False, id="more rows"),
+        pytest.param(HEAD[:, :3].contiguous(), False, id="fewer columns"),
+        pytest.param(HEAD.reshape(-1), False, id="another shape"),
+        pytest.param(HEAD.long(), False, id="whole numbers"),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_copy_of_the_models_head_is_taken_and_another_head_is_refused(
+    model: Path, tmp_path: Path, saved: torch.Tensor, fits: bool, dtype: torch.dtype
+) -> None:
+    save_file({"lm_head.weight": HEAD.to(dtype)}, model / "model-3.safetensors")
+    folder = adapter(tmp_path / "head", f"base_model.model.model.{MODULE}.lora_A.weight")
+    tensors = {f"base_model.model.model.{MODULE}.lora_A.weight": torch.zeros(2)}
+    save_file(tensors | {"base_model.model.lm_head.base_layer.weight": saved}, folder / "adapter_model.safetensors")
+    if fits:
+        check_adapter(folder, model)
+        return
+    with pytest.raises(SettingsError, match=r"has weights of its own for lm_head, which differ from those of .*: save"):
+        check_adapter(folder, model)
+
+
+def test_a_copy_of_a_weight_that_the_model_lacks_is_refused(model: Path, tmp_path: Path) -> None:
+    names = (f"base_model.model.model.{MODULE}.lora_A.weight", "base_model.model.lm_head.base_layer.weight")
+    with pytest.raises(SettingsError, match="has weights of its own for lm_head"):
+        check_adapter(adapter(tmp_path / "bad", *names), model)
+
+
 def test_a_folder_without_lora_weights_is_refused(model: Path, tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match=r"no place for any LoRA weights"):
         check_adapter(adapter(tmp_path / "other", "base_model.model.score.weight"), model)

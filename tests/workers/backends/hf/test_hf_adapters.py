@@ -159,7 +159,8 @@ def test_an_adapter_that_peft_cannot_remove_is_logged_and_serves_nobody(
 
 @pytest.mark.parametrize("kind", ["gpt2", "gemma3"])
 def test_other_architectures_have_adapters_too(tmp_path: Path, kind: str) -> None:
-    targets = {"gpt2": ["c_attn"], "gemma3": ["q_proj", "o_proj"]}[kind]
+    # Their heads are their embeddings: an adapter of the head leaves the embedding alone.
+    targets = {"gpt2": ["c_attn", "lm_head"], "gemma3": ["q_proj", "o_proj", "lm_head"]}[kind]
     lora = write_lora(tmp_path / "lora", 3, kind, target_modules=targets)
     backend = HfBackend(HfSettings(str(write_model(tmp_path / "model", kind)), name="tiny"))
     (adapter,) = load(backend, {"a": lora}).values()
@@ -398,12 +399,29 @@ def test_shapes_that_a_file_has_no_bytes_for_do_not_count(backend: HfBackend, tm
         {"target_modules": "all-linear", "rank_pattern": {"q_proj": 2}, "use_dora": True},
         {"target_modules": ["q_proj", "embed_tokens"], "modules_to_save": ["lm_head", "norm"]},
         {"target_modules": ["q_proj"], "trainable_token_indices": [1, 2, 3]},
+        {"target_modules": ["q_proj", "lm_head"], "use_rslora": True, "alpha_pattern": {"lm_head": 3}},
     ],
 )
 def test_adapters_of_all_shapes_are_served(backend: HfBackend, tmp_path: Path, config: dict[str, Any]) -> None:
     lora = write_lora(tmp_path / "lora", 3, **config)
     (adapter,) = load(backend, {"a": lora}).values()
     np.testing.assert_allclose(ask(backend, [([1, 2], adapter)])[0], reference(lora, [1, 2]), atol=1e-5, rtol=0)
+
+
+def test_a_rounded_copy_of_the_head_leaves_the_model_as_it_is(backend: HfBackend, tmp_path: Path) -> None:
+    lora = write_lora(tmp_path / "lora", 3, target_modules=["q_proj", "lm_head"])
+    head = "base_model.model.lm_head.base_layer.weight"
+    tensors = load_file(lora / "adapter_model.safetensors")
+    save_file(tensors | {head: tensors[head].bfloat16()}, lora / "adapter_model.safetensors")
+    model: Any = backend._forward.model
+    weight = model.get_output_embeddings().weight
+    before = weight.clone()
+    load(backend, {"a": lora})
+    assert torch.equal(weight, before)
+    # Of a model that was trained with it: without its head the adapter's rows would be wrong.
+    save_file(tensors | {head: tensors[head] * 1.1}, lora / "adapter_model.safetensors")
+    with pytest.raises(SettingsError, match="has weights of its own for lm_head, which differ from those of .*model0"):
+        load(backend, {"b": lora})
 
 
 # Serving

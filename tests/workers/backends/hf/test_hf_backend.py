@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import json
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -28,6 +29,7 @@ from lmpool.workers.backends.hf import forward
 from lmpool.workers.backends.hf.backend import HfBackend
 from lmpool.workers.backends.hf.forward import Forward
 from lmpool.workers.backends.hf.kv_pool import PrefixSlots
+from lmpool.workers.backends.hf.loading import weights_revision
 from lmpool.workers.backends.settings import HfSettings
 from tests.support.models.tiny_models import CONFIGS, MAX_TOKENS, VOCAB_SIZE, make_model, write_model
 from tests.workers.backends.hf.hf_tiny import Reference, Tiny, decode, drain, job, random_prompts, serve
@@ -627,6 +629,60 @@ def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(requirements, "find_spec", lambda name: None if name == "transformers" else find(name))
     with pytest.raises(SettingsError, match=r"^model: needs transformers; install .*lmpool\[hf\]"):
         HfSettings("somewhere")
+
+
+@pytest.mark.parametrize(
+    ("quantisation", "package"),
+    [
+        ({"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True}, "optimum"),
+        (
+            {"quant_method": "torchao", "quant_type": {"default": {"_type": "Int8WeightOnlyConfig", "_data": {}}}},
+            "torchao",
+        ),
+    ],
+)
+def test_a_package_that_a_quantised_checkpoint_needs_is_named(
+    tiny: Tiny, tmp_path: Path, quantisation: dict[str, Any], package: str
+) -> None:
+    folder = shutil.copytree(tiny.folder("llama"), tmp_path / "quantised")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": quantisation}))
+    with pytest.raises(SettingsError, match=rf"^model: .* cannot be loaded: .*pip install {package}\b"):
+        HfBackend(HfSettings(str(folder), device="cpu"))
+
+
+class Quantised(torch.Tensor):
+    """A weight as those of torchao: operations on it are not implemented, but it consists of plain tensors."""
+
+    parts: dict[str, Tensor]
+
+    @staticmethod
+    def of(**parts: Tensor) -> Quantised:
+        made = torch.zeros(2, 2).as_subclass(Quantised)
+        made.parts = parts
+        return made
+
+    def __getattr__(self, name: str) -> Tensor:
+        return self.parts[name]
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return list(self.parts), None
+
+    def reshape(self, *_: Any) -> Any:
+        raise NotImplementedError
+
+
+def test_the_revision_of_quantised_weights_is_that_of_the_tensors_they_consist_of() -> None:
+    def revision(numbers: Tensor, scale: Tensor) -> str:
+        model: Any = make_model("llama")
+        weights = {"layer": Quantised.of(numbers=numbers, scales=Quantised.of(scale=scale)), "other": torch.ones(3)}
+        model.state_dict = lambda: weights
+        return weights_revision(model)
+
+    numbers, scale = torch.arange(6, dtype=torch.int8), torch.tensor([0.5])
+    first = revision(numbers, scale)
+    assert revision(numbers.clone(), scale.clone()) == first
+    assert len({first, revision(numbers + 1, scale), revision(numbers, scale / 2)}) == 3
 
 
 def test_the_wire_keeps_bfloat16_logits(tmp_path: Path) -> None:

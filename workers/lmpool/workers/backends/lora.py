@@ -9,10 +9,15 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from operator import index
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from lmpool.errors import SettingsError
 from lmpool.protocol.adapter import MAX_ADAPTERS, check_adapter_name, check_source
@@ -35,6 +40,33 @@ _MOST_CONFIG_BYTES = 1 << 20
 _MOST_HEADER_BYTES = 1 << 28
 _MOST_ADAPTER_HEADER_BYTES = 1 << 25
 _FACTORS = (".lora_A.weight", ".lora_B.weight")
+
+PEFT_PREFIX = "base_model.model."
+"""What peft writes before the names of a model's modules."""
+
+HARMLESS_INITS = (True, False, "gaussian", "eva", "orthogonal")
+"""Values of init_lora_weights that leave the model's own weights as they are; others need a converted adapter."""
+
+BASE_WEIGHT = ".base_layer.weight"
+"""How the name of a weight ends that the model itself has: peft saves those of heads and embeddings with an adapter."""
+
+# Rows of a base weight that are compared at once.
+_COMPARED_ROWS = 1024
+
+# bfloat16 keeps 8 significant bits: a copy that was saved in it differs from the model's own by at most this part.
+_COPY_TOLERANCE = 2.0**-8
+
+# float16 has no smaller numbers.
+_MIN_FLOAT16 = 2.0**-24
+
+# Numbers of safetensors files, as numpy reads them; it has no bfloat16, which is the upper half of a float32.
+_DTYPES = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}
+
+ReadRows = Callable[[int, int], NDArray[np.float32]]
+"""Reads rows from a first one up to another, of a weight (n, m), as float32."""
+
+WeightOf = Callable[[str], ReadRows | None]
+"""From the name of a module to its weight; None if the model has none that can be read."""
 
 # Their first dimension is the rank.
 _FIRST_FACTORS = (".lora_A.weight", ".lora_embedding_A")
@@ -105,8 +137,15 @@ def check_adapter(folder: Path, model: Path) -> None:
     Raises:
         SettingsError: no adapter, one of another model, or one whose config asks for too much or for patterns.
     """
-    names = (name for path in model.glob("*.safetensors") for name in _header(path, _MOST_HEADER_BYTES))
-    check_fit(folder, modules_of(names), str(model))
+    files = {name: path for path in model.glob("*.safetensors") for name in _header(path, _MOST_HEADER_BYTES)}
+    check_fit(folder, modules_of(files), str(model))
+    names = {_module_of(name): name for name in files if name.endswith(".weight")}
+
+    def weight_of(module: str) -> ReadRows | None:
+        name = names.get(_module_of(f"{module}.weight"))
+        return None if name is None else _read_rows(files[name], name, _MOST_HEADER_BYTES)
+
+    check_base_weights(folder, weight_of, str(model))
 
 
 def check_fit(folder: Path, modules: Collection[str], model: str) -> None:
@@ -115,7 +154,7 @@ def check_fit(folder: Path, modules: Collection[str], model: str) -> None:
         raise SettingsError(f"adapters: {folder} holds no {_CONFIG}: is it a LoRA adapter of peft?")
     config = read_config(folder / _CONFIG, "adapters", _MOST_CONFIG_BYTES)
     try:
-        ranks = _ranks(config)
+        ranks = ranks_of(config)
         _check_names(config)
         _check_numbers(config)
     except SettingsError as error:
@@ -134,12 +173,94 @@ def check_fit(folder: Path, modules: Collection[str], model: str) -> None:
     _check_ranks(folder, tensors, ranks, is_stacked=bool(config.get("target_parameters")))
 
 
+def check_base_weights(folder: Path, weight_of: WeightOf, model: str) -> None:
+    """Refuse an adapter that changes weights of the model itself: an engine would leave these out.
+
+    peft saves a copy of the model's head or embedding with each adapter that targets it. A copy is harmless.
+
+    Args:
+        folder: of the adapter.
+        weight_of: reads the model's own weights.
+        model: the model, for messages.
+
+    Raises:
+        SettingsError: a weight in the file is not the model's own.
+    """
+    for name, entry in _header(folder / WEIGHTS, _MOST_ADAPTER_HEADER_BYTES).items():
+        if not name.endswith(BASE_WEIGHT):
+            continue
+        module = name.removesuffix(BASE_WEIGHT).removeprefix(PEFT_PREFIX)
+        saved, own = _read_rows(folder / WEIGHTS, name, _MOST_ADAPTER_HEADER_BYTES), weight_of(module)
+        if not saved or not own or not _is_copy(saved, own, entry["shape"][0]):
+            raise SettingsError(
+                f"adapters: {folder} has weights of its own for {module}, which differ from those of {model}: save it "
+                "without them (peft's save_pretrained with save_embedding_layers=False) if it was not trained with them"
+            )
+
+
+def _is_copy(saved: ReadRows, own: ReadRows, rows: int) -> bool:
+    # One row more than the saved weight has: the model's may have more.
+    for first in range(0, rows + 1, _COMPARED_ROWS):
+        left, right = saved(first, first + _COMPARED_ROWS), own(first, first + _COMPARED_ROWS)
+        if left.shape != right.shape or not np.allclose(left, right, rtol=_COPY_TOLERANCE, atol=_MIN_FLOAT16):
+            return False
+    return True
+
+
+def _read_rows(path: Path, name: str, most_header_bytes: int) -> ReadRows | None:
+    """Reads a tensor (n, m) of a safetensors file; None if it has another form, or its numbers are of no float type."""
+    entry: Any = _header(path, most_header_bytes).get(name)
+    try:
+        dtype = np.dtype(_DTYPES[entry["dtype"]])
+        rows, columns = map(index, entry["shape"])
+        begin = index(entry["data_offsets"][0])
+        with path.open("rb") as file:
+            offset = 8 + int.from_bytes(file.read(8), "little") + begin
+            is_whole = min(rows, columns, begin + 1) > 0
+            is_whole = is_whole and rows * columns * dtype.itemsize <= file.seek(0, os.SEEK_END) - offset
+    except (KeyError, IndexError, TypeError, ValueError, OSError):
+        return None
+
+    def read(first: int, last: int) -> NDArray[np.float32]:
+        first, last = min(first, rows), min(last, rows)
+        count, skipped = (last - first) * columns, first * columns * dtype.itemsize
+        part = np.fromfile(path, dtype, count, offset=offset + skipped).reshape(-1, columns)
+        return (part.astype("<u4") << 16).view("<f4") if entry["dtype"] == "BF16" else part.astype("<f4")
+
+    return read if is_whole else None
+
+
+def read_adapter_config(folder: Path) -> dict[str, Any]:
+    """The config of an adapter that `check_fit` has taken."""
+    return read_config(folder / _CONFIG, "adapters", _MOST_CONFIG_BYTES)
+
+
+def write_adapter_config(folder: Path, config: Mapping[str, Any]) -> None:
+    """Write a config as peft would."""
+    (folder / _CONFIG).write_text(json.dumps(config), "utf-8")
+
+
+def scale_of(config: Mapping[str, Any], module: str, rank: int) -> float:
+    """The factor of what an adapter adds to the output of a module, by which peft multiplies it.
+
+    Args:
+        config: of the adapter.
+        module: its name in the model.
+        rank: of its weights.
+    """
+    alphas = config.get("alpha_pattern") or {}
+    # As peft does: the first pattern that is an end of the name, and a dot in it stands for any character.
+    pattern = next((key for key in alphas if re.match(rf"(.*\.)?({key})$", module)), None)
+    alpha = config.get("lora_alpha", _DEFAULT_RANK) if pattern is None else alphas[pattern]
+    return float(alpha / (math.sqrt(rank) if config.get("use_rslora") else rank))
+
+
 def modules_of(tensors: Iterable[str]) -> set[str]:
     """The modules of a model, from the names of its weights."""
     return {_module_of(name) for name in tensors}
 
 
-def _ranks(config: Mapping[str, Any]) -> set[int]:
+def ranks_of(config: Mapping[str, Any]) -> set[int]:
     """The ranks that an adapter's config names."""
     if (kind := config.get("peft_type", "LORA")) != "LORA":
         raise SettingsError(f"it is of the kind {shown(kind, 40)}: workers serve LORA")
@@ -232,7 +353,7 @@ def _check_ranks(folder: Path, tensors: Mapping[str, Any], ranks: Collection[int
 
 def _module_of(tensor: str) -> str:
     """Which module of a model a tensor belongs to, by the last parts of its name."""
-    return ".".join(tensor.split(".")[:-1][-_MODULE_PARTS:])
+    return ".".join(tensor.removeprefix(PEFT_PREFIX).split(".")[:-1][-_MODULE_PARTS:])
 
 
 def _header(path: Path, most_bytes: int) -> dict[str, Any]:

@@ -50,6 +50,16 @@ _ENVIRONMENT = {
 }
 
 _DEVICE = re.compile(r"auto|[a-z]+(:\d+)?")
+# A word of a shell, with its quotes.
+_SHELL_WORD = re.compile(r"""(?:[^\s"'\\]|\\.|"(?:[^"\\]|\\.)*"|'[^']*')+""", re.DOTALL)
+
+# The beginning of an option whose value is a list or a table.
+_BRACKETED = re.compile(r"[\w-]+=(?=[\[{])")
+
+# What decides where a list or a table ends: its strings may hold brackets.
+_STRING_OR_BRACKET = re.compile(r"""\"(?:[^"\\]|\\.)*"|'[^']*'|[\[\]{}]""")
+
+_BLANKS = re.compile(r"\s*")
 _WORDS = {"True": True, "False": False, "None": None}
 
 
@@ -302,10 +312,11 @@ def parse_engine_args(given: Sequence[str]) -> dict[str, Any]:
 
     Args:
         given: texts of `key=value` pairs and paths of TOML files (`….toml`), divided by spaces. A value is read as
-            TOML (`true`, `0.9`, `[1, 2]`, `{a = 1}`), else as JSON (`{"a": 1}`), else as text. Later ones win.
+            TOML (`true`, `0.9`, `[1, 2]`, `{a = 1}`), else as JSON (`{"a": 1}`), else as text. Quotes are those of a
+            shell, but for those inside the brackets of a list or table. Later pairs win.
 
     Raises:
-        SettingsError: a text is not of this form, or a file cannot be read.
+        SettingsError: a text is not of this form, a table is neither TOML nor JSON, or a file cannot be read.
     """
     options: dict[str, Any] = {}
     for text in given:
@@ -357,10 +368,39 @@ def check_one_process(given: Mapping[str, Any], names: Collection[str]) -> None:
 
 
 def _parts(text: str) -> list[str]:
-    try:
-        return shlex.split(text)
-    except ValueError as error:
-        raise SettingsError(f"engine_args: {shown(text)} cannot be read: {error}") from error
+    """The pairs and paths in a text; brackets hold a list or table together, with its blanks and quotes."""
+    parts: list[str] = []
+    at = _end_of(_BLANKS, text, 0)
+    while at < len(text):
+        opening = _end_of(_BRACKETED, text, at)
+        end = _end_of_brackets(text, opening) if opening > at else at
+        if end > at:
+            parts.append(text[at:end])
+        else:
+            # From a quote on that does not close there is no word, and shlex says so.
+            end = _end_of(_SHELL_WORD, text, at)
+            end = end if end > at else len(text)
+            try:
+                parts += shlex.split(text[at:end])
+            except ValueError as error:
+                raise SettingsError(f"engine_args: {shown(text)} cannot be read: {error}") from error
+        at = _end_of(_BLANKS, text, end)
+    return parts
+
+
+def _end_of_brackets(text: str, opening: int) -> int:
+    """Where a list or table ends that stands alone; 0 if it does not close, or more follows at once."""
+    depth = 0
+    for match in _STRING_OR_BRACKET.finditer(text, opening):
+        depth += (match[0] in "[{") - (match[0] in "]}")
+        if not depth:
+            return match.end() if match.end() == len(text) or text[match.end()].isspace() else 0
+    return 0
+
+
+def _end_of(pattern: re.Pattern[str], text: str, at: int) -> int:
+    match = pattern.match(text, at)
+    return match.end() if match else at
 
 
 def _is_file(part: str) -> bool:
@@ -382,6 +422,11 @@ def _value(text: str) -> Any:
     try:
         return json.loads(text) if text.startswith(("{", "[")) else _WORDS.get(text, text)
     except (ValueError, RecursionError):
+        if text.startswith("{") and text.endswith("}"):
+            raise SettingsError(
+                f"engine_args: {shown(text)} is neither TOML nor JSON. If a shell took its quotes away, quote the "
+                """whole option: --engine-args 'name={"a": 1}'"""
+            ) from None
         return text
 
 

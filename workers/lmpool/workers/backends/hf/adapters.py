@@ -9,11 +9,14 @@ import warnings
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -22,7 +25,16 @@ from lmpool.errors import SettingsError
 from lmpool.protocol.adapter import qualify
 from lmpool.workers.backends.checkpoint import checkpoint_revision, checkpoint_source
 from lmpool.workers.backends.hf.forward import Forward
-from lmpool.workers.backends.lora import WEIGHTS, adapter_folder, check_fit, modules_of
+from lmpool.workers.backends.lora import (
+    BASE_WEIGHT,
+    HARMLESS_INITS,
+    WEIGHTS,
+    ReadRows,
+    adapter_folder,
+    check_base_weights,
+    check_fit,
+    modules_of,
+)
 from lmpool.workers.backends.requirements import first_line, require
 
 _log = logging.getLogger(__name__)
@@ -32,8 +44,6 @@ _LOAD_ERRORS = (
     ValueError, TypeError, KeyError, RuntimeError, OSError, AttributeError, NotImplementedError, ImportError,
     MemoryError, AssertionError, IndexError, SafetensorError,
 )  # fmt: skip
-# Ways to initialise that leave the model's own weights as they are; the others are undone by converting the adapter.
-_HARMLESS_INITS = (True, False, "gaussian", "eva", "orthogonal")
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +87,7 @@ class HfAdapters:
         require("adapters", "lmpool[lora]", "peft")
         folder = adapter_folder(source)
         check_fit(folder, self._modules, self._name)
+        check_base_weights(folder, self._weight_of, self._name)
         revision = checkpoint_revision(folder)
         adapter = qualify(name, revision)
         if adapter in self._loaded:
@@ -124,7 +135,8 @@ class HfAdapters:
 
     def _insert(self, folder: Path, handle: str) -> None:
         """Have peft put an adapter into the model."""
-        from peft import PeftConfig, PeftModel
+        from peft import PeftConfig, PeftModel, set_peft_model_state_dict
+        from peft.utils import load_peft_weights
 
         config: Any = PeftConfig.from_pretrained(str(folder))
         _check_config(folder, config)
@@ -141,14 +153,27 @@ class HfAdapters:
                     # All others were removed. peft makes the active ones active again, and refuses that of none.
                     self._peft.base_model.active_adapter = handle
                 self._peft.add_adapter(handle, config)
-            result = self._peft.load_adapter(str(folder), handle, torch_device=str(self._forward.device))
-        if unfitting := [*result.unexpected_keys, *result.missing_keys]:
+            weights = load_peft_weights(str(folder), str(self._forward.device))
+            # Copies of the model's own weights: peft would write them into the model, rounded as they were saved.
+            weights = {key: weight for key, weight in weights.items() if not key.endswith(BASE_WEIGHT)}
+            result: Any = set_peft_model_state_dict(self._peft, weights, handle)
+        # The weights of the model and of other adapters are missing here too.
+        missing = [key for key in result.missing_keys if "lora_" in key and handle in key.split(".")]
+        if unfitting := [*result.unexpected_keys, *missing]:
             raise SettingsError(
                 f"adapters: {folder} does not fit {self._name}: {len(unfitting)} of its weights have no place or are "
                 f"missing, such as {unfitting[0]}"
             )
         # What was inserted is in training mode, with dropout.
         self._model.train(mode=False)
+
+    def _weight_of(self, module: str) -> ReadRows | None:
+        """How to read the weight of a module of the model, which adapters may have been put around."""
+        for name, weight in self._model.named_parameters(remove_duplicate=False):
+            parts = [part for part in name.split(".")[:-1] if part not in ("base_layer", "original_module")]
+            if ".".join(parts) == module and name.endswith(".weight"):
+                return partial(_read_rows, weight)
+        return None
 
     @torch.inference_mode()
     def _check_logits(self, adapter: str, folder: Path) -> None:
@@ -181,7 +206,7 @@ def _check_config(folder: Path, config: Any) -> None:
         raise SettingsError(f"adapters: {folder} is of the kind {kind}: this backend serves LORA")
     if config.bias != "none" or getattr(config, "lora_bias", False) not in (False, None):
         raise SettingsError(f"adapters: {folder} changes biases of the model itself (bias={config.bias!r})")
-    if config.init_lora_weights not in _HARMLESS_INITS:
+    if config.init_lora_weights not in HARMLESS_INITS:
         raise SettingsError(
             f"adapters: {folder} belongs to a model whose weights it has changed (init_lora_weights="
             f"{config.init_lora_weights!r}): save it with peft's path_initial_model_for_weight_conversion"
@@ -215,6 +240,12 @@ def _check_size(folder: Path, skeleton: PreTrainedModel, config: Any) -> None:
                 f"adapters: {folder} does not fit itself: its config asks for {asked} numbers ({kind}), and {WEIGHTS} "
                 f"holds {held}: some weights are missing; write both anew with peft's save_pretrained"
             )
+
+
+def _read_rows(weight: Tensor, first: int, last: int) -> NDArray[np.float32]:
+    """Rows of a weight of the model; see `ReadRows`."""
+    rows: NDArray[np.float32] = weight[first:last].detach().float().cpu().numpy()
+    return rows
 
 
 def _sizes(tensors: Iterable[Tensor]) -> int:

@@ -6,6 +6,7 @@ import json
 import logging
 import struct
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import chain
@@ -120,8 +121,12 @@ def load_model(settings: HfSettings) -> LoadedModel:
     except (RuntimeError, ValueError) as error:
         # Too little memory, or quantised weights that cannot be moved.
         raise SettingsError(f"device: {settings.model} cannot be put on {device}: {first_line(error)}") from error
-    # Before the first forward: some models (RWKV) rescale their weights in it.
-    return LoadedModel(model, limit, weights_revision(model))
+    try:
+        # Before the first forward: some models (RWKV) rescale their weights in it.
+        revision = weights_revision(model)
+    except RuntimeError as error:  # NotImplementedError is one: quantised tensors lack operations.
+        raise SettingsError(f"model: the weights of {settings.model} cannot be read: {first_line(error)}") from error
+    return LoadedModel(model, limit, revision)
 
 
 def own_weights(model: PreTrainedModel) -> None:
@@ -165,7 +170,7 @@ def weights_revision(model: PreTrainedModel) -> str:
     state = blake2b(digest_size=16)
     config = json.dumps(_stable(model.config.to_diff_dict()), sort_keys=True, default=str)
     state.update(config.encode())
-    for name, tensor in sorted(model.state_dict().items()):
+    for name, tensor in sorted(chain.from_iterable(map(_stored, model.state_dict().items()))):
         bits = tensor.detach().reshape(-1)
         if bits.is_complex():
             bits = torch.view_as_real(bits).reshape(-1)
@@ -173,6 +178,16 @@ def weights_revision(model: PreTrainedModel) -> str:
         state.update(f"{name} {tuple(tensor.shape)} {tensor.dtype} {_total(bits)}\n".encode())
         state.update(bits[:: max(1, len(bits) // _SAMPLES)].cpu().numpy().tobytes())
     return state.hexdigest()
+
+
+def _stored(named: tuple[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """What is stored of a weight: itself, or the plain tensors that a quantised one of torchao consists of."""
+    name, tensor = named
+    if not hasattr(tensor, "__tensor_flatten__"):
+        yield named
+        return
+    inner, _ = tensor.__tensor_flatten__()
+    yield from chain.from_iterable(_stored((f"{name}.{part}", getattr(tensor, part))) for part in inner)
 
 
 def _find(settings: HfSettings) -> tuple[str, bool]:
@@ -202,7 +217,10 @@ def _refuse(settings: HfSettings, error: Exception) -> NoReturn:
         field, name = "gguf_file", f"{settings.gguf_file} of {settings.model}"
     nearest = nearest_folders(settings.model) if is_on_hub(settings.model) else ""
     damaged = "the file is damaged or cut short: " if isinstance(error, struct.error) else ""
-    raise SettingsError(f"{field}: {name} cannot be loaded: {damaged}{first_line(error)}{nearest}") from error
+    # Quantised checkpoints need packages that no extra of this project brings.
+    missing = error.name.partition(".")[0] if isinstance(error, ModuleNotFoundError) and error.name else ""
+    install = f"; install it with: pip install {missing}" if missing else ""
+    raise SettingsError(f"{field}: {name} cannot be loaded: {damaged}{first_line(error)}{install}{nearest}") from error
 
 
 def _total(bits: Tensor) -> int:

@@ -14,10 +14,17 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from lmpool.errors import LMPoolError, SettingsError
 from lmpool.protocol.adapter import qualify
+from lmpool.settings import shown
 from lmpool.trie.kernels import torch_device
 from lmpool.workers.backends.checkpoint import (
     checkpoint_dtype,
@@ -25,7 +32,17 @@ from lmpool.workers.backends.checkpoint import (
     checkpoint_revision,
     checkpoint_source,
 )
-from lmpool.workers.backends.lora import adapter_folder, check_adapter
+from lmpool.workers.backends.lora import (
+    BASE_WEIGHT,
+    HARMLESS_INITS,
+    PEFT_PREFIX,
+    WEIGHTS,
+    adapter_folder,
+    check_adapter,
+    read_adapter_config,
+    scale_of,
+    write_adapter_config,
+)
 from lmpool.workers.backends.requirements import first_line, require_version
 from lmpool.workers.backends.row_encoder import pick_device
 from lmpool.workers.backends.settings import (
@@ -86,6 +103,12 @@ _REFUSED = {
     "preferred_sampling_params": _ONE_ROW,
     "enable_custom_logit_processor": _ONE_ROW,
 }
+
+# Fields of an adapter's config that SGLang leaves out without a word, or does not serve.
+_UNSERVED = (
+    "use_dora", "lora_bias", "modules_to_save", "target_parameters", "trainable_token_indices",
+    "alora_invocation_tokens", "use_qalora", "use_bdlora",
+)  # fmt: skip
 
 # Options that leave rows as they are but for rounding: workers that differ in them only may serve one model.
 _HARMLESS = {
@@ -155,15 +178,20 @@ def launch(settings: SglangSettings) -> Launched:
         options.setdefault("max_total_tokens", tokens)
     options.setdefault("context_length", context_length(settings.max_prompt_tokens, facts.positions))
     revision = checkpoint_revision(folder, also=row_deciding(given))
-    engine = Engine(options)
-    try:
-        if (failure := engine.wait()) is not None:
-            raise _start_error(failure, f"SGLang {version} cannot serve {settings.model}") from failure
-        limit = _prompt_limit(settings.max_prompt_tokens, engine.facts.max_prompt_tokens)
-        return Launched(engine, limit, revision, sources, _device_of(options))
-    except BaseException:
-        engine.close()
-        raise
+    # SGLang reads adapters while it starts, and then keeps them in memory.
+    with TemporaryDirectory(prefix="lmpool-adapters-") as copies:
+        if adapters:
+            plain = {name: write_plain_adapter(path, Path(copies) / name) for name, path in adapters.items()}
+            options["lora_paths"] = {name: str(path) for name, path in plain.items()}
+        engine = Engine(options)
+        try:
+            if (failure := engine.wait()) is not None:
+                raise _start_error(failure, f"SGLang {version} cannot serve {settings.model}") from failure
+            limit = _prompt_limit(settings.max_prompt_tokens, engine.facts.max_prompt_tokens)
+            return Launched(engine, limit, revision, sources, _device_of(options))
+        except BaseException:
+            engine.close()
+            raise
 
 
 def user_options(settings: SglangSettings, known: Mapping[str, bool], version: str) -> dict[str, Any]:
@@ -308,6 +336,73 @@ def _device_of(options: Mapping[str, Any]) -> str:
     """The device that SGLang is told, with its number; the CPU has none."""
     kind = str(options["device"]).partition(":")[0]
     return kind if kind == "cpu" else f"{kind}:{options['base_gpu_id']}"
+
+
+def write_plain_adapter(folder: Path, copy: Path) -> Path:
+    """Write a copy of an adapter that SGLang reads as it is meant.
+
+    SGLang takes one rank, and multiplies all modules by lora_alpha / r, whatever rsLoRA and alpha_pattern say.
+
+    Args:
+        folder: of the adapter.
+        copy: where to write it.
+
+    Raises:
+        SettingsError: it changes more than SGLang can apply to one prompt, or cannot be read.
+    """
+    config = read_adapter_config(folder)
+    unserved = [field for field in _UNSERVED if config.get(field)]
+    unserved += [] if config.get("bias", "none") == "none" else ["bias"]
+    unserved += [] if config.get("init_lora_weights", True) in HARMLESS_INITS else ["init_lora_weights"]
+    if unserved:
+        raise _unserved(folder, f"{unserved[0]}={shown(config[unserved[0]], 60)}")
+    try:
+        tensors = load_file(folder / WEIGHTS)
+    except (SafetensorError, OSError) as error:
+        raise SettingsError(f"adapters: {folder} cannot be read: {first_line(error)}") from error
+    factors = _factors(folder, tensors)
+    rank = max(len(down) for down, _ in factors.values())
+    scales = {name: scale_of(config, name.removeprefix(PEFT_PREFIX), len(down)) for name, (down, _) in factors.items()}
+    # The factor of most adapters stays in their config, and their weights stay bit for bit.
+    common = next((scale for scale in scales.values() if scale), 1.0)
+    written: dict[str, Tensor] = {}
+    for name, (down, up) in factors.items():
+        if scales[name] != common:
+            up = up.float() * (scales[name] / common)
+        missing = rank - len(down)
+        written[f"{name}.lora_A.weight"] = torch.nn.functional.pad(down, (0, 0, 0, missing)).contiguous()
+        written[f"{name}.lora_B.weight"] = torch.nn.functional.pad(up, (0, missing)).contiguous()
+    copy.mkdir(parents=True)
+    save_file(written, copy / WEIGHTS)
+    modules = sorted({name.rpartition(".")[2] for name in factors})
+    plain = {"peft_type": "LORA", "r": rank, "lora_alpha": common * rank, "target_modules": modules}
+    write_adapter_config(copy, plain)
+    return copy
+
+
+def _factors(folder: Path, tensors: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
+    """Module -> its two factors, (r, in) and (out, r); copies of the model's own weights are left out."""
+    names = {name.removesuffix(".lora_A.weight") for name in tensors if name.endswith(".lora_A.weight")}
+    factors = {name: (f"{name}.lora_A.weight", f"{name}.lora_B.weight") for name in sorted(names)}
+    used = {name for pair in factors.values() for name in pair}
+    if strange := sorted(used ^ {name for name in tensors if not name.endswith(BASE_WEIGHT)}):
+        raise _unserved(folder, f"weights that are no pair of LoRA factors, such as {strange[0]}")
+    if heads := [name for name in factors if name.rpartition(".")[2] == "lm_head"]:
+        # SGLang applies one prompt's head to the rows of others (0.5.23 on a CPU).
+        raise _unserved(folder, f"weights for the head, {heads[0].removeprefix(PEFT_PREFIX)}")
+    found = {name: (tensors[down], tensors[up]) for name, (down, up) in factors.items()}
+    for name, (down, up) in found.items():
+        if down.ndim != 2 or up.ndim != 2 or len(down) != up.shape[1]:
+            raise _unserved(folder, f"factors of {name} with the shapes {tuple(down.shape)} and {tuple(up.shape)}")
+    return found
+
+
+def _unserved(folder: Path, found: str) -> SettingsError:
+    """The refusal of an adapter whose rows would be wrong."""
+    return SettingsError(
+        f"adapters: {folder} has {found}, which SGLang cannot serve: serve it with --backend hf, or merge it into the "
+        "model"
+    )
 
 
 def _adapter_folder(source: str, model: Path) -> Path:
