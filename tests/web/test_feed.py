@@ -243,6 +243,8 @@ async def test_junk_of_one_model_hides_no_other_model(pool: Pool, junk: str) -> 
         assert [model["name"] for model in frame["models"]] == ["junk", "syn"]
         served = json.loads(await ask("/api/models"))["models"]
     assert [model["name"] for model in served] == ["junk", "syn"]
+    troubled = {model["name"]: bool(model["trouble"]) for model in frame["models"]}
+    assert troubled == {"junk": any(word in junk for word in ("adapter", "offer", "jobs", "dead")), "syn": False}
     is_unreadable = {model["name"]: bool(model["trouble"]) for model in served}
     assert is_unreadable == {"junk": "adapter" in junk or "offer" in junk, "syn": False}
 

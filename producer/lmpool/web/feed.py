@@ -211,7 +211,8 @@ class Feed:
             if self._watching:
                 served = {model["name"]: model for model in await _read_served(redis, self._keys)}
                 for model in models:
-                    model |= served.get(model["name"], {})
+                    told = served.get(model["name"], {"adapters": [], "trouble": ""})
+                    model["adapters"], model["trouble"] = told["adapters"], model["trouble"] or told["trouble"]
             self._events.note(at, models)
             self._seen_at = at
         except (RedisError, OSError, LMPoolError) as error:
@@ -350,7 +351,7 @@ def _told_model(model: dict[str, Any]) -> dict[str, Any]:
         **shown,
         **told,
         "adapters": model.get("adapters", []),
-        "trouble": model.get("trouble", ""),
+        "trouble": model["trouble"],
         "workers": [_told_worker(worker) for worker in model["workers"]],
     }
 

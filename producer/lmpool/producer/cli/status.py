@@ -14,14 +14,14 @@ from typing import Annotated, Any, NamedTuple
 
 import typer
 from redis.asyncio import Redis
-from redis.exceptions import RedisError
+from redis.exceptions import RedisError, ResponseError
 from rich.cells import cell_len
 from rich.console import Group
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from lmpool.broker.readers import read_lanes
+from lmpool.broker.readers import QueueState, read_lanes
 from lmpool.broker.server import Server
 from lmpool.cli import Terminal, say_json
 from lmpool.errors import LMPoolError, SettingsError, printable
@@ -138,7 +138,7 @@ async def look(redis: Redis, keys: Keys) -> Survey:
     names = [*infos, *sorted({worker.fields["model"] for worker in loading} - set(infos))]
     models = []
     for name in names:
-        queue = await discovery.queue(name)
+        queue, trouble = await _queue(discovery, name)
         serving = [*await discovery.workers(name), *loading]
         workers = [worker for worker in serving if worker.fields.get("model") == name]
         silences, lanes = await discovery.silences(workers), await read_lanes(redis, keys.model(name))
@@ -151,11 +151,22 @@ async def look(redis: Redis, keys: Keys) -> Survey:
                 "queued": queue.depth,
                 "age_s": queue.age_s,
                 "dead": queue.dead,
+                "trouble": trouble,
                 **_totals(speaking),
                 "workers": shown,
             }
         )
     return models
+
+
+async def _queue(discovery: Discovery, model: str) -> tuple[QueueState, str]:
+    """The state of a model's queue, and why it cannot be read, or "": one model's junk must not hide other models."""
+    try:
+        return await discovery.queue(model), ""
+    except ResponseError as error:
+        if "WRONGTYPE" not in str(error):
+            raise
+        return QueueState(0, 0.0, 0, 0.0), "the queue cannot be read: another type of value is in its place"
 
 
 def _shown(worker: WorkerInfo, silent_s: float | None, lane: int | None) -> dict[str, Any]:

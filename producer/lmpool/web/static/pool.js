@@ -6,6 +6,9 @@ import { Letters } from "./letters.js";
 
 const FEW_WORKERS = 100;
 
+// Why a part of a model cannot be read: its queue or its adapters.
+const isQueueTrouble = (model) => model.trouble.startsWith("the queue");
+
 const MODELS = [
   { title: "model", long: true, text: (model) => cut(model.name), title_of: (model) => model.name },
   { title: "backend", left: true, wide: true, text: (model) => model.backend ?? "" },
@@ -13,15 +16,16 @@ const MODELS = [
   { title: "rows as", left: true, wide: true, text: (model) => [model.dtype, model.encoding].filter(Boolean).join(" / "),
     help: "number type of the computation, and of the rows that are sent" },
   { title: "workers", text: (model) => count(model.workers.length), help: "processes that compute rows of the model" },
-  { title: "queued", text: (model) => count(model.queued), help: "prompts that wait or are being computed" },
+  { title: "queued", text: (model) => count(model.queued), mark: (model) => (isQueueTrouble(model) ? "bad" : ""),
+    title_of: (model) => (isQueueTrouble(model) ? model.trouble : ""), help: "prompts that wait or are being computed" },
   { title: "oldest", text: (model) => (model.queued ? seconds(model.age_s) : "–"), help: "age of the oldest of them" },
   { title: "rows/s", text: (model) => rate(model.rows_per_s), help: "rows computed per second, all workers together" },
   { title: "p50", wide: true, text: (model) => seconds(model.p50_s), help: "half of the prompts had their row within this time" },
   { title: "p99", text: (model) => seconds(model.p99_s), help: "99 of 100 prompts had their row within this time after queueing" },
   { title: "dead", text: (model) => count(model.dead), mark: (model) => (model.dead ? "bad" : ""),
     help: "dead letters: prompts that were given up" },
-  { title: "adapters", long: true, wide: true, mark: (model) => (model.trouble ? "bad" : ""),
-    text: (model) => (model.trouble ? "cannot be read" : cut(model.adapters.map(([name]) => name).join(", ") || "–", 60)),
+  { title: "adapters", long: true, wide: true, mark: (model) => (model.trouble && !isQueueTrouble(model) ? "bad" : ""),
+    text: (model) => (model.trouble && !isQueueTrouble(model) ? "cannot be read" : cut(model.adapters.map(([name]) => name).join(", ") || "–", 60)),
     title_of: (model) => model.trouble || model.adapters.map(([name, revision]) => `${name}@${revision}`).join("\n") },
 ];
 
