@@ -53,6 +53,7 @@ async def silence_limit(seconds: float | None) -> AsyncIterator[asyncio.Timeout]
             yield timer
             return
         part = seconds / _PARTS
+        ticking: asyncio.TimerHandle
 
         def tick(left: int) -> None:
             nonlocal ticking

@@ -93,9 +93,14 @@ def test_names_that_others_leave_in_the_machines_folder_are_not_looked_at(
 ) -> None:
     put(segment, 1)
     scanned: list[str] = []
-    scan = os.scandir
+    scandir = os.scandir
+
+    def scan(path: str) -> Iterator[os.DirEntry[str]]:
+        scanned.append(os.path.realpath(path))
+        return scandir(path)
+
     with monkeypatch.context() as patch:
-        patch.setattr(os, "scandir", lambda path: scanned.append(os.path.realpath(path)) or scan(path))
+        patch.setattr(os, "scandir", scan)
         look(reader)
         made().close()
     assert reader.find(prompt(1), V) is not None
