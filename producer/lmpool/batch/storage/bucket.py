@@ -41,7 +41,6 @@ from lmpool.batch.storage.folder import (
     Placed,
     Shard,
     errors_name,
-    shard_name,
 )
 from lmpool.errors import BatchError, BatchRefused
 
@@ -69,6 +68,8 @@ class Bucket(Folder):
         super().__init__(temporary_folder(self))
         self.location = named(self._url)
         self._run = ""
+        # Shards that another run of the same command had made before this one.
+        self._kept = set[int]()
         # File in `done/`: what tells it from what it was before, and what it says.
         self._notes: dict[str, tuple[str, _Note]] = {}
 
@@ -107,6 +108,7 @@ class Bucket(Folder):
         match = SHARD.fullmatch(name)
         if match and self.is_done(int(match[1]), name):
             path.unlink()
+            self._kept.add(int(match[1]))
         else:
             self._upload(path, name)
 
@@ -117,7 +119,7 @@ class Bucket(Folder):
         made.unlink()
 
     def note(self, shard: Shard) -> None:
-        """See `Folder.note`; a note of another run of the same command stays, if that is what lies there.
+        """See `Folder.note`; of a shard that has stayed as it was, its note stays too.
 
         Raises:
             BatchRefused: another run has begun here meanwhile.
@@ -125,9 +127,8 @@ class Bucket(Folder):
         manifest = self.read_manifest()
         if manifest is None or manifest.run != self._run:
             raise BatchRefused(f"{self.location}: another run has begun here meanwhile: give that one another folder")
-        if self.is_done(shard.number, shard_name(shard.number, manifest.options.format)):
-            return
-        self.write(_note_name(shard.number), iter([msgspec.json.encode(_Note(self._run, shard))]))
+        if shard.number not in self._kept:
+            self.write(_note_name(shard.number), iter([msgspec.json.encode(_Note(self._run, shard))]))
 
     def begin(self, manifest: Manifest) -> None:
         """Put the manifest of a run that has nothing yet into place, or join a run of the same command.
