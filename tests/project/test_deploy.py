@@ -284,7 +284,7 @@ def seen(secured: Path, service: str) -> set[str]:
 
 def test_the_users_and_certificates_of_the_page_are_those_that_compose_wants(secured: Path) -> None:
     users = (secured / "secure/users.acl").read_text("utf-8")
-    assert len(re.findall(r" on #[0-9a-f]{64} ", users)) == 5
+    assert len(re.findall(r" on #[0-9a-f]{64} ", users)) == 6
     assert "SHA256" not in users
     settings = addresses(secured)
     assert settings.keys() == {
