@@ -559,7 +559,6 @@ async def cancel(arq: ArqRedis, output: str) -> int:
     They are found by the folder that they name, which may be gone.
     """
     output, cancelled = absolute(output), 0
-    await asyncio.to_thread(_note_cancelled, open_folder(output))
     for some in _in_parts([name.decode() for name in await arq.zrange(QUEUE, 0, -1)]):
         packed = await arq.mget([job_key_prefix + name for name in some])
         ours = [name for name, job in zip(some, packed, strict=True) if job is not None and _output_of(job) == output]
@@ -578,12 +577,14 @@ async def cancel(arq: ArqRedis, output: str) -> int:
                     pipe.delete(job_key_prefix + name)
             await pipe.execute()
         cancelled += len(ours)
+    await asyncio.to_thread(_note_cancelled, output)  # At the end: the folder may be a bucket that is out of reach.
     return cancelled
 
 
-def _note_cancelled(folder: Folder) -> None:
+def _note_cancelled(output: str) -> None:
     """Have `find_jobs` queue nothing again, if the folder is there."""
     # One that is refused, because a run holds it or another user owns it, is refused by `find_jobs` too.
+    folder = open_folder(output)
     with suppress(BatchRefused):
         manifest = folder.read_manifest()
         submission = None if manifest is None else folder.read_submission(manifest)
