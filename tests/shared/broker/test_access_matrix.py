@@ -25,45 +25,45 @@ TRIE_ROWS = Keys().row(TrieBackend(TrieSettings()).info.fingerprint).decode()
 # Per key and user what the user has commands for: "r" only reading ones, "w" only writing ones, "rw" both, "-" none. A
 # writing command may be as weak as the one that sets a lifetime; test_access.py has the commands that nobody may use.
 ACCESS = f"""
-key                       producer adapters worker trie-worker web operator
-lmpool:models             r        r        rw     -           r   r
-lmpool:models:trie        r        r        rw     rw          r   r
-lmpool:loading            r        r        rw     rw          r   r
-lmpool:worker:w           r        r        rw     rw          r   r
-lmpool:row:f:d            rw       rw       rw     r           rw  rw
-{TRIE_ROWS}d              rw       rw       rw     rw          rw  rw
-lmpool:tokenizer:d        r        r        rw     -           r   r
-lmpool:trie:d             rw       rw       rw     r           rw  rw
-lmpool:tokens:d           rw       rw       rw     -           rw  rw
-lmpool:weights:n          w        w        -      r           w   w
-lmpool:{{m}}:jobs         rw       rw       rw     -           rw  rw
-lmpool:{{m}}:lane:w       rw       rw       rw     -           rw  rw
-lmpool:{{m}}:lanes        rw       rw       rw     -           rw  rw
-lmpool:{{m}}:backlog      rw       rw       rw     -           rw  rw
-lmpool:{{m}}:backlog:jobs rw       rw       rw     -           rw  rw
-lmpool:{{m}}:virtual_time rw       rw       rw     -           rw  rw
-lmpool:{{m}}:sole_client  rw       rw       rw     -           rw  rw
-lmpool:{{m}}:wanted       w        w        -      -           rw  rw
-lmpool:{{m}}:capacity     r        r        rw     -           r   r
-lmpool:{{m}}:workers      r        r        rw     -           r   r
-lmpool:{{m}}:loading      r        r        rw     -           r   r
-lmpool:{{m}}:claim_cursor -        -        rw     -           -   -
-lmpool:{{m}}:waiting:d    rw       rw       rw     -           rw  rw
-lmpool:{{m}}:reply:c      rw       rw       rw     -           rw  rw
-lmpool:{{m}}:adapters     r        rw       rw     -           r   r
-lmpool:{{m}}:offers       r        rw       rw     -           r   r
-lmpool:{{m}}:replaced:a   -        rw       -      -           -   -
-lmpool:{{m}}:replaced:    -        rw       w      -           -   -
-lmpool:{{m}}:adapter_trials:l -        r        rw     -           -   -
-lmpool:{{m}}:dead         r        r        rw     -           r   rw
-lmpool:{{m}}:reasons      -        -        rw     -           -   -
-lmpool:{{trie}}:jobs      rw       rw       rw     rw          rw  rw
-lmpool:{{trie}}:waiting:d rw       rw       rw     rw          rw  rw
-lmpool:{{trie}}:reply:c   rw       rw       rw     rw          rw  rw
-lmpool:{{trie}}:dead      r        r        rw     rw          r   rw
-lmpool:{{trie}}:adapters  r        rw       rw     w           r   r
-other:models              -        -        -      -           -   -
-arq:lmpool:batch          -        -        -      -           -   -
+key                       producer adapters worker trie-worker web operator batch
+lmpool:models             r        r        rw     -           r   r        r
+lmpool:models:trie        r        r        rw     rw          r   r        r
+lmpool:loading            r        r        rw     rw          r   r        r
+lmpool:worker:w           r        r        rw     rw          r   r        r
+lmpool:row:f:d            rw       rw       rw     r           rw  rw       rw
+{TRIE_ROWS}d              rw       rw       rw     rw          rw  rw       rw
+lmpool:tokenizer:d        r        r        rw     -           r   r        r
+lmpool:trie:d             rw       rw       rw     r           rw  rw       rw
+lmpool:tokens:d           rw       rw       rw     -           rw  rw       rw
+lmpool:weights:n          w        w        -      r           w   w        w
+lmpool:{{m}}:jobs         rw       rw       rw     -           rw  rw       rw
+lmpool:{{m}}:lane:w       rw       rw       rw     -           rw  rw       rw
+lmpool:{{m}}:lanes        rw       rw       rw     -           rw  rw       rw
+lmpool:{{m}}:backlog      rw       rw       rw     -           rw  rw       rw
+lmpool:{{m}}:backlog:jobs rw       rw       rw     -           rw  rw       rw
+lmpool:{{m}}:virtual_time rw       rw       rw     -           rw  rw       rw
+lmpool:{{m}}:sole_client  rw       rw       rw     -           rw  rw       rw
+lmpool:{{m}}:wanted       w        w        -      -           rw  rw       w
+lmpool:{{m}}:capacity     r        r        rw     -           r   r        r
+lmpool:{{m}}:workers      r        r        rw     -           r   r        r
+lmpool:{{m}}:loading      r        r        rw     -           r   r        r
+lmpool:{{m}}:claim_cursor -        -        rw     -           -   -        -
+lmpool:{{m}}:waiting:d    rw       rw       rw     -           rw  rw       rw
+lmpool:{{m}}:reply:c      rw       rw       rw     -           rw  rw       rw
+lmpool:{{m}}:adapters     r        rw       rw     -           r   r        r
+lmpool:{{m}}:offers       r        rw       rw     -           r   r        r
+lmpool:{{m}}:replaced:a   -        rw       -      -           -   -        -
+lmpool:{{m}}:replaced:    -        rw       w      -           -   -        -
+lmpool:{{m}}:adapter_trials:l -        r        rw     -           -   -        -
+lmpool:{{m}}:dead         r        r        rw     -           r   rw       r
+lmpool:{{m}}:reasons      -        -        rw     -           -   -        -
+lmpool:{{trie}}:jobs      rw       rw       rw     rw          rw  rw       rw
+lmpool:{{trie}}:waiting:d rw       rw       rw     rw          rw  rw       rw
+lmpool:{{trie}}:reply:c   rw       rw       rw     rw          rw  rw       rw
+lmpool:{{trie}}:dead      r        r        rw     rw          r   rw       r
+lmpool:{{trie}}:adapters  r        rw       rw     w           r   r        r
+other:models              -        -        -      -           -   -        -
+arq:lmpool:batch          -        -        -      -           -   -        rw
 """
 # Commands without a key that every user has, and those of some. test_access.py checks INFO. Scripts may name all keys
 # of the pool, and each command in them is checked alone.
@@ -71,7 +71,7 @@ OF_ALL = {"asking", "cluster|slots", "exec", "multi", "ping", "select", "time"} 
     f"command|{name}" for name in ("count", "docs", "getkeys", "getkeysandflags", "help", "info", "list")
 }
 WITHOUT_KEY = {"producer": set(), "adapters": {"wait"}, "worker": set(), "trie-worker": set(), "web": set(),
-               "operator": {"scan"}}  # fmt: skip
+               "operator": {"scan"}, "batch": {"dbsize", "discard", "unwatch"}}  # fmt: skip
 # Arguments of commands whose keys are behind a number of keys, or behind a word.
 MOVABLE = ("1 KEY", "1 KEY MIN", "0 1 KEY MIN", "KEY 1 KEY", "x 1 KEY", "STREAMS KEY 0", "GROUP g c STREAMS KEY >")
 SCRIPTS = {"eval", "evalsha"}
