@@ -258,11 +258,13 @@ class HfBackend(TellsTexts):
             interrupted = (job for job in others if job.digest in self._progress)
             begun += [self._next_chunk(job).path for job in islice(interrupted, 1)]
             self._pool.held = begun
+        # Before the step: it extends the paths of the chunks, after which little is new.
+        tokens = len(batch) * max(chunk.new for chunk in batch.values())
         began = time.monotonic()
         answers = self._answer(batch)
         seconds = time.monotonic() - began
         if is_bulk:
-            self._bulk_limit.bulk_step(len(batch) * max(chunk.new for chunk in batch.values()), seconds)
+            self._bulk_limit.bulk_step(tokens, seconds)
         else:
             self._bulk_limit.interactive_step(seconds)
         vectors = {digest: vector for answer in answers for digest, vector in answer.vectors.items()}
