@@ -25,6 +25,8 @@ from lmpool.workers.backend.contract import BackendJob, BackendStats, Finished, 
 from lmpool.workers.backends.checkpoint import checkpoint_source
 from lmpool.workers.backends.hf.adapters import HfAdapters
 from lmpool.workers.backends.hf.batching import (
+    MIN_BULK_TOKENS,
+    MIN_BULK_TOKENS_CPU,
     PREFILL,
     BatchLimit,
     BatchRules,
@@ -133,7 +135,8 @@ class HfBackend(TellsTexts):
         )
         self._log_longest(loaded.max_prompt_tokens)
         self._limit = BatchLimit(settings.max_batch)
-        self._bulk_limit = BulkLimit(self._rules.chunk, self._rules.tokens)
+        least = MIN_BULK_TOKENS_CPU if self._forward.device.type == "cpu" else MIN_BULK_TOKENS
+        self._bulk_limit = BulkLimit(self._rules.chunk, least, self._rules.tokens)
         self._bulk_rules = self._rules
         self._shorter_went_first = False
         self._head = find_head(model, abilities.logits.shape[-1])

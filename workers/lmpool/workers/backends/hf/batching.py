@@ -32,8 +32,8 @@ _STEPS_TO_GROW = 32
 MAX_BULK_STEP_S = 1.0
 """Seconds that a step of bulk prompts takes at most without interactive clients: the first one waits for that."""
 
-_MIN_BULK_TOKENS = 16
-"""Tokens of bulk prompts that a step computes at least: on a CPU they take hardly longer than one."""
+MIN_BULK_TOKENS_CPU, MIN_BULK_TOKENS = 16, 256
+"""Tokens of bulk prompts that a step computes at least, on a CPU and elsewhere: they take hardly longer than one."""
 
 _GROWTH = 1.25
 """By how much the tokens of bulk steps grow that were too short."""
@@ -223,13 +223,14 @@ class BulkLimit:
 
     Args:
         chunk: tokens of a prompt that make a step worth its while.
+        least: tokens of a step below which it would hardly take less time.
         most: most tokens of a step.
     """
 
-    def __init__(self, chunk: int, most: int) -> None:
-        self._most = most
+    def __init__(self, chunk: int, least: int, most: int) -> None:
+        self._least, self._most = least, most
         # Next to others it begins low: the first steps would take long where a chunk does.
-        self._alone, self._beside = chunk, max(_MIN_BULK_TOKENS, chunk // 8)
+        self._alone, self._beside = chunk, max(least, chunk // 8)
         self._interactive_s = MAX_BULK_STEP_S
         self._interactive_at = -math.inf
         self._steps = 0
@@ -267,7 +268,7 @@ class BulkLimit:
 
     def _changed(self, limit: int, tokens: int, excess: float) -> int:
         if excess > 1:
-            return max(_MIN_BULK_TOKENS, min(limit, int(tokens / min(excess, 2))))
+            return max(self._least, min(limit, int(tokens / min(excess, 2))))
         # A step that was short because little waits says nothing.
         return min(self._most, int(limit * _GROWTH)) if 2 * tokens >= limit else limit
 
