@@ -49,8 +49,8 @@ class YieldingJobs:
     Rows that interactive clients wait for never wait here. Continuations of interactive clients come next: each step
     gets those that began first, as far as rows leave them slots, and half a batch in any case. So continuations hold a
     batch of the backend at most, and a row waits for one of their steps, however many tokens they draw. Jobs of bulk
-    clients come last. Where no interactive client has asked lately, the backend gets as many of them as it has capacity
-    for, because it can pack its steps better then.
+    clients come last. Where no interactive client has sent a prompt lately, the backend gets as many of them as it has
+    capacity for, because it can pack its steps better then.
 
     Args:
         batch: prompts that make a full step.

@@ -309,7 +309,7 @@ class HfBackend(TellsTexts):
         return known.chunk
 
     def _is_current(self, known: _Known, job: BackendJob) -> bool:
-        """Whether the pool still holds the path of a chunk, and no longer one."""
+        """Whether the pool still holds the path of a chunk, and no longer path of its prompt."""
         chunk, slots = known.chunk, known.slots
         if chunk.root is None or slots is None:
             return True

@@ -136,7 +136,7 @@ class BatchRules(NamedTuple):
     shares: bool
 
     def with_at_most(self, tokens: int) -> BatchRules:
-        """The rules of batches that compute at most so many tokens, and at most so many of a prompt."""
+        """The rules of batches that compute at most `tokens` tokens, of one prompt or several."""
         return self._replace(tokens=min(self.tokens, tokens), chunk=min(self.chunk, tokens))
 
 
@@ -219,7 +219,7 @@ class BulkLimit:
     """Tokens that a step computes of bulk prompts, so that an interactive prompt that arrives waits for a short step.
 
     Next to interactive clients, a step of bulk prompts takes about as long as one of theirs, and at most
-    `MAX_BULK_STEP_S` where none has asked lately. Both limits are found by measuring steps.
+    `MAX_BULK_STEP_S` where none has sent a prompt lately. Both limits are found by measuring steps.
 
     Args:
         chunk: tokens of a prompt that make a step worth its while.
@@ -245,7 +245,7 @@ class BulkLimit:
         return time.monotonic() - self._interactive_at <= QUIET_S
 
     def is_turn(self, *, others_wait: bool) -> bool:
-        """Whether the next step is for the bulk prompts that wait: if no others do, and after some steps of others."""
+        """Whether the next step is for bulk prompts that wait: if no others wait, and after some steps of others."""
         self._steps = self._steps + 1 if others_wait else 0
         if self._steps <= PATIENCE_STEPS and others_wait:
             return False
@@ -260,7 +260,7 @@ class BulkLimit:
         self._interactive_at = time.monotonic()
 
     def bulk_step(self, tokens: int, seconds: float) -> None:
-        """Note how long a step of bulk prompts took that has computed so many tokens."""
+        """Note how many tokens a step of bulk prompts computed, and how long that took."""
         if self._is_beside:
             self._beside = self._changed(self._beside, tokens, seconds / self._interactive_s)
         else:
