@@ -167,6 +167,22 @@ async def test_of_many_prompts_each_check_takes_some_and_each_prompt_has_its_tur
     assert {digest for jobs in recorder.checked for digest in jobs} == {*in_flight.by_prompt(recorder.outstanding)}
 
 
+@pytest.mark.usefixtures("checks_at_once")
+async def test_a_prompt_that_is_held_for_long_has_its_turn_however_many_new_prompts_arrive() -> None:
+    recorder = Recorder()
+    recorder.is_waited_for = True
+    dispatcher, _ = dispatching(recorder)
+    first, *others = many_prompts(1 + 4 * dispatch_module.MAX_CHECKED)
+    await dispatcher.accept([first])
+    for at in range(0, len(others), dispatch_module.MAX_CHECKED):
+        assert await dispatcher.drop_unwanted() == 0
+        arrived = others[at : at + dispatch_module.MAX_CHECKED]
+        for job in arrived:
+            job.since = time.monotonic()
+        await dispatcher.accept(arrived)
+    assert sum(first.digest in checked for checked in recorder.checked) > 1
+
+
 async def test_all_prompts_of_a_client_that_leaves_are_dropped_by_one_check_however_long_they_were_held(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

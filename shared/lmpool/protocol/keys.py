@@ -137,9 +137,10 @@ class ModelKeys:
         """Hash: digest of a prompt in the backlog -> when it was queued and for how long it is waited for (in ms since
         1970, and in ms), its home or nothing, and its encoded job, with spaces between."""
         self.virtual_time: Final = base + b":virtual_time"
-        """Sorted set: reply key with the virtual start time of its client's last prompt in the backlog; "" with the
-        virtual time, which is the start time of the prompt that moved up last; "bulk" with that of bulk clients; "owed"
-        with the sixteenths of a prompt that are due to them."""
+        """Sorted set: reply key with the virtual start time of its client's last prompt in the backlog, and reply key
+        and ":tokens" with that of its last continuation; "" with the virtual time, which is the start time of the
+        prompt that moved up last; "continued" and "bulk" with those of jobs that yield; "owed:continued" and "owed"
+        with the sixteenths of a prompt that are due to these."""
         self.sole_client: Final = base + b":sole_client"
         """String: reply key of a client that asks alone and has more in the streams than their capacity; with "-"
         before it while that goes back to the backlog; expires."""

@@ -180,6 +180,14 @@ async def test_the_backend_holds_few_tokens_of_bulk_prompts_next_to_interactive_
     assert yielding.next(held=0, growing=0, bulk_tokens=0, capacity=128) == long[1:2]
 
 
+async def test_bulk_continuations_that_have_begun_take_one_token_each_of_that_limit() -> None:
+    long = [BackendJob(bytes([number]) * 16, bytes(4 * 1500), bulk=True) for number in range(6)]
+    yielding = YieldingJobs(4)
+    yielding.sort(jobs(1))
+    yielding.go_on(long)
+    assert yielding.next(held=0, growing=0, bulk_tokens=0, capacity=8) == long[:4]
+
+
 async def test_a_continuation_that_has_begun_waits_for_its_turn_once(steps: Steps) -> None:
     continued = continuing(1, most=8, bulk=True)
     waiting = [job for token in range(2, 2 + 12 * BATCH) for job in jobs(token)]

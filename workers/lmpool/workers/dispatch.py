@@ -269,8 +269,9 @@ class Dispatcher:
         now, in_flight = time.monotonic(), self._in_flight
         held = [digest for digest in self._engine_thread.outstanding if digest in in_flight]
         due = [digest for digest in held if now - min(job.since for job in in_flight[digest].values()) >= STALE_S]
+        # A prompt counts from its arrival until its first check, so new prompts do not go before all others.
         first = nsmallest(
-            MAX_CHECKED, due, key=lambda digest: max(job.checked_at for job in in_flight[digest].values())
+            MAX_CHECKED, due, key=lambda digest: max(job.checked_at or job.since for job in in_flight[digest].values())
         )
         dropped = await self._drop_unwanted_of(first, now) if first else 0
         if dropped and len(first) < len(held):

@@ -281,7 +281,7 @@ async def _clients(redis: Redis, keys: ModelKeys) -> dict[str, int]:
         )
         prefix = keys.reply("").decode()
         counts = {name.decode("utf-8", "replace").removeprefix(prefix): int(start - now) for name, start in starts}
-        behind |= {name: count for name, count in counts.items() if count > 0 and name != "owed"}
+        behind |= {name: count for name, count in counts.items() if count > 0 and not name.startswith("owed")}
     return behind
 
 

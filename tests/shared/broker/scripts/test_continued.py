@@ -82,6 +82,17 @@ async def test_continuations_have_turns_however_many_rows_wait_but_by_their_toke
     assert [number for number in order if number < 100] == list(range(90))
 
 
+@pytest.mark.usefixtures("nobody_asks_alone")
+async def test_turns_of_bulk_prompts_do_not_depend_on_the_tokens_of_continuations(redis: redis_async.Redis) -> None:
+    await submit(redis, *range(90))
+    await submit(redis, 100, reply=B, generated=400)
+    await submit(redis, 200, 201, 202, reply=X)
+    order = await compute(redis)
+    turns = [order.index(number) for number in (200, 201, 202)]
+    assert turns[2] - turns[1] <= TURNS + 1
+    assert turns[1] - turns[0] <= TURNS + 1
+
+
 async def test_what_is_cancelled_no_longer_counts(redis: redis_async.Redis) -> None:
     await submit(redis, *range(10), generated=100)
     await submit(redis, 60, reply=B, generated=100)

@@ -62,14 +62,14 @@ def run_bulk(limit: BulkLimit, seconds: Callable[[int], float], steps: int = 60)
 @pytest.mark.usefixtures("clock")
 @pytest.mark.parametrize("per_token_s", [1e-5, 1e-3, 1e-2])
 def test_steps_of_bulk_prompts_alone_take_a_second_at_most(per_token_s: float) -> None:
-    limit = BulkLimit(chunk=512, most=8192)
+    limit = BulkLimit(chunk=512, least=16, most=8192)
     tokens = run_bulk(limit, lambda tokens: 0.02 + per_token_s * tokens)
     assert tokens <= 8192
     assert tokens == 8192 or 0.6 < 0.02 + per_token_s * tokens < 1.5
 
 
 def test_steps_of_bulk_prompts_next_to_interactive_clients_take_as_long_as_theirs(clock: list[float]) -> None:
-    limit = BulkLimit(chunk=512, most=8192)
+    limit = BulkLimit(chunk=512, least=16, most=8192)
     before = limit.tokens
     for _ in range(40):
         limit.interactive_step(0.1)
@@ -80,7 +80,7 @@ def test_steps_of_bulk_prompts_next_to_interactive_clients_take_as_long_as_their
 
 @pytest.mark.usefixtures("clock")
 def test_a_step_of_bulk_prompts_always_computes_some_tokens() -> None:
-    limit = BulkLimit(chunk=512, most=8192)
+    limit = BulkLimit(chunk=512, least=16, most=8192)
     limit.interactive_step(0.001)
     assert limit.tokens == 64
     assert run_bulk(limit, lambda tokens: 5.0) == 16
@@ -88,8 +88,17 @@ def test_a_step_of_bulk_prompts_always_computes_some_tokens() -> None:
     assert limit.tokens == 16, "a step that little waited for says nothing"
 
 
+@pytest.mark.usefixtures("clock")
+def test_a_step_of_bulk_prompts_stays_large_where_a_small_one_takes_as_long() -> None:
+    """On an accelerator, next to prompts whose keys and values are held."""
+    limit = BulkLimit(chunk=2048, least=256, most=8192)
+    for _ in range(40):
+        limit.interactive_step(0.02)
+    assert run_bulk(limit, lambda tokens: 0.025 + 1e-6 * tokens) == 256
+
+
 def test_bulk_prompts_have_a_step_after_some_of_others() -> None:
-    limit = BulkLimit(chunk=512, most=8192)
+    limit = BulkLimit(chunk=512, least=16, most=8192)
     assert limit.is_turn(others_wait=False)
     turns = [limit.is_turn(others_wait=True) for _ in range(2 * PATIENCE_STEPS + 2)]
     assert turns == [*[False] * PATIENCE_STEPS, True] * 2

@@ -131,6 +131,19 @@ def test_an_interactive_prompt_waits_for_one_short_step_of_bulk_prompts(tiny: Ti
         tiny.reference("llama").check({prompt: rows[job(prompt).digest] for prompt in prompts})
 
 
+@pytest.mark.parametrize("kind", ["llama", "rwkv"])
+def test_the_limit_of_bulk_steps_is_measured_by_the_tokens_that_a_step_computes(
+    tiny: Tiny, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = tiny.backend(kind, max_batch=1)
+    computed: list[int] = []
+    monkeypatch.setattr(backend._bulk_limit, "bulk_step", lambda tokens, _: computed.append(tokens))
+    for prompt in random_prompts(2, (60, 60)):
+        backend.submit([job(prompt)._replace(bulk=True)])
+        drain(backend)
+    assert computed == [60, 60]
+
+
 def test_a_bulk_prompt_that_another_client_joins_goes_first(tiny: Tiny) -> None:
     backend = tiny.backend("llama", max_batch=1)
     bulk = [job(prompt)._replace(bulk=True) for prompt in random_prompts(3, (3, 3))]

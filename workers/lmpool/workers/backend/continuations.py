@@ -82,6 +82,11 @@ class Continuations:
     def __contains__(self, digest: bytes) -> bool:
         return digest in self._running
 
+    def count_new(self, job: BackendJob) -> int:
+        """How many tokens the backend must compute for a job: of a continuation that has begun, the last one."""
+        growing = self._running.get(job.digest)
+        return 1 if growing is not None and growing.tokens else len(job.ids) // 4
+
     def begin(self, jobs: Sequence[BackendJob]) -> Sequence[BackendJob]:
         """The jobs as the backend is to have them: the row of the prompt where a continuation is wanted."""
         if all(job.generate is None for job in jobs):

@@ -405,7 +405,7 @@ class EngineThread:
         growing = bulk_tokens = 0
         for digest in self._held_yielding:
             growing += digest in self._continuations
-            bulk_tokens += len(held[digest].ids) // 4 if held[digest].bulk else 0
+            bulk_tokens += self._continuations.count_new(held[digest]) if held[digest].bulk else 0
         return self._yielding.next(len(held), growing, bulk_tokens, backend.capacity())
 
     def _release(self, held: _Held, digests: Collection[bytes]) -> None:

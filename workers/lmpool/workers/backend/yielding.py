@@ -16,7 +16,7 @@ QUIET_S = 60.0
 """Seconds after the last interactive prompt until bulk clients count as alone: a person asks again within a minute."""
 
 MAX_BULK_TOKENS = 2048
-"""Tokens of bulk prompts that the backend holds at once next to interactive clients; one prompt may have more.
+"""Tokens of bulk prompts that the backend must compute at once next to interactive clients; one prompt may have more.
 
 Engines compute prompts in the order in which they get them, so an interactive prompt waits for these tokens: about one
 step of a GPU.
@@ -34,11 +34,13 @@ class _Bulk(NamedTuple):
         job: the job.
         patient_until: the step after which it has waited long enough.
         grows: it is a continuation.
+        tokens: that the backend must compute for it.
     """
 
     job: BackendJob
     patient_until: int
     grows: bool
+    tokens: int
 
 
 class YieldingJobs:
@@ -47,8 +49,8 @@ class YieldingJobs:
     Rows that interactive clients wait for never wait here. Continuations of interactive clients come next: each step
     gets those that began first, as far as rows leave them slots, and half a batch in any case. So continuations hold a
     batch of the backend at most, and a row waits for one of their steps, however many tokens they draw. Jobs of bulk
-    clients come last. Where no interactive client has asked lately, the backend gets as many of them as it has capacity
-    for, because it can pack its steps better then.
+    clients come last. Where no interactive client has sent a prompt lately, the backend gets as many of them as it has
+    capacity for, because it can pack its steps better then.
 
     Args:
         batch: prompts that make a full step.
@@ -74,7 +76,8 @@ class YieldingJobs:
             return jobs
         for job in jobs:
             if job.bulk:
-                self._bulk[job.digest] = _Bulk(job, self._step + PATIENCE_STEPS, job.generate is not None)
+                patient_until, grows = self._step + PATIENCE_STEPS, job.generate is not None
+                self._bulk[job.digest] = _Bulk(job, patient_until, grows, len(job.ids) // 4)
             elif job.generate is not None:
                 self._interactive_at = time.monotonic()
                 self._growing[job.digest] = job
@@ -83,7 +86,8 @@ class YieldingJobs:
     def go_on(self, jobs: Iterable[BackendJob]) -> None:
         """Keep continuations that have begun until the next step: before the others of their kind."""
         growing = {job.digest: job for job in jobs if not job.bulk}
-        bulk = {job.digest: _Bulk(job, self._step, grows=True) for job in jobs if job.bulk}
+        # The backend has the keys and values of all but the last token.
+        bulk = {job.digest: _Bulk(job, self._step, grows=True, tokens=1) for job in jobs if job.bulk}
         if growing:
             self._interactive_at = time.monotonic()
             self._growing = growing | self._growing
@@ -96,7 +100,7 @@ class YieldingJobs:
         Args:
             held: prompts that the backend holds.
             growing: continuations among them.
-            bulk_tokens: tokens of the bulk prompts among them.
+            bulk_tokens: tokens that the bulk prompts among them still need.
             capacity: how many more prompts the backend accepts.
         """
         self._step += 1
@@ -114,10 +118,9 @@ class YieldingJobs:
         room, most_tokens = (max(free, capacity), None) if is_alone else (free, MAX_BULK_TOKENS)
         room_if_late = max(room, 1, self._batch // _SHARE)
         due: list[bytes] = []
-        for digest, (job, patient_until, _) in islice(self._bulk.items(), room_if_late):
+        for digest, (_, patient_until, _, size) in islice(self._bulk.items(), room_if_late):
             if len(due) >= room and patient_until > self._step:
                 break
-            size = len(job.ids) // 4
             # A prompt that is longer than the limit goes alone.
             if most_tokens is not None and tokens and tokens + size > most_tokens:
                 break

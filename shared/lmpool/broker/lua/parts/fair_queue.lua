@@ -14,8 +14,8 @@
 -- clients wait for, from BULK_TIME on. Each kind has a virtual time of its own, under "continued" and "bulk", so clients move up
 -- in rotation among their kind. They move up while the streams hold little more than workers compute, held jobs included: a
 -- worker takes entries in their order, so it must be able to hold all that stand before a row. In any case one of each kind
--- moves up for TURNS jobs that end: what has been owed to them so far is under "owed". A prompt that an interactive client joins
--- moves to a start time of that client.
+-- moves up for TURNS jobs that end: "owed" has what bulk prompts are due so far, and "owed:continued" what continuations are. A
+-- prompt that an interactive client joins moves to a start time of that client.
 --
 -- A continuation counts as the tokens that it may generate: the next prompt of its client starts so much later, and it uses up
 -- so many turns. The start time of a client's last continuation is under its reply key and TOKENS.
@@ -44,7 +44,8 @@ local CONTINUED_TIME, BULK_TIME, TURNS = 1e11, 1e12, 16
 local FIRST_START = {[CONTINUED] = CONTINUED_TIME, [BULK] = BULK_TIME}
 local LAST_START = {[CONTINUED] = '(' .. BULK_TIME, [BULK] = '+inf'}
 -- Members of "virtual_time"; the virtual time of a kind is under its name.
-local NOW, OWED, TOKENS = '', 'owed', ':tokens'
+local NOW, TOKENS = '', ':tokens'
+local OWED = {[CONTINUED] = 'owed:continued', [BULK] = 'owed'}
 -- How many jobs must end at most until the next turn: those for a continuation of 8,192 tokens.
 local MOST_OWED = 8192 * TURNS
 -- Bytes of a stored job beyond which its cost is not read when it is cancelled.
@@ -275,10 +276,10 @@ local function move_some(free, there, budget, kind)
   return added, left, more_tokens
 end
 
--- How many prompts of each kind that yields move up now that so many jobs have ended, though others leave them no capacity.
-local function take_turns(ended)
-  local owed = math.max(-MOST_OWED, last_start(OWED)) + ended
-  redis.call('ZADD', virtual_time, owed < 0 and owed or owed % TURNS, OWED)
+-- How many prompts of a kind that yields move up now that so many jobs have ended, though others leave them no capacity.
+local function take_turns(kind, ended)
+  local owed = math.max(-MOST_OWED, last_start(OWED[kind])) + ended
+  redis.call('ZADD', virtual_time, owed < 0 and owed or owed % TURNS, OWED[kind])
   return math.max(0, math.floor(owed / TURNS))
 end
 
@@ -304,7 +305,7 @@ local function move_up(ended)
   local budget = {count = MOST_MOVED, bytes = MOST_MOVED_BYTES}
   local of_bulk, of_continued = count_of(BULK), count_of(CONTINUED)
   local of_others = in_backlog - of_bulk - of_continued
-  local most, turns, by_turns = math.max(0, math.min(free, of_others)), nil, {}
+  local most, by_turns = math.max(0, math.min(free, of_others)), {}
   -- How many of a kind may move up behind those that go before it.
   local function free_of(kind, kind_free, there)
     if there == 0 then
@@ -312,8 +313,8 @@ local function move_up(ended)
     end
     kind_free = kind_free - most
     if kind_free <= 0 then
-      turns = turns or ended and take_turns(ended) or 0
-      kind_free, free, by_turns[kind] = turns, free - turns, true
+      kind_free, by_turns[kind] = ended and take_turns(kind, ended) or 0, true
+      free = free - kind_free
     end
     most = most + math.min(kind_free, there)
     return kind_free
@@ -323,17 +324,16 @@ local function move_up(ended)
   if most > 0 then
     open_lanes(math.min(most, MOST_MOVED))
     level_lanes(math.min(most, MOST_MOVED))
-    local added, left, more_tokens = move_some(free, of_others, budget)
-    free, of_others = free - added, of_others - left
-    added, left, more_tokens = move_some(continued_free, of_continued, budget, CONTINUED)
-    continued_free, of_continued = continued_free - added, of_continued - left
-    local used = by_turns[CONTINUED] and more_tokens or 0
-    added, left, more_tokens = move_some(bulk_free, of_bulk, budget, BULK)
-    bulk_free, of_bulk = bulk_free - added, of_bulk - left
-    used = used + (by_turns[BULK] and more_tokens or 0)
-    if used > 0 then
-      redis.call('ZINCRBY', virtual_time, -TURNS * used, OWED)
+    local function move_kind(kind, kind_free, there)
+      local added, left, more_tokens = move_some(kind_free, there, budget, kind)
+      if kind and by_turns[kind] and more_tokens > 0 then
+        redis.call('ZINCRBY', virtual_time, -TURNS * more_tokens, OWED[kind])
+      end
+      return kind_free - added, there - left
     end
+    free, of_others = move_kind(nil, free, of_others)
+    continued_free, of_continued = move_kind(CONTINUED, continued_free, of_continued)
+    bulk_free, of_bulk = move_kind(BULK, bulk_free, of_bulk)
     count_added()
   end
   if of_bulk + of_continued + of_others <= 0 then

@@ -20,7 +20,7 @@ count_at('ZCARD', workers)
 -- Forget clients whose last prompts have start times in a range.
 local function forget_clients(first, last)
   for _, client in ipairs(redis.call('ZRANGEBYSCORE', virtual_time, first, last, 'LIMIT', 0, most)) do
-    if client ~= NOW and client ~= CONTINUED and client ~= BULK and client ~= OWED then
+    if client ~= NOW and not FIRST_START[client] and client ~= OWED[CONTINUED] and client ~= OWED[BULK] then
       redis.call('ZREM', virtual_time, client)
     end
   end

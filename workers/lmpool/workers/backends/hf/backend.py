@@ -25,6 +25,8 @@ from lmpool.workers.backend.contract import BackendJob, BackendStats, Finished, 
 from lmpool.workers.backends.checkpoint import checkpoint_source
 from lmpool.workers.backends.hf.adapters import HfAdapters
 from lmpool.workers.backends.hf.batching import (
+    MIN_BULK_TOKENS,
+    MIN_BULK_TOKENS_CPU,
     PREFILL,
     BatchLimit,
     BatchRules,
@@ -133,7 +135,8 @@ class HfBackend(TellsTexts):
         )
         self._log_longest(loaded.max_prompt_tokens)
         self._limit = BatchLimit(settings.max_batch)
-        self._bulk_limit = BulkLimit(self._rules.chunk, self._rules.tokens)
+        least = MIN_BULK_TOKENS_CPU if self._forward.device.type == "cpu" else MIN_BULK_TOKENS
+        self._bulk_limit = BulkLimit(self._rules.chunk, least, self._rules.tokens)
         self._bulk_rules = self._rules
         self._shorter_went_first = False
         self._head = find_head(model, abilities.logits.shape[-1])
@@ -258,11 +261,13 @@ class HfBackend(TellsTexts):
             interrupted = (job for job in others if job.digest in self._progress)
             begun += [self._next_chunk(job).path for job in islice(interrupted, 1)]
             self._pool.held = begun
+        # Before the step: it extends the paths of the chunks, after which little is new.
+        tokens = len(batch) * max(chunk.new for chunk in batch.values())
         began = time.monotonic()
         answers = self._answer(batch)
         seconds = time.monotonic() - began
         if is_bulk:
-            self._bulk_limit.bulk_step(len(batch) * max(chunk.new for chunk in batch.values()), seconds)
+            self._bulk_limit.bulk_step(tokens, seconds)
         else:
             self._bulk_limit.interactive_step(seconds)
         vectors = {digest: vector for answer in answers for digest, vector in answer.vectors.items()}
@@ -304,7 +309,7 @@ class HfBackend(TellsTexts):
         return known.chunk
 
     def _is_current(self, known: _Known, job: BackendJob) -> bool:
-        """Whether the pool still holds the path of a chunk, and no longer one."""
+        """Whether the pool still holds the path of a chunk, and no longer path of its prompt."""
         chunk, slots = known.chunk, known.slots
         if chunk.root is None or slots is None:
             return True

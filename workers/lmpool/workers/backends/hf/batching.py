@@ -32,8 +32,8 @@ _STEPS_TO_GROW = 32
 MAX_BULK_STEP_S = 1.0
 """Seconds that a step of bulk prompts takes at most without interactive clients: the first one waits for that."""
 
-_MIN_BULK_TOKENS = 16
-"""Tokens of bulk prompts that a step computes at least: on a CPU they take hardly longer than one."""
+MIN_BULK_TOKENS_CPU, MIN_BULK_TOKENS = 16, 256
+"""Tokens of bulk prompts that a step computes at least, on a CPU and elsewhere: they take hardly longer than one."""
 
 _GROWTH = 1.25
 """By how much the tokens of bulk steps grow that were too short."""
@@ -136,7 +136,7 @@ class BatchRules(NamedTuple):
     shares: bool
 
     def with_at_most(self, tokens: int) -> BatchRules:
-        """The rules of batches that compute at most so many tokens, and at most so many of a prompt."""
+        """The rules of batches that compute at most `tokens` tokens, of one prompt or several."""
         return self._replace(tokens=min(self.tokens, tokens), chunk=min(self.chunk, tokens))
 
 
@@ -219,17 +219,18 @@ class BulkLimit:
     """Tokens that a step computes of bulk prompts, so that an interactive prompt that arrives waits for a short step.
 
     Next to interactive clients, a step of bulk prompts takes about as long as one of theirs, and at most
-    `MAX_BULK_STEP_S` where none has asked lately. Both limits are found by measuring steps.
+    `MAX_BULK_STEP_S` where none has sent a prompt lately. Both limits are found by measuring steps.
 
     Args:
         chunk: tokens of a prompt that make a step worth its while.
+        least: tokens of a step below which it would hardly take less time.
         most: most tokens of a step.
     """
 
-    def __init__(self, chunk: int, most: int) -> None:
-        self._most = most
+    def __init__(self, chunk: int, least: int, most: int) -> None:
+        self._least, self._most = least, most
         # Next to others it begins low: the first steps would take long where a chunk does.
-        self._alone, self._beside = chunk, max(_MIN_BULK_TOKENS, chunk // 8)
+        self._alone, self._beside = chunk, max(least, chunk // 8)
         self._interactive_s = MAX_BULK_STEP_S
         self._interactive_at = -math.inf
         self._steps = 0
@@ -244,7 +245,7 @@ class BulkLimit:
         return time.monotonic() - self._interactive_at <= QUIET_S
 
     def is_turn(self, *, others_wait: bool) -> bool:
-        """Whether the next step is for the bulk prompts that wait: if no others do, and after some steps of others."""
+        """Whether the next step is for bulk prompts that wait: if no others wait, and after some steps of others."""
         self._steps = self._steps + 1 if others_wait else 0
         if self._steps <= PATIENCE_STEPS and others_wait:
             return False
@@ -259,7 +260,7 @@ class BulkLimit:
         self._interactive_at = time.monotonic()
 
     def bulk_step(self, tokens: int, seconds: float) -> None:
-        """Note how long a step of bulk prompts took that has computed so many tokens."""
+        """Note how many tokens a step of bulk prompts computed, and how long that took."""
         if self._is_beside:
             self._beside = self._changed(self._beside, tokens, seconds / self._interactive_s)
         else:
@@ -267,7 +268,7 @@ class BulkLimit:
 
     def _changed(self, limit: int, tokens: int, excess: float) -> int:
         if excess > 1:
-            return max(_MIN_BULK_TOKENS, min(limit, int(tokens / min(excess, 2))))
+            return max(self._least, min(limit, int(tokens / min(excess, 2))))
         # A step that was short because little waits says nothing.
         return min(self._most, int(limit * _GROWTH)) if 2 * tokens >= limit else limit
 

@@ -134,7 +134,7 @@ def own_weights(model: PreTrainedModel) -> None:
 
     transformers maps the files into memory, and on a CPU it computes with the mapped pages. A file that is overwritten
     would change the rows of a running worker, and a file that gets shorter would end the worker by SIGBUS. Tensors are
-    copied one after another: beside the copy there are only pages that the system can discard at any time.
+    copied one after another: next to the copy there are only pages that the system can discard at any time.
 
     Raises:
         RuntimeError: there is too little memory.
