@@ -159,6 +159,14 @@ def test_services_on_one_host_have_cookies_of_their_own(pool: Pool) -> None:
     assert len(names) == 2
 
 
+def test_a_cookie_of_another_program_on_the_host_signs_no_browser_out(service: WebService) -> None:
+    session = service.session()
+    for foreign in ('settings={"a": 1}', "a b=c", '"', "=", "x;;"):
+        for cookies in (f"{foreign}; {session['Cookie']}", f"{session['Cookie']}; {foreign}"):
+            sent = {**session, "Cookie": cookies}
+            assert service.ask("/api/models", token=None, **sent).status == 200, cookies
+
+
 def test_names_of_others_are_not_answered(pool: Pool) -> None:
     service = WebService(pool, "--allow-host", "pool.example")
     for host, status in {

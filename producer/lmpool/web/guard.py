@@ -9,12 +9,11 @@ import secrets
 import time
 from collections import OrderedDict
 from collections.abc import Collection
-from http.cookies import CookieError, SimpleCookie
 from urllib.parse import urlsplit
 
 import msgspec
 from starlette.datastructures import Headers, MutableHeaders
-from starlette.requests import Request
+from starlette.requests import Request, cookie_parser
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -258,7 +257,8 @@ def _digest(secret: str) -> bytes:
 
 
 def _sent_cookie(scope: Scope) -> str:
-    return _cookie(Headers(scope=scope).get("cookie", ""), _cookie_name(scope))
+    # `SimpleCookie` would read none where another program of the host has set one that it takes for malformed.
+    return cookie_parser(Headers(scope=scope).get("cookie", "")).get(_cookie_name(scope), "")
 
 
 def _is_encrypted(request: Request) -> bool:
@@ -280,14 +280,6 @@ def _cookie_name(scope: Scope) -> str:
     _, listens = scope.get("server") or ("", None)
     _, asked = _host_and_port(Headers(scope=scope).get("host", ""))
     return f"{_COOKIE}-{listens or 0}-{asked}"
-
-
-def _cookie(header: str, name: str) -> str:
-    try:
-        morsel = SimpleCookie(header).get(name)
-    except CookieError:
-        return ""
-    return morsel.value if morsel is not None else ""
 
 
 def _host_and_port(host: str) -> tuple[str, int]:
