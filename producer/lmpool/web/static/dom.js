@@ -167,14 +167,21 @@ function signIn(why) {
       el("label", {}, "Token ", field), said, el("button", { type: "submit", class: "main" }, "Sign in"));
     const dialog = el("dialog", { id: "sign-in", "aria-label": "Sign in" }, form);
     dialog.addEventListener("cancel", (event) => event.preventDefault());
+    const goOn = (event) => {
+      if (event && (event.key !== KEY_NAME || !event.newValue)) return;
+      removeEventListener("storage", goOn);
+      dialog.remove();
+      signingIn = null;
+      linkTrouble = "";
+      resolve();
+    };
+    // Another tab of this browser has signed in.
+    addEventListener("storage", goOn);
     form.addEventListener("submit", async (event) => {
       event.preventDefault();
       try {
         await beginSession({ token: field.value.trim() });
-        dialog.remove();
-        signingIn = null;
-        linkTrouble = "";
-        resolve();
+        goOn();
       } catch (error) {
         setText(said, error.message);
         field.select();
