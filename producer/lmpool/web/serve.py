@@ -156,7 +156,7 @@ class _Connection(H11Protocol):
     def _end_in(self, seconds: float | None) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        # Not closed: that would wait for the other side to read what was sent.
+        # Not `close`, which would wait until the client has read all that was sent.
         self._timer = None if seconds is None else self.loop.call_later(seconds, self.transport.abort)
 
 
