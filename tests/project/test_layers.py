@@ -68,8 +68,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "lmpool.batch.cli": SHARED_UNITS
     | {"lmpool.producer", "lmpool.producer.cli", "lmpool.batch", "lmpool.batch.storage"},
     # What a browser asks is asked as commands ask.
-    "lmpool.web": SHARED_UNITS
-    | {"lmpool.producer", "lmpool.producer.cli", "lmpool.producer.client", "lmpool.producer.deadline"},
+    "lmpool.web": SHARED_UNITS | {"lmpool.producer", "lmpool.producer.cli", "lmpool.producer.client"},
     # What lm-evaluation-harness asks is asked as any program asks.
     "lmpool.lm_eval": SHARED_UNITS | {"lmpool.producer"},
     "lmpool.workers.settings": SHARED_UNITS,
