@@ -12,7 +12,7 @@ stamp = .stamp-installed$(subst /,-,$(1))
 INSTALLED := $(call stamp,$(VENV))
 # What serves a model and asks it, half of the whole.
 DEMO_INSTALLED := .stamp-demo$(subst /,-,$(VENV))
-# The same and what builds the site: not all that tests need, for a worker may be serving from this environment.
+# The same and the packages that build the site, without those of the tests: a worker may be serving from this environment.
 DOCS_INSTALLED := .stamp-docs$(subst /,-,$(VENV))
 PIP_INSTALL := $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt
 VLLM_INSTALLED := $(call stamp,$(VLLM))

@@ -19,8 +19,8 @@ install() {
 }
 
 python3 -m venv --without-pip /opt/lmpool
-# First and by its exact build, so that nothing else brings another one. What a build for GPUs needs comes from the same index,
-# without hashes; what the build for CPUs needs comes below, with them.
+# First and by its exact build, so that no other package brings another torch. The packages of a build for GPUs come from the same
+# index, without hashes; those of the build for CPUs are installed below, with hashes.
 case $torch in
     '') ;;
     *+cpu) install ${index:+--index-url "$index"} --no-deps "torch==$torch" ;;

@@ -169,10 +169,23 @@ def test_metrics_of_compose_are_not_on_the_bridge_unless_they_are_asked_for() ->
         assert words[last + 1] == "${POOL_METRICS_HOST:-127.0.0.1}", name
 
 
-def test_docker_makes_no_folder_of_files_as_root() -> None:
-    (files,) = [
-        mount for mount in read(DOCKER / "compose.yaml")["services"]["bulk"]["volumes"] if "/files" in str(mount)
-    ]
+def test_each_service_of_compose_uses_the_server_as_the_user_of_its_part() -> None:
+    services = read(DOCKER / "compose.yaml")["services"]
+    urls = {name: service.get("environment", {}).get("LMPOOL_REDIS_URL", "") for name, service in services.items()}
+    users = {name: url[2:].partition("_URL:-")[0] for name, url in urls.items() if url}
+    assert users == {
+        "worker": "POOL_WORKER",
+        "trie-worker": "POOL_TRIE_WORKER",
+        "web": "POOL_WEB",
+        "client": "POOL_PRODUCER",
+        "bulk": "POOL_BATCH",
+    }
+
+
+def test_jobs_may_use_the_folder_of_files_and_docker_does_not_make_it_as_root() -> None:
+    bulk = read(DOCKER / "compose.yaml")["services"]["bulk"]
+    (files,) = [mount for mount in bulk["volumes"] if "/files" in str(mount)]
+    assert bulk["environment"]["LMPOOL_BATCH_FILES"] == files["target"]
     assert files["bind"] == {"create_host_path": False}
     page = (ROOT / "docs" / "deploy.md").read_text("utf-8")
     assert f"install -d -o {UID} -g {UID} docker/files" in page
@@ -413,6 +426,7 @@ def test_the_users_and_certificates_of_the_page_are_those_that_compose_wants(sec
         "POOL_TRIE_WORKER_URL",
         "POOL_WEB_URL",
         "POOL_PRODUCER_URL",
+        "POOL_BATCH_URL",
     }
     for url in settings.values():
         assert url.startswith("rediss://")

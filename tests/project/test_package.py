@@ -56,7 +56,7 @@ def test_the_wheel_names_its_licence_commands_and_client_dependencies(wheel: zip
     }
     assert needed == {"numpy", "redis", "msgpack", "msgspec", "typer", "rich"}
     entries = wheel.read(f"{info}/entry_points.txt").decode()
-    assert "lmpool = lmpool.cli:main" in entries
+    assert "lmpool = lmpool.__main__:main" in entries
     assert "[lmpool.commands]" in entries
     assert "[pytest11]\nlmpool.pytest_plugin = lmpool.pytest_plugin" in entries
 

@@ -208,6 +208,15 @@ def test_events_tell_what_happened_to_workers(
     assert [f"{event.worker} {event.what}" for event in events.newest] == told
 
 
+async def test_trie_workers_are_shown_without_a_vocabulary(pool: Pool) -> None:
+    for name, key in (("syn", pool.keys.models()), ("trie", pool.keys.trie_models())):
+        info = ModelInfo(name, backend="x", vocab_size=1, max_prompt_tokens=8, revision="r", dtype="float32")
+        pool.redis.hset(key, name, info.pack())
+    async with web_app(pool) as (feed, _):
+        frame = json.loads((await anext(feed.frames())).removeprefix(b"data: "))
+    assert {model["name"]: model["vocab_size"] for model in frame["models"]} == {"syn": 1, "trie": None}
+
+
 JUNK: dict[str, Callable[[Pool], Any]] = {
     "nothing": lambda pool: None,
     "an adapter": lambda pool: pool.redis.hset(pool.keys.model("junk").adapters, "x", b"junk"),

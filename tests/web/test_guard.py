@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import http.server
 import re
 import signal
@@ -157,6 +158,14 @@ def test_services_on_one_host_have_cookies_of_their_own(pool: Pool) -> None:
     # By tunnels to two machines, where both may listen at this port.
     names = {services[0].session(Host=f"localhost:{port}")["Cookie"].partition("=")[0] for port in (1, 2)}
     assert len(names) == 2
+
+
+def test_a_cookie_of_another_program_on_the_host_signs_no_browser_out(service: WebService) -> None:
+    session = service.session()
+    for foreign in ('settings={"a": 1}', "a b=c", '"', "=", "x;;"):
+        for cookies in (f"{foreign}; {session['Cookie']}", f"{session['Cookie']}; {foreign}"):
+            sent = {**session, "Cookie": cookies}
+            assert service.ask("/api/models", token=None, **sent).status == 200, cookies
 
 
 def test_names_of_others_are_not_answered(pool: Pool) -> None:
@@ -389,28 +398,69 @@ def test_connections_without_a_request_make_room_for_those_that_have_one(service
         assert stream.frame()["number"] > before, "a page that watches goes on"
 
 
-@pytest.mark.parametrize("limit", ["REQUEST_S", "RESPONSE_S"])
-def test_a_request_must_arrive_and_be_answered_in_time(monkeypatch: pytest.MonkeyPatch, limit: str) -> None:
-    monkeypatch.setattr(serve, limit, 0.2)
+HEAD = b"GET / HTTP/1.1\r\nHost: x\r\n"
+WITH_TOKEN = HEAD + f"Authorization: Bearer {TOKEN}\r\n\r\n".encode()
 
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
 
+@contextlib.contextmanager
+def served(app: Any) -> Iterator[Any]:
+    """Serve an application by the connections of `lmpool web`; gives the address."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
-        config = uvicorn.Config(app, http=serve._Connection, lifespan="off", log_level="error")
-        server = uvicorn.Server(config)
+        protocol: Any = functools.partial(serve._Connection, guard.Sessions(TOKEN))
+        server = uvicorn.Server(uvicorn.Config(app, http=protocol, lifespan="off", log_level="error"))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
         thread.start()
         try:
-            with socket.create_connection(listening.getsockname(), DEADLINE_S) as connection:
-                head = b"GET / HTTP/1.1\r\nHost: x\r\n"
-                connection.sendall(head + b"\r\n" if limit == "RESPONSE_S" else head)
-                with contextlib.suppress(ConnectionError):
-                    assert connection.recv(1) == b"", "the service closes the connection"
+            yield listening.getsockname()
         finally:
             server.should_exit = True
             thread.join()
+
+
+async def answer_none(scope: Any, receive: Any, send: Any) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+@pytest.mark.parametrize(
+    ("limit", "request_sent"), [("REQUEST_S", HEAD), ("REQUEST_S", HEAD + b"\r\n"), ("RESPONSE_S", WITH_TOKEN)]
+)
+def test_a_request_must_arrive_and_be_answered_in_time(
+    monkeypatch: pytest.MonkeyPatch, limit: str, request_sent: bytes
+) -> None:
+    monkeypatch.setattr(serve, limit, 0.2)
+    with served(answer_none) as address, socket.create_connection(address, DEADLINE_S) as connection:
+        connection.sendall(request_sent)
+        with contextlib.suppress(ConnectionError):
+            assert connection.recv(1) == b"", "the service closes the connection"
+
+
+def test_requests_without_a_token_make_room_and_those_with_one_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serve._Connection, "_limit", 3)
+    arrived = threading.Semaphore(0)
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        arrived.release()
+        await answer_none(scope, receive, send)
+
+    with served(app) as address, contextlib.ExitStack() as stack:
+
+        def connect(request: bytes) -> socket.socket:
+            connection = stack.enter_context(socket.create_connection(address, DEADLINE_S))
+            connection.sendall(request)
+            assert arrived.acquire(timeout=DEADLINE_S), "it is accepted"
+            return connection
+
+        first = connect(WITH_TOKEN)
+        without = [connect(HEAD + b"\r\n") for _ in range(2)]
+        others = [connect(WITH_TOKEN) for _ in range(2)]
+        for connection in without:
+            with contextlib.suppress(ConnectionError):
+                assert connection.recv(1) == b"", "closed to make room"
+        for connection in (first, *others):
+            connection.setblocking(False)
+            with pytest.raises(BlockingIOError):
+                connection.recv(1)
 
 
 def is_listening(service: WebService) -> bool:

@@ -120,6 +120,9 @@ def test_servers_that_go_are_missed_and_found_again(own_server: EmbeddedServer, 
         watched = watch(service)
         page = watched.open()
         is_live(page)
+        other_tab = watched.context.new_page()
+        other_tab.goto(service.base)
+        is_live(other_tab)
         own_server.stop()
         expect(page.locator("#state")).to_have_text("server away")
         expect(page.locator("#trouble")).to_contain_text("no Redis server answers")
@@ -132,8 +135,10 @@ def test_servers_that_go_are_missed_and_found_again(own_server: EmbeddedServer, 
         expect(page.locator("#state")).to_have_text("away")
         # Its sessions have ended with it.
         WebService(pool, port=service.port)
+        expect(other_tab.locator("#sign-in")).to_be_visible()
         watched.sign_in()
         is_live(page)
+        is_live(other_tab)
         expect(page.locator("#workers tbody tr")).to_have_count(1)
     finally:
         pool.end()

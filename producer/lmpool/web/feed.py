@@ -23,6 +23,7 @@ from lmpool.producer.cli.dead_letters import shortened
 from lmpool.producer.cli.status import SILENT, Survey, look, number
 from lmpool.producer.client.discovery import Discovery
 from lmpool.protocol.keys import Keys
+from lmpool.protocol.model_info import TRIE_SERVICE
 
 HOUR = 3600
 """Samples that are kept: an hour of them at one a second."""
@@ -346,6 +347,8 @@ def _told_model(model: dict[str, Any]) -> dict[str, Any]:
     info = model["info"] or {}
     told = {name: _finite(model[name]) for name in ("queued", "age_s", "dead", "rows_per_s", "p50_s", "p99_s")}
     shown = {name: info.get(name) for name in ("backend", "vocab_size", "dtype", "encoding", "max_prompt_tokens")}
+    if model["name"] == TRIE_SERVICE:
+        shown["vocab_size"] = None  # Trie workers answer for any vocabulary.
     return {
         "name": model["name"],
         **shown,

@@ -9,12 +9,11 @@ import secrets
 import time
 from collections import OrderedDict
 from collections.abc import Collection
-from http.cookies import CookieError, SimpleCookie
 from urllib.parse import urlsplit
 
 import msgspec
 from starlette.datastructures import Headers, MutableHeaders
-from starlette.requests import Request
+from starlette.requests import Request, cookie_parser
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -88,8 +87,8 @@ class Sessions:
         self.token = token or new_token()
         self.link_token = new_token() if self.is_own_token else ""
         self._used_link_token = ""
-        # Digest of the cookie -> digest of the key, and until when. Digests, because how long it takes to find one
-        # tells nothing of the secret.
+        # Digest of the cookie -> digest of the key, and until when. Digests, because the time of a
+        # look-up reveals nothing about the secret.
         self._open: OrderedDict[bytes, tuple[bytes, float]] = OrderedDict()
 
     def begin(self, token: str = "", link_token: str = "") -> tuple[str, str]:
@@ -186,7 +185,7 @@ class Guard:
 
     A page of another site can have a browser send requests here, with its cookie. So a request without the token must
     name a host that is allowed (a name that another site has pointed at this address is refused), and one that changes
-    anything, or makes the pool work, must come from a page of this service. A browser sends no Bearer token by itself,
+    anything, or makes the pool work, must come from a page of this service. A browser sends no Bearer token on its own,
     so probes and autoscalers may use any name of the service.
 
     Args:
@@ -258,13 +257,14 @@ def _digest(secret: str) -> bytes:
 
 
 def _sent_cookie(scope: Scope) -> str:
-    return _cookie(Headers(scope=scope).get("cookie", ""), _cookie_name(scope))
+    # `SimpleCookie` would read none where another program of the host has set one that it takes for malformed.
+    return cookie_parser(Headers(scope=scope).get("cookie", "")).get(_cookie_name(scope), "")
 
 
 def _is_encrypted(request: Request) -> bool:
     """Whether the browser speaks TLS, to this service or to a proxy that says so.
 
-    The header is believed from any client: a false one costs its sender only the use of its own cookie.
+    The header is accepted from any client: a false one costs its sender only the use of its own cookie.
     """
     forwarded = request.headers.get("x-forwarded-proto", "").partition(",")[0].strip().lower()
     return request.url.scheme == "https" or forwarded == "https"
@@ -280,14 +280,6 @@ def _cookie_name(scope: Scope) -> str:
     _, listens = scope.get("server") or ("", None)
     _, asked = _host_and_port(Headers(scope=scope).get("host", ""))
     return f"{_COOKIE}-{listens or 0}-{asked}"
-
-
-def _cookie(header: str, name: str) -> str:
-    try:
-        morsel = SimpleCookie(header).get(name)
-    except CookieError:
-        return ""
-    return morsel.value if morsel is not None else ""
 
 
 def _host_and_port(host: str) -> tuple[str, int]:

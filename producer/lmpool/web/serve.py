@@ -8,8 +8,9 @@ import os
 import resource
 import socket
 from collections.abc import Callable
+from functools import partial
 from types import FrameType
-from typing import Any
+from typing import Any, cast
 
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -24,7 +25,7 @@ MAX_CONNECTIONS = 512
 
 REQUEST_S = 20.0
 """Seconds in which a whole request must arrive after the connection was opened or the last response was sent: the
-largest one at 13 kB/s."""
+largest one at 13 kB/s. A request without the token or a session must be answered within them, too."""
 
 RESPONSE_S = 300.0
 """Seconds in which a response must be sent, except the stream of a page: the largest history at 12 kB/s."""
@@ -55,7 +56,7 @@ def serve(settings: WebSettings, host: str, port: int, tell: Callable[[str], Non
     service = web_service(settings)
     config = uvicorn.Config(
         service.app,
-        http=_Connection,
+        http=cast("type[asyncio.Protocol]", partial(_Connection, service.sessions)),
         # Addresses have tokens in them: none goes into a log.
         access_log=False,
         ws="none",
@@ -102,16 +103,21 @@ def _connection_limit() -> int:
 class _Connection(H11Protocol):
     """A connection that must send its requests and take its responses in time.
 
-    Nobody needs a token to open a connection. So when there are too many, the one is closed that has been without a
-    whole request for the longest time: a browser sends a request as soon as it has connected.
+    No token is needed to open a connection. So when there are too many, the one is closed that has been without a whole
+    request of a signed-in browser or a program for the longest time. Other requests do not count: a client that does
+    not read the responses to them could hold its connections.
+
+    Args:
+        sessions: the token, and the browsers that are signed in.
     """
 
-    # Those without a whole request, the oldest first. A process has one server.
+    # Connections without a whole request that is allowed, the oldest first. A process has one server.
     _idle: dict[_Connection, None] = {}  # noqa: RUF012
     _limit = _connection_limit()
 
-    def __init__(self, *args: Any, **options: Any) -> None:
+    def __init__(self, sessions: Sessions, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
+        self._sessions = sessions
         self._timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -130,9 +136,10 @@ class _Connection(H11Protocol):
         super().connection_lost(exc)
 
     def handle_events(self) -> None:
-        """As uvicorn's; a request that has arrived whole may take its time."""
+        """As uvicorn's; an allowed request that has arrived whole may take its time."""
         super().handle_events()
-        if self in self._idle and self.cycle and not self.cycle.more_body and not self.cycle.response_complete:
+        is_whole = self.cycle and not self.cycle.more_body and not self.cycle.response_complete
+        if is_whole and self in self._idle and self._sessions.is_allowed(self.scope):
             del self._idle[self]
             self._end_in(None if self.scope["path"].endswith(_STREAM_PATH) else RESPONSE_S)
 
@@ -149,7 +156,7 @@ class _Connection(H11Protocol):
     def _end_in(self, seconds: float | None) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        # Not closed: that would wait for the other side to read what was sent.
+        # Not `close`, which would wait until the client has read all that was sent.
         self._timer = None if seconds is None else self.loop.call_later(seconds, self.transport.abort)
 
 

@@ -155,10 +155,10 @@ if (linkToken !== null) {
 
 let signingIn = null;
 
-// Ask for the token in a dialog; all requests that are refused meanwhile wait for the same one.
+// Ask for the token in a dialog; all requests that are refused while it is open wait for it.
 function signIn(why) {
   signingIn ??= new Promise((resolve) => {
-    // Who has never signed in here knows why the token is asked for.
+    // A browser that has never signed in needs no reason.
     const said = el("p", { class: "said", role: "alert" }, linkTrouble || (localStorage.getItem(KEY_NAME) ? why : ""));
     const field = el("input", { type: "password", name: "token", autocomplete: "off", required: true, autofocus: true });
     const form = el("form", {}, el("h2", {}, "Sign in"),
@@ -167,14 +167,21 @@ function signIn(why) {
       el("label", {}, "Token ", field), said, el("button", { type: "submit", class: "main" }, "Sign in"));
     const dialog = el("dialog", { id: "sign-in", "aria-label": "Sign in" }, form);
     dialog.addEventListener("cancel", (event) => event.preventDefault());
+    const goOn = (event) => {
+      if (event && (event.key !== KEY_NAME || !event.newValue)) return;
+      removeEventListener("storage", goOn);
+      dialog.remove();
+      signingIn = null;
+      linkTrouble = "";
+      resolve();
+    };
+    // Another tab of this browser has signed in.
+    addEventListener("storage", goOn);
     form.addEventListener("submit", async (event) => {
       event.preventDefault();
       try {
         await beginSession({ token: field.value.trim() });
-        dialog.remove();
-        signingIn = null;
-        linkTrouble = "";
-        resolve();
+        goOn();
       } catch (error) {
         setText(said, error.message);
         field.select();

@@ -36,7 +36,7 @@ export class Pane {
     this.element = el("section", { class: "pane", "aria-label": cut(name) },
       el("h2", { dir: "auto" }, cut(name), " ", this.bits), this.said, this.tokens, this.popup,
       el("div", { class: "details" }, this.row, this.trie));
-    // Of mice alone: browsers tell of a mouse that enters and leaves after each tap of a finger, too.
+    // Of mice alone: browsers send mouse events after each tap of a finger, too.
     this.element.addEventListener("pointerleave", (event) => { if (event.pointerType === "mouse") this.hide(); });
     // From a token to its list the pointer may cross what is between them.
     this.element.addEventListener("pointerover", (event) => {

@@ -159,7 +159,7 @@ async function start() {
   await watch("api/stream", async (frame) => {
     show(frame, letters);
     if (wasLost) {
-      // What this page has missed, the service has kept, if it ran.
+      // Load the samples that this page has missed; the service has kept them if it ran.
       wasLost = false;
       charts.load(await ask("api/history"));
     }

@@ -27,7 +27,7 @@ _log = logging.getLogger("lmpool.worker")
 Clock = Callable[[], float]
 
 MAX_CONNECTIONS = 64
-"""Connections to the port that are open at once. Nobody needs a token for one, and each takes a descriptor of the
+"""Connections to the port that are open at once. No token is needed for one, and each takes a descriptor of the
 worker, which needs them for Redis."""
 
 REQUEST_S = 10.0
@@ -325,7 +325,7 @@ class _Server:
 
     Args:
         address: host and port to listen at.
-        pages: path -> what makes the page.
+        pages: path -> the function that makes the page.
 
     Raises:
         OSError: the address cannot be used.
@@ -391,7 +391,7 @@ class _Server:
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._open.pop(task, None)
         if not task.cancelled() and (error := task.exception()) is not None:
-            is_client = isinstance(error, OSError)  # It has gone, or was too slow.
+            is_client = isinstance(error, OSError)  # It has disconnected, or was too slow.
             level = logging.DEBUG if is_client else logging.ERROR
             _log.log(level, "monitor: a request failed: %s", error, exc_info=None if is_client else error)
 
