@@ -451,6 +451,10 @@ class Folder:
         """Whether a shard is in place, under its name, and whole."""
         return self.has(name)
 
+    def noted(self, number: int, name: str) -> Shard | None:
+        """What is noted of a shard that must stay as it is, with its errors; None if it must be put into place."""
+        return None
+
     def done(self) -> dict[int, Shard]:
         """Shards that are known to be done, besides those that the manifest lists."""
         return {}
