@@ -147,7 +147,9 @@ class Connections:
         """
         while True:
             await asyncio.sleep(_SCAN_S)
-            await self.look_for_segments()
+            # No thread can be started: there are too many, or the main thread has ended and others still ask.
+            with suppress(RuntimeError):
+                await self.look_for_segments()
 
     @property
     def model(self) -> AdoptedModel:
