@@ -31,6 +31,7 @@ _MAX_PATTERN_CHARACTERS = 2048  # Of a regular expression; the longest known one
 _MAX_REPEATS = 3  # Quantifiers of a variable count in one alternative of a pattern; GPT-4o's pattern has 2.
 _MAX_CHOICES = 12  # "?" and "|" in groups, in one alternative: at most 4,096 ways to match; GPT-4o's pattern has 8.
 _MAX_SPECIAL_TOKENS = 64  # Ids that a template adds to one text.
+_MAX_WORD_CHARACTERS = 1000  # Of a word that WordPiece splits, in cubic time; BERT has 100.
 _MAX_CHARACTERS = 256  # Of a string setting, such as the text that a `Prepend` puts before a prompt.
 
 _KINDS = {
@@ -61,9 +62,16 @@ _ESCAPED = frozenset("pPsSdDwWhHbBAzZGnrtfvaexu0")
 _POSIX_CLASS = re.compile(r"\[:\^?[a-z]{4,6}:\]")
 
 
+class _Model(msgspec.Struct):
+    """Of the model only the longest word that WordPiece splits, in characters; other models have none."""
+
+    max_input_chars_per_word: int = 0
+
+
 class _File(msgspec.Struct):
     """The parts of a `tokenizer.json` that do more than look tokens up."""
 
+    model: _Model | None = None
     normalizer: Any = None
     pre_tokenizer: Any = None
     post_processor: Any = None
@@ -86,6 +94,9 @@ def check_tokenizer(text: str) -> float:
         file = msgspec.json.decode(text, type=_File)
     except (msgspec.DecodeError, RecursionError) as error:
         raise InvalidVocabulary(f"its tokenizer.json cannot be read: {error}") from error
+    word = file.model.max_input_chars_per_word if file.model is not None else 0
+    if word > _MAX_WORD_CHARACTERS:
+        raise InvalidVocabulary(f"its model splits words of {word} characters; the limit is {_MAX_WORD_CHARACTERS}")
     growth = dict.fromkeys(_KINDS, 1.0)
     try:
         for part in _KINDS:

@@ -99,6 +99,16 @@ def test_components_that_could_fill_or_freeze_a_client_are_refused(part: str, co
         check_tokenizer(file_with(part, component))
 
 
+def test_words_that_take_long_to_split_are_refused() -> None:
+    for longest in (100, 1000, 1001):
+        file = json.dumps({"model": {"type": "WordPiece", "vocab": {}, "max_input_chars_per_word": longest}})
+        if longest <= 1000:
+            assert check_tokenizer(file) == 1
+        else:
+            with pytest.raises(InvalidVocabulary, match="splits words of 1001 characters; the limit is 1000"):
+                check_tokenizer(file)
+
+
 def test_growth_is_that_of_all_normalizers() -> None:
     normalizers = [replace({"String": " "}, "▁"), replace({"String": "q"}, "qu"), replace({"Regex": "z"}, "zzz")]
     assert check_tokenizer(file_with("normalizer", {"type": "Sequence", "normalizers": normalizers})) == 6
