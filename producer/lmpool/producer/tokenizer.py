@@ -88,7 +88,7 @@ class PublishedTokenizer:
         self._tokenizer.no_padding()
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text. Python's lock is free meanwhile, so call it in a thread where others must go on.
+        """Token ids of a text. It runs without Python's lock, so call it in a thread if an event loop must go on.
 
         Args:
             text: what the prompt is to say.

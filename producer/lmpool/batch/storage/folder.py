@@ -338,7 +338,7 @@ class Folder:
                 f"{self.location}: {error.strerror or error}: what is done stays; "
                 f"{'free some space' if error.errno in _FULL else 'mend that'} and run the same command again"
             )
-            # The folder or a file was removed meanwhile: who tries again sees what is there now.
+            # The folder or a file was removed: another try reads what is there then.
             raised.may_pass = isinstance(error, FileNotFoundError)
             raise raised from error
 
