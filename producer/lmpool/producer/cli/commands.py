@@ -36,7 +36,6 @@ from lmpool.producer.cli.queue import queue_app
 from lmpool.producer.cli.status import Column, Survey, file_notices, fitting, status_models, status_workers, survey, top
 from lmpool.producer.cli.trie_show import trie_app
 from lmpool.producer.client.discovery import Discovery
-from lmpool.producer.deadline import Deadline
 from lmpool.producer.producer import Producer
 from lmpool.producer.tokenizer import TOKENIZERS, find_tokenizer, parse_ids, published_tokenizer
 from lmpool.protocol.keys import Keys
@@ -95,7 +94,7 @@ def logprobs(
             # Ids have an answer without any tokenizer, so nothing heavy is brought in for their texts.
             tokenizer = await (published_tokenizer(producer) if ids else find_tokenizer(producer))
             is_text = tokenizer is not None and not ids
-            tokens = await TOKENIZERS.encode(tokenizer, text, Deadline(timeout)) if is_text else parse_ids(text)
+            tokens = await TOKENIZERS.encode(tokenizer, text, timeout) if is_text else parse_ids(text)
             return tokens, await producer.logprobs(tokens, adapter=adapter), tokenizer
 
     tokens, row, tokenizer = run(ask())
