@@ -38,7 +38,7 @@ def delays(longest_s: float = _LONGEST_S) -> Iterator[float]:
 async def silence_limit(seconds: float | None) -> AsyncIterator[asyncio.Timeout]:
     """Limit how long the other side may be silent; as `asyncio.timeout`, but a blocked event loop hardly counts.
 
-    A program that computes in its event loop receives nothing meanwhile, which says nothing about the other side. So a
+    A program that computes in its event loop receives nothing, although the other side may have answered. So a
     pause of the event loop counts as a small part of the limit, however long the pause is.
 
     Args:

@@ -2,8 +2,8 @@
 
 A job is one shard, some seconds to minutes of work; the prompts in it go through the pool's own queue as always. arq
 has a job done again whose worker has vanished, so a shard may be computed twice, and comes out the same. Jobs and
-results are MessagePack: arq's default, pickle, would run code that others write to the server. Whoever may write jobs
-chooses their input and output, so a worker checks both (`check_locations`).
+results are MessagePack: arq's default, pickle, would run code that others write to the server. A client that may write
+jobs chooses their input and output, so a worker checks both (`check_locations`).
 
 A waiting job has no lifetime in the server, which therefore never evicts it (volatile-lru). If a server loses jobs all
 the same, `find_jobs` queues them again from what the output folder has (`Submission`).

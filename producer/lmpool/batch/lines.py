@@ -194,7 +194,7 @@ class InputFile:
 
     @contextmanager
     def recorded(self) -> Iterator[tuple[BufferedReader[Blocks], Callable[[], str]]]:
-        """The file, open for one pass from its beginning to its end, and what tells its digest after that.
+        """The file, open for one pass from its beginning to its end, and a function that returns its digest after that.
 
         Raises:
             BatchError: it cannot be read, or has changed.

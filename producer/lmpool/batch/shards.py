@@ -306,7 +306,10 @@ class ShardWriter:
         self._errors.append(msgspec.json.encode(named) + b"\n")
 
     def place(self) -> Shard:
-        """Put the errors and then the shard into place.
+        """Put the errors and then the shard into place, unless another run has noted this shard.
+
+        Returns:
+            The shard that is in place.
 
         Raises:
             BatchError: the file does not hold the answers that were added.
@@ -318,6 +321,9 @@ class ShardWriter:
         if self._suffix == "jsonl" and lines != self._texts:
             raise _damaged(str(path), f"it has {lines} lines, and {self._texts} texts have an answer")
         shard = Shard(self._number, self._texts, len(self._errors), self._file.tell(), digest)
+        if (noted := self._folder.noted(self._number, self._name)) is not None:
+            self.discard()
+            return noted
         errors = errors_name(self._number)
         if self._errors:
             self._folder.write(errors, iter(self._errors))

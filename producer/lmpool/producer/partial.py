@@ -77,7 +77,7 @@ def encode_all(session: Session, prompts: Sequence[Any], adapter: str, name: str
     encoded: list[Prompt] = []
     try:
         for ids in prompts:
-            encoded.append(session.encode(ids, adapter))  # noqa: PERF401 How many there are tells which one fails.
+            encoded.append(session.encode(ids, adapter))  # noqa: PERF401 Their number is the index of the one that fails.
     except InvalidPrompt as error:
         of_prompt(error, name, len(encoded), _count(prompts))
         raise

@@ -376,7 +376,7 @@ class Producer(CopiedAsItself, PartialRows):
         """
         deadline = Deadline.of(timeout, self._timeout)
         tokenizer = await self.tokenizer(timeout=timeout)
-        return await TOKENIZERS.encode(tokenizer, text, deadline, add_special_tokens=add_special_tokens)
+        return await TOKENIZERS.encode(tokenizer, text, deadline.left, add_special_tokens=add_special_tokens)
 
     async def decode(self, ids: Any, *, skip_special_tokens: bool = False, timeout: float | None = None) -> str:
         """The text of token ids.

@@ -88,7 +88,7 @@ class PublishedTokenizer:
         self._tokenizer.no_padding()
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text. Python's lock is free meanwhile, so call it in a thread where others must go on.
+        """Token ids of a text. It runs without Python's lock, so call it in a thread if an event loop must go on.
 
         Args:
             text: what the prompt is to say.
@@ -204,21 +204,21 @@ class TokenizerCache:
         self._threads = ThreadPoolExecutor(_MAX_THREADS, "lmpool-tokenizer")
 
     async def encode(
-        self, tokenizer: Tokenizer, text: str, deadline: Deadline, *, add_special_tokens: bool = True
+        self, tokenizer: Tokenizer, text: str, timeout: float, *, add_special_tokens: bool = True
     ) -> list[int]:
         """Encode a text in a thread of this cache, so that no text stops the event loop.
 
         Args:
             tokenizer: encodes it.
             text: as `Tokenizer.encode`.
-            deadline: of the caller. A thread cannot be stopped, so it goes on after the deadline until it ends.
+            timeout: seconds. A thread cannot be stopped, so it goes on after them until it ends.
             add_special_tokens: as `Tokenizer.encode`.
 
         Raises:
             NotTokenIds, UnknownTokenizer: as `PublishedTokenizer.encode`.
             DeadlineExceeded: it took longer.
         """
-        encode = partial(tokenizer.encode, text, add_special_tokens=add_special_tokens)
+        deadline, encode = Deadline(timeout), partial(tokenizer.encode, text, add_special_tokens=add_special_tokens)
         return await _within(deadline, deadline.loop.run_in_executor(self._threads, encode))
 
     async def get(self, digest: str, reader: ReadsTokenizers, deadline: Deadline) -> PublishedTokenizer:
@@ -365,7 +365,7 @@ async def read_tokens(producer: HasTokenizer, prompt: str, are_ids: bool, timeou
     """
     if are_ids:
         return parse_ids(prompt)
-    return await TOKENIZERS.encode(await find_tokenizer(producer), prompt, Deadline(timeout))
+    return await TOKENIZERS.encode(await find_tokenizer(producer), prompt, timeout)
 
 
 def load_tokenizer(

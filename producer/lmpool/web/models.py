@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from lmpool.aio import end_tasks, finish, join_task
 from lmpool.errors import LMPoolError, PromptTooLong, SettingsError, UnknownVocabulary, printable
 from lmpool.producer import Producer
-from lmpool.producer.deadline import Deadline
 from lmpool.producer.tokenizer import TOKENIZERS, Tokenizer, find_tokenizer
 from lmpool.producer.trie import PooledTrie
 
@@ -64,7 +63,7 @@ class ExploredModel:
             UnknownTokenizer, DeadlineExceeded: its tokenizer fails on the text, or takes too long.
         """
         tokenizer = await self.tokenizer()
-        ids = await TOKENIZERS.encode(tokenizer, text, Deadline(_ENCODE_S))
+        ids = await TOKENIZERS.encode(tokenizer, text, _ENCODE_S)
         if not ids:
             raise SettingsError("text: it has no token: type something")
         return [int(token) for token in ids]

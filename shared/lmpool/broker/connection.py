@@ -238,6 +238,7 @@ class Connection(Generic[Raw]):
         """Close the raw connection, to open another when it is needed next."""
         if self._raw is not None:
             self._raw.close(reason)
+            self._raw = None
 
     def check(self, raw: Raw, error: ResponseError) -> bool:
         """Whether an error means to ask again, on another connection: then this one is closed."""

@@ -28,8 +28,10 @@ MAX_NORMALIZED_CHARACTERS = 32 * 1024 * 1024
 
 _MAX_COMPONENTS = 64  # Normalizers, pre-tokenizers, processors or decoders in one list; real tokenizers have up to 12.
 _MAX_PATTERN_CHARACTERS = 2048  # Of a regular expression; the longest known one has about 400.
-_MAX_UNBOUNDED_REPEATS = 3  # Unbounded quantifiers in one alternative of a pattern; GPT-4o's pattern has 2.
+_MAX_REPEATS = 3  # Quantifiers of a variable count in one alternative of a pattern; GPT-4o's pattern has 2.
+_MAX_CHOICES = 12  # "?" and "|" in groups, in one alternative: at most 4,096 ways to match; GPT-4o's pattern has 8.
 _MAX_SPECIAL_TOKENS = 64  # Ids that a template adds to one text.
+_MAX_WORD_CHARACTERS = 1000  # Of a word that WordPiece splits, in cubic time; BERT has 100.
 _MAX_CHARACTERS = 256  # Of a string setting, such as the text that a `Prepend` puts before a prompt.
 
 _KINDS = {
@@ -52,13 +54,24 @@ _LISTS = {
     "decoder": "decoders",
 }
 
-_GROUP_OPENING = re.compile(r"\((?:\?(?::|=|!|<=|<!|>|[imx]+:))?")
+# Not with the flag x: comments would hide from this check what is a group and what is repeated.
+_GROUP_OPENING = re.compile(r"\((?:\?(?::|=|!|<=|<!|>|[im]+:))?")
 _QUANTIFIER = re.compile(r"[*+?]|\{(\d*)(,?)(\d*)\}")
+# Letters that are escaped. No back-references, no calls, and no control characters: "\c[" is one character.
+_ESCAPED = frozenset("pPsSdDwWhHbBAzZGnrtfvaexu0")
+_POSIX_CLASS = re.compile(r"\[:\^?[a-z]{4,6}:\]")
+
+
+class _Model(msgspec.Struct):
+    """Of the model only the longest word that WordPiece splits, in characters; other models have none."""
+
+    max_input_chars_per_word: int = 0
 
 
 class _File(msgspec.Struct):
     """The parts of a `tokenizer.json` that do more than look tokens up."""
 
+    model: _Model | None = None
     normalizer: Any = None
     pre_tokenizer: Any = None
     post_processor: Any = None
@@ -81,6 +94,9 @@ def check_tokenizer(text: str) -> float:
         file = msgspec.json.decode(text, type=_File)
     except (msgspec.DecodeError, RecursionError) as error:
         raise InvalidVocabulary(f"its tokenizer.json cannot be read: {error}") from error
+    word = file.model.max_input_chars_per_word if file.model is not None else 0
+    if word > _MAX_WORD_CHARACTERS:
+        raise InvalidVocabulary(f"its model splits words of {word} characters; the limit is {_MAX_WORD_CHARACTERS}")
     growth = dict.fromkeys(_KINDS, 1.0)
     try:
         for part in _KINDS:
@@ -172,39 +188,39 @@ def _check_template(component: dict[str, Any]) -> None:
 
 
 def check_regex(pattern: str) -> None:
-    """Refuse a regular expression whose time can grow exponentially with the text.
+    """Refuse a regular expression whose time can grow exponentially with the text, or with the pattern.
 
-    A group may be repeated only if it always matches the same number of characters, so no repetition is ambiguous.
-    Back-references, calls and conditions are refused too. The patterns of all known tokenizers pass.
+    A group may be repeated only if it always matches the same number of characters, so no repetition is ambiguous. The
+    choices in one alternative are limited. Back-references, calls and conditions are refused too. The patterns of all
+    known tokenizers pass.
 
     Raises:
         InvalidVocabulary: the pattern is refused.
     """
     if len(pattern) > _MAX_PATTERN_CHARACTERS:
         raise InvalidVocabulary(f"a pattern has {len(pattern)} characters; the limit is {_MAX_PATTERN_CHARACTERS}")
-    at, repeats, previous = 0, 0, ""
+    at, repeats, choices, previous = 0, 0, 0, ""
     # For each open group whether it has matched a fixed number of characters so far; the first is the whole pattern.
     fixed = [True]
     while at < len(pattern):
-        character, rest = pattern[at], pattern[at + 1 : at + 2]
+        character = pattern[at]
         if quantifier := _QUANTIFIER.match(pattern, at):
-            at = quantifier.end()
-            if previous == "quantifier" and quantifier[0] in ("+", "?"):
-                previous = ""  # It makes the quantifier before it possessive or lazy.
+            at, sign = quantifier.end(), quantifier[0]
+            # It makes the quantifier before it possessive or lazy; after "{1,3}" a "+" is one more repetition.
+            if (previous == "quantifier" and sign in ("?", "+")) or (previous == "interval" and sign == "?"):
+                previous = "modifier"
                 continue
-            if previous in ("quantifier", "group") and quantifier[0] != "?":
+            if previous in ("quantifier", "interval", "modifier") or (previous == "group" and sign != "?"):
                 raise _refused(pattern, "repeats a repetition")
-            repeats += quantifier[0] in ("*", "+") or (quantifier[2] == "," and not quantifier[3])
-            if repeats > _MAX_UNBOUNDED_REPEATS:
-                raise _refused(pattern, f"has more than {_MAX_UNBOUNDED_REPEATS} unbounded repetitions in a row")
             is_exact = bool(quantifier[1]) and not quantifier[2]
+            choices += sign == "?"
+            repeats += sign != "?" and not is_exact
+            if repeats > _MAX_REPEATS:
+                raise _refused(pattern, f"has more than {_MAX_REPEATS} repetitions in a row")
             fixed[-1] = fixed[-1] and is_exact and previous == "character"
-            # After "{1,3}" a "+" is one more repetition.
-            previous = "group" if quantifier[0][0] == "{" else "quantifier"
+            previous = "interval" if sign[0] == "{" else "quantifier"
         elif character == "\\":
-            if rest in tuple("123456789gkKRXyY"):
-                raise _refused(pattern, "has a back-reference or a call")
-            at, previous = at + 2, "character"
+            at, previous = _end_of_escape(pattern, at), "character"
         elif character == "[":
             at, previous = _end_of_class(pattern, at), "character"
         elif opening := _GROUP_OPENING.match(pattern, at):
@@ -216,13 +232,25 @@ def check_regex(pattern: str) -> None:
         elif character == ")" and len(fixed) > 1:
             at, previous = at + 1, "character" if fixed.pop() else "group"
         else:
-            if character == "|":
-                repeats, fixed[-1] = 0, False
+            if character == "|" and len(fixed) == 1:
+                repeats = choices = 0
+            elif character == "|":
+                choices, fixed[-1] = choices + 1, False
             at, previous = at + 1, "character"
+        if choices > _MAX_CHOICES:
+            raise _refused(pattern, f"has more than {_MAX_CHOICES} choices in a row")
 
 
 def _refused(pattern: str, why: str) -> InvalidVocabulary:
     return InvalidVocabulary(f"the pattern {shown(pattern)} {why}: it could take very long, so lmpool refuses it")
+
+
+def _end_of_escape(pattern: str, at: int) -> int:
+    """The position after the backslash at `at` and the character behind it."""
+    escaped = pattern[at + 1 : at + 2]
+    if escaped.isascii() and escaped.isalnum() and escaped not in _ESCAPED:
+        raise _refused(pattern, f"has \\{escaped}, a back-reference, a call, or an escape that lmpool does not accept")
+    return at + 2
 
 
 def _end_of_class(pattern: str, at: int) -> int:
@@ -230,9 +258,16 @@ def _end_of_class(pattern: str, at: int) -> int:
     depth = 0
     while at < len(pattern):
         if pattern[at] == "\\":
-            at += 1
-        elif pattern[at] == "[":
+            at = _end_of_escape(pattern, at)
+            continue
+        if depth and (posix := _POSIX_CLASS.match(pattern, at)):
+            at = posix.end()
+            continue
+        if pattern[at] == "[":
             depth += 1
+            # Such a bracket can have another meaning than the one that this check gives it.
+            if pattern.startswith(("]", "^]"), at + 1) or (depth > 1 and pattern.startswith(":", at + 1)):
+                raise _refused(pattern, "has a character class that begins with a bracket, or an unknown one")
         elif pattern[at] == "]":
             depth -= 1
             if not depth:

@@ -18,6 +18,8 @@ import pytest
 from msgspec.structs import replace
 
 import lmpool.batch
+from lmpool.batch.kinds import Text
+from lmpool.batch.shards import ShardWriter
 from lmpool.batch.storage import fetch
 from lmpool.batch.storage.bucket import Bucket, open_folder
 from lmpool.errors import BatchError, BatchRefused, SettingsError
@@ -170,7 +172,8 @@ async def test_two_runs_of_one_command_into_one_bucket_both_end_and_the_first_sh
     pool: Pool, tmp_path: Path, bucket: TestBucket, is_race: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     pool.start()
-    source = write_texts(tmp_path / "in.jsonl", TEXTS[:10])
+    lines = write_texts(tmp_path / "in.jsonl", TEXTS[:10]).read_text("utf-8").splitlines()
+    source = write_lines(tmp_path / "in.jsonl", [*lines[:9], "bad"])
     async with pool.producer() as producer:
         await run(producer, source, tmp_path / "out", "topk:3")
     manifest, name = lmpool.batch.open(tmp_path / "out").manifest, "shard-00000.jsonl"
@@ -178,6 +181,7 @@ async def test_two_runs_of_one_command_into_one_bucket_both_end_and_the_first_sh
     (shard,), data = manifest.done, (tmp_path / "out" / name).read_bytes()
     manifest.finished, manifest.done = False, []
     first.begin(manifest)
+    first.write("errors/00000.jsonl", iter([(tmp_path / "out" / "errors" / "00000.jsonl").read_bytes()]))
     first.write(name, iter([data]))
     first.note(shard)
     if is_race:
@@ -187,15 +191,17 @@ async def test_two_runs_of_one_command_into_one_bucket_both_end_and_the_first_sh
     else:
         second.begin(manifest)
     assert second.done() == {0: shard}, "what the first one has noted stays"
-    # Its forwards ran in other company: the last digits differ.
-    other = replace(shard, bytes=shard.bytes + 1, digest="0" * 32)
-    second.write(name, iter([data + b"\n"]))
-    second.note(other)
-    manifest.finished, manifest.done = True, [other]
+    # It has another answer, such as one without an error that has passed.
+    writer = ShardWriter(second, 0, "jsonl")
+    writer.add(Text(1, "a", [1], range(1)), {"ids": np.zeros((1, 3), np.int64)}, is_last=True)
+    assert writer.place() == shard
+    manifest.finished, manifest.done = True, [replace(shard, digest="0" * 32)]
+    second.collect_errors()
     second.write_manifest(manifest)
     batch = lmpool.batch.open(f"{bucket.url}/out")
-    assert (batch.is_finished, batch.manifest.done, len(batch)) == (True, [shard], 10)
-    assert bucket.content("out")[name] == data
+    assert (batch.is_finished, batch.manifest.done, len(batch)) == (True, [shard], 9)
+    for there in (name, "errors.jsonl"):
+        assert bucket.content("out")[there] == (tmp_path / "out" / there).read_bytes()
     bucket.put(f"out/{name}", data + b"\n")
     with pytest.raises(BatchError, match="1 of 1 shards are not as long as their notes say, or gone"):
         first.write_manifest(manifest)

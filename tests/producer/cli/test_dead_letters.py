@@ -110,6 +110,8 @@ async def test_a_prompt_that_was_given_up_is_listed_shown_and_queued_again(pool:
 
 
 def test_list_without_a_model_shows_the_letters_of_all_that_are_served(pool: Pool) -> None:
+    assert "; no model is served: name a model" in dead(pool, "list", model=None).stdout
+    assert "model" in refusal(dead(pool, "list", model="a{b}"))
     for name in ("one", "two"):
         pool.start(model=name)
         pool.redis.xadd(pool.keys.model(name).dead, {"e": GIVEN_UP.pack(), "m": job([1])})

@@ -11,6 +11,7 @@ import pytest
 
 from lmpool.aio import silence_limit
 from lmpool.producer import Producer
+from lmpool.producer.client import connections
 from lmpool.producer.deadline import ENDLESS_S
 from lmpool.synthetic import synthetic_row
 from tests.support.gate import Gate
@@ -62,6 +63,24 @@ def test_a_request_goes_on_whose_loop_is_blocked_while_it_waits(pool: Pool, tmp_
             assert np.array_equal(await asked, synthetic_row(PROMPT, vocab_size=V))
 
     run_skipping(ask)
+
+
+async def test_requests_go_on_where_no_thread_can_be_started(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after the end of the main thread, when other threads still use a producer."""
+    monkeypatch.setattr(connections, "_SCAN_S", 0.001)
+    scanned = asyncio.Event()
+
+    async def scan(_: object) -> None:
+        scanned.set()
+        await asyncio.to_thread(lambda: None)
+
+    pool.start()
+    async with pool.producer(cache_bytes=0) as producer:
+        await producer.logprobs(PROMPT)
+        await asyncio.get_running_loop().shutdown_default_executor()
+        monkeypatch.setattr(connections.Connections, "look_for_segments", scan)
+        await asyncio.wait_for(scanned.wait(), 60)
+        assert np.array_equal(await producer.logprobs([4, 5]), synthetic_row([4, 5], vocab_size=V))
 
 
 def test_a_limit_of_silence_ends_where_the_loop_runs_and_after_many_pauses() -> None:

@@ -578,6 +578,26 @@ async def test_a_failure_on_the_way_teaches_nothing(table: Table) -> None:
     assert await learned(table, connections) == 0
 
 
+async def test_continuations_are_sent_after_other_prompts_with_the_tokens_that_they_generate(table: Table) -> None:
+    sent: list[tuple[list[bytes], tuple[object, ...]]] = []
+
+    class Recording(Answering):
+        async def call(self, command: bytes, sha: str, keys: int, *rest: bytes) -> bytes:
+            waiting = self.model.keys.waiting
+            if digests := [key.removeprefix(waiting) for key in rest[:keys] if key.startswith(waiting)]:
+                sent.append((digests, rest[-2 * len(digests) :]))
+            return await super().call(command, sha, keys, *rest)
+
+    connections: Any = Recording("Q")
+    tasks, rows = Tasks(), [prompt(at) for at in range(2)]
+    continuations = [prompt(at).with_query(b"q", 8, 4 + at) for at in range(2, 5)]
+    mixed = [continuations[0], rows[0], *continuations[1:], rows[1]]
+    await submitter_of(table, connections, tasks)._send([table.requests.add(one, Listener())[0] for one in mixed])
+    assert [digests for digests, _ in sent] == [[one.digest for one in kind] for kind in (rows, continuations)]
+    assert sent[1][1] == (b"", b"", b"", 6, 7, 8)
+    await tasks.cancel()
+
+
 async def test_a_refused_prompt_stays_refused_when_it_cannot_be_sent_again(table: Table) -> None:
     connections: Any = Answering("F")
     tasks = Tasks()

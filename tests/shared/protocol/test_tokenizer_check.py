@@ -23,11 +23,15 @@ KNOWN = {
     "kimi": r"[\p{Han}]+|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{M}&&[^\p{Han}]]*[\p{Ll}\p{M}&&[^\p{Han}]]+(?i:'s|'t)?",
     "digits from the right": r"\d{1,3}(?=(?:\d{3})*\b)|(?=(\d{3})+(?!\d))",
     "spaces": r" {2,}",
+    "lazy": r"a{1,3}?|a+?|[[:alpha:][:^punct:]]++|[:;]",
 }
 
 SLOW = [
     "(a+)+b", "(a|aa)+b", "(?:a|a)*$", "(a?){9}", "((aa))+", "(a{2}{3})+", "a{1,9}+", "a**", r"(a)\1", "a*a*a*a*b",
     "((a{2,})?){3,}", "(?~abc)", r"(?<n>a)\g<n>", "(?#x)", "[a", "a" * 3000,
+    "a{1,3}?+b", "a+?*b", "(?:ab)+?{2,}", "a?" * 30 + "b", "(?:a|a)" * 30 + "b", "(?:a*|b)" * 30 + "c",
+    "a{0,999}" * 4 + "b", "(?x:(?:a|aa) +)b", r"\c[(?:a|aa)*b]", r"[\c](?:a|aa)*b]", "[]a](?:a|aa)*b", "[^]a]",
+    "[[:aaaaaaaaaaaaaaaaaaaaaaaa:](?:a|aa)*b]", "[a[:", r"a\Kb", "\\M-a",
 ]  # fmt: skip
 
 
@@ -93,6 +97,16 @@ def test_patterns_that_can_take_exponential_time_are_refused(pattern: str) -> No
 def test_components_that_could_fill_or_freeze_a_client_are_refused(part: str, component: Any, reason: str) -> None:
     with pytest.raises(InvalidVocabulary, match=reason):
         check_tokenizer(file_with(part, component))
+
+
+def test_words_that_take_long_to_split_are_refused() -> None:
+    for longest in (100, 1000, 1001):
+        file = json.dumps({"model": {"type": "WordPiece", "vocab": {}, "max_input_chars_per_word": longest}})
+        if longest <= 1000:
+            assert check_tokenizer(file) == 1
+        else:
+            with pytest.raises(InvalidVocabulary, match="splits words of 1001 characters; the limit is 1000"):
+                check_tokenizer(file)
 
 
 def test_growth_is_that_of_all_normalizers() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lmpool.broker.connection import Connection
+from lmpool.broker.connection import CommandConnection, Connection
 from lmpool.broker.server import Server
 from lmpool.errors import ServerUnreachable
 from tests.support.pool import SkippingLoop, run_skipping
@@ -89,6 +89,18 @@ def test_a_reply_may_take_as_long_again_after_a_pause_of_the_event_loop_but_no_l
             await asyncio.wait_for(never, 1e6)
 
     run_skipping(wait)
+
+
+async def test_a_reply_that_was_cut_counts_once_however_long_the_server_is_away() -> None:
+    connection = CommandConnection(Server("redis://localhost:1"))
+    raw: Any = SimpleNamespace(closed=True, received=3, close=lambda reason: None)
+    connection._raw = raw
+    assert connection.ended_within_reply
+    connection.hang_up(ServerUnreachable("cut"))
+    assert not connection.ended_within_reply
+    with pytest.raises(ServerUnreachable):
+        await connection.call(b"PING")
+    assert not connection.ended_within_reply
 
 
 async def test_a_shorter_patience_counts_though_others_wait_with_a_longer_one(

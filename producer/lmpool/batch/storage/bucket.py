@@ -68,8 +68,6 @@ class Bucket(Folder):
         super().__init__(temporary_folder(self))
         self.location = named(self._url)
         self._run = ""
-        # Shards that another run of the same command had made before this one.
-        self._kept = set[int]()
         # File in `done/`: what tells it from what it was before, and what it says.
         self._notes: dict[str, tuple[str, _Note]] = {}
 
@@ -101,16 +99,8 @@ class Bucket(Folder):
             yield
 
     def place(self, path: Path, name: str) -> None:
-        """Upload a file that has been written; it shows when it is whole, or else is not believed.
-
-        A shard that another run of the same command has noted stays as it is.
-        """
-        match = SHARD.fullmatch(name)
-        if match and self.is_done(int(match[1]), name):
-            path.unlink()
-            self._kept.add(int(match[1]))
-        else:
-            self._upload(path, name)
+        """Upload a file that has been written; it shows when it is whole, or else is not believed."""
+        self._upload(path, name)
 
     def _upload(self, made: Path, name: str, **options: Any) -> None:
         with self.explained():
@@ -119,7 +109,7 @@ class Bucket(Folder):
         made.unlink()
 
     def note(self, shard: Shard) -> None:
-        """See `Folder.note`; of a shard that has stayed as it was, its note stays too.
+        """See `Folder.note`.
 
         Raises:
             BatchRefused: another run has begun here meanwhile.
@@ -127,8 +117,7 @@ class Bucket(Folder):
         manifest = self.read_manifest()
         if manifest is None or manifest.run != self._run:
             raise BatchRefused(f"{self.location}: another run has begun here meanwhile: give that one another folder")
-        if shard.number not in self._kept:
-            self.write(_note_name(shard.number), iter([msgspec.json.encode(_Note(self._run, shard))]))
+        self.write(_note_name(shard.number), iter([msgspec.json.encode(_Note(self._run, shard))]))
 
     def begin(self, manifest: Manifest) -> None:
         """Put the manifest of a run that has nothing yet into place, or join a run of the same command.
@@ -259,15 +248,19 @@ class Bucket(Folder):
 
     def is_done(self, number: int, name: str) -> bool:
         """See `Folder.is_done`: as `shards` has it, by its note and as long as that says."""
+        return self.noted(number, name) is not None
+
+    def noted(self, number: int, name: str) -> Shard | None:
+        """See `Folder.noted`: what another run of the same command has noted, if the file is as long as that says."""
         note = _read_note(self.read(_note_name(number)))
         if note is None or note.run != self._run:
-            return False
+            return None
         with self.explained():
             system, path = self._at(name)
             try:
-                return int(system.info(path)["size"]) == note.shard.bytes
+                return note.shard if int(system.info(path)["size"]) == note.shard.bytes else None
             except FileNotFoundError:
-                return False
+                return None
 
     def digest(self, name: str) -> str:
         """See `Folder.digest`: uploads are compared by their sizes only."""

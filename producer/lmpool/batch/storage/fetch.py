@@ -104,7 +104,7 @@ def check_url(url: str, schemes: Set[str]) -> None:
 
 
 def check_locations(root: Path, source: str, output: str) -> None:
-    """Refuse an input or an output that is not for jobs: whoever may write to the server chooses both.
+    """Refuse an input or an output that is not for jobs: a client that may write jobs chooses both.
 
     Args:
         root: the folder below which files may be read and written.
@@ -290,7 +290,7 @@ def _cached(key: str, name: str, make: Callable[[Path], None]) -> Path:
     folder = cache_folder()
     path = folder / f"{hashlib.blake2b(key.encode(), digest_size=8).hexdigest()}-{name[-80:]}"
     with suppress(FileNotFoundError):
-        # It is used now. Its time of writing stays: by that, whoever reads it sees that it is the same file.
+        # Record the use. Keep the time of writing: a run that reads the copy compares it (`InputFile`).
         os.utime(path, ns=(time.time_ns(), path.stat().st_mtime_ns))
         return path
     _remove_unused(folder)

@@ -338,7 +338,7 @@ class Folder:
                 f"{self.location}: {error.strerror or error}: what is done stays; "
                 f"{'free some space' if error.errno in _FULL else 'mend that'} and run the same command again"
             )
-            # The folder or a file was removed meanwhile: who tries again sees what is there now.
+            # The folder or a file was removed: another try reads what is there then.
             raised.may_pass = isinstance(error, FileNotFoundError)
             raise raised from error
 
@@ -450,6 +450,10 @@ class Folder:
     def is_done(self, number: int, name: str) -> bool:
         """Whether a shard is in place, under its name, and whole."""
         return self.has(name)
+
+    def noted(self, number: int, name: str) -> Shard | None:
+        """What is noted of a shard that must stay as it is, with its errors; None if it must be put into place."""
+        return None
 
     def done(self) -> dict[int, Shard]:
         """Shards that are known to be done, besides those that the manifest lists."""

@@ -284,6 +284,8 @@ def list_letters(
     async def look(client: Redis, discovery: Discovery, keys: Keys) -> tuple[list[tuple[str, DeadLetter]], int, str]:
         newest: list[tuple[str, DeadLetter]] = []
         names, count = [model] if model is not None else sorted(await discovery.infos()), 0
+        if not names:
+            return [], 0, "no model is served: name a model that is not served with --model"
         for name in names:
             letters = DeadLetters(client, keys.model(name))
             newest += [(name, letter) for letter in await letters.newest(limit)]
@@ -291,6 +293,8 @@ def list_letters(
         newest.sort(key=lambda pair: pair[1].given_up, reverse=True)
         return newest[:limit], count, await _doubt(discovery, model) if model is not None and not newest else ""
 
+    if model is not None:
+        check_name("model", model)
     newest, count, doubt = run(with_server(redis, prefix, look))
     if as_json:
         say_json([{"model": name, **summary(letter)} for name, letter in newest])

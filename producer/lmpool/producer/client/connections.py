@@ -114,7 +114,7 @@ class Connections:
         self.trouble: LMPoolError | None = None
         self._memory: ServerMemory | None = None
         self._next_memory_look = 0.0
-        # Most requests that were under way when a row was gone: their rows need memory at once.
+        # Max requests in flight when a row was gone, since the last check of the memory: their rows need it at once.
         self._pending = 0
 
     def adopt(self, info: ModelInfo) -> None:
@@ -147,7 +147,9 @@ class Connections:
         """
         while True:
             await asyncio.sleep(_SCAN_S)
-            await self.look_for_segments()
+            # No thread can be started: there are too many, or the main thread has ended and others still ask.
+            with suppress(RuntimeError):
+                await self.look_for_segments()
 
     @property
     def model(self) -> AdoptedModel:
@@ -207,10 +209,11 @@ class Connections:
         Args:
             pending: number of this session's requests under way.
         """
-        self._pending = max(self._pending, pending)
         now = monotonic()
         if now < self._next_memory_look:
+            self._pending = max(self._pending, pending)
             return
+        self._pending = pending
         self._next_memory_look = now + _MEMORY_LOOK_S
         with suppress(*TROUBLE):
             self._memory = await read_memory(self.redis)

@@ -438,9 +438,11 @@ class Submitter:
 
     async def _submit_portions(self, requests: Sequence[PendingRequest], again: bool) -> list[bytes]:
         """Returns the digests whose rows have appeared in the cache meanwhile."""
-        stored: list[bytes] = []
-        is_full = False
-        for portion in _portions(sorted(requests, key=lambda request: request.prompt.generated > 0)):
+        stored, is_full = list[bytes](), False
+        # In portions of their own, for the script counts their tokens.
+        continuations = [request for request in requests if request.prompt.generated]
+        others = [request for request in requests if not request.prompt.generated] if continuations else requests
+        for portion in (*_portions(others), *_portions(continuations)):
             waited_for = [request for request in portion if request.waiters]
             if is_full and self._waits_when_full:
                 # They would be sent to be refused, and so whenever they are tried again.
@@ -584,14 +586,12 @@ class Submitter:
 
 
 def _portions(requests: Sequence[PendingRequest]) -> Iterator[Sequence[PendingRequest]]:
-    """Requests in portions for one call of a script: no more of them, and of their ids, than it handles in a few ms;
-    few where weights go along, so that workers can begin. Continuations have portions of their own."""
+    """Requests in portions that a script handles in a few ms; few with weights, so that workers can begin."""
     begin = weights_bytes = ids_bytes = 0
     for at, request in enumerate(requests):
         more_weights = 0 if request.weights is None else request.weights.values.nbytes
         more_ids = len(request.prompt.ids)
         is_much = weights_bytes + more_weights > _UPLOAD_BYTES or ids_bytes + more_ids > _MOST_IDS_BYTES
-        is_much |= (request.prompt.generated > 0) != (requests[begin].prompt.generated > 0)
         if at > begin and (is_much or at - begin == scripts.MOST_AT_ONCE):
             yield requests[begin:at]
             begin, weights_bytes, ids_bytes = at, 0, 0
