@@ -259,7 +259,8 @@ def test_a_worker_with_other_weights_may_not_join(pool: Pool) -> None:
     other = pool.start("--seed", 2, "--vocab-size", 77, wait=False)
     assert other.wait() == 2
     (line,) = [line for line in other.text.splitlines() if line.startswith("lmpool: ")]
-    assert re.search(r"'syn' is served by .*vocab_size: 77, not 512; revision: 'seed-2', not 'seed-1'.*--name", line)
+    differences = "vocab_size is 512 there and 77 here; revision is 'seed-1' there and 'seed-2' here"
+    assert re.search(rf"'syn' is served by .*{differences}.*--name", line)
     assert "Traceback" not in other.text
 
 

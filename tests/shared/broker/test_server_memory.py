@@ -324,12 +324,12 @@ async def test_the_pool_in_memory_is_not_doubted(short_dir: Path) -> None:
         assert memory is None or memory.doubt() is None
 
 
-def test_a_trie_worker_has_the_queue_of_a_model_that_it_forgets_expire(own_pool: Pool) -> None:
+def test_a_worker_has_the_queue_of_another_model_that_it_removes_expire(own_pool: Pool) -> None:
     own_pool.start("--lease-s", 1).end()
     keys = own_pool.keys.model("syn")
     own_pool.redis.xadd(keys.dead, {"e": "x"})
     assert own_pool.redis.ttl(keys.jobs) == own_pool.redis.ttl(keys.dead) == -1
-    own_pool.start_trie_worker("--lease-s", 1)
+    own_pool.start("--lease-s", 1, model="other")
     until(lambda: not own_pool.redis.hexists(own_pool.keys.models(), "syn"), "the info is swept")
     until(lambda: 0 < own_pool.redis.ttl(keys.jobs) <= 7 * 24 * 3600, "the queue expires")
     assert 0 < own_pool.redis.ttl(keys.dead) <= 7 * 24 * 3600

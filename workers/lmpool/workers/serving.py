@@ -11,13 +11,13 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from lmpool.broker.connection import CommandConnection, reply_timeout
-from lmpool.broker.readers import read_alive, read_hashes
+from lmpool.broker.readers import read_alive, read_infos
 from lmpool.broker.registries import AdapterRegistry
 from lmpool.broker.server import Server
 from lmpool.broker.server_checks import read_doubts
 from lmpool.errors import ModelMismatch, ProtocolError, SettingsError
 from lmpool.protocol.keys import Keys
-from lmpool.protocol.model_info import MAX_INFO_BYTES, TRIE_SERVICE, ModelInfo
+from lmpool.protocol.model_info import TRIE_SERVICE, ModelInfo
 from lmpool.rows.cache import RowCache
 from lmpool.rows.cluster import rows_on
 from lmpool.rows.shared_memory import SegmentReader
@@ -123,12 +123,13 @@ async def check_before_loading(server: Server, backend: BackendSettings, setting
 async def _check_backend(server: Server, backend: BackendSettings, keys: Keys) -> None:
     """Refuse a name under which live workers serve another backend: rows of two backends differ."""
     name, kind = backend.served_as, getattr(backend, "kind", "")
+    if not kind:
+        return
     redis = server.client()
     try:
-        (infos,) = await read_hashes(redis, [keys.models()], most_bytes=MAX_INFO_BYTES, fields=[name])
-        packed = infos.get(name.encode())
+        packed = (await read_infos(redis, keys, [name])).get(name.encode())
         served = ModelInfo.unpack(packed).backend if isinstance(packed, bytes) else kind
-        if kind and served != kind and (await read_alive(redis, keys.model(name))).serving:
+        if served != kind and (await read_alive(redis, keys.model(name))).serving:
             raise ModelMismatch(
                 f"the model {name!r} is served by the backend {served}, not {kind}: "
                 "serve it under another --name, or stop those workers first"
