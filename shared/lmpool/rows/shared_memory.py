@@ -233,8 +233,8 @@ def own_folder(place: Path, *, make: bool = False) -> Iterator[str]:
     try:
         found, user = os.fstat(fd), os.geteuid()
         if found.st_uid != user or found.st_mode & 0o022:
-            has = f"it belongs to user {found.st_uid} and has mode {stat.S_IMODE(found.st_mode):o}"
-            raise OSError(errno.EPERM, f"the folder must belong to user {user} and have mode 700; {has}: remove it")
+            has = f"user {found.st_uid} owns the folder, and its mode is {stat.S_IMODE(found.st_mode):o}"
+            raise OSError(errno.EPERM, f"{has}; user {user} must own it, mode 700: name another by {FOLDER_VARIABLE}")
         yield f"/proc/self/fd/{fd}"
     finally:
         os.close(fd)

@@ -93,8 +93,10 @@ def logprobs(
         async with asking(model, redis, prefix, waits, timeout=timeout) as producer:
             # Ids have an answer without any tokenizer, so nothing heavy is brought in for their texts.
             tokenizer = await (published_tokenizer(producer) if ids else find_tokenizer(producer))
-            is_text = tokenizer is not None and not ids
-            tokens = await TOKENIZERS.encode(tokenizer, text, timeout) if is_text else parse_ids(text)
+            if tokenizer is None or ids:
+                tokens = parse_ids(text)
+            else:
+                tokens = await TOKENIZERS.encode(tokenizer, text, timeout)
             return tokens, await producer.logprobs(tokens, adapter=adapter), tokenizer
 
     tokens, row, tokenizer = run(ask())
