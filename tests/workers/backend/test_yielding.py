@@ -138,6 +138,23 @@ async def test_what_yields_takes_up_no_capacity_of_rows(steps: Steps, kind: str)
     assert engine_thread.yielding == 0
 
 
+async def test_a_worker_that_holds_many_bulk_prompts_still_takes_the_next_job(
+    steps: Steps, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A bulk client that was alone has filled it, and the next entry of the stream may be a row."""
+    engine_thread, seconds = steps.engine_thread, "lmpool.workers.backend.engine_thread._BEYOND_LIMIT_S"
+    monkeypatch.setattr(seconds, 1e9)
+    await steps.begin(bulk(*range(1, 4 * BATCH + 1)))
+    assert engine_thread.capacity == 0, "it has taken one just now, and bulk clients are alone"
+    monkeypatch.setattr(seconds, -1.0)
+    assert engine_thread.capacity == 1
+    monkeypatch.setattr(seconds, 1e9)
+    engine_thread.submit(jobs(100))
+    assert engine_thread.capacity == 1, "interactive clients ask"
+    engine_thread.submit(bulk(*range(4 * BATCH + 1, 8 * BATCH + 1)))
+    assert engine_thread.capacity == 0
+
+
 async def test_a_row_waits_for_one_step_of_continuations(steps: Steps) -> None:
     await steps.begin([continuing(number, most=100) for number in range(1, 2 * BATCH + 1)])
     steps.engine_thread.submit(jobs(10))

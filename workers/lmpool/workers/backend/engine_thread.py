@@ -38,7 +38,7 @@ from lmpool.workers.backend.contract import (
     failure_of,
     is_device_error,
 )
-from lmpool.workers.backend.yielding import YieldingJobs
+from lmpool.workers.backend.yielding import QUIET_S, YieldingJobs
 
 _log = logging.getLogger("lmpool.worker")
 
@@ -46,8 +46,12 @@ _FALLS = 0.9
 
 # Jobs of bulk clients and continuations that a worker holds, in batches. The scripts put at most two batches of bulk
 # prompts and three of both kinds in the streams of a worker next to other clients, held ones included: with a fourth,
-# the worker always reaches the rows behind them.
+# the worker reaches the rows behind them. A bulk client that was alone may have put more there: see `capacity`.
 _MAX_YIELDING_BATCHES = 4
+# The same where the worker looks for rows behind jobs that yield.
+_MAX_BATCHES_BEFORE_ROWS = 8
+# Seconds between two jobs that a worker takes beyond the first limit while bulk clients are alone.
+_BEYOND_LIMIT_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,6 +198,7 @@ class EngineThread:
         self._sent = 0
         self._outstanding: set[bytes] = set()
         self._yields: set[bytes] = set()
+        self._submitted_at = self._interactive_at = -math.inf
         self._told: deque[_Told] = deque()
         self._is_woken = False
         self._room = _Room()
@@ -220,10 +225,17 @@ class EngineThread:
     def capacity(self) -> int:
         """How many prompts the backend can take now, besides those that are on their way to it.
 
-        What yields to rows of interactive clients takes up none of their capacity: it has a limit of its own.
+        What yields to rows of interactive clients takes up none of their capacity: it has a limit of its own. At that
+        limit the worker takes one job after another while interactive clients ask, and one a second otherwise: the
+        next entry of the stream may be a row, and a bulk prompt may take long to end.
         """
-        room = self._room
-        return min(room.capacity - (self._sent - room.taken), _MAX_YIELDING_BATCHES * self.batch - len(self._yields))
+        room, yields = self._room, len(self._yields)
+        free = _MAX_YIELDING_BATCHES * self.batch - yields
+        if free <= 0:
+            now = time.monotonic()
+            may_be_row = now - self._interactive_at < QUIET_S or now - self._submitted_at > _BEYOND_LIMIT_S
+            free = int(may_be_row and yields < _MAX_BATCHES_BEFORE_ROWS * self.batch)
+        return min(room.capacity - (self._sent - room.taken), free)
 
     @property
     def yielding(self) -> int:
@@ -242,6 +254,9 @@ class EngineThread:
 
     def submit(self, jobs: Sequence[BackendJob]) -> None:
         """Hand jobs to the backend, now or when there is memory for their answers (`AnswerMemory`)."""
+        self._submitted_at = time.monotonic()
+        if any(not job.bulk for job in jobs):
+            self._interactive_at = self._submitted_at
         self._outstanding.update([job.digest for job in jobs])
         self._yields.update([job.digest for job in jobs if job.bulk or job.generate is not None])
         self._send(self._answers.admit(jobs))

@@ -39,7 +39,7 @@ _GROWTH = 1.25
 """By how much the tokens of bulk steps grow that were too short."""
 
 _LATEST_STEPS = 8
-"""Steps of interactive prompts over which their length is averaged."""
+"""Steps of interactive prompts over which their length is averaged when they become longer."""
 
 
 class Progress(NamedTuple):
@@ -254,9 +254,9 @@ class BulkLimit:
 
     def interactive_step(self, seconds: float) -> None:
         """Note how long a step of interactive prompts took."""
-        if self._interactive_at == -math.inf:
-            self._interactive_s = seconds
-        self._interactive_s += (min(seconds, MAX_BULK_STEP_S) - self._interactive_s) / _LATEST_STEPS
+        # Down at once, up slowly: a first step, which may take many times as long, must not set the pace.
+        change = min(seconds, MAX_BULK_STEP_S) - self._interactive_s
+        self._interactive_s += change if change < 0 else change / _LATEST_STEPS
         self._interactive_at = time.monotonic()
 
     def bulk_step(self, tokens: int, seconds: float) -> None:
