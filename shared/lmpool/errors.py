@@ -50,7 +50,7 @@ import json
 import logging
 from typing import Any, TypeVar
 
-E = TypeVar("E", bound=BaseException)
+_E = TypeVar("_E", bound=BaseException)
 
 
 def printable(text: str, keep: str = "") -> str:
@@ -255,7 +255,7 @@ class ProtocolError(LMPoolError, ValueError):
     """A message or a row does not decode."""
 
 
-def of_prompt(error: E, name: str, index: int, count: int) -> E:
+def of_prompt(error: _E, name: str, index: int, count: int) -> _E:
     """Have an error that concerns one of several prompts name that prompt; any other error stays as it is.
 
     Args:
