@@ -13,7 +13,6 @@ from types import FrameType
 from typing import Any, cast
 
 import uvicorn
-from starlette.types import Scope
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from lmpool.cli import INTERRUPTED
@@ -140,7 +139,7 @@ class _Connection(H11Protocol):
         """As uvicorn's; an allowed request that has arrived whole may take its time."""
         super().handle_events()
         is_whole = self.cycle and not self.cycle.more_body and not self.cycle.response_complete
-        if is_whole and self in self._idle and self._sessions.is_allowed(cast(Scope, self.scope)):
+        if is_whole and self in self._idle and self._sessions.is_allowed(cast(Any, self.scope)):
             del self._idle[self]
             self._end_in(None if self.scope["path"].endswith(_STREAM_PATH) else RESPONSE_S)
 
