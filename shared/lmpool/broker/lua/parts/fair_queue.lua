@@ -47,9 +47,9 @@ local LAST_START = {[CONTINUED] = '(' .. BULK_TIME, [BULK] = '+inf'}
 local NOW, TOKENS = '', ':tokens'
 local OWED = {[CONTINUED] = 'owed:continued', [BULK] = 'owed'}
 -- How many jobs must end at most until the next turn: those for a continuation of 8,192 tokens.
-local MOST_OWED = 8192 * TURNS
+local MAX_OWED = 8192 * TURNS
 -- Bytes of a stored job beyond which its cost is not read when it is cancelled.
-local MOST_READ = 65536
+local MAX_READ = 65536
 local backlog_jobs, virtual_time = base .. ':backlog:jobs', base .. ':virtual_time'
 
 -- What a command counts at a key; a value of another type is removed.
@@ -197,7 +197,7 @@ local function drop_later(digest, client)
   local start, cost = tonumber(redis.call('ZSCORE', backlog, digest)), nil
   if start then
     redis.call('ZREM', backlog, digest)
-    if start >= CONTINUED_TIME and redis.call('HSTRLEN', backlog_jobs, digest) <= MOST_READ then
+    if start >= CONTINUED_TIME and redis.call('HSTRLEN', backlog_jobs, digest) <= MAX_READ then
       cost = select(2, read_stored(redis.call('HGET', backlog_jobs, digest)))
     end
     redis.call('HDEL', backlog_jobs, digest)
@@ -278,7 +278,7 @@ end
 
 -- How many prompts of a kind that yields move up now that so many jobs have ended, though others leave them no capacity.
 local function take_turns(kind, ended)
-  local owed = math.max(-MOST_OWED, last_start(OWED[kind])) + ended
+  local owed = math.max(-MAX_OWED, last_start(OWED[kind])) + ended
   redis.call('ZADD', virtual_time, owed < 0 and owed or owed % TURNS, OWED[kind])
   return math.max(0, math.floor(owed / TURNS))
 end
