@@ -48,7 +48,7 @@ _FALLS = 0.9
 # prompts and three of both kinds in the streams of a worker next to other clients, held ones included: with a fourth,
 # the worker reaches the rows behind them. A bulk client that was alone may have put more there: see `capacity`.
 _MAX_YIELDING_BATCHES = 4
-# The same where the worker looks for rows behind jobs that yield.
+# Max batches of such jobs that a worker holds when it takes single jobs to reach a row behind them.
 _MAX_BATCHES_BEFORE_ROWS = 8
 # Seconds between two jobs that a worker takes beyond the first limit while bulk clients are alone.
 _BEYOND_LIMIT_S = 1.0
