@@ -29,7 +29,7 @@ from tools.image_proof import prove
 REPOSITORY = Path(__file__).resolve().parents[1]
 DOCKERFILE = REPOSITORY / "docker" / "Dockerfile"
 TARGETS = ("client", "trie", "web", "worker")
-MOST_MB = {"client": 350, "worker": 1600}
+MAX_MB = {"client": 350, "worker": 1600}
 """Most megabytes (10^6 bytes) of an image."""
 
 _MIRROR = "http://deb.debian.org/debian"
@@ -105,7 +105,7 @@ def main() -> None:
     print(f"built in {time.monotonic() - began:.0f} s", flush=True)
     too_large = []
     for target in targets:
-        megabytes, most = buildah.megabytes(name_of(target)), MOST_MB.get(target)
+        megabytes, most = buildah.megabytes(name_of(target)), MAX_MB.get(target)
         print(f"{name_of(target)}: {megabytes:.0f} MB" + (f" of at most {most}" if most else ""), flush=True)
         if most and megabytes > most:
             too_large.append(target)

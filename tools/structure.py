@@ -44,7 +44,7 @@ _MODEL = "structure"
 _WARM_UPS = 5
 _REQUESTS = 20
 _PROMPT_TOKENS = 12
-_LEAST_DIGEST_BYTES = 16
+_MIN_DIGEST_BYTES = 16
 
 Graph = dict[str, set[str]]
 """Module -> the modules of the package that it imports."""
@@ -228,7 +228,7 @@ def prompt_types(objects: Iterable[object], ids: list[int], foreign: set[bytes])
 
     having = [(holder, attributes(holder)) for holder in objects]
     beside = {v for _, values in having if any(map(is_ids, values)) for v in values if isinstance(v, bytes)}
-    names = {value for value in beside - foreign if len(value) >= _LEAST_DIGEST_BYTES}
+    names = {value for value in beside - foreign if len(value) >= _MIN_DIGEST_BYTES}
     first = [
         holder for holder, values in having if any(is_ids(v) or (isinstance(v, bytes) and v in names) for v in values)
     ]

@@ -19,7 +19,7 @@ from benchmarks.measures.transport import AT_ONCE, AT_ONCE_TINY, FULL_V, TINY_V
 
 _READY_S = 180.0
 # A worker is idle that takes so much of a core, for so long; some never are, and are not waited for longer than this.
-_IDLE_S, _IDLE_SHARE, _MOST_IDLE_S = 0.5, 0.04, 30.0
+_IDLE_S, _IDLE_SHARE, _MAX_IDLE_S = 0.5, 0.04, 30.0
 _MODEL = "compared"
 _QUICK = 16
 _FIRST_ORDINARY_ID = 3
@@ -192,7 +192,7 @@ class Pool:
 
     def _wait_until_idle(self) -> None:
         """Until the workers have done what they do at their start while they serve already, such as making memory."""
-        until = time.monotonic() + _MOST_IDLE_S
+        until = time.monotonic() + _MAX_IDLE_S
         while time.monotonic() < until:
             before = self._used()["workers"]
             time.sleep(_IDLE_S)

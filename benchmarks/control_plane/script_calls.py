@@ -94,14 +94,14 @@ def measure_calls(client: redis.Redis) -> Iterator[str]:
 
 def _submit_new(queue: _Queue) -> list[float]:
     queue.empty(100)
-    return [queue.submit("a", _digests(scripts.MOST_AT_ONCE), 540) for _ in range(3)][1:]
+    return [queue.submit("a", _digests(scripts.MAX_AT_ONCE), 540) for _ in range(3)][1:]
 
 
 def _submit_to_backlog(queue: _Queue) -> list[float]:
     queue.empty()
     for client in ("a", "b"):
         queue.submit(client, _digests(200), 540)
-    return [queue.submit("c", _digests(scripts.MOST_AT_ONCE), 540) for _ in range(3)]
+    return [queue.submit("c", _digests(scripts.MAX_AT_ONCE), 540) for _ in range(3)]
 
 
 def _submit_long(queue: _Queue) -> list[float]:
@@ -135,7 +135,7 @@ def _move_up(queue: _Queue) -> list[float]:
 
 def _cancel(queue: _Queue) -> list[float]:
     queue.empty()
-    digests = _digests(scripts.MOST_AT_ONCE)
+    digests = _digests(scripts.MAX_AT_ONCE)
     for _ in range(3):
         queue.submit("b", _digests(200), 540)
     queue.submit("a", digests, 540)
@@ -156,7 +156,7 @@ def _claim(is_silent: bool) -> Callable[[_Queue], list[float]]:
 
 def _finish(queue: _Queue) -> list[float]:
     queue.empty(100)
-    digests = _digests(scripts.MOST_AT_ONCE)
+    digests = _digests(scripts.MAX_AT_ONCE)
     queue.submit("a", digests, 540)
     entries = _take(queue, len(digests))
     return [_finish_ms(queue, entries, digests)]
@@ -186,8 +186,8 @@ def _finish_many_clients(queue: _Queue) -> list[float]:
 def _finish_failures(queue: _Queue) -> list[float]:
     queue.empty()
     # One worker that may hold them all: a failure counts only from who holds the job.
-    queue.resize("w0", scripts.MOST_AT_ONCE)
-    digests = _digests(scripts.MOST_AT_ONCE)
+    queue.resize("w0", scripts.MAX_AT_ONCE)
+    digests = _digests(scripts.MAX_AT_ONCE)
     queue.submit("a", digests, 540)
     entries = _take(queue, len(digests))
     failure = Failure("WorkerError", "x" * 100).pack()
@@ -220,20 +220,20 @@ def _read(queue: _Queue, worker: bytes, stream: bytes, count: int) -> list[bytes
 
 def _renew(queue: _Queue) -> list[float]:
     queue.empty()
-    entries = queue.hold(scripts.MOST_AT_ONCE)
+    entries = queue.hold(scripts.MAX_AT_ONCE)
     return [queue.ms(scripts.RENEW, [_MODEL.jobs], GROUP, "w0", *entries) for _ in range(REPEATS)]
 
 
 def _release(queue: _Queue) -> list[float]:
     queue.empty()
-    queue.hold(scripts.MOST_AT_ONCE)
-    args = (GROUP, "w0", 3_600_000, scripts.MOST_AT_ONCE, "-", 1, "x" * 100, 3_600_000, 1000, "")
+    queue.hold(scripts.MAX_AT_ONCE)
+    args = (GROUP, "w0", 3_600_000, scripts.MAX_AT_ONCE, "-", 1, "x" * 100, 3_600_000, 1000, "")
     return [queue.ms(scripts.RELEASE, [_MODEL.jobs, _MODEL.reasons], *args) for _ in range(REPEATS)]
 
 
 def _abandoned(queue: _Queue) -> list[float]:
     queue.empty()
-    entries = queue.hold(scripts.MOST_AT_ONCE)
+    entries = queue.hold(scripts.MAX_AT_ONCE)
     keys = [_MODEL.jobs, *(_MODEL.waiting + digest for digest in _digests(len(entries)))]
     return [queue.ms(scripts.DROP_UNWANTED, keys, *(value for entry in entries for value in (entry, 1)))]
 

@@ -26,7 +26,7 @@ _PAGES = 100
 _PAIRS_A_REPEAT = 4
 """What is asked of them is 2 %, which single samples differ by."""
 
-_LEAST_FRAMES = 0.5
+_MIN_FRAMES = 0.5
 """A second and page: where every core is busy a look may take longer than the service lets it take."""
 
 
@@ -188,6 +188,6 @@ class _WebPair:
             self._pages.send("watch", **watched)
             rate = self.without()
             frames = float(self._pages.receive(60)) / self._seconds
-        if frames < _LEAST_FRAMES:
+        if frames < _MIN_FRAMES:
             raise BenchmarkError(f"a page was sent {frames:.2f} frames a second: that is no page that is watched")
         return rate

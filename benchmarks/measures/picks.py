@@ -18,7 +18,7 @@ _AT_ONCE = 256
 _PROMPT, _CONTINUATION = 32, 64
 _CONTINUATIONS, _GENERATED = 16, 32
 _SMALL_V, _STEP_MS = 8192, 2
-_LEAST_V = 49_152
+_MIN_V = 49_152
 _TEXTS, _TEXT_TOKENS, _TOP = 64, 128, 32
 _PREFIX_REPEATS = 2
 
@@ -87,7 +87,7 @@ def generate(place: Workplace) -> list[Result]:
             stack.enter_context(place.workers(name, *options))
             client = stack.enter_context(place.producer(name))
 
-            vocab_size = _SMALL_V if name == "generate-fast" else _LEAST_V
+            vocab_size = _SMALL_V if name == "generate-fast" else _MIN_V
 
             def rate(call: str, client: Any, vocab_size: int) -> float:
                 prompts = [[token % vocab_size for token in ids] for ids in asked.fresh(_CONTINUATIONS, _PROMPT)]

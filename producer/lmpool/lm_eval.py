@@ -20,7 +20,7 @@ from lmpool.cli import say
 from lmpool.errors import LMPoolError, PromptTooLong, SettingsError
 from lmpool.producer.sync import SyncProducer
 from lmpool.producer.tokenizer import end_tokens, load_tokenizer, read_tokenizer
-from lmpool.protocol.query import MOST_SEED, TopK
+from lmpool.protocol.query import MAX_SEED, TopK
 from lmpool.settings import shown
 
 try:
@@ -156,7 +156,7 @@ class LmpoolLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types.
                 _log.warning("%s=%s: has no effect, the pool's workers decide", given, value)
         self._in_flight = _read_batch_size(batch_size)
         _check_whole("max_gen_toks", max_gen_toks, 1)
-        _check_whole("seed", seed, 0, MOST_SEED)
+        _check_whole("seed", seed, 0, MAX_SEED)
         self.max_gen_toks = max_gen_toks
         self._seed = seed
         self._think_end_token = think_end_token
@@ -376,7 +376,7 @@ class LmpoolLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types.
         end = None
         while end is None and len(made) < wanted.most:
             # As one request for all would draw them. Without draws seeds do not matter, and answers can be shared.
-            seed = (self._seed + (number << 32) + len(made)) & MOST_SEED if wanted.temperature else 0
+            seed = (self._seed + (number << 32) + len(made)) & MAX_SEED if wanted.temperature else 0
             (piece,) = self._producer.generate(
                 ids + made,
                 min(_PIECE, wanted.most - len(made)),

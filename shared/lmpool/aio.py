@@ -17,7 +17,7 @@ _log = logging.getLogger("lmpool")
 _FIRST_S = 0.05
 _LONGEST_S = 2.0
 _AGAIN_S = 0.1
-_MOST_AGAIN_S = 1.0
+_MAX_AGAIN_S = 1.0
 _WARN_EVERY_S = 10.0
 # Parts of a limit of silence: a pause of the event loop counts as one of them, so 20 pauses can use a limit up.
 _PARTS = 20
@@ -91,7 +91,7 @@ async def end_tasks(tasks: Iterable[asyncio.Task[Any]]) -> None:
         except asyncio.CancelledError as error:
             interrupted = error
         pending = {task for task in pending if not task.done()}
-        pause = min(2 * pause, _MOST_AGAIN_S)
+        pause = min(2 * pause, _MAX_AGAIN_S)
         if pending and loop.time() >= warn_at:
             _log.warning("still waits for what was cancelled to end: %s", ", ".join(map(repr, pending)))
             warn_at += _WARN_EVERY_S

@@ -44,7 +44,7 @@ if sys.platform != "win32":
 BINARY_VARIABLE = "LMPOOL_SERVER_BINARY"
 """The environment variable that names another server program."""
 
-LEAST_MEMORY_BYTES = 4 * 2**20
+MIN_MEMORY_BYTES = 4 * 2**20
 """Least bytes that a server may be told to hold."""
 
 READY_TIMEOUT_S = 10.0
@@ -393,8 +393,8 @@ class EmbeddedServer:
 
     def __init__(self, memory_bytes: int | None = None, folder: Path | None = None, appendonly: bool = False) -> None:
         self._memory = physical_memory() // 4 if memory_bytes is None else memory_bytes
-        if type(self._memory) is not int or self._memory < LEAST_MEMORY_BYTES:
-            raise SettingsError(f"memory_bytes is {self._memory!r}: it takes {LEAST_MEMORY_BYTES} or more")
+        if type(self._memory) is not int or self._memory < MIN_MEMORY_BYTES:
+            raise SettingsError(f"memory_bytes is {self._memory!r}: it takes {MIN_MEMORY_BYTES} or more")
         self._folder = (folder or runtime_dir()).absolute()
         self._socket = self._folder / "redis.sock"
         self._appendonly = appendonly

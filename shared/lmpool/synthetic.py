@@ -36,8 +36,8 @@ _LETTERS = np.frombuffer(b"aeinorstlcdhmupgbfyw", np.uint8)
 _SHORTEST = 2
 _LONGEST = 12
 _STEMS = 64
-_MOST_ADDED = 4
-_MOST_CUT = 5
+_MAX_ADDED = 4
+_MAX_CUT = 5
 
 
 class BaseRow(NamedTuple):
@@ -236,9 +236,9 @@ def _draw_words(generator: np.random.Generator, count: int) -> list[bytes]:
         new = slice(done, min(count, 2 * done))
         size = new.stop - done
         earlier = generator.integers(0, done, size)
-        cut = generator.integers(0, _MOST_CUT + 1, size)
+        cut = generator.integers(0, _MAX_CUT + 1, size)
         kept = np.maximum(_SHORTEST, lengths[earlier] - cut)
-        ends = np.minimum(_LONGEST, kept + generator.integers(1, _MOST_ADDED + 1, size))
+        ends = np.minimum(_LONGEST, kept + generator.integers(1, _MAX_ADDED + 1, size))
         drawn = np.where(columns < ends[:, None], _draw_letters(generator, size), 0)
         words[new] = np.where(columns < kept[:, None], words[earlier], drawn)
         lengths[new] = ends

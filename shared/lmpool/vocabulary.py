@@ -51,7 +51,7 @@ _WIRE_VERSION = 1
 _HEADER = struct.Struct("<4sBBHII")
 _LENGTHS = np.dtype("<u4")
 _FALLBACKS = ("tokenizer", "latin1", "replace")
-_MOST_SHOWN = 120
+_MAX_SHOWN = 120
 _DEEPEST = 4
 # What the innermost of nested tokenizers has; one that has only tokenizers inside is opened up.
 _READABLE = ("backend_tokenizer", "decode_single_token_bytes", "id_to_byte_piece", "id_to_piece", "id_to_token")
@@ -156,7 +156,7 @@ def _spelled(pieces: list[str | None], added: Mapping[int, str], spelling: _Spel
                 tokens.append(b"" if piece is None else spelling.ordinary(piece))
         except (LookupError, TypeError, ValueError) as error:
             raise InvalidVocabulary(
-                f"token {i}, {shown(piece, _MOST_SHOWN)}, has a character that stands for no byte"
+                f"token {i}, {shown(piece, _MAX_SHOWN)}, has a character that stands for no byte"
             ) from error
     return TokenBytes(tokens, pieces)
 
@@ -245,7 +245,7 @@ _BYTE_OF = _gpt2_alphabet()
 def _name(tokenizer: Any) -> str:
     named = getattr(tokenizer, "name_or_path", None) or getattr(tokenizer, "name", None)
     kind = type(tokenizer).__name__
-    return f"{shown(named, _MOST_SHOWN)} ({kind})" if isinstance(named, str) else kind
+    return f"{shown(named, _MAX_SHOWN)} ({kind})" if isinstance(named, str) else kind
 
 
 def _end(vocab: Mapping[str, int]) -> int:
@@ -367,7 +367,7 @@ class Vocabulary:
         """
         index = operator.index(token)
         if not -len(self) <= index < len(self):
-            raise IndexError(f"token {shown(index, _MOST_SHOWN)}: this vocabulary's ids go from 0 to {len(self) - 1}")
+            raise IndexError(f"token {shown(index, _MAX_SHOWN)}: this vocabulary's ids go from 0 to {len(self) - 1}")
         end = int(self._ends[index])
         return self._data[end - int(self._lengths[index]) : end]
 
@@ -481,7 +481,7 @@ def decode_vocab(
     check_choice("byte2str_fallback", byte2str_fallback, _FALLBACKS)
     if vocab_size is not None and (type(vocab_size) is not int or not 1 <= vocab_size <= MAX_TOKENS):
         raise SettingsError(
-            f"vocab_size: {shown(vocab_size, _MOST_SHOWN)} must be a whole number from 1 to {MAX_TOKENS}"
+            f"vocab_size: {shown(vocab_size, _MAX_SHOWN)} must be a whole number from 1 to {MAX_TOKENS}"
         )
     tokens, pieces = read_tokens(tokenizer, MAX_TOKENS)
     named = pieces if byte2str_fallback == "tokenizer" and pieces is not None else [None] * len(tokens)
@@ -500,4 +500,4 @@ def _text(token: bytes, piece: str | None, fallback: str) -> str:
 
 
 def _described(value: object) -> str:
-    return f"{shown(value, _MOST_SHOWN)} ({type(value).__name__})"
+    return f"{shown(value, _MAX_SHOWN)} ({type(value).__name__})"

@@ -104,7 +104,7 @@ async def test_what_watches_a_worker_is_started_again_as_soon_as_it_can_be(
         return watching._process is not killed and watching._process.poll() is None
 
     watching = ProcessWatchdog(60.0)
-    monkeypatch.setattr(watchdogs, "MOST_INTERVAL_S", 0.02)
+    monkeypatch.setattr(watchdogs, "MAX_INTERVAL_S", 0.02)
     with watching:
         killed = watching._process
         with monkeypatch.context() as full:

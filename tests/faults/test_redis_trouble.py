@@ -181,7 +181,7 @@ async def test_a_reply_stream_that_a_slow_way_brings_too_late_is_dropped(
     own_server: EmbeddedServer, far_pool: Pool, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Somebody has written 15 MB to it: far below the limit of a reply, and more than arrives in a lease."""
-    monkeypatch.setattr(connection, "_LEAST_REPLY_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(connection, "_MIN_REPLY_TIMEOUT_S", 0.5)
     await start(far_pool, *LEASE)
     async with far_pool.producer() as producer:
         await ask(producer, prompts(1))
@@ -259,7 +259,7 @@ async def test_a_request_into_a_black_hole_ends_with_its_deadline(
     far_pool: Pool, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await start(far_pool)
-    for limit in ("_LEAST_REPLY_TIMEOUT_S", "_MOST_REPLY_TIMEOUT_S"):
+    for limit in ("_MIN_REPLY_TIMEOUT_S", "_MAX_REPLY_TIMEOUT_S"):
         monkeypatch.setattr(connection, limit, 3600.0)  # No connection is given up sooner.
     async with far_pool.producer() as producer:
         await ask(producer, prompts(1))
@@ -298,7 +298,7 @@ async def test_connections_killed_at_random_cost_no_row(shaken: Pool) -> None:
 async def test_rows_that_were_never_announced_are_found_behind_many_that_stall(
     pool: Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(session, "_MOST_RECHECKED", 50)
+    monkeypatch.setattr(session, "_MAX_RECHECKED", 50)
     await start(pool, *LEASE, "--step-ms", 600_000, "--max-batch", 1)
     async with pool.producer() as producer:
         stalled = [asyncio.ensure_future(producer.logprobs([1, i])) for i in range(120)]

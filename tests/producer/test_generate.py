@@ -20,7 +20,7 @@ from lmpool.errors import (
     WorkerError,
 )
 from lmpool.producer import Continuation, Producer, SyncProducer
-from lmpool.protocol.query import MOST_SEED
+from lmpool.protocol.query import MAX_SEED
 from lmpool.synthetic import synthetic_row
 from tests.support.pool import DEADLINE_S, Pool, V, is_held, until, until_async, until_done
 
@@ -32,7 +32,7 @@ async def sampled(producer: Producer, prompt: list[int], count: int, seed: int, 
     """A continuation that is sampled token by token."""
     ids: list[int] = []
     for place in range(count):
-        ids.append(await producer.sample(prompt + ids, seed=(seed + place) & MOST_SEED, **options))
+        ids.append(await producer.sample(prompt + ids, seed=(seed + place) & MAX_SEED, **options))
     rows = [await producer.logprobs(prompt + ids[:place], adapter=options.get("adapter", "")) for place in range(count)]
     return Continuation(np.array(ids), np.array([row[token] for row, token in zip(rows, ids, strict=True)]))
 
@@ -53,7 +53,7 @@ async def test_a_seed_gives_what_repeated_sampling_gives(pool: Pool, encoding: s
             made = await producer.generate(PROMPT, 9, seed=40, n=3, **options)
             for at, continuation in enumerate(made):
                 assert_same(continuation, await sampled(producer, PROMPT, 9, 40 + (at << 32), **options))
-        last = MOST_SEED - 2
+        last = MAX_SEED - 2
         assert_same((await producer.generate(PROMPT, 5, seed=last))[0], await sampled(producer, PROMPT, 5, last))
         first, second = await producer.batch_generate([PROMPT, [7]], 4, seed=3)
         assert_same(first, await sampled(producer, PROMPT, 4, 3))

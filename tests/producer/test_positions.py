@@ -113,11 +113,11 @@ async def assert_positions(producer: Producer) -> None:
 
 
 @pytest.mark.parametrize("encoding", ["f32", "bf16"])
-@pytest.mark.parametrize("most", [query.MOST_ANSWER, 3 * V])
+@pytest.mark.parametrize("most", [query.MAX_ANSWER, 3 * V])
 async def test_every_position_expects_what_the_row_of_its_prefix_says(
     pool: Pool, encoding: str, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(query, "MOST_ANSWER", most)  # Of all positions at once, or of three.
+    monkeypatch.setattr(query, "MAX_ANSWER", most)  # Of all positions at once, or of three.
     pool.start("--encoding", encoding)
     async with pool.producer() as producer:
         assert producer.model.positions
@@ -174,7 +174,7 @@ async def test_logits_are_told_as_they_were_computed(pool: Pool, encoding: str) 
 async def test_a_stream_ends_when_the_model_changes_between_its_parts(
     pool: Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(query, "MOST_ANSWER", 3 * V)
+    monkeypatch.setattr(query, "MAX_ANSWER", 3 * V)
     pool.start()
     async with pool.producer() as producer:
         parts = producer.stream_positions(WHOLE, full=True)
@@ -187,7 +187,7 @@ async def test_a_stream_ends_when_the_model_changes_between_its_parts(
 
 
 async def test_parts_of_two_models_make_no_answer(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(query, "MOST_ANSWER", 3 * V)
+    monkeypatch.setattr(query, "MAX_ANSWER", 3 * V)
     pool.start()
     async with pool.producer() as producer:
         session = producer._sessions.session
@@ -210,7 +210,7 @@ async def test_a_job_for_more_positions_than_an_answer_may_have_is_refused(
 ) -> None:
     pool.start("--vocab-size", str(1 << 18))
     async with pool.producer() as producer:
-        monkeypatch.setattr(query, "MOST_ANSWER", 1 << 30)  # As a client that does not care.
+        monkeypatch.setattr(query, "MAX_ANSWER", 1 << 30)  # As a client that does not care.
         with pytest.raises(ProtocolError, match="13 positions in one job: at most 8 of what is wanted of them"):
             await producer.positions(WHOLE, full=True)
         monkeypatch.undo()

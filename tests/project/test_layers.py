@@ -89,7 +89,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "lmpool.testing": SHARED_UNITS | WORKER_UNITS | {"lmpool.workers", "lmpool.workers.backends"},
     "lmpool.pytest_plugin": {"lmpool.testing"},
 }
-MOST_FILES, MOST_NAMES_IN_A_FOLDER, MOST_LINES = 176, 12, 600
+MAX_FILES, MAX_NAMES_IN_A_FOLDER, MAX_LINES = 176, 12, 600
 # What users test with, which nothing that serves or asks may need.
 FOR_TESTS = ("testing", "pytest_plugin")
 HF = BACKENDS / "hf"
@@ -231,10 +231,10 @@ def test_no_file_imports_itself_by_way_of_others() -> None:
 
 
 def test_folders_and_files_are_of_a_size_that_one_can_survey() -> None:
-    assert len(FILES) <= MOST_FILES
-    assert {name: names for name, names in flat_lists(ROOT).items() if len(names) > MOST_NAMES_IN_A_FOLDER} == {}
+    assert len(FILES) <= MAX_FILES
+    assert {name: names for name, names in flat_lists(ROOT).items() if len(names) > MAX_NAMES_IN_A_FOLDER} == {}
     lines = {name_of(path): path.read_bytes().count(b"\n") for path in FILES}
-    assert {name: count for name, count in lines.items() if count > MOST_LINES} == {}
+    assert {name: count for name, count in lines.items() if count > MAX_LINES} == {}
 
 
 def test_only_backends_import_an_engine() -> None:

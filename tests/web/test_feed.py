@@ -20,7 +20,7 @@ from lmpool.embedded import EmbeddedServer
 from lmpool.protocol.keys import Keys
 from lmpool.protocol.model_info import ModelInfo
 from lmpool.web.app import WebSettings, web_service
-from lmpool.web.feed import HOUR, MOST_STREAMS, SERIES, Events, Feed, Sample
+from lmpool.web.feed import HOUR, MAX_STREAMS, SERIES, Events, Feed, Sample
 from tests.support.pool import DEADLINE_S, Pool, deadline_ms, until, until_async
 from tests.web.service import TOKEN, Stream, WebService
 
@@ -36,7 +36,7 @@ def test_a_hundred_pages_watch_by_one_look_and_no_more_than_the_limit_do(pool: P
     assert all(told[frame["number"]] == json.dumps(frame, sort_keys=True) for pair in frames for frame in pair)
     assert len(set(numbers)) < len(streams)
     assert {frame["models"][0]["name"] for pair in frames for frame in pair} == {"syn"}
-    streams += [Stream(service) for _ in range(MOST_STREAMS - len(streams))]
+    streams += [Stream(service) for _ in range(MAX_STREAMS - len(streams))]
     assert {stream.status for stream in streams} == {200}
     extra = Stream(service)
     assert extra.status == 503

@@ -14,7 +14,7 @@ from lmpool.errors import UnknownModel
 from lmpool.producer import Producer
 from lmpool.protocol.model_info import ModelInfo
 from lmpool.web import models as web_models
-from lmpool.web.models import MOST_MODELS, Models
+from lmpool.web.models import MAX_MODELS, Models
 from tests.support.gate import Gate
 from tests.support.pool import Pool, until
 from tests.web.service import WebService
@@ -65,7 +65,7 @@ def test_a_request_under_way_is_answered_while_eight_other_models_are_asked(pool
         held = thread.submit(service.ask, "/api/row", {"model": "syn", "ids": [1, 2]})
         try:
             until(pool.jobs, "the worker holds the prompt before its gate")
-            for name in tell_of_others(pool, MOST_MODELS):
+            for name in tell_of_others(pool, MAX_MODELS):
                 # Each is opened; what it is asked needs no worker.
                 assert "shorten it" in service.ask("/api/row", {"model": name, "ids": [1] * 5000}).json["error"]
             assert not held.done()
@@ -95,7 +95,7 @@ async def test_those_that_nobody_uses_are_closed_the_one_asked_longest_ago_first
     pool: Pool, counted: type[CountedProducer]
 ) -> None:
     await asyncio.to_thread(pool.start)
-    others = await asyncio.to_thread(tell_of_others, pool, MOST_MODELS + 1)
+    others = await asyncio.to_thread(tell_of_others, pool, MAX_MODELS + 1)
     models = Models(pool.url, pool.prefix)
     try:
         async with models.use("syn"):

@@ -14,7 +14,7 @@ from lmpool.errors import BatchError, SettingsError
 from lmpool.producer import Producer, TopK
 from lmpool.producer.options import read_sampling, read_stops
 from lmpool.protocol.model_info import ModelInfo
-from lmpool.protocol.query import MOST_ANSWER, MOST_SEED
+from lmpool.protocol.query import MAX_ANSWER, MAX_SEED
 from lmpool.protocol.row import Encoding, narrow_to_bf16, widen_bf16
 from lmpool.settings import shown
 
@@ -84,7 +84,7 @@ class Kind:
 
     def parts(self, span: range, info: ModelInfo) -> list[range]:
         """Positions in parts whose answers have some MiB at most, so that memory holds a few of them."""
-        size = max(1, MOST_ANSWER // self.width(info))
+        size = max(1, MAX_ANSWER // self.width(info))
         return [range(at, min(at + size, span.stop)) for at in range(span.start, span.stop, size)]
 
 
@@ -216,7 +216,7 @@ def _generate(given: str) -> Kind:
 
     async def ask(producer: Producer, text: Text, part: range, adapter: str) -> Columns:
         # As one `batch_generate` of all lines would draw.
-        drawn = (seed + ((text.line - 1) << 32)) & MOST_SEED
+        drawn = (seed + ((text.line - 1) << 32)) & MAX_SEED
         (found,) = await producer.generate(text.ids, count, seed=drawn, adapter=adapter, **chosen)
         return {"new_ids": found.ids, "logprobs": found.logprobs}
 

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from lmpool.batch.kinds import Ids
 from lmpool.errors import BatchError
 
-MOST_LINE_BYTES = 64 * 1024 * 1024
+MAX_LINE_BYTES = 64 * 1024 * 1024
 """Of one line; a longer one is not read."""
 
 MAX_CHUNK_LINES = 256
@@ -370,9 +370,9 @@ def chunks(shard: int, lines: Iterator[tuple[Line | None, int]]) -> Iterator[Chu
 def _split(file: BufferedReader[Blocks]) -> Iterator[tuple[int, bytes | None]]:
     """The lines from where a file stands, and where each begins; None for one that is too long."""
     at = file.tell()
-    while line := file.readline(MOST_LINE_BYTES):
+    while line := file.readline(MAX_LINE_BYTES):
         begin, at = at, at + len(line)
-        if len(line) < MOST_LINE_BYTES or line.endswith(b"\n"):
+        if len(line) < MAX_LINE_BYTES or line.endswith(b"\n"):
             yield begin, line if begin else line.removeprefix(_BYTE_ORDER_MARK)
             continue
         while rest := file.readline(_READ_BYTES):
@@ -384,7 +384,7 @@ def _split(file: BufferedReader[Blocks]) -> Iterator[tuple[int, bytes | None]]:
 
 def _decoded(number: int, line: bytes | None, decode: Callable[[bytes], Fields]) -> Line | None:
     if line is None:
-        return Line(number, None, f"the line has more than {MOST_LINE_BYTES >> 20} MiB")
+        return Line(number, None, f"the line has more than {MAX_LINE_BYTES >> 20} MiB")
     if line.isspace():
         return None
     try:

@@ -43,7 +43,7 @@ from lmpool.settings import check_number, shown
 
 _log = logging.getLogger("lmpool.batch")
 
-_MOST_BYTES = 64 * 1024 * 1024
+_MAX_BYTES = 64 * 1024 * 1024
 _WRITTEN_AT_ONCE, _WRITTEN_BYTES = 64, 1024 * 1024
 _TEXT_BYTES, _ID_BYTES, _NUMBER_BYTES = 1024, 40, 8
 _WATCH_S = 1.0
@@ -373,7 +373,7 @@ class _Run:
         self._adapter = settings.adapter
         self._progress = progress
         self._concurrency = settings.concurrency
-        self._window = _Window(_UNWRITTEN * settings.concurrency, _MOST_BYTES)
+        self._window = _Window(_UNWRITTEN * settings.concurrency, _MAX_BYTES)
         self._prepared: asyncio.Queue[_Prepared | None] = asyncio.Queue(1)
         # All that is to be written, in order, and of that what is to be asked.
         self._items: asyncio.Queue[_Item] = asyncio.Queue()

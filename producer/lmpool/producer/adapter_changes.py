@@ -51,7 +51,7 @@ T = TypeVar("T")
 _LOOK_S = 0.1
 _CONFIRM_S = 0.5
 _OUTLIVES_S = 10.0
-_MOST_REPLICAS = 1000
+_MAX_REPLICAS = 1000
 
 
 class _WorkerReport(NamedTuple):
@@ -405,8 +405,8 @@ def check_replicas(replicas: object) -> int:
     Raises:
         SettingsError: it cannot.
     """
-    if type(replicas) is not int or not 0 <= replicas <= _MOST_REPLICAS:
-        raise SettingsError(f"replicas: {shown(replicas)} must be a number from 0 to {_MOST_REPLICAS}")
+    if type(replicas) is not int or not 0 <= replicas <= _MAX_REPLICAS:
+        raise SettingsError(f"replicas: {shown(replicas)} must be a number from 0 to {_MAX_REPLICAS}")
     return replicas
 
 

@@ -20,8 +20,8 @@ from lmpool.producer.client.queries import Allowed, Expected, Mode, Wanted
 from lmpool.producer.client.session import Session
 from lmpool.protocol.prompt import Prompt
 from lmpool.protocol.query import (
-    MOST_SEED,
-    MOST_STOP_NUMBERS,
+    MAX_SEED,
+    MAX_STOP_NUMBERS,
     Sampling,
 )
 from lmpool.protocol.token_set import TokenSet, tokens_of_bits
@@ -279,7 +279,7 @@ def read_stops(stop: Any, vocab_size: int) -> list[list[int]]:
         raise NotTokenIds(f"stop: {shown(stop)} must be a list of token ids, or of lists of them")
     wanted = [[item] if isinstance(item, (int, np.integer)) else item for item in stop]
     stops = [read_targets(item, vocab_size, "stop") for item in wanted]
-    if (numbers := sum(1 + len(item) for item in stops)) > MOST_STOP_NUMBERS:
+    if (numbers := sum(1 + len(item) for item in stops)) > MAX_STOP_NUMBERS:
         raise SettingsError(f"stop: {len(stops)} sequences of {numbers - len(stops)} tokens: too many to be looked for")
     return stops
 
@@ -313,6 +313,6 @@ def read_sampling(temperature: Any, top_p: Any, seed: Any) -> Sampling:
             raise SettingsError(f"{name}: {shown(value)} must be a number {limits}")
     if seed is not None and (isinstance(seed, bool) or not isinstance(seed, (int, np.integer))):
         raise SettingsError(f"seed: {shown(seed)} must be a whole number, or None")
-    if seed is not None and not 0 <= seed <= MOST_SEED:
-        raise SettingsError(f"seed: {shown(seed)} must be from 0 to {MOST_SEED}")
+    if seed is not None and not 0 <= seed <= MAX_SEED:
+        raise SettingsError(f"seed: {shown(seed)} must be from 0 to {MAX_SEED}")
     return Sampling(float(temperature), float(top_p), int(seed or 0))

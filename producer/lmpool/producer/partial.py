@@ -54,7 +54,7 @@ from lmpool.producer.options import (
 )
 from lmpool.protocol.hidden import Head
 from lmpool.protocol.prompt import Prompt, list_prompts
-from lmpool.protocol.query import MOST_SEED, Continuation, GenerateQuery, TopK, pack_stops, stack_tops
+from lmpool.protocol.query import MAX_SEED, Continuation, GenerateQuery, TopK, pack_stops, stack_tops
 from lmpool.protocol.row import Row
 from lmpool.protocol.token_set import TokenSet
 from lmpool.settings import shown
@@ -199,7 +199,7 @@ class PartialRows:
         first_seed = options.get("seed")
         is_private = first_seed is None
         sampling = read_sampling(options.get("temperature", 1.0), options.get("top_p", 1.0), first_seed)
-        seeds = [secrets.randbits(64) if is_private else (sampling.seed + at) & MOST_SEED for at in range(len(listed))]
+        seeds = [secrets.randbits(64) if is_private else (sampling.seed + at) & MAX_SEED for at in range(len(listed))]
 
         async def ask(session: Session, name: str, deadline: Deadline) -> NDArray[np.int64]:
             encoded = encode_all(session, listed, name)
@@ -304,7 +304,7 @@ class PartialRows:
             seeds = [secrets.randbits(64) if is_private else (sampling.seed + (at << 32)) for at in range(len(encoded))]
             asked = []
             for prompt, count, seed in zip(encoded, most, seeds, strict=True):
-                query = GenerateQuery(count, sampling.temperature, sampling.top_p, seed & MOST_SEED, stop)
+                query = GenerateQuery(count, sampling.temperature, sampling.top_p, seed & MAX_SEED, stop)
                 asked.append(ask_continuation(session, prompt, query, deadline, private=is_private))
             return await ask_for(listed, asked)
 

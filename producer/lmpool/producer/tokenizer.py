@@ -30,7 +30,7 @@ from lmpool.settings import shown
 
 T = TypeVar("T")
 
-_MOST_KEPT = 8
+_MAX_KEPT = 8
 
 _MAX_THREADS = 4
 """Texts that are encoded at the same time. Threads of their own: a slow tokenizer must not occupy asyncio's."""
@@ -284,7 +284,7 @@ class TokenizerCache:
                 del self._readings[digest]
             if isinstance(outcome, PublishedTokenizer):
                 self._kept[digest] = outcome
-                while len(self._kept) > _MOST_KEPT:
+                while len(self._kept) > _MAX_KEPT:
                     self._kept.popitem(last=False)
         reading.set_result(outcome)
 

@@ -31,8 +31,8 @@ from lmpool.trie.kernels import Kernels, open_kernels
 from lmpool.trie.trie import Trie, check_weights
 from lmpool.vocabulary import Vocabulary
 
-_MOST_MISSING = 5
-_MOST_CHOICES = 4096
+_MAX_MISSING = 5
+_MAX_CHOICES = 4096
 
 _tries: WeakValueDictionary[str, Trie] = WeakValueDictionary()
 """The tries in use in this process, by the digest of their vocabulary."""
@@ -220,7 +220,7 @@ class TrieQueries:
         session: Session,
         ask: Callable[[], Awaitable[Values]],
         deadline: Deadline,
-        missing: int = _MOST_MISSING,
+        missing: int = _MAX_MISSING,
         repair: Callable[[RequestFailed], Awaitable[None]] | None = None,
     ) -> Values:
         """Ask until what the job names is there.
@@ -377,7 +377,7 @@ class PooledTrie(CopiedAsItself):
             return Choice.read(self.structure, nodes, under)
         choice = self._under.get(under)
         if choice is None:
-            if len(self._under) >= _MOST_CHOICES:
+            if len(self._under) >= _MAX_CHOICES:
                 self._under.clear()
             choice = self._under[under] = Choice.read(self.structure, None, under)
         return choice

@@ -23,7 +23,7 @@ from lmpool.errors import (
 
 T = TypeVar("T")
 
-MOST_BYTES = 256 * 1024
+MAX_BYTES = 256 * 1024
 """Most bytes of a request's body."""
 
 _STATUS: tuple[tuple[type[Exception], int], ...] = (
@@ -86,8 +86,8 @@ async def read_body(request: Request, kind: type[T]) -> T:
     data = bytearray()
     async for chunk in request.stream():
         data += chunk
-        if len(data) > MOST_BYTES:
-            raise Refused(413, f"a request of more than {MOST_BYTES} bytes: ask about a shorter text")
+        if len(data) > MAX_BYTES:
+            raise Refused(413, f"a request of more than {MAX_BYTES} bytes: ask about a shorter text")
     try:
         return msgspec.json.decode(bytes(data), type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:

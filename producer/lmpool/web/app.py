@@ -23,7 +23,7 @@ from lmpool.protocol.keys import Keys
 from lmpool.web.answers import answers
 from lmpool.web.demand import demand_route
 from lmpool.web.explorer import ExplorerRoutes
-from lmpool.web.feed import MOST_STREAMS, Feed
+from lmpool.web.feed import MAX_STREAMS, Feed
 from lmpool.web.guard import Guard, Sessions
 from lmpool.web.letters import LetterRoutes
 from lmpool.web.models import Models
@@ -34,7 +34,7 @@ _TYPES = {
     "css": "text/css; charset=utf-8",
     "svg": "image/svg+xml",
 }
-_LEAST_TOKEN = 16
+_MIN_TOKEN = 16
 _PIECE_BYTES = 64 * 1024
 
 
@@ -67,9 +67,9 @@ class WebSettings:
         if not self.token:
             return
         is_plain = self.token.isascii() and all(char.isalnum() or char in "-_.~" for char in self.token)
-        if len(self.token) < _LEAST_TOKEN or not is_plain:
+        if len(self.token) < _MIN_TOKEN or not is_plain:
             raise SettingsError(
-                f"token: it must be at least {_LEAST_TOKEN} letters, digits and -_.~: `openssl rand -hex 32` makes one"
+                f"token: it must be at least {_MIN_TOKEN} letters, digits and -_.~: `openssl rand -hex 32` makes one"
             )
 
 
@@ -111,7 +111,7 @@ def web_service(settings: WebSettings) -> Service:
                 yield frame
 
     async def stream(request: Request) -> Response:
-        if feed.watching >= MOST_STREAMS:
+        if feed.watching >= MAX_STREAMS:
             return PlainTextResponse(f"{feed.watching} pages watch already: close some", 503)
         return StreamingResponse(frames(request), media_type="text/event-stream", headers={"X-Accel-Buffering": "no"})
 

@@ -20,7 +20,7 @@ NEVER_S = 86_400.0
 """Seconds that a queue is said to take which no worker serves, where something waits: a large number, for JSON has no
 infinity."""
 
-_MOST_READ = 16
+_MAX_READ = 16
 _FIELDS = ("speed",)
 
 
@@ -76,7 +76,7 @@ async def read_demand(redis: Redis, keys: Keys, model: str) -> Demand:
 async def _speed(redis: Redis, keys: Keys, workers: tuple[str, ...]) -> float:
     """Answers a second of one worker: the mean of some that have computed; 0 when there is none."""
     speeds = []
-    for worker in workers[:_MOST_READ]:
+    for worker in workers[:_MAX_READ]:
         try:
             speed = float((await read_texts(redis, keys.worker(worker), _FIELDS)).get("speed", 0))
         except (ValueError, LMPoolError):

@@ -20,9 +20,9 @@ from lmpool.protocol.query import kept, top
 from lmpool.web.answers import answers, read_body
 from lmpool.web.models import ExploredModel, Models, shown_bytes
 
-MOST_ALTERNATIVES = 50
-_MOST_CHILDREN = 64
-_MOST_PREFIX = 256
+MAX_ALTERNATIVES = 50
+_MAX_CHILDREN = 64
+_MAX_PREFIX = 256
 _NO_TRIES = "no trie worker answers: start one with `lmpool trie-worker`, or the model's workers with --with-trie"
 
 
@@ -123,8 +123,8 @@ class ExplorerRoutes:
             prefix = bytes.fromhex(asked.under)
         except ValueError:
             raise SettingsError("under: it must be a prefix in hexadecimal, such as 2074") from None
-        if len(prefix) > _MOST_PREFIX:
-            raise SettingsError(f"under: a prefix of {len(prefix)} bytes: {_MOST_PREFIX} is the most")
+        if len(prefix) > _MAX_PREFIX:
+            raise SettingsError(f"under: a prefix of {len(prefix)} bytes: {_MAX_PREFIX} is the most")
         async with self._models.use(asked.model) as model:
             model.check_length(asked.ids)
             trie = await model.trie()
@@ -143,8 +143,8 @@ class ExplorerRoutes:
                 "mass": float(mass[0]),
                 # What is left is that of the tokens that end here.
                 "ends": max(0.0, float(mass[0] - mass[1:].sum(dtype=np.float64))),
-                "children": [[whole.hex(), shown_bytes(whole), value] for whole, value in children[:_MOST_CHILDREN]],
-                "left_out": max(0, len(children) - _MOST_CHILDREN),
+                "children": [[whole.hex(), shown_bytes(whole), value] for whole, value in children[:_MAX_CHILDREN]],
+                "left_out": max(0, len(children) - _MAX_CHILDREN),
             }
 
 
@@ -183,8 +183,8 @@ def _entropy(probabilities: NDArray[np.float64]) -> float:
 
 
 def _check_top(most: int) -> int:
-    if not 1 <= most <= MOST_ALTERNATIVES:
-        raise SettingsError(f"top: {most} must be from 1 to {MOST_ALTERNATIVES}")
+    if not 1 <= most <= MAX_ALTERNATIVES:
+        raise SettingsError(f"top: {most} must be from 1 to {MAX_ALTERNATIVES}")
     return most
 
 

@@ -28,7 +28,7 @@ from lmpool.protocol.model_info import TRIE_SERVICE
 HOUR = 3600
 """Samples that are kept: an hour of them at one a second."""
 
-MOST_STREAMS = 256
+MAX_STREAMS = 256
 """Pages that may watch at once."""
 
 SERIES = ("rows_per_s", "queued", "age_s", "p50_s", "p99_s")
@@ -37,8 +37,8 @@ SERIES = ("rows_per_s", "queued", "age_s", "p50_s", "p99_s")
 MAX_EVENTS = 50
 """Events of workers that are kept and shown, the newest ones."""
 
-_MOST_MODELS = 64
-_MOST_TEXT = 120
+_MAX_MODELS = 64
+_MAX_TEXT = 120
 _LOADING = "loading"
 _PATIENCE_S = 5.0
 # The fastest: others take three to six times as long, and numbers become a twentieth smaller.
@@ -112,7 +112,7 @@ class Events:
 
     def _add(self, at: float, key: tuple[str, str], what: str) -> None:
         self._count += 1
-        model, worker = (shortened(name, _MOST_TEXT) for name in key)
+        model, worker = (shortened(name, _MAX_TEXT) for name in key)
         self.newest.append(Event(self._count, at, model, worker, what))
 
 
@@ -292,7 +292,7 @@ def _encode_history(samples: Sequence[Sample]) -> History:
 
     Piece by piece, for no other thread runs while one call encodes.
     """
-    names = sorted({name for sample in samples for name in sample.models})[:_MOST_MODELS]
+    names = sorted({name for sample in samples for name in sample.models})[:_MAX_MODELS]
     nothing = (None,) * len(SERIES)
     pieces = [
         b'{"at":', encode_json([round(sample.at, 2) for sample in samples]),
@@ -321,7 +321,7 @@ async def _read_served(redis: Redis, keys: Keys) -> list[dict[str, Any]]:
         try:
             known = await AdapterRegistry(redis, keys.model(name), info.fingerprint).read()
             adapters = [
-                (adapter, shortened(state.revision, _MOST_TEXT)) for adapter, state in sorted(known.adapters.items())
+                (adapter, shortened(state.revision, _MAX_TEXT)) for adapter, state in sorted(known.adapters.items())
             ]
         except ProtocolError as error:
             trouble = shortened(str(error))
@@ -330,7 +330,7 @@ async def _read_served(redis: Redis, keys: Keys) -> list[dict[str, Any]]:
 
 
 def _sample(at: float, models: Survey, memory: ServerMemory | None) -> Sample:
-    values = {model["name"]: tuple(_drawn(model[name]) for name in SERIES) for model in models[:_MOST_MODELS]}
+    values = {model["name"]: tuple(_drawn(model[name]) for name in SERIES) for model in models[:_MAX_MODELS]}
     return Sample(at, None if memory is None else memory.used_bytes, values)
 
 
@@ -363,10 +363,10 @@ def _told_worker(worker: Mapping[str, Any]) -> dict[str, Any]:
     """What a page shows of a worker; texts are cut, numbers are numbers, whatever was written."""
     told: dict[str, Any] = {name: _finite(number(worker, name)) for name in _TOLD}
     return {
-        "id": shortened(str(worker["id"]), _MOST_TEXT),
+        "id": shortened(str(worker["id"]), _MAX_TEXT),
         "state": shortened(str(worker.get("state", "")), 20),
         "silent_s": _finite(worker.get("silent_s")),
-        "changed_files": shortened(str(worker.get("changed_files") or ""), _MOST_TEXT),
+        "changed_files": shortened(str(worker.get("changed_files") or ""), _MAX_TEXT),
         **told,
     }
 

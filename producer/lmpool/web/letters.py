@@ -19,9 +19,9 @@ from lmpool.protocol.keys import Keys
 from lmpool.settings import check_name
 from lmpool.web.answers import Refused, answers, read_body
 
-MOST_SHOWN = 50
-_MOST_IDS = 256
-_MOST_AT_ONCE = 500
+MAX_SHOWN = 50
+_MAX_IDS = 256
+_MAX_AT_ONCE = 500
 
 
 class Chosen(msgspec.Struct, forbid_unknown_fields=True):
@@ -64,14 +64,14 @@ class LetterRoutes:
 
     async def _newest(self, request: Request) -> dict[str, Any]:
         async with self._letters(request.query_params.get("model", "")) as (letters, _):
-            newest, count = await letters.newest(MOST_SHOWN), await letters.count()
+            newest, count = await letters.newest(MAX_SHOWN), await letters.count()
         return {"count": count, "letters": [summary(letter) for letter in newest]}
 
     async def _show(self, request: Request) -> dict[str, Any]:
         asked = request.query_params
         async with self._letters(asked.get("model", "")) as (letters, _):
             (letter,) = await letters.find([asked.get("id", "")])
-        return {**summary(letter), **contents(letter, most_ids=_MOST_IDS)}
+        return {**summary(letter), **contents(letter, most_ids=_MAX_IDS)}
 
     async def _retry(self, request: Request) -> dict[str, Any]:
         chosen = await self._chosen(request)
@@ -96,6 +96,6 @@ class LetterRoutes:
         if not self._allow_changes:
             raise Refused(403, "this page only shows: start `lmpool web --allow-changes` to change dead letters")
         chosen = await read_body(request, Chosen)
-        if not 1 <= len(chosen.ids) <= _MOST_AT_ONCE:
-            raise SettingsError(f"ids: {len(chosen.ids)} of them: name 1 to {_MOST_AT_ONCE} letters")
+        if not 1 <= len(chosen.ids) <= _MAX_AT_ONCE:
+            raise SettingsError(f"ids: {len(chosen.ids)} of them: name 1 to {_MAX_AT_ONCE} letters")
         return chosen

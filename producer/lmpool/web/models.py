@@ -14,16 +14,16 @@ from lmpool.producer import Producer
 from lmpool.producer.tokenizer import TOKENIZERS, Tokenizer, find_tokenizer
 from lmpool.producer.trie import PooledTrie
 
-MOST_TOKENS = 4096
+MAX_TOKENS = 4096
 """Most tokens of a text: a page with more is no use to anybody."""
 
-MOST_MODELS = 8
+MAX_MODELS = 8
 """Models that are kept open while nobody asks them."""
 
 _CACHE_BYTES = 64 * 1024 * 1024
 _TIMEOUT_S = 30.0
 _ENCODE_S = 10.0  # A text for a page is encoded within milliseconds by any tokenizer that is not hostile.
-_MOST_TEXT = 60
+_MAX_TEXT = 60
 
 
 class ExploredModel:
@@ -82,7 +82,7 @@ class ExploredModel:
         Raises:
             PromptTooLong: with both numbers.
         """
-        most = min(MOST_TOKENS, self.producer.model.max_prompt_tokens)
+        most = min(MAX_TOKENS, self.producer.model.max_prompt_tokens)
         if len(ids) > most:
             raise PromptTooLong(f"a text of {len(ids)} tokens: {most} is the most here; shorten it")
 
@@ -126,7 +126,7 @@ def shown_bytes(data: bytes) -> str:
 
 def shown_text(text: str) -> str:
     """A token as a page shows it: line breaks and tabs stay, what would not be seen is escaped, the rest is cut."""
-    return printable(text[: _MOST_TEXT + 1], keep="\n\t")[: 6 * _MOST_TEXT]
+    return printable(text[: _MAX_TEXT + 1], keep="\n\t")[: 6 * _MAX_TEXT]
 
 
 @dataclass(slots=True)
@@ -151,7 +151,7 @@ class Models:
     """The models that are being explored, the one asked last at the end.
 
     Each has a producer, which is opened once, whoever asks meanwhile. Those that nobody uses at the moment are closed,
-    the one asked longest ago first, until no more than `MOST_MODELS` are left.
+    the one asked longest ago first, until no more than `MAX_MODELS` are left.
 
     Args:
         redis: URL of the server, or None for the default.
@@ -207,7 +207,7 @@ class Models:
             del self._models[name]
 
     async def _close_unused(self) -> None:
-        while len(self._models) > MOST_MODELS:
+        while len(self._models) > MAX_MODELS:
             unused = next((name for name, known in self._models.items() if known.is_open and not known.users), None)
             if unused is None:
                 return

@@ -38,7 +38,7 @@ _OPTIONS = ("username", "password", "credential_provider", "client_name", "proto
 _TRUST = ("ssl_cert_reqs", "ssl_check_hostname")
 _WITH_TLS = (AsyncSSLConnection, SSLConnection)
 
-_MOST_NODES = 100
+_MAX_NODES = 100
 
 _SCHEMES = ("redis", "rediss", "unix", f"redis{CLUSTER}", f"rediss{CLUSTER}")
 # What may be told of an address: a host with a port that is a number, and a path.
@@ -151,7 +151,7 @@ class Cluster:
         finally:
             await client.aclose()
         # Those that were named at first may be gone one day.
-        self.nodes = list(dict.fromkeys([*served.values(), *self.nodes]))[:_MOST_NODES]
+        self.nodes = list(dict.fromkeys([*served.values(), *self.nodes]))[:_MAX_NODES]
         return served
 
     def forget(self) -> None:

@@ -29,8 +29,8 @@ CRLF = b"\r\n"
 MAX_REPLY = 256 * 1024 * 1024
 """Most bytes of a reply: a batch of the longest prompts, or of the largest queries for nodes, is smaller."""
 
-_LEAST_REPLY_TIMEOUT_S = 2.0
-_MOST_REPLY_TIMEOUT_S = 30.0
+_MIN_REPLY_TIMEOUT_S = 2.0
+_MAX_REPLY_TIMEOUT_S = 30.0
 
 
 def pack_command(arguments: Sequence[Argument]) -> bytes:
@@ -154,7 +154,7 @@ def reply_timeout(lease_s: float) -> float:
     A lease: who waits longer for a reply that never comes holds up what others have taken over already. Blocking
     reads take up to a second.
     """
-    return min(_MOST_REPLY_TIMEOUT_S, max(_LEAST_REPLY_TIMEOUT_S, lease_s))
+    return min(_MAX_REPLY_TIMEOUT_S, max(_MIN_REPLY_TIMEOUT_S, lease_s))
 
 
 class Connection(Generic[Raw]):

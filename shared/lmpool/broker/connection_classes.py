@@ -24,7 +24,7 @@ UNNAMED: dict[str, Any] = (
 of refusals is to show what matters.
 """
 
-_MOST_CUTS = 2
+_MAX_CUTS = 2
 
 
 class _Cancellable(connections.AbstractConnection):
@@ -111,7 +111,7 @@ class _Tls(connections.SSLConnection):
     """
 
     async def connect(self) -> None:
-        for _ in range(_MOST_CUTS):
+        for _ in range(_MAX_CUTS):
             try:
                 return await super().connect()  # type: ignore[no-untyped-call,no-any-return]
             except redis_sync.ConnectionError as error:

@@ -17,14 +17,14 @@ from lmpool.settings import shown
 Fields = dict[bytes, bytes]
 """The fields of an entry of a stream."""
 
-MOST_FIELD_BYTES = 1024 * 1024
+MAX_FIELD_BYTES = 1024 * 1024
 """Most bytes of a field of a heartbeat: more than the names and refusals of all adapters take."""
 
-MOST_WORKERS = 4000
+MAX_WORKERS = 4000
 """Most workers of a model that are told apart; more are counted."""
 
 _BYTES = {bytes}
-_MOST_FIELDS = 4096
+_MAX_FIELDS = 4096
 # What a server says where there is no stream, no group of it, or something else: nobody has served the model yet.
 _NO_QUEUE = ("no such key", "NOGROUP", "WRONGTYPE")
 _LONGEST_LANE = 1e9
@@ -67,7 +67,7 @@ def entries_by_stream(reply: Any) -> dict[bytes, Entries]:
 
 
 async def read_hashes(
-    redis: Redis, keys: Sequence[bytes], *, most_bytes: int, fields: Sequence[str] = (), most_fields: int = _MOST_FIELDS
+    redis: Redis, keys: Sequence[bytes], *, most_bytes: int, fields: Sequence[str] = (), most_fields: int = _MAX_FIELDS
 ) -> list[dict[bytes, bytes | int]]:
     """Read hashes; at one instant, unless there are more than a thousand fields or a megabyte in them.
 
@@ -134,7 +134,7 @@ async def read_texts(redis: Redis, key: bytes, fields: Sequence[str] = ()) -> di
     Raises:
         ProtocolError, RedisError, OSError: as `read_hashes`.
     """
-    (values,) = await read_hashes(redis, [key], most_bytes=MOST_FIELD_BYTES, fields=fields)
+    (values,) = await read_hashes(redis, [key], most_bytes=MAX_FIELD_BYTES, fields=fields)
     texts = [(name, value) for name, value in values.items() if isinstance(value, bytes)]
     return {name.decode("utf-8", "replace"): value.decode("utf-8", "replace") for name, value in texts}
 
@@ -182,7 +182,7 @@ class Alive(NamedTuple):
     Attributes:
         serving: how many serve it.
         loading: how many load it.
-        names: the ids of those that serve it, `MOST_WORKERS` at most; none where they were not asked for.
+        names: the ids of those that serve it, `MAX_WORKERS` at most; none where they were not asked for.
     """
 
     serving: int
@@ -201,20 +201,20 @@ async def read_alive(redis: Redis, keys: ModelKeys, *, names: bool = False) -> A
     Raises:
         RedisError, OSError: the server cannot be used.
     """
-    args = [_LONGEST_LEASE_MS, MOST_WORKERS if names else 0]
+    args = [_LONGEST_LEASE_MS, MAX_WORKERS if names else 0]
     serving, loading, workers = await scripts.ALIVE(redis, [keys.workers, keys.loading], args)
     return Alive(int(serving), int(loading), tuple(sorted(name.decode("utf-8", "replace") for name in workers)))
 
 
 async def read_lanes(redis: Redis, keys: ModelKeys) -> dict[str, int]:
-    """How many jobs the lane of each worker has, waiting and held: the longest first, `MOST_WORKERS` at most.
+    """How many jobs the lane of each worker has, waiting and held: the longest first, `MAX_WORKERS` at most.
 
     Raises:
         RedisError, OSError: the server cannot be used.
     """
     try:
         # One more: the sum of all stands among them.
-        lanes: Any = await redis.zrevrange(keys.lanes, 0, MOST_WORKERS, withscores=True)
+        lanes: Any = await redis.zrevrange(keys.lanes, 0, MAX_WORKERS, withscores=True)
     except ResponseError as error:
         if not str(error).startswith(_NO_QUEUE):
             raise
@@ -232,7 +232,7 @@ async def read_consumers(redis: Redis, keys: ModelKeys) -> list[bytes]:
     """
     try:
         consumers = await redis.xinfo_consumers(keys.jobs, GROUP)
-        lanes = await redis.zrange(keys.lanes, 0, MOST_WORKERS)
+        lanes = await redis.zrange(keys.lanes, 0, MAX_WORKERS)
     except ResponseError as error:
         if not str(error).removeprefix("ERR ").startswith(_NO_QUEUE):
             raise

@@ -19,8 +19,8 @@ from lmpool.broker.readers import read_hashes
 from lmpool.errors import ProtocolError, SettingsError, UnknownTokenizer, UnknownTokenSet, UnknownVocabulary
 from lmpool.protocol.adapter import (
     GENERATION_FIELD,
+    MAX_ADAPTER_BYTES,
     MAX_ADAPTERS,
-    MOST_ADAPTER_BYTES,
     Adapter,
     Generation,
     Offer,
@@ -32,7 +32,7 @@ from lmpool.protocol.token_set import TokenSet, tokens_of_bits
 from lmpool.protocol.tokenizer import MAX_PACKED_BYTES, PackedTokenizer, unpack_tokenizer
 from lmpool.vocabulary import Vocabulary
 
-MOST_BYTES = 64 * 1024 * 1024
+MAX_BYTES = 64 * 1024 * 1024
 """More than any packed vocabulary takes."""
 
 KNOWN_FOR_S = 2.0
@@ -74,7 +74,7 @@ async def look_up(redis: Redis, keys: Keys, digest: str) -> Vocabulary:
         UnknownVocabulary: the pool does not know it, or has something else in its place.
     """
     # Not GET: what is there may be of any size.
-    data = await redis.getrange(keys.vocabulary(digest), 0, MOST_BYTES - 1)
+    data = await redis.getrange(keys.vocabulary(digest), 0, MAX_BYTES - 1)
     return unpack_known(data if isinstance(data, bytes) else b"", digest)
 
 
@@ -171,9 +171,7 @@ class AdapterRegistry:
         # Workers that start at once may register some too many.
         most = 2 * MAX_ADAPTERS + 2
         try:
-            served, offered = await read_hashes(
-                self._redis, self._keys, most_bytes=MOST_ADAPTER_BYTES, most_fields=most
-            )
+            served, offered = await read_hashes(self._redis, self._keys, most_bytes=MAX_ADAPTER_BYTES, most_fields=most)
         except ProtocolError as error:
             text = f"the adapters of this model cannot be read: {error} (there can be {MAX_ADAPTERS} adapters)"
             raise ProtocolError(text) from error
@@ -278,7 +276,7 @@ class AdapterRegistry:
 
     async def loading(self, nonce: str) -> set[str]:
         """The workers that have begun to load an offer and have not told how that ended."""
-        (workers,) = await read_hashes(self._redis, [self._model.adapter_trials(nonce)], most_bytes=MOST_ADAPTER_BYTES)
+        (workers,) = await read_hashes(self._redis, [self._model.adapter_trials(nonce)], most_bytes=MAX_ADAPTER_BYTES)
         return {worker.decode("utf-8", "replace") for worker in workers}
 
     async def withdraw(self, name: str, nonce: str) -> None:

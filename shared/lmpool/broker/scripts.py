@@ -18,7 +18,7 @@ from lmpool.broker.replies import is_refusal
 Call = Callable[..., Awaitable[Any]]
 """Runs one command: `call` of a connection."""
 
-MOST_AT_ONCE = 200
+MAX_AT_ONCE = 200
 """Most prompts in one call of a script: while it runs, the server serves nobody else."""
 
 # In folders by what they work on; names are unique all the same.

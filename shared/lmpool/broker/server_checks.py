@@ -25,7 +25,7 @@ _FIXED: dict[str, tuple[Version, ...]] = {
     "valkey": ((7, 2, 11), (8, 0, 6), (8, 1, 4)),
 }
 _VERSION = re.compile(r"(\d{1,5})\.(\d{1,5})\.(\d{1,5})(?!\d)")
-_MOST_TEXT = 64
+_MAX_TEXT = 64
 
 
 class ServerMemory(NamedTuple):
@@ -190,4 +190,4 @@ def _fields(reply: Any) -> dict[str, str]:
 
 
 def _is_plain(value: object) -> bool:
-    return isinstance(value, bytes) and len(value) <= _MOST_TEXT and value.isascii() and value.decode().isprintable()
+    return isinstance(value, bytes) and len(value) <= _MAX_TEXT and value.isascii() and value.decode().isprintable()

@@ -22,7 +22,7 @@ MAX_ADAPTERS = 64
 GENERATION_FIELD = "@"
 """The field of the registry that has its generation; no adapter can have this name."""
 
-MOST_ADAPTER_BYTES = 16 * 1024
+MAX_ADAPTER_BYTES = 16 * 1024
 """Most bytes of an encoded adapter or offer."""
 
 # "@" divides name and revision, "=" name and folder; control characters and lone surrogates cannot be shown or sent.
@@ -32,7 +32,7 @@ _GENERATION = re.compile(r"([0-9]{1,15})-([0-9a-f]{16})")
 # Numbers of changes are milliseconds since 1970; workers that start count from 0.
 _FIRST_CHANGE = 10**12
 _VERSION = 1
-_MOST_SOURCE = 4096
+_MAX_SOURCE = 4096
 
 
 def check_adapter_name(field: str, name: object) -> str:
@@ -55,8 +55,8 @@ def check_source(field: str, source: object) -> str:
     Raises:
         SettingsError: with the field's name.
     """
-    if not isinstance(source, str) or not source.strip() or len(source.encode("utf-8", "replace")) > _MOST_SOURCE:
-        raise SettingsError(f"{field}: {shown(source)} is no folder or hub name of at most {_MOST_SOURCE} bytes")
+    if not isinstance(source, str) or not source.strip() or len(source.encode("utf-8", "replace")) > _MAX_SOURCE:
+        raise SettingsError(f"{field}: {shown(source)} is no folder or hub name of at most {_MAX_SOURCE} bytes")
     if not source.isprintable():
         raise SettingsError(f"{field}: {shown(source)} has characters that cannot be sent or shown")
     return source
@@ -189,6 +189,6 @@ def decode_registered(values: dict[bytes, bytes | int], kind: type[_Registered])
             raise ProtocolError(f"what the server has as the adapter {shown(name)} is none: it has {data} bytes")
         if not _NAME.fullmatch(name):
             raise ProtocolError(f"the server has an adapter {shown(name)}, which is no name of one")
-        fields = unpack_flat(data, MOST_ADAPTER_BYTES, "registered adapter")
+        fields = unpack_flat(data, MAX_ADAPTER_BYTES, "registered adapter")
         decoded[name] = checked(kind, fields, f"an adapter, which the server has as {shown(name)}")
     return decoded

@@ -18,7 +18,7 @@ DIGEST_SIZE = 16
 """Bytes of a digest."""
 
 _LITTLE_ENDIAN = np.dtype("<u4")
-_MOST_SHOWN = 120
+_MAX_SHOWN = 120
 _ENCODING = "`await producer.encode(text)` (SyncProducer: no await) or tokenizer.encode(text)"
 _TEXT = (str, bytes, bytearray, memoryview, mmap)
 _ARRAY_IS_U4LE = array("I", [1]).tobytes() == b"\x01\x00\x00\x00"
@@ -152,7 +152,7 @@ def _too_long(count: int, max_tokens: int) -> PromptTooLong:
 
 def _out_of_range(token: int, vocab_size: int) -> TokenOutOfRange:
     return TokenOutOfRange(
-        f"token id {shown(token, _MOST_SHOWN)} is out of range: this model's ids go from 0 to {vocab_size - 1}"
+        f"token id {shown(token, _MAX_SHOWN)} is out of range: this model's ids go from 0 to {vocab_size - 1}"
     )
 
 
@@ -230,4 +230,4 @@ def _one_of_several(value: Any) -> str:
 
 
 def _described(value: object) -> str:
-    return f"{shown(value, _MOST_SHOWN)} ({type(value).__name__})"
+    return f"{shown(value, _MAX_SHOWN)} ({type(value).__name__})"

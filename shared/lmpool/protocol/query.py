@@ -19,7 +19,7 @@ from lmpool.protocol.prompt import DIGEST_SIZE
 from lmpool.protocol.row import Row, check_largest, check_logprobs
 from lmpool.settings import shown
 
-MOST_SEED = 2**64 - 1
+MAX_SEED = 2**64 - 1
 """Largest seed of a sampling."""
 
 Op = Literal["sum", "max", "logsumexp"]
@@ -32,16 +32,16 @@ Selection = Literal["inner", "values", "nodes", "under"]
 PositionValues = Literal["logprobs", "logits", "scores", "score_logits", "logz", "hidden"]
 """What is told of positions; see `PositionsQuery`."""
 
-MOST_ANSWER = 1 << 21
+MAX_ANSWER = 1 << 21
 """Numbers of an answer for several positions (8 MiB): more would fill a worker's memory, or the server's, at once."""
 
 SECRET_SIZE = 16
 """Bytes of the secret that is stored before the encoding of weights."""
 
-MOST_GENERATED = 1 << 20
+MAX_GENERATED = 1 << 20
 """Tokens of one continuation; the longest prompt of a model is shorter."""
 
-MOST_STOP_NUMBERS = 1 << 14
+MAX_STOP_NUMBERS = 1 << 14
 """Tokens of the sequences that end a continuation, and how many these are, together."""
 
 # Where a continuation has ended before its longest: no vocabulary is so large.
@@ -50,7 +50,7 @@ _NO_TOKEN = 0xFFFFFFFF
 _OF_NEXT_TOKEN = ("scores", "score_logits")
 _SINGLE = (*_OF_NEXT_TOKEN, "logz")
 _SELECTIONS = get_args(Selection)
-_MOST_BYTES = 8 * 1024 * 1024
+_MAX_BYTES = 8 * 1024 * 1024
 _DIGEST_DIGITS = 32
 # Tokens that nearly always have what `top_p` asks for: sorting all takes far longer.
 _FEW, _FEW_MORE = 1024, 4
@@ -75,7 +75,7 @@ class Sampling(NamedTuple):
     Attributes:
         temperature: divides the log-probabilities; 0 takes the likeliest token.
         top_p: draws among the likeliest tokens only, the fewest that have at least this probability together.
-        seed: a whole number from 0 to `MOST_SEED`; equal seeds draw equal tokens from equal rows.
+        seed: a whole number from 0 to `MAX_SEED`; equal seeds draw equal tokens from equal rows.
     """
 
     temperature: float
@@ -369,7 +369,7 @@ class SampleQuery(Message, frozen=True, tag="sample"):
 
     temperature: Annotated[float, Meta(ge=0, le=1e6)]
     top_p: Annotated[float, Meta(gt=0, le=1)]
-    seed: Annotated[int, Meta(ge=0)]  # MessagePack has none above `MOST_SEED`.
+    seed: Annotated[int, Meta(ge=0)]  # MessagePack has none above `MAX_SEED`.
     allowed: bytes = b""
 
     @property
@@ -441,7 +441,7 @@ class PositionsQuery(Message, frozen=True, tag="positions"):
 
     def most_positions(self, vocab_size: int) -> int:
         """So many positions one job may ask for."""
-        return max(1, MOST_ANSWER // self.width(vocab_size))
+        return max(1, MAX_ANSWER // self.width(vocab_size))
 
     def of(
         self, logits: NDArray[np.float32], log_z: NDArray[np.float32], following: NDArray[Any]
@@ -476,11 +476,11 @@ class GenerateQuery(Message, frozen=True, tag="generate"):
         stop: little-endian uint32: of each sequence of tokens that ends it, how many it has, and these.
     """
 
-    most: Annotated[int, Meta(ge=1, le=MOST_GENERATED)]
+    most: Annotated[int, Meta(ge=1, le=MAX_GENERATED)]
     temperature: Annotated[float, Meta(ge=0, le=1e6)]
     top_p: Annotated[float, Meta(gt=0, le=1)]
     seed: Annotated[int, Meta(ge=0)]
-    stop: Annotated[bytes, Meta(max_length=4 * MOST_STOP_NUMBERS)] = b""
+    stop: Annotated[bytes, Meta(max_length=4 * MAX_STOP_NUMBERS)] = b""
 
     @property
     def how(self) -> Sampling:
@@ -511,7 +511,7 @@ def pack_stops(stops: Iterable[Sequence[int]]) -> bytes:
 
 def drawn_at(how: Sampling, place: int) -> Sampling:
     """How the token at a place of a continuation is drawn, when this is how the first is."""
-    return how._replace(seed=(how.seed + place) & MOST_SEED)
+    return how._replace(seed=(how.seed + place) & MAX_SEED)
 
 
 class HeadQuery(Message, frozen=True, tag="head"):
@@ -551,7 +551,7 @@ def unpack_query(data: bytes) -> Query:
     Raises:
         ProtocolError: too large, not MessagePack, or not a query.
     """
-    match unpack_flat(data, _MOST_BYTES, "query"):
+    match unpack_flat(data, _MAX_BYTES, "query"):
         case ["top", *_] as values:
             return checked(TopQuery, values, "a query")
         case ["mass", *_] as values:

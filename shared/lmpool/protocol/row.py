@@ -40,11 +40,11 @@ MAGIC = b"LMPR"
 HEADER_SIZE = 16
 _HEADER = struct.Struct("<4sBBHIf")
 _LOG_Z_AT = 12
-_LEAST_BATCH = 4
+_MIN_BATCH = 4
 # Of an encoded row or answer that goes along with the notification: fetching it would cost more than carrying it.
-_MOST_SMALL = 2048
+_MAX_SMALL = 2048
 # How far above 0 rounding may take a log-probability: logZ is a float32, and so is what it is subtracted from.
-_MOST_LOGPROB = 1.0
+_MAX_LOGPROB = 1.0
 
 
 class Encoding(IntEnum):
@@ -198,7 +198,7 @@ class RowBlock:
 
     def small_values(self) -> list[bytes] | None:
         """All rows as bytes, where they are so small that notifications carry them; else None."""
-        if encoded_size(self.numbers.shape[1], self.encoding) > _MOST_SMALL:
+        if encoded_size(self.numbers.shape[1], self.encoding) > _MAX_SMALL:
             return None
         return [header + bytes(numbers) for header, numbers in self.encoded()]
 
@@ -226,7 +226,7 @@ class VectorBlock:
 
     def small_values(self) -> list[bytes] | None:
         """As `RowBlock.small_values`."""
-        if encoded_size(max(map(len, self.vectors), default=0), Encoding.F32) > _MOST_SMALL:
+        if encoded_size(max(map(len, self.vectors), default=0), Encoding.F32) > _MAX_SMALL:
             return None
         return [header + bytes(numbers) for header, numbers in self.encoded()]
 
@@ -295,7 +295,7 @@ def decode_rows(values: Sequence[object], vocab_size: int) -> list[NDArray[np.fl
         read-only rows, float32 (V,); None for a few, and when not all are `bytes` and sound rows in the same encoding:
         then each must be looked at by itself.
     """
-    if len(values) < _LEAST_BATCH or set(map(type, values)) != {bytes}:
+    if len(values) < _MIN_BATCH or set(map(type, values)) != {bytes}:
         return None
     rows = decode_alike(values, vocab_size, vocab_size)  # type: ignore[arg-type]  # all are bytes
     if rows is None or not (rows.max(axis=1) >= _least_top(vocab_size)).all():
@@ -369,7 +369,7 @@ def decode_alike(values: Sequence[bytes | None], vocab_size: int, count: int) ->
     numbers = block[:, HEADER_SIZE:].copy().view(encoding.dtype)
     entries = numbers if encoding is Encoding.F32 else _widened(numbers, encoding, log_z)
     is_sound = (block[:, :_LOG_Z_AT] == np.frombuffer(expected, np.uint8)).all() and np.isfinite(log_z).all()
-    return entries if is_sound and entries.max() <= _MOST_LOGPROB else None
+    return entries if is_sound and entries.max() <= _MAX_LOGPROB else None
 
 
 def check_row(row: NDArray[np.float32]) -> NDArray[np.float32]:
@@ -395,14 +395,14 @@ def check_largest(most: float | np.float32, vocab_size: int) -> None:
     Raises:
         ProtocolError: it is NaN, far above 0 or too low.
     """
-    if not _least_top(vocab_size) <= most <= _MOST_LOGPROB:
+    if not _least_top(vocab_size) <= most <= _MAX_LOGPROB:
         raise ProtocolError(f"the largest of the row's {vocab_size} entries is {most}: these are no log-probabilities")
 
 
 @lru_cache(64)
 def _least_top(vocab_size: int) -> float:
     """The least that the largest entry of a row of V can be; see `check_row`."""
-    return -math.log(vocab_size) - _MOST_LOGPROB
+    return -math.log(vocab_size) - _MAX_LOGPROB
 
 
 def check_logprobs(row: NDArray[np.float32]) -> NDArray[np.float32]:
@@ -412,7 +412,7 @@ def check_logprobs(row: NDArray[np.float32]) -> NDArray[np.float32]:
         ProtocolError: an entry is NaN, or far above 0.
     """
     # The largest is NaN when any is: one pass over the row, in the processor's cache.
-    if not (most := row.max()) <= _MOST_LOGPROB:
+    if not (most := row.max()) <= _MAX_LOGPROB:
         raise ProtocolError(f"the largest of {len(row)} entries is {most}: these are no log-probabilities")
     return row
 

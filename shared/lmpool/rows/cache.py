@@ -60,7 +60,7 @@ Deliver = Callable[[Sequence[bytes], Sequence[Found]], None]
 Then = Callable[[Call, Collection[bytes]], Awaitable[None]]
 """Called with what calls scripts on the model's queue, and with the digests whose rows are known to be refused."""
 
-_MOST_SPARE = 64
+_MAX_SPARE = 64
 _WEIGHTS_TTL_MS = 120_000
 _ANSWER_TTL_MS = 60_000
 _GLOB = re.compile(rb"[\\*?\[\]]")
@@ -430,7 +430,7 @@ class RedisRows:
         if isinstance(row, CorruptRow):
             return row
         received = value.base  # No array for a value that had come whole: its memory is of another size.
-        if isinstance(received, np.ndarray) and received.flags.writeable and len(self._spare) < _MOST_SPARE:
+        if isinstance(received, np.ndarray) and received.flags.writeable and len(self._spare) < _MAX_SPARE:
             # The row does not live in it. Memory that the processor has in its cache is worth keeping.
             self._spare.append(received)
         return row

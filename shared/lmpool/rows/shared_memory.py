@@ -70,21 +70,21 @@ NUMBER_MASK = (1 << 48) - 1
 """The bits of an index entry that are the row's number."""
 
 # A reference and a slot would cost as much as a smaller row.
-_LEAST_ROW = 4096
+_MIN_ROW = 4096
 _F_GET_SEALS = 1034
 # Not on macOS, where no segment can be made.
 _O_PATH = getattr(os, "O_PATH", 0)
 _MAGIC, _LAYOUT = b"LMPSHM", 2
 _REFERENCE = struct.Struct("<4sB16s8sQ")
 _REFERENCE_MAGIC, _REFERENCE_VERSION = b"LMPS", 1
-_MOST_NAME = 255
+_MAX_NAME = 255
 _PLACE = struct.Struct("<8sQ")
 # Read at once, not byte by byte.
 _NUMBER = struct.Struct("@Q")
 _PLACE_AT = _REFERENCE.size - _PLACE.size
 _NUMBER_BITS = 48
-_MOST_SPARE, _MOST_SPARE_BYTES = 64, 64 * 2**20
-_LEAST_MAPPED, _LARGE = 65_536, 4 * 2**20
+_MAX_SPARE, _MAX_SPARE_BYTES = 64, 64 * 2**20
+_MIN_MAPPED, _LARGE = 65_536, 4 * 2**20
 # A worker that lives answers within less than a millisecond, and is asked again every second.
 _ANSWER_S, _ALL_ANSWER_S = 0.1, 1.0
 
@@ -121,7 +121,7 @@ def place_of(reference: bytes | None) -> bytes:
 
 def unpack_reference(value: bytes) -> Reference | None:
     """Read a reference; None for one of another version, or of which a part is missing."""
-    if not _REFERENCE.size <= len(value) <= _REFERENCE.size + _MOST_NAME:
+    if not _REFERENCE.size <= len(value) <= _REFERENCE.size + _MAX_NAME:
         return None
     magic, version, host, nonce, number = _REFERENCE.unpack_from(value)
     if magic != _REFERENCE_MAGIC or version != _REFERENCE_VERSION:
@@ -202,7 +202,7 @@ class Layout(NamedTuple):
 
 def is_shared(vocab_size: int) -> bool:
     """Whether rows of this length are worth a segment."""
-    return encoded_size(vocab_size, Encoding.F32) >= _LEAST_ROW
+    return encoded_size(vocab_size, Encoding.F32) >= _MIN_ROW
 
 
 def fingerprint_bytes(fingerprint: str) -> bytes:
@@ -341,7 +341,7 @@ class RowMemory:
 
         def give_back(_: object) -> None:
             del lent[number]
-            if len(free) < _MOST_SPARE and (len(free) + 1) * len(memory) <= _MOST_SPARE_BYTES:
+            if len(free) < _MAX_SPARE and (len(free) + 1) * len(memory) <= _MAX_SPARE_BYTES:
                 free.append(memory)
 
         lent[number] = weakref.ref(array, give_back)
@@ -351,7 +351,7 @@ class RowMemory:
 def _new_memory(size: int) -> mmap.mmap | bytearray:
     """Memory of a process's own: what a child has of it by a fork does not change with what is written here."""
     # A process has some 65,000 mappings at most, and may keep more rows than that.
-    if size < _LEAST_MAPPED:
+    if size < _MIN_MAPPED:
         return bytearray(size)
     try:
         memory = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

@@ -19,7 +19,7 @@ from lmpool.errors import InvalidWeights, UnknownNode
 from lmpool.settings import shown
 from lmpool.vocabulary import Vocabulary
 
-_MOST_SHOWN = 120
+_MAX_SHOWN = 120
 _WINDOW = 8
 _BLOCK = 1 << 22
 
@@ -225,7 +225,7 @@ class Trie:
         """
         if not isinstance(prefix, (bytes, bytearray, memoryview)):
             raise UnknownNode(
-                f"the prefix is {shown(prefix, _MOST_SHOWN)} ({type(prefix).__name__}): prefixes are bytes"
+                f"the prefix is {shown(prefix, _MAX_SHOWN)} ({type(prefix).__name__}): prefixes are bytes"
             )
         node = 0
         for at, byte in enumerate(bytes(prefix)):
@@ -233,8 +233,8 @@ class Trie:
             place = bisect_left(self._children, byte, low, high, key=self._labels.__getitem__)
             if place == high or self._labels[self._children[place]] != byte:
                 raise UnknownNode(
-                    f"no token begins with {shown(bytes(prefix), _MOST_SHOWN)}; the most of it that one begins with "
-                    f"is {shown(bytes(prefix[:at]), _MOST_SHOWN)}, node {node}"
+                    f"no token begins with {shown(bytes(prefix), _MAX_SHOWN)}; the most of it that one begins with "
+                    f"is {shown(bytes(prefix[:at]), _MAX_SHOWN)}, node {node}"
                 )
             node = self._children[place]
         return node
@@ -269,7 +269,7 @@ class Trie:
             UnknownNode: not an integer, or not from 0 to N - 1.
         """
         if not isinstance(node, (int, np.integer)) or isinstance(node, bool):
-            raise UnknownNode(f"node {shown(node, _MOST_SHOWN)} is of type {type(node).__name__}: nodes are integers")
+            raise UnknownNode(f"node {shown(node, _MAX_SHOWN)} is of type {type(node).__name__}: nodes are integers")
         if not 0 <= node < self.n_nodes:
             raise self._out_of_range(node)
         return int(node)
@@ -296,7 +296,7 @@ class Trie:
     def _check_list(self, nodes: Any) -> NDArray[np.int32]:
         """Not through numpy, which makes integers of bools."""
         if isinstance(nodes, (str, bytes, bytearray)) or not isinstance(nodes, Sequence):
-            raise UnknownNode(f"the nodes are {shown(nodes, _MOST_SHOWN)}: they must be a sequence of integers")
+            raise UnknownNode(f"the nodes are {shown(nodes, _MAX_SHOWN)}: they must be a sequence of integers")
         # Checking node by node takes several times as long.
         if set(map(type, nodes)) == {int} and min(nodes) >= 0 and max(nodes) < self.n_nodes:
             return np.array(nodes, np.int32)
@@ -304,7 +304,7 @@ class Trie:
 
     def _out_of_range(self, node: Any) -> UnknownNode:
         return UnknownNode(
-            f"node {shown(int(node), _MOST_SHOWN)} is out of range: nodes go from 0 to {self.n_nodes - 1}"
+            f"node {shown(int(node), _MAX_SHOWN)} is out of range: nodes go from 0 to {self.n_nodes - 1}"
         )
 
     def expand(
@@ -408,7 +408,7 @@ def check_layout(weights: Any, n_tokens: int, *, batch: bool) -> NDArray[np.floa
     """As `check_weights`, without looking at the numbers: for those who look at them anyway."""
     if not hasattr(weights, "__array__"):
         raise InvalidWeights(
-            f"the weights are {shown(weights, _MOST_SHOWN)} ({type(weights).__name__}): "
+            f"the weights are {shown(weights, _MAX_SHOWN)} ({type(weights).__name__}): "
             "pass a float32 array, for a list numpy.asarray(weights, numpy.float32)"
         )
     try:

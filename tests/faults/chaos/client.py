@@ -23,8 +23,8 @@ from lmpool.producer import Producer
 from tests.faults.chaos.load import ADAPTED, ADAPTER, CHANGE, OK, Adapters, Load, Question
 from tests.faults.chaos.settings import MODEL, ChaosSettings
 
-_LEAST_ROUNDS = 4
-_LEAST_CHANGES = 2
+_MIN_ROUNDS = 4
+_MIN_CHANGES = 2
 _LOOK_S = 0.2
 _CHANGE_PAUSE_S = 4.0
 
@@ -74,17 +74,17 @@ class Client:
 
     async def _grow(self) -> None:
         rounds = 0
-        while not self._stopping.is_set() or rounds < _LEAST_ROUNDS:
+        while not self._stopping.is_set() or rounds < _MIN_ROUNDS:
             for question in self._load.rounds():
                 await self._ask(question)
                 rounds += 1
-                if self._stopping.is_set() and rounds >= _LEAST_ROUNDS:
+                if self._stopping.is_set() and rounds >= _MIN_ROUNDS:
                     break
 
     async def _change_adapters(self, adapters: Adapters) -> None:
         """Put adapters in service: the first, and then another one in its place."""
         changes = 0
-        while not self._stopping.is_set() or changes < _LEAST_CHANGES:
+        while not self._stopping.is_set() or changes < _MIN_CHANGES:
             place = await asyncio.to_thread(adapters.make)
 
             async def change(place: Path = place) -> list[str]:

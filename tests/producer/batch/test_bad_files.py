@@ -32,7 +32,7 @@ from tests.producer.batch.runs import arguments, begin, content, draw_texts, err
 from tests.support.gate import Gate
 from tests.support.pool import DEADLINE_S, Pool, V, lmpool_command, run_lmpool
 
-MOST_TOKENS = 8
+MAX_TOKENS = 8
 PACKED: dict[str, Callable[[bytes], bytes]] = {
     ".gz": gzip.compress,
     ".bz2": bz2.compress,
@@ -57,7 +57,7 @@ BAD: list[tuple[dict[str, Any] | str, str]] = [
     ({"ids": [1, V]}, f"token id {V} is out of range"),
     ({"ids": [-1]}, "token id -1 is out of range"),
     ({"ids": [10**30]}, "is out of range"),
-    ({"ids": [1] * (MOST_TOKENS + 1)}, f"at most {MOST_TOKENS}"),
+    ({"ids": [1] * (MAX_TOKENS + 1)}, f"at most {MAX_TOKENS}"),
     ({"custom_id": ["a"], "ids": [1]}, "custom_id: must be a whole number or text, not a list"),
     ({"ids": [1], "continuation": [2]}, "continuation: only --what scores reads it"),
     ({"custom_id": "good-1", "ids": [3]}, "its custom_id has come before"),
@@ -70,7 +70,7 @@ BAD: list[tuple[dict[str, Any] | str, str]] = [
 
 
 async def test_bad_lines_are_told_with_their_numbers_and_reasons(pool: Pool, tmp_path: Path) -> None:
-    pool.start("--max-prompt-tokens", MOST_TOKENS, "--fail-token", 9)
+    pool.start("--max-prompt-tokens", MAX_TOKENS, "--fail-token", 9)
     good: list[dict[str, Any] | str] = [{"custom_id": f"good-{number}", "ids": [number + 1]} for number in range(4)]
     listed = [*good[:3], "", *(line for line, _ in BAD), "  ", good[3]]
     source = write_lines(tmp_path / "in.jsonl", listed)
@@ -120,7 +120,7 @@ async def test_start_may_lie_beyond_a_text(pool: Pool, tmp_path: Path) -> None:
 
 
 def test_a_long_line_is_passed_over(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(lines_module, "MOST_LINE_BYTES", 40)
+    monkeypatch.setattr(lines_module, "MAX_LINE_BYTES", 40)
     monkeypatch.setattr(lines_module, "_READ_BYTES", 16)
     source = lines_module.JsonlSource(
         write_lines(tmp_path / "in.jsonl", ['{"ids": [1]}', '{"ids": [%s1]}' % ("1," * 100), '{"ids": [2]}' + " " * 28])

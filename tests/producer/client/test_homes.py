@@ -97,7 +97,7 @@ def test_homes_of_workers_that_have_gone_are_forgotten() -> None:
 
 
 def test_the_oldest_homes_are_forgotten_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(submit, "_MOST_HOMES", 10)
+    monkeypatch.setattr(submit, "_MAX_HOMES", 10)
     homes = homes_of_two()
     for at in range(100):
         homes.note([prompt([at])], b"w%d" % at)

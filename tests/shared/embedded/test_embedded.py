@@ -186,7 +186,7 @@ def test_url_survives_special_characters(base: Path) -> None:
 def test_memory_limit_is_set_and_checked() -> None:
     with EmbeddedServer(memory_bytes=2**23) as server, redis.from_url(server.url) as client:
         assert client.config_get("maxmemory") == {"maxmemory": str(2**23)}
-    for bad in (0, -1, embedded.LEAST_MEMORY_BYTES - 1, True, 1e9):
+    for bad in (0, -1, embedded.MIN_MEMORY_BYTES - 1, True, 1e9):
         with pytest.raises(SettingsError, match=r"memory_bytes is .* takes 4194304 or more"):
             EmbeddedServer(memory_bytes=bad)  # type: ignore[arg-type]
 

@@ -14,7 +14,7 @@ from lmpool.broker.server import Server
 from lmpool.errors import ProtocolError, UnknownVocabulary
 from lmpool.protocol.prompt import digest_of, encode_prompt, query_digest
 from lmpool.protocol.query import (
-    MOST_GENERATED,
+    MAX_GENERATED,
     Continuation,
     FreshQuery,
     GenerateQuery,
@@ -57,7 +57,7 @@ QUERY = TrieQuery("sum", "0" * 32, "nodes", b"\x01\0\0\0\x02\0\0\0", "f" * 32, b
         SampleQuery(0.7, 0.9, 2**64 - 1),
         FreshQuery(b"n" * 16),
         GenerateQuery(1, 0.0, 1.0, 0),
-        GenerateQuery(MOST_GENERATED, 0.7, 0.9, 2**64 - 1, pack_stops([[1], [2, 3]])),
+        GenerateQuery(MAX_GENERATED, 0.7, 0.9, 2**64 - 1, pack_stops([[1], [2, 3]])),
         PositionsQuery(0),
         PositionsQuery(5, 32),
         PositionsQuery(5, 0, b"\1\0\0\0\2\0\0\0"),

@@ -441,7 +441,7 @@ def test_a_batch_that_is_computed_in_parts_has_the_same_bits(op: Op, monkeypatch
     trie = Trie(tekken()[:1000])
     kernels, weights = TorchKernels(trie, "cpu"), some_weights(9, 1000)
     whole = kernels.inner(op, weights)
-    monkeypatch.setattr("lmpool.trie.kernels.torch_device._MOST_BYTES", 1)
+    monkeypatch.setattr("lmpool.trie.kernels.torch_device._MAX_BYTES", 1)
     assert kernels.inner(op, weights).tobytes() == whole.tobytes()
 
 

@@ -25,7 +25,7 @@ from typing import Self
 from lmpool.embedded import socket_url
 
 _CHUNK = 64 * 1024
-_MOST_DROPPED = 64
+_MAX_DROPPED = 64
 
 
 class Way(Enum):
@@ -70,7 +70,7 @@ class Lane:
             if self.drops:
                 self.drops = False
                 at = self._draw.randrange(len(chunk))
-                chunk = chunk[:at] + chunk[at + self._draw.randint(1, _MOST_DROPPED) :]
+                chunk = chunk[:at] + chunk[at + self._draw.randint(1, _MAX_DROPPED) :]
             if self.truncates:
                 chunk = chunk[: self._draw.randrange(len(chunk))]
             self._writer.write(chunk)

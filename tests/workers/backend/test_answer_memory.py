@@ -29,7 +29,7 @@ INFO = replace(SyntheticBackend(SyntheticSettings("syn", vocab_size=V)).info, hi
 
 @pytest.fixture(autouse=True)
 def _room_for_three(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(answer_memory, "MOST_BYTES", 3 * SIZE)
+    monkeypatch.setattr(answer_memory, "MAX_BYTES", 3 * SIZE)
 
 
 def job(
@@ -86,7 +86,7 @@ def test_rows_and_small_answers_never_wait() -> None:
 
 
 def test_an_answer_that_is_too_large_for_all_memory_has_it_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(answer_memory, "MOST_BYTES", SIZE - 1)
+    monkeypatch.setattr(answer_memory, "MAX_BYTES", SIZE - 1)
     held, jobs = memory(), [job(0), job(1)]
     assert first_tokens(held.admit(jobs)) == [0]
     assert first_tokens(held.free([jobs[0].digest])) == [1]
@@ -171,7 +171,7 @@ async def test_the_backend_gets_no_more_than_there_is_memory_for() -> None:
 
 
 async def test_many_large_answers_come_one_after_the_other(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(answer_memory, "MOST_BYTES", SIZE)
+    monkeypatch.setattr(answer_memory, "MAX_BYTES", SIZE)
     backend = GatedBackend(OneByOne(), batch=4)
     backend.gate.open()
     async with gated_worker(pool, backend), pool.producer() as producer, pool.producer(priority="bulk") as bulk:

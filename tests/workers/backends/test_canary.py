@@ -238,7 +238,7 @@ WRONG: dict[str, tuple[Callable[[Finished], Finished], str]] = {
 def test_a_backend_with_wrong_rows_is_refused_and_told_why(
     spoil: Callable[[Finished], Finished], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(canary, "_MOST_STEPS", 20)
+    monkeypatch.setattr(canary, "_MAX_STEPS", 20)
     with pytest.raises(SettingsError, match=f"^model: syn cannot be served by synthetic: .*{message}"):
         check_canary(Faulty(spoil))
 
@@ -353,7 +353,7 @@ class Scored(SyntheticBackend):
 def test_wrong_scores_are_refused(
     spoil: Callable[[Rows], Rows | None], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(canary, "_MOST_STEPS", 20)
+    monkeypatch.setattr(canary, "_MAX_STEPS", 20)
     check_canary(Scored(lambda scores: scores))
     with pytest.raises(SettingsError, match=message):
         check_canary(Scored(spoil))

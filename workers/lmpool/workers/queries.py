@@ -50,7 +50,7 @@ from lmpool.workers.trie.backend import answer
 from lmpool.workers.trie.inputs import TrieInput, TrieInputs
 
 # Of all sets that are kept: 32 MiB.
-_MOST_IDS = 1 << 22
+_MAX_IDS = 1 << 22
 _NO_TRIES = Failure(SourceMissing.__name__, "this worker has no tries: ask a trie worker")
 _ABSENT = (SourceMissing.__name__, CorruptRow.__name__)
 
@@ -135,7 +135,7 @@ class TokenSets:
         except NoPermissionError as error:
             return ServerError(f"the worker may not read sets of tokens: {error}")
         self._named.move_to_end(name)
-        while len(self._named) > 1 and sum(len(some.ids) for some in self._named.values()) > _MOST_IDS:
+        while len(self._named) > 1 and sum(len(some.ids) for some in self._named.values()) > _MAX_IDS:
             self._named.popitem(last=False)
         return tokens
 

@@ -31,17 +31,17 @@ _log = logging.getLogger("lmpool.worker")
 _PUBLISHERS = 2
 # What a step brings that is no larger is published together with what others bring meanwhile: so many of them at most.
 _SMALL_BYTES = 64 * 1024
-_MOST_STEPS = 8
+_MAX_STEPS = 8
 _LEAVE_S = 10.0
 # How long to wait for jobs: at first briefly, for there may be some in others' lanes.
-_LEAST_BLOCK_MS = 4
+_MIN_BLOCK_MS = 4
 _BLOCK_MS = 500
 _GIVE_WAY_S = 0.001
 # Steps that are shorter take less than a call of the server, so the backend would wait for the next batch: then a call
 # takes several. With longer ones, what a worker takes beyond a batch would be missing to another.
 _SHORT_STEP_S = 0.001
 # Of prompts in a call that takes several batches, far below what a connection accepts as a reply.
-_MOST_TAKEN_BYTES = 32 * 1024 * 1024
+_MAX_TAKEN_BYTES = 32 * 1024 * 1024
 _UNPUBLISHED_BATCHES = 4
 # For how long a worker takes nothing new, as a part of its lease, so that it may become empty for a prompt that must
 # run alone. Claims are as far apart: a worker that does not become empty serves others half of the time.
@@ -148,9 +148,9 @@ class FetchLoop:
         if self._consumer.is_alone:
             return _BLOCK_MS
         if jobs:
-            return _LEAST_BLOCK_MS
+            return _MIN_BLOCK_MS
         if self._in_flight:  # Until about the end of its step.
-            return int(min(_BLOCK_MS, max(_LEAST_BLOCK_MS, 1000 * self._engine_thread.step_s)))
+            return int(min(_BLOCK_MS, max(_MIN_BLOCK_MS, 1000 * self._engine_thread.step_s)))
         return min(4 * block_ms, _BLOCK_MS)
 
     async def _find_more(self, capacity: int) -> None:
@@ -204,7 +204,7 @@ class FetchLoop:
     def _count_to_take(self, capacity: int) -> int:
         """A batch, or as many whole ones as there is capacity for when a step takes less than a call of the server."""
         batch = self._engine_thread.batch
-        is_short = self._engine_thread.step_s < _SHORT_STEP_S and capacity * self._most_job_bytes <= _MOST_TAKEN_BYTES
+        is_short = self._engine_thread.step_s < _SHORT_STEP_S and capacity * self._most_job_bytes <= _MAX_TAKEN_BYTES
         return capacity // batch * batch if is_short and capacity > batch else min(capacity, batch)
 
     def _capacity_for_new(self) -> int:
@@ -449,7 +449,7 @@ class Worker:
         finished = self._finished_small
         while True:
             steps = [await finished.get()]
-            while len(steps) < _MOST_STEPS and not finished.empty():
+            while len(steps) < _MAX_STEPS and not finished.empty():
                 steps.append(finished.get_nowait())
             await serving.dispatcher.publish(steps[0] if len(steps) == 1 else Finished.joined(steps), self._id)
             for step in steps:

@@ -51,17 +51,17 @@ Id = Annotated[str, typer.Argument(help=f"Id or digest, {_WAYS}")]
 Ids = Annotated[list[str] | None, typer.Argument(help=f"Ids or digests, {_WAYS}")]
 All = Annotated[bool, typer.Option("--all", help="All that there are.")]
 
-MOST_TEXT = 500
+MAX_TEXT = 500
 """Characters that are shown of a text that somebody else has written."""
 
 _FAILURE_FIELD = b"e"
 _ID = re.compile(r"[0-9]{1,20}-[0-9]{1,20}")
 _BEGINNING = re.compile(r"[0-9]{1,20}(-[0-9]{0,20})?|[0-9a-fA-F]{1,32}")
-_MOST_NAMED = 8
-_MOST_IDS = 64
-_MOST_BYTES = 256
-_MOST_REASONS = 5
-_LEAST_REASON = 20
+_MAX_NAMED = 8
+_MAX_IDS = 64
+_MAX_BYTES = 256
+_MAX_REASONS = 5
+_MIN_REASON = 20
 # A letter may hold a job of 16 MB.
 _AT_ONCE = 8
 _DROPPED_AT_ONCE = 500
@@ -116,7 +116,7 @@ def _read_failure(data: bytes) -> Failure:
     return Failure(shortened(failure.kind, 60), shortened(failure.text))
 
 
-def shortened(text: str, most: int = MOST_TEXT) -> str:
+def shortened(text: str, most: int = MAX_TEXT) -> str:
     """A text as it is printed, cut to `most` characters."""
     shown = printable(text[: most + 1])
     return shown if len(shown) <= most else shown[: most - 1] + "…"
@@ -243,8 +243,8 @@ def _the_only(name: str, entries: Sequence[str]) -> str:
         return entries[0]
     if not entries:
         raise SettingsError(f"id: {shortened(name, 60)!r} is none of the dead letters: see `lmpool dead list`")
-    more = f" and {len(entries) - _MOST_NAMED} more" if len(entries) > _MOST_NAMED else ""
-    raise SettingsError(f"id: {name!r} may be any of {', '.join(entries[:_MOST_NAMED])}{more}: name one of them")
+    more = f" and {len(entries) - _MAX_NAMED} more" if len(entries) > _MAX_NAMED else ""
+    raise SettingsError(f"id: {name!r} may be any of {', '.join(entries[:_MAX_NAMED])}{more}: name one of them")
 
 
 def _letters(reply: Any) -> list[DeadLetter]:
@@ -331,7 +331,7 @@ def letters_table(letters: Sequence[DeadLetter], width: int, models: Sequence[st
             *([Column("model", list(models), 0)] if models is not None else []),
             column("given up", "given_up", 3),
             column("error", "error", 1),
-            column("reason", "reason", 0, _LEAST_REASON),
+            column("reason", "reason", 0, _MIN_REASON),
             column("tokens", "tokens", 2),
             column("adapter", "adapter", 5),
             column("asked for", "asked", 4),
@@ -354,11 +354,11 @@ def show(
     if as_json:
         say_json({**summary(letter), **contents(letter, most_ids=None)})
         return
-    for name, value in {**summary(letter), **contents(letter, most_ids=_MOST_IDS)}.items():
+    for name, value in {**summary(letter), **contents(letter, most_ids=_MAX_IDS)}.items():
         if value not in (None, ""):
             say(f"{name:<12} {', '.join(map(str, value)) if isinstance(value, list) else value}")
-    if letter.job is not None and len(letter.job.ids) > 4 * _MOST_IDS:
-        say(f"these are the first {_MOST_IDS} ids: see --json for all of them")
+    if letter.job is not None and len(letter.job.ids) > 4 * _MAX_IDS:
+        say(f"these are the first {_MAX_IDS} ids: see --json for all of them")
 
 
 @dead_app.command()
@@ -394,7 +394,7 @@ def retry(
     elif queued or under_way or not refused:
         say(f"queued {len(queued)} prompts again; {len(under_way)} more were under way already")
     if refused:
-        reasons = [*list(refused.values())[:_MOST_REASONS], *(["…"] if len(refused) > _MOST_REASONS else [])]
+        reasons = [*list(refused.values())[:_MAX_REASONS], *(["…"] if len(refused) > _MAX_REASONS else [])]
         raise LMPoolError(f"{len(refused)} prompts were not queued again: {'; '.join(reasons)}")
 
 
@@ -498,7 +498,7 @@ def summary(letter: DeadLetter) -> dict[str, Any]:
 def contents(letter: DeadLetter, most_ids: int | None) -> dict[str, Any]:
     """The token ids of a letter; the first bytes of a job that cannot be read."""
     if letter.job is None or len(letter.job.ids) % 4:
-        begin, dots = letter.data[:_MOST_BYTES].hex(), "…" if len(letter.data) > _MOST_BYTES else ""
+        begin, dots = letter.data[:_MAX_BYTES].hex(), "…" if len(letter.data) > _MAX_BYTES else ""
         return {"bytes": len(letter.data), "job": begin + dots}
     return {"ids": decode_ids(letter.job.ids)[:most_ids].tolist()}
 

@@ -82,7 +82,7 @@ Yields = Annotated[
 AreIds = Annotated[bool, typer.Option("--ids", help="The prompt is token ids.")]
 
 # Of 32 bytes for each token, more than the longest prompt of any model.
-_MOST_PROMPT_BYTES = 1 << 26
+_MAX_PROMPT_BYTES = 1 << 26
 
 
 def key_names(prefix: str) -> Keys:
@@ -188,9 +188,9 @@ def read_prompt(prompt: str) -> str:
     """
     if prompt != "-":
         return prompt
-    data = sys.stdin.buffer.read(_MOST_PROMPT_BYTES + 1)
-    if len(data) > _MOST_PROMPT_BYTES:
-        raise SettingsError(f"prompt: standard input has more than {_MOST_PROMPT_BYTES} bytes")
+    data = sys.stdin.buffer.read(_MAX_PROMPT_BYTES + 1)
+    if len(data) > _MAX_PROMPT_BYTES:
+        raise SettingsError(f"prompt: standard input has more than {_MAX_PROMPT_BYTES} bytes")
     try:
         return data.decode().removesuffix("\n")
     except UnicodeDecodeError as error:

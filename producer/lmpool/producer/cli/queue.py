@@ -12,7 +12,7 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from lmpool.broker import scripts
-from lmpool.broker.readers import MOST_WORKERS, read_lanes, read_queue
+from lmpool.broker.readers import MAX_WORKERS, read_lanes, read_queue
 from lmpool.cli import Terminal, say, say_json
 from lmpool.errors import ProtocolError, QueueCleared, SettingsError, UnknownModel
 from lmpool.producer.cli.options import AsJson, Prefix, RedisUrl, run, with_server
@@ -43,8 +43,8 @@ _LISTED_AT_ONCE = 1000
 # Each takes the server several times as long as one that is submitted.
 _REMOVED_AT_ONCE = 50
 # What is queued while the queue is being emptied may be left, or this would never end.
-_MOST_ROUNDS = 3
-_MOST_CLIENTS = 50
+_MAX_ROUNDS = 3
+_MAX_CLIENTS = 50
 
 queue_app = typer.Typer(
     name="queue", help="The queue of a model: its depth, its clients, emptying it.", no_args_is_help=True
@@ -183,7 +183,7 @@ async def clear_queue(redis: Redis, keys: ModelKeys, model: str, *, lease_s: flo
     )
     head: list[bytes | str | int] = [GROUP, failure.pack(), REPLY_CAP, REPLY_TTL_MS, int(lease_s * 1000)]
     removed = queued = 0
-    for _ in range(_MOST_ROUNDS):
+    for _ in range(_MAX_ROUNDS):
         gone = held = 0
         # The backlog first: what moves up meanwhile is found in a stream.
         streams = await _streams(redis, keys)
@@ -225,7 +225,7 @@ async def _backlog(redis: Redis, keys: ModelKeys) -> AsyncIterator[Queued]:
 
 async def _streams(redis: Redis, keys: ModelKeys) -> list[tuple[bytes, bytes]]:
     """The streams of a queue, the lanes before the shared one, each with what follows the ids of its entries."""
-    lanes: Any = await redis.zrange(keys.lanes, 0, MOST_WORKERS, desc=True)
+    lanes: Any = await redis.zrange(keys.lanes, 0, MAX_WORKERS, desc=True)
     return [*((keys.lane(worker), b" " + worker) for worker in lanes if worker), (keys.jobs, b"")]
 
 
@@ -277,7 +277,7 @@ async def _clients(redis: Redis, keys: ModelKeys) -> dict[str, int]:
     ):
         now = max(least, float(await redis.zscore(keys.virtual_time, time) or 0))
         starts: Any = await redis.zrevrangebyscore(
-            keys.virtual_time, last, first, start=0, num=_MOST_CLIENTS, withscores=True
+            keys.virtual_time, last, first, start=0, num=_MAX_CLIENTS, withscores=True
         )
         prefix = keys.reply("").decode()
         counts = {name.decode("utf-8", "replace").removeprefix(prefix): int(start - now) for name, start in starts}

@@ -50,14 +50,14 @@ _ESCAPE = re.compile(r"\\(?:x([0-9A-Fa-f]{2})|u([0-9A-Fa-f]{4})|U([0-9A-Fa-f]{8}
 # Where Python puts a byte that is not UTF-8 (PEP 383): 0xDC00 + the byte.
 _ESCAPED_BYTES = range(0xDC80, 0xDD00)
 # With at most 256 children each this bounds what one level asks for, and the lines that people get.
-_MOST_OPENED = 256
+_MAX_OPENED = 256
 
-_MOST_DEPTH = 64
-_MOST_CHILDREN = 256
-_MOST_IDS = 10
-_MOST_TOKENS = 3
+_MAX_DEPTH = 64
+_MAX_CHILDREN = 256
+_MAX_IDS = 10
+_MAX_TOKENS = 3
 _GUIDE_CELLS = 4
-_MOST_LABEL_CELLS = 40
+_MAX_LABEL_CELLS = 40
 # Below this part of its branch, the weight of the tokens at its end is rounding: it is a difference of float32 sums.
 _ALONE_FROM = 1e-5
 
@@ -211,7 +211,7 @@ class Grower:
                 self._open(branch, nodes, masses[at : at + nodes.size], limits.top, limits.least * root.mass)
                 at += nodes.size
             longer = [child for branch in opened for child in branch.children if child.longer]
-            opened = sorted(longer, key=lambda branch: -branch.mass)[:_MOST_OPENED]
+            opened = sorted(longer, key=lambda branch: -branch.mass)[:_MAX_OPENED]
             if not opened:
                 break
         return root
@@ -343,8 +343,8 @@ def show(
         ),
     ] = "",
     ids: AreIds = False,
-    depth: Annotated[int, typer.Option(min=1, max=_MOST_DEPTH, help="Levels of branches below the prefix.")] = 3,
-    top: Annotated[int, typer.Option(min=1, max=_MOST_CHILDREN, help="How many branches of each to show.")] = 8,
+    depth: Annotated[int, typer.Option(min=1, max=_MAX_DEPTH, help="Levels of branches below the prefix.")] = 3,
+    top: Annotated[int, typer.Option(min=1, max=_MAX_CHILDREN, help="How many branches of each to show.")] = 8,
     least: Annotated[
         float, typer.Option(min=0.0, max=1.0, help="Leave out branches with less than this part of the prefix's mass.")
     ] = 0.001,
@@ -424,7 +424,7 @@ def _title(view: View, prompt: str | None, are_ids: bool) -> str:
 
 
 def _shortened(ids: list[int]) -> str:
-    return "the tokens " + ", ".join(map(str, ids[:_MOST_IDS])) + ("…" if len(ids) > _MOST_IDS else "")
+    return "the tokens " + ", ".join(map(str, ids[:_MAX_IDS])) + ("…" if len(ids) > _MAX_IDS else "")
 
 
 class _Line(NamedTuple):
@@ -481,7 +481,7 @@ def _percent(part: float) -> str:
     return f"{100 * part:#.3g}".rstrip(".") + "%"
 
 
-def _quoted(data: bytes, most: int = _MOST_LABEL_CELLS) -> str:
+def _quoted(data: bytes, most: int = _MAX_LABEL_CELLS) -> str:
     """A byte string in quotation marks, cut when it takes more than `most` cells."""
     text = to_text(data)
     return f'"{text}"' if cell_len(text) <= most - 2 else f'"{set_cell_size(text, most - 3)}…"'
@@ -520,9 +520,9 @@ def _completed(prefix: bytes, above: int) -> bytes:
 
 
 def _about_tokens(branch: Branch) -> str:
-    ids = ", ".join(map(str, branch.tokens[:_MOST_TOKENS]))
-    if len(branch.tokens) > _MOST_TOKENS:
-        ids += f" and {len(branch.tokens) - _MOST_TOKENS} more"
+    ids = ", ".join(map(str, branch.tokens[:_MAX_TOKENS]))
+    if len(branch.tokens) > _MAX_TOKENS:
+        ids += f" and {len(branch.tokens) - _MAX_TOKENS} more"
     if not branch.longer:
         return ids
     if not ids:

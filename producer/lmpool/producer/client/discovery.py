@@ -34,10 +34,10 @@ from lmpool.vocabulary import Vocabulary
 
 _log = logging.getLogger("lmpool.producer")
 
-_MOST_WARNED = 100
-_MOST_NAMED = 8
+_MAX_WARNED = 100
+_MAX_NAMED = 8
 _RESTART_S = 5.0
-_LEAST_GAP_S = 2.0
+_MIN_GAP_S = 2.0
 
 
 class WorkerInfo(NamedTuple):
@@ -145,7 +145,7 @@ class Discovery:
         """Some of the models that workers are loading: those that this user may look at."""
         key, loading = self._keys.loading(), set[str]()
         try:
-            names = cast(list[bytes] | None, await self._redis.hrandfield(key, _MOST_NAMED))
+            names = cast(list[bytes] | None, await self._redis.hrandfield(key, _MAX_NAMED))
             if not names:
                 return loading
             models = await read_texts(self._redis, key, [name.decode("utf-8", "replace") for name in names])
@@ -173,7 +173,7 @@ class Discovery:
             except ProtocolError as error:
                 unreadable[name] = error
                 # Once: clients look every second.
-                if len(self._warned) < _MOST_WARNED and name not in self._warned:
+                if len(self._warned) < _MAX_WARNED and name not in self._warned:
                     self._warned.add(name)
                     _log.warning("the info of the model %r is left out: %s", name, error)
         return infos, unreadable
@@ -305,7 +305,7 @@ class Liveness:
             return None
         # Heartbeats are writes: where the server refuses these, live workers cannot be seen, and are not missed.
         await self._connections.check_writes(info.name)
-        if self._missing_since is None or gap > max(info.lease_s, _LEAST_GAP_S):
+        if self._missing_since is None or gap > max(info.lease_s, _MIN_GAP_S):
             self._missing_since = now
         elif now - self._missing_since >= max(info.lease_s, _RESTART_S):
             seconds = now - self._missing_since

@@ -28,7 +28,7 @@ from lmpool.producer.deadline import Deadline
 from lmpool.protocol.hidden import FACTS, Head, unpack_numbers, width_of
 from lmpool.protocol.prompt import DIGEST_SIZE, Prompt, decode_ids, digest_of
 from lmpool.protocol.query import (
-    MOST_ANSWER,
+    MAX_ANSWER,
     Continuation,
     FreshQuery,
     GenerateQuery,
@@ -59,7 +59,7 @@ T = TypeVar("T")
 _PARTS_AT_ONCE = 2
 
 
-_MOST_READ_IN_PLACE = 128
+_MAX_READ_IN_PLACE = 128
 """Entries of one row; for more, fetching the row costs the server less than looking each up."""
 
 
@@ -112,7 +112,7 @@ class Wanted(NamedTuple):
 async def ask_entries(session: Session, prompt: Prompt, targets: list[int], deadline: Deadline) -> Row:
     """Some entries of a row, float32 (k,)."""
     row = session.cached(prompt)
-    if row is None and len(targets) <= _MOST_READ_IN_PLACE:
+    if row is None and len(targets) <= _MAX_READ_IN_PLACE:
         wanted = WantedEntries(prompt.digest, targets)
         entries = await session.read_entries(wanted, deadline)
         if entries is None:
@@ -409,7 +409,7 @@ async def _fetch_head(session: Session, deadline: Deadline) -> Head:
     one = partial(unpack_numbers, count=1, dtype="float32")
     scale, soft_cap, has_bias = (await ask(HeadQuery("facts"), FACTS, partial(one, size=FACTS)))[0].tolist()
     bias = (await ask(HeadQuery("bias"), size, partial(one, size=size)))[0].copy() if has_bias else None
-    rows = max(1, MOST_ANSWER // width)
+    rows = max(1, MAX_ANSWER // width)
     parts = []
     # One after the other: all at once would fill the server's memory.
     for first in range(0, size, rows):

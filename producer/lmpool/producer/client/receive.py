@@ -37,10 +37,10 @@ _TRIM_AFTER = 16
 _TURNS = 4
 """Of the event loop until who has got a row has asked for the next, and that is sent."""
 
-_MOST_ROWS_AT_ONCE = 32
+_MAX_ROWS_AT_ONCE = 32
 """Rows whose entries are read together: while the server looks at some, others are answered here."""
 
-_MOST_ENTRIES_AT_ONCE = 2048
+_MAX_ENTRIES_AT_ONCE = 2048
 """Entries that are read together."""
 
 
@@ -325,7 +325,7 @@ def _portions(reads: list[_Read]) -> Iterator[list[_Read]]:
     begin = entries = 0
     for at, (wanted, _) in enumerate(reads):
         more = len(wanted.ids)
-        if at > begin and (at - begin == _MOST_ROWS_AT_ONCE or entries + more > _MOST_ENTRIES_AT_ONCE):
+        if at > begin and (at - begin == _MAX_ROWS_AT_ONCE or entries + more > _MAX_ENTRIES_AT_ONCE):
             yield reads[begin:at]
             begin = at
             entries = 0

@@ -33,9 +33,9 @@ Answer = Row | Exception
 Waiter = Callable[[Answer], None]
 """Called once, with the row or with an exception of its own; never after it was removed from its request."""
 
-_MOST_OVERWRITES = 2
-_MOST_IN_FLIGHT = 8192
-_MOST_IN_FLIGHT_BYTES = 64 * 1024 * 1024
+_MAX_OVERWRITES = 2
+_MAX_IN_FLIGHT = 8192
+_MAX_IN_FLIGHT_BYTES = 64 * 1024 * 1024
 _BUCKETS_PER_S = 100
 # What is read together, before those who wait go on: no more than is still in the processor's cache then.
 _ROWS_AT_ONCE, _BYTES_AT_ONCE = 8, 1_250_000
@@ -351,7 +351,7 @@ class PendingRequests:
             unsent: in their order; what is taken is removed. A request counts as one that the server has until it ends.
         """
         admitted = []
-        while unsent and self._in_flight < _MOST_IN_FLIGHT and self._in_flight_bytes < _MOST_IN_FLIGHT_BYTES:
+        while unsent and self._in_flight < _MAX_IN_FLIGHT and self._in_flight_bytes < _MAX_IN_FLIGHT_BYTES:
             request = unsent.popleft()
             if request.waiters:
                 admitted.append(request)
@@ -394,7 +394,7 @@ class PendingRequests:
                 continue
             if isinstance(row, CorruptRow):
                 request.damaged = True
-                if request.overwrites >= _MOST_OVERWRITES:
+                if request.overwrites >= _MAX_OVERWRITES:
                     self.resolve(request, row)
                 continue
             if not request.prompt.query:

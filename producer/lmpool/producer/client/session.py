@@ -61,9 +61,9 @@ _log = logging.getLogger("lmpool.producer")
 
 _COLLECTORS = 2
 _WATCH_S = 1.0
-_MOST_RECHECKED = 2000
+_MAX_RECHECKED = 2000
 _GOODBYE_S = 1.0
-_MOST_LOOKED_FOR = 32
+_MAX_LOOKED_FOR = 32
 _FEW = 8
 _LOOKS = 4
 
@@ -514,7 +514,7 @@ class Session:
         self._homes.has_choice = self._liveness.count > 1
         known = list(self._homes.workers)
         if known:
-            asked = random.sample(known, min(len(known), _MOST_LOOKED_FOR))
+            asked = random.sample(known, min(len(known), _MAX_LOOKED_FOR))
             self._homes.forget(await self._discovery.gone(self.info.name, asked))
 
     async def _recheck(self) -> None:
@@ -524,7 +524,7 @@ class Session:
         late = [request for request in waiting if now - request.since > _WATCH_S]
         # Not always the first ones: while these wait for long, the rows of others may be there.
         at = self._next_recheck if self._next_recheck < len(late) else 0
-        late = late[at : at + _MOST_RECHECKED]
+        late = late[at : at + _MAX_RECHECKED]
         self._next_recheck = at + len(late)
         await self._pool_cache.fetch([request.prompt.digest for request in late])
         pending = filter(self._requests.is_open, late)

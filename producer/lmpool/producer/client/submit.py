@@ -27,14 +27,14 @@ _SENDING = (Stage.SENDING, Stage.SENDING_AGAIN)
 _SENT = (*_SENDING, Stage.WAITING)
 _HARDLY_ANY, _LIKELY = 0.02, 0.5
 _HIT_RATE_WINDOW = 8
-_LEAST_PATIENCE_S, _MOST_PATIENCE_S = 5.0, 3600.0
+_MIN_PATIENCE_S, _MAX_PATIENCE_S = 5.0, 3600.0
 _UPLOAD_BYTES = 4 * 1024 * 1024
-_MOST_IDS_BYTES = 512 * 1024
+_MAX_IDS_BYTES = 512 * 1024
 _IN_THE_WAY = b"+"
 _NO_ROW = np.empty(0, np.float32)
 # Of what is known about homes: prompts, most blocks that are looked for, and tokens, of 4 bytes each.
-_MOST_HOMES = 65_536
-_MOST_BLOCKS = 8
+_MAX_HOMES = 65_536
+_MAX_BLOCKS = 8
 _BLOCK_BYTES = 16 * 4
 _END_BYTES = 64 * 4
 _FEWER_BYTES = (4, 0, 8, 12, 16)
@@ -197,7 +197,7 @@ class Homes:
             self._heads[head] = None
             self._heads.move_to_end(head)
         for entries in (known, self._heads):
-            while len(entries) > _MOST_HOMES:
+            while len(entries) > _MAX_HOMES:
                 entries.popitem(last=False)
 
     def find(self, prompt: Prompt) -> tuple[bytes, int]:
@@ -215,7 +215,7 @@ class Homes:
             if end in lengths and (home := self._workers.get(key := _key(ids, end, adapter))):
                 return home, key
         last = (size - _FEWER_BYTES[-1] - 1) // _BLOCK_BYTES * _BLOCK_BYTES
-        for end in range(last, max(0, last - _MOST_BLOCKS * _BLOCK_BYTES), -_BLOCK_BYTES):
+        for end in range(last, max(0, last - _MAX_BLOCKS * _BLOCK_BYTES), -_BLOCK_BYTES):
             if end in lengths and (home := self._workers.get(key := _key(ids, end, adapter))):
                 return home, key
         return _NO_HOME
@@ -545,8 +545,8 @@ class Submitter:
         Until the last deadline among them, and some more: who waits after that says so again every lease.
         """
         patience = max([request.until for request in requests]) - self._tasks.loop.time()
-        patience += max(2 * self._connections.model.info.lease_s, _LEAST_PATIENCE_S)
-        return int(1000 * min(max(patience, _LEAST_PATIENCE_S), _MOST_PATIENCE_S))
+        patience += max(2 * self._connections.model.info.lease_s, _MIN_PATIENCE_S)
+        return int(1000 * min(max(patience, _MIN_PATIENCE_S), _MAX_PATIENCE_S))
 
     async def _retry(self) -> None:
         waits = delays()
@@ -579,8 +579,8 @@ class Submitter:
 
     async def _cancel(self, digests: Sequence[bytes]) -> None:
         model = self._connections.model
-        for at in range(0, len(digests), scripts.MOST_AT_ONCE):
-            portion = digests[at : at + scripts.MOST_AT_ONCE]
+        for at in range(0, len(digests), scripts.MAX_AT_ONCE):
+            portion = digests[at : at + scripts.MAX_AT_ONCE]
             keys = [model.keys.jobs, model.reply, *(model.keys.waiting + digest for digest in portion)]
             await scripts.CANCEL.on(self._connections.commands.call, keys, [GROUP])
 
@@ -591,8 +591,8 @@ def _portions(requests: Sequence[PendingRequest]) -> Iterator[Sequence[PendingRe
     for at, request in enumerate(requests):
         more_weights = 0 if request.weights is None else request.weights.values.nbytes
         more_ids = len(request.prompt.ids)
-        is_much = weights_bytes + more_weights > _UPLOAD_BYTES or ids_bytes + more_ids > _MOST_IDS_BYTES
-        if at > begin and (is_much or at - begin == scripts.MOST_AT_ONCE):
+        is_much = weights_bytes + more_weights > _UPLOAD_BYTES or ids_bytes + more_ids > _MAX_IDS_BYTES
+        if at > begin and (is_much or at - begin == scripts.MAX_AT_ONCE):
             yield requests[begin:at]
             begin, weights_bytes, ids_bytes = at, 0, 0
         weights_bytes, ids_bytes = weights_bytes + more_weights, ids_bytes + more_ids

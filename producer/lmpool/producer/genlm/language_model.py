@@ -25,7 +25,7 @@ from lmpool.producer.client.session import Priority, WhenAbsent
 from lmpool.producer.client.session_per_loop import CopiedAsItself
 from lmpool.producer.deadline import check_timeout
 from lmpool.producer.genlm.connection import PREFIX, Address, Connection, Owned, PrivatePool, WorkerCommand, seconds_of
-from lmpool.producer.genlm.llm_opts import LEAST_TIMEOUT_S, check_known, command_options, split
+from lmpool.producer.genlm.llm_opts import MIN_TIMEOUT_S, check_known, command_options, split
 from lmpool.producer.tokenizer import load_tokenizer, read_tokenizer
 from lmpool.protocol.model_info import ModelInfo
 from lmpool.protocol.prompt import not_token_ids
@@ -48,7 +48,7 @@ _BACKENDS = {
 }
 _GENLM_BATCH_SIZE = 20
 # Tokens of one request: all of a long continuation may take more seconds than a request has.
-_MOST_AT_ONCE = 64
+_MAX_AT_ONCE = 64
 
 
 class UnknownLora(UnknownAdapter, ValueError):
@@ -174,7 +174,7 @@ class PooledLM(CopiedAsItself, AsyncLM):  # type: ignore[misc]  # genlm-backend 
     @timeout.setter
     def timeout(self, seconds: float) -> None:
         checked = 0.0 if seconds == 0 and seconds is not False else seconds_of(seconds)
-        if checked >= LEAST_TIMEOUT_S:
+        if checked >= MIN_TIMEOUT_S:
             self._seconds = checked
             self._address = replace(self._address, timeout=seconds)
         self._timeout = seconds
@@ -292,7 +292,7 @@ class PooledLM(CopiedAsItself, AsyncLM):  # type: ignore[misc]  # genlm-backend 
             room = producer.model.max_prompt_tokens - len(token_ids) + 1
             (made,) = await producer.generate(
                 token_ids,
-                max(1, min(max_tokens, room, _MOST_AT_ONCE)),
+                max(1, min(max_tokens, room, _MAX_AT_ONCE)),
                 # What is no token never ends it.
                 stop=sorted(end for end in ends if 0 <= end < producer.model.vocab_size),
                 temperature=temperature,

@@ -18,7 +18,7 @@ MODEL_OPTIONS = ("timeout", "cache_bytes", "tokenizer")
 POOL_OPTIONS = (*MODEL_OPTIONS, "redis", "prefix", "when_absent", "priority")
 """Options of a language model that connects to a pool that runs."""
 
-LEAST_TIMEOUT_S = 1.0
+MIN_TIMEOUT_S = 1.0
 """A smaller timeout is for how long genlm-backend waits for companions in a batch, not what a request may take."""
 
 _OPTION = re.compile(r"[a-z][a-z0-9_]*")
@@ -92,9 +92,9 @@ def command_options(given: Mapping[str, Any]) -> list[str]:
 
 def _check_timeout(given: Mapping[str, Any]) -> None:
     timeout = given.get("timeout")
-    if isinstance(timeout, (int, float)) and 0 < timeout < LEAST_TIMEOUT_S:
+    if isinstance(timeout, (int, float)) and 0 < timeout < MIN_TIMEOUT_S:
         raise SettingsError(
-            f"llm_opts: timeout = {timeout} is less than {LEAST_TIMEOUT_S:g} s: here it is what a request may "
+            f"llm_opts: timeout = {timeout} is less than {MIN_TIMEOUT_S:g} s: here it is what a request may "
             "take, not what genlm-backend waits for companions: leave it out"
         )
 

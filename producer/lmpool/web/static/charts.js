@@ -3,10 +3,10 @@
 import { bytes, count, cut, rate, seconds } from "./dom.js";
 
 const HOUR = 3600;
-const LEAST_SPAN_S = 120;
-const MOST_LINES = 8;
-const LEAST_GAP_S = 5;
-const MOST_PAUSE_S = 5;
+const MIN_SPAN_S = 120;
+const MAX_LINES = 8;
+const MIN_GAP_S = 5;
+const MAX_PAUSE_S = 5;
 const PIXELS = 250;
 const COLOURS = ["--c1", "--c2", "--c3", "--c4", "--c5", "--c6", "--c7", "--c8"];
 
@@ -23,7 +23,7 @@ const CHARTS = {
 // Columns with a missing value wherever samples are missing, so that no line is drawn across that time: the page was cut
 // off, or the service stood still. The service may take samples seldom, so a gap is much longer than the pause before it.
 export function withGaps([at, ...columns]) {
-  const isGap = (i) => i > 0 && at[i] - at[i - 1] > Math.max(LEAST_GAP_S, 3 * (at[i - 1] - (at[i - 2] ?? at[i - 1])));
+  const isGap = (i) => i > 0 && at[i] - at[i - 1] > Math.max(MIN_GAP_S, 3 * (at[i - 1] - (at[i - 2] ?? at[i - 1])));
   const gaps = at.map((_, i) => i).filter(isGap);
   if (!gaps.length) return [at, ...columns];
   const insert = (column, value) => {
@@ -79,7 +79,7 @@ export class Charts {
     if (this.at.length > HOUR) this.forgetOldest();
     // An hour is drawn with several seconds to a pixel: to draw it each second would show nothing new.
     const drawnFor = frame.at - this.drawnAt;
-    if (drawnFor >= Math.min(MOST_PAUSE_S, (frame.at - this.at[0]) / PIXELS)) this.draw();
+    if (drawnFor >= Math.min(MAX_PAUSE_S, (frame.at - this.at[0]) / PIXELS)) this.draw();
   }
 
   forgetOldest() {
@@ -91,7 +91,7 @@ export class Charts {
   draw() {
     if (document.hidden) return;
     this.drawnAt = this.at.at(-1) ?? 0;
-    const names = [...this.models.keys()].sort().slice(0, MOST_LINES);
+    const names = [...this.models.keys()].sort().slice(0, MAX_LINES);
     const wanted = JSON.stringify(names);
     if (wanted !== this.drawn) {
       for (const plot of this.plots.values()) plot.destroy();
@@ -128,7 +128,7 @@ export class Charts {
         { ...axis, size: 56, space: 34, values: written, ...(chart.incrs && { incrs: chart.incrs }) },
       ],
       scales: {
-        x: { range: (plot, first, last) => [Math.max(Math.min(first, last - LEAST_SPAN_S), last - HOUR), last] },
+        x: { range: (plot, first, last) => [Math.max(Math.min(first, last - MIN_SPAN_S), last - HOUR), last] },
         y: { range: (plot, low, high) => [0, high > 0 ? high * 1.1 : 1] },
       },
       // A swatch is a piece of the line: p50 and p99 of a model have one colour.

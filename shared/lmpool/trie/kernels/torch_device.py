@@ -35,7 +35,7 @@ FUNCTIONS = (
 )  # fmt: skip
 """What torch leaves to MKL, as its `ATen/cpu/vml.h` says; others it computes itself."""
 
-_MOST_BYTES = 1 << 29
+_MAX_BYTES = 1 << 29
 """Bytes of the pairs and blocks of the rows that go through together."""
 
 _PAIRS: dict[Op, Callable[[Tensor, Tensor], Tensor]] = {
@@ -147,7 +147,7 @@ class TorchKernels:
         check_op(op)
         self._check(weights)
         out = torch.empty((len(weights), len(self._offsets) - 1), dtype=torch.float32, device=self._device)
-        rows = max(1, _MOST_BYTES // (8 * (sum(self._sizes) + len(self._index))))
+        rows = max(1, _MAX_BYTES // (8 * (sum(self._sizes) + len(self._index))))
         for begin in range(0, len(weights), rows):
             out[begin : begin + rows] = self._reduce(op, weights[begin : begin + rows]).T
         return out

@@ -515,8 +515,8 @@ def many(count: int) -> list[bytes]:
 
 
 async def submit_many(redis: redis_async.Redis, count: int) -> None:
-    for at in range(0, count, scripts.MOST_AT_ONCE):
-        digests = many(count)[at : at + scripts.MOST_AT_ONCE]
+    for at in range(0, count, scripts.MAX_AT_ONCE):
+        digests = many(count)[at : at + scripts.MAX_AT_ONCE]
         keys = [JOBS, A, *(MODEL.waiting + digest for digest in digests)]
         await scripts.SUBMIT(redis, keys, [10_000, LIFETIME_MS, "", 0, len(digests), *digests])
 

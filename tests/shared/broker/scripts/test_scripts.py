@@ -518,7 +518,7 @@ async def test_jobs_that_are_not_finished_stay(redis: redis_async.Redis) -> None
 
 
 async def test_as_many_jobs_as_one_call_carries_pass_through_all_scripts(redis: redis_async.Redis) -> None:
-    numbers = list(range(scripts.MOST_AT_ONCE))
+    numbers = list(range(scripts.MAX_AT_ONCE))
     digests = [number.to_bytes(16, "big") for number in numbers]
     await register(redis, size=len(numbers))
     keys = [JOBS, A, *(MODEL.waiting + digest for digest in digests), *(ROWS + digest for digest in digests)]

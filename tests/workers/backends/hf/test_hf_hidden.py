@@ -47,7 +47,7 @@ SPECIAL: dict[str, PreTrainedConfig] = {
     "untied": LlamaConfig(**SHAPE, tie_word_embeddings=False),
     "bias": PhiConfig(**{**SHAPE, "hidden_size": 36}),
 }
-LEAST_KL = 1e-5
+MIN_KL = 1e-5
 
 
 def write(folder: Path, kind: str, dtype: torch.dtype) -> Path:
@@ -106,7 +106,7 @@ def test_hidden_states_and_the_head_make_the_rows_of_every_architecture(tmp_path
         assert states.dtype == (np.float16 if dtype == "float16" else np.float32)
         made = head.logprobs(states)
         loss = (np.exp(expected.astype(np.float64)) * (expected - made)).sum(axis=1)
-        assert np.abs(loss).max() < LEAST_KL
+        assert np.abs(loss).max() < MIN_KL
     backend.close()
 
 
@@ -144,12 +144,12 @@ def test_a_hidden_state_that_is_not_finite_fails_its_prompt_alone(tmp_path: Path
 
 def test_clients_make_rows_of_their_own(pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = write(tmp_path, "untied", torch.float32)
-    monkeypatch.setattr(query, "MOST_ANSWER", 33 * 20)  # The head comes in six parts.
+    monkeypatch.setattr(query, "MAX_ANSWER", 33 * 20)  # The head comes in six parts.
     pool.start("--backend", "hf", "--name", "tiny", "--device", "cpu", model=str(folder))
     text = list(range(30))
     with SyncProducer("tiny", redis=pool.url, prefix=pool.prefix, cache_bytes=0) as producer:
         assert producer.model.hidden == 33
-        monkeypatch.setattr("lmpool.producer.client.queries.MOST_ANSWER", 33 * 20)
+        monkeypatch.setattr("lmpool.producer.client.queries.MAX_ANSWER", 33 * 20)
         with ThreadPoolExecutor(4) as threads:
             head, *others = threads.map(lambda _: producer.head(), range(4))
         assert head.weights.shape == (VOCAB_SIZE, 33)
@@ -159,7 +159,7 @@ def test_clients_make_rows_of_their_own(pool: Pool, tmp_path: Path, monkeypatch:
         assert hidden.shape == (26, 33)
         rows: NDArray[Any] = np.asarray(producer.positions(text, 4, full=True))
         made: NDArray[Any] = head.logprobs(hidden)
-        assert np.abs((np.exp(rows) * (rows - made)).sum(axis=1)).max() < LEAST_KL
+        assert np.abs((np.exp(rows) * (rows - made)).sum(axis=1)).max() < MIN_KL
         # Any client may ask for the bias, of a model that has none too.
         session = producer._producer._sessions.session
         assert session is not None

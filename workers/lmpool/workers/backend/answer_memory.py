@@ -9,7 +9,7 @@ from lmpool.protocol.hidden import width_of
 from lmpool.protocol.model_info import ModelInfo
 from lmpool.workers.backend.contract import BackendJob
 
-MOST_BYTES = 256 * 2**20
+MAX_BYTES = 256 * 2**20
 """Of answers that are computed, or about to be, and not published."""
 
 _SMALL_BYTES = 64 * 2**10
@@ -76,7 +76,7 @@ class AnswerMemory:
         while waiting := self._waiting or self._waiting_bulk:
             digest = next(iter(waiting))
             size = self._bytes_of(waiting[digest])
-            if self._taken and self._taken_bytes + size > MOST_BYTES:
+            if self._taken and self._taken_bytes + size > MAX_BYTES:
                 break
             self._taken.setdefault(digest, []).append(size)
             self._taken_bytes += size

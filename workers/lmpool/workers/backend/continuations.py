@@ -15,7 +15,7 @@ from lmpool.protocol.row import Encoding, NewRows, Row, RowBlock, VectorBlock, c
 from lmpool.workers.backend.contract import QUERY_ERRORS, BackendJob, Finished, failure_of
 
 # Of one block of rows.
-_MOST_PARTS = 4
+_MAX_PARTS = 4
 
 
 @dataclass(slots=True)
@@ -169,4 +169,4 @@ def _only(block: RowBlock, rows: Sequence[int]) -> list[RowBlock]:
             runs[-1] = range(runs[-1].start, row + 1)
         else:
             runs.append(range(row, row + 1))
-    return [block.part(run) for run in runs] if len(runs) <= _MOST_PARTS else [block.select(rows)]
+    return [block.part(run) for run in runs] if len(runs) <= _MAX_PARTS else [block.select(rows)]

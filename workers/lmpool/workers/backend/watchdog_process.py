@@ -17,10 +17,10 @@ import sys
 import time
 from pathlib import Path
 
-MOST_INTERVAL_S = 1.0
+MAX_INTERVAL_S = 1.0
 """Seconds between two heartbeats of the worker, at most."""
 
-LEAST_BEATS = 8
+MIN_BEATS = 8
 """Heartbeats, at least, within the time that is allowed."""
 
 _PIPE = 0
@@ -50,7 +50,7 @@ def main(pid: int, limit_s: float, number: int) -> None:
 
 def _is_silent_for(pid: int, limit_s: float) -> bool:
     """Wait until the parent has been silent for so long while it could run; False when it has ended."""
-    pause = min(MOST_INTERVAL_S, limit_s / LEAST_BEATS)
+    pause = min(MAX_INTERVAL_S, limit_s / MIN_BEATS)
     spent, before = 0.0, time.monotonic()
     while spent < limit_s:
         has_written = bool(select.select([_PIPE], [], [], pause)[0])

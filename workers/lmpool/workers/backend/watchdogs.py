@@ -18,7 +18,7 @@ from lmpool.aio import end_tasks
 from lmpool.errors import WorkerError
 from lmpool.workers.backend import watchdog_process
 from lmpool.workers.backend.engine_thread import Call, EngineThread
-from lmpool.workers.backend.watchdog_process import LEAST_BEATS, MOST_INTERVAL_S
+from lmpool.workers.backend.watchdog_process import MAX_INTERVAL_S, MIN_BEATS
 
 EXIT_CODE = int(signal.SIGALRM)
 """How a worker exits whose event loop did not run any more: with the number of the signal that tells it to."""
@@ -50,7 +50,7 @@ class Watchdog:
         await end_tasks([self._watching])
 
     async def _watch(self) -> None:
-        pause = min(MOST_INTERVAL_S, self._limit_s / LEAST_BEATS)
+        pause = min(MAX_INTERVAL_S, self._limit_s / MIN_BEATS)
         call: Call | None = None
         spent, before = 0.0, time.monotonic()
         while call is None or spent < self._limit_s:
@@ -104,7 +104,7 @@ class ProcessWatchdog:
 
     def _send_heartbeat(self) -> None:
         # First of all: whatever happens here, there is a next time.
-        pause = min(MOST_INTERVAL_S, self._limit_s / LEAST_BEATS)
+        pause = min(MAX_INTERVAL_S, self._limit_s / MIN_BEATS)
         self._timer = asyncio.get_running_loop().call_later(pause, self._send_heartbeat)
         if is_first := not self._pipe.closed:
             try:

@@ -18,11 +18,11 @@ from lmpool.workers.backend.contract import Backend, BackendJob, check_answers
 
 _log = logging.getLogger(__name__)
 
-_MOST_STEPS = 1000
+_MAX_STEPS = 1000
 _SUM_TOLERANCE = 1e-2
 _ROW_TOLERANCE = {"float32": 2e-2, "bfloat16": 0.25, "float16": 0.1}
-_MOST_ADAPTERS = 3
-_LEAST_V = 64
+_MAX_ADAPTERS = 3
+_MIN_V = 64
 
 
 class _Prompt(NamedTuple):
@@ -39,7 +39,7 @@ def completed_info(backend: Backend) -> ModelInfo:
     _log.info("weights are loaded: computing first rows, which must be right")
     job = BackendJob(bytes(16), bytes(4))
     backend.submit([job])
-    for _ in range(_MOST_STEPS):
+    for _ in range(_MAX_STEPS):
         finished = backend.step()
         if finished.blocks:
             encoding, info = finished.blocks[0].encoding, backend.info
@@ -47,7 +47,7 @@ def completed_info(backend: Backend) -> ModelInfo:
             return replace(info, encoding=encoding.name.lower(), lossy=lossy)
         if finished.failures:
             raise WorkerError(f"the first prompt failed: {finished.failures[job.digest]}")
-    raise WorkerError(f"the first prompt was not answered within {_MOST_STEPS} steps")
+    raise WorkerError(f"the first prompt was not answered within {_MAX_STEPS} steps")
 
 
 def check_canary(backend: Backend) -> None:
@@ -67,7 +67,7 @@ def check_canary(backend: Backend) -> None:
     long = [(info.vocab_size // 3 + 7 * i) % info.vocab_size for i in range(length)]
     other = [(token + 1) % info.vocab_size for token in long]
     prompts = [_Prompt(ids) for ids in (long, long[:-1] + other[-1:], other, long[: (length + 1) // 2])]
-    prompts += [_Prompt(long, adapter) for adapter in list(backend.adapters)[:_MOST_ADAPTERS]]
+    prompts += [_Prompt(long, adapter) for adapter in list(backend.adapters)[:_MAX_ADAPTERS]]
     batched = _rows(backend, prompts, "together")
     for index, prompt in enumerate(prompts):
         alone = _rows(backend, [prompt], f"alone-{index}")[0]
@@ -81,7 +81,7 @@ def check_canary(backend: Backend) -> None:
         _check_entry(backend, long, PositionsQuery.scores_from(length - 1))
         _check_entry(backend, long, PositionsQuery(length - 2, targets=np.array(long[-1:], "<u4").tobytes()))
     # Of few tokens, rows may be alike by chance.
-    if info.vocab_size >= _LEAST_V and np.array_equal(batched[0], batched[1]):
+    if info.vocab_size >= _MIN_V and np.array_equal(batched[0], batched[1]):
         raise _wrong(backend, "two prompts whose last tokens differ have the same row")
 
 
@@ -91,7 +91,7 @@ def _check_entry(backend: Backend, ids: list[int], query: PositionsQuery) -> Non
     encoded = np.asarray(ids, "<u4").tobytes()
     job = BackendJob(digest_of(encoded, f"canary score {query.values}"), encoded, positions=query)
     backend.submit([job])
-    for _ in range(_MOST_STEPS):
+    for _ in range(_MAX_STEPS):
         finished = backend.step()
         if finished.failures:
             raise _wrong(backend, f"it fails to score a plain prompt: {next(iter(finished.failures.values()))}")
@@ -101,7 +101,7 @@ def _check_entry(backend: Backend, ids: list[int], query: PositionsQuery) -> Non
             if scores.shape != (len(query.span(len(ids))),) or not abs(scores[0] - entry) <= tolerance:
                 raise _wrong(backend, f"a token scores {scores}, and its entry in the row is {entry}")
             return
-    raise _wrong(backend, f"it has not scored a plain prompt after {_MOST_STEPS} steps")
+    raise _wrong(backend, f"it has not scored a plain prompt after {_MAX_STEPS} steps")
 
 
 def _rows(backend: Backend, prompts: Sequence[_Prompt], run: str) -> list[Row]:
@@ -113,7 +113,7 @@ def _rows(backend: Backend, prompts: Sequence[_Prompt], run: str) -> list[Row]:
     ]
     backend.submit(jobs)
     rows: dict[bytes, Row] = {}
-    for _ in range(_MOST_STEPS):
+    for _ in range(_MAX_STEPS):
         finished = backend.step()
         try:
             check_answers(finished, {job.digest for job in jobs} - rows.keys(), backend.info)
@@ -127,7 +127,7 @@ def _rows(backend: Backend, prompts: Sequence[_Prompt], run: str) -> list[Row]:
             raise _wrong(backend, f"it fails on a plain prompt: {next(iter(finished.failures.values()))}")
         if len(rows) == len(jobs):
             return [rows[job.digest] for job in jobs]
-    raise _wrong(backend, f"it has answered {len(rows)} of {len(jobs)} prompts after {_MOST_STEPS} steps")
+    raise _wrong(backend, f"it has answered {len(rows)} of {len(jobs)} prompts after {_MAX_STEPS} steps")
 
 
 def _check_distribution(backend: Backend, row: Row) -> None:

@@ -39,9 +39,9 @@ _VOLATILE = {"_name_or_path", "transformers_version", "torch_dtype", "dtype", "b
 # Copies of the weights for other programs.
 _UNWANTED = ["original/*", "onnx/*", "*.pth", "*.onnx", "*.h5", "*.msgpack", "*.ot", "*.tflite"]
 
-_MOST_CONFIG_BYTES = 1 << 26
-_MOST_NAMED = 3
-_MOST_LOOKED_AT = 1000
+_MAX_CONFIG_BYTES = 1 << 26
+_MAX_NAMED = 3
+_MAX_LOOKED_AT = 1000
 
 # 64-bit words whose sums a digest takes together: a table of rows, which fits a processor's cache.
 _ROW = 512
@@ -191,7 +191,7 @@ def check_model_path(model: str, *, has_gguf: bool = False) -> None:
         raise _not_there("model", model)
 
 
-def read_config(path: Path, field: str = "model", most_bytes: int = _MOST_CONFIG_BYTES) -> dict[str, Any]:
+def read_config(path: Path, field: str = "model", most_bytes: int = _MAX_CONFIG_BYTES) -> dict[str, Any]:
     """The object in a JSON file.
 
     Args:
@@ -274,18 +274,18 @@ def nearest_folders(model: str) -> str:
     path = Path(model).expanduser()
     parent = path.parent
     try:
-        entries = list(islice(parent.iterdir(), _MOST_LOOKED_AT))
+        entries = list(islice(parent.iterdir(), _MAX_LOOKED_AT))
         names = [entry.name for entry in entries if entry.is_dir() or entry.suffix == path.suffix == ".gguf"]
     except OSError:
         return ""
     visible = sorted(name for name in names if not name.startswith("."))
-    if nearest := get_close_matches(path.name, visible, n=_MOST_NAMED):
+    if nearest := get_close_matches(path.name, visible, n=_MAX_NAMED):
         return f"; did you mean {' or '.join(str(parent / name) for name in nearest)}?"
     # A bare name says nothing of where to look: then only what is spelt like it is worth a word.
     if not visible or "/" not in model:
         return ""
-    more = len(visible) - _MOST_NAMED
-    listed = ", ".join(str(parent / name) for name in visible[:_MOST_NAMED])
+    more = len(visible) - _MAX_NAMED
+    listed = ", ".join(str(parent / name) for name in visible[:_MAX_NAMED])
     return f"; there is {listed}{f' and {more} more' if more > 0 else ''}"
 
 
@@ -381,7 +381,7 @@ def _why_no_model(folder: Path) -> str:
         return "it holds a tokenizer and no model: config.json and weights are missing"
     inside = [entry for entry in entries if entry.is_dir() and (entry / "config.json").is_file()]
     if inside:
-        return f"it has no config.json. Models are in {', '.join(map(str, inside[:_MOST_NAMED]))}"
+        return f"it has no config.json. Models are in {', '.join(map(str, inside[:_MAX_NAMED]))}"
     return "it has no config.json: it is not the folder of a model"
 
 

@@ -36,9 +36,9 @@ FILES = (_CONFIG, WEIGHTS)
 """The files of an adapter that are read; weights in other formats may be pickles."""
 
 _DEFAULT_RANK = 8
-_MOST_CONFIG_BYTES = 1 << 20
-_MOST_HEADER_BYTES = 1 << 28
-_MOST_ADAPTER_HEADER_BYTES = 1 << 25
+_MAX_CONFIG_BYTES = 1 << 20
+_MAX_HEADER_BYTES = 1 << 28
+_MAX_ADAPTER_HEADER_BYTES = 1 << 25
 _FACTORS = (".lora_A.weight", ".lora_B.weight")
 
 PEFT_PREFIX = "base_model.model."
@@ -85,7 +85,7 @@ _MODULE_LISTS = {
     "layers_pattern": 16,
 }  # fmt: skip
 
-_MOST_PATTERNS = 1024
+_MAX_PATTERNS = 1024
 
 # What has peft copy layers of the model, import modules of any name, or load other adapters.
 _REFUSED = ("layer_replication", "megatron_config", "arrow_config")
@@ -137,13 +137,13 @@ def check_adapter(folder: Path, model: Path) -> None:
     Raises:
         SettingsError: no adapter, one of another model, or one whose config asks for too much or for patterns.
     """
-    files = {name: path for path in model.glob("*.safetensors") for name in _header(path, _MOST_HEADER_BYTES)}
+    files = {name: path for path in model.glob("*.safetensors") for name in _header(path, _MAX_HEADER_BYTES)}
     check_fit(folder, modules_of(files), str(model))
     names = {_module_of(name): name for name in files if name.endswith(".weight")}
 
     def weight_of(module: str) -> ReadRows | None:
         name = names.get(_module_of(f"{module}.weight"))
-        return None if name is None else _read_rows(files[name], name, _MOST_HEADER_BYTES)
+        return None if name is None else _read_rows(files[name], name, _MAX_HEADER_BYTES)
 
     check_base_weights(folder, weight_of, str(model))
 
@@ -152,7 +152,7 @@ def check_fit(folder: Path, modules: Collection[str], model: str) -> None:
     """As `check_adapter`, for the modules (`modules_of`) of a model; none where they are not known."""
     if not (folder / _CONFIG).is_file():
         raise SettingsError(f"adapters: {folder} holds no {_CONFIG}: is it a LoRA adapter of peft?")
-    config = read_config(folder / _CONFIG, "adapters", _MOST_CONFIG_BYTES)
+    config = read_config(folder / _CONFIG, "adapters", _MAX_CONFIG_BYTES)
     try:
         ranks = ranks_of(config)
         _check_names(config)
@@ -164,7 +164,7 @@ def check_fit(folder: Path, modules: Collection[str], model: str) -> None:
             f"adapters: {folder} holds no {WEIGHTS}, and weights in other formats are not read (they may be pickles): "
             "write it anew with peft's save_pretrained"
         )
-    tensors = _header(folder / WEIGHTS, _MOST_ADAPTER_HEADER_BYTES)
+    tensors = _header(folder / WEIGHTS, _MAX_ADAPTER_HEADER_BYTES)
     names = [name.removesuffix(end) for name in tensors for end in _FACTORS if end in name]
     unknown = [name for name in names if modules and _module_of(f"{name}.weight") not in modules]
     if unknown or not names:
@@ -186,11 +186,11 @@ def check_base_weights(folder: Path, weight_of: WeightOf, model: str) -> None:
     Raises:
         SettingsError: a weight in the file is not the model's own.
     """
-    for name, entry in _header(folder / WEIGHTS, _MOST_ADAPTER_HEADER_BYTES).items():
+    for name, entry in _header(folder / WEIGHTS, _MAX_ADAPTER_HEADER_BYTES).items():
         if not name.endswith(BASE_WEIGHT):
             continue
         module = name.removesuffix(BASE_WEIGHT).removeprefix(PEFT_PREFIX)
-        saved, own = _read_rows(folder / WEIGHTS, name, _MOST_ADAPTER_HEADER_BYTES), weight_of(module)
+        saved, own = _read_rows(folder / WEIGHTS, name, _MAX_ADAPTER_HEADER_BYTES), weight_of(module)
         if not saved or not own or not _is_copy(saved, own, entry["shape"][0]):
             raise SettingsError(
                 f"adapters: {folder} has weights of its own for {module}, which differ from those of {model}: save it "
@@ -232,7 +232,7 @@ def _read_rows(path: Path, name: str, most_header_bytes: int) -> ReadRows | None
 
 def read_adapter_config(folder: Path) -> dict[str, Any]:
     """The config of an adapter that `check_fit` has taken."""
-    return read_config(folder / _CONFIG, "adapters", _MOST_CONFIG_BYTES)
+    return read_config(folder / _CONFIG, "adapters", _MAX_CONFIG_BYTES)
 
 
 def write_adapter_config(folder: Path, config: Mapping[str, Any]) -> None:
@@ -312,7 +312,7 @@ def _pattern(config: Mapping[str, Any], field: str) -> dict[str, Any]:
     values = config.get(field) or {}
     if not isinstance(values, dict):
         raise SettingsError(f"{field} is {shown(values, 60)}: expected an object of modules' names")
-    _check_modules(field, list(values), _MOST_PATTERNS)
+    _check_modules(field, list(values), _MAX_PATTERNS)
     return values
 
 

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 
 from lmpool.errors import SettingsError
 
-_MOST_SHOWN = 300
+_MAX_SHOWN = 300
 _log = logging.getLogger(__name__)
 
 
@@ -105,7 +105,7 @@ def first_line(error: BaseException) -> str:
     text = lines[0] if lines else type(error).__name__
     if isinstance(error, KeyError):
         text = f"KeyError: {text}"  # Its message is the key alone.
-    return text if len(text) <= _MOST_SHOWN else text[: _MOST_SHOWN - 3] + "..."
+    return text if len(text) <= _MAX_SHOWN else text[: _MAX_SHOWN - 3] + "..."
 
 
 def _version_numbers(text: str) -> tuple[int, ...]:

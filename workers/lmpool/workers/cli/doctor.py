@@ -34,13 +34,13 @@ State = Literal["ok", "look", "wrong"]
 
 _PATIENCE_S = 10.0
 # Rows of V = 128,256 for some seconds of asking; below that most come and go unread.
-_LEAST_SHARED = 1 << 28
+_MIN_SHARED = 1 << 28
 # Of the memory that is made on trial.
 _TRIED_VOCABULARY, _TRIED_BYTES = 1024, 1 << 20
 # What engines use of it, beside Docker's 64 MiB.
-_TENSORS, _LEAST_FOR_TENSORS = Path("/dev/shm"), 1 << 29
+_TENSORS, _MIN_FOR_TENSORS = Path("/dev/shm"), 1 << 29
 _ENGINES = ("vllm", "sglang")
-_MOST_MODELS = 20
+_MAX_MODELS = 20
 _WEIGHTS = ("*.safetensors", "*.bin", "*.gguf", "*.pth")
 _REQUIREMENT = re.compile(r"([\w.-]+)(?:\[([\w,-]*)\])?([^;]*)(?:;.*?extra\s*==\s*['\"]([\w-]+)['\"])?")
 _CLAUSE = re.compile(r"(>=|<=|==|<|>)\s*(\d+(?:\.\d+)*)")
@@ -216,7 +216,7 @@ async def _reached(server: Server, client: Redis, named: str, keys: Keys) -> lis
 async def _served(client: Redis, keys: Keys) -> Finding:
     infos = await read_infos(client, keys)
     names = sorted(name.decode("utf-8", "replace") for name in infos)
-    workers = {name: (await read_alive(client, keys.model(name))).serving for name in names[:_MOST_MODELS]}
+    workers = {name: (await read_alive(client, keys.model(name))).serving for name in names[:_MAX_MODELS]}
     if not any(workers.values()):
         what = f"no live worker of {', '.join(workers)}" if workers else f"none under the prefix {keys.prefix!r}"
         return Finding("models", "look", what, "start a worker: `lmpool worker MODEL`, or `lmpool up MODEL`")
@@ -233,7 +233,7 @@ def _machine() -> Iterator[Finding]:
     with suppress(OSError):
         room = shutil.disk_usage(_TENSORS).total
         engines = [name for name in _ENGINES if _version(name)]
-        if engines and room < _LEAST_FOR_TENSORS:
+        if engines and room < _MIN_FOR_TENSORS:
             yield Finding(
                 str(_TENSORS), "look", f"{_size(room)}, where {' and '.join(engines)} may exchange tensors",
                 "docker run --shm-size 1g; rows need none of it",
@@ -256,7 +256,7 @@ def _shared_memory() -> Finding:
         segment.close()
     size = default_size()
     found = f"{_size(size)} for the next worker, an eighth of what is free; sockets in {place}, {there} of them now"
-    if size < _LEAST_SHARED:
+    if size < _MIN_SHARED:
         return Finding("shared memory", "look", found, "rows are soon replaced there: free memory, or say --shm-bytes")
     return Finding("shared memory", "ok", found)
 

@@ -27,9 +27,9 @@ _PATIENCE_S = 10.0
 # One that has served for so long starts with a short pause again, should it end.
 _LONG_LIFE_S = 60.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 30.0
-_MOST_QUICK_DEATHS = 5
+_MAX_QUICK_DEATHS = 5
 _REFUSED, _GAVE_UP = 2, 1
-_MOST_READ = 1 << 16
+_MAX_READ = 1 << 16
 # For the rest of what a worker has printed that has ended: what it has started may hold its output open.
 _REST_S = 1.0
 
@@ -107,7 +107,7 @@ class Restarts:
             self._pause, self.deaths = _FIRST_PAUSE_S, 0
         else:
             self.deaths += 1
-        if self.deaths >= _MOST_QUICK_DEATHS:
+        if self.deaths >= _MAX_QUICK_DEATHS:
             return None
         pause, self._pause = self._pause, min(2 * self._pause, _LONGEST_PAUSE_S)
         return pause
@@ -285,7 +285,7 @@ class WorkerProcesses:
             lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(output, "rb", buffering=0, closefd=False)
         )
         try:
-            while printed := await reader.read(_MOST_READ):
+            while printed := await reader.read(_MAX_READ):
                 self._print(prefix, lines.add(printed))
         finally:
             transport.close()

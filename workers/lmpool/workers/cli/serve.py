@@ -37,7 +37,7 @@ _HUNG = 2
 _WITHOUT_SERVER = 1
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = -1, -2, -4
 _PAUSE_S = 5.0
-_MOST_KINDS = 1000
+_MAX_KINDS = 1000
 _DIGITS = re.compile(r"\d+")
 
 
@@ -258,7 +258,7 @@ class RepeatFilter(logging.Filter):
         if now - self._shown_at.get(kind, -self._pause_s) < self._pause_s:
             self._left_out[kind] = self._left_out.get(kind, 0) + 1
             return False
-        if len(self._shown_at) >= _MOST_KINDS:
+        if len(self._shown_at) >= _MAX_KINDS:
             self._shown_at.clear()
             self._left_out.clear()
         self._shown_at[kind] = now

@@ -44,7 +44,7 @@ _USERS = "users.lock"
 # The bytes of that file: one is held by whoever uses the server, the other by whoever is about to stop using it.
 _USING, _LEAVING = 0, 1
 # A server that ends again so soon after it was started again would do so for ever.
-_LEAST_LIFE_S = 60.0
+_MIN_LIFE_S = 60.0
 _POLL_S = 0.1
 # What the supervisor says of its start, unless it says what went wrong.
 _STARTED, _RUNNING = "started", "running"
@@ -153,13 +153,13 @@ class SharedServer:
         return False
 
     def _watch(self, give_up: Callable[[str], None]) -> None:
-        started_at = -_LEAST_LIFE_S
+        started_at = -_MIN_LIFE_S
         while True:
             reason = self._await_end()
             if self._is_leaving:
                 return
-            if time.monotonic() - started_at < _LEAST_LIFE_S:
-                give_up(f"{reason}; it had been started again less than {_LEAST_LIFE_S:g} s before")
+            if time.monotonic() - started_at < _MIN_LIFE_S:
+                give_up(f"{reason}; it had been started again less than {_MIN_LIFE_S:g} s before")
                 return
             _log.warning("%s; starting it again: what it had cached is lost", reason)
             try:

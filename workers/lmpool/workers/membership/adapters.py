@@ -33,8 +33,8 @@ from lmpool.workers.settings import WorkerSettings
 _log = logging.getLogger("lmpool.worker")
 
 _MB = 1_000_000
-_LEAST_MEMORY_S = 600.0
-_MOST_WORKERS = 4096
+_MIN_MEMORY_S = 600.0
+_MAX_WORKERS = 4096
 # One may have been ended by something else just then.
 _ENOUGH = 2
 _CHECK_S = 0.5
@@ -139,7 +139,7 @@ class AdapterTrials:
         self._worker_id = worker_id
         self._lease_ms = int(settings.lease_s * 1000)
         # Longer than some loads that hang take until their workers end.
-        self._memory_ms = int(1000 * max(_LEAST_MEMORY_S, 4 * settings.step_timeout_s))
+        self._memory_ms = int(1000 * max(_MIN_MEMORY_S, 4 * settings.step_timeout_s))
         self._noted_key = b""
 
     @asynccontextmanager
@@ -200,7 +200,7 @@ class AdapterTrials:
 
     async def _begin(self, key: bytes, how: Literal["alone", "any", "anyway"]) -> list[str] | None:
         """Note a load; when that is refused, the workers that should have ended theirs by now."""
-        args = [self._worker_id, how, self._lease_ms, self._memory_ms, _MOST_WORKERS]
+        args = [self._worker_id, how, self._lease_ms, self._memory_ms, _MAX_WORKERS]
         is_noted, *old = await scripts.TRIAL(self._redis, [key], args)
         if is_noted:
             self._noted_key = key

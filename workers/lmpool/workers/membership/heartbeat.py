@@ -40,7 +40,7 @@ _log = logging.getLogger("lmpool.worker")
 _MEMBERS_TTL_MS = 2 * 3_600_000
 # How long the queue and the dead letters of a model that nobody serves are kept: longer than any request waits.
 _QUEUE_TTL_MS = 7 * 24 * 3_600_000
-_MOST_SWEPT = 200
+_MAX_SWEPT = 200
 _SAY_EVERY_S = 30.0
 # Changed files that a heartbeat and the log name; more would fill a line.
 _MAX_NAMED_FILES = 3
@@ -281,14 +281,14 @@ class Heartbeat:
         """Drop the consumers of workers whose deadline has passed, and of these; see `sweep`."""
         keys = self._model
         swept = [keys.jobs, keys.workers, keys.capacity, keys.virtual_time]
-        args = [GROUP, _MOST_SWEPT, _MEMBERS_TTL_MS, int(is_checker), *worker_ids]
+        args = [GROUP, _MAX_SWEPT, _MEMBERS_TTL_MS, int(is_checker), *worker_ids]
         _, has_unknown, moved = await scripts.REMOVE_GONE(self._redis, swept, args)
         while moved:
             _, _, moved = await scripts.REMOVE_GONE(self._redis, swept, args)
         if has_unknown:
             consumers, lease_ms = await read_consumers(self._redis, keys), int(self._info.lease_s * 1000)
-            for at in range(0, len(consumers), scripts.MOST_AT_ONCE):
-                part = consumers[at : at + scripts.MOST_AT_ONCE]
+            for at in range(0, len(consumers), scripts.MAX_AT_ONCE):
+                part = consumers[at : at + scripts.MAX_AT_ONCE]
                 await scripts.ADD_DEADLINES(self._redis, [keys.workers], [lease_ms, _MEMBERS_TTL_MS, *part])
 
     async def _forget(self, model: str, seen: bytes | str, field: bytes | None = None) -> None:
@@ -482,7 +482,7 @@ class Loading:
         loading = self._keys.loading()
         if random.random() * await self._redis.hlen(loading) >= 1:
             return
-        for worker_id in cast(list[bytes], await self._redis.hrandfield(loading, _MOST_SWEPT) or []):
+        for worker_id in cast(list[bytes], await self._redis.hrandfield(loading, _MAX_SWEPT) or []):
             # What is no UTF-8 names no worker.
             if not await self._redis.exists(self._keys.worker(worker_id.decode("utf-8", "replace"))):
                 await self._redis.hdel(loading, worker_id)

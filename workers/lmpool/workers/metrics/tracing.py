@@ -16,9 +16,9 @@ from lmpool.protocol.job import Job, TracedJob
 
 _log = logging.getLogger("lmpool.worker")
 
-_MOST_TRACEPARENT = 512
+_MAX_TRACEPARENT = 512
 # As many as the SDK keeps of one span, unless it is told otherwise.
-_MOST_LINKS = 128
+_MAX_LINKS = 128
 _FLUSH_S = 5.0
 
 
@@ -79,7 +79,7 @@ class JobTraces:
             message: as the client has sent it, or somebody hostile.
             queued_ms: when it was queued, in ms since 1970, by this machine's clock.
         """
-        if not isinstance(message, TracedJob) or not 0 < len(message.traceparent) <= _MOST_TRACEPARENT:
+        if not isinstance(message, TracedJob) or not 0 < len(message.traceparent) <= _MAX_TRACEPARENT:
             return None
         context = self._propagator.extract({"traceparent": message.traceparent}, context=self._new_context())
         if not self._api.get_current_span(context).get_span_context().is_valid:
@@ -101,7 +101,7 @@ class JobTraces:
         clients = [self._api.get_current_span(trace.context).get_span_context() for trace in traces]
         batch = None
         if any(client.trace_flags.sampled for client in clients):
-            links = [self._api.Link(client) for client in clients[:_MOST_LINKS]]
+            links = [self._api.Link(client) for client in clients[:_MAX_LINKS]]
             attributes = {**self._attributes, "messaging.batch.message_count": prompts}
             span = self._tracer.start_span(
                 "lmpool.batch", self._new_context(), attributes=attributes, links=links, start_time=began

@@ -53,20 +53,20 @@ STALE_S = 1.0
 
 _log = logging.getLogger("lmpool.worker")
 
-_MOST_MS_DIGITS = 15
-_EVER_MS = 10**_MOST_MS_DIGITS
+_MAX_MS_DIGITS = 15
+_EVER_MS = 10**_MAX_MS_DIGITS
 # A server's clock that is set back by less leaves the queue alone.
-_MOST_AHEAD_MS = 3_600_000
-_MOST_CLAIMED_BYTES = 512 * 1024
+_MAX_AHEAD_MS = 3_600_000
+_MAX_CLAIMED_BYTES = 512 * 1024
 _CURSOR_TTL_MS = 3_600_000
 _LONG_SILENT_MS = int(LIMITS["lease_s"][1] * 1000)
 _REASONS_TTL_MS = 3_600_000
-_MOST_REASONS = 1000
-_MOST_REASON_TEXT = 500
+_MAX_REASONS = 1000
+_MAX_REASON_TEXT = 500
 _UNKNOWN_DIGEST = bytes(16)
 # For how long what is at its home waits there before another worker takes it, which computes it from the beginning.
-_LEAST_PATIENCE_S = 0.25
-_MOST_PATIENCE_S = 60.0
+_MIN_PATIENCE_S = 0.25
+_MAX_PATIENCE_S = 60.0
 _PATIENT_STEPS = 4
 
 
@@ -211,8 +211,8 @@ class UnwantedJobs:
             the entry ids of those that were removed.
         """
         removed: set[bytes] = set()
-        for at in range(0, len(jobs), scripts.MOST_AT_ONCE):
-            part = jobs[at : at + scripts.MOST_AT_ONCE]
+        for at in range(0, len(jobs), scripts.MAX_AT_ONCE):
+            part = jobs[at : at + scripts.MAX_AT_ONCE]
             keys = [self._keys.jobs, *(self._keys.waiting + job.digest for job in part)]
             args = [value for job in part for value in (job.entry_id, _until_ms(job))]
             try:
@@ -306,7 +306,7 @@ class Consumer:
     async def keep_queue(self) -> None:
         """Have the queue not expire, and replace streams whose ids have run ahead of the clock (`keep_queue.lua`)."""
         for keys in (self._keys.queue, (self._lane,)):
-            dropped = await scripts.KEEP_QUEUE(self._redis, keys, [GROUP, _MOST_AHEAD_MS])
+            dropped = await scripts.KEEP_QUEUE(self._redis, keys, [GROUP, _MAX_AHEAD_MS])
             if dropped >= 0:
                 _log.warning(
                     "the job stream of %r was replaced: somebody has added an entry with an id of their own; "
@@ -386,8 +386,8 @@ class Consumer:
             step_s: how long a step takes here, and so most likely there.
         """
         # Before its first step a worker does not know.
-        patience_s = _LEAST_PATIENCE_S if step_s == math.inf else max(_LEAST_PATIENCE_S, _PATIENT_STEPS * step_s)
-        patience_ms = int(1000 * min(_MOST_PATIENCE_S, patience_s))
+        patience_s = _MIN_PATIENCE_S if step_s == math.inf else max(_MIN_PATIENCE_S, _PATIENT_STEPS * step_s)
+        patience_ms = int(1000 * min(_MAX_PATIENCE_S, patience_s))
         stolen = int(await scripts.STEAL(self._redis, [self._keys.jobs], [self._worker_id, count, patience_ms]))
         self.is_alone = stolen < 0
         self._counters.stolen += max(0, stolen)
@@ -424,7 +424,7 @@ class Consumer:
                 count,
                 int(not in_flight),
                 MAX_JOB_BYTES,
-                _MOST_CLAIMED_BYTES,
+                _MAX_CLAIMED_BYTES,
                 _CURSOR_TTL_MS,
                 *in_flight,
             ],
@@ -459,8 +459,8 @@ class Consumer:
 
     async def renew(self, entry_ids: Sequence[bytes]) -> None:
         """Keep the leases of entries that this worker holds."""
-        for at in range(0, len(entry_ids), scripts.MOST_AT_ONCE):
-            part = entry_ids[at : at + scripts.MOST_AT_ONCE]
+        for at in range(0, len(entry_ids), scripts.MAX_AT_ONCE):
+            part = entry_ids[at : at + scripts.MAX_AT_ONCE]
             await scripts.RENEW(self._redis, [self._keys.jobs], [GROUP, self._worker_id, *part])
 
     async def hand_back(self, reason: str, in_flight: Iterable[bytes]) -> int:
@@ -474,8 +474,8 @@ class Consumer:
         """
         await self.close_lane()
         # As long as any lease may be: workers of one model may have different ones.
-        head = [GROUP, self._worker_id, _LONG_SILENT_MS, scripts.MOST_AT_ONCE]
-        tail = [self._max_deliveries, reason[:_MOST_REASON_TEXT], _REASONS_TTL_MS, _MOST_REASONS]
+        head = [GROUP, self._worker_id, _LONG_SILENT_MS, scripts.MAX_AT_ONCE]
+        tail = [self._max_deliveries, reason[:_MAX_REASON_TEXT], _REASONS_TTL_MS, _MAX_REASONS]
         count = 0
         for of_lane in {b"", self._of_lane, *(b"".join(entry.partition(b" ")[1:]) for entry in in_flight)}:
             keys, begin = [self._keys.lane(of_lane[1:]) if of_lane else self._keys.jobs, self._keys.reasons], b"-"
@@ -544,7 +544,7 @@ def _dead(entry_id: bytes, digest: bytes, failure: Failure) -> InFlightJob:
 
 def _milliseconds(value: bytes) -> int:
     """What a field of an entry says; for ever when it holds no milliseconds."""
-    return int(value) if value.isdigit() and len(value) <= _MOST_MS_DIGITS else _EVER_MS
+    return int(value) if value.isdigit() and len(value) <= _MAX_MS_DIGITS else _EVER_MS
 
 
 def _queued_ms(entry_id: bytes) -> int:

@@ -284,7 +284,7 @@ class Publisher:
         """
         left: list[InFlightJob] = []
         elsewhere: list[InFlightJob] = []
-        parts = [jobs[at : at + scripts.MOST_AT_ONCE] for at in range(0, len(jobs), scripts.MOST_AT_ONCE)]
+        parts = [jobs[at : at + scripts.MAX_AT_ONCE] for at in range(0, len(jobs), scripts.MAX_AT_ONCE)]
         while parts:
             part = parts.pop(0)
             keys = [self._keys.jobs, self._keys.dead]

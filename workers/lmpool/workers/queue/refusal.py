@@ -8,7 +8,7 @@ from lmpool.protocol.hidden import width_of
 from lmpool.protocol.job import Failure, Job
 from lmpool.protocol.model_info import ModelInfo
 from lmpool.protocol.prompt import check_encoded
-from lmpool.protocol.query import MOST_ANSWER, GenerateQuery, HeadQuery, PositionsQuery, Query, TopQuery, TrieQuery
+from lmpool.protocol.query import MAX_ANSWER, GenerateQuery, HeadQuery, PositionsQuery, Query, TopQuery, TrieQuery
 from lmpool.settings import shown
 
 
@@ -65,7 +65,7 @@ def _head_refusal(query: HeadQuery, info: ModelInfo) -> Failure | None:
         return Failure(SourceMissing.__name__, "this worker does not tell the model's head")
     rows = query.first + query.count
     is_whole = query.part != "weights" or (query.count > 0 and rows <= info.vocab_size)
-    if not is_whole or query.count * width_of(info.hidden, info.dtype) > MOST_ANSWER:
+    if not is_whole or query.count * width_of(info.hidden, info.dtype) > MAX_ANSWER:
         text = f"{query.count} rows of the head from {query.first} on: it has {info.vocab_size}, or these are too many"
         return Failure(ProtocolError.__name__, text)
     return None

@@ -60,9 +60,9 @@ _log = logging.getLogger("lmpool.worker")
 _NONCE_SIZE = 8
 # What is allocated and touched at a time, between looks whether that is still wanted.
 _STEP = 64 * 2**20
-_LEAST_SLOTS, _MOST_SLOTS = 64, 16_384
+_MIN_SLOTS, _MAX_SLOTS = 64, 16_384
 # Of what is free: other workers come, and others use the folder and the memory too.
-_SHARE, _MOST_DEFAULT = 8, 4 * 2**30
+_SHARE, _MAX_DEFAULT = 8, 4 * 2**30
 _LOOK_S = 1.0
 _CONNECT_S = 0.1
 _BACKLOG = 64
@@ -364,8 +364,8 @@ def make_segment(fingerprint: str, vocab_size: int, size: int, is_wanted: Callab
     """
     row = encoded_size(vocab_size, Encoding.F32)
     stride = rounded_up(SLOT.size + rounded_up(row, WORD), PAGE)
-    slots = min(_MOST_SLOTS, size // stride)
-    if slots < _LEAST_SLOTS:
+    slots = min(_MAX_SLOTS, size // stride)
+    if slots < _MIN_SLOTS:
         return None
     # On average two entries of eight are taken.
     layout = Layout(
@@ -424,7 +424,7 @@ def remove_abandoned(place: Path) -> None:
 def default_size() -> int:
     """Bytes that a segment has of what is free; 0 where nobody knows."""
     try:
-        return max(0, min(free_bytes() // _SHARE, _MOST_DEFAULT))
+        return max(0, min(free_bytes() // _SHARE, _MAX_DEFAULT))
     except OSError:
         return 0
 
@@ -513,7 +513,7 @@ class SegmentWriter:
                 _log.info("rows for this machine: %d of them in shared memory", segment.slots)
             elif self._is_wanted:
                 row = encoded_size(info.vocab_size, Encoding.F32)
-                self._give_up(f"{self._size} bytes hold fewer than {_LEAST_SLOTS} rows of {row} bytes")
+                self._give_up(f"{self._size} bytes hold fewer than {_MIN_SLOTS} rows of {row} bytes")
 
     def _give_up(self, why: str) -> None:
         self._is_wanted = False

@@ -11,7 +11,7 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 import numpy as np
 
 from lmpool.broker.connection import reply_timeout
-from lmpool.broker.registries import MOST_BYTES, unpack_known
+from lmpool.broker.registries import MAX_BYTES, unpack_known
 from lmpool.broker.server import Server
 from lmpool.errors import InvalidWeights, LMPoolError, UnknownVocabulary
 from lmpool.protocol.job import Failure
@@ -159,7 +159,7 @@ class TrieInputs:
         self._tries = ByteLRU[str, LazyTrie](settings.trie_mb * 2**20)
         # Apart from the vocabularies: what is stored as a row or as weights may not be as large as these.
         self._sources = Sources(server, keys, reply_timeout(settings.lease_s), segments)
-        self._vocabularies = RowConnections(server, MOST_BYTES, reply_timeout(settings.lease_s))
+        self._vocabularies = RowConnections(server, MAX_BYTES, reply_timeout(settings.lease_s))
         self._counters = counters or Counters()
         self._values = ValuesCache(settings.trie_values_mb * 2**20)
 
@@ -236,7 +236,7 @@ class TrieInputs:
         key = self._keys.vocabulary(digest)
         ((connection, _),) = await self._vocabularies.of([key])
         # Not GET: a value that is too large would end the connection.
-        (data,) = await connection.get_ranges([key], [MOST_BYTES])
+        (data,) = await connection.get_ranges([key], [MAX_BYTES])
         packed = bytes(data) if isinstance(data, (bytes, np.ndarray)) else b""
         try:
             # In a thread, for a large one takes long.

@@ -16,7 +16,7 @@ local WITHOUT_WORKERS = 128
 -- How many more jobs a client that asks alone may have there, and how large each of these may be: what can soon be taken
 -- back.
 local SOLE_EXTRA = 2000
-local SOLE_MOST_BYTES = 8192
+local SOLE_MAX_BYTES = 8192
 local SOLE_CLIENT_MS = 3600000
 -- For how long a bulk client does not ask alone after it has given way: as long as workers expect more prompts of interactive
 -- clients (QUIET_S of yielding.py).

@@ -35,8 +35,8 @@
 -- include moving
 
 -- How much one call moves up.
-local MOST_MOVED, MOST_MOVED_BYTES = 128, 524288
-local PART_MOVED, MOST_AT_ONCE = 32, 500
+local MAX_MOVED, MAX_MOVED_BYTES = 128, 524288
+local PART_MOVED, MAX_AT_ONCE = 32, 500
 -- The value of "sole_client" when nothing is to be taken back.
 local NO_SOLE_CLIENT, UNKNOWN = '', '?'
 -- Where the start times of each kind begin and end; those of rows stay below, and the 14 digits that Lua writes are enough.
@@ -86,8 +86,8 @@ end
 -- Put jobs into the backlog: start times and digests, and digests and what is stored of their jobs, one after the other.
 local function to_backlog(order, stored)
   count_at('HLEN', backlog_jobs)
-  for at = 1, #order, MOST_AT_ONCE do
-    local last = math.min(#order, at + MOST_AT_ONCE - 1)
+  for at = 1, #order, MAX_AT_ONCE do
+    local last = math.min(#order, at + MAX_AT_ONCE - 1)
     redis.call('ZADD', backlog, unpack(order, at, last))
     redis.call('HSET', backlog_jobs, unpack(stored, at, last))
   end
@@ -129,7 +129,7 @@ local function take_back(excess, client)
       place(waiting_for .. job.digest, LATER, job.lifetime)
     end
   end
-  local most = math.min(excess, MOST_MOVED_AT_ONCE)
+  local most = math.min(excess, MAX_MOVED_AT_ONCE)
   local taken, seen = find_to_move(nil, most, true, can_go_back)
   local moved = {{nil, taken}}
   store(taken, 0)
@@ -302,7 +302,7 @@ local function move_up(ended)
       return true
     end
   end
-  local budget = {count = MOST_MOVED, bytes = MOST_MOVED_BYTES}
+  local budget = {count = MAX_MOVED, bytes = MAX_MOVED_BYTES}
   local of_bulk, of_continued = count_of(BULK), count_of(CONTINUED)
   local of_others = in_backlog - of_bulk - of_continued
   local most, by_turns = math.max(0, math.min(free, of_others)), {}
@@ -322,8 +322,8 @@ local function move_up(ended)
   continued_free = free_of(CONTINUED, continued_free, of_continued)
   bulk_free = free_of(BULK, bulk_free, of_bulk)
   if most > 0 then
-    open_lanes(math.min(most, MOST_MOVED))
-    level_lanes(math.min(most, MOST_MOVED))
+    open_lanes(math.min(most, MAX_MOVED))
+    level_lanes(math.min(most, MAX_MOVED))
     local function move_kind(kind, kind_free, there)
       local added, left, more_tokens = move_some(kind_free, there, budget, kind)
       if kind and by_turns[kind] and more_tokens > 0 then

@@ -16,7 +16,7 @@
 -- include streams
 -- include time
 
-local FACTOR, SLACK, UNEVEN, MOST_READ, MORE, LONGEST = 1.25, 2, 0.5, 1000, 8, 100000
+local FACTOR, SLACK, UNEVEN, MAX_READ, MORE, LONGEST = 1.25, 2, 0.5, 1000, 8, 100000
 -- By worker: whether it takes jobs; how long its lane will be; how many jobs this call has added.
 local open, length, added = {}, {}, {}
 -- The workers with the shortest lanes; and by length, those whose lanes have been as long, from the shortest to the longest.
@@ -56,7 +56,7 @@ local function open_lanes(count)
   shortest, length, level, lowest, highest = {}, {}, {}, 0, -1
   mean = (in_lanes() + count) / worker_count
   longest_allowed = FACTOR * mean + SLACK
-  local scores = redis.pcall('ZRANGE', lanes, 0, math.min(count, MOST_READ) + MORE, 'WITHSCORES')
+  local scores = redis.pcall('ZRANGE', lanes, 0, math.min(count, MAX_READ) + MORE, 'WITHSCORES')
   for at = 1, #scores, 2 do
     if scores[at] ~= '' then
       shortest[#shortest + 1], length[scores[at]] = scores[at], read_length(scores[at + 1])

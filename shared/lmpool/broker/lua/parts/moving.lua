@@ -4,9 +4,9 @@
 -- include waiting
 
 -- How many entries are read at a time, for each may be large; how many of a stream are moved; digits of a time in ms; a digest.
-local PART, MOST_MOVED_AT_ONCE, MOST_DIGITS, DIGEST_BYTES = 4, 128, 15, 16
+local PART, MAX_MOVED_AT_ONCE, MAX_DIGITS, DIGEST_BYTES = 4, 128, 15, 16
 -- At how many lanes one call looks.
-local MOST_LANES = 8
+local MAX_LANES = 8
 -- How many bytes this call may still move.
 local bytes_left = 524288
 
@@ -14,8 +14,8 @@ local bytes_left = 524288
 local function longest_lanes()
   local workers = {}
   -- One more: the sum stands among them.
-  for _, worker in ipairs(redis.pcall('ZREVRANGE', lanes, 0, MOST_LANES)) do
-    if worker ~= '' and #workers < MOST_LANES then
+  for _, worker in ipairs(redis.pcall('ZREVRANGE', lanes, 0, MAX_LANES)) do
+    if worker ~= '' and #workers < MAX_LANES then
       workers[#workers + 1] = worker
     end
   end
@@ -29,7 +29,7 @@ local function read_entry(entry, suffix)
     values[entry[2][at]] = entry[2][at + 1]
   end
   local lifetime, digest = string.match(values.u or '', '^(%d+) (.+)$')
-  local is_known = digest and #lifetime <= MOST_DIGITS and #digest == DIGEST_BYTES
+  local is_known = digest and #lifetime <= MAX_DIGITS and #digest == DIGEST_BYTES
   local since = string.match(values.t or entry[1], '^%d+') or '0'
   return {
     entry = entry[1] .. suffix, job = values.m or '', since = since, home = values.h or '',
@@ -48,7 +48,7 @@ local function find_to_move(worker, most, is_from_end, judge)
   end
   local first, last = '(' .. group_at(stream)['last-delivered-id'], '+'
   local taken, seen, goes = {}, 0, true
-  most = math.min(most, MOST_MOVED_AT_ONCE)
+  most = math.min(most, MAX_MOVED_AT_ONCE)
   while goes ~= nil and seen < most and bytes_left > 0 do
     local count, part = math.min(most - seen, seen + 1, PART), nil
     if is_from_end then

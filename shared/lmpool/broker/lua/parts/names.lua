@@ -14,4 +14,4 @@ local lanes, lane_of, deadlines = base .. ':lanes', base .. ':lane:', base .. ':
 local waiting_for, replies, bulk_replies = base .. ':waiting:', base .. ':reply', base .. ':reply:bulk:'
 -- Messages in a reply stream beyond which further ones carry no rows, for their client does not read, or may not remove what it
 -- has read; and bytes of rows in one message.
-local MOST_WITH_ROWS, MOST_CARRIED = 64, 65536
+local MAX_WITH_ROWS, MAX_CARRIED = 64, 65536

@@ -3,9 +3,9 @@
 --
 -- What stands in a waiting key may be anything, and so may what is there as a reply stream: it is passed over or replaced.
 
-local DIGEST, MOST_CLIENTS = 16, 10000
+local DIGEST, MAX_CLIENTS = 16, 10000
 -- Clients that one call notifies: beyond it no more prompts are begun.
-local MOST_NOTIFIED = 250
+local MAX_NOTIFIED = 250
 -- Reply key -> digests of one message that it is to get; reply key -> those of another message, which carries something of each
 -- of their rows, and that; reply key -> true where a message was added; and how many clients have been gone through.
 local done, carrying, carried, notified, seen_clients = {}, {}, {}, {}, 0
@@ -48,16 +48,16 @@ end
 -- gives them the part of its row that is to be carried: its place in shared memory of a host, or where that is "" all of it.
 -- Returns whether all of them have been gone through, and whether there is one on another host.
 local function notify_all(waiting, sole, failure, part, host)
-  if seen_clients >= MOST_NOTIFIED then
+  if seen_clients >= MAX_NOTIFIED then
     return false
   end
   local digest, clients, is_whole = string.sub(waiting, -DIGEST), nil, true
   if not sole then
     -- Not HKEYS: there may be any number. Nor HSCAN, which has nothing to show for long where many have been removed.
-    clients = redis.pcall('HRANDFIELD', waiting, MOST_NOTIFIED) or {}
-    is_whole = #clients < MOST_NOTIFIED
+    clients = redis.pcall('HRANDFIELD', waiting, MAX_NOTIFIED) or {}
+    is_whole = #clients < MAX_NOTIFIED
     -- So many clients do not wait for one prompt; if they did, they would find the row by looking.
-    if not is_whole and redis.call('HLEN', waiting) > MOST_CLIENTS then
+    if not is_whole and redis.call('HLEN', waiting) > MAX_CLIENTS then
       return true
     end
   elseif not failure and (not part or host == '' or string.sub(sole, -#host) == host) then
@@ -98,9 +98,9 @@ local function notify_gathered(name, ...)
   end
   for reply, digests in pairs(carrying) do
     local parts = table.concat(carried[reply])
-    local unread = name == 'v' and (tonumber(redis.pcall('XLEN', reply)) or MOST_WITH_ROWS) or 0
+    local unread = name == 'v' and (tonumber(redis.pcall('XLEN', reply)) or MAX_WITH_ROWS) or 0
     -- So of a client that does not read there is no more than a few MB.
-    if name ~= 'v' or #parts <= MOST_CARRIED and unread < MOST_WITH_ROWS then
+    if name ~= 'v' or #parts <= MAX_CARRIED and unread < MAX_WITH_ROWS then
       notify(reply, 'd', table.concat(digests), name, parts, ...)
     else
       notify(reply, 'd', table.concat(digests), ...)

@@ -27,16 +27,16 @@
 local cursor, group, consumer, lease = KEYS[2], ARGV[1], ARGV[2], tonumber(ARGV[3])
 local most, want, idle = tonumber(ARGV[4]), tonumber(ARGV[5]), ARGV[6] == '1'
 local largest, free_bytes = tonumber(ARGV[7]), tonumber(ARGV[8])
-local MOST_SHORT, MOST_TAKEN, MOST_LANES, MOST_CLIENTS, FIRST = 64, 128, 8, 32, '-'
+local MAX_SHORT, MAX_TAKEN, MAX_LANES, MAX_CLIENTS, FIRST = 64, 128, 8, 32, '-'
 -- Twice this worker's share of all that is held, so that all together see everything between two calls of one.
-local LEAST_PART, MOST_PART = 50, 500
+local MIN_PART, MAX_PART = 50, 500
 local own = {}
 for at = 10, #ARGV do
   own[ARGV[at]] = true
 end
 local pending, workers = group_at(jobs).pending, math.max(1, worker_count)
-local part = math.max(LEAST_PART, math.min(MOST_PART, math.ceil(2 * pending / workers)))
-want = math.min(want, MOST_TAKEN)
+local part = math.max(MIN_PART, math.min(MAX_PART, math.ceil(2 * pending / workers)))
+want = math.min(want, MAX_TAKEN)
 local taken, is_alone = {}, false
 local function field(fields, name)
   for at = 1, #fields, 2 do
@@ -47,7 +47,7 @@ local function field(fields, name)
   return ''
 end
 local function short(value)
-  return #value <= MOST_SHORT and value or ''
+  return #value <= MAX_SHORT and value or ''
 end
 
 -- Whether a job that a bulk client has queued is waited for by others too: submit.lua leaves those alone that a worker has, for
@@ -56,7 +56,7 @@ local function is_joined(lifetime)
   local digest = string.match(lifetime, '^%d+ (.+)$')
   local waiting = waiting_for .. (digest or '')
   local _, sole = read_waiting(waiting)
-  for _, reply in ipairs(sole and {sole} or redis.pcall('HRANDFIELD', waiting, MOST_CLIENTS) or {}) do
+  for _, reply in ipairs(sole and {sole} or redis.pcall('HRANDFIELD', waiting, MAX_CLIENTS) or {}) do
     if string.sub(reply, 1, #replies) == replies and not is_bulk_client(reply) then
       return true
     end
@@ -126,15 +126,15 @@ end
 -- Go through a worker's lane. Returns whether this call is to take no more.
 local function scan_lane(worker)
   local stream, suffix = lane_of .. worker, ' ' .. worker
-  local held = redis.pcall('XPENDING', stream, group, 'IDLE', lease, FIRST, '+', MOST_PART)
+  local held = redis.pcall('XPENDING', stream, group, 'IDLE', lease, FIRST, '+', MAX_PART)
   return not held.err and take_expired(stream, suffix, held) ~= nil
 end
 
 local is_full, now = scan_lane(consumer), now_ms()
 local gone = tonumber(redis.pcall('ZCOUNT', deadlines, '-inf', '(' .. now)) or 0
 -- Not always the first ones: others may be at work on what is left in those lanes.
-local begin = gone > MOST_LANES and now % gone or 0
-for _, worker in ipairs(redis.pcall('ZRANGEBYSCORE', deadlines, '-inf', '(' .. now, 'LIMIT', begin, MOST_LANES)) do
+local begin = gone > MAX_LANES and now % gone or 0
+for _, worker in ipairs(redis.pcall('ZRANGEBYSCORE', deadlines, '-inf', '(' .. now, 'LIMIT', begin, MAX_LANES)) do
   if worker ~= consumer then
     is_full = is_full or scan_lane(worker)
   end

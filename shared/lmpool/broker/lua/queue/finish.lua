@@ -58,7 +58,7 @@ if ARGV[8] == '1' and #KEYS == 4 and #ARGV == HEAD + (is_carrying and 2 or 1) an
     if host ~= '' then
       local place = not is_to_store and part or is_stored and string.sub(part, PLACE_FIRST, PLACE_LAST)
       extra = place and {'s', place} or {}
-    elseif is_stored and (tonumber(redis.pcall('XLEN', reply)) or MOST_WITH_ROWS) < MOST_WITH_ROWS then
+    elseif is_stored and (tonumber(redis.pcall('XLEN', reply)) or MAX_WITH_ROWS) < MAX_WITH_ROWS then
       extra = {'v', part}
     end
     local sent = redis.pcall('XADD', reply, 'MAXLEN', '~', ARGV[3], '*', 'd', string.sub(waiting, -16), 'f', ARGV[2], 'w',
@@ -77,7 +77,7 @@ end
 -- include notify
 -- include strings
 
-local MOST_DEAD_FIELDS, MOST_DEAD_BYTES = 16, 1048576
+local MAX_DEAD_FIELDS, MAX_DEAD_BYTES = 16, 1048576
 local dead = KEYS[2]
 local group, fingerprint, mark_ms = ARGV[1], ARGV[2], ARGV[7]
 local count = tonumber(ARGV[8])
@@ -106,7 +106,7 @@ if next(failures) then
     for _, part in ipairs(fields) do
       size = size + #part
     end
-    if #fields > 2 * MOST_DEAD_FIELDS or size > MOST_DEAD_BYTES then
+    if #fields > 2 * MAX_DEAD_FIELDS or size > MAX_DEAD_BYTES then
       fields = {'bytes', size}
     end
     local outcome = redis.pcall('XADD', dead, 'MAXLEN', '~', ARGV[5], '*', 'e', failure, unpack(fields))

@@ -53,7 +53,7 @@ local function is_known_alone(sole)
     return false
   end
   for i = HEAD + 1, HEAD + count do
-    if #ARGV[i] > SOLE_MOST_BYTES then
+    if #ARGV[i] > SOLE_MAX_BYTES then
       return false
     end
   end
@@ -229,7 +229,7 @@ local function queue(i, is_fresh)
   if depth + in_backlog >= limit then
     return 'F'
   end
-  if ahead == 0 and (free > 0 or may_be_alone and free + more > 0 and #job <= SOLE_MOST_BYTES) then
+  if ahead == 0 and (free > 0 or may_be_alone and free + more > 0 and #job <= SOLE_MAX_BYTES) then
     if free <= 0 and not is_alone then
       redis.call('SET', sole_client, reply, 'PX', SOLE_CLIENT_MS)
       is_alone = true
@@ -274,7 +274,7 @@ local function promote(waiting, entry)
   move(worker, worker, {job}, 1, 1, 1)
 end
 
-local MOST_REFERENCE = 292
+local MAX_REFERENCE = 292
 
 -- Whether the row of a prompt is in the cache, as far as that is to be looked at. One in shared memory of another host, which
 -- the client's reply key does not name, is not for this client.
@@ -286,7 +286,7 @@ local function is_there(row)
     redis.pcall('UNLINK', row)
     return false
   end
-  if size > 0 and size <= MOST_REFERENCE then
+  if size > 0 and size <= MAX_REFERENCE then
     local head = redis.call('GETRANGE', row, 0, 20)
     return string.sub(head, 1, 4) ~= 'LMPS' or string.sub(head, 6, 21) == string.sub(reply, -16)
   end

@@ -12,7 +12,7 @@
 -- include fair_queue
 
 -- Of the backlog; and the longest that is read for its time.
-local FIRST, MOST_READ = 32, 16384
+local FIRST, MAX_READ = 32, 16384
 local dead = KEYS[2]
 local now, age = now_ms(), 0
 local depth = redis.call('XLEN', jobs)
@@ -37,7 +37,7 @@ for _, worker in ipairs(workers) do
   end
 end
 -- The sum would do, but where all are seen they are counted.
-depth = depth + (#workers == MOST_LANES and in_lanes() or in_seen)
+depth = depth + (#workers == MAX_LANES and in_lanes() or in_seen)
 local in_backlog = count_at('ZCARD', backlog)
 if in_backlog > 0 then
   -- A client's oldest prompt has its first start time, and the first start times of all clients are close together.
@@ -48,7 +48,7 @@ if in_backlog > 0 then
     end
   end
   for _, digest in ipairs(firsts) do
-    local stored = redis.call('HSTRLEN', backlog_jobs, digest) <= MOST_READ and redis.call('HGET', backlog_jobs, digest)
+    local stored = redis.call('HSTRLEN', backlog_jobs, digest) <= MAX_READ and redis.call('HGET', backlog_jobs, digest)
     local since = stored and tonumber(string.match(stored, '^%d+'))
     age = since and math.max(age, now - since) or age
   end

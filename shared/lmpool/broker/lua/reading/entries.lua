@@ -9,7 +9,7 @@
 -- another encoding, or one that is not as long as its header says, has its header alone, for the caller to fetch it as
 -- it is. What is there may be anything: the caller checks the header. The digest of the prompt follows: bytes that are lost
 -- on the way are replaced by those behind them, and so the caller sees it.
-local HEADER, ENCODING, SIZE, DIGEST, MOST_REFERENCE = 16, 6, 9, 16, 291
+local HEADER, ENCODING, SIZE, DIGEST, MAX_REFERENCE = 16, 6, 9, 16, 291
 local expected = tonumber(ARGV[1])
 local replies = {}
 for i, row in ipairs(KEYS) do
@@ -19,7 +19,7 @@ for i, row in ipairs(KEYS) do
   elseif type(header) == 'table' then
     replies[i] = string.sub(row, -DIGEST)
   elseif string.sub(header, 1, 4) == 'LMPS' then
-    replies[i] = redis.call('GETRANGE', row, 0, MOST_REFERENCE) .. string.sub(row, -DIGEST)
+    replies[i] = redis.call('GETRANGE', row, 0, MAX_REFERENCE) .. string.sub(row, -DIGEST)
   elseif string.byte(header, ENCODING) ~= expected then
     replies[i] = header .. string.sub(row, -DIGEST)
   else

@@ -9,4 +9,4 @@
 
 -- include moving
 
-return retire(ARGV[1], MOST_MOVED_AT_ONCE) > 0 and 1 or 0
+return retire(ARGV[1], MAX_MOVED_AT_ONCE) > 0 and 1 or 0

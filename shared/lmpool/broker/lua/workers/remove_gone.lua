@@ -14,7 +14,7 @@
 -- include fair_queue
 
 local workers, group, most = KEYS[2], ARGV[1], tonumber(ARGV[2])
-local MOST_LISTED = 5000
+local MAX_LISTED = 5000
 local now, removed, has_unknown, moved = now_ms(), 0, false, 0
 count_at('ZCARD', workers)
 -- Forget clients whose last prompts have start times in a range.
@@ -48,7 +48,7 @@ end
 -- shared stream knows no consumers: then a lane alone tells of a worker whose deadline was lost.
 local function add_up_lanes()
   -- So many workers there are not: their heartbeats tell it anew.
-  if count_at('ZCARD', lanes) > MOST_LISTED then
+  if count_at('ZCARD', lanes) > MAX_LISTED then
     redis.call('UNLINK', lanes)
     return
   end
@@ -69,7 +69,7 @@ for i = 5, #ARGV do
   redis.call('PEXPIRE', workers, ARGV[3])
 end
 for _, name in ipairs(redis.call('ZRANGEBYSCORE', workers, '-inf', now, 'LIMIT', 0, most)) do
-  moved = moved + retire(name, MOST_MOVED_AT_ONCE - moved)
+  moved = moved + retire(name, MAX_MOVED_AT_ONCE - moved)
   local held = redis.pcall('XPENDING', jobs, group, '-', '+', 1, name)
   if held.err then
     redis.call('ZREM', workers, name)

@@ -27,14 +27,14 @@ from tests.shared.broker.scripts.script_calls import (
     finish_args,
     waiting,
 )
-from tests.shared.broker.scripts.stateful.queue_model import MOST_DELIVERIES, QueueModel
+from tests.shared.broker.scripts.stateful.queue_model import MAX_DELIVERIES, QueueModel
 from tests.shared.broker.scripts.stateful.queue_state import LATER, PROMPTS, RESCUER, WORKERS, Caller, State
 from tests.shared.broker.scripts.stateful.queue_steps import CLIENTS, SIZES, STEPS, TROUBLE
 
 LEASE_MS = 3_600_000
 LIFETIME_MS = 7_200_000
 GUEST = MODEL.reply("guest")
-MOST_AGES = 60
+MAX_AGES = 60
 NEVER_MS = 10**9
 
 
@@ -342,7 +342,7 @@ class QueueMachine(RuleBasedStateMachine):
         """Returns whether the worker is to run what it has got alone, and how many it has got."""
         held = self.workers[name].held
         own, was_idle = sorted(held), not held
-        args = [GROUP, name, LEASE_MS, MOST_DELIVERIES, count, int(was_idle), 2**24, 2**19, LIFETIME_MS, *own]
+        args = [GROUP, name, LEASE_MS, MAX_DELIVERIES, count, int(was_idle), 2**24, 2**19, LIFETIME_MS, *own]
         alone, taken, _ = self.run(scripts.CLAIM_EXPIRED, [JOBS, MODEL.claim_cursor], *args)
         assert len(taken) <= count
         claims = [(entry, deliveries) for entry, _, deliveries, *_ in taken]
@@ -350,7 +350,7 @@ class QueueMachine(RuleBasedStateMachine):
         spent = []
         for entry, job, deliveries, lifetime, since, _ in taken:
             self._hold(name, entry, job, lifetime, since)
-            if deliveries >= MOST_DELIVERIES:
+            if deliveries >= MAX_DELIVERIES:
                 spent.append((entry, "dead"))
         self.seen["claimed"] += len(claims)
         self.seen["alone"] += alone
@@ -413,7 +413,7 @@ class QueueMachine(RuleBasedStateMachine):
         for suffix in sorted(lanes):
             keys, begin = [MODEL.lane(suffix[1:]) if suffix else JOBS, MODEL.reasons], b"-"
             while begin:
-                args = [2 * LEASE_MS, 2, begin, MOST_DELIVERIES, reason, LEASE_MS, 10, suffix]
+                args = [2 * LEASE_MS, 2, begin, MAX_DELIVERIES, reason, LEASE_MS, 10, suffix]
                 _, begin = self.run(scripts.RELEASE, keys, GROUP, name, *args)
         self.model.silence(name)
         self.workers[name] = Worker()
@@ -514,7 +514,7 @@ class QueueMachine(RuleBasedStateMachine):
         self._drain()
         forgotten = [wait for wait, is_certain in self.model.waits.items() if is_certain]
         assert not forgotten, f"not answered: {forgotten}"
-        for _ in range(MOST_AGES):
+        for _ in range(MAX_AGES):
             if not self.model.waits:
                 break
             for client in CLIENTS:
@@ -526,7 +526,7 @@ class QueueMachine(RuleBasedStateMachine):
 
     def _drain(self) -> None:
         """Have the one worker that lives do all that is to be done, as leases pass."""
-        for _ in range(MOST_AGES):
+        for _ in range(MAX_AGES):
             self._age()
             self._register(RESCUER, 4)
             self._remove_gone(True)
@@ -545,7 +545,7 @@ class QueueMachine(RuleBasedStateMachine):
             self._fall_silent(name, is_late=True, forgets=True)
 
     def _claim_all(self) -> None:
-        for _ in range(MOST_AGES):
+        for _ in range(MAX_AGES):
             alone, count = self._claim(RESCUER, 4)
             self._finish_all()
             if not alone and not count:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from tests.shared.broker.scripts.stateful.queue_state import State
 from tests.shared.broker.scripts.stateful.queue_steps import BULK_CLIENTS
 
-MOST_DELIVERIES = 3
+MAX_DELIVERIES = 3
 
 
 @dataclass(slots=True)
@@ -101,7 +101,7 @@ class QueueModel:
             assert before.is_silent, f"{entry!r} was taken from {before.worker}, whose lease has not passed"
             assert before.count == count, f"{entry!r} was delivered {before.count} times, and the claim says {count}"
             assert not (before.worker == worker and entry in own), f"{entry!r} was taken from the worker itself"
-            if count == MOST_DELIVERIES - 1:
+            if count == MAX_DELIVERIES - 1:
                 assert (was_idle, len(claims)) == (True, 1), f"{entry!r} is suspect, and was not taken alone"
             self.pending[entry] = Delivery(worker, count + 1)
 

@@ -24,7 +24,7 @@ _STREAMS = {JOBS: b"", **{MODEL.lane(worker): b" " + worker.encode() for worker 
 _LOOK = """
 local group, prefix, streams, waiting, forever, told = ARGV[1], ARGV[2], {}, {}, {}, {}
 -- What expires sooner may be gone when the next step looks.
-local LEAST_MS = 1000
+local MIN_MS = 1000
 for i, key in ipairs(KEYS) do
   local held = redis.pcall('XPENDING', key, group, '-', '+', 100000)
   streams[i] = {redis.call('XRANGE', key, '-', '+'), held.err and {} or held}
@@ -34,7 +34,7 @@ for _, key in ipairs(redis.call('KEYS', '*')) do
   local lifetime = redis.call('PTTL', key)
   if lifetime == -1 then
     forever[#forever + 1] = key
-  elseif lifetime > LEAST_MS and string.sub(key, 1, #prefix) == prefix then
+  elseif lifetime > MIN_MS and string.sub(key, 1, #prefix) == prefix then
     local type, fields = redis.call('TYPE', key).ok, nil
     if type == 'hash' then
       fields = redis.call('HGETALL', key)

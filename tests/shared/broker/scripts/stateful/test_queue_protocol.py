@@ -26,7 +26,7 @@ STEPS = int(os.environ.get("LMPOOL_FUZZ_STEPS", 2000))
 SEED = int(os.environ.get("LMPOOL_FUZZ_SEED", 0))
 STEPS_OF_ONE = 50
 # Of one seed: Hypothesis remembers them all.
-MOST_STEPS = 50_000
+MAX_STEPS = 50_000
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def caller() -> Iterator[Caller]:
         yield Caller(running.url)
 
 
-@pytest.mark.parametrize("number", range(SEED, SEED + math.ceil(STEPS / MOST_STEPS)))
+@pytest.mark.parametrize("number", range(SEED, SEED + math.ceil(STEPS / MAX_STEPS)))
 def test_whoever_waits_is_answered_whatever_happens(caller: Caller, number: int) -> None:
     seen: collections.Counter[str] = collections.Counter()
     # Any callable will do.
@@ -45,7 +45,7 @@ def test_whoever_waits_is_answered_whatever_happens(caller: Caller, number: int)
         machine,
         settings=settings(
             phases=[Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink],
-            max_examples=max(1, min(STEPS, MOST_STEPS) // STEPS_OF_ONE),
+            max_examples=max(1, min(STEPS, MAX_STEPS) // STEPS_OF_ONE),
             stateful_step_count=STEPS_OF_ONE,
             deadline=None,
             suppress_health_check=list(HealthCheck),

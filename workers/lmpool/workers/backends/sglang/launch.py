@@ -49,7 +49,7 @@ from lmpool.workers.backends.settings import (
     ONE_PROCESS,
     SGLANG_BELOW,
     SGLANG_DISTRIBUTIONS,
-    SGLANG_LEAST,
+    SGLANG_MIN,
     SglangSettings,
     check_engine_args,
     check_one_process,
@@ -151,7 +151,7 @@ def launch(settings: SglangSettings) -> Launched:
         SettingsError: no such model, device, option or adapter, too little memory, or SGLang cannot run it.
     """
     torch_device.settle()
-    version = require_version("backend", SGLANG_DISTRIBUTIONS, SGLANG_LEAST, SGLANG_BELOW)
+    version = require_version("backend", SGLANG_DISTRIBUTIONS, SGLANG_MIN, SGLANG_BELOW)
     folder = checkpoint_folder("model", settings.model, settings.revision)
     folders = {name: _adapter_folder(source, folder) for name, source in settings.adapter_folders.items()}
     # By the qualified name: SGLang tells prefixes of different adapters apart by it.

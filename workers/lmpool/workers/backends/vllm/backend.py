@@ -26,7 +26,7 @@ from lmpool.workers.backends.vllm.capture import KEY
 from lmpool.workers.backends.vllm.engine import START_ERRORS, open_engine, refusal
 from lmpool.workers.backends.vllm.sessions import Session, Sessions
 
-_MOST_IDLE_STEPS = 1000
+_MAX_IDLE_STEPS = 1000
 _SESSION_SHARE = 0.5
 
 
@@ -274,8 +274,8 @@ class VllmBackend(TellsTexts):
         else:
             self._give_up_session()
         self._idle_steps += 1
-        if self._idle_steps > _MOST_IDLE_STEPS:
-            raise WorkerError(f"vLLM has answered none of {len(self._requests)} prompts for {_MOST_IDLE_STEPS} steps")
+        if self._idle_steps > _MAX_IDLE_STEPS:
+            raise WorkerError(f"vLLM has answered none of {len(self._requests)} prompts for {_MAX_IDLE_STEPS} steps")
 
     def _give_up_session(self) -> None:
         """Compute the youngest prompt that continues a session from its beginning: its session's memory is needed.

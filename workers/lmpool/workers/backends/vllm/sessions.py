@@ -17,7 +17,7 @@ from zlib import crc32
 
 _ID_BYTES = 4
 _RECENT = 100_000
-_MOST_NEW = 64
+_MAX_NEW = 64
 """Tokens by which a prompt grows at most where blocks are larger; each is a look-up."""
 
 
@@ -125,7 +125,7 @@ class Sessions:
     def _checksums_before(self, adapter: str, ids: bytes) -> Iterator[int]:
         """The checksums of the prompts that a prompt may have grown from, the longest first."""
         length = len(ids) // _ID_BYTES
-        shortest = max(length - min(self._block, _MOST_NEW), (length + 1) // 2, 1)
+        shortest = max(length - min(self._block, _MAX_NEW), (length + 1) // 2, 1)
         if shortest >= length:
             return
         checksum = _checksum(adapter, ids[: shortest * _ID_BYTES])
