@@ -10,7 +10,7 @@ from lmpool.protocol.model_info import ModelInfo
 from lmpool.protocol.prompt import decode_ids
 from lmpool.protocol.row import Encoding, RowBlock
 from lmpool.vocabulary import Vocabulary
-from lmpool.workers.backend.contract import BackendJob, BackendStats, Finished, WithoutAdapters
+from lmpool.workers.execution.contract import BackendJob, BackendStats, Finished, WithoutAdapters
 
 
 @dataclass(frozen=True)

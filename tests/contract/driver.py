@@ -18,7 +18,7 @@ from lmpool.protocol.adapter import name_of
 from lmpool.protocol.prompt import digest_of, encode_prompt
 from lmpool.protocol.query import PositionsQuery
 from lmpool.protocol.row import Encoding, Row, RowBlock, decode_row
-from lmpool.workers.backend.contract import Backend, BackendJob
+from lmpool.workers.execution.contract import Backend, BackendJob
 from tests.contract.model import V
 from tests.contract.subjects import Subject
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from lmpool.workers.backend.contract import Backend
 from lmpool.workers.backends.settings import SglangSettings
+from lmpool.workers.execution.contract import Backend
 from tests.contract.subjects import DEVICE, KV_TOKENS, MAX_BATCH, MAX_BATCH_TOKENS, Subject, as_options
 from tests.engines.newest import accept
 from tests.engines.sglang_cpu.shim import install

@@ -21,9 +21,9 @@ from examples.own_backend import UnigramSettings
 
 from lmpool.protocol.row import Row
 from lmpool.synthetic import synthetic_row
-from lmpool.workers.backend.contract import Backend
 from lmpool.workers.backends.settings import HfSettings
 from lmpool.workers.backends.synthetic import SyntheticBackend, SyntheticSettings
+from lmpool.workers.execution.contract import Backend
 from tests.contract.model import V, reference_row, write_adapter
 from tests.support.pool import lmpool_command
 

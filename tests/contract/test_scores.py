@@ -10,7 +10,7 @@ import pytest
 from lmpool.protocol.adapter import name_of
 from lmpool.protocol.query import GenerateQuery, PositionsQuery, unpack_continuation, unpack_top
 from lmpool.protocol.row import Row
-from lmpool.workers.backend.continuations import Continuations
+from lmpool.workers.execution.continuations import Continuations
 from tests.contract.driver import Opened, prompt
 from tests.contract.subjects import MAX_BATCH_TOKENS
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from lmpool.workers.backend.contract import Backend
 from lmpool.workers.backends.settings import VllmSettings
+from lmpool.workers.execution.contract import Backend
 from tests.contract.subjects import KV_TOKENS, MAX_BATCH, MAX_BATCH_TOKENS, Subject, as_options, recorded
 from tests.engines.newest import WANTED, accept
 from tests.support.pool import lmpool_command

@@ -23,11 +23,11 @@ import torch
 from safetensors.torch import save_file
 
 from lmpool.errors import SettingsError, WorkerError
-from lmpool.workers.backend.contract import BackendJob
 from lmpool.workers.backends import requirements
 from lmpool.workers.backends.checkpoint import checkpoint_revision
 from lmpool.workers.backends.settings import SglangSettings
 from lmpool.workers.backends.sglang import launch
+from lmpool.workers.execution.contract import BackendJob
 from tests.contract.driver import Opened, prompt
 from tests.contract.model import MAX_TOKENS, V, write_adapter, write_model
 from tests.contract.subjects import KV_TOKENS, MAX_BATCH, MAX_BATCH_TOKENS, Subject
@@ -518,7 +518,7 @@ path_of = load_snapshot.shm_path_for
 load_snapshot.shm_path_for = lambda name: shared.append(path_of(name)) or shared[-1]
 settings = json.loads(sys.argv[1])
 from lmpool.workers.backends.settings import SglangSettings
-from lmpool.workers.backend.contract import BackendJob
+from lmpool.workers.execution.contract import BackendJob
 backend = SglangSettings(**settings).open()
 backend.submit([BackendJob(bytes(16), bytes(40))])
 while not backend.step().blocks:

@@ -13,7 +13,7 @@ import torch
 
 from lmpool.protocol.query import PositionsQuery
 from lmpool.protocol.row import Row
-from lmpool.workers.backend.contract import BackendJob
+from lmpool.workers.execution.contract import BackendJob
 from tests.contract.driver import Opened, prompt
 from tests.contract.model import reference_row
 from tests.contract.sglang_subject import SUBJECT

@@ -21,11 +21,11 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.sample.logits_processor import MoveDirectionality
 
 from lmpool.errors import SettingsError, WorkerError
-from lmpool.workers.backend.contract import BackendJob
 from lmpool.workers.backends import requirements
 from lmpool.workers.backends.vllm import engine
 from lmpool.workers.backends.vllm.backend import VllmBackend
 from lmpool.workers.backends.vllm.capture import KEY, CaptureProcessor
+from lmpool.workers.execution.contract import BackendJob
 from tests.contract.model import MAX_TOKENS, V, reference_row
 from tests.engines.newest import WANTED
 from tests.engines.vllm_small import BLOCK, SESSIONS, answer, draw, job, refused, settings

@@ -19,9 +19,9 @@ from lmpool.errors import WorkerError
 from lmpool.protocol.adapter import name_of
 from lmpool.protocol.query import PositionsQuery
 from lmpool.protocol.row import Row
-from lmpool.workers.backend.contract import BackendJob, Finished
 from lmpool.workers.backends.vllm import engine
 from lmpool.workers.backends.vllm.backend import VllmBackend
+from lmpool.workers.execution.contract import BackendJob, Finished
 from tests.contract.model import RANK, V, reference_row
 from tests.engines.vllm_small import BLOCK, answer, draw, job, settings
 

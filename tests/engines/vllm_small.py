@@ -11,9 +11,9 @@ import pytest
 
 from lmpool.errors import SettingsError
 from lmpool.protocol.prompt import digest_of
-from lmpool.workers.backend.contract import BackendJob
 from lmpool.workers.backends.settings import VllmSettings
 from lmpool.workers.backends.vllm.backend import VllmBackend
+from lmpool.workers.execution.contract import BackendJob
 from tests.contract.model import V, reference_row
 
 SESSIONS = 4

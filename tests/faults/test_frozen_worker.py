@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 
 from lmpool.synthetic import synthetic_row
-from lmpool.workers.backend import watchdogs
-from lmpool.workers.backend.watchdogs import EXIT_CODE, ProcessWatchdog
 from lmpool.workers.backends.synthetic import SyntheticBackend, SyntheticSettings
+from lmpool.workers.execution import watchdogs
+from lmpool.workers.execution.watchdogs import EXIT_CODE, ProcessWatchdog
 from tests.shared.broker.adapters.test_adapters import serving
 from tests.support.pool import Pool, V, until, until_async
 

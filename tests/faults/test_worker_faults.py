@@ -25,9 +25,9 @@ from lmpool.protocol.model_info import ModelInfo
 from lmpool.protocol.prompt import digest_of
 from lmpool.protocol.row import Block
 from lmpool.synthetic import synthetic_row
-from lmpool.workers.backend.contract import Backend, BackendJob, Finished
-from lmpool.workers.backend.engine_thread import EngineThread
 from lmpool.workers.backends.synthetic import SyntheticBackend, SyntheticSettings
+from lmpool.workers.execution.contract import Backend, BackendJob, Finished
+from lmpool.workers.execution.engine_thread import EngineThread
 from lmpool.workers.membership.heartbeat import Heartbeat, new_worker_id
 from lmpool.workers.queue.consumer import InFlightJob, JobsByDigest
 from lmpool.workers.settings import WorkerSettings

@@ -16,7 +16,7 @@ from lmpool.producer import Producer, SyncProducer
 from lmpool.protocol.keys import BULK_TIME
 from lmpool.protocol.prompt import decode_ids
 from lmpool.synthetic import synthetic_row
-from lmpool.workers.backend.contract import BackendJob
+from lmpool.workers.execution.contract import BackendJob
 from tests.support.gate import GatedBackend, OneByOne, gated_worker
 from tests.support.pool import Pool, V, count_waiting, run_lmpool, until_async
 

@@ -44,7 +44,9 @@ SHARED_UNITS = {
     "lmpool",
     *(f"lmpool.{name}" for name in ("errors", "settings", "protocol", "broker", "rows", "trie", "trie.kernels")),
 }
-WORKER_UNITS = {f"lmpool.workers.{name}" for name in ("settings", "backend", "metrics", "queue", "membership", "trie")}
+WORKER_UNITS = {
+    f"lmpool.workers.{name}" for name in ("settings", "execution", "metrics", "queue", "membership", "trie")
+}
 ENGINE_FOLDERS = {f"lmpool.workers.backends.{name}" for name in ("hf", "vllm", "sglang")}
 MAY_IMPORT: dict[str, set[str]] = {
     "lmpool.errors": set(),
@@ -72,20 +74,20 @@ MAY_IMPORT: dict[str, set[str]] = {
     # What lm-evaluation-harness asks is asked as any program asks.
     "lmpool.lm_eval": SHARED_UNITS | {"lmpool.producer"},
     "lmpool.workers.settings": SHARED_UNITS,
-    "lmpool.workers.backend": SHARED_UNITS,
-    "lmpool.workers.metrics": SHARED_UNITS | {"lmpool.workers.backend", "lmpool.workers.settings"},
+    "lmpool.workers.execution": SHARED_UNITS,
+    "lmpool.workers.metrics": SHARED_UNITS | {"lmpool.workers.execution", "lmpool.workers.settings"},
     **dict.fromkeys(
         ("lmpool.workers.queue", "lmpool.workers.trie"),
-        SHARED_UNITS | {"lmpool.workers.backend", "lmpool.workers.metrics", "lmpool.workers.settings"},
+        SHARED_UNITS | {"lmpool.workers.execution", "lmpool.workers.metrics", "lmpool.workers.settings"},
     ),
     # Where adapters lie on disk is known beside the backends.
     "lmpool.workers.membership": SHARED_UNITS
-    | {"lmpool.workers.backend", "lmpool.workers.backends", "lmpool.workers.metrics", "lmpool.workers.settings"},
+    | {"lmpool.workers.execution", "lmpool.workers.backends", "lmpool.workers.metrics", "lmpool.workers.settings"},
     "lmpool.workers": SHARED_UNITS | WORKER_UNITS,
     # Whether a folder holds a model is known beside the backends.
     "lmpool.workers.cli": SHARED_UNITS | WORKER_UNITS | {"lmpool.workers", "lmpool.workers.backends"},
-    "lmpool.workers.backends": SHARED_UNITS | {"lmpool.workers.backend"},
-    **dict.fromkeys(ENGINE_FOLDERS, SHARED_UNITS | {"lmpool.workers.backend", "lmpool.workers.backends"}),
+    "lmpool.workers.backends": SHARED_UNITS | {"lmpool.workers.execution"},
+    **dict.fromkeys(ENGINE_FOLDERS, SHARED_UNITS | {"lmpool.workers.execution", "lmpool.workers.backends"}),
     "lmpool.testing": SHARED_UNITS | WORKER_UNITS | {"lmpool.workers", "lmpool.workers.backends"},
     "lmpool.pytest_plugin": {"lmpool.testing"},
 }
@@ -387,7 +389,7 @@ def test_at_most_the_named_places_catch_every_exception() -> None:
         "shared/lmpool/cli.py",
         "producer/lmpool/batch/storage/fetch.py",
         "workers/lmpool/workers/cli/commands.py",
-        "workers/lmpool/workers/backend/engine_thread.py",
+        "workers/lmpool/workers/execution/engine_thread.py",
         f"{name_of(BACKENDS)}/sglang/engine.py",
         "testing/lmpool/testing/memory_pool.py",
     }

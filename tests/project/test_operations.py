@@ -9,7 +9,7 @@ from typing import NamedTuple
 from lmpool import errors
 from lmpool.producer.metrics import ProducerCollector
 from lmpool.producer.producer import Producer
-from lmpool.workers.backend.contract import BackendStats
+from lmpool.workers.execution.contract import BackendStats
 from lmpool.workers.metrics.counters import OUTCOMES, Counters
 from lmpool.workers.metrics.prometheus import Snapshot, WorkerCollector
 

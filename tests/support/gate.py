@@ -21,8 +21,8 @@ from typing import Any
 from lmpool.broker.server import Server
 from lmpool.cli import main
 from lmpool.protocol.row import RowBlock
-from lmpool.workers.backend.contract import BackendJob, Finished
 from lmpool.workers.backends.synthetic import SyntheticBackend, SyntheticSettings
+from lmpool.workers.execution.contract import BackendJob, Finished
 from lmpool.workers.settings import WorkerSettings
 from lmpool.workers.worker import Worker
 from tests.support.pool import DEADLINE_S, Pool, Prepared, V, until_async

@@ -11,9 +11,9 @@ import sys
 from pathlib import Path
 
 from lmpool.broker.server import Server
-from lmpool.workers.backend.contract import Backend
 from lmpool.workers.backends.synthetic import SyntheticSettings
 from lmpool.workers.cli.serve import serve
+from lmpool.workers.execution.contract import Backend
 from lmpool.workers.settings import WorkerSettings
 from tests.support.gate import Gate, GatedBackend
 

@@ -23,7 +23,7 @@ from lmpool.broker.server import Server
 from lmpool.producer import Producer
 from lmpool.producer.client.discovery import Discovery
 from lmpool.protocol.keys import GROUP, Keys
-from lmpool.workers.backend.contract import Backend
+from lmpool.workers.execution.contract import Backend
 from tests.support.fork_server import ForkedCommand, can_fork
 
 DEADLINE_S = 240.0

@@ -16,8 +16,8 @@ from lmpool.broker.server import Server
 from lmpool.producer.cli.status import file_notices, survey
 from lmpool.synthetic import synthetic_row
 from lmpool.web.feed import _told_worker
-from lmpool.workers.backend.contract import Backend
 from lmpool.workers.backends.synthetic import SyntheticBackend, SyntheticSettings
+from lmpool.workers.execution.contract import Backend
 from lmpool.workers.membership.heartbeat import CheckpointWatch
 from lmpool.workers.settings import WorkerSettings
 from lmpool.workers.worker import Worker

@@ -19,9 +19,9 @@ from lmpool.protocol.model_info import ModelInfo
 from lmpool.protocol.query import TrieQuery
 from lmpool.protocol.row import Encoding, RowBlock, VectorBlock
 from lmpool.workers import dispatch as dispatch_module
-from lmpool.workers.backend.contract import BackendJob, Finished
 from lmpool.workers.backends.synthetic import SyntheticSettings
 from lmpool.workers.dispatch import Dispatcher
+from lmpool.workers.execution.contract import BackendJob, Finished
 from lmpool.workers.membership.adapters import AdapterKeeper
 from lmpool.workers.metrics.counters import Counters
 from lmpool.workers.queries import QueryAnswerer

@@ -20,10 +20,10 @@ from lmpool.protocol.model_info import ModelInfo
 from lmpool.protocol.prompt import digest_of
 from lmpool.protocol.query import HeadQuery, PositionsQuery, unpack_query
 from lmpool.synthetic import synthetic_row
-from lmpool.workers.backend.contract import BackendJob
-from lmpool.workers.backend.engine_thread import EngineThread
 from lmpool.workers.backends.positions import PositionAnswers
 from lmpool.workers.backends.synthetic import SyntheticBackend, SyntheticSettings
+from lmpool.workers.execution.contract import BackendJob
+from lmpool.workers.execution.engine_thread import EngineThread
 from lmpool.workers.settings import WorkerSettings
 from lmpool.workers.worker import Worker
 from tests.support.pool import DEADLINE_S, Pool, Prepared, V, until_async
@@ -79,7 +79,7 @@ KINDS = {
         lambda producer: producer.sample(PROMPT, seed=1, allowed=[1, 2]), "lmpool.workers.queries.sample_of"
     ),
     "mass": Kind(lambda producer: producer.mass(PROMPT, [1, 2]), "lmpool.workers.queries.mass_of"),
-    "generate": Kind(lambda producer: producer.generate(PROMPT, 5), "lmpool.workers.backend.continuations.sample"),
+    "generate": Kind(lambda producer: producer.generate(PROMPT, 5), "lmpool.workers.execution.continuations.sample"),
     "scores": Kind(lambda producer: producer.score(PROMPT, [4, 5]), f"{SYNTHETIC}._vector"),
     "score-logits": Kind(lambda producer: producer.score(PROMPT, [4], mode="logits"), f"{SYNTHETIC}._vector"),
     "positions-top": Kind(lambda producer: producer.positions(PROMPT, top=3), f"{SYNTHETIC}._vector"),

@@ -14,8 +14,8 @@ from lmpool.errors import SettingsError
 from lmpool.protocol.model_info import TRIE_SERVICE
 from lmpool.synthetic import synthetic_row, synthetic_vocabulary
 from lmpool.vocabulary import Vocabulary
-from lmpool.workers.backend.contract import Backend, Finished
 from lmpool.workers.backends.synthetic import SyntheticBackend, SyntheticSettings
+from lmpool.workers.execution.contract import Backend, Finished
 from lmpool.workers.settings import WorkerSettings
 
 _V = 512

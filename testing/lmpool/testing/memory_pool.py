@@ -20,7 +20,7 @@ from lmpool.embedded import socket_path, socket_url
 from lmpool.errors import LMPoolError, SettingsError
 from lmpool.protocol.model_info import ModelInfo
 from lmpool.testing.backend import Gate, GatedSettings, SyntheticModel
-from lmpool.workers.backend.contract import BackendSettings
+from lmpool.workers.execution.contract import BackendSettings
 from lmpool.workers.settings import WorkerSettings
 from lmpool.workers.trie.backend import TrieSettings
 from lmpool.workers.worker import Worker

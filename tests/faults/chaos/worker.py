@@ -23,8 +23,8 @@ from numpy.typing import NDArray
 from lmpool import cli
 from lmpool.protocol.query import Op
 from lmpool.trie.kernels import Compressed
-from lmpool.workers.backend.contract import Finished
 from lmpool.workers.backends import synthetic
+from lmpool.workers.execution.contract import Finished
 from lmpool.workers.trie import backend as trie_backend
 from lmpool.workers.trie import inputs as trie_inputs
 

@@ -25,7 +25,7 @@ from lmpool.batch.storage.folder import Folder, digest_of_file, sync
 from lmpool.batch.texts import Failed
 from lmpool.errors import BatchError, BatchRefused, ModelMismatch, SettingsError
 from lmpool.protocol.query import PositionsQuery
-from lmpool.workers.backend.contract import BackendJob
+from lmpool.workers.execution.contract import BackendJob
 from tests.producer.batch.runs import arguments, begin, content, draw_texts, run, write_texts
 from tests.producer.batch.strikes import VICTIMS, strike
 from tests.support.gate import Gate, GatedBackend, gated_worker

@@ -14,10 +14,10 @@ from lmpool.errors import SettingsError
 from lmpool.protocol.model_info import ModelInfo
 from lmpool.protocol.prompt import decode_ids
 from lmpool.protocol.row import Encoding, RowBlock, VectorBlock
-from lmpool.workers.backend.contract import BackendJob, Finished
 from lmpool.workers.backends import canary
 from lmpool.workers.backends.canary import check_canary
 from lmpool.workers.backends.synthetic import SyntheticBackend, SyntheticSettings
+from lmpool.workers.execution.contract import BackendJob, Finished
 
 V = 64
 

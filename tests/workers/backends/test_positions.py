@@ -9,8 +9,8 @@ from torch import Tensor
 
 from lmpool.errors import WorkerError
 from lmpool.protocol.query import PositionsQuery
-from lmpool.workers.backend.contract import BackendJob
 from lmpool.workers.backends.positions import NO_DISTRIBUTION, Piece, PositionAnswers
+from lmpool.workers.execution.contract import BackendJob
 
 V = 11
 LENGTH = 10

@@ -20,8 +20,8 @@ from lmpool.protocol.query import PositionsQuery
 from lmpool.protocol.row import Encoding, decode_row
 from lmpool.synthetic import FEW_TOKENS, synthetic_row, synthetic_vocabulary
 from lmpool.vocabulary import MAX_BYTES, MAX_TOKENS
-from lmpool.workers.backend.contract import BackendJob, BackendStats, Finished
 from lmpool.workers.backends.synthetic import PrefixMemory, SyntheticBackend, SyntheticSettings
+from lmpool.workers.execution.contract import BackendJob, BackendStats, Finished
 from tests.support.pool import until
 
 encodings = pytest.mark.parametrize("encoding", ["f32", "bf16"])
@@ -241,7 +241,7 @@ def test_a_step_of_failures_alone_brings_no_rows() -> None:
 def test_the_crash_token_ends_the_process() -> None:
     code = """
 from lmpool.protocol.prompt import encode_prompt
-from lmpool.workers.backend.contract import BackendJob
+from lmpool.workers.execution.contract import BackendJob
 from lmpool.workers.backends.synthetic import SyntheticBackend, SyntheticSettings
 from tests.support.pool import until
 served = SyntheticBackend(SyntheticSettings(vocab_size=50, crash_token=7))

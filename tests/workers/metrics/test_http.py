@@ -25,7 +25,7 @@ from lmpool.producer import SyncProducer
 from lmpool.protocol.job import Job
 from lmpool.protocol.keys import JOB_FIELD
 from lmpool.protocol.row import Encoding, encoded_size
-from lmpool.workers.backend.contract import BackendStats
+from lmpool.workers.execution.contract import BackendStats
 from lmpool.workers.metrics import prometheus
 from lmpool.workers.metrics.counters import Counters
 from lmpool.workers.metrics.prometheus import Health, Snapshot, WorkerCollector

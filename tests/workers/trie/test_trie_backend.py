@@ -15,7 +15,7 @@ from lmpool.protocol.row import Values, VectorBlock, decode_row
 from lmpool.settings import count_cores
 from lmpool.trie.kernels import Kernels
 from lmpool.vocabulary import Vocabulary
-from lmpool.workers.backend.contract import BackendJob
+from lmpool.workers.execution.contract import BackendJob
 from lmpool.workers.queue.consumer import InFlightJob, InFlightJobs
 from lmpool.workers.trie.backend import TrieBackend, TrieSettings, answer
 from lmpool.workers.trie.inputs import ByteLRU, LazyTrie, TrieInput, ValuesCache

@@ -17,8 +17,8 @@ from lmpool.protocol.model_info import ModelInfo
 from lmpool.protocol.prompt import digest_of
 from lmpool.protocol.query import TrieQuery
 from lmpool.protocol.row import Encoding, RowBlock, VectorBlock
-from lmpool.workers.backend.contract import QUERY_ERRORS, BackendJob, Finished, failure_of
-from lmpool.workers.backend.engine_thread import EngineThread
+from lmpool.workers.execution.contract import QUERY_ERRORS, BackendJob, Finished, failure_of
+from lmpool.workers.execution.engine_thread import EngineThread
 from lmpool.workers.membership.adapters import AdapterKeeper
 from lmpool.workers.metrics.counters import SENT_AGAIN
 from lmpool.workers.metrics.tracing import JobTrace, JobTraces

@@ -43,7 +43,7 @@ from lmpool.protocol.query import (
 )
 from lmpool.protocol.row import Row, RowBlock, VectorBlock, decode_row
 from lmpool.protocol.token_set import TokenSet, name_in, unpack_tokens
-from lmpool.workers.backend.contract import QUERY_ERRORS, BackendJob, failure_of
+from lmpool.workers.execution.contract import QUERY_ERRORS, BackendJob, failure_of
 from lmpool.workers.queue.consumer import InFlightJob, InFlightJobs, JobsByDigest
 from lmpool.workers.queue.publisher import Publisher
 from lmpool.workers.trie.backend import answer

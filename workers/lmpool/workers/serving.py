@@ -21,9 +21,9 @@ from lmpool.protocol.model_info import TRIE_SERVICE, ModelInfo
 from lmpool.rows.cache import RowCache
 from lmpool.rows.cluster import rows_on
 from lmpool.rows.shared_memory import SegmentReader
-from lmpool.workers.backend.contract import BackendSettings
-from lmpool.workers.backend.engine_thread import EngineThread, Opened
 from lmpool.workers.dispatch import Dispatcher
+from lmpool.workers.execution.contract import BackendSettings
+from lmpool.workers.execution.engine_thread import EngineThread, Opened
 from lmpool.workers.membership.adapters import AdapterKeeper, AdapterSources, AdapterTrials
 from lmpool.workers.membership.heartbeat import CheckpointWatch, Heartbeat
 from lmpool.workers.metrics.counters import Counters

@@ -16,9 +16,9 @@ from lmpool.broker.server import Server
 from lmpool.broker.server_checks import read_memory
 from lmpool.errors import LMPoolError, ModelMismatch, ProtocolError, ServerError, SettingsError, WorkerError
 from lmpool.protocol.model_info import ModelInfo
-from lmpool.workers.backend.contract import BackendSettings, BackendStats, Finished
-from lmpool.workers.backend.engine_thread import EngineThread, Opened
-from lmpool.workers.backend.watchdogs import Watchdog
+from lmpool.workers.execution.contract import BackendSettings, BackendStats, Finished
+from lmpool.workers.execution.engine_thread import EngineThread, Opened
+from lmpool.workers.execution.watchdogs import Watchdog
 from lmpool.workers.membership.heartbeat import CheckpointWatch, Loading, new_worker_id
 from lmpool.workers.metrics.counters import CounterDelta, Counters
 from lmpool.workers.metrics.prometheus import Health, Snapshot

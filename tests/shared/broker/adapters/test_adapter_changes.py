@@ -27,8 +27,8 @@ from lmpool.producer import Producer, SyncProducer, adapter_changes
 from lmpool.producer.client import adapters as adapters_module
 from lmpool.producer.client import session as session_module
 from lmpool.protocol.adapter import MAX_ADAPTERS, Adapter
-from lmpool.workers.backend.contract import WithoutAdapters
 from lmpool.workers.backends.synthetic import SyntheticBackend, SyntheticSettings
+from lmpool.workers.execution.contract import WithoutAdapters
 from lmpool.workers.membership.adapters import AdapterKeeper, AdapterSources
 from lmpool.workers.settings import WorkerSettings
 from tests.shared.broker.adapters.adapter_changes import QUICK, V, check, expected, no_offers, two_clients, write

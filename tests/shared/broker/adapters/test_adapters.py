@@ -35,8 +35,8 @@ from lmpool.protocol.prompt import digest_of, encode_prompt
 from lmpool.protocol.row import Row
 from lmpool.synthetic import synthetic_row
 from lmpool.workers import worker as worker_module
-from lmpool.workers.backend.contract import Backend, Finished
 from lmpool.workers.backends.synthetic import SyntheticBackend, SyntheticSettings
+from lmpool.workers.execution.contract import Backend, Finished
 from lmpool.workers.settings import WorkerSettings
 from lmpool.workers.worker import Worker
 from tests.support.pool import DEADLINE_S, Pool, Prepared, until

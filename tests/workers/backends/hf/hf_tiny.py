@@ -16,9 +16,9 @@ from transformers import AutoModelForCausalLM
 from lmpool.protocol.prompt import encode_prompt
 from lmpool.protocol.row import RowBlock, decode_row
 from lmpool.trie.kernels import torch_device
-from lmpool.workers.backend.contract import BackendJob, Finished
 from lmpool.workers.backends.hf.backend import HfBackend
 from lmpool.workers.backends.settings import HfSettings
+from lmpool.workers.execution.contract import BackendJob, Finished
 from tests.support.models.tiny_models import VOCAB_SIZE, write_model
 
 Ids = tuple[int, ...]

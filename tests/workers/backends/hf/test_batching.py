@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from lmpool.protocol.prompt import digest_of
-from lmpool.workers.backend.yielding import PATIENCE_STEPS, QUIET_S
 from lmpool.workers.backends.hf import batching
 from lmpool.workers.backends.hf.batching import (
     BatchLimit,
@@ -20,6 +19,7 @@ from lmpool.workers.backends.hf.batching import (
     choose_shorter,
     shared_prefix,
 )
+from lmpool.workers.execution.yielding import PATIENCE_STEPS, QUIET_S
 
 
 def test_a_smaller_batch_grows_back() -> None:

@@ -19,10 +19,10 @@ from lmpool.errors import AdapterRefused, SettingsError
 from lmpool.protocol.adapter import qualify
 from lmpool.protocol.prompt import digest_of
 from lmpool.protocol.row import Row, decode_row
-from lmpool.workers.backend.contract import BackendJob
 from lmpool.workers.backends.hf.backend import HfBackend
 from lmpool.workers.backends.hf.batching import BatchRules, Chunk, choose
 from lmpool.workers.backends.settings import HfSettings
+from lmpool.workers.execution.contract import BackendJob
 from tests.support.models.tiny_models import VOCAB_SIZE, make_model, write_model
 from tests.support.pool import Pool
 

@@ -23,7 +23,6 @@ from lmpool.errors import SettingsError
 from lmpool.protocol.prompt import encode_prompt
 from lmpool.protocol.query import PositionsQuery
 from lmpool.protocol.row import Encoding, widen_bf16
-from lmpool.workers.backend.contract import BackendJob
 from lmpool.workers.backends import requirements
 from lmpool.workers.backends.hf import forward
 from lmpool.workers.backends.hf.backend import HfBackend
@@ -31,6 +30,7 @@ from lmpool.workers.backends.hf.forward import Forward
 from lmpool.workers.backends.hf.kv_pool import PrefixSlots
 from lmpool.workers.backends.hf.loading import weights_revision
 from lmpool.workers.backends.settings import HfSettings
+from lmpool.workers.execution.contract import BackendJob
 from tests.support.models.tiny_models import CONFIGS, MAX_TOKENS, VOCAB_SIZE, make_model, write_model
 from tests.workers.backends.hf.hf_tiny import Reference, Tiny, decode, drain, job, random_prompts, serve
 

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from lmpool.protocol.query import PositionsQuery
-from lmpool.workers.backend.contract import Finished
 from lmpool.workers.backends import row_encoder
 from lmpool.workers.backends.hf import backend as hf_backend
 from lmpool.workers.backends.hf.forward import Forward
+from lmpool.workers.execution.contract import Finished
 from tests.support.models.tiny_models import CONFIGS
 from tests.workers.backends.hf.hf_tiny import Logprobs, Tiny, decode, drain, job, random_prompts, serve
 

@@ -17,11 +17,11 @@ from torch import Tensor
 
 from lmpool.broker.server import Server
 from lmpool.protocol.query import PositionsQuery
-from lmpool.workers.backend.contract import Finished
 from lmpool.workers.backends.hf.backend import HfBackend
 from lmpool.workers.backends.hf.forward import Forward
 from lmpool.workers.backends.hf.kv_pool import KVPool
 from lmpool.workers.backends.settings import HfSettings
+from lmpool.workers.execution.contract import Finished
 from lmpool.workers.settings import WorkerSettings
 from lmpool.workers.worker import Worker
 from tests.support.models.tiny_models import CONFIGS

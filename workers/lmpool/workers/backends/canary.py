@@ -14,7 +14,7 @@ from lmpool.protocol.model_info import ModelInfo
 from lmpool.protocol.prompt import digest_of
 from lmpool.protocol.query import PositionsQuery
 from lmpool.protocol.row import Encoding, Row, decode_row
-from lmpool.workers.backend.contract import Backend, BackendJob, check_answers
+from lmpool.workers.execution.contract import Backend, BackendJob, check_answers
 
 _log = logging.getLogger(__name__)
 

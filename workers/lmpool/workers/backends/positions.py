@@ -11,8 +11,8 @@ from torch import Tensor
 
 from lmpool.errors import WorkerError
 from lmpool.protocol.prompt import decode_ids
-from lmpool.workers.backend.contract import QUERY_ERRORS, BackendJob, failure_of
 from lmpool.workers.backends.row_encoder import expected_at
+from lmpool.workers.execution.contract import QUERY_ERRORS, BackendJob, failure_of
 
 NO_DISTRIBUTION = "the model returned logits that are no distribution: NaN or infinite"
 

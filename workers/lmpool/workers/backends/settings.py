@@ -21,10 +21,10 @@ from typing import Any, ClassVar, cast
 from lmpool.errors import SettingsError
 from lmpool.protocol.adapter import MAX_ADAPTERS
 from lmpool.settings import check_choice, check_name, check_number, check_texts, shown
-from lmpool.workers.backend.contract import Backend, BackendSettings
 from lmpool.workers.backends.checkpoint import local_path
 from lmpool.workers.backends.lora import read_adapter_folders
 from lmpool.workers.backends.requirements import require, require_version
+from lmpool.workers.execution.contract import Backend, BackendSettings
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 _DTYPE_NAMES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}

@@ -29,7 +29,9 @@ from lmpool.protocol.row import Encoding, NewRows, RowBlock, VectorBlock, no_new
 from lmpool.settings import check_choice, check_name, check_number, shown
 from lmpool.synthetic import FEW_TOKENS, Draw, base_rows, draw, draw_few_tokens, fill, synthetic_vocabulary
 from lmpool.vocabulary import Vocabulary
-from lmpool.workers.backend.contract import (
+from lmpool.workers.backends.checkpoint import checkpoint_source
+from lmpool.workers.backends.lora import read_adapter_folders
+from lmpool.workers.execution.contract import (
     QUERY_ERRORS,
     Backend,
     BackendJob,
@@ -37,8 +39,6 @@ from lmpool.workers.backend.contract import (
     Finished,
     failure_of,
 )
-from lmpool.workers.backends.checkpoint import checkpoint_source
-from lmpool.workers.backends.lora import read_adapter_folders
 
 _TOGETHER = 4
 """Rows of few tokens that are drawn faster together."""

@@ -20,7 +20,6 @@ from lmpool.cli import say
 from lmpool.errors import SettingsError
 from lmpool.protocol.model_info import TRIE_SERVICE
 from lmpool.settings import check_choice
-from lmpool.workers.backend.contract import BackendSettings
 from lmpool.workers.backends.checkpoint import check_model_path
 from lmpool.workers.backends.settings import ModelSettings
 from lmpool.workers.cli.detached import READY_VARIABLE, down
@@ -29,6 +28,7 @@ from lmpool.workers.cli.doctor import doctor
 from lmpool.workers.cli.options import ALIASES, SHORT, HelpAll, is_size, parse_size
 from lmpool.workers.cli.processes import WorkerProcesses, as_arguments, plan_workers
 from lmpool.workers.cli.shared_server import SharedServer
+from lmpool.workers.execution.contract import BackendSettings
 from lmpool.workers.settings import WorkerSettings
 from lmpool.workers.trie.backend import TrieSettings
 

@@ -20,9 +20,9 @@ from lmpool.cli import INTERRUPTED, say
 from lmpool.errors import AuthenticationFailed, LMPoolError, LogFormatter, ServerUnreachable, SettingsError, to_json
 from lmpool.metrics import is_traced
 from lmpool.protocol.model_info import ModelInfo
-from lmpool.workers.backend.contract import BackendSettings
-from lmpool.workers.backend.watchdogs import ProcessWatchdog
 from lmpool.workers.cli.detached import tell_ready
+from lmpool.workers.execution.contract import BackendSettings
+from lmpool.workers.execution.watchdogs import ProcessWatchdog
 from lmpool.workers.metrics.prometheus import monitoring
 from lmpool.workers.metrics.tracing import exporting
 from lmpool.workers.settings import WorkerSettings

@@ -24,10 +24,10 @@ from lmpool.protocol.adapter import MAX_ADAPTERS, Adapter, Offer, Registered, na
 from lmpool.protocol.job import Failure
 from lmpool.protocol.keys import Keys
 from lmpool.settings import shown
-from lmpool.workers.backend.contract import BackendJob
-from lmpool.workers.backend.engine_thread import EngineThread
 from lmpool.workers.backends.checkpoint import is_on_hub
 from lmpool.workers.backends.lora import adapter_folder
+from lmpool.workers.execution.contract import BackendJob
+from lmpool.workers.execution.engine_thread import EngineThread
 from lmpool.workers.settings import WorkerSettings
 
 _log = logging.getLogger("lmpool.worker")

@@ -30,8 +30,8 @@ from lmpool.protocol.keys import GROUP, Keys, ModelKeys
 from lmpool.protocol.model_info import TRIE_SERVICE, ModelInfo
 from lmpool.protocol.tokenizer import PackedTokenizer
 from lmpool.vocabulary import Vocabulary
-from lmpool.workers.backend.contract import BackendSettings
 from lmpool.workers.backends.checkpoint import checkpoint_files
+from lmpool.workers.execution.contract import BackendSettings
 from lmpool.workers.settings import WorkerSettings
 
 _log = logging.getLogger("lmpool.worker")

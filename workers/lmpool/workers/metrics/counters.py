@@ -11,7 +11,7 @@ from lmpool.broker.server_checks import ServerMemory
 from lmpool.errors import AdapterChanged, SourceMissing, UnknownTokenSet, UnknownVocabulary
 from lmpool.metrics import PROMPTS, Histogram, pack_counts, quantile
 from lmpool.protocol.job import Failure
-from lmpool.workers.backend.contract import BackendStats
+from lmpool.workers.execution.contract import BackendStats
 
 SENT_AGAIN = tuple(kind.__name__ for kind in (SourceMissing, UnknownVocabulary, UnknownTokenSet, AdapterChanged))
 """Failures that clients answer by sending what was missing: no row is lost."""

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from lmpool.errors import SettingsError
 from lmpool.metrics import prometheus
-from lmpool.workers.backend.contract import BackendStats
+from lmpool.workers.execution.contract import BackendStats
 from lmpool.workers.metrics.counters import OUTCOMES, Counters
 from lmpool.workers.settings import WorkerSettings
 

@@ -43,7 +43,7 @@ from lmpool.protocol.query import (
     TrieQuery,
     unpack_query,
 )
-from lmpool.workers.backend.contract import BackendJob
+from lmpool.workers.execution.contract import BackendJob
 from lmpool.workers.metrics.counters import Counters
 from lmpool.workers.metrics.tracing import JobTrace, JobTraces
 from lmpool.workers.queue.refusal import refusal

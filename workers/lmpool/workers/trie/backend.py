@@ -20,7 +20,7 @@ from lmpool.settings import check_number, count_threads
 from lmpool.trie.kernels import Kernels, open_kernels
 from lmpool.trie.trie import Trie
 from lmpool.vocabulary import Vocabulary
-from lmpool.workers.backend.contract import (
+from lmpool.workers.execution.contract import (
     QUERY_ERRORS,
     Backend,
     BackendJob,

@@ -25,7 +25,7 @@ from lmpool.trie.kernels import Kernels, open_kernels
 from lmpool.trie.kernels.plan import most_bytes
 from lmpool.trie.trie import Trie
 from lmpool.vocabulary import Vocabulary
-from lmpool.workers.backend.contract import BackendJob
+from lmpool.workers.execution.contract import BackendJob
 from lmpool.workers.metrics.counters import Counters
 from lmpool.workers.settings import WorkerSettings
 

@@ -21,7 +21,6 @@ from lmpool.protocol.model_info import ModelInfo
 from lmpool.protocol.prompt import decode_ids
 from lmpool.protocol.query import HeadQuery
 from lmpool.protocol.row import Encoding, NewRows, RowBlock, VectorBlock
-from lmpool.workers.backend.contract import BackendJob, BackendStats, Finished, is_device_error
 from lmpool.workers.backends.checkpoint import checkpoint_source
 from lmpool.workers.backends.hf.adapters import HfAdapters
 from lmpool.workers.backends.hf.batching import (
@@ -46,6 +45,7 @@ from lmpool.workers.backends.requirements import first_line
 from lmpool.workers.backends.row_encoder import RowEncoder, expected_at
 from lmpool.workers.backends.settings import HfSettings
 from lmpool.workers.backends.tokenizer import TellsTexts
+from lmpool.workers.execution.contract import BackendJob, BackendStats, Finished, is_device_error
 
 _log = logging.getLogger(__name__)
 
@@ -99,7 +99,7 @@ class _Known(NamedTuple):
 
 
 class HfBackend(TellsTexts):
-    """Serves one model of transformers; see `lmpool.workers.backend.contract.Backend`.
+    """Serves one model of transformers; see `lmpool.workers.execution.contract.Backend`.
 
     Args:
         settings: what to load and how.

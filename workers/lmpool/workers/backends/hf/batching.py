@@ -10,8 +10,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lmpool.workers.backend.yielding import PATIENCE_STEPS, QUIET_S
 from lmpool.workers.backends.hf.forward import new_tokens
+from lmpool.workers.execution.yielding import PATIENCE_STEPS, QUIET_S
 
 PREFILL = "prefill"
 """The kind of chunk that only fills the KV pool, for the next chunk of the same prompt."""

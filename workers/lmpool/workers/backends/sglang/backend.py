@@ -14,7 +14,6 @@ from lmpool.errors import SettingsError, WorkerError
 from lmpool.protocol.adapter import qualify
 from lmpool.protocol.model_info import ModelInfo
 from lmpool.protocol.row import NewRows, VectorBlock
-from lmpool.workers.backend.contract import BackendJob, BackendStats, Finished
 from lmpool.workers.backends.canary import check_canary, completed_info
 from lmpool.workers.backends.checkpoint import checkpoint_revision, checkpoint_source
 from lmpool.workers.backends.lora import adapter_folder
@@ -22,13 +21,14 @@ from lmpool.workers.backends.row_encoder import RowEncoder, log_threads
 from lmpool.workers.backends.settings import SglangSettings
 from lmpool.workers.backends.sglang.launch import launch
 from lmpool.workers.backends.tokenizer import TellsTexts
+from lmpool.workers.execution.contract import BackendJob, BackendStats, Finished
 
 if TYPE_CHECKING:
     from lmpool.workers.backends.sglang.engine import EngineBatch
 
 
 class SglangBackend(TellsTexts):
-    """Serves one model of SGLang; see `lmpool.workers.backend.contract.Backend`.
+    """Serves one model of SGLang; see `lmpool.workers.execution.contract.Backend`.
 
     Args:
         settings: what to load and how.

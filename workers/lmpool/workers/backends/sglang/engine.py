@@ -31,10 +31,10 @@ from tqdm import std as tqdm  # type: ignore[import-untyped]
 
 from lmpool.errors import WorkerError
 from lmpool.protocol.prompt import decode_ids
-from lmpool.workers.backend.contract import BackendJob
 from lmpool.workers.backends.positions import PositionAnswers
 from lmpool.workers.backends.requirements import first_line
 from lmpool.workers.backends.sglang.positions import PositionTap, tells_positions
+from lmpool.workers.execution.contract import BackendJob
 
 _RANKS = {
     "gpu_id": 0, "tp_rank": 0, "moe_ep_rank": 0, "pp_rank": 0, "attn_cp_rank": 0, "moe_dp_rank": 0, "dp_rank": None,

@@ -17,7 +17,6 @@ from lmpool.errors import SettingsError, WorkerError
 from lmpool.protocol.model_info import ModelInfo
 from lmpool.protocol.prompt import decode_ids
 from lmpool.protocol.row import NewRows, RowBlock, VectorBlock
-from lmpool.workers.backend.contract import BackendJob, BackendStats, Finished
 from lmpool.workers.backends.canary import check_canary, completed_info
 from lmpool.workers.backends.row_encoder import log_threads
 from lmpool.workers.backends.settings import VllmSettings
@@ -25,6 +24,7 @@ from lmpool.workers.backends.tokenizer import TellsTexts
 from lmpool.workers.backends.vllm.capture import KEY
 from lmpool.workers.backends.vllm.engine import START_ERRORS, open_engine, refusal
 from lmpool.workers.backends.vllm.sessions import Session, Sessions
+from lmpool.workers.execution.contract import BackendJob, BackendStats, Finished
 
 _MAX_IDLE_STEPS = 1000
 _SESSION_SHARE = 0.5
@@ -47,7 +47,7 @@ class _Request(NamedTuple):
 
 
 class VllmBackend(TellsTexts):
-    """Serves one model of vLLM; see `lmpool.workers.backend.contract.Backend`.
+    """Serves one model of vLLM; see `lmpool.workers.execution.contract.Backend`.
 
     Args:
         settings: what to load and how.

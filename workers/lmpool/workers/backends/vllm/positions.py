@@ -18,8 +18,8 @@ from torch import Tensor
 from vllm.lora.layers import LogitsProcessorWithLoRA
 
 from lmpool.errors import WorkerError
-from lmpool.workers.backend.contract import BackendJob
 from lmpool.workers.backends.positions import Piece, PositionAnswers
+from lmpool.workers.execution.contract import BackendJob
 
 _HELD_LOGITS = 1 << 25
 """Logits that are computed at once (128 MiB in float32)."""

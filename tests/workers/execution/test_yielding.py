@@ -7,11 +7,11 @@ from collections.abc import AsyncIterator
 import pytest
 
 from lmpool.protocol.prompt import decode_ids
-from lmpool.workers.backend.contract import BackendJob
-from lmpool.workers.backend.engine_thread import EngineThread
-from lmpool.workers.backend.yielding import PATIENCE_STEPS, YieldingJobs
+from lmpool.workers.execution.contract import BackendJob
+from lmpool.workers.execution.engine_thread import EngineThread
+from lmpool.workers.execution.yielding import PATIENCE_STEPS, YieldingJobs
 from tests.support.gate import GatedBackend, OneByOne
-from tests.workers.backend.test_engine_thread import Outcome, continuing, jobs, stepping
+from tests.workers.execution.test_engine_thread import Outcome, continuing, jobs, stepping
 
 BATCH = 2
 
@@ -91,7 +91,7 @@ async def test_when_interactive_clients_are_quiet_the_backend_has_what_it_has_ro
     await steps.begin([*bulk(*range(1, 60)), *jobs(99)])
     await steps.let(PATIENCE_STEPS - 1)
     assert steps.backend.capacity() == BATCH, "what the step computes"
-    monkeypatch.setattr("lmpool.workers.backend.yielding.QUIET_S", -1.0)
+    monkeypatch.setattr("lmpool.workers.execution.yielding.QUIET_S", -1.0)
     await steps.let(2)
     assert steps.backend.capacity() == 0, "and what comes next"
 
@@ -142,7 +142,7 @@ async def test_a_worker_that_holds_many_bulk_prompts_still_takes_the_next_job(
     steps: Steps, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A bulk client that was alone has filled it, and the next entry of the stream may be a row."""
-    engine_thread, seconds = steps.engine_thread, "lmpool.workers.backend.engine_thread._BEYOND_LIMIT_S"
+    engine_thread, seconds = steps.engine_thread, "lmpool.workers.execution.engine_thread._BEYOND_LIMIT_S"
     monkeypatch.setattr(seconds, 1e9)
     await steps.begin(bulk(*range(1, 4 * BATCH + 1)))
     assert engine_thread.capacity == 0, "it has taken one just now, and bulk clients are alone"

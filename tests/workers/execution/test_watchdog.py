@@ -15,10 +15,10 @@ from lmpool.broker.server import Server
 from lmpool.errors import AdapterRefused, DeadlineExceeded, WorkerError
 from lmpool.protocol.row import Block
 from lmpool.synthetic import synthetic_row
-from lmpool.workers.backend.contract import BackendJob, Finished
-from lmpool.workers.backend.engine_thread import Call, EngineThread
-from lmpool.workers.backend.watchdogs import Watchdog
 from lmpool.workers.backends.synthetic import SyntheticBackend, SyntheticSettings
+from lmpool.workers.execution.contract import BackendJob, Finished
+from lmpool.workers.execution.engine_thread import Call, EngineThread
+from lmpool.workers.execution.watchdogs import Watchdog
 from lmpool.workers.queue.consumer import JobsByDigest
 from lmpool.workers.settings import WorkerSettings
 from lmpool.workers.worker import Worker
@@ -177,9 +177,9 @@ async def test_time_in_which_the_process_was_frozen_does_not_count(monkeypatch: 
         now += 3600 if checks == 3 else seconds
         await asyncio.sleep(0)
 
-    monkeypatch.setattr("lmpool.workers.backend.watchdogs.time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr("lmpool.workers.execution.watchdogs.time", SimpleNamespace(monotonic=lambda: now))
     monkeypatch.setattr(
-        "lmpool.workers.backend.watchdogs.asyncio", SimpleNamespace(sleep=sleep, create_task=asyncio.create_task)
+        "lmpool.workers.execution.watchdogs.asyncio", SimpleNamespace(sleep=sleep, create_task=asyncio.create_task)
     )
     async with Watchdog(engine_thread, 8.0, errors.append):
 

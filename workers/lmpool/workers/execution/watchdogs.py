@@ -16,9 +16,9 @@ from collections.abc import Callable
 
 from lmpool.aio import end_tasks
 from lmpool.errors import WorkerError
-from lmpool.workers.backend import watchdog_process
-from lmpool.workers.backend.engine_thread import Call, EngineThread
-from lmpool.workers.backend.watchdog_process import MAX_INTERVAL_S, MIN_BEATS
+from lmpool.workers.execution import watchdog_process
+from lmpool.workers.execution.engine_thread import Call, EngineThread
+from lmpool.workers.execution.watchdog_process import MAX_INTERVAL_S, MIN_BEATS
 
 EXIT_CODE = int(signal.SIGALRM)
 """How a worker exits whose event loop did not run any more: with the number of the signal that tells it to."""

@@ -19,11 +19,11 @@ from lmpool.protocol.prompt import digest_of
 from lmpool.protocol.query import GenerateQuery
 from lmpool.protocol.row import Encoding, Row, RowBlock
 from lmpool.synthetic import synthetic_row
-from lmpool.workers.backend.continuations import Continuations
-from lmpool.workers.backend.contract import Backend, BackendJob, Finished
-from lmpool.workers.backend.engine_thread import EngineThread
-from lmpool.workers.backend.yielding import YieldingJobs
 from lmpool.workers.backends.synthetic import SyntheticBackend, SyntheticSettings
+from lmpool.workers.execution.continuations import Continuations
+from lmpool.workers.execution.contract import Backend, BackendJob, Finished
+from lmpool.workers.execution.engine_thread import EngineThread
+from lmpool.workers.execution.yielding import YieldingJobs
 from lmpool.workers.settings import WorkerSettings
 from lmpool.workers.worker import Worker
 from tests.support.gate import GatedBackend, OneByOne

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Sequence
 from itertools import islice
 from typing import NamedTuple
 
-from lmpool.workers.backend.contract import BackendJob
+from lmpool.workers.execution.contract import BackendJob
 
 PATIENCE_STEPS = 16
 """Steps for which a prompt of bulk clients waits before the backend gets it next to others."""

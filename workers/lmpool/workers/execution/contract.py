@@ -43,7 +43,7 @@ class BackendJob(NamedTuple):
         generate: not the row is wanted but tokens that are drawn from it and those after it, in `Finished.answers`. The
             engine's thread asks the backend for these rows (`Continuations`); backends are not told.
         head: not the row is wanted but this of the model's head; the engine's thread asks for it (`TellsHead`).
-        bulk: only bulk clients wait for it: others go first (`lmpool.workers.backend.yielding`). A job that a backend
+        bulk: only bulk clients wait for it: others go first (`lmpool.workers.execution.yielding`). A job that a backend
             holds may be submitted again without it, because another client has joined.
     """
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from lmpool.protocol.hidden import width_of
 from lmpool.protocol.model_info import ModelInfo
-from lmpool.workers.backend.contract import BackendJob
+from lmpool.workers.execution.contract import BackendJob
 
 MAX_BYTES = 256 * 2**20
 """Of answers that are computed, or about to be, and not published."""

@@ -23,9 +23,9 @@ from lmpool.protocol.model_info import ModelInfo
 from lmpool.protocol.row import NewRows, VectorBlock
 from lmpool.protocol.tokenizer import PackedTokenizer
 from lmpool.vocabulary import Vocabulary
-from lmpool.workers.backend.answer_memory import AnswerMemory
-from lmpool.workers.backend.continuations import Continuations
-from lmpool.workers.backend.contract import (
+from lmpool.workers.execution.answer_memory import AnswerMemory
+from lmpool.workers.execution.continuations import Continuations
+from lmpool.workers.execution.contract import (
     Backend,
     BackendJob,
     BackendStats,
@@ -38,7 +38,7 @@ from lmpool.workers.backend.contract import (
     failure_of,
     is_device_error,
 )
-from lmpool.workers.backend.yielding import QUIET_S, YieldingJobs
+from lmpool.workers.execution.yielding import QUIET_S, YieldingJobs
 
 _log = logging.getLogger("lmpool.worker")
 

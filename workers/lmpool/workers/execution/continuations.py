@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from lmpool.errors import ProtocolError, WorkerError
 from lmpool.protocol.query import Continuation, GenerateQuery, drawn_at, pack_continuation, sample
 from lmpool.protocol.row import Encoding, NewRows, Row, RowBlock, VectorBlock, check_row
-from lmpool.workers.backend.contract import QUERY_ERRORS, BackendJob, Finished, failure_of
+from lmpool.workers.execution.contract import QUERY_ERRORS, BackendJob, Finished, failure_of
 
 # Of one block of rows.
 _MAX_PARTS = 4

@@ -13,13 +13,13 @@ import pytest
 from lmpool.protocol.prompt import digest_of
 from lmpool.protocol.query import GenerateQuery, HeadQuery, PositionsQuery
 from lmpool.synthetic import synthetic_row
-from lmpool.workers.backend import answer_memory
-from lmpool.workers.backend.answer_memory import AnswerMemory
-from lmpool.workers.backend.contract import BackendJob
 from lmpool.workers.backends.synthetic import SyntheticBackend, SyntheticSettings
+from lmpool.workers.execution import answer_memory
+from lmpool.workers.execution.answer_memory import AnswerMemory
+from lmpool.workers.execution.contract import BackendJob
 from tests.support.gate import GatedBackend, OneByOne, gated_worker
 from tests.support.pool import Pool, V
-from tests.workers.backend.test_engine_thread import stepping
+from tests.workers.execution.test_engine_thread import stepping
 
 LENGTH = 40
 ALL = PositionsQuery(0)
