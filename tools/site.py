@@ -18,14 +18,14 @@ import sys
 import tempfile
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from html.parser import HTMLParser
 from pathlib import Path
 
 from lmpool.errors import LMPoolError
 from lmpool.producer import SyncProducer
-from tools import command_line
+from tools import command_line, structure
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = {
@@ -38,8 +38,11 @@ PAGES = {
 """Pages from elsewhere: path in the checkout -> in the site. What `docs/index.md` says stands behind the README."""
 PUBLIC = ("lmpool.producer", "lmpool.producer.genlm", "lmpool.batch", "lmpool.testing", "lmpool.errors")
 """Modules whose public names the reference has."""
-COMMANDS = "% All commands stand here in the site."
-"""What a page says where the reference of the command line belongs: a comment."""
+GENERATED: dict[str, Callable[[], str]] = {
+    "% The site lists all commands here.": command_line.page,
+    "% The site lists all files here.": lambda: structure.layout(ROOT),
+}
+"""Comment in a page -> the text that replaces it."""
 START_LIMIT_S = 900.0
 """Seconds in which the worker must serve: a busy machine needed more than 120. One that ends is noticed at once."""
 
@@ -104,7 +107,8 @@ def stage(source: Path) -> None:
         text = page.read_text("utf-8")
         if page.suffix == ".md":
             text = relinked(text, page, source)
-        text = text.replace(COMMANDS, command_line.page()) if COMMANDS in text else text
+        for comment, generate in GENERATED.items():
+            text = text.replace(comment, generate()) if comment in text else text
         if page == ROOT / "README.md":
             text = f"{text}\n{(ROOT / 'docs/index.md').read_text('utf-8')}"
         there.write_text(text, "utf-8")

@@ -1,23 +1,12 @@
-"""Measure how the package is built: its folders, its imports, and what one prompt goes through.
+"""Measure the structure of the package: sizes, folders, imports, and the files that one request enters.
 
-    python -m tools.structure [--files] [--hf FOLDER]
+    python -m tools.structure [--files] [--hf FOLDER]    all measures
+    python -m tools.structure --sizes                    lines of code per folder
+    python -m tools.structure --layout                   the list of files, as docs/reference/files.md shows it
+    python -m tools.structure --constants                numeric constants without a comment
 
-Imports are read from the syntax trees. What a prompt goes through is seen by a profile hook in all threads, while a
-real client and a real worker run in one event loop of this process, with the synthetic backend or, for `--hf`, with
-a model of transformers; the server is that of `lmpool.testing`, whose files are not counted. After some requests
-that warm up, each of several prompts is watched from the call of `Producer.logprobs` to its return:
-
-- A *file that a request enters* is one of which a function or coroutine runs meanwhile, be it only resumed, in every
-  one of these requests. What a periodic task enters by chance during one of them is thereby left out.
-- *Calls* are the frames of these files that run; one that is resumed several times is one. Told are those of
-  the request with the fewest, for whatever runs in the background adds to them.
-- A *type of a prompt* is a class of the package of which an instance turns up among the locals of these frames, or in
-  an attribute of what does, and has in an attribute of its own the ids of this prompt, its digest, or an object that
-  has one of these. The digest is what lies beside the ids as 16 bytes or more and is no other prompt's. Objects that
-  are met during two prompts serve many and are left out, as is what holds prompts in a list or dict.
-
-Floors and circles count imports inside functions too. Those under `if TYPE_CHECKING:` cost nothing when the package is
-loaded, so circles are told without them and with them, and floors without. A circle is one floor.
+`tests/project/limits.toml` limits these measures. Imports are read from the syntax trees, imports inside functions
+included. `tools/request_path.py` says how the files of a request are found.
 """
 
 from __future__ import annotations
@@ -25,36 +14,31 @@ from __future__ import annotations
 import argparse
 import ast
 import asyncio
-import sys
-import threading
-import tomllib
+import io
+import re
+import tokenize
 from collections.abc import Iterable, Iterator
 from functools import cache
-from importlib import import_module
+from itertools import zip_longest
 from pathlib import Path
-from types import FrameType
-from typing import Any, get_type_hints
+from typing import NamedTuple
 
-import numpy as np
+from tools import request_path
 
 PARTS = ("shared", "producer", "workers", "testing")
 PRODUCER = "lmpool.producer"
-WORKER = "lmpool.workers.worker"
-_MODEL = "structure"
-_WARM_UPS = 5
-_REQUESTS = 20
-_PROMPT_TOKENS = 12
-_MIN_DIGEST_BYTES = 16
 
 Graph = dict[str, set[str]]
 """Module -> the modules of the package that it imports."""
 
+_NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 
-# What lies where
+
+# Files and folders
 
 
 def modules(root: Path) -> dict[str, Path]:
-    """The modules of the package by their full names; a package stands for its `__init__.py`."""
+    """Return the modules of the package by their full names; a package is named by its `__init__.py`."""
     paths = {}
     for part in PARTS:
         for path in sorted((root / part).rglob("*.py")):
@@ -63,36 +47,153 @@ def modules(root: Path) -> dict[str, Path]:
     return paths
 
 
-def flat_lists(root: Path) -> dict[str, list[str]]:
-    """The names in each folder of the package: Python and Lua modules, and folders that have some.
+def scripts(root: Path) -> list[Path]:
+    """Return the Lua files of the package."""
+    return sorted(path for part in PARTS for path in (root / part).rglob("*.lua"))
 
-    `__init__.py` and `__main__.py` are no names.
+
+def folder_entries(root: Path) -> dict[str, list[str]]:
+    """Return the names in each folder of the package: Python files, Lua files, and folders that contain either.
+
+    `__init__.py` and `__main__.py` are not counted.
     """
     names: dict[str, set[str]] = {}
-    files = [path for part in PARTS for kind in ("py", "lua") for path in (root / part).rglob(f"*.{kind}")]
-    for path in files:
+    for path in [*modules(root).values(), *scripts(root)]:
         parts = path.relative_to(root).parts
         for depth in range(2, len(parts)):
             if parts[depth] not in ("__init__.py", "__main__.py"):
                 names.setdefault("/".join(parts[:depth]), set()).add(parts[depth])
-    return {folder: sorted(listed) for folder, listed in sorted(names.items())}
+    return {folder: sorted(entries) for folder, entries in sorted(names.items())}
 
 
-def longest_list(root: Path) -> tuple[str, list[str]]:
-    """The folder of the package with the most names, and these; see `flat_lists`."""
-    return max(flat_lists(root).items(), key=lambda listed: len(listed[1]), default=("", []))
+def layout(root: Path) -> str:
+    """Return the list of files in Markdown: each folder and each file with the first sentence of its docstring."""
+    lines: list[str] = []
+    for folder in folder_entries(root):
+        entries = sorted(path for path in (root / folder).iterdir() if path.suffix in (".py", ".lua"))
+        described = [(path, _summary(path)) for path in entries if path.name != "__init__.py"]
+        if not described:
+            continue
+        package = root / folder / "__init__.py"
+        lines += [f"## {folder}/", ""]
+        if package.exists() and (text := _summary(package)):
+            lines += [text, ""]
+        lines += ["| file | content |", "|---|---|"]
+        lines += [f"| `{path.name}` | {text.replace('|', '/')} |" for path, text in described]
+        lines.append("")
+    return "\n".join(lines)
 
 
-# Who imports whom
+def _summary(path: Path) -> str:
+    """Return the first sentence of a file: of its docstring, or of the comment that begins a Lua file."""
+    text = path.read_text("utf-8")
+    if path.suffix == ".py":
+        paragraph = (ast.get_docstring(ast.parse(text)) or "").partition("\n\n")[0]
+    else:
+        head = re.match(r"(?:--.*\n)*", text)
+        paragraph = re.sub(r"^-- ?", "", head[0] if head else "", flags=re.MULTILINE).partition("\n\n")[0]
+    return re.split(r"(?<=[.]) ", " ".join(paragraph.split()))[0]
+
+
+# Sizes
+
+
+class Size(NamedTuple):
+    """The size of some files."""
+
+    files: int
+    code: int
+    """Lines with code: no blank lines, comments and docstrings."""
+    lines: int
+
+
+def sizes(root: Path) -> dict[str, Size]:
+    """Return the size of the Python files of each folder, subfolders excluded."""
+    found: dict[str, Size] = {}
+    for path in modules(root).values():
+        folder = str(path.parent.relative_to(root))
+        text = path.read_text("utf-8")
+        own = (1, code_lines(text), text.count("\n"))
+        found[folder] = Size(*map(sum, zip(found.get(folder, (0, 0, 0)), own, strict=True)))
+    return dict(sorted(found.items()))
+
+
+def lua_lines(root: Path) -> int:
+    """Count all lines of the Lua files."""
+    return sum(path.read_text("utf-8").count("\n") for path in scripts(root))
+
+
+def code_lines(text: str) -> int:
+    """Count the lines of a Python file that are not blank, comments or docstrings."""
+    strings = {
+        line
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+        for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)
+    }
+    code = {
+        line
+        for token in tokenize.generate_tokens(io.StringIO(text).readline)
+        if token.type not in _NO_CODE
+        for line in range(token.start[0], token.end[0] + 1)
+    }
+    return len(code - strings)
+
+
+def bare_constants(root: Path) -> list[str]:
+    """Return the numeric constants that no comment explains, as "file:line: statement".
+
+    A comment at the end of the line, a comment in the line above, or a string below explains a constant.
+    """
+    found = []
+    for path in modules(root).values():
+        text = path.read_text("utf-8")
+        lines, tree = text.split("\n"), ast.parse(text)
+        for scope in [tree, *(node for node in ast.walk(tree) if isinstance(node, ast.ClassDef))]:
+            for node, following in zip_longest(scope.body, scope.body[1:]):
+                if _is_numeric_constant(node) and not _is_explained(node, following, lines):
+                    found.append(f"{path.relative_to(root)}:{node.lineno}: {lines[node.lineno - 1].strip()}")
+    return found
+
+
+def _is_numeric_constant(node: ast.stmt) -> bool:
+    if not isinstance(node, (ast.Assign, ast.AnnAssign)) or node.value is None:
+        return False
+    targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+    names = [name.id for target in targets for name in ast.walk(target) if isinstance(name, ast.Name)]
+    values = [type(leaf.value) for leaf in ast.walk(node.value) if isinstance(leaf, ast.Constant)]
+    return (
+        bool(names)
+        and all(re.fullmatch(r"_?[A-Z][A-Z0-9_]*", name) for name in names)
+        and bool(values)
+        and set(values) <= {int, float}
+        and not any(isinstance(leaf, (ast.Call, ast.Name, ast.Attribute)) for leaf in ast.walk(node.value))
+    )
+
+
+def _is_explained(node: ast.stmt, following: ast.stmt | None, lines: list[str]) -> bool:
+    last = node.end_lineno or node.lineno
+    return (
+        "#" in lines[last - 1]
+        or lines[node.lineno - 2].strip().startswith("#")
+        or (
+            isinstance(following, ast.Expr)
+            and isinstance(following.value, ast.Constant)
+            and isinstance(following.value.value, str)
+        )
+    )
+
+
+# Imports
 
 
 def import_graph(root: Path, *, in_functions: bool = True, for_types: bool = True) -> Graph:
-    """The modules of the package, and which of them each imports.
+    """Return for each module of the package the modules that it imports.
 
-    `from lmpool.a import b` imports lmpool.a.b where that is a module, else lmpool.a.
+    `from lmpool.a import b` imports lmpool.a.b if that is a module, else lmpool.a.
 
     Args:
-        root: the folder that the parts of the package lie in.
+        root: the folder that contains the parts of the package.
         in_functions: count imports inside functions.
         for_types: count imports under `if TYPE_CHECKING:`.
     """
@@ -102,7 +203,7 @@ def import_graph(root: Path, *, in_functions: bool = True, for_types: bool = Tru
         tree = ast.parse(path.read_text("utf-8"), str(path))
         package = name if path.name == "__init__.py" else name.rpartition(".")[0]
         nodes = _import_nodes(tree.body, in_functions, for_types)
-        imported = {module for node in nodes for module in _named(node, package, known)}
+        imported = {module for node in nodes for module in _imported(node, package, known)}
         graph[name] = imported & known.keys() - {name}
     return graph
 
@@ -120,7 +221,7 @@ def _import_nodes(
             yield from _import_nodes(inner, in_functions, for_types)
 
 
-def _named(node: ast.Import | ast.ImportFrom, package: str, known: Iterable[str]) -> list[str]:
+def _imported(node: ast.Import | ast.ImportFrom, package: str, known: Iterable[str]) -> list[str]:
     if isinstance(node, ast.Import):
         return [alias.name for alias in node.names]
     above = package.rsplit(".", node.level - 1)[:1] if node.level else []
@@ -128,13 +229,13 @@ def _named(node: ast.Import | ast.ImportFrom, package: str, known: Iterable[str]
     return [full if (full := f"{module}.{alias.name}") in known else module for alias in node.names]
 
 
-def circles(graph: Graph) -> list[list[str]]:
-    """The sets of modules that all import each other, directly or not; the largest first."""
+def import_cycles(graph: Graph) -> list[list[str]]:
+    """Return the sets of modules that import each other, directly or through others; the largest first."""
     reached = {name: _reached(graph, name) for name in graph}
     sets = {
         frozenset(other for other in reached[name] if name in reached[other]) for name in graph if name in reached[name]
     }
-    return sorted(map(sorted, sets), key=lambda circle: (-len(circle), circle))
+    return sorted(map(sorted, sets), key=lambda cycle: (-len(cycle), cycle))
 
 
 def _reached(graph: Graph, name: str) -> set[str]:
@@ -148,186 +249,80 @@ def _reached(graph: Graph, name: str) -> set[str]:
 
 
 def longest_chain(graph: Graph, prefix: str, start: str | None = None) -> list[str]:
-    """The longest chain of modules below `prefix` of which each imports the next; a circle is one link, by one name.
+    """Return the longest chain of modules below `prefix` in which each imports the next.
 
-    It begins with `start`, or with any module where that is None.
+    Modules in a cycle count as one link. The chain begins with `start`, or with any module if `start` is None.
     """
     inside = {name for name in graph if f"{name}.".startswith(f"{prefix}.")}
     part = {name: graph[name] & inside for name in inside}
-    circle_of = {name: circle for circle in circles(part) for name in circle}
+    cycle_of = {name: cycle for cycle in import_cycles(part) for name in cycle}
 
     @cache
     def chain(name: str) -> list[str]:
-        circle = circle_of.get(name, [name])
-        below = {imported for module in circle for imported in part[module]}.difference(circle)
+        cycle = cycle_of.get(name, [name])
+        below = {imported for module in cycle for imported in part[module]}.difference(cycle)
         return [name, *max(map(chain, below), key=lambda names: (len(names), names), default=[])]
 
     starts = inside if start is None else inside & {start}
     return max(map(chain, starts), key=lambda names: (len(names), names), default=[])
 
 
-# What a prompt goes through
+# Command line
 
 
-class Recording:
-    """What runs of the package in `root` while `is_on`; `hook` is set as the profile hook of all threads.
-
-    Attributes:
-        frames: those that ran, in the order in which they were entered, with their files.
-        objects: those of the package that were met, by their `id`: they stay alive, so it remains theirs.
-    """
-
-    def __init__(self, root: Path) -> None:
-        paths = [path.relative_to(root) for path in modules(root).values()]
-        self._names = {str(root / path): str(path) for path in paths if path.parts[0] != "testing"}
-        self.is_on = False
-        self.clear()
-
-    def clear(self) -> None:
-        """Forget what has run."""
-        self.frames: dict[FrameType, str] = {}
-        self.objects: dict[int, object] = {}
-
-    def hook(self, frame: FrameType, event: str, _: object) -> None:
-        """Note a frame that begins, goes on, pauses or ends, and the objects of the package among its locals."""
-        if self.is_on and event in ("call", "return") and frame.f_code.co_filename in self._names:
-            self.frames.setdefault(frame, self._names[frame.f_code.co_filename])
-            for value in [*frame.f_locals.values()]:
-                if self._note(value):
-                    for attribute in attributes(value):
-                        self._note(attribute)
-
-    def _note(self, value: object) -> bool:
-        is_of_the_package = (
-            type(value).__module__.startswith("lmpool.") and "lmpool.testing" not in type(value).__module__
-        )
-        if is_of_the_package:
-            self.objects[id(value)] = value
-        return is_of_the_package
+def _print_sizes(root: Path) -> None:
+    measured = sizes(root)
+    print(f"{'code':>7}{'lines':>8}{'files':>7}")
+    for folder, size in [*measured.items(), ("all", Size(*map(sum, zip(*measured.values(), strict=True))))]:
+        print(f"{size.code:7,}{size.lines:8,}{size.files:7}  {folder}")
+    print(f"{lua_lines(root):15,}{len(scripts(root)):7}  Lua")
 
 
-def attributes(value: object) -> list[object]:
-    """What an object has in its `__dict__`, its slots and, being a tuple, its fields."""
-    slots = [name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ())]
-    values = [*getattr(value, "__dict__", {}).values(), *(getattr(value, name, None) for name in slots)]
-    return [*values, *(value if isinstance(value, tuple) else ())]
-
-
-def prompt_types(objects: Iterable[object], ids: list[int], foreign: set[bytes]) -> tuple[set[type], set[bytes]]:
-    """The classes of those objects that carry one prompt, and the bytes that lie beside its ids.
-
-    Those in `foreign` lie beside the ids of other prompts, so that they name none.
-    """
-    encoded = np.asarray(ids, "<u4").tobytes()
-
-    def is_ids(value: object) -> bool:
-        value = value.tolist() if isinstance(value, np.ndarray) and value.size == len(ids) else value
-        if isinstance(value, bytes):
-            return value == encoded
-        return isinstance(value, (list, tuple)) and all(type(number) is int for number in value) and [*value] == ids
-
-    having = [(holder, attributes(holder)) for holder in objects]
-    beside = {v for _, values in having if any(map(is_ids, values)) for v in values if isinstance(v, bytes)}
-    names = {value for value in beside - foreign if len(value) >= _MIN_DIGEST_BYTES}
-    first = [
-        holder for holder, values in having if any(is_ids(v) or (isinstance(v, bytes) and v in names) for v in values)
-    ]
-    numbers = {id(holder) for holder in first}
-    second = [holder for holder, values in having if any(id(value) in numbers for value in values)]
-    return {type(holder) for holder in [*first, *second]}, beside
-
-
-class Journey:
-    """What several requests of one kind had in common; each is the files of its frames, in the order of entering.
-
-    Attributes:
-        files: what every one entered, in the order of the last one.
-        calls: frames of these files, in the request that has the fewest.
-    """
-
-    def __init__(self, requests: list[list[str]]) -> None:
-        common = set.intersection(*map(set, requests))
-        self.files = [name for name in dict.fromkeys(requests[-1]) if name in common]
-        self.calls = min(sum(name in common for name in files) for files in requests)
-
-
-async def follow(root: Path, hf: str | None) -> tuple[Journey, Journey, list[str]]:
-    """Ask one worker for prompts: cold requests, hits in the producer's memory, and the types of a prompt."""
-    recording = Recording(root)
-    # Before any thread begins: the backend's has the hook only then.
-    threading.setprofile(recording.hook)
-    sys.setprofile(recording.hook)
-    worker_class = import_module(WORKER).Worker
-    server_class = get_type_hints(worker_class.__init__)["server"]
-    points = tomllib.loads((root / "pyproject.toml").read_text("utf-8"))["project"]["entry-points"]["lmpool.backends"]
-    place, name = points["hf" if hf else "synthetic"].split(":")
-    backend = getattr(import_module(place), name)(name=_MODEL, **({"model": hf} if hf else {}))
-    prompts = np.random.default_rng(0).integers(0, 500, (_WARM_UPS + _REQUESTS, _PROMPT_TOKENS)).tolist()
-    async with import_module("lmpool.testing").pool() as pool:
-        worker = worker_class(server_class(pool.url), backend)
-        ready: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        serving: asyncio.Future[Any] = asyncio.create_task(worker.run(ready.set_result))
-        await asyncio.wait([ready, serving], return_when=asyncio.FIRST_COMPLETED)
-        if serving.done():
-            await serving  # It could not begin: this raises why.
-        async with import_module(PRODUCER).Producer(_MODEL, redis=pool.url) as producer:
-
-            async def watch(ids: list[int]) -> list[str]:
-                recording.clear()
-                recording.is_on = True
-                await producer.logprobs(ids)
-                recording.is_on = False
-                return [*recording.frames.values()]
-
-            colds = [await watch(ids) for ids in prompts[:-1]]
-            others = recording.objects
-            colds.append(await watch(prompts[-1]))
-            last_only = [met for number, met in recording.objects.items() if number not in others]
-            hits = [await watch(prompts[-1]) for _ in range(_REQUESTS)]
-        worker.stop()
-        await serving
-    _, foreign = prompt_types(others.values(), prompts[-2], set())
-    types, _ = prompt_types(last_only, prompts[-1], foreign)
-    return Journey(colds[_WARM_UPS:]), Journey(hits), sorted(kind.__name__ for kind in types)
+def _print_structure(root: Path, hf: str | None, list_files: bool) -> None:
+    loads, graph = import_graph(root, for_types=False), import_graph(root)
+    folder, names = max(folder_entries(root).items(), key=lambda entry: len(entry[1]))
+    cold, hit, types = asyncio.run(request_path.follow(root, modules(root).values(), hf))
+    if not cold.files:
+        raise SystemExit(f"the imported package is not the one in {root}: put its parts on PYTHONPATH")
+    for title, number in {
+        f"most names in a folder ({folder})": len(names),
+        "files that a cold request enters": len(cold.files),
+        "calls in these files": cold.calls,
+        "files that a hit in the producer's memory enters": len(hit.files),
+        "calls in these files, for the hit": hit.calls,
+        "types that carry a prompt": len(types),
+        f"modules that {request_path.WORKER} imports": len(import_graph(root, in_functions=False)[request_path.WORKER]),
+        f"longest import chain in {PRODUCER}": len(longest_chain(loads, PRODUCER)),
+        "import cycles": len(import_cycles(graph)),
+        "numeric constants without a comment": len(bare_constants(root)),
+    }.items():
+        print(f"{title:60}{number:7,}")
+    print("\nTypes that carry a prompt:", *types)
+    for cycle in import_cycles(graph):
+        print("Import cycle:", *cycle)
+    if list_files:
+        for title, path in (("a cold request", cold), ("a hit in the producer's memory", hit)):
+            print(f"\nFiles that {title} enters, in order:", *path.files, sep="\n  ")
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--files", action="store_true", help="list the files that a prompt enters, in order")
-    parser.add_argument("--hf", metavar="FOLDER", help="serve a model of transformers instead of the synthetic one")
+    parser.add_argument("--hf", metavar="FOLDER", help="serve a transformers model instead of the synthetic backend")
+    parser.add_argument("--sizes", action="store_true", help="print the lines of code per folder and stop")
+    parser.add_argument("--layout", action="store_true", help="print the list of files in Markdown and stop")
+    parser.add_argument("--constants", action="store_true", help="list numeric constants without a comment and stop")
     given = parser.parse_args()
     root = Path(__file__).resolve().parents[1]
-    files = modules(root).values()
-    folder, names = longest_list(root)
-    loads, graph = import_graph(root, for_types=False), import_graph(root)
-    floors = longest_chain(loads, PRODUCER, PRODUCER)
-    cold, hit, types = asyncio.run(follow(root, given.hf))
-    if not cold.files:
-        raise SystemExit(f"the package that is imported is not the one of {root}: put its parts on PYTHONPATH")
-    for title, number in {
-        "Python files of the package": len(files),
-        "lines in them": sum(path.read_bytes().count(b"\n") for path in files),
-        f"longest list of names in a folder ({folder})": len(names),
-        "files that a cold request enters": len(cold.files),
-        "calls in these": cold.calls,
-        "files that a hit in the producer's memory enters": len(hit.files),
-        "calls in these, for the hit": hit.calls,
-        "types of a prompt on its way": len(types),
-        f"modules that {WORKER} imports at its top": len(import_graph(root, in_functions=False)[WORKER]),
-        f"floors of imports below {PRODUCER}": len(floors),
-        f"floors of all modules in {PRODUCER}": len(longest_chain(loads, PRODUCER)),
-        "circles of files": len(circles(loads)),
-        "circles of files, with imports for types": len(circles(graph)),
-    }.items():
-        print(f"{title:60}{number:7,}")
-    print("\nTypes of a prompt:", *types)
-    print("Floors:", *floors)
-    for circle in circles(graph):
-        print("Circle:" if circle in circles(loads) else "Circle with imports for types:", *circle)
-    if given.files:
-        for title, journey in (("a cold request", cold), ("a hit in the producer's memory", hit)):
-            print(f"\nFiles that {title} enters, in order:", *journey.files, sep="\n  ")
+    if given.layout:
+        print(layout(root))
+    elif given.constants:
+        print(*bare_constants(root), sep="\n")
+    else:
+        _print_sizes(root)
+        if not given.sizes:
+            _print_structure(root, given.hf, given.files)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tools.structure import circles, flat_lists, import_graph, modules
+from tools.structure import import_cycles, import_graph, modules
 
 import lmpool.producer
 from lmpool import errors
@@ -91,7 +91,6 @@ MAY_IMPORT: dict[str, set[str]] = {
     "lmpool.testing": SHARED_UNITS | WORKER_UNITS | {"lmpool.workers", "lmpool.workers.backends"},
     "lmpool.pytest_plugin": {"lmpool.testing"},
 }
-MAX_FILES, MAX_NAMES_IN_A_FOLDER, MAX_LINES = 176, 12, 600
 # What users test with, which nothing that serves or asks may need.
 FOR_TESTS = ("testing", "pytest_plugin")
 HF = BACKENDS / "hf"
@@ -224,19 +223,12 @@ def test_the_table_of_layers_names_every_folder_and_has_no_circle() -> None:
     folders = {name for name, path in modules(ROOT).items() if path.name == "__init__.py"}
     assert folders <= MAY_IMPORT.keys()
     assert MAY_IMPORT.keys() <= modules(ROOT).keys()
-    assert circles(MAY_IMPORT) == []
+    assert import_cycles(MAY_IMPORT) == []
 
 
 def test_no_file_imports_itself_by_way_of_others() -> None:
     """Imports inside functions and those for types count too."""
-    assert circles(import_graph(ROOT)) == []
-
-
-def test_folders_and_files_are_of_a_size_that_one_can_survey() -> None:
-    assert len(FILES) <= MAX_FILES
-    assert {name: names for name, names in flat_lists(ROOT).items() if len(names) > MAX_NAMES_IN_A_FOLDER} == {}
-    lines = {name_of(path): path.read_bytes().count(b"\n") for path in FILES}
-    assert {name: count for name, count in lines.items() if count > MAX_LINES} == {}
+    assert import_cycles(import_graph(ROOT)) == []
 
 
 def test_only_backends_import_an_engine() -> None:
