@@ -149,7 +149,8 @@ def bare_constants(root: Path) -> list[str]:
     for path in modules(root).values():
         text = path.read_text("utf-8")
         lines, tree = text.split("\n"), ast.parse(text)
-        for scope in [tree, *(node for node in ast.walk(tree) if isinstance(node, ast.ClassDef))]:
+        scopes: list[ast.Module | ast.ClassDef] = [tree, *(n for n in ast.walk(tree) if isinstance(n, ast.ClassDef))]
+        for scope in scopes:
             for node, following in zip_longest(scope.body, scope.body[1:]):
                 if _is_numeric_constant(node) and not _is_explained(node, following, lines):
                     found.append(f"{path.relative_to(root)}:{node.lineno}: {lines[node.lineno - 1].strip()}")
