@@ -17,9 +17,11 @@ from hypothesis import strategies as st
 from rich.console import Console
 from typer.testing import CliRunner
 
+from lmpool.admin.dead_letters import DeadLetters, read_letter
+from lmpool.admin.survey import shortened
 from lmpool.broker.server import Server
 from lmpool.errors import LMPoolError, SettingsError, WorkerError
-from lmpool.producer.cli.dead_letters import DeadLetters, dead_app, letters_table, read_letter, shortened
+from lmpool.producer.cli.queues import dead_app, letters_table
 from lmpool.protocol.job import Failure, Job
 from lmpool.protocol.model_info import ModelInfo
 from lmpool.protocol.prompt import digest_of

@@ -16,10 +16,11 @@ import pytest
 from redis.asyncio import Redis
 from typer.testing import CliRunner
 
+from lmpool.admin import queue as queue_module
+from lmpool.admin.queue import Cleared, Queued, clear_queue
 from lmpool.broker.server import Server
 from lmpool.errors import LMPoolError, QueueCleared
-from lmpool.producer.cli import queue as queue_module
-from lmpool.producer.cli.queue import Cleared, Queued, clear_queue, queue_app
+from lmpool.producer.cli.queues import queue_app
 from lmpool.protocol.keys import GROUP
 from lmpool.synthetic import synthetic_row
 from tests.support.gate import Gate, until_full

@@ -17,9 +17,10 @@ from pathlib import Path
 
 from rich.console import Console
 
+from lmpool.admin.survey import Survey
 from lmpool.embedded import EmbeddedServer
 from lmpool.producer import SyncProducer
-from lmpool.producer.cli.status import Survey, seconds, status_models, status_workers, top_models, top_workers
+from lmpool.producer.cli.status import seconds, status_models, status_workers, top_models, top_workers
 from tests.support.gate import Gate
 from tests.support.pool import DEADLINE_S, Pool, WorkerProcess, lmpool_command, pending, run_lmpool, until, until_async
 from tests.support.scrape import free_port, scrape
