@@ -60,17 +60,17 @@ MAY_IMPORT: dict[str, set[str]] = {
     "lmpool.producer.deadline": SHARED_UNITS,
     "lmpool.producer.client": SHARED_UNITS | {"lmpool.producer.deadline"},
     "lmpool.producer": SHARED_UNITS | {"lmpool.producer.deadline", "lmpool.producer.client"},
-    **dict.fromkeys(
-        ("lmpool.producer.cli", "lmpool.producer.genlm"),
-        SHARED_UNITS | {"lmpool.producer.deadline", "lmpool.producer.client", "lmpool.producer"},
-    ),
+    "lmpool.producer.cli": SHARED_UNITS
+    | {"lmpool.producer.deadline", "lmpool.producer.client", "lmpool.producer", "lmpool.admin"},
+    "lmpool.producer.genlm": SHARED_UNITS | {"lmpool.producer.deadline", "lmpool.producer.client", "lmpool.producer"},
     # What asks about whole files is a user of the client side like any other.
     "lmpool.batch.storage": SHARED_UNITS,
     "lmpool.batch": SHARED_UNITS | {"lmpool.producer", "lmpool.batch.storage"},
     "lmpool.batch.cli": SHARED_UNITS
     | {"lmpool.producer", "lmpool.producer.cli", "lmpool.batch", "lmpool.batch.storage"},
-    # What a browser asks is asked as commands ask.
-    "lmpool.web": SHARED_UNITS | {"lmpool.producer", "lmpool.producer.cli", "lmpool.producer.client"},
+    "lmpool.admin": SHARED_UNITS | {"lmpool.producer.client"},
+    "lmpool.web": SHARED_UNITS
+    | {"lmpool.producer", "lmpool.producer.cli", "lmpool.producer.client", "lmpool.producer.deadline", "lmpool.admin"},
     # What lm-evaluation-harness asks is asked as any program asks.
     "lmpool.lm_eval": SHARED_UNITS | {"lmpool.producer"},
     "lmpool.workers.settings": SHARED_UNITS,
@@ -253,8 +253,7 @@ def test_each_part_needs_no_more_than_it_says() -> None:
         "shared/lmpool/cli.py": {"typer", "rich"},
         "producer/lmpool/producer/cli/options.py": {"typer", "uvloop"},
         "producer/lmpool/producer/cli/commands.py": {"typer", "rich"},
-        "producer/lmpool/producer/cli/dead_letters.py": {"typer", "rich"},
-        "producer/lmpool/producer/cli/queue.py": {"typer"},
+        "producer/lmpool/producer/cli/queues.py": {"typer", "rich"},
         "producer/lmpool/producer/cli/status.py": {"typer", "rich"},
         "producer/lmpool/producer/cli/trie_show.py": {"typer", "rich"},
         "producer/lmpool/producer/tokenizer.py": {"tokenizers", "transformers"},
@@ -269,7 +268,6 @@ def test_each_part_needs_no_more_than_it_says() -> None:
         "producer/lmpool/web/demand.py": {"starlette"},
         "producer/lmpool/web/explorer.py": {"starlette"},
         "producer/lmpool/web/guard.py": {"starlette"},
-        "producer/lmpool/web/letters.py": {"starlette"},
         "producer/lmpool/web/serve.py": {"uvicorn"},
         "producer/lmpool/batch/storage/fetch.py": {"fsspec", "pyarrow"},
         "producer/lmpool/lm_eval.py": {"lm_eval", "jinja2", "tqdm"},

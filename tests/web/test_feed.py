@@ -81,8 +81,8 @@ async def test_a_page_that_does_not_read_is_sent_the_newest_and_nothing_is_kept_
     try:
         await until_async(lambda: _is(len(received) == 1), "the page is sent a frame, and does not take it")
         first = received[0]
-        await until_async(lambda: _is(feed.looks > first + 30), "the pool is looked at again and again")
-        newest = feed.looks
+        await until_async(lambda: _is(feed.surveys > first + 30), "the pool is looked at again and again")
+        newest = feed.surveys
         reads.set()
         await until_async(lambda: _is(len(received) > 1), "it is sent another")
         assert received[1] >= newest, "those between were dropped"
@@ -108,13 +108,13 @@ async def test_no_more_samples_are_kept_than_there_may_be_with_gaps_where_the_se
     feed = Feed(Server(own_server.url), Keys("feed"), 0.0, samples=8)
     looking = asyncio.create_task(feed.run())
     try:
-        await until_async(lambda: _is(feed.looks > 2), "it looks")
+        await until_async(lambda: _is(feed.surveys > 2), "it looks")
         own_server.stop()
         await until_async(lambda: _is(bool(feed.trouble)), "it notices")
         own_server.start()
         await until_async(lambda: _is(not feed.trouble), "it goes on")
         assert None in json.loads((await feed.history()).plain)["memory"]
-        await until_async(lambda: _is(feed.looks > 12), "there were more")
+        await until_async(lambda: _is(feed.surveys > 12), "there were more")
     finally:
         await end_tasks([looking])
     history = json.loads((await feed.history()).plain)
@@ -126,12 +126,12 @@ async def test_the_hour_is_encoded_once_a_look_for_all_that_ask(own_server: Embe
     feed = Feed(Server(own_server.url), Keys("feed"), interval_s=3600.0)
     looking = asyncio.create_task(feed.run())
     try:
-        await until_async(lambda: _is(feed.looks == 1), "it has looked")
+        await until_async(lambda: _is(feed.surveys == 1), "it has looked")
         first, *others = await asyncio.gather(*[feed.history() for _ in range(5)])
         assert {id(history) for history in [*others, await feed.history()]} == {id(first)}
         # A page that comes has it look at once.
         await anext(feed.frames())
-        assert feed.looks == 2
+        assert feed.surveys == 2
         assert [len(json.loads((await feed.history()).plain)["at"]), len(json.loads(first.plain)["at"])] == [2, 1]
     finally:
         await end_tasks([looking])
@@ -202,9 +202,9 @@ def test_events_tell_what_happened_to_workers(
     before: tuple[float, Any], after: tuple[float, Any], told: list[str]
 ) -> None:
     events = Events()
-    events.note(*before)
+    events.add_survey(*before)
     assert list(events.newest) == [], "what is there at first has not just come"
-    events.note(*after)
+    events.add_survey(*after)
     assert [f"{event.worker} {event.what}" for event in events.newest] == told
 
 

@@ -195,7 +195,7 @@ def test_pages_of_other_sites_can_make_the_pool_do_nothing(service: WebService) 
         assert service.ask(path, {}, token=None, **session).status == 403
         assert service.ask(path, b"{}", token=None, Origin=service.base, **session).status in (400, 403)
     told = service.ask("/api/text", {}, token=None, Origin=service.base, **session)
-    assert "no such request" in told.json["error"]
+    assert "invalid request" in told.json["error"]
     assert service.sign_in(Origin="http://evil.example").status == 403
 
 

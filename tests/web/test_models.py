@@ -67,7 +67,7 @@ def test_a_request_under_way_is_answered_while_eight_other_models_are_asked(pool
             until(pool.jobs, "the worker holds the prompt before its gate")
             for name in tell_of_others(pool, MAX_MODELS):
                 # Each is opened; what it is asked needs no worker.
-                assert "shorten it" in service.ask("/api/row", {"model": name, "ids": [1] * 5000}).json["error"]
+                assert "Shorten it" in service.ask("/api/row", {"model": name, "ids": [1] * 5000}).json["error"]
             assert not held.done()
         finally:
             gate.open()

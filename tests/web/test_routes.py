@@ -100,7 +100,7 @@ def test_the_trie_adds_up_what_begins_with_a_prefix_and_says_when_nobody_compute
     asked: dict[str, Any] = {"model": "syn", "ids": IDS}
     without = service.ask("/api/trie", asked)
     assert without.status == 200, "most pools have none: no failure"
-    assert without.json["note"].startswith("no trie worker answers: start one with `lmpool trie-worker`")
+    assert without.json["note"].startswith("no trie worker is running: start one with `lmpool trie-worker`")
     assert "local=" not in without.json["note"]
     pool.start_trie_worker()
     whole = service.ask("/api/trie", asked).json
@@ -152,27 +152,27 @@ def test_bad_input_is_refused_with_what_is_wrong(pool: Pool, service: WebService
         ("/api/text", {**text, "ids": [V]}, 400, f"token id {V} is out of range"),
         ("/api/text", {**text, "ids": [-1]}, 400, "out of range"),
         ("/api/text", {**text, "ids": [2**70]}, 400, "out of range"),
-        ("/api/text", {**text, "ids": [1] * 5000}, 400, "a text of 5000 tokens: 4096 is the most here"),
+        ("/api/text", {**text, "ids": [1] * 5000}, 400, "the text has 5000 tokens; this page accepts at most 4096"),
         ("/api/text", {**text, "top": 0}, 400, "top: 0 must be from 1 to 50"),
         ("/api/text", {**text, "top": 10**9}, 400, "must be from 1 to 50"),
         ("/api/text", {"model": "syn", "text": "hello"}, 400, "has no tokenizer; type token ids such as 1,2,3"),
         ("/api/text", {**text, "more": 1}, 400, "unknown field `more`"),
         ("/api/text", {"model": "syn", "text": "x" * 300_000}, 413, "a request of more than 262144 bytes"),
-        ("/api/text", b"[" * 200_000, 400, "no such request"),
-        ("/api/text", b"\xff\xfe", 400, "no such request"),
-        ("/api/text", b"", 400, "no such request"),
+        ("/api/text", b"[" * 200_000, 400, "invalid request"),
+        ("/api/text", b"\xff\xfe", 400, "invalid request"),
+        ("/api/text", b"", 400, "invalid request"),
         ("/api/row", {**text, "temperature": -1}, 400, "temperature: -1"),
-        ("/api/row", b'{"model":"syn","ids":[1],"temperature":NaN}', 400, "no such request"),
+        ("/api/row", b'{"model":"syn","ids":[1],"temperature":NaN}', 400, "invalid request"),
         ("/api/row", {**text, "top_p": 0}, 400, "top_p: 0"),
         ("/api/row", {**text, "token": V}, 400, f"token: {V} must be from 0 to {V - 1}"),
         ("/api/row", {**text, "token": -1}, 400, "token: -1 must be from 0"),
-        ("/api/row", {**text, "ids": [1] * 5000}, 400, "4096 is the most here"),
+        ("/api/row", {**text, "ids": [1] * 5000}, 400, "this page accepts at most 4096"),
         ("/api/trie", {**text, "under": "xy"}, 400, "must be a prefix in hexadecimal"),
-        ("/api/trie", {**text, "under": "00" * 300}, 400, "a prefix of 300 bytes: 256 is the most"),
+        ("/api/trie", {**text, "under": "00" * 300}, 400, "the prefix has 300 bytes; the limit is 256"),
         ("/api/dead?model=syn%0a", None, 400, "model: "),
-        ("/api/dead/show?model=syn&id=1-1", None, 400, "is none of the dead letters"),
-        ("/api/dead/show?model=syn&id=", None, 400, "is none of the dead letters"),
-        ("/api/dead/retry", letters, 400, "is none of the dead letters"),
+        ("/api/dead/show?model=syn&id=1-1", None, 400, "matches no dead letter"),
+        ("/api/dead/show?model=syn&id=", None, 400, "matches no dead letter"),
+        ("/api/dead/retry", letters, 400, "matches no dead letter"),
         ("/api/dead/retry", {**letters, "model": "other"}, 404, "the model 'other' is not served"),
         ("/api/dead/drop", {**letters, "ids": ["1-1"] * 501}, 400, "501 of them: name 1 to 500"),
         ("/api/dead/drop", {**letters, "ids": []}, 400, "name 1 to 500 letters"),
@@ -198,4 +198,4 @@ def test_without_a_server_answers_say_so(pool: Pool) -> None:
         answer = service.ask(path, body)
         assert answer.status == 503
         assert "no Redis server answers" in answer.json["error"]
-        assert answer.json["error"].startswith("`lmpool web` does not reach its server (")
+        assert answer.json["error"].startswith("`lmpool web` cannot reach its server (")

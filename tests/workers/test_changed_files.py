@@ -12,10 +12,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from lmpool.admin.survey import file_notices, survey
 from lmpool.broker.server import Server
-from lmpool.producer.cli.status import file_notices, survey
 from lmpool.synthetic import synthetic_row
-from lmpool.web.feed import _told_worker
+from lmpool.web.feed import _shown_worker
 from lmpool.workers.backends.synthetic import SyntheticBackend, SyntheticSettings
 from lmpool.workers.execution.contract import Backend
 from lmpool.workers.membership.heartbeat import CheckpointWatch
@@ -135,7 +135,7 @@ async def test_a_worker_whose_files_change_says_so_and_goes_on(pool: Pool, folde
     (notice,) = await shown()
     assert f"files of its model have changed since it loaded them ({WEIGHTS})" in notice
     (model,) = await survey(Server(pool.url), pool.keys)
-    assert _told_worker(model["workers"][0])["changed_files"] == WEIGHTS
+    assert _shown_worker(model["workers"][0])["changed_files"] == WEIGHTS
     async with pool.producer() as producer:
         assert np.array_equal(await producer.logprobs([1, 2]), synthetic_row([1, 2], vocab_size=V))
     worker.stop()

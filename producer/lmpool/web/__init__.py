@@ -1,5 +1,5 @@
-"""`lmpool web`: a pool in the browser, live, and an explorer of what its models expect.
+"""`lmpool web`: a live page of the pool, and an explorer of its models.
 
-A process of its own that reads the server as `lmpool status` does and asks workers as any client does. It asks by
-`lmpool.producer`; pages are files of the folder `static`, which need no build and ask no other host.
+It is a process of its own that reads the server as `lmpool status` does and sends requests as any client does. The
+pages are files in `static`; they need no build step and load nothing from other hosts.
 """

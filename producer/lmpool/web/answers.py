@@ -1,4 +1,4 @@
-"""What all routes have in common: reading a request's JSON, and errors as answers."""
+"""Helpers of all routes: read a request's JSON, and turn errors into responses."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from lmpool.errors import (
 T = TypeVar("T")
 
 MAX_BYTES = 256 * 1024
-"""Most bytes of a request's body."""
+"""Max bytes of a request's body: a text for a page is much shorter."""
 
 _STATUS: tuple[tuple[type[Exception], int], ...] = (
     (SettingsError, 400),
     (InvalidPrompt, 400),
-    # Models, adapters, nodes, vocabularies.
+    # Unknown models, adapters, nodes and vocabularies.
     (LookupError, 404),
     (DeadlineExceeded, 504),
     (ServerError, 503),
@@ -39,7 +39,7 @@ Handler = Callable[[Request], Awaitable[Any]]
 
 
 class Refused(LMPoolError):
-    """A request that is not looked at, with its HTTP status."""
+    """A refused request, with its HTTP status."""
 
     def __init__(self, status: int, text: str) -> None:
         super().__init__(text)
@@ -47,14 +47,14 @@ class Refused(LMPoolError):
 
 
 def json_answer(value: Any, status: int = 200) -> Response:
-    """A value as JSON in ASCII."""
+    """Return a value as JSON in ASCII."""
     return Response(to_json(value, separators=(",", ":")), status, media_type="application/json")
 
 
 def answers(handle: Handler) -> Callable[[Request], Awaitable[Response]]:
-    """A route that sends what `handle` returns: a response as it is, and anything else as JSON.
+    """Make a route of `handle`: it sends a response unchanged and any other value as JSON.
 
-    An error of lmpool becomes `{"error": text}` with the status that fits it.
+    An `LMPoolError` becomes `{"error": text}` with a fitting status.
     """
 
     async def route(request: Request) -> Response:
@@ -65,30 +65,30 @@ def answers(handle: Handler) -> Callable[[Request], Awaitable[Response]]:
             return json_answer({"error": str(error)}, error.status)
         except LMPoolError as error:
             status = next((code for kind, code in _STATUS if isinstance(error, kind)), 502)
-            return json_answer({"error": printable(_told(error))}, status)
+            return json_answer({"error": printable(_shown(error))}, status)
 
     return route
 
 
-def _told(error: LMPoolError) -> str:
-    """What is said in a browser, where nobody can name a server."""
+def _shown(error: LMPoolError) -> str:
+    """Return the text for a browser, whose user cannot name another server."""
     if not isinstance(error, ServerUnreachable):
         return str(error)
-    return f"`lmpool web` does not reach its server ({without_advice(error)}): this page goes on when it does"
+    return f"`lmpool web` cannot reach its server ({without_advice(error)}): this page continues when it can"
 
 
 async def read_body(request: Request, kind: type[T]) -> T:
-    """The JSON of a request, checked against a class of msgspec.
+    """Read the JSON of a request into a msgspec class.
 
     Raises:
-        Refused: it is too large, or malformed; says where.
+        Refused: it is too large or malformed.
     """
     data = bytearray()
     async for chunk in request.stream():
         data += chunk
         if len(data) > MAX_BYTES:
-            raise Refused(413, f"a request of more than {MAX_BYTES} bytes: ask about a shorter text")
+            raise Refused(413, f"the request has more than {MAX_BYTES} bytes: shorten the text")
     try:
         return msgspec.json.decode(bytes(data), type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise Refused(400, printable(f"no such request: {error}")) from error
+        raise Refused(400, printable(f"invalid request: {error}")) from error

@@ -1,4 +1,4 @@
-"""`lmpool web`: the service as a command."""
+"""The command `lmpool web`."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from lmpool.producer.cli.options import Prefix, RedisUrl, key_names
 
 TOKEN_VARIABLE = "LMPOOL_WEB_TOKEN"
 
-Host = Annotated[str, typer.Option(help="Address to listen at; 0.0.0.0 for all of this machine.")]
-Port = Annotated[int, typer.Option(min=0, max=65535, help="Port to listen at; 0 for any that is free.")]
+Host = Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all addresses of this machine.")]
+Port = Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 for a free one.")]
 Changes = Annotated[
-    bool, typer.Option("--allow-changes", help="Let pages queue dead letters again and drop them (default: only show).")
+    bool, typer.Option("--allow-changes", help="Let pages retry and drop dead letters (default: read-only).")
 ]
 Hosts = Annotated[
-    list[str] | None, typer.Option("--allow-host", help="Name by which browsers call this service, as behind a proxy.")
+    list[str] | None, typer.Option("--allow-host", help="Host name of this service, for example behind a proxy.")
 ]
 Token = Annotated[
     str | None,
-    typer.Option(envvar=TOKEN_VARIABLE, help="Secret to sign in with (default: a new one, which is printed)."),
+    typer.Option(envvar=TOKEN_VARIABLE, help="Secret to sign in with (default: generate and print one)."),
 ]
 
 
@@ -40,9 +40,9 @@ def web(
     redis: RedisUrl = None,
     prefix: Prefix = "lmpool",
 ) -> None:
-    """Show the pool in a browser, live, and explore what its models expect. Ctrl-C ends it.
+    """Serve a live page of the pool and an explorer of its models. Ctrl-C ends it.
 
-    Without a token it makes one, and prints it with an address that signs in one browser, once.
+    Without --token it generates a token and prints it, with an address that signs in one browser, once.
     """
     try:
         from lmpool.web.app import WebSettings

@@ -1,4 +1,4 @@
-"""What is asked of a model, for an autoscaler: also while nobody serves it, so that a first worker is started."""
+"""The demand for a model, for autoscalers. A model without workers has a demand too, so that its first one starts."""
 
 from __future__ import annotations
 
@@ -17,26 +17,25 @@ from lmpool.protocol.keys import Keys
 from lmpool.settings import check_name
 
 NEVER_S = 86_400.0
-"""Seconds that a queue is said to take which no worker serves, where something waits: a large number, for JSON has no
-infinity."""
+"""`drain_seconds` of a queue without workers: a large number, because JSON has no infinity."""
 
-_MAX_READ = 16
+_MAX_READ = 16  # Max workers whose speed is read: their mean is good enough.
 _FIELDS = ("speed",)
 
 
 class Demand(NamedTuple):
-    """What is asked of a model at one moment, and who answers.
+    """The demand for a model, and its workers.
 
     Attributes:
         model: its name.
-        queued: prompts that wait or are computed.
-        oldest_s: seconds since the oldest of them was queued; 0 when there is none.
-        workers: live workers that serve it.
-        loading: workers that load it.
-        wanted: 1 when at least one worker is needed, else 0: prompts are queued, or clients that were told to wait have
-            looked for the model within the last minute and found nobody to encode prompts for.
-        drain_seconds: seconds that the workers take for what is queued, as if nothing were added; `NEVER_S` when there
-            is no worker and one is wanted.
+        queued: prompts that wait or are in flight.
+        oldest_s: seconds since the oldest of them was queued; 0 without prompts.
+        workers: live workers that serve the model.
+        loading: workers that are loading it.
+        wanted: 1 if at least one worker is needed, else 0: prompts are queued, or clients with `when_absent="wait"`
+            have polled for the model within the last minute.
+        drain_seconds: seconds in which the workers would empty the queue if no prompt were added; `NEVER_S` if there
+            are no workers and one is wanted.
     """
 
     model: str
@@ -49,23 +48,23 @@ class Demand(NamedTuple):
 
 
 async def read_demand(redis: Redis, keys: Keys, model: str) -> Demand:
-    """Look at what is asked of a model; one that nobody has ever heard of is not wanted.
+    """Read the demand for a model; an unknown model is not wanted.
 
     Args:
         redis: a client for control messages.
         keys: the deployment's key names.
-        model: its name; "trie" for the trie workers.
+        model: its name; "trie" for trie workers.
 
     Raises:
-        SettingsError: no model can have that name.
+        SettingsError: the name is invalid.
         ProtocolError, RedisError, OSError: the server cannot be used.
     """
     check_name("model", model)
     names = keys.model(model)
     queue, alive = await read_queue(redis, names), await read_alive(redis, names, names=True)
-    # Only while nobody serves: what a client wrote before a worker came is of no more use.
-    is_missed = not alive.serving and bool(await redis.exists(names.wanted))
-    wanted = int(queue.depth > 0 or is_missed)
+    # With a live worker, the key is left over from the time before.
+    is_awaited = not alive.serving and bool(await redis.exists(names.wanted))
+    wanted = int(queue.depth > 0 or is_awaited)
     if alive.serving:
         drain_s = drain_seconds(queue, await _speed(redis, keys, alive.names) * alive.serving)
     else:
@@ -74,24 +73,22 @@ async def read_demand(redis: Redis, keys: Keys, model: str) -> Demand:
 
 
 async def _speed(redis: Redis, keys: Keys, workers: tuple[str, ...]) -> float:
-    """Answers a second of one worker: the mean of some that have computed; 0 when there is none."""
+    """Return the mean results per second of some workers; 0 if none has computed."""
     speeds = []
     for worker in workers[:_MAX_READ]:
         try:
             speed = float((await read_texts(redis, keys.worker(worker), _FIELDS)).get("speed", 0))
         except (ValueError, LMPoolError):
-            continue  # Others may write there.
+            continue  # Another program may have written the heartbeat.
         if 0 < speed < float("inf"):
             speeds.append(speed)
     return sum(speeds) / len(speeds) if speeds else 0.0
 
 
 def demand_route(server: Server, keys: Keys) -> Route:
-    """`GET /api/demand/MODEL`: the fields of `Demand` as a JSON object; 400 for no model's name, 503 without a server.
+    """Return the route `GET /api/demand/MODEL`: the fields of `Demand` as JSON.
 
-    Args:
-        server: the pool's Redis.
-        keys: the deployment's key names.
+    Its status is 400 for an invalid name, and 503 if the server cannot be used.
     """
 
     async def answer(request: Request) -> JSONResponse:
@@ -106,5 +103,5 @@ def demand_route(server: Server, keys: Keys) -> Route:
             await redis.aclose()
         return JSONResponse(demand._asdict())
 
-    # Names of models have slashes.
+    # Model names may contain slashes.
     return Route("/api/demand/{model:path}", answer, methods=["GET"])

@@ -1,4 +1,4 @@
-"""The routes of the explorer: a text's tokens and what else might stand there, one row in full, the byte trie."""
+"""The routes of the explorer: the tokens of a text with alternatives, one row, and the byte trie."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from lmpool.protocol.query import kept, top
 from lmpool.web.answers import answers, read_body
 from lmpool.web.models import ExploredModel, Models, shown_bytes
 
-MAX_ALTERNATIVES = 50
-_MAX_CHILDREN = 64
-_MAX_PREFIX = 256
-_NO_TRIES = "no trie worker answers: start one with `lmpool trie-worker`, or the model's workers with --with-trie"
+MAX_ALTERNATIVES = 50  # Max alternatives per token: a page cannot show more.
+_MAX_CHILDREN = 64  # Max children shown of a trie node.
+_MAX_PREFIX = 256  # Max bytes of a prefix: longer than any token.
+_NO_TRIES = "no trie worker is running: start one with `lmpool trie-worker`, or the model's workers with --with-trie"
 
 
-class TextAsked(msgspec.Struct, forbid_unknown_fields=True):
-    """A text, or its token ids, whose tokens are wanted with the likeliest alternatives of each."""
+class TextRequest(msgspec.Struct, forbid_unknown_fields=True):
+    """Request the tokens of a text (or of token ids), each with its most likely alternatives."""
 
     model: str
     adapter: str = ""
@@ -36,8 +36,8 @@ class TextAsked(msgspec.Struct, forbid_unknown_fields=True):
     top: int = 10
 
 
-class RowAsked(msgspec.Struct, forbid_unknown_fields=True):
-    """A prompt whose next token is wanted, before and after a temperature and top-p; `token` is listed in any case."""
+class RowRequest(msgspec.Struct, forbid_unknown_fields=True):
+    """Request the next-token distribution before and after temperature and top-p; `token` is always listed."""
 
     model: str
     ids: list[int]
@@ -48,8 +48,8 @@ class RowAsked(msgspec.Struct, forbid_unknown_fields=True):
     token: int | None = None
 
 
-class TrieAsked(msgspec.Struct, forbid_unknown_fields=True):
-    """A prompt, and a prefix in hexadecimal, below which the byte trie is wanted."""
+class TrieRequest(msgspec.Struct, forbid_unknown_fields=True):
+    """Request the byte trie below a prefix, which is given in hexadecimal."""
 
     model: str
     ids: list[int]
@@ -58,11 +58,7 @@ class TrieAsked(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class ExplorerRoutes:
-    """Answers what the explorer asks.
-
-    Args:
-        models: the models that may be asked.
-    """
+    """The routes of the explorer for the given models."""
 
     def __init__(self, models: Models) -> None:
         self._models = models
@@ -73,7 +69,7 @@ class ExplorerRoutes:
         ]
 
     async def _text(self, request: Request) -> dict[str, Any]:
-        asked = await read_body(request, TextAsked)
+        asked = await read_body(request, TextRequest)
         most = _check_top(asked.top)
         async with self._models.use(asked.model) as model:
             ids = await model.encode(asked.text) if asked.ids is None else asked.ids
@@ -88,7 +84,7 @@ class ExplorerRoutes:
                 "ids": ids,
                 "text": await model.decode(ids),
                 "tokens": [
-                    # Nothing comes before the first, so nobody has said how likely it is.
+                    # The first token has no log-probability, because no token precedes it.
                     {"text": texts[token], "logprob": score, "top": expected[at - 1] if at else []}
                     for at, (token, score) in enumerate(zip(ids, [None, *map(_number, scores)], strict=True))
                 ],
@@ -96,7 +92,7 @@ class ExplorerRoutes:
             }
 
     async def _row(self, request: Request) -> dict[str, Any]:
-        asked = await read_body(request, RowAsked)
+        asked = await read_body(request, RowRequest)
         most, how = _check_top(asked.top), read_sampling(asked.temperature, asked.top_p, None)
         async with self._models.use(asked.model) as model:
             model.check_length(asked.ids)
@@ -118,13 +114,13 @@ class ExplorerRoutes:
             }
 
     async def _trie(self, request: Request) -> dict[str, Any]:
-        asked = await read_body(request, TrieAsked)
+        asked = await read_body(request, TrieRequest)
         try:
             prefix = bytes.fromhex(asked.under)
         except ValueError:
             raise SettingsError("under: it must be a prefix in hexadecimal, such as 2074") from None
         if len(prefix) > _MAX_PREFIX:
-            raise SettingsError(f"under: a prefix of {len(prefix)} bytes: {_MAX_PREFIX} is the most")
+            raise SettingsError(f"under: the prefix has {len(prefix)} bytes; the limit is {_MAX_PREFIX}")
         async with self._models.use(asked.model) as model:
             model.check_length(asked.ids)
             trie = await model.trie()
@@ -134,14 +130,14 @@ class ExplorerRoutes:
             try:
                 mass = await trie.weight_sum(prompt=asked.ids, adapter=asked.adapter, nodes=nodes)
             except UnknownModel:
-                # Most pools have none: that is no failure of the page's.
+                # Most pools have no trie worker: show a note, not an error.
                 return {"note": _NO_TRIES}
             children = [(structure.prefix(child), float(mass[at])) for at, child in enumerate(nodes[1:], 1)]
             children.sort(key=lambda child: -child[1])
             return {
                 "prefix": shown_bytes(prefix),
                 "mass": float(mass[0]),
-                # What is left is that of the tokens that end here.
+                # The rest is the mass of the tokens that end here.
                 "ends": max(0.0, float(mass[0] - mass[1:].sum(dtype=np.float64))),
                 "children": [[whole.hex(), shown_bytes(whole), value] for whole, value in children[:_MAX_CHILDREN]],
                 "left_out": max(0, len(children) - _MAX_CHILDREN),
@@ -149,25 +145,22 @@ class ExplorerRoutes:
 
 
 async def _scores(model: ExploredModel, ids: list[int], adapter: str) -> NDArray[np.float32]:
-    """The log-probability of every token but the first."""
+    """Return the log-probability of every token but the first."""
     if len(ids) < 2:
         return np.empty(0, np.float32)
-    # Of all of them: what is wrong with the text is not to be told of a continuation.
+    # Check the whole text: an error must not name a continuation that the user does not know.
     info = model.producer.model
     encode_prompt(ids, vocab_size=info.vocab_size, max_tokens=info.max_prompt_tokens)
     return await model.producer.score(ids[:1], ids[1:], adapter=adapter)
 
 
 def drawn_from(row: NDArray[np.float32], temperature: float, top_p: float) -> NDArray[np.float64]:
-    """The probabilities that `Producer.sample` draws with.
+    """Return the probabilities that `Producer.sample` uses, float64 (V,), with sum 1.
 
     Args:
         row: log-probabilities, float32 (V,).
-        temperature: 0 for the likeliest token alone.
-        top_p: from above 0 to 1.
-
-    Returns:
-        float64 (V,), their sum 1.
+        temperature: 0 for the most likely token only.
+        top_p: above 0, at most 1.
     """
     ids, weights = kept(row, temperature, top_p)
     drawn = np.zeros(len(row))
@@ -177,15 +170,15 @@ def drawn_from(row: NDArray[np.float32], temperature: float, top_p: float) -> ND
 
 
 def _entropy(probabilities: NDArray[np.float64]) -> float:
-    """In bits."""
+    """Return the entropy in bits."""
     some = probabilities[probabilities > 0]
     return float(-(some * np.log2(some)).sum())
 
 
-def _check_top(most: int) -> int:
-    if not 1 <= most <= MAX_ALTERNATIVES:
-        raise SettingsError(f"top: {most} must be from 1 to {MAX_ALTERNATIVES}")
-    return most
+def _check_top(count: int) -> int:
+    if not 1 <= count <= MAX_ALTERNATIVES:
+        raise SettingsError(f"top: {count} is not from 1 to {MAX_ALTERNATIVES}")
+    return count
 
 
 def _listed(values: Iterable[float], ids: Iterable[int], texts: dict[int, str]) -> list[list[Any]]:
@@ -193,5 +186,5 @@ def _listed(values: Iterable[float], ids: Iterable[int], texts: dict[int, str]) 
 
 
 def _number(value: float) -> float | None:
-    """A log-probability for JSON, which has no infinity: a token that cannot come has null."""
+    """Return a log-probability for JSON: null for −inf, which JSON does not have."""
     return round(float(value), 5) if math.isfinite(value) else None

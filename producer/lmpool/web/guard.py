@@ -1,4 +1,4 @@
-"""Who may ask: the token, the sessions of browsers, and what pages of other sites may not do."""
+"""Access control: the token, the sessions of browsers, and protection against pages of other sites."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from lmpool.web.answers import Refused, answers, json_answer, read_body
 
 HEALTH_PATHS = ("/healthz", "/readyz")
-"""Paths that need no token: probes have none."""
+"""Paths without access control, for health probes."""
 
 KEY_HEADER = "X-Lmpool-Key"
-"""Header in which a page sends the key of its session."""
+"""Header for the key of a page's session."""
 
 MAX_SESSIONS = 1000
-"""Browsers that are signed in at once; the one that signed in first is signed out for one more. Bounds the memory."""
+"""Max sessions; one more ends the oldest. Limits memory."""
 
 SESSION_S = 30 * 24 * 3600
-"""Seconds until a browser must sign in again."""
+"""Seconds until a browser must sign in again: 30 days."""
 
 _SESSION_PATH = "/api/session"
 _HEADERS = {
@@ -44,42 +44,42 @@ _HEADERS = {
     "X-Content-Type-Options": "nosniff",
 }
 _COOKIE = "lmpool-web"
-_HOW = "sign in on the page with the token of `lmpool web`, or send it as Authorization: Bearer TOKEN"
-_NO_TOKEN = f"a token is needed: {_HOW}"
+_HOW = "sign in on the page with the token of `lmpool web`, or send Authorization: Bearer TOKEN"
+_NO_TOKEN = f"the token is missing: {_HOW}"
 _WRONG_TOKEN = (
-    "the token is wrong: each start of `lmpool web` makes a new one, unless LMPOOL_WEB_TOKEN or --token sets it; "
+    "the token is wrong: each start of `lmpool web` generates a new one unless LMPOOL_WEB_TOKEN or --token sets it; "
     f"{_HOW}"
 )
-_NOT_SIGNED_IN = f"this browser is not signed in, or was signed out: {_HOW}"
+_NOT_SIGNED_IN = f"this browser is not signed in: {_HOW}"
 _LINK_USED = (
-    "this address was used before: it signs in one browser, once. Type the token that `lmpool web` printed below the "
-    "address, or start `lmpool web` again"
+    "this address was used before; it signs in one browser, once. Type the token that `lmpool web` printed below the "
+    "address, or restart `lmpool web`"
 )
 _WRONG_LINK = (
-    "the token in this address signs no browser in: only the address that `lmpool web` printed at its last start does, "
-    "once. Type the token here; an address with it would stay in the browser's history"
+    "the token in this address is not valid: only the address that `lmpool web` printed at its last start signs in, "
+    "once. Type the token here; in an address it would stay in the browser's history"
 )
 
 
 def new_token() -> str:
-    """256 random bits in characters that a URL and a header accept."""
+    """Return 256 random bits as text for URLs and headers."""
     return secrets.token_urlsafe(32)
 
 
 class Sessions:
-    """The browsers that are signed in. They are kept in memory, so a restart of the service signs all of them out.
+    """The sessions of browsers, in memory: a restart of the service ends them.
 
-    A session has two secrets, and each request needs both. No script reads the cookie (`HttpOnly`), but browsers send
-    it to every port of the host, where another program may collect it. The key is in the storage of the page's origin,
-    which other ports do not read, and the page sends it in a header.
+    A session has two secrets, and each request needs both. Scripts cannot read the cookie (`HttpOnly`), but browsers
+    send it to every port of the host, where another program may read it. The key is in the storage of the page's
+    origin, which pages on other ports cannot read; the page sends it in a header.
 
     Args:
-        token: the secret that signs browsers in and that programs send; "" to make one.
+        token: the secret of browsers and programs; "" to generate one.
 
     Attributes:
         token: the secret.
-        is_own_token: whether it was made here, so that it must be shown to be known.
-        link_token: signs in one browser, once, as part of an address; "" when `is_own_token` is False.
+        is_own_token: whether this process generated the token and must print it.
+        link_token: part of an address that signs in one browser, once; "" unless `is_own_token`.
     """
 
     def __init__(self, token: str = "") -> None:
@@ -87,20 +87,20 @@ class Sessions:
         self.token = token or new_token()
         self.link_token = new_token() if self.is_own_token else ""
         self._used_link_token = ""
-        # Digest of the cookie -> digest of the key, and until when. Digests, because the time of a
-        # look-up reveals nothing about the secret.
+        # Digest of the cookie -> (digest of the key, expiry). With digests, the time of a lookup reveals
+        # nothing about the secrets.
         self._open: OrderedDict[bytes, tuple[bytes, float]] = OrderedDict()
 
     def begin(self, token: str = "", link_token: str = "") -> tuple[str, str]:
-        """Sign a browser in; returns its cookie and its key.
+        """Sign a browser in; return its cookie and its key.
 
         Args:
-            token: the token, as typed on the page.
-            link_token: the token in the address of the page. Only the unused link token will do: the browser's history
-                keeps addresses.
+            token: the token typed on the page.
+            link_token: the token in the page's address. Only the unused link token is valid, because browsers keep
+                addresses in their history.
 
         Raises:
-            Refused: neither will do.
+            Refused: neither is valid.
         """
         if not link_token:
             if not _is_equal(token, self.token):
@@ -118,11 +118,11 @@ class Sessions:
         return cookie, key
 
     def end(self, scope: Scope) -> None:
-        """Sign out the browser that sends a request."""
+        """End the session of a request's browser."""
         self._open.pop(_digest(_sent_cookie(scope)), None)
 
     def end_all(self) -> None:
-        """Sign all browsers out."""
+        """End all sessions."""
         self._open.clear()
 
     def is_program(self, scope: Scope) -> bool:
@@ -140,7 +140,7 @@ class Sessions:
 
     @property
     def routes(self) -> list[Route]:
-        """`POST /api/session` signs in, `DELETE` signs out, and `DELETE /api/sessions` signs all browsers out."""
+        """`POST /api/session` signs in, `DELETE /api/session` signs out, `DELETE /api/sessions` ends all sessions."""
         return [
             Route(_SESSION_PATH, answers(self._sign_in), methods=["POST"]),
             Route(_SESSION_PATH, answers(self._sign_out), methods=["DELETE"]),
@@ -172,27 +172,27 @@ class Sessions:
 
 
 class SignIn(msgspec.Struct, forbid_unknown_fields=True):
-    """The token, or the one in the address of the page."""
+    """The token, or the link token from the page's address."""
 
     token: str = ""
     link_token: str = ""
 
 
 class Guard:
-    """Refuses requests without a token or a session, and adds the headers that keep a browser strict.
+    """Refuses requests without token or session, and adds security headers.
 
-    The files of the pages are public: they hold no data, and a browser needs them to sign in.
+    The files of the pages are public: they contain no data, and a browser needs them to sign in.
 
-    A page of another site can have a browser send requests here, with its cookie. So a request without the token must
-    name a host that is allowed (a name that another site has pointed at this address is refused), and one that changes
-    anything, or makes the pool work, must come from a page of this service. A browser sends no Bearer token on its own,
-    so probes and autoscalers may use any name of the service.
+    A page of another site can make a browser send requests here with its cookie. So a request without the token must
+    name an allowed host; this stops DNS names that point at this address. A request that changes anything or uses the
+    pool must come from a page of this service. Browsers never send a Bearer token on their own, so probes and
+    autoscalers may use any host name.
 
     Args:
-        app: the application to guard.
-        sessions: the token, and the browsers that are signed in.
+        app: the application to protect.
+        sessions: the token and the sessions of browsers.
         public: paths of the pages' files.
-        hosts: names by which browsers may call this service, next to IP addresses.
+        hosts: allowed host names, in addition to `localhost` and IP addresses.
     """
 
     def __init__(
@@ -220,12 +220,12 @@ class Guard:
         await (refusal or self._app)(scope, receive, send_strictly)
 
     def _refuse(self, scope: Scope) -> Response | None:
-        """The response to a request that is refused; None for one that is allowed."""
+        """Return the response that refuses a request; None if it is allowed."""
         if self._sessions.is_program(scope):
             return None
         headers, is_reading = Headers(scope=scope), scope["method"] in ("GET", "HEAD")
-        if not self._is_ours(headers.get("host", "")):
-            text = "this service is not called by that name: start it with --allow-host NAME to have it answer"
+        if not self._is_allowed_host(headers.get("host", "")):
+            text = "this host name is not allowed: start `lmpool web` with --allow-host NAME to allow it"
             return PlainTextResponse(text, 421)
         is_signing_in = scope["path"] == _SESSION_PATH and scope["method"] == "POST"
         is_public = is_signing_in or (is_reading and scope["path"] in self._public)
@@ -233,15 +233,15 @@ class Guard:
             text = _NOT_SIGNED_IN if _sent_cookie(scope) else _WRONG_TOKEN if "authorization" in headers else _NO_TOKEN
             return PlainTextResponse(text, 401, {"WWW-Authenticate": "Bearer"})
         if not is_reading and not _is_same_origin(headers):
-            return PlainTextResponse("this must come from a page of this service", 403)
+            return PlainTextResponse("this request must come from a page of this service", 403)
         return None
 
-    def _is_ours(self, host: str) -> bool:
+    def _is_allowed_host(self, host: str) -> bool:
         name, _ = _host_and_port(host)
         if name in self._hosts:
             return True
         try:
-            # An address is no name that another site could point here.
+            # An IP address is not a DNS name that another site could point here.
             ipaddress.ip_address(name)
         except ValueError:
             return False
@@ -257,33 +257,32 @@ def _digest(secret: str) -> bytes:
 
 
 def _sent_cookie(scope: Scope) -> str:
-    # `SimpleCookie` would read none where another program of the host has set one that it takes for malformed.
+    # `SimpleCookie` would drop all cookies if another program of the host had set a malformed one.
     return cookie_parser(Headers(scope=scope).get("cookie", "")).get(_cookie_name(scope), "")
 
 
 def _is_encrypted(request: Request) -> bool:
-    """Whether the browser speaks TLS, to this service or to a proxy that says so.
+    """Whether the browser uses TLS, to this service or to a proxy that reports it.
 
-    The header is accepted from any client: a false one costs its sender only the use of its own cookie.
+    Any client may send the header: a false one only makes the client's own cookie unusable.
     """
     forwarded = request.headers.get("x-forwarded-proto", "").partition(",")[0].strip().lower()
     return request.url.scheme == "https" or forwarded == "https"
 
 
 def _cookie_name(scope: Scope) -> str:
-    """The name of the cookie of this service alone, for browsers send cookies to all ports of a host.
+    """Return a cookie name for this service alone, because browsers send cookies to all ports of a host.
 
-    By two ports: the one that this service listens at, which several behind one proxy do not share, and the one that
-    the browser asks, which several tunnels or containers do not, though all of them listen at the same. Not by the
-    token: then every start would leave another cookie behind.
+    It contains two ports. Services behind one proxy differ in the port that they listen on; services behind tunnels or
+    in containers differ in the port that the browser uses. A name from the token would leave one cookie per start.
     """
-    _, listens = scope.get("server") or ("", None)
-    _, asked = _host_and_port(Headers(scope=scope).get("host", ""))
-    return f"{_COOKIE}-{listens or 0}-{asked}"
+    _, own_port = scope.get("server") or ("", None)
+    _, requested_port = _host_and_port(Headers(scope=scope).get("host", ""))
+    return f"{_COOKIE}-{own_port or 0}-{requested_port}"
 
 
 def _host_and_port(host: str) -> tuple[str, int]:
-    """What a `Host` names, in small letters, and its port; "" and 0 where it does not."""
+    """Return the lowercase name and the port of a `Host` header; "" and 0 if missing."""
     try:
         parts = urlsplit(f"//{host}")
         return (parts.hostname or "").lower(), parts.port or 0

@@ -1,4 +1,4 @@
-"""The models that the explorer asks: a producer for each, its tokenizer, and the trie over its vocabulary."""
+"""The models of the explorer: one producer per model, with its tokenizer and the trie over its vocabulary."""
 
 from __future__ import annotations
 
@@ -15,26 +15,19 @@ from lmpool.producer.tokenizer import TOKENIZERS, Tokenizer, find_tokenizer
 from lmpool.producer.trie import PooledTrie
 
 MAX_TOKENS = 4096
-"""Most tokens of a text: a page with more is no use to anybody."""
+"""Max tokens of a text: a page with more is unusable."""
 
 MAX_MODELS = 8
-"""Models that are kept open while nobody asks them."""
+"""Max producers kept open without requests in flight."""
 
-_CACHE_BYTES = 64 * 1024 * 1024
-_TIMEOUT_S = 30.0
-_ENCODE_S = 10.0  # A text for a page is encoded within milliseconds by any tokenizer that is not hostile.
-_MAX_TEXT = 60
+_CACHE_BYTES = 64 * 1024 * 1024  # Bytes of rows kept per model.
+_TIMEOUT_S = 30.0  # Seconds until a request of a page fails.
+_ENCODE_S = 10.0  # Seconds for encoding a text: only a hostile tokenizer needs more than milliseconds.
+_MAX_TEXT = 60  # Max characters shown of a token.
 
 
 class ExploredModel:
-    """One model.
-
-    Args:
-        producer: asks it, and is open.
-
-    Attributes:
-        producer: as above.
-    """
+    """A model with an open producer."""
 
     def __init__(self, producer: Producer) -> None:
         self.producer = producer
@@ -44,23 +37,23 @@ class ExploredModel:
         self._making = asyncio.Lock()
 
     async def tokenizer(self) -> Tokenizer:
-        """The model's tokenizer, found once: that which its workers publish, else one that is here.
+        """Return the tokenizer that the workers publish, else a local one.
 
         Raises:
-            SettingsError: it has none, or it cannot be loaded here.
+            SettingsError: the model has none, or it cannot be loaded here.
         """
         async with self._making:
-            self._forget_others()
+            self._check_fingerprint()
             if self._tokenizer is None:
                 self._tokenizer = await find_tokenizer(self.producer, otherwise="type token ids such as 1,2,3")
             return self._tokenizer
 
     async def encode(self, text: str) -> list[int]:
-        """Token ids of a text.
+        """Return the token ids of a text.
 
         Raises:
             SettingsError: the model has no tokenizer, or the text has no token.
-            UnknownTokenizer, DeadlineExceeded: its tokenizer fails on the text, or takes too long.
+            UnknownTokenizer, DeadlineExceeded: the tokenizer fails on the text, or takes too long.
         """
         tokenizer = await self.tokenizer()
         ids = await TOKENIZERS.encode(tokenizer, text, _ENCODE_S)
@@ -69,7 +62,7 @@ class ExploredModel:
         return [int(token) for token in ids]
 
     async def decode(self, ids: Sequence[int]) -> str | None:
-        """The text of token ids; None where the model has no tokenizer."""
+        """Return the text of token ids, or None if the model has no tokenizer."""
         try:
             tokenizer = await self.tokenizer()
         except LMPoolError:
@@ -77,35 +70,35 @@ class ExploredModel:
         return tokenizer.decode(list(ids))
 
     def check_length(self, ids: Sequence[int]) -> None:
-        """Refuse a text that is too long for a page, or for the model.
+        """Check that a text is not too long for a page or for the model.
 
         Raises:
-            PromptTooLong: with both numbers.
+            PromptTooLong: it is.
         """
-        most = min(MAX_TOKENS, self.producer.model.max_prompt_tokens)
-        if len(ids) > most:
-            raise PromptTooLong(f"a text of {len(ids)} tokens: {most} is the most here; shorten it")
+        limit = min(MAX_TOKENS, self.producer.model.max_prompt_tokens)
+        if len(ids) > limit:
+            raise PromptTooLong(f"the text has {len(ids)} tokens; this page accepts at most {limit}. Shorten it")
 
     async def trie(self) -> PooledTrie:
-        """The trie over the model's vocabulary, built once.
+        """Return the trie over the model's vocabulary.
 
         Raises:
-            UnknownVocabulary: its workers publish none.
-            LMPoolError: as `Producer.trie`.
+            UnknownVocabulary: the workers publish no vocabulary.
+            LMPoolError: see `Producer.trie`.
         """
         async with self._making:
-            self._forget_others()
+            self._check_fingerprint()
             if self._trie is None:
                 self._trie = await self.producer.trie()
             return self._trie
 
-    def _forget_others(self) -> None:
-        """Another model may be served by this name now."""
+    def _check_fingerprint(self) -> None:
+        """Drop tokenizer and trie if another model is now served under this name."""
         if (fingerprint := self.producer.model.fingerprint) != self._fingerprint:
             self._fingerprint, self._tokenizer, self._trie = fingerprint, None, None
 
     async def texts(self, ids: Sequence[int]) -> dict[int, str]:
-        """What tokens stand for, as it can be shown: by the model's vocabulary, else by its tokenizer, else nothing."""
+        """Return printable texts of tokens, from the vocabulary, else from the tokenizer, else empty."""
         wanted = set(ids)
         try:
             vocabulary = (await self.trie()).structure.vocabulary
@@ -120,38 +113,33 @@ class ExploredModel:
 
 
 def shown_bytes(data: bytes) -> str:
-    r"""Bytes as text; those that are no UTF-8 as `\xff`."""
+    r"""Return bytes as text; invalid UTF-8 becomes `\xff`."""
     return shown_text(data.decode("utf-8", "backslashreplace"))
 
 
 def shown_text(text: str) -> str:
-    """A token as a page shows it: line breaks and tabs stay, what would not be seen is escaped, the rest is cut."""
+    """Return a token for a page: keep line breaks and tabs, escape invisible characters, cut long texts."""
     return printable(text[: _MAX_TEXT + 1], keep="\n\t")[: 6 * _MAX_TEXT]
 
 
 @dataclass(slots=True)
-class _Known:
-    """A model that is asked, or was.
-
-    Attributes:
-        opening: one for all that want it.
-        users: how many use it now, or wait for its opening.
-    """
+class _Entry:
+    """A model with the task that opens its producer, and the number of requests that use it or wait for it."""
 
     opening: asyncio.Task[ExploredModel]
     users: int = 0
 
     @property
     def is_open(self) -> bool:
-        """Whether there is a producer to be closed."""
+        """Whether its producer is open."""
         return self.opening.done() and not self.opening.cancelled() and self.opening.exception() is None
 
 
 class Models:
-    """The models that are being explored, the one asked last at the end.
+    """The models of the explorer, least recently used first.
 
-    Each has a producer, which is opened once, whoever asks meanwhile. Those that nobody uses at the moment are closed,
-    the one asked longest ago first, until no more than `MAX_MODELS` are left.
+    Concurrent requests share one producer per model. When more than `MAX_MODELS` are open, the least recently used ones
+    without requests are closed.
 
     Args:
         redis: URL of the server, or None for the default.
@@ -161,15 +149,15 @@ class Models:
     def __init__(self, redis: str | None, prefix: str) -> None:
         self._redis = redis
         self._prefix = prefix
-        self._models: OrderedDict[str, _Known] = OrderedDict()
+        self._models: OrderedDict[str, _Entry] = OrderedDict()
 
     @asynccontextmanager
     async def use(self, name: str) -> AsyncIterator[ExploredModel]:
-        """A model that is served; it stays open for as long as the block takes.
+        """Open a model and keep it open during the block.
 
         Raises:
-            SettingsError: the name is none.
-            UnknownModel, ServerError: it is not served, or the server cannot be used.
+            SettingsError: the name is invalid.
+            UnknownModel, ServerError: the model is not served, or the server cannot be used.
         """
         known = self._models.get(name) or self._begin(name)
         self._models.move_to_end(name)
@@ -180,9 +168,9 @@ class Models:
             known.users -= 1
             await self._close_unused()
 
-    def _begin(self, name: str) -> _Known:
-        known = self._models[name] = _Known(asyncio.create_task(self._open(name)))
-        known.opening.add_done_callback(lambda _: self._forget_failed(name, known))
+    def _begin(self, name: str) -> _Entry:
+        known = self._models[name] = _Entry(asyncio.create_task(self._open(name)))
+        known.opening.add_done_callback(lambda _: self._remove_failed(name, known))
         return known
 
     async def _open(self, name: str) -> ExploredModel:
@@ -201,8 +189,8 @@ class Models:
             raise
         return ExploredModel(producer)
 
-    def _forget_failed(self, name: str, known: _Known) -> None:
-        """Have the next request try again; those that wait for this opening get its failure."""
+    def _remove_failed(self, name: str, known: _Entry) -> None:
+        """Remove a model that failed to open, so that the next request tries again."""
         if not known.is_open and self._models.get(name) is known:
             del self._models[name]
 
@@ -214,7 +202,7 @@ class Models:
             await finish(self._models.pop(unused).opening.result().producer.close())
 
     async def close(self) -> None:
-        """Close all of them."""
+        """Close all models."""
         models = list(self._models.values())
         self._models.clear()
         await end_tasks(known.opening for known in models)

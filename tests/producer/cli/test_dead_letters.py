@@ -17,9 +17,11 @@ from hypothesis import strategies as st
 from rich.console import Console
 from typer.testing import CliRunner
 
+from lmpool.admin.dead_letters import DeadLetters, read_letter
+from lmpool.admin.survey import shortened
 from lmpool.broker.server import Server
 from lmpool.errors import LMPoolError, SettingsError, WorkerError
-from lmpool.producer.cli.dead_letters import DeadLetters, dead_app, letters_table, read_letter, shortened
+from lmpool.producer.cli.queues import dead_app, letters_table
 from lmpool.protocol.job import Failure, Job
 from lmpool.protocol.model_info import ModelInfo
 from lmpool.protocol.prompt import digest_of
@@ -104,7 +106,7 @@ async def test_a_prompt_that_was_given_up_is_listed_shown_and_queued_again(pool:
     async with pool.producer("syn") as producer:
         assert np.array_equal(await producer.logprobs(prompt), synthetic_row(prompt, vocab_size=V))
         assert producer.stats().computed == 0
-    assert (await asyncio.to_thread(dead, pool, "list")).stdout == "nothing was given up\n"
+    assert (await asyncio.to_thread(dead, pool, "list")).stdout == "no prompt was given up\n"
     until(lambda: not pool.names("*waiting*") and not pool.jobs(), "nothing of it is left")
     assert pool.redis.type("keep") == b"none", "no stream of that name was made"
 
@@ -126,12 +128,12 @@ def test_what_cannot_be_computed_is_refused_with_the_reason_and_stays(pool: Pool
     pool.start()
     fingerprint = fingerprint_of(pool)
     cases = {
-        bury(pool, b"\x80\x04K\x01."): "it cannot be read, so nobody can compute it: a job does not decode",
+        bury(pool, b"\x80\x04K\x01."): "the job cannot be decoded, so no worker can compute it: a job does not decode",
         bury(pool, job([1])): f"it is for another model of this name: its fingerprint is {'f' * 32}, not {fingerprint}",
         bury(pool, job([V], fingerprint)): f"token id {V} is out of range",
         bury(pool, Job(b"abc", "", fingerprint).pack()): "3 bytes are not a whole number of uint32 ids",
         bury(pool, job([1], fingerprint, query=b"\xc1")): "it cannot be read",
-        bury(pool, job([1], fingerprint, "poet@12")): "the adapter 'poet' of revision '12' is not in service any more",
+        bury(pool, job([1], fingerprint, "poet@12")): "the adapter 'poet' of revision '12' is no longer registered",
     }
     good = bury(pool, job([7, 7], fingerprint))
     line = refusal(dead(pool, "retry", *list(cases)[:3]))
@@ -172,7 +174,7 @@ def test_text_of_others_does_not_reach_the_terminal_as_it_is(pool: Pool) -> None
 
 def test_what_is_meant_must_be_there(pool: Pool) -> None:
     kept = bury(pool, job([1]))
-    unknown = "'12-34' is none of the dead letters: see `lmpool dead list`"
+    unknown = "'12-34' matches no dead letter: see `lmpool dead list`"
     assert unknown in refusal(dead(pool, "show", "12-34"))
     assert unknown in refusal(dead(pool, "drop", kept, "12-34"))
     assert "name the ids that are meant" in refusal(dead(pool, "drop"))
@@ -196,7 +198,7 @@ def test_the_beginning_of_an_id_or_a_digest_is_enough_if_only_one_has_it(pool: P
     for name, meant in (("176", ids), ("180", twins), (digest_of(ids_of([9])).hex(), twins)):
         for command in ("show", "retry", "drop"):
             line = refusal(dead(pool, command, name))
-            assert f"'{name}' may be any of {', '.join(meant)}" in line
+            assert f"'{name}' matches {', '.join(meant)}" in line
     assert pool.redis.xlen(pool.keys.model("syn").dead) == 6
     assert as_json(pool, "drop", twins[0], "1763", digest[:9], ids[2]) == {"dropped": 3}
     assert [letter["id"] for letter in as_json(pool, "list")] == [twins[1], ids[1], ids[0]]
@@ -243,9 +245,9 @@ def test_a_mistake_is_one_line_and_exit_code_2(pool: Pool) -> None:
     command = [*lmpool_command(), "dead", "show", "12-34", *options]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
     assert ended.returncode == 2
-    assert ended.stderr == "lmpool: id: '12-34' is none of the dead letters: see `lmpool dead list`\n"
+    assert ended.stderr == "lmpool: id: '12-34' matches no dead letter: see `lmpool dead list`\n"
     ended = run_lmpool("dead", "show", "", *options)
-    assert ended.stderr == "lmpool: id: '' is none of the dead letters: see `lmpool dead list`\n"
+    assert ended.stderr == "lmpool: id: '' matches no dead letter: see `lmpool dead list`\n"
 
 
 # Without the command line
@@ -275,7 +277,7 @@ async def test_any_number_is_read_a_few_at_a_time_in_order(pool: Pool, letters: 
 
 @pytest.mark.parametrize("entry", ["", "-", "+", "1", "1-", "-1", "1-1-1", "(1-1", "$", f"{2**64}-0", "1-" + "9" * 30])
 async def test_what_is_no_id_is_none(letters: DeadLetters, entry: str) -> None:
-    with pytest.raises(SettingsError, match="none of the dead letters"):
+    with pytest.raises(SettingsError, match="matches no dead letter"):
         await letters.find([entry])
 
 

@@ -16,10 +16,11 @@ import pytest
 from redis.asyncio import Redis
 from typer.testing import CliRunner
 
+from lmpool.admin import queue as queue_module
+from lmpool.admin.queue import Cleared, Queued, clear_queue
 from lmpool.broker.server import Server
 from lmpool.errors import LMPoolError, QueueCleared
-from lmpool.producer.cli import queue as queue_module
-from lmpool.producer.cli.queue import Cleared, Queued, clear_queue, queue_app
+from lmpool.producer.cli.queues import queue_app
 from lmpool.protocol.keys import GROUP
 from lmpool.synthetic import synthetic_row
 from tests.support.gate import Gate, until_full
@@ -222,7 +223,7 @@ def test_a_question_is_asked_on_a_terminal_and_yes_is_needed_without(pool: Pool)
     command = [*lmpool_command(), "queue", "clear", "syn", *options]
     done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False)
     assert done.returncode == 2
-    assert "say --yes if that is meant" in done.stderr
+    assert "confirm with --yes" in done.stderr
     pool.redis.xadd(pool.keys.model("syn").jobs, {"m": b"x"})
     for answer, left in (("n", 1), ("y", 0)):
         controlling, terminal = pty.openpty()
@@ -343,6 +344,6 @@ async def test_show_tells_what_yields_to_others(pool: Pool) -> None:
         assert name.startswith("bulk:")
         assert behind == told["bulk"] == told["backlog"] > 0
         printed, _ = await asyncio.to_thread(queue, pool, "show", "syn")
-        assert f"{behind} wait behind them, {behind} of them yield to others" in printed
+        assert f"{behind} wait behind them, {behind} of them of bulk clients" in printed
         await asyncio.to_thread(pool.start, "--lease-s", 600)
         await asyncio.gather(*asked)

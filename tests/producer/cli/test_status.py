@@ -17,9 +17,10 @@ from pathlib import Path
 
 from rich.console import Console
 
+from lmpool.admin.survey import Survey
 from lmpool.embedded import EmbeddedServer
 from lmpool.producer import SyncProducer
-from lmpool.producer.cli.status import Survey, seconds, status_models, status_workers, top_models, top_workers
+from lmpool.producer.cli.status import seconds, status_models, status_workers, top_models, top_workers
 from tests.support.gate import Gate
 from tests.support.pool import DEADLINE_S, Pool, WorkerProcess, lmpool_command, pending, run_lmpool, until, until_async
 from tests.support.scrape import free_port, scrape
@@ -117,14 +118,14 @@ def test_once_shows_two_models_with_their_queues_rates_and_times(pool: Pool) -> 
         assert 0 <= worker["silent_s"] < 30
         assert worker["state"] == "ready"
     text = run_lmpool(*command, COLUMNS="80").stdout
-    assert "no room" not in text, "without a terminal there is room for all"
+    assert "too narrow" not in text, "without a terminal there is room for all"
     assert "\x1b" not in text
     assert any(LONG in line and "ready" in line for line in text.splitlines())
     text = on_a_terminal([*lmpool_command(), *command], 80)
     assert LONG in folded(text.splitlines(), 0)
     assert "ready" in text
     # How many there is room for is a matter of how long the times are.
-    (left_out,) = re.findall(r"no room for ((?:[\w-]+, )*[\w-]+)", " ".join(text.split()))
+    (left_out,) = re.findall(r"too narrow for ((?:[\w-]+, )*[\w-]+)", " ".join(text.split()))
     assert {"rows", "in-flight", "reuse", "heard"} <= set(left_out.split(", ")), "what is not shown is named"
 
 
@@ -215,7 +216,7 @@ def test_times_of_all_workers_of_a_model_are_put_together(pool: Pool) -> None:
 def test_json_of_a_live_view_is_refused(pool: Pool) -> None:
     done = run_lmpool("top", "--json", "--redis", pool.url)
     assert done.returncode == 2
-    assert done.stderr == "lmpool: --json: a live view is for people; print one look as JSON with --once --json\n"
+    assert done.stderr == "lmpool: --json: the live view has no JSON form; use --once --json\n"
 
 
 def test_the_live_view_outlives_its_server_and_ends_at_ctrl_c(own_server: EmbeddedServer, tmp_path: Path) -> None:

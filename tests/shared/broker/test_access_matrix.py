@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 import pytest
 from redis.exceptions import NoPermissionError
 
+from lmpool.admin.dead_letters import DeadLetters
+from lmpool.admin.survey import read_survey
 from lmpool.broker.server import Server
 from lmpool.broker.server_checks import read_memory
-from lmpool.producer.cli.dead_letters import DeadLetters
-from lmpool.producer.cli.status import look
 from lmpool.protocol.keys import Keys
 from lmpool.protocol.model_info import TRIE_SERVICE
 from lmpool.workers.trie.backend import TrieBackend, TrieSettings
@@ -186,7 +186,7 @@ async def test_the_page_shows_all_and_its_user_can_drop_no_dead_letter(server: S
         async with Server(server.url("web")).client() as page:
             letters = DeadLetters(page, Keys().model("m"))
             (letter,) = await letters.newest(5)
-            await look(page, Keys())
+            await read_survey(page, Keys())
             assert await read_memory(page) is not None
             assert not (refused := server.refusals()), "\n".join(refused)
             with pytest.raises(NoPermissionError):

@@ -91,7 +91,7 @@ def test_bench_tells_of_evictions(own_pool: Pool) -> None:
     assert done.returncode == 0, done.stderr
     evicted = json.loads(done.stdout)["evicted_keys"]
     assert evicted > 0
-    assert f"the server has evicted {evicted} keys meanwhile" in done.stderr
+    assert f"the server evicted {evicted} keys during the benchmark" in done.stderr
 
 
 def make_rows_go(monkeypatch: pytest.MonkeyPatch, pool: Pool) -> None:

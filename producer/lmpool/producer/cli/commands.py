@@ -1,4 +1,4 @@
-"""The commands `logprobs`, `status`, `flush`, `bench` and `adapters`; `register` adds all of the client side."""
+"""The commands `logprobs`, `status`, `flush`, `bench` and `adapters`; `register` adds all client commands."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import typer
 from redis.exceptions import RedisError
 from rich.table import Table
 
+from lmpool.admin.survey import Survey, file_notices, survey
 from lmpool.broker.server import Server
 from lmpool.broker.server_checks import ServerMemory, read_doubt, read_memory
 from lmpool.cli import Terminal, say, say_json
 from lmpool.errors import SettingsError
-from lmpool.producer.cli.dead_letters import dead_app
 from lmpool.producer.cli.options import (
     AreIds,
     AsJson,
@@ -32,8 +32,8 @@ from lmpool.producer.cli.options import (
     read_prompt,
     run,
 )
-from lmpool.producer.cli.queue import queue_app
-from lmpool.producer.cli.status import Column, Survey, file_notices, fitting, status_models, status_workers, survey, top
+from lmpool.producer.cli.queues import dead_app, queue_app
+from lmpool.producer.cli.status import Column, fitting, status_models, status_workers, top
 from lmpool.producer.cli.trie_show import trie_app
 from lmpool.producer.client.discovery import Discovery
 from lmpool.producer.producer import Producer
@@ -49,16 +49,15 @@ Replicas = Annotated[
     int, typer.Option(min=0, help="Wait until so many replicas of the server have the change, for a failover.")
 ]
 AdapterName = Annotated[str, typer.Argument(help="What requests call the adapter.")]
-FlushedModel = Annotated[str | None, typer.Option("--model", help="Name of the model (default: all of them).")]
+FlushedModel = Annotated[str | None, typer.Option("--model", help="Name of the model (default: all models).")]
 
-_UNLINKED_AT_ONCE = 500
-# Of `bench`: prompts that are asked one by one, and for how long.
-_ALONE = 50
-_ALONE_S = 5.0
+_UNLINKED_PER_CALL = 500  # Rows per UNLINK, so that other clients of the server wait little.
+_MAX_ALONE = 50  # Prompts that `bench` requests one at a time.
+_MAX_ALONE_S = 5.0  # Seconds that these may take in all: a slow model gets fewer.
 
 
 def register(app: typer.Typer) -> None:
-    """Add the commands of this side."""
+    """Add the client commands."""
     for command in (logprobs, status, top, flush, bench):
         app.command()(command)
     app.add_typer(trie_app)
@@ -75,7 +74,7 @@ def logprobs(
         ),
     ],
     ids: AreIds = False,
-    top: Annotated[int, typer.Option(min=1, help="How many tokens to show.")] = 10,
+    top: Annotated[int, typer.Option(min=1, help="Number of tokens to show.")] = 10,
     adapter: Annotated[str, typer.Option(help="One of the model's adapters (see `lmpool adapters list`).")] = "",
     model: ModelName = None,
     redis: RedisUrl = None,
@@ -84,14 +83,14 @@ def logprobs(
     waits: Waits = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show the likeliest next tokens of a prompt, with their log-probabilities."""
+    """Show the most likely next tokens of a prompt, with their log-probabilities."""
     text = read_prompt(text)
     if not ids:
         hint_at_file(text)
 
     async def ask() -> tuple[list[int], np.ndarray[Any, np.dtype[np.float32]], Any]:
         async with asking(model, redis, prefix, waits, timeout=timeout) as producer:
-            # Ids have an answer without any tokenizer, so nothing heavy is brought in for their texts.
+            # A prompt of ids needs no tokenizer, so do not import a heavy one to print texts.
             tokenizer = await (published_tokenizer(producer) if ids else find_tokenizer(producer))
             if tokenizer is None or ids:
                 tokens = parse_ids(text)
@@ -101,20 +100,20 @@ def logprobs(
 
     tokens, row, tokenizer = run(ask())
     order = np.argsort(row, kind="stable")[::-1][:top]
-    likeliest_tokens: list[dict[str, Any]] = [
+    most_likely: list[dict[str, Any]] = [
         {
             "id": int(token),
             "token": None if tokenizer is None else tokenizer.decode([int(token)]),
-            # JSON has no infinity: a token that cannot come has null.
+            # JSON has no infinity: a token with probability 0 has null.
             "logprob": float(row[token]) if np.isfinite(row[token]) else None,
         }
         for token in order
     ]
     if as_json:
-        say_json({"ids": tokens, "top": likeliest_tokens})
+        say_json({"ids": tokens, "top": most_likely})
         return
     table = Table("id", "token", "log-probability", "probability")
-    for item in likeliest_tokens:
+    for item in most_likely:
         token = "" if item["token"] is None else repr(item["token"])
         logprob = row[item["id"]]
         table.add_row(str(item["id"]), token, f"{logprob:.4f}", f"{np.exp(logprob):.2%}")
@@ -125,10 +124,10 @@ def status(redis: RedisUrl = None, prefix: Prefix = "lmpool", as_json: AsJson = 
     """Show models, workers, queue depths and rates."""
     server, keys = Server(redis), key_names(prefix)
 
-    async def look() -> tuple[Survey, str | None, ServerMemory | None]:
+    async def work() -> tuple[Survey, str | None, ServerMemory | None]:
         return await survey(server, keys), await read_doubt(server), await _memory(server)
 
-    models, doubt, memory = run(look())
+    models, doubt, memory = run(work())
     for warning in (doubt, memory and memory.doubt(), *file_notices(models)):
         if warning:
             say(warning, err=True)
@@ -146,7 +145,7 @@ def status(redis: RedisUrl = None, prefix: Prefix = "lmpool", as_json: AsJson = 
 
 
 async def _memory(server: Server) -> ServerMemory | None:
-    """The server's memory, as far as this user is told."""
+    """Return the server's memory, or None if this user may not read it."""
     redis = server.client()
     try:
         return await read_memory(redis)
@@ -157,9 +156,9 @@ async def _memory(server: Server) -> ServerMemory | None:
 
 
 def flush(model: FlushedModel = None, redis: RedisUrl = None, prefix: Prefix = "lmpool") -> None:
-    """Drop the cached rows of one model, or of all of them, from Redis. They are computed anew when asked for.
+    """Drop the cached rows of one model, or of all models, from Redis. Workers compute them again on request.
 
-    Those in a worker's shared memory stay until they are replaced or it ends.
+    Rows in a worker's shared memory stay until they are replaced or the worker ends.
     """
     say(f"dropped {run(_flush(Server(redis), key_names(prefix), model))} rows")
 
@@ -172,7 +171,7 @@ async def _flush(server: Server, keys: Keys, model: str | None) -> int:
         batch: list[bytes] = []
         async for key in redis.scan_iter(match=pattern, count=1000):
             batch.append(key)
-            if len(batch) == _UNLINKED_AT_ONCE:
+            if len(batch) == _UNLINKED_PER_CALL:
                 dropped += await redis.unlink(*batch)
                 batch.clear()
         return dropped + (await redis.unlink(*batch) if batch else 0)
@@ -183,10 +182,10 @@ async def _flush(server: Server, keys: Keys, model: str | None) -> int:
 
 
 def bench(
-    prompts: Annotated[int, typer.Option(min=1, help="How many random prompts to ask.")] = 1000,
+    prompts: Annotated[int, typer.Option(min=1, help="Number of random prompts.")] = 1000,
     length: Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")] = 32,
-    concurrency: Annotated[int, typer.Option(min=1, help="Requests under way at once.")] = 256,
-    seed: Annotated[int | None, typer.Option(help="Seed of the prompts (default: new ones each time).")] = None,
+    concurrency: Annotated[int, typer.Option(min=1, help="Concurrent requests.")] = 256,
+    seed: Annotated[int | None, typer.Option(help="Seed of the prompts (default: random).")] = None,
     model: ModelName = None,
     redis: RedisUrl = None,
     prefix: Prefix = "lmpool",
@@ -195,7 +194,7 @@ def bench(
     yields: Yields = False,
     as_json: AsJson = False,
 ) -> None:
-    """Benchmark a served model: throughput and latency of new rows, of cached ones, and of one request alone."""
+    """Benchmark a served model: throughput and latency of new rows, of cached rows, and of single requests."""
 
     server = Server(redis)
 
@@ -207,15 +206,15 @@ def bench(
         async with asking(model, redis, prefix, waits, **options) as producer:
             if length > producer.model.max_prompt_tokens:
                 limit = producer.model.max_prompt_tokens
-                raise SettingsError(f"length: {length} is more than the {limit} tokens that this model takes")
-            say(f"asking for {prompts} prompts at once, for the same again, and for some one by one", err=True)
+                raise SettingsError(f"length: {length} tokens; this model accepts at most {limit}")
+            say(f"requesting {prompts} prompts at once, then the same from the cache, then single prompts", err=True)
             measurement = await measure(producer, prompts, length, concurrency, seed)
         after = await _memory(server)
-        # A server that was started anew counts from 0.
+        # A restarted server counts from 0.
         evicted = max(0, after.evicted_keys - before.evicted_keys) if before and after else None
         if evicted:
-            text = f"the server has evicted {evicted} keys meanwhile ({after}): rows among them were computed again"
-            say(f"{text}; raise maxmemory, or ask for fewer rows at once (--prompts, --concurrency)", err=True)
+            text = f"the server evicted {evicted} keys during the benchmark ({after}): evicted rows were computed again"
+            say(f"{text}; raise maxmemory, or request fewer rows at once (--prompts, --concurrency)", err=True)
         return measurement, evicted
 
     rates, evicted = run(ask())
@@ -230,12 +229,12 @@ def bench(
 
 
 class Measurement(NamedTuple):
-    """Rows a second, and the median and 99th percentile of single requests in milliseconds.
+    """Rows per second, and the median and 99th percentile of the latency in milliseconds.
 
     Attributes:
         new_per_s, new_p50_ms, new_p99_ms: of new prompts, all at once.
-        cached_per_s, cached_p50_ms, cached_p99_ms: of the same prompts again, from the pool's cache.
-        alone_p50_ms, alone_p99_ms: of new prompts, one by one.
+        cached_per_s, cached_p50_ms, cached_p99_ms: of the same prompts from the pool's cache.
+        alone_p50_ms, alone_p99_ms: of new prompts, one at a time.
     """
 
     new_per_s: float
@@ -249,14 +248,14 @@ class Measurement(NamedTuple):
 
 
 async def measure(producer: Producer, prompts: int, length: int, concurrency: int, seed: int | None) -> Measurement:
-    """Ask for random prompts: all at once as new ones, then again from the cache, then some new ones one by one."""
+    """Request random prompts: all at once, then the same from the cache, then new ones one at a time."""
     generator = np.random.default_rng(seed)
-    drawn = generator.integers(0, producer.model.vocab_size, (prompts + _ALONE, length)).tolist()
+    drawn = generator.integers(0, producer.model.vocab_size, (prompts + _MAX_ALONE, length)).tolist()
     at_once, alone = drawn[:prompts], drawn[prompts:]
     new = await _ask_all(producer, at_once, concurrency)
     cached = await _ask_all(producer, at_once, concurrency)
     single: list[float] = []
-    while alone and sum(single) < 1000 * _ALONE_S:  # A slow model has few.
+    while alone and sum(single) < 1000 * _MAX_ALONE_S:
         _, p50, _ = await _ask_all(producer, [alone.pop()], 1)
         single.append(p50)
     p50, p99 = np.quantile(single, [0.5, 0.99])
@@ -264,7 +263,7 @@ async def measure(producer: Producer, prompts: int, length: int, concurrency: in
 
 
 async def _ask_all(producer: Producer, prompts: list[list[int]], concurrency: int) -> tuple[float, float, float]:
-    """Returns prompts a second, and the median and 99th percentile of single requests in milliseconds."""
+    """Return prompts per second, and the median and 99th percentile of the latency in milliseconds."""
     limit = asyncio.Semaphore(concurrency)
     seconds: list[float] = []
 

@@ -1,4 +1,4 @@
-"""What the commands of the client side have in common: options, and running a coroutine."""
+"""Options of the client commands, and how commands run a coroutine."""
 
 from __future__ import annotations
 
@@ -29,16 +29,19 @@ from lmpool.settings import check_name
 
 T = TypeVar("T")
 
-# Signals that end a command, and what handles them before a program has chosen something else.
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""Signals that end a command."""
 _DEFAULT = (signal.SIG_DFL, signal.default_int_handler)
-
-_COMPLETION_S = 1.0
-_LOOK_S = 10.0
+"""Handlers that a command may replace: those that Python sets."""
+_COMPLETION_S = 1.0  # Seconds for completing a name in a shell: longer would block the prompt.
+_CHECK_S = 10.0  # Seconds for checking whether the model is served, before a command starts.
+_MAX_PROMPT_BYTES = (
+    1 << 26
+)  # Max bytes of a prompt on standard input: 32 per token for the longest prompt of any model.
 
 
 def complete_model(context: typer.Context, incomplete: str) -> list[str]:
-    """The models that a server has, for a shell; nothing where it does not answer at once."""
+    """Return the served models that match, for shell completion; none if the server does not reply at once."""
     prefix = context.params.get("prefix") or "lmpool"
 
     async def names() -> list[bytes]:
@@ -65,28 +68,23 @@ RedisUrl = Annotated[
 ]
 Prefix = Annotated[str, typer.Option(help="Prefix of all Redis keys.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
-Timeout = Annotated[float, typer.Option(help="Seconds that a request may take.")]
+Timeout = Annotated[float, typer.Option(help="Seconds until a request fails.")]
 Waits = Annotated[
     bool | None,
     typer.Option(
         "--wait/--no-wait",
-        help="Wait for a server and a model that are not there yet, for --timeout seconds, or fail at once. By default "
-        "a server that was named, a first model and one that is being loaded are waited for; no server at all, and a "
-        "model that is missing beside others, are errors.",
+        help="Wait up to --timeout seconds for a missing server or model, or fail at once. The default waits for a "
+        "named server, for the first model, and for a model that is loading. It fails if no server is named and "
+        "none of yours runs, or if the model is missing while others are served.",
         show_default=False,
     ),
 ]
-Yields = Annotated[
-    bool, typer.Option("--bulk", help="Have all this yield to what others ask for: they go first where prompts wait.")
-]
+Yields = Annotated[bool, typer.Option("--bulk", help="Low priority: prompts of interactive clients go first.")]
 AreIds = Annotated[bool, typer.Option("--ids", help="The prompt is token ids.")]
-
-# Of 32 bytes for each token, more than the longest prompt of any model.
-_MAX_PROMPT_BYTES = 1 << 26
 
 
 def key_names(prefix: str) -> Keys:
-    """The key names of a deployment.
+    """Return the key names of a deployment.
 
     Raises:
         SettingsError: the prefix is malformed.
@@ -96,7 +94,7 @@ def key_names(prefix: str) -> Keys:
 
 
 def when_absent(waits: bool | None) -> WhenAbsent:
-    """What the option `--wait` means to a producer; without it `check_served` has refused what is not waited for."""
+    """Translate `--wait` for a producer; without the option, `check_served` has raised the immediate errors."""
     return "raise" if waits is False else "wait"
 
 
@@ -104,15 +102,15 @@ def when_absent(waits: bool | None) -> WhenAbsent:
 async def asking(
     model: str | None, redis: str | None, prefix: str, waits: bool | None, **options: Any
 ) -> AsyncIterator[Producer]:
-    """An open producer for a command that asks.
+    """Open a producer for a command.
 
     Args:
-        model, redis, prefix: as `Producer`.
-        waits: the option `--wait`; None where it was not given.
-        options: further ones of `Producer`.
+        model, redis, prefix: see `Producer`.
+        waits: the option `--wait`; None if it was not given.
+        options: other arguments of `Producer`.
 
     Raises:
-        LMPoolError: as `check_served` and `Producer.open`.
+        LMPoolError: see `check_served` and `Producer.open`.
     """
     producer = Producer(model, redis=redis, prefix=prefix, when_absent=when_absent(waits), **options)
     await check_served(model, redis, prefix, waits)
@@ -121,28 +119,28 @@ async def asking(
 
 
 async def check_served(model: str | None, redis: str | None, prefix: str, waits: bool | None) -> None:
-    """Refuse what is most likely a mistake, unless it is to be waited for; whoever asks later waits for all else.
+    """Raise an error for a likely mistake, unless `--wait` or `--no-wait` was given.
 
     Raises:
-        ServerUnreachable: no server was named, and none of this user's runs.
-        UnknownModel: the model is missing, while others are served.
+        ServerUnreachable: no server is named and no server of this user runs.
+        UnknownModel: the model is not served while others are.
         SettingsError: the server's address is malformed.
     """
-    if waits is not None:  # The producer does what was said.
+    if waits is not None:
         return
     try:
-        client = Server(redis).client(reply_timeout_s=_LOOK_S)
+        client = Server(redis).client(reply_timeout_s=_CHECK_S)
     except ServerUnreachable as error:
         raise ServerUnreachable(f"{error}; or pass --wait to wait for one") from error
     try:
         if model is not None:
-            async with asyncio.timeout(_LOOK_S):
+            async with asyncio.timeout(_CHECK_S):
                 await Discovery(client, Keys(prefix)).info(model)
     except UnknownModel as error:
         if error.has_others and not error.is_loading:
             raise UnknownModel(f"{error}; or pass --wait to wait for it") from error
     except (LMPoolError, RedisError, OSError):
-        pass  # Waited for, or told, when something is asked.
+        pass  # The first request waits for these, or reports them.
     finally:
         await client.aclose()
 
@@ -153,9 +151,9 @@ async def with_server(
     """Run `work` with a connection to the server.
 
     Args:
-        redis, prefix: as `Producer`.
-        work: gets the connection, and the discovery and key names of the deployment.
-        right: added to the error of a user who may not do this.
+        redis, prefix: see `Producer`.
+        work: called with the connection, the discovery and the key names.
+        right: text for the error of a user without the right to do this.
 
     Raises:
         SettingsError: the prefix is malformed.
@@ -176,15 +174,15 @@ async def with_server(
 
 
 def priority(yields: bool) -> Priority:
-    """What the option `--bulk` means to a producer."""
+    """Translate `--bulk` for a producer."""
     return "bulk" if yields else "interactive"
 
 
 def read_prompt(prompt: str) -> str:
-    """A prompt as it was given; for "-" what is on standard input, without its last line break.
+    """Return the prompt argument; for "-", read standard input without its last line break.
 
     Raises:
-        SettingsError: that is no UTF-8, or more than a prompt can be.
+        SettingsError: standard input is not UTF-8, or too long.
     """
     if prompt != "-":
         return prompt
@@ -194,32 +192,35 @@ def read_prompt(prompt: str) -> str:
     try:
         return data.decode().removesuffix("\n")
     except UnicodeDecodeError as error:
-        raise SettingsError(f"prompt: standard input is no text in UTF-8: {error}") from error
+        raise SettingsError(f"prompt: standard input is not UTF-8: {error}") from error
 
 
 def hint_at_file(prompt: str) -> None:
-    """Say that a prompt is taken as text, where it is the name of a file."""
-    with suppress(OSError, ValueError):  # A text may be too long for a name, or have characters that none has.
+    """Print a hint if the prompt is the name of a file: it is taken as text."""
+    with suppress(OSError, ValueError):  # The text may be too long for a file name, or contain NUL.
         if Path(prompt).is_file():
-            say(f'the prompt is the text {prompt!r}, not what is in this file: pass "$(cat FILE)" for that', err=True)
+            say(
+                f'the prompt is the text {prompt!r}, not the content of this file: pass "$(cat FILE)" for that',
+                err=True,
+            )
 
 
 def run(work: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine to its end, by uvloop where that is installed.
+    """Run a coroutine, with uvloop if it is installed.
 
-    SIGINT, SIGTERM and SIGHUP cancel it, so that it takes its prompts off the queue; a second SIGINT or SIGTERM ends
-    the process at once. A signal that is ignored stays ignored, as SIGHUP is under nohup.
+    SIGINT, SIGTERM and SIGHUP cancel it, so that it cancels its prompts in the queue. A second SIGINT or SIGTERM ends
+    the process at once. An ignored signal stays ignored, such as SIGHUP under nohup.
 
     Raises:
-        KeyboardInterrupt: SIGINT has cancelled it.
-        typer.Exit: SIGTERM or SIGHUP has; the exit code is 128 and the number of the signal, 143 for SIGTERM.
+        KeyboardInterrupt: SIGINT cancelled it.
+        typer.Exit: SIGTERM or SIGHUP cancelled it; the exit code is 128 plus the signal, 143 for SIGTERM.
     """
     loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None
     with suppress(ImportError):
         import uvloop
 
         loop_factory = uvloop.new_event_loop
-    # Python lets the main thread alone handle signals.
+    # Only the main thread can handle signals.
     is_main = threading.current_thread() is threading.main_thread()
     before = {number: signal.getsignal(number) for number in _ENDING if is_main}
     received: list[int] = []
@@ -239,17 +240,17 @@ def run(work: Coroutine[Any, Any, T]) -> T:
 
 
 async def _cancelled_by(numbers: Iterable[int], received: list[int], work: Coroutine[Any, Any, T]) -> T:
-    """Await something that the first of some signals cancels; `received` has the signals."""
+    """Await `work` and cancel it at the first of these signals; `received` collects the signals."""
     task, loop = asyncio.current_task(), asyncio.get_running_loop()
     assert task is not None
 
     def on_signal(number: int, frame: FrameType | None) -> None:
-        # A terminal that closes has both the shell and the kernel send SIGHUP.
+        # When a terminal closes, both the shell and the kernel send SIGHUP.
         if received and number != signal.SIGHUP:
             os._exit(128 + number)
         elif not received:
             task.cancel()
-            loop.call_soon_threadsafe(lambda: None)  # Wake the loop, which may be waiting for its connections.
+            loop.call_soon_threadsafe(lambda: None)  # Wake the loop from its wait for sockets.
         received.append(number)
 
     for number in numbers:

@@ -1,0 +1,293 @@
+"""Dead letters: jobs that workers gave up. Read them, queue them again, or drop them.
+
+Any program with access to the queue may have written a job, so this code validates every field.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Any, NamedTuple
+
+from redis.asyncio import Redis
+
+from lmpool.admin.survey import shortened
+from lmpool.broker import scripts
+from lmpool.broker.registries import AdapterRegistry
+from lmpool.errors import InvalidPrompt, LMPoolError, ProtocolError, SettingsError
+from lmpool.protocol.adapter import name_of, revision_of
+from lmpool.protocol.job import Failure, Job, unpack_failure, unpack_job
+from lmpool.protocol.keys import JOB_FIELD, ModelKeys
+from lmpool.protocol.model_info import ModelInfo
+from lmpool.protocol.prompt import check_encoded, decode_ids, digest_of, query_digest
+from lmpool.protocol.query import (
+    FreshQuery,
+    GenerateQuery,
+    HeadQuery,
+    MassQuery,
+    PositionsQuery,
+    Query,
+    SampleQuery,
+    TopQuery,
+    unpack_query,
+)
+
+_FAILURE_FIELD = b"e"
+_ID = re.compile(r"[0-9]{1,20}-[0-9]{1,20}")
+_PREFIX = re.compile(r"[0-9]{1,20}(-[0-9]{0,20})?|[0-9a-fA-F]{1,32}")
+_MAX_CANDIDATES = 8  # Max ids in the error for an ambiguous name.
+_MAX_BYTES = 256  # Max bytes shown of a job that cannot be decoded.
+_PAGE = 8  # Letters per read: a letter may contain a job of 16 MB.
+_DROPPED_PER_CALL = 500  # Max letters per XDEL, so that other clients wait less than a millisecond.
+_KEPT_MS = 3_600_000  # Lifetime of the waiting key of a retried job: no client waits for it.
+
+
+class DeadLetter(NamedTuple):
+    """One job that was given up.
+
+    Attributes:
+        entry: its stream id: milliseconds since 1970 when it was given up, "-", a number.
+        data: the job as it was queued.
+        failure: the failure that ended it.
+        job: the decoded `data`; None if it cannot be decoded.
+        query: the query of the job; None for a row.
+        digest: the digest that its clients waited for; b"" if the job cannot be decoded.
+        fault: why no worker can compute it; "" if it can be retried.
+    """
+
+    entry: str
+    data: bytes
+    failure: Failure
+    job: Job | None = None
+    query: Query | None = None
+    digest: bytes = b""
+    fault: str = ""
+
+    @property
+    def given_up(self) -> float:
+        """Time at which the job was given up, in seconds since 1970."""
+        return int(self.entry.partition("-")[0]) / 1000
+
+
+def read_letter(entry: bytes, fields: Mapping[bytes, bytes]) -> DeadLetter:
+    """Decode a stream entry; invalid content becomes the letter's `fault`."""
+    data = fields.get(JOB_FIELD, b"")
+    letter = DeadLetter(entry.decode("ascii"), data, _read_failure(fields.get(_FAILURE_FIELD, b"")))
+    try:
+        job = unpack_job(data)
+        prompt = digest_of(job.ids, job.adapter)
+        letter = letter._replace(job=job, digest=query_digest(prompt, job.query) if job.query else prompt)
+        return letter._replace(query=unpack_query(job.query) if job.query else None)
+    except ProtocolError as error:
+        return letter._replace(fault=shortened(str(error)))
+
+
+def _read_failure(data: bytes) -> Failure:
+    try:
+        failure = unpack_failure(data)
+    except ProtocolError as error:
+        failure = Failure("", f"the reason cannot be read: {error}")
+    return Failure(shortened(failure.kind, 60), shortened(failure.text))
+
+
+class DeadLetters:
+    """The dead letters of one model.
+
+    Args:
+        redis: a client for control messages.
+        keys: the model's keys.
+    """
+
+    def __init__(self, redis: Redis, keys: ModelKeys) -> None:
+        self._redis = redis
+        self._keys = keys
+
+    async def count(self) -> int:
+        """Return the number of letters."""
+        return int(await self._redis.xlen(self._keys.dead))
+
+    async def newest(self, limit: int) -> list[DeadLetter]:
+        """Return at most `limit` letters, the newest first."""
+        letters: list[DeadLetter] = []
+        last = "+"
+        while len(letters) < limit:
+            page = _letters(await self._redis.xrevrange(self._keys.dead, last, "-", min(_PAGE, limit - len(letters))))
+            if not page:
+                break
+            letters += page
+            last = f"({letters[-1].entry}"
+        return letters
+
+    async def oldest_first(self) -> AsyncGenerator[DeadLetter, None]:
+        """Iterate over all current letters with a few in memory at a time."""
+        first = "-"
+        for newest in await self.newest(1):
+            while page := _letters(await self._redis.xrange(self._keys.dead, first, newest.entry, _PAGE)):
+                for letter in page:
+                    yield letter
+                first = f"({page[-1].entry}"
+
+    async def find(self, names: Sequence[str]) -> list[DeadLetter]:
+        """Return the letters with these names, each once.
+
+        Args:
+            names: ids or digests (in hexadecimal), or unambiguous prefixes of either.
+
+        Raises:
+            SettingsError: a name matches no letter, or several letters.
+        """
+        letters: dict[str, DeadLetter] = {}
+        matches: dict[str, list[str]] = {}
+        for name in names:
+            if letter := await self._at(name):
+                letters[letter.entry] = letter
+            else:
+                matches[name] = []
+        if any(map(_PREFIX.fullmatch, matches)):
+            async for letter in self.oldest_first():
+                for name, entries in matches.items():
+                    if name and (letter.entry.startswith(name) or letter.digest.hex().startswith(name.lower())):
+                        entries.append(letter.entry)
+        for name, entries in matches.items():
+            letter = await self._at(_only_match(name, entries))
+            if letter is None:
+                raise SettingsError(
+                    f"id: {entries[0]} no longer exists: another program has just retried or dropped it"
+                )
+            letters[letter.entry] = letter
+        return list(letters.values())
+
+    async def _at(self, entry: str) -> DeadLetter | None:
+        is_id = _ID.fullmatch(entry) and all(int(number) < 2**64 for number in entry.split("-"))
+        letters = _letters(await self._redis.xrange(self._keys.dead, entry, entry, 1)) if is_id else []
+        return letters[0] if letters else None
+
+    async def drop(self, entries: Sequence[str]) -> int:
+        """Delete the letters with these ids; return how many existed."""
+        dropped = 0
+        for at in range(0, len(entries), _DROPPED_PER_CALL):
+            dropped += await self._redis.xdel(self._keys.dead, *entries[at : at + _DROPPED_PER_CALL])
+        return dropped
+
+    async def drop_all(self) -> int:
+        """Delete all letters; return how many existed."""
+        return int(await self._redis.xtrim(self._keys.dead, maxlen=0, approximate=False))
+
+    async def retry(self, letter: DeadLetter, info: ModelInfo, adapters: Collection[str]) -> bool:
+        """Queue a job again with zero deliveries; workers then cache its row.
+
+        Args:
+            letter: the job.
+            info: the info of the model that is served now.
+            adapters: qualified names of the registered adapters; see `served_adapters`.
+
+        Returns:
+            False if the same prompt is already in flight.
+
+        Raises:
+            LMPoolError: no worker can compute it, or the queue is full; the letter stays.
+        """
+        if reason := _refusal(letter, info, adapters):
+            raise LMPoolError(f"{letter.entry}: {reason}")
+        keys = [self._keys.jobs, self._keys.dead, self._keys.waiting + letter.digest]
+        outcome = await scripts.RETRY(self._redis, keys, [letter.entry, letter.data, info.queue_limit, _KEPT_MS])
+        if outcome == b"F":
+            raise LMPoolError(f"{letter.entry}: the queue is at its limit of {info.queue_limit} prompts: retry later")
+        if outcome == b"G":
+            raise LMPoolError(f"{letter.entry}: another program has just retried or dropped it")
+        return bool(outcome == b"Q")
+
+    async def served_adapters(self, info: ModelInfo) -> set[str]:
+        """Return the qualified names of the registered adapters."""
+        known = await AdapterRegistry(self._redis, self._keys, info.fingerprint).read()
+        return {f"{name}@{adapter.revision}" for name, adapter in known.adapters.items()}
+
+
+def _only_match(name: str, entries: Sequence[str]) -> str:
+    if len(entries) == 1:
+        return entries[0]
+    if not entries:
+        raise SettingsError(f"id: {shortened(name, 60)!r} matches no dead letter: see `lmpool dead list`")
+    more = f" and {len(entries) - _MAX_CANDIDATES} more" if len(entries) > _MAX_CANDIDATES else ""
+    raise SettingsError(f"id: {name!r} matches {', '.join(entries[:_MAX_CANDIDATES])}{more}: name one of them")
+
+
+def _letters(reply: Any) -> list[DeadLetter]:
+    return [read_letter(entry, fields) for entry, fields in reply]
+
+
+def _refusal(letter: DeadLetter, info: ModelInfo, adapters: Collection[str]) -> str:
+    """Return why a job cannot be queued again; "" if it can."""
+    if letter.fault or letter.job is None:
+        return f"the job cannot be decoded, so no worker can compute it: {letter.fault}"
+    job = letter.job
+    if job.fingerprint != info.fingerprint:
+        fingerprint = shortened(job.fingerprint, 60)
+        return f"it is for another model of this name: its fingerprint is {fingerprint}, not {info.fingerprint}"
+    if info.is_trie:
+        return ""
+    try:
+        check_encoded(job.ids, vocab_size=info.vocab_size, max_tokens=info.max_prompt_tokens)
+    except InvalidPrompt as error:
+        return str(error)
+    if job.adapter and job.adapter not in adapters:
+        name, revision = shortened(name_of(job.adapter), 60), shortened(revision_of(job.adapter), 60)
+        return f"the adapter {name!r} of revision {revision!r} is no longer registered"
+    return ""
+
+
+def summary(letter: DeadLetter) -> dict[str, Any]:
+    """Describe a letter, as JSON and tables show it."""
+    job = letter.job
+    return {
+        "id": letter.entry,
+        "given_up": _moment(letter.given_up),
+        "error": letter.failure.kind,
+        "reason": letter.failure.text,
+        "fault": letter.fault,
+        "digest": letter.digest.hex(),
+        "tokens": None if job is None else len(job.ids) // 4,
+        "adapter": "" if job is None else shortened(job.adapter, 170),
+        "asked": "" if job is None or letter.fault else _describe(letter.query),
+        "fingerprint": "" if job is None else shortened(job.fingerprint, 60),
+    }
+
+
+def contents(letter: DeadLetter, max_ids: int | None) -> dict[str, Any]:
+    """Return the token ids of a letter, or the first bytes of a job that cannot be decoded."""
+    if letter.job is None or len(letter.job.ids) % 4:
+        begin, dots = letter.data[:_MAX_BYTES].hex(), "…" if len(letter.data) > _MAX_BYTES else ""
+        return {"bytes": len(letter.data), "job": begin + dots}
+    return {"ids": decode_ids(letter.job.ids)[:max_ids].tolist()}
+
+
+def _moment(seconds: float) -> str:
+    try:
+        return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+    except (ValueError, OverflowError, OSError):  # The program that adds an entry may choose its id.
+        return "at an impossible time"
+
+
+def _describe(query: Query | None) -> str:
+    match query:
+        case None:
+            return "row"
+        case TopQuery():
+            return f"{query.k} most likely tokens"
+        case SampleQuery():
+            return f"sample (temperature {query.temperature:g}, top_p {query.top_p:g}, seed {query.seed})"
+        case PositionsQuery():
+            what = f"{query.top} most likely tokens" if query.top else "targets" if query.targets else "all"
+            return f"{what} ({query.values}) at every position from {query.start} on"
+        case GenerateQuery():
+            how = f"temperature {query.temperature:g}, top_p {query.top_p:g}, seed {query.seed}"
+            return f"continuation of {query.most} tokens ({how})"
+        case FreshQuery():
+            return "fresh row"
+        case HeadQuery():
+            return f"head of the model ({query.part})"
+        case MassQuery():
+            return "probability of a set of tokens"
+        case _:
+            return f"{query.op} over a trie ({query.select})"
