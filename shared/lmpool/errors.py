@@ -48,6 +48,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 _E = TypeVar("_E", bound=BaseException)
@@ -80,6 +81,28 @@ class LogFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         """The entry, with its traceback if it has one."""
         return printable(super().format(record), keep="\n").replace("\n", "\n  ")
+
+
+def _no_option(name: str) -> str | None:
+    return None
+
+
+_option_of: Callable[[str], str | None] = _no_option
+
+
+def use_options(option_of: Callable[[str], str | None]) -> None:
+    """Have errors name options of the command line in place of arguments of Python.
+
+    Args:
+        option_of: the option for an argument's name; None if the command has no such option.
+    """
+    global _option_of
+    _option_of = option_of
+
+
+def argument(name: str, value: str = "") -> str:
+    """An argument for the text of an error: `timeout=` for a program, `--timeout` for a user of the command line."""
+    return _option_of(name) or f"{name}={value}"
 
 
 class LMPoolError(Exception):
@@ -137,7 +160,17 @@ class UnknownNode(TrieError, LookupError):
 
 
 class SettingsError(LMPoolError, ValueError):
-    """A setting is unknown or malformed."""
+    """A setting is unknown or malformed.
+
+    Attributes:
+        setting: the name of the setting, with which the text begins; "" if it begins with no name.
+        problem: the rest of the text.
+    """
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        name, colon, problem = text.partition(": ")
+        self.setting, self.problem = (name, problem) if colon and name.isidentifier() else ("", text)
 
 
 class ServerError(LMPoolError, ConnectionError):

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import math
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from functools import partial
 
 from redis.exceptions import RedisError, ResponseError
@@ -243,6 +243,8 @@ class Worker:
         self._serving: Serving | None = None
         self._is_refused = False
         self._beating = asyncio.Lock()
+        self._claim_soon = asyncio.Event()
+        self._claim_soon.set()  # The first claim is made as soon as the worker serves.
         self.is_hung = False
         self.health = Health(self._settings.lease_s, self._settings.step_timeout_s)
 
@@ -269,6 +271,10 @@ class Worker:
             _log.info("stopping: %d prompts to finish", self._count_in_flight())
         self.health.state = "draining"
         self._lifecycle.stop()
+
+    def claim_now(self) -> None:
+        """Claim the jobs of crashed workers now and not with the next interval."""
+        self._claim_soon.set()
 
     async def run(
         self,
@@ -387,7 +393,7 @@ class Worker:
                 ("segments", every(self._settings.heartbeat_s, serving.segments.let_go)),
                 ("draining", self._show_draining(serving)),
                 ("leases", every(lease_s / 3, partial(self._renew, serving))),
-                ("claims", every(lease_s / 3, partial(self._claim, serving, loop))),
+                ("claims", every(lease_s / 3, partial(self._claim, serving, loop), self._claim_soon)),
                 ("unwanted", every(STALE_S, partial(self._drop_unwanted, serving))),
                 ("log", every(self._settings.log_every_s, partial(self._log_counters, serving))),
             ]
@@ -546,12 +552,21 @@ class Worker:
         self.health.broken = str(error)
         self.stop()
 
-    async def _every(self, serving: Serving, seconds: float, action: Callable[[], Awaitable[object]]) -> None:
-        """Repeat an action; one that the server did not answer is repeated sooner."""
+    async def _every(
+        self,
+        serving: Serving,
+        seconds: float,
+        action: Callable[[], Awaitable[object]],
+        soon: asyncio.Event | None = None,
+    ) -> None:
+        """Repeat an action; sooner if the server did not answer, and at once when `soon` is set."""
         waits = delays()
-        pause = seconds
+        pause, soon = seconds, soon or asyncio.Event()
         while True:
-            await asyncio.sleep(pause)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(pause):
+                    await soon.wait()
+            soon.clear()
             try:
                 await action()
                 waits = delays()
