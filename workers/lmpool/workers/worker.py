@@ -168,7 +168,11 @@ class FetchLoop:
         lifecycle = self._lifecycle
         async with self._taking:
             alone, claims = False, 0
-            while not lifecycle.stopping.is_set() and (self._capacity() > 0 or alone):
+            while True:
+                # A busy worker claims as soon as it has capacity: jobs of crashed workers go before new ones.
+                is_free = alone or await self._wait_until(lambda: lifecycle.stopping.is_set() or self._capacity() > 0)
+                if not is_free or lifecycle.stopping.is_set() or lifecycle.broken is not None:
+                    break
                 count = max(1, min(self._capacity(), self._engine_thread.batch))
                 claimed = await self._consumer.claim(count, self._in_flight.entry_ids())
                 self._counters.claimed += len(claimed.jobs)
@@ -182,15 +186,15 @@ class FetchLoop:
                 if alone and claimed.jobs:
                     # The job that may have killed other workers runs with nothing else in this worker.
                     await lifecycle.wait_for(lambda: not self._in_flight)
-                elif alone and not await self._drain():
+                elif alone and not await self._wait_until(lambda: not self._in_flight):
                     # Another worker may be empty sooner; if none is, the next claim tries again.
                     break
 
-    async def _drain(self) -> bool:
-        """Wait, for a part of a lease, until this worker holds nothing; returns whether it does."""
+    async def _wait_until(self, condition: Callable[[], bool]) -> bool:
+        """Wait until a condition holds, at most for a part of a lease; returns whether it does."""
         try:
             async with asyncio.timeout(_DRAIN_SHARE * self._lease_s):
-                await self._lifecycle.wait_for(lambda: not self._in_flight)
+                await self._lifecycle.wait_for(condition)
         except TimeoutError:
             return False
         return True
