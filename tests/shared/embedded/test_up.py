@@ -12,11 +12,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from lmpool.workers.cli.shared_server import SharedServer
 
 from lmpool import embedded
 from lmpool.producer import SyncProducer
 from lmpool.synthetic import synthetic_row
-from lmpool.workers.cli.shared_server import SharedServer
 from tests.support.pool import V, WorkerProcess, lmpool_command, until
 
 Up = Callable[..., WorkerProcess]

@@ -17,10 +17,10 @@ from threading import Timer
 from typing import Any
 
 import pytest
+from lmpool.workers.cli.detached import Lines
 
 from lmpool.embedded import EmbeddedServer
 from lmpool.workers.cli import detached
-from lmpool.workers.cli.detached import Lines
 from tests.support.pool import DEADLINE_S, V, WorkerProcess, lmpool_command, run_lmpool, until
 
 Start = Callable[..., "subprocess.Popen[bytes]"]

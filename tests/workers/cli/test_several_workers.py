@@ -17,12 +17,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from lmpool.workers.cli.options import parse_size
+from lmpool.workers.cli.processes import Restarts, as_arguments, plan_workers
 
 from lmpool.errors import SettingsError
 from lmpool.producer import SyncProducer
 from lmpool.synthetic import synthetic_row
-from lmpool.workers.cli.options import parse_size
-from lmpool.workers.cli.processes import Restarts, as_arguments, plan_workers
 from tests.support.pool import DEADLINE_S, V, WorkerProcess, lmpool_command, run_lmpool, until
 
 Up = Callable[..., WorkerProcess]
