@@ -400,9 +400,13 @@ class EmbeddedServer:
 
     @property
     def why_ended(self) -> str:
-        """How the server ended, with the end of its log."""
-        fields = {} if self._state is None else self._state.read(_SERVER)
-        return str(fields.get("ended", "was ended together with its keeper process"))
+        """How the server ended, with the end of its log; waits up to a second for the keeper to write the reason."""
+        for _ in range(20):
+            fields = {} if self._state is None else self._state.read(_SERVER)
+            if "ended" in fields:
+                return str(fields["ended"])
+            time.sleep(_POLL_S)
+        return "was ended together with its keeper process"
 
     def start(self) -> None:
         """Start the server and wait until it answers.

@@ -124,26 +124,32 @@ def test_a_second_up_of_the_same_name_is_refused(up: Up) -> None:
     assert other.wait() == 0
 
 
-def test_a_killed_server_is_started_again_but_not_twice_within_a_minute(up: Up, folder: Path) -> None:
+def test_a_killed_server_is_started_again_for_all_that_use_it(up: Up, folder: Path) -> None:
     both = [up("--memory-mb", "64"), up("--memory-mb", "32", model="other")]
     assert "--memory-mb has no effect" in both[1].text
     pid = server_pid(folder)
     with SyncProducer("syn", timeout=60) as syn, SyncProducer("other", timeout=60) as other:
         assert all(is_right(producer, 1) for producer in (syn, other))
         os.kill(pid, signal.SIGKILL)
-        for process in both:
-            process.until_says("your server was ended by signal 9 (SIGKILL); the end of")
-            process.until_says("your server runs again at unix://")
+        until(lambda: server_pid(folder) not in (0, pid), "the server runs again")
         assert all(is_right(producer, 2) for producer in (syn, other))
         with redis.Redis(unix_socket_path=str(folder / "redis.sock")) as client:
             assert client.config_get("maxmemory") == {"maxmemory": str(64 * 2**20)}
-    assert server_pid(folder) not in (0, pid)
+    texts = "".join(process.text for process in both)
+    assert "your server was ended by signal 9 (SIGKILL); the end of" in texts
+    assert "your server runs again at unix://" in texts
+
+
+def test_a_server_that_ends_twice_within_a_minute_is_given_up(up: Up, folder: Path) -> None:
+    process = up()
     os.kill(server_pid(folder), signal.SIGKILL)
-    for process in both:
-        assert process.wait() == 1
-        (line,) = [line for line in process.text.splitlines() if "giving up" in line]
-        assert "your server was ended by signal 9 (SIGKILL); the end of" in line
-        assert "it was started less than 60 s ago" in line
+    process.until_says("your server runs again")
+    os.kill(server_pid(folder), signal.SIGKILL)
+    assert process.wait(60) == 1
+    line = process.text.splitlines()[-1]
+    assert "your server was ended by signal 9 (SIGKILL); the end of" in line
+    assert "it was started less than 60 s ago: giving up" in line
+    until_no_worker_of(process)
 
 
 def test_a_killed_keeper_is_replaced(up: Up, folder: Path) -> None:
@@ -247,7 +253,8 @@ def test_jobs_of_a_killed_worker_are_taken_up_at_once(up: Up, count: int) -> Non
 
 @pytest.mark.parametrize("count", ["1", "2"])
 def test_a_prompt_that_kills_workers_is_given_up_after_its_deliveries(up: Up, count: str) -> None:
-    process = up("--workers", count, "--crash-token", str(POISON), "--lease-s", "600", says="serve")
+    says = "serving " if count == "1" else "all 2 workers serve"
+    process = up("--workers", count, "--crash-token", str(POISON), "--lease-s", "600", says=says)
     with SyncProducer("syn", timeout=DEADLINE_S, when_absent="wait") as producer:
         with pytest.raises(WorkerError, match="given up after 3 deliveries: the last worker that held it ended: it "):
             producer.logprobs([POISON])

@@ -32,13 +32,13 @@ from lmpool.broker import scripts
 from lmpool.broker.server import Server
 from lmpool.cli import INTERRUPTED, LAUNCH, READY_VARIABLE, report_ready, say
 from lmpool.embedded import LOGS, EmbeddedServer, StateFile, User, ending, explained, runtime_dir, secure
-from lmpool.errors import LMPoolError, SettingsError, printable
+from lmpool.errors import LMPoolError, ServerError, SettingsError, printable
 from lmpool.protocol.keys import GROUP, Keys
 from lmpool.protocol.model_info import LIMITS
 from lmpool.settings import count_cores, count_threads, shown
 from lmpool.workers.settings import WorkerSettings
 
-_log = logging.getLogger("lmpool.worker")
+_log = logging.getLogger("lmpool.up")  # Without the filter of repeated warnings.
 
 LOG_VARIABLE = "LMPOOL_DETACHED_LOG"
 """Names the log of an `lmpool up --detach`, for the process in the background."""
@@ -224,6 +224,7 @@ class Supervisor:
         self._signals: list[int] = []
         self._is_stopping = False
         self._code = 0
+        self._has_server = True
         self._server_started_at = -_MIN_SERVER_LIFE_S
 
     def run(self) -> int:
@@ -239,8 +240,8 @@ class Supervisor:
         while not all(worker.is_gone for worker in self._workers):
             while self._signals:
                 self._on_signal(self._signals.pop(0))
-            if not self._server.running:
-                self._restart_server()
+            if self._has_server and not self._server.running:
+                self._has_server = self._restart_server()
             for worker in self._workers:
                 self._check(worker)
             time.sleep(_POLL_S)
@@ -259,22 +260,21 @@ class Supervisor:
         for worker in self._workers:
             worker.signal(number)
 
-    def _restart_server(self) -> None:
+    def _restart_server(self) -> bool:
+        """Start the server again; stop at once and return False if that is of no use."""
         reason = " | ".join(f"your server {self._server.why_ended}".splitlines())
-        if time.monotonic() - self._server_started_at < _MIN_SERVER_LIFE_S:
-            _log.critical("%s; it was started less than %g s ago: giving up", reason, _MIN_SERVER_LIFE_S)
-            self._stop(_GAVE_UP, signal.SIGKILL)
-            self._signals.clear()
-            return
-        _log.warning("%s; starting it again: cached rows are lost", reason)
         try:
+            if time.monotonic() - self._server_started_at < _MIN_SERVER_LIFE_S:
+                raise ServerError(f"{reason}; it was started less than {_MIN_SERVER_LIFE_S:g} s ago: giving up")
+            _log.warning("%s; starting it again: cached rows are lost", reason)
             self._server.join(self._user)
         except LMPoolError as error:
-            _log.critical("your server cannot be started again: %s", error)
+            _log.critical("%s", error)
             self._stop(_GAVE_UP, signal.SIGKILL)
-            return
+            return False
         self._server_started_at = time.monotonic()
         _log.info("your server runs again at %s", self._server.url)
+        return True
 
     def _check(self, worker: SupervisedWorker) -> None:
         """Start a worker, note that it serves, or handle its end."""
