@@ -468,8 +468,8 @@ def start_detached(arguments: list[str], model: str) -> None:
 
 
 def _print_more(log: IO[str]) -> None:
-    if text := log.read():
-        typer.echo(printable(text, keep="\n"), nl=False, err=True)
+    for line in log.readlines():
+        say(line.rstrip("\n"), err=True)
 
 
 def _remove_old_logs(folder: Path) -> None:
