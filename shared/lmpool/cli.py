@@ -185,7 +185,7 @@ def _options() -> dict[str, str]:
     for word in sys.argv[1:]:
         command = getattr(command, "commands", {}).get(word, command)
     written = {word.partition("=")[0] for word in sys.argv}
-    options = {}
+    options: dict[str, str] = {}
     for param in command.params:
         names = [name for name in param.opts if name.startswith("--")] or param.opts
         if names[0].startswith("-"):

@@ -360,7 +360,7 @@ def test_nothing_is_unpickled_and_no_text_is_run() -> None:
 
 
 def test_commands_print_by_the_terminal_alone() -> None:
-    """Elsewhere a name that somebody hostile has chosen would be obeyed. """
+    """Elsewhere a name that somebody hostile has chosen would be obeyed."""
     printing = {"print", "Console", "typer.echo", "typer.secho", "click.echo", "sys.stdout.write"}
     printers = {
         name_of(path)

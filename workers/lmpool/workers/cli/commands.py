@@ -240,8 +240,12 @@ def _parameter(name: str, hint: Any, owners: dict[str, Field[Any]]) -> inspect.P
         hidden=name not in SHORT,
         **sizes,
     )
-    annotation = Annotated[hint if hint is bool else hint | None, option]
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+    return inspect.Parameter(
+        name,
+        inspect.Parameter.KEYWORD_ONLY,
+        default=None,
+        annotation=Annotated[hint if hint is bool else hint | None, option],
+    )
 
 
 def _defaults_text(owners: dict[str, Field[Any]]) -> str:

@@ -23,7 +23,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from itertools import takewhile
 from pathlib import Path
-from typing import IO, Annotated, Any
+from typing import IO, Annotated, Any, cast
 
 import typer
 from redis.exceptions import RedisError
@@ -349,8 +349,8 @@ async def _requeue(url: str, user: User, worker_id: str, max_deliveries: int, re
     keys, redis, count = everything.model(user.model), Server(url).client(), 0
     try:
         # It may hold jobs of its own lane, of the shared stream, and of other lanes, from which it claimed them.
-        lanes = [member for member in await redis.zrange(keys.lanes, 0, -1) if member]
-        for lane in {b"", worker_id.encode(), *lanes}:
+        members = cast(list[bytes], await redis.zrange(keys.lanes, 0, -1))
+        for lane in {b"", worker_id.encode(), *members}:
             stream = keys.lane(lane) if lane else keys.jobs
             suffix, begin = b" " + lane if lane else b"", b"-"
             while begin:
