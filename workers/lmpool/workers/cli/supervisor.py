@@ -292,12 +292,12 @@ class Supervisor:
 
     def _on_end(self, worker: SupervisedWorker, code: int) -> None:
         how = f"worker {worker.number} {ending(code)} after {time.monotonic() - worker.start_at:.0f} s"
+        if worker.worker_id and code != 0 and not self._is_stopping:
+            self._requeue(worker, f"it {ending(code)}")
         worker.on_end()
         if self._is_stopping:
             worker.is_gone = True
             return
-        if worker.worker_id and code != 0:
-            self._requeue(worker, f"it {ending(code)}")
         others = sum(not other.is_gone for other in self._workers) - 1
         if code == _REFUSED and not worker.has_served:
             if len(self._workers) > 1:  # A single worker has printed the reason in its last line.
