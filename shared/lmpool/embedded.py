@@ -563,14 +563,13 @@ def keep(folder: Path, binary: str, memory_bytes: int, appendonly: str) -> None:
         os.dup2(os.open(os.devnull, os.O_RDWR), 1)  # The starter reads the pipe to its end.
         os.dup2(1, 2)
         while server.poll() is None and not trouble:
-            with state.mutex():
+            if state.lock(_MUTEX):
                 if state.lock(_RECORD_BYTES, _MUTEX - _RECORD_BYTES):  # No process uses the server.
                     _end(server)
                     for file in files:
                         file.unlink(missing_ok=True)
-                    # Before the mutex: the next process must not take this lock for a user's.
-                    fcntl.lockf(state.file, fcntl.LOCK_UN, _MUTEX - _RECORD_BYTES, _RECORD_BYTES)
-                    return
+                    return  # The kernel releases both locks when this process ends.
+                fcntl.lockf(state.file, fcntl.LOCK_UN, 1, _MUTEX)
             time.sleep(_POLL_S)
         state.write(_SERVER, {"ended": f"{ending(server.returncode)}; {_last_lines(files[1])}" if not trouble else ""})
     finally:
