@@ -16,8 +16,8 @@ _log = logging.getLogger("lmpool")
 
 _FIRST_DELAY_S = 0.05  # Before the first retry: a restarted server accepts connections again within this order.
 _MAX_DELAY_S = 2.0  # Between retries: a server that returns is used within two seconds.
-_CANCEL_S = 0.1  # Until a cancellation that was lost is repeated; doubles up to the next limit.
-_MAX_CANCEL_S = 1.0
+_CANCEL_S = 0.1  # Until a cancellation is repeated for the first time; the pause doubles each time.
+_MAX_CANCEL_S = 1.0  # Between repeated cancellations: a task that ignores one delays its caller by at most this.
 _WARN_EVERY_S = 10.0  # Between log lines about tasks that do not end.
 _PARTS = 20  # Of a silence limit: a blocked event loop uses up one part, so 20 blocks can use up the limit.
 

@@ -51,7 +51,7 @@ _UsageError: type[Exception]
 _ClickException: type[Exception]
 _UsageError, _ClickException = typer.BadParameter.__mro__[1:3]
 
-_STDIN = 0
+_STDIN = 0  # The descriptor of standard input.
 _UNLIMITED_COLUMNS = 1_000_000  # Wider than any table.
 
 
