@@ -32,7 +32,6 @@ from collections.abc import Iterator, Mapping, Set
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from lmpool.errors import LMPoolError, ServerError, SettingsError
@@ -52,9 +51,7 @@ READY_TIMEOUT_S = 10.0
 STOP_TIMEOUT_S = 5.0
 """Seconds that a server has to end after SIGTERM; then it is killed."""
 
-LOGS = "logs"
-"""The folder in the runtime folder with the logs of `lmpool up --detach`."""
-
+LOGS = "logs"  # The folder of the logs of `lmpool up --detach`, in the runtime folder.
 _SOCKET_PATH_LIMIT = 107 if sys.platform == "linux" else 103  # Bytes of sun_path, without its NUL.
 _FILES = {"state", "server.log", "redis.sock", "appendonlydir", "appendonly.aof", LOGS}
 _PING_TIMEOUT_S = 2.0  # A healthy server answers within milliseconds; a busy script may take longer.
@@ -269,10 +266,6 @@ class StateFile:
         self.path = folder / "state"
         self.file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
 
-    def close(self) -> None:
-        """Close the file, and release this process's record."""
-        os.close(self.file)
-
     @contextlib.contextmanager
     def mutex(self) -> Iterator[None]:
         """Hold the mutex.
@@ -323,10 +316,9 @@ class StateFile:
         """
         for other in self.users():
             if user.model and (other.model, other.prefix) == (user.model, user.prefix):
-                raise SettingsError(
-                    f"name: `lmpool up` already serves {user.model!r}, as process {other.pid}. For more workers, stop "
-                    "that one and start it again with --workers N; for another model, give another --name"
-                )
+                text = f"name: `lmpool up` already serves {user.model!r}, as process {other.pid}"
+                advice = "stop that one and start it again with --workers N; for another model, give another --name"
+                raise SettingsError(f"{text}. For more workers, {advice}")
         for number in range(1, _MAX_RECORDS + 1):
             if self.lock(number * _RECORD_BYTES):
                 self.write(number, asdict(replace(user, number=number)))
@@ -468,7 +460,7 @@ class EmbeddedServer:
             time.sleep(0.01)
             with state.mutex():
                 is_shared = bool(state.users())
-        state.close()
+        os.close(state.file)
         if self._keeper is not None and not is_shared:
             self._keeper.wait()
         return is_shared
@@ -477,9 +469,7 @@ class EmbeddedServer:
         self.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
     def _start_or_join(self, state: StateFile, binary: str, user: User, may_join: bool) -> bool:
@@ -501,8 +491,7 @@ class EmbeddedServer:
 
     def _launch(self, binary: str) -> subprocess.Popen[bytes]:
         """Start the keeper, and wait until it reports that the server answers."""
-        appendonly = "yes" if self._appendonly else "no"
-        arguments = [str(self._folder), binary, str(self._memory_bytes), appendonly]
+        arguments = [str(self._folder), binary, str(self._memory_bytes), "yes" if self._appendonly else "no"]
         keeper = subprocess.Popen(
             [sys.executable, "-P", "-m", "lmpool.embedded", *arguments],
             stdin=subprocess.DEVNULL,
@@ -531,25 +520,18 @@ def keep(folder: Path, binary: str, memory_bytes: int, appendonly: str) -> None:
 
     The process that started the keeper holds the mutex until the server answers.
     """
-    settings = {
-        "port": "0",
-        "unixsocket": str(folder / "redis.sock"),
-        "unixsocketperm": "600",
-        "daemonize": "no",
-        "dir": str(folder),
-        "save": "",
-        "appendonly": appendonly,
-        "maxmemory": str(memory_bytes),
-        "maxmemory-policy": "volatile-lru",
-        "loglevel": "notice",
-    }
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())
     state, files = StateFile(folder), (folder / "redis.sock", folder / "server.log")
+    settings = [
+        "--unixsocket", str(files[0]), "--unixsocketperm", "600", "--port", "0", "--daemonize", "no",
+        "--dir", str(folder), "--save", "", "--appendonly", appendonly, "--loglevel", "notice",
+        "--maxmemory", str(memory_bytes), "--maxmemory-policy", "volatile-lru",
+    ]  # fmt: skip
     for file in files:
         file.unlink(missing_ok=True)  # A killed process may have left it.
     log = os.open(files[1], os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600)
     server = subprocess.Popen(
-        [binary, *(word for name, value in settings.items() for word in (f"--{name}", value))],
+        [binary, *settings],
         stdin=subprocess.DEVNULL,
         stdout=log,
         stderr=log,
@@ -601,13 +583,12 @@ def _await_ready(server: subprocess.Popen[bytes], folder: Path) -> str:
 
 
 def _end(server: subprocess.Popen[bytes]) -> None:
-    if server.poll() is None:
-        server.terminate()
-        try:
-            server.wait(STOP_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            server.kill()
-            server.wait()
+    server.terminate()
+    try:
+        server.wait(STOP_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        server.kill()
+        server.wait()
 
 
 def _last_lines(log: Path, count: int = 5) -> str:

@@ -476,7 +476,7 @@ def _remove_old_logs(folder: Path) -> None:
     state = StateFile(folder)
     with state.mutex():
         used = {user.log for user in state.users()}
-    state.close()
+    os.close(state.file)
     logs = [log for log in (folder / LOGS).glob("*.log") if str(log) not in used]
     for log in sorted(logs, key=lambda log: log.stat().st_mtime)[:-_MAX_LOGS]:
         log.unlink(missing_ok=True)
