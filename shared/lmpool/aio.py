@@ -1,4 +1,4 @@
-"""Helpers of asyncio: pauses between tries, limits of silence, tasks that end for certain, results of several."""
+"""Helpers for asyncio: delays between retries, silence limits, tasks that end reliably, results of several tasks."""
 
 from __future__ import annotations
 
@@ -14,35 +14,34 @@ E = TypeVar("E", bound=BaseException)
 
 _log = logging.getLogger("lmpool")
 
-_FIRST_S = 0.05
-_LONGEST_S = 2.0
-_AGAIN_S = 0.1
-_MAX_AGAIN_S = 1.0
-_WARN_EVERY_S = 10.0
-# Parts of a limit of silence: a pause of the event loop counts as one of them, so 20 pauses can use a limit up.
-_PARTS = 20
+_FIRST_DELAY_S = 0.05  # Before the first retry: a restarted server accepts connections again within this order.
+_MAX_DELAY_S = 2.0  # Between retries: a server that returns is used within two seconds.
+_CANCEL_S = 0.1  # Until a cancellation is repeated for the first time; the pause doubles each time.
+_MAX_CANCEL_S = 1.0  # Between repeated cancellations: a task that ignores one delays its caller by at most this.
+_WARN_EVERY_S = 10.0  # Between log lines about tasks that do not end.
+_PARTS = 20  # Of a silence limit: a blocked event loop uses up one part, so 20 blocks can use up the limit.
 
 MAX_LATENESS_S = 0.25
-"""Seconds by which a timer may be late on a busy machine; where it is later, the event loop was blocked."""
+"""Seconds by which a timer may be late on a busy machine; if it is later, the event loop was blocked."""
 
 
-def delays(longest_s: float = _LONGEST_S) -> Iterator[float]:
-    """Seconds before each further try: doubling up to `longest_s`, and jittered so that clients do not come at once."""
-    ceiling = _FIRST_S
+def delays(max_s: float = _MAX_DELAY_S) -> Iterator[float]:
+    """Seconds before each retry: doubling up to `max_s`, with jitter so that clients do not retry in step."""
+    ceiling = _FIRST_DELAY_S
     while True:
         yield random.uniform(ceiling / 2, ceiling)
-        ceiling = min(longest_s, ceiling * 2)
+        ceiling = min(max_s, ceiling * 2)
 
 
 @asynccontextmanager
 async def silence_limit(seconds: float | None) -> AsyncIterator[asyncio.Timeout]:
-    """Limit how long the other side may be silent; as `asyncio.timeout`, but a blocked event loop hardly counts.
+    """Limit how long the other side may be silent: `asyncio.timeout`, except that a blocked event loop hardly counts.
 
-    A program that computes in its event loop receives nothing, although the other side may have answered. So a
-    pause of the event loop counts as a small part of the limit, however long the pause is.
+    A program that computes in its event loop receives nothing, although the other side may have answered. So each time
+    that the event loop is blocked counts as a small part of the limit, however long it takes.
 
     Args:
-        seconds: the limit; None for none.
+        seconds: the limit; None for no limit.
 
     Raises:
         TimeoutError: the limit has passed.
@@ -69,11 +68,11 @@ async def silence_limit(seconds: float | None) -> AsyncIterator[asyncio.Timeout]
 
 
 async def end_tasks(tasks: Iterable[asyncio.Task[Any]]) -> None:
-    """Cancel tasks and wait until all have ended; what they raise is dropped.
+    """Cancel tasks and wait until all have ended; discard their exceptions.
 
-    A cancellation is repeated until it takes: `asyncio.wait_for` of Python 3.11, which what they await may use, loses
-    one that comes together with the result. The caller may be cancelled too, even more than once: that is raised
-    when all have ended, for they use what the caller is about to close. Tasks that take long are named in the log.
+    A cancellation is repeated: `asyncio.wait_for` of Python 3.11 loses one that arrives together with the result. If
+    the caller is cancelled, `CancelledError` is raised when all tasks have ended, because they use objects that the
+    caller is about to close. Tasks that take long are named in the log.
 
     Raises:
         CancelledError: the caller was cancelled.
@@ -81,7 +80,7 @@ async def end_tasks(tasks: Iterable[asyncio.Task[Any]]) -> None:
     tasks = list(tasks)
     pending = {task for task in tasks if not task.done()}
     interrupted: asyncio.CancelledError | None = None
-    pause, loop = _AGAIN_S, asyncio.get_running_loop()
+    pause, loop = _CANCEL_S, asyncio.get_running_loop()
     warn_at = loop.time() + _WARN_EVERY_S
     while pending:
         for task in pending:
@@ -91,9 +90,9 @@ async def end_tasks(tasks: Iterable[asyncio.Task[Any]]) -> None:
         except asyncio.CancelledError as error:
             interrupted = error
         pending = {task for task in pending if not task.done()}
-        pause = min(2 * pause, _MAX_AGAIN_S)
+        pause = min(2 * pause, _MAX_CANCEL_S)
         if pending and loop.time() >= warn_at:
-            _log.warning("still waits for what was cancelled to end: %s", ", ".join(map(repr, pending)))
+            _log.warning("still waiting for cancelled tasks to end: %s", ", ".join(map(repr, pending)))
             warn_at += _WARN_EVERY_S
     for task in tasks:
         _retrieve(task)
@@ -102,10 +101,10 @@ async def end_tasks(tasks: Iterable[asyncio.Task[Any]]) -> None:
 
 
 async def finish(work: Coroutine[Any, Any, None]) -> None:
-    """Await something to its end, also when this is cancelled meanwhile, however often: what closes must close.
+    """Await a coroutine to its end, even if this call is cancelled in between: a close must be completed.
 
     Raises:
-        CancelledError: this was cancelled; a failure of the work is its cause.
+        CancelledError: this call was cancelled; an exception of the coroutine is its cause.
     """
     task = asyncio.ensure_future(work)
     interrupted: asyncio.CancelledError | None = None
@@ -122,23 +121,21 @@ async def finish(work: Coroutine[Any, Any, None]) -> None:
 async def gather(
     work: Iterable[Coroutine[Any, Any, T]], explain: Callable[[BaseException, int], object] = lambda error, index: None
 ) -> list[T]:
-    """Await all; the first failure ends the others and is raised.
+    """Await all coroutines; the first exception cancels the others and is raised.
 
     Args:
-        work: what is awaited.
-        explain: called with that failure, and the index in `work` of what has raised it.
+        work: the coroutines.
+        explain: called with that exception, and the index in `work` of its coroutine.
     """
     requests = list(work)
-    if len(requests) < 2:  # The usual case of a batch of one needs no task.
+    if len(requests) < 2:  # A batch of one is usual, and needs no task.
         return [await request for request in requests]
     tasks = list(map(asyncio.ensure_future, requests))
-    failures = _failures(tasks)
+    failed = _failed(tasks)
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
-        if failures:
-            error = failures.pop(0)
-            ended = (task.done() and not task.cancelled() and task.exception() is error for task in tasks)
-            explain(error, list(ended).index(True))
+        if failed and (error := failed[0].exception()) is not None:
+            explain(error, tasks.index(failed[0]))
             raise error
     finally:
         await end_tasks(tasks)
@@ -146,45 +143,45 @@ async def gather(
 
 
 async def await_beside(work: Coroutine[Any, Any, T], others: Iterable[Coroutine[Any, Any, None]]) -> T:
-    """Await something while others go on beside it, which end with it; the first failure of any ends all and is raised.
+    """Await `work` while other tasks run; cancel them when it ends. The first exception of any task ends all.
 
-    Not by `asyncio.TaskGroup`: before Python 3.13 it forgets that its caller was cancelled while it ends tasks after a
-    failure, or leaves a cancellation counted that there was not (https://github.com/python/cpython/issues/116720).
+    `asyncio.TaskGroup` is no alternative before Python 3.13: it can lose or invent a cancellation of its caller
+    (https://github.com/python/cpython/issues/116720).
     """
     main = asyncio.ensure_future(work)
-    pending = {main, *map(asyncio.ensure_future, others)}
-    tasks, failures = list(pending), _failures(pending)
+    tasks: list[asyncio.Task[Any]] = [main, *map(asyncio.ensure_future, others)]
+    pending, failed = set(tasks), _failed(tasks)
     try:
         while not main.done():
             _, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
-            if failures:
-                raise failures.pop(0)
+            if failed:
+                failed[0].result()
     finally:
         await end_tasks(tasks)
     return main.result()
 
 
-def _failures(tasks: Iterable[asyncio.Task[Any]]) -> list[BaseException]:
-    """What some tasks have raised when it is looked at, the first one first."""
-    failures = list[BaseException]()
+def _failed(tasks: Iterable[asyncio.Task[T]]) -> list[asyncio.Task[T]]:
+    """A list to which each task that ends with an exception is appended, in that order."""
+    failed: list[asyncio.Task[T]] = []
 
-    def note(task: asyncio.Task[Any]) -> None:
-        if not task.cancelled() and (error := task.exception()) is not None:
-            failures.append(error)
+    def note(task: asyncio.Task[T]) -> None:
+        if not task.cancelled() and task.exception() is not None:
+            failed.append(task)
 
     for task in tasks:
         task.add_done_callback(note)
-    return failures
+    return failed
 
 
 async def join_task(task: asyncio.Task[T]) -> T:
-    """Await a task that others await too: a caller that gives up leaves it to them, and each has its own failure."""
+    """Await a task that other callers await too: a cancelled caller does not cancel it, and each raises a copy."""
     await ended(task)
     return outcome(task)
 
 
 async def ended(task: asyncio.Task[Any]) -> None:
-    """Wait until a task that others await too has ended, however it does."""
+    """Wait until a task that other callers await too has ended, with a result or an exception."""
     try:
         await asyncio.wait([task])
     except asyncio.CancelledError:
@@ -193,29 +190,29 @@ async def ended(task: asyncio.Task[Any]) -> None:
 
 
 def outcome(task: asyncio.Task[T]) -> T:
-    """The result of a task that has ended; an exception is one of the caller's own."""
+    """The result of an ended task; raises a copy of its exception."""
     if not task.cancelled() and (error := task.exception()) is not None:
         raise copy_error(error)
     return task.result()
 
 
 def _retrieve(task: asyncio.Task[Any]) -> None:
-    """Retrieve a failure that perhaps nobody waits for any more, so that it is not reported as never retrieved."""
+    """Retrieve an exception so that asyncio does not log it as never retrieved."""
     if not task.cancelled():
         task.exception()
 
 
 def copy_error(error: E) -> E:
-    """Another exception that says the same, for one of several callers: notes and tracebacks are added to it."""
+    """Copy an exception for one of several callers, because notes and tracebacks are added to it."""
     kind = type(error)
-    # Not by its constructor, which may take something else than `args`. The `args` of an OSError lack its file.
+    # Without its constructor, whose parameters may differ from `args`. The `args` of an OSError lack its file.
     arguments: tuple[Any, ...] = error.__reduce__()[1]  # type: ignore[assignment]
     other = kind.__new__(kind, *arguments)
     other.args = error.args
     other.__dict__.update(error.__dict__)
     if notes := getattr(error, "__notes__", None):
         other.__notes__ = list(notes)
-    # Some are raised from themselves; a copy that names the first as its cause would be told twice.
+    # A copy with the original as its cause would be printed twice.
     other.__cause__ = None if error.__cause__ is error else error.__cause__
     other.__context__ = error.__context__
     other.__suppress_context__ = error.__suppress_context__

@@ -1,10 +1,10 @@
-"""The `lmpool` command: assembled from the parts that are installed, errors as one line and exit code 2.
+"""The `lmpool` command: assembled from the installed parts; an error is one line, and the exit code is 2.
 
-Names and reasons that it prints come from a server that others write to: a terminal shows them, no more.
+Names and reasons that it prints come from a server that others write to, so a terminal must only show them.
 
-`main_as_child` is the same command as a child that ends with its parent: the parent holds the other end of its
-standard input and writes nothing. However the parent ends, the kernel closes that end, and the child ends at once with
-everything that it has started.
+`main_as_child` runs the same command as a child process that ends with its parent. The parent holds the write end of
+the child's standard input and writes nothing. However the parent ends, the kernel closes the pipe. Then the child ends
+at once, together with all processes that it has started.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import contextlib
 import gc
 import logging
 import os
-import re
 import shutil
 import signal
 import sys
@@ -28,42 +27,36 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from lmpool.errors import LMPoolError, LogFormatter, SettingsError, printable, to_json
+from lmpool.errors import LMPoolError, LogFormatter, SettingsError, printable, to_json, use_options
 from lmpool.settings import set_openmp_defaults
 
 LAUNCH = "from lmpool.cli import main_as_child; main_as_child()"
 """The program of the child, for `python -c`."""
 
 FOLDER_VARIABLE = "LMPOOL_ATTACHED_FOLDER"
-"""Names a folder that is removed when the parent ends without having ended this process."""
+"""Names a folder that the child removes when its parent is killed."""
+
+READY_VARIABLE = "LMPOOL_READY_DESCRIPTOR"
+"""Names a descriptor to which a process writes a line when it serves, for the process that started it."""
 
 INTERRUPTED = 130
-"""The exit code of what Ctrl-C has ended."""
+"""The exit code after Ctrl-C."""
 
 _GROUP = "lmpool.commands"
 _TRACEBACK_VARIABLE = "LMPOOL_TRACEBACK"
+_CALLED = {"when_absent": "--no-wait"}  # Arguments of Python whose option has another name.
 
-# An argument as messages name it, and options that are called otherwise.
-_ARGUMENT = re.compile(r"\b([a-z_]+)=(?:True\b|\"\w+\")?(?=[\s,;:.)]|$)")
-_CALLED = {"when_absent": "--no-wait"}
-
-# Some releases of typer carry a copy of click of their own: take the classes from typer itself.
+# Some releases of typer carry their own copy of click: take the classes from typer itself.
 _UsageError: type[Exception]
 _ClickException: type[Exception]
 _UsageError, _ClickException = typer.BadParameter.__mro__[1:3]
 
-_STDIN = 0
-# Wider than any table.
-_WHOLE = 1_000_000
+_STDIN = 0  # The descriptor of standard input.
+_UNLIMITED_COLUMNS = 1_000_000  # Wider than any table.
 
 
 def say(text: str, *, err: bool = False) -> None:
-    """Print one line.
-
-    Args:
-        text: what to say.
-        err: on standard error.
-    """
+    """Print one line; to standard error if `err`."""
     typer.echo(printable(text), err=err)
 
 
@@ -73,17 +66,17 @@ def say_json(value: Any) -> None:
 
 
 class Terminal(Console):
-    """Where tables are printed: in their strings rich sees no markup. What is no terminal gets them whole and plain."""
+    """Prints tables; rich interprets no markup in their strings. A pipe or a file gets them plain and at full width."""
 
     def __init__(self, *, err: bool = False) -> None:
         super().__init__(markup=False, emoji=False, highlight=False, stderr=err)
-        # With FORCE_COLOR in its environment rich sees a terminal, whose width COLUMNS tells.
-        is_told = self.is_terminal and "COLUMNS" in os.environ
-        if not is_told and not self.file.isatty():
-            self.width = _WHOLE
+        # With FORCE_COLOR in the environment rich assumes a terminal, and COLUMNS gives its width.
+        has_width = self.is_terminal and "COLUMNS" in os.environ
+        if not has_width and not self.file.isatty():
+            self.width = _UNLIMITED_COLUMNS
 
     def render_str(self, text: str, **options: Any) -> Text:
-        """The text that a string becomes; every string in what is printed comes through here."""
+        """Convert a string for printing; rich calls this for every string."""
         return super().render_str(printable(text), **options)
 
 
@@ -108,23 +101,24 @@ def _root(
         bool, typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True)
     ] = False,
 ) -> None:
-    """What is common to all commands."""
+    """The options of all commands."""
 
 
 def main(*, is_interruptible: bool = False) -> None:
     """Run the command line; exits 0, 2 on an error (a few have codes of their own), 130 on Ctrl-C.
 
     Args:
-        is_interruptible: Ctrl-C raises KeyboardInterrupt from now on, and ends the process at once when all is done.
+        is_interruptible: from now on Ctrl-C raises KeyboardInterrupt; after the command it ends the process at once.
     """
-    if logging.lastResort is not None:  # What shows warnings as long as nobody has set up a log.
-        logging.lastResort.setFormatter(_Warnings())
-    # What others have registered may import torch, whichever command is run.
+    if logging.lastResort is not None:  # Prints warnings as long as logging is not configured.
+        logging.lastResort.setFormatter(LogFormatter())
+    # Any command may import a plugin that imports torch.
     set_openmp_defaults()
+    use_options(lambda name: _options().get(name))
     try:
         if is_interruptible:
             signal.signal(signal.SIGINT, signal.default_int_handler)
-        # What is imported stays: looking for garbage among it is a tenth of the time.
+        # Imported modules stay: searching them for garbage takes a tenth of the time.
         gc.disable()
         add_commands(sys.argv[1:2])
         gc.freeze()
@@ -134,15 +128,13 @@ def main(*, is_interruptible: bool = False) -> None:
         code = _usage(cast(typer.BadParameter, error))
     except (typer.Abort, KeyboardInterrupt):
         code = INTERRUPTED
-    except SettingsError as error:
-        code = _fail(_with_option(str(error)))
     except LMPoolError as error:
-        _fail(str(error))
+        _fail(_with_option(error) if isinstance(error, SettingsError) else str(error))
         code = error.exit_code
     except _ClickException as error:
         code = _fail(str(error))
     except BrokenPipeError:
-        # The reader of our output has gone, as with `| head`; nothing is left to say, not even at exit.
+        # The reader of our output has closed the pipe, as with `| head`; print nothing more, not even at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 0
     except Exception as error:  # noqa: BLE001 The one place where a bug becomes a line for the user.
@@ -156,9 +148,9 @@ def main(*, is_interruptible: bool = False) -> None:
 
 
 def add_commands(names: Sequence[str] = ()) -> None:
-    """Add to `app` the parts that have these commands; all parts where a name is of no command, or none is given.
+    """Add to `app` the parts with these commands; all parts if a name is unknown or none is given.
 
-    Importing the others, and telling typer of them, takes longer than a request does.
+    Importing the other parts and registering them with typer takes longer than a request.
     """
     points = entry_points(group=_GROUP)
     named = points if not names or set(names) - points.names else [point for point in points if point.name in names]
@@ -168,10 +160,10 @@ def add_commands(names: Sequence[str] = ()) -> None:
 
 
 def _usage(error: typer.BadParameter) -> int:
-    """A wrong command line: one line, or the help when nothing was given at all."""
+    """Print one line about a wrong command line."""
     message = error.format_message()
     if not message.strip():
-        return 2  # The help has been printed already.
+        return 2  # No argument was given, and typer has printed the help.
     if len(message.splitlines()) > 1:
         for line in message.splitlines():
             say(line)
@@ -182,58 +174,50 @@ def _usage(error: typer.BadParameter) -> int:
 
 
 def _fail(message: str) -> int:
-    say(f"lmpool: {' '.join(_with_options(message).split())}", err=True)
+    say(f"lmpool: {' '.join(message.split())}", err=True)
     return 2
-
-
-class _Warnings(LogFormatter):
-    """Formats the warnings of a command: with options where the log has arguments of Python."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        return _with_options(super().format(record))
 
 
 @cache
 def _options() -> dict[str, str]:
-    """The options of the command that was given: name of the argument -> option."""
+    """The options of the command that runs: name of the argument or of the option -> option as the user wrote it."""
     command: Any = typer.main.get_command(app)
     for word in sys.argv[1:]:
         command = getattr(command, "commands", {}).get(word, command)
-    options = {param.name: _written(param.opts) for param in command.params if param.opts[0].startswith("-")}
-    # Some arguments are called otherwise, and messages name what the user has given.
-    named = {option.lstrip("-").replace("-", "_"): option for option in options.values()} | options
-    others = {option for param in command.params for option in param.secondary_opts}
-    return named | {name: option for name, option in _CALLED.items() if option in others}
+    written = {word.partition("=")[0] for word in sys.argv}
+    options: dict[str, str] = {}
+    for param in command.params:
+        names = [name for name in param.opts if name.startswith("--")] or param.opts
+        if names[0].startswith("-"):
+            option = next((name for name in param.opts if name in written), names[0])
+            options |= {option.lstrip("-").replace("-", "_"): option, param.name: option}
+        options |= {name: option for name, option in _CALLED.items() if option in param.secondary_opts}
+    return options
 
 
-def _written(names: list[str]) -> str:
-    """The name of an option that was given, or its own, of which its others are aliases."""
-    words = {word.partition("=")[0] for word in sys.argv}
-    long = [name for name in names if name.startswith("--")] or names
-    return next((name for name in names if name in words), long[0])
+def _with_option(error: SettingsError) -> str:
+    """The text of an error, with the option in place of the setting's name if the user gave that option."""
+    option = _options().get(error.setting, "")
+    is_given = any(word.partition("=")[0] == option for word in sys.argv)
+    return f"{option}: {error.problem}" if option and is_given else str(error)
 
 
-def _with_options(text: str) -> str:
-    """A message for users of Python, such as "allow more time (timeout=)", for those of the command line."""
-    return _ARGUMENT.sub(lambda match: _options().get(match[1], match[0]), text)
-
-
-def _with_option(text: str) -> str:
-    """The text of a SettingsError, which begins with the name of a setting, for whoever gave it as an option."""
-    name, colon, rest = text.partition(":")
-    option = _options().get(name, "")
-    is_given = bool(option) and any(word.partition("=")[0] == option for word in sys.argv)
-    return f"{option}{colon}{rest}" if is_given else text
+def report_ready(text: str = "ready") -> None:
+    """Report once to the process that started this one that it serves; see `READY_VARIABLE`."""
+    with contextlib.suppress(KeyError, ValueError, OSError):
+        descriptor = int(os.environ.pop(READY_VARIABLE))
+        os.write(descriptor, text.encode())
+        os.close(descriptor)
 
 
 def main_as_child() -> None:
     """Run the command line in a session of its own."""
-    with contextlib.suppress(PermissionError):  # It has one already.
+    with contextlib.suppress(PermissionError):  # This process leads a session already.
         os.setsid()
     threading.Thread(
         target=_end_with_parent, args=(os.environ.pop(FOLDER_VARIABLE, ""),), name="lmpool-parent", daemon=True
     ).start()
-    sys.argv[0] = "lmpool"  # What its messages say.
+    sys.argv[0] = "lmpool"  # The name in messages.
     main()
 
 

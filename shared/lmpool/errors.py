@@ -1,25 +1,25 @@
 """Every exception that lmpool raises, as one tree.
 
     LMPoolError
-    ├── InvalidPrompt (ValueError)      the prompt itself is at fault; nothing was sent
+    ├── InvalidPrompt (ValueError)      the prompt is malformed; nothing was sent
     │   ├── NotTokenIds (TypeError)     floats, bools, strings, nested lists, arrays that are not 1-D
     │   ├── EmptyPrompt                 no ids
     │   ├── TokenOutOfRange (IndexError)  an id below 0 or not below V
-    │   └── PromptTooLong               more ids than the model takes
-    ├── TrieError (ValueError)          what is asked of a trie is at fault; nothing was computed
+    │   └── PromptTooLong               more ids than the model accepts
+    ├── TrieError (ValueError)          a call of a trie is malformed; nothing was computed
     │   ├── InvalidVocabulary           not byte strings, none at all, or over a limit
-    │   ├── UnknownVocabulary (LookupError)  the model publishes none, or the pool does not know it
+    │   ├── UnknownVocabulary (LookupError)  the model publishes none, or it has expired
     │   ├── InvalidWeights              weights of the wrong length or dtype, or with NaN among them
-    │   └── UnknownNode (LookupError)   a node or prefix that the trie does not have
+    │   └── UnknownNode (LookupError)   the trie has no such node or prefix
     ├── SettingsError (ValueError)      an unknown or malformed setting, with the field's name
     ├── ServerError (ConnectionError)   Redis cannot be used
-    │   ├── ServerUnreachable           nobody answers at that address
+    │   ├── ServerUnreachable           no server answers at the address
     │   └── AuthenticationFailed        wrong user or password, or the ACL forbids it
     ├── ModelError (LookupError)
     │   ├── UnknownModel                no model of that name is served, or none at all
     │   ├── AmbiguousModel              several models are served and none was named
     │   ├── UnknownAdapter              the model has no adapter of that name
-    │   ├── UnknownTokenizer            its workers publish no tokenizer, or the pool has it no longer
+    │   ├── UnknownTokenizer            its workers publish no tokenizer, or it has expired
     │   ├── AdapterRefused              a worker cannot load the adapter
     │   └── ModelMismatch               a worker's info differs from the info of the model it joins
     ├── RequestFailed                   an accepted request ended without a row
@@ -27,40 +27,35 @@
     │   │   ├── NoWorker                no live worker serves the model
     │   │   └── QueueFull               the model's queue stayed at its limit
     │   ├── WorkerError                 the backend failed on this prompt
-    │   ├── SourceMissing               the row or the weights that a trie job names are not in the cache
-    │   ├── AdapterChanged              the adapter that a job names is not in service any more
+    │   ├── SourceMissing               the cache lacks the row or weights that a trie job names
+    │   ├── AdapterChanged              the adapter that a job names is no longer in service
     │   ├── UnknownTokenSet (LookupError)
-    │   │                               the pool does not know a set of tokens of that name
-    │   ├── NoProbability (ValueError)  no token that is allowed can be drawn
-    │   ├── QueueCleared                an operator has taken the prompt out of the queue
-    │   ├── CorruptRow                  what the cache holds is not a row of this model
-    │   └── ProducerClosed              the producer was closed while the request was under way
-    ├── BatchError                      a file could not be answered to its end; what is done stays
-    │   └── BatchRefused                its output belongs to another model, input or options, or another run has it
+    │   │                               the pool has no set of tokens of that name
+    │   ├── NoProbability (ValueError)  no allowed token can be drawn
+    │   ├── QueueCleared                an operator has removed the prompt from the queue
+    │   ├── CorruptRow                  the cached value is not a row of this model
+    │   └── ProducerClosed              the producer was closed while the request was in flight
+    ├── BatchError                      a run over a file failed; finished shards stay
+    │   └── BatchRefused                its output belongs to another model, input or options, or to another run
     └── ProtocolError (ValueError)      a message or row does not decode
 
-Messages name the offending value, the limit and what to do.
-
-Messages may quote what somebody else has written: `printable` makes it fit to be shown.
+Messages name the value, the limit and what to do. They may quote text from other users; `printable` escapes it.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 _E = TypeVar("_E", bound=BaseException)
 
 
 def printable(text: str, keep: str = "") -> str:
-    r"""A text with an escape, such as `\x1b` or `\u202e`, for each character that is not seen.
+    r"""Escape each invisible character of a text, as `\x1b` or `\u202e`, except the characters in `keep`.
 
-    Those are control characters, line breaks, what changes the direction of a text, spaces but for " ", surrogates.
-
-    Args:
-        text: any text.
-        keep: characters that stay as they are all the same.
+    Invisible are control characters, line breaks, marks of direction, spaces except " ", and surrogates.
     """
     if text.isprintable():
         return text
@@ -70,34 +65,56 @@ def printable(text: str, keep: str = "") -> str:
 
 
 def to_json(value: Any, **options: Any) -> str:
-    """A value as JSON in ASCII, as `json.dumps` makes it; no control character is left in it."""
+    """A value as JSON in ASCII without control characters; `options` are those of `json.dumps`."""
     return json.dumps(value, **options).replace("\x7f", r"\u007f")
 
 
 class LogFormatter(logging.Formatter):
-    """Formats entries whose first line alone begins at the margin: no text in one passes for an entry of its own."""
+    """Indents all lines of an entry but the first, so that no text in an entry looks like another entry."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The entry, with its traceback if it has one."""
+        """Format the entry, with its traceback if it has one."""
         return printable(super().format(record), keep="\n").replace("\n", "\n  ")
+
+
+def _no_option(name: str) -> str | None:
+    return None
+
+
+_option_of: Callable[[str], str | None] = _no_option
+
+
+def use_options(option_of: Callable[[str], str | None]) -> None:
+    """Have errors name options of the command line in place of arguments of Python.
+
+    Args:
+        option_of: the option for an argument's name; None if the command has no such option.
+    """
+    global _option_of
+    _option_of = option_of
+
+
+def argument(name: str, value: str = "") -> str:
+    """An argument for the text of an error: `timeout=` for a program, `--timeout` for a user of the command line."""
+    return _option_of(name) or f"{name}={value}"
 
 
 class LMPoolError(Exception):
     """Base of all exceptions of this package.
 
     Attributes:
-        exit_code: what a command exits with that ends in it.
+        exit_code: the exit code of a command that ends in this error.
     """
 
     exit_code = 2
 
     def __str__(self) -> str:
-        # Names and reasons in it may be somebody else's, and tracebacks end in terminals.
+        # Names and reasons in the text may come from other users, and terminals show tracebacks.
         return printable(super().__str__(), keep="\n")
 
 
 class InvalidPrompt(LMPoolError, ValueError):
-    """The prompt is not something the model can be asked."""
+    """The prompt is malformed."""
 
 
 class NotTokenIds(InvalidPrompt, TypeError):
@@ -113,11 +130,11 @@ class TokenOutOfRange(InvalidPrompt, IndexError):
 
 
 class PromptTooLong(InvalidPrompt):
-    """The prompt has more ids than the model takes."""
+    """The prompt has more ids than the model accepts."""
 
 
 class TrieError(LMPoolError, ValueError):
-    """What is asked of a trie cannot be answered."""
+    """A call of a trie is malformed."""
 
 
 class InvalidVocabulary(TrieError):
@@ -125,7 +142,7 @@ class InvalidVocabulary(TrieError):
 
 
 class UnknownVocabulary(TrieError, LookupError):
-    """Nobody has published the vocabulary."""
+    """No worker or client has published the vocabulary."""
 
 
 class InvalidWeights(TrieError):
@@ -137,7 +154,17 @@ class UnknownNode(TrieError, LookupError):
 
 
 class SettingsError(LMPoolError, ValueError):
-    """A setting is unknown or malformed."""
+    """A setting is unknown or malformed.
+
+    Attributes:
+        setting: the name of the setting, with which the text begins; "" if it begins with no name.
+        problem: the rest of the text.
+    """
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        name, colon, problem = text.partition(": ")
+        self.setting, self.problem = (name, problem) if colon and name.isidentifier() else ("", text)
 
 
 class ServerError(LMPoolError, ConnectionError):
@@ -145,7 +172,7 @@ class ServerError(LMPoolError, ConnectionError):
 
 
 class ServerUnreachable(ServerError):
-    """Nobody answers at the server's address."""
+    """No server answers at the address."""
 
 
 class AuthenticationFailed(ServerError):
@@ -160,7 +187,7 @@ class UnknownModel(ModelError):
     """No model of that name is served.
 
     Attributes:
-        is_loading: whether a worker is loading it just now.
+        is_loading: whether a worker is loading it.
         has_others: whether other models are served.
     """
 
@@ -176,11 +203,11 @@ class UnknownAdapter(ModelError):
 
 
 class UnknownTokenizer(ModelError):
-    """The model's workers publish no tokenizer, or the pool has it no longer."""
+    """The model's workers publish no tokenizer, or it has expired."""
 
 
 class AdapterRefused(ModelError):
-    """A worker cannot load the adapter; the one that had its name stays in service."""
+    """A worker cannot load the adapter; the previous adapter of this name stays in service."""
 
 
 class ModelMismatch(ModelError):
@@ -192,7 +219,7 @@ class RequestFailed(LMPoolError):
 
 
 class DeadlineExceeded(RequestFailed, TimeoutError):
-    """The row did not come before the request's deadline."""
+    """The row did not arrive before the request's deadline."""
 
 
 class NoWorker(DeadlineExceeded):
@@ -208,45 +235,45 @@ class WorkerError(RequestFailed):
 
 
 class SourceMissing(RequestFailed):
-    """The row or the weights that a trie job names are not in the cache, or no longer."""
+    """The cache lacks the row or weights that a trie job names."""
 
 
 class AdapterChanged(RequestFailed):
-    """The adapter that a job names is not in service any more; the client asks for the one that is."""
+    """The adapter that a job names is no longer in service; the client requests the current one."""
 
 
 class UnknownTokenSet(RequestFailed, LookupError):
-    """Nobody has told the pool what tokens a set of that name has, or it has forgotten them."""
+    """No set of tokens of that name was published, or it has expired."""
 
 
 class NoProbability(RequestFailed, ValueError):
-    """None of the tokens that are allowed has a probability above 0, so none can be drawn."""
+    """No allowed token has a probability above 0, so none can be drawn."""
 
 
 class QueueCleared(RequestFailed):
-    """An operator has emptied the model's queue while the prompt waited in it."""
+    """An operator has cleared the model's queue while the prompt waited in it."""
 
 
 class CorruptRow(RequestFailed):
-    """The cache holds something that is not a row of this model."""
+    """The cached value is not a row of this model."""
 
 
 class ProducerClosed(RequestFailed):
-    """The producer was closed while the request was under way."""
+    """The producer was closed while the request was in flight."""
 
 
 class BatchError(LMPoolError):
-    """A file could not be answered to its end; what is done stays, and the same command goes on with it.
+    """A run over a file failed; finished shards stay, and the same command continues behind them.
 
     Attributes:
-        may_pass: whether the same may work a little later, as with a store that cannot be reached.
+        may_pass: whether a retry may succeed, as when a bucket cannot be reached.
     """
 
     may_pass = False
 
 
 class BatchRefused(BatchError):
-    """The output belongs to another model, input or options, or another run writes there."""
+    """The output belongs to another model, input or options, or to another run."""
 
     exit_code = 4
 
@@ -256,13 +283,13 @@ class ProtocolError(LMPoolError, ValueError):
 
 
 def of_prompt(error: _E, name: str, index: int, count: int) -> _E:
-    """Have an error that concerns one of several prompts name that prompt; any other error stays as it is.
+    """Name the prompt in an error that concerns one of several prompts; other errors stay as they are.
 
     Args:
-        error: the caller's own.
-        name: of the argument that has the prompts.
-        index: of the prompt among them, from 0.
-        count: how many prompts there are.
+        error: an error that no other caller holds.
+        name: name of the argument with the prompts.
+        index: index of the prompt, from 0.
+        count: number of prompts.
     """
     if count > 1 and isinstance(error, (InvalidPrompt, WorkerError, NoProbability)):
         error.args = (f"{name}[{index}]: {error}",)

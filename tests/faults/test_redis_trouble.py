@@ -23,7 +23,7 @@ from redis.exceptions import ResponseError
 from lmpool.broker import connection
 from lmpool.broker.connection import Argument, CommandConnection, RawCommandConnection
 from lmpool.broker.server import Server
-from lmpool.embedded import EmbeddedServer
+from lmpool.embedded import BINARY_VARIABLE, EmbeddedServer, server_binary
 from lmpool.errors import LMPoolError, NoWorker
 from lmpool.producer import Producer
 from lmpool.producer.client import discovery, session
@@ -435,15 +435,15 @@ async def test_requests_survive_a_server_that_cannot_save(shaken: Pool, shaken_s
         await ask_during(producer, shaken, trouble)
 
 
-class SlowToLoad(EmbeddedServer):
-    """A server that loads its append-only file slowly, until it is told not to."""
-
-    def _command(self, binary: str) -> list[str]:
-        return [*super()._command(binary), "--key-load-delay", "1000"]
-
-
-async def test_requests_survive_a_server_that_loads(short_dir: Path, tmp_path: Path) -> None:
-    with SlowToLoad(memory_bytes=1 << 28, folder=short_dir / "s", appendonly=True) as server:
+async def test_requests_survive_a_server_that_loads(
+    short_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # It loads its append-only file slowly, until its configuration is changed.
+    slow = tmp_path / "slow-server"
+    slow.write_text(f'#!/bin/sh\nexec "{server_binary()}" "$@" --key-load-delay 1000\n')
+    slow.chmod(0o755)
+    monkeypatch.setenv(BINARY_VARIABLE, str(slow))
+    with EmbeddedServer(memory_bytes=1 << 28, folder=short_dir / "s", appendonly=True) as server:
         pool = Pool(server.url, "loading", tmp_path)
         try:
             await start(pool)

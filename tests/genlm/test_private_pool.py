@@ -63,7 +63,7 @@ def test_a_private_worker_serves_and_ends_with_close(tokenizer_folder: str, temp
         assert model.info.vocab_size == SIZE == len(model.byte_vocab)
         assert torch.equal(model.next_token_logprobs_sync(IDS), expected(IDS, 3))
         assert torch.equal(asyncio.run(model.next_token_logprobs(IDS)), expected(IDS, 3))
-        assert len(processes_in(temporary_folder)) == 2
+        assert len(processes_in(temporary_folder)) == 3  # The worker, the server and its keeper.
         with pytest.raises(AdapterRefused, match="org/poet' cannot be read"):  # A name on a hub is taken.
             model.add_new_lora("org/poet")
     assert processes_in(temporary_folder) == []
@@ -136,7 +136,7 @@ def test_a_killed_program_leaves_no_process(tokenizer_folder: str, short_dir: Pa
     assert program.stdout is not None
     fork = int(program.stdout.readline())
     try:
-        assert len(processes_in(short_dir)) == 2
+        assert len(processes_in(short_dir)) == 3
         program.send_signal(signal.SIGKILL)
         program.wait(ENDS_WITHIN_S)
         until(lambda: not processes_in(short_dir), "server and worker end with the killed program")

@@ -54,7 +54,7 @@ def test_the_wheel_names_its_licence_commands_and_client_dependencies(wheel: zip
         for line in metadata.splitlines()
         if line.startswith("Requires-Dist") and "extra ==" not in line
     }
-    assert needed == {"numpy", "redis", "msgpack", "msgspec", "typer", "rich"}
+    assert needed == {"numpy", "redis", "msgpack", "msgspec", "typer", "rich", "packaging"}
     entries = wheel.read(f"{info}/entry_points.txt").decode()
     assert "lmpool = lmpool.__main__:main" in entries
     assert "[lmpool.commands]" in entries

@@ -84,7 +84,7 @@ async def test_tasks_that_take_long_to_end_are_told(
 ) -> None:
     monkeypatch.setattr(aio, "_WARN_EVERY_S", 0.05)
     await end_tasks([await begun(Deaf(3))])
-    assert "still waits for what was cancelled to end: <Task " in caplog.text
+    assert "still waiting for cancelled tasks to end: <Task " in caplog.text
     assert "Deaf.run" in caplog.text
 
 

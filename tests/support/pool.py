@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import signal
 import stat
@@ -52,6 +53,22 @@ def run_lmpool(*arguments: str, **environment: str) -> subprocess.CompletedProce
         finally:
             process.kill()
         return subprocess.CompletedProcess(command, code, out.read_text("utf-8"), err.read_text("utf-8"))
+
+
+def server_pid(folder: Path) -> int:
+    """Process id of the embedded server of a folder, from the first record of its state file; 0 if none was written."""
+    try:
+        return int(json.loads((folder / "state").read_bytes()[:4096]).get("pid", 0))
+    except (FileNotFoundError, ValueError):
+        return 0
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process has not ended."""
+    try:
+        return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
 
 
 def spoken(url: str) -> str:

@@ -29,6 +29,7 @@ from lmpool.errors import (
     ServerError,
     SettingsError,
     UnknownAdapter,
+    argument,
 )
 from lmpool.producer.client.connections import TROUBLE
 from lmpool.producer.client.discovery import WorkerInfo
@@ -377,7 +378,7 @@ class AdapterChange:
         text = f"not done within {seconds:g} s with the adapter {self._name!r} of {model.name!r}: {state}"
         if not self._waits_for:
             return NoWorker(f"{text}, and no live worker serves the model; start one with `{model.start_command}`")
-        return DeadlineExceeded(f"{text} ({self._waits_for}); allow more time (timeout=)")
+        return DeadlineExceeded(f"{text} ({self._waits_for}); allow more time ({argument('timeout')})")
 
     def _interrupted(self) -> AdapterRefused:
         return AdapterRefused(

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from typing import Self
 
 from lmpool.aio import silence_limit
-from lmpool.errors import DeadlineExceeded, SettingsError
+from lmpool.errors import DeadlineExceeded, SettingsError, argument
 from lmpool.settings import shown
 
 ENDLESS_S = 9e8
@@ -84,7 +84,7 @@ class Deadline:
         return Deadline(ALONE_S, is_of_caller=False) if self.seconds == ENDLESS_S else self
 
     def _late(self) -> DeadlineExceeded:
-        return DeadlineExceeded(f"no answer within {self.seconds:g} s: allow more time (timeout=)")
+        return DeadlineExceeded(f"no answer within {self.seconds:g} s: allow more time ({argument('timeout')})")
 
     @asynccontextmanager
     async def limit(self) -> AsyncIterator[None]:

@@ -19,7 +19,7 @@ from lmpool.broker import address, replies
 from lmpool.broker.address import CLUSTER, Cluster, Place, client_settings, cluster_nodes, mask, parse_url
 from lmpool.broker.connection_classes import UNNAMED, connection_class
 from lmpool.embedded import find, runtime_dir
-from lmpool.errors import AuthenticationFailed, LMPoolError, ServerError, ServerUnreachable, SettingsError
+from lmpool.errors import AuthenticationFailed, LMPoolError, ServerError, ServerUnreachable, SettingsError, argument
 
 RedisLike = str | redis_async.Redis | redis_sync.Redis | redis_async.RedisCluster | redis_sync.RedisCluster
 """What names a server: a URL, or a client of redis-py."""
@@ -29,7 +29,7 @@ REPLY_TIMEOUT_S = 15.0
 """Seconds after which a server that is silent counts as gone, where the pool's lease is not known."""
 
 # Where no server is named and none runs.
-_ADVICE = f": start one with `lmpool up MODEL`, or set redis= or {URL_VARIABLE}"
+_ADVICE = ": start one with `lmpool up MODEL`, or set "
 _CONNECT_TIMEOUT_S = 5.0
 # Options of a client's own connections that are not taken over.
 _NOT_TAKEN = ("retry", "retry_on_error", "retry_on_timeout", "decode_responses", "parser_class",
@@ -245,7 +245,8 @@ def where(redis: RedisLike | None) -> str:
 def _embedded_url() -> str:
     url = find()
     if url is None:
-        raise ServerUnreachable(f"no Redis server was named and none of yours runs in {runtime_dir()}{_ADVICE}")
+        text = f"no Redis server was named and none of yours runs in {runtime_dir()}"
+        raise ServerUnreachable(f"{text}{_ADVICE}{argument('redis')} or {URL_VARIABLE}")
     return url
 
 

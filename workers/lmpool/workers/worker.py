@@ -6,7 +6,7 @@ import asyncio
 import logging
 import math
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from functools import partial
 
 from redis.exceptions import RedisError, ResponseError
@@ -168,7 +168,11 @@ class FetchLoop:
         lifecycle = self._lifecycle
         async with self._taking:
             alone, claims = False, 0
-            while not lifecycle.stopping.is_set() and (self._capacity() > 0 or alone):
+            while True:
+                # A busy worker claims as soon as it has capacity: jobs of crashed workers go before new ones.
+                is_free = alone or await self._wait_until(lambda: lifecycle.stopping.is_set() or self._capacity() > 0)
+                if not is_free or lifecycle.stopping.is_set() or lifecycle.broken is not None:
+                    break
                 count = max(1, min(self._capacity(), self._engine_thread.batch))
                 claimed = await self._consumer.claim(count, self._in_flight.entry_ids())
                 self._counters.claimed += len(claimed.jobs)
@@ -182,15 +186,15 @@ class FetchLoop:
                 if alone and claimed.jobs:
                     # The job that may have killed other workers runs with nothing else in this worker.
                     await lifecycle.wait_for(lambda: not self._in_flight)
-                elif alone and not await self._drain():
+                elif alone and not await self._wait_until(lambda: not self._in_flight):
                     # Another worker may be empty sooner; if none is, the next claim tries again.
                     break
 
-    async def _drain(self) -> bool:
-        """Wait, for a part of a lease, until this worker holds nothing; returns whether it does."""
+    async def _wait_until(self, condition: Callable[[], bool]) -> bool:
+        """Wait until a condition holds, at most for a part of a lease; returns whether it does."""
         try:
             async with asyncio.timeout(_DRAIN_SHARE * self._lease_s):
-                await self._lifecycle.wait_for(lambda: not self._in_flight)
+                await self._lifecycle.wait_for(condition)
         except TimeoutError:
             return False
         return True
@@ -243,6 +247,8 @@ class Worker:
         self._serving: Serving | None = None
         self._is_refused = False
         self._beating = asyncio.Lock()
+        self._claim_soon = asyncio.Event()
+        self._claim_soon.set()  # The first claim is made as soon as the worker serves.
         self.is_hung = False
         self.health = Health(self._settings.lease_s, self._settings.step_timeout_s)
 
@@ -269,6 +275,10 @@ class Worker:
             _log.info("stopping: %d prompts to finish", self._count_in_flight())
         self.health.state = "draining"
         self._lifecycle.stop()
+
+    def claim_now(self) -> None:
+        """Claim the jobs of crashed workers now and not with the next interval."""
+        self._claim_soon.set()
 
     async def run(
         self,
@@ -387,7 +397,7 @@ class Worker:
                 ("segments", every(self._settings.heartbeat_s, serving.segments.let_go)),
                 ("draining", self._show_draining(serving)),
                 ("leases", every(lease_s / 3, partial(self._renew, serving))),
-                ("claims", every(lease_s / 3, partial(self._claim, serving, loop))),
+                ("claims", every(lease_s / 3, partial(self._claim, serving, loop), self._claim_soon)),
                 ("unwanted", every(STALE_S, partial(self._drop_unwanted, serving))),
                 ("log", every(self._settings.log_every_s, partial(self._log_counters, serving))),
             ]
@@ -546,12 +556,21 @@ class Worker:
         self.health.broken = str(error)
         self.stop()
 
-    async def _every(self, serving: Serving, seconds: float, action: Callable[[], Awaitable[object]]) -> None:
-        """Repeat an action; one that the server did not answer is repeated sooner."""
+    async def _every(
+        self,
+        serving: Serving,
+        seconds: float,
+        action: Callable[[], Awaitable[object]],
+        soon: asyncio.Event | None = None,
+    ) -> None:
+        """Repeat an action; sooner if the server did not answer, and at once when `soon` is set."""
         waits = delays()
-        pause = seconds
+        pause, soon = seconds, soon or asyncio.Event()
         while True:
-            await asyncio.sleep(pause)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(pause):
+                    await soon.wait()
+            soon.clear()
             try:
                 await action()
                 waits = delays()

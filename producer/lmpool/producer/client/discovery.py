@@ -23,6 +23,7 @@ from lmpool.errors import (
     UnknownModel,
     UnknownTokenizer,
     UnknownVocabulary,
+    argument,
 )
 from lmpool.producer.client.connections import TROUBLE, Connections
 from lmpool.producer.deadline import Deadline
@@ -79,7 +80,7 @@ class Discovery:
             raise _unreadable(*next(iter(unreadable.items())))
         if name == TRIE_SERVICE and name not in infos:
             raise UnknownModel(
-                "no trie worker serves: start one with `lmpool trie-worker`, or pass local=True "
+                f"no trie worker serves: start one with `lmpool trie-worker`, or pass {argument('local', 'True')} "
                 "(calls with prompt= are answered by a model's workers too, if they run with --with-trie)"
             )
         if name != TRIE_SERVICE:
@@ -320,12 +321,11 @@ class Liveness:
         if self._count:
             return DeadlineExceeded(
                 f"{text}: {self._count} live worker(s) serve {info.name!r} and have not answered yet; "
-                "allow more time (timeout=), ask for less at once, or add workers"
+                f"allow more time ({argument('timeout')}), ask for less at once, or add workers"
             )
         if self._is_loading:
-            return NoWorker(
-                f"{text}: a worker is loading {info.name!r}, none serves it yet; allow more time (timeout=)"
-            )
+            loading = f"{text}: a worker is loading {info.name!r}, none serves it yet"
+            return NoWorker(f"{loading}; allow more time ({argument('timeout')})")
         return NoWorker(f"{text}: no live worker serves {info.name!r}; start one with `{info.start_command}`")
 
 

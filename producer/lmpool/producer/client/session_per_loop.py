@@ -21,6 +21,7 @@ from lmpool.errors import (
     ServerError,
     ServerUnreachable,
     UnknownModel,
+    argument,
 )
 from lmpool.producer.client.connections import CLOSED
 from lmpool.producer.client.session import Session, WhenAbsent
@@ -71,7 +72,8 @@ class _Attempt:
         if type(self.lacks) is not type(lacks):
             served = "serve a model" if model is None else f"serve {model!r}"
             missing = f"a worker to {served}" if isinstance(lacks, UnknownModel) else "the server"
-            limit = f'this waits up to {self.seconds:g} s (timeout=); when_absent="raise" fails at once'
+            at_once = argument("when_absent", '"raise"')
+            limit = f"this waits up to {self.seconds:g} s ({argument('timeout')}); {at_once} fails at once"
             _log.warning("waiting for %s: %s; %s", missing, lacks, limit)
         self.lacks = lacks
 

@@ -260,7 +260,6 @@ class PrivatePool:
         _pools.add(self)
         try:
             self._server.start()
-            # Runs before the server's own handler, which has just been registered: they run last in, first out.
             atexit.register(self.close)
             self._process = self._launch()
             self._await_model(self._process)

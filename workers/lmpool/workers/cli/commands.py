@@ -1,11 +1,10 @@
-"""The serving side of the command line: `lmpool up`, `worker` and `trie-worker`, options made of settings classes."""
+"""The serving side of the command line: `lmpool up`, `worker` and `trie-worker`, with options made from settings."""
 
 from __future__ import annotations
 
-import asyncio
 import inspect
-import logging
 import os
+import re
 import sys
 from collections.abc import Callable, Collection
 from dataclasses import MISSING, Field, fields
@@ -19,26 +18,49 @@ from lmpool.broker.server import URL_VARIABLE, Server
 from lmpool.cli import say
 from lmpool.errors import SettingsError
 from lmpool.protocol.model_info import TRIE_SERVICE
-from lmpool.settings import check_choice
+from lmpool.settings import check_choice, shown
 from lmpool.workers.backends.checkpoint import check_model_path
 from lmpool.workers.backends.settings import ModelSettings
-from lmpool.workers.cli.detached import READY_VARIABLE, down
-from lmpool.workers.cli.detached import start as start_detached
 from lmpool.workers.cli.doctor import doctor
-from lmpool.workers.cli.options import ALIASES, SHORT, HelpAll, is_size, parse_size
-from lmpool.workers.cli.processes import WorkerProcesses, as_arguments, plan_workers
-from lmpool.workers.cli.shared_server import SharedServer
+from lmpool.workers.cli.supervisor import as_arguments, down, plan_workers, start_detached, supervise
 from lmpool.workers.execution.contract import BackendSettings
 from lmpool.workers.settings import WorkerSettings
 from lmpool.workers.trie.backend import TrieSettings
 
 T = TypeVar("T")
 
-_log = logging.getLogger("lmpool.worker")
+ALIASES = {
+    "name": ("--served-model-name",),
+    "max_prompt_tokens": ("--max-model-len",),
+    "max_batch": ("--max-num-seqs",),
+    "max_batch_tokens": ("--max-num-batched-tokens",),
+}
+"""Setting -> the name of the option in vLLM."""
 
+SHORT = {
+    "name", "dtype", "device", "max_prompt_tokens", "max_batch", "kv_cache_bytes", "adapters", "metrics_port",
+    "trie_mb",
+}  # fmt: skip
+"""The settings that `--help` shows; `--help-all` shows the others too."""
+
+_SIZED = ("_bytes", "_tokens", "_size")
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kKmMgGtT]?)(i?[bB]|i)?")
 _BUILT_IN = ("hf", "vllm", "sglang", "synthetic")
 _COMMON = ("backend", "redis", "memory_mb", "workers", "detach", "help_all")
 
+
+def _show_all(context: typer.Context, wanted: bool) -> None:
+    if wanted:
+        for parameter in context.command.params:
+            parameter.hidden = False  # type: ignore[attr-defined]
+        if text := context.get_help():  # With rich installed, typer has printed it already.
+            say(text)
+        raise typer.Exit
+
+
+HelpAll = Annotated[
+    bool, typer.Option("--help-all", help="Show all options and exit.", callback=_show_all, is_eager=True)
+]
 Model = Annotated[
     str,
     typer.Argument(
@@ -46,17 +68,17 @@ Model = Annotated[
     ),
 ]
 BackendName = Annotated[
-    str, typer.Option(help=f"What computes the rows: {', '.join(_BUILT_IN)}, or one of a package of yours.")
+    str, typer.Option(help=f"What computes the rows: {', '.join(_BUILT_IN)}, or a backend of an installed package.")
 ]
 RedisUrl = Annotated[
     str | None, typer.Option(help="URL of the server (default: LMPOOL_REDIS_URL, then your embedded server).")
 ]
 MemoryMb = Annotated[
     int | None,
-    typer.Option(help="Megabytes that the server may hold (default: a quarter of the machine's).", hidden=True),
+    typer.Option(help="Memory limit of the server, in MiB (default: a quarter of the machine's).", hidden=True),
 ]
 Workers = Annotated[
-    str, typer.Option(metavar="N", help="How many worker processes, or all: one for each GPU, or one on the CPU.")
+    str, typer.Option(metavar="N", help="Number of worker processes, or all: one for each GPU, or one on the CPU.")
 ]
 Detach = Annotated[
     bool, typer.Option("--detach", help="Return when it serves, and go on in the background until `lmpool down`.")
@@ -65,23 +87,21 @@ Detach = Annotated[
 
 def register(app: typer.Typer) -> None:
     """Add the commands of this side."""
-    app.command("worker")(_with_settings(worker, {"every worker": WorkerSettings, **_backends()}))
-    app.command("up")(_with_settings(up, {"every worker": WorkerSettings, **_backends()}))
+    settings = {"every worker": WorkerSettings, **_backends()}
+    app.command("worker")(_with_settings(worker, settings))
+    app.command("up")(_with_settings(up, settings))
     app.command()(doctor)
     app.command()(down)
     tries = {"every worker": WorkerSettings, "tries": TrieSettings}
-    app.command("trie-worker")(
-        _with_settings(
-            trie_worker, tries, leave_out={"with_trie", "row_ttl_s", "adapter_root", "adapter_hub", "adapter_mb"}
-        )
-    )
+    not_for_tries = {"with_trie", "row_ttl_s", "adapter_root", "adapter_hub", "adapter_mb"}
+    app.command("trie-worker")(_with_settings(trie_worker, tries, not_for_tries))
 
 
 def worker(
     model: Model, backend: BackendName = "hf", redis: RedisUrl = None, help_all: HelpAll = False, **given: Any
 ) -> None:
     """Serve MODEL from this process, until Ctrl-C, SIGTERM or SIGHUP."""
-    from lmpool.workers.cli.serve import serve  # Heavy, and no part of what other commands need.
+    from lmpool.workers.cli.serve import serve  # Imports all of the worker: other commands need none of it.
 
     settings, chosen = _configure(model, backend, given)
     serve(Server(redis), chosen, settings)
@@ -106,8 +126,8 @@ def up(
 ) -> None:
     """Start a private server of yours and workers that serve MODEL, until Ctrl-C.
 
-    Clients of yours on this machine find it by themselves. When your server runs already, this adds
-    workers to it; the server stays until the last of them has ended.
+    Your programs on this machine find the server. If it runs already, this serves MODEL from it too; the server stays
+    until the last `lmpool up` has ended.
     """
     if os.environ.get(URL_VARIABLE):
         raise SettingsError(
@@ -119,56 +139,13 @@ def up(
     if detach:
         start_detached([word for word in sys.argv[1:] if word != "--detach"], chosen.served_as)
         return
-    from lmpool.workers.cli.serve import exit_without_server, serve, start_log
-
-    shared = SharedServer(None if memory_mb is None else memory_mb * 2**20)
-    if shared.join():
-        _tell(settings, f"your server runs at {shared.url}")
-    else:
-        _tell(settings, f"your server runs already at {shared.url}: adding a worker to it")
-        if memory_mb is not None:
-            _tell(settings, "--memory-mb has no effect on a server that runs already")
-    try:
-        shared.watch(exit_without_server)
-        # In the background a single worker has a parent too, which starts it again when it is killed.
-        if len(environments) == 1 and READY_VARIABLE not in os.environ:
-            serve(Server(shared.url), chosen, settings, before_exit=shared.leave)
-        else:
-            start_log(settings.log_format, chosen.served_as)
-            options = {"backend": backend, "redis": shared.url, **_given(given)}
-            _run_workers(["worker", model], options, environments, settings)
-    except BaseException:
-        shared.leave()  # Without a word: what went wrong is to be the last one.
-        raise
-    if shared.leave():
-        _log.info("your server goes on for the other `lmpool up` that use it")
-
-
-def _run_workers(
-    command: list[str], options: dict[str, Any], environments: list[dict[str, str]], settings: WorkerSettings
-) -> None:
-    """Run a process for each worker until they have ended."""
-
-    def arguments(at: int) -> list[str]:
-        # Each worker of a machine needs a port of its own.
-        port = {"metrics_port": settings.metrics_port + at} if settings.metrics_port else {}
-        return [*command, *as_arguments(options | port)]
-
-    async def run() -> int:
-        return await WorkerProcesses(arguments, environments, is_text=settings.log_format == "text").run()
-
-    if code := asyncio.run(run()):
+    arguments = ["worker", model, *as_arguments({"backend": backend, **_given(given)})]
+    if code := supervise(arguments, environments, settings, chosen.served_as, memory_mb):
         raise typer.Exit(code)
 
 
-def _tell(settings: WorkerSettings, text: str) -> None:
-    """Tell people. Whoever has JSON logged reads the log alone, which has the server's address too."""
-    if settings.log_format == "text":
-        say(text, err=True)
-
-
 def _configure(model: str, backend: str, given: dict[str, Any]) -> tuple[WorkerSettings, BackendSettings]:
-    """Settings of the worker and of its backend, from the options that were given."""
+    """Settings of the worker and of its backend, from the given options."""
     check_choice("backend", backend, tuple(_backends()))
     settings, given = _split(given)
     kind = _backends()[backend]
@@ -183,7 +160,7 @@ def _configure(model: str, backend: str, given: dict[str, Any]) -> tuple[WorkerS
 
 
 def _split(options: dict[str, Any]) -> tuple[WorkerSettings, dict[str, Any]]:
-    """The settings that every worker has, and the other options that were given."""
+    """The settings of every worker, and the other given options."""
     given = _given(options)
     common = {name: given.pop(name) for name in WorkerSettings.__slots__ if name in given}
     return build(WorkerSettings, common, "workers"), given
@@ -196,14 +173,14 @@ def _given(options: dict[str, Any]) -> dict[str, Any]:
 
 @cache
 def _backends() -> dict[str, type]:
-    """The backends that are installed: name -> settings class (`BackendSettings`); ours come first."""
+    """The installed backends: name -> settings class (`BackendSettings`); the built-in ones first."""
     kinds = {}
     for point in entry_points(group="lmpool.backends"):
         try:
             kind = point.load()
             if point.name not in _BUILT_IN:
                 check_options(point.name, kind, _COMMON)
-        except Exception as error:  # noqa: BLE001  others' packages may raise anything; they break their own backend
+        except Exception as error:  # noqa: BLE001  Another package may raise anything; that disables only its backend.
             package = f" ({point.dist.name})" if point.dist is not None else ""
             text = f"the backend {point.name!r} of {point.value}{package} is left out: {type(error).__name__}: {error}"
             say(" ".join(text.split()), err=True)
@@ -219,8 +196,11 @@ def _with_settings(
     """Replace a command's `**given` by the options of settings classes."""
     signature = inspect.signature(command, eval_str=True)
     declared = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
-    parameters = [*declared, *option_parameters(classes, leave_out={"model", *leave_out})]
-    command.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    return _with_parameters(command, [*declared, *option_parameters(classes, leave_out={"model", *leave_out})])
+
+
+def _with_parameters(command: Callable[..., None], parameters: list[inspect.Parameter]) -> Callable[..., None]:
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return command
 
@@ -229,30 +209,32 @@ def option_parameters(classes: dict[str, type], leave_out: set[str]) -> list[ins
     """Parameters of a typer command for the fields of settings classes.
 
     Args:
-        classes: label shown in the help -> settings class. A field that several have becomes one option, which
-            the first of them describes that has a description.
-        leave_out: fields that are no options.
+        classes: label in the help -> settings class. A field of several classes becomes one option, with the first
+            description among them.
+        leave_out: fields that become no options.
 
     Returns:
-        keyword-only parameters whose default None means "not given".
+        keyword-only parameters; their default None means "not given".
     """
-    owners: dict[str, list[str]] = {}
+    owners: dict[str, dict[str, Field[Any]]] = {}
+    hints: dict[str, Any] = {}
     for label, kind in classes.items():
+        hints = get_type_hints(kind) | hints
         for field in fields(kind):
             if field.name not in leave_out:
-                owners.setdefault(field.name, []).append(label)
-    return [_parameter(name, {label: classes[label] for label in labels}) for name, labels in owners.items()]
+                owners.setdefault(field.name, {})[label] = field
+    return [_parameter(name, hints[name], labelled) for name, labelled in owners.items()]
 
 
-def _parameter(name: str, owners: dict[str, type]) -> inspect.Parameter:
-    """The option for one field of the classes that have it."""
-    hint = _hints(next(iter(owners.values())))[name]
-    described = (_field(kind, name).metadata.get("help", "") for kind in owners.values())
+def _parameter(name: str, hint: Any, owners: dict[str, Field[Any]]) -> inspect.Parameter:
+    """The option for one field of the classes with these labels."""
+    described = (field.metadata.get("help", "") for field in owners.values())
     aliases = (f"--{name.replace('_', '-')}", *ALIASES[name]) if name in ALIASES else ()
-    sizes: dict[str, Any] = {"parser": parse_size, "metavar": "<size>"} if is_size(name, hint) else {}
+    is_size = name.endswith(_SIZED) and hint in (int, int | None)
+    sizes: dict[str, Any] = {"parser": parse_size, "metavar": "<size>"} if is_size else {}
     option = typer.Option(
         *aliases,
-        help=f"{next(filter(None, described), '')}{_defaults_text(name, owners)}".strip(),
+        help=f"{next(filter(None, described), '')}{_defaults_text(owners)}".strip(),
         show_default=False,
         rich_help_panel=f"Options: {', '.join(owners)}",
         hidden=name not in SHORT,
@@ -266,67 +248,65 @@ def _parameter(name: str, owners: dict[str, type]) -> inspect.Parameter:
     )
 
 
-@cache
-def _hints(kind: type) -> dict[str, Any]:
-    # All hints of a class are evaluated together, and it has dozens of fields.
-    return get_type_hints(kind)
-
-
-def _field(kind: type, name: str) -> Field[Any]:
-    return next(field for field in fields(kind) if field.name == name)
-
-
-def _defaults_text(name: str, owners: dict[str, type]) -> str:
-    """The defaults that are worth showing, with their owners where these differ."""
+def _defaults_text(owners: dict[str, Field[Any]]) -> str:
+    """The defaults that are worth showing, with their owners if these differ."""
     labels_of: dict[Any, list[str]] = {}
-    for label, kind in owners.items():
-        default = _field(kind, name).default
+    for label, field in owners.items():
         # Not `in (None, "", False)`: 0 equals False, and a zero is worth showing.
-        if default is not False and default not in (None, "", MISSING):
-            labels_of.setdefault(default, []).append(label)
+        if field.default is not False and field.default not in (None, "", MISSING):
+            labels_of.setdefault(field.default, []).append(label)
     if not labels_of:
         return ""
-    if len(labels_of) == 1 and len(next(iter(labels_of.values()))) == len(owners):
+    if list(labels_of.values()) == [list(owners)]:
         return f" (default: {next(iter(labels_of))})"
     texts = [f"{value} for {', '.join(labels)}" for value, labels in labels_of.items()]
     return f" (default: {'; '.join(texts)})"
 
 
 def check_options(label: str, kind: type, taken: Collection[str]) -> None:
-    """See that a settings class can be options of a command.
-
-    Args:
-        label: shown in the help.
-        kind: the class.
-        taken: options that the command has already.
+    """Check that a settings class can be options of a command.
 
     Raises:
-        SettingsError: a field has the name of one of these.
-        TypeError, NameError, RuntimeError: it is no dataclass, or a field's type cannot be read or is no type of an
-            option.
+        SettingsError: a field has the name of an option that is `taken`.
+        TypeError, NameError, RuntimeError: the class is no dataclass, or typer cannot use a field's type.
     """
     options = option_parameters({label: kind}, set())
     for option in options:
         if option.name in taken:
-            raise SettingsError(f"{option.name}: the command has an option of this name; call the field otherwise")
-
-    def command(**given: Any) -> None: ...
-
-    command.__signature__ = inspect.Signature(options)  # type: ignore[attr-defined]
-    command.__annotations__ = {option.name: option.annotation for option in options}
+            raise SettingsError(f"{option.name}: the command has an option of this name; rename the field")
     app = typer.Typer()
-    app.command()(command)
+    app.command()(_with_parameters(lambda **given: None, options))
     typer.main.get_command(app)
 
 
 def build(kind: type[T], given: dict[str, Any], where: str) -> T:
-    """Make settings from the options that were given.
+    """Make settings from the given options.
 
     Raises:
         SettingsError: an option is not a setting of this class, or its value is malformed.
     """
-    known = {field.name for field in fields(kind)}  # type: ignore[arg-type]
+    names = {field.name for field in fields(kind)}  # type: ignore[arg-type]
     for name in given:
-        if name not in known:
+        if name not in names:
             raise SettingsError(f"{name}: not a setting of {where}")
     return kind(**given)
+
+
+def parse_size(text: str | int) -> int:
+    """A number of bytes or tokens: 4096, 128k, 8g; 8K, 8Ki and 8KiB have units of 1,024.
+
+    Raises:
+        BadParameter: the text is malformed.
+    """
+    text = str(text).strip()
+    match = _SIZE.fullmatch(text)
+    if match is None:
+        if re.fullmatch(r"-\d+", text):
+            return int(text)  # The setting checks its range.
+        raise typer.BadParameter(f"{shown(text)} is no size: write 4096, 128k, 8g, or 8GiB")
+    number, unit, suffix = match[1], match[2], match[3] or ""
+    base = 1024 if suffix[:1] == "i" or (unit.isupper() and not suffix) else 1000
+    value = float(number) * base ** (1 + "kmgt".index(unit.lower()) if unit else 0)
+    if value != int(value):
+        raise typer.BadParameter(f"{shown(text)} is no whole number")
+    return int(value)

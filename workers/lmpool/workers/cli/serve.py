@@ -16,11 +16,10 @@ from dataclasses import replace
 from typing import NoReturn, Protocol
 
 from lmpool.broker.server import Server
-from lmpool.cli import INTERRUPTED, say
+from lmpool.cli import INTERRUPTED, report_ready, say
 from lmpool.errors import AuthenticationFailed, LMPoolError, LogFormatter, ServerUnreachable, SettingsError, to_json
 from lmpool.metrics import is_traced
 from lmpool.protocol.model_info import ModelInfo
-from lmpool.workers.cli.detached import tell_ready
 from lmpool.workers.execution.contract import BackendSettings
 from lmpool.workers.execution.watchdogs import ProcessWatchdog
 from lmpool.workers.metrics.prometheus import monitoring
@@ -30,15 +29,14 @@ from lmpool.workers.worker import Worker
 
 _log = logging.getLogger("lmpool.worker")
 
-# Their messages say all there is to say.
-_PLAIN = (SettingsError, ServerUnreachable, AuthenticationFailed)
-_FAILED = 2
-_HUNG = 2
-_WITHOUT_SERVER = 1
-_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = -1, -2, -4
-_PAUSE_S = 5.0
-_MAX_KINDS = 1000
+_PLAIN = (SettingsError, ServerUnreachable, AuthenticationFailed)  # Errors that need no traceback.
+_FAILED = 2  # Exit code after an error, also when the backend hangs.
+_SWITCH_INTERVAL_S = 0.0005  # A step can take less than the interpreter's default of 5 ms.
+_REPEAT_S = 5.0  # Between two warnings of a kind: often enough to show that a problem persists.
+_MAX_KINDS = 1000  # Kinds of warnings remembered; names in warnings may come from clients.
 _DIGITS = re.compile(r"\d+")
+# Parameters of mallopt, from <malloc.h>, and their values: no mmap for rows, no trimming, 64 MiB per growth.
+_MALLOPT = ((-4, 0), (-1, 2**31 - 1), (-2, 64 * 1024 * 1024))
 
 
 class LogFormat(Protocol):
@@ -47,33 +45,25 @@ class LogFormat(Protocol):
     static_fields: dict[str, object]
 
 
-def serve(
-    server: Server,
-    backend: BackendSettings,
-    settings: WorkerSettings,
-    before_exit: Callable[[], object] = lambda: None,
-) -> None:
+def serve(server: Server, backend: BackendSettings, settings: WorkerSettings) -> None:
     """Run one worker in this process until SIGTERM, Ctrl-C or SIGHUP; a second signal stops it at once.
 
-    Args:
-        server: the pool's Redis.
-        backend: what the backend is told.
-        settings: see `WorkerSettings`.
-        before_exit: called before the process is ended at once.
+    SIGUSR1 makes it claim the jobs of crashed workers now.
 
     Raises:
-        SystemExit: what `Worker.run` raises, where the log is for machines: it is there, and nowhere else.
-        As `Worker.run`. When the backend hangs the process ends here instead, with exit code 2; when it holds the
-        interpreter lock, with `engine_thread.EXIT_CODE`.
+        SystemExit: as `Worker.run` raises, if the log is JSON: the error is in the log, and nowhere else.
+        As `Worker.run`. If the backend hangs, the process ends here instead, with exit code 2. If the backend holds the
+        interpreter lock, it ends with `watchdogs.EXIT_CODE`.
     """
     log = start_log(settings.log_format, backend.served_as)
-    _exit_on_signals(before_exit)
-    keep_freed_memory()
-    # The backend's thread and the event loop hand over many times per batch; the default of 5 ms is a batch.
-    sys.setswitchinterval(0.0005)
+    # Until the event loop runs. A KeyboardInterrupt would wait for a backend that is loading.
+    for number in _signals():
+        signal.signal(number, lambda *_: _exit_now())
+    _keep_freed_memory()
+    sys.setswitchinterval(_SWITCH_INTERVAL_S)
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         try:
-            runner.run(_serve(server, backend, settings, before_exit, log))
+            runner.run(_serve(server, backend, settings, log))
         except LMPoolError as error:
             if log is None:
                 raise
@@ -81,13 +71,7 @@ def serve(
             raise SystemExit(_FAILED) from error
 
 
-async def _serve(
-    server: Server,
-    backend: BackendSettings,
-    settings: WorkerSettings,
-    before_exit: Callable[[], object],
-    log: LogFormat | None,
-) -> None:
+async def _serve(server: Server, backend: BackendSettings, settings: WorkerSettings, log: LogFormat | None) -> None:
     if is_traced(settings.tracing or None):
         settings = replace(settings, tracing=True)
     worker = Worker(server, backend, settings)
@@ -106,76 +90,57 @@ async def _serve(
                 info.name, info.backend, info.dtype, info.vocab_size, info.max_prompt_tokens, info.encoding,
                 ", with tries" if info.answers_tries else "", server, worker.worker_id,
             )  # fmt: skip
-        tell_ready()
+        report_ready(worker.worker_id)
 
-    def on_signal() -> None:
+    def on_signal(number: int) -> None:
         nonlocal is_stopping
+        if is_stopping and number == signal.SIGHUP:  # The shell and the kernel each send one when a terminal closes.
+            return
         if is_stopping or not is_ready:
-            _exit_now(before_exit, is_finished=is_finished)
+            _exit_now(is_finished=is_finished)
         is_stopping = True
         worker.stop()
 
-    def on_hangup() -> None:
-        # The shell and the kernel each send one when a terminal closes.
-        if not is_stopping:
-            on_signal()
-
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, on_signal)
-    if _hears_hangup():
-        loop.add_signal_handler(signal.SIGHUP, on_hangup)
+    for number in _signals():
+        loop.add_signal_handler(number, on_signal, number)
+    loop.add_signal_handler(signal.SIGUSR1, worker.claim_now)
     tracing = exporting(backend.served_as, worker.worker_id) if settings.tracing else contextlib.nullcontext()
     with monitoring(settings, worker.snapshot, worker.health), tracing:
         try:
             await worker.run(on_ready, ProcessWatchdog(settings.step_timeout_s))
         except LMPoolError as error:
             if worker.is_hung:
-                _exit_hung(error, before_exit)
+                _exit_hung(error)
             raise
         if worker.is_hung:
-            _exit_hung(None, before_exit)
+            _exit_hung(None)
     is_finished = True
     _log.info("stopped; nothing was left unfinished")
 
 
-def _exit_on_signals(before_exit: Callable[[], object]) -> None:
-    """Until the event loop takes over: a KeyboardInterrupt would wait for a backend that is just being loaded."""
-    for number in (signal.SIGTERM, signal.SIGINT, *([signal.SIGHUP] if _hears_hangup() else [])):
-        signal.signal(number, lambda *_: _exit_now(before_exit))
+def _signals() -> list[signal.Signals]:
+    """The signals that stop a worker; under `nohup` SIGHUP does not."""
+    hangup = [] if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else [signal.SIGHUP]
+    return [signal.SIGTERM, signal.SIGINT, *hangup]
 
 
-def _hears_hangup() -> bool:
-    """Whether the end of the terminal is to end this process; under `nohup` it is not."""
-    return signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
-
-
-def _exit_now(before_exit: Callable[[], object], *, is_finished: bool = False) -> NoReturn:
-    """End although something may be cut off, unless all is finished; then only the end itself is not waited for."""
+def _exit_now(*, is_finished: bool = False) -> NoReturn:
     if not is_finished:
         _log.info("stopped at once")
-    before_exit()
     os._exit(0 if is_finished else INTERRUPTED)
 
 
-def _exit_hung(error: LMPoolError | None, before_exit: Callable[[], object]) -> NoReturn:
-    """End although the backend's thread does not: an ordinary end might wait for what that thread holds."""
+def _exit_hung(error: LMPoolError | None) -> NoReturn:
+    """End the process although the backend's thread runs: an ordinary exit might wait for a lock of that thread."""
     if error is not None:
         say(f"lmpool: {error}", err=True)
-    before_exit()
     logging.shutdown()
-    os._exit(_HUNG)
-
-
-def exit_without_server(reason: str) -> NoReturn:
-    """End at once, with exit code 1: the jobs in flight can be given to nobody."""
-    _log.critical("%s", reason)
-    logging.shutdown()
-    os._exit(_WITHOUT_SERVER)
+    os._exit(_FAILED)
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """uvloop where it is installed: without it storing rows takes two to four times as long."""
+    """The event loop of uvloop if it is installed: without it, storing rows takes two to four times as long."""
     try:
         import uvloop
     except ImportError:
@@ -184,33 +149,32 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     return uvloop.new_event_loop
 
 
-def keep_freed_memory() -> None:
-    """Tell glibc to keep freed blocks of rows: mapping them afresh costs a page fault per 4 KB of every row."""
+def _keep_freed_memory() -> None:
+    """Make glibc keep the freed memory of rows: mapping it again costs a page fault per 4 KB of every row."""
     with contextlib.suppress(OSError, AttributeError):
         mallopt = ctypes.CDLL(None).mallopt
-        mallopt(_M_MMAP_MAX, 0)
-        mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
-        mallopt(_M_TOP_PAD, 64 * 1024 * 1024)
+        for parameter, value in _MALLOPT:
+            mallopt(parameter, value)
 
 
 def start_log(log_format: str, model: str) -> LogFormat | None:
-    """Have this process log to standard error.
+    """Make this process log to standard error.
 
     Args:
         log_format: "text" or "json".
-        model: what the worker serves.
+        model: the name of the served model.
 
     Returns:
-        for JSON, the formatter, so that the worker's id can be added to its fields.
+        for JSON the formatter, so that the worker's id can be added to its fields.
 
     Raises:
-        SettingsError: JSON is wanted, and python-json-logger is not installed.
+        SettingsError: python-json-logger is not installed.
     """
     logging.getLogger("lmpool.worker").addFilter(RepeatFilter())
     handler = logging.StreamHandler(sys.stderr)
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
     if log_format == "text":
         handler.setFormatter(LogFormatter("%(asctime)s %(message)s", datefmt="%H:%M:%S"))
-        logging.basicConfig(level=logging.INFO, handlers=[handler])
         return None
     try:
         from pythonjsonlogger.json import JsonFormatter
@@ -226,30 +190,25 @@ def start_log(log_format: str, model: str) -> LogFormat | None:
         json_serializer=to_json,
     )
     handler.setFormatter(formatter)
-    logging.basicConfig(level=logging.INFO, handlers=[handler])
-    # What libraries warn of would otherwise be lines that are no JSON.
-    logging.captureWarnings(True)
+    logging.captureWarnings(True)  # Otherwise warnings of libraries are lines that are not JSON.
     return formatter
 
 
 class RepeatFilter(logging.Filter):
-    """Lets a warning through when it is the first of its kind for some seconds, and then with how many were left out.
+    """Passes a warning at once, and its repeats at most every `pause_s` seconds, with the number of those left out.
 
-    Warnings are of one kind that have the same text before its values are put in, and the same texts and errors among
-    these: the parts of a worker that wait for the same server say the same, about two adapters they do not.
-
-    Args:
-        pause_s: seconds between two of a kind.
+    Two warnings are of one kind if they have the same format string and the same strings and errors as values. So the
+    parts of a worker that wait for the same server share a kind, and warnings about two adapters do not.
     """
 
-    def __init__(self, pause_s: float = _PAUSE_S) -> None:
+    def __init__(self, pause_s: float = _REPEAT_S) -> None:
         super().__init__()
         self._pause_s = pause_s
         self._shown_at: dict[object, float] = {}
         self._left_out: dict[object, int] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Whether the record is to be logged; says in it how many were not."""
+        """Whether to log the record; adds the number of repeats to its text."""
         if record.levelno != logging.WARNING:
             return True
         values = record.args if isinstance(record.args, tuple) else ()
@@ -268,5 +227,5 @@ class RepeatFilter(logging.Filter):
 
 
 def _kind(value: object) -> str:
-    """The part of a value that tells one kind from another: of an error its words, for its numbers change."""
+    """The part of a value that defines the kind of a warning; numbers in errors change, so they do not count."""
     return _DIGITS.sub("", str(value)) if isinstance(value, Exception) else value if isinstance(value, str) else ""

@@ -1,0 +1,645 @@
+"""`lmpool up` and `lmpool down`: real processes, real signals."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
+from pathlib import Path
+
+import numpy as np
+import pytest
+import redis
+
+from lmpool import embedded
+from lmpool.embedded import EmbeddedServer, StateFile
+from lmpool.errors import SettingsError, WorkerError
+from lmpool.producer import SyncProducer
+from lmpool.synthetic import synthetic_row
+from lmpool.workers.cli.commands import parse_size
+from lmpool.workers.cli.supervisor import SupervisedWorker, as_arguments, plan_workers
+from tests.support.pool import DEADLINE_S, V, WorkerProcess, is_running, lmpool_command, run_lmpool, server_pid, until
+
+Up = Callable[..., WorkerProcess]
+SYNTHETIC = ("--backend", "synthetic", "--vocab-size", str(V))
+POISON = 99
+
+
+@pytest.fixture(autouse=True)
+def folder(short_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A runtime folder of the test, and a machine without GPUs; the fixture stops detached workers at the end."""
+    folder = short_dir / "run"
+    monkeypatch.setenv("LMPOOL_RUNTIME_DIR", str(folder))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    yield folder
+    assert run_lmpool("down", "--now", LMPOOL_RUNTIME_DIR=str(folder)).returncode == 0
+
+
+@pytest.fixture
+def up(tmp_path: Path) -> Iterator[Up]:
+    """Starts `lmpool up` and waits for a line of its log; kills what is left at the end."""
+    started: list[WorkerProcess] = []
+
+    def start(*options: str, model: str = "syn", says: str = "serving ") -> WorkerProcess:
+        command = [*lmpool_command(), "up", model, *SYNTHETIC, *options]
+        started.append(WorkerProcess(command, tmp_path / f"{len(started)}.log", installed=True))
+        started[-1].until_says(says)
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.end()
+
+
+def two_workers(up: Up, *options: str) -> WorkerProcess:
+    return up("--workers", "2", *options, says="all 2 workers serve")
+
+
+def serving(process: WorkerProcess) -> dict[str, list[int]]:
+    """Number of a worker -> the process ids that it has had, from the log; "" for a single worker."""
+    pids: dict[str, list[int]] = {}
+    pattern = r"^(?:\[(\d)\] )?\d.*serving 'syn'.* as worker \S+-(\d+)-[0-9a-f]{16}$"
+    for number, pid in re.findall(pattern, process.text, re.M):
+        pids.setdefault(number, []).append(int(pid))
+    return pids
+
+
+def until_no_worker_of(process: WorkerProcess) -> None:
+    pids = list(chain.from_iterable(serving(process).values()))
+    assert pids
+    until(lambda: not any(map(is_running, pids)), "no worker is left")
+
+
+def is_right(producer: SyncProducer, token: int) -> bool:
+    return np.array_equal(producer.logprobs([token]), synthetic_row([token], vocab_size=V))
+
+
+def is_stopped(folder: Path) -> bool:
+    """Whether the server has ended, and only its state file and logs are left."""
+    return {path.name for path in folder.iterdir()} <= {"state", "logs"}
+
+
+# The server
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=lambda number: number.name)
+def test_the_server_stays_until_the_last_up_has_ended(up: Up, folder: Path, number: signal.Signals) -> None:
+    first, second = up(), up(model="other")
+    assert "your server runs at unix://" in first.text
+    assert "your server runs already at unix://" in second.text
+    pid = server_pid(folder)
+    first.signal(number)
+    assert first.wait() == (0 if number == signal.SIGINT else -number)
+    assert ("your server goes on for the other `lmpool up`" in first.text) == (number == signal.SIGINT)
+    with SyncProducer("other", timeout=60) as producer:
+        assert is_right(producer, 1)
+    assert server_pid(folder) == pid
+    second.signal(number)
+    second.wait()
+    assert "goes on" not in second.text
+    until(lambda: not is_running(pid), "the server ends with the last")
+    until(lambda: is_stopped(folder), "its files are gone")
+
+
+def test_a_second_up_of_the_same_name_is_refused(up: Up) -> None:
+    process = up()
+    for options in ((), ("--workers", "2"), ("--detach",)):
+        refused = run_lmpool("up", "syn", *SYNTHETIC, *options)
+        assert refused.returncode == 2
+        assert f"`lmpool up` already serves 'syn', as process {process.process.pid}" in refused.stderr
+        assert "with --workers N" in refused.stderr
+        assert "give another --name" in refused.stderr
+    assert process.is_running
+    # Another prefix is another pool.
+    other = up("--prefix", "other")
+    other.signal(signal.SIGINT)
+    assert other.wait() == 0
+
+
+def test_a_killed_server_is_started_again_for_all_that_use_it(up: Up, folder: Path) -> None:
+    both = [up("--memory-mb", "64"), up("--memory-mb", "32", model="other")]
+    assert "--memory-mb has no effect" in both[1].text
+    pid = server_pid(folder)
+    with SyncProducer("syn", timeout=60) as syn, SyncProducer("other", timeout=60) as other:
+        assert all(is_right(producer, 1) for producer in (syn, other))
+        os.kill(pid, signal.SIGKILL)
+        until(lambda: server_pid(folder) not in (0, pid), "the server runs again")
+        assert all(is_right(producer, 2) for producer in (syn, other))
+        with redis.Redis(unix_socket_path=str(folder / "redis.sock")) as client:
+            assert client.config_get("maxmemory") == {"maxmemory": str(64 * 2**20)}
+    texts = "".join(process.text for process in both)
+    assert "your server was ended by signal 9 (SIGKILL); the end of" in texts
+    assert "your server runs again at unix://" in texts
+
+
+def test_a_server_that_ends_twice_within_a_minute_is_given_up(up: Up, folder: Path) -> None:
+    process = up()
+    os.kill(server_pid(folder), signal.SIGKILL)
+    process.until_says("your server runs again")
+    os.kill(server_pid(folder), signal.SIGKILL)
+    assert process.wait(60) == 1
+    line = process.text.splitlines()[-1]
+    assert "your server was ended by signal 9 (SIGKILL); the end of" in line
+    assert "it was started less than 60 s ago: giving up" in line
+    until_no_worker_of(process)
+
+
+def test_a_killed_keeper_is_replaced(up: Up, folder: Path) -> None:
+    process = up()
+    keeper = int(re.search(r"PPid:\t(\d+)", Path(f"/proc/{server_pid(folder)}/status").read_text())[1])  # type: ignore[index]
+    with SyncProducer("syn", timeout=60) as producer:
+        assert is_right(producer, 1)
+        os.kill(keeper, signal.SIGKILL)
+        process.until_says("your server was ended together with its keeper process; starting it again")
+        process.until_says("your server runs again")
+        assert is_right(producer, 2)
+    process.signal(signal.SIGINT)
+    assert process.wait() == 0
+    until(lambda: is_stopped(folder), "the server has ended")
+
+
+COMES_AND_GOES = """
+import os
+from lmpool.embedded import EmbeddedServer, User, ping
+for _ in range(5):
+    server = EmbeddedServer(2**24)
+    server.join(User(os.getpid()))
+    assert ping(server._socket) == b"+PONG\\r\\n"
+    server.stop()
+"""
+
+
+def test_many_that_come_and_go_always_have_a_server_and_leave_none(folder: Path) -> None:
+    command = [sys.executable, "-c", COMES_AND_GOES]
+    crowd = [subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) for _ in range(3)]
+    assert [process.communicate()[1] for process in crowd] == [b""] * 3
+    until(lambda: is_stopped(folder), "nothing is left")
+
+
+FORKS = """
+import os, sys
+from lmpool.embedded import EmbeddedServer, User
+EmbeddedServer(2**24).join(User(os.getpid()))
+print("joined", flush=True)
+os.fork()
+sys.stdin.read()
+"""
+
+
+def test_the_fork_of_a_killed_process_does_not_keep_the_server(folder: Path) -> None:
+    command = [sys.executable, "-c", FORKS]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "joined\n"
+        assert embedded.find() is not None
+        process.kill()
+        # The fork lives until its standard input ends.
+        until(lambda: is_stopped(folder), "the server ends with the program")
+
+
+def test_a_start_that_fails_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LMPOOL_SERVER_BINARY", "/bin/false")
+    ended = run_lmpool("up", "syn", "--backend", "synthetic")
+    assert ended.returncode == 2
+    assert ended.stderr.startswith("lmpool: the embedded server ended at its start: ")
+
+
+def test_the_reason_of_a_refusal_is_the_last_line_although_the_server_goes_on(up: Up, tmp_path: Path) -> None:
+    up(model="other")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        command = [*lmpool_command(), "up", "syn", *SYNTHETIC, "--metrics-port", str(taken.getsockname()[1])]
+        refused = WorkerProcess(command, tmp_path / "wrong.log")
+        assert refused.wait() == 2
+    assert refused.text.splitlines()[-1].startswith("lmpool: ")
+    assert "goes on" not in refused.text
+
+
+# Workers
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_jobs_of_a_killed_worker_are_taken_up_at_once(up: Up, count: int) -> None:
+    """Their lease would last for ten minutes."""
+    options = ("--lease-s", "600", "--step-ms", "200", "--max-batch", "4")
+    process = up(*options) if count == 1 else two_workers(up, *options)
+    (killed, *_), *_ = serving(process).values()
+    with SyncProducer("syn", timeout=DEADLINE_S) as producer:
+        prompts = [[token] for token in range(24)]
+        rows: list[np.ndarray] = []
+        asking = threading.Thread(target=lambda: rows.extend(producer.batch_logprobs(prompts)))
+        asking.start()
+        time.sleep(0.3)  # Into the second step: each worker holds prompts.
+        os.kill(killed, signal.SIGKILL)
+        began = time.monotonic()
+        process.until_says("requeued ")
+        if count == 2:
+            process.until_says("took over ")
+            assert time.monotonic() - began < 10  # Half a second on an idle machine.
+        asking.join()
+        assert time.monotonic() - began < 60
+    expected = [synthetic_row(prompt, vocab_size=V) for prompt in prompts]
+    assert np.array_equal(rows, expected)
+
+
+@pytest.mark.parametrize("count", ["1", "2"])
+def test_a_prompt_that_kills_workers_is_given_up_after_its_deliveries(up: Up, count: str) -> None:
+    says = "serving " if count == "1" else "all 2 workers serve"
+    process = up("--workers", count, "--crash-token", str(POISON), "--lease-s", "600", says=says)
+    with SyncProducer("syn", timeout=DEADLINE_S, when_absent="wait") as producer:
+        with pytest.raises(WorkerError, match="given up after 3 deliveries: the last worker that held it ended: it "):
+            producer.logprobs([POISON])
+        assert len(re.findall(r"starting it again in", process.text)) == 3
+        assert is_right(producer, 1)
+
+
+def test_workers_have_one_log_a_dead_one_is_replaced_and_one_signal_drains_all(up: Up, folder: Path) -> None:
+    process = two_workers(up)
+    first = serving(process)
+    assert sorted(first) == ["0", "1"]
+    os.kill(first["1"][0], signal.SIGKILL)
+    process.until_says("worker 1 was ended by signal 9 (SIGKILL)")
+    until(lambda: len(serving(process)["1"]) == 2, "worker 1 serves again")
+    with SyncProducer("syn", timeout=DEADLINE_S) as producer:
+        assert is_right(producer, 1)
+    process.signal(signal.SIGINT)
+    assert process.wait() == 0
+    for number in "01":
+        assert re.search(rf"^\[{number}\] .*stopped; nothing was left unfinished$", process.text, re.M)
+    until_no_worker_of(process)
+    until(lambda: is_stopped(folder), "the server has ended too")
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_second_signal_ends_all_at_once(up: Up, count: int) -> None:
+    # A drain would wait for this step.
+    options = ("--step-ms", "600000", "--step-timeout-s", "3600")
+    process = up(*options) if count == 1 else two_workers(up, *options)
+    with SyncProducer("syn", timeout=0.5) as producer, pytest.raises(TimeoutError):
+        producer.logprobs([1])
+    process.signal(signal.SIGTERM)
+    process.until_says("a second signal ends them at once")
+    process.signal(signal.SIGTERM)
+    assert process.wait() == 130
+    until_no_worker_of(process)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_workers_and_server_end_with_a_killed_supervisor(up: Up, folder: Path, count: int) -> None:
+    process = up() if count == 1 else two_workers(up)
+    process.signal(signal.SIGKILL)
+    process.wait()
+    until_no_worker_of(process)
+    until(lambda: is_stopped(folder), "the server has ended too")
+    assert run_lmpool("down").stdout == "nothing to stop: no `lmpool up --detach` of yours runs here\n"
+
+
+def test_options_that_no_worker_accepts_are_not_tried_again(up: Up) -> None:
+    process = up("--workers", "2", "--metrics-port", "65535", says="before it served: stopping all workers")
+    assert process.wait() == 2
+    assert "metrics_port" in process.text or "--metrics-port" in process.text
+
+
+# The argument of a stand-in for a worker says what it does: serve, leave a process behind, wait, end with a code.
+STAND_INS = """
+import logging, os, signal, sys, time, types
+from lmpool.workers.cli import supervisor
+logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
+supervisor.LAUNCH = '''
+import os, subprocess, sys
+how = sys.argv[1]
+print("hello", flush=True)
+if "serves" in how:
+    os.write(int(os.environ["LMPOOL_READY_DESCRIPTOR"]), b"id")
+if "leaves" in how:
+    # It has the worker's output, and its input until the pipe is closed.
+    left = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"])
+if "waits" in how:
+    sys.stdin.read()
+sys.exit(int(how.rpartition("-")[2]))
+'''
+supervisor._REST_S = 0.1
+supervisor.Supervisor._requeue = lambda *_: None
+supervisor.time = types.SimpleNamespace(monotonic=lambda: 100 * time.monotonic(), sleep=time.sleep)
+
+def report_ready():
+    print("reported that they serve", flush=True)
+    for number in os.environ["STOP"].split():
+        os.kill(os.getpid(), int(number))
+
+supervisor.report_ready = report_ready
+server = types.SimpleNamespace(running=True)
+workers = [supervisor.SupervisedWorker(number, [how], {}, True) for number, how in enumerate(sys.argv[1:])]
+sys.exit(supervisor.Supervisor(server, None, workers, 3).run())
+"""
+
+
+def run_stand_ins(tmp_path: Path, *hows: str, stop: Sequence[signal.Signals] = (signal.SIGTERM,)) -> tuple[int, str]:
+    """Exit code and log of stand-ins for workers; signals stop them when the supervisor reports that they serve."""
+    environment = {"STOP": " ".join(str(int(number)) for number in stop)}
+    process = WorkerProcess([sys.executable, "-c", STAND_INS, *hows], tmp_path / "log", environment)
+    try:
+        return process.wait(), process.text
+    finally:
+        process.end()
+
+
+def test_a_worker_that_ends_again_and_again_is_given_up(tmp_path: Path) -> None:
+    code, text = run_stand_ins(tmp_path, "dies-7", "dies-7")
+    assert code == 1
+    for number in range(2):
+        assert text.count(f"[{number}] hello\n") == 5
+        assert re.search(rf"worker {number} ended with code 7 after \d+ s, the 5\. time in a row: it is given up", text)
+        assert [int(pause) for pause in re.findall(rf"worker {number} .* starting it again in (\d+) s", text)] == [
+            1,
+            2,
+            4,
+            8,
+        ]
+    assert "0 workers go on" in text
+    assert "reported" not in text
+
+
+@pytest.mark.parametrize("other", ["dies-7", "ends-0"])
+def test_a_start_does_not_wait_for_a_worker_that_is_not_started_again(tmp_path: Path, other: str) -> None:
+    code, text = run_stand_ins(tmp_path, other, "serves-and-waits-0")
+    assert code == 0
+    assert ("worker 0 ended with code 0" if other == "ends-0" else "it is given up; 1 workers go on") in text
+    assert text.index("1 workers go on") < text.index("1 of 2 workers serve") < text.index("reported that they serve")
+
+
+@pytest.mark.parametrize(("others", "expected"), [(["ends-0", "ends-0"], 0), (["ends-0", "dies-7"], 1)])
+def test_the_supervisor_ends_when_no_worker_is_left(tmp_path: Path, others: list[str], expected: int) -> None:
+    code, text = run_stand_ins(tmp_path, *others)
+    assert code == expected
+    assert "0 workers go on" in text
+    assert "reported" not in text
+
+
+def test_a_worker_that_is_refused_after_it_served_is_started_again(tmp_path: Path) -> None:
+    code, text = run_stand_ins(tmp_path, "serves-2", "dies-7", stop=())
+    assert code == 1
+    assert text.count("[0] hello\n") == 5
+    assert re.search(r"worker 0 ended with code 2 after \d+ s: starting it again in 1 s", text)
+    assert "stopping all workers" not in text
+
+
+def test_the_end_of_a_worker_is_noticed_although_its_child_holds_its_output(tmp_path: Path) -> None:
+    code, text = run_stand_ins(tmp_path, "leaves-one-and-dies-7")
+    assert code == 1
+    assert text.count("[0] hello\n") == 5
+
+
+def test_a_terminal_that_closes_drains_the_workers_although_it_sends_two_signals(tmp_path: Path) -> None:
+    for number, expected in ((signal.SIGHUP, 0), (signal.SIGTERM, 130)):
+        code, text = run_stand_ins(tmp_path, "serves-and-waits-0", "serves-and-waits-0", stop=[number, number])
+        assert (code, "stopped at once" in text) == (expected, expected == 130)
+
+
+def test_a_crash_after_a_minute_of_service_is_not_counted_with_those_before() -> None:
+    worker = SupervisedWorker(0, [], {})
+
+    def crash(served_s: float) -> int:
+        worker.process = subprocess.Popen(["true"], stdin=subprocess.PIPE)
+        worker.process.wait()
+        worker._ready, writer = os.pipe()
+        os.close(writer)
+        worker._serves_since = time.monotonic() - served_s if served_s else 0.0
+        worker.on_end()
+        return worker.quick_crashes
+
+    assert [crash(served_s) for served_s in (0, 59, 0, 0)] == [1, 2, 3, 4]
+    assert crash(60) == 0
+    assert crash(0) == 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+def test_a_signal_of_the_terminal_while_workers_start_prints_no_traceback(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    """The terminal sends it to all processes of the group."""
+    log = tmp_path / "log"
+    command = [*lmpool_command(), "up", "syn", *SYNTHETIC, "--workers", "2"]
+    with log.open("wb") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+    until(lambda: "your server runs" in log.read_text(), "workers are about to start")
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    until(lambda: len(children.read_text().split()) >= 3, "a keeper and two workers were started")
+    os.killpg(process.pid, number)
+    assert process.wait(DEADLINE_S) == 0
+    assert "Traceback" not in log.read_text()
+
+
+# In the background
+
+
+def start_detached(*options: str) -> tuple[int, Path, list[int]]:
+    """Process id and log of an `lmpool up --detach`, and the process ids of its workers."""
+    started = run_lmpool("up", "syn", *SYNTHETIC, "--detach", *options)
+    assert started.returncode == 0, started.stderr
+    pid, log = re.search(r"served by process (\d+); its log: (\S+)", started.stderr).groups()  # type: ignore[union-attr]
+    assert "stop it with: lmpool down" in started.stderr
+    workers = re.findall(r"serving 'syn'.* as worker \S+-(\d+)-[0-9a-f]{16}$", started.stderr, re.M)
+    return int(pid), Path(log), [int(worker) for worker in workers]
+
+
+def test_detached_workers_serve_until_down(folder: Path) -> None:
+    pid, log, (worker,) = start_detached()
+    assert log.parent == folder / "logs"
+    assert stat.S_IMODE((folder / "logs").stat().st_mode) == 0o700
+    os.kill(worker, signal.SIGKILL)
+    until(lambda: log.read_text().count("serving 'syn'") == 2, "a worker serves in place of the killed one")
+    with SyncProducer("syn", timeout=DEADLINE_S) as producer:
+        assert is_right(producer, 1)
+    refused = run_lmpool("down", "other")
+    assert refused.returncode == 2
+    assert "model: no `lmpool up --detach` of yours serves 'other'; running: 'syn'" in refused.stderr
+    ended = run_lmpool("down", "syn")
+    assert (ended.returncode, ended.stdout) == (0, f"stopping syn, process {pid}\nstopped\n")
+    until(lambda: not is_running(pid), "the process has ended")
+    assert "stopped; nothing was left unfinished" in log.read_text()
+    assert run_lmpool("down").stdout == "nothing to stop: no `lmpool up --detach` of yours runs here\n"
+
+
+def test_down_stops_one_model_by_its_name(folder: Path) -> None:
+    first, _, _ = start_detached()
+    assert run_lmpool("up", "other", *SYNTHETIC, "--detach").returncode == 0
+    assert run_lmpool("down", "other").returncode == 0
+    assert is_running(first)
+    with SyncProducer("syn", timeout=DEADLINE_S) as producer:
+        assert is_right(producer, 1)
+    assert run_lmpool("down").stdout == f"stopping syn, process {first}\nstopped\n"
+
+
+def test_several_detached_workers_end_at_once() -> None:
+    start_detached("--workers=2")
+    assert run_lmpool("down", "--now").stdout.startswith("stopping syn, process ")
+    assert run_lmpool("down").stdout.startswith("nothing to stop")
+
+
+@pytest.mark.parametrize("is_supervisor_frozen", [False, True])
+def test_now_ends_processes_that_do_not_answer(is_supervisor_frozen: bool) -> None:
+    pid, _, workers = start_detached("--workers=2")
+    os.kill(pid if is_supervisor_frozen else workers[0], signal.SIGSTOP)
+    assert run_lmpool("down", "--now").returncode == 0
+    until(lambda: not any(map(is_running, [pid, *workers])), "no process is left")
+
+
+def test_an_interrupted_down_says_what_still_runs_and_the_next_one_waits_for_it(tmp_path: Path) -> None:
+    """A second signal would make the worker drop the prompts that it holds."""
+    pid, log, (worker,) = start_detached()
+    os.kill(worker, signal.SIGSTOP)
+    first = WorkerProcess([*lmpool_command(), "down"], tmp_path / "first.log", installed=True)
+    first.until_says(f"stopping syn, process {pid}")
+    second = WorkerProcess([*lmpool_command(), "down"], tmp_path / "second.log", installed=True)
+    second.until_says(f"stopping syn, process {pid}, which `lmpool down` has signalled before")
+    first.signal(signal.SIGINT)
+    assert first.wait() == 130
+    assert f"syn, process {pid}, still runs" in first.text
+    assert "lmpool down --now" in first.text
+    os.kill(worker, signal.SIGCONT)
+    assert second.wait() == 0
+    assert "stopped; nothing was left unfinished" in log.read_text()
+    assert "stopped at once" not in log.read_text()
+
+
+def test_a_detached_start_that_fails_says_why(folder: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        failed = run_lmpool("up", "syn", *SYNTHETIC, "--metrics-port", port, "--detach")
+    assert failed.returncode == 2
+    assert f"port {port}" in failed.stderr
+    assert "it ended with code 2 before it served" in failed.stderr
+    assert run_lmpool("down").stdout.startswith("nothing to stop")
+
+
+@pytest.mark.parametrize("text", ['{"pid": %d, "model": "syn", "log": "x"}', "", "[]", "{", "\0\1"])
+def test_a_stale_state_file_ends_no_process(folder: Path, text: str) -> None:
+    """Another process may have the process id in it by now."""
+    folder.mkdir(mode=0o700)
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as another:
+        record = text.replace("%d", str(another.pid)).ljust(4095) + "\n"
+        (folder / "state").write_text(record * 3)
+        ended = run_lmpool("down")
+        another.communicate(b"\n")
+    assert another.returncode == 0
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert ended.stdout == "nothing to stop: no `lmpool up --detach` of yours runs here\n"
+
+
+def test_down_names_an_up_in_a_terminal(up: Up) -> None:
+    process = up()
+    advice = f"; syn is served by an `lmpool up` in a terminal, process {process.process.pid}: stop that one there"
+    assert run_lmpool("down").stdout.startswith(f"nothing to stop: no `lmpool up --detach` of yours runs here{advice}")
+    refused = run_lmpool("down", "syn")
+    assert refused.returncode == 2
+    assert advice in refused.stderr
+    assert process.is_running
+
+
+def test_ten_logs_of_ended_workers_are_kept(folder: Path) -> None:
+    (folder / "logs").mkdir(mode=0o700, parents=True)
+    folder.chmod(0o700)
+    for number in range(12):
+        (folder / "logs" / f"{number:02}.log").write_text("")
+        os.utime(folder / "logs" / f"{number:02}.log", (number, number))
+    _, log, _ = start_detached()
+    assert sorted(path.name for path in log.parent.iterdir() if path != log) == [f"{n:02}.log" for n in range(2, 12)]
+
+
+def test_a_server_of_another_program_is_no_lmpool_up(folder: Path) -> None:
+    with EmbeddedServer(2**24, folder):
+        assert run_lmpool("down").stdout == "nothing to stop: no `lmpool up --detach` of yours runs here\n"
+        state = StateFile(folder)
+        assert state.read(0)["memory_bytes"] == 2**24
+
+
+# How many
+
+
+@pytest.mark.parametrize("wanted", ["0", "-1", "two", "", "1.5", "99", "ALL"])
+def test_a_number_of_workers_that_this_machine_has_no_room_for_is_refused(
+    monkeypatch: pytest.MonkeyPatch, wanted: str
+) -> None:
+    for visible in ("", "0"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        with pytest.raises(SettingsError, match="^workers: "):
+            plan_workers(wanted, "hf", None)
+
+
+def test_the_command_says_so_in_one_line() -> None:
+    for wanted, reason in (("0", "'0' is neither a number of at least 1 nor `all`"), ("99", "99 are more than the ")):
+        ended = run_lmpool("up", "syn", *SYNTHETIC, "--workers", wanted)
+        assert (ended.returncode, ended.stdout) == (2, "")
+        assert ended.stderr.startswith(f"lmpool: --workers: {reason}")
+        assert ended.stderr.count("\n") == 1
+
+
+def test_each_gpu_has_one_worker_and_cores_are_divided(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert plan_workers("all", "hf", None) == plan_workers("1", "hf", None) == [{}]
+    monkeypatch.setattr("lmpool.workers.cli.supervisor.count_cores", lambda: 8)
+    monkeypatch.setattr("lmpool.workers.cli.supervisor.count_threads", lambda: 8)
+    assert plan_workers("3", "hf", None) == [{"OMP_NUM_THREADS": "2"}] * 3
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,GPU-aa, 7")
+    assert plan_workers("all", "vllm", None) == [{"CUDA_VISIBLE_DEVICES": gpu} for gpu in ("4", "GPU-aa", "7")]
+    assert len(plan_workers("2", "hf", "auto")) == 2
+    uuids = ["GPU-5ebe2bbf-9f1d-4a6c-8b1c-0b6d8f9e7a11", "MIG-GPU-5ebe2bbf-9f1d-4a6c/7/0", "MIG-41b8ea11-d2b8"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(uuids))
+    assert plan_workers("all", "hf", None) == [{"CUDA_VISIBLE_DEVICES": gpu} for gpu in uuids]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,0,-1,2")
+    assert plan_workers("all", "hf", None) == [{"CUDA_VISIBLE_DEVICES": gpu} for gpu in "10"]
+    assert plan_workers("all", "hf", "cpu") == plan_workers("all", "synthetic", None) == [{}]
+    with pytest.raises(SettingsError, match="^device: 'cuda:1' is one device"):
+        plan_workers("all", "hf", "cuda:1")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text("#!/bin/sh\nprintf '0\\n1\\n'\n")
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    assert plan_workers("all", "hf", None) == [{"CUDA_VISIBLE_DEVICES": gpu} for gpu in "01"]
+
+
+# How options are written
+
+
+def test_sizes_are_written_as_people_write_them() -> None:
+    sizes = {"4096": 4096, "128k": 128_000, "8g": 8 * 10**9, "8G": 2**33, "8GiB": 2**33, "8GB": 8 * 10**9,
+             "1.5k": 1500, " 2 Ki": 2048, "0": 0, "-1": -1}  # fmt: skip
+    assert {text: parse_size(text) for text in sizes} == sizes
+    for text in ("", "k", "1.5", "8x", "1e3", "0x10", "8 g b"):
+        with pytest.raises(Exception, match="is no size|is no whole number"):
+            parse_size(text)
+
+
+def test_options_survive_the_way_to_a_worker() -> None:
+    options = {"backend": "hf", "with_trie": True, "adapters": ["a=b", "c=d"], "seed": -1}
+    assert as_arguments(options) == ["--backend=hf", "--with-trie", "--adapters=a=b", "--adapters=c=d", "--seed=-1"]
+
+
+def test_the_names_of_vllm_are_aliases_and_errors_name_what_was_given(tmp_path: Path) -> None:
+    model = str(tmp_path / "nowhere")
+    for option, value in (("--served-model-name", "a{b"), ("--max-num-seqs", "0"), ("--max-model-len", "0")):
+        ended = run_lmpool("worker", model, option, value)
+        assert ended.returncode == 2
+        assert ended.stderr.startswith(f"lmpool: {option}: "), ended.stderr
+    ended = run_lmpool("worker", "syn", "--backend", "synthetic", "--max-model-len", "many")
+    assert "'many' is no size: write 4096, 128k" in ended.stderr
+
+
+def test_the_help_is_short_and_there_is_all_of_it() -> None:
+    short, whole = (run_lmpool("up", option, COLUMNS="200").stdout for option in ("--help", "--help-all"))
+    options = [set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", text)) for text in (short, whole)]
+    assert {"--workers", "--detach", "--dtype", "--max-model-len", "--kv-cache-bytes", "--help-all"} <= options[0]
+    assert len([line for line in short.splitlines() if re.match(r"│ --", line)]) <= 14
+    assert {"--lease-s", "--memory-mb", "--vocab-size"} <= options[1] - options[0]
