@@ -65,10 +65,8 @@ MAY_IMPORT: dict[str, set[str]] = {
         SHARED_UNITS | {"lmpool.producer.deadline", "lmpool.producer.client", "lmpool.producer"},
     ),
     # What asks about whole files is a user of the client side like any other.
-    "lmpool.batch.storage": SHARED_UNITS,
-    "lmpool.batch": SHARED_UNITS | {"lmpool.producer", "lmpool.batch.storage"},
-    "lmpool.batch.cli": SHARED_UNITS
-    | {"lmpool.producer", "lmpool.producer.cli", "lmpool.batch", "lmpool.batch.storage"},
+    "lmpool.batch": SHARED_UNITS | {"lmpool.producer"},
+    "lmpool.batch.cli": SHARED_UNITS | {"lmpool.producer", "lmpool.producer.cli", "lmpool.batch"},
     # What a browser asks is asked as commands ask.
     "lmpool.web": SHARED_UNITS | {"lmpool.producer", "lmpool.producer.cli", "lmpool.producer.client"},
     # What lm-evaluation-harness asks is asked as any program asks.
@@ -279,7 +277,7 @@ def test_each_part_needs_no_more_than_it_says() -> None:
         "producer/lmpool/web/guard.py": {"starlette"},
         "producer/lmpool/web/letters.py": {"starlette"},
         "producer/lmpool/web/serve.py": {"uvicorn"},
-        "producer/lmpool/batch/storage/fetch.py": {"fsspec", "pyarrow"},
+        "producer/lmpool/batch/fetch.py": {"fsspec", "pyarrow"},
         "producer/lmpool/lm_eval.py": {"lm_eval", "jinja2", "tqdm"},
         "workers/lmpool/workers/cli/commands.py": {"typer"},
         "workers/lmpool/workers/cli/detached.py": {"typer"},
@@ -387,7 +385,7 @@ def test_at_most_the_named_places_catch_every_exception() -> None:
     # are loaded, or reach a store.
     allowed = {
         "shared/lmpool/cli.py",
-        "producer/lmpool/batch/storage/fetch.py",
+        "producer/lmpool/batch/fetch.py",
         "workers/lmpool/workers/cli/commands.py",
         "workers/lmpool/workers/execution/engine_thread.py",
         f"{name_of(BACKENDS)}/sglang/engine.py",

@@ -17,9 +17,9 @@ from lmpool.batch.perplexity import perplexity_of
 from lmpool.batch.progress import Progress, counted
 from lmpool.batch.reader import read_manifest
 from lmpool.batch.run import BatchSettings, run_batch
-from lmpool.batch.storage.bucket import open_folder
-from lmpool.batch.storage.fetch import named
-from lmpool.batch.storage.folder import ERRORS, Folder
+from lmpool.batch.bucket import open_folder
+from lmpool.batch.fetch import named
+from lmpool.batch.folder import ERRORS, Folder
 from lmpool.broker.server import Server
 from lmpool.cli import say, say_json
 from lmpool.errors import BatchError, LMPoolError, LogFormatter, SettingsError

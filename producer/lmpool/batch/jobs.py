@@ -32,9 +32,9 @@ from redis.exceptions import RedisError
 from lmpool.aio import delays, end_tasks
 from lmpool.batch.lines import Index, Source
 from lmpool.batch.run import BatchSettings, answer_shard, begin, find_done, open_source
-from lmpool.batch.storage.bucket import open_folder
-from lmpool.batch.storage.fetch import FILES_VARIABLE, absolute, check_locations, named
-from lmpool.batch.storage.folder import Folder, Manifest, Recorder, Submission, digest_of_file, shard_name
+from lmpool.batch.bucket import open_folder
+from lmpool.batch.fetch import FILES_VARIABLE, absolute, check_locations, named
+from lmpool.batch.folder import Folder, Manifest, Recorder, Submission, digest_of_file, shard_name
 from lmpool.broker.replies import is_refusal
 from lmpool.broker.server import Server
 from lmpool.errors import BatchError, BatchRefused, LMPoolError, SettingsError

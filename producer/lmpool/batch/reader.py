@@ -15,9 +15,9 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from lmpool.batch.storage.bucket import open_folder
-from lmpool.batch.storage.fetch import named
-from lmpool.batch.storage.folder import MANIFEST, Folder, Manifest, Shard, digest_of_file, errors_name
+from lmpool.batch.bucket import open_folder
+from lmpool.batch.fetch import named
+from lmpool.batch.folder import MANIFEST, Folder, Manifest, Shard, digest_of_file, errors_name
 from lmpool.errors import BatchError
 from lmpool.protocol.row import widen_bf16
 
@@ -181,7 +181,7 @@ class Batch(Sequence[Answer]):
         path: the output folder, or its URL: shards are copied to a cache of this machine as they are read.
 
     Attributes:
-        manifest: what was asked of which model and input (`lmpool.batch.storage.folder.Manifest`).
+        manifest: what was asked of which model and input (`lmpool.batch.folder.Manifest`).
         is_finished: whether all of the input has been answered.
 
     Raises:

@@ -23,9 +23,9 @@ from lmpool.batch.lines import Chunk, Index, JsonlSource, Source, is_parquet
 from lmpool.batch.progress import Progress
 from lmpool.batch.reader import count_lines
 from lmpool.batch.shards import ShardWriter, suffix_of
-from lmpool.batch.storage.bucket import open_folder
-from lmpool.batch.storage.fetch import absolute, named, plain_file
-from lmpool.batch.storage.folder import VERSION, Folder, Input, Manifest, Model, Options, Placed, Shard
+from lmpool.batch.bucket import open_folder
+from lmpool.batch.fetch import absolute, named, plain_file
+from lmpool.batch.folder import VERSION, Folder, Input, Manifest, Model, Options, Placed, Shard
 from lmpool.batch.texts import Failed, Preparer
 from lmpool.errors import (
     BatchRefused,

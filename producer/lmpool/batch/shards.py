@@ -27,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lmpool.batch.kinds import Columns, Text
-from lmpool.batch.storage.folder import Folder, Shard, errors_name, shard_name, sync
+from lmpool.batch.folder import Folder, Shard, errors_name, shard_name, sync
 from lmpool.batch.texts import Failed
 from lmpool.errors import BatchError, SettingsError
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from fsspec.core import url_to_fs
 
-from lmpool.batch.storage.folder import SUBMISSION
+from lmpool.batch.folder import SUBMISSION
 
 
 class TestBucket:

@@ -11,7 +11,7 @@ import numpy as np
 
 from lmpool.batch.progress import Progress
 from lmpool.batch.run import BatchSettings, Outcome, run_batch
-from lmpool.batch.storage.folder import SUBMISSION
+from lmpool.batch.folder import SUBMISSION
 from lmpool.producer import Producer
 from lmpool.synthetic import synthetic_row
 from tests.support.pool import Pool, V, WorkerProcess, lmpool_command

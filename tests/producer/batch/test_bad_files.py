@@ -25,8 +25,8 @@ from lmpool.batch import lines as lines_module
 from lmpool.batch import parquet as parquet_module
 from lmpool.batch.lines import CustomIds, Source
 from lmpool.batch.reader import read_manifest
-from lmpool.batch.storage.bucket import open_folder
-from lmpool.batch.storage.folder import Submission
+from lmpool.batch.bucket import open_folder
+from lmpool.batch.folder import Submission
 from lmpool.errors import BatchError, BatchRefused, DeadlineExceeded, LMPoolError, SettingsError, UnknownAdapter
 from tests.producer.batch.runs import arguments, begin, content, draw_texts, errors, run, write_lines, write_texts
 from tests.support.gate import Gate

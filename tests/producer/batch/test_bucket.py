@@ -20,8 +20,8 @@ from msgspec.structs import replace
 import lmpool.batch
 from lmpool.batch.kinds import Text
 from lmpool.batch.shards import ShardWriter
-from lmpool.batch.storage import fetch
-from lmpool.batch.storage.bucket import Bucket, open_folder
+from lmpool.batch import fetch
+from lmpool.batch.bucket import Bucket, open_folder
 from lmpool.errors import BatchError, BatchRefused, SettingsError
 from tests.producer.batch.buckets import TestBucket
 from tests.producer.batch.runs import begin, content, draw_texts, run, write_lines, write_texts
@@ -217,7 +217,7 @@ def test_a_store_that_cannot_be_reached_is_told_and_may_come_back(
         raise Broken("connection to s3://me:secret@host refused")
 
     folder = Bucket(f"{bucket.url}/out")
-    monkeypatch.setattr("lmpool.batch.storage.bucket.file_system", refuse)
+    monkeypatch.setattr("lmpool.batch.bucket.file_system", refuse)
     with pytest.raises(BatchError, match="s3://host refused: what is done stays; run the same command again") as raised:
         folder.read_manifest()
     assert raised.value.may_pass

@@ -32,9 +32,9 @@ from lmpool.batch.jobs import (
     read_schedule,
     worker_options,
 )
-from lmpool.batch.storage.bucket import open_folder
-from lmpool.batch.storage.fetch import FILES_VARIABLE
-from lmpool.batch.storage.folder import digest_of_file
+from lmpool.batch.bucket import open_folder
+from lmpool.batch.fetch import FILES_VARIABLE
+from lmpool.batch.folder import digest_of_file
 from lmpool.embedded import EmbeddedServer
 from lmpool.errors import SettingsError
 from tests.producer.batch.buckets import TestBucket

@@ -21,7 +21,7 @@ from lmpool.batch import run as run_module
 from lmpool.batch.kinds import Text
 from lmpool.batch.reader import open_shard
 from lmpool.batch.shards import ShardWriter
-from lmpool.batch.storage.folder import Folder, digest_of_file, sync
+from lmpool.batch.folder import Folder, digest_of_file, sync
 from lmpool.batch.texts import Failed
 from lmpool.errors import BatchError, BatchRefused, ModelMismatch, SettingsError
 from lmpool.protocol.query import PositionsQuery

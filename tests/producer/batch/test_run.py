@@ -15,7 +15,7 @@ from safetensors.numpy import load_file
 
 import lmpool.batch
 from lmpool.batch.run import BatchSettings
-from lmpool.batch.storage.folder import digest_of_file
+from lmpool.batch.folder import digest_of_file
 from lmpool.errors import SettingsError
 from lmpool.protocol.query import top
 from tests.producer.batch.runs import (

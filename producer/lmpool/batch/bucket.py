@@ -21,7 +21,7 @@ from typing import Any
 
 import msgspec
 
-from lmpool.batch.storage.fetch import (
+from lmpool.batch.fetch import (
     absolute,
     explained,
     fetch,
@@ -31,7 +31,7 @@ from lmpool.batch.storage.fetch import (
     named,
     temporary_folder,
 )
-from lmpool.batch.storage.folder import (
+from lmpool.batch.folder import (
     ERRORS,
     LOCK,
     MANIFEST,
