@@ -265,7 +265,7 @@ def test_each_part_needs_no_more_than_it_says() -> None:
         "producer/lmpool/producer/cli/trie_show.py": {"typer", "rich"},
         "producer/lmpool/producer/tokenizer.py": {"tokenizers", "transformers"},
         "producer/lmpool/batch/cli.py": {"typer"},
-        "producer/lmpool/batch/progress.py": {"rich"},
+        "producer/lmpool/batch/run.py": {"rich"},
         # Imported inside functions: for jobs, and where files are Parquet, behind URLs or compressed by zstd.
         "producer/lmpool/batch/jobs.py": {"arq"},
         "producer/lmpool/batch/parquet.py": {"pyarrow"},

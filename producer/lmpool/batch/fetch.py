@@ -1,7 +1,11 @@
-"""Inputs as plain files of this machine: what lies behind a URL is fetched, what is compressed is unpacked.
+"""Paths and URLs: which are allowed, how messages name them, and local copies of the data behind them.
 
-Both are done once, into a cache: a copy has a name that depends on what tells this file from any other one (its size,
-its ETag or time), and is removed when nobody has used it for a week. Whoever reads goes to and fro in a plain file.
+Data behind a URL is fetched, and compressed files are unpacked, into a cache. A copy has a name that depends on the
+size and the ETag or time of its source, so a changed source gets a new copy. Copies that no process has used for a week
+are removed.
+
+`filecache` of fsspec is not used: it notices no change behind https, writes a file under its final name while other
+processes may read it, and stores URLs with their passwords.
 """
 
 from __future__ import annotations
@@ -29,34 +33,32 @@ from lmpool.errors import BatchError, LMPoolError, ServerError, SettingsError
 from lmpool.settings import shown
 
 CACHE_VARIABLE = "LMPOOL_BATCH_CACHE"
-"""Names a folder in which `lmpool-batch` is the cache; by default that is `lmpool/batch` among the user's caches."""
+"""Names a folder in which `lmpool-batch` is the cache. By default the cache is `lmpool/batch` in the user's caches."""
 
 FILES_VARIABLE = "LMPOOL_BATCH_FILES"
-"""Names the folder below which jobs may read and write files; by default that is the worker's working directory."""
+"""Names the folder below which jobs may read and write files. By default that is the worker's working directory."""
 
-_UNUSED_S = 7 * 86_400
-# What is ours to remove: the names that `temporary_folder` and `_cached` give.
-_STAGING = re.compile(r"staging-[a-z0-9_]{8}")
-_COPY = re.compile(r"[0-9a-f]{16}-.*", re.DOTALL)
-_COPIED_BYTES = 1 << 20
-_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*(::[A-Za-z][A-Za-z0-9+.-]*)*://")
 STORES = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss"})
-"""Schemes of URLs under which answers may be written, and inputs read."""
+"""Schemes of URLs where results may be written, and inputs read."""
 
 INPUTS = STORES | {"https"}
-"""Schemes under which a job's input may be read."""
+"""Schemes of URLs where a job may read its input. `run` also reads http."""
 
-_INPUTS_OF_RUNS = INPUTS | {"http"}
-_HERE = re.compile(r"(file|local)://(?=/)")
-# A user and a password; and a query, which of a presigned URL lets whoever reads it in.
-_SECRET = re.compile(r"://[^/@\s]*@")
+# Seconds without use after which a copy is removed: a week, longer than most runs.
+_UNUSED_S = 7 * 86_400
+# The names that `temporary_folder` and `_cached` make. Nothing else is removed from the cache.
+_STAGING = re.compile(r"staging-[a-z0-9_]{8}")
+_COPY = re.compile(r"[0-9a-f]{16}-.*", re.DOTALL)
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*(::[A-Za-z][A-Za-z0-9+.-]*)*://")
+_FILE_URL = re.compile(r"(file|local)://(?=/)")
+# Parts of a URL that may give access: user and password, and the query of a presigned URL.
+_USER = re.compile(r"://[^/@\s]*@")
 _QUERY = re.compile(r"(://[^?#]*)[?#]\S*")
-# What file systems of fsspec say of a file's content; times of reading are not among that.
-_TELLING = {
-    "etag", "mtime", "modified", "last_modified", "lastmodified", "last-modified", "updated", "created", "generation",
-    "versionid", "version_id", "checksum", "md5hash", "content_md5", "content-md5", "crc32c", "sha",
-}  # fmt: skip
-# What a file begins with -> what can be done about it.
+# Fields by which a store identifies a version of a file.
+_VERSION_FIELDS = {"etag", "lastmodified", "last_modified", "last-modified", "content-md5", "generation", "updated"}
+# In the key of copies of files without such fields: only this process uses these copies.
+_PROCESS = secrets.token_hex(8)
+# First bytes of files that are not read -> why.
 _REFUSED = {
     b"PK\x03\x04": "is a zip archive: unpack it first",
     b"7z\xbc\xaf\x27\x1c": "is a 7z archive: unpack it first",
@@ -64,127 +66,105 @@ _REFUSED = {
     b"\xff\xfe": "is UTF-16: save it as UTF-8",
     b"\xfe\xff": "is UTF-16: save it as UTF-8",
 }
-
-
-_FOLDER = "is a folder: give one file in it; each file needs a run, and an output folder, of its own"
+_IS_FOLDER = "is a folder: give one file in it; each file needs its own run and output folder"
 
 
 def is_url(location: str) -> bool:
-    """Whether a location is a URL, for fsspec, and no path."""
+    """Whether a location is a URL."""
     return _URL.match(location) is not None
 
 
 def absolute(location: str) -> str:
-    """The URL, or the absolute path: that of a file: URL too."""
-    location = _HERE.sub("", location)
+    """A URL, or an absolute path; the path of a file: URL."""
+    location = _FILE_URL.sub("", location)
     return location if is_url(location) else str(Path(location).absolute())
 
 
-def named(location: str) -> str:
-    """A location, or a text that names some, as messages may have it: without user, password, query and fragment."""
-    return _QUERY.sub(r"\1", _SECRET.sub("://", location))
+def named(text: str) -> str:
+    """A location, or a text with locations, without their users, passwords, queries and fragments: for messages."""
+    return _QUERY.sub(r"\1", _USER.sub("://", text))
 
 
 def check_url(url: str, schemes: Set[str]) -> None:
-    """Refuse a URL of a kind that is not known to do no more than to read and write files.
-
-    fsspec has some that run code: `reference://` renders templates of the file that it reads, and `::` chains them.
+    """Refuse URLs with other schemes, and chained URLs: some file systems of fsspec run code that a URL contains.
 
     Raises:
-        SettingsError: with the schemes that are taken.
+        SettingsError: with the schemes that are accepted.
     """
     if "::" in url:
-        raise SettingsError(f"{named(url)}: URLs with :: in them, which fsspec chains, are not read: give one URL")
+        raise SettingsError(f"{named(url)}: chained URLs, with :: in them, are not accepted. Give one URL")
     scheme = url.partition("://")[0]
     if scheme not in schemes:
-        raise SettingsError(
-            f"{named(url)}: {scheme}:// is no scheme that is read or written here: give a path or one of "
-            f"{', '.join(sorted(schemes))}"
-        )
+        accepted = ", ".join(sorted(schemes))
+        raise SettingsError(f"{named(url)}: the scheme {scheme}:// is not accepted. Give a path or one of {accepted}")
 
 
 def check_locations(root: Path, source: str, output: str) -> None:
-    """Refuse an input or an output that is not for jobs: a client that may write jobs chooses both.
+    """Refuse an input or output that a job may not use: any client that may write jobs can choose them.
 
     Args:
         root: the folder below which files may be read and written.
         source, output: paths or URLs.
 
     Raises:
-        SettingsError: with what is taken instead.
+        SettingsError: with the locations that are accepted.
     """
     for location, schemes in ((absolute(source), INPUTS), (absolute(output), STORES)):
         if is_url(location):
             check_url(location, schemes)
         elif not Path(location).resolve().is_relative_to(root.resolve()):
             raise SettingsError(
-                f"{location} is not below {root}, where this worker's jobs may read and write files: --files, or "
-                f"{FILES_VARIABLE}, names another folder"
+                f"{location} is not below {root}, where this worker's jobs may read and write files. Start the worker "
+                f"with another --files or {FILES_VARIABLE}"
             )
 
 
 def file_system(url: str) -> tuple[Any, str]:
-    """The file system of a URL, for this thread, and the path there.
+    """The file system of a URL, and the path there. Directory listings are not cached.
 
     Raises:
-        SettingsError: the URL is of a kind that is refused (`check_url`), or fsspec, or the package that it needs for
-            this kind of URL, is not installed.
+        SettingsError: the URL is refused, or fsspec or its package for this scheme is not installed.
     """
-    check_url(url, _INPUTS_OF_RUNS)
+    check_url(url, INPUTS | {"http"})
     try:
         from fsspec.core import url_to_fs
     except ImportError as error:
         raise SettingsError(f"{named(url)}: URLs need fsspec: pip install 'lmpool[fsspec]'") from error
-    key = (os.getpid(), url)
-    if (known := _systems.get(key)) is None:
-        try:
-            system, path = url_to_fs(url)
-        except (ImportError, ValueError) as error:
-            raise SettingsError(f"{named(url)}: fsspec cannot use it: {named(str(error))}") from error
-        known = system, str(path).rstrip("/")
-        # Those that work in a thread of their own serve all threads; to make one takes long.
-        if system.async_impl:
-            _systems[key] = known
-    # What it has listed before, others may have changed.
-    known[0].invalidate_cache()
-    return known
-
-
-_systems: dict[tuple[int, str], tuple[Any, str]] = {}
+    try:
+        system, path = url_to_fs(url)  # fsspec returns the same file system for the same settings.
+    except (ImportError, ValueError) as error:
+        raise SettingsError(f"{named(url)}: fsspec cannot use it: {named(str(error))}") from error
+    system.invalidate_cache()  # Other processes may have changed the files.
+    return system, str(path).rstrip("/")
 
 
 @contextmanager
-def explained(url: str, otherwise: str) -> Iterator[None]:
-    """Make whatever a file system raises an error of ours; such errors may pass.
-
-    Raises:
-        BatchError: something came up.
-    """
+def explained(url: str, advice: str) -> Iterator[None]:
+    """Raise any error of a file system as BatchError: each package has its own exceptions."""
     try:
         yield
     except LMPoolError:
         raise
     except Exception as error:
-        # Each library has exceptions of its own.
         text = " ".join(str(error).split()) or type(error).__name__
-        raised = BatchError(f"{named(url)}: {named(text)}: {otherwise}")
+        raised = BatchError(f"{named(url)}: {named(text)}. {advice}")
         raised.may_pass = not isinstance(error, (FileNotFoundError, PermissionError))
         raise raised from error
 
 
 def cache_folder() -> Path:
-    """The folder of the cache, which is made if it is not there; nobody else may write to it.
+    """The cache, which is made if it does not exist. No other user may write to it.
 
     Raises:
-        SettingsError: it cannot be made, is another user's, or is open to others and holds something already.
+        SettingsError: it cannot be made, belongs to another user, or is open to others and not empty.
     """
     given = os.environ.get(CACHE_VARIABLE)
     user = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    # What is named may hold other things too.
+    # The named folder may contain other files too.
     folder = Path(given) / "lmpool-batch" if given else user / "lmpool" / "batch"
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        # What lies in an open one may be somebody else's, and be called like a copy of ours.
+        # Another user may have put files with the names of copies into an open folder.
         secure(folder, frozenset(), CACHE_VARIABLE)
     except (OSError, ServerError) as error:
         raise SettingsError(f"the cache of inputs: {error}") from error
@@ -192,7 +172,7 @@ def cache_folder() -> Path:
 
 
 def temporary_folder(owner: object) -> Path:
-    """A folder in the cache, for as long as its owner lives."""
+    """A folder in the cache that is removed with its owner."""
     folder = cache_folder()
     _remove_unused(folder)
     made = tempfile.mkdtemp(prefix="staging-", dir=folder)
@@ -201,96 +181,82 @@ def temporary_folder(owner: object) -> Path:
 
 
 def plain_file(location: str) -> Path:
-    """A file of this machine with what lies at a location, unpacked; the file itself where it is that.
+    """A local, uncompressed file with the data at a location; a local file that is not compressed itself.
 
     Raises:
-        SettingsError: there is no such file, or it is of a kind that cannot be read here.
+        SettingsError: the file does not exist or cannot be read by a run.
         BatchError: it cannot be fetched, read or unpacked.
     """
     if is_url(location):
-        path = fetched(location)
+        path = _fetch_input(location)
     elif not (path := Path(location)).is_file():
-        raise SettingsError(f"input: {shown(location)} {_no_file(path)}")
+        pipe = "is a pipe or a device, which can be read only once: save its data to a file"
+        reason = _IS_FOLDER if path.is_dir() else pipe if path.exists() else "does not exist"
+        raise SettingsError(f"input: {shown(location)} {reason}")
     try:
         with path.open("rb") as file:
-            begins, status = file.read(8), os.fstat(file.fileno())
+            begins, state = file.read(8), _state_of(os.fstat(file.fileno()))
     except OSError as error:
         raise BatchError(f"{path} cannot be read: {error.strerror or error}") from error
     for magic, reason in _REFUSED.items():
         if begins.startswith(magic):
             raise SettingsError(f"input: {shown(named(location))} {reason}")
-    for magic, (suffixes, unpacked) in _PACKED.items():
+    for magic, (suffixes, opened) in _COMPRESSED.items():
         if begins.startswith(magic):
-            name = path.name if path.suffix not in suffixes else path.stem
-            key, state = str(path.absolute()), _state_of(status)
-            make = partial(_unpack, unpacked, path, state)
-            return _cached(repr((key, *state)), name, make)
+            name = path.stem if path.suffix in suffixes else path.name
+            return _cached(repr((str(path.absolute()), *state)), name, partial(_unpack, opened, path, state))
     return path
 
 
-def _no_file(path: Path) -> str:
-    """What is wrong with a path that names no regular file, and what to do."""
-    if path.is_dir():
-        return _FOLDER
-    if path.exists():
-        return "is a pipe or a device, which can be read only once: save what it has to a file"
-    return "does not exist"
-
-
-def fetched(url: str) -> Path:
-    """A copy of the file at a URL.
-
-    Raises:
-        SettingsError: there is no such file.
-        BatchError: it cannot be fetched.
-    """
-    with explained(url, "it cannot be fetched"):
+def _fetch_input(url: str) -> Path:
+    with explained(url, "The input cannot be fetched"):
         system, path = file_system(url)
         try:
             info = system.info(path)
         except FileNotFoundError:
             info = {}
         if info.get("type") != "file":
-            is_folder = info.get("type") == "directory"
-            raise SettingsError(f"input: {shown(named(url))} {_FOLDER if is_folder else 'does not exist'}")
+            reason = _IS_FOLDER if info.get("type") == "directory" else "does not exist"
+            raise SettingsError(f"input: {shown(named(url))} {reason}")
         return fetch(system, path, url, info)
 
 
 def fetch(system: Any, path: str, url: str, info: Mapping[str, Any]) -> Path:
-    """A copy of a file that a file system has told of.
+    """A local copy of a file of a store.
+
+    Args:
+        system: of fsspec.
+        path: there.
+        url: of the file.
+        info: from `system.info`.
 
     Raises:
-        BatchError: it has changed meanwhile.
-        Exception: whatever the file system raises.
+        BatchError: the file changed while it was fetched.
+        Exception: any error of the file system.
     """
-    size, told = info.get("size"), identity(info)
+    size, version = info.get("size"), identity(info)
 
     def copy(made: Path) -> None:
         system.get_file(path, str(made))
         system.invalidate_cache()
-        if identity(system.info(path)) != told or (size is not None and made.stat().st_size != size):
-            raise BatchError(f"{named(url)} has changed while it was fetched: run the command again")
+        if identity(system.info(path)) != version or (size is not None and made.stat().st_size != size):
+            raise BatchError(f"{named(url)} changed while it was fetched. Run the command again")
 
-    return _cached(f"{url} {told}", named(path).rsplit("/", 1)[-1], copy)
+    return _cached(f"{url} {version}", named(path).rsplit("/", 1)[-1], copy)
 
 
 def identity(info: Mapping[str, Any]) -> str:
-    """What tells a file from what it was before, by what its file system says of it."""
-    telling = {name.lower(): str(value) for name, value in info.items() if name.lower() in _TELLING}
-    # Where that is nothing, no process believes another one's copy.
-    nonce = "" if telling else _PROCESS
-    return repr((info.get("size"), sorted(telling.items()), nonce))
-
-
-_PROCESS = secrets.token_hex(8)
+    """The version of a file in a store: its size and the fields that identify its content."""
+    fields = {name.lower(): str(value) for name, value in info.items() if name.lower() in _VERSION_FIELDS}
+    return repr((info.get("size"), sorted(fields.items()), "" if fields else _PROCESS))
 
 
 def _cached(key: str, name: str, make: Callable[[Path], None]) -> Path:
-    """The file of the cache that a key stands for; it is made if it is not there."""
+    """The copy with a key. It is made if the cache does not have it."""
     folder = cache_folder()
     path = folder / f"{hashlib.blake2b(key.encode(), digest_size=8).hexdigest()}-{name[-80:]}"
     with suppress(FileNotFoundError):
-        # Record the use. Keep the time of writing: a run that reads the copy compares it (`InputFile`).
+        # Record the use, but keep the time of writing: runs that read the copy compare it (`lines.Source`).
         os.utime(path, ns=(time.time_ns(), path.stat().st_mtime_ns))
         return path
     _remove_unused(folder)
@@ -299,14 +265,14 @@ def _cached(key: str, name: str, make: Callable[[Path], None]) -> Path:
         make(made)
         made.replace(path)
     except OSError as error:
-        raise BatchError(f"{path}: {error.strerror or error}: {CACHE_VARIABLE} names another folder") from error
+        raise BatchError(f"{path}: {error.strerror or error}. Choose another folder with {CACHE_VARIABLE}") from error
     finally:
         made.unlink(missing_ok=True)
     return path
 
 
 def _remove_unused(folder: Path) -> None:
-    """Remove what nobody has used for long, or a process that was killed has left; nothing of another name."""
+    """Remove copies that no process used for a week, and folders that killed processes left."""
     for path in folder.iterdir():
         with suppress(OSError):
             status = path.stat()
@@ -317,7 +283,7 @@ def _remove_unused(folder: Path) -> None:
                     path.unlink()
 
 
-def _zstd(path: Path) -> IO[bytes]:
+def _open_zstd(path: Path) -> IO[bytes]:
     try:
         import pyarrow as pa
     except ImportError as error:
@@ -328,38 +294,25 @@ def _zstd(path: Path) -> IO[bytes]:
     return stream
 
 
-_PACKED: dict[bytes, tuple[tuple[str, ...], Callable[[Path], Any]]] = {
+# First bytes of a compressed file -> the suffixes of its name, and the function that opens it.
+_COMPRESSED: dict[bytes, tuple[tuple[str, ...], Callable[[Path], Any]]] = {
     b"\x1f\x8b": ((".gz",), gzip.GzipFile),
     b"BZh": ((".bz2",), bz2.BZ2File),
     b"\xfd7zXZ\x00": ((".xz",), lzma.LZMAFile),
-    b"\x28\xb5\x2f\xfd": ((".zst", ".zstd"), _zstd),
+    b"\x28\xb5\x2f\xfd": ((".zst", ".zstd"), _open_zstd),
 }
-"""What a compressed file begins with: the endings of its name, and what opens it."""
 
 
-def _unpack(unpacked: Callable[[Path], IO[bytes]], path: Path, state: tuple[int, ...], made: Path) -> None:
-    """Unpack a file.
-
-    Args:
-        unpacked: opens it.
-        path: of it.
-        state: as it was found.
-        made: where its content goes.
-
-    Raises:
-        BatchError: it cannot be unpacked, or has changed.
-    """
-    with unpacked(path) as packed, made.open("wb") as file:
-        while True:
-            try:
-                part = packed.read(_COPIED_BYTES)
-            except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
-                raise BatchError(f"{path} cannot be unpacked: {error}") from error
-            if not part:
-                break
-            file.write(part)
+def _unpack(opened: Callable[[Path], IO[bytes]], path: Path, state: tuple[int, ...], made: Path) -> None:
+    try:
+        with opened(path) as packed, made.open("wb") as file:
+            shutil.copyfileobj(packed, file)
+    except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise  # The disk failed, not the data.
+        raise BatchError(f"{path} cannot be unpacked: {error}") from error
     if _state_of(path.stat()) != state:
-        raise BatchError(f"{path} has changed while it was unpacked: run the command again")
+        raise BatchError(f"{path} changed while it was unpacked. Run the command again")
 
 
 def _state_of(status: os.stat_result) -> tuple[int, ...]:

@@ -8,8 +8,6 @@ from typing import Any
 
 from fsspec.core import url_to_fs
 
-from lmpool.batch.folder import SUBMISSION
-
 
 class TestBucket:
     """A new bucket.
@@ -49,14 +47,10 @@ class TestBucket:
         self._system.rm_file(f"{self.url}/{name}")
 
     def content(self, folder: str) -> dict[str, bytes]:
-        """All files of an output folder but the notes of what is done and of what was submitted, by their paths."""
+        """All files of an output folder by their paths in it, except the notes."""
         begins = f"{self.url}/{folder}/".removeprefix("s3://")
         found = {path.removeprefix(begins): path for path in self._system.find(f"{self.url}/{folder}")}
-        return {
-            name: self._system.cat_file(path)
-            for name, path in found.items()
-            if not name.startswith(("done/", SUBMISSION))
-        }
+        return {name: self._system.cat_file(path) for name, path in found.items() if not name.startswith("done/")}
 
     def shards(self, folder: str) -> int:
         """How many shards are noted as done."""

@@ -18,10 +18,11 @@ import pytest
 from msgspec.structs import replace
 
 import lmpool.batch
-from lmpool.batch.kinds import Text
-from lmpool.batch.shards import ShardWriter
 from lmpool.batch import fetch
 from lmpool.batch.bucket import Bucket, open_folder
+from lmpool.batch.folder import Folder, Manifest, Shard
+from lmpool.batch.kinds import Text
+from lmpool.batch.shards import ShardWriter
 from lmpool.errors import BatchError, BatchRefused, SettingsError
 from tests.producer.batch.buckets import TestBucket
 from tests.producer.batch.runs import begin, content, draw_texts, run, write_lines, write_texts
@@ -125,7 +126,7 @@ async def test_what_is_refused_of_a_folder_is_refused_of_a_bucket(
                 "nonsense://me:secret@host/out",
                 "topk:3",
                 SettingsError,
-                "nonsense://host/out: nonsense:// is no scheme",
+                "nonsense://host/out: the scheme nonsense:// is not accepted",
             ),
         ):
             with pytest.raises(kind, match=reason) as raised:
@@ -147,64 +148,84 @@ async def test_a_bucket_of_a_run_without_any_answer_is_left_to_another(
 
 
 async def test_of_two_runs_into_one_bucket_the_first_ends(pool: Pool, tmp_path: Path, bucket: TestBucket) -> None:
-    """As far as a store lets it be seen; the notes of one are none for the other."""
     pool.start()
     source = write_texts(tmp_path / "in.jsonl", TEXTS)
     async with pool.producer() as producer:
         await run(producer, source, tmp_path / "out", "topk:3", shard_lines=10)
-    manifest = lmpool.batch.open(tmp_path / "out").manifest
-    manifest.finished, shard, manifest.done = False, manifest.done[0], []
+    manifest, made = unfinished(tmp_path / "out")
     first, second = Bucket(f"{bucket.url}/out"), Bucket(f"{bucket.url}/out")
     first.begin(manifest)
-    first.note(shard)
-    manifest.options = type(manifest.options)("topk:2", 0, "jsonl", 10)
-    # Both have seen that nothing lies there.
+    place(first, manifest, tmp_path / "out", made[0])
+    other = replace(manifest, options=replace(manifest.options, what="topk:2"))
     with pytest.raises(BatchRefused, match="another run: --what 'topk:3', now 'topk:2'"):
-        second._write_manifest(manifest, is_new=True)
-    bucket.put("out/manifest.json", manifest.encoded())
-    assert second.done() == {}
-    with pytest.raises(BatchRefused, match="another run has begun here meanwhile"):
-        first.note(shard)
+        second.begin(other)
+    # Both found no manifest.
+    bucket.put("out/manifest.json", other.encoded())
+    assert second.done(other) == {}
+    with pytest.raises(BatchRefused, match="another run has begun here"):
+        place(first, manifest, tmp_path / "out", made[1])
 
 
-@pytest.mark.parametrize("is_race", [False, True], ids=["one after the other", "both find nothing"])
+def unfinished(folder: Path) -> tuple[Manifest, list[Shard]]:
+    """The manifest of a finished run, as it was in the beginning, and its shards."""
+    manifest = lmpool.batch.open(folder).manifest
+    return replace(manifest, finished=False, done=[]), manifest.done
+
+
+def place(bucket: Bucket, manifest: Manifest, folder: Path, shard: Shard) -> None:
+    """Put a shard of a folder into a bucket."""
+    name = manifest.shard_name(shard.number)
+    errors = folder / "errors" / f"{shard.number:05}.jsonl"
+    copy = bucket.path / name
+    copy.write_bytes((folder / name).read_bytes())
+    bucket.place_shard(manifest, shard, copy, [errors.read_bytes()] if errors.exists() else [])
+
+
 async def test_two_runs_of_one_command_into_one_bucket_both_end_and_the_first_shard_stays(
-    pool: Pool, tmp_path: Path, bucket: TestBucket, is_race: bool, caplog: pytest.LogCaptureFixture
+    pool: Pool, tmp_path: Path, bucket: TestBucket
 ) -> None:
     pool.start()
     lines = write_texts(tmp_path / "in.jsonl", TEXTS[:10]).read_text("utf-8").splitlines()
     source = write_lines(tmp_path / "in.jsonl", [*lines[:9], "bad"])
     async with pool.producer() as producer:
         await run(producer, source, tmp_path / "out", "topk:3")
-    manifest, name = lmpool.batch.open(tmp_path / "out").manifest, "shard-00000.jsonl"
+    manifest, (shard,) = unfinished(tmp_path / "out")
+    name = manifest.shard_name(0)
     first, second = Bucket(f"{bucket.url}/out"), Bucket(f"{bucket.url}/out")
-    (shard,), data = manifest.done, (tmp_path / "out" / name).read_bytes()
-    manifest.finished, manifest.done = False, []
     first.begin(manifest)
-    first.write("errors/00000.jsonl", iter([(tmp_path / "out" / "errors" / "00000.jsonl").read_bytes()]))
-    first.write(name, iter([data]))
-    first.note(shard)
-    if is_race:
-        second._run = manifest.run
-        assert not second._write_manifest(manifest, is_new=True)
-        assert "another run of the same command has begun" in caplog.text
-    else:
-        second.begin(manifest)
-    assert second.done() == {0: shard}, "what the first one has noted stays"
-    # It has another answer, such as one without an error that has passed.
-    writer = ShardWriter(second, 0, "jsonl")
+    place(first, manifest, tmp_path / "out", shard)
+    there = second.begin(manifest)
+    assert second.done(there) == {0: shard}, "the shard of the first run stays"
+    # The second run has another result, such as one without an error that has passed.
+    writer = ShardWriter(second, there, 0)
     writer.add(Text(1, "a", [1], range(1)), {"ids": np.zeros((1, 3), np.int64)}, is_last=True)
     assert writer.place() == shard
-    manifest.finished, manifest.done = True, [replace(shard, digest="0" * 32)]
-    second.collect_errors()
-    second.write_manifest(manifest)
+    second.sum_up(there, is_over=True)
     batch = lmpool.batch.open(f"{bucket.url}/out")
     assert (batch.is_finished, batch.manifest.done, len(batch)) == (True, [shard], 9)
-    for there in (name, "errors.jsonl"):
-        assert bucket.content("out")[there] == (tmp_path / "out" / there).read_bytes()
-    bucket.put(f"out/{name}", data + b"\n")
-    with pytest.raises(BatchError, match="1 of 1 shards are not as long as their notes say, or gone"):
-        first.write_manifest(manifest)
+    for path in (name, "errors.jsonl"):
+        assert bucket.content("out")[path] == (tmp_path / "out" / path).read_bytes()
+    # A run that believes that all is done.
+    bucket.put(f"out/{name}", (tmp_path / "out" / name).read_bytes() + b"\n")
+    first.sum_up(there, is_over=True)
+    assert (there.finished, there.done) == (False, [])
+
+
+async def test_a_run_whose_shards_another_program_removes_ends_with_an_error(
+    pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool.start()
+    source, output = write_texts(tmp_path / "in.jsonl", TEXTS), tmp_path / "out"
+    real = Folder.sum_up
+
+    def sum_up(folder: Folder, *given: Any, **options: Any) -> None:
+        (output / "shard-00002.jsonl").unlink()
+        real(folder, *given, **options)
+
+    monkeypatch.setattr(Folder, "sum_up", sum_up)
+    async with pool.producer() as producer:
+        with pytest.raises(BatchError, match="another program removed or replaced 1 of 6 shards"):
+            await run(producer, source, output, "topk:3", shard_lines=10)
 
 
 def test_a_store_that_cannot_be_reached_is_told_and_may_come_back(
@@ -218,7 +239,9 @@ def test_a_store_that_cannot_be_reached_is_told_and_may_come_back(
 
     folder = Bucket(f"{bucket.url}/out")
     monkeypatch.setattr("lmpool.batch.bucket.file_system", refuse)
-    with pytest.raises(BatchError, match="s3://host refused: what is done stays; run the same command again") as raised:
+    with pytest.raises(
+        BatchError, match="s3://host refused. Finished shards are kept. Run the same command again"
+    ) as raised:
         folder.read_manifest()
     assert raised.value.may_pass
 
@@ -267,8 +290,8 @@ def test_a_copy_of_a_file_that_changes_while_it_is_unpacked_is_not_kept(
         other.replace(path)
         return opened
 
-    monkeypatch.setitem(fetch._PACKED, b"\x1f\x8b", ((".gz",), open_and_replace))
-    with pytest.raises(BatchError, match=f"{source} has changed while it was unpacked: run the command again"):
+    monkeypatch.setitem(fetch._COMPRESSED, b"\x1f\x8b", ((".gz",), open_and_replace))
+    with pytest.raises(BatchError, match=f"{source} changed while it was unpacked. Run the command again"):
         fetch.plain_file(str(source))
     assert not list(fetch.cache_folder().iterdir())
 
@@ -351,11 +374,11 @@ def test_without_fsspec_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatc
         ("reference::data://x:application/json;base64,e30=", ":: in them"),
         ("filecache::https://host/in.jsonl", ":: in them"),
         ("s3://bucket/a::b", ":: in them"),
-        ("reference://me:secret@host/refs.json", "reference:// is no scheme"),
-        ("memory://in.jsonl", "memory:// is no scheme"),
-        ("file://host/in.jsonl", "file:// is no scheme"),
-        ("ftp://host/in.jsonl", "ftp:// is no scheme"),
-        ("S3://bucket/in.jsonl", "S3:// is no scheme"),
+        ("reference://me:secret@host/refs.json", "reference:// is not accepted"),
+        ("memory://in.jsonl", "memory:// is not accepted"),
+        ("file://host/in.jsonl", "file:// is not accepted"),
+        ("ftp://host/in.jsonl", "ftp:// is not accepted"),
+        ("S3://bucket/in.jsonl", "S3:// is not accepted"),
     ],
 )
 def test_urls_of_file_systems_that_run_code_are_refused(tmp_path: Path, location: str, reason: str) -> None:
@@ -384,9 +407,9 @@ def test_a_job_may_name_files_below_one_folder_and_buckets(tmp_path: Path) -> No
         (f"file://{outside}", inside, "is not below"),
         (root / "link" / "in", inside, "is not below"),
         (root / ".." / "in", inside, "is not below"),
-        ("/etc/passwd", inside, "LMPOOL_BATCH_FILES, names another folder"),
-        ("http://169.254.169.254/latest", inside, "http:// is no scheme"),
-        (inside, "https://host/out", "https:// is no scheme"),
+        ("/etc/passwd", inside, "with another --files or LMPOOL_BATCH_FILES"),
+        ("http://169.254.169.254/latest", inside, "http:// is not accepted"),
+        (inside, "https://host/out", "https:// is not accepted"),
     ):
         with pytest.raises(SettingsError, match=reason):
             fetch.check_locations(root, str(source), str(output))

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lmpool.batch.perplexity import windows
+from lmpool.batch.cli import windows
 from tests.support.pool import Pool, run_lmpool
 
 TEXT = "The quick brown fox jumps over the lazy dog, and then it goes home to sleep: a naïve fox. " * 2

@@ -14,8 +14,8 @@ from safetensors import safe_open
 from safetensors.numpy import load_file
 
 import lmpool.batch
-from lmpool.batch.run import BatchSettings
 from lmpool.batch.folder import digest_of_file
+from lmpool.batch.run import BatchSettings
 from lmpool.errors import SettingsError
 from lmpool.protocol.query import top
 from tests.producer.batch.runs import (
@@ -198,7 +198,7 @@ async def test_scores_of_a_continuation_are_those_after_its_prompt(pool: Pool, t
         assert answer["custom_id"] == ""
         assert np.array_equal(answer["logprobs"], score)
     assert errors(tmp_path / "out") == [
-        (3, None, "the continuation is empty: scores are of tokens that have one before them")
+        (3, None, "the continuation is empty: a score needs a token, and a token before it")
     ]
 
 
@@ -270,7 +270,7 @@ async def test_a_backend_without_hidden_states_is_told(pool: Pool, tmp_path: Pat
     pool.start()
     source = write_texts(tmp_path / "in.jsonl", TEXTS)
     async with pool.producer() as producer:
-        with pytest.raises(SettingsError, match="the backend 'synthetic' of 'syn' does not tell hidden states"):
+        with pytest.raises(SettingsError, match="the backend 'synthetic' of 'syn' does not return hidden states"):
             await run(producer, source, tmp_path / "out", "hidden")
 
 
