@@ -21,7 +21,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import track
 
-from lmpool.batch.perplexity import windows
+from lmpool.batch.cli import windows
 from lmpool.errors import LMPoolError
 from lmpool.producer import Producer
 
