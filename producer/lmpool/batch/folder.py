@@ -201,12 +201,12 @@ class Folder:
 
     def listed(self, folder: str = "") -> dict[str, int]:
         """The names in this folder, or in a folder in it, and their sizes in bytes."""
-        with self.explained():
-            try:
-                with os.scandir(self.path / folder) as entries:
-                    return {entry.name: entry.stat(follow_symlinks=False).st_size for entry in entries}
-            except FileNotFoundError:
-                return {}
+        sizes = dict[str, int]()
+        with self.explained(), suppress(FileNotFoundError), os.scandir(self.path / folder) as entries:
+            for entry in entries:
+                with suppress(FileNotFoundError):  # Another process has just renamed a temporary file.
+                    sizes[entry.name] = entry.stat(follow_symlinks=False).st_size
+        return sizes
 
     def size(self, name: str) -> int | None:
         """Bytes of a file; None if it does not exist."""
