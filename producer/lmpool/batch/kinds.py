@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,6 +39,39 @@ class Text:
     custom_id: str | None
     ids: Ids
     span: range
+
+
+class ResultWriter:
+    """Writes results to a new file: of each text its parts in order, and then that it ends.
+
+    This class keeps the parts until the text ends.
+
+    Args:
+        file: new, open for writing.
+    """
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self._parts: list[Columns] = []
+
+    def add(self, part: Columns) -> None:
+        """Add the result for the next positions of a text."""
+        self._parts.append(part)
+
+    def end_text(self, text: Text) -> None:
+        """Write the text: all parts were added."""
+        parts, self._parts = self._parts, []
+        self.write(text, {name: np.concatenate([part[name] for part in parts]) for name in parts[0]})
+
+    def drop_text(self) -> None:
+        """Drop the parts of a text that has not ended."""
+        self._parts = []
+
+    def write(self, text: Text, columns: Columns) -> None:
+        """Write the whole result of a text."""
+
+    def close(self) -> None:
+        """Write the rest of the file."""
 
 
 Ask = Callable[[Producer, Text, range, str], Awaitable[Columns]]

@@ -13,9 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lmpool.batch.folder import digest_of_file
-from lmpool.batch.kinds import Columns, Text
+from lmpool.batch.kinds import Columns, ResultWriter, Text
 from lmpool.batch.lines import Chunk, CustomIds, Failed, Fields, Index, Line, Source, chunks
-from lmpool.batch.shards import ResultWriter
 from lmpool.errors import BatchError, SettingsError
 
 try:

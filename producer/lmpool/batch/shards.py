@@ -25,45 +25,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lmpool.batch.folder import Folder, Manifest, Shard, digest_of_file, sync
-from lmpool.batch.kinds import Columns, Text
+from lmpool.batch.kinds import Columns, ResultWriter, Text
 from lmpool.batch.lines import Failed
 from lmpool.errors import SettingsError
 
 _HEADER_BYTES = 4096  # Size of a safetensors header, reserved before the columns are known; theirs have about 1 KiB.
 _CODES = {"float32": "F32", "float16": "F16", "uint16": "BF16", "int64": "I64", "uint8": "U8"}
-
-
-class ResultWriter:
-    """Writes results to a new file: of each text its parts in order, and then that it ends.
-
-    This class keeps the parts until the text ends.
-
-    Args:
-        file: new, open for writing.
-    """
-
-    def __init__(self, file: BinaryIO) -> None:
-        self._file = file
-        self._parts: list[Columns] = []
-
-    def add(self, part: Columns) -> None:
-        """Add the result for the next positions of a text."""
-        self._parts.append(part)
-
-    def end_text(self, text: Text) -> None:
-        """Write the text: all parts were added."""
-        parts, self._parts = self._parts, []
-        self.write(text, {name: np.concatenate([part[name] for part in parts]) for name in parts[0]})
-
-    def drop_text(self) -> None:
-        """Drop the parts of a text that has not ended."""
-        self._parts = []
-
-    def write(self, text: Text, columns: Columns) -> None:
-        """Write the whole result of a text."""
-
-    def close(self) -> None:
-        """Write the rest of the file."""
 
 
 class JsonlWriter(ResultWriter):

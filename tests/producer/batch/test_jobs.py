@@ -365,7 +365,8 @@ async def test_a_worker_of_jobs_goes_on_when_its_server_comes_back(
         await asyncio.to_thread(server.stop)
         # It ends without its server too.
         await worker.close()
-        assert running.cancelled() or running.done()
+        await asyncio.wait([running], timeout=DEADLINE_S)
+        assert running.done()
     finally:
         server.stop()
 
