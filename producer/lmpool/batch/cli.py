@@ -232,7 +232,7 @@ def status(output: Output, redis: RedisUrl = None, as_json: AsJson = False) -> N
             states = run(_with_queue(redis, lambda arq: _jobs().find_jobs(arq, folder, manifest, left)))
             text += f", {states['under_way']} in progress, {states['queued']} queued"
         except LMPoolError as error:
-            if redis is not None:
+            if redis is not None and not isinstance(error, SettingsError):
                 raise
             states = dict.fromkeys(states)
             text += f" (jobs are not shown: {error})"

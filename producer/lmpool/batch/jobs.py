@@ -146,7 +146,8 @@ async def submit(
     source, output = absolute(source), absolute(output)
     opened, folder = await asyncio.to_thread(lambda: (open_source(source), open_folder(output)))
     # Workers may hold the folder for shards that were queued before.
-    with folder.shared() if folder.size(MANIFEST) is not None else folder.locked():
+    has_begun = await asyncio.to_thread(folder.size, MANIFEST) is not None
+    with folder.shared() if has_begun else folder.locked():
         index, manifest = await begin(producer, folder, opened, source, settings)
     done = {shard.number for shard in manifest.done}
     left = [shard for shard in range(manifest.shards) if shard not in done]
