@@ -276,10 +276,11 @@ class _Item:
     result: asyncio.Future[Columns | Failed] | None = None
 
 
+@dataclass(eq=False)
 class Run:
-    """A run, or one shard of it.
+    """A run, or some shards of it.
 
-    Args:
+    Attributes:
         producer: is open.
         folder: of the results.
         manifest: of the folder.
@@ -289,24 +290,16 @@ class Run:
         progress: shows the progress.
     """
 
-    def __init__(
-        self,
-        producer: Producer,
-        folder: Folder,
-        manifest: Manifest,
-        source: Source,
-        index: Index,
-        settings: BatchSettings,
-        progress: Progress,
-    ) -> None:
-        self._producer = producer
-        self._folder = folder
-        self._manifest = manifest
-        self._source = source
-        self._index = index
-        self._settings = settings
-        self._kind = settings.kind
-        self._progress = progress
+    producer: Producer
+    folder: Folder
+    manifest: Manifest
+    source: Source
+    index: Index
+    settings: BatchSettings
+    progress: Progress
+
+    def __post_init__(self) -> None:
+        self._kind = self.settings.kind
         self._prepared: asyncio.Queue[tuple[int, list[Text | Failed], bool] | None] = asyncio.Queue(1)
         self._items: asyncio.Queue[_Item] = asyncio.Queue()  # To be written, in order.
         self._unsent: asyncio.Queue[_Item] = asyncio.Queue()  # To be requested.
@@ -318,19 +311,20 @@ class Run:
 
         def tokenizer() -> Tokenizer:
             # Called in a thread; the producer belongs to the event loop.
-            found = find_tokenizer(producer, "input", 'give token ids: {"ids": [1, 2, 3]}')
+            found = find_tokenizer(self.producer, "input", 'give token ids: {"ids": [1, 2, 3]}')
             return asyncio.run_coroutine_threadsafe(found, loop).result()
 
-        self._preparer = Preparer(self._kind, settings.start, producer.model, tokenizer, index.is_duplicate)
+        info, is_duplicate = self.producer.model, self.index.is_duplicate
+        self._preparer = Preparer(self._kind, self.settings.start, info, tokenizer, is_duplicate)
 
     async def run(self) -> Outcome:
         """Compute all shards that are not done."""
-        manifest, folder = self._manifest, self._folder
+        manifest, folder = self.manifest, self.folder
         resumed, size = {shard.number for shard in manifest.done}, manifest.options.shard_lines
-        lines_done = sum(min(size, self._index.lines - number * size) for number in resumed)
-        with self._progress:
-            self._progress.shards = len(resumed), manifest.shards
-            self._progress.begin(self._index.lines, lines_done)
+        lines_done = sum(min(size, self.index.lines - number * size) for number in resumed)
+        with self.progress:
+            self.progress.shards = len(resumed), manifest.shards
+            self.progress.begin(self.index.lines, lines_done)
             try:
                 await self.run_shards([number for number in range(manifest.shards) if number not in resumed])
             except BaseException:
@@ -347,8 +341,8 @@ class Run:
         return Outcome(texts, errors, manifest.shards, len(resumed))
 
     async def _sum_up(self) -> None:
-        with self._folder.explained():
-            await finish(asyncio.to_thread(self._folder.sum_up, self._manifest, is_over=True))
+        with self.folder.explained():
+            await finish(asyncio.to_thread(self.folder.sum_up, self.manifest, is_over=True))
 
     async def run_shards(self, shards: Sequence[int]) -> None:
         """Compute some shards.
@@ -359,7 +353,7 @@ class Run:
         if not shards:
             return
         await self._check_adapter()
-        senders = (self._send() for _ in range(self._settings.concurrency))
+        senders = (self._send() for _ in range(self.settings.concurrency))
         others = [self._read(shards), self._feed(), *senders, self._watch_adapter()]
         try:
             await await_beside(self._drain(len(shards)), others)
@@ -371,7 +365,7 @@ class Run:
 
     async def _read(self, shards: Sequence[int]) -> None:
         """Read and tokenize the next lines while requests are pending."""
-        chunks = self._source.read(self._index, self._manifest.options.shard_lines, shards)
+        chunks = self.source.read(self.index, self.manifest.options.shard_lines, shards)
 
         def prepare() -> tuple[int, list[Text | Failed], bool] | None:
             for shard, lines, is_last in chunks:
@@ -401,7 +395,7 @@ class Run:
 
     def _fits(self, size: int) -> bool:
         """Whether one more item is allowed; a single item may have any size."""
-        limit = _ITEMS_PER_REQUEST * self._settings.concurrency
+        limit = _ITEMS_PER_REQUEST * self.settings.concurrency
         has_room = self._pending_items < limit and self._pending_bytes + size <= _MAX_BYTES
         return has_room or not self._pending_items
 
@@ -409,7 +403,7 @@ class Run:
         if isinstance(entry, Failed):
             yield _Item(shard, entry, size=_TEXT_BYTES)
             return
-        info, loop = self._producer.model, asyncio.get_running_loop()
+        info, loop = self.producer.model, asyncio.get_running_loop()
         parts, number_bytes = self._kind.parts(entry.span, info), _NUMBER_BYTES * self._kind.width(info)
         for part in parts:
             size = _TEXT_BYTES + _ID_BYTES * len(entry.ids) + number_bytes * len(part)
@@ -421,12 +415,12 @@ class Run:
             item = await self._unsent.get()
             if isinstance(item.entry, Text) and item.result is not None:
                 item.result.set_result(await self._request(item.entry, item.part))
-                self._progress.unplaced[item.shard] += item.is_last
+                self.progress.unplaced[item.shard] += item.is_last
 
     async def _request(self, text: Text, part: range) -> Columns | Failed:
         self._check_model()
         try:
-            result = await self._kind.ask(self._producer, text, part, self._settings.adapter)
+            result = await self._kind.ask(self.producer, text, part, self.settings.adapter)
         except (InvalidPrompt, WorkerError) as error:
             self._check_model()
             return Failed(text.line, text.custom_id, str(error))
@@ -442,7 +436,7 @@ class Run:
         Raises:
             ModelMismatch: the model changed.
         """
-        began, now = self._manifest.model, self._producer.model
+        began, now = self.manifest.model, self.producer.model
         if now is self._checked:  # The producer reads the info again every second.
             return
         if now.fingerprint != began.fingerprint:
@@ -455,8 +449,8 @@ class Run:
     async def _check_adapter(self) -> None:
         """Refuse results of another model or adapter than the manifest's, as the server reports them."""
         self._check_model()
-        adapter = self._settings.adapter
-        began, now = self._manifest.model.adapter, await _qualified(self._producer, adapter)
+        adapter = self.settings.adapter
+        began, now = self.manifest.model.adapter, await _qualified(self.producer, adapter)
         if now != began:
             raise ModelMismatch(
                 f"the adapter {adapter!r} has changed ({began}, now {now}). Finished shards are kept. Run the same "
@@ -492,20 +486,20 @@ class Run:
                 self._pending_bytes -= size
                 self._has_room.set()
                 lines = sum(done.entry is not None and done.is_last for done in ready)
-                self._progress.advance(lines, sum(len(done.part) for done in ready))
+                self.progress.advance(lines, sum(len(done.part) for done in ready))
                 ready, size = [], 0
 
     def _write(self, ready: Sequence[_Item]) -> None:
         """Write items of one shard, in a thread. The end of the shard puts it into place."""
-        with self._folder.explained():
+        with self.folder.explained():
             for item in ready:
-                writer = self._writer = self._writer or ShardWriter(self._folder, self._manifest, item.shard)
+                writer = self._writer = self._writer or ShardWriter(self.folder, self.manifest, item.shard)
                 result = item.entry if item.result is None else item.result.result()
                 if item.entry is None:
-                    self._manifest.done.append(writer.place())
+                    self.manifest.done.append(writer.place())
                     self._writer = None
-                    self._progress.unplaced.pop(item.shard, None)
-                    self._progress.shards = len(self._manifest.done), self._manifest.shards
+                    self.progress.unplaced.pop(item.shard, None)
+                    self.progress.shards = len(self.manifest.done), self.manifest.shards
                 elif isinstance(result, Failed):
                     writer.fail(result)
                 elif isinstance(item.entry, Text) and isinstance(result, dict):
