@@ -1,4 +1,4 @@
-"""What the tests of `lmpool batch` have in common: inputs, runs in this process, and what must come out."""
+"""Helpers for the tests of `lmpool batch`: inputs, runs in this process, and expected outputs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 
 def write_lines(path: Path, lines: Iterable[Mapping[str, Any] | str]) -> Path:
-    """A JSONL file of objects, and of strings as they are."""
+    """A JSONL file of objects and of raw lines."""
     texts = (line if isinstance(line, str) else json.dumps(line) for line in lines)
     path.write_text("".join(f"{text}\n" for text in texts), "utf-8", "surrogatepass")
     return path
@@ -61,7 +61,7 @@ def content(folder: Path) -> dict[str, bytes]:
 
 
 def errors(folder: Path) -> list[tuple[int, str | None, str]]:
-    """The lines without an answer: number, custom id, reason."""
+    """The lines without a result: number, custom id, reason."""
     lines = (folder / "errors.jsonl").read_text("utf-8").splitlines()
     return [tuple(json.loads(line).values()) for line in lines]
 

@@ -1,4 +1,4 @@
-"""What is wrong with a line costs that line; what is wrong with a file or a disk is told, and leaves no half shard."""
+"""A bad line costs that line; a bad file or disk is an error, and leaves no partial shard."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ BAD: list[tuple[dict[str, Any] | str, str]] = [
 ]
 
 
-async def test_bad_lines_are_told_with_their_numbers_and_reasons(pool: Pool, tmp_path: Path) -> None:
+async def test_bad_lines_are_listed_with_their_numbers_and_reasons(pool: Pool, tmp_path: Path) -> None:
     pool.start("--max-prompt-tokens", MAX_TOKENS, "--fail-token", 9)
     good: list[dict[str, Any] | str] = [{"custom_id": f"good-{number}", "ids": [number + 1]} for number in range(4)]
     listed = [*good[:3], "", *(line for line, _ in BAD), "  ", good[3]]
@@ -249,7 +249,7 @@ async def test_a_line_without_an_answer_in_time_ends_the_run_and_is_named(pool: 
 
 
 @pytest.mark.parametrize("what", ["topk:64", "rows"])
-def test_a_full_disk_is_told_and_leaves_no_half_shard(pool: Pool, tmp_path: Path, what: str) -> None:
+def test_a_full_disk_is_an_error_and_leaves_no_partial_shard(pool: Pool, tmp_path: Path, what: str) -> None:
     pool.start()
     source, output = write_texts(tmp_path / "in.jsonl", draw_texts(60, longest=4)), tmp_path / "out"
     # The second shard is too large for a file.
@@ -289,7 +289,7 @@ async def test_a_compressed_input_is_read_as_what_it_holds(
     assert not (tmp_path / "half").exists()
 
 
-async def test_an_input_of_another_kind_is_told_by_its_first_bytes(pool: Pool, tmp_path: Path) -> None:
+async def test_the_first_bytes_of_an_input_decide_its_format(pool: Pool, tmp_path: Path) -> None:
     pool.start()
     table = pa.table({"ids": [[1], [2, 3]]})
     pq.write_table(table, tmp_path / "table.jsonl")  # Called something else.
@@ -304,7 +304,7 @@ async def test_an_input_of_another_kind_is_told_by_its_first_bytes(pool: Pool, t
                 await run(producer, tmp_path / "in.jsonl", tmp_path / "other", "topk:2")
 
 
-def test_a_model_that_is_missing_among_others_is_told_at_once(pool: Pool, tmp_path: Path) -> None:
+def test_a_missing_model_is_an_error_at_once_if_others_are_served(pool: Pool, tmp_path: Path) -> None:
     pool.start()
     source = write_texts(tmp_path / "in.jsonl", [[1, 2]])
     wrong = arguments(pool, source, tmp_path / "out", "--what", "topk:2", "--model", "sny")
@@ -372,7 +372,7 @@ def test_a_folder_of_a_run_has_a_status_without_arq(pool: Pool, tmp_path: Path) 
     assert (ended.returncode, "is not an output folder of `lmpool batch`" in ended.stderr) == (2, True)
 
 
-def test_a_folder_that_cannot_be_made_is_told(pool: Pool, tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_made_is_an_error(pool: Pool, tmp_path: Path) -> None:
     source = write_texts(tmp_path / "in.jsonl", [[1]])
     ended = run_lmpool(*arguments(pool, source, source / "out", "--what", "topk:2"))
     assert ended.returncode == 2
@@ -426,7 +426,7 @@ async def test_nothing_is_scored_beside_an_empty_side(
     assert reason in error
 
 
-async def test_files_of_somebody_else_are_no_temporary_ones_of_ours(pool: Pool, tmp_path: Path) -> None:
+async def test_temporary_files_of_other_programs_are_kept(pool: Pool, tmp_path: Path) -> None:
     pool.start()
     source, out = write_texts(tmp_path / "in.jsonl", [[1], [2]]), tmp_path / "out"
     out.mkdir()

@@ -1,4 +1,4 @@
-"""Inputs and outputs behind URLs: a run to a bucket makes what one to a folder makes, killed or not."""
+"""Inputs and outputs behind URLs: a run to a bucket has the same output as a run to a folder, killed or not."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def begun(pool: Pool, *locations: str, what: str = "topk:3") -> list[str]:
 
 
 @pytest.mark.parametrize(("what", "suffix"), [("topk:3", "jsonl"), ("rows", "safetensors")])
-async def test_a_bucket_gets_what_a_folder_gets(
+async def test_a_run_to_a_bucket_has_the_output_of_a_run_to_a_folder(
     pool: Pool, tmp_path: Path, bucket: TestBucket, what: str, suffix: str
 ) -> None:
     pool.start()
@@ -74,8 +74,8 @@ def test_a_file_url_is_a_path(pool: Pool, tmp_path: Path) -> None:
     assert len(lmpool.batch.open(f"file://{tmp_path / 'out'}")) == len(TEXTS)
 
 
-async def test_a_run_to_a_bucket_goes_on_where_it_was_killed(pool: Pool, tmp_path: Path, bucket: TestBucket) -> None:
-    # It takes half a minute for all of them: a client cannot have uploaded the last one while a test looks once.
+async def test_a_run_to_a_bucket_continues_where_it_was_killed(pool: Pool, tmp_path: Path, bucket: TestBucket) -> None:
+    # All shards take half a minute: the client cannot upload the last one between two checks of the test.
     pool.start("--step-ms", 500, "--max-batch", 4)
     path = write_texts(tmp_path / "in.jsonl", draw_texts(200))
     url, output = bucket.put("in.jsonl", path.read_bytes()), f"{bucket.url}/out"
@@ -86,14 +86,14 @@ async def test_a_run_to_a_bucket_goes_on_where_it_was_killed(pool: Pool, tmp_pat
     half = lmpool.batch.open(output)
     assert len(half) >= 30
     done = bucket.shards("out")
-    # What is whole in its place and not noted, or noted and not whole, is not done.
+    # A whole shard without a note is not done, nor is a noted shard of another size.
     bucket.remove("out/done/00000.json")
     bucket.put("out/shard-00001.jsonl", b"half\n")
     assert len(lmpool.batch.open(output)) == len(half) - 20
     pool.start()
     ended = await asyncio.to_thread(run_lmpool, *begun(pool, url, output))
     assert json.loads(ended.stdout)["resumed"] == done - 2, ended.stderr
-    # Last: what it leaves in the cache would have been found at once.
+    # Last: its rows in the cache would have made the other run too fast.
     async with pool.producer() as producer:
         await run(producer, path, tmp_path / "whole", "topk:3", shard_lines=10)
     assert bucket.content("out") == content(tmp_path / "whole")
@@ -228,9 +228,7 @@ async def test_a_run_whose_shards_another_program_removes_ends_with_an_error(
             await run(producer, source, output, "topk:3", shard_lines=10)
 
 
-def test_a_store_that_cannot_be_reached_is_told_and_may_come_back(
-    bucket: TestBucket, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unreachable_store_is_an_error_that_may_pass(bucket: TestBucket, monkeypatch: pytest.MonkeyPatch) -> None:
     class Broken(Exception):
         """As libraries of stores have their own."""
 
@@ -246,7 +244,7 @@ def test_a_store_that_cannot_be_reached_is_told_and_may_come_back(
     assert raised.value.may_pass
 
 
-async def test_a_presigned_url_is_read_and_its_signature_told_nobody(
+async def test_a_presigned_url_is_read_and_its_signature_is_in_no_message(
     pool: Pool, tmp_path: Path, bucket: TestBucket
 ) -> None:
     pool.start()
@@ -266,14 +264,14 @@ async def test_a_presigned_url_is_read_and_its_signature_told_nobody(
     assert fetch.named("/data/what?#1.jsonl") == "/data/what?#1.jsonl", "a path has no query"
 
 
-def test_a_copy_of_an_input_is_made_once_and_anew_when_it_has_changed(bucket: TestBucket, tmp_path: Path) -> None:
+def test_an_input_is_copied_once_and_again_when_it_has_changed(bucket: TestBucket, tmp_path: Path) -> None:
     url = bucket.put("in.jsonl", b'{"ids": [1]}\n')
     first = fetch.plain_file(url).stat()
     again = fetch.plain_file(url).stat()
     assert (again.st_ino, again.st_mtime_ns) == (first.st_ino, first.st_mtime_ns), "a run that reads it goes on"
     bucket.put("in.jsonl", b'{"ids": [2]}\n')  # Of the same size.
     assert fetch.plain_file(url).read_bytes() == b'{"ids": [2]}\n'
-    # What tells a content from the one before may not be there at all: then no other process believes it.
+    # A store may report no version of a file: then no other process uses the copy.
     assert fetch.identity({"size": 3}) != fetch.identity({"size": 4})
     assert fetch._PROCESS in fetch.identity({"size": 3})
     assert fetch._PROCESS not in fetch.identity({"size": 3, "ETag": "a"})
@@ -296,7 +294,7 @@ def test_a_copy_of_a_file_that_changes_while_it_is_unpacked_is_not_kept(
     assert not list(fetch.cache_folder().iterdir())
 
 
-def test_only_what_the_cache_has_made_is_removed_from_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_files_of_the_cache_are_removed_from_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "scratch").mkdir()
     monkeypatch.setenv("LMPOOL_BATCH_CACHE", str(tmp_path / "scratch"))
     cache = fetch.cache_folder()
@@ -330,7 +328,7 @@ def test_only_what_the_cache_has_made_is_removed_from_it(tmp_path: Path, monkeyp
     assert [path.exists() for path in (*copies, staging)] == [True, False, False]
 
 
-def test_a_cache_that_others_can_write_to_is_not_believed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_that_others_can_write_to_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LMPOOL_BATCH_CACHE", str(tmp_path))
     source, cache = str(packed(tmp_path / "in.jsonl.gz")), tmp_path / "lmpool-batch"
     cache.mkdir()
@@ -338,7 +336,7 @@ def test_a_cache_that_others_can_write_to_is_not_believed(tmp_path: Path, monkey
     copy = fetch.plain_file(source)  # It was empty.
     assert stat.S_IMODE(cache.stat().st_mode) == 0o700
     cache.chmod(0o777)
-    copy.write_bytes(b"of somebody else")
+    copy.write_bytes(b"of another user")
     refused = rf"{cache} has mode 777 and is not lmpool's alone: set LMPOOL_BATCH_CACHE to a folder of its own"
     with pytest.raises(SettingsError, match=refused):
         fetch.plain_file(source)

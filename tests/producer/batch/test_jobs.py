@@ -1,4 +1,4 @@
-"""Shards as jobs of arq: any number of workers, killed or not, make what one run makes; no job is a pickle."""
+"""Shards as jobs of arq: any number of workers, killed or not, have the output of one run; no job is a pickle."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def in_place(output: Path) -> int:
     return len(list(output.glob("shard-*[0-9].jsonl")))
 
 
-async def test_several_workers_make_what_one_run_makes(
+async def test_several_workers_have_the_output_of_one_run(
     jobs_pool: Pool, tmp_path: Path, wanted: tuple[Path, dict[str, bytes]]
 ) -> None:
     source, expected = wanted
@@ -169,7 +169,7 @@ async def test_a_killed_worker_on_a_bucket_costs_time_and_no_byte(
     assert bucket.content("out") == expected
 
 
-async def test_what_a_worker_was_killed_over_in_a_bucket_is_made_again(
+async def test_shards_of_a_worker_that_was_killed_while_uploading_are_computed_again(
     jobs_pool: Pool, wanted: tuple[Path, dict[str, bytes]], bucket: TestBucket
 ) -> None:
     """It has uploaded a shard, whole or not, and not noted that it is done, or not all of the note; or a part over one
@@ -191,7 +191,7 @@ async def test_what_a_worker_was_killed_over_in_a_bucket_is_made_again(
     assert bucket.content("out") == expected
 
 
-async def test_jobs_whose_folder_is_gone_end_quietly_and_can_be_cancelled(
+async def test_jobs_of_a_removed_folder_end_without_an_error_and_can_be_cancelled(
     jobs_pool: Pool, tmp_path: Path, wanted: tuple[Path, dict[str, bytes]]
 ) -> None:
     source, expected = wanted
@@ -480,10 +480,10 @@ def test_jobs_are_submitted_and_done_under_users_with_few_rights(short_dir: Path
             pools["worker"].end()
 
 
-async def test_a_worker_tells_of_its_health(jobs_pool: Pool) -> None:
+async def test_a_worker_reports_its_health(jobs_pool: Pool) -> None:
     process = worker(jobs_pool)
     client = redis.Redis.from_url(jobs_pool.url)
-    told = await asyncio.to_thread(until, lambda: client.get(QUEUE + health_check_key_suffix), "it tells of its health")
+    told = await asyncio.to_thread(until, lambda: client.get(QUEUE + health_check_key_suffix), "it reports its health")
     assert b"j_complete=0" in told
     process.end()
     client.close()

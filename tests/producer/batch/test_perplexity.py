@@ -1,4 +1,4 @@
-"""`lmpool perplexity`: what a model makes of a text file, whatever windows it is read in."""
+"""`lmpool perplexity` of a text file, with several windows."""
 
 from __future__ import annotations
 

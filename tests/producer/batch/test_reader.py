@@ -1,4 +1,4 @@
-"""`lmpool.batch.open`: answers by number, by custom id, in order, for torch, and of a run that has not ended."""
+"""`lmpool.batch.open`: results by number, by custom id, in order, for torch, and of an unfinished run."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ async def written(pool: Pool, folder: Path, what: str, shard_format: str, texts:
 
 
 @pytest.mark.parametrize(("what", "shard_format"), FORMATS)
-async def test_answers_are_found_by_number_and_by_custom_id(
+async def test_results_are_found_by_number_and_by_custom_id(
     pool: Pool, tmp_path: Path, what: str, shard_format: str
 ) -> None:
     batch = lmpool.batch.open(await written(pool, tmp_path, what, shard_format))
@@ -50,7 +50,7 @@ async def test_answers_are_found_by_number_and_by_custom_id(
 
 
 @pytest.mark.parametrize(("what", "shard_format"), FORMATS)
-async def test_a_folder_whose_run_has_not_ended_has_what_is_done(
+async def test_the_folder_of_an_unfinished_run_has_the_finished_shards(
     pool: Pool, tmp_path: Path, what: str, shard_format: str
 ) -> None:
     output = await written(pool, tmp_path, what, shard_format)
@@ -72,7 +72,7 @@ async def test_rows_are_views_of_the_file(pool: Pool, tmp_path: Path) -> None:
     assert np.array_equal(rows, rows_of(TEXTS[9]))
 
 
-def test_what_is_no_output_is_refused(tmp_path: Path) -> None:
+def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(BatchError, match=r"not an output folder of `lmpool batch`: it has no manifest.json"):
         lmpool.batch.open(tmp_path)
     (tmp_path / "manifest.json").write_text("{}")

@@ -1,4 +1,4 @@
-"""A run that stops, however it does, goes on with the same command, and ends in the same bytes; no other run may."""
+"""A stopped run continues with the same command and ends with the same bytes; other runs are refused."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Counting(GatedBackend):
 
 
 async def test_a_killed_client_has_no_more_than_a_shard_computed_twice(pool: Pool, tmp_path: Path) -> None:
-    """And what was under way."""
+    """And its requests in flight."""
     concurrency = 8
     source = write_texts(tmp_path / "in.jsonl", TEXTS)
     options = ("--what", "topk:2", "--shard-lines", SHARD_LINES, "--concurrency", concurrency)
@@ -85,7 +85,7 @@ async def begun(pool: Pool, tmp_path: Path) -> tuple[Path, Path]:
     return source, output
 
 
-async def test_what_is_gone_or_damaged_is_made_again(
+async def test_missing_and_damaged_shards_are_computed_again(
     pool: Pool, begun: tuple[Path, Path], caplog: pytest.LogCaptureFixture
 ) -> None:
     source, output = begun
@@ -124,10 +124,10 @@ async def test_a_shard_that_a_worker_makes_while_shards_are_compared_stays(
     assert made.read_bytes() == data
 
 
-async def test_shards_that_the_manifest_does_not_know_yet_are_not_made_again(
+async def test_shards_that_the_manifest_does_not_list_are_not_computed_again(
     pool: Pool, begun: tuple[Path, Path]
 ) -> None:
-    """It is written once a second at most, and a run may be killed before."""
+    """The manifest lists them at the end only."""
     source, output = begun
     whole = content(output)
     manifest = json.loads(whole["manifest.json"])
@@ -298,7 +298,7 @@ async def test_a_model_that_changes_in_the_middle_ends_the_run(pool: Pool, tmp_p
     assert content(output) == content(tmp_path / "whole")
 
 
-async def test_a_folder_with_nothing_done_may_be_begun_anew(pool: Pool, tmp_path: Path) -> None:
+async def test_a_folder_without_results_is_free_for_another_run(pool: Pool, tmp_path: Path) -> None:
     pool.start()
     source, output = tmp_path / "in.jsonl", tmp_path / "out"
     async with pool.producer() as producer:
@@ -399,7 +399,7 @@ def test_files_of_killed_processes_are_removed_and_those_that_are_written_are_no
 def test_a_link_in_the_place_of_a_lock_is_not_followed(
     tmp_path: Path, hold: Callable[[Folder], AbstractContextManager[None]]
 ) -> None:
-    """Otherwise whoever can write to a folder has its user overwrite any file."""
+    """Otherwise any user who can write to a folder can make its user overwrite any file."""
     important, output = tmp_path / "important", tmp_path / "out"
     important.write_text("mine")
     output.mkdir()
