@@ -18,11 +18,7 @@ from lmpool.errors import BatchRefused
 
 
 class Bucket(Folder):
-    """An output folder behind a URL.
-
-    Args:
-        url: for fsspec.
-    """
+    """An output folder behind a URL."""
 
     def __init__(self, url: str) -> None:
         self._url = url.rstrip("/")

@@ -102,10 +102,6 @@ def check_url(url: str, schemes: Set[str]) -> None:
 def check_locations(root: Path, source: str, output: str) -> None:
     """Refuse an input or output that a job may not use: any client that may write jobs can choose them.
 
-    Args:
-        root: the folder below which files may be read and written.
-        source, output: paths or URLs.
-
     Raises:
         SettingsError: with the locations that are accepted.
     """
@@ -223,12 +219,6 @@ def _fetch_input(url: str) -> Path:
 
 def fetch(system: Any, path: str, url: str, info: Mapping[str, Any]) -> Path:
     """A local copy of a file of a store.
-
-    Args:
-        system: of fsspec.
-        path: there.
-        url: of the file.
-        info: from `system.info`.
 
     Raises:
         BatchError: the file changed while it was fetched.

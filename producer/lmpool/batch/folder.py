@@ -170,9 +170,6 @@ class Manifest(msgspec.Struct):
 class Folder:
     """An output folder on this machine. `Bucket` does the same behind a URL.
 
-    Args:
-        path: of the folder.
-
     Attributes:
         path: where temporary files are written.
         location: how messages and jobs name the folder.

@@ -134,12 +134,6 @@ async def submit(
 ) -> Queued:
     """Queue a job for each shard that is not done.
 
-    Args:
-        producer: reports the model.
-        arq: the queue.
-        source, output, settings: as `run_batch`.
-        pool: as `ShardJob`.
-
     Raises:
         LMPoolError: as `run_batch`.
     """

@@ -45,9 +45,6 @@ class ResultWriter:
     """Writes results to a new file: of each text its parts in order, and then that it ends.
 
     This class keeps the parts until the text ends.
-
-    Args:
-        file: new, open for writing.
     """
 
     def __init__(self, file: BinaryIO) -> None:

@@ -133,9 +133,6 @@ class CustomIds:
 class Source:
     """An input, which must not change until all of it was read. One pass over it finds the shards.
 
-    Args:
-        path: of the file.
-
     Raises:
         BatchError: it cannot be read.
     """
@@ -297,15 +294,7 @@ def _custom_id_of(line: bytes) -> str | None:
 
 
 class Preparer:
-    """Makes texts of lines. Use it in a thread: tokenizing takes time.
-
-    Args:
-        kind: of the request.
-        start: first position; a negative start counts from the end of each text.
-        info: of the model.
-        find_tokenizer: returns the model's tokenizer; called for the first line with text.
-        is_duplicate: whether an earlier line has the custom id of a line.
-    """
+    """Makes texts of lines. Use it in a thread: tokenizing takes time."""
 
     def __init__(
         self,

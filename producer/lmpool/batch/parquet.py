@@ -96,11 +96,7 @@ def _line_of(number: int, row: dict[str, Any]) -> Line | Failed:
 
 
 class ParquetWriter(ResultWriter):
-    """Writes a row for each text: line, custom_id, ids, start, and each column as a list, or as a list of lists.
-
-    Args:
-        file: new, open for writing.
-    """
+    """Writes a row for each text: line, custom_id, ids, start, and each column as a list, or as a list of lists."""
 
     def __init__(self, file: BinaryIO) -> None:
         super().__init__(file)
@@ -149,11 +145,7 @@ def _lists(arrays: list[NDArray[Any]]) -> Any:
 
 
 class ParquetReader:
-    """Reads a shard that `ParquetWriter` wrote, a row group at a time, and keeps the last one.
-
-    Args:
-        path: of the file.
-    """
+    """Reads a shard that `ParquetWriter` wrote, a row group at a time, and keeps the last one."""
 
     def __init__(self, path: Path) -> None:
         self._file = pq.ParquetFile(path, memory_map=True)

@@ -51,11 +51,7 @@ class _Named(msgspec.Struct):
 
 
 class JsonlReader:
-    """Reads a shard that `JsonlWriter` wrote.
-
-    Args:
-        path: of the file.
-    """
+    """Reads a shard that `JsonlWriter` wrote."""
 
     def __init__(self, path: Path) -> None:
         self._data = _mapped(path)
@@ -91,11 +87,7 @@ def _array(name: str, listed: list[Any]) -> NDArray[Any]:
 
 
 class SafetensorsReader:
-    """Reads a shard that `SafetensorsWriter` wrote: arrays are views of the file; bfloat16 and logits become float32.
-
-    Args:
-        path: of the file.
-    """
+    """Reads a shard that `SafetensorsWriter` wrote: arrays are views; bfloat16 and logits become float32."""
 
     def __init__(self, path: Path) -> None:
         data = np.frombuffer(_mapped(path), np.uint8)

@@ -101,9 +101,6 @@ class Progress(ExitStack):
 
     It shows nothing before `begin`.
 
-    Args:
-        label: of the counted things.
-
     Attributes:
         shards: how many are done, and how many there are; (0, 0) before the first request.
         unplaced: number of a shard that is not done -> how many of its lines have a result.
@@ -211,13 +208,6 @@ async def begin(
 ) -> tuple[Index, Manifest]:
     """Index an input, and begin or continue its run in a folder.
 
-    Args:
-        producer: is opened.
-        folder: which this process has locked.
-        opened: the input.
-        source: its location.
-        settings: of the run.
-
     Returns:
         The index, and the manifest, which lists the shards that are done.
 
@@ -278,17 +268,7 @@ class _Item:
 
 @dataclass(eq=False)
 class Run:
-    """A run, or some shards of it.
-
-    Attributes:
-        producer: is open.
-        folder: of the results.
-        manifest: of the folder.
-        source: the input.
-        index: of the input.
-        settings: of the run.
-        progress: shows the progress.
-    """
+    """A run, or some shards of it."""
 
     producer: Producer
     folder: Folder

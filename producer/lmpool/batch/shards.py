@@ -117,11 +117,6 @@ def _writer_of(suffix: str) -> type[ResultWriter]:
 class ShardWriter:
     """Writes one shard and the errors of its lines.
 
-    Args:
-        folder: where the shard belongs.
-        manifest: of the folder.
-        number: of the shard.
-
     Raises:
         SettingsError: the format needs an extra that is not installed.
     """
