@@ -2,8 +2,8 @@
 
     python examples/awrs_regex.py "The meeting is on" " (Mon|Tues|Fri)day at [0-9]{1,2} (am|pm)\\."
 
-A token is drawn from the model's row and kept if the expression allows it, so that only a few tokens of the vocabulary
-are ever checked. The weights tell how often the model alone would have written something that matches.
+Each step draws a token from the model's row and keeps it if the expression allows it, so only a few tokens of the
+vocabulary are checked. The weights estimate how often the model alone would write a matching text.
 
 Needs pip install genlm-control 'lmpool[genlm]', and a pool: lmpool up .cache/models/smollm2-float32 --name smollm2
 """
@@ -35,7 +35,7 @@ async def sample(given: argparse.Namespace) -> Any:
     with PooledLM.from_name(given.model, redis=given.redis) as model:
         language = PromptedLLM(model, prompt_ids=model.tokenizer.encode(given.prompt))
         form = BoolFSA.from_regex(given.pattern).coerce(language, f=b"".join)
-        # A threshold of 0: the samples are independent, none is dropped or doubled on the way.
+        # A threshold of 0: the samples are independent, none is dropped or copied.
         return await AWRS(language, form, seed=given.seed).smc(
             given.samples, ess_threshold=0.0, max_tokens=given.tokens
         )
@@ -49,10 +49,10 @@ def text_of(tokens: Sequence[Any]) -> str:
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("prompt", nargs="?", default=PROMPT, help="what the model reads first")
-    parser.add_argument("pattern", nargs="?", default=PATTERN, help="regular expression of what it may write")
+    parser.add_argument("prompt", nargs="?", default=PROMPT, help="beginning of the text")
+    parser.add_argument("pattern", nargs="?", default=PATTERN, help="regular expression for the continuation")
     parser.add_argument("--samples", type=int, default=8, help="how many (default: 8)")
-    parser.add_argument("--tokens", type=int, default=24, help="most tokens of a sample (default: 24)")
+    parser.add_argument("--tokens", type=int, default=24, help="tokens of a sample at most (default: 24)")
     parser.add_argument("--seed", type=int, default=1, help="of the draws (default: 1)")
     parser.add_argument("--model", help="name of the served model (default: the only one)")
     parser.add_argument("--redis", help="URL of the server (default: LMPOOL_REDIS_URL, then your embedded server)")

@@ -1,9 +1,9 @@
-"""Byte-level beam search with genlm-bytes: a model of tokens as a model of the next byte.
+"""Byte-level beam search with genlm-bytes: it turns a model of tokens into a model of bytes.
 
     python examples/byte_beams.py "The capital of Fra" --bytes 16
 
-A text may end in the middle of a word, for bytes know nothing of tokens: the beam follows several ways to cut the text
-into tokens, and asks the pool for the rows of all of them at once.
+A text may end in the middle of a word, because bytes have no token boundaries. The beam keeps several ways to cut the
+text into tokens, and requests the rows of all of them at once.
 
 Needs pip install genlm-bytes 'lmpool[genlm]', and a pool: lmpool up .cache/models/smollm2-float32 --name smollm2
 """
@@ -28,7 +28,7 @@ EOS = 257
 
 
 async def search(given: argparse.Namespace) -> tuple[bytes, Table]:
-    """The text with its likeliest bytes behind it, and for each of these what else there was."""
+    """The text with its most likely next bytes, and the alternatives to each byte."""
     from genlm.bytes import BeamParams, ByteBeamState
 
     from lmpool.producer.genlm import PooledLM
@@ -55,16 +55,16 @@ async def search(given: argparse.Namespace) -> tuple[bytes, Table]:
 
 
 def name_of(byte: int) -> str:
-    """A byte as people read it."""
+    """A byte as text."""
     return "the end" if byte == EOS else repr(bytes([byte]))[1:]
 
 
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("text", nargs="?", default=TEXT, help="what to continue")
+    parser.add_argument("text", nargs="?", default=TEXT, help="the text to continue")
     parser.add_argument("--bytes", type=int, default=16, help="how many bytes to add (default: 16)")
-    parser.add_argument("--beam", type=int, default=5, help="most ways to cut the text that are followed (default: 5)")
+    parser.add_argument("--beam", type=int, default=5, help="ways to cut the text that are kept (default: 5)")
     parser.add_argument("--model", help="name of the served model (default: the only one)")
     parser.add_argument("--redis", help="URL of the server (default: LMPOOL_REDIS_URL, then your embedded server)")
     text, table = asyncio.run(search(parser.parse_args()))

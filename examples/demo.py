@@ -2,8 +2,8 @@
 
     python examples/demo.py MODEL_FOLDER [--backend vllm]
 
-Each client asks 48 prompts: the beginnings, at three lengths, of 16 English sentences. All ask the same ones, so
-most answers come out of the cache or of a request that another client has under way.
+Each client requests the rows of 48 prompts: 16 English sentences, cut at three lengths. All clients have the same
+prompts, so most rows come from the cache, or from a request of another client in flight.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def prompts_of(tokenizer: PublishedTokenizer) -> list[list[int]]:
 
 
 async def client() -> None:
-    """One client process: wait for the word, ask everything at once, print what came back as JSON."""
+    """One client process: wait for the start signal, send all requests at once, print the results as JSON."""
     async with Producer() as producer:
         tokenizer = await producer.tokenizer()
         prompts = prompts_of(tokenizer)
@@ -85,7 +85,7 @@ async def client() -> None:
 
 @contextmanager
 def pool(given: argparse.Namespace, runtime: Path) -> Iterator[None]:
-    """`lmpool up` with the model, in a folder of its own so that a pool of yours is not touched."""
+    """Run `lmpool up` with the model, in a new folder, so that it leaves your own pool alone."""
     command = _up(given)
     log = runtime / "up.log"
     with log.open("wb") as out:
@@ -128,7 +128,7 @@ def _is_served() -> bool:
 
 
 def ask_from_clients() -> list[dict[str, Any]]:
-    """Start the client processes, give the word to all at once, and collect their answers."""
+    """Start the client processes, give all the start signal at once, and collect their results."""
     began = time.perf_counter()
     command = [sys.executable, *sys.argv, "--client"]
     clients = [
@@ -152,7 +152,7 @@ def ask_from_clients() -> list[dict[str, Any]]:
 
 
 def show(results: list[dict[str, Any]]) -> None:
-    """Print the likeliest next words, and who got their rows from where."""
+    """Print the most likely next words, and where each client got its rows."""
     console = Console()
     words = Table("sentence", title="What the model says")
     words.add_column("likeliest next words", no_wrap=True)
@@ -174,7 +174,7 @@ def main() -> None:
     """Run the demo."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("folder", help="folder of the model")
-    parser.add_argument("--backend", default=DEFAULT_BACKEND, help="what computes the rows")
+    parser.add_argument("--backend", default=DEFAULT_BACKEND, help="backend that computes the rows")
     parser.add_argument("--launcher", help="module to run instead of the command lmpool")
     parser.add_argument("--client", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()

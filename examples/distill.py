@@ -1,11 +1,11 @@
-"""Distillation: a tiny student learns what the served model expects after every token of a text, while it is asked.
+"""Distillation: a tiny student learns the served model's distribution after every token of a text.
 
     python examples/distill.py texts.txt --steps 200 --save student --plot kl.png
 
-Each step takes some windows of the text. The teacher tells the likeliest tokens at each of their positions and the
-logarithms of their probabilities (`Producer.batch_positions`: one forward a window); what is left of its probability
-counts as one more token. The loss is the Kullback-Leibler divergence from the teacher to the student, in nats a token.
-While the student learns from one batch the pool computes the next.
+Each step takes some windows of the text. The teacher returns the most likely tokens at each position and their
+log-probabilities (`Producer.batch_positions`: one forward a window). The rest of the probability counts as one more
+token. The loss is the Kullback-Leibler divergence from the teacher to the student, in nats a token. While the student
+learns from one batch, the pool computes the next.
 
 Needs a pool, such as `lmpool up .cache/models/smollm2-float32 --name smollm2`, pip install 'lmpool[hf]', and for --plot
 matplotlib. For teacher data on disk see `lmpool batch run`.
@@ -63,7 +63,7 @@ class Student:
 
 
 def divergence(logits: Tensor, values: Tensor, ids: Tensor) -> Tensor:
-    """KL(teacher || student) over the teacher's likeliest tokens and the rest as one, the mean of all positions.
+    """KL(teacher || student) over the teacher's most likely tokens and the rest as one token, averaged over positions.
 
     Args:
         logits: the student's, (n, t, V).
@@ -76,7 +76,7 @@ def divergence(logits: Tensor, values: Tensor, ids: Tensor) -> Tensor:
 
 
 def _with_rest(values: Tensor) -> Tensor:
-    """Log-probabilities of some tokens, and behind them that of all others together."""
+    """Log-probabilities of some tokens, and then of all others together."""
     rest = torch.log1p(-values.exp().sum(-1, keepdim=True).clamp(max=1 - 1e-6))
     return torch.cat([values, rest], dim=-1)
 
@@ -102,7 +102,7 @@ async def distill(given: argparse.Namespace, text: str) -> list[float]:
                 taught = await answer
                 losses.append(await asyncio.to_thread(student.learn, batch, taught))
         finally:
-            # What was asked ahead, and may have failed as what came before it.
+            # The request for the next batch, which may have failed like the one before.
             asked[1].cancel()
             await asyncio.gather(asked[1], return_exceptions=True)
         if given.save is not None:
@@ -127,7 +127,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100, help="how many batches to learn from (default: 100)")
     parser.add_argument("--batch", type=int, default=8, help="windows of a batch (default: 8)")
     parser.add_argument("--length", type=int, default=64, help="tokens of a window (default: 64)")
-    parser.add_argument("--top", type=int, default=32, help="likeliest tokens that the teacher tells (default: 32)")
+    parser.add_argument("--top", type=int, default=32, help="most likely tokens of the teacher (default: 32)")
     parser.add_argument("--rate", type=float, default=2e-3, help="learning rate (default: 0.002)")
     parser.add_argument("--save", type=Path, help="a folder for the student")
     parser.add_argument("--plot", type=Path, help="an image file for the divergence of each step")

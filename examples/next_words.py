@@ -1,8 +1,8 @@
-"""The likeliest next words of some texts.
+"""The most likely next words of some texts.
 
     python examples/next_words.py "The capital of France is" "Two plus two is"
 
-All texts are asked for together, and only the entries that are shown travel. Needs a pool, such as
+One request has all texts, and returns only the shown entries. Needs a pool, such as
 
     lmpool up .cache/models/smollm2-float32 --name smollm2
 
@@ -27,7 +27,7 @@ TEXTS = ["The capital of France is", "Once upon a time there was a little", "The
 
 
 async def next_words(given: argparse.Namespace) -> Table:
-    """A table of the texts, each with its likeliest next words and their probabilities."""
+    """A table of the texts, each with its most likely next words and their probabilities."""
     async with Producer(given.model, redis=given.redis) as producer:
         tokenizer = await producer.tokenizer()
         prompts = [tokenizer.encode(text) for text in given.texts]
@@ -43,7 +43,7 @@ async def next_words(given: argparse.Namespace) -> Table:
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("texts", nargs="*", default=TEXTS, help="what to continue")
+    parser.add_argument("texts", nargs="*", default=TEXTS, help="texts to continue")
     parser.add_argument("--top", type=int, default=5, help="how many words (default: 5)")
     parser.add_argument("--model", help="name of the served model (default: the only one)")
     parser.add_argument("--redis", help="URL of the server (default: LMPOOL_REDIS_URL, then your embedded server)")

@@ -1,4 +1,4 @@
-"""A backend of your own, 40 lines without the imports: the next token is likely one that the prompt has."""
+"""An example backend in 40 lines without the imports: tokens of the prompt are likely next tokens."""
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field

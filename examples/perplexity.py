@@ -2,8 +2,8 @@
 
     python examples/perplexity.py README.md --window 512 --overlap 256
 
-Every token but the first is scored once, after at least `--overlap` tokens where the file has them: each window is one
-question, `producer.score(context, continuation)`, and only the scores travel. Needs a pool, such as
+Every token but the first is scored once, after at least `--overlap` tokens if the file has them. Each window is one
+request, `producer.score(context, continuation)`, which returns only the scores. Needs a pool, such as
 
     lmpool up .cache/models/smollm2-float32 --name smollm2
 
@@ -21,12 +21,12 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import track
 
-from lmpool.batch.perplexity import windows
+from lmpool.batch.cli import windows
 from lmpool.errors import LMPoolError
 from lmpool.producer import Producer
 
 AT_ONCE = 8
-"""Windows that are asked for together: enough to keep workers busy."""
+"""Windows in one batch of requests: enough to keep workers busy."""
 
 
 async def nats_of(given: argparse.Namespace, text: str) -> tuple[int, float]:
@@ -47,7 +47,7 @@ def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("file", type=Path, help="a text in UTF-8")
-    parser.add_argument("--window", type=int, default=512, help="most tokens of one forward (default: 512)")
+    parser.add_argument("--window", type=int, default=512, help="tokens of one forward at most (default: 512)")
     parser.add_argument("--overlap", type=int, default=256, help="tokens that are read again (default: 256)")
     parser.add_argument("--model", help="name of the served model (default: the only one)")
     parser.add_argument("--redis", help="URL of the server (default: LMPOOL_REDIS_URL, then your embedded server)")

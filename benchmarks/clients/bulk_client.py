@@ -11,8 +11,7 @@ from pathlib import Path
 import uvloop
 
 from benchmarks.harness.lines import serve
-from lmpool.batch.progress import Progress
-from lmpool.batch.run import BatchSettings, run_batch
+from lmpool.batch.run import BatchSettings, Progress, run_batch
 from lmpool.producer import Producer
 
 _AT_ONCE = BatchSettings("scores").concurrency

@@ -1,6 +1,6 @@
 """lm-evaluation-harness on a pool: the model `lmpool`, and lm-eval's command with it, `python -m lmpool.lm_eval`.
 
-Texts become tokens, and are cut, as lm-eval's own model `hf` does it, so that both give the same numbers.
+Texts are tokenized and cut as lm-eval's own model `hf` does it, so that both return the same numbers.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from lmpool.errors import LMPoolError, PromptTooLong, SettingsError
 from lmpool.producer.sync import SyncProducer
 from lmpool.producer.tokenizer import end_tokens, load_tokenizer, read_tokenizer
 from lmpool.protocol.query import MAX_SEED, TopK
-from lmpool.settings import shown
+from lmpool.settings import check_number, shown
 
 try:
     from jinja2.exceptions import TemplateError
@@ -42,51 +42,32 @@ except ImportError as error:
 
 T = TypeVar("T")
 R = TypeVar("R")
+_Pair = tuple[Any, list[int], list[int]]
+"""lm-eval's key of a request (or None), the token ids of the context, and of the continuation; both at least one."""
 
-# Below lm-eval's own, whose log is set up.
-_log = logging.getLogger("lm_eval.models.lmpool")
+_log = logging.getLogger("lm_eval.models.lmpool")  # Below lm-eval's logger, which lm-eval configures.
 
-_IN_FLIGHT = 64
-# Tokens of a continuation between two looks for what ends it: its text, that workers do not see.
-_PIECE = 32
-# Continuations of one context that are asked one after the other: the options of a question, with room to spare.
-_OPTIONS = 16
-# What a token must score to be the likeliest in any case: a little more than ln 1/2.
-_SURELY_LIKELIEST = -0.69
-# Arguments that nobody needs to give, or can.
-_NOT_OURS = {"max_batch_size", "device", "unknown", "return"}
-# What lm-eval's command gives where nobody has named a device.
-_ANY_DEVICE = "cuda:0"
-# What tells only of how tokens are drawn.
-_OF_DRAWS = {"top_p", "top_k", "min_p", "typical_p"}
+_CONCURRENCY = 64  # Default concurrent requests: enough to fill the batch of a worker.
+_PIECE = 32  # Tokens between two checks of a continuation's text for the texts that end it, which workers do not see.
+_MAX_OPTIONS = 16  # Continuations of one context that one thread requests: more than a question has options.
+# A token with a higher log-probability is the most likely one: ln 1/2, and a little more for rounding.
+_CERTAINLY_FIRST = -0.69
+_IGNORED = {"max_batch_size", "device", "unknown", "return"}  # Arguments that errors do not offer.
+_DEFAULT_DEVICE = "cuda:0"  # The device that lm-eval's command passes if the user named none.
+_SAMPLING_OPTIONS = {"top_p", "top_k", "min_p", "typical_p"}  # Without effect at temperature 0.
 
 
-class _Pair(NamedTuple):
-    """A continuation to be scored, and what it follows.
+class _Generation(NamedTuple):
+    """A generation request.
 
     Attributes:
-        key: what lm-eval caches the answer by, or None.
-        context: token ids, at least one.
-        continuation: token ids, at least one.
-    """
-
-    key: tuple[str, str] | None
-    context: list[int]
-    continuation: list[int]
-
-
-class _Growing(NamedTuple):
-    """What a generation request asks for.
-
-    Attributes:
-        most: so many tokens at most.
+        max_tokens: of the continuation.
         until: texts that end it.
-        windows: each of these texts, and among how many of the last tokens it is looked for.
-        temperature: as `Producer.generate`.
-        top_p: as `Producer.generate`.
+        windows: each of these texts, and in how many of the last tokens it is searched.
+        temperature, top_p: as `Producer.generate`.
     """
 
-    most: int
+    max_tokens: int
     until: list[str]
     windows: list[tuple[str, int]]
     temperature: float
@@ -98,24 +79,23 @@ class LmpoolLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types.
     """A model that a pool serves.
 
     Args:
-        name: of the served model; None for the only one that is served.
+        name: of the served model; None for the only served one.
         redis: URL of the server, as `Producer` takes it.
         prefix: prefix of the pool's Redis keys.
         adapter: one of the model's adapters; "" for none.
         timeout: seconds that each request may take.
-        priority: "bulk" for requests that yield to those of all other clients, as `Producer` takes it.
+        priority: "bulk" for requests that yield to requests of other clients, as `Producer` takes it.
         tokenizer: hub name or folder of the tokenizer; None for the served model's.
-        max_length: most tokens that the model is given; None for the longest prompt that the pool takes.
+        max_length: tokens of a prompt at most; None for the longest prompt of the pool.
         max_gen_toks: tokens of a continuation, unless the task says otherwise.
-        batch_size: requests in flight at once. "auto", and lm-eval's default of 1, stand for 64.
-        seed: of what is drawn, when a task samples; the i-th request is drawn with `seed` + i * 2**32.
-        add_bos_token: whether texts begin with the tokenizer's special tokens; None for as the tokenizer has it.
-        prefix_token_id: what the first token of a text is scored after; None for the tokenizer's BOS, or else EOS.
-        think_end_token: a text up to whose last occurrence continuations are left out.
-        chat_template_args: further arguments of the chat template.
-        trust_remote_code: whether the tokenizer may run code that comes with it.
-        max_batch_size: of no use here; lm-eval's command line gives it.
-        device: as `max_batch_size`.
+        batch_size: concurrent requests. "auto", and lm-eval's default of 1, stand for 64.
+        seed: of tasks that sample; the i-th request is drawn with `seed` + i * 2**32.
+        add_bos_token: whether texts begin with the tokenizer's special tokens; None for the tokenizer's default.
+        prefix_token_id: token before the first token of a text; None for the tokenizer's BOS, or else EOS.
+        think_end_token: a continuation up to the last occurrence of this text is left out.
+        chat_template_args: more arguments of the chat template.
+        trust_remote_code: whether the tokenizer may run code that it comes with.
+        max_batch_size, device: without effect; lm-eval's command passes them.
         unknown: refused.
 
     Raises:
@@ -148,15 +128,17 @@ class LmpoolLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types.
     ) -> None:
         super().__init__()
         if unknown:
-            known = [name for name in LmpoolLM.__init__.__annotations__ if name not in _NOT_OURS]
+            known = [name for name in LmpoolLM.__init__.__annotations__ if name not in _IGNORED]
             raise SettingsError(f"{min(unknown)}: not an argument of the model lmpool; there are {', '.join(known)}")
-        chosen = None if device == _ANY_DEVICE else device
-        for given, value in (("max_batch_size", max_batch_size), ("device", chosen)):
+        for given, value in (
+            ("max_batch_size", max_batch_size),
+            ("device", None if device == _DEFAULT_DEVICE else device),
+        ):
             if value is not None:
                 _log.warning("%s=%s: has no effect, the pool's workers decide", given, value)
-        self._in_flight = _read_batch_size(batch_size)
-        _check_whole("max_gen_toks", max_gen_toks, 1)
-        _check_whole("seed", seed, 0, MAX_SEED)
+        check_number("max_gen_toks", max_gen_toks, least=1)
+        check_number("seed", seed, least=0, most=MAX_SEED)
+        self._concurrency = _read_batch_size(batch_size)
         self.max_gen_toks = max_gen_toks
         self._seed = seed
         self._think_end_token = think_end_token
@@ -166,12 +148,14 @@ class LmpoolLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types.
             name, redis=redis, prefix=prefix, timeout=timeout, priority=priority, keep_answers=False
         )
         info = self._info = self._producer.model
-        if max_length is not None:
-            _check_whole("max_length", max_length, 1, info.max_prompt_tokens)
-        self.max_length = max_length or info.max_prompt_tokens
+        self.max_length = info.max_prompt_tokens if max_length is None else max_length
+        check_number("max_length", self.max_length, least=1, most=info.max_prompt_tokens)
         settings: dict[str, Any] = {} if add_bos_token is None else {"add_bos_token": add_bos_token}
-        settings["trust_remote_code"] = trust_remote_code
-        self.tokenizer: Any = _tokenizer_of(info, tokenizer, settings)
+        settings |= {"option": "tokenizer", "otherwise": "name one of this machine: tokenizer=<folder>"}
+        settings |= {"trust_remote_code": trust_remote_code}
+        self.tokenizer: Any = (
+            load_tokenizer(info, **settings) if tokenizer is None else read_tokenizer(tokenizer, **settings)
+        )
         self._add_bos_token = add_bos_token
         self._prefix_token_id = prefix_token_id
         ends = [self.eot_token_id, *end_tokens(tokenizer or info.source)]
@@ -185,46 +169,34 @@ class LmpoolLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types.
 
     @property
     def prefix_token_id(self) -> int:
-        """What the first token of a text is scored after."""
-        if self._prefix_token_id is not None:
-            return self._prefix_token_id
-        token: int | None = self.tokenizer.bos_token_id
-        return self.eot_token_id if token is None else token
+        """The token before the first token of a text."""
+        candidates = (self._prefix_token_id, self.tokenizer.bos_token_id)
+        return next((token for token in candidates if token is not None), self.eot_token_id)
 
     @property
     def tokenizer_name(self) -> str:
-        """Under which name lm-eval keeps requests that were made with this tokenizer."""
-        name: str = self.tokenizer.name_or_path
-        return name.replace("/", "__")
+        """The name under which lm-eval caches requests that this tokenizer made."""
+        return str(self.tokenizer.name_or_path).replace("/", "__")
 
     def get_model_info(self) -> dict[str, str]:
-        """What lm-eval writes beside its results."""
-        info = self._info
-        return {
-            "model_name": info.name,
-            "model_dtype": info.dtype,
-            "model_revision": info.revision,
-            "model_fingerprint": info.fingerprint,
-        }
+        """Fields that lm-eval writes next to its results."""
+        names = ("name", "dtype", "revision", "fingerprint")
+        return {f"model_{name}": getattr(self._info, name) for name in names}
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         """See `lm_eval.api.model.LM.apply_chat_template`."""
-
-        def applied(history: list[dict[str, str]]) -> str:
-            text: str = self.tokenizer.apply_chat_template(
-                history,
-                tokenize=False,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=not add_generation_prompt,
-                **self._chat_template_args,
-            )
-            return text
-
+        options = {
+            "tokenize": False,
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": not add_generation_prompt,
+            **self._chat_template_args,
+        }
         try:
-            return applied(chat_history)
+            return str(self.tokenizer.apply_chat_template(chat_history, **options))
         except TemplateError:
             _log.warning("the chat template failed: applying it without messages of the system role")
-            return applied([message for message in chat_history if message["role"] != "system"])
+            without = [message for message in chat_history if message["role"] != "system"]
+            return str(self.tokenizer.apply_chat_template(without, **options))
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
         """See `lm_eval.api.model.TemplateLM.tok_encode`."""
@@ -233,47 +205,43 @@ class LmpoolLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types.
         return self._encode(string, add_special_tokens)
 
     def _encode(self, text: str, add_special_tokens: bool | None) -> list[int]:
-        if add_special_tokens is None:
-            add_special_tokens = self._add_bos_token
-        settings = {} if add_special_tokens is None else {"add_special_tokens": add_special_tokens}
-        ids: list[int] = self.tokenizer.encode(text, **settings)
+        added = self._add_bos_token if add_special_tokens is None else add_special_tokens
+        ids: list[int] = self.tokenizer.encode(text, **({} if added is None else {"add_special_tokens": added}))
         return ids
 
-    def _each(self, description: str, ask: Callable[[T], R], items: Sequence[T], disable_tqdm: bool) -> Iterator[R]:
-        """The answers, in order, of as many requests in flight as there may be; the first failure ends all."""
-        with ThreadPoolExecutor(self._in_flight, "lmpool-lm-eval") as threads:
-            answers = threads.map(ask, items)
+    def _map(self, kind: str, request: Callable[[T], R], items: Sequence[T], disable_tqdm: bool) -> Iterator[R]:
+        """The results of concurrent requests, in order. The first failure ends all."""
+        with ThreadPoolExecutor(self._concurrency, "lmpool-lm-eval") as threads:
+            results = threads.map(request, items)
             try:
-                yield from tqdm(answers, total=len(items), disable=disable_tqdm, desc=f"Running {description} requests")
+                yield from tqdm(results, total=len(items), disable=disable_tqdm, desc=f"Running {kind} requests")
             except KeyboardInterrupt:
-                # Whoever presses Ctrl-C would wait for the requests in flight.
-                self._producer.close()
+                self._producer.close()  # Otherwise the program would wait for the requests in flight.
                 raise
 
     def _loglikelihood_tokens(
-        self, requests: list[tuple[tuple[str, str], list[int], list[int]]], disable_tqdm: bool = False, **_: Any
+        self, requests: list[_Pair], disable_tqdm: bool = False, **_: Any
     ) -> list[tuple[float, bool]]:
-        questions = _by_context([self._fitting(_Pair(*request)) for request in requests])
-        answers = []
-        found = self._each("loglikelihood", self._answers, questions, disable_tqdm)
-        for pairs, answered in zip(questions, found, strict=True):
-            for pair, answer in zip(pairs, answered, strict=True):
-                self.cache_hook.add_partial("loglikelihood", pair.key, answer)
-                answers.append(answer)
-        return answers
+        contexts = [list(group) for _, group in groupby(map(self._fit, requests), key=lambda pair: pair[1])]
+        groups = [pairs[at : at + _MAX_OPTIONS] for pairs in contexts for at in range(0, len(pairs), _MAX_OPTIONS)]
+        results = []
+        for pairs, found in zip(groups, self._map("loglikelihood", self._score, groups, disable_tqdm), strict=True):
+            for pair, result in zip(pairs, found, strict=True):
+                self.cache_hook.add_partial("loglikelihood", pair[0], result)
+                results.append(result)
+        return results
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
         """See `lm_eval.api.model.LM.loglikelihood_rolling`."""
-        numbers, pairs = [], []
+        pairs: list[_Pair] = []
         for number, request in enumerate(requests):
             ids = self.tok_encode(request.args[0])
-            for window in get_rolling_token_windows(ids, self.prefix_token_id, self.max_length, context_len=1):
-                numbers.append(number)
-                pairs.append(_Pair(None, *make_disjoint_window(window)))
+            rolled = get_rolling_token_windows(ids, self.prefix_token_id, self.max_length, context_len=1)
+            pairs += [(number, *make_disjoint_window(window)) for window in rolled]
         totals = [0.0] * len(requests)
-        scores = self._each("loglikelihood_rolling", self._scores, pairs, disable_tqdm)
-        for number, found in zip(numbers, scores, strict=True):
-            totals[number] += float(found.sum(dtype=np.float64))
+        found = self._map("loglikelihood_rolling", self._logprobs, pairs, disable_tqdm)
+        for (number, _, _), logprobs in zip(pairs, found, strict=True):
+            totals[number] += float(logprobs.sum(dtype=np.float64))
         for request, total in zip(requests, totals, strict=True):
             self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
         return totals
@@ -282,104 +250,96 @@ class LmpoolLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types.
         """See `lm_eval.api.model.LM.generate_until`."""
         wanted = [(number, request.args[0], self._read(request.args[1])) for number, request in enumerate(requests)]
         texts = []
-        answers = self._each("generate_until", lambda item: self._generate(*item), wanted, disable_tqdm)
-        for request, text in zip(requests, answers, strict=True):
+        found = self._map("generate_until", lambda item: self._generate(*item), wanted, disable_tqdm)
+        for request, text in zip(requests, found, strict=True):
             self.cache_hook.add_partial("generate_until", request.args, text)
             texts.append(text)
         return texts
 
-    def _fitting(self, pair: _Pair) -> _Pair:
-        """A pair whose context is cut from the left where the model does not take all of it."""
+    def _fit(self, pair: _Pair) -> _Pair:
+        """Cut a context from the left if the pair is too long."""
         key, context, continuation = pair
         if len(continuation) > self.max_length:
-            raise PromptTooLong(
-                f"a continuation of {len(continuation)} tokens: the model is given {self.max_length} at most"
-            )
+            raise PromptTooLong(f"a continuation has {len(continuation)} tokens; the limit is {self.max_length}")
         excess = len(context) + len(continuation) - self.max_length - 1
         if excess <= 0:
             return pair
-        _log.warning("%d tokens of a context are left out: the model is given %d at most", excess, self.max_length)
-        return _Pair(key, context[excess:], continuation)
+        _log.warning("leaving out %d tokens of a context: the limit is %d", excess, self.max_length)
+        return key, context[excess:], continuation
 
-    def _answers(self, pairs: list[_Pair]) -> list[tuple[float, bool]]:
-        """What each continuation of a context scores, and whether it is what the model would say."""
-        context = pairs[0].context
-        # Asked at most once for all of them, and only when scores do not tell.
-        first = cache(lambda: self._likeliest(context, len(context) - 1))
-        answers = []
+    def _score(self, pairs: list[_Pair]) -> list[tuple[float, bool]]:
+        """The log-probability of each continuation of one context, and whether it is the most likely one."""
+        context = pairs[0][1]
+        # Requested at most once for all, and only if log-probabilities do not decide.
+        first = cache(lambda: self._most_likely(context, len(context) - 1))
+        results = []
         for pair in pairs:
-            scores = self._scores(pair)
-            answers.append((float(scores.sum(dtype=np.float64)), self._is_greedy(pair, scores, first)))
-        return answers
+            logprobs = self._logprobs(pair)
+            results.append((float(logprobs.sum(dtype=np.float64)), self._is_greedy(pair, logprobs, first)))
+        return results
 
-    def _scores(self, pair: _Pair) -> NDArray[np.float32]:
-        """What each token of a continuation scores, float32 (m,)."""
+    def _logprobs(self, pair: _Pair) -> NDArray[np.float32]:
+        """The log-probability of each token of a continuation, float32 (m,)."""
         _, context, continuation = pair
         if len(context) + len(continuation) <= self._info.max_prompt_tokens:
             return self._producer.score(context, continuation, adapter=self._adapter)
-        # With its last token it is longer than prompts are, by that one: this is an entry of the row of all others.
+        # One token too long for a prompt: the last token is a target in the row of the tokens before it.
         ids, last = context + continuation[:-1], continuation[-1:]
         entry = self._producer.positions(ids, len(ids) - 1, targets=last, adapter=self._adapter)
         assert isinstance(entry, np.ndarray)
         others = [self._producer.score(context, continuation[:-1], adapter=self._adapter)] if continuation[1:] else []
         return np.concatenate([*others, entry[0]])
 
-    def _is_greedy(self, pair: _Pair, scores: NDArray[np.float32], first: Callable[[], list[int]]) -> bool:
-        """Whether each token of a continuation is the likeliest.
-
-        Scores do not tell, so it is asked, on the keys and values that the workers keep of the same tokens. Most
-        continuations are told by their first token, which is asked with `first`.
-        """
+    def _is_greedy(self, pair: _Pair, logprobs: NDArray[np.float32], first: Callable[[], list[int]]) -> bool:
+        """Whether each token of a continuation is the most likely one. The first token decides for most of them."""
         _, context, continuation = pair
-        if scores.min() > _SURELY_LIKELIEST:
+        if logprobs.min() > _CERTAINLY_FIRST:
             return True
         if first() != continuation[:1]:
             return False
         ids = context + continuation[:-1]
-        return len(continuation) == 1 or self._likeliest(ids, len(context)) == continuation[1:]
+        return len(continuation) == 1 or self._most_likely(ids, len(context)) == continuation[1:]
 
-    def _likeliest(self, ids: list[int], start: int) -> list[int]:
-        """The likeliest token behind each position from `start` on."""
+    def _most_likely(self, ids: list[int], start: int) -> list[int]:
+        """The most likely next token at each position from `start` on."""
         best = self._producer.positions(ids, start, top=1, adapter=self._adapter)
         assert isinstance(best, TopK)
         tokens: list[int] = best.ids[:, 0].tolist()
         return tokens
 
-    def _read(self, gen_kwargs: dict[str, Any]) -> _Growing:
-        """What a request's arguments ask for."""
+    def _read(self, gen_kwargs: dict[str, Any]) -> _Generation:
         arguments = dict(normalize_gen_kwargs(gen_kwargs, self.max_gen_toks))
         eos = None if self.eot_token_id is None else self.tokenizer.decode(self.eot_token_id)
         until = handle_stop_sequences(arguments.pop("until", None), eos)
-        most, temperature = arguments.pop("max_gen_toks"), arguments.pop("temperature", 0.0)
+        max_tokens, temperature = arguments.pop("max_gen_toks"), arguments.pop("temperature", 0.0)
         del arguments["do_sample"]
         top_p = arguments.pop("top_p", 1.0) if temperature else 1.0
-        if unknown := arguments.keys() - (set() if temperature else _OF_DRAWS):
+        if unknown := arguments.keys() - (set() if temperature else _SAMPLING_OPTIONS):
             raise SettingsError(
-                f"{min(unknown)}: not done by a pool; there are until, max_gen_toks, do_sample, temperature and top_p"
+                f"{min(unknown)}: a pool does not support it; there are until, max_gen_toks, do_sample, temperature "
+                "and top_p"
             )
-        if most >= self.max_length:
-            raise SettingsError(
-                f"max_gen_toks: {most} must be less than the {self.max_length} tokens that the model is given"
-            )
-        # As `hf` does: a text may be made of other tokens than the tokenizer makes of it, of a few more.
+        if max_tokens >= self.max_length:
+            raise SettingsError(f"max_gen_toks: {max_tokens} must be less than max_length, {self.max_length} tokens")
+        # Like `hf`: the model may write a text with a few more tokens than the tokenizer.
         windows = [(text, len(self._encode(text, False)) + 2) for text in until if text]
-        return _Growing(most, until, windows, temperature, top_p)
+        return _Generation(max_tokens, until, windows, temperature, top_p)
 
-    def _generate(self, number: int, context: str, wanted: _Growing) -> str:
-        """A continuation, in pieces."""
-        is_marked = has_bos_prefix(context, self.tokenizer.bos_token)
-        ids = self._encode(context, False if is_marked else None)[wanted.most - self.max_length :]
+    def _generate(self, number: int, context: str, wanted: _Generation) -> str:
+        """A continuation, requested in pieces."""
+        has_bos = has_bos_prefix(context, self.tokenizer.bos_token)
+        ids = self._encode(context, False if has_bos else None)[wanted.max_tokens - self.max_length :]
         ids = ids or [self.prefix_token_id]
-        # Most of what ends a text is made of these tokens: workers need not go on after them.
+        # Workers stop at the tokens of a text that ends the continuation; other tokens may form it too.
         stop = [*([token] for token in self._ends), *(self._encode(text, False) for text, _ in wanted.windows)]
         made: list[int] = []
         end = None
-        while end is None and len(made) < wanted.most:
-            # As one request for all would draw them. Without draws seeds do not matter, and answers can be shared.
+        while end is None and len(made) < wanted.max_tokens:
+            # Drawn like one request for all. Without sampling seeds have no effect, and equal ones share results.
             seed = (self._seed + (number << 32) + len(made)) & MAX_SEED if wanted.temperature else 0
             (piece,) = self._producer.generate(
                 ids + made,
-                min(_PIECE, wanted.most - len(made)),
+                min(_PIECE, wanted.max_tokens - len(made)),
                 temperature=wanted.temperature,
                 top_p=wanted.top_p,
                 seed=seed,
@@ -388,49 +348,27 @@ class LmpoolLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types.
             )
             begin = len(made)
             made += piece.ids.tolist()
-            end = self._end(made, begin, wanted.windows)
+            end = self._find_end(made, begin, wanted.windows)
         text = self.tokenizer.decode(made[:end], skip_special_tokens=True)
-        finished: str = postprocess_generated_text(text, wanted.until, self._think_end_token)
-        return finished
+        return str(postprocess_generated_text(text, wanted.until, self._think_end_token))
 
-    def _end(self, made: list[int], begin: int, windows: list[tuple[str, int]]) -> int | None:
-        """Behind how many tokens a continuation has come to its end; None if it has not. Before `begin` it has not."""
+    def _find_end(self, made: list[int], begin: int, windows: list[tuple[str, int]]) -> int | None:
+        """After how many tokens, more than `begin`, a continuation ends; None if it does not."""
         for end in range(begin + 1, len(made) + 1):
-            if made[end - 1] in self._ends:
+            texts = (text in self.tokenizer.decode(made[max(0, end - count) : end]) for text, count in windows)
+            if made[end - 1] in self._ends or any(texts):
                 return end
-            for text, count in windows:
-                if text in self.tokenizer.decode(made[max(0, end - count) : end]):
-                    return end
         return None
 
 
-def _tokenizer_of(info: Any, source: str | None, settings: dict[str, Any]) -> Any:
-    otherwise = "name one of this machine: tokenizer=<folder>"
-    if source is None:
-        return load_tokenizer(info, "tokenizer", otherwise, **settings)
-    return read_tokenizer(source, option="tokenizer", otherwise=otherwise, **settings)
-
-
-def _by_context(pairs: list[_Pair]) -> list[list[_Pair]]:
-    """Pairs in order, those of one context that follow each other together, `_OPTIONS` at most."""
-    questions = [list(group) for _, group in groupby(pairs, key=lambda pair: pair.context)]
-    return [pairs[at : at + _OPTIONS] for pairs in questions for at in range(0, len(pairs), _OPTIONS)]
-
-
 def _read_batch_size(batch_size: Any) -> int:
-    """Requests in flight at once."""
+    """Concurrent requests."""
     text = str(batch_size)
     if text == "1" or text.partition(":")[0] == "auto":
-        return _IN_FLIGHT
+        return _CONCURRENCY
     if not text.isdecimal() or int(text) < 1:
         raise SettingsError(f"batch_size: {shown(batch_size)} must be a whole number of at least 1, or 'auto'")
     return int(text)
-
-
-def _check_whole(name: str, value: Any, least: int, most: int | None = None) -> None:
-    if type(value) is not int or value < least or (most is not None and value > most):
-        limit = f"of at least {least}" if most is None else f"from {least} to {most}"
-        raise SettingsError(f"{name}: {shown(value)} must be a whole number {limit}")
 
 
 def main() -> None:

@@ -64,10 +64,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     | {"lmpool.producer.deadline", "lmpool.producer.client", "lmpool.producer", "lmpool.admin"},
     "lmpool.producer.genlm": SHARED_UNITS | {"lmpool.producer.deadline", "lmpool.producer.client", "lmpool.producer"},
     # What asks about whole files is a user of the client side like any other.
-    "lmpool.batch.storage": SHARED_UNITS,
-    "lmpool.batch": SHARED_UNITS | {"lmpool.producer", "lmpool.batch.storage"},
-    "lmpool.batch.cli": SHARED_UNITS
-    | {"lmpool.producer", "lmpool.producer.cli", "lmpool.batch", "lmpool.batch.storage"},
+    "lmpool.batch": SHARED_UNITS | {"lmpool.producer"},
+    "lmpool.batch.cli": SHARED_UNITS | {"lmpool.producer", "lmpool.producer.cli", "lmpool.batch"},
     "lmpool.admin": SHARED_UNITS | {"lmpool.producer.client"},
     "lmpool.web": SHARED_UNITS
     | {"lmpool.producer", "lmpool.producer.cli", "lmpool.producer.client", "lmpool.producer.deadline", "lmpool.admin"},
@@ -258,7 +256,7 @@ def test_each_part_needs_no_more_than_it_says() -> None:
         "producer/lmpool/producer/cli/trie_show.py": {"typer", "rich"},
         "producer/lmpool/producer/tokenizer.py": {"tokenizers", "transformers"},
         "producer/lmpool/batch/cli.py": {"typer"},
-        "producer/lmpool/batch/progress.py": {"rich"},
+        "producer/lmpool/batch/run.py": {"rich"},
         # Imported inside functions: for jobs, and where files are Parquet, behind URLs or compressed by zstd.
         "producer/lmpool/batch/jobs.py": {"arq"},
         "producer/lmpool/batch/parquet.py": {"pyarrow"},
@@ -269,7 +267,7 @@ def test_each_part_needs_no_more_than_it_says() -> None:
         "producer/lmpool/web/explorer.py": {"starlette"},
         "producer/lmpool/web/guard.py": {"starlette"},
         "producer/lmpool/web/serve.py": {"uvicorn"},
-        "producer/lmpool/batch/storage/fetch.py": {"fsspec", "pyarrow"},
+        "producer/lmpool/batch/fetch.py": {"fsspec", "pyarrow"},
         "producer/lmpool/lm_eval.py": {"lm_eval", "jinja2", "tqdm"},
         "workers/lmpool/workers/cli/commands.py": {"typer"},
         "workers/lmpool/workers/cli/doctor.py": {"typer", "rich", "packaging"},
@@ -376,7 +374,7 @@ def test_at_most_the_named_places_catch_every_exception() -> None:
     # are loaded, or reach a store.
     allowed = {
         "shared/lmpool/cli.py",
-        "producer/lmpool/batch/storage/fetch.py",
+        "producer/lmpool/batch/fetch.py",
         "workers/lmpool/workers/cli/commands.py",
         "workers/lmpool/workers/execution/engine_thread.py",
         f"{name_of(BACKENDS)}/sglang/engine.py",

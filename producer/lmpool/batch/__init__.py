@@ -1,7 +1,7 @@
-"""Whole files: every line of an input is asked of a pool, and the answers go to shards that can be resumed and read.
+"""Whole files: a pool computes a result for every line of an input, and a run writes them to shards in a folder.
 
-The command `lmpool batch` writes them; `lmpool.batch.open` reads them; `arq lmpool.batch.WorkerSettings` is a worker
-for those that were submitted. It asks by `lmpool.producer`, and imports nothing of a producer's insides.
+`lmpool batch run` writes them; `lmpool.batch.open` reads them; `arq lmpool.batch.WorkerSettings` is a worker for the
+jobs of `lmpool batch submit`. A run uses only `lmpool.producer`, not the modules behind it.
 """
 
 from typing import Any
@@ -15,7 +15,7 @@ __all__ = ["Answer", "Batch", "open"]
 def __getattr__(name: str) -> Any:
     if name != "WorkerSettings":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    # Only now: it needs arq, and a server.
+    # Imported here because it needs arq and a server.
     from lmpool.batch.jobs import worker_settings
 
     return worker_settings()

@@ -1,61 +1,102 @@
-"""`lmpool batch`: a file in, a folder of answers out, now or by jobs of arq; and `lmpool perplexity` of a text file."""
+"""`lmpool batch`: results for every line of a file, now or by jobs of arq; and `lmpool perplexity` of a text file."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import Callable, Coroutine
+import math
+from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 import msgspec
 import typer
 from redis.exceptions import RedisError
 
+from lmpool.aio import gather
+from lmpool.batch.bucket import open_folder
+from lmpool.batch.fetch import named
+from lmpool.batch.folder import ERRORS, Folder
 from lmpool.batch.kinds import KINDS_HELP
-from lmpool.batch.perplexity import perplexity_of
-from lmpool.batch.progress import Progress, counted
 from lmpool.batch.reader import read_manifest
-from lmpool.batch.run import BatchSettings, run_batch
-from lmpool.batch.storage.bucket import open_folder
-from lmpool.batch.storage.fetch import named
-from lmpool.batch.storage.folder import ERRORS, Folder
+from lmpool.batch.run import BatchSettings, Progress, run_batch
 from lmpool.broker.server import Server
 from lmpool.cli import say, say_json
 from lmpool.errors import BatchError, LMPoolError, LogFormatter, SettingsError
 from lmpool.producer import Producer
 from lmpool.producer.cli.options import AsJson, ModelName, Prefix, RedisUrl, Waits, check_served, run, when_absent
+from lmpool.producer.tokenizer import find_tokenizer
 
 T = TypeVar("T")
 
 SOME_FAILED = 3
-"""What the command exits with when lines have no answer; errors, and files of which no line has one,
-have 2, or 4 when the output folder is refused."""
+"""Exit code when some lines have no result. Errors, and files without any result, have 2; refused folders have 4."""
 
 _EXIT_CODES = (
-    "Exits with 0 when every line has an answer, 3 when some have none (OUT/errors.jsonl says why), 4 when OUT belongs "
-    "to another model, input or options or another run writes there, 2 on any other error or when no line has one, and "
-    "130 on Ctrl-C, 143 on SIGTERM, 129 on SIGHUP. After all but 0, 3 and 4 the same command goes on where it stopped."
+    "Exit codes: 0 when every line has a result; 3 when some have none (OUT/errors.jsonl says why); 4 when OUT belongs "
+    "to another model, input or options, or another run writes there; 2 on any other error, or when no line has a "
+    "result; 130 on Ctrl-C, 143 on SIGTERM, 129 on SIGHUP. After all but 0, 3 and 4 the same command continues the run."
 )
+_CONCURRENCY = 64  # Concurrent requests of `perplexity`: windows take long, and a worker's batch is filled by these.
+_WINDOW = 2048  # Default tokens of a window: models are compared at this context length.
 
-batch_app = typer.Typer(
-    name="batch", help="Whole files: every line is asked, answers go to a folder.", no_args_is_help=True
-)
+batch_app = typer.Typer(name="batch", help="Whole files: a result for every line, in a folder.", no_args_is_help=True)
 
 Source = Annotated[
     str,
-    typer.Argument(metavar="IN", help="JSONL (text or ids, and custom_id) or Parquet, packed or not; a path or a URL."),
+    typer.Argument(
+        metavar="IN", help="JSONL (text or ids, and custom_id) or Parquet, may be compressed; a path or a URL."
+    ),
 ]
 Output = Annotated[
-    str, typer.Argument(metavar="OUT", help="Folder for the answers, or its URL; one that was begun goes on.")
+    str, typer.Argument(metavar="OUT", help="Folder for the results, or its URL. An unfinished run is continued.")
 ]
-What = Annotated[str, typer.Option(help=f"What is asked of every text: {KINDS_HELP}.")]
-Start = Annotated[int, typer.Option(help="First position of each text; -1 for the last one, and so on.")]
+What = Annotated[str, typer.Option(help=f"The request for every text: {KINDS_HELP}.")]
+Start = Annotated[int, typer.Option(help="First position of each text; -1 is the last position, and so on.")]
 Format = Annotated[str | None, typer.Option("--format", help="jsonl (default) or parquet; rows are safetensors.")]
-ShardLines = Annotated[int, typer.Option(help="Lines of a shard; 0 for 1,024, of rows 64.")]
+ShardLines = Annotated[int, typer.Option(help="Lines of a shard; 0 for 1,024, or 64 for rows.")]
 Adapter = Annotated[str, typer.Option(help="One of the model's adapters (see `lmpool adapters list`).")]
-Concurrency = Annotated[int, typer.Option(help="Requests under way at once.")]
+Concurrency = Annotated[int, typer.Option(help="Concurrent requests.")]
 Patience = Annotated[float, typer.Option("--timeout", help="Seconds that a request may take before the run ends.")]
+
+
+class _Client(NamedTuple):
+    """The options of the commands that send requests."""
+
+    model: str | None
+    redis: str | None
+    prefix: str
+    timeout: float
+    waits: bool | None
+
+    def run(self, work: Callable[[Producer], Coroutine[Any, Any, T]]) -> T:
+        """Run a coroutine with a producer, which is closed at the end.
+
+        The producer keeps no results, here or in the pool, and its prompts yield to those of other clients.
+
+        Raises:
+            ServerUnreachable, UnknownModel: as `check_served`.
+        """
+        producer = Producer(
+            self.model,
+            redis=self.redis,
+            prefix=self.prefix,
+            timeout=self.timeout,
+            cache_bytes=0,
+            when_absent=when_absent(self.waits),
+            priority="bulk",
+            keep_answers=False,
+        )
+
+        async def closing() -> T:
+            try:
+                await check_served(self.model, self.redis, self.prefix, self.waits)
+                return await work(producer)
+            finally:
+                await producer.close()
+
+        return run(closing())
 
 
 def register(app: typer.Typer) -> None:
@@ -66,97 +107,78 @@ def register(app: typer.Typer) -> None:
 
 @batch_app.callback()
 def _batch() -> None:
-    """Whole files: every line is asked, answers go to a folder."""
+    """Whole files: a result for every line, in a folder."""
 
 
-@batch_app.command("run", epilog=_EXIT_CODES)
-def run_command(
-    source: Source,
-    output: Output,
-    what: What,
-    start: Start = 0,
-    shard_format: Format = None,
-    shard_lines: ShardLines = 0,
-    adapter: Adapter = "",
-    concurrency: Concurrency = 512,
-    model: ModelName = None,
-    redis: RedisUrl = None,
-    prefix: Prefix = "lmpool",
-    timeout: Patience = 3600.0,
-    waits: Waits = None,
-    as_json: AsJson = False,
-) -> None:
-    """Ask about every line of IN, and write the answers to shards in OUT. The same command again goes on."""
-    settings = BatchSettings(what, start, shard_format, shard_lines, adapter, concurrency)
+def _run_or_submit(name: str, does: Callable[..., None], epilog: str) -> None:
+    """Add a command with the options of a run."""
 
-    producer = _producer(model, redis, prefix, timeout, waits)
+    def command(
+        source: Source,
+        output: Output,
+        what: What,
+        start: Start = 0,
+        shard_format: Format = None,
+        shard_lines: ShardLines = 0,
+        adapter: Adapter = "",
+        concurrency: Concurrency = 512,
+        model: ModelName = None,
+        redis: RedisUrl = None,
+        prefix: Prefix = "lmpool",
+        timeout: Patience = 3600.0,
+        waits: Waits = None,
+        as_json: AsJson = False,
+    ) -> None:
+        settings = BatchSettings(what, start, shard_format, shard_lines, adapter, concurrency)
+        does(source, output, settings, _Client(model, redis, prefix, timeout, waits), as_json)
+
+    batch_app.command(name, help=does.__doc__, epilog=epilog)(command)
+
+
+def _run(source: str, output: str, settings: BatchSettings, client: _Client, as_json: bool) -> None:
+    """Request a result for every line of IN, and write shards to OUT. The same command again continues the run."""
     progress = Progress()
-    running = run_batch(producer, source, output, settings, progress)
     try:
-        outcome = run(_closing(producer, running, waits, (model, redis, prefix)))
-    except (KeyboardInterrupt, typer.Exit):  # A signal has ended it, and it has closed its producer.
+        outcome = client.run(lambda producer: run_batch(producer, source, output, settings, progress))
+    except (KeyboardInterrupt, typer.Exit):  # A signal ended the run, which has closed its producer.
         done, shards = progress.shards
-        cancelled = "; the prompts that it had queued are cancelled"
-        so_far = f"after {done} of {counted(shards, 'shard')}{cancelled}" if shards else "before anything was asked"
-        say(f"lmpool: stopped {so_far}; run the same command to go on{_lost(progress)}", err=True)
+        cancelled = "its queued prompts are cancelled"
+        so_far = f"after {done} of {counted(shards, 'shard')}; {cancelled}" if shards else "before its first request"
+        again = counted(lines, "computed line") if (lines := sum(progress.unplaced.values())) else ""
+        lost = f"; {again} of unfinished shards will be computed again (fewer with a smaller --shard-lines)"
+        say(f"lmpool: stopped {so_far}; run the same command to continue{lost if again else ''}", err=True)
         raise
     where = f"{named(output).rstrip('/')}/{ERRORS}"
     if as_json:
         say_json(outcome._asdict())
     elif outcome.texts:
-        has = "has" if outcome.errors == 1 else "have"
-        failed = f"; {counted(outcome.errors, 'line')} {has} none: see {where}" if outcome.errors else ""
-        say(f"{counted(outcome.texts, 'answer')} in {counted(outcome.shards, 'shard')} in {named(output)}{failed}")
+        failed = f"; {counted(outcome.errors, 'line')} without one: see {where}" if outcome.errors else ""
+        say(f"{counted(outcome.texts, 'result')} in {counted(outcome.shards, 'shard')} in {named(output)}{failed}")
     if outcome.errors:
         first = _first_error(open_folder(output))
         if not outcome.texts:
-            raise BatchError(f"no line of {named(source)} has an answer; {first}; see {where}")
+            raise BatchError(f"no line of {named(source)} has a result; {first}; see {where}")
         say(f"the first of them: {first}", err=True)
         raise typer.Exit(SOME_FAILED)
 
 
-def _lost(progress: Progress) -> str:
-    """What a run that was stopped will do again: a shard is in place whole or not at all."""
-    lines = sum(progress.unplaced.values())
-    if not lines:
-        return ""
-    lost = f"{counted(lines, 'answered line')} of unfinished shards will be asked again"
-    return f"; {lost} (fewer in a run with a smaller --shard-lines)"
-
-
 def _first_error(folder: Folder) -> str:
-    """The first line without an answer, and why it has none."""
-    if not folder.has(ERRORS):
-        return f"{ERRORS} is gone"  # With what it is made of, which somebody has removed.
-    with folder.explained(), folder.local(ERRORS).open("rb") as file:
-        first = msgspec.json.decode(file.readline())
+    data = folder.read(ERRORS)
+    if data is None:
+        return f"{ERRORS} is gone"
+    first = msgspec.json.decode(data.partition(b"\n")[0])
     return f"line {first['line']}: {first['error']}"
 
 
-@batch_app.command(epilog="Needs the extra bulk. `lmpool batch worker` does the jobs, where the same files are seen.")
-def submit(
-    source: Source,
-    output: Output,
-    what: What,
-    start: Start = 0,
-    shard_format: Format = None,
-    shard_lines: ShardLines = 0,
-    adapter: Adapter = "",
-    concurrency: Concurrency = 512,
-    model: ModelName = None,
-    redis: RedisUrl = None,
-    prefix: Prefix = "lmpool",
-    timeout: Patience = 3600.0,
-    waits: Waits = None,
-    as_json: AsJson = False,
-) -> None:
-    """Queue a job for each shard that is not done, for `lmpool batch worker`. The same again queues what is left."""
+def _submit(source: str, output: str, settings: BatchSettings, client: _Client, as_json: bool) -> None:
+    """Queue a job for each unfinished shard, for `lmpool batch worker`. The same again queues what is left."""
     jobs = _jobs()
-    settings = BatchSettings(what, start, shard_format, shard_lines, adapter, concurrency)
-    pool = {"model": model, "prefix": prefix, "timeout": timeout}
-    producer = _producer(model, redis, prefix, timeout, waits)
-    sending = _with_queue(redis, lambda arq: jobs.submit(producer, arq, source, output, settings, pool))
-    queued = run(_closing(producer, sending, waits, (model, redis, prefix)))
+    pool = jobs.Pool(client.model, client.prefix, client.timeout)
+    queued = client.run(
+        lambda producer: _with_queue(
+            client.redis, lambda arq: jobs.submit(producer, arq, source, output, settings, pool)
+        )
+    )
     if as_json:
         say_json(queued._asdict())
     else:
@@ -164,11 +186,19 @@ def submit(
         say(f"{counted(queued.jobs, 'job')} queued, and {queued.there} before; {queued.done} of {total} done")
 
 
+_run_or_submit("run", _run, _EXIT_CODES)
+_run_or_submit(
+    "submit", _submit, "Needs the extra bulk. `lmpool batch worker` runs the jobs; it must see the same files."
+)
+
+
 @batch_app.command()
 def worker(
     burst: Annotated[bool, typer.Option("--burst", help="End when nothing is queued.")] = False,
-    jobs_at_once: Annotated[int, typer.Option("--jobs", min=1, help="Shards at once.")] = 4,
-    lease_s: Annotated[float, typer.Option(min=1, help="Seconds until others do what a killed worker held.")] = 30.0,
+    jobs_at_once: Annotated[int, typer.Option("--jobs", min=1, help="Concurrent shards.")] = 4,
+    lease_s: Annotated[
+        float, typer.Option(min=1, help="Seconds until another worker takes over the shards of a killed worker.")
+    ] = 30.0,
     schedule: Annotated[Path | None, typer.Option(help="A TOML file of nightly runs; see docs/bulk.md.")] = None,
     files: Annotated[
         Path | None,
@@ -181,68 +211,55 @@ def worker(
     ] = None,
     redis: RedisUrl = None,
 ) -> None:
-    """Do the jobs that `lmpool batch submit` has queued, until Ctrl-C. Any number of these may run."""
-    from lmpool.batch.jobs import work
-
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
+    """Run the jobs that `lmpool batch submit` queued, until Ctrl-C. Any number of workers may run."""
+    jobs = _jobs()
+    logging.basicConfig(level=logging.INFO)
     logging.getLogger().handlers[0].setFormatter(LogFormatter("%(asctime)s %(message)s", "%H:%M:%S"))
-    work(redis, schedule, jobs_at_once, lease_s, files, burst=burst)
+    jobs.work(redis, schedule, jobs_at_once, lease_s, files, burst=burst)
 
 
 @batch_app.command()
 def status(output: Output, redis: RedisUrl = None, as_json: AsJson = False) -> None:
-    """Show how many shards of OUT are done, and, if they are jobs, queued, under way, and why some have failed."""
+    """Show how many shards of OUT are done and, for jobs, how many are queued, in progress and failed."""
     folder = open_folder(output)
     manifest = read_manifest(folder)
-    left = sorted(set(range(manifest.shards)) - set(folder.shards()))
-    counts: dict[str, Any] = {"shards": manifest.shards, "done": manifest.shards - len(left)}
-    jobs_of: dict[str, Any] = {"queued": 0, "under_way": 0, "failed": {}}
-    unknown, lost, why = "", 0, ""
-    # A folder of `batch run` has no jobs: neither a server nor arq is needed.
-    submission = folder.read_submission(manifest) if left else None
-    if submission is not None:
-        given = submission
+    left = sorted(set(range(manifest.shards)) - set(folder.done(manifest)))
+    counts = {"shards": manifest.shards, "done": manifest.shards - len(left)}
+    states: dict[str, Any] = {"queued": 0, "under_way": 0, "failed": {}}
+    text = f"{counts['done']} of {counted(manifest.shards, 'shard')} done"
+    if left:
         try:
-            jobs_of = run(_with_queue(redis, lambda arq: _jobs().find_jobs(arq, folder, manifest, given, output, left)))
-            lost, why = jobs_of.pop("lost"), jobs_of.pop("why")
+            states = run(_with_queue(redis, lambda arq: _jobs().find_jobs(arq, folder, manifest, left)))
+            text += f", {states['under_way']} in progress, {states['queued']} queued"
         except LMPoolError as error:
             if redis is not None and not isinstance(error, SettingsError):
                 raise
-            unknown, jobs_of = str(error), dict.fromkeys(jobs_of)
-    if lost:
-        say(f"lmpool: the server had lost {counted(lost, 'job')}: {_outcome_of_lost(why)}", err=True)
+            states = dict.fromkeys(states)
+            text += f" (jobs are not shown: {error})"
     if as_json:
-        say_json({**counts, **jobs_of})
+        say_json({**counts, **states})
         return
-    under_way = ""
-    if submission is not None:
-        under_way = f", {jobs_of['under_way']} under way, {jobs_of['queued']} queued"
-    if unknown:
-        under_way = "; its jobs cannot be seen"
-    say(f"{counts['done']} of {counted(manifest.shards, 'shard')} done{under_way}")
-    if unknown:
-        say(f"lmpool: {unknown}", err=True)
-    for shard, reason in (jobs_of["failed"] or {}).items():
-        say(f"shard {shard} has failed: {reason}")
-
-
-def _outcome_of_lost(why: str) -> str:
-    """What has become of jobs that a server has lost."""
-    return f"not queued again, for {why}: submit the input again" if why else "queued again"
+    say(text)
+    for shard, reason in (states["failed"] or {}).items():
+        say(f"shard {shard} failed: {reason}")
+    if states["failed"] is not None:
+        idle = len(left) - states["queued"] - states["under_way"] - len(states["failed"])
+        if idle:
+            say(f"{counted(idle, 'shard')} without a job: `lmpool batch submit` queues them, `run` computes them")
 
 
 @batch_app.command()
 def cancel(output: Output, redis: RedisUrl = None) -> None:
-    """Take the jobs of OUT, which may be gone, out of the queue, and stop those under way. What is done stays."""
+    """Remove the jobs of OUT from the queue, and stop jobs in progress. Finished shards are kept. OUT may be gone."""
     cancelled = run(_with_queue(redis, lambda arq: _jobs().cancel(arq, output)))
     say(f"{counted(cancelled, 'job')} cancelled")
 
 
 def _jobs() -> ModuleType:
-    """The jobs of arq.
+    """The module of the jobs, which needs arq.
 
     Raises:
-        SettingsError: it is not installed.
+        SettingsError: arq is not installed.
     """
     from lmpool.batch import jobs
 
@@ -250,7 +267,7 @@ def _jobs() -> ModuleType:
 
 
 async def _with_queue(redis: str | None, work: Callable[[Any], Coroutine[Any, Any, T]]) -> T:
-    """Do something with arq's client of a server."""
+    """Run a coroutine with the client of arq."""
     arq = _jobs().connect(redis)
     try:
         return await work(arq)
@@ -260,9 +277,14 @@ async def _with_queue(redis: str | None, work: Callable[[Any], Coroutine[Any, An
         await arq.aclose(close_connection_pool=True)
 
 
+def counted(number: int, thing: str) -> str:
+    """A number of things, such as "1 shard" or "2 shards"."""
+    return f"{number} {thing}{'' if number == 1 else 's'}"
+
+
 def perplexity(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="A text in UTF-8.")],
-    window: Annotated[int, typer.Option(min=0, help="Most tokens of one forward (default: 2,048 at most).")] = 0,
+    window: Annotated[int, typer.Option(min=0, help="Tokens of one forward at most (default: at most 2,048).")] = 0,
     overlap: Annotated[int, typer.Option(min=0, help="Tokens that are read again (default: half a window).")] = 0,
     adapter: Adapter = "",
     model: ModelName = None,
@@ -275,47 +297,78 @@ def perplexity(
     """Show the perplexity of a text file, and its bits per byte."""
     try:
         text = file.read_text("utf-8")
-    except OSError as error:
-        raise SettingsError(f"file: {file} cannot be read: {error.strerror or error}") from error
-    except UnicodeDecodeError as error:
-        raise SettingsError(f"file: {file} cannot be read: {error}") from error
-    producer = _producer(model, redis, prefix, timeout, waits)
-    asking = perplexity_of(producer, text, window, overlap, adapter, Progress("tokens"))
-    found = run(_closing(producer, asking, waits, (model, redis, prefix)))
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise SettingsError(f"file: {file} cannot be read: {reason}") from error
+    client, progress = _Client(model, redis, prefix, timeout, waits), Progress("tokens")
+    found = client.run(lambda producer: perplexity_of(producer, text, window, overlap, adapter, progress))
     if as_json:
-        say_json(found._asdict())
+        say_json(found)
         return
-    say(f"tokens         {found.tokens}")
-    say(f"nats per token {found.nats_per_token:.4f}")
-    say(f"perplexity     {found.perplexity:.3f}")
-    say(f"bits per byte  {found.bits_per_byte:.4f}")
+    say(f"tokens         {found['tokens']}")
+    say(f"nats per token {found['nats_per_token']:.4f}")
+    say(f"perplexity     {found['perplexity']:.3f}")
+    say(f"bits per byte  {found['bits_per_byte']:.4f}")
 
 
-def _producer(model: str | None, redis: str | None, prefix: str, timeout: float, waits: bool | None) -> Producer:
-    """A producer for what is asked once: it keeps nothing, here or in the pool, and goes behind all others."""
-    return Producer(
-        model,
-        redis=redis,
-        prefix=prefix,
-        timeout=timeout,
-        cache_bytes=0,
-        when_absent=when_absent(waits),
-        priority="bulk",
-        keep_answers=False,
-    )
+def windows(ids: list[int], window: int, overlap: int) -> Iterator[tuple[list[int], list[int]]]:
+    """Cut a text into (context, continuation), each pair at most `window` tokens; the first context is one token."""
+    start = 1
+    while start < len(ids):
+        first = max(0, start - overlap)
+        end = min(len(ids), first + window)
+        yield ids[first:start], ids[start:end]
+        start = end
 
 
-async def _closing(
-    producer: Producer, work: Coroutine[Any, Any, T], waits: bool | None, pool: tuple[str | None, str | None, str]
-) -> T:
-    """Await something that asks, and close the producer however that ends.
+async def perplexity_of(
+    producer: Producer, text: str, window: int, overlap: int, adapter: str, progress: Progress
+) -> dict[str, float]:
+    """Score every token of a text but the first, in windows that overlap.
+
+    Args:
+        producer: is opened.
+        text: to score.
+        window: tokens of one forward at most; 0 for 2,048, or the model's longest prompt if that is shorter.
+        overlap: tokens before the scored tokens of a window, if the text has them; 0 for half a window.
+        adapter: of the model; "" for none.
+        progress: counts tokens.
+
+    Returns:
+        "tokens": with a score, all but the first. "nats_per_token": minus the mean of their log-probabilities.
+        "perplexity": its exponential. "bits_per_byte": of UTF-8, which compares models with different tokenizers.
 
     Raises:
-        ServerUnreachable, UnknownModel: as `check_served`.
+        SettingsError: the text has less than two tokens, or the windows do not fit the model.
+        LMPoolError: as `Producer.score`.
     """
-    try:
-        await check_served(*pool, waits)
-        return await work
-    finally:
-        work.close()
-        await producer.close()
+    await producer.open()
+    most = producer.model.max_prompt_tokens
+    window = window or min(_WINDOW, most)
+    overlap = overlap or max(1, window // 2)
+    if not 1 <= overlap < window <= most:
+        raise SettingsError(f"window: {window} must be more than the overlap, {overlap}, and at most {most}")
+    tokenizer = await find_tokenizer(producer, "file", "a text cannot be scored without it")
+    ids = await asyncio.to_thread(tokenizer.encode, text)
+    if len(ids) < 2:
+        raise SettingsError("file: it has less than two tokens; a score needs a token before it")
+    pairs = windows(ids, window, overlap)
+    sums: list[float] = []
+
+    async def send() -> None:
+        for context, continuation in pairs:
+            scores = await producer.score(context, continuation, adapter=adapter)
+            sums.append(-float(scores.sum(dtype="float64")))
+            progress.advance(len(scores), len(scores))
+
+    with progress:
+        progress.begin(len(ids) - 1, 0)
+        await gather([send() for _ in range(_CONCURRENCY)])
+    nats = math.fsum(sums)
+    mean = nats / (len(ids) - 1)
+    return {
+        "tokens": len(ids) - 1,
+        "nats_per_token": mean,
+        "perplexity": math.exp(mean) if mean < 700 else math.inf,  # exp of more than 709 does not fit into a float.
+        "bits_per_byte": nats / math.log(2) / len(text.encode("utf-8")),
+    }

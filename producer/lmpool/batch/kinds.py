@@ -1,11 +1,11 @@
-"""What `--what` may ask of every text: a table of kinds, each with the question, and the columns of its answer."""
+"""What `--what` may ask of every text: for each kind the request, and the columns of its result."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,22 +19,20 @@ from lmpool.protocol.row import Encoding, narrow_to_bf16, widen_bf16
 from lmpool.settings import shown
 
 Columns = dict[str, NDArray[Any]]
-"""The answer for some positions of a text: column -> array whose first axis goes along the positions."""
+"""The result for some positions of a text: column -> array whose first axis is the positions."""
 
 Ids = list[int]
-
-_BFLOAT16 = "bfloat16"
 
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """What is asked about one line.
+    """One text of the input.
 
     Attributes:
-        line: its number, from 1.
-        custom_id: of the line; None where it has none.
-        ids: the token ids.
-        span: the positions that are asked about.
+        line: its number in the input, from 1.
+        custom_id: of the line; None if it has none.
+        ids: token ids.
+        span: the positions for which results are wanted.
     """
 
     line: int
@@ -43,35 +41,57 @@ class Text:
     span: range
 
 
-Ask = Callable[[Producer, Text, range, str], Awaitable[Columns]]
-"""Asks about some positions of a text, with an adapter ("" for none)."""
+class ResultWriter:
+    """Writes results to a new file: of each text its parts in order, and then that it ends.
 
-Span = Callable[[int, int], range]
-"""The positions that are asked about, of a text of so many tokens from a start that may count from the end."""
+    This class keeps the parts until the text ends.
+    """
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self._parts: list[Columns] = []
+
+    def add(self, part: Columns) -> None:
+        """Add the result for the next positions of a text."""
+        self._parts.append(part)
+
+    def end_text(self, text: Text) -> None:
+        """Write the text: all parts were added."""
+        parts, self._parts = self._parts, []
+        self.write(text, {name: np.concatenate([part[name] for part in parts]) for name in parts[0]})
+
+    def drop_text(self) -> None:
+        """Drop the parts of a text that has not ended."""
+        self._parts = []
+
+    def write(self, text: Text, columns: Columns) -> None:
+        """Write the whole result of a text."""
+
+    def close(self) -> None:
+        """Write the rest of the file."""
+
+
+Ask = Callable[[Producer, Text, range, str], Awaitable[Columns]]
+"""Requests the result for some positions of a text, with an adapter ("" for none)."""
 
 
 def positions_from(length: int, start: int) -> range:
-    """The positions from `start` on, or the last -`start` as far as there are so many."""
+    """The positions of a text from `start` on; a negative start counts from the end."""
     return range(start if start >= 0 else max(0, length + start), length)
-
-
-def scored_from(length: int, start: int) -> range:
-    """The same of tokens that have one before them."""
-    return range(max(1, positions_from(length, start).start), length)
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """What is asked of every text.
+    """A kind of request.
 
     Attributes:
-        what: as it was given.
-        columns: of a model's answers: name -> what it holds, for people; n is the number of positions.
-        ask: asks about some positions.
-        width: numbers of each position.
-        is_wide: its answers are too large for text: shards are safetensors, where the first column has one.
-        span: which positions are asked about.
-        has_continuations: a line may have a prompt and its continuation, which is what is asked about.
+        what: as given, with defaults filled in.
+        columns: of the results of a model: name -> type, shape and meaning; n is the number of positions.
+        ask: requests the result for some positions.
+        width: numbers for each position. Raises SettingsError if the kind does not fit the model.
+        is_wide: whether results are too large for text: shards are safetensors, in which the first column is streamed.
+        span: the positions of a text of some length from a start on.
+        has_continuations: whether a line may have a prompt and a continuation, whose positions are then wanted.
     """
 
     what: str
@@ -79,28 +99,33 @@ class Kind:
     ask: Ask
     width: Callable[[ModelInfo], int]
     is_wide: bool = False
-    span: Span = positions_from
+    span: Callable[[int, int], range] = positions_from
     has_continuations: bool = False
 
     def parts(self, span: range, info: ModelInfo) -> list[range]:
-        """Positions in parts whose answers have some MiB at most, so that memory holds a few of them."""
+        """Positions in parts whose results have at most 8 MiB, so that several fit into memory."""
         size = max(1, MAX_ANSWER // self.width(info))
         return [range(at, min(at + size, span.stop)) for at in range(span.start, span.stop, size)]
 
 
 def _topk(given: str) -> Kind:
-    count = _whole(given, "topk", "of the likeliest tokens, such as topk:32")
+    count = _whole(given, "topk", "of tokens, such as topk:32")
 
     async def ask(producer: Producer, text: Text, part: range, adapter: str) -> Columns:
         best = await producer.positions(text.ids[: part.stop], part.start, top=count, adapter=adapter)
         assert isinstance(best, TopK)
         return {"logprobs": best.values, "top_ids": best.ids}
 
+    def width(info: ModelInfo) -> int:
+        if count > info.vocab_size:
+            raise SettingsError(f"what: topk:{count} is more than V = {info.vocab_size}, the model's vocabulary")
+        return 2 * count
+
     columns = {
-        "logprobs": f"float32 (n, {count}): log-probabilities, likeliest first",
-        "top_ids": f"int64 (n, {count}): whose they are",
+        "logprobs": f"float32 (n, {count}): log-probabilities, highest first",
+        "top_ids": f"int64 (n, {count}): token ids of the log-probabilities",
     }
-    return Kind(f"topk:{count}", lambda _: columns, ask, lambda info: 2 * _at_most(count, info))
+    return Kind(f"topk:{count}", lambda _: columns, ask, width)
 
 
 def _targets(given: str) -> Kind:
@@ -120,9 +145,8 @@ def _targets(given: str) -> Kind:
             )
         return len(targets)
 
-    what = f"targets:{','.join(map(str, targets))}"
     columns = {"logprobs": f"float32 (n, {len(targets)}): log-probabilities of the targets"}
-    return Kind(what, lambda _: columns, ask, width)
+    return Kind(f"targets:{','.join(map(str, targets))}", lambda _: columns, ask, width)
 
 
 def _scores(given: str) -> Kind:
@@ -132,8 +156,11 @@ def _scores(given: str) -> Kind:
         scores = await producer.score(text.ids[: part.start], text.ids[part.start : part.stop], adapter=adapter)
         return {"logprobs": scores}
 
-    columns = {"logprobs": "float32 (n,): log-probability of each token from `start` on, after those before it"}
-    return Kind("scores", lambda _: columns, ask, lambda _: 1, span=scored_from, has_continuations=True)
+    def span(length: int, start: int) -> range:  # The first token has no token before it, and so no score.
+        return range(max(1, positions_from(length, start).start), length)
+
+    columns = {"logprobs": "float32 (n,): log-probability of each token from `start` on, given the tokens before it"}
+    return Kind("scores", lambda _: columns, ask, lambda _: 1, span=span, has_continuations=True)
 
 
 def _rows(given: str) -> Kind:
@@ -150,10 +177,10 @@ def _rows(given: str) -> Kind:
         encoding = _sixteen_bits(info)
         if encoding is None:
             return {"logprobs": "float32 (n, V): log-probabilities"}
-        name = {Encoding.BF16: "bfloat16", Encoding.F16: "float16"}[encoding]
+        name = "bfloat16" if encoding is Encoding.BF16 else "float16"
         return {
-            "logits": f"{name} (n, V): as the model computed them, every bit",
-            "log_z": "float32 (n,): logarithm of the sum of their exponentials; logits less this are log-probabilities",
+            "logits": f"{name} (n, V): every bit as the model computed them",
+            "log_z": "float32 (n,): logarithm of the sum of the exponentials; logits minus log_z are log-probabilities",
         }
 
     return Kind("rows", columns, ask, lambda info: info.vocab_size, is_wide=True)
@@ -164,11 +191,11 @@ def _hidden(given: str) -> Kind:
 
     async def ask(producer: Producer, text: Text, part: range, adapter: str) -> Columns:
         states = await producer.hidden(text.ids[: part.stop], part.start, adapter=adapter)
-        return {"hidden": _bfloat16(states) if producer.model.dtype == _BFLOAT16 else states}
+        return {"hidden": _bfloat16(states) if producer.model.dtype == "bfloat16" else states}
 
     def width(info: ModelInfo) -> int:
         if not info.hidden:
-            raise SettingsError(f"what: the backend {info.backend!r} of {info.name!r} does not tell hidden states")
+            raise SettingsError(f"what: the backend {info.backend!r} of {info.name!r} does not return hidden states")
         return info.hidden
 
     def columns(info: ModelInfo) -> dict[str, str]:
@@ -178,27 +205,24 @@ def _hidden(given: str) -> Kind:
 
 
 def _bfloat16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
-    """The bits of bfloat16 numbers that came in float32."""
+    """The bits of bfloat16 numbers that arrived as float32."""
     bits = narrow_to_bf16(values)
     if not np.array_equal(widen_bf16(bits), values, equal_nan=True):
-        raise BatchError("the workers told numbers that bfloat16 cannot hold, which is their model's dtype")
+        raise BatchError("the workers returned numbers that do not fit into bfloat16, the dtype of their model")
     return bits
 
 
 def _sixteen_bits(info: ModelInfo) -> Encoding | None:
-    """The encoding that has every bit of a model's logits in two bytes; None where there is none."""
+    """The 16-bit encoding that holds every bit of a model's logits; None if there is none."""
     is_exact = info.positions and not info.lossy and info.row_encoding is not Encoding.F32
     return info.row_encoding if is_exact else None
 
 
 def _narrowed(logits: NDArray[np.float32], encoding: Encoding) -> Columns:
-    """Logits, float32 (n, V), in two bytes each, and their logZ."""
-    if encoding is Encoding.BF16:
-        numbers: NDArray[Any] = _bfloat16(logits)
-    else:
-        numbers = logits.astype(np.float16)
-        if not np.array_equal(numbers.astype(np.float32), logits):
-            raise BatchError("the workers told logits that float16 cannot hold, which is their rows' encoding")
+    """Logits, float32 (n, V), in 16 bits each, and their logZ, float32 (n,)."""
+    numbers: NDArray[Any] = _bfloat16(logits) if encoding is Encoding.BF16 else logits.astype(np.float16)
+    if encoding is not Encoding.BF16 and not np.array_equal(numbers.astype(np.float32), logits):
+        raise BatchError("the workers returned logits that do not fit into float16, the encoding of their rows")
     most = logits.max(axis=1, keepdims=True)
     sums = np.exp(logits - most).sum(axis=1, dtype=np.float64)
     return {"logits": numbers, "log_z": (most[:, 0] + np.log(sums)).astype(np.float32)}
@@ -215,29 +239,28 @@ def _generate(given: str) -> Kind:
     seed = int(chosen.pop("seed", 0))
 
     async def ask(producer: Producer, text: Text, part: range, adapter: str) -> Columns:
-        # As one `batch_generate` of all lines would draw.
-        drawn = (seed + ((text.line - 1) << 32)) & MAX_SEED
+        drawn = (seed + ((text.line - 1) << 32)) & MAX_SEED  # As one `batch_generate` of all lines draws.
         (found,) = await producer.generate(text.ids, count, seed=drawn, adapter=adapter, **chosen)
         return {"new_ids": found.ids, "logprobs": found.logprobs}
 
-    columns = {
-        "new_ids": f"int64 (n,): a continuation of {count} tokens at most",
-        "logprobs": "float32 (n,): log-probability of each, whatever the temperature",
-    }
-    what = ",".join([f"generate:{count}", f"seed={seed}", *(f"{name}={chosen[name]}" for name in sorted(chosen))])
-
     def width(info: ModelInfo) -> int:
         if count > info.max_prompt_tokens:
-            text = f"is more than {info.max_prompt_tokens} tokens, the model's longest prompt"
-            raise SettingsError(f"what: generate:{count} {text}")
+            raise SettingsError(
+                f"what: generate:{count} is more than {info.max_prompt_tokens} tokens, the model's longest prompt"
+            )
         read_stops(chosen.get("stop", ()), info.vocab_size)
         return 2 * count
 
+    columns = {
+        "new_ids": f"int64 (n,): a continuation of at most {count} tokens",
+        "logprobs": "float32 (n,): log-probability of each token, at temperature 1",
+    }
+    what = ",".join([f"generate:{count}", f"seed={seed}", *(f"{name}={chosen[name]}" for name in sorted(chosen))])
     return Kind(what, lambda _: columns, ask, width, span=lambda length, _: range(length - 1, length))
 
 
 def _options(given: str) -> dict[str, Any]:
-    """The options of a generation: name=value, with commas between them; of `stop` several, with spaces."""
+    """The options of a generation: name=value, separated by commas; `stop` has token ids separated by spaces."""
     kinds: dict[str, Callable[[str], Any]] = {
         "temperature": float,
         "top_p": float,
@@ -266,18 +289,17 @@ _KINDS: dict[str, Callable[[str], Kind]] = {
 }
 
 KINDS_HELP = (
-    "topk:32 (likeliest tokens), targets:260,504 (these tokens), scores (the text's own tokens), rows (all tokens), "
-    "hidden (last hidden states), "
-    "generate:64,temperature=0.7 (a continuation)"
+    "topk:32 (the most likely tokens), targets:260,504 (these tokens), scores (the text's own tokens), rows (all "
+    "tokens), hidden (last hidden states), generate:64,temperature=0.7 (a continuation)"
 )
-"""What the command line says of them."""
+"""The kinds, for the help of the command line."""
 
 
 def parse_kind(what: str) -> Kind:
     """The kind that `--what` names.
 
     Raises:
-        SettingsError: there is no such kind, or what is behind the colon is malformed.
+        SettingsError: there is no such kind, or the part after the colon is malformed.
     """
     name, _, given = what.partition(":")
     if name not in _KINDS:
@@ -293,10 +315,4 @@ def _whole(given: str, name: str, needed: str) -> int:
 
 def _nothing(given: str, name: str) -> None:
     if given:
-        raise SettingsError(f"what: {name} takes nothing behind it, not {shown(given)}")
-
-
-def _at_most(count: int, info: ModelInfo) -> int:
-    if count > info.vocab_size:
-        raise SettingsError(f"what: topk:{count} is more than V = {info.vocab_size}, the model's vocabulary")
-    return count
+        raise SettingsError(f"what: {name} takes nothing after the colon, not {shown(given)}")

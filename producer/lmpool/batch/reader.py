@@ -1,4 +1,4 @@
-"""Reads what a run has written: memory-mapped, by number, by custom id, in the order of the input."""
+"""`lmpool.batch.open`: the results in an output folder, by number, by custom id, in the order of the input."""
 
 from __future__ import annotations
 
@@ -15,21 +15,22 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from lmpool.batch.storage.bucket import open_folder
-from lmpool.batch.storage.fetch import named
-from lmpool.batch.storage.folder import MANIFEST, Folder, Manifest, Shard, digest_of_file, errors_name
+from lmpool.batch.bucket import open_folder
+from lmpool.batch.fetch import named
+from lmpool.batch.folder import MANIFEST, Folder, Manifest
 from lmpool.errors import BatchError
 from lmpool.protocol.row import widen_bf16
 
 Answer = dict[str, Any]
-"""The answer for one text: "line" (int, from 1), "custom_id" (str, "" for none), "ids" (int64 (N,)), "start" (int), and
-the columns that the manifest describes, as arrays whose first axis goes along the positions from "start" on. Where
-they are logits and their logZ, there are the log-probabilities too."""
+"""The result of one text: "line" (int, from 1), "custom_id" (str, "" for none), "ids" (int64 (N,)), "start" (int), and
+the columns of the manifest, as arrays whose first axis is the positions from "start" on. With "logits" and "log_z" it
+also has "logprobs", computed from them."""
+
 
 _DTYPES = {"F32": "<f4", "F16": "<f2", "BF16": "<u2", "I64": "<i8", "U8": "u1"}
 
 
-class ShardFile(Protocol):
+class ShardReader(Protocol):
     """A shard, open for reading."""
 
     def __len__(self) -> int:
@@ -37,20 +38,20 @@ class ShardFile(Protocol):
         ...
 
     def answer(self, at: int) -> Answer:
-        """The answer for one of them."""
+        """The result of one text."""
         ...
 
     def custom_ids(self) -> Iterator[str]:
-        """The custom ids of all of them."""
+        """The custom ids of all texts, "" for none."""
         ...
 
 
-class JsonlShard:
-    """See `lmpool.batch.shards.JsonlAnswers`.
+class _Named(msgspec.Struct):
+    custom_id: str | None = None
 
-    Args:
-        path: of the file.
-    """
+
+class JsonlReader:
+    """Reads a shard that `JsonlWriter` wrote."""
 
     def __init__(self, path: Path) -> None:
         self._data = _mapped(path)
@@ -64,37 +65,29 @@ class JsonlShard:
         return bytes(self._data[self._bounds[at] : self._bounds[at + 1]])
 
     def answer(self, at: int) -> Answer:
-        """See `ShardFile.answer`."""
+        """See `ShardReader.answer`."""
         values: dict[str, Any] = msgspec.json.decode(self._line(at))
         head = {"line": values.pop("line"), "custom_id": values.pop("custom_id") or ""}
         head |= {"ids": np.array(values.pop("ids"), np.int64), "start": values.pop("start")}
         return head | {name: _array(name, listed) for name, listed in values.items()}
 
     def custom_ids(self) -> Iterator[str]:
-        """See `ShardFile.custom_ids`."""
+        """See `ShardReader.custom_ids`."""
         decode = msgspec.json.Decoder(_Named).decode
         for at in range(len(self)):
             yield decode(self._line(at)).custom_id or ""
 
 
-class _Named(msgspec.Struct):
-    custom_id: str | None = None
-
-
 def _array(name: str, listed: list[Any]) -> NDArray[Any]:
     if name.endswith("ids"):
         return np.array(listed, np.int64)
-    values = np.array(listed, np.float32)  # None becomes NaN, which no answer has.
+    values = np.array(listed, np.float32)  # null becomes NaN, which no result contains.
     values[np.isnan(values)] = -np.inf
     return values
 
 
-class SafetensorsShard:
-    """See the top of `lmpool.batch.shards`; arrays are views of the file, but bfloat16 and logits become float32.
-
-    Args:
-        path: of the file.
-    """
+class SafetensorsReader:
+    """Reads a shard that `SafetensorsWriter` wrote: arrays are views; bfloat16 and logits become float32."""
 
     def __init__(self, path: Path) -> None:
         data = np.frombuffer(_mapped(path), np.uint8)
@@ -112,11 +105,10 @@ class SafetensorsShard:
 
     @cached_property
     def _names(self) -> list[str]:
-        listed: list[str | None] = json.loads(bytes(self._custom_ids))
-        return [name or "" for name in listed]
+        return [name or "" for name in json.loads(bytes(self._custom_ids))]
 
     def answer(self, at: int) -> Answer:
-        """See `ShardFile.answer`."""
+        """See `ShardReader.answer`."""
         small = self._small
         head = {"line": int(small["lines"][at]), "custom_id": self._names[at]}
         head |= {"ids": small["ids"][slice(*small["tokens"][at : at + 2])], "start": int(small["starts"][at])}
@@ -129,33 +121,26 @@ class SafetensorsShard:
         return head | columns
 
     def custom_ids(self) -> Iterator[str]:
-        """See `ShardFile.custom_ids`."""
+        """See `ShardReader.custom_ids`."""
         return iter(self._names)
 
 
-def open_shard(path: Path) -> ShardFile:
+def open_shard(path: Path) -> ShardReader:
     """A shard, open for reading.
 
     Raises:
         SettingsError: its format needs an extra that is not installed.
     """
     if path.suffix == ".parquet":
-        from lmpool.batch.parquet import ParquetShard
+        from lmpool.batch.parquet import ParquetReader
 
-        return ParquetShard(path)
-    return JsonlShard(path) if path.suffix == ".jsonl" else SafetensorsShard(path)
-
-
-def count_lines(folder: Folder, number: int, name: str) -> Shard:
-    """What a manifest says of a shard that is in place under a name."""
-    path = folder.local(name)
-    failed = (folder.read(errors_name(number)) or b"").count(b"\n")
-    return Shard(number, len(open_shard(path)), failed, path.stat().st_size, digest_of_file(path))
+        return ParquetReader(path)
+    return JsonlReader(path) if path.suffix == ".jsonl" else SafetensorsReader(path)
 
 
 def _mapped(path: Path) -> mmap.mmap | bytes:
     with path.open("rb") as file:
-        # Nothing cannot be mapped.
+        # An empty file cannot be mapped.
         return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if os.fstat(file.fileno()).st_size else b""
 
 
@@ -163,47 +148,39 @@ def read_manifest(folder: Folder) -> Manifest:
     """The manifest of an output folder.
 
     Raises:
-        BatchError: it is none.
+        BatchError: it has none.
     """
     manifest = folder.read_manifest()
     if manifest is None:
-        raise BatchError(f"{folder.location} is no output of `lmpool batch`: it has no {MANIFEST}")
+        raise BatchError(f"{folder.location} is not an output folder of `lmpool batch`: it has no {MANIFEST}")
     return manifest
 
 
 class Batch(Sequence[Answer]):
-    """The answers in an output folder, in the order of the input; lines without one are left out.
+    """The results in an output folder, in the order of the input. Lines without a result are left out.
 
-    A folder whose run has not ended has what is done so far, as of when it was opened: see `is_finished`. It works as a
-    map-style dataset of torch, and is one where torch was imported before it was opened.
+    Of an unfinished run it has the shards that were done when it was opened: see `is_finished`. It works as a map-style
+    dataset of torch, and is an instance of `torch.utils.data.Dataset` if torch was imported before.
 
     Args:
-        path: the output folder, or its URL: shards are copied to a cache of this machine as they are read.
+        path: the output folder, or its URL. Shards behind a URL are copied to a local cache when they are read.
 
     Attributes:
-        manifest: what was asked of which model and input (`lmpool.batch.storage.folder.Manifest`).
-        is_finished: whether all of the input has been answered.
+        manifest: the model, input and options of the run (`lmpool.batch.folder.Manifest`).
+        is_finished: whether all lines of the input have a result or an error.
 
     Raises:
-        BatchError: it is no output folder.
+        BatchError: the folder is not an output folder.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._given = os.fspath(path)
         self._folder = folder = open_folder(self._given)
         self.manifest: Manifest = read_manifest(folder)
-        placed = folder.shards()
-        known = {shard.number: shard.texts for shard in self.manifest.done}
-        if placed.keys() - known.keys():
-            known |= {number: shard.texts for number, shard in folder.done().items()}
-        self._names = [name for name, _ in placed.values()]
-        counts = [
-            known[number] if number in known else len(open_shard(folder.local(name)))
-            for number, (name, _) in placed.items()
-        ]
-        self._ends = np.cumsum(counts, dtype=np.int64)
-        self.is_finished = self.manifest.finished and len(placed) == self.manifest.shards
-        self._open: dict[int, ShardFile] = {}
+        self.manifest.done = done = list(folder.done(self.manifest).values())
+        self._ends = np.cumsum([shard.texts for shard in done], dtype=np.int64)
+        self.is_finished = self.manifest.finished and len(done) == self.manifest.shards
+        self._open: dict[int, ShardReader] = {}
 
     def __len__(self) -> int:
         return int(self._ends[-1]) if len(self._ends) else 0
@@ -213,46 +190,50 @@ class Batch(Sequence[Answer]):
     @overload
     def __getitem__(self, index: slice) -> list[Answer]: ...
     def __getitem__(self, index: int | slice) -> Answer | list[Answer]:
-        """The answer for a text by its number among those that have one; or several."""
+        """The result of a text by its number among the texts with a result; or several."""
         if isinstance(index, slice):
             return [self[at] for at in range(*index.indices(len(self)))]
         at = index + len(self) if index < 0 else index
         if not 0 <= at < len(self):
-            raise IndexError(f"{index} is out of range: there are {len(self)} answers")
+            raise IndexError(f"{index} is out of range: there are {len(self)} results")
         shard = int(np.searchsorted(self._ends, at, side="right"))
         return self._shard(shard).answer(at - (int(self._ends[shard - 1]) if shard else 0))
 
     def by_custom_id(self, custom_id: str) -> Answer:
-        """The answer for the text of a custom id; the first such look reads those of all shards.
+        """The result of the text with a custom id. The first call reads the custom ids of all shards.
 
         Raises:
-            KeyError: there is none.
+            KeyError: no text has this custom id.
         """
         return self[self._numbers[custom_id]]
 
     @cached_property
     def _numbers(self) -> dict[str, int]:
-        names = (name for shard in range(len(self._names)) for name in self._shard(shard).custom_ids())
+        names = (name for shard in range(len(self._ends)) for name in self._shard(shard).custom_ids())
         return {name: number for number, name in enumerate(names) if name}
 
-    def _shard(self, number: int) -> ShardFile:
-        if number not in self._open:
-            self._open[number] = open_shard(self._folder.local(self._names[number]))
-        return self._open[number]
+    def _shard(self, at: int) -> ShardReader:
+        if at not in self._open:
+            name = self.manifest.shard_name(self.manifest.done[at].number)
+            self._open[at] = open_shard(self._folder.local(name))
+        return self._open[at]
 
     def __reduce__(self) -> tuple[Any, ...]:
         return open_batch, (self._given,)
 
     def __repr__(self) -> str:
-        state = "" if self.is_finished else f", {len(self._names)} of {self.manifest.shards} shards"
-        return f"Batch({named(self._given)!r}, {self.manifest.options.what}, {len(self)} answers{state})"
+        state = "" if self.is_finished else f", {len(self._ends)} of {self.manifest.shards} shards"
+        return f"Batch({named(self._given)!r}, {self.manifest.options.what}, {len(self)} results{state})"
 
 
 def open_batch(path: str | os.PathLike[str]) -> Batch:
-    """The answers in an output folder; see `Batch`.
+    """The results in an output folder; see `Batch`.
+
+    Args:
+        path: the output folder, or its URL.
 
     Raises:
-        BatchError: it is no output folder.
+        BatchError: the folder is not an output folder.
     """
     torch: Any = sys.modules.get("torch.utils.data")
     if torch is None:

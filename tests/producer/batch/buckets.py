@@ -8,8 +8,6 @@ from typing import Any
 
 from fsspec.core import url_to_fs
 
-from lmpool.batch.storage.folder import SUBMISSION
-
 
 class TestBucket:
     """A new bucket.
@@ -30,7 +28,7 @@ class TestBucket:
 
     @property
     def _system(self) -> Any:
-        # Not the one of tests before: their store may have been another.
+        # A new file system: earlier tests may have used another store.
         system, _ = url_to_fs(self.url, skip_instance_cache=True)
         return system
 
@@ -40,7 +38,7 @@ class TestBucket:
         return f"{self.url}/{name}"
 
     def presigned(self, name: str, data: bytes) -> str:
-        """Upload a file; returns an HTTP URL that lets whoever has it read that."""
+        """Upload a file; returns a presigned HTTP URL."""
         url: str = self._system.sign(self.put(name, data), expiration=3600)
         return url
 
@@ -49,15 +47,11 @@ class TestBucket:
         self._system.rm_file(f"{self.url}/{name}")
 
     def content(self, folder: str) -> dict[str, bytes]:
-        """All files of an output folder but the notes of what is done and of what was submitted, by their paths."""
+        """All files of an output folder by their paths in it, except the notes."""
         begins = f"{self.url}/{folder}/".removeprefix("s3://")
         found = {path.removeprefix(begins): path for path in self._system.find(f"{self.url}/{folder}")}
-        return {
-            name: self._system.cat_file(path)
-            for name, path in found.items()
-            if not name.startswith(("done/", SUBMISSION))
-        }
+        return {name: self._system.cat_file(path) for name, path in found.items() if not name.startswith("done/")}
 
     def shards(self, folder: str) -> int:
-        """How many shards are noted as done."""
+        """How many shards have a note."""
         return len(self._system.find(f"{self.url}/{folder}/done"))

@@ -1,4 +1,4 @@
-"""Jobs of arq are tested where arq is: `make test-smoke` does that, with the redis-py that it needs."""
+"""Fixtures: an S3 store. Jobs of arq are tested only if arq is installed, by `make test-smoke`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.producer.batch.buckets import TestBucket
 
 collect_ignore = [] if find_spec("arq") else ["test_jobs.py"]
 
-# A store of its own process; it ends when the other end of its input does.
+# A store in its own process, which ends when its standard input is closed.
 _STORE = """
 import sys
 from moto.server import ThreadedMotoServer

@@ -1,4 +1,4 @@
-"""What the tests of `lmpool batch` have in common: inputs, runs in this process, and what must come out."""
+"""Helpers for the tests of `lmpool batch`: inputs, runs in this process, and expected outputs."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from lmpool.batch.progress import Progress
-from lmpool.batch.run import BatchSettings, Outcome, run_batch
-from lmpool.batch.storage.folder import SUBMISSION
+from lmpool.batch.folder import Folder, Input, Manifest, Model, Options
+from lmpool.batch.run import BatchSettings, Outcome, Progress, run_batch
 from lmpool.producer import Producer
 from lmpool.synthetic import synthetic_row
 from tests.support.pool import Pool, V, WorkerProcess, lmpool_command
@@ -20,7 +19,7 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 
 def write_lines(path: Path, lines: Iterable[Mapping[str, Any] | str]) -> Path:
-    """A JSONL file of objects, and of strings as they are."""
+    """A JSONL file of objects and of raw lines."""
     texts = (line if isinstance(line, str) else json.dumps(line) for line in lines)
     path.write_text("".join(f"{text}\n" for text in texts), "utf-8", "surrogatepass")
     return path
@@ -42,15 +41,27 @@ def rows_of(ids: list[int], start: int = 0, seed: int = 0) -> Array:
     return np.stack([synthetic_row(ids[: at + 1], vocab_size=V, seed=seed) for at in range(start, len(ids))])
 
 
+def manifest_of(suffix: str, shards: int = 1) -> Manifest:
+    """The manifest of a run whose shards have a format."""
+    model = Model("syn", "f", "synthetic", "", "float32", "f32", False, V, "", "")
+    return Manifest(1, "0", Input("in", "jsonl", 1, 1, "d"), model, Options("rows", 0, suffix, 10), {}, shards)
+
+
+def begun_folder(path: Path, suffix: str = "jsonl") -> tuple[Folder, Manifest]:
+    """A new output folder and its manifest."""
+    path.mkdir(exist_ok=True)
+    folder = Folder(path)
+    return folder, folder.begin(manifest_of(suffix))
+
+
 def content(folder: Path) -> dict[str, bytes]:
-    """All files of an output folder but the locks and what `submit` notes, by their paths in it."""
-    others = ("lock", SUBMISSION)
-    paths = [path for path in folder.rglob("*") if path.is_file() and not path.name.startswith(others)]
-    return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
+    """All files of an output folder by their paths in it, except the lock and the notes."""
+    found = {str(path.relative_to(folder)): path for path in folder.rglob("*") if path.is_file()}
+    return {name: path.read_bytes() for name, path in found.items() if not name.startswith(("lock", "done/"))}
 
 
 def errors(folder: Path) -> list[tuple[int, str | None, str]]:
-    """The lines without an answer: number, custom id, reason."""
+    """The lines without a result: number, custom id, reason."""
     lines = (folder / "errors.jsonl").read_text("utf-8").splitlines()
     return [tuple(json.loads(line).values()) for line in lines]
 

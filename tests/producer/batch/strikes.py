@@ -1,11 +1,11 @@
-"""Kill who takes part in a run, wherever that stands, and compare what comes out in the end to the last byte.
+"""Kill processes during runs, and compare the final outputs byte for byte.
 
     python -m tests.producer.batch.strikes --rounds 10 [--victims client worker arq server] [--seed N]
 
-A round kills one process by SIGKILL once some shards are in place, a random number of them, and has the run end: a
-client is started again with the same command, another worker takes the place of a worker, a `lmpool batch worker`
-(where arq is installed: `PYTHONPATH=<folder of arq>`) has another one beside it, and a server is started again with
-what its append-only file has. It tells how many texts were computed more than once.
+A round kills one process by SIGKILL after a random number of shards, and then lets the run end. A client is started
+again with the same command. A worker is replaced by another one. Of two `lmpool batch worker` one is killed (if arq is
+installed: `PYTHONPATH=<folder of arq>`). A server is started again with its append-only file. The program prints how
+many texts were computed more than once.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ _OPTIONS = ("--what", "topk:8", "--shard-lines", SHARD_LINES, "--concurrency", 3
 
 
 class Arena:
-    """A server of its own, two workers, an input, and what must come out.
+    """A server, two workers, an input, and the expected output.
 
     Args:
-        folder: for all of it.
+        folder: for all files.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -51,7 +51,7 @@ class Arena:
         self._source = write_texts(folder / "in.jsonl", draw_texts(LINES))
         whole = self._begin(folder / "whole")
         assert whole.wait() == 0, whole.text
-        # Texts of the same tokens are computed once.
+        # Equal texts are computed once.
         self._needed = self._computed.stat().st_size
         self._wanted = content(folder / "whole")
         self._rounds = 0
@@ -64,10 +64,10 @@ class Arena:
         return begin(self._pool, self._source, output, *_OPTIONS)
 
     def round(self, victim: str, after: int) -> int:
-        """Kill one process when so many shards are in place, and compare what comes out.
+        """Kill one process when some shards are in place, and compare the output.
 
         Returns:
-            How many more texts were computed than by a run that nobody disturbs.
+            How many more texts were computed than by an undisturbed run.
         """
         self._rounds += 1
         output = self._folder / f"out-{self._rounds}"
@@ -101,7 +101,7 @@ class Arena:
         until(lambda: b'"finished": true' in (output / "manifest.json").read_bytes(), "the run is summed up")
         workers[0].signal(signal.SIGTERM)
         assert workers[0].wait() == 0, workers[0].text
-        for left in output.rglob("*.tmp"):  # Of the worker that was killed; the next run would remove them.
+        for left in output.rglob("*.tmp"):  # Of the killed worker; the next run would remove them.
             left.unlink()
 
     def _begin_jobs(self, *options: str) -> WorkerProcess:
@@ -141,7 +141,7 @@ VICTIMS = ("client", "worker", "server", *(("arq",) if find_spec("arq") else ())
 
 
 def strike(folder: Path, victims: Sequence[str], rounds: int, seed: int) -> dict[str, list[int]]:
-    """So many rounds for each of the victims; returns how many texts each round has computed more than once."""
+    """Run some rounds for each victim; returns how many texts each round computed more than once."""
     generator = random.Random(seed)
     again: dict[str, list[int]] = {victim: [] for victim in victims}
     arena = Arena(folder)
@@ -160,7 +160,7 @@ def strike(folder: Path, victims: Sequence[str], rounds: int, seed: int) -> dict
 
 
 def _count_texts(file: Path) -> None:
-    """Add a byte to a file for each text that this process computes: what is killed has told all the same."""
+    """Add a byte to a file for each text that this process computes, so that killed processes are counted too."""
     answer = SyntheticBackend._vector
     descriptor = os.open(file, os.O_WRONLY | os.O_APPEND)
 

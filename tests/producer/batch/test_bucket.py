@@ -1,4 +1,4 @@
-"""Inputs and outputs behind URLs: a run to a bucket makes what one to a folder makes, killed or not."""
+"""Inputs and outputs behind URLs: a run to a bucket has the same output as a run to a folder, killed or not."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ import pytest
 from msgspec.structs import replace
 
 import lmpool.batch
+from lmpool.batch import fetch
+from lmpool.batch.bucket import Bucket, open_folder
+from lmpool.batch.folder import Folder, Manifest, Shard
 from lmpool.batch.kinds import Text
 from lmpool.batch.shards import ShardWriter
-from lmpool.batch.storage import fetch
-from lmpool.batch.storage.bucket import Bucket, open_folder
 from lmpool.errors import BatchError, BatchRefused, SettingsError
 from tests.producer.batch.buckets import TestBucket
 from tests.producer.batch.runs import begin, content, draw_texts, run, write_lines, write_texts
@@ -39,7 +40,7 @@ def begun(pool: Pool, *locations: str, what: str = "topk:3") -> list[str]:
 
 
 @pytest.mark.parametrize(("what", "suffix"), [("topk:3", "jsonl"), ("rows", "safetensors")])
-async def test_a_bucket_gets_what_a_folder_gets(
+async def test_a_run_to_a_bucket_has_the_output_of_a_run_to_a_folder(
     pool: Pool, tmp_path: Path, bucket: TestBucket, what: str, suffix: str
 ) -> None:
     pool.start()
@@ -73,8 +74,8 @@ def test_a_file_url_is_a_path(pool: Pool, tmp_path: Path) -> None:
     assert len(lmpool.batch.open(f"file://{tmp_path / 'out'}")) == len(TEXTS)
 
 
-async def test_a_run_to_a_bucket_goes_on_where_it_was_killed(pool: Pool, tmp_path: Path, bucket: TestBucket) -> None:
-    # It takes half a minute for all of them: a client cannot have uploaded the last one while a test looks once.
+async def test_a_run_to_a_bucket_continues_where_it_was_killed(pool: Pool, tmp_path: Path, bucket: TestBucket) -> None:
+    # All shards take half a minute: the client cannot upload the last one between two checks of the test.
     pool.start("--step-ms", 500, "--max-batch", 4)
     path = write_texts(tmp_path / "in.jsonl", draw_texts(200))
     url, output = bucket.put("in.jsonl", path.read_bytes()), f"{bucket.url}/out"
@@ -85,14 +86,14 @@ async def test_a_run_to_a_bucket_goes_on_where_it_was_killed(pool: Pool, tmp_pat
     half = lmpool.batch.open(output)
     assert len(half) >= 30
     done = bucket.shards("out")
-    # What is whole in its place and not noted, or noted and not whole, is not done.
+    # A whole shard without a note is not done, nor is a noted shard of another size.
     bucket.remove("out/done/00000.json")
     bucket.put("out/shard-00001.jsonl", b"half\n")
     assert len(lmpool.batch.open(output)) == len(half) - 20
     pool.start()
     ended = await asyncio.to_thread(run_lmpool, *begun(pool, url, output))
     assert json.loads(ended.stdout)["resumed"] == done - 2, ended.stderr
-    # Last: what it leaves in the cache would have been found at once.
+    # Last: its rows in the cache would have made the other run too fast.
     async with pool.producer() as producer:
         await run(producer, path, tmp_path / "whole", "topk:3", shard_lines=10)
     assert bucket.content("out") == content(tmp_path / "whole")
@@ -125,7 +126,7 @@ async def test_what_is_refused_of_a_folder_is_refused_of_a_bucket(
                 "nonsense://me:secret@host/out",
                 "topk:3",
                 SettingsError,
-                "nonsense://host/out: nonsense:// is no scheme",
+                "nonsense://host/out: the scheme nonsense:// is not accepted",
             ),
         ):
             with pytest.raises(kind, match=reason) as raised:
@@ -147,69 +148,87 @@ async def test_a_bucket_of_a_run_without_any_answer_is_left_to_another(
 
 
 async def test_of_two_runs_into_one_bucket_the_first_ends(pool: Pool, tmp_path: Path, bucket: TestBucket) -> None:
-    """As far as a store lets it be seen; the notes of one are none for the other."""
     pool.start()
     source = write_texts(tmp_path / "in.jsonl", TEXTS)
     async with pool.producer() as producer:
         await run(producer, source, tmp_path / "out", "topk:3", shard_lines=10)
-    manifest = lmpool.batch.open(tmp_path / "out").manifest
-    manifest.finished, shard, manifest.done = False, manifest.done[0], []
+    manifest, made = unfinished(tmp_path / "out")
     first, second = Bucket(f"{bucket.url}/out"), Bucket(f"{bucket.url}/out")
     first.begin(manifest)
-    first.note(shard)
-    manifest.options = type(manifest.options)("topk:2", 0, "jsonl", 10)
-    # Both have seen that nothing lies there.
+    place(first, manifest, tmp_path / "out", made[0])
+    other = replace(manifest, options=replace(manifest.options, what="topk:2"))
     with pytest.raises(BatchRefused, match="another run: --what 'topk:3', now 'topk:2'"):
-        second._write_manifest(manifest, is_new=True)
-    bucket.put("out/manifest.json", manifest.encoded())
-    assert second.done() == {}
-    with pytest.raises(BatchRefused, match="another run has begun here meanwhile"):
-        first.note(shard)
+        second.begin(other)
+    # Both found no manifest.
+    bucket.put("out/manifest.json", other.encoded())
+    assert second.done(other) == {}
+    with pytest.raises(BatchRefused, match="another run has begun here"):
+        place(first, manifest, tmp_path / "out", made[1])
 
 
-@pytest.mark.parametrize("is_race", [False, True], ids=["one after the other", "both find nothing"])
+def unfinished(folder: Path) -> tuple[Manifest, list[Shard]]:
+    """The manifest of a finished run, as it was in the beginning, and its shards."""
+    manifest = lmpool.batch.open(folder).manifest
+    return replace(manifest, finished=False, done=[]), manifest.done
+
+
+def place(bucket: Bucket, manifest: Manifest, folder: Path, shard: Shard) -> None:
+    """Put a shard of a folder into a bucket."""
+    name = manifest.shard_name(shard.number)
+    errors = folder / "errors" / f"{shard.number:05}.jsonl"
+    copy = bucket.path / name
+    copy.write_bytes((folder / name).read_bytes())
+    bucket.place_shard(manifest, shard, copy, [errors.read_bytes()] if errors.exists() else [])
+
+
 async def test_two_runs_of_one_command_into_one_bucket_both_end_and_the_first_shard_stays(
-    pool: Pool, tmp_path: Path, bucket: TestBucket, is_race: bool, caplog: pytest.LogCaptureFixture
+    pool: Pool, tmp_path: Path, bucket: TestBucket
 ) -> None:
     pool.start()
     lines = write_texts(tmp_path / "in.jsonl", TEXTS[:10]).read_text("utf-8").splitlines()
     source = write_lines(tmp_path / "in.jsonl", [*lines[:9], "bad"])
     async with pool.producer() as producer:
         await run(producer, source, tmp_path / "out", "topk:3")
-    manifest, name = lmpool.batch.open(tmp_path / "out").manifest, "shard-00000.jsonl"
+    manifest, (shard,) = unfinished(tmp_path / "out")
+    name = manifest.shard_name(0)
     first, second = Bucket(f"{bucket.url}/out"), Bucket(f"{bucket.url}/out")
-    (shard,), data = manifest.done, (tmp_path / "out" / name).read_bytes()
-    manifest.finished, manifest.done = False, []
     first.begin(manifest)
-    first.write("errors/00000.jsonl", iter([(tmp_path / "out" / "errors" / "00000.jsonl").read_bytes()]))
-    first.write(name, iter([data]))
-    first.note(shard)
-    if is_race:
-        second._run = manifest.run
-        assert not second._write_manifest(manifest, is_new=True)
-        assert "another run of the same command has begun" in caplog.text
-    else:
-        second.begin(manifest)
-    assert second.done() == {0: shard}, "what the first one has noted stays"
-    # It has another answer, such as one without an error that has passed.
-    writer = ShardWriter(second, 0, "jsonl")
+    place(first, manifest, tmp_path / "out", shard)
+    there = second.begin(manifest)
+    assert second.done(there) == {0: shard}, "the shard of the first run stays"
+    # The second run has another result, such as one without an error that has passed.
+    writer = ShardWriter(second, there, 0)
     writer.add(Text(1, "a", [1], range(1)), {"ids": np.zeros((1, 3), np.int64)}, is_last=True)
     assert writer.place() == shard
-    manifest.finished, manifest.done = True, [replace(shard, digest="0" * 32)]
-    second.collect_errors()
-    second.write_manifest(manifest)
+    second.sum_up(there, is_over=True)
     batch = lmpool.batch.open(f"{bucket.url}/out")
     assert (batch.is_finished, batch.manifest.done, len(batch)) == (True, [shard], 9)
-    for there in (name, "errors.jsonl"):
-        assert bucket.content("out")[there] == (tmp_path / "out" / there).read_bytes()
-    bucket.put(f"out/{name}", data + b"\n")
-    with pytest.raises(BatchError, match="1 of 1 shards are not as long as their notes say, or gone"):
-        first.write_manifest(manifest)
+    for path in (name, "errors.jsonl"):
+        assert bucket.content("out")[path] == (tmp_path / "out" / path).read_bytes()
+    # A run that believes that all is done.
+    bucket.put(f"out/{name}", (tmp_path / "out" / name).read_bytes() + b"\n")
+    first.sum_up(there, is_over=True)
+    assert (there.finished, there.done) == (False, [])
 
 
-def test_a_store_that_cannot_be_reached_is_told_and_may_come_back(
-    bucket: TestBucket, monkeypatch: pytest.MonkeyPatch
+async def test_a_run_whose_shards_another_program_removes_ends_with_an_error(
+    pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    pool.start()
+    source, output = write_texts(tmp_path / "in.jsonl", TEXTS), tmp_path / "out"
+    real = Folder.sum_up
+
+    def sum_up(folder: Folder, *given: Any, **options: Any) -> None:
+        (output / "shard-00002.jsonl").unlink()
+        real(folder, *given, **options)
+
+    monkeypatch.setattr(Folder, "sum_up", sum_up)
+    async with pool.producer() as producer:
+        with pytest.raises(BatchError, match="another program removed or replaced 1 of 6 shards"):
+            await run(producer, source, output, "topk:3", shard_lines=10)
+
+
+def test_an_unreachable_store_is_an_error_that_may_pass(bucket: TestBucket, monkeypatch: pytest.MonkeyPatch) -> None:
     class Broken(Exception):
         """As libraries of stores have their own."""
 
@@ -217,13 +236,15 @@ def test_a_store_that_cannot_be_reached_is_told_and_may_come_back(
         raise Broken("connection to s3://me:secret@host refused")
 
     folder = Bucket(f"{bucket.url}/out")
-    monkeypatch.setattr("lmpool.batch.storage.bucket.file_system", refuse)
-    with pytest.raises(BatchError, match="s3://host refused: what is done stays; run the same command again") as raised:
+    monkeypatch.setattr("lmpool.batch.bucket.file_system", refuse)
+    with pytest.raises(
+        BatchError, match="s3://host refused. Finished shards are kept. Run the same command again"
+    ) as raised:
         folder.read_manifest()
     assert raised.value.may_pass
 
 
-async def test_a_presigned_url_is_read_and_its_signature_told_nobody(
+async def test_a_presigned_url_is_read_and_its_signature_is_in_no_message(
     pool: Pool, tmp_path: Path, bucket: TestBucket
 ) -> None:
     pool.start()
@@ -243,14 +264,14 @@ async def test_a_presigned_url_is_read_and_its_signature_told_nobody(
     assert fetch.named("/data/what?#1.jsonl") == "/data/what?#1.jsonl", "a path has no query"
 
 
-def test_a_copy_of_an_input_is_made_once_and_anew_when_it_has_changed(bucket: TestBucket, tmp_path: Path) -> None:
+def test_an_input_is_copied_once_and_again_when_it_has_changed(bucket: TestBucket, tmp_path: Path) -> None:
     url = bucket.put("in.jsonl", b'{"ids": [1]}\n')
     first = fetch.plain_file(url).stat()
     again = fetch.plain_file(url).stat()
     assert (again.st_ino, again.st_mtime_ns) == (first.st_ino, first.st_mtime_ns), "a run that reads it goes on"
     bucket.put("in.jsonl", b'{"ids": [2]}\n')  # Of the same size.
     assert fetch.plain_file(url).read_bytes() == b'{"ids": [2]}\n'
-    # What tells a content from the one before may not be there at all: then no other process believes it.
+    # A store may report no version of a file: then no other process uses the copy.
     assert fetch.identity({"size": 3}) != fetch.identity({"size": 4})
     assert fetch._PROCESS in fetch.identity({"size": 3})
     assert fetch._PROCESS not in fetch.identity({"size": 3, "ETag": "a"})
@@ -267,13 +288,13 @@ def test_a_copy_of_a_file_that_changes_while_it_is_unpacked_is_not_kept(
         other.replace(path)
         return opened
 
-    monkeypatch.setitem(fetch._PACKED, b"\x1f\x8b", ((".gz",), open_and_replace))
-    with pytest.raises(BatchError, match=f"{source} has changed while it was unpacked: run the command again"):
+    monkeypatch.setitem(fetch._COMPRESSED, b"\x1f\x8b", ((".gz",), open_and_replace))
+    with pytest.raises(BatchError, match=f"{source} changed while it was unpacked. Run the command again"):
         fetch.plain_file(str(source))
     assert not list(fetch.cache_folder().iterdir())
 
 
-def test_only_what_the_cache_has_made_is_removed_from_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_files_of_the_cache_are_removed_from_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "scratch").mkdir()
     monkeypatch.setenv("LMPOOL_BATCH_CACHE", str(tmp_path / "scratch"))
     cache = fetch.cache_folder()
@@ -307,7 +328,7 @@ def test_only_what_the_cache_has_made_is_removed_from_it(tmp_path: Path, monkeyp
     assert [path.exists() for path in (*copies, staging)] == [True, False, False]
 
 
-def test_a_cache_that_others_can_write_to_is_not_believed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_that_others_can_write_to_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LMPOOL_BATCH_CACHE", str(tmp_path))
     source, cache = str(packed(tmp_path / "in.jsonl.gz")), tmp_path / "lmpool-batch"
     cache.mkdir()
@@ -315,7 +336,7 @@ def test_a_cache_that_others_can_write_to_is_not_believed(tmp_path: Path, monkey
     copy = fetch.plain_file(source)  # It was empty.
     assert stat.S_IMODE(cache.stat().st_mode) == 0o700
     cache.chmod(0o777)
-    copy.write_bytes(b"of somebody else")
+    copy.write_bytes(b"of another user")
     refused = rf"{cache} has mode 777 and is not lmpool's alone: set LMPOOL_BATCH_CACHE to a folder of its own"
     with pytest.raises(SettingsError, match=refused):
         fetch.plain_file(source)
@@ -351,11 +372,11 @@ def test_without_fsspec_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatc
         ("reference::data://x:application/json;base64,e30=", ":: in them"),
         ("filecache::https://host/in.jsonl", ":: in them"),
         ("s3://bucket/a::b", ":: in them"),
-        ("reference://me:secret@host/refs.json", "reference:// is no scheme"),
-        ("memory://in.jsonl", "memory:// is no scheme"),
-        ("file://host/in.jsonl", "file:// is no scheme"),
-        ("ftp://host/in.jsonl", "ftp:// is no scheme"),
-        ("S3://bucket/in.jsonl", "S3:// is no scheme"),
+        ("reference://me:secret@host/refs.json", "reference:// is not accepted"),
+        ("memory://in.jsonl", "memory:// is not accepted"),
+        ("file://host/in.jsonl", "file:// is not accepted"),
+        ("ftp://host/in.jsonl", "ftp:// is not accepted"),
+        ("S3://bucket/in.jsonl", "S3:// is not accepted"),
     ],
 )
 def test_urls_of_file_systems_that_run_code_are_refused(tmp_path: Path, location: str, reason: str) -> None:
@@ -384,9 +405,9 @@ def test_a_job_may_name_files_below_one_folder_and_buckets(tmp_path: Path) -> No
         (f"file://{outside}", inside, "is not below"),
         (root / "link" / "in", inside, "is not below"),
         (root / ".." / "in", inside, "is not below"),
-        ("/etc/passwd", inside, "LMPOOL_BATCH_FILES, names another folder"),
-        ("http://169.254.169.254/latest", inside, "http:// is no scheme"),
-        (inside, "https://host/out", "https:// is no scheme"),
+        ("/etc/passwd", inside, "with another --files or LMPOOL_BATCH_FILES"),
+        ("http://169.254.169.254/latest", inside, "http:// is not accepted"),
+        (inside, "https://host/out", "https:// is not accepted"),
     ):
         with pytest.raises(SettingsError, match=reason):
             fetch.check_locations(root, str(source), str(output))

@@ -1,4 +1,4 @@
-"""`lmpool perplexity`: what a model makes of a text file, whatever windows it is read in."""
+"""`lmpool perplexity` of a text file, with several windows."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lmpool.batch.perplexity import windows
+from lmpool.batch.cli import windows
 from tests.support.pool import Pool, run_lmpool
 
 TEXT = "The quick brown fox jumps over the lazy dog, and then it goes home to sleep: a naïve fox. " * 2

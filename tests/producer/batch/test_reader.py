@@ -1,4 +1,4 @@
-"""`lmpool.batch.open`: answers by number, by custom id, in order, for torch, and of a run that has not ended."""
+"""`lmpool.batch.open`: results by number, by custom id, in order, for torch, and of an unfinished run."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ async def written(pool: Pool, folder: Path, what: str, shard_format: str, texts:
 
 
 @pytest.mark.parametrize(("what", "shard_format"), FORMATS)
-async def test_answers_are_found_by_number_and_by_custom_id(
+async def test_results_are_found_by_number_and_by_custom_id(
     pool: Pool, tmp_path: Path, what: str, shard_format: str
 ) -> None:
     batch = lmpool.batch.open(await written(pool, tmp_path, what, shard_format))
@@ -42,15 +42,15 @@ async def test_answers_are_found_by_number_and_by_custom_id(
             assert answer["ids"].tolist() == TEXTS[number]
     assert [answer["line"] for answer in batch[3:40:9]] == [4, 13, 22, 31, 40]
     for wrong in (50, -51):
-        with pytest.raises(IndexError, match="there are 50 answers"):
+        with pytest.raises(IndexError, match="there are 50 results"):
             batch[wrong]
     with pytest.raises(KeyError):
         batch.by_custom_id("text-50")
-    assert "50 answers" in repr(batch)
+    assert "50 results" in repr(batch)
 
 
 @pytest.mark.parametrize(("what", "shard_format"), FORMATS)
-async def test_a_folder_whose_run_has_not_ended_has_what_is_done(
+async def test_the_folder_of_an_unfinished_run_has_the_finished_shards(
     pool: Pool, tmp_path: Path, what: str, shard_format: str
 ) -> None:
     output = await written(pool, tmp_path, what, shard_format)
@@ -72,11 +72,11 @@ async def test_rows_are_views_of_the_file(pool: Pool, tmp_path: Path) -> None:
     assert np.array_equal(rows, rows_of(TEXTS[9]))
 
 
-def test_what_is_no_output_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(BatchError, match=r"no output of `lmpool batch`: it has no manifest.json"):
+def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(BatchError, match=r"not an output folder of `lmpool batch`: it has no manifest.json"):
         lmpool.batch.open(tmp_path)
     (tmp_path / "manifest.json").write_text("{}")
-    with pytest.raises(BatchRefused, match="is no manifest of this release"):
+    with pytest.raises(BatchRefused, match="is not a manifest of this release"):
         lmpool.batch.open(tmp_path)
 
 
@@ -115,6 +115,8 @@ async def test_minus_infinity_is_kept(pool: Pool, tmp_path: Path) -> None:
     output = await written(pool, tmp_path, "targets:1,2", "jsonl", [[1]])
     shard = output / "shard-00000.jsonl"
     line = json.loads(shard.read_text("utf-8"))
-    write_lines(shard, [{**line, "logprobs": [[None, -1.5]]}])
+    size = shard.stat().st_size
+    write_lines(shard, [json.dumps({**line, "logprobs": [[None, -1.5]]}).ljust(size - 1)])
+    assert shard.stat().st_size == size
     (answer,) = lmpool.batch.open(output)
     assert answer["logprobs"].tolist() == [[-np.inf, -1.5]]

@@ -1,4 +1,4 @@
-"""A run that stops, however it does, goes on with the same command, and ends in the same bytes; no other run may."""
+"""A stopped run continues with the same command and ends with the same bytes; other runs are refused."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 import re
 import signal
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,15 +18,15 @@ import pytest
 
 import lmpool.batch
 from lmpool.batch import run as run_module
+from lmpool.batch.folder import Folder, digest_of_file
 from lmpool.batch.kinds import Text
+from lmpool.batch.lines import Failed
 from lmpool.batch.reader import open_shard
 from lmpool.batch.shards import ShardWriter
-from lmpool.batch.storage.folder import Folder, digest_of_file, sync
-from lmpool.batch.texts import Failed
 from lmpool.errors import BatchError, BatchRefused, ModelMismatch, SettingsError
 from lmpool.protocol.query import PositionsQuery
 from lmpool.workers.execution.contract import BackendJob
-from tests.producer.batch.runs import arguments, begin, content, draw_texts, run, write_texts
+from tests.producer.batch.runs import arguments, begin, begun_folder, content, draw_texts, run, write_texts
 from tests.producer.batch.strikes import VICTIMS, strike
 from tests.support.gate import Gate, GatedBackend, gated_worker
 from tests.support.pool import Pool, is_held, run_lmpool, until, until_async
@@ -51,7 +51,7 @@ class Counting(GatedBackend):
 
 
 async def test_a_killed_client_has_no_more_than_a_shard_computed_twice(pool: Pool, tmp_path: Path) -> None:
-    """And what was under way."""
+    """And its requests in flight."""
     concurrency = 8
     source = write_texts(tmp_path / "in.jsonl", TEXTS)
     options = ("--what", "topk:2", "--shard-lines", SHARD_LINES, "--concurrency", concurrency)
@@ -85,7 +85,7 @@ async def begun(pool: Pool, tmp_path: Path) -> tuple[Path, Path]:
     return source, output
 
 
-async def test_what_is_gone_or_damaged_is_made_again(
+async def test_missing_and_damaged_shards_are_computed_again(
     pool: Pool, begun: tuple[Path, Path], caplog: pytest.LogCaptureFixture
 ) -> None:
     source, output = begun
@@ -100,7 +100,7 @@ async def test_what_is_gone_or_damaged_is_made_again(
             outcome = await run(producer, source, output, "topk:2", shard_lines=SHARD_LINES)
             assert outcome == (len(TEXTS), 0, shards, shards - missing)
             assert content(output) == whole
-            changed = [f"{output}/shard-0000{at}.jsonl has changed since it was written" for at in (4, 5) if missing]
+            changed = [f"{output}/shard-0000{at}.jsonl changed since it was written" for at in (4, 5) if missing]
             assert [message.partition(":")[0] for message in caplog.messages] == changed
             caplog.clear()
 
@@ -114,19 +114,20 @@ async def test_a_shard_that_a_worker_makes_while_shards_are_compared_stays(
     made.unlink()
 
     settings = run_module.BatchSettings("topk:2", shard_lines=SHARD_LINES)
-    index = run_module.open_source(str(source)).index(SHARD_LINES)
-    real = run_module.find_done
-    monkeypatch.setattr(run_module, "find_done", lambda *given: (real(*given), made.write_bytes(data)))
+    monkeypatch.setattr(
+        "lmpool.batch.folder.digest_of_file", lambda path: (made.write_bytes(data), digest_of_file(path))[1]
+    )
     async with pool.producer() as producer:
-        manifest = await run_module.begin(producer, Folder(output), str(source), index, settings)
-    assert [shard.number for shard in manifest.done] == list(range(5))
+        opened = run_module.open_source(str(source))
+        _, manifest = await run_module.begin(producer, Folder(output), opened, str(source), settings)
+    assert [shard.number for shard in manifest.done] == list(range(6))
     assert made.read_bytes() == data
 
 
-async def test_shards_that_the_manifest_does_not_know_yet_are_not_made_again(
+async def test_shards_that_the_manifest_does_not_list_are_not_computed_again(
     pool: Pool, begun: tuple[Path, Path]
 ) -> None:
-    """It is written once a second at most, and a run may be killed before."""
+    """The manifest lists them at the end only."""
     source, output = begun
     whole = content(output)
     manifest = json.loads(whole["manifest.json"])
@@ -177,14 +178,17 @@ async def test_another_model_is_refused_by_an_exit_code_of_its_own(pool: Pool, b
     options = ("--what", "topk:2", "--shard-lines", SHARD_LINES, "--model", "other")
     ended = await asyncio.to_thread(run_lmpool, *arguments(pool, source, output, *options))
     assert (ended.returncode, ended.stdout) == (4, "")
-    assert "holds answers of another run: model (its fingerprint)" in ended.stderr
+    assert "holds the results of another run: model (its fingerprint)" in ended.stderr
     assert content(output) == before
 
 
 def test_a_folder_of_something_else_is_refused(pool: Pool, tmp_path: Path) -> None:
     source = write_texts(tmp_path / "in.jsonl", TEXTS)
     (tmp_path / "out").mkdir()
-    for path, reason in ((tmp_path / "out/photo.jpg", "holds photo.jpg and no manifest.json"), (None, "is no folder")):
+    for path, reason in (
+        (tmp_path / "out/photo.jpg", "holds photo.jpg and no manifest.json"),
+        (None, "is not a folder"),
+    ):
         if path is not None:
             path.touch()
         ended = run_lmpool(*arguments(pool, source, path.parent if path else source, "--what", "topk:2"))
@@ -233,8 +237,8 @@ def test_a_signal_leaves_nothing_half_and_nothing_queued(
     if "lmpool: stopped" in client.text:
         assert not list(output.rglob("*.tmp"))
         done, shards = len(lmpool.batch.open(output)) // SHARD_LINES, len(TEXTS) // SHARD_LINES
-        cancelled = "the prompts that it had queued are cancelled"
-        assert f"stopped after {done} of {shards} shards; {cancelled}; run the same command to go on" in client.text
+        cancelled = "its queued prompts are cancelled"
+        assert f"stopped after {done} of {shards} shards; {cancelled}; run the same command to continue" in client.text
         until(lambda: not pool.jobs(), "nothing is queued or held any more, although the step has not ended")
     else:
         assert len(signals) == 2
@@ -257,7 +261,7 @@ async def test_a_run_that_is_stopped_says_how_many_lines_it_will_ask_again(pool:
         backend.gate.shut()
         client.signal(signal.SIGINT)
         assert await asyncio.to_thread(client.wait) == 130
-    told = re.search(r"to go on; (\d+) answered lines of unfinished shards will be asked again", client.text)
+    told = re.search(r"to continue; (\d+) computed lines of unfinished shards will be computed again", client.text)
     assert told, client.text
     # Each text was asked about when that of `concurrency` before it had its answer.
     assert 10 - concurrency <= int(told[1]) <= backend.texts
@@ -294,7 +298,7 @@ async def test_a_model_that_changes_in_the_middle_ends_the_run(pool: Pool, tmp_p
     assert content(output) == content(tmp_path / "whole")
 
 
-async def test_a_folder_with_nothing_done_may_be_begun_anew(pool: Pool, tmp_path: Path) -> None:
+async def test_a_folder_without_results_is_free_for_another_run(pool: Pool, tmp_path: Path) -> None:
     pool.start()
     source, output = tmp_path / "in.jsonl", tmp_path / "out"
     async with pool.producer() as producer:
@@ -334,7 +338,7 @@ async def test_an_input_that_changes_in_the_middle_ends_the_run(pool: Pool, tmp_
         await until_async(lambda: is_held(pool), "the worker holds prompts")
         write_texts(source, draw_texts(2000, seed=1))  # In its place, as `cp` does.
         gate.open()
-        with pytest.raises(BatchError, match="has changed while it was read"):
+        with pytest.raises(BatchError, match="changed while it was read"):
             await running
     assert not lmpool.batch.open(output).is_finished
 
@@ -346,10 +350,8 @@ PART = {"logprobs": np.zeros((2, 3), np.float32)}
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet", "safetensors"])
 def test_two_writers_of_one_shard_do_not_disturb_each_other(tmp_path: Path, suffix: str) -> None:
     """As two jobs of one shard in one process, or in two containers in which both have the same process id."""
-    folders = [Folder(tmp_path / name) for name in ("alone", "shared")]
-    for folder in folders:
-        folder.path.mkdir()
-    alone, first, second = (ShardWriter(folder, 0, suffix) for folder in (folders[0], folders[1], folders[1]))
+    folders = [begun_folder(tmp_path / name, suffix) for name in ("alone", "shared")]
+    alone, first, second = (ShardWriter(*begun, 0) for begun in (folders[0], folders[1], folders[1]))
     for writer in (alone, first, second):
         writer.add(TEXT, PART, is_last=True)
         writer.fail(Failed(2, None, "it is bad"))
@@ -362,34 +364,9 @@ def test_two_writers_of_one_shard_do_not_disturb_each_other(tmp_path: Path, suff
     assert (wanted.texts, wanted.errors) == (1, 1)
 
 
-@pytest.mark.parametrize("suffix", ["jsonl", "parquet", "safetensors"])
-@pytest.mark.parametrize("at", [0, -20])
-def test_a_shard_that_is_not_what_was_written_is_not_put_into_place(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str, at: int
-) -> None:
-    writer = ShardWriter(Folder(tmp_path), 0, suffix)
-    for number in range(1, 4):
-        writer.add(Text(number, "a", [1, 2], range(2)), PART, is_last=True)
-    (temporary,) = tmp_path.iterdir()
-
-    def sync_and_damage(file: Any) -> None:
-        sync(file)
-        with temporary.open("r+b") as other:
-            other.seek(at, os.SEEK_SET if at == 0 else os.SEEK_END)
-            other.write(b"\0" * 8)
-
-    monkeypatch.setattr("lmpool.batch.shards.sync", sync_and_damage)
-    with pytest.raises(BatchError, match=f"{temporary.name} has been damaged: its digest is another one") as raised:
-        writer.place()
-    assert raised.value.may_pass
-    writer.discard()
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_a_text_that_is_taken_back_is_in_no_digest(tmp_path: Path) -> None:
     """A safetensors shard has the first positions of a text in its file before a later one fails."""
-    folder = Folder(tmp_path)
-    writer = ShardWriter(folder, 0, "safetensors")
+    writer = ShardWriter(*begun_folder(tmp_path, "safetensors"), 0)
     writer.add(TEXT, PART, is_last=True)
     writer.add(Text(2, None, [1, 2, 3, 4], range(4)), PART, is_last=False)
     writer.fail(Failed(2, None, "its second part failed"))
@@ -398,32 +375,37 @@ def test_a_text_that_is_taken_back_is_in_no_digest(tmp_path: Path) -> None:
 
 
 def test_files_of_killed_processes_are_removed_and_those_that_are_written_are_not(tmp_path: Path) -> None:
-    folder = Folder(tmp_path)
-    writer = ShardWriter(folder, 0, "jsonl")
-    (written,) = tmp_path.iterdir()
+    folder, manifest = begun_folder(tmp_path)
+    writer = ShardWriter(folder, manifest, 0)
+    (written,) = tmp_path.glob("*.tmp")
     (tmp_path / "errors").mkdir()
     left = [tmp_path / "shard-00001.jsonl.0123456789abcdef.tmp", tmp_path / "errors" / "00001.jsonl.0123.tmp"]
+    old = tmp_path / "shard-00002.jsonl.0123456789abcdef.tmp"
     for path in (*left, mine := tmp_path / "mine.tmp"):
         path.touch()
     (link := tmp_path / "manifest.json.0123.tmp").symlink_to(mine)
-    folder.remove_temporary()
-    assert [path.exists() for path in (*left, link)] == [False] * 3
-    assert written.exists()
-    assert mine.exists()
+    old.touch()
+    os.utime(old, (0, 0))
+    with folder.shared(), folder.shared():
+        assert all(path.exists() for path in (*left, link, written)), "another worker may write these"
+        assert not old.exists()
     writer.place()
+    with folder.locked():
+        assert [path.exists() for path in (*left, link)] == [False] * 3
+    assert mine.exists()
 
 
-@pytest.mark.parametrize("name", ["lock", "lock-manifest"])
-def test_a_link_in_the_place_of_a_lock_is_not_followed(tmp_path: Path, name: str) -> None:
-    """Otherwise whoever can write to a folder has its user overwrite any file."""
+@pytest.mark.parametrize("hold", [Folder.locked, Folder.shared])
+def test_a_link_in_the_place_of_a_lock_is_not_followed(
+    tmp_path: Path, hold: Callable[[Folder], AbstractContextManager[None]]
+) -> None:
+    """Otherwise any user who can write to a folder can make its user overwrite any file."""
     important, output = tmp_path / "important", tmp_path / "out"
     important.write_text("mine")
     output.mkdir()
-    (output / name).symlink_to(important)
-    (output / "manifest.json").write_text("{}")
-    folder = Folder(output)
-    with pytest.raises(BatchRefused, match=f"{name} is a symbolic link"), ExitStack() as stack:
-        stack.enter_context(folder.locked()) if name == "lock" else folder.record([], lambda *_: None)
+    (output / "lock").symlink_to(important)
+    with pytest.raises(BatchRefused, match="lock is a symbolic link"), hold(Folder(output)):
+        pass
     assert important.read_text() == "mine"
 
 
@@ -447,7 +429,7 @@ def test_a_folder_of_another_user_is_refused(
                 pass
     (output / "errors").rmdir()
     (output / "errors").symlink_to(tmp_path)
-    with pytest.raises(BatchRefused, match="errors is no folder"), hold(Folder(output)):
+    with pytest.raises(BatchRefused, match="errors is not a folder"), hold(Folder(output)):
         pass
     (output / "errors").unlink()
     with hold(Folder(output)):

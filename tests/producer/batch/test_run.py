@@ -1,4 +1,4 @@
-"""Files in, files out: every line has the answer of a producer, in order, in each format, from each kind of input."""
+"""Every line has the result of a producer, in order, in each format, from each kind of input."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from safetensors import safe_open
 from safetensors.numpy import load_file
 
 import lmpool.batch
+from lmpool.batch.folder import digest_of_file
 from lmpool.batch.run import BatchSettings
-from lmpool.batch.storage.folder import digest_of_file
 from lmpool.errors import SettingsError
 from lmpool.protocol.query import top
 from tests.producer.batch.runs import (
@@ -55,7 +55,7 @@ def expected(what: str, ids: list[int], start: int) -> dict[str, Any]:
     [("topk:5", "jsonl"), ("topk:5", "parquet"), ("targets:3,0", "jsonl"), ("targets:3,0", "parquet"),
      ("scores", "jsonl"), ("scores", "parquet"), ("rows", "safetensors")],
 )  # fmt: skip
-async def test_every_line_has_the_answer_of_a_producer(
+async def test_every_line_has_the_result_of_a_producer(
     pool: Pool, tmp_path: Path, what: str, shard_format: str, start: int
 ) -> None:
     pool.start()
@@ -117,7 +117,7 @@ async def test_continuations_are_those_of_one_batch(pool: Pool, tmp_path: Path, 
         assert np.array_equal(answer["logprobs"], found.logprobs)
 
 
-async def test_nothing_of_a_run_stays_in_the_pools_cache(pool: Pool, tmp_path: Path) -> None:
+async def test_results_of_a_run_do_not_stay_in_the_cache(pool: Pool, tmp_path: Path) -> None:
     pool.start()
     source = write_texts(tmp_path / "in.jsonl", TEXTS)
     ended = run_lmpool(*arguments(pool, source, tmp_path / "out", "--what", "topk:50"))
@@ -198,11 +198,11 @@ async def test_scores_of_a_continuation_are_those_after_its_prompt(pool: Pool, t
         assert answer["custom_id"] == ""
         assert np.array_equal(answer["logprobs"], score)
     assert errors(tmp_path / "out") == [
-        (3, None, "the continuation is empty: scores are of tokens that have one before them")
+        (3, None, "the continuation is empty: a score needs a token, and a token before it")
     ]
 
 
-async def test_texts_whose_answers_are_large_are_asked_in_parts(pool: Pool, tmp_path: Path) -> None:
+async def test_large_results_are_requested_in_parts(pool: Pool, tmp_path: Path) -> None:
     """8 MiB are 4,096 rows. What was written of a text that fails in a later part is taken back."""
     pool.start("--fail-token", 0)
     long = np.random.default_rng(0).integers(1, V, 5000).tolist()
@@ -266,11 +266,11 @@ async def test_hidden_states_are_kept_in_the_models_dtype(
         assert np.array_equal(answer["hidden"], wanted)
 
 
-async def test_a_backend_without_hidden_states_is_told(pool: Pool, tmp_path: Path) -> None:
+async def test_a_backend_without_hidden_states_is_an_error(pool: Pool, tmp_path: Path) -> None:
     pool.start()
     source = write_texts(tmp_path / "in.jsonl", TEXTS)
     async with pool.producer() as producer:
-        with pytest.raises(SettingsError, match="the backend 'synthetic' of 'syn' does not tell hidden states"):
+        with pytest.raises(SettingsError, match="the backend 'synthetic' of 'syn' does not return hidden states"):
             await run(producer, source, tmp_path / "out", "hidden")
 
 

@@ -1,0 +1,309 @@
+"""Paths and URLs: which are allowed, how messages name them, and local copies of the data behind them.
+
+Data behind a URL is fetched, and compressed files are unpacked, into a cache. A copy has a name that depends on the
+size and the ETag or time of its source, so a changed source gets a new copy. Copies that no process has used for a week
+are removed.
+
+`filecache` of fsspec is not used: it notices no change behind https, writes a file under its final name while other
+processes may read it, and stores URLs with their passwords.
+"""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import hashlib
+import lzma
+import os
+import re
+import secrets
+import shutil
+import tempfile
+import time
+import weakref
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Set
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import IO, Any
+
+from lmpool.embedded import secure
+from lmpool.errors import BatchError, LMPoolError, ServerError, SettingsError
+from lmpool.settings import shown
+
+CACHE_VARIABLE = "LMPOOL_BATCH_CACHE"
+"""Names a folder in which `lmpool-batch` is the cache. By default the cache is `lmpool/batch` in the user's caches."""
+
+FILES_VARIABLE = "LMPOOL_BATCH_FILES"
+"""Names the folder below which jobs may read and write files. By default that is the worker's working directory."""
+
+STORES = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss"})
+"""Schemes of URLs where results may be written, and inputs read."""
+
+INPUTS = STORES | {"https"}
+"""Schemes of URLs where a job may read its input. `run` also reads http."""
+
+# Seconds without use after which a copy is removed: a week, longer than most runs.
+_UNUSED_S = 7 * 86_400
+# The names that `temporary_folder` and `_cached` make. Nothing else is removed from the cache.
+_STAGING = re.compile(r"staging-[a-z0-9_]{8}")
+_COPY = re.compile(r"[0-9a-f]{16}-.*", re.DOTALL)
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*(::[A-Za-z][A-Za-z0-9+.-]*)*://")
+_FILE_URL = re.compile(r"(file|local)://(?=/)")
+# Parts of a URL that may give access: user and password, and the query of a presigned URL.
+_USER = re.compile(r"://[^/@\s]*@")
+_QUERY = re.compile(r"(://[^?#]*)[?#]\S*")
+# Fields by which a store identifies a version of a file.
+_VERSION_FIELDS = {"etag", "lastmodified", "last_modified", "last-modified", "content-md5", "generation", "updated"}
+# In the key of copies of files without such fields: only this process uses these copies.
+_PROCESS = secrets.token_hex(8)
+# First bytes of files that are not read -> why.
+_REFUSED = {
+    b"PK\x03\x04": "is a zip archive: unpack it first",
+    b"7z\xbc\xaf\x27\x1c": "is a 7z archive: unpack it first",
+    b"\x04\x22\x4d\x18": "is compressed by lz4: unpack it first",
+    b"\xff\xfe": "is UTF-16: save it as UTF-8",
+    b"\xfe\xff": "is UTF-16: save it as UTF-8",
+}
+_IS_FOLDER = "is a folder: give one file in it; each file needs its own run and output folder"
+
+
+def is_url(location: str) -> bool:
+    """Whether a location is a URL."""
+    return _URL.match(location) is not None
+
+
+def absolute(location: str) -> str:
+    """A URL, or an absolute path; the path of a file: URL."""
+    location = _FILE_URL.sub("", location)
+    return location if is_url(location) else str(Path(location).absolute())
+
+
+def named(text: str) -> str:
+    """A location, or a text with locations, without their users, passwords, queries and fragments: for messages."""
+    return _QUERY.sub(r"\1", _USER.sub("://", text))
+
+
+def check_url(url: str, schemes: Set[str]) -> None:
+    """Refuse URLs with other schemes, and chained URLs: some file systems of fsspec run code that a URL contains.
+
+    Raises:
+        SettingsError: with the schemes that are accepted.
+    """
+    if "::" in url:
+        raise SettingsError(f"{named(url)}: chained URLs, with :: in them, are not accepted. Give one URL")
+    scheme = url.partition("://")[0]
+    if scheme not in schemes:
+        accepted = ", ".join(sorted(schemes))
+        raise SettingsError(f"{named(url)}: the scheme {scheme}:// is not accepted. Give a path or one of {accepted}")
+
+
+def check_locations(root: Path, source: str, output: str) -> None:
+    """Refuse an input or output that a job may not use: any client that may write jobs can choose them.
+
+    Raises:
+        SettingsError: with the locations that are accepted.
+    """
+    for location, schemes in ((absolute(source), INPUTS), (absolute(output), STORES)):
+        if is_url(location):
+            check_url(location, schemes)
+        elif not Path(location).resolve().is_relative_to(root.resolve()):
+            raise SettingsError(
+                f"{location} is not below {root}, where this worker's jobs may read and write files. Start the worker "
+                f"with another --files or {FILES_VARIABLE}"
+            )
+
+
+def file_system(url: str) -> tuple[Any, str]:
+    """The file system of a URL, and the path there. Directory listings are not cached.
+
+    Raises:
+        SettingsError: the URL is refused, or fsspec or its package for this scheme is not installed.
+    """
+    check_url(url, INPUTS | {"http"})
+    try:
+        from fsspec.core import url_to_fs
+    except ImportError as error:
+        raise SettingsError(f"{named(url)}: URLs need fsspec: pip install 'lmpool[fsspec]'") from error
+    try:
+        system, path = url_to_fs(url)  # fsspec returns the same file system for the same settings.
+    except (ImportError, ValueError) as error:
+        raise SettingsError(f"{named(url)}: fsspec cannot use it: {named(str(error))}") from error
+    system.invalidate_cache()  # Other processes may have changed the files.
+    return system, str(path).rstrip("/")
+
+
+@contextmanager
+def explained(url: str, advice: str) -> Iterator[None]:
+    """Raise any error of a file system as BatchError: each package has its own exceptions."""
+    try:
+        yield
+    except LMPoolError:
+        raise
+    except Exception as error:
+        text = " ".join(str(error).split()) or type(error).__name__
+        raised = BatchError(f"{named(url)}: {named(text)}. {advice}")
+        raised.may_pass = not isinstance(error, (FileNotFoundError, PermissionError))
+        raise raised from error
+
+
+def cache_folder() -> Path:
+    """The cache, which is made if it does not exist. No other user may write to it.
+
+    Raises:
+        SettingsError: it cannot be made, belongs to another user, or is open to others and not empty.
+    """
+    given = os.environ.get(CACHE_VARIABLE)
+    user = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    # The named folder may contain other files too.
+    folder = Path(given) / "lmpool-batch" if given else user / "lmpool" / "batch"
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        # Another user may have put files with the names of copies into an open folder.
+        secure(folder, frozenset(), CACHE_VARIABLE)
+    except (OSError, ServerError) as error:
+        raise SettingsError(f"the cache of inputs: {error}") from error
+    return folder
+
+
+def temporary_folder(owner: object) -> Path:
+    """A folder in the cache that is removed with its owner."""
+    folder = cache_folder()
+    _remove_unused(folder)
+    made = tempfile.mkdtemp(prefix="staging-", dir=folder)
+    weakref.finalize(owner, shutil.rmtree, made, ignore_errors=True)
+    return Path(made)
+
+
+def plain_file(location: str) -> Path:
+    """A local, uncompressed file with the data at a location; a local file that is not compressed itself.
+
+    Raises:
+        SettingsError: the file does not exist or cannot be read by a run.
+        BatchError: it cannot be fetched, read or unpacked.
+    """
+    if is_url(location):
+        path = _fetch_input(location)
+    elif not (path := Path(location)).is_file():
+        pipe = "is a pipe or a device, which can be read only once: save its data to a file"
+        reason = _IS_FOLDER if path.is_dir() else pipe if path.exists() else "does not exist"
+        raise SettingsError(f"input: {shown(location)} {reason}")
+    try:
+        with path.open("rb") as file:
+            begins, state = file.read(8), _state_of(os.fstat(file.fileno()))
+    except OSError as error:
+        raise BatchError(f"{path} cannot be read: {error.strerror or error}") from error
+    for magic, reason in _REFUSED.items():
+        if begins.startswith(magic):
+            raise SettingsError(f"input: {shown(named(location))} {reason}")
+    for magic, (suffixes, opened) in _COMPRESSED.items():
+        if begins.startswith(magic):
+            name = path.stem if path.suffix in suffixes else path.name
+            return _cached(repr((str(path.absolute()), *state)), name, partial(_unpack, opened, path, state))
+    return path
+
+
+def _fetch_input(url: str) -> Path:
+    with explained(url, "The input cannot be fetched"):
+        system, path = file_system(url)
+        try:
+            info = system.info(path)
+        except FileNotFoundError:
+            info = {}
+        if info.get("type") != "file":
+            reason = _IS_FOLDER if info.get("type") == "directory" else "does not exist"
+            raise SettingsError(f"input: {shown(named(url))} {reason}")
+        return fetch(system, path, url, info)
+
+
+def fetch(system: Any, path: str, url: str, info: Mapping[str, Any]) -> Path:
+    """A local copy of a file of a store.
+
+    Raises:
+        BatchError: the file changed while it was fetched.
+        Exception: any error of the file system.
+    """
+    size, version = info.get("size"), identity(info)
+
+    def copy(made: Path) -> None:
+        system.get_file(path, str(made))
+        system.invalidate_cache()
+        if identity(system.info(path)) != version or (size is not None and made.stat().st_size != size):
+            raise BatchError(f"{named(url)} changed while it was fetched. Run the command again")
+
+    return _cached(f"{url} {version}", named(path).rsplit("/", 1)[-1], copy)
+
+
+def identity(info: Mapping[str, Any]) -> str:
+    """The version of a file in a store: its size and the fields that identify its content."""
+    fields = {name.lower(): str(value) for name, value in info.items() if name.lower() in _VERSION_FIELDS}
+    return repr((info.get("size"), sorted(fields.items()), "" if fields else _PROCESS))
+
+
+def _cached(key: str, name: str, make: Callable[[Path], None]) -> Path:
+    """The copy with a key. It is made if the cache does not have it."""
+    folder = cache_folder()
+    path = folder / f"{hashlib.blake2b(key.encode(), digest_size=8).hexdigest()}-{name[-80:]}"
+    with suppress(FileNotFoundError):
+        # Record the use, but keep the time of writing: runs that read the copy compare it (`lines.Source`).
+        os.utime(path, ns=(time.time_ns(), path.stat().st_mtime_ns))
+        return path
+    _remove_unused(folder)
+    made = folder / f"{path.name}.{secrets.token_hex(4)}.tmp"
+    try:
+        make(made)
+        made.replace(path)
+    except OSError as error:
+        raise BatchError(f"{path}: {error.strerror or error}. Choose another folder with {CACHE_VARIABLE}") from error
+    finally:
+        made.unlink(missing_ok=True)
+    return path
+
+
+def _remove_unused(folder: Path) -> None:
+    """Remove copies that no process used for a week, and folders that killed processes left."""
+    for path in folder.iterdir():
+        with suppress(OSError):
+            status = path.stat()
+            if time.time() - max(status.st_atime, status.st_mtime) > _UNUSED_S:
+                if _STAGING.fullmatch(path.name):
+                    shutil.rmtree(path, ignore_errors=True)
+                elif _COPY.fullmatch(path.name):
+                    path.unlink()
+
+
+def _open_zstd(path: Path) -> IO[bytes]:
+    try:
+        import pyarrow as pa
+    except ImportError as error:
+        raise SettingsError(
+            f"input: {path} is compressed by zstd: pip install 'lmpool[parquet]', or unpack it"
+        ) from error
+    stream: IO[bytes] = pa.CompressedInputStream(str(path), "zstd")
+    return stream
+
+
+# First bytes of a compressed file -> the suffixes of its name, and the function that opens it.
+_COMPRESSED: dict[bytes, tuple[tuple[str, ...], Callable[[Path], Any]]] = {
+    b"\x1f\x8b": ((".gz",), gzip.GzipFile),
+    b"BZh": ((".bz2",), bz2.BZ2File),
+    b"\xfd7zXZ\x00": ((".xz",), lzma.LZMAFile),
+    b"\x28\xb5\x2f\xfd": ((".zst", ".zstd"), _open_zstd),
+}
+
+
+def _unpack(opened: Callable[[Path], IO[bytes]], path: Path, state: tuple[int, ...], made: Path) -> None:
+    try:
+        with opened(path) as packed, made.open("wb") as file:
+            shutil.copyfileobj(packed, file)
+    except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise  # The disk failed, not the data.
+        raise BatchError(f"{path} cannot be unpacked: {error}") from error
+    if _state_of(path.stat()) != state:
+        raise BatchError(f"{path} changed while it was unpacked. Run the command again")
+
+
+def _state_of(status: os.stat_result) -> tuple[int, ...]:
+    return status.st_size, status.st_mtime_ns, status.st_ino
