@@ -23,7 +23,7 @@ import torch
 from safetensors.torch import save_file
 
 from lmpool.errors import SettingsError, WorkerError
-from lmpool.workers.backends import requirements
+from lmpool.workers.backends import settings as settings_module
 from lmpool.workers.backends.checkpoint import checkpoint_revision
 from lmpool.workers.backends.settings import SglangSettings
 from lmpool.workers.backends.sglang import launch
@@ -404,7 +404,7 @@ def test_memory_for_keys_and_values_is_counted_in_tokens() -> None:
 @pytest.mark.skipif(WANTED, reason="newer versions are accepted in this run")
 @pytest.mark.parametrize("version", ["0.5.16", "0.5.24", "0.4.9.post1", "1.0"])
 def test_a_version_that_the_backend_is_not_made_for_is_refused(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
-    monkeypatch.setattr(requirements, "version", lambda name: version)
+    monkeypatch.setattr(settings_module, "version", lambda name: version)
     with pytest.raises(
         SettingsError, match=rf"^backend: sglang {version} is installed; .* >= 0.5.21, < 0.5.24"
     ) as seen:
@@ -413,7 +413,7 @@ def test_a_version_that_the_backend_is_not_made_for_is_refused(monkeypatch: pyte
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(requirements, "find_spec", lambda name: None)
+    monkeypatch.setattr(settings_module, "find_spec", lambda name: None)
     with pytest.raises(SettingsError, match=r"^backend: needs sglang; install them with: pip install \"lmpool\[sglang"):
         SglangSettings("m")
 

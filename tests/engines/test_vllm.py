@@ -21,7 +21,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.sample.logits_processor import MoveDirectionality
 
 from lmpool.errors import SettingsError, WorkerError
-from lmpool.workers.backends import requirements
+from lmpool.workers.backends import settings as settings_module
 from lmpool.workers.backends.vllm import engine
 from lmpool.workers.backends.vllm.backend import VllmBackend
 from lmpool.workers.backends.vllm.capture import KEY, CaptureProcessor
@@ -331,7 +331,7 @@ def test_an_adapter_of_another_model_is_refused(model_folder: Path, adapter_fold
 def test_other_versions_of_vllm_are_refused_with_the_range(
     model_folder: Path, version: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(requirements, "version", lambda name: version)
+    monkeypatch.setattr(settings_module, "version", lambda name: version)
     with pytest.raises(SettingsError, match=rf"vllm {version} is installed; .* >= 0\.32, < 0\.34"):
         settings(model_folder)
 
@@ -340,7 +340,7 @@ def test_an_environment_without_vllm_is_told_what_to_install(
     model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     find: Callable[[str], Any] = importlib.util.find_spec
-    monkeypatch.setattr(requirements, "find_spec", lambda name: None if name == "vllm" else find(name))
+    monkeypatch.setattr(settings_module, "find_spec", lambda name: None if name == "vllm" else find(name))
     with pytest.raises(SettingsError, match=r'backend: needs vllm; .* "lmpool\[vllm\]"'):
         settings(model_folder)
 

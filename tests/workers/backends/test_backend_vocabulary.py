@@ -101,7 +101,7 @@ def test_a_tokenizer_is_loaded_as_the_model_was(tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.setattr(AutoTokenizer, "from_pretrained", load)
     trouble = ["", "no way there"]
-    monkeypatch.setattr(texts, "hub_trouble", lambda: trouble.pop(0))
+    monkeypatch.setattr(texts, "hub_problem", lambda: trouble.pop(0))
     read_texts(replace(INFO, source="org/model"), "v2", trust_remote_code=True)
     read_texts(replace(INFO, source="org/model"), "v2", trust_remote_code=True)
     read_texts(replace(INFO, source=str(tmp_path), gguf_file="m.gguf"), None, trust_remote_code=False)

@@ -9,7 +9,8 @@ import torch
 from lmpool.protocol.query import PositionsQuery, PositionValues, unpack_top
 from lmpool.protocol.row import Encoding
 from lmpool.workers.backends import row_encoder
-from lmpool.workers.backends.row_encoder import RowEncoder, expected_at
+from lmpool.workers.backends.positions import expected_at
+from lmpool.workers.backends.row_encoder import RowEncoder
 from lmpool.workers.queue.segment import make_segment
 from tests.contract.driver import Slots
 
