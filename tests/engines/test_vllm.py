@@ -254,7 +254,7 @@ def test_logits_of_another_shape_break_the_backend(backend: VllmBackend, shape: 
 @pytest.mark.parametrize(
     ("given", "text"),
     [
-        ("max_num_seq=3", "has no option 'max_num_seq'; is 'max_num_seqs' meant?"),
+        ("max_num_seq=3", "has no option 'max_num_seq'; did you mean 'max_num_seqs'?"),
         ("tensor_parallel_size=2", "tensor_parallel_size must be 1, not 2: rows are captured inside the worker's"),
         ("pipeline_parallel_size=2", "pipeline_parallel_size must be 1"),
         ("model=other", "model cannot be set here: it is the MODEL of the command"),
@@ -292,7 +292,7 @@ def test_a_longest_prompt_beyond_the_model_is_refused(model_folder: Path) -> Non
 def test_no_model_and_a_broken_one_are_said_in_one_line(model_folder: Path, tmp_path: Path) -> None:
     assert "there is no such folder" in refused(tmp_path / "nowhere")
     (tmp_path / "empty").mkdir()
-    assert "empty" in refused(tmp_path / "empty")
+    assert "it has no config.json" in refused(tmp_path / "empty")
     broken = shutil.copytree(model_folder, tmp_path / "broken")
     (broken / "model.safetensors").write_bytes(b"nonsense")
     assert "broken" in refused(broken)
@@ -332,7 +332,7 @@ def test_other_versions_of_vllm_are_refused_with_the_range(
     model_folder: Path, version: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(settings_module, "version", lambda name: version)
-    with pytest.raises(SettingsError, match=rf"vllm {version} is installed; .* >= 0\.32, < 0\.34"):
+    with pytest.raises(SettingsError, match=rf"vllm {version} is installed; .* >=0\.32,<0\.34"):
         settings(model_folder)
 
 
@@ -371,6 +371,22 @@ def test_a_logits_processor_of_others_is_refused_by_name(model_folder: Path, shi
     assert "--logits-processors shift" in told
     told = refused(model_folder, logits_processors=["shift", "lift"])
     assert told == "logits_processors: no entry point 'lift' of vllm.logits_processors is installed"
+
+
+def test_general_plugins_of_other_packages_are_described_and_logged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert engine._foreign_plugins() == []
+    info = tmp_path / "tinkered-1.2.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: tinkered\nVersion: 1.2\n")
+    (info / "entry_points.txt").write_text("[vllm.general_plugins]\npatch = tinkered:patch\nmore = tinkered:more\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert len(engine._foreign_plugins()) == 2
+    monkeypatch.setattr(engine, "envs", SimpleNamespace(VLLM_PLUGINS=["patch"]))
+    caplog.clear()
+    assert engine._foreign_plugins() == ["'patch' (tinkered:patch of tinkered 1.2)"]
+    assert "'patch' (tinkered:patch of tinkered 1.2)" in caplog.text
 
 
 def test_a_logits_processor_that_is_named_is_part_of_the_fingerprint(
@@ -424,7 +440,7 @@ def test_the_second_runner_says_which_prompts_are_complete() -> None:
         assert processor.add_request(slot, SimpleNamespace(extra_args={KEY: bytes([slot])}))
     assert not processor.add_request(2, SimpleNamespace(extra_args=None))
     step = SimpleNamespace(idx_mapping_np=np.array([3, 1, 2, 0]), seq_lens_upper_bound_np=np.array([40, 19, 30, 10]))
-    assert processor._asked_v2(step) == ([0, 3], [b"\3", b"\0"])
+    assert processor._rows_of_v2(step) == ([0, 3], [b"\3", b"\0"])
 
 
 def test_logits_that_are_no_distribution_fail_their_prompt_alone(backend: VllmBackend) -> None:

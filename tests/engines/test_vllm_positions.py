@@ -204,7 +204,7 @@ def test_where_positions_are_left_out_nothing_is_told_of_them(
 ) -> None:
     core: Any = backend._core.engine_core
     monkeypatch.setattr(getattr(core.vllm_config, part) if part else core.vllm_config, option, value)
-    assert engine._positions(backend._core, core.vllm_config, has_processors=False) is None
+    assert engine._open_positions(backend._core, core.vllm_config) is None
 
 
 def test_a_release_that_is_built_otherwise_is_served_without(
@@ -215,7 +215,7 @@ def test_a_release_that_is_built_otherwise_is_served_without(
     monkeypatch.delattr(manager, "get_computed_blocks")
     monkeypatch.delattr(type(manager), "get_computed_blocks")
     with caplog.at_level("WARNING"):
-        assert engine._positions(backend._core, core.vllm_config, has_processors=False) is None
-    assert "does not tell of positions, which come from rows" in caplog.text
+        assert engine._open_positions(backend._core, core.vllm_config) is None
+    assert "values at positions are computed as rows" in caplog.text
     monkeypatch.undo()
     finish(backend, [positions(draw(80, 20), PositionsQuery(3))])

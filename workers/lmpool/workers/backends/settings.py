@@ -11,7 +11,7 @@ import tomllib
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field
 from datetime import date, time
 from difflib import get_close_matches
 from importlib.metadata import PackageNotFoundError, version
@@ -60,6 +60,11 @@ _BRACKETED = re.compile(r"[\w-]+=(?=[\[{])")
 _PYTHON_WORDS = {"True": True, "False": False, "None": None}
 
 
+def option(description: str, default: Any = MISSING) -> Any:
+    """A field of a settings class, with the help of the option of `lmpool worker` that it becomes."""
+    return field(default=default, metadata={"help": description})
+
+
 @dataclass(frozen=True, slots=True)
 class ModelSettings:
     """Settings of every backend that loads a checkpoint.
@@ -70,19 +75,16 @@ class ModelSettings:
 
     kind: ClassVar[str]
 
-    model: str = field(metadata={"help": "Hub name or folder of the model; for hf also a GGUF file."})
-    name: str = field(default="", metadata={"help": 'Name to serve it under; "" means the last part of `model`.'})
-    revision: str | None = field(default=None, metadata={"help": "Branch, tag or commit on the hub."})
-    trust_remote_code: bool = field(default=False, metadata={"help": "Run Python code that comes with the model."})
-    dtype: str = field(
-        default="auto", metadata={"help": '"auto" (the checkpoint\'s), "float32", "bfloat16" or "float16".'}
+    model: str = option("Hub name or folder of the model; for hf also a GGUF file.")
+    name: str = option('Name to serve it under; "" means the last part of `model`.', "")
+    revision: str | None = option("Branch, tag or commit on the hub.", None)
+    trust_remote_code: bool = option("Run Python code that comes with the model.", False)
+    dtype: str = option('"auto" (the checkpoint\'s), "float32", "bfloat16" or "float16".', "auto")
+    encoding: str = option(
+        '"exact", or "f16" to send float32 rows as float16, which is smaller and loses bits.', "exact"
     )
-    encoding: str = field(
-        default="exact",
-        metadata={"help": '"exact", or "f16" to send float32 rows as float16, which is smaller and loses bits.'},
-    )
-    max_prompt_tokens: int | None = field(
-        default=None, metadata={"help": "Longest prompt to accept; None means the model's limit, which is the maximum."}
+    max_prompt_tokens: int | None = option(
+        "Longest prompt to accept; None means the model's limit, which is the maximum.", None
     )
     adapters: list[str] = field(
         default_factory=list, metadata={"help": "A LoRA adapter, as name=folder; may be given several times."}
@@ -125,24 +127,17 @@ class HfSettings(ModelSettings):
 
     kind: ClassVar[str] = "hf"
 
-    gguf_file: str | None = field(
-        default=None, metadata={"help": "A GGUF file in the model's folder or repository; it is dequantised."}
+    gguf_file: str | None = option("A GGUF file in the model's folder or repository; it is dequantised.", None)
+    device: str = option('"auto", or a torch device such as "cpu" or "cuda:1".', "auto")
+    max_batch: int = option("Prompts that run together.", 64)
+    max_batch_tokens: int = option("Tokens per forward, padding included.", 8192)
+    chunked_prefill_size: int | None = option(
+        "Tokens of a longer prompt per forward, so that other prompts run in between; None means 512 on a CPU, 2,048 "
+        "elsewhere.",
+        None,
     )
-    device: str = field(default="auto", metadata={"help": '"auto", or a torch device such as "cpu" or "cuda:1".'})
-    max_batch: int = field(default=64, metadata={"help": "Prompts that run together."})
-    max_batch_tokens: int = field(default=8192, metadata={"help": "Tokens per forward, padding included."})
-    chunked_prefill_size: int | None = field(
-        default=None,
-        metadata={
-            "help": "Tokens of a longer prompt per forward, so that other prompts run in between; None means 512 on a "
-            "CPU, 2,048 elsewhere."
-        },
-    )
-    kv_cache_bytes: int = field(
-        default=1 << 30,
-        metadata={
-            "help": "Memory for the keys and values of recent prompts, 0 for none. A step copies at most as much again."
-        },
+    kv_cache_bytes: int = option(
+        "Memory for the keys and values of recent prompts, 0 for none. A step copies at most as much again.", 1 << 30
     )
 
     def __post_init__(self) -> None:
@@ -181,17 +176,12 @@ class EngineSettings(ModelSettings):
         SettingsError: a value is malformed.
     """
 
-    max_batch: int = field(default=256, metadata={"help": "Prompts that run together."})
-    max_batch_tokens: int | None = field(
-        default=None, metadata={"help": "Tokens per forward; None means the engine's default."}
+    max_batch: int = option("Prompts that run together.", 256)
+    max_batch_tokens: int | None = option("Tokens per forward; None means the engine's default.", None)
+    kv_cache_bytes: int | None = option(
+        "Memory for keys and values; None means the engine's default, 1 GiB on a CPU.", None
     )
-    kv_cache_bytes: int | None = field(
-        default=None,
-        metadata={"help": "Memory for keys and values; None means the engine's default, 1 GiB on a CPU."},
-    )
-    max_adapters: int = field(
-        default=0, metadata={"help": "Further adapters that there is to be room for, to be loaded while it serves."}
-    )
+    max_adapters: int = option("Further adapters that there is to be room for, to be loaded while it serves.", 0)
     engine_args: list[str] = field(
         default_factory=list,
         metadata={
@@ -219,9 +209,8 @@ class VllmSettings(EngineSettings):
 
     kind: ClassVar[str] = "vllm"
 
-    sessions: int = field(
-        default=128,
-        metadata={"help": "Growing prompts whose keys and values stay in memory for their next tokens, 0 for none."},
+    sessions: int = option(
+        "Growing prompts whose keys and values stay in memory for their next tokens, 0 for none.", 128
     )
     logits_processors: list[str] = field(
         default_factory=list,
@@ -258,7 +247,7 @@ class SglangSettings(EngineSettings):
 
     kind: ClassVar[str] = "sglang"
 
-    device: str = field(default="auto", metadata={"help": '"auto", or a torch device such as "cpu" or "cuda:1".'})
+    device: str = option('"auto", or a torch device such as "cpu" or "cuda:1".', "auto")
 
     def __post_init__(self) -> None:
         EngineSettings.__post_init__(self)

@@ -30,6 +30,7 @@ from lmpool.synthetic import FEW_TOKENS, Draw, base_rows, draw, draw_few_tokens,
 from lmpool.vocabulary import Vocabulary
 from lmpool.workers.backends.checkpoint import checkpoint_source
 from lmpool.workers.backends.lora import read_adapter_folders
+from lmpool.workers.backends.settings import option
 from lmpool.workers.execution.contract import (
     QUERY_ERRORS,
     Backend,
@@ -55,31 +56,19 @@ class SyntheticSettings:
 
     kind: ClassVar[str] = "synthetic"
 
-    name: str = field(default="synthetic", metadata={"help": "Name to serve the model under."})
-    vocab_size: int = field(default=49_152, metadata={"help": "V."})
-    seed: int = field(default=0, metadata={"help": "Seed of the rows."})
-    step_ms: float = field(default=0.0, metadata={"help": "Simulated time of a step."})
-    token_ms: float = field(
-        default=0.0, metadata={"help": "Simulated time per token that the simulated prefix cache does not hold."}
-    )
-    kv_cache_tokens: int = field(
-        default=1_000_000, metadata={"help": "Tokens in the simulated prefix cache, with --token-ms; 0 for none."}
-    )
-    max_batch: int = field(default=32, metadata={"help": "Prompts in one step."})
-    max_prompt_tokens: int = field(default=131_072, metadata={"help": "Longest prompt to accept."})
-    encoding: str = field(default="f32", metadata={"help": '"f32" or "bf16"; the rows are the same.'})
-    fail_token: int = field(
-        default=-1, metadata={"help": "Prompts that contain this id fail, to test error handling; -1 for none."}
-    )
-    crash_token: int = field(
-        default=-1, metadata={"help": "Prompts that contain this id end the worker's process; -1 for none."}
-    )
-    raise_token: int = field(
-        default=-1, metadata={"help": "The step of a prompt that contains this id raises MemoryError; -1 for none."}
-    )
-    hang_token: int = field(
-        default=-1, metadata={"help": "The step of a prompt that contains this id never ends; -1 for none."}
-    )
+    name: str = option("Name to serve the model under.", "synthetic")
+    vocab_size: int = option("V.", 49_152)
+    seed: int = option("Seed of the rows.", 0)
+    step_ms: float = option("Simulated time of a step.", 0.0)
+    token_ms: float = option("Simulated time per token that the simulated prefix cache does not hold.", 0.0)
+    kv_cache_tokens: int = option("Tokens in the simulated prefix cache, with --token-ms; 0 for none.", 1_000_000)
+    max_batch: int = option("Prompts in one step.", 32)
+    max_prompt_tokens: int = option("Longest prompt to accept.", 131_072)
+    encoding: str = option('"f32" or "bf16"; the rows are the same.', "f32")
+    fail_token: int = option("Prompts that contain this id fail, to test error handling; -1 for none.", -1)
+    crash_token: int = option("Prompts that contain this id end the worker's process; -1 for none.", -1)
+    raise_token: int = option("The step of a prompt that contains this id raises MemoryError; -1 for none.", -1)
+    hang_token: int = option("The step of a prompt that contains this id never ends; -1 for none.", -1)
     adapters: list[str] = field(
         default_factory=list,
         metadata={

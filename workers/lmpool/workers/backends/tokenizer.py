@@ -83,9 +83,10 @@ def read_texts(info: ModelInfo, revision: str | None, *, trust_remote_code: bool
     except _TOKENIZER_ERRORS as error:
         _log.warning(missing, info.name, first_line(error))
     except Exception as error:
-        if type(error) is not Exception:  # The package tokenizers, written in Rust, raises plain Exception.
-            raise
-        _log.warning(missing, info.name, first_line(error))
+        if type(error) is Exception:  # Raised by the package tokenizers, which is written in Rust.
+            _log.warning(missing, info.name, first_line(error))
+            return Texts(vocabulary, tokenizer)
+        raise
     return Texts(vocabulary, tokenizer)
 
 
@@ -127,5 +128,5 @@ def _pack(tokenizer: Any) -> PackedTokenizer:
         for adds in (True, False):
             ids = read.encode(probe, add_special_tokens=adds).ids
             if ids != tokenizer.encode(probe, add_special_tokens=adds):
-                raise InvalidVocabulary(f"as tokenizer.json it encodes {probe!r} to other ids")
+                raise InvalidVocabulary(f"as tokenizer.json it makes other ids of {probe!r}")
     return PackedTokenizer.pack(text)

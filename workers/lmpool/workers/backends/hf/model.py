@@ -102,12 +102,15 @@ def load_model(settings: HfSettings) -> LoadedModel:
         # missing packages, broken checkpoints and broken GGUF files.
         what = f"model: {settings.model}" if file is None else f"gguf_file: {file} of {settings.model}"
         damaged = "the file is damaged or cut short: " if isinstance(error, struct.error) else ""
-        raise SettingsError(f"{what} cannot be loaded: {damaged}{first_line(error)}") from error
+        # Quantised checkpoints need packages that no extra of lmpool includes.
+        missing = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
+        install = f"; install it with: pip install {missing}" if missing else ""
+        raise SettingsError(f"{what} cannot be loaded: {damaged}{first_line(error)}{install}") from error
     model, report = loaded
-    if missing := sorted(report["missing_keys"]) + sorted(str(key) for key in report["mismatched_keys"]):
-        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+    if absent := sorted(report["missing_keys"]) + sorted(str(key) for key in report["mismatched_keys"]):
+        more = f" and {len(absent) - 3} more" if len(absent) > 3 else ""
         raise SettingsError(
-            f"model: {settings.model} has no weights for {', '.join(missing[:3])}{more}: is it a causal language model?"
+            f"model: {settings.model} has no weights for {', '.join(absent[:3])}{more}: is it a causal language model?"
         )
     limit = _prompt_limit(model.config.get_text_config(decoder=True), settings.max_prompt_tokens)
     try:
