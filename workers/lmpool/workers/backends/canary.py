@@ -33,11 +33,7 @@ class _Prompt(NamedTuple):
 
 
 def completed_info(backend: Backend) -> ModelInfo:
-    """The info of a backend with the encoding of its rows, which its first row shows.
-
-    Raises:
-        SettingsError: the first prompt fails, or is not answered.
-    """
+    """The info of a backend with the encoding of its rows, which its first row shows."""
     _log.info("weights are loaded: checking the first rows")
     for finished in _steps(backend, [BackendJob(bytes(16), bytes(4))]):
         if finished.blocks:

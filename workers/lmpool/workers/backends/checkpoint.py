@@ -65,9 +65,6 @@ def checkpoint_folder(
         revision: branch, tag or commit on the hub.
         only: files to download; None for all files that engines may read.
         gguf_file: the one file to load, which includes the config.
-
-    Raises:
-        SettingsError: no such folder, no model in it, no such file, or no copy and no download from the hub.
     """
     folder = local_path(field, model)
     if field == "model":
@@ -149,15 +146,7 @@ def checkpoint_revision(folder: Path, also: Mapping[str, Any] | None = None) -> 
 
 
 def checkpoint_files(model: str, gguf_file: str | None = None) -> list[Path]:
-    """The files of a model's folder that engines read: configs, weights, tokenizer.
-
-    Args:
-        model: folder or hub name. A hub's cache names files by their content, so the list is empty for a hub name.
-        gguf_file: the only file that is read, if set.
-
-    Raises:
-        OSError: the folder cannot be read.
-    """
+    """The files of a model's folder that engines read. None for a hub name: the hub's cache never overwrites a file."""
     folder = Path(model).expanduser()
     if not model or not _is_folder(folder):
         return []
@@ -182,15 +171,7 @@ def checkpoint_dtype(folder: Path, wanted: str) -> str:
 
 
 def check_model_folder(model: str, *, has_gguf: bool = False) -> None:
-    """Refuse a path that exists and holds no model. A path that does not exist passes.
-
-    Args:
-        model: the path.
-        has_gguf: a GGUF file in it is named, which needs no other files.
-
-    Raises:
-        SettingsError: the path is a file, or a folder without a model.
-    """
+    """Refuse a path that exists and holds no model. With `has_gguf`, a folder needs only the named GGUF file."""
     path = local_path("model", model)
     try:
         reason = _why_no_file(path) if path.is_file() else ""
@@ -203,31 +184,14 @@ def check_model_folder(model: str, *, has_gguf: bool = False) -> None:
 
 
 def check_model_path(model: str, *, has_gguf: bool = False) -> None:
-    """Refuse a path that holds no model or does not exist. A name that may be on the hub passes.
-
-    Args:
-        model: folder or hub name.
-        has_gguf: a GGUF file in it is named.
-
-    Raises:
-        SettingsError: no such folder or file, or no model in it.
-    """
+    """Refuse a path that holds no model or does not exist. A name that may be on the hub passes."""
     check_model_folder(model, has_gguf=has_gguf)
     if not is_on_hub(model) and not _is_folder(local_path("model", model)):
         raise _not_found("model", model)
 
 
 def read_config(path: Path, field: str = "model", most_bytes: int = _MAX_CONFIG_BYTES) -> dict[str, Any]:
-    """The object in a JSON file.
-
-    Args:
-        path: the file.
-        field: the setting that names its folder.
-        most_bytes: limit of its size.
-
-    Raises:
-        SettingsError: the file is too large, cannot be read, or holds another type.
-    """
+    """The object in a JSON file of at most `most_bytes` bytes, in the folder that the setting `field` names."""
     try:
         with path.open("rb") as file:
             data = file.read(most_bytes + 1)
@@ -242,15 +206,7 @@ def read_config(path: Path, field: str = "model", most_bytes: int = _MAX_CONFIG_
 
 
 def local_path(field: str, text: str) -> Path:
-    """A path in which ~ stands for a home folder; a hub name stays as it is.
-
-    Args:
-        field: the setting that names the path.
-        text: the path.
-
-    Raises:
-        SettingsError: no such home folder.
-    """
+    """A path in which ~ stands for a home folder; a hub name stays as it is. `field` is the setting that names it."""
     try:
         return Path(text).expanduser()
     except RuntimeError as error:

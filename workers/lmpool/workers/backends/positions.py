@@ -149,13 +149,7 @@ class PositionAnswers:
         return None if answer is None else answer.missing.start
 
     def wanted(self, request: str, computed: range, row: int) -> list[Piece]:
-        """The missing positions among those that a forward computes.
-
-        Args:
-            request: the engine's name of the prompt.
-            computed: positions of the prompt that the forward computes.
-            row: index of the first of them among the forward's logits.
-        """
+        """The missing positions among `computed`, of which the first has the index `row` in the forward's logits."""
         answer = self._open.get(request)
         missing = range(0) if answer is None else answer.missing
         wanted = range(max(missing.start, computed.start), min(missing.stop, computed.stop))
@@ -182,11 +176,7 @@ class PositionAnswers:
                 answer.add(logits[begin - first : end - first])
 
     def take(self, request: str) -> NDArray[np.float32] | str:
-        """Remove and return the answer of a finished request, float32 (n * width,), or the reason of its failure.
-
-        Raises:
-            WorkerError: the engine has not computed all positions.
-        """
+        """Remove and return the answer of a finished request, float32 (n * width,), or the reason of its failure."""
         answer = self._open.pop(request)
         if not answer.failure and answer.missing:
             raise WorkerError(f"the engine has ended a prompt without position {answer.missing.start}")

@@ -199,11 +199,7 @@ def log_z_of(logits: Tensor) -> Tensor:
 
 
 def pick_device(name: str) -> torch.device:
-    """The device of that name; "auto" is the first accelerator, else the CPU.
-
-    Raises:
-        SettingsError: this machine has no such device.
-    """
+    """The device of that name; "auto" is the first accelerator, else the CPU. Refuses a device that does not exist."""
     if name == "auto":
         if torch.cuda.is_available():
             return torch.device("cuda")

@@ -11,7 +11,7 @@ import tomllib
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import MISSING, dataclass, field
+from dataclasses import MISSING, dataclass, field, fields
 from datetime import date, time
 from difflib import get_close_matches
 from importlib.metadata import PackageNotFoundError, version
@@ -60,9 +60,20 @@ _BRACKETED = re.compile(r"[\w-]+=(?=[\[{])")
 _PYTHON_WORDS = {"True": True, "False": False, "None": None}
 
 
-def option(description: str, default: Any = MISSING) -> Any:
-    """A field of a settings class, with the help of the option of `lmpool worker` that it becomes."""
-    return field(default=default, metadata={"help": description})
+def option(description: str, default: Any = MISSING, least: float | None = None, most: float | None = None) -> Any:
+    """A field of a settings class, with the help of its option of `lmpool worker`, and the limits of a number."""
+    return field(default=default, metadata={"help": description, "least": least, "most": most})
+
+
+def check_numbers(settings: Any) -> None:
+    """Refuse numbers of a settings class that are outside the limits of their fields; None passes if it is the default.
+
+    A field whose default is a whole number takes whole numbers only.
+    """
+    for each in fields(settings):
+        value, least = getattr(settings, each.name), each.metadata.get("least")
+        if least is not None and not (value is None and each.default is None):
+            check_number(each.name, value, least, each.metadata["most"], whole=not isinstance(each.default, float))
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +95,7 @@ class ModelSettings:
         '"exact", or "f16" to send float32 rows as float16, which is smaller and loses bits.', "exact"
     )
     max_prompt_tokens: int | None = option(
-        "Longest prompt to accept; None means the model's limit, which is the maximum.", None
+        "Longest prompt to accept; None means the model's limit, which is the maximum.", None, least=1
     )
     adapters: list[str] = field(
         default_factory=list, metadata={"help": "A LoRA adapter, as name=folder; may be given several times."}
@@ -97,7 +108,7 @@ class ModelSettings:
             object.__setattr__(self, "dtype", _DTYPE_ALIASES.get(self.dtype, self.dtype))
         check_choice("dtype", self.dtype, DTYPES)
         check_choice("encoding", self.encoding, ENCODINGS)
-        _check_optional_number("max_prompt_tokens", self.max_prompt_tokens)
+        check_numbers(self)
         _ = self.adapter_folders  # Raises if an adapter is malformed.
 
     @property
@@ -129,15 +140,18 @@ class HfSettings(ModelSettings):
 
     gguf_file: str | None = option("A GGUF file in the model's folder or repository; it is dequantised.", None)
     device: str = option('"auto", or a torch device such as "cpu" or "cuda:1".', "auto")
-    max_batch: int = option("Prompts that run together.", 64)
-    max_batch_tokens: int = option("Tokens per forward, padding included.", 8192)
+    max_batch: int = option("Prompts that run together.", 64, least=1, most=_MAX_BATCH)
+    max_batch_tokens: int = option("Tokens per forward, padding included.", 8192, least=1)
     chunked_prefill_size: int | None = option(
         "Tokens of a longer prompt per forward, so that other prompts run in between; None means 512 on a CPU, 2,048 "
         "elsewhere.",
         None,
+        least=1,
     )
     kv_cache_bytes: int = option(
-        "Memory for the keys and values of recent prompts, 0 for none. A step copies at most as much again.", 1 << 30
+        "Memory for the keys and values of recent prompts, 0 for none. A step copies at most as much again.",
+        1 << 30,
+        least=0,
     )
 
     def __post_init__(self) -> None:
@@ -148,10 +162,6 @@ class HfSettings(ModelSettings):
                 _check_text(name, value)
         self._split_gguf_path()  # Sets the name, which is checked next.
         ModelSettings.__post_init__(self)
-        check_number("max_batch", self.max_batch, least=1, most=_MAX_BATCH)
-        check_number("max_batch_tokens", self.max_batch_tokens, least=1)
-        check_number("kv_cache_bytes", self.kv_cache_bytes, least=0)
-        _check_optional_number("chunked_prefill_size", self.chunked_prefill_size)
         require("model", "lmpool[hf]", "torch", "transformers")
         if self.gguf_file is not None:
             require("gguf_file", "lmpool[gguf]", "gguf", "accelerate")
@@ -176,12 +186,14 @@ class EngineSettings(ModelSettings):
         SettingsError: a value is malformed.
     """
 
-    max_batch: int = option("Prompts that run together.", 256)
-    max_batch_tokens: int | None = option("Tokens per forward; None means the engine's default.", None)
+    max_batch: int = option("Prompts that run together.", 256, least=1, most=_MAX_BATCH)
+    max_batch_tokens: int | None = option("Tokens per forward; None means the engine's default.", None, least=1)
     kv_cache_bytes: int | None = option(
-        "Memory for keys and values; None means the engine's default, 1 GiB on a CPU.", None
+        "Memory for keys and values; None means the engine's default, 1 GiB on a CPU.", None, least=1
     )
-    max_adapters: int = option("Further adapters that there is to be room for, to be loaded while it serves.", 0)
+    max_adapters: int = option(
+        "Further adapters that there is to be room for, to be loaded while it serves.", 0, least=0, most=MAX_ADAPTERS
+    )
     engine_args: list[str] = field(
         default_factory=list,
         metadata={
@@ -193,10 +205,6 @@ class EngineSettings(ModelSettings):
     def __post_init__(self) -> None:
         ModelSettings.__post_init__(self)
         check_texts("engine_args", self.engine_args)
-        check_number("max_adapters", self.max_adapters, least=0, most=MAX_ADAPTERS)
-        check_number("max_batch", self.max_batch, least=1, most=_MAX_BATCH)
-        for name in ("max_batch_tokens", "kv_cache_bytes"):
-            _check_optional_number(name, getattr(self, name))
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +218,10 @@ class VllmSettings(EngineSettings):
     kind: ClassVar[str] = "vllm"
 
     sessions: int = option(
-        "Growing prompts whose keys and values stay in memory for their next tokens, 0 for none.", 128
+        "Growing prompts whose keys and values stay in memory for their next tokens, 0 for none.",
+        128,
+        least=0,
+        most=_MAX_BATCH,
     )
     logits_processors: list[str] = field(
         default_factory=list,
@@ -223,7 +234,6 @@ class VllmSettings(EngineSettings):
     def __post_init__(self) -> None:
         EngineSettings.__post_init__(self)
         check_texts("logits_processors", self.logits_processors)
-        check_number("sessions", self.sessions, least=0, most=_MAX_BATCH)
         require("backend", "lmpool[vllm]", "vllm")
         require_version(VLLM_DISTRIBUTIONS, VLLM_VERSIONS)
 
@@ -258,11 +268,7 @@ class SglangSettings(EngineSettings):
 
 
 def require(field: str, extra: str, *packages: str) -> None:
-    """Refuse a setting whose packages are not installed. Nothing is imported.
-
-    Raises:
-        SettingsError: names the missing packages and the command that installs them.
-    """
+    """Refuse a setting whose packages are not installed, with the command that installs them. Nothing is imported."""
     missing = [package for package in packages if find_spec(package) is None]
     if missing:
         raise SettingsError(f'{field}: needs {" and ".join(missing)}; install with: pip install "{extra}"')
@@ -274,9 +280,6 @@ def require_version(distributions: Sequence[str], versions: str) -> str:
     Args:
         distributions: names under which the engine is published; the first installed one counts.
         versions: the range, such as ">=0.32,<0.34".
-
-    Raises:
-        SettingsError: no supported version is installed.
     """
     from packaging.specifiers import SpecifierSet  # The engines depend on it.
 
@@ -297,21 +300,11 @@ def _check_text(field: str, value: object) -> None:
         raise SettingsError(f"{field}: {shown(value)} is not a name")
 
 
-def _check_optional_number(field: str, value: object) -> None:
-    if value is not None:
-        check_number(field, value, least=1)
-
-
 def parse_engine_args(given: Sequence[str]) -> dict[str, Any]:
-    """Read engine options.
+    """Read engine options from texts of `key=value` pairs and paths of TOML files (`….toml`), separated by spaces.
 
-    Args:
-        given: texts of `key=value` pairs and paths of TOML files (`….toml`), separated by spaces. A value is read as
-            TOML (`true`, `0.9`, `[1, 2]`, `{a = 1}`), else as JSON (`{"a": 1}`), else as text. Quotes work as in a
-            shell, except inside the brackets of a list or table. Later pairs win.
-
-    Raises:
-        SettingsError: a text has another form, a table is neither TOML nor JSON, or a file cannot be read.
+    A value is read as TOML (`true`, `0.9`, `[1, 2]`, `{a = 1}`), else as JSON (`{"a": 1}`), else as text. Quotes work
+    as in a shell, except inside the brackets of a list or table. Later pairs win.
     """
     options: dict[str, Any] = {}
     for text in given:
@@ -333,7 +326,7 @@ def check_engine_args(
     parallel: Collection[str],
     engine: str,
 ) -> None:
-    """Refuse unknown options, and options that this backend must set itself.
+    """Refuse unknown options, options that this backend must set itself, and several processes.
 
     Args:
         given: option -> value.
@@ -341,9 +334,6 @@ def check_engine_args(
         refused: option -> what to do instead.
         parallel: options that spread a model over processes, which must be 1.
         engine: name and version, for messages.
-
-    Raises:
-        SettingsError: names the option, and a known one of similar spelling.
     """
     for name, value in given.items():
         if name in refused:

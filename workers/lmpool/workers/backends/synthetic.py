@@ -25,12 +25,12 @@ from lmpool.protocol.model_info import ModelInfo
 from lmpool.protocol.prompt import decode_ids
 from lmpool.protocol.query import PositionsQuery
 from lmpool.protocol.row import Encoding, NewRows, RowBlock, VectorBlock, no_new_rows, widen_bf16
-from lmpool.settings import check_choice, check_name, check_number, shown
+from lmpool.settings import check_choice, check_name, shown
 from lmpool.synthetic import FEW_TOKENS, Draw, base_rows, draw, draw_few_tokens, fill, synthetic_vocabulary
 from lmpool.vocabulary import Vocabulary
 from lmpool.workers.backends.checkpoint import checkpoint_source
 from lmpool.workers.backends.lora import read_adapter_folders
-from lmpool.workers.backends.settings import option
+from lmpool.workers.backends.settings import check_numbers, option
 from lmpool.workers.execution.contract import (
     QUERY_ERRORS,
     Backend,
@@ -57,18 +57,24 @@ class SyntheticSettings:
     kind: ClassVar[str] = "synthetic"
 
     name: str = option("Name to serve the model under.", "synthetic")
-    vocab_size: int = option("V.", 49_152)
-    seed: int = option("Seed of the rows.", 0)
-    step_ms: float = option("Simulated time of a step.", 0.0)
-    token_ms: float = option("Simulated time per token that the simulated prefix cache does not hold.", 0.0)
-    kv_cache_tokens: int = option("Tokens in the simulated prefix cache, with --token-ms; 0 for none.", 1_000_000)
-    max_batch: int = option("Prompts in one step.", 32)
-    max_prompt_tokens: int = option("Longest prompt to accept.", 131_072)
+    vocab_size: int = option("V.", 49_152, least=1, most=4_000_000)
+    seed: int = option("Seed of the rows.", 0, least=0, most=2**62)
+    step_ms: float = option("Simulated time of a step.", 0.0, least=0, most=600_000)
+    token_ms: float = option(
+        "Simulated time per token that the simulated prefix cache does not hold.", 0.0, least=0, most=600_000
+    )
+    kv_cache_tokens: int = option(
+        "Tokens in the simulated prefix cache, with --token-ms; 0 for none.", 1_000_000, least=0, most=10**9
+    )
+    max_batch: int = option("Prompts in one step.", 32, least=1, most=65_536)
+    max_prompt_tokens: int = option("Longest prompt to accept.", 131_072, least=1, most=4_000_000)
     encoding: str = option('"f32" or "bf16"; the rows are the same.', "f32")
-    fail_token: int = option("Prompts that contain this id fail, to test error handling; -1 for none.", -1)
-    crash_token: int = option("Prompts that contain this id end the worker's process; -1 for none.", -1)
-    raise_token: int = option("The step of a prompt that contains this id raises MemoryError; -1 for none.", -1)
-    hang_token: int = option("The step of a prompt that contains this id never ends; -1 for none.", -1)
+    fail_token: int = option("Prompts with this id fail, to test error handling; -1 for none.", -1, least=-1)
+    crash_token: int = option("Prompts with this id end the worker's process; -1 for none.", -1, least=-1)
+    raise_token: int = option(
+        "The step of a prompt that contains this id raises MemoryError; -1 for none.", -1, least=-1
+    )
+    hang_token: int = option("The step of a prompt with this id never ends; -1 for none.", -1, least=-1)
     adapters: list[str] = field(
         default_factory=list,
         metadata={
@@ -79,16 +85,8 @@ class SyntheticSettings:
 
     def __post_init__(self) -> None:
         check_name("name", self.name)
-        check_number("vocab_size", self.vocab_size, least=1, most=4_000_000)
-        check_number("seed", self.seed, least=0, most=2**62)
-        check_number("step_ms", self.step_ms, least=0, most=600_000, whole=False)
-        check_number("token_ms", self.token_ms, least=0, most=600_000, whole=False)
-        check_number("kv_cache_tokens", self.kv_cache_tokens, least=0, most=10**9)
-        check_number("max_batch", self.max_batch, least=1, most=65_536)
-        check_number("max_prompt_tokens", self.max_prompt_tokens, least=1, most=4_000_000)
+        check_numbers(self)
         check_choice("encoding", self.encoding, ("f32", "bf16"))
-        for name in ("fail_token", "crash_token", "raise_token", "hang_token"):
-            check_number(name, getattr(self, name), least=-1)
         _ = self.adapter_folders  # Raises if an adapter is malformed.
 
     @property
@@ -127,15 +125,7 @@ class PrefixMemory:
         self._prefixes: OrderedDict[int, int] = OrderedDict()
 
     def note(self, ids: bytes, adapter: str = "") -> int:
-        """Hold the prefixes of a prompt.
-
-        Args:
-            ids: token ids as little-endian uint32 bytes.
-            adapter: prompts with different adapters share no prefix.
-
-        Returns:
-            length of the longest prefix that was held before.
-        """
+        """Hold the prefixes of a prompt; returns the length of its longest prefix that was held before, in tokens."""
         prefixes, last_block = self._prefixes, len(ids) - _BLOCK_BYTES
         key, start, path = hash(adapter), 0, []
         while start <= last_block and (block := hash((key, ids[start : start + _BLOCK_BYTES]))) in prefixes:
@@ -345,11 +335,7 @@ class SyntheticBackend:
 
 
 def _content_digest(place: Path) -> str:
-    """Digest of a file, or of the files in a folder with their names: 32 hexadecimal digits.
-
-    Raises:
-        SettingsError: there is no such place, or it cannot be read.
-    """
+    """Digest of a file, or of the files in a folder with their names: 32 hexadecimal digits."""
     state = blake2b(digest_size=16)
     try:
         files = sorted(path for path in place.iterdir() if path.is_file()) if place.is_dir() else [place]

@@ -51,18 +51,15 @@ class TellsTexts:
 
     def vocabulary(self) -> Vocabulary | None:
         """The byte strings of the model's tokens; None if its tokenizer does not provide them."""
-        self._texts = self._read_texts()
+        settings = self._settings
+        self._texts = read_texts(self._info, settings.revision, trust_remote_code=settings.trust_remote_code)
         return self._texts.vocabulary
 
     def tokenizer(self) -> PackedTokenizer | None:
         """The model's tokenizer; None if it cannot be published. Call `vocabulary` first."""
         # Keep no reference: it has many megabytes, and is not needed again.
-        texts, self._texts = self._texts or self._read_texts(), None
-        return texts.tokenizer
-
-    def _read_texts(self) -> Texts:
-        settings = self._settings
-        return read_texts(self._info, settings.revision, trust_remote_code=settings.trust_remote_code)
+        texts, self._texts = self._texts, None
+        return texts.tokenizer if texts is not None else None
 
 
 def read_texts(info: ModelInfo, revision: str | None, *, trust_remote_code: bool) -> Texts:
@@ -108,11 +105,7 @@ def _load(info: ModelInfo, revision: str | None, trust_remote_code: bool) -> Any
 
 
 def _pack(tokenizer: Any) -> PackedTokenizer:
-    """A tokenizer of transformers as its `tokenizer.json`; a slow one is converted.
-
-    Raises:
-        InvalidVocabulary: it has no such form, encodes to other ids in this form, or clients refuse it.
-    """
+    """A tokenizer of transformers as its `tokenizer.json`, if clients can use this form; a slow one is converted."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         from transformers.convert_slow_tokenizer import convert_slow_tokenizer

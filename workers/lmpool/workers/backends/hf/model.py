@@ -57,13 +57,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model that is ready to run.
-
-    Attributes:
-        model: in evaluation mode, on its device.
-        max_prompt_tokens: the longest prompt to accept.
-        revision: digest of the weights.
-    """
+    """A model in evaluation mode on its device, the longest prompt to accept, and the digest of its weights."""
 
     model: PreTrainedModel
     max_prompt_tokens: int
@@ -73,11 +67,7 @@ class LoadedModel:
 @torch.inference_mode(mode=False)  # Weights that are made in inference mode cannot be replaced.
 @torch.no_grad()
 def load_model(settings: HfSettings) -> LoadedModel:
-    """Load the model that the settings name.
-
-    Raises:
-        SettingsError: no such model, file, device or prompt limit, or the model is not a causal language model.
-    """
+    """Load the model that the settings name."""
     torch_device.settle()
     device = pick_device(settings.device)
     file = settings.gguf_file
@@ -132,22 +122,14 @@ def _own_weights(model: PreTrainedModel) -> None:
     """Copy a model's weights out of the checkpoint's files into memory of this process.
 
     On a CPU, transformers maps the files into memory and computes with the mapped pages. Overwriting a file would
-    change the rows of a running worker, and truncating it would end the worker by SIGBUS. The copies are made one by
-    one, next to pages that the system can discard at any time.
-
-    Raises:
-        RuntimeError: not enough memory.
+    change the rows of a running worker, and truncating it would end the worker by SIGBUS.
     """
     for tensor in chain(model.parameters(), model.buffers()):  # A tied weight is one parameter, and is copied once.
         tensor.data = tensor.data.clone()
 
 
 def _prompt_limit(config: PreTrainedConfig, wanted: int | None) -> int:
-    """The longest prompt to accept: the model's limit, or the wanted one.
-
-    Raises:
-        SettingsError: the wanted limit is above the model's.
-    """
+    """The longest prompt to accept: the wanted limit, which must not exceed the model's, or the model's."""
     stated = [value for name in _LIMITS if type(value := getattr(config, name, None)) is int and value > 0]
     if wanted is None:
         return stated[0] if stated else _UNLIMITED

@@ -27,11 +27,7 @@ if TYPE_CHECKING:
 
 
 class SglangBackend(TellsTexts):
-    """Serves one model of SGLang; see `lmpool.workers.execution.contract.Backend`.
-
-    Raises:
-        SettingsError: the model cannot be loaded, or its first rows are wrong.
-    """
+    """Serves one model of SGLang; see `lmpool.workers.execution.contract.Backend`."""
 
     _settings: SglangSettings
 
@@ -91,9 +87,6 @@ class SglangBackend(TellsTexts):
         """Wait for a forward of the engine, and return the results since the last step.
 
         A forward may complete no prompt. The caller can then submit jobs that have arrived.
-
-        Raises:
-            WorkerError: the engine has ended.
         """
         finished, vectors = Finished([], {}), dict[bytes, NDArray[np.float32]]()
         if self._held:

@@ -77,9 +77,6 @@ Results = SimpleQueue[EngineBatch | BaseException]
 class Engine:
     """A scheduler of SGLang that runs in a thread of its own. Call `wait` first.
 
-    Args:
-        options: SGLang's.
-
     Attributes:
         scheduler: SGLang's; None after it has ended.
         lora_ids: adapter -> SGLang's id of it.
@@ -113,11 +110,7 @@ class Engine:
         self._orders.put(([AbortReq(rid=name) for name in names], {}))
 
     def results(self) -> list[EngineBatch]:
-        """The results since the last call; waits for at least one.
-
-        Raises:
-            WorkerError: the engine has ended.
-        """
+        """The results since the last call; waits for at least one."""
         batches: list[EngineBatch] = []
         while self._error is None:
             try:
@@ -170,11 +163,6 @@ class Seams:
     It captures positions where SGLang computes logprobs of prompts. A request with a positions query sets
     `return_logprob` from the first wanted position on. SGLang then reads its prefix cache up to there, and computes the
     logits of the remaining tokens, some rows at a time.
-
-    Args:
-        scheduler: SGLang's.
-        orders: messages to the scheduler.
-        results: one entry per forward.
     """
 
     def __init__(self, scheduler: Any, orders: Orders, results: Results) -> None:
@@ -197,8 +185,7 @@ class Seams:
     def _receive(self, local_reqs: list[Any] | None = None) -> list[Any]:
         """Receive requests and abortions from the queue, in place of a socket; waits if there is nothing to compute.
 
-        Args:
-            local_reqs: abortions by the scheduler itself.
+        `local_reqs` are abortions by the scheduler itself.
         """
         received = list(local_reqs or ())
         aborted = [request.rid for request in received if isinstance(request, AbortReq) and request.rid in self._owed]
@@ -333,12 +320,7 @@ def known_options() -> dict[str, bool]:
 
 
 def read_facts(folder: Path, trust_remote_code: bool) -> tuple[int, int]:
-    """Read a checkpoint's config as SGLang does.
-
-    Returns:
-        the length of the context, and the numbers that the model keeps per token as keys and values (0 without
-        attention).
-    """
+    """The length of a model's context, and the numbers that it keeps per token as keys and values (0 for none)."""
     config = get_hf_text_config(get_config(str(folder), trust_remote_code=trust_remote_code))
     heads = getattr(config, "num_attention_heads", 0)
     if not heads:
@@ -384,13 +366,7 @@ def logprob_processors_of(scheduler: Any) -> list[Any]:
 
 
 def make_request(name: str, job: BackendJob, adapter: str | None) -> Any:
-    """A request for the logits of a prompt, without sampling a token.
-
-    Args:
-        name: of the request; it must not be a prefix of another name.
-        job: the prompt, and its positions query if it has one.
-        adapter: SGLang's id of the adapter; None for none.
-    """
+    """A request for the logits of a prompt, without a sampled token. `name` must not be a prefix of another name."""
     tokens = array("q")
     tokens.frombytes(decode_ids(job.ids).astype(np.int64).tobytes())
     sampling = SamplingParams(max_new_tokens=0)

@@ -134,11 +134,7 @@ class Launched(NamedTuple):
 
 
 def launch(settings: SglangSettings) -> Launched:
-    """Load the model that the settings name, and start SGLang's event loop.
-
-    Raises:
-        SettingsError: no such model, device, option or adapter, too little memory, or SGLang cannot run it.
-    """
+    """Load the model that the settings name, and start SGLang's event loop."""
     torch_device.settle()
     version = require_version(SGLANG_DISTRIBUTIONS, SGLANG_VERSIONS)
     folder = checkpoint_folder("model", settings.model, settings.revision)
@@ -202,16 +198,7 @@ def launch(settings: SglangSettings) -> Launched:
 
 
 def user_options(settings: SglangSettings, known: Mapping[str, bool], version: str) -> dict[str, Any]:
-    """The user's engine options, checked.
-
-    Args:
-        settings: with the options as texts.
-        known: SGLang's options, and whether each takes a text.
-        version: SGLang's.
-
-    Raises:
-        SettingsError: SGLang has no such option, or it cannot be set here.
-    """
+    """The user's engine options, checked. `known` has SGLang's options, and whether each takes a text."""
     given = parse_engine_args(settings.engine_args)
     sampled = {name: _ONE_ROW for name in known if name.startswith(("speculative_", "decoupled_spec_"))}
     check_engine_args(given, known, _REFUSED | sampled, _PARALLEL, f"SGLang {version}")
@@ -227,14 +214,7 @@ def row_deciding(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def engine_options(settings: SglangSettings, folder: Path, device: str, adapters: Mapping[str, Path]) -> dict[str, Any]:
-    """The options that do not depend on the model; the user's options replace them.
-
-    Args:
-        settings: of the backend.
-        folder: of the checkpoint.
-        device: a torch device other than "auto".
-        adapters: adapter -> its folder.
-    """
+    """The options that do not depend on the model; the user's options replace them."""
     kind, _, index = device.partition(":")
     options: dict[str, Any] = {
         "model_path": str(folder),
@@ -269,16 +249,7 @@ def engine_options(settings: SglangSettings, folder: Path, device: str, adapters
 
 
 def kv_tokens(settings: SglangSettings, options: Mapping[str, Any], numbers: int) -> int | None:
-    """Tokens whose keys and values fit into `kv_cache_bytes`; None for SGLang's default.
-
-    Args:
-        settings: with the memory.
-        options: all options of SGLang.
-        numbers: numbers that the model keeps per token; 0 without attention.
-
-    Raises:
-        SettingsError: there is memory for hardly any token, or the model needs none.
-    """
+    """Tokens whose keys and values, of `numbers` numbers per token, fit into memory; None for SGLang's default."""
     memory = settings.kv_cache_bytes
     if memory is None and options["device"] == "cpu":
         memory = _CPU_KV_BYTES

@@ -15,7 +15,7 @@ from vllm.v1.request import RequestStatus
 
 from lmpool.errors import SettingsError, WorkerError
 from lmpool.protocol.prompt import decode_ids
-from lmpool.protocol.row import NewRows, RowBlock, VectorBlock
+from lmpool.protocol.row import NewRows, VectorBlock
 from lmpool.workers.backends.canary import check_canary, completed_info
 from lmpool.workers.backends.row_encoder import log_threads
 from lmpool.workers.backends.settings import VllmSettings
@@ -46,11 +46,7 @@ class _Request(NamedTuple):
 
 
 class VllmBackend(TellsTexts):
-    """Serves one model of vLLM; see `lmpool.workers.execution.contract.Backend`.
-
-    Raises:
-        SettingsError: the model cannot be loaded, or its first rows are wrong.
-    """
+    """Serves one model of vLLM; see `lmpool.workers.execution.contract.Backend`."""
 
     _settings: VllmSettings
 
@@ -149,42 +145,29 @@ class VllmBackend(TellsTexts):
         self._engine.captured.encoder.new_rows = new_rows
 
     def step(self) -> Finished:
-        """Run one step of the engine.
-
-        Raises:
-            WorkerError: the engine has answered an unknown request, or none at all for too many steps.
-        """
+        """Run one step of the engine."""
         outputs = self._core.get_output().outputs
+        rows: list[bytes] = []
         failures: dict[bytes, str] = {}
-        finished: dict[str, BackendJob] = {}
+        vectors: dict[bytes, NDArray[np.float32]] = {}
         for output in outputs:
-            if output.new_token_ids or output.finish_reason is not None:
-                job, failure = self._end(output)
-                if failure:
-                    failures[job.digest] = failure
-                    self._drop(output.request_id, job.digest)
-                else:
-                    finished[output.request_id] = job
-        vectors = self._take_positions(finished, failures)
-        blocks, unsound = self._engine.captured.take([job.digest for job in finished.values() if job.positions is None])
+            if not output.new_token_ids and output.finish_reason is None:
+                continue
+            job, answer = self._end(output)
+            if isinstance(answer, str):
+                failures[job.digest] = answer
+                self._drop(output.request_id, job.digest)
+            elif answer is not None:
+                vectors[job.digest] = answer
+            else:
+                rows.append(job.digest)
+        blocks, unsound = self._engine.captured.take(rows)
         self._free_memory(bool(outputs))
-        self._count(blocks, len(vectors))
+        stats = self._stats
+        answered = sum(len(block.digests) for block in blocks) + len(vectors)
+        self._stats = stats._replace(steps=stats.steps + 1, rows=stats.rows + answered)
         answers = VectorBlock(list(vectors), list(vectors.values())) if vectors else None
         return Finished(blocks, failures | unsound, answers)
-
-    def _take_positions(
-        self, finished: dict[str, BackendJob], failures: dict[bytes, str]
-    ) -> dict[bytes, NDArray[np.float32]]:
-        """The answers of finished positions queries. Adds the failed ones to `failures`."""
-        vectors = {}
-        for name, job in finished.items():
-            if job.positions is not None and self._engine.positions is not None:
-                answer = self._engine.positions.take(name)
-                if isinstance(answer, str):
-                    failures[job.digest] = answer
-                else:
-                    vectors[job.digest] = answer
-        return vectors
 
     def _drop(self, name: str, digest: bytes) -> None:
         """Discard the captured data of a request without an answer."""
@@ -192,8 +175,8 @@ class VllmBackend(TellsTexts):
         if self._engine.positions is not None:
             self._engine.positions.drop(name)
 
-    def _end(self, output: Any) -> tuple[BackendJob, str]:
-        """Remove a finished request; returns its job, and the reason if it failed."""
+    def _end(self, output: Any) -> tuple[BackendJob, NDArray[np.float32] | str | None]:
+        """Remove a finished request; returns its job, and the answer of a positions query or a failure."""
         request = self._requests.pop(output.request_id, None)
         if request is None:
             raise WorkerError(f"vLLM has answered the request {output.request_id}, which it was not asked")
@@ -206,7 +189,8 @@ class VllmBackend(TellsTexts):
             return job, f"vLLM has ended the prompt: {output.finish_reason!s}"
         if request.is_session:
             self._keep(job, output.request_id)
-        return job, ""
+        positions = self._engine.positions if job.positions is not None else None
+        return job, None if positions is None else positions.take(output.request_id)
 
     def _reused(self, request: _Request, output: Any) -> int:
         """Tokens of a finished prompt whose keys and values were in memory."""
@@ -259,11 +243,6 @@ class VllmBackend(TellsTexts):
                 self._close([name])
                 self._request(request.job, None, is_session=False)
                 return
-
-    def _count(self, blocks: list[RowBlock], vectors: int) -> None:
-        stats = self._stats
-        rows = sum(len(block.digests) for block in blocks) + vectors
-        self._stats = stats._replace(steps=stats.steps + 1, rows=stats.rows + rows)
 
     def abort(self, digests: Collection[bytes]) -> None:
         """Drop jobs in flight."""

@@ -45,15 +45,7 @@ def _check_shape(logits: Tensor, count: int, vocab_size: int, unit: str) -> None
 
 
 class Captured:
-    """The captured rows until the backend takes them. For a prompt with several rows the last one counts.
-
-    Args:
-        vocab_size: V.
-        encoder: makes blocks of logits.
-
-    Attributes:
-        device: device of the last logits.
-    """
+    """The captured rows until the backend takes them. For a prompt with several rows the last one counts."""
 
     def __init__(self, vocab_size: int, encoder: RowEncoder) -> None:
         self._vocab_size = vocab_size
@@ -175,13 +167,6 @@ class CaptureProcessor(LogitsProcessorV1, LogitsProcessorV2):  # type: ignore[mi
 
 class PositionCapture:
     """Answers of positions queries, taken from the steps of an engine core in this process.
-
-    Args:
-        core: vLLM's engine core.
-        vocab_size: V.
-
-    Attributes:
-        answers: of the open requests.
 
     Raises:
         AttributeError: this release of vLLM has its hidden states or its prefix cache elsewhere. Nothing was changed.

@@ -150,11 +150,7 @@ class Engine:
 
 
 def open_engine(settings: VllmSettings) -> Engine:
-    """Load the model that the settings name.
-
-    Raises:
-        SettingsError: no such model, adapter or option, no device, or too little memory.
-    """
+    """Load the model that the settings name."""
     torch_device.settle()
     processors = _allowed_processors(settings.logits_processors)
     given = user_arguments(settings)
@@ -210,11 +206,7 @@ def open_engine(settings: VllmSettings) -> Engine:
 
 
 def _allowed_processors(named: Sequence[str]) -> list[str]:
-    """Descriptions of the installed logits processors, in the order in which vLLM loads them.
-
-    Raises:
-        SettingsError: an installed processor is not named, or a named one is not installed.
-    """
+    """Descriptions of the installed logits processors, in load order. Refuses one that the user has not named."""
     entries = list(entry_points(group=LOGITSPROCS_GROUP))
     for entry in entries:
         if entry.name not in named:
@@ -247,11 +239,7 @@ def _described(entry: EntryPoint) -> str:
 
 
 def user_arguments(settings: VllmSettings) -> dict[str, Any]:
-    """The user's engine options, checked.
-
-    Raises:
-        SettingsError: vLLM has no such option, or it cannot be set here.
-    """
+    """The user's engine options, checked."""
     given = parse_engine_args(settings.engine_args)
     known = {field.name for field in fields(EngineArgs)}
     check_engine_args(given, known, _REFUSED, _PARALLEL, f"vLLM {vllm_version}")

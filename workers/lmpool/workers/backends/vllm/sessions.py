@@ -21,13 +21,7 @@ _MAX_NEW = 64  # Max new tokens of a prompt that continues a session, even if bl
 
 
 class Session(NamedTuple):
-    """A request of the engine that stays open.
-
-    Attributes:
-        adapter: of its prompt.
-        ids: the computed prompt, as little-endian uint32 bytes.
-        request: the engine's name of it.
-    """
+    """A request of the engine that stays open; `ids` is its computed prompt as little-endian uint32 bytes."""
 
     adapter: str
     ids: bytes
