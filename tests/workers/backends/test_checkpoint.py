@@ -7,11 +7,14 @@ import os
 import re
 import shutil
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Mapping
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from hashlib import blake2b
+from http.server import BaseHTTPRequestHandler, HTTPServer, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -299,6 +302,77 @@ def test_any_answer_of_the_hub_counts(status: int, monkeypatch: pytest.MonkeyPat
         thread.start()
         assert checkpoint.hub_problem() == ""
         thread.join()
+
+
+class Hub(BaseHTTPRequestHandler):
+    """A hub with one repository."""
+
+    commit = "c" * 40
+    files: ClassVar[dict[str, bytes]] = {}
+    downloaded: ClassVar[list[str]] = []
+
+    def do_HEAD(self) -> None:
+        self._answer(self.path.partition(f"/resolve/{self.commit}/")[2])
+
+    def do_GET(self) -> None:
+        if not self.path.startswith("/api/models/org/tiny"):
+            name = self.path.partition(f"/resolve/{self.commit}/")[2]
+            self.downloaded.extend([name] if name in self.files else [])
+            self._answer(name, self.files.get(name, b""))
+            return
+        siblings = [{"rfilename": name} for name in self.files]
+        facts = {"id": "org/tiny", "modelId": "org/tiny", "sha": self.commit, "siblings": siblings, "tags": []}
+        entries = [
+            {"type": "file", "path": name, "size": len(data), "oid": blake2b(data, digest_size=20).hexdigest()}
+            for name, data in self.files.items()
+        ]
+        body = json.dumps(entries if "/tree/" in self.path else facts | {"private": False, "downloads": 0}).encode()
+        self._answer("", body)
+
+    def _answer(self, name: str, body: bytes = b"") -> None:
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body or self.files.get(name, b""))))
+        self.send_header("ETag", f'"{blake2b(self.files.get(name, b""), digest_size=20).hexdigest()}"')
+        self.send_header("X-Repo-Commit", self.commit)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("files", "downloaded"),
+    [
+        (
+            ("config.json", "a.safetensors", "a.bin", "a.onnx", "original/a.pth", "a.gguf"),
+            ("a.safetensors", "config.json"),
+        ),
+        (("config.json", "a.bin", "a.pt", "b.bin"), ("a.bin", "b.bin", "config.json")),
+    ],
+)
+def test_weights_are_downloaded_in_one_format(
+    files: tuple[str, ...], downloaded: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Hub, "files", {name: name.encode() for name in files})
+    monkeypatch.setattr(Hub, "downloaded", [])
+    code = (
+        "from lmpool.workers.backends.checkpoint import checkpoint_folder\n"
+        "print(*(path.name for path in sorted(checkpoint_folder('model', 'org/tiny').iterdir())))"
+    )
+    with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as hub:
+        thread = threading.Thread(target=hub.serve_forever)
+        thread.start()
+        environment = {
+            **os.environ, "HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}", "HF_HOME": str(tmp_path),
+            "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+        }  # fmt: skip
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+        hub.shutdown()
+        thread.join()
+    assert done.returncode == 0, done.stderr
+    assert tuple(done.stdout.split()) == downloaded
+    assert tuple(sorted(Hub.downloaded)) == downloaded
 
 
 # The digest
