@@ -64,6 +64,15 @@ def printable(text: str, keep: str = "") -> str:
     )
 
 
+def first_line(error: BaseException) -> str:
+    """The message of an exception as one line of at most 300 characters; its type if it has no message."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    text = lines[0] if lines else type(error).__name__
+    if isinstance(error, KeyError):
+        text = f"KeyError: {text}"  # Its message is the key alone.
+    return text if len(text) <= 300 else text[:297] + "..."
+
+
 def to_json(value: Any, **options: Any) -> str:
     """A value as JSON in ASCII without control characters; `options` are those of `json.dumps`."""
     return json.dumps(value, **options).replace("\x7f", r"\u007f")

@@ -1,4 +1,4 @@
-"""One backend at a time: that of a subject in a dtype, kept for all tests that use it."""
+"""One backend at a time: a subject in a dtype, for all tests that use it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _seeds = itertools.count()
 
 @pytest.fixture
 def draw() -> random.Random:
-    """Random prompts, others in each test, so that no test finds what another has left in a cache."""
+    """Random prompts, different in each test, so that no test finds cached prefixes of another."""
     return random.Random(next(_seeds))
 
 
@@ -44,6 +44,6 @@ def subject(request: pytest.FixtureRequest) -> Subject:
 
 @pytest.fixture(scope="module")
 def opened(subject: Subject, model_folder: Path, adapter_folders: dict[str, Path]) -> Iterator[Opened]:
-    """The subject's backend in float32; one a module, because an engine cannot be open twice in a process."""
+    """The subject's backend in float32; one per module, because a process cannot open an engine twice."""
     with Opened(subject, model_folder, "float32", adapter_folders) as opened:
         yield opened

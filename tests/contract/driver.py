@@ -1,4 +1,4 @@
-"""Driving a backend as the worker's thread does, in a test."""
+"""Drives a backend in a test as the worker's thread does."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ def prompt(draw: random.Random, length: int) -> list[int]:
 
 
 class Slots:
-    """Memory of rows that are apart from each other, as in shared memory.
+    """Memory of rows with gaps between them, as in shared memory.
 
     Attributes:
         given: what was asked for.
     """
 
     _BYTES = 16 * 2**20
-    # A GPU that was told of some goes on writing there.
+    # A GPU may still write to registered memory.
     _all: ClassVar[list[memoryview]] = []
 
     def __init__(self) -> None:
@@ -58,7 +58,7 @@ class Slots:
         return self.given[-1]
 
     def have(self, block: RowBlock) -> bool:
-        """Whether the rows of a block lie there."""
+        """Whether the rows of a block are in this memory."""
         return any(np.shares_memory(block.numbers, memory) for memory in self.given)
 
 
@@ -102,19 +102,19 @@ class Opened:
         return BackendJob(digest_of(data, f"{next(_numbers)}"), data, self.qualified(adapter))
 
     def qualified(self, adapter: str) -> str:
-        """What a job calls an adapter of that name; "" for none."""
+        """The qualified name of an adapter; "" for none."""
         return (
             next(full_name for full_name in self.backend.adapters if name_of(full_name) == adapter) if adapter else ""
         )
 
     def submit(self, prompts: Iterable[Sequence[int]], adapter: str = "") -> list[bytes]:
-        """Hand prompts over; returns their digests."""
+        """Submit prompts; returns their digests."""
         jobs = [self.job(ids, adapter) for ids in prompts]
         self.backend.submit(jobs)
         return [job.digest for job in jobs]
 
     def step(self) -> None:
-        """One step, its answers kept."""
+        """Run one step, and keep its answers."""
         finished = self.backend.step()
         self.failures.update(finished.failures)
         if finished.answers is not None:
@@ -135,7 +135,7 @@ class Opened:
         return [self.rows[digest] for digest in digests]
 
     def _step_until(self, is_done: Callable[[], bool]) -> None:
-        """Step until something is so; gives up when no answer comes any more."""
+        """Step until a condition holds; fails when no more answers arrive."""
         answered, since = 0, time.monotonic()
         while not is_done():
             assert time.monotonic() < since + DEADLINE_S, f"no answer within {DEADLINE_S} s"
@@ -146,7 +146,7 @@ class Opened:
     def score(
         self, prompts: Sequence[Sequence[int]], starts: Sequence[int], adapter: str = "", *, logits: bool = False
     ) -> list[Row]:
-        """What the tokens of some prompts score from these positions on, or their logits; the prompts run together."""
+        """The scores, or their logits, of prompts that run together, from the given positions on."""
         queries = [PositionsQuery.scores_from(start, logits=logits) for start in starts]
         pairs = zip(prompts, queries, strict=True)
         jobs = [self.job(ids, adapter)._replace(positions=query) for ids, query in pairs]
@@ -156,7 +156,7 @@ class Opened:
         return [self.scores[job.digest] for job in jobs]
 
     def expect(self, prompts: Sequence[Sequence[int]], query: PositionsQuery, adapter: str = "") -> list[Row]:
-        """What is wanted of every position of some prompts that run together, each (n, width)."""
+        """The answers of a positions query for prompts that run together, each (n, width)."""
         jobs = [self.job(ids, adapter)._replace(positions=query) for ids in prompts]
         self.backend.submit(jobs)
         self._step_until(lambda: bool(self.failures) or all(job.digest in self.scores for job in jobs))
@@ -172,7 +172,7 @@ class Opened:
         assert float(np.abs(scores - expected).max()) <= self.subject.tolerance
 
     def ask(self, prompts: Iterable[Sequence[int]], adapter: str = "") -> list[Row]:
-        """The rows of some prompts that run together."""
+        """The rows of prompts that run together."""
         return self.finish(self.submit(prompts, adapter))
 
     def check(self, prompts: Sequence[Sequence[int]], rows: Sequence[Row], adapter: str = "") -> None:

@@ -1,4 +1,4 @@
-"""The model of the contract tests: a tiny random Llama on disk, adapters for it, and what its rows must be."""
+"""The model of the contract tests: a tiny random Llama on disk, its adapters, and its reference rows."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def _model(adapter: str) -> Any:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model: Any = LlamaForCausalLM(config)  # type: ignore[no-untyped-call]
-        # As they come the weights are so small that all rows look alike: wrong ones would pass for right.
+        # Initial weights are so small that all rows are nearly equal, and a test could not detect wrong ones.
         for parameter in model.parameters():
             if parameter.ndim > 1:
                 torch.nn.init.normal_(parameter, std=0.15)
@@ -117,7 +117,7 @@ def _model(adapter: str) -> Any:
 
 
 def _adapter(name: str) -> dict[str, tuple[torch.Tensor, torch.Tensor, float]]:
-    """Module -> its two factors, (rank, in) and (out, rank), and by what their product is multiplied."""
+    """Module -> its two factors, (rank, in) and (out, rank), and the scale of their product."""
     generator = torch.Generator().manual_seed(1 + [*ADAPTERS, *KINDS].index(name))
     sizes = {
         f"model.layers.{layer}.self_attn.{part}": size

@@ -1,4 +1,4 @@
-"""The backends under contract: how each is made, small enough that its limits are met, and what its rows must be."""
+"""The backends under contract: each is made so small that tests reach its limits."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from lmpool.workers.execution.contract import Backend
 from tests.contract.model import V, reference_row, write_adapter
 from tests.support.pool import lmpool_command
 
-# So small that everything in the contract happens: several steps a prompt, several batches, a full KV cache.
+# So small that all cases occur: several steps per prompt, several batches, a full KV cache.
 MAX_BATCH = 8
 MAX_BATCH_TOKENS = 64
 KV_TOKENS = 1024
@@ -114,7 +114,7 @@ def _synthetic_revision(adapter: str) -> str:
 
 
 def _unigram() -> Subject:
-    """The example of a backend of one's own."""
+    """The example of a user's own backend."""
 
     def make(folder: Path, dtype: str, adapters: dict[str, Path]) -> Backend:
         return UnigramSettings("unigram", V).open()

@@ -1,4 +1,4 @@
-"""Adapters that come and go while a backend serves: their rows are right, and those of others stay what they are."""
+"""Adapters that are loaded and dropped while a backend serves: their rows are correct, and other rows do not change."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def opened(
         yield opened
 
 
-def test_adapters_that_come_and_go_leave_right_rows(
+def test_loading_and_dropping_adapters_leaves_rows_correct(
     subject: Subject, model_folder: Path, adapter_folders: dict[str, Path], draw: random.Random
 ) -> None:
     if not subject.loads_adapters:
@@ -64,7 +64,7 @@ def test_adapters_that_come_and_go_leave_right_rows(
             opened.check(prompts, opened.ask(prompts))
 
 
-def test_an_adapter_that_is_there_or_cannot_be_loaded_leaves_the_backend_as_it_was(
+def test_loading_a_present_or_a_bad_adapter_changes_nothing(
     opened: Opened, tmp_path: Path, draw: random.Random
 ) -> None:
     before = dict(opened.backend.adapters)
@@ -80,7 +80,7 @@ def test_an_adapter_that_is_there_or_cannot_be_loaded_leaves_the_backend_as_it_w
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_adapter_of_every_kind_has_the_rows_of_the_merged_model_or_is_refused(
+def test_every_kind_of_adapter_has_the_rows_of_the_merged_model_or_is_refused(
     opened: Opened, kind: str, kind_folders: dict[str, Path], model_folder: Path, draw: random.Random
 ) -> None:
     subject = opened.subject
@@ -93,7 +93,7 @@ def test_an_adapter_of_every_kind_has_the_rows_of_the_merged_model_or_is_refused
         assert not opened.backend.adapters
         return
     prompts = [prompt(draw, length) for length in (3, 33, 40)]
-    # Together, for adapters of prompts that run beside each other must not be mixed up.
+    # In one batch, so that a backend that confuses adapters fails.
     wanted = {adapter: opened.submit(prompts, adapter) for adapter in (kind, "", ADAPTERS[0])}
     for adapter, digests in wanted.items():
         opened.check(prompts, opened.finish(digests), adapter)

@@ -18,7 +18,7 @@ from tests.contract.subjects import Subject
 
 @pytest.fixture(scope="module")
 def narrow(subject: Subject, model_folder: Path, adapter_folders: dict[str, Path]) -> Opened:
-    """Not a context: it is closed and opened again here."""
+    """No context manager: the test closes and opens it."""
     return Opened(subject, model_folder, "bfloat16", adapter_folders)
 
 

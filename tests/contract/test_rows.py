@@ -1,4 +1,4 @@
-"""Every backend under contract answers every prompt with its own right row, whatever runs beside it."""
+"""Every backend under contract answers each prompt with its correct row, whatever else runs in the batch."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_a_prompt_alone(opened: Opened, draw: random.Random) -> None:
     opened.check(prompts, opened.ask(prompts))
 
 
-def test_rows_are_computed_where_there_is_memory_for_them(opened: Opened, draw: random.Random) -> None:
+def test_rows_are_computed_in_shared_memory(opened: Opened, draw: random.Random) -> None:
     backend, slots = opened.backend, Slots()
     if not isinstance(backend, WritesInPlace):
         return
@@ -96,7 +96,7 @@ def test_a_parent_and_its_child_run_together(opened: Opened, draw: random.Random
     opened.check(prompts, opened.ask(prompts))
 
 
-def test_one_may_step_back_and_take_another_way(opened: Opened, draw: random.Random) -> None:
+def test_a_context_may_step_back_and_branch(opened: Opened, draw: random.Random) -> None:
     stem = prompt(draw, 18)
     for ids in (stem, [*stem, 1], [*stem, 1, 2], [*stem, 1, 3], stem, [*stem, 4], [*stem, 1, 2, 5]):
         opened.check([ids], opened.ask([ids]))
@@ -184,7 +184,7 @@ def test_random_traffic_with_little_memory(opened: Opened, seed: int) -> None:
     opened.check(list(asked.values()), opened.finish(list(asked)))
 
 
-def test_capacity_falls_with_what_is_held_and_comes_back(opened: Opened, draw: random.Random) -> None:
+def test_capacity_falls_with_jobs_in_flight_and_recovers(opened: Opened, draw: random.Random) -> None:
     backend = opened.backend
     free = backend.capacity()
     assert free >= backend.batch >= 1
@@ -212,18 +212,18 @@ def test_a_prompt_may_be_dropped_when_half_of_it_is_computed(opened: Opened, dra
     opened.check([long], opened.ask([long]))
 
 
-def test_dropped_prompts_give_their_room_back(opened: Opened, draw: random.Random) -> None:
+def test_dropped_prompts_free_their_slots(opened: Opened, draw: random.Random) -> None:
     backend = opened.backend
     free = backend.capacity()
     digests = opened.submit([prompt(draw, 2 * MAX_BATCH_TOKENS) for _ in range(free)])
     opened.step()
     backend.abort(digests)
     assert backend.capacity() == free
-    # An engine may be computing one of them still: it ends before what comes after it.
+    # An engine may still compute one of them, which ends before later prompts.
     opened.ask([prompt(draw, 3)])
 
 
-def test_the_counters_grow_with_what_is_computed(opened: Opened, draw: random.Random) -> None:
+def test_the_counters_count_computed_prompts(opened: Opened, draw: random.Random) -> None:
     before = opened.backend.stats()
     opened.ask([prompt(draw, 5), prompt(draw, 6)])
     after = opened.backend.stats()
@@ -244,7 +244,7 @@ def test_prefixes_are_counted_as_reused(opened: Opened, draw: random.Random) -> 
     assert opened.backend.stats().reused - before >= 64
 
 
-def test_what_growing_contexts_reuse_is_counted_to_the_token(opened: Opened, draw: random.Random) -> None:
+def test_the_reuse_of_growing_contexts_is_counted_exactly(opened: Opened, draw: random.Random) -> None:
     if opened.subject.spy is None:
         return
     contexts = [prompt(draw, 40) for _ in range(3)]
@@ -303,7 +303,7 @@ def test_a_model_without_a_tokenizer_is_served_without_a_vocabulary(
     assert "producer.trie" in line
 
 
-def test_the_vocabulary_is_that_of_the_tokenizer_beside_the_weights(opened: Opened, model_folder: Path) -> None:
+def test_the_vocabulary_is_that_of_the_tokenizer_in_the_folder(opened: Opened, model_folder: Path) -> None:
     if opened.subject.spy is None:
         return
     before = set(model_folder.iterdir())

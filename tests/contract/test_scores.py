@@ -1,4 +1,4 @@
-"""Scores, what is expected at every position, and continuations: what is more than the row of a prompt."""
+"""Scores, values at every position, and continuations."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.contract.subjects import MAX_BATCH_TOKENS
 
 
 def scored(opened: Opened, prompts: list[list[int]], starts: list[int]) -> None:
-    """Have prompts scored together, and check what comes; others than those that score are never asked."""
+    """Score prompts together, and check the scores."""
     assert opened.backend.info.positions == opened.subject.positions
     if not opened.subject.positions:
         return
@@ -52,9 +52,7 @@ def test_scores_under_adapters_are_those_of_the_adapter(opened: Opened, draw: ra
             opened.check_scores(ids, 3, scores, adapter)
 
 
-def test_a_scored_prompt_is_counted_once_and_its_own_chunks_are_not_what_it_reuses(
-    opened: Opened, draw: random.Random
-) -> None:
+def test_a_scored_prompt_is_counted_once_and_does_not_reuse_its_own_chunks(opened: Opened, draw: random.Random) -> None:
     prompts = [prompt(draw, 2 * MAX_BATCH_TOKENS + 20), prompt(draw, 9)]
     before = opened.backend.stats()
     scored(opened, prompts, [10, 3])
@@ -71,7 +69,7 @@ def expected(opened: Opened, ids: list[int], start: int, adapter: str = "") -> R
 
 
 def expecting(opened: Opened, prompts: list[list[int]], start: int, adapter: str = "") -> None:
-    """Have prompts answered at every position together, in all three ways, and check what comes."""
+    """Run positions queries of all three kinds together, and check the answers."""
     assert opened.backend.info.positions == opened.subject.positions
     if not opened.subject.positions:
         return  # Others are never asked.
@@ -97,7 +95,7 @@ def expecting(opened: Opened, prompts: list[list[int]], start: int, adapter: str
         assert float(np.abs(rows - reference).max()) <= tolerance
         assert float(np.abs(entries - reference[:, targets]).max()) <= tolerance
         largest = unpack_top(packed, vocab_size)
-        # Where two are as likely but for rounding, either may come first.
+        # Two tokens of nearly equal probability may have either order.
         assert float(np.abs(largest.values - -np.sort(-reference)[:, :5]).max()) <= tolerance
         own = np.take_along_axis(reference, largest.ids, axis=1)
         assert float(np.abs(own - largest.values).max()) <= tolerance
@@ -112,11 +110,11 @@ def expecting(opened: Opened, prompts: list[list[int]], start: int, adapter: str
 
 
 @pytest.mark.parametrize("start", [0, 1, 7])
-def test_at_every_position_the_row_of_its_prefix_is_expected(opened: Opened, draw: random.Random, start: int) -> None:
+def test_every_position_has_the_row_of_its_prefix(opened: Opened, draw: random.Random, start: int) -> None:
     expecting(opened, [prompt(draw, draw.randint(8, 40)) for _ in range(6)], start)
 
 
-def test_positions_of_long_prompts_and_of_such_that_are_held_already(opened: Opened, draw: random.Random) -> None:
+def test_positions_of_long_and_of_cached_prompts(opened: Opened, draw: random.Random) -> None:
     long = prompt(draw, 2 * MAX_BATCH_TOKENS + 5)
     opened.ask([long[:30]])
     expecting(opened, [long], 0)
@@ -137,7 +135,7 @@ def test_positions_scores_and_rows_do_not_disturb_each_other(opened: Opened, dra
 
 
 @pytest.mark.parametrize("adapter_number", [None, 0])
-def test_continuations_are_drawn_from_the_rows_of_all_that_stands_before(
+def test_continuations_are_drawn_from_the_rows_of_their_prefixes(
     opened: Opened, draw: random.Random, adapter_number: int | None
 ) -> None:
     adapters = sorted(map(name_of, opened.backend.adapters))

@@ -1,4 +1,4 @@
-"""Every backend under contract in a real worker process: started, asked through Redis, asked nonsense, drained."""
+"""Every backend under contract in a real worker process: start, requests through Redis, bad jobs, drain."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Served:
         self.metrics_port = metrics_port
 
     def show(self, *command: str) -> str:
-        """What a command of `lmpool` prints of the pool."""
+        """The output of a command of `lmpool` about the pool."""
         return run_lmpool(*command, "--redis", self.pool.url, "--prefix", self.pool.prefix).stdout
 
     def workers(self) -> list[dict[str, Any]]:
@@ -49,14 +49,14 @@ class Served:
         return [worker["state"] for worker in self.workers()]
 
     def counted(self) -> tuple[float, float]:
-        """Tokens that were asked for, and those among them that were reused, as the worker's metrics tell."""
+        """Tokens of requests, and how many of them were reused, from the worker's metrics."""
         metrics = scrape(self.metrics_port)
         names = ("lmpool_worker_tokens_total", "lmpool_worker_reused_tokens_total")
         tokens, reused = (metrics.value(name, model=NAME) for name in names)
         return tokens, reused
 
     def failure_of(self, ids: bytes, adapter: str = "") -> Failure:
-        """What the worker answers to a job that no producer would send."""
+        """The worker's failure of a job that no producer would send."""
         redis, keys = self.pool.redis, self.pool.keys.model(NAME)
         reply = keys.reply("test")
         with asyncio.Runner() as runner:
@@ -111,7 +111,7 @@ async def test_clients_get_the_references_rows(served: Served) -> None:
             await _check(served, first, prompts, adapter)
 
 
-async def test_what_prompts_reuse_is_told_in_heartbeats_commands_and_metrics(served: Served) -> None:
+async def test_reuse_is_reported_in_heartbeats_commands_and_metrics(served: Served) -> None:
     draw = random.Random(102)
     tokens_before, reused_before = await asyncio.to_thread(served.counted)
     contexts, tokens, reusable = [prompt(draw, 40) for _ in range(3)], 0, 0
@@ -120,7 +120,7 @@ async def test_what_prompts_reuse_is_told_in_heartbeats_commands_and_metrics(ser
             longer = [[*ids, *prompt(draw, new)] for ids in contexts]
             await _check(served, producer, longer)
             tokens += sum(map(len, longer))
-            # By the third time a backend has noticed that they grow.
+            # By the third time a backend recognises growing prompts.
             reusable += sum(map(len, contexts)) if at > 1 else 0
             contexts = longer
     counted = await asyncio.to_thread(served.counted)

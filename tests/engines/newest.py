@@ -1,6 +1,6 @@
-"""Runs on releases of the engines that are newer than what the backends are made for (`make test-engines-newest`).
+"""Runs on releases of the engines above the supported range (`make test-engines-newest`).
 
-`python -m tests.engines.newest` is `lmpool` that takes them.
+`python -m tests.engines.newest` is `lmpool` without the upper limit.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ WANTED = os.environ.get("LMPOOL_TEST_NEWEST") == "1"
 
 
 def accept() -> None:
-    """Have the backends take every newer version of their engines, in a run that is about these."""
+    """Remove the upper limit of the engines' versions, in a run for newer ones."""
     if WANTED:
-        settings.VLLM_BELOW, settings.SGLANG_BELOW = (1_000_000, 0), (1_000_000, 0, 0)
+        settings.VLLM_VERSIONS = settings.VLLM_VERSIONS.partition(",")[0]
+        settings.SGLANG_VERSIONS = settings.SGLANG_VERSIONS.partition(",")[0]
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What is particular to SGLang: refusals become failures, wrong results become errors, and the process stays ours."""
+"""The sglang backend: refusals become failures, wrong results become errors, and the process does not change."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ import torch
 from safetensors.torch import save_file
 
 from lmpool.errors import SettingsError, WorkerError
-from lmpool.workers.backends import requirements
+from lmpool.workers.backends import settings as settings_module
 from lmpool.workers.backends.checkpoint import checkpoint_revision
 from lmpool.workers.backends.settings import SglangSettings
 from lmpool.workers.backends.sglang import launch
@@ -56,7 +56,7 @@ def draw() -> random.Random:
 
 @contextmanager
 def opened(folder: Path, **changes: Any) -> Iterator[Opened]:
-    """The contract's backend, told something else here and there."""
+    """The contract's backend with changed settings."""
 
     def make(model: Path, dtype: str, adapters: dict[str, Path]) -> Any:
         return SglangSettings(**{**settings_of(model, dtype, adapters), **changes}).open()
@@ -72,7 +72,7 @@ def scheduler_of(backend: Any) -> Any:
 
 
 def job(ids: list[int], number: int = 1) -> BackendJob:
-    """A job that nobody has checked against the info."""
+    """A job that was not checked against the info."""
     return BackendJob(number.to_bytes(16, "little"), np.asarray(ids, "<u4").tobytes())
 
 
@@ -104,7 +104,7 @@ def test_a_prompt_that_sglang_refuses_is_a_failure_of_that_prompt_alone(folder: 
             assert long.digest not in driver.rows
 
 
-def test_a_prompt_that_sglang_drops_in_silence_is_a_failure(folder: Path, draw: random.Random) -> None:
+def test_a_prompt_that_sglang_drops_silently_is_a_failure(folder: Path, draw: random.Random) -> None:
     with opened(folder) as driver:
         scheduler_of(driver.backend).max_queued_requests = 0
         asked = job(prompt(draw, 7))
@@ -121,7 +121,7 @@ def test_dropping_a_prompt_drops_no_other(folder: Path, draw: random.Random) -> 
     with opened(folder) as driver:
         prompts = [prompt(draw, 5) for _ in range(200)]
         digests = driver.submit(prompts)
-        # SGLang takes back all requests whose names begin with the one that is dropped.
+        # SGLang aborts all requests whose names start with the given one.
         driver.backend.abort(digests[:8])
         driver.check(prompts[8:], driver.finish(digests[8:]))
         assert len(driver.rows) == len(prompts) - 8
@@ -163,7 +163,7 @@ def test_the_row_of_a_prompt_that_sglang_has_shortened_is_an_error(
     with opened(folder) as driver:
         module: Any = import_module("sglang.srt.managers.scheduler")
         shorten = module.validate_input_length
-        # As it does when it is told to shorten prompts that are too long.
+        # As with the option to truncate long prompts.
         monkeypatch.setattr(module, "validate_input_length", lambda request, most, _: shorten(request, most, True))
         length = driver.backend.info.max_prompt_tokens + 3
         driver.backend.submit([job(prompt(draw, length))])
@@ -206,12 +206,10 @@ def test_the_death_of_the_engine_ends_the_step_that_waits_for_it(
         driver.check(prompts, driver.ask(prompts))
 
 
-# What is computed
+# Computed tokens
 
 
-def test_of_an_extension_one_token_is_computed(
-    folder: Path, draw: random.Random, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_extension_computes_one_token(folder: Path, draw: random.Random, monkeypatch: pytest.MonkeyPatch) -> None:
     computed = []
     with opened(folder) as driver:
         spoil(driver.backend, monkeypatch, lambda batch, result: computed.append(batch.extend_num_tokens))
@@ -225,7 +223,7 @@ def test_of_an_extension_one_token_is_computed(
         assert driver.backend.stats().reused - before == 50 + 51 + 52
 
 
-def test_of_contexts_that_grow_together_the_new_tokens_are_computed(
+def test_contexts_that_grow_together_compute_only_the_new_tokens(
     folder: Path, draw: random.Random, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     computed = []
@@ -244,10 +242,10 @@ def test_of_contexts_that_grow_together_the_new_tokens_are_computed(
             contexts = longer
 
 
-def test_tokens_are_reused_or_computed_whatever_comes(
+def test_every_token_is_either_reused_or_computed(
     folder: Path, draw: random.Random, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Branches, steps back, prompts in parts, and prefixes for which there is no room any more."""
+    """Branches, steps back, prompts in parts, and evicted prefixes."""
     computed = []
     with opened(folder) as driver:
         spoil(driver.backend, monkeypatch, lambda batch, result: computed.append(batch.extend_num_tokens))
@@ -277,7 +275,7 @@ def test_a_prompt_that_takes_several_forwards_has_one_row(
         assert (after.rows - before.rows, after.steps - before.steps) == (1, 4)
 
 
-def test_a_row_stays_what_it_was_when_the_engine_writes_over_its_logits(
+def test_a_row_does_not_change_when_the_engine_overwrites_its_logits(
     folder: Path, draw: random.Random, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     buffer = torch.empty(MAX_BATCH, V)
@@ -301,7 +299,7 @@ def test_a_row_stays_what_it_was_when_the_engine_writes_over_its_logits(
 # Settings
 
 
-def test_the_users_options_go_before_ours(folder: Path, draw: random.Random) -> None:
+def test_the_users_options_override_ours(folder: Path, draw: random.Random) -> None:
     given = ["max_running_requests=3 chunked_prefill_size=32", "context_length=100 device=cpu"]
     with opened(folder, engine_args=given, device="cuda:7") as driver:
         scheduler = scheduler_of(driver.backend)
@@ -322,7 +320,7 @@ def test_the_longest_prompt_may_be_set(folder: Path, draw: random.Random) -> Non
         assert too_long.digest in driver.failures
 
 
-def test_kv_cache_bytes_are_what_keys_and_values_take(folder: Path) -> None:
+def test_kv_cache_bytes_limit_the_cached_tokens(folder: Path) -> None:
     with opened(folder) as driver:
         assert scheduler_of(driver.backend).max_total_num_tokens == KV_TOKENS
 
@@ -341,11 +339,11 @@ def known() -> dict[str, bool]:
         ("tp_size=2", "engine_args: tp_size must be 1, not 2: rows are captured inside the worker's process"),
         ("--pp-size=2", "engine_args: pp_size must be 1, not 2"),
         ("dp_size=4", "engine_args: dp_size must be 1, not 4"),
-        ("speculative_algorithm=EAGLE", "engine_args: speculative_algorithm cannot be set here: every prompt asks"),
+        ("speculative_algorithm=EAGLE", "engine_args: speculative_algorithm cannot be set here: each request computes"),
         ("disable_overlap_schedule=false", "engine_args: disable_overlap_schedule cannot be set here"),
         ("allow_auto_truncate=true", "engine_args: allow_auto_truncate cannot be set here"),
         ("lora_paths=a", "engine_args: lora_paths cannot be set here: name adapters with --adapters name=folder"),
-        ("mem_fraction_statik=0.5", "has no option 'mem_fraction_statik'; is 'mem_fraction_static' meant?"),
+        ("mem_fraction_statik=0.5", "has no option 'mem_fraction_statik'; did you mean 'mem_fraction_static'?"),
         ("tensor_parallel_size=2", "engine_args: SGLang 0.5.x has no option 'tensor_parallel_size'"),
     ],
 )
@@ -355,7 +353,7 @@ def test_options_that_cannot_be_set_are_refused(given: str, message: str) -> Non
     assert message in str(caught.value)
 
 
-def test_other_options_are_handed_on() -> None:
+def test_other_options_are_passed_on() -> None:
     given = ["tp_size=1 page-size=16", "schedule_policy=lpm", "json_model_override_args={a={b=0.5}}"]
     assert launch.user_options(SglangSettings("m", engine_args=given), known(), "") == {
         "tp_size": 1,
@@ -365,12 +363,12 @@ def test_other_options_are_handed_on() -> None:
     }
 
 
-def test_every_option_that_we_refuse_or_know_to_be_harmless_is_one_of_sglangs() -> None:
+def test_every_refused_or_harmless_option_exists_in_sglang() -> None:
     # Some came with later releases than the first that is supported.
     assert {*launch._REFUSED, *launch._HARMLESS} - known().keys() <= {"attn_dp_size"}
 
 
-def test_options_that_decide_rows_make_another_model_of_it(folder: Path) -> None:
+def test_options_that_change_rows_change_the_revision(folder: Path) -> None:
     given = {"kv_cache_dtype": "fp8_e4m3", "load_format": "dummy", "page_size": 16, "schedule_policy": "lpm"}
     assert launch.row_deciding(given) == {"kv_cache_dtype": "fp8_e4m3", "load_format": "dummy"}
     revisions = []
@@ -398,23 +396,21 @@ def test_memory_for_keys_and_values_is_counted_in_tokens() -> None:
         tokens(1400)
 
 
-# What can be wrong at the start
+# Errors at the start
 
 
 @pytest.mark.skipif(WANTED, reason="newer versions are accepted in this run")
 @pytest.mark.parametrize("version", ["0.5.16", "0.5.24", "0.4.9.post1", "1.0"])
-def test_a_version_that_the_backend_is_not_made_for_is_refused(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
-    monkeypatch.setattr(requirements, "version", lambda name: version)
-    with pytest.raises(
-        SettingsError, match=rf"^backend: sglang {version} is installed; .* >= 0.5.21, < 0.5.24"
-    ) as seen:
+def test_an_unsupported_version_is_refused(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+    monkeypatch.setattr(settings_module, "version", lambda name: version)
+    with pytest.raises(SettingsError, match=rf"^backend: sglang {version} is installed; .* >=0.5.21,<0.5.24") as seen:
         SglangSettings("m")
     assert "\n" not in str(seen.value)
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(requirements, "find_spec", lambda name: None)
-    with pytest.raises(SettingsError, match=r"^backend: needs sglang; install them with: pip install \"lmpool\[sglang"):
+    monkeypatch.setattr(settings_module, "find_spec", lambda name: None)
+    with pytest.raises(SettingsError, match=r"^backend: needs sglang; install with: pip install \"lmpool\[sglang"):
         SglangSettings("m")
 
 
@@ -450,7 +446,7 @@ def test_malformed_settings_are_refused(settings: dict[str, Any], message: str) 
         ({"adapters": ["a=STRAY"]}, "adapters: STRAY does not fit .*, which has no place for .*layers.7"),
     ],
 )
-def test_what_is_wrong_at_the_start_is_said_in_one_line(
+def test_an_error_at_the_start_is_reported_in_one_line(
     folder: Path, tmp_path: Path, changes: dict[str, Any], message: str
 ) -> None:
     if torch.cuda.is_available() and "device" in changes:
@@ -476,7 +472,7 @@ def test_what_is_wrong_at_the_start_is_said_in_one_line(
     assert not [thread for thread in threading.enumerate() if thread.name == "lmpool-sglang"]
 
 
-def test_a_start_that_failed_leaves_the_next_one_alone(folder: Path, tmp_path: Path, draw: random.Random) -> None:
+def test_a_failed_start_does_not_affect_the_next_one(folder: Path, tmp_path: Path, draw: random.Random) -> None:
     config = json.loads((folder / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(SettingsError), opened(tmp_path):
@@ -531,7 +527,7 @@ print("\\n" + json.dumps({when: [before, found] for when, found in seen.items()}
 """
 
 
-def test_the_process_stays_ours(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sglang_does_not_change_the_process(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", None)
     settings = json.dumps(settings_of(folder, "float32", {}))

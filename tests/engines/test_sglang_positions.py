@@ -1,4 +1,4 @@
-"""What SGLang's forwards tell of every position: in parts, from its radix cache on, and in corners."""
+"""Positions queries of SGLang: in parts, with its radix cache, and in rare cases."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def draw(request: pytest.FixtureRequest) -> random.Random:
 
 
 def asked(driver: Opened, ids: list[int], query: PositionsQuery) -> BackendJob:
-    """A job for what is wanted of a prompt's positions."""
+    """A job with a positions query."""
     return driver.job(ids)._replace(positions=query)
 
 
@@ -47,7 +47,7 @@ def expected(ids: list[int], start: int = 0) -> Row:
 
 
 def processor_of(driver: Opened) -> Any:
-    """What computes the logits of prompts' tokens."""
+    """The module that computes logprobs of prompts."""
     return scheduler_of(driver).tp_worker.model_runner.model.logits_processor.input_logprob_processor
 
 
@@ -58,14 +58,12 @@ def scheduler_of(driver: Opened) -> Any:
 
 
 def nothing_is_left(driver: Opened) -> bool:
-    """Whether nothing is kept of the positions of any prompt."""
+    """Whether no answer of a positions query is open."""
     seams: Any = scheduler_of(driver).process_batch_result.__self__
     return not (seams._positions._open or seams._owed)
 
 
-def test_logits_that_come_in_parts_are_put_together(
-    driver: Opened, draw: random.Random, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_logits_in_parts_are_assembled(driver: Opened, draw: random.Random, monkeypatch: pytest.MonkeyPatch) -> None:
     # Neither prompts nor chunks of the prefill are multiples of it.
     monkeypatch.setattr(processor_of(driver), "logprobs_chunk_size", 7)
     prompts = [prompt(draw, length) for length in (3, 12, LONG, 8, 19)]
@@ -85,7 +83,7 @@ def test_the_radix_cache_is_read_up_to_the_first_wanted_position(driver: Opened,
     assert driver.backend.stats().reused - before == 41
 
 
-def test_what_is_dropped_while_it_is_computed_leaves_nothing(driver: Opened, draw: random.Random) -> None:
+def test_a_prompt_dropped_during_its_computation_leaves_nothing(driver: Opened, draw: random.Random) -> None:
     dropped, kept = (asked(driver, prompt(draw, LONG), TARGETS) for _ in range(2))
     driver.backend.submit([dropped, kept])
     driver.step()
@@ -123,7 +121,7 @@ def test_positions_that_have_no_distribution_fail_their_prompt_alone(
     assert nothing_is_left(driver)
 
 
-def test_a_prompt_that_sglang_refuses_is_forgotten(driver: Opened, draw: random.Random) -> None:
+def test_a_refused_prompt_leaves_nothing(driver: Opened, draw: random.Random) -> None:
     length = driver.backend.info.max_prompt_tokens + 1
     data = np.asarray(prompt(draw, length), "<u4").tobytes()
     long = BackendJob(bytes(16), data, positions=TARGETS)

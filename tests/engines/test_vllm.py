@@ -1,4 +1,4 @@
-"""What is particular to the vllm backend: its runners, sessions, options, and what it does not believe."""
+"""The vllm backend: its runners, sessions, options, and its checks of vLLM's results."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.sample.logits_processor import MoveDirectionality
 
 from lmpool.errors import SettingsError, WorkerError
-from lmpool.workers.backends import requirements
+from lmpool.workers.backends import settings as settings_module
 from lmpool.workers.backends.vllm import engine
 from lmpool.workers.backends.vllm.backend import VllmBackend
 from lmpool.workers.backends.vllm.capture import KEY, CaptureProcessor
@@ -40,10 +40,10 @@ def backend(model_folder: Path) -> Iterator[VllmBackend]:
     made.close()
 
 
-# What this run is about
+# The variant of this run
 
 
-def test_the_engine_runs_as_this_run_says(backend: VllmBackend) -> None:
+def test_the_engine_runs_in_the_wanted_variant(backend: VllmBackend) -> None:
     core: Any = backend._core.engine_core
     runner = core.model_executor.driver_worker.worker.model_runner
     variant = os.environ["LMPOOL_CONTRACT"]
@@ -75,7 +75,7 @@ def test_a_session_is_opened_when_a_prompt_begins_to_grow(backend: VllmBackend) 
 
 @contextmanager
 def computed(backend: VllmBackend) -> Iterator[list[int]]:
-    """How many tokens each step computes that the engine runs while the context is open."""
+    """The computed tokens of each step within the context."""
     scheduler: Any = backend._scheduler
     schedule, tokens = scheduler.schedule, []
 
@@ -91,7 +91,7 @@ def computed(backend: VllmBackend) -> Iterator[list[int]]:
         del scheduler.schedule
 
 
-def test_of_what_continues_a_session_the_new_tokens_are_computed_and_no_others(backend: VllmBackend) -> None:
+def test_a_prompt_that_continues_a_session_computes_only_the_new_tokens(backend: VllmBackend) -> None:
     ids = draw(2, 40)
     answer(backend, ids)
     answer(backend, [*ids, 1, 2, 3])
@@ -106,7 +106,7 @@ def test_of_what_continues_a_session_the_new_tokens_are_computed_and_no_others(b
         ids = longer
 
 
-def test_of_what_is_more_than_a_block_longer_the_prefix_cache_has_all_full_blocks(backend: VllmBackend) -> None:
+def test_a_prompt_longer_by_more_than_a_block_reuses_the_full_blocks(backend: VllmBackend) -> None:
     ids = draw(3, 40)
     answer(backend, ids)
     answer(backend, [*ids, 1])
@@ -129,14 +129,14 @@ def test_sessions_whose_new_tokens_do_not_fit_a_step_are_continued_in_parts(back
     assert len(backend._sessions) == SESSIONS
 
 
-def test_what_a_session_has_lost_on_the_way_is_not_counted_as_reused(backend: VllmBackend) -> None:
+def test_tokens_of_a_preempted_session_are_not_counted_as_reused(backend: VllmBackend) -> None:
     ids = draw(5, 40)
     answer(backend, ids)
     answer(backend, [*ids, 1])
     before = backend.stats()
     asked = job([*ids, 1, 2, 3])
     backend.submit([asked])
-    # What the scheduler does when it takes the memory of a request that runs.
+    # As the scheduler does when it preempts a running request.
     backend._scheduler.requests[backend._held[asked.digest]].num_preemptions += 1
     while not backend.step().blocks:
         pass
@@ -146,7 +146,7 @@ def test_what_a_session_has_lost_on_the_way_is_not_counted_as_reused(backend: Vl
     assert backend.stats().reused - after.reused == 43, "it goes on from there"
 
 
-def test_sessions_are_few_and_the_oldest_is_closed_first(backend: VllmBackend) -> None:
+def test_the_number_of_sessions_is_limited_and_the_oldest_is_closed_first(backend: VllmBackend) -> None:
     contexts = [draw(seed, 20) for seed in range(10, 10 + 3 * SESSIONS)]
     for _ in range(3):
         answer(backend, *contexts)
@@ -183,7 +183,7 @@ def test_a_dropped_extension_closes_its_session(backend: VllmBackend, runs: bool
 # Fresh rows
 
 
-def test_a_fresh_row_uses_nothing_that_is_held(backend: VllmBackend) -> None:
+def test_a_fresh_row_uses_no_cached_keys_and_values(backend: VllmBackend) -> None:
     ids = draw(59, 64)
     answer(backend, ids)
     before = backend.stats().reused
@@ -195,22 +195,22 @@ def test_a_fresh_row_uses_nothing_that_is_held(backend: VllmBackend) -> None:
     assert backend.stats().reused == before
 
 
-# What it does not believe
+# Checks of vLLM's results
 
 
 @pytest.fixture
 def asked(backend: VllmBackend) -> Iterator[BackendJob]:
-    """A prompt that the backend holds; what a test leaves broken is dropped."""
+    """A prompt in flight, which is dropped after the test."""
     held = job(draw(60, 10))
     backend.submit([held])
     name = backend._held[held.digest]
     yield held
     backend.abort([held.digest])
-    # The backend may have forgotten what its engine still runs.
+    # The engine may still run a request that the backend has discarded.
     backend._core.abort_requests([name])
 
 
-def test_an_answer_to_what_was_not_asked_breaks_the_backend(
+def test_an_answer_to_an_unknown_request_breaks_the_backend(
     backend: VllmBackend, asked: BackendJob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stranger = EngineCoreOutput("nobody", [1], finish_reason=FinishReason.LENGTH)
@@ -254,7 +254,7 @@ def test_logits_of_another_shape_break_the_backend(backend: VllmBackend, shape: 
 @pytest.mark.parametrize(
     ("given", "text"),
     [
-        ("max_num_seq=3", "has no option 'max_num_seq'; is 'max_num_seqs' meant?"),
+        ("max_num_seq=3", "has no option 'max_num_seq'; did you mean 'max_num_seqs'?"),
         ("tensor_parallel_size=2", "tensor_parallel_size must be 1, not 2: rows are captured inside the worker's"),
         ("pipeline_parallel_size=2", "pipeline_parallel_size must be 1"),
         ("model=other", "model cannot be set here: it is the MODEL of the command"),
@@ -268,11 +268,11 @@ def test_logits_of_another_shape_break_the_backend(backend: VllmBackend, shape: 
         ("max_model_len=100000", "max_model_len"),
     ],
 )
-def test_options_that_cannot_be_are_refused_in_one_line(model_folder: Path, given: str, text: str) -> None:
+def test_impossible_options_are_refused_in_one_line(model_folder: Path, given: str, text: str) -> None:
     assert text in refused(model_folder, engine_args=[given])
 
 
-def test_a_checkpoint_that_asks_for_narrow_keys_and_values_is_refused(model_folder: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_with_narrow_keys_and_values_is_refused(model_folder: Path, tmp_path: Path) -> None:
     narrow = shutil.copytree(model_folder, tmp_path / "narrow")
     config = json.loads((narrow / "config.json").read_text())
     scheme = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
@@ -281,24 +281,24 @@ def test_a_checkpoint_that_asks_for_narrow_keys_and_values_is_refused(model_fold
     assert "kv_cache_dtype=fp8" in refused(narrow)
 
 
-def test_memory_that_does_not_suffice_is_said_in_one_line(model_folder: Path) -> None:
+def test_too_little_memory_is_reported_in_one_line(model_folder: Path) -> None:
     assert "No available memory" in refused(model_folder, kv_cache_bytes=1000)
 
 
-def test_a_longest_prompt_beyond_the_model_is_refused(model_folder: Path) -> None:
+def test_a_prompt_limit_beyond_the_model_is_refused(model_folder: Path) -> None:
     assert str(MAX_TOKENS) in refused(model_folder, max_prompt_tokens=MAX_TOKENS + 5)
 
 
-def test_no_model_and_a_broken_one_are_said_in_one_line(model_folder: Path, tmp_path: Path) -> None:
+def test_a_missing_and_a_broken_model_are_refused_in_one_line(model_folder: Path, tmp_path: Path) -> None:
     assert "there is no such folder" in refused(tmp_path / "nowhere")
     (tmp_path / "empty").mkdir()
-    assert "empty" in refused(tmp_path / "empty")
+    assert "it has no config.json" in refused(tmp_path / "empty")
     broken = shutil.copytree(model_folder, tmp_path / "broken")
     (broken / "model.safetensors").write_bytes(b"nonsense")
     assert "broken" in refused(broken)
 
 
-def test_an_adapter_that_is_none_is_refused(model_folder: Path, adapter_folder: Path, tmp_path: Path) -> None:
+def test_a_folder_without_an_adapter_is_refused(model_folder: Path, adapter_folder: Path, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     assert "holds no adapter_config.json" in refused(model_folder, adapters=[f"a={tmp_path / 'empty'}"])
     assert "is not name=folder" in refused(model_folder, adapters=["a"])
@@ -331,21 +331,21 @@ def test_an_adapter_of_another_model_is_refused(model_folder: Path, adapter_fold
 def test_other_versions_of_vllm_are_refused_with_the_range(
     model_folder: Path, version: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(requirements, "version", lambda name: version)
-    with pytest.raises(SettingsError, match=rf"vllm {version} is installed; .* >= 0\.32, < 0\.34"):
+    monkeypatch.setattr(settings_module, "version", lambda name: version)
+    with pytest.raises(SettingsError, match=rf"vllm {version} is installed; .* >=0\.32,<0\.34"):
         settings(model_folder)
 
 
-def test_an_environment_without_vllm_is_told_what_to_install(
+def test_a_missing_vllm_is_refused_with_the_command_that_installs_it(
     model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     find: Callable[[str], Any] = importlib.util.find_spec
-    monkeypatch.setattr(requirements, "find_spec", lambda name: None if name == "vllm" else find(name))
+    monkeypatch.setattr(settings_module, "find_spec", lambda name: None if name == "vllm" else find(name))
     with pytest.raises(SettingsError, match=r'backend: needs vllm; .* "lmpool\[vllm\]"'):
         settings(model_folder)
 
 
-# What others have installed
+# Plugins of other packages
 
 
 @pytest.fixture
@@ -365,7 +365,7 @@ def shift(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(tmp_path)
 
 
-def test_a_logits_processor_of_others_is_refused_by_name(model_folder: Path, shift: None) -> None:
+def test_an_installed_logits_processor_is_refused_by_name(model_folder: Path, shift: None) -> None:
     told = refused(model_folder)
     assert told.startswith("logits_processors: 'shift' (tinkered:Shift of tinkered 1.2) is installed"), told
     assert "--logits-processors shift" in told
@@ -373,7 +373,23 @@ def test_a_logits_processor_of_others_is_refused_by_name(model_folder: Path, shi
     assert told == "logits_processors: no entry point 'lift' of vllm.logits_processors is installed"
 
 
-def test_a_logits_processor_that_is_named_is_part_of_the_fingerprint(
+def test_general_plugins_of_other_packages_are_described_and_logged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert engine._foreign_plugins() == []
+    info = tmp_path / "tinkered-1.2.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: tinkered\nVersion: 1.2\n")
+    (info / "entry_points.txt").write_text("[vllm.general_plugins]\npatch = tinkered:patch\nmore = tinkered:more\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert len(engine._foreign_plugins()) == 2
+    monkeypatch.setattr(engine, "envs", SimpleNamespace(VLLM_PLUGINS=["patch"]))
+    caplog.clear()
+    assert engine._foreign_plugins() == ["'patch' (tinkered:patch of tinkered 1.2)"]
+    assert "'patch' (tinkered:patch of tinkered 1.2)" in caplog.text
+
+
+def test_a_named_logits_processor_is_part_of_the_fingerprint(
     model_folder: Path, backend: VllmBackend, shift: None
 ) -> None:
     made = settings(model_folder, logits_processors=["shift"]).open()
@@ -404,7 +420,7 @@ def test_engine_options_reach_the_engine_and_some_change_the_fingerprint(
     assert engine.row_deciding(given) == {"hf_overrides": {"rope_theta": 5.0}, "seed": 3}
 
 
-def test_of_several_rows_for_one_prompt_the_last_counts(backend: VllmBackend) -> None:
+def test_the_last_of_several_rows_of_a_prompt_counts(backend: VllmBackend) -> None:
     captured = backend._engine.captured
     captured.add([b"a" * 16, b"b" * 16], torch.zeros(2, V))
     captured.add([b"a" * 16], torch.arange(V)[None].float())
@@ -417,14 +433,14 @@ def test_of_several_rows_for_one_prompt_the_last_counts(backend: VllmBackend) ->
         captured.take([b"a" * 16])
 
 
-def test_the_second_runner_says_which_prompts_are_complete() -> None:
+def test_only_complete_prompts_of_the_second_runner_are_captured() -> None:
     requests = SimpleNamespace(prefill_len=SimpleNamespace(np=np.array([10, 20, 30, 40])))
     processor: Any = CaptureProcessor(None, requests)
     for slot in (0, 1, 3):
         assert processor.add_request(slot, SimpleNamespace(extra_args={KEY: bytes([slot])}))
     assert not processor.add_request(2, SimpleNamespace(extra_args=None))
     step = SimpleNamespace(idx_mapping_np=np.array([3, 1, 2, 0]), seq_lens_upper_bound_np=np.array([40, 19, 30, 10]))
-    assert processor._asked_v2(step) == ([0, 3], [b"\3", b"\0"])
+    assert processor._rows_of_v2(step) == ([0, 3], [b"\3", b"\0"])
 
 
 def test_logits_that_are_no_distribution_fail_their_prompt_alone(backend: VllmBackend) -> None:

@@ -1,4 +1,4 @@
-"""Engines of vLLM with so little room that its scheduler is driven into corners; each test has one of its own."""
+"""Engines of vLLM with very little memory, one per test."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.engines.vllm_small import BYTES_A_TOKEN, answer, draw, refused, setti
 
 
 def test_sessions_that_all_need_one_more_block_do_not_stop_each_other(model_folder: Path) -> None:
-    """The scheduler cannot take memory back from a session, not even for the next token of another."""
+    """The scheduler cannot preempt a session, not even for the next token of another one."""
     small = settings(model_folder, max_batch=12, sessions=12, kv_cache_bytes=320 * BYTES_A_TOKEN).open()
     assert isinstance(small, VllmBackend)
     try:
@@ -29,7 +29,7 @@ def test_sessions_that_all_need_one_more_block_do_not_stop_each_other(model_fold
 
 
 def test_preempted_sessions_are_not_kept(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that is preempted while its answer is on the way would wait for ever, in no queue of the scheduler."""
+    """A session that is preempted while its answer is in flight would wait forever, in no queue of the scheduler."""
     made = settings(
         model_folder, max_batch=12, sessions=12, kv_cache_bytes=640 * BYTES_A_TOKEN,
         engine_args=["long_prefill_token_threshold=16"],
@@ -56,7 +56,7 @@ def test_preempted_sessions_are_not_kept(model_folder: Path, monkeypatch: pytest
         made.close()
 
 
-def test_few_places_are_shared_by_prompts_and_sessions(model_folder: Path) -> None:
+def test_prompts_and_sessions_share_the_places(model_folder: Path) -> None:
     made = settings(model_folder, sessions=100, engine_args=["max_num_seqs=6"]).open()
     assert isinstance(made, VllmBackend)
     assert (made.batch, made._engine.sessions) == (3, 3)
@@ -66,7 +66,7 @@ def test_few_places_are_shared_by_prompts_and_sessions(model_folder: Path) -> No
     made.close()
 
 
-def test_a_first_forward_that_fails_is_one_clear_line(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_first_forward_is_reported_in_one_line(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise RuntimeError("CUDA out of memory. Tried to allocate 20.00 MiB")
 

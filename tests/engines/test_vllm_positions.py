@@ -1,4 +1,4 @@
-"""What vLLM's steps tell of every position: under adapters of the head, in parts, beside rows, and in corners."""
+"""Positions queries of vLLM: with adapters of the head, in parts, together with rows, and in rare cases."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ HIDDEN = 128
 def backend(
     model_folder: Path, adapter_folder: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[VllmBackend]:
-    """One small backend, with an adapter of the attention and one of the head too."""
+    """A small backend with an adapter of the attention and one of the head."""
     head = tmp_path_factory.mktemp("adapter") / "head"
     head.mkdir()
     draws = torch.Generator().manual_seed(7)
@@ -53,12 +53,12 @@ def backend(
 
 
 def positions(ids: list[int], query: PositionsQuery, adapter: str = "") -> BackendJob:
-    """A job for what is wanted of a prompt's positions."""
+    """A job with a positions query."""
     return job(ids, f"{query} {adapter}")._replace(positions=query, adapter=adapter)
 
 
 def finish(backend: VllmBackend, jobs: list[BackendJob]) -> tuple[dict[bytes, NDArray[np.float32]], dict[bytes, str]]:
-    """Have jobs answered: digest -> row or what was wanted of the positions, and failures."""
+    """Run jobs; returns digest -> row or answer, and failures."""
     backend.submit(jobs)
     answers: dict[bytes, NDArray[np.float32]] = {}
     failures: dict[bytes, str] = {}
@@ -74,7 +74,7 @@ def finish(backend: VllmBackend, jobs: list[BackendJob]) -> tuple[dict[bytes, ND
 
 
 def nothing_is_left(backend: VllmBackend) -> bool:
-    """Whether nothing is kept of the positions of any prompt."""
+    """Whether no answer of a positions query is open."""
     capture: Any = backend._engine.positions
     return not (capture.answers._open or capture._lora_ids or backend._requests)
 
@@ -98,7 +98,7 @@ def test_each_prompt_of_a_batch_has_the_head_of_its_adapter(backend: VllmBackend
         assert (np.abs(same - expected(ids)).max() > 0.1) == bool(asked.adapter)
 
 
-def test_what_is_held_of_a_prompt_is_used_up_to_the_first_wanted_position(backend: VllmBackend) -> None:
+def test_cached_tokens_are_used_up_to_the_first_wanted_position(backend: VllmBackend) -> None:
     ids, start = draw(20, 150), 2 * BLOCK + 7
     answer(backend, ids)
     before = backend.stats().reused
@@ -107,7 +107,7 @@ def test_what_is_held_of_a_prompt_is_used_up_to_the_first_wanted_position(backen
     assert backend.stats().reused - before == 2 * BLOCK
 
 
-def test_long_prompts_are_scored_in_parts_beside_rows(backend: VllmBackend) -> None:
+def test_long_prompts_are_scored_in_parts_together_with_rows(backend: VllmBackend) -> None:
     lengths, starts = (15, 30, 45, 60, 75, 150), (1, 20, 44, 7, 70, 1)
     prompts = [draw(50 + length, length) for length in lengths]
     for _ in range(2):  # What is held of them the second time must not be used.
@@ -122,7 +122,7 @@ def test_long_prompts_are_scored_in_parts_beside_rows(backend: VllmBackend) -> N
 
 
 @pytest.mark.parametrize("is_cached", [True, False], ids=["goes on", "begins again"])
-def test_a_prompt_whose_memory_is_taken_while_it_is_computed_is_told_whole(
+def test_a_preempted_prompt_gets_a_complete_answer(
     backend: VllmBackend, monkeypatch: pytest.MonkeyPatch, is_cached: bool
 ) -> None:
     query = PositionsQuery(3, targets=np.arange(4, dtype="<u4").tobytes())
@@ -146,7 +146,7 @@ def test_a_prompt_whose_memory_is_taken_while_it_is_computed_is_told_whole(
     np.testing.assert_allclose(answers[asked.digest].reshape(-1, 4), expected(ids, 3)[:, :4], atol=3e-4)
 
 
-def test_what_is_dropped_while_it_is_computed_leaves_nothing(backend: VllmBackend) -> None:
+def test_a_prompt_dropped_during_its_computation_leaves_nothing(backend: VllmBackend) -> None:
     scored = positions(ids := draw(58, 150), PositionsQuery.scores_from(3))
     backend.submit([scored])
     backend.step()
@@ -177,7 +177,7 @@ def test_positions_that_have_no_distribution_fail_their_prompt_alone(
     assert len(calls) > 1, "of the long one a part was spoilt"
 
 
-def test_logits_of_another_shape_are_no_answer(backend: VllmBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logits_of_another_shape_are_refused(backend: VllmBackend, monkeypatch: pytest.MonkeyPatch) -> None:
     capture: Any = backend._engine.positions
     monkeypatch.setattr(capture._runner.model, "compute_logits", lambda hidden: torch.zeros(len(hidden), V - 1))
     with pytest.raises(WorkerError, match=rf"logits of shape \(2, {V - 1}\) for 2 positions and V = {V}"):
@@ -199,15 +199,15 @@ def test_an_end_without_all_positions_breaks_the_backend(backend: VllmBackend, m
     ("part", "option", "value"),
     [("cache_config", "kv_sharing_fast_prefill", True), (None, "kv_transfer_config", KVTransferConfig())],
 )
-def test_where_positions_are_left_out_nothing_is_told_of_them(
+def test_options_that_skip_positions_switch_the_capture_off(
     backend: VllmBackend, monkeypatch: pytest.MonkeyPatch, part: str | None, option: str, value: object
 ) -> None:
     core: Any = backend._core.engine_core
     monkeypatch.setattr(getattr(core.vllm_config, part) if part else core.vllm_config, option, value)
-    assert engine._positions(backend._core, core.vllm_config, has_processors=False) is None
+    assert engine._open_positions(backend._core, core.vllm_config) is None
 
 
-def test_a_release_that_is_built_otherwise_is_served_without(
+def test_another_structure_of_vllm_switches_the_capture_off(
     backend: VllmBackend, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     core: Any = backend._core.engine_core
@@ -215,7 +215,7 @@ def test_a_release_that_is_built_otherwise_is_served_without(
     monkeypatch.delattr(manager, "get_computed_blocks")
     monkeypatch.delattr(type(manager), "get_computed_blocks")
     with caplog.at_level("WARNING"):
-        assert engine._positions(backend._core, core.vllm_config, has_processors=False) is None
-    assert "does not tell of positions, which come from rows" in caplog.text
+        assert engine._open_positions(backend._core, core.vllm_config) is None
+    assert "values at positions are computed as rows" in caplog.text
     monkeypatch.undo()
     finish(backend, [positions(draw(80, 20), PositionsQuery(3))])

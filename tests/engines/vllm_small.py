@@ -1,4 +1,4 @@
-"""A small engine of vLLM, and asking it."""
+"""A small engine of vLLM for tests."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ BYTES_A_TOKEN = 2 * 2 * 2 * 32 * 4
 
 
 def settings(folder: Path, **more: Any) -> VllmSettings:
-    """Settings under which its limits are met soon."""
+    """Settings with limits that tests reach."""
     given: dict[str, Any] = {
         "max_batch": 8,
         "max_batch_tokens": 64,
@@ -41,7 +41,7 @@ def job(ids: list[int], name: str = "") -> BackendJob:
 
 
 def answer(backend: VllmBackend, *prompts: list[int]) -> None:
-    """Have prompts answered, and check their rows."""
+    """Run prompts, and check their rows."""
     jobs = {queued.digest: ids for queued, ids in ((job(ids), ids) for ids in prompts)}
     backend.submit(job(ids) for ids in prompts)
     while jobs:
@@ -59,7 +59,7 @@ def draw(seed: int, length: int) -> list[int]:
 
 
 def refused(folder: Path, **more: Any) -> str:
-    """The one line with which a start is refused."""
+    """The one line of the error at the start."""
     with pytest.raises(SettingsError) as caught:
         settings(folder, **more).open()
     assert "\n" not in str(caught.value)

@@ -28,6 +28,7 @@ ENGINES = {
     "sglang": {"torch", "sglang", "tqdm", "safetensors"},
     "positions.py": {"torch"},
     "row_encoder.py": {"torch"},
+    "settings.py": {"packaging"},
     "checkpoint.py": {"huggingface_hub"},
     "tokenizer.py": {"transformers"},
 }

@@ -121,8 +121,8 @@ class GatedBackend(SyntheticBackend):
         self.gate.wait()
         return super().step()
 
-    def _draw(self, jobs: dict[bytes, BackendJob]) -> RowBlock:
-        self.computed += [job.ids for job in jobs.values()]
+    def _draw(self, jobs: list[BackendJob]) -> RowBlock:
+        self.computed += [job.ids for job in jobs]
         return super()._draw(jobs)
 
 

@@ -1,1 +1,1 @@
-"""Running SGLang on a machine without a GPU, for tests: its GPU packages are made up before it is imported."""
+"""SGLang on a machine without a GPU, for tests: stubs replace its GPU packages before it is imported."""

@@ -1,4 +1,4 @@
-"""Packages that SGLang imports and a CPU does not need, made up where they are not installed.
+"""Stubs of packages that SGLang imports and a CPU does not need, if they are not installed.
 
 SGLang's Python code imports triton, torchvision and its own kernels wherever it may need them later. On a CPU with the
 attention of torch it never does, so that empty packages will do: their modules have every attribute, capitalised ones
@@ -26,7 +26,7 @@ _MAKE_TENSORS = ("arange", "empty", "tensor", "zeros")
 
 
 def install() -> None:
-    """Make up what is missing; must be called before SGLang is imported."""
+    """Install stubs for missing packages. Call it before SGLang is imported."""
     os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
     if not torch.cuda.is_available():
         _let_pinning_do_nothing()
@@ -42,7 +42,7 @@ def install() -> None:
 
 
 def _let_transformers_see_what_is_there() -> None:
-    """transformers remembers what it has found; it would use a made-up torchvision."""
+    """transformers caches the packages that it has found, and would use a stub of torchvision."""
     from transformers.utils import import_utils
 
     import_utils.is_torchvision_available()
@@ -146,7 +146,7 @@ class _MadeUp(ModuleType):
 
 
 class _Finder(MetaPathFinder, Loader):
-    """Finds the modules of made-up packages."""
+    """Finds the modules of stub packages."""
 
     def __init__(self, packages: set[str]) -> None:
         self._packages = packages

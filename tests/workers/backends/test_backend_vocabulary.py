@@ -1,4 +1,4 @@
-"""The vocabulary that a worker publishes: that of its model's tokenizer, or none and one line that says why."""
+"""The vocabulary that a worker publishes: from its model's tokenizer, or none and one line with the reason."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def read(folder: Path, **changed: Any) -> Vocabulary | None:
 
 
 def warning(caplog: pytest.LogCaptureFixture) -> str:
-    """The one line of ours."""
+    """The one warning of lmpool."""
     (line,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert line.startswith("the vocabulary of tiny is not published: ")
     assert line.endswith("passes its byte strings to producer.trie")
@@ -54,7 +54,7 @@ def warning(caplog: pytest.LogCaptureFixture) -> str:
 
 
 @pytest.mark.parametrize("form", ["folder", "gguf"])
-def test_the_tokens_of_smollm2_are_what_its_tokenizer_decodes(smollm2_folder: Path, form: str) -> None:
+def test_the_tokens_of_smollm2_are_those_of_its_tokenizer(smollm2_folder: Path, form: str) -> None:
     folder, file = (smollm2_folder, "") if form == "folder" else (gguf_path().parent, gguf_path().name)
     vocabulary = read(folder, vocab_size=49_152, gguf_file=file)
     assert vocabulary is not None
@@ -67,7 +67,7 @@ def test_the_tokens_of_smollm2_are_what_its_tokenizer_decodes(smollm2_folder: Pa
 def test_a_folder_without_a_tokenizer_has_no_vocabulary(
     tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """For some of these kinds transformers makes up a tokenizer of a few special tokens."""
+    """For some of these kinds transformers makes up a tokenizer with a few special tokens."""
     write_model(tmp_path, kind)
     caplog.clear()
     assert read(tmp_path) is None
@@ -75,7 +75,7 @@ def test_a_folder_without_a_tokenizer_has_no_vocabulary(
 
 
 @pytest.mark.parametrize("text", BROKEN.values(), ids=BROKEN)
-def test_a_broken_tokenizer_costs_the_vocabulary_only(
+def test_a_broken_tokenizer_leaves_out_only_the_vocabulary(
     tmp_path: Path, text: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     write_model(tmp_path, "llama")
@@ -87,7 +87,7 @@ def test_a_broken_tokenizer_costs_the_vocabulary_only(
     assert warning(caplog)
 
 
-def test_a_source_that_is_gone_costs_the_vocabulary_only(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_missing_source_leaves_out_only_the_vocabulary(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert read(tmp_path / "gone") is None
     assert warning(caplog)
 
@@ -101,20 +101,18 @@ def test_a_tokenizer_is_loaded_as_the_model_was(tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.setattr(AutoTokenizer, "from_pretrained", load)
     trouble = ["", "no way there"]
-    monkeypatch.setattr(texts, "hub_trouble", lambda: trouble.pop(0))
+    monkeypatch.setattr(texts, "hub_problem", lambda: trouble.pop(0))
     read_texts(replace(INFO, source="org/model"), "v2", trust_remote_code=True)
     read_texts(replace(INFO, source="org/model"), "v2", trust_remote_code=True)
     read_texts(replace(INFO, source=str(tmp_path), gguf_file="m.gguf"), None, trust_remote_code=False)
     hub = {"gguf_file": None, "revision": "v2", "trust_remote_code": True, "local_files_only": False}
-    # What a folder lacks is not looked for elsewhere, nor anything on a hub that does not answer.
+    # Files that a folder lacks are not looked up on the hub, nor any file on a hub that does not answer.
     cached = {**hub, "local_files_only": True}
     local = {"gguf_file": "m.gguf", "revision": None, "trust_remote_code": False, "local_files_only": True}
     assert asked == [("org/model", hub), ("org/model", cached), (str(tmp_path), local)]
 
 
-def test_a_mistake_of_the_program_is_not_taken_for_a_bad_tokenizer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_exception_is_not_treated_as_a_bad_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Mistake(Exception):
         pass
 

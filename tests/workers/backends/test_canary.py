@@ -1,4 +1,4 @@
-"""The canary: an engine joins the pool with right rows only, and the refusal says what is wrong with them."""
+"""The canary: a worker joins the pool only with correct rows, and the refusal names the error."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Rows = NDArray[np.float32]
 
 
 class Rowed(SyntheticBackend):
-    """A backend that answers rows only."""
+    """A backend without positions queries."""
 
     @property
     def info(self) -> ModelInfo:
@@ -33,11 +33,7 @@ class Rowed(SyntheticBackend):
 
 
 class Faulty(Rowed):
-    """A backend whose rows are spoilt.
-
-    Args:
-        spoil: what becomes of a step's result.
-    """
+    """A backend with wrong rows; `spoil` changes the result of each step."""
 
     def __init__(self, spoil: Callable[[Finished], Finished], **settings: Any) -> None:
         super().__init__(replace(SyntheticSettings(name="syn", vocab_size=V), **settings))
@@ -66,12 +62,12 @@ def normalised(rows: Rows) -> Rows:
 
 
 def noisy(share: float) -> Callable[[Rows], Rows]:
-    """Noise with so large a share of the spread of a row's entries, other noise each time."""
+    """Add noise with the given share of the spread of the entries, different each time."""
     generator = np.random.default_rng(0)
     return lambda rows: normalised(rows + generator.normal(0, share * rows.std(), rows.shape).astype(np.float32))
 
 
-# What passes
+# Backends that pass
 
 
 @pytest.mark.parametrize(
@@ -99,7 +95,7 @@ def test_a_good_backend_passes_and_holds_nothing_afterwards(settings: dict[str, 
 
 
 @pytest.mark.parametrize("vocab_size", [1, 7, 8])
-def test_the_prompts_are_ones_that_the_model_takes(vocab_size: int) -> None:
+def test_the_model_accepts_the_prompts(vocab_size: int) -> None:
     asked: list[NDArray[np.uint32]] = []
 
     class Watched(SyntheticBackend):
@@ -147,12 +143,12 @@ def test_a_token_may_have_no_probability_at_all() -> None:
     check_canary(Faulty(changing(exclude)))
 
 
-def test_rounding_may_differ_with_what_runs_beside() -> None:
+def test_rounding_may_depend_on_the_batch() -> None:
     check_canary(Faulty(changing(noisy(0.005))))
 
 
-def test_rows_may_be_all_but_flat() -> None:
-    # As those of a model that was never trained: rounding is then as large as what the entries differ by.
+def test_rows_may_be_nearly_flat() -> None:
+    # As in an untrained model: rounding is as large as the differences between entries.
     generator = np.random.default_rng(0)
 
     def flatten(rows: Rows) -> Rows:
@@ -161,7 +157,7 @@ def test_rows_may_be_all_but_flat() -> None:
     check_canary(Faulty(changing(flatten)))
 
 
-# What does not
+# Backends that do not pass
 
 
 def swapped(rows: Rows) -> Rows:
@@ -235,7 +231,7 @@ WRONG: dict[str, tuple[Callable[[Finished], Finished], str]] = {
 
 
 @pytest.mark.parametrize(("spoil", "message"), WRONG.values(), ids=WRONG)
-def test_a_backend_with_wrong_rows_is_refused_and_told_why(
+def test_a_backend_with_wrong_rows_is_refused_with_the_reason(
     spoil: Callable[[Finished], Finished], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(canary, "_MAX_STEPS", 20)
@@ -243,7 +239,7 @@ def test_a_backend_with_wrong_rows_is_refused_and_told_why(
         check_canary(Faulty(spoil))
 
 
-def test_a_row_that_is_wrong_alone_is_found_too() -> None:
+def test_a_row_that_is_wrong_only_alone_is_found() -> None:
     def spoil(finished: Finished) -> Finished:
         (block,) = finished.blocks
         return changing(lambda rows: rows + 1)(finished) if len(block.digests) == 1 else finished
@@ -253,7 +249,7 @@ def test_a_row_that_is_wrong_alone_is_found_too() -> None:
 
 
 @pytest.mark.parametrize(("dtype", "passes"), [("bfloat16", True), ("float16", True), ("float32", False)])
-def test_what_is_rounding_depends_on_the_dtype(dtype: str, passes: bool) -> None:
+def test_the_tolerance_depends_on_the_dtype(dtype: str, passes: bool) -> None:
     class Rounded(Faulty):
         @property
         def info(self) -> ModelInfo:
@@ -268,7 +264,7 @@ def test_what_is_rounding_depends_on_the_dtype(dtype: str, passes: bool) -> None
 
 
 class Adapted(Rowed):
-    """Serves two adapters with rows of their own; mixes them up in one step if told to."""
+    """Serves two adapters with different rows; with `mixes`, a step uses one adapter for all."""
 
     def __init__(self, *, mixes: bool) -> None:
         super().__init__(SyntheticSettings(name="syn", vocab_size=V))
@@ -293,9 +289,9 @@ class Adapted(Rowed):
         return Finished([replace(block, numbers=np.stack(list(map(np.roll, block.numbers, shifts))))], {})
 
 
-def test_a_prompt_that_grows_is_tried_too() -> None:
+def test_a_growing_prompt_is_checked() -> None:
     class Forgetful(Rowed):
-        """Has wrong rows for what continues the prompt before."""
+        """Has wrong rows for a prompt that extends the one before it."""
 
         last = b"?"
 
@@ -310,18 +306,14 @@ def test_a_prompt_that_grows_is_tried_too() -> None:
         check_canary(Forgetful(SyntheticSettings(name="syn", vocab_size=V)))
 
 
-def test_adapters_are_tried_too() -> None:
+def test_adapters_are_checked() -> None:
     check_canary(Adapted(mixes=False))
     with pytest.raises(SettingsError, match="a prompt's row differs by .* when others run beside it"):
         check_canary(Adapted(mixes=True))
 
 
 class Scored(SyntheticBackend):
-    """A backend whose scores are spoilt.
-
-    Args:
-        spoil: what becomes of the scores of a prompt; None for no scores at all.
-    """
+    """A backend with wrong scores; `spoil` changes the scores of a prompt, or returns None for no scores."""
 
     def __init__(self, spoil: Callable[[Rows], Rows | None]) -> None:
         super().__init__(SyntheticSettings(name="syn", vocab_size=V))

@@ -1,4 +1,4 @@
-"""Checkpoints on disk: found or refused in one line, and a digest that is another one when a single byte is."""
+"""Checkpoints: folders and hub names are found or refused in one line, and a digest changes with any byte."""
 
 from __future__ import annotations
 
@@ -7,11 +7,14 @@ import os
 import re
 import shutil
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Mapping
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from hashlib import blake2b
+from http.server import BaseHTTPRequestHandler, HTTPServer, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -26,7 +29,7 @@ from lmpool.workers.backends.checkpoint import (
     checkpoint_folder,
     checkpoint_revision,
 )
-from lmpool.workers.backends.hf.loading import load_model
+from lmpool.workers.backends.hf.model import load_model
 from lmpool.workers.backends.settings import HfSettings
 
 Write = Callable[..., Path]
@@ -57,12 +60,12 @@ def write(tmp_path: Path) -> Write:
     return written
 
 
-# Where it lies
+# Folders and the hub
 
 
 @pytest.fixture
 def hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache of the hub's, and no way to the hub."""
+    """An empty cache of the hub, without a connection to the hub."""
     from huggingface_hub import constants
 
     assert constants.is_offline_mode(), "no test may ask the hub"
@@ -72,7 +75,7 @@ def hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def test_a_folder_is_its_own_place(write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_is_its_own_checkpoint(write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = write()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -82,9 +85,7 @@ def test_a_folder_is_its_own_place(write: Write, tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.parametrize("name", ["/nowhere/model", "./model", "../nowhere/model", "~/nowhere", "some/where/deep"])
-def test_a_path_that_is_no_folder_is_not_taken_for_a_hub_name(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_path_is_not_looked_up_on_the_hub(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
     with pytest.raises(SettingsError) as caught:
@@ -92,13 +93,13 @@ def test_a_path_that_is_no_folder_is_not_taken_for_a_hub_name(
     assert str(caught.value) == f"adapters: {name} cannot be loaded: there is no such folder"
 
 
-def test_a_folder_of_somebody_unknown_is_refused() -> None:
+def test_the_home_of_an_unknown_user_is_refused() -> None:
     with pytest.raises(SettingsError, match="^model: ~nobody-here/model cannot be loaded: "):
         checkpoint_folder("model", "~nobody-here/model")
 
 
 @pytest.mark.parametrize("name", ["a" * 300, "/" + "a" * 300])
-def test_what_is_too_long_for_a_path_is_refused(name: str) -> None:
+def test_a_name_that_is_too_long_for_a_path_is_refused(name: str) -> None:
     with pytest.raises(SettingsError, match="^adapters: "):
         checkpoint_folder("adapters", name)
 
@@ -107,18 +108,18 @@ def test_what_is_too_long_for_a_path_is_refused(name: str) -> None:
     ("file", "beside", "message"),
     [
         ("model.gguf", "config.json", "it is a GGUF file, which only --backend hf serves"),
-        ("model.safetensors", "config.json", "it is a file of weights, and a model is a folder: name {folder}"),
-        ("model.bin", "config.json", "it is a file of weights, and a model is a folder: name {folder}"),
+        ("model.safetensors", "config.json", "it is a file, and a model is a folder with .*: name {folder}"),
+        ("model.bin", "config.json", "it is a file, and a model is a folder with .*: name {folder}"),
         (
             "model.pt",
             "model.bin",
-            "it is a file of weights, and a model is a folder with config.json.* has no config.json",
+            "it is a file, and a model is a folder with config.json, weights and tokenizer$",
         ),
-        ("tokenizer.json", "config.json", "it is a file, and a model is a folder: name {folder}"),
+        ("tokenizer.json", "config.json", "it is a file, and a model is a folder with .*: name {folder}"),
     ],
 )
 @pytest.mark.parametrize("written_as", ["from the root", "from here", "like a hub name"])
-def test_a_file_is_no_folder(
+def test_a_file_is_refused(
     file: str, beside: str, message: str, written_as: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "m"
@@ -134,21 +135,17 @@ def test_a_file_is_no_folder(
 @pytest.mark.parametrize(
     ("files", "message"),
     [
-        ((), "the folder is empty"),
-        (("tokenizer.json", "tokenizer_config.json"), "it holds a tokenizer and no model"),
+        ((), "it has no config.json$"),
         (
             ("adapter_config.json", "adapter_model.safetensors"),
-            "it holds a LoRA adapter .* its base model org/base, with",
+            "it holds a LoRA adapter .* its base model 'org/base', with",
         ),
-        (("model.safetensors",), "it has weights and no config.json"),
+        (("model.safetensors", "tokenizer.json"), "it has no config.json$"),
         (("b.gguf", "a.gguf"), "it has no config.json. .* name the file: .*a.gguf"),
         (("inner/config.json",), "it has no config.json. Models are in .*/inner$"),
-        (("notes.txt",), "it has no config.json: it is not the folder of a model"),
     ],
 )
-def test_a_folder_without_a_model_is_refused_with_what_is_in_it(
-    files: tuple[str, ...], message: str, tmp_path: Path
-) -> None:
+def test_a_folder_without_a_model_is_refused_with_a_hint(files: tuple[str, ...], message: str, tmp_path: Path) -> None:
     for file in files:
         (tmp_path / file).parent.mkdir(exist_ok=True)
         (tmp_path / file).write_text('{"base_model_name_or_path": "org/base"}')
@@ -156,21 +153,19 @@ def test_a_folder_without_a_model_is_refused_with_what_is_in_it(
         checkpoint_folder("model", str(tmp_path))
 
 
-def test_a_name_that_is_misspelt_is_told_the_nearest_folders(
-    write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_misspelt_name_gets_a_suggestion(write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write("smollm2")
     monkeypatch.chdir(tmp_path)
     for name in ("./smolm2", str(tmp_path / "smolm2"), "smolm2"):
         with pytest.raises(SettingsError, match=r"; did you mean .*smollm2\?$"):
             checkpoint_folder("model", name)
-        # Whoever may offer an adapter is told nothing of what else the worker's machine has.
+        # A client that adds an adapter must not see the folders of the worker's machine.
         with pytest.raises(SettingsError) as caught:
             checkpoint_folder("adapters", name)
         assert "smollm2" not in str(caught.value)
 
 
-def test_what_is_written_as_a_path_and_is_not_there_is_told_without_loading_anything(
+def test_a_missing_path_is_refused_before_anything_is_loaded(
     write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write("smollm2-float32")
@@ -182,7 +177,7 @@ def test_what_is_written_as_a_path_and_is_not_there_is_told_without_loading_anyt
         place = tmp_path / Path(name).name
         told = f"there is no such {what} ({place}); did you mean {meant}?"
         assert str(caught.value) == f"model: {name} cannot be loaded: {told}"
-    # Others may be on the hub, where nobody has looked yet.
+    # These names may be on the hub.
     for name in ("./smollm2-float32", "smollm2", "org/smollm2"):
         check_model_path(name)
 
@@ -204,30 +199,30 @@ def test_what_is_written_as_a_path_and_is_not_there_is_told_without_loading_anyt
     ],
 )
 @pytest.mark.usefixtures("hub_cache")
-def test_a_hub_name_without_a_copy_here_is_refused_in_one_clear_line(name: str) -> None:
+def test_a_hub_name_without_a_copy_is_refused_in_one_line(name: str) -> None:
     with pytest.raises(SettingsError) as caught:
         checkpoint_folder("model", name)
     text = str(caught.value)
-    assert re.match(f"model: '?{name}'? is no folder here and cannot be had from the hub: ", text)
+    assert re.match(f"model: '?{name}'? is no folder here, and the hub cannot provide it: ", text)
     assert text.count("\n") == 0
     assert len(text) < 600
 
 
 @pytest.mark.parametrize("message", ["no\nway", "\n\n no \nway", "no " * 1000])
-def test_of_what_the_hub_says_one_line_is_told(message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_the_hub_is_shown_in_one_line(message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     import huggingface_hub
 
     def refuse(*_: object, **__: object) -> str:
         raise OSError(message)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", refuse)
-    with pytest.raises(SettingsError, match="cannot be had from the hub: no") as caught:
+    with pytest.raises(SettingsError, match="the hub cannot provide it: no") as caught:
         checkpoint_folder("model", "nobody/nothing")
     assert "way" not in str(caught.value)
     assert len(str(caught.value)) < 400
 
 
-def test_the_hubs_copy_is_found_without_the_hub(hub_cache: Path) -> None:
+def test_the_copy_in_the_cache_is_found_without_the_hub(hub_cache: Path) -> None:
     repository = hub_cache / "models--nobody--tiny"
     commits = {"main": "a" * 40, "other": "b" * 40}
     for branch, commit in commits.items():
@@ -238,14 +233,14 @@ def test_the_hubs_copy_is_found_without_the_hub(hub_cache: Path) -> None:
     assert checkpoint_folder("model", "nobody/tiny") == repository / "snapshots" / commits["main"]
     assert checkpoint_folder("model", "nobody/tiny", "other") == repository / "snapshots" / commits["other"]
     with pytest.raises(
-        SettingsError, match="^model: '?nobody/tiny'? is no folder here and cannot be had from the hub: "
+        SettingsError, match="^model: '?nobody/tiny'? is no folder here, and the hub cannot provide it: "
     ):
         checkpoint_folder("model", "nobody/tiny", "none")
 
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """A hub that nobody reaches, and what its package would have asked it for."""
+    """A hub that cannot be reached, and the requests of its package."""
     from huggingface_hub import constants
     from huggingface_hub.utils import _http
 
@@ -258,15 +253,15 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     client = type(_http.get_session())
     monkeypatch.setattr(client, "request", unreachable)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    # Nobody listens on this port, which is not one that is given to anybody.
+    # No server listens on this port, which the system assigns to no program.
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:1")
     return asked
 
 
-def test_a_hub_that_cannot_be_reached_is_not_asked_for_files(hub_cache: Path, asked: list[str]) -> None:
+def test_no_files_are_requested_from_a_hub_that_cannot_be_reached(hub_cache: Path, asked: list[str]) -> None:
     with pytest.raises(SettingsError) as caught:
         checkpoint_folder("model", "nobody/nothing")
-    refusal = "model: 'nobody/nothing' is no folder here and cannot be had from the hub: "
+    refusal = "model: 'nobody/nothing' is no folder here, and the hub cannot provide it: "
     assert str(caught.value).startswith(f"{refusal}http://127.0.0.1:1 cannot be reached (")
     assert f"its cache {hub_cache} has no copy" in str(caught.value)
     assert "`hf download nobody/nothing`" in str(caught.value)
@@ -278,18 +273,18 @@ def test_a_hub_that_cannot_be_reached_is_not_asked_for_files(hub_cache: Path, as
     assert asked == []
 
 
-def test_a_hub_that_says_nothing_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_silent_hub_counts_as_unreachable(monkeypatch: pytest.MonkeyPatch) -> None:
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(checkpoint, "HUB_PATIENCE_S", 0.05)
+    monkeypatch.setattr(checkpoint, "HUB_TIMEOUT_S", 0.05)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
-        assert "cannot be reached (" in checkpoint.hub_trouble()
+        assert "cannot be reached (" in checkpoint.hub_problem()
 
 
 @pytest.mark.parametrize("status", [200, 401, 503])
-def test_a_hub_that_answers_anything_is_there(status: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_any_answer_of_the_hub_counts(status: int, monkeypatch: pytest.MonkeyPatch) -> None:
     from huggingface_hub import constants
 
     class Answer(BaseHTTPRequestHandler):
@@ -305,11 +300,82 @@ def test_a_hub_that_answers_anything_is_there(status: int, monkeypatch: pytest.M
         monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{hub.server_port}")
         thread = threading.Thread(target=hub.handle_request)
         thread.start()
-        assert checkpoint.hub_trouble() == ""
+        assert checkpoint.hub_problem() == ""
         thread.join()
 
 
-# Its digest
+class Hub(BaseHTTPRequestHandler):
+    """A hub with one repository."""
+
+    commit = "c" * 40
+    files: ClassVar[dict[str, bytes]] = {}
+    downloaded: ClassVar[list[str]] = []
+
+    def do_HEAD(self) -> None:
+        self._answer(self.path.partition(f"/resolve/{self.commit}/")[2])
+
+    def do_GET(self) -> None:
+        if not self.path.startswith("/api/models/org/tiny"):
+            name = self.path.partition(f"/resolve/{self.commit}/")[2]
+            self.downloaded.extend([name] if name in self.files else [])
+            self._answer(name, self.files.get(name, b""))
+            return
+        siblings = [{"rfilename": name} for name in self.files]
+        facts = {"id": "org/tiny", "modelId": "org/tiny", "sha": self.commit, "siblings": siblings, "tags": []}
+        entries = [
+            {"type": "file", "path": name, "size": len(data), "oid": blake2b(data, digest_size=20).hexdigest()}
+            for name, data in self.files.items()
+        ]
+        body = json.dumps(entries if "/tree/" in self.path else facts | {"private": False, "downloads": 0}).encode()
+        self._answer("", body)
+
+    def _answer(self, name: str, body: bytes = b"") -> None:
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body or self.files.get(name, b""))))
+        self.send_header("ETag", f'"{blake2b(self.files.get(name, b""), digest_size=20).hexdigest()}"')
+        self.send_header("X-Repo-Commit", self.commit)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("files", "downloaded"),
+    [
+        (
+            ("config.json", "a.safetensors", "a.bin", "a.onnx", "original/a.pth", "a.gguf"),
+            ("a.safetensors", "config.json"),
+        ),
+        (("config.json", "a.bin", "a.pt", "b.bin"), ("a.bin", "b.bin", "config.json")),
+    ],
+)
+def test_weights_are_downloaded_in_one_format(
+    files: tuple[str, ...], downloaded: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Hub, "files", {name: name.encode() for name in files})
+    monkeypatch.setattr(Hub, "downloaded", [])
+    code = (
+        "from lmpool.workers.backends.checkpoint import checkpoint_folder\n"
+        "print(*(path.name for path in sorted(checkpoint_folder('model', 'org/tiny').iterdir())))"
+    )
+    with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as hub:
+        thread = threading.Thread(target=hub.serve_forever)
+        thread.start()
+        environment = {
+            **os.environ, "HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}", "HF_HOME": str(tmp_path),
+            "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+        }  # fmt: skip
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+        hub.shutdown()
+        thread.join()
+    assert done.returncode == 0, done.stderr
+    assert tuple(done.stdout.split()) == downloaded
+    assert tuple(sorted(Hub.downloaded)) == downloaded
+
+
+# The digest
 
 
 def test_a_copy_elsewhere_has_the_same_digest(write: Write, tmp_path: Path) -> None:
@@ -330,7 +396,7 @@ def test_a_copy_elsewhere_has_the_same_digest(write: Write, tmp_path: Path) -> N
 def test_the_digest_changes_with_any_bit_of_a_file_of_any_size(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
-    # Less than a row, some rows, more than a table; not all sizes are multiples of 8.
+    # Less than a row, several rows, more than a table; not all sizes are multiples of 8.
     size = data.draw(st.one_of(st.integers(1, 40), st.integers(80_000, 80_016), st.integers(2_100_000, 2_200_000)))
     folder = tmp_path_factory.mktemp("model")
     weights = bytearray(range(251)) * 9000
@@ -345,14 +411,14 @@ def test_the_digest_changes_with_any_bit_of_a_file_of_any_size(
 @pytest.mark.parametrize(
     ("first", "second"), [(0, 1), (700, 100_000), (5, 512 + 5), (5, 512**2 + 5), (-1, -2), (7, -1)]
 )
-def test_two_weights_that_change_places_change_the_digest(write: Write, first: int, second: int) -> None:
+def test_two_swapped_weights_change_the_digest(write: Write, first: int, second: int) -> None:
     words = np.random.default_rng(0).integers(0, 2**63, 2 * 512**2 + 9, dtype=np.uint64)
     before = checkpoint_revision(write("before", model=words.tobytes()))
     words[[first, second]] = words[[second, first]]
     assert checkpoint_revision(write("after", model=words.tobytes())) != before
 
 
-def test_in_what_order_a_folder_lists_its_files_does_not_matter(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_order_of_the_files_does_not_matter(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = write(a=WEIGHTS, b=WEIGHTS[:8], c=b"")
     digest = checkpoint_revision(folder)
     listed = list(folder.iterdir())
@@ -392,7 +458,7 @@ def test_weights_of_every_format_count(write: Write, suffix: str) -> None:
     assert checkpoint_revision(folder) != before
 
 
-def test_weights_in_a_format_that_is_not_loaded_do_not_count(write: Write) -> None:
+def test_weights_in_an_unused_format_do_not_count(write: Write) -> None:
     folder = write()
     before = checkpoint_revision(folder)
     for name in ("model.bin", "training_args.bin", "model.gguf"):
@@ -402,7 +468,7 @@ def test_weights_in_a_format_that_is_not_loaded_do_not_count(write: Write) -> No
 
 
 @pytest.mark.parametrize("name", ["hf_quant_config.json", "quantize_config.json", "quant_config.json"])
-def test_how_weights_are_quantized_counts(write: Write, name: str) -> None:
+def test_the_quantisation_counts(write: Write, name: str) -> None:
     folder = write()
     before = checkpoint_revision(folder)
     (folder / name).write_text('{"bits": 4}')
@@ -427,14 +493,14 @@ def test_an_adapters_config_counts(write: Write) -> None:
 @pytest.mark.parametrize(
     "name", ["_name_or_path", "transformers_version", "torch_dtype", "dtype", "base_model_name_or_path"]
 )
-def test_what_says_nothing_of_the_weights_does_not_count(write: Write, name: str, config_name: str) -> None:
+def test_config_fields_that_do_not_change_rows_do_not_count(write: Write, name: str, config_name: str) -> None:
     configs = [CONFIG | {"text_config": inner} for inner in ({}, {name: "a"}, {name: "b"})]
     configs += [config | {name: "c"} for config in configs]
     folders = [write(f"model-{i}", config=config, config_name=config_name) for i, config in enumerate(configs)]
     assert len({checkpoint_revision(folder) for folder in folders}) == 1
 
 
-def test_the_options_that_decide_a_rows_value_count(write: Write) -> None:
+def test_options_that_change_rows_count(write: Write) -> None:
     folder = write()
     options: list[dict[str, Any]] = [
         {"quantization": "fp8"},
@@ -455,7 +521,7 @@ def test_the_options_that_decide_a_rows_value_count(write: Write) -> None:
     assert checkpoint_revision(folder, pair) == checkpoint_revision(folder, dict(reversed(pair.items())))
 
 
-# Its dtype
+# The dtype
 
 
 @pytest.mark.parametrize(
@@ -478,18 +544,16 @@ def test_the_options_that_decide_a_rows_value_count(write: Write) -> None:
         (None, "auto"),
     ],
 )
-def test_left_open_the_dtype_is_the_one_that_the_checkpoint_states(
-    write: Write, config: dict[str, Any] | None, dtype: str
-) -> None:
+def test_the_dtype_auto_is_that_of_the_checkpoint(write: Write, config: dict[str, Any] | None, dtype: str) -> None:
     assert checkpoint_dtype(write(config=config), "auto") == dtype
 
 
 @pytest.mark.parametrize("wanted", ["float32", "bfloat16", "float16"])
-def test_a_dtype_that_is_wanted_is_taken(write: Write, wanted: str) -> None:
+def test_another_dtype_stays(write: Write, wanted: str) -> None:
     assert checkpoint_dtype(write(config={"dtype": "float32"}), wanted) == wanted
 
 
 def test_a_revision_of_a_folder_is_refused_by_the_hf_backend_too(write: Write) -> None:
     settings = HfSettings(str(write(model=WEIGHTS)), revision="main", device="cpu")
-    with pytest.raises(SettingsError, match=r"^revision: .* is for names on the hub, and .* is a folder$"):
+    with pytest.raises(SettingsError, match=r"^revision: .* needs a name on the hub, and .* is a folder$"):
         load_model(settings)

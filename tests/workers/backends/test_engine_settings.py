@@ -1,4 +1,4 @@
-"""Options for an engine: every spelling of key=value, TOML files, and what is refused in which words."""
+"""Options of an engine: all spellings of key=value, TOML files, and the refusals."""
 
 from __future__ import annotations
 
@@ -66,13 +66,13 @@ def write(tmp_path: Path) -> Write:
         ("None", None),
     ],
 )
-def test_a_value_that_is_toml_or_json_is_read_as_such(text: str, value: object) -> None:
+def test_a_value_in_toml_or_json_is_parsed(text: str, value: object) -> None:
     options = parse_engine_args([f"key={text}"])
     assert options == {"key": value}
     assert type(options["key"]) is type(value), "True equals 1, and 1 equals 1.0"
 
 
-def test_not_a_number_is_read_too() -> None:
+def test_nan_is_parsed() -> None:
     assert math.isnan(parse_engine_args(["key=nan"])["key"])
 
 
@@ -104,7 +104,7 @@ def test_not_a_number_is_read_too() -> None:
         ("[" * 5000, "[" * 5000),
     ],
 )
-def test_a_value_that_is_not_toml_is_text(text: str, value: str) -> None:
+def test_any_other_value_is_text(text: str, value: str) -> None:
     assert parse_engine_args([f"key={text}"]) == {"key": value}
 
 
@@ -130,7 +130,7 @@ def test_pairs_may_share_a_text_or_have_one_each(given: list[str]) -> None:
     assert parse_engine_args(given) == {"a": 1, "b": "two", "c": [3]}
 
 
-def test_nothing_given_is_nothing_set() -> None:
+def test_no_texts_are_no_options() -> None:
     assert parse_engine_args([]) == {}
 
 
@@ -151,7 +151,7 @@ def test_an_empty_file_sets_nothing(write: Write) -> None:
     assert parse_engine_args([write("")]) == {}
 
 
-def test_of_files_and_pairs_the_later_wins(write: Write) -> None:
+def test_the_later_of_a_file_and_a_pair_wins(write: Write) -> None:
     path = write("a = 1\n[b]\nx = 1\n")
     assert parse_engine_args([path, "a=2 b={y=2}"]) == {"a": 2, "b": {"y": 2}}
     assert parse_engine_args(["a=2 b={y=2} c=3", path]) == {"a": 1, "b": {"x": 1}, "c": 3}
@@ -171,7 +171,7 @@ def test_names_in_a_file_may_be_spelled_with_dashes_too(write: Write) -> None:
     assert parse_engine_args([write('max-num-seqs = 4\n[a-b]\n"c-d" = 1')]) == {"max_num_seqs": 4, "a_b": {"c-d": 1}}
 
 
-def test_a_file_of_somebody_unknown_is_refused() -> None:
+def test_the_home_of_an_unknown_user_is_refused() -> None:
     with pytest.raises(SettingsError, match=r"^engine_args: ~nobody-here/x\.toml cannot be read: "):
         parse_engine_args(["~nobody-here/x.toml"])
 
@@ -205,7 +205,7 @@ def test_a_broken_file_is_named_with_the_place(tmp_path: Path, content: bytes, w
     assert "\n" not in str(caught.value)
 
 
-# What is refused
+# Refusals
 
 
 @pytest.mark.parametrize(
@@ -223,22 +223,22 @@ def test_a_broken_file_is_named_with_the_place(tmp_path: Path, content: bytes, w
         ("some/folder/engine.json", "'some/folder/engine.json'"),
     ],
 )
-def test_what_is_no_pair_is_refused_and_shown(text: str, shown: str) -> None:
+def test_a_text_that_is_no_pair_is_refused_and_shown(text: str, shown: str) -> None:
     with pytest.raises(SettingsError) as caught:
         parse_engine_args(["good=1", text])
-    assert str(caught.value).startswith(f"engine_args: {shown} is not key=value, nor a TOML file")
+    assert str(caught.value).startswith(f"engine_args: {shown} is neither key=value nor a TOML file")
 
 
 @pytest.mark.parametrize("text", ["a={a:1}", 'a={"b": nonsense} c=1', "c=1 a={b}"])
-def test_a_table_that_cannot_be_read_is_refused_for_a_shell_may_have_taken_its_quotes(text: str) -> None:
+def test_a_malformed_table_is_refused_with_a_hint_about_quotes(text: str) -> None:
     with pytest.raises(
-        SettingsError, match=r"^engine_args: '\{.*\}' is neither TOML nor JSON\. If a shell took"
+        SettingsError, match=r"^engine_args: '\{.*' is neither TOML nor JSON\. If a shell removed its quotes"
     ) as caught:
         parse_engine_args([text])
     assert str(caught.value).endswith("""--engine-args 'name={"a": 1}'""")
 
 
-def test_options_of_the_documentation_are_read() -> None:
+def test_the_options_in_the_documentation_are_parsed() -> None:
     page = (Path(__file__).resolve().parents[3] / "docs/backends.md").read_text("utf-8")
     options = [shlex.split(line, comments=True) for line in page.splitlines() if line.startswith("lmpool worker")]
     given = [words[words.index("--engine-args") + 1] for words in options if "--engine-args" in words]
@@ -248,38 +248,48 @@ def test_options_of_the_documentation_are_read() -> None:
 
 
 @pytest.mark.parametrize("text", ["a='1", 'a="1', "a=1\\"])
-def test_quotes_that_do_not_close_are_refused(text: str) -> None:
+def test_unclosed_quotes_are_refused(text: str) -> None:
     with pytest.raises(SettingsError, match="^engine_args: .* cannot be read: No "):
         parse_engine_args([text])
 
 
-KNOWN = {"max_num_seqs", "enforce_eager", "tokenizer", "seed"}
+KNOWN = {"tp_size", "max_num_seqs", "enforce_eager", "tokenizer", "seed"}
+PARALLEL = ("tp_size",)
 REFUSED = {"tokenizer": "prompts are token ids", "model": "it is the MODEL of the command"}
 
 
-@pytest.mark.parametrize("given", [{}, {"seed": 1}, {"seed": None, "max_num_seqs": "any", "enforce_eager": []}])
-def test_options_that_the_engine_has_pass(given: dict[str, Any]) -> None:
-    check_engine_args(given, KNOWN, REFUSED, "Engine 1.2")
+@pytest.mark.parametrize(
+    "given", [{}, {"seed": 1, "tp_size": 1}, {"seed": None, "max_num_seqs": "any", "enforce_eager": []}]
+)
+def test_known_options_pass(given: dict[str, Any]) -> None:
+    check_engine_args(given, KNOWN, REFUSED, PARALLEL, "Engine 1.2")
 
 
 @pytest.mark.parametrize(
     ("name", "meant"),
     [("max_num_seq", "max_num_seqs"), ("max-num-seqs", "max_num_seqs"), ("enforce_eger", "enforce_eager")],
 )
-def test_an_unknown_option_is_refused_with_what_may_be_meant(name: str, meant: str) -> None:
+def test_an_unknown_option_is_refused_with_a_similar_known_one(name: str, meant: str) -> None:
     with pytest.raises(SettingsError) as caught:
-        check_engine_args({"seed": 1, name: 4}, KNOWN, REFUSED, "Engine 1.2")
-    assert str(caught.value) == f"engine_args: Engine 1.2 has no option {name!r}; is {meant!r} meant?"
+        check_engine_args({"seed": 1, name: 4}, KNOWN, REFUSED, PARALLEL, "Engine 1.2")
+    assert str(caught.value) == f"engine_args: Engine 1.2 has no option {name!r}; did you mean {meant!r}?"
 
 
-def test_an_unknown_option_like_no_other_is_refused_without_a_guess() -> None:
+def test_an_unknown_option_without_a_similar_one_is_refused() -> None:
     with pytest.raises(SettingsError) as caught:
-        check_engine_args({"colour": "red"}, KNOWN, REFUSED, "Engine 1.2")
+        check_engine_args({"colour": "red"}, KNOWN, REFUSED, PARALLEL, "Engine 1.2")
     assert str(caught.value) == "engine_args: Engine 1.2 has no option 'colour'"
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_an_option_that_is_not_the_users_is_refused_with_the_reason(name: str) -> None:
+def test_an_option_that_the_backend_sets_is_refused_with_the_reason(name: str) -> None:
     with pytest.raises(SettingsError) as caught:
-        check_engine_args({name: "x"}, KNOWN, REFUSED, "Engine 1.2")
+        check_engine_args({name: "x"}, KNOWN, REFUSED, PARALLEL, "Engine 1.2")
     assert str(caught.value) == f"engine_args: {name} cannot be set here: {REFUSED[name]}"
+
+
+def test_an_option_that_spreads_the_model_over_processes_must_be_one() -> None:
+    with pytest.raises(
+        SettingsError, match=r"^engine_args: tp_size must be 1, not 2: rows are captured inside the worker"
+    ):
+        check_engine_args({"tp_size": 2}, KNOWN, REFUSED, PARALLEL, "Engine 1.2")

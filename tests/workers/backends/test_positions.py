@@ -1,4 +1,4 @@
-"""Answers for positions, put together from the parts in which an engine computes them."""
+"""Answers of positions queries, assembled from the parts that an engine computes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LOGITS = torch.randn(LENGTH, V, generator=torch.Generator().manual_seed(1))
 
 
 def opened(*names: str, query: PositionsQuery) -> PositionAnswers:
-    """Answers of some requests for the same prompt."""
+    """Open answers of several requests for the same prompt."""
     answers = PositionAnswers()
     for name in names:
         answers.open(name, BackendJob(name.encode(), IDS.tobytes(), positions=query))
@@ -27,7 +27,7 @@ def opened(*names: str, query: PositionsQuery) -> PositionAnswers:
 
 
 def compute(answers: PositionAnswers, name: str, positions: range, logits: Tensor = LOGITS) -> None:
-    """Have an engine compute some positions of a request, in a forward of their own."""
+    """Add positions of a request, as if one forward had computed them."""
     answers.add(answers.wanted(name, positions, 0), 0, logits[positions.start : positions.stop])
 
 
@@ -42,12 +42,12 @@ def compute(answers: PositionAnswers, name: str, positions: range, logits: Tenso
         PositionsQuery.scores_from(4, logits=True),
     ],
 )
-def test_parts_give_what_the_whole_gives(query: PositionsQuery, first: int) -> None:
+def test_parts_give_the_same_answer_as_the_whole(query: PositionsQuery, first: int) -> None:
     answers = opened("whole", "parts", "twice", query=query)
     compute(answers, "whole", range(LENGTH))
     for positions in (range(first), range(first, LENGTH)):
         compute(answers, "parts", positions)
-    # Its memory was taken, and it began again before what it had reached.
+    # The engine evicted the prompt, and computes earlier positions again.
     for positions in (range(first), range(first // 2), range(first // 2, LENGTH)):
         compute(answers, "twice", positions)
     expected = answers.take("whole")
@@ -59,9 +59,9 @@ def test_parts_give_what_the_whole_gives(query: PositionsQuery, first: int) -> N
 
 
 @pytest.mark.parametrize("size", range(1, 2 * LENGTH))
-def test_logits_of_several_prompts_may_come_in_slices(size: int) -> None:
+def test_logits_of_several_prompts_may_arrive_in_slices(size: int) -> None:
     answers = opened("a", "b", query=PositionsQuery(2))
-    # One after the other, and beside them those that nobody wants.
+    # The prompts follow each other, with unwanted positions in between.
     pieces = [*answers.wanted("a", range(LENGTH), 0), *answers.wanted("b", range(LENGTH), LENGTH)]
     assert pieces == [Piece("a", range(2, LENGTH), 2), Piece("b", range(2, LENGTH), LENGTH + 2)]
     forward = torch.cat((LOGITS, LOGITS.flip(0)))
@@ -71,7 +71,7 @@ def test_logits_of_several_prompts_may_come_in_slices(size: int) -> None:
         np.testing.assert_array_equal(answers.take(name), torch.log_softmax(logits[2:], -1).numpy().ravel())
 
 
-def test_of_others_nothing_is_wanted_and_what_comes_for_the_dropped_is_ignored() -> None:
+def test_other_requests_want_nothing_and_logits_of_dropped_ones_are_ignored() -> None:
     answers = opened("a", query=PositionsQuery(2))
     assert answers.wanted("row", range(5), 0) == []
     assert (answers.first_missing("row"), answers.first_missing("a")) == (None, 2)
@@ -81,7 +81,7 @@ def test_of_others_nothing_is_wanted_and_what_comes_for_the_dropped_is_ignored()
     assert "a" not in answers
 
 
-def test_a_position_that_is_left_out_is_an_error() -> None:
+def test_a_missing_position_is_an_error() -> None:
     answers = opened("a", query=PositionsQuery(2))
     compute(answers, "a", range(4))
     assert answers.first_missing("a") == 4
@@ -93,7 +93,7 @@ def test_a_position_that_is_left_out_is_an_error() -> None:
 
 @pytest.mark.parametrize("query", [PositionsQuery(0), PositionsQuery(0, 2), PositionsQuery.scores_from(1)])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_no_answer_is_made_of_what_is_no_distribution(query: PositionsQuery, value: float) -> None:
+def test_logits_that_are_no_distribution_give_no_answer(query: PositionsQuery, value: float) -> None:
     answers = opened("a", query=query)
     spoilt = LOGITS.clone()
     spoilt[1, 5] = value

@@ -1,4 +1,4 @@
-"""What must be installed: refused in one line that says what to install, without importing anything."""
+"""Required packages: a missing one is refused in one line with the command that installs it, without an import."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from lmpool.errors import SettingsError
-from lmpool.workers.backends.requirements import first_line, named_plugins, other_plugins, require, require_version
+from lmpool.errors import SettingsError, first_line
+from lmpool.workers.backends.settings import require, require_version
 
-LEAST, BELOW = (0, 32), (0, 34)
+VERSIONS = ">=0.32,<0.34"
 
 
 class Installed:
-    """Packages in a folder of their own, which comes first on the path."""
+    """Packages in a folder that comes first on the import path."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -23,17 +23,16 @@ class Installed:
         """A module."""
         (self._folder / f"{name}.py").write_text(text)
 
-    def distribution(self, name: str, version: str, entry_points: str = "") -> None:
-        """What pip leaves of a distribution."""
+    def distribution(self, name: str, version: str) -> None:
+        """Write the metadata of an installed distribution."""
         info = self._folder / f"{name.replace('-', '_')}-{version}.dist-info"
         info.mkdir()
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
-        (info / "entry_points.txt").write_text(entry_points)
 
 
 @pytest.fixture
 def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Installed:
-    """A folder of packages to fill."""
+    """An empty folder of packages."""
     monkeypatch.syspath_prepend(tmp_path)
     return Installed(tmp_path)
 
@@ -41,7 +40,7 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Installed:
 # Packages
 
 
-def test_what_is_installed_passes_and_is_not_imported(installed: Installed) -> None:
+def test_an_installed_package_passes_without_an_import(installed: Installed) -> None:
     installed.module("lmpool_test_engine", "raise RuntimeError('imported')")
     require("backend", "lmpool[engine]", "lmpool_test_engine", "numpy")
     require("backend", "lmpool[engine]")
@@ -55,10 +54,10 @@ def test_what_is_installed_passes_and_is_not_imported(installed: Installed) -> N
         (["no_engine", "no_kernels"], "no_engine and no_kernels"),
     ],
 )
-def test_what_is_missing_is_named_with_how_to_install_it(packages: list[str], missing: str) -> None:
+def test_a_missing_package_is_named_with_the_command_that_installs_it(packages: list[str], missing: str) -> None:
     with pytest.raises(SettingsError) as caught:
         require("backend", "lmpool[engine]", *packages)
-    assert str(caught.value) == f'backend: needs {missing}; install them with: pip install "lmpool[engine]"'
+    assert str(caught.value) == f'backend: needs {missing}; install with: pip install "lmpool[engine]"'
 
 
 # Versions
@@ -68,45 +67,36 @@ def test_what_is_missing_is_named_with_how_to_install_it(packages: list[str], mi
     "version",
     ["0.32", "0.32.0", "0.32.0+cu129", "0.32.1", "0.33", "0.33.0rc1", "0.33.0.dev5+g0a1b2c", "0.33.1.post1", "0.33.99"],
 )
-def test_a_version_in_the_range_passes_and_is_told(installed: Installed, version: str) -> None:
+def test_a_version_in_the_range_is_returned(installed: Installed, version: str) -> None:
     installed.distribution("some-engine", version)
-    assert require_version("backend", ("some-engine",), LEAST, BELOW) == version
+    assert require_version(("some-engine",), VERSIONS) == version
 
 
 @pytest.mark.parametrize(
     "version",
-    ["0.31.9", "0.31", "0.4", "0", "0.34", "0.34.0", "0.34.0+cu129", "0.34.0rc1", "0.34.0.dev1", "0.100", "1.0", "dev"],
+    ["0.31.9", "0.31", "0.4", "0", "0.34", "0.34.0", "0.34.0+cu129", "0.34.0rc1", "0.34.0.dev1", "0.100", "1.0"],
 )
-def test_a_version_outside_is_refused_with_the_range_and_what_to_install(installed: Installed, version: str) -> None:
+def test_a_version_outside_the_range_is_refused_with_the_range(installed: Installed, version: str) -> None:
     installed.distribution("some-engine", version)
     with pytest.raises(SettingsError) as caught:
-        require_version("backend", ("some-engine",), LEAST, BELOW)
+        require_version(("some-engine",), VERSIONS)
     assert str(caught.value) == (
-        f"backend: some-engine {version} is installed; this backend is made for some-engine >= 0.32, < 0.34: "
-        "pip install 'some-engine>=0.32,<0.34'"
+        f"backend: some-engine {version} is installed; this backend supports some-engine >=0.32,<0.34. "
+        "Install one with: pip install 'some-engine>=0.32,<0.34'"
     )
 
 
 @pytest.mark.parametrize(
-    ("least", "below", "passes"),
-    [
-        ((0, 33, 1), (0, 34), True),
-        ((0, 33, 2), (0, 34), False),
-        ((0, 32), (0, 33, 2), True),
-        ((0, 32), (0, 33, 1), False),
-        ((0,), (1,), True),
-        ((1,), (2,), False),
-    ],
+    ("versions", "passes"),
+    [(">=0.33.1,<0.34", True), (">=0.33.2,<0.34", False), (">=0.32,<0.33.2", True), (">=0.32,<0.33.1", False)],
 )
-def test_a_range_may_be_given_as_finely_as_one_likes(
-    installed: Installed, least: tuple[int, ...], below: tuple[int, ...], passes: bool
-) -> None:
+def test_a_range_may_end_at_any_release(installed: Installed, versions: str, passes: bool) -> None:
     installed.distribution("some-engine", "0.33.1")
     if passes:
-        assert require_version("backend", ("some-engine",), least, below) == "0.33.1"
+        assert require_version(("some-engine",), versions) == "0.33.1"
     else:
         with pytest.raises(SettingsError, match=r"some-engine 0\.33\.1 is installed"):
-            require_version("backend", ("some-engine",), least, below)
+            require_version(("some-engine",), versions)
 
 
 NAMES = ("some-engine", "some-engine-cpu")
@@ -114,30 +104,30 @@ NAMES = ("some-engine", "some-engine-cpu")
 
 def test_an_engine_may_be_published_under_another_name(installed: Installed) -> None:
     installed.distribution("some-engine-cpu", "0.33.0")
-    assert require_version("backend", NAMES, LEAST, BELOW) == "0.33.0"
+    assert require_version(NAMES, VERSIONS) == "0.33.0"
 
 
-def test_the_other_name_is_the_one_in_the_message(installed: Installed) -> None:
+def test_the_message_names_the_installed_distribution(installed: Installed) -> None:
     installed.distribution("some-engine-cpu", "0.31.0")
     with pytest.raises(SettingsError, match=r"some-engine-cpu 0\.31\.0 .* pip install 'some-engine-cpu>=0\.32,<0\.34'"):
-        require_version("backend", NAMES, LEAST, BELOW)
+        require_version(NAMES, VERSIONS)
 
 
-def test_of_two_that_are_installed_the_first_counts(installed: Installed) -> None:
+def test_the_first_installed_distribution_counts(installed: Installed) -> None:
     installed.distribution("some-engine", "0.31.0")
     installed.distribution("some-engine-cpu", "0.33.0")
     with pytest.raises(SettingsError, match=r"some-engine 0\.31\.0 is installed"):
-        require_version("backend", NAMES, LEAST, BELOW)
+        require_version(NAMES, VERSIONS)
 
 
-def test_none_installed_is_refused_with_all_names() -> None:
+def test_no_installed_engine_is_refused_with_all_names() -> None:
     with pytest.raises(SettingsError) as caught:
-        require_version("backend", NAMES, LEAST, BELOW)
-    assert str(caught.value) == "backend: needs some-engine or some-engine-cpu, and none is installed"
+        require_version(NAMES, VERSIONS)
+    assert str(caught.value) == "backend: needs some-engine or some-engine-cpu, and none of them is installed"
 
 
-def test_a_package_that_is_really_installed_is_found() -> None:
-    assert require_version("backend", ("numpy",), (1,), (99,)) == version("numpy")
+def test_the_version_of_a_real_package_is_found() -> None:
+    assert require_version(("numpy",), ">=1,<99") == version("numpy")
 
 
 # Exceptions in one line
@@ -158,36 +148,5 @@ def test_a_package_that_is_really_installed_is_found() -> None:
         (ValueError("x" * 10_000 + "\ny"), "x" * 297 + "..."),
     ],
 )
-def test_of_an_exception_its_first_line_is_told(error: Exception, line: str) -> None:
+def test_the_first_line_of_an_exception_is_shown(error: Exception, line: str) -> None:
     assert first_line(error) == line
-
-
-# Plugins
-
-_PROCESSORS, _GENERAL = "lmpool_test.processors", "lmpool_test.plugins"
-
-
-def test_a_plugin_that_changes_rows_is_refused_by_name_until_it_is_named(installed: Installed) -> None:
-    assert named_plugins("logits_processors", _PROCESSORS, []) == []
-    # Nothing is imported: there is no such module.
-    installed.distribution("tinkered", "1.2", f"[{_PROCESSORS}]\nshift = tinkered.rows:Shift\n")
-    told = "'shift' (tinkered.rows:Shift of tinkered 1.2)"
-    with pytest.raises(SettingsError) as caught:
-        named_plugins("logits_processors", _PROCESSORS, ["other"])
-    assert str(caught.value).startswith(f"logits_processors: {told} is installed")
-    assert "name it with --logits-processors shift, which" in str(caught.value)
-    assert named_plugins("logits_processors", _PROCESSORS, ["shift"]) == [told]
-    with pytest.raises(SettingsError, match=f"no entry point 'lift' of {_PROCESSORS} is installed"):
-        named_plugins("logits_processors", _PROCESSORS, ["shift", "lift"])
-
-
-def test_other_plugins_are_told_in_the_log_but_for_the_engines_own(
-    installed: Installed, caplog: pytest.LogCaptureFixture
-) -> None:
-    installed.distribution("engine", "3.0", f"[{_GENERAL}]\nown = engine.resolvers:register\n")
-    assert other_plugins(_GENERAL, ("engine",), None) == []
-    assert not caplog.records
-    installed.distribution("tinkered", "1.2", f"[{_GENERAL}]\npatch = tinkered:patch\nleft_out = tinkered:more\n")
-    assert other_plugins(_GENERAL, ("engine",), ["own", "patch"]) == ["'patch' (tinkered:patch of tinkered 1.2)"]
-    assert "'patch' (tinkered:patch of tinkered 1.2)" in caplog.text
-    assert len(other_plugins(_GENERAL, ("engine",), None)) == 2

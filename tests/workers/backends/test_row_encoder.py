@@ -1,4 +1,4 @@
-"""Rows that are computed in memory which is there for them are those that are computed anywhere else."""
+"""Encoded rows are the same in shared memory and elsewhere; top-k of equal entries is defined."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import torch
 from lmpool.protocol.query import PositionsQuery, PositionValues, unpack_top
 from lmpool.protocol.row import Encoding
 from lmpool.workers.backends import row_encoder
-from lmpool.workers.backends.row_encoder import RowEncoder, expected_at
+from lmpool.workers.backends.positions import expected_at
+from lmpool.workers.backends.row_encoder import RowEncoder
 from lmpool.workers.queue.segment import make_segment
 from tests.contract.driver import Slots
 
@@ -17,7 +18,7 @@ V = 300
 
 
 def logits_of(dtype: torch.dtype, given: torch.dtype) -> torch.Tensor:
-    """Logits of four prompts that survive a dtype, as a tensor of another one."""
+    """Logits of four prompts that a dtype represents exactly, as a tensor of another dtype."""
     generator = torch.Generator().manual_seed(1)
     return torch.randn(4, V, generator=generator).mul_(5).to(dtype).to(given)
 
@@ -33,7 +34,7 @@ def logits_of(dtype: torch.dtype, given: torch.dtype) -> torch.Tensor:
     ],
 )
 @pytest.mark.parametrize("faulty", [(), (0,), (1, 3), (0, 1, 2, 3)])
-def test_rows_are_the_same_in_memory_that_is_there_for_them(
+def test_rows_are_the_same_in_shared_memory(
     dtype: torch.dtype, given: torch.dtype, encoding: Encoding, faulty: tuple[int, ...]
 ) -> None:
     logits = logits_of(dtype, given)
@@ -54,10 +55,10 @@ def test_rows_are_the_same_in_memory_that_is_there_for_them(
     assert [found.block.encode(row) for row in range(4 - len(faulty))] == [
         expected.block.encode(row) for row in range(4 - len(faulty))
     ]
-    assert slots.have(found.block) is (not faulty), "the sound ones of several are brought together elsewhere"
+    assert slots.have(found.block) is (not faulty), "the sound rows of a batch with a failure are copied elsewhere"
 
 
-def test_logits_that_do_not_survive_16_bits_are_computed_in_memory_for_float32() -> None:
+def test_logits_that_16_bits_cannot_hold_use_shared_memory_for_float32() -> None:
     logits = logits_of(torch.float32, torch.float32)
     encoder, slots = RowEncoder(torch.bfloat16, lossy=False), Slots()
     encoder.new_rows = slots
@@ -69,34 +70,31 @@ def test_logits_that_do_not_survive_16_bits_are_computed_in_memory_for_float32()
     assert torch.equal(torch.from_numpy(block.numbers), torch.log_softmax(logits, -1))
 
 
-# Of a GPU: what this machine may not have is done by its CPU. On one, tests/contract does all of it.
+# A GPU, simulated on the CPU. On a machine with a GPU, tests/contract uses it.
 
 
 class Stream:
-    """In the order in which it is asked."""
+    """Runs operations in their order."""
 
     def synchronize(self) -> None:
         pass
 
 
 class Gpu:
-    """Says which memory it can write to.
-
-    Args:
-        can_write: whether it can.
+    """A GPU that can write to shared memory or not.
 
     Attributes:
-        told: address and size of each memory that it was told of.
+        registered: address and size of each registered memory.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, can_write: bool) -> None:
-        self.told: list[tuple[int, int]] = []
+        self.registered: list[tuple[int, int]] = []
         self._can_write = can_write
         monkeypatch.setattr(row_encoder, "_map_to_gpu", self._map)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream())
 
     def _map(self, address: int, size: int, device: torch.device) -> bool:
-        self.told.append((address, size))
+        self.registered.append((address, size))
         return self._can_write
 
 
@@ -104,7 +102,7 @@ class Gpu:
     ("encoding", "dtype"),
     [(Encoding.F32, torch.float32), (Encoding.F16, torch.float16), (Encoding.BF16, torch.int16)],
 )
-def test_a_gpu_copies_rows_to_the_memory_that_is_there_for_them_and_is_told_of_it_once(
+def test_a_gpu_copies_rows_to_shared_memory_that_is_registered_once(
     monkeypatch: pytest.MonkeyPatch, encoding: Encoding, dtype: torch.dtype
 ) -> None:
     gpu, encoder, slots = Gpu(monkeypatch, can_write=True), RowEncoder(torch.float32, lossy=False), Slots()
@@ -115,18 +113,18 @@ def test_a_gpu_copies_rows_to_the_memory_that_is_there_for_them_and_is_told_of_i
         assert rows is slots.given[-1]
         assert rows.dtype == encoding.dtype
         assert np.array_equal(rows.view(np.uint8), numbers.numpy().view(np.uint8))
-    assert len(gpu.told) == 1
+    assert len(gpu.registered) == 1
 
 
-def test_what_a_gpu_cannot_write_to_is_not_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_a_gpu_cannot_write_to_is_not_requested_again(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu, encoder, slots = Gpu(monkeypatch, can_write=False), RowEncoder(torch.float32, lossy=False), Slots()
     encoder.new_rows = slots
     for _ in range(3):
         assert encoder._copied_to_new_rows(torch.zeros(2, V), Encoding.F32) is None
-    assert len(gpu.told) == len(slots.given) == 1
+    assert len(gpu.registered) == len(slots.given) == 1
 
 
-def test_a_gpu_is_told_of_the_whole_segment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_whole_segment_is_registered(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu, encoder = Gpu(monkeypatch, can_write=True), RowEncoder(torch.float32, lossy=False)
     vocab_size, size = 2000, 1 << 20
     segment = make_segment("0" * 32, vocab_size, size, lambda: True)
@@ -137,17 +135,17 @@ def test_a_gpu_is_told_of_the_whole_segment(monkeypatch: pytest.MonkeyPatch) -> 
             rows = encoder._copied_to_new_rows(torch.full((2, vocab_size), float(at)), Encoding.F32)
             assert rows is not None
             assert (rows == at).all()
-            ((address, told),) = gpu.told
-            assert told == segment.size
-            assert address <= rows.ctypes.data < rows.ctypes.data + rows.nbytes <= address + told
+            ((address, size_registered),) = gpu.registered
+            assert size_registered == segment.size
+            assert address <= rows.ctypes.data < rows.ctypes.data + rows.nbytes <= address + size_registered
     finally:
         segment.close()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("k", [1, 3, 11, 12])
-def test_of_equal_entries_those_with_the_lowest_ids_are_expected(dtype: torch.dtype, k: int) -> None:
-    """Torch does not say which of them it takes."""
+def test_of_equal_entries_the_lowest_ids_are_returned(dtype: torch.dtype, k: int) -> None:
+    """torch does not define the order."""
     logits = torch.randint(0, 4, (200, 12), generator=torch.Generator().manual_seed(k)).to(dtype)
     rows = torch.log_softmax(logits.float(), dim=-1).numpy()
     log_z = np.zeros(len(rows), np.float32)
@@ -159,7 +157,7 @@ def test_of_equal_entries_those_with_the_lowest_ids_are_expected(dtype: torch.dt
 
 
 @pytest.mark.parametrize("values", ["logits", "score_logits"])
-def test_where_logits_are_no_distribution_nothing_is_told_of_them(values: PositionValues) -> None:
+def test_logits_that_are_no_distribution_give_nan(values: PositionValues) -> None:
     logits = torch.randn(3, 12, generator=torch.Generator().manual_seed(1))
     logits[1, 4] = torch.inf
     found = expected_at(logits, PositionsQuery(0, values=values), [2, 3, 4])

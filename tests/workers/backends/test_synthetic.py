@@ -42,7 +42,7 @@ def backend(**changed: Any) -> SyntheticBackend:
 
 
 def rows_of(finished: Finished, vocab_size: int = 50) -> dict[bytes, NDArray[np.float32]]:
-    """Every row of a step as a client sees it: encoded, received, decoded."""
+    """The rows of a step as a client decodes them."""
     rows: dict[bytes, NDArray[np.float32]] = {}
     for block in finished.blocks:
         for index, digest in enumerate(block.digests):
@@ -56,7 +56,7 @@ def rows_of(finished: Finished, vocab_size: int = 50) -> dict[bytes, NDArray[np.
 
 @encodings
 @pytest.mark.parametrize("vocab_size", [1, 2, 3, 5, FEW_TOKENS, FEW_TOKENS + 1])
-def test_rows_that_are_drawn_together_are_those_that_are_drawn_alone(vocab_size: int, encoding: str) -> None:
+def test_rows_are_the_same_together_and_alone(vocab_size: int, encoding: str) -> None:
     drawing = backend(vocab_size=vocab_size, encoding=encoding, max_batch=20)
     prompts = [[at % vocab_size] * (1 + at) for at in range(20)]
     drawing.submit([job(prompt, vocab_size) for prompt in prompts])
@@ -307,7 +307,7 @@ def test_a_closed_backend_holds_nothing() -> None:
     assert served.capacity() == 8
 
 
-def test_the_info_says_what_is_served_and_that_it_is_no_model() -> None:
+def test_the_info_says_that_it_is_no_model() -> None:
     info = backend(name="toy", seed=9, max_prompt_tokens=12, encoding="bf16").info
     assert (info.name, info.backend, info.vocab_size, info.max_prompt_tokens) == ("toy", "synthetic", 50, 12)
     assert "not computed by a model" in info.note
@@ -321,11 +321,11 @@ def test_the_fingerprint_is_that_of_the_rows() -> None:
     assert len({plain, *(served.info.fingerprint for served in other)}) == 3
 
 
-# What a prefix is worth
+# The simulated prefix cache
 
 
 def pretended_ms(served: SyntheticBackend, monkeypatch: pytest.MonkeyPatch, jobs: list[BackendJob]) -> float:
-    """How long a step over these jobs pretends to take; it is not waited for."""
+    """The simulated time of a step over these jobs, without the sleep."""
     slept: list[float] = []
     with monkeypatch.context() as patched:
         patched.setattr("time.sleep", slept.append)
@@ -347,7 +347,7 @@ def test_a_step_takes_longer_for_each_token_that_it_computes(monkeypatch: pytest
     assert served.stats() == BackendStats(steps=4, rows=7, tokens=61 + 105 + 40 + 1, reused=16 + 101 + 39)
 
 
-def test_a_score_computes_all_tokens_that_are_scored(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_score_computes_all_scored_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     served = backend(token_ms=1.0)
     pretended_ms(served, monkeypatch, [prompt_job(40)])
     assert pretended_ms(
@@ -358,7 +358,7 @@ def test_a_score_computes_all_tokens_that_are_scored(monkeypatch: pytest.MonkeyP
     ) == pytest.approx(2)
 
 
-def test_adapters_and_fresh_prompts_have_nothing_in_common_with_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_adapters_and_fresh_prompts_share_no_prefix(monkeypatch: pytest.MonkeyPatch) -> None:
     served = backend(token_ms=1.0)
     assert pretended_ms(served, monkeypatch, [prompt_job(40, fresh=True)]) == pytest.approx(40)
     assert pretended_ms(served, monkeypatch, [prompt_job(40, adapter="a@1")]) == pytest.approx(40)

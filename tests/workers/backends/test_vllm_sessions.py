@@ -1,4 +1,4 @@
-"""Sessions: which prompts continue one, which are worth one, and that the caps hold to the token."""
+"""Sessions: which prompts continue or open one, and the exact limits."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def taken(sessions: Sessions, adapter: str, prompt: bytes) -> str | None:
 
 
 def may_grow_from(prompt: bytes, earlier: bytes, block: int) -> bool:
-    """Whether a prompt is that much longer than an earlier one that it may continue its session."""
+    """Whether a prompt extends an earlier one by few enough tokens to continue its session."""
     new, old = (len(prompt) - len(earlier)) // 4, len(earlier) // 4
     return prompt.startswith(earlier) and 1 <= new <= min(block, old)
 
@@ -78,7 +78,7 @@ def test_a_prompt_that_is_up_to_a_block_longer_continues_a_session(new: int) -> 
     ],
     ids=["more than a block longer", "more than twice as long", "another end", "another beginning", "same", "shorter"],
 )
-def test_sessions_are_continued_by_no_others(kept: Iterable[int], asked: Iterable[int]) -> None:
+def test_no_other_prompts_continue_a_session(kept: Iterable[int], asked: Iterable[int]) -> None:
     sessions = Sessions(8, PLENTY, block=8)
     sessions.keep("", ids(*kept), "request")
     assert sessions.take("", ids(*asked)) is None
@@ -110,7 +110,7 @@ def test_of_very_large_blocks_no_more_is_looked_up_than_is_worth_it() -> None:
 
 
 @pytest.mark.parametrize(("kept", "asked"), [("", "one"), ("one", ""), ("one", "other")])
-def test_adapters_have_sessions_of_their_own(kept: str, asked: str) -> None:
+def test_each_adapter_has_its_own_sessions(kept: str, asked: str) -> None:
     sessions = Sessions(8, PLENTY)
     sessions.keep(kept, ids(1), "request")
     assert taken(sessions, asked, ids(1, 2)) is None
@@ -243,7 +243,7 @@ _adapters = st.sampled_from(["", "one"])
 
 
 class AgainstALedger(RuleBasedStateMachine):
-    """Sessions beside a list that is summed up anew each time: any drift of the counters closes another request."""
+    """Sessions compared with a list that is summed each time: a wrong counter would close another request."""
 
     @initialize(most=st.integers(0, 5), most_tokens=st.integers(0, 16), block=st.integers(1, 3))
     def open(self, most: int, most_tokens: int, block: int) -> None:

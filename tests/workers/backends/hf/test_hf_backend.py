@@ -23,12 +23,12 @@ from lmpool.errors import SettingsError
 from lmpool.protocol.prompt import encode_prompt
 from lmpool.protocol.query import PositionsQuery
 from lmpool.protocol.row import Encoding, widen_bf16
-from lmpool.workers.backends import requirements
+from lmpool.workers.backends import settings as settings_module
 from lmpool.workers.backends.hf import forward
 from lmpool.workers.backends.hf.backend import HfBackend
 from lmpool.workers.backends.hf.forward import Forward
 from lmpool.workers.backends.hf.kv_pool import PrefixSlots
-from lmpool.workers.backends.hf.loading import weights_revision
+from lmpool.workers.backends.hf.model import weights_revision
 from lmpool.workers.backends.settings import HfSettings
 from lmpool.workers.execution.contract import BackendJob
 from tests.support.models.tiny_models import CONFIGS, MAX_TOKENS, VOCAB_SIZE, make_model, write_model
@@ -550,13 +550,13 @@ def test_malformed_settings_are_refused_by_name(field: str, value: Any) -> None:
         ({"model": "/nowhere/at-all"}, "model: /nowhere/at-all cannot be loaded: there is no such folder"),
         (
             {"model": "no-such-owner/no-such-model"},
-            "model: 'no-such-owner/no-such-model' is no folder here and cannot be had from the hub: HF_HUB_OFFLINE is ",
+            "model: 'no-such-owner/no-such-model' is no folder here, and the hub cannot provide it: HF_HUB_OFFLINE is ",
         ),
         ({"gguf_file": "missing.gguf"}, "gguf_file: missing.gguf of .* cannot be loaded: there is no such file"),
         ({"device": "cuda:77"}, "device: 'cuda:77' cannot be used: this machine has 'cpu'"),
-        ({"device": "toaster"}, "device: 'toaster' cannot be used: this machine has 'cpu'[^.:]*$"),
-        ({"device": "meta"}, "device: 'meta' computes nothing: this machine has 'cpu'"),
-        ({"device": "xla"}, "device: 'xla' cannot be used: this machine has 'cpu'[^.:]*$"),
+        ({"device": "toaster"}, "device: 'toaster' cannot be used: this machine has 'cpu'"),
+        ({"device": "meta"}, "device: 'meta' cannot be used: this machine has 'cpu'.*it computes nothing"),
+        ({"device": "xla"}, "device: 'xla' cannot be used: this machine has 'cpu'"),
         ({"max_prompt_tokens": 65}, "max_prompt_tokens: 65 is more than the 64 positions"),
     ],
 )
@@ -572,7 +572,7 @@ def test_what_cannot_be_loaded_is_refused_in_one_line(
 
 @pytest.mark.skipif(torch.backends.mps.is_available(), reason="this machine has an Apple GPU")
 def test_an_apple_gpu_is_refused_elsewhere_by_its_name(tiny: Tiny) -> None:
-    with pytest.raises(SettingsError, match=r"^device: 'mps' cannot be used: this machine has 'cpu'.* Apple silicon"):
+    with pytest.raises(SettingsError, match=r"^device: 'mps' cannot be used: this machine has 'cpu'"):
         HfBackend(HfSettings(str(tiny.folder("llama")), device="mps"))
 
 
@@ -626,7 +626,7 @@ def test_a_damaged_gguf_file_is_refused_in_one_line(tmp_path: Path) -> None:
 
 def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     find = importlib.util.find_spec
-    monkeypatch.setattr(requirements, "find_spec", lambda name: None if name == "transformers" else find(name))
+    monkeypatch.setattr(settings_module, "find_spec", lambda name: None if name == "transformers" else find(name))
     with pytest.raises(SettingsError, match=r"^model: needs transformers; install .*lmpool\[hf\]"):
         HfSettings("somewhere")
 

@@ -28,7 +28,7 @@ from lmpool.producer.deadline import Deadline
 from lmpool.protocol import query
 from lmpool.protocol.hidden import FACTS, Head, unpack_numbers, width_of
 from lmpool.protocol.query import HeadQuery, PositionsQuery
-from lmpool.workers.backends.hf import head as hf_head
+from lmpool.workers.backends.hf import model as hf_model
 from lmpool.workers.backends.hf.backend import HfBackend
 from lmpool.workers.backends.settings import HfSettings
 from tests.producer.batch.runs import run, write_texts
@@ -110,17 +110,10 @@ def test_hidden_states_and_the_head_make_the_rows_of_every_architecture(tmp_path
     backend.close()
 
 
-def test_a_head_that_does_not_make_the_logits_is_not_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_head_that_does_not_compute_the_logits_is_not_served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = write(tmp_path, "soft-cap", torch.float32)
-    stated = hf_head._stated_head
-
-    def without_cap(*given: Any) -> Any:
-        head = stated(*given)
-        assert head is not None
-        head._soft_cap = None
-        return head
-
-    monkeypatch.setattr(hf_head, "_stated_head", without_cap)
+    head_class = hf_model.OutputHead
+    monkeypatch.setattr(hf_model, "OutputHead", lambda layer, scale, _: head_class(layer, scale, None))
     backend = HfBackend(HfSettings(str(folder), device="cpu"))
     assert backend.info.hidden == 0
     assert backend.info.positions

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lmpool.protocol.query import PositionsQuery
-from lmpool.workers.backends import row_encoder
+from lmpool.workers.backends import positions
 from lmpool.workers.backends.hf import backend as hf_backend
 from lmpool.workers.backends.hf.forward import Forward
 from lmpool.workers.execution.contract import Finished
@@ -84,7 +84,7 @@ def test_scores_that_memory_did_not_suffice_for_are_computed_again(tiny: Tiny, m
             raise torch.OutOfMemoryError("CUDA out of memory")
         return found_by_model(logits, query, following)
 
-    found_by_model = row_encoder.expected_at
+    found_by_model = positions.expected_at
     monkeypatch.setattr(hf_backend, "expected_at", failing_once)
     backend = tiny.backend()
     prompts = random_prompts(3, (10, 10))

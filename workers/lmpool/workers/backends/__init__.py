@@ -1,7 +1,6 @@
-"""The backends, a folder or a file each, and what they share. Only they import an engine.
+"""The backends, one folder or file each, and their shared code. Only these files import an engine.
 
-They import torch too, as the torch kernels of tries and genlm's language model do, and nothing else.
-
-A new backend is a class as `lmpool.workers.execution.contract` describes it, its settings in `settings.py`, and an
-entry point of the group `lmpool.backends` in `pyproject.toml`. Imports `execution`; only entry points name a backend.
+A new backend is a class with the methods of `lmpool.workers.execution.contract.Backend`, its settings, and an entry
+point of the group `lmpool.backends` in `pyproject.toml`. This folder imports `execution`; only entry points name a
+backend.
 """

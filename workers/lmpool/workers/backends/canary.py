@@ -1,9 +1,9 @@
-"""The canary: rows that an engine must get right before its worker joins the pool."""
+"""The canary: rows that a backend must compute correctly before its worker joins the pool."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -14,15 +14,17 @@ from lmpool.protocol.model_info import ModelInfo
 from lmpool.protocol.prompt import digest_of
 from lmpool.protocol.query import PositionsQuery
 from lmpool.protocol.row import Encoding, Row, decode_row
-from lmpool.workers.execution.contract import Backend, BackendJob, check_answers
+from lmpool.workers.execution.contract import Backend, BackendJob, Finished, check_answers
 
 _log = logging.getLogger(__name__)
 
-_MAX_STEPS = 1000
-_SUM_TOLERANCE = 1e-2
+_MAX_STEPS = 1000  # Steps for a handful of prompts; an engine that is slower than this is broken.
+_SUM_TOLERANCE = 1e-2  # Largest |log of the sum of a row's probabilities|.
+# Largest root mean square difference of two rows of a prompt, as a share of the spread of the row's entries.
 _ROW_TOLERANCE = {"float32": 2e-2, "bfloat16": 0.25, "float16": 0.1}
-_MAX_ADAPTERS = 3
-_MIN_V = 64
+_OTHER_TOLERANCE = 0.25  # The same for other dtypes.
+_MAX_ADAPTERS = 3  # Adapters that are tried.
+_MIN_VOCAB_SIZE = 64  # With fewer tokens, rows of different prompts may be equal by chance.
 
 
 class _Prompt(NamedTuple):
@@ -31,39 +33,30 @@ class _Prompt(NamedTuple):
 
 
 def completed_info(backend: Backend) -> ModelInfo:
-    """A backend's info with how its rows travel, which is seen at the first one.
-
-    Raises:
-        WorkerError: the first prompt fails, or is not answered.
-    """
-    _log.info("weights are loaded: computing first rows, which must be right")
-    job = BackendJob(bytes(16), bytes(4))
-    backend.submit([job])
-    for _ in range(_MAX_STEPS):
-        finished = backend.step()
+    """The info of a backend with the encoding of its rows, which its first row shows."""
+    _log.info("weights are loaded: checking the first rows")
+    for finished in _steps(backend, [BackendJob(bytes(16), bytes(4))]):
         if finished.blocks:
             encoding, info = finished.blocks[0].encoding, backend.info
             lossy = encoding is Encoding.F16 and info.dtype != "float16"
             return replace(info, encoding=encoding.name.lower(), lossy=lossy)
-        if finished.failures:
-            raise WorkerError(f"the first prompt failed: {finished.failures[job.digest]}")
-    raise WorkerError(f"the first prompt was not answered within {_MAX_STEPS} steps")
+    raise _wrong(backend, f"it has not answered the first prompt after {_MAX_STEPS} steps")
 
 
 def check_canary(backend: Backend) -> None:
-    """Have a backend compute rows of which something is known.
+    """Have a backend compute rows with known properties. Call it in the backend's thread before the backend serves.
 
-    Several prompts are run together, with adapters and without, and then each alone: its row must be a distribution
-    over V tokens, the same both times but for rounding, and another one when the last token is another. One prompt
-    is then grown token by token. An engine whose rows are captured at the wrong place, given to the wrong prompt, or
-    computed from the wrong keys and values, fails here. Must be called in the backend's thread before it serves.
+    Several prompts run together, with adapters and without, and then each alone. Each row must be a distribution over V
+    tokens, equal in both runs except for rounding, and different if the last token is different. One prompt then grows
+    token by token. This finds engines whose rows are captured at the wrong place, assigned to the wrong prompt, or
+    computed from the wrong keys and values.
 
     Raises:
-        SettingsError: a row is wrong, or there is none.
+        SettingsError: a row is wrong or missing.
     """
     info = backend.info
     length = min(5, info.max_prompt_tokens)
-    # Not the first ids: those are special tokens, whose rows are often all alike.
+    # Not the lowest ids: they are special tokens, whose rows are often equal.
     long = [(info.vocab_size // 3 + 7 * i) % info.vocab_size for i in range(length)]
     other = [(token + 1) % info.vocab_size for token in long]
     prompts = [_Prompt(ids) for ids in (long, long[:-1] + other[-1:], other, long[: (length + 1) // 2])]
@@ -80,41 +73,29 @@ def check_canary(backend: Backend) -> None:
     if info.positions and length > 1:
         _check_entry(backend, long, PositionsQuery.scores_from(length - 1))
         _check_entry(backend, long, PositionsQuery(length - 2, targets=np.array(long[-1:], "<u4").tobytes()))
-    # Of few tokens, rows may be alike by chance.
-    if info.vocab_size >= _MIN_V and np.array_equal(batched[0], batched[1]):
+    if info.vocab_size >= _MIN_VOCAB_SIZE and np.array_equal(batched[0], batched[1]):
         raise _wrong(backend, "two prompts whose last tokens differ have the same row")
 
 
-def _check_entry(backend: Backend, ids: list[int], query: PositionsQuery) -> None:
-    """What is first told of a prompt's last token must be its entry in the row of what comes before it."""
-    row = _rows(backend, [_Prompt(ids[:-1])], f"scored-{query.values}")[0]
-    encoded = np.asarray(ids, "<u4").tobytes()
-    job = BackendJob(digest_of(encoded, f"canary score {query.values}"), encoded, positions=query)
-    backend.submit([job])
+def _steps(backend: Backend, jobs: Sequence[BackendJob]) -> Iterator[Finished]:
+    """Submit jobs, and yield the results of up to `_MAX_STEPS` steps."""
+    backend.submit(jobs)
     for _ in range(_MAX_STEPS):
         finished = backend.step()
         if finished.failures:
-            raise _wrong(backend, f"it fails to score a plain prompt: {next(iter(finished.failures.values()))}")
-        if finished.answers is not None:
-            scores, entry, spread = finished.answers.vectors[0], row[ids[-1]], float(row[np.isfinite(row)].std())
-            tolerance = _ROW_TOLERANCE.get(backend.info.dtype, 0.25) * spread + 1e-6
-            if scores.shape != (len(query.span(len(ids))),) or not abs(scores[0] - entry) <= tolerance:
-                raise _wrong(backend, f"a token scores {scores}, and its entry in the row is {entry}")
-            return
-    raise _wrong(backend, f"it has not scored a plain prompt after {_MAX_STEPS} steps")
+            raise _wrong(backend, f"it fails on a plain prompt: {next(iter(finished.failures.values()))}")
+        yield finished
 
 
 def _rows(backend: Backend, prompts: Sequence[_Prompt], run: str) -> list[Row]:
-    """The rows of some prompts that run together; `run` names them apart from those of other runs."""
+    """The rows of prompts that run together. `run` makes their digests differ from those of other runs."""
     encoded = [np.asarray(prompt.ids, "<u4").tobytes() for prompt in prompts]
     jobs = [
         BackendJob(digest_of(ids, f"canary {run} {index}"), ids, prompts[index].adapter)
         for index, ids in enumerate(encoded)
     ]
-    backend.submit(jobs)
     rows: dict[bytes, Row] = {}
-    for _ in range(_MAX_STEPS):
-        finished = backend.step()
+    for finished in _steps(backend, jobs):
         try:
             check_answers(finished, {job.digest for job in jobs} - rows.keys(), backend.info)
             for block in finished.blocks:
@@ -123,27 +104,44 @@ def _rows(backend: Backend, prompts: Sequence[_Prompt], run: str) -> list[Row]:
                     rows[digest] = decode_row(data, backend.info.vocab_size)
         except (WorkerError, ProtocolError) as error:
             raise _wrong(backend, str(error)) from error
-        if finished.failures:
-            raise _wrong(backend, f"it fails on a plain prompt: {next(iter(finished.failures.values()))}")
         if len(rows) == len(jobs):
             return [rows[job.digest] for job in jobs]
     raise _wrong(backend, f"it has answered {len(rows)} of {len(jobs)} prompts after {_MAX_STEPS} steps")
 
 
+def _check_entry(backend: Backend, ids: list[int], query: PositionsQuery) -> None:
+    """The first value at the position of the last token must be its entry in the row of the tokens before it."""
+    row = _rows(backend, [_Prompt(ids[:-1])], f"scored-{query.values}")[0]
+    encoded = np.asarray(ids, "<u4").tobytes()
+    job = BackendJob(digest_of(encoded, f"canary score {query.values}"), encoded, positions=query)
+    for finished in _steps(backend, [job]):
+        if finished.answers is not None:
+            scores, entry = finished.answers.vectors[0], row[ids[-1]]
+            tolerance = _tolerance(backend, float(row[np.isfinite(row)].std()))
+            if scores.shape != (len(query.span(len(ids))),) or not abs(scores[0] - entry) <= tolerance:
+                raise _wrong(backend, f"a token scores {scores}, and its entry in the row is {entry}")
+            return
+    raise _wrong(backend, f"it has not scored a plain prompt after {_MAX_STEPS} steps")
+
+
 def _check_distribution(backend: Backend, row: Row) -> None:
-    with np.errstate(invalid="ignore"):  # of NaN
+    with np.errstate(invalid="ignore"):  # NaN fails the check below.
         total = float(np.logaddexp.reduce(row.astype(np.float64)))
     if not abs(total) < _SUM_TOLERANCE:
         raise _wrong(backend, f"the probabilities of a row sum to exp({total:g}), not to 1")
 
 
 def _check_agree(backend: Backend, row: Row, other: Row, when: str) -> None:
-    """Differences are measured against the spread of the row's own entries: an untrained model's are tiny."""
     seen = np.isfinite(row) & np.isfinite(other)
     error = float(np.sqrt(np.mean(np.square(row[seen] - other[seen]))))
     spread = float(other[seen].std())
-    if not error <= _ROW_TOLERANCE.get(backend.info.dtype, 0.25) * spread + 1e-6:
+    if not error <= _tolerance(backend, spread):
         raise _wrong(backend, f"a prompt's row differs by {error:.3g} {when} (its entries spread by {spread:.3g})")
+
+
+def _tolerance(backend: Backend, spread: float) -> float:
+    """The largest difference by rounding. It depends on the spread, because an untrained model has tiny entries."""
+    return _ROW_TOLERANCE.get(backend.info.dtype, _OTHER_TOLERANCE) * spread + 1e-6
 
 
 def _wrong(backend: Backend, reason: str) -> SettingsError:

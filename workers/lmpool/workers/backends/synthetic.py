@@ -1,8 +1,7 @@
-"""The synthetic backend: rows from a generator, with an optional simulated step time.
+"""The synthetic backend: rows from a generator, in place of a model, for tests and load tests.
 
-It stands in for a GPU in tests and load tests, and says so in its info. A step pretends to take `step_ms`, and
-`token_ms` more for each token that it computes. Then a prefix is worth what it is worth to an engine: the tokens that a
-prompt has in common with recent ones are not computed again, as far as a memory of `kv_cache_tokens` holds them.
+A step takes `step_ms`, plus `token_ms` for each token that it computes: it sleeps for the simulated time. A simulated
+prefix cache of `kv_cache_tokens` tokens holds recent prompts, so tokens that a prompt shares with them cost nothing.
 """
 
 from __future__ import annotations
@@ -26,11 +25,12 @@ from lmpool.protocol.model_info import ModelInfo
 from lmpool.protocol.prompt import decode_ids
 from lmpool.protocol.query import PositionsQuery
 from lmpool.protocol.row import Encoding, NewRows, RowBlock, VectorBlock, no_new_rows, widen_bf16
-from lmpool.settings import check_choice, check_name, check_number, shown
+from lmpool.settings import check_choice, check_name, shown
 from lmpool.synthetic import FEW_TOKENS, Draw, base_rows, draw, draw_few_tokens, fill, synthetic_vocabulary
 from lmpool.vocabulary import Vocabulary
 from lmpool.workers.backends.checkpoint import checkpoint_source
 from lmpool.workers.backends.lora import read_adapter_folders
+from lmpool.workers.backends.settings import check_numbers, option
 from lmpool.workers.execution.contract import (
     QUERY_ERRORS,
     Backend,
@@ -40,17 +40,15 @@ from lmpool.workers.execution.contract import (
     failure_of,
 )
 
-_TOGETHER = 4
-"""Rows of few tokens that are drawn faster together."""
-
-_CRASH_EXIT = 70
-_ID_BYTES = 4
-_BLOCK_BYTES = 16 * _ID_BYTES
+_TOGETHER = 4  # From this number of rows on, drawing the rows of a small vocabulary together is faster.
+_CRASH_EXIT = 70  # Exit code of a worker that got the crash token.
+_ID_BYTES = 4  # Bytes of a token id.
+_BLOCK_BYTES = 16 * _ID_BYTES  # The simulated prefix cache has blocks of 16 tokens.
 
 
 @dataclass(frozen=True, slots=True)
 class SyntheticSettings:
-    """Settings of the synthetic backend.
+    """Settings of a synthetic backend.
 
     Raises:
         SettingsError: a value is malformed.
@@ -58,54 +56,38 @@ class SyntheticSettings:
 
     kind: ClassVar[str] = "synthetic"
 
-    name: str = field(default="synthetic", metadata={"help": "What the model is served as."})
-    vocab_size: int = field(default=49_152, metadata={"help": "V."})
-    seed: int = field(default=0, metadata={"help": "Which rows it draws."})
-    step_ms: float = field(default=0.0, metadata={"help": "How long a step pretends to take."})
-    token_ms: float = field(
-        default=0.0,
-        metadata={"help": "How much longer it pretends to take for each token that no prefix cache would hold."},
+    name: str = option("Name to serve the model under.", "synthetic")
+    vocab_size: int = option("V.", 49_152, least=1, most=4_000_000)
+    seed: int = option("Seed of the rows.", 0, least=0, most=2**62)
+    step_ms: float = option("Simulated time of a step.", 0.0, least=0, most=600_000)
+    token_ms: float = option(
+        "Simulated time per token that the simulated prefix cache does not hold.", 0.0, least=0, most=600_000
     )
-    kv_cache_tokens: int = field(
-        default=1_000_000, metadata={"help": "Tokens that this prefix cache holds, with --token-ms; 0 for none."}
+    kv_cache_tokens: int = option(
+        "Tokens in the simulated prefix cache, with --token-ms; 0 for none.", 1_000_000, least=0, most=10**9
     )
-    max_batch: int = field(default=32, metadata={"help": "Prompts in one step."})
-    max_prompt_tokens: int = field(default=131_072, metadata={"help": "Longest prompt that is taken."})
-    encoding: str = field(default="f32", metadata={"help": '"f32" or "bf16"; the rows are the same.'})
-    fail_token: int = field(
-        default=-1, metadata={"help": "Prompts that contain this id fail (to test error handling); -1 for none."}
+    max_batch: int = option("Prompts in one step.", 32, least=1, most=65_536)
+    max_prompt_tokens: int = option("Longest prompt to accept.", 131_072, least=1, most=4_000_000)
+    encoding: str = option('"f32" or "bf16"; the rows are the same.', "f32")
+    fail_token: int = option("Prompts with this id fail, to test error handling; -1 for none.", -1, least=-1)
+    crash_token: int = option("Prompts with this id end the worker's process; -1 for none.", -1, least=-1)
+    raise_token: int = option(
+        "The step of a prompt that contains this id raises MemoryError; -1 for none.", -1, least=-1
     )
-    crash_token: int = field(
-        default=-1, metadata={"help": "Prompts that contain this id end the process; -1 for none."}
-    )
-    raise_token: int = field(
-        default=-1,
-        metadata={"help": "The step of a prompt that contains this id raises, as if memory had run out; -1 for none."},
-    )
-    hang_token: int = field(
-        default=-1, metadata={"help": "The step of a prompt that contains this id never ends; -1 for none."}
-    )
+    hang_token: int = option("The step of a prompt with this id never ends; -1 for none.", -1, least=-1)
     adapters: list[str] = field(
         default_factory=list,
         metadata={
-            "help": "Adapters, as name=folder; may be given several times. What the folder (or file) holds decides "
-            "the rows."
+            "help": "An adapter, as name=folder; may be given several times. The content of the folder (or file) "
+            "determines the rows."
         },
     )
 
     def __post_init__(self) -> None:
         check_name("name", self.name)
-        check_number("vocab_size", self.vocab_size, least=1, most=4_000_000)
-        check_number("seed", self.seed, least=0, most=2**62)
-        check_number("step_ms", self.step_ms, least=0, most=600_000, whole=False)
-        check_number("token_ms", self.token_ms, least=0, most=600_000, whole=False)
-        check_number("kv_cache_tokens", self.kv_cache_tokens, least=0, most=10**9)
-        check_number("max_batch", self.max_batch, least=1, most=65_536)
-        check_number("max_prompt_tokens", self.max_prompt_tokens, least=1, most=4_000_000)
+        check_numbers(self)
         check_choice("encoding", self.encoding, ("f32", "bf16"))
-        for name in ("fail_token", "crash_token", "raise_token", "hang_token"):
-            check_number(name, getattr(self, name), least=-1)
-        _ = self.adapter_folders  # Malformed ones are refused now.
+        _ = self.adapter_folders  # Raises if an adapter is malformed.
 
     @property
     def served_as(self) -> str:
@@ -123,36 +105,27 @@ class SyntheticSettings:
 
 
 class PrefixMemory:
-    """Which prefixes of recent prompts an engine would hold keys and values of; it keeps hashes of them only.
+    """A simulated prefix cache. It stores hashes of prefixes instead of keys and values.
 
-    It knows every noted prompt and, of each, the prefixes whose length is a multiple of 16, and all that end behind the
-    last of these. So a prompt that extends another one, or a part of it from there on, finds all of that, and one that
-    branches off before finds what they share but for its last 15 tokens at most.
+    It holds, of every recent prompt, the prefixes whose length is a multiple of 16, and all longer ones. So a prompt
+    that extends another finds all of the other's tokens, and a prompt that branches off earlier finds all shared tokens
+    except at most 15.
 
     Args:
-        capacity: tokens that it holds; those that were used least lately go first.
+        capacity: tokens to hold; the least recently used are evicted first.
 
     Attributes:
-        held: tokens that it holds now, those of a prefix that several prompts share counted once.
+        held: tokens that it holds; those of a shared prefix count once.
     """
 
     def __init__(self, capacity: int) -> None:
         self.held = 0
         self._capacity = capacity
-        # Hash of a prefix, made of the hash of its whole blocks and the rest -> tokens that go with it; those used
-        # last come last.
+        # Hash of a prefix (of the hash of its whole blocks, and the rest) -> tokens that it adds; most recent last.
         self._prefixes: OrderedDict[int, int] = OrderedDict()
 
     def note(self, ids: bytes, adapter: str = "") -> int:
-        """Hold a prompt.
-
-        Args:
-            ids: its token ids as little-endian uint32 bytes.
-            adapter: what it is computed with; prompts with different adapters share nothing.
-
-        Returns:
-            how many of its first tokens were held before.
-        """
+        """Hold the prefixes of a prompt; returns the length of its longest prefix that was held before, in tokens."""
         prefixes, last_block = self._prefixes, len(ids) - _BLOCK_BYTES
         key, start, path = hash(adapter), 0, []
         while start <= last_block and (block := hash((key, ids[start : start + _BLOCK_BYTES]))) in prefixes:
@@ -167,13 +140,13 @@ class PrefixMemory:
         while at <= last_block:
             path.append(key := hash((key, ids[at : at + _BLOCK_BYTES])))
             at += _BLOCK_BYTES
-            # What was known of it is held by the prefixes that end within it.
+            # The known tokens of a block belong to the shorter prefixes that end within it.
             prefixes[key] = (at - max(at - _BLOCK_BYTES, known)) // _ID_BYTES
         for end in range(max(known, at) + _ID_BYTES, len(ids) + 1, _ID_BYTES):
             path.append(part := hash((key, ids[at:end])))
             prefixes[part] = 1
         self.held += (len(ids) - known) // _ID_BYTES
-        # The longest first: a prefix outlives all that extend it, which would not be found without it.
+        # Longest first: a prefix must outlive its extensions, which cannot be found without it.
         for key in reversed(path):
             prefixes.move_to_end(key)
         while self.held > self._capacity:
@@ -181,17 +154,13 @@ class PrefixMemory:
         return known // _ID_BYTES
 
     def clear(self) -> None:
-        """Hold nothing."""
+        """Evict everything."""
         self.held = 0
         self._prefixes.clear()
 
 
 class SyntheticBackend:
-    """Draws rows as `lmpool.synthetic.synthetic_row` does.
-
-    Args:
-        settings: see `SyntheticSettings`.
-    """
+    """Draws rows as `lmpool.synthetic.synthetic_row` does."""
 
     def __init__(self, settings: SyntheticSettings) -> None:
         self._settings = settings
@@ -255,51 +224,61 @@ class SyntheticBackend:
     def step(self) -> Finished:
         """See `Backend.step`."""
         started = time.monotonic()
-        batch = dict(islice(self._jobs.items(), self._settings.max_batch))
-        failures = {digest: text for digest, job in batch.items() if (text := self._fault(job.ids))}
-        good = {digest: job for digest, job in batch.items() if digest not in failures}
-        rows = {digest: job for digest, job in good.items() if job.positions is None}
-        vectors = self._vectors(good, failures)
+        jobs = list(islice(self._jobs.values(), self._settings.max_batch))
+        failures = self._injected_failures(jobs) if self._has_faults else {}
+        good = [job for job in jobs if job.digest not in failures] if failures else jobs
+        rows = [job for job in good if job.positions is None]
+        vectors = self._vectors(good, failures) if len(rows) < len(good) else {}
         blocks = [self._draw(rows)] if rows else []
-        self.abort(batch)
-        tokens = sum(len(job.ids) // _ID_BYTES for job in good.values())
-        reused = sum(map(self._reuse, good.values())) if self._memory is not None else 0
+        for job in jobs:
+            del self._jobs[job.digest]
+        tokens = sum([len(job.ids) for job in good]) // _ID_BYTES
+        reused = 0 if self._memory is None else sum(self._reuse(job, self._memory) for job in good)
         stats = self._stats
         rows_so_far = stats.rows + len(good)
         self._stats = BackendStats(stats.steps + 1, rows_so_far, stats.tokens + tokens, stats.reused + reused)
-        pretended_ms = self._settings.step_ms + self._settings.token_ms * (tokens - reused)
-        rest = pretended_ms / 1000 - (time.monotonic() - started)
-        if rest > 0:
+        simulated_ms = self._settings.step_ms + self._settings.token_ms * (tokens - reused)
+        if simulated_ms and (rest := simulated_ms / 1000 - (time.monotonic() - started)) > 0:
             time.sleep(rest)
         return Finished(blocks, failures, VectorBlock(list(vectors), list(vectors.values())) if vectors else None)
 
-    def _reuse(self, job: BackendJob) -> int:
-        """Tokens of a prompt that need not be computed: at least those are whose logits are wanted."""
-        if self._memory is None or job.fresh:
-            return 0
-        return min(self._memory.note(job.ids, job.adapter), job.span.start)
+    def _injected_failures(self, jobs: list[BackendJob]) -> dict[bytes, str]:
+        """Fail as the settings specify: returns the failed prompts, raises, hangs, or ends the process."""
+        settings, failures = self._settings, {}
+        for job in jobs:
+            tokens = set(decode_ids(job.ids).tolist())
+            if settings.crash_token in tokens:
+                os._exit(_CRASH_EXIT)
+            if settings.raise_token in tokens:
+                raise MemoryError(f"the prompt contains the token {settings.raise_token}, for which there is no memory")
+            while settings.hang_token in tokens:
+                time.sleep(3600)
+            if settings.fail_token in tokens:
+                failures[job.digest] = (
+                    f"the prompt contains the token {settings.fail_token}, which this worker was told to fail on"
+                )
+        return failures
 
-    def _draw(self, jobs: dict[bytes, BackendJob]) -> RowBlock:
-        if self._settings.vocab_size <= FEW_TOKENS and len(jobs) >= _TOGETHER:
-            prompts = [(job.ids, revision_of(job.adapter) if job.adapter else "") for job in jobs.values()]
-            is_f32 = self._encoding is Encoding.F32
-            settings = self._settings
+    def _reuse(self, job: BackendJob, memory: PrefixMemory) -> int:
+        """Tokens of a prompt that need not be computed. The positions whose logits are wanted always are."""
+        return 0 if job.fresh else min(memory.note(job.ids, job.adapter), job.span.start)
+
+    def _draw(self, jobs: list[BackendJob]) -> RowBlock:
+        settings, is_f32 = self._settings, self._encoding is Encoding.F32
+        digests = [job.digest for job in jobs]
+        if settings.vocab_size <= FEW_TOKENS and len(jobs) >= _TOGETHER:
+            prompts = [(job.ids, revision_of(job.adapter) if job.adapter else "") for job in jobs]
             few, few_log_z = draw_few_tokens(prompts, settings.vocab_size, settings.seed, bits=not is_f32)
-            return RowBlock(list(jobs), few, None if is_f32 else few_log_z, self._encoding)
-        numbers = self._new_rows(len(jobs), self._settings.vocab_size, self._encoding)
+            return RowBlock(digests, few, None if is_f32 else few_log_z, self._encoding)
+        numbers = self._new_rows(len(jobs), settings.vocab_size, self._encoding)
         if numbers is None:
-            numbers = np.empty((len(jobs), self._settings.vocab_size), self._encoding.dtype)
-        if self._encoding is Encoding.F32:
-            for out, job in zip(numbers, jobs.values(), strict=True):
-                base, shifts = self._drawn(job.ids, job.adapter)
-                fill(out, base.logprobs, shifts)
-            return RowBlock(list(jobs), numbers, None, self._encoding)
+            numbers = np.empty((len(jobs), settings.vocab_size), self._encoding.dtype)
         log_z = np.empty(len(jobs), np.float32)
-        for index, job in enumerate(jobs.values()):
+        for index, job in enumerate(jobs):
             base, shifts = self._drawn(job.ids, job.adapter)
-            fill(numbers[index], base.bits, shifts)
+            fill(numbers[index], base.logprobs if is_f32 else base.bits, shifts)
             log_z[index] = base.log_z
-        return RowBlock(list(jobs), numbers, log_z, self._encoding)
+        return RowBlock(digests, numbers, None if is_f32 else log_z, self._encoding)
 
     def write_to(self, new_rows: NewRows) -> None:
         """See `WritesInPlace.write_to`."""
@@ -308,20 +287,18 @@ class SyntheticBackend:
     def _drawn(self, ids: bytes, adapter: str) -> Draw:
         return draw(ids, self._settings.vocab_size, self._settings.seed, revision_of(adapter) if adapter else "")
 
-    def _vectors(self, jobs: dict[bytes, BackendJob], failures: dict[bytes, str]) -> dict[bytes, NDArray[np.float32]]:
-        """What is wanted of the positions of those jobs that want it; notes in `failures` why one has no answer."""
+    def _vectors(self, jobs: list[BackendJob], failures: dict[bytes, str]) -> dict[bytes, NDArray[np.float32]]:
+        """The answers of the positions queries among the jobs. Adds the failed ones to `failures`."""
         vectors = {}
-        for digest, job in jobs.items():
-            if job.positions is None:
-                continue
-            try:
-                vectors[digest] = self._vector(job, job.positions)
-            except QUERY_ERRORS as error:
-                failures[digest] = failure_of(error)
+        for job in jobs:
+            if job.positions is not None:
+                try:
+                    vectors[job.digest] = self._vector(job, job.positions)
+                except QUERY_ERRORS as error:
+                    failures[job.digest] = failure_of(error)
         return vectors
 
     def _vector(self, job: BackendJob, query: PositionsQuery) -> NDArray[np.float32]:
-        """What is wanted of each position."""
         tokens, bits = decode_ids(job.ids), np.empty(self._settings.vocab_size, np.uint16)
         parts = []
         for at in job.span:
@@ -331,29 +308,13 @@ class SyntheticBackend:
             parts.append(query.of(logits, log_z, tokens[at + 1 : at + 2]).copy().ravel())
         return np.concatenate(parts)
 
-    def _fault(self, ids: bytes) -> str | None:
-        """Do what the settings say of a prompt's ids; returns why it fails, if it does."""
-        if not self._has_faults:
-            return None
-        settings = self._settings
-        tokens = set(decode_ids(ids).tolist())
-        if settings.crash_token in tokens:
-            os._exit(_CRASH_EXIT)
-        if settings.raise_token in tokens:
-            raise MemoryError(f"the prompt contains the token {settings.raise_token}, for which there is no memory")
-        while settings.hang_token in tokens:
-            time.sleep(3600)
-        if settings.fail_token in tokens:
-            return f"the prompt contains the token {settings.fail_token}, which this worker was told to fail on"
-        return None
-
     def abort(self, digests: Collection[bytes]) -> None:
         """See `Backend.abort`."""
         for digest in digests:
             self._jobs.pop(digest, None)
 
     def load_adapter(self, name: str, source: str) -> str:
-        """See `Backend.load_adapter`; the revision is a digest of what the folder or file holds."""
+        """See `Backend.load_adapter`; the revision is a digest of the content of the folder or file."""
         revision = _content_digest(Path(source).expanduser())
         self._adapters.setdefault(qualify(name, revision), checkpoint_source(source))
         return revision
@@ -374,11 +335,7 @@ class SyntheticBackend:
 
 
 def _content_digest(place: Path) -> str:
-    """Digest of a file, or of the files in a folder with their names: 32 hexadecimal digits.
-
-    Raises:
-        SettingsError: nothing is there, or it cannot be read.
-    """
+    """Digest of a file, or of the files in a folder with their names: 32 hexadecimal digits."""
     state = blake2b(digest_size=16)
     try:
         files = sorted(path for path in place.iterdir() if path.is_file()) if place.is_dir() else [place]

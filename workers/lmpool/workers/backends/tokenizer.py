@@ -1,4 +1,4 @@
-"""What a checkpoint's tokenizer tells the pool: the bytes of its tokens, and how text becomes ids."""
+"""The vocabulary and the tokenizer of a checkpoint, for clients."""
 
 from __future__ import annotations
 
@@ -6,63 +6,64 @@ import logging
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lmpool.errors import InvalidVocabulary
+from lmpool.errors import InvalidVocabulary, first_line
 from lmpool.protocol.model_info import ModelInfo
 from lmpool.protocol.tokenizer import PackedTokenizer
 from lmpool.protocol.tokenizer_check import check_tokenizer
 from lmpool.vocabulary import Vocabulary, decode_vocab
-from lmpool.workers.backends.checkpoint import hub_trouble
-from lmpool.workers.backends.requirements import first_line
+from lmpool.workers.backends.checkpoint import hub_problem
 from lmpool.workers.backends.settings import ModelSettings
 
-# What missing files, unknown kinds, missing packages and broken files end in: transformers has no type for them.
+# Exceptions of missing files, unknown kinds, missing packages and broken files: transformers has no type for them.
 _TOKENIZER_ERRORS = (
     InvalidVocabulary, OSError, ValueError, TypeError, LookupError, AttributeError, ImportError, RuntimeError,
     AssertionError,
 )  # fmt: skip
 
-# What is published must make the same ids of these, and of the special tokens among them, as transformers does.
+# The published tokenizer must encode these texts, and the special tokens, to the same ids as transformers does.
 _PROBES = (
     "Hello, world! It's 12345.67", " leading and  double  spaces \t\n\n\tend ", "naïve Ünïcödé — “quotes” … ﬁ ½",
     "中文字符 日本語 한국어 العربية हिन्दी", "😀👩‍👩‍👧 \u200b\x00\x7f", "def f(x):\n    return x  # <0x0A> ##ing ▁", "",
 )  # fmt: skip
-_MAX_SPECIAL = 16
+_MAX_SPECIAL = 16  # Special tokens in a probe.
 
 _log = logging.getLogger(__name__)
 
 
 class Texts(NamedTuple):
-    """What the pool is told of a checkpoint's texts; None where its tokenizer does not tell it."""
+    """The vocabulary and the tokenizer of a checkpoint; None where it has none that clients can use."""
 
     vocabulary: Vocabulary | None
     tokenizer: PackedTokenizer | None
 
 
 class TellsTexts:
-    """What a backend inherits that serves a checkpoint: its tokenizer is read once for both of these, in this order."""
+    """Base class of backends that serve a checkpoint: reads its tokenizer once for both methods."""
 
     _info: ModelInfo
     _settings: ModelSettings
     _texts: Texts | None = None
 
+    @property
+    def info(self) -> ModelInfo:
+        """What the backend serves."""
+        return self._info
+
     def vocabulary(self) -> Vocabulary | None:
-        """The byte strings of the model's tokens; None where its tokenizer does not tell them."""
-        self._texts = self._read_texts()
+        """The byte strings of the model's tokens; None if its tokenizer does not provide them."""
+        settings = self._settings
+        self._texts = read_texts(self._info, settings.revision, trust_remote_code=settings.trust_remote_code)
         return self._texts.vocabulary
 
     def tokenizer(self) -> PackedTokenizer | None:
-        """The model's tokenizer; None where it has none that travels."""
-        # Many megabytes, which nobody needs once they are published.
-        texts, self._texts = self._texts or self._read_texts(), None
-        return texts.tokenizer
-
-    def _read_texts(self) -> Texts:
-        settings = self._settings
-        return read_texts(self._info, settings.revision, trust_remote_code=settings.trust_remote_code)
+        """The model's tokenizer; None if it cannot be published. Call `vocabulary` first."""
+        # Keep no reference: it has many megabytes, and is not needed again.
+        texts, self._texts = self._texts, None
+        return texts.tokenizer if texts is not None else None
 
 
 def read_texts(info: ModelInfo, revision: str | None, *, trust_remote_code: bool) -> Texts:
-    """What a checkpoint's tokenizer tells; a line in the log for each thing that it does not.
+    """Read the tokenizer of a checkpoint. A line in the log says why the vocabulary or the tokenizer is missing.
 
     Args:
         info: names the checkpoint, and V.
@@ -70,17 +71,16 @@ def read_texts(info: ModelInfo, revision: str | None, *, trust_remote_code: bool
         trust_remote_code: run Python code that comes with the tokenizer.
     """
     vocabulary = tokenizer = None
-    missing = "the vocabulary of %s is not published: %s; who wants tries passes its byte strings to producer.trie"
+    missing = "the vocabulary of %s is not published: %s; for a trie, a client passes its byte strings to producer.trie"
     try:
         loaded = _load(info, revision, trust_remote_code)
         vocabulary = Vocabulary(decode_vocab(loaded, vocab_size=info.vocab_size).tokens)
-        missing = "the tokenizer of %s is not published: %s; who has text loads it by transformers, or passes token ids"
+        missing = "the tokenizer of %s is not published: %s; clients load it by transformers, or pass token ids"
         tokenizer = _pack(loaded)
     except _TOKENIZER_ERRORS as error:
         _log.warning(missing, info.name, first_line(error))
     except Exception as error:
-        # So ends what fails in the package tokenizers, which is not written in Python.
-        if type(error) is Exception:
+        if type(error) is Exception:  # Raised by the package tokenizers, which is written in Rust.
             _log.warning(missing, info.name, first_line(error))
             return Texts(vocabulary, tokenizer)
         raise
@@ -95,21 +95,17 @@ def _load(info: ModelInfo, revision: str | None, trust_remote_code: bool) -> Any
         gguf_file=info.gguf_file or None,
         revision=revision,
         trust_remote_code=trust_remote_code,
-        # Nobody must be asked for what is not in a folder, nor a hub that does not answer.
-        local_files_only=Path(info.source).is_dir() or bool(hub_trouble()),
+        # A missing file of a folder must not be looked up on the hub.
+        local_files_only=Path(info.source).is_dir() or bool(hub_problem()),
     )
-    # For some kinds of models transformers makes up a tokenizer where there are no files of one.
+    # For some kinds of models transformers makes up a tokenizer when there are no files.
     if len(tokenizer) <= len(getattr(tokenizer, "added_tokens_decoder", ())):
         raise InvalidVocabulary("it has no tokenizer")
     return tokenizer
 
 
 def _pack(tokenizer: Any) -> PackedTokenizer:
-    """A tokenizer of transformers as its `tokenizer.json`; a slow one is converted.
-
-    Raises:
-        InvalidVocabulary: it has no such form, one that makes other ids, or one that clients refuse.
-    """
+    """A tokenizer of transformers as its `tokenizer.json`, if clients can use this form; a slow one is converted."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         from transformers.convert_slow_tokenizer import convert_slow_tokenizer

@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from lmpool.errors import SettingsError
+from lmpool.errors import SettingsError, first_line
 from lmpool.protocol.adapter import qualify
 from lmpool.workers.backends.checkpoint import checkpoint_revision, checkpoint_source
 from lmpool.workers.backends.hf.forward import Forward
@@ -35,7 +35,7 @@ from lmpool.workers.backends.lora import (
     check_fit,
     modules_of,
 )
-from lmpool.workers.backends.requirements import first_line, require
+from lmpool.workers.backends.settings import require
 
 _log = logging.getLogger(__name__)
 

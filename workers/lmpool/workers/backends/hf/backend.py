@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lmpool.errors import SettingsError
+from lmpool.errors import SettingsError, first_line
 from lmpool.protocol.adapter import qualify
 from lmpool.protocol.hidden import pack_numbers
 from lmpool.protocol.model_info import ModelInfo
@@ -37,12 +37,10 @@ from lmpool.workers.backends.hf.batching import (
     shared_prefix,
 )
 from lmpool.workers.backends.hf.forward import Abilities, Forward, check_model, new_tokens
-from lmpool.workers.backends.hf.head import find_head, numbers_of
 from lmpool.workers.backends.hf.kv_pool import ROOT, KVPool, Mark, PrefixSlots
-from lmpool.workers.backends.hf.loading import load_model
-from lmpool.workers.backends.positions import NO_DISTRIBUTION
-from lmpool.workers.backends.requirements import first_line
-from lmpool.workers.backends.row_encoder import RowEncoder, expected_at
+from lmpool.workers.backends.hf.model import find_head, load_model, numbers_of
+from lmpool.workers.backends.positions import NO_DISTRIBUTION, expected_at
+from lmpool.workers.backends.row_encoder import RowEncoder
 from lmpool.workers.backends.settings import HfSettings
 from lmpool.workers.backends.tokenizer import TellsTexts
 from lmpool.workers.execution.contract import BackendJob, BackendStats, Finished, is_device_error

@@ -1,10 +1,9 @@
-"""The `sglang` backend: SGLang's own event loop in a thread, touched at two places only.
+"""The `sglang` backend: SGLang's own event loop in a thread, with its input and its output redirected.
 
-    launch     from the settings to an engine that runs, SGLang's own options, and the errors on the way
-    engine     SGLang's scheduler in its thread: made, given requests, asked for logits, and ended
-    positions  a look at the logits of all of a prompt's positions
     backend    SglangBackend
+    launch     start of an engine: options, adapters, errors
+    engine     SGLang's scheduler in its thread, its requests, and the capture of rows and positions
 
-Its settings are `lmpool.workers.backends.settings.SglangSettings`. sglang is imported by `engine` only, which is
-imported when the settings have been checked; torch by all three, never by this file.
+Its settings are `lmpool.workers.backends.settings.SglangSettings`. Only `engine` imports sglang, and `launch` imports
+`engine` after it has checked the settings. All three import torch.
 """

@@ -1,4 +1,4 @@
-"""The sglang backend: prompts become requests of SGLang's scheduler, which batches them as it likes."""
+"""The sglang backend: prompts become requests of SGLang's scheduler, which batches them."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ from numpy.typing import NDArray
 
 from lmpool.errors import SettingsError, WorkerError
 from lmpool.protocol.adapter import qualify
-from lmpool.protocol.model_info import ModelInfo
 from lmpool.protocol.row import NewRows, VectorBlock
 from lmpool.workers.backends.canary import check_canary, completed_info
-from lmpool.workers.backends.checkpoint import checkpoint_revision, checkpoint_source
+from lmpool.workers.backends.checkpoint import checkpoint_revision
 from lmpool.workers.backends.lora import adapter_folder
 from lmpool.workers.backends.row_encoder import RowEncoder, log_threads
 from lmpool.workers.backends.settings import SglangSettings
@@ -28,41 +27,23 @@ if TYPE_CHECKING:
 
 
 class SglangBackend(TellsTexts):
-    """Serves one model of SGLang; see `lmpool.workers.execution.contract.Backend`.
-
-    Args:
-        settings: what to load and how.
-
-    Raises:
-        SettingsError: the model cannot be loaded, or its first rows are wrong.
-    """
+    """Serves one model of SGLang; see `lmpool.workers.execution.contract.Backend`."""
 
     _settings: SglangSettings
 
     def __init__(self, settings: SglangSettings) -> None:
         self._settings = settings
         launched = launch(settings)
-        self._device = launched.device
-        log_threads(self._device)
-        self._adapters = launched.adapters
-        self._engine = engine = launched.engine
-        facts = engine.facts
-        self._encoder = RowEncoder(facts.dtype, lossy=settings.encoding == "f16")
-        # Names have one length, because SGLang takes back every request whose name begins with that of an abortion.
+        self._engine, self._info, self.adapters = launched.engine, launched.info, launched.adapters
+        self.device = launched.device
+        log_threads(self.device)
+        self.batch: int = self._engine.scheduler.max_running_requests
+        self._encoder = RowEncoder(launched.dtype, lossy=settings.encoding == "f16")
+        # All names have the same length, because SGLang aborts every request whose name starts with the given one.
         self._names = (f"{number:016x}" for number in count())
-        self._digests: dict[str, bytes] = {}
-        self._held: dict[bytes, str] = {}
+        self._digests: dict[str, bytes] = {}  # Request name -> digest, of the jobs in flight.
+        self._held: dict[bytes, str] = {}  # Digest -> request name.
         self._stats = BackendStats()
-        self._info = ModelInfo(
-            name=settings.served_as,
-            backend="sglang",
-            vocab_size=facts.vocab_size,
-            max_prompt_tokens=launched.max_prompt_tokens,
-            revision=launched.revision,
-            dtype=str(facts.dtype).removeprefix("torch."),
-            positions=facts.positions,
-            source=checkpoint_source(settings.model),
-        )
         try:
             self._info = completed_info(self)
             check_canary(self)
@@ -74,32 +55,12 @@ class SglangBackend(TellsTexts):
             raise
         self._stats = BackendStats()
 
-    @property
-    def info(self) -> ModelInfo:
-        """What the backend serves."""
-        return self._info
-
-    @property
-    def adapters(self) -> dict[str, str]:
-        """The adapters that prompts may name, and where they came from."""
-        return self._adapters
-
-    @property
-    def batch(self) -> int:
-        """Prompts that make a full step."""
-        return self._engine.facts.max_batch
-
-    @property
-    def device(self) -> str:
-        """Where the model lies."""
-        return self._device
-
     def capacity(self) -> int:
-        """Room for one batch beside the one that runs."""
+        """Free slots for one batch next to the running one."""
         return max(0, 2 * self.batch - len(self._held))
 
     def submit(self, jobs: Iterable[BackendJob]) -> None:
-        """Hand jobs to the engine, which computes already; one that is held is computed once."""
+        """Submit jobs to the engine, except those in flight. The engine computes concurrently."""
         requests = {}
         for job in jobs:
             if job.digest not in self._held:
@@ -110,7 +71,7 @@ class SglangBackend(TellsTexts):
             self._engine.submit(requests)
 
     def abort(self, digests: Collection[bytes]) -> None:
-        """Drop jobs that wait or run."""
+        """Drop jobs in flight."""
         names = [self._held.pop(digest) for digest in digests if digest in self._held]
         for name in names:
             del self._digests[name]
@@ -123,12 +84,9 @@ class SglangBackend(TellsTexts):
 
     @torch.inference_mode()
     def step(self) -> Finished:
-        """Wait for a forward of the engine and return what it and others before it have completed.
+        """Wait for a forward of the engine, and return the results since the last step.
 
-        A forward may complete nothing: then it is the caller's turn to hand over what has come meanwhile.
-
-        Raises:
-            WorkerError: the engine has ended, or has computed something else than it was asked.
+        A forward may complete no prompt. The caller can then submit jobs that have arrived.
         """
         finished, vectors = Finished([], {}), dict[bytes, NDArray[np.float32]]()
         if self._held:
@@ -137,7 +95,7 @@ class SglangBackend(TellsTexts):
         return finished._replace(answers=VectorBlock(list(vectors), list(vectors.values())) if vectors else None)
 
     def _add(self, batch: EngineBatch, finished: Finished, vectors: dict[bytes, NDArray[np.float32]]) -> None:
-        """Add the answers that somebody still waits for."""
+        """Add the results of a forward, except those of jobs that were aborted."""
         for name, message in batch.failures.items():
             if name in self._digests:
                 finished.failures[self._release(name)] = message
@@ -161,7 +119,7 @@ class SglangBackend(TellsTexts):
         )
 
     def _release(self, name: str) -> bytes:
-        """A request has ended: its digest, which is held no more."""
+        """Remove a finished request; returns its digest."""
         digest = self._digests.pop(name)
         del self._held[digest]
         return digest
@@ -173,7 +131,7 @@ class SglangBackend(TellsTexts):
             SettingsError: it is another one.
         """
         revision = checkpoint_revision(adapter_folder(source))
-        if qualify(name, revision) in self._adapters:
+        if qualify(name, revision) in self.adapters:
             return revision
         raise SettingsError(
             f"adapters: a worker of SGLang cannot load {name!r} while it serves: stop all workers of the model, then "
@@ -182,14 +140,14 @@ class SglangBackend(TellsTexts):
 
     def drop_adapter(self, adapter: str) -> None:
         """Take no more prompts that name an adapter; its memory is free when the worker ends."""
-        self._adapters.pop(adapter, None)
+        self.adapters.pop(adapter, None)
 
     def stats(self) -> BackendStats:
         """Counters since the start."""
         return self._stats
 
     def close(self) -> None:
-        """End the engine and free what it holds. The backend cannot be used afterwards."""
+        """End the engine and free its memory. The backend cannot be used afterwards."""
         self._digests.clear()
         self._held.clear()
         self._engine.close()

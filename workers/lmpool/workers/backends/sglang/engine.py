@@ -1,15 +1,16 @@
-"""SGLang's scheduler in a thread of its own: made, touched at two places, asked and ended."""
+"""SGLang's scheduler in a thread of its own: start, requests, capture of rows and positions, and end."""
 
 from __future__ import annotations
 
 import gc
-import inspect
 import logging
 import sys
 import threading
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
+from itertools import groupby
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from types import MappingProxyType
@@ -20,6 +21,7 @@ import torch
 from numpy.typing import NDArray
 from sglang.srt import runtime_context
 from sglang.srt.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel
+from sglang.srt.layers.logits_processor import LogitsProcessor
 from sglang.srt.managers.io_struct import AbortReq, TokenizedGenerateReqInput
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang.srt.managers.scheduler import Scheduler
@@ -29,46 +31,26 @@ from sglang.srt.utils.hf_transformers_utils import get_config, get_context_lengt
 from torch import Tensor
 from tqdm import std as tqdm  # type: ignore[import-untyped]
 
-from lmpool.errors import WorkerError
+from lmpool.errors import WorkerError, first_line
 from lmpool.protocol.prompt import decode_ids
-from lmpool.workers.backends.positions import PositionAnswers
-from lmpool.workers.backends.requirements import first_line
-from lmpool.workers.backends.sglang.positions import PositionTap, tells_positions
+from lmpool.workers.backends.positions import Piece, PositionAnswers
 from lmpool.workers.execution.contract import BackendJob
 
-_RANKS = {
-    "gpu_id": 0, "tp_rank": 0, "moe_ep_rank": 0, "pp_rank": 0, "attn_cp_rank": 0, "moe_dp_rank": 0, "dp_rank": None,
-}  # fmt: skip
-
-_CLOSE_S = 30.0
+_CLOSE_S = 30.0  # Seconds to wait for the forward in progress when the engine is closed.
 _log = logging.getLogger(__name__)
 
 
-class Order(NamedTuple):
-    """What is handed to the scheduler.
-
-    Attributes:
-        requests: prompts to compute; each is SGLang's request, its `rid` a name that was never used before.
-        positions: the jobs of those that want something of positions, by these names.
-        dropped: names of those that nobody waits for any more.
-    """
-
-    requests: list[Any]
-    positions: dict[str, BackendJob]
-    dropped: list[str]
-
-
 class EngineBatch(NamedTuple):
-    """What one forward of the engine brought.
+    """The results of one forward.
 
     Attributes:
-        names: of the prompts that it has completed and whose rows are wanted, one a row of logits.
-        logits: tensor (n, V) on the engine's device, ours alone; None if no prompt is complete.
-        computed: what must have happened on the engine's device before the logits may be read; None on a CPU.
+        names: requests that it has completed with a row, one per row of `logits`.
+        logits: tensor (n, V) on the engine's device, a copy; None if there is no row.
+        computed: event on the engine's device after which the logits may be read; None on a CPU.
         tokens: tokens of the completed prompts.
-        reused: tokens among them whose keys and values were there already.
-        failures: name -> message of the prompts that the engine has refused, or that have no distribution.
-        positions: name -> what was wanted of the positions of completed prompts, float32 (n * width,).
+        reused: how many of these were in the prefix cache.
+        failures: name -> reason, for requests that SGLang refused or whose logits are no distribution.
+        positions: name -> answer of a positions query, float32 (n * width,).
     """
 
     names: Sequence[str] = ()
@@ -80,64 +62,55 @@ class EngineBatch(NamedTuple):
     positions: Mapping[str, NDArray[np.float32]] = MappingProxyType({})
 
     def wait(self) -> None:
-        """Have what this thread does with the logits from now on wait for them."""
+        """Make later operations of this thread on the logits wait for them."""
         if self.logits is not None and self.computed is not None:
             torch.cuda.current_stream(self.logits.device).wait_event(self.computed)
 
 
-Orders = SimpleQueue[Order | None]
-"""To the scheduler; None ends it."""
+Orders = SimpleQueue[tuple[list[Any], dict[str, BackendJob]] | None]
+"""To the scheduler: SGLang's requests and abortions, and the jobs with positions queries by name. None ends it."""
 
 Results = SimpleQueue[EngineBatch | BaseException]
-"""From the scheduler; an exception ended it."""
+"""From the scheduler; an exception has ended it."""
 
 
 class Engine:
-    """A scheduler of SGLang that runs in a thread of its own; `wait` for it before anything else.
-
-    Args:
-        options: SGLang's.
+    """A scheduler of SGLang that runs in a thread of its own. Call `wait` first.
 
     Attributes:
-        facts: what the scheduler has decided on.
-        scheduler: SGLang's; None when it has ended.
+        scheduler: SGLang's; None after it has ended.
+        lora_ids: adapter -> SGLang's id of it.
     """
 
     def __init__(self, options: Mapping[str, Any]) -> None:
-        self.facts: SchedulerFacts
         self.scheduler: Any = None
+        self.lora_ids: dict[str, str] = {}
         self._orders: Orders = SimpleQueue()
         self._results: Results = SimpleQueue()
         self._error: BaseException | None = None
         self._ready = threading.Event()
-        # A daemon: a forward that never returns must not keep a process alive that was told to stop now.
+        # A daemon: a forward that hangs must not keep the process alive.
         self._thread = threading.Thread(target=self._run, args=(options,), name="lmpool-sglang", daemon=True)
         self._thread.start()
 
     def wait(self) -> BaseException | None:
-        """Wait until the model is loaded; returns what SGLang has raised if it cannot be."""
+        """Wait until the model is loaded; returns SGLang's exception if that fails."""
         self._ready.wait()
         return self._error
 
     def submit(self, jobs: Mapping[str, BackendJob]) -> None:
-        """Hand jobs over, by the names of their requests."""
-        adapters = self.facts.adapters
+        """Submit jobs, by the names of their requests."""
         requests = [
-            make_request(name, job, adapters[job.adapter] if job.adapter else None) for name, job in jobs.items()
+            make_request(name, job, self.lora_ids[job.adapter] if job.adapter else None) for name, job in jobs.items()
         ]
-        positions = {name: job for name, job in jobs.items() if job.positions is not None}
-        self._orders.put(Order(requests, positions, []))
+        self._orders.put((requests, {name: job for name, job in jobs.items() if job.positions is not None}))
 
     def drop(self, names: list[str]) -> None:
-        """Take requests back."""
-        self._orders.put(Order([], {}, names))
+        """Abort requests."""
+        self._orders.put(([AbortReq(rid=name) for name in names], {}))
 
     def results(self) -> list[EngineBatch]:
-        """What the engine's forwards have brought since the last call; waits for one.
-
-        Raises:
-            WorkerError: the engine has ended.
-        """
+        """The results since the last call; waits for at least one."""
         batches: list[EngineBatch] = []
         while self._error is None:
             try:
@@ -153,44 +126,43 @@ class Engine:
         raise WorkerError(f"SGLang's engine died: {first_line(self._error)}") from self._error
 
     def close(self) -> None:
-        """End the event loop after its present forward and free what the engine holds."""
+        """End the event loop after its current forward, and free the engine's memory."""
         self._orders.put(None)
         self._thread.join(_CLOSE_S)
         if self._thread.is_alive():
             _log.warning("SGLang's engine has not ended within %g s: its memory is not freed", _CLOSE_S)
-        collect()
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
 
     def _run(self, options: Mapping[str, Any]) -> None:
-        # Whatever fails, somebody waits to hear of it.
         try:
             self.scheduler = make_scheduler(options)
-            self.facts = facts_of(self.scheduler)
+            manager = getattr(self.scheduler.tp_worker.model_runner, "lora_manager", None)
+            if manager is not None:
+                self.lora_ids = {ref.lora_name: ref.lora_id for ref in manager.lora_refs.values()}
             Seams(self.scheduler, self._orders, self._results)
             self._ready.set()
             self.scheduler.run_event_loop()
             self._results.put(WorkerError("SGLang's event loop has ended"))
-        except BaseException as error:  # noqa: BLE001  told to whoever waits, who raises it
-            self._fail(error)
+        except BaseException as error:  # noqa: BLE001  # The thread that waits raises it.
+            if self._ready.is_set():
+                self._results.put(error)
+            else:
+                self._error = error
+                self._ready.set()
         finally:
             scheduler, self.scheduler = self.scheduler, None
             if scheduler is not None:
                 end_scheduler(scheduler)
 
-    def _fail(self, error: BaseException) -> None:
-        if self._ready.is_set():
-            self._results.put(error)
-        else:
-            self._error = error
-            self._ready.set()
-
 
 class Seams:
-    """Feeds a scheduler from a queue and takes the logits of its prefills. All of it happens in the scheduler's thread.
+    """Feeds a scheduler from a queue and captures the logits of its prefills, all in the scheduler's thread.
 
-    Args:
-        scheduler: SGLang's.
-        orders: what comes in.
-        results: what goes out: one entry a forward.
+    It captures positions where SGLang computes logprobs of prompts. A request with a positions query sets
+    `return_logprob` from the first wanted position on. SGLang then reads its prefix cache up to there, and computes the
+    logits of the remaining tokens, some rows at a time.
     """
 
     def __init__(self, scheduler: Any, orders: Orders, results: Results) -> None:
@@ -198,19 +170,22 @@ class Seams:
         self._orders = orders
         self._results = results
         self._vocab_size: int = scheduler.model_config.vocab_size
-        self._owed: dict[str, int] = {}  # name -> tokens that were asked for
+        self._owed: dict[str, int] = {}  # Name of each request in flight -> its tokens.
         self._positions = PositionAnswers()
-        PositionTap(scheduler, self._positions)
-        self._process = scheduler.process_batch_result
-        scheduler.process_batch_result = self._process_and_capture
-        # It has slots and is frozen, so it is replaced.
+        self._batch: Any = None
+        self._run_batch, scheduler.run_batch = scheduler.run_batch, self._run_noted
+        self._process, scheduler.process_batch_result = scheduler.process_batch_result, self._process_and_capture
+        # The receiver is frozen and has slots, so it is replaced.
         scheduler.request_receiver = _Receiver(scheduler.request_receiver, self._receive)
+        for processor in logprob_processors_of(scheduler):
+            processor.forward = partial(self._capture_positions, processor.forward)
+            # The memory of CUDA graphs has no space for what the capture allocates.
+            processor._can_borrow_logprob_memory = lambda *_, **__: False
 
     def _receive(self, local_reqs: list[Any] | None = None) -> list[Any]:
-        """In place of reading a socket: requests and abortions; waits for some when there is nothing to do.
+        """Receive requests and abortions from the queue, in place of a socket; waits if there is nothing to compute.
 
-        Args:
-            local_reqs: abortions that the scheduler has decided on itself.
+        `local_reqs` are abortions by the scheduler itself.
         """
         received = list(local_reqs or ())
         aborted = [request.rid for request in received if isinstance(request, AbortReq) and request.rid in self._owed]
@@ -219,18 +194,21 @@ class Seams:
             if order is None:
                 self._scheduler.gracefully_exit = True
                 break
-            for request in order.requests:
-                self._owed[request.rid] = len(request.input_ids)
-            for name, job in order.positions.items():
+            requests, positions = order
+            for name, job in positions.items():
                 self._positions.open(name, job)
-            received += order.requests
-            received += [AbortReq(rid=name) for name in order.dropped if self._forget(name)]
+            for request in requests:
+                if not isinstance(request, AbortReq):
+                    self._owed[request.rid] = len(request.input_ids)
+                elif not self._forget(request.rid):
+                    continue  # It was answered before.
+                received.append(request)
         return received
 
-    def _waiting_orders(self) -> list[Order | None]:
+    def _waiting_orders(self) -> list[tuple[list[Any], dict[str, BackendJob]] | None]:
         orders = []
         if self._scheduler.is_fully_idle():
-            # It owes nothing: what it has not answered it has dropped, and told a socket so.
+            # The scheduler has dropped all unanswered requests, and has reported it to a socket.
             self._fail(list(self._owed), "SGLang has dropped the prompt without an answer")
             orders.append(self._orders.get())
         while True:
@@ -240,27 +218,26 @@ class Seams:
                 return orders
 
     def _fail(self, names: list[str], reason: str) -> None:
-        """Hand out failures of prompts that are owed, if there are any."""
         for name in names:
             self._forget(name)
         if names:
             self._results.put(EngineBatch(failures=dict.fromkeys(names, reason)))
 
     def _forget(self, name: str) -> bool:
-        """A prompt is owed no more; returns whether it was."""
+        """Discard a request; returns whether it was in flight."""
         self._positions.drop(name)
         return self._owed.pop(name, None) is not None
 
     def _process_and_capture(self, batch: Any, result: Any, *more: Any, **named: Any) -> None:
-        """Around what the scheduler does with a result: what is wanted of the prompts that it completes."""
-        # The engine drops both when it is done with them.
+        """Process a result as SGLang does, and capture the rows and positions of the prompts that it completes."""
+        # SGLang discards both while it processes them.
         requests = list(batch.reqs)
         logits = result.logits_output.next_token_logits if result.logits_output is not None else None
         self._process(batch, result, *more, **named)
         rows, names, failures, positions = [], [], {}, {}
         tokens = reused = 0
         for row, request in enumerate(requests):
-            # A prompt that is computed in parts has a row of logits for each.
+            # A prompt that is computed in parts has a row of logits for each part.
             if not request.finished() or (length := self._owed.pop(request.rid, None)) is None:
                 continue
             if isinstance(request.finished_reason, FINISH_ABORT):
@@ -286,7 +263,7 @@ class Seams:
         self._results.put(EngineBatch(names, taken, computed, tokens, reused, failures, positions))
 
     def _rows(self, batch: Any, logits: Any, rows: list[int], count: int) -> Tensor:
-        """A copy of some rows: the engine may write over its own with the next forward."""
+        """A copy of the given rows: the next forward may overwrite the engine's own."""
         if not batch.forward_mode.is_extend():
             raise WorkerError(f"SGLang has completed prompts in a forward that is no prefill: {batch.forward_mode}")
         shape = None if logits is None else tuple(logits.shape)
@@ -295,9 +272,38 @@ class Seams:
         taken: Tensor = logits.clone() if len(rows) == count else logits[rows]
         return taken
 
+    def _run_noted(self, batch: Any, *more: Any, **named: Any) -> Any:
+        self._batch = batch
+        try:
+            return self._run_batch(batch, *more, **named)
+        finally:
+            self._batch = None  # It holds memory.
+
+    def _capture_positions(self, forward: Callable[..., Any], **named: Any) -> Any:
+        """Run a logprob processor, and add the values of the logits that it computes to the answers."""
+        compute, pieces, first = named["get_logits_fn"], self._wanted(named["token_to_seq_idx"]), 0
+
+        def compute_and_add(states: Tensor, *more: Any, **options: Any) -> Tensor:
+            nonlocal first
+            logits: Tensor = compute(states, *more, **options)
+            self._positions.add(pieces, first, logits)
+            first += len(states)
+            return logits
+
+        return forward(**{**named, "get_logits_fn": compute_and_add})
+
+    def _wanted(self, indices: Sequence[int]) -> list[Piece]:
+        """The wanted positions of a forward. `indices` has the prompt of each row; the rows end with its last token."""
+        batch, pieces, row = self._batch, list[Piece](), 0
+        for index, rows in groupby(indices):
+            count, end = len(list(rows)), batch.prefix_lens[index] + batch.extend_lens[index]
+            pieces += self._positions.wanted(batch.reqs[index].rid, range(end - count, end), row)
+            row += count
+        return pieces
+
 
 class _Receiver:
-    """SGLang's receiver with another way to receive."""
+    """SGLang's receiver with another source of requests."""
 
     def __init__(self, inner: Any, receive: Any) -> None:
         self._inner = inner
@@ -307,48 +313,14 @@ class _Receiver:
         return getattr(self._inner, name)
 
 
-class ModelFacts(NamedTuple):
-    """What a checkpoint's config says.
-
-    Attributes:
-        positions: tokens that the model can look back on.
-        layers: how many keep keys and values.
-        kv_numbers: numbers that one of them keeps of a token; 0 without attention.
-    """
-
-    positions: int
-    layers: int
-    kv_numbers: int
-
-
-class SchedulerFacts(NamedTuple):
-    """What a scheduler has decided on.
-
-    Attributes:
-        vocab_size: V.
-        max_prompt_tokens: the longest prompt that it does not refuse.
-        max_batch: prompts that it runs together.
-        dtype: of the model.
-        adapters: adapter -> the id that requests name it by.
-        positions: something can be told of all positions of a prompt.
-    """
-
-    vocab_size: int
-    max_prompt_tokens: int
-    max_batch: int
-    dtype: torch.dtype
-    adapters: dict[str, str]
-    positions: bool
-
-
 def known_options() -> dict[str, bool]:
-    """The options that SGLang has, and whether they want a text."""
+    """SGLang's options, and whether each takes a text."""
     hints = get_type_hints(ServerArgs)
     return {name: hint in (str, str | None) for name, hint in hints.items() if not name.startswith("_")}
 
 
-def read_facts(folder: Path, trust_remote_code: bool) -> ModelFacts:
-    """Read a checkpoint's config as SGLang does."""
+def read_facts(folder: Path, trust_remote_code: bool) -> tuple[int, int]:
+    """The length of a model's context, and the numbers that it keeps per token as keys and values (0 for none)."""
     config = get_hf_text_config(get_config(str(folder), trust_remote_code=trust_remote_code))
     heads = getattr(config, "num_attention_heads", 0)
     if not heads:
@@ -358,55 +330,43 @@ def read_facts(folder: Path, trust_remote_code: bool) -> ModelFacts:
     else:
         size = getattr(config, "head_dim", None) or config.hidden_size // heads
         numbers = 2 * (getattr(config, "num_key_value_heads", None) or heads) * size
-    return ModelFacts(get_context_length(config), config.num_hidden_layers, numbers)
+    return get_context_length(config), config.num_hidden_layers * numbers
 
 
 def make_scheduler(options: Mapping[str, Any]) -> Any:
-    """Load a model; must be called in the thread that will run the event loop."""
+    """Load a model. Call it in the thread that will run the event loop."""
     server_args = ServerArgs(**options)
     server_args.resolve_once()
     server_args.check_server_args()
     ports = PortArgs.init_new(server_args)
-    ranks = {**_RANKS, "gpu_id": options.get("base_gpu_id", 0)}
-    parameters = inspect.signature(Scheduler.__init__).parameters
-    # In two steps, so that one that cannot be finished can be ended.
+    # In two steps, so that a scheduler whose initialisation fails can be ended.
     scheduler = Scheduler.__new__(Scheduler)
     try:
-        spawned = runtime_context.SpawnRanks(world_rank=0, dp_rank=None, gpu_id=ranks["gpu_id"])
-        runtime_context.publish(server_args, role="scheduler", ranks=spawned)
+        ranks = runtime_context.SpawnRanks(world_rank=0, dp_rank=None, gpu_id=options.get("base_gpu_id", 0))
+        runtime_context.publish(server_args, role="scheduler", ranks=ranks)
         with _progress_bars_on_terminals_only(), _same_excepthook():
-            scheduler.__init__(server_args, ports, **{name: ranks[name] for name in ranks if name in parameters})
+            scheduler.__init__(server_args, ports)
     except BaseException:
         end_scheduler(scheduler)
         raise
     finally:
-        _remove_files(ports)
+        # Remove the files of sockets that no process listens on.
+        for value in vars(ports).values():
+            if isinstance(value, str) and value.startswith("ipc://"):
+                with suppress(OSError):
+                    Path(value.removeprefix("ipc://")).unlink()
     _disconnect(scheduler)
     return scheduler
 
 
-def facts_of(scheduler: Any) -> SchedulerFacts:
-    """What a scheduler has decided on."""
-    manager = getattr(scheduler.tp_worker.model_runner, "lora_manager", None)
-    adapters = {} if manager is None else {ref.lora_name: ref.lora_id for ref in manager.lora_refs.values()}
-    return SchedulerFacts(
-        vocab_size=scheduler.model_config.vocab_size,
-        max_prompt_tokens=scheduler.max_req_input_len - 1,  # It refuses prompts of that length already.
-        max_batch=scheduler.max_running_requests,
-        dtype=scheduler.model_config.dtype,
-        adapters=adapters,
-        positions=tells_positions(scheduler),
-    )
+def logprob_processors_of(scheduler: Any) -> list[Any]:
+    """The modules that compute logprobs of prompts from logits."""
+    modules = scheduler.tp_worker.model_runner.model.modules()
+    return [module.input_logprob_processor for module in modules if isinstance(module, LogitsProcessor)]
 
 
 def make_request(name: str, job: BackendJob, adapter: str | None) -> Any:
-    """A request for the logits of a prompt, without sampling a token.
-
-    Args:
-        name: of the request; no other's may begin with it.
-        job: the prompt, and whether something is wanted of its positions.
-        adapter: what SGLang calls the adapter; None for none.
-    """
+    """A request for the logits of a prompt, without a sampled token. `name` must not be a prefix of another name."""
     tokens = array("q")
     tokens.frombytes(decode_ids(job.ids).astype(np.int64).tobytes())
     sampling = SamplingParams(max_new_tokens=0)
@@ -429,32 +389,25 @@ def make_request(name: str, job: BackendJob, adapter: str | None) -> Any:
 
 
 def end_scheduler(scheduler: Any) -> None:
-    """Free what a scheduler holds, even if it could not be finished; its event loop must have ended."""
+    """Free the resources of a scheduler, even if its initialisation failed; its event loop must have ended."""
     if (watchdog := getattr(scheduler, "watchdog", None)) is not None:
-        # Its thread never ends, and would keep the scheduler.
+        # Its thread never ends, and must not keep a reference to the scheduler.
         watchdog.is_active = lambda: False
         watchdog.get_counter = lambda: 0
         watchdog.dump_info = None
         scheduler.release_host_resources()
     _disconnect(scheduler)
-    # The server that a group of one process meets at.
+    # These end the server for the rendezvous of the process group, which has one process.
     destroy_model_parallel()
     destroy_distributed_environment()
 
 
-def collect() -> None:
-    """Give the memory of an ended scheduler back."""
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-
-
 def _disconnect(scheduler: Any) -> None:
-    """Close the sockets to SGLang's other processes, of which there are none here."""
+    """Close the sockets to SGLang's other processes, which do not exist here."""
     if (channels := getattr(scheduler, "ipc_channels", None)) is not None:
-        # SGLang's own way to send to nobody.
+        # SGLang sends nothing if the socket is None.
         channels.send_to_tokenizer.socket = channels.send_to_detokenizer.socket = None
-        # Now, because one that is collected with its sockets waits for them forever.
+        # Explicitly: garbage collection of a context with open sockets blocks forever.
         channels.recv_from_tokenizer.context.destroy(linger=0)
     if (writer := getattr(scheduler, "load_snapshot_writer", None)) is not None:
         writer.close()
@@ -462,33 +415,21 @@ def _disconnect(scheduler: Any) -> None:
         scheduler.load_snapshot_writer = None
 
 
-def _remove_files(ports: Any) -> None:
-    """Remove the files that stand for sockets which nobody will listen on."""
-    for value in vars(ports).values():
-        if isinstance(value, str) and value.startswith("ipc://"):
-            with suppress(OSError):
-                Path(value.removeprefix("ipc://")).unlink()
-
-
 @contextmanager
 def _progress_bars_on_terminals_only() -> Iterator[None]:
-    """Progress bars make a mess of a log. SGLang has no switch for its own."""
-    draw = tqdm.tqdm.__init__
-
-    def leave(bar: Any, *arguments: Any, **named: Any) -> None:
-        draw(bar, *arguments, **{**named, "disable": True})
-
+    """SGLang has no option to switch its progress bars off."""
+    original = tqdm.tqdm.__init__
     if not sys.stderr.isatty():
-        tqdm.tqdm.__init__ = leave
+        tqdm.tqdm.__init__ = lambda bar, *more, **named: original(bar, *more, **{**named, "disable": True})
     try:
         yield
     finally:
-        tqdm.tqdm.__init__ = draw
+        tqdm.tqdm.__init__ = original
 
 
 @contextmanager
 def _same_excepthook() -> Iterator[None]:
-    """torch's process groups put their rank before every traceback of the process, though they have one only."""
+    """torch's process groups replace the hook by one that prefixes every traceback of the process with a rank."""
     hook = sys.excepthook
     try:
         yield

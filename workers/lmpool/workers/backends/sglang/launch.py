@@ -1,7 +1,7 @@
-"""From the settings to an engine of SGLang that runs: its options, and one clear line for everything that can be wrong.
+"""Start of an SGLang engine: its options, the adapters that it reads, and errors in one line.
 
-`engine` is imported by `launch` only when the settings have been checked and the environment is set: SGLang reads it,
-and looks for its kernels, while it is imported.
+`launch` imports `engine` only after the settings are checked and the environment is set, because SGLang reads the
+environment and loads its kernels while it is imported.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ import os
 import re
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from lmpool.errors import LMPoolError, SettingsError
+from lmpool.errors import LMPoolError, SettingsError, first_line
 from lmpool.protocol.adapter import qualify
+from lmpool.protocol.model_info import ModelInfo
 from lmpool.settings import shown
 from lmpool.trie.kernels import torch_device
 from lmpool.workers.backends.checkpoint import (
@@ -43,28 +43,26 @@ from lmpool.workers.backends.lora import (
     scale_of,
     write_adapter_config,
 )
-from lmpool.workers.backends.requirements import first_line, require_version
 from lmpool.workers.backends.row_encoder import pick_device
 from lmpool.workers.backends.settings import (
     ONE_PROCESS,
-    SGLANG_BELOW,
     SGLANG_DISTRIBUTIONS,
-    SGLANG_MIN,
+    SGLANG_VERSIONS,
     SglangSettings,
     check_engine_args,
-    check_one_process,
     parse_engine_args,
+    require_version,
 )
 
 if TYPE_CHECKING:
     from lmpool.workers.backends.sglang.engine import Engine
 
 RESERVED_TOKENS = 7
-"""By how much a prompt must be shorter than SGLang's context: it keeps room for tokens that it would sample."""
+"""How much shorter a prompt must be than SGLang's context, which reserves space for sampled tokens."""
 
-_CPU_KV_BYTES = 1 << 30
-_FOREVER_S = 1e9
-_ITEM_SIZES = {"float32": 4, "fp8_e5m2": 1, "fp8_e4m3": 1}
+_CPU_KV_BYTES = 1 << 30  # Memory for keys and values on a CPU, where SGLang would take most of the machine's.
+_FOREVER_S = 1e9  # SGLang's watchdog must never act.
+_ITEM_SIZES = {"float32": 4, "fp8_e5m2": 1, "fp8_e4m3": 1}  # Bytes per number of keys and values; other dtypes have 2.
 _TOO_LITTLE_MEMORY = re.compile("(?i)out of memory|not enough memory|allocate memory|memory pool|memory capacity")
 
 _PARALLEL = (
@@ -72,37 +70,29 @@ _PARALLEL = (
     "dwdp_size",
 )  # fmt: skip
 
-_ONE_ROW = "every prompt asks for one row, so there is nothing to sample"
-_WATCHED = "a worker that hangs is seen by its lease; SGLang's watchdog would kill the process that started it"
-_ADAPTERS = "name adapters with --adapters name=folder"
-_PARTS = "a prompt's row needs the whole model in one place"
+_ONE_ROW = "each request computes one row, so nothing is sampled"
 
-_REFUSED = {
-    "model_path": "it is the MODEL of the command",
-    "revision": "use --revision",
-    "served_model_name": "use --name",
-    "tokenizer_path": "prompts are token ids",
-    "skip_tokenizer_init": "prompts are token ids",
-    "allow_auto_truncate": "the row of a shortened prompt is another prompt's row",
-    "disable_overlap_schedule": "rows are captured in the event loop without overlap",
-    "enable_pdmux": "rows are captured in the event loop without overlap",
-    "is_embedding": "rows come from models that generate",
-    "dllm_algorithm": "rows come from models that generate token after token",
-    "disaggregation_mode": _PARTS,
-    "encoder_only": _PARTS,
-    "language_only": _PARTS,
-    "use_ray": ONE_PROCESS,
-    "max_queued_requests": "a worker takes no more than it has room for",
-    "enable_priority_scheduling": "a worker's prompts have no priorities",
-    "sleep_on_idle": "a worker with nothing to do sleeps anyway",
-    "watchdog_timeout": _WATCHED,
-    "soft_watchdog_timeout": _WATCHED,
-    "enable_lora": _ADAPTERS,
-    "lora_paths": _ADAPTERS,
-    "enable_multi_layer_eagle": _ONE_ROW,
-    "preferred_sampling_params": _ONE_ROW,
-    "enable_custom_logit_processor": _ONE_ROW,
-}
+# Reason -> options that cannot be set.
+_REASONS = {
+    "it is the MODEL of the command": ("model_path",),
+    "use --revision": ("revision",),
+    "use --name": ("served_model_name",),
+    "prompts are token ids": ("tokenizer_path", "skip_tokenizer_init"),
+    "the row of a shortened prompt is another prompt's row": ("allow_auto_truncate",),
+    "rows are captured in the event loop without overlap": ("disable_overlap_schedule", "enable_pdmux"),
+    "rows come from models that generate token after token": ("is_embedding", "dllm_algorithm"),
+    "a prompt's row needs the whole model in one place": ("disaggregation_mode", "encoder_only", "language_only"),
+    ONE_PROCESS: ("use_ray",),
+    "the worker limits its prompts itself": ("max_queued_requests",),
+    "a worker's prompts have no priorities": ("enable_priority_scheduling",),
+    "an idle worker sleeps in any case": ("sleep_on_idle",),
+    "leases detect a worker that hangs; SGLang's watchdog would kill the process that started it": (
+        "watchdog_timeout", "soft_watchdog_timeout",
+    ),
+    "name adapters with --adapters name=folder": ("enable_lora", "lora_paths"),
+    _ONE_ROW: ("enable_multi_layer_eagle", "preferred_sampling_params", "enable_custom_logit_processor"),
+}  # fmt: skip
+_REFUSED = {option: reason for reason, options in _REASONS.items() for option in options}
 
 # Fields of an adapter's config that SGLang leaves out without a word, or does not serve.
 _UNSERVED = (
@@ -110,7 +100,7 @@ _UNSERVED = (
     "alora_invocation_tokens", "use_qalora", "use_bdlora",
 )  # fmt: skip
 
-# Options that leave rows as they are but for rounding: workers that differ in them only may serve one model.
+# Options that change rows by rounding at most: workers that differ only in these may serve the same model.
 _HARMLESS = {
     "attention_backend", "base_gpu_id", "chunked_prefill_size", "context_length", "cpu_offload_gb",
     "cuda_graph_backend_decode", "cuda_graph_backend_prefill", "cuda_graph_bs_decode", "cuda_graph_bs_prefill",
@@ -125,33 +115,28 @@ _HARMLESS = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class Launched:
-    """An engine that runs.
+class Launched(NamedTuple):
+    """A running engine.
 
     Attributes:
         engine: the engine.
-        max_prompt_tokens: the longest prompt to take.
-        revision: digest of the checkpoint and of the options that decide rows.
+        info: of the model; the encoding of its rows is not known yet.
         adapters: "name@revision" -> folder or hub name.
-        device: where the model lies: "cpu", or a torch device such as "cuda:0".
+        dtype: of the model.
+        device: where the model is: "cpu", or a torch device such as "cuda:0".
     """
 
     engine: Engine
-    max_prompt_tokens: int
-    revision: str
+    info: ModelInfo
     adapters: dict[str, str]
+    dtype: torch.dtype
     device: str
 
 
 def launch(settings: SglangSettings) -> Launched:
-    """Load what the settings name and start SGLang's event loop.
-
-    Raises:
-        SettingsError: no such model, device, option or adapter, too little memory, or SGLang cannot run it.
-    """
+    """Load the model that the settings name, and start SGLang's event loop."""
     torch_device.settle()
-    version = require_version("backend", SGLANG_DISTRIBUTIONS, SGLANG_MIN, SGLANG_BELOW)
+    version = require_version(SGLANG_DISTRIBUTIONS, SGLANG_VERSIONS)
     folder = checkpoint_folder("model", settings.model, settings.revision)
     folders = {name: _adapter_folder(source, folder) for name, source in settings.adapter_folders.items()}
     # By the qualified name: SGLang tells prefixes of different adapters apart by it.
@@ -160,23 +145,25 @@ def launch(settings: SglangSettings) -> Launched:
     device = str(pick_device(str(parse_engine_args(settings.engine_args).get("device", settings.device))))
     _prepare_import(device)
     try:
-        from lmpool.workers.backends.sglang.engine import Engine, known_options, read_facts
+        from lmpool.workers.backends.sglang.engine import Engine, known_options, logprob_processors_of, read_facts
     except (ImportError, OSError, RuntimeError) as error:
-        # RuntimeError is how its kernels say that they are not made for this machine.
+        # RuntimeError: its kernels are not built for this machine.
         raise SettingsError(f"backend: SGLang {version} cannot be imported: {first_line(error)}") from error
-    known = known_options()
-    given = user_options(settings, known, version)
+    given = user_options(settings, known_options(), version)
     options = engine_options(settings, folder, device, adapters) | given
     if given.get("log_level"):
         logging.getLogger("sglang").setLevel(str(given["log_level"]).upper())
     try:
-        facts = read_facts(folder, settings.trust_remote_code)
+        positions, numbers = read_facts(folder, settings.trust_remote_code)
     except (OSError, ValueError, KeyError, AttributeError, TypeError, ImportError) as error:
         raise SettingsError(f"model: {settings.model} cannot be loaded: {first_line(error)}") from error
-    tokens = kv_tokens(settings, options, facts.layers * facts.kv_numbers)
+    tokens = kv_tokens(settings, options, numbers)
     if tokens is not None:
         options.setdefault("max_total_tokens", tokens)
-    options.setdefault("context_length", context_length(settings.max_prompt_tokens, facts.positions))
+    wanted = settings.max_prompt_tokens
+    if wanted is not None and wanted > positions:
+        raise SettingsError(f"max_prompt_tokens: {wanted} is more than the {positions} positions of the model")
+    options.setdefault("context_length", positions if wanted is None else min(wanted + RESERVED_TOKENS, positions))
     revision = checkpoint_revision(folder, also=row_deciding(given))
     # SGLang reads adapters while it starts, and then keeps them in memory.
     with TemporaryDirectory(prefix="lmpool-adapters-") as copies:
@@ -187,48 +174,47 @@ def launch(settings: SglangSettings) -> Launched:
         try:
             if (failure := engine.wait()) is not None:
                 raise _start_error(failure, f"SGLang {version} cannot serve {settings.model}") from failure
-            limit = _prompt_limit(settings.max_prompt_tokens, engine.facts.max_prompt_tokens)
-            return Launched(engine, limit, revision, sources, _device_of(options))
+            scheduler, dtype = engine.scheduler, engine.scheduler.model_config.dtype
+            limit = scheduler.max_req_input_len - 1  # It refuses prompts of max_req_input_len tokens.
+            if limit < (wanted or 1):
+                raise SettingsError(
+                    f"max_prompt_tokens: {wanted or 1} is more than the {limit} tokens of a prompt that SGLang has "
+                    "memory for"
+                )
+            info = ModelInfo(
+                name=settings.served_as,
+                backend="sglang",
+                vocab_size=scheduler.model_config.vocab_size,
+                max_prompt_tokens=wanted or limit,
+                revision=revision,
+                dtype=str(dtype).removeprefix("torch."),
+                positions=bool(logprob_processors_of(scheduler)),
+                source=checkpoint_source(settings.model),
+            )
+            return Launched(engine, info, sources, dtype, _device_of(options))
         except BaseException:
             engine.close()
             raise
 
 
 def user_options(settings: SglangSettings, known: Mapping[str, bool], version: str) -> dict[str, Any]:
-    """The options that are handed on, checked.
-
-    Args:
-        settings: with the options as texts.
-        known: the options that SGLang has, and whether they want a text.
-        version: SGLang's.
-
-    Raises:
-        SettingsError: SGLang has no such option, or it cannot be set here.
-    """
+    """The user's engine options, checked. `known` has SGLang's options, and whether each takes a text."""
     given = parse_engine_args(settings.engine_args)
     sampled = {name: _ONE_ROW for name in known if name.startswith(("speculative_", "decoupled_spec_"))}
-    check_engine_args(given, known, _REFUSED | sampled, f"SGLang {version}")
-    check_one_process(given, _PARALLEL)
-    # Some take a table as a text in JSON.
+    check_engine_args(given, known, _REFUSED | sampled, _PARALLEL, f"SGLang {version}")
+    # Some options take a table as JSON text.
     return {
         name: json.dumps(value) if known[name] and isinstance(value, dict) else value for name, value in given.items()
     }
 
 
 def row_deciding(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The user's options that may change rows by more than rounding: they are part of the fingerprint."""
+    """The user's options that may change rows by more than rounding. The fingerprint includes them."""
     return {name: value for name, value in given.items() if name not in _HARMLESS}
 
 
 def engine_options(settings: SglangSettings, folder: Path, device: str, adapters: Mapping[str, Path]) -> dict[str, Any]:
-    """What we tell SGLang without having looked at the model; the user's options go before these.
-
-    Args:
-        settings: what the user has set.
-        folder: of the checkpoint.
-        device: a torch device without "auto".
-        adapters: adapter -> its folder.
-    """
+    """The options that do not depend on the model; the user's options replace them."""
     kind, _, index = device.partition(":")
     options: dict[str, Any] = {
         "model_path": str(folder),
@@ -240,9 +226,9 @@ def engine_options(settings: SglangSettings, folder: Path, device: str, adapters
         "max_running_requests": settings.max_batch,
         "disable_overlap_schedule": True,
         "watchdog_timeout": _FOREVER_S,
-        "sampling_backend": "pytorch",  # Nothing is sampled, and this one needs no warming up.
+        "sampling_backend": "pytorch",  # Nothing is sampled, and this one needs no warm-up.
         "grammar_backend": "none",
-        "disable_decode_cuda_graph": True,  # Nothing is decoded, and they take long to make.
+        "disable_decode_cuda_graph": True,  # Nothing is decoded, and graphs take long to build.
         "log_level": "warning",
     }
     if settings.max_batch_tokens is not None:
@@ -262,34 +248,8 @@ def engine_options(settings: SglangSettings, folder: Path, device: str, adapters
     return options
 
 
-def context_length(wanted: int | None, positions: int) -> int:
-    """The context to ask for.
-
-    Args:
-        wanted: the longest prompt to take; None for the model's limit.
-        positions: of the model.
-
-    Raises:
-        SettingsError: more is wanted than the model has positions for.
-    """
-    if wanted is None:
-        return positions
-    if wanted > positions:
-        raise SettingsError(f"max_prompt_tokens: {wanted} is more than the {positions} positions of the model")
-    return min(wanted + RESERVED_TOKENS, positions)
-
-
 def kv_tokens(settings: SglangSettings, options: Mapping[str, Any], numbers: int) -> int | None:
-    """For how many tokens keys and values are kept; None means as many as SGLang thinks best.
-
-    Args:
-        settings: with the memory for them.
-        options: what SGLang is told, the user's options included.
-        numbers: that the model keeps of one token; 0 for one without attention.
-
-    Raises:
-        SettingsError: there is memory for hardly any token, or the model needs none.
-    """
+    """Tokens whose keys and values, of `numbers` numbers per token, fit into memory; None for SGLang's default."""
     memory = settings.kv_cache_bytes
     if memory is None and options["device"] == "cpu":
         memory = _CPU_KV_BYTES
@@ -307,33 +267,25 @@ def kv_tokens(settings: SglangSettings, options: Mapping[str, Any], numbers: int
 
 
 def _prepare_import(device: str) -> None:
-    """What must be settled before SGLang is imported."""
+    """Set the environment and the loggers that SGLang uses while it is imported."""
     if device == "cpu":
         os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
     logging.getLogger("sglang").setLevel(logging.WARNING)
-    # It warns of every model whose code needs a package that is missing, whichever model is served.
+    # It warns about every known model whose packages are missing.
     logging.getLogger("sglang.srt.models.registry").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module=r"sglang\.")
 
 
 def _start_error(error: BaseException, context: str) -> LMPoolError:
-    """SGLang checks its options and models with whatever exception is at hand."""
+    """The refusal for an exception of SGLang, which has no exception type of its own."""
     if isinstance(error, LMPoolError):
         return error
     is_too_little = isinstance(error, MemoryError) or _TOO_LITTLE_MEMORY.search(str(error)) is not None
     return SettingsError(f"{'kv_cache_bytes' if is_too_little else 'model'}: {context}: {first_line(error)}")
 
 
-def _prompt_limit(wanted: int | None, most: int) -> int:
-    if most < (wanted or 1):
-        raise SettingsError(
-            f"max_prompt_tokens: {wanted or 1} is more than the {most} tokens of a prompt that SGLang has room for"
-        )
-    return most if wanted is None else wanted
-
-
 def _device_of(options: Mapping[str, Any]) -> str:
-    """The device that SGLang is told, with its number; the CPU has none."""
+    """The device that SGLang uses, with its number; the CPU has none."""
     kind = str(options["device"]).partition(":")[0]
     return kind if kind == "cpu" else f"{kind}:{options['base_gpu_id']}"
 

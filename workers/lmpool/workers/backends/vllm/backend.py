@@ -1,4 +1,4 @@
-"""The vllm backend: prompts become requests of vLLM's engine core, which schedules them as it likes."""
+"""The vllm backend: prompts become requests of vLLM's engine core, which schedules them."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ from vllm.v1.engine import EngineCoreRequest, FinishReason
 from vllm.v1.request import RequestStatus
 
 from lmpool.errors import SettingsError, WorkerError
-from lmpool.protocol.model_info import ModelInfo
 from lmpool.protocol.prompt import decode_ids
-from lmpool.protocol.row import NewRows, RowBlock, VectorBlock
+from lmpool.protocol.row import NewRows, VectorBlock
 from lmpool.workers.backends.canary import check_canary, completed_info
 from lmpool.workers.backends.row_encoder import log_threads
 from lmpool.workers.backends.settings import VllmSettings
@@ -26,18 +25,18 @@ from lmpool.workers.backends.vllm.engine import START_ERRORS, open_engine, refus
 from lmpool.workers.backends.vllm.sessions import Session, Sessions
 from lmpool.workers.execution.contract import BackendJob, BackendStats, Finished
 
-_MAX_IDLE_STEPS = 1000
-_SESSION_SHARE = 0.5
+_MAX_IDLE_STEPS = 1000  # Consecutive steps without an answer; each frees memory, so more cannot help.
+_SESSION_SHARE = 0.5  # Largest share of the memory for keys and values that sessions may hold.
 
 
 class _Request(NamedTuple):
-    """A request that the engine runs.
+    """A request in the engine.
 
     Attributes:
-        job: what it answers.
-        is_session: it stays open when it has answered.
-        held: tokens that the session had computed which it continues; 0 if it continues none.
-        preemptions: how often that session had lost its memory before.
+        job: the job that it answers.
+        is_session: it stays open after its answer.
+        held: tokens of the session that it continues; 0 if it continues none.
+        preemptions: how often that session had been preempted before.
     """
 
     job: BackendJob
@@ -47,14 +46,7 @@ class _Request(NamedTuple):
 
 
 class VllmBackend(TellsTexts):
-    """Serves one model of vLLM; see `lmpool.workers.execution.contract.Backend`.
-
-    Args:
-        settings: what to load and how.
-
-    Raises:
-        SettingsError: the model cannot be loaded, or its first rows are wrong.
-    """
+    """Serves one model of vLLM; see `lmpool.workers.execution.contract.Backend`."""
 
     _settings: VllmSettings
 
@@ -65,80 +57,55 @@ class VllmBackend(TellsTexts):
         self._scheduler = engine.core.engine_core.scheduler
         self._sessions = Sessions(engine.sessions, int(engine.kv_tokens * _SESSION_SHARE), engine.block_size)
         self._numbers = count()
-        self._requests: dict[str, _Request] = {}
-        self._held: dict[bytes, str] = {}
+        self._requests: dict[str, _Request] = {}  # Open requests by their names.
+        self._held: dict[bytes, str] = {}  # Digest of each job in flight -> name of its request.
         self._left_waiting = 0
         self._idle_steps = 0
         self._stats = BackendStats()
-        self._info = ModelInfo(
-            name=settings.served_as,
-            backend="vllm",
-            vocab_size=engine.vocab_size,
-            max_prompt_tokens=engine.max_prompt_tokens,
-            revision=engine.revision,
-            dtype=engine.dtype,
-            source=engine.source,
-            positions=engine.positions is not None,
-        )
+        self._info = engine.info
+        self.batch = engine.max_batch
         try:
             self._info = completed_info(self)
             check_canary(self)
         except (WorkerError, *START_ERRORS) as error:
             self.close()
-            # Too little memory and missing kernels show with the first forward.
+            # Too little memory and missing kernels appear with the first forward.
             raise error if isinstance(error, SettingsError) else refusal(settings, "cannot run", error) from error
         except BaseException:
             self.close()
             raise
         self._stats = BackendStats()
-        log_threads(self.device)  # Known by now, from the first forwards.
-
-    @property
-    def info(self) -> ModelInfo:
-        """What the backend serves."""
-        return self._info
+        self.device = engine.captured.device  # Set by the first forward.
+        log_threads(self.device)
 
     @property
     def adapters(self) -> dict[str, str]:
         """The adapters that prompts may name, and where they came from."""
         return {adapter: source for adapter, (_, source) in self._engine.adapters.items()}
 
-    @property
-    def batch(self) -> int:
-        """Prompts that make a full step."""
-        return self._engine.max_batch
-
-    @property
-    def device(self) -> str:
-        """Where the model lies."""
-        return self._engine.captured.device
-
     def capacity(self) -> int:
-        """Room for one batch beside the one that runs; less as long as the scheduler leaves prompts waiting."""
-        # Those that were dropped since the last step wait no longer.
+        """Free slots for one batch next to the running one; fewer while the scheduler leaves prompts waiting."""
+        # Jobs that were dropped since the last step do not wait any more.
         if waiting := min(self._left_waiting, len(self._held)):
             return max(0, self.batch - waiting)
         return max(0, 2 * self.batch - len(self._held))
 
     def submit(self, jobs: Iterable[BackendJob]) -> None:
-        """Hand jobs to the engine; one that is held already is computed once."""
+        """Pass jobs to the engine, except those in flight."""
         for job in jobs:
-            if job.digest not in self._held:
-                self._submit(job)
-
-    def _submit(self, job: BackendJob) -> None:
-        if job.positions or job.fresh:
-            self._request(job, None, is_session=False)
-            return
-        session = self._sessions.take(job.adapter, job.ids)
-        # Asked in any case: what continues a session is seen too, and may be continued by several.
-        is_growing = self._sessions.is_growing(job.adapter, job.ids)
-        # The longest prompt can grow no more.
-        is_session = session is not None or (is_growing and len(job.ids) // 4 < self._info.max_prompt_tokens)
-        self._request(job, session, is_session)
+            if job.digest in self._held:
+                continue
+            if job.positions is not None or job.fresh:
+                self._request(job, None, is_session=False)
+                continue
+            session = self._sessions.take(job.adapter, job.ids)
+            # Also for a prompt that continues a session: it is recorded, and several prompts may continue it.
+            is_growing = self._sessions.is_growing(job.adapter, job.ids)
+            can_grow = len(job.ids) // 4 < self._info.max_prompt_tokens
+            self._request(job, session, session is not None or (is_growing and can_grow))
 
     def _request(self, job: BackendJob, session: Session | None, is_session: bool) -> None:
-        """Hand a job to the engine: all of it, or to the session that it continues what this lacks."""
+        """Pass a job to the engine: all of its tokens, or to the session that it continues the new ones."""
         if session is None:
             name, held, preemptions = str(next(self._numbers)), 0, 0
         else:
@@ -146,7 +113,7 @@ class VllmBackend(TellsTexts):
             preemptions = self._scheduler.requests[name].num_preemptions
         lora = self._engine.adapters[job.adapter][0] if job.adapter else None
         if job.positions is not None:
-            assert self._engine.positions is not None  # Else the info says so, and nobody asks.
+            assert self._engine.positions is not None  # Otherwise the info excludes positions queries.
             self._engine.positions.open(name, job, lora.lora_int_id if lora is not None else 0)
         params = SamplingParams(
             max_tokens=1,
@@ -175,55 +142,41 @@ class VllmBackend(TellsTexts):
 
     def write_to(self, new_rows: NewRows) -> None:
         """See `WritesInPlace.write_to`."""
-        self._engine.captured.write_to(new_rows)
+        self._engine.captured.encoder.new_rows = new_rows
 
     def step(self) -> Finished:
-        """Run one step of the engine.
-
-        Raises:
-            WorkerError: the engine has answered what it was not asked, or nothing for very long.
-        """
+        """Run one step of the engine."""
         outputs = self._core.get_output().outputs
-        ended = {
-            output.request_id: self._end(output)
-            for output in outputs
-            if output.new_token_ids or output.finish_reason is not None
-        }
-        failures = {job.digest: text for job, text in ended.values() if text}
-        for name, (job, text) in ended.items():
-            if text:
-                self._drop(name, job.digest)
-        good = {name: job for name, (job, text) in ended.items() if not text}
-        blocks, unsound = self._engine.captured.take([job.digest for job in good.values() if job.positions is None])
-        failures |= unsound
-        vectors, unsound = self._take_positions(good)
-        failures |= unsound
-        self._make_room(bool(outputs))
-        self._count(blocks, len(vectors))
-        return Finished(blocks, failures, VectorBlock(list(vectors), list(vectors.values())) if vectors else None)
-
-    def _take_positions(
-        self, ended: dict[str, BackendJob]
-    ) -> tuple[dict[bytes, NDArray[np.float32]], dict[bytes, str]]:
-        """What was wanted of the positions of prompts that have ended, and failures."""
-        vectors, failures = {}, {}
-        for name, job in ended.items():
-            if job.positions is not None and self._engine.positions is not None:
-                answer = self._engine.positions.take(name)
-                if isinstance(answer, str):
-                    failures[job.digest] = answer
-                else:
-                    vectors[job.digest] = answer
-        return vectors, failures
+        rows: list[bytes] = []
+        failures: dict[bytes, str] = {}
+        vectors: dict[bytes, NDArray[np.float32]] = {}
+        for output in outputs:
+            if not output.new_token_ids and output.finish_reason is None:
+                continue
+            job, answer = self._end(output)
+            if isinstance(answer, str):
+                failures[job.digest] = answer
+                self._drop(output.request_id, job.digest)
+            elif answer is not None:
+                vectors[job.digest] = answer
+            else:
+                rows.append(job.digest)
+        blocks, unsound = self._engine.captured.take(rows)
+        self._free_memory(bool(outputs))
+        stats = self._stats
+        answered = sum(len(block.digests) for block in blocks) + len(vectors)
+        self._stats = stats._replace(steps=stats.steps + 1, rows=stats.rows + answered)
+        answers = VectorBlock(list(vectors), list(vectors.values())) if vectors else None
+        return Finished(blocks, failures | unsound, answers)
 
     def _drop(self, name: str, digest: bytes) -> None:
-        """Forget what was taken for a request that is not answered."""
+        """Discard the captured data of a request without an answer."""
         self._engine.captured.drop(digest)
         if self._engine.positions is not None:
             self._engine.positions.drop(name)
 
-    def _end(self, output: Any) -> tuple[BackendJob, str]:
-        """A request has ended: its job, and what went wrong or ""."""
+    def _end(self, output: Any) -> tuple[BackendJob, NDArray[np.float32] | str | None]:
+        """Remove a finished request; returns its job, and the answer of a positions query or a failure."""
         request = self._requests.pop(output.request_id, None)
         if request is None:
             raise WorkerError(f"vLLM has answered the request {output.request_id}, which it was not asked")
@@ -236,20 +189,21 @@ class VllmBackend(TellsTexts):
             return job, f"vLLM has ended the prompt: {output.finish_reason!s}"
         if request.is_session:
             self._keep(job, output.request_id)
-        return job, ""
+        positions = self._engine.positions if job.positions is not None else None
+        return job, None if positions is None else positions.take(output.request_id)
 
     def _reused(self, request: _Request, output: Any) -> int:
-        """Tokens of a prompt that has ended whose keys and values were there."""
+        """Tokens of a finished prompt whose keys and values were in memory."""
         if not request.held:
             return output.prefill_stats.num_cached_tokens if output.prefill_stats is not None else 0
         held = self._scheduler.requests.get(output.request_id)
-        # One that was preempted was computed anew; vLLM does not tell how much of it its prefix cache still had.
+        # A preempted session is computed again; vLLM does not report how much of it the prefix cache still had.
         return request.held if held is None or held.num_preemptions == request.preemptions else 0
 
     def _keep(self, job: BackendJob, name: str) -> None:
-        """Have a session wait for its next tokens, if the engine holds all of it."""
+        """Keep a session open for its next tokens, if the engine holds all of it."""
         held = self._scheduler.requests.get(name)
-        # One that was preempted while its answer was on the way waits too, but with nothing computed and in no queue.
+        # A session that is preempted while its answer is in flight also waits, but with nothing computed, in no queue.
         is_whole = (
             held is not None
             and held.status is RequestStatus.WAITING_FOR_STREAMING_REQ
@@ -262,8 +216,8 @@ class VllmBackend(TellsTexts):
             self._sessions.forget(name)
         self._core.abort_requests(names)
 
-    def _make_room(self, has_answered: bool) -> None:
-        """See what waits, and close sessions if it waits for their memory."""
+    def _free_memory(self, has_answered: bool) -> None:
+        """Count the waiting prompts, and close sessions if nothing can run without their memory."""
         running, waiting = self._scheduler.get_request_counts()
         self._left_waiting = max(0, waiting - len(self._sessions))
         if has_answered or running or not self._requests:
@@ -272,16 +226,16 @@ class VllmBackend(TellsTexts):
         if self._sessions:
             self._close(self._sessions.close_oldest((len(self._sessions) + 1) // 2))
         else:
-            self._give_up_session()
+            self._restart_session()
         self._idle_steps += 1
         if self._idle_steps > _MAX_IDLE_STEPS:
             raise WorkerError(f"vLLM has answered none of {len(self._requests)} prompts for {_MAX_IDLE_STEPS} steps")
 
-    def _give_up_session(self) -> None:
-        """Compute the youngest prompt that continues a session from its beginning: its session's memory is needed.
+    def _restart_session(self) -> None:
+        """Compute the youngest prompt that continues a session from its first token, to free the session's memory.
 
-        The scheduler cannot take it back, and when all memory is held by sessions that need one more block each, none
-        of them can go on.
+        The scheduler cannot preempt a session. When sessions hold all memory and each needs one more block, none of
+        them can run.
         """
         for name, request in reversed(self._requests.items()):
             if request.is_session:
@@ -290,13 +244,8 @@ class VllmBackend(TellsTexts):
                 self._request(request.job, None, is_session=False)
                 return
 
-    def _count(self, blocks: list[RowBlock], further: int) -> None:
-        stats = self._stats
-        rows = sum(len(block.digests) for block in blocks) + further
-        self._stats = stats._replace(steps=stats.steps + 1, rows=stats.rows + rows)
-
     def abort(self, digests: Collection[bytes]) -> None:
-        """Drop jobs that wait or run."""
+        """Drop jobs in flight."""
         names = [self._held.pop(digest) for digest in digests if digest in self._held]
         for name in names:
             self._drop(name, self._requests.pop(name).job.digest)
@@ -316,7 +265,7 @@ class VllmBackend(TellsTexts):
         return self._stats
 
     def close(self) -> None:
-        """End the engine and free what it holds. The backend cannot be used afterwards."""
+        """End the engine and free its memory. The backend cannot be used afterwards."""
         self._requests.clear()
         self._held.clear()
         self._core.shutdown()

@@ -1,107 +1,101 @@
-"""Taking rows at the sampler: a logits processor of vLLM that is valid for both of its model runners.
+"""Capture of rows and positions inside vLLM, for both of its model runners, V1 and V2.
 
-The runner of before (V1) tells of changes of its batch by index (`update_state`), the new one (V2) gives each
-request a slot (`add_request`). Both hand over float32 logits of whole batches, before anything is sampled, and
-both do so for prompts too of which a part only has been computed.
+Rows come from a logits processor. V1 reports changes of its batch by index (`update_state`), V2 gives each request a
+slot (`add_request`). Both pass float32 logits of whole batches, before a token is sampled, and both do so for prompts
+of which only a part has been computed.
+
+Positions come from the hidden states of a step, at the place where vLLM computes the logprobs of prompts itself. Its
+own `prompt_logprobs` provides less: only the top-k, or all tokens sorted, without the last position. With LoRA it is
+wrong, or ends the engine: the head has an adapter per prompt (`punica_wrapper.sampler_indices`), and gets tokens.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
+from vllm.lora.layers import LogitsProcessorWithLoRA
 from vllm.v1.sample.logits_processor import LogitsProcessor as LogitsProcessorV1
 from vllm.v1.sample.logits_processor import MoveDirectionality
 from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as LogitsProcessorV2
 
 from lmpool.errors import WorkerError
-from lmpool.protocol.row import NewRows, RowBlock
+from lmpool.protocol.row import RowBlock
+from lmpool.workers.backends.positions import Piece, PositionAnswers
 from lmpool.workers.backends.row_encoder import RowEncoder
+from lmpool.workers.execution.contract import BackendJob
 
 KEY = "lmpool"
-"""The entry of `SamplingParams.extra_args` that carries a prompt's digest."""
+"""The entry of `SamplingParams.extra_args` that holds a prompt's digest."""
+
+_MAX_LOGITS = 1 << 25
+"""Logits of positions that are computed together (128 MiB in float32)."""
 
 
-class _CapturedRow(NamedTuple):
-    """A row in the block with which it was captured."""
-
-    block: RowBlock
-    row: int
+def _check_shape(logits: Tensor, count: int, vocab_size: int, unit: str) -> None:
+    if logits.shape != (count, vocab_size):
+        raise WorkerError(
+            f"vLLM has given logits of shape {tuple(logits.shape)} for {count} {unit} and V = {vocab_size}"
+        )
 
 
 class Captured:
-    """The rows that were captured, until they are taken; of several for one prompt the last counts.
-
-    Args:
-        vocab_size: V.
-        encoder: makes blocks of logits.
-
-    Attributes:
-        device: where the last logits were.
-    """
+    """The captured rows until the backend takes them. For a prompt with several rows the last one counts."""
 
     def __init__(self, vocab_size: int, encoder: RowEncoder) -> None:
         self._vocab_size = vocab_size
-        self._encoder = encoder
+        self.encoder = encoder
         self.device = "cpu"
-        self._rows: dict[bytes, _CapturedRow] = {}
-        self._failures: dict[bytes, str] = {}
-
-    def write_to(self, new_rows: NewRows) -> None:
-        """See `WritesInPlace.write_to`."""
-        self._encoder.new_rows = new_rows
+        # Digest -> the block that has its row and the row's index, or the reason of its failure.
+        self._captured: dict[bytes, tuple[RowBlock, int] | str] = {}
 
     def add(self, digests: list[bytes], logits: Tensor) -> None:
-        """Keep a batch.
+        """Keep the rows of a batch.
 
         Args:
             digests: the prompt of each row.
             logits: float32 tensor of shape (n, V); it may change afterwards.
 
         Raises:
-            WorkerError: it has another shape.
+            WorkerError: wrong shape.
         """
-        if logits.shape != (len(digests), self._vocab_size):
-            raise WorkerError(
-                f"vLLM has given logits of shape {tuple(logits.shape)} for {len(digests)} prompts and "
-                f"V = {self._vocab_size}"
-            )
+        _check_shape(logits, len(digests), self._vocab_size, "prompts")
         self.device = str(logits.device)
-        encoded = self._encoder.encode(digests, logits)
-        for digest in digests:
-            self._failures.pop(digest, None)
-        self._failures.update(encoded.failures)
-        if encoded.block is not None:
-            for row, digest in enumerate(encoded.block.digests):
-                self._rows[digest] = _CapturedRow(encoded.block, row)
+        block, failures = self.encoder.encode(digests, logits)
+        self._captured.update(failures)
+        if block is not None:
+            self._captured.update((digest, (block, row)) for row, digest in enumerate(block.digests))
 
     def drop(self, digest: bytes) -> None:
-        """Forget a prompt's row."""
-        self._rows.pop(digest, None)
-        self._failures.pop(digest, None)
+        """Discard a prompt's row."""
+        self._captured.pop(digest, None)
 
     def take(self, digests: list[bytes]) -> tuple[list[RowBlock], dict[bytes, str]]:
-        """The rows of some prompts, in the blocks in which they were captured, and failures.
+        """Remove and return the rows of finished prompts, in the blocks in which they were captured, and failures.
 
         Raises:
-            WorkerError: one of them has no row.
+            WorkerError: a prompt has no row.
         """
-        failures = {digest: self._failures.pop(digest) for digest in digests if digest in self._failures}
+        failures: dict[bytes, str] = {}
         blocks: dict[int, tuple[RowBlock, list[int]]] = {}
         for digest in digests:
-            if digest in failures:
-                self._rows.pop(digest, None)
-                continue
-            captured = self._rows.pop(digest, None)
-            if captured is None:
-                raise WorkerError("vLLM has ended a prompt without giving its logits")
-            blocks.setdefault(id(captured.block), (captured.block, []))[1].append(captured.row)
+            match self._captured.pop(digest, None):
+                case None:
+                    raise WorkerError("vLLM has ended a prompt without giving its logits")
+                case str() as reason:
+                    failures[digest] = reason
+                case block, row:
+                    blocks.setdefault(id(block), (block, []))[1].append(row)
         return [_part(block, rows) for block, rows in blocks.values()], failures
 
 
 def _part(block: RowBlock, rows: list[int]) -> RowBlock:
-    """Some rows of a block; all of them are the block itself, without a copy."""
+    """The given rows of a block; without a copy if these are all."""
     if len(rows) == len(block.digests):
         return block
     log_z = None if block.log_z is None else block.log_z[rows]
@@ -109,17 +103,17 @@ def _part(block: RowBlock, rows: list[int]) -> RowBlock:
 
 
 class CaptureProcessor(LogitsProcessorV1, LogitsProcessorV2):  # type: ignore[misc]  # vllm has no types here
-    """Hands logits to `captured`, which a subclass sets: vLLM makes the instance itself, of a class it is given."""
+    """Passes logits to `captured`. A subclass sets `captured`, because vLLM makes the instance itself."""
 
     captured: Captured
 
     def __init__(self, config: Any, *more: Any) -> None:
-        # V1 gives device and is_pin_memory, V2 the state of its requests.
+        # V1 passes device and is_pin_memory, V2 the state of its requests.
         self._requests = more[0] if len(more) == 1 else None
         self._digests: dict[int, bytes] = {}
 
     def is_argmax_invariant(self) -> bool:
-        """False, although it changes nothing: V1 leaves out those that say True for greedy requests."""
+        """False although it changes nothing: V1 skips invariant processors for greedy requests."""
         return False
 
     def update_state(self, batch_update: Any) -> None:
@@ -139,13 +133,13 @@ class CaptureProcessor(LogitsProcessorV1, LogitsProcessorV2):  # type: ignore[mi
                 digests[source] = other
 
     def add_request(self, req_idx: int, sampling_params: Any) -> bool:
-        """V2: a request has this slot now."""
+        """V2: a request has been given this slot."""
         self._set(req_idx, sampling_params)
         return req_idx in self._digests
 
     def apply(self, logits: Tensor, ctx: Any = None) -> Tensor:
-        """Capture a step's logits and return them as they are."""
-        rows, digests = self._asked_v1(len(logits)) if ctx is None else self._asked_v2(ctx)
+        """Capture a step's logits, and return them unchanged."""
+        rows, digests = self._rows_of_v1(len(logits)) if ctx is None else self._rows_of_v2(ctx)
         if rows:
             chosen = logits if rows == list(range(len(logits))) else logits[torch.tensor(rows, device=logits.device)]
             self.captured.add(digests, chosen)
@@ -158,14 +152,139 @@ class CaptureProcessor(LogitsProcessorV1, LogitsProcessorV2):  # type: ignore[mi
         else:
             self._digests[index] = digest
 
-    def _asked_v1(self, size: int) -> tuple[list[int], list[bytes]]:
-        # Prompts that are not complete are among them: their rows are replaced by those of a later step.
+    def _rows_of_v1(self, size: int) -> tuple[list[int], list[bytes]]:
+        # They include incomplete prompts, whose rows a later step replaces.
         rows = sorted(index for index in self._digests if index < size)
         return rows, [self._digests[row] for row in rows]
 
-    def _asked_v2(self, ctx: Any) -> tuple[list[int], list[bytes]]:
+    def _rows_of_v2(self, ctx: Any) -> tuple[list[int], list[bytes]]:
         assert self._requests is not None
         slots = ctx.idx_mapping_np
         complete = ctx.seq_lens_upper_bound_np >= self._requests.prefill_len.np[slots]
         rows = [row for row, slot in enumerate(slots.tolist()) if complete[row] and slot in self._digests]
         return rows, [self._digests[int(slots[row])] for row in rows]
+
+
+class PositionCapture:
+    """Answers of positions queries, taken from the steps of an engine core in this process.
+
+    Raises:
+        AttributeError: this release of vLLM has its hidden states or its prefix cache elsewhere. Nothing was changed.
+    """
+
+    def __init__(self, core: Any, vocab_size: int) -> None:
+        self.answers = PositionAnswers()
+        self._vocab_size = vocab_size
+        self._rows_at_once = max(1, _MAX_LOGITS // vocab_size)
+        self._lora_ids: dict[str, int] = {}  # Request -> vLLM's number of its adapter, or 0.
+        self._runner = runner = core.model_executor.driver_worker.worker.model_runner
+        modules = runner.get_model().modules()
+        self._head = next((module for module in modules if isinstance(module, LogitsProcessorWithLoRA)), None)
+        worker, manager = getattr(runner, "prompt_logprobs_worker", None), core.scheduler.kv_cache_manager
+        self._find_cached = manager.get_computed_blocks
+        if worker is None:
+            self._original = runner._get_prompt_logprobs_dict
+            runner._get_prompt_logprobs_dict = self._after_step_of_v1
+        else:
+            self._original = worker.compute_prompt_logprobs
+            worker.compute_prompt_logprobs = self._after_step_of_v2
+        manager.get_computed_blocks = self._find_cached_before_wanted
+
+    def open(self, request: str, job: BackendJob, lora_id: int) -> None:
+        """Start the answer of a job with a positions query; `lora_id` is vLLM's number of its adapter, or 0."""
+        self.answers.open(request, job)
+        self._lora_ids[request] = lora_id
+
+    def drop(self, request: str) -> None:
+        """Discard the answer of a request, if there is one."""
+        self.answers.drop(request)
+        self._lora_ids.pop(request, None)
+
+    def take(self, request: str) -> NDArray[np.float32] | str:
+        """See `PositionAnswers.take`."""
+        del self._lora_ids[request]
+        return self.answers.take(request)
+
+    def _find_cached_before_wanted(self, request: Any) -> Any:
+        """Look up a prompt in the prefix cache, only up to the first position that must be computed."""
+        first = self.answers.first_missing(request.request_id)
+        # vLLM always computes the last token of a prompt.
+        return self._find_cached(request if first is None else _Beginning(request, first + 1))
+
+    def _after_step_of_v1(self, hidden: Tensor, scheduled: dict[str, int]) -> Any:
+        runner, pieces = self._runner, list[Piece]()
+        for name, count in scheduled.items() if self._lora_ids else ():
+            at, place = runner.requests[name].num_computed_tokens, runner.input_batch.req_id_to_index[name]
+            pieces += self.answers.wanted(name, range(at, at + count), int(runner.query_start_loc.np[place]))
+        self._add(hidden, pieces)
+        return self._original(hidden, scheduled)
+
+    def _after_step_of_v2(self, compute_logits: Any, hidden: Tensor, batch: Any, *more: Any) -> Any:
+        pieces = list[Piece]()
+        for place, name in enumerate(batch.req_ids if self._lora_ids else ()):
+            at, count = int(batch.num_computed_prefill_tokens_np[place]), int(batch.num_scheduled_tokens[place])
+            pieces += self.answers.wanted(name, range(at, at + count), int(batch.query_start_loc_np[place]))
+        self._add(hidden, pieces)
+        return self._original(compute_logits, hidden, batch, *more)
+
+    def _add(self, hidden: Tensor, wanted: Iterable[Piece]) -> None:
+        """Compute the logits of the wanted positions of a step, adapter by adapter, and add their values."""
+        by_adapter: dict[int, list[Piece]] = {}
+        for piece in wanted:
+            by_adapter.setdefault(self._lora_ids[piece.request], []).append(piece)
+        for lora_id, found in by_adapter.items():
+            pieces, rows = list[Piece](), list[int]()
+            for piece in found:
+                pieces.append(piece._replace(row=len(rows)))
+                rows += range(piece.row, piece.row + len(piece.positions))
+            with self._one_adapter(lora_id):
+                first = 0
+                for part in torch.split(torch.tensor(rows, device=hidden.device), self._rows_at_once):
+                    self.answers.add(pieces, first, self._logits(hidden[part]))
+                    first += len(part)
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        logits: Tensor = self._runner.model.compute_logits(hidden)
+        _check_shape(logits, len(hidden), self._vocab_size, "positions")
+        return logits
+
+    @contextmanager
+    def _one_adapter(self, lora_id: int) -> Iterator[None]:
+        """Make the head apply one adapter to all its input."""
+        if self._head is None:
+            yield
+            return
+        slots = self._runner.lora_manager._adapter_manager.lora_index_to_id
+        original = self._head.punica_wrapper
+        self._head.punica_wrapper = _OneAdapter(slots.index(lora_id) if lora_id else None)
+        try:
+            yield
+        finally:
+            self._head.punica_wrapper = original
+
+
+class _OneAdapter:
+    """Replaces the punica wrapper, which applies to each row of a batch the adapter of its prompt."""
+
+    def __init__(self, slot: int | None) -> None:
+        self._slot = slot
+
+    def add_lora_logits(self, logits: Tensor, hidden: Tensor, down: Tensor, up: Tensor, scale: float) -> Tensor:
+        """Add the adapter's part to logits (n, V or more): down (slots, 1, r, d), up (slots, 1, V, r)."""
+        # All factors are zero for adapters that do not change the head.
+        if self._slot is not None and bool(down[self._slot].any()):
+            factors = down[self._slot, 0].float(), up[self._slot, 0].float()
+            added = hidden.float() @ factors[0].T @ factors[1].T * scale
+            logits[:, : added.shape[1]] += added.to(logits.dtype)
+        return logits
+
+
+class _Beginning:
+    """A request that looks shorter than it is; everything else is the request's."""
+
+    def __init__(self, request: Any, num_tokens: int) -> None:
+        self._request = request
+        self.num_tokens = num_tokens
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._request, name)

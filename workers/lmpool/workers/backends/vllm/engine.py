@@ -1,12 +1,13 @@
-"""From the settings to vLLM's engine core in this process: its arguments, and one clear line for whatever is wrong."""
+"""Start of vLLM's engine core in this process: its arguments, its plugins, and errors in one line."""
 
 from __future__ import annotations
 
 import logging
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
+from importlib.metadata import EntryPoint, entry_points
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -25,8 +26,9 @@ from vllm.v1.engine.core_client import InprocClient
 from vllm.v1.executor import Executor
 from vllm.v1.sample.logits_processor import LOGITSPROCS_GROUP
 
-from lmpool.errors import SettingsError
+from lmpool.errors import SettingsError, first_line
 from lmpool.protocol.adapter import qualify, revision_of
+from lmpool.protocol.model_info import ModelInfo
 from lmpool.settings import shown
 from lmpool.trie.kernels import torch_device
 from lmpool.workers.backends.checkpoint import (
@@ -36,23 +38,20 @@ from lmpool.workers.backends.checkpoint import (
     checkpoint_source,
 )
 from lmpool.workers.backends.lora import adapter_folder, check_adapter, ranks_of, read_adapter_config
-from lmpool.workers.backends.requirements import first_line, named_plugins, other_plugins
 from lmpool.workers.backends.row_encoder import RowEncoder
 from lmpool.workers.backends.settings import (
     ONE_PROCESS,
     VLLM_DISTRIBUTIONS,
     VllmSettings,
     check_engine_args,
-    check_one_process,
     parse_engine_args,
 )
-from lmpool.workers.backends.vllm.capture import Captured, CaptureProcessor
-from lmpool.workers.backends.vllm.positions import PositionCapture
+from lmpool.workers.backends.vllm.capture import Captured, CaptureProcessor, PositionCapture
 
 Adapters = dict[str, tuple[LoRARequest, str]]
 """Adapter ("name@revision") -> what a request names it by, and its folder or hub name."""
 
-# What options that do not fit, broken weights, missing kernels, devices and memory end in: vLLM has no type for them.
+# Exceptions for options that do not fit, broken weights, and missing kernels, devices and memory: vLLM has no type.
 START_ERRORS = (
     ValueError, TypeError, RuntimeError, OSError, MemoryError, NotImplementedError, ImportError, KeyError,
     AttributeError, AssertionError, SafetensorError,
@@ -60,15 +59,13 @@ START_ERRORS = (
 
 _log = logging.getLogger(__name__)
 
-_CPU_KV_BYTES = 1 << 30
-_CPU_BLOCK = 32
-_MANY = 1 << 30
+_CPU_KV_BYTES = 1 << 30  # Memory for keys and values on a CPU, where vLLM would take most of the machine's.
+_CPU_BLOCK = 32  # Tokens per block of keys and values; vLLM's CPU kernels need a multiple of 32.
 _LATER_RANK = 64
 _LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-_DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 _PARALLEL = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "nnodes")
 
-# Kinds of keys and values of fewer than 16 bits. With fp8 on a CPU rows were off by 1.1 to 1.6 (0.32.0).
+# Dtypes of keys and values with fewer than 16 bits. With fp8 on a CPU rows were off by 1.1 to 1.6 (0.32.0).
 _NARROW_KV = re.compile("fp8|nvfp4|int[48]_|turboquant|ultraquant")
 
 _REFUSED = {
@@ -78,14 +75,14 @@ _REFUSED = {
     "logits_processors": "rows are captured by one; name installed ones with --logits-processors",
     "enable_lora": "name adapters with --adapters name=folder",
     "lora_modules": "name adapters with --adapters name=folder",
-    "speculative_config": "every prompt asks for one row, so there is nothing to speculate on",
+    "speculative_config": "each request computes one row, so there is nothing to speculate on",
     "logprobs_mode": "rows are captured before it applies",
-    "generation_config": "what a checkpoint wishes for its samples must not touch its rows",
+    "generation_config": "the sampling parameters of a checkpoint must not change its rows",
     "runner": "rows come from models that generate",
     "convert": "rows come from models that generate",
 }
 
-# Options that leave rows as they are but for rounding: workers that differ in them only may serve one model.
+# Options that change rows by rounding at most: workers that differ only in these may serve the same model.
 _HARMLESS = {
     "async_scheduling", "attention_backend", "attention_config", "block_size", "compilation_config", "cpu_offload_gb",
     "cudagraph_capture_sizes", "disable_cascade_attn", "disable_log_stats", "download_dir", "enable_chunked_prefill",
@@ -103,17 +100,13 @@ class Engine:
 
     Attributes:
         core: the client of the engine core in this process.
-        captured: where its rows are.
-        positions: where what is wanted of positions is; None if nothing can be told of them.
-        vocab_size: V.
-        dtype: of the computation.
-        max_prompt_tokens: the longest prompt that leaves room for the token that vLLM samples.
+        info: of the model; the encoding of its rows is not known yet.
+        captured: the rows that it has computed.
+        positions: the answers of positions queries; None if this engine cannot answer any.
         max_batch: prompts that run together.
-        sessions: sessions that have a place beside them.
-        kv_tokens: tokens whose keys and values fit.
-        block_size: tokens of a block of them.
-        revision: digest of the weights, and of the options and plugins that change rows.
-        source: folder or hub name.
+        sessions: sessions that fit next to them.
+        kv_tokens: tokens whose keys and values fit into memory.
+        block_size: tokens per block of keys and values.
         adapters: "name@revision" -> what a request names it by, and its folder or hub name.
         folder: of the checkpoint.
         adapter_slots: adapters that may be loaded at once.
@@ -121,17 +114,13 @@ class Engine:
     """
 
     core: InprocClient
+    info: ModelInfo
     captured: Captured
     positions: PositionCapture | None
-    vocab_size: int
-    dtype: str
-    max_prompt_tokens: int
     max_batch: int
     sessions: int
     kv_tokens: int
     block_size: int
-    revision: str
-    source: str
     adapters: Adapters
     folder: Path
     adapter_slots: int
@@ -161,17 +150,13 @@ class Engine:
 
 
 def open_engine(settings: VllmSettings) -> Engine:
-    """Load what the settings name.
-
-    Raises:
-        SettingsError: no such model, adapter or option, no device, or too little memory.
-    """
+    """Load the model that the settings name."""
     torch_device.settle()
-    processors = named_plugins("logits_processors", LOGITSPROCS_GROUP, settings.logits_processors)
+    processors = _allowed_processors(settings.logits_processors)
     given = user_arguments(settings)
     folder = checkpoint_folder("model", settings.model, settings.revision)
     adapters = find_adapters(settings, folder)
-    # vLLM makes the processor's instance itself, so each engine needs a class that knows where rows go.
+    # vLLM makes the processor itself, so each engine needs a class of its own that holds the target of its rows.
     processor: type[CaptureProcessor] = type("LmpoolCapture", (CaptureProcessor,), {})
     arguments = engine_arguments(settings, folder, adapters, given)
     try:
@@ -179,34 +164,40 @@ def open_engine(settings: VllmSettings) -> Engine:
     except START_ERRORS as error:
         raise refusal(settings, "cannot serve", error) from error
     _check_kv(config)
-    model = config.model_config
-    encoder = RowEncoder(model.dtype, lossy=settings.encoding == "f16")
-    processor.captured = captured = Captured(model.get_vocab_size(), encoder)
+    model, cache = config.model_config, config.cache_config
+    vocab_size = model.get_vocab_size()
+    processor.captured = Captured(vocab_size, RowEncoder(model.dtype, lossy=settings.encoding == "f16"))
     also = row_deciding(given)
     if processors:
         also["logits_processors"] = processors
-    if plugins := other_plugins(DEFAULT_PLUGINS_GROUP, VLLM_DISTRIBUTIONS, envs.VLLM_PLUGINS):
+    if plugins := _foreign_plugins():
         also["plugins"] = plugins
     if config.load_config.load_format == "dummy":
         also["seed"] = model.seed
     revision = checkpoint_revision(folder, also)
     core = _start(settings, config, adapters)
-    scheduling = config.scheduler_config
-    places = scheduling.max_num_active_seqs or scheduling.max_num_seqs
-    sessions = fitting_sessions(settings, places)
+    positions = None if processors else _open_positions(core, config)
+    # Waiting sessions have a place in the runner's batch too: at most half of the places.
+    places = config.scheduler_config.max_num_active_seqs or config.scheduler_config.max_num_seqs
+    sessions = min(settings.sessions, places // 2)
     return Engine(
         core=core,
-        captured=captured,
-        positions=_positions(core, config, bool(processors)),
-        vocab_size=model.get_vocab_size(),
-        dtype=_DTYPES.get(model.dtype, str(model.dtype)),
-        max_prompt_tokens=model.max_model_len - 1,
+        info=ModelInfo(
+            name=settings.served_as,
+            backend="vllm",
+            vocab_size=vocab_size,
+            max_prompt_tokens=model.max_model_len - 1,  # vLLM needs a place for the token that it samples.
+            revision=revision,
+            dtype=str(model.dtype).removeprefix("torch."),
+            source=checkpoint_source(settings.model),
+            positions=positions is not None,
+        ),
+        captured=processor.captured,
+        positions=positions,
         max_batch=places - sessions,
         sessions=sessions,
-        kv_tokens=(config.cache_config.num_gpu_blocks or 0) * config.cache_config.block_size,
-        block_size=config.cache_config.block_size,
-        revision=revision,
-        source=checkpoint_source(settings.model),
+        kv_tokens=(cache.num_gpu_blocks or 0) * cache.block_size,
+        block_size=cache.block_size,
         adapters=adapters,
         folder=folder,
         adapter_slots=adapter_slots(settings),
@@ -214,15 +205,44 @@ def open_engine(settings: VllmSettings) -> Engine:
     )
 
 
-def user_arguments(settings: VllmSettings) -> dict[str, Any]:
-    """The options that are handed on, checked.
+def _allowed_processors(named: Sequence[str]) -> list[str]:
+    """Descriptions of the installed logits processors, in load order. Refuses one that the user has not named."""
+    entries = list(entry_points(group=LOGITSPROCS_GROUP))
+    for entry in entries:
+        if entry.name not in named:
+            raise SettingsError(
+                f"logits_processors: {_described(entry)} is installed, and vLLM would let it change rows. Uninstall it,"
+                f" or name it with --logits-processors {entry.name}, which makes it part of the model's fingerprint"
+            )
+    if missing := sorted({*named} - {entry.name for entry in entries}):
+        raise SettingsError(f"logits_processors: no entry point {missing[0]!r} of {LOGITSPROCS_GROUP} is installed")
+    return [_described(entry) for entry in entries]
 
-    Raises:
-        SettingsError: vLLM has no such option, or it cannot be set here.
-    """
+
+def _foreign_plugins() -> list[str]:
+    """Descriptions of the general plugins of other packages, which vLLM runs when it starts, and which it logs."""
+    chosen = envs.VLLM_PLUGINS
+    plugins = [
+        _described(entry)
+        for entry in entry_points(group=DEFAULT_PLUGINS_GROUP)
+        if (chosen is None or entry.name in chosen)
+        and (entry.dist is None or entry.dist.name not in VLLM_DISTRIBUTIONS)
+    ]
+    if plugins:
+        _log.warning("vLLM runs plugins of other packages, which the fingerprint includes: %s", ", ".join(plugins))
+    return plugins
+
+
+def _described(entry: EntryPoint) -> str:
+    origin = f" of {entry.dist.name} {entry.dist.version}" if entry.dist is not None else ""
+    return f"{entry.name!r} ({entry.value}{origin})"
+
+
+def user_arguments(settings: VllmSettings) -> dict[str, Any]:
+    """The user's engine options, checked."""
     given = parse_engine_args(settings.engine_args)
-    check_engine_args(given, {field.name for field in fields(EngineArgs)}, _REFUSED, f"vLLM {vllm_version}")
-    check_one_process(given, _PARALLEL)
+    known = {field.name for field in fields(EngineArgs)}
+    check_engine_args(given, known, _REFUSED, _PARALLEL, f"vLLM {vllm_version}")
     if (executor := given.get("distributed_executor_backend", "uni")) != "uni":
         raise SettingsError(
             f"engine_args: distributed_executor_backend must be 'uni', not {shown(executor)}: {ONE_PROCESS}"
@@ -231,39 +251,40 @@ def user_arguments(settings: VllmSettings) -> dict[str, Any]:
 
 
 def _check_kv(config: Any) -> None:
-    """Refuse keys and values, named by an option or by the checkpoint, with which rows would be wrong."""
+    """Refuse a dtype of keys and values, set by an option or by the checkpoint, that makes rows wrong."""
     dtype = config.cache_config.cache_dtype
     if dtype == "auto" and getattr(config.quant_config, "kv_cache_scheme", None):
-        dtype = "fp8"  # What vLLM makes of every scheme.
+        dtype = "fp8"  # vLLM treats every scheme as fp8.
     if current_platform.is_cpu() and _NARROW_KV.match(dtype):
         raise SettingsError(
             f"engine_args: kv_cache_dtype={dtype} cannot be served on a CPU: vLLM's rows would be off by more than 1. "
-            "Leave it out; where the checkpoint asks for it, set kv_cache_dtype=bfloat16"
+            "Leave it out; if the checkpoint sets it, use kv_cache_dtype=bfloat16"
         )
 
 
 def row_deciding(given: dict[str, Any]) -> dict[str, Any]:
-    """The user's options that may change rows by more than rounding: they are part of the fingerprint."""
+    """The user's options that may change rows by more than rounding. The fingerprint includes them."""
     return {name: value for name, value in given.items() if name not in _HARMLESS}
 
 
 def engine_arguments(settings: VllmSettings, folder: Path, adapters: Adapters, given: dict[str, Any]) -> dict[str, Any]:
-    """Everything that vLLM is told but for the logits processor; the user's options win."""
+    """All arguments of vLLM except the logits processor; the user's options win."""
+    places = settings.max_batch + settings.sessions
     arguments: dict[str, Any] = {
         "model": str(folder),
         "trust_remote_code": settings.trust_remote_code,
         "dtype": checkpoint_dtype(folder, settings.dtype),
-        # Sessions that wait have a place in the runner's batch too; vLLM wants a token for each place.
-        "max_num_seqs": min(settings.max_batch + settings.sessions, settings.max_batch_tokens or _MANY),
+        # vLLM requires a token per place.
+        "max_num_seqs": min(places, settings.max_batch_tokens or places),
         "max_num_batched_tokens": settings.max_batch_tokens,
-        # One token is sampled for every prompt, though nobody wants it.
+        # vLLM samples one token for every prompt.
         "max_model_len": None if settings.max_prompt_tokens is None else settings.max_prompt_tokens + 1,
         "kv_cache_memory_bytes": settings.kv_cache_bytes,
         "enable_prefix_caching": True,
         "skip_tokenizer_init": True,
         "generation_config": "vllm",
         "disable_log_stats": True,
-        "use_tqdm_on_load": sys.stderr.isatty(),  # Progress bars make a mess of a log.
+        "use_tqdm_on_load": sys.stderr.isatty(),  # No progress bars in a log.
     }
     if current_platform.is_cpu():
         arguments |= {
@@ -285,11 +306,6 @@ def adapter_slots(settings: VllmSettings) -> int:
     further = settings.max_adapters
     # One that is replaced stays until all workers have the new one.
     return len(settings.adapters) + (further + 1 if further else 0)
-
-
-def fitting_sessions(settings: VllmSettings, places: int) -> int:
-    """Sessions that may wait when the engine has so many places for prompts: those wanted, but at most half."""
-    return min(settings.sessions, places // 2)
 
 
 def find_adapters(settings: VllmSettings, model: Path) -> Adapters:
@@ -319,8 +335,12 @@ def read_adapter(name: str, source: str, number: int, model: Path) -> tuple[str,
 
 
 def refusal(settings: VllmSettings, failing: str, error: BaseException) -> SettingsError:
-    """What vLLM could not do with the model, in one line."""
-    return SettingsError(f"model: vLLM {vllm_version} {failing} {settings.model}: {_reason(error)}")
+    """The refusal of a model, with vLLM's reason in one line."""
+    reason = first_line(error)
+    if isinstance(error, ValidationError):  # Of pydantic, which checks vLLM's options. Its first line counts errors.
+        found = error.errors()[0]
+        reason = first_line(ValueError(": ".join([*map(str, found["loc"]), str(found["msg"])])))
+    return SettingsError(f"model: vLLM {vllm_version} {failing} {settings.model}: {reason}")
 
 
 def _start(settings: VllmSettings, config: Any, adapters: Adapters) -> InprocClient:
@@ -339,16 +359,15 @@ def _start(settings: VllmSettings, config: Any, adapters: Adapters) -> InprocCli
     return core
 
 
-def _positions(core: InprocClient, config: Any, has_processors: bool) -> PositionCapture | None:
-    """What answers for positions, unless they have no logits that are those of the rows."""
-    # Logits processors never see them. Fast prefill leaves them out in the last layers, and keys and values that come
-    # from elsewhere skip them.
-    if has_processors or config.cache_config.kv_sharing_fast_prefill or config.kv_transfer_config is not None:
+def _open_positions(core: InprocClient, config: Any) -> PositionCapture | None:
+    """The capture of positions; None if positions have other logits than rows."""
+    # Fast prefill skips positions in the last layers, and transferred keys and values skip them everywhere.
+    if config.cache_config.kv_sharing_fast_prefill or config.kv_transfer_config is not None:
         return None
     try:
         return PositionCapture(core.engine_core, config.model_config.get_vocab_size())
     except AttributeError as error:
-        _log.warning("vLLM %s does not tell of positions, which come from rows: %s", vllm_version, first_line(error))
+        _log.warning("vLLM %s: values at positions are computed as rows: %s", vllm_version, first_line(error))
         return None
 
 
@@ -361,10 +380,9 @@ def _load_adapter(core: InprocClient, name: str, request: LoRARequest) -> None:
 
 
 def _allow_tiles() -> None:
-    """Ask the system for the processor's matrix tiles (Intel AMX).
+    """Request the processor's matrix tiles (Intel AMX) from the system.
 
-    vLLM's attention in bfloat16 on a CPU uses them where the processor has them and leaves asking to whoever came
-    before; without permission the first use ends the process with an illegal instruction.
+    vLLM's bfloat16 attention on a CPU uses them without a request. Then the first use is an illegal instruction.
     """
     if torch.cpu._is_amx_tile_supported():
         torch.cpu._init_amx()
@@ -377,13 +395,3 @@ def _rank(folder: Path) -> int:
     if not fitting:
         raise SettingsError(f"adapters: {folder} has rank {rank}: vLLM takes at most {_LORA_RANKS[-1]}")
     return fitting[0]
-
-
-def _reason(error: BaseException) -> str:
-    """What is wrong, in one line; pydantic, which checks vLLM's configuration, begins with one that counts errors."""
-    if isinstance(error, ValidationError):
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        text = str(first["msg"]).removeprefix("Value error, ").removeprefix("Assertion failed, ")
-        return first_line(ValueError(f"{where}: {text}" if where else text))
-    return first_line(error)

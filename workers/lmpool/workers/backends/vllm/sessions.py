@@ -1,11 +1,11 @@
-"""Sessions: prompts whose keys and values the engine holds ready, so that their next tokens cost these tokens.
+"""Sessions: prompts whose keys and values stay in the engine, so that only their next tokens are computed.
 
-Prefix caching alone reuses full blocks only, and looks each of them up again. A session is a request of the
-engine that stays open when its row has been taken. It holds memory that nothing else can have, so sessions are
-opened for prompts that have begun to grow only, are few, and are closed oldest first.
+Prefix caching alone reuses only full blocks, and looks up each of them again. A session is a request of the engine that
+stays open after its row has been taken. No other request can use its memory, so sessions are opened only for prompts
+that have begun to grow, their number is limited, and the oldest is closed first.
 
-A prompt grows by a block of tokens at most: of what is longer, prefix caching finds so much that a session would
-save little. Nor does it grow by more tokens than it had: many prompts begin with the same few.
+A prompt continues a session by one block of tokens at most: for a longer prompt, prefix caching finds nearly all. Nor
+does a prompt continue one by more tokens than the session has: many prompts begin with the same few tokens.
 """
 
 from __future__ import annotations
@@ -15,20 +15,13 @@ from collections.abc import Iterator
 from typing import NamedTuple
 from zlib import crc32
 
-_ID_BYTES = 4
-_RECENT = 100_000
-_MAX_NEW = 64
-"""Tokens by which a prompt grows at most where blocks are larger; each is a look-up."""
+_ID_BYTES = 4  # Bytes of a token id.
+_RECENT = 100_000  # Prompts that are remembered, to recognise those that grow; about 10 MB.
+_MAX_NEW = 64  # Max new tokens of a prompt that continues a session, even if blocks are larger: each is a look-up.
 
 
 class Session(NamedTuple):
-    """A request of the engine that stays open.
-
-    Attributes:
-        adapter: of its prompt.
-        ids: the prompt that it has computed, as little-endian uint32 bytes.
-        request: the engine's name of it.
-    """
+    """A request of the engine that stays open; `ids` is its computed prompt as little-endian uint32 bytes."""
 
     adapter: str
     ids: bytes
@@ -36,48 +29,48 @@ class Session(NamedTuple):
 
 
 class Sessions:
-    """The sessions of an engine, which of them wait for their next tokens, and which prompts were seen lately.
+    """The sessions of an engine, and the recent prompts.
 
     Args:
         most: sessions that may wait at once.
         most_tokens: tokens that all sessions may hold together.
-        block: tokens of a block of memory; a session holds whole blocks.
+        block: tokens per block of memory; a session holds whole blocks.
     """
 
     def __init__(self, most: int, most_tokens: int, block: int = 1) -> None:
         self._most = most
         self._most_tokens = most_tokens
         self._block = block
-        # By the prompts' checksums: of two prompts that share one, the later has the place.
+        # The sessions that wait, by the checksums of their prompts: of two equal checksums the later one stays.
         self._idle: OrderedDict[int, Session] = OrderedDict()
-        self._held: dict[str, int] = {}  # Request -> tokens, of those too that do not wait at the moment.
+        self._held: dict[str, int] = {}  # Request -> tokens, also of sessions that are running.
         self._tokens = 0
-        # Checksums here too: that two prompts share one costs a session that nobody continues, no more.
+        # Checksums too: if two prompts share one, a session is opened that no prompt continues.
         self._recent: OrderedDict[int, None] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._idle)
 
     def take(self, adapter: str, ids: bytes) -> Session | None:
-        """The session that a prompt continues, the longest one, if there is any.
+        """Remove and return the longest session that a prompt continues, if there is one.
 
-        It waits no longer, and holds its memory until it is kept again or forgotten.
+        The session holds its memory until it is kept again or forgotten.
         """
         if not self._idle:
             return None
         for checksum in self._checksums_before(adapter, ids):
             session = self._idle.get(checksum)
-            # Never another's: its keys and values would make a wrong row.
+            # Compare the ids too: another prompt's keys and values would make a wrong row.
             if session is not None and session.adapter == adapter and ids.startswith(session.ids):
                 return self._idle.pop(checksum)
         return None
 
     def forget(self, request: str) -> None:
-        """A session is no more."""
+        """A session was closed."""
         self._tokens -= self._held.pop(request, 0)
 
     def is_growing(self, adapter: str, ids: bytes) -> bool:
-        """Whether a prompt is worth a session: it is some tokens longer than one that was seen lately."""
+        """Whether a prompt extends a recent one by a few tokens, which is worth a session. Records the prompt."""
         if not self._most:
             return False
         recent, checksum = self._recent, _checksum(adapter, ids)
@@ -89,7 +82,7 @@ class Sessions:
         return is_growing
 
     def keep(self, adapter: str, ids: bytes, request: str) -> list[str]:
-        """Have a session wait; returns the requests to close instead."""
+        """Let a session wait; returns the requests to close in exchange."""
         checksum, closed = _checksum(adapter, ids), []
         if (other := self._idle.pop(checksum, None)) is not None:
             closed.append(other.request)
@@ -97,7 +90,7 @@ class Sessions:
         self.forget(request)
         tokens = -(-len(ids) // _ID_BYTES // self._block) * self._block
         if tokens > self._most_tokens:
-            return [*closed, request]  # All others would be closed, and then this one too.
+            return [*closed, request]  # Otherwise all others would be closed, and then this one too.
         self._idle[checksum] = Session(adapter, ids, request)
         self._held[request] = tokens
         self._tokens += tokens
@@ -106,7 +99,7 @@ class Sessions:
         return closed
 
     def close_adapter(self, adapter: str) -> list[str]:
-        """Forget the sessions of an adapter that wait; returns their requests."""
+        """Forget the waiting sessions of an adapter; returns their requests."""
         checksums = [checksum for checksum, session in self._idle.items() if session.adapter == adapter]
         closed = [self._idle.pop(checksum).request for checksum in checksums]
         for request in closed:
@@ -123,25 +116,20 @@ class Sessions:
         return closed
 
     def _checksums_before(self, adapter: str, ids: bytes) -> Iterator[int]:
-        """The checksums of the prompts that a prompt may have grown from, the longest first."""
+        """The checksums of the prompts that a prompt may extend, longest first."""
         length = len(ids) // _ID_BYTES
         shortest = max(length - min(self._block, _MAX_NEW), (length + 1) // 2, 1)
         if shortest >= length:
             return
         checksum = _checksum(adapter, ids[: shortest * _ID_BYTES])
         checksums = [checksum]
-        # One goes on from the other: so all of them together cost little more than the prompt's own.
+        # Each checksum continues the one before it, so all together cost little more than the prompt's own.
         for end in range((shortest + 1) * _ID_BYTES, len(ids), _ID_BYTES):
-            checksum = _extended(checksum, ids[end - _ID_BYTES : end])
+            checksum = ((checksum >> 32) + _ID_BYTES) << 32 | crc32(ids[end - _ID_BYTES : end], checksum & 0xFFFFFFFF)
             checksums.append(checksum)
         yield from reversed(checksums)
 
 
 def _checksum(adapter: str, ids: bytes) -> int:
-    """A checksum of a prompt: above its CRC the length."""
+    """A checksum of a prompt: its length in bytes above its CRC."""
     return len(ids) << 32 | crc32(ids, crc32(adapter.encode()))
-
-
-def _extended(checksum: int, ids: bytes) -> int:
-    """The checksum of a prompt that goes on with further ids."""
-    return ((checksum >> 32) + len(ids)) << 32 | crc32(ids, checksum & 0xFFFFFFFF)

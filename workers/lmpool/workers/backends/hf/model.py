@@ -1,0 +1,265 @@
+"""A model of transformers: loading, prompt limit, digest of its weights, and its output head."""
+
+from __future__ import annotations
+
+import json
+import logging
+import struct
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from hashlib import blake2b
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.utils.logging import disable_progress_bar
+
+from lmpool.errors import SettingsError, first_line
+from lmpool.protocol.hidden import pack_facts, pack_numbers
+from lmpool.protocol.query import HeadQuery
+from lmpool.trie.kernels import torch_device
+from lmpool.workers.backends.checkpoint import checkpoint_folder
+from lmpool.workers.backends.row_encoder import log_threads, pick_device
+from lmpool.workers.backends.settings import HfSettings
+
+_UNLIMITED = 1 << 20
+"""Longest prompt of a model whose config states no limit, in tokens."""
+
+# Names of the limit in configs.
+_LIMITS = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "n_ctx", "seq_length")
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+# Config fields that do not change a row, so no digest includes them.
+_VOLATILE = {
+    "_name_or_path", "_attn_implementation", "_commit_hash", "attn_implementation", "dtype", "torch_dtype",
+    "transformers_version",
+}  # fmt: skip
+
+_SAMPLES = 1024
+"""Smallest number of elements of a tensor that its digest includes one by one."""
+
+_CHUNK = 1 << 24
+"""Elements that are summed together: widening them to int64 takes 128 MiB."""
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+_HEAD_TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+"""Largest difference between the model's logits and those of its head, as a share of their standard deviation."""
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model in evaluation mode on its device, the longest prompt to accept, and the digest of its weights."""
+
+    model: PreTrainedModel
+    max_prompt_tokens: int
+    revision: str
+
+
+@torch.inference_mode(mode=False)  # Weights that are made in inference mode cannot be replaced.
+@torch.no_grad()
+def load_model(settings: HfSettings) -> LoadedModel:
+    """Load the model that the settings name."""
+    torch_device.settle()
+    device = pick_device(settings.device)
+    file = settings.gguf_file
+    folder = checkpoint_folder("model", settings.model, settings.revision, gguf_file=file)
+    log_threads(str(device))
+    # Its own handler would write each line a second time, in another format.
+    logging.getLogger("huggingface_hub").handlers.clear()
+    if not sys.stderr.isatty():
+        disable_progress_bar()  # type: ignore[no-untyped-call]  # transformers is partly untyped
+    arguments: dict[str, Any] = {
+        "trust_remote_code": settings.trust_remote_code,
+        "dtype": _DTYPES.get(settings.dtype, "auto"),
+        "output_loading_info": True,
+        "local_files_only": True,
+    }
+    if file is not None:
+        arguments["gguf_file"] = file
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(str(folder), **arguments)
+    except (OSError, ValueError, ImportError, KeyError, RuntimeError, struct.error) as error:
+        # transformers has no exception type of its own: these are raised for missing files, unknown architectures,
+        # missing packages, broken checkpoints and broken GGUF files.
+        what = f"model: {settings.model}" if file is None else f"gguf_file: {file} of {settings.model}"
+        damaged = "the file is damaged or cut short: " if isinstance(error, struct.error) else ""
+        # Quantised checkpoints need packages that no extra of lmpool includes.
+        missing = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
+        install = f"; install it with: pip install {missing}" if missing else ""
+        raise SettingsError(f"{what} cannot be loaded: {damaged}{first_line(error)}{install}") from error
+    model, report = loaded
+    if absent := sorted(report["missing_keys"]) + sorted(str(key) for key in report["mismatched_keys"]):
+        more = f" and {len(absent) - 3} more" if len(absent) > 3 else ""
+        raise SettingsError(
+            f"model: {settings.model} has no weights for {', '.join(absent[:3])}{more}: is it a causal language model?"
+        )
+    limit = _prompt_limit(model.config.get_text_config(decoder=True), settings.max_prompt_tokens)
+    try:
+        if device.type == "cpu":
+            _own_weights(model)
+        model.to(device).eval()
+    except (RuntimeError, ValueError) as error:
+        # Too little memory, or quantised weights that cannot be moved.
+        raise SettingsError(f"device: {settings.model} cannot be put on {device}: {first_line(error)}") from error
+    try:
+        # Before the first forward: some models (RWKV) rescale their weights in it.
+        revision = weights_revision(model)
+    except RuntimeError as error:  # NotImplementedError is one: quantised tensors lack operations.
+        raise SettingsError(f"model: the weights of {settings.model} cannot be read: {first_line(error)}") from error
+    return LoadedModel(model, limit, revision)
+
+
+def _own_weights(model: PreTrainedModel) -> None:
+    """Copy a model's weights out of the checkpoint's files into memory of this process.
+
+    On a CPU, transformers maps the files into memory and computes with the mapped pages. Overwriting a file would
+    change the rows of a running worker, and truncating it would end the worker by SIGBUS.
+    """
+    for tensor in chain(model.parameters(), model.buffers()):  # A tied weight is one parameter, and is copied once.
+        tensor.data = tensor.data.clone()
+
+
+def _prompt_limit(config: PreTrainedConfig, wanted: int | None) -> int:
+    """The longest prompt to accept: the wanted limit, which must not exceed the model's, or the model's."""
+    stated = [value for name in _LIMITS if type(value := getattr(config, name, None)) is int and value > 0]
+    if wanted is None:
+        return stated[0] if stated else _UNLIMITED
+    if stated and wanted > stated[0]:
+        raise SettingsError(f"max_prompt_tokens: {wanted} is more than the {stated[0]} positions of the model")
+    return wanted
+
+
+def weights_revision(model: PreTrainedModel) -> str:
+    """Digest of every parameter and persistent buffer, and of the architecture in the config.
+
+    For each tensor it includes name, shape, dtype, the sum of its bit patterns and a sample of its elements. Integer
+    sums do not depend on the order of addition, so neither device nor number of threads matter.
+
+    Returns:
+        32 hexadecimal digits.
+    """
+    state = blake2b(digest_size=16)
+    config = json.dumps(_stable(model.config.to_diff_dict()), sort_keys=True, default=str)
+    state.update(config.encode())
+    for name, tensor in sorted(chain.from_iterable(map(_stored, model.state_dict().items()))):
+        bits = tensor.detach().reshape(-1)
+        if bits.is_complex():
+            bits = torch.view_as_real(bits).reshape(-1)
+        bits = bits.view(_INTEGERS[bits.element_size()])
+        total = sum(int(chunk.sum(dtype=torch.int64)) for chunk in torch.split(bits, _CHUNK)) % (1 << 64)
+        state.update(f"{name} {tuple(tensor.shape)} {tensor.dtype} {total}\n".encode())
+        state.update(bits[:: max(1, len(bits) // _SAMPLES)].cpu().numpy().tobytes())
+    return state.hexdigest()
+
+
+def _stored(named: tuple[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """The stored tensors of a weight: itself, or the plain tensors inside a quantised one of torchao."""
+    name, tensor = named
+    if not hasattr(tensor, "__tensor_flatten__"):
+        yield named
+        return
+    inner, _ = tensor.__tensor_flatten__()
+    yield from chain.from_iterable(_stored((f"{name}.{part}", getattr(tensor, part))) for part in inner)
+
+
+def _stable(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(key): _stable(item) for key, item in value.items() if key not in _VOLATILE}
+    if isinstance(value, (list, tuple)):
+        return [_stable(item) for item in value]
+    return value
+
+
+class OutputHead:
+    """The last linear layer of a model, and the scaling of its logits.
+
+    Args:
+        layer: the linear layer.
+        scale: factor of its output.
+        soft_cap: c if the logits are c * tanh(logits / c), or None.
+    """
+
+    def __init__(self, layer: torch.nn.Linear, scale: float, soft_cap: float | None) -> None:
+        self._layer = layer
+        self._scale = scale
+        self._soft_cap = soft_cap
+
+    @property
+    def size(self) -> int:
+        """Length of a hidden state."""
+        return self._layer.in_features
+
+    @contextmanager
+    def hidden_in_place_of_logits(self, kept: int) -> Iterator[list[Tensor]]:
+        """Within this context, forwards append the hidden states (n, kept, d) of the last positions to the result.
+
+        Their logits are those of one position only, because computing the product for all costs the most.
+        """
+        taken: list[Tensor] = []
+
+        def take(_: torch.nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...]:
+            taken.append(given[0][:, -kept:].clone())
+            return (given[0][:, -1:], *given[1:])
+
+        handle = self._layer.register_forward_pre_hook(take)
+        try:
+            yield taken
+        finally:
+            handle.remove()
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """The logits of hidden states, computed from the weights that clients receive."""
+        logits = self._layer(hidden)
+        if self._scale != 1:
+            logits = logits * self._scale
+        return logits if self._soft_cap is None else self._soft_cap * torch.tanh(logits / self._soft_cap)
+
+    def answer(self, query: HeadQuery) -> NDArray[np.float32]:
+        """The part of the head that a query requests."""
+        bias = self._layer.bias
+        if query.part == "facts":
+            return pack_facts(self._scale, self._soft_cap, bias is not None)
+        if query.part == "bias":
+            # A client may request the bias of a model that has none.
+            numbers = torch.zeros(self._layer.out_features) if bias is None else bias.detach().float().cpu()
+            return np.asarray(numbers.numpy())
+        weights = self._layer.weight[query.first : query.first + query.count].detach().cpu().contiguous()
+        return pack_numbers(numbers_of(weights)).ravel()
+
+
+def numbers_of(tensor: Tensor) -> NDArray[Any]:
+    """A tensor as a numpy array; bfloat16 as its bits, because numpy lacks the type."""
+    return (tensor.view(torch.uint16) if tensor.dtype is torch.bfloat16 else tensor).numpy()
+
+
+def find_head(model: PreTrainedModel, vocab_size: int) -> OutputHead | None:
+    """The head of a model, if it computes the model's logits from hidden states; else None, with a line in the log."""
+    layer: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]  # transformers is partly untyped
+    is_plain = type(layer) is torch.nn.Linear and layer.out_features == vocab_size
+    if not is_plain or layer.weight.dtype is not model.dtype or model.dtype not in _HEAD_TOLERANCE:
+        _log.info("the model has no plain linear head: its hidden states are not served")
+        return None
+    config = model.config.get_text_config(decoder=True)
+    scale = float(getattr(config, "logit_scale", None) or 1.0) / float(getattr(config, "logits_scaling", None) or 1.0)
+    head = OutputHead(layer, scale, getattr(config, "final_logit_softcapping", None))
+    ids = torch.tensor([[0, vocab_size // 2, vocab_size - 1]], device=model.device)
+    with torch.inference_mode():
+        expected = model(input_ids=ids).logits.float()
+        with head.hidden_in_place_of_logits(3) as taken:
+            model(input_ids=ids)
+        found = head.logits(taken[0]).float() if len(taken) == 1 else expected[:, :0]
+    # Relative to the deviation: the logits of an untrained model are tiny.
+    limit = _HEAD_TOLERANCE[model.dtype] * expected.std()
+    if found.shape != expected.shape or not (found - expected).abs().max() <= limit:
+        _log.info("the head does not give the model's logits: the hidden states are not served")
+        return None
+    return head
