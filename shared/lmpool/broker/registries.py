@@ -15,7 +15,7 @@ from redis.exceptions import ResponseError
 
 from lmpool.broker import scripts
 from lmpool.broker.connection import CommandConnection
-from lmpool.broker.readers import read_hashes
+from lmpool.broker.scripts import read_hashes
 from lmpool.errors import ProtocolError, SettingsError, UnknownTokenizer, UnknownTokenSet, UnknownVocabulary
 from lmpool.protocol.adapter import (
     GENERATION_FIELD,

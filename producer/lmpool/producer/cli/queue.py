@@ -12,7 +12,7 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from lmpool.broker import scripts
-from lmpool.broker.readers import MAX_WORKERS, read_lanes, read_queue
+from lmpool.broker.scripts import MAX_WORKERS, read_lanes, read_queue
 from lmpool.cli import Terminal, say, say_json
 from lmpool.errors import ProtocolError, QueueCleared, SettingsError, UnknownModel
 from lmpool.producer.cli.options import AsJson, Prefix, RedisUrl, run, with_server

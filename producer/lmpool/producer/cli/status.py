@@ -21,7 +21,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from lmpool.broker.readers import QueueState, read_lanes
+from lmpool.broker.scripts import QueueState, read_lanes
 from lmpool.broker.server import Server
 from lmpool.cli import Terminal, say_json
 from lmpool.errors import LMPoolError, SettingsError, printable

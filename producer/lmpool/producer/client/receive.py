@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from lmpool import errors
 from lmpool.aio import delays
-from lmpool.broker.readers import stream_entries
+from lmpool.broker.scripts import stream_entries
 from lmpool.errors import CorruptRow, LMPoolError, ModelMismatch, ProtocolError, WorkerError
 from lmpool.producer.client.connections import TROUBLE, Connections, Tasks
 from lmpool.producer.client.requests import PendingRequest, PendingRequests, Stage

@@ -443,7 +443,7 @@ class Session:
             return await self._discovery.info(model)
         except UnknownModel as error:
             if not error.is_loading:
-                # A server that takes no writes has refused a worker's info too, and no further worker helps.
+                # A server that accepts no writes has refused a worker's info too, and no further worker helps.
                 await self._connections.check_writes(model or "")
             if model and self._waits_when_absent:
                 await self._discovery.want(model)

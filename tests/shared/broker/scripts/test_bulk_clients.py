@@ -226,7 +226,7 @@ async def test_what_others_have_joined_does_not_go_back(redis: redis_async.Redis
     await submit(redis, *range(10, 40), reply=X)
     await register(redis, size=1)
     assert await submit(redis, 60, reply=B) == "Q"
-    assert await in_stream(redis) == [0, 1, 7]
+    assert await in_stream(redis) == [0, 1, 7, 60]
     assert (await compute(redis))[:4] == [0, 1, 7, 60]
 
 

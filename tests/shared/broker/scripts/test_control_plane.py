@@ -9,7 +9,7 @@ import pytest
 import redis.asyncio as redis_async
 
 from lmpool.broker import scripts
-from lmpool.broker.readers import read_alive, read_consumers, read_hashes
+from lmpool.broker.scripts import read_alive, read_consumers, read_hashes
 from lmpool.errors import UnknownModel
 from lmpool.producer.client.discovery import Discovery
 from lmpool.protocol.keys import GROUP, Keys

@@ -14,7 +14,7 @@ from redis.exceptions import RedisError, ResponseError
 
 from lmpool.broker import scripts
 from lmpool.broker.connection import CommandConnection
-from lmpool.broker.readers import Entries, Fields, entries_by_stream, read_queue
+from lmpool.broker.scripts import Entries, Fields, entries_by_stream, read_queue
 from lmpool.errors import (
     ProtocolError,
     ServerError,
