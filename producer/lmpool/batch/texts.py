@@ -9,8 +9,8 @@ from lmpool.batch.kinds import Ids, Kind, Text
 from lmpool.batch.lines import Fields, Line
 from lmpool.errors import InvalidPrompt
 from lmpool.producer.tokenizer import Tokenizer
+from lmpool.protocol.job import encode_prompt
 from lmpool.protocol.model_info import ModelInfo
-from lmpool.protocol.prompt import encode_prompt
 
 
 class Failed(NamedTuple):

@@ -20,9 +20,8 @@ from typer.testing import CliRunner
 from lmpool.broker.server import Server
 from lmpool.errors import LMPoolError, SettingsError, WorkerError
 from lmpool.producer.cli.dead_letters import DeadLetters, dead_app, letters_table, read_letter, shortened
-from lmpool.protocol.job import Failure, Job
+from lmpool.protocol.job import Failure, Job, digest_of
 from lmpool.protocol.model_info import ModelInfo
-from lmpool.protocol.prompt import digest_of
 from lmpool.synthetic import synthetic_row
 from tests.support.pool import DEADLINE_S, Pool, V, lmpool_command, run_lmpool, until
 

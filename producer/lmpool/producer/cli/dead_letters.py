@@ -23,10 +23,18 @@ from lmpool.producer.cli.options import AsJson, ModelName, Prefix, RedisUrl, run
 from lmpool.producer.cli.status import WHOLE, Column, fitting
 from lmpool.producer.client.discovery import Discovery
 from lmpool.protocol.adapter import name_of, revision_of
-from lmpool.protocol.job import Failure, Job, unpack_failure, unpack_job
+from lmpool.protocol.job import (
+    Failure,
+    Job,
+    check_encoded,
+    decode_ids,
+    digest_of,
+    query_digest,
+    unpack_failure,
+    unpack_job,
+)
 from lmpool.protocol.keys import JOB_FIELD, Keys, ModelKeys
 from lmpool.protocol.model_info import ModelInfo
-from lmpool.protocol.prompt import check_encoded, decode_ids, digest_of, query_digest
 from lmpool.protocol.query import (
     FreshQuery,
     GenerateQuery,

@@ -18,7 +18,7 @@ from lmpool.errors import ProtocolError, QueueCleared, SettingsError, UnknownMod
 from lmpool.producer.cli.options import AsJson, Prefix, RedisUrl, run, with_server
 from lmpool.producer.cli.status import Column, fitting, seconds
 from lmpool.producer.client.discovery import Discovery
-from lmpool.protocol.job import Failure, unpack_job
+from lmpool.protocol.job import Failure, digest_of, query_digest, unpack_job
 from lmpool.protocol.keys import (
     BULK,
     BULK_TIME,
@@ -31,7 +31,6 @@ from lmpool.protocol.keys import (
     Keys,
     ModelKeys,
 )
-from lmpool.protocol.prompt import digest_of, query_digest
 from lmpool.settings import check_name
 
 T = TypeVar("T")

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lmpool.errors import WorkerError
-from lmpool.protocol.prompt import decode_ids
+from lmpool.protocol.job import decode_ids
 from lmpool.workers.backends.row_encoder import expected_at
 from lmpool.workers.execution.contract import QUERY_ERRORS, BackendJob, failure_of
 

@@ -20,7 +20,7 @@ from lmpool.errors import (
     ServerError,
     WorkerError,
 )
-from lmpool.protocol.job import MAX_JOB_BYTES, Failure, Job, unpack_job
+from lmpool.protocol.job import MAX_JOB_BYTES, Failure, Job, decode_ids, digest_of, query_digest, unpack_job
 from lmpool.protocol.keys import (
     BULK,
     GROUP,
@@ -32,7 +32,6 @@ from lmpool.protocol.keys import (
     ModelKeys,
 )
 from lmpool.protocol.model_info import LIMITS, ModelInfo
-from lmpool.protocol.prompt import decode_ids, digest_of, query_digest
 from lmpool.protocol.query import (
     FreshQuery,
     GenerateQuery,

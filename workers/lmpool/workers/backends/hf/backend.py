@@ -16,11 +16,10 @@ from torch import Tensor
 
 from lmpool.errors import SettingsError
 from lmpool.protocol.adapter import qualify
-from lmpool.protocol.hidden import pack_numbers
+from lmpool.protocol.job import decode_ids
 from lmpool.protocol.model_info import ModelInfo
-from lmpool.protocol.prompt import decode_ids
 from lmpool.protocol.query import HeadQuery
-from lmpool.protocol.row import Encoding, NewRows, RowBlock, VectorBlock
+from lmpool.protocol.row import Encoding, NewRows, RowBlock, VectorBlock, pack_numbers
 from lmpool.workers.backends.checkpoint import checkpoint_source
 from lmpool.workers.backends.hf.adapters import HfAdapters
 from lmpool.workers.backends.hf.batching import (

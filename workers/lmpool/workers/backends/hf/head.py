@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from lmpool.protocol.hidden import pack_facts, pack_numbers
 from lmpool.protocol.query import HeadQuery
+from lmpool.protocol.row import pack_facts, pack_numbers
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}

@@ -30,7 +30,7 @@ from torch import Tensor
 from tqdm import std as tqdm  # type: ignore[import-untyped]
 
 from lmpool.errors import WorkerError
-from lmpool.protocol.prompt import decode_ids
+from lmpool.protocol.job import decode_ids
 from lmpool.workers.backends.positions import PositionAnswers
 from lmpool.workers.backends.requirements import first_line
 from lmpool.workers.backends.sglang.positions import PositionTap, tells_positions
