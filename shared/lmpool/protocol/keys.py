@@ -131,9 +131,9 @@ class ModelKeys:
         """Hash: digest of a prompt in the backlog -> "SINCE[,TOKENS] LIFETIME HOME JOB": when it was queued, in ms
         since 1970; the tokens that a continuation may generate; for how many ms its client waits; its home or ""."""
         self.virtual_time: Final = base + b":virtual_time"
-        """Sorted set of virtual times. Reply key -> start time of the client's last prompt in the backlog; reply key
-        and ":tokens" -> that of its last continuation; "", "continued" and "bulk" -> start time of the prompt of this kind
-        that moved up last; "owed:continued" and "owed" -> ended jobs that count towards the next turn of the kind."""
+        """Sorted set: reply key -> start time of the client's last prompt in the backlog; reply key and
+        ":tokens" -> that of its last continuation. "", "continued" and "bulk" -> start time of the prompt of this
+        kind that moved up last. "owed:continued", "owed" -> ended jobs that count towards the kind's next turn."""
         self.sole_client: Final = base + b":sole_client"
         """String: reply key of a client that asks alone and has more jobs in the streams than their capacity; "" if it
         had to give way recently; expires."""
@@ -153,9 +153,9 @@ class ModelKeys:
         """Prefix of the keys of clients that wait for a prompt; expire.
 
         If one client waits alone, a string: its reply key, a newline, and the entry or "later". Otherwise a hash
-        {"job": entry or "later", reply key: ""}. An entry of `jobs` is its id; an entry of a lane is the id, a
-        space, and the worker of the lane. "later" means that the job is in the backlog, "done" that the row was just stored. The
-        field "keep" stands for an operator who has queued the job again.
+        {"job": entry or "later", reply key: ""}. An entry of `jobs` is its id; an entry of a lane is the id, a space,
+        and the worker of the lane. "later" means that the job is in the backlog, "done" that the row was just stored.
+        The field "keep" stands for an operator who has queued the job again.
         """
         self.wanted: Final = base + b":wanted"
         """String, empty: clients wait for a model that has no info; expires."""

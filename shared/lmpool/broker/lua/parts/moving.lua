@@ -4,7 +4,7 @@
 -- include waiting
 
 -- Max entries read per command, because one job may have 16 MiB; max lanes that one call visits.
-local MAX_PART, MAX_LANES = 4, 8
+local MAX_PART, MAX_LANES = 16, 8
 -- Max jobs that one call moves, and the bytes that it may still move.
 local MAX_MOVED, bytes_left = 128, 524288
 -- Digits of a time in ms; bytes of a digest. Longer values in an entry are not ours.
