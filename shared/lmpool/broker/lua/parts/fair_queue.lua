@@ -5,15 +5,6 @@
 
 -- include moving
 
--- Batches for each worker that wait in the streams: enough until the next batch has ended and more prompts move up.
-local BATCHES = 3
--- Batches of each worker that count as held. The lengths of lanes include held jobs, and asking each lane would take long.
-local HELD_BATCHES = 2
--- Batches for each worker, waiting and held, up to which bulk clients add jobs: one is computed, one is next. Continuations get
--- one batch more, so that bulk clients never keep them out.
-local BULK_BATCHES, CONTINUED_BATCHES = 2, 3
--- Jobs in the streams while no worker is known.
-local WITHOUT_WORKERS = 128
 -- Max jobs and bytes that move back when a client that asked alone has to give way: a little more than it may have (submit.lua).
 local MAX_BACK, MAX_BYTES_BACK = 1300, 1300 * 2048
 -- How long no bulk client counts as alone after one had to give way, in ms: as long as workers expect more prompts of interactive
@@ -50,20 +41,6 @@ local function count_at(command, key)
     return 0
   end
   return count
-end
-
--- How many jobs the streams may take, negative if they hold too many: rows, bulk prompts, and continuations. Last, how many jobs
--- they have.
-local function spare_capacity()
-  local batch, waiting, laned = tonumber(redis.pcall('HGET', capacities, '')) or 0, redis.call('XLEN', jobs), in_lanes()
-  local depth = waiting + laned
-  local spare = (batch > 0 and BATCHES * batch or WITHOUT_WORKERS) - (waiting - group_at(jobs).pending)
-  if laned > 0 or has_lanes then
-    spare = spare + HELD_BATCHES * batch - laned
-  end
-  local bulk = (batch > 0 and BULK_BATCHES * batch or WITHOUT_WORKERS / 2) - depth
-  local continued = bulk + (CONTINUED_BATCHES - BULK_BATCHES) * batch
-  return spare, math.min(spare, bulk), math.min(spare, continued), depth
 end
 
 -- A start time in "virtual_time"; 0 if it is no finite number.

@@ -1,4 +1,4 @@
--- Choosing the lane of a job, for the scripts that include it. See "Lanes" in docs/design/queue.md.
+-- The capacity of the streams, and the lane of a job, for the scripts that include it. See "Lanes" in docs/design/queue.md.
 --
 -- A job goes to the lane of its home unless that lane is much longer than the mean; other jobs go to the shortest lane. Siblings,
 -- which continue the same prompt, leave their home together. While one lane is shorter than half of the mean, no home's lane
@@ -7,6 +7,15 @@
 -- include streams
 -- include time
 
+-- Batches for each worker that wait in the streams: enough until the next batch has ended and more prompts move up.
+local BATCHES = 3
+-- Batches of each worker that count as held. The lengths of lanes include held jobs, and asking each lane would take long.
+local HELD_BATCHES = 2
+-- Batches for each worker, waiting and held, up to which bulk clients add jobs: one is computed, one is next. Continuations get
+-- one batch more, so that bulk clients never keep them out.
+local BULK_BATCHES, CONTINUED_BATCHES = 2, 3
+-- Jobs in the streams while no worker is known.
+local WITHOUT_WORKERS = 128
 -- A home's lane may have FACTOR times the mean and SLACK jobs more. SLACK keeps short lanes from moving single jobs.
 local FACTOR, SLACK = 1.25, 2
 -- Share of the mean below which a lane is short enough for other lanes to give up jobs.
@@ -25,6 +34,20 @@ local open, length, added = {}, {}, {}
 local shortest, mean, max_length, opened_at = {}, 0, 0, nil
 -- The worker that took the previous siblings of the next job, if they left their home.
 local sibling_worker
+
+-- How many jobs the streams may take, negative if they hold too many: rows, bulk prompts, and continuations. Last, how many jobs
+-- they have.
+local function spare_capacity()
+  local batch, waiting, laned = tonumber(redis.pcall('HGET', capacities, '')) or 0, redis.call('XLEN', jobs), in_lanes()
+  local depth = waiting + laned
+  local spare = (batch > 0 and BATCHES * batch or WITHOUT_WORKERS) - (waiting - group_at(jobs).pending)
+  if laned > 0 or has_lanes then
+    spare = spare + HELD_BATCHES * batch - laned
+  end
+  local bulk = (batch > 0 and BULK_BATCHES * batch or WITHOUT_WORKERS / 2) - depth
+  local continued = bulk + (CONTINUED_BATCHES - BULK_BATCHES) * batch
+  return spare, math.min(spare, bulk), math.min(spare, continued), depth
+end
 
 -- Whether a worker takes jobs: it has a capacity, and its deadline has not passed.
 local function is_open(worker)

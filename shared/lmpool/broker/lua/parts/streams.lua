@@ -5,6 +5,11 @@
 
 -- include names
 
+-- Whether a reply key belongs to a bulk client.
+local function is_bulk_client(reply)
+  return type(reply) == 'string' and string.find(reply, bulk_replies, 1, true) ~= nil
+end
+
 -- The stream and the id of an entry, and the worker if the stream is a lane.
 local function locate(entry)
   local id, worker = string.match(entry, '^(%S+) (.*)$')

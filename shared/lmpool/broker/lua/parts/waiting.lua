@@ -8,11 +8,6 @@
 -- Lifetime of a waiting key whose own lifetime another client removed.
 local FALLBACK_MS = 60000
 
--- Whether a reply key belongs to a bulk client.
-local function is_bulk_client(reply)
-  return type(reply) == 'string' and string.find(reply, bulk_replies, 1, true) ~= nil
-end
-
 -- Returns the job's entry, LATER, DONE or false; the reply key if one client waits alone; and whether the key holds anything
 -- else than clients.
 local function read_waiting(waiting)

@@ -20,114 +20,33 @@ local reply, lifetime = KEYS[2], ARGV[2]
 local row_check, again = ARGV[3], ARGV[4] == '1'
 local HEAD = 5
 local limit, count = tonumber(ARGV[1]), tonumber(ARGV[5])
-local existing = again and 0 or redis.call('EXISTS', backlog, unpack(KEYS, 3))
-local depth = redis.call('XLEN', jobs)
-local is_simple = not again and existing == 0 and depth + count <= limit
-    and (tonumber(redis.pcall('ZSCORE', lanes, '')) or 0) <= 0
-if is_simple and depth == 0 and #ARGV == HEAD + 1 then
+local existing = again and 1 or redis.call('EXISTS', backlog, unpack(KEYS, 3))
+if #ARGV == HEAD + 1 and existing == 0 and limit > 0 and redis.call('XLEN', jobs) == 0
+    and (tonumber(redis.pcall('ZSCORE', lanes, '')) or 0) <= 0 then
   -- One new prompt without a home in an empty queue: its client waits for nothing else, so this comes before all other cases.
   redis.call('SET', KEYS[3], reply .. '\n' .. redis.call('XADD', jobs, '*', 'm', ARGV[6], 'u', lifetime), 'PX', lifetime)
   return 'Q'
 end
 
+-- include lanes
 -- include strings
 
 -- Jobs beyond the capacity that a client may have in the streams while it asks alone, and max bytes of each: fair_queue.lua can move
 -- them back in one call. Lifetime of the key that names the client.
 local SOLE_EXTRA, SOLE_MAX_BYTES, SOLE_MS = 1200, 2048, 3600000
--- Outcomes; waiting keys and values to set; by waiting key, the outcome of the same prompt later in this call.
-local outcome, fresh, is_done, sole_waiter = {}, {}, {}, reply .. '\n'
-
--- Write the waiting keys of new prompts.
-local function set_fresh()
-  if not set_together(fresh, lifetime) then
-    for at = 1, #fresh, 2 do
-      local waiting = fresh[at]
-      redis.call('SET', waiting, fresh[at + 1], 'PX', lifetime)
-    end
-  end
-end
-
--- A client that asks alone of a single worker. Defining the functions below would take as long as a few prompts.
-if is_simple and depth + count <= SOLE_EXTRA and #ARGV <= HEAD + 2 * count and redis.pcall('GET', sole_client) == reply
-    and not string.find(reply, bulk_replies, 1, true) and redis.pcall('HLEN', capacities) == 2 then
-  for i = 1, count do
-    is_simple = is_simple and #ARGV[HEAD + i] <= SOLE_MAX_BYTES
-  end
-  for i = 1, is_simple and count or 0 do
-    local waiting = KEYS[2 + i]
-    outcome[i] = is_done[waiting] or 'Q'
-    if outcome[i] == 'Q' then
-      -- With the digest, because the job may have to move back.
-      local tag = lifetime .. ' ' .. string.sub(waiting, -16)
-      fresh[#fresh + 1] = waiting
-      fresh[#fresh + 1] = sole_waiter .. redis.call('XADD', jobs, '*', 'm', ARGV[HEAD + i], 'u', tag)
-      is_done[waiting] = 'J'
-    end
-  end
-  if is_simple then
-    set_fresh()
-    redis.call('PEXPIRE', sole_client, SOLE_MS)
-    return table.concat(outcome)
-  end
-end
-
--- include fair_queue
-
--- A client may have SHARE times as many prompts in the backlog as there are free slots: one client alone gets nine tenths of the
--- limit, and another client always finds some free.
-local SHARE = 9
--- Max bytes of a reference to a row in shared memory.
-local MAX_REFERENCE = 292
-
 local is_bulk, first_cost = is_bulk_client(reply), HEAD + 2 * count
 local is_continued = #ARGV > first_cost
 local kind = is_bulk and BULK or is_continued and CONTINUED or nil
-local in_backlog = count_at('ZCARD', backlog)
--- Prompts that are all new need no check each.
-local is_new = not again and existing == (in_backlog > 0 and 1 or 0)
-local free_rows, free_bulk, free_continued, sole
-free_rows, free_bulk, free_continued, depth = spare_capacity()
-if free_bulk < 0 or is_bulk then
-  sole = redis.pcall('GET', sole_client)
-  -- A bulk client gives way to all other clients, an interactive client to interactive clients only.
-  local excess = is_bulk_client(sole) and -free_bulk or is_bulk and 0 or -free_rows
-  if sole ~= reply and sole ~= GAVE_WAY and excess > 0 then
-    give_way(excess, sole)
-    in_backlog, free_rows, free_bulk, free_continued, depth = count_at('ZCARD', backlog), spare_capacity()
-  end
-end
+local free_rows, free_bulk, free_continued, depth = spare_capacity()
 local free = is_bulk and free_bulk or is_continued and free_continued or free_rows
-if sole ~= reply then
-  free = math.max(0, free)
-end
--- Jobs beyond the capacity for a client that asks alone. Continuations take too long for that.
-local may_be_alone = not is_bulk or sole == reply or free_bulk >= 0 and sole ~= GAVE_WAY
-local extra = worker_count > 0 and not is_continued and may_be_alone and SOLE_EXTRA or 0
--- Prompts in the backlog that go before this client's.
-local ahead = in_backlog
-if ahead > 0 and not is_bulk then
-  ahead = in_backlog - count_of(BULK) - (is_continued and 0 or count_of(CONTINUED))
-end
-
+local sole = (free < count or free_bulk < 0) and redis.pcall('GET', sole_client)
+-- Outcomes; waiting keys and values to set; by waiting key, the outcome of the same prompt later in this call.
+local outcome, fresh, is_done, sole_waiter = {}, {}, {}, reply .. '\n'
 local homes, is_sibling = {}, {}
 for i = 1, math.min(count, #ARGV - HEAD - count) do
   homes[i] = ARGV[HEAD + count + i]
   if homes[i] == '=' and i > 1 then
     homes[i], is_sibling[i] = homes[i - 1], true
-  end
-end
-
--- Start times and stored jobs for the backlog; waiting keys that other clients wait in.
-local order, stored, has_others, since, now, last = {}, {}, {}, nil, nil, nil
-local is_alone = false
-
-local function register(waiting, entry)
-  if has_others[waiting] then
-    redis.call('HSET', waiting, 'job', entry, reply, '')
-    redis.call('PEXPIRE', waiting, lifetime)
-  else
-    fresh[#fresh + 1], fresh[#fresh + 2] = waiting, sole_waiter .. entry
   end
 end
 
@@ -144,6 +63,105 @@ local function to_stream(i, may_go_back, is_announced)
   return add_job(worker, kind, 'm', ARGV[HEAD + i], 'u', tag)
 end
 
+-- Write the waiting keys of new prompts and the lengths of lanes.
+local function finish()
+  if not set_together(fresh, lifetime) then
+    for at = 1, #fresh, 2 do
+      local waiting = fresh[at]
+      redis.call('SET', waiting, fresh[at + 1], 'PX', lifetime)
+    end
+  end
+  count_added()
+end
+
+-- Whether a client that is known to ask alone may add all prompts of this call.
+local function is_known_alone()
+  if sole ~= reply or kind or depth + count > SOLE_EXTRA then
+    return false
+  end
+  for i = HEAD + 1, HEAD + count do
+    if #ARGV[i] > SOLE_MAX_BYTES then
+      return false
+    end
+  end
+  return true
+end
+
+-- Nearly always all prompts are new and go to the streams. Defining the functions for the other cases would take as long as a few
+-- prompts.
+if existing == 0 and depth + count <= limit then
+  local is_alone = free < count and is_known_alone()
+  if is_alone or free >= count and (is_bulk or free_bulk >= 0 or not is_bulk_client(sole)) then
+    local announced, homeless = {}, count
+    open_lanes(count)
+    for i = 1, has_lanes and count or 0 do
+      -- All homes count first, so that the mean is the mean of the whole call.
+      announced[i] = announce(homes[i])
+      homeless = homeless - (announced[i] and 1 or 0)
+    end
+    level_lanes(homeless)
+    for i = 1, count do
+      local waiting = KEYS[2 + i]
+      outcome[i] = is_done[waiting] or 'Q'
+      if not is_done[waiting] then
+        fresh[#fresh + 1], fresh[#fresh + 2] = waiting, sole_waiter .. to_stream(i, is_alone, announced[i])
+        is_done[waiting] = 'J'
+      end
+    end
+    finish()
+    if is_alone then
+      redis.call('PEXPIRE', sole_client, SOLE_MS)
+    end
+    return table.concat(outcome)
+  end
+end
+
+-- include fair_queue
+
+-- A client may have SHARE times as many prompts in the backlog as there are free slots: one client alone gets nine tenths of the
+-- limit, and another client always finds some free.
+local SHARE = 9
+-- Max bytes of a reference to a row in shared memory.
+local MAX_REFERENCE = 292
+
+local in_backlog = count_at('ZCARD', backlog)
+-- Prompts that are all new need no check each.
+local is_new = not again and existing == (in_backlog > 0 and 1 or 0)
+if free_bulk < 0 or is_bulk then
+  sole = redis.pcall('GET', sole_client)
+  -- A bulk client gives way to all other clients, an interactive client to interactive clients only.
+  local excess = is_bulk_client(sole) and -free_bulk or is_bulk and 0 or -free_rows
+  if sole ~= reply and sole ~= GAVE_WAY and excess > 0 then
+    give_way(excess, sole)
+    in_backlog, free_rows, free_bulk, free_continued, depth = count_at('ZCARD', backlog), spare_capacity()
+    free = is_bulk and free_bulk or is_continued and free_continued or free_rows
+  end
+end
+if sole ~= reply then
+  free = math.max(0, free)
+end
+-- Jobs beyond the capacity for a client that asks alone. Continuations take too long for that.
+local may_be_alone = not is_bulk or sole == reply or free_bulk >= 0 and sole ~= GAVE_WAY
+local extra = worker_count > 0 and not is_continued and may_be_alone and SOLE_EXTRA or 0
+-- Prompts in the backlog that go before this client's.
+local ahead = in_backlog
+if ahead > 0 and not is_bulk then
+  ahead = in_backlog - count_of(BULK) - (is_continued and 0 or count_of(CONTINUED))
+end
+
+-- Start times and stored jobs for the backlog; waiting keys that other clients wait in.
+local order, stored, has_others, since, now, last = {}, {}, {}, nil, nil, nil
+local is_alone = false
+
+local function register(waiting, entry)
+  if has_others[waiting] then
+    redis.call('HSET', waiting, 'job', entry, reply, '')
+    redis.call('PEXPIRE', waiting, lifetime)
+  else
+    fresh[#fresh + 1], fresh[#fresh + 2] = waiting, sole_waiter .. entry
+  end
+end
+
 -- The tokens that a prompt may generate; 1 for a row.
 local function cost_of(i)
   return is_continued and math.max(1, tonumber(ARGV[first_cost + i]) or 1) or 1
@@ -158,7 +176,7 @@ local function next_start(i)
   return last + cost_of(i)
 end
 
-local function queue(i, is_announced)
+local function queue(i)
   local waiting, job = KEYS[2 + i], ARGV[HEAD + i]
   if depth + in_backlog >= limit then
     return 'F'
@@ -168,7 +186,7 @@ local function queue(i, is_announced)
       redis.call('SET', sole_client, reply, 'PX', SOLE_MS)
       is_alone = true
     end
-    register(waiting, to_stream(i, free <= 0, is_announced))
+    register(waiting, to_stream(i, free <= 0, false))
     depth, free = depth + 1, free - 1
     return 'Q'
   end
@@ -252,25 +270,16 @@ local function join(i, waiting)
 end
 
 open_lanes(count)
-local announced, homeless = {}, count
-if has_lanes and is_new and ahead == 0 and free + extra >= count then
-  -- All prompts go to lanes now, so the mean is the mean of the whole call.
-  for i = 1, count do
-    announced[i] = announce(homes[i])
-    homeless = homeless - (announced[i] and 1 or 0)
-  end
-end
-level_lanes(homeless)
+level_lanes(count)
 for i = 1, count do
   local waiting = KEYS[2 + i]
   outcome[i] = is_done[waiting]
   if not outcome[i] then
-    outcome[i] = not is_new and (is_cached(KEYS[2 + count + i]) and 'R' or join(i, waiting)) or queue(i, announced[i])
+    outcome[i] = not is_new and (is_cached(KEYS[2 + count + i]) and 'R' or join(i, waiting)) or queue(i)
     is_done[waiting] = outcome[i] == 'Q' and 'J' or outcome[i]
   end
 end
-set_fresh()
-count_added()
+finish()
 if #order > 0 then
   to_backlog(order, stored)
 end
