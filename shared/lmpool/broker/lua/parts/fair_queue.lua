@@ -1,32 +1,26 @@
 -- The order of a model's prompts, for the scripts that include it. See "Fair queueing" and "Priorities" in docs/design/queue.md.
 --
--- The streams hold a few batches for each worker. Further prompts wait in the backlog, ordered by virtual start time, and move up
--- as jobs end. The server serves no other client while a script runs, so each call moves a bounded number of prompts.
+-- The server serves no other client while a script runs, so each call moves a bounded number of prompts.
 
 -- include moving
 
 -- Max jobs and bytes that move back when a client that asked alone has to give way: a little more than it may have (submit.lua).
 local MAX_BACK, MAX_BYTES_BACK = 1300, 1300 * 2048
--- How long no bulk client counts as alone after one had to give way, in ms: as long as workers expect more prompts of interactive
--- clients (QUIET_S in yielding.py).
+-- How long no bulk client counts as alone after one gave way, in ms: as long as workers expect interactive prompts (QUIET_S).
 local GAVE_WAY_MS = 60000
 -- Values of sole_client: a client had to give way recently; the server has lost the name.
 local GAVE_WAY, UNKNOWN = '', '?'
 -- Max bytes of the jobs that one call moves up.
 local MAX_MOVED_BYTES = 524288
--- Virtual start times: continuations begin at CONTINUED_TIME, bulk prompts at BULK_TIME. Rows stay below both, and Lua writes 14
--- digits exactly.
-local CONTINUED_TIME, BULK_TIME = 1e11, 1e12
-local ROWS = ''
+-- First virtual start times of continuations and of bulk prompts. Rows stay below both, and Lua writes 14 digits exactly.
+local CONTINUED_TIME, BULK_TIME, ROWS = 1e11, 1e12, ''
 local FIRST_START = {[ROWS] = 0, [CONTINUED] = CONTINUED_TIME, [BULK] = BULK_TIME}
 local FROM = {[ROWS] = '-inf', [CONTINUED] = CONTINUED_TIME, [BULK] = BULK_TIME}
 local TO = {[ROWS] = '(' .. CONTINUED_TIME, [CONTINUED] = '(' .. BULK_TIME, [BULK] = '+inf'}
 -- Of every TURNS jobs that end, one is followed by a job of each kind that yields, however full the streams are.
 local TURNS = 16
--- Members of "virtual_time" besides the reply keys: virtual times under the names of the kinds; the ended jobs that count towards
--- the next turn; a reply key with this suffix has the start time of the client's last continuation.
-local OWED = {[CONTINUED] = 'owed:continued', [BULK] = 'owed'}
-local TOKENS = ':tokens'
+-- Members of "virtual_time": jobs that count towards the next turn; suffix of reply keys for continuations. See keys.py.
+local OWED, TOKENS = {[CONTINUED] = 'owed:continued', [BULK] = 'owed'}, ':tokens'
 -- Max jobs that must end before the next turn: those for a continuation of 8,192 tokens.
 local MAX_OWED = 8192 * TURNS
 -- Max bytes of a stored job whose cost is read when it is cancelled.
@@ -83,8 +77,7 @@ local function read_stored(stored)
 end
 
 -- Have the client that asked alone give way: move the last `excess` jobs of the streams back to the backlog, as many of each lane,
--- with the client's first start times. Only its kind of jobs moves: bulk prompts or rows; all rows and bulk prompts if the server
--- has lost its name.
+-- with the client's first start times. Only its kind moves, rows or bulk prompts; both if the server has lost its name.
 local function give_way(excess, sole)
   local client = type(sole) == 'string' and sole or UNKNOWN
   local kind = is_bulk_client(client) and BULK or nil
@@ -177,8 +170,7 @@ local function pop(kind, count, budget)
   return digests, stored
 end
 
--- Move up to `free` prompts of a kind to the streams, and drop those that no client waits for. Returns the tokens beyond one each
--- that the moved continuations may generate.
+-- Move up to `free` prompts of a kind to the streams, and drop abandoned ones. Returns the tokens beyond one each that they generate.
 local function move_kind(kind, free, budget)
   local added, tokens, now = 0, 0, now_ms()
   while added < free and budget.count > 0 and budget.bytes > 0 do
@@ -193,9 +185,8 @@ local function move_kind(kind, free, budget)
       -- A cancelled prompt has left the backlog, so before its deadline a prompt is waited for.
       if at and (now < deadline or is_wanted(waiting, deadline, now)) then
         local tag, job = lifetime .. ' ' .. digest, string.sub(stored[i], at)
-        local entry =
-          add_job(choose(home), kind ~= ROWS and kind or nil, 'm', job, 'u', tag, 't', since, 'h', home)
-        place(waiting, entry, lifetime)
+        local priority = kind ~= ROWS and kind or nil
+        place(waiting, add_job(choose(home), priority, 'm', job, 'u', tag, 't', since, 'h', home), lifetime)
         added, tokens = added + 1, tokens + (tonumber(cost) or 1) - 1
       else
         redis.call('UNLINK', waiting)

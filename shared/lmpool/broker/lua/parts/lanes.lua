@@ -1,8 +1,7 @@
 -- The capacity of the streams, and the lane of a job, for the scripts that include it. See "Lanes" in docs/design/queue.md.
 --
--- A job goes to the lane of its home unless that lane is much longer than the mean; other jobs go to the shortest lane. Siblings,
--- which continue the same prompt, leave their home together. While one lane is shorter than half of the mean, no home's lane
--- grows beyond the mean. A call reads as many of the shortest lanes as it has jobs, so its time does not grow with the pool.
+-- Siblings are jobs that continue the same prompt: they leave their home together. A call reads as many of the shortest lanes as it
+-- has jobs, so its time does not grow with the number of workers.
 
 -- include streams
 -- include time
@@ -18,12 +17,10 @@ local BULK_BATCHES, CONTINUED_BATCHES = 2, 3
 local WITHOUT_WORKERS = 128
 -- A home's lane may have FACTOR times the mean and SLACK jobs more. SLACK keeps short lanes from moving single jobs.
 local FACTOR, SLACK = 1.25, 2
--- Share of the mean below which a lane is short enough for other lanes to give up jobs.
+-- Share of the mean below which a lane is short enough for homes to give up jobs.
 local UNEVEN = 0.5
--- Max lanes read per call, and lanes read beyond the number of jobs, because some of their workers may have left.
-local MAX_READ, MORE = 1000, 8
--- Max length of a lane that counts: clients may write any number.
-local MAX_LENGTH = 100000
+-- Max lanes read per call; lanes read beyond the jobs, as workers may have left; max length, as clients may write any number.
+local MAX_READ, MORE, MAX_LENGTH = 1000, 8, 100000
 
 -- Workers that take jobs; the hash also holds the sum of their capacities. A single worker reads the shared stream only.
 local worker_count = math.max(0, (tonumber(redis.pcall('HLEN', capacities)) or 0) - 1)

@@ -37,9 +37,8 @@ local function read_entry(entry, suffix)
   }
 end
 
--- Up to `most` jobs of a lane, or of the shared stream for nil, that no worker was given: the first ones, or the last ones in
--- reverse order. The list ends before a job for which `is_end` is true. The jobs stay where they are until `remove_moved`: after
--- an error a job that exists twice is better than a lost one.
+-- Up to `most` jobs of a lane, or of the shared stream for nil, that no worker was given: the first ones, or the last ones in reverse
+-- order, up to a job for which `is_end` is true. They stay until `remove_moved`: after an error, two copies are better than none.
 local function find_to_move(worker, most, is_from_end, is_end)
   local stream, suffix = worker and lane_of .. worker or jobs, worker and ' ' .. worker or ''
   local first, last, found = '(' .. group_at(stream)['last-delivered-id'], '+', {}

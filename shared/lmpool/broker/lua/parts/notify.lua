@@ -1,8 +1,7 @@
 -- Notifying the clients that wait for prompts, for the scripts that include it. ARGV[3] is the cap of a reply stream, ARGV[4] its
 -- lifetime in ms. Clients may write anything to waiting keys and reply streams: it is skipped or replaced.
 
--- Bytes of a digest; clients of one prompt beyond which none is notified, because no real prompt has as many; clients that one call
--- notifies before it starts no further prompt.
+-- Bytes of a digest; max clients of a prompt, more are junk; clients after which a call starts no further prompt.
 local DIGEST_SIZE, MAX_CLIENTS, MAX_NOTIFIED = 16, 10000, 250
 -- By reply key: the message with digests alone; the message that also carries parts of rows; whether the client was notified.
 local plain, carrying, notified = {}, {}, {}
@@ -42,9 +41,8 @@ local function gather(reply, digest, part)
   message.digests[#message.digests + 1], message.parts[#message.parts + 1] = digest, part
 end
 
--- Notify the clients of a prompt, or the one that waits alone: of a failure at once, otherwise by `notify_gathered`. `part` is the
--- row, or its place in the shared memory of `host`. Returns whether all clients were visited, and whether one of them cannot read
--- the row because it is on another host.
+-- Notify the clients of a prompt, or the one that waits alone: of a failure now, otherwise by `notify_gathered`. `part` is the row, or
+-- its place in the memory of `host`. Returns whether all were visited, and whether one is on another host and cannot read the row.
 local function notify_all(waiting, sole, failure, part, host)
   if seen_clients >= MAX_NOTIFIED then
     return false

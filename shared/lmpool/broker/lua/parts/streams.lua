@@ -1,7 +1,5 @@
--- Entries of the shared stream and of the lanes, for the scripts that include it.
---
--- A job is named by the id of its entry in the shared stream, or by the id in a lane, a space, and the worker of the lane. The
--- sorted set `lanes` has the length of each lane, waiting and held jobs together, and their sum under "".
+-- Entries of streams, for the scripts that include it. A job is named by its id in the shared stream, or by the id in a lane, a
+-- space, and the worker. The sorted set `lanes` has the lengths of lanes, waiting and held jobs together, and their sum under "".
 
 -- include names
 

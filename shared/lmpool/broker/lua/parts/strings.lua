@@ -1,7 +1,5 @@
--- Set a list of keys and values with one lifetime in one command, for the scripts that include it.
---
--- Only Redis 8.4, Valkey 9.1 and newer have MSETEX, and some users may not run it. The function checks both first: a failed
--- command would be counted in INFO or logged by ACL LOG. Returns whether all strings were set.
+-- Set a list of keys and values with one lifetime by MSETEX, for the scripts that include it. Only Redis 8.4, Valkey 9.1 and newer
+-- have it, and some users may not run it: check first, because failures are counted or logged. Returns whether all were set.
 local function set_together(strings, lifetime, condition)
   local size = #strings
   if size < 4 or not redis.acl_check_cmd then

@@ -1,7 +1,5 @@
--- The clients that wait for a prompt, for the scripts that include it.
---
--- Nearly always one client waits. The waiting key is then a string: its reply key, a newline, and the job's entry, which takes
--- half as long as a hash. For several clients it is a hash: "job" -> entry, LATER or DONE, and each reply key -> "".
+-- The clients that wait for a prompt, for the scripts that include it. Nearly always one client waits. The waiting key is then a
+-- string, which takes half as long as a hash: its reply key, a newline, and the job's entry. See keys.py.
 
 -- include streams
 

@@ -8,12 +8,12 @@
 -- A job may be the reason why its workers ended. For its last delivery it is taken alone, by a worker that holds nothing else. After
 -- that it is returned with all its deliveries, and the caller gives it up.
 --
--- One call visits the caller's lane, the lanes of some workers whose deadlines have passed, and a part of the held jobs of the shared
--- stream. Workers share the cursor. Jobs that a dead worker was not given are moved by remove_gone.lua.
+-- One call visits the caller's lane, lanes of workers whose deadlines have passed, and a part of the held jobs of the shared stream,
+-- from the cursor that all workers share. remove_gone.lua moves jobs that a dead worker was not given.
 --
--- Returns {alone (0|1), list of {entry, encoded job or its size if it is too large, previous deliveries, fields "u", "t" and "p" or
--- ""}, further calls that are this worker's share of all held jobs}. An empty list with alone = 1 asks the caller to repeat the call
--- when it holds nothing. A bulk prompt that an interactive client has joined has no "p".
+-- Returns {alone (0|1), list of {entry, encoded job or its size if it is too large, previous deliveries, fields "u", "t" and "p"},
+-- further calls that are this worker's share}. An empty list with alone = 1: call again when the caller holds nothing. A bulk prompt
+-- that an interactive client has joined has no "p".
 
 -- include waiting
 -- include time

@@ -1,22 +1,18 @@
 -- End jobs, with a row or with a failure, and notify the clients that wait.
 --
--- KEYS  jobs, dead, then per job: waiting key,
---       and after all of these per job: row key. Where rows are on other masters there are none, and marks are left instead
+-- KEYS  jobs, dead, waiting key of each job, row key of each job (none if rows are on other masters: then marks are left)
 -- ARGV  consumer group, fingerprint, cap of a reply stream, lifetime of a reply stream in ms, cap of the dead letters, consumer,
 --       lifetime of a mark in ms (0 for none), number of jobs, host in whose shared memory the rows are ("" for none),
---       lifetime of the rows to store in ms (0 to store none), then per job: entry,
---       then, if rows are stored, per job: a small row, or with a host a reference to the row; otherwise, with a host, all places
---       in shared memory together (16 bytes per job, zeros for none),
+--       lifetime of the rows to store in ms (0 to store none), entry of each job,
+--       then the rows to store, with a host references to them; or with a host alone all places together (16 bytes each),
 --       then per failed job: its number, the failure (encoded), whether it becomes a dead letter (0|1)
 --
--- The script stores the given rows and puts them into the messages, or for references the places. A row that another worker stored
--- first stays, and clients fetch it. After the server has refused one row, the others are not tried.
---
--- A job is left alone, so that its worker can store the row again, if the row is missing or a client on another host cannot read it.
--- A failed job is left to the worker that holds it now. A row counts whichever worker computed it.
+-- Stored rows, or their places, are sent with the messages. A row that another worker stored first stays, and clients fetch it. A job
+-- is left alone, so that its worker can store the row again, if the row is missing or a client on another host cannot read it. A
+-- failed job is left to the worker that holds it now.
 --
 -- Returns, separated by spaces, how many clients were notified, then the numbers of the jobs that were left alone: with "@" if a
--- client is on another host, with "+" if not all clients were notified in this call and the caller must repeat it.
+-- client is on another host, with "+" if the caller must call again because not all clients were notified.
 
 -- include names
 
@@ -107,8 +103,8 @@ local entries, ended, marked, left, unfinished = {}, {}, {}, {}, {}
 -- Store the row of a job if it is given. Returns whether the row exists, as far as is known, and the part that messages carry.
 local function store(i, failure)
   if is_storing and not failure and not is_refused then
-    local value = ARGV[HEAD + count + i]
-    local outcome = not was_set and redis.pcall('SET', KEYS[2 + count + i], value, 'PX', row_ms, 'NX')
+    local row, value = KEYS[2 + count + i], ARGV[HEAD + count + i]
+    local outcome = not was_set and redis.pcall('SET', row, value, 'PX', row_ms, 'NX')
     is_refused = outcome and outcome.err
     local is_stored = was_set or was_stored or outcome and outcome.ok
     return is_stored, is_stored and (host == '' and value or string.sub(value, PLACE_FIRST, PLACE_LAST))

@@ -3,10 +3,7 @@
 -- KEYS  jobs
 -- ARGV  worker, max jobs to take, patience in ms
 --
--- Half of the waiting jobs of a lane are taken, if its worker holds a batch already or has not read the lane for LATE_MS. Jobs at
--- their home take longer anywhere else, so they are taken only if the first job of the lane has waited for `patience`.
---
--- Returns how many were moved; -1 if no other worker has a lane.
+-- See "Reading" in docs/design/queue.md. Returns how many were moved; -1 if no other worker has a lane.
 
 -- include moving
 

@@ -1,16 +1,9 @@
 -- Register a client for prompts, and queue the prompts that are not queued yet.
 --
--- KEYS  jobs, reply key of the client, then per prompt: waiting key,
---       and if row check is "rows", after all of these per prompt: row key
--- ARGV  queue limit, how long the client waits in ms, row check ("rows"|"marks"|""), again (0|1), number of prompts,
---       then per prompt: encoded job,
---       and if the client knows homes, after all of these per prompt: the worker that is its home, "" for none, "=" for a prompt
---       that continues the same prompt as the previous one,
---       and if all are continuations, after the homes, per prompt: the tokens that it may generate
---
--- row check: where to see that a row is cached: in the row key; in the mark that finish.lua leaves where rows are on other
--- masters; nowhere, because the row must be replaced.
--- again: the caller has waited long. Check that the job still exists.
+-- KEYS  jobs, reply key of the client, waiting key of each prompt, and if row check is "rows": row key of each
+-- ARGV  queue limit, how long the client waits in ms, row check ("rows", "marks" (of finish.lua) or "": replace the row),
+--       again (0|1): check that the jobs still exist, number of prompts, encoded job of each, then optionally the home of each (a
+--       worker, "" for none, "=" if it continues the same prompt as the previous one), then for continuations the tokens of each
 --
 -- Returns one character per prompt: Q queued, J joined an existing job, F refused because the queue is full, R the row is cached.
 
@@ -31,8 +24,8 @@ end
 -- include lanes
 -- include strings
 
--- Jobs beyond the capacity that a client may have in the streams while it asks alone, and max bytes of each: fair_queue.lua can move
--- them back in one call. Lifetime of the key that names the client.
+-- Jobs beyond the capacity for a client that asks alone, and max bytes of each, so that fair_queue.lua can move them back in one
+-- call; lifetime of the key that names the client, in ms.
 local SOLE_EXTRA, SOLE_MAX_BYTES, SOLE_MS = 1200, 2048, 3600000
 local is_bulk, first_cost = is_bulk_client(reply), HEAD + 2 * count
 local is_continued = #ARGV > first_cost
@@ -87,8 +80,7 @@ local function is_known_alone()
   return true
 end
 
--- Nearly always all prompts are new and go to the streams. Defining the functions for the other cases would take as long as a few
--- prompts.
+-- Nearly always all prompts are new and go to the streams. Defining the functions for other cases takes as long as a few prompts.
 if existing == 0 and depth + count <= limit then
   local is_alone = free < count and is_known_alone()
   if is_alone or free >= count and (is_bulk or free_bulk >= 0 or not is_bulk_client(sole)) then
@@ -118,11 +110,8 @@ end
 
 -- include fair_queue
 
--- A client may have SHARE times as many prompts in the backlog as there are free slots: one client alone gets nine tenths of the
--- limit, and another client always finds some free.
-local SHARE = 9
--- Max bytes of a reference to a row in shared memory.
-local MAX_REFERENCE = 292
+-- Prompts in the backlog per free slot that a client may have, so that others always find room; max bytes of a reference to a row.
+local SHARE, MAX_REFERENCE = 9, 292
 
 local in_backlog = count_at('ZCARD', backlog)
 -- Prompts that are all new need no check each.

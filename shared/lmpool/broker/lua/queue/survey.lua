@@ -2,8 +2,8 @@
 --
 -- KEYS  jobs, dead
 --
--- Jobs are removed when they end, so the first entry of a stream is its oldest job, and its id has the time when it was queued.
--- Where workers hold jobs, XPENDING returns that id without the job, which may be large.
+-- Jobs are removed when they end, so the first entry of a stream is its oldest job, and its id has the time of queueing. XPENDING
+-- returns the id of a held job without the job, which may be large.
 --
 -- Returns {number of jobs, ms since the oldest was queued (0 if there is none), number of dead letters, server time in ms}.
 

@@ -5,22 +5,22 @@
 --
 -- One call reads up to MAX_FIELDS fields or MAX_BYTES of each hash.
 --
--- Returns the index for the next call (0 if all is read), and per hash a list: for each field its name, and its value or the size of a
--- value that is too large. In place of the list, the number of fields if there are too many, and -1 if the key is no hash.
+-- Returns the index for the next call (0 if all is read), and per hash a list: for each field its name, and its value or the size of
+-- a value that is too large. In place of the list, the number of fields if there are too many, and -1 if the key holds no hash.
 local MAX_NAME, MAX_FIELDS, MAX_BYTES = 1024, 1000, 1048576
 local most, limit, begin = tonumber(ARGV[1]), tonumber(ARGV[2]), tonumber(ARGV[3])
 local replies, wanted, next_begin = {}, {unpack(ARGV, 4)}, 0
 
-local function read(hash)
-  local values, bytes, names = {}, 0, #wanted > 0 and wanted or redis.call('HKEYS', hash)
+local function read(key)
+  local values, bytes, names = {}, 0, #wanted > 0 and wanted or redis.call('HKEYS', key)
   for at = begin + 1, #names do
     if at > begin + MAX_FIELDS or bytes > MAX_BYTES then
       next_begin = next_begin == 0 and at - 1 or math.min(next_begin, at - 1)
       return values
     end
     local name = names[at]
-    local size = redis.call('HSTRLEN', hash, name)
-    local value = size <= limit and redis.call('HGET', hash, name)
+    local size = redis.call('HSTRLEN', key, name)
+    local value = size <= limit and redis.call('HGET', key, name)
     if #name <= MAX_NAME and (value or size > limit) then
       values[#values + 1], values[#values + 2] = name, value or size
     end
@@ -29,8 +29,8 @@ local function read(hash)
   return values
 end
 
-for i, hash in ipairs(KEYS) do
-  local count = redis.pcall('HLEN', hash)
+for i, key in ipairs(KEYS) do
+  local count = redis.pcall('HLEN', key)
   if type(count) == 'table' then
     if not string.find(count.err or 'WRONGTYPE', 'WRONGTYPE', 1, true) then
       return count
@@ -39,7 +39,7 @@ for i, hash in ipairs(KEYS) do
   elseif count > most and #wanted == 0 then
     replies[i] = count
   else
-    replies[i] = read(hash)
+    replies[i] = read(key)
   end
 end
 return {next_begin, replies}

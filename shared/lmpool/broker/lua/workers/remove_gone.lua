@@ -4,11 +4,10 @@
 -- ARGV  consumer group, max workers and max clients per call, lifetime of the deadlines in ms, whether to add up the lengths of all
 --       lanes (0|1), then workers that are known to be gone
 --
--- The check and the removal are one call: removing a consumer drops the jobs that it holds, and a worker that only seemed dead may
--- take jobs at any moment. Workers with jobs stay, so that the jobs can be claimed.
+-- Removing a consumer drops its held jobs, and a worker that only seemed dead may take jobs at any moment, so the check and the
+-- removal are one call. Workers with jobs stay, so that the jobs can be claimed.
 --
--- Returns how many were removed; whether consumers (or lanes, if lengths were added up) have no deadline (0|1); how many jobs were
--- moved, in which case there may be more.
+-- Returns how many were removed; whether consumers or added lanes have no deadline (0|1); how many jobs were moved (maybe not all).
 
 -- include fair_queue
 
