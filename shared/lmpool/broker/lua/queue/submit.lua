@@ -102,7 +102,7 @@ if existing == 0 and depth + count <= limit then
     end
     finish()
     if is_alone then
-      redis.call('PEXPIRE', sole_client, SOLE_MS)
+      redis.call('SET', sole_client, reply, 'PX', SOLE_MS)
     end
     return table.concat(outcome)
   end
