@@ -45,15 +45,17 @@ end
 
 -- Add a prompt to a stream, with its digest if it may have to move. Returns the entry.
 local function to_stream(i, may_go_back, is_announced)
-  local home = homes[i]
-  local worker, tag = choose(home, is_announced, is_sibling[i]), lifetime
+  local job, home, tag = ARGV[HEAD + i], homes[i] or '', lifetime
+  local worker = has_lanes and choose(home, is_announced, is_sibling[i]) or nil
   if worker or may_go_back or is_bulk then
     tag = lifetime .. ' ' .. string.sub(KEYS[2 + i], -16)
   end
-  if home and home ~= '' then
-    return add_job(worker, kind, 'm', ARGV[HEAD + i], 'u', tag, 'h', home)
+  if home ~= '' then
+    return add_job(worker, kind, 'm', job, 'u', tag, 'h', home)
+  elseif worker or kind then
+    return add_job(worker, kind, 'm', job, 'u', tag)
   end
-  return add_job(worker, kind, 'm', ARGV[HEAD + i], 'u', tag)
+  return redis.call('XADD', jobs, '*', 'm', job, 'u', tag)
 end
 
 -- Write the waiting keys of new prompts and the lengths of lanes.
