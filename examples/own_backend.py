@@ -6,8 +6,8 @@ from itertools import islice
 
 import numpy as np
 
+from lmpool.protocol.job import decode_ids
 from lmpool.protocol.model_info import ModelInfo
-from lmpool.protocol.prompt import decode_ids
 from lmpool.protocol.row import Encoding, RowBlock
 from lmpool.vocabulary import Vocabulary
 from lmpool.workers.execution.contract import BackendJob, BackendStats, Finished, WithoutAdapters

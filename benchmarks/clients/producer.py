@@ -11,8 +11,8 @@ import uvloop
 
 from benchmarks.clients.compare_client import PROMPT_TOKENS, Bursts, Ids, main, probe
 from benchmarks.harness.lines import Handler
+from lmpool.protocol.job import encode_prompt
 from lmpool.protocol.keys import Keys
-from lmpool.protocol.prompt import encode_prompt
 
 _TOGETHER = 32
 # How long `steadily` waits for the last rows.

@@ -23,8 +23,8 @@ from benchmarks.control_plane.script_calls import REPEATS, measure_calls
 from benchmarks.harness.report import NOTES_BEGIN, NOTES_END, Surroundings, read_notes
 from lmpool.broker import scripts
 from lmpool.broker.connection import CommandConnection
-from lmpool.broker.readers import read_queue
 from lmpool.broker.registries import AdapterRegistry
+from lmpool.broker.scripts import read_queue
 from lmpool.broker.server import Server
 from lmpool.embedded import EmbeddedServer
 from lmpool.producer.client.discovery import Discovery

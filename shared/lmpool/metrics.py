@@ -1,4 +1,4 @@
-"""Histograms that take a fraction of a microsecond an observation; prometheus_client and OpenTelemetry where wanted."""
+"""Histograms that take a fraction of a microsecond per observation; prometheus_client and OpenTelemetry on demand."""
 
 from __future__ import annotations
 
@@ -6,31 +6,34 @@ import itertools
 import os
 from bisect import bisect_left
 from collections.abc import Sequence
+from importlib import import_module
 from types import ModuleType
 
 from lmpool.errors import SettingsError
 from lmpool.settings import shown
 
 TRACING_VARIABLE = "LMPOOL_TRACING"
-"""Environment variable that has programs and workers trace which are not told whether to."""
+"""Environment variable that enables tracing in programs and workers without a `tracing` setting."""
 
 SECONDS = (*(step * 10.0**power for power in range(-4, 2) for step in (1, 2.5, 5)), 100.0)
-"""Upper bounds for anything from a cached row to a patient batch: 0.1 ms to 100 s."""
+"""Upper bounds for durations, from a cached row to a patient batch: 0.1 ms to 100 s."""
 
 PROMPTS = tuple(float(2**power) for power in range(11))
-"""Upper bounds for the sizes of batches: 1 to 1,024."""
+"""Upper bounds for sizes of batches: 1 to 1,024."""
+
+_MAX_DIGITS_AT, _MAX_DIGITS_COUNT = (
+    3,
+    15,
+)  # Digits of a bucket and of a count in packed counts, as any client may write them.
 
 
 class Histogram:
     """How many observations fell into each bucket, and their sum.
 
-    One thread observes; any other may read meanwhile, and sees some moment between two observations.
-
-    Args:
-        bounds: upper bounds of the buckets, ascending, each of its own bucket; above the last there is one more bucket.
+    One thread observes; other threads may read at any time.
 
     Attributes:
-        bounds: as above.
+        bounds: upper bounds of the buckets, ascending and inclusive; one more bucket is above the last.
         counts: observations in each bucket, one more than there are bounds.
         total: the sum of all observations.
     """
@@ -48,27 +51,22 @@ class Histogram:
         self.total += value * times
 
     def cumulative(self) -> tuple[list[tuple[str, int]], float]:
-        """The upper bound of each bucket with the observations up to it, and the sum: as Prometheus writes them."""
-        # Read once: others count on meanwhile, and the buckets must fit their number.
+        """Each upper bound with the number of observations up to it, and the sum, as Prometheus writes them."""
+        # Copy first: another thread may count meanwhile.
         sums = itertools.accumulate(list(self.counts))
         bounds = [*(f"{bound:.12g}" for bound in self.bounds), "+Inf"]
         return list(zip(bounds, sums, strict=True)), self.total
 
     def since(self, before: Sequence[int]) -> list[int]:
-        """The counts of what was observed after `counts` was `before`; all of them, if that is empty."""
+        """The counts minus earlier `counts`; all counts if `before` is empty."""
         return [now - then for now, then in zip(self.counts, before, strict=True)] if before else list(self.counts)
 
 
 def quantile(counts: Sequence[int], q: float, bounds: Sequence[float] = SECONDS) -> float | None:
-    """The value below which a share `q` of the observations lies, as PromQL's `histogram_quantile` tells it.
-
-    Args:
-        counts: observations in each bucket.
-        q: from 0 to 1.
-        bounds: of the buckets.
+    """The quantile `q` (0 to 1) of observations in buckets, as PromQL's `histogram_quantile` computes it.
 
     Returns:
-        linear within a bucket, the last bound for what lies above it; None when there are no observations.
+        a value that is linear within a bucket, and the last bound above it; None without observations.
     """
     if not (count := sum(counts)):
         return None
@@ -82,41 +80,24 @@ def quantile(counts: Sequence[int], q: float, bounds: Sequence[float] = SECONDS)
 
 
 def pack_counts(counts: Sequence[int]) -> str:
-    """Counts as short text: "bucket:observations" of those that are not empty, with spaces between."""
+    """Counts as short text: "bucket:count" for each bucket that is not empty, separated by spaces."""
     return " ".join(f"{at}:{count}" for at, count in enumerate(counts) if count)
 
 
 def add_packed(counts: list[int], packed: str) -> None:
-    """Add packed counts to others. What does not fit is left out: it is only shown to people."""
+    """Add packed counts to others. Anything invalid is skipped: these numbers are only shown to people."""
     for pair in packed.split():
         at, _, count = pair.partition(":")
-        if at.isdecimal() and count.isdecimal() and len(count) < 16 and len(at) < 4 and int(at) < len(counts):
+        is_short = len(at) <= _MAX_DIGITS_AT and len(count) <= _MAX_DIGITS_COUNT
+        if is_short and at.isdecimal() and count.isdecimal() and int(at) < len(counts):
             counts[int(at)] += int(count)
 
 
-def prometheus(extra: str) -> ModuleType:
-    """The library's `prometheus_client.core`, imported by the first call.
-
-    Args:
-        extra: the extra of lmpool that brings it.
-
-    Raises:
-        SettingsError: it is not installed.
-    """
-    try:
-        import prometheus_client.core
-    except ImportError as error:
-        raise SettingsError(
-            f"metrics need the package prometheus-client, which is not installed: pip install 'lmpool[{extra}]'"
-        ) from error
-    return prometheus_client.core
-
-
 def is_traced(tracing: object) -> bool:
-    """Whether requests are traced: as told by an argument `tracing`, or by the environment where that is None.
+    """Whether requests are traced: an argument `tracing`, or the environment if it is None.
 
     Raises:
-        SettingsError: it is neither True, False nor None, or the variable says something else than 0 or 1.
+        SettingsError: the argument is neither True, False nor None, or the variable is neither 0 nor 1.
     """
     if tracing is None:
         value = os.environ.get(TRACING_VARIABLE) or "0"
@@ -128,16 +109,30 @@ def is_traced(tracing: object) -> bool:
     return tracing
 
 
-def opentelemetry() -> ModuleType:
-    """The library's `opentelemetry.trace`, imported by the first call.
+def prometheus(extra: str) -> ModuleType:
+    """`prometheus_client.core`, imported by the first call; `extra` of lmpool installs it.
 
     Raises:
         SettingsError: it is not installed.
     """
+    return _optional(
+        "prometheus_client.core", f"metrics need the package prometheus-client: pip install 'lmpool[{extra}]'"
+    )
+
+
+def opentelemetry() -> ModuleType:
+    """`opentelemetry.trace`, imported by the first call.
+
+    Raises:
+        SettingsError: it is not installed.
+    """
+    return _optional(
+        "opentelemetry.trace", "tracing needs the package opentelemetry-api: pip install 'lmpool[tracing]'"
+    )
+
+
+def _optional(module: str, hint: str) -> ModuleType:
     try:
-        import opentelemetry.trace
+        return import_module(module)
     except ImportError as error:
-        raise SettingsError(
-            "tracing needs the package opentelemetry-api, which is not installed: pip install 'lmpool[tracing]'"
-        ) from error
-    return opentelemetry.trace
+        raise SettingsError(hint) from error

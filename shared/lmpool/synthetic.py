@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lmpool.errors import SettingsError
-from lmpool.protocol.prompt import encode_prompt
+from lmpool.protocol.job import encode_prompt
 from lmpool.protocol.row import narrow_to_bf16, widen_bf16
 from lmpool.settings import shown
 from lmpool.vocabulary import MAX_TOKENS, Vocabulary

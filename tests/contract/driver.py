@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lmpool.protocol.adapter import name_of
-from lmpool.protocol.prompt import digest_of, encode_prompt
+from lmpool.protocol.job import digest_of, encode_prompt
 from lmpool.protocol.query import PositionsQuery
 from lmpool.protocol.row import Encoding, Row, RowBlock, decode_row
 from lmpool.workers.execution.contract import Backend, BackendJob

@@ -15,9 +15,8 @@ import pytest
 
 from lmpool import errors
 from lmpool.producer import Producer
-from lmpool.protocol.job import Failure, Job, unpack_failure
+from lmpool.protocol.job import Failure, Job, digest_of, unpack_failure
 from lmpool.protocol.keys import JOB_FIELD
-from lmpool.protocol.prompt import digest_of
 from tests.contract.driver import prompt
 from tests.contract.model import V
 from tests.contract.subjects import Subject

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from lmpool.errors import SettingsError
-from lmpool.protocol.prompt import digest_of
+from lmpool.protocol.job import digest_of
 from lmpool.workers.backends.settings import VllmSettings
 from lmpool.workers.backends.vllm.backend import VllmBackend
 from lmpool.workers.execution.contract import BackendJob

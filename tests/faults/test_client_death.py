@@ -14,7 +14,7 @@ import pytest
 
 from lmpool.errors import DeadlineExceeded
 from lmpool.producer import Producer
-from lmpool.protocol.prompt import digest_of
+from lmpool.protocol.job import digest_of
 from lmpool.synthetic import synthetic_row
 from lmpool.workers.queue import consumer
 from tests.support.gate import Gate, GatedBackend, gated_worker, until_full

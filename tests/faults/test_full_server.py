@@ -19,7 +19,7 @@ from tests.support.pool import Pool, until_done
 SIZE = 8192
 TEXT = list(range(400))
 """Its rows take 13 MB: an answer of 8 MB, and one of the rest."""
-NO_MEMORY = "has no memory left and may evict nothing: give it more"
+NO_MEMORY = "has no memory left and may evict no key: give it more"
 
 
 @pytest.fixture

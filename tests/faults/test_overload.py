@@ -15,7 +15,7 @@ import pytest
 from lmpool.embedded import EmbeddedServer
 from lmpool.errors import QueueFull, SettingsError
 from lmpool.producer import Producer
-from lmpool.protocol.prompt import digest_of
+from lmpool.protocol.job import digest_of
 from lmpool.synthetic import synthetic_row
 from tests.support.gate import Gate, GatedBackend, OneByOne, gated_worker, until_full
 from tests.support.pool import DEADLINE_S, Pool, V, is_held, until_async, until_done

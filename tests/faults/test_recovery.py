@@ -15,7 +15,7 @@ from lmpool.embedded import EmbeddedServer
 from lmpool.errors import NoWorker, WorkerError
 from lmpool.producer import Producer, SyncProducer
 from lmpool.producer.client import discovery
-from lmpool.protocol.prompt import digest_of
+from lmpool.protocol.job import digest_of
 from lmpool.synthetic import synthetic_row
 from tests.support.gate import Gate
 from tests.support.pool import (

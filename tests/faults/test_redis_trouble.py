@@ -27,7 +27,7 @@ from lmpool.embedded import BINARY_VARIABLE, EmbeddedServer, server_binary
 from lmpool.errors import LMPoolError, NoWorker
 from lmpool.producer import Producer
 from lmpool.producer.client import discovery, session
-from lmpool.protocol.prompt import encode_prompt
+from lmpool.protocol.job import encode_prompt
 from lmpool.protocol.row import Encoding, RowBlock
 from lmpool.rows.cluster import rows_on
 from lmpool.rows.shared_memory import SegmentReader

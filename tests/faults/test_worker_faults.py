@@ -19,10 +19,9 @@ from lmpool.broker.server import Server
 from lmpool.embedded import EmbeddedServer
 from lmpool.errors import ModelMismatch, ProtocolError, ServerUnreachable
 from lmpool.producer.client.discovery import Discovery
-from lmpool.protocol.job import Job
+from lmpool.protocol.job import Job, digest_of
 from lmpool.protocol.keys import GROUP, Keys
 from lmpool.protocol.model_info import ModelInfo
-from lmpool.protocol.prompt import digest_of
 from lmpool.protocol.row import Block
 from lmpool.synthetic import synthetic_row
 from lmpool.workers.backends.synthetic import SyntheticBackend, SyntheticSettings

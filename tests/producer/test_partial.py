@@ -24,8 +24,8 @@ from lmpool.errors import (
     WorkerError,
 )
 from lmpool.producer import Producer, SyncProducer
+from lmpool.protocol.job import digest_of, encode_prompt
 from lmpool.protocol.keys import Keys
-from lmpool.protocol.prompt import digest_of, encode_prompt
 from lmpool.protocol.query import Sampling, sample, top
 from lmpool.synthetic import synthetic_row
 from tests.support.gate import Gate, GatedBackend, gated_worker

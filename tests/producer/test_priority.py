@@ -13,8 +13,8 @@ import pytest
 
 from lmpool.errors import SettingsError
 from lmpool.producer import Producer, SyncProducer
+from lmpool.protocol.job import decode_ids
 from lmpool.protocol.keys import BULK_TIME
-from lmpool.protocol.prompt import decode_ids
 from lmpool.synthetic import synthetic_row
 from lmpool.workers.execution.contract import BackendJob
 from tests.support.gate import GatedBackend, OneByOne, gated_worker

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from lmpool.broker.server import Server
 from lmpool.errors import WorkerError
 from lmpool.producer import Producer
+from lmpool.protocol.job import digest_of
 from lmpool.protocol.model_info import ModelInfo
-from lmpool.protocol.prompt import digest_of
 from lmpool.protocol.query import HeadQuery, PositionsQuery, unpack_query
 from lmpool.synthetic import synthetic_row
 from lmpool.workers.backends.positions import PositionAnswers

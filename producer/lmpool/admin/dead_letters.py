@@ -17,10 +17,18 @@ from lmpool.broker import scripts
 from lmpool.broker.registries import AdapterRegistry
 from lmpool.errors import InvalidPrompt, LMPoolError, ProtocolError, SettingsError
 from lmpool.protocol.adapter import name_of, revision_of
-from lmpool.protocol.job import Failure, Job, unpack_failure, unpack_job
+from lmpool.protocol.job import (
+    Failure,
+    Job,
+    check_encoded,
+    decode_ids,
+    digest_of,
+    query_digest,
+    unpack_failure,
+    unpack_job,
+)
 from lmpool.protocol.keys import JOB_FIELD, ModelKeys
 from lmpool.protocol.model_info import ModelInfo
-from lmpool.protocol.prompt import check_encoded, decode_ids, digest_of, query_digest
 from lmpool.protocol.query import (
     FreshQuery,
     GenerateQuery,

@@ -10,10 +10,10 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from lmpool.broker import scripts
-from lmpool.broker.readers import MAX_WORKERS, read_lanes, read_queue
+from lmpool.broker.scripts import MAX_WORKERS, read_lanes, read_queue
 from lmpool.errors import ProtocolError, QueueCleared
 from lmpool.producer.client.discovery import Discovery
-from lmpool.protocol.job import Failure, unpack_job
+from lmpool.protocol.job import Failure, digest_of, query_digest, unpack_job
 from lmpool.protocol.keys import (
     BULK,
     BULK_TIME,
@@ -25,7 +25,6 @@ from lmpool.protocol.keys import (
     REPLY_TTL_MS,
     ModelKeys,
 )
-from lmpool.protocol.prompt import digest_of, query_digest
 
 _LATER = b"later"
 _PAGE = 8  # Entries per read: a job may have 16 MB.

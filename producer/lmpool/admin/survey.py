@@ -10,7 +10,7 @@ from typing import Any
 from redis.asyncio import Redis
 from redis.exceptions import RedisError, ResponseError
 
-from lmpool.broker.readers import QueueState, read_lanes
+from lmpool.broker.scripts import QueueState, read_lanes
 from lmpool.broker.server import Server
 from lmpool.errors import UnknownModel, printable
 from lmpool.metrics import SECONDS, add_packed, quantile

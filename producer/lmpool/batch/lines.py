@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from lmpool.batch.kinds import Ids, Kind, Text
 from lmpool.errors import BatchError, InvalidPrompt
 from lmpool.producer.tokenizer import Tokenizer
+from lmpool.protocol.job import encode_prompt
 from lmpool.protocol.model_info import ModelInfo
-from lmpool.protocol.prompt import encode_prompt
 
 MAX_LINE_BYTES = 64 * 1024 * 1024
 """Bytes of one line; longer lines fail. It bounds the memory for one line."""

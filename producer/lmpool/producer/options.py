@@ -18,7 +18,7 @@ from lmpool.errors import (
 )
 from lmpool.producer.client.queries import Allowed, Expected, Mode, Wanted
 from lmpool.producer.client.session import Session
-from lmpool.protocol.prompt import Prompt
+from lmpool.protocol.job import Prompt
 from lmpool.protocol.query import (
     MAX_SEED,
     MAX_STOP_NUMBERS,

@@ -52,10 +52,9 @@ from lmpool.producer.options import (
     read_stops,
     read_wanted,
 )
-from lmpool.protocol.hidden import Head
-from lmpool.protocol.prompt import Prompt, list_prompts
+from lmpool.protocol.job import Prompt, list_prompts
 from lmpool.protocol.query import MAX_SEED, Continuation, GenerateQuery, TopK, pack_stops, stack_tops
-from lmpool.protocol.row import Row
+from lmpool.protocol.row import Head, Row
 from lmpool.protocol.token_set import TokenSet
 from lmpool.settings import shown
 

@@ -25,9 +25,9 @@ from lmpool.producer.options import check_mode, read_batch_targets, read_targets
 from lmpool.producer.partial import PartialRows, encode_all
 from lmpool.producer.tokenizer import TOKENIZERS, PublishedTokenizer, check_package
 from lmpool.producer.trie import PooledTrie, TrieQueries, trie_of
+from lmpool.protocol.job import encode_prompt, list_prompts
 from lmpool.protocol.keys import Keys
 from lmpool.protocol.model_info import TRIE_SERVICE, ModelInfo
-from lmpool.protocol.prompt import encode_prompt, list_prompts
 from lmpool.settings import check_choice, check_name, shown
 from lmpool.vocabulary import Vocabulary
 

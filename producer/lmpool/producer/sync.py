@@ -28,10 +28,9 @@ from lmpool.producer.options import GenerateOptions, PositionOptions, Positions,
 from lmpool.producer.producer import Producer
 from lmpool.producer.tokenizer import PublishedTokenizer
 from lmpool.producer.trie import PooledTrie, TrieOptions
-from lmpool.protocol.hidden import Head
 from lmpool.protocol.model_info import ModelInfo
 from lmpool.protocol.query import Continuation, TopK
-from lmpool.protocol.row import Values
+from lmpool.protocol.row import Head, Values
 from lmpool.protocol.token_set import TokenSet
 from lmpool.vocabulary import Vocabulary
 

@@ -25,7 +25,7 @@ from lmpool.errors import (
 )
 from lmpool.producer.deadline import Deadline
 from lmpool.protocol.model_info import ModelInfo
-from lmpool.protocol.tokenizer_check import MAX_NORMALIZED_CHARACTERS, check_tokenizer
+from lmpool.protocol.tokenizer import MAX_NORMALIZED_CHARACTERS, check_tokenizer
 from lmpool.settings import shown
 
 T = TypeVar("T")
@@ -70,7 +70,7 @@ class PublishedTokenizer:
     Raises:
         SettingsError: the package `tokenizers` is not installed.
         UnknownTokenizer: this release of `tokenizers` cannot read it, or it could freeze or fill this process
-            (`lmpool.protocol.tokenizer_check`).
+            (`lmpool.protocol.tokenizer`).
     """
 
     def __init__(self, text: str) -> None:

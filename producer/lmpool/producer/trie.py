@@ -24,7 +24,7 @@ from lmpool.errors import (
 from lmpool.producer.client.session import Session
 from lmpool.producer.client.session_per_loop import CopiedAsItself, SessionPerLoop
 from lmpool.producer.deadline import Deadline
-from lmpool.protocol.prompt import Prompt, digest_of, list_prompts
+from lmpool.protocol.job import Prompt, digest_of, list_prompts
 from lmpool.protocol.query import Op, Selection, SentWeights, TrieQuery
 from lmpool.protocol.row import Values
 from lmpool.trie.kernels import Kernels, open_kernels

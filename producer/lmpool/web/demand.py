@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
-from lmpool.broker.readers import drain_seconds, read_alive, read_queue, read_texts
+from lmpool.broker.scripts import drain_seconds, read_alive, read_queue, read_texts
 from lmpool.broker.server import Server
 from lmpool.errors import LMPoolError, SettingsError
 from lmpool.protocol.keys import Keys

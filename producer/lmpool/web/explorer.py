@@ -15,7 +15,7 @@ from starlette.routing import Route
 from lmpool.aio import gather
 from lmpool.errors import InvalidPrompt, SettingsError, UnknownModel
 from lmpool.producer.options import read_sampling
-from lmpool.protocol.prompt import encode_prompt
+from lmpool.protocol.job import encode_prompt
 from lmpool.protocol.query import kept, top
 from lmpool.web.answers import answers, read_body
 from lmpool.web.models import ExploredModel, Models, shown_bytes

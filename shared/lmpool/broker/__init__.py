@@ -1,4 +1,4 @@
-"""The Redis server: reaching it, talking to it, and what happens inside it (`lua/`).
+"""The Redis server: addresses, connections, the meanings of errors, and the scripts that run inside it (`lua/`).
 
-Imports `protocol` and the files beside this folder; imported by `rows`, producers and workers.
+Imports `protocol` and the files next to this folder. `rows`, producers and workers import it.
 """

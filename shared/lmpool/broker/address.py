@@ -1,62 +1,54 @@
-"""The address of a server: its URL, the options and errors of TLS, and which master of a cluster has a key."""
+"""The address of a server: its URL, the options and errors of TLS, and the nodes of a cluster."""
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import os
 import re
 import ssl
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 from urllib.parse import urlsplit
 
 import redis.cluster as redis_sync
-from redis import Redis, exceptions
+from redis import Redis
 from redis.asyncio import connection as connections
-from redis.asyncio.cluster import ClusterNode, RedisCluster
+from redis.asyncio.cluster import RedisCluster
 from redis.asyncio.connection import SSLConnection as AsyncSSLConnection
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
 from redis.connection import SSLConnection
-from redis.crc import key_slot
-from redis.exceptions import RedisClusterException
 
-from lmpool.broker.connection_classes import UNNAMED, connection_class
-from lmpool.errors import ServerUnreachable, SettingsError
+from lmpool.errors import SettingsError
 
 Place = tuple[str, int]
 """Host and port of a node."""
 
 CLUSTER = "+cluster"
-"""What the scheme of a cluster's URL ends with."""
+"""The end of the scheme in the URL of a cluster."""
 
-# What a client's own options may hold that connections to any node take.
+# Options of a cluster client that connections to each node take.
 _OPTIONS = ("username", "password", "credential_provider", "client_name", "protocol", "socket_connect_timeout",
             "socket_keepalive", "socket_keepalive_options")  # fmt: skip
 _TRUST = ("ssl_cert_reqs", "ssl_check_hostname")
 _WITH_TLS = (AsyncSSLConnection, SSLConnection)
 
-_MAX_NODES = 100
-
 _SCHEMES = ("redis", "rediss", "unix", f"redis{CLUSTER}", f"rediss{CLUSTER}")
-# What may be told of an address: a host with a port that is a number, and a path.
+# The part of an address that may be shown: a host, a numeric port, and a path.
 _PLACE = re.compile(r"(\[[0-9a-f:.]*\]?|[^:/]*)(:\d*)?(/.*)?", re.IGNORECASE)
 
 _FILES = ("ssl_ca_certs", "ssl_ca_path", "ssl_certfile", "ssl_keyfile")
-# What a server says of our certificate, by the names that OpenSSL has for its alerts.
+# OpenSSL's names of the alerts with which a server rejects our certificate.
 _ALERTS = ("CERTIFICATE_REQUIRED", "UNKNOWN_CA", "CERTIFICATE_EXPIRED", "CERTIFICATE_REVOKED", "BAD_CERTIFICATE",
            "UNSUPPORTED_CERTIFICATE", "CERTIFICATE_UNKNOWN", "ACCESS_DENIED")  # fmt: skip
-# What a client does that was told nothing of it: redis-py 5 takes any host's certificate.
+# The default of redis-py: version 5 does not check the host in a certificate.
 _CHECKS_HOST: bool = inspect.signature(Redis).parameters["ssl_check_hostname"].default
 
 
 def client_settings(client: RedisCluster | redis_sync.RedisCluster) -> tuple[list[Place], dict[str, Any], bool]:
-    """The nodes that a cluster client was told of, the options of its connections, and whether they speak TLS."""
+    """The first nodes of a cluster client, the options of its connections, and whether they use TLS."""
     nodes = [(str(node.host), int(node.port)) for node in client.nodes_manager.startup_nodes.values()]
     given = client.connection_kwargs if isinstance(client, RedisCluster) else client.nodes_manager.connection_kwargs
-    # The options about trust say something by being off, too.
+    # For the options about trust, a false value matters too.
     options = {
         name: value
         for name, value in given.items()
@@ -67,105 +59,8 @@ def client_settings(client: RedisCluster | redis_sync.RedisCluster) -> tuple[lis
     return nodes, options, is_tls
 
 
-class _Client(RedisCluster):
-    """A client whose errors are all redis-py's: those about the whole cluster are of no class that others have."""
-
-    async def initialize(self, *args: Any, **kwargs: Any) -> RedisCluster:
-        """Find the nodes."""
-        try:
-            return await super().initialize(*args, **kwargs)
-        except RedisClusterException as error:
-            raise exceptions.ConnectionError(f"the cluster cannot be used: {error}") from error
-
-    async def execute_command(self, *args: Any, **kwargs: Any) -> Any:
-        """Run a command on the master that has its key."""
-        try:
-            return await super().execute_command(*args, **kwargs)
-        except RedisClusterException as error:
-            raise exceptions.ConnectionError(f"the cluster cannot be used: {error}") from error
-
-
-class Cluster:
-    """Knows which master serves which slot, and reads it anew when it has been told that this has changed.
-
-    Args:
-        nodes: some nodes, of which one must answer.
-        options: of the connections to them, as redis-py calls them.
-        is_tls: whether they speak TLS.
-    """
-
-    def __init__(self, nodes: Sequence[Place], options: Mapping[str, Any], *, is_tls: bool) -> None:
-        self.nodes = list(nodes)
-        self._options = {**options, "ssl": True} if is_tls else dict(options)
-        self._places: dict[int, Place] | None = None
-        self._forgotten = 0
-        self._reading = asyncio.Lock()
-
-    def client(self, reply_timeout_s: float) -> RedisCluster:
-        """A client for control messages: of any keys, and following those that move."""
-        client = _Client(
-            startup_nodes=[ClusterNode(host, port) for host, port in self.nodes],
-            retry=Retry(NoBackoff(), 0),
-            socket_timeout=reply_timeout_s,
-            **UNNAMED,
-            **self._options,
-        )
-        # It takes no class of connections; those that it finds get one from these options.
-        kind = connection_class(client.connection_kwargs["connection_class"])
-        client.connection_kwargs["connection_class"] = kind
-        for node in client.nodes_manager.startup_nodes.values():
-            node.connection_class = cast(type[connections.Connection], kind)
-        return client
-
-    async def place(self, key: bytes) -> Place:
-        """The master that serves a key.
-
-        Raises:
-            ServerUnreachable: nobody does at present.
-            RedisError, OSError: no node answers.
-        """
-        places = self._places
-        if places is None:
-            async with self._reading:
-                places = self._places
-                if places is None:
-                    forgotten = self._forgotten
-                    places = await self._read()
-                    if forgotten == self._forgotten:  # Else somebody has been told meanwhile that they have changed.
-                        self._places = places
-        slot = key_slot(key)
-        place = places.get(slot)
-        if place is None:
-            self.forget()
-            raise ServerUnreachable(f"no master of the cluster at {self} serves slot {slot} at present")
-        return place
-
-    async def _read(self) -> dict[int, Place]:
-        client = self.client(5.0)
-        try:
-            await client.initialize()
-            served = {
-                slot: (str(nodes[0].host), int(nodes[0].port))
-                for slot, nodes in client.nodes_manager.slots_cache.items()
-            }
-        finally:
-            await client.aclose()
-        # Those that were named at first may be gone one day.
-        self.nodes = list(dict.fromkeys([*served.values(), *self.nodes]))[:_MAX_NODES]
-        return served
-
-    def forget(self) -> None:
-        """Read the places anew when they are needed next."""
-        self._places = None
-        self._forgotten += 1
-
-    def __str__(self) -> str:
-        host, port = self.nodes[0]
-        return f"{host}:{port}"
-
-
 def parse_url(url: str) -> dict[str, Any]:
-    """What redis-py is to be told of the server that a URL names.
+    """The options of redis-py for the server of a URL.
 
     Raises:
         SettingsError: the URL is malformed. Its password is not in the message.
@@ -175,13 +70,13 @@ def parse_url(url: str) -> dict[str, Any]:
         try:
             return dict(connections.parse_url(url))
         except ValueError as error:
-            fault = str(error)  # Of a good address only an option can be bad: redis-py tells its name, not its value.
-    # Outside of any handler: a traceback must not repeat the URL as a cause.
+            fault = str(error)  # Only an option can be wrong here. redis-py names it without its value.
+    # Outside of the handler: the traceback must not show the URL with its password as a cause.
     raise SettingsError(f"redis: {mask(url)!r} is not a Redis URL: {fault}")
 
 
 def _fault(url: str) -> str:
-    """What is wrong with the address in a URL, not in urllib's words, which repeat the password. "" when it is good."""
+    """The fault of the address in a URL, or "". urllib's own message would repeat the password."""
     scheme, mark, _ = url.partition("://")
     if not mark or scheme.lower() not in _SCHEMES:
         return f"it must begin with redis://, rediss://, unix:// or redis{CLUSTER}://"
@@ -199,10 +94,10 @@ def _fault(url: str) -> str:
 
 
 def cluster_nodes(url: str) -> tuple[list[Place], str]:
-    """The nodes that the URL of a cluster names, and the URL of the first of them; none for another URL.
+    """The nodes in the URL of a cluster, and the URL of the first one; no nodes for another URL.
 
     Raises:
-        SettingsError: as `parse_url`, or a database is named: a cluster has one only.
+        SettingsError: as `parse_url`, or the URL names a database: a cluster has one only.
     """
     scheme, mark, rest = url.partition("://")
     if not scheme.lower().endswith(CLUSTER) or scheme.lower() not in _SCHEMES:
@@ -217,13 +112,13 @@ def cluster_nodes(url: str) -> tuple[list[Place], str]:
 
 
 def mask(url: str) -> str:
-    """A URL without user, password and options; what cannot be told from a password is left out too."""
+    """A URL without user, password and options, and without anything that could be part of a password."""
     scheme, mark, rest = url.partition("://")
     if not scheme.replace("+", "").isalnum():
         scheme, mark, rest = "", "", url
     place, *options = re.split("[?#]", rest, maxsplit=1)
     if options and "@" in options[0]:
-        return f"{scheme}{mark}…"  # The password may reach up to there.
+        return f"{scheme}{mark}…"  # The password may extend to there.
     _, at, place = place.rpartition("@")
     if not _PLACE.fullmatch(place):
         place = place.partition(":")[0] + ":…"
@@ -231,11 +126,7 @@ def mask(url: str) -> str:
 
 
 def check_files(settings: Mapping[str, Any]) -> None:
-    """Refuse certificates and keys that cannot be read: the system's error would not say which.
-
-    Raises:
-        SettingsError: with the option's name and the file.
-    """
+    """Raise SettingsError for a certificate or key that cannot be read, with the option and the file."""
     for name in _FILES:
         if not (path := settings.get(name)):
             continue
@@ -249,11 +140,9 @@ def check_files(settings: Mapping[str, Any]) -> None:
 
 
 def check_host(settings: dict[str, Any], *, of_client: bool) -> None:
-    """Compare the host with the certificate, unless URL or client say otherwise: redis-py 5 does not do so by itself.
+    """Have the host compared with the certificate, unless the URL or the client disables it: redis-py 5 does not.
 
-    Args:
-        settings: of connections with TLS.
-        of_client: they are those of a client, in which the default of redis-py stands for what it was not told.
+    `of_client`: the settings are those of a client, where redis-py's default may stand for no choice.
     """
     if settings.get("ssl_cert_reqs", "required") in ("none", None, ssl.CERT_NONE):
         return
@@ -263,7 +152,7 @@ def check_host(settings: dict[str, Any], *, of_client: bool) -> None:
 
 
 def refusal(chain: Iterable[BaseException]) -> str:
-    """What a server has against our certificate, and what to do; "" when that is not the matter."""
+    """Why a server rejects our certificate, and what to do; "" for other errors."""
     reason = _reason(chain)
     if not any(name in reason for name in _ALERTS):
         return ""
@@ -273,26 +162,21 @@ def refusal(chain: Iterable[BaseException]) -> str:
 
 
 def fault(chain: Iterable[BaseException], *, has_certificate: bool) -> str:
-    """Why no TLS connection could be made, and what to do; "" when that is not the matter.
-
-    Args:
-        chain: the exception and those that led to it.
-        has_certificate: whether we show the server a certificate.
-    """
+    """Why a TLS connection failed, and what to do; "" for other errors. `chain` has the exception and its causes."""
     for error in chain:
         if isinstance(error, ssl.SSLCertVerificationError):
             why = error.verify_message.rstrip(".")
             return f"the server's certificate is not trusted: {why}; see ssl_ca_certs= and the name of the host"
         if isinstance(error, ssl.SSLError):
             return f"the handshake failed ({_words(error.reason or str(error))}); is it a port with TLS?"
-        # The alert that says so may be lost when the server closes at once.
+        # If the server closes at once, its alert may be lost.
         if isinstance(error, ConnectionResetError) and not has_certificate:
             return "the server has cut it; does it want a client certificate? see ssl_certfile= and ssl_keyfile="
     return ""
 
 
 def _reason(chain: Iterable[BaseException]) -> str:
-    """OpenSSL's name for what the other side has complained of, "" when it has not."""
+    """OpenSSL's name of the alert that the other side sent, or ""."""
     for error in chain:
         if isinstance(error, ssl.SSLError) and error.reason and "ALERT" in error.reason:
             return error.reason

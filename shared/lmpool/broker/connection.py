@@ -1,7 +1,7 @@
-"""Connections for the path of a request: raw ones, and ones that open themselves again when they broke.
+"""Connections for the path of a request: raw connections, and connections that open again after they broke.
 
-redis-py knows addresses, TLS, users and databases; what it does per command (pooling, retrying, decoding for
-any command there is) costs more than a whole request may. So it opens a connection, and its transport is taken over.
+redis-py handles addresses, TLS, users and databases, but its cost per command is higher than that of a whole request.
+So redis-py opens a connection, and then this module takes over its transport.
 """
 
 from __future__ import annotations
@@ -27,24 +27,20 @@ CRLF = b"\r\n"
 """The end of a line of RESP."""
 
 MAX_REPLY = 256 * 1024 * 1024
-"""Most bytes of a reply: a batch of the longest prompts, or of the largest queries for nodes, is smaller."""
+"""Max bytes of a reply: a batch of the longest prompts, or of the largest queries for nodes, is smaller."""
 
-_MIN_REPLY_TIMEOUT_S = 2.0
-_MAX_REPLY_TIMEOUT_S = 30.0
+_MIN_REPLY_TIMEOUT_S = 2.0  # Blocking reads take up to a second.
+_MAX_REPLY_TIMEOUT_S = 30.0  # So that a request survives a broken connection within its usual timeout.
 
 
 def pack_command(arguments: Sequence[Argument]) -> bytes:
-    """A command as RESP puts it on the wire."""
-    packed: bytes = hiredis.pack_command(tuple(arguments))  # type: ignore[arg-type]  # its stub means any number of them
+    """A command in RESP."""
+    packed: bytes = hiredis.pack_command(tuple(arguments))  # type: ignore[arg-type]  # its stub wants fixed lengths
     return packed
 
 
 class RawConnection(asyncio.BaseProtocol):
-    """An open connection to the server, whose transport was taken over from redis-py.
-
-    Args:
-        connection: an open redis-py connection, which is owned from now on.
-    """
+    """An open connection whose transport was taken over from redis-py's `connection`, which it owns."""
 
     def __init__(self, connection: AbstractConnection) -> None:
         self._connection = connection
@@ -59,45 +55,42 @@ class RawConnection(asyncio.BaseProtocol):
 
     @property
     def closed(self) -> bool:
-        """True when nothing can be sent any more."""
+        """Whether the connection is closed."""
         return self._closed is not None
 
     def _give_up(self) -> Iterable[asyncio.Future[Any]]:
-        """Forget what is under way; returns the futures."""
+        """Return the futures of all pending commands, and discard them."""
         raise NotImplementedError
 
     def close(self, reason: Exception | None = None) -> None:
-        """Close the connection; what is under way fails with `reason`."""
+        """Close the connection; pending commands fail with `reason`."""
         if self._closed is None:
             self._closed = reason or ConnectionError("the connection was closed")
             self._transport.abort()
-            # redis-py warns of a connection that still has a writer when it is freed.
+            # redis-py warns when a connection is freed that still has a writer.
             self._connection._writer = None
             for future in self._give_up():
                 if not future.done():
                     future.set_exception(self._closed)
-                    # Its owner may be gone already; an unread exception must not be logged at exit.
+                    # Its owner may be gone, and asyncio would log an exception that is never read.
                     future.exception()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The server or the network closed the connection."""
         self.close(ConnectionError(f"the connection was lost: {exc}" if exc else "the server closed the connection"))
 
     def eof_received(self) -> bool:
-        """The server will send no more."""
-        return False
+        return False  # Close the transport.
 
 
 class RawCommandConnection(RawConnection, asyncio.Protocol):
-    """A connection for any commands; hiredis parses the replies, which come in order.
+    """A raw connection for any commands, whose replies hiredis parses.
 
     Args:
-        connection: an open redis-py connection, which is owned from now on.
-        max_reply: most bytes of a reply; a larger one closes the connection, for values that others have stored may be
-            of any size.
+        connection: an open redis-py connection.
+        max_reply: max bytes of a reply; a larger one closes the connection, because stored values may have any size.
 
     Attributes:
-        received: bytes that have been received of a reply that is not complete.
+        received: bytes of the current, incomplete reply.
     """
 
     def __init__(self, connection: AbstractConnection, max_reply: int = MAX_REPLY) -> None:
@@ -108,7 +101,7 @@ class RawCommandConnection(RawConnection, asyncio.Protocol):
         super().__init__(connection)
 
     def call(self, arguments: Sequence[Argument]) -> asyncio.Future[Any]:
-        """Send a command; the future has its reply, or raises ResponseError or ConnectionError."""
+        """Send a command; the future returns its reply, or raises ResponseError or ConnectionError."""
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         if self._closed is not None:
             future.set_exception(self._closed)
@@ -118,18 +111,17 @@ class RawCommandConnection(RawConnection, asyncio.Protocol):
         return future
 
     def data_received(self, data: bytes) -> None:
-        """Bytes have come."""
         if self._closed is not None:
             return
         self.received += len(data)
         try:
             if self.received > self._max_reply:
-                raise ProtocolError(f"a reply of over {self._max_reply} bytes")
+                raise ProtocolError(f"a reply has more than {self._max_reply} bytes")
             self._reader.feed(data)
             while (reply := self._reader.gets()) is not False:
                 self.received = 0
                 if not self._pending:
-                    raise ProtocolError(f"a reply that was not asked for: {reply!r:.80}")
+                    raise ProtocolError(f"a reply without a command: {reply!r:.80}")
                 future = self._pending.popleft()
                 if future.done():
                     continue
@@ -149,24 +141,22 @@ Raw = TypeVar("Raw", bound=RawConnection)
 
 
 def reply_timeout(lease_s: float) -> float:
-    """Seconds after which a server that is silent counts as gone, in a pool whose workers have such a lease.
+    """Seconds without a reply after which a connection counts as broken: a lease, within bounds.
 
-    A lease: who waits longer for a reply that never comes holds up what others have taken over already. Blocking
-    reads take up to a second.
+    After a lease other workers take over jobs, so waiting longer helps no client.
     """
     return min(_MAX_REPLY_TIMEOUT_S, max(_MIN_REPLY_TIMEOUT_S, lease_s))
 
 
 class Connection(Generic[Raw]):
-    """A connection that is opened on demand, and again after it broke.
+    """A connection that opens on demand, and again after it broke.
 
     Args:
-        server: where to, and what explains errors.
+        server: the server, which also explains errors.
         connect: opens a raw connection.
 
     Attributes:
-        reply_timeout_s: seconds of silence after which the raw connection counts as broken and is opened anew;
-            may be changed at any time.
+        reply_timeout_s: seconds without a reply after which the raw connection counts as broken; may change any time.
     """
 
     def __init__(self, server: Server, connect: Callable[[], Awaitable[Raw]]) -> None:
@@ -177,8 +167,8 @@ class Connection(Generic[Raw]):
         self._opening = asyncio.Lock()
         self._queued = 0
         self._closed = False
-        # Reply that is awaited -> its raw connection, until which loop time, and whether that was put off already. One
-        # timer serves all of them.
+        # Pending reply -> its raw connection, its deadline in loop time, whether the deadline was extended. One timer
+        # serves all: a timer per reply would cost more than the command.
         self._awaited: dict[asyncio.Future[Any], tuple[Raw, float, bool]] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = 0.0
@@ -189,7 +179,7 @@ class Connection(Generic[Raw]):
         Raises:
             ServerUnreachable, AuthenticationFailed: it cannot be opened.
         """
-        # Behind the callers that wait even when it is open by now, so that commands go in the order of the calls.
+        # Wait behind other callers even if it is open by now, so that commands keep the order of the calls.
         if self._raw is None or self._raw.closed or self._queued:
             self._queued += 1
             try:
@@ -206,13 +196,12 @@ class Connection(Generic[Raw]):
         return self._raw
 
     async def wait_for(self, raw: Raw, reply: asyncio.Future[Any]) -> Any:
-        """Wait for a reply; a server that is silent for `reply_timeout_s` counts as gone.
+        """Wait for a reply, at most `reply_timeout_s`.
 
         Raises:
             NoScriptError: the server does not know the script.
             ServerError: the server refuses, or cannot be used.
         """
-        # A timer for each would cost more than the command itself.
         until = asyncio.get_running_loop().time() + self.reply_timeout_s
         self._awaited[reply] = raw, until, False
         if self._timer is None or until < self._timer_at:
@@ -229,42 +218,41 @@ class Connection(Generic[Raw]):
             del self._awaited[reply]
 
     def distrust(self, reply: object) -> ProtocolError:
-        """A reply cannot be that of its command, so no later one can be either: closes the connection; returns why."""
+        """Close the connection because a reply does not fit its command, so no later reply can. Returns the error."""
         error = ProtocolError(f"{self._server} sent a reply that does not fit the command: {shown(reply)}")
         self.hang_up(error)
         return error
 
     def hang_up(self, reason: Exception) -> None:
-        """Close the raw connection, to open another when it is needed next."""
+        """Close the raw connection; the next command opens another."""
         if self._raw is not None:
             self._raw.close(reason)
             self._raw = None
 
     def check(self, raw: Raw, error: ResponseError) -> bool:
-        """Whether an error means to ask again, on another connection: then this one is closed."""
+        """Close the raw connection if an error means that the command must be repeated on another; returns whether."""
         is_not_now = self._server.is_not_now(error)
         if is_not_now:
             raw.close(self._server.explain(error))
         return is_not_now
 
     def _set_timer(self, when: float) -> None:
-        """Check at a loop time whether a reply is late, instead of at a later one."""
         if self._timer is not None:
             self._timer.cancel()
         self._timer_at = when
         self._timer = asyncio.get_running_loop().call_at(when, self._close_late)
 
     def _close_late(self) -> None:
-        """Close connections whose replies are late; check again when the next one may be.
+        """Close connections whose replies are late, and set the timer for the next deadline.
 
-        After a pause of the event loop, in which nothing was received, each reply may take as long again, once.
+        While the event loop was blocked nothing could be received, so each reply then gets one more timeout.
         """
         self._timer = None
         now, due = asyncio.get_running_loop().time(), self._timer_at
-        for reply, (raw, until, was_put_off) in list(self._awaited.items()):
+        for reply, (raw, until, was_extended) in list(self._awaited.items()):
             if until > due or reply.done():
                 continue
-            if now - due > MAX_LATENESS_S and not was_put_off:
+            if now - due > MAX_LATENESS_S and not was_extended:
                 self._awaited[reply] = raw, now + self.reply_timeout_s, True
             else:
                 raw.close(ServerUnreachable(f"{self._server} has not answered for {self.reply_timeout_s:g} s"))
@@ -273,7 +261,7 @@ class Connection(Generic[Raw]):
             self._set_timer(min(later))
 
     def close(self) -> None:
-        """Close the connection for good; what is under way fails."""
+        """Close the connection for good; pending commands fail."""
         self._closed = True
         if self._timer is not None:
             self._timer.cancel()
@@ -283,15 +271,14 @@ class Connection(Generic[Raw]):
 
 
 class CommandConnection(Connection[RawCommandConnection]):
-    """A connection for any commands that opens itself.
+    """A connection for any commands that opens on demand.
 
     Args:
-        server: where to.
-        key: the connection goes to the master that has this key, which commands must be about; b"" where there is no
-            cluster.
+        server: the server.
+        key: on a cluster, a key on the master to connect to; b"" without a cluster.
 
     Attributes:
-        key: as above; counts from the next time that the connection opens.
+        key: as above; a change counts when the connection opens next.
     """
 
     def __init__(self, server: Server, key: bytes = b"") -> None:
@@ -300,7 +287,7 @@ class CommandConnection(Connection[RawCommandConnection]):
 
     @property
     def ended_within_reply(self) -> bool:
-        """Whether the last raw connection ended while it received a reply: one that takes too long, perhaps."""
+        """Whether the last raw connection ended within a reply, perhaps because the reply took too long."""
         return self._raw is not None and self._raw.closed and self._raw.received > 0
 
     async def _connect_to_key(self) -> RawCommandConnection:
@@ -310,8 +297,7 @@ class CommandConnection(Connection[RawCommandConnection]):
         """Run a command.
 
         Raises:
-            NoScriptError: the server does not know the script.
-            ServerError: the server refuses, or cannot be used.
+            NoScriptError, ServerError: as `wait_for`.
         """
         raw = await self.open()
         return await self.wait_for(raw, raw.call(arguments))

@@ -15,7 +15,7 @@ from redis.exceptions import ResponseError
 
 from lmpool.broker import scripts
 from lmpool.broker.connection import CommandConnection
-from lmpool.broker.readers import read_hashes
+from lmpool.broker.scripts import read_hashes
 from lmpool.errors import ProtocolError, SettingsError, UnknownTokenizer, UnknownTokenSet, UnknownVocabulary
 from lmpool.protocol.adapter import (
     GENERATION_FIELD,
@@ -33,7 +33,7 @@ from lmpool.protocol.tokenizer import MAX_PACKED_BYTES, PackedTokenizer, unpack_
 from lmpool.vocabulary import Vocabulary
 
 MAX_BYTES = 64 * 1024 * 1024
-"""More than any packed vocabulary takes."""
+"""Max bytes of a packed vocabulary; none is so large."""
 
 KNOWN_FOR_S = 2.0
 """Seconds for which a client may use what it has read of a model's adapters; a change of one waits for as long."""
@@ -41,48 +41,41 @@ KNOWN_FOR_S = 2.0
 MARGIN_S = 0.5
 """Seconds that a change of an adapter waits beyond that, for rates of clocks differ."""
 
-_TTL_MS = 24 * 3_600_000
+_TTL_MS = 24 * 3_600_000  # Lifetime of vocabularies, tokenizers and token sets; workers and clients renew it.
 
 
 async def register(redis: Redis, keys: Keys, vocabulary: Vocabulary, *, anew: bool = False) -> None:
-    """Have the pool know a vocabulary for another day.
-
-    Args:
-        redis: a client of the pool's server.
-        keys: the deployment's key names.
-        vocabulary: travels only when what the pool has is of another size, or nothing.
-        anew: send it whatever the pool has, for one that was told that what is there is another.
-    """
+    """Store a vocabulary for a day, unless the pool has a value of its size. With `anew`, store it in any case."""
     key = keys.vocabulary(vocabulary.digest)
     if anew or not await _keep(redis, key, vocabulary.nbytes):
         await redis.set(key, vocabulary.pack(), px=_TTL_MS)
 
 
 async def _keep(redis: Redis, key: bytes, size: int) -> bool:
-    """Have the pool keep a value for another day; False when it has none, or one of another size."""
+    """Renew the lifetime of a value; False if the pool has none, or one of another size."""
     is_there = await redis.pexpire(key, _TTL_MS)
     try:
         return bool(is_there) and await redis.strlen(key) == size
     except ResponseError:
-        return False  # What is there may be something else, even no string.
+        return False  # The key holds no string.
 
 
 async def look_up(redis: Redis, keys: Keys, digest: str) -> Vocabulary:
     """Read a vocabulary.
 
     Raises:
-        UnknownVocabulary: the pool does not know it, or has something else in its place.
+        UnknownVocabulary: the pool does not have it, or has another value in its place.
     """
-    # Not GET: what is there may be of any size.
+    # Not GET: the value may have any size.
     data = await redis.getrange(keys.vocabulary(digest), 0, MAX_BYTES - 1)
     return unpack_known(data if isinstance(data, bytes) else b"", digest)
 
 
 def unpack_known(data: bytes, digest: str) -> Vocabulary:
-    """Read what the pool has as a vocabulary; b"" for nothing.
+    """Unpack the vocabulary of a digest as the pool has it; b"" if it has none.
 
     Raises:
-        UnknownVocabulary: it is nothing, no vocabulary, or another.
+        UnknownVocabulary: there is none, or it is damaged or another.
     """
     if not data:
         raise UnknownVocabulary(
@@ -92,7 +85,7 @@ def unpack_known(data: bytes, digest: str) -> Vocabulary:
     try:
         vocabulary = Vocabulary.unpack(data)
     except ProtocolError as error:
-        # Not as it is: who has the vocabulary puts it right when told that the pool has none.
+        # As this error, so that a client that has the vocabulary stores it again.
         raise UnknownVocabulary(f"what the pool has as the vocabulary {digest} is none: {error}") from error
     if vocabulary.digest != digest:
         raise UnknownVocabulary(f"what the pool has as the vocabulary {digest} is another: {vocabulary.digest}")
@@ -100,24 +93,24 @@ def unpack_known(data: bytes, digest: str) -> Vocabulary:
 
 
 async def register_tokenizer(redis: Redis, keys: Keys, tokenizer: PackedTokenizer) -> None:
-    """Have the pool know a tokenizer for another day; it travels only when the pool has none of its size."""
+    """Store a tokenizer for a day, unless the pool has a value of its size."""
     key = keys.tokenizer(tokenizer.digest)
     if not await _keep(redis, key, len(tokenizer.data)):
         await redis.set(key, tokenizer.data, px=_TTL_MS)
 
 
 async def look_up_tokenizer(redis: Redis, keys: Keys, digest: str) -> str:
-    """Read a tokenizer: its `tokenizer.json`.
+    """Read the `tokenizer.json` of a digest.
 
     Raises:
-        UnknownTokenizer: the pool does not know it, or has something else in its place.
+        UnknownTokenizer: the pool does not have it, or has another value in its place.
     """
     try:
-        # Not GET: what is there may be of any size.
+        # Not GET: the value may have any size.
         data = await redis.getrange(keys.tokenizer(digest), 0, MAX_PACKED_BYTES)
         if not isinstance(data, bytes) or not data:
             raise ProtocolError("there is nothing: ask again in a moment, its workers write it down again")
-        # Not in the event loop: there may be 96 MiB in it.
+        # In a thread: it may have 96 MiB.
         return await asyncio.to_thread(unpack_tokenizer, data, digest)
     except (ProtocolError, ResponseError) as error:
         if isinstance(error, ResponseError) and not str(error).startswith("WRONGTYPE"):
@@ -126,7 +119,7 @@ async def look_up_tokenizer(redis: Redis, keys: Keys, digest: str) -> str:
 
 
 async def register_tokens(redis: Redis, keys: Keys, tokens: TokenSet) -> None:
-    """Have the pool know a set of tokens by its name for another day."""
+    """Store a set of tokens under its name for a day."""
     await redis.set(keys.token_set(tokens.name), tokens.bits, px=_TTL_MS)
 
 
@@ -134,7 +127,7 @@ async def look_up_tokens(redis: Redis, keys: Keys, name: bytes, vocab_size: int)
     """Read a set of tokens of a vocabulary.
 
     Raises:
-        UnknownTokenSet: the pool does not know it, or has something else in its place.
+        UnknownTokenSet: the pool does not have it, or has another value in its place.
     """
     try:
         data = await redis.getrange(keys.token_set(name), 0, vocab_size // 8 + 1)

@@ -1,7 +1,7 @@
-"""What the errors of servers and connections mean, and what to do: each kind has one sentence here.
+"""Meanings of the errors of servers and connections, and what to do: one sentence for each kind.
 
-Servers begin an error with a word in capitals. redis-py takes some of these off and has classes instead, and what a
-script was told is wrapped in words about the script, by Redis 6.2 in front, by later ones behind.
+Servers begin an error with a word in capitals. redis-py removes some of these words and raises special classes. Errors
+within a script have a text about the script: Redis 6.2 puts it in front, later versions behind.
 """
 
 from __future__ import annotations
@@ -13,36 +13,36 @@ from redis import exceptions
 from redis.exceptions import AuthenticationError, AuthorizationError, NoPermissionError
 
 _MEANINGS = {
-    "NOAUTH": "wants a password, and none was given: name it in the URL, redis://USER:PASSWORD@HOST",
-    "WRONGPASS": "refuses this user or password, or the user is switched off there",
-    "AUTH": "has no password, and one was given: leave it out of the URL",
-    "NOPERM": "refuses what this user may not do",
-    "DENIED": "takes connections from its own host only (protected mode): give it a password or users",
-    "NOGROUP": "has no queue of this model: it was emptied, has evicted it or lost its data. A live worker makes a new "
-    "one within seconds, and clients ask again",
-    "OOM": "has no memory left and may evict nothing: give it more (maxmemory), let it evict (maxmemory-policy "
-    "volatile-lru), or drop cached rows with `lmpool flush`",
-    "READONLY": "is a replica and takes no writes: name the primary, which after a failover is another server",
-    "MISCONF": "takes no writes because it could not save its data: see its log and its disk",
+    "NOAUTH": "requires a password: put it into the URL, redis://USER:PASSWORD@HOST",
+    "WRONGPASS": "refuses this user or password, or the user is disabled there",
+    "AUTH": "has no password: remove it from the URL",
+    "NOPERM": "refuses a command that this user may not run",
+    "DENIED": "accepts connections from its own host only (protected mode): give it a password or users",
+    "NOGROUP": "has no queue of this model: it was emptied, evicted the queue or lost its data. A live worker creates "
+    "a new one within seconds, and clients submit again",
+    "OOM": "has no memory left and may evict no key: give it more (maxmemory), let it evict (maxmemory-policy "
+    "volatile-lru), or delete cached rows with `lmpool flush`",
+    "READONLY": "is a replica and accepts no writes: name the primary, which after a failover is another server",
+    "MISCONF": "accepts no writes because it could not save its data: check its log and its disk",
     "LOADING": "is reading its data from disk and answers when that is done",
-    "BUSY": "is kept busy by a script: wait, or end it with `redis-cli SCRIPT KILL`",
-    "MASTERDOWN": "is a replica that has lost its primary: see whether that one runs, or name it",
-    "NOREPLICAS": "takes no writes because too few replicas follow it (min-replicas-to-write)",
-    "CLUSTERDOWN": "belongs to a cluster that is down: `redis-cli CLUSTER INFO` tells which slots nobody has",
-    "MOVED": "does not have this key any more: its cluster has moved it, and it is looked for anew",
-    "ASK": "is handing this key to another master of its cluster: it is asked for again",
-    "TRYAGAIN": "is handing these keys to another master of its cluster: they are asked for again",
-    "CROSSSLOT": "was asked for keys that are in several slots of its cluster",
-    "WRONGTYPE": "has something else under a key of the pool: somebody writes under its prefix. Remove that key, or "
-    "take another prefix",
-    "NOSCRIPT": "has forgotten the pool's scripts, which are sent again with the next call",
+    "BUSY": "is busy with a script: wait, or end it with `redis-cli SCRIPT KILL`",
+    "MASTERDOWN": "is a replica that has lost its primary: check whether the primary runs, or name the primary",
+    "NOREPLICAS": "accepts no writes because too few replicas follow it (min-replicas-to-write)",
+    "CLUSTERDOWN": "belongs to a cluster that is down: `redis-cli CLUSTER INFO` shows which slots no node has",
+    "MOVED": "does not have this key any more: its cluster has moved it, and lmpool looks it up again",
+    "ASK": "is moving this key to another master of its cluster: lmpool requests it again",
+    "TRYAGAIN": "is moving these keys to another master of its cluster: lmpool requests them again",
+    "CROSSSLOT": "received a command with keys in several slots of its cluster",
+    "WRONGTYPE": "has another type of value under a key of the pool: another program uses its prefix. Remove that key, "
+    "or choose another prefix",
+    "NOSCRIPT": "has lost the pool's scripts; the next call sends them again",
 }
-# Of errors that begin with ERR, or with nothing.
+# Meanings of errors that begin with ERR or without a code.
 _OTHERS = {
-    "unknown command": "lacks a command that the pool needs: it must be Redis 6.2 or newer, or Valkey, without "
-    "commands that were renamed or removed",
-    "max number of clients": "has as many connections as it may have: raise its maxclients, or end some programs",
-    "Protocol error, got": "does not speak Redis's protocol: is this the port of something else?",
+    "unknown command": "lacks a command that the pool needs: use Redis 6.2 or newer, or Valkey, without renamed or "
+    "removed commands",
+    "max number of clients": "has reached its limit of connections: raise its maxclients, or end some programs",
+    "Protocol error, got": "does not speak the protocol of Redis: is this the port of another program?",
 }
 _CLASSES = {
     exceptions.NoPermissionError: "NOPERM",
@@ -57,7 +57,7 @@ _CLASSES = {
     exceptions.ClusterCrossSlotError: "CROSSSLOT",
     exceptions.NoScriptError: "NOSCRIPT",
 }
-# The first two are how Redis 7.0 and later servers tell of what a script was refused.
+# The first two texts are refusals within a script by Redis 7.0 and newer.
 _AUTH_WORDS = {
     "The user executing the script can't": "NOPERM",
     "ACL failure in script": "NOPERM",
@@ -65,20 +65,19 @@ _AUTH_WORDS = {
     "HELLO must be called with the client already authenticated": "NOAUTH",
     "Authentication required": "NOAUTH",
 }
-# Answers of a server that is not the one to ask, or not now: ask again soon, on a new connection.
+# Errors after which the command must be repeated soon on a new connection.
 _NOT_NOW = {"MOVED", "ASK", "CLUSTERDOWN", "TRYAGAIN", "READONLY", "LOADING", "MASTERDOWN", "BUSY", "MISCONF",
             "NOREPLICAS", "UNBLOCKED"}  # fmt: skip
 _REFUSED = {"NOAUTH", "WRONGPASS", "NOPERM"}
-# By what an error of a connection has in it: often a number alone, Linux's or macOS's.
+# Patterns in errors of connections; some errors have only the number, of Linux or macOS.
 _CUT = r"Err(or|no) (104|54)\b|reset by peer|closed|Broken pipe|was lost|Connection lost"
 _LOST = {
     r"Err(or|no) (111|61)\b|refused": "nothing listens there: does the server run, and are host and port right?",
-    r"Err(or|no) (113|101|65|51)\b": "there is no way to that host: is the network up, and the host right?",
-    "Name or service not known|name resolution|nodename nor servname": "its host is not known by this name",
+    r"Err(or|no) (113|101|65|51)\b": "that host cannot be reached: is the network up, and the host right?",
+    "Name or service not known|name resolution|nodename nor servname": "no host has this name",
     "No such file or directory": "there is no such socket: has the server ended?",
     "Permission denied": "this user may not open its socket",
-    _CUT: "the server, or something on the way to it, has cut the connection; where TLS is spoken the URL begins with "
-    "rediss://",
+    _CUT: "the server, or a device on the way to it, has closed the connection; with TLS the URL begins with rediss://",
     r"Err(or|no) (110|60)\b|Timeout": "it is silent",
 }
 _BEFORE = re.compile(r"(ERR )?Error running script \(call to \w+\): (@user_script: ?\d+: )+-?")
@@ -87,7 +86,7 @@ _CODE = re.compile("[A-Z]+(?= |$)")
 
 
 def chain(error: BaseException) -> Iterator[BaseException]:
-    """An exception and those that led to it: redis-py may wrap a refusal in a lost connection."""
+    """An exception and its causes: redis-py may wrap a refusal in a ConnectionError."""
     link: BaseException | None = error
     while link is not None:
         yield link
@@ -95,13 +94,12 @@ def chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def was_cut(error: BaseException) -> bool:
-    """Whether the other end of a connection has ended it."""
-    # By the text: redis-py has the system's exception with some of its own only.
+    """Whether the other side closed the connection, by the text: not all exceptions of redis-py have a cause."""
     return re.search(_CUT, str(error)) is not None
 
 
 def words(error: BaseException) -> str:
-    """A server's own words in one line, without those about a script, and with the code that redis-py takes off."""
+    """The first line of a server's error, without the text about a script, with the code that redis-py removes."""
     lines = str(error).splitlines()
     text = _BEHIND.sub("", _BEFORE.sub("", lines[0])) if lines else type(error).__name__
     code = next((code for kind, code in _CLASSES.items() if isinstance(error, kind)), "")
@@ -109,7 +107,7 @@ def words(error: BaseException) -> str:
 
 
 def code_of(error: BaseException) -> str:
-    """The word in capitals by which servers tell kinds of errors apart; "" where there is none."""
+    """The word in capitals at the beginning of a server's error, or ""."""
     text = words(error)
     for begin, code in _AUTH_WORDS.items():
         if begin in text:
@@ -119,7 +117,7 @@ def code_of(error: BaseException) -> str:
 
 
 def is_not_now(error: BaseException) -> bool:
-    """Whether a server's answer means to ask again, on a new connection."""
+    """Whether an error means that the command must be repeated on a new connection."""
     return code_of(error) in _NOT_NOW
 
 
@@ -130,7 +128,7 @@ def is_refusal(error: BaseException) -> bool:
 
 
 def meaning(error: BaseException) -> str:
-    """What a server's error says of the server, and what to do: "is …", "has …"; "" where nothing is known of it."""
+    """The meaning of a server's error, and what to do, as the rest of a sentence: "is …", "has …"; "" if unknown."""
     code, text = code_of(error), words(error)
     if code:
         return _MEANINGS.get(code, "")
@@ -138,12 +136,12 @@ def meaning(error: BaseException) -> str:
 
 
 def loss(error: BaseException) -> str:
-    """Why there is no connection; "" where nothing is known of it."""
+    """Why there is no connection; "" if unknown."""
     text = f"{words(error)} {type(error).__name__}"
     return next((why for pattern, why in _LOST.items() if re.search(pattern, text)), "")
 
 
 def sentence(error: BaseException, who: str = "the server") -> str:
-    """What a server's error means, with its own words behind; these alone where nothing is known of it."""
+    """The meaning of a server's error followed by its own text, or that text alone."""
     known = meaning(error)
     return f"{who} {known} ({words(error)})" if known else words(error)

@@ -1,4 +1,7 @@
-"""The Lua scripts of `lua/`: what must happen in Redis at once."""
+"""The Lua scripts of `lua/`, which change a queue atomically, and the functions that read queues, hashes and streams.
+
+Any client of the pool may have written there, so readers check sizes and types.
+"""
 
 from __future__ import annotations
 
@@ -7,46 +10,47 @@ import re
 from collections.abc import Awaitable, Callable, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from redis.asyncio import Redis
 from redis.exceptions import NoPermissionError, NoScriptError, ResponseError
 
 from lmpool.broker.connection import Argument
 from lmpool.broker.replies import is_refusal
+from lmpool.errors import ProtocolError
+from lmpool.protocol.keys import GROUP, Keys, ModelKeys
+from lmpool.protocol.model_info import LIMITS, MAX_INFO_BYTES, TRIE_SERVICE
+from lmpool.settings import shown
 
 Call = Callable[..., Awaitable[Any]]
 """Runs one command: `call` of a connection."""
 
 MAX_AT_ONCE = 200
-"""Most prompts in one call of a script: while it runs, the server serves nobody else."""
+"""Max prompts in one call of a script: while it runs, the server serves no other client."""
 
-# In folders by what they work on; names are unique all the same.
+# By name; names are unique across the folders.
 _FILES = {path.stem: path for path in Path(__file__).with_name("lua").glob("*/*.lua")}
 _INCLUDE = re.compile("^-- include (\\w+)$", re.MULTILINE)
 
 
 def _text(name: str, included: set[str]) -> str:
-    """A file with the texts of the files that it includes, each where it is first named."""
+    """The text of a file, with each included file inserted where it is first named."""
     if name in included:
         return ""
     included.add(name)
     return _INCLUDE.sub(lambda match: _text(match[1], included), _read(name))
 
 
-# Several scripts include the same files. All are read at once: a release that is installed later may have others.
+# Read each file once, when this module is imported: an installation may be replaced while the program runs.
 @cache
 def _read(name: str) -> str:
     return _FILES[name].read_text("utf-8")
 
 
 class Script:
-    """One script, sent whole only when the server does not know it yet.
+    """A Lua script, which is sent whole only if the server does not know it yet.
 
-    In its text, a line "-- include NAME" stands for the text of another file of `lua/`.
-
-    Args:
-        name: its file in `lua/`.
+    A line "-- include NAME" in its text stands for the text of another file of `lua/`.
     """
 
     __slots__ = ("name", "sha", "source")
@@ -68,10 +72,10 @@ class Script:
             return await call(b"EVAL", self.source, len(keys), *keys, *args)
 
     async def __call__(self, redis: Redis, keys: Sequence[bytes], args: Sequence[Any]) -> Any:
-        """Run the script off that path; returns what it returns.
+        """Run the script by a client for control messages.
 
         Raises:
-            NoPermissionError: the server's user may not do what the script does.
+            NoPermissionError: the user may not run a command of the script.
             RedisError, OSError: the server cannot be used.
         """
         try:
@@ -80,8 +84,7 @@ class Script:
             except NoScriptError:
                 return await redis.eval(self.source, len(keys), *keys, *args)
         except ResponseError as error:
-            # Servers report a refusal as any other error in a script.
-            if is_refusal(error):
+            if is_refusal(error):  # Within a script, servers report a refusal as an ordinary error.
                 raise NoPermissionError(str(error)) from error
             raise
 
@@ -113,3 +116,193 @@ TRIAL = Script("trial")
 CLEAR = Script("clear")
 STEAL = Script("steal")
 CLOSE_LANE = Script("close_lane")
+
+
+Fields = dict[bytes, bytes]
+"""The fields of an entry of a stream."""
+
+Entries = list[tuple[bytes, Fields]]
+"""Entries of a stream: id, fields."""
+
+MAX_FIELD_BYTES = 1024 * 1024
+"""Max bytes of a field of a heartbeat; the names and refusals of all adapters take less."""
+
+MAX_WORKERS = 4000
+"""Max workers of a model that are listed by name; more are only counted."""
+
+_MAX_FIELDS = 4096  # Of a hash that is read whole.
+_MAX_LANE = 1e9  # Jobs in a lane; clients may write larger numbers.
+_MAX_LEASE_MS = int(LIMITS["lease_s"][1] * 1000)
+# Begins of errors where there is no stream, no consumer group, or something else: no worker has served the model yet.
+_NO_QUEUE = ("no such key", "NOGROUP", "WRONGTYPE")
+
+
+def stream_entries(reply: Any) -> Entries:
+    """The entries in the reply to a read of one stream.
+
+    Raises:
+        ProtocolError: as `entries_by_stream`.
+    """
+    return next(iter(entries_by_stream(reply).values()), [])
+
+
+def entries_by_stream(reply: Any) -> dict[bytes, Entries]:
+    """Stream -> its entries, from the reply to a read of several streams. RESP2 and RESP3 nest them differently.
+
+    Raises:
+        ProtocolError: it is no such reply, for example because bytes were lost on the way.
+    """
+    found: dict[bytes, Entries] = {}
+    try:
+        for key, entries in reply.items() if isinstance(reply, dict) else reply or ():
+            found[key] = of_stream = []
+            for entry, fields in entries:
+                if fields is None:  # The entry was deleted while it was pending.
+                    continue
+                if type(entry) is not bytes or set(map(type, fields)) != {bytes}:
+                    raise TypeError
+                of_stream.append((entry, dict(zip(fields[::2], fields[1::2], strict=True))))
+    except (TypeError, ValueError, LookupError) as error:
+        raise ProtocolError(f"no reply to a read of a stream: {shown(reply)}") from error
+    return found
+
+
+async def read_hashes(
+    redis: Redis, keys: Sequence[bytes], *, most_bytes: int, fields: Sequence[str] = (), most_fields: int = _MAX_FIELDS
+) -> list[dict[bytes, bytes | int]]:
+    """Read hashes, all in one cluster slot: atomically, unless they have over a thousand fields or a megabyte.
+
+    Args:
+        redis: a client for control messages.
+        keys: the hashes.
+        most_bytes: max bytes of a value; a larger one is replaced by its size.
+        fields: the fields to read; none for all.
+        most_fields: max fields of a hash that is read whole.
+
+    Returns:
+        per hash its fields; {} if it does not exist. Fields whose names are over 1 KiB are left out.
+
+    Raises:
+        ProtocolError: a key holds something else, or too many fields.
+        RedisError, OSError: the server cannot be used.
+    """
+    hashes: list[dict[bytes, bytes | int]] = [{} for _ in keys]
+    begin = 0
+    while True:
+        replies: list[Any]
+        begin, replies = await FIELDS(redis, keys, [most_fields, most_bytes, begin, *fields])
+        for key, reply, values in zip(keys, replies, hashes, strict=True):
+            if not isinstance(reply, list):
+                content = "something else than a hash" if reply < 0 else f"{reply} fields: there can be {most_fields}"
+                raise ProtocolError(f"{shown(key)} has {content}; remove it if it is not yours")
+            values.update(zip(reply[::2], reply[1::2], strict=True))
+        if not begin:
+            return hashes
+
+
+def info_key(keys: Keys, model: str) -> bytes:
+    """The hash that has the info of a model."""
+    return keys.trie_models() if model == TRIE_SERVICE else keys.models()
+
+
+async def read_infos(redis: Redis, keys: Keys, names: Sequence[str] = ()) -> dict[bytes, bytes | int]:
+    """The encoded infos of some models, or of all: name -> info, or the size of an info over `MAX_INFO_BYTES`.
+
+    Raises:
+        ProtocolError, RedisError, OSError: as `read_hashes`.
+    """
+    wanted: dict[bytes, list[str]] = {}
+    for name in names:
+        wanted.setdefault(info_key(keys, name), []).append(name)
+    infos: dict[bytes, bytes | int] = {}
+    for key, fields in (wanted or {keys.models(): [], keys.trie_models(): [TRIE_SERVICE]}).items():
+        (found,) = await read_hashes(redis, [key], most_bytes=MAX_INFO_BYTES, fields=fields)
+        infos.update(found)
+    return infos
+
+
+async def read_texts(redis: Redis, key: bytes, fields: Sequence[str] = ()) -> dict[str, str]:
+    """A hash of texts, such as a heartbeat. Invalid UTF-8 is replaced; fields that are too large are left out.
+
+    Raises:
+        ProtocolError, RedisError, OSError: as `read_hashes`.
+    """
+    (values,) = await read_hashes(redis, [key], most_bytes=MAX_FIELD_BYTES, fields=fields)
+    texts = [(name, value) for name, value in values.items() if isinstance(value, bytes)]
+    return {name.decode("utf-8", "replace"): value.decode("utf-8", "replace") for name, value in texts}
+
+
+class QueueState(NamedTuple):
+    """A model's queue at one moment.
+
+    Attributes:
+        depth: prompts that wait or are being computed.
+        age_s: seconds since the oldest of them was queued; 0 if there is none.
+        dead: dead letters.
+        server_time: seconds since the epoch by the server's clock.
+    """
+
+    depth: int
+    age_s: float
+    dead: int
+    server_time: float
+
+
+def drain_seconds(queue: QueueState, answers_per_s: float) -> float:
+    """Seconds until a queue is empty at the rate of all its workers, if no prompts are added.
+
+    A rate of 0 means that it is unknown; the estimate is then the age of the oldest prompt.
+    """
+    return queue.depth / answers_per_s if answers_per_s > 0 else queue.age_s
+
+
+async def read_queue(redis: Redis, keys: ModelKeys) -> QueueState:
+    """The state of a model's queue. A queue that no worker has ever served is empty."""
+    depth, age_ms, dead, now_ms = await SURVEY(redis, [keys.jobs, keys.dead], [])
+    return QueueState(int(depth), int(age_ms) / 1000, int(dead), int(now_ms) / 1000)
+
+
+class Alive(NamedTuple):
+    """The live workers of a model at one moment.
+
+    Attributes:
+        serving: how many serve it.
+        loading: how many load it.
+        names: ids of the workers that serve it, up to `MAX_WORKERS`; () unless they were requested.
+    """
+
+    serving: int
+    loading: int
+    names: tuple[str, ...]
+
+
+async def read_alive(redis: Redis, keys: ModelKeys, *, names: bool = False) -> Alive:
+    """Count the live workers of a model, and list them if `names`; the time does not depend on their number."""
+    args = [_MAX_LEASE_MS, MAX_WORKERS if names else 0]
+    serving, loading, workers = await ALIVE(redis, [keys.workers, keys.loading], args)
+    return Alive(int(serving), int(loading), tuple(sorted(name.decode("utf-8", "replace") for name in workers)))
+
+
+async def read_lanes(redis: Redis, keys: ModelKeys) -> dict[str, int]:
+    """Worker -> jobs in its lane, waiting and held: the longest lanes first, up to `MAX_WORKERS`."""
+    try:
+        # One more is read, because the sum is among them.
+        lanes: Any = await redis.zrevrange(keys.lanes, 0, MAX_WORKERS, withscores=True)
+    except ResponseError as error:
+        if not str(error).startswith(_NO_QUEUE):
+            raise
+        return {}
+    lengths = [(worker, int(min(max(0.0, length), _MAX_LANE))) for worker, length in lanes if worker]
+    return {worker.decode("utf-8", "replace"): length for worker, length in lengths}
+
+
+async def read_consumers(redis: Redis, keys: ModelKeys) -> list[bytes]:
+    """The workers that a model's queue knows, live or not: its consumers, and the owners of its lanes."""
+    try:
+        consumers = await redis.xinfo_consumers(keys.jobs, GROUP)
+        lanes = await redis.zrange(keys.lanes, 0, MAX_WORKERS)
+    except ResponseError as error:
+        if not str(error).removeprefix("ERR ").startswith(_NO_QUEUE):
+            raise
+        return []
+    return list(dict.fromkeys([consumer["name"] for consumer in consumers] + [worker for worker in lanes if worker]))

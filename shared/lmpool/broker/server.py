@@ -1,59 +1,260 @@
-"""The Redis server of a pool: from a URL, a client or nothing at all to connections and clear errors."""
+"""The Redis server of a pool: redis-py's connections to it, the masters of a cluster, and clear errors."""
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 import os
 import re
-from contextlib import suppress
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from copy import copy
+from functools import cache
 from typing import Any, cast
 
 import redis as redis_sync
 import redis.asyncio as redis_async
 from redis.asyncio import connection as connections
+from redis.asyncio.cluster import ClusterNode
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
-from redis.exceptions import RedisError
+from redis.crc import key_slot
+from redis.exceptions import RedisClusterException, RedisError
 
+from lmpool.aio import silence_limit
 from lmpool.broker import address, replies
-from lmpool.broker.address import CLUSTER, Cluster, Place, client_settings, cluster_nodes, mask, parse_url
-from lmpool.broker.connection_classes import UNNAMED, connection_class
+from lmpool.broker.address import CLUSTER, Place, client_settings, cluster_nodes, mask, parse_url
 from lmpool.embedded import find, runtime_dir
 from lmpool.errors import AuthenticationFailed, LMPoolError, ServerError, ServerUnreachable, SettingsError, argument
 
 RedisLike = str | redis_async.Redis | redis_sync.Redis | redis_async.RedisCluster | redis_sync.RedisCluster
-"""What names a server: a URL, or a client of redis-py."""
+"""Names a server: a URL, or a client of redis-py."""
 
 URL_VARIABLE = "LMPOOL_REDIS_URL"
 REPLY_TIMEOUT_S = 15.0
-"""Seconds after which a server that is silent counts as gone, where the pool's lease is not known."""
+"""Seconds without a reply after which a connection counts as broken, where the pool's lease is not known."""
 
-# Where no server is named and none runs.
+UNNAMED: dict[str, Any] = (
+    {"driver_info": None}
+    if "driver_info" in inspect.signature(connections.AbstractConnection.__init__).parameters
+    else {"lib_name": None, "lib_version": None}
+)
+"""Options that keep redis-py from sending its name and version: users with few rights may not send them, and the
+server would log each refusal.
+"""
+
 _ADVICE = ": start one with `lmpool up MODEL`, or set "
-_CONNECT_TIMEOUT_S = 5.0
-# Options of a client's own connections that are not taken over.
+_CONNECT_TIMEOUT_S = 5.0  # To connect and greet; a server on the same continent takes far less.
+_CLUSTER_TIMEOUT_S = 5.0  # For one node to answer which master serves which slots.
+_MAX_NODES = 100  # Nodes of a cluster that are remembered in case the first ones disappear.
+_MAX_CUTS = 2  # Attempts to open a TLS connection that the server cut before it said why.
+# Options of a client's own connections that lmpool does not take over.
 _NOT_TAKEN = ("retry", "retry_on_error", "retry_on_timeout", "decode_responses", "parser_class",
              "socket_timeout", "event_dispatcher", "maint_notifications_config", "himport_registry",
-             "maint_notifications_pool_handler", "oss_cluster_maint_notifications_handler")  # fmt: skip
-# How redis-py names itself.
-_OWN_NAME = ("driver_info", "lib_name", "lib_version")
-# asyncio connections cannot check OCSP, nor, in redis-py 5, read an encrypted key. A client that asks for it is
-# refused; one that does not has these all the same.
+             "maint_notifications_pool_handler", "oss_cluster_maint_notifications_handler",
+             "driver_info", "lib_name", "lib_version")  # fmt: skip
+# Options that asyncio connections lack: OCSP, and in redis-py 5 encrypted keys. Clients have them without a value.
 _SYNC_ONLY = ("ssl_password", "ssl_ca_path", "ssl_validate_ocsp", "ssl_validate_ocsp_stapled", "ssl_ocsp_context",
               "ssl_ocsp_expected_cert")  # fmt: skip
 
 
-class Server:
-    """Where a pool's Redis is and how to connect to it. Holds no connection itself.
+class _Cancellable(connections.AbstractConnection):
+    """A connection of redis-py that loses no cancellation, and that is closed if it was given up half-open.
+
+    redis-py limits the time of sending by `asyncio.wait_for`, which before Python 3.12 can lose a cancellation
+    (https://github.com/python/cpython/issues/86296). Its limits also fire when the program itself blocked the event
+    loop. This class sets all limits; redis-py sets none where it finds None.
+    """
+
+    async def connect(self) -> None:
+        limit, self.socket_connect_timeout = self.socket_connect_timeout, None
+        try:
+            async with _limit(limit, "Timeout connecting to server"):
+                await super().connect()  # type: ignore[no-untyped-call]
+        except BaseException:
+            # redis-py would keep a connection that the server has not let in.
+            await self.disconnect(nowait=True)
+            raise
+        finally:
+            self.socket_connect_timeout = limit
+
+    async def send_packed_command(self, command: Any, check_health: bool = True) -> None:
+        # Connecting and checking have limits of their own.
+        if not self.is_connected:
+            await self.connect()
+        if check_health:
+            await self.check_health()  # type: ignore[no-untyped-call]
+        async with self._own_limit("Timeout writing to socket"):
+            await super().send_packed_command(command, check_health=False)
+
+    async def read_response(self, disable_decoding: bool = False, timeout: float | None = None, **options: Any) -> Any:
+        if timeout is not None:
+            return await super().read_response(disable_decoding, timeout, **options)
+        async with self._own_limit("Timeout reading from the server"):
+            return await super().read_response(disable_decoding, **options)
+
+    @asynccontextmanager
+    async def _own_limit(self, text: str) -> AsyncIterator[None]:
+        limit, self.socket_timeout = self.socket_timeout, None
+        try:
+            async with _limit(limit, text):
+                yield
+        finally:
+            if self.socket_timeout is None:  # redis-py changes it when a server announces that it moves.
+                self.socket_timeout = limit
+
+
+@asynccontextmanager
+async def _limit(seconds: float | None, text: str) -> AsyncIterator[None]:
+    """Raise redis-py's TimeoutError if the server is silent for so long."""
+    try:
+        async with silence_limit(seconds) as timer:
+            yield
+    except TimeoutError:
+        if not timer.expired():
+            raise
+        raise redis_sync.TimeoutError(text) from None
+
+
+class _Tls(connections.SSLConnection):
+    """Connects again after a cut: a server that refuses a client says why and closes, but if the client has sent more
+    by then, the system discards the reason.
+    """
+
+    async def connect(self) -> None:
+        for _ in range(_MAX_CUTS):
+            try:
+                return await super().connect()  # type: ignore[no-untyped-call,no-any-return]
+            except redis_sync.ConnectionError as error:
+                if not replies.was_cut(error):
+                    raise
+            await self.disconnect(nowait=True)
+        return await super().connect()  # type: ignore[no-untyped-call,no-any-return]
+
+
+@cache
+def connection_class(kind: type) -> type[connections.AbstractConnection]:
+    """The class of connections to use in place of one of redis-py's, asyncio's or not.
+
+    Raises:
+        SettingsError: the class is unknown.
+    """
+    if issubclass(kind, _Cancellable):
+        return kind
+    for known, ours in (
+        (redis_sync.UnixDomainSocketConnection, connections.UnixDomainSocketConnection),
+        (redis_sync.SSLConnection, connections.SSLConnection),
+        (redis_sync.Connection, connections.Connection),
+        (connections.AbstractConnection, kind),
+    ):
+        if issubclass(kind, known):
+            base = _Tls if ours is connections.SSLConnection else ours
+            return type(kind.__name__, (_Cancellable, base), {})
+    raise SettingsError(f"redis: lmpool cannot use a client whose connections are of the type {kind.__name__}")
+
+
+class _ClusterClient(redis_async.RedisCluster):
+    """A cluster client that raises ConnectionError for errors about the whole cluster; redis-py's own class for these
+    has no common base with its other errors.
+    """
+
+    async def initialize(self, *args: Any, **kwargs: Any) -> redis_async.RedisCluster:
+        try:
+            return await super().initialize(*args, **kwargs)
+        except RedisClusterException as error:
+            raise redis_sync.ConnectionError(f"the cluster cannot be used: {error}") from error
+
+    async def execute_command(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return await super().execute_command(*args, **kwargs)
+        except RedisClusterException as error:
+            raise redis_sync.ConnectionError(f"the cluster cannot be used: {error}") from error
+
+
+class Cluster:
+    """Which master of a cluster serves which slot.
 
     Args:
-        redis: URL (`redis://`, `rediss://`, `unix://`; of a cluster `redis+cluster://` or `rediss+cluster://` with one
-            node or several, with commas between), a redis-py client whose settings are taken over (the client itself is
+        nodes: some nodes, of which one must answer.
+        options: options of the connections, in redis-py's names.
+        is_tls: whether the nodes use TLS.
+    """
+
+    def __init__(self, nodes: Sequence[Place], options: Mapping[str, Any], *, is_tls: bool) -> None:
+        self.nodes = list(nodes)
+        self._options = {**options, "ssl": True} if is_tls else dict(options)
+        self._places: dict[int, Place] | None = None
+        self._forgotten = 0
+        self._reading = asyncio.Lock()
+
+    def client(self, reply_timeout_s: float) -> redis_async.RedisCluster:
+        """A client for control messages, which finds the master of each key."""
+        client = _ClusterClient(
+            startup_nodes=[ClusterNode(host, port) for host, port in self.nodes],
+            retry=Retry(NoBackoff(), 0),
+            socket_timeout=reply_timeout_s,
+            **UNNAMED,
+            **self._options,
+        )
+        # The constructor takes no class of connections. Nodes that it finds later take the class from these options.
+        kind = connection_class(client.connection_kwargs["connection_class"])
+        client.connection_kwargs["connection_class"] = kind
+        for node in client.nodes_manager.startup_nodes.values():
+            node.connection_class = cast(type[connections.Connection], kind)
+        return client
+
+    async def place(self, key: bytes) -> Place:
+        """The master that serves a key.
+
+        Raises:
+            ServerUnreachable: no master serves its slot at present.
+            RedisError, OSError: no node answers.
+        """
+        if (places := self._places) is None:
+            async with self._reading:
+                if (places := self._places) is None:
+                    forgotten, places = self._forgotten, await self._read()
+                    if forgotten == self._forgotten:  # Otherwise the slots changed while they were read.
+                        self._places = places
+        slot = key_slot(key)
+        if slot not in places:
+            self.forget()
+            raise ServerUnreachable(f"no master of the cluster at {self} serves slot {slot} at present")
+        return places[slot]
+
+    async def _read(self) -> dict[int, Place]:
+        client = self.client(_CLUSTER_TIMEOUT_S)
+        try:
+            await client.initialize()
+            slots = client.nodes_manager.slots_cache.items()
+            served = {slot: (str(nodes[0].host), int(nodes[0].port)) for slot, nodes in slots}
+        finally:
+            await client.aclose()
+        # The nodes that the user named may disappear.
+        self.nodes = list(dict.fromkeys([*served.values(), *self.nodes]))[:_MAX_NODES]
+        return served
+
+    def forget(self) -> None:
+        """Read the slots again before the next use."""
+        self._places = None
+        self._forgotten += 1
+
+    def __str__(self) -> str:
+        host, port = self.nodes[0]
+        return f"{host}:{port}"
+
+
+class Server:
+    """Where a pool's Redis is and how to connect to it. It holds no connection itself.
+
+    Args:
+        redis: URL (`redis://`, `rediss://`, `unix://`; for a cluster `redis+cluster://` or `rediss+cluster://` with one
+            node or several, separated by commas), a redis-py client whose settings are copied (the client itself is
             not used), or None for `LMPOOL_REDIS_URL` and then this user's embedded server.
 
     Raises:
         SettingsError: `redis` is malformed.
-        ServerUnreachable: nothing was named and no embedded server runs.
+        ServerUnreachable: `redis` is None, and no embedded server runs.
     """
 
     def __init__(self, redis: RedisLike | None = None) -> None:
@@ -73,11 +274,11 @@ class Server:
         self._class = connection_class(kind)
         if self._is_tls:
             address.check_host(kwargs, of_client=redis is not None and not isinstance(redis, str))
-        for name in (*_NOT_TAKEN, *_OWN_NAME):
+        for name in _NOT_TAKEN:
             kwargs.pop(name, None)
-        if kwargs.get("socket_connect_timeout") is None:  # So it is in a client of redis-py 5.3.
+        if kwargs.get("socket_connect_timeout") is None:  # As in a client of redis-py 5.3.
             kwargs["socket_connect_timeout"] = _CONNECT_TIMEOUT_S
-        if kwargs.get("protocol") is None:  # A client has None for redis-py's own default.
+        if kwargs.get("protocol") is None:  # In a client, None means redis-py's default.
             kwargs["protocol"] = 2
         self._kwargs: dict[str, Any] = kwargs
         self.is_node = False
@@ -115,10 +316,10 @@ class Server:
         return "rediss" if self._is_tls else "redis"
 
     async def at(self, key: bytes) -> Server:
-        """The server that has a key: this one, or one master of the cluster; equal places give the same object.
+        """The server that has a key: this one, or one master of the cluster. Equal places give the same object.
 
         Raises:
-            ServerError: the cluster does not say.
+            ServerError: the cluster does not answer which.
         """
         if self._cluster is None or self.is_node:
             return self
@@ -134,27 +335,27 @@ class Server:
         return node
 
     def is_not_now(self, error: BaseException) -> bool:
-        """Whether a server's answer means to ask again, on a new connection; then places are looked up anew too."""
+        """Whether an error means that the request must be repeated on a new connection; forgets the cluster's slots."""
         is_not_now = replies.is_not_now(error)
         if is_not_now:
             self.forget_places()
         return is_not_now
 
     async def reconnect(self, client: redis_async.Redis, error: BaseException) -> None:
-        """Have a client open new connections after an answer that means so: the address may be another's by now."""
+        """Have a client open new connections after such an error: the address may belong to another server now."""
         if self.is_not_now(error) and not self.is_cluster:
             with suppress(RedisError, OSError):
                 await client.connection_pool.disconnect(inuse_connections=False)
 
     def forget_places(self) -> None:
-        """Look up anew which master has which keys, if this is a cluster."""
+        """Read again which master has which keys, if this is a cluster."""
         if self._cluster is not None:
             self._cluster.forget()
 
     def client(self, *, reply_timeout_s: float = REPLY_TIMEOUT_S) -> redis_async.Redis:
-        """A client for control messages. It does not retry: retrying is its user's decision."""
+        """A client for control messages. It does not retry: that is up to its user."""
         if self._cluster is not None and self.is_cluster:
-            # It has the methods of Redis, but is no subclass of it.
+            # It has the methods of Redis, but is no subclass.
             return cast(redis_async.Redis, self._cluster.client(reply_timeout_s))
         pool = connections.ConnectionPool(
             connection_class=self._class,
@@ -166,7 +367,7 @@ class Server:
         return redis_async.Redis.from_pool(pool)
 
     async def open(self) -> connections.AbstractConnection:
-        """A new connection of redis-py, which has greeted the server.
+        """A new connection of redis-py that has greeted the server.
 
         Raises:
             ServerUnreachable, AuthenticationFailed: it cannot be opened.
@@ -175,7 +376,7 @@ class Server:
         try:
             await connection.connect()  # type: ignore[no-untyped-call]
         except (RedisError, OSError) as error:
-            self.forget_places()  # Another may have taken its place.
+            self.forget_places()  # Another node may have taken over.
             raise self.explain(error) from error
         return connection
 
@@ -188,7 +389,7 @@ class Server:
             raise SettingsError(f"redis: an option of {self} is not known or malformed: {why}") from error
 
     def explain(self, error: BaseException) -> LMPoolError:
-        """The exception of our tree for one of redis-py's or the system's."""
+        """The exception of lmpool for one of redis-py's or the system's."""
         if isinstance(error, LMPoolError):
             return error
         text, meaning, links = replies.words(error), replies.meaning(error), list(replies.chain(error))
@@ -211,7 +412,7 @@ class Server:
         if meaning:
             return (ServerUnreachable if is_lost else ServerError)(f"{self} {meaning} ({text})")
         if is_lost:
-            # A server without TLS says nothing to whoever greets it so. "reading": on a connection that was there.
+            # A server without TLS does not answer a TLS greeting. "reading" means that the connection was open before.
             is_mute = self._is_tls and "Timeout" in type(error).__name__ and "reading" not in text
             why = replies.loss(error)
             return ServerUnreachable(
@@ -222,11 +423,7 @@ class Server:
 
 
 def where(redis: RedisLike | None) -> str:
-    """Where a named server is, without password; nothing but the environment is read.
-
-    Args:
-        redis: as `Server` takes it, good or not.
-    """
+    """The address of a server without user or password, from `redis` as `Server` takes it, even if it is malformed."""
     if isinstance(redis, (redis_async.RedisCluster, redis_sync.RedisCluster)):
         nodes, _, is_tls = client_settings(redis)
         return f"{'rediss' if is_tls else 'redis'}{CLUSTER}://{','.join(f'{host}:{port}' for host, port in nodes)}"
@@ -251,5 +448,5 @@ def _embedded_url() -> str:
 
 
 def without_advice(error: Exception) -> str:
-    """What an error says of a server that there is not, for those who cannot do what programs can."""
+    """The text of an error without the advice for programs that choose their server themselves."""
     return str(error).partition(_ADVICE)[0]

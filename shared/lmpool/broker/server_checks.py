@@ -1,4 +1,4 @@
-"""Checks of a server: whether its memory suits a pool, and its version lacks fixes that scripts could exploit."""
+"""Checks of a server: whether its memory suits a pool, and whether its version has the fixes for hostile scripts."""
 
 from __future__ import annotations
 
@@ -16,26 +16,25 @@ from lmpool.errors import LMPoolError
 
 Version = tuple[int, int, int]
 
-_SECTIONS = ("memory", "stats")
-_NEARLY_FULL = 0.75
-# The first of each branch without CVE-2025-49844 and CVE-2025-46817, and so without CVE-2024-46981, which is older.
-# Branches after the last have begun without them.
+_NEARLY_FULL = 0.75  # Share of maxmemory; below it the server evicts nothing.
+# First version of each branch without CVE-2025-49844 and CVE-2025-46817, and so without the older CVE-2024-46981.
+# Newer branches never had them.
 _FIXED: dict[str, tuple[Version, ...]] = {
     "redis": ((6, 2, 20), (7, 2, 11), (7, 4, 6), (8, 0, 4), (8, 2, 2)),
     "valkey": ((7, 2, 11), (8, 0, 6), (8, 1, 4)),
 }
 _VERSION = re.compile(r"(\d{1,5})\.(\d{1,5})\.(\d{1,5})(?!\d)")
-_MAX_TEXT = 64
+_MAX_TEXT = 64  # Bytes of a field of HELLO; names and versions are shorter.
 
 
 class ServerMemory(NamedTuple):
-    """The memory of a server, or of the fullest master of a cluster; evictions are those of all masters.
+    """The memory of a server, or of the fullest master of a cluster, with the evictions of all masters.
 
     Attributes:
-        used_bytes: what the server uses.
-        limit_bytes: how much that may be (`maxmemory`); 0 for no limit.
-        policy: what the server does at the limit (`maxmemory-policy`).
-        evicted_keys: keys that were removed there since the start.
+        used_bytes: used memory.
+        limit_bytes: `maxmemory`; 0 for no limit.
+        policy: `maxmemory-policy`.
+        evicted_keys: keys that were evicted since the start.
     """
 
     used_bytes: int
@@ -49,14 +48,14 @@ class ServerMemory(NamedTuple):
         return f"{_megabytes(self.used_bytes)} used {limit} (maxmemory), {self.policy}, {evicted}"
 
     def is_full_for(self, size: int) -> bool:
-        """Whether one more value of so many bytes may cost another: right after an eviction memory is free for a while.
+        """Whether a further value of `size` bytes may evict another.
 
-        While a value is on its way the server has it twice.
+        The server has a value twice while it is received, and has free memory for a while after each eviction.
         """
         return self.used_bytes + 2 * size > _NEARLY_FULL * self.limit_bytes > 0
 
     def doubt(self) -> str | None:
-        """What is to be said of these settings: a sentence without an end, or None when they suit a pool."""
+        """A warning about settings that do not suit a pool, without a full stop; None if they do."""
         wrong = []
         if not self.limit_bytes:
             wrong.append("maxmemory is 0, so cached rows may fill the machine")
@@ -70,17 +69,14 @@ class ServerMemory(NamedTuple):
 
 
 async def read_memory(redis: Redis) -> ServerMemory | None:
-    """Ask a server for its memory; None where it does not tell, as to users without that right.
-
-    Args:
-        redis: a client for control messages.
+    """The memory of a server; None if it does not report it, for example to users without that right.
 
     Raises:
         RedisError, OSError: the server cannot be used.
     """
     figures: dict[str, dict[str, Any]] = {}
     try:
-        for section in _SECTIONS:
+        for section in ("memory", "stats"):
             for node, reply in (await _info(redis, section)).items():
                 figures.setdefault(node, {}).update(reply)
     except ResponseError:
@@ -88,7 +84,6 @@ async def read_memory(redis: Redis) -> ServerMemory | None:
     masters = [memory for reply in figures.values() if (memory := _read(reply)) is not None]
     if not masters:
         return None
-    # Another one may have evicted: what is lost on one master is lost.
     fullest = max(masters, key=lambda memory: memory.used_bytes / (memory.limit_bytes or float("inf")))
     return fullest._replace(evicted_keys=sum(memory.evicted_keys for memory in masters))
 
@@ -114,14 +109,11 @@ def _megabytes(size: int) -> str:
 
 
 def doubt_of(product: str, version: str) -> str | None:
-    """What is to be said of a server of this version.
+    """A warning about a server's version, without a full stop; None if there is none.
 
     Args:
-        product: as the server calls itself; of others than Redis and Valkey nothing is known.
-        version: as it says.
-
-    Returns:
-        A sentence without an end, or None when there is nothing to say.
+        product: the server's own name; only Redis and Valkey are known.
+        version: its version.
     """
     numbers, fixed = _VERSION.match(version), _FIXED.get(product)
     if numbers is None or fixed is None:
@@ -132,38 +124,38 @@ def doubt_of(product: str, version: str) -> str | None:
     levels = ", ".join(".".join(map(str, least)) for least in fixed)
     return (
         f"the server is {product.capitalize()} {version} and may lack the fixes of CVE-2025-49844, CVE-2025-46817 and "
-        f"CVE-2024-46981, which let whoever may run scripts take it over: run {levels} or newer, unless your "
+        f"CVE-2024-46981, which let any user that may run scripts take it over: run {levels} or newer, unless your "
         "distribution has fixed this version"
     )
 
 
 async def read_version(server: Server) -> tuple[str, str]:
-    """Ask a server for its name and version, of a cluster one master; "" for what it does not tell.
+    """The name and version of a server, or of one master of a cluster; "" for a value that it does not report.
 
-    HELLO is allowed to every user, and tells Valkey's own version, where INFO shows much that is nobody's business.
+    HELLO is allowed to every user and reports Valkey's own version. INFO would need a right to much more.
     """
     connection = CommandConnection(server)
     try:
         fields = _fields(await connection.call(b"HELLO"))
     except LMPoolError:
-        return "", ""  # A proxy may know no HELLO. A server that cannot be used is told of by whoever needs it.
+        return "", ""  # A proxy may lack HELLO. If the server cannot be used, the next command fails.
     finally:
         connection.close()
     return fields.get("server", ""), fields.get("version", "")
 
 
 async def read_doubt(server: Server) -> str | None:
-    """Ask a server for its version; what is to be said of it, as `doubt_of` does."""
+    """The warning about a server's version, as `doubt_of`."""
     return doubt_of(*await read_version(server))
 
 
 async def read_doubts(server: Server) -> list[str]:
-    """Whether a server can be used, and what is to be said of its version and its memory: sentences without an end.
+    """Check that a server can be used; returns the warnings about its version and its memory.
 
     Raises:
         ServerError: it cannot be used.
     """
-    # With a client of its own: a connection that idles while the model loads may be cut meanwhile.
+    # A client of its own: an idle connection may be cut while the model loads.
     redis = server.client()
     try:
         await redis.ping()
@@ -177,13 +169,13 @@ async def read_doubts(server: Server) -> list[str]:
 
 
 def _fields(reply: Any) -> dict[str, str]:
-    """What a server says of itself; RESP2 and RESP3 nest it differently. What is no short text is left out."""
+    """The short texts in a reply to HELLO; RESP2 and RESP3 nest them differently."""
     if isinstance(reply, list):
         reply = dict(zip(reply[::2], reply[1::2], strict=False)) if all(map(_is_plain, reply[::2])) else {}
     if not isinstance(reply, dict):
         return {}
     return {
-        name.decode("ascii", "replace"): value.decode("ascii", "replace")
+        name.decode("ascii"): value.decode("ascii")
         for name, value in reply.items()
         if _is_plain(name) and _is_plain(value)
     }

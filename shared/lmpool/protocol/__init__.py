@@ -1,4 +1,4 @@
-"""What processes say to each other: prompts, jobs, queries, rows, names of keys; no input or output.
+"""Messages between processes: prompts, jobs, queries, rows and the names of keys; no input or output.
 
-Everything may import it; it imports `errors` and `settings` only.
+Everything may import it. It imports `errors` and `settings` only.
 """

@@ -1,7 +1,7 @@
-"""Every Redis key that lmpool uses, in one place.
+"""The names of all Redis keys, and the fields of job entries.
 
-The text in braces is a Redis Cluster hash tag: what belongs to one model's queue is on one master. Rows have no tag,
-so that they spread over all of them; on one server `submit.lua` and `finish.lua` look at rows too.
+The text in braces is a Redis Cluster hash tag: all keys of one model's queue are on one master. Rows have no tag, so
+they are spread over all masters. On a single server `submit.lua` and `finish.lua` also read rows.
 """
 
 from __future__ import annotations
@@ -13,58 +13,58 @@ GROUP = "workers"
 """The one consumer group of every job stream."""
 
 JOB_FIELD = b"m"
-"""The field of a job entry that holds the encoded job."""
+"""Field of a job entry: the encoded job."""
 
 LIFETIME_FIELD = b"u"
-"""The field of a job entry that says for how long it was waited for at first: a number of ms from its queueing.
+"""Field of a job entry: for how many ms after its queueing its first client waits.
 
-In an entry that may have to go elsewhere, a space and the digest follow.
+In an entry that may have to move, a space and the digest follow.
 """
 
 SINCE_FIELD = b"t"
-"""The field of a job entry that was moved, from the backlog or another stream: when it was queued, in ms since 1970."""
+"""Field of a job entry that was moved: when it was queued, in ms since 1970."""
 
 PRIORITY_FIELD = b"p"
-"""The field of a job entry that yields to others: `BULK`, or "continued" for a continuation of another client."""
+"""Field of a job entry that yields to others: `BULK` or `CONTINUED`. See "Priorities" in docs/design/queue.md."""
 
 BULK = b"bulk"
-"""What entries, and reply keys behind "reply:", say of the clients that yield to all others."""
-
-HOME_FIELD = b"h"
-"""The field of a job entry that names the worker whose lane its client wanted: its home, or b""."""
+"""Priority of jobs that only bulk clients wait for; reply keys of bulk clients have it after "reply:"."""
 
 CONTINUED = b"continued"
-"""What entries say of continuations of interactive clients: these yield to rows."""
+"""Priority of continuations of interactive clients."""
+
+HOME_FIELD = b"h"
+"""Field of a job entry: the worker that is the home of its prompt, or b""."""
 
 CONTINUED_TIME, BULK_TIME = 1e11, 1e12
-"""Where the virtual start times of continuations and those of bulk clients begin."""
+"""Virtual start times from which continuations and bulk prompts begin."""
 
 REPLY_CAP = 1000
-"""About the most messages in a reply stream."""
+"""Approximate max messages in a reply stream."""
 
 REPLY_TTL_MS = 120_000
-"""Lifetime of a reply stream behind its last message."""
+"""Lifetime of a reply stream after its last message, in ms."""
 
 WANTED_TTL_MS = 60_000
-"""How long a model that has no info is wanted after a client has last looked for it: longer than autoscalers pause."""
+"""How long the key `wanted` lives after a client has last requested the model, in ms: longer than autoscalers pause."""
 
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """Names the keys of one deployment.
+    """The keys of one pool.
 
     Args:
-        prefix: what every key starts with; two prefixes on one server are two pools.
+        prefix: the beginning of every key; two prefixes on one server are two pools.
     """
 
     prefix: str = "lmpool"
 
     def models(self) -> bytes:
-        """Hash: model name -> encoded model info, of all but the trie workers."""
+        """Hash: model name -> encoded model info, except that of the trie workers."""
         return f"{self.prefix}:models".encode()
 
     def trie_models(self) -> bytes:
-        """Hash: the same with the info of the trie workers alone: their Redis user may write no other info."""
+        """Hash: the info of the trie workers, whose Redis user may write no other info."""
         return f"{self.prefix}:models:trie".encode()
 
     def worker(self, worker_id: str) -> bytes:
@@ -72,7 +72,7 @@ class Keys:
         return f"{self.prefix}:worker:{worker_id}".encode()
 
     def loading(self) -> bytes:
-        """Hash: id of a worker that loads its model -> the model's name; expires with the last such worker."""
+        """Hash: id of a worker that loads its model -> the model's name; expires."""
         return f"{self.prefix}:loading".encode()
 
     def rows(self) -> bytes:
@@ -92,7 +92,7 @@ class Keys:
         return f"{self.prefix}:tokenizer:{digest}".encode()
 
     def token_set(self, name: bytes) -> bytes:
-        """String: the bits of a set of tokens, under the digest of what it is; has a TTL."""
+        """String: the bits of a set of tokens, under the digest of the set; has a TTL."""
         return f"{self.prefix}:tokens:{name.hex()}".encode()
 
     def weights(self) -> bytes:
@@ -100,9 +100,9 @@ class Keys:
         return f"{self.prefix}:weights:".encode()
 
     def probe(self, model: str, client_id: str) -> bytes:
-        """String: what a client writes to see whether the server of a model's queue takes writes; expires at once.
+        """String that a client writes to check that the master of a model's queue accepts writes; expires at once.
 
-        Among the weights, for those are what every client may write; with the model's tag, to be on its master.
+        It is among the weights, which every client may write, and has the model's tag.
         """
         return f"{self.prefix}:weights:{{{model}}}{client_id}".encode()
 
@@ -112,11 +112,7 @@ class Keys:
 
 
 class ModelKeys:
-    """Names the keys of one model. Digests are appended as their 16 raw bytes.
-
-    Args:
-        base: what all of them begin with.
-    """
+    """The keys of one model, which begin with `base`. Digests are appended as their 16 raw bytes."""
 
     __slots__ = (
         "adapters", "backlog", "backlog_jobs", "base", "capacity", "claim_cursor", "dead", "jobs", "lanes", "loading",
@@ -126,58 +122,53 @@ class ModelKeys:
     def __init__(self, base: bytes) -> None:
         self.base: Final = base
         self.jobs: Final = base + b":jobs"
-        """Stream with the consumer group `GROUP`; one entry per prompt that workers are about to take, whichever comes
-        first. Each worker has a `lane` beside it."""
+        """Stream with the consumer group `GROUP`: prompts for the worker that reads first."""
         self.lanes: Final = base + b":lanes"
-        """Sorted set: worker id -> how many jobs its lane has, waiting and held; "" -> the sum of these; expires."""
+        """Sorted set: worker id -> jobs in its lane, waiting and held; "" -> their sum; expires."""
         self.backlog: Final = base + b":backlog"
-        """Sorted set: digests of prompts that wait behind the streams, with their virtual start times; those that only
-        bulk clients wait for begin at `BULK_TIME`."""
+        """Sorted set: digest of a prompt that waits behind the streams -> its virtual start time."""
         self.backlog_jobs: Final = base + b":backlog:jobs"
-        """Hash: digest of a prompt in the backlog -> when it was queued and for how long it is waited for (in ms since
-        1970, and in ms), its home or nothing, and its encoded job, with spaces between."""
+        """Hash: digest of a prompt in the backlog -> "SINCE[,TOKENS] LIFETIME HOME JOB": when it was queued, in ms
+        since 1970; the tokens that a continuation may generate; for how many ms its client waits; its home or ""."""
         self.virtual_time: Final = base + b":virtual_time"
-        """Sorted set: reply key with the virtual start time of its client's last prompt in the backlog, and reply key
-        and ":tokens" with that of its last continuation; "" with the virtual time, which is the start time of the
-        prompt that moved up last; "continued" and "bulk" with those of jobs that yield; "owed:continued" and "owed"
-        with the sixteenths of a prompt that are due to these."""
+        """Sorted set: reply key -> start time of the client's last prompt in the backlog; reply key and
+        ":tokens" -> that of its last continuation. "", "continued" and "bulk" -> start time of the prompt of this
+        kind that moved up last. "owed:continued", "owed" -> ended jobs that count towards the kind's next turn."""
         self.sole_client: Final = base + b":sole_client"
-        """String: reply key of a client that asks alone and has more in the streams than their capacity; with "-"
-        before it while that goes back to the backlog; expires."""
+        """String: reply key of a client that asks alone and has more jobs in the streams than their capacity; "" if it
+        had to give way recently; expires."""
         self.capacity: Final = base + b":capacity"
         """Hash: id of a worker that takes jobs -> how many prompts it computes at once; "" -> the sum; expires."""
         self.workers: Final = base + b":workers"
-        """Sorted set: worker id with its deadline: the server's time in ms until which it is alive; expires."""
+        """Sorted set: worker id -> its deadline, in ms by the server's clock; expires."""
         self.loading: Final = base + b":loading"
-        """Sorted set: id of a worker that loads this model, with its deadline; expires."""
+        """Sorted set: id of a worker that loads this model -> its deadline; expires."""
         self.claim_cursor: Final = base + b":claim_cursor"
         """String: the entry at which the next search for jobs of silent workers begins; expires."""
         self.dead: Final = base + b":dead"
-        """Stream of jobs that were given up, with the reason; capped."""
+        """Stream of dead letters: jobs that were given up, with the reason; capped."""
         self.reasons: Final = base + b":reasons"
-        """Hash: entry -> why the worker ended that held it at its last delivery; capped, expires."""
+        """Hash: entry -> why the worker of its last delivery ended; capped, expires."""
         self.waiting: Final = base + b":waiting:"
-        """Prefix of what says who waits for a prompt: strings or hashes; expire.
+        """Prefix of the keys of clients that wait for a prompt; expire.
 
-        Where one client waits alone, a string: its reply key, a newline, and the entry or "later". Else a hash
-        {"job": entry or "later", reply key: ""}. An entry of `jobs` is its id; one of a lane is the id, a space, and
-        the worker whose lane it is.
-
-        "later" means that the job is in the backlog, "done" that the row has just been stored. The field "keep" stands
-        for an operator who has queued the job again.
+        If one client waits alone, a string: its reply key, a newline, and the entry or "later". Otherwise a hash
+        {"job": entry or "later", reply key: ""}. An entry of `jobs` is its id; an entry of a lane is the id, a space,
+        and the worker of the lane. "later" means that the job is in the backlog, "done" that the row was just stored.
+        The field "keep" stands for an operator who has queued the job again.
         """
         self.wanted: Final = base + b":wanted"
-        """String, empty: there while clients wait for somebody to serve the model, whose info they lack; expires."""
+        """String, empty: clients wait for a model that has no info; expires."""
         self.adapters: Final = base + b":adapters"
         """Hash: adapter -> encoded `Adapter` (`lmpool.protocol.adapter`); "" -> the fingerprint of their model;
         "@" -> the generation of this state and, after a space, that in whose place it was put."""
         self.offers: Final = base + b":offers"
         """Hash: adapter -> encoded `lmpool.protocol.adapter.Offer` that the workers are to load; expires."""
         self.queue: Final = (self.jobs, self.dead, self.backlog, self.backlog_jobs, self.virtual_time)
-        """The keys that, with the lanes, have no expiry while workers serve the model, the stream of jobs first."""
+        """The keys that, like the lanes, do not expire while workers serve the model; the stream of jobs first."""
 
     def lane(self, worker_id: str | bytes) -> bytes:
-        """Stream as `jobs` with the prompts that one worker is to take."""
+        """Stream like `jobs`, for one worker."""
         return self.base + b":lane:" + (worker_id.encode() if isinstance(worker_id, str) else worker_id)
 
     def replaced(self, adapter: str) -> bytes:
@@ -185,7 +176,7 @@ class ModelKeys:
         return self.base + b":replaced:" + adapter.encode()
 
     def reply(self, client_id: str, *, is_bulk: bool = False) -> bytes:
-        """Stream of finished digests for one client, with small rows; capped, expires. It says which ones yield."""
+        """Stream of finished digests for one client, with small rows; capped, expires."""
         return self.base + b":reply:" + (BULK + b":" if is_bulk else b"") + client_id.encode()
 
     def adapter_trials(self, load: str) -> bytes:

@@ -1,4 +1,4 @@
-"""The info of a model: what its workers promise, and what decides the value of its rows."""
+"""The info of a model: its limits and abilities, and everything that decides the value of its rows."""
 
 from __future__ import annotations
 
@@ -22,34 +22,26 @@ LIMITS: dict[str, tuple[float, float]] = {
     "lease_s": (0.1, 3600),
     "row_ttl_s": (1, 10**9),
 }
-"""Least and most of each number in an info, so that the wire (uint32) and Redis (int64 milliseconds) can carry it."""
+"""Min and max of each number in an info, so that the wire (uint32) and Redis (int64 milliseconds) can carry it."""
 
 TRIE_SERVICE = "trie"
-"""The name under which trie workers serve; no model can have it."""
+"""The model name of the trie workers; no model can have it."""
 
 MAX_INFO_BYTES = 64 * 1024
-"""Most bytes of an encoded info."""
+"""Max bytes of an encoded info."""
 
-_VERSION_FIELD = "wire_version"
-"""Key of an encoded info that has the wire version of the release that wrote it."""
-
+_VERSION_FIELD = "wire_version"  # Of an encoded info: the wire version of the release that wrote it.
+# The last releases without that field had this wire version; their infos lacked some fields and had others.
 _VERSION_WITHOUT_FIELD = 2
-"""The wire version of the last releases whose infos did not tell it."""
-
-_FIELDS_SINCE_THEN = {"positions", "hidden", "tokenizer"}
-"""What their infos did not have either."""
-
-_FIELDS_UNTIL_THEN = {"scores"}
-"""What only they had."""
-
-# What programs and people know a model by; the other texts may be paths and sentences.
+_FIELDS_SINCE_THEN, _FIELDS_UNTIL_THEN = {"positions", "hidden", "tokenizer"}, {"scores"}
+# Fields that name the model for programs and people. Other texts may be paths and sentences.
 _NAMES = ("name", "backend", "revision", "dtype")
 _CONTROL = re.compile(f"[{CONTROLS}]")
 
 
 def _limited(name: str) -> msgspec.Meta:
     least, most = LIMITS[name]
-    return msgspec.Meta(ge=least, le=most)  # They refuse NaN too.
+    return msgspec.Meta(ge=least, le=most)  # These bounds refuse NaN too.
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,25 +49,24 @@ class ModelInfo:
     """One served model.
 
     Attributes:
-        name: what it is served as.
-        backend: what computes its rows: "hf", "synthetic", ...
+        name: the name under which it is served.
+        backend: the backend that computes its rows: "hf", "synthetic", ...
         vocab_size: V, the length of every row (of the model, not of the tokenizer).
-        max_prompt_tokens: longest prompt it takes.
-        revision: names the weights exactly.
+        max_prompt_tokens: longest prompt that it accepts.
+        revision: identifies the weights exactly.
         dtype: the dtype of the computation, such as "float32".
-        encoding: how rows travel: "f32", "bf16" or "f16".
-        lossy: True when the encoding loses bits that the backend computed.
+        encoding: the encoding of rows: "f32", "bf16" or "f16".
+        lossy: whether the encoding loses bits that the backend computed.
         source: hub name or folder of the model, for its tokenizer; or "".
         gguf_file: the GGUF file in `source` that holds the tokenizer, or "".
-        vocabulary: digest of the byte strings of its tokens (`lmpool.vocabulary`), which the pool has; or "".
-        tokenizer: digest of its tokenizer (`lmpool.protocol.tokenizer`), which the pool has; or "".
-        answers_tries: its workers answer trie jobs by themselves, in the step that computes the row.
-        positions: its workers answer what the model expects at every position of a text, and so what a continuation's
-            tokens score, from one forward.
-        hidden: d, the numbers of a hidden state, where its workers tell these and the model's head; else 0.
+        vocabulary: digest of the byte strings of its tokens (`lmpool.vocabulary`) in the pool; or "".
+        tokenizer: digest of its tokenizer (`lmpool.protocol.tokenizer`) in the pool; or "".
+        answers_tries: its workers also answer trie jobs, in the step that computes the row.
+        positions: its workers predict every position of a text, and score a continuation, in one forward.
+        hidden: d, the numbers of a hidden state, if its workers send these and the model's head; else 0.
         note: a sentence for people, such as that rows are synthetic.
-        queue_limit: prompts that may wait at once; more are refused.
-        lease_s: seconds after which the jobs of a silent worker are given to another.
+        queue_limit: max prompts that wait at once; more are refused.
+        lease_s: seconds after which another worker takes over the jobs of a silent worker.
         row_ttl_s: seconds that a row stays in the cache.
     """
 
@@ -101,16 +92,16 @@ class ModelInfo:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """The fields that decide a row's value; two workers of one model must agree on all of them."""
+        """The fields that decide a row's value. All workers of a model must have the same."""
         return {
             "backend": self.backend,
             "vocab_size": self.vocab_size,
             "revision": self.revision,
             "dtype": self.dtype,
             "lossy": self.encoding if self.lossy else "",
-            # Adapters are in the names of the prompts that name them. The field stays: caches outlive releases.
+            # Cached rows outlive releases, so this field stays, though digests have the adapter now, and the next one
+            # keeps its name.
             "adapter": "",
-            # The version of rows. The name stays: caches outlive releases.
             "wire_version": ROW_VERSION,
         }
 
@@ -121,21 +112,20 @@ class ModelInfo:
 
     @property
     def service_fingerprint(self) -> str:
-        """What all live workers of a model have in common: the wire version and the fingerprint.
+        """The wire version and the fingerprint, which all live workers of a model share.
 
-        Heartbeats carry it as "fingerprint", so that a worker of any release sees that others serve the same weights in
-        another wire version.
+        Heartbeats have it as "fingerprint", so that a worker of any release notices another wire version.
         """
         return f"{WIRE_VERSION}-{self.fingerprint}"
 
     @property
     def is_trie(self) -> bool:
-        """Whether this is no model but the trie workers, whose answers are of any length."""
+        """Whether this is the info of the trie workers, whose results have any length."""
         return self.name == TRIE_SERVICE
 
     @property
     def start_command(self) -> str:
-        """The command that starts a worker that serves this."""
+        """The command that starts a worker of this model."""
         return "lmpool trie-worker" if self.is_trie else "lmpool worker"
 
     @property
@@ -178,7 +168,7 @@ class ModelInfo:
         if type(version) is not int or values.keys() != _TYPES.keys():
             raise ProtocolError("a model info has other fields than this release knows: do all sides run the same one?")
         for name, value in values.items():
-            try:  # One by one, so that the error can name the field and the value.
+            try:  # One by one, so that the error names the field and the value.
                 values[name] = msgspec.convert(value, _TYPES[name])
             except msgspec.ValidationError as error:
                 raise ProtocolError(f"a model info has {name} = {shown(value)}: {error}") from error

@@ -1,4 +1,4 @@
-"""Queries: what a job wants instead of a prompt's row, and how that is taken from a row, the same wherever it is."""
+"""Queries: the result that a job requests instead of the row of a prompt, and how it is taken from a row."""
 
 from __future__ import annotations
 
@@ -14,47 +14,43 @@ from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from lmpool.errors import NoProbability, ProtocolError
-from lmpool.protocol.job import Message, checked, described, unpack_flat
-from lmpool.protocol.prompt import DIGEST_SIZE
+from lmpool.protocol.job import DIGEST_SIZE, Message, checked, described, unpack_flat
 from lmpool.protocol.row import Row, check_largest, check_logprobs
 from lmpool.settings import shown
 
 MAX_SEED = 2**64 - 1
-"""Largest seed of a sampling."""
+"""Largest seed of a sampling; MessagePack has no larger integers."""
 
 Op = Literal["sum", "max", "logsumexp"]
-"""What is taken over the weights below a node."""
+"""How the weights below a trie node are combined."""
 
 OPS: tuple[Op, ...] = get_args(Op)
 Selection = Literal["inner", "values", "nodes", "under"]
-"""Which values of a trie are wanted; see `TrieQuery`."""
+"""Which values of a trie a query requests; see `TrieQuery`."""
 
 PositionValues = Literal["logprobs", "logits", "scores", "score_logits", "logz", "hidden"]
-"""What is told of positions; see `PositionsQuery`."""
+"""Which values of positions a query requests; see `PositionsQuery`."""
 
 MAX_ANSWER = 1 << 21
-"""Numbers of an answer for several positions (8 MiB): more would fill a worker's memory, or the server's, at once."""
+"""Max numbers in the result for several positions (8 MiB), so that one result cannot fill a worker's memory."""
 
 SECRET_SIZE = 16
-"""Bytes of the secret that is stored before the encoding of weights."""
+"""Bytes of the secret that is stored before the weights of a trie job."""
 
 MAX_GENERATED = 1 << 20
-"""Tokens of one continuation; the longest prompt of a model is shorter."""
+"""Max tokens of one continuation; the longest prompt of a model is shorter."""
 
 MAX_STOP_NUMBERS = 1 << 14
-"""Tokens of the sequences that end a continuation, and how many these are, together."""
+"""Max numbers in the stop sequences of a continuation: their tokens and lengths."""
 
-# Where a continuation has ended before its longest: no vocabulary is so large.
-_NO_TOKEN = 0xFFFFFFFF
-# One number of each position.
+_NO_TOKEN = 0xFFFFFFFF  # Fills up a continuation that ended early; no vocabulary is so large.
 _OF_NEXT_TOKEN = ("scores", "score_logits")
-_SINGLE = (*_OF_NEXT_TOKEN, "logz")
+_SINGLE = (*_OF_NEXT_TOKEN, "logz")  # Values that are one number per position.
 _SELECTIONS = get_args(Selection)
-_MAX_BYTES = 8 * 1024 * 1024
-_DIGEST_DIGITS = 32
-# Tokens that nearly always have what `top_p` asks for: sorting all takes far longer.
-_FEW, _FEW_MORE = 1024, 4
-_BLOCK = 256
+_MAX_BYTES = 8 * 1024 * 1024  # Of an encoded query; the nodes of a large trie take most.
+_DIGEST_DIGITS = 32  # Of a vocabulary or fingerprint in hexadecimal.
+_FEW, _FEW_MORE = 1024, 4  # Tokens sorted first for `top_p`, nearly always enough; factor of each further attempt.
+_BLOCK = 256  # Weights per block when a token is drawn.
 
 
 class TopK(NamedTuple):
@@ -73,9 +69,9 @@ class Sampling(NamedTuple):
     """How one token is drawn.
 
     Attributes:
-        temperature: divides the log-probabilities; 0 takes the likeliest token.
-        top_p: draws among the likeliest tokens only, the fewest that have at least this probability together.
-        seed: a whole number from 0 to `MAX_SEED`; equal seeds draw equal tokens from equal rows.
+        temperature: divides the log-probabilities; 0 takes the most likely token.
+        top_p: draws among the fewest most likely tokens that have at least this probability together.
+        seed: 0 to `MAX_SEED`; equal seeds draw equal tokens from equal rows.
     """
 
     temperature: float
@@ -84,11 +80,11 @@ class Sampling(NamedTuple):
 
 
 class Continuation(NamedTuple):
-    """Tokens that were drawn one after another, each from the row of what stands before it.
+    """Tokens that were drawn one after another, each from the row of the tokens before it.
 
     Attributes:
         ids: int64 token ids of shape (m,).
-        logprobs: float32 (m,), what each of them has in its row, whatever the temperature.
+        logprobs: float32 (m,), the log-probability of each token in its row, at any temperature.
     """
 
     ids: NDArray[np.int64]
@@ -102,11 +98,11 @@ def top(row: Row, k: int) -> TopK:
 
 
 class Kept(NamedTuple):
-    """What a token is drawn from.
+    """The tokens that may be drawn.
 
     Attributes:
-        ids: int64 (m,) token ids, the largest weight first, of equal ones the lowest id; None for all of the row.
-        weights: float32 (m,), in proportion to the probabilities that they are drawn with; the largest is 1.
+        ids: int64 (m,) token ids, the largest weight first, of equal ones the lowest id; None for the whole row.
+        weights: float32 (m,), proportional to the probabilities of being drawn; the largest is 1.
     """
 
     ids: NDArray[np.int64] | None
@@ -114,23 +110,16 @@ class Kept(NamedTuple):
 
 
 def kept(row: Row, temperature: float, top_p: float) -> Kept:
-    """The tokens of a row of shape (V,) that may be drawn, and how much each weighs: what `sample` draws from.
-
-    Args:
-        row: float32 log-probabilities, one of them above -inf.
-        temperature: as `Sampling`.
-        top_p: as `Sampling`.
-    """
+    """The tokens of a row of shape (V,) that `sample` draws from. One entry must be above -inf."""
     if temperature == 0:
         return Kept(np.array([row.argmax()]), np.ones(1, np.float32))
-    # Shifted first: divided by a small temperature, log-probabilities alone could all be 0 as probabilities.
+    # Subtract the largest first: divided by a small temperature, all entries could become 0 as probabilities.
     weights = row - np.maximum.reduce(row)
     if temperature != 1:
-        with np.errstate(over="ignore"):  # A tiny temperature makes -inf of what is not the likeliest.
-            # Beyond these, which float32 has, nothing changes: only the likeliest has any weight, or all have the same.
+        with np.errstate(over="ignore"):  # A tiny temperature makes -inf of all but the largest entry.
+            # Beyond these bounds, which float32 can represent, the result does not change.
             weights /= np.float32(min(max(temperature, 1e-30), 1e30))
-    # As exact as the row is; what is added up is in float64.
-    np.exp(weights, out=weights)
+    np.exp(weights, out=weights)  # In float32, as exact as the row; sums are in float64.
     if top_p == 1:
         return Kept(None, weights)
     ids = _nucleus(weights, top_p)
@@ -139,7 +128,7 @@ def kept(row: Row, temperature: float, top_p: float) -> Kept:
 
 def sample(row: Row, how: Sampling) -> int:
     """A token drawn from a row of shape (V,)."""
-    if how.temperature == 0:  # The one that is kept; arrays of one would take longer than finding it.
+    if how.temperature == 0:  # Faster than by way of `kept`.
         return int(row.argmax())
     ids, weights = kept(row, how.temperature, how.top_p)
     place = _at_share(weights, _share(how.seed))
@@ -147,17 +136,14 @@ def sample(row: Row, how: Sampling) -> int:
 
 
 def _share(seed: int) -> float:
-    """A number from 0 up to 1, and without it, that a seed stands for.
-
-    A hash, since making one of numpy's generators takes ten times as long as this, and a fifth of a draw.
-    """
+    """The number in [0, 1) of a seed, by a hash: a generator of numpy takes ten times as long."""
     drawn = hashlib.blake2b(seed.to_bytes(8, "little"), digest_size=8).digest()
     return (int.from_bytes(drawn, "little") >> 11) * 2.0**-53
 
 
 def _at_share(weights: NDArray[np.float32], share: float) -> int:
     """The first place up to which the weights have more than this share of their sum, 0 <= `share` < 1."""
-    # First among the sums of blocks: adding up all of a large vocabulary one by one takes four times as long.
+    # Sums of blocks first: a cumulative sum over a large vocabulary takes four times as long.
     sums = np.add.reduceat(weights, np.arange(0, len(weights), _BLOCK), dtype=np.float64)
     mass = sums.cumsum()
     wanted = share * mass[-1]
@@ -168,23 +154,23 @@ def _at_share(weights: NDArray[np.float32], share: float) -> int:
 
 
 def _first_above(mass: NDArray[np.float64], wanted: float, weights: NDArray[np.floating]) -> int:
-    """The first place where `mass`, the sums of weights up to there, is above what is wanted."""
+    """The first place where `mass`, the cumulative sum of the weights, is above `wanted`."""
     place = int(mass.searchsorted(wanted, side="right"))
-    # Sums are rounded: what is wanted may be all of them. What weighs nothing is never drawn.
+    # Rounding can make `wanted` the whole sum. A token without weight must not be drawn.
     return place if place < len(mass) else int(np.flatnonzero(weights)[-1])
 
 
 def top_of(row: Row, k: int, ids: NDArray[np.int64]) -> TopK:
-    """As `top`, of some entries only, 1 <= k <= n; their ids are (n,), ascending."""
+    """As `top`, among the entries of some ascending ids of shape (n,), 1 <= k <= n."""
     best = top(row[ids], k)
     return TopK(best.values, ids[best.ids])
 
 
 def sample_of(row: Row, how: Sampling, ids: NDArray[np.int64]) -> int:
-    """As `sample`, among some tokens only, as if they were all; their ids are ascending.
+    """As `sample`, among some tokens only; their ids are ascending.
 
     Raises:
-        NoProbability: none of them has any.
+        NoProbability: all of them have probability 0.
     """
     values = row[ids]
     if values.max() == -np.inf:
@@ -193,7 +179,7 @@ def sample_of(row: Row, how: Sampling, ids: NDArray[np.int64]) -> int:
 
 
 def mass_of(row: Row, ids: NDArray[np.int64]) -> np.float32:
-    """The logarithm of the probability that some tokens have together; -inf if they have none."""
+    """The logarithm of the sum of the probabilities of some tokens; -inf if the sum is 0."""
     values = row[ids]
     if (most := values.max()) == -np.inf:
         return np.float32(most)
@@ -204,42 +190,42 @@ def _largest(values: NDArray[Any], k: int) -> NDArray[np.int64]:
     """The ids of the `k` largest values, largest first; of equal ones the lowest id first."""
     least = np.partition(values, len(values) - k)[len(values) - k]
     above = np.flatnonzero(values > least)
-    # Which of the values that equal the least are taken must not depend on how a partition orders them.
+    # Among equal values the lowest ids count, in whatever order a partition leaves them.
     ids = np.concatenate((above, np.flatnonzero(values == least)[: k - len(above)]))
     ordered: NDArray[np.int64] = ids[np.lexsort((ids, -values[ids]))]
     return ordered
 
 
 def _nucleus(weights: NDArray[np.float32], top_p: float) -> NDArray[np.int64]:
-    """The fewest tokens that have `top_p` of the weight together, likeliest first."""
+    """The fewest tokens that have `top_p` of the weight together, the most likely first."""
     wanted = top_p * weights.sum(dtype=np.float64)
     few = _FEW
     while True:
         ids = _largest(weights, min(few, len(weights)))
         mass = np.cumsum(weights[ids], dtype=np.float64)
         if mass[-1] >= wanted or few >= len(weights):
-            break
+            return ids[: int(np.searchsorted(mass, wanted)) + 1]
         few *= _FEW_MORE
-    return ids[: int(np.searchsorted(mass, wanted)) + 1]
+
+
+# Results on the wire: float32 arrays
 
 
 def pack_top(largest: TopK) -> NDArray[np.float32]:
-    """A result as an answer travels: float32 of shape (2k,) or (n, 2k), the values and then the bits of the ids."""
+    """A `TopK` as float32 of shape (2k,) or (n, 2k): the values, then the bits of the ids."""
     return np.concatenate((largest.values, largest.ids.astype("<u4").view(np.float32)), axis=-1)
 
 
 def unpack_top(answer: NDArray[np.float32], vocab_size: int, *, of_row: bool = True) -> TopK:
-    """Read what `pack_top` made, of a whole row of log-probabilities or of others.
+    """Read the result of `pack_top`; `of_row`: the values are log-probabilities of a whole row.
 
     Raises:
-        ProtocolError: an id is not below `vocab_size` or comes twice, or the values are not the largest of a row, in
-            order.
+        ProtocolError: an id is not below `vocab_size` or repeated, or the values cannot be the largest of a row.
     """
     k = answer.shape[-1] // 2
     values, ids = answer[..., :k].copy(), np.ascontiguousarray(answer[..., k:]).view("<u4").astype(np.int64)
     ordered = np.sort(ids, axis=-1)
-    # In this form it refuses NaN too.
-    is_falling = (values[..., 1:] <= values[..., :-1]).all()
+    is_falling = (values[..., 1:] <= values[..., :-1]).all()  # False for NaN.
     if not is_falling or ids.max() >= vocab_size or (ordered[..., 1:] == ordered[..., :-1]).any():
         raise ProtocolError(f"these are not the largest entries of a row of {vocab_size}")
     for most in (values[..., 0].min(), values[..., 0].max()):
@@ -251,18 +237,18 @@ def unpack_top(answer: NDArray[np.float32], vocab_size: int, *, of_row: bool = T
 
 
 def stack_tops(tops: Sequence[TopK], k: int) -> TopK:
-    """The largest entries of n rows, `k` of each, in arrays of shape (n, k)."""
+    """The `k` largest entries of each of n rows, in arrays of shape (n, k)."""
     values = np.array([best.values for best in tops], np.float32).reshape(-1, k)
     return TopK(values, np.array([best.ids for best in tops], np.int64).reshape(-1, k))
 
 
 def pack_token(token: int) -> NDArray[np.float32]:
-    """A token id as an answer travels: float32 of shape (1,), the bits of the id."""
+    """A token id as float32 of shape (1,): its bits."""
     return np.array([token], "<u4").view(np.float32)
 
 
 def unpack_token(answer: NDArray[np.float32], vocab_size: int) -> int:
-    """Read what `pack_token` made.
+    """Read the result of `pack_token`.
 
     Raises:
         ProtocolError: the id is not below `vocab_size`.
@@ -274,12 +260,7 @@ def unpack_token(answer: NDArray[np.float32], vocab_size: int) -> int:
 
 
 def pack_continuation(made: Continuation, length: int) -> NDArray[np.float32]:
-    """A continuation as an answer travels: float32 of shape (2 * length,), the bits of the ids and then the values.
-
-    Args:
-        made: of at most `length` tokens; what is missing is filled up.
-        length: so many tokens were asked for.
-    """
+    """A continuation of up to `length` tokens as float32 (2 * length,): the bits of the ids, then the values."""
     answer = np.zeros(2 * length, np.float32)
     ids = answer[:length].view("<u4")
     ids[:] = _NO_TOKEN
@@ -289,10 +270,10 @@ def pack_continuation(made: Continuation, length: int) -> NDArray[np.float32]:
 
 
 def unpack_continuation(answer: NDArray[np.float32], vocab_size: int) -> Continuation:
-    """Read what `pack_continuation` made.
+    """Read the result of `pack_continuation`.
 
     Raises:
-        ProtocolError: no token, an id that is not below `vocab_size`, or a value that is no log-probability.
+        ProtocolError: there is no token, an id is not below `vocab_size`, or a value is no log-probability.
     """
     length = len(answer) // 2
     ids = np.ascontiguousarray(answer[:length]).view("<u4").astype(np.int64)
@@ -303,12 +284,15 @@ def unpack_continuation(answer: NDArray[np.float32], vocab_size: int) -> Continu
     return Continuation(ids, check_logprobs(logprobs))
 
 
+# Queries
+
+
 @dataclass(frozen=True, slots=True)
 class SentWeights:
-    """The weights of one trie job, stored where any client of the pool may write and only trie workers may read.
+    """The weights of one trie job, stored where any client may write and only trie workers may read.
 
-    Jobs can be read by every client, so every client knows the name. Since it is the digest of a secret that is stored
-    with the weights, trie workers see whether somebody else has written there.
+    Every client can read jobs and so knows the name. The name is the digest of a secret that is stored with the
+    weights, so trie workers notice when another client has written there.
 
     Attributes:
         values: float32 (V,), C-contiguous.
@@ -336,12 +320,11 @@ class TrieQuery(Message, frozen=True):
         op: "sum" and "max" of weights, "logsumexp" of their logarithms. For a row: of its probabilities, or of
             its log-probabilities with "logsumexp".
         vocabulary: digest of the vocabulary.
-        select: which values. "inner": of the inner nodes, (M,), enough for a client that has the weights; "values": of
-            the inner nodes and then the weights, (M + V,); "nodes": of some nodes; "under": of the children of one.
+        select: "inner": values of the inner nodes, (M,), enough for a client that has the weights; "values": of the
+            inner nodes and then the weights, (M + V,); "nodes": of some nodes; "under": of the children of one node.
         nodes: int32 ids of the nodes, or of the one node, as bytes.
-        rows: fingerprint of the model whose row is wanted; "" when `source` names weights, or when the job
-            itself has the prompt.
-        source: digest of the prompt, or the name of the weights; b"" when the job itself has the prompt.
+        rows: fingerprint of the model of the row; "" if `source` names weights, or the job itself has the prompt.
+        source: digest of the prompt, or the name of the weights; b"" if the job itself has the prompt.
     """
 
     op: Op
@@ -353,56 +336,46 @@ class TrieQuery(Message, frozen=True):
 
 
 class TopQuery(Message, frozen=True, tag="top"):
-    """The `k` largest entries of the row, as `lmpool.protocol.query.pack_top` packs them.
-
-    Attributes:
-        k: how many.
-        allowed: those of these tokens only (`TokenSet.packed`); of all if there are none.
-    """
+    """The `k` largest entries of the row, by `pack_top`; among the tokens of `allowed` (`TokenSet.packed`) if given."""
 
     k: Annotated[int, Meta(ge=1)]
     allowed: bytes = b""
 
 
 class SampleQuery(Message, frozen=True, tag="sample"):
-    """One token drawn from the row, as `lmpool.protocol.query.pack_token` packs it; `allowed` as `TopQuery`."""
+    """One token drawn from the row, by `pack_token`; among the tokens of `allowed` if given."""
 
     temperature: Annotated[float, Meta(ge=0, le=1e6)]
     top_p: Annotated[float, Meta(gt=0, le=1)]
-    seed: Annotated[int, Meta(ge=0)]  # MessagePack has none above `MAX_SEED`.
+    seed: Annotated[int, Meta(ge=0)]
     allowed: bytes = b""
 
     @property
     def how(self) -> Sampling:
-        """How it is drawn."""
+        """The parameters of the draw."""
         return Sampling(self.temperature, self.top_p, self.seed)
 
 
 class MassQuery(Message, frozen=True, tag="mass"):
-    """The logarithm of the probability that some tokens have together, float32 of shape (1,).
-
-    Attributes:
-        allowed: the tokens (`TokenSet.packed`).
-    """
+    """The logarithm of the probability of the tokens of `allowed` together, float32 of shape (1,)."""
 
     allowed: Annotated[bytes, Meta(min_length=1)]
 
 
 class PositionsQuery(Message, frozen=True, tag="positions"):
-    """What the model expects behind each of the prompt's tokens from position `start` on.
+    """Predictions after each of the prompt's tokens from position `start` on, by a forward of their own.
 
-    A forward of its own answers it, not the row: float32 of shape (n * width,), position after position.
+    The result is float32 of shape (n * width,), position after position.
 
     Attributes:
-        start: the first position. At position i is wanted what comes after the tokens 0 to i.
-        top: so many of the likeliest tokens, as `lmpool.protocol.query.pack_top` packs them; 0 for none.
-        targets: otherwise these entries, little-endian uint32 ids; if there are none either, whole rows.
-        values: of what. "scores": neither of these, but the log-probability of the token that follows; the last
-            position has none. "score_logits": its logit. "logz": the logarithm of the sum of the exponentials of the
-            logits. "hidden": the last hidden states, as `lmpool.protocol.hidden.pack_numbers` packs them.
-        size: numbers of each position that a hidden state takes.
-        allowed: the `top` likeliest of these tokens only (`TokenSet.packed`); of all if there are none. Backends get
-            their ids as `targets` instead (`among`).
+        start: the first position. The prediction at position i is about the token after the tokens 0 to i.
+        top: number of the most likely tokens, by `pack_top`; 0 for none.
+        targets: otherwise these entries, little-endian uint32 ids; without these too, whole rows.
+        values: of which values. "scores": instead of the above, the log-probability of the token that follows (the last
+            position has none). "score_logits": its logit. "logz": the logarithm of the sum of the exponentials of the
+            logits. "hidden": the last hidden states, by `lmpool.protocol.row.pack_numbers`.
+        size: numbers per position of a hidden state.
+        allowed: `top` among these tokens only (`TokenSet.packed`). Backends get their ids as `targets` (`among`).
     """
 
     start: Annotated[int, Meta(ge=0)]
@@ -414,16 +387,16 @@ class PositionsQuery(Message, frozen=True, tag="positions"):
 
     @classmethod
     def scores_from(cls, start: int, *, logits: bool = False) -> Self:
-        """What the prompt's own tokens from `start` on score, or their logits; `start` must not be the first."""
+        """The scores of the prompt's own tokens from `start` on, or their logits; `start` must not be 0."""
         return cls(start - 1, values="score_logits" if logits else "scores")
 
     def among(self, ids: NDArray[np.int64]) -> Self:
-        """As it is, of these tokens only; their ids are ascending."""
+        """The same query among these ascending ids only."""
         return replace(self, targets=ids.astype("<u4").tobytes(), allowed=b"")
 
     @property
     def is_of_next_token(self) -> bool:
-        """Whether what is wanted is about the token that follows each position."""
+        """Whether the values are about the token that follows each position."""
         return self.values in _OF_NEXT_TOKEN
 
     @property
@@ -432,21 +405,21 @@ class PositionsQuery(Message, frozen=True, tag="positions"):
         return np.frombuffer(self.targets, "<u4").astype(np.int64)
 
     def width(self, vocab_size: int) -> int:
-        """Numbers of each position."""
+        """Numbers per position."""
         return 2 * self.top or len(self.targets) // 4 or self.size or (1 if self.values in _SINGLE else vocab_size)
 
     def span(self, length: int) -> range:
-        """The positions of a prompt of so many tokens that are asked for."""
+        """The requested positions of a prompt of `length` tokens."""
         return range(self.start, length - 1 if self.is_of_next_token else length)
 
     def most_positions(self, vocab_size: int) -> int:
-        """So many positions one job may ask for."""
+        """Max positions of one job."""
         return max(1, MAX_ANSWER // self.width(vocab_size))
 
     def of(
         self, logits: NDArray[np.float32], log_z: NDArray[np.float32], following: NDArray[Any]
     ) -> NDArray[np.float32]:
-        """What is wanted of positions: float32 (n, width).
+        """The result for n positions, float32 (n, width).
 
         Args:
             logits: float32 (n, V).
@@ -466,14 +439,14 @@ class PositionsQuery(Message, frozen=True, tag="positions"):
 
 
 class GenerateQuery(Message, frozen=True, tag="generate"):
-    """Tokens drawn one after another, as `lmpool.protocol.query.pack_continuation` packs them.
+    """Tokens drawn one after another, by `pack_continuation`.
 
     Attributes:
-        most: so many at most.
+        most: max tokens.
         temperature: as `Sampling`.
         top_p: as `Sampling`.
         seed: the token at place i is drawn with the seed + i.
-        stop: little-endian uint32: of each sequence of tokens that ends it, how many it has, and these.
+        stop: little-endian uint32: for each stop sequence its length and its tokens (`pack_stops`).
     """
 
     most: Annotated[int, Meta(ge=1, le=MAX_GENERATED)]
@@ -484,44 +457,42 @@ class GenerateQuery(Message, frozen=True, tag="generate"):
 
     @property
     def how(self) -> Sampling:
-        """How the first token is drawn."""
+        """The parameters of the first draw."""
         return Sampling(self.temperature, self.top_p, self.seed)
 
     @property
     def stops(self) -> list[bytes]:
-        """The sequences of tokens that end it, as little-endian uint32.
+        """The stop sequences, as little-endian uint32.
 
         Raises:
-            ProtocolError: `stop` is not made of whole ones.
+            ProtocolError: one is empty or cut off.
         """
         numbers, at, stops = np.frombuffer(self.stop[: len(self.stop) // 4 * 4], "<u4").tolist(), 0, []
         while at < len(numbers):
             end = at + 1 + numbers[at]
             stops.append(self.stop[4 * (at + 1) : 4 * end])
             if not numbers[at] or end > len(numbers):
-                raise ProtocolError("a query to generate has sequences to stop at that are empty or cut off")
+                raise ProtocolError("a query to generate has stop sequences that are empty or cut off")
             at = end
         return stops
 
 
 def pack_stops(stops: Iterable[Sequence[int]]) -> bytes:
-    """Sequences of tokens as `GenerateQuery.stop` has them."""
+    """Sequences of tokens in the form of `GenerateQuery.stop`."""
     return np.array([number for stop in stops for number in (len(stop), *stop)], "<u4").tobytes()
 
 
 def drawn_at(how: Sampling, place: int) -> Sampling:
-    """How the token at a place of a continuation is drawn, when this is how the first is."""
+    """The parameters of the draw at a place of a continuation whose first draw has `how`."""
     return how._replace(seed=(how.seed + place) & MAX_SEED)
 
 
 class HeadQuery(Message, frozen=True, tag="head"):
-    """What turns hidden states into rows (`lmpool.protocol.hidden.Head`); whatever the prompt is.
+    """A part of the head that turns hidden states into rows (`lmpool.protocol.row.Head`), for any prompt.
 
     Attributes:
-        part: "facts": as `lmpool.protocol.hidden.pack_facts` packs them. "bias": float32 (V,). "weights": some rows of
-            them, as `lmpool.protocol.hidden.pack_numbers` packs them.
-        first: the first row.
-        count: so many rows.
+        part: "facts": by `pack_facts`. "bias": float32 (V,). "weights": `count` rows of them from `first` on, by
+            `pack_numbers`.
     """
 
     part: Literal["facts", "bias", "weights"]
@@ -530,17 +501,13 @@ class HeadQuery(Message, frozen=True, tag="head"):
 
 
 class FreshQuery(Message, frozen=True, tag="fresh"):
-    """The row, computed by a forward of its own from nothing that is kept.
-
-    Attributes:
-        nonce: 16 bytes that tell this request from any other.
-    """
+    """The row, by a forward of its own without cached keys and values. The nonce identifies the request."""
 
     nonce: Annotated[bytes, Meta(min_length=DIGEST_SIZE, max_length=DIGEST_SIZE)]
 
 
 PickQuery = TopQuery | SampleQuery | MassQuery
-"""What is picked from a row."""
+"""A query that is answered from the row."""
 
 Query = TrieQuery | TopQuery | SampleQuery | MassQuery | PositionsQuery | GenerateQuery | HeadQuery | FreshQuery
 
@@ -556,14 +523,14 @@ def unpack_query(data: bytes) -> Query:
             return checked(TopQuery, values, "a query")
         case ["mass", *_] as values:
             return checked(MassQuery, values, "a query")
-        case ["sample", float(), float(), _, _] as values:  # As a float, msgspec takes a whole number too.
+        case ["sample", float(), float(), _, _] as values:  # msgspec would take an integer as a float.
             return checked(SampleQuery, values, "a query")
         case ["positions", int(), int(k), bytes(targets), str(kind), int(size), bytes(allowed)] as values:
-            # One of them at most, or clients would read the answer as something else.
+            # At most one of these, or clients would misread the result.
             is_hidden = kind == "hidden"
             is_one = (k > 0) + bool(targets) + (kind in _SINGLE) + is_hidden <= 1
             if len(targets) % 4 or not is_one or is_hidden != (size > 0) or bool(allowed) > (k > 0):
-                raise ProtocolError("a query for positions wants more than one thing of them, or no whole ids")
+                raise ProtocolError("a query for positions requests more than one thing of them, or no whole ids")
             return checked(PositionsQuery, values, "a query")
         case ["generate", int(), float(), float(), int(), bytes(stop)] as values if len(stop) % 4 == 0:
             query = checked(GenerateQuery, values, "a query")

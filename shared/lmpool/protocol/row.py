@@ -1,4 +1,6 @@
-"""Rows on the wire: a 16-byte header, then V raw little-endian numbers.
+"""Rows on the wire, and hidden states with the head that turns them into rows.
+
+A row is a 16-byte header, then V raw little-endian numbers:
 
     offset  0  4 bytes  magic "LMPR"
             4  uint8    wire version
@@ -7,15 +9,13 @@
             8  uint32   V
            12  float32  logZ
 
-The value of entry i is `number[i] - logZ`. Encodings:
+The value of entry i is `number[i] - logZ`. The numbers have a fixed width, so GETRANGE can read one entry. Encodings:
 
     F32    float32 log-probabilities, logZ = 0
     BF16   bfloat16 logits and their logZ: exact when the engine's logits are bfloat16
     F16    float16 numbers and their logZ: exact when the engine's logits are float16, else lossy
 
-Which one a backend's rows have is chosen in `workers/lmpool/workers/backends/row_encoder.py`.
-
-The numbers have a fixed width, so an entry can be read in place with GETRANGE.
+`workers/lmpool/workers/backends/row_encoder.py` chooses the encoding of a backend's rows.
 """
 
 from __future__ import annotations
@@ -34,17 +34,20 @@ from numpy.typing import NDArray
 from lmpool.errors import ProtocolError
 
 ROW_VERSION = 1
-"""Version of the layout of rows; caches have them for longer than a release lives."""
+"""Version of the layout of rows, apart from the wire version: cached rows outlive a release."""
 
 MAGIC = b"LMPR"
 HEADER_SIZE = 16
+"""Bytes of the header of a row."""
+
+FACTS = 3
+"""Numbers that describe how a head continues after its product: scale, soft cap, and 1 if it has a bias."""
+
 _HEADER = struct.Struct("<4sBBHIf")
-_LOG_Z_AT = 12
-_MIN_BATCH = 4
-# Of an encoded row or answer that goes along with the notification: fetching it would cost more than carrying it.
-_MAX_SMALL = 2048
-# How far above 0 rounding may take a log-probability: logZ is a float32, and so is what it is subtracted from.
-_MAX_LOGPROB = 1.0
+_LOG_Z_AT = 12  # Offset of logZ in the header.
+_MIN_BATCH = 4  # Rows from which decoding them together is faster.
+_MAX_SMALL = 2048  # Bytes of an encoded row or result up to which a notification carries it; fetching costs more.
+_MAX_LOGPROB = 1.0  # Largest log-probability that rounding of float32 numbers and logZ can produce.
 
 
 class Encoding(IntEnum):
@@ -56,7 +59,7 @@ class Encoding(IntEnum):
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """The numpy dtype of the stored numbers (bfloat16 as its uint16 bits)."""
+        """The numpy dtype of the stored numbers; uint16 for the bits of bfloat16."""
         return _DTYPES[self]
 
 
@@ -67,7 +70,7 @@ _DTYPES: dict[int, np.dtype[Any]] = {
 }
 
 _F32, _BF16 = Encoding.F32, Encoding.BF16
-# By number; to look a member up in the class costs ten times as much.
+# By number; a lookup in the enum class takes ten times as long.
 _ENCODINGS = {int(encoding): encoding for encoding in Encoding}
 
 
@@ -87,17 +90,17 @@ Encoded = tuple[bytes, memoryview]
 
 
 NewRows = Callable[[int, int, Encoding], NDArray[Any] | None]
-"""Gives memory for n rows of V numbers in an encoding: an array (n, V) that holds anything, for which whoever writes
-there next saves a copy; or None."""
+"""Allocates memory for n rows of V numbers in an encoding where a backend can write them without a later copy: an
+uninitialized array (n, V), or None."""
 
 
 def no_new_rows(_: int, __: int, ___: Encoding) -> None:
-    """`NewRows` that never has any."""
+    """`NewRows` that always returns None."""
 
 
 @dataclass(frozen=True, slots=True)
 class RowBlock:
-    """Rows as a backend hands them on: one block of numbers, one digest a row.
+    """The rows of a step: one block of numbers, one digest per row.
 
     Attributes:
         digests: the prompt of each row.
@@ -129,7 +132,7 @@ class RowBlock:
         return self.numbers.nbytes + HEADER_SIZE * len(self.digests)
 
     def encoded(self, indices: Sequence[int] | None = None) -> list[Encoded]:
-        """Some of the rows, or all: the 16-byte header of each, and its numbers in place."""
+        """The header and the numbers, in place, of some rows or of all."""
         count, size = self.numbers.shape
         chosen = range(count) if indices is None else indices
         head = (MAGIC, ROW_VERSION, int(self.encoding), 0, size)
@@ -143,7 +146,7 @@ class RowBlock:
 
     def _parts(self, chosen: Sequence[int]) -> list[memoryview]:
         """The numbers of some rows as bytes, in place."""
-        # By way of integers of the same width: memoryview cannot cast every float format.
+        # memoryview cannot cast every float format, but integers of the same width.
         integers = self.numbers.view(np.uint16 if self.numbers.itemsize == 2 else np.uint32)
         if not len(integers):
             return []
@@ -153,12 +156,12 @@ class RowBlock:
         return [data[at * width : (at + 1) * width] for at in chosen]
 
     def row(self, index: int) -> Row:
-        """The log-probabilities of one row, float32 (V,), to the bit as clients read them; in place where it can be."""
+        """The log-probabilities of one row, float32 (V,), bit by bit as clients read them; in place for F32."""
         numbers = self.numbers[index]
         return numbers if self.log_z is None else _widened(numbers, self.encoding, float(self.log_z[index]))
 
     def logits(self, index: int) -> Row:
-        """The logits that one row was made of, float32 (V,); of a block that is not F32, nor lossy."""
+        """The logits of one row, float32 (V,), of a block that is neither F32 nor lossy."""
         return _widened(self.numbers[index], self.encoding, 0.0)
 
     def select(self, indices: Sequence[int]) -> RowBlock:
@@ -167,7 +170,7 @@ class RowBlock:
         return RowBlock([self.digests[index] for index in indices], self.numbers[indices], log_z, self.encoding)
 
     def part(self, rows: range) -> RowBlock:
-        """Some of the rows that are neighbours, in place."""
+        """Some adjacent rows, in place."""
         part = slice(rows.start, rows.stop)
         log_z = None if self.log_z is None else self.log_z[part]
         return RowBlock(self.digests[part], self.numbers[part], log_z, self.encoding)
@@ -197,7 +200,7 @@ class RowBlock:
         return cls([digest], numbers, None if encoding is _F32 else np.array([log_z], np.float32), encoding)
 
     def small_values(self) -> list[bytes] | None:
-        """All rows as bytes, where they are so small that notifications carry them; else None."""
+        """All rows as bytes if they are small enough for notifications, else None."""
         if encoded_size(self.numbers.shape[1], self.encoding) > _MAX_SMALL:
             return None
         return [header + bytes(numbers) for header, numbers in self.encoded()]
@@ -209,10 +212,10 @@ class RowBlock:
 
 @dataclass(frozen=True, slots=True)
 class VectorBlock:
-    """Answers to queries: vectors of any length, encoded as rows in F32.
+    """Results of queries: vectors of any length, encoded as rows in F32.
 
     Attributes:
-        digests: the name of each.
+        digests: the digest of each.
         vectors: C-contiguous float32 arrays of shape (n,).
     """
 
@@ -235,18 +238,18 @@ class VectorBlock:
         return VectorBlock([self.digests[index] for index in indices], [self.vectors[index] for index in indices])
 
     def encoded(self, indices: Sequence[int] | None = None) -> list[Encoded]:
-        """Some of the vectors, or all: the 16-byte header of each, and its numbers in place."""
+        """The header and the numbers, in place, of some vectors or of all."""
         chosen = self.vectors if indices is None else [self.vectors[index] for index in indices]
         head = (MAGIC, ROW_VERSION, int(Encoding.F32), 0)
         return [(_HEADER.pack(*head, len(vector), 0.0), vector.data.cast("B")) for vector in chosen]
 
 
 Block = RowBlock | VectorBlock
-"""What a backend has computed: rows, or answers to queries."""
+"""Results of a step: rows, or results of queries."""
 
 
 Allocate = Callable[[int], tuple[NDArray[np.uint8], memoryview]]
-"""Gives memory for so many bytes: to read it by, and to write it by."""
+"""Allocates bytes: returns a view to read them, and one to write them."""
 
 
 def decode_row(data: NDArray[np.uint8], vocab_size: int, allocate: Allocate | None = None) -> NDArray[np.float32]:
@@ -255,7 +258,7 @@ def decode_row(data: NDArray[np.uint8], vocab_size: int, allocate: Allocate | No
     Args:
         data: the encoded row, uint8 of shape (size,). An F32 row is used in place, not copied.
         vocab_size: the V that the model info promises.
-        allocate: gives the memory of a row that has to be decoded; None for new memory.
+        allocate: allocates the memory of a row in another encoding; None for new memory.
 
     Returns:
         read-only float32 log-probabilities of shape (V,).
@@ -275,7 +278,7 @@ def decode_row(data: NDArray[np.uint8], vocab_size: int, allocate: Allocate | No
             memory, writeable = allocate(4 * vocab_size)
             _widened(numbers, encoding, log_z, np.frombuffer(writeable, np.float32))
             row = memory.view(np.float32)
-    # numpy lets owners be made writeable again, and views of writeable ones. What was received into is one of its own.
+    # numpy lets a caller make an owner writeable again, or a view of a writeable array, so freeze all of them.
     owner = row.base
     while isinstance(owner, np.ndarray):
         owner.setflags(write=False)
@@ -285,20 +288,16 @@ def decode_row(data: NDArray[np.uint8], vocab_size: int, allocate: Allocate | No
 
 
 def decode_rows(values: Sequence[object], vocab_size: int) -> list[NDArray[np.float32]] | None:
-    """As `decode_row` and `check_row` for many small rows at once, at a fraction of their time.
-
-    Args:
-        values: the encoded rows.
-        vocab_size: the V that the model info promises.
+    """As `decode_row` and `check_row` for many small rows together, in a fraction of their time.
 
     Returns:
-        read-only rows, float32 (V,); None for a few, and when not all are `bytes` and sound rows in the same encoding:
-        then each must be looked at by itself.
+        read-only rows, float32 (V,); None if there are few, or if not all are `bytes` and valid rows in the same
+        encoding: then the caller must decode each row alone.
     """
     if len(values) < _MIN_BATCH or set(map(type, values)) != {bytes}:
         return None
     rows = decode_alike(values, vocab_size, vocab_size)  # type: ignore[arg-type]  # all are bytes
-    if rows is None or not (rows.max(axis=1) >= _least_top(vocab_size)).all():
+    if rows is None or not (rows.max(axis=1) >= _min_largest(vocab_size)).all():
         return None
     # Each with memory of its own, which numpy lets nobody write to.
     data, width = rows.tobytes(), rows.itemsize * vocab_size
@@ -334,7 +333,7 @@ def decode_entries(data: bytes, vocab_size: int, count: int) -> NDArray[np.float
 
 
 def split_rows(data: bytes, count: int) -> list[bytes] | None:
-    """Several encoded rows that stand one behind the other; None when these are not so many, and nothing else."""
+    """Split `count` encoded rows that follow each other; None if the bytes are anything else."""
     rows, at = [], 0
     for _ in range(count):
         if at + HEADER_SIZE > len(data):
@@ -350,11 +349,11 @@ def split_rows(data: bytes, count: int) -> list[bytes] | None:
 
 
 def decode_alike(values: Sequence[bytes | None], vocab_size: int, count: int) -> NDArray[np.float32] | None:
-    """As `decode_entries` for many rows at once, at a fraction of its time.
+    """As `decode_entries` for many rows together, in a fraction of its time.
 
     Returns:
-        float32 log-probabilities of shape (n, count); None when not all are sound rows in the same encoding: then each
-        must be looked at by itself.
+        float32 log-probabilities of shape (n, count); None if not all are valid rows in the same encoding: then the
+        caller must decode each row alone.
     """
     first = values[0]
     if first is None or len(first) < HEADER_SIZE or first[5] not in _ENCODINGS:
@@ -373,45 +372,42 @@ def decode_alike(values: Sequence[bytes | None], vocab_size: int, count: int) ->
 
 
 def check_row(row: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Refuse what cannot be the row of a prompt; returns the row.
+    """Return a row, float32 (V,), after checking that it can be one.
 
-    Of V probabilities that sum to 1 the largest is at least 1 / V, so a row whose largest entry lies below -log V is
-    none: one of -inf alone, of logits, or shifted. That costs no other pass; summing would cost several times as much.
-    The rounding of logZ and of 16-bit numbers takes an entry as far down as up.
-
-    Args:
-        row: float32 (V,), whole.
+    Of V probabilities that sum to 1 the largest is at least 1 / V. So if the largest entry is below -log V, the row is
+    all -inf, or logits, or shifted. This needs one pass; summing would take several times as long. Rounding of logZ
+    and of 16-bit numbers can lower an entry as far as it can raise it.
 
     Raises:
-        ProtocolError: an entry is NaN or far above 0, or all lie too low.
+        ProtocolError: an entry is NaN or far above 0, or all entries are too low.
     """
     check_largest(float(np.maximum.reduce(row)), len(row))
     return row
 
 
 def check_largest(most: float | np.float32, vocab_size: int) -> None:
-    """Refuse what cannot be the largest entry of a row of V; see `check_row`.
+    """Check the largest entry of a row of V; see `check_row`.
 
     Raises:
         ProtocolError: it is NaN, far above 0 or too low.
     """
-    if not _least_top(vocab_size) <= most <= _MAX_LOGPROB:
+    if not _min_largest(vocab_size) <= most <= _MAX_LOGPROB:
         raise ProtocolError(f"the largest of the row's {vocab_size} entries is {most}: these are no log-probabilities")
 
 
 @lru_cache(64)
-def _least_top(vocab_size: int) -> float:
-    """The least that the largest entry of a row of V can be; see `check_row`."""
+def _min_largest(vocab_size: int) -> float:
+    """The smallest value that the largest entry of a row of V can have; see `check_row`."""
     return -math.log(vocab_size) - _MAX_LOGPROB
 
 
 def check_logprobs(row: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Refuse what cannot be log-probabilities, some of a row or of several; returns them.
+    """Return some entries of rows after checking that they can be log-probabilities.
 
     Raises:
         ProtocolError: an entry is NaN, or far above 0.
     """
-    # The largest is NaN when any is: one pass over the row, in the processor's cache.
+    # The maximum is NaN if any entry is.
     if not (most := row.max()) <= _MAX_LOGPROB:
         raise ProtocolError(f"the largest of {len(row)} entries is {most}: these are no log-probabilities")
     return row
@@ -421,7 +417,7 @@ def _read_header(data: memoryview, vocab_size: int) -> tuple[Encoding, float]:
     """The encoding and logZ of a row.
 
     Raises:
-        ProtocolError: what begins there is not a row of that size in this wire version.
+        ProtocolError: it is not the header of a row of that size in this version of rows.
     """
     if len(data) < HEADER_SIZE:
         raise ProtocolError(f"a row of {len(data)} bytes is shorter than its {HEADER_SIZE}-byte header")
@@ -444,13 +440,13 @@ def _widened(
     log_z: float | NDArray[np.float32],
     out: NDArray[np.float32] | None = None,
 ) -> NDArray[np.float32]:
-    """The log-probabilities of numbers in 16 bits; in new memory, or in `out`."""
+    """The log-probabilities of 16-bit numbers, in new memory or in `out`."""
     row = np.empty(numbers.shape, np.float32) if out is None else out
     if encoding is _BF16:
         widen_bf16(numbers, row)
     else:
         row[...] = numbers
-    with np.errstate(invalid="ignore"):  # What is no row may hold NaN of any kind; it is refused later.
+    with np.errstate(invalid="ignore"):  # Invalid rows may hold NaN; they are refused later.
         np.subtract(row, np.asarray(log_z, np.float32), out=row)
     return row
 
@@ -460,11 +456,102 @@ def widen_bf16(bits: NDArray[np.uint16], out: NDArray[np.float32] | None = None)
     row = np.empty(bits.shape, np.float32) if out is None else out
     wide = row.view(np.uint32)
     wide[...] = bits
-    # Multiplying is what numpy does faster than shifting.
+    # numpy multiplies faster than it shifts.
     np.multiply(wide, np.uint32(1 << 16), out=wide)
     return row
 
 
 def narrow_to_bf16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
-    """The upper 16 bits of float32 values: exact for values that are bfloat16 already; same shape."""
+    """The upper 16 bits of float32 values, in the same shape: exact if the values are bfloat16."""
     return (np.ascontiguousarray(values).view(np.uint32) >> 16).astype(np.uint16)
+
+
+_HIDDEN_DTYPES: dict[str, Any] = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}
+
+
+def width_of(numbers: int, dtype: str) -> int:
+    """How many float32 numbers carry this many numbers of a model's dtype.
+
+    Raises:
+        ProtocolError: hidden states are not sent in that dtype.
+    """
+    if dtype not in _HIDDEN_DTYPES:
+        raise ProtocolError(f"hidden states in {dtype}: expected one of {', '.join(_HIDDEN_DTYPES)}")
+    return -(-numbers * int(np.dtype(_HIDDEN_DTYPES[dtype]).itemsize) // 4)
+
+
+def pack_numbers(numbers: NDArray[Any]) -> NDArray[np.float32]:
+    """Numbers of a model's dtype (n, m), bfloat16 as uint16, as float32 (n, width): their bits."""
+    if numbers.dtype == np.float32:
+        return numbers
+    if numbers.shape[1] % 2:
+        numbers = np.pad(numbers, ((0, 0), (0, 1)))
+    return np.ascontiguousarray(numbers).view(np.float32)
+
+
+def unpack_numbers(answer: NDArray[np.float32], count: int, size: int, dtype: str) -> NDArray[Any]:
+    """Read the result of `pack_numbers` of n = `count` times `size` numbers.
+
+    Returns:
+        float32 or float16 (n, size); float32 for bfloat16 too, which numpy lacks.
+
+    Raises:
+        ProtocolError: a number is NaN or infinite.
+    """
+    numbers = np.ascontiguousarray(answer).reshape(count, -1).view(_HIDDEN_DTYPES[dtype])[:, :size]
+    values: NDArray[Any] = widen_bf16(np.ascontiguousarray(numbers)) if dtype == "bfloat16" else numbers
+    if not np.isfinite(values).all():
+        raise ProtocolError(f"of {count} times {size} numbers in {dtype} some are not finite")
+    return values
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """Turns the last hidden states of a model into its rows.
+
+    Attributes:
+        weights: (V, d), float32, or float16 of a float16 model; those of a bfloat16 model are in float32.
+        bias: float32 (V,), or None.
+        scale: factor of the product.
+        soft_cap: c if the logits are c * tanh(logits / c) in the end; None otherwise.
+        dtype: the model's dtype, to which each step's result is rounded.
+    """
+
+    weights: NDArray[Any]
+    bias: NDArray[np.float32] | None
+    scale: float
+    soft_cap: float | None
+    dtype: str
+
+    def logits(self, hidden: NDArray[Any]) -> NDArray[np.float32]:
+        """The logits of hidden states: of (n, d) float32 (n, V)."""
+        logits: NDArray[np.float32] = hidden.astype(np.float32) @ self.weights.astype(np.float32, copy=False).T
+        if self.bias is not None:
+            logits += self.bias
+        logits = self._rounded(logits)
+        if self.scale != 1:
+            logits = self._rounded(logits * np.float32(self.scale))
+        if self.soft_cap is not None:
+            cap = np.float32(self.soft_cap)
+            logits = self._rounded(cap * self._rounded(np.tanh(self._rounded(logits / cap))))
+        return logits
+
+    def logprobs(self, hidden: NDArray[Any]) -> NDArray[np.float32]:
+        """The rows of hidden states: of (n, d) float32 log-probabilities (n, V)."""
+        logits = self.logits(hidden)
+        logits -= logits.max(axis=1, keepdims=True)
+        logits -= np.log(np.exp(logits).sum(axis=1, keepdims=True, dtype=np.float64)).astype(np.float32)
+        return logits
+
+    def _rounded(self, values: NDArray[np.float32]) -> NDArray[np.float32]:
+        """Values rounded to the model's dtype, as the model does between two steps."""
+        if self.dtype == "bfloat16":
+            bits = np.ascontiguousarray(values).view(np.uint32)
+            # To the nearest, halfway to even.
+            return ((bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000).astype(np.uint32).view(np.float32)
+        return values.astype(np.float16).astype(np.float32) if self.dtype == "float16" else values
+
+
+def pack_facts(scale: float, soft_cap: float | None, has_bias: bool) -> NDArray[np.float32]:
+    """How a head continues after its product, as float32 of shape (FACTS,)."""
+    return np.array([scale, 0 if soft_cap is None else soft_cap, has_bias], np.float32)

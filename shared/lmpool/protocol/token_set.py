@@ -1,4 +1,4 @@
-"""Sets of tokens: what a program allows to come next in a text; in full, or by a name that is made of what it is."""
+"""Sets of tokens, such as those that a program allows next: in full, or by the digest of the set."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lmpool.errors import ProtocolError
-from lmpool.protocol.prompt import DIGEST_SIZE
+from lmpool.protocol.job import DIGEST_SIZE
 
-_IDS, _BITS, _NAME = b"i", b"b", b"n"
+_IDS, _BITS, _NAME = b"i", b"b", b"n"  # First byte of an encoded token set: token ids, one bit per token, or a name.
 _ID_BYTES = 4
 
 
 @dataclass(frozen=True, eq=False)
 class TokenSet:
-    """Some tokens of a vocabulary.
+    """Some tokens of a vocabulary: those that a program allows next.
 
     Attributes:
         ids: int64, each once, in ascending order; at least one.
         vocab_size: V.
-        is_named: queries carry its name, and the pool is told what it is: for sets that are asked about often.
+        is_named: queries carry the name only, and the pool stores the set: for sets that many queries use.
     """
 
     ids: NDArray[np.int64]
@@ -39,12 +39,12 @@ class TokenSet:
 
     @cached_property
     def name(self) -> bytes:
-        """The digest of what it is."""
+        """The digest of the set."""
         return _name_of(self.bits, self.vocab_size)
 
     @cached_property
     def packed(self) -> bytes:
-        """It as queries carry it: always the same bytes for the same tokens, so that answers are found again."""
+        """The set in a query. Equal sets have equal bytes, so that cached results are found."""
         if self.is_named:
             return self.packed_name(self.name)
         ids = _ID_BYTES * len(self.ids)
@@ -52,17 +52,17 @@ class TokenSet:
 
     @staticmethod
     def packed_name(name: bytes) -> bytes:
-        """A set that has a name, as queries carry it."""
+        """The name of a set in a query."""
         return _NAME + name
 
 
 def name_in(packed: bytes) -> bytes | None:
-    """The name that a query carries in place of a set, if it does."""
+    """The name in a query, or None if the query has the set itself."""
     return packed[1:] if packed[:1] == _NAME else None
 
 
 def unpack_tokens(packed: bytes, vocab_size: int) -> TokenSet:
-    """Read what `TokenSet.packed` made of a set that has no name.
+    """Read `TokenSet.packed` of a set without a name.
 
     Raises:
         ProtocolError: it is no set of tokens of this vocabulary.
@@ -77,18 +77,13 @@ def unpack_tokens(packed: bytes, vocab_size: int) -> TokenSet:
 
 
 def tokens_of_bits(bits: bytes, vocab_size: int, name: bytes | None = None) -> TokenSet:
-    """A set from its bits (`TokenSet.bits`).
-
-    Args:
-        bits: the bits.
-        vocab_size: V.
-        name: what it must be, if it was found under a name.
+    """A set from `TokenSet.bits`, and from its name if it was stored under one.
 
     Raises:
-        ProtocolError: it is empty, of another vocabulary, or another set.
+        ProtocolError: it is empty, or of another vocabulary, or has another name.
     """
     if name is not None and _name_of(bits, vocab_size) != name:
-        raise ProtocolError(f"what is named {name.hex()} is another set of tokens")
+        raise ProtocolError(f"the set of tokens stored under {name.hex()} is another")
     if len(bits) != -(-vocab_size // 8):
         raise ProtocolError(f"a set of tokens has {len(bits)} bytes of bits, for a vocabulary of {vocab_size}")
     ids = np.flatnonzero(np.unpackbits(np.frombuffer(bits, np.uint8), bitorder="little"))

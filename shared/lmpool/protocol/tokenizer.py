@@ -1,23 +1,76 @@
-"""A model's tokenizer as it travels: the `tokenizer.json` of the package `tokenizers`, compressed, named by its digest.
+"""A model's tokenizer on the wire: its compressed `tokenizer.json`, named by its digest, and the check of its content.
 
-Workers write it beside the vocabulary, under `Keys.tokenizer`. It is JSON, so reading it runs nobody's code.
+Workers write it next to the vocabulary, under `Keys.tokenizer`. It is JSON, so reading it runs no code. But a hostile
+tokenizer could freeze or fill the process that encodes text with it: the package `tokenizers` limits neither the time
+of a regular expression nor the length of the text that a normalizer makes. The check accepts known components only,
+patterns that cannot backtrack exponentially, and replacements that lengthen a text by a bounded factor. Workers apply
+it before they publish a tokenizer, clients before they use one.
 """
 
 from __future__ import annotations
 
+import base64
+import binascii
 import hashlib
+import math
+import re
 import zlib
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
+
+import msgspec
 
 from lmpool.errors import InvalidVocabulary, ProtocolError
+from lmpool.settings import shown
 
 MAX_TOKENIZER_BYTES = 96 * 1024 * 1024
-"""Most bytes of a `tokenizer.json`; that of a vocabulary of 262,144 tokens has 33 million."""
+"""Max bytes of a `tokenizer.json`; that of a vocabulary of 262,144 tokens has 33 million."""
 
 MAX_PACKED_BYTES = 24 * 1024 * 1024
-"""Most bytes of one that is compressed."""
+"""Max bytes of a compressed `tokenizer.json`."""
 
-_LEVEL = 6
+MAX_GROWTH = 32
+"""Max factor by which a tokenizer may lengthen a text before it splits it; NFKC lengthens one character to 18."""
+
+MAX_NORMALIZED_CHARACTERS = 32 * 1024 * 1024
+"""Max characters of a text after normalization. A token of one character takes about 185 bytes in `tokenizers`."""
+
+_MAX_COMPONENTS = 64  # Normalizers, pre-tokenizers, processors or decoders in one list; real tokenizers have up to 12.
+_MAX_PATTERN_CHARACTERS = 2048  # Of a regular expression; the longest known one has about 400.
+_MAX_REPEATS = 3  # Quantifiers of a variable count in one alternative of a pattern; GPT-4o's pattern has 2.
+_MAX_CHOICES = 12  # "?" and "|" in groups, in one alternative: at most 4,096 ways to match; GPT-4o's pattern has 8.
+_MAX_SPECIAL_TOKENS = 64  # Ids that a template adds to one text.
+_MAX_WORD_CHARACTERS = 1000  # Of a word that WordPiece splits, in cubic time; BERT has 100.
+_MAX_CHARACTERS = 256  # Of a string setting, such as the text that a `Prepend` puts before a prompt.
+
+_KINDS = {
+    "normalizer": {
+        "BertNormalizer", "ByteLevel", "Lowercase", "NFC", "NFD", "NFKC", "NFKD", "Nmt", "Precompiled", "Prepend",
+        "Replace", "Strip", "StripAccents",
+    },
+    "pre_tokenizer": {
+        "BertPreTokenizer", "ByteLevel", "CharDelimiterSplit", "Digits", "FixedLength", "Metaspace", "Punctuation",
+        "Split", "UnicodeScripts", "Whitespace", "WhitespaceSplit",
+    },
+    "post_processor": {"BertProcessing", "ByteLevel", "RobertaProcessing", "TemplateProcessing"},
+    "decoder": {"BPEDecoder", "ByteFallback", "ByteLevel", "CTC", "Fuse", "Metaspace", "Replace", "Strip", "WordPiece"},
+}  # fmt: skip
+# The list of a `Sequence`, by the part of the file that it stands in.
+_LISTS = {
+    "normalizer": "normalizers",
+    "pre_tokenizer": "pretokenizers",
+    "post_processor": "processors",
+    "decoder": "decoders",
+}
+
+# Without the flag x: comments could hide groups and repetitions from this check.
+_GROUP_OPENING = re.compile(r"\((?:\?(?::|=|!|<=|<!|>|[im]+:))?")
+_QUANTIFIER = re.compile(r"[*+?]|\{(\d*)(,?)(\d*)\}")
+# Letters that are escaped. No back-references, no calls, and no control characters: "\c[" is one character.
+_ESCAPED = frozenset("pPsSdDwWhHbBAzZGnrtfvaexu0")
+_POSIX_CLASS = re.compile(r"\[:\^?[a-z]{4,6}:\]")
+_LEVEL = 6  # Of zlib: its default.
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,24 +90,24 @@ class PackedTokenizer:
         """Compress a `tokenizer.json`.
 
         Raises:
-            InvalidVocabulary: it is over a limit.
+            InvalidVocabulary: it is too large.
         """
         plain = text.encode()
         if len(plain) > MAX_TOKENIZER_BYTES:
-            raise InvalidVocabulary(f"its tokenizer.json has {len(plain)} bytes: at most {MAX_TOKENIZER_BYTES} travel")
+            raise InvalidVocabulary(f"its tokenizer.json has {len(plain)} bytes; the limit is {MAX_TOKENIZER_BYTES}")
         data = zlib.compress(plain, _LEVEL)
         if len(data) > MAX_PACKED_BYTES:
             raise InvalidVocabulary(
-                f"its tokenizer.json has {len(data)} bytes when it is compressed: at most {MAX_PACKED_BYTES} travel"
+                f"its tokenizer.json has {len(data)} bytes after compression; the limit is {MAX_PACKED_BYTES}"
             )
         return cls(data, digest_of(data))
 
 
 def unpack_tokenizer(data: bytes, digest: str) -> str:
-    """The `tokenizer.json` in what a server has as the tokenizer of this digest.
+    """Decompress the `tokenizer.json` of this digest.
 
     Raises:
-        ProtocolError: it is another, of more bytes than there can be, or no text.
+        ProtocolError: it has another digest, is too large, or is no text.
     """
     if len(data) > MAX_PACKED_BYTES:
         raise ProtocolError(f"it has more than {MAX_PACKED_BYTES} bytes")
@@ -64,12 +117,226 @@ def unpack_tokenizer(data: bytes, digest: str) -> str:
     try:
         plain = stream.decompress(data, MAX_TOKENIZER_BYTES)
         if not stream.eof:
-            raise ProtocolError(f"it is cut off, or has more than {MAX_TOKENIZER_BYTES} bytes when it is decompressed")
+            raise ProtocolError(f"it is cut off, or has more than {MAX_TOKENIZER_BYTES} bytes after decompression")
         return plain.decode()
     except (zlib.error, UnicodeDecodeError) as error:
         raise ProtocolError(f"it cannot be read: {error}") from error
 
 
 def digest_of(data: bytes) -> str:
-    """The name of a packed tokenizer: 32 hex digits."""
+    """The name of a compressed tokenizer: 32 hex digits."""
     return hashlib.blake2b(data, digest_size=16).hexdigest()
+
+
+class _Model(msgspec.Struct):
+    """Of the model only the longest word that WordPiece splits, in characters; other models have none."""
+
+    max_input_chars_per_word: int = 0
+
+
+class _File(msgspec.Struct):
+    """The parts of a `tokenizer.json` that do more than look tokens up."""
+
+    model: _Model | None = None
+    normalizer: Any = None
+    pre_tokenizer: Any = None
+    post_processor: Any = None
+    decoder: Any = None
+
+
+def check_tokenizer(text: str) -> float:
+    """Check a `tokenizer.json`.
+
+    Args:
+        text: the file's content.
+
+    Returns:
+        The factor by which it lengthens a text at most, 1 to `MAX_GROWTH`.
+
+    Raises:
+        InvalidVocabulary: it is not JSON, or one of its components is unknown, too slow, or lengthens texts too much.
+    """
+    try:
+        file = msgspec.json.decode(text, type=_File)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise InvalidVocabulary(f"its tokenizer.json cannot be read: {error}") from error
+    word = file.model.max_input_chars_per_word if file.model is not None else 0
+    if word > _MAX_WORD_CHARACTERS:
+        raise InvalidVocabulary(f"its model splits words of {word} characters; the limit is {_MAX_WORD_CHARACTERS}")
+    growth = dict.fromkeys(_KINDS, 1.0)
+    try:
+        for part in _KINDS:
+            for component in _components(part, getattr(file, part)):
+                growth[part] *= _check_component(part, component)
+                if growth[part] > MAX_GROWTH:
+                    raise InvalidVocabulary(
+                        f"its {part} can lengthen a text {growth[part]:.3g} times; the limit is {MAX_GROWTH}"
+                    )
+    except (KeyError, TypeError, AttributeError) as error:
+        raise InvalidVocabulary(f"its tokenizer.json has a component without the fields it needs: {error}") from error
+    return growth["normalizer"]
+
+
+def _components(part: str, whole: Any) -> Iterator[dict[str, Any]]:
+    """The components of one part, in order, with nested lists flattened."""
+    waiting, count = [whole] if whole is not None else [], 0
+    while waiting:
+        component = waiting.pop()
+        if component["type"] == "Sequence":
+            waiting.extend(reversed(component[_LISTS[part]]))
+        else:
+            yield component
+        count += 1
+        if count + len(waiting) > _MAX_COMPONENTS:
+            raise InvalidVocabulary(f"its {part} has more than {_MAX_COMPONENTS} components")
+
+
+def _check_component(part: str, component: dict[str, Any]) -> float:
+    """Check one component, and return the factor by which it lengthens a text at most."""
+    kind = component["type"]
+    if kind not in _KINDS[part]:
+        raise InvalidVocabulary(f"its {part} is of the kind {shown(kind)}, which lmpool does not accept")
+    for name, value in component.items():
+        if name != "precompiled_charsmap" and isinstance(value, str) and len(value) > _MAX_CHARACTERS:
+            raise InvalidVocabulary(f"{name} of its {kind} has {len(value)} characters; the limit is {_MAX_CHARACTERS}")
+    if kind in {"Split", "Replace"}:
+        return _check_pattern(part, component)
+    if kind == "Precompiled":
+        return _growth_of_charsmap(component["precompiled_charsmap"])
+    if kind == "TemplateProcessing":
+        _check_template(component)
+    return 1.0
+
+
+def _check_pattern(part: str, component: dict[str, Any]) -> float:
+    ((form, pattern),) = component["pattern"].items()
+    if not isinstance(pattern, str) or not pattern:
+        raise InvalidVocabulary(f"the pattern of its {part} is {shown(pattern)}, not text")
+    if form == "Regex":
+        if part == "decoder":
+            raise InvalidVocabulary("its decoder has a regular expression; lmpool accepts plain text there")
+        check_regex(pattern)
+    if component["type"] == "Split":
+        return 1.0
+    # A regular expression may match one character.
+    shortest = len(pattern) if form == "String" else 1
+    return max(1.0, math.ceil(len(component["content"]) / shortest))
+
+
+def _growth_of_charsmap(encoded: Any) -> float:
+    """The most characters that a precompiled map of SentencePiece puts in place of one.
+
+    The map is a trie, preceded by its length in four bytes, and then the replacements, each ended by a zero byte.
+    """
+    try:
+        data = base64.b64decode(encoded, validate=True)
+    except (binascii.Error, ValueError, TypeError) as error:
+        raise InvalidVocabulary(f"the precompiled_charsmap of its normalizer is not base64: {error}") from error
+    replacements = data[4 + int.from_bytes(data[:4], "little") :].split(b"\0")
+    return float(max([1, *(len(replacement.decode(errors="replace")) for replacement in replacements)]))
+
+
+def _check_template(component: dict[str, Any]) -> None:
+    """Refuse a template that repeats the text, or adds too many tokens."""
+    added = component["special_tokens"]
+    for name in ("single", "pair"):
+        texts, tokens = [], 0
+        for piece in component[name]:
+            ((kind, value),) = piece.items()
+            if kind == "Sequence":
+                texts.append(value["id"])
+            else:
+                tokens += len(added[value["id"]]["ids"])
+        if len(set(texts)) != len(texts) or tokens > _MAX_SPECIAL_TOKENS:
+            raise InvalidVocabulary(
+                f"its template {name!r} repeats the text, or adds {tokens} tokens of at most {_MAX_SPECIAL_TOKENS}"
+            )
+
+
+def check_regex(pattern: str) -> None:
+    """Refuse a regular expression whose time can grow exponentially with the text, or with the pattern.
+
+    A group may be repeated only if it always matches the same number of characters, so no repetition is ambiguous. The
+    choices in one alternative are limited. Back-references, calls and conditions are refused too. The patterns of all
+    known tokenizers pass.
+
+    Raises:
+        InvalidVocabulary: the pattern is refused.
+    """
+    if len(pattern) > _MAX_PATTERN_CHARACTERS:
+        raise InvalidVocabulary(f"a pattern has {len(pattern)} characters; the limit is {_MAX_PATTERN_CHARACTERS}")
+    at, repeats, choices, previous = 0, 0, 0, ""
+    # For each open group whether it has matched a fixed number of characters so far; the first is the whole pattern.
+    fixed = [True]
+    while at < len(pattern):
+        character = pattern[at]
+        if quantifier := _QUANTIFIER.match(pattern, at):
+            at, sign = quantifier.end(), quantifier[0]
+            # It makes the quantifier before it possessive or lazy; after "{1,3}" a "+" is one more repetition.
+            if (previous == "quantifier" and sign in ("?", "+")) or (previous == "interval" and sign == "?"):
+                previous = "modifier"
+                continue
+            if previous in ("quantifier", "interval", "modifier") or (previous == "group" and sign != "?"):
+                raise _refused(pattern, "repeats a repetition")
+            is_exact = bool(quantifier[1]) and not quantifier[2]
+            choices += sign == "?"
+            repeats += sign != "?" and not is_exact
+            if repeats > _MAX_REPEATS:
+                raise _refused(pattern, f"has more than {_MAX_REPEATS} repetitions in a row")
+            fixed[-1] = fixed[-1] and is_exact and previous == "character"
+            previous = "interval" if sign[0] == "{" else "quantifier"
+        elif character == "\\":
+            at, previous = _end_of_escape(pattern, at), "character"
+        elif character == "[":
+            at, previous = _end_of_class(pattern, at), "character"
+        elif opening := _GROUP_OPENING.match(pattern, at):
+            at, previous = opening.end(), ""
+            if pattern[at : at + 1] in ("?", "*"):
+                raise _refused(pattern, "has a group of an unknown kind")
+            fixed[-1] = False
+            fixed.append(True)
+        elif character == ")" and len(fixed) > 1:
+            at, previous = at + 1, "character" if fixed.pop() else "group"
+        else:
+            if character == "|" and len(fixed) == 1:
+                repeats = choices = 0
+            elif character == "|":
+                choices, fixed[-1] = choices + 1, False
+            at, previous = at + 1, "character"
+        if choices > _MAX_CHOICES:
+            raise _refused(pattern, f"has more than {_MAX_CHOICES} choices in a row")
+
+
+def _refused(pattern: str, why: str) -> InvalidVocabulary:
+    return InvalidVocabulary(f"the pattern {shown(pattern)} {why}: it could take very long, so lmpool refuses it")
+
+
+def _end_of_escape(pattern: str, at: int) -> int:
+    """The position after the backslash at `at` and the character behind it."""
+    escaped = pattern[at + 1 : at + 2]
+    if escaped.isascii() and escaped.isalnum() and escaped not in _ESCAPED:
+        raise _refused(pattern, f"has \\{escaped}, a back-reference, a call, or an escape that lmpool does not accept")
+    return at + 2
+
+
+def _end_of_class(pattern: str, at: int) -> int:
+    """The position after the character class that begins at `at`; classes may be nested."""
+    depth = 0
+    while at < len(pattern):
+        if pattern[at] == "\\":
+            at = _end_of_escape(pattern, at)
+            continue
+        if depth and (posix := _POSIX_CLASS.match(pattern, at)):
+            at = posix.end()
+            continue
+        if pattern[at] == "[":
+            depth += 1
+            # Such a bracket can have another meaning than the one that this check gives it.
+            if pattern.startswith(("]", "^]"), at + 1) or (depth > 1 and pattern.startswith(":", at + 1)):
+                raise _refused(pattern, "has a character class that begins with a bracket, or an unknown one")
+        elif pattern[at] == "]":
+            depth -= 1
+            if not depth:
+                return at + 1
+        at += 1
+    raise InvalidVocabulary(f"the pattern {shown(pattern)} has a character class without an end")

@@ -21,9 +21,9 @@ from lmpool.broker.connection import CommandConnection, reply_timeout
 from lmpool.broker.scripts import Call
 from lmpool.broker.server import Server
 from lmpool.errors import CorruptRow, LMPoolError, ProtocolError, ServerError, SourceMissing
+from lmpool.protocol.job import DIGEST_SIZE
 from lmpool.protocol.keys import Keys
 from lmpool.protocol.model_info import ModelInfo
-from lmpool.protocol.prompt import DIGEST_SIZE
 from lmpool.protocol.query import SECRET_SIZE, SentWeights, weights_name
 from lmpool.protocol.row import (
     HEADER_SIZE,

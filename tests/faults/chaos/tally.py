@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from lmpool.errors import AdapterRefused
-from lmpool.protocol.prompt import DIGEST_SIZE
+from lmpool.protocol.job import DIGEST_SIZE
 from tests.faults.chaos.load import ADAPTED, CHANGE, OK, WRONG
 
 _REFUSED = f"{AdapterRefused.__name__}: the worker "

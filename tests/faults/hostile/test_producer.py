@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from lmpool.errors import DeadlineExceeded, LMPoolError, ProtocolError
 from lmpool.producer import Producer
 from lmpool.producer.client.session import Session
+from lmpool.protocol.job import digest_of
 from lmpool.protocol.keys import GROUP
-from lmpool.protocol.prompt import digest_of
 from lmpool.protocol.query import Sampling, sample, top
 from lmpool.protocol.row import Row
 from lmpool.synthetic import synthetic_row

@@ -15,9 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lmpool.producer import SyncProducer
-from lmpool.protocol.job import Job
+from lmpool.protocol.job import Job, digest_of
 from lmpool.protocol.keys import GROUP
-from lmpool.protocol.prompt import digest_of
 from lmpool.synthetic import synthetic_row
 from tests.faults.hostile import strategies as hostile
 from tests.faults.hostile.cases import cases

@@ -474,7 +474,7 @@ def test_jobs_are_submitted_and_done_under_users_with_few_rights(short_dir: Path
             assert not (refused := [line for line in server.refusals() if "batch" in line.partition(":")[0]]), refused
             refused_worker = worker(pools["producer"])
             assert refused_worker.wait() == 2
-            assert "refuses what this user may not do" in refused_worker.text
+            assert "refuses a command that this user may not run" in refused_worker.text
             assert "Traceback" not in refused_worker.text
         finally:
             pools["worker"].end()

@@ -22,9 +22,8 @@ from lmpool.admin.survey import shortened
 from lmpool.broker.server import Server
 from lmpool.errors import LMPoolError, SettingsError, WorkerError
 from lmpool.producer.cli.queues import dead_app, letters_table
-from lmpool.protocol.job import Failure, Job
+from lmpool.protocol.job import Failure, Job, digest_of
 from lmpool.protocol.model_info import ModelInfo
-from lmpool.protocol.prompt import digest_of
 from lmpool.synthetic import synthetic_row
 from tests.support.pool import DEADLINE_S, Pool, V, lmpool_command, run_lmpool, until
 

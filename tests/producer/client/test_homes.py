@@ -10,7 +10,7 @@ import pytest
 from lmpool.producer.client import submit
 from lmpool.producer.client.requests import PendingRequest
 from lmpool.producer.client.submit import Homes
-from lmpool.protocol.prompt import Prompt, digest_of
+from lmpool.protocol.job import Prompt, digest_of
 
 
 def prompt(ids: list[int], adapter: str = "") -> Prompt:

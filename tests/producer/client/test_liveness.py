@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 
-from lmpool.broker.readers import Alive
+from lmpool.broker.scripts import Alive
 from lmpool.errors import NoWorker
 from lmpool.producer.client.discovery import Liveness
 from lmpool.protocol.model_info import ModelInfo

@@ -28,9 +28,9 @@ from lmpool.producer.client.requests import (
     Stage,
 )
 from lmpool.producer.client.submit import CacheClient, Homes, Submitter
+from lmpool.protocol.job import Prompt, encode_prompt
 from lmpool.protocol.keys import Keys
 from lmpool.protocol.model_info import ModelInfo
-from lmpool.protocol.prompt import Prompt, encode_prompt
 from lmpool.protocol.row import Row
 from lmpool.rows.cache import Deliver
 from lmpool.rows.shared_memory import SegmentReader

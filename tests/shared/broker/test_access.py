@@ -327,7 +327,6 @@ async def test_a_client_that_asked_alone_gives_way_under_users_with_few_rights(
                 return bool(admin.xlen(jobs) < 20)
 
             await until_async(has_given_way, "what is beyond the usual has gone back")
-            admin.set(KEYS.model(name).sole_client, b"-" + KEYS.model(name).reply("x"), px=60_000)
             worker.signal(signal.SIGCONT)
             assert np.array_equal(await request, synthetic_row([1, 2], vocab_size=V))
             assert (await many).shape == (400, V)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from redis.exceptions import ResponseError
 
-from lmpool.broker.readers import read_lanes, stream_entries
+from lmpool.broker.scripts import read_lanes, stream_entries
 from lmpool.broker.server import Server
 from lmpool.errors import ProtocolError
 from tests.support.pool import Pool

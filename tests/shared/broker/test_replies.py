@@ -28,11 +28,11 @@ ALONE = {"min-replicas-to-write": ("1", "0")}
 STALE = {"replica-serve-stale-data": ("no", "yes")}
 CASES: dict[str, tuple[tuple[Any, ...], str, str, dict[str, tuple[str, str]]]] = {
     "NOGROUP": (("XREADGROUP", "GROUP", "g", "c", "STREAMS", "none", ">"), TAKE, "has no queue of this model: ", {}),
-    "WRONGTYPE": (("LPUSH", "text", 1), LIST, "has something else under a key of the pool: ", {}),
-    "NOSCRIPT": (("EVALSHA", "0" * 40, 0), "", "has forgotten the pool's scripts", {}),
-    "OOM": (("SET", "a", 1), WRITE, "has no memory left and may evict nothing: ", FULL),
-    "NOREPLICAS": (("SET", "a", 1), WRITE, "takes no writes because too few replicas follow it", ALONE),
-    "READONLY": (("SET", "a", 1), WRITE, "is a replica and takes no writes: ", {}),
+    "WRONGTYPE": (("LPUSH", "text", 1), LIST, "has another type of value under a key of the pool: ", {}),
+    "NOSCRIPT": (("EVALSHA", "0" * 40, 0), "", "has lost the pool's scripts", {}),
+    "OOM": (("SET", "a", 1), WRITE, "has no memory left and may evict no key: ", FULL),
+    "NOREPLICAS": (("SET", "a", 1), WRITE, "accepts no writes because too few replicas follow it", ALONE),
+    "READONLY": (("SET", "a", 1), WRITE, "is a replica and accepts no writes: ", {}),
     "MASTERDOWN": (("GET", "text"), READ, "is a replica that has lost its primary: ", STALE),
     "unknown command": (("FLY",), "", "lacks a command that the pool needs: ", {}),
 }
@@ -87,11 +87,11 @@ def test_what_a_user_may_not_do_is_told_from_what_it_is_not_let_in_for(own: Embe
         told = []
         try:
             for user, command, sentence in [
-                ("bob:right", ("SET", "a", 1), "refuses what this user may not do"),
-                ("bob:right", ("GET", "b"), "refuses what this user may not do"),
-                ("bob:right", ("EVAL", WRITE, 1, "a"), "refuses what this user may not do"),
+                ("bob:right", ("SET", "a", 1), "refuses a command that this user may not run"),
+                ("bob:right", ("GET", "b"), "refuses a command that this user may not run"),
+                ("bob:right", ("EVAL", WRITE, 1, "a"), "refuses a command that this user may not run"),
                 ("bob:wrong", ("GET", "a"), "refuses this user or password"),
-                (":", ("GET", "a"), "wants a password, and none was given"),
+                (":", ("GET", "a"), "requires a password"),
             ]:
                 url = own.url.replace("unix://", f"unix://{user}@") if user != ":" else own.url
                 with redis_sync.Redis.from_url(url) as other:
@@ -121,12 +121,12 @@ WRAPPED = [
     [
         ("NOGROUP No such key 'k' or consumer group 'workers'", "has no queue of this model"),
         ("OOM command not allowed when used memory > 'maxmemory'.", "has no memory left"),
-        ("READONLY You can't write against a read only replica.", "is a replica and takes no writes"),
-        ("MISCONF Valkey is configured to save RDB snapshots", "takes no writes because it could not save its data"),
+        ("READONLY You can't write against a read only replica.", "is a replica and accepts no writes"),
+        ("MISCONF Valkey is configured to save RDB snapshots", "accepts no writes because it could not save its data"),
         ("LOADING Redis is loading the dataset in memory", "is reading its data from disk"),
-        ("BUSY Redis is busy running a script.", "is kept busy by a script"),
+        ("BUSY Redis is busy running a script.", "is busy with a script"),
         ("CLUSTERDOWN Hash slot not served", "belongs to a cluster that is down"),
-        ("TRYAGAIN Multiple keys request during rehashing of slot", "is handing these keys to another master"),
+        ("TRYAGAIN Multiple keys request during rehashing of slot", "is moving these keys to another master"),
     ],
 )
 def test_words_about_a_script_are_left_out(wrapped: str, text: str, sentence: str) -> None:
@@ -151,11 +151,15 @@ def answer(text: bytes) -> Callable[[socket.socket], None]:
     return send
 
 
-CUT = "the server, or something on the way to it, has cut the connection; where TLS is spoken"
+CUT = "the server, or a device on the way to it, has closed the connection; with TLS"
 STRANGERS: dict[str, tuple[Callable[[socket.socket], None], type[LMPoolError], str]] = {
     "one that cuts": (cut, ServerUnreachable, CUT),
     "one that closes": (lambda connection: connection.close(), ServerUnreachable, CUT),
-    "one of the web": (answer(b"HTTP/1.1 400 Bad Request\r\n\r\n"), ServerError, "does not speak Redis's protocol: "),
+    "one of the web": (
+        answer(b"HTTP/1.1 400 Bad Request\r\n\r\n"),
+        ServerError,
+        "does not speak the protocol of Redis: ",
+    ),
     "a full one": (answer(b"-ERR max number of clients reached\r\n"), ServerUnreachable, "raise its maxclients"),
     "a protected one": (answer(b"-DENIED Redis is running in protected mode\r\n"), ServerError, "(protected mode): "),
     "one with an open primary": (answer(b"-MISCONF Errors writing\r\n"), ServerError, "could not save its data"),
@@ -193,7 +197,7 @@ async def test_one_that_cuts_before_it_is_asked_is_told_apart_too() -> None:
     ("url", "why"),
     [
         ("redis://127.0.0.1:1", "nothing listens there: does the server run, and are host and port right?"),
-        ("redis://no-such-host.invalid", "its host is not known by this name"),
+        ("redis://no-such-host.invalid", "no host has this name"),
         ("unix:///no-such.sock", "there is no such socket: has the server ended?"),
     ],
 )

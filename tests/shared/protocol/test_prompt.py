@@ -20,7 +20,7 @@ from tokenizers import Tokenizer, models
 from transformers import BatchEncoding
 
 from lmpool.errors import EmptyPrompt, InvalidPrompt, NotTokenIds, PromptTooLong, TokenOutOfRange
-from lmpool.protocol.prompt import DIGEST_SIZE, Prompt, check_encoded, decode_ids, digest_of, encode_prompt
+from lmpool.protocol.job import DIGEST_SIZE, Prompt, check_encoded, decode_ids, digest_of, encode_prompt
 
 IDS = (3, 0, 127, 3, 64)
 IDS_BYTES = bytes.fromhex("03000000 00000000 7f000000 03000000 40000000")

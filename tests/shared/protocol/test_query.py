@@ -12,7 +12,7 @@ from msgspec.structs import asdict, replace
 from lmpool.broker.registries import look_up, register
 from lmpool.broker.server import Server
 from lmpool.errors import ProtocolError, UnknownVocabulary
-from lmpool.protocol.prompt import digest_of, encode_prompt, query_digest
+from lmpool.protocol.job import digest_of, encode_prompt, query_digest
 from lmpool.protocol.query import (
     MAX_GENERATED,
     Continuation,

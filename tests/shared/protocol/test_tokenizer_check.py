@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from lmpool.errors import InvalidVocabulary
-from lmpool.protocol.tokenizer_check import MAX_GROWTH, check_regex, check_tokenizer
+from lmpool.protocol.tokenizer import MAX_GROWTH, check_regex, check_tokenizer
 
 KNOWN = {
     "gpt2": r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",

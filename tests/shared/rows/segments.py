@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from lmpool.protocol.prompt import digest_of
+from lmpool.protocol.job import digest_of
 from lmpool.protocol.row import Encoding, Row, RowBlock
 from lmpool.rows.shared_memory import (
     Reference,

@@ -15,7 +15,7 @@ from lmpool.broker.server import Server
 from lmpool.embedded import EmbeddedServer
 from lmpool.errors import LMPoolError, ServerError
 from lmpool.producer import Producer
-from lmpool.protocol.prompt import encode_prompt
+from lmpool.protocol.job import encode_prompt
 from lmpool.protocol.row import Block, VectorBlock
 from lmpool.rows.cache import RedisRows, Then
 from lmpool.rows.shared_memory import NOT_SHARED, Shared

@@ -11,8 +11,8 @@ import pytest
 from numpy.typing import NDArray
 
 from lmpool.errors import SettingsError
+from lmpool.protocol.job import decode_ids
 from lmpool.protocol.model_info import ModelInfo
-from lmpool.protocol.prompt import decode_ids
 from lmpool.protocol.row import Encoding, RowBlock, VectorBlock
 from lmpool.workers.backends import canary
 from lmpool.workers.backends.canary import check_canary

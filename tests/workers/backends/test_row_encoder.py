@@ -9,7 +9,7 @@ import torch
 from lmpool.protocol.query import PositionsQuery, PositionValues, unpack_top
 from lmpool.protocol.row import Encoding
 from lmpool.workers.backends import row_encoder
-from lmpool.workers.backends.positions import expected_at
+from lmpool.workers.backends.positions import values_at_positions
 from lmpool.workers.backends.row_encoder import RowEncoder
 from lmpool.workers.queue.segment import make_segment
 from tests.contract.driver import Slots
@@ -151,7 +151,7 @@ def test_of_equal_entries_the_lowest_ids_are_returned(dtype: torch.dtype, k: int
     log_z = np.zeros(len(rows), np.float32)
     some = PositionsQuery(0, max(1, k - 3)).among(np.array([0, 1, 2, 3, 5, 7, 8, 9, 11]))
     for query in (PositionsQuery(0, k), some):
-        found = expected_at(logits, query, [])
+        found = values_at_positions(logits, query, [])
         assert np.array_equal(found, query.of(rows, log_z, np.empty(0)))
     assert set(unpack_top(found, 12).ids.ravel().tolist()) <= set(some.target_ids.tolist())
 
@@ -160,7 +160,7 @@ def test_of_equal_entries_the_lowest_ids_are_returned(dtype: torch.dtype, k: int
 def test_logits_that_are_no_distribution_give_nan(values: PositionValues) -> None:
     logits = torch.randn(3, 12, generator=torch.Generator().manual_seed(1))
     logits[1, 4] = torch.inf
-    found = expected_at(logits, PositionsQuery(0, values=values), [2, 3, 4])
+    found = values_at_positions(logits, PositionsQuery(0, values=values), [2, 3, 4])
     assert np.isnan(found).any(axis=1).tolist() == [False, True, False]
     expected = logits[0, 2] if values == "score_logits" else logits[0]
     assert np.array_equal(found[0], np.atleast_1d(expected))

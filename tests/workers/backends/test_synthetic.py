@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from lmpool.errors import EmptyPrompt, InvalidPrompt, SettingsError, TokenOutOfRange
-from lmpool.protocol.prompt import encode_prompt
+from lmpool.protocol.job import encode_prompt
 from lmpool.protocol.query import PositionsQuery
 from lmpool.protocol.row import Encoding, decode_row
 from lmpool.synthetic import FEW_TOKENS, synthetic_row, synthetic_vocabulary
@@ -240,7 +240,7 @@ def test_a_step_of_failures_alone_brings_no_rows() -> None:
 
 def test_the_crash_token_ends_the_process() -> None:
     code = """
-from lmpool.protocol.prompt import encode_prompt
+from lmpool.protocol.job import encode_prompt
 from lmpool.workers.execution.contract import BackendJob
 from lmpool.workers.backends.synthetic import SyntheticBackend, SyntheticSettings
 from tests.support.pool import until

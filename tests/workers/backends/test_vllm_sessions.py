@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from lmpool.protocol.prompt import encode_prompt
+from lmpool.protocol.job import encode_prompt
 from lmpool.workers.backends.vllm import sessions as sessions_module
 from lmpool.workers.backends.vllm.sessions import Session, Sessions
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from lmpool.protocol.prompt import digest_of
+from lmpool.protocol.job import digest_of
 from lmpool.protocol.query import GenerateQuery, HeadQuery, PositionsQuery
 from lmpool.synthetic import synthetic_row
 from lmpool.workers.backends.synthetic import SyntheticBackend, SyntheticSettings

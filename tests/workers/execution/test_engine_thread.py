@@ -15,7 +15,7 @@ import pytest
 
 from lmpool.broker.server import Server
 from lmpool.errors import SettingsError, WorkerError
-from lmpool.protocol.prompt import digest_of
+from lmpool.protocol.job import digest_of
 from lmpool.protocol.query import GenerateQuery
 from lmpool.protocol.row import Encoding, Row, RowBlock
 from lmpool.synthetic import synthetic_row

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from lmpool.protocol.prompt import decode_ids
+from lmpool.protocol.job import decode_ids
 from lmpool.workers.execution.contract import BackendJob
 from lmpool.workers.execution.engine_thread import EngineThread
 from lmpool.workers.execution.yielding import PATIENCE_STEPS, YieldingJobs

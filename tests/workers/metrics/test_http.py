@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from lmpool.broker.readers import QueueState
+from lmpool.broker.scripts import QueueState
 from lmpool.broker.server_checks import ServerMemory
 from lmpool.embedded import EmbeddedServer
 from lmpool.errors import SettingsError

@@ -16,8 +16,7 @@ import pytest
 from lmpool import errors
 from lmpool.producer import Producer
 from lmpool.producer.trie import PooledTrie
-from lmpool.protocol.job import Job, unpack_failure, unpack_job
-from lmpool.protocol.prompt import digest_of, query_digest
+from lmpool.protocol.job import Job, digest_of, query_digest, unpack_failure, unpack_job
 from lmpool.protocol.query import TrieQuery, weights_name
 from lmpool.protocol.row import VectorBlock
 from lmpool.trie.trie import Trie

@@ -19,7 +19,7 @@ from lmpool.producer import Producer
 from lmpool.producer.client import discovery
 from lmpool.producer.deadline import Deadline
 from lmpool.producer.trie import PooledTrie
-from lmpool.protocol.prompt import encode_prompt
+from lmpool.protocol.job import encode_prompt
 from lmpool.protocol.query import SECRET_SIZE
 from lmpool.protocol.row import VectorBlock
 from lmpool.synthetic import synthetic_row

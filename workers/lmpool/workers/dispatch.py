@@ -12,9 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lmpool.errors import WorkerError
-from lmpool.protocol.job import Failure
+from lmpool.protocol.job import Failure, digest_of
 from lmpool.protocol.model_info import ModelInfo
-from lmpool.protocol.prompt import digest_of
 from lmpool.protocol.query import TrieQuery
 from lmpool.protocol.row import Encoding, RowBlock, VectorBlock
 from lmpool.workers.execution.contract import QUERY_ERRORS, BackendJob, Finished, failure_of

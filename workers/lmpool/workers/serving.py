@@ -11,8 +11,8 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from lmpool.broker.connection import CommandConnection, reply_timeout
-from lmpool.broker.readers import read_alive, read_infos
 from lmpool.broker.registries import AdapterRegistry
+from lmpool.broker.scripts import read_alive, read_infos
 from lmpool.broker.server import Server
 from lmpool.broker.server_checks import read_doubts
 from lmpool.errors import ModelMismatch, ProtocolError, SettingsError

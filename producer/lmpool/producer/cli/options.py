@@ -17,7 +17,7 @@ import typer
 from redis.asyncio import Redis
 from redis.exceptions import NoPermissionError, RedisError
 
-from lmpool.broker.readers import read_infos
+from lmpool.broker.scripts import read_infos
 from lmpool.broker.server import Server
 from lmpool.cli import say
 from lmpool.errors import AuthenticationFailed, LMPoolError, ServerUnreachable, SettingsError, UnknownModel

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple, cast
 from redis.asyncio import Redis
 from redis.exceptions import NoPermissionError
 
-from lmpool.broker.readers import Alive, QueueState, read_alive, read_infos, read_queue, read_texts
 from lmpool.broker.registries import look_up, look_up_tokenizer, register, register_tokens
+from lmpool.broker.scripts import Alive, QueueState, read_alive, read_infos, read_queue, read_texts
 from lmpool.errors import (
     AmbiguousModel,
     DeadlineExceeded,

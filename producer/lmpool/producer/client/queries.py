@@ -25,8 +25,7 @@ from lmpool.errors import (
 from lmpool.producer.client.receive import WantedEntries
 from lmpool.producer.client.session import Session
 from lmpool.producer.deadline import Deadline
-from lmpool.protocol.hidden import FACTS, Head, unpack_numbers, width_of
-from lmpool.protocol.prompt import DIGEST_SIZE, Prompt, decode_ids, digest_of
+from lmpool.protocol.job import DIGEST_SIZE, Prompt, decode_ids, digest_of
 from lmpool.protocol.query import (
     MAX_ANSWER,
     Continuation,
@@ -50,7 +49,7 @@ from lmpool.protocol.query import (
     unpack_token,
     unpack_top,
 )
-from lmpool.protocol.row import Row, check_logprobs, check_row
+from lmpool.protocol.row import FACTS, Head, Row, check_logprobs, check_row, unpack_numbers, width_of
 from lmpool.protocol.token_set import TokenSet
 
 T = TypeVar("T")

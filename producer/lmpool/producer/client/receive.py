@@ -11,12 +11,11 @@ from typing import NamedTuple
 
 from lmpool import errors
 from lmpool.aio import delays
-from lmpool.broker.readers import stream_entries
+from lmpool.broker.scripts import stream_entries
 from lmpool.errors import CorruptRow, LMPoolError, ModelMismatch, ProtocolError, WorkerError
 from lmpool.producer.client.connections import TROUBLE, Connections, Tasks
 from lmpool.producer.client.requests import PendingRequest, PendingRequests, Stage
-from lmpool.protocol.job import Failure, unpack_failure
-from lmpool.protocol.prompt import DIGEST_SIZE, Prompt
+from lmpool.protocol.job import DIGEST_SIZE, Failure, Prompt, unpack_failure
 from lmpool.protocol.row import Row, decode_alike, decode_entries, entry_ranges, split_rows
 from lmpool.rows.cache import read_carried
 from lmpool.rows.shared_memory import PLACE_SIZE

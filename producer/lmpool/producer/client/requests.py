@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from lmpool.aio import copy_error
 from lmpool.errors import CorruptRow, ModelMismatch, of_prompt
 from lmpool.metrics import Histogram
-from lmpool.protocol.prompt import Prompt
+from lmpool.protocol.job import Prompt
 from lmpool.protocol.query import SentWeights
 from lmpool.protocol.row import Row
 from lmpool.rows.cache import Found

@@ -42,9 +42,9 @@ from lmpool.producer.client.requests import (
 from lmpool.producer.client.submit import CacheClient, Homes, Submitter
 from lmpool.producer.client.tracing import Traces
 from lmpool.producer.deadline import ALONE_S, ENDLESS_S, Deadline
+from lmpool.protocol.job import Prompt, encode_prompt
 from lmpool.protocol.keys import Keys
 from lmpool.protocol.model_info import ModelInfo
-from lmpool.protocol.prompt import Prompt, encode_prompt
 from lmpool.protocol.query import SentWeights
 from lmpool.protocol.row import Row
 from lmpool.rows.shared_memory import RowMemory

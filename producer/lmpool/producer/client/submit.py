@@ -15,9 +15,8 @@ from lmpool.broker import scripts
 from lmpool.errors import QueueFull
 from lmpool.producer.client.connections import TROUBLE, Connections, Tasks
 from lmpool.producer.client.requests import PendingRequest, PendingRequests, Stage
-from lmpool.protocol.job import Job, pack_jobs
+from lmpool.protocol.job import Job, Prompt, pack_jobs
 from lmpool.protocol.keys import GROUP
-from lmpool.protocol.prompt import Prompt
 from lmpool.rows.cache import Found
 
 _FEW = 8

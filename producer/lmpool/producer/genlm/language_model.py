@@ -27,8 +27,8 @@ from lmpool.producer.deadline import check_timeout
 from lmpool.producer.genlm.connection import PREFIX, Address, Connection, Owned, PrivatePool, WorkerCommand, seconds_of
 from lmpool.producer.genlm.llm_opts import MIN_TIMEOUT_S, check_known, command_options, split
 from lmpool.producer.tokenizer import load_tokenizer, read_tokenizer
+from lmpool.protocol.job import not_token_ids
 from lmpool.protocol.model_info import ModelInfo
-from lmpool.protocol.prompt import not_token_ids
 from lmpool.settings import shown
 from lmpool.vocabulary import decode_vocab
 

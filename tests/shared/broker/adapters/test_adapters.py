@@ -29,9 +29,8 @@ from lmpool.protocol.adapter import (
     qualify,
     revision_of,
 )
-from lmpool.protocol.job import Failure, Job, unpack_failure
+from lmpool.protocol.job import Failure, Job, digest_of, encode_prompt, unpack_failure
 from lmpool.protocol.model_info import ModelInfo
-from lmpool.protocol.prompt import digest_of, encode_prompt
 from lmpool.protocol.row import Row
 from lmpool.synthetic import synthetic_row
 from lmpool.workers import worker as worker_module

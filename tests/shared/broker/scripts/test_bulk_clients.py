@@ -225,21 +225,15 @@ async def test_what_others_have_joined_does_not_go_back(redis: redis_async.Redis
     assert await submit(redis, 7) == "J"
     await submit(redis, *range(10, 40), reply=X)
     await register(redis, size=1)
-    assert await submit(redis, 60, reply=B) == "Q+"
-    while await scripts.REFILL(redis, [JOBS], []):
-        pass
-    assert await in_stream(redis) == [0, 1, 7]
+    assert await submit(redis, 60, reply=B) == "Q"
+    assert await in_stream(redis) == [0, 1, 7, 60]
     assert (await compute(redis))[:4] == [0, 1, 7, 60]
 
 
-async def test_a_bulk_client_that_has_much_gives_way_in_parts_and_others_wait_for_that(
-    redis: redis_async.Redis,
-) -> None:
+async def test_a_bulk_client_with_many_prompts_gives_way_at_once(redis: redis_async.Redis) -> None:
     for at in range(0, 250, 50):
         await submit(redis, *range(at, at + 50), reply=X, limit=1000)
-    assert await submit(redis, 250, limit=1000) == "Q+"
-    while await scripts.REFILL(redis, [JOBS], []):
-        pass
+    assert await submit(redis, 250, limit=1000) == "Q"
     assert await in_stream(redis) == [0, 1, 250]
     assert await compute(redis) == [0, 1, 250, *range(2, 250)]
 

@@ -9,7 +9,7 @@ import pytest
 import redis.asyncio as redis_async
 
 from lmpool.broker import scripts
-from lmpool.broker.readers import read_alive, read_consumers, read_hashes
+from lmpool.broker.scripts import read_alive, read_consumers, read_hashes
 from lmpool.errors import UnknownModel
 from lmpool.producer.client.discovery import Discovery
 from lmpool.protocol.keys import GROUP, Keys
@@ -329,29 +329,20 @@ async def test_infos_of_models_that_nobody_serves_are_removed_by_workers_of_othe
 
 
 @pytest.mark.parametrize("redis", ["real"], indirect=True)
-async def test_one_call_takes_back_a_part_of_what_a_client_that_asked_alone_has_queued(
-    redis: redis_async.Redis,
-) -> None:
+async def test_a_client_that_asked_alone_gives_way_in_one_call(redis: redis_async.Redis) -> None:
     await register(redis)
     await submit_many(redis, 1000)
     assert await redis.xlen(JOBS) == 1000
-    assert await submit(redis, 1, reply=B, limit=10_000) == "Q+"
-    left = await redis.xlen(JOBS)
-    assert 700 < left < 1000
-    calls = 0
-    while await scripts.REFILL(redis, [JOBS], []):
-        assert left - await redis.xlen(JOBS) <= 200
-        left, calls = await redis.xlen(JOBS), calls + 1
-    assert calls > 3
+    assert await submit(redis, 1, reply=B, limit=10_000) == "Q"
     assert await redis.xlen(JOBS) == 3
-    assert not await redis.exists(MODEL.sole_client)
+    assert await redis.get(MODEL.sole_client) == b""
     order = await take_all(redis)
     assert order.index(digest(1)) <= 4
     assert [other for other in order if other != digest(1)] == many(1000), "in the order in which they were asked"
 
 
 @pytest.mark.parametrize("redis", ["real"], indirect=True)
-async def test_large_jobs_that_are_more_than_the_usual_since_workers_have_gone_go_back_a_few_in_each_call(
+async def test_large_jobs_beyond_the_capacity_after_a_worker_left_go_back_a_few_in_each_call(
     redis: redis_async.Redis,
 ) -> None:
     await register(redis, "w1", 64)
@@ -371,7 +362,7 @@ async def test_large_jobs_that_are_more_than_the_usual_since_workers_have_gone_g
 
     calls = 0
     while looks := (await commands_of(redis, ask)).get("cmdstat_xrevrange", 0):
-        assert looks <= 2 * 12, "a few at a time, until they are half a megabyte of each lane"
+        assert looks <= 2 * 12, "a few at a time, up to the limit of bytes"
         calls += 1
         assert calls < 20
     assert calls > 1

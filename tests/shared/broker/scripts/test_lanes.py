@@ -9,7 +9,7 @@ import pytest
 import redis.asyncio as redis_async
 
 from lmpool.broker import scripts
-from lmpool.broker.readers import read_queue
+from lmpool.broker.scripts import read_queue
 from lmpool.protocol.keys import GROUP
 from tests.shared.broker.scripts.script_calls import (
     DEAD,

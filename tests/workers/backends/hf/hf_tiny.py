@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from lmpool.protocol.prompt import encode_prompt
+from lmpool.protocol.job import encode_prompt
 from lmpool.protocol.row import RowBlock, decode_row
 from lmpool.trie.kernels import torch_device
 from lmpool.workers.backends.hf.backend import HfBackend

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from lmpool.protocol.prompt import digest_of
+from lmpool.protocol.job import digest_of
 from lmpool.workers.backends.hf import batching
 from lmpool.workers.backends.hf.batching import (
     BatchLimit,

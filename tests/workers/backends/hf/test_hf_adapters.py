@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lmpool.errors import AdapterRefused, SettingsError
 from lmpool.protocol.adapter import qualify
-from lmpool.protocol.prompt import digest_of
+from lmpool.protocol.job import digest_of
 from lmpool.protocol.row import Row, decode_row
 from lmpool.workers.backends.hf.backend import HfBackend
 from lmpool.workers.backends.hf.batching import BatchRules, Chunk, choose

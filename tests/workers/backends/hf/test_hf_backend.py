@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from lmpool.errors import SettingsError
-from lmpool.protocol.prompt import encode_prompt
+from lmpool.protocol.job import encode_prompt
 from lmpool.protocol.query import PositionsQuery
 from lmpool.protocol.row import Encoding, widen_bf16
 from lmpool.workers.backends import settings as settings_module

@@ -26,8 +26,8 @@ from lmpool.errors import SettingsError
 from lmpool.producer import SyncProducer
 from lmpool.producer.deadline import Deadline
 from lmpool.protocol import query
-from lmpool.protocol.hidden import FACTS, Head, unpack_numbers, width_of
 from lmpool.protocol.query import HeadQuery, PositionsQuery
+from lmpool.protocol.row import FACTS, Head, unpack_numbers, width_of
 from lmpool.workers.backends.hf import model as hf_model
 from lmpool.workers.backends.hf.backend import HfBackend
 from lmpool.workers.backends.settings import HfSettings

@@ -84,8 +84,8 @@ def test_scores_that_memory_did_not_suffice_for_are_computed_again(tiny: Tiny, m
             raise torch.OutOfMemoryError("CUDA out of memory")
         return found_by_model(logits, query, following)
 
-    found_by_model = positions.expected_at
-    monkeypatch.setattr(hf_backend, "expected_at", failing_once)
+    found_by_model = positions.values_at_positions
+    monkeypatch.setattr(hf_backend, "values_at_positions", failing_once)
     backend = tiny.backend()
     prompts = random_prompts(3, (10, 10))
     jobs = [job(ids)._replace(positions=PositionsQuery.scores_from(4)) for ids in prompts]

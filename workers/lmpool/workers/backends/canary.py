@@ -10,8 +10,8 @@ from typing import NamedTuple
 import numpy as np
 
 from lmpool.errors import ProtocolError, SettingsError, WorkerError
+from lmpool.protocol.job import digest_of
 from lmpool.protocol.model_info import ModelInfo
-from lmpool.protocol.prompt import digest_of
 from lmpool.protocol.query import PositionsQuery
 from lmpool.protocol.row import Encoding, Row, decode_row
 from lmpool.workers.execution.contract import Backend, BackendJob, Finished, check_answers

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lmpool.errors import WorkerError
-from lmpool.protocol.prompt import decode_ids
+from lmpool.protocol.job import decode_ids
 from lmpool.protocol.query import PositionsQuery, TopK, pack_top
 from lmpool.workers.backends.row_encoder import log_z_of, rows_per_slice
 from lmpool.workers.execution.contract import QUERY_ERRORS, BackendJob, failure_of
@@ -19,7 +19,7 @@ from lmpool.workers.execution.contract import QUERY_ERRORS, BackendJob, failure_
 NO_DISTRIBUTION = "the model returned logits that are no distribution: NaN or infinite"
 
 
-def expected_at(logits: Tensor, query: PositionsQuery, following: Sequence[int]) -> NDArray[np.float32]:
+def values_at_positions(logits: Tensor, query: PositionsQuery, following: Sequence[int]) -> NDArray[np.float32]:
     """The values that a query requests, of positions with these logits.
 
     Args:
@@ -114,7 +114,7 @@ class _OpenAnswer:
         # The logits of a position predict the token after it.
         following = decode_ids(self.job.ids)[begin + 1 : begin + len(logits) + 1].tolist()
         try:
-            self.parts.append(expected_at(logits, self.query, following))
+            self.parts.append(values_at_positions(logits, self.query, following))
             self.failure = NO_DISTRIBUTION if np.isnan(self.parts[-1]).any() else ""
         except QUERY_ERRORS as error:  # It must not end the engine's step, which would end the engine.
             self.failure = failure_of(error)

@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 
 from lmpool.errors import SettingsError
 from lmpool.protocol.adapter import qualify, revision_of
+from lmpool.protocol.job import decode_ids
 from lmpool.protocol.model_info import ModelInfo
-from lmpool.protocol.prompt import decode_ids
 from lmpool.protocol.query import PositionsQuery
 from lmpool.protocol.row import Encoding, NewRows, RowBlock, VectorBlock, no_new_rows, widen_bf16
 from lmpool.settings import check_choice, check_name, shown

@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 
 from lmpool.errors import InvalidVocabulary, first_line
 from lmpool.protocol.model_info import ModelInfo
-from lmpool.protocol.tokenizer import PackedTokenizer
-from lmpool.protocol.tokenizer_check import check_tokenizer
+from lmpool.protocol.tokenizer import PackedTokenizer, check_tokenizer
 from lmpool.vocabulary import Vocabulary, decode_vocab
 from lmpool.workers.backends.checkpoint import hub_problem
 from lmpool.workers.backends.settings import ModelSettings

@@ -19,7 +19,7 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError
 from rich.table import Table
 
-from lmpool.broker.readers import read_alive, read_infos
+from lmpool.broker.scripts import read_alive, read_infos
 from lmpool.broker.server import URL_VARIABLE, Server, where, without_advice
 from lmpool.broker.server_checks import doubt_of, read_memory, read_version
 from lmpool.cli import Terminal, say, say_json

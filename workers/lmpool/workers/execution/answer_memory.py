@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
-from lmpool.protocol.hidden import width_of
 from lmpool.protocol.model_info import ModelInfo
+from lmpool.protocol.row import width_of
 from lmpool.workers.execution.contract import BackendJob
 
 MAX_BYTES = 256 * 2**20

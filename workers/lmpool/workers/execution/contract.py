@@ -34,7 +34,7 @@ class BackendJob(NamedTuple):
 
     Attributes:
         digest: names the prompt; unique among the jobs that the backend holds.
-        ids: the token ids as little-endian uint32 bytes (`lmpool.protocol.prompt.decode_ids` reads them).
+        ids: the token ids as little-endian uint32 bytes (`lmpool.protocol.job.decode_ids` reads them).
         adapter: one of the backend's adapters ("name@revision"), or "" for none.
         payload: what else the job comes with, which only its maker and its backend know; None for a prompt.
         fresh: the row must be computed without keys and values of earlier prompts, where the backend can.

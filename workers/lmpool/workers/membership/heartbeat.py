@@ -22,8 +22,8 @@ from redis.exceptions import NoPermissionError, RedisError, ResponseError
 
 from lmpool.aio import end_tasks
 from lmpool.broker import scripts
-from lmpool.broker.readers import info_key, read_alive, read_consumers, read_infos, read_texts
 from lmpool.broker.registries import register, register_tokenizer
+from lmpool.broker.scripts import info_key, read_alive, read_consumers, read_infos, read_texts
 from lmpool.broker.server import Server
 from lmpool.errors import ModelMismatch, ProtocolError
 from lmpool.protocol.keys import GROUP, Keys, ModelKeys

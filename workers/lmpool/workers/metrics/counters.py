@@ -6,7 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Collection, Iterable
 
-from lmpool.broker.readers import QueueState, drain_seconds
+from lmpool.broker.scripts import QueueState, drain_seconds
 from lmpool.broker.server_checks import ServerMemory
 from lmpool.errors import AdapterChanged, SourceMissing, UnknownTokenSet, UnknownVocabulary
 from lmpool.metrics import PROMPTS, Histogram, pack_counts, quantile

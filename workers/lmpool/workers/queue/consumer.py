@@ -14,13 +14,13 @@ from redis.exceptions import RedisError, ResponseError
 
 from lmpool.broker import scripts
 from lmpool.broker.connection import CommandConnection
-from lmpool.broker.readers import Entries, Fields, entries_by_stream, read_queue
+from lmpool.broker.scripts import Entries, Fields, entries_by_stream, read_queue
 from lmpool.errors import (
     ProtocolError,
     ServerError,
     WorkerError,
 )
-from lmpool.protocol.job import MAX_JOB_BYTES, Failure, Job, unpack_job
+from lmpool.protocol.job import MAX_JOB_BYTES, Failure, Job, decode_ids, digest_of, query_digest, unpack_job
 from lmpool.protocol.keys import (
     BULK,
     GROUP,
@@ -32,7 +32,6 @@ from lmpool.protocol.keys import (
     ModelKeys,
 )
 from lmpool.protocol.model_info import LIMITS, ModelInfo
-from lmpool.protocol.prompt import decode_ids, digest_of, query_digest
 from lmpool.protocol.query import (
     FreshQuery,
     GenerateQuery,

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from lmpool.errors import InvalidPrompt, ModelMismatch, PromptTooLong, ProtocolError, SourceMissing, UnknownAdapter
 from lmpool.protocol.adapter import is_qualified
-from lmpool.protocol.hidden import width_of
-from lmpool.protocol.job import Failure, Job
+from lmpool.protocol.job import Failure, Job, check_encoded
 from lmpool.protocol.model_info import ModelInfo
-from lmpool.protocol.prompt import check_encoded
 from lmpool.protocol.query import MAX_ANSWER, GenerateQuery, HeadQuery, PositionsQuery, Query, TopQuery, TrieQuery
+from lmpool.protocol.row import width_of
 from lmpool.settings import shown
 
 

@@ -1,61 +1,73 @@
--- Lanes: which worker a prompt goes to, for the scripts that include it. KEYS[1] is the shared stream of jobs. See streams.lua.
+-- The capacity of the streams, and the lane of a job, for the scripts that include it. See "Lanes" in docs/design/queue.md.
 --
--- Each worker has a lane, a stream of its own, so that a prompt can go to its home: the worker that has computed most of it
--- before, as the client that asks knows. A lane that would be more than FACTOR times as long as the mean and SLACK more takes
--- no more for its home's sake; such a prompt, and one without a home, goes to the shortest lane. The check is made for each
--- prompt: however hot a home is, its worker gets no more. Prompts that continue the same one go elsewhere together, for there
--- it has to be computed once. And while some lane would have less than half of the mean, as that of a worker that has just
--- come, the others give what they would have beyond the mean.
---
--- One worker alone reads the shared stream, and has no lane; all others read it beside their lanes. Lengths count what waits
--- in a lane and what is held of it, wherever it is held.
---
--- A look costs the same however many workers there are: only so many of the shortest lanes are read as there are prompts.
+-- Siblings are jobs that continue the same prompt: they leave their home together. A call reads as many of the shortest lanes as it
+-- has jobs, so its time does not grow with the number of workers.
 
--- include capacity
 -- include streams
 -- include time
 
-local FACTOR, SLACK, UNEVEN, MAX_READ, MORE, LONGEST = 1.25, 2, 0.5, 1000, 8, 100000
--- By worker: whether it takes jobs; how long its lane will be; how many jobs this call has added.
-local open, length, added = {}, {}, {}
--- The workers with the shortest lanes; and by length, those whose lanes have been as long, from the shortest to the longest.
-local shortest, level, lowest, highest = {}, {}, 0, -1
-local mean, longest_allowed, placing_since = 0, 0, nil
--- Where the siblings of a prompt went that were not to stay at their home.
-local moved_to
+-- Batches for each worker that wait in the streams: enough until the next batch has ended and more prompts move up.
+local BATCHES = 3
+-- Batches of each worker that count as held. The lengths of lanes include held jobs, and asking each lane would take long.
+local HELD_BATCHES = 2
+-- Batches for each worker, waiting and held, up to which bulk clients add jobs: one is computed, one is next. Continuations get
+-- one batch more, so that bulk clients never keep them out.
+local BULK_BATCHES, CONTINUED_BATCHES = 2, 3
+-- Jobs in the streams while no worker is known.
+local WITHOUT_WORKERS = 128
+-- A home's lane may have FACTOR times the mean and SLACK jobs more. SLACK keeps short lanes from moving single jobs.
+local FACTOR, SLACK = 1.25, 2
+-- Share of the mean below which a lane is short enough for homes to give up jobs.
+local UNEVEN = 0.5
+-- Max lanes read per call; lanes read beyond the jobs, as workers may have left; max length, as clients may write any number.
+local MAX_READ, MORE, MAX_LENGTH = 1000, 8, 100000
 
--- Whether a worker takes jobs: it has not left, and its deadline has not passed.
+-- Workers that take jobs; the hash also holds the sum of their capacities. A single worker reads the shared stream only.
+local worker_count = math.max(0, (tonumber(redis.pcall('HLEN', capacities)) or 0) - 1)
+local has_lanes = worker_count > 1
+-- By worker: whether it takes jobs; the length that its lane will have; jobs that this call has added.
+local open, length, added = {}, {}, {}
+-- Workers with the shortest lanes; the mean length; the longest that a home's lane may be; the time of `open_lanes`.
+local shortest, mean, max_length, opened_at = {}, 0, 0, nil
+-- The worker that took the previous siblings of the next job, if they left their home.
+local sibling_worker
+
+-- How many jobs the streams may take, negative if they hold too many: rows, bulk prompts, and continuations. Last, how many jobs
+-- they have.
+local function spare_capacity()
+  local batch, waiting, laned = tonumber(redis.pcall('HGET', capacities, '')) or 0, redis.call('XLEN', jobs), in_lanes()
+  local depth = waiting + laned
+  local spare = (batch > 0 and BATCHES * batch or WITHOUT_WORKERS) - (waiting - group_at(jobs).pending)
+  if laned > 0 or has_lanes then
+    spare = spare + HELD_BATCHES * batch - laned
+  end
+  local bulk = (batch > 0 and BULK_BATCHES * batch or WITHOUT_WORKERS / 2) - depth
+  local continued = bulk + (CONTINUED_BATCHES - BULK_BATCHES) * batch
+  return spare, math.min(spare, bulk), math.min(spare, continued), depth
+end
+
+-- Whether a worker takes jobs: it has a capacity, and its deadline has not passed.
 local function is_open(worker)
   if open[worker] == nil then
     local deadline = tonumber(redis.pcall('ZSCORE', deadlines, worker))
-    open[worker] = deadline and deadline >= placing_since and redis.pcall('HEXISTS', capacities, worker) == 1 or false
+    open[worker] = deadline and deadline >= opened_at and redis.pcall('HEXISTS', capacities, worker) == 1 or false
   end
   return open[worker]
 end
 
-local function put_in_level(worker)
-  local at = length[worker]
-  level[at] = level[at] or {}
-  table.insert(level[at], worker)
-  highest = math.max(highest, at)
-end
-
 local function read_length(score)
   local value = tonumber(score) or 0
-  return value > 0 and math.floor(math.min(value, LONGEST)) or 0
+  return value > 0 and math.floor(math.min(value, MAX_LENGTH)) or 0
 end
 
--- Make ready for `count` jobs that are to be placed: first those are announced that have homes, then `level_lanes`. Where there
--- are no lanes to place them in, `choose` will say so.
+-- Prepare to place `count` jobs. Next, `announce` the jobs that have homes, then call `level_lanes`.
 local function open_lanes(count)
   if not has_lanes then
     return
   end
-  placing_since = now_ms()
-  shortest, length, level, lowest, highest = {}, {}, {}, 0, -1
+  opened_at, shortest, length = now_ms(), {}, {}
   mean = (in_lanes() + count) / worker_count
-  longest_allowed = FACTOR * mean + SLACK
+  max_length = FACTOR * mean + SLACK
   local scores = redis.pcall('ZRANGE', lanes, 0, math.min(count, MAX_READ) + MORE, 'WITHSCORES')
   for at = 1, #scores, 2 do
     if scores[at] ~= '' then
@@ -64,79 +76,58 @@ local function open_lanes(count)
   end
 end
 
--- Count a job that is about to be placed in the lane of its home. Returns whether that takes jobs.
+-- Count a job in the lane of its home before it is placed. Returns whether that lane takes jobs.
 local function announce(home)
-  if not placing_since or not home or home == '' or not is_open(home) then
+  if not opened_at or not home or home == '' or not is_open(home) then
     return false
   end
   length[home] = (length[home] or read_length(redis.pcall('ZSCORE', lanes, home))) + 1
   return true
 end
 
--- See which lanes are the shortest, now that it is known what will come to them for their homes' sake. Without homes are
--- `homeless` jobs.
-local function level_lanes(homeless)
-  if not placing_since then
-    return
-  end
-  local least
-  for _, worker in ipairs(shortest) do
-    if not least or length[worker] < least then
-      least = is_open(worker) and length[worker] or least
-    end
-    put_in_level(worker)
-  end
-  while lowest <= highest and not level[lowest] do
-    lowest = lowest + 1
-  end
-  -- What has no home goes to the shortest lanes, so they will be as much longer at least.
-  if mean >= SLACK and least and least + homeless / worker_count < UNEVEN * mean then
-    longest_allowed = mean
-  end
-end
-
--- The worker with the shortest lane; nil for none.
+-- The worker with the shortest lane, or nil.
 local function shortest_lane()
-  while lowest <= highest do
-    local worker = level[lowest] and table.remove(level[lowest])
-    if not worker then
-      lowest = lowest + 1
-    elseif length[worker] > lowest then
-      put_in_level(worker)
-    elseif is_open(worker) then
-      return worker
+  local best
+  for _, worker in ipairs(shortest) do
+    if (not best or length[worker] < length[best]) and is_open(worker) then
+      best = worker
     end
+  end
+  return best
+end
+
+-- Have homes give up jobs if a lane would stay short: the `homeless` jobs, which have no home, go to the shortest lanes.
+local function level_lanes(homeless)
+  local worker = mean >= SLACK and shortest_lane()
+  if worker and length[worker] + homeless / worker_count < UNEVEN * mean then
+    max_length = mean
   end
 end
 
--- The worker whose lane a job goes to, nil for the shared stream. One that is announced is counted in its home's lane already; a
--- sibling continues the same prompt as the one before.
+-- The worker whose lane a job goes to, or nil for the shared stream.
 local function choose(home, is_announced, is_sibling)
-  if not placing_since then
+  if not opened_at then
     return nil
   end
-  moved_to = is_sibling and moved_to or nil
-  local worker = moved_to
+  local worker = is_sibling and sibling_worker or nil
+  sibling_worker = worker
   if is_announced or announce(home) then
-    local stays = length[home] < longest_allowed + 1
-    if stays and not (worker and length[worker] < mean) then
+    if length[home] < max_length + 1 and not (worker and length[worker] < mean) then
       return home
     end
     length[home] = length[home] - 1
   end
-  if not (worker and length[worker] < longest_allowed) then
+  if not (worker and length[worker] < max_length) then
     worker = shortest_lane()
   end
-  moved_to = worker
+  sibling_worker = worker
   if worker then
     length[worker] = length[worker] + 1
-    put_in_level(worker)
   end
   return worker
 end
 
--- Add a job to the lane of a worker, or to the shared stream for nil. `kind` is BULK, CONTINUED or nil. Returns its entry, for its
--- waiting key.
+-- Add a job to the lane of a worker, or to the shared stream for nil. Returns its entry.
 local function add_job(worker, kind, ...)
   if kind then
     return add_job(worker, nil, 'p', kind, ...)
@@ -146,11 +137,11 @@ local function add_job(worker, kind, ...)
     added[worker] = (added[worker] or 0) + 1
     return id .. ' ' .. worker
   end
-  -- No lane, or somebody has spoilt it.
+  -- Without a worker, or if the lane's key holds something else than a stream.
   return redis.call('XADD', jobs, '*', ...)
 end
 
--- Have the lanes count what was added.
+-- Write the lengths of the lanes that jobs were added to.
 local function count_added()
   for worker, count in pairs(added) do
     count_in_lane(worker, count)

@@ -1,17 +1,16 @@
--- The names of a model's queue, for the scripts that include it. See fair_queue.lua and lanes.lua. There are no functions here:
--- making one costs as much as a quarter of a command, and what is done most often needs none.
+-- The keys and values of a model's queue, for the scripts that include it. KEYS[1] is the shared stream of jobs.
+--
+-- This file defines no functions: a script that returns early needs none, and one costs as much as a quarter of a command.
 local GROUP = 'workers'
--- What a waiting key has instead of an entry: the job is in the backlog; its row has just been stored.
+-- In a waiting key in place of an entry: the job is in the backlog; the row was just stored.
 local LATER, DONE = 'later', 'done'
--- What an entry says in its field "p" if it yields to others: only bulk clients wait for it, or it is a continuation that
--- another client waits for. Entries that do not yield have no such field.
+-- Field "p" of entries that yield to other entries. See "Priorities" in docs/design/queue.md.
 local BULK, CONTINUED = 'bulk', 'continued'
+-- Max unread messages in a reply stream of a client that still gets rows in messages, and max bytes of rows per message.
+local MAX_WITH_ROWS, MAX_CARRIED_BYTES = 64, 65536
 local jobs = KEYS[1]
 local base = string.sub(jobs, 1, -6)
 local backlog, sole_client, capacities = base .. ':backlog', base .. ':sole_client', base .. ':capacity'
 local lanes, lane_of, deadlines = base .. ':lanes', base .. ':lane:', base .. ':workers'
--- What waiting keys and reply keys begin with, and those of bulk clients.
+-- Prefixes of waiting keys, of all reply keys, and of the reply keys of bulk clients.
 local waiting_for, replies, bulk_replies = base .. ':waiting:', base .. ':reply', base .. ':reply:bulk:'
--- Messages in a reply stream beyond which further ones carry no rows, for their client does not read, or may not remove what it
--- has read; and bytes of rows in one message.
-local MAX_WITH_ROWS, MAX_CARRIED = 64, 65536

@@ -1,12 +1,14 @@
--- Where entries are, and taking them out, for the scripts that include it. See names.lua.
---
--- A job is an entry of the shared stream of its model, and is named by the entry's id there; or of a worker's lane, and is
--- named by the id in that, a space, and the worker. Of the lanes a sorted set has the lengths, queued and held, and under ""
--- their sum: so who needs the sum need not add it up, and who wants the shortest lane need not look at all of them.
+-- Entries of streams, for the scripts that include it. A job is named by its id in the shared stream, or by the id in a lane, a
+-- space, and the worker. The sorted set `lanes` has the lengths of lanes, waiting and held jobs together, and their sum under "".
 
 -- include names
 
--- The stream of an entry, its id there, and the worker of the lane (nil in the shared stream).
+-- Whether a reply key belongs to a bulk client.
+local function is_bulk_client(reply)
+  return type(reply) == 'string' and string.find(reply, bulk_replies, 1, true) ~= nil
+end
+
+-- The stream and the id of an entry, and the worker if the stream is a lane.
 local function locate(entry)
   local id, worker = string.match(entry, '^(%S+) (.*)$')
   if id then
@@ -15,41 +17,58 @@ local function locate(entry)
   return jobs, entry, nil
 end
 
--- Have a lane that is known count some more jobs, or less than 0.
+-- Count jobs that were added to a listed lane, or removed from it.
 local function count_in_lane(worker, more)
   if more ~= 0 and type(redis.pcall('ZADD', lanes, 'XX', 'INCR', more, worker)) == 'string' then
     redis.pcall('ZINCRBY', lanes, more, '')
   end
 end
 
--- Remove entries, held or not. Returns how many there were.
-local function remove_entries(entries)
-  -- Nearly always all are of one stream; that of the shared one is seen at once.
-  if #entries > 0 and not string.find(table.concat(entries), ' ', 1, true) then
-    -- XACK alone would leave the entries in the stream's memory for ever.
-    redis.pcall('XACK', jobs, GROUP, unpack(entries))
-    local count = redis.pcall('XDEL', jobs, unpack(entries))
-    return type(count) == 'number' and count or 0
+-- The number of jobs in all lanes. Clients may write to the set, so implausible sums count as 0.
+local function in_lanes()
+  local sum = tonumber(redis.pcall('ZSCORE', lanes, '')) or 0
+  return sum > 0 and sum < 1e9 and sum or 0
+end
+
+-- The consumer group of a stream as XINFO describes it. XPENDING would take longer: it visits all consumers.
+local function group_at(stream)
+  for _, group in ipairs(redis.pcall('XINFO', 'GROUPS', stream)) do
+    local info = {}
+    for at = 1, #group, 2 do
+      info[group[at]] = group[at + 1]
+    end
+    if info.name == GROUP then
+      return info
+    end
   end
-  local streams, workers, removed = {}, {}, 0
+  return {consumers = 0, pending = 0, ['last-delivered-id'] = '0-0'}
+end
+
+-- Remove the entries with these ids from a stream, held or not. Returns how many existed.
+local function remove_from(stream, worker, ids)
+  -- XACK alone would leave the entry in the stream's memory.
+  redis.pcall('XACK', stream, GROUP, unpack(ids))
+  local count = tonumber(redis.pcall('XDEL', stream, unpack(ids))) or 0
+  if worker then
+    count_in_lane(worker, -count)
+  end
+  return count
+end
+
+-- Remove entries, held or not. Returns how many existed.
+local function remove_entries(entries)
+  -- Nearly always all entries are in the shared stream. Entries in lanes have a space.
+  if #entries > 0 and not string.find(table.concat(entries), ' ', 1, true) then
+    return remove_from(jobs, nil, entries)
+  end
+  local streams, removed = {}, 0
   for _, entry in ipairs(entries) do
     local stream, id, worker = locate(entry)
-    local ids = streams[stream]
-    if not ids then
-      ids = {}
-      streams[stream], workers[stream] = ids, worker
-    end
-    ids[#ids + 1] = id
+    local found = streams[stream] or {worker = worker, ids = {}}
+    streams[stream], found.ids[#found.ids + 1] = found, id
   end
-  for stream, ids in pairs(streams) do
-    redis.pcall('XACK', stream, GROUP, unpack(ids))
-    local count = redis.pcall('XDEL', stream, unpack(ids))
-    if type(count) == 'number' then
-      removed = removed + count
-      if workers[stream] then
-        count_in_lane(workers[stream], -count)
-      end
-    end
+  for stream, found in pairs(streams) do
+    removed = removed + remove_from(stream, found.worker, found.ids)
   end
   return removed
 end

@@ -1,6 +1,4 @@
--- The time, for the scripts that include it.
-
--- Milliseconds since 1970, by the server's clock.
+-- The server's time in ms since 1970, for the scripts that include it.
 local function now_ms()
   local time = redis.call('TIME')
   return time[1] * 1000 + math.floor(time[2] / 1000)

@@ -1,15 +1,13 @@
--- Who waits for a prompt, for the scripts that include it. See names.lua.
---
--- Nearly always one client waits, from when its prompt is queued until it ends. Its waiting key is then a string: the client's
--- reply key, a newline, and the entry of the job. Making, reading and removing that takes half as long as a hash. Where
--- something else is to be known, it becomes a hash: "job" -> the entry, LATER or DONE; and each reply key -> "". submit.lua makes
--- such strings and finish.lua reads them by themselves, for that is what is done most often.
+-- The clients that wait for a prompt, for the scripts that include it. Nearly always one client waits. The waiting key is then a
+-- string, which takes half as long as a hash: its reply key, a newline, and the job's entry. See keys.py.
 
--- How long a key lives that somebody has robbed of its expiry.
+-- include streams
+
+-- Lifetime of a waiting key whose own lifetime another client removed.
 local FALLBACK_MS = 60000
 
--- The entry of a prompt's job, LATER or DONE, false for none; and the client that waits alone, where the key is a string. Last,
--- whether something is there that says nothing of clients.
+-- Returns the job's entry, LATER, DONE or false; the reply key if one client waits alone; and whether the key holds anything
+-- else than clients.
 local function read_waiting(waiting)
   local value = redis.pcall('GET', waiting)
   if type(value) == 'string' then
@@ -26,7 +24,7 @@ local function read_waiting(waiting)
   return job, nil, false
 end
 
--- Make a hash of a string, which lives as long; without a client where the one that was there has left.
+-- Turn a string into a hash with the same lifetime, with the client that waits or without one.
 local function expand(waiting, entry, reply)
   local lifetime = redis.call('PTTL', waiting)
   redis.call('UNLINK', waiting)
@@ -34,8 +32,8 @@ local function expand(waiting, entry, reply)
   redis.call('PEXPIRE', waiting, lifetime > 0 and lifetime or FALLBACK_MS)
 end
 
--- Say where a prompt's job is; only if it has been at `before`, where that is given. A server that is short of memory may have
--- dropped the key: one that is new expires too.
+-- Write where a prompt's job is now, if it was at `before` or `before` is nil. The server may have evicted the key: a new one
+-- needs a lifetime.
 local function place(waiting, entry, lifetime, before)
   local job, reply = read_waiting(waiting)
   if before and job ~= before then
@@ -45,4 +43,15 @@ local function place(waiting, entry, lifetime, before)
   elseif redis.pcall('HSET', waiting, 'job', entry) == 1 then
     redis.call('PEXPIRE', waiting, lifetime)
   end
+end
+
+-- Whether a client waits for a prompt. If the server evicted the key, the deadline that the job itself carries counts.
+local function is_wanted(waiting, deadline, now)
+  local _, sole = read_waiting(waiting)
+  local count = sole and 2 or redis.pcall('HLEN', waiting)
+  if type(count) == 'table' then
+    redis.call('UNLINK', waiting)
+    count = 0
+  end
+  return count > 1 or count == 0 and now < (tonumber(deadline) or 0)
 end

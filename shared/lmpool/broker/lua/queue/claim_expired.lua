@@ -1,60 +1,47 @@
--- Take over jobs whose worker has been silent for a lease.
+-- Take over jobs whose workers have been silent for a lease.
 --
--- KEYS  jobs, cursor: where the next call goes on
--- ARGV  consumer group, consumer, lease in ms, deliveries a job may have, most jobs to take,
---       idle (0|1): the caller holds no job, most bytes of a job, most bytes of all jobs together but the first,
---       lifetime of the second key in ms, then entries: what the caller holds and has not lost sight of
+-- KEYS  jobs, cursor where the next call goes on
+-- ARGV  consumer group, consumer, lease in ms, max deliveries of a job, max jobs to take, idle (0|1): the caller holds no job,
+--       max bytes of a job, max bytes of all jobs together except the first, lifetime of the cursor in ms,
+--       then entries that the caller is computing: however late it renews these, they do not count as expired
 --
--- What the caller itself is at work on is not taken over, however late its renewal: it would count as a delivery.
+-- A job may be the reason why its workers ended. For its last delivery it is taken alone, by a worker that holds nothing else. After
+-- that it is returned with all its deliveries, and the caller gives it up.
 --
--- A job that was delivered often is suspected of killing workers. For its last delivery it is taken alone,
--- by a worker that holds nothing else, so that it cannot take others down with it; after that it is handed
--- over as spent, to be given up.
+-- One call visits the caller's lane, lanes of workers whose deadlines have passed, and a part of the held jobs of the shared stream,
+-- from the cursor that all workers share. remove_gone.lua moves jobs that a dead worker was not given.
 --
--- One call goes through the lanes of some workers whose deadlines have passed, and that of the caller. Then it goes through a
--- part of what workers hold of the shared stream: all workers share one cursor, and where one has ended the next goes on. What
--- was never given to a dead worker remove_gone.lua moves to the shared stream.
---
--- Returns {alone (0|1), list of {entry, encoded job, deliveries before this one, fields 'u', 't' and 'p' or ''}, how many more
--- calls are this worker's share of going through all that is held}. An empty list with alone = 1 asks the caller to come back
--- when it holds nothing, if that is soon. A job that is too large is told by its size alone. What others than bulk clients
--- have joined since has no 'p'.
+-- Returns {alone (0|1), list of {entry, encoded job or its size if it is too large, previous deliveries, fields "u", "t" and "p"},
+-- further calls that are this worker's share}. An empty list with alone = 1: call again when the caller holds nothing. A bulk prompt
+-- that an interactive client has joined has no "p".
 
--- include capacity
 -- include waiting
 -- include time
 
 local cursor, group, consumer, lease = KEYS[2], ARGV[1], ARGV[2], tonumber(ARGV[3])
-local most, want, idle = tonumber(ARGV[4]), tonumber(ARGV[5]), ARGV[6] == '1'
-local largest, free_bytes = tonumber(ARGV[7]), tonumber(ARGV[8])
-local MAX_SHORT, MAX_TAKEN, MAX_LANES, MAX_CLIENTS, FIRST = 64, 128, 8, 32, '-'
--- Twice this worker's share of all that is held, so that all together see everything between two calls of one.
-local MIN_PART, MAX_PART = 50, 500
+local max_deliveries, is_idle = tonumber(ARGV[4]), ARGV[6] == '1'
+local max_job_bytes, bytes_left = tonumber(ARGV[7]), tonumber(ARGV[8])
+-- Max bytes of a returned field; jobs taken; lanes visited; clients of a prompt that are checked for an interactive one.
+local MAX_SHORT, MAX_TAKEN, MAX_LANES, MAX_CLIENTS = 64, 128, 8, 32
+-- Held jobs of the shared stream that a call visits: twice the worker's share, so that all workers together see all jobs.
+local MIN_PART, MAX_PART, FIRST = 50, 500, '-'
+local most = math.min(tonumber(ARGV[5]), MAX_TAKEN)
 local own = {}
 for at = 10, #ARGV do
   own[ARGV[at]] = true
 end
-local pending, workers = group_at(jobs).pending, math.max(1, worker_count)
-local part = math.max(MIN_PART, math.min(MAX_PART, math.ceil(2 * pending / workers)))
-want = math.min(want, MAX_TAKEN)
+local worker_count = math.max(1, (tonumber(redis.pcall('HLEN', capacities)) or 0) - 1)
+local pending = group_at(jobs).pending
+local part = math.max(MIN_PART, math.min(MAX_PART, math.ceil(2 * pending / worker_count)))
 local taken, is_alone = {}, false
-local function field(fields, name)
-  for at = 1, #fields, 2 do
-    if fields[at] == name then
-      return fields[at + 1]
-    end
-  end
-  return ''
-end
+
 local function short(value)
-  return #value <= MAX_SHORT and value or ''
+  return value and #value <= MAX_SHORT and value or ''
 end
 
--- Whether a job that a bulk client has queued is waited for by others too: submit.lua leaves those alone that a worker has, for
--- that one is at work on them. Of very many clients some are looked at.
+-- Whether an interactive client has joined a bulk prompt. submit.lua does not change the entry while a worker has it.
 local function is_joined(lifetime)
-  local digest = string.match(lifetime, '^%d+ (.+)$')
-  local waiting = waiting_for .. (digest or '')
+  local waiting = waiting_for .. (string.match(lifetime, '^%d+ (.+)$') or '')
   local _, sole = read_waiting(waiting)
   for _, reply in ipairs(sole and {sole} or redis.pcall('HRANDFIELD', waiting, MAX_CLIENTS) or {}) do
     if string.sub(reply, 1, #replies) == replies and not is_bulk_client(reply) then
@@ -64,80 +51,77 @@ local function is_joined(lifetime)
   return false
 end
 
--- Take an entry of a stream. Returns whether it does not fit beside the others.
+-- Take an entry of a stream. Returns false if it exceeds the bytes that are left.
 local function take(stream, suffix, id, deliveries)
-  if free_bytes < 0 and #taken > 0 then
-    return true
+  if bytes_left < 0 and #taken > 0 then
+    return false
   end
   local entry = redis.call('XRANGE', stream, id, id)[1]
   if not entry then
-    -- The entry was deleted while it was pending: nothing is left to do.
+    -- The job ended or was cancelled, but is still pending.
     redis.call('XACK', stream, group, id)
-    return false
-  end
-  local job = field(entry[2], 'm')
-  free_bytes = free_bytes - #job
-  if free_bytes < 0 and #taken > 0 then
     return true
   end
-  if #job > largest then
-    job = #job
+  local fields = {}
+  for at = 1, #entry[2], 2 do
+    fields[entry[2][at]] = entry[2][at + 1]
+  end
+  local job = fields.m or ''
+  bytes_left = bytes_left - #job
+  if bytes_left < 0 and #taken > 0 then
+    return false
   end
   redis.call('XCLAIM', stream, group, consumer, lease, id, 'JUSTID', 'RETRYCOUNT', deliveries + 1)
-  local lifetime, since, priority = field(entry[2], 'u'), field(entry[2], 't'), field(entry[2], 'p')
-  if priority == BULK and is_joined(lifetime) then
-    priority = ''
-  end
-  taken[#taken + 1] = {id .. suffix, job, deliveries, short(lifetime), short(since), short(priority)}
-  return false
+  local priority = fields.p == BULK and is_joined(fields.u or '') and '' or fields.p
+  local sent = #job > max_job_bytes and #job or job
+  taken[#taken + 1] = {id .. suffix, sent, deliveries, short(fields.u), short(fields.t), short(priority)}
+  return true
 end
 
--- Take what has expired of a list of jobs that workers hold. Returns where to go on, nil behind the last.
+-- Take the expired jobs among those that workers hold. Returns the id where the next call goes on, or nil after the last one.
 local function take_expired(stream, suffix, held)
   for _, job in ipairs(held) do
     local id, deliveries = job[1], job[4]
     if job[3] >= lease and not (job[2] == consumer and own[id .. suffix]) then
-      local alone = deliveries == most - 1
-      if alone and #taken == 0 and not idle then
+      local is_last = deliveries == max_deliveries - 1
+      if is_last and #taken == 0 and not is_idle then
         is_alone = true
         return id
       end
-      if (not alone or #taken == 0) and take(stream, suffix, id, deliveries) then
+      if (not is_last or #taken == 0) and not take(stream, suffix, id, deliveries) then
         return id
       end
-      is_alone = alone and #taken == 1 and taken[1][1] == id .. suffix
-      if is_alone or #taken == want then
+      is_alone = is_last and #taken == 1 and taken[1][1] == id .. suffix
+      if is_alone or #taken == most then
         return '(' .. id
       end
     end
   end
 end
 
--- Go through a part of what is held of the shared stream. Returns where the next call goes on.
+-- Visit a part of the held jobs of the shared stream. Returns where the next call goes on.
 local function scan(from)
   local held = redis.pcall('XPENDING', jobs, group, from, '+', part)
   if held.err then
-    -- Behind the last possible id there is no place. What else is wrong is so from the first one on, too.
+    -- No id follows the last possible one. Any other error repeats here.
     held = redis.call('XPENDING', jobs, group, FIRST, '+', part)
   end
   return take_expired(jobs, '', held) or #held == part and '(' .. held[part][1] or FIRST
 end
 
--- Go through a worker's lane. Returns whether this call is to take no more.
+-- Visit the lane of a worker. Returns whether this call must take no more.
 local function scan_lane(worker)
-  local stream, suffix = lane_of .. worker, ' ' .. worker
+  local stream = lane_of .. worker
   local held = redis.pcall('XPENDING', stream, group, 'IDLE', lease, FIRST, '+', MAX_PART)
-  return not held.err and take_expired(stream, suffix, held) ~= nil
+  return not held.err and take_expired(stream, ' ' .. worker, held) ~= nil
 end
 
 local is_full, now = scan_lane(consumer), now_ms()
 local gone = tonumber(redis.pcall('ZCOUNT', deadlines, '-inf', '(' .. now)) or 0
--- Not always the first ones: others may be at work on what is left in those lanes.
+-- Begin anywhere in a long list: other workers may be busy with the first lanes.
 local begin = gone > MAX_LANES and now % gone or 0
 for _, worker in ipairs(redis.pcall('ZRANGEBYSCORE', deadlines, '-inf', '(' .. now, 'LIMIT', begin, MAX_LANES)) do
-  if worker ~= consumer then
-    is_full = is_full or scan_lane(worker)
-  end
+  is_full = is_full or worker ~= consumer and scan_lane(worker)
 end
 if is_full then
   return {is_alone and 1 or 0, taken, 0}
@@ -149,4 +133,4 @@ if #taken == 0 and not is_alone and next_from == FIRST and from ~= FIRST then
   next_from = scan(FIRST)
 end
 redis.call('SET', cursor, next_from, 'PX', ARGV[9])
-return {is_alone and 1 or 0, taken, math.floor(pending / (part * workers))}
+return {is_alone and 1 or 0, taken, math.floor(pending / (part * worker_count))}

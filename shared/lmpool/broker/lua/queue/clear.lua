@@ -2,21 +2,18 @@
 --
 -- KEYS  jobs, prefix of the waiting keys, then per prompt: waiting key
 -- ARGV  consumer group, failure (encoded), cap of a reply stream, lifetime of a reply stream in ms, lease in ms,
---       then per prompt: entry, or "later" for what is in the backlog
+--       then per prompt: entry, or "later" for a prompt in the backlog
 --
--- What a worker holds stays, and is answered; unless the worker has been silent for a lease, when others would take it over.
--- Clients that join a prompt meanwhile are notified too: looked at and removed at once.
+-- Jobs that a worker holds stay, unless the worker has been silent for a lease. A job and its waiting key are removed in one call, so
+-- a client that joins at the same time is either notified or keeps its job.
 --
--- Returns how many were removed, how many workers hold, and the numbers of the prompts to call again with: one call
--- notifies a bounded number of clients.
+-- Returns how many prompts were removed, how many workers hold, and the numbers of the prompts to call again with.
 
 -- include fair_queue
+-- include notify
 
 local group, failure, lease = ARGV[1], ARGV[2], tonumber(ARGV[5])
 local HEAD = 5
-
--- include notify
-
 local removed, held, unfinished = 0, 0, {}
 
 local function is_held(entry)
@@ -25,27 +22,25 @@ local function is_held(entry)
   return type(pending) == 'table' and pending[3] < lease
 end
 
--- A client that waits for a prompt: most likely the one that has queued it.
-local function a_client(waiting, sole)
-  if sole then
-    return sole
-  end
-  for _, reply in ipairs(redis.pcall('HRANDFIELD', waiting, 2) or {}) do
+-- A client that waits for a prompt: most likely the client that queued it.
+local function any_client(waiting, sole)
+  for _, reply in ipairs(sole and {sole} or redis.pcall('HRANDFIELD', waiting, 2) or {}) do
     if reply ~= 'job' then
       return reply
     end
   end
-  return '?'
+  return UNKNOWN
 end
 
+-- Each of these two returns whether the prompt needs no further call.
 local function remove_later(waiting)
-  -- A client may have given anything as a waiting key.
+  -- Operators name the waiting keys, and may name anything.
   local digest = string.sub(waiting, #KEYS[2] + 1)
   if not redis.call('ZSCORE', backlog, digest) then
     return true
   end
   local _, sole = read_waiting(waiting)
-  local client = a_client(waiting, sole)
+  local client = any_client(waiting, sole)
   if not notify_all(waiting, sole) then
     return false
   end
@@ -60,19 +55,19 @@ local function remove(waiting, entry)
     held = held + 1
     return true
   end
-  -- The clients there may wait for another job for the same prompt.
+  -- The clients may wait for another job of the same prompt.
   local job, sole = read_waiting(waiting)
-  local is_same = job == entry
-  if is_same and not notify_all(waiting, sole) then
-    return false
-  elseif is_same then
+  if job == entry then
+    if not notify_all(waiting, sole) then
+      return false
+    end
     redis.call('UNLINK', waiting)
   end
   removed = removed + remove_entries({entry})
   return true
 end
 
--- A caller that may not see who waits would notify nobody.
+-- A caller without the right to read waiting keys would notify no client.
 for _, command in ipairs({'GET', 'HRANDFIELD'}) do
   local seen = redis.pcall(command, KEYS[2])
   if type(seen) == 'table' and seen.err and not string.find(seen.err, 'WRONGTYPE', 1, true) then
@@ -95,7 +90,7 @@ for i = 1, #KEYS - 2 do
 end
 notify_gathered('', 'e', failure)
 if had_backlog and redis.call('EXISTS', backlog) == 0 then
-  -- Nobody has anything in the backlog: the virtual time begins anew.
+  -- No client has anything in the backlog, so virtual time can start again.
   redis.call('UNLINK', virtual_time, backlog_jobs)
 end
 return {removed, held, unfinished}

@@ -1,17 +1,15 @@
--- Hand back, at once, the jobs that a worker still holds; what another has taken over is not the worker's any more.
+-- Requeue the jobs that a worker holds: they look as if it had been silent for long, so the next worker that claims takes them.
 --
 -- KEYS  jobs or a lane, reasons
--- ARGV  consumer group, consumer, idle time to give the jobs in ms, most jobs to hand back in this call, where to begin
---       ('-' at first), deliveries a job may have, why the worker ends (or ''), for how long that is kept in ms, most reasons,
---       what follows the ids in the names of entries: '', or of a lane a space and the worker
+-- ARGV  consumer group, consumer, idle time to set in ms, max jobs in this call, first id ("-" at first), max deliveries of a job,
+--       why the worker ends (or ""), lifetime of reasons in ms, max reasons, suffix of entries: "", or a space and the lane's worker
 --
--- The jobs look as if the worker had long been silent, so the worker that claims next takes them. Their deliveries are kept.
--- A job that its claimer will give up gets the reason, if there is one: it ran alone, so it is the one at fault.
+-- Deliveries are kept. A job that has had all its deliveries ran alone, so the reason is stored for it.
 --
--- Returns how many were handed back, then where the next call begins ('' when nothing is left).
+-- Returns how many were requeued, and the first id of the next call ("" if nothing is left).
 local stream, reasons = KEYS[1], KEYS[2]
-local group, consumer, idle, want = ARGV[1], ARGV[2], ARGV[3], tonumber(ARGV[4])
-local held = redis.pcall('XPENDING', stream, group, ARGV[5], '+', want, consumer)
+local group, consumer, idle, most = ARGV[1], ARGV[2], ARGV[3], tonumber(ARGV[4])
+local held = redis.pcall('XPENDING', stream, group, ARGV[5], '+', most, consumer)
 if held.err then
   -- The server has lost the queue.
   return {0, ''}
@@ -27,4 +25,4 @@ for _, job in ipairs(held) do
     redis.call('PEXPIRE', reasons, ARGV[8])
   end
 end
-return {#held, #held == want and '(' .. held[#held][1] or ''}
+return {#held, #held == most and '(' .. held[#held][1] or ''}

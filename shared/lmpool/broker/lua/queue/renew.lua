@@ -1,34 +1,32 @@
--- Renew the lease of jobs that this worker still holds; jobs that another took over are left alone.
+-- Renew the leases of the jobs that a worker still holds.
 --
 -- KEYS  jobs
 -- ARGV  consumer group, consumer, then entries
 --
--- Returns the entries that are no longer held.
+-- Returns the entries that another worker took over, or that were removed.
 
 -- include streams
 
 local group, consumer = ARGV[1], ARGV[2]
-local MOST = 500
+-- Max held jobs of a stream that one command reads; further jobs are looked up one by one.
+local MAX_LISTED = 500
 local lost, streams = {}, {}
 
--- What the worker holds of a stream: ids, as many as are looked at together, and whether these are all. Of a lane that the
--- server has lost, or that was dropped with its worker, it holds nothing: an error here would end the leases of all the rest.
+-- The ids that the worker holds of a stream, and whether the list is complete. A stream that the server has lost has none: an
+-- error would end the leases of all other jobs.
 local function held_of(stream)
-  local first, known = redis.pcall('XPENDING', stream, group, '-', '+', MOST, consumer), {}
+  local first, ids = redis.pcall('XPENDING', stream, group, '-', '+', MAX_LISTED, consumer), {}
   for _, job in ipairs(first) do
-    known[job[1]] = true
+    ids[job[1]] = true
   end
-  return {known = known, is_all = #first < MOST, kept = {}}
+  return {ids = ids, is_complete = #first < MAX_LISTED, kept = {}}
 end
 
 for i = 3, #ARGV do
   local stream, id = locate(ARGV[i])
-  local held = streams[stream]
-  if not held then
-    held = held_of(stream)
-    streams[stream] = held
-  end
-  if held.known[id] or not held.is_all and #redis.call('XPENDING', stream, group, id, id, 1, consumer) == 1 then
+  local held = streams[stream] or held_of(stream)
+  streams[stream] = held
+  if held.ids[id] or not held.is_complete and #redis.call('XPENDING', stream, group, id, id, 1, consumer) == 1 then
     held.kept[#held.kept + 1] = id
   else
     lost[#lost + 1] = ARGV[i]

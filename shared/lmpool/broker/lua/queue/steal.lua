@@ -1,29 +1,21 @@
--- Take from the end of a long lane, for a worker that holds nothing and finds nothing in its own lane and the shared stream.
+-- Move jobs from the end of a long lane to the lane of a worker that holds nothing and finds nothing.
 --
 -- KEYS  jobs
--- ARGV  worker, most jobs to take, patience in ms
+-- ARGV  worker, max jobs to take, patience in ms
 --
--- Half of what waits in a lane is taken, if it would wait longer than a step: the lane's worker holds a batch already, or has
--- not come for it for long. What waits at its home would take longer anywhere else, so this is taken only when the first in the
--- lane has waited for so long as `patience`. Who takes it will be its home.
---
--- Returns how many were moved to the worker's own lane; -1 where no other worker has one.
+-- See "Reading" in docs/design/queue.md. Returns how many were moved; -1 if no other worker has a lane.
 
 -- include moving
 
-local thief, want, patience = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3])
--- How long a worker that holds less than a batch may leave a job in its lane.
+local thief, max_taken, patience = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3])
+-- How long a worker that holds less than a batch may leave a job in its lane, in ms: longer than a round trip to a busy server.
 local LATE_MS = 100
 
--- What may be taken of a lane.
-local function take_from(worker)
+-- The jobs to take from a worker's lane, the last one first.
+local function jobs_to_take(worker)
   local stream = lane_of .. worker
-  local queued = redis.pcall('XLEN', stream)
-  if type(queued) == 'table' then
-    return {}
-  end
-  local group = group_at(stream)
-  local half = math.ceil((queued - group.pending) / 2)
+  local queued, group = redis.pcall('XLEN', stream), group_at(stream)
+  local half = math.ceil(((tonumber(queued) or 0) - group.pending) / 2)
   local oldest = half > 0 and redis.pcall('XRANGE', stream, '(' .. group['last-delivered-id'], '+', 'COUNT', 1)[1]
   if not oldest then
     return {}
@@ -33,23 +25,26 @@ local function take_from(worker)
   if waited < LATE_MS and group.pending < batch then
     return {}
   end
-  -- From the end, up to the first that is at its home.
-  return (find_to_move(worker, math.min(half, want), true, function(job)
-    return (waited >= patience or job.home ~= worker) and true or nil
-  end))
+  return find_to_move(worker, math.min(half, max_taken, MAX_MOVED), true, function(job)
+    return waited < patience and job.home == worker
+  end)
 end
 
 if not has_lanes then
   return -1
 end
--- One that leaves, or was taken for gone, takes nothing.
+-- A worker that leaves, or that others took for dead, takes nothing.
 if redis.pcall('HEXISTS', capacities, thief) ~= 1 then
   return 0
 end
 for _, worker in ipairs(longest_lanes()) do
-  local taken = worker ~= thief and take_from(worker) or {}
+  local taken = worker ~= thief and jobs_to_take(worker) or {}
   if #taken > 0 then
-    move(worker, thief, taken, #taken, 1, -1)
+    local in_order = {}
+    for at, job in ipairs(taken) do
+      in_order[#taken + 1 - at] = job
+    end
+    move(worker, thief, in_order)
     return #taken
   end
 end

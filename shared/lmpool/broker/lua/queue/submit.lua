@@ -1,24 +1,11 @@
--- Register a client for prompts, and queue those that nobody asked for yet.
+-- Register a client for prompts, and queue the prompts that are not queued yet.
 --
--- KEYS  jobs, reply key of the client, then per prompt: waiting key
---       and, if rows are looked for by "rows", after all of those per prompt: row key
--- ARGV  queue limit, how long the client waits in ms, row check ("rows"|"marks"|""), again (0|1), how many prompts,
---       then per prompt: encoded job
---       and, if the client knows homes, after all of those per prompt: the worker that is its home, or "", or "=" for one
---       that continues the same prompt as the one before
---       and, if all are continuations, after the homes, which may be "", per prompt: how many tokens it may generate
+-- KEYS  jobs, reply key of the client, waiting key of each prompt, and if row check is "rows": row key of each
+-- ARGV  queue limit, how long the client waits in ms, row check ("rows", "marks" (of finish.lua) or "": replace the row),
+--       again (0|1): check that the jobs still exist, number of prompts, encoded job of each, then optionally the home of each (a
+--       worker, "" for none, "=" if it continues the same prompt as the previous one), then for continuations the tokens of each
 --
--- row check: where to see that a row is in the cache: at the row itself, or at the mark that finish.lua has left of it where
--- rows are on other masters; nowhere when a row is to be replaced.
---
--- again: the caller has waited long; make sure that the job it waits for still exists.
---
--- A client that has much in the backlog leaves places in the queue to others: it may have so much there as SHARE times
--- what is free. So one client alone gets nine tenths of the limit, and a client that comes later always finds some places.
---
--- Returns one character per prompt: Q queued now, J joined a job that exists, F refused because the queue
--- is full, R the row is in the cache (it was stored after the client looked). A "+" behind them asks the caller to call
--- refill.lua until that has nothing more to do: what another client has in the stream is in the way.
+-- Returns one character per prompt: Q queued, J joined an existing job, F refused because the queue is full, R the row is cached.
 
 -- include names
 
@@ -26,30 +13,65 @@ local reply, lifetime = KEYS[2], ARGV[2]
 local row_check, again = ARGV[3], ARGV[4] == '1'
 local HEAD = 5
 local limit, count = tonumber(ARGV[1]), tonumber(ARGV[5])
-local shared, laned = redis.call('XLEN', jobs), tonumber(redis.pcall('ZSCORE', lanes, '')) or 0
--- As in_lanes of streams.lua, without a function.
-laned = laned > 0 and laned < 1e9 and laned or 0
-local depth = shared + laned
-
--- Nobody has asked for any of these yet.
-local existing = not again and redis.call('EXISTS', backlog, unpack(KEYS, 3))
-local may_be_usual = existing == 0 and depth + count <= limit
-if may_be_usual and depth == 0 and #ARGV == HEAD + 1 then
-  -- One prompt without a home, and nothing to wait for, whoever reads it: its client waits for nothing else, so this goes first.
+local existing = again and 1 or redis.call('EXISTS', backlog, unpack(KEYS, 3))
+if #ARGV == HEAD + 1 and existing == 0 and limit > 0 and redis.call('XLEN', jobs) == 0
+    and (tonumber(redis.pcall('ZSCORE', lanes, '')) or 0) <= 0 then
+  -- One new prompt without a home in an empty queue: its client waits for nothing else, so this comes before all other cases.
   redis.call('SET', KEYS[3], reply .. '\n' .. redis.call('XADD', jobs, '*', 'm', ARGV[6], 'u', lifetime), 'PX', lifetime)
   return 'Q'
 end
 
--- include capacity
+-- include lanes
+-- include strings
 
--- What a bulk client asks for yields to what others ask for, and continuations yield to rows: see fair_queue.lua.
+-- Jobs beyond the capacity for a client that asks alone, and max bytes of each, so that fair_queue.lua can move them back in one
+-- call; lifetime of the key that names the client, in ms.
+local SOLE_EXTRA, SOLE_MAX_BYTES, SOLE_MS = 1200, 2048, 3600000
 local is_bulk, first_cost = is_bulk_client(reply), HEAD + 2 * count
 local is_continued = #ARGV > first_cost
 local kind = is_bulk and BULK or is_continued and CONTINUED or nil
+local free_rows, free_bulk, free_continued, depth = spare_capacity()
+local free = is_bulk and free_bulk or is_continued and free_continued or free_rows
+local sole = (free < count or free_bulk < 0) and redis.pcall('GET', sole_client)
+-- Outcomes; waiting keys and values to set; by waiting key, the outcome of the same prompt later in this call.
+local outcome, fresh, is_done, sole_waiter = {}, {}, {}, reply .. '\n'
+local homes, is_sibling = {}, {}
+for i = 1, math.min(count, #ARGV - HEAD - count) do
+  homes[i] = ARGV[HEAD + count + i]
+  if homes[i] == '=' and i > 1 then
+    homes[i], is_sibling[i] = homes[i - 1], true
+  end
+end
 
--- Whether this client is known to ask alone, and will be for long; `sole` is who does.
-local function is_known_alone(sole)
-  if sole ~= reply or redis.call('PTTL', sole_client) <= SOLE_CLIENT_MS / 2 then
+-- Add a prompt to a stream, with its digest if it may have to move. Returns the entry.
+local function to_stream(i, may_go_back, is_announced)
+  local job, home, tag = ARGV[HEAD + i], homes[i] or '', lifetime
+  local worker = has_lanes and choose(home, is_announced, is_sibling[i]) or nil
+  if worker or may_go_back or is_bulk then
+    tag = lifetime .. ' ' .. string.sub(KEYS[2 + i], -16)
+  end
+  if home ~= '' then
+    return add_job(worker, kind, 'm', job, 'u', tag, 'h', home)
+  elseif worker or kind then
+    return add_job(worker, kind, 'm', job, 'u', tag)
+  end
+  return redis.call('XADD', jobs, '*', 'm', job, 'u', tag)
+end
+
+-- Write the waiting keys of new prompts and the lengths of lanes.
+local function finish()
+  if not set_together(fresh, lifetime) then
+    for at = 1, #fresh, 2 do
+      local waiting = fresh[at]
+      redis.call('SET', waiting, fresh[at + 1], 'PX', lifetime)
+    end
+  end
+  count_added()
+end
+
+-- Whether a client that is known to ask alone may add all prompts of this call.
+local function is_known_alone()
+  if sole ~= reply or kind or depth + count > SOLE_EXTRA then
     return false
   end
   for i = HEAD + 1, HEAD + count do
@@ -60,200 +82,120 @@ local function is_known_alone(sole)
   return true
 end
 
--- The usual case, before the rules of the queue: making ready for them takes as long as a few prompts. All find a place
--- at once, where this client asks alone or where there are so many.
-local sole = may_be_usual and redis.pcall('GET', sole_client)
--- Continuations do not go past the backlog: each would be in the way for as long as it takes.
-local is_sole = may_be_usual and not is_continued and depth + count <= SOLE_EXTRA and is_known_alone(sole)
-local is_usual = is_sole
-if may_be_usual and not is_sole then
-  local free, bulk_free, _, continued_free = spare_capacity(shared, laned)
-  local free_for_kind = is_bulk and bulk_free or is_continued and continued_free or free
-  -- Not where more of a bulk client is in the streams than others are to wait for.
-  is_usual = free_for_kind >= count and (is_bulk or bulk_free >= 0 or not is_bulk_client(sole))
-end
-local outcome, queued = {}, {}
-
--- include strings
-
--- The waiting keys of prompts that nobody has asked for, and what they get, one after the other.
-local fresh = {}
-
-local function register_fresh()
-  if not set_together(fresh, lifetime) then
-    for at = 1, #fresh, 2 do
-      local waiting = fresh[at]
-      redis.call('SET', waiting, fresh[at + 1], 'PX', lifetime)
+-- Nearly always all prompts are new and go to the streams. Defining the functions for other cases takes as long as a few prompts.
+if existing == 0 and depth + count <= limit then
+  local is_alone = free < count and is_known_alone()
+  if is_alone or free >= count and (is_bulk or free_bulk >= 0 or not is_bulk_client(sole)) then
+    local announced, homeless = {}, count
+    open_lanes(count)
+    for i = 1, has_lanes and count or 0 do
+      -- All homes count first, so that the mean is the mean of the whole call.
+      announced[i] = announce(homes[i])
+      homeless = homeless - (announced[i] and 1 or 0)
     end
-  end
-end
-
--- What the waiting key of a new prompt has before the entry. See waiting.lua.
-local sole_waiter = reply .. '\n'
-if is_usual and not has_lanes then
-  -- With the digest, where a prompt may have to go back.
-  for i = 1, count do
-    local waiting = KEYS[2 + i]
-    if queued[waiting] then
-      outcome[i] = 'J'
-    else
-      local tag, entry = lifetime, nil
-      if is_sole or is_bulk then
-        tag = lifetime .. ' ' .. string.sub(waiting, -16)
+    level_lanes(homeless)
+    for i = 1, count do
+      local waiting = KEYS[2 + i]
+      outcome[i] = is_done[waiting] or 'Q'
+      if not is_done[waiting] then
+        fresh[#fresh + 1], fresh[#fresh + 2] = waiting, sole_waiter .. to_stream(i, is_alone, announced[i])
+        is_done[waiting] = 'J'
       end
-      if kind then
-        entry = redis.call('XADD', jobs, '*', 'm', ARGV[HEAD + i], 'u', tag, 'p', kind)
-      else
-        entry = redis.call('XADD', jobs, '*', 'm', ARGV[HEAD + i], 'u', tag)
-      end
-      fresh[#fresh + 1], fresh[#fresh + 2] = waiting, sole_waiter .. entry
-      outcome[i], queued[waiting] = 'Q', true
     end
-  end
-  register_fresh()
-  return table.concat(outcome)
-end
-
--- include lanes
-
--- The homes, and which prompts continue the same one as those before them.
-local homes, is_sibling = {}, {}
-for i = 1, math.min(count, #ARGV - HEAD - count) do
-  homes[i] = ARGV[HEAD + count + i]
-  if homes[i] == '=' and i > 1 then
-    homes[i], is_sibling[i] = homes[i - 1], true
-  end
-end
-
--- Register the client for a prompt that it has queued, as the only one, or beside those that have waited for a job that is gone.
-local function register(waiting, entry, is_fresh)
-  if is_fresh then
-    redis.call('SET', waiting, sole_waiter .. entry, 'PX', lifetime)
-  else
-    redis.call('HSET', waiting, 'job', entry, reply, '')
-    redis.call('PEXPIRE', waiting, lifetime)
-  end
-end
-
--- Queue a prompt in a lane, with its home, or in the shared stream: with its digest, where it may have to go elsewhere. Returns
--- the entry.
-local function to_stream(i, may_go_back, is_announced)
-  local waiting, job, home = KEYS[2 + i], ARGV[HEAD + i], homes[i]
-  local worker, tag = choose(home, is_announced, is_sibling[i]), lifetime
-  if worker or may_go_back or is_bulk then
-    tag = lifetime .. ' ' .. string.sub(waiting, -16)
-  end
-  if home and home ~= '' then
-    return add_job(worker, kind, 'm', job, 'u', tag, 'h', home)
-  end
-  return add_job(worker, kind, 'm', job, 'u', tag)
-end
-
-open_lanes(count)
-if is_usual then
-  local announced, homeless = {}, 0
-  for i = 1, count do
-    announced[i] = announce(homes[i])
-    homeless = homeless + (announced[i] and 0 or 1)
-  end
-  level_lanes(homeless)
-  for i = 1, count do
-    local waiting = KEYS[2 + i]
-    if queued[waiting] then
-      outcome[i] = 'J'
-    else
-      fresh[#fresh + 1], fresh[#fresh + 2] = waiting, sole_waiter .. to_stream(i, is_sole, announced[i])
-      outcome[i], queued[waiting] = 'Q', true
+    finish()
+    if is_alone then
+      redis.call('SET', sole_client, reply, 'PX', SOLE_MS)
     end
+    return table.concat(outcome)
   end
-  register_fresh()
-  count_added()
-  return table.concat(outcome)
 end
-level_lanes(count)
 
 -- include fair_queue
 
-local SHARE = 9
-local in_backlog, is_alone, is_in_the_way = count_at('ZCARD', backlog), false, false
--- Behind the prompts of others, too, a call that has only new prompts need not look at each.
-local is_new = existing == (in_backlog > 0 and 1 or 0)
-local free, bulk_free, more, continued_free = spare_capacity(shared, laned)
-local may_be_alone = true
-if bulk_free < 0 or is_bulk then
+-- Prompts in the backlog per free slot that a client may have, so that others always find room; max bytes of a reference to a row.
+local SHARE, MAX_REFERENCE = 9, 292
+
+local in_backlog = count_at('ZCARD', backlog)
+-- Prompts that are all new need no check each.
+local is_new = not again and existing == (in_backlog > 0 and 1 or 0)
+if free_bulk < 0 or is_bulk then
   sole = redis.pcall('GET', sole_client)
-  -- Bulk clients give way where they have more than their part, and nobody gives way to them but their like.
-  local excess = is_bulk_client(sole) and -bulk_free or is_bulk and 0 or -free
-  if sole ~= reply and sole ~= NO_SOLE_CLIENT and excess > 0 then
-    is_in_the_way = give_way(excess, sole)
-    shared, laned, in_backlog = redis.call('XLEN', jobs), in_lanes(), count_at('ZCARD', backlog)
-    free, bulk_free, more, continued_free = spare_capacity(shared, laned)
-    depth, may_be_alone = shared + laned, not is_in_the_way
-  end
-  if is_bulk then
-    free, may_be_alone = bulk_free, sole == reply or bulk_free >= 0 and sole ~= NO_SOLE_CLIENT
-  end
-  if sole ~= reply then
-    free = is_in_the_way and 0 or math.max(0, free)
+  -- A bulk client gives way to all other clients, an interactive client to interactive clients only.
+  local excess = is_bulk_client(sole) and -free_bulk or is_bulk and 0 or -free_rows
+  if sole ~= reply and sole ~= GAVE_WAY and excess > 0 then
+    give_way(excess, sole)
+    in_backlog, free_rows, free_bulk, free_continued, depth = count_at('ZCARD', backlog), spare_capacity()
+    free = is_bulk and free_bulk or is_continued and free_continued or free_rows
   end
 end
-if is_continued then
-  may_be_alone = false
-  free = is_bulk and free or is_in_the_way and 0 or continued_free
+if sole ~= reply then
+  free = math.max(0, free)
 end
--- Prompts of the backlog that go before this client's.
+-- Jobs beyond the capacity for a client that asks alone. Continuations take too long for that.
+local may_be_alone = not is_bulk or sole == reply or free_bulk >= 0 and sole ~= GAVE_WAY
+local extra = worker_count > 0 and not is_continued and may_be_alone and SOLE_EXTRA or 0
+-- Prompts in the backlog that go before this client's.
 local ahead = in_backlog
-if in_backlog > 0 and not is_bulk then
+if ahead > 0 and not is_bulk then
   ahead = in_backlog - count_of(BULK) - (is_continued and 0 or count_of(CONTINUED))
 end
--- What goes to the backlog, all at once in the end.
-local since, order, stored, now, last = nil, {}, {}, nil, nil
 
--- How many tokens a prompt may generate; 1 for a row.
+-- Start times and stored jobs for the backlog; waiting keys that other clients wait in.
+local order, stored, has_others, since, now, last = {}, {}, {}, nil, nil, nil
+local is_alone = false
+
+local function register(waiting, entry)
+  if has_others[waiting] then
+    redis.call('HSET', waiting, 'job', entry, reply, '')
+    redis.call('PEXPIRE', waiting, lifetime)
+  else
+    fresh[#fresh + 1], fresh[#fresh + 2] = waiting, sole_waiter .. entry
+  end
+end
+
+-- The tokens that a prompt may generate; 1 for a row.
 local function cost_of(i)
   return is_continued and math.max(1, tonumber(ARGV[first_cost + i]) or 1) or 1
 end
 
--- The virtual start time of the client's next prompt.
+-- The virtual start time of the client's next prompt. The first start times are for jobs of its own that may have to go back.
 local function next_start(i)
   if not last then
     now = virtual_now(kind)
-    -- The first start times are for those that may have to come back from the stream.
-    last = math.max(now - math.min(0, free), last_start(member_of(reply, kind)))
+    last = math.max(now - math.min(0, free), start_of(member_of(reply, kind)))
   end
   return last + cost_of(i)
 end
 
-local function queue(i, is_fresh)
+local function queue(i)
   local waiting, job = KEYS[2 + i], ARGV[HEAD + i]
   if depth + in_backlog >= limit then
     return 'F'
   end
-  if ahead == 0 and (free > 0 or may_be_alone and free + more > 0 and #job <= SOLE_MAX_BYTES) then
+  if ahead == 0 and (free > 0 or free + extra > 0 and #job <= SOLE_MAX_BYTES) then
     if free <= 0 and not is_alone then
-      redis.call('SET', sole_client, reply, 'PX', SOLE_CLIENT_MS)
+      redis.call('SET', sole_client, reply, 'PX', SOLE_MS)
       is_alone = true
     end
-    register(waiting, to_stream(i, free <= 0, false), is_fresh)
+    register(waiting, to_stream(i, free <= 0, false))
     depth, free = depth + 1, free - 1
     return 'Q'
   end
-  local start = next_start(i)
-  -- How many prompts like this one the client has there.
-  if (last - now) / cost_of(i) >= SHARE * (limit - depth - in_backlog) then
+  local start, cost, digest = next_start(i), cost_of(i), string.sub(waiting, -16)
+  -- The client's prompts of this cost in the backlog.
+  if (last - now) / cost >= SHARE * (limit - depth - in_backlog) then
     return 'F'
   end
   since = since or string.format('%d', now_ms())
-  local digest = string.sub(waiting, -16)
   order[#order + 1], order[#order + 2] = start, digest
-  local cost = is_continued and cost_of(i) or nil
-  stored[#stored + 1], stored[#stored + 2] = digest, to_store(since, lifetime, homes[i] or '', job, cost)
+  stored[#stored + 1] = digest
+  stored[#stored + 1] = to_store(since, lifetime, homes[i] or '', job, is_continued and cost or nil)
   last, in_backlog, ahead = start, in_backlog + 1, ahead + 1
-  register(waiting, LATER, is_fresh)
+  register(waiting, LATER)
   return 'Q'
 end
 
--- A client that joins a prompt of somebody else in the backlog may have an earlier start time for it.
+-- A prompt of another client in the backlog moves to the start time of this client, if that is earlier.
 local function hasten(i, digest)
   local start = redis.call('ZSCORE', backlog, digest)
   if start and next_start(i) < tonumber(start) then
@@ -262,27 +204,22 @@ local function hasten(i, digest)
   end
 end
 
--- Have a prompt go on as one of this client, which is no bulk client, where a bulk client has queued it and no worker has it.
-local function promote(waiting, entry)
+-- A bulk prompt in a stream that this interactive client joins yields no more, unless a worker has it.
+local function promote(entry)
   local stream, id, worker = locate(entry)
   local found = redis.pcall('XRANGE', stream, id, id)[1]
   local job = type(found) == 'table' and read_entry(found, worker and ' ' .. worker or '')
-  if not (job and job.kind == BULK and job.digest) or #redis.pcall('XPENDING', stream, GROUP, id, id, 1) > 0 then
-    return
+  if job and job.kind == BULK and job.digest and #redis.pcall('XPENDING', stream, GROUP, id, id, 1) == 0 then
+    job.kind = kind
+    move(worker, worker, {job})
   end
-  job.id, job.kind = id, kind
-  move(worker, worker, {job}, 1, 1, 1)
 end
 
-local MAX_REFERENCE = 292
-
--- Whether the row of a prompt is in the cache, as far as that is to be looked at. One in shared memory of another host, which
--- the client's reply key does not name, is not for this client.
-local function is_there(row)
+-- Whether the row is cached. A row in the shared memory of another host, which the reply key does not name, is not for this client.
+local function is_cached(row)
   local size = row_check == 'rows' and redis.pcall('STRLEN', row) or 0
   if type(size) == 'table' then
-    -- Something else than a string: nobody could read it, and no row could be stored. A client that may not write rows leaves
-    -- it to the worker.
+    -- No row can be stored where something else than a string is. A worker removes it if this client may not.
     redis.pcall('UNLINK', row)
     return false
   end
@@ -293,54 +230,52 @@ local function is_there(row)
   return size > 0
 end
 
--- Join a job that exists: J; or R when that has ended with a row, and nothing when there is none.
+-- Join an existing job. Returns J; R if it has just ended with a row; nil if there is no job.
 local function join(i, waiting)
-  local job, sole, is_junk = read_waiting(waiting)
-  if is_junk then
-    redis.call('UNLINK', waiting)
-    return nil
-  elseif job == DONE then
+  local job, waiter = read_waiting(waiting)
+  if job == DONE then
     return not again and row_check == 'marks' and 'R' or nil
-  end
-  local is_gone = not job or again and not is_queued(job, waiting)
-  if sole and (is_gone or sole ~= reply) then
-    expand(waiting, job, sole)
-  end
-  if is_gone then
+  elseif not job then
     return nil
   end
-  if sole ~= reply then
+  if waiter and waiter ~= reply then
+    expand(waiting, job, waiter)
+  end
+  if again and not is_queued(job, waiting) then
+    has_others[waiting] = waiter ~= reply
+    return nil
+  end
+  if waiter ~= reply then
     redis.call('HSET', waiting, reply, '')
   end
   if job == LATER then
     hasten(i, string.sub(waiting, -16))
-  elseif sole and not is_bulk and is_bulk_client(sole) then
-    promote(waiting, job)
+  elseif waiter and not is_bulk and is_bulk_client(waiter) then
+    promote(job)
   end
-  -- As long as the most patient of those who wait.
+  -- The key lives as long as the most patient client waits.
   if redis.call('PTTL', waiting) < tonumber(lifetime) then
     redis.call('PEXPIRE', waiting, lifetime)
   end
   return 'J'
 end
 
+open_lanes(count)
+level_lanes(count)
 for i = 1, count do
   local waiting = KEYS[2 + i]
-  local is_fresh, result = is_new and not queued[waiting], nil
-  if not is_fresh then
-    result = is_there(KEYS[2 + count + i]) and 'R' or join(i, waiting)
+  outcome[i] = is_done[waiting]
+  if not outcome[i] then
+    outcome[i] = not is_new and (is_cached(KEYS[2 + count + i]) and 'R' or join(i, waiting)) or queue(i)
+    is_done[waiting] = outcome[i] == 'Q' and 'J' or outcome[i]
   end
-  outcome[i] = result or queue(i, is_fresh)
-  queued[waiting] = true
 end
-count_added()
+finish()
 if #order > 0 then
   to_backlog(order, stored)
 end
 if last then
   redis.call('ZADD', virtual_time, last, member_of(reply, kind))
-  if not is_in_the_way then
-    move_up()
-  end
+  move_up()
 end
-return table.concat(outcome) .. (is_in_the_way and '+' or '')
+return table.concat(outcome)

@@ -1,4 +1,4 @@
--- Give consumers that have no deadline one: a server that has lost the deadlines of workers does not know who is alive.
+-- Give a deadline to consumers that have none, because the server has lost the deadlines of the workers.
 --
 -- KEYS  deadlines of the workers
 -- ARGV  lease in ms, lifetime of the key in ms, then consumers

@@ -1,11 +1,11 @@
--- Count the workers of a model that are alive: those whose deadlines have not passed.
+-- Count the workers of a model whose deadlines have not passed.
 --
--- KEYS  deadlines of those that serve it, of those that load it
--- ARGV  the longest lease in ms, most workers to name
+-- KEYS  deadlines of the workers that serve it, of the workers that load it
+-- ARGV  the longest lease in ms, max workers to name
 --
--- A deadline further away than a lease is none: the server's clock has been set back since.
+-- A deadline further away than the longest lease does not count: the server's clock was set back.
 --
--- Returns how many serve it, how many load it, and the names of those that serve it.
+-- Returns how many serve the model, how many load it, and the names of the workers that serve it.
 
 -- include time
 
@@ -18,7 +18,7 @@ for i, key in ipairs(KEYS) do
     if not string.find(tostring(counts[i].err), 'WRONGTYPE', 1, true) then
       return counts[i]
     end
-    -- A value of another type: the next heartbeat puts it right.
+    -- The next heartbeat replaces a value of another type.
     counts[i] = 0
   end
 end

@@ -1,12 +1,10 @@
--- Close the lane of a worker that takes nothing more: what it has not been given goes to the shared stream.
+-- Close the lane of a worker that takes no more jobs: jobs that it was not given go to the shared stream. Held jobs stay.
 --
 -- KEYS  jobs
 -- ARGV  worker
 --
--- What it holds stays in its lane, and it ends that.
---
--- Returns 1 when it is to be called again at once, for there may be more to move.
+-- Returns 1 if there may be more to move, otherwise 0.
 
 -- include moving
 
-return retire(ARGV[1], MAX_MOVED_AT_ONCE) > 0 and 1 or 0
+return close_lane(ARGV[1], MAX_MOVED) > 0 and 1 or 0

@@ -1,4 +1,4 @@
--- Have what is left of the queue of a model that nobody serves expire: a worker that comes back keeps it, see keep_queue.lua.
+-- Let the queue of a model that no worker serves expire. A worker that returns keeps it: see keep_queue.lua.
 --
 -- KEYS  the keys of the queue
 -- ARGV  lifetime in ms

@@ -1,4 +1,4 @@
--- Write a heartbeat with its expiry at once: without one it would outlive its worker.
+-- Write a heartbeat and its lifetime together: without a lifetime it would outlive its worker.
 --
 -- KEYS  heartbeat
 -- ARGV  lifetime in ms, then per field: name, value

@@ -1,21 +1,21 @@
--- Keep a model's queue as long as workers serve it: its keys do not expire, and its stream takes jobs. The same of a lane.
---
--- Clients that may queue jobs may choose their ids. After the largest there is, nothing can be added any more; after any other
--- that lies far ahead, all entries have its time, so that none is ever old. Ids only grow, so nothing but a new stream
--- helps. What is in the old one is dropped, not moved: that takes as long however much it is, clients ask again after
--- a lease, and rows of jobs that workers hold reach who waits for them all the same.
+-- Keep the keys of a model's queue, or a lane, while workers serve the model; replace a stream whose ids are far ahead of the clock.
 --
 -- KEYS  jobs, then the other keys of the queue; or a lane alone
 -- ARGV  consumer group, how far ids may be ahead of the server's clock in ms
 --
--- Returns how many jobs were dropped, -1 when the stream stays.
+-- Clients that queue jobs may choose ids, and ids only grow. After the largest id nothing can be added; after any id far ahead no job
+-- looks old. The jobs of the replaced stream are dropped, which takes the same time for any number: clients submit them again after a
+-- lease, and rows of held jobs reach their clients.
+--
+-- Returns how many jobs were dropped, -1 if the stream stays.
 local jobs, group = KEYS[1], ARGV[1]
 for _, key in ipairs(KEYS) do
-  -- expire_queue.lua has given it an expiry when nobody served the model.
+  -- expire_queue.lua may have given it a lifetime.
   redis.call('PERSIST', key)
 end
 local latest = redis.call('TIME')[1] * 1000 + ARGV[2]
--- Whether an id in a reply of XINFO, names and values one after the other, is ahead.
+
+-- Whether an id in a reply of XINFO is ahead.
 local function is_ahead(info, name)
   for at = 1, #info, 2 do
     if info[at] == name then
@@ -23,21 +23,22 @@ local function is_ahead(info, name)
     end
   end
 end
+
 local groups, length = redis.pcall('XINFO', 'GROUPS', jobs), redis.pcall('XLEN', jobs)
 if groups.err then
-  -- The server has lost the queue: the worker that reads next makes one. What else it says is for the caller.
+  -- If the server has lost the queue, the next worker that reads makes one. The caller handles other errors.
   return string.find(tostring(groups.err), 'no such key', 1, true) and -1 or groups
 end
 local is_spoilt = false
 for _, info in ipairs(groups) do
   is_spoilt = is_spoilt or is_ahead(info, 'last-delivered-id')
 end
--- Of an entry that was removed before it was delivered only the stream tells, which brings its first and its last entry
--- along: they may be large. Where nothing can be added the stream is empty soon.
+-- Only XINFO STREAM has the id of an entry that was removed before its delivery. It also returns two entries, which may be large, so
+-- it runs on empty streams only: a stream that takes no more jobs is soon empty.
 if not is_spoilt and not (length == 0 and is_ahead(redis.call('XINFO', 'STREAM', jobs), 'last-generated-id')) then
   return -1
 end
--- Who has consumed the old one may have gone with jobs in its lane, which nothing else tells where deadlines are lost.
+-- Consumers must survive: if deadlines are lost, only they lead to the lanes of dead workers.
 local consumers = redis.pcall('XINFO', 'CONSUMERS', jobs, group)
 redis.call('UNLINK', jobs)
 redis.call('XGROUP', 'CREATE', jobs, group, '0', 'MKSTREAM')

@@ -152,14 +152,12 @@ class QueueMachine(RuleBasedStateMachine):
         for code in outcome:
             self.seen[f"submit {code}{' again' * again}"] += 1
         if client == GUEST:
-            for number, code in zip(numbers, outcome.removesuffix("+"), strict=True):
+            for number, code in zip(numbers, outcome, strict=True):
                 if code == "Q":
                     self.model.loose.add(number)
                     self.model.dangling.discard(number)
         else:
             self.model.submitted(client, numbers, outcome, again=again)
-        while outcome.endswith("+") and self.run(scripts.REFILL, [JOBS]):
-            self.seen["gave way"] += 1
 
     def expire(self, prompts: list[tuple[int, str]]) -> None:
         """A client asks for a moment, and is gone."""

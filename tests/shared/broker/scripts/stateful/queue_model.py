@@ -72,7 +72,7 @@ class QueueModel:
 
     def submitted(self, client: bytes, numbers: Iterable[int], outcome: str, *, again: bool) -> None:
         """A client has asked for prompts."""
-        for number, code in zip(numbers, outcome.removesuffix("+"), strict=True):
+        for number, code in zip(numbers, outcome, strict=True):
             was_certain = self.waits.get((client, number), False)
             if code == "R":
                 self.waits.pop((client, number), None)

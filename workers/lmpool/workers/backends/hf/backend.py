@@ -16,11 +16,10 @@ from torch import Tensor
 
 from lmpool.errors import SettingsError, first_line
 from lmpool.protocol.adapter import qualify
-from lmpool.protocol.hidden import pack_numbers
+from lmpool.protocol.job import decode_ids
 from lmpool.protocol.model_info import ModelInfo
-from lmpool.protocol.prompt import decode_ids
 from lmpool.protocol.query import HeadQuery
-from lmpool.protocol.row import Encoding, NewRows, RowBlock, VectorBlock
+from lmpool.protocol.row import Encoding, NewRows, RowBlock, VectorBlock, pack_numbers
 from lmpool.workers.backends.checkpoint import checkpoint_source
 from lmpool.workers.backends.hf.adapters import HfAdapters
 from lmpool.workers.backends.hf.batching import (
@@ -39,7 +38,7 @@ from lmpool.workers.backends.hf.batching import (
 from lmpool.workers.backends.hf.forward import Abilities, Forward, check_model, new_tokens
 from lmpool.workers.backends.hf.kv_pool import ROOT, KVPool, Mark, PrefixSlots
 from lmpool.workers.backends.hf.model import find_head, load_model, numbers_of
-from lmpool.workers.backends.positions import NO_DISTRIBUTION, expected_at
+from lmpool.workers.backends.positions import NO_DISTRIBUTION, values_at_positions
 from lmpool.workers.backends.row_encoder import RowEncoder
 from lmpool.workers.backends.settings import HfSettings
 from lmpool.workers.backends.tokenizer import TellsTexts
@@ -456,7 +455,7 @@ class HfBackend(TellsTexts):
             if chunk.kind == "hidden":
                 taken[digest] = pack_numbers(numbers_of(kept.cpu())) if kept.isfinite().all() else _UNSOUND
             else:
-                taken[digest] = expected_at(kept, job.positions, following)
+                taken[digest] = values_at_positions(kept, job.positions, following)
         for digest, part in taken.items():
             # Of hidden states in 16 bits, two numbers together may look like NaN.
             if part is _UNSOUND or (batch[digest].kind != "hidden" and np.isnan(part).any()):

@@ -32,7 +32,7 @@ from torch import Tensor
 from tqdm import std as tqdm  # type: ignore[import-untyped]
 
 from lmpool.errors import WorkerError, first_line
-from lmpool.protocol.prompt import decode_ids
+from lmpool.protocol.job import decode_ids
 from lmpool.workers.backends.positions import Piece, PositionAnswers
 from lmpool.workers.execution.contract import BackendJob
 

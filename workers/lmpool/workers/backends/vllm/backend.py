@@ -14,7 +14,7 @@ from vllm.v1.engine import EngineCoreRequest, FinishReason
 from vllm.v1.request import RequestStatus
 
 from lmpool.errors import SettingsError, WorkerError
-from lmpool.protocol.prompt import decode_ids
+from lmpool.protocol.job import decode_ids
 from lmpool.protocol.row import NewRows, VectorBlock
 from lmpool.workers.backends.canary import check_canary, completed_info
 from lmpool.workers.backends.row_encoder import log_threads

@@ -16,8 +16,7 @@ from redis.asyncio import connection as connections
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
-from lmpool.broker.connection_classes import UNNAMED, connection_class
-from lmpool.broker.server import Server
+from lmpool.broker.server import UNNAMED, Server, connection_class
 from lmpool.errors import SettingsError
 from tests.shared.broker.adapters.adapter_changes import QUICK, no_offers, write
 from tests.support.pool import DEADLINE_S, Pool, until_async
