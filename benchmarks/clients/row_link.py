@@ -20,7 +20,7 @@ from lmpool.protocol.row import Encoding, RowBlock
 from lmpool.rows.cache import RedisRows, RowSpace
 from lmpool.rows.shared_memory import SegmentReader
 from lmpool.workers.metrics.counters import Counters
-from lmpool.workers.queue.segment import SegmentWriter
+from lmpool.rows.segment import SegmentWriter
 
 _BLOCK = 32
 _KEYS = 256

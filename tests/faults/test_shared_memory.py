@@ -20,7 +20,7 @@ from lmpool.producer import Producer
 from lmpool.rows import shared_memory
 from lmpool.rows.shared_memory import SEALS, is_reference
 from lmpool.synthetic import synthetic_row
-from lmpool.workers.queue.segment import SegmentListener
+from lmpool.rows.segment import SegmentListener
 from tests.support.gate import Gate
 from tests.support.pool import (
     DEADLINE_S,
@@ -422,7 +422,7 @@ def has_mapped(pid: int, name: str) -> bool:
 KILLED_IN_A_WRITE = """
 import os, signal, sys
 from lmpool.cli import main
-from lmpool.workers.queue import segment
+from lmpool.rows import segment
 
 write, written = segment.Segment._index, []
 

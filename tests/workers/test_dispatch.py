@@ -26,7 +26,7 @@ from lmpool.workers.membership.adapters import AdapterKeeper
 from lmpool.workers.metrics.counters import Counters
 from lmpool.workers.queries import QueryAnswerer
 from lmpool.workers.queue.consumer import Claimed, InFlightJob, InFlightJobs, JobsByDigest
-from lmpool.workers.queue.segment import SegmentWriter
+from lmpool.rows.segment import SegmentWriter
 from lmpool.workers.worker import FetchLoop, Lifecycle, Worker
 from tests.support.pool import DEADLINE_S
 

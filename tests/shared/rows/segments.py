@@ -19,7 +19,7 @@ from lmpool.rows.shared_memory import (
     host_token,
 )
 from lmpool.synthetic import synthetic_row
-from lmpool.workers.queue.segment import (
+from lmpool.rows.segment import (
     Segment,
     make_segment,
 )

@@ -26,8 +26,8 @@ from lmpool.rows.shared_memory import (
     receive_segment,
     segments_in,
 )
-from lmpool.workers.queue import segment as segment_module
-from lmpool.workers.queue.segment import (
+from lmpool.rows import segment as segment_module
+from lmpool.rows.segment import (
     Segment,
     SegmentListener,
     default_size,
@@ -192,7 +192,7 @@ for module in (fcntl, os):
     for name in [name for name in vars(module) if name.startswith(names)]:
         delattr(module, name)
 from lmpool.producer import Producer
-from lmpool.workers.queue.segment import make_segment
+from lmpool.rows.segment import make_segment
 try:
     make_segment("fp", 1500, 2**20, lambda: True)
 except OSError as error:
@@ -251,7 +251,7 @@ def test_only_this_user_may_read_it(segment: Segment, place: Path) -> None:
 
 def test_the_socket_of_a_killed_worker_is_removed_by_the_next(place: Path) -> None:
     code = (
-        "import time\nfrom lmpool.workers.queue.segment import make_segment\n"
+        "import time\nfrom lmpool.rows.segment import make_segment\n"
         f"segment = make_segment('fp', {V}, {64 * SLOT}, lambda: True)\nprint('ready', flush=True)\ntime.sleep(1000)"
     )
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)

@@ -28,7 +28,7 @@ from lmpool.rows.shared_memory import (
 )
 from lmpool.synthetic import synthetic_row
 from lmpool.workers.metrics.counters import Counters
-from lmpool.workers.queue.segment import (
+from lmpool.rows.segment import (
     Segment,
     SegmentWriter,
     make_segment,

@@ -10,7 +10,7 @@ from lmpool.protocol.query import PositionsQuery, PositionValues, unpack_top
 from lmpool.protocol.row import Encoding
 from lmpool.workers.backends import row_encoder
 from lmpool.workers.backends.row_encoder import RowEncoder, expected_at
-from lmpool.workers.queue.segment import make_segment
+from lmpool.rows.segment import make_segment
 from tests.contract.driver import Slots
 
 V = 300

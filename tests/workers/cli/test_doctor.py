@@ -16,7 +16,7 @@ import redis
 
 from lmpool.embedded import EmbeddedServer
 from lmpool.workers.cli import doctor
-from lmpool.workers.queue import segment
+from lmpool.rows import segment
 from tests.contract.model import write_model
 from tests.support.pool import Pool, lmpool_command, run_lmpool, until
 

@@ -25,7 +25,7 @@ from lmpool.workers.metrics.tracing import JobTrace, JobTraces
 from lmpool.workers.queries import QueryAnswerer, allowed_in
 from lmpool.workers.queue.consumer import STALE_S, InFlightJob, InFlightJobs
 from lmpool.workers.queue.publisher import Publisher
-from lmpool.workers.queue.segment import SegmentWriter
+from lmpool.rows.segment import SegmentWriter
 from lmpool.workers.trie.inputs import TrieInputs
 
 _log = logging.getLogger("lmpool.worker")

@@ -31,7 +31,7 @@ from lmpool.workers.metrics.tracing import JobTraces
 from lmpool.workers.queries import QueryAnswerer, TokenSets
 from lmpool.workers.queue.consumer import Consumer, InFlightJobs, UnwantedJobs
 from lmpool.workers.queue.publisher import Publisher
-from lmpool.workers.queue.segment import SegmentWriter
+from lmpool.rows.segment import SegmentWriter
 from lmpool.workers.settings import WorkerSettings
 from lmpool.workers.trie.backend import warm_up
 from lmpool.workers.trie.inputs import TrieInputs

@@ -242,7 +242,7 @@ def _machine() -> Iterator[Finding]:
 
 def _shared_memory() -> Finding:
     """Whether a worker can hand out rows without the server, tried with a small one, and what it would have for it."""
-    from lmpool.workers.queue.segment import default_size, make_segment
+    from lmpool.rows.segment import default_size, make_segment
 
     place = shared_folder()
     there = len(list(segments_in(place)))
@@ -263,7 +263,7 @@ def _shared_memory() -> Finding:
 
 def _free_bytes() -> int | None:
     """Bytes of memory that are free; None where the system does not tell."""
-    from lmpool.workers.queue.segment import free_bytes
+    from lmpool.rows.segment import free_bytes
 
     try:
         return free_bytes()

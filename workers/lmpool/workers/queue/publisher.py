@@ -25,7 +25,7 @@ from lmpool.rows.shared_memory import NOT_SHARED, Shared, place_of
 from lmpool.settings import shown
 from lmpool.workers.metrics.counters import Counters
 from lmpool.workers.queue.consumer import InFlightJob, JobsByDigest, UnwantedJobs
-from lmpool.workers.queue.segment import SegmentWriter
+from lmpool.rows.segment import SegmentWriter
 
 T = TypeVar("T")
 
