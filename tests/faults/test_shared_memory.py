@@ -18,9 +18,9 @@ import pytest
 
 from lmpool.producer import Producer
 from lmpool.rows import shared_memory
-from lmpool.rows.shared_memory import SEALS, is_reference
+from lmpool.rows.segment_memory import SEALS, SegmentListener
+from lmpool.rows.shared_memory import is_reference
 from lmpool.synthetic import synthetic_row
-from lmpool.rows.segment import SegmentListener
 from tests.support.gate import Gate
 from tests.support.pool import (
     DEADLINE_S,
@@ -427,10 +427,10 @@ from lmpool.rows import segment
 write, written = segment.Segment._index, []
 
 def last(self, digest, number):
-    # The row is in its slot, what stands before it is not, or not all.
+    # The row is in its slot; the fields before it are missing, all or in part.
     written.append(digest)
     if len(written) == {rows}:
-        at = self._layout.slot_of(number)
+        at = self._at(number)
         self._memory[at : at + {kept}] = bytes({kept})
         os.kill(os.getpid(), signal.SIGKILL)
     write(self, digest, number)

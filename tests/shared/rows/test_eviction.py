@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +17,7 @@ from lmpool.errors import LMPoolError, ServerError
 from lmpool.producer import Producer
 from lmpool.protocol.prompt import encode_prompt
 from lmpool.protocol.row import Block, VectorBlock
-from lmpool.rows.cache import RedisRows, Then
+from lmpool.rows.cache import RowCache, Then
 from lmpool.rows.shared_memory import NOT_SHARED, Shared
 from lmpool.synthetic import synthetic_row
 from lmpool.workers.backends.synthetic import SyntheticSettings
@@ -42,14 +42,13 @@ class Evicting:
 
     async def put(
         self,
-        rows: RedisRows,
+        rows: RowCache,
         block: Block,
         overwrite: Collection[bytes] = (),
         then: Then | None = None,
         shared: Shared = NOT_SHARED,
-        some: Sequence[int] | None = None,
     ) -> dict[bytes, str]:
-        """In place of `RedisRows.put`."""
+        """In place of `RowCache.put`."""
         self.stored.update(block.digests)
         gone = [digest for digest in block.digests if self.is_gone(block, digest)]
         if gone and self.before is not None:
@@ -61,17 +60,17 @@ class Evicting:
             assert then is not None
             await then(call, refused)
 
-        return await _put(rows, block, overwrite, evict, shared, some)
+        return await _put(rows, block, overwrite, evict, shared)
 
 
-_put = RedisRows.put
+_put = RowCache.put
 
 
 @pytest.fixture
 def evicting(monkeypatch: pytest.MonkeyPatch) -> Evicting:
     """What the server evicts."""
     evicting = Evicting()
-    monkeypatch.setattr(RedisRows, "put", lambda rows, *args, **settings: evicting.put(rows, *args, **settings))
+    monkeypatch.setattr(RowCache, "put", lambda rows, *args, **settings: evicting.put(rows, *args, **settings))
     return evicting
 
 

@@ -16,6 +16,11 @@ from numpy.typing import NDArray
 from lmpool.protocol.model_info import ModelInfo
 from lmpool.protocol.row import Encoding, RowBlock, encoded_size
 from lmpool.rows import shared_memory
+from lmpool.rows.segment import (
+    Segment,
+    SegmentWriter,
+    make_segment,
+)
 from lmpool.rows.shared_memory import (
     Layout,
     Reference,
@@ -27,12 +32,6 @@ from lmpool.rows.shared_memory import (
     unpack_reference,
 )
 from lmpool.synthetic import synthetic_row
-from lmpool.workers.metrics.counters import Counters
-from lmpool.rows.segment import (
-    Segment,
-    SegmentWriter,
-    make_segment,
-)
 from tests.shared.rows.segments import (  # noqa: F401
     SLOT,
     V,
@@ -191,7 +190,7 @@ def in_place(segment: Segment, names: list[int], encoding: Encoding = Encoding.F
 
 
 def writer_of(segment: Segment) -> SegmentWriter:
-    writer = SegmentWriter(ModelInfo("m", "none", V, 1, "r", "float32"), "w", 0, Counters())
+    writer = SegmentWriter(ModelInfo("m", "none", V, 1, "r", "float32"), "w", 0)
     writer.segment = segment
     return writer
 
@@ -366,10 +365,10 @@ def test_rows_of_another_model_are_not_found_from_the_moment_it_is_asked_for(
     assert other is not None
 
     async def change() -> None:
-        changing = asyncio.create_task(reader.look("other"))
-        late = asyncio.create_task(reader.look("fp"))
+        changing = asyncio.create_task(reader.refresh("other"))
+        late = asyncio.create_task(reader.refresh("fp"))
         await asyncio.sleep(0)
-        changing_again = asyncio.create_task(reader.look("other"))
+        changing_again = asyncio.create_task(reader.refresh("other"))
         await asyncio.sleep(0)
         assert reader.find(prompt(1), V) is None
         await asyncio.gather(changing, late, changing_again)
@@ -499,11 +498,11 @@ def test_rows_of_half_a_word_too_many_are_whole_or_none(place: Path) -> None:
             found = reader.find(prompt(0), vocab_size)
             assert found is not None
             assert found.tobytes() == row.tobytes()
-            assert reader.find_into(prompt(1), out)
+            assert reader.find(prompt(1), vocab_size, out) is not None
             assert out.tobytes() == row.tobytes()
         odd._memory[odd.size - 64 * SLOT + 64 + 16 + 4 * vocab_size - 1] = 0x55
         assert reader.find(prompt(0), vocab_size) is None
-        assert not reader.find_into(prompt(0), out)
+        assert reader.find(prompt(0), vocab_size, out) is None
         assert reader.find(prompt(1), vocab_size) is not None
     finally:
         reader.close()

@@ -19,7 +19,7 @@ from lmpool.producer import Producer
 from lmpool.producer import trie as trie_module
 from lmpool.producer.trie import PooledTrie
 from lmpool.protocol.query import OPS, Op
-from lmpool.rows.connection import RawRowConnection
+from lmpool.rows.connection import RawRowReceiver
 from lmpool.synthetic import synthetic_row
 from lmpool.trie.kernels import Kernels, open_kernels
 from lmpool.trie.trie import Trie
@@ -222,9 +222,9 @@ async def trie_worker(pool: Pool) -> AsyncIterator[None]:
 def received(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many bytes this process has got and sent on the connections that take rows and scripts."""
     counted: list[int] = []
-    got, answered = RawRowConnection.buffer_updated, RawCommandConnection.data_received
+    got, answered = RawRowReceiver.buffer_updated, RawCommandConnection.data_received
 
-    def count_row(self: RawRowConnection, nbytes: int) -> None:
+    def count_row(self: RawRowReceiver, nbytes: int) -> None:
         counted.append(nbytes)
         got(self, nbytes)
 
@@ -232,7 +232,7 @@ def received(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         counted.append(len(data))
         answered(self, data)
 
-    monkeypatch.setattr(RawRowConnection, "buffer_updated", count_row)
+    monkeypatch.setattr(RawRowReceiver, "buffer_updated", count_row)
     monkeypatch.setattr(RawCommandConnection, "data_received", count_reply)
     return counted
 

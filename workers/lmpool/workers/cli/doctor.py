@@ -26,8 +26,8 @@ from lmpool.cli import Terminal, say, say_json
 from lmpool.embedded import physical_memory
 from lmpool.errors import LMPoolError, SettingsError
 from lmpool.protocol.keys import Keys
-from lmpool.rows.shared_memory import FOLDER_VARIABLE, segments_in
-from lmpool.rows.shared_memory import folder as shared_folder
+from lmpool.rows.segment_memory import FOLDER_VARIABLE, segments_in
+from lmpool.rows.segment_memory import folder as shared_folder
 from lmpool.settings import check_name, count_cores
 
 State = Literal["ok", "look", "wrong"]
@@ -242,7 +242,8 @@ def _machine() -> Iterator[Finding]:
 
 def _shared_memory() -> Finding:
     """Whether a worker can hand out rows without the server, tried with a small one, and what it would have for it."""
-    from lmpool.rows.segment import default_size, make_segment
+    from lmpool.rows.segment import make_segment
+    from lmpool.rows.segment_memory import default_size
 
     place = shared_folder()
     there = len(list(segments_in(place)))
@@ -263,7 +264,7 @@ def _shared_memory() -> Finding:
 
 def _free_bytes() -> int | None:
     """Bytes of memory that are free; None where the system does not tell."""
-    from lmpool.rows.segment import free_bytes
+    from lmpool.rows.segment_memory import free_bytes
 
     try:
         return free_bytes()
