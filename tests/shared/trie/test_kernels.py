@@ -23,9 +23,9 @@ from numpy.typing import NDArray
 
 from lmpool.errors import InvalidWeights, SettingsError
 from lmpool.protocol.query import OPS, Op
+from lmpool.trie.cpu import CpuKernels, _compiled
 from lmpool.trie.kernels import Kernels, open_kernels
-from lmpool.trie.kernels.cpu import CpuKernels, _compiled
-from lmpool.trie.kernels.torch_device import TorchKernels
+from lmpool.trie.torch_device import TorchKernels
 from lmpool.trie.trie import Trie
 from tests.support.tries import EXAMPLE, tekken, vocabularies
 
@@ -441,7 +441,7 @@ def test_a_batch_that_is_computed_in_parts_has_the_same_bits(op: Op, monkeypatch
     trie = Trie(tekken()[:1000])
     kernels, weights = TorchKernels(trie, "cpu"), some_weights(9, 1000)
     whole = kernels.inner(op, weights)
-    monkeypatch.setattr("lmpool.trie.kernels.torch_device._MAX_BYTES", 1)
+    monkeypatch.setattr("lmpool.trie.torch_device._MAX_BYTES", 1)
     assert kernels.inner(op, weights).tobytes() == whole.tobytes()
 
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lmpool.trie.kernels import torch_device
-from lmpool.trie.kernels.torch_device import TorchKernels
+from lmpool.trie import torch_device
+from lmpool.trie.torch_device import TorchKernels
 from lmpool.trie.trie import Trie
 
 

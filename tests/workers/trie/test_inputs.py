@@ -278,7 +278,7 @@ def hostile_jobs(pool: Pool, trie: Trie) -> list[tuple[bytes, str | None]]:
             job(TrieQuery("sum", known, "inner", b"", "", stored(pool, b"junk" * 4, os.urandom(4 * V + 16)))),
             "not a row",
         ),
-        (job(TrieQuery("sum", known, "inner", b"", "", replaced)), "somebody else has written there"),
+        (job(TrieQuery("sum", known, "inner", b"", "", replaced)), "another client has overwritten them"),
         (job(TrieQuery("sum", wide.digest, "inner", b"", "", fine)), f"V = {V}"),
         (job(TrieQuery("sum", garbage, "inner", b"", "", fine)), garbage),
         (job(TrieQuery("sum", other, "inner", b"", "", fine)), wide.digest),

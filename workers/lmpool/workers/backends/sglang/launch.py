@@ -25,7 +25,7 @@ from torch import Tensor
 from lmpool.errors import LMPoolError, SettingsError
 from lmpool.protocol.adapter import qualify
 from lmpool.settings import shown
-from lmpool.trie.kernels import torch_device
+from lmpool.trie import torch_device
 from lmpool.workers.backends.checkpoint import (
     checkpoint_dtype,
     checkpoint_folder,

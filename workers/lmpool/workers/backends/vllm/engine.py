@@ -28,7 +28,7 @@ from vllm.v1.sample.logits_processor import LOGITSPROCS_GROUP
 from lmpool.errors import SettingsError
 from lmpool.protocol.adapter import qualify, revision_of
 from lmpool.settings import shown
-from lmpool.trie.kernels import torch_device
+from lmpool.trie import torch_device
 from lmpool.workers.backends.checkpoint import (
     checkpoint_dtype,
     checkpoint_folder,
