@@ -57,7 +57,7 @@ def start(pool: Pool, place: Path, *arguments: str | int, size: int = 1000 * SLO
     environment = {"LMPOOL_SHM_DIR": str(place)}
     worker = pool.start(*ARGUMENTS, "--shm-bytes", size, *arguments, environment=environment, **settings)
     # The socket is there before: until then rows go through Redis.
-    worker.until_says("rows for this machine")
+    worker.until_says("for clients on this machine")
     return worker
 
 
@@ -263,7 +263,7 @@ async def test_a_socket_that_somebody_removes_is_there_again(pool: Pool, place: 
         await ask(producer)
         path.unlink()
         await ask(producer)
-        await asyncio.to_thread(worker.until_says, "somebody has removed the socket of this worker's shared memory")
+        await asyncio.to_thread(worker.until_says, "another program removed the socket of this worker's shared memory")
         async with pool.producer(cache_bytes=0) as late:
             await ask(late)
             assert reads(late) == (len(PROMPTS), 0)
@@ -514,7 +514,7 @@ async def test_a_folder_of_64_megabytes_is_enough(pool: Pool, place: Path) -> No
         "--vocab-size", 49_152, "--shm-bytes", 2**27,
         command=lambda: [*unshare, *lmpool_command()], environment={"LMPOOL_SHM_DIR": str(place)},
     )  # fmt: skip
-    await asyncio.to_thread(worker.until_says, "rows for this machine")
+    await asyncio.to_thread(worker.until_says, "for clients on this machine")
     # This process does not see that folder: as far as it knows, the worker is on another host.
     async with pool.producer(cache_bytes=0) as producer:
         for _ in range(2):
