@@ -384,7 +384,7 @@ class PooledTrie(CopiedAsItself):
         return await asyncio.to_thread(choice.compute, kernels, op, weights)
 
     async def _open(self) -> Kernels:
-        """The kernels. Concurrent callers share one attempt to create them; after a failure the next caller tries again."""
+        """The kernels. Concurrent callers share one attempt; after a failure the next caller tries again."""
         loop, opening = asyncio.get_running_loop(), self._opening
         if opening is None or opening.done() or opening.get_loop() is not loop:
             opening = self._opening = loop.create_task(asyncio.to_thread(open_kernels, self.structure))
