@@ -47,7 +47,7 @@ MAX_TOKEN_BYTES = 64 * 1024
 """Max bytes of one token, which bounds the depth of its trie."""
 
 _MAGIC = b"LMPV"
-_WIRE_VERSION = 1
+_WIRE_VERSION = 1  # Of the packed layout; another version is refused.
 _HEADER = struct.Struct("<4sBBHII")
 _LENGTHS = np.dtype("<u4")
 _FALLBACKS = ("tokenizer", "latin1", "replace")

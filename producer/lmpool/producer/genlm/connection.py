@@ -1,4 +1,4 @@
-"""Connections of a language model to its pool: `Connection` to a running one, `PrivatePool` with a worker of its own.
+"""Connections of a language model to its pool: `ModelConnection` to a running one, `PrivatePool` with a worker of its own.
 
 Both survive a fork of the process: the child does not touch the connections of its parent.
 """
@@ -39,11 +39,10 @@ from lmpool.protocol.keys import Keys
 PREFIX = "lmpool"
 """Prefix of a private pool's Redis keys."""
 
-_STOP_S = 5.0
-_POLL_S = 0.05
-_LINES_SHOWN = 20
-# A socket's path has some 100 bytes, and the server's folder adds its own name.
-_LONGEST_TEMPORARY_FOLDER = 60
+_STOP_S = 5.0  # Seconds that the worker has to stop before it is killed.
+_POLL_S = 0.05  # Between two checks whether the model is served.
+_LINES_SHOWN = 20  # Lines of the worker's log in an error.
+_MAX_FOLDER_PATH = 60  # Bytes: a socket's path has at most 107, and the server's folder adds its name.
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +88,7 @@ class Owned(Protocol):
         ...
 
 
-class Connection:
+class ModelConnection:
     """Holds producers: one for the coroutines of each thread, and one for synchronous callers in any thread."""
 
     def __init__(self, address: Address, owned: Owned | None = None) -> None:
@@ -332,10 +331,10 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 def _temporary_folder() -> str | None:
     """Where temporary folders are made; None for the usual place, unless its path is too long for a socket."""
-    return "/tmp" if len(os.fsencode(tempfile.gettempdir())) > _LONGEST_TEMPORARY_FOLDER else None
+    return "/tmp" if len(os.fsencode(tempfile.gettempdir())) > _MAX_FOLDER_PATH else None
 
 
-_connections: weakref.WeakSet[Connection] = weakref.WeakSet()
+_connections: weakref.WeakSet[ModelConnection] = weakref.WeakSet()
 _pools: weakref.WeakSet[PrivatePool] = weakref.WeakSet()
 # Kept alive in a child process, which must not close what its parent uses.
 _left_to_parent: list[Any] = []

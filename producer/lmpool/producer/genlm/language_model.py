@@ -24,7 +24,15 @@ from lmpool.producer.client.requests import ProducerStats
 from lmpool.producer.client.session import Priority, WhenAbsent
 from lmpool.producer.client.session_per_loop import CopiedAsItself
 from lmpool.producer.deadline import check_timeout
-from lmpool.producer.genlm.connection import PREFIX, Address, Connection, Owned, PrivatePool, WorkerCommand, seconds_of
+from lmpool.producer.genlm.connection import (
+    PREFIX,
+    Address,
+    ModelConnection,
+    Owned,
+    PrivatePool,
+    WorkerCommand,
+    seconds_of,
+)
 from lmpool.producer.genlm.llm_opts import MIN_TIMEOUT_S, check_known, command_options, split
 from lmpool.producer.tokenizer import load_tokenizer, read_tokenizer
 from lmpool.protocol.model_info import ModelInfo
@@ -102,7 +110,7 @@ class PooledLM(CopiedAsItself, AsyncLM):  # type: ignore[misc]  # genlm-backend 
     device = torch.device("cpu")
 
     def __init__(self, address: Address, *, tokenizer: Any = None, owned: Owned | None = None) -> None:
-        connection = Connection(address, owned)
+        connection = ModelConnection(address, owned)
         try:
             # Connect now, so that a wrong model name fails here and not during inference.
             info = connection.sync.model
@@ -113,7 +121,7 @@ class PooledLM(CopiedAsItself, AsyncLM):  # type: ignore[misc]  # genlm-backend 
             connection.close()
             raise
 
-    def _take(self, address: Address, connection: Connection, tokenizer: Any) -> None:
+    def _take(self, address: Address, connection: ModelConnection, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
         tokens, self.str_vocab = decode_vocab(tokenizer)
         self.byte_vocab = [Token(index, token) for index, token in enumerate(tokens)]
@@ -383,7 +391,7 @@ AsyncTransformer.register(PooledLM)
 def _reconnected(kind: type[PooledLM], address: Address, tokenizer: Any) -> PooledLM:
     """An unpickled model; it connects at the first request."""
     model = kind.__new__(kind)
-    model._take(address, Connection(address), tokenizer)
+    model._take(address, ModelConnection(address), tokenizer)
     return model
 
 
