@@ -1,4 +1,4 @@
-"""Connections of a language model to its pool: `ModelConnection` to a running one, `PrivatePool` with a worker of its own.
+"""Connections of a language model: `ModelConnection` to a running pool, `PrivatePool` with a worker of its own.
 
 Both survive a fork of the process: the child does not touch the connections of its parent.
 """
