@@ -145,7 +145,7 @@ async def test_a_cached_row_is_read_without_the_server(pool: Pool, place: Path) 
 
 
 @pytest.mark.parametrize(("targets", "together"), [(None, 8), ([1, 2], 32)])
-async def test_others_have_their_turn_while_many_cached_rows_are_asked_for(
+async def test_other_tasks_run_while_many_cached_rows_are_requested(
     pool: Pool, place: Path, targets: list[int] | None, together: int
 ) -> None:
     start(pool, place)
@@ -216,7 +216,7 @@ async def test_clients_of_two_hosts_that_wait_for_one_prompt_both_get_it(
     await counted(pool, "rows", 2)
 
 
-async def test_a_killed_worker_costs_time_only_and_its_socket_goes_with_the_next_one(pool: Pool, place: Path) -> None:
+async def test_a_killed_worker_costs_time_only_and_the_next_one_removes_its_socket(pool: Pool, place: Path) -> None:
     worker = start(pool, place)
     async with pool.producer(cache_bytes=0, when_absent="wait") as producer:
         await ask(producer)
@@ -243,7 +243,7 @@ def memory_of(worker: WorkerProcess) -> Path:
     return next(link for link in links if str(link.readlink()).startswith("/memfd:lmpool-"))
 
 
-async def test_nobody_else_can_cut_a_segment_or_write_to_it(pool: Pool, place: Path) -> None:
+async def test_no_other_process_can_shrink_a_segment_or_write_to_it(pool: Pool, place: Path) -> None:
     worker = start(pool, place)
     async with pool.producer(cache_bytes=0) as producer:
         await ask(producer)
@@ -256,7 +256,7 @@ async def test_nobody_else_can_cut_a_segment_or_write_to_it(pool: Pool, place: P
         assert reads(producer) == (2 * len(PROMPTS), 0)
 
 
-async def test_a_socket_that_somebody_removes_is_there_again(pool: Pool, place: Path) -> None:
+async def test_a_removed_socket_is_created_again(pool: Pool, place: Path) -> None:
     worker = start(pool, place)
     (path,) = segments(place)
     async with pool.producer(cache_bytes=0) as producer:
@@ -271,9 +271,7 @@ async def test_a_socket_that_somebody_removes_is_there_again(pool: Pool, place: 
     await counted(pool, "rows", len(PROMPTS))
 
 
-async def test_a_frozen_worker_keeps_nobody_from_opening(
-    pool: Pool, place: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_frozen_worker_does_not_delay_opening(pool: Pool, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_memory, "_ANSWER_S", 1.0)
     worker = start(pool, place)
     async with pool.producer(cache_bytes=0) as first:
@@ -310,7 +308,7 @@ async def test_rows_that_are_replaced_are_computed_again(pool: Pool, place: Path
         assert sum(map(is_reference, values)) <= 2 * 65, "what was replaced is not in Redis either"
 
 
-async def test_rows_that_there_are_no_slots_for_go_through_redis_beside_the_others(pool: Pool, place: Path) -> None:
+async def test_rows_without_free_slots_go_through_redis(pool: Pool, place: Path) -> None:
     """Of a batch some rows are references then, and some are stored themselves."""
     start(pool, place, "--max-batch", 200, "--step-ms", 50, size=70 * SLOT)
     prompts = [[i, 3] for i in range(200)]
@@ -394,7 +392,7 @@ async def test_a_trie_worker_on_another_host_gets_rows_itself(
     assert sum(not is_reference(value) for value in stored(pool)) >= 5
 
 
-async def test_the_memory_of_a_worker_that_has_gone_is_held_by_nobody_who_has_read_it(pool: Pool, place: Path) -> None:
+async def test_clients_release_the_memory_of_a_worker_that_has_ended(pool: Pool, place: Path) -> None:
     worker = start(pool, place)
     environment = {"LMPOOL_SHM_DIR": str(place)}
     trie_worker = await asyncio.to_thread(pool.start_trie_worker, "--lease-s", 2, environment=environment)
@@ -475,7 +473,7 @@ asyncio.run(main())
 """
 
 
-async def test_a_client_that_is_killed_while_it_reads_a_row_leaves_all_as_it_was(pool: Pool, place: Path) -> None:
+async def test_a_client_killed_while_it_reads_a_row_has_no_effect(pool: Pool, place: Path) -> None:
     worker = start(pool, place)
     command = [sys.executable, "-c", KILLED_IN_A_READ, pool.url, pool.prefix]
     for _ in range(2):  # Before the row is there, and after.

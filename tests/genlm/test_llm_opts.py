@@ -63,7 +63,7 @@ def test_options_of_the_model_stay_here() -> None:
         ({"hf_opts": {"attn_implementation": "eager"}}, "hf_opts has 'attn_implementation'"),
     ],
 )
-def test_what_cannot_be_honoured_is_refused(given: dict[str, Any], message: str) -> None:
+def test_unsupported_options_are_refused(given: dict[str, Any], message: str) -> None:
     with pytest.raises(SettingsError, match=message):
         split("hf", given)
 

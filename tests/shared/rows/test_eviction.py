@@ -127,7 +127,7 @@ def is_an_answer(block: Block, digest: bytes) -> bool:
 
 @pytest.mark.usefixtures("worker")
 @pytest.mark.parametrize(("is_gone", "kind"), [(is_the_row_of_3, "logprobs"), (is_an_answer, "topk")])
-async def test_a_row_that_never_stays_fails_with_what_to_do(
+async def test_a_row_that_is_always_evicted_fails_with_advice(
     own_pool: Pool, evicting: Evicting, is_gone: Callable[[Block, bytes], bool], kind: str
 ) -> None:
     evicting.is_gone = is_gone
@@ -144,7 +144,7 @@ async def test_a_row_that_never_stays_fails_with_what_to_do(
 
 
 @pytest.mark.usefixtures("worker")
-async def test_rows_that_nobody_waits_for_any_more_are_not_stored_again(own_pool: Pool, evicting: Evicting) -> None:
+async def test_rows_without_a_waiting_client_are_not_stored_again(own_pool: Pool, evicting: Evicting) -> None:
     evicting.is_gone = is_the_row_of_3
     waiting = own_pool.keys.model("syn").waiting + digest_of(3)
     async with own_pool.producer() as producer:
@@ -169,7 +169,7 @@ async def _is_stored(evicting: Evicting, digest: bytes) -> bool:
     return evicting.stored[digest] > 0
 
 
-async def test_a_batch_larger_than_the_server_s_memory_holds_nobody_up(short_dir: Path, tmp_path: Path) -> None:
+async def test_a_batch_larger_than_the_server_s_memory_delays_no_other_request(short_dir: Path, tmp_path: Path) -> None:
     size, batch = 1 << 18, 16
     with EmbeddedServer(memory_bytes=12 << 20, folder=short_dir / "s") as server:
         pool = Pool(server.url, "small", tmp_path)

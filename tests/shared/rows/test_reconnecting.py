@@ -116,7 +116,7 @@ async def test_a_shorter_patience_counts_though_others_wait_with_a_longer_one(
         await patient
 
 
-async def test_nobody_overtakes_those_who_wait_for_a_connection() -> None:
+async def test_callers_get_a_connection_in_the_order_of_their_calls() -> None:
     # What was stored first must not be removed first.
     connected = asyncio.Event()
 

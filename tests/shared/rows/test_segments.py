@@ -83,7 +83,7 @@ def test_nothing_is_read_from_a_folder_or_put_into_one_that_others_can_write_to(
     others.rename(place)
 
 
-def test_names_that_others_leave_in_the_machines_folder_are_not_looked_at(
+def test_names_of_other_users_in_the_machines_folder_are_not_scanned(
     segment: Segment, reader: SegmentReader, place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put(segment, 1)
@@ -202,7 +202,7 @@ def test_a_python_that_cannot_make_sealed_memory_is_an_error_of_the_system(place
     assert "memfd_create" in done.stdout
 
 
-def test_a_socket_that_gets_its_name_meanwhile_keeps_nobody_from_making_a_segment(
+def test_a_socket_that_gets_its_name_concurrently_does_not_prevent_a_segment(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gone = place / ".lmpool-0123456789abcdef"
@@ -213,7 +213,7 @@ def test_a_socket_that_gets_its_name_meanwhile_keeps_nobody_from_making_a_segmen
 @pytest.mark.parametrize(
     ("used", "reclaimable", "free"), [(7 * 2**30, 0, 2**30), (7 * 2**30, 2**30, 2 * 2**30), (9 * 2**30, 0, 0)]
 )
-def test_what_a_container_uses_is_not_free(
+def test_memory_that_a_container_uses_is_not_free(
     place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, used: int, reclaimable: int, free: int
 ) -> None:
     usage, details = tmp_path / "memory.current", tmp_path / "memory.stat"

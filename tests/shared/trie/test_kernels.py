@@ -195,7 +195,7 @@ def test_every_row_of_a_batch_finds_its_own_range(rows: int) -> None:
 
 
 @everywhere
-def test_a_light_node_keeps_its_sum_beside_a_heavy_one(make: Maker) -> None:
+def test_a_light_node_next_to_a_heavy_one_keeps_its_sum(make: Maker) -> None:
     trie = Trie([b"a", b"b1", b"b2", b"b3"])
     weights = np.array([[1, 1e-30, 2e-30, 3e-30]], np.float32)
     values = make(trie).values("sum", weights)[0]
@@ -215,7 +215,7 @@ def test_a_light_node_keeps_its_log_10000_below_the_heaviest(make: Maker) -> Non
 
 @everywhere
 @every_op
-def test_infinities_stay_what_they_are(make: Maker, op: Op) -> None:
+def test_infinities_stay_infinite(make: Maker, op: Op) -> None:
     trie = Trie([b"a1", b"a2", b"b1", b"b2", b"c1", b"c2"])
     weights = np.array([[-np.inf, -np.inf, np.inf, 0, 0, 0]], np.float32)
     with warnings.catch_warnings():

@@ -52,7 +52,7 @@ async def test_one_step_computes_the_row_and_answers(fused: Pool) -> None:
         assert after["failures"] == before["failures"]
 
 
-async def test_rows_and_what_is_asked_of_them_mix_in_one_model(fused: Pool) -> None:
+async def test_rows_and_queries_mix_in_one_model(fused: Pool) -> None:
     async with fused.producer(cache_bytes=0) as first, fused.producer(cache_bytes=0) as second:
         tries = [await first.trie(), await second.trie(words(1, V)), await second.trie()]
 

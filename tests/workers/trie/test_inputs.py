@@ -190,7 +190,7 @@ async def test_unknown_models_are_named(shared: Pool) -> None:
     await other.close()
 
 
-async def test_a_model_without_a_vocabulary_says_what_to_do(pool: Pool) -> None:
+async def test_a_model_without_a_vocabulary_fails_with_advice(pool: Pool) -> None:
     class Silent(SyntheticBackend):
         """Knows no tokenizer."""
 
@@ -205,7 +205,7 @@ async def test_a_model_without_a_vocabulary_says_what_to_do(pool: Pool) -> None:
 
 
 @pytest.mark.parametrize("vocabulary", [5, "text", ["text"], [b"a", None], [], [bytearray(b"a")]])
-async def test_what_is_no_vocabulary_is_refused(producer: Producer, vocabulary: Any) -> None:
+async def test_a_malformed_vocabulary_is_refused(producer: Producer, vocabulary: Any) -> None:
     with pytest.raises(errors.InvalidVocabulary):
         await producer.trie(vocabulary)
 
@@ -318,7 +318,7 @@ async def test_hostile_jobs_fail_alone(shared: Pool, producer: Producer) -> None
     assert "Traceback" not in worker.text
 
 
-async def test_each_hostile_job_is_told_why(shared: Pool, producer: Producer) -> None:
+async def test_each_hostile_job_fails_with_its_reason(shared: Pool, producer: Producer) -> None:
     trie = await producer.trie(WORDS)
     await good(trie, range(2))
     keys = shared.keys.model("trie")
@@ -351,7 +351,7 @@ async def test_each_hostile_job_is_told_why(shared: Pool, producer: Producer) ->
         assert reason is None or re.search(reason, text or ""), (text, reason)
 
 
-async def test_hostile_asks_of_a_model_with_tries_fail_alone(shared: Pool, producer: Producer) -> None:
+async def test_hostile_queries_to_a_model_with_tries_fail_alone(shared: Pool, producer: Producer) -> None:
     trie = await producer.trie()
     model, digest = producer.model, trie.structure.digest
     asks: list[TrieQuery | bytes] = [

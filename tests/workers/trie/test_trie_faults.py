@@ -144,7 +144,7 @@ def private(own_server: EmbeddedServer, tmp_path: Path) -> Iterator[Pool]:
         pool.end()
 
 
-async def test_what_the_server_forgets_is_sent_again(private: Pool, own_server: EmbeddedServer) -> None:
+async def test_inputs_that_the_server_lost_are_sent_again(private: Pool, own_server: EmbeddedServer) -> None:
     async with private.producer() as producer:
         model_trie, other_trie = await producer.trie(), await producer.trie(words(23, 300))
         await sums(other_trie, range(3))
@@ -345,7 +345,7 @@ async def test_a_vocabulary_that_many_miss_at_once_travels_once(pool: Pool, monk
     await producer.close()
 
 
-async def test_whoever_waits_for_the_same_connection_waits_as_long_as_it_wants() -> None:
+async def test_callers_that_share_a_connection_keep_their_own_deadlines() -> None:
     accepted = asyncio.Semaphore(0)
     held: list[Any] = []
 
@@ -373,7 +373,7 @@ async def test_whoever_waits_for_the_same_connection_waits_as_long_as_it_wants()
         stream.close()
 
 
-async def test_a_deadline_that_has_passed_is_told_before_anything_is_tried() -> None:
+async def test_a_passed_deadline_is_reported_before_anything_is_tried() -> None:
     deadline = Deadline(0.0)
     with pytest.raises(DeadlineExceeded, match=r"no answer within 0 s: allow more time \(timeout=\)"):
         async with deadline.limit():
