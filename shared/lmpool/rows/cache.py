@@ -124,9 +124,9 @@ class RowConnection(Connection[RawRowCommands]):
         if then is not None:
             await then(partial(self._call_on, raw))
         replies: list[ResponseError | None] = await self.wait_for(raw, stored)
-        for reply in replies:
-            if reply is not None and self.check(raw, reply):
-                raise self._server.explain(reply)
+        for error in filter(None, replies):
+            if self.check(raw, error):
+                raise self._server.explain(error)
         return replies
 
     async def get(self, keys: Sequence[bytes], max_bytes: Sequence[int]) -> Sequence[Value]:

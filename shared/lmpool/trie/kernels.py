@@ -206,7 +206,7 @@ def check_out(out: NDArray[np.float32], shape: tuple[int, int]) -> None:
         raise SettingsError("out: the array must be C-contiguous, aligned and writeable")
 
 
-def most_bytes(vocabulary: Vocabulary, device: str) -> int:
+def max_kernel_bytes(vocabulary: Vocabulary, device: str) -> int:
     """The upper limit of `Kernels.nbytes` for the trie over a vocabulary on a device."""
     tokens, nodes = len(vocabulary), len(vocabulary.data) + 1
     inner = tokens  # Each inner node separates tokens from one another, so there are no more of them than tokens.

@@ -21,12 +21,12 @@ from lmpool.rows.segment import (
     SegmentWriter,
     make_segment,
 )
+from lmpool.rows.segment_memory import host_token
 from lmpool.rows.shared_memory import (
     Layout,
     Reference,
     RowMemory,
     SegmentReader,
-    host_token,
     is_reference,
     place_of,
     unpack_reference,

@@ -116,7 +116,9 @@ class PooledLM(CopiedAsItself, AsyncLM):  # type: ignore[misc]  # genlm-backend 
             info = connection.sync.model
             # Keep the name: other models may be served when this one connects again.
             named = replace(address, model=info.name)
-            self._take(named, connection, _tokenizer_of(info) if tokenizer is None else tokenizer)
+            if tokenizer is None:
+                tokenizer = load_tokenizer(info, option="tokenizer", otherwise="pass tokenizer=")
+            self._take(named, connection, tokenizer)
         except BaseException:
             connection.close()
             raise
@@ -201,14 +203,14 @@ class PooledLM(CopiedAsItself, AsyncLM):  # type: ignore[misc]  # genlm-backend 
             float32 tensor of shape (V,), not to be changed in place.
         """
         with _errors_of_genlm():
-            work = self._connection.producer.logprobs(token_ids, adapter=_adapter(lora_name), timeout=self._seconds)
+            work = self._connection.producer.logprobs(token_ids, adapter=lora_name or "", timeout=self._seconds)
             return tensor_over(await work)
 
     def next_token_logprobs_sync(self, token_ids: Any, lora_name: str | None = None) -> torch.Tensor:
         """As `next_token_logprobs`, for synchronous callers; it blocks a running event loop."""
         with _errors_of_genlm():
             sync = self._connection.sync
-            return tensor_over(sync.logprobs(token_ids, adapter=_adapter(lora_name), timeout=self._seconds))
+            return tensor_over(sync.logprobs(token_ids, adapter=lora_name or "", timeout=self._seconds))
 
     async def batch_next_token_logprobs(
         self, token_ids_list: Iterable[Any], lora_name: str | None = None
@@ -224,7 +226,7 @@ class PooledLM(CopiedAsItself, AsyncLM):  # type: ignore[misc]  # genlm-backend 
         """
         with _errors_of_genlm():
             rows = await self._connection.producer.batch_logprobs(
-                token_ids_list, adapter=_adapter(lora_name), timeout=self._seconds
+                token_ids_list, adapter=lora_name or "", timeout=self._seconds
             )
         return torch.from_numpy(rows)
 
@@ -233,17 +235,13 @@ class PooledLM(CopiedAsItself, AsyncLM):  # type: ignore[misc]  # genlm-backend 
     ) -> torch.Tensor:
         """As `batch_next_token_logprobs`, for synchronous callers."""
         with _errors_of_genlm():
-            rows = self._connection.sync.batch_logprobs(
-                token_ids_list, adapter=_adapter(lora_name), timeout=self._seconds
-            )
+            rows = self._connection.sync.batch_logprobs(token_ids_list, adapter=lora_name or "", timeout=self._seconds)
         return torch.from_numpy(rows)
 
     def next_token_logprobs_uncached(self, token_ids: Any, lora_name: str | None = None) -> torch.Tensor:
         """As `next_token_logprobs_sync`, but a worker computes the row again even if it is cached."""
         with _errors_of_genlm():
-            row = self._connection.sync.logprobs(
-                token_ids, fresh=True, adapter=_adapter(lora_name), timeout=self._seconds
-            )
+            row = self._connection.sync.logprobs(token_ids, fresh=True, adapter=lora_name or "", timeout=self._seconds)
         return tensor_over(row)
 
     async def sample(
@@ -302,7 +300,7 @@ class PooledLM(CopiedAsItself, AsyncLM):  # type: ignore[misc]  # genlm-backend 
                 # Ids outside of the vocabulary are never drawn.
                 stop=sorted(end for end in ends if 0 <= end < producer.model.vocab_size),
                 temperature=temperature,
-                adapter=_adapter(lora_name),
+                adapter=lora_name or "",
                 timeout=self._seconds,
             )
         return [int(token) for token in made.ids]
@@ -314,7 +312,7 @@ class PooledLM(CopiedAsItself, AsyncLM):  # type: ignore[misc]  # genlm-backend 
         keys and values.
         """
         with _errors_of_genlm():
-            self._connection.sync.warm(prompt_tokens, adapter=_adapter(lora_name), timeout=self._seconds)
+            self._connection.sync.warm(prompt_tokens, adapter=lora_name or "", timeout=self._seconds)
 
     def clear_cache(self) -> None:
         """Drop the cached rows of this process. Rows in the pool's cache stay."""
@@ -393,14 +391,6 @@ def _reconnected(kind: type[PooledLM], address: Address, tokenizer: Any) -> Pool
     model = kind.__new__(kind)
     model._take(address, ModelConnection(address), tokenizer)
     return model
-
-
-def _adapter(lora_name: str | None) -> str:
-    return "" if lora_name is None else lora_name
-
-
-def _tokenizer_of(info: ModelInfo) -> Any:
-    return load_tokenizer(info, option="tokenizer", otherwise="pass tokenizer=")
 
 
 def load_model_by_name(

@@ -28,7 +28,7 @@ from lmpool.protocol.query import SECRET_SIZE, TrieQuery, weights_name
 from lmpool.protocol.row import Encoding, Row, Values, check_row, decode_row, encoded_size
 from lmpool.rows.cache import RowConnection, RowConnections, cut_chunks
 from lmpool.rows.shared_memory import SegmentReader, is_reference, unpack_reference
-from lmpool.trie.kernels import Kernels, most_bytes, open_kernels
+from lmpool.trie.kernels import Kernels, max_kernel_bytes, open_kernels
 from lmpool.trie.trie import Trie
 from lmpool.vocabulary import Vocabulary
 from lmpool.workers.execution.contract import BackendJob
@@ -102,7 +102,7 @@ class LazyTrie:
         self.vocabulary = vocabulary
         self.values = values
         trie_bytes = vocabulary.nbytes * _BYTES_A_NODE + len(vocabulary) * _BYTES_A_TOKEN
-        self.nbytes = vocabulary.nbytes + trie_bytes + most_bytes(vocabulary, device)
+        self.nbytes = vocabulary.nbytes + trie_bytes + max_kernel_bytes(vocabulary, device)
         self._device = device
         self._opened: tuple[Trie, Kernels] | None = None
         self._lock = threading.Lock()
