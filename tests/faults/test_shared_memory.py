@@ -1,4 +1,4 @@
-"""Rows in shared memory: exact for whoever reads them and wherever, and nothing is lost with a worker or its file."""
+"""Rows in shared memory: exact for every reader on every host, and no row is lost with a worker or its socket."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def start(pool: Pool, place: Path, *arguments: str | int, size: int = 1000 * SLO
     """A worker that has its segment."""
     environment = {"LMPOOL_SHM_DIR": str(place)}
     worker = pool.start(*ARGUMENTS, "--shm-bytes", size, *arguments, environment=environment, **settings)
-    # The socket is there before: until then rows go through Redis.
+    # The socket exists earlier; until this message rows go through Redis.
     worker.until_says("for clients on this machine")
     return worker
 
@@ -238,7 +238,7 @@ async def test_a_worker_that_stops_leaves_nothing(pool: Pool, place: Path) -> No
 
 
 def memory_of(worker: WorkerProcess) -> Path:
-    """The segment of a worker, as others of its user can open it."""
+    """The segment of a worker, opened like by another process of its user."""
     links = Path(f"/proc/{worker.process.pid}/fd").iterdir()
     return next(link for link in links if str(link.readlink()).startswith("/memfd:lmpool-"))
 
@@ -289,7 +289,7 @@ async def test_a_frozen_worker_does_not_delay_opening(pool: Pool, place: Path, m
         counting = asyncio.create_task(count())
         async with pool.producer(cache_bytes=0):
             counting.cancel()
-        # It has waited for the answer of the worker, and others had their turn meanwhile.
+        # It waited for the worker, and other tasks ran.
         assert turns > 100
     finally:
         worker.signal(signal.SIGCONT)
@@ -461,7 +461,7 @@ from lmpool.producer import Producer
 from lmpool.rows import shared_memory
 
 def end(*_):
-    # Copied, and not looked at once more.
+    # After the copy, before the second read of the number.
     os.kill(os.getpid(), signal.SIGKILL)
 
 async def main():
@@ -476,7 +476,7 @@ asyncio.run(main())
 async def test_a_client_killed_while_it_reads_a_row_has_no_effect(pool: Pool, place: Path) -> None:
     worker = start(pool, place)
     command = [sys.executable, "-c", KILLED_IN_A_READ, pool.url, pool.prefix]
-    for _ in range(2):  # Before the row is there, and after.
+    for _ in range(2):  # Before the row is stored, and after.
         client = await asyncio.create_subprocess_exec(*command)
         assert await asyncio.wait_for(client.wait(), DEADLINE_S) == -signal.SIGKILL
     async with pool.producer(cache_bytes=0) as producer:

@@ -412,7 +412,7 @@ async def test_a_closed_model_says_so(small_pool: Pool, tokenizer: Any, threads_
 def test_closing_ends_connecting_in_other_threads(
     small_pool: Pool, tokenizer: Any, threads_of_ours: ThreadList, caplog: pytest.LogCaptureFixture, way: str
 ) -> None:
-    """As an unpickled model does with its first request, here for as long as nobody serves it."""
+    """Connect as an unpickled model does with its first request, while no worker serves the model."""
     address = Address("never", small_pool.url, prefix=small_pool.prefix, when_absent="wait")
     model = language_model._reconnected(PooledLM, address, tokenizer)
     ended: list[BaseException] = []

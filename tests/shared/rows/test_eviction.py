@@ -1,4 +1,4 @@
-"""A server without memory evicts rows as they are stored: what can be served is, and nobody is held up by the rest."""
+"""A server without memory evicts rows as they are stored: other rows are served, and no request is delayed."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ async def test_a_row_that_is_always_evicted_fails_with_advice(
 ) -> None:
     evicting.is_gone = is_gone
     async with own_pool.producer() as producer:
-        # An answer of fewer would come with its notification, wherever it is stored.
+        # A shorter answer would be sent with its notification.
         unlucky = producer.logprobs([3]) if kind == "logprobs" else producer.topk([3], 300)
         failing = asyncio.ensure_future(unlucky)
         await ask(producer, 0, 1, 2, 4)

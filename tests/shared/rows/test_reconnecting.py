@@ -1,4 +1,4 @@
-"""Connections for many callers: a silent server is given up, and callers wait in the order of coming."""
+"""Connections for many callers: a silent server is abandoned, and callers are served in order."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.pool import SkippingLoop, run_skipping
 
 
 class Deaf:
-    """A connection to a server that answers nothing by itself."""
+    """A connection to a server that replies only when the test says so."""
 
     def __init__(self) -> None:
         self.closed = False

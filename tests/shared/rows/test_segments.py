@@ -1,4 +1,4 @@
-"""The memory of a segment: where there is room for it, who is given it, and what is left of dead workers."""
+"""The memory of a segment: its size, the processes that may map it, and the remains of workers that ended."""
 
 from __future__ import annotations
 

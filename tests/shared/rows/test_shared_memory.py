@@ -1,4 +1,4 @@
-"""A segment of rows in shared memory: what is read is what was written, or nothing."""
+"""A segment of rows in shared memory: readers get the written row, or nothing."""
 
 from __future__ import annotations
 
@@ -272,7 +272,7 @@ def test_slots_that_rows_are_copied_to_are_not_reused(
 def test_that_holds_for_the_others_too_when_there_is_no_slot_for_the_first_row(
     segment: Segment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Slots may be given back between two looks."""
+    """Slots may be released between two checks."""
     take, write = Segment._take, Segment._write
     asked: list[int] = []
     lent: list[int] = []
@@ -293,7 +293,7 @@ def test_that_holds_for_the_others_too_when_there_is_no_slot_for_the_first_row(
 
 
 def test_a_segment_of_the_layout_before_is_not_read(segment: Segment, reader: SegmentReader) -> None:
-    """There rows had checksums alone, and what tells of them was padding."""
+    """In that layout rows had only checksums, and the field for them was padding."""
     header = bytearray(segment._memory[: shared_memory.HEADER.size])
     assert Layout.read(segment._memory) is not None
     header[6:8] = (1).to_bytes(2, "little")

@@ -249,7 +249,7 @@ def test_a_maximum_of_negative_numbers_is_negative(make: Maker) -> None:
 def test_a_row_has_the_same_bits_in_every_batch_and_every_run(make: Maker, op: Op) -> None:
     trie = large("tekken")
     weights = some_weights(33, trie.n_tokens)
-    # Rows that take the slow way through a log-sum-exp must not take others along, be they the last of a batch or not.
+    # Rows that need the slow log-sum-exp must not change other rows, at any place in a batch.
     weights[[2, 5, 8], 7] = -900
     kernels = make(trie)
     alone = np.concatenate([kernels.inner(op, weights[row : row + 1]) for row in range(9)])

@@ -1,4 +1,4 @@
-"""What is wrongly asked of tries is refused with the numbers, and hostile jobs hurt nobody but those who sent them."""
+"""Wrong queries are refused with the numbers, and hostile jobs harm only the client that sent them."""
 
 from __future__ import annotations
 
@@ -218,7 +218,7 @@ async def test_a_vocabulary_of_a_gigabyte_is_refused_without_its_memory(producer
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000, "kilobytes"
 
 
-# What comes to a worker
+# Jobs of a worker
 
 
 async def good(trie: PooledTrie, seeds: range) -> None:
@@ -231,7 +231,7 @@ async def good(trie: PooledTrie, seeds: range) -> None:
 
 
 def stored(pool: Pool, secret: bytes, weights: Any) -> bytes:
-    """Put weights, or any bytes, where trie workers look for them; returns their name."""
+    """Store weights, or any bytes, under the key that trie workers read; returns their name."""
     name = weights_name(secret)
     block = VectorBlock([name], [] if isinstance(weights, bytes) else [np.asarray(weights, np.float32)])
     encoded = weights if isinstance(weights, bytes) else b"".join(*block.encoded())

@@ -51,7 +51,7 @@ async def referred(trie: PooledTrie, prompts: list[list[int]]) -> None:
 
 
 async def hold(pool: Pool, worker: WorkerProcess, ask: Callable[[], Awaitable[None]]) -> asyncio.Task[None]:
-    """Freeze a trie worker with jobs in its hands: a read under way brings them to a worker that is frozen."""
+    """Freeze a trie worker that holds jobs: a pending read delivers jobs to a frozen worker."""
     name = worker.text.rpartition("as worker ")[2].split()[0].encode()
 
     def is_held() -> bool:
@@ -63,7 +63,7 @@ async def hold(pool: Pool, worker: WorkerProcess, ask: Callable[[], Awaitable[No
         return len([c for c in clients if c["cmd"] == "xreadgroup" and "b" in c["flags"]]) >= live
 
     for _ in range(_TRIES):
-        # One that has just computed looks around more often than it waits.
+        # After a step a worker polls more often than it waits.
         await until_async(are_reading, "all workers wait for jobs")
         worker.signal(signal.SIGSTOP)
         asked = asyncio.ensure_future(ask())
@@ -245,7 +245,7 @@ async def test_vocabularies_over_the_limit_of_a_worker_are_served_one_at_a_time(
 
 
 async def test_a_model_with_other_weights_answers_for_those(pool: Pool) -> None:
-    # Long leases: nobody may take the model for gone while its next worker starts.
+    # Long leases, so that the model does not expire while its next worker starts.
     lease = ("--lease-s", 20)
     old = pool.start(*lease, "--vocab-size", V, wait=False)
     pool.start_trie_worker(*lease)
@@ -363,7 +363,7 @@ async def test_callers_that_share_a_connection_keep_their_own_deadlines() -> Non
     assert accepted.locked(), "both wait for one connection"
     patient.cancel()
     await asyncio.gather(patient, return_exceptions=True)
-    await asyncio.wait_for(held[0].read(), DEADLINE_S)  # Ends with the connection, which nobody waits for any more.
+    await asyncio.wait_for(held[0].read(), DEADLINE_S)  # Ends with the connection.
     again = asyncio.ensure_future(producer.logprobs([1], timeout=60))
     await asyncio.wait_for(accepted.acquire(), DEADLINE_S)
     again.cancel()

@@ -1,4 +1,4 @@
-"""Trie workers: every value is right, whoever asks, and nothing travels or stays in vain."""
+"""Trie workers: every value is right, and no byte is sent or kept without need."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ async def test_a_result_has_the_same_bits_alone_and_in_company(shared: Pool) -> 
 
 @contextmanager
 def frozen(pool: Pool) -> Iterator[None]:
-    """While the shared trie worker answers nothing; a read that was under way may still bring it jobs."""
+    """While the shared trie worker is frozen; a pending read may still deliver jobs to it."""
     worker = pool.workers[1]
     worker.signal(signal.SIGSTOP)
     try:
