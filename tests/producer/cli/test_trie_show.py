@@ -158,7 +158,7 @@ def test_text_goes_through_the_tokenizer_of_the_model(served: Pool, monkeypatch:
 
 def test_every_mistake_says_what_is_wrong(served: Pool) -> None:
     cases = [
-        (["1,2", "--ids", "--under", "qqqq"], UnknownNode, "no token begins with b'qqqq'; the most of it"),
+        (["1,2", "--ids", "--under", "qqqq"], UnknownNode, "no token begins with b'qqqq'; tokens begin with at most"),
         (["1,2", "--ids", "--under", r"\q"], SettingsError, r"under: '\\q' has a backslash before 'q'"),
         (["hello"], SettingsError, "the model 'syn' has no tokenizer; pass token ids with --ids"),
         (["--ids"], SettingsError, "ids: there is no prompt"),
