@@ -1,8 +1,8 @@
-"""Synthetic models: rows made from (seed, adapter, prompt) alone, checkable to the last bit; and a vocabulary.
+"""Synthetic models: rows that depend only on seed, adapter and prompt, so that tests can check every bit.
 
-A row is made of the rotated quarters of one of a few base rows. Rotating permutes the values, so logZ is
-that of the base row, and drawing a row costs one copy. The logits of the base rows are bfloat16 numbers, so
-the row is the same whether it travels as F32 or as BF16.
+A row consists of the rotated quarters of one of a few base rows. Rotating permutes the values, so logZ is that of the
+base row, and drawing a row costs one copy. The logits of the base rows are bfloat16 numbers, so a row is the same in
+F32 and in BF16.
 """
 
 from __future__ import annotations
@@ -22,32 +22,32 @@ from lmpool.protocol.row import narrow_to_bf16, widen_bf16
 from lmpool.settings import shown
 from lmpool.vocabulary import MAX_TOKENS, Vocabulary
 
-_BASES = 8
-_PARTS = 4
-# What a prompt is hashed to: which base row, and by how much each quarter is rotated.
+_BASES = 8  # Base rows of a model; few, so that they stay in the processor's cache.
+_PARTS = 4  # Parts of a row that are rotated independently.
+# The hash of a prompt: the number of its base row, and the rotation of each quarter.
 _HASHED = Struct(f"<H{_PARTS}I")
 _HASHES = np.dtype([("base", "<u2"), ("turns", "<u4", _PARTS)])
 
 FEW_TOKENS = 1024
-"""V up to which rows are drawn together; a longer one is drawn faster by itself."""
+"""Max V of rows that are drawn together; longer rows are faster to draw one by one."""
 
-_SINGLE_BYTES_FROM = 512
+_SINGLE_BYTES_FROM = 512  # Min V of a vocabulary that contains all single bytes.
 _LETTERS = np.frombuffer(b"aeinorstlcdhmupgbfyw", np.uint8)
-_SHORTEST = 2
-_LONGEST = 12
-_STEMS = 64
-_MAX_ADDED = 4
-_MAX_CUT = 5
+_MIN_WORD = 2  # Bytes of a word.
+_MAX_WORD = 12  # Bytes of a word.
+_STEMS = 64  # Words that do not continue an earlier one.
+_MAX_ADDED = 4  # Bytes that a word adds to an earlier one.
+_MAX_CUT = 5  # Bytes that it removes from the earlier one first.
 
 
 class BaseRow(NamedTuple):
-    """One base row, each quarter stored twice in a row so that a rotation of it is one slice.
+    """One base row. Each quarter is stored twice in succession, so that a rotation of it is one slice.
 
     Attributes:
         logprobs: per quarter, float32 of shape (2 * size,).
         bits: per quarter, bfloat16 bits of the logits, uint16 of shape (2 * size,).
         log_z: float32 logZ of the logits.
-        sizes: per quarter, its length, 1 at least.
+        sizes: per quarter, its length, at least 1.
     """
 
     logprobs: list[NDArray[np.float32]]
@@ -81,12 +81,12 @@ class _Table(NamedTuple):
     """All base rows of a synthetic model of few tokens, to draw several rows at once.
 
     Attributes:
-        logprobs: float32 (bases * 2 V,), the quarters of each base row one after the other as in `BaseRow`.
-        bits: the same of the bits.
+        logprobs: float32 (bases * 2 V,), the quarters of each base row in succession as in `BaseRow`.
+        bits: uint16 (bases * 2 V,), the bits.
         log_z: float32 (bases,).
-        sizes: of the quarters, uint32 (quarters,).
-        quarter: of each entry, (V,).
-        place: of each entry in its base row, unless it is rotated, (V,).
+        sizes: uint32 (quarters,), the lengths of the quarters.
+        quarter: (V,), the quarter of each entry.
+        place: (V,), the place of each entry in its base row without rotation.
     """
 
     logprobs: NDArray[np.float32]
@@ -102,7 +102,7 @@ def _table(vocab_size: int, seed: int) -> _Table:
     bases = base_rows(vocab_size, seed)
     lengths = [len(part) // 2 for part in bases[0].logprobs]
     quarter = np.repeat(np.arange(_PARTS), lengths)
-    # Each quarter before it is there twice.
+    # Every earlier quarter is stored twice.
     place = np.arange(vocab_size) + np.repeat(np.cumsum([0, *lengths[:-1]]), lengths)
     return _Table(
         np.concatenate([part for base in bases for part in base.logprobs]),
@@ -115,19 +115,14 @@ def _table(vocab_size: int, seed: int) -> _Table:
 
 
 class Draw(NamedTuple):
-    """The row of a prompt.
-
-    Attributes:
-        base: the base row that it is made of.
-        shifts: by how much each quarter is rotated.
-    """
+    """The row of a prompt: its base row and the rotation of each quarter."""
 
     base: BaseRow
     shifts: tuple[int, ...]
 
 
 def draw(ids: bytes, vocab_size: int, seed: int, revision: str = "") -> Draw:
-    """Decide the row of an encoded prompt, with the adapter of that revision ("" for none)."""
+    """Choose the row of an encoded prompt with the adapter of a revision ("" for none)."""
     number, *turns = _HASHED.unpack(_hash(ids, seed, revision))
     base = base_rows(vocab_size, seed)[number % _BASES]
     return Draw(base, tuple([turn % size for turn, size in zip(turns, base.sizes, strict=True)]))
@@ -136,13 +131,13 @@ def draw(ids: bytes, vocab_size: int, seed: int, revision: str = "") -> Draw:
 def draw_few_tokens(
     prompts: Iterable[tuple[bytes, str]], vocab_size: int, seed: int, *, bits: bool = False
 ) -> tuple[NDArray[Any], NDArray[np.float32]]:
-    """The rows of several prompts of a model of at most `FEW_TOKENS`, at a fraction of the time of one by one.
+    """The rows of several prompts of a model of at most `FEW_TOKENS`; much faster than one by one.
 
     Args:
         prompts: encoded prompts, each with the revision of its adapter ("" for none).
         vocab_size: V.
-        seed: of the model.
-        bits: the logits' bfloat16 bits are wanted, not the log-probabilities.
+        seed: the model's seed.
+        bits: return the bfloat16 bits of the logits, not the log-probabilities.
 
     Returns:
         float32 log-probabilities or uint16 bits (n, V), and the float32 logZ of the logits (n,).
@@ -169,7 +164,7 @@ def _hash_key(seed: int, revision: str) -> bytes:
 
 
 def fill(out: NDArray[Any], parts: list[NDArray[Any]], shifts: tuple[int, ...]) -> None:
-    """Write the rotated parts one after the other into `out` of shape (V,)."""
+    """Write the rotated parts in succession into `out` of shape (V,)."""
     at = 0
     for part, shift in zip(parts, shifts, strict=True):
         size = len(part) // 2
@@ -180,7 +175,7 @@ def fill(out: NDArray[Any], parts: list[NDArray[Any]], shifts: tuple[int, ...]) 
 def synthetic_row(
     prompt: Iterable[int], *, vocab_size: int, seed: int = 0, adapter_revision: str = ""
 ) -> NDArray[np.float32]:
-    """The row that a synthetic worker answers for a prompt.
+    """The row that a synthetic worker returns for a prompt.
 
     Args:
         prompt: token ids, each below `vocab_size`.
@@ -204,8 +199,8 @@ def synthetic_row(
 def synthetic_vocabulary(vocab_size: int, seed: int = 0) -> Vocabulary:
     """The vocabulary of a synthetic worker.
 
-    It looks like a real one: token 0 is empty, the 256 single bytes follow where V leaves some for words,
-    and the rest are words of 2 to 12 bytes with shared prefixes. Half of them begin with a space, some occur twice.
+    It resembles a real one: token 0 is empty, the 256 single bytes follow if V is at least 512, and the rest are words
+    of 2 to 12 bytes with shared prefixes. Half of the words begin with a space, and some occur twice.
 
     Args:
         vocab_size: V.
@@ -224,30 +219,30 @@ def synthetic_vocabulary(vocab_size: int, seed: int = 0) -> Vocabulary:
 
 
 def _draw_words(generator: np.random.Generator, count: int) -> list[bytes]:
-    """Words that share prefixes, because each but the first few goes on from the beginning of an earlier one."""
-    words = np.zeros((count, _LONGEST), np.uint8)
-    lengths = np.full(count, _SHORTEST, np.uint8)
-    columns = np.arange(_LONGEST)
+    """Words that share prefixes: except for the first few, each continues the beginning of an earlier one."""
+    words = np.zeros((count, _MAX_WORD), np.uint8)
+    lengths = np.full(count, _MIN_WORD, np.uint8)
+    columns = np.arange(_MAX_WORD)
     done = min(count, _STEMS)
-    words[:done, :_SHORTEST] = _draw_letters(generator, done)[:, :_SHORTEST]
+    words[:done, :_MIN_WORD] = _draw_letters(generator, done)[:, :_MIN_WORD]
     words[:done:2, 0] = ord(" ")
     while done < count:
-        # As many as there are, so that few rounds suffice.
+        # Double the number of words in each round.
         new = slice(done, min(count, 2 * done))
         size = new.stop - done
         earlier = generator.integers(0, done, size)
         cut = generator.integers(0, _MAX_CUT + 1, size)
-        kept = np.maximum(_SHORTEST, lengths[earlier] - cut)
-        ends = np.minimum(_LONGEST, kept + generator.integers(1, _MAX_ADDED + 1, size))
+        kept = np.maximum(_MIN_WORD, lengths[earlier] - cut)
+        ends = np.minimum(_MAX_WORD, kept + generator.integers(1, _MAX_ADDED + 1, size))
         drawn = np.where(columns < ends[:, None], _draw_letters(generator, size), 0)
         words[new] = np.where(columns < kept[:, None], words[earlier], drawn)
         lengths[new] = ends
         done = new.stop
-    # numpy's byte strings end before the zeros.
-    tokens: list[bytes] = words.view(f"S{_LONGEST}")[:, 0].tolist()
+    # numpy's byte strings end before trailing zeros.
+    tokens: list[bytes] = words.view(f"S{_MAX_WORD}")[:, 0].tolist()
     return tokens
 
 
 def _draw_letters(generator: np.random.Generator, count: int) -> NDArray[np.uint8]:
-    letters: NDArray[np.uint8] = _LETTERS[generator.integers(0, len(_LETTERS), (count, _LONGEST), np.uint8)]
+    letters: NDArray[np.uint8] = _LETTERS[generator.integers(0, len(_LETTERS), (count, _MAX_WORD), np.uint8)]
     return letters

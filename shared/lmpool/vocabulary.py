@@ -11,7 +11,7 @@
 
 All numbers are little-endian.
 
-The byte strings are read from a tokenizer as it spells its tokens itself; no library of tokenizers is needed:
+The byte strings are read from the names that a tokenizer gives its tokens, without any library of tokenizers:
 
     GPT-2 (ByteLevel)          one character per byte, of GPT-2's alphabet
     SentencePiece (Metaspace)  "▁" is a space, "<0x0A>" the byte 0x0A, the rest UTF-8
@@ -38,26 +38,26 @@ from lmpool.errors import InvalidVocabulary, ProtocolError, SettingsError
 from lmpool.settings import check_choice, shown
 
 MAX_TOKENS = 4_000_000
-"""Most tokens of a vocabulary."""
+"""Max tokens of a vocabulary; published ones have up to 262,144."""
 
 MAX_BYTES = 32 * 1024 * 1024
-"""Most bytes of all byte strings of a vocabulary together."""
+"""Max bytes of all byte strings of a vocabulary together, so that an untrusted one cannot fill the memory."""
 
 MAX_TOKEN_BYTES = 64 * 1024
-"""Most bytes of one token."""
+"""Max bytes of one token, which bounds the depth of its trie."""
 
 _MAGIC = b"LMPV"
-_WIRE_VERSION = 1
+_WIRE_VERSION = 1  # Of the packed layout; another version is refused.
 _HEADER = struct.Struct("<4sBBHII")
 _LENGTHS = np.dtype("<u4")
 _FALLBACKS = ("tokenizer", "latin1", "replace")
-_MAX_SHOWN = 120
-_DEEPEST = 4
-# What the innermost of nested tokenizers has; one that has only tokenizers inside is opened up.
+_MAX_SHOWN = 120  # Characters of a value in an error message.
+_MAX_NESTED = 4  # Tokenizers inside of one another, such as vLLM's around mistral-common's.
+# A tokenizer with one of these attributes is read; others are opened up.
 _READABLE = ("backend_tokenizer", "decode_single_token_bytes", "id_to_byte_piece", "id_to_piece", "id_to_token")
 _BYTE_PIECE = re.compile(rb"<0x([0-9A-Fa-f]{2})>")
 _SPACE = "▁".encode()
-# The other byte values occur nowhere in UTF-8, and some vocabularies leave them out.
+# The other byte values never occur in UTF-8, and some vocabularies lack them.
 _BYTES_OF_UTF8 = frozenset(range(256)) - {0xC0, 0xC1} - frozenset(range(0xF5, 256))
 
 
@@ -65,8 +65,8 @@ class TokenBytes(NamedTuple):
     """The tokens of a tokenizer.
 
     Attributes:
-        tokens: the byte string of each id; b"" where the tokenizer has no token of that id.
-        pieces: what the tokenizer calls each, None where it has none; None for all when it has no names for them.
+        tokens: the byte string of each id; b"" for an id without a token.
+        pieces: the tokenizer's name of each token, or None; None for a tokenizer without names.
     """
 
     tokens: list[bytes]
@@ -74,21 +74,17 @@ class TokenBytes(NamedTuple):
 
 
 class _Spelling(NamedTuple):
-    """How the bytes of ordinary pieces and of added tokens are had from their texts."""
+    """How names become bytes: those of ordinary tokens, and those of added tokens."""
 
     ordinary: Callable[[str], bytes]
     added: Callable[[str], bytes] = str.encode
 
 
 def read_tokens(tokenizer: Any, most: int) -> TokenBytes:
-    """Read the byte strings of a tokenizer's tokens.
-
-    Args:
-        tokenizer: see `lmpool.vocabulary.decode_vocab`.
-        most: tokens that are taken at most.
+    """Read the byte strings of at most `most` tokens of a tokenizer (see `decode_vocab`).
 
     Raises:
-        InvalidVocabulary: they cannot be read, or there are none or too many; with the tokenizer's name.
+        InvalidVocabulary: they cannot be read, or the tokenizer has none or too many.
     """
     try:
         return _read(_innermost(tokenizer), most)
@@ -98,9 +94,9 @@ def read_tokens(tokenizer: Any, most: int) -> TokenBytes:
 
 
 def _innermost(tokenizer: Any) -> Any:
-    """The tokenizer that knows the bytes, where others are wrapped around it: mistral-common's, vLLM's, processors."""
+    """The tokenizer inside of wrappers: mistral-common's, vLLM's, processors."""
     inner = tokenizer
-    for _ in range(_DEEPEST):
+    for _ in range(_MAX_NESTED):
         if any(getattr(inner, name, None) is not None for name in _READABLE):
             return inner
         inner = getattr(inner, "instruct_tokenizer", getattr(inner, "tokenizer", None))
@@ -125,13 +121,12 @@ def _read(tokenizer: Any, most: int) -> TokenBytes:
     if hasattr(tokenizer, "convert_ids_to_tokens"):
         return _read_slow(tokenizer, most)
     raise InvalidVocabulary(
-        "it is no tokenizer of transformers or tokenizers, no tiktoken encoding, and none of sentencepiece or "
-        "mistral-common"
+        "it is no tokenizer of transformers, tokenizers, sentencepiece or mistral-common, and no tiktoken encoding"
     )
 
 
 def _read_fast(tokenizer: Any, backend: Any, most: int) -> TokenBytes:
-    """`backend` is what the package `tokenizers` makes: one entry a token, so that duplicates stay apart."""
+    """Read an object of the package `tokenizers`, by id: its vocabulary by name would merge duplicates."""
     ids = _ids(max(backend.get_vocab_size(), _end(backend.get_vocab())), most)
     pieces = [backend.id_to_token(i) for i in ids]
     added = {i: token.content for i, token in backend.get_added_tokens_decoder().items()}
@@ -162,12 +157,12 @@ def _spelled(pieces: list[str | None], added: Mapping[int, str], spelling: _Spel
 
 
 def _declared(backend: Any) -> _Spelling | None:
-    """The spelling that the backend's decoder undoes; None when it has no decoder."""
+    """The spelling by the backend's decoder; None without a decoder."""
     if backend.decoder is None:
         return None
     if type(backend.decoder).__name__ == "Decoder":
-        raise InvalidVocabulary("its decoder is written in Python: nothing says which bytes a token is")
-    # Not from `backend.to_str()`, which fails when any other part is written in Python.
+        raise InvalidVocabulary("its decoder is written in Python: the bytes of a token are unknown")
+    # `backend.to_str()` would fail when any other part is written in Python.
     parts = {part["type"]: part for part in _parts(json.loads(backend.decoder.__getstate__()))}
     if "ByteFallback" in parts or "Metaspace" in parts:
         return _SENTENCEPIECE
@@ -182,7 +177,7 @@ def _declared(backend: Any) -> _Spelling | None:
 
 
 def _parts(node: Any) -> Iterator[dict[str, Any]]:
-    """Every part of a decoder, nested ones too."""
+    """All parts of a decoder, with the nested ones."""
     if isinstance(node, dict):
         if isinstance(node.get("type"), str):
             yield node
@@ -193,12 +188,12 @@ def _parts(node: Any) -> Iterator[dict[str, Any]]:
 
 
 def _undeclared(tokenizer: Any, pieces: list[str | None]) -> _Spelling:
-    """The spelling of a tokenizer that has no decoder to look at."""
+    """The spelling of a tokenizer without a decoder."""
     if hasattr(tokenizer, "sp_model"):
         return _SENTENCEPIECE
     if byte_of := getattr(tokenizer, "byte_decoder", None):
         return _byte_level(byte_of)
-    # Any English word is spelled in GPT-2's alphabet; only byte-level vocabularies have all its letters as tokens.
+    # Any English word is spelled in GPT-2's alphabet, but only byte-level vocabularies have all its letters as tokens.
     if not {_BYTE_OF.get(piece) for piece in pieces if piece} >= _BYTES_OF_UTF8:
         raise InvalidVocabulary(
             "it has no decoder, SentencePiece model or byte_decoder, and not every byte of GPT-2's alphabet is a token"
@@ -215,12 +210,12 @@ _SENTENCEPIECE = _Spelling(_sentencepiece, lambda text: text.encode().replace(_S
 
 
 def _wordpiece(prefix: str) -> _Spelling:
-    # A piece that is nothing but the prefix is a word of its own.
+    # A piece that consists of the prefix alone is a word.
     return _Spelling(lambda piece: (piece.removeprefix(prefix) or piece).encode())
 
 
 def _byte_level(byte_of: Mapping[str, int], end_of_word: str = "") -> _Spelling:
-    """`end_of_word` closes words in vocabularies like CLIP's; their decoder makes a space of it."""
+    """`end_of_word` ends words in vocabularies like CLIP's; it stands for a space."""
 
     def ordinary(piece: str) -> bytes:
         if end_of_word and piece.endswith(end_of_word):
@@ -231,11 +226,11 @@ def _byte_level(byte_of: Mapping[str, int], end_of_word: str = "") -> _Spelling:
 
 
 def _gpt2_alphabet() -> dict[str, int]:
-    """Character -> byte: printable Latin-1 stands for itself, the other bytes for U+0100 and up, in their order."""
+    """Character -> byte: printable Latin-1 stands for itself; U+0100 and up stand for the other bytes in order."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = sorted(set(range(256)) - set(printable))
     alphabet = {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
-    # Some byte-level vocabularies have tokens of plain whitespace too.
+    # Some byte-level vocabularies also have tokens of plain whitespace.
     return alphabet | {" ": 0x20, "\n": 0x0A, "\r": 0x0D, "\t": 0x09, "▁": 0x20}
 
 
@@ -255,12 +250,12 @@ def _end(vocab: Mapping[str, int]) -> int:
 
 def _ids(count: int, most: int) -> range:
     if not 1 <= count <= most:
-        raise InvalidVocabulary(f"it has {count} tokens: from 1 to {most} are taken")
+        raise InvalidVocabulary(f"it has {count} tokens: from 1 to {most} are allowed")
     return range(count)
 
 
 def _or_none(name: Callable[[int], Any], token: int) -> Any:
-    """The name of an id; None where the ids have a gap."""
+    """The name of an id; None for a gap in the ids."""
     try:
         return name(token)
     except LookupError:
@@ -268,19 +263,19 @@ def _or_none(name: Callable[[int], Any], token: int) -> Any:
 
 
 class Vocabulary:
-    """The byte string of every token id: token i is what the model's entry i stands for.
+    """The byte string of every token id. Entry i of a model's rows belongs to token i.
 
-    Byte strings may be empty and may occur more than once. A vocabulary does not change; two are equal when their
-    digests are.
+    Byte strings may be empty and may occur more than once. A vocabulary is immutable; two are equal when their digests
+    are.
     """
 
     __slots__ = ("_data", "_digest", "_ends", "_lengths", "_tokens")
 
     def __init__(self, tokens: Iterable[bytes]) -> None:
-        """Take the byte strings of the ids 0 to V-1.
+        """Create a vocabulary from the byte strings of the ids 0 to V-1.
 
         Raises:
-            InvalidVocabulary: no tokens, something that is not `bytes`, more than `MAX_TOKENS` tokens, more than
+            InvalidVocabulary: no tokens, a token that is not `bytes`, more than `MAX_TOKENS` tokens, more than
                 `MAX_BYTES` bytes in all, or a token of more than `MAX_TOKEN_BYTES` bytes.
         """
         listed = tokens if isinstance(tokens, (list, tuple)) else _gathered(tokens)
@@ -314,7 +309,7 @@ class Vocabulary:
 
     @property
     def tokens(self) -> list[bytes]:
-        """The byte string of each token. Made at the first use and then shared: change a copy."""
+        """The byte string of each token; a shared list that must not be changed."""
         if self._tokens is None:
             ends = self._ends.tolist()
             self._tokens = list(map(self._data.__getitem__, map(slice, [0, *ends[:-1]], ends)))
@@ -340,7 +335,7 @@ class Vocabulary:
         """Read a packed vocabulary; the result shares no memory with `data`.
 
         Raises:
-            ProtocolError: the bytes are no vocabulary of this wire version, or one over the limits.
+            ProtocolError: the bytes are no vocabulary of this wire version, or exceed a limit.
         """
         view = memoryview(data).cast("B")
         count, total = _read_header(view)
@@ -385,7 +380,7 @@ class Vocabulary:
 
 
 def _gathered(tokens: Iterable[bytes]) -> list[bytes]:
-    """The tokens of an iterable that is no list, up to the first that is over a limit or not `bytes`."""
+    """The tokens of an iterable, up to the first that exceeds a limit or is not `bytes`."""
     if not isinstance(tokens, Iterable):
         raise InvalidVocabulary(f"{_described(tokens)} is no vocabulary: pass the byte strings of the tokens")
     gathered: list[bytes] = []
@@ -410,20 +405,20 @@ def _check_types(tokens: Sequence[Any]) -> None:
 
 
 def _over_a_limit(lengths: NDArray[Any]) -> str:
-    """What is wrong with the lengths of V >= 1 tokens; "" when nothing is."""
+    """The limit that the lengths of V >= 1 tokens exceed; "" for none."""
     if len(lengths) > MAX_TOKENS:
-        return f"the vocabulary has {len(lengths)} tokens or more: at most {MAX_TOKENS} are taken"
+        return f"the vocabulary has {len(lengths)} tokens or more: at most {MAX_TOKENS} are allowed"
     total = int(lengths.sum(dtype=np.int64))
     if total > MAX_BYTES:
-        return f"the tokens of the vocabulary have {total} bytes or more together: at most {MAX_BYTES} are taken"
+        return f"the tokens of the vocabulary have {total} bytes or more together: at most {MAX_BYTES} are allowed"
     longest = int(lengths.argmax())
     if lengths[longest] > MAX_TOKEN_BYTES:
-        return f"token {longest} of the vocabulary has {lengths[longest]} bytes: at most {MAX_TOKEN_BYTES} are taken"
+        return f"token {longest} of the vocabulary has {lengths[longest]} bytes: at most {MAX_TOKEN_BYTES} are allowed"
     return ""
 
 
 def _read_header(view: memoryview) -> tuple[int, int]:
-    """V and the bytes of all tokens, both within the limits and right for the size of `view`."""
+    """V and the bytes of all tokens, checked against the limits and the size of `view`."""
     if len(view) < _HEADER.size:
         raise ProtocolError(f"a vocabulary of {len(view)} bytes is shorter than its {_HEADER.size}-byte header")
     magic, version, zero, zeros, count, total = _HEADER.unpack_from(view)
@@ -434,7 +429,7 @@ def _read_header(view: memoryview) -> tuple[int, int]:
     if not 1 <= count <= MAX_TOKENS or total > MAX_BYTES:
         raise ProtocolError(
             f"a vocabulary of {count} tokens and {total} bytes: from 1 to {MAX_TOKENS} tokens and at most {MAX_BYTES} "
-            "bytes are taken"
+            "bytes are allowed"
         )
     size = _HEADER.size + count * _LENGTHS.itemsize + total
     if len(view) != size:
@@ -446,8 +441,8 @@ class DecodedVocab(NamedTuple):
     """The vocabulary of a tokenizer.
 
     Attributes:
-        tokens: the byte string of each id; what tries are built from.
-        texts: the same for people to read; not every token is text, and two tokens may have one text.
+        tokens: the byte string of each id; tries are built from them.
+        texts: readable texts; not every token is text, and two tokens may have the same text.
     """
 
     tokens: list[bytes]
@@ -462,17 +457,16 @@ def decode_vocab(
     Args:
         tokenizer: one of transformers (fast, slow, or its wrapper of mistral-common) or tokenizers, a tiktoken
             encoding, a SentencePiece processor, one of mistral-common, or an object that has one of these as its
-            `tokenizer`. Byte-level BPE, SentencePiece with or without byte fallback, and WordPiece are read.
-        byte2str_fallback: the text of a token that is no UTF-8: "tokenizer" (what the tokenizer calls it; as
-            "replace" where it has no names, as in tiktoken), "latin1", or "replace" (U+FFFD for what is not UTF-8).
-        vocab_size: V of the model, where it differs from the tokenizer's. Ids that only the model has get b"", so
-            that their weight goes to the root of a trie; ids that only the tokenizer has are cut off.
+            `tokenizer`. Byte-level BPE, SentencePiece with or without byte fallback, and WordPiece are supported.
+        byte2str_fallback: the text of a token that is not UTF-8: "tokenizer" (the tokenizer's name for it; like
+            "replace" for a tokenizer without names, such as tiktoken), "latin1", or "replace" (U+FFFD for each byte).
+        vocab_size: V of the model, if it differs from the tokenizer's. Ids that only the model has get b"", so their
+            weight is added to the root of a trie; ids that only the tokenizer has are removed.
 
     Returns:
-        tokens and texts by id, both of length `vocab_size`; without it, up to the tokenizer's highest id. Equal byte
-        strings of several ids all stay. Special and added tokens are their text. An id below the highest that the
-        tokenizer does not have gets b"". In WordPiece "##ing" is b"ing" and a piece that begins a word is its text,
-        without the space that a decoder would put before it.
+        tokens and texts by id, both of length `vocab_size`; without it, up to the tokenizer's highest id. Several ids
+        may have equal byte strings. Special and added tokens are their text. A gap in the ids gets b"". In WordPiece
+        "##ing" is b"ing", and a piece at the beginning of a word has no space before it.
 
     Raises:
         InvalidVocabulary: the tokenizer's byte strings cannot be read, or it has more than `MAX_TOKENS` tokens.

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from lmpool.protocol.row import Row
-from lmpool.trie.kernels import torch_device
+from lmpool.trie import torch_device
 
 # No multiple of 64: engines pad the vocabulary.
 V = 517

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lmpool.protocol.row import Encoding, RowBlock, no_new_rows
-from lmpool.trie.kernels import torch_device
+from lmpool.trie import torch_device
 from lmpool.workers.execution.contract import WritesInPlace
 from tests.contract.driver import Opened, Slots, prompt
 from tests.contract.subjects import Subject

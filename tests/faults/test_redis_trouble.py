@@ -29,7 +29,7 @@ from lmpool.producer import Producer
 from lmpool.producer.client import discovery, session
 from lmpool.protocol.job import encode_prompt
 from lmpool.protocol.row import Encoding, RowBlock
-from lmpool.rows.cluster import rows_on
+from lmpool.rows.cache import RowCache
 from lmpool.rows.shared_memory import SegmentReader
 from lmpool.synthetic import synthetic_row
 from tests.support.gate import Gate
@@ -304,7 +304,7 @@ async def test_rows_that_were_never_announced_are_found_behind_many_that_stall(
         stalled = [asyncio.ensure_future(producer.logprobs([1, i])) for i in range(120)]
         last = asyncio.ensure_future(producer.logprobs([2]))
         await until_async(lambda: is_held(pool), "the worker holds a prompt")
-        rows = rows_on(Server(pool.url), pool.keys, producer.model, SegmentReader())
+        rows = RowCache(Server(pool.url), pool.keys, producer.model, SegmentReader())
         digest = encode_prompt([2], vocab_size=V, max_tokens=10).digest
         block = RowBlock([digest], synthetic_row([2], vocab_size=V)[np.newaxis], None, Encoding.F32)
         assert not await rows.put(block)

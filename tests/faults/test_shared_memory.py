@@ -1,4 +1,4 @@
-"""Rows in shared memory: exact for whoever reads them and wherever, and nothing is lost with a worker or its file."""
+"""Rows in shared memory: exact for every reader on every host, and no row is lost with a worker or its socket."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ import pytest
 
 from lmpool.producer import Producer
 from lmpool.rows import shared_memory
-from lmpool.rows.shared_memory import SEALS, is_reference
+from lmpool.rows.segment_memory import SEALS, SegmentListener
+from lmpool.rows.shared_memory import is_reference
 from lmpool.synthetic import synthetic_row
-from lmpool.workers.queue.segment import SegmentListener
 from tests.support.gate import Gate
 from tests.support.pool import (
     DEADLINE_S,
@@ -56,8 +56,8 @@ def start(pool: Pool, place: Path, *arguments: str | int, size: int = 1000 * SLO
     """A worker that has its segment."""
     environment = {"LMPOOL_SHM_DIR": str(place)}
     worker = pool.start(*ARGUMENTS, "--shm-bytes", size, *arguments, environment=environment, **settings)
-    # The socket is there before: until then rows go through Redis.
-    worker.until_says("rows for this machine")
+    # The socket exists earlier; until this message rows go through Redis.
+    worker.until_says("for clients on this machine")
     return worker
 
 
@@ -145,7 +145,7 @@ async def test_a_cached_row_is_read_without_the_server(pool: Pool, place: Path) 
 
 
 @pytest.mark.parametrize(("targets", "together"), [(None, 8), ([1, 2], 32)])
-async def test_others_have_their_turn_while_many_cached_rows_are_asked_for(
+async def test_other_tasks_run_while_many_cached_rows_are_requested(
     pool: Pool, place: Path, targets: list[int] | None, together: int
 ) -> None:
     start(pool, place)
@@ -216,7 +216,7 @@ async def test_clients_of_two_hosts_that_wait_for_one_prompt_both_get_it(
     await counted(pool, "rows", 2)
 
 
-async def test_a_killed_worker_costs_time_only_and_its_socket_goes_with_the_next_one(pool: Pool, place: Path) -> None:
+async def test_a_killed_worker_costs_time_only_and_the_next_one_removes_its_socket(pool: Pool, place: Path) -> None:
     worker = start(pool, place)
     async with pool.producer(cache_bytes=0, when_absent="wait") as producer:
         await ask(producer)
@@ -238,12 +238,12 @@ async def test_a_worker_that_stops_leaves_nothing(pool: Pool, place: Path) -> No
 
 
 def memory_of(worker: WorkerProcess) -> Path:
-    """The segment of a worker, as others of its user can open it."""
+    """The segment of a worker, opened like by another process of its user."""
     links = Path(f"/proc/{worker.process.pid}/fd").iterdir()
     return next(link for link in links if str(link.readlink()).startswith("/memfd:lmpool-"))
 
 
-async def test_nobody_else_can_cut_a_segment_or_write_to_it(pool: Pool, place: Path) -> None:
+async def test_no_other_process_can_shrink_a_segment_or_write_to_it(pool: Pool, place: Path) -> None:
     worker = start(pool, place)
     async with pool.producer(cache_bytes=0) as producer:
         await ask(producer)
@@ -256,14 +256,14 @@ async def test_nobody_else_can_cut_a_segment_or_write_to_it(pool: Pool, place: P
         assert reads(producer) == (2 * len(PROMPTS), 0)
 
 
-async def test_a_socket_that_somebody_removes_is_there_again(pool: Pool, place: Path) -> None:
+async def test_a_removed_socket_is_created_again(pool: Pool, place: Path) -> None:
     worker = start(pool, place)
     (path,) = segments(place)
     async with pool.producer(cache_bytes=0) as producer:
         await ask(producer)
         path.unlink()
         await ask(producer)
-        await asyncio.to_thread(worker.until_says, "somebody has removed the socket of this worker's shared memory")
+        await asyncio.to_thread(worker.until_says, "another program removed the socket of this worker's shared memory")
         async with pool.producer(cache_bytes=0) as late:
             await ask(late)
             assert reads(late) == (len(PROMPTS), 0)
@@ -271,9 +271,7 @@ async def test_a_socket_that_somebody_removes_is_there_again(pool: Pool, place: 
     await counted(pool, "rows", len(PROMPTS))
 
 
-async def test_a_frozen_worker_keeps_nobody_from_opening(
-    pool: Pool, place: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_frozen_worker_does_not_delay_opening(pool: Pool, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_memory, "_ANSWER_S", 1.0)
     worker = start(pool, place)
     async with pool.producer(cache_bytes=0) as first:
@@ -291,7 +289,7 @@ async def test_a_frozen_worker_keeps_nobody_from_opening(
         counting = asyncio.create_task(count())
         async with pool.producer(cache_bytes=0):
             counting.cancel()
-        # It has waited for the answer of the worker, and others had their turn meanwhile.
+        # It waited for the worker, and other tasks ran.
         assert turns > 100
     finally:
         worker.signal(signal.SIGCONT)
@@ -310,7 +308,7 @@ async def test_rows_that_are_replaced_are_computed_again(pool: Pool, place: Path
         assert sum(map(is_reference, values)) <= 2 * 65, "what was replaced is not in Redis either"
 
 
-async def test_rows_that_there_are_no_slots_for_go_through_redis_beside_the_others(pool: Pool, place: Path) -> None:
+async def test_rows_without_free_slots_go_through_redis(pool: Pool, place: Path) -> None:
     """Of a batch some rows are references then, and some are stored themselves."""
     start(pool, place, "--max-batch", 200, "--step-ms", 50, size=70 * SLOT)
     prompts = [[i, 3] for i in range(200)]
@@ -394,7 +392,7 @@ async def test_a_trie_worker_on_another_host_gets_rows_itself(
     assert sum(not is_reference(value) for value in stored(pool)) >= 5
 
 
-async def test_the_memory_of_a_worker_that_has_gone_is_held_by_nobody_who_has_read_it(pool: Pool, place: Path) -> None:
+async def test_clients_release_the_memory_of_a_worker_that_has_ended(pool: Pool, place: Path) -> None:
     worker = start(pool, place)
     environment = {"LMPOOL_SHM_DIR": str(place)}
     trie_worker = await asyncio.to_thread(pool.start_trie_worker, "--lease-s", 2, environment=environment)
@@ -422,15 +420,15 @@ def has_mapped(pid: int, name: str) -> bool:
 KILLED_IN_A_WRITE = """
 import os, signal, sys
 from lmpool.cli import main
-from lmpool.workers.queue import segment
+from lmpool.rows import segment
 
 write, written = segment.Segment._index, []
 
 def last(self, digest, number):
-    # The row is in its slot, what stands before it is not, or not all.
+    # The row is in its slot; the fields before it are missing, all or in part.
     written.append(digest)
     if len(written) == {rows}:
-        at = self._layout.slot_of(number)
+        at = self._at(number)
         self._memory[at : at + {kept}] = bytes({kept})
         os.kill(os.getpid(), signal.SIGKILL)
     write(self, digest, number)
@@ -463,7 +461,7 @@ from lmpool.producer import Producer
 from lmpool.rows import shared_memory
 
 def end(*_):
-    # Copied, and not looked at once more.
+    # After the copy, before the second read of the number.
     os.kill(os.getpid(), signal.SIGKILL)
 
 async def main():
@@ -475,10 +473,10 @@ asyncio.run(main())
 """
 
 
-async def test_a_client_that_is_killed_while_it_reads_a_row_leaves_all_as_it_was(pool: Pool, place: Path) -> None:
+async def test_a_client_killed_while_it_reads_a_row_has_no_effect(pool: Pool, place: Path) -> None:
     worker = start(pool, place)
     command = [sys.executable, "-c", KILLED_IN_A_READ, pool.url, pool.prefix]
-    for _ in range(2):  # Before the row is there, and after.
+    for _ in range(2):  # Before the row is stored, and after.
         client = await asyncio.create_subprocess_exec(*command)
         assert await asyncio.wait_for(client.wait(), DEADLINE_S) == -signal.SIGKILL
     async with pool.producer(cache_bytes=0) as producer:
@@ -514,7 +512,7 @@ async def test_a_folder_of_64_megabytes_is_enough(pool: Pool, place: Path) -> No
         "--vocab-size", 49_152, "--shm-bytes", 2**27,
         command=lambda: [*unshare, *lmpool_command()], environment={"LMPOOL_SHM_DIR": str(place)},
     )  # fmt: skip
-    await asyncio.to_thread(worker.until_says, "rows for this machine")
+    await asyncio.to_thread(worker.until_says, "for clients on this machine")
     # This process does not see that folder: as far as it knows, the worker is on another host.
     async with pool.producer(cache_bytes=0) as producer:
         for _ in range(2):

@@ -276,7 +276,7 @@ def test_plain_bytes_are_taken_with_one_warning_where_they_came_from(ours: Any, 
         ([], "empty"),
     ],
 )
-def test_a_vocabulary_that_cannot_be_told_apart_or_read_is_refused(decode: list[Any], message: str) -> None:
+def test_a_vocabulary_with_duplicates_or_unreadable_items_is_refused(decode: list[Any], message: str) -> None:
     with pytest.raises(InvalidVocabulary, match=message) as caught:
         TokenCharacterTrie(decode)
     assert isinstance(caught.value, ValueError)
@@ -308,7 +308,7 @@ def test_torch_is_not_loaded_for_a_trie() -> None:
 # Tokens
 
 
-def test_tokens_are_told_apart_by_their_ids_and_used_as_bytes() -> None:
+def test_tokens_are_compared_by_their_ids_and_used_as_bytes() -> None:
     first, second = Token(1, b"x"), Token(2, b"x")
     assert first != second
     assert first == Token(1, b"other") == TheirToken(1, b"x")

@@ -54,7 +54,7 @@ def test_options_of_the_model_stay_here() -> None:
         ({"cache_size": 10}, "cache_size cannot be set: .* use cache_bytes="),
         ({"redis": "redis://localhost"}, "redis cannot be set: .* backend='pool'"),
         ({"when_absent": "wait"}, "when_absent cannot be set: the private worker serves before"),
-        ({"priority": "bulk"}, "priority cannot be set: nobody else asks the private worker"),
+        ({"priority": "bulk"}, "priority cannot be set: no other client uses the private worker"),
         ({"batch_size": 3, "max_batch": 3}, "batch_size and max_batch are the same setting"),
         (
             {"hf_opts": {"device_map": {"": 0}}},
@@ -63,7 +63,7 @@ def test_options_of_the_model_stay_here() -> None:
         ({"hf_opts": {"attn_implementation": "eager"}}, "hf_opts has 'attn_implementation'"),
     ],
 )
-def test_what_cannot_be_honoured_is_refused(given: dict[str, Any], message: str) -> None:
+def test_unsupported_options_are_refused(given: dict[str, Any], message: str) -> None:
     with pytest.raises(SettingsError, match=message):
         split("hf", given)
 

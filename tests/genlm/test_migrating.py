@@ -139,7 +139,7 @@ def exists(dotted: str, end: int) -> bool:
         return False
 
 
-def test_every_name_of_ours_is_there() -> None:
+def test_every_name_of_this_package_exists() -> None:
     prefixes = ("lmpool.", *(f"{name}." for name in OURS))
     mentioned = {name.split("(")[0] for name in CODE.findall(PAGE) if name.startswith(prefixes)}
     assert len(mentioned) > 20
@@ -161,7 +161,7 @@ def test_every_import_of_the_examples_works() -> None:
             assert getattr(importlib.import_module(str(node.module)), alias.name)
 
 
-def test_what_is_said_of_options_is_so() -> None:
+def test_statements_about_options_are_true() -> None:
     options = {name.rstrip("=") for name in re.findall(r"`(\w+=?)` of `PooledLM.from_name`", PAGE)}
     assert options == {"timeout", "cache_bytes", "tokenizer"}
     assert options <= set(POOL_OPTIONS)

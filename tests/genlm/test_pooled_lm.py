@@ -62,7 +62,7 @@ async def finished(call: Callable[[], Any]) -> Any:
 # What it gives
 
 
-async def test_every_way_to_ask_gives_the_row_of_the_pool(small: PooledLM) -> None:
+async def test_every_method_returns_the_row_of_the_pool(small: PooledLM) -> None:
     for row in (await small.next_token_logprobs(IDS), small.next_token_logprobs_sync(IDS)):
         assert row.dtype == torch.float32
         assert row.device == small.device
@@ -153,7 +153,7 @@ async def test_without_a_seed_workers_draw_and_no_row_is_kept(small: PooledLM) -
 # Caches
 
 
-async def test_a_temperature_of_zero_takes_the_likeliest_tokens_with_and_without_a_seed(small: PooledLM) -> None:
+async def test_a_temperature_of_zero_takes_the_most_likely_tokens_with_and_without_a_seed(small: PooledLM) -> None:
     expected: list[int] = []
     for _ in range(4):
         expected.append(int((await small.next_token_logprobs([1, 2, *expected])).argmax()))
@@ -161,7 +161,7 @@ async def test_a_temperature_of_zero_takes_the_likeliest_tokens_with_and_without
         assert await small.sample([1, 2], 4, [], temperature=0, seed=seed) == expected
 
 
-async def test_it_tells_its_name_and_what_became_of_its_requests(small_pool: Pool, tokenizer: Any) -> None:
+async def test_it_reports_its_name_and_the_outcomes_of_its_requests(small_pool: Pool, tokenizer: Any) -> None:
     options: Any = {"redis": small_pool.url, "prefix": small_pool.prefix, "tokenizer": tokenizer}
     with PooledLM.from_name(**options) as model:
         assert repr(model) == "PooledLM('syn')"
@@ -226,7 +226,7 @@ async def test_an_empty_prompt_is_a_value_error(small: PooledLM) -> None:
             await small.batch_next_token_logprobs([IDS, []])
 
 
-def test_what_genlm_backend_removed_says_so_here_too(small: PooledLM) -> None:
+def test_methods_that_genlm_backend_removed_raise_here_too(small: PooledLM) -> None:
     with pytest.raises(RuntimeError, match="lora_name="):
         small.set_lora("folder", "name")
     with pytest.raises(RuntimeError, match="lora_name"):
@@ -268,7 +268,7 @@ def test_a_model_that_yields_to_others_does_so_wherever_it_is_unpickled(pool: Po
         PooledLM.from_name(**where, priority="high")  # type: ignore[arg-type]
 
 
-def test_a_model_without_a_tokenizer_asks_for_one(small_pool: Pool, threads_of_ours: ThreadList) -> None:
+def test_a_model_without_a_tokenizer_needs_one_as_an_argument(small_pool: Pool, threads_of_ours: ThreadList) -> None:
     with pytest.raises(SettingsError, match="tokenizer: the model 'syn' has no tokenizer; pass tokenizer="):
         PooledLM.from_name(redis=small_pool.url, prefix=small_pool.prefix)
     assert not threads_of_ours()
@@ -357,7 +357,7 @@ def send_both_ways(model: PooledLM, ids: list[int], answers: Any) -> None:
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_other_processes_ask_for_themselves(small: PooledLM, method: str) -> None:
+def test_other_processes_connect_for_themselves(small: PooledLM, method: str) -> None:
     async def fork_inside_a_running_loop() -> tuple[int, float, float]:
         await small.next_token_logprobs([9])
         small.next_token_logprobs_sync([9])
@@ -409,10 +409,10 @@ async def test_a_closed_model_says_so(small_pool: Pool, tokenizer: Any, threads_
 
 
 @pytest.mark.parametrize("way", ["sync", "coroutine"])
-def test_closing_ends_what_connects_in_other_threads(
+def test_closing_ends_connecting_in_other_threads(
     small_pool: Pool, tokenizer: Any, threads_of_ours: ThreadList, caplog: pytest.LogCaptureFixture, way: str
 ) -> None:
-    """As an unpickled model does with its first request, here for as long as nobody serves it."""
+    """Connect as an unpickled model does with its first request, while no worker serves the model."""
     address = Address("never", small_pool.url, prefix=small_pool.prefix, when_absent="wait")
     model = language_model._reconnected(PooledLM, address, tokenizer)
     ended: list[BaseException] = []
@@ -499,7 +499,7 @@ def test_the_interpreter_exits_quietly_without_close(small_pool: Pool) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
-def test_the_interpreter_exits_while_somebody_still_asks(small_pool: Pool) -> None:
+def test_the_interpreter_exits_while_requests_are_pending(small_pool: Pool) -> None:
     assert ended(small_pool, LEAVE_A_LOOP_AND_A_THREAD_BEHIND).returncode == 0
 
 

@@ -84,7 +84,7 @@ def test_a_dropped_model_ends_its_worker(tokenizer_folder: str, temporary_folder
     [({"colour": 3}, "No such option: --colour"), ({"max_batch": 0}, "--max-batch: 0 must be a whole number")],
     ids=["unknown", "malformed"],
 )
-def test_what_the_worker_refuses_is_quoted(opts: Any, message: str, tokenizer_folder: str, short_dir: Path) -> None:
+def test_the_worker_s_refusal_is_quoted(opts: Any, message: str, tokenizer_folder: str, short_dir: Path) -> None:
     with pytest.raises(ModelError, match=f"ended with code 2 before it served:\n(.|\n)*{message}"):
         load_model_by_name(tokenizer_folder, "synthetic", opts)
     assert list(short_dir.iterdir()) == []

@@ -138,7 +138,7 @@ def make_potential(model: PooledLM, prompt: list[int]) -> PromptedLLM:
     return PromptedLLM(model, prompt_ids=prompt)
 
 
-def test_potentials_of_other_processes_ask_the_same_pool(
+def test_potentials_of_other_processes_use_the_same_pool(
     real: PooledLM,
     prompted: tuple[PromptedLLM, PromptedLLM],
     prompts: list[list[int]],

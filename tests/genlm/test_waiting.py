@@ -1,4 +1,4 @@
-"""How long `PooledLM` waits: as long as somebody could answer."""
+"""How long `PooledLM` waits: as long as a worker could answer."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def test_batch_size_and_timeout_can_be_read_and_set(small_pool: Pool, tokenizer:
 
 
 async def connected(model: PooledLM, gate: Gate) -> None:
-    """Have it ask once, so that what comes next is not about opening connections; [1] is in the cache then."""
+    """Send one request, so that connections are open and the row of [1] is cached."""
     gate.open()
     await model.next_token_logprobs([1])
     gate.shut()

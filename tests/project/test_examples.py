@@ -231,7 +231,7 @@ def test_perplexity_is_that_of_transformers_on_the_same_windows(
     import torch
     from transformers import AutoModelForCausalLM
 
-    from lmpool.trie.kernels import torch_device
+    from lmpool.trie import torch_device
 
     window, overlap = 24, 10
     (tmp_path / "text.txt").write_text(TEXT, "utf-8")

@@ -34,8 +34,8 @@ ENGINES = {
 }
 # What each of these files may import, and nobody else.
 FILES_WITH_MORE = {
-    "shared/lmpool/trie/kernels/cpu.py": {"numba"},
-    "shared/lmpool/trie/kernels/torch_device.py": {"torch"},
+    "shared/lmpool/trie/cpu.py": {"numba"},
+    "shared/lmpool/trie/torch_device.py": {"torch"},
     "producer/lmpool/producer/genlm/tries.py": {"graphviz"},
     "producer/lmpool/producer/genlm/language_model.py": {"torch", "genlm"},
 }
@@ -43,7 +43,7 @@ FILES_WITH_MORE = {
 # stands for all files below it that do not belong to another name of the table.
 SHARED_UNITS = {
     "lmpool",
-    *(f"lmpool.{name}" for name in ("errors", "settings", "protocol", "broker", "rows", "trie", "trie.kernels")),
+    *(f"lmpool.{name}" for name in ("errors", "settings", "protocol", "broker", "rows", "trie")),
 }
 WORKER_UNITS = {
     f"lmpool.workers.{name}" for name in ("settings", "execution", "metrics", "queue", "membership", "trie")
@@ -57,7 +57,6 @@ MAY_IMPORT: dict[str, set[str]] = {
     "lmpool.broker": {"lmpool", "lmpool.errors", "lmpool.settings", "lmpool.protocol"},
     "lmpool.rows": {"lmpool", "lmpool.errors", "lmpool.settings", "lmpool.protocol", "lmpool.broker"},
     "lmpool.trie": {"lmpool", "lmpool.errors", "lmpool.settings", "lmpool.protocol"},
-    "lmpool.trie.kernels": {"lmpool", "lmpool.errors", "lmpool.settings", "lmpool.protocol", "lmpool.trie"},
     "lmpool.producer.deadline": SHARED_UNITS,
     "lmpool.producer.client": SHARED_UNITS | {"lmpool.producer.deadline"},
     "lmpool.producer": SHARED_UNITS | {"lmpool.producer.deadline", "lmpool.producer.client"},

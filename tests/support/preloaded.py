@@ -14,7 +14,7 @@ from importlib.metadata import entry_points
 import typer
 
 _LATER = (
-    "lmpool.trie.kernels.cpu",
+    "lmpool.trie.cpu",
     "lmpool.web.serve",
     "lmpool.workers.trie.backend",
     "prometheus_client",

@@ -18,15 +18,14 @@ from lmpool.protocol.job import Failure
 from lmpool.protocol.model_info import ModelInfo
 from lmpool.protocol.query import TrieQuery
 from lmpool.protocol.row import Encoding, RowBlock, VectorBlock
+from lmpool.rows.segment import SegmentWriter
 from lmpool.workers import dispatch as dispatch_module
 from lmpool.workers.backends.synthetic import SyntheticSettings
 from lmpool.workers.dispatch import Dispatcher
 from lmpool.workers.execution.contract import BackendJob, Finished
 from lmpool.workers.membership.adapters import AdapterKeeper
-from lmpool.workers.metrics.counters import Counters
 from lmpool.workers.queries import QueryAnswerer
 from lmpool.workers.queue.consumer import Claimed, InFlightJob, InFlightJobs, JobsByDigest
-from lmpool.workers.queue.segment import SegmentWriter
 from lmpool.workers.worker import FetchLoop, Lifecycle, Worker
 from tests.support.pool import DEADLINE_S
 
@@ -35,7 +34,7 @@ NO_ADAPTERS = AdapterKeeper(
 )
 PROMPT, ANSWER = b"p" * 16, b"a" * 16
 INFO = ModelInfo("m", "synthetic", vocab_size=4, max_prompt_tokens=8, revision="r", dtype="float32")
-NO_SEGMENT = SegmentWriter(INFO, "w", 0, Counters())
+NO_SEGMENT = SegmentWriter(INFO, "w", 0)
 
 
 class Recorder:

@@ -31,22 +31,22 @@ from lmpool.trie.kernels import Kernels, open_kernels
 from lmpool.trie.trie import Trie, check_weights
 from lmpool.vocabulary import Vocabulary
 
-_MAX_MISSING = 5
-_MAX_CHOICES = 4096
+_MAX_MISSING = 5  # Times that the row or the weights of a request may be missing before it fails.
+_MAX_CHOICES = 4096  # Prefixes whose children are remembered: particles request the same few again and again.
 
 _tries: WeakValueDictionary[str, Trie] = WeakValueDictionary()
 """The tries in use in this process, by the digest of their vocabulary."""
 
 
 class TrieOptions(TypedDict, total=False):
-    """What the calls of `PooledTrie` take besides the weights.
+    """Options of the methods of `PooledTrie`.
 
     Attributes:
         adapter: adapter of the prompt.
-        nodes: ids of the nodes that are wanted; the others are not sent.
-        under: a prefix, whose children are wanted, in the order of their bytes.
-        timeout: seconds; the producer's when left out.
-        local: compute in this process; the trie's when left out.
+        nodes: ids of the nodes to return; no other nodes are sent.
+        under: a prefix whose children are returned, in the order of their bytes.
+        timeout: seconds; by default the producer's.
+        local: compute in this process; by default as the trie was made.
     """
 
     adapter: str
@@ -61,12 +61,12 @@ _OPTIONS = TrieOptions.__annotations__.keys()
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Which nodes are wanted of a trie, and how the pool is asked for them.
+    """The requested nodes of a trie.
 
     Attributes:
         trie: the trie.
         nodes: int32 ids; None for all.
-        select: the query's selection for those nodes.
+        select: the query's selection for these nodes.
         sent: the query's node ids.
     """
 
@@ -77,7 +77,7 @@ class Choice:
 
     @classmethod
     def read(cls, trie: Trie, nodes: Any, under: Any) -> Choice:
-        """What the arguments `nodes` and `under` mean.
+        """Read the options `nodes` and `under`.
 
         Raises:
             UnknownNode: no such node or prefix.
@@ -97,31 +97,28 @@ class Choice:
 
     @property
     def size(self) -> int:
-        """Number of the nodes."""
+        """Number of nodes."""
         return self.trie.n_nodes if self.nodes is None else len(self.nodes)
 
     def compute(self, kernels: Kernels, op: Op, weights: Values) -> Values:
-        """The values of the nodes in this process: (B, V) -> (B, size)."""
+        """Compute the values of the nodes in this process: (B, V) -> (B, size)."""
         if self.nodes is None:
             return kernels.values(op, weights)
         return self.trie.pick(kernels.inner(op, weights), weights, self.nodes)
 
 
 class TrieQueries:
-    """Asks trie workers, and model workers that answer tries themselves.
+    """Sends trie queries to trie workers, and to model workers that answer tries themselves.
 
     Args:
         trie: the trie.
-        sessions: with the model's workers.
-        trie_sessions: with the trie workers.
-
-    Attributes:
-        sessions: as above.
+        sessions: sessions with the model's workers.
+        trie_sessions: sessions with the trie workers.
     """
 
     def __init__(self, trie: Trie, sessions: SessionPerLoop, trie_sessions: SessionPerLoop) -> None:
         self._trie = trie
-        # A job for trie workers has the vocabulary's digest for a prompt: so their home is who has it in memory.
+        # The "prompt" of a job for trie workers is the vocabulary's digest, so its home has the vocabulary in memory.
         self._prompt = Prompt(trie.digest.encode(), digest_of(trie.digest.encode()))
         self.sessions = sessions
         self._trie_sessions = trie_sessions
@@ -129,14 +126,14 @@ class TrieQueries:
     async def of_weights(
         self, op: Op, weights: Values, choice: Choice, deadline: Deadline, out: Values | None = None
     ) -> Values:
-        """The values for weights of shape (V,), which travel to a trie worker.
+        """Request the values for weights of shape (V,), which are sent to a trie worker.
 
         Args:
-            op: what to take over the weights.
-            weights: float32 (V,), which must not change meanwhile.
-            choice: of which nodes.
-            deadline: for how long.
-            out: where to put the values, if not in an array of their own.
+            op: the operation over the weights.
+            weights: float32 (V,); they must not change before this returns.
+            choice: the nodes.
+            deadline: when to give up.
+            out: an array for the values.
         """
         if choice.size == 0:
             return _put(np.empty(0, np.float32), out)
@@ -148,15 +145,15 @@ class TrieQueries:
             packed = TrieQuery(op, self._trie.digest, choice.select, choice.sent, "", sent.name).pack()
             return await session.answer(self._prompt.with_query(packed, length), deadline, weights=sent)
 
-        # The server may have lost the weights: it restarted, or they waited too long.
+        # The server may have lost the weights: it restarted, or they expired in the queue.
         values = await self._insist(session, ask, deadline)
         return self._trie.expand(values, weights, out) if choice.nodes is None else _put(values, out)
 
     def encode(self, session: Session, prompts: Iterable[Any], adapter: str) -> list[Prompt]:
-        """Prompts of the model, all checked before any is sent.
+        """Check and encode all prompts before any is sent.
 
         Raises:
-            InvalidPrompt: one is none for this model.
+            InvalidPrompt: one is malformed for this model.
             InvalidWeights: the model's rows are not as long as the vocabulary.
         """
         encoded = [session.encode(ids, adapter) for ids in prompts]
@@ -171,7 +168,7 @@ class TrieQueries:
     async def of_prompt(
         self, op: Op, session: Session, prompt: Prompt, choice: Choice, deadline: Deadline, out: Values | None = None
     ) -> Values:
-        """The values for a prompt's row, which stays where it is; see `of_weights`."""
+        """Request the values for a prompt's row, which is not fetched; see `of_weights`."""
         if choice.size == 0:
             return _put(np.empty(0, np.float32), out)
         trie = self._trie
@@ -183,7 +180,7 @@ class TrieQueries:
         return _put(values, out)
 
     async def row(self, op: Op, session: Session, prompt: Prompt, deadline: Deadline) -> Values:
-        """The weights that a prompt stands for, (V,), for computing in this process."""
+        """The weights of a prompt, (V,), for computing in this process."""
         row = session.cached(prompt)
         if row is None:
             row = await session.answer(prompt, deadline)
@@ -199,17 +196,17 @@ class TrieQueries:
             try:
                 return await self._insist(session, ask_model_workers, deadline, 1)
             except SourceMissing:
-                pass  # Another worker of this model has no tries.
+                pass  # A worker of this model was started without --with-trie.
         trie_session = self._trie_sessions.current(deadline.loop) or await self._trie_sessions.open(deadline)
 
         async def ask_trie_workers() -> Values:
-            # The model may have other weights than the last time, and its rows other names.
+            # Read at each try: the fingerprint changes when the model is served with other weights.
             source = session.fingerprint, prompt.digest
             packed = TrieQuery(query.op, query.vocabulary, query.select, query.nodes, *source).pack()
             return await trie_session.answer(self._prompt.with_query(packed, length), deadline)
 
         async def compute(error: RequestFailed) -> None:
-            # Fetching a damaged row has it computed anew.
+            # Fetching a damaged row makes a worker compute it again.
             is_missing = isinstance(error, SourceMissing)
             await session.answer(prompt, deadline, warm=is_missing, whole=is_missing)
 
@@ -223,28 +220,28 @@ class TrieQueries:
         missing: int = _MAX_MISSING,
         repair: Callable[[RequestFailed], Awaitable[None]] | None = None,
     ) -> Values:
-        """Ask until what the job names is there.
+        """Repeat a request until the server has everything that the job names.
 
         Args:
-            session: with the workers that are asked.
-            ask: asks once.
-            deadline: for how long.
-            missing: how often the row or the weights may be missing.
-            repair: brings them; otherwise asking again does.
+            session: the session with the workers that answer.
+            ask: sends the request once.
+            deadline: when to give up.
+            missing: how often the row or the weights may be missing or damaged.
+            repair: stores them again; without it `ask` does.
 
         Raises:
-            UnknownVocabulary: the pool does not know the vocabulary even though it was sent there.
-            SourceMissing, CorruptRow: what the job names was missing or damaged as often as it may be.
-            LMPoolError: whatever else `ask`, `repair` or registering the vocabulary end in.
+            UnknownVocabulary: the pool does not keep the vocabulary although it was sent there.
+            SourceMissing, CorruptRow: the row or the weights were missing or damaged too often.
+            LMPoolError: any error of `ask`, of `repair`, or of registering the vocabulary.
         """
-        knows = True
+        is_registered = False
         while True:
             try:
                 return await ask()
             except UnknownVocabulary:
-                if not knows:
+                if is_registered:
                     raise
-                knows = False
+                is_registered = True
                 await session.vocabularies.register(self._trie.vocabulary, deadline)
             except (SourceMissing, CorruptRow) as error:
                 missing -= 1
@@ -257,13 +254,13 @@ class TrieQueries:
 class PooledTrie(CopiedAsItself):
     """The prefix tree over a vocabulary; made by `Producer.trie`.
 
-    Every node stands for a prefix of some tokens; its value is the sum or the maximum of the weights of the
-    tokens that begin with it. Weights are a float32 array of shape (V,) (numpy, or torch on the CPU), which is not
-    copied and must not change until the call returns; or a prompt, from whose row they are made where the row is: its
-    probabilities, for `logsumexp` its log-probabilities.
+    Every node stands for a prefix of some tokens. Its value is the sum or the maximum of the weights of the tokens that
+    begin with the prefix. Weights are a float32 array of shape (V,) (numpy, or torch on the CPU), which is not copied
+    and must not change until the call returns. Or they come from the row of a prompt: its probabilities, or for
+    `logsumexp` its log-probabilities. The row is not fetched.
 
-    All calls return float32 of shape (n_nodes,), or with `nodes` or `under` of the nodes that are wanted, in that
-    order; batches one more axis in front. They raise
+    All methods return float32 of shape (n_nodes,), or with `nodes` or `under` one value for each requested node, in
+    that order. Batches have one more axis in front. They raise
 
         InvalidWeights: wrong length or dtype, or NaN.
         UnknownNode: no such node or prefix.
@@ -274,8 +271,8 @@ class PooledTrie(CopiedAsItself):
 
     Args:
         structure: the nodes.
-        queries: asks the pool.
-        timeout: seconds that a request may take.
+        queries: sends queries to the pool.
+        timeout: seconds per request.
         local: compute in this process.
 
     Attributes:
@@ -289,7 +286,6 @@ class PooledTrie(CopiedAsItself):
         self._local = local
         self._kernels: Kernels | None = None
         self._opening: asyncio.Task[Kernels] | None = None
-        # Particles ask about the same few prefixes again and again.
         self._under: dict[bytes, Choice] = {}
 
     async def weight_sum(self, ws: Any = None, *, prompt: Any = None, **options: Unpack[TrieOptions]) -> Values:
@@ -348,7 +344,7 @@ class PooledTrie(CopiedAsItself):
         return out
 
     async def _of_prompts(self, op: Op, prompts: list[Any], options: TrieOptions) -> Values:
-        """Values for the rows of prompts: (n, number of nodes that are wanted)."""
+        """The values for the rows of prompts: (n, number of requested nodes)."""
         choice, deadline, is_local = self._read(options)
         queries = self._queries
 
@@ -366,7 +362,7 @@ class PooledTrie(CopiedAsItself):
 
     def _read(self, options: TrieOptions) -> tuple[Choice, Deadline, bool]:
         if not options.keys() <= _OPTIONS:
-            raise SettingsError(f"{min(options.keys() - _OPTIONS)}: not an option; there are {', '.join(_OPTIONS)}")
+            raise SettingsError(f"{min(options.keys() - _OPTIONS)}: not an option; options are {', '.join(_OPTIONS)}")
         timeout, local = options.get("timeout"), options.get("local")
         deadline = Deadline.of(timeout, self._timeout)
         choice = self._choose(options.get("nodes"), options.get("under"))
@@ -383,12 +379,12 @@ class PooledTrie(CopiedAsItself):
         return choice
 
     async def _compute(self, op: Op, weights: Values, choice: Choice) -> Values:
-        """The values in this process, in a thread: (n, V) -> (n, number of nodes that are wanted)."""
+        """Compute the values in a thread of this process: (n, V) -> (n, number of requested nodes)."""
         kernels = self._kernels or await self._open()
         return await asyncio.to_thread(choice.compute, kernels, op, weights)
 
     async def _open(self) -> Kernels:
-        """The kernels; concurrent callers share one attempt to make them, and who comes after a failure tries again."""
+        """The kernels. Concurrent callers share one attempt; after a failure the next caller tries again."""
         loop, opening = asyncio.get_running_loop(), self._opening
         if opening is None or opening.done() or opening.get_loop() is not loop:
             opening = self._opening = loop.create_task(asyncio.to_thread(open_kernels, self.structure))
@@ -406,7 +402,7 @@ class PooledTrie(CopiedAsItself):
 
 
 def trie_of(vocabulary: Vocabulary | Iterable[bytes]) -> Trie:
-    """The trie over a vocabulary; one for all who use it in this process.
+    """The trie over a vocabulary; callers in this process share one.
 
     Raises:
         InvalidVocabulary: not byte strings, or over a limit.
@@ -425,7 +421,7 @@ def _check_source(ws: Any, prompt: Any, name: str) -> None:
 
 
 def _put(values: Values, out: Values | None) -> Values:
-    """The values, in `out` when there is one."""
+    """Copy the values to `out`, if there is one."""
     if out is None:
         return values
     out[:] = values

@@ -1,4 +1,4 @@
-"""Where rows live: the cache on the server, and the connection that carries them.
+"""Rows where they are stored: in Redis, and in shared memory of one machine.
 
-Imports `protocol` and `broker`; imported by producers and workers.
+Imports `protocol` and `broker`; producers and workers import it.
 """

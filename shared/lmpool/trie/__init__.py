@@ -1,4 +1,4 @@
-"""The prefix tree over a vocabulary, and the kernels that sum up weights below its nodes.
+"""The prefix tree over a vocabulary, and the kernels that sum the weights below its nodes.
 
-Imports `protocol`, and `vocabulary` and the like beside this folder.
+Imports `protocol` and files of the folder above, such as `vocabulary`.
 """

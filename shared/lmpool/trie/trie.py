@@ -1,8 +1,8 @@
-"""The prefix tree over the byte strings of a vocabulary, as flat arrays; and the check of weights of its tokens.
+"""The prefix tree over the byte strings of a vocabulary, as flat arrays; and checks of weights of its tokens.
 
-Nodes are the distinct prefixes of the tokens, numbered in the order of their bytes. The sorted tokens enter one after
-the other: each adds a node for every byte behind the prefix that it shares with the one before it, so numbers, depths
-and labels are running sums.
+Nodes are the distinct prefixes of the tokens, numbered in the order of their bytes. The tokens are added in sorted
+order. Each adds a node for every byte after the prefix that it shares with the token before it, so numbers, depths and
+labels are running sums.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from lmpool.errors import InvalidWeights, UnknownNode
 from lmpool.settings import shown
 from lmpool.vocabulary import Vocabulary
 
-_MAX_SHOWN = 120
-_WINDOW = 8
-_BLOCK = 1 << 22
+_MAX_SHOWN = 120  # Characters of a value in an error message.
+_WINDOW = 8  # Bytes of two tokens that are compared at once; most tokens differ within them.
+_BLOCK = 1 << 22  # Max bytes of all windows together, which bounds the memory.
 
 Ints = NDArray[np.int64]
 
 
 class TrieArrays(NamedTuple):
-    """A trie of N nodes over V tokens, M of them inner; `lmpool.trie.trie.Trie` says what each array holds."""
+    """The arrays of a trie; see `Trie` for their meaning."""
 
     parent: NDArray[np.int32]
     label: NDArray[np.uint8]
@@ -41,20 +41,20 @@ class TrieArrays(NamedTuple):
 
 
 def build_arrays(vocabulary: Vocabulary) -> TrieArrays:
-    """The arrays of the trie over a vocabulary."""
+    """Build the trie over a vocabulary."""
     tokens = vocabulary.tokens
     order = np.array(sorted(range(len(tokens)), key=tokens.__getitem__), np.int64)
     lengths = vocabulary.lengths.astype(np.int64)
     starts = (np.cumsum(lengths) - lengths)[order]
     lengths = lengths[order]
-    # With bytes behind the last token, so that a window fits at every byte.
+    # More bytes after the last token, so that a window fits at every byte.
     data = np.frombuffer(vocabulary.data + bytes(int(lengths.max()) + 1), np.uint8)
     added = lengths - _common_prefixes(data, starts, lengths)
     last = np.cumsum(added)
     leaf = np.empty(len(tokens), np.int32)
     leaf[order] = last
 
-    # A node's depth grows by one within its token, from what the token shares with the one before it.
+    # Within a token the depth grows by one per node, from the length that it shares with the token before it.
     depths = np.zeros(int(last[-1]) + 1, np.int64)
     depths[1:] = np.arange(1, depths.size) - np.repeat(last - lengths, added)
     label = np.zeros(depths.size, np.uint8)
@@ -68,10 +68,10 @@ def build_arrays(vocabulary: Vocabulary) -> TrieArrays:
 
 
 def _common_prefixes(data: NDArray[np.uint8], starts: Ints, lengths: Ints) -> Ints:
-    """The length of the prefix that each token shares with the one before it, 0 at the first: int64 (V,).
+    """The length of the prefix that each token shares with the token before it, 0 at the first: int64 (V,).
 
-    All pairs that are equal so far are compared at once, a window of bytes at a time. The window grows as pairs drop
-    out, so that a few long tokens cost as little as many short ones.
+    All pairs that are equal so far are compared at once, one window of bytes per round. The window grows as the number
+    of pairs falls, so that a few long tokens cost as little as many short ones.
     """
     limit = np.zeros_like(lengths)
     np.minimum(lengths[:-1], lengths[1:], out=limit[1:])
@@ -93,7 +93,7 @@ def _common_prefixes(data: NDArray[np.uint8], starts: Ints, lengths: Ints) -> In
 
 
 def _parents(depth: NDArray[np.int32]) -> NDArray[np.int32]:
-    """Every node's parent: the last node before it that is one less deep, most often the one right before it."""
+    """Every node's parent: the last node before it whose depth is one less, most often the previous node."""
     count = depth.size
     parent = np.arange(-1, count - 1, dtype=np.int32)
     others = np.flatnonzero(depth[1:] <= depth[:-1]) + 1
@@ -104,7 +104,7 @@ def _parents(depth: NDArray[np.int32]) -> NDArray[np.int32]:
 
 
 def _stable_order(values: NDArray[Any]) -> Ints:
-    """`argsort(kind="stable")` of numbers from 0 to 2**32 - 1, 16 bits at a time: numpy sorts those by radix."""
+    """`argsort(kind="stable")` of numbers from 0 to 2**32 - 1. numpy sorts 16-bit numbers by radix, which is faster."""
     order = np.argsort((values & 0xFFFF).astype(np.uint16), kind="stable")
     high = (values >> 16).astype(np.uint16)
     if not high.any():
@@ -113,7 +113,7 @@ def _stable_order(values: NDArray[Any]) -> Ints:
 
 
 def _children(parent: NDArray[np.int32]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """`child_start` (N + 1,) and `child` (N - 1,), int32: the children of all nodes, one node after the other."""
+    """`child_start` (N + 1,) and `child` (N - 1,), int32: the children of all nodes in succession."""
     child_start = np.zeros(parent.size + 1, np.int32)
     np.cumsum(np.bincount(parent[1:], minlength=parent.size), out=child_start[1:])
     return child_start, (_stable_order(parent[1:]) + 1).astype(np.int32)
@@ -122,11 +122,10 @@ def _children(parent: NDArray[np.int32]) -> tuple[NDArray[np.int32], NDArray[np.
 def _plan(
     parent: NDArray[np.int32], n_children: NDArray[np.int32], leaf: NDArray[np.int32]
 ) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32]]:
-    """`home` (V,), `inner_parent` (M,) and `value_of` (N,): nodes with the value of another, or of one token, left out.
+    """`home` (V,), `inner_parent` (M,) and `value_of` (N,) of the compressed trie.
 
-    A link is a node with one child and no token: it has its child's value, and its child is the next node. So every
-    node has the value of the first node from itself on that is no link, and the links right before a node are its
-    chain.
+    A link is a node with one child and no token. It has its child's value, and its child is the next node. So every
+    node has the value of the first node from itself on that is no link. The links directly before a node are its chain.
     """
     n_tokens = np.bincount(leaf, minlength=parent.size)
     kept = (n_children != 1) | (n_tokens != 0)
@@ -140,7 +139,7 @@ def _plan(
     end = np.cumsum(kept) - kept
     value = np.where(inner[ends], index[ends], token[ends] + index[-1] + 1).astype(np.int32)
 
-    # Above the chain of a kept node is an inner one, as a link's only child is in the same chain.
+    # The parent of a chain is an inner node: a link's only child is in the same chain.
     above = np.full(ends.size, -1, np.int32)
     above[1:] = index[parent[ends[:-1] + 1]]
     home = np.where(inner[leaf], index[leaf], above[end[leaf]])
@@ -150,13 +149,13 @@ def _plan(
 class Trie:
     """The trie of V tokens: N nodes, one for every distinct prefix of a token, the empty one among them.
 
-    Nodes are numbered in the order of their prefixes as byte strings, which is preorder with children by byte value:
-    the root, b"", is node 0, a parent precedes its children, and all that is below a node follows it without a gap. The
-    numbers depend on nothing but the set of byte strings, so whoever has the vocabulary has the same ones.
+    Nodes are numbered in the order of their prefixes as byte strings, which is preorder with children by byte value.
+    The root, b"", is node 0; a parent precedes its children; all nodes below a node follow it without a gap. The
+    numbers depend only on the set of byte strings, so they are the same in every process.
 
-    Unary chains carry equal values, so kernels compute those of the inner nodes only. An inner node is the root, a
-    node with two or more children, one with a token of its own and a child, or one with two or more tokens. They are
-    numbered in preorder too, M of them. Every other node has the value of one inner node or of one token below it.
+    Nodes of a chain without forks have equal values, so kernels compute the values of the M inner nodes only. An inner
+    node is the root, a node with two or more children, a node with a token and a child, or a node with two or more
+    tokens. Inner nodes are numbered in preorder too. Every other node has the value of one inner node or of one token.
 
     All arrays are read-only. Two tries are equal when their vocabularies are.
 
@@ -168,9 +167,9 @@ class Trie:
         leaf: int32 (V,), the node of each token.
         child_start: int32 (N + 1,); the children of n are `child[child_start[n] : child_start[n + 1]]`, by label.
         child: int32 (N - 1,).
-        home: int32 (V,), the inner node that a token's weight is added to: its own, or the nearest above it.
+        home: int32 (V,), the inner node that a token's weight is added to: its own node, or the nearest one above it.
         inner_parent: int32 (M,), the nearest inner node above each inner node, -1 at 0; always smaller than the index.
-        value_of: int32 (N,), where each node's value is in the vector [M values of inner nodes | V weights].
+        value_of: int32 (N,), the place of each node's value in the vector [M values of inner nodes | V weights].
     """
 
     def __init__(self, vocabulary: Vocabulary | Iterable[bytes]) -> None:
@@ -188,7 +187,7 @@ class Trie:
             array.flags.writeable = False
         self.parent, self.label, self.depth, self.leaf, self.child_start, self.child = arrays[:6]
         self.home, self.inner_parent, self.value_of = arrays[6:]
-        # Python reads single numbers from a memoryview in half the time that an array takes.
+        # Python reads single numbers from a memoryview twice as fast as from an array.
         self._parents, self._labels = self.parent.data, self.label.data
         self._starts, self._children = self.child_start.data, self.child.data
 
@@ -221,7 +220,7 @@ class Trie:
         """The node of a prefix.
 
         Raises:
-            UnknownNode: no token begins like that; the message names the longest prefix that one does begin with.
+            UnknownNode: no token begins with it; the message names its longest prefix that a token begins with.
         """
         if not isinstance(prefix, (bytes, bytearray, memoryview)):
             raise UnknownNode(
@@ -233,27 +232,19 @@ class Trie:
             place = bisect_left(self._children, byte, low, high, key=self._labels.__getitem__)
             if place == high or self._labels[self._children[place]] != byte:
                 raise UnknownNode(
-                    f"no token begins with {shown(bytes(prefix), _MAX_SHOWN)}; the most of it that one begins with "
-                    f"is {shown(bytes(prefix[:at]), _MAX_SHOWN)}, node {node}"
+                    f"no token begins with {shown(bytes(prefix), _MAX_SHOWN)}; tokens begin with at most "
+                    f"{shown(bytes(prefix[:at]), _MAX_SHOWN)}, node {node}"
                 )
             node = self._children[place]
         return node
 
     def children(self, node: int | np.integer[Any]) -> NDArray[np.int32]:
-        """The children of a node by their label: int32, of shape (0,) to (256,).
-
-        Raises:
-            UnknownNode: as `check_node`.
-        """
+        """The children of a node by their label: int32, of shape (0,) to (256,); raises `UnknownNode`."""
         node = self.check_node(node)
         return self.child[self._starts[node] : self._starts[node + 1]]
 
     def prefix(self, node: int | np.integer[Any]) -> bytes:
-        """The byte string that leads from the root to a node.
-
-        Raises:
-            UnknownNode: as `check_node`.
-        """
+        """The byte string from the root to a node; raises `UnknownNode`."""
         node = self.check_node(node)
         labels = bytearray()
         while node:
@@ -281,7 +272,7 @@ class Trie:
             nodes: a sequence of integers or a 1-D integer array; it may be empty and may repeat nodes.
 
         Raises:
-            UnknownNode: as `check_node`, with the first that is at fault.
+            UnknownNode: as `check_node`, for the first wrong node.
         """
         if not hasattr(nodes, "__array__"):
             return self._check_list(nodes)
@@ -294,10 +285,10 @@ class Trie:
         return array.astype(np.int32)
 
     def _check_list(self, nodes: Any) -> NDArray[np.int32]:
-        """Not through numpy, which makes integers of bools."""
+        """Check a list without numpy, which converts bools to integers."""
         if isinstance(nodes, (str, bytes, bytearray)) or not isinstance(nodes, Sequence):
             raise UnknownNode(f"the nodes are {shown(nodes, _MAX_SHOWN)}: they must be a sequence of integers")
-        # Checking node by node takes several times as long.
+        # Several times as fast as node by node.
         if set(map(type, nodes)) == {int} and min(nodes) >= 0 and max(nodes) < self.n_nodes:
             return np.array(nodes, np.int32)
         return np.array([self.check_node(node) for node in nodes], np.int32)
@@ -315,7 +306,7 @@ class Trie:
         Args:
             inner: values of the inner nodes, float32 (M,) or (B, M).
             ws: the weights they were computed from, float32 (V,) or (B, V).
-            out: where to put the values, float32 of the result's shape.
+            out: float32 array of the result's shape for the values.
 
         Returns:
             float32 (N,) or (B, N).
@@ -328,7 +319,7 @@ class Trie:
         values = np.empty(shape, np.float32) if out is None else out
         if values.shape != shape or values.dtype != np.float32:
             raise ValueError(f"{values.dtype} of shape {values.shape} cannot take values of shape {shape} and float32")
-        # One row at a time stays in the processor's cache; a clipping take writes without a buffer between.
+        # A single row stays in the processor's cache, and a clipping `take` needs no second buffer.
         row = np.empty(self.n_inner + self.n_tokens, np.float32)
         for target, of_inner, of_tokens in zip(*map(np.atleast_2d, (values, inner, ws)), strict=True):
             row[: self.n_inner], row[self.n_inner :] = of_inner, of_tokens
@@ -341,7 +332,7 @@ class Trie:
         Args:
             inner: values of the inner nodes, float32 (M,) or (B, M).
             ws: the weights they were computed from, float32 (V,) or (B, V).
-            nodes: k nodes, as `check_nodes` takes them.
+            nodes: k nodes, see `check_nodes`.
 
         Returns:
             float32 (k,) or (B, k), in the order of `nodes`.
@@ -360,7 +351,7 @@ class Trie:
 
     @cached_property
     def _index(self) -> NDArray[np.intp]:
-        """`value_of` in numpy's own index type, which it would otherwise convert at every call."""
+        """`value_of` in numpy's index type, so that numpy does not convert it at every call."""
         return self.value_of.astype(np.intp)
 
     def _check_shapes(self, inner: NDArray[np.float32], ws: NDArray[np.float32]) -> None:
@@ -384,7 +375,7 @@ class Trie:
 
 
 def check_weights(weights: Any, n_tokens: int, *, batch: bool) -> NDArray[np.float32]:
-    """Check the weights of all tokens; nothing is copied when they are C-contiguous already.
+    """Check the weights of all tokens, without a copy when they are C-contiguous.
 
     Args:
         weights: float32 array (numpy, or torch on the CPU) of shape (V,), or (B, V) when `batch`.
@@ -398,14 +389,14 @@ def check_weights(weights: Any, n_tokens: int, *, batch: bool) -> NDArray[np.flo
         InvalidWeights: not such an array, of another length or dtype, or with NaN among them.
     """
     values = check_layout(weights, n_tokens, batch=batch)
-    # A minimum is NaN when any number is, and costs a fifth of looking at each.
+    # The minimum is NaN when any number is, and takes a fifth of the time of `isnan`.
     if values.size and np.isnan(values.min()):
         raise nan_found(values)
     return values
 
 
 def check_layout(weights: Any, n_tokens: int, *, batch: bool) -> NDArray[np.float32]:
-    """As `check_weights`, without looking at the numbers: for those who look at them anyway."""
+    """As `check_weights`, without the check for NaN: for kernels, which check the numbers themselves."""
     if not hasattr(weights, "__array__"):
         raise InvalidWeights(
             f"the weights are {shown(weights, _MAX_SHOWN)} ({type(weights).__name__}): "
@@ -422,11 +413,7 @@ def check_layout(weights: Any, n_tokens: int, *, batch: bool) -> NDArray[np.floa
 
 
 def check_shape(shape: tuple[int, ...], n_tokens: int, *, batch: bool) -> None:
-    """Refuse a shape other than (V,), or (B, V) when `batch`.
-
-    Raises:
-        InvalidWeights: with both.
-    """
+    """Raise `InvalidWeights` for a shape other than (V,), or (B, V) when `batch`."""
     if len(shape) != 1 + batch:
         wanted = f"a batch has shape (B, {n_tokens})" if batch else f"one vector has shape ({n_tokens},)"
         raise InvalidWeights(f"the weights have shape {shape}: {wanted}")
@@ -435,7 +422,7 @@ def check_shape(shape: tuple[int, ...], n_tokens: int, *, batch: bool) -> None:
 
 
 def nan_found(values: NDArray[np.float32]) -> InvalidWeights:
-    """The error for weights, of shape (V,) or (B, V), that hold NaN somewhere: it names the first."""
+    """The error for weights of shape (V,) or (B, V) with NaN; it names the first one."""
     place = np.unravel_index(int(np.argmax(np.isnan(values))), values.shape)
     where = f"weight {place[-1]}" if values.ndim == 1 else f"weight {place[1]} of row {place[0]}"
     return InvalidWeights(f"{where} is NaN: every weight must be a number, or an infinity")

@@ -1,6 +1,6 @@
 """A Redis server in memory: fakeredis behind a socket.
 
-fakeredis brings a server for TCP, but it answers short strings as status replies, which a `RawRowConnection` rightly
+fakeredis brings a server for TCP, but it answers short strings as status replies, which a `RawRowReceiver` rightly
 refuses, looks for input a hundred times a second, and takes a thread for each connection. This one runs in an event
 loop.
 """

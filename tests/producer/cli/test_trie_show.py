@@ -19,7 +19,7 @@ from typer.testing import CliRunner, Result
 from lmpool.errors import EmptyPrompt, NoWorker, SettingsError, TokenOutOfRange, UnknownModel, UnknownNode
 from lmpool.producer import Producer
 from lmpool.producer.cli.options import run as run_async
-from lmpool.producer.cli.trie_show import Branch, Grower, Limits, TokensBelow, from_text, print_tree, to_text, trie_app
+from lmpool.producer.cli.trie_show import Branch, BranchReader, Limits, from_text, print_tree, to_text, trie_app
 from lmpool.protocol.model_info import ModelInfo
 from lmpool.synthetic import synthetic_row, synthetic_vocabulary
 from lmpool.trie.trie import Trie
@@ -158,7 +158,7 @@ def test_text_goes_through_the_tokenizer_of_the_model(served: Pool, monkeypatch:
 
 def test_every_mistake_says_what_is_wrong(served: Pool) -> None:
     cases = [
-        (["1,2", "--ids", "--under", "qqqq"], UnknownNode, "no token begins with b'qqqq'; the most of it"),
+        (["1,2", "--ids", "--under", "qqqq"], UnknownNode, "no token begins with b'qqqq'; tokens begin with at most"),
         (["1,2", "--ids", "--under", r"\q"], SettingsError, r"under: '\\q' has a backslash before 'q'"),
         (["hello"], SettingsError, "the model 'syn' has no tokenizer; pass token ids with --ids"),
         (["--ids"], SettingsError, "ids: there is no prompt"),
@@ -179,7 +179,7 @@ def test_a_mistake_ends_in_one_line_and_exit_code_2(served: Pool) -> None:
 def test_a_model_without_a_vocabulary_has_no_trie(served: Pool, pool: Pool) -> None:
     info = ModelInfo.unpack(dict(served.redis.hgetall(served.keys.models()))[b"syn"])  # type: ignore[arg-type]
     pool.redis.hset(pool.keys.models(), "syn", replace(info, vocabulary="").pack())
-    assert "the model 'syn' publishes no vocabulary" in one_line(on(pool, "trie", "show", "1", "--ids"))
+    assert "the model 'syn' has no vocabulary in the pool" in one_line(on(pool, "trie", "show", "1", "--ids"))
 
 
 def test_a_narrow_terminal_gets_lines_that_are_cut_and_not_folded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,7 +203,7 @@ class QueryAnswerer:
 
     def __init__(self, trie: Trie) -> None:
         self.calls: list[list[int]] = []
-        self._tokens = TokensBelow(trie)
+        self._tokens = BranchReader(trie)
 
     async def __call__(self, nodes: NDArray[np.int32]) -> NDArray[np.float64]:
         self.calls.append(nodes.tolist())
@@ -213,7 +213,7 @@ class QueryAnswerer:
 def grown(tokens: list[bytes], prefix: bytes, limits: Limits) -> tuple[Branch, QueryAnswerer]:
     trie = Trie(tokens)
     asked = QueryAnswerer(trie)
-    return run_async(Grower(trie, TokensBelow(trie), asked).grow(prefix, limits)), asked
+    return run_async(BranchReader(trie, asked).read(prefix, limits)), asked
 
 
 def branches(root: Branch) -> Iterator[Branch]:
@@ -272,7 +272,7 @@ def test_weights_of_zero_make_no_shares() -> None:
         return np.zeros(nodes.size, np.float32)
 
     trie = Trie([b"a", b"ab", b"b"])
-    root = asyncio.run(Grower(trie, TokensBelow(trie), nothing).grow(b"", WIDE))
+    root = asyncio.run(BranchReader(trie, nothing).read(b"", WIDE))
     assert all(branch.share is None and branch.mass == 0 for branch in branches(root))
     print_tree(root, "nothing", "mass")
 

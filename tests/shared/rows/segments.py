@@ -12,17 +12,13 @@ import pytest
 
 from lmpool.protocol.job import digest_of
 from lmpool.protocol.row import Encoding, Row, RowBlock
-from lmpool.rows.shared_memory import (
-    Reference,
-    SegmentReader,
-    folder,
-    host_token,
-)
-from lmpool.synthetic import synthetic_row
-from lmpool.workers.queue.segment import (
+from lmpool.rows.segment import (
     Segment,
     make_segment,
 )
+from lmpool.rows.segment_memory import folder, host_token
+from lmpool.rows.shared_memory import Reference, SegmentReader
+from lmpool.synthetic import synthetic_row
 
 V = 1500
 SLOT = 8192
@@ -63,7 +59,7 @@ def reader_fixture(segment: Segment) -> Iterator[SegmentReader]:
 
 
 def look(reader: SegmentReader, fingerprint: str = "fp") -> None:
-    asyncio.run(reader.look(fingerprint))
+    asyncio.run(reader.refresh(fingerprint))
 
 
 def prompt(number: int) -> bytes:

@@ -1,4 +1,4 @@
-"""What breaks a connection that rows are read from, and what becomes of those who wait for its replies."""
+"""Replies that break a connection for large values, and the requests that wait for replies then."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from redis.asyncio.connection import AbstractConnection
 
 from lmpool.errors import ProtocolError
 from lmpool.rows import connection as connection_module
-from lmpool.rows.connection import RawRowConnection
-from tests.shared.rows.wire import LARGE, MAX_BULK, Connection, array, assert_broken, cuts, in_a_loop, plain
+from lmpool.rows.connection import RawRowReceiver
+from tests.shared.rows.wire import MAX_BYTES, Receiver, array, assert_broken, cuts, in_a_loop, plain
 
 BROKEN: dict[str, bytes] = {
     "text": b"hello\r\n",
@@ -45,9 +45,9 @@ BROKEN: dict[str, bytes] = {
 
 @pytest.mark.parametrize("data", BROKEN.values(), ids=BROKEN)
 @pytest.mark.parametrize("size", [3, 10**9])
-async def test_what_answers_no_mget_closes_the_connection_and_fails_all_that_wait(data: bytes, size: int) -> None:
-    connection = Connection()
-    replies = [connection.mget(2), connection.mget(2), connection.set(2)]
+async def test_a_reply_that_no_mget_can_have_fails_all_pending_requests(data: bytes, size: int) -> None:
+    connection = Receiver()
+    replies = [connection.mget(2), connection.mget(2), connection.get()]
     connection.feed(data, iter(lambda: size, 0))
     assert_broken(connection, replies, ProtocolError)
 
@@ -56,35 +56,25 @@ async def test_what_answers_no_mget_closes_the_connection_and_fails_all_that_wai
     "data", [b"+OK\r\n", b"-ERR no\r\n", b":1\r\n", b"$-1\r\n", b"$3\r\nabc\r\n", b"*1\r\n", b"_\r\n"]
 )
 @pytest.mark.parametrize("size", [1, 10**9])
-async def test_a_reply_that_nobody_asked_for_closes_the_connection(data: bytes, size: int) -> None:
-    connection = Connection()
+async def test_an_unexpected_reply_closes_the_connection(data: bytes, size: int) -> None:
+    connection = Receiver()
     connection.feed(data, iter(lambda: size, 0))
     assert_broken(connection, [], ProtocolError)
 
 
-@pytest.mark.parametrize("data", [b"*1\r\n", b"*2\r\n", b"*-1\r\n"])
-async def test_an_array_answers_no_set_and_no_call(data: bytes) -> None:
-    for ask in ("set", "call"):
-        connection = Connection()
-        reply = connection.set(1) if ask == "set" else connection.raw.call([b"DBSIZE"])
-        connection.feed(data)
-        assert_broken(connection, [reply], ProtocolError)
-
-
-@pytest.mark.parametrize(("ask", "data"), [("set", b"$1\r\nx\r\n"), ("set", b":1\r\n"), ("call", b"+OK\r\n")])
-async def test_a_reply_of_another_kind_breaks_the_connection(ask: str, data: bytes) -> None:
-    # A reply was lost: what follows would be taken for those of other commands.
-    connection = Connection()
-    reply = connection.set(1) if ask == "set" else connection.raw.call([b"DBSIZE"])
+@pytest.mark.parametrize("data", [b"*1\r\n", b"*-1\r\n", b"+OK\r\n", b":1\r\n", array([b"v"])])
+async def test_a_get_has_no_reply_but_a_value(data: bytes) -> None:
+    connection = Receiver()
+    reply = connection.get()
     connection.feed(data)
     assert_broken(connection, [reply], ProtocolError)
 
 
-@pytest.mark.parametrize("size", [MAX_BULK + 1, 2**40])
+@pytest.mark.parametrize("size", [MAX_BYTES + 1, 2**40])
 async def test_a_value_over_the_limit_is_refused_before_memory_is_taken(
     size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    connection = Connection()
+    connection = Receiver()
     reply = connection.mget(1)
     taken: list[int] = []
     monkeypatch.setattr(connection_module, "np", SimpleNamespace(empty=lambda size, _: taken.append(size)))
@@ -92,11 +82,11 @@ async def test_a_value_over_the_limit_is_refused_before_memory_is_taken(
     assert taken == []
     assert_broken(connection, [reply], ProtocolError)
     assert f"{size} bytes" in str(reply.exception())
-    assert str(MAX_BULK) in str(reply.exception())
+    assert str(MAX_BYTES) in str(reply.exception())
 
 
 async def test_a_value_of_exactly_the_limit_is_taken() -> None:
-    connection = Connection(max_bulk=10)
+    connection = Receiver(max_bytes=10)
     reply = connection.mget(1)
     connection.feed(array([b"x" * 10]))
     assert plain(reply) == [b"x" * 10]
@@ -105,8 +95,8 @@ async def test_a_value_of_exactly_the_limit_is_taken() -> None:
 @given(st.binary(min_size=1, max_size=200), cuts)
 def test_garbage_never_raises_in_the_event_loop_and_answers_nothing_wrong(data: bytes, sizes: list[int]) -> None:
     async def work() -> None:
-        connection = Connection()
-        replies = [connection.mget(2), connection.set(1)]
+        connection = Receiver()
+        replies = [connection.mget(2), connection.get()]
         connection.feed(data, sizes)
         if connection.raw.closed:
             assert all(reply.done() for reply in replies)
@@ -118,9 +108,9 @@ def test_garbage_never_raises_in_the_event_loop_and_answers_nothing_wrong(data: 
 
 
 @pytest.mark.parametrize("reason", [None, OSError("cable cut")])
-async def test_a_lost_connection_fails_all_that_wait(reason: Exception | None) -> None:
-    connection = Connection()
-    replies = [connection.mget(1), connection.set(2), connection.mget(3)]
+async def test_a_lost_connection_fails_all_pending_requests(reason: Exception | None) -> None:
+    connection = Receiver()
+    replies = [connection.mget(1), connection.get(), connection.mget(3)]
     connection.feed(b"*1\r\n$100\r\npart of a row")
     connection.raw.connection_lost(reason)
     assert_broken(connection, replies, ConnectionError)
@@ -129,11 +119,11 @@ async def test_a_lost_connection_fails_all_that_wait(reason: Exception | None) -
 
 async def test_the_end_of_the_stream_closes_the_transport() -> None:
     # A false answer makes the event loop close it, and `connection_lost` follows.
-    assert Connection().raw.eof_received() is False
+    assert Receiver().raw.eof_received() is False
 
 
-async def test_closing_fails_what_waits_with_the_reason() -> None:
-    connection = Connection()
+async def test_closing_fails_pending_requests_with_the_reason() -> None:
+    connection = Receiver()
     reply = connection.mget(1)
     connection.raw.close(OSError("enough"))
     assert_broken(connection, [reply], OSError)
@@ -141,7 +131,7 @@ async def test_closing_fails_what_waits_with_the_reason() -> None:
 
 
 async def test_closing_twice_keeps_the_first_reason() -> None:
-    connection = Connection()
+    connection = Receiver()
     reply = connection.mget(1)
     connection.raw.close(ProtocolError("first"))
     connection.raw.close(OSError("second"))
@@ -150,8 +140,8 @@ async def test_closing_twice_keeps_the_first_reason() -> None:
     assert connection.transport.calls.count("abort") == 1
 
 
-async def test_what_comes_after_the_close_is_ignored() -> None:
-    connection = Connection()
+async def test_bytes_after_the_close_are_ignored() -> None:
+    connection = Receiver()
     reply = connection.mget(1)
     buffer = connection.raw.get_buffer(-1)
     data = array([b"late"])
@@ -162,11 +152,10 @@ async def test_what_comes_after_the_close_is_ignored() -> None:
     assert len(connection.raw.get_buffer(-1)) > 0
 
 
-async def test_a_closed_link_fails_every_request_and_writes_nothing() -> None:
-    connection = Connection()
+async def test_a_closed_connection_fails_every_request_and_sends_nothing() -> None:
+    connection = Receiver()
     connection.raw.close()
-    replies = [connection.mget(1), connection.set(1), connection.set(1, size=LARGE)]
-    for reply in replies:
+    for reply in [connection.mget(1), connection.get()]:
         with pytest.raises(ConnectionError, match="closed"):
             await reply
     assert connection.transport.written == b""
@@ -174,4 +163,4 @@ async def test_a_closed_link_fails_every_request_and_writes_nothing() -> None:
 
 async def test_a_connection_that_is_not_open_is_refused() -> None:
     with pytest.raises(ConnectionError, match="not open"):
-        RawRowConnection(cast(AbstractConnection, SimpleNamespace(_writer=None)), MAX_BULK)
+        RawRowReceiver(cast(AbstractConnection, SimpleNamespace(_writer=None)))

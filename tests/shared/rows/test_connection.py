@@ -1,4 +1,4 @@
-"""Raw connections: their parsers fed with replies cut anywhere, and what they put on the wire, byte for byte."""
+"""Raw connections: their parsers fed with replies cut anywhere, and the bytes that they send."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lmpool.rows.connection import RowWrite
 from tests.shared.rows.wire import (
     LARGE,
     Commands,
-    Connection,
+    Receiver,
     Reply,
     array,
     assert_broken,
@@ -28,13 +28,13 @@ from tests.shared.rows.wire import (
     values,
 )
 
-# Replies cut anywhere
+# Large values: replies cut anywhere
 
 
 @given(values, nulls, cuts)
 def test_an_mget_reply_cut_anywhere_gives_its_values(answer: list[bytes | None], null: bytes, sizes: list[int]) -> None:
     async def work() -> None:
-        connection = Connection()
+        connection = Receiver()
         reply = connection.mget(len(answer))
         connection.feed(array(answer, null), sizes)
         assert plain(reply) == answer
@@ -44,30 +44,19 @@ def test_an_mget_reply_cut_anywhere_gives_its_values(answer: list[bytes | None],
 
 
 @given(st.data())
-def test_pipelined_commands_get_each_its_own_reply(data: st.DataObject) -> None:
-    kinds = data.draw(st.lists(st.sampled_from(["mget", "set", "call"]), min_size=1, max_size=6))
+def test_each_pipelined_command_gets_its_own_reply(data: st.DataObject) -> None:
+    kinds = data.draw(st.lists(st.sampled_from(["mget", "get"]), min_size=1, max_size=6))
 
     async def work() -> None:
-        connection, stream = Connection(), b""
+        connection, stream = Receiver(), b""
         expected: list[Any] = []
         replies: list[Reply] = []
         for kind in kinds:
-            if kind == "call":
-                value = data.draw(st.none() | st.integers(-(2**63), 2**63 - 1) | st.binary(max_size=30))
-                stream += b":%d\r\n" % value if isinstance(value, int) else bulk(value, data.draw(nulls))
-                replies.append(connection.raw.call(["EVALSHA", b"sha", 0]))
-                expected.append([value])
-                continue
-            if kind == "mget":
-                answer: list[Any] = data.draw(values)
-                stream += array(answer, data.draw(nulls))
-                replies.append(connection.mget(len(answer)))
-            else:
-                outcomes = data.draw(st.lists(st.sampled_from(["+OK", "$-1", "_", "-OOM no room"]), min_size=1))
-                stream += b"".join(outcome.encode() + b"\r\n" for outcome in outcomes)
-                answer = [outcome[1:] if outcome.startswith("-") else None for outcome in outcomes]
-                replies.append(connection.set(len(outcomes)))
-            expected.append(answer)
+            answer: list[Any] = data.draw(values)
+            null = data.draw(nulls)
+            stream += array(answer, null) if kind == "mget" else bulk(answer[0], null)
+            replies.append(connection.mget(len(answer)) if kind == "mget" else connection.get())
+            expected.append(answer if kind == "mget" else answer[0])
         connection.feed(stream, data.draw(cuts))
         assert [plain(reply) for reply in replies] == expected
 
@@ -82,7 +71,7 @@ def test_rows_larger_than_the_window_arrive_whole(data: st.DataObject) -> None:
     steps = data.draw(st.lists(st.sampled_from([1, 2, 3, 1000, 70_000]), max_size=40))
 
     async def work() -> None:
-        connection = Connection()
+        connection = Receiver()
         first, second = connection.mget(len(rows)), connection.mget(1)
         connection.feed(array(rows) + array([b"after"]), steps)
         assert plain(first) == rows
@@ -92,43 +81,43 @@ def test_rows_larger_than_the_window_arrive_whole(data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("size", [0, 1, 5, 3000])
-async def test_a_reply_that_comes_byte_by_byte(size: int) -> None:
-    connection = Connection()
+async def test_a_reply_may_arrive_byte_by_byte(size: int) -> None:
+    connection = Receiver()
     reply = connection.mget(3)
     connection.feed(array([b"x" * size, None, b""]), iter(lambda: 1, 0))
     assert plain(reply) == [b"x" * size, None, b""]
 
 
-async def test_many_small_rows_fill_the_window_many_times() -> None:
-    connection = Connection()
+async def test_many_small_values_fill_the_window_many_times() -> None:
+    connection = Receiver()
     rows: list[bytes | None] = [bytes([i % 256]) * 300 for i in range(1000)]
     reply = connection.mget(1000)
     connection.feed(array(rows))
     assert plain(reply) == rows
 
 
-async def test_small_values_are_read_many_at_a_time_again_after_a_large_one() -> None:
-    connection = Connection()
+async def test_the_window_is_narrow_after_a_large_value_and_wide_after_small_ones() -> None:
+    connection = Receiver()
     connection.mget(1)
     connection.feed(array([bytes(100_000)]))
-    assert len(connection.raw.get_buffer(-1)) < 100_000, "what comes behind a large value is mostly another one"
     narrow = len(connection.raw.get_buffer(-1))
+    assert narrow < 100_000, "the start of the next large value would be copied"
     reply = connection.mget(2)
     connection.feed(array([b"one", b"two"]))
     assert plain(reply) == [b"one", b"two"]
     assert len(connection.raw.get_buffer(-1)) > 10 * narrow
 
 
-async def test_a_value_may_contain_anything_that_looks_like_a_reply() -> None:
-    connection = Connection()
+async def test_a_value_may_contain_bytes_that_look_like_a_reply() -> None:
+    connection = Receiver()
     answer: list[bytes | None] = [b"\r\n", b"-ERR\r\n", b"*2\r\n$-1\r\n", b"$5\r\nhello\r\n"]
     reply = connection.mget(4)
     connection.feed(array(answer), iter(lambda: 2, 0))
     assert plain(reply) == answer
 
 
-async def test_each_value_is_fresh_memory_of_its_own() -> None:
-    connection = Connection()
+async def test_each_value_has_memory_of_its_own() -> None:
+    connection = Receiver()
     first, second = connection.mget(4), connection.mget(1)
     connection.feed(array([b"one", b"one", b"x" * LARGE, b"x" * LARGE]) + array([b"two"]))
     *small, large, other_large = first.result()
@@ -141,40 +130,18 @@ async def test_each_value_is_fresh_memory_of_its_own() -> None:
 
 
 @pytest.mark.parametrize("step", [1, 7, 70_000, 10**9])
-async def test_what_comes_behind_a_large_value_may_be_something_else(step: int) -> None:
-    connection = Connection()
+async def test_values_of_all_sizes_may_follow_a_large_one(step: int) -> None:
+    connection = Receiver()
     large, other = b"x" * LARGE, b"y" * (LARGE - 1)
     answer: list[bytes | None] = [large, large, None, large, b"", large, other, other, b"z" * 100, large, b"z" * 70_000]
-    replies = [connection.mget(len(answer)), connection.mget(2), connection.set(1), connection.mget(1)]
-    connection.feed(array(answer) + array([large, None]) + b"+OK\r\n" + array([large]), iter(lambda: step, 0))
-    assert [plain(reply) for reply in replies] == [answer, [large, None], [None], [large]]
-
-
-@pytest.mark.parametrize("step", [1, 7, 10**9])
-async def test_values_of_one_size_are_told_from_others_among_them(step: int) -> None:
-    connection = Connection()
-    answer: list[bytes | None] = [
-        b"ab",
-        b"cd",
-        b"ef",
-        b"long",
-        None,
-        b"gh",
-        b"ij",
-        b"",
-        b"kl",
-        b"mn",
-        b"x" * 5000,
-        b"op",
-    ]
-    replies = [connection.mget(len(answer)), connection.mget(2), connection.mget(3)]
-    connection.feed(array(answer) + array([b"ab", b"cd"]) + array([b"ef", b"gh", b"ij"]), iter(lambda: step, 0))
-    assert [plain(reply) for reply in replies] == [answer, [b"ab", b"cd"], [b"ef", b"gh", b"ij"]]
+    replies = [connection.mget(len(answer)), connection.mget(2), connection.get(), connection.mget(1)]
+    connection.feed(array(answer) + array([large, None]) + bulk(large) + array([large]), iter(lambda: step, 0))
+    assert [plain(reply) for reply in replies] == [answer, [large, None], large, [large]]
 
 
 @pytest.mark.parametrize("at", range(4))
-async def test_a_value_among_others_of_its_size_that_does_not_end_is_noticed(at: int) -> None:
-    connection = Connection()
+async def test_a_small_value_without_its_line_end_is_noticed(at: int) -> None:
+    connection = Receiver()
     reply = connection.mget(4)
     values = [b"$2\r\nab\r\n"] * 4
     values[at] = b"$2\r\nabcd"
@@ -182,8 +149,8 @@ async def test_a_value_among_others_of_its_size_that_does_not_end_is_noticed(at:
     assert_broken(connection, [reply], ProtocolError)
 
 
-async def test_a_value_that_comes_in_parts_is_received_in_place_with_its_line_end() -> None:
-    connection = Connection()
+async def test_a_large_value_is_received_in_place_with_its_line_end() -> None:
+    connection = Receiver()
     reply = connection.mget(2)
     connection.feed(array([b"one" * 30_000, b"two" * 30_000]))
     received = [cast(np.ndarray[Any, Any], value.base) for value in reply.result()]
@@ -192,8 +159,8 @@ async def test_a_value_that_comes_in_parts_is_received_in_place_with_its_line_en
     assert all(value[-2:].tobytes() == b"\r\n" for value in received)
 
 
-async def test_nothing_is_answered_before_the_last_value_has_come() -> None:
-    connection = Connection()
+async def test_a_reply_is_done_with_the_last_byte() -> None:
+    connection = Receiver()
     reply = connection.mget(2)
     whole = array([b"abc", b"def"])
     for byte in whole[:-1]:
@@ -206,42 +173,21 @@ async def test_nothing_is_answered_before_the_last_value_has_come() -> None:
 @pytest.mark.parametrize("size", [1, 3000, LARGE])
 @pytest.mark.parametrize("lost", [1, 2, 3])
 @pytest.mark.parametrize("step", [1, 5000, 10**9])
-async def test_bytes_that_are_lost_within_the_last_value_are_not_replaced_by_those_that_follow(
+async def test_lost_bytes_of_a_value_are_not_replaced_by_bytes_of_the_next_reply(
     size: int, lost: int, step: int
 ) -> None:
-    """Whatever comes behind it takes the place of what was lost, and the line end is not where it should be."""
-    connection = Connection()
+    connection = Receiver()
     replies = [connection.mget(1), connection.mget(1)]
     first, second = array([b"a" * size]), array([b"b" * size])
     connection.feed(first[: -2 - lost] + first[-2:] + second, iter(lambda: step, 0))
     assert_broken(connection, replies, ProtocolError)
 
 
-async def test_one_value_that_does_not_end_answers_no_call() -> None:
-    connection = Connection()
-    reply = connection.raw.call([b"GETRANGE", b"k", 0, 5])
-    connection.feed(b"$5\r\nabc\r\n")
-    assert not reply.done()
-    connection.feed(b"$5\r\nother\r\n")
-    assert_broken(connection, [reply], ProtocolError)
+# Large values: errors of the server
 
 
-# Errors that the server answers with
-
-
-async def test_a_row_that_is_refused_is_an_error_of_that_row_alone() -> None:
-    connection = Connection()
-    reply = connection.set(3)
-    connection.feed(b"+OK\r\n-OOM command not allowed when used memory > 'maxmemory'.\r\n$-1\r\n")
-    stored, refused, kept = reply.result()
-    assert (stored, kept) == (None, None)
-    assert isinstance(refused, ResponseError)
-    assert str(refused) == "OOM command not allowed when used memory > 'maxmemory'."
-    assert not connection.raw.closed
-
-
-async def test_an_mget_that_is_refused_raises_and_the_next_one_gets_its_values() -> None:
-    connection = Connection()
+async def test_a_refused_mget_raises_and_the_next_one_gets_its_values() -> None:
+    connection = Receiver()
     refused, good = connection.mget(3), connection.mget(1)
     connection.feed(b"-LOADING Redis is loading the dataset in memory\r\n" + array([b"v"]), [5, 5, 5])
     with pytest.raises(ResponseError, match="^LOADING"):
@@ -250,8 +196,17 @@ async def test_an_mget_that_is_refused_raises_and_the_next_one_gets_its_values()
     assert not connection.raw.closed
 
 
+async def test_a_refused_get_raises_and_the_next_one_gets_its_value() -> None:
+    connection = Receiver()
+    refused, good = connection.get(), connection.get()
+    connection.feed(b"-WRONGTYPE no string\r\n" + bulk(b"v"))
+    with pytest.raises(ResponseError, match="^WRONGTYPE"):
+        await refused
+    assert plain(good) == b"v"
+
+
 async def test_an_error_longer_than_the_narrow_window_is_read_whole() -> None:
-    connection = Connection()
+    connection = Receiver()
     first, second = connection.mget(1), connection.mget(1)
     text = "ERR " + "x" * 5000
     connection.feed(array([bytes(LARGE)]) + f"-{text}\r\n".encode())
@@ -262,15 +217,15 @@ async def test_an_error_longer_than_the_narrow_window_is_read_whole() -> None:
 
 
 async def test_an_error_that_is_no_utf8_is_an_error_too() -> None:
-    connection = Connection()
+    connection = Receiver()
     reply = connection.mget(1)
     connection.feed(b"-ERR \xff\xfe\r\n")
     with pytest.raises(ResponseError):
         await reply
 
 
-async def test_a_request_that_was_cancelled_leaves_its_reply_to_nobody_else() -> None:
-    connection = Connection()
+async def test_the_reply_of_a_cancelled_request_goes_to_no_other_request() -> None:
+    connection = Receiver()
     gone, stays = connection.mget(1), connection.mget(1)
     gone.cancel()
     connection.feed(array([b"for the first"]) + array([b"for the second"]))
@@ -281,48 +236,7 @@ async def test_a_request_that_was_cancelled_leaves_its_reply_to_nobody_else() ->
     assert plain(after) == [b"x"]
 
 
-# Calls
-
-
-@pytest.mark.parametrize(
-    ("data", "value"),
-    [(b":7\r\n", 7), (b":-1\r\n", -1), (b"$3\r\nQJF\r\n", b"QJF"), (b"$0\r\n\r\n", b""), (b"$-1\r\n", None),
-     (b"_\r\n", None), (b"$70000\r\n" + b"x" * 70_000 + b"\r\n", b"x" * 70_000)],
-)  # fmt: skip
-async def test_a_call_gives_a_number_or_bytes_or_nothing(data: bytes, value: object) -> None:
-    connection = Connection()
-    call = connection.raw.call([b"EVALSHA", "sha", 0])
-    connection.feed(data)
-    assert plain(call) == [value]
-
-
-async def test_a_call_that_is_refused_gives_the_error_and_the_connection_stays_open() -> None:
-    connection = Connection()
-    call, after = connection.raw.call([b"EVALSHA", "sha", 0]), connection.mget(1)
-    connection.feed(b"-NOSCRIPT No matching script.\r\n" + array([b"v"]))
-    (error,) = call.result()
-    assert isinstance(error, ResponseError)
-    assert str(error) == "NOSCRIPT No matching script."
-    assert plain(after) == [b"v"]
-
-
-async def test_a_call_on_a_closed_link_fails_and_writes_nothing() -> None:
-    connection = Connection()
-    connection.raw.close()
-    with pytest.raises(ConnectionError, match="closed"):
-        await connection.raw.call([b"PING"])
-    assert connection.transport.written == b""
-
-
-async def test_a_call_that_was_cancelled_leaves_its_reply_to_nobody_else() -> None:
-    connection = Connection()
-    call, after = connection.raw.call([b"EVALSHA", "sha", 0]), connection.mget(1)
-    call.cancel()
-    connection.feed(b":7\r\n" + array([b"v"]))
-    assert plain(after) == [b"v"]
-
-
-# A connection for any commands
+# Commands and writes
 
 NESTED = st.recursive(
     st.none() | st.integers(-(2**63), 2**63 - 1) | st.binary(max_size=12),
@@ -332,14 +246,14 @@ NESTED = st.recursive(
 
 
 def resp(value: Any) -> bytes:
-    """A value as a server answers it."""
+    """A value as a server replies it."""
     if isinstance(value, list):
         return b"*%d\r\n" % len(value) + b"".join(map(resp, value))
     return b":%d\r\n" % value if isinstance(value, int) else bulk(value)
 
 
 @given(st.lists(NESTED, min_size=1, max_size=5), cuts)
-def test_replies_of_commands_come_in_order_wherever_they_are_cut(answers: list[Any], sizes: list[int]) -> None:
+def test_replies_of_commands_arrive_in_order_wherever_they_are_cut(answers: list[Any], sizes: list[int]) -> None:
     async def work() -> None:
         commands = Commands()
         replies = [commands.raw.call([b"X"]) for _ in answers]
@@ -349,7 +263,68 @@ def test_replies_of_commands_come_in_order_wherever_they_are_cut(answers: list[A
     in_a_loop(work)
 
 
-async def test_a_command_that_is_refused_raises_and_the_next_one_gets_its_reply() -> None:
+@given(st.data())
+def test_writes_between_commands_get_their_own_replies(data: st.DataObject) -> None:
+    kinds = data.draw(st.lists(st.sampled_from(["set", "call"]), min_size=1, max_size=6))
+
+    async def work() -> None:
+        commands, stream = Commands(), b""
+        expected: list[Any] = []
+        replies: list[Reply] = []
+        for kind in kinds:
+            if kind == "call":
+                value = data.draw(NESTED)
+                stream += resp(value)
+                replies.append(commands.raw.call(["EVALSHA", b"sha", 0]))
+                expected.append(value)
+                continue
+            outcomes = data.draw(st.lists(st.sampled_from(["+OK", "$-1", "-OOM no room"]), min_size=1))
+            stream += b"".join(outcome.encode() + b"\r\n" for outcome in outcomes)
+            replies.append(commands.set(len(outcomes)))
+            expected.append([outcome[1:] if outcome.startswith("-") else None for outcome in outcomes])
+        commands.feed(stream, data.draw(cuts))
+        assert [plain(reply) for reply in replies] == expected
+
+    in_a_loop(work)
+
+
+async def test_a_refused_row_is_an_error_of_that_row_alone() -> None:
+    commands = Commands()
+    reply = commands.set(3)
+    commands.feed(b"+OK\r\n-OOM command not allowed when used memory > 'maxmemory'.\r\n$-1\r\n")
+    stored, refused, kept = reply.result()
+    assert (stored, kept) == (None, None)
+    assert isinstance(refused, ResponseError)
+    assert str(refused) == "OOM command not allowed when used memory > 'maxmemory'."
+    assert not commands.raw.closed
+
+
+@pytest.mark.parametrize("data", [b":1\r\n", b"$1\r\nx\r\n", b"*1\r\n:1\r\n"])
+async def test_a_reply_that_no_set_can_have_closes_the_connection(data: bytes) -> None:
+    # A reply was lost: the later ones would be taken for replies of other commands.
+    commands = Commands()
+    replies = [commands.set(2), commands.raw.call([b"PING"])]
+    commands.feed(b"+OK\r\n" + data)
+    assert_broken(commands, replies, ProtocolError)
+
+
+async def test_writes_that_were_cancelled_leave_the_replies_of_others_alone() -> None:
+    commands = Commands()
+    gone, call = commands.set(3), commands.raw.call([b"X"])
+    gone.cancel()
+    commands.feed(b"+OK\r\n-OOM\r\n+OK\r\n:7\r\n")
+    assert call.result() == 7
+
+
+async def test_a_lost_connection_fails_writes() -> None:
+    commands = Commands()
+    replies = [commands.set(2), commands.set(1)]
+    commands.feed(b"+OK\r\n")
+    commands.raw.connection_lost(OSError("cable cut"))
+    assert_broken(commands, replies, ConnectionError)
+
+
+async def test_a_refused_command_raises_and_the_next_one_gets_its_reply() -> None:
     commands = Commands()
     refused, good = commands.raw.call([b"X"]), commands.raw.call([b"Y"])
     commands.feed(b"-NOGROUP No such key\r\n:3\r\n")
@@ -358,7 +333,7 @@ async def test_a_command_that_is_refused_raises_and_the_next_one_gets_its_reply(
     assert good.result() == 3
 
 
-async def test_a_command_that_was_cancelled_leaves_its_reply_to_nobody_else() -> None:
+async def test_the_reply_of_a_cancelled_command_goes_to_no_other_command() -> None:
     commands = Commands()
     gone, refused, stays = (commands.raw.call([b"X"]) for _ in range(3))
     gone.cancel()
@@ -372,9 +347,7 @@ async def test_garbage_closes_a_connection_for_commands(data: bytes) -> None:
     commands = Commands()
     replies = [commands.raw.call([b"X"]), commands.raw.call([b"Y"])]
     commands.feed(data)
-    assert commands.raw.closed
-    assert commands.transport.calls[-1] == "abort"
-    assert [type(reply.exception()) for reply in replies] == [ProtocolError, ProtocolError]
+    assert_broken(commands, replies, ProtocolError)
 
 
 async def test_a_reply_to_no_command_closes_the_connection() -> None:
@@ -385,14 +358,14 @@ async def test_a_reply_to_no_command_closes_the_connection() -> None:
     assert commands.raw.closed
 
 
-async def test_a_lost_connection_fails_all_commands_and_a_closed_link_writes_nothing() -> None:
+async def test_a_lost_connection_fails_all_commands_and_a_closed_one_sends_nothing() -> None:
     commands = Commands()
     before = commands.raw.call([b"X"])
     commands.raw.connection_lost(OSError("cable cut"))
     commands.transport.written = b""
-    after = commands.raw.call([b"Y"])
+    after = [commands.raw.call([b"Y"]), commands.set(1), commands.set(1, size=LARGE)]
     assert commands.transport.written == b""
-    for reply in (before, after):
+    for reply in (before, *after):
         with pytest.raises(ConnectionError, match="cable cut"):
             await reply
 
@@ -400,13 +373,13 @@ async def test_a_lost_connection_fails_all_commands_and_a_closed_link_writes_not
 # On the wire
 
 
-async def test_the_protocol_is_changed_while_nothing_is_read() -> None:
-    assert Connection().transport.calls == ["pause_reading", "set_protocol", "resume_reading"]
+async def test_the_protocol_is_changed_while_reading_is_paused() -> None:
+    assert Receiver().transport.calls == ["pause_reading", "set_protocol", "resume_reading"]
 
 
 async def test_mget_on_the_wire() -> None:
-    connection = Connection()
-    connection.raw.mget([b"a", b"\x00\r\n\xff"])
+    connection = Receiver()
+    connection.raw.call([b"MGET", b"a", b"\x00\r\n\xff"], 1)
     assert connection.transport.written == b"*3\r\n$4\r\nMGET\r\n$1\r\na\r\n$4\r\n\x00\r\n\xff\r\n"
 
 
@@ -415,10 +388,9 @@ CALL_ON_THE_WIRE = b"*6\r\n$7\r\nEVALSHA\r\n$4\r\nsh\xc3\xa4\r\n$1\r\n2\r\n$3\r\
 
 
 async def test_a_call_on_the_wire() -> None:
-    connection, commands = Connection(), Commands()
-    connection.raw.call(CALL)
+    commands = Commands()
     commands.raw.call(CALL)
-    assert connection.transport.written == commands.transport.written == CALL_ON_THE_WIRE
+    assert commands.transport.written == CALL_ON_THE_WIRE
 
 
 SET = b"*6\r\n$3\r\nSET\r\n$1\r\nk\r\n$%d\r\n%b\r\n$2\r\nPX\r\n$5\r\n60000\r\n$2\r\nNX\r\n"
@@ -427,27 +399,26 @@ OVERWRITE = b"*5\r\n$3\r\nSET\r\n$1\r\nk\r\n$%d\r\n%b\r\n$2\r\nPX\r\n$5\r\n60000
 
 @pytest.mark.parametrize("size", [0, 1, 8, 32 * 1024 - 1, 32 * 1024, LARGE])
 async def test_set_on_the_wire(size: int) -> None:
-    connection, numbers = Connection(), np.random.default_rng(0).bytes(size)
+    commands, numbers = Commands(), np.random.default_rng(0).bytes(size)
     value = b"header--" + numbers
     first = RowWrite(b"k", b"header--", memoryview(numbers), False)
-    connection.raw.set([first], 60_000)
-    assert connection.transport.written == SET % (len(value), value)
-    connection.transport.written = b""
-    connection.raw.set([first, first._replace(overwrite=True), first], 60_000)
+    commands.raw.set([first], 60_000)
+    assert commands.transport.written == SET % (len(value), value)
+    commands.transport.written = b""
+    commands.raw.set([first, first._replace(overwrite=True), first], 60_000)
     kept, replaced = SET % (len(value), value), OVERWRITE % (len(value), value)
-    assert connection.transport.written == kept + replaced + kept
+    assert commands.transport.written == kept + replaced + kept
 
 
 async def test_rows_of_several_sizes_in_one_call_are_sent_whole() -> None:
     for sizes in ((1, LARGE, 5), (LARGE, 0, 1), (0, 5, LARGE)):
-        connection = Connection()
-        connection.raw.set([RowWrite(b"k", b"", memoryview(bytes(size)), False) for size in sizes], 60_000)
-        assert "writelines" in connection.transport.calls, "the large one was copied"
-        assert connection.transport.written == b"".join(SET % (size, bytes(size)) for size in sizes)
+        commands = Commands()
+        commands.raw.set([RowWrite(b"k", b"", memoryview(bytes(size)), False) for size in sizes], 60_000)
+        assert commands.transport.calls.count("write") == 7, "the large row was copied"
+        assert commands.transport.written == b"".join(SET % (size, bytes(size)) for size in sizes)
 
 
-async def test_asking_for_nothing_is_answered_at_once_and_sends_nothing() -> None:
-    connection = Connection()
-    assert await connection.raw.mget([]) == []
-    assert await connection.raw.set([], 1000) == []
-    assert connection.transport.written == b""
+async def test_no_writes_are_done_at_once() -> None:
+    commands = Commands()
+    assert await commands.raw.set([], 1000) == []
+    assert commands.transport.written == b""

@@ -1,10 +1,10 @@
-"""A server without memory evicts rows as they are stored: what can be served is, and nobody is held up by the rest."""
+"""A server without memory evicts rows as they are stored: other rows are served, and no request is delayed."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +17,7 @@ from lmpool.errors import LMPoolError, ServerError
 from lmpool.producer import Producer
 from lmpool.protocol.job import encode_prompt
 from lmpool.protocol.row import Block, VectorBlock
-from lmpool.rows.cache import RedisRows, Then
+from lmpool.rows.cache import RowCache, Then
 from lmpool.rows.shared_memory import NOT_SHARED, Shared
 from lmpool.synthetic import synthetic_row
 from lmpool.workers.backends.synthetic import SyntheticSettings
@@ -42,14 +42,13 @@ class Evicting:
 
     async def put(
         self,
-        rows: RedisRows,
+        rows: RowCache,
         block: Block,
         overwrite: Collection[bytes] = (),
         then: Then | None = None,
         shared: Shared = NOT_SHARED,
-        some: Sequence[int] | None = None,
     ) -> dict[bytes, str]:
-        """In place of `RedisRows.put`."""
+        """In place of `RowCache.put`."""
         self.stored.update(block.digests)
         gone = [digest for digest in block.digests if self.is_gone(block, digest)]
         if gone and self.before is not None:
@@ -61,17 +60,17 @@ class Evicting:
             assert then is not None
             await then(call, refused)
 
-        return await _put(rows, block, overwrite, evict, shared, some)
+        return await _put(rows, block, overwrite, evict, shared)
 
 
-_put = RedisRows.put
+_put = RowCache.put
 
 
 @pytest.fixture
 def evicting(monkeypatch: pytest.MonkeyPatch) -> Evicting:
     """What the server evicts."""
     evicting = Evicting()
-    monkeypatch.setattr(RedisRows, "put", lambda rows, *args, **settings: evicting.put(rows, *args, **settings))
+    monkeypatch.setattr(RowCache, "put", lambda rows, *args, **settings: evicting.put(rows, *args, **settings))
     return evicting
 
 
@@ -128,12 +127,12 @@ def is_an_answer(block: Block, digest: bytes) -> bool:
 
 @pytest.mark.usefixtures("worker")
 @pytest.mark.parametrize(("is_gone", "kind"), [(is_the_row_of_3, "logprobs"), (is_an_answer, "topk")])
-async def test_a_row_that_never_stays_fails_with_what_to_do(
+async def test_a_row_that_is_always_evicted_fails_with_advice(
     own_pool: Pool, evicting: Evicting, is_gone: Callable[[Block, bytes], bool], kind: str
 ) -> None:
     evicting.is_gone = is_gone
     async with own_pool.producer() as producer:
-        # An answer of fewer would come with its notification, wherever it is stored.
+        # A shorter answer would be sent with its notification.
         unlucky = producer.logprobs([3]) if kind == "logprobs" else producer.topk([3], 300)
         failing = asyncio.ensure_future(unlucky)
         await ask(producer, 0, 1, 2, 4)
@@ -145,7 +144,7 @@ async def test_a_row_that_never_stays_fails_with_what_to_do(
 
 
 @pytest.mark.usefixtures("worker")
-async def test_rows_that_nobody_waits_for_any_more_are_not_stored_again(own_pool: Pool, evicting: Evicting) -> None:
+async def test_rows_without_a_waiting_client_are_not_stored_again(own_pool: Pool, evicting: Evicting) -> None:
     evicting.is_gone = is_the_row_of_3
     waiting = own_pool.keys.model("syn").waiting + digest_of(3)
     async with own_pool.producer() as producer:
@@ -170,7 +169,7 @@ async def _is_stored(evicting: Evicting, digest: bytes) -> bool:
     return evicting.stored[digest] > 0
 
 
-async def test_a_batch_larger_than_the_server_s_memory_holds_nobody_up(short_dir: Path, tmp_path: Path) -> None:
+async def test_a_batch_larger_than_the_server_s_memory_delays_no_other_request(short_dir: Path, tmp_path: Path) -> None:
     size, batch = 1 << 18, 16
     with EmbeddedServer(memory_bytes=12 << 20, folder=short_dir / "s") as server:
         pool = Pool(server.url, "small", tmp_path)

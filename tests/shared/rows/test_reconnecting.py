@@ -1,4 +1,4 @@
-"""Connections for many callers: a silent server is given up, and callers wait in the order of coming."""
+"""Connections for many callers: a silent server is abandoned, and callers are served in order."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.pool import SkippingLoop, run_skipping
 
 
 class Deaf:
-    """A connection to a server that answers nothing by itself."""
+    """A connection to a server that replies only when the test says so."""
 
     def __init__(self) -> None:
         self.closed = False
@@ -116,7 +116,7 @@ async def test_a_shorter_patience_counts_though_others_wait_with_a_longer_one(
         await patient
 
 
-async def test_nobody_overtakes_those_who_wait_for_a_connection() -> None:
+async def test_callers_get_a_connection_in_the_order_of_their_calls() -> None:
     # What was stored first must not be removed first.
     connected = asyncio.Event()
 

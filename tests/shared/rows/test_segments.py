@@ -1,4 +1,4 @@
-"""The memory of a segment: where there is room for it, who is given it, and what is left of dead workers."""
+"""The memory of a segment: its size, the processes that may map it, and the remains of workers that ended."""
 
 from __future__ import annotations
 
@@ -17,23 +17,18 @@ from pathlib import Path
 
 import pytest
 
-from lmpool.rows import shared_memory
-from lmpool.rows.shared_memory import (
+from lmpool.rows import segment_memory, shared_memory
+from lmpool.rows.segment import Segment, make_segment
+from lmpool.rows.segment_memory import (
     SEALS,
-    Reference,
-    SegmentReader,
-    host_token,
-    receive_segment,
-    segments_in,
-)
-from lmpool.workers.queue import segment as segment_module
-from lmpool.workers.queue.segment import (
-    Segment,
     SegmentListener,
     default_size,
-    make_segment,
+    host_token,
+    receive_segment,
     remove_abandoned,
+    segments_in,
 )
+from lmpool.rows.shared_memory import Reference, SegmentReader
 from tests.shared.rows.segments import SLOT, V, look, made, place_fixture, prompt, put, reader_fixture, segment_fixture  # noqa: F401
 from tests.support.pool import DEADLINE_S
 
@@ -88,7 +83,7 @@ def test_nothing_is_read_from_a_folder_or_put_into_one_that_others_can_write_to(
     others.rename(place)
 
 
-def test_names_that_others_leave_in_the_machines_folder_are_not_looked_at(
+def test_names_of_other_users_in_the_machines_folder_are_not_scanned(
     segment: Segment, reader: SegmentReader, place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put(segment, 1)
@@ -118,7 +113,7 @@ async def test_a_scan_keeps_no_event_loop_waiting(
 
     monkeypatch.setattr(shared_memory, "segments_in", scan)
     reader = SegmentReader()
-    await reader.look("fp")
+    await reader.refresh("fp")
     assert reader.has_any
     assert threads
     assert threading.get_ident() not in threads
@@ -159,8 +154,8 @@ def test_a_folder_with_a_long_name_will_do(place: Path, monkeypatch: pytest.Monk
     look(reader)
     assert reader.find(prompt(1), V) is not None
     segment.close()
-    assert list(shared_memory.folder().iterdir()) == []
-    assert shared_memory.folder().parent == folder
+    assert list(segment_memory.folder().iterdir()) == []
+    assert segment_memory.folder().parent == folder
 
 
 def test_files_of_others_and_of_other_releases_are_left_alone(place: Path) -> None:
@@ -178,7 +173,7 @@ def test_a_segment_has_room_or_is_none(place: Path) -> None:
     assert make_segment("fp", V, 63 * SLOT, lambda: True) is None
     assert make_segment("fp", V, 64 * SLOT, lambda: False) is None
     assert list(place.iterdir()) == []
-    with pytest.raises(OSError, match="bytes more are wanted, and") as raised:
+    with pytest.raises(OSError, match="bytes more are needed, and") as raised:
         make_segment("fp", 2**28, 2**45, lambda: True)
     assert raised.value.errno == errno.ENOSPC
     assert list(place.iterdir()) == []
@@ -192,7 +187,7 @@ for module in (fcntl, os):
     for name in [name for name in vars(module) if name.startswith(names)]:
         delattr(module, name)
 from lmpool.producer import Producer
-from lmpool.workers.queue.segment import make_segment
+from lmpool.rows.segment import make_segment
 try:
     make_segment("fp", 1500, 2**20, lambda: True)
 except OSError as error:
@@ -207,28 +202,28 @@ def test_a_python_that_cannot_make_sealed_memory_is_an_error_of_the_system(place
     assert "memfd_create" in done.stdout
 
 
-def test_a_socket_that_gets_its_name_meanwhile_keeps_nobody_from_making_a_segment(
+def test_a_socket_that_gets_its_name_concurrently_does_not_prevent_a_segment(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gone = place / ".lmpool-0123456789abcdef"
-    monkeypatch.setattr(segment_module, "segments_in", lambda place, prefix="": [gone] if prefix else [])
+    monkeypatch.setattr(segment_memory, "segments_in", lambda place, prefix="": [gone] if prefix else [])
     remove_abandoned(place)
 
 
 @pytest.mark.parametrize(
     ("used", "reclaimable", "free"), [(7 * 2**30, 0, 2**30), (7 * 2**30, 2**30, 2 * 2**30), (9 * 2**30, 0, 0)]
 )
-def test_what_a_container_uses_is_not_free(
+def test_memory_that_a_container_uses_is_not_free(
     place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, used: int, reclaimable: int, free: int
 ) -> None:
     usage, details = tmp_path / "memory.current", tmp_path / "memory.stat"
     usage.write_text(f"{used}\n")
     details.write_text(f"anon 5\ninactive_file {reclaimable}\nactive_file 9\n")
-    monkeypatch.setattr(segment_module, "_CONTAINER_MEMORY", ((str(usage), str(details), "inactive_file "),))
-    monkeypatch.setattr(segment_module, "physical_memory", lambda: 8 * 2**30)
+    monkeypatch.setattr(segment_memory, "_CONTAINER_MEMORY", ((str(usage), str(details), "inactive_file "),))
+    monkeypatch.setattr(segment_memory, "physical_memory", lambda: 8 * 2**30)
     assert default_size() == free // 8
     if not free:
-        with pytest.raises(OSError, match="bytes more are wanted"):
+        with pytest.raises(OSError, match="bytes more are needed"):
             make_segment("fp", V, 64 * SLOT, lambda: True)
 
 
@@ -251,7 +246,7 @@ def test_only_this_user_may_read_it(segment: Segment, place: Path) -> None:
 
 def test_the_socket_of_a_killed_worker_is_removed_by_the_next(place: Path) -> None:
     code = (
-        "import time\nfrom lmpool.workers.queue.segment import make_segment\n"
+        "import time\nfrom lmpool.rows.segment import make_segment\n"
         f"segment = make_segment('fp', {V}, {64 * SLOT}, lambda: True)\nprint('ready', flush=True)\ntime.sleep(1000)"
     )
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)

@@ -1,4 +1,4 @@
-"""A segment of rows in shared memory: what is read is what was written, or nothing."""
+"""A segment of rows in shared memory: readers get the written row, or nothing."""
 
 from __future__ import annotations
 
@@ -16,23 +16,22 @@ from numpy.typing import NDArray
 from lmpool.protocol.model_info import ModelInfo
 from lmpool.protocol.row import Encoding, RowBlock, encoded_size
 from lmpool.rows import shared_memory
+from lmpool.rows.segment import (
+    Segment,
+    SegmentWriter,
+    make_segment,
+)
+from lmpool.rows.segment_memory import host_token
 from lmpool.rows.shared_memory import (
     Layout,
     Reference,
     RowMemory,
     SegmentReader,
-    host_token,
     is_reference,
     place_of,
     unpack_reference,
 )
 from lmpool.synthetic import synthetic_row
-from lmpool.workers.metrics.counters import Counters
-from lmpool.workers.queue.segment import (
-    Segment,
-    SegmentWriter,
-    make_segment,
-)
 from tests.shared.rows.segments import (  # noqa: F401
     SLOT,
     V,
@@ -172,9 +171,7 @@ def test_a_row_that_is_replaced_while_it_is_copied_is_none(
 
 
 @pytest.mark.parametrize("machine", ["x86_64", "AMD64", "aarch64", "arm64", "riscv64"])
-def test_rows_have_checksums_where_processors_reorder_what_they_store(
-    monkeypatch: pytest.MonkeyPatch, machine: str
-) -> None:
+def test_rows_have_checksums_on_processors_that_reorder_stores(monkeypatch: pytest.MonkeyPatch, machine: str) -> None:
     monkeypatch.setattr("platform.machine", lambda: machine)
     segment = made()
     assert segment.is_summed is (machine not in ("x86_64", "AMD64"))
@@ -191,7 +188,7 @@ def in_place(segment: Segment, names: list[int], encoding: Encoding = Encoding.F
 
 
 def writer_of(segment: Segment) -> SegmentWriter:
-    writer = SegmentWriter(ModelInfo("m", "none", V, 1, "r", "float32"), "w", 0, Counters())
+    writer = SegmentWriter(ModelInfo("m", "none", V, 1, "r", "float32"), "w", 0)
     writer.segment = segment
     return writer
 
@@ -226,9 +223,7 @@ def test_rows_that_are_computed_in_slots_are_read_as_others_are(
         assert found.encode(0) == RowBlock([prompt(begin)], row_of(begin)[None], None, Encoding.F32).encode(0)
 
 
-def test_slots_that_somebody_writes_to_or_reads_from_are_not_given_to_others(
-    segment: Segment, reader: SegmentReader
-) -> None:
+def test_slots_in_use_are_not_reused(segment: Segment, reader: SegmentReader) -> None:
     writer = writer_of(segment)
     names = list(range(30))
     block = in_place(segment, names)
@@ -248,7 +243,7 @@ def test_slots_that_somebody_writes_to_or_reads_from_are_not_given_to_others(
     assert segment.new_rows(30, V, Encoding.F32) is not None
 
 
-def test_slots_that_rows_are_copied_to_are_given_to_nobody_meanwhile(
+def test_slots_that_rows_are_copied_to_are_not_reused(
     segment: Segment, reader: SegmentReader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The backend's thread takes slots while another one copies; at the end of the ring some are passed over."""
@@ -277,7 +272,7 @@ def test_slots_that_rows_are_copied_to_are_given_to_nobody_meanwhile(
 def test_that_holds_for_the_others_too_when_there_is_no_slot_for_the_first_row(
     segment: Segment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Slots may be given back between two looks."""
+    """Slots may be released between two checks."""
     take, write = Segment._take, Segment._write
     asked: list[int] = []
     lent: list[int] = []
@@ -298,7 +293,7 @@ def test_that_holds_for_the_others_too_when_there_is_no_slot_for_the_first_row(
 
 
 def test_a_segment_of_the_layout_before_is_not_read(segment: Segment, reader: SegmentReader) -> None:
-    """There rows had checksums alone, and what tells of them was padding."""
+    """In that layout rows had only checksums, and the field for them was padding."""
     header = bytearray(segment._memory[: shared_memory.HEADER.size])
     assert Layout.read(segment._memory) is not None
     header[6:8] = (1).to_bytes(2, "little")
@@ -316,7 +311,7 @@ def test_a_batch_of_more_rows_than_there_are_slots_is_written_as_far_as_there_is
     read_all(reader, references, names[:64])
 
 
-def test_what_redis_has_itself_is_not_named_when_its_slot_is_given_to_others(segment: Segment) -> None:
+def test_a_row_that_redis_stores_is_not_reported_when_its_slot_is_reused(segment: Segment) -> None:
     writer = writer_of(segment)
     writer.write(in_place(segment, list(range(32))), (), ())
     writer.note_stored([prompt(1), prompt(500)])
@@ -329,7 +324,7 @@ def test_what_redis_has_itself_is_not_named_when_its_slot_is_given_to_others(seg
     assert set(replaced) == {prompt(3)}, "the rows 1 and 2 are in Redis"
 
 
-def test_what_does_not_fit_has_no_slots(segment: Segment) -> None:
+def test_rows_that_do_not_fit_get_no_slots(segment: Segment) -> None:
     assert segment.new_rows(33, V, Encoding.F32) is None
     assert segment.new_rows(0, V, Encoding.F32) is None
     assert segment.new_rows(1, V + 1, Encoding.F32) is None
@@ -339,7 +334,7 @@ def test_what_does_not_fit_has_no_slots(segment: Segment) -> None:
     assert rows.dtype == np.uint16
 
 
-def test_rows_whose_slots_are_given_to_others_are_named_once_and_not_when_they_are_there_again(
+def test_replaced_rows_are_reported_once_unless_they_were_written_again(
     segment: Segment,
 ) -> None:
     writer = writer_of(segment)
@@ -358,7 +353,7 @@ def test_a_row_that_is_left_out_of_its_slot_is_not_found(segment: Segment, reade
     assert reader.find(prompt(2), V) is not None
 
 
-def test_rows_of_another_model_are_not_found_from_the_moment_it_is_asked_for(
+def test_rows_of_the_model_before_are_not_found_once_another_is_requested(
     segment: Segment, reader: SegmentReader
 ) -> None:
     put(segment, 1)
@@ -366,10 +361,10 @@ def test_rows_of_another_model_are_not_found_from_the_moment_it_is_asked_for(
     assert other is not None
 
     async def change() -> None:
-        changing = asyncio.create_task(reader.look("other"))
-        late = asyncio.create_task(reader.look("fp"))
+        changing = asyncio.create_task(reader.refresh("other"))
+        late = asyncio.create_task(reader.refresh("fp"))
         await asyncio.sleep(0)
-        changing_again = asyncio.create_task(reader.look("other"))
+        changing_again = asyncio.create_task(reader.refresh("other"))
         await asyncio.sleep(0)
         assert reader.find(prompt(1), V) is None
         await asyncio.gather(changing, late, changing_again)
@@ -380,7 +375,7 @@ def test_rows_of_another_model_are_not_found_from_the_moment_it_is_asked_for(
     other.close()
 
 
-def test_references_are_told_from_rows() -> None:
+def test_references_and_rows_are_distinguished() -> None:
     reference = Reference(host_token(), b"12345678", 2**40, b"worker-1")
     assert unpack_reference(reference.pack()) == reference
     assert is_reference(reference.pack())
@@ -432,7 +427,9 @@ def test_rows_that_are_dropped_lend_their_memory_to_the_next_and_others_keep_the
         part.setflags(write=True)
 
 
-def test_what_a_process_has_by_a_fork_stays_when_the_parent_reads_on(segment: Segment, reader: SegmentReader) -> None:
+def test_rows_of_a_forked_child_do_not_change_when_the_parent_reads_more(
+    segment: Segment, reader: SegmentReader
+) -> None:
     for number in range(2):
         put(segment, number)
     assert reader.find(prompt(1), V) is not None, "from now on it knows how long rows are"
@@ -499,11 +496,11 @@ def test_rows_of_half_a_word_too_many_are_whole_or_none(place: Path) -> None:
             found = reader.find(prompt(0), vocab_size)
             assert found is not None
             assert found.tobytes() == row.tobytes()
-            assert reader.find_into(prompt(1), out)
+            assert reader.find(prompt(1), vocab_size, out) is not None
             assert out.tobytes() == row.tobytes()
         odd._memory[odd.size - 64 * SLOT + 64 + 16 + 4 * vocab_size - 1] = 0x55
         assert reader.find(prompt(0), vocab_size) is None
-        assert not reader.find_into(prompt(0), out)
+        assert reader.find(prompt(0), vocab_size, out) is None
         assert reader.find(prompt(1), vocab_size) is not None
     finally:
         reader.close()

@@ -1,4 +1,4 @@
-"""Replies of a server as bytes, and connections that are given them."""
+"""Replies of a server as bytes, and connections that are fed with them."""
 
 from __future__ import annotations
 
@@ -11,16 +11,15 @@ import numpy as np
 from hypothesis import strategies as st
 from redis.asyncio.connection import AbstractConnection
 
-from lmpool.broker.connection import RawCommandConnection
-from lmpool.rows.connection import RawRowConnection, RowWrite
+from lmpool.rows.connection import RawRowCommands, RawRowReceiver, RowWrite
 
-MAX_BULK = 1_000_000
-LARGE = 200_000  # more than the 64 KiB window of the parser
+MAX_BYTES = 1_000_000
+LARGE = 200_000  # More than the receiver's window of 64 KiB.
 Reply = asyncio.Future[Any]
 
 
 class Transport:
-    """Takes what a connection writes, and feeds it as an event loop does: `get_buffer`, then `buffer_updated`."""
+    """Records what a connection writes, and feeds it like an event loop: `get_buffer`, then `buffer_updated`."""
 
     def __init__(self) -> None:
         self.protocol: asyncio.BufferedProtocol | None = None
@@ -44,12 +43,12 @@ class Transport:
         self.written += bytes(data)
 
     def writelines(self, chunks: Iterable[bytes | memoryview]) -> None:
-        self.calls.append("writelines")
         for chunk in chunks:
+            self.calls.append("write")
             self.write(bytes(chunk))
 
     def feed(self, data: bytes, sizes: Iterable[int] = ()) -> None:
-        """Hand bytes over, at most `sizes` at a time, then as many as the connection has a buffer for."""
+        """Feed bytes, at most `sizes` at a time, then as many as the connection has a buffer for."""
         assert self.protocol is not None
         steps = iter(sizes)
         at = 0
@@ -62,35 +61,41 @@ class Transport:
             at += count
 
 
-class Connection:
-    """A connection for rows on a transport."""
+def opened(transport: Transport) -> AbstractConnection:
+    """An open connection of redis-py with that transport."""
+    return cast(AbstractConnection, SimpleNamespace(_writer=SimpleNamespace(transport=transport)))
 
-    def __init__(self, max_bulk: int = MAX_BULK) -> None:
+
+class Receiver:
+    """A connection for large values on a transport."""
+
+    def __init__(self, max_bytes: int = MAX_BYTES) -> None:
+        self.max_bytes = max_bytes
         self.transport = Transport()
-        connection = SimpleNamespace(_writer=SimpleNamespace(transport=self.transport))
-        self.raw = RawRowConnection(cast(AbstractConnection, connection), max_bulk)
+        self.raw = RawRowReceiver(opened(self.transport))
 
     def mget(self, count: int) -> Reply:
-        return self.raw.mget([b"key-%d" % index for index in range(count)])
+        return self.raw.call([b"MGET", *(b"key-%d" % index for index in range(count))], self.max_bytes)
 
-    def set(self, count: int, *, size: int = 8) -> Reply:
-        writes = [RowWrite(b"key-%d" % i, b"head", memoryview(bytes(size)), False) for i in range(count)]
-        return self.raw.set(writes, 1000)
+    def get(self) -> Reply:
+        return self.raw.call([b"GET", b"key"], self.max_bytes)
 
     def feed(self, data: bytes, sizes: Iterable[int] = ()) -> None:
         self.transport.feed(data, sizes)
 
 
 class Commands:
-    """A connection for any commands on a transport."""
+    """A connection for commands and writes on a transport."""
 
     def __init__(self) -> None:
         self.transport = Transport()
-        connection = SimpleNamespace(_writer=SimpleNamespace(transport=self.transport))
-        self.raw = RawCommandConnection(cast(AbstractConnection, connection))
+        self.raw = RawRowCommands(opened(self.transport))
+
+    def set(self, count: int, *, size: int = 8) -> Reply:
+        return self.raw.set([RowWrite(b"key-%d" % i, b"head", memoryview(bytes(size)), False) for i in range(count)], 9)
 
     def feed(self, data: bytes, sizes: Iterable[int] = ()) -> None:
-        """Hand bytes over, at most `sizes` at a time."""
+        """Feed bytes, at most `sizes` at a time."""
         steps, at = iter(sizes), 0
         while at < len(data) and not self.raw.closed:
             count = next(steps, len(data))
@@ -128,7 +133,7 @@ nulls = st.sampled_from([b"$-1\r\n", b"_\r\n"])
 cuts = st.lists(st.integers(1, 12), max_size=60)
 
 
-def assert_broken(connection: Connection, replies: list[Reply], kind: type[Exception]) -> None:
+def assert_broken(connection: Receiver | Commands, replies: list[Reply], kind: type[Exception]) -> None:
     assert connection.raw.closed
     assert "abort" in connection.transport.calls
     for reply in replies:

@@ -23,9 +23,9 @@ from numpy.typing import NDArray
 
 from lmpool.errors import InvalidWeights, SettingsError
 from lmpool.protocol.query import OPS, Op
+from lmpool.trie.cpu import CpuKernels, _compiled
 from lmpool.trie.kernels import Kernels, open_kernels
-from lmpool.trie.kernels.cpu import CpuKernels, _compiled
-from lmpool.trie.kernels.torch_device import TorchKernels
+from lmpool.trie.torch_device import TorchKernels
 from lmpool.trie.trie import Trie
 from tests.support.tries import EXAMPLE, tekken, vocabularies
 
@@ -195,7 +195,7 @@ def test_every_row_of_a_batch_finds_its_own_range(rows: int) -> None:
 
 
 @everywhere
-def test_a_light_node_keeps_its_sum_beside_a_heavy_one(make: Maker) -> None:
+def test_a_light_node_next_to_a_heavy_one_keeps_its_sum(make: Maker) -> None:
     trie = Trie([b"a", b"b1", b"b2", b"b3"])
     weights = np.array([[1, 1e-30, 2e-30, 3e-30]], np.float32)
     values = make(trie).values("sum", weights)[0]
@@ -215,7 +215,7 @@ def test_a_light_node_keeps_its_log_10000_below_the_heaviest(make: Maker) -> Non
 
 @everywhere
 @every_op
-def test_infinities_stay_what_they_are(make: Maker, op: Op) -> None:
+def test_infinities_stay_infinite(make: Maker, op: Op) -> None:
     trie = Trie([b"a1", b"a2", b"b1", b"b2", b"c1", b"c2"])
     weights = np.array([[-np.inf, -np.inf, np.inf, 0, 0, 0]], np.float32)
     with warnings.catch_warnings():
@@ -249,7 +249,7 @@ def test_a_maximum_of_negative_numbers_is_negative(make: Maker) -> None:
 def test_a_row_has_the_same_bits_in_every_batch_and_every_run(make: Maker, op: Op) -> None:
     trie = large("tekken")
     weights = some_weights(33, trie.n_tokens)
-    # Rows that take the slow way through a log-sum-exp must not take others along, be they the last of a batch or not.
+    # Rows that need the slow log-sum-exp must not change other rows, at any place in a batch.
     weights[[2, 5, 8], 7] = -900
     kernels = make(trie)
     alone = np.concatenate([kernels.inner(op, weights[row : row + 1]) for row in range(9)])
@@ -441,7 +441,7 @@ def test_a_batch_that_is_computed_in_parts_has_the_same_bits(op: Op, monkeypatch
     trie = Trie(tekken()[:1000])
     kernels, weights = TorchKernels(trie, "cpu"), some_weights(9, 1000)
     whole = kernels.inner(op, weights)
-    monkeypatch.setattr("lmpool.trie.kernels.torch_device._MAX_BYTES", 1)
+    monkeypatch.setattr("lmpool.trie.torch_device._MAX_BYTES", 1)
     assert kernels.inner(op, weights).tobytes() == whole.tobytes()
 
 

@@ -166,7 +166,7 @@ def test_a_list_and_its_vocabulary_make_the_same_trie() -> None:
     assert_same(trie, Trie(token for token in EXAMPLE))
 
 
-def test_what_is_not_a_vocabulary_is_refused() -> None:
+def test_a_value_that_is_no_vocabulary_is_refused() -> None:
     with pytest.raises(InvalidVocabulary):
         Trie([])
     with pytest.raises(InvalidVocabulary):

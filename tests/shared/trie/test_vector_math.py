@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lmpool.trie.kernels import torch_device
-from lmpool.trie.kernels.torch_device import TorchKernels
+from lmpool.trie import torch_device
+from lmpool.trie.torch_device import TorchKernels
 from lmpool.trie.trie import Trie
 
 
@@ -29,7 +29,7 @@ class Calls(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch is par
         return function(*args, **(kwargs or {}))
 
 
-def test_each_function_that_torch_leaves_to_mkl_is_called_once_with_one_element() -> None:
+def test_each_function_that_torch_delegates_to_mkl_is_called_once_with_one_element() -> None:
     header = (Path(torch.__file__).parent / "include/ATen/cpu/vml.h").read_text()
     functions = set(re.findall(r"^IMPLEMENT_VML_MKL\((\w+),", header, re.M))
     assert functions

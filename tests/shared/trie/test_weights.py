@@ -85,7 +85,7 @@ def test_an_empty_batch_is_a_batch() -> None:
     ],
     ids=str,
 )
-def test_what_is_wrong_is_named_with_its_numbers(weights: Any, batch: bool, message: str) -> None:
+def test_errors_name_the_wrong_numbers(weights: Any, batch: bool, message: str) -> None:
     with pytest.raises(InvalidWeights) as caught:
         check_weights(weights, 3, batch=batch)
     assert message in str(caught.value)
@@ -100,12 +100,12 @@ def test_the_first_nan_is_named() -> None:
         check_weights(weights[2], 5, batch=False)
 
 
-def test_a_nan_beside_infinities_is_found() -> None:
+def test_a_nan_among_infinities_is_found() -> None:
     with pytest.raises(InvalidWeights, match="weight 1 is NaN"):
         check_weights(np.array([-np.inf, np.nan, np.inf], np.float32), 3, batch=False)
 
 
-def test_checking_a_large_vocabulary_makes_no_array_beside_them() -> None:
+def test_checking_a_large_vocabulary_allocates_no_array() -> None:
     weights = np.ones(131072, np.float32)
     tracemalloc.start()
     try:

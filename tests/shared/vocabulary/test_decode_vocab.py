@@ -37,7 +37,7 @@ def unigram(pieces: Iterable[str], added: list[str] | None = None) -> Tokenizer:
 
 
 class Slow:
-    """What transformers calls a slow tokenizer: no backend to look at."""
+    """A slow tokenizer of transformers, without a backend."""
 
     name_or_path = "some/slow"
 

@@ -63,7 +63,7 @@ async def counters(pool: Pool, model: str) -> dict[str, int]:
 
 
 async def current(pool: Pool, model: str) -> dict[str, int]:
-    """The counters as of a heartbeat that comes from now on."""
+    """The counters of the next heartbeat."""
     client = Server(pool.url).client()
     try:
         (worker,) = await Discovery(client, pool.keys).workers(model)

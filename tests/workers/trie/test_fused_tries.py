@@ -42,7 +42,7 @@ async def test_one_step_computes_the_row_and_answers(fused: Pool) -> None:
         trie = await producer.trie()
         await producer.logprobs([1010])
         before = await current(fused, "syn")
-        for _ in range(3):  # The row of this one is there.
+        for _ in range(3):  # Its row is cached.
             await trie.weight_sum(prompt=[1010], nodes=[1])
             await trie.weight_sum(prompt=[1010], nodes=[2])
         await asyncio.gather(trie.weight_sum(prompt=[1011]), trie.weight_max(prompt=[1011]), producer.logprobs([1011]))
@@ -52,7 +52,7 @@ async def test_one_step_computes_the_row_and_answers(fused: Pool) -> None:
         assert after["failures"] == before["failures"]
 
 
-async def test_rows_and_what_is_asked_of_them_mix_in_one_model(fused: Pool) -> None:
+async def test_rows_and_queries_mix_in_one_model(fused: Pool) -> None:
     async with fused.producer(cache_bytes=0) as first, fused.producer(cache_bytes=0) as second:
         tries = [await first.trie(), await second.trie(words(1, V)), await second.trie()]
 

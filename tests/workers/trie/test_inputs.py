@@ -1,4 +1,4 @@
-"""What is wrongly asked of tries is refused with the numbers, and hostile jobs hurt nobody but those who sent them."""
+"""Wrong queries are refused with the numbers, and hostile jobs harm only the client that sent them."""
 
 from __future__ import annotations
 
@@ -189,7 +189,7 @@ async def test_unknown_models_are_named(shared: Pool) -> None:
     await other.close()
 
 
-async def test_a_model_without_a_vocabulary_says_what_to_do(pool: Pool) -> None:
+async def test_a_model_without_a_vocabulary_fails_with_advice(pool: Pool) -> None:
     class Silent(SyntheticBackend):
         """Knows no tokenizer."""
 
@@ -204,7 +204,7 @@ async def test_a_model_without_a_vocabulary_says_what_to_do(pool: Pool) -> None:
 
 
 @pytest.mark.parametrize("vocabulary", [5, "text", ["text"], [b"a", None], [], [bytearray(b"a")]])
-async def test_what_is_no_vocabulary_is_refused(producer: Producer, vocabulary: Any) -> None:
+async def test_a_malformed_vocabulary_is_refused(producer: Producer, vocabulary: Any) -> None:
     with pytest.raises(errors.InvalidVocabulary):
         await producer.trie(vocabulary)
 
@@ -217,7 +217,7 @@ async def test_a_vocabulary_of_a_gigabyte_is_refused_without_its_memory(producer
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000, "kilobytes"
 
 
-# What comes to a worker
+# Jobs of a worker
 
 
 async def good(trie: PooledTrie, seeds: range) -> None:
@@ -230,7 +230,7 @@ async def good(trie: PooledTrie, seeds: range) -> None:
 
 
 def stored(pool: Pool, secret: bytes, weights: Any) -> bytes:
-    """Put weights, or any bytes, where trie workers look for them; returns their name."""
+    """Store weights, or any bytes, under the key that trie workers read; returns their name."""
     name = weights_name(secret)
     block = VectorBlock([name], [] if isinstance(weights, bytes) else [np.asarray(weights, np.float32)])
     encoded = weights if isinstance(weights, bytes) else b"".join(*block.encoded())
@@ -277,7 +277,7 @@ def hostile_jobs(pool: Pool, trie: Trie) -> list[tuple[bytes, str | None]]:
             job(TrieQuery("sum", known, "inner", b"", "", stored(pool, b"junk" * 4, os.urandom(4 * V + 16)))),
             "not a row",
         ),
-        (job(TrieQuery("sum", known, "inner", b"", "", replaced)), "somebody else has written there"),
+        (job(TrieQuery("sum", known, "inner", b"", "", replaced)), "another client has overwritten them"),
         (job(TrieQuery("sum", wide.digest, "inner", b"", "", fine)), f"V = {V}"),
         (job(TrieQuery("sum", garbage, "inner", b"", "", fine)), garbage),
         (job(TrieQuery("sum", other, "inner", b"", "", fine)), wide.digest),
@@ -317,7 +317,7 @@ async def test_hostile_jobs_fail_alone(shared: Pool, producer: Producer) -> None
     assert "Traceback" not in worker.text
 
 
-async def test_each_hostile_job_is_told_why(shared: Pool, producer: Producer) -> None:
+async def test_each_hostile_job_fails_with_its_reason(shared: Pool, producer: Producer) -> None:
     trie = await producer.trie(WORDS)
     await good(trie, range(2))
     keys = shared.keys.model("trie")
@@ -350,7 +350,7 @@ async def test_each_hostile_job_is_told_why(shared: Pool, producer: Producer) ->
         assert reason is None or re.search(reason, text or ""), (text, reason)
 
 
-async def test_hostile_asks_of_a_model_with_tries_fail_alone(shared: Pool, producer: Producer) -> None:
+async def test_hostile_queries_to_a_model_with_tries_fail_alone(shared: Pool, producer: Producer) -> None:
     trie = await producer.trie()
     model, digest = producer.model, trie.structure.digest
     asks: list[TrieQuery | bytes] = [

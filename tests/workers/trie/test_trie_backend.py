@@ -70,7 +70,7 @@ def test_a_mixed_batch_gives_each_job_its_own_values() -> None:
     assert set(vectors(block)) == set(jobs)
 
 
-def test_each_selection_is_what_it_says() -> None:
+def test_each_selection_returns_its_values() -> None:
     trie, ws = lazy_trie(), draw_weights(1, V)
     expected, (built, _) = answers(tuple(trie.vocabulary.tokens)), trie.open()
     exact, leaf = expected.of("sum", ws), len(expected.node) - 1
@@ -92,7 +92,7 @@ def test_each_selection_is_what_it_says() -> None:
     assert values[b"none"].size == values[b"leaf"].size == 0
 
 
-def test_what_one_job_brings_wrong_fails_that_job_alone() -> None:
+def test_wrong_input_fails_its_own_job_alone() -> None:
     trie, ws = lazy_trie(), draw_weights(2, V)
     broken = ws.copy()
     broken[7] = np.nan
@@ -164,7 +164,7 @@ def test_a_batch_that_does_not_fit_the_device_is_halved(monkeypatch: pytest.Monk
         assert_right(got, [name[0]])
 
 
-def test_a_row_that_does_not_fit_the_device_fails_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_row_that_does_not_fit_the_device_fails_with_advice(monkeypatch: pytest.MonkeyPatch) -> None:
     trie, _ = on_small_device(monkeypatch, 0)
     block, failures = answer({name: job(trie, draw_weights(1, V)) for name in (b"a", b"b")})
     assert block is None
@@ -194,7 +194,7 @@ def test_another_error_fails_the_jobs_that_cause_it_alone(monkeypatch: pytest.Mo
     assert failures == dict.fromkeys((b"a", b"b"), "RuntimeError: no room")
 
 
-def test_an_error_of_the_device_is_nobodys_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_the_device_is_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     class AcceleratorError(RuntimeError):
         """As torch has it."""
 
@@ -272,7 +272,7 @@ class Sized:
         self.nbytes = nbytes
 
 
-def test_a_cache_drops_what_was_used_longest_ago() -> None:
+def test_a_cache_evicts_the_least_recently_used_value() -> None:
     cache: ByteLRU[str, Sized] = ByteLRU(100)
     for name in "abc":
         cache.put(name, Sized(33))
@@ -307,7 +307,7 @@ def test_a_cache_keeps_the_newest_whatever_it_takes() -> None:
     [words(42, 50), words(43, 5000), [b"a"], [b"ab", b"ab"], [b"a" * n for n in range(300)]],
     ids=["few", "many", "one", "twins", "nested"],
 )
-def test_a_trie_and_its_kernels_take_no_more_than_its_cache_is_told(tokens: Sequence[bytes], device: str) -> None:
+def test_a_trie_and_its_kernels_stay_below_the_size_in_the_cache(tokens: Sequence[bytes], device: str) -> None:
     lazy = LazyTrie(Vocabulary(tokens), device, ValuesCache(0))
     trie, kernels = lazy.open()
     assert trie.n_inner <= trie.n_tokens
@@ -318,7 +318,7 @@ def test_a_trie_and_its_kernels_take_no_more_than_its_cache_is_told(tokens: Sequ
     assert trie.nbytes + lazy.vocabulary.nbytes + kernels.nbytes <= lazy.nbytes + 4096
 
 
-def test_a_prompt_is_held_once_however_many_ask_of_it() -> None:
+def test_a_prompt_is_held_once_for_all_its_queries() -> None:
     in_flight = InFlightJobs()
     query = TrieQuery("sum", "0" * 32, "inner")
     backend_job = BackendJob(b"p" * 16, b"ids")

@@ -51,7 +51,7 @@ async def referred(trie: PooledTrie, prompts: list[list[int]]) -> None:
 
 
 async def hold(pool: Pool, worker: WorkerProcess, ask: Callable[[], Awaitable[None]]) -> asyncio.Task[None]:
-    """Freeze a trie worker with jobs in its hands: a read under way brings them to a worker that is frozen."""
+    """Freeze a trie worker that holds jobs: a pending read delivers jobs to a frozen worker."""
     name = worker.text.rpartition("as worker ")[2].split()[0].encode()
 
     def is_held() -> bool:
@@ -63,7 +63,7 @@ async def hold(pool: Pool, worker: WorkerProcess, ask: Callable[[], Awaitable[No
         return len([c for c in clients if c["cmd"] == "xreadgroup" and "b" in c["flags"]]) >= live
 
     for _ in range(_TRIES):
-        # One that has just computed looks around more often than it waits.
+        # After a step a worker polls more often than it waits.
         await until_async(are_reading, "all workers wait for jobs")
         worker.signal(signal.SIGSTOP)
         asked = asyncio.ensure_future(ask())
@@ -144,7 +144,7 @@ def private(own_server: EmbeddedServer, tmp_path: Path) -> Iterator[Pool]:
         pool.end()
 
 
-async def test_what_the_server_forgets_is_sent_again(private: Pool, own_server: EmbeddedServer) -> None:
+async def test_inputs_that_the_server_lost_are_sent_again(private: Pool, own_server: EmbeddedServer) -> None:
     async with private.producer() as producer:
         model_trie, other_trie = await producer.trie(), await producer.trie(words(23, 300))
         await sums(other_trie, range(3))
@@ -245,7 +245,7 @@ async def test_vocabularies_over_the_limit_of_a_worker_are_served_one_at_a_time(
 
 
 async def test_a_model_with_other_weights_answers_for_those(pool: Pool) -> None:
-    # Long leases: nobody may take the model for gone while its next worker starts.
+    # Long leases, so that the model does not expire while its next worker starts.
     lease = ("--lease-s", 20)
     old = pool.start(*lease, "--vocab-size", V, wait=False)
     pool.start_trie_worker(*lease)
@@ -345,7 +345,7 @@ async def test_a_vocabulary_that_many_miss_at_once_travels_once(pool: Pool, monk
     await producer.close()
 
 
-async def test_whoever_waits_for_the_same_connection_waits_as_long_as_it_wants() -> None:
+async def test_callers_that_share_a_connection_keep_their_own_deadlines() -> None:
     accepted = asyncio.Semaphore(0)
     held: list[Any] = []
 
@@ -363,7 +363,7 @@ async def test_whoever_waits_for_the_same_connection_waits_as_long_as_it_wants()
     assert accepted.locked(), "both wait for one connection"
     patient.cancel()
     await asyncio.gather(patient, return_exceptions=True)
-    await asyncio.wait_for(held[0].read(), DEADLINE_S)  # Ends with the connection, which nobody waits for any more.
+    await asyncio.wait_for(held[0].read(), DEADLINE_S)  # Ends with the connection.
     again = asyncio.ensure_future(producer.logprobs([1], timeout=60))
     await asyncio.wait_for(accepted.acquire(), DEADLINE_S)
     again.cancel()
@@ -373,7 +373,7 @@ async def test_whoever_waits_for_the_same_connection_waits_as_long_as_it_wants()
         stream.close()
 
 
-async def test_a_deadline_that_has_passed_is_told_before_anything_is_tried() -> None:
+async def test_a_passed_deadline_is_reported_before_anything_is_tried() -> None:
     deadline = Deadline(0.0)
     with pytest.raises(DeadlineExceeded, match=r"no answer within 0 s: allow more time \(timeout=\)"):
         async with deadline.limit():

@@ -1,4 +1,4 @@
-"""Trie workers: every value is right, whoever asks, and nothing travels or stays in vain."""
+"""Trie workers: every value is right, and no byte is sent or kept without need."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lmpool.producer import Producer
 from lmpool.producer import trie as trie_module
 from lmpool.producer.trie import PooledTrie
 from lmpool.protocol.query import OPS, Op
-from lmpool.rows.connection import RawRowConnection
+from lmpool.rows.connection import RawRowReceiver
 from lmpool.synthetic import synthetic_row
 from lmpool.trie.kernels import Kernels, open_kernels
 from lmpool.trie.trie import Trie
@@ -59,7 +59,7 @@ def shared(server_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 @pytest.mark.parametrize("local", [False, True])
 @pytest.mark.parametrize("op", OPS)
-async def test_every_form_of_a_call_is_what_the_definition_says(shared: Pool, op: Op, local: bool) -> None:
+async def test_every_form_of_a_call_matches_the_definition(shared: Pool, op: Op, local: bool) -> None:
     async with shared.producer() as producer:
         for trie in (await producer.trie(), await producer.trie(words(1, V))):
             told = answers_of(trie.structure)
@@ -104,7 +104,7 @@ async def test_vocabularies_of_one_token_are_served(shared: Pool) -> None:
             assert_right(await trie.weight_sum(np.array([0.5], np.float32)), np.full(len(token) + 1, 0.5))
 
 
-async def test_many_clients_at_once_are_each_told_the_right_values_in_shared_steps(shared: Pool) -> None:
+async def test_concurrent_clients_get_the_right_values_from_shared_steps(shared: Pool) -> None:
     vocabularies = [words(seed, size) for seed, size in ((3, 600), (4, 900), (5, 600))]
     producers = [shared.producer() for _ in range(3)]
     # What is asked while workers are frozen must not take as long as their leases.
@@ -154,7 +154,7 @@ async def test_a_result_has_the_same_bits_alone_and_in_company(shared: Pool) -> 
 
 @contextmanager
 def frozen(pool: Pool) -> Iterator[None]:
-    """While the shared trie worker answers nothing; a read that was under way may still bring it jobs."""
+    """While the shared trie worker is frozen; a pending read may still deliver jobs to it."""
     worker = pool.workers[1]
     worker.signal(signal.SIGSTOP)
     try:
@@ -222,9 +222,9 @@ async def trie_worker(pool: Pool) -> AsyncIterator[None]:
 def received(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many bytes this process has got and sent on the connections that take rows and scripts."""
     counted: list[int] = []
-    got, answered = RawRowConnection.buffer_updated, RawCommandConnection.data_received
+    got, answered = RawRowReceiver.buffer_updated, RawCommandConnection.data_received
 
-    def count_row(self: RawRowConnection, nbytes: int) -> None:
+    def count_row(self: RawRowReceiver, nbytes: int) -> None:
         counted.append(nbytes)
         got(self, nbytes)
 
@@ -232,7 +232,7 @@ def received(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         counted.append(len(data))
         answered(self, data)
 
-    monkeypatch.setattr(RawRowConnection, "buffer_updated", count_row)
+    monkeypatch.setattr(RawRowReceiver, "buffer_updated", count_row)
     monkeypatch.setattr(RawCommandConnection, "data_received", count_reply)
     return counted
 
@@ -274,7 +274,7 @@ async def test_a_row_that_is_in_the_cache_is_not_computed_again(shared: Pool) ->
 
 
 @pytest.mark.parametrize("known", [True, False])
-async def test_weights_and_what_was_made_of_them_are_gone_after_the_calls(shared: Pool, known: bool) -> None:
+async def test_weights_and_their_answers_are_removed_after_the_calls(shared: Pool, known: bool) -> None:
     before = leftovers(shared)
     async with shared.producer() as producer:
         trie = await producer.trie(words(7 + known, 400))
@@ -345,7 +345,7 @@ async def test_cancelled_requests_leave_no_weights(shared: Pool) -> None:
             assert name.startswith("tries:row:")
 
 
-async def test_requests_whose_time_is_up_leave_no_weights(shared: Pool) -> None:
+async def test_requests_that_time_out_leave_no_weights(shared: Pool) -> None:
     async with shared.producer() as producer:
         trie = await producer.trie(words(10, 400))
         await trie.weight_sum(draw_weights(0, 400))

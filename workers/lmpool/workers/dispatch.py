@@ -16,6 +16,7 @@ from lmpool.protocol.job import Failure, digest_of
 from lmpool.protocol.model_info import ModelInfo
 from lmpool.protocol.query import TrieQuery
 from lmpool.protocol.row import Encoding, RowBlock, VectorBlock
+from lmpool.rows.segment import SegmentWriter
 from lmpool.workers.execution.contract import QUERY_ERRORS, BackendJob, Finished, failure_of
 from lmpool.workers.execution.engine_thread import EngineThread
 from lmpool.workers.membership.adapters import AdapterKeeper
@@ -24,7 +25,6 @@ from lmpool.workers.metrics.tracing import JobTrace, JobTraces
 from lmpool.workers.queries import QueryAnswerer, allowed_in
 from lmpool.workers.queue.consumer import STALE_S, InFlightJob, InFlightJobs
 from lmpool.workers.queue.publisher import Publisher
-from lmpool.workers.queue.segment import SegmentWriter
 from lmpool.workers.trie.inputs import TrieInputs
 
 _log = logging.getLogger("lmpool.worker")

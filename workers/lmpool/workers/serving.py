@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
@@ -19,7 +20,7 @@ from lmpool.errors import ModelMismatch, ProtocolError, SettingsError
 from lmpool.protocol.keys import Keys
 from lmpool.protocol.model_info import TRIE_SERVICE, ModelInfo
 from lmpool.rows.cache import RowCache
-from lmpool.rows.cluster import rows_on
+from lmpool.rows.segment import SegmentWriter
 from lmpool.rows.shared_memory import SegmentReader
 from lmpool.workers.dispatch import Dispatcher
 from lmpool.workers.execution.contract import BackendSettings
@@ -31,7 +32,6 @@ from lmpool.workers.metrics.tracing import JobTraces
 from lmpool.workers.queries import QueryAnswerer, TokenSets
 from lmpool.workers.queue.consumer import Consumer, InFlightJobs, UnwantedJobs
 from lmpool.workers.queue.publisher import Publisher
-from lmpool.workers.queue.segment import SegmentWriter
 from lmpool.workers.settings import WorkerSettings
 from lmpool.workers.trie.backend import warm_up
 from lmpool.workers.trie.inputs import TrieInputs
@@ -170,8 +170,8 @@ async def assemble(
     reader = CommandConnection(server, model.jobs)
     reader.reply_timeout_s = reply_timeout(info.lease_s)
     segments = SegmentReader()
-    rows = rows_on(server, keys, info, segments)
-    segment = SegmentWriter(info, worker.worker_id, settings.shm_bytes, counters)
+    rows = RowCache(server, keys, info, segments)
+    segment = SegmentWriter(info, worker.worker_id, settings.shm_bytes, partial(setattr, counters, "shared_bytes"))
     engine_thread.write_to(segment.new_rows)
     unwanted = UnwantedJobs(redis, model, counters)
     publisher = Publisher(server, rows, model, info.fingerprint, worker.worker_id, unwanted, counters, segment)

@@ -394,7 +394,7 @@ class Worker:
                 ("segment", serving.segment.run()),
                 *([] if serving.info.is_trie else [("adapters", serving.adapters.run())]),
                 ("heartbeat", every(self._settings.heartbeat_s, partial(self._send_heartbeat, serving))),
-                ("segments", every(self._settings.heartbeat_s, serving.segments.let_go)),
+                ("segments", every(self._settings.heartbeat_s, serving.segments.release_removed)),
                 ("draining", self._show_draining(serving)),
                 ("leases", every(lease_s / 3, partial(self._renew, serving))),
                 ("claims", every(lease_s / 3, partial(self._claim, serving, loop), self._claim_soon)),

@@ -1,6 +1,6 @@
-"""`lmpool trie show`: the branches below a prefix and their probabilities after a prompt, asked for level by level.
+"""`lmpool trie show`: the branches below a prefix and their probabilities after a prompt.
 
-`Grower` asks for the masses of nodes and makes a tree of `Branch`es, `show` is the command, and `print_tree` draws it.
+`BranchReader` requests the masses of nodes level by level, and `print_tree` draws the branches with rich.
 """
 
 from __future__ import annotations
@@ -33,43 +33,32 @@ from lmpool.producer.cli.options import (
     read_prompt,
     run,
 )
-from lmpool.producer.producer import Producer
 from lmpool.producer.tokenizer import read_tokens
-from lmpool.producer.trie import PooledTrie
 from lmpool.settings import shown
 from lmpool.trie.trie import Trie
 
 trie_app = typer.Typer(name="trie", help="The token trie (prefix tree) of a served model.", no_args_is_help=True)
 
 Masses = Callable[[NDArray[np.int32]], Awaitable[NDArray[Any]]]
-"""The masses of k nodes, as floats of shape (k,)."""
+"""Returns the masses of k nodes, as floats of shape (k,)."""
 
 _SHORT = {"\\": "\\\\", '"': '\\"', "\n": "\\n", "\r": "\\r", "\t": "\\t"}
 _READ = {written[1]: char for char, written in _SHORT.items()}
 _ESCAPE = re.compile(r"\\(?:x([0-9A-Fa-f]{2})|u([0-9A-Fa-f]{4})|U([0-9A-Fa-f]{8})|(.?))", re.DOTALL)
-# Where Python puts a byte that is not UTF-8 (PEP 383): 0xDC00 + the byte.
-_ESCAPED_BYTES = range(0xDC80, 0xDD00)
-# With at most 256 children each this bounds what one level asks for, and the lines that people get.
-_MAX_OPENED = 256
+_ESCAPED_BYTES = range(0xDC80, 0xDD00)  # How Python represents a byte that is not UTF-8 (PEP 383): 0xDC00 + the byte.
 
-_MAX_DEPTH = 64
-_MAX_CHILDREN = 256
-_MAX_IDS = 10
-_MAX_TOKENS = 3
-_GUIDE_CELLS = 4
-_MAX_LABEL_CELLS = 40
-# Below this part of its branch, the weight of the tokens at its end is rounding: it is a difference of float32 sums.
-_ALONE_FROM = 1e-5
+_MAX_OPENED = 256  # Branches opened per level; with at most 256 children each, this bounds a request and the output.
+_MAX_DEPTH = 64  # Levels; longer tokens are rare.
+_MAX_CHILDREN = 256  # A node has at most one child per byte.
+_MAX_IDS = 10  # Token ids of the prompt in the title.
+_MAX_TOKENS = 3  # Token ids per line.
+_GUIDE_CELLS = 4  # Columns of a level's guide in rich's trees.
+_MAX_LABEL_CELLS = 40  # Columns of a quoted byte string.
+_MIN_ALONE = 1e-5  # A smaller part of a branch is rounding: it is a difference of float32 sums.
 
 
 class Limits(NamedTuple):
-    """How much of a subtree is wanted.
-
-    Attributes:
-        depth: levels of branches below the prefix.
-        top: branches of one node; the heaviest.
-        least: least mass of a branch, as a part of the prefix's.
-    """
+    """The size of the tree: its levels, the branches per node, and the least part of the prefix's mass of a branch."""
 
     depth: int
     top: int
@@ -78,22 +67,19 @@ class Limits(NamedTuple):
 
 @dataclass(slots=True)
 class Branch:
-    """A branch: all tokens that begin with a prefix.
-
-    A chain of nodes without a fork is one branch, which goes on to where a token ends or the next fork is.
+    """All tokens that begin with a prefix. A chain of nodes without a fork or a token is one branch.
 
     Attributes:
-        node: the node that the branch ends at.
-        prefix: the bytes from the root of the trie to there.
-        above: length of the prefix of the branch above.
-        tokens: ids of the tokens that are the prefix itself.
-        below: number of all tokens of the branch, those of `tokens` among them.
+        node: the last node of the chain.
+        prefix: the bytes from the root of the trie to that node.
+        above: length of the parent branch's prefix.
+        tokens: ids of the tokens that are equal to the prefix.
+        below: number of all tokens of the branch.
         mass: sum of the weights of all its tokens.
-        share: its part of the mass of the branch above; None when that has none, and at the top.
-        alone: sum of the weights of `tokens`, to within some 1e-6 of the mass, for it is the difference to the sum of
-            the branches; None when not known.
+        share: its part of the mass of the parent branch; None at the top, or when that has no mass.
+        alone: sum of the weights of `tokens`, to within 1e-6 of the mass; None when unknown.
         children: its heaviest branches, the heaviest first.
-        hidden: number of the other ones; 0 too when none is shown, except at the top.
+        hidden: number of its other branches; 0 while none of its branches is listed, except at the top.
         hidden_mass: their mass.
     """
 
@@ -111,21 +97,21 @@ class Branch:
 
     @property
     def edge(self) -> bytes:
-        """The bytes from the branch above to this one."""
+        """The bytes between the parent branch and this one."""
         return self.prefix[self.above :]
 
     @property
     def longer(self) -> int:
-        """Number of the tokens that go on after the prefix."""
+        """Number of tokens that are longer than the prefix."""
         return self.below - len(self.tokens)
 
     @property
     def is_open(self) -> bool:
-        """Whether its branches are shown."""
+        """Whether its branches are listed."""
         return bool(self.children or self.hidden)
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON: byte strings as text with escapes, and as hex digits, which need no reading of escapes."""
+        """The branch for JSON: byte strings as text with escapes, and as hex digits, which need no unescaping."""
         branch = {
             "prefix": to_text(self.prefix),
             "prefix_hex": self.prefix.hex(),
@@ -143,19 +129,21 @@ class Branch:
         return branch
 
 
-class TokensBelow:
-    """Which tokens end at a node, and how many below it.
+class BranchReader:
+    """Finds the branches below prefixes of a trie.
 
     Args:
         trie: the trie.
+        masses: returns the masses of nodes; None for their part of all tokens.
     """
 
-    def __init__(self, trie: Trie) -> None:
+    def __init__(self, trie: Trie, masses: Masses | None = None) -> None:
         self._trie = trie
+        self._masses = masses or self.shares
         self._order = np.argsort(trie.leaf, kind="stable")
         self._nodes = trie.leaf[self._order]
 
-    def at(self, node: int) -> list[int]:
+    def tokens_at(self, node: int) -> list[int]:
         """Ids of the tokens that end at a node."""
         first, end = np.searchsorted(self._nodes, (node, node + 1))
         return [int(token) for token in self._order[first:end]]
@@ -169,32 +157,11 @@ class TokensBelow:
         return int(end - first)
 
     async def shares(self, nodes: NDArray[np.int32]) -> NDArray[np.float64]:
-        """The part of all tokens that end at each node or below it (`Masses`)."""
+        """The part of all tokens that end at each node or below it."""
         return np.array([self.count(int(node)) for node in nodes]) / self._trie.n_tokens
 
-
-class Grower:
-    """Finds the branches below prefixes of one trie.
-
-    Args:
-        trie: the trie.
-        tokens: where its tokens are.
-        masses: tells the masses of nodes.
-    """
-
-    def __init__(self, trie: Trie, tokens: TokensBelow, masses: Masses) -> None:
-        self._trie = trie
-        self._tokens = tokens
-        self._masses = masses
-
-    async def grow(self, prefix: bytes, limits: Limits) -> Branch:
-        """The branch of a prefix with the branches below it.
-
-        It asks once for each level, for the children of the branches that are drawn and nothing else.
-
-        Args:
-            prefix: any prefix of a token; b"" for the whole trie.
-            limits: how much.
+    async def read(self, prefix: bytes, limits: Limits) -> Branch:
+        """The branch of a prefix with the branches below it. Each level takes one request.
 
         Raises:
             UnknownNode: no token begins with the prefix.
@@ -203,13 +170,11 @@ class Grower:
         opened = [root]
         for _ in range(limits.depth):
             heads = [self._trie.children(branch.node) for branch in opened]
-            asked = np.concatenate([np.array([root.node], np.int32), *heads])
-            masses = (await self._masses(asked)).astype(np.float64)
-            root.mass = float(masses[0])
-            at = 1
+            masses = await self._masses(np.concatenate([np.array([root.node], np.int32), *heads]))
+            root.mass, *others = masses.astype(np.float64).tolist()
             for branch, nodes in zip(opened, heads, strict=True):
-                self._open(branch, nodes, masses[at : at + nodes.size], limits.top, limits.least * root.mass)
-                at += nodes.size
+                self._open(branch, nodes, np.array(others[: nodes.size]), limits.top, limits.least * root.mass)
+                del others[: nodes.size]
             longer = [child for branch in opened for child in branch.children if child.longer]
             opened = sorted(longer, key=lambda branch: -branch.mass)[:_MAX_OPENED]
             if not opened:
@@ -217,15 +182,15 @@ class Grower:
         return root
 
     def _branch(self, node: int, above: int) -> Branch:
-        return Branch(node, self._trie.prefix(node), above, self._tokens.at(node), self._tokens.count(node))
+        return Branch(node, self._trie.prefix(node), above, self.tokens_at(node), self.count(node))
 
     def _open(
-        self, branch: Branch, nodes: NDArray[np.int32], masses: NDArray[np.float64], most: int, least: float
+        self, branch: Branch, nodes: NDArray[np.int32], masses: NDArray[np.float64], top: int, least: float
     ) -> None:
-        """Give a branch its branches, which begin at the children `nodes` of its node."""
+        """List the branches of a branch, which begin at the children `nodes` of its node."""
         in_all = float(masses.sum())
         branch.alone = max(0.0, branch.mass - in_all) if branch.tokens else 0.0
-        order = np.argsort(-masses, kind="stable")[:most]
+        order = np.argsort(-masses, kind="stable")[:top]
         kept = order[masses[order] >= least]
         for index in kept:
             child = self._branch(self._end(int(nodes[index])), len(branch.prefix))
@@ -233,32 +198,29 @@ class Grower:
             child.share = child.mass / branch.mass if branch.mass else None
             child.alone = None if child.longer else child.mass
             branch.children.append(child)
-        # A branch of which nothing is shown stays closed: that there are longer tokens is said anyway.
+        # Without any listed branch it stays closed: its line says how many longer tokens it has.
         if kept.size or branch.edge == b"":
             branch.hidden = nodes.size - kept.size
             branch.hidden_mass = max(0.0, in_all - float(masses[kept].sum())) if branch.hidden else 0.0
 
     def _end(self, node: int) -> int:
-        """Where a branch ends that begins at a node: where a token ends or the next fork is."""
-        while not self._tokens.at(node):
-            children = self._trie.children(node)
-            if children.size != 1:
-                break
+        """The end of the branch that begins at a node: the next token or fork."""
+        while not self.tokens_at(node) and (children := self._trie.children(node)).size == 1:
             node = int(children[0])
         return node
 
 
 def to_text(data: bytes) -> str:
-    r"""A byte string as people read and type it: text, with escapes for what is not text.
+    r"""A byte string as text with escapes.
 
-    Printable UTF-8 stands for itself. A quotation mark and a backslash have a backslash before them; `\n`, `\r` and
-    `\t` are what they are everywhere; `\xe2` is one byte, `\u200b` and `\U000e0001` are the UTF-8 of a character.
+    Printable UTF-8 stands for itself, a quotation mark and a backslash have a backslash before them, and `\n`, `\r` and
+    `\t` mean the same as everywhere. `\xe2` is one byte; `\u200b` and `\U000e0001` are the UTF-8 of a character.
     """
     return "".join(map(_written, data.decode("utf-8", "surrogateescape")))
 
 
 def from_text(text: str) -> bytes:
-    """The byte string that a text stands for: what `to_text` writes is read back.
+    """The byte string of a text that `to_text` can write.
 
     Raises:
         SettingsError: an escape that does not exist.
@@ -304,25 +266,9 @@ def _read(escape: re.Match[str]) -> bytes:
     return _READ[char].encode()
 
 
-class View(NamedTuple):
-    """A tree, and what it is of.
-
-    Attributes:
-        model: name of the model.
-        prompt: the prompt's token ids; None without one.
-        tokens: V.
-        root: the branch of the prefix.
-    """
-
-    model: str
-    prompt: list[int] | None
-    tokens: int
-    root: Branch
-
-
 @trie_app.callback()
 def _several() -> None:
-    """Without this, typer would make `trie show` of one command just `trie`."""
+    """Without this, typer would turn the only command `trie show` into `trie`."""
 
 
 @trie_app.command()
@@ -331,8 +277,8 @@ def show(
         str | None,
         typer.Argument(
             metavar="[PROMPT]",
-            help="The prompt: text, or token ids such as 1,2,3 with --ids. Without one, branches show which part of "
-            "the tokens they have.",
+            help="The prompt: text, or token ids such as 1,2,3 with --ids. Without a prompt, each branch shows its "
+            "part of all tokens.",
         ),
     ] = None,
     under: Annotated[
@@ -344,11 +290,11 @@ def show(
     ] = "",
     ids: AreIds = False,
     depth: Annotated[int, typer.Option(min=1, max=_MAX_DEPTH, help="Levels of branches below the prefix.")] = 3,
-    top: Annotated[int, typer.Option(min=1, max=_MAX_CHILDREN, help="How many branches of each to show.")] = 8,
+    top: Annotated[int, typer.Option(min=1, max=_MAX_CHILDREN, help="Branches shown per branch.")] = 8,
     least: Annotated[
         float, typer.Option(min=0.0, max=1.0, help="Leave out branches with less than this part of the prefix's mass.")
     ] = 0.001,
-    local: Annotated[bool, typer.Option("--local", help="Compute here instead of asking a trie worker.")] = False,
+    local: Annotated[bool, typer.Option("--local", help="Compute here, not on a trie worker.")] = False,
     model: ModelName = None,
     redis: RedisUrl = None,
     prefix: Prefix = "lmpool",
@@ -360,156 +306,123 @@ def show(
     shown_prefix, limits = from_text(under), Limits(depth, top, least)
     if ids and prompt is None:
         raise SettingsError("ids: there is no prompt; pass its token ids, such as `lmpool trie show 1,2,3 --ids`")
-
     prompt = None if prompt is None else read_prompt(prompt)
     if prompt is not None and not ids:
         hint_at_file(prompt)
 
-    async def ask() -> View:
+    async def ask() -> tuple[str, list[int] | None, int, Branch]:
         async with asking(model, redis, prefix, waits, timeout=timeout) as producer:
             tokens = None if prompt is None else await read_tokens(producer, prompt, ids, timeout)
-            trie = await _trie(producer)
-            below = TokensBelow(trie.structure)
-            masses = below.shares if tokens is None else _PoolMasses(trie, tokens, local).masses
-            root = await Grower(trie.structure, below, masses).grow(shown_prefix, limits)
-            return View(producer.model.name, tokens, trie.structure.n_tokens, root)
+            try:
+                trie = await producer.trie()
+            except UnknownVocabulary as error:
+                raise UnknownVocabulary(
+                    f"the model {producer.model.name!r} has no vocabulary in the pool, so its trie is unknown; the "
+                    "log of its worker says why"
+                ) from error
 
-    view = run(ask())
+            async def masses(nodes: NDArray[np.int32]) -> NDArray[Any]:
+                try:
+                    return await trie.weight_sum(prompt=tokens, nodes=nodes, local=local)
+                except (UnknownModel, NoWorker) as error:
+                    if isinstance(error, NoWorker) and not isinstance(error.__cause__, UnknownModel):
+                        raise  # A trie worker has ended, or the model is not served.
+                    raise type(error)(
+                        "no trie worker serves: start one with `lmpool trie-worker`, or the model's workers with "
+                        "--with-trie, or compute here with --local"
+                    ) from error
+
+            reader = BranchReader(trie.structure, None if tokens is None else masses)
+            return producer.model.name, tokens, trie.structure.n_tokens, await reader.read(shown_prefix, limits)
+
+    name, tokens, n_tokens, root = run(ask())
     if as_json:
-        tree = view.root.as_dict()
-        say_json({"model": view.model, "prompt": view.prompt, "n_tokens": view.tokens, "tree": tree})
-    else:
-        print_tree(view.root, _title(view, prompt, ids), "of tokens" if prompt is None else "probability")
-
-
-class _PoolMasses:
-    """Masses after a prompt: probabilities, from the pool."""
-
-    def __init__(self, trie: PooledTrie, prompt: list[int], local: bool) -> None:
-        self._trie = trie
-        self._prompt = prompt
-        self._local = local
-
-    async def masses(self, nodes: NDArray[np.int32]) -> NDArray[Any]:
-        """See `lmpool.producer.cli.trie_show.Masses`."""
-        try:
-            return await self._trie.weight_sum(prompt=self._prompt, nodes=nodes, local=self._local)
-        except (UnknownModel, NoWorker) as error:
-            if isinstance(error, NoWorker) and not isinstance(error.__cause__, UnknownModel):
-                raise  # There was one, or it is the model that is not served.
-            raise type(error)(
-                "no trie worker serves: start one with `lmpool trie-worker`, or the model's workers with "
-                "--with-trie, or compute here with --local"
-            ) from error
-
-
-async def _trie(producer: Producer) -> PooledTrie:
-    try:
-        return await producer.trie()
-    except UnknownVocabulary as error:
-        raise UnknownVocabulary(
-            f"the model {producer.model.name!r} publishes no vocabulary, so there is no trie to show; the log of its "
-            "worker says why"
-        ) from error
-
-
-def _title(view: View, prompt: str | None, are_ids: bool) -> str:
-    root = view.root
-    text = _quoted(root.prefix) if root.prefix else "all tokens"
-    if view.prompt is None:
-        return f"{text} · {view.model} · {root.below} of {view.tokens} tokens"
-    after = _shortened(view.prompt) if are_ids else _quoted((prompt or "").encode("utf-8", "surrogateescape"))
-    mass = f"{_percent(root.mass)} of the probability, {root.below} of {view.tokens} tokens"
-    return f"{text} after {after} · {view.model} · {mass}"
-
-
-def _shortened(ids: list[int]) -> str:
-    return "the tokens " + ", ".join(map(str, ids[:_MAX_IDS])) + ("…" if len(ids) > _MAX_IDS else "")
+        say_json({"model": name, "prompt": tokens, "n_tokens": n_tokens, "tree": root.as_dict()})
+        return
+    title = f"{_quoted(root.prefix) if root.prefix else 'all tokens'}"
+    count = f"{root.below} of {n_tokens} tokens"
+    if tokens is None:
+        print_tree(root, f"{title} · {name} · {count}", "of tokens")
+        return
+    listed = "the tokens " + ", ".join(map(str, tokens[:_MAX_IDS])) + ("…" if len(tokens) > _MAX_IDS else "")
+    after = listed if ids else _quoted((prompt or "").encode("utf-8", "surrogateescape"))
+    print_tree(
+        root, f"{title} after {after} · {name} · {_percent(root.mass)} of the probability, {count}", "probability"
+    )
 
 
 class _Line(NamedTuple):
-    """The texts of one line, besides the guides of the tree.
-
-    Attributes:
-        depth: level of the branch.
-        label: its bytes.
-        mass: its mass.
-        share: its part of the branch above.
-        tokens: the ids or the number of its tokens.
-    """
+    """The texts of one line of the tree, and the style of its label and of its numbers."""
 
     depth: int
     label: str
     mass: str
     share: str
     tokens: str
+    style: str = ""
+    numbers: str = "cyan"
 
 
 def print_tree(root: Branch, title: str, measure: str) -> None:
-    """Print the branches below a prefix: to a terminal cut to its width, elsewhere as wide as they are.
+    """Print the branches below a prefix: cut to the width of a terminal, in full elsewhere.
 
     Args:
         root: the branch of the prefix.
-        title: what is shown.
+        title: the first line.
         measure: the header of the masses.
     """
-    head = _Line(0, "branch", measure, "of parent", "tokens")
-    lines = [head, *_lines(root, 0)]
-    label_cells = max(_GUIDE_CELLS * line.depth + cell_len(line.label) for line in lines)
-    mass_cells = max(cell_len(line.mass) for line in lines)
+    head = _Line(0, "branch", measure, "of parent", "tokens", "dim", "dim")
+    lines = list(_lines(root, 0))
+    label_cells = max(_GUIDE_CELLS * line.depth + cell_len(line.label) for line in [head, *lines])
+    mass_cells = max(cell_len(line.mass) for line in [head, *lines])
 
-    def text(line: _Line, style: str = "", numbers: str = "cyan") -> Text:
+    def text(line: _Line) -> Text:
         made = Text(no_wrap=True, overflow="ellipsis")
-        made.append(set_cell_size(line.label, label_cells - _GUIDE_CELLS * line.depth), style)
-        made.append(f"  {line.mass:>{mass_cells}}  {line.share:>9}  ", numbers)
+        made.append(set_cell_size(line.label, label_cells - _GUIDE_CELLS * line.depth), line.style)
+        made.append(f"  {line.mass:>{mass_cells}}  {line.share:>9}  ", line.numbers)
         made.append(line.tokens, "dim")
         made.rstrip()
         return made
 
-    def tree(branch: Branch, depth: int) -> Tree:
-        made = Tree(text(_line(branch, depth), "" if depth else "bold"), guide_style="bright_black")
-        made.children += [tree(child, depth + 1) for child in branch.children]
-        if branch.hidden:
-            made.add(text(_rest(branch, depth + 1), "dim", "dim cyan"))
-        return made
-
-    Terminal().print(Group(Text(printable(title), style="bold"), text(head, "dim", "dim"), tree(root, 0)))
+    path: list[Tree] = []
+    for line in lines:
+        tree = Tree(text(line), guide_style="bright_black")
+        if line.depth:
+            path[line.depth - 1].children.append(tree)
+        path[line.depth :] = [tree]
+    Terminal().print(Group(Text(printable(title), style="bold"), text(head), path[0]))
 
 
 def _percent(part: float) -> str:
-    """A part as people read it, small ones too."""
+    """A part as a percentage of three digits."""
     return f"{100 * part:#.3g}".rstrip(".") + "%"
 
 
-def _quoted(data: bytes, most: int = _MAX_LABEL_CELLS) -> str:
-    """A byte string in quotation marks, cut when it takes more than `most` cells."""
+def _quoted(data: bytes) -> str:
+    """A byte string in quotation marks, cut to `_MAX_LABEL_CELLS`."""
     text = to_text(data)
-    return f'"{text}"' if cell_len(text) <= most - 2 else f'"{set_cell_size(text, most - 3)}…"'
+    if cell_len(text) <= _MAX_LABEL_CELLS - 2:
+        return f'"{text}"'
+    return f'"{set_cell_size(text, _MAX_LABEL_CELLS - 3)}…"'
 
 
 def _lines(branch: Branch, depth: int) -> Iterator[_Line]:
-    yield _line(branch, depth)
-    for child in branch.children:
-        yield from _lines(child, depth + 1)
-    if branch.hidden:
-        yield _rest(branch, depth + 1)
-
-
-def _line(branch: Branch, depth: int) -> _Line:
+    """The lines of a branch and of everything below it, from top to bottom."""
     share = "" if branch.share is None else f"{branch.share:.1%}"
     label = _quoted(branch.edge or branch.prefix)
     if char := _completed(branch.prefix, branch.above):
         label = f"{label} = {_quoted(char)}"
-    return _Line(depth, label, _percent(branch.mass), share, _about_tokens(branch))
-
-
-def _rest(branch: Branch, depth: int) -> _Line:
-    share = f"{branch.hidden_mass / branch.mass:.1%}" if branch.mass else ""
-    return _Line(depth, f"… and {branch.hidden} more", _percent(branch.hidden_mass), share, "")
+    yield _Line(depth, label, _percent(branch.mass), share, _about_tokens(branch), "" if depth else "bold")
+    for child in branch.children:
+        yield from _lines(child, depth + 1)
+    if branch.hidden:
+        share = f"{branch.hidden_mass / branch.mass:.1%}" if branch.mass else ""
+        label = f"… and {branch.hidden} more"
+        yield _Line(depth + 1, label, _percent(branch.hidden_mass), share, "", "dim", "dim cyan")
 
 
 def _completed(prefix: bytes, above: int) -> bytes:
-    """The character that an edge goes on with in its middle, with what follows; b"" when it does not or is no text."""
+    """The text from the character that the edge begins in the middle of; b"" for an edge that does not, or no text."""
     start = above
     while 0 < start < len(prefix) and prefix[start] & 0xC0 == 0x80:
         start -= 1
@@ -527,9 +440,7 @@ def _about_tokens(branch: Branch) -> str:
         return ids
     if not ids:
         return "" if branch.is_open else f"{branch.longer} tokens"
-    alone = "" if branch.alone is None else f" alone: {_alone(branch.alone, branch.mass)}"
+    alone = ""
+    if branch.alone is not None:
+        alone = f" alone: {_percent(branch.alone) if branch.alone > _MIN_ALONE * branch.mass else 'about 0%'}"
     return ids + alone + ("" if branch.is_open else f" and {branch.longer} longer")
-
-
-def _alone(alone: float, mass: float) -> str:
-    return _percent(alone) if alone > _ALONE_FROM * mass else "about 0%"

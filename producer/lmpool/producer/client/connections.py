@@ -22,9 +22,7 @@ from lmpool.producer.client.tracing import Traces
 from lmpool.protocol.keys import Keys, ModelKeys
 from lmpool.protocol.model_info import ModelInfo
 from lmpool.protocol.row import Encoding, encoded_size
-from lmpool.rows.cache import RowCache
-from lmpool.rows.cluster import rows_on
-from lmpool.rows.connection import CHUNK_BYTES
+from lmpool.rows.cache import CHUNK_BYTES, RowCache
 from lmpool.rows.shared_memory import SegmentReader, is_shared
 
 TROUBLE = (RedisError, OSError, LMPoolError)
@@ -125,7 +123,7 @@ class Connections:
         for connection in (self.reader, self.commands):
             connection.reply_timeout_s = reply_timeout(info.lease_s)
             connection.key = keys.jobs
-        rows = rows_on(self._server, self._keys, info, self.segments)
+        rows = RowCache(self._server, self._keys, info, self.segments)
         # With the host, so that scripts see which rows in shared memory are for this client.
         host = self.segments.host if is_shared(info.vocab_size) else b""
         reply = keys.reply(f"{self._client_id}{host.decode()}", is_bulk=self._is_bulk)
@@ -138,7 +136,7 @@ class Connections:
     async def look_for_segments(self) -> None:
         """See which workers of this host have rows of the model in shared memory."""
         if self.model.host:
-            await self.segments.look(self.model.fingerprint)
+            await self.segments.refresh(self.model.fingerprint)
 
     async def follow_segments(self) -> None:
         """Scan for segments every second; never returns.

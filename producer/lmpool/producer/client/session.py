@@ -347,7 +347,8 @@ class Session:
         found: set[int] = set()
         if segments.has_any:
             for index, prompt in enumerate(prompts):
-                if self._cache.get(prompt.digest) is None and segments.find_into(prompt.digest, out[index]):
+                is_cached = self._cache.get(prompt.digest) is not None
+                if not is_cached and segments.find(prompt.digest, out.shape[1], out[index]) is not None:
                     found.add(index)
                 if index % _FEW == _FEW - 1:
                     await asyncio.sleep(0)

@@ -346,7 +346,7 @@ class Submitter:
         # Whether a row is there that need not be sent the script can tell, if it sees rows.
         if not connections.model.rows.is_seen:
             warmed = [request.prompt.digest for request in requests if request.warm and not request.damaged]
-            await cache.fetch_stored(await connections.model.rows.there(warmed))
+            await cache.fetch_stored(await connections.model.rows.existing(warmed))
         stored = await self._submit_portions(requests, again)
         connections.trouble = None
         if stored:

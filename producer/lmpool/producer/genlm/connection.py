@@ -1,6 +1,6 @@
-"""How a language model reaches a pool: `Connection` to one that runs, or `PrivatePool` with a worker of its own.
+"""Connections of a language model: `ModelConnection` to a running pool, `PrivatePool` with a worker of its own.
 
-Both survive a fork of the process: a child leaves alone what its parent has open.
+Both survive a fork of the process: the child does not touch the connections of its parent.
 """
 
 from __future__ import annotations
@@ -39,26 +39,15 @@ from lmpool.protocol.keys import Keys
 PREFIX = "lmpool"
 """Prefix of a private pool's Redis keys."""
 
-_STOP_S = 5.0
-_POLL_S = 0.05
-_LINES_SHOWN = 20
-# A socket's path has some 100 bytes, and the server's folder adds its own name.
-_LONGEST_TEMPORARY_FOLDER = 60
+_STOP_S = 5.0  # Seconds that the worker has to stop before it is killed.
+_POLL_S = 0.05  # Between two checks whether the model is served.
+_LINES_SHOWN = 20  # Lines of the worker's log in an error.
+_MAX_FOLDER_PATH = 60  # Bytes: a socket's path has at most 107, and the server's folder adds its name.
 
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Which model, where it is, and how to ask for it; the arguments of `Producer`.
-
-    Attributes:
-        model: name of the served model; None for the only one.
-        redis: URL or redis-py client; None for the environment's, then this user's embedded server.
-        timeout: seconds that a request may take; infinity for no deadline.
-        cache_bytes: bytes of rows that a producer keeps.
-        prefix: prefix of the pool's Redis keys.
-        when_absent: what connecting and asking do while no worker serves the model.
-        priority: whose turn it is where prompts wait: "bulk" for what yields to others.
-    """
+    """The arguments of `Producer`; a `timeout` of infinity means no deadline."""
 
     model: str | None = None
     redis: RedisLike | None = field(default=None, repr=False)  # It may hold a password.
@@ -76,7 +65,7 @@ class Address:
 
 
 def seconds_of(timeout: float) -> float:
-    """The timeout of a producer for one of a language model, where infinity is no deadline.
+    """The timeout of a producer for the timeout of a language model, where infinity means no deadline.
 
     Raises:
         SettingsError: not a number above 0.
@@ -85,29 +74,22 @@ def seconds_of(timeout: float) -> float:
 
 
 class LazyProducer(SyncProducer):
-    """Connects with its first call and not when it is made, so that it can be closed while it connects."""
+    """A producer that connects at its first call, so that it can be closed while it connects."""
 
     def _connect(self) -> None:
         pass
 
 
 class Owned(Protocol):
-    """A resource that lives as long as a connection."""
+    """A resource that is closed together with a connection."""
 
     def close(self) -> None:
         """Close it; closing it twice does nothing."""
         ...
 
 
-class Connection:
-    """Holds producers: one for the coroutines of each thread, and one for synchronous callers in any thread.
-
-    It survives a fork: the child connects for itself, and leaves alone what its parent has open.
-
-    Args:
-        address: see `Address`.
-        owned: closed together with it; None for nothing.
-    """
+class ModelConnection:
+    """Holds producers: one for the coroutines of each thread, and one for synchronous callers in any thread."""
 
     def __init__(self, address: Address, owned: Owned | None = None) -> None:
         self._address = address
@@ -117,7 +99,7 @@ class Connection:
         atexit.register(self.close)
 
     def _start_afresh(self) -> None:
-        # Two event loops at once are in two threads, and a producer has one session at a time.
+        # Concurrent event loops are in different threads, and a producer has one session at a time.
         self._of_thread = threading.local()
         self._producers: weakref.WeakSet[Producer] = weakref.WeakSet()
         self._lock = threading.Lock()
@@ -125,8 +107,8 @@ class Connection:
         self._closed = False
 
     def after_fork(self) -> None:
-        """Begin anew in a child process."""
-        # Closing them would take descriptors out of the epoll instances that the child shares with its parent.
+        """Start again in a child process."""
+        # Closing the producers would remove descriptors from epoll instances that the child shares with its parent.
         _left_to_parent.append((self._of_thread, self._sync, self._owned))
         closed = self._closed
         self._owned = None
@@ -168,7 +150,7 @@ class Connection:
             producer.clear_cache()
 
     def stats(self) -> ProducerStats:
-        """What became of the requests of this thread's producers."""
+        """Counts of the requests of this thread's producers."""
         total = ProducerStats()
         for producer in self._used():
             for name, count in asdict(producer.stats()).items():
@@ -176,14 +158,14 @@ class Connection:
         return total
 
     def _used(self) -> list[Producer | SyncProducer]:
-        """The producers that this thread has used: its own, and the one of synchronous callers."""
+        """The producers of this thread: its own, and the one of synchronous callers."""
         producers: list[Producer | SyncProducer | None] = [getattr(self._of_thread, "producer", None), self._sync]
         return [producer for producer in producers if producer is not None]
 
     def close(self) -> None:
-        """Close the producers, and what is owned; closing twice does nothing.
+        """Close the producers and the owned resource; closing twice does nothing.
 
-        Sessions of event loops end in these, as soon as they run.
+        Sessions end in their own event loops, as soon as these run.
         """
         self._closed = True
         for producer in list(self._producers):
@@ -348,10 +330,10 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 def _temporary_folder() -> str | None:
     """Where temporary folders are made; None for the usual place, unless its path is too long for a socket."""
-    return "/tmp" if len(os.fsencode(tempfile.gettempdir())) > _LONGEST_TEMPORARY_FOLDER else None
+    return "/tmp" if len(os.fsencode(tempfile.gettempdir())) > _MAX_FOLDER_PATH else None
 
 
-_connections: weakref.WeakSet[Connection] = weakref.WeakSet()
+_connections: weakref.WeakSet[ModelConnection] = weakref.WeakSet()
 _pools: weakref.WeakSet[PrivatePool] = weakref.WeakSet()
 # Kept alive in a child process, which must not close what its parent uses.
 _left_to_parent: list[Any] = []

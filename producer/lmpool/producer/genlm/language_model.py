@@ -1,6 +1,6 @@
-"""`PooledLM`, the language model that genlm-control, genlm-bytes and llamppl run on, with its rows from a pool.
+"""`PooledLM`: a language model for genlm-control, genlm-bytes and llamppl whose rows come from a pool.
 
-`load_model_by_name` connects it to a pool that runs, or to a private one that it starts.
+`load_model_by_name` connects it to a running pool, or starts a private one.
 """
 
 from __future__ import annotations
@@ -24,7 +24,15 @@ from lmpool.producer.client.requests import ProducerStats
 from lmpool.producer.client.session import Priority, WhenAbsent
 from lmpool.producer.client.session_per_loop import CopiedAsItself
 from lmpool.producer.deadline import check_timeout
-from lmpool.producer.genlm.connection import PREFIX, Address, Connection, Owned, PrivatePool, WorkerCommand, seconds_of
+from lmpool.producer.genlm.connection import (
+    PREFIX,
+    Address,
+    ModelConnection,
+    Owned,
+    PrivatePool,
+    WorkerCommand,
+    seconds_of,
+)
 from lmpool.producer.genlm.llm_opts import MIN_TIMEOUT_S, check_known, command_options, split
 from lmpool.producer.tokenizer import load_tokenizer, read_tokenizer
 from lmpool.protocol.job import not_token_ids
@@ -46,13 +54,12 @@ _BACKENDS = {
     "synthetic": "synthetic",
     "mock": "synthetic",
 }
-_GENLM_BATCH_SIZE = 20
-# Tokens of one request: all of a long continuation may take more seconds than a request has.
-_MAX_AT_ONCE = 64
+_GENLM_BATCH_SIZE = 20  # genlm-backend's default.
+_MAX_AT_ONCE = 64  # Tokens generated per request, so that a long continuation does not exceed the timeout.
 
 
 class UnknownLora(UnknownAdapter, ValueError):
-    """The model has no adapter of that name; a ValueError too, as genlm-backend raises."""
+    """The model has no adapter of that name. Also a ValueError, as in genlm-backend."""
 
 
 @contextmanager
@@ -65,34 +72,34 @@ def _errors_of_genlm() -> Iterator[None]:
 
 
 class PooledLM(CopiedAsItself, AsyncLM):  # type: ignore[misc]  # genlm-backend has no types.
-    """A genlm-backend `AsyncLM` whose rows come from a pool; make it with `from_name`.
+    """A genlm-backend `AsyncLM` whose rows come from a pool; create it with `from_name`.
 
-    Coroutines ask in their own event loop, one `asyncio.run` after another; the synchronous methods work inside a
-    running event loop too. It may be used from several threads, and after a fork. A copy is the model itself; a
-    pickled one connects again where it is unpickled, by the same settings.
+    It works in several event loops, one `asyncio.run` after another, in several threads, and after a fork. Synchronous
+    methods work inside a running event loop too. Copying returns the model itself; unpickling connects again with the
+    same settings.
 
-    Rows are torch float32 tensors of shape (V,) on the CPU, V being the model's, in the memory of the producer's
-    cache: they must not be changed in place.
+    Rows are torch float32 tensors of shape (V,) on the CPU, where V is the model's. They share the memory of the
+    producer's cache and must not be changed in place.
 
-    Without a `timeout` a request waits as long as a worker serves the model or loads it. It ends in NoWorker when none
-    has lived for a lease (with `when_absent="wait"` for a minute more), and in ServerError when the server has been
-    away for a minute.
+    Without a `timeout`, a request waits as long as a worker serves or loads the model. It ends in NoWorker when no
+    worker has been alive for a lease (with `when_absent="wait"` for one more minute), and in ServerError when the
+    server has been unreachable for a minute.
 
-    Wherever it takes `lora_name`, an adapter that the model does not have raises `UnknownLora`, which is an
-    `UnknownAdapter` and a ValueError; otherwise all methods raise what `Producer.logprobs` raises.
+    Methods with `lora_name` raise `UnknownLora` (an `UnknownAdapter` and a ValueError) for an adapter that the model
+    does not have. All other errors are those of `Producer.logprobs`.
 
     Args:
-        address: which model, and where.
-        tokenizer: the model's; None for the one that the model's info names.
-        owned: closed together with it; None for nothing.
+        address: the model and its pool.
+        tokenizer: the model's tokenizer; None for the one in the model info.
+        owned: closed together with the model; None for nothing.
 
     Attributes:
-        tokenizer: the tokenizer, one of transformers.
+        tokenizer: a tokenizer of transformers.
         byte_vocab: genlm-backend's `Token` of every id of the tokenizer.
         str_vocab: the text of every id of the tokenizer.
-        device: where the rows are, the CPU.
-        batch_size: that of genlm-backend's AsyncTransformer, for programs that set it. It changes nothing: workers
-            batch whatever they find, up to a bound of their own.
+        device: the device of the rows, always the CPU.
+        batch_size: without effect, for programs that set it on genlm-backend's AsyncTransformer. Workers choose their
+            own batches.
 
     Raises:
         ServerError, UnknownModel, AmbiguousModel, NoWorker: as `Producer.open`.
@@ -103,18 +110,20 @@ class PooledLM(CopiedAsItself, AsyncLM):  # type: ignore[misc]  # genlm-backend 
     device = torch.device("cpu")
 
     def __init__(self, address: Address, *, tokenizer: Any = None, owned: Owned | None = None) -> None:
-        connection = Connection(address, owned)
+        connection = ModelConnection(address, owned)
         try:
-            # Connects, so that a wrong name fails here and not in the middle of somebody's inference.
+            # Connect now, so that a wrong model name fails here and not during inference.
             info = connection.sync.model
-            # Under its name from now on: others may be served by the time it is pickled or connects again.
+            # Keep the name: other models may be served when this one connects again.
             named = replace(address, model=info.name)
-            self._take(named, connection, _tokenizer_of(info) if tokenizer is None else tokenizer)
+            if tokenizer is None:
+                tokenizer = load_tokenizer(info, option="tokenizer", otherwise="pass tokenizer=")
+            self._take(named, connection, tokenizer)
         except BaseException:
             connection.close()
             raise
 
-    def _take(self, address: Address, connection: Connection, tokenizer: Any) -> None:
+    def _take(self, address: Address, connection: ModelConnection, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
         tokens, self.str_vocab = decode_vocab(tokenizer)
         self.byte_vocab = [Token(index, token) for index, token in enumerate(tokens)]
@@ -141,17 +150,16 @@ class PooledLM(CopiedAsItself, AsyncLM):  # type: ignore[misc]  # genlm-backend 
         """Connect to a pool.
 
         Args:
-            name: what the model is served as; None for the only one that is served.
-            redis: URL, or a redis-py client whose address and credentials are taken over (the model cannot be
-                pickled then); None means `LMPOOL_REDIS_URL`, then this user's embedded server.
-            timeout: seconds that a request may take; infinity: as long as a worker serves the model or loads it.
-            cache_bytes: bytes of rows that are kept for coroutines of one thread, and as much again for synchronous
-                calls; 0 for none.
+            name: name of the served model; None for the only one.
+            redis: URL, or a redis-py client whose address and credentials are used (the model cannot be pickled then);
+                None for `LMPOOL_REDIS_URL`, then this user's embedded server.
+            timeout: max seconds per request; infinity: as long as a worker serves or loads the model.
+            cache_bytes: max bytes of cached rows per thread, and as many again for synchronous calls; 0 for none.
             prefix: prefix of the pool's Redis keys.
-            tokenizer: the model's; None for the one that the model's info names.
-            when_absent: what connecting and asking do while no worker serves the model: "wait" until `timeout` has
-                passed (without one: for a minute), or "raise" (see `Producer`).
-            priority: "interactive", or "bulk" for what yields to all others (see `Producer`).
+            tokenizer: the model's tokenizer; None for the one in the model info.
+            when_absent: behaviour of connecting and of requests while no worker serves the model: "wait" until
+                `timeout` has passed (without one: for a minute), or "raise" (see `Producer`).
+            priority: "interactive", or "bulk" for requests that yield to all others (see `Producer`).
 
         Raises:
             As the class.
@@ -161,13 +169,13 @@ class PooledLM(CopiedAsItself, AsyncLM):  # type: ignore[misc]  # genlm-backend 
 
     @property
     def timeout(self) -> float:
-        """Seconds that a request may take; infinity: as long as a worker serves the model or loads it.
+        """Max seconds per request; infinity: as long as a worker serves or loads the model.
 
-        A timeout of less than 1 s is kept and changes nothing: to genlm-backend it is for how long a batch waits for
-        companions, 0 among them, and a pool's workers wait for none.
+        A timeout below 1 s is stored but has no effect: in genlm-backend it is the time that a batch waits for more
+        prompts, and a pool's workers do not wait.
 
         Raises:
-            SettingsError: it is set to something else than a number from 0 on.
+            SettingsError: it is set to a value that is not a number of at least 0.
         """
         return self._timeout
 
@@ -185,7 +193,7 @@ class PooledLM(CopiedAsItself, AsyncLM):  # type: ignore[misc]  # genlm-backend 
         return self._connection.sync.model
 
     async def next_token_logprobs(self, token_ids: Any, lora_name: str | None = None) -> torch.Tensor:
-        """The log-probabilities of the token that follows a prompt.
+        """The log-probabilities of the next token after a prompt.
 
         Args:
             token_ids: list, tuple or 1-D integer array (numpy, torch) of token ids.
@@ -195,14 +203,14 @@ class PooledLM(CopiedAsItself, AsyncLM):  # type: ignore[misc]  # genlm-backend 
             float32 tensor of shape (V,), not to be changed in place.
         """
         with _errors_of_genlm():
-            work = self._connection.producer.logprobs(token_ids, adapter=_adapter(lora_name), timeout=self._seconds)
+            work = self._connection.producer.logprobs(token_ids, adapter=lora_name or "", timeout=self._seconds)
             return tensor_over(await work)
 
     def next_token_logprobs_sync(self, token_ids: Any, lora_name: str | None = None) -> torch.Tensor:
-        """As `next_token_logprobs`, for synchronous callers; a running event loop stands still meanwhile."""
+        """As `next_token_logprobs`, for synchronous callers; it blocks a running event loop."""
         with _errors_of_genlm():
             sync = self._connection.sync
-            return tensor_over(sync.logprobs(token_ids, adapter=_adapter(lora_name), timeout=self._seconds))
+            return tensor_over(sync.logprobs(token_ids, adapter=lora_name or "", timeout=self._seconds))
 
     async def batch_next_token_logprobs(
         self, token_ids_list: Iterable[Any], lora_name: str | None = None
@@ -214,11 +222,11 @@ class PooledLM(CopiedAsItself, AsyncLM):  # type: ignore[misc]  # genlm-backend 
             lora_name: an adapter for all of them; None for none.
 
         Returns:
-            float32 tensor of shape (n, V), the caller's own.
+            float32 tensor of shape (n, V), owned by the caller.
         """
         with _errors_of_genlm():
             rows = await self._connection.producer.batch_logprobs(
-                token_ids_list, adapter=_adapter(lora_name), timeout=self._seconds
+                token_ids_list, adapter=lora_name or "", timeout=self._seconds
             )
         return torch.from_numpy(rows)
 
@@ -227,17 +235,13 @@ class PooledLM(CopiedAsItself, AsyncLM):  # type: ignore[misc]  # genlm-backend 
     ) -> torch.Tensor:
         """As `batch_next_token_logprobs`, for synchronous callers."""
         with _errors_of_genlm():
-            rows = self._connection.sync.batch_logprobs(
-                token_ids_list, adapter=_adapter(lora_name), timeout=self._seconds
-            )
+            rows = self._connection.sync.batch_logprobs(token_ids_list, adapter=lora_name or "", timeout=self._seconds)
         return torch.from_numpy(rows)
 
     def next_token_logprobs_uncached(self, token_ids: Any, lora_name: str | None = None) -> torch.Tensor:
-        """As `next_token_logprobs_sync`, computed anew by a worker, whatever is cached."""
+        """As `next_token_logprobs_sync`, but a worker computes the row again even if it is cached."""
         with _errors_of_genlm():
-            row = self._connection.sync.logprobs(
-                token_ids, fresh=True, adapter=_adapter(lora_name), timeout=self._seconds
-            )
+            row = self._connection.sync.logprobs(token_ids, fresh=True, adapter=lora_name or "", timeout=self._seconds)
         return tensor_over(row)
 
     async def sample(
@@ -251,16 +255,16 @@ class PooledLM(CopiedAsItself, AsyncLM):  # type: ignore[misc]  # genlm-backend 
     ) -> list[int]:
         """A continuation of a prompt, sampled token by token.
 
-        With a seed the tokens are drawn here from full rows, by a torch generator: the tokens that genlm-backend draws
-        from the same rows. Without one a worker draws many in one request, so that nothing else travels, and
+        With a seed, tokens are drawn here from full rows by a torch generator, and are the same tokens as
+        genlm-backend draws from the same rows. Without a seed, a worker draws many tokens per request, and
         `torch.manual_seed` has no effect.
 
         Args:
-            prompt_token_ids: the prompt, as `next_token_logprobs` takes it.
-            max_tokens: most tokens to draw.
-            eos_token_ids: tokens that end the continuation and are no part of it.
-            temperature: what log-probabilities are divided by; 0 takes the likeliest token each time.
-            seed: of the generator.
+            prompt_token_ids: the prompt, as for `next_token_logprobs`.
+            max_tokens: max tokens to draw.
+            eos_token_ids: tokens that end the continuation; they are not part of it.
+            temperature: divisor of the log-probabilities; 0 takes the most likely token each time.
+            seed: seed of the generator.
             lora_name: an adapter; None for none.
 
         Returns:
@@ -270,7 +274,7 @@ class PooledLM(CopiedAsItself, AsyncLM):  # type: ignore[misc]  # genlm-backend 
             raise not_token_ids(prompt_token_ids)
         prompt = list(prompt_token_ids)
         ends = frozenset(eos_token_ids)
-        # The likeliest token needs no seed; genlm-backend would divide by 0.
+        # Temperature 0 needs no seed; genlm-backend would divide by 0.
         if seed is not None and temperature != 0:
             continuation: list[int] = await super().sample(prompt, max_tokens, ends, temperature, seed, lora_name)
             return continuation
@@ -285,7 +289,7 @@ class PooledLM(CopiedAsItself, AsyncLM):  # type: ignore[misc]  # genlm-backend 
     async def _generate(
         self, token_ids: list[int], max_tokens: int, ends: frozenset[int], temperature: float, lora_name: str | None
     ) -> list[int]:
-        """At least one token, and no more than the model has room for: the one that has none may never be drawn."""
+        """At least one token, and at most as many as the model accepts: the next request then raises PromptTooLong."""
         producer = self._connection.producer
         with _errors_of_genlm():
             await producer.open()
@@ -293,39 +297,39 @@ class PooledLM(CopiedAsItself, AsyncLM):  # type: ignore[misc]  # genlm-backend 
             (made,) = await producer.generate(
                 token_ids,
                 max(1, min(max_tokens, room, _MAX_AT_ONCE)),
-                # What is no token never ends it.
+                # Ids outside of the vocabulary are never drawn.
                 stop=sorted(end for end in ends if 0 <= end < producer.model.vocab_size),
                 temperature=temperature,
-                adapter=_adapter(lora_name),
+                adapter=lora_name or "",
                 timeout=self._seconds,
             )
         return [int(token) for token in made.ids]
 
     def cache_kv(self, prompt_tokens: Any, lora_name: str | None = None) -> None:
-        """Have a worker compute a prompt's row, so that prompts that begin with it cost their new tokens only.
+        """Have a worker compute a prompt's row, so that longer prompts cost only their new tokens.
 
-        A hint: one worker is warmed, and none where the row is cached; workers drop the keys and values that were used
-        least recently.
+        This is a hint: it reaches one worker, and none when the row is cached. Workers evict the least recently used
+        keys and values.
         """
         with _errors_of_genlm():
-            self._connection.sync.warm(prompt_tokens, adapter=_adapter(lora_name), timeout=self._seconds)
+            self._connection.sync.warm(prompt_tokens, adapter=lora_name or "", timeout=self._seconds)
 
     def clear_cache(self) -> None:
-        """Drop the rows that are kept in this process. Those in the pool's cache stay, for everyone who asks."""
+        """Drop the cached rows of this process. Rows in the pool's cache stay."""
         self._connection.forget_rows()
 
     def clear_kv_cache(self) -> None:
-        """Nothing: keys and values are the workers', which bound them."""
+        """Do nothing: workers manage their keys and values."""
 
     def reset_async_queries(self) -> None:
-        """Nothing: a request whose caller has gone is taken back by itself."""
+        """Do nothing: a request is cancelled when its caller is."""
 
     def add_new_lora(self, lora_path: str, lora_name: str = "lora_1") -> None:
-        """Load an adapter on every worker of the model; one of the same name is replaced.
+        """Add an adapter to the model, or replace the adapter of that name.
 
         Args:
-            lora_path: folder or hub name of the adapter, as the workers see it.
-            lora_name: its name from now on.
+            lora_path: folder or hub name of the adapter, as seen by the workers.
+            lora_name: its name.
 
         Raises:
             As `Producer.add_adapter`.
@@ -333,7 +337,7 @@ class PooledLM(CopiedAsItself, AsyncLM):  # type: ignore[misc]  # genlm-backend 
         self._connection.sync.add_adapter(lora_name, lora_path)
 
     def remove_lora(self, lora_name: str) -> None:
-        """Remove an adapter from every worker of the model.
+        """Remove an adapter from the model.
 
         Raises:
             As `Producer.remove_adapter`.
@@ -342,11 +346,11 @@ class PooledLM(CopiedAsItself, AsyncLM):  # type: ignore[misc]  # genlm-backend 
             self._connection.sync.remove_adapter(lora_name)
 
     def stats(self) -> ProducerStats:
-        """What became of this thread's requests and of the synchronous ones, together."""
+        """Counts of this thread's requests and of the synchronous ones together."""
         return self._connection.stats()
 
     def close(self) -> None:
-        """Close the connections; closing twice does nothing. Without it, they are closed when the model is dropped."""
+        """Close the connections; closing twice does nothing. Connections also close when the model is collected."""
         self._connection.close()
 
     def __enter__(self) -> Self:
@@ -378,23 +382,15 @@ class PooledLM(CopiedAsItself, AsyncLM):  # type: ignore[misc]  # genlm-backend 
         return f"{type(self).__name__}({self._address.model!r})"
 
 
-# llamppl decides by genlm-backend's classes which methods a model has; PooledLM has those of this one.
+# llamppl chooses its code path by genlm-backend's classes; PooledLM has the methods of this one.
 AsyncTransformer.register(PooledLM)
 
 
 def _reconnected(kind: type[PooledLM], address: Address, tokenizer: Any) -> PooledLM:
-    """A model that has been pickled; it connects at the first request."""
+    """An unpickled model; it connects at the first request."""
     model = kind.__new__(kind)
-    model._take(address, Connection(address), tokenizer)
+    model._take(address, ModelConnection(address), tokenizer)
     return model
-
-
-def _adapter(lora_name: str | None) -> str:
-    return "" if lora_name is None else lora_name
-
-
-def _tokenizer_of(info: ModelInfo) -> Any:
-    return load_tokenizer(info, option="tokenizer", otherwise="pass tokenizer=")
 
 
 def load_model_by_name(
@@ -403,23 +399,24 @@ def load_model_by_name(
     """A language model by name.
 
     Args:
-        name: for the pool what the model is served as, None for the only one; otherwise the hub name or folder of the
-            model.
-        backend: None or "pool" connects to a pool that runs. "hf", "vllm" and "sglang" (or "sgl") start a private
-            server and a worker with that backend, which end with `close`, with the model or with this program,
-            however it ends. "synthetic" (or "mock") does so with random rows, for the vocabulary of the tokenizer
-            `name`: other rows than genlm-backend's mock has, but as there the same ones for the same prompt.
-        llm_opts: options of `PooledLM.from_name`; without `when_absent` it is "wait", so that programs and workers may
-            start in any order. For a private worker those but `redis`, `prefix` and `when_absent`, `load_timeout`
-            (seconds until it must serve, 1800 by default), the settings of `lmpool worker --backend …`, such as
-            `dtype`, `max_batch` or `kv_cache_bytes`, and genlm-backend's `batch_size`, `hf_opts` and `engine_opts`.
+        name: for a pool, the name of the served model, or None for the only one; otherwise the hub name or folder of
+            the model.
+        backend: None or "pool" connects to a running pool. "hf", "vllm" and "sglang" (or "sgl") start a private server
+            and a worker with that backend; both end with `close`, with the model, or with this program, however it
+            ends. "synthetic" (or "mock") starts them with random rows for the vocabulary of the tokenizer `name`. The
+            rows differ from those of genlm-backend's mock, but are also the same for the same prompt.
+        llm_opts: options of `PooledLM.from_name`; `when_absent` defaults to "wait", so that programs and workers may
+            start in any order. A private worker takes these options except `redis`, `prefix` and `when_absent`; also
+            `load_timeout` (seconds until it must serve, 1800 by default), the settings of `lmpool worker --backend …`,
+            such as `dtype`, `max_batch` or `kv_cache_bytes`, and genlm-backend's `batch_size`, `hf_opts` and
+            `engine_opts`.
 
     Returns:
         the model, connected.
 
     Raises:
-        SettingsError: another backend, or an option that is unknown or malformed (a ValueError).
-        ModelError: the private worker does not serve; the end of its log is quoted.
+        SettingsError: an unknown backend, or an option that is unknown or malformed (a ValueError).
+        ModelError: the private worker does not serve; the message quotes the end of its log.
         As `PooledLM`.
     """
     if llm_opts is not None and not isinstance(llm_opts, Mapping):
@@ -456,7 +453,7 @@ def _load_privately(name: str, backend: str, given: dict[str, Any]) -> PooledLM:
 
 
 class _Writable:
-    """A read-only array's memory, offered as writable: torch has no read-only tensors, and warns of such arrays."""
+    """The memory of a read-only array, declared writable: torch has no read-only tensors, and warns of such arrays."""
 
     __slots__ = ("__array_interface__", "_owner")
 
@@ -467,8 +464,5 @@ class _Writable:
 
 
 def tensor_over(array: NDArray[np.float32]) -> torch.Tensor:
-    """A tensor of the same shape and dtype in the same memory, which it keeps alive.
-
-    Others may have the same memory, so the tensor must not be changed in place.
-    """
+    """A tensor over the memory of an array, which it keeps alive; it must not be changed in place."""
     return torch.from_numpy(array if array.flags.writeable else np.asarray(_Writable(array)))

@@ -1,5 +1,4 @@
-"""The options `llm_opts` of `load_model_by_name`: checked, split between the language model and its private worker, and
-translated from genlm-backend's names."""
+"""The options `llm_opts` of `load_model_by_name`: checks, the split between model and worker, genlm-backend's names."""
 
 from __future__ import annotations
 
@@ -13,13 +12,13 @@ from lmpool.errors import SettingsError
 from lmpool.settings import shown
 
 MODEL_OPTIONS = ("timeout", "cache_bytes", "tokenizer")
-"""Options of a language model with a private worker, whose pool has a server and a prefix of its own."""
+"""Options of a language model with a private worker."""
 
 POOL_OPTIONS = (*MODEL_OPTIONS, "redis", "prefix", "when_absent", "priority")
-"""Options of a language model that connects to a pool that runs."""
+"""Options of a language model that connects to a running pool."""
 
 MIN_TIMEOUT_S = 1.0
-"""A smaller timeout is for how long genlm-backend waits for companions in a batch, not what a request may take."""
+"""A smaller timeout is the time that genlm-backend waits to fill a batch, not the time of a request; seconds."""
 
 _OPTION = re.compile(r"[a-z][a-z0-9_]*")
 _DTYPES = ("torch_dtype", "dtype")
@@ -28,18 +27,14 @@ _REFUSED = {
     "cache_size": "rows are bounded by bytes: use cache_bytes=",
     "cache_opts": "rows are bounded by bytes: use cache_bytes=",
     "when_absent": "the private worker serves before the model is returned",
-    "priority": "nobody else asks the private worker",
+    "priority": "no other client uses the private worker",
     "redis": "the model has a private server: connect to another with backend='pool'",
     "prefix": "the model has a private server: connect to another with backend='pool'",
 }
 
 
 def check_known(given: Mapping[str, Any]) -> None:
-    """Check that all options are those of `PooledLM.from_name`.
-
-    Raises:
-        SettingsError: one is not, or the timeout is too small for a request.
-    """
+    """Raise `SettingsError` for an option that `PooledLM.from_name` lacks, or a timeout too small for a request."""
     for name in given:
         if name not in POOL_OPTIONS:
             raise SettingsError(
@@ -49,10 +44,10 @@ def check_known(given: Mapping[str, Any]) -> None:
 
 
 def split(backend: str, given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Split options between the language model and its private worker, the latter by lmpool's names.
+    """Split options between the language model and its private worker, and rename the worker's to lmpool's names.
 
     Raises:
-        SettingsError: an option of genlm-backend's has no counterpart; the message says what to use instead.
+        SettingsError: an option of genlm-backend has no counterpart here; the message names the alternative.
     """
     for name, instead in _REFUSED.items():
         if given.get(name) is not None:
@@ -70,10 +65,10 @@ def split(backend: str, given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[
 
 
 def command_options(given: Mapping[str, Any]) -> list[str]:
-    """Settings of a worker as options of the `lmpool worker` command; those that are None or False are left out.
+    """Settings of a worker as options of the `lmpool worker` command, without those that are None or False.
 
     Raises:
-        SettingsError: a name cannot be that of a setting.
+        SettingsError: a malformed name.
     """
     options: list[str] = []
     for name, value in given.items():
@@ -94,13 +89,13 @@ def _check_timeout(given: Mapping[str, Any]) -> None:
     timeout = given.get("timeout")
     if isinstance(timeout, (int, float)) and 0 < timeout < MIN_TIMEOUT_S:
         raise SettingsError(
-            f"llm_opts: timeout = {timeout} is less than {MIN_TIMEOUT_S:g} s: here it is what a request may "
-            "take, not what genlm-backend waits for companions: leave it out"
+            f"llm_opts: timeout = {timeout} is less than {MIN_TIMEOUT_S:g} s: here it limits the time of a request, "
+            "not the time that genlm-backend waits to fill a batch: leave it out"
         )
 
 
 def _replace(given: Mapping[str, Any], replaced: str, by: Mapping[str, Any]) -> dict[str, Any]:
-    """The options with one replaced by settings, none of which may be given too."""
+    """Replace one option by settings; raise `SettingsError` when a setting was given too."""
     for name in by:
         if name in given:
             raise SettingsError(f"llm_opts: {replaced} and {name} are the same setting: give one of them")
@@ -113,7 +108,7 @@ def _check_mapping(name: str, given: object) -> None:
 
 
 def _read_hf_opts(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments for transformers as settings of the hf backend."""
+    """Translate arguments of transformers into settings of the hf backend."""
     _check_mapping("hf_opts", given)
     settings: dict[str, Any] = {}
     for name, value in given.items():
@@ -132,7 +127,7 @@ def _read_hf_opts(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read_engine_opts(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments for an engine as settings of its backend."""
+    """Translate arguments of an engine into settings of its backend."""
     _check_mapping("engine_opts", given)
     arguments = {name: value for name, value in given.items() if name != "dtype"}
     settings: dict[str, Any] = {"dtype": _dtype(given["dtype"])} if "dtype" in given else {}
@@ -144,5 +139,5 @@ def _read_engine_opts(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _dtype(value: Any) -> str:
-    """The name of a dtype; torch calls its own `torch.float32`."""
+    """The name of a dtype without torch's prefix, as in `torch.float32`."""
     return str(value).removeprefix("torch.")

@@ -1,19 +1,19 @@
-"""genlm's items as byte strings, and genlm's numbers for the nodes of a trie.
+"""genlm-backend's vocabulary items as byte strings, and its node numbers for a trie.
 
-The letters of an item are what iterating it yields. Letters 0 to 255 have themselves as codes; all others, such as the
-end-of-sequence item that yields itself or the characters of a text, get codes from 256 on. A vocabulary of byte letters
-alone is spelled as it is. Otherwise code c is the byte 0xFF c // 255 times and then the byte c % 255: no spelling is
-the beginning of another, and of the byte letters only 0xFF becomes longer.
+Iterating an item yields its letters. A letter from 0 to 255 is its own code. All other letters, such as an
+end-of-sequence item that yields itself or the characters of a text, get codes from 256 on. In a vocabulary of byte
+letters alone, the codes are the bytes. Otherwise code c becomes c // 255 bytes 0xFF followed by the byte c % 255: no
+spelling is a prefix of another one, and 0xFF is the only byte that gets longer.
 
-genlm gives every item a leaf of its own below the node of its last letter, keeps children in the order in which the
-items brought them, and numbers all in postorder. So a node's number is where its subtree starts plus the size of
-the subtree less one, and the children of a node are in the order of the first items below them. Both come from
-the trie's arrays without walking it.
+genlm-backend gives every item a leaf below the node of its last letter, orders children by their first items, and
+numbers all nodes in postorder. A node's number is therefore the number at which its subtree starts plus the size of the
+subtree minus one. Both follow from the trie's arrays without walking the trie.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+import operator
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple, TypeGuard
 
 import numpy as np
@@ -24,16 +24,25 @@ from lmpool.settings import shown
 from lmpool.trie.trie import Trie
 
 BASE = 255
-"""Codes below it are one byte; it is also the byte that a longer spelling begins with."""
+"""Codes below it are spelled as one byte; it is also the first byte of a longer spelling."""
 
-_N_BYTES = 256
+_N_BYTES = 256  # Values of a byte.
+
+
+def _by_id(compare: Callable[[int, int], bool]) -> Any:
+    """A method that compares tokens by their ids."""
+
+    def method(self: Token, other: object) -> bool:
+        return compare(self.token_id, other.token_id) if is_token(other) else NotImplemented
+
+    return method
 
 
 class Token(bytes):
-    """The byte string of a token together with its id.
+    """The byte string of a token, with its id.
 
-    It is used like the byte string, but tokens are equal, hashed and ordered by their ids. It is equal to
-    genlm-backend's `Token` of the same id, too, and to plain bytes of the same content.
+    Tokens are compared and hashed by their ids, also with genlm-backend's `Token`. A token is equal to plain bytes of
+    the same content.
 
     Attributes:
         token_id: the id.
@@ -60,7 +69,7 @@ class Token(bytes):
 
     @staticmethod
     def as_bytes(x: bytes) -> bytes:
-        """The plain bytes of a token; anything else as it is."""
+        """The plain bytes of a token; any other value unchanged."""
         return x.byte_string if is_token(x) else x
 
     @staticmethod
@@ -74,30 +83,16 @@ class Token(bytes):
     def __hash__(self) -> int:
         return hash(self.token_id)
 
-    def __eq__(self, other: object) -> bool:
-        return self.token_id == other.token_id if is_token(other) else NotImplemented
-
-    def __ne__(self, other: object) -> bool:
-        return self.token_id != other.token_id if is_token(other) else NotImplemented
-
-    def __lt__(self, other: object) -> bool:
-        return self.token_id < other.token_id if is_token(other) else NotImplemented
-
-    def __le__(self, other: object) -> bool:
-        return self.token_id <= other.token_id if is_token(other) else NotImplemented
-
-    def __gt__(self, other: object) -> bool:
-        return self.token_id > other.token_id if is_token(other) else NotImplemented
-
-    def __ge__(self, other: object) -> bool:
-        return self.token_id >= other.token_id if is_token(other) else NotImplemented
+    __eq__, __ne__ = _by_id(operator.eq), _by_id(operator.ne)
+    __lt__, __le__ = _by_id(operator.lt), _by_id(operator.le)
+    __gt__, __ge__ = _by_id(operator.gt), _by_id(operator.ge)
 
     def __reduce__(self) -> tuple[type[Token], tuple[int, bytes]]:
         return type(self), (self.token_id, bytes(self))
 
 
 def is_token(x: object) -> TypeGuard[Token]:
-    """Whether `x` is a `Token`, or like one: genlm-backend has a class of its own, which is not imported for this."""
+    """Whether `x` is a `Token` of this package or of genlm-backend (which need not be installed)."""
     return isinstance(x, Token) or (isinstance(x, bytes) and hasattr(x, "token_id") and hasattr(x, "byte_string"))
 
 
@@ -106,9 +101,9 @@ class Spelling(NamedTuple):
 
     Attributes:
         words: the byte string of each item.
-        keys: what names each item in `word2leaf`.
+        keys: the key of each item in `word2leaf`.
         letters: the letters that are no bytes; letter i has the code 256 + i.
-        has_plain_bytes: whether an item is bytes without an id.
+        has_plain_bytes: whether any item is bytes without an id.
     """
 
     words: list[bytes]
@@ -118,11 +113,7 @@ class Spelling(NamedTuple):
 
 
 def spell(decode: Sequence[Any]) -> Spelling:
-    """Spell every item of a vocabulary.
-
-    Raises:
-        InvalidVocabulary: an item is not iterable or not hashable.
-    """
+    """Spell every item of a vocabulary; raises `InvalidVocabulary` for an item that is not iterable or hashable."""
     words: list[bytes] = []
     keys: list[Hashable] = []
     others: dict[int, list[int]] = {}
@@ -150,7 +141,7 @@ def spell(decode: Sequence[Any]) -> Spelling:
 
 
 def _codes_of(item: Any, index: int, codes: dict[Hashable, int]) -> list[int]:
-    """The codes of an item's letters; letters that are new get the next ones."""
+    """The codes of an item's letters; new letters get the next free codes."""
     try:
         hash(item)
         return [codes.setdefault(letter, len(codes)) for letter in item]
@@ -166,11 +157,7 @@ def _spelled(codes: list[int]) -> bytes:
 
 
 def refuse_duplicates(keys: list[Hashable]) -> None:
-    """Refuse a vocabulary in which two items have one key.
-
-    Raises:
-        InvalidVocabulary: with the key and both items.
-    """
+    """Raise `InvalidVocabulary` when two items have the same key."""
     if len(set(keys)) == len(keys):
         return
     seen: dict[Hashable, int] = {}
@@ -187,7 +174,7 @@ class Spans(NamedTuple):
 
     Attributes:
         items: the items in the order of their nodes, int64 (V,).
-        low, high: those below node n are items[low[n]:high[n]], never none; int64 (N,) each.
+        low, high: items[low[n] : high[n]] are below node n; int64 (N,) each. Every node has at least one.
         end: one past the last node below n, int64 (N,).
     """
 
@@ -198,13 +185,13 @@ class Spans(NamedTuple):
 
 
 class Numbering(NamedTuple):
-    """genlm's nodes, G of them, by their numbers.
+    """The G nodes of genlm-backend by their numbers.
 
     Attributes:
-        node_map: the trie's node that a genlm node is, or -1 - i for the leaf of item i; int32 (G,).
+        node_map: the trie's node of each genlm node, or -1 - i for the leaf of item i; int32 (G,).
         leaf: the leaf of each item, int32 (V,).
         parent: int32 (G,), -1 at the root, which is G - 1.
-        letter: the code of the letter into a node, int64 (G,); of no meaning for the root and the leaves.
+        letter: the code of the letter that leads to a node, int64 (G,); undefined for the root and the leaves.
     """
 
     node_map: NDArray[np.int32]
@@ -214,13 +201,7 @@ class Numbering(NamedTuple):
 
 
 class Renumbered(NamedTuple):
-    """The arrays that kernels read of a trie, with a value for each of genlm's nodes in place of the trie's own.
-
-    Attributes:
-        home, inner_parent: the trie's.
-        value_of: where the value of each node is in [M values of inner nodes | V weights], int32 (G,).
-        n_tokens, n_inner, n_nodes: V, M and G.
-    """
+    """A trie for kernels (`lmpool.trie.kernels.Compressed`) whose nodes are genlm-backend's."""
 
     home: NDArray[np.int32]
     inner_parent: NDArray[np.int32]
@@ -246,11 +227,11 @@ def spans_of(trie: Trie) -> Spans:
 
 
 def number(trie: Trie, *, escaped: bool) -> Numbering:
-    """Number the nodes of a trie as genlm does.
+    """Number the nodes of a trie over spelled words.
 
     Args:
-        trie: over the spelled words.
-        escaped: whether 0xFF begins longer spellings; the nodes inside a letter are none of genlm's.
+        trie: the trie.
+        escaped: 0xFF begins longer spellings. Nodes inside of such a letter get no number.
     """
     spans = spans_of(trie)
     whole = trie.label != BASE if escaped else np.ones(trie.n_nodes, np.bool_)
@@ -265,7 +246,7 @@ def number(trie: Trie, *, escaped: bool) -> Numbering:
         np.concatenate([size[kids], np.ones(trie.n_tokens, np.int64)]),
     )
     kid_offset, item_offset = offset[: kids.size], offset[kids.size :]
-    # A subtree starts at the sum of the offsets above it: each counts from its node to the end of that subtree.
+    # A subtree starts at the sum of the offsets above it. An offset applies from its node to the end of its subtree.
     steps = np.zeros(trie.n_nodes + 1, np.int64)
     steps[kids] = kid_offset
     steps -= np.bincount(spans.end[kids], kid_offset, trie.n_nodes + 1).astype(np.int64)
@@ -289,7 +270,7 @@ def _first_items(spans: Spans) -> NDArray[np.int64]:
 
 
 def _offsets(parent: NDArray[np.int32], rank: NDArray[np.int64], size: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The sizes of the siblings that come before, by rank."""
+    """For each node the total size of its siblings of lower rank."""
     order = np.argsort(parent.astype(np.int64) * (int(rank.max()) + 1) + rank)
     before = np.cumsum(size[order]) - size[order]
     eldest = np.diff(parent[order], prepend=-1) != 0
@@ -316,7 +297,7 @@ def _renamed(
 
 
 def renumbered(trie: Trie, node_map: NDArray[np.int32]) -> Renumbered:
-    """The trie as kernels take it, for the nodes of a `Numbering.node_map`."""
+    """A trie for kernels, with the nodes of a `Numbering.node_map`."""
     of_nodes = trie.value_of[np.maximum(node_map, 0)]
     value_of = np.where(node_map >= 0, of_nodes, np.int32(trie.n_inner - 1) - node_map)
     return Renumbered(trie.home, trie.inner_parent, value_of, trie.n_tokens, trie.n_inner, len(node_map))

@@ -1,6 +1,6 @@
-"""Tries with the calls and the node numbers of genlm-backend's, computed by lmpool's kernels.
+"""Tries with genlm-backend's methods and node numbers, computed by lmpool's kernels.
 
-`TokenCharacterTrie` and `ParallelTokenCharacterTrie` compute, `AsyncTokenCharacterTrie` batches concurrent requests.
+`TokenCharacterTrie` and `ParallelTokenCharacterTrie` compute; `AsyncTokenCharacterTrie` batches concurrent requests.
 """
 
 from __future__ import annotations
@@ -28,30 +28,29 @@ if TYPE_CHECKING:
 
 _Op = Literal["sum", "max"]
 
-_N_BYTES = 256
-_WHITE = "#ffffff"
+_N_BYTES = 256  # Values of a byte.
+_WHITE = "#ffffff"  # The colour of a node without weight.
 
 
 class TokenCharacterTrie:
     """The sum or maximum of the weights below every prefix of a vocabulary, in float64.
 
-    Nodes have the numbers that genlm-backend gives them: postorder, a leaf for every item below the node of its
-    last letter, children in the order in which the items brought them. As there, a maximum is never below 0 except at
-    the leaves; `ParallelTokenCharacterTrie` knows no such bound. Unlike there, NaN and vectors of another length
-    than the vocabulary are refused.
+    Nodes have genlm-backend's numbers: postorder, a leaf for every item below the node of its last letter, and children
+    in the order of their first items. As in genlm-backend, a maximum is never below 0 except at the leaves;
+    `ParallelTokenCharacterTrie` has no such bound. Unlike genlm-backend, it refuses NaN and vectors of another length.
 
-    Float32 and narrower weights go through the kernels, whose relative error is below 1e-6; others are added up
-    in float64 and take longer.
+    The kernels compute weights of float32 and narrower with a relative error below 1e-6. Other weights are added in
+    float64, which takes longer.
 
     Attributes:
-        decode: the vocabulary, as it was given.
-        structure: lmpool's trie over the spelled items, with numbers of its own.
-        node_map: int32 (G,), for each of the G nodes here the node of `structure`, or -1 - i for the leaf of item i.
+        decode: the vocabulary.
+        structure: lmpool's trie over the spelled items, with its own node numbers.
+        node_map: int32 (G,): for each of the G nodes the node of `structure`, or -1 - i for the leaf of item i.
         root: the number of the root, G - 1.
 
     Args:
-        decode: the items: `Token` objects (ours or genlm-backend's), plain bytes (deprecated), or any hashable
-            iterables of hashable letters, such as end-of-sequence items. Item i has the weight `ws[i]`.
+        decode: the items: `Token` objects (of this package or of genlm-backend), plain bytes (deprecated), or any
+            hashable iterables of hashable letters, such as end-of-sequence items. Item i has the weight `ws[i]`.
 
     Raises:
         InvalidVocabulary: no items, an item of another kind, two items with one key, or more than the limits of `Trie`.
@@ -89,13 +88,13 @@ class TokenCharacterTrie:
         """The sum of the weights below every node.
 
         Args:
-            ws: array, tensor (of any device) or list of V real numbers, one for each item.
+            ws: array, tensor (on any device) or list of V real numbers, one for each item.
 
         Returns:
             float64 (G,), by node number; float32 from `ParallelTokenCharacterTrie`.
 
         Raises:
-            InvalidWeights: another number of weights, something that is no real number, or NaN.
+            InvalidWeights: another number of weights, a value that is no real number, or NaN.
         """
         row: NDArray[Any] = self._compute("sum", as_vector(ws, len(self.decode))[None])[0]
         return row
@@ -137,7 +136,7 @@ class TokenCharacterTrie:
 
     @cached_property
     def children(self) -> list[dict[Any, int]]:
-        """For every node its children by letter; the leaf of item i stands under (None, i)."""
+        """The children of every node by letter; the leaf of item i has the key (None, i)."""
         children: list[dict[Any, int]] = [{} for _ in range(len(self.node_map))]
         above = zip(self._numbering.parent[:-1].tolist(), self._letters_of_nodes, strict=False)
         for node, (parent, letter) in enumerate(above):
@@ -146,7 +145,7 @@ class TokenCharacterTrie:
 
     @cached_property
     def jump(self) -> list[NDArray[np.int32]]:
-        """For every node the numbers of its children, int32, ascending."""
+        """The numbers of the children of every node, int32, ascending."""
         parent = self._numbering.parent[:-1]
         bounds = np.zeros(len(self.node_map) + 1, np.int64)
         np.cumsum(np.bincount(parent, minlength=len(self.node_map)), out=bounds[1:])
@@ -171,12 +170,12 @@ class TokenCharacterTrie:
 
     @cached_property
     def ordering(self) -> NDArray[np.int64]:
-        """All nodes but the leaves, children before parents; int64 (G - V,)."""
+        """All nodes except the leaves, children before parents; int64 (G - V,)."""
         return np.flatnonzero(self.node_map >= 0)
 
     @cached_property
     def node2prefix(self) -> dict[int, list[Any]]:
-        """The letters on the way to every node; a leaf shares its parent's list."""
+        """The letters on the path to every node; a leaf shares its parent's list."""
         letters, parents = self._letters_of_nodes, self._numbering.parent.tolist()
         is_leaf = (self.node_map < 0).tolist()
         prefixes: dict[int, list[Any]] = {self.root: []}
@@ -187,7 +186,7 @@ class TokenCharacterTrie:
 
     @cached_property
     def _letters_of_nodes(self) -> list[Any]:
-        """The letter into every node; for the leaf of item i it is (None, i)."""
+        """The letter that leads to every node; (None, i) for the leaf of item i."""
         alphabet: list[Hashable] = [*range(_N_BYTES), *self._letters]
         letters: list[Any] = [alphabet[code] for code in self._numbering.letter.tolist()]
         for item, leaf in enumerate(self._numbering.leaf.tolist()):
@@ -198,7 +197,7 @@ class TokenCharacterTrie:
         """Draw the trie, as a `graphviz.Digraph`.
 
         Args:
-            ws: the weight of every node, (G,), shown and coloured; or None.
+            ws: the weight of every node, (G,), as text and colour; or None.
 
         Raises:
             InvalidWeights: another number of weights.
@@ -210,20 +209,20 @@ class TokenCharacterTrie:
 class ParallelTokenCharacterTrie(TokenCharacterTrie):
     """As `TokenCharacterTrie`, in float32 and with maxima below 0; on all cores, or on a CUDA device.
 
-    Sums keep the kernels' error below 1e-6. genlm-backend's class adds in float32 and loses more, the more tokens there
-    are: 3e-6 of the root's sum for 5,000, over 1e-4 for 131,072. So far the two may differ; `make bench` measures it
-    (`trie-error-par` in docs/benchmarks-tries.md).
+    The relative error of sums is below 1e-6. genlm-backend's class adds in float32, and its error grows with the
+    vocabulary: 3e-6 of the root's sum for 5,000 tokens, more than 1e-4 for 131,072 (`trie-error-par` in
+    docs/benchmarks-tries.md).
 
     Args:
-        decode: as there.
+        decode: see `TokenCharacterTrie`.
         device: "cpu", "cuda", or None for CUDA where torch is loaded and has a device.
 
     Attributes:
-        device: where it computes.
+        device: the device of the kernels.
 
     Raises:
-        InvalidVocabulary: as there.
-        SettingsError: another device, or numba or torch is not installed.
+        InvalidVocabulary: see `TokenCharacterTrie`.
+        SettingsError: an unknown device, or numba or torch is not installed.
     """
 
     device: str
@@ -235,7 +234,7 @@ class ParallelTokenCharacterTrie(TokenCharacterTrie):
         self._build(decode, self.device)
 
     def _compute(self, op: _Op, rows: NDArray[Any]) -> NDArray[Any]:
-        # What float32 cannot hold becomes infinite, as it does in a tensor.
+        # Numbers beyond float32 become infinite, as in a tensor.
         with np.errstate(over="ignore"):
             rows = np.ascontiguousarray(rows, np.float32)
         return self._kernels.values(op, rows)
@@ -247,14 +246,14 @@ def _default_device() -> str:
 
 
 class AsyncTokenCharacterTrie:
-    """A trie whose concurrent requests are batched, by operation.
+    """Batches concurrent requests to a trie, by operation.
 
-    A request with weights that cannot be used fails alone; the failure of a batch reaches all who await it, and nothing
-    after it. It computes in the event loop's thread. It may be used in one event loop after another, and needs neither
-    `start` nor `cleanup`: between requests it holds no task.
+    Unusable weights fail only their own request. When a batch fails, all its requests fail and later ones do not. It
+    computes in the event loop's thread. It works in one event loop after another without `start` or `cleanup`, because
+    it holds no task between requests.
 
     Attributes:
-        trie: what computes.
+        trie: the trie.
     """
 
     def __init__(self, trie: TokenCharacterTrie) -> None:
@@ -266,12 +265,12 @@ class AsyncTokenCharacterTrie:
         """Make the trie of a vocabulary.
 
         Args:
-            vocab: the items, as `TokenCharacterTrie` takes them.
+            vocab: the items, see `TokenCharacterTrie`.
             backend: "parallel" for `ParallelTokenCharacterTrie`, "sequential" for `TokenCharacterTrie`.
-            kwargs: further arguments of that class.
+            kwargs: more arguments of that class.
 
         Raises:
-            SettingsError: another backend.
+            SettingsError: an unknown backend.
             InvalidVocabulary: as `TokenCharacterTrie`.
         """
         check_choice("backend", backend, ("sequential", "parallel"))
@@ -287,16 +286,16 @@ class AsyncTokenCharacterTrie:
         return await self._request("max", ws)
 
     def start(self) -> None:
-        """Nothing: a batch starts with its first request. It is here for programs that call genlm-backend's."""
+        """Do nothing, for programs that call genlm-backend's method: a batch starts with its first request."""
 
     async def cleanup(self) -> None:
-        """Wait for the batches that this event loop has yet to compute."""
+        """Wait for the pending batches of this event loop."""
         loop = asyncio.get_running_loop()
         if waiting := [batch.task for batch in self._open.values() if batch.task.get_loop() is loop]:
             await asyncio.wait(waiting)
 
     def shutdown(self) -> None:
-        """Cancel the requests that have yet to be computed; later ones are served again."""
+        """Cancel pending requests; later requests work again."""
         batches, self._open = list(self._open.values()), {}
         for batch in batches:
             if not batch.task.get_loop().is_closed():
@@ -306,7 +305,7 @@ class AsyncTokenCharacterTrie:
         vector = self.trie.check(ws)
         loop = asyncio.get_running_loop()
         batch = self._open.get(op)
-        # An event loop that ended early leaves a batch behind that nobody will compute.
+        # An event loop that ended early leaves a batch that will never be computed.
         if batch is None or batch.task.get_loop() is not loop or batch.task.done():
             batch = self._open[op] = _Batch(self._compute, op)
         index = len(batch.vectors)
@@ -315,14 +314,14 @@ class AsyncTokenCharacterTrie:
         return result
 
     async def _compute(self, op: _Op, batch: _Batch) -> NDArray[Any]:
-        """Close a batch and compute it. Whoever awaits the task gets what this raises."""
+        """Close a batch and compute it."""
         if self._open.get(op) is batch:
             del self._open[op]
         return self.trie.batch_weight_sum(batch.vectors) if op == "sum" else self.trie.batch_weight_max(batch.vectors)
 
 
 class _Batch:
-    """Vectors that wait for the next tick of the event loop, and the task that will compute them."""
+    """Vectors that wait for the next tick of the event loop, and the task that computes them."""
 
     def __init__(self, compute: Callable[[_Op, _Batch], Coroutine[Any, Any, NDArray[Any]]], op: _Op) -> None:
         self.vectors: list[NDArray[Any]] = []
@@ -330,17 +329,10 @@ class _Batch:
 
 
 def as_rows(batch: Any, n_items: int) -> NDArray[Any]:
-    """Read a batch of weight vectors.
-
-    Args:
-        batch: a 2-D array or tensor, or any iterable of 1-D arrays, tensors and lists of real numbers.
-        n_items: the length that every vector must have.
-
-    Returns:
-        an array of shape (B, n_items) of integers or floats.
+    """Read a 2-D array or tensor, or an iterable of vectors: shape (B, n_items), integers or floats.
 
     Raises:
-        InvalidWeights: a vector has another length, or something that is no number in it.
+        InvalidWeights: another shape, a value that is no real number, or NaN.
     """
     if hasattr(batch, "ndim") and batch.ndim == 2:
         rows = _host(batch)
@@ -353,11 +345,7 @@ def as_rows(batch: Any, n_items: int) -> NDArray[Any]:
 
 
 def as_vector(weights: Any, n_items: int) -> NDArray[Any]:
-    """Read one weight vector: shape (n_items,), integers or floats.
-
-    Raises:
-        InvalidWeights: as `as_rows`.
-    """
+    """Read one weight vector: shape (n_items,), integers or floats; errors as for `as_rows`."""
     vector = _host(weights)
     if vector.ndim != 1:
         raise InvalidWeights(f"the weights have shape {vector.shape}: one vector has shape ({n_items},)")
@@ -370,14 +358,14 @@ def _checked(rows: NDArray[Any], n_items: int) -> NDArray[Any]:
         raise InvalidWeights(f"{rows.shape[1]} weights for a vocabulary of {n_items} items: give one for each")
     if rows.dtype.kind not in "fiub":
         raise InvalidWeights(f"the weights' dtype is {rows.dtype}: they must be real numbers")
-    # The minimum is NaN when any of them is, and needs no second array.
+    # The minimum is NaN when any number is, and needs no second array.
     if rows.size and np.isnan(rows.min()):
         raise nan_found(rows)
     return rows
 
 
 def _host(weights: Any) -> NDArray[Any]:
-    """A numpy array; tensors are known by what they can do, for torch may not be installed."""
+    """Weights as a numpy array. Tensors are recognised by their methods, because torch may not be installed."""
     if hasattr(weights, "detach") and hasattr(weights, "cpu"):
         weights = weights.detach().cpu()
         if "bfloat16" in str(weights.dtype):
@@ -390,33 +378,33 @@ def _host(weights: Any) -> NDArray[Any]:
 
 
 class WideValues:
-    """The values of all nodes of a trie, in float64, by numpy.
+    """Computes the values of nodes in float64, by numpy.
 
     Args:
         trie: the trie.
-        source: where the value of each wanted node is in [M values of inner nodes | V weights], integers (G,).
+        source: the place of each node's value in [M values of inner nodes | V weights], integers (G,).
     """
 
     def __init__(self, trie: Trie, source: NDArray[np.int32]) -> None:
         spans = spans_of(trie)
         nodes = np.empty(trie.n_inner, np.int64)
-        # The nodes that share the value of an inner node have the same items below them.
+        # Nodes that share the value of an inner node have the same items below them.
         sharing = np.flatnonzero(trie.value_of < trie.n_inner)
         nodes[trie.value_of[sharing]] = sharing
         self._items = spans.items
-        # reduceat takes every bound as a beginning, too: what lies between two nodes is dropped afterwards.
+        # reduceat also reduces from each upper bound on: `values` drops these results.
         self._bounds = np.column_stack([spans.low[nodes], spans.high[nodes]]).ravel()
         self._source = source.astype(np.intp)
 
     def values(self, op: _Op, rows: NDArray[np.float64]) -> NDArray[np.float64]:
-        """The values of the wanted nodes, float64 (B, G), from weights of shape (B, V)."""
+        """The values of the nodes, float64 (B, G), from weights of shape (B, V)."""
         ufunc = np.add if op == "sum" else np.maximum
         results = np.empty((len(rows), self._source.size))
         for row, result in zip(rows, results, strict=True):
-            # One number more than there are items, as the last bound may be their count.
+            # One more number than items, because the last bound may be their count.
             ordered = np.append(row[self._items], 0.0)
             inner = ufunc.reduceat(ordered, self._bounds)[::2]
-            # A clipping take needs no second buffer; all indices are in range.
+            # A clipping `take` needs no second buffer; all indices are in range.
             np.concatenate([inner, row]).take(self._source, out=result, mode="clip")
         return results
 
@@ -424,13 +412,7 @@ class WideValues:
 def draw(
     children: list[dict[Any, int]], prefixes: dict[int, list[Any]], leaves: dict[int, Any], ws: Any = None
 ) -> graphviz.Digraph:
-    """Draw a trie from left to right; the leaves have double circles.
-
-    Args:
-        children: for every node its children by letter.
-        prefixes: the letters on the way to every node.
-        leaves: the nodes that are leaves.
-        ws: the weight of every node, or None; the greatest is the greenest.
+    """Draw a trie from left to right: leaves have double circles, and heavier nodes are greener.
 
     Raises:
         InvalidWeights: not one weight for each node.

@@ -16,7 +16,7 @@ from lmpool.broker.connection import CommandConnection
 from lmpool.broker.server import Server
 from lmpool.errors import ServerError
 from lmpool.protocol.keys import GROUP, JOB_FIELD, Keys
-from lmpool.rows.connection import RowConnection
+from lmpool.rows.cache import RowConnection
 from lmpool.rows.shared_memory import Reference, place_of
 from tests.shared.broker.scripts.script_calls import (
     DEAD,
@@ -579,7 +579,7 @@ async def test_a_script_runs_on_the_lines_of_the_path_of_a_request_too(server: s
     control = redis_async.Redis.from_url(server)
     await control.flushall()
     await control.script_flush()
-    connection = CommandConnection(Server(server)) if kind == "commands" else RowConnection(Server(server), 4096)
+    connection = CommandConnection(Server(server)) if kind == "commands" else RowConnection(Server(server), 10.0)
     keys = [JOBS, A, waiting(1), waiting(2)]
     try:
         for outcome in (b"QQ", b"JJ"):  # first sent whole, then by its name

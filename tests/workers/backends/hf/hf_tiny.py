@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from lmpool.protocol.job import encode_prompt
 from lmpool.protocol.row import RowBlock, decode_row
-from lmpool.trie.kernels import torch_device
+from lmpool.trie import torch_device
 from lmpool.workers.backends.hf.backend import HfBackend
 from lmpool.workers.backends.settings import HfSettings
 from lmpool.workers.execution.contract import BackendJob, Finished

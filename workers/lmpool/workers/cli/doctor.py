@@ -26,8 +26,8 @@ from lmpool.cli import Terminal, say, say_json
 from lmpool.embedded import physical_memory
 from lmpool.errors import LMPoolError, SettingsError
 from lmpool.protocol.keys import Keys
-from lmpool.rows.shared_memory import FOLDER_VARIABLE, segments_in
-from lmpool.rows.shared_memory import folder as shared_folder
+from lmpool.rows.segment_memory import FOLDER_VARIABLE, segments_in
+from lmpool.rows.segment_memory import folder as shared_folder
 from lmpool.settings import check_name, count_cores
 
 _TIMEOUT_S = 10.0  # For a reply of the server and of nvidia-smi: both may be slow when they are first used.
@@ -197,7 +197,8 @@ def _machine() -> Iterator[Finding]:
 
 def _shared_memory() -> Finding:
     """Whether a worker can share rows with programs on this machine: makes a small segment as a test."""
-    from lmpool.workers.queue.segment import default_size, make_segment
+    from lmpool.rows.segment import make_segment
+    from lmpool.rows.segment_memory import default_size
 
     place = shared_folder()
     try:
@@ -216,7 +217,7 @@ def _shared_memory() -> Finding:
 
 def _free_bytes() -> int | None:
     """Bytes of free memory; None if the system does not report it."""
-    from lmpool.workers.queue.segment import free_bytes
+    from lmpool.rows.segment_memory import free_bytes
 
     try:
         return free_bytes()

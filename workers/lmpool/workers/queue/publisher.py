@@ -21,11 +21,11 @@ from lmpool.protocol.job import Failure
 from lmpool.protocol.keys import GROUP, REPLY_CAP, REPLY_TTL_MS, ModelKeys
 from lmpool.protocol.row import Block, RowBlock
 from lmpool.rows.cache import RowCache
+from lmpool.rows.segment import SegmentWriter
 from lmpool.rows.shared_memory import NOT_SHARED, Shared, place_of
 from lmpool.settings import shown
 from lmpool.workers.metrics.counters import Counters
 from lmpool.workers.queue.consumer import InFlightJob, JobsByDigest, UnwantedJobs
-from lmpool.workers.queue.segment import SegmentWriter
 
 T = TypeVar("T")
 

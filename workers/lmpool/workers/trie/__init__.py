@@ -1,4 +1,4 @@
-"""Trie workers: fetching and caching what trie queries name, and computing the values of nodes.
+"""Trie workers: fetch and cache the inputs of trie queries, and compute the values of nodes.
 
-Imports `backend`, `metrics` and `settings`.
+Imports `execution`, `metrics` and `settings`.
 """

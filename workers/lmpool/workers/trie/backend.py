@@ -32,13 +32,13 @@ from lmpool.workers.execution.contract import (
 from lmpool.workers.trie.inputs import TrieInput, input_of
 
 REVISION: Final = "1"
-"""Changes when the numbering of nodes or the meaning of an operation does."""
+"""Changes whenever the numbering of nodes or the meaning of an operation changes."""
 
 _log = logging.getLogger("lmpool.worker")
 
 _Batch = dict[bytes, TrieInput]
 
-_OUT_OF_MEMORY = "OutOfMemoryError"
+_OUT_OF_MEMORY = "OutOfMemoryError"  # The name of torch's error: a trie worker may have no torch to import it from.
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +49,8 @@ class TrieSettings:
         SettingsError: a value is malformed.
     """
 
-    device: str = field(default="cpu", metadata={"help": 'Where it computes: "cpu", "cuda" or "cuda:N".'})
-    max_batch: int = field(default=128, metadata={"help": "Jobs in one step."})
+    device: str = field(default="cpu", metadata={"help": 'Device of the kernels: "cpu", "cuda" or "cuda:N".'})
+    max_batch: int = field(default=128, metadata={"help": "Max jobs per step."})
 
     def __post_init__(self) -> None:
         if self.device != "cpu" and self.device.partition(":")[0] != "cuda":
@@ -63,18 +63,15 @@ class TrieSettings:
         return TRIE_SERVICE
 
     def open(self) -> Backend:
-        """Make the backend; see `TrieBackend`."""
+        """Create the backend; see `TrieBackend`."""
         return TrieBackend(self)
 
 
 class TrieBackend(WithoutAdapters):
-    """Answers jobs that come with all that they need.
-
-    Args:
-        settings: see `TrieSettings`.
+    """Answers trie jobs, whose inputs come with them. See `Backend` for the methods.
 
     Raises:
-        SettingsError: what the device needs is not installed or not there.
+        SettingsError: the libraries of the device, or the device, are missing.
     """
 
     def __init__(self, settings: TrieSettings) -> None:
@@ -149,19 +146,19 @@ def warm_up(device: str) -> None:
     """Compile the kernels before the first job needs them.
 
     Raises:
-        SettingsError: what the device needs is not installed or not there.
+        SettingsError: the libraries of the device, or the device, are missing.
     """
     open_kernels(Trie([b"a", b"b"]), device)
 
 
 def answer(jobs: Mapping[bytes, TrieInput]) -> tuple[VectorBlock | None, dict[bytes, str]]:
-    """Answer trie queries, mixed into batches by vocabulary and operation.
+    """Answer trie queries in batches of one vocabulary and operation.
 
     Args:
         jobs: digest of the answer -> query with its inputs.
 
     Returns:
-        the answers, and digest -> reason of those that have none: the kind of the error and its text.
+        the answers, and digest -> reason (the name of the error and its text) for the other jobs.
     """
     batches: dict[tuple[str, Op, bool], _Batch] = defaultdict(dict)
     for digest, job in jobs.items():
@@ -180,21 +177,21 @@ def _answer_batch(batch: _Batch, answers: dict[bytes, Values], failures: dict[by
     except (LMPoolError, *QUERY_ERRORS) as error:
         failures |= dict.fromkeys(batch, _reason(error, "the trie does not fit: free some of it"))
         return
-    swept: Mapping[bytes, Values]
+    values: Mapping[bytes, Values]
     if first.values is None:
-        swept = _sweep(trie, kernels, batch, failures)
+        values = _sweep(trie, kernels, batch, failures)
     else:
-        swept = {digest: job.values for digest, job in batch.items() if job.values is not None}
-    for digest, values in swept.items():
+        values = {digest: job.values for digest, job in batch.items() if job.values is not None}
+    for digest, of_nodes in values.items():
         try:
-            answers[digest] = _select(trie, batch[digest], values)
+            answers[digest] = _select(trie, batch[digest], of_nodes)
         except (LMPoolError, *QUERY_ERRORS) as error:
             failures[digest] = _reason(error)
 
 
 def _sweep(trie: Trie, kernels: Kernels, batch: _Batch, failures: dict[bytes, str]) -> dict[bytes, Values]:
-    """The values of jobs of one vocabulary and operation: [M inner values | V weights], or just the inner ones."""
-    # A row that several jobs are about is swept once.
+    """The values of jobs of one vocabulary and operation: [M inner values | V weights], or only the inner ones."""
+    # Jobs about the same row share one sweep.
     sources: dict[tuple[str, bytes], list[bytes]] = defaultdict(list)
     for digest, job in batch.items():
         sources[(job.query.rows, job.query.source) if job.query.rows else ("", digest)].append(digest)
@@ -203,21 +200,21 @@ def _sweep(trie: Trie, kernels: Kernels, batch: _Batch, failures: dict[bytes, st
         return _compute(trie, kernels, batch, groups)
     except (LMPoolError, *QUERY_ERRORS) as error:
         reason = _reason(error, f"a single row of {trie.n_tokens} weights does not fit: free some of it")
-        # One at a time: what one client sent must not fail the others. For want of memory: half as many.
+        # Halve the batch when memory runs out. Otherwise one at a time: the input of one client must not fail others.
         size = (len(groups) + 1) // 2 if _is_out_of_memory(error) else 1
-    # Not inside of the handlers: an exception keeps what its frames hold on the device.
+    # Outside of the handler: an exception keeps the device memory of its frames.
     if len(groups) == 1:
         failures |= dict.fromkeys(batch, reason)
         return {}
-    swept: dict[bytes, Values] = {}
+    values: dict[bytes, Values] = {}
     for at in range(0, len(groups), size):
         part = {digest: batch[digest] for digest in chain.from_iterable(groups[at : at + size])}
-        swept |= _sweep(trie, kernels, part, failures)
-    return swept
+        values |= _sweep(trie, kernels, part, failures)
+    return values
 
 
 def _compute(trie: Trie, kernels: Kernels, batch: _Batch, groups: list[list[bytes]]) -> dict[bytes, Values]:
-    """The values of jobs by groups that have the same weights."""
+    """The values of jobs, in groups that have the same weights."""
     weights = np.empty((len(groups), trie.n_tokens), np.float32)
     for out, digests in zip(weights, groups, strict=True):
         _weigh(batch[digests[0]], out)
@@ -227,7 +224,7 @@ def _compute(trie: Trie, kernels: Kernels, batch: _Batch, groups: list[list[byte
         if all(batch[digest].query.select == "inner" for digest in digests):
             computed |= dict.fromkeys(digests, inner_values)
             continue
-        # An array of its own: one that is kept must not keep the whole batch in memory.
+        # A copy: a cached array must not keep the whole batch in memory.
         values = np.concatenate((inner_values, row))
         job = batch[digests[0]]
         query = job.query
@@ -238,14 +235,14 @@ def _compute(trie: Trie, kernels: Kernels, batch: _Batch, groups: list[list[byte
 
 
 def _reason(error: Exception, too_large: str = "") -> str:
-    """Why a job has no answer, beginning with the kind of the error.
+    """The reason for no answer, beginning with the name of the error.
 
     Args:
-        error: what computing it has raised.
-        too_large: what does not fit when memory runs out.
+        error: the error of the computation.
+        too_large: what does not fit, for an error of memory.
 
     Raises:
-        Exception: the given one, if the device is broken.
+        Exception: `error` itself, if the device is broken.
     """
     if isinstance(error, LMPoolError):
         return f"{type(error).__name__}: {error}"
@@ -255,12 +252,11 @@ def _reason(error: Exception, too_large: str = "") -> str:
 
 
 def _is_out_of_memory(error: Exception) -> bool:
-    """Whether it is what torch raises when a device runs out of memory. By name: the worker may have no torch."""
     return type(error).__name__ == _OUT_OF_MEMORY
 
 
 def _weigh(job: TrieInput, out: NDArray[np.float32]) -> None:
-    """The weights of a job: as they were sent, or the probabilities of a row."""
+    """Write the weights of a job: its own weights, or the probabilities of its row."""
     assert job.vector is not None
     if job.query.rows and job.query.op != "logsumexp":
         np.exp(job.vector, out=out)
@@ -269,7 +265,7 @@ def _weigh(job: TrieInput, out: NDArray[np.float32]) -> None:
 
 
 def _select(trie: Trie, job: TrieInput, values: Values) -> Values:
-    """What the job wants of the values.
+    """The values that the job requests.
 
     Raises:
         UnknownNode: it names a node that the trie does not have.

@@ -1,4 +1,4 @@
-"""What trie queries name: tries, weights and rows, fetched from the server and kept in caches bounded by bytes."""
+"""Inputs of trie queries: tries, weights and rows, fetched from the server and cached within limits of bytes."""
 
 from __future__ import annotations
 
@@ -6,23 +6,29 @@ import asyncio
 import threading
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
 from lmpool.broker.connection import reply_timeout
 from lmpool.broker.registries import MAX_BYTES, unpack_known
 from lmpool.broker.server import Server
-from lmpool.errors import InvalidWeights, LMPoolError, UnknownVocabulary
+from lmpool.errors import (
+    CorruptRow,
+    InvalidWeights,
+    LMPoolError,
+    ProtocolError,
+    ServerError,
+    SourceMissing,
+    UnknownVocabulary,
+)
 from lmpool.protocol.job import Failure
 from lmpool.protocol.keys import Keys
-from lmpool.protocol.query import TrieQuery
-from lmpool.protocol.row import Row, Values
-from lmpool.rows.cache import Source, Sources
-from lmpool.rows.connection import RowConnections
-from lmpool.rows.shared_memory import SegmentReader
-from lmpool.trie.kernels import Kernels, open_kernels
-from lmpool.trie.kernels.plan import most_bytes
+from lmpool.protocol.query import SECRET_SIZE, TrieQuery, weights_name
+from lmpool.protocol.row import Encoding, Row, Values, check_row, decode_row, encoded_size
+from lmpool.rows.cache import RowConnection, RowConnections, cut_chunks
+from lmpool.rows.shared_memory import SegmentReader, is_reference, unpack_reference
+from lmpool.trie.kernels import Kernels, max_kernel_bytes, open_kernels
 from lmpool.trie.trie import Trie
 from lmpool.vocabulary import Vocabulary
 from lmpool.workers.execution.contract import BackendJob
@@ -32,24 +38,24 @@ from lmpool.workers.settings import WorkerSettings
 K = TypeVar("K", bound=Hashable)
 T = TypeVar("T", bound="SupportsNbytes")
 
-_BYTES_A_NODE = 25
-_BYTES_A_TOKEN = 16
+_BYTES_A_NODE = 25  # Of a trie's arrays; a trie has at most one node for each byte of its vocabulary.
+_BYTES_A_TOKEN = 16  # Of a trie's arrays.
 
 
 class SupportsNbytes(Protocol):
-    """What takes memory."""
+    """An object that knows its size."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes that it takes; does not change."""
+        """Bytes of memory; constant."""
         ...
 
 
 class ByteLRU(Generic[K, T]):
-    """A cache of values that drops the least recently used; for the event loop and the backend's thread.
+    """A thread-safe cache that evicts the least recently used values.
 
     Args:
-        limit: bytes that the values may take together; the newest stays whatever it takes.
+        limit: max bytes of all values together; the newest value stays whatever its size.
     """
 
     def __init__(self, limit: int) -> None:
@@ -59,7 +65,7 @@ class ByteLRU(Generic[K, T]):
         self._lock = threading.Lock()
 
     def get(self, key: K) -> T | None:
-        """The value, or None; one that is read is the last to go."""
+        """The value, which becomes the most recently used one."""
         with self._lock:
             value = self._values.get(key)
             if value is not None:
@@ -67,7 +73,7 @@ class ByteLRU(Generic[K, T]):
             return value
 
     def put(self, key: K, value: T) -> None:
-        """Keep a value, and drop the oldest ones as long as the limit asks for it."""
+        """Store a value."""
         with self._lock:
             old = self._values.pop(key, None)
             self._size += value.nbytes - (old.nbytes if old is not None else 0)
@@ -81,29 +87,28 @@ ValuesCache = ByteLRU[tuple[str, str, bytes, str], Values]
 
 
 class LazyTrie:
-    """A vocabulary, and its trie once somebody has used it.
+    """A vocabulary whose trie is built at its first use.
 
     Args:
         vocabulary: the byte strings.
-        device: where its kernels run.
-        values: where computed values of rows are kept.
+        device: the device of its kernels.
+        values: the cache of computed values.
 
     Attributes:
-        nbytes: what it takes at most once the trie is built and its kernels have run: a node for every byte.
+        nbytes: max bytes of the vocabulary, its trie and its kernels.
     """
 
     def __init__(self, vocabulary: Vocabulary, device: str, values: ValuesCache) -> None:
         self.vocabulary = vocabulary
         self.values = values
-        self.nbytes = (
-            vocabulary.nbytes * (1 + _BYTES_A_NODE) + len(vocabulary) * _BYTES_A_TOKEN + most_bytes(vocabulary, device)
-        )
+        trie_bytes = vocabulary.nbytes * _BYTES_A_NODE + len(vocabulary) * _BYTES_A_TOKEN
+        self.nbytes = vocabulary.nbytes + trie_bytes + max_kernel_bytes(vocabulary, device)
         self._device = device
         self._opened: tuple[Trie, Kernels] | None = None
         self._lock = threading.Lock()
 
     def open(self) -> tuple[Trie, Kernels]:
-        """The trie and its kernels; takes some tenths of a second the first time."""
+        """The trie and its kernels; the first call takes some tenths of a second."""
         with self._lock:
             if self._opened is None:
                 trie = Trie(self.vocabulary)
@@ -112,13 +117,13 @@ class LazyTrie:
 
 
 class TrieInput(NamedTuple):
-    """One trie query with all that its answer needs.
+    """A trie query with its inputs.
 
     Attributes:
-        query: what is wanted.
-        trie: the trie, built when it is first used.
-        vector: float32 (V,): the weights, or the row that the query names; None when `values` is there.
-        values: float32 (M + V,): the values of that row, when they have been computed before.
+        query: the query.
+        trie: the trie.
+        vector: float32 (V,): the weights, or the row that the query names; None when `values` is known.
+        values: float32 (M + V,): cached values of that row, or None.
     """
 
     query: TrieQuery
@@ -128,21 +133,57 @@ class TrieInput(NamedTuple):
 
 
 def input_of(job: BackendJob) -> TrieInput:
-    """What a trie job comes with."""
+    """The input of a trie job."""
     assert isinstance(job.payload, TrieInput)
     return job.payload
 
 
+class _Source(NamedTuple):
+    """A row or weights that a trie job names.
+
+    Attributes:
+        fingerprint: the model of the row; "" for weights.
+        name: digest of the prompt, or name of the weights.
+        length: number of entries that it must have.
+    """
+
+    fingerprint: str
+    name: bytes
+    length: int
+
+    @property
+    def max_bytes(self) -> int:
+        """Bytes to read: one more than it can have, so that a value that is too long is noticed."""
+        return SECRET_SIZE + encoded_size(self.length, Encoding.F32) + 1
+
+    def decode(self, value: Any) -> Row | LMPoolError:
+        """Read the stored value; an error is a value here."""
+        kind, verb = ("row of prompt", "is") if self.fingerprint else ("weights", "are")
+        label = f"the {kind} {self.name.hex()}"
+        if isinstance(value, bytes):
+            value = np.frombuffer(value, np.uint8)
+        if not isinstance(value, np.ndarray):
+            return SourceMissing(f"{label} {verb} not in the cache")
+        try:
+            if self.fingerprint:
+                return check_row(decode_row(value, self.length))
+            if weights_name(value[:SECRET_SIZE].tobytes()) != self.name:
+                return SourceMissing(f"{label} are not in the cache: another client has overwritten them")
+            return decode_row(value[SECRET_SIZE:], self.length)
+        except ProtocolError as error:
+            return CorruptRow(f"{label}: {error}")
+
+
 class TrieInputs:
-    """Brings what trie jobs need, and keeps what other jobs may need too.
+    """Fetches the inputs of trie jobs, and caches the ones that other jobs may need too.
 
     Args:
         server: the pool's Redis.
         keys: the deployment's key names.
-        device: where kernels run.
-        settings: say how much memory tries and computed values may take.
+        device: the device of the kernels.
+        settings: limits of the memory of tries and of computed values.
         segments: reads rows in shared memory.
-        counters: counts what is fetched.
+        counters: counts fetched bytes.
     """
 
     def __init__(
@@ -156,25 +197,26 @@ class TrieInputs:
     ) -> None:
         self._keys = keys
         self._device = device
+        self._segments = segments
         self._tries = ByteLRU[str, LazyTrie](settings.trie_mb * 2**20)
-        # Apart from the vocabularies: what is stored as a row or as weights may not be as large as these.
-        self._sources = Sources(server, keys, reply_timeout(settings.lease_s), segments)
-        self._vocabularies = RowConnections(server, MAX_BYTES, reply_timeout(settings.lease_s))
+        # A source that this worker may not read must not keep it from the sources of other jobs.
+        apart = ServerError, ProtocolError
+        self._connections = RowConnections(server, reply_timeout(settings.lease_s), apart)
         self._counters = counters or Counters()
         self._values = ValuesCache(settings.trie_values_mb * 2**20)
 
     async def fill(
         self, queries: Mapping[bytes, TrieQuery], rows: Mapping[bytes, Row] | None = None, vocab_size: int | None = None
     ) -> tuple[dict[bytes, TrieInput], dict[bytes, Failure]]:
-        """Bring what trie queries need.
+        """Fetch the inputs of trie queries.
 
         Args:
             queries: digest of the answer -> query.
-            rows: digest of a prompt -> its row, float32 (V,), of those that need not be fetched.
-            vocab_size: V of the rows, when the queries are about rows of one model.
+            rows: digest of a prompt -> its row, float32 (V,), for rows that need not be fetched.
+            vocab_size: V of the rows, when all queries are about rows of one model.
 
         Returns:
-            digest of the answer -> inputs, and digest -> the reason why there is no answer.
+            digest of the answer -> inputs, and digest -> the reason for no answer.
 
         Raises:
             ServerError: the server cannot be used.
@@ -182,22 +224,22 @@ class TrieInputs:
         known = rows or {}
         failures: dict[bytes, Failure] = {}
         inputs: dict[bytes, TrieInput] = {}
-        sources: dict[bytes, Source] = {}
+        sources: dict[bytes, _Source] = {}
         tries = await self._get_tries({query.vocabulary for query in queries.values()})
         for digest, query in queries.items():
             trie = tries[query.vocabulary]
-            if isinstance(trie, LazyTrie) and vocab_size not in (None, len(trie.vocabulary)):
+            if isinstance(trie, LMPoolError):
+                failures[digest] = _failure(trie)
+            elif vocab_size not in (None, len(trie.vocabulary)):
                 text = f"rows of V = {vocab_size} for a vocabulary of {len(trie.vocabulary)} tokens"
                 failures[digest] = _failure(InvalidWeights(text))
-            elif isinstance(trie, LMPoolError):
-                failures[digest] = _failure(trie)
             else:
                 key = (query.op, query.rows, query.source, query.vocabulary)
                 values = self._values.get(key) if query.rows else None
                 inputs[digest] = TrieInput(query, trie, known.get(query.source), values)
                 if values is None and query.source not in known:
-                    sources[digest] = Source(query.rows, query.source, len(trie.vocabulary))
-        vectors = await self._get_vectors(list(dict.fromkeys(sources.values()))) if sources else {}
+                    sources[digest] = _Source(query.rows, query.source, len(trie.vocabulary))
+        vectors = await self._get_vectors(list(dict.fromkeys(sources.values())))
         for digest, source in sources.items():
             vector = vectors[source]
             if isinstance(vector, LMPoolError):
@@ -208,52 +250,69 @@ class TrieInputs:
         return inputs, failures
 
     async def rows(self, fingerprint: str, prompts: Iterable[bytes], vocab_size: int) -> dict[bytes, Row | LMPoolError]:
-        """Rows of a model from the cache: digest of the prompt -> row, or why there is none.
+        """Rows of a model from the cache: digest of the prompt -> row, or the reason for no row.
 
         Raises:
             ServerError: the server cannot be used.
         """
-        rows = await self._get_vectors([Source(fingerprint, prompt, vocab_size) for prompt in prompts])
+        rows = await self._get_vectors([_Source(fingerprint, prompt, vocab_size) for prompt in prompts])
         return {source.name: row for source, row in rows.items()}
 
     async def _get_tries(self, digests: Iterable[str]) -> dict[str, LazyTrie | LMPoolError]:
-        """Digest of the vocabulary -> its trie, or why there is none."""
         tries: dict[str, LazyTrie | LMPoolError] = {}
         for digest in digests:
             trie = self._tries.get(digest)
             if trie is None:
-                vocabulary = await self._fetch_vocabulary(digest)
-                if isinstance(vocabulary, LMPoolError):
-                    tries[digest] = vocabulary
+                try:
+                    vocabulary = await self._fetch_vocabulary(digest)
+                except UnknownVocabulary as error:
+                    tries[digest] = error
                     continue
-                # Another fill may have brought it meanwhile.
+                # A concurrent `fill` may have fetched it too.
                 trie = self._tries.get(digest) or LazyTrie(vocabulary, self._device, self._values)
                 self._tries.put(digest, trie)
             tries[digest] = trie
         return tries
 
-    async def _fetch_vocabulary(self, digest: str) -> Vocabulary | LMPoolError:
+    async def _fetch_vocabulary(self, digest: str) -> Vocabulary:
         key = self._keys.vocabulary(digest)
-        ((connection, _),) = await self._vocabularies.of([key])
-        # Not GET: a value that is too large would end the connection.
-        (data,) = await connection.get_ranges([key], [MAX_BYTES])
+        ((connection, _),) = await self._connections.split([key])
+        data = await connection.get_range(key, MAX_BYTES)
         packed = bytes(data) if isinstance(data, (bytes, np.ndarray)) else b""
-        try:
-            # In a thread, for a large one takes long.
-            return await asyncio.to_thread(unpack_known, packed, digest)
-        except UnknownVocabulary as error:
-            return error
+        # In a thread: unpacking a large vocabulary takes long.
+        return await asyncio.to_thread(unpack_known, packed, digest)
 
-    async def _get_vectors(self, sources: Sequence[Source]) -> dict[Source, Row | LMPoolError]:
-        """Weights and rows by name, or why they cannot be used."""
-        vectors, size = await self._sources.get_many(sources)
-        self._counters.fetched_bytes += size
-        return vectors
+    async def _get_vectors(self, sources: Sequence[_Source]) -> dict[_Source, Row | LMPoolError]:
+        """Weights and rows, or the reasons why they cannot be used; each source once."""
+        if not sources:
+            return {}
+        parts: list[tuple[RowConnection, list[_Source]]] = []
+        for connection, indices in await self._connections.split([self._key(source) for source in sources]):
+            held = [sources[index] for index in indices]
+            parts += [(connection, held[part]) for part in cut_chunks([source.max_bytes for source in held])]
+        chunks = await asyncio.gather(*(self._read(connection, part) for connection, part in parts))
+        return {source: row for chunk in chunks for source, row in chunk.items()}
+
+    async def _read(self, connection: RowConnection, part: Sequence[_Source]) -> dict[_Source, Row | LMPoolError]:
+        keys, sizes = [self._key(source) for source in part], [source.max_bytes for source in part]
+        values: list[Any] = list(await connection.get(keys, sizes))
+        self._counters.fetched_bytes += sum(len(value) for value in values if isinstance(value, (bytes, np.ndarray)))
+        rows: dict[_Source, Row | LMPoolError] = {}
+        for source, value in zip(part, values, strict=True):
+            row = None
+            if source.fingerprint and is_reference(value):
+                reference, value = unpack_reference(value), None
+                row = reference and self._segments.read(reference, source.name, source.length)
+            rows[source] = source.decode(value) if row is None else row
+        return rows
+
+    def _key(self, source: _Source) -> bytes:
+        prefix = self._keys.row(source.fingerprint) if source.fingerprint else self._keys.weights()
+        return prefix + source.name
 
     def close(self) -> None:
         """Close the connections."""
-        self._sources.close()
-        self._vocabularies.close()
+        self._connections.close()
 
 
 def _failure(error: LMPoolError) -> Failure:

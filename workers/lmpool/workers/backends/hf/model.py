@@ -23,7 +23,7 @@ from transformers.utils.logging import disable_progress_bar
 from lmpool.errors import SettingsError, first_line
 from lmpool.protocol.query import HeadQuery
 from lmpool.protocol.row import pack_facts, pack_numbers
-from lmpool.trie.kernels import torch_device
+from lmpool.trie import torch_device
 from lmpool.workers.backends.checkpoint import checkpoint_folder
 from lmpool.workers.backends.row_encoder import log_threads, pick_device
 from lmpool.workers.backends.settings import HfSettings

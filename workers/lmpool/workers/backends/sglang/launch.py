@@ -25,7 +25,7 @@ from lmpool.errors import LMPoolError, SettingsError, first_line
 from lmpool.protocol.adapter import qualify
 from lmpool.protocol.model_info import ModelInfo
 from lmpool.settings import shown
-from lmpool.trie.kernels import torch_device
+from lmpool.trie import torch_device
 from lmpool.workers.backends.checkpoint import (
     checkpoint_dtype,
     checkpoint_folder,

@@ -30,7 +30,7 @@ from lmpool.errors import SettingsError, first_line
 from lmpool.protocol.adapter import qualify, revision_of
 from lmpool.protocol.model_info import ModelInfo
 from lmpool.settings import shown
-from lmpool.trie.kernels import torch_device
+from lmpool.trie import torch_device
 from lmpool.workers.backends.checkpoint import (
     checkpoint_dtype,
     checkpoint_folder,

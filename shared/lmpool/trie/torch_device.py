@@ -1,15 +1,15 @@
-"""Kernels on what torch runs on.
+"""Kernels on the devices of torch.
 
-Inner nodes are numbered in preorder, so the tokens below one stand side by side when they are sorted by their homes,
-and its value is one over a range. A tree of pairs is built over the sorted weights (the sums of 2, 4, 8, ...
-neighbours), and each range is put together from at most 2 * log2(V) of its blocks. That takes some twenty launches
-however deep the trie is, where a sweep level by level takes one a level; nothing is subtracted, so a light node keeps
-its digits; and nothing is added atomically: every number is the same in every run and in every batch. On torch's CPU
-device that is strict for sums and maxima only: its vectorised exp and log differ from its scalar ones in the last bit
-of a float64, and the shape decides which is used, so a float32 log-sum-exp may in rare cases round the other way.
+Inner nodes are numbered in preorder, so the tokens below a node are neighbours once they are sorted by their homes, and
+the node's value is the sum over a range. A tree of pairs is built over the sorted weights (the sums of 2, 4, 8, ...
+neighbours), and each range is composed of at most 2 * log2(V) of its blocks. This takes about twenty launches,
+however deep the trie is. No number is subtracted, so light nodes keep their digits. No number is added atomically, so
+every result has the same bits in every run and every batch. On torch's CPU device that is strict for sums and maxima
+only: torch chooses vectorised or scalar exponentials by the shape, and they differ in the last bit of a float64, so a
+float32 log-sum-exp may rarely round the other way.
 
-So far this ran on torch's CPU device only, which is how the tests run it. Not on a GPU yet: there its speed is not
-known, and that `torch.segment_reduce` adds up in one order there is what its source says, not what was tried.
+Tests run these kernels on torch's CPU device only. Their speed on a GPU is unknown. That `torch.segment_reduce` adds in
+a fixed order on GPUs is known from its source, not from a test.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from torch import Tensor
 
 from lmpool.errors import InvalidWeights, SettingsError
 from lmpool.protocol.query import Op
-from lmpool.trie.kernels.plan import Compressed, check_op, check_out, make_plan
+from lmpool.trie.kernels import Compressed, check_op, check_out, make_plan
 from lmpool.trie.trie import check_layout, check_shape, nan_found
 
 FUNCTIONS = (
     "acos", "asin", "atan", "cos", "erf", "erfc", "erfinv", "exp", "log", "log10", "log2", "sin", "sqrt", "tan", "tanh",
     "trunc",
 )  # fmt: skip
-"""What torch leaves to MKL, as its `ATen/cpu/vml.h` says; others it computes itself."""
+"""The functions that torch delegates to MKL (its `ATen/cpu/vml.h`)."""
 
 _MAX_BYTES = 1 << 29
-"""Bytes of the pairs and blocks of the rows that go through together."""
+"""Max bytes of pairs and blocks that are computed at once, which bounds the device memory."""
 
 _PAIRS: dict[Op, Callable[[Tensor, Tensor], Tensor]] = {
     "sum": torch.add,
@@ -47,14 +47,12 @@ _PAIRS: dict[Op, Callable[[Tensor, Tensor], Tensor]] = {
 
 @cache
 def settle() -> None:
-    """Have MKL choose the kernels of its vector functions, while no other thread calls one.
+    """Have MKL choose the kernels of its vector functions while no other thread calls one.
 
-    It chooses each with its first call. Where several of torch's threads make that call at once, one of them may
-    compute its part with a kernel of low accuracy, and say nothing: errors of 1e-4 (pytorch/pytorch#188792; torch 2.13
-    on two threads did so in 4 of 240 processes). A model whose table of cosines was made then has wrong rows, off by
-    1e-3 from the middle of its positions on, as long as it is loaded. So this is called before a model is.
-
-    Once is enough for a process, and costs some microseconds. One element is computed by the thread that calls.
+    MKL chooses each kernel at the first call. When several threads of torch make that call at once, one of them may
+    silently use a kernel of low accuracy, with errors of 1e-4 (pytorch/pytorch#188792; torch 2.13 on two threads did so
+    in 4 of 240 processes). A model whose table of cosines was computed that way returns wrong rows, off by 1e-3, until
+    it is loaded again. Call this before loading a model; once per process is enough, and takes microseconds.
     """
     for dtype in (torch.float32, torch.float64):
         element = torch.full((1,), 0.5, dtype=dtype, device="cpu")
@@ -64,11 +62,11 @@ def settle() -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Blocks:
-    """Which blocks of the tree of pairs each inner node is put together from.
+    """The blocks of the tree of pairs that each inner node is composed of.
 
     Attributes:
-        sizes: the blocks of each level of the tree, even numbers but for the last; level 0 are the sorted weights.
-        index: the chosen blocks, node after node, as places in all levels one after another; int64 (K,).
+        sizes: the number of blocks of each level, even except for the last; level 0 are the sorted weights.
+        index: the chosen blocks, node after node, as places in all levels in succession; int64 (K,).
         offsets: node i has index[offsets[i] : offsets[i + 1]]; int64 (M + 1,).
     """
 
@@ -81,15 +79,7 @@ class TorchKernels:
     """Kernels of one trie on a device of torch: see `lmpool.trie.kernels.Kernels`."""
 
     def __init__(self, trie: Compressed, device: str) -> None:
-        """Put the trie on the device.
-
-        Args:
-            trie: the trie.
-            device: as torch names it: "cuda", "cuda:1", "cpu".
-
-        Raises:
-            SettingsError: torch has no such device.
-        """
+        """Copy the trie to a device of torch, such as "cuda:1"; raises `SettingsError` for an unknown one."""
         settle()
         try:
             self._device = torch.empty(0, device=device).device
@@ -131,19 +121,7 @@ class TorchKernels:
         return out
 
     def inner_on_device(self, op: Op, weights: Tensor) -> Tensor:
-        """Values of the inner nodes for weights that are on the device already.
-
-        Args:
-            op: what to take over the tokens below a node.
-            weights: float32 (B, V) on the device of these kernels.
-
-        Returns:
-            float32 (B, M) on the device.
-
-        Raises:
-            InvalidWeights: another shape, dtype or device, or NaN.
-            SettingsError: an unknown `op`.
-        """
+        """Values of the inner nodes, float32 (B, M), for weights on the device, float32 (B, V); see `Kernels`."""
         check_op(op)
         self._check(weights)
         out = torch.empty((len(weights), len(self._offsets) - 1), dtype=torch.float32, device=self._device)
@@ -153,13 +131,13 @@ class TorchKernels:
         return out
 
     def values_on_device(self, op: Op, weights: Tensor) -> Tensor:
-        """Values of all nodes, float32 (B, N) on the device: otherwise as `inner_on_device`."""
+        """Values of all nodes, float32 (B, N) on the device; see `inner_on_device`."""
         inner = self.inner_on_device(op, weights)
         return torch.cat((inner, weights), dim=1).index_select(1, self._value_of)
 
     def _sent(self, weights: NDArray[np.float32]) -> Tensor:
         values = check_layout(weights, self._n_tokens, batch=True)
-        # Read-only arrays must be copied: torch has no tensors of that kind.
+        # Copy read-only arrays: torch has no read-only tensors.
         return torch.from_numpy(values if values.flags.writeable else values.copy()).to(self._device)
 
     def _check(self, weights: Tensor) -> None:
@@ -172,7 +150,7 @@ class TorchKernels:
             raise nan_found(_fetched(weights))
 
     def _reduce(self, op: Op, weights: Tensor) -> Tensor:
-        """The inner values of some rows, (M, B): rows are side by side, for neighbours in memory to be read at once."""
+        """The inner values of some rows, (M, B), with rows as the last axis, so that memory is read in order."""
         exact = torch.float32 if op == "max" else torch.float64
         nothing = 0.0 if op == "sum" else -torch.inf
         tree = torch.full((sum(self._sizes), len(weights)), nothing, dtype=exact, device=self._device)
@@ -190,7 +168,7 @@ class TorchKernels:
 
     def _log_sum(self, blocks: Tensor) -> Tensor:
         largest = self._segments(blocks, "max")
-        # A difference of infinities is no number.
+        # A difference of infinities would be NaN.
         shift = torch.where(torch.isfinite(largest), largest, 0.0)
         masses = torch.exp(blocks - shift.index_select(0, self._owner))
         return shift + torch.log(self._segments(masses, "sum"))
@@ -213,7 +191,7 @@ def _last_below(inner_parent: NDArray[np.int32]) -> NDArray[np.int64]:
 
 
 def _choose_blocks(first: NDArray[np.int64], end: NDArray[np.int64], width: int) -> _Blocks:
-    """Cover each range by the largest blocks of the tree that fit, from its ends inwards."""
+    """Cover each range by the largest blocks of the tree that fit, from both ends inwards."""
     sizes: list[int] = []
     owners, places = [], []
     nodes, base = np.arange(len(first)), 0

@@ -1,17 +1,17 @@
 """Kernels on the CPU: the sweep, compiled by numba, and its threads.
 
-The inner nodes are numbered in preorder, so a sweep from the last to the first meets every node after all nodes below
-it, and what is still open is one path to the root: the accumulators are a stack with a place a depth, which stays in
-the first-level cache. Several rows go through together, side by side in memory (a "block"), because the sweep of one
-row waits for the latency of every addition.
+The inner nodes are numbered in preorder, so a sweep from the last to the first visits every node after all nodes below
+it. The unfinished nodes always form one path to the root: the accumulators are a stack with one place per depth, which
+stays in the first-level cache. Several rows are processed side by side in memory (a "block"), because the sweep of a
+single row waits for the latency of every addition.
 
-A block's weights are brought into the order in which the sweep meets the tokens, the sweep gives the inner nodes, and
-the result is gathered from both. All sums are float64, in an order that neither the width of the block nor the number
-of threads changes: the lanes of a block never meet.
+First the weights of a block are sorted into the order of the sweep, then the sweep computes the inner nodes, and then
+the result is gathered from both. All sums are float64, in an order that depends neither on the width of the block nor
+on the number of threads: the lanes of a block never mix.
 
-Blocks are shared out over a pool of threads, for the compiled loops let go of the interpreter lock. Numba's parallel
-loops would do it too, but its default layer kills the process when two threads use it at once, and the others depend on
-what is installed.
+A pool of threads processes the blocks, because the compiled loops release the interpreter lock. Numba's parallel loops
+are no alternative: the default layer ends the process when two threads use it at once, and the other layers may not be
+installed.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from numpy.typing import NDArray
 
 from lmpool.protocol.query import Op
 from lmpool.settings import count_threads
-from lmpool.trie.kernels.plan import WIDEST, Compressed, Plan, check_op, check_out, make_plan
+from lmpool.trie.kernels import WIDEST, Compressed, Plan, check_op, check_out, make_plan
 from lmpool.trie.trie import check_layout, nan_found
 
-WIDTHS = (1, 4, WIDEST)
-# The sum of 4 million exponentials below this stays finite, and a lone one above stays a normal number.
-LEAST, MOST = -700.0, 600.0
+WIDTHS = (1, 4, WIDEST)  # Rows of a block; loops are compiled for each width.
+# The sum of 4 million exponentials of numbers up to MAX_LOG is finite; the exponential of MIN_LOG is a normal number.
+MIN_LOG, MAX_LOG = -700.0, 600.0
 
 
 def _read_only(kind: Any, ndim: int) -> Any:
@@ -49,7 +49,7 @@ _SINGLES, _DOUBLES, _STACK = types.float32[:, ::1], types.float64[:, ::1], types
 
 
 def _compiled(*signature: Any, returns: Any = types.void) -> Callable[[Callable[..., Any]], Any]:
-    """Compile at once, for one signature; keep the code on disk where some folder can be written to."""
+    """Compile at once, for one signature; cache the code on disk where a folder is writable."""
 
     def compile_now(function: Callable[..., Any]) -> Any:
         try:
@@ -63,7 +63,7 @@ def _compiled(*signature: Any, returns: Any = types.void) -> Callable[[Callable[
 @_compiled(types.float64, returns=types.float64)
 def _exp(x):  # type: ignore[no-untyped-def]
     """exp for -700 <= x <= 600, relative error below 1e-14; unlike the library's it is vectorised."""
-    # Adding 1.5 * 2**52 rounds to a whole number, which then stands in the lowest bits.
+    # Adding 1.5 * 2**52 rounds to a whole number, which is then in the lowest bits.
     shifted = x * 1.4426950408889634 + 6755399441055744.0
     twos = shifted - 6755399441055744.0
     r = (x - twos * 6.93147180369123816490e-01) - twos * 1.90821492927058770002e-10
@@ -85,12 +85,12 @@ def _exp(x):  # type: ignore[no-untyped-def]
 
 @_compiled(_read_only(types.float32, 1), types.float64[::1], returns=types.boolean)
 def exps(logs, out):  # type: ignore[no-untyped-def]
-    """Exponentials of all numbers; whether one is too far from 0 for that (-inf is not)."""
+    """Exponentials of all numbers; returns whether a finite one is too far from 0."""
     far = False
     for i in range(logs.shape[0]):
         x = np.float64(logs[i])
-        out[i] = _exp(x) if x >= LEAST else 0.0
-        far |= (x > MOST) | ((x < LEAST) & (x > -np.inf))  # type: ignore[assignment]
+        out[i] = _exp(x) if x >= MIN_LOG else 0.0
+        far |= (x > MAX_LOG) | ((x < MIN_LOG) & (x > -np.inf))  # type: ignore[assignment]
     return far
 
 
@@ -103,7 +103,7 @@ def logs(sums, out):  # type: ignore[no-untyped-def]
 
 @_compiled(*[types.float64] * 4, returns=_PAIR)
 def _join(peak, mass, other_peak, other_mass):  # type: ignore[no-untyped-def]
-    """mass * exp(peak) + other_mass * exp(other_peak) as (peak, mass), with the larger of both peaks."""
+    """mass * exp(peak) + other_mass * exp(other_peak) as (peak, mass), with the larger peak."""
     if other_peak > peak:
         peak, mass, other_peak, other_mass = other_peak, other_mass, peak, mass
     if np.isinf(peak) or other_peak == -np.inf:
@@ -113,7 +113,7 @@ def _join(peak, mass, other_peak, other_mass):  # type: ignore[no-untyped-def]
 
 @_compiled(_INTS, _INTS, _WEIGHTS, types.int64, _STACK, _STACK, _SINGLES)
 def far_sweep(start, depth, tokens, lane, peaks, masses, inner):  # type: ignore[no-untyped-def]
-    """Log-sum-exp of one lane, each node shifted by its own maximum: slow, for any range of numbers."""
+    """Log-sum-exp of one lane with each node shifted by its maximum: slow, but for any range of numbers."""
     peaks[:] = -np.inf
     masses[:] = 0.0
     for i in range(depth.shape[0] - 1, -1, -1):
@@ -127,7 +127,7 @@ def far_sweep(start, depth, tokens, lane, peaks, masses, inner):  # type: ignore
 
 
 class BlockLoops(NamedTuple):
-    """The loops of blocks of one width. Rows past the last stand for the last: blocks are always full."""
+    """The loops of blocks of one width. Blocks are always full: missing rows are replaced by the last one."""
 
     interleave: Callable[..., bool]
     permute: Callable[..., None]
@@ -165,7 +165,7 @@ def _interleave(width: int) -> Callable[..., bool]:
 def _permute(width: int) -> Callable[..., None]:
     @_compiled(_INTS, _read_only(types.float32, 2), _SINGLES)
     def permute(order, numbers, out):  # type: ignore[no-untyped-def]
-        # Random reads overtake each other, random writes do not: this is why it is not done while interleaving.
+        # Not while interleaving: a processor overlaps random reads, but not random writes.
         for rank in range(order.shape[0]):
             token = order[rank]
             for lane in range(width):
@@ -216,7 +216,7 @@ def _gather(width: int) -> Callable[..., None]:
 
 @dataclass(slots=True)
 class _Scratch:
-    """What one thread computes a block in. Kept between calls: fresh memory costs a third of the time."""
+    """The memory in which one thread computes a block. Kept between calls: new memory costs a third of the time."""
 
     plan: Plan
     weights: NDArray[np.float32] = field(init=False)
@@ -262,16 +262,16 @@ class _Scratch:
         logs(doubles[:split].reshape(-1), numbers[:split].reshape(-1))
         if not far:
             return
-        # Each row by itself, for its result must not depend on the rows beside it.
+        # Row by row: a result must not depend on the other rows of the block.
         for lane in range(width):
             row = weights[min(first + lane, len(weights) - 1)]
-            if np.any((row > MOST) | ((row < LEAST) & (row > -np.inf))):
+            if np.any((row > MAX_LOG) | ((row < MIN_LOG) & (row > -np.inf))):
                 peaks, masses = np.empty(len(stack)), np.empty(len(stack))
                 far_sweep(plan.start, plan.depth, numbers[split:], lane, peaks, masses, numbers[:split])
 
 
 def _columns(flat: NDArray[Any], width: int) -> NDArray[Any]:
-    """The beginning of a buffer for the widest block, laid out for one of `width`."""
+    """The beginning of a buffer for the widest block, as rows of `width`."""
     return flat[: flat.size // WIDTHS[-1] * width].reshape(-1, width)
 
 
@@ -279,15 +279,10 @@ class CpuKernels:
     """Kernels of one trie on the CPU: see `lmpool.trie.kernels.Kernels`."""
 
     def __init__(self, trie: Compressed, *, threads: int | None = None) -> None:
-        """Lay out the sweep, and compile the loops unless they are on disk.
-
-        Args:
-            trie: the trie.
-            threads: how many threads share a batch; see `lmpool.settings.count_threads`.
-        """
+        """Lay out the sweep, and compile the loops unless they are cached on disk; `threads` share a batch."""
         self._plan = make_plan(trie)
         self._threads = threads or count_threads()
-        # One a thread; calls that meet may need more, which are not kept.
+        # One per thread. Concurrent calls may need more, which are not kept.
         self._scratch: deque[_Scratch] = deque(maxlen=self._threads)
         for width in WIDTHS:
             block_loops(width)
@@ -317,7 +312,7 @@ class CpuKernels:
             out = np.empty(shape, np.float32)
         else:
             check_out(out, shape)
-        # As wide as leaves no thread without work: a wide block takes less time a row, but more in all.
+        # As wide as possible while every thread has work: a wide block takes less time per row, but more in total.
         widest = next((width for width in WIDTHS if len(weights) <= width * self._threads), WIDTHS[-1])
         firsts = range(0, len(weights), widest)
         nan = False
@@ -349,14 +344,14 @@ class CpuKernels:
 
 
 def _share_out(work: Callable[[int], None], count: int, threads: int) -> None:
-    """work(0) ... work(count - 1), by the calling thread and as many of the pool as are free."""
+    """Call work(0) ... work(count - 1) in the calling thread and in the free threads of the pool."""
     todo = iter(range(count))
-    # Taking the next one is a single step of the interpreter: no lock is needed.
+    # No lock: taking the next number is a single step of the interpreter.
     helpers = [_pool(threads).submit(_drain, work, todo) for _ in range(min(threads, count) - 1)]
     try:
         _drain(work, todo)
     finally:
-        # One that never began is not waited for: the pool may be busy with another call.
+        # Cancel helpers that have not begun: the pool may be busy with another call.
         for helper in [helper for helper in helpers if not helper.cancel()]:
             helper.result()
 

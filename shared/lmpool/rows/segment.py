@@ -1,0 +1,413 @@
+"""A worker's segment of rows in shared memory: created, written and removed (`lmpool.rows.shared_memory`)."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import mmap
+import os
+import platform
+import secrets
+import struct
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lmpool.errors import ProtocolError
+from lmpool.protocol.model_info import ModelInfo
+from lmpool.protocol.row import HEADER_SIZE, Encoded, Encoding, RowBlock, encoded_size
+from lmpool.rows.segment_memory import (
+    FOLDER_VARIABLE,
+    PAGE,
+    SegmentListener,
+    create_memory,
+    default_size,
+    folder,
+    host_token,
+    name_of,
+)
+from lmpool.rows.shared_memory import (
+    BUCKET,
+    HEADER,
+    NOT_SHARED,
+    SLOT,
+    WORD,
+    Layout,
+    Reference,
+    Shared,
+    checksum_of,
+    fingerprint_bytes,
+    is_shared,
+    rounded_up,
+    tag_of,
+)
+
+_log = logging.getLogger("lmpool.worker")
+
+_NONCE_SIZE = 8  # Bytes; random, so that no two segments have the same name.
+_MIN_SLOTS, _MAX_SLOTS = 64, 16_384  # Rows of a segment: with fewer, rows are overwritten before they are read.
+_NAME_CHECK_S = 1.0  # How often a worker checks that its socket still exists.
+_ORDERED = ("x86_64", "amd64")  # Processors that keep the order of stores and of loads.
+_SLOT_AND_HEADER = struct.Struct(f"{SLOT.format}{HEADER_SIZE}s")
+
+
+class _Lent(NamedTuple):
+    """Slots whose memory is in use: the number of the first, and a weak reference to that memory."""
+
+    first: int
+    memory: weakref.ref[NDArray[np.uint8]]
+
+
+class Segment:
+    """The rows that one worker wrote last.
+
+    The backend's thread calls `new_rows`; all other methods are for one other thread.
+
+    Args:
+        fd: the sealed memory; this object owns it from now on.
+        memory: its mapping.
+        layout: its division.
+
+    Attributes:
+        nonce: names the segment.
+        size: bytes.
+        slots: the number of rows that it holds.
+        is_summed: rows have checksums, because slot numbers alone do not show whether a row is whole.
+
+    Raises:
+        OSError: the folder of sockets cannot be used.
+    """
+
+    def __init__(self, fd: int, memory: mmap.mmap, layout: Layout) -> None:
+        self._fd = fd
+        self._path = folder() / name_of(layout.nonce)
+        self._memory = memory
+        self._bytes: NDArray[np.uint8] = np.frombuffer(memory, np.uint8)
+        self._view = memoryview(memory)
+        self._words = self._view.cast("Q")
+        self._layout = layout
+        # The entry of each bucket that is replaced next.
+        self._oldest = bytearray(layout.buckets)
+        # The row (or future row) of each slot, and the number of each row.
+        self._held: list[tuple[int, bytes]] = [(0, b"")] * layout.slots
+        self._numbers: dict[bytes, int] = {}
+        self._replaced: list[bytes] = []
+        self._stored: set[bytes] = set()  # Rows that Redis stores, too.
+        self._last = layout.slots - 1  # The first row is in the first slot, and no row has number 0.
+        self._lent: deque[_Lent] = deque()  # In the order of their numbers.
+        self._lock = threading.Lock()
+        self.nonce = layout.nonce
+        self.size, self.slots = layout.size, layout.slots
+        self._first, self._stride = layout.first, layout.stride
+        self.is_summed = platform.machine().lower() not in _ORDERED
+        self._listener = SegmentListener(fd, self._path)
+
+    def keep_name(self) -> bool:
+        """Create the socket again if another program removed it; returns whether it was still there.
+
+        Raises:
+            OSError: the folder cannot be used.
+        """
+        if self._listener.has_name:
+            return True
+        self._listener.close()
+        self._listener = SegmentListener(self._fd, self._path)
+        return False
+
+    def new_rows(self, count: int, vocab_size: int, encoding: Encoding) -> NDArray[Any] | None:
+        """The memory of neighbouring slots, for rows that a step will compute (`NewRows`); None when none are free.
+
+        The slots stay reserved as long as any view of the memory exists.
+        """
+        layout = self._layout
+        if vocab_size != layout.vocab_size or not 0 < count <= layout.slots // 2:
+            return None
+        with self._lock:
+            first = self._last + 1
+            if (beyond := first % layout.slots + count) > layout.slots:  # Go on at the first slot.
+                first += layout.slots - (beyond - count)
+            if not self._take(first, count):
+                return None
+            at = self._at(first)
+            # Every view has this array as its base, so it lives as long as the last of them.
+            memory = np.frombuffer(self._view[at : at + count * layout.stride], np.uint8)
+            self._lent.append(_Lent(first, weakref.ref(memory)))
+        shape, strides = (count, vocab_size), (layout.stride, encoding.dtype.itemsize)
+        return np.ndarray(shape, encoding.dtype, memory, SLOT.size + HEADER_SIZE, strides)
+
+    def _take(self, first: int, count: int) -> bool:
+        """Reuse the slots of these numbers, unless one of them is still in use."""
+        while self._lent and self._lent[0].memory() is None:
+            self._lent.popleft()
+        if self._lent and first + count > self._lent[0].first + self.slots:
+            return False
+        self._last = first + count - 1
+        for number in range(first, first + count):
+            before, digest = self._held[slot := number % self.slots]
+            self._held[slot] = number, b""
+            if digest and self._numbers.get(digest) == before:  # Not written again into another slot since.
+                del self._numbers[digest]
+                if digest in self._stored:
+                    self._stored.discard(digest)
+                else:
+                    self._replaced.append(digest)
+            self._words[self._at(number) // WORD] = 0
+        return True
+
+    def first_of(self, numbers: NDArray[Any]) -> int | None:
+        """The number of the first of some rows that lie in `new_rows` next to each other; None for other rows."""
+        layout = self._layout
+        at = numbers.ctypes.data - self._bytes.ctypes.data - layout.first - SLOT.size - HEADER_SIZE
+        if not 0 <= at < layout.slots * layout.stride or numbers.strides[0] != layout.stride:
+            return None
+        return self._held[at // layout.stride][0]
+
+    def write(
+        self, digests: Sequence[bytes], rows: Sequence[Encoded], numbers: Sequence[int] | None = None
+    ) -> list[int | None]:
+        """Write encoded rows; returns the number of each, or None while no slot is free.
+
+        Args:
+            digests: the prompts of the rows.
+            rows: the encoded rows.
+            numbers: the numbers of rows that were computed in their slots (`new_rows`).
+        """
+        written: list[int | None] = []
+        copying = np.empty(0, np.uint8)  # While it lives, the slots that are copied to are reserved.
+        with self._lock:
+            for index, digest in enumerate(digests):
+                number = self._last + 1 if numbers is None else numbers[index]
+                if numbers is None and not self._take(number, 1):
+                    written.append(None)
+                    continue
+                if numbers is None and not any(written):
+                    self._lent.append(_Lent(number, weakref.ref(copying)))
+                written.append(number)
+                self._held[number % self.slots] = number, digest
+                self._numbers[digest] = number
+        for digest, row, slot in zip(digests, rows, written, strict=True):
+            if slot is not None:
+                self._write(digest, row, slot, is_there=numbers is not None)
+        return written
+
+    def _write(self, digest: bytes, row: Encoded, number: int, *, is_there: bool) -> None:
+        """Write a slot's beginning, and its row unless `is_there`."""
+        header, values = row
+        length = len(header) + values.nbytes
+        at = self._at(number)
+        begin = at + SLOT.size
+        end = begin + length
+        if not is_there:
+            self._view[begin + len(header) : end] = values
+        if rest := -length % WORD:
+            self._view[end : end + rest] = bytes(rest)
+        _SLOT_AND_HEADER.pack_into(self._memory, at, 0, digest, length, 0, self.is_summed, header)
+        if self.is_summed:
+            checksum = checksum_of(self._bytes[begin : begin + rounded_up(length, WORD)])
+            SLOT.pack_into(self._memory, at, 0, digest, length, checksum, True)
+        # The number last, and in one store, which `struct` does not promise.
+        self._words[at // WORD] = number
+        self._index(digest, number)
+
+    def _index(self, digest: bytes, number: int) -> None:
+        """Write an entry of the index, in place of the oldest in its bucket."""
+        bucket = int.from_bytes(digest[:WORD], "little") % self._layout.buckets
+        entry = self._oldest[bucket]
+        self._oldest[bucket] = (entry + 1) % (BUCKET.size // WORD)
+        self._words[(PAGE + bucket * BUCKET.size) // WORD + entry] = tag_of(digest) | number
+
+    def _at(self, number: int) -> int:
+        return self._first + number % self.slots * self._stride
+
+    def note_stored(self, digests: Iterable[bytes]) -> None:
+        """Note that Redis stores these rows too: they stay there when their slots are reused."""
+        with self._lock:
+            self._stored.update(digest for digest in digests if digest in self._numbers)
+
+    def replaced(self) -> list[bytes]:
+        """The digests of the rows whose slots were reused since the last call."""
+        with self._lock:
+            replaced, self._replaced = self._replaced, []
+        return [digest for digest in replaced if digest not in self._numbers]
+
+    def find(self, digest: bytes) -> int | None:
+        """The number of a prompt's row, if the segment still has it."""
+        return self._numbers.get(digest)
+
+    def row(self, number: int) -> NDArray[np.uint8]:
+        """The encoded row of a number, uint8 of shape (size,), in place."""
+        begin = self._at(number) + SLOT.size
+        length = SLOT.unpack_from(self._memory, self._at(number))[2]
+        return self._bytes[begin : begin + length]
+
+    def close(self) -> None:
+        """Hand the segment out no more. Processes that have mapped it can read it until they release it."""
+        self._listener.close()
+        os.close(self._fd)
+
+
+def make_segment(fingerprint: str, vocab_size: int, size: int, is_wanted: Callable[[], bool]) -> Segment | None:
+    """Create a segment of at most `size` bytes for a model's rows; takes about a second for each 3 GiB.
+
+    Returns:
+        the segment; None when `size` is too small, or once `is_wanted` returns False.
+
+    Raises:
+        OSError: the folder of sockets cannot be used, or too little memory is free.
+    """
+    stride = rounded_up(SLOT.size + rounded_up(encoded_size(vocab_size, Encoding.F32), WORD), PAGE)
+    slots = min(_MAX_SLOTS, size // stride)
+    if slots < _MIN_SLOTS:
+        return None
+    # With half as many buckets as slots, two entries of eight are used on average.
+    nonce, buckets = secrets.token_bytes(_NONCE_SIZE), -(-slots // 2)
+    layout = Layout(nonce, fingerprint_bytes(fingerprint), vocab_size, buckets, stride, slots)
+    created = create_memory(name_of(nonce), layout.size, is_wanted)
+    if created is None:
+        return None
+    fd, memory = created
+    memory[: HEADER.size] = layout.pack()
+    try:
+        return Segment(fd, memory, layout)
+    except BaseException:
+        os.close(fd)
+        raise
+
+
+class SegmentWriter:
+    """Writes one worker's rows to a segment. While there is no segment, rows go through Redis.
+
+    Args:
+        info: the model that the worker serves.
+        worker: its name.
+        size: max bytes of the segment; None for a part of the free memory, 0 for no segment.
+        on_size: receives the size of the segment in bytes whenever it changes.
+
+    Attributes:
+        segment: None until it is created, and where it cannot be.
+    """
+
+    def __init__(
+        self, info: ModelInfo, worker: str, size: int | None, on_size: Callable[[int], None] = lambda _: None
+    ) -> None:
+        self._info = info
+        self._worker = worker.encode()
+        self._on_size = on_size
+        self._is_wanted = size != 0 and is_shared(info.vocab_size)
+        self._size = default_size() if size is None else size
+        self._host = host_token()
+        self.segment: Segment | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def host(self) -> bytes:
+        """The host of clients that can read the segment; b"" without one."""
+        return self._host if self.segment is not None else b""
+
+    async def run(self) -> None:
+        """Create the segment, and keep its socket in place."""
+        await self.make()
+        while self._is_wanted:
+            await asyncio.sleep(_NAME_CHECK_S)
+            try:
+                if self.segment is not None and not self.segment.keep_name():
+                    _log.warning("another program removed the socket of this worker's shared memory; created it again")
+            except OSError as error:
+                # Clients that have mapped the segment can still read it; the others get rows through Redis.
+                _log.debug("%s: %s", folder(), error)
+
+    async def make(self) -> None:
+        """Create a segment, if enough memory is free."""
+        await asyncio.to_thread(self._make)
+
+    def _make(self) -> None:
+        info = self._info
+        try:
+            segment = make_segment(info.fingerprint, info.vocab_size, self._size, lambda: self._is_wanted)
+        except OSError as error:
+            self._give_up(error.strerror or str(error))
+            return
+        with self._lock:
+            if segment is not None and not self._is_wanted:  # The worker stopped, and does not wait for this thread.
+                segment.close()
+            elif segment is not None:
+                self.segment = segment
+                self._on_size(segment.size)
+                _log.info("shared memory of %d rows for clients on this machine", segment.slots)
+            elif self._is_wanted:
+                row_bytes = encoded_size(info.vocab_size, Encoding.F32)
+                self._give_up(f"{self._size} bytes hold fewer than {_MIN_SLOTS} rows of {row_bytes} bytes")
+
+    def _give_up(self, why: str) -> None:
+        self._is_wanted = False
+        _log.warning(
+            "rows go through Redis, not through shared memory: %s. Choose --shm-bytes, give the machine or container "
+            "more memory, or name another folder by %s; --shm-bytes 0 turns this message off",
+            why,
+            FOLDER_VARIABLE,
+        )
+
+    def write(self, block: RowBlock, leave_out: Collection[bytes], overwrite: Collection[bytes]) -> Shared:
+        """Write the rows of a block.
+
+        Args:
+            block: the rows.
+            leave_out: digests of rows that go through Redis.
+            overwrite: digests of rows that are written again even if the segment has them.
+        """
+        segment = self.segment
+        if segment is None:
+            return NOT_SHARED
+        segment.note_stored(leave_out)
+        digests = [digest for digest in block.digests if digest not in leave_out]
+        numbers = {digest: None if digest in overwrite else segment.find(digest) for digest in digests}
+        rows = [row for row, digest in enumerate(block.digests) if numbers.get(digest, 0) is None]
+        first = segment.first_of(block.numbers)
+        in_place = None if first is None else [first + row for row in rows]
+        written = segment.write([block.digests[row] for row in rows], block.encoded(rows), in_place)
+        numbers.update(zip((block.digests[row] for row in rows), written, strict=True))
+        # Only the number and the worker's name follow the same beginning.
+        head = Reference(self._host, segment.nonce, 0).pack()[:-WORD]
+        references = {
+            digest: head + number.to_bytes(WORD, "little") + self._worker
+            for digest, number in numbers.items()
+            if number is not None
+        }
+        return Shared(references, segment.replaced(), self._host)
+
+    def note_stored(self, digests: Iterable[bytes]) -> None:
+        """See `Segment.note_stored`."""
+        if self.segment is not None:
+            self.segment.note_stored(digests)
+
+    def new_rows(self, count: int, vocab_size: int, encoding: Encoding) -> NDArray[Any] | None:
+        """See `Segment.new_rows`; None without a segment."""
+        segment = self.segment
+        return None if segment is None else segment.new_rows(count, vocab_size, encoding)
+
+    def find(self, digest: bytes) -> RowBlock | None:
+        """The row of a prompt, if the segment has it (a copy)."""
+        segment = self.segment
+        number = None if segment is None else segment.find(digest)
+        if segment is None or number is None:
+            return None
+        try:
+            block = RowBlock.decoded(digest, segment.row(number), self._info.vocab_size)
+        except ProtocolError:
+            return None
+        # Its slot may have been reused during the copy.
+        return block if segment.find(digest) == number else None
+
+    def close(self) -> None:
+        """Remove the segment."""
+        with self._lock:
+            self._is_wanted = False
+            if self.segment is not None:
+                self.segment.close()
+                self.segment = None
+                self._on_size(0)
