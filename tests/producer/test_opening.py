@@ -21,8 +21,8 @@ from lmpool.embedded import EmbeddedServer, socket_url
 from lmpool.errors import AmbiguousModel, AuthenticationFailed, LMPoolError, NoWorker, ProducerClosed, ServerUnreachable
 from lmpool.producer import Producer, SyncProducer
 from lmpool.producer.client import discovery
+from lmpool.producer.client.requests import Deadline
 from lmpool.producer.client.session_per_loop import SessionPerLoop
-from lmpool.producer.deadline import Deadline
 from lmpool.synthetic import synthetic_row
 from lmpool.testing import SyntheticModel
 from tests.support.pool import Pool, V, is_held, open_sockets, until, until_async
@@ -298,7 +298,7 @@ def test_event_loops_that_failed_to_connect_are_forgotten() -> None:
     openings.open = nothing
     asyncio.run(connect())
     assert not sessions._opening
-    assert len(sessions._sessions) == 1
+    assert len(sessions.by_loop) == 1
 
 
 def test_an_event_loop_that_was_closed_as_it_connected_is_forgotten_with_the_next_one() -> None:

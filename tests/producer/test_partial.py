@@ -356,7 +356,7 @@ BAD: list[tuple[str, dict[str, Any], type[LMPoolError], str]] = [
     ("sample", {"temperature": "hot"}, SettingsError, "temperature: 'hot'"),
     ("sample", {"top_p": 0}, SettingsError, "top_p: 0 must be a number above 0 and at most 1"),
     ("sample", {"top_p": 1.01}, SettingsError, "top_p: 1.01"),
-    ("sample", {"seed": -1}, SettingsError, "seed: -1 must be from 0 to"),
+    ("sample", {"seed": -1}, SettingsError, "seed: -1 must be a whole number from 0 to"),
     ("sample", {"seed": 1.5}, SettingsError, "seed: 1.5 must be a whole number"),
     ("sample", {"top_k": 5}, SettingsError, "top_k: not an option; there are"),
     ("positions", {}, SettingsError, r"give just one of top=k, targets=\[ids\], full=True and logz=True"),

@@ -122,7 +122,7 @@ async def test_a_named_set_travels_by_its_name_and_is_told_again_when_it_is_forg
             assert await producer.mass(OTHER, named.name.hex()) == mass_of(OTHER_ROW, MANY)
             pool.redis.unlink(*pool.redis.scan_iter(match=f"{pool.prefix}:row:*"))
         for mode in MODES:
-            with pytest.raises(SettingsError, match="k: 400 must be from 1 to"):
+            with pytest.raises(SettingsError, match="k: 400 must be a whole number from 1 to"):
                 await producer.topk(PROMPT, 400, allowed=named.name.hex(), mode=mode)
         best = await producer.topk(PROMPT, 2, allowed=named, mode="logits")
         pool.redis.delete(key)
@@ -167,7 +167,9 @@ async def test_bad_sets_are_refused(pool: Pool) -> None:
         for allowed, kind, message in BAD:
             with pytest.raises(kind, match=message):
                 await producer.mass(PROMPT, allowed)
-        with pytest.raises(SettingsError, match="k: 3 must be from 1 to 2: so many tokens are allowed"):
+        with pytest.raises(
+            SettingsError, match="k: 3 must be a whole number from 1 to 2, the number of allowed tokens"
+        ):
             await producer.topk(PROMPT, 3, allowed=[1, 2])
         with pytest.raises(SettingsError, match="allowed: 3 sets for 2 prompts"):
             await producer.batch_mass([PROMPT, OTHER], [[1], [2], [3]])

@@ -16,7 +16,7 @@ import pytest
 import tokenizers
 
 from lmpool.errors import DeadlineExceeded, LMPoolError, ServerUnreachable, UnknownTokenizer
-from lmpool.producer.deadline import Deadline
+from lmpool.producer.client.requests import Deadline
 from lmpool.producer.tokenizer import TOKENIZERS, PublishedTokenizer, TokenizerCache
 from tests.support.pool import DEADLINE_S, until, until_async
 

@@ -57,12 +57,12 @@ MAY_IMPORT: dict[str, set[str]] = {
     "lmpool.rows": {"lmpool", "lmpool.errors", "lmpool.settings", "lmpool.protocol", "lmpool.broker"},
     "lmpool.trie": {"lmpool", "lmpool.errors", "lmpool.settings", "lmpool.protocol"},
     "lmpool.trie.kernels": {"lmpool", "lmpool.errors", "lmpool.settings", "lmpool.protocol", "lmpool.trie"},
-    "lmpool.producer.deadline": SHARED_UNITS,
-    "lmpool.producer.client": SHARED_UNITS | {"lmpool.producer.deadline"},
-    "lmpool.producer": SHARED_UNITS | {"lmpool.producer.deadline", "lmpool.producer.client"},
+    "lmpool.producer.metrics": SHARED_UNITS,
+    "lmpool.producer.client": SHARED_UNITS | {"lmpool.producer.metrics"},
+    "lmpool.producer": SHARED_UNITS | {"lmpool.producer.metrics", "lmpool.producer.client"},
     **dict.fromkeys(
         ("lmpool.producer.cli", "lmpool.producer.genlm"),
-        SHARED_UNITS | {"lmpool.producer.deadline", "lmpool.producer.client", "lmpool.producer"},
+        SHARED_UNITS | {"lmpool.producer.metrics", "lmpool.producer.client", "lmpool.producer"},
     ),
     # What asks about whole files is a user of the client side like any other.
     "lmpool.batch.storage": SHARED_UNITS,
@@ -287,7 +287,7 @@ def test_each_part_needs_no_more_than_it_says() -> None:
         "workers/lmpool/workers/cli/options.py": {"typer"},
         # Imported inside a function, where metrics, traces or logs for machines are wanted.
         "shared/lmpool/metrics.py": {"prometheus_client", "opentelemetry"},
-        "producer/lmpool/producer/client/tracing.py": {"opentelemetry"},
+        "producer/lmpool/producer/metrics.py": {"opentelemetry"},
         "workers/lmpool/workers/metrics/tracing.py": {"opentelemetry"},
         "workers/lmpool/workers/metrics/prometheus.py": {"prometheus_client"},
         "workers/lmpool/workers/cli/serve.py": {"pythonjsonlogger", "uvloop"},

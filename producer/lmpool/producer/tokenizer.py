@@ -23,7 +23,7 @@ from lmpool.errors import (
     TokenOutOfRange,
     UnknownTokenizer,
 )
-from lmpool.producer.deadline import Deadline
+from lmpool.producer.client.requests import Deadline
 from lmpool.protocol.model_info import ModelInfo
 from lmpool.protocol.tokenizer_check import MAX_NORMALIZED_CHARACTERS, check_tokenizer
 from lmpool.settings import shown

@@ -12,7 +12,7 @@ import pytest
 from lmpool.aio import silence_limit
 from lmpool.producer import Producer
 from lmpool.producer.client import connections
-from lmpool.producer.deadline import ENDLESS_S
+from lmpool.producer.client.requests import ENDLESS_S
 from lmpool.synthetic import synthetic_row
 from tests.support.gate import Gate
 from tests.support.pool import Pool, SkippingLoop, V, run_skipping, until_async
@@ -78,7 +78,7 @@ async def test_requests_go_on_where_no_thread_can_be_started(pool: Pool, monkeyp
     async with pool.producer(cache_bytes=0) as producer:
         await producer.logprobs(PROMPT)
         await asyncio.get_running_loop().shutdown_default_executor()
-        monkeypatch.setattr(connections.Connections, "look_for_segments", scan)
+        monkeypatch.setattr(connections.Connections, "scan_segments", scan)
         await asyncio.wait_for(scanned.wait(), 60)
         assert np.array_equal(await producer.logprobs([4, 5]), synthetic_row([4, 5], vocab_size=V))
 

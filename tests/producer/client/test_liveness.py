@@ -32,7 +32,7 @@ async def looks(*times: float) -> list[NoWorker | None]:
     """What looks at such a pool tell, at these times."""
     empty = cast(Any, Empty())
     liveness = Liveness(empty, empty)
-    return [await liveness.look(time) for time in times]
+    return [await liveness.check(time) for time in times]
 
 
 async def test_nobody_is_missed_before_a_lease_and_a_restart_have_passed() -> None:

@@ -14,7 +14,7 @@ import pytest
 from lmpool import errors
 from lmpool.aio import copy_error
 from lmpool.errors import CorruptRow, DeadlineExceeded, LMPoolError, NoWorker, QueueFull, ServerUnreachable, WorkerError
-from lmpool.producer.client.connections import AdoptedModel, Tasks
+from lmpool.producer.client.connections import AdoptedModel
 from lmpool.producer.client.receive import Receiver
 from lmpool.producer.client.requests import (
     Answer,
@@ -22,12 +22,13 @@ from lmpool.producer.client.requests import (
     DeadlineTimers,
     PendingRequest,
     PendingRequests,
-    ProducerStats,
     RowLRU,
     SingleWaiter,
     Stage,
+    Tasks,
 )
 from lmpool.producer.client.submit import CacheClient, Homes, Submitter
+from lmpool.producer.metrics import Counters, ProducerStats
 from lmpool.protocol.keys import Keys
 from lmpool.protocol.model_info import ModelInfo
 from lmpool.protocol.prompt import Prompt, encode_prompt
@@ -61,7 +62,7 @@ class Table:
     def __init__(self) -> None:
         self.cache = RowLRU(10_000)
         self.stats = ProducerStats()
-        self.requests = PendingRequests(self.cache, self.stats)
+        self.requests = PendingRequests(self.cache, Counters(self.stats, self.cache))
 
     def counted(self) -> dict[str, int]:
         """The counters that are not zero."""
@@ -420,6 +421,7 @@ class Interrupted:
         self.model = AdoptedModel(INFO, "f", Keys("test").model(INFO.name), b"reply", rows)
         self.reader = self
         self.ended_within_reply = False
+        self.homes = Homes()
         self.looked_for: asyncio.Future[Sequence[bytes]] = asyncio.get_running_loop().create_future()
         self._requests = requests
         self._calls = 0
@@ -430,7 +432,7 @@ class Interrupted:
             raise ServerUnreachable("gone")
         await asyncio.Event().wait()
 
-    async def fetch(self, digests: Sequence[bytes]) -> None:
+    async def fetch_announced(self, digests: Sequence[bytes]) -> None:
         for digest in digests:
             self._requests.resolve_found([digest], [row()])
         self.looked_for.set_result(digests)
@@ -445,7 +447,7 @@ async def test_after_a_lost_connection_no_request_that_warms_is_taken_for_done(t
     assert table.requests.admit(deque([sent])) == [sent]
     waits_here, _ = table.requests.add(prompt(3), Listener())
     connections: Any = Interrupted(table.requests)
-    receiver = Receiver(connections, table.requests, Tasks(), connections.fetch, Homes().note, lambda: None)
+    receiver = Receiver(connections, table.requests, Tasks(), connections, lambda: None)
     async with asyncio.TaskGroup() as group:
         parts = [group.create_task(part) for part in (receiver.read(), receiver.collect())]
         assert await asyncio.wait_for(connections.looked_for, DEADLINE_S) == [prompt(2).digest]
@@ -497,7 +499,7 @@ class Answering:
     async def drop(self, keys: Sequence[bytes]) -> None:
         pass
 
-    async def look_at_memory(self, pending: int) -> None:
+    async def check_memory(self, pending: int) -> None:
         pass
 
     def describe_full_queue(self) -> str:
@@ -506,7 +508,7 @@ class Answering:
 
 def submitter_of(table: Table, connections: Any, tasks: Tasks, *, waits_when_full: bool = True) -> Submitter:
     cache = CacheClient(connections, table.requests, tasks)
-    return Submitter(connections, table.requests, cache, tasks, Homes(), waits_when_full=waits_when_full)
+    return Submitter(connections, table.requests, cache, tasks, waits_when_full=waits_when_full)
 
 
 async def learned(table: Table, connections: Any, *, way: str = "") -> float:
@@ -627,5 +629,5 @@ async def test_a_row_is_gone_when_its_job_has_ended_and_it_is_not_there(
     request, _ = table.requests.add(prompt(1), Listener())
     tasks = Tasks()
     await submitter_of(table, Answering(outcome), tasks).submit([request], again=again)
-    assert table.requests.times_lost(request) == (1 if again and outcome == "Q" else 0)
+    assert request.lost == (1 if again and outcome == "Q" else 0)
     await tasks.cancel()
