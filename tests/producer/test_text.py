@@ -7,7 +7,6 @@ import json
 import subprocess
 import sys
 import threading
-from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -121,7 +120,7 @@ async def test_a_program_asks_with_a_string(served: Pool, smollm2_folder: Path) 
 async def test_many_texts_at_once_have_the_tokenizer_read_once_and_not_in_the_event_loop(
     served: Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(TOKENIZERS, "_kept", OrderedDict())
+    monkeypatch.setattr(TOKENIZERS, "_kept", {})
     threads = []
 
     def noting(work: Any) -> Any:
@@ -151,7 +150,7 @@ def test_a_program_without_asyncio_does_too(served: Pool) -> None:
 async def test_what_is_not_the_published_tokenizer_is_refused(
     served: Pool, monkeypatch: pytest.MonkeyPatch, bits: str
 ) -> None:
-    monkeypatch.setattr(TOKENIZERS, "_kept", OrderedDict())
+    monkeypatch.setattr(TOKENIZERS, "_kept", {})
     async with served.producer() as producer:
         key = served.keys.tokenizer(producer.model.tokenizer)
         whole: Any = served.redis.get(key)

@@ -30,7 +30,7 @@ def home_in(homes: Homes, asked: Prompt) -> bytes:
 
 
 def arranged(homes: Homes, *asked: list[int]) -> list[tuple[list[int], bytes]]:
-    requests, found = homes.arrange([PendingRequest(prompt(ids), print, 0.0, False) for ids in asked])
+    requests, found = homes.arrange([PendingRequest(prompt(ids), []) for ids in asked])
     return [
         (np.frombuffer(request.prompt.ids, "<u4").tolist(), home) for request, home in zip(requests, found, strict=True)
     ]

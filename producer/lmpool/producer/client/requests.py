@@ -11,6 +11,7 @@ import math
 from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from enum import Enum, auto
 from time import monotonic
 from typing import Any, Self
@@ -231,10 +232,7 @@ class Stage(Enum):
     WAITING = auto()
 
 
-# Looking up a member in its class costs as much as the rest of a new request.
-_UNSENT = Stage.UNSENT
-
-
+@dataclass(slots=True, eq=False)
 class PendingRequest:
     """One prompt that this process waits for.
 
@@ -257,42 +255,24 @@ class PendingRequest:
         call: the traced call that started the request.
     """
 
-    __slots__ = (
-        "began",
-        "call",
-        "damaged",
-        "in_flight",
-        "is_private",
-        "joined_at",
-        "lost",
-        "origin",
-        "overwrites",
-        "prompt",
-        "since",
-        "stage",
-        "until",
-        "waiters",
-        "warm",
-        "weights",
-        "weights_name",
-        "whole",
-    )
-
-    def __init__(self, prompt: Prompt, waiter: Waiter, until: float, warm: bool) -> None:
-        self.prompt = prompt
-        self.waiters = [waiter]
-        self.until = until
-        self.warm = warm
-        self.began = monotonic()
-        self.joined_at: list[float] | None = None
-        self.stage = _UNSENT
-        self.since = 0.0
-        self.in_flight = self.damaged = self.is_private = self.whole = False
-        self.overwrites = self.lost = 0
-        self.origin: str | None = None
-        self.weights: SentWeights | None = None
-        self.weights_name = b""
-        self.call: TracedCall | None = None
+    prompt: Prompt
+    waiters: list[Waiter]
+    until: float = math.inf
+    warm: bool = False
+    began: float = field(default_factory=monotonic)
+    joined_at: list[float] | None = None
+    stage: Stage = Stage.UNSENT
+    since: float = 0.0
+    in_flight: bool = False
+    damaged: bool = False
+    overwrites: int = 0
+    lost: int = 0
+    origin: str | None = None
+    is_private: bool = False
+    whole: bool = False
+    weights: SentWeights | None = None
+    weights_name: bytes = b""
+    call: TracedCall | None = None
 
 
 class PendingRequests:
@@ -340,7 +320,7 @@ class PendingRequests:
         """
         request = self._requests.get(prompt.digest)
         if request is None:
-            request = self._requests[prompt.digest] = PendingRequest(prompt, waiter, until, warm)
+            request = self._requests[prompt.digest] = PendingRequest(prompt, [waiter], until, warm)
             return request, True
         if request.joined_at is None:
             request.joined_at = []
@@ -439,7 +419,7 @@ class PendingRequests:
         """Mark all requests as unsent, because the model has changed to this fingerprint."""
         self._cache.belong_to(fingerprint)
         for request in self._requests.values():
-            request.stage = _UNSENT
+            request.stage = Stage.UNSENT
             request.origin = None
 
     def _end(self, request: PendingRequest) -> None:
