@@ -193,7 +193,7 @@ BAD: list[tuple[dict[str, Any], type[LMPoolError], str]] = [
     ({"stop": [[]]}, NotTokenIds, r"stop: \[\] must be a list of at least 1 token id"),
     ({"stop": ["the end"]}, NotTokenIds, "stop: "),
     ({"stop": [V]}, TokenOutOfRange, f"token id {V} is out of range"),
-    ({"stop": [[1]] * 70_000}, SettingsError, "stop: 70000 sequences of 70000 tokens: too many"),
+    ({"stop": [[1]] * 70_000}, SettingsError, "stop: 70000 sequences with 70000 tokens are too many"),
 ]
 
 

@@ -83,7 +83,7 @@ async def test_tries_and_pools_say_what_to_pickle_instead(served: MemoryPool) ->
         trie = producer.trie()
         for value, instead in [
             (trie, r"pickle the SyncProducer, .* `producer.trie\(vocabulary\)`"),
-            (trie._trie, r"pickle the producer, .* `await producer.trie\(vocabulary\)`"),
+            (trie._asynchronous, r"pickle the producer, .* `await producer.trie\(vocabulary\)`"),
             (served, "give other processes its `url`"),
         ]:
             with pytest.raises(LMPoolError, match=f"cannot be pickled: {instead}"):
@@ -99,7 +99,7 @@ async def test_a_copy_is_the_thing_itself(served: MemoryPool) -> None:
     """Programs copy particles that hold one."""
     with SyncProducer(redis=served.url) as sync:
         trie = sync.trie()
-        for value in (Producer(redis=served.url), sync, trie, trie._trie):
+        for value in (Producer(redis=served.url), sync, trie, trie._asynchronous):
             assert copy.copy(value) is value
             assert copy.deepcopy([value])[0] is value
 

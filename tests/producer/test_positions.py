@@ -80,7 +80,7 @@ async def test_workers_that_do_not_score_are_asked_for_rows_of_prefixes(pool: Po
                 producer.topk(PROMPT, 2, allowed=[1, 2], mode="logits"),
                 producer.score(PROMPT, [1], mode="logits"),
             ):
-                with pytest.raises(SettingsError, match="mode: the workers of 'syn' tell log-probabilities only"):
+                with pytest.raises(SettingsError, match="mode: the workers of 'syn' return log-probabilities only"):
                     await asked
             with pytest.raises(SettingsError, match="logz: the workers of 'syn'"):
                 await producer.logz(PROMPT)
@@ -201,7 +201,7 @@ async def test_parts_of_two_models_make_no_answer(pool: Pool, monkeypatch: pytes
             return found
 
         monkeypatch.setattr(session, "answer", answer_and_change)
-        with pytest.raises(ModelMismatch, match="the model 'syn' has changed while parts of an answer came"):
+        with pytest.raises(ModelMismatch, match="the model 'syn' has changed while parts of a result arrived"):
             await producer.positions(WHOLE, full=True)
 
 

@@ -99,7 +99,7 @@ class Producer(CopiedAsItself, PartialRows):
         others = {"timeout": timeout, "cache_bytes": cache_bytes, "prefix": prefix, "tracing": tracing}
         self._options = {**others, **asdict(session_options)}
         self._traces = Traces(model) if is_traced(tracing) else None
-        keys = Keys(prefix)
+        self._keys = keys = Keys(prefix)
         self._heads = {}
         self._cache = RowLRU(cache_bytes)
         self._stats = ProducerStats()
