@@ -92,21 +92,13 @@ class Positions(NamedTuple):
 
 
 def check_known(options: Mapping[str, object], kind: Any) -> None:
-    """Refuse options that are not keys of the TypedDict `kind`.
-
-    Raises:
-        SettingsError: an option is unknown.
-    """
+    """Refuse options that are not keys of the TypedDict `kind`."""
     if unknown := options.keys() - kind.__optional_keys__:
         raise SettingsError(f"{min(unknown)}: not an option; there are {', '.join(kind.__annotations__)}")
 
 
 def check_whole(name: str, value: Any, low: int, high: int | None = None, note: str = "") -> int:
-    """Return a whole number, of Python or numpy, from `low` to `high`.
-
-    Raises:
-        SettingsError: it is something else; `note` ends the text.
-    """
+    """Return a whole number, of Python or numpy, from `low` to `high`."""
     is_whole = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
     if not is_whole or value < low or (high is not None and value > high):
         limits = f"of at least {low}" if high is None else f"from {low} to {high}"
@@ -115,22 +107,12 @@ def check_whole(name: str, value: Any, low: int, high: int | None = None, note: 
 
 
 def check_flag(name: str, value: Any) -> bool:
-    """Return a bool.
-
-    Raises:
-        SettingsError: it is something else.
-    """
     if type(value) is not bool:
         raise SettingsError(f"{name}: {shown(value)} must be True or False")
     return value
 
 
 def check_mode(mode: Any) -> Mode:
-    """Return a mode.
-
-    Raises:
-        SettingsError: it is something else.
-    """
     check_choice("mode", mode, get_args(Mode))
     return mode  # type: ignore[no-any-return]  # `check_choice` has checked it.
 
@@ -146,12 +128,7 @@ def check_start(start: Any, text: Prompt) -> Prompt:
 
 
 def read_wanted(options: PositionOptions, vocab_size: int) -> Wanted:
-    """Return the values that are wanted at every position.
-
-    Raises:
-        SettingsError: an option is unknown or malformed, or not exactly one selects the values.
-        NotTokenIds, TokenOutOfRange: as `read_targets`.
-    """
+    """Return the values that are wanted at every position."""
     check_known(options, PositionOptions)
     top, targets, mode = options.get("top"), options.get("targets"), check_mode(options.get("mode", "logprobs"))
     full, logz = (check_flag(name, options.get(name, False)) for name in ("full", "logz"))
@@ -165,12 +142,7 @@ def read_wanted(options: PositionOptions, vocab_size: int) -> Wanted:
 
 
 def read_targets(targets: Any, vocab_size: int, name: str = "targets") -> list[int]:
-    """Return the token ids whose entries a caller wants.
-
-    Raises:
-        NotTokenIds: they are not a flat sequence of at least one integer.
-        TokenOutOfRange: an id is negative or not below `vocab_size`.
-    """
+    """Return the token ids whose entries a caller wants."""
     # A list of ids, the usual case, does not need numpy, which would take several times as long.
     if type(targets) is not list or not targets or set(map(type, targets)) != {int}:
         targets = _read_ids(targets, 1, name).tolist()
@@ -221,10 +193,6 @@ def read_allowed(allowed: Any, vocab_size: int) -> Allowed:
         allowed: None for all tokens; a `TokenSet` or its name, 32 hexadecimal digits; bools (V,); bits as in
             `TokenSet.bits`; or token ids.
         vocab_size: V.
-
-    Raises:
-        SettingsError: the set is empty, or of another vocabulary.
-        NotTokenIds, TokenOutOfRange: as `read_targets`.
     """
     if allowed is None:
         return Allowed()
@@ -284,12 +252,7 @@ def read_batch_allowed(allowed: Any, count: int, vocab_size: int) -> list[Allowe
 
 
 def read_stops(stop: Any, vocab_size: int) -> list[list[int]]:
-    """Return the token sequences that end a continuation.
-
-    Raises:
-        NotTokenIds: `stop` is not a list of token ids and of non-empty sequences of them.
-        TokenOutOfRange: as `read_targets`.
-    """
+    """Return the token sequences that end a continuation."""
     if isinstance(stop, (str, bytes)) or not hasattr(stop, "__iter__"):
         raise NotTokenIds(f"stop: {shown(stop)} must be a list of token ids, or of lists of them")
     wanted = [[item] if isinstance(item, (int, np.integer)) else item for item in stop]
@@ -303,12 +266,7 @@ def read_stops(stop: Any, vocab_size: int) -> list[list[int]]:
 
 
 def check_room(max_tokens: Any, prompt: Prompt, max_prompt_tokens: int) -> int:
-    """Return the number of tokens to generate. All but the last must fit behind the prompt.
-
-    Raises:
-        SettingsError: it is not a whole number of at least 1.
-        PromptTooLong: the tokens do not fit.
-    """
+    """Return the number of tokens to generate. All but the last must fit behind the prompt."""
     count = check_whole("max_tokens", max_tokens, 1)
     if (room := max_prompt_tokens - len(prompt.ids) // 4 + 1) < count:
         raise PromptTooLong(
@@ -318,11 +276,7 @@ def check_room(max_tokens: Any, prompt: Prompt, max_prompt_tokens: int) -> int:
 
 
 def read_sampling(temperature: Any, top_p: Any, seed: Any) -> Sampling:
-    """Return how a token is sampled; the seed is 0 if it is None.
-
-    Raises:
-        SettingsError: a value is malformed.
-    """
+    """Return how a token is sampled; the seed is 0 if it is None."""
     for name, value, low, high in (("temperature", temperature, 0.0, 1e6), ("top_p", top_p, 0.0, 1.0)):
         is_number = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
         if not is_number or not low <= value <= high or (name == "top_p" and value == 0):

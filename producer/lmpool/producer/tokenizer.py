@@ -230,11 +230,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def check_package() -> None:
-    """Check that the package `tokenizers` is installed.
-
-    Raises:
-        SettingsError: it is not.
-    """
+    """Check that the package `tokenizers` is installed."""
     _package()
 
 
@@ -310,9 +306,6 @@ def read_tokenizer(source: str, gguf_file: str = "", *, option: str, otherwise: 
     Args:
         source: hub name or folder.
         gguf_file: name of the GGUF file in it that contains the tokenizer, or "".
-
-    Raises:
-        SettingsError: it cannot be loaded here.
     """
     try:
         from transformers import AutoTokenizer
@@ -343,11 +336,7 @@ def end_tokens(source: str) -> list[int]:
 
 
 def parse_ids(text: str) -> list[int]:
-    """Return typed token ids: integers separated by commas or spaces.
-
-    Raises:
-        SettingsError: the text contains anything else.
-    """
+    """Return typed token ids: integers separated by commas or spaces."""
     try:
         return [int(part) for part in text.replace(",", " ").split()]
     except ValueError:

@@ -124,7 +124,7 @@ def test_one_worker_alone_needs_no_memory() -> None:
     homes.note([prompt([3])], b"w2")
     homes.note([prompt([1])], b"w1")
     assert arranged(homes, [1, 2], [3, 4], [5, 6]) == [([5, 6], b""), ([1, 2], b"w1"), ([3, 4], b"w2")]
-    assert homes.arrange([PendingRequest(prompt([5, 6]))])[1] == []
+    assert homes.arrange([PendingRequest(prompt([5, 6]), [])])[1] == []
 
 
 def test_prompts_that_continue_the_same_one_stay_together_and_the_largest_families_come_first() -> None:

@@ -131,11 +131,7 @@ class Connections:
             raise ProducerClosed(CLOSED)
 
     async def check_writes(self, model: str) -> None:
-        """Write a key that expires at once, to check that the server accepts writes. Missing rights are ignored.
-
-        Raises:
-            RedisError, OSError: the server refuses writes, or cannot be used.
-        """
+        """Write a key that expires at once, to check that the server accepts writes. Missing rights are ignored."""
         with suppress(NoPermissionError):
             await self.redis.set(self._keys.probe(model, self._client_id), b"", px=1)
 

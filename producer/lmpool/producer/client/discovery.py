@@ -108,11 +108,7 @@ class Discovery:
         return infos[name]
 
     async def find(self, name: str) -> ModelInfo | None:
-        """Return the info of the model `name`, or None.
-
-        Raises:
-            ProtocolError: the info cannot be read.
-        """
+        """Return the info of the model `name`, or None."""
         infos, unreadable = await self._read_infos([name])
         if name in unreadable:
             raise _unreadable(name, unreadable[name])
@@ -263,11 +259,7 @@ class Liveness:
         self._checked_at = -math.inf
 
     async def start(self, model: str) -> None:
-        """Count the workers for the first time.
-
-        Raises:
-            RedisError, OSError: the server cannot be used.
-        """
+        """Count the workers for the first time."""
         self.count = (await self._discovery.alive(model)).serving
 
     def pause(self) -> None:
@@ -283,9 +275,6 @@ class Liveness:
 
         Args:
             now: loop time.
-
-        Raises:
-            RedisError, OSError: the server cannot be used.
         """
         info = self._connections.model.info
         gap, self._checked_at = now - self._checked_at, now
@@ -330,11 +319,7 @@ class Vocabularies:
 
     @contextlib.asynccontextmanager
     async def _limited(self, deadline: Deadline) -> AsyncIterator[None]:
-        """Run the body until the deadline.
-
-        Raises:
-            ServerError, DeadlineExceeded: the server cannot be used, or not in time.
-        """
+        """Run the body until the deadline."""
         try:
             async with deadline.limit():
                 yield
@@ -373,20 +358,12 @@ class Vocabularies:
             return await look_up_tokenizer(self._connections.redis, self._keys, digest)
 
     async def register_tokens(self, tokens: TokenSet, deadline: Deadline) -> None:
-        """Store a token set under its name.
-
-        Raises:
-            ServerError, DeadlineExceeded: the server cannot be used, or not in time.
-        """
+        """Store a token set under its name."""
         async with self._limited(deadline):
             await register_tokens(self._connections.redis, self._keys, tokens)
 
     async def register(self, vocabulary: Vocabulary, deadline: Deadline) -> None:
-        """Store a vocabulary that a worker could not find.
-
-        Raises:
-            ServerError, DeadlineExceeded: the server cannot be used, or not in time.
-        """
+        """Store a vocabulary that a worker could not find."""
         time = asyncio.get_running_loop().time
         since = time()
         # All pending requests for a new vocabulary fail at once. The first one stores it for all of them.

@@ -153,19 +153,11 @@ class Queries:
     # Prompts
 
     def encode(self, ids: Any) -> Prompt:
-        """Check and encode a prompt.
-
-        Raises:
-            InvalidPrompt: it is not a prompt for this model.
-        """
+        """Check and encode a prompt."""
         return self.session.encode(ids, self.adapter)
 
     def encode_all(self, prompts: Sequence[Any], name: str = "prompts") -> list[Prompt]:
-        """Check and encode the prompts of the argument `name`.
-
-        Raises:
-            InvalidPrompt: one is not a prompt for this model; the text names its index.
-        """
+        """Check and encode the prompts of the argument `name`."""
         encoded: list[Prompt] = []
         try:
             for ids in prompts:
@@ -433,11 +425,7 @@ class Queries:
     # The head
 
     async def head(self, heads: dict[str, Head]) -> Head:
-        """Return the head of the model from `heads`, by fingerprint; concurrent callers fetch it once.
-
-        Raises:
-            SettingsError: the backend does not support it.
-        """
+        """Return the head of the model from `heads`, by fingerprint; concurrent callers fetch it once."""
         fingerprint, lock = self.session.info.fingerprint, self.session.fetching_head
         if (head := heads.get(fingerprint)) is None:
             try:
@@ -490,11 +478,7 @@ def _count(prompts: Sequence[Any]) -> int:
 
 
 def _check_logits(answer: Row) -> Row:
-    """Return logits, or logZ, after a check.
-
-    Raises:
-        ProtocolError: one is NaN or infinite.
-    """
+    """Return logits, or logZ, after a check."""
     if not (most := answer.max()) < np.inf:
         raise ProtocolError(f"the largest of {len(answer)} logits is {most}")
     return answer

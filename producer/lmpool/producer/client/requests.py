@@ -51,11 +51,7 @@ _MAX_ROWS_AT_ONCE, _MAX_BYTES_AT_ONCE = 8, 1_250_000
 
 
 def check_timeout(timeout: float) -> float:
-    """Return a timeout in seconds as a float.
-
-    Raises:
-        SettingsError: it is not a number above 0 and below 1e9.
-    """
+    """Return a timeout in seconds as a float."""
     if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not 0 < timeout < 1e9:
         raise SettingsError(f"timeout: {shown(timeout)} must be a number of seconds above 0")
     return float(timeout)
@@ -82,11 +78,7 @@ class Deadline:
 
     @classmethod
     def of(cls, timeout: float | None, default: float) -> Self:
-        """Start a deadline of `timeout` seconds, or of `default` seconds if `timeout` is None.
-
-        Raises:
-            SettingsError: `timeout` is not a number above 0.
-        """
+        """Start a deadline of `timeout` seconds, or of `default` seconds if `timeout` is None."""
         return cls(default if timeout is None else check_timeout(timeout))
 
     @property

@@ -216,11 +216,7 @@ class Session:
     # Requests
 
     def encode(self, ids: Any, adapter: str = "") -> Prompt:
-        """Check a prompt against the model's limits and encode it; `adapter` is "name@digest" or "".
-
-        Raises:
-            InvalidPrompt: it is not a prompt for this model.
-        """
+        """Check a prompt against the model's limits and encode it; `adapter` is "name@digest" or ""."""
         info = self.info
         return encode_prompt(ids, vocab_size=info.vocab_size, max_tokens=info.max_prompt_tokens, adapter=adapter)
 
@@ -422,11 +418,7 @@ class Session:
         return self._connections.model.fingerprint
 
     async def workers(self) -> list[WorkerInfo]:
-        """Return the live workers of the model.
-
-        Raises:
-            RedisError, OSError: the server cannot be used.
-        """
+        """Return the live workers of the model."""
         return await self._discovery.workers(self.info.name)
 
     def explain(self, error: BaseException) -> LMPoolError:

@@ -66,11 +66,7 @@ class CacheClient:
         self._disposable: list[bytes] = []
 
     async def fetch(self, digests: Sequence[bytes]) -> None:
-        """Fetch the rows that are in the cache, and resolve their requests.
-
-        Raises:
-            ServerError: the server cannot be used.
-        """
+        """Fetch the rows that are in the cache, and resolve their requests."""
         pending = map(self._requests.get, digests)
         requests = [request for request in pending if request is not None and not request.warm]
         if not requests:
@@ -102,11 +98,7 @@ class CacheClient:
         return found
 
     async def fetch_stored(self, digests: Sequence[bytes]) -> None:
-        """Fetch rows that the server has; requests that only warm the cache end at once.
-
-        Raises:
-            ServerError: the server cannot be used.
-        """
+        """Fetch rows that the server has; requests that only warm the cache end at once."""
         for digest in digests:
             request = self._requests.get(digest)
             if request is not None and request.warm:
@@ -114,11 +106,7 @@ class CacheClient:
         await self.fetch(digests)
 
     async def store_weights(self, requests: Sequence[PendingRequest]) -> bool:
-        """Store the weights of pending trie requests; returns whether there were any.
-
-        Raises:
-            ServerError: the server cannot be used, or refuses.
-        """
+        """Store the weights of pending trie requests; returns whether there were any."""
         weights = [request.weights for request in requests if request.weights is not None and request.waiters]
         if not weights:
             return False
@@ -324,9 +312,6 @@ class Submitter:
         Args:
             requests: the requests.
             again: whether they were submitted before, so that the script checks that their jobs still exist.
-
-        Raises:
-            ServerError or an error of redis-py: the server cannot be used.
         """
         cache, rows = self._cache, self._connections.model.rows
         if whole := [request.prompt.digest for request in requests if request.whole and not again]:
@@ -350,11 +335,7 @@ class Submitter:
                 await self.submit(gone, again=True)
 
     async def fetch_announced(self, digests: Sequence[bytes]) -> None:
-        """Fetch rows that workers announced; submits requests again whose rows are evicted or damaged.
-
-        Raises:
-            ServerError or an error of redis-py: the server cannot be used.
-        """
+        """Fetch rows that workers announced; submits requests again whose rows are evicted or damaged."""
         announced = [request for digest in digests if (request := self._requests.get(digest)) is not None]
         await self._cache.fetch_stored(digests)
         # A newer request for the same prompt looks up its row itself.
