@@ -491,7 +491,7 @@ async def test_workers_that_could_not_be_looked_for_are_not_missed(
 
     async def noted(self: discovery.Liveness, now: float) -> NoWorker | None:
         end = await look(self, now)
-        seen.append(self._count)
+        seen.append(self.count)
         return end
 
     async def nobody_is_seen() -> bool:

@@ -317,10 +317,11 @@ def read_tokenizer(source: str, gguf_file: str = "", *, option: str, otherwise: 
     try:
         # Without this, transformers asks on the terminal whether to run code that comes with the tokenizer.
         settings = {"trust_remote_code": False, **settings}
-        tokenizer: Tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=gguf_file or None, **settings)
+        loaded: Any = AutoTokenizer.from_pretrained(source, gguf_file=gguf_file or None, **settings)
     except (OSError, ValueError, KeyError, ImportError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise SettingsError(f"{option}: the tokenizer of {source!r} does not load: {reason}; or {otherwise}") from error
+    tokenizer: Tokenizer = loaded
     return tokenizer
 
 
