@@ -1,4 +1,4 @@
-"""How a producer for synchronous code ends: for whoever waits in another thread, and after a fork."""
+"""SyncProducer: its arguments and types, and its end, also with callers in other threads and after a fork."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ WAITS: dict[str, Callable[[SyncProducer, Path], Any]] = {
 
 
 @pytest.mark.parametrize("wait", WAITS)
-def test_closing_ends_what_other_threads_wait_for(pool: Pool, tmp_path: Path, wait: str) -> None:
+def test_closing_ends_pending_calls_of_other_threads(pool: Pool, tmp_path: Path, wait: str) -> None:
     worker = pool.start("--step-ms", 600_000, "--max-batch", 1)
     (tmp_path / "weights").write_text("1")
     producer = SyncProducer(redis=pool.url, prefix=pool.prefix, timeout=50)
@@ -73,7 +73,7 @@ def ask_in_child(producer: SyncProducer, said: Any) -> None:
     producer.close()
 
 
-def test_after_a_fork_it_says_that_it_is_the_parents(pool: Pool) -> None:
+def test_after_a_fork_the_child_gets_an_error(pool: Pool) -> None:
     pool.start()
     context = multiprocessing.get_context("fork")
     said: Any = context.Queue()
@@ -112,14 +112,14 @@ PROGRAM = """
 """
 
 
-def test_the_interpreter_ends_whoever_closes_it_last(pool: Pool) -> None:
+def test_the_interpreter_exits_with_an_open_producer(pool: Pool) -> None:
     pool.start()
     arguments = [sys.executable, "-c", textwrap.dedent(PROGRAM), pool.url, pool.prefix]
     done = subprocess.run(arguments, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
     assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
 
 
-def test_one_that_is_dropped_leaves_no_thread_and_no_connection(pool: Pool) -> None:
+def test_a_dropped_producer_leaves_no_thread_and_no_connection(pool: Pool) -> None:
     worker = pool.start("--lease-s", 60)
     with SyncProducer(redis=pool.url, prefix=pool.prefix) as producer:
         producer.logprobs([1])
