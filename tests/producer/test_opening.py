@@ -209,7 +209,7 @@ def test_closing_ends_the_attempts_of_all_event_loops(short_dir: Path) -> None:
 
 @pytest.fixture
 def no_collector() -> Iterator[None]:
-    """Count open sockets. None may be left to the garbage collector, which closes them at some time."""
+    """Disable the garbage collector, which would close connections that the code leaves open."""
     gc.collect()
     gc.disable()
     yield

@@ -30,7 +30,7 @@ def thawed(something: Any) -> Any:
 
 
 def ask_elsewhere(producer: Producer, sync: SyncProducer, answers: Any) -> None:
-    """Return this process's id, and a row from each producer."""
+    """Put this process's id, and a row of each producer, into the queue."""
     with sync:
         answers.put((os.getpid(), asyncio.run(producer.logprobs([1])), sync.logprobs([2]), sync.model.name))
 

@@ -1,4 +1,4 @@
-"""The client side of lmpool: `Producer` for asyncio, `SyncProducer` without it."""
+"""The client of a pool: `Producer` for asyncio, `SyncProducer` without it."""
 
 from lmpool.producer.metrics import ProducerStats
 from lmpool.producer.options import GenerateOptions, PositionOptions, Positions, SampleOptions

@@ -202,7 +202,7 @@ class SyncProducer(Blocking):
             As `Producer.open`.
         """
         if self._asynchronous._sessions.session is None:
-            SyncProducer._connect(self)
+            self._wait_for(self._asynchronous.open())
         return self._asynchronous.model
 
     def stats(self) -> ProducerStats:
