@@ -1,4 +1,4 @@
-"""Tokenizers: those that workers publish, cached for this process, and those of transformers."""
+"""Tokenizers: the published ones, cached for this process, and the ones of transformers."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ class TokenizerCache:
         self.after_fork()
 
     def after_fork(self) -> None:
-        """Replace the threads: a child process does not have those of its parent."""
+        """Replace the threads: a child process has no threads of its parent."""
         self._threads = ThreadPoolExecutor(_MAX_THREADS, "lmpool-tokenizer")
 
     async def encode(
@@ -289,7 +289,7 @@ def load_tokenizer(
     Args:
         info: the model info.
         option: name of the option that needs the tokenizer, for the error text.
-        otherwise: what the user can do instead, for the error text.
+        otherwise: advice at the end of the error text.
         settings: arguments for transformers' `AutoTokenizer.from_pretrained`.
 
     Raises:

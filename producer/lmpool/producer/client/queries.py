@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -264,12 +265,10 @@ class Queries:
                 raise
             await self.register_tokens(allowed.tokens)
             answer = await ask()
-        try:
+        with suppress(ProtocolError):
             return read(answer)
-        except ProtocolError:
-            answer = await ask(damaged=True)
         try:
-            return read(answer)
+            return read(await ask(damaged=True))
         except ProtocolError as error:
             raise CorruptRow(f"the cached answer for prompt {prompt.digest.hex()} is damaged: {error}") from error
 

@@ -329,10 +329,9 @@ class Submitter:
             if damaged:
                 await self.submit(damaged)
             pending = map(self._requests.get, stored)
-            gone = [request for request in pending if request is not None and not request.damaged]
-            if gone and not again:
-                # The rows were evicted after the script had seen them.
-                await self.submit(gone, again=True)
+            evicted = [request for request in pending if request is not None and not request.damaged]
+            if evicted and not again:
+                await self.submit(evicted, again=True)
 
     async def fetch_announced(self, digests: Sequence[bytes]) -> None:
         """Fetch rows that workers announced; submits requests again whose rows are evicted or damaged."""
@@ -469,10 +468,10 @@ class Submitter:
         """Call `submit.lua`; returns a letter for each request, and perhaps `_MUST_REFILL`."""
         connections, model = self._connections, self._connections.model
         is_unfit = is_damaged or any(request.whole for request in requests)
-        look = "" if is_unfit else "rows" if model.rows.is_seen else "marks"
+        lookup = "" if is_unfit else "rows" if model.rows.is_seen else "marks"
         keys, prefix = [model.keys.jobs, model.reply], model.keys.waiting
         keys += [prefix + request.prompt.digest for request in requests]
-        if look == "rows":
+        if lookup == "rows":
             keys += model.rows.keys_of(request.prompt.digest for request in requests)
         fingerprint, host = model.fingerprint, model.host
         jobs: Sequence[bytes] = pack_jobs(
@@ -489,7 +488,7 @@ class Submitter:
         )
         if self._traces is not None:
             jobs = self._traces.mark(requests, jobs)
-        args: list[bytes | str | int] = [model.info.queue_limit, self._patience_ms(requests), look, int(again)]
+        args: list[bytes | str | int] = [model.info.queue_limit, self._patience_ms(requests), lookup, int(again)]
         args += [len(requests), *jobs]
         generated = [request.prompt.generated for request in requests if request.prompt.generated]
         args += [*(homes or [b""] * len(requests)), *generated] if generated else homes
