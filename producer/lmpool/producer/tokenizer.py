@@ -8,13 +8,14 @@ from collections.abc import Awaitable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 from weakref import WeakKeyDictionary
 
 from lmpool.aio import join_task
 from lmpool.errors import (
     DeadlineExceeded,
     InvalidVocabulary,
+    LMPoolError,
     NotTokenIds,
     SettingsError,
     TokenOutOfRange,
@@ -161,15 +162,23 @@ class ReadsTokenizers(Protocol):
         ...
 
 
+class _Reading(NamedTuple):
+    """A read of a tokenizer by one session, shared by all callers in its event loop."""
+
+    digest: str
+    reader: ReadsTokenizers
+    task: asyncio.Task[PublishedTokenizer]
+
+
 class TokenizerCache:
     """The published tokenizers that this process has read, by digest, for all event loops.
 
-    Concurrent callers of one session share one read. A failure reaches all of them and is not cached.
+    Concurrent callers in one event loop share one read. A failure reaches the callers of one session and is not cached.
     """
 
     def __init__(self) -> None:
         self._kept: dict[str, PublishedTokenizer] = {}
-        self._reading: WeakKeyDictionary[ReadsTokenizers, asyncio.Task[PublishedTokenizer]] = WeakKeyDictionary()
+        self._reading: WeakKeyDictionary[asyncio.AbstractEventLoop, _Reading] = WeakKeyDictionary()
         self.after_fork()
 
     def after_fork(self) -> None:
@@ -197,12 +206,19 @@ class TokenizerCache:
         """
         if (tokenizer := self._kept.get(digest)) is not None:
             return tokenizer
-        reading = self._reading.get(reader)
-        if reading is None or reading.done() or reading.get_name() != digest:
-            # A task with a deadline of its own, so that a caller that gives up does not end it for the others.
-            reading = deadline.loop.create_task(self._read(digest, reader), name=digest)
-            self._reading[reader] = reading
-        return await _within(deadline, join_task(reading))
+        loop = deadline.loop
+        while True:
+            reading = self._reading.get(loop)
+            if reading is None or reading.digest != digest or reading.task.done():
+                # A task with a deadline of its own, so that a caller that gives up does not end it for the others.
+                reading = _Reading(digest, reader, loop.create_task(self._read(digest, reader)))
+                self._reading[loop] = reading
+            try:
+                return await _within(deadline, join_task(reading.task))
+            except LMPoolError as error:
+                # Another session's pool may lack a tokenizer that this one has.
+                if reading.reader is reader or isinstance(error, DeadlineExceeded):
+                    raise
 
     async def _read(self, digest: str, reader: ReadsTokenizers) -> PublishedTokenizer:
         text = await reader.tokenizer(digest, Deadline(ALONE_S))
