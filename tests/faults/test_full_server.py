@@ -57,7 +57,7 @@ async def assert_answered(producer: Producer) -> None:
         (
             "volatile-lru",
             4,
-            rf"{NO_MEMORY}|most likely evicted, .* An answer takes \d\.\d+ MB, and 2 are under way here",
+            rf"{NO_MEMORY}|most likely evicted, .* A result takes \d\.\d+ MB, and 2 are pending here",
         ),
     ],
 )

@@ -487,17 +487,17 @@ async def test_workers_that_could_not_be_looked_for_are_not_missed(
     own_server: EmbeddedServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(discovery, "_RESTART_S", 0.0)
-    look, seen = discovery.Liveness.look, list[int]()
+    look, seen = discovery.Liveness.check, list[int]()
 
     async def noted(self: discovery.Liveness, now: float) -> NoWorker | None:
         end = await look(self, now)
-        seen.append(self._count)
+        seen.append(self.count)
         return end
 
     async def nobody_is_seen() -> bool:
         return seen[-1:] == [0]
 
-    monkeypatch.setattr(discovery.Liveness, "look", noted)
+    monkeypatch.setattr(discovery.Liveness, "check", noted)
     pool = Pool(own_server.url, "unseen", tmp_path)
     try:
         gate = gate_of(pool)

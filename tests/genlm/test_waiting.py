@@ -15,8 +15,7 @@ import torch
 
 from lmpool.embedded import EmbeddedServer
 from lmpool.errors import DeadlineExceeded, NoWorker, ServerError, SettingsError
-from lmpool.producer import deadline
-from lmpool.producer.client import discovery, session
+from lmpool.producer.client import discovery, requests, session
 from lmpool.producer.genlm import PooledLM, load_model_by_name
 from tests.genlm.small import SIZE, expected
 from tests.support.gate import Gate
@@ -39,7 +38,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Somebody who could answer is missed soon."""
     monkeypatch.setattr(discovery, "_RESTART_S", 0.1)
     monkeypatch.setattr(session, "ALONE_S", 3.0)
-    monkeypatch.setattr(deadline, "ALONE_S", 3.0)
+    monkeypatch.setattr(requests, "ALONE_S", 3.0)
 
 
 def test_a_request_waits_as_long_as_its_worker_lives(pool: Pool, gate: Gate, tokenizer: Any) -> None:
@@ -112,7 +111,7 @@ def test_loading_waits_as_long_as_a_worker_loads_the_model(
         loading = other.submit(load_model_by_name, "syn", llm_opts=options)
         until(lambda: begun() > 2, "it has begun to wait again, twice")
         # A worker that has loaded its model is not seen for a moment, before it serves.
-        monkeypatch.setattr(deadline, "ALONE_S", DEADLINE_S)
+        monkeypatch.setattr(requests, "ALONE_S", DEADLINE_S)
         told = begun()
         until(lambda: begun() > told, "it waits longer")
         gate.touch()

@@ -1,4 +1,4 @@
-"""What goes wrong gives the exception that names it, in time, with the value and the limit in its message."""
+"""Failures raise the right exception at the deadline, with the value and the limit in its text."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ async def test_bad_arguments_name_the_field(shared_producer: Producer) -> None:
             await shared_producer.batch_logprobs(prompts)  # type: ignore[arg-type]
 
 
-async def test_an_unknown_model_is_named_with_those_that_are_served(pool: Pool) -> None:
+async def test_the_error_for_an_unknown_model_names_the_served_ones(pool: Pool) -> None:
     with pytest.raises(errors.UnknownModel, match=f"no model is served: .*, or correct prefix='{pool.prefix}'"):
         await pool.producer().open()
     pool.start(model="one")
@@ -89,7 +89,7 @@ async def test_an_unknown_model_is_named_with_those_that_are_served(pool: Pool) 
         await pool.producer().logprobs([1])
 
 
-async def test_without_a_live_worker_a_request_ends_in_time(pool: Pool) -> None:
+async def test_without_a_live_worker_a_request_ends_at_its_deadline(pool: Pool) -> None:
     worker = pool.start("--lease-s", 1)
     async with pool.producer() as producer:
         await producer.logprobs([1])
@@ -129,7 +129,7 @@ async def test_a_full_queue_is_named_at_the_deadline(pool: Pool) -> None:
             task.cancel()
 
 
-async def test_a_full_queue_is_named_also_while_the_prompt_is_sent_again(
+async def test_a_full_queue_is_named_while_the_prompt_is_sent_again(
     pool: Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answers = 0
@@ -196,7 +196,7 @@ async def test_the_environment_names_the_server(pool: Pool, monkeypatch: pytest.
         assert np.array_equal(await producer.logprobs([1]), synthetic_row([1], vocab_size=V))
 
 
-async def test_a_wrong_password_is_named_and_not_shown(own_server: EmbeddedServer) -> None:
+async def test_a_wrong_password_is_reported_but_not_shown(own_server: EmbeddedServer) -> None:
     with redis.Redis.from_url(own_server.url) as client:
         client.config_set("requirepass", "right")
     for url in (own_server.url, own_server.url.replace("unix://", "unix://:wrongsecret@")):
@@ -264,7 +264,7 @@ def test_a_worker_with_other_weights_may_not_join(pool: Pool) -> None:
     assert "Traceback" not in other.text
 
 
-async def test_other_weights_may_follow_when_nobody_serves_the_model(pool: Pool) -> None:
+async def test_other_weights_may_join_when_no_worker_serves_the_model(pool: Pool) -> None:
     first = pool.start("--seed", 1, "--lease-s", 1)
     async with pool.producer(when_absent="wait") as producer:
         assert np.array_equal(await producer.logprobs([1]), synthetic_row([1], vocab_size=V, seed=1))
@@ -280,7 +280,7 @@ async def test_other_weights_may_follow_when_nobody_serves_the_model(pool: Pool)
         assert np.array_equal(await producer.logprobs([2]), synthetic_row([2], vocab_size=V, seed=2))
 
 
-async def test_a_request_under_way_follows_the_model_to_new_weights(pool: Pool) -> None:
+async def test_a_pending_request_follows_the_model_to_new_weights(pool: Pool) -> None:
     first = pool.start("--seed", 1, "--step-ms", 600_000, "--lease-s", 2)
     async with pool.producer(when_absent="wait") as producer:
         request = asyncio.create_task(producer.logprobs([1]))

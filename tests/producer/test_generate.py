@@ -1,4 +1,4 @@
-"""Continuations in one request: what repeated sampling gives, without a request for each token."""
+"""Continuations: the tokens of repeated sampling, in one request."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def assert_same(made: Continuation, expected: Continuation) -> None:
 
 
 @pytest.mark.parametrize("encoding", ["f32", "bf16"])
-async def test_a_seed_gives_what_repeated_sampling_gives(pool: Pool, encoding: str) -> None:
+async def test_a_seed_gives_the_tokens_of_repeated_sampling(pool: Pool, encoding: str) -> None:
     pool.start("--encoding", encoding)
     async with pool.producer() as producer:
         options: Any
@@ -78,7 +78,7 @@ async def _count(pool: Pool, count: int) -> bool:
     return len(pool.names("row:*")) == count
 
 
-async def test_it_ends_behind_a_token_or_a_sequence_that_it_is_to_stop_at(pool: Pool) -> None:
+async def test_a_continuation_ends_with_a_stop_token_or_sequence(pool: Pool) -> None:
     pool.start()
     async with pool.producer() as producer:
         (whole,) = await producer.generate(PROMPT, 12, seed=9)
@@ -97,7 +97,7 @@ async def test_it_ends_behind_a_token_or_a_sequence_that_it_is_to_stop_at(pool: 
             assert_same(made, Continuation(whole.ids[:length], whole.logprobs[:length]))
 
 
-async def test_others_get_their_rows_from_the_same_steps(pool: Pool) -> None:
+async def test_other_clients_get_rows_from_the_same_steps(pool: Pool) -> None:
     pool.start("--step-ms", 5)
     async with pool.producer() as producer:
         asked = asyncio.create_task(producer.batch_generate([PROMPT, [4], [5, 6]], 40, seed=1))
@@ -111,7 +111,7 @@ async def test_others_get_their_rows_from_the_same_steps(pool: Pool) -> None:
             assert_same(made[at], await sampled(producer, prompt, 40, 1 + (at << 32)))
 
 
-async def test_a_killed_workers_continuation_is_made_by_another(pool: Pool) -> None:
+async def test_another_worker_takes_over_the_continuation_of_a_killed_one(pool: Pool) -> None:
     first = pool.start("--step-ms", 600_000, "--lease-s", 1)
     async with pool.producer() as producer:
         asked = asyncio.create_task(producer.generate(PROMPT, 6, seed=2))
@@ -122,7 +122,7 @@ async def test_a_killed_workers_continuation_is_made_by_another(pool: Pool) -> N
         assert_same(made, await sampled(producer, PROMPT, 6, 2))
 
 
-async def test_a_continuation_that_nobody_waits_for_is_not_gone_on_with(pool: Pool) -> None:
+async def test_a_continuation_without_waiters_is_stopped(pool: Pool) -> None:
     worker = pool.start("--step-ms", 5, "--max-prompt-tokens", MANY)
     async with pool.producer() as producer:
         asked = asyncio.create_task(producer.generate(PROMPT, MANY // 2))
@@ -134,7 +134,7 @@ async def test_a_continuation_that_nobody_waits_for_is_not_gone_on_with(pool: Po
         assert await asyncio.to_thread(worker.wait) == 0
 
 
-async def test_it_is_drawn_from_the_rows_of_its_adapter(pool: Pool, tmp_path: Path) -> None:
+async def test_a_continuation_is_sampled_from_the_rows_of_its_adapter(pool: Pool, tmp_path: Path) -> None:
     (tmp_path / "weights").write_text("some")
     pool.start("--adapters", f"one={tmp_path / 'weights'}")
     async with pool.producer() as producer:
@@ -145,7 +145,7 @@ async def test_it_is_drawn_from_the_rows_of_its_adapter(pool: Pool, tmp_path: Pa
             await producer.generate(PROMPT, 7, adapter="two")
 
 
-async def test_a_prompt_that_fails_on_the_way_fails_its_continuation_alone(pool: Pool) -> None:
+async def test_a_failing_prefix_fails_only_its_continuation(pool: Pool) -> None:
     pool.start()
     async with pool.producer() as producer:
         (whole,) = await producer.generate(PROMPT, 6, seed=6)
@@ -159,7 +159,7 @@ async def test_a_prompt_that_fails_on_the_way_fails_its_continuation_alone(pool:
     assert failing.process.poll() is None
 
 
-async def test_a_damaged_continuation_is_made_again(pool: Pool) -> None:
+async def test_a_damaged_continuation_is_computed_again(pool: Pool) -> None:
     pool.start()
     async with pool.producer(cache_bytes=0) as producer:
         (whole,) = await producer.generate(PROMPT, 5, seed=6)
@@ -193,7 +193,7 @@ BAD: list[tuple[dict[str, Any], type[LMPoolError], str]] = [
     ({"stop": [[]]}, NotTokenIds, r"stop: \[\] must be a list of at least 1 token id"),
     ({"stop": ["the end"]}, NotTokenIds, "stop: "),
     ({"stop": [V]}, TokenOutOfRange, f"token id {V} is out of range"),
-    ({"stop": [[1]] * 70_000}, SettingsError, "stop: 70000 sequences of 70000 tokens: too many"),
+    ({"stop": [[1]] * 70_000}, SettingsError, "stop: 70000 sequences with 70000 tokens are too many"),
 ]
 
 

@@ -120,7 +120,7 @@ def marked(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def served(server_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
-    """A pool for all tests that leave it as it is; `pooled` starts the workers."""
+    """A pool for all tests that do not change it; `pooled` starts the workers."""
     pool = Pool(server_url, "lmeval", tmp_path_factory.mktemp("pool"))
     yield pool
     pool.end()
@@ -150,7 +150,7 @@ def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def _offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Data sets are this machine's, and what is made of them is the test's."""
+    """Use the data sets of this machine, and a cache folder of the test."""
     monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "datasets"))
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "datasets")
@@ -173,7 +173,7 @@ def requests(kind: Any, *arguments: tuple[Any, ...]) -> list[Instance]:
 
 
 def longest(model: LmpoolLM) -> tuple[str, str]:
-    """The longest text of 40 tokens that a model writes, and behind which context."""
+    """Return the longest generated text of 40 tokens, and its context."""
     contexts = [TEXT[: 3 * at] for at in range(1, 20)]
     asked = requests("generate_until", *((context, {"until": [], "max_gen_toks": 40}) for context in contexts))
     return max(zip(contexts, model.generate_until(asked), strict=True), key=lambda pair: len(pair[1]))
@@ -190,7 +190,7 @@ def evaluate(model: Any, tasks: Path, **options: Any) -> Any:
 
 
 def answers_of(results: Any) -> dict[str, list[Any]]:
-    """Of each task what the model has answered, document by document."""
+    """Return the results of each task by document."""
     return {name: [sample["resps"] for sample in samples] for name, samples in results["samples"].items()}
 
 
@@ -249,7 +249,7 @@ def test_texts_become_the_tokens_that_they_are_in_transformers(
     assert ours.generate_until(written) == theirs.generate_until(written)
 
 
-def test_whether_it_is_what_the_model_would_say_is_told_for_every_beginning_of_that(served: Pool, folder: Path) -> None:
+def test_greedy_is_reported_for_every_prefix_of_the_greedy_continuation(served: Pool, folder: Path) -> None:
     ours, theirs = pooled(served, folder), hf(folder)
     (said,) = ours._producer.generate(ours.tok_encode("The mill"), 8, temperature=0)
     likely = said.ids.tolist()
@@ -275,7 +275,7 @@ def test_whether_it_is_what_the_model_would_say_is_told_for_every_beginning_of_t
         {"until": ["<turn>"], "max_gen_toks": 60},
     ],
 )
-def test_texts_are_written_up_to_where_transformers_ends_them(
+def test_generated_texts_end_where_transformers_ends_them(
     served: Pool, folder: Path, arguments: dict[str, Any]
 ) -> None:
     ours, theirs = pooled(served, folder), hf(folder)
@@ -290,7 +290,7 @@ def test_texts_are_written_up_to_where_transformers_ends_them(
     assert len({len(text) for text in texts}) > 3
 
 
-def test_draws_are_the_same_with_the_same_seed_and_others_for_each_request(served: Pool, folder: Path) -> None:
+def test_samples_depend_on_the_seed_and_the_request(served: Pool, folder: Path) -> None:
     arguments = {"until": [], "do_sample": True, "temperature": 1.0, "top_p": 0.99, "max_gen_toks": 40}
     asked = requests("generate_until", *[("The mill", arguments)] * 6)
     ours = pooled(served, folder, seed=5)
@@ -304,7 +304,7 @@ def test_draws_are_the_same_with_the_same_seed_and_others_for_each_request(serve
     assert pooled(served, folder, seed=6).generate_until(asked) != texts
 
 
-def test_the_settings_of_lm_evals_own_model_do_what_they_do_there(served: Pool, marked: Path) -> None:
+def test_settings_have_the_same_effect_as_in_lm_evals_own_model(served: Pool, marked: Path) -> None:
     pairs = requests("loglikelihood", ("The mill", " sang"), ("", "The mill"), (TEXT, " in the town"))
     texts = requests("loglikelihood_rolling", (TEXT,))
     arguments: dict[str, Any]
@@ -341,9 +341,7 @@ def test_one_question_with_options_is_about_as_many_forwards(served: Pool, folde
     assert ours._producer.stats().computed - before <= len(options) + 2
 
 
-def test_an_evaluation_that_was_interrupted_has_its_answers_in_lm_evals_cache(
-    pool: Pool, folder: Path, tmp_path: Path
-) -> None:
+def test_an_interrupted_evaluation_has_its_results_in_lm_evals_cache(pool: Pool, folder: Path, tmp_path: Path) -> None:
     ours = pooled(pool, folder)
     cached = CachingLM(ours, str(tmp_path / "answers"))
     kinds = {
@@ -357,7 +355,7 @@ def test_an_evaluation_that_was_interrupted_has_its_answers_in_lm_evals_cache(
     assert {kind: getattr(cached, kind)(asked) for kind, asked in kinds.items()} == answers
 
 
-def test_an_adapters_answers_are_its_own(pool: Pool, folder: Path, tmp_path: Path) -> None:
+def test_results_with_an_adapter_differ(pool: Pool, folder: Path, tmp_path: Path) -> None:
     adapter = write_adapter(tmp_path / "warm", "warm")
     asked = requests("loglikelihood", ("The mill", " sang"))
     written = requests("generate_until", ("The mill", {"until": [], "max_gen_toks": 20}))
@@ -428,7 +426,7 @@ def test_bad_arguments_are_refused_by_name(served: Pool, folder: Path, tmp_path:
 
 
 @pytest.mark.parametrize(("device", "is_told"), [("cuda:0", False), ("cpu", True), (None, False)])
-def test_a_device_that_was_named_has_no_effect_and_that_is_told(
+def test_a_device_has_no_effect_and_is_logged(
     served: Pool, folder: Path, caplog: pytest.LogCaptureFixture, device: str | None, is_told: bool
 ) -> None:
     """lm-eval's command gives the first where nobody has named one."""
@@ -436,7 +434,7 @@ def test_a_device_that_was_named_has_no_effect_and_that_is_told(
     assert ("device=cpu: has no effect" in caplog.text) == ("has no effect" in caplog.text) == is_told
 
 
-def test_a_model_without_a_tokenizer_needs_one_that_is_named(pool: Pool, folder: Path) -> None:
+def test_a_model_without_a_tokenizer_needs_the_tokenizer_option(pool: Pool, folder: Path) -> None:
     pool.start("--vocab-size", "266")
     with pytest.raises(SettingsError, match="tokenizer: the model 'syn' has no tokenizer; name one of this machine"):
         LmpoolLM(redis=pool.url, prefix=pool.prefix)
@@ -445,7 +443,7 @@ def test_a_model_without_a_tokenizer_needs_one_that_is_named(pool: Pool, folder:
     assert answer[0] < 0
 
 
-def test_its_requests_yield_to_others_where_that_is_wanted(pool: Pool, folder: Path) -> None:
+def test_requests_can_have_bulk_priority(pool: Pool, folder: Path) -> None:
     pool.start("--vocab-size", "266")
     ours = LmpoolLM(redis=pool.url, prefix=pool.prefix, tokenizer=str(folder), priority="bulk")
     ours.loglikelihood(requests("loglikelihood", ("The mill", " sang")))
@@ -453,7 +451,7 @@ def test_its_requests_yield_to_others_where_that_is_wanted(pool: Pool, folder: P
     assert ":reply:bulk:" in reply
 
 
-def test_ctrl_c_waits_for_no_request(pool: Pool, folder: Path) -> None:
+def test_ctrl_c_does_not_wait_for_requests(pool: Pool, folder: Path) -> None:
     pool.start("--vocab-size", "300", "--step-ms", "600000")
     ours = LmpoolLM(redis=pool.url, prefix=pool.prefix, tokenizer=str(folder), timeout=3600)
 

@@ -1,4 +1,4 @@
-"""Metrics of a producer: each request ends in one outcome, with the seconds that it took."""
+"""Metrics of a producer: each request has one outcome and one duration."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ def scraped(*producers: Producer | SyncProducer) -> Scrape:
 
 
 def requests(seen: Scrape, model: str = "syn") -> dict[str, float]:
-    """The outcomes that there have been."""
+    """Return the outcomes with a count above zero."""
     names = ("local_hit", "cache_hit", "joined", "computed", "failed")
     counts = {name: seen.value("lmpool_producer_requests_total", model=model, outcome=name) for name in names}
     return {name: count for name, count in counts.items() if count}
 
 
-async def test_requests_are_counted_once_by_what_became_of_them(pool: Pool) -> None:
+async def test_each_request_is_counted_once_by_its_outcome(pool: Pool) -> None:
     await asyncio.to_thread(pool.start, "--fail-token", 300)
     async with pool.producer() as first, pool.producer() as second:
         await asyncio.gather(*(first.logprobs([i]) for i in range(20)))
@@ -59,7 +59,7 @@ async def test_requests_are_counted_once_by_what_became_of_them(pool: Pool) -> N
         assert seen.value("lmpool_producer_requests_under_way", model="syn") == 0
 
 
-async def test_every_request_has_one_outcome_whatever_ends_it(pool: Pool) -> None:
+async def test_every_request_has_exactly_one_outcome(pool: Pool) -> None:
     worker = await asyncio.to_thread(pool.start, "--fail-token", 300, "--step-ms", 20, "--max-batch", 8)
     draw = random.Random(5)
 
@@ -106,7 +106,7 @@ async def test_every_request_has_one_outcome_whatever_ends_it(pool: Pool) -> Non
         assert seen.value("lmpool_producer_requests_under_way", model="syn") == 0
 
 
-async def test_requests_that_wait_end_late_or_are_cancelled_are_seen(pool: Pool) -> None:
+async def test_pending_late_and_cancelled_requests_are_counted(pool: Pool) -> None:
     await asyncio.to_thread(pool.start, "--step-ms", 600_000)
     async with pool.producer() as producer:
         waiting = [asyncio.create_task(producer.logprobs([i])) for i in range(3)]
@@ -139,7 +139,7 @@ def test_one_registry_takes_producers_of_several_models(pool: Pool) -> None:
         assert requests(seen, "other") == {}
 
 
-def test_a_producer_that_has_not_connected_can_be_looked_at() -> None:
+def test_a_producer_that_has_not_connected_has_metrics() -> None:
     producers = [Producer(redis="redis://127.0.0.1:1") for _ in range(2)]
     seen = scraped(*producers)
     assert len(seen.kinds) == 9

@@ -1,4 +1,4 @@
-"""Opening: what closing does to it, and pools whose server or workers come later, or go and come back."""
+"""Opening: closing during it, and pools whose server or workers start later or restart."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from lmpool.embedded import EmbeddedServer, socket_url
 from lmpool.errors import AmbiguousModel, AuthenticationFailed, LMPoolError, NoWorker, ProducerClosed, ServerUnreachable
 from lmpool.producer import Producer, SyncProducer
 from lmpool.producer.client import discovery
+from lmpool.producer.client.requests import Deadline
 from lmpool.producer.client.session_per_loop import SessionPerLoop
-from lmpool.producer.deadline import Deadline
 from lmpool.synthetic import synthetic_row
 from lmpool.testing import SyntheticModel
 from tests.support.pool import Pool, V, is_held, open_sockets, until, until_async
@@ -73,7 +73,7 @@ class Mute:
 
 
 class Said:
-    """What producers have said that they wait for."""
+    """The log lines of producers that wait."""
 
     def __init__(self, caplog: pytest.LogCaptureFixture) -> None:
         self._caplog = caplog
@@ -83,11 +83,11 @@ class Said:
         return sum(text in message for message in self._caplog.messages)
 
     def wait_for(self, text: str) -> None:
-        """Wait until one has said so."""
+        """Wait for a log line."""
         until(lambda: self.times(text), f"a producer says {text!r}")
 
     async def once(self, text: str) -> None:
-        """Wait until one has said so, once only."""
+        """Wait for a log line that must appear only once."""
 
         async def is_said() -> bool:
             return self.times(text) > 0
@@ -110,7 +110,7 @@ async def mute(short_dir: Path) -> AsyncIterator[Mute]:
 
 
 async def ended(*tasks: asyncio.Task[Any]) -> list[Any]:
-    """What has become of some tasks."""
+    """Return the results of some tasks."""
     async with asyncio.timeout(ENDS_WITHIN_S):
         return await asyncio.gather(*tasks, return_exceptions=True)
 
@@ -132,7 +132,7 @@ CLOSES: dict[str, Callable[[Producer], Awaitable[None]]] = {
 
 @pytest.mark.parametrize("way", CLOSES)
 @pytest.mark.parametrize("when_absent", ["wait", "raise"])
-async def test_closing_while_it_connects_ends_all_who_wait_and_leaves_nothing(
+async def test_closing_while_connecting_ends_all_callers_and_leaves_nothing(
     mute: Mute, way: str, when_absent: Any
 ) -> None:
     before = asyncio.all_tasks()
@@ -151,7 +151,7 @@ async def test_closing_while_it_connects_ends_all_who_wait_and_leaves_nothing(
     await until_async(is_quiet, "no task and no connection is left")
 
 
-async def test_a_deadline_while_it_connects_leaves_nothing_either(mute: Mute) -> None:
+async def test_a_deadline_while_connecting_leaves_nothing(mute: Mute) -> None:
     before = asyncio.all_tasks()
     producer = Producer(redis=mute.url)
     first = asyncio.create_task(producer.logprobs([1], timeout=0.3))
@@ -166,7 +166,7 @@ async def test_a_deadline_while_it_connects_leaves_nothing_either(mute: Mute) ->
     await until_async(is_quiet, "no task and no connection is left")
 
 
-async def test_whoever_fails_to_connect_has_an_exception_of_their_own(short_dir: Path) -> None:
+async def test_each_caller_that_fails_to_connect_has_an_exception_of_its_own(short_dir: Path) -> None:
     producer = Producer(redis=f"unix://{short_dir}/none.sock")
     ends = await ended(*(asyncio.create_task(producer.logprobs([at])) for at in range(3)))
     assert [type(end) for end in ends] == [ServerUnreachable] * 3
@@ -175,7 +175,7 @@ async def test_whoever_fails_to_connect_has_an_exception_of_their_own(short_dir:
     assert not any(hasattr(end, "__notes__") for end in ends[1:])
 
 
-def test_closing_ends_what_connects_in_all_event_loops(short_dir: Path) -> None:
+def test_closing_ends_the_attempts_of_all_event_loops(short_dir: Path) -> None:
     started, stopped = threading.Event(), threading.Event()
     ends: list[Any] = []
     server = Mute(short_dir / "m.sock")
@@ -209,7 +209,7 @@ def test_closing_ends_what_connects_in_all_event_loops(short_dir: Path) -> None:
 
 @pytest.fixture
 def no_collector() -> Iterator[None]:
-    """The garbage collector closes what it finds, sooner or later: nothing is to be left to it."""
+    """Disable the garbage collector, which would close connections that the code leaves open."""
     gc.collect()
     gc.disable()
     yield
@@ -259,7 +259,7 @@ class Offline:
 
 
 class FakeSession:
-    """As much of a session as `SessionPerLoop` uses."""
+    """The part of a session that `SessionPerLoop` uses."""
 
     def __init__(self, openings: Openings) -> None:
         self.loop = asyncio.get_running_loop()
@@ -277,7 +277,7 @@ async def nothing() -> None:
     pass
 
 
-def test_event_loops_that_failed_to_connect_are_forgotten() -> None:
+def test_event_loops_that_failed_to_connect_are_removed() -> None:
     openings = Openings()
     sessions = openings.sessions
 
@@ -298,10 +298,10 @@ def test_event_loops_that_failed_to_connect_are_forgotten() -> None:
     openings.open = nothing
     asyncio.run(connect())
     assert not sessions._opening
-    assert len(sessions._sessions) == 1
+    assert len(sessions.by_loop) == 1
 
 
-def test_an_event_loop_that_was_closed_as_it_connected_is_forgotten_with_the_next_one() -> None:
+def test_an_event_loop_closed_while_connecting_is_removed_by_the_next_one() -> None:
     openings = Openings()
     sessions = openings.sessions
     loop = asyncio.new_event_loop()
@@ -325,7 +325,7 @@ async def connect(sessions: SessionPerLoop) -> None:
     await sessions.open(await a_deadline())
 
 
-async def test_closing_ends_what_connects_again_although_another_loop_has_connected_meanwhile() -> None:
+async def test_closing_ends_a_reconnect_although_another_loop_has_connected() -> None:
     openings = Openings()
     sessions = openings.sessions
     openings.open = nothing
@@ -347,7 +347,7 @@ async def test_closing_ends_what_connects_again_although_another_loop_has_connec
     assert [type(end) for end in await ended(again)] == [ProducerClosed]
 
 
-async def test_leaving_the_context_ends_what_waits_for_trie_workers(said: Said) -> None:
+async def test_leaving_the_context_ends_requests_that_wait_for_trie_workers(said: Said) -> None:
     async with lmpool.testing.pool(SyntheticModel(vocab_size=64)) as pool:
         before = asyncio.all_tasks()
         async with Producer(redis=pool.url, when_absent="wait") as producer:
@@ -358,7 +358,7 @@ async def test_leaving_the_context_ends_what_waits_for_trie_workers(said: Said) 
         assert asyncio.all_tasks() <= before
 
 
-def test_closing_a_sync_producer_ends_what_other_threads_wait_for_while_it_connects(said: Said) -> None:
+def test_closing_a_sync_producer_ends_calls_of_other_threads_while_connecting(said: Said) -> None:
     ends: list[BaseException] = []
     with lmpool.testing.pool(SyntheticModel(vocab_size=64)) as pool:
         producer = SyncProducer(redis=pool.url, when_absent="wait")
@@ -415,7 +415,7 @@ async def test_server_worker_and_programs_start_in_any_order(short_dir: Path, tm
         server.stop()
 
 
-async def test_a_model_and_its_tries_may_come_later(said: Said) -> None:
+async def test_a_model_and_its_trie_workers_may_start_later(said: Said) -> None:
     async with lmpool.testing.pool(SyntheticModel("first", vocab_size=64)) as pool:
         later = Producer("later", redis=pool.url, when_absent="wait")
         ws = np.ones(64, np.float32)
@@ -436,7 +436,7 @@ async def test_a_model_and_its_tries_may_come_later(said: Said) -> None:
         await later.close()
 
 
-async def test_what_waiting_cannot_mend_is_raised_at_once(own_server: EmbeddedServer) -> None:
+async def test_errors_that_waiting_cannot_fix_are_raised_at_once(own_server: EmbeddedServer) -> None:
     async with lmpool.testing.pool(SyntheticModel("one"), SyntheticModel("two")) as pool:
         with pytest.raises(AmbiguousModel):
             await Producer(redis=pool.url, when_absent="wait").open()
@@ -454,7 +454,7 @@ async def test_what_waiting_cannot_mend_is_raised_at_once(own_server: EmbeddedSe
 async def test_requests_wait_until_workers_come_back(
     pool: Pool, said: Said, monkeypatch: pytest.MonkeyPatch, way: signal.Signals
 ) -> None:
-    """The last worker goes, with a prompt in its hands or with its info; one with other weights follows."""
+    """The last worker leaves, with a job in flight or with its info; one with other weights follows."""
     monkeypatch.setattr(discovery, "_RESTART_S", 0.0)
     # So long one that is stopped may take to leave.
     options = ("--lease-s", 1, "--step-ms", 600_000) if way is signal.SIGKILL else ("--lease-s", 5)

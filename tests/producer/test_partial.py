@@ -1,4 +1,4 @@
-"""Asking for less than a row: entries, the likeliest tokens, draws."""
+"""Queries for less than a row: entries, top-k tokens, samples."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ async def test_entries_are_those_of_the_row_wherever_it_is(pool: Pool, encoding:
         assert np.array_equal(await producer.logprobs(OTHERS[0], targets=many), rows(OTHERS)[0])
 
 
-async def test_only_the_entries_travel_and_the_row_is_there_for_everyone(pool: Pool) -> None:
+async def test_only_the_entries_are_sent_and_the_row_is_cached_for_all(pool: Pool) -> None:
     pool.start("--vocab-size", 49_152)
     async with pool.producer() as first, pool.producer(cache_bytes=0) as second:
         row = synthetic_row(PROMPT, vocab_size=49_152)
@@ -79,7 +79,7 @@ async def test_only_the_entries_travel_and_the_row_is_there_for_everyone(pool: P
         assert (stats.requests, stats.cache_hits, stats.computed) == (101, 101, 0)
 
 
-async def test_a_batch_of_entries_has_the_same_targets_for_all_or_each_its_own(pool: Pool) -> None:
+async def test_a_batch_of_entries_has_common_or_separate_targets(pool: Pool) -> None:
     pool.start()
     prompts = [PROMPT, *OTHERS, PROMPT]
     async with pool.producer(cache_bytes=0) as producer:
@@ -95,7 +95,7 @@ async def test_a_batch_of_entries_has_the_same_targets_for_all_or_each_its_own(p
         assert np.array_equal(await producer.batch_logprobs(prompts, targets=many), expected)
 
 
-async def test_a_thousand_requests_at_once_are_each_answered_with_their_own(pool: Pool) -> None:
+async def test_a_thousand_concurrent_requests_get_their_own_entries(pool: Pool) -> None:
     pool.start("--vocab-size", 64)
     prompts = [[i % 64, i // 64] for i in range(1500)]
     expected = [synthetic_row(prompt, vocab_size=64) for prompt in prompts]
@@ -110,7 +110,7 @@ async def test_a_thousand_requests_at_once_are_each_answered_with_their_own(pool
 
 
 @pytest.mark.parametrize("cache_bytes", [0, 1 << 20])
-async def test_the_likeliest_tokens_are_those_of_the_row(pool: Pool, cache_bytes: int) -> None:
+async def test_the_top_k_tokens_are_those_of_the_row(pool: Pool, cache_bytes: int) -> None:
     pool.start()
     async with pool.producer(cache_bytes=cache_bytes) as producer:
         for k in (1, 5, V):
@@ -127,7 +127,7 @@ async def test_the_likeliest_tokens_are_those_of_the_row(pool: Pool, cache_bytes
 
 
 @pytest.mark.parametrize("cache_bytes", [0, 1 << 20])
-async def test_a_seed_draws_the_same_token_from_worker_cache_and_memory(pool: Pool, cache_bytes: int) -> None:
+async def test_a_seed_samples_the_same_token_from_worker_cache_and_memory(pool: Pool, cache_bytes: int) -> None:
     pool.start()
     async with pool.producer(cache_bytes=cache_bytes) as producer:
         expected = [sample(ROW, Sampling(0.8, 0.95, seed)) for seed in range(20)]
@@ -140,7 +140,7 @@ async def test_a_seed_draws_the_same_token_from_worker_cache_and_memory(pool: Po
         assert await producer.sample(PROMPT, temperature=0) == int(ROW.argmax())
 
 
-async def test_requests_are_counted_as_computed_and_not_the_rows_that_they_took(pool: Pool) -> None:
+async def test_requests_are_counted_as_computed_rather_than_their_rows(pool: Pool) -> None:
     pool.start()
     async with pool.producer(cache_bytes=0) as producer:
         await asyncio.gather(producer.topk(PROMPT, 3), producer.mass(PROMPT, [1, 2]))
@@ -153,9 +153,7 @@ async def test_requests_are_counted_as_computed_and_not_the_rows_that_they_took(
         assert await pool.rows_computed() == 1
 
 
-async def test_an_answer_that_is_not_kept_is_removed_with_the_last_call_that_waited_for_it(
-    pool: Pool, tmp_path: Path
-) -> None:
+async def test_a_private_result_is_removed_after_its_last_waiter(pool: Pool, tmp_path: Path) -> None:
     backend = GatedBackend(Gate(tmp_path / "gate"))
     async with gated_worker(pool, backend), pool.producer(keep_answers=False) as producer:
         first, second = (asyncio.create_task(producer.topk(PROMPT, 3)) for _ in range(2))
@@ -168,7 +166,7 @@ async def test_an_answer_that_is_not_kept_is_removed_with_the_last_call_that_wai
         assert producer.stats().computed == 1
 
 
-async def test_without_a_seed_every_draw_is_anew_and_leaves_nothing(pool: Pool) -> None:
+async def test_without_a_seed_every_sample_is_new_and_leaves_nothing(pool: Pool) -> None:
     pool.start()
     async with pool.producer(cache_bytes=0) as producer:
         drawn = await producer.batch_sample([PROMPT] * 200)
@@ -182,7 +180,7 @@ async def _count(pool: Pool, pattern: str, count: int) -> bool:
     return len(pool.names(pattern)) == count
 
 
-async def test_a_fresh_row_is_computed_whatever_is_cached_and_is_not_kept(pool: Pool) -> None:
+async def test_a_fresh_row_is_computed_and_not_cached(pool: Pool) -> None:
     pool.start()
     async with pool.producer() as producer:
         await producer.logprobs(PROMPT)
@@ -203,7 +201,7 @@ async def test_warming_computes_a_row_and_sends_nothing(pool: Pool) -> None:
         assert (second.stats().cache_hits, second.stats().computed) == (1, 0)
 
 
-async def test_a_cleared_producer_asks_the_pool_again(pool: Pool) -> None:
+async def test_a_cleared_producer_requests_rows_again(pool: Pool) -> None:
     pool.start()
     async with pool.producer() as producer:
         await producer.logprobs(PROMPT)
@@ -243,7 +241,7 @@ async def test_nothing_is_read_from_a_damaged_row(pool: Pool, damage: bytes) -> 
 
 
 @pytest.mark.parametrize("ask", ["row", "targets", "topk"])
-async def test_something_else_under_a_rows_key_is_put_right(pool: Pool, ask: str) -> None:
+async def test_foreign_content_under_a_rows_key_is_overwritten(pool: Pool, ask: str) -> None:
     pool.start()
     async with pool.producer(cache_bytes=0) as producer:
         await producer.warm(PROMPT)
@@ -264,7 +262,7 @@ async def test_something_else_under_a_rows_key_is_put_right(pool: Pool, ask: str
         assert answer[0] == rows(OTHERS)[0][1]
 
 
-async def test_a_damaged_answer_is_replaced(pool: Pool) -> None:
+async def test_a_damaged_result_is_overwritten(pool: Pool) -> None:
     pool.start()
     damage = b"LMPR\x01\x01\0\0" + (2).to_bytes(4, "little") + bytes(4) + b"\xff" * 8
     async with pool.producer(cache_bytes=0) as producer:
@@ -277,7 +275,7 @@ async def test_a_damaged_answer_is_replaced(pool: Pool) -> None:
 
 
 @pytest.mark.parametrize("first", ["f32", "bf16"])
-async def test_entries_are_those_of_the_model_that_answers(pool: Pool, first: str) -> None:
+async def test_entries_are_those_of_the_current_model(pool: Pool, first: str) -> None:
     worker = pool.start("--encoding", first)
     async with pool.producer(when_absent="wait") as producer:
         await producer.warm(PROMPT)
@@ -290,7 +288,7 @@ async def test_entries_are_those_of_the_model_that_answers(pool: Pool, first: st
         assert np.array_equal(await asked, row[[1, V - 1]])
 
 
-async def test_rows_and_picks_of_one_prompt_at_once_are_computed_once(pool: Pool) -> None:
+async def test_concurrent_rows_and_queries_of_one_prompt_are_computed_once(pool: Pool) -> None:
     worker = pool.start("--step-ms", 100)
     async with pool.producer(cache_bytes=0) as producer:
         answers = await asyncio.gather(
@@ -311,9 +309,7 @@ async def test_rows_and_picks_of_one_prompt_at_once_are_computed_once(pool: Pool
         assert pool.jobs() == 0
 
 
-async def test_everything_is_asked_of_an_adapter_too_and_of_the_weights_that_it_has_now(
-    pool: Pool, tmp_path: Path
-) -> None:
+async def test_every_call_takes_an_adapter_and_uses_its_current_weights(pool: Pool, tmp_path: Path) -> None:
     pool.start()
     (tmp_path / "weights").write_text("first")
     options: Any = {"adapter": "poet"}
@@ -356,7 +352,7 @@ BAD: list[tuple[str, dict[str, Any], type[LMPoolError], str]] = [
     ("sample", {"temperature": "hot"}, SettingsError, "temperature: 'hot'"),
     ("sample", {"top_p": 0}, SettingsError, "top_p: 0 must be a number above 0 and at most 1"),
     ("sample", {"top_p": 1.01}, SettingsError, "top_p: 1.01"),
-    ("sample", {"seed": -1}, SettingsError, "seed: -1 must be from 0 to"),
+    ("sample", {"seed": -1}, SettingsError, "seed: -1 must be a whole number from 0 to"),
     ("sample", {"seed": 1.5}, SettingsError, "seed: 1.5 must be a whole number"),
     ("sample", {"top_k": 5}, SettingsError, "top_k: not an option; there are"),
     ("positions", {}, SettingsError, r"give just one of top=k, targets=\[ids\], full=True and logz=True"),
@@ -431,7 +427,7 @@ async def test_an_error_of_a_batch_names_the_prompt_by_its_index(pool: Pool) -> 
                 await ask_one
 
 
-async def test_failures_and_deadlines_are_those_of_rows(pool: Pool) -> None:
+async def test_queries_fail_and_time_out_like_rows(pool: Pool) -> None:
     worker = pool.start("--fail-token", 13, "--lease-s", 1)
     async with pool.producer() as producer:
         for ask in (
@@ -456,7 +452,7 @@ async def test_failures_and_deadlines_are_those_of_rows(pool: Pool) -> None:
                 await ask
 
 
-async def test_cancelled_requests_are_taken_back(pool: Pool) -> None:
+async def test_cancelled_requests_are_withdrawn(pool: Pool) -> None:
     pool.start("--step-ms", 600_000, "--max-batch", 1)
     async with pool.producer() as producer:
         tasks = [
@@ -501,7 +497,7 @@ def test_without_asyncio_too(pool: Pool) -> None:
         producer.clear_cache()
 
 
-def test_the_digest_of_a_pick_is_not_that_of_the_row() -> None:
+def test_the_digest_of_a_query_differs_from_that_of_the_row() -> None:
     prompt = encode_prompt(PROMPT, vocab_size=V, max_tokens=10)
     assert prompt.digest == digest_of(prompt.ids)
     assert prompt.with_query(b"a", 1).digest not in (prompt.digest, prompt.with_query(b"b", 1).digest)

@@ -1,4 +1,4 @@
-"""What a program may send to its other processes, copy, and look at."""
+"""Pickles, copies and reprs of producers, tries and pools."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from tests.support.pool import DEADLINE_S, Pool, V
 
 
 def thawed(something: Any) -> Any:
-    """What becomes of something that is pickled."""
+    """Pickle and unpickle an object."""
     return pickle.loads(pickle.dumps(something))  # noqa: S301
 
 
 def ask_elsewhere(producer: Producer, sync: SyncProducer, answers: Any) -> None:
-    """In another process: its id, and a row from each."""
+    """Put this process's id, and a row of each producer, into the queue."""
     with sync:
         answers.put((os.getpid(), asyncio.run(producer.logprobs([1])), sync.logprobs([2]), sync.model.name))
 
 
-async def test_producers_ask_in_another_process(pool: Pool) -> None:
+async def test_an_unpickled_producer_works_in_another_process(pool: Pool) -> None:
     pool.start()
     context = multiprocessing.get_context("spawn")
     answers: Any = context.Queue()
@@ -61,7 +61,7 @@ def served() -> Any:
         yield pool
 
 
-async def test_what_is_unpickled_has_the_settings_and_asks_the_same_model(served: MemoryPool) -> None:
+async def test_an_unpickled_producer_has_the_same_settings_and_model(served: MemoryPool) -> None:
     settings: Any = {"timeout": 7.0, "cache_bytes": 0, "when_full": "raise", "when_absent": "wait", "priority": "bulk",
                      "keep_answers": False, "tracing": False}  # fmt: skip
     async with Producer(redis=served.url, **settings) as producer:
@@ -73,17 +73,17 @@ async def test_what_is_unpickled_has_the_settings_and_asks_the_same_model(served
 
 
 @pytest.mark.parametrize("client", [redis_sync.Redis(), redis_async.Redis()], ids=["a client", "an asyncio client"])
-def test_one_that_was_made_with_a_client_says_what_to_do_instead(client: Any) -> None:
+def test_pickling_a_producer_made_with_a_client_says_what_to_do(client: Any) -> None:
     with pytest.raises(SettingsError, match="redis: .* cannot be pickled: make it with the server's URL"):
         pickle.dumps(Producer(redis=client))
 
 
-async def test_tries_and_pools_say_what_to_pickle_instead(served: MemoryPool) -> None:
+async def test_pickling_a_trie_or_pool_says_what_to_pickle_instead(served: MemoryPool) -> None:
     with SyncProducer(redis=served.url) as producer:
         trie = producer.trie()
         for value, instead in [
             (trie, r"pickle the SyncProducer, .* `producer.trie\(vocabulary\)`"),
-            (trie._trie, r"pickle the producer, .* `await producer.trie\(vocabulary\)`"),
+            (trie._asynchronous, r"pickle the producer, .* `await producer.trie\(vocabulary\)`"),
             (served, "give other processes its `url`"),
         ]:
             with pytest.raises(LMPoolError, match=f"cannot be pickled: {instead}"):
@@ -95,11 +95,11 @@ async def test_tries_and_pools_say_what_to_pickle_instead(served: MemoryPool) ->
             assert repr(thawed(value)) == repr(value)
 
 
-async def test_a_copy_is_the_thing_itself(served: MemoryPool) -> None:
-    """Programs copy particles that hold one."""
+async def test_a_copy_is_the_object_itself(served: MemoryPool) -> None:
+    """Programs copy particles that hold a producer."""
     with SyncProducer(redis=served.url) as sync:
         trie = sync.trie()
-        for value in (Producer(redis=served.url), sync, trie, trie._trie):
+        for value in (Producer(redis=served.url), sync, trie, trie._asynchronous):
             assert copy.copy(value) is value
             assert copy.deepcopy([value])[0] is value
 
@@ -130,7 +130,7 @@ def test_a_producer_shows_model_server_and_state(redis: Any, shown: str, monkeyp
     assert repr(Producer()) == "Producer(None, redis='redis://…@there', closed)"
 
 
-async def test_what_is_shown_follows_the_state(served: MemoryPool) -> None:
+async def test_repr_follows_the_state(served: MemoryPool) -> None:
     producer = Producer(redis=served.url)
     closed, opened = f"Producer(None, redis={served.url!r}, closed)", f"Producer('a', redis={served.url!r}, open)"
     assert repr(producer) == closed

@@ -1,4 +1,4 @@
-"""The pool as its users meet it: prompts in, rows out, between real processes."""
+"""A pool of real processes: prompts in, rows out."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ async def test_every_size_and_encoding_gives_the_same_rows(pool: Pool, encoding:
                 assert np.array_equal(got_row, row(prompt, vocab_size))
 
 
-async def test_small_rows_and_answers_come_with_their_notifications(pool: Pool) -> None:
+async def test_small_rows_and_results_are_carried_by_notifications(pool: Pool) -> None:
     pool.start("--vocab-size", 64, "--max-batch", 8)
     async with pool.producer(cache_bytes=0) as producer:
         prompts = [[token, 1] for token in range(64)]
@@ -82,7 +82,7 @@ async def test_all_kinds_of_integer_sequences_are_the_same_prompt(pool: Pool) ->
         assert producer.stats().computed == 1
 
 
-async def test_returned_rows_cannot_be_changed_under_others(pool: Pool) -> None:
+async def test_returned_rows_are_read_only(pool: Pool) -> None:
     pool.start()
     async with pool.producer() as producer:
         got = await producer.logprobs([1])
@@ -108,7 +108,7 @@ async def test_a_batch_is_one_array_in_the_order_of_its_prompts(pool: Pool) -> N
         assert producer.stats().computed == 4
 
 
-async def test_stats_tell_where_each_row_came_from(pool: Pool) -> None:
+async def test_stats_count_the_origin_of_each_row(pool: Pool) -> None:
     pool.start()
     async with pool.producer() as first, pool.producer() as second:
         await asyncio.gather(first.logprobs([1]), first.logprobs([1]), first.logprobs([2]))
@@ -267,7 +267,7 @@ CLOSED_LOOPS = """
 """
 
 
-def test_a_loop_that_was_closed_without_ceremony_does_no_harm(pool: Pool) -> None:
+def test_a_loop_closed_without_cancelling_its_tasks_is_harmless(pool: Pool) -> None:
     pool.start()
     # In a process of its own: asyncio complains about tasks that nobody cancelled whenever they are collected.
     script = [sys.executable, "-c", textwrap.dedent(CLOSED_LOOPS), pool.url, pool.prefix, str(V)]
@@ -353,7 +353,7 @@ async def test_every_row_has_a_lifetime(pool: Pool) -> None:
         assert 0 < pool.redis.pttl(key) <= 100_000
 
 
-async def test_the_queue_limit_makes_requests_wait_not_fail(pool: Pool) -> None:
+async def test_requests_wait_at_the_queue_limit(pool: Pool) -> None:
     pool.start("--queue-limit", 4, "--max-batch", 2, "--step-ms", 5)
     async with pool.producer() as producer:
         got = await producer.batch_logprobs([[i] for i in range(60)])
@@ -361,7 +361,7 @@ async def test_the_queue_limit_makes_requests_wait_not_fail(pool: Pool) -> None:
             assert np.array_equal(got_row, row([index]))
 
 
-async def test_a_prompt_asked_again_right_after_its_cancellation_is_not_lost(pool: Pool) -> None:
+async def test_a_prompt_requested_again_right_after_its_cancellation_is_computed(pool: Pool) -> None:
     # What is lost is asked for again after a lease.
     pool.start("--lease-s", 600)
     async with pool.producer() as producer:

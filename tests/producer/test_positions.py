@@ -1,4 +1,4 @@
-"""Every position of a text: what is expected there, and what the tokens of a continuation score."""
+"""Positions: predictions at every position of a text, and scores of continuations."""
 
 from __future__ import annotations
 
@@ -51,14 +51,14 @@ async def test_scores_are_the_entries_of_the_rows_of_all_prefixes(pool: Pool, en
 
 
 class Unscoring(SyntheticBackend):
-    """Says nothing of scores and positions, as a backend of one's own."""
+    """A backend without positions, as a user may write one."""
 
     @property
     def info(self) -> ModelInfo:
         return replace(super().info, positions=False)
 
 
-async def test_workers_that_do_not_score_are_asked_for_rows_of_prefixes(pool: Pool) -> None:
+async def test_without_positions_the_client_requests_rows_of_prefixes(pool: Pool) -> None:
     backend = Unscoring(SyntheticSettings("syn", vocab_size=V))
     worker = Worker(Server(pool.url), Prepared(backend), WorkerSettings(prefix=pool.prefix))
     ready = asyncio.Event()
@@ -80,7 +80,7 @@ async def test_workers_that_do_not_score_are_asked_for_rows_of_prefixes(pool: Po
                 producer.topk(PROMPT, 2, allowed=[1, 2], mode="logits"),
                 producer.score(PROMPT, [1], mode="logits"),
             ):
-                with pytest.raises(SettingsError, match="mode: the workers of 'syn' tell log-probabilities only"):
+                with pytest.raises(SettingsError, match="mode: the workers of 'syn' return log-probabilities only"):
                     await asked
             with pytest.raises(SettingsError, match="logz: the workers of 'syn'"):
                 await producer.logz(PROMPT)
@@ -89,12 +89,12 @@ async def test_workers_that_do_not_score_are_asked_for_rows_of_prefixes(pool: Po
 
 
 def behind(start: int = 0) -> Row:
-    """The rows of all positions of `WHOLE` from one on, (n, V)."""
+    """Return the rows of all positions of `WHOLE` from `start` on: (n, V)."""
     return np.stack([synthetic_row(WHOLE[: at + 1], vocab_size=V) for at in range(start, len(WHOLE))])
 
 
 async def assert_positions(producer: Producer) -> None:
-    """Ask for every position in all ways, and compare with the rows of all prefixes."""
+    """Request positions in all ways, and compare them with the rows of all prefixes."""
     for start in (0, 4, len(WHOLE) - 1):
         rows = behind(start)
         best = await producer.positions(WHOLE, start, top=7)
@@ -114,7 +114,7 @@ async def assert_positions(producer: Producer) -> None:
 
 @pytest.mark.parametrize("encoding", ["f32", "bf16"])
 @pytest.mark.parametrize("most", [query.MAX_ANSWER, 3 * V])
-async def test_every_position_expects_what_the_row_of_its_prefix_says(
+async def test_every_position_agrees_with_the_row_of_its_prefix(
     pool: Pool, encoding: str, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(query, "MAX_ANSWER", most)  # Of all positions at once, or of three.
@@ -140,7 +140,7 @@ def logits_behind(start: int = 0) -> tuple[Row, Row]:
 
 
 @pytest.mark.parametrize("encoding", ["f32", "bf16"])
-async def test_logits_are_told_as_they_were_computed(pool: Pool, encoding: str) -> None:
+async def test_logits_are_returned_as_they_were_computed(pool: Pool, encoding: str) -> None:
     pool.start("--encoding", encoding)
     logits, log_z = logits_behind()
     prompts = [WHOLE[: at + 1] for at in range(len(WHOLE))]
@@ -186,7 +186,7 @@ async def test_a_stream_ends_when_the_model_changes_between_its_parts(
             await anext(parts)
 
 
-async def test_parts_of_two_models_make_no_answer(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_parts_of_two_models_are_refused(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(query, "MAX_ANSWER", 3 * V)
     pool.start()
     async with pool.producer() as producer:
@@ -201,13 +201,11 @@ async def test_parts_of_two_models_make_no_answer(pool: Pool, monkeypatch: pytes
             return found
 
         monkeypatch.setattr(session, "answer", answer_and_change)
-        with pytest.raises(ModelMismatch, match="the model 'syn' has changed while parts of an answer came"):
+        with pytest.raises(ModelMismatch, match="the model 'syn' has changed while parts of a result arrived"):
             await producer.positions(WHOLE, full=True)
 
 
-async def test_a_job_for_more_positions_than_an_answer_may_have_is_refused(
-    pool: Pool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_job_for_too_many_positions_is_refused(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     pool.start("--vocab-size", str(1 << 18))
     async with pool.producer() as producer:
         monkeypatch.setattr(query, "MAX_ANSWER", 1 << 30)  # As a client that does not care.
@@ -217,7 +215,7 @@ async def test_a_job_for_more_positions_than_an_answer_may_have_is_refused(
         assert np.shape(await producer.positions(WHOLE, 5, full=True)) == (8, 1 << 18)
 
 
-async def test_every_position_costs_one_job_and_no_rows(pool: Pool) -> None:
+async def test_positions_take_one_job_and_store_no_rows(pool: Pool) -> None:
     pool.start()
     async with pool.producer() as producer:
         await producer.positions(WHOLE, top=3)
@@ -225,7 +223,7 @@ async def test_every_position_costs_one_job_and_no_rows(pool: Pool) -> None:
         assert producer.stats().computed == 1
 
 
-async def test_a_damaged_answer_for_every_position_is_asked_for_again(pool: Pool) -> None:
+async def test_a_damaged_result_for_positions_is_requested_again(pool: Pool) -> None:
     pool.start()
     async with pool.producer() as producer:
         await producer.positions(WHOLE, top=2)
@@ -238,7 +236,7 @@ async def test_a_damaged_answer_for_every_position_is_asked_for_again(pool: Pool
         assert np.array_equal(best.ids, np.stack([top(row, 2).ids for row in behind()]))
 
 
-async def test_scoring_costs_one_job_and_no_rows(pool: Pool) -> None:
+async def test_scores_take_one_job_and_store_no_rows(pool: Pool) -> None:
     pool.start()
     async with pool.producer() as producer:
         await producer.score(PROMPT, list(range(50)))
@@ -246,9 +244,7 @@ async def test_scoring_costs_one_job_and_no_rows(pool: Pool) -> None:
 
 
 @pytest.mark.parametrize(("encoding", "forwards"), [("bf16", 0), ("f32", 5)])
-async def test_logits_of_a_prompt_are_those_of_its_row_where_a_worker_has_it_in_16_bits(
-    pool: Pool, encoding: str, forwards: int
-) -> None:
+async def test_logits_come_from_the_row_if_a_worker_has_it_in_16_bits(pool: Pool, encoding: str, forwards: int) -> None:
     size = 4096
     backend = SyntheticBackend(SyntheticSettings("syn", vocab_size=size, encoding=encoding))
     worker = Worker(Server(pool.url), Prepared(backend), WorkerSettings(prefix=pool.prefix, shm_bytes=1 << 24))

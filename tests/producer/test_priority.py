@@ -1,4 +1,4 @@
-"""`Producer(priority="bulk")` beside other clients of a pool."""
+"""`Producer(priority="bulk")` with other clients of the pool."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ BATCH = 2
 
 @pytest.mark.parametrize("make", [Producer, SyncProducer])
 @pytest.mark.parametrize("value", ["", "low", "Bulk", None, 1, b"bulk", ["bulk"]])
-def test_only_priorities_that_there_are_can_be_asked_for(make: Any, value: Any) -> None:
+def test_unknown_priorities_are_refused(make: Any, value: Any) -> None:
     with pytest.raises(SettingsError, match=r"priority: .* is not one of interactive, bulk"):
         make(priority=value)
 
 
-async def test_others_go_before_a_bulk_client(pool: Pool) -> None:
+async def test_interactive_clients_go_before_a_bulk_client(pool: Pool) -> None:
     backend = GatedBackend(OneByOne(), BATCH)
     async with gated_worker(pool, backend), pool.producer() as producer, pool.producer(priority="bulk") as bulk:
         rows = [asyncio.ensure_future(bulk.logprobs([number])) for number in range(100)]
@@ -46,7 +46,7 @@ async def test_others_go_before_a_bulk_client(pool: Pool) -> None:
     assert max(computed.index(number) for number in range(200, 205)) < 30
 
 
-async def test_a_bulk_client_gets_its_rows_however_much_others_ask(pool: Pool) -> None:
+async def test_a_bulk_client_gets_its_share_under_load(pool: Pool) -> None:
     pool.start("--max-batch", BATCH)
     async with pool.producer() as producer, pool.producer(priority="bulk") as bulk:
         numbers, is_done = count(1), False
@@ -63,7 +63,7 @@ async def test_a_bulk_client_gets_its_rows_however_much_others_ask(pool: Pool) -
         await asyncio.gather(*others)
 
 
-async def test_what_both_ask_for_is_computed_once_and_before_what_only_the_bulk_client_asks(pool: Pool) -> None:
+async def test_a_prompt_of_both_kinds_of_clients_is_computed_once_and_is_interactive(pool: Pool) -> None:
     backend = GatedBackend(OneByOne(), BATCH)
     async with gated_worker(pool, backend), pool.producer() as producer, pool.producer(priority="bulk") as bulk:
         rows = [asyncio.ensure_future(bulk.logprobs([number])) for number in range(100)]
@@ -80,7 +80,7 @@ async def test_what_both_ask_for_is_computed_once_and_before_what_only_the_bulk_
 
 
 class Noting(GatedBackend):
-    """Notes what it is given, by the first token, and whether that yields to others."""
+    """Records the first token of each job, and whether the job yields to others."""
 
     def __init__(self) -> None:
         super().__init__(OneByOne(), BATCH)
@@ -94,7 +94,7 @@ class Noting(GatedBackend):
         super().submit(jobs)
 
 
-async def test_what_a_dead_worker_held_of_a_bulk_client_yields_where_it_is_taken_over_unless_others_joined(
+async def test_bulk_jobs_taken_over_from_a_dead_worker_still_yield(
     pool: Pool,
 ) -> None:
     first = pool.start("--step-ms", 600_000, "--lease-s", 1, "--max-batch", 10)
@@ -127,7 +127,7 @@ def test_the_command_line_can_yield_too(pool: Pool, tmp_path: Path) -> None:
     assert ran.returncode == 0, ran.stderr
 
 
-async def test_a_producer_says_its_priority_by_its_reply_key(pool: Pool) -> None:
+async def test_the_reply_key_contains_the_priority(pool: Pool) -> None:
     pool.start()
     async with pool.producer() as producer, pool.producer(priority="bulk") as bulk:
         await asyncio.gather(producer.logprobs([1]), bulk.logprobs([2]))

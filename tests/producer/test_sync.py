@@ -1,9 +1,10 @@
-"""How a producer for synchronous code ends: for whoever waits in another thread, and after a fork."""
+"""SyncProducer: its arguments and types, and its end, also with callers in other threads and after a fork."""
 
 from __future__ import annotations
 
 import asyncio
 import gc
+import inspect
 import multiprocessing
 import signal
 import subprocess
@@ -11,14 +12,16 @@ import sys
 import textwrap
 import threading
 from collections.abc import Callable
+from inspect import signature
 from pathlib import Path
-from typing import Any
+from typing import Any, assert_type
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from lmpool.errors import LMPoolError, ProducerClosed
-from lmpool.producer import SyncProducer
+from lmpool.producer import Continuation, PooledTrie, Producer, SyncProducer, SyncTrie, TopK
 from lmpool.synthetic import synthetic_row
 from tests.support.pool import DEADLINE_S, Pool, until
 
@@ -31,7 +34,7 @@ WAITS: dict[str, Callable[[SyncProducer, Path], Any]] = {
 
 
 @pytest.mark.parametrize("wait", WAITS)
-def test_closing_ends_what_other_threads_wait_for(pool: Pool, tmp_path: Path, wait: str) -> None:
+def test_closing_ends_pending_calls_of_other_threads(pool: Pool, tmp_path: Path, wait: str) -> None:
     worker = pool.start("--step-ms", 600_000, "--max-batch", 1)
     (tmp_path / "weights").write_text("1")
     producer = SyncProducer(redis=pool.url, prefix=pool.prefix, timeout=50)
@@ -70,7 +73,7 @@ def ask_in_child(producer: SyncProducer, said: Any) -> None:
     producer.close()
 
 
-def test_after_a_fork_it_says_that_it_is_the_parents(pool: Pool) -> None:
+def test_after_a_fork_the_child_gets_an_error(pool: Pool) -> None:
     pool.start()
     context = multiprocessing.get_context("fork")
     said: Any = context.Queue()
@@ -87,7 +90,7 @@ def test_after_a_fork_it_says_that_it_is_the_parents(pool: Pool) -> None:
 
 PROGRAM = """
     import sys
-    from lmpool.producer import SyncProducer
+    from lmpool.producer import Continuation, PooledTrie, Producer, SyncProducer, SyncTrie, TopK
 
     class Kept:
         def __init__(self, url, prefix):
@@ -109,14 +112,14 @@ PROGRAM = """
 """
 
 
-def test_the_interpreter_ends_whoever_closes_it_last(pool: Pool) -> None:
+def test_the_interpreter_exits_with_an_open_producer(pool: Pool) -> None:
     pool.start()
     arguments = [sys.executable, "-c", textwrap.dedent(PROGRAM), pool.url, pool.prefix]
     done = subprocess.run(arguments, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
     assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
 
 
-def test_one_that_is_dropped_leaves_no_thread_and_no_connection(pool: Pool) -> None:
+def test_a_dropped_producer_leaves_no_thread_and_no_connection(pool: Pool) -> None:
     worker = pool.start("--lease-s", 60)
     with SyncProducer(redis=pool.url, prefix=pool.prefix) as producer:
         producer.logprobs([1])
@@ -147,3 +150,27 @@ async def test_two_event_loops_at_once_have_a_session_each(pool: Pool) -> None:
 
     most = await asyncio.gather(*(asyncio.to_thread(asyncio.run, ask(of)) for of in range(3)))
     assert max(most) - before < 40
+
+
+def test_every_call_takes_the_arguments_of_the_producer_and_waits() -> None:
+    kinds = {SyncProducer: Producer, SyncTrie: PooledTrie}
+    for kind, other in kinds.items():
+        for name in (name for name in dir(kind) if not name.startswith("_") and name != "model"):
+            call, awaited = getattr(kind, name), getattr(other, name)
+            assert not inspect.iscoroutinefunction(call)
+            assert signature(call).parameters == signature(awaited).parameters
+            assert call.__doc__.startswith(("As `", "Close the connections"))
+    assert signature(SyncProducer) == signature(Producer)
+
+
+def takes_what_a_type_checker_sees(producer: SyncProducer) -> None:
+    """mypy checks this function; it never runs."""
+    assert_type(producer.topk([1], 3, allowed=[1, 2], timeout=1.0), TopK)
+    assert_type(producer.sample([1], temperature=0.5, seed=3), int)
+    assert_type(producer.generate([1], 3, n=2, stop=[1]), list[Continuation])
+    assert_type(producer.batch_logprobs([[1]], targets=[1]), NDArray[np.float32])
+    assert_type(producer.trie().weight_sum(prompt=[1], under=b""), NDArray[np.float32])
+    assert_type(producer.adapters(), dict[str, str])
+    producer.sample([1], temprature=1.0)  # type: ignore[call-arg]
+    producer.topk([1])  # type: ignore[call-arg]
+    SyncProducer(timeout="1")  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Prompts as text: the tokenizer that workers publish makes the same ids as transformers, without transformers."""
+"""Published tokenizers return the same ids as transformers, without transformers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import json
 import subprocess
 import sys
 import threading
-from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -55,7 +54,7 @@ def served(server_url: str, smollm2_folder: Path, tmp_path_factory: pytest.TempP
 
 
 @pytest.mark.parametrize("name", list(FAST))
-def test_every_tokenizer_that_is_published_makes_the_ids_of_transformers(tmp_path: Path, name: str) -> None:
+def test_published_tokenizers_return_the_ids_of_transformers(tmp_path: Path, name: str) -> None:
     FAST[name]().save_pretrained(tmp_path)
     theirs: Any = AutoTokenizer.from_pretrained(tmp_path)
     packed = read_texts(replace(INFO, source=str(tmp_path)), None, trust_remote_code=False).tokenizer
@@ -81,7 +80,7 @@ def test_a_slow_tokenizer_that_transformers_cannot_convert_is_not_published(
     assert "the tokenizer of m is not published: Converting from SentencePiece" in caplog.text
 
 
-def test_one_that_makes_other_ids_as_a_file_is_not_published(
+def test_a_tokenizer_whose_file_gives_other_ids_is_not_published(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     real_tokenizers.gpt2().save_pretrained(tmp_path)
@@ -94,7 +93,7 @@ def test_one_that_makes_other_ids_as_a_file_is_not_published(
     assert 'it makes other ids of "Hello, world!' in caplog.text
 
 
-async def test_a_program_asks_with_a_string(served: Pool, smollm2_folder: Path) -> None:
+async def test_a_program_encodes_a_string(served: Pool, smollm2_folder: Path) -> None:
     theirs: Any = AutoTokenizer.from_pretrained(smollm2_folder)
     async with served.producer() as producer:
         ids = await producer.encode("The capital of France is")
@@ -118,10 +117,10 @@ async def test_a_program_asks_with_a_string(served: Pool, smollm2_folder: Path) 
             await producer.logprobs("The capital of France is")
 
 
-async def test_many_texts_at_once_have_the_tokenizer_read_once_and_not_in_the_event_loop(
+async def test_concurrent_texts_read_the_tokenizer_once_and_outside_the_event_loop(
     served: Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(TOKENIZERS, "_kept", OrderedDict())
+    monkeypatch.setattr(TOKENIZERS, "_kept", {})
     threads = []
 
     def noting(work: Any) -> Any:
@@ -148,10 +147,10 @@ def test_a_program_without_asyncio_does_too(served: Pool) -> None:
 
 
 @pytest.mark.parametrize("bits", ["other", "cut", "huge", "list"])
-async def test_what_is_not_the_published_tokenizer_is_refused(
+async def test_other_content_under_the_tokenizers_key_is_refused(
     served: Pool, monkeypatch: pytest.MonkeyPatch, bits: str
 ) -> None:
-    monkeypatch.setattr(TOKENIZERS, "_kept", OrderedDict())
+    monkeypatch.setattr(TOKENIZERS, "_kept", {})
     async with served.producer() as producer:
         key = served.keys.tokenizer(producer.model.tokenizer)
         whole: Any = served.redis.get(key)
@@ -178,7 +177,7 @@ def is_string(pool: Pool, key: bytes, value: bytes) -> bool:
     return pool.redis.type(key) == b"string" and pool.redis.get(key) == value
 
 
-def test_what_is_named_rightly_but_is_no_tokenizer_is_refused() -> None:
+def test_content_with_the_right_digest_that_is_no_tokenizer_is_refused() -> None:
     packed = PackedTokenizer.pack('{"model": {}}')
     with pytest.raises(UnknownTokenizer, match="cannot be read by tokenizers"):
         PublishedTokenizer(unpack_tokenizer(packed.data, packed.digest))
@@ -198,7 +197,7 @@ async def test_a_model_without_a_tokenizer_says_so(pool: Pool, monkeypatch: pyte
     assert "'syn' has no tokenizer; pass token ids with --ids" in one_line(on(pool, "logprobs", "Hello"))
 
 
-def test_the_command_shows_the_likeliest_next_words_without_anything_heavy(served: Pool) -> None:
+def test_the_command_shows_the_top_k_tokens_without_heavy_packages(served: Pool) -> None:
     where = ["--redis", served.url, "--prefix", served.prefix, "--json", "--top", "3"]
     command = [sys.executable, "-X", "importtime", "-m", "lmpool", "logprobs"]
 
@@ -216,7 +215,7 @@ def test_the_command_shows_the_likeliest_next_words_without_anything_heavy(serve
     assert ask("--ids", ",".join(map(str, told["ids"]))) == told
 
 
-def test_standard_input_that_is_no_text_is_one_line(served: Pool) -> None:
+def test_standard_input_that_is_not_text_gives_a_one_line_error(served: Pool) -> None:
     ended = subprocess.run(
         [sys.executable, "-m", "lmpool", "logprobs", "-", "--redis", served.url, "--prefix", served.prefix],
         input=b"\xff\xfe", capture_output=True, timeout=60, check=False,
@@ -246,7 +245,7 @@ def test_a_tokenizer_that_could_freeze_a_client_is_neither_published_nor_read(
         PublishedTokenizer(text)
 
 
-def test_a_panic_of_the_package_is_an_error_of_this_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_panic_of_the_package_becomes_an_lmpool_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lmpool.producer.tokenizer.check_tokenizer", lambda text: 1.0)
     tokenizer = PublishedTokenizer(byte_tokenizer("(a|aa)+b"))
     with pytest.raises(UnknownTokenizer, match="fails on this text: .*retry-limit"):
@@ -254,7 +253,7 @@ def test_a_panic_of_the_package_is_an_error_of_this_one(monkeypatch: pytest.Monk
     assert len(tokenizer.encode("aab")) == 3
 
 
-def test_a_text_that_would_become_too_long_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_text_that_could_grow_too_long_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lmpool.producer.tokenizer.MAX_NORMALIZED_CHARACTERS", 100)
     growing = json.loads(byte_tokenizer("x"))
     growing["normalizer"] = {"type": "Replace", "pattern": {"String": "q"}, "content": "qqqqqqqqqq"}
@@ -264,7 +263,7 @@ def test_a_text_that_would_become_too_long_is_refused(monkeypatch: pytest.Monkey
         tokenizer.encode("q" * 11)
 
 
-async def test_a_slow_text_ends_at_its_deadline_and_does_not_stop_the_event_loop() -> None:
+async def test_a_slow_text_times_out_without_blocking_the_event_loop() -> None:
     # Cubic time: some seconds. Python's lock is free meanwhile, or the deadline would pass after the text's end.
     tokenizer = PublishedTokenizer(byte_tokenizer("a*a*[^a]"))
     ended = threading.Event()
@@ -285,7 +284,7 @@ async def test_a_slow_text_ends_at_its_deadline_and_does_not_stop_the_event_loop
     await asyncio.to_thread(ended.wait)
 
 
-def test_code_that_comes_with_a_tokenizer_is_not_run_and_nobody_is_asked(
+def test_code_in_a_tokenizer_is_not_run_and_no_question_is_asked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "tokenizer_config.json").write_text(

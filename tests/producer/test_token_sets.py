@@ -1,4 +1,4 @@
-"""Under a mask: what some tokens have together, and the likeliest or a drawn one among them."""
+"""Token sets: their total probability, and the top-k tokens or a sample among them."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ def mask_of(ids: Any) -> np.ndarray[Any, np.dtype[np.bool_]]:
 
 
 def logits_of(prompt: list[int]) -> Row:
-    """The logits that the row is made of."""
+    """Return the logits of the row."""
     base, shifts = draw(np.array(prompt, "<u4").tobytes(), V, 0)
     fill(bits := np.empty(V, np.uint16), base.bits, shifts)
     return widen_bf16(bits)
 
 
 def forms(ids: Any) -> list[Any]:
-    """One set in all ways in which a caller may give it."""
+    """Return one set in all forms that a caller may use."""
     mask = mask_of(ids)
     bits = np.packbits(mask, bitorder="little").tobytes()
     return [list(ids), np.asarray(ids), mask, bits, TokenSet(np.flatnonzero(mask), V)]
 
 
 async def assert_asked(producer: Producer, allowed: Any, ids: np.ndarray[Any, np.dtype[np.int64]]) -> None:
-    """Ask about one set in all ways."""
+    """Make all queries about one set."""
     assert await producer.mass(PROMPT, allowed) == mass_of(ROW, ids)
     masses = await producer.batch_mass([PROMPT, OTHER], [allowed, allowed])
     assert np.array_equal(masses, [mass_of(ROW, ids), mass_of(OTHER_ROW, ids)])
@@ -64,7 +64,7 @@ async def assert_asked(producer: Producer, allowed: Any, ids: np.ndarray[Any, np
 
 @pytest.mark.parametrize("cache_bytes", [0, 1 << 20])
 @pytest.mark.parametrize("ids", [FEW, MANY], ids=["few", "many"])
-async def test_a_set_is_the_same_in_all_forms(pool: Pool, ids: Any, cache_bytes: int) -> None:
+async def test_all_forms_of_a_set_are_equivalent(pool: Pool, ids: Any, cache_bytes: int) -> None:
     pool.start()
     members = np.unique(ids)
     async with pool.producer(cache_bytes=cache_bytes) as producer:
@@ -80,7 +80,7 @@ async def test_a_set_is_the_same_in_all_forms(pool: Pool, ids: Any, cache_bytes:
         assert len(pool.names("row:*")) == stored
 
 
-async def test_the_mass_of_all_is_1_and_draws_are_those_of_the_renormalised_rest(pool: Pool) -> None:
+async def test_the_mass_of_all_tokens_is_1_and_samples_are_renormalised(pool: Pool) -> None:
     pool.start()
     async with pool.producer() as producer:
         assert abs(await producer.mass(PROMPT, range(V))) < 1e-5
@@ -96,7 +96,7 @@ async def test_the_mass_of_all_is_1_and_draws_are_those_of_the_renormalised_rest
         assert two.tolist() == [5, 6]
 
 
-async def test_a_named_set_travels_by_its_name_and_is_told_again_when_it_is_forgotten(pool: Pool) -> None:
+async def test_a_named_set_is_sent_by_name_and_stored_again_when_evicted(pool: Pool) -> None:
     worker = pool.start()
     async with pool.producer(cache_bytes=0) as producer:
         named = await producer.token_set(MANY)
@@ -134,7 +134,7 @@ async def test_a_named_set_travels_by_its_name_and_is_told_again_when_it_is_forg
         assert pool.redis.get(key) == named.bits
 
 
-async def test_nothing_is_drawn_where_no_allowed_token_has_a_probability() -> None:
+async def test_no_token_is_sampled_if_all_allowed_ones_have_probability_0() -> None:
     row = np.full(9, -np.inf, np.float32)
     row[3] = 0
     assert mass_of(row, np.array([1, 2])) == -np.inf
@@ -167,7 +167,9 @@ async def test_bad_sets_are_refused(pool: Pool) -> None:
         for allowed, kind, message in BAD:
             with pytest.raises(kind, match=message):
                 await producer.mass(PROMPT, allowed)
-        with pytest.raises(SettingsError, match="k: 3 must be from 1 to 2: so many tokens are allowed"):
+        with pytest.raises(
+            SettingsError, match="k: 3 must be a whole number from 1 to 2, the number of allowed tokens"
+        ):
             await producer.topk(PROMPT, 3, allowed=[1, 2])
         with pytest.raises(SettingsError, match="allowed: 3 sets for 2 prompts"):
             await producer.batch_mass([PROMPT, OTHER], [[1], [2], [3]])
@@ -194,7 +196,7 @@ def test_without_asyncio_too(pool: Pool) -> None:
 
 
 @pytest.mark.parametrize("vocab_size", [1, 7, 8, 9, 300])
-def test_sets_survive_the_wire_always_as_the_same_bytes(vocab_size: int) -> None:
+def test_sets_are_packed_into_unique_bytes(vocab_size: int) -> None:
     for count in {1, -(-vocab_size // 2), vocab_size}:
         ids = np.sort(np.random.default_rng(count).permutation(vocab_size)[:count])
         tokens = TokenSet(ids, vocab_size)

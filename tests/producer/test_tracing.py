@@ -1,4 +1,4 @@
-"""Traces by OpenTelemetry: one from the client through the queue to the end of the job; nothing where they are off."""
+"""OpenTelemetry: one trace from the client to the end of the job, and nothing without tracing."""
 
 from __future__ import annotations
 
@@ -85,12 +85,12 @@ def run(program: str, pool: Pool, **environment: str) -> None:
 
 
 def below(collected: Collector, parent: Span) -> list[Span]:
-    """The spans below one, in the order of their ends."""
+    """Return the child spans of a span, in the order of their ends."""
     return sorted((span for span in collected.spans if span.parent == parent.id), key=lambda span: span.ended)
 
 
 def child(collected: Collector, parent: str) -> Span:
-    """The only span below the only one of a name."""
+    """Return the only child of the only span with this name."""
     (root,) = collected.named(parent)
     (span,) = below(collected, root)
     return span
@@ -143,7 +143,7 @@ def test_one_trace_leads_from_the_program_to_the_end_of_the_job(pool: Pool) -> N
     assert [span.name for span in below(collected, child(collected, "sync"))] == PARTS
 
 
-async def test_what_a_prompt_says_is_in_no_span(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_no_span_contains_text_of_a_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
     exporter, provider = InMemorySpanExporter(), TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     monkeypatch.setattr(trace, "get_tracer", provider.get_tracer)
@@ -161,7 +161,7 @@ async def test_what_a_prompt_says_is_in_no_span(monkeypatch: pytest.MonkeyPatch)
 
 
 def call_of(call: Span, batch: Span) -> bool:
-    """Whether a batch has computed for a call; it is in a trace of its own."""
+    """Return whether a batch, which has a trace of its own, computed a row for a call."""
     assert batch.parent == ""
     assert batch.trace != call.trace
     return (call.trace, call.id) in batch.links
@@ -171,13 +171,13 @@ def call_of(call: Span, batch: Span) -> bool:
 
 
 def held_jobs(pool: Pool) -> list[Job]:
-    """The jobs that the worker holds."""
+    """Return the jobs that the worker holds."""
     entries = [entry for stream in pool.streams() for entry in cast(Any, pool.redis.xrange(stream))]
     return [unpack_job(fields[JOB_FIELD]) for _, fields in entries]
 
 
-async def test_a_job_names_a_trace_only_where_tracing_is_on(pool: Pool) -> None:
-    """Without the SDK too: what has come to a program with a request goes on to the workers."""
+async def test_a_job_carries_a_trace_context_only_with_tracing(pool: Pool) -> None:
+    """Also without the SDK: the context of an incoming request is passed on to the workers."""
     await asyncio.to_thread(pool.start, "--step-ms", 600_000, "--max-batch", 1)
     span = TraceContextTextMapPropagator().extract({"traceparent": TRACEPARENT})
     token = context.attach(span)
@@ -201,7 +201,7 @@ async def _both(pool: Pool) -> list[Job]:
     return jobs if len(jobs) == 2 else []
 
 
-def test_where_tracing_is_off_nothing_needs_opentelemetry(pool: Pool) -> None:
+def test_without_tracing_opentelemetry_is_not_needed(pool: Pool) -> None:
     pool.start(command=lambda: [sys.executable, "-c", COMMAND])
     run(UNTRACED, pool)
     worker = pool.start("--tracing", command=lambda: [sys.executable, "-c", COMMAND], wait=False)
@@ -210,7 +210,7 @@ def test_where_tracing_is_off_nothing_needs_opentelemetry(pool: Pool) -> None:
     assert "Traceback" not in worker.text
 
 
-def test_a_worker_that_does_not_trace_serves_those_who_do(pool: Pool) -> None:
+def test_a_worker_without_tracing_serves_traced_clients(pool: Pool) -> None:
     pool.start()
     with collector() as collected:
         run(PROGRAM.replace("[300]", "[30]"), pool, OTEL_EXPORTER_OTLP_ENDPOINT=collected.url)
@@ -230,7 +230,7 @@ HOSTILE = {
 }
 
 
-def test_hostile_trace_contexts_harm_nobody_and_unsampled_ones_are_not_exported(pool: Pool) -> None:
+def test_hostile_trace_contexts_are_harmless_and_unsampled_ones_are_not_exported(pool: Pool) -> None:
     contexts = [*HOSTILE.values(), TRACEPARENT]
     unsampled = "00-1af7651916cd43dd8448eb211c80319c-c7ad6b7169203331-00"
     with collector() as collected:
@@ -267,7 +267,7 @@ def test_a_malformed_trace_context_is_none(traceparent: str) -> None:
 # Settings
 
 
-def test_what_says_whether_to_trace_is_checked_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_tracing_setting_is_checked_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(SettingsError, match="tracing: 'yes' must be True, False or None"):
         Producer(tracing="yes")  # type: ignore[arg-type]
     monkeypatch.setenv("LMPOOL_TRACING", "yes")

@@ -57,18 +57,17 @@ MAY_IMPORT: dict[str, set[str]] = {
     "lmpool.broker": {"lmpool", "lmpool.errors", "lmpool.settings", "lmpool.protocol"},
     "lmpool.rows": {"lmpool", "lmpool.errors", "lmpool.settings", "lmpool.protocol", "lmpool.broker"},
     "lmpool.trie": {"lmpool", "lmpool.errors", "lmpool.settings", "lmpool.protocol"},
-    "lmpool.producer.deadline": SHARED_UNITS,
-    "lmpool.producer.client": SHARED_UNITS | {"lmpool.producer.deadline"},
-    "lmpool.producer": SHARED_UNITS | {"lmpool.producer.deadline", "lmpool.producer.client"},
+    "lmpool.producer.metrics": SHARED_UNITS,
+    "lmpool.producer.client": SHARED_UNITS | {"lmpool.producer.metrics"},
+    "lmpool.producer": SHARED_UNITS | {"lmpool.producer.metrics", "lmpool.producer.client"},
     "lmpool.producer.cli": SHARED_UNITS
-    | {"lmpool.producer.deadline", "lmpool.producer.client", "lmpool.producer", "lmpool.admin"},
-    "lmpool.producer.genlm": SHARED_UNITS | {"lmpool.producer.deadline", "lmpool.producer.client", "lmpool.producer"},
+    | {"lmpool.producer.metrics", "lmpool.producer.client", "lmpool.producer", "lmpool.admin"},
+    "lmpool.producer.genlm": SHARED_UNITS | {"lmpool.producer.metrics", "lmpool.producer.client", "lmpool.producer"},
     # What asks about whole files is a user of the client side like any other.
     "lmpool.batch": SHARED_UNITS | {"lmpool.producer"},
     "lmpool.batch.cli": SHARED_UNITS | {"lmpool.producer", "lmpool.producer.cli", "lmpool.batch"},
     "lmpool.admin": SHARED_UNITS | {"lmpool.producer.client"},
-    "lmpool.web": SHARED_UNITS
-    | {"lmpool.producer", "lmpool.producer.cli", "lmpool.producer.client", "lmpool.producer.deadline", "lmpool.admin"},
+    "lmpool.web": SHARED_UNITS | {"lmpool.producer", "lmpool.producer.cli", "lmpool.producer.client", "lmpool.admin"},
     # What lm-evaluation-harness asks is asked as any program asks.
     "lmpool.lm_eval": SHARED_UNITS | {"lmpool.producer"},
     "lmpool.workers.settings": SHARED_UNITS,
@@ -274,7 +273,7 @@ def test_each_part_needs_no_more_than_it_says() -> None:
         "workers/lmpool/workers/cli/supervisor.py": {"typer"},
         # Imported inside a function, where metrics, traces or logs for machines are wanted.
         "shared/lmpool/metrics.py": {"prometheus_client", "opentelemetry"},
-        "producer/lmpool/producer/client/tracing.py": {"opentelemetry"},
+        "producer/lmpool/producer/metrics.py": {"opentelemetry"},
         "workers/lmpool/workers/metrics/tracing.py": {"opentelemetry"},
         "workers/lmpool/workers/metrics/prometheus.py": {"prometheus_client"},
         "workers/lmpool/workers/cli/serve.py": {"pythonjsonlogger", "uvloop"},

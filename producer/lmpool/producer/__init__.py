@@ -1,6 +1,6 @@
-"""The client side of lmpool: `Producer` for asyncio, `SyncProducer` without it."""
+"""The client of a pool: `Producer` for asyncio, `SyncProducer` without it."""
 
-from lmpool.producer.client.requests import ProducerStats
+from lmpool.producer.metrics import ProducerStats
 from lmpool.producer.options import GenerateOptions, PositionOptions, Positions, SampleOptions
 from lmpool.producer.producer import Producer
 from lmpool.producer.sync import SyncProducer, SyncTrie

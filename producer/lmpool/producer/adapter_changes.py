@@ -33,8 +33,8 @@ from lmpool.errors import (
 )
 from lmpool.producer.client.connections import TROUBLE
 from lmpool.producer.client.discovery import WorkerInfo
+from lmpool.producer.client.requests import Deadline
 from lmpool.producer.client.session import Session
-from lmpool.producer.deadline import Deadline
 from lmpool.protocol.adapter import (
     Adapter,
     Generation,

@@ -1,76 +1,263 @@
-"""A producer's metrics for a registry of prometheus_client; needs `lmpool[metrics]`."""
+"""The counters and spans of a producer's requests, for Prometheus (`lmpool[metrics]`) and OpenTelemetry.
+
+Imports the shared folders only, so that the client folder can count and trace.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
+from importlib.metadata import version
+from operator import attrgetter
+from typing import Any, Protocol
 
-from lmpool.metrics import prometheus
-from lmpool.producer.client.requests import Counters
-from lmpool.producer.producer import Producer
-from lmpool.producer.sync import SyncProducer
+from lmpool.metrics import Histogram, opentelemetry, prometheus
+from lmpool.protocol.job import with_traceparent
+from lmpool.rows.shared_memory import ReadCounts
 
-_OUTCOMES = {"cache_hits": "cache_hit"}
-"""Outcomes that have another name as the value of a label."""
+OUTCOMES = ("cache_hits", "joined", "computed", "failed")
+"""The attributes of `ProducerStats` that count requests which the producer's own memory did not serve."""
+
+_LABELS = {"cache_hits": "cache_hit"}
+"""Outcomes whose label in Prometheus differs from the attribute of `ProducerStats`."""
+
+
+@dataclass(slots=True)
+class ProducerStats:
+    """Counts a producer's requests to the model's workers by their outcome.
+
+    A request asks for one row. The calls of a trie make requests too: for a prompt's row where they need one, and for
+    node values where the model's workers compute tries. Requests to trie workers are not counted. Neither is a call
+    that fails before the producer has connected or because its arguments are invalid.
+
+    Attributes:
+        requests: all requests. Each one that has ended is also counted in one of the other attributes.
+        local_hits: served from the producer's own memory.
+        cache_hits: served from the pool's cache, in Redis or in shared memory.
+        joined: served together with a request for the same prompt that was in flight in this or another process.
+        computed: computed by a worker. A worker may compute one row for several queries about a prompt, and each of
+            these is counted here.
+        failed: ended with an exception, or cancelled.
+    """
+
+    requests: int = 0
+    local_hits: int = 0
+    cache_hits: int = 0
+    joined: int = 0
+    computed: int = 0
+    failed: int = 0
+
+    def add(self, name: str, count: int = 1) -> None:
+        """Add `count` to the attribute `name`."""
+        setattr(self, name, getattr(self, name) + count)
+
+    def copy(self) -> ProducerStats:
+        """Return a snapshot."""
+        return replace(self)
+
+
+class StoredRows(Protocol):
+    """The size of a producer's own row cache."""
+
+    @property
+    def size(self) -> int:
+        """Bytes of all rows."""
+        ...
+
+    def __len__(self) -> int: ...
+
+
+@dataclass(slots=True)
+class Counters:
+    """Counters and histograms of one producer. Its event loop updates them; any thread may read them.
+
+    Attributes:
+        seconds: outcome -> durations of the requests that ended with it. Each request is in one histogram.
+        failures: name of the exception, or "cancelled" -> number of requests.
+        fetched_bytes: bytes of encoded rows and query results received from the server.
+        shared: reads of rows in shared memory.
+        model: name of the model, "" until the producer has connected.
+    """
+
+    stats: ProducerStats
+    cache: StoredRows
+    seconds: dict[str, Histogram] = field(default_factory=lambda: {outcome: Histogram() for outcome in OUTCOMES})
+    failures: Counter[str] = field(default_factory=Counter)
+    fetched_bytes: int = 0
+    shared: ReadCounts = field(default_factory=ReadCounts)
+    model: str = ""
+
+    @property
+    def in_flight(self) -> int:
+        """Requests that have not ended."""
+        ended = sum(sum(histogram.counts) for histogram in self.seconds.values())
+        return max(0, self.stats.requests - self.stats.local_hits - ended)
+
+
+class Counted(Protocol):
+    """A `Producer` or a `SyncProducer`."""
+
+    @property
+    def _counters(self) -> Counters: ...
+
+
+_VALUES: tuple[tuple[str, str, str, Callable[[Counters], float]], ...] = (
+    ("requests_under_way", "gauge", "Requests in flight.", attrgetter("in_flight")),
+    (
+        "fetched_bytes_total",
+        "counter",
+        "Bytes of rows and results fetched from the server.",
+        attrgetter("fetched_bytes"),
+    ),
+    ("shared_rows_total", "counter", "Rows read from shared memory.", attrgetter("shared.rows")),
+    ("lost_rows_total", "counter", "Rows missing from shared memory when they were read.", attrgetter("shared.lost")),
+    ("cache_bytes", "gauge", "Bytes of rows in the producer's own memory.", attrgetter("cache.size")),
+    ("cache_rows", "gauge", "Rows in the producer's own memory.", lambda counters: len(counters.cache)),
+)
+"""Metrics with one value per model: name without its prefix, kind, help text, value."""
 
 
 class ProducerCollector:
-    """Gives a registry of prometheus_client the metrics of producers: `registry.register(ProducerCollector(producer))`.
+    """Exports the metrics of producers to prometheus_client: `registry.register(ProducerCollector(producer))`.
 
-    A registry takes one such collector; a process that has producers of several models names them all in it.
+    A registry takes one collector. A process with producers of several models passes all of them to it.
 
     Args:
-        producers: whose; each with a model of its own.
+        producers: `Producer` or `SyncProducer` objects, each of a different model.
 
     Raises:
         SettingsError: prometheus_client is not installed.
     """
 
-    def __init__(self, *producers: Producer | SyncProducer) -> None:
+    def __init__(self, *producers: Counted) -> None:
         self._library = prometheus("metrics")
-        self._counters = [counters_of(producer) for producer in producers]
+        self._counters = [producer._counters for producer in producers]
 
     def collect(self) -> Iterator[Any]:
-        """The metric families now. Before a producer has connected, its model is ""."""
+        """Yield the current metric families. The model label is "" until the producer has connected."""
         counter, gauge = self._library.CounterMetricFamily, self._library.GaugeMetricFamily
-        each, by_outcome = ("model",), ("model", "outcome")
-        requests = counter(
-            "lmpool_producer_requests_total", "Requests that ended, each by how it ended.", labels=by_outcome
-        )
+        each, by_outcome, by_kind = ("model",), ("model", "outcome"), ("model", "kind")
+        requests = counter("lmpool_producer_requests_total", "Requests that ended, by outcome.", labels=by_outcome)
         failures = counter(
-            "lmpool_producer_failures_total",
-            "Requests that failed or were cancelled, by exception.",
-            labels=("model", "kind"),
+            "lmpool_producer_failures_total", "Requests that failed or were cancelled, by exception.", labels=by_kind
         )
-        under_way = gauge("lmpool_producer_requests_under_way", "Requests that wait for an answer.", labels=each)
-        fetched = counter(
-            "lmpool_producer_fetched_bytes_total", "Bytes of rows and answers fetched from the server.", labels=each
-        )
-        shared = counter("lmpool_producer_shared_rows_total", "Rows read from shared memory.", labels=each)
-        lost = counter("lmpool_producer_lost_rows_total", "Rows gone from shared memory when wanted.", labels=each)
-        cache_bytes = gauge("lmpool_producer_cache_bytes", "Bytes of rows in the producer's own memory.", labels=each)
-        cache_rows = gauge("lmpool_producer_cache_rows", "Rows in the producer's own memory.", labels=each)
         seconds = self._library.HistogramMetricFamily(
-            "lmpool_producer_request_seconds", "Seconds of requests that used the server.", labels=by_outcome
+            "lmpool_producer_request_seconds", "Duration of requests that used the server.", labels=by_outcome
         )
-        # One of each model: Prometheus takes nothing from a page that has the same labels twice.
+        values = [
+            ((gauge if kind == "gauge" else counter)(f"lmpool_producer_{name}", text, labels=each), read)
+            for name, kind, text, read in _VALUES
+        ]
+        # At most one producer per model: Prometheus rejects a page that repeats labels.
         for model, counters in {counters.model: counters for counters in self._counters}.items():
             for name, histogram in counters.seconds.items():
-                outcome = _OUTCOMES.get(name, name)
-                requests.add_metric((model, outcome), sum(histogram.counts))
-                seconds.add_metric((model, outcome), *histogram.cumulative())
+                labels = (model, _LABELS.get(name, name))
+                requests.add_metric(labels, sum(histogram.counts))
+                seconds.add_metric(labels, *histogram.cumulative())
             requests.add_metric((model, "local_hit"), counters.stats.local_hits)
             for kind, count in counters.failures.copy().items():
                 failures.add_metric((model, kind), count)
-            under_way.add_metric((model,), counters.under_way)
-            fetched.add_metric((model,), counters.fetched_bytes)
-            shared.add_metric((model,), counters.shared.rows)
-            lost.add_metric((model,), counters.shared.lost)
-            cache_bytes.add_metric((model,), counters.cache.size)
-            cache_rows.add_metric((model,), len(counters.cache))
-        yield from (requests, failures, under_way, fetched, shared, lost, cache_bytes, cache_rows, seconds)
+            for family, read in values:
+                family.add_metric((model,), read(counters))
+        yield from (requests, failures, *(family for family, _ in values), seconds)
 
 
-def counters_of(producer: Producer | SyncProducer) -> Counters:
-    """What a producer counts."""
-    return (producer._producer if isinstance(producer, SyncProducer) else producer)._counters
+class TracedCall:
+    """One call of the program, with its span.
+
+    Attributes:
+        traceparent: context of the span for jobs; "" if there is none.
+        requests: the requests that the call waits for, and whether the call started them.
+    """
+
+    __slots__ = ("requests", "span", "traceparent")
+
+    def __init__(self, span: Any, traceparent: str) -> None:
+        self.span = span
+        self.traceparent = traceparent
+        self.requests: list[tuple[Traced, bool]] = []
+
+
+class Traced(Protocol):
+    """The fields of a pending request that its spans use.
+
+    Attributes:
+        origin: outcome of the request, None while it is in flight.
+        call: the call that started the request.
+    """
+
+    origin: str | None
+    call: TracedCall | None
+
+
+_current_call: ContextVar[TracedCall | None] = ContextVar("lmpool_call", default=None)
+
+
+class Traces:
+    """Makes the spans of one producer, with the tracer provider that the program has set up.
+
+    Args:
+        model: name of the model; None if the program did not name one.
+
+    Raises:
+        SettingsError: the API of OpenTelemetry is not installed.
+    """
+
+    def __init__(self, model: str | None) -> None:
+        self._api = opentelemetry()
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+        self._propagator = TraceContextTextMapPropagator()
+        self._tracer = self._api.get_tracer("lmpool.producer", version("lmpool"))
+        self._attributes = {"messaging.system": "lmpool", **({"messaging.destination.name": model} if model else {})}
+
+    @contextmanager
+    def span(self, operation: str) -> Iterator[None]:
+        """Trace one call of the method `operation`; the requests that it starts carry its context."""
+        attributes = {**self._attributes, "messaging.operation.name": operation}
+        kind = self._api.SpanKind.CLIENT
+        # The SDK would record the text of an exception, which may quote the prompt.
+        quiet = {"record_exception": False, "set_status_on_exception": False}
+        with self._tracer.start_as_current_span(f"lmpool.{operation}", None, kind, attributes, **quiet) as span:
+            carrier: dict[str, str] = {}
+            self._propagator.inject(carrier)
+            call = TracedCall(span, carrier.get("traceparent", ""))
+            token = _current_call.set(call)
+            try:
+                yield
+            except Exception as error:
+                span.set_attribute("error.type", type(error).__name__)
+                span.set_status(self._api.StatusCode.ERROR)
+                raise
+            finally:
+                _current_call.reset(token)
+                self._count_origins(call)
+
+    @staticmethod
+    def _count_origins(call: TracedCall) -> None:
+        origins = Counter((request.origin or "failed") if is_first else "joined" for request, is_first in call.requests)
+        for origin, count in origins.items():
+            call.span.set_attribute(f"lmpool.requests.{origin}", count)
+
+    @staticmethod
+    def note(request: Traced, is_new: bool) -> None:
+        """Record that the current call waits for a request; link the call to the one that started the request."""
+        call = _current_call.get()
+        if call is None:
+            return
+        call.requests.append((request, is_new))
+        if is_new:
+            request.call = call
+        elif request.call is not None and request.call is not call:
+            call.span.add_link(request.call.span.get_span_context())
+
+    @staticmethod
+    def mark(requests: Sequence[Traced], jobs: Sequence[bytes]) -> list[bytes]:
+        """Add the context of its call to each packed job."""
+        return [
+            with_traceparent(job, request.call.traceparent) if request.call and request.call.traceparent else job
+            for request, job in zip(requests, jobs, strict=True)
+        ]

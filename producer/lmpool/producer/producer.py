@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, get_args
@@ -15,58 +17,56 @@ from lmpool.broker.server import RedisLike, Server, where
 from lmpool.errors import LMPoolError, SettingsError
 from lmpool.metrics import is_traced
 from lmpool.producer.adapter_changes import AdapterChange
-from lmpool.producer.client.queries import Mode, ask_all, ask_entries, ask_fresh, ask_logits, entries_of
-from lmpool.producer.client.requests import Counters, ProducerStats, RowLRU
-from lmpool.producer.client.session import Priority, Session, WhenAbsent, WhenFull
+from lmpool.producer.client.queries import Mode, Queries, entries_of
+from lmpool.producer.client.requests import Deadline, RowLRU, check_timeout
+from lmpool.producer.client.session import Priority, Session, SessionOptions, WhenAbsent, WhenFull
 from lmpool.producer.client.session_per_loop import CopiedAsItself, SessionPerLoop
-from lmpool.producer.client.tracing import Traces
-from lmpool.producer.deadline import Deadline, check_timeout
-from lmpool.producer.options import check_mode, read_batch_targets, read_targets
-from lmpool.producer.partial import PartialRows, encode_all
+from lmpool.producer.metrics import Counters, ProducerStats, Traces
+from lmpool.producer.options import check_flag, check_mode, read_batch_targets, read_targets
+from lmpool.producer.partial import PartialRows
 from lmpool.producer.tokenizer import TOKENIZERS, PublishedTokenizer, check_package
 from lmpool.producer.trie import PooledTrie, TrieQueries, trie_of
 from lmpool.protocol.job import encode_prompt, list_prompts
 from lmpool.protocol.keys import Keys
 from lmpool.protocol.model_info import TRIE_SERVICE, ModelInfo
-from lmpool.settings import check_choice, check_name, shown
+from lmpool.settings import check_choice, check_name, check_number
 from lmpool.vocabulary import Vocabulary
 
 
 class Producer(CopiedAsItself, PartialRows):
-    """Asks a pool for rows, and for less than a row (see `PartialRows`).
+    """Requests rows from a pool, and less or more than rows (see `PartialRows`).
 
-    Use it as an async context manager, or as it is: the first request connects. One producer serves any
-    number of concurrent awaits, and survives several `asyncio.run` calls in a row.
+    Use it as an async context manager, or without one: the first request connects. One producer serves any number of
+    concurrent calls, and can be used in several `asyncio.run` calls one after the other.
 
-    A pickle holds the arguments below, a password in the URL included, and no rows or connections: what is unpickled,
-    in another process, connects with its first request, to the same model. A copy is the producer itself.
+    A pickle contains the arguments below, including a password in the URL, but no rows and no connections. The
+    unpickled producer connects to the same model with its first request. A copy of a producer is the producer itself.
 
     Args:
-        model: name of a served model; None means the only one that is served. Trie workers have the name `trie`
-            to themselves.
-        redis: URL, or a redis-py client whose address and credentials are taken over; None means the
-            environment's `LMPOOL_REDIS_URL`, then this user's embedded server.
-        timeout: seconds that a request may take, unless the call says otherwise.
-        cache_bytes: bytes of rows that this producer keeps in its own memory; 0 for none. Rows of this host's shared
-            memory are kept from their second use on.
+        model: name of a served model; None for the only one that is served. The name `trie` is reserved for trie
+            workers.
+        redis: URL, or a redis-py client whose address and credentials are used; None for the environment's
+            `LMPOOL_REDIS_URL`, or else this user's embedded server.
+        timeout: seconds that a request may take, unless the call overrides it.
+        cache_bytes: max bytes of rows in this producer's own memory; 0 keeps none. Rows in this machine's shared memory
+            are kept from their second use on.
         prefix: prefix of the pool's Redis keys.
-        when_full: what a request does while the model's queue is at its limit: "wait" for room until its deadline, or
-            "raise" QueueFull at once.
-        when_absent: what opening and asking do while no worker serves the model, or none has ever served it, and
-            while no server answers: "wait" until their deadline, or "raise" UnknownModel and ServerUnreachable at
-            once, and NoWorker when a worker has been missing for a lease (5 s at least).
-        priority: whose turn it is where prompts wait: "interactive" clients take turns with one another; "bulk" is for
-            what nobody waits for at a screen, such as a file of texts: its prompts go behind all others, and get what
-            these leave, and a sixteenth at least.
-        keep_answers: whether answers to queries (likeliest tokens, draws, scores, positions) stay in the pool's cache
-            for a minute, for whoever asks the same. False removes each as soon as it has been read: a program that asks
-            about a million texts would fill the server with what nobody asks for again.
-        tracing: whether OpenTelemetry gets a span of each call, whose context goes with the jobs (needs
-            `lmpool[tracing]`, and a tracer provider that the program has set up); None for what the environment's
-            `LMPOOL_TRACING` says, 1 or 0. Calls of tries and changes of adapters have none.
+        when_full: "wait": requests wait until their deadline while the model's queue is full. "raise": they raise
+            QueueFull at once.
+        when_absent: "wait": opening and requests wait until their deadline while the server cannot be reached or no
+            worker serves the model. "raise": they raise UnknownModel and ServerUnreachable at once, and NoWorker when
+            the last worker has been missing for a lease (5 s at least).
+        priority: "interactive": clients share the workers' time. "bulk": for work without a waiting user, such as a
+            file of texts; its prompts come after all interactive ones, and get at least a sixteenth of the time.
+        keep_answers: whether results of queries (top-k tokens, samples, scores, positions) stay in the pool's cache for
+            a minute. False removes each result once it has been read, so that a program with a million texts does not
+            fill the server.
+        tracing: whether each call has an OpenTelemetry span whose context is sent with its jobs. This needs
+            `lmpool[tracing]` and a tracer provider that the program sets up. None reads `LMPOOL_TRACING`, 1 or 0, from
+            the environment. Calls of tries and changes of adapters have no spans.
 
     Raises:
-        SettingsError: a value is malformed.
+        SettingsError: an argument is malformed.
     """
 
     def __init__(
@@ -88,58 +88,33 @@ class Producer(CopiedAsItself, PartialRows):
         check_choice("when_full", when_full, get_args(WhenFull))
         check_choice("when_absent", when_absent, get_args(WhenAbsent))
         check_choice("priority", priority, get_args(Priority))
-        if type(keep_answers) is not bool:
-            raise SettingsError(f"keep_answers: {shown(keep_answers)} must be True or False")
-        if isinstance(cache_bytes, bool) or not isinstance(cache_bytes, int) or cache_bytes < 0:
-            raise SettingsError(f"cache_bytes: {cache_bytes!r} must be a whole number of at least 0")
+        check_flag("keep_answers", keep_answers)
+        check_number("cache_bytes", cache_bytes, 0)
         if redis is not None and not isinstance(redis, get_args(RedisLike)):
             raise SettingsError(f"redis: {type(redis).__name__} is neither a URL nor a redis-py client")
         self._timeout = check_timeout(timeout)
         self._model = model
         self._redis = redis
-        self._options = {
-            "timeout": timeout,
-            "cache_bytes": cache_bytes,
-            "prefix": prefix,
-            "when_full": when_full,
-            "when_absent": when_absent,
-            "priority": priority,
-            "keep_answers": keep_answers,
-            "tracing": tracing,
-        }
+        session_options = SessionOptions(when_full, when_absent, priority, keep_answers)
+        others = {"timeout": timeout, "cache_bytes": cache_bytes, "prefix": prefix, "tracing": tracing}
+        self._options = {**others, **asdict(session_options)}
         self._traces = Traces(model) if is_traced(tracing) else None
-        self._keys = Keys(prefix)
+        self._keys = keys = Keys(prefix)
         self._heads = {}
         self._cache = RowLRU(cache_bytes)
         self._stats = ProducerStats()
         self._counters = Counters(self._stats, self._cache)
-        self._sessions = SessionPerLoop(
-            lambda: Server(redis),
-            lambda server: Session(
-                server,
-                self._keys,
-                self._cache,
-                self._stats,
-                self._counters,
-                when_full,
-                when_absent,
-                priority,
-                keep_answers,
-                self._traces,
-            ),
-            model,
-            when_absent,
-        )
-        # Answers of trie workers are not kept here: they are made from weights that nobody has twice, or from rows, and
-        # then they are in the pool's cache.
-        self._trie_sessions = SessionPerLoop(
-            lambda: Server(redis),
-            lambda server: Session(
-                server, self._keys, RowLRU(0), ProducerStats(), None, when_full, when_absent, priority
-            ),
-            TRIE_SERVICE,
-            when_absent,
-        )
+
+        def session_with(cache: RowLRU, counters: Counters, traces: Traces | None, server: Server) -> Session:
+            return Session(server, keys, cache, counters, session_options, traces)
+
+        make = partial(session_with, self._cache, self._counters, self._traces)
+        self._sessions = SessionPerLoop(lambda: Server(redis), make, model, when_absent)
+        # Results of trie workers are not cached here: weights hardly ever repeat, and results from rows are in the
+        # pool's cache.
+        no_cache = RowLRU(0)
+        make = partial(session_with, no_cache, Counters(ProducerStats(), no_cache), None)
+        self._trie_sessions = SessionPerLoop(lambda: Server(redis), make, TRIE_SERVICE, when_absent)
 
     async def logprobs(
         self,
@@ -151,41 +126,40 @@ class Producer(CopiedAsItself, PartialRows):
         adapter: str = "",
         timeout: float | None = None,
     ) -> NDArray[np.float32]:
-        """The log-probabilities of the token that follows a prompt.
+        """Return the log-probabilities of the token that follows a prompt.
 
         Args:
             ids: list, tuple or 1-D integer array (numpy, torch) of token ids.
-            targets: token ids, if only their entries are wanted: they are read where the row is cached, and only they
-                travel.
-            mode: "logits" for the logits as the model computed them, in place of log-probabilities. They are computed
-                anew, on the keys and values that workers keep, but where a worker still has the row in 16 bits.
-            fresh: have the row computed now, whatever caches hold; it is not cached.
-            adapter: one of the model's adapters (see `adapters`); "" for none.
-            timeout: seconds; None for the producer's.
+            targets: token ids, for only their entries. The server reads these from the cached row, and sends no others.
+            mode: "logits" for the logits as the model computed them. They are computed again, with the keys and values
+                that workers keep, unless a worker still has the row in 16 bits.
+            fresh: compute the row now, whatever caches hold, and do not cache it.
+            adapter: name of one of the model's adapters (see `adapters`); "" for none.
+            timeout: seconds; None for the producer's timeout.
 
         Returns:
-            read-only float32 array of shape (V,); with `targets` one of shape (k,), in their order, the caller's own.
+            read-only float32 array of shape (V,); with `targets` a writable one of shape (k,), in their order.
 
         Raises:
             InvalidPrompt: `ids` is not a prompt for this model, or `targets` are not token ids of it.
-            DeadlineExceeded, NoWorker, QueueFull: no row came in time.
+            DeadlineExceeded, NoWorker, QueueFull: no row arrived in time.
             WorkerError: the backend failed on this prompt.
             ServerError: the server cannot be used.
-            UnknownModel, AmbiguousModel: there is not exactly the model that was asked for.
+            UnknownModel, AmbiguousModel: the model is not served, or no model is named and several are served.
             UnknownAdapter: the model has no adapter of that name.
         """
-        # Nearly all requests are like this: no coroutine within another for them.
-        session = self._sessions.current(asyncio.get_running_loop())
+        # The usual request has a path of its own, without nested coroutines.
+        session = self._sessions.by_loop.get(asyncio.get_running_loop())
         is_usual = targets is None and mode == "logprobs" and fresh is False and adapter == ""
-        if session is None or not is_usual or self._traces is not None:
+        if session is None or session.closed or not is_usual or self._traces is not None:
             return await self._logprobs(ids, targets, mode, fresh, adapter, timeout)
-        seconds = self._timeout if timeout is None else check_timeout(timeout)
+        timeout_s = self._timeout if timeout is None else check_timeout(timeout)
         info = session.info
         prompt = encode_prompt(ids, vocab_size=info.vocab_size, max_tokens=info.max_prompt_tokens)
         row = session.cached(prompt)
         if row is not None:
             return row
-        waiter = session.begin(prompt, session.loop.time() + seconds, seconds)
+        waiter = session.begin(prompt, session.loop.time() + timeout_s, timeout_s)
         try:
             return await waiter.future
         finally:
@@ -194,24 +168,19 @@ class Producer(CopiedAsItself, PartialRows):
     async def _logprobs(
         self, ids: Any, targets: Any, mode: Mode, fresh: bool, adapter: str, timeout: float | None
     ) -> NDArray[np.float32]:
-        """Any request for a row, or for entries of one."""
-        if type(fresh) is not bool:
-            raise SettingsError(f"fresh: {shown(fresh)} must be True or False")
+        check_flag("fresh", fresh)
         if check_mode(mode) == "logits" and fresh:
             raise SettingsError("fresh: True, of rows only: not with mode='logits'")
 
-        async def ask(session: Session, name: str, deadline: Deadline) -> NDArray[np.float32]:
-            prompt = session.encode(ids, name)
-            entries = None if targets is None else read_targets(targets, session.info.vocab_size)
+        async def ask(queries: Queries) -> NDArray[np.float32]:
+            prompt = queries.encode(ids)
+            entries = None if targets is None else read_targets(targets, queries.vocab_size)
             if mode == "logits":
-                return await ask_logits(session, prompt, entries or [], deadline)
+                return await queries.logits(prompt, entries or [])
             if fresh:
-                fresh_row = await ask_fresh(session, prompt, deadline)
-                return fresh_row if entries is None else entries_of(fresh_row, entries)
-            if entries is not None:
-                return await ask_entries(session, prompt, entries, deadline)
-            row = session.cached(prompt)
-            return row if row is not None else await session.answer(prompt, deadline)
+                row = await queries.fresh(prompt)
+                return row if entries is None else entries_of(row, entries)
+            return await (queries.row(prompt) if entries is None else queries.entries(prompt, entries))
 
         return await self._request(adapter, timeout, ask)
 
@@ -224,34 +193,32 @@ class Producer(CopiedAsItself, PartialRows):
         adapter: str = "",
         timeout: float | None = None,
     ) -> NDArray[np.float32]:
-        """The rows of several prompts; all prompts are checked before the first is sent.
+        """Return the rows of several prompts. All prompts are checked before the first is sent.
 
         Args:
-            prompts: prompts, each as `logprobs` takes it (or a 2-D integer array).
-            targets: token ids, if only their entries are wanted: k for all prompts, or (n, k) for each its own.
-            mode: as `logprobs`.
-            adapter: as `logprobs`, for all of them.
-            timeout: seconds for all of them together; None for the producer's.
+            prompts: prompts as for `logprobs`, or a 2-D integer array.
+            targets: token ids, for only their entries: k for all prompts, or (n, k) with k for each prompt.
+            mode: as for `logprobs`.
+            adapter: as for `logprobs`, for all prompts.
+            timeout: seconds for all prompts together; None for the producer's timeout.
 
         Returns:
-            float32 array of shape (n, V), or (n, k) with `targets`; the caller's own.
+            writable float32 array of shape (n, V), or (n, k) with `targets`.
 
         Raises:
-            As `logprobs`; the first failure ends the batch. One that concerns one prompt begins with its index, such as
-            "prompts[3]: ".
+            As `logprobs`; the first failure ends the batch. The text of a failure of one prompt begins with its index,
+            such as "prompts[3]: ".
         """
-        listed, of_logits = list_prompts(prompts), check_mode(mode) == "logits"
+        listed, logits = list_prompts(prompts), check_mode(mode) == "logits"
 
-        async def ask(session: Session, name: str, deadline: Deadline) -> NDArray[np.float32]:
-            encoded, vocab_size = encode_all(session, listed, name), session.info.vocab_size
-            if targets is None and not of_logits:
-                return await session.answer_all(encoded, deadline)
-            entries: list[list[int]] = [[]] * len(encoded)
-            count = vocab_size
+        async def ask(queries: Queries) -> NDArray[np.float32]:
+            encoded = queries.encode_all(listed)
+            if targets is None and not logits:
+                return await queries.rows(encoded)
+            entries, count = [list[int]()] * len(encoded), queries.vocab_size
             if targets is not None:
-                entries, count = read_batch_targets(targets, len(encoded), vocab_size)
-            ask_one = ask_logits if of_logits else ask_entries
-            return await ask_all(session, encoded, entries, count, deadline, ask_one)
+                entries, count = read_batch_targets(targets, len(encoded), queries.vocab_size)
+            return await queries.all_entries(encoded, entries, count, logits=logits, name="prompts")
 
         return await self._request(adapter, timeout, ask)
 
@@ -323,17 +290,16 @@ class Producer(CopiedAsItself, PartialRows):
         await AdapterChange(await self._sessions.open(deadline), name, deadline, replicas).remove()
 
     async def trie(self, vocabulary: Vocabulary | Iterable[bytes] | None = None, *, local: bool = False) -> PooledTrie:
-        """The trie over a vocabulary, whose values trie workers compute.
+        """Return the trie over a vocabulary, whose node values trie workers compute.
 
         Args:
             vocabulary: the byte string of every token id; None for the served model's vocabulary.
-            local: compute in this process (needs `lmpool[trie]`) unless a call says otherwise.
+            local: compute in this process (needs `lmpool[trie]`) unless a call overrides it.
 
         Raises:
-            InvalidVocabulary: not byte strings, or over a limit.
-            UnknownVocabulary: the model publishes none.
-            ServerError, DeadlineExceeded, UnknownModel, AmbiguousModel: as `open`, when the model's vocabulary is
-                asked for.
+            InvalidVocabulary: `vocabulary` does not consist of byte strings, or exceeds a limit.
+            UnknownVocabulary: the model publishes no vocabulary.
+            ServerError, DeadlineExceeded, UnknownModel, AmbiguousModel: as `open`, for the model's vocabulary.
         """
         if vocabulary is None:
             deadline = Deadline(self._timeout)
@@ -345,15 +311,15 @@ class Producer(CopiedAsItself, PartialRows):
         )
 
     async def tokenizer(self, *, timeout: float | None = None) -> PublishedTokenizer:
-        """The model's tokenizer, as its workers publish it; read once for all producers of a process.
+        """Return the model's tokenizer, as its workers publish it. All producers of a process share it.
 
-        Needs `lmpool[text]`, which is the package `tokenizers`: no torch, no transformers, no copy of the model.
+        Needs `lmpool[text]`, which installs the package `tokenizers`, but neither torch nor transformers.
 
         Args:
-            timeout: seconds; None for the producer's.
+            timeout: seconds; None for the producer's timeout.
 
         Raises:
-            UnknownTokenizer: the model publishes none, or what the pool has in its place is another.
+            UnknownTokenizer: the model publishes none, or the pool holds a different one in its place.
             SettingsError: `tokenizers` is not installed.
             ServerError, DeadlineExceeded, UnknownModel, AmbiguousModel: as `open`.
         """
@@ -363,15 +329,15 @@ class Producer(CopiedAsItself, PartialRows):
         return await TOKENIZERS.get(session.info.tokenizer, session.vocabularies, deadline)
 
     async def encode(self, text: str, *, add_special_tokens: bool = True, timeout: float | None = None) -> list[int]:
-        """The token ids of a text, as transformers' tokenizer of the model makes them.
+        """Return the token ids of a text, equal to those of the model's tokenizer in transformers.
 
         Args:
-            text: what the prompt is to say.
-            add_special_tokens: with those that mark a text's beginning or end, where the model has them.
-            timeout: as `tokenizer`.
+            text: the text.
+            add_special_tokens: whether to add the model's tokens for the beginning or end of a text.
+            timeout: as for `tokenizer`.
 
         Raises:
-            NotTokenIds: it is no text.
+            NotTokenIds: it is not text.
             As `tokenizer`.
         """
         deadline = Deadline.of(timeout, self._timeout)
@@ -379,15 +345,15 @@ class Producer(CopiedAsItself, PartialRows):
         return await TOKENIZERS.encode(tokenizer, text, deadline.left, add_special_tokens=add_special_tokens)
 
     async def decode(self, ids: Any, *, skip_special_tokens: bool = False, timeout: float | None = None) -> str:
-        """The text of token ids.
+        """Return the text of token ids.
 
         Args:
             ids: list, tuple or 1-D integer array.
-            skip_special_tokens: without those that mark a beginning or an end.
-            timeout: as `tokenizer`.
+            skip_special_tokens: whether to leave out tokens for a beginning or an end.
+            timeout: as for `tokenizer`.
 
         Raises:
-            NotTokenIds, TokenOutOfRange: they are no token ids.
+            NotTokenIds, TokenOutOfRange: they are not token ids of the model.
             As `tokenizer`.
         """
         tokenizer = await self.tokenizer(timeout=timeout)
@@ -396,7 +362,7 @@ class Producer(CopiedAsItself, PartialRows):
 
     @property
     def model(self) -> ModelInfo:
-        """The info of the model.
+        """The model info.
 
         Raises:
             LMPoolError: the producer has not connected yet.
@@ -406,34 +372,34 @@ class Producer(CopiedAsItself, PartialRows):
         return self._sessions.session.info
 
     def stats(self) -> ProducerStats:
-        """A snapshot of what became of this producer's requests."""
+        """Return a snapshot of the counters of this producer's requests."""
         return self._stats.copy()
 
     def clear_cache(self) -> None:
-        """Forget the rows in this producer's own memory; the pool's cache is everyone's and stays."""
+        """Drop the rows in this producer's own memory. The pool's cache, which all clients share, stays."""
         self._cache.clear()
 
     async def open(self, *, timeout: float | None = None) -> None:
         """Connect now instead of with the first request.
 
         Args:
-            timeout: seconds; None for the producer's.
+            timeout: seconds; None for the producer's timeout.
 
         Raises:
-            ServerError: the server cannot be used, or does not answer in time.
-            UnknownModel, AmbiguousModel: there is not exactly the model that was asked for.
-            NoWorker: nobody has served it in time (with `when_absent="wait"`).
-            ProducerClosed: the producer was closed meanwhile.
+            ServerError: the server cannot be used, or does not reply in time.
+            UnknownModel, AmbiguousModel: the model is not served, or no model is named and several are served.
+            NoWorker: no worker served the model in time (with `when_absent="wait"`).
+            ProducerClosed: the producer was closed.
         """
         await self._sessions.open(Deadline.of(timeout, self._timeout))
 
     def close_soon(self) -> None:
-        """As `close`, from any thread and without waiting: what is open ends in its own event loop."""
+        """Close without waiting, from any thread: each connection is closed in its own event loop."""
         self._trie_sessions.close_soon()
         self._sessions.close_soon()
 
     async def close(self) -> None:
-        """End the requests that are under way and close the connections. The producer can be opened again."""
+        """End pending requests and close the connections. The producer can be opened again."""
         await self._trie_sessions.close()
         await self._sessions.close()
 
@@ -447,13 +413,7 @@ class Producer(CopiedAsItself, PartialRows):
         await self.close()
 
     @property
-    def _is_connected(self) -> bool:
-        """Whether it has a model's info."""
-        return self._sessions.session is not None
-
-    @property
     def _name(self) -> str | None:
-        """The model's name, as far as it is known."""
         return self._model if self._sessions.session is None else self._sessions.session.info.name
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -462,16 +422,11 @@ class Producer(CopiedAsItself, PartialRows):
                 "redis: a producer that was made with a redis-py client cannot be pickled: make it with the server's "
                 "URL, or make one where it is unpickled"
             )
-        return _reopened, (type(self), self._name, {"redis": self._redis, **self._options})
+        return partial(type(self), **self._options, redis=self._redis), (self._name,)
 
     def __repr__(self) -> str:
         state = "open" if self._sessions.is_open else "closed"
         return f"Producer({self._name!r}, redis={where(self._redis)!r}, {state})"
-
-
-def _reopened(kind: type[Producer], model: str | None, options: dict[str, Any]) -> Producer:
-    """What a pickled producer becomes again."""
-    return kind(model, **options)
 
 
 def _check_model(model: str | None) -> None:

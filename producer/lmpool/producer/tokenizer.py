@@ -1,19 +1,17 @@
-"""Prompts as people type them: text through the model's tokenizer, or token ids."""
+"""Tokenizers: the published ones, cached for this process, and the ones of transformers."""
 
 from __future__ import annotations
 
 import asyncio
 import os
-from asyncio import shield, wrap_future
-from collections import OrderedDict
 from collections.abc import Awaitable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
-from threading import Lock
 from typing import Any, NamedTuple, Protocol, TypeVar
+from weakref import WeakKeyDictionary
 
-from lmpool.aio import copy_error
+from lmpool.aio import join_task
 from lmpool.errors import (
     DeadlineExceeded,
     InvalidVocabulary,
@@ -23,80 +21,79 @@ from lmpool.errors import (
     TokenOutOfRange,
     UnknownTokenizer,
 )
-from lmpool.producer.deadline import Deadline
+from lmpool.producer.client.requests import ALONE_S, Deadline
 from lmpool.protocol.model_info import ModelInfo
 from lmpool.protocol.tokenizer import MAX_NORMALIZED_CHARACTERS, check_tokenizer
 from lmpool.settings import shown
 
 T = TypeVar("T")
 
+# Max tokenizers that a process keeps, some 10 MB each.
 _MAX_KEPT = 8
-
+# Max texts encoded at the same time. A slow tokenizer must not occupy the threads that asyncio shares.
 _MAX_THREADS = 4
-"""Texts that are encoded at the same time. Threads of their own: a slow tokenizer must not occupy asyncio's."""
 
 
 class Tokenizer(Protocol):
-    """What the command line uses of a tokenizer, of transformers or published."""
+    """The methods of a tokenizer that the command line uses, of transformers or published."""
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text, with those that mark its beginning or end for this model, or without."""
+        """Return the token ids of a text, with or without the model's tokens for its beginning and end."""
         ...
 
     def decode(self, token_ids: list[int]) -> str:
-        """Text of token ids."""
+        """Return the text of token ids."""
         ...
 
 
 class HasTokenizer(Protocol):
-    """What `find_tokenizer` uses of a producer."""
+    """The part of a producer that `find_tokenizer` uses."""
 
     @property
     def model(self) -> ModelInfo:
-        """The info of its model."""
+        """The model info."""
         ...
 
     async def tokenizer(self) -> Tokenizer:
-        """The tokenizer that the model's workers publish."""
+        """Return the tokenizer that the workers publish."""
         ...
 
 
 class PublishedTokenizer:
-    """The tokenizer of a served model, as its workers publish it: the same ids as those of transformers.
+    """The tokenizer of a served model, as its workers publish it. It returns the same ids as transformers.
 
     Args:
-        text: its `tokenizer.json`.
+        text: content of `tokenizer.json`.
 
     Raises:
         SettingsError: the package `tokenizers` is not installed.
-        UnknownTokenizer: this release of `tokenizers` cannot read it, or it could freeze or fill this process
-            (`lmpool.protocol.tokenizer`).
+        UnknownTokenizer: this release of `tokenizers` cannot read it, or it could freeze this process or fill its
+            memory (`lmpool.protocol.tokenizer`).
     """
 
     def __init__(self, text: str) -> None:
         tokenizers = _package()
-        release = f"tokenizers {tokenizers.__version__}"
         try:
             growth = check_tokenizer(text)
         except InvalidVocabulary as error:
             raise UnknownTokenizer(f"the model's tokenizer is refused: {error}") from error
-        with _errors_of_package(f"the model's tokenizer cannot be read by {release}"):
+        with _errors_of_package(f"the model's tokenizer cannot be read by tokenizers {tokenizers.__version__}"):
             self._tokenizer: Any = tokenizers.Tokenizer.from_str(text)
         self._max_characters = int(MAX_NORMALIZED_CHARACTERS / growth)
-        # A file may say so for training's sake; a prompt is whole, and no longer than it is.
+        # A file may enable truncation or padding for training. A prompt is never truncated or padded.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text. It runs without Python's lock, so call it in a thread if an event loop must go on.
+        """Return the token ids of a text. Call it in a thread to keep an event loop responsive; it releases the GIL.
 
         Args:
-            text: what the prompt is to say.
-            add_special_tokens: with those that mark its beginning or end for this model.
+            text: the text.
+            add_special_tokens: whether to add the model's tokens for its beginning or end.
 
         Raises:
-            NotTokenIds: it is no text, one that has no UTF-8, or a longer one than this tokenizer takes.
-            UnknownTokenizer: the tokenizer fails on it.
+            NotTokenIds: it is not text, cannot be encoded as UTF-8, or is longer than this tokenizer accepts.
+            UnknownTokenizer: the tokenizer fails on the text.
         """
         if not isinstance(text, str):
             raise NotTokenIds(f"a text to encode must be a str, not {type(text).__name__}: {shown(text)}")
@@ -108,22 +105,21 @@ class PublishedTokenizer:
         except UnicodeEncodeError as error:
             raise NotTokenIds(f"the text cannot be encoded: {error}") from error
         with _errors_of_package("the model's tokenizer fails on this text"):
-            # Unlike `encode`, a batch is encoded without Python's lock.
+            # Only the batch method releases the GIL.
             encoded: Any = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
         ids: list[int] = encoded.ids
         return ids
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False, vocab_size: int = 2**32) -> str:
-        """Text of token ids.
+        """Return the text of token ids.
 
         Args:
-            token_ids: list, tuple or 1-D integer array of ids; those that the tokenizer does not have are left out, for
-                a model may have more.
-            skip_special_tokens: without those that mark a beginning or an end.
-            vocab_size: V of the model that the ids are of.
+            token_ids: list, tuple or 1-D integer array. Ids that only the model has, not the tokenizer, are left out.
+            skip_special_tokens: whether to leave out tokens for a beginning or an end.
+            vocab_size: V of the model.
 
         Raises:
-            NotTokenIds: something else.
+            NotTokenIds: they are not integers.
             TokenOutOfRange: an id is below 0 or not below V.
             UnknownTokenizer: the tokenizer fails on them.
         """
@@ -142,151 +138,94 @@ class PublishedTokenizer:
         return text
 
     def tokens(self, token_ids: Sequence[int]) -> list[str]:
-        """The text of each id by itself."""
+        """Return the text of each id alone."""
         return [self.decode([token]) for token in token_ids]
 
 
 @contextmanager
-def _errors_of_package(what: str) -> Iterator[None]:
-    """Turn failures of the package `tokenizers`, which is written in Rust, into ours.
-
-    Raises:
-        UnknownTokenizer: with what the package says.
-    """
+def _errors_of_package(text: str) -> Iterator[None]:
+    """Convert exceptions of the package `tokenizers` to UnknownTokenizer; their text begins with `text`."""
     try:
         yield
     except BaseException as error:
-        # It raises plain `Exception`, and for a panic of its own a class that derives from BaseException alone.
+        # The package raises plain `Exception`, and for a panic in Rust a class derived from BaseException only.
         if type(error) is Exception or type(error).__name__ == "PanicException":
-            raise UnknownTokenizer(f"{what}: {error}") from error
+            raise UnknownTokenizer(f"{text}: {error}") from error
         raise
 
 
 class ReadsTokenizers(Protocol):
-    """What `TokenizerCache` uses of a session: it reads from the session's pool, in the session's event loop."""
+    """The part of a session that `TokenizerCache` uses."""
 
     async def tokenizer(self, digest: str, deadline: Deadline) -> str:
-        """The `tokenizer.json` of a digest."""
+        """Return the `tokenizer.json` with this digest."""
         ...
 
 
-class _Failure(NamedTuple):
-    """Why a tokenizer could not be read.
+class _Reading(NamedTuple):
+    """A read of a tokenizer by one session, shared by all callers in its event loop."""
 
-    Attributes:
-        reader: whose failure it is: another's pool may have what this one's lacks.
-        error: what it is.
-    """
-
+    digest: str
     reader: ReadsTokenizers
-    error: LMPoolError
-
-
-_Reading = Future[PublishedTokenizer | _Failure | None]
-"""One reading that all await who ask meanwhile; None where whoever began it has given up, and the next is to begin."""
+    task: asyncio.Task[PublishedTokenizer]
 
 
 class TokenizerCache:
-    """The published tokenizers that this process used last, by their digests: for all its event loops and threads.
+    """The published tokenizers that this process has read, by digest, for all event loops.
 
-    Each is read once, however many ask for it at the same time. A failure is that of those who ask then, and is not
-    kept. What is read is unpacked and parsed in threads; while it parses, the package holds Python's lock.
+    Concurrent callers in one event loop share one read. A failure reaches the callers of one session and is not cached.
     """
 
     def __init__(self) -> None:
-        self._kept: OrderedDict[str, PublishedTokenizer] = OrderedDict()
+        self._kept: dict[str, PublishedTokenizer] = {}
+        self._reading: WeakKeyDictionary[asyncio.AbstractEventLoop, _Reading] = WeakKeyDictionary()
         self.after_fork()
 
     def after_fork(self) -> None:
-        """Discard readings and threads: in a child process those of its parent do not exist."""
-        self._lock = Lock()
-        self._readings: dict[str, _Reading] = {}
+        """Replace the threads: a child process has no threads of its parent."""
         self._threads = ThreadPoolExecutor(_MAX_THREADS, "lmpool-tokenizer")
 
     async def encode(
         self, tokenizer: Tokenizer, text: str, timeout: float, *, add_special_tokens: bool = True
     ) -> list[int]:
-        """Encode a text in a thread of this cache, so that no text stops the event loop.
-
-        Args:
-            tokenizer: encodes it.
-            text: as `Tokenizer.encode`.
-            timeout: seconds. A thread cannot be stopped, so it goes on after them until it ends.
-            add_special_tokens: as `Tokenizer.encode`.
+        """Encode a text in a thread of this cache. The thread continues after the timeout, because none can be stopped.
 
         Raises:
             NotTokenIds, UnknownTokenizer: as `PublishedTokenizer.encode`.
-            DeadlineExceeded: it took longer.
+            DeadlineExceeded: it took longer than `timeout` seconds.
         """
         deadline, encode = Deadline(timeout), partial(tokenizer.encode, text, add_special_tokens=add_special_tokens)
         return await _within(deadline, deadline.loop.run_in_executor(self._threads, encode))
 
     async def get(self, digest: str, reader: ReadsTokenizers, deadline: Deadline) -> PublishedTokenizer:
-        """A tokenizer, from memory or from the pool.
-
-        Args:
-            digest: what names it; "" for none, which no pool has.
-            reader: the caller's session.
-            deadline: of the caller. What has been read by then is parsed to the end, for whoever asks next.
+        """Return a tokenizer, read by the session's `reader` unless it is cached; "" means that there is none.
 
         Raises:
-            UnknownTokenizer, ServerError: as `reader.tokenizer`, or it cannot be parsed.
-            DeadlineExceeded: it took longer.
+            UnknownTokenizer, ServerError: as `reader.tokenizer`, or the tokenizer cannot be parsed.
+            DeadlineExceeded: it took too long.
         """
-        while True:
-            with self._lock:
-                if (tokenizer := self._kept.get(digest)) is not None:
-                    self._kept.move_to_end(digest)
-                    return tokenizer
-                reading = self._readings.get(digest)
-                if is_first := reading is None:
-                    reading = self._readings[digest] = Future()
-                    # From now on those who await it cannot cancel it for the others.
-                    reading.set_running_or_notify_cancel()
-            if is_first:
-                return await self._read(digest, reading, reader, deadline)
-            outcome = await _within(deadline, wrap_future(reading))
-            if isinstance(outcome, PublishedTokenizer):
-                return outcome
-            if outcome is not None and outcome.reader is reader:
-                raise copy_error(outcome.error)
-
-    async def _read(
-        self, digest: str, reading: _Reading, reader: ReadsTokenizers, deadline: Deadline
-    ) -> PublishedTokenizer:
-        outcome: _Failure | None = None
-        try:
-            text = await reader.tokenizer(digest, deadline)
-            parsing = deadline.loop.run_in_executor(None, self._parse, digest, reading, reader, text)
-        except BaseException as error:
-            # Others may have more time than whoever began it.
-            if isinstance(error, LMPoolError) and not isinstance(error, DeadlineExceeded):
-                outcome = _Failure(reader, error)
-            self._end(digest, reading, outcome)
-            raise
-        return await _within(deadline, shield(parsing))
-
-    def _parse(self, digest: str, reading: _Reading, reader: ReadsTokenizers, text: str) -> PublishedTokenizer:
-        """Parse what was read, in a thread, and keep it."""
-        outcome: PublishedTokenizer | _Failure | None = None
-        try:
-            outcome = tokenizer = PublishedTokenizer(text)
+        if (tokenizer := self._kept.get(digest)) is not None:
             return tokenizer
-        except LMPoolError as error:
-            outcome = _Failure(reader, error)
-            raise
-        finally:
-            self._end(digest, reading, outcome)
+        loop = deadline.loop
+        while True:
+            reading = self._reading.get(loop)
+            if reading is None or reading.digest != digest or reading.task.done():
+                # A task with a deadline of its own, so that a caller that gives up does not end it for the others.
+                reading = _Reading(digest, reader, loop.create_task(self._read(digest, reader)))
+                self._reading[loop] = reading
+            try:
+                return await _within(deadline, join_task(reading.task))
+            except LMPoolError as error:
+                # Another session's pool may lack a tokenizer that this one has.
+                if reading.reader is reader or isinstance(error, DeadlineExceeded):
+                    raise
 
-    def _end(self, digest: str, reading: _Reading, outcome: PublishedTokenizer | _Failure | None) -> None:
-        with self._lock:
-            if self._readings.get(digest) is reading:
-                del self._readings[digest]
-            if isinstance(outcome, PublishedTokenizer):
-                self._kept[digest] = outcome
-                while len(self._kept) > _MAX_KEPT:
-                    self._kept.popitem(last=False)
-        reading.set_result(outcome)
+    async def _read(self, digest: str, reader: ReadsTokenizers) -> PublishedTokenizer:
+        text = await reader.tokenizer(digest, Deadline(ALONE_S))
+        tokenizer = self._kept[digest] = await asyncio.to_thread(PublishedTokenizer, text)
+        if len(self._kept) > _MAX_KEPT:
+            self._kept.pop(next(iter(self._kept)), None)
+        return tokenizer
 
 
 async def _within(deadline: Deadline, awaited: Awaitable[T]) -> T:
@@ -300,18 +239,14 @@ async def _within(deadline: Deadline, awaited: Awaitable[T]) -> T:
 
 
 TOKENIZERS = TokenizerCache()
-"""Those of this process."""
+"""The cache of this process."""
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=TOKENIZERS.after_fork)
 
 
 def check_package() -> None:
-    """See that published tokenizers can be used here.
-
-    Raises:
-        SettingsError: the package `tokenizers` is not installed.
-    """
+    """Check that the package `tokenizers` is installed."""
     _package()
 
 
@@ -324,7 +259,7 @@ def _package() -> Any:
 
 
 async def published_tokenizer(producer: HasTokenizer) -> Tokenizer | None:
-    """The tokenizer that a producer's model publishes; None where it has none, or the package is not installed."""
+    """Return the tokenizer that the model publishes; None if there is none, or `tokenizers` is not installed."""
     try:
         return await producer.tokenizer()
     except (UnknownTokenizer, SettingsError):
@@ -334,12 +269,12 @@ async def published_tokenizer(producer: HasTokenizer) -> Tokenizer | None:
 async def find_tokenizer(
     producer: HasTokenizer, option: str = "text", otherwise: str = "pass token ids with --ids"
 ) -> Tokenizer:
-    """The tokenizer that a producer's model publishes; where it has none, or `tokenizers` is missing, transformers'.
+    """Return the tokenizer that the model publishes, or else the one of transformers.
 
     Args:
-        producer: is open.
-        option: as `load_tokenizer`.
-        otherwise: as `load_tokenizer`.
+        producer: an open producer.
+        option: as for `load_tokenizer`.
+        otherwise: as for `load_tokenizer`.
 
     Raises:
         SettingsError: there is none, or it cannot be loaded here.
@@ -351,16 +286,10 @@ async def find_tokenizer(
 
 
 async def read_tokens(producer: HasTokenizer, prompt: str, are_ids: bool, timeout: float) -> list[int]:
-    """Token ids of a prompt as typed: ids, or text for the model's tokenizer.
-
-    Args:
-        producer: is open.
-        prompt: as typed.
-        are_ids: whether it is a list of ids.
-        timeout: seconds for encoding the text.
+    """Return the token ids of a typed prompt: a list of ids if `are_ids`, otherwise text for the model's tokenizer.
 
     Raises:
-        SettingsError: the ids are none, or there is no tokenizer.
+        SettingsError: the ids are malformed, or there is no tokenizer.
         LMPoolError: as `find_tokenizer` and `TokenizerCache.encode`.
     """
     if are_ids:
@@ -371,16 +300,16 @@ async def read_tokens(producer: HasTokenizer, prompt: str, are_ids: bool, timeou
 def load_tokenizer(
     info: ModelInfo, option: str = "text", otherwise: str = "pass token ids with --ids", **settings: Any
 ) -> Tokenizer:
-    """The tokenizer that belongs to a served model; needs transformers.
+    """Load the tokenizer of a served model with transformers.
 
     Args:
-        info: the model's info.
-        option: what the user has given or left out, for an error.
-        otherwise: what the user can do instead, for an error.
-        settings: as transformers' `AutoTokenizer.from_pretrained` takes them.
+        info: the model info.
+        option: name of the option that needs the tokenizer, for the error text.
+        otherwise: advice at the end of the error text.
+        settings: arguments for transformers' `AutoTokenizer.from_pretrained`.
 
     Raises:
-        SettingsError: the model has none, or it cannot be loaded here.
+        SettingsError: the model has no tokenizer, or it cannot be loaded here.
     """
     if not info.source:
         raise SettingsError(f"{option}: the model {info.name!r} has no tokenizer; {otherwise}")
@@ -388,17 +317,11 @@ def load_tokenizer(
 
 
 def read_tokenizer(source: str, gguf_file: str = "", *, option: str, otherwise: str, **settings: Any) -> Tokenizer:
-    """The tokenizer of a hub name or folder; needs transformers.
+    """Load the tokenizer of a hub name or folder with transformers; the other arguments are those of `load_tokenizer`.
 
     Args:
-        source: the hub name or folder.
-        gguf_file: the GGUF file in it that holds the tokenizer, or "".
-        option: as `load_tokenizer`.
-        otherwise: as `load_tokenizer`.
-        settings: as `load_tokenizer`.
-
-    Raises:
-        SettingsError: it cannot be loaded here.
+        source: hub name or folder.
+        gguf_file: name of the GGUF file in it that contains the tokenizer, or "".
     """
     try:
         from transformers import AutoTokenizer
@@ -408,7 +331,7 @@ def read_tokenizer(source: str, gguf_file: str = "", *, option: str, otherwise: 
             f"where they publish none, or {otherwise}"
         ) from error
     try:
-        # Left unset, transformers asks on the terminal whether to run code that comes with the tokenizer.
+        # Without this, transformers asks on the terminal whether to run code that comes with the tokenizer.
         settings = {"trust_remote_code": False, **settings}
         loaded: Any = AutoTokenizer.from_pretrained(source, gguf_file=gguf_file or None, **settings)
     except (OSError, ValueError, KeyError, ImportError) as error:
@@ -419,11 +342,7 @@ def read_tokenizer(source: str, gguf_file: str = "", *, option: str, otherwise: 
 
 
 def end_tokens(source: str) -> list[int]:
-    """The tokens at which a model's generation config has it stop; none where there is no such config.
-
-    Args:
-        source: the hub name or folder.
-    """
+    """Return the end tokens in the generation config of a hub name or folder; none if it has no such config."""
     from transformers import GenerationConfig
 
     try:
@@ -434,11 +353,7 @@ def end_tokens(source: str) -> list[int]:
 
 
 def parse_ids(text: str) -> list[int]:
-    """Token ids as typed: integers separated by commas or spaces.
-
-    Raises:
-        SettingsError: something else is among them.
-    """
+    """Return typed token ids: integers separated by commas or spaces."""
     try:
         return [int(part) for part in text.replace(",", " ").split()]
     except ValueError:

@@ -21,9 +21,9 @@ from lmpool.errors import (
     SourceMissing,
     UnknownVocabulary,
 )
+from lmpool.producer.client.requests import Deadline
 from lmpool.producer.client.session import Session
 from lmpool.producer.client.session_per_loop import CopiedAsItself, SessionPerLoop
-from lmpool.producer.deadline import Deadline
 from lmpool.protocol.job import Prompt, digest_of, list_prompts
 from lmpool.protocol.query import Op, Selection, SentWeights, TrieQuery
 from lmpool.protocol.row import Values

@@ -269,5 +269,5 @@ def test_a_producer_returns_the_row_or_an_error_of_ours_in_time(pool: Pool, work
 
 async def test_an_info_under_another_name_is_not_believed(pool: Pool, producer: Producer) -> None:
     pool.redis.hset(pool.keys.models(), "twin", hostile.INFO.pack())
-    with pytest.raises(ProtocolError, match="'twin' cannot be read: it is that of 'syn'"):
+    with pytest.raises(ProtocolError, match="'twin' cannot be read: it is the info of 'syn'"):
         await pool.producer("twin").open()

@@ -1,4 +1,4 @@
-"""A program that computes in its event loop: its requests go on when the loop runs again."""
+"""A program that blocks its event loop: its requests continue when the loop runs again."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ import pytest
 from lmpool.aio import silence_limit
 from lmpool.producer import Producer
 from lmpool.producer.client import connections
-from lmpool.producer.deadline import ENDLESS_S
+from lmpool.producer.client.requests import ENDLESS_S
 from lmpool.synthetic import synthetic_row
 from tests.support.gate import Gate
 from tests.support.pool import Pool, SkippingLoop, V, run_skipping, until_async
 
 PAUSE_S = 31.0
-"""Longer than any limit of silence."""
+"""Longer than any silence limit."""
 PAUSES = 15
-"""Fewer than a limit of silence has parts: the server always has time enough to answer."""
+"""Pauses, fewer than the parts of a silence limit, so that the server has enough time to reply."""
 PROMPT = [1, 2, 3]
 
 
 async def pause(loop: SkippingLoop, every: int, times: int = PAUSES) -> None:
-    """Block the event loop again and again, each time for `PAUSE_S`, in which the server answers."""
+    """Block the event loop repeatedly for `PAUSE_S`, while the server replies."""
     for _ in range(times):
         for _ in range(every):
             await asyncio.sleep(0)
@@ -35,7 +35,7 @@ async def pause(loop: SkippingLoop, every: int, times: int = PAUSES) -> None:
 
 @pytest.mark.parametrize("timeout", [1e6, ENDLESS_S])
 @pytest.mark.parametrize("every", [1, 2, 3])
-def test_a_request_goes_on_whose_loop_is_blocked_while_it_opens(pool: Pool, timeout: float, every: int) -> None:
+def test_a_request_survives_a_blocked_loop_while_the_session_opens(pool: Pool, timeout: float, every: int) -> None:
     pool.start()
 
     async def ask(loop: SkippingLoop) -> None:
@@ -48,7 +48,7 @@ def test_a_request_goes_on_whose_loop_is_blocked_while_it_opens(pool: Pool, time
 
 
 @pytest.mark.parametrize("timeout", [1e6, ENDLESS_S])
-def test_a_request_goes_on_whose_loop_is_blocked_while_it_waits(pool: Pool, tmp_path: Path, timeout: float) -> None:
+def test_a_request_survives_a_blocked_loop_while_it_is_pending(pool: Pool, tmp_path: Path, timeout: float) -> None:
     gate = Gate(tmp_path / "gate")
     pool.start(command=gate.command)
 
@@ -65,8 +65,8 @@ def test_a_request_goes_on_whose_loop_is_blocked_while_it_waits(pool: Pool, tmp_
     run_skipping(ask)
 
 
-async def test_requests_go_on_where_no_thread_can_be_started(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As after the end of the main thread, when other threads still use a producer."""
+async def test_requests_succeed_when_no_thread_can_start(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """This happens after the main thread has ended, while other threads still use a producer."""
     monkeypatch.setattr(connections, "_SCAN_S", 0.001)
     scanned = asyncio.Event()
 
@@ -78,12 +78,12 @@ async def test_requests_go_on_where_no_thread_can_be_started(pool: Pool, monkeyp
     async with pool.producer(cache_bytes=0) as producer:
         await producer.logprobs(PROMPT)
         await asyncio.get_running_loop().shutdown_default_executor()
-        monkeypatch.setattr(connections.Connections, "look_for_segments", scan)
+        monkeypatch.setattr(connections.Connections, "scan_segments", scan)
         await asyncio.wait_for(scanned.wait(), 60)
         assert np.array_equal(await producer.logprobs([4, 5]), synthetic_row([4, 5], vocab_size=V))
 
 
-def test_a_limit_of_silence_ends_where_the_loop_runs_and_after_many_pauses() -> None:
+def test_a_silence_limit_expires_in_a_running_loop_and_after_many_pauses() -> None:
     async def wait(loop: SkippingLoop) -> None:
         loop.call_later(0.01, setattr, loop, "skipped_s", 100.0)
         with pytest.raises(TimeoutError):

@@ -35,7 +35,7 @@ async def serve(redis: redis_async.Redis, infos: dict[str | bytes, bytes]) -> Di
 
 
 @pytest.mark.parametrize("bad", NO_INFOS, ids=["empty", "no MessagePack", "no fields", "too large"])
-async def test_a_info_that_cannot_be_read_leaves_the_others_usable(
+async def test_an_unreadable_info_leaves_the_other_models_usable(
     redis: redis_async.Redis, bad: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     discovery = await serve(redis, {"a": info("a").pack(), "broken": bad, "z": info("z").pack()})
@@ -49,25 +49,25 @@ async def test_a_info_that_cannot_be_read_leaves_the_others_usable(
         await discovery.info(None)
 
 
-async def test_the_model_of_a_info_that_cannot_be_read_is_named(redis: redis_async.Redis) -> None:
+async def test_the_error_names_the_model_of_an_unreadable_info(redis: redis_async.Redis) -> None:
     discovery = await serve(redis, {"a": info("a").pack(), "broken": b"\xc1"})
     with pytest.raises(ProtocolError, match="'broken'"):
         await discovery.info("broken")
 
 
-async def test_the_only_info_that_can_be_read_is_the_only_one(redis: redis_async.Redis) -> None:
+async def test_the_only_readable_info_is_the_only_model(redis: redis_async.Redis) -> None:
     discovery = await serve(redis, {"a": info("a").pack(), "broken": b"\xc1"})
     assert await discovery.info(None) == info("a")
 
 
-async def test_a_pool_without_any_readable_info_is_not_said_to_be_empty(redis: redis_async.Redis) -> None:
+async def test_a_pool_with_unreadable_infos_only_is_not_reported_as_empty(redis: redis_async.Redis) -> None:
     discovery = await serve(redis, {"broken": b"\xc1"})
     assert await discovery.infos() == {}
     with pytest.raises(ProtocolError, match="'broken'"):
         await discovery.info(None)
 
 
-async def test_a_name_that_is_no_utf8_does_no_harm(redis: redis_async.Redis) -> None:
+async def test_a_model_name_that_is_not_utf8_is_harmless(redis: redis_async.Redis) -> None:
     discovery = await serve(redis, {"a": info("a").pack(), b"\xff": b"\xc1"})
     assert await discovery.info(None) == info("a")
 

@@ -1,4 +1,4 @@
-"""Homes: which worker a producer asks for to compute a prompt, from what it knows of the prompt's beginnings."""
+"""Homes: the worker that a producer prefers for a prompt, because it computed a prefix of the prompt."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def prompt(ids: list[int], adapter: str = "") -> Prompt:
 
 
 def homes_of_two() -> Homes:
-    """What a client knows of whose model there are two workers."""
+    """Return the homes of a client whose model has two workers."""
     homes = Homes()
     homes.has_choice = True
     return homes
@@ -30,7 +30,7 @@ def home_in(homes: Homes, asked: Prompt) -> bytes:
 
 
 def arranged(homes: Homes, *asked: list[int]) -> list[tuple[list[int], bytes]]:
-    requests, found = homes.arrange([PendingRequest(prompt(ids)) for ids in asked])
+    requests, found = homes.arrange([PendingRequest(prompt(ids), []) for ids in asked])
     return [
         (np.frombuffer(request.prompt.ids, "<u4").tolist(), home) for request, home in zip(requests, found, strict=True)
     ]
@@ -42,7 +42,7 @@ def random_ids(seed: int, count: int) -> list[int]:
 
 @pytest.mark.parametrize("length", [1, 15, 16, 63, 64, 65, 200, 5000])
 @pytest.mark.parametrize("more", [0, 1, 2, 3, 4])
-def test_what_continues_a_prompt_by_a_few_tokens_has_its_home(length: int, more: int) -> None:
+def test_a_prompt_extended_by_a_few_tokens_has_the_same_home(length: int, more: int) -> None:
     homes = homes_of_two()
     homes.note([prompt(random_ids(1, length))], b"w1")
     homes.note([prompt(random_ids(2, length))], b"w2")
@@ -52,7 +52,7 @@ def test_what_continues_a_prompt_by_a_few_tokens_has_its_home(length: int, more:
     assert home_in(homes, prompt(random_ids(3, length + more))) == b""
 
 
-def test_what_branches_off_behind_a_boundary_of_a_block_has_its_home() -> None:
+def test_a_prompt_that_branches_off_after_a_block_boundary_has_the_same_home() -> None:
     homes, begun = homes_of_two(), random_ids(1, 60)
     homes.note([prompt(begun)], b"w1")
     assert home_in(homes, prompt([*begun[:50], *range(100)])) == b"w1", "48 tokens are the same"
@@ -60,7 +60,7 @@ def test_what_branches_off_behind_a_boundary_of_a_block_has_its_home() -> None:
     assert home_in(homes, prompt([*begun[:50], *range(1000)])) == b"", "too far to look"
 
 
-def test_the_longest_beginning_counts() -> None:
+def test_the_longest_prefix_decides_the_home() -> None:
     homes, begun = homes_of_two(), random_ids(1, 100)
     homes.note([prompt(begun[:99])], b"new")
     homes.note([prompt(begun[:97])], b"old")
@@ -68,22 +68,22 @@ def test_the_longest_beginning_counts() -> None:
     assert home_in(homes, prompt([*begun[:97], 5])) == b"old"
 
 
-def test_who_has_computed_a_prompt_last_is_its_home() -> None:
+def test_the_last_worker_that_computed_a_prompt_is_its_home() -> None:
     homes, begun = homes_of_two(), random_ids(1, 20)
     homes.note([prompt(begun)], b"w1")
     homes.note([prompt(begun)], b"w2")
     assert home_in(homes, prompt([*begun, 1])) == b"w2"
 
 
-def test_prompts_that_share_their_beginning_have_homes_of_their_own() -> None:
-    """Not a hash of the beginning: particles would all go to one worker."""
+def test_prompts_with_a_common_prefix_have_separate_homes() -> None:
+    """A hash of the prefix alone would send all particles to one worker."""
     homes, begun = homes_of_two(), random_ids(1, 64)
     for at in range(8):
         homes.note([prompt([*begun, at])], b"w%d" % at)
     assert [home_in(homes, prompt([*begun, at, 1])) for at in range(8)] == [b"w%d" % at for at in range(8)]
 
 
-def test_homes_of_workers_that_have_gone_are_forgotten() -> None:
+def test_homes_of_workers_that_left_are_removed() -> None:
     homes = homes_of_two()
     homes.note([prompt([1, 2])], b"w1")
     homes.note([prompt([3, 4])], b"w2")
@@ -96,7 +96,7 @@ def test_homes_of_workers_that_have_gone_are_forgotten() -> None:
     assert not homes.workers
 
 
-def test_the_oldest_homes_are_forgotten_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_oldest_homes_are_evicted_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(submit, "_MAX_HOMES", 10)
     homes = homes_of_two()
     for at in range(100):
@@ -107,8 +107,8 @@ def test_the_oldest_homes_are_forgotten_first(monkeypatch: pytest.MonkeyPatch) -
     assert home_in(homes, prompt([7, 1])) == b"often"
 
 
-def test_a_prompt_without_tokens_has_the_home_of_its_name() -> None:
-    """As jobs for trie workers, which have the name of their vocabulary."""
+def test_a_trie_job_has_the_home_of_its_vocabulary() -> None:
+    """The prompt of a trie job is the name of its vocabulary."""
     homes = homes_of_two()
     named = Prompt(b"a vocabulary's digest", b"", "", b"query")
     homes.note([named], b"w1")
@@ -116,7 +116,7 @@ def test_a_prompt_without_tokens_has_the_home_of_its_name() -> None:
     assert home_in(homes, Prompt(b"another vocabulary", b"", "", b"query")) == b""
 
 
-def test_one_worker_alone_needs_no_memory() -> None:
+def test_homes_are_not_recorded_for_a_single_worker() -> None:
     homes = Homes()
     homes.note([prompt([1])], b"w1")
     assert home_in(homes, prompt([1, 2])) == b""
@@ -124,10 +124,10 @@ def test_one_worker_alone_needs_no_memory() -> None:
     homes.note([prompt([3])], b"w2")
     homes.note([prompt([1])], b"w1")
     assert arranged(homes, [1, 2], [3, 4], [5, 6]) == [([5, 6], b""), ([1, 2], b"w1"), ([3, 4], b"w2")]
-    assert homes.arrange([PendingRequest(prompt([5, 6]))])[1] == []
+    assert homes.arrange([PendingRequest(prompt([5, 6]), [])])[1] == []
 
 
-def test_prompts_that_continue_the_same_one_stay_together_and_the_largest_families_come_first() -> None:
+def test_prompts_with_the_same_prefix_stay_together_and_the_most_frequent_come_first() -> None:
     homes = homes_of_two()
     homes.note([prompt([1])], b"w1")
     homes.note([prompt([2])], b"w1")

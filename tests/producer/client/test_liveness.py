@@ -1,4 +1,4 @@
-"""Who serves a client's model, as far as it can have seen."""
+"""Liveness: when a client concludes that no worker serves its model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ INFO = replace(ModelInfo("syn", "synthetic", 64, 32, "seed-0", "float32"), lease
 
 
 class Empty:
-    """A pool that nobody serves, each time that it is looked at; stands for `Connections` and `Discovery`."""
+    """A pool without workers, in place of `Connections` and `Discovery`."""
 
     model = SimpleNamespace(info=INFO)
 
@@ -28,22 +28,22 @@ class Empty:
         pass
 
 
-async def looks(*times: float) -> list[NoWorker | None]:
-    """What looks at such a pool tell, at these times."""
+async def checks(*times: float) -> list[NoWorker | None]:
+    """Check such a pool at these loop times."""
     empty = cast(Any, Empty())
     liveness = Liveness(empty, empty)
-    return [await liveness.look(time) for time in times]
+    return [await liveness.check(time) for time in times]
 
 
-async def test_nobody_is_missed_before_a_lease_and_a_restart_have_passed() -> None:
-    *before, last = await looks(100, 101, 103, 104.9, 105)
+async def test_workers_are_not_missing_before_a_lease_and_a_restart_have_passed() -> None:
+    *before, last = await checks(100, 101, 103, 104.9, 105)
     assert before == [None] * 4
     assert "no live worker has served 'syn' for 5 s" in str(last)
 
 
 @pytest.mark.parametrize("gap", [4.5, 600])
-async def test_who_was_held_up_between_two_looks_has_not_seen_that_nobody_lived_meanwhile(gap: float) -> None:
-    """A heartbeat lasts for a lease, so a worker may have shown itself and fallen silent again."""
-    assert await looks(100, 100 + gap, 100 + 2 * gap, 101 + 2 * gap) == [None] * 4
-    *_, last = await looks(100, 100 + gap, 103 + gap, 105 + gap)
+async def test_a_client_blocked_between_two_checks_starts_the_time_without_workers_again(gap: float) -> None:
+    """A heartbeat lasts for a lease, so a worker may have come and gone unseen."""
+    assert await checks(100, 100 + gap, 100 + 2 * gap, 101 + 2 * gap) == [None] * 4
+    *_, last = await checks(100, 100 + gap, 103 + gap, 105 + gap)
     assert "for 5 s" in str(last), "counted from the look after that"

@@ -1,4 +1,4 @@
-"""The producer's own cache: bounded by bytes, least recently used out first."""
+"""The producer's own cache: limited in bytes, with least-recently-used eviction."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ def row(size: int = 4, value: float = 0.0) -> Row:
 
 
 def keys(lru: RowLRU, *digests: bytes) -> list[bytes]:
-    """Which of the digests are held; asking changes the order."""
+    """Return the digests whose rows are kept; this changes their order."""
     return [digest for digest in digests if lru.get(digest) is not None]
 
 
-def test_a_row_comes_back_as_the_very_array_that_was_put() -> None:
+def test_get_returns_the_array_that_was_put() -> None:
     lru, kept = RowLRU(100), row()
     lru.put(b"a", kept)
     assert lru.get(b"a") is kept
@@ -40,7 +40,7 @@ def test_rows_fill_the_limit_to_the_last_byte_and_not_beyond() -> None:
     assert keys(lru, b"a", b"b", b"c", b"d") == [b"b", b"c", b"d"]
 
 
-def test_the_least_recently_used_row_goes_first() -> None:
+def test_the_least_recently_used_row_is_evicted_first() -> None:
     lru = RowLRU(48)
     for digest in (b"a", b"b", b"c"):
         lru.put(digest, row())
@@ -49,7 +49,7 @@ def test_the_least_recently_used_row_goes_first() -> None:
     assert keys(lru, b"a", b"b", b"c", b"d") == [b"a", b"c", b"d"]
 
 
-def test_putting_a_row_again_makes_it_the_last_to_go() -> None:
+def test_putting_a_row_again_marks_it_as_used() -> None:
     lru = RowLRU(48)
     for digest in (b"a", b"b", b"c", b"a", b"d"):
         lru.put(digest, row())
@@ -66,7 +66,7 @@ def test_a_row_of_shared_memory_is_kept_from_its_second_use_on() -> None:
     assert keys(lru, b"a", b"b", b"c") == [b"a", b"b", b"c"]
 
 
-def test_as_many_first_uses_are_remembered_as_rows_could_be_kept() -> None:
+def test_first_uses_are_remembered_for_as_many_rows_as_fit() -> None:
     lru = RowLRU(48)
     for digest in (b"a", b"b", b"c", b"d", b"a", b"d"):
         lru.put(digest, row(), is_shared=True)
@@ -76,7 +76,7 @@ def test_as_many_first_uses_are_remembered_as_rows_could_be_kept() -> None:
     assert keys(lru, b"c", b"d") == []
 
 
-def test_looking_for_a_row_that_is_not_there_changes_nothing() -> None:
+def test_a_miss_changes_nothing() -> None:
     lru = RowLRU(32)
     lru.put(b"a", row())
     lru.put(b"b", row())
@@ -95,7 +95,7 @@ def test_replacing_a_row_counts_its_bytes_once() -> None:
     assert cached.tolist() == [2.0] * 8
 
 
-def test_one_large_row_drives_out_several_small_ones() -> None:
+def test_one_large_row_evicts_several_small_ones() -> None:
     lru = RowLRU(64)
     for digest in (b"a", b"b", b"c", b"d"):
         lru.put(digest, row())
@@ -104,7 +104,7 @@ def test_one_large_row_drives_out_several_small_ones() -> None:
     assert lru.size == 64
 
 
-def test_a_row_over_the_limit_is_not_kept_and_drives_nothing_out() -> None:
+def test_a_row_over_the_limit_is_not_kept_and_evicts_nothing() -> None:
     lru = RowLRU(16)
     lru.put(b"a", row())
     lru.put(b"b", row(5))
@@ -118,7 +118,7 @@ def test_too_small_a_limit_keeps_nothing(limit: int) -> None:
     assert (len(lru), lru.size, lru.get(b"a")) == (0, 0, None)
 
 
-def test_clearing_forgets_rows_and_bytes() -> None:
+def test_clearing_drops_rows_and_bytes() -> None:
     lru = RowLRU(32)
     lru.put(b"a", row())
     lru.clear()
@@ -132,7 +132,7 @@ def test_clearing_forgets_rows_and_bytes() -> None:
     st.integers(0, 60),
     st.lists(st.tuples(st.sampled_from(["put", "get", "clear"]), st.sampled_from(b"abcdef"), st.integers(1, 8))),
 )
-def test_it_behaves_like_a_plain_model_of_an_lru(limit: int, steps: list[tuple[str, int, int]]) -> None:
+def test_it_behaves_like_a_simple_lru_cache(limit: int, steps: list[tuple[str, int, int]]) -> None:
     lru, model = RowLRU(limit), OrderedDict[bytes, int]()
     for action, letter, size in steps:
         digest = bytes([letter])

@@ -1,4 +1,4 @@
-"""Requests under way: one per prompt, any number of waiters on it, and counters that tell what became of each."""
+"""Pending requests: one per prompt, with any number of waiters, and counters of their outcomes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from lmpool import errors
 from lmpool.aio import copy_error
 from lmpool.errors import CorruptRow, DeadlineExceeded, LMPoolError, NoWorker, QueueFull, ServerUnreachable, WorkerError
-from lmpool.producer.client.connections import AdoptedModel, Tasks
+from lmpool.producer.client.connections import AdoptedModel
 from lmpool.producer.client.receive import Receiver
 from lmpool.producer.client.requests import (
     Answer,
@@ -22,12 +22,13 @@ from lmpool.producer.client.requests import (
     DeadlineTimers,
     PendingRequest,
     PendingRequests,
-    ProducerStats,
     RowLRU,
     SingleWaiter,
     Stage,
+    Tasks,
 )
 from lmpool.producer.client.submit import CacheClient, Homes, Submitter
+from lmpool.producer.metrics import Counters, ProducerStats
 from lmpool.protocol.job import Prompt, encode_prompt
 from lmpool.protocol.keys import Keys
 from lmpool.protocol.model_info import ModelInfo
@@ -46,7 +47,7 @@ def row(value: float = 0.0) -> Row:
 
 
 class Listener:
-    """A waiter that remembers what it was told."""
+    """A waiter that records its results."""
 
     def __init__(self) -> None:
         self.heard: list[Answer] = []
@@ -56,15 +57,15 @@ class Listener:
 
 
 class Table:
-    """The requests under way, with their cache and counters."""
+    """Pending requests with their cache and counters."""
 
     def __init__(self) -> None:
         self.cache = RowLRU(10_000)
         self.stats = ProducerStats()
-        self.requests = PendingRequests(self.cache, self.stats)
+        self.requests = PendingRequests(self.cache, Counters(self.stats, self.cache))
 
     def counted(self) -> dict[str, int]:
-        """The counters that are not zero."""
+        """Return the counters that are not zero."""
         return {name: count for name, count in asdict(self.stats).items() if count}
 
 
@@ -109,7 +110,7 @@ def test_a_request_ends_when_its_last_waiter_is_removed(table: Table) -> None:
     assert table.counted() == {"failed": 2}
 
 
-def test_a_waiter_that_was_removed_hears_nothing(table: Table) -> None:
+def test_a_removed_waiter_is_not_called(table: Table) -> None:
     gone, stays = Listener(), Listener()
     request, _ = table.requests.add(prompt(1), gone)
     table.requests.add(prompt(1), stays)
@@ -118,7 +119,7 @@ def test_a_waiter_that_was_removed_hears_nothing(table: Table) -> None:
     assert (len(gone.heard), len(stays.heard)) == (0, 1)
 
 
-def test_a_prompt_asked_for_again_after_all_waiters_were_removed_is_a_new_request(table: Table) -> None:
+def test_a_prompt_requested_again_after_all_waiters_were_removed_is_a_new_request(table: Table) -> None:
     listener = Listener()
     old, _ = table.requests.add(prompt(1), listener)
     table.requests.remove_waiter(old, listener)
@@ -129,7 +130,7 @@ def test_a_prompt_asked_for_again_after_all_waiters_were_removed_is_a_new_reques
     assert not table.requests.is_open(old)
 
 
-def test_requests_may_end_while_they_are_gone_through(table: Table) -> None:
+def test_requests_may_end_during_iteration(table: Table) -> None:
     for i in range(5):
         table.requests.add(prompt(i), Listener())
     for request in table.requests:
@@ -166,7 +167,7 @@ def test_a_failure_reaches_every_waiter_and_is_not_kept(table: Table) -> None:
 
 
 def test_every_waiter_has_an_exception_of_its_own(table: Table) -> None:
-    """Who adds a note to it, or raises it through many frames, changes nobody else's."""
+    """A note or a traceback that one caller adds does not appear in the exceptions of others."""
     listeners = [Listener() for _ in range(4)]
     requests = [table.requests.add(prompt(1 + at // 2), listener)[0] for at, listener in enumerate(listeners)]
     error = NoWorker("nobody")
@@ -186,14 +187,14 @@ def test_every_waiter_has_an_exception_of_its_own(table: Table) -> None:
 
 
 class Particular(LMPoolError):
-    """An exception that is made from something else than its text."""
+    """An exception whose constructor does not take its text."""
 
     def __init__(self, code: int) -> None:
         super().__init__(f"code {code}")
         self.code = code
 
 
-def test_every_exception_of_the_tree_can_be_made_again() -> None:
+def test_every_exception_of_the_tree_can_be_copied() -> None:
     kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, LMPoolError)]
     assert len(kinds) > 20
     for error in [*(kind("why") for kind in kinds), Particular(7), TimeoutError(), OSError(2, "none", "here")]:
@@ -206,21 +207,21 @@ def test_every_exception_of_the_tree_can_be_made_again() -> None:
 
 
 @pytest.mark.parametrize("origin", ["cache_hits", "computed", "joined"])
-def test_an_answer_is_counted_where_the_row_came_from(table: Table, origin: str) -> None:
+def test_a_row_is_counted_under_its_origin(table: Table, origin: str) -> None:
     request, _ = table.requests.add(prompt(1), Listener())
     request.origin = origin
     table.requests.resolve_found([prompt(1).digest], [row()])
     assert table.counted() == {origin: 1}
 
 
-def test_a_row_comes_from_the_cache_unless_something_else_is_known(table: Table) -> None:
+def test_a_row_without_an_origin_counts_as_a_cache_hit(table: Table) -> None:
     for _ in range(3):
         table.requests.add(prompt(1), Listener())
     table.requests.resolve_found([prompt(1).digest], [row()])
     assert table.counted() == {"cache_hits": 1, "joined": 2}
 
 
-def test_nothing_in_the_cache_changes_nothing(table: Table) -> None:
+def test_a_cache_miss_leaves_the_request_pending(table: Table) -> None:
     listener = Listener()
     request, _ = table.requests.add(prompt(1), listener)
     table.requests.resolve_found([prompt(1).digest], [None])
@@ -229,14 +230,14 @@ def test_nothing_in_the_cache_changes_nothing(table: Table) -> None:
     assert table.counted() == {}
 
 
-def test_a_row_that_nobody_waits_for_is_dropped(table: Table) -> None:
+def test_a_row_without_a_request_is_dropped(table: Table) -> None:
     table.requests.resolve_found([prompt(1).digest], [row()])
     table.requests.resolve_found([prompt(1).digest], [CorruptRow("bad")])
     assert len(table.cache) == 0
     assert table.counted() == {}
 
 
-def test_an_answer_to_an_old_request_does_not_end_the_new_one_of_its_prompt(table: Table) -> None:
+def test_resolving_an_old_request_does_not_end_a_newer_one(table: Table) -> None:
     listener = Listener()
     old, _ = table.requests.add(prompt(1), listener)
     table.requests.remove_waiter(old, listener)
@@ -248,7 +249,7 @@ def test_an_answer_to_an_old_request_does_not_end_the_new_one_of_its_prompt(tabl
 # Damaged rows
 
 
-def test_a_damaged_row_is_an_error_only_after_workers_were_asked_to_replace_it(table: Table) -> None:
+def test_a_damaged_row_fails_the_request_only_after_two_overwrites(table: Table) -> None:
     listener = Listener()
     request, _ = table.requests.add(prompt(1), listener)
     for overwrites in (0, 0, 1):
@@ -266,7 +267,7 @@ def test_a_damaged_row_is_an_error_only_after_workers_were_asked_to_replace_it(t
     assert len(table.cache) == 0
 
 
-def test_a_row_that_was_replaced_answers(table: Table) -> None:
+def test_an_overwritten_row_resolves_the_request(table: Table) -> None:
     listener = Listener()
     table.requests.add(prompt(1), listener)
     table.requests.resolve_found([prompt(1).digest], [CorruptRow("bad")])
@@ -278,7 +279,7 @@ def test_a_row_that_was_replaced_answers(table: Table) -> None:
 # Another model
 
 
-def test_after_a_restart_everything_is_sent_again_and_no_old_row_is_left(table: Table) -> None:
+def test_after_a_restart_all_requests_are_unsent_and_no_old_row_is_left(table: Table) -> None:
     for i, stage in enumerate(Stage):
         request, _ = table.requests.add(prompt(i), Listener())
         request.stage = stage
@@ -292,7 +293,7 @@ def test_after_a_restart_everything_is_sent_again_and_no_old_row_is_left(table: 
 # Waiters
 
 
-async def test_a_single_waiter_gives_the_row() -> None:
+async def test_a_single_waiter_returns_the_row() -> None:
     waiter, answer = SingleWaiter(asyncio.get_running_loop(), 60.0), row()
     waiter(answer)
     assert await waiter.future is answer
@@ -305,7 +306,7 @@ async def test_a_single_waiter_raises_the_failure() -> None:
         await waiter.future
 
 
-async def test_a_single_waiter_that_was_cancelled_ignores_the_answer() -> None:
+async def test_a_cancelled_single_waiter_ignores_the_result() -> None:
     waiter = SingleWaiter(asyncio.get_running_loop(), 60.0)
     waiter.future.cancel()
     waiter(row())
@@ -313,7 +314,7 @@ async def test_a_single_waiter_that_was_cancelled_ignores_the_answer() -> None:
     assert waiter.future.cancelled()
 
 
-async def test_waits_end_at_their_deadlines_unless_they_were_removed_before() -> None:
+async def test_waiters_expire_at_their_deadlines_unless_removed() -> None:
     loop = asyncio.get_running_loop()
     ended: asyncio.Queue[SingleWaiter] = asyncio.Queue()
     deadlines = DeadlineTimers(loop, ended.put_nowait)
@@ -330,7 +331,7 @@ async def test_waits_end_at_their_deadlines_unless_they_were_removed_before() ->
     assert not deadlines._buckets, "what has ended is kept by nobody"
 
 
-async def test_a_wait_whose_deadline_has_passed_already_ends_at_once() -> None:
+async def test_a_waiter_with_a_past_deadline_expires_at_once() -> None:
     loop = asyncio.get_running_loop()
     ended: asyncio.Queue[SingleWaiter] = asyncio.Queue()
     late = SingleWaiter(loop, 60.0)
@@ -338,7 +339,7 @@ async def test_a_wait_whose_deadline_has_passed_already_ends_at_once() -> None:
     assert await asyncio.wait_for(ended.get(), DEADLINE_S) is late
 
 
-async def test_a_batch_is_done_with_its_last_row_whatever_the_order() -> None:
+async def test_a_batch_is_done_with_its_last_row_in_any_order() -> None:
     batch = BatchWaiter(asyncio.get_running_loop(), np.empty((3, 3), np.float32))
     for index in (2, 0):
         batch.at(index)(row(float(index)))
@@ -350,7 +351,7 @@ async def test_a_batch_is_done_with_its_last_row_whatever_the_order() -> None:
     assert batch.rows.tolist() == [[0.0] * 3, [1.0] * 3, [2.0] * 3]
 
 
-async def test_a_batch_is_a_copy_that_its_owner_may_change() -> None:
+async def test_a_batch_is_a_writable_copy() -> None:
     shared = row(1.0)
     shared.flags.writeable = False
     batch = BatchWaiter(asyncio.get_running_loop(), np.empty((2, 3), np.float32))
@@ -360,7 +361,7 @@ async def test_a_batch_is_a_copy_that_its_owner_may_change() -> None:
     assert shared.tolist() == [1.0] * 3
 
 
-async def test_the_first_failure_ends_a_batch_and_what_comes_later_is_ignored() -> None:
+async def test_the_first_failure_ends_a_batch_and_later_results_are_ignored() -> None:
     batch = BatchWaiter(asyncio.get_running_loop(), np.empty((3, 3), np.float32))
     batch.at(0)(row())
     batch.at(1)(WorkerError("first"))
@@ -377,7 +378,7 @@ async def test_an_empty_batch_is_done_at_once() -> None:
     assert batch.rows.shape == (0, 3)
 
 
-async def test_a_cancelled_batch_ignores_what_comes() -> None:
+async def test_a_cancelled_batch_ignores_results() -> None:
     batch = BatchWaiter(asyncio.get_running_loop(), np.empty((1, 3), np.float32))
     batch.future.cancel()
     batch.at(0)(row())
@@ -397,7 +398,7 @@ async def test_one_prompt_twice_in_a_batch_fills_both_rows(table: Table) -> None
 # Counters
 
 
-def test_a_snapshot_of_the_counters_stays_as_it_is() -> None:
+def test_a_snapshot_of_the_counters_does_not_change() -> None:
     stats = ProducerStats(requests=1)
     before = stats.copy()
     stats.add("requests")
@@ -413,13 +414,14 @@ INFO = ModelInfo("m", "synthetic", 3, 10, "seed", "float32")
 
 
 class Interrupted:
-    """Connections whose reader loses its connection once, and what is looked for after that."""
+    """Connections whose reader fails once; records the digests that are fetched after that."""
 
     def __init__(self, requests: PendingRequests) -> None:
         rows: Any = None
         self.model = AdoptedModel(INFO, "f", Keys("test").model(INFO.name), b"reply", rows)
         self.reader = self
         self.ended_within_reply = False
+        self.homes = Homes()
         self.looked_for: asyncio.Future[Sequence[bytes]] = asyncio.get_running_loop().create_future()
         self._requests = requests
         self._calls = 0
@@ -430,7 +432,7 @@ class Interrupted:
             raise ServerUnreachable("gone")
         await asyncio.Event().wait()
 
-    async def fetch(self, digests: Sequence[bytes]) -> None:
+    async def fetch_announced(self, digests: Sequence[bytes]) -> None:
         for digest in digests:
             self._requests.resolve_found([digest], [row()])
         self.looked_for.set_result(digests)
@@ -439,13 +441,13 @@ class Interrupted:
         assert isinstance(error, ServerUnreachable)
 
 
-async def test_after_a_lost_connection_no_request_that_warms_is_taken_for_done(table: Table) -> None:
+async def test_after_a_lost_connection_warming_requests_stay_pending(table: Table) -> None:
     warming, _ = table.requests.add(prompt(1), Listener(), warm=True)
     sent, _ = table.requests.add(prompt(2), Listener())
     assert table.requests.admit(deque([sent])) == [sent]
     waits_here, _ = table.requests.add(prompt(3), Listener())
     connections: Any = Interrupted(table.requests)
-    receiver = Receiver(connections, table.requests, Tasks(), connections.fetch, Homes().note, lambda: None)
+    receiver = Receiver(connections, table.requests, Tasks(), connections, lambda: None)
     async with asyncio.TaskGroup() as group:
         parts = [group.create_task(part) for part in (receiver.read(), receiver.collect())]
         assert await asyncio.wait_for(connections.looked_for, DEADLINE_S) == [prompt(2).digest]
@@ -458,7 +460,7 @@ async def test_after_a_lost_connection_no_request_that_warms_is_taken_for_done(t
 
 
 class Answering:
-    """Connections to a cache that has some rows, and to a script that gives every prompt the same outcome."""
+    """Connections to a cache with some rows, and to a script that returns one code for every prompt."""
 
     trouble: LMPoolError | None = None
     traces = None
@@ -497,7 +499,7 @@ class Answering:
     async def drop(self, keys: Sequence[bytes]) -> None:
         pass
 
-    async def look_at_memory(self, pending: int) -> None:
+    async def check_memory(self, pending: int) -> None:
         pass
 
     def describe_full_queue(self) -> str:
@@ -506,11 +508,11 @@ class Answering:
 
 def submitter_of(table: Table, connections: Any, tasks: Tasks, *, waits_when_full: bool = True) -> Submitter:
     cache = CacheClient(connections, table.requests, tasks)
-    return Submitter(connections, table.requests, cache, tasks, Homes(), waits_when_full=waits_when_full)
+    return Submitter(connections, table.requests, cache, tasks, waits_when_full=waits_when_full)
 
 
 async def learned(table: Table, connections: Any, *, way: str = "") -> float:
-    """By how much the rate of hits has changed when some prompts have been asked for."""
+    """Return the change of the hit rate after some requests."""
     tasks = Tasks()
     submitter = submitter_of(table, connections, tasks, waits_when_full=False)
     submitter._hit_rate = 0.6
@@ -538,13 +540,13 @@ async def learned(table: Table, connections: Any, *, way: str = "") -> float:
 ASKED = [prompt(at) for at in range(20)]
 
 
-async def test_a_look_that_finds_rows_raises_the_rate_and_one_that_does_not_lowers_it(table: Table) -> None:
+async def test_a_lookup_with_hits_raises_the_hit_rate(table: Table) -> None:
     assert await learned(table, Answering("Q", ASKED)) > 0
     assert table.counted() == {"cache_hits": 20}
 
 
 @pytest.mark.parametrize(("outcome", "is_hit"), [("Q", False), ("J", False), ("R", True)])
-async def test_the_rate_is_learned_from_what_the_script_says(table: Table, outcome: str, is_hit: bool) -> None:
+async def test_the_hit_rate_follows_the_codes_of_the_script(table: Table, outcome: str, is_hit: bool) -> None:
     assert (await learned(table, Answering(outcome)) > 0) == is_hit
 
 
@@ -558,7 +560,7 @@ async def test_the_rate_is_learned_from_what_the_script_says(table: Table, outco
         ("private", "Q", {}),
     ],
 )
-async def test_what_was_not_answered_and_what_no_look_could_find_teaches_nothing(
+async def test_requests_without_a_result_or_a_lookup_do_not_change_the_hit_rate(
     table: Table, way: str, outcome: str, counted: dict[str, int]
 ) -> None:
     connections = Answering(outcome)
@@ -568,7 +570,7 @@ async def test_what_was_not_answered_and_what_no_look_could_find_teaches_nothing
     assert [len(look) for look in connections.looks] == ([] if way in ("warming", "private") else [20])
 
 
-async def test_a_failure_on_the_way_teaches_nothing(table: Table) -> None:
+async def test_a_failed_submission_does_not_change_the_hit_rate(table: Table) -> None:
     connections: Any = Answering("Q")
 
     async def fails(*_: Any) -> bytes:
@@ -578,7 +580,7 @@ async def test_a_failure_on_the_way_teaches_nothing(table: Table) -> None:
     assert await learned(table, connections) == 0
 
 
-async def test_continuations_are_sent_after_other_prompts_with_the_tokens_that_they_generate(table: Table) -> None:
+async def test_continuations_are_sent_after_other_prompts_with_their_max_tokens(table: Table) -> None:
     sent: list[tuple[list[bytes], tuple[object, ...]]] = []
 
     class Recording(Answering):
@@ -620,12 +622,10 @@ async def test_a_refused_prompt_stays_refused_when_it_cannot_be_sent_again(table
 
 @pytest.mark.parametrize("again", [False, True])
 @pytest.mark.parametrize("outcome", ["Q", "J", "R"])
-async def test_a_row_is_gone_when_its_job_has_ended_and_it_is_not_there(
-    table: Table, outcome: str, again: bool
-) -> None:
+async def test_a_row_counts_as_lost_when_its_job_has_ended_without_it(table: Table, outcome: str, again: bool) -> None:
     # After a lost connection all are asked for again: those that are computed are not gone.
     request, _ = table.requests.add(prompt(1), Listener())
     tasks = Tasks()
     await submitter_of(table, Answering(outcome), tasks).submit([request], again=again)
-    assert table.requests.times_lost(request) == (1 if again and outcome == "Q" else 0)
+    assert request.lost == (1 if again and outcome == "Q" else 0)
     await tasks.cancel()

@@ -135,7 +135,7 @@ async def test_rows_that_were_evicted_before_they_were_fetched_are_told_as_that(
     said = await late(own_pool, " times: ")
     assert said.startswith("no row within 2 s: the row was gone from the server before it could be fetched, ")
     assert re.search(r"volatile-lru, [1-9]\d* keys evicted since its start", said)
-    assert "A row takes 0.00206 MB, and 1 are under way here. Raise maxmemory by 9 MB at least, have fewer" in said
+    assert "A row takes 0.00206 MB, and 1 are pending here. Raise maxmemory by at least 9 MB, have fewer" in said
     assert "add workers" not in said
 
 
@@ -180,9 +180,9 @@ async def test_a_user_who_is_not_told_of_the_memory_asks_once(own_pool: Pool, mo
         looks.append(redis)
 
     monkeypatch.setattr("lmpool.producer.client.connections.read_memory", refused)
-    monkeypatch.setattr("lmpool.producer.client.connections._MEMORY_LOOK_S", 0.0)
+    monkeypatch.setattr("lmpool.producer.client.connections._MEMORY_INTERVAL_S", 0.0)
     said = await late(own_pool)
-    assert "most likely evicted, for the server's memory is full. A row takes" in said
+    assert "most likely evicted, because the server's memory is full. A row takes" in said
     assert len(looks) == 1
 
 
@@ -198,7 +198,7 @@ async def test_a_look_at_the_memory_that_fails_is_taken_again(own_pool: Pool, mo
         return await read_memory(redis)
 
     monkeypatch.setattr("lmpool.producer.client.connections.read_memory", cut)
-    monkeypatch.setattr("lmpool.producer.client.connections._MEMORY_LOOK_S", 0.0)
+    monkeypatch.setattr("lmpool.producer.client.connections._MEMORY_INTERVAL_S", 0.0)
     await late(own_pool, "although the server has evicted nothing")
 
 
@@ -238,7 +238,7 @@ async def test_workers_whose_heartbeats_are_refused_are_not_told_as_gone(
     worker = await asyncio.to_thread(own_pool.start, "--lease-s", 5, "--step-ms", 600_000)
     looks: list[NoWorker | None] = []
     refused: list[int] = []
-    look = discovery.Liveness.look
+    look = discovery.Liveness.check
 
     async def noted(self: discovery.Liveness, now: float) -> NoWorker | None:
         try:
@@ -248,7 +248,7 @@ async def test_workers_whose_heartbeats_are_refused_are_not_told_as_gone(
             raise
         return looks[-1]
 
-    monkeypatch.setattr(discovery.Liveness, "look", noted)
+    monkeypatch.setattr(discovery.Liveness, "check", noted)
     change, undo, word = TROUBLES[trouble]
     async with own_pool.producer() as producer:
         asked = asyncio.ensure_future(producer.logprobs([1]))

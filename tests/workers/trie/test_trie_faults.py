@@ -17,7 +17,7 @@ from lmpool.embedded import EmbeddedServer
 from lmpool.errors import DeadlineExceeded, NoWorker, ServerUnreachable, UnknownModel
 from lmpool.producer import Producer
 from lmpool.producer.client import discovery
-from lmpool.producer.deadline import Deadline
+from lmpool.producer.client.requests import Deadline
 from lmpool.producer.trie import PooledTrie
 from lmpool.protocol.job import encode_prompt
 from lmpool.protocol.query import SECRET_SIZE

@@ -1,4 +1,4 @@
-"""A producer's life in one event loop: what it has asked for, sends and receives.
+"""The client's work in one event loop: sessions, pending requests, submission, notifications and queries.
 
-Imports the shared folders and `deadline`; imported by the files beside this folder.
+Imports the shared folders and `lmpool.producer.metrics`; imported by the files of the folder above.
 """

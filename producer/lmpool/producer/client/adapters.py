@@ -9,7 +9,7 @@ from lmpool.broker.connection import CommandConnection
 from lmpool.broker.registries import KNOWN_FOR_S, AdapterRegistry
 from lmpool.errors import DeadlineExceeded, NoWorker, ServerError, UnknownAdapter
 from lmpool.producer.client.connections import TROUBLE, Connections
-from lmpool.producer.deadline import Deadline
+from lmpool.producer.client.requests import Deadline
 from lmpool.protocol.adapter import Generation, Registered, qualify
 from lmpool.settings import shown
 

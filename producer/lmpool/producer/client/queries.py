@@ -1,10 +1,11 @@
-"""Queries: what is wanted of a prompt beside its row; asked, or answered from a row at hand; answers are checked."""
+"""Queries about prompts: their results are computed from a cached row, or by a worker, and checked."""
 
 from __future__ import annotations
 
 import asyncio
 import secrets
 from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -14,6 +15,8 @@ from numpy.typing import NDArray
 from lmpool.aio import gather
 from lmpool.errors import (
     CorruptRow,
+    DeadlineExceeded,
+    InvalidPrompt,
     ModelMismatch,
     PromptTooLong,
     ProtocolError,
@@ -23,8 +26,8 @@ from lmpool.errors import (
     of_prompt,
 )
 from lmpool.producer.client.receive import WantedEntries
+from lmpool.producer.client.requests import Deadline
 from lmpool.producer.client.session import Session
-from lmpool.producer.deadline import Deadline
 from lmpool.protocol.job import DIGEST_SIZE, Prompt, decode_ids, digest_of
 from lmpool.protocol.query import (
     MAX_ANSWER,
@@ -54,46 +57,47 @@ from lmpool.protocol.token_set import TokenSet
 
 T = TypeVar("T")
 
-# Parts of one answer, of 8 MiB each, that are under way.
-_PARTS_AT_ONCE = 2
-
-
-_MAX_READ_IN_PLACE = 128
-"""Entries of one row; for more, fetching the row costs the server less than looking each up."""
-
-
 Mode = Literal["logprobs", "logits"]
-"""Whether values are log-probabilities, or the logits that the model computed them from."""
-
+"""Whether values are log-probabilities, or the logits from which the model computed them."""
 
 Expected = TopK | NDArray[np.float32]
-"""What is wanted of n positions: the likeliest tokens of each, (n, k), or numbers of each, mostly float32 (n, m)."""
+"""The values of n positions: the top-k tokens of each, (n, k), or numbers of each, mostly float32 (n, m)."""
+
+# Max parts of one result in flight, of 8 MiB each, so that they do not fill the server.
+_MAX_PARTS_IN_FLIGHT = 2
+# Max entries read from a cached row. For more, fetching the row costs the server less than reading each entry.
+_MAX_READ_IN_PLACE = 128
 
 
 class Allowed(NamedTuple):
-    """Which tokens are allowed.
+    """The tokens that a query may return.
 
     Attributes:
-        packed: the set as queries carry it (`TokenSet.packed`); b"" for all.
-        tokens: it, unless the caller has given a name only.
+        packed: the set as queries carry it (`TokenSet.packed`); b"" for all tokens.
+        tokens: the set; None for all tokens, and if the caller gave only its name.
     """
 
     packed: bytes = b""
     tokens: TokenSet | None = None
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the members are known here, so that a row at hand is enough."""
+        return not self.packed or self.tokens is not None
 
 
 _ALL = Allowed()
 
 
 class Wanted(NamedTuple):
-    """What is wanted of every position: the `top` likeliest tokens, or the entries of targets, or whole rows.
+    """The values that are wanted at every position: the top-k tokens, entries of target tokens, or whole rows.
 
     Attributes:
-        top: how many; 0 for none.
-        targets: otherwise these.
-        values: of what (`PositionsQuery`).
-        size: numbers of each hidden state in an answer.
-        allowed: the `top` likeliest of these tokens.
+        top: number of most likely tokens; 0 for none.
+        targets: token ids, if `top` is 0; empty for whole rows.
+        values: kind of the values (`PositionsQuery`).
+        size: numbers per hidden state.
+        allowed: the tokens that `top` chooses from.
     """
 
     top: int = 0
@@ -103,349 +107,376 @@ class Wanted(NamedTuple):
     allowed: Allowed = _ALL
 
     def query(self, start: int) -> PositionsQuery:
-        """The query for it."""
+        """Return the query for the positions from `start` on."""
         targets = np.array(self.targets, "<u4").tobytes()
         return PositionsQuery(start, self.top, targets, self.values, self.size, self.allowed.packed)
 
 
-async def ask_entries(session: Session, prompt: Prompt, targets: list[int], deadline: Deadline) -> Row:
-    """Some entries of a row, float32 (k,)."""
-    row = session.cached(prompt)
-    if row is None and len(targets) <= _MAX_READ_IN_PLACE:
-        wanted = WantedEntries(prompt.digest, targets)
-        entries = await session.read_entries(wanted, deadline)
-        if entries is None:
-            await session.answer(prompt, deadline, warm=True)
-            entries = await session.read_entries(wanted, deadline)
-        elif not isinstance(entries, CorruptRow):
-            session.count_hit(deadline)
-        if entries is not None and not isinstance(entries, CorruptRow):
-            return entries
-    if row is None:
-        # Many entries, or none could be read: fetching a damaged row has it computed anew.
-        row = await session.answer(prompt, deadline)
-    return entries_of(row, targets)
-
-
 def entries_of(row: Row, targets: list[int]) -> Row:
-    """Some entries of a row.
+    """Return some entries of a row.
 
     Raises:
-        ModelMismatch: the model has changed since the targets were checked, and its rows are shorter now.
+        ModelMismatch: the model has changed since the targets were checked, and its rows are shorter.
     """
     if max(targets) >= len(row):
         raise ModelMismatch(f"the model's V is {len(row)} now: ask again, for targets below that")
     return row[targets]
 
 
-async def _answer(
-    session: Session, prompt: Prompt, deadline: Deadline, read: Callable[[Row], T], *, private: bool = False
-) -> T:
-    """Ask, and read the answer; one that is damaged in the cache is replaced.
-
-    Args:
-        session: with the model's workers.
-        prompt: what is asked.
-        deadline: for how long.
-        read: reads the answer, or raises ProtocolError.
-        private: as `Session.answer`.
-
-    Raises:
-        CorruptRow: it is damaged again.
-    """
-    answer = await session.answer(prompt, deadline, private=private)
-    try:
-        return read(answer)
-    except ProtocolError:
-        pass
-    try:
-        return read(await session.answer(prompt, deadline, private=private, damaged=True))
-    except ProtocolError as error:
-        raise CorruptRow(f"the cached answer for prompt {prompt.digest.hex()} is damaged: {error}") from error
-
-
-async def ask_top(
-    session: Session,
-    prompt: Prompt,
-    k: int,
-    deadline: Deadline,
-    values: Mode = "logprobs",
-    allowed: Allowed = _ALL,
-) -> TopK:
-    """The `k` largest entries of a row, or of those of some tokens."""
-    if values == "logits":
-        best = await ask_last(session, prompt, Wanted(k, values=values, allowed=allowed), deadline)
-        assert isinstance(best, TopK)
-        return best
-    row, is_whole = session.cached(prompt), not allowed.packed
-    if row is not None and (is_whole or allowed.tokens is not None):
-        return top(row, k) if allowed.tokens is None else top_of(row, k, allowed.tokens.ids)
-    query = prompt.with_query(TopQuery(k, allowed.packed).pack(), 2 * k)
-    read = partial(unpack_top, vocab_size=session.info.vocab_size, of_row=is_whole)
-    return await _answer_about(allowed, session, query, deadline, read)
-
-
-async def ask_sample(
-    session: Session, prompt: Prompt, sampling: Sampling, deadline: Deadline, *, private: bool, allowed: Allowed = _ALL
-) -> int:
-    """A token drawn from a row, or from its entries of some tokens."""
-    row = session.cached(prompt)
-    if row is not None and (not allowed.packed or allowed.tokens is not None):
-        return sample(row, sampling) if allowed.tokens is None else sample_of(row, sampling, allowed.tokens.ids)
-    query = prompt.with_query(SampleQuery(*sampling, allowed.packed).pack(), 1)
-    read = partial(unpack_token, vocab_size=session.info.vocab_size)
-    return await _answer_about(allowed, session, query, deadline, read, private=private)
-
-
-async def ask_mass(session: Session, prompt: Prompt, allowed: Allowed, deadline: Deadline) -> float:
-    """The logarithm of the probability that some tokens have together."""
-    row = session.cached(prompt)
-    if row is not None and allowed.tokens is not None:
-        return float(mass_of(row, allowed.tokens.ids))
-    query = prompt.with_query(MassQuery(allowed.packed).pack(), 1)
-    return await _answer_about(allowed, session, query, deadline, lambda answer: float(check_logprobs(answer)[0]))
-
-
-async def _answer_about(
-    allowed: Allowed,
-    session: Session,
-    prompt: Prompt,
-    deadline: Deadline,
-    read: Callable[[Row], T],
-    *,
-    private: bool = False,
-) -> T:
-    """As `_answer`; a set of tokens that the pool has forgotten is told it again."""
-    try:
-        return await _answer(session, prompt, deadline, read, private=private)
-    except UnknownTokenSet:
-        if allowed.tokens is None:
-            raise
-    await session.vocabularies.register_tokens(allowed.tokens, deadline)
-    return await _answer(session, prompt, deadline, read, private=private)
-
-
-async def ask_continuation(
-    session: Session, prompt: Prompt, wanted: GenerateQuery, deadline: Deadline, *, private: bool
-) -> Continuation:
-    """Tokens drawn one after another by a worker."""
-    query = prompt.with_query(wanted.pack(), 2 * wanted.most, wanted.most)
-    read = partial(unpack_continuation, vocab_size=session.info.vocab_size)
-    return await _answer(session, query, deadline, read, private=private)
-
-
-async def ask_scores(
-    session: Session, prompt: Prompt, continuation: Prompt, deadline: Deadline, values: Mode = "logprobs"
-) -> Row:
-    """The log-probability of each token of a continuation, or its logit, float32 (m,)."""
-    info, ids = session.info, prompt.ids + continuation.ids
-    start, end = len(prompt.ids) // 4, len(ids) // 4
-    if end > info.max_prompt_tokens:
-        raise PromptTooLong(
-            f"the prompt and its continuation have {end} tokens: this model takes at most {info.max_prompt_tokens}"
-        )
-    whole = Prompt(ids, digest_of(ids, prompt.adapter), prompt.adapter)
-    if info.positions:
-        try:
-            wanted = PositionsQuery.scores_from(start, logits=values == "logits")
-            query = whole.with_query(wanted.pack(), end - start)
-            return await _answer(
-                session, query, deadline, _check_logits if wanted.values != "scores" else check_logprobs
-            )
-        except SourceMissing:
-            pass  # Another worker of this model does not score.
-    if values == "logits":
-        raise _not_told(session, values)
-    # One after the other would be slow; workers keep what prefixes have in common.
-    prompts = [beginning(whole, at) for at in range(start, end)]
-    pairs = zip(prompts, decode_ids(continuation.ids).tolist(), strict=True)
-    scores = await gather([ask_entries(session, prefix, [token], deadline) for prefix, token in pairs])
-    return np.concatenate(scores)
-
-
-def beginning(text: Prompt, length: int) -> Prompt:
-    """The first tokens of a prompt."""
+def prefix_of(text: Prompt, length: int) -> Prompt:
+    """Return the first `length` tokens of a prompt."""
     ids = text.ids[: 4 * length]
     return text if len(ids) == len(text.ids) else Prompt(ids, digest_of(ids, text.adapter), text.adapter)
 
 
-def parts_of(session: Session, text: Prompt, start: int, wanted: Wanted) -> list[range]:
-    """The positions of a text from `start` on, in parts whose answers are not too large for one reply."""
-    length, size = len(text.ids) // 4, wanted.query(start).most_positions(session.info.vocab_size)
-    return [range(at, min(at + size, length)) for at in range(start, length, size)]
+class Queries:
+    """Makes queries in one session until one deadline.
 
-
-async def ask_positions(session: Session, text: Prompt, start: int, wanted: Wanted, deadline: Deadline) -> Expected:
-    """What is wanted of every position of a text from `start` on."""
-    parts, fingerprint = parts_of(session, text, start, wanted), session.info.fingerprint
-    if len(parts) == 1:
-        return await ask_part(session, text, parts[0], wanted, deadline)
-    # All at once would fill the server's memory, and an engine would compute what they have in common for each.
-    at_once = asyncio.Semaphore(_PARTS_AT_ONCE)
-
-    async def ask(part: range) -> Expected:
-        async with at_once:
-            return await ask_part(session, beginning(text, part.stop), part, wanted, deadline, private=True)
-
-    answers = await gather([ask(part) for part in parts])
-    check_same_model(session, fingerprint)
-    tops = [answer for answer in answers if isinstance(answer, TopK)]
-    if tops:
-        return TopK(np.concatenate([best.values for best in tops]), np.concatenate([best.ids for best in tops]))
-    return np.concatenate([answer for answer in answers if not isinstance(answer, TopK)])
-
-
-def check_same_model(session: Session, fingerprint: str) -> None:
-    """Refuse what was asked in several parts if these may be of two models.
-
-    Raises:
-        ModelMismatch: the model is another one than when the first was asked.
+    Args:
+        session: a session with the model's workers.
+        adapter: the adapter as jobs name it: "name@digest", or "".
+        deadline: until when.
     """
-    if session.info.fingerprint != fingerprint:
-        raise ModelMismatch(f"the model {session.info.name!r} has changed while parts of an answer came: ask again")
 
+    __slots__ = ("_deadline", "adapter", "session")
 
-async def ask_part(
-    session: Session, text: Prompt, part: range, wanted: Wanted, deadline: Deadline, *, private: bool = False
-) -> Expected:
-    """`ask_positions` of the last positions of a text; `private` as `Session.answer`."""
-    count, vocab_size = len(part), session.info.vocab_size
-    query = wanted.query(part.start)
+    def __init__(self, session: Session, adapter: str, deadline: Deadline) -> None:
+        self.session = session
+        self.adapter = adapter
+        self._deadline = deadline
 
-    def read(answer: Row) -> Expected:
-        if wanted.top:
-            return unpack_top(answer.reshape(count, -1), vocab_size, of_row=wanted.values == "logprobs")
-        if wanted.values == "logprobs":
-            return check_logprobs(answer).reshape(count, -1)
-        if wanted.values == "hidden":
-            return unpack_numbers(answer, count, session.info.hidden, session.info.dtype)
-        return _check_logits(answer) if wanted.values == "logz" else _check_logits(answer).reshape(count, -1)
+    @property
+    def vocab_size(self) -> int:
+        """V of the model."""
+        return self.session.info.vocab_size
 
-    if session.info.positions:
-        with_query = text.with_query(query.pack(), count * query.width(vocab_size))
+    # Prompts
+
+    def encode(self, ids: Any) -> Prompt:
+        """Check and encode a prompt."""
+        return self.session.encode(ids, self.adapter)
+
+    def encode_all(self, prompts: Sequence[Any], name: str = "prompts") -> list[Prompt]:
+        """Check and encode the prompts of the argument `name`."""
+        encoded: list[Prompt] = []
         try:
-            return await _answer_about(wanted.allowed, session, with_query, deadline, read, private=private)
-        except SourceMissing:
-            pass  # Another worker of this model does not.
-    if wanted.values != "logprobs":
-        raise _not_told(session, wanted.values)
-    prompts = [beginning(text, at + 1) for at in part]
-    if wanted.top:
-        tops = await gather([ask_top(session, prompt, wanted.top, deadline) for prompt in prompts])
-        return stack_tops(tops, wanted.top)
-    if wanted.targets:
-        return await ask_all(session, prompts, [list(wanted.targets)] * count, len(wanted.targets), deadline)
-    return await session.answer_all(prompts, deadline)
+            for ids in prompts:
+                encoded.append(self.encode(ids))  # noqa: PERF401 The length is the index of the invalid prompt.
+        except InvalidPrompt as error:
+            of_prompt(error, name, len(encoded), _count(prompts))
+            raise
+        return encoded
+
+    # Rows and entries
+
+    async def row(self, prompt: Prompt) -> Row:
+        """Return a row."""
+        row = self.session.cached(prompt)
+        return row if row is not None else await self.session.answer(prompt, self._deadline)
+
+    async def rows(self, prompts: Sequence[Prompt]) -> NDArray[np.float32]:
+        """Return the rows of several prompts: float32 (n, V)."""
+        return await self.session.answer_all(prompts, self._deadline)
+
+    async def warm(self, prompt: Prompt) -> None:
+        """Have a row computed and cached."""
+        if self.session.cached(prompt) is None:
+            await self.session.answer(prompt, self._deadline, warm=True)
+
+    async def fresh(self, prompt: Prompt) -> Row:
+        """Return a row that is computed now, without any cache."""
+        query = FreshQuery(secrets.token_bytes(DIGEST_SIZE)).pack()
+        return await self._result(prompt.with_query(query, self.vocab_size), check_row, private=True)
+
+    async def logits(self, prompt: Prompt, targets: list[int]) -> Row:
+        """Return the logits after a prompt, float32 (V,), or those of `targets`, (k,)."""
+        found = await self.last(prompt, Wanted(targets=tuple(targets), values="logits"))
+        assert not isinstance(found, TopK)
+        return found
+
+    async def entries(self, prompt: Prompt, targets: list[int]) -> Row:
+        """Return some entries of a row: float32 (k,)."""
+        session, deadline = self.session, self._deadline
+        row = session.cached(prompt)
+        if row is None and len(targets) <= _MAX_READ_IN_PLACE:
+            wanted = WantedEntries(prompt.digest, targets)
+            entries = await session.read_entries(wanted, deadline)
+            if entries is None:
+                await session.answer(prompt, deadline, warm=True)
+                entries = await session.read_entries(wanted, deadline)
+            elif not isinstance(entries, CorruptRow):
+                session.count_hit(deadline)
+            if entries is not None and not isinstance(entries, CorruptRow):
+                return entries
+        if row is None:
+            # Many entries, or a damaged row: fetching a damaged row has it computed again.
+            row = await session.answer(prompt, deadline)
+        return entries_of(row, targets)
+
+    async def all_entries(
+        self,
+        prompts: Sequence[Prompt],
+        targets: Sequence[list[int]],
+        count: int,
+        *,
+        logits: bool = False,
+        name: str = "",
+    ) -> NDArray[np.float32]:
+        """Return `count` entries of each row: float32 (n, count). Errors name a prompt of the argument `name`."""
+        out = np.empty((len(prompts), count), np.float32)
+        read = self.logits if logits else self.entries
+
+        async def put(at: int) -> None:
+            out[at] = await read(prompts[at], targets[at])
+
+        named = len(prompts) if name else 0
+        await gather(map(put, range(len(prompts))), lambda error, at: of_prompt(error, name, at, named))
+        return out
+
+    # Results of queries
+
+    async def _result(
+        self,
+        prompt: Prompt,
+        read: Callable[[Row], T],
+        *,
+        private: bool = False,
+        allowed: Allowed = _ALL,
+    ) -> T:
+        """Return the result of a prompt's query, read by `read`.
+
+        A damaged result is computed again once. A token set that the pool has evicted is registered again.
+
+        Args:
+            prompt: the prompt and its query.
+            read: returns the result, or raises ProtocolError if it is damaged.
+            private: as for `Session.answer`.
+            allowed: the token set of the query.
+
+        Raises:
+            CorruptRow: the result is damaged again.
+        """
+        ask = partial(self.session.answer, prompt, self._deadline, private=private)
+        try:
+            answer = await ask()
+        except UnknownTokenSet:
+            if allowed.tokens is None:
+                raise
+            await self.register_tokens(allowed.tokens)
+            answer = await ask()
+        with suppress(ProtocolError):
+            return read(answer)
+        try:
+            return read(await ask(damaged=True))
+        except ProtocolError as error:
+            raise CorruptRow(f"the cached answer for prompt {prompt.digest.hex()} is damaged: {error}") from error
+
+    async def register_tokens(self, tokens: TokenSet) -> None:
+        """Store a token set in the pool."""
+        await self.session.vocabularies.register_tokens(tokens, self._deadline)
+
+    async def top(self, prompt: Prompt, k: int, values: Mode = "logprobs", allowed: Allowed = _ALL) -> TopK:
+        """Return the `k` largest entries of a row."""
+        if values == "logits":
+            best = await self.last(prompt, Wanted(k, values=values, allowed=allowed))
+            assert isinstance(best, TopK)
+            return best
+        row = self.session.cached(prompt)
+        if row is not None and allowed.is_known:
+            return top(row, k) if allowed.tokens is None else top_of(row, k, allowed.tokens.ids)
+        query = prompt.with_query(TopQuery(k, allowed.packed).pack(), 2 * k)
+        read = partial(unpack_top, vocab_size=self.vocab_size, of_row=not allowed.packed)
+        return await self._result(query, read, allowed=allowed)
+
+    async def sample(self, prompt: Prompt, sampling: Sampling, allowed: Allowed, *, private: bool) -> int:
+        """Return a token sampled from a row."""
+        row = self.session.cached(prompt)
+        if row is not None and allowed.is_known:
+            return sample(row, sampling) if allowed.tokens is None else sample_of(row, sampling, allowed.tokens.ids)
+        query = prompt.with_query(SampleQuery(*sampling, allowed.packed).pack(), 1)
+        read = partial(unpack_token, vocab_size=self.vocab_size)
+        return await self._result(query, read, private=private, allowed=allowed)
+
+    async def mass(self, prompt: Prompt, allowed: Allowed) -> float:
+        """Return the logarithm of the total probability of the allowed tokens."""
+        row = self.session.cached(prompt)
+        if row is not None and allowed.tokens is not None:
+            return float(mass_of(row, allowed.tokens.ids))
+        query = prompt.with_query(MassQuery(allowed.packed).pack(), 1)
+        return await self._result(query, lambda answer: float(check_logprobs(answer)[0]), allowed=allowed)
+
+    async def continuation(self, prompt: Prompt, wanted: GenerateQuery, *, private: bool) -> Continuation:
+        """Return tokens that a worker samples one after the other."""
+        query = prompt.with_query(wanted.pack(), 2 * wanted.most, wanted.most)
+        return await self._result(query, partial(unpack_continuation, vocab_size=self.vocab_size), private=private)
+
+    async def scores(self, prompt: Prompt, continuation: Prompt, values: Mode) -> Row:
+        """Return the log-probability, or the logit, of each token of a continuation: float32 (m,)."""
+        info, ids = self.session.info, prompt.ids + continuation.ids
+        start, end = len(prompt.ids) // 4, len(ids) // 4
+        if end > info.max_prompt_tokens:
+            raise PromptTooLong(
+                f"the prompt and its continuation have {end} tokens: this model takes at most {info.max_prompt_tokens}"
+            )
+        whole = Prompt(ids, digest_of(ids, prompt.adapter), prompt.adapter)
+        if info.positions:
+            wanted = PositionsQuery.scores_from(start, logits=values == "logits")
+            check = check_logprobs if wanted.values == "scores" else _check_logits
+            try:
+                return await self._result(whole.with_query(wanted.pack(), end - start), check)
+            except SourceMissing:
+                pass  # Another worker of this model does not support positions.
+        if values == "logits":
+            raise self._unsupported(values)
+        # Concurrently: workers share the common prefix.
+        prefixes = [prefix_of(whole, at) for at in range(start, end)]
+        tokens = decode_ids(continuation.ids).tolist()
+        return (await self.all_entries(prefixes, [[token] for token in tokens], 1))[:, 0]
+
+    # Positions
+
+    def parts(self, text: Prompt, start: int, wanted: Wanted) -> list[range]:
+        """Split the positions of a text from `start` on into parts whose results fit a reply."""
+        length, size = len(text.ids) // 4, wanted.query(start).most_positions(self.vocab_size)
+        return [range(at, min(at + size, length)) for at in range(start, length, size)]
+
+    async def positions(self, text: Prompt, start: int, wanted: Wanted) -> Expected:
+        """Return the values at every position of a text from `start` on."""
+        parts, fingerprint = self.parts(text, start, wanted), self.session.info.fingerprint
+        if len(parts) == 1:
+            return await self.part(text, parts[0], wanted)
+        # Few at once: more could fill the server's memory, and an engine would compute the shared prefix for each.
+        slots = asyncio.Semaphore(_MAX_PARTS_IN_FLIGHT)
+
+        async def ask(part: range) -> Expected:
+            async with slots:
+                return await self.part(prefix_of(text, part.stop), part, wanted, private=True)
+
+        answers = await gather([ask(part) for part in parts])
+        self.check_same_model(fingerprint)
+        if tops := [answer for answer in answers if isinstance(answer, TopK)]:
+            return TopK(np.concatenate([best.values for best in tops]), np.concatenate([best.ids for best in tops]))
+        return np.concatenate([answer for answer in answers if not isinstance(answer, TopK)])
+
+    def check_same_model(self, fingerprint: str) -> None:
+        """Refuse a result whose parts may be of two models.
+
+        Raises:
+            ModelMismatch: the model's fingerprint has changed.
+        """
+        if (info := self.session.info).fingerprint != fingerprint:
+            raise ModelMismatch(f"the model {info.name!r} has changed while parts of a result arrived: ask again")
+
+    async def part(self, text: Prompt, part: range, wanted: Wanted, *, private: bool = False) -> Expected:
+        """Return the values at the last positions of a text; `private` as for `Session.answer`."""
+        info, count, vocab_size = self.session.info, len(part), self.vocab_size
+        query = wanted.query(part.start)
+
+        def read(answer: Row) -> Expected:
+            if wanted.top:
+                return unpack_top(answer.reshape(count, -1), vocab_size, of_row=wanted.values == "logprobs")
+            if wanted.values == "logprobs":
+                return check_logprobs(answer).reshape(count, -1)
+            if wanted.values == "hidden":
+                return unpack_numbers(answer, count, info.hidden, info.dtype)
+            return _check_logits(answer) if wanted.values == "logz" else _check_logits(answer).reshape(count, -1)
+
+        if info.positions:
+            with_query = text.with_query(query.pack(), count * query.width(vocab_size))
+            try:
+                return await self._result(with_query, read, private=private, allowed=wanted.allowed)
+            except SourceMissing:
+                pass  # Another worker of this model does not support positions.
+        if wanted.values != "logprobs":
+            raise self._unsupported(wanted.values)
+        prefixes = [prefix_of(text, at + 1) for at in part]
+        if wanted.top:
+            return stack_tops(await gather([self.top(prefix, wanted.top) for prefix in prefixes]), wanted.top)
+        if wanted.targets:
+            return await self.all_entries(prefixes, [list(wanted.targets)] * count, len(wanted.targets))
+        return await self.rows(prefixes)
+
+    def _unsupported(self, values: PositionValues) -> SettingsError:
+        """Return the error for a backend without positions, which can compute log-probabilities from rows only."""
+        info = self.session.info
+        if values == "hidden":
+            name, only, support = "hidden", "no hidden states", "them"
+        else:
+            name, only, support = "logz" if values == "logz" else "mode", "log-probabilities only", "positions"
+        text = f"the workers of {info.name!r} return {only}: their backend {info.backend!r} does not support {support}"
+        return SettingsError(f"{name}: {text}")
+
+    async def last(self, prompt: Prompt, wanted: Wanted) -> Expected:
+        """Return the values at the last position of a prompt, without the axis of positions."""
+        last = len(prompt.ids) // 4 - 1
+        found = await self.part(prompt, range(last, last + 1), wanted)
+        return TopK(found.values[0], found.ids[0]) if isinstance(found, TopK) else found[0]
+
+    async def hidden(self, text: Prompt, start: int) -> NDArray[Any]:
+        """Return the last hidden states of a text from `start` on: (n, d)."""
+        info = self.session.info
+        size = width_of(info.hidden, info.dtype) if info.hidden else 1
+        found = await self.positions(text, start, Wanted(values="hidden", size=size))
+        assert not isinstance(found, TopK)
+        return found
+
+    # The head
+
+    async def head(self, heads: dict[str, Head]) -> Head:
+        """Return the head of the model from `heads`, by fingerprint; concurrent callers fetch it once."""
+        fingerprint, lock = self.session.info.fingerprint, self.session.fetching_head
+        if (head := heads.get(fingerprint)) is None:
+            try:
+                async with self._deadline.limit():
+                    await lock.acquire()
+            except TimeoutError as error:
+                raise DeadlineExceeded(f"the model's head, which another call is fetching: {error}") from error
+            try:
+                if (head := heads.get(fingerprint)) is None:
+                    head = await self._fetch_head()
+                    heads.clear()
+                    heads[fingerprint] = head
+            finally:
+                lock.release()
+        return head
+
+    async def _fetch_head(self) -> Head:
+        info, prompt = self.session.info, self.session.encode([0])
+        if not info.hidden:
+            text = f"the workers of {info.name!r} do not return it: their backend {info.backend!r} does not support it"
+            raise SettingsError(f"head: {text}")
+        width, size = width_of(info.hidden, info.dtype), info.vocab_size
+
+        async def ask(query: HeadQuery, length: int, read: Callable[[Row], T]) -> T:
+            return await self._result(prompt.with_query(query.pack(), length), read, private=True)
+
+        one = partial(unpack_numbers, count=1, dtype="float32")
+        scale, soft_cap, has_bias = (await ask(HeadQuery("facts"), FACTS, partial(one, size=FACTS)))[0].tolist()
+        bias = (await ask(HeadQuery("bias"), size, partial(one, size=size)))[0].copy() if has_bias else None
+        rows = max(1, MAX_ANSWER // width)
+        parts = []
+        # One after the other: all parts at once could fill the server's memory.
+        for first in range(0, size, rows):
+            count = min(rows, size - first)
+            read = partial(unpack_numbers, count=count, size=info.hidden, dtype=info.dtype)
+            parts.append(await ask(HeadQuery("weights", first, count), count * width, read))
+        self.check_same_model(info.fingerprint)
+        return Head(np.concatenate(parts), bias, scale, soft_cap or None, info.dtype)
 
 
-def _not_told(session: Session, values: PositionValues) -> SettingsError:
-    """Of a model whose workers do not answer for positions: log-probabilities can be had by rows, nothing else."""
-    name, backend = session.info.name, session.info.backend
-    if values == "hidden":
-        return SettingsError(f"hidden: the workers of {name!r} tell no hidden states: {backend!r} is their backend")
-    told = f"log-probabilities only: their backend {backend!r} does not answer for positions"
-    return SettingsError(f"{'logz' if values == 'logz' else 'mode'}: the workers of {name!r} tell {told}")
+async def for_each(prompts: Sequence[Any], work: Sequence[Coroutine[Any, Any, T]], name: str = "prompts") -> list[T]:
+    """Await the work for each prompt; the first failure cancels the others, and names its prompt."""
+    count = _count(prompts)
+    return await gather(work, lambda error, index: of_prompt(error, name, index, count))
+
+
+def _count(prompts: Sequence[Any]) -> int:
+    """Return the number of prompts; several continuations of one prompt count as one."""
+    return len(prompts) if any(ids is not prompts[0] for ids in prompts) else min(1, len(prompts))
 
 
 def _check_logits(answer: Row) -> Row:
-    """Refuse what cannot be logits, or logZ; returns them.
-
-    Raises:
-        ProtocolError: one is NaN or infinite.
-    """
+    """Return logits, or logZ, after a check."""
     if not (most := answer.max()) < np.inf:
         raise ProtocolError(f"the largest of {len(answer)} logits is {most}")
     return answer
-
-
-async def ask_last(session: Session, prompt: Prompt, wanted: Wanted, deadline: Deadline) -> Expected:
-    """As `ask_positions`, of the last position of a prompt, whose first axis is left out."""
-    last = len(prompt.ids) // 4 - 1
-    found = await ask_part(session, prompt, range(last, last + 1), wanted, deadline)
-    return TopK(found.values[0], found.ids[0]) if isinstance(found, TopK) else found[0]
-
-
-async def ask_hidden(session: Session, text: Prompt, start: int, deadline: Deadline) -> NDArray[Any]:
-    """The last hidden states of a text from a position on, (n, d)."""
-    info = session.info
-    size = width_of(info.hidden, info.dtype) if info.hidden else 1
-    found = await ask_positions(session, text, start, Wanted(values="hidden", size=size), deadline)
-    assert not isinstance(found, TopK)
-    return found
-
-
-async def ask_head(session: Session, heads: dict[str, Head], deadline: Deadline) -> Head:
-    """What turns the hidden states of a model into its rows; those who ask at once wait for one of them to fetch it.
-
-    Args:
-        session: with the model's workers.
-        heads: has it by the model's fingerprint, once it has been fetched.
-        deadline: for how long.
-
-    Raises:
-        SettingsError: its workers do not tell.
-    """
-    fingerprint = session.info.fingerprint
-    if (head := heads.get(fingerprint)) is None:
-        async with session.fetching_head(deadline):
-            if (head := heads.get(fingerprint)) is None:
-                head = await _fetch_head(session, deadline)
-                heads.clear()
-                heads[fingerprint] = head
-    return head
-
-
-async def _fetch_head(session: Session, deadline: Deadline) -> Head:
-    info, prompt = session.info, session.encode([0], "")
-    if not info.hidden:
-        text = f"the workers of {info.name!r} do not tell it: their backend {info.backend!r} does not"
-        raise SettingsError(f"head: {text}")
-    width, size = width_of(info.hidden, info.dtype), info.vocab_size
-
-    async def ask(query: HeadQuery, length: int, read: Callable[[Row], T]) -> T:
-        return await _answer(session, prompt.with_query(query.pack(), length), deadline, read, private=True)
-
-    one = partial(unpack_numbers, count=1, dtype="float32")
-    scale, soft_cap, has_bias = (await ask(HeadQuery("facts"), FACTS, partial(one, size=FACTS)))[0].tolist()
-    bias = (await ask(HeadQuery("bias"), size, partial(one, size=size)))[0].copy() if has_bias else None
-    rows = max(1, MAX_ANSWER // width)
-    parts = []
-    # One after the other: all at once would fill the server's memory.
-    for first in range(0, size, rows):
-        count = min(rows, size - first)
-        read = partial(unpack_numbers, count=count, size=info.hidden, dtype=info.dtype)
-        parts.append(await ask(HeadQuery("weights", first, count), count * width, read))
-    check_same_model(session, info.fingerprint)
-    return Head(np.concatenate(parts), bias, scale, soft_cap or None, info.dtype)
-
-
-async def ask_fresh(session: Session, prompt: Prompt, deadline: Deadline) -> Row:
-    """A row that is computed now, whatever caches hold."""
-    query = prompt.with_query(FreshQuery(secrets.token_bytes(DIGEST_SIZE)).pack(), session.info.vocab_size)
-    return await _answer(session, query, deadline, check_row, private=True)
-
-
-async def ask_logits(session: Session, prompt: Prompt, targets: list[int], deadline: Deadline) -> Row:
-    """The logits after a prompt, float32 (V,), or some of them, (k,)."""
-    found = await ask_last(session, prompt, Wanted(targets=tuple(targets), values="logits"), deadline)
-    assert not isinstance(found, TopK)
-    return found
-
-
-async def ask_all(
-    session: Session,
-    prompts: Sequence[Prompt],
-    targets: Sequence[list[int]],
-    count: int,
-    deadline: Deadline,
-    ask_one: Callable[[Session, Prompt, list[int], Deadline], Coroutine[Any, Any, Row]] = ask_entries,
-) -> NDArray[np.float32]:
-    """Some entries of each of several rows, `count` each: float32 (n, count)."""
-    out = np.empty((len(prompts), count), np.float32)
-
-    async def ask(at: int) -> None:
-        out[at] = await ask_one(session, prompts[at], targets[at], deadline)
-
-    asked = [ask(at) for at in range(len(prompts))]
-    await gather(asked, lambda error, at: of_prompt(error, "prompts", at, len(prompts)))
-    return out

@@ -1,308 +1,289 @@
-"""What a producer keeps in its memory: its latest rows, the requests under way, who waits for them, and counters.
+"""The pending requests of a session: deadlines, the callers that wait, and the producer's own row cache.
 
-A prompt is asked for once, however many calls wait for it: the first call starts a `PendingRequest`, and the others
-join it. Nothing here talks to the server; `submit` and `receive` do.
+Calls for the same prompt share one request: the first call starts a `PendingRequest`, later calls join it. Nothing in
+this file uses the server; `submit` sends requests and `receive` resolves them.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
-from collections import Counter, OrderedDict, deque
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections import OrderedDict, deque
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from enum import Enum, auto
 from time import monotonic
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lmpool.aio import copy_error
-from lmpool.errors import CorruptRow, ModelMismatch, of_prompt
-from lmpool.metrics import Histogram
+from lmpool.aio import copy_error, end_tasks, silence_limit
+from lmpool.errors import CorruptRow, DeadlineExceeded, ModelMismatch, SettingsError, argument, of_prompt
+from lmpool.producer.metrics import Counters, TracedCall
 from lmpool.protocol.job import Prompt
 from lmpool.protocol.query import SentWeights
 from lmpool.protocol.row import Row
 from lmpool.rows.cache import Found
-from lmpool.rows.shared_memory import ReadCounts
-
-OUTCOMES = ("cache_hits", "joined", "computed", "failed")
-"""How a request ends that the producer's own memory does not answer: see `ProducerStats`."""
+from lmpool.settings import shown
 
 Answer = Row | Exception
 Waiter = Callable[[Answer], None]
-"""Called once, with the row or with an exception of its own; never after it was removed from its request."""
+"""Called once, with the row or with an exception of its own. Never called after its removal from the request."""
 
+ENDLESS_S = 9e8
+"""Timeout in seconds that means "no deadline". Finite, because infinity breaks the arithmetic of deadlines."""
+
+ALONE_S = 60.0
+"""Seconds that a request without a deadline waits while no worker or no server could serve it."""
+
+# Max times that a worker is asked to overwrite a damaged row before the request fails.
 _MAX_OVERWRITES = 2
+# Max requests of one client that the server holds at once, so that a huge batch does not fill the server.
 _MAX_IN_FLIGHT = 8192
+# Max bytes of the token ids of these requests.
 _MAX_IN_FLIGHT_BYTES = 64 * 1024 * 1024
+# Timer buckets per second: requests time out up to 10 ms late, and share a timer per bucket.
 _BUCKETS_PER_S = 100
-# What is read together, before those who wait go on: no more than is still in the processor's cache then.
-_ROWS_AT_ONCE, _BYTES_AT_ONCE = 8, 1_250_000
+# Max rows, and max bytes of rows, read before their callers run: the rows are then still in the processor's cache.
+_MAX_ROWS_AT_ONCE, _MAX_BYTES_AT_ONCE = 8, 1_250_000
+
+
+def check_timeout(timeout: float) -> float:
+    """Return a timeout in seconds as a float."""
+    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not 0 < timeout < 1e9:
+        raise SettingsError(f"timeout: {shown(timeout)} must be a number of seconds above 0")
+    return float(timeout)
+
+
+class Deadline:
+    """The time by which a request must end, shared by all of its steps.
+
+    Attributes:
+        seconds: duration from the start of the request.
+        end: loop time of the deadline.
+        loop: the running event loop. Looking it up costs a system call before Python 3.12.
+        is_of_caller: whether the caller set the deadline. Otherwise each step may take `seconds`, and time in which the
+            event loop was blocked hardly counts.
+    """
+
+    __slots__ = ("end", "is_of_caller", "loop", "seconds")
+
+    def __init__(self, seconds: float, *, is_of_caller: bool = True) -> None:
+        self.seconds = seconds
+        self.is_of_caller = is_of_caller
+        self.loop = asyncio.get_running_loop()
+        self.end = self.loop.time() + seconds
+
+    @classmethod
+    def of(cls, timeout: float | None, default: float) -> Self:
+        """Start a deadline of `timeout` seconds, or of `default` seconds if `timeout` is None."""
+        return cls(default if timeout is None else check_timeout(timeout))
+
+    @property
+    def left(self) -> float:
+        """Seconds until the deadline.
+
+        Raises:
+            DeadlineExceeded: the deadline has passed.
+        """
+        left = self.end - self.loop.time()
+        if left <= 0:
+            raise self._exceeded()
+        return left
+
+    def bounded(self) -> Deadline:
+        """Return a deadline of `ALONE_S` in place of an endless one, for steps that need no worker."""
+        return Deadline(ALONE_S, is_of_caller=False) if self.seconds == ENDLESS_S else self
+
+    def _exceeded(self) -> DeadlineExceeded:
+        return DeadlineExceeded(f"no answer within {self.seconds:g} s: allow more time ({argument('timeout')})")
+
+    @asynccontextmanager
+    async def limit(self) -> AsyncIterator[None]:
+        """Cancel the body at the deadline.
+
+        Raises:
+            DeadlineExceeded: the deadline had passed before the body started.
+            TimeoutError: the deadline passed in the body.
+        """
+        if self.is_of_caller and self.loop.time() >= self.end:
+            raise self._exceeded()
+        try:
+            async with asyncio.timeout_at(self.end) if self.is_of_caller else silence_limit(self.seconds) as timer:
+                yield
+        except TimeoutError as error:
+            if not timer.expired():
+                raise  # The timeout of a connection, not this one.
+            raise TimeoutError(f"no answer within {self.seconds:g} s") from error
+
+
+class Tasks:
+    """The background tasks of one session."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.get_running_loop()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Run `work` as a task; keeps the reference that asyncio does not keep."""
+        task = self.loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def cancel(self) -> None:
+        """Cancel all tasks and wait until they have ended."""
+        await end_tasks(self._tasks)
 
 
 class RowLRU:
-    """The rows that a producer has used last: digest -> read-only row.
+    """The producer's own cache: digest -> read-only row, evicted in least-recently-used order.
 
-    Rows of this host's shared memory are kept from their second use on: to copy one again takes some µs, but the memory
-    of one that is not kept, warm in the processor's cache, is the next row's.
+    A row from shared memory is kept from its second use on. Copying the row again takes a few µs, while the memory of a
+    row that is not kept is reused for the next row and stays in the processor's cache.
 
     Args:
-        limit: bytes that the rows may take together; 0 keeps nothing.
+        limit: max bytes of all rows; 0 keeps no rows.
+
+    Attributes:
+        size: bytes of all rows.
     """
 
-    __slots__ = ("_limit", "_owner", "_rows", "_size", "_used_once")
+    __slots__ = ("_limit", "_owner", "_rows", "_used_once", "size")
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._owner = ""
         self._rows: OrderedDict[bytes, Row] = OrderedDict()
-        self._size = 0
-        # Of shared memory, as many as could be kept.
+        self.size = 0
+        # Digests of shared rows that were used once; as many as there could be rows.
         self._used_once: OrderedDict[bytes, None] = OrderedDict()
-
-    @property
-    def size(self) -> int:
-        """Bytes that the rows take now."""
-        return self._size
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def get(self, digest: bytes) -> Row | None:
-        """The row, or None; a row that is found is the last to go."""
+        """Return the row and mark it as used, or None."""
         row = self._rows.get(digest)
         if row is not None:
             self._rows.move_to_end(digest)
         return row
 
     def put(self, digest: bytes, row: Row, *, is_shared: bool = False) -> None:
-        """Keep a row, and drop the oldest ones as long as the limit asks for it.
+        """Store a row and evict the oldest rows above the limit.
 
         Args:
-            digest: of its prompt.
-            row: the row.
-            is_shared: it lies in shared memory.
+            digest: digest of the prompt.
+            row: the row, which must be read-only.
+            is_shared: whether the row lies in shared memory.
         """
         size = row.nbytes
         if size > self._limit or (is_shared and self._is_first_use(digest, self._limit // size)):
             return
-        if digest in self._rows:
-            self._size -= self._rows.pop(digest).nbytes
-        self._rows[digest] = row
-        self._size += size
-        while self._size > self._limit:
-            self._size -= self._rows.popitem(last=False)[1].nbytes
+        rows = self._rows
+        if digest in rows:
+            self.size -= rows.pop(digest).nbytes
+        rows[digest] = row
+        self.size += size
+        while self.size > self._limit:
+            self.size -= rows.popitem(last=False)[1].nbytes
 
-    def _is_first_use(self, digest: bytes, most: int) -> bool:
+    def _is_first_use(self, digest: bytes, max_rows: int) -> bool:
         used = self._used_once
         if digest in used:
             del used[digest]
             return False
         used[digest] = None
-        if len(used) > most:
+        if len(used) > max_rows:
             used.popitem(last=False)
         return True
 
     def belong_to(self, fingerprint: str) -> None:
-        """Keep rows of this model only; those of another are forgotten."""
+        """Drop all rows if they belong to a model with another fingerprint."""
         if fingerprint != self._owner:
             self._owner = fingerprint
             self.clear()
 
     def clear(self) -> None:
-        """Forget all rows."""
+        """Drop all rows."""
         self._rows.clear()
         self._used_once.clear()
-        self._size = 0
-
-
-@dataclass(slots=True)
-class ProducerStats:
-    """What became of a producer's requests to the model's workers.
-
-    A request is for a row. A trie's calls make requests too: for a prompt's row where they need one, and for values
-    where the model's workers have tries. What trie workers are asked is not counted, nor is a call that ends before
-    the producer has connected or because its arguments are wrong.
-
-    Attributes:
-        requests: all of them. Each that has ended is counted in one of the others, too.
-        local_hits: answered from the producer's own memory.
-        cache_hits: answered from the pool's cache, in Redis or in shared memory.
-        joined: answered with a request for the same prompt that was under way here or in another process.
-        computed: answered by a worker. These are requests: a worker computes one row for all queries about a prompt.
-        failed: ended with an exception, or cancelled.
-    """
-
-    requests: int = 0
-    local_hits: int = 0
-    cache_hits: int = 0
-    joined: int = 0
-    computed: int = 0
-    failed: int = 0
-
-    def add(self, name: str, count: int = 1) -> None:
-        """Count requests in the attribute `name`."""
-        setattr(self, name, getattr(self, name) + count)
-
-    def copy(self) -> ProducerStats:
-        """A snapshot."""
-        return replace(self)
-
-
-class Counters:
-    """Counters and histograms of one producer. Its event loop counts them up, any thread reads them.
-
-    Args:
-        stats: the outcomes of its requests.
-        cache: the rows in its own memory.
-
-    Attributes:
-        model: the model's name, once the producer has connected.
-        stats: as above.
-        cache: as above.
-        seconds: outcome, of `OUTCOMES` -> seconds of the requests that ended so. Each request is in one of them.
-        failures: name of the exception, or "cancelled" -> requests.
-        fetched_bytes: bytes of rows and answers that came from the server, by a fetch or with a notification, in the
-            encoding that the model's info names.
-        shared: reads of rows in shared memory.
-    """
-
-    def __init__(self, stats: ProducerStats, cache: RowLRU) -> None:
-        self.model = ""
-        self.stats = stats
-        self.cache = cache
-        self.seconds = {outcome: Histogram() for outcome in OUTCOMES}
-        self.failures: Counter[str] = Counter()
-        self.fetched_bytes = 0
-        self.shared = ReadCounts()
-
-    @property
-    def under_way(self) -> int:
-        """Requests that wait for an answer."""
-        ended = sum(sum(histogram.counts) for histogram in self.seconds.values())
-        return max(0, self.stats.requests - self.stats.local_hits - ended)
-
-    def answered(self, origin: str, began: float, joined_at: Sequence[float] | None, now: float) -> None:
-        """Count requests that were answered together; all times are of `monotonic`.
-
-        Args:
-            origin: where the row came from for the first of them.
-            began: since when the first has waited.
-            joined_at: since when the others have; None for no others.
-            now: when they were answered.
-        """
-        self.seconds[origin].observe(now - began)
-        for since in joined_at or ():
-            self.seconds["joined"].observe(now - since)
-
-    def failed(self, why: str, began: float) -> None:
-        """Count a request that ended without an answer; `began` is a time of `monotonic`."""
-        self.failures[why] += 1
-        self.seconds["failed"].observe(monotonic() - began)
+        self.size = 0
 
 
 class Stage(Enum):
-    """How far a request has come."""
+    """The progress of a request."""
 
     UNSENT = auto()
     SENDING = auto()
-    # What was refused: nothing else is known of it until the server has answered.
+    # Refused by the full queue and sent again; counts as refused until the server replies.
     SENDING_AGAIN = auto()
     REFUSED = auto()
     WAITING = auto()
 
 
-_UNSENT = Stage.UNSENT
-"""To look a member up in its class costs as much as the rest of a new request."""
-
-
+@dataclass(slots=True, eq=False)
 class PendingRequest:
     """One prompt that this process waits for.
 
     Attributes:
-        prompt: ids and digest.
-        waiters: who waits for it here.
-        began: since when the first of them does, by `monotonic`.
-        joined_at: since when each of the others does; None for none. (One list less for each request: the garbage
-            collector counts.)
-        stage: whether the server knows that we wait.
-        since: loop time of the last sign from the server about this prompt.
-        until: loop time at which the most patient waiter gives up.
-        in_flight: whether it counts as one that the server has.
-        damaged: the cache holds something else than a row; it must be overwritten.
-        overwrites: how often a worker was asked to do that.
-        origin: counter of `ProducerStats` that the first waiter's request adds to; None until something has answered.
-        warm: no waiter wants the row itself, only that it be in the pool's cache.
-        is_private: nobody else can ask for this, so nobody needs the answer once it has been read.
-        whole: the row itself is to be in the cache, not a reference to where it lies in shared memory.
-        weights: what a trie job works on, until it has been sent.
-        weights_name: where they are stored, or b"".
+        waiters: called with the result.
+        began: when the first waiter started to wait, by `monotonic`.
+        joined_at: when each further waiter joined. None rather than an empty list, which costs the garbage collector.
+        since: loop time of the server's last reply about this prompt.
+        until: loop time of the latest deadline of the waiters.
+        in_flight: whether the request counts towards the per-client limit.
+        damaged: whether the cache holds a damaged row that a worker must overwrite.
+        overwrites: number of times that a worker was asked to overwrite it.
+        lost: number of times that the row had been evicted before it could be fetched.
+        origin: the `ProducerStats` attribute that counts the first waiter; None until the source of the row is known.
+        warm: whether no waiter needs the row itself, only its presence in the pool's cache.
+        is_private: whether no other client can make this request; the result is removed once it has been read.
+        whole: whether the cache must hold the row itself instead of a reference to shared memory.
+        weights: the weights of a trie job; None once the server has them.
+        weights_name: name of the stored weights, or b"".
+        call: the traced call that started the request.
     """
 
-    __slots__ = (
-        "began",
-        "damaged",
-        "in_flight",
-        "is_private",
-        "joined_at",
-        "origin",
-        "overwrites",
-        "prompt",
-        "since",
-        "stage",
-        "until",
-        "waiters",
-        "warm",
-        "weights",
-        "weights_name",
-        "whole",
-    )
-
-    def __init__(self, prompt: Prompt) -> None:
-        self.prompt = prompt
-        self.warm = False
-        self.is_private = False
-        self.whole = False
-        self.weights: SentWeights | None = None
-        self.weights_name = b""
-        self.waiters: list[Waiter] = []
-        self.began = monotonic()
-        self.joined_at: list[float] | None = None
-        self.stage = _UNSENT
-        self.since = 0.0
-        self.until = 0.0
-        self.in_flight = False
-        self.damaged = False
-        self.overwrites = 0
-        self.origin: str | None = None
+    prompt: Prompt
+    waiters: list[Waiter]
+    until: float = math.inf
+    warm: bool = False
+    began: float = field(default_factory=monotonic)
+    joined_at: list[float] | None = None
+    stage: Stage = Stage.UNSENT
+    since: float = 0.0
+    in_flight: bool = False
+    damaged: bool = False
+    overwrites: int = 0
+    lost: int = 0
+    origin: str | None = None
+    is_private: bool = False
+    whole: bool = False
+    weights: SentWeights | None = None
+    weights_name: bytes = b""
+    call: TracedCall | None = None
 
 
 class PendingRequests:
-    """All requests under way of one session, by digest.
-
-    Args:
-        cache: the rows in the producer's own memory; rows that come are added.
-        stats: the outcomes of the producer's requests.
-        counters: count how requests end, and how long they took.
+    """All pending requests of one session, by digest.
 
     Attributes:
-        counters: as above.
-        on_end: called whenever a request has ended; None for nobody.
-        is_resolving: some more rows that have come are about to be given to those who wait.
+        on_end: called when a request ends; None while no request waits for a free slot.
+        is_looking_up: whether rows of unsent requests are being read from shared memory.
+        is_resolving: whether announced rows are being read from shared memory.
     """
 
-    def __init__(self, cache: RowLRU, stats: ProducerStats, counters: Counters | None = None) -> None:
+    def __init__(self, cache: RowLRU, counters: Counters) -> None:
+        self.counters = counters
+        self.on_end: Callable[[], None] | None = None
+        self.is_looking_up = self.is_resolving = False
         self._requests: dict[bytes, PendingRequest] = {}
         self._cache = cache
-        self._stats = stats
-        # Requests that the server has, and the bytes of their prompts.
+        self._stats = counters.stats
         self._in_flight = self._in_flight_bytes = 0
-        # How often a row was to be there and was not: of those requests alone, for there are hardly ever any.
-        self._lost: dict[bytes, int] = {}
-        self.on_end: Callable[[], None] | None = None
-        self.is_resolving = False
-        self.counters = counters or Counters(stats, cache)
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -311,45 +292,38 @@ class PendingRequests:
         return iter(list(self._requests.values()))
 
     def get(self, digest: bytes) -> PendingRequest | None:
-        """The request of a prompt, if it is under way."""
+        """Return the pending request of a prompt, or None."""
         return self._requests.get(digest)
 
     def is_open(self, request: PendingRequest) -> bool:
-        """Whether a request is still under way."""
+        """Return whether a request is still pending."""
         return self._requests.get(request.prompt.digest) is request
 
     def add(
         self, prompt: Prompt, waiter: Waiter, *, until: float = math.inf, warm: bool = False
     ) -> tuple[PendingRequest, bool]:
-        """Let a waiter wait for a prompt; returns its request, and whether that is a new one.
+        """Add a waiter for a prompt; returns the request, and whether it is a new one.
 
         Args:
-            prompt: what is asked.
-            waiter: who asks.
-            until: loop time at which the waiter gives up.
-            warm: the waiter does not want the row, only that it be in the pool's cache.
+            prompt: the prompt.
+            waiter: called with the result.
+            until: loop time of the waiter's deadline.
+            warm: whether the waiter does not need the row itself.
         """
         request = self._requests.get(prompt.digest)
-        is_new = request is None
         if request is None:
-            request = self._requests[prompt.digest] = PendingRequest(prompt)
-            request.warm = warm
-        else:
-            if request.joined_at is None:
-                request.joined_at = []
-            request.joined_at.append(monotonic())
-            request.warm = request.warm and warm
-        if until > request.until:
-            request.until = until
+            request = self._requests[prompt.digest] = PendingRequest(prompt, [waiter], until, warm)
+            return request, True
+        if request.joined_at is None:
+            request.joined_at = []
+        request.joined_at.append(monotonic())
+        request.warm = request.warm and warm
+        request.until = max(request.until, until)
         request.waiters.append(waiter)
-        return request, is_new
+        return request, False
 
     def admit(self, unsent: deque[PendingRequest]) -> list[PendingRequest]:
-        """Take the requests that may be sent now: those with waiters, as many as the server may have of one client.
-
-        Args:
-            unsent: in their order; what is taken is removed. A request counts as one that the server has until it ends.
-        """
+        """Remove the requests from `unsent` that may be sent now: those with waiters, up to the per-client limit."""
         admitted = []
         while unsent and self._in_flight < _MAX_IN_FLIGHT and self._in_flight_bytes < _MAX_IN_FLIGHT_BYTES:
             request = unsent.popleft()
@@ -361,33 +335,22 @@ class PendingRequests:
                     self._in_flight_bytes += len(request.prompt.ids)
         return admitted
 
-    def count_lost(self, requests: Iterable[PendingRequest]) -> None:
-        """Count that jobs had ended, and their rows were gone before they could be fetched."""
-        for request in requests:
-            digest = request.prompt.digest
-            self._lost[digest] = self._lost.get(digest, 0) + 1
-
-    def times_lost(self, request: PendingRequest) -> int:
-        """How often that has happened to a request under way."""
-        return self._lost.get(request.prompt.digest, 0)
-
     def remove_waiter(self, request: PendingRequest, waiter: Waiter, why: str = "cancelled") -> bool:
-        """Take a waiter off its request; True when that ended the request, for it has no other waiter."""
+        """Remove a waiter; returns whether the request has ended because it was the last one."""
         at = request.waiters.index(waiter)
         del request.waiters[at]
         began = request.joined_at.pop(at - 1) if at and request.joined_at else request.began
         if not at and request.joined_at:
             request.began = request.joined_at.pop(0)
-        self.counters.failed(why, began)
-        self._stats.failed += 1
+        self._count_failure(why, began)
         if request.waiters or not self.is_open(request):
             return False
         self._end(request)
         return True
 
     def resolve_found(self, digests: Sequence[bytes], rows: Sequence[Found], *, are_shared: bool = False) -> None:
-        """End the requests whose rows the pool's cache, or shared memory, holds; what is damaged is overwritten."""
-        now, ended = monotonic(), 0
+        """Resolve the requests whose rows were found; mark those whose rows are damaged."""
+        now, ended = monotonic(), False
         for digest, row in zip(digests, rows, strict=True):
             request = self._requests.get(digest)
             if row is None or request is None:
@@ -401,19 +364,19 @@ class PendingRequests:
                 self._cache.put(digest, row, is_shared=are_shared)
             self._remove(request)
             self._answer(request, row, now)
-            ended += 1
+            ended = True
         if ended and self.on_end is not None:
             self.on_end()
 
     async def resolve_by(
         self, digests: Sequence[bytes], read: Callable[[bytes], Row | None]
     ) -> AsyncIterator[Sequence[bytes]]:
-        """End the requests whose rows `read` finds; yields their digests, a few at a time.
+        """Resolve the requests whose rows `read` returns; yields their digests, a few at a time.
 
-        Whoever waits goes on in between: a row that is used at once is still in the processor's cache, and its memory
-        takes the next one.
+        Callers run between two yields. They use the row while it is in the processor's cache, and release memory for
+        the next row.
         """
-        # One tells how large they are.
+        # The first row alone, to learn the size of rows.
         at, size = 0, 1
         while at < len(digests):
             found: dict[bytes, Row] = {}
@@ -424,24 +387,28 @@ class PendingRequests:
             if found:
                 self.resolve_found(list(found), list(found.values()), are_shared=True)
                 yield list(found)
-                size = max(1, min(_ROWS_AT_ONCE, _BYTES_AT_ONCE // next(iter(found.values())).nbytes))
+                size = max(1, min(_MAX_ROWS_AT_ONCE, _MAX_BYTES_AT_ONCE // next(iter(found.values())).nbytes))
                 del row
                 found.clear()
                 await asyncio.sleep(0)
 
     def resolve(self, request: PendingRequest, answer: Answer) -> None:
-        """End a request and tell its waiters; a newer request of the same prompt goes on."""
+        """End a request and call its waiters. A newer request for the same prompt stays pending."""
         if self.is_open(request):
             self._end(request)
         if not request.waiters:
             return
-        if isinstance(answer, Exception):
-            self._fail(request, answer)
-        else:
+        if not isinstance(answer, Exception):
             self._answer(request, answer, monotonic())
+            return
+        waiters, request.waiters = request.waiters, []
+        for since in (request.began, *(request.joined_at or ())):
+            self._count_failure(type(answer).__name__, since)
+        for waiter in waiters:
+            waiter(copy_error(answer))
 
     def restart(self, fingerprint: str) -> None:
-        """Begin all requests anew with the model of this fingerprint; rows of another model are forgotten."""
+        """Mark all requests as unsent, because the model has changed to this fingerprint."""
         self._cache.belong_to(fingerprint)
         for request in self._requests.values():
             request.stage = Stage.UNSENT
@@ -453,46 +420,39 @@ class PendingRequests:
             self.on_end()
 
     def _remove(self, request: PendingRequest) -> None:
-        prompt = request.prompt
-        del self._requests[prompt.digest]
-        if self._lost:
-            self._lost.pop(prompt.digest, None)
+        del self._requests[request.prompt.digest]
         if request.in_flight:
             request.in_flight = False
             self._in_flight -= 1
-            self._in_flight_bytes -= len(prompt.ids)
+            self._in_flight_bytes -= len(request.prompt.ids)
 
     def _answer(self, request: PendingRequest, row: Row, now: float) -> None:
         waiters, request.waiters = request.waiters, []
-        # What no script has told of was found by looking.
+        # A row without an origin was found in the cache before the request reached the script.
         origin = request.origin = request.origin or "cache_hits"
-        self._stats.add(origin)
-        self._stats.joined += len(waiters) - 1
-        self.counters.answered(origin, request.began, request.joined_at, now)
+        stats, seconds = self._stats, self.counters.seconds
+        setattr(stats, origin, getattr(stats, origin) + 1)
+        seconds[origin].observe(now - request.began)
+        if request.joined_at:
+            stats.joined += len(request.joined_at)
+            for since in request.joined_at:
+                seconds["joined"].observe(now - since)
         for waiter in waiters:
             waiter(row)
 
-    def _fail(self, request: PendingRequest, error: Exception) -> None:
-        waiters, request.waiters = request.waiters, []
-        self._stats.failed += len(waiters)
-        for since in (request.began, *(request.joined_at or ())):
-            self.counters.failed(type(error).__name__, since)
-        for waiter in waiters:
-            waiter(copy_error(error))
+    def _count_failure(self, why: str, began: float) -> None:
+        self._stats.failed += 1
+        self.counters.failures[why] += 1
+        self.counters.seconds["failed"].observe(monotonic() - began)
 
 
 class SingleWaiter:
-    """Waits for one row with a future.
-
-    Args:
-        loop: the running event loop.
-        seconds: how long it waits, for the message of the exception that ends it.
+    """A waiter for one row, with a future.
 
     Attributes:
-        future: has the row.
-        request: what it waits for; set by who adds it there.
-        seconds: as above.
-        bucket: the number of its bucket in `DeadlineTimers`.
+        seconds: timeout, for the error text.
+        request: the request that it waits for; set by the caller that adds it.
+        bucket: number of its bucket in `DeadlineTimers`.
     """
 
     __slots__ = ("bucket", "future", "request", "seconds")
@@ -513,14 +473,9 @@ class SingleWaiter:
 
 
 class DeadlineTimers:
-    """Ends waits whose deadline has passed, at most 10 ms later.
+    """Timers for waiters, which fire up to 10 ms late.
 
-    A timer for each would cost more than anything else of a request that is answered in time; one for all those
-    that end within the same hundredth of a second costs next to nothing.
-
-    Args:
-        loop: the running event loop.
-        expire: called with each waiter whose time has passed.
+    One timer per waiter would cost more than the rest of a request, so all waiters of a 10 ms bucket share a timer.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, expire: Callable[[SingleWaiter], None]) -> None:
@@ -529,7 +484,7 @@ class DeadlineTimers:
         self._buckets: dict[int, tuple[set[SingleWaiter], asyncio.TimerHandle]] = {}
 
     def add(self, waiter: SingleWaiter, until: float) -> None:
-        """End a wait at the loop time `until`, unless it is removed before."""
+        """Call `expire` with the waiter at the loop time `until`, unless it is removed before."""
         number = waiter.bucket = int(until * _BUCKETS_PER_S) + 1
         bucket = self._buckets.get(number)
         if bucket is None:
@@ -537,7 +492,7 @@ class DeadlineTimers:
         bucket[0].add(waiter)
 
     def remove(self, waiter: SingleWaiter) -> None:
-        """Forget a wait that has ended, in whichever way."""
+        """Remove a waiter that has ended."""
         bucket = self._buckets.get(waiter.bucket)
         if bucket is not None:
             waiters, timer = bucket
@@ -553,16 +508,14 @@ class DeadlineTimers:
 
 
 class BatchWaiter:
-    """Collects the rows of a batch in one array, so that no row is kept twice.
+    """Collects the rows of a batch in one array.
 
     Args:
         loop: the running event loop.
-        rows: float32 of shape (n, V), to be filled.
+        rows: float32 array of shape (n, V) to fill.
 
     Attributes:
-        future: done when all rows have come, or with the first failure.
-        rows: as above; complete when `future` is done.
-        left: how many are missing.
+        future: done when all rows are in place, or with the first failure.
     """
 
     __slots__ = ("future", "left", "rows")
@@ -575,26 +528,24 @@ class BatchWaiter:
             self.future.set_result(None)
 
     def at(self, index: int) -> Waiter:
-        """The waiter for one row of the batch."""
+        """Return the waiter for the row at `index`."""
 
         def put(answer: Answer) -> None:
             if self.future.done():
                 return
             if isinstance(answer, Exception):
                 self.future.set_exception(of_prompt(answer, "prompts", index, len(self.rows)))
-                return
-            if answer.shape != self.rows.shape[1:]:
-                vocab_size = self.rows.shape[1]
-                text = f"the model's V was {vocab_size} and is {answer.size} now: ask again"
+            elif answer.shape != self.rows.shape[1:]:
+                text = f"the model's V was {self.rows.shape[1]} and is {answer.size} now: ask again"
                 self.future.set_exception(ModelMismatch(text))
-                return
-            self.rows[index] = answer
-            self.count()
+            else:
+                self.rows[index] = answer
+                self.count()
 
         return put
 
     def count(self) -> None:
-        """Count a row that is in its place."""
+        """Count a row that is in place."""
         self.left -= 1
         if self.left == 0:
             self.future.set_result(None)

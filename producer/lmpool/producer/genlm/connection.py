@@ -29,9 +29,9 @@ from lmpool.broker.server import RedisLike
 from lmpool.cli import FOLDER_VARIABLE, LAUNCH
 from lmpool.embedded import EmbeddedServer
 from lmpool.errors import ModelError, ProducerClosed
-from lmpool.producer.client.requests import ProducerStats
+from lmpool.producer.client.requests import ENDLESS_S, check_timeout
 from lmpool.producer.client.session import Priority, WhenAbsent
-from lmpool.producer.deadline import ENDLESS_S, check_timeout
+from lmpool.producer.metrics import ProducerStats
 from lmpool.producer.producer import Producer
 from lmpool.producer.sync import SyncProducer
 from lmpool.protocol.keys import Keys

@@ -20,10 +20,9 @@ from numpy.typing import NDArray
 
 from lmpool.broker.server import RedisLike
 from lmpool.errors import SettingsError, UnknownAdapter
-from lmpool.producer.client.requests import ProducerStats
+from lmpool.producer.client.requests import check_timeout
 from lmpool.producer.client.session import Priority, WhenAbsent
 from lmpool.producer.client.session_per_loop import CopiedAsItself
-from lmpool.producer.deadline import check_timeout
 from lmpool.producer.genlm.connection import (
     PREFIX,
     Address,
@@ -34,6 +33,7 @@ from lmpool.producer.genlm.connection import (
     seconds_of,
 )
 from lmpool.producer.genlm.llm_opts import MIN_TIMEOUT_S, check_known, command_options, split
+from lmpool.producer.metrics import ProducerStats
 from lmpool.producer.tokenizer import load_tokenizer, read_tokenizer
 from lmpool.protocol.job import not_token_ids
 from lmpool.protocol.model_info import ModelInfo

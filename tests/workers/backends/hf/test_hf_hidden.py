@@ -24,7 +24,7 @@ from transformers import (
 import lmpool.batch
 from lmpool.errors import SettingsError
 from lmpool.producer import SyncProducer
-from lmpool.producer.deadline import Deadline
+from lmpool.producer.client.requests import Deadline
 from lmpool.protocol import query
 from lmpool.protocol.query import HeadQuery, PositionsQuery
 from lmpool.protocol.row import FACTS, Head, unpack_numbers, width_of
@@ -154,7 +154,7 @@ def test_clients_make_rows_of_their_own(pool: Pool, tmp_path: Path, monkeypatch:
         made: NDArray[Any] = head.logprobs(hidden)
         assert np.abs((np.exp(rows) * (rows - made)).sum(axis=1)).max() < MIN_KL
         # Any client may ask for the bias, of a model that has none too.
-        session = producer._producer._sessions.session
+        session = producer._asynchronous._sessions.session
         assert session is not None
 
         async def ask_bias() -> NDArray[np.float32]:
@@ -199,7 +199,7 @@ async def test_a_file_is_refused_where_no_hidden_states_are_told(pool: Pool, tmp
 def test_workers_that_tell_none_refuse(pool: Pool) -> None:
     pool.start()
     with SyncProducer("syn", redis=pool.url, prefix=pool.prefix) as producer:
-        with pytest.raises(SettingsError, match="hidden: the workers of 'syn' tell no hidden states"):
+        with pytest.raises(SettingsError, match="hidden: the workers of 'syn' return no hidden states"):
             producer.hidden([1, 2])
-        with pytest.raises(SettingsError, match="head: the workers of 'syn' do not tell it"):
+        with pytest.raises(SettingsError, match="head: the workers of 'syn' do not return it"):
             producer.head()
