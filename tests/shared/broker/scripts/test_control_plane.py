@@ -113,7 +113,7 @@ async def test_a_workers_heartbeat_and_sweep_are_the_same_work_however_many_othe
 async def test_a_heartbeats_look_at_the_queue_counts_no_workers(redis: redis_async.Redis) -> None:
     await register(redis)
     nothing: Any = None
-    consumer = Consumer(redis, nothing, MODEL, INFO, "w1", 3, nothing, counters := Counters())
+    consumer = Consumer(redis, nothing, MODEL, "w1", nothing, nothing, counters := Counters())
     await consumer.measure()
     commands = await commands_of(redis, consumer.measure)
     assert "cmdstat_zcount" not in commands

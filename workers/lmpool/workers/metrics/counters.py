@@ -72,7 +72,7 @@ class Counters:
         self.serving = 1
         self.speed = 0.0
         self.memory: ServerMemory | None = None
-        self._clock_ahead_s = 0.0
+        self.clock_ahead_s = 0.0
 
     def note_queue(self, queue: QueueState, asked_at: float) -> None:
         """Take the state of the queue.
@@ -82,7 +82,7 @@ class Counters:
             asked_at: when it was asked for, by this machine's clock.
         """
         # Entries carry the server's time: a clock that is wrong here must not show as a slow pool.
-        self._clock_ahead_s = queue.server_time - (asked_at + time.time()) / 2
+        self.clock_ahead_s = queue.server_time - (asked_at + time.time()) / 2
         self.queue = queue
 
     @property
@@ -109,7 +109,7 @@ class Counters:
             entry_ids: their ids in the queue, which begin with the time of queueing in ms.
             seconds: how long publishing took.
         """
-        now_ms = (time.time() + self._clock_ahead_s) * 1000
+        now_ms = (time.time() + self.clock_ahead_s) * 1000
         self.publish_s.observe(seconds)
         self.ended[outcome] += len(entry_ids)
         begun = [entry_id.partition(b"-")[0] for entry_id in entry_ids]

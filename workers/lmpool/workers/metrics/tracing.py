@@ -13,6 +13,7 @@ from typing import Any
 from lmpool.errors import SettingsError
 from lmpool.metrics import opentelemetry
 from lmpool.protocol.job import Job, TracedJob
+from lmpool.workers.execution.in_flight import JobTrace, StreamEntry
 
 _log = logging.getLogger("lmpool.worker")
 
@@ -20,27 +21,6 @@ _MAX_TRACEPARENT = 512
 # As many as the SDK keeps of one span, unless it is told otherwise.
 _MAX_LINKS = 128
 _FLUSH_S = 5.0
-
-
-class JobTrace:
-    """What becomes of a job that is traced; all times are in ns since 1970, by this machine's clock.
-
-    Attributes:
-        context: OpenTelemetry's, in which its client has asked.
-        queued: when it was queued.
-        taken: when this worker has taken it.
-        stepped: when the step began that has computed it, and when that ended; None for none.
-        batch: the context of that step's span.
-    """
-
-    __slots__ = ("batch", "context", "queued", "stepped", "taken")
-
-    def __init__(self, context: Any, queued: int, taken: int) -> None:
-        self.context = context
-        self.queued = queued
-        self.taken = taken
-        self.stepped: tuple[int, int] | None = None
-        self.batch: Any = None
 
 
 class JobTraces:
@@ -132,6 +112,13 @@ class JobTraces:
         if failure:
             span.set_status(self._api.StatusCode.ERROR)
         span.end(max(began, ended))
+
+
+def traces_of(entries: Iterable[StreamEntry]) -> Iterator[tuple[JobTrace, str]]:
+    """The traces of entries that have one, and the kind of the entry's failure or ""."""
+    for entry in entries:
+        if entry.trace is not None:
+            yield entry.trace, "" if entry.failure is None else entry.failure.kind
 
 
 @contextmanager
