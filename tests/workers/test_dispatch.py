@@ -23,7 +23,7 @@ from lmpool.workers import dispatch as dispatch_module
 from lmpool.workers.dispatch import Dispatcher, FetchLoop, Lifecycle, ResultQueue
 from lmpool.workers.execution.contract import Finished
 from lmpool.workers.execution.engine_thread import StepResult
-from lmpool.workers.execution.in_flight import EntriesByDigest, Generation, InFlight, InFlightPrompt, StreamEntry
+from lmpool.workers.execution.in_flight import EntriesByDigest, DrawnTokens, InFlight, InFlightPrompt, StreamEntry
 from lmpool.workers.membership.adapters import AdapterKeeper
 from lmpool.workers.metrics.counters import Counters
 from lmpool.workers.queries import QueryAnswerer
@@ -425,7 +425,7 @@ async def test_a_prompt_that_entries_joined_during_publishing_is_submitted_again
     dispatcher, in_flight = dispatching(recorder)
     prompt = reading(b"1-0", bulk=True)
     await dispatcher.accept(taken(prompt))
-    prompt.ids, prompt.generation, prompt.is_damaged = bytes(12), Generation(frozenset(), (), [0, 0], []), True
+    prompt.ids, prompt.drawn, prompt.is_damaged = bytes(12), DrawnTokens(frozenset(), (), [0, 0], []), True
 
     async def publish(*_: object) -> None:
         await dispatcher.accept(taken(reading(b"2-0")))
@@ -434,7 +434,7 @@ async def test_a_prompt_that_entries_joined_during_publishing_is_submitted_again
     await dispatcher.publish([StepResult(Finished([rows(PROMPT)], {}), [prompt])])
     assert recorder.submitted == [PROMPT, PROMPT]
     assert list(in_flight[PROMPT].entries) == [b"2-0"]
-    assert (prompt.ids, prompt.generation, prompt.is_damaged, prompt.bulk) == (bytes(4), None, False, False)
+    assert (prompt.ids, prompt.drawn, prompt.is_damaged, prompt.bulk) == (bytes(4), None, False, False)
 
 
 async def test_a_damaged_row_is_replaced() -> None:

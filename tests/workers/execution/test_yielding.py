@@ -8,7 +8,7 @@ import pytest
 
 from lmpool.protocol.prompt import decode_ids
 from lmpool.workers.execution.engine_thread import EngineThread
-from lmpool.workers.execution.in_flight import Generation, InFlightPrompt
+from lmpool.workers.execution.in_flight import DrawnTokens, InFlightPrompt
 from lmpool.workers.execution.yielding import PATIENCE_STEPS, YieldingPrompts
 from tests.support.gate import GatedBackend, OneByOne
 from tests.workers.execution.test_engine_thread import Outcome, continuing, jobs, stepping
@@ -205,7 +205,7 @@ async def test_bulk_continuations_that_have_begun_take_one_token_each_of_that_li
     yielding = YieldingPrompts(4)
     for prompt in long:
         prompt.ids = bytes(4 * 1500)
-        prompt.generation = Generation(frozenset(), (), [1], [])
+        prompt.drawn = DrawnTokens(frozenset(), (), [1], [])
     yielding.keep(jobs(1))
     yielding.keep_longer(long)
     assert yielding.next(held=0, continuations=0, bulk_tokens=0, capacity=8) == long[:4]

@@ -77,7 +77,7 @@ class StreamEntry(msgspec.Struct, eq=False, gc=False):
         return self
 
 
-class Generation(msgspec.Struct, eq=False, gc=False):
+class DrawnTokens(msgspec.Struct, eq=False, gc=False):
     """The tokens that were drawn so far for a continuation.
 
     Attributes:
@@ -107,7 +107,7 @@ class InFlightPrompt(BackendJob, eq=False):
         answer_bytes: bytes that are reserved for its answer (`AnswerMemory`).
         yields: it was submitted as a bulk prompt or a continuation, which give way to rows.
         patient_until: * number of the step after which a bulk prompt has waited long enough.
-        generation: * the tokens of a continuation so far; None for anything else.
+        drawn: * the tokens of a continuation so far; None for anything else.
     """
 
     entries: dict[bytes, StreamEntry] = {}  # noqa: RUF012  msgspec copies it
@@ -117,7 +117,7 @@ class InFlightPrompt(BackendJob, eq=False):
     answer_bytes: int = 0
     yields: bool = False
     patient_until: int = 0
-    generation: Generation | None = None
+    drawn: DrawnTokens | None = None
 
     @property
     def is_owed(self) -> bool:
@@ -137,9 +137,9 @@ class InFlightPrompt(BackendJob, eq=False):
 
     def restart(self) -> None:
         """Prepare for another submission, for the entries that joined after the last one."""
-        if self.generation is not None:
-            self.ids = self.ids[: len(self.ids) - 4 * len(self.generation.tokens)]
-            self.generation = None
+        if self.drawn is not None:
+            self.ids = self.ids[: len(self.ids) - 4 * len(self.drawn.tokens)]
+            self.drawn = None
         self.status, self.is_damaged = "accepted", False
         self.bulk = all(entry.fields.get(PRIORITY_FIELD) == BULK for entry in self.entries.values())
 

@@ -14,7 +14,7 @@ from lmpool.errors import ProtocolError, WorkerError
 from lmpool.protocol.query import Continuation, GenerateQuery, drawn_at, pack_continuation, sample
 from lmpool.protocol.row import Row, RowBlock, VectorBlock, check_row
 from lmpool.workers.execution.contract import QUERY_ERRORS, Finished, failure_of
-from lmpool.workers.execution.in_flight import Generation, InFlightPrompt
+from lmpool.workers.execution.in_flight import DrawnTokens, InFlightPrompt
 
 PATIENCE_STEPS = 16
 """Steps for which a bulk prompt waits before the backend gets it next to interactive prompts."""
@@ -137,14 +137,14 @@ class YieldingPrompts:
 
 def count_new_tokens(prompt: InFlightPrompt) -> int:
     """Tokens that the backend must compute: one for a continuation that has begun, else the whole prompt."""
-    return 1 if prompt.generation is not None and prompt.generation.tokens else len(prompt.ids) // 4
+    return 1 if prompt.drawn is not None and prompt.drawn.tokens else len(prompt.ids) // 4
 
 
 def begin(prompt: InFlightPrompt, query: GenerateQuery) -> None:
     """Start a continuation, unless it has begun."""
-    if prompt.generation is None:
+    if prompt.drawn is None:
         ends = frozenset(stop for stop in query.stops if len(stop) == 4)
-        prompt.generation = Generation(ends, tuple(stop for stop in query.stops if len(stop) > 4))
+        prompt.drawn = DrawnTokens(ends, tuple(stop for stop in query.stops if len(stop) > 4))
 
 
 def advance(finished: Finished, continuations: Mapping[bytes, InFlightPrompt]) -> tuple[Finished, list[InFlightPrompt]]:
@@ -189,7 +189,7 @@ def _draw(prompt: InFlightPrompt, row: Row) -> NDArray[np.float32] | None:
     Raises:
         WorkerError: the backend has returned something other than a row.
     """
-    query, drawn = prompt.generate, prompt.generation
+    query, drawn = prompt.generate, prompt.drawn
     assert query is not None
     assert drawn is not None
     try:
