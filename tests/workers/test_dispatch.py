@@ -23,7 +23,7 @@ from lmpool.workers import dispatch as dispatch_module
 from lmpool.workers.dispatch import Dispatcher, FetchLoop, Lifecycle, ResultQueue
 from lmpool.workers.execution.contract import Finished
 from lmpool.workers.execution.engine_thread import StepResult
-from lmpool.workers.execution.in_flight import EntriesByDigest, DrawnTokens, InFlight, InFlightPrompt, StreamEntry
+from lmpool.workers.execution.in_flight import DrawnTokens, EntriesByDigest, InFlight, InFlightPrompt, StreamEntry
 from lmpool.workers.membership.adapters import AdapterKeeper
 from lmpool.workers.metrics.counters import Counters
 from lmpool.workers.queries import QueryAnswerer

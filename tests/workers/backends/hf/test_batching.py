@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 
@@ -39,7 +40,7 @@ def chunks(*news: int, held: int = 0) -> dict[bytes, PromptChunk]:
     waiting = {}
     for row, new in enumerate(news):
         ids = np.full(held + new, row, "<u4").tobytes()
-        path = list(range(1, held + 1))
+        path = array("q", range(1, held + 1))
         waiting[digest_of(bytes([row]))] = PromptChunk(held + new, path, shared=shared_prefix(ids, held + new, held))
     return waiting
 

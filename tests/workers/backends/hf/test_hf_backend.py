@@ -476,7 +476,7 @@ def test_a_waiting_prompt_is_looked_up_again_only_when_the_pool_has_changed_its_
     looked_up.clear()
     backend._pool.slots._clock += 1
     backend._pool.slots._evict(backend._pool.capacity)
-    assert backend._next_chunk(first).path == []
+    assert not backend._next_chunk(first).path
     assert looked_up == [41]
     drain(backend)
 

@@ -116,7 +116,7 @@ def put(pool: KVPool, prompts: list[list[int]], new: int, values: torch.Tensor) 
     block = pool.gather([len(ids) for ids in prompts], paths, new)
     for tokens, ids, path in zip(block.tokens, prompts, paths, strict=True):
         known = path[: max(0, len(ids) - new)]
-        assert torch.equal(tokens[-len(ids) :][: len(known)], pool._storage[known])
+        assert torch.equal(tokens[-len(ids) :][: len(known)], pool._storage[list(known)])
     at = 0
     for layer, (keys, sizes) in enumerate(zip(LAYOUT.shapes[::2], LAYOUT.shapes[1::2], strict=True)):
         parts = []

@@ -37,7 +37,7 @@ from lmpool.workers.backends.hf.batching import (
 )
 from lmpool.workers.backends.hf.forward import Abilities, Forward, check_model, new_tokens
 from lmpool.workers.backends.hf.head import find_head, numbers_of
-from lmpool.workers.backends.hf.kv_pool import NO_MARK, ROOT, KVPool, Mark, PrefixSlots
+from lmpool.workers.backends.hf.kv_pool import NO_MARK, ROOT, KVPool, Mark, Path, PrefixSlots, new_path
 from lmpool.workers.backends.hf.loading import load_model
 from lmpool.workers.backends.positions import NO_DISTRIBUTION
 from lmpool.workers.backends.requirements import first_line
@@ -89,7 +89,7 @@ class PromptState:
     max_new: int = 0
     looked_up: int = 0
     slots: PrefixSlots | None = None
-    path: list[int] = field(default_factory=list)
+    path: Path = field(default_factory=new_path)
     path_root: int | None = None
     mark: Mark = NO_MARK
 
@@ -346,7 +346,7 @@ class HfBackend(TellsTexts):
             kept, later = end - start, span.stop - end
         if pool is None or end > rules.horizon or (job.fresh and end <= rules.chunk):
             state.slots = None
-            return PromptChunk(end, [], kept, kind, job.adapter, None, shared_prefix(job.ids, end, 0), later)
+            return PromptChunk(end, new_path(), kept, kind, job.adapter, None, shared_prefix(job.ids, end, 0), later)
         if not job.fresh:
             root = self._roots.get(job.adapter, ROOT)
         else:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from lmpool.workers.backends.hf.forward import new_tokens
+from lmpool.workers.backends.hf.kv_pool import Path
 from lmpool.workers.execution.yielding import PATIENCE_STEPS, QUIET_S
 
 PREFILL = "prefill"
@@ -55,7 +56,7 @@ class PromptChunk:
     """
 
     end: int
-    path: list[int]
+    path: Path
     kept: int = 1
     kind: str = ""
     adapter: str = ""

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
-from lmpool.workers.backends.hf.kv_pool import ROOT, KVLayout, KVPool
+from lmpool.workers.backends.hf.kv_pool import ROOT, KVLayout, KVPool, Path
 
 _LENGTH = 24
 _LONGEST_WINDOW = 1024
@@ -50,7 +50,7 @@ class Forward:
     def logits(
         self,
         prompts: Sequence[Sequence[int]],
-        paths: Sequence[list[int]] = (),
+        paths: Sequence[Path] = (),
         pool: KVPool | None = None,
         root: int = ROOT,
     ) -> Tensor:
@@ -71,7 +71,7 @@ class Forward:
         self,
         prompts: Sequence[Sequence[int]],
         kept: Sequence[int],
-        paths: Sequence[list[int]] = (),
+        paths: Sequence[Path] = (),
         pool: KVPool | None = None,
         root: int = ROOT,
     ) -> Tensor:

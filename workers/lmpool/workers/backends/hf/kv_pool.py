@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import count, islice
-from typing import Any, NamedTuple
+from itertools import count
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -16,6 +17,9 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 
 ROOT = 0
 """The slot of the empty prefix. It holds no token, so padding may point at it."""
+
+Path: TypeAlias = "array[int]"
+"""The slots of a prefix, first token first, as int64: copied much faster than a list of ints."""
 
 # Stamp of a slot that must not be freed.
 _NEVER = np.iinfo(np.int64).max
@@ -35,6 +39,11 @@ _MIN_RECENT_TOKENS = 64
 _MAX_APPENDED_TOKENS = 8
 # Max tokens of all remembered prompts, with 12 bytes each.
 _MAX_REMEMBERED_TOKENS = 1 << 20
+
+
+def new_path() -> Path:
+    """An empty path."""
+    return array("q")
 
 
 class KVPool:
@@ -58,9 +67,9 @@ class KVPool:
         self._storage[ROOT].zero_()
         self._scratch = self._storage[:0]
         # The slots that the scratch begins with a copy of, after a step of one prompt.
-        self._gathered: list[int] = []
+        self._gathered = new_path()
         self._roots = count(capacity + 1)
-        self.held: list[list[int]] = []
+        self.held: list[Path] = []
 
     def new_root(self) -> int:
         """A new root for prompts that must not share keys and values with others; see `PrefixSlots.match`."""
@@ -76,7 +85,7 @@ class KVPool:
         """Max memory of the pool, bookkeeping included."""
         return len(self._storage) * self.layout.slot_bytes
 
-    def gather(self, lengths: Sequence[int], paths: Sequence[list[int]], new: int) -> KVBlock:
+    def gather(self, lengths: Sequence[int], paths: Sequence[Path], new: int) -> KVBlock:
         """Begin a step: collect the keys and values of all tokens but the last `new` of each prompt.
 
         Args:
@@ -91,11 +100,11 @@ class KVPool:
         total = max(lengths)
         past = total - new
         size = len(lengths) * total
-        gathered, self._gathered = self._gathered, []
+        gathered, self._gathered = self._gathered, new_path()
         if size > len(self._scratch):
             # Kept between steps: page faults of new memory cost more than the copy. Growing prompts need more.
             more = max(size, min(2 * len(self._scratch), self.capacity))
-            self._scratch, gathered = self._storage.new_empty(more, self.layout.width), []
+            self._scratch, gathered = self._storage.new_empty(more, self.layout.width), new_path()
         flat = self._scratch[:size]
         if len(lengths) == 1:
             # The next step of a prompt finds the tokens of its last step in place.
@@ -111,9 +120,7 @@ class KVPool:
             self._gather(index.ravel(), flat)
         return KVBlock(flat.view(len(lengths), total, self.layout.width), past, self.layout)
 
-    def store(
-        self, prompts: Sequence[Sequence[int]], paths: Sequence[list[int]], block: KVBlock, root: int = ROOT
-    ) -> None:
+    def store(self, prompts: Sequence[Sequence[int]], paths: Sequence[Path], block: KVBlock, root: int = ROOT) -> None:
         """End a step: keep the tokens of the block that the pool does not hold, as many as fit.
 
         Args:
@@ -136,7 +143,7 @@ class KVPool:
                 targets += fresh
             self._copy(block.tokens.flatten(0, 1), sources, targets)
             copied = True
-            self._gathered = paths[0][:alike] if len(prompts) == 1 else []
+            self._gathered = paths[0][:alike] if len(prompts) == 1 else new_path()
         finally:
             if not copied:
                 # The table names slots that were not written: forget everything rather than reuse them.
@@ -155,7 +162,7 @@ class KVPool:
 
     def release(self) -> None:
         """Free the memory that is only kept for reuse."""
-        self._scratch, self._gathered = self._storage[:0], []
+        self._scratch, self._gathered = self._storage[:0], new_path()
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,7 +254,7 @@ class _Recent(NamedTuple):
     """A prompt of a recent step, with its slots."""
 
     ids: bytes
-    path: Sequence[int]
+    path: Path
     mark: Mark
 
 
@@ -277,7 +284,7 @@ class PrefixSlots:
         """Slots in use."""
         return len(self._children)
 
-    def match(self, ids: Sequence[int], root: int = ROOT, known: Sequence[int] = ()) -> list[int]:
+    def match(self, ids: Sequence[int], root: int = ROOT, known: Path | None = None) -> Path:
         """The slots of the longest held prefix of a prompt, first token first.
 
         Args:
@@ -286,11 +293,11 @@ class PrefixSlots:
                 number above `capacity`, which no slot has.
             known: slots of a prefix that is still held; only the tokens after it are looked up.
         """
-        path = [*(known if len(known) <= len(ids) else known[: len(ids)])]
-        path += self._match_from(path[-1] if path else root, ids, len(path))
+        path = new_path() if known is None else known[: len(ids)]
+        path.extend(self._match_from(path[-1] if path else root, ids, len(path)))
         return path
 
-    def remember(self, ids: bytes, path: Sequence[int], root: int = ROOT) -> None:
+    def remember(self, ids: bytes, path: Path, root: int = ROOT) -> None:
         """Remember the slots of a prompt for `recall`, if all its tokens are held. Do not change `path` afterwards.
 
         Args:
@@ -309,7 +316,7 @@ class PrefixSlots:
         while self._recent_tokens > _MAX_REMEMBERED_TOKENS:
             self._recent_tokens -= len(self._recent.popitem(last=False)[1].path)
 
-    def recall(self, ids: bytes, root: int = ROOT) -> Sequence[int]:
+    def recall(self, ids: bytes, root: int = ROOT) -> Path | None:
         """The slots of a recent prompt that `ids` extends by at most a few tokens; none if there is no such prompt.
 
         It saves looking up each token of a long prompt that grows.
@@ -319,30 +326,30 @@ class PrefixSlots:
             recent = self._recent.get((root, ids[end - _KEY_TOKENS * _ID_BYTES : end]))
             if recent is not None and ids.startswith(recent.ids) and self.holds(recent.path, recent.mark):
                 return recent.path
-        return ()
+        return None
 
-    def is_longest(self, ids: Sequence[int], path: Sequence[int], root: int = ROOT) -> bool:
+    def is_longest(self, ids: Sequence[int], path: Path, root: int = ROOT) -> bool:
         """Whether no longer prefix of a prompt is held than the path; arguments as for `match`."""
         return len(path) >= len(ids) or (path[-1] if path else root) << 32 | ids[len(path)] not in self._children
 
-    def mark(self, path: Sequence[int]) -> Mark:
+    def mark(self, path: Path) -> Mark:
         """The state of a path now, for `holds`."""
         return Mark(len(path), self._freed[path[-1]] if path else 0)
 
-    def holds(self, path: Sequence[int], mark: Mark) -> bool:
+    def holds(self, path: Path, mark: Mark) -> bool:
         """Whether all slots of a path are still those of the time when it was marked.
 
         Checking the last slot is enough: a slot is never freed before those behind it.
         """
         return not path or (mark.length == len(path) and mark.freed == self._freed[path[-1]])
 
-    def begin(self, paths: Iterable[Sequence[int]]) -> None:
+    def begin(self, paths: Iterable[Path]) -> None:
         """Begin a step that uses these paths. Slots that a step uses are not freed before the next step."""
         self._clock += 1
         for path in paths:
             self._stamp(path)
 
-    def extend(self, ids: Sequence[int], path: list[int], root: int = ROOT) -> list[int]:
+    def extend(self, ids: Sequence[int], path: Path, root: int = ROOT) -> list[int]:
         """Give slots to the tokens of a prompt that have none, as many as are free.
 
         Args:
@@ -355,7 +362,7 @@ class PrefixSlots:
         """
         # `begin` has stamped the path.
         stamped = len(path)
-        path += self._match_from(path[-1] if path else root, ids, len(path))
+        path.extend(self._match_from(path[-1] if path else root, ids, len(path)))
         self._stamp(path, stamped)
         stamped = len(path)
         missing = len(ids) - len(path)
@@ -368,13 +375,13 @@ class PrefixSlots:
             self._children[edge] = slot
             self._edges[slot] = edge
             parent = slot
-        path += fresh
+        path.extend(fresh)
         self._stamp(path, stamped)
         return fresh
 
     def _match_from(self, slot: int, ids: Sequence[int], start: int) -> list[int]:
         path = []
-        for token in islice(ids, start, None):
+        for token in ids[start:]:
             child = self._children.get(slot << 32 | token)
             if child is None:
                 break
@@ -382,11 +389,11 @@ class PrefixSlots:
             slot = child
         return path
 
-    def _stamp(self, path: Sequence[int], start: int = 0) -> None:
+    def _stamp(self, path: Path, start: int = 0) -> None:
         """Stamp the slots of a path from `start` on."""
         newest = self._clock << _DEPTH_BITS
         if start < len(path):
-            self._stamps[path[start:] if start else path] = np.arange(newest - start, newest - len(path), -1)
+            self._stamps[np.array(path[start:] if start else path)] = np.arange(newest - start, newest - len(path), -1)
 
     def _free_slots(self, count: int) -> None:
         unused = self.capacity + 1 - len(self._edges)
