@@ -1,7 +1,8 @@
 """Prints how many ms of a step of the hf backend are not spent in the forward, one line per step.
 
 64 prompts wait; each extends a prompt of 2,000 tokens, whose keys and values are cached, by one token. The model is
-tiny, so that the figure is about the backend. The time is that of the processor: `python -m benchmarks.clients.hf_steps N`.
+tiny, so that the figure is about the backend. It is processor time, of N rounds:
+`python -m benchmarks.clients.hf_steps N`.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from lmpool.protocol.model_info import ModelInfo
 from lmpool.protocol.row import Encoding, RowBlock
 from lmpool.rows.cache import RedisRows, RowSpace
 from lmpool.rows.shared_memory import SegmentReader
-from lmpool.workers.metrics.counters import Counters
+from lmpool.workers.metrics.counters import WorkerCounters
 from lmpool.workers.queue.segment import SegmentWriter
 
 _BLOCK = 32
@@ -37,7 +37,7 @@ class RowLinkUser:
     def __init__(self, url: str, vocab_size: int) -> None:
         info = ModelInfo("row-link", "none", vocab_size, 1, "row-link", "float32", row_ttl_s=600)
         self._rows = RedisRows(Server(url), RowSpace.of(Keys(), info, SegmentReader()))
-        self._segment = SegmentWriter(info, "row-link", None, Counters())
+        self._segment = SegmentWriter(info, "row-link", None, WorkerCounters())
         logits = np.random.default_rng(0).standard_normal((_BLOCK, vocab_size), dtype=np.float32)
         # Log-probabilities, for others are refused when they are fetched.
         self._numbers = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))

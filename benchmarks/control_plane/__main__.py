@@ -31,7 +31,7 @@ from lmpool.producer.client.discovery import Discovery
 from lmpool.protocol.keys import GROUP, Keys
 from lmpool.protocol.model_info import ModelInfo
 from lmpool.workers.membership.heartbeat import Heartbeat
-from lmpool.workers.metrics.counters import Counters
+from lmpool.workers.metrics.counters import WorkerCounters
 from lmpool.workers.queue.consumer import Consumer
 from lmpool.workers.queue.jobs import JobReader, UnwantedEntries
 from lmpool.workers.queue.leases import Leases
@@ -94,7 +94,7 @@ class _Fleet:
 
     def __init__(self, client: Redis, connections: Sequence[CommandConnection], count: int) -> None:
         self._client, self._connections, self._count = client, connections, count
-        counters = Counters()
+        counters = WorkerCounters()
         self._names = names = [f"host-{number}-{os.urandom(8).hex()}" for number in range(count)]
         unwanted = UnwantedEntries(client, _MODEL, counters)
         readers = [JobReader(_INFO, name, counters) for name in names]

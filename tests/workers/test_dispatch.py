@@ -25,7 +25,7 @@ from lmpool.workers.execution.contract import Finished
 from lmpool.workers.execution.engine_thread import StepResult
 from lmpool.workers.execution.in_flight import DrawnTokens, EntriesByDigest, InFlight, InFlightPrompt, StreamEntry
 from lmpool.workers.membership.adapters import AdapterKeeper
-from lmpool.workers.metrics.counters import Counters
+from lmpool.workers.metrics.counters import WorkerCounters
 from lmpool.workers.queries import QueryAnswerer
 from lmpool.workers.queue.jobs import Taken
 from lmpool.workers.queue.leases import Claimed
@@ -37,7 +37,7 @@ NO_ADAPTERS = AdapterKeeper(
 )
 PROMPT, ANSWER = b"p" * 16, b"a" * 16
 INFO = ModelInfo("m", "synthetic", vocab_size=4, max_prompt_tokens=8, revision="r", dtype="float32")
-NO_SEGMENT = SegmentWriter(INFO, "w", 0, Counters())
+NO_SEGMENT = SegmentWriter(INFO, "w", 0, WorkerCounters())
 
 
 def taken(*prompts: InFlightPrompt) -> Taken:

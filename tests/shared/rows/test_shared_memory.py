@@ -27,7 +27,7 @@ from lmpool.rows.shared_memory import (
     unpack_reference,
 )
 from lmpool.synthetic import synthetic_row
-from lmpool.workers.metrics.counters import Counters
+from lmpool.workers.metrics.counters import WorkerCounters
 from lmpool.workers.queue.segment import (
     Segment,
     SegmentWriter,
@@ -191,7 +191,7 @@ def in_place(segment: Segment, names: list[int], encoding: Encoding = Encoding.F
 
 
 def writer_of(segment: Segment) -> SegmentWriter:
-    writer = SegmentWriter(ModelInfo("m", "none", V, 1, "r", "float32"), "w", 0, Counters())
+    writer = SegmentWriter(ModelInfo("m", "none", V, 1, "r", "float32"), "w", 0, WorkerCounters())
     writer.segment = segment
     return writer
 

@@ -25,7 +25,7 @@ from lmpool.workers.execution.contract import Finished
 from lmpool.workers.execution.engine_thread import EngineThread, StepResult
 from lmpool.workers.execution.in_flight import InFlight, InFlightPrompt, StreamEntry, entry_ids
 from lmpool.workers.membership.adapters import AdapterKeeper
-from lmpool.workers.metrics.counters import SENT_AGAIN, Counters
+from lmpool.workers.metrics.counters import SENT_AGAIN, WorkerCounters
 from lmpool.workers.metrics.tracing import JobTraces, traces_of
 from lmpool.workers.queries import QueryAnswerer, allowed_in, logits_from_rows
 from lmpool.workers.queue.consumer import Consumer
@@ -153,7 +153,7 @@ class FetchLoop:
     def __init__(
         self,
         server: Server,
-        counters: Counters,
+        counters: WorkerCounters,
         lifecycle: Lifecycle,
         in_flight: InFlight,
         engine_thread: EngineThread,

@@ -31,7 +31,7 @@ from lmpool.workers.execution.in_flight import InFlight, entry_ids
 from lmpool.workers.execution.watchdogs import Watchdog
 from lmpool.workers.membership.adapters import AdapterKeeper, AdapterSources, AdapterTrials
 from lmpool.workers.membership.heartbeat import CheckpointWatch, Heartbeat, Loading, new_worker_id
-from lmpool.workers.metrics.counters import CounterDelta, Counters
+from lmpool.workers.metrics.counters import CounterDelta, WorkerCounters
 from lmpool.workers.metrics.prometheus import Health, Snapshot
 from lmpool.workers.metrics.tracing import JobTraces
 from lmpool.workers.queries import QueryAnswerer, TokenSets
@@ -120,7 +120,7 @@ class Worker:
         self._backend = backend
         self._settings = settings or WorkerSettings()
         self._id = new_worker_id()
-        self._counters = Counters()
+        self._counters = WorkerCounters()
         self._delta = CounterDelta(self._counters)
         self._lifecycle = Lifecycle()
         self._results = ResultQueue(self._lifecycle)

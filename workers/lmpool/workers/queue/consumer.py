@@ -14,7 +14,7 @@ from lmpool.broker.connection import CommandConnection
 from lmpool.broker.readers import entries_by_stream, read_queue
 from lmpool.errors import ProtocolError, ServerError
 from lmpool.protocol.keys import GROUP, ModelKeys
-from lmpool.workers.metrics.counters import Counters
+from lmpool.workers.metrics.counters import WorkerCounters
 from lmpool.workers.queue.jobs import JobReader, Taken, UnwantedEntries
 
 _log = logging.getLogger("lmpool.worker")
@@ -52,7 +52,7 @@ class Consumer:
         worker_id: str,
         reader: JobReader,
         unwanted: UnwantedEntries,
-        counters: Counters,
+        counters: WorkerCounters,
     ) -> None:
         self._redis = redis
         self._connection = connection

@@ -39,7 +39,7 @@ from lmpool.protocol.query import (
 )
 from lmpool.settings import shown
 from lmpool.workers.execution.in_flight import InFlightPrompt, StreamEntry
-from lmpool.workers.metrics.counters import Counters
+from lmpool.workers.metrics.counters import WorkerCounters
 from lmpool.workers.metrics.tracing import JobTraces
 
 STALE_S = 1.0
@@ -76,7 +76,9 @@ class JobReader:
         traces: starts the traces of jobs; None without tracing.
     """
 
-    def __init__(self, info: ModelInfo, worker_id: str, counters: Counters, traces: JobTraces | None = None) -> None:
+    def __init__(
+        self, info: ModelInfo, worker_id: str, counters: WorkerCounters, traces: JobTraces | None = None
+    ) -> None:
         self._info = info
         self._fingerprint, self._is_trie = info.fingerprint, info.is_trie
         self._worker_id = worker_id.encode()
@@ -173,7 +175,7 @@ class UnwantedEntries:
         counters: know the queueing times of entries, and the server's clock.
     """
 
-    def __init__(self, redis: Redis, keys: ModelKeys, counters: Counters) -> None:
+    def __init__(self, redis: Redis, keys: ModelKeys, counters: WorkerCounters) -> None:
         self._redis = redis
         self._keys = keys
         self._counters = counters

@@ -24,7 +24,7 @@ from lmpool.rows.cache import RowCache
 from lmpool.rows.shared_memory import NOT_SHARED, Shared, place_of
 from lmpool.settings import shown
 from lmpool.workers.execution.in_flight import EntriesByDigest, StreamEntry
-from lmpool.workers.metrics.counters import Counters
+from lmpool.workers.metrics.counters import WorkerCounters
 from lmpool.workers.queue.jobs import UnwantedEntries
 from lmpool.workers.queue.segment import SegmentWriter
 
@@ -81,7 +81,7 @@ class Publisher:
         fingerprint: str,
         worker_id: str,
         unwanted: UnwantedEntries,
-        counters: Counters,
+        counters: WorkerCounters,
         segment: SegmentWriter,
     ) -> None:
         self._server = server

@@ -53,7 +53,7 @@ from lmpool.rows.shared_memory import (
     segments_in,
     tag_of,
 )
-from lmpool.workers.metrics.counters import Counters
+from lmpool.workers.metrics.counters import WorkerCounters
 
 _log = logging.getLogger("lmpool.worker")
 
@@ -463,7 +463,7 @@ class SegmentWriter:
         segment: None as long as it is being made, and where there is none.
     """
 
-    def __init__(self, info: ModelInfo, worker: str, size: int | None, counters: Counters) -> None:
+    def __init__(self, info: ModelInfo, worker: str, size: int | None, counters: WorkerCounters) -> None:
         self._info = info
         self._worker = worker.encode()
         self._counters = counters

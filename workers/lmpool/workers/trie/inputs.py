@@ -26,7 +26,7 @@ from lmpool.trie.kernels.plan import most_bytes
 from lmpool.trie.trie import Trie
 from lmpool.vocabulary import Vocabulary
 from lmpool.workers.execution.contract import BackendJob
-from lmpool.workers.metrics.counters import Counters
+from lmpool.workers.metrics.counters import WorkerCounters
 from lmpool.workers.settings import WorkerSettings
 
 K = TypeVar("K", bound=Hashable)
@@ -152,7 +152,7 @@ class TrieInputs:
         device: str,
         settings: WorkerSettings,
         segments: SegmentReader,
-        counters: Counters | None = None,
+        counters: WorkerCounters | None = None,
     ) -> None:
         self._keys = keys
         self._device = device
@@ -160,7 +160,7 @@ class TrieInputs:
         # Apart from the vocabularies: what is stored as a row or as weights may not be as large as these.
         self._sources = Sources(server, keys, reply_timeout(settings.lease_s), segments)
         self._vocabularies = RowConnections(server, MAX_BYTES, reply_timeout(settings.lease_s))
-        self._counters = counters or Counters()
+        self._counters = counters or WorkerCounters()
         self._values = ValuesCache(settings.trie_values_mb * 2**20)
 
     async def fill(
