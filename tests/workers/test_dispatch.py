@@ -352,7 +352,7 @@ async def test_a_call_takes_one_batch_where_several_of_the_longest_prompts_are_m
 async def test_what_yields_does_not_count_as_unpublished(yielding: int, takes: int) -> None:
     """With four batches of two in flight."""
     loop = fetch_loop(SimpleNamespace(batch=2, capacity=2, yielding=yielding), INFO)
-    loop._in_flight = cast(Any, range(8))
+    loop.in_flight = cast(Any, range(8))
     assert loop._capacity_for_new() == takes
 
 
@@ -379,12 +379,12 @@ async def test_a_prompt_that_must_run_alone_keeps_a_busy_worker_from_others_for_
         SimpleNamespace(batch=2, capacity=2, yielding=0), replace_info(INFO, lease_s=3600.0 if ends else 0.03)
     )
     suspect, in_flight = Suspect(), {PROMPT: reading(b"1-0")}
-    loop._leases, loop._in_flight, loop._counters = (
+    loop.leases, loop.in_flight, loop.counters = (
         cast(Any, suspect),
         in_flight,
         cast(Any, SimpleNamespace(claimed=0)),
     )
-    loop._dispatcher = cast(Any, SimpleNamespace(accept=lambda jobs: asyncio.sleep(0)))
+    loop.dispatcher = cast(Any, SimpleNamespace(accept=lambda jobs: asyncio.sleep(0)))
     async with asyncio.timeout(DEADLINE_S):
         claiming = asyncio.create_task(loop.claim())
         if ends:
@@ -393,7 +393,7 @@ async def test_a_prompt_that_must_run_alone_keeps_a_busy_worker_from_others_for_
             assert loop._taking.locked()
             in_flight.clear()
             suspect.is_there = False
-            loop._lifecycle.notify()
+            loop.lifecycle.notify()
         await claiming
     assert suspect.asked == ([1, 0] if ends else [1]), "it tries again at the next claim, or when it is empty"
     assert not loop._taking.locked()
@@ -410,7 +410,7 @@ async def test_small_rows_gather_and_large_ones_and_failures_do_not_wait_for_the
 async def test_a_result_of_an_aborted_prompt_does_not_end_the_prompt_that_was_requested_again() -> None:
     recorder = Recorder()
     dispatcher, in_flight = dispatching(recorder)
-    dispatcher._adapters = cast(Any, SimpleNamespace(failure_of=lambda adapter: Failure("AdapterChanged", "changed")))
+    dispatcher.adapters = cast(Any, SimpleNamespace(failure_of=lambda adapter: Failure("AdapterChanged", "changed")))
     aborted, again = reading(b"1-0"), reading(b"2-0")
     await dispatcher.accept(taken(again))
     await dispatcher.publish([StepResult(Finished([rows(PROMPT)], {}), [aborted], [aborted])])
@@ -430,7 +430,7 @@ async def test_a_prompt_that_entries_joined_during_publishing_is_submitted_again
     async def publish(*_: object) -> None:
         await dispatcher.accept(taken(reading(b"2-0")))
 
-    dispatcher._publisher = cast(Any, SimpleNamespace(publish=publish))
+    dispatcher.publisher = cast(Any, SimpleNamespace(publish=publish))
     await dispatcher.publish([StepResult(Finished([rows(PROMPT)], {}), [prompt])])
     assert recorder.submitted == [PROMPT, PROMPT]
     assert list(in_flight[PROMPT].entries) == [b"2-0"]
@@ -447,6 +447,6 @@ async def test_a_damaged_row_is_replaced() -> None:
     async def publish(block: RowBlock, entries: EntriesByDigest, overwrite: Collection[bytes]) -> None:
         overwritten.append(overwrite)
 
-    dispatcher._publisher = cast(Any, SimpleNamespace(publish=publish))
+    dispatcher.publisher = cast(Any, SimpleNamespace(publish=publish))
     await dispatcher.publish([StepResult(Finished([rows(PROMPT)], {}), [prompt])])
     assert overwritten == [{PROMPT}]

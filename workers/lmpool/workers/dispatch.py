@@ -7,6 +7,7 @@ import logging
 import math
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from heapq import nsmallest
 
 import numpy as np
@@ -147,38 +148,30 @@ class ResultQueue:
         await self._small.join()
 
 
+@dataclass(eq=False)
 class FetchLoop:
     """Takes jobs while the backend has capacity: new ones, and those of workers whose leases expired."""
 
-    def __init__(
-        self,
-        server: Server,
-        counters: WorkerCounters,
-        lifecycle: Lifecycle,
-        in_flight: InFlight,
-        engine_thread: EngineThread,
-        info: ModelInfo,
-        consumer: Consumer,
-        leases: Leases,
-        dispatcher: Dispatcher,
-    ) -> None:
-        self._server = server
-        self._counters = counters
-        self._lifecycle = lifecycle
-        self._in_flight = in_flight
-        self._engine_thread = engine_thread
-        self._consumer = consumer
-        self._leases = leases
-        self._dispatcher = dispatcher
-        self._lease_s = info.lease_s
+    server: Server
+    counters: WorkerCounters
+    lifecycle: Lifecycle
+    in_flight: InFlight
+    engine_thread: EngineThread
+    info: ModelInfo
+    consumer: Consumer
+    leases: Leases
+    dispatcher: Dispatcher
+
+    def __post_init__(self) -> None:
+        self._lease_s = self.info.lease_s
         # The inputs of a trie job are larger than its prompt, and have no useful limit.
-        self._max_job_bytes = math.inf if info.is_trie else 4 * info.max_prompt_tokens
+        self._max_job_bytes = math.inf if self.info.is_trie else 4 * self.info.max_prompt_tokens
         # Held from reading jobs until they are in `_in_flight`: before that they are neither renewed nor counted.
         self._taking = asyncio.Lock()
 
     async def fetch(self) -> None:
         """Take jobs until the worker stops: a batch when the backend is idle, the next one while it computes."""
-        waits, lifecycle, block_ms = delays(), self._lifecycle, _MAX_BLOCK_MS
+        waits, lifecycle, block_ms = delays(), self.lifecycle, _MAX_BLOCK_MS
         while not lifecycle.stopping.is_set():
             await lifecycle.wait_for(lambda: lifecycle.stopping.is_set() or self._capacity_for_new() > 0)
             if lifecycle.stopping.is_set():
@@ -188,19 +181,19 @@ class FetchLoop:
                     # Checked again: a prompt may have run alone while this waited for the lock.
                     if lifecycle.stopping.is_set() or (capacity := self._capacity_for_new()) <= 0:
                         continue
-                    taken = await self._consumer.take(self._count_to_take(capacity), block_ms)
+                    taken = await self.consumer.take(self._count_to_take(capacity), block_ms)
                     if not taken:
                         await self._find_more(capacity)
                     block_ms = self._next_block_ms(block_ms, is_empty=not taken)
-                    was_idle = not self._in_flight
-                    await self._dispatcher.accept(taken)
+                    was_idle = not self.in_flight
+                    await self.dispatcher.accept(taken)
             except (RedisError, OSError, LMPoolError) as error:
-                self._counters.server_errors += 1
-                _log.warning("cannot fetch, will try again: %s", self._server.explain(error))
+                self.counters.server_errors += 1
+                _log.warning("cannot fetch, will try again: %s", self.server.explain(error))
                 await asyncio.sleep(next(waits))
                 continue
             waits = delays()
-            if was_idle and self._in_flight:
+            if was_idle and self.in_flight:
                 # The backend's thread starts to work: leave it the interpreter, and send its first results before the
                 # next fetch.
                 await lifecycle.wait_for_change(_GIVE_WAY_S)
@@ -208,19 +201,19 @@ class FetchLoop:
 
     def _next_block_ms(self, block_ms: int, *, is_empty: bool) -> int:
         """How long the next read may block: short if there may soon be jobs to steal."""
-        if self._consumer.is_alone:
+        if self.consumer.is_alone:
             return _MAX_BLOCK_MS
         if not is_empty:
             return _MIN_BLOCK_MS
-        if self._in_flight:  # Until about the end of the step.
-            return int(min(_MAX_BLOCK_MS, max(_MIN_BLOCK_MS, 1000 * self._engine_thread.step_s)))
+        if self.in_flight:  # Until about the end of the step.
+            return int(min(_MAX_BLOCK_MS, max(_MIN_BLOCK_MS, 1000 * self.engine_thread.step_s)))
         return min(4 * block_ms, _MAX_BLOCK_MS)
 
     async def _find_more(self, capacity: int) -> None:
         """Move jobs to the worker's lane, after it and the shared stream had none."""
-        await self._consumer.refill()
-        if not self._in_flight:
-            await self._consumer.steal(min(capacity, self._engine_thread.batch), self._engine_thread.step_s)
+        await self.consumer.refill()
+        if not self.in_flight:
+            await self.consumer.steal(min(capacity, self.engine_thread.batch), self.engine_thread.step_s)
 
     async def claim(self) -> None:
         """Claim jobs of other workers whose leases expired, up to the capacity.
@@ -228,24 +221,24 @@ class FetchLoop:
         Raises:
             RedisError, OSError, LMPoolError: the server cannot be used.
         """
-        lifecycle = self._lifecycle
+        lifecycle = self.lifecycle
         async with self._taking:
             alone, claims = False, 0
             while not lifecycle.stopping.is_set() and (self._capacity() > 0 or alone):
-                count = max(1, min(self._capacity(), self._engine_thread.batch))
-                claimed = await self._leases.claim(count, entry_ids(self._in_flight))
+                count = max(1, min(self._capacity(), self.engine_thread.batch))
+                claimed = await self.leases.claim(count, entry_ids(self.in_flight))
                 jobs = len(claimed.taken.prompts) + len(claimed.taken.refused)
-                self._counters.claimed += jobs
+                self.counters.claimed += jobs
                 if jobs:
                     _log.info("claimed %d prompts of workers whose leases expired", jobs)
                 elif not claimed.alone and claims >= claimed.further:
                     break
                 claims += 1
-                await self._dispatcher.accept(claimed.taken)
+                await self.dispatcher.accept(claimed.taken)
                 alone = claimed.alone
                 if alone and jobs:
                     # The prompt may have crashed other workers, so it runs alone in this one.
-                    await lifecycle.wait_for(lambda: not self._in_flight)
+                    await lifecycle.wait_for(lambda: not self.in_flight)
                 elif alone and not await self._drain():
                     # Another worker may become empty sooner. If none does, the next claim tries again.
                     break
@@ -254,33 +247,34 @@ class FetchLoop:
         """Wait for a part of a lease until this worker holds nothing; return whether it does."""
         try:
             async with asyncio.timeout(_DRAIN_SHARE * self._lease_s):
-                await self._lifecycle.wait_for(lambda: not self._in_flight)
+                await self.lifecycle.wait_for(lambda: not self.in_flight)
         except TimeoutError:
             return False
         return True
 
     def _capacity(self) -> int:
         """How many more prompts may be taken."""
-        if self._lifecycle.broken is not None:
+        if self.lifecycle.broken is not None:
             return 0
-        return min(self._engine_thread.capacity, self._unpublished_capacity())
+        return min(self.engine_thread.capacity, self._unpublished_capacity())
 
     def _count_to_take(self, capacity: int) -> int:
         """A batch; with very short steps as many whole batches as there is capacity for."""
-        batch = self._engine_thread.batch
-        is_short = self._engine_thread.step_s < _SHORT_STEP_S and capacity * self._max_job_bytes <= _MAX_TAKEN_BYTES
+        batch = self.engine_thread.batch
+        is_short = self.engine_thread.step_s < _SHORT_STEP_S and capacity * self._max_job_bytes <= _MAX_TAKEN_BYTES
         return capacity // batch * batch if is_short and capacity > batch else min(capacity, batch)
 
     def _capacity_for_new(self) -> int:
         # No part of a batch: it would be published as a part, and free a part again.
-        return self._capacity() if self._unpublished_capacity() >= self._engine_thread.batch else 0
+        return self._capacity() if self._unpublished_capacity() >= self.engine_thread.batch else 0
 
     def _unpublished_capacity(self) -> int:
         # Prompts that yield may take hundreds of steps, and are published after the last.
-        unpublished = len(self._in_flight) - self._engine_thread.yielding
-        return _MAX_UNPUBLISHED_BATCHES * self._engine_thread.batch - unpublished
+        unpublished = len(self.in_flight) - self.engine_thread.yielding
+        return _MAX_UNPUBLISHED_BATCHES * self.engine_thread.batch - unpublished
 
 
+@dataclass(eq=False)
 class Dispatcher:
     """Hands prompts to the backend, and its results to the publisher.
 
@@ -288,29 +282,19 @@ class Dispatcher:
         failures: entries that ended without a result, not counting those that clients send again.
     """
 
-    def __init__(
-        self,
-        in_flight: InFlight,
-        engine_thread: EngineThread,
-        publisher: Publisher,
-        trie_inputs: TrieInputs,
-        queries: QueryAnswerer,
-        info: ModelInfo,
-        worker_id: str,
-        adapters: AdapterKeeper,
-        segment: SegmentWriter,
-        traces: JobTraces | None = None,
-    ) -> None:
-        self._in_flight = in_flight
-        self._engine_thread = engine_thread
-        self._publisher = publisher
-        self._trie_inputs = trie_inputs
-        self._queries = queries
-        self._is_trie, self._is_lossy = info.is_trie, info.lossy
-        self._worker_id = worker_id
-        self._adapters = adapters
-        self._segment = segment
-        self._traces = traces
+    in_flight: InFlight
+    engine_thread: EngineThread
+    publisher: Publisher
+    trie_inputs: TrieInputs
+    queries: QueryAnswerer
+    info: ModelInfo
+    worker_id: str
+    adapters: AdapterKeeper
+    segment: SegmentWriter
+    traces: JobTraces | None = None
+
+    def __post_init__(self) -> None:
+        self._is_trie, self._is_lossy = self.info.is_trie, self.info.lossy
         self._to_prepare: asyncio.Queue[list[InFlightPrompt]] = asyncio.Queue()
         self._dropped, self._logged_at = 0, -_LOG_DROPPED_INTERVAL_S
         self.failures = 0
@@ -321,20 +305,20 @@ class Dispatcher:
         """Hold prompts and hand them on; end entries that cannot be served. Each prompt is computed once at a time."""
         fresh, later, joined = list[InFlightPrompt](), list[InFlightPrompt](), list[InFlightPrompt]()
         for prompt in taken.prompts:
-            held = self._in_flight.get(prompt.digest)
+            held = self.in_flight.get(prompt.digest)
             if held is not None:
                 held.entries.update(prompt.entries)
                 if not prompt.bulk:
                     joined.append(held)
                 continue
-            self._in_flight[prompt.digest] = prompt
+            self.in_flight[prompt.digest] = prompt
             must_prepare = self._is_trie or (prompt.has_query and self._must_prepare(prompt))
             (later if must_prepare else fresh).append(prompt)
         if later:
             # Not here: their inputs may have to be fetched, and the next jobs must not wait for that.
             self._to_prepare.put_nowait(later)
         cached: list[tuple[InFlightPrompt, RowBlock]] = []
-        if self._segment.segment is not None:
+        if self.segment.segment is not None:
             found_rows = ((prompt, self._find_row(prompt, prompt.digest)) for prompt in fresh)
             cached = [(prompt, block) for prompt, block in found_rows if block is not None]
             if cached:
@@ -342,7 +326,7 @@ class Dispatcher:
                 fresh = [prompt for prompt in fresh if prompt not in found]
         self._submit(fresh)
         if joined:
-            self._engine_thread.promote(joined)
+            self.engine_thread.promote(joined)
         if taken.refused:
             await self._fail(taken.refused)
             self._trace_ended(taken.refused)
@@ -356,26 +340,26 @@ class Dispatcher:
     def _may_be_in_row(self, prompt: InFlightPrompt) -> bool:
         """Whether the request is for logits after the whole prompt, which a row in 16 bits contains."""
         query = prompt.positions
-        if query is None or query.values not in _OF_LOGITS or self._segment.segment is None:
+        if query is None or query.values not in _OF_LOGITS or self.segment.segment is None:
             return False
         return len(prompt.span) == 1 and not self._is_lossy
 
     def _find_row(self, prompt: InFlightPrompt, digest: bytes) -> RowBlock | None:
         """The row `digest` if this worker computed it before, still has it, and no client found it damaged."""
-        block = self._segment.find(digest)
+        block = self.segment.find(digest)
         is_damaged = prompt.is_damaged or any(entry.overwrite for entry in prompt.entries.values())
         return None if block is None or is_damaged else block
 
     def _holds(self, prompt: InFlightPrompt) -> bool:
         """Whether the worker still holds the prompt."""
-        return self._in_flight.get(prompt.digest) is prompt
+        return self.in_flight.get(prompt.digest) is prompt
 
     def _submit(self, prompts: Sequence[InFlightPrompt]) -> None:
         """Hand prompts to the backend."""
         if any(prompt.adapter for prompt in prompts):
-            prompts = self._adapters.served_among(prompts)
+            prompts = self.adapters.served_among(prompts)
         if prompts:
-            self._engine_thread.submit(prompts)
+            self.engine_thread.submit(prompts)
 
     async def prepare(self, on_change: Callable[[], None]) -> None:
         """Fetch the inputs that prompts need before the backend, or answer them without it; never returns.
@@ -393,7 +377,7 @@ class Dispatcher:
         held = [prompt for prompt in prompts if self._holds(prompt)]
         queries = {prompt.digest: next(iter(prompt.entries.values())).query for prompt in held}
         wanted = {digest: query for digest, query in queries.items() if isinstance(query, TrieQuery)}
-        inputs, failures = await self._publisher.retry(lambda: self._trie_inputs.fill(wanted))
+        inputs, failures = await self.publisher.retry(lambda: self.trie_inputs.fill(wanted))
         await self._fail_prompts({prompt: failures[prompt.digest] for prompt in held if prompt.digest in failures})
         ready = [prompt for prompt in held if prompt.digest in inputs and self._holds(prompt)]
         for prompt in ready:
@@ -404,10 +388,10 @@ class Dispatcher:
         """Answer queries without the backend where that is possible, and submit the other prompts."""
         # A request for the row itself may have joined: then the row is computed, and answers all queries.
         queried = [prompt for prompt in prompts if self._holds(prompt) and not prompt.wants_row]
-        answered = await self._queries.answer_from_cache(queried)
+        answered = await self.queries.answer_from_cache(queried)
         self.release(answered)
         left = [prompt for prompt in prompts if prompt not in answered and self._holds(prompt)]
-        failures = await self._queries.set_tokens(left)
+        failures = await self.queries.set_tokens(left)
         await self._fail_prompts(failures)
         unanswered = await self._answer_from_segment([prompt for prompt in left if prompt not in failures])
         self._submit([prompt for prompt in unanswered if self._holds(prompt)])
@@ -437,21 +421,21 @@ class Dispatcher:
         finished, stale = _joined(results), [prompt for result in results for prompt in result.stale]
         # A prompt that was aborted and requested again is another object, which has a result of its own.
         prompts = {prompt.digest: prompt for result in results for prompt in result.prompts if self._holds(prompt)}
-        failures = {prompt: self._adapters.failure_of(prompt.adapter) for prompt in stale if self._holds(prompt)}
+        failures = {prompt: self.adapters.failure_of(prompt.adapter) for prompt in stale if self._holds(prompt)}
         for block in finished.blocks:
             await self._publish_rows(block, prompts)
         if finished.answers is not None:
             await self._publish_answers(finished.answers, prompts)
         for digest, text in finished.failures.items():
             if digest in prompts:
-                text = f"{text} (worker {self._worker_id})"
+                text = f"{text} (worker {self.worker_id})"
                 failures[prompts[digest]] = Failure(WorkerError.__name__, text)
         if failures:
             await self._fail_prompts(failures)
         for result in results:
             # Prompts that were submitted again have released the memory of this result already.
             ended = [prompt for prompt in (*result.prompts, *result.stale) if prompt.status == "ended"]
-            self._engine_thread.published(ended)
+            self.engine_thread.published(ended)
 
     async def _publish_rows(self, block: RowBlock, prompts: Mapping[bytes, InFlightPrompt]) -> None:
         """Store rows; answer queries from them; `prompts` is by digest."""
@@ -460,7 +444,7 @@ class Dispatcher:
         for_queries: dict[bytes, list[StreamEntry]] = {}
         overwrite: set[bytes] = set()
         for digest in block.digests:
-            if (prompt := prompts.get(digest)) is None or self._in_flight.get(digest) is not prompt:
+            if (prompt := prompts.get(digest)) is None or self.in_flight.get(digest) is not prompt:
                 continue
             entries = ended[prompt] = list(prompt.entries.values())
             if queries := [entry for entry in entries if entry.query is not None]:
@@ -469,9 +453,9 @@ class Dispatcher:
             for_rows[digest] = entries
             if prompt.is_damaged or any(entry.overwrite for entry in entries):
                 overwrite.add(digest)
-        await self._publisher.publish(block, for_rows, overwrite)
+        await self.publisher.publish(block, for_rows, overwrite)
         if for_queries:
-            await self._queries.answer(for_queries, block)
+            await self.queries.answer(for_queries, block)
         self.release(ended)
 
     async def _publish_answers(self, answers: VectorBlock, prompts: Mapping[bytes, InFlightPrompt]) -> None:
@@ -479,7 +463,7 @@ class Dispatcher:
         ended = {prompt: list(prompt.entries.values()) for prompt in held if self._holds(prompt)}
         entries = {prompt.digest: waiting for prompt, waiting in ended.items()}
         overwrite = {digest for digest, waiting in entries.items() if any(entry.overwrite for entry in waiting)}
-        await self._publisher.publish(answers, entries, overwrite)
+        await self.publisher.publish(answers, entries, overwrite)
         self.release(ended)
 
     async def _fail_prompts(self, failures: Mapping[InFlightPrompt, Failure]) -> None:
@@ -491,17 +475,17 @@ class Dispatcher:
 
     async def _fail(self, entries: Sequence[StreamEntry]) -> None:
         self.failures += sum(entry.failure is not None and entry.failure.kind not in SENT_AGAIN for entry in entries)
-        await self._publisher.fail(entries)
+        await self.publisher.fail(entries)
 
     def release(self, ended: Mapping[InFlightPrompt, Sequence[StreamEntry]]) -> None:
         """Remove entries that have ended. A prompt that other entries joined meanwhile is computed again."""
-        if self._traces is not None:
+        if self.traces is not None:
             self._trace_ended(entry for entries in ended.values() for entry in entries)
         again = [
             prompt for prompt, entries in ended.items() if self._holds(prompt) and not self._remove(prompt, entries)
         ]
         if again:
-            self._engine_thread.published(again)
+            self.engine_thread.published(again)
             for prompt in again:
                 prompt.restart()
             # The inputs of these may never have been fetched: the first try may have failed for that reason.
@@ -515,7 +499,7 @@ class Dispatcher:
             prompt.entries.pop(entry.id, None)
         if prompt.entries:
             return False
-        del self._in_flight[prompt.digest]
+        del self.in_flight[prompt.digest]
         return True
 
     # Prompts that no client waits for
@@ -531,7 +515,7 @@ class Dispatcher:
             the number of dropped prompts.
         """
         now = time.monotonic()
-        held = [prompt for prompt in self._in_flight.values() if prompt.is_owed]
+        held = [prompt for prompt in self.in_flight.values() if prompt.is_owed]
         due = [prompt for prompt in held if now - min(entry.since for entry in prompt.entries.values()) >= STALE_S]
         # A prompt counts from its arrival until its first check, so new prompts do not go before all others.
         first = nsmallest(
@@ -551,7 +535,7 @@ class Dispatcher:
         for entries in checked.values():
             for entry in entries:
                 entry.checked_at = now
-        wanted = await self._publisher.still_wanted({prompt.digest: entries for prompt, entries in checked.items()})
+        wanted = await self.publisher.still_wanted({prompt.digest: entries for prompt, entries in checked.items()})
         dropped = []
         for prompt, entries in checked.items():
             kept = {entry.id for entry in wanted.get(prompt.digest, ())}
@@ -560,7 +544,7 @@ class Dispatcher:
             if removed and prompt.is_owed and self._holds(prompt) and self._remove(prompt, removed):
                 dropped.append(prompt)
         if dropped:
-            self._engine_thread.abort(dropped)
+            self.engine_thread.abort(dropped)
         return len(dropped)
 
     def _log_dropped(self, count: int) -> None:
@@ -574,14 +558,14 @@ class Dispatcher:
     # Traces
 
     def _trace_step(self, result: StepResult) -> None:
-        if self._traces is not None and result.step is not None:
+        if self.traces is not None and result.step is not None:
             entries = [entry for prompt in result.prompts for entry in prompt.entries.values()]
             if traces := [trace for trace, _ in traces_of(entries)]:
-                self._traces.stepped(traces, result.step, len(result.prompts))
+                self.traces.stepped(traces, result.step, len(result.prompts))
 
     def _trace_ended(self, entries: Iterable[StreamEntry]) -> None:
-        if self._traces is not None:
-            self._traces.ended(traces_of(entries))
+        if self.traces is not None:
+            self.traces.ended(traces_of(entries))
 
 
 def _checked_at(prompt: InFlightPrompt) -> float:

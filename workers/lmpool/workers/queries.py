@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -58,6 +59,7 @@ _ROW_MISSING = (SourceMissing.__name__, CorruptRow.__name__)
 Answer = NDArray[np.float32] | Failure
 
 
+@dataclass(eq=False)
 class TokenSets:
     """The sets of tokens that queries name. The most recently used ones are cached.
 
@@ -67,10 +69,11 @@ class TokenSets:
         vocab_size: V.
     """
 
-    def __init__(self, redis: Redis, keys: Keys, vocab_size: int) -> None:
-        self._redis = redis
-        self._keys = keys
-        self._vocab_size = vocab_size
+    redis: Redis
+    keys: Keys
+    vocab_size: int
+
+    def __post_init__(self) -> None:
         self._named: OrderedDict[bytes, TokenSet] = OrderedDict()
 
     async def read(self, packed: bytes) -> TokenSet | LMPoolError:
@@ -78,9 +81,9 @@ class TokenSets:
         name = name_in(packed)
         try:
             if name is None:
-                return unpack_tokens(packed, self._vocab_size)
+                return unpack_tokens(packed, self.vocab_size)
             if (tokens := self._named.get(name)) is None:
-                tokens = self._named[name] = await look_up_tokens(self._redis, self._keys, name, self._vocab_size)
+                tokens = self._named[name] = await look_up_tokens(self.redis, self.keys, name, self.vocab_size)
         except (ProtocolError, UnknownTokenSet) as error:
             return error
         except NoPermissionError as error:
@@ -91,6 +94,7 @@ class TokenSets:
         return tokens
 
 
+@dataclass(eq=False)
 class QueryAnswerer:
     """Answers queries about one model's rows: top-k, samples, masses, and values of trie nodes.
 
@@ -101,12 +105,14 @@ class QueryAnswerer:
         token_sets: fetches the sets of tokens that queries name.
     """
 
-    def __init__(self, trie_inputs: TrieInputs, publisher: Publisher, info: ModelInfo, token_sets: TokenSets) -> None:
-        self._trie_inputs = trie_inputs
-        self._publisher = publisher
-        self._fingerprint, self._vocab_size = info.fingerprint, info.vocab_size
-        self._has_tries = info.answers_tries
-        self._token_sets = token_sets
+    trie_inputs: TrieInputs
+    publisher: Publisher
+    info: ModelInfo
+    token_sets: TokenSets
+
+    def __post_init__(self) -> None:
+        self._fingerprint, self._vocab_size = self.info.fingerprint, self.info.vocab_size
+        self._has_tries = self.info.answers_tries
 
     async def answer_from_cache(self, prompts: Sequence[InFlightPrompt]) -> dict[InFlightPrompt, Sequence[StreamEntry]]:
         """Answer queries from rows that are in the cache, and note which of these are damaged.
@@ -120,8 +126,8 @@ class QueryAnswerer:
         if tries:
             ended |= await self._answer_tries(tries, None, damaged)
         if picks:
-            load_rows = partial(self._trie_inputs.rows, self._fingerprint, picks, self._vocab_size)
-            cached = await self._publisher.retry(load_rows)
+            load_rows = partial(self.trie_inputs.rows, self._fingerprint, picks, self._vocab_size)
+            cached = await self.publisher.retry(load_rows)
             damaged |= {digest for digest, row in cached.items() if isinstance(row, CorruptRow)}
             rows = {digest: row for digest, row in cached.items() if isinstance(row, np.ndarray)}
             await self._answer_picks({digest: picks[digest] for digest in rows}, rows)
@@ -164,9 +170,9 @@ class QueryAnswerer:
         wanted = set(filter(None, packed))
 
         async def read() -> dict[bytes, TokenSet | LMPoolError]:
-            return {name: await self._token_sets.read(name) for name in wanted}
+            return {name: await self.token_sets.read(name) for name in wanted}
 
-        return await self._publisher.retry(read) if wanted else {}
+        return await self.publisher.retry(read) if wanted else {}
 
     async def _answer_picks(self, entries: EntriesByDigest, rows: Mapping[bytes, Row]) -> None:
         """Answer top-k, sample and mass queries."""
@@ -196,8 +202,8 @@ class QueryAnswerer:
         if not self._has_tries:
             await self._publish(entries, dict.fromkeys(queries, _NO_TRIES))
             return set(entries)
-        fill = partial(self._trie_inputs.fill, queries, rows, vocab_size=self._vocab_size)
-        inputs, failures = await self._publisher.retry(fill)
+        fill = partial(self.trie_inputs.fill, queries, rows, vocab_size=self._vocab_size)
+        inputs, failures = await self.publisher.retry(fill)
         absent = set[bytes]()
         if rows is None:
             absent = {queries[digest].source for digest, why in failures.items() if why.kind in _ROW_MISSING}
@@ -223,10 +229,10 @@ class QueryAnswerer:
         vectors = {digest: vector for digest, vector in answers.items() if isinstance(vector, np.ndarray)}
         if vectors:
             overwrite = {digest for digest, group in by_answer.items() if any(entry.overwrite for entry in group)}
-            await self._publisher.publish(VectorBlock(list(vectors), list(vectors.values())), by_answer, overwrite)
+            await self.publisher.publish(VectorBlock(list(vectors), list(vectors.values())), by_answer, overwrite)
         failures = {digest: failure for digest, failure in answers.items() if isinstance(failure, Failure)}
         if failures:
-            await self._publisher.fail(
+            await self.publisher.fail(
                 [entry.failing(failure) for digest, failure in failures.items() for entry in by_answer[digest]]
             )
 

@@ -6,10 +6,9 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
-from redis.asyncio import Redis
 from redis.exceptions import RedisError, ResponseError
 
 from lmpool.aio import delays, end_tasks, finish
@@ -21,7 +20,6 @@ from lmpool.broker.server_checks import read_doubts, read_memory
 from lmpool.errors import LMPoolError, ModelMismatch, ProtocolError, ServerError, SettingsError, WorkerError
 from lmpool.protocol.keys import Keys
 from lmpool.protocol.model_info import TRIE_SERVICE, ModelInfo
-from lmpool.rows.cache import RowCache
 from lmpool.rows.cluster import rows_on
 from lmpool.rows.shared_memory import SegmentReader
 from lmpool.workers.dispatch import Dispatcher, FetchLoop, Lifecycle, ResultQueue
@@ -52,45 +50,79 @@ _PUBLISHERS = 2
 _LEAVE_S = 10.0
 
 
-@dataclass(frozen=True, slots=True)
 class Serving:
-    """The parts of a worker that serve its model.
+    """The parts of a worker that serve its model. None of them has used the server yet.
 
-    Attributes:
-        info: the model's info.
+    Args:
+        worker: the worker that has the parts.
+        lifecycle: whether the worker continues.
         engine_thread: runs the backend.
-        redis: a client for rare commands.
-        connection: the connection that jobs are read from.
-        rows: the cache of rows.
-        segment: shared memory for the rows of clients on this host.
-        segments: reads rows in shared memory for queries and trie jobs.
-        trie_inputs: fetches the inputs of trie jobs.
-        in_flight: the prompts that the worker holds.
-        consumer: reads jobs.
-        leases: renews, claims and releases leases.
-        publisher: stores rows and ends stream entries.
-        dispatcher: hands prompts to the backend, and results to the publisher.
-        fetch_loop: takes jobs for the dispatcher.
-        heartbeat: keeps the worker registered.
-        adapters: loads the adapters that the server names.
+        opened: properties of the backend.
+
+    Raises:
+        SettingsError: the model has the name of the trie workers, or a package for traces is missing.
     """
 
-    info: ModelInfo
-    engine_thread: EngineThread
-    redis: Redis
-    connection: CommandConnection
-    rows: RowCache
-    segment: SegmentWriter
-    segments: SegmentReader
-    trie_inputs: TrieInputs
-    in_flight: InFlight
-    consumer: Consumer
-    leases: Leases
-    publisher: Publisher
-    dispatcher: Dispatcher
-    fetch_loop: FetchLoop
-    heartbeat: Heartbeat
-    adapters: AdapterKeeper
+    def __init__(self, worker: Worker, lifecycle: Lifecycle, engine_thread: EngineThread, opened: Opened) -> None:
+        server, settings, worker_id, counters = worker.server, worker.settings, worker.worker_id, worker.counters
+        info = self.info = _info_of(opened, settings)
+        keys = Keys(settings.prefix)
+        model = keys.model(info.name)
+        # Half a lease: a renewal without a reply is sent again before the lease expires.
+        redis = self.redis = server.client(reply_timeout_s=reply_timeout(info.lease_s / 2))
+        self.connection = CommandConnection(server, model.jobs)
+        self.connection.reply_timeout_s = reply_timeout(info.lease_s)
+        self.engine_thread = engine_thread
+        self.segments = SegmentReader()
+        self.rows = rows_on(server, keys, info, self.segments)
+        self.segment = SegmentWriter(info, worker_id, settings.shm_bytes, counters)
+        engine_thread.write_to(self.segment.new_rows)
+        unwanted = UnwantedEntries(redis, model, counters)
+        self.publisher = Publisher(
+            server, self.rows, model, info.fingerprint, worker_id, unwanted, counters, self.segment
+        )
+        self.heartbeat = Heartbeat(
+            redis, keys, info, worker_id, opened.batch, opened.vocabulary, opened.tokenizer, worker.files
+        )
+        self.adapters = AdapterKeeper(
+            AdapterRegistry(redis, model, info.fingerprint),
+            engine_thread,
+            opened.adapters,
+            AdapterSources.of(settings),
+            AdapterTrials(redis, keys, info.name, worker_id, settings),
+            lambda: worker.send_heartbeat(self),
+            self.heartbeat.others,
+        )
+        self.trie_inputs = TrieInputs(server, keys, opened.device, settings, self.segments, counters)
+        queries = QueryAnswerer(self.trie_inputs, self.publisher, info, TokenSets(redis, keys, info.vocab_size))
+        traces = JobTraces(info.name, worker_id) if settings.tracing else None
+        reader = JobReader(info, worker_id, counters, traces)
+        self.in_flight: InFlight = {}
+        self.consumer = Consumer(redis, self.connection, model, worker_id, reader, unwanted, counters)
+        self.leases = Leases(redis, model, info, worker_id, settings.max_deliveries, reader, unwanted)
+        self.dispatcher = Dispatcher(
+            self.in_flight,
+            engine_thread,
+            self.publisher,
+            self.trie_inputs,
+            queries,
+            info,
+            worker_id,
+            self.adapters,
+            self.segment,
+            traces,
+        )
+        self.fetch_loop = FetchLoop(
+            server,
+            counters,
+            lifecycle,
+            self.in_flight,
+            engine_thread,
+            info,
+            self.consumer,
+            self.leases,
+            self.dispatcher,
+        )
 
     async def close(self) -> None:
         """Close all connections."""
@@ -116,19 +148,19 @@ class Worker:
     """
 
     def __init__(self, server: Server, backend: BackendSettings, settings: WorkerSettings | None = None) -> None:
-        self._server = server
+        self.server = server
         self._backend = backend
-        self._settings = settings or WorkerSettings()
+        self.settings = settings or WorkerSettings()
         self._id = new_worker_id()
-        self._counters = WorkerCounters()
-        self._delta = CounterDelta(self._counters)
+        self.counters = WorkerCounters()
+        self._delta = CounterDelta(self.counters)
         self._lifecycle = Lifecycle()
         self._results = ResultQueue(self._lifecycle)
         self._serving: Serving | None = None
         self._is_refused = False
         self._heartbeat_lock = asyncio.Lock()
         self.is_hung = False
-        self.health = Health(self._settings.lease_s, self._settings.step_timeout_s)
+        self.health = Health(self.settings.lease_s, self.settings.step_timeout_s)
 
     @property
     def worker_id(self) -> str:
@@ -141,7 +173,7 @@ class Worker:
         stats = BackendStats() if serving is None else serving.engine_thread.stats
         is_ready, silent_s = not self.health.why_not_ready(), self.health.silent_s
         return Snapshot(
-            self._backend.served_as, self._id, is_ready, self._count_in_flight(), silent_s, stats, self._counters
+            self._backend.served_as, self._id, is_ready, self._count_in_flight(), silent_s, stats, self.counters
         )
 
     def _count_in_flight(self) -> int:
@@ -172,39 +204,37 @@ class Worker:
             ServerError: the server cannot be used at the start. Later the worker waits for it instead.
             WorkerError: the backend broke or hangs: see `is_hung`.
         """
-        await check_before_loading(self._server, self._backend, self._settings)
+        await check_before_loading(self.server, self._backend, self.settings)
         self.health.start()
-        files = CheckpointWatch(self._backend)
+        self.files = CheckpointWatch(self._backend)
         engine_thread = EngineThread(
             self._backend.open,
             self._results.put,
             self._break,
-            self._counters.stepped,
-            tells_steps=self._settings.tracing,
+            self.counters.stepped,
+            tells_steps=self.settings.tracing,
         )
         guarded = ExitStack()
         try:
-            async with Loading(self._server, self._settings, self._id, self._backend.served_as):
+            async with Loading(self.server, self.settings, self._id, self._backend.served_as):
                 opened = await engine_thread.start()
             guarded.enter_context(guard)
-            async with Watchdog(engine_thread, self._settings.step_timeout_s, partial(self._hang, engine_thread)):
-                await self._run(engine_thread, opened, files, on_ready)
+            async with Watchdog(engine_thread, self.settings.step_timeout_s, partial(self._hang, engine_thread)):
+                await self._run(engine_thread, opened, on_ready)
         finally:
             with guarded:
-                await engine_thread.close(self._settings.step_timeout_s)
+                await engine_thread.close(self.settings.step_timeout_s)
             self.is_hung = engine_thread.is_hung
             self.health.end()
 
     async def _run(
-        self,
-        engine_thread: EngineThread,
-        opened: Opened,
-        files: CheckpointWatch,
-        on_ready: Callable[[ModelInfo], None] | None,
+        self, engine_thread: EngineThread, opened: Opened, on_ready: Callable[[ModelInfo], None] | None
     ) -> None:
         """Join the model, serve it until `stop`, and leave it."""
         _log.info("joining the pool")
-        serving = self._serving = await self._assemble(engine_thread, opened, files)
+        if self.settings.with_trie:
+            await asyncio.to_thread(warm_up, opened.device)
+        serving = self._serving = Serving(self, self._lifecycle, engine_thread, opened)
         try:
             await serving.consumer.ensure_group()
             await serving.heartbeat.join(self._heartbeat_fields(serving))
@@ -225,84 +255,16 @@ class Worker:
         except LMPoolError:
             raise  # Some are OSErrors too.
         except (RedisError, OSError) as error:
-            raise self._server.explain(error) from error
+            raise self.server.explain(error) from error
         finally:
             await finish(serving.close())
-
-    async def _assemble(self, engine_thread: EngineThread, opened: Opened, files: CheckpointWatch) -> Serving:
-        """Make the parts that serve the model; none of them has used the server yet.
-
-        Raises:
-            SettingsError: the model has the name of the trie workers, or a package for tries or traces is missing.
-        """
-        server, settings, counters, worker_id = self._server, self._settings, self._counters, self._id
-        info = _info_of(opened, settings)
-        if settings.with_trie:
-            await asyncio.to_thread(warm_up, opened.device)
-        keys = Keys(settings.prefix)
-        model = keys.model(info.name)
-        # Half a lease: a renewal without a reply is sent again before the lease expires.
-        redis = server.client(reply_timeout_s=reply_timeout(info.lease_s / 2))
-        connection = CommandConnection(server, model.jobs)
-        connection.reply_timeout_s = reply_timeout(info.lease_s)
-        segments = SegmentReader()
-        rows = rows_on(server, keys, info, segments)
-        segment = SegmentWriter(info, worker_id, settings.shm_bytes, counters)
-        engine_thread.write_to(segment.new_rows)
-        unwanted = UnwantedEntries(redis, model, counters)
-        publisher = Publisher(server, rows, model, info.fingerprint, worker_id, unwanted, counters, segment)
-        heartbeat = Heartbeat(redis, keys, info, worker_id, opened.batch, opened.vocabulary, opened.tokenizer, files)
-
-        async def on_adapter_change() -> None:
-            await self._send_heartbeat(serving)
-
-        adapters = AdapterKeeper(
-            AdapterRegistry(redis, model, info.fingerprint),
-            engine_thread,
-            opened.adapters,
-            AdapterSources.of(settings),
-            AdapterTrials(redis, keys, info.name, worker_id, settings),
-            on_adapter_change,
-            heartbeat.others,
-        )
-        trie_inputs = TrieInputs(server, keys, opened.device, settings, segments, counters)
-        queries = QueryAnswerer(trie_inputs, publisher, info, TokenSets(redis, keys, info.vocab_size))
-        in_flight: InFlight = {}
-        traces = JobTraces(info.name, worker_id) if settings.tracing else None
-        reader = JobReader(info, worker_id, counters, traces)
-        consumer = Consumer(redis, connection, model, worker_id, reader, unwanted, counters)
-        leases = Leases(redis, model, info, worker_id, settings.max_deliveries, reader, unwanted)
-        dispatcher = Dispatcher(
-            in_flight, engine_thread, publisher, trie_inputs, queries, info, worker_id, adapters, segment, traces
-        )
-        serving = Serving(
-            info=info,
-            engine_thread=engine_thread,
-            redis=redis,
-            connection=connection,
-            rows=rows,
-            segment=segment,
-            segments=segments,
-            trie_inputs=trie_inputs,
-            in_flight=in_flight,
-            consumer=consumer,
-            leases=leases,
-            publisher=publisher,
-            dispatcher=dispatcher,
-            fetch_loop=FetchLoop(
-                server, counters, self._lifecycle, in_flight, engine_thread, info, consumer, leases, dispatcher
-            ),
-            heartbeat=heartbeat,
-            adapters=adapters,
-        )
-        return serving
 
     async def _leave(self, serving: Serving, reason: str) -> None:
         """Deregister, and release the prompts in flight with the reason why this worker ends."""
         is_broken = self._lifecycle.broken is not None
         try:
             # Other workers take everything over after a lease in any case.
-            async with asyncio.timeout(min(self._settings.lease_s, _LEAVE_S)):
+            async with asyncio.timeout(min(self.settings.lease_s, _LEAVE_S)):
                 await serving.consumer.close_lane()
                 if released := await serving.leases.release_all(reason, entry_ids(serving.in_flight)):
                     _log.info("released %d prompts for other workers", released)
@@ -310,11 +272,11 @@ class Worker:
                 await serving.heartbeat.leave(for_good=not is_broken)
         except (RedisError, OSError, ProtocolError) as error:
             # Nothing is lost: the rest expires, or others remove it.
-            _log.warning("cannot deregister: %s", self._server.explain(error))
+            _log.warning("cannot deregister: %s", self.server.explain(error))
 
     async def _serve(self, serving: Serving) -> None:
         """Run all parts until the worker is told to stop and holds no prompts."""
-        lease_s, every, dispatcher = self._settings.lease_s, partial(self._every, serving), serving.dispatcher
+        lease_s, every, dispatcher = self.settings.lease_s, partial(self._every, serving), serving.dispatcher
         fetching = asyncio.create_task(serving.fetch_loop.fetch(), name="fetch")
         draining = asyncio.create_task(self._drain(serving, fetching), name="drain")
         parts = [
@@ -325,13 +287,13 @@ class Worker:
                 ("prepare", dispatcher.prepare(self._lifecycle.notify)),
                 ("segment", serving.segment.run()),
                 *([] if serving.info.is_trie else [("adapters", serving.adapters.run())]),
-                ("heartbeat", every(self._settings.heartbeat_s, partial(self._send_heartbeat, serving))),
-                ("segments", every(self._settings.heartbeat_s, serving.segments.let_go)),
+                ("heartbeat", every(self.settings.heartbeat_s, partial(self.send_heartbeat, serving))),
+                ("segments", every(self.settings.heartbeat_s, serving.segments.let_go)),
                 ("draining", self._show_draining(serving)),
                 ("leases", every(lease_s / 3, lambda: serving.leases.renew(entry_ids(serving.in_flight)))),
                 ("claims", every(lease_s / 3, partial(self._claim, serving))),
                 ("unwanted", every(STALE_S, partial(self._drop_unwanted, serving))),
-                ("log", every(self._settings.log_every_s, partial(self._log_counters, serving))),
+                ("log", every(self.settings.log_every_s, partial(self._log_counters, serving))),
             ]
         ]
         pending = {fetching, draining, *parts}
@@ -355,7 +317,7 @@ class Worker:
         """
         in_flight, engine_thread, lifecycle = serving.in_flight, serving.engine_thread, self._lifecycle
         await lifecycle.stopping.wait()
-        patience_s = self._settings.lease_s + self._settings.heartbeat_s
+        patience_s = self.settings.lease_s + self.settings.heartbeat_s
         if lifecycle.broken is not None:
             patience_s = min(patience_s, _LEAVE_S)
         await asyncio.wait([fetching], timeout=patience_s)
@@ -375,32 +337,33 @@ class Worker:
     async def _claim(self, serving: Serving) -> None:
         await serving.fetch_loop.claim()
         # This worker counts even if its own deadline has just passed.
-        self._counters.serving = max(1, await serving.heartbeat.sweep())
+        self.counters.serving = max(1, await serving.heartbeat.sweep())
 
     async def _drop_unwanted(self, serving: Serving) -> None:
         if await serving.dispatcher.drop_unwanted():
             self._lifecycle.notify()
 
-    async def _send_heartbeat(self, serving: Serving) -> None:
+    async def send_heartbeat(self, serving: Serving) -> None:
+        """Write the heartbeat, and read the state of the queue."""
         try:
             async with self._heartbeat_lock:
                 await self._write_heartbeat(serving)
             await serving.consumer.keep_queue()
             await serving.consumer.measure()
-            if self._settings.metrics_port:  # Only the metrics need it.
-                self._counters.memory = await read_memory(serving.redis)
+            if self.settings.metrics_port:  # Only the metrics need it.
+                self.counters.memory = await read_memory(serving.redis)
         except (RedisError, OSError, LMPoolError) as error:
-            self.health.trouble = str(self._server.explain(error))
+            self.health.trouble = str(self.server.explain(error))
             raise
         self.health.answered()
 
     async def _write_heartbeat(self, serving: Serving) -> None:
         """Write the heartbeat; log once if the server refuses it."""
         try:
-            self._counters.lane = await serving.heartbeat.send(self._heartbeat_fields(serving))
+            self.counters.lane = await serving.heartbeat.send(self._heartbeat_fields(serving))
         except ResponseError as error:
             if not self._is_refused:
-                text = str(self._server.explain(error))
+                text = str(self.server.explain(error))
                 _log.warning("clients will not see this worker any more: its heartbeat is refused: %s", text)
             self._is_refused = True
             raise
@@ -411,10 +374,10 @@ class Worker:
         await self._lifecycle.stopping.wait()
         try:
             # In this order: a heartbeat in flight that says "ready" has arrived before.
-            await self._send_heartbeat(serving)
+            await self.send_heartbeat(serving)
             await serving.consumer.close_lane()
         except (RedisError, OSError, LMPoolError) as error:
-            _log.warning("cannot show that this worker drains: %s", self._server.explain(error))
+            _log.warning("cannot show that this worker drains: %s", self.server.explain(error))
 
     def _heartbeat_fields(self, serving: Serving) -> dict[str, str | int | float]:
         stats = serving.engine_thread.stats
@@ -422,10 +385,10 @@ class Worker:
             "state": "draining" if self._lifecycle.stopping.is_set() else "ready",
             "in_flight": len(serving.in_flight),
             "failures": serving.dispatcher.failures,
-            "homed": self._counters.homed,
-            "stolen": self._counters.stolen,
-            "claimed": self._counters.claimed,
-            **({"shared": self._counters.shared} if self._counters.shared_bytes else {}),
+            "homed": self.counters.homed,
+            "stolen": self.counters.stolen,
+            "claimed": self.counters.claimed,
+            **({"shared": self.counters.shared} if self.counters.shared_bytes else {}),
             **self._delta.since_heartbeat(stats),
             **({} if serving.info.is_trie else serving.adapters.heartbeat_fields()),
             **stats._asdict(),
@@ -462,9 +425,9 @@ class Worker:
             except ModelMismatch:
                 raise
             except (RedisError, OSError, LMPoolError) as error:
-                self._counters.server_errors += 1
-                _log.warning("will try again: %s", self._server.explain(error))
-                await self._server.reconnect(serving.redis, error)
+                self.counters.server_errors += 1
+                _log.warning("will try again: %s", self.server.explain(error))
+                await self.server.reconnect(serving.redis, error)
                 pause_s = min(interval_s, next(waits))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+from dataclasses import dataclass
 
 from redis.asyncio import Redis
 from redis.exceptions import ResponseError
@@ -28,6 +29,7 @@ _MAX_PATIENCE_S = 60.0
 _PATIENCE_STEPS = 4
 
 
+@dataclass(eq=False)
 class Consumer:
     """Reads new jobs of one model. An idle worker also takes jobs from the lanes of others.
 
@@ -44,31 +46,23 @@ class Consumer:
         is_alone: no other worker serves the model, as of the last `steal`: there are no other lanes.
     """
 
-    def __init__(
-        self,
-        redis: Redis,
-        connection: CommandConnection,
-        keys: ModelKeys,
-        worker_id: str,
-        reader: JobReader,
-        unwanted: UnwantedEntries,
-        counters: WorkerCounters,
-    ) -> None:
-        self._redis = redis
-        self._connection = connection
-        self._keys = keys
-        self._worker_id = worker_id
-        self._lane, self._of_lane = keys.lane(worker_id), b" " + worker_id.encode()
-        self._reader = reader
-        self._unwanted = unwanted
-        self._counters = counters
+    redis: Redis
+    connection: CommandConnection
+    keys: ModelKeys
+    worker_id: str
+    reader: JobReader
+    unwanted: UnwantedEntries
+    counters: WorkerCounters
+
+    def __post_init__(self) -> None:
+        self._lane, self._of_lane = self.keys.lane(self.worker_id), b" " + self.worker_id.encode()
         self.is_alone = False
 
     async def ensure_group(self) -> None:
         """Create the shared stream and its group, which begins with the jobs that were queued before."""
-        seconds, micros = await self._connection.call(b"TIME")
-        self._counters.clock_ahead_s = int(seconds) + int(micros) / 1e6 - time.time()
-        await self._create_group(self._keys.jobs)
+        seconds, micros = await self.connection.call(b"TIME")
+        self.counters.clock_ahead_s = int(seconds) + int(micros) / 1e6 - time.time()
+        await self._create_group(self.keys.jobs)
         await self.keep_queue()
 
     async def open_lane(self) -> None:
@@ -77,15 +71,15 @@ class Consumer:
 
     async def _create_group(self, stream: bytes) -> None:
         try:
-            await self._redis.xgroup_create(stream, GROUP, id="0", mkstream=True)
+            await self.redis.xgroup_create(stream, GROUP, id="0", mkstream=True)
         except ResponseError as error:
             if not str(error).startswith("BUSYGROUP"):
                 raise
 
     async def keep_queue(self) -> None:
         """Keep the queue from expiring, and replace streams whose ids are ahead of the clock (`keep_queue.lua`)."""
-        for keys in (self._keys.queue, (self._lane,)):
-            dropped = await scripts.KEEP_QUEUE(self._redis, keys, [GROUP, _MAX_AHEAD_MS])
+        for keys in (self.keys.queue, (self._lane,)):
+            dropped = await scripts.KEEP_QUEUE(self.redis, keys, [GROUP, _MAX_AHEAD_MS])
             if dropped >= 0:
                 _log.warning(
                     "the job stream %r was replaced, because another program added an entry with an id in the future: "
@@ -97,7 +91,7 @@ class Consumer:
     async def measure(self) -> None:
         """Record the length of the queue in the counters."""
         sent_at = time.time()
-        self._counters.note_queue(await read_queue(self._redis, self._keys), sent_at)
+        self.counters.note_queue(await read_queue(self.redis, self.keys), sent_at)
 
     async def take(self, count: int, block_ms: int) -> Taken:
         """Read up to `count` new jobs of each stream that a client waits for; block up to `block_ms` for the first.
@@ -105,10 +99,10 @@ class Consumer:
         Entries that are too large for the connection end it. When their leases have expired, `Leases.claim` checks
         sizes first and takes them and the entries that were sent along with them.
         """
-        command = (b"XREADGROUP", b"GROUP", GROUP, self._worker_id, b"COUNT", count, b"BLOCK", block_ms)
+        command = (b"XREADGROUP", b"GROUP", GROUP, self.worker_id, b"COUNT", count, b"BLOCK", block_ms)
         taken = Taken([], [])
         try:
-            reply = await self._connection.call(*command, b"STREAMS", self._lane, self._keys.jobs, b">", b">")
+            reply = await self.connection.call(*command, b"STREAMS", self._lane, self.keys.jobs, b">", b">")
         except ServerError as error:
             if "NOGROUP" not in str(error):
                 raise
@@ -118,18 +112,18 @@ class Consumer:
         try:
             streams = entries_by_stream(reply)
         except ProtocolError as error:
-            self._connection.hang_up(error)
+            self.connection.hang_up(error)
             raise
         for stream, entries in streams.items():
-            read = self._reader.read_all(entries, self._of_lane if stream == self._lane else b"")
-            wanted = await self._unwanted.still_wanted(read)
+            read = self.reader.read_all(entries, self._of_lane if stream == self._lane else b"")
+            wanted = await self.unwanted.still_wanted(read)
             taken.prompts.extend(wanted.prompts)
             taken.refused.extend(wanted.refused)
         return taken
 
     async def refill(self) -> None:
         """Move jobs from the backlog to the streams. The end of a job usually does so; an idle worker has none."""
-        while await scripts.REFILL(self._redis, [self._keys.jobs], []):
+        while await scripts.REFILL(self.redis, [self.keys.jobs], []):
             pass
 
     async def steal(self, count: int, step_s: float) -> None:
@@ -141,11 +135,11 @@ class Consumer:
         """
         patience_s = _MIN_PATIENCE_S if step_s == math.inf else max(_MIN_PATIENCE_S, _PATIENCE_STEPS * step_s)
         patience_ms = int(1000 * min(_MAX_PATIENCE_S, patience_s))
-        stolen = int(await scripts.STEAL(self._redis, [self._keys.jobs], [self._worker_id, count, patience_ms]))
+        stolen = int(await scripts.STEAL(self.redis, [self.keys.jobs], [self.worker_id, count, patience_ms]))
         self.is_alone = stolen < 0
-        self._counters.stolen += max(0, stolen)
+        self.counters.stolen += max(0, stolen)
 
     async def close_lane(self) -> None:
         """Give the entries in this worker's lane that were not taken to others; none is added from now on."""
-        while await scripts.CLOSE_LANE(self._redis, [self._keys.jobs], [self._worker_id]):
+        while await scripts.CLOSE_LANE(self.redis, [self.keys.jobs], [self.worker_id]):
             pass

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from redis.asyncio import Redis
@@ -166,6 +167,7 @@ class JobReader:
         prompt.digest = entry.digest
 
 
+@dataclass(eq=False)
 class UnwantedEntries:
     """Finds entries that no client waits for, and removes them from the queue.
 
@@ -175,10 +177,9 @@ class UnwantedEntries:
         counters: know the queueing times of entries, and the server's clock.
     """
 
-    def __init__(self, redis: Redis, keys: ModelKeys, counters: WorkerCounters) -> None:
-        self._redis = redis
-        self._keys = keys
-        self._counters = counters
+    redis: Redis
+    keys: ModelKeys
+    counters: WorkerCounters
 
     async def remove(self, entries: Sequence[StreamEntry]) -> set[bytes]:
         """Remove the entries that no client waits for; none while the server cannot be used.
@@ -189,20 +190,20 @@ class UnwantedEntries:
         removed: set[bytes] = set()
         for at in range(0, len(entries), scripts.MAX_AT_ONCE):
             part = entries[at : at + scripts.MAX_AT_ONCE]
-            keys = [self._keys.jobs, *(self._keys.waiting + entry.digest for entry in part)]
+            keys = [self.keys.jobs, *(self.keys.waiting + entry.digest for entry in part)]
             args = [value for entry in part for value in (entry.id, _until_ms(entry))]
             try:
-                numbers = await scripts.DROP_UNWANTED(self._redis, keys, args)
+                numbers = await scripts.DROP_UNWANTED(self.redis, keys, args)
             except (RedisError, OSError):
                 break
             removed |= {part[number - 1].id for number in numbers}
         for entry_id in removed:
-            self._counters.queued_ms.pop(entry_id, None)
+            self.counters.queued_ms.pop(entry_id, None)
         return removed
 
     async def still_wanted(self, taken: Taken) -> Taken:
         """Leave out prompts of one stream that no client waits for. New entries are not checked."""
-        before = (time.time() + self._counters.clock_ahead_s - STALE_S) * 1000
+        before = (time.time() + self.counters.clock_ahead_s - STALE_S) * 1000
         entries = [entry for prompt in taken.prompts for entry in prompt.entries.values()]
         # Entries are in the order of their ages.
         if not entries or _added_ms(entries[0].id) >= before:

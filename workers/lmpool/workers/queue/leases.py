@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple, cast
 
 from redis.asyncio import Redis
@@ -45,6 +46,7 @@ class Claimed(NamedTuple):
     further: int = 0
 
 
+@dataclass(eq=False)
 class Leases:
     """The leases of one worker's entries, and the expired ones of other workers.
 
@@ -58,57 +60,50 @@ class Leases:
         unwanted: removes entries that no client waits for.
     """
 
-    def __init__(
-        self,
-        redis: Redis,
-        keys: ModelKeys,
-        info: ModelInfo,
-        worker_id: str,
-        max_deliveries: int,
-        reader: JobReader,
-        unwanted: UnwantedEntries,
-    ) -> None:
-        self._redis = redis
-        self._keys = keys
-        self._lease_ms = int(info.lease_s * 1000)
-        self._worker_id = worker_id
-        self._max_deliveries = max_deliveries
-        self._reader = reader
-        self._unwanted = unwanted
+    redis: Redis
+    keys: ModelKeys
+    info: ModelInfo
+    worker_id: str
+    max_deliveries: int
+    reader: JobReader
+    unwanted: UnwantedEntries
+
+    def __post_init__(self) -> None:
+        self._lease_ms = int(self.info.lease_s * 1000)
 
     async def renew(self, entry_ids: Sequence[bytes]) -> None:
         """Renew the leases of entries that this worker holds."""
         for at in range(0, len(entry_ids), scripts.MAX_AT_ONCE):
             part = entry_ids[at : at + scripts.MAX_AT_ONCE]
-            await scripts.RENEW(self._redis, [self._keys.jobs], [GROUP, self._worker_id, *part])
+            await scripts.RENEW(self.redis, [self.keys.jobs], [GROUP, self.worker_id, *part])
 
     async def claim(self, count: int, in_flight: Collection[bytes]) -> Claimed:
         """Take over up to `count` jobs whose leases expired, except the entries in flight here."""
-        args = [GROUP, self._worker_id, self._lease_ms, self._max_deliveries, count, int(not in_flight)]
+        args = [GROUP, self.worker_id, self._lease_ms, self.max_deliveries, count, int(not in_flight)]
         args += [MAX_JOB_BYTES, _MAX_CLAIMED_BYTES, _CURSOR_TTL_MS, *in_flight]
-        reply = await scripts.CLAIM_EXPIRED(self._redis, [self._keys.jobs, self._keys.claim_cursor], args)
+        reply = await scripts.CLAIM_EXPIRED(self.redis, [self.keys.jobs, self.keys.claim_cursor], args)
         alone, entries, further = reply
         taken = Taken([], [])
         for entry_id, data, deliveries, lifetime, since, priority in entries:
             read = Taken([], [])
             if isinstance(data, bytes):
                 given = ((LIFETIME_FIELD, lifetime), (SINCE_FIELD, since), (PRIORITY_FIELD, priority))
-                entry = self._reader.read(read, entry_id, data, {name: value for name, value in given if value})
+                entry = self.reader.read(read, entry_id, data, {name: value for name, value in given if value})
             else:  # The size of a job that is too large.
                 error = ProtocolError(f"a job of {data} bytes is over the limit of {MAX_JOB_BYTES}")
                 read.refused.append(entry := dead_entry(entry_id, bytes(16), error))
-            if deliveries >= self._max_deliveries:
+            if deliveries >= self.max_deliveries:
                 text = f"given up after {deliveries} deliveries: {await self._reason(entry_id)}"
                 _log.warning("a prompt is %s; see `lmpool dead list`", text)
                 read = Taken([], [dead_entry(entry_id, entry.digest, WorkerError(text))])
             taken.prompts.extend(read.prompts)
             taken.refused.extend(read.refused)
-        return Claimed(await self._unwanted.still_wanted(taken), bool(alone), int(further))
+        return Claimed(await self.unwanted.still_wanted(taken), bool(alone), int(further))
 
     async def _reason(self, entry_id: bytes) -> str:
         """Why the last worker that held an entry ended."""
         try:
-            reason = cast(bytes | None, await self._redis.hget(self._keys.reasons, entry_id))
+            reason = cast(bytes | None, await self.redis.hget(self.keys.reasons, entry_id))
         except (RedisError, OSError):
             reason = None  # The jobs are claimed already: a missing reason must not lose them.
         if reason is None:
@@ -125,13 +120,13 @@ class Leases:
         Returns:
             the number of released jobs.
         """
-        own_lane = b" " + self._worker_id.encode()
-        head = [GROUP, self._worker_id, _MAX_LEASE_MS, scripts.MAX_AT_ONCE]
-        tail = [self._max_deliveries, reason[:_MAX_REASON_TEXT], _REASONS_TTL_MS, _MAX_REASONS]
+        own_lane = b" " + self.worker_id.encode()
+        head = [GROUP, self.worker_id, _MAX_LEASE_MS, scripts.MAX_AT_ONCE]
+        tail = [self.max_deliveries, reason[:_MAX_REASON_TEXT], _REASONS_TTL_MS, _MAX_REASONS]
         count = 0
         for of_lane in {b"", own_lane, *(b"".join(entry.partition(b" ")[1:]) for entry in in_flight)}:
-            keys, begin = [self._keys.lane(of_lane[1:]) if of_lane else self._keys.jobs, self._keys.reasons], b"-"
+            keys, begin = [self.keys.lane(of_lane[1:]) if of_lane else self.keys.jobs, self.keys.reasons], b"-"
             while begin:
-                released, begin = await scripts.RELEASE(self._redis, keys, [*head, begin, *tail, of_lane])
+                released, begin = await scripts.RELEASE(self.redis, keys, [*head, begin, *tail, of_lane])
                 count += released
         return count

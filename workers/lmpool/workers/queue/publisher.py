@@ -7,6 +7,7 @@ import logging
 import math
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, TypeVar
 
@@ -59,6 +60,7 @@ class Carried(NamedTuple):
 _NOTHING = Carried({})
 
 
+@dataclass(eq=False)
 class Publisher:
     """Publishes for one model.
 
@@ -73,25 +75,14 @@ class Publisher:
         segment: shared memory for clients on this host.
     """
 
-    def __init__(
-        self,
-        server: Server,
-        rows: RowCache,
-        keys: ModelKeys,
-        fingerprint: str,
-        worker_id: str,
-        unwanted: UnwantedEntries,
-        counters: WorkerCounters,
-        segment: SegmentWriter,
-    ) -> None:
-        self._server = server
-        self._rows = rows
-        self._segment = segment
-        self._keys = keys
-        self._fingerprint = fingerprint
-        self._worker_id = worker_id
-        self._unwanted = unwanted
-        self._counters = counters
+    server: Server
+    rows: RowCache
+    keys: ModelKeys
+    fingerprint: str
+    worker_id: str
+    unwanted: UnwantedEntries
+    counters: WorkerCounters
+    segment: SegmentWriter
 
     async def publish(self, block: Block, entries: EntriesByDigest, overwrite: Collection[bytes]) -> None:
         """Store a block and end the entries that wait for it; retry until the server accepts it.
@@ -104,7 +95,7 @@ class Publisher:
             overwrite: digests whose stored rows must be replaced.
         """
         began = time.monotonic()
-        host = self._segment.host
+        host = self.segment.host
         # Rows for a client that does not read this worker's shared memory are stored whole.
         whole = set()
         if host and isinstance(block, RowBlock):
@@ -132,9 +123,9 @@ class Publisher:
         ending = [entry for digest in block.digests for entry in entries.get(digest, ())]
         shared = NOT_SHARED
         if whole is not None and isinstance(block, RowBlock):
-            shared = self._segment.write(block, whole, overwrite)
-            self._counters.shared += len(shared.references)
-            self._counters.exported += len(whole)
+            shared = self.segment.write(block, whole, overwrite)
+            self.counters.shared += len(shared.references)
+            self.counters.exported += len(whole)
         storing = self.retry(partial(self._attempt, block, ending, overwrite, shared))
         if shared.replaced and (stale := set(shared.replaced).difference(block.digests)):
             # Sent before the rest, which does not wait for it.
@@ -145,7 +136,7 @@ class Publisher:
         if elsewhere:
             left += await self._store_whole(block, elsewhere, began)
         if refused:
-            self._counters.refused += len(refused)
+            self.counters.refused += len(refused)
             reason = sentence(ResponseError(next(iter(refused.values()))), "it")
             _log.warning("the server refused %d rows: %s", len(refused), reason)
             failure = Failure(ServerError.__name__, f"the server refused the row: {reason}")
@@ -155,9 +146,9 @@ class Publisher:
     async def _drop_references(self, stale: Collection[bytes]) -> None:
         """Remove references to rows that shared memory has replaced. Clients detect the references that stay."""
         try:
-            await self._rows.drop(self._rows.keys_of(stale))
+            await self.rows.drop(self.rows.keys_of(stale))
         except (RedisError, OSError, LMPoolError) as error:
-            _log.debug("%d stale references stay: %s", len(stale), self._server.explain(error))
+            _log.debug("%d stale references stay: %s", len(stale), self.server.explain(error))
 
     async def _store_whole(self, block: Block, elsewhere: Sequence[StreamEntry], began: float) -> list[StreamEntry]:
         """Store rows in place of references, for clients on other hosts that joined; return the entries left."""
@@ -165,8 +156,8 @@ class Publisher:
         for entry in elsewhere:
             by_digest.setdefault(entry.digest, []).append(entry)
         part = block.select([block.digests.index(digest) for digest in by_digest])
-        self._counters.exported += len(by_digest)
-        self._segment.note_stored(part.digests)
+        self.counters.exported += len(by_digest)
+        self.segment.note_stored(part.digests)
         gone = await self._store(part, by_digest, part.digests, began)
         return [entry for digest in gone for entry in by_digest[digest]]
 
@@ -180,7 +171,7 @@ class Publisher:
         numbers = {digest: number for number, digest in enumerate(block.digests)}
         missing, at_once, fruitless, waits = gone, len(gone), 0, delays()
         while gone:
-            self._counters.evicted += len(gone)
+            self.counters.evicted += len(gone)
             _log.warning("the server evicted %d rows as soon as they were stored: give it more memory", len(gone))
             if fruitless == _MAX_FRUITLESS_TRIES:
                 failure = Failure(ServerError.__name__, _evicted_text(block))
@@ -200,7 +191,7 @@ class Publisher:
 
     async def still_wanted(self, entries: EntriesByDigest) -> EntriesByDigest:
         """The entries that a client waits for; remove the others from the queue."""
-        removed = await self._unwanted.remove([entry for waiting in entries.values() for entry in waiting])
+        removed = await self.unwanted.remove([entry for waiting in entries.values() for entry in waiting])
         left = {digest: [entry for entry in waiting if entry.id not in removed] for digest, waiting in entries.items()}
         return {digest: waiting for digest, waiting in left.items() if waiting}
 
@@ -211,7 +202,7 @@ class Publisher:
             still = {entry.id for entry in left}
             ended = [entry_id for entry_id in ended if entry_id not in still]
         if ended or not left:
-            self._counters.published(outcome, ended, time.monotonic() - began)
+            self.counters.published(outcome, ended, time.monotonic() - began)
 
     async def _attempt(
         self, block: Block, entries: Sequence[StreamEntry], overwrite: Collection[bytes], shared: Shared
@@ -223,10 +214,10 @@ class Publisher:
         """
         left, elsewhere = list[StreamEntry](), list[StreamEntry]()
         not_shared = len(block.digests) - len(shared.references)
-        self._counters.published_bytes += block.nbytes * not_shared // max(1, len(block.digests))
+        self.counters.published_bytes += block.nbytes * not_shared // max(1, len(block.digests))
         carried = self._to_carry(block, entries, overwrite, shared)
         if carried is not None:
-            entries, elsewhere = await self._end(entries, self._rows.queue, carried)
+            entries, elsewhere = await self._end(entries, self.rows.queue, carried)
             if not entries:
                 return {}, [], elsewhere
             # Store these rows without the script: then the server reports why it refuses them.
@@ -243,7 +234,7 @@ class Publisher:
             elsewhere.extend(without_reader)
 
         # Both are sent together: the script checks itself whether the rows are stored.
-        refused = await self._rows.put(block, overwrite, then=end, shared=shared)
+        refused = await self.rows.put(block, overwrite, then=end, shared=shared)
         return refused, left, elsewhere
 
     def _to_carry(
@@ -251,22 +242,22 @@ class Publisher:
     ) -> Carried | None:
         """The data that the script stores when it ends the entries, which saves a command; None for nothing."""
         # The script stores only rows that have entries.
-        if overwrite or not self._rows.is_seen or {entry.digest for entry in entries} != set(block.digests):
+        if overwrite or not self.rows.is_seen or {entry.digest for entry in entries} != set(block.digests):
             return None
         if shared.references:
             is_all = len(shared.references) == len(block.digests)
-            return Carried(shared.references, shared.host, self._rows.ttl_ms(block)) if is_all else None
+            return Carried(shared.references, shared.host, self.rows.ttl_ms(block)) if is_all else None
         values = block.small_values()
         if values is None:
             return None
-        return Carried(dict(zip(block.digests, values, strict=True)), store_ms=self._rows.ttl_ms(block))
+        return Carried(dict(zip(block.digests, values, strict=True)), store_ms=self.rows.ttl_ms(block))
 
     async def fail(self, entries: Sequence[StreamEntry]) -> None:
         """End entries, each with its `failure`; retry until the server has done it."""
-        self._counters.failed((entry.failure, entry.is_dead) for entry in entries)
+        self.counters.failed((entry.failure, entry.is_dead) for entry in entries)
         for entry in entries:
-            self._counters.queued_ms.pop(entry.id, None)
-        await self.retry(partial(self._end, entries, self._rows.queue))
+            self.counters.queued_ms.pop(entry.id, None)
+        await self.retry(partial(self._end, entries, self.rows.queue))
 
     async def _end(
         self, entries: Sequence[StreamEntry], call: scripts.Call, carried: Carried = _NOTHING
@@ -281,13 +272,13 @@ class Publisher:
         parts = [entries[at : at + scripts.MAX_AT_ONCE] for at in range(0, len(entries), scripts.MAX_AT_ONCE)]
         while parts:
             part = parts.pop(0)
-            keys = [self._keys.jobs, self._keys.dead]
-            keys += [self._keys.waiting + entry.digest for entry in part]
-            if self._rows.is_seen:
-                keys += self._rows.keys_of(entry.digest for entry in part)
-            mark_ms = 0 if self._rows.is_seen else _MARK_MS
-            args: list[bytes | str | int] = [GROUP, self._fingerprint, REPLY_CAP, REPLY_TTL_MS, _DEAD_CAP]
-            args += (self._worker_id, mark_ms, len(part), carried.host, carried.store_ms)
+            keys = [self.keys.jobs, self.keys.dead]
+            keys += [self.keys.waiting + entry.digest for entry in part]
+            if self.rows.is_seen:
+                keys += self.rows.keys_of(entry.digest for entry in part)
+            mark_ms = 0 if self.rows.is_seen else _MARK_MS
+            args: list[bytes | str | int] = [GROUP, self.fingerprint, REPLY_CAP, REPLY_TTL_MS, _DEAD_CAP]
+            args += (self.worker_id, mark_ms, len(part), carried.host, carried.store_ms)
             args += [entry.id for entry in part]
             if carried.parts:
                 values = [carried.parts[entry.digest] for entry in part]
@@ -314,8 +305,8 @@ class Publisher:
             try:
                 return await attempt()
             except (RedisError, OSError, LMPoolError) as error:
-                self._counters.server_errors += 1
-                _log.warning("will try again: %s", self._server.explain(error))
+                self.counters.server_errors += 1
+                _log.warning("will try again: %s", self.server.explain(error))
                 await asyncio.sleep(next(waits))
 
 
