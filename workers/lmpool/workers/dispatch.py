@@ -19,16 +19,15 @@ from lmpool.broker.server import Server
 from lmpool.errors import LMPoolError, WorkerError
 from lmpool.protocol.job import Failure
 from lmpool.protocol.model_info import ModelInfo
-from lmpool.protocol.prompt import digest_of
 from lmpool.protocol.query import TrieQuery
-from lmpool.protocol.row import Encoding, RowBlock, VectorBlock
+from lmpool.protocol.row import RowBlock, VectorBlock
 from lmpool.workers.execution.contract import Finished
 from lmpool.workers.execution.engine_thread import EngineThread, StepResult
 from lmpool.workers.execution.in_flight import InFlight, InFlightPrompt, StreamEntry, entry_ids
 from lmpool.workers.membership.adapters import AdapterKeeper
 from lmpool.workers.metrics.counters import SENT_AGAIN, WorkerCounters
 from lmpool.workers.metrics.tracing import JobTraces, traces_of
-from lmpool.workers.queries import QueryAnswerer, allowed_in, logits_from_rows
+from lmpool.workers.queries import QueryAnswerer, allowed_in
 from lmpool.workers.queue.consumer import Consumer
 from lmpool.workers.queue.jobs import STALE_S, Taken
 from lmpool.workers.queue.leases import Leases
@@ -43,8 +42,6 @@ MAX_CHECKED = 64
 
 # Seconds between two log lines about prompts that are not computed.
 _LOG_DROPPED_INTERVAL_S = 60.0
-# Values besides log-probabilities that 16-bit rows contain.
-_OF_LOGITS = ("logits", "logz")
 # Results up to this many bytes are published together, at most this many steps at once.
 _SMALL_BYTES = 64 * 1024
 _MAX_JOINED_STEPS = 8
@@ -294,7 +291,7 @@ class Dispatcher:
     traces: JobTraces | None = None
 
     def __post_init__(self) -> None:
-        self._is_trie, self._is_lossy = self.info.is_trie, self.info.lossy
+        self._is_trie = self.info.is_trie
         self._to_prepare: asyncio.Queue[list[InFlightPrompt]] = asyncio.Queue()
         self._dropped, self._logged_at = 0, -_LOG_DROPPED_INTERVAL_S
         self.failures = 0
@@ -319,7 +316,7 @@ class Dispatcher:
             self._to_prepare.put_nowait(later)
         cached: list[tuple[InFlightPrompt, RowBlock]] = []
         if self.segment.segment is not None:
-            found_rows = ((prompt, self._find_row(prompt, prompt.digest)) for prompt in fresh)
+            found_rows = ((prompt, self._find_row(prompt)) for prompt in fresh)
             cached = [(prompt, block) for prompt, block in found_rows if block is not None]
             if cached:
                 found = {prompt for prompt, _ in cached}
@@ -335,18 +332,11 @@ class Dispatcher:
 
     def _must_prepare(self, prompt: InFlightPrompt) -> bool:
         """Whether the prompt needs something else before the backend, or perhaps in place of it."""
-        return not prompt.wants_row or bool(allowed_in(prompt)) or self._may_be_in_row(prompt)
+        return not prompt.wants_row or bool(allowed_in(prompt))
 
-    def _may_be_in_row(self, prompt: InFlightPrompt) -> bool:
-        """Whether the request is for logits after the whole prompt, which a row in 16 bits contains."""
-        query = prompt.positions
-        if query is None or query.values not in _OF_LOGITS or self.segment.segment is None:
-            return False
-        return len(prompt.span) == 1 and not self._is_lossy
-
-    def _find_row(self, prompt: InFlightPrompt, digest: bytes) -> RowBlock | None:
-        """The row `digest` if this worker computed it before, still has it, and no client found it damaged."""
-        block = self.segment.find(digest)
+    def _find_row(self, prompt: InFlightPrompt) -> RowBlock | None:
+        """The row if this worker computed it before, still has it, and no client found it damaged."""
+        block = self.segment.find(prompt.digest)
         is_damaged = prompt.is_damaged or any(entry.overwrite for entry in prompt.entries.values())
         return None if block is None or is_damaged else block
 
@@ -393,24 +383,7 @@ class Dispatcher:
         left = [prompt for prompt in prompts if prompt not in answered and self._holds(prompt)]
         failures = await self.queries.set_tokens(left)
         await self._fail_prompts(failures)
-        unanswered = await self._answer_from_segment([prompt for prompt in left if prompt not in failures])
-        self._submit([prompt for prompt in unanswered if self._holds(prompt)])
-
-    async def _answer_from_segment(self, prompts: Sequence[InFlightPrompt]) -> Sequence[InFlightPrompt]:
-        """Answer requests for logits from rows that this worker computed before; return the other prompts."""
-        rows = {}
-        for prompt in prompts:
-            if self._may_be_in_row(prompt) and self._holds(prompt):
-                block = self._find_row(prompt, digest_of(prompt.ids, prompt.adapter))
-                if block is not None and block.encoding is not Encoding.F32:
-                    rows[prompt] = block
-        if not rows:
-            return prompts
-        answers = await asyncio.to_thread(logits_from_rows, rows)
-        if answers:
-            vectors = VectorBlock([prompt.digest for prompt in answers], list(answers.values()))
-            await self._publish_answers(vectors, {prompt.digest: prompt for prompt in answers})
-        return [prompt for prompt in prompts if prompt not in answers]
+        self._submit([prompt for prompt in left if prompt not in failures and self._holds(prompt)])
 
     # From the backend
 

@@ -242,20 +242,6 @@ def allowed_in(job: BackendJob) -> bytes:
     return b"" if job.positions is None else job.positions.allowed
 
 
-def logits_from_rows(rows: Mapping[InFlightPrompt, RowBlock]) -> dict[InFlightPrompt, NDArray[np.float32]]:
-    """Answers to requests for logits, from rows; without the prompts where that raises, which the backend answers."""
-    answers = {}
-    for prompt, block in rows.items():
-        try:
-            assert prompt.positions is not None
-            assert block.log_z is not None
-            answer = prompt.positions.of(block.logits(0)[None], block.log_z, np.empty(0, np.uint32))
-            answers[prompt] = answer.ravel()
-        except QUERY_ERRORS as error:
-            failure_of(error)
-    return answers
-
-
 def _pick_all(
     entries: EntriesByDigest, rows: Mapping[bytes, Row], sets: Mapping[bytes, TokenSet | LMPoolError]
 ) -> dict[bytes, Answer]:

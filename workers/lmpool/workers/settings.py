@@ -59,9 +59,7 @@ class WorkerSettings:
     metrics_host: str = field(
         default="127.0.0.1", metadata={"help": "Address of this port; 0.0.0.0 for all addresses of this machine."}
     )
-    log_format: str = field(
-        default="text", metadata={"help": "Log format: text, or json with one object per line."}
-    )
+    log_format: str = field(default="text", metadata={"help": "Log format: text, or json with one object per line."})
     adapter_root: list[str] = field(
         default_factory=list,
         metadata={

@@ -398,13 +398,7 @@ class EngineThread:
 class _Engine:
     """The prompts that a backend's thread has, and the calls that it runs.
 
-    Args:
-        backend: the backend.
-        send_result: sends a result to the event loop.
-
     Attributes:
-        backend: as above.
-        info: the backend's info.
         held: the prompts that the backend holds, by digest.
         yielding: the prompts that wait for the backend.
     """
