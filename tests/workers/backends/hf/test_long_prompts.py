@@ -66,7 +66,7 @@ def test_a_log_line_tells_how_long_prompts_are_computed_in_chunks(
     caplog.set_level(logging.INFO)
     backend = tiny.backend(kv_cache_bytes=bytes_)
     assert backend._pool is not None
-    told = f"in chunks up to {backend._pool.capacity} tokens: --kv-cache-bytes has room for no more"
+    told = f"in chunks up to {backend._pool.capacity} tokens: --kv-cache-bytes has no capacity for more"
     assert (told in caplog.text) == says
 
 

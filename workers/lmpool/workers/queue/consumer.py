@@ -82,9 +82,9 @@ class Consumer:
             dropped = await scripts.KEEP_QUEUE(self.redis, keys, [GROUP, _MAX_AHEAD_MS])
             if dropped >= 0:
                 _log.warning(
-                    "the job stream %r was replaced, because another program added an entry with an id in the future: "
+                    "the job stream of %r was replaced, because another program added an entry with an id in the future: "
                     "%d prompts were dropped; clients send them again after a lease",
-                    keys[0].decode("utf-8", "replace"),
+                    self.reader.info.name,
                     dropped,
                 )
 

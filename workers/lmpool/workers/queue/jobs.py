@@ -80,7 +80,7 @@ class JobReader:
     def __init__(
         self, info: ModelInfo, worker_id: str, counters: WorkerCounters, traces: JobTraces | None = None
     ) -> None:
-        self._info = info
+        self.info = info
         self._fingerprint, self._is_trie = info.fingerprint, info.is_trie
         self._worker_id = worker_id.encode()
         self._counters = counters
@@ -105,10 +105,10 @@ class JobReader:
 
     def _are_valid(self, prompts: list[bytes]) -> bool:
         """Whether all prompts are within the limits of the model; one check for all is much faster than one each."""
-        max_bytes = 4 * self._info.max_prompt_tokens
+        max_bytes = 4 * self.info.max_prompt_tokens
         if not prompts or not all(0 < len(ids) <= max_bytes and len(ids) % 4 == 0 for ids in prompts):
             return False
-        return int(decode_ids(b"".join(prompts)).max()) < self._info.vocab_size
+        return int(decode_ids(b"".join(prompts)).max()) < self.info.vocab_size
 
     def _add(
         self, taken: Taken, entry_id: bytes, job: Job | ProtocolError, fields: Fields, *, is_valid: bool = False
@@ -136,7 +136,7 @@ class JobReader:
             entry.digest = query_digest(digest, job.query)
         try:
             query = unpack_query(job.query) if job.query else None
-            entry.failure = refusal(job, query, self._info)
+            entry.failure = refusal(job, query, self.info)
         except ProtocolError as error:
             entry.failure, entry.is_dead = _failure(error), True
         if entry.failure is not None:
