@@ -82,7 +82,7 @@ class Consumer:
             dropped = await scripts.KEEP_QUEUE(self.redis, keys, [GROUP, _MAX_AHEAD_MS])
             if dropped >= 0:
                 _log.warning(
-                    "the job stream of %r was replaced, because another program added an entry with an id in the future: "
+                    "the job stream of %r was replaced, because a program added an entry with an id in the future: "
                     "%d prompts were dropped; clients send them again after a lease",
                     self.reader.info.name,
                     dropped,
