@@ -37,11 +37,12 @@ def main(steps: int) -> None:
         finally:
             inside[0] += time.thread_time() - began
 
-    Forward.last_logits = timed  # type: ignore[method-assign]
+    Forward.last_logits = timed  # type: ignore[method-assign, assignment]
     config = LlamaConfig(vocab_size=_V, hidden_size=8, intermediate_size=8, num_attention_heads=1,
                          num_key_value_heads=1, num_hidden_layers=1, max_position_embeddings=4096)  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
-        LlamaForCausalLM(config).save_pretrained(folder)
+        model: Any = LlamaForCausalLM
+        model(config).save_pretrained(folder)
         backend = HfSettings(folder, device="cpu", max_batch=_PROMPTS).open()
     prompts = [[random.randrange(_V) for _ in range(_TOKENS)] for _ in range(_PROMPTS)]
     for number in range(steps + 1):

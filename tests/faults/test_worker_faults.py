@@ -281,10 +281,10 @@ async def test_small_rows_that_are_ready_while_others_are_published_go_together(
     assert serving is not None
     publish, published, may_end = serving.publisher.publish, list[int](), asyncio.Event()
 
-    async def held_up(block: Block, jobs: EntriesByDigest, overwrite: Collection[bytes]) -> None:
+    async def held_up(block: Block, entries: EntriesByDigest, overwrite: Collection[bytes]) -> None:
         published.append(len(block.digests))
         await may_end.wait()
-        await publish(block, jobs, overwrite)
+        await publish(block, entries, overwrite)
 
     serving.publisher.publish = held_up  # type: ignore[method-assign]
     async with pool.producer("syn") as producer:
@@ -320,8 +320,8 @@ async def test_a_prompt_asked_for_again_while_its_row_is_stored_is_computed_agai
     publish = serving.publisher.publish
     overwritten: list[bool] = []
 
-    async def slow_publish(block: Block, jobs: EntriesByDigest, overwrite: Collection[bytes]) -> None:
-        await publish(block, jobs, overwrite)
+    async def slow_publish(block: Block, entries: EntriesByDigest, overwrite: Collection[bytes]) -> None:
+        await publish(block, entries, overwrite)
         overwritten.append(digest in overwrite)
         if len(overwritten) == 1:
             pool.redis.xadd(stream, {"m": Job(ids, "", fingerprint, overwrite=True).pack()})
@@ -362,9 +362,9 @@ async def test_unpublished_rows_leave_room_for_whole_batches(pool: Pool) -> None
     publish, take = serving.publisher.publish, serving.consumer.take
     asked: list[int] = []
 
-    async def delayed_publish(block: Block, jobs: EntriesByDigest, overwrite: Collection[bytes]) -> None:
+    async def delayed_publish(block: Block, entries: EntriesByDigest, overwrite: Collection[bytes]) -> None:
         await go.wait()
-        await publish(block, jobs, overwrite)
+        await publish(block, entries, overwrite)
 
     async def noted_take(count: int, block_ms: int) -> Taken:
         asked.append(count)

@@ -434,7 +434,8 @@ async def test_a_prompt_that_entries_joined_during_publishing_is_submitted_again
     await dispatcher.publish([StepResult(Finished([rows(PROMPT)], {}), [prompt])])
     assert recorder.submitted == [PROMPT, PROMPT]
     assert list(in_flight[PROMPT].entries) == [b"2-0"]
-    assert (prompt.ids, prompt.drawn, prompt.is_damaged, prompt.bulk) == (bytes(4), None, False, False)
+    again = in_flight[PROMPT]
+    assert (again.ids, again.drawn, again.is_damaged, again.bulk) == (bytes(4), None, False, False)
 
 
 async def test_a_damaged_row_is_replaced() -> None:

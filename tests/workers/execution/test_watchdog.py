@@ -206,13 +206,13 @@ async def test_what_was_computed_before_the_backend_broke_is_published(pool: Poo
     assert serving is not None
     publish = serving.publisher.publish
 
-    async def slow_publish(block: Block, jobs: EntriesByDigest, overwrite: Collection[bytes]) -> None:
+    async def slow_publish(block: Block, entries: EntriesByDigest, overwrite: Collection[bytes]) -> None:
         async def is_ending() -> bool:
             fetches = any(task.get_name() == "fetch" for task in asyncio.all_tasks())
             return running.worker._lifecycle.broken is not None and not fetches
 
         await until_async(is_ending, "the worker takes nothing more")
-        await publish(block, jobs, overwrite)
+        await publish(block, entries, overwrite)
 
     serving.publisher.publish = slow_publish  # type: ignore[method-assign]
     async with pool.producer("syn") as producer:
