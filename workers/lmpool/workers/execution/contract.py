@@ -261,6 +261,6 @@ def failure_of(error: Exception) -> str:
     """
     if is_device_error(error):
         raise error
-    _log.warning("a query failed; the worker continues", exc_info=error)
+    _log.warning("a query failed, and the worker goes on", exc_info=error)
     lines = str(error).splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
