@@ -46,6 +46,7 @@ _POOL: dict[str, Callable[[Workplace], list[Result]]] = {
     "hf-shared": real_model.hf_shared,
     "hf-direct": real_model.hf_direct,
     "hf-long": real_model.hf_long,
+    "hf-waiting": real_model.hf_waiting,
     "bulk-run": bulk.bulk_run,
     "bulk-memory": bulk.bulk_memory,
     "web-pages": beside.web_pages,

@@ -31,8 +31,10 @@ from lmpool.producer.client.discovery import Discovery
 from lmpool.protocol.keys import GROUP, Keys
 from lmpool.protocol.model_info import ModelInfo
 from lmpool.workers.membership.heartbeat import Heartbeat
-from lmpool.workers.metrics.counters import Counters
-from lmpool.workers.queue.consumer import Consumer, UnwantedJobs
+from lmpool.workers.metrics.counters import WorkerCounters
+from lmpool.workers.queue.consumer import Consumer
+from lmpool.workers.queue.jobs import JobReader, UnwantedEntries
+from lmpool.workers.queue.leases import Leases
 from lmpool.workers.settings import WorkerSettings
 
 _KEYS = Keys()
@@ -92,20 +94,20 @@ class _Fleet:
 
     def __init__(self, client: Redis, connections: Sequence[CommandConnection], count: int) -> None:
         self._client, self._connections, self._count = client, connections, count
-        counters = Counters()
+        counters = WorkerCounters()
         self._names = names = [f"host-{number}-{os.urandom(8).hex()}" for number in range(count)]
+        unwanted = UnwantedEntries(client, _MODEL, counters)
+        readers = [JobReader(_INFO, name, counters) for name in names]
         self._workers = [
             (
                 Heartbeat(client, _KEYS, _INFO, name, _BATCH),
-                Consumer(
-                    client, connections[0], _MODEL, _INFO, name, 3, UnwantedJobs(client, _MODEL, counters), counters
-                ),
+                Consumer(client, connections[0], _MODEL, name, reader, unwanted, counters),
+                Leases(client, _MODEL, _INFO, name, 3, reader, unwanted),
             )
-            for name in names
+            for name, reader in zip(names, readers, strict=True)
         ]
         self._takers = [
-            Consumer(client, connection, _MODEL, _INFO, names[0], 3, UnwantedJobs(client, _MODEL, counters), counters)
-            for connection in connections
+            Consumer(client, connection, _MODEL, names[0], readers[0], unwanted, counters) for connection in connections
         ]
         self._registry = AdapterRegistry(client, _MODEL, _INFO.fingerprint)
         self._discovery = Discovery(client, _KEYS)
@@ -115,7 +117,7 @@ class _Fleet:
         """One row of the table."""
         await self._workers[0][1].ensure_group()
         await self._registry.create({}, await self._registry.read())
-        for heartbeat, _ in self._workers:
+        for heartbeat, _, _ in self._workers:
             await heartbeat.join(_COUNTERS)
         submit = await self._submit_us()
         self._held = [await self._hold(name) for name in self._names]
@@ -160,18 +162,18 @@ class _Fleet:
         return beat + claim + self._count * (adapters + take)
 
     async def _heartbeats(self) -> None:
-        for heartbeat, consumer in self._workers:
+        for heartbeat, consumer, _ in self._workers:
             await heartbeat.send(_COUNTERS)
             await read_queue(self._client, _MODEL)
             await consumer.keep_queue()
 
     async def _claims(self) -> None:
         """Of all workers, each a third of a lease: renew what is held, claim what others have let go, sweep."""
-        for (heartbeat, consumer), name, held in zip(self._workers, self._names, self._held, strict=True):
+        for (heartbeat, _, leases), name, held in zip(self._workers, self._names, self._held, strict=True):
             await scripts.RENEW(self._client, [_MODEL.jobs], [GROUP, name, *held])
-            further = (await consumer.claim(_BATCH, held)).further
+            further = (await leases.claim(_BATCH, held)).further
             for _ in range(further):
-                await consumer.claim(_BATCH, held)
+                await leases.claim(_BATCH, held)
             await heartbeat.sweep()
 
     async def _take(self) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness.pairs import Goal, Result, Side, Take, alternate
-from benchmarks.harness.processes import REPOSITORY, BenchmarkError, Child
+from benchmarks.harness.processes import REPOSITORY, BenchmarkError, Child, run
 from benchmarks.harness.workplace import Workplace
 from benchmarks.measures.asking import Asked, agree, compare
 from benchmarks.measures.transport import FULL_V
@@ -115,6 +115,21 @@ def hf_long(place: Workplace) -> list[Result]:
         Result(name, meaning, None, *[Side(side, "s", list(map(figure, answers))) for side, answers in taken.items()])
         for name, (meaning, figure) in figures.items()
     ]
+
+
+def hf_waiting(place: Workplace) -> list[Result]:
+    """The time of a step of the hf backend outside of its forward, with many waiting prompts."""
+    steps = str(place.scaled(20, 3))
+    taken = []
+    for _ in range(place.repeats):
+        printed = run(sys.executable, "-m", "benchmarks.clients.hf_steps", steps)
+        taken.append(statistics.median(map(float, printed.split())))
+    meaning = (
+        "processor ms of a step of the hf backend outside of its forward, with 64 waiting prompts that extend cached "
+        "prompts of 2,000 tokens by one token, tiny model on a CPU ÷ one ms"
+    )
+    limit = Side("one ms", "ms", [1.0] * len(taken))
+    return [Result("hf-waiting", meaning, Goal(1, at_most=True), Side("hf", "ms", taken), limit)]
 
 
 class _Contest:

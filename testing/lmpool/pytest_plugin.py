@@ -1,6 +1,6 @@
-"""Fixtures of pytest for programs that use a pool: an in-memory pool a test.
+"""Pytest fixtures for programs that use a pool: one in-memory pool per test.
 
-pytest loads this module in every environment that has lmpool, so nothing is imported before a fixture is used.
+pytest loads this module in every environment with lmpool, so it imports lmpool only when a fixture is used.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def lmpool_models() -> Sequence[SyntheticModel]:
-    """What `lmpool_pool` serves: one `SyntheticModel()`. Define a fixture of this name to have others."""
+    """The models of `lmpool_pool`: one `SyntheticModel()`. Override this fixture to have others."""
     from lmpool.testing import SyntheticModel
 
     return [SyntheticModel()]
@@ -24,7 +24,7 @@ def lmpool_models() -> Sequence[SyntheticModel]:
 
 @pytest.fixture
 def lmpool_pool(lmpool_models: Sequence[SyntheticModel]) -> Iterator[MemoryPool]:
-    """An open in-memory pool (`lmpool.testing.MemoryPool`) of the test's own, which serves `lmpool_models`."""
+    """An open in-memory pool (`lmpool.testing.MemoryPool`) for one test, which serves `lmpool_models`."""
     from lmpool.testing import pool
 
     with pool(*lmpool_models) as opened:
@@ -33,6 +33,6 @@ def lmpool_pool(lmpool_models: Sequence[SyntheticModel]) -> Iterator[MemoryPool]
 
 @pytest.fixture
 def lmpool_environment(lmpool_pool: MemoryPool, monkeypatch: pytest.MonkeyPatch) -> MemoryPool:
-    """`lmpool_pool`, with LMPOOL_REDIS_URL naming it: for code that says nothing of a server."""
+    """`lmpool_pool`, with its URL in LMPOOL_REDIS_URL: for code that does not name a server."""
     monkeypatch.setenv("LMPOOL_REDIS_URL", lmpool_pool.url)
     return lmpool_pool

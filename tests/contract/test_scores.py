@@ -10,7 +10,8 @@ import pytest
 from lmpool.protocol.adapter import name_of
 from lmpool.protocol.query import GenerateQuery, PositionsQuery, unpack_continuation, unpack_top
 from lmpool.protocol.row import Row
-from lmpool.workers.execution.continuations import Continuations
+from lmpool.workers.execution.in_flight import InFlightPrompt
+from lmpool.workers.execution.yielding import advance, begin
 from tests.contract.driver import Opened, prompt
 from tests.contract.subjects import MAX_BATCH_TOKENS
 
@@ -142,14 +143,19 @@ def test_continuations_are_drawn_from_the_rows_of_their_prefixes(
     if adapter_number is not None and not adapters:
         return
     adapter = "" if adapter_number is None else adapters[adapter_number]
-    continuations, prompts = Continuations(), [prompt(draw, length) for length in (1, 9, 33, 33)]
+    prompts = [prompt(draw, length) for length in (1, 9, 33, 33)]
     wanted = [GenerateQuery(most, 0.0, 1.0, 0) for most in (1, 6, 12, 12)]
-    jobs = [opened.job(ids, adapter)._replace(generate=query) for ids, query in zip(prompts, wanted, strict=True)]
+    jobs = []
+    for ids, query in zip(prompts, wanted, strict=True):
+        job = opened.job(ids, adapter)
+        jobs.append(InFlightPrompt(job.digest, job.ids, job.adapter, generate=query))
+        begin(jobs[-1], query)
+    by_digest = {job.digest: job for job in jobs}
     other = opened.submit([prompt(draw, 20)])
-    opened.backend.submit(continuations.begin(jobs))
+    opened.backend.submit(jobs)
     answers: dict[bytes, Row] = {}
     for _ in range(1000):
-        finished, longer = continuations.advance(opened.backend.step())
+        finished, longer = advance(opened.backend.step(), by_digest)
         assert not finished.failures
         assert all(block.digests == other for block in finished.blocks)
         opened.backend.submit(longer)

@@ -25,10 +25,11 @@ from lmpool.protocol.model_info import ModelInfo
 from lmpool.protocol.row import Block
 from lmpool.synthetic import synthetic_row
 from lmpool.workers.backends.synthetic import SyntheticBackend, SyntheticSettings
-from lmpool.workers.execution.contract import Backend, BackendJob, Finished
+from lmpool.workers.execution.contract import Backend, Finished
 from lmpool.workers.execution.engine_thread import EngineThread
+from lmpool.workers.execution.in_flight import EntriesByDigest, InFlightPrompt
 from lmpool.workers.membership.heartbeat import Heartbeat, new_worker_id
-from lmpool.workers.queue.consumer import InFlightJob, JobsByDigest
+from lmpool.workers.queue.jobs import Taken
 from lmpool.workers.settings import WorkerSettings
 from lmpool.workers.worker import Worker
 from tests.shared.broker.adapters.test_adapters import serving
@@ -242,7 +243,7 @@ async def test_a_backend_that_fails_later_is_told_of_and_closed(at: str) -> None
     engine_thread = EngineThread(make(_Faulty(at)), lambda _: None, broken.append)
     await asyncio.wait_for(engine_thread.start(), DEADLINE_S)
     if at == "step":
-        engine_thread.submit([BackendJob(bytes(16), bytes(4))])
+        engine_thread.submit([InFlightPrompt(bytes(16), bytes(4))])
 
         async def told() -> bool:
             return bool(broken)
@@ -279,10 +280,10 @@ async def test_small_rows_that_are_ready_while_others_are_published_go_together(
     assert serving is not None
     publish, published, may_end = serving.publisher.publish, list[int](), asyncio.Event()
 
-    async def held_up(block: Block, jobs: JobsByDigest, overwrite: Collection[bytes]) -> None:
+    async def held_up(block: Block, entries: EntriesByDigest, overwrite: Collection[bytes]) -> None:
         published.append(len(block.digests))
         await may_end.wait()
-        await publish(block, jobs, overwrite)
+        await publish(block, entries, overwrite)
 
     serving.publisher.publish = held_up  # type: ignore[method-assign]
     async with pool.producer("syn") as producer:
@@ -297,7 +298,7 @@ async def test_small_rows_that_are_ready_while_others_are_published_go_together(
             assert np.array_equal(row, synthetic_row([token], vocab_size=V))
     assert len(published) == 2, "those of the first step, and all others"
     assert sum(published) == 6
-    await asyncio.wait_for(worker._finished_small.join(), DEADLINE_S)
+    await asyncio.wait_for(worker._results.join(), DEADLINE_S)
     worker.stop()
     await asyncio.wait_for(running, DEADLINE_S)
 
@@ -318,14 +319,14 @@ async def test_a_prompt_asked_for_again_while_its_row_is_stored_is_computed_agai
     publish = serving.publisher.publish
     overwritten: list[bool] = []
 
-    async def slow_publish(block: Block, jobs: JobsByDigest, overwrite: Collection[bytes]) -> None:
-        await publish(block, jobs, overwrite)
+    async def slow_publish(block: Block, entries: EntriesByDigest, overwrite: Collection[bytes]) -> None:
+        await publish(block, entries, overwrite)
         overwritten.append(digest in overwrite)
         if len(overwritten) == 1:
             pool.redis.xadd(stream, {"m": Job(ids, "", fingerprint, overwrite=True).pack()})
 
             async def taken() -> bool:
-                return len(serving.in_flight[digest]) == 2
+                return len(serving.in_flight[digest].entries) == 2
 
             await until_async(taken, "the second entry is held")
 
@@ -360,11 +361,11 @@ async def test_unpublished_rows_leave_room_for_whole_batches(pool: Pool) -> None
     publish, take = serving.publisher.publish, serving.consumer.take
     asked: list[int] = []
 
-    async def delayed_publish(block: Block, jobs: JobsByDigest, overwrite: Collection[bytes]) -> None:
+    async def delayed_publish(block: Block, entries: EntriesByDigest, overwrite: Collection[bytes]) -> None:
         await go.wait()
-        await publish(block, jobs, overwrite)
+        await publish(block, entries, overwrite)
 
-    async def noted_take(count: int, block_ms: int) -> list[InFlightJob]:
+    async def noted_take(count: int, block_ms: int) -> Taken:
         asked.append(count)
         return await take(count, block_ms)
 

@@ -209,7 +209,7 @@ async def test_a_job_for_too_many_positions_is_refused(pool: Pool, monkeypatch: 
     pool.start("--vocab-size", str(1 << 18))
     async with pool.producer() as producer:
         monkeypatch.setattr(query, "MAX_ANSWER", 1 << 30)  # As a client that does not care.
-        with pytest.raises(ProtocolError, match="13 positions in one job: at most 8 of what is wanted of them"):
+        with pytest.raises(ProtocolError, match="13 positions in one job: at most 8 for these values"):
             await producer.positions(WHOLE, full=True)
         monkeypatch.undo()
         assert np.shape(await producer.positions(WHOLE, 5, full=True)) == (8, 1 << 18)

@@ -10,7 +10,7 @@ from lmpool import errors
 from lmpool.producer.metrics import ProducerCollector
 from lmpool.producer.producer import Producer
 from lmpool.workers.execution.contract import BackendStats
-from lmpool.workers.metrics.counters import OUTCOMES, Counters
+from lmpool.workers.metrics.counters import OUTCOMES, WorkerCounters
 from lmpool.workers.metrics.prometheus import Snapshot, WorkerCollector
 
 ROOT = Path(__file__).parents[2]
@@ -25,7 +25,7 @@ class Metric(NamedTuple):
 
 def exported() -> dict[str, Metric]:
     """What the collectors give a registry: name -> kind, and labels beside the model."""
-    look = Snapshot("m", "w", True, 0, 0.0, BackendStats(), Counters())
+    look = Snapshot("m", "w", True, 0, 0.0, BackendStats(), WorkerCounters())
     producer = Producer(redis="redis://127.0.0.1:1")
     producer._counters.failures["WorkerError"] = 1
     families = [*WorkerCollector(lambda: look).collect(), *ProducerCollector(producer).collect()]

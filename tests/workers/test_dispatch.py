@@ -6,12 +6,13 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Collection, Sequence
-from dataclasses import replace
+from dataclasses import replace as replace_info
 from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from lmpool.errors import SourceMissing
 from lmpool.protocol.job import Failure
@@ -20,13 +21,14 @@ from lmpool.protocol.query import TrieQuery
 from lmpool.protocol.row import Encoding, RowBlock, VectorBlock
 from lmpool.rows.segment import SegmentWriter
 from lmpool.workers import dispatch as dispatch_module
-from lmpool.workers.backends.synthetic import SyntheticSettings
-from lmpool.workers.dispatch import Dispatcher
-from lmpool.workers.execution.contract import BackendJob, Finished
+from lmpool.workers.dispatch import Dispatcher, FetchLoop, Lifecycle, ResultQueue
+from lmpool.workers.execution.contract import Finished
+from lmpool.workers.execution.engine_thread import StepResult
+from lmpool.workers.execution.in_flight import DrawnTokens, EntriesByDigest, InFlight, InFlightPrompt, StreamEntry
 from lmpool.workers.membership.adapters import AdapterKeeper
 from lmpool.workers.queries import QueryAnswerer
-from lmpool.workers.queue.consumer import Claimed, InFlightJob, InFlightJobs, JobsByDigest
-from lmpool.workers.worker import FetchLoop, Lifecycle, Worker
+from lmpool.workers.queue.jobs import Taken
+from lmpool.workers.queue.leases import Claimed
 from tests.support.pool import DEADLINE_S
 
 NO_ADAPTERS = AdapterKeeper(
@@ -35,6 +37,18 @@ NO_ADAPTERS = AdapterKeeper(
 PROMPT, ANSWER = b"p" * 16, b"a" * 16
 INFO = ModelInfo("m", "synthetic", vocab_size=4, max_prompt_tokens=8, revision="r", dtype="float32")
 NO_SEGMENT = SegmentWriter(INFO, "w", 0)
+
+
+def taken(*prompts: InFlightPrompt) -> Taken:
+    return Taken(list(prompts), [])
+
+
+def reading(
+    entry_id: bytes, digest: bytes = PROMPT, *, query: TrieQuery | None = None, **changed: Any
+) -> InFlightPrompt:
+    """A prompt as it was read from one entry."""
+    entry = StreamEntry(entry_id, digest if query is None else ANSWER, query=query)
+    return InFlightPrompt(digest, bytes(4), entries={entry_id: entry}, has_query=query is not None, **changed)
 
 
 class Recorder:
@@ -48,82 +62,90 @@ class Recorder:
         self.submitted: list[bytes] = []
         self.promoted: list[bytes] = []
         self.aborted: list[bytes] = []
-        self.ended: list[InFlightJob] = []
+        self.ended: list[StreamEntry] = []
         self.published: list[bytes] = []
-        self.outstanding: set[bytes] = set()
-        self.checked: list[JobsByDigest] = []
+        self.checked: list[EntriesByDigest] = []
         self.is_waited_for = False
         self.during_check: Callable[[], Awaitable[None]] | None = None
 
-    def submit(self, jobs: Sequence[BackendJob]) -> None:
-        self.submitted += [job.digest for job in jobs]
-        self.outstanding.update(job.digest for job in jobs)
+    def submit(self, prompts: Sequence[InFlightPrompt]) -> None:
+        for prompt in prompts:
+            prompt.status = "pending"
+        self.submitted += [prompt.digest for prompt in prompts]
 
-    def promote(self, digests: Sequence[bytes]) -> None:
-        self.promoted += digests
+    def promote(self, prompts: Sequence[InFlightPrompt]) -> None:
+        for prompt in prompts:
+            prompt.bulk = False
+        self.promoted += [prompt.digest for prompt in prompts]
 
-    def abort(self, digests: Sequence[bytes]) -> None:
-        self.aborted += digests
+    def abort(self, prompts: Sequence[InFlightPrompt]) -> None:
+        self.aborted += [prompt.digest for prompt in prompts]
 
-    async def publish(self, block: RowBlock, jobs: JobsByDigest, overwrite: Collection[bytes]) -> None:
+    def published_answers(self, prompts: Sequence[InFlightPrompt]) -> None:
+        """No memory is counted."""
+
+    async def publish(self, block: RowBlock, entries: EntriesByDigest, overwrite: Collection[bytes]) -> None:
         self.published += block.digests
 
-    async def fail(self, jobs: Sequence[InFlightJob]) -> None:
-        self.ended += jobs
+    async def fail(self, entries: Sequence[StreamEntry]) -> None:
+        self.ended += entries
 
-    async def still_wanted(self, jobs: JobsByDigest) -> JobsByDigest:
-        self.checked.append(jobs)
+    async def still_wanted(self, entries: EntriesByDigest) -> EntriesByDigest:
+        self.checked.append(entries)
         if self.during_check is not None:
             await self.during_check()
-        return jobs if self.is_waited_for else {}
+        return entries if self.is_waited_for else {}
 
 
-def dispatching(recorder: Recorder) -> tuple[Dispatcher, InFlightJobs]:
-    """A dispatcher, and the jobs that it holds."""
-    in_flight, ends = InFlightJobs(), cast(Any, recorder)
-    queries = QueryAnswerer(cast(Any, None), ends, INFO, cast(Any, None))
-    return Dispatcher(in_flight, ends, ends, cast(Any, None), queries, INFO, NO_ADAPTERS, NO_SEGMENT), in_flight
+def dispatching(recorder: Recorder) -> tuple[Dispatcher, InFlight]:
+    """A dispatcher, and the prompts that it holds."""
+    ends, none = cast(Any, recorder), cast(Any, None)
+    engine = cast(
+        Any,
+        SimpleNamespace(
+            submit=recorder.submit, promote=recorder.promote, abort=recorder.abort, published=recorder.published_answers
+        ),
+    )
+    in_flight: InFlight = {}
+    queries = QueryAnswerer(none, ends, INFO, none)
+    return Dispatcher(in_flight, engine, ends, none, queries, INFO, "w", NO_ADAPTERS, NO_SEGMENT), in_flight
 
 
 async def test_a_request_for_the_row_that_joins_queries_is_computed_and_not_dropped() -> None:
     recorder = Recorder()
     dispatcher, in_flight = dispatching(recorder)
-    job = BackendJob(PROMPT, bytes(4))
-    await dispatcher.accept([InFlightJob(b"1-0", ANSWER, job, query=TrieQuery("sum", "0" * 32, "inner"))])
-    await dispatcher.accept([InFlightJob(b"2-0", PROMPT, job)])
+    await dispatcher.accept(taken(reading(b"1-0", query=TrieQuery("sum", "0" * 32, "inner"))))
+    await dispatcher.accept(taken(reading(b"2-0")))
     prepared = asyncio.Event()
     preparing = asyncio.create_task(dispatcher.prepare(prepared.set))
     async with asyncio.timeout(10):
         await prepared.wait()
     preparing.cancel()
     assert recorder.submitted == [PROMPT]
-    assert set(in_flight[PROMPT]) == {b"1-0", b"2-0"}
+    assert set(in_flight[PROMPT].entries) == {b"1-0", b"2-0"}
 
 
 async def test_a_prompt_that_another_client_joins_yields_no_more() -> None:
     recorder = Recorder()
     dispatcher, in_flight = dispatching(recorder)
-    yielding = BackendJob(PROMPT, bytes(4), bulk=True)
-    await dispatcher.accept([InFlightJob(b"1-0", PROMPT, yielding), InFlightJob(b"2-0", PROMPT, yielding)])
+    await dispatcher.accept(taken(reading(b"1-0", bulk=True), reading(b"2-0", bulk=True)))
     assert (recorder.submitted, recorder.promoted) == ([PROMPT], [])
-    assert in_flight.backend_job(PROMPT).bulk
-    await dispatcher.accept([InFlightJob(b"3-0", PROMPT, BackendJob(PROMPT, bytes(4)))])
+    assert in_flight[PROMPT].bulk
+    await dispatcher.accept(taken(reading(b"3-0")))
     assert (recorder.submitted, recorder.promoted) == ([PROMPT], [PROMPT])
-    assert not in_flight.backend_job(PROMPT).bulk
+    assert list(in_flight[PROMPT].entries) == [b"1-0", b"2-0", b"3-0"]
 
 
 async def test_queries_alone_are_turned_away_where_there_are_no_tries() -> None:
     recorder = Recorder()
     dispatcher, in_flight = dispatching(recorder)
-    await dispatcher.accept(
-        [InFlightJob(b"1-0", ANSWER, BackendJob(PROMPT, bytes(4)), query=TrieQuery("sum", "0" * 32, "inner"))]
-    )
+    await dispatcher.accept(taken(reading(b"1-0", query=TrieQuery("sum", "0" * 32, "inner"))))
     prepared = asyncio.Event()
     preparing = asyncio.create_task(dispatcher.prepare(prepared.set))
     async with asyncio.timeout(10):
         await prepared.wait()
     preparing.cancel()
-    assert [(job.entry_id, job.digest, job.failure.kind if job.failure else "") for job in recorder.ended] == [
+    assert [(entry.id, entry.digest, entry.failure.kind if entry.failure else "") for entry in recorder.ended] == [
         (b"1-0", ANSWER, SourceMissing.__name__)
     ]
     assert len(in_flight) == 0
@@ -142,16 +164,15 @@ def checks_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_prompts_that_have_just_come_are_not_checked() -> None:
     recorder = Recorder()
     dispatcher, in_flight = dispatching(recorder)
-    await dispatcher.accept([InFlightJob(b"1-0", PROMPT, BackendJob(PROMPT, bytes(4)))])
+    await dispatcher.accept(taken(reading(b"1-0")))
     assert await dispatcher.drop_unwanted() == 0
     assert not recorder.checked
     assert PROMPT in in_flight
 
 
-def many_prompts(count: int) -> list[InFlightJob]:
-    """Jobs for different prompts."""
-    digests = [at.to_bytes(16, "little") for at in range(count)]
-    return [InFlightJob(b"%d-0" % at, digest, BackendJob(digest, bytes(4))) for at, digest in enumerate(digests)]
+def many_prompts(count: int) -> list[InFlightPrompt]:
+    """Different prompts."""
+    return [reading(b"%d-0" % at, at.to_bytes(16, "little")) for at in range(count)]
 
 
 @pytest.mark.usefixtures("checks_at_once")
@@ -159,11 +180,11 @@ async def test_of_many_prompts_each_check_takes_some_and_each_prompt_has_its_tur
     recorder = Recorder()
     recorder.is_waited_for = True
     dispatcher, in_flight = dispatching(recorder)
-    await dispatcher.accept(many_prompts(3 * dispatch_module.MAX_CHECKED - 1))
+    await dispatcher.accept(taken(*many_prompts(3 * dispatch_module.MAX_CHECKED - 1)))
     for _ in range(3):
         assert await dispatcher.drop_unwanted() == 0
     assert {len(jobs) for jobs in recorder.checked} == {dispatch_module.MAX_CHECKED}
-    assert {digest for jobs in recorder.checked for digest in jobs} == {*in_flight.by_prompt(recorder.outstanding)}
+    assert {digest for entries in recorder.checked for digest in entries} == set(in_flight)
 
 
 @pytest.mark.usefixtures("checks_at_once")
@@ -172,13 +193,13 @@ async def test_a_prompt_that_is_held_for_long_has_its_turn_however_many_new_prom
     recorder.is_waited_for = True
     dispatcher, _ = dispatching(recorder)
     first, *others = many_prompts(1 + 4 * dispatch_module.MAX_CHECKED)
-    await dispatcher.accept([first])
+    await dispatcher.accept(taken(first))
     for at in range(0, len(others), dispatch_module.MAX_CHECKED):
         assert await dispatcher.drop_unwanted() == 0
         arrived = others[at : at + dispatch_module.MAX_CHECKED]
-        for job in arrived:
-            job.since = time.monotonic()
-        await dispatcher.accept(arrived)
+        for prompt in arrived:
+            prompt.entries.update((at, replace(entry, since=time.monotonic())) for at, entry in prompt.entries.items())
+        await dispatcher.accept(taken(*arrived))
     assert sum(first.digest in checked for checked in recorder.checked) > 1
 
 
@@ -189,7 +210,7 @@ async def test_all_prompts_of_a_client_that_leaves_are_dropped_by_one_check_howe
     recorder.is_waited_for = True
     dispatcher, in_flight = dispatching(recorder)
     prompts = many_prompts(3 * dispatch_module.MAX_CHECKED)
-    await dispatcher.accept(prompts)
+    await dispatcher.accept(taken(*prompts))
     now = time.monotonic()
     monkeypatch.setattr(dispatch_module, "time", SimpleNamespace(monotonic=lambda: now))
     for _ in range(100):
@@ -199,14 +220,14 @@ async def test_all_prompts_of_a_client_that_leaves_are_dropped_by_one_check_howe
     now += 1
     assert await dispatcher.drop_unwanted() == len(prompts)
     assert not in_flight
-    assert sorted(recorder.aborted) == sorted(job.digest for job in prompts)
+    assert sorted(recorder.aborted) == sorted(prompt.digest for prompt in prompts)
 
 
 @pytest.mark.usefixtures("checks_at_once")
 async def test_a_prompt_that_nobody_waits_for_is_drop_unwanted() -> None:
     recorder = Recorder()
     dispatcher, in_flight = dispatching(recorder)
-    await dispatcher.accept([InFlightJob(b"1-0", PROMPT, BackendJob(PROMPT, bytes(4)))])
+    await dispatcher.accept(taken(reading(b"1-0")))
     assert await dispatcher.drop_unwanted() == 1
     assert recorder.aborted == [PROMPT]
     assert PROMPT not in in_flight
@@ -220,47 +241,45 @@ async def test_what_is_not_computed_is_said_at_once_and_then_once_a_minute_with_
     dispatcher, _ = dispatching(Recorder())
     began = time.monotonic() + 10
     for second in (0, 1, 2, 59):
-        job = BackendJob(bytes([second]) * 16, bytes(4))
-        await dispatcher.accept([InFlightJob(b"1-0", job.digest, job)])
+        await dispatcher.accept(taken(reading(b"1-0", bytes([second]) * 16)))
         monkeypatch.setattr(dispatch_module, "time", SimpleNamespace(monotonic=lambda second=second: began + second))
         assert await dispatcher.drop_unwanted() == 1
-    said = "prompts that nobody waits for any more are not computed"
-    assert caplog.messages == [f"{said}: 1 of them"]
+    line = "dropped {} prompts that no client waits for any more"
+    assert caplog.messages == [line.format(1)]
     monkeypatch.setattr(dispatch_module, "time", SimpleNamespace(monotonic=lambda: began + 61))
     for _ in range(2):
         assert await dispatcher.drop_unwanted() == 0
-    assert caplog.messages == [f"{said}: 1 of them", f"{said}: 3 of them"]
+    assert caplog.messages == [line.format(1), line.format(3)]
 
 
 @pytest.mark.usefixtures("checks_at_once")
 async def test_a_prompt_that_is_asked_for_again_during_the_check_stays() -> None:
     recorder = Recorder()
     dispatcher, in_flight = dispatching(recorder)
-    job = BackendJob(PROMPT, bytes(4))
-    await dispatcher.accept([InFlightJob(b"1-0", PROMPT, job)])
+    await dispatcher.accept(taken(reading(b"1-0")))
 
     async def ask_again() -> None:
-        await dispatcher.accept([InFlightJob(b"2-0", PROMPT, job)])
+        await dispatcher.accept(taken(reading(b"2-0")))
 
     recorder.during_check = ask_again
     assert await dispatcher.drop_unwanted() == 0
     assert not recorder.aborted
-    assert list(in_flight[PROMPT]) == [b"2-0"]
+    assert list(in_flight[PROMPT].entries) == [b"2-0"]
 
 
 @pytest.mark.usefixtures("checks_at_once")
 async def test_a_prompt_that_is_answered_during_the_check_is_published_as_it_is() -> None:
     recorder = Recorder()
     dispatcher, in_flight = dispatching(recorder)
-    await dispatcher.accept([InFlightJob(b"1-0", PROMPT, BackendJob(PROMPT, bytes(4)))])
+    await dispatcher.accept(taken(reading(b"1-0")))
 
     async def answer() -> None:
-        recorder.outstanding.clear()
+        in_flight[PROMPT].status = "ended"
 
     recorder.during_check = answer
     assert await dispatcher.drop_unwanted() == 0
     assert not recorder.aborted
-    assert list(in_flight[PROMPT]) == [b"1-0"]
+    assert list(in_flight[PROMPT].entries) == [b"1-0"]
 
 
 # What several steps brought
@@ -273,6 +292,10 @@ def rows(*digests: bytes, encoding: Encoding = Encoding.F32) -> RowBlock:
     return RowBlock(list(digests), numbers, log_z, encoding)
 
 
+def join(*steps: Finished) -> Finished:
+    return dispatch_module._joined([StepResult(step) for step in steps])
+
+
 @pytest.mark.parametrize("encoding", list(Encoding))
 def test_steps_that_are_joined_are_as_one(encoding: Encoding) -> None:
     # "x" was given up and asked again meanwhile.
@@ -280,10 +303,10 @@ def test_steps_that_are_joined_are_as_one(encoding: Encoding) -> None:
     answers = VectorBlock([b"x"], [np.zeros(2, np.float32)]), second
     steps = [
         Finished([rows(b"a", b"b", encoding=encoding)], {b"f": "no"}, answers[0]),
-        Finished([rows(b"c", encoding=encoding)], {}, stale=(b"s",)),
+        Finished([rows(b"c", encoding=encoding)], {}),
         Finished([], {b"g": "neither"}, answers[1]),
     ]
-    joined = Finished.joined(steps)
+    joined = join(*steps)
     (block,) = joined.blocks
     assert [block.encode(at) for at in range(3)] == [
         step.blocks[0].encode(at) for step, at in ((steps[0], 0), (steps[0], 1), (steps[1], 0))
@@ -292,15 +315,14 @@ def test_steps_that_are_joined_are_as_one(encoding: Encoding) -> None:
     assert joined.failures == {b"f": "no", b"g": "neither"}
     assert joined.answers is not None
     assert [vector.tolist() for vector in joined.answers.vectors] == [[0, 0], [1]]
-    assert joined.stale == (b"s",)
 
 
 def test_blocks_that_have_a_prompt_twice_or_differ_stay_apart() -> None:
     twice = [Finished([rows(b"a")], {}), Finished([rows(b"a", b"b")], {})]
-    assert Finished.joined(twice).blocks == [block for step in twice for block in step.blocks]
+    assert join(*twice).blocks == [block for step in twice for block in step.blocks]
     unlike = [Finished([rows(b"a")], {}), Finished([rows(b"b", encoding=Encoding.F16)], {})]
-    assert len(Finished.joined(unlike).blocks) == 2
-    assert Finished.joined([Finished([], {}), Finished([], {})]) == Finished([], {})
+    assert len(join(*unlike).blocks) == 2
+    assert join(Finished([], {}), Finished([], {})) == Finished([], {})
 
 
 # How much a call takes
@@ -308,8 +330,8 @@ def test_blocks_that_have_a_prompt_twice_or_differ_stay_apart() -> None:
 
 def fetch_loop(engine_thread: SimpleNamespace, info: ModelInfo) -> FetchLoop:
     """Feeds such a backend, with nothing around it."""
-    parts = SimpleNamespace(engine_thread=engine_thread, in_flight=None, consumer=None, dispatcher=None, info=info)
-    return FetchLoop(cast(Any, SimpleNamespace(counters=None, server=None)), Lifecycle(), cast(Any, parts))
+    none = cast(Any, None)
+    return FetchLoop(none, none, Lifecycle(), none, cast(Any, engine_thread), info, none, none, none)
 
 
 @pytest.mark.parametrize(("step_s", "counts"), [(0.0001, [1, 2, 4, 4]), (0.01, [1, 2, 2, 2])], ids=["short", "long"])
@@ -321,7 +343,7 @@ async def test_a_call_takes_several_batches_only_where_a_step_is_shorter_than_a_
 
 
 async def test_a_call_takes_one_batch_where_several_of_the_longest_prompts_are_much() -> None:
-    loop = fetch_loop(SimpleNamespace(batch=256, step_s=0.0001), replace(INFO, max_prompt_tokens=131_072))
+    loop = fetch_loop(SimpleNamespace(batch=256, step_s=0.0001), replace_info(INFO, max_prompt_tokens=131_072))
     assert loop._count_to_take(1024) == 256
 
 
@@ -329,7 +351,7 @@ async def test_a_call_takes_one_batch_where_several_of_the_longest_prompts_are_m
 async def test_what_yields_does_not_count_as_unpublished(yielding: int, takes: int) -> None:
     """With four batches of two in flight."""
     loop = fetch_loop(SimpleNamespace(batch=2, capacity=2, yielding=yielding), INFO)
-    loop._in_flight = cast(Any, range(8))
+    loop.in_flight = cast(Any, range(8))
     assert loop._capacity_for_new() == takes
 
 
@@ -347,50 +369,84 @@ class Suspect:
 
     async def claim(self, count: int, in_flight: Sequence[bytes]) -> Claimed:
         self.asked.append(len(in_flight))
-        return Claimed([], self.is_there)
+        return Claimed(Taken([], []), self.is_there)
 
 
 @pytest.mark.parametrize("ends", [False, True], ids=["goes on", "ends"])
 async def test_a_prompt_that_must_run_alone_keeps_a_busy_worker_from_others_for_a_part_of_a_lease(ends: bool) -> None:
-    loop = fetch_loop(SimpleNamespace(batch=2, capacity=2, yielding=0), replace(INFO, lease_s=3600.0 if ends else 0.03))
-    suspect, in_flight = Suspect(), InFlightJobs()
-    job = BackendJob(PROMPT, bytes(4))
-    in_flight.add(InFlightJob(b"1-0", PROMPT, job), job)
-    loop._consumer, loop._in_flight, loop._counters = (
+    loop = fetch_loop(
+        SimpleNamespace(batch=2, capacity=2, yielding=0), replace_info(INFO, lease_s=3600.0 if ends else 0.03)
+    )
+    suspect, in_flight = Suspect(), {PROMPT: reading(b"1-0")}
+    loop.leases, loop.in_flight, loop.counters = (
         cast(Any, suspect),
         in_flight,
         cast(Any, SimpleNamespace(claimed=0)),
     )
-    loop._dispatcher = cast(Any, SimpleNamespace(accept=lambda jobs: asyncio.sleep(0)))
+    loop.dispatcher = cast(Any, SimpleNamespace(accept=lambda jobs: asyncio.sleep(0)))
     async with asyncio.timeout(DEADLINE_S):
         claiming = asyncio.create_task(loop.claim())
         if ends:
             while not suspect.asked:  # noqa: ASYNC110  # the task above goes on meanwhile
                 await asyncio.sleep(0)
             assert loop._taking.locked()
-            in_flight.release({PROMPT: [b"1-0"]})
+            in_flight.clear()
             suspect.is_there = False
-            loop._lifecycle.notify()
+            loop.lifecycle.notify()
         await claiming
     assert suspect.asked == ([1, 0] if ends else [1]), "it tries again at the next claim, or when it is empty"
     assert not loop._taking.locked()
 
 
 async def test_small_rows_gather_and_large_ones_and_failures_do_not_wait_for_them() -> None:
-    worker = Worker(cast(Any, None), SyntheticSettings(name="syn", vocab_size=4))
+    queue = ResultQueue(Lifecycle())
     large = RowBlock([b"l"], np.zeros((1, 20_000), np.float32), None, Encoding.F32)
     for finished in (Finished([rows(b"a")], {}), Finished([large], {}), Finished([], {b"f": "no"})):
-        worker._on_finished(finished)
-    assert [worker._finished_small.qsize(), worker._finished.qsize()] == [1, 2]
+        queue.put(StepResult(finished))
+    assert [queue._small.qsize(), queue._large.qsize()] == [1, 2]
 
 
-async def test_a_prompt_that_is_stale_beside_its_row_ends_with_the_row() -> None:
-    recorder, in_flight = Recorder(), InFlightJobs()
-    in_flight.add(InFlightJob(b"1-0", PROMPT, BackendJob(PROMPT, bytes(4))), BackendJob(PROMPT, bytes(4)))
-    stale = SimpleNamespace(failure_of=lambda adapter: Failure("AdapterChanged", "it has changed"))
-    ends, none = cast(Any, recorder), cast(Any, None)
-    dispatcher = Dispatcher(in_flight, ends, ends, none, none, INFO, cast(Any, stale), NO_SEGMENT)
-    await dispatcher.publish(Finished([rows(PROMPT)], {}, stale=(PROMPT,)), "w")
-    assert recorder.published == [PROMPT]
+async def test_a_result_of_an_aborted_prompt_does_not_end_the_prompt_that_was_requested_again() -> None:
+    recorder = Recorder()
+    dispatcher, in_flight = dispatching(recorder)
+    dispatcher.adapters = cast(Any, SimpleNamespace(failure_of=lambda adapter: Failure("AdapterChanged", "changed")))
+    aborted, again = reading(b"1-0"), reading(b"2-0")
+    await dispatcher.accept(taken(again))
+    await dispatcher.publish([StepResult(Finished([rows(PROMPT)], {}), [aborted], [aborted])])
+    assert in_flight == {PROMPT: again}
+    await dispatcher.publish([StepResult(Finished([rows(PROMPT)], {}), [again], [aborted])])
     assert not in_flight
     assert not recorder.ended, "nothing has failed"
+
+
+async def test_a_prompt_that_entries_joined_during_publishing_is_submitted_again_from_its_beginning() -> None:
+    recorder = Recorder()
+    dispatcher, in_flight = dispatching(recorder)
+    prompt = reading(b"1-0", bulk=True)
+    await dispatcher.accept(taken(prompt))
+    prompt.ids, prompt.drawn, prompt.is_damaged = bytes(12), DrawnTokens(frozenset(), (), [0, 0], []), True
+
+    async def publish(*_: object) -> None:
+        await dispatcher.accept(taken(reading(b"2-0")))
+
+    dispatcher.publisher = cast(Any, SimpleNamespace(publish=publish))
+    await dispatcher.publish([StepResult(Finished([rows(PROMPT)], {}), [prompt])])
+    assert recorder.submitted == [PROMPT, PROMPT]
+    assert list(in_flight[PROMPT].entries) == [b"2-0"]
+    again = in_flight[PROMPT]
+    assert (again.ids, again.drawn, again.is_damaged, again.bulk) == (bytes(4), None, False, False)
+
+
+async def test_a_damaged_row_is_replaced() -> None:
+    recorder, overwritten = Recorder(), list[Collection[bytes]]()
+    dispatcher, _ = dispatching(recorder)
+    prompt = reading(b"1-0")
+    await dispatcher.accept(taken(prompt))
+    prompt.is_damaged = True
+
+    async def publish(block: RowBlock, entries: EntriesByDigest, overwrite: Collection[bytes]) -> None:
+        overwritten.append(overwrite)
+
+    dispatcher.publisher = cast(Any, SimpleNamespace(publish=publish))
+    await dispatcher.publish([StepResult(Finished([rows(PROMPT)], {}), [prompt])])
+    assert overwritten == [{PROMPT}]

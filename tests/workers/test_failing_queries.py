@@ -24,6 +24,7 @@ from lmpool.workers.backends.positions import PositionAnswers
 from lmpool.workers.backends.synthetic import SyntheticBackend, SyntheticSettings
 from lmpool.workers.execution.contract import BackendJob
 from lmpool.workers.execution.engine_thread import EngineThread
+from lmpool.workers.execution.in_flight import InFlightPrompt
 from lmpool.workers.settings import WorkerSettings
 from lmpool.workers.worker import Worker
 from tests.support.pool import DEADLINE_S, Pool, Prepared, V, until_async
@@ -79,7 +80,7 @@ KINDS = {
         lambda producer: producer.sample(PROMPT, seed=1, allowed=[1, 2]), "lmpool.workers.queries.sample_of"
     ),
     "mass": Kind(lambda producer: producer.mass(PROMPT, [1, 2]), "lmpool.workers.queries.mass_of"),
-    "generate": Kind(lambda producer: producer.generate(PROMPT, 5), "lmpool.workers.execution.continuations.sample"),
+    "generate": Kind(lambda producer: producer.generate(PROMPT, 5), "lmpool.workers.execution.yielding.sample"),
     "scores": Kind(lambda producer: producer.score(PROMPT, [4, 5]), f"{SYNTHETIC}._vector"),
     "score-logits": Kind(lambda producer: producer.score(PROMPT, [4], mode="logits"), f"{SYNTHETIC}._vector"),
     "positions-top": Kind(lambda producer: producer.positions(PROMPT, top=3), f"{SYNTHETIC}._vector"),
@@ -144,7 +145,7 @@ async def test_an_exception_of_the_device_ends_the_worker() -> None:
     broken: list[BaseException] = []
     engine_thread = EngineThread(Broken, lambda finished: None, broken.append)
     await asyncio.wait_for(engine_thread.start(), DEADLINE_S)
-    engine_thread.submit([BackendJob(bytes(16), bytes(4), head=HeadQuery("bias"))])
+    engine_thread.submit([InFlightPrompt(bytes(16), bytes(4), head=HeadQuery("bias"))])
 
     async def is_broken() -> bool:
         return bool(broken)

@@ -1,9 +1,8 @@
-"""A pool in memory, for the tests of programs that use one: no server, no model, started in milliseconds.
+"""A pool in memory for the tests of your programs: no server, no model, started in milliseconds.
 
-`pool` is a context manager for any program; with pytest there are the fixtures of `lmpool.pytest_plugin`.
+`pool` is a context manager for any program; for pytest there are the fixtures of `lmpool.pytest_plugin`.
 """
 
-from lmpool.testing.backend import SyntheticModel
-from lmpool.testing.memory_pool import MemoryPool, MemoryWorker, pool
+from lmpool.testing.memory_pool import MemoryPool, MemoryWorker, SyntheticModel, pool
 
 __all__ = ["MemoryPool", "MemoryWorker", "SyntheticModel", "pool"]

@@ -1,8 +1,7 @@
-"""A Redis server in memory: fakeredis behind a socket.
+"""A Redis server in memory: fakeredis behind a Unix socket.
 
-fakeredis brings a server for TCP, but it answers short strings as status replies, which a `RawRowReceiver` rightly
-refuses, looks for input a hundred times a second, and takes a thread for each connection. This one runs in an event
-loop.
+fakeredis has a TCP server, but it sends short strings as status replies, which lmpool's connections refuse, polls for
+input a hundred times a second, and needs a thread per connection. This server runs in an event loop.
 """
 
 from __future__ import annotations
@@ -19,14 +18,10 @@ from redis.asyncio import Redis
 
 
 def encode_reply(value: Any, protocol: int) -> bytes:
-    """A reply of fakeredis as bytes.
-
-    Args:
-        value: what a command brought, its status and error replies still marked as such.
-        protocol: 2 or 3: what the client speaks.
+    """Encode a reply of fakeredis in RESP, version 2 or 3.
 
     Raises:
-        TypeError: a value that RESP has no form for.
+        TypeError: RESP has no form for the value.
     """
     parts: list[bytes] = []
     _append(parts, value, protocol)
@@ -66,26 +61,13 @@ def _append(parts: list[bytes], value: Any, protocol: int) -> None:
             raise TypeError(f"a reply of the type {type(value).__name__} cannot be sent")
 
 
-Shape = Callable[[Any], Any]
-"""Makes a reply of what a command has found."""
-
-
-def _as_it_is(value: Any) -> Any:
-    return value
-
-
 def _is_nothing(result: Any) -> bool:
-    """Whether a blocking command has found nothing: XREADGROUP then brings no streams, the others None."""
+    """Whether a blocking command has found nothing: XREADGROUP then returns no streams, the others None."""
     return result is None or result == {}
 
 
 class FakeClient(AsyncFakeSocket):
-    """One client's state in fakeredis; its replies go to a transport instead of into a queue.
-
-    Args:
-        front: the server.
-        transport: the client's connection.
-    """
+    """One client's state in fakeredis, which sends replies to a transport instead of a queue."""
 
     def __init__(self, front: Front, transport: asyncio.Transport) -> None:
         super().__init__(front.engine, 0, client_class=Redis, client_info={})
@@ -93,7 +75,7 @@ class FakeClient(AsyncFakeSocket):
         self._transport = transport
 
     def feed(self, data: bytes) -> None:
-        """Run the commands that the client has sent."""
+        """Run the commands in `data`."""
         if not self._killed:
             self.sendall(data)
 
@@ -103,16 +85,18 @@ class FakeClient(AsyncFakeSocket):
             self._transport.write(encode_reply(msg, self._client_info.protocol_version))
 
     def _decode_result(self, result: Any) -> Any:
-        """Nothing: whether a reply is a status, an error or a string must reach the wire."""
+        """Return the result unchanged: the client must see whether it is a status, an error or a string."""
         return result
 
-    def _blocking(self, timeout: float | None, func: Callable[[bool], Any], shape: Shape | None = None) -> Any:
-        """Answer a blocking command at once, or when there is something, or after `timeout` seconds (0: never).
+    def _blocking(
+        self, timeout: float | None, func: Callable[[bool], Any], shape: Callable[[Any], Any] | None = None
+    ) -> Any:
+        """Reply to a blocking command at once, when there is a result, or after `timeout` seconds (0: never).
 
-        Unlike the original it ends with the client, for one that has gone must not be given jobs; who has waited
+        Unlike the original it ends with the client, which must not receive jobs after that; the client that has waited
         longest is served first; and XREADGROUP with COUNT waits too.
         """
-        shaped = shape or _as_it_is
+        shaped = shape or (lambda value: value)
         result = func(True)
         if not _is_nothing(result) or self._in_transaction:
             return shaped(result)
@@ -144,12 +128,12 @@ class FakeClient(AsyncFakeSocket):
         return NoResponse()
 
     def stop_waiting(self) -> None:
-        """Forget the command that waits, if there is one."""
+        """Discard the command that waits, if there is one."""
         self._blocked = False
         self._front.forget(self)
 
     def xreadgroup(self, *args: bytes) -> Any:
-        """As the original, which has another error for a stream that is not there than servers have."""
+        """As the original, but with the error of real servers for a missing stream."""
         try:
             return super().xreadgroup(*args)
         except SimpleError as error:
@@ -158,19 +142,19 @@ class FakeClient(AsyncFakeSocket):
             raise SimpleError("NOGROUP No such key or consumer group in XREADGROUP with GROUP option") from error
 
     def kill(self) -> None:
-        """CLIENT KILL: the client is cut off, at once and not when it next sends something."""
+        """CLIENT KILL: close the connection now, not when the client next sends something."""
         super().kill()
-        # Later: one that kills itself gets its reply.
+        # In the next tick: a client that kills itself gets its reply.
         asyncio.get_running_loop().call_soon(self._transport.close)
 
     def end(self) -> None:
-        """The client has gone."""
+        """The client has disconnected."""
         self.stop_waiting()
         self.close()
 
 
 class _ClientProtocol(asyncio.Protocol):
-    """Hands a client's bytes to its client."""
+    """Passes received bytes to a `FakeClient`."""
 
     def __init__(self, front: Front) -> None:
         self._front = front
@@ -188,12 +172,12 @@ class _ClientProtocol(asyncio.Protocol):
         self._client.end()
 
 
-class Waiting(NamedTuple):
-    """A blocking command that has found nothing yet.
+class _BlockedCommand(NamedTuple):
+    """A blocking command without a result yet.
 
     Attributes:
-        retry: runs it again, and answers if there is something.
-        timer: answers when the time is up; None without a limit.
+        retry: runs it again, and replies if there is a result.
+        timer: replies after the time limit; None without a limit.
     """
 
     retry: Callable[[], None]
@@ -203,17 +187,14 @@ class Waiting(NamedTuple):
 class Front:
     """A server on a Unix socket that listens in the running event loop while its context is open.
 
-    Args:
-        path: where the socket is made.
-
     Attributes:
-        engine: keeps the keys and runs the commands.
-        connections: the clients.
+        engine: stores the keys and runs the commands.
+        connections: the connected clients.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._waiting: dict[FakeClient, Waiting] = {}
+        self._waiting: dict[FakeClient, _BlockedCommand] = {}
         self._is_retrying = False
         self.engine = FakeServer(version=(7, 4))
         self.connections: set[_ClientProtocol] = set()
@@ -226,7 +207,7 @@ class Front:
         self._server.close()
         for connection in list(self.connections):
             connection.transport.abort()
-        await asyncio.sleep(0)  # A transport that is aborted leaves in the next round of the loop.
+        await asyncio.sleep(0)  # Aborted transports close in the next tick.
         await self._server.wait_closed()
 
     def wait(
@@ -237,19 +218,19 @@ class Front:
         expire: Callable[[], None],
         timeout: float | None,
     ) -> None:
-        """Have a client's command run again whenever a key of its database changes, until it is forgotten."""
+        """Run a client's command again whenever a key of its database changes, until `forget`."""
         timer = self._loop.call_later(timeout, expire) if timeout else None
-        self._waiting[client] = Waiting(retry, timer)
+        self._waiting[client] = _BlockedCommand(retry, timer)
         database.add_change_callback(self._on_change)
 
     def forget(self, client: FakeClient) -> None:
-        """The client waits no longer."""
+        """Discard the client's command."""
         waiting = self._waiting.pop(client, None)
         if waiting is not None and waiting.timer is not None:
             waiting.timer.cancel()
 
     def _on_change(self) -> None:
-        # Later: the engine's lock is held here, and the command that changes something is not through.
+        # In the next tick: the engine's lock is held here, and the command that changes the key has not ended.
         if self._waiting and not self._is_retrying:
             self._is_retrying = True
             self._loop.call_soon(self._retry_all)

@@ -1,4 +1,4 @@
-"""A whole pool in this process: a server that keeps everything in memory, and workers with synthetic models."""
+"""A whole pool in this process: a server that stores everything in memory, and workers with synthetic models."""
 
 from __future__ import annotations
 
@@ -6,92 +6,208 @@ import asyncio
 import os
 import tempfile
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
+import numpy as np
 import redis as redis_sync
+from numpy.typing import NDArray
 
 from lmpool.aio import end_tasks
 from lmpool.broker.server import Server
 from lmpool.embedded import socket_path, socket_url
 from lmpool.errors import LMPoolError, SettingsError
-from lmpool.protocol.model_info import ModelInfo
-from lmpool.testing.backend import Gate, GatedSettings, SyntheticModel
-from lmpool.workers.execution.contract import BackendSettings
+from lmpool.protocol.model_info import TRIE_SERVICE, ModelInfo
+from lmpool.synthetic import synthetic_row, synthetic_vocabulary
+from lmpool.vocabulary import Vocabulary
+from lmpool.workers.backends.synthetic import SyntheticBackend, SyntheticSettings
+from lmpool.workers.execution.contract import Backend, BackendSettings, Finished
 from lmpool.workers.settings import WorkerSettings
 from lmpool.workers.trie.backend import TrieSettings
 from lmpool.workers.worker import Worker
 
 T = TypeVar("T")
 
-_LONGEST_FOLDER = 75
+# V of a model without a vocabulary of its own.
+_DEFAULT_V = 512
+# Bytes of shared memory for rows: enough for a test, and allocated in no time.
+_SHM_BYTES = 128 * 2**20
+# Max bytes of the path of the temporary folder: the path of a socket has at most about 100.
+_MAX_FOLDER_BYTES = 75
 
 
-class LoopThread:
-    """Runs an asynchronous context manager in a thread, and coroutines beside it.
+@dataclass(frozen=True, slots=True)
+class SyntheticModel:
+    """A model with generated rows: any prompt has one, and a test can compute it beforehand.
 
-    Args:
-        context: entered by `start` and left by `stop`, in the thread.
-        name: the thread's name.
+    Attributes:
+        name: the model's name.
+        vocab_size: V; 0 for that of `vocabulary`, or 512.
+        vocabulary: the byte string of every token (`Vocabulary` or byte strings), such as that of your tokenizer;
+            None for `lmpool.synthetic.synthetic_vocabulary`.
+        seed: selects the rows.
+        step_ms: duration of a step.
+        max_batch: max prompts in one step.
+        max_prompt_tokens: longest accepted prompt.
+        encoding: "f32" or "bf16", the encoding in which rows travel; the rows are the same.
+        fail_token: prompts that contain this id end in `WorkerError`; -1 for none.
+        lease_s: seconds after which other workers take over the jobs of a killed worker.
+        queue_limit: max waiting prompts; more end in `QueueFull`.
+        row_ttl_s: seconds that a row stays in the pool's cache.
+        with_trie: answer trie calls by reference (`prompt=`) without trie workers; needs numba.
+
+    Raises:
+        SettingsError, InvalidVocabulary: a value is malformed.
     """
 
-    def __init__(self, context: AbstractAsyncContextManager[object], name: str) -> None:
-        self._context = context
-        self._begun = threading.Event()
-        self._error: BaseException | None = None
-        # A daemon: a notebook that is closed in the middle must not wait for it.
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+    name: str = "synthetic"
+    vocab_size: int = 0
+    vocabulary: Vocabulary | Iterable[bytes] | None = None
+    seed: int = 0
+    step_ms: float = 0.0
+    max_batch: int = 32
+    max_prompt_tokens: int = 131_072
+    encoding: str = "f32"
+    fail_token: int = -1
+    lease_s: float = 15.0
+    queue_limit: int = 100_000
+    row_ttl_s: float = 3600.0
+    with_trie: bool = False
 
-    def start(self) -> None:
-        """Enter the context; raises what that raises."""
-        self._thread.start()
-        self._begun.wait()
-        if self._error is not None:
-            self.stop()
+    def __post_init__(self) -> None:
+        if self.vocabulary is not None and not isinstance(self.vocabulary, Vocabulary):
+            object.__setattr__(self, "vocabulary", Vocabulary(self.vocabulary))
+        known = 0 if self.vocabulary is None else len(self.tokens)
+        if self.vocab_size == 0:
+            object.__setattr__(self, "vocab_size", known or _DEFAULT_V)
+        elif known and self.vocab_size != known:
+            raise SettingsError(f"vocab_size: {self.vocab_size} is not the {known} tokens of the vocabulary: omit it")
+        if self.name == TRIE_SERVICE:
+            raise SettingsError(f"name: {self.name!r} is the name of trie workers: give the model another name")
+        _ = self.backend, self.worker("lmpool")
 
-    def call(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine in the thread; returns what it returns."""
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+    @property
+    def tokens(self) -> Vocabulary:
+        """The byte string of every token, as the pool publishes it."""
+        if isinstance(self.vocabulary, Vocabulary):
+            return self.vocabulary
+        return synthetic_vocabulary(self.vocab_size, self.seed)
 
-    def stop(self) -> None:
-        """Leave the context and end the thread; raises what leaving raises."""
-        if self._error is None:
-            self._loop.call_soon_threadsafe(self._over.set)
-        self._thread.join()
-        if self._error is not None:
-            raise self._error
+    @property
+    def backend(self) -> SyntheticSettings:
+        """Settings of the backend."""
+        return SyntheticSettings(
+            name=self.name,
+            vocab_size=self.vocab_size,
+            seed=self.seed,
+            step_ms=self.step_ms,
+            max_batch=self.max_batch,
+            max_prompt_tokens=self.max_prompt_tokens,
+            encoding=self.encoding,
+            fail_token=self.fail_token,
+        )
 
-    def _run(self) -> None:
-        # Whatever fails, the thread that started this one waits for it and must hear of it.
-        try:
-            asyncio.run(self._serve())
-        except BaseException as error:  # noqa: BLE001
-            self._error = error
-        finally:
-            self._begun.set()
+    def worker(self, prefix: str) -> WorkerSettings:
+        """Settings of a worker, in a pool with this prefix."""
+        return WorkerSettings(
+            prefix=prefix,
+            lease_s=self.lease_s,
+            # A stalled worker must stay stalled while the user debugs.
+            step_timeout_s=1e9,
+            queue_limit=self.queue_limit,
+            row_ttl_s=self.row_ttl_s,
+            with_trie=self.with_trie,
+            shm_bytes=_SHM_BYTES,
+        )
 
-    async def _serve(self) -> None:
-        self._loop, self._over = asyncio.get_running_loop(), asyncio.Event()
-        async with self._context:
-            self._begun.set()
-            await self._over.wait()
+    def row(self, prompt: Iterable[int]) -> NDArray[np.float32]:
+        """The row that the pool returns for a prompt.
+
+        Args:
+            prompt: token ids, each below `vocab_size`.
+
+        Returns:
+            float32 log-probabilities of shape (V,).
+
+        Raises:
+            InvalidPrompt: the prompt is empty or has ids outside the vocabulary.
+        """
+        return synthetic_row(prompt, vocab_size=self.vocab_size, seed=self.seed)
+
+
+class StepGate:
+    """Delays the steps of a backend; another thread may close it. It starts open."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._is_shut = self._is_over = False
+
+    def set(self, *, is_shut: bool, is_over: bool = False) -> None:
+        """Let no step end while the gate is shut; let all steps end at once, now and later, when it is over."""
+        with self._changed:
+            self._is_shut, self._is_over = is_shut, self._is_over or is_over
+            self._changed.notify_all()
+
+    def pass_after(self, seconds: float) -> None:
+        """Wait for `seconds`, and until the gate is open."""
+        end = time.monotonic() + seconds
+        with self._changed:
+            while not self._is_over and (self._is_shut or (rest := end - time.monotonic()) > 0):
+                self._changed.wait(None if self._is_shut else rest)
+
+
+@dataclass(frozen=True, slots=True)
+class _GatedSettings:
+    """Settings of the backend of one worker."""
+
+    model: SyntheticModel
+    gate: StepGate
+
+    @property
+    def served_as(self) -> str:
+        """The model's name."""
+        return self.model.name
+
+    def open(self) -> Backend:
+        """Make the backend."""
+        return _GatedSynthetic(self)
+
+
+class _GatedSynthetic(SyntheticBackend):
+    """A synthetic backend with the user's vocabulary, whose steps pass a gate."""
+
+    def __init__(self, settings: _GatedSettings) -> None:
+        super().__init__(replace(settings.model.backend, step_ms=0.0))
+        self._model, self._gate = settings.model, settings.gate
+
+    def vocabulary(self) -> Vocabulary:
+        """See `Backend.vocabulary`."""
+        return self._model.tokens
+
+    def step(self) -> Finished:
+        """See `Backend.step`."""
+        finished = super().step()
+        self._gate.pass_after(self._model.step_ms / 1000)
+        return finished
 
 
 class MemoryWorker:
-    """A worker that runs in the pool's thread. What is called here from another thread returns when it is done.
+    """A worker that runs in the pool's thread. Its methods return when they are done; call them from other threads.
 
     Args:
-        gate: what the steps of its backend pass through.
+        gate: the steps of its backend pass it.
     """
 
-    def __init__(self, gate: Gate) -> None:
+    def __init__(self, gate: StepGate) -> None:
         self._gate = gate
 
     async def start(self, worker: Worker) -> None:
-        """Start in the running event loop; returns when the worker takes prompts.
+        """Start in the running event loop; return when the worker takes prompts.
 
         Raises:
             As `Worker.run`.
@@ -112,33 +228,33 @@ class MemoryWorker:
 
     @property
     def info(self) -> ModelInfo:
-        """What it serves."""
+        """The info of its model."""
         return self._info
 
     @property
     def is_running(self) -> bool:
-        """Whether it serves, or still finishes what it holds."""
+        """Whether it serves, or still finishes its prompts."""
         return not self._task.done()
 
     def stall(self) -> None:
-        """Let no step end any more, as when a model hangs: prompts are taken and held, and not answered."""
-        self._gate.shut()
+        """Let no step end any more, as if the model hangs: prompts are taken and held, and not answered."""
+        self._gate.set(is_shut=True)
 
     def resume(self) -> None:
-        """Go on after `stall`."""
-        self._gate.open()
+        """Continue after `stall`."""
+        self._gate.set(is_shut=False)
 
     def stop(self) -> None:
-        """End it as SIGTERM ends a worker: it finishes what it holds, after a stall too, and deregisters.
+        """End it as SIGTERM ends a worker: it finishes its prompts, after a stall too, and deregisters.
 
         Raises:
             LMPoolError: the worker had failed.
         """
-        self._gate.open()
+        self._gate.set(is_shut=False)
         self._wait_for(self._drain())
 
     def kill(self) -> None:
-        """End it as SIGKILL ends a worker: what it holds is not answered, and taken over by others after a lease.
+        """End it as SIGKILL ends a worker: other workers take over its prompts after a lease.
 
         Raises:
             LMPoolError: the worker had failed.
@@ -148,7 +264,7 @@ class MemoryWorker:
     async def end(self) -> None:
         """As `kill`, from the pool's event loop."""
         had_ended = self._task.done()
-        self._gate.give_up()
+        self._gate.set(is_shut=False, is_over=True)
         await end_tasks([self._task])
         if had_ended and not self._task.cancelled():
             self._task.result()
@@ -166,11 +282,11 @@ class MemoryWorker:
 class MemoryPool:
     """A pool that lives while its context (`with` or `async with`) is open, and leaves nothing behind.
 
-    Any number of pools may be open at once. They do not see each other, nor any other server of the user's. Other
-    processes of the same user reach one by its URL. Its methods may be called from any thread.
+    Any number of pools may be open at once. They do not see each other, nor any other server of the user. Other
+    processes of the same user connect to one by its URL. Its methods may be called from any thread.
 
     Args:
-        models: what is served from the start, each by one worker; none stands for one `SyntheticModel()`.
+        models: the models that are served from the start, each by one worker; none stands for one `SyntheticModel()`.
         prefix: prefix of the pool's Redis keys.
 
     Raises:
@@ -189,7 +305,7 @@ class MemoryPool:
 
     @property
     def url(self) -> str:
-        """Where the pool's server listens: for `Producer(redis=...)`, `LMPOOL_REDIS_URL`, or any client of Redis.
+        """URL of the pool's server: for `Producer(redis=...)`, `LMPOOL_REDIS_URL`, or any client of Redis.
 
         Raises:
             LMPoolError: the pool is not open.
@@ -211,7 +327,7 @@ class MemoryPool:
 
     @property
     def model(self) -> SyntheticModel:
-        """The first of the models that the pool was made with."""
+        """The first of the pool's models."""
         return self.models[0]
 
     @property
@@ -220,13 +336,13 @@ class MemoryPool:
         return self.workers[0]
 
     def serve(self, model: SyntheticModel) -> MemoryWorker:
-        """Start another worker: for another model, or one more for a model that is served.
+        """Start another worker, for another model or for one that is served already.
 
         Raises:
             ModelMismatch: the model is served with other weights.
         """
-        gate = Gate()
-        return self._start(gate, GatedSettings(model, gate), model.worker(self._prefix))
+        gate = StepGate()
+        return self._start(gate, _GatedSettings(model, gate), model.worker(self._prefix))
 
     def serve_tries(self) -> MemoryWorker:
         """Start a trie worker, which answers trie calls for any vocabulary. Needs numba (`lmpool[trie]`).
@@ -234,23 +350,23 @@ class MemoryPool:
         Raises:
             SettingsError: numba is not installed.
         """
-        return self._start(Gate(), TrieSettings(), WorkerSettings(prefix=self._prefix))
+        return self._start(StepGate(), TrieSettings(), WorkerSettings(prefix=self._prefix))
 
-    def _start(self, gate: Gate, backend: BackendSettings, settings: WorkerSettings) -> MemoryWorker:
+    def _start(self, gate: StepGate, backend: BackendSettings, settings: WorkerSettings) -> MemoryWorker:
         if not self._url:
             raise LMPoolError("the pool is not open: enter it first, `with lmpool.testing.pool() as pool:`")
-        return self._thread.call(self._start_worker(gate, backend, settings))
-
-    async def _start_worker(self, gate: Gate, backend: BackendSettings, settings: WorkerSettings) -> MemoryWorker:
         worker = MemoryWorker(gate)
+        self._thread.call(self._start_worker(worker, backend, settings))
+        return worker
+
+    async def _start_worker(self, worker: MemoryWorker, backend: BackendSettings, settings: WorkerSettings) -> None:
         await worker.start(Worker(Server(self.url), backend, settings))
         self.workers.append(worker)
-        return worker
 
     def __enter__(self) -> Self:
         if self._url:
             raise LMPoolError("the pool is open already: make another with `lmpool.testing.pool()`")
-        self._thread = LoopThread(self._open(_front()), "lmpool-testing")
+        self._thread = _LoopThread(self._open(_front()))
         self._thread.start()
         try:
             for model in self.models:
@@ -278,13 +394,14 @@ class MemoryPool:
         return f"MemoryPool({names}; {self._url or 'closed'})"
 
     def __reduce__(self) -> str:
-        raise LMPoolError("an in-memory pool is this process's and cannot be pickled: give other processes its `url`")
+        raise LMPoolError("an in-memory pool belongs to its process and cannot be pickled: pass its `url` to others")
 
     @asynccontextmanager
     async def _open(self, front: Callable[[Path], AbstractAsyncContextManager[None]]) -> AsyncIterator[None]:
-        """The server while it is open; whatever happens, nothing is left of it and of the workers."""
-        # A folder of its own, which nobody else may enter: the server has no password.
-        with tempfile.TemporaryDirectory(prefix="lmp", dir=_short_folder()) as folder:
+        """Run the server; in any case leave nothing of it and of the workers behind."""
+        is_long = len(os.fsencode(tempfile.gettempdir())) > _MAX_FOLDER_BYTES
+        # A private folder: the server has no password.
+        with tempfile.TemporaryDirectory(prefix="lmp", dir="/tmp" if is_long else None) as folder:
             path = socket_path(Path(folder))
             async with front(path):
                 self._url = socket_url(path)
@@ -295,7 +412,7 @@ class MemoryPool:
                     await self._end()
 
     async def _end(self) -> None:
-        """End what uses the server; raises what one of the workers failed with before."""
+        """End the workers; raise the error of one that had failed before."""
         workers, self.workers = self.workers, []
         if self._redis is not None:
             self._redis.close()
@@ -306,17 +423,60 @@ class MemoryPool:
                 raise end
 
 
-def _short_folder() -> str | None:
-    """Where the socket's folder is made: the path of a socket has some 100 bytes, that of TMPDIR may have more."""
-    return "/tmp" if len(os.fsencode(tempfile.gettempdir())) > _LONGEST_FOLDER else None
+class _LoopThread:
+    """Runs an asynchronous context manager in a thread, and coroutines next to it.
+
+    Args:
+        context: entered by `start` and left by `stop`, in the thread.
+    """
+
+    def __init__(self, context: AbstractAsyncContextManager[object]) -> None:
+        self._context = context
+        self._begun = threading.Event()
+        self._error: BaseException | None = None
+        # A daemon: a notebook must not wait for it when it is closed.
+        self._thread = threading.Thread(target=self._run, name="lmpool-testing", daemon=True)
+
+    def start(self) -> None:
+        """Enter the context; raises its errors."""
+        self._thread.start()
+        self._begun.wait()
+        if self._error is not None:
+            self.stop()
+
+    def call(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine in the thread; return its result."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+    def stop(self) -> None:
+        """Leave the context and end the thread; raises its errors."""
+        if self._error is None:
+            self._loop.call_soon_threadsafe(self._over.set)
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+
+    def _run(self) -> None:
+        try:
+            asyncio.run(self._serve())
+        except BaseException as error:  # noqa: BLE001  reported to the thread that waits
+            self._error = error
+        finally:
+            self._begun.set()
+
+    async def _serve(self) -> None:
+        self._loop, self._over = asyncio.get_running_loop(), asyncio.Event()
+        async with self._context:
+            self._begun.set()
+            await self._over.wait()
 
 
 def _front() -> Callable[[Path], AbstractAsyncContextManager[None]]:
-    """What makes the server, imported only now: fakeredis takes a while, and not everybody has it."""
+    """The class of the server, imported late: fakeredis is optional, and slow to import."""
     if not hasattr(asyncio, "start_unix_server"):
-        raise SettingsError("an in-memory pool listens on a Unix socket, which Python has not on this system")
+        raise SettingsError("an in-memory pool listens on a Unix socket, which Python does not support on this system")
     try:
-        import lupa  # noqa: F401  fakeredis does without, and then knows no scripts
+        import lupa  # noqa: F401  without it fakeredis has no scripts
 
         from lmpool.testing.front import Front
     except ModuleNotFoundError as error:

@@ -214,14 +214,14 @@ WRONG: dict[str, tuple[Callable[[Finished], Finished], str]] = {
     "NaN": (changing(with_nan), r"sum to exp\(nan\), not to 1"),
     "a token too few": (
         changing(lambda rows: normalised(rows[:, :-1])),
-        f"has answered rows of {V - 1} entries; its info says V = {V}",
+        f"has returned rows of {V - 1} entries; its info says V = {V}",
     ),
     "a token too many": (
         changing(lambda rows: np.pad(rows, ((0, 0), (0, 1)))),
-        f"has answered rows of {V + 1} entries; its info says V = {V}",
+        f"has returned rows of {V + 1} entries; its info says V = {V}",
     ),
-    "rows of strangers": (answer_strangers, f"answered 4 prompts that it was not asked, such as {'00' * 16}"),
-    "each row twice": (answer_twice, "answered 4 prompts twice in one step"),
+    "rows of strangers": (answer_strangers, f"results for 4 prompts that were not submitted, such as {'00' * 16}"),
+    "each row twice": (answer_twice, "two results in one step for 4 prompts"),
     "no logZ": (without_log_z, "the row's logZ is nan"),
     "one row for all prompts": (changing(one_for_all), "two prompts whose last tokens differ have the same row"),
     "a failure": (fail, "it fails on a plain prompt: out of memory"),

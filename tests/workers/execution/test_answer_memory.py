@@ -17,6 +17,7 @@ from lmpool.workers.backends.synthetic import SyntheticBackend, SyntheticSetting
 from lmpool.workers.execution import answer_memory
 from lmpool.workers.execution.answer_memory import AnswerMemory
 from lmpool.workers.execution.contract import BackendJob
+from lmpool.workers.execution.in_flight import InFlightPrompt
 from tests.support.gate import GatedBackend, OneByOne, gated_worker
 from tests.support.pool import Pool, V
 from tests.workers.execution.test_engine_thread import stepping
@@ -29,23 +30,25 @@ INFO = replace(SyntheticBackend(SyntheticSettings("syn", vocab_size=V)).info, hi
 
 @pytest.fixture(autouse=True)
 def _room_for_three(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(answer_memory, "MAX_BYTES", 3 * SIZE)
+    monkeypatch.setattr(answer_memory, "MAX_ANSWER_BYTES", 3 * SIZE)
 
 
 def job(
     number: int, wanted: PositionsQuery | GenerateQuery | HeadQuery | None = ALL, *, bulk: bool = False
-) -> BackendJob:
+) -> InFlightPrompt:
     ids = np.array([number] * LENGTH, "<u4").tobytes()
-    plain = BackendJob(digest_of(ids, repr(wanted)), ids, bulk=bulk)
+    prompt = InFlightPrompt(digest_of(ids, repr(wanted)), ids, bulk=bulk, status="pending")
     match wanted:
         case PositionsQuery():
-            return plain._replace(positions=wanted)
+            prompt.positions = wanted
         case GenerateQuery():
-            return plain._replace(generate=wanted)
-    return plain._replace(head=wanted)
+            prompt.generate = wanted
+        case HeadQuery():
+            prompt.head = wanted
+    return prompt
 
 
-def first_tokens(jobs: Iterable[BackendJob]) -> list[int]:
+def first_tokens(jobs: Iterable[InFlightPrompt]) -> list[int]:
     return [job.ids[0] for job in jobs]
 
 
@@ -58,10 +61,10 @@ def test_what_has_no_room_waits_until_others_are_published() -> None:
     assert first_tokens(held.admit(jobs[:5])) == [0, 1, 2]
     assert first_tokens(held.admit(jobs[5:])) == []
     # One is published, nobody waits for another.
-    assert first_tokens([*held.drop([jobs[4].digest]), *held.free([jobs[1].digest])]) == [3]
-    assert first_tokens(held.free([jobs[0].digest, jobs[2].digest])) == [5, 6]
-    assert first_tokens(held.free([jobs[at].digest for at in (3, 5, 6)])) == [7]
-    assert held.free([jobs[7].digest]) == []
+    assert first_tokens([*held.drop([jobs[4]]), *held.free([jobs[1]])]) == [3]
+    assert first_tokens(held.free([jobs[0], jobs[2]])) == [5, 6]
+    assert first_tokens(held.free([jobs[at] for at in (3, 5, 6)])) == [7]
+    assert held.free([jobs[7]]) == []
     assert first_tokens(held.admit(jobs[:1])) == [0]
 
 
@@ -86,10 +89,10 @@ def test_rows_and_small_answers_never_wait() -> None:
 
 
 def test_an_answer_that_is_too_large_for_all_memory_has_it_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(answer_memory, "MAX_BYTES", SIZE - 1)
+    monkeypatch.setattr(answer_memory, "MAX_ANSWER_BYTES", SIZE - 1)
     held, jobs = memory(), [job(0), job(1)]
     assert first_tokens(held.admit(jobs)) == [0]
-    assert first_tokens(held.free([jobs[0].digest])) == [1]
+    assert first_tokens(held.free([jobs[0]])) == [1]
 
 
 def test_what_only_bulk_clients_wait_for_waits_behind_the_others() -> None:
@@ -97,23 +100,22 @@ def test_what_only_bulk_clients_wait_for_waits_behind_the_others() -> None:
     bulk = [job(number, bulk=True) for number in range(6)]
     assert first_tokens(held.admit(bulk)) == [0, 1, 2]
     assert first_tokens(held.admit([job(9)])) == []
-    held.promote([bulk[5].digest, job(30).digest])
-    admitted = held.free([bulk[at].digest for at in range(3)])
+    bulk[5].bulk = False
+    held.promote([bulk[5], job(30)])
+    admitted = held.free(bulk[:3])
     assert first_tokens(admitted) == [9, 5, 3], "one that yields no more waits behind those that never did"
     assert [job.bulk for job in admitted] == [False, False, True]
 
 
 def test_what_is_asked_for_again_while_its_answer_is_published_waits_and_counts_as_another() -> None:
     held, jobs = memory(), [job(number) for number in range(5)]
-    assert first_tokens(held.admit(jobs[:3])) == [0, 1, 2]
+    assert first_tokens(held.admit(jobs[:4])) == [0, 1, 2]
+    # Its entries that joined meanwhile: the prompt is submitted again when the first answer is published.
+    assert first_tokens(held.free(jobs[:1])) == [3]
     assert first_tokens(held.admit(jobs[:1])) == [], "there is no room for its second answer yet"
-    assert first_tokens(held.free([jobs[0].digest])) == [0]
-    assert first_tokens(held.free([jobs[1].digest])) == []
-    # Here there is: both answers of it are in memory for a while.
-    assert first_tokens(held.admit(jobs[2:3])) == [2]
-    assert first_tokens(held.admit(jobs[3:])) == []
-    assert first_tokens(held.free([jobs[2].digest])) == [3]
-    assert first_tokens(held.drop([jobs[2].digest])) == [4]
+    assert first_tokens(held.free(jobs[1:2])) == [0]
+    assert first_tokens(held.admit(jobs[4:])) == []
+    assert first_tokens(held.drop(jobs[:1])) == [4]
 
 
 def test_a_call_costs_what_it_admits_however_much_waits() -> None:
@@ -128,7 +130,7 @@ def test_a_call_costs_what_it_admits_however_much_waits() -> None:
 
         sys.setprofile(count)
         try:
-            admitted = held.free([first.digest])
+            admitted = held.free([first])
         finally:
             sys.setprofile(None)
         assert admitted == [others[-1]]
@@ -150,28 +152,28 @@ async def test_the_backend_gets_no_more_than_there_is_memory_for() -> None:
     backend.gate.open()
     async with stepping(backend) as (engine_thread, outcome):
         engine_thread.submit(jobs)
-        assert engine_thread.outstanding == {job.digest for job in jobs}
+        assert engine_thread.owed == len(jobs)
 
         async def after(count: int) -> None:
             """Wait until so many are answered, and then until a row is, which is asked for behind them."""
-            await outcome.until(lambda: len(engine_thread.outstanding) == 8 - count, "those are answered")
+            await outcome.until(lambda: engine_thread.owed == 8 - count, "those are answered")
             engine_thread.submit([job(50 + count, None)])
-            await outcome.until(lambda: len(engine_thread.outstanding) == 8 - count, "and a row")
+            await outcome.until(lambda: engine_thread.owed == 8 - count, "and a row")
 
         await after(3)
         assert backend.given == 3, "none of these is published yet"
-        engine_thread.abort([jobs[7].digest])
-        assert jobs[7].digest not in engine_thread.outstanding
-        engine_thread.published([job.digest for job in jobs[:3]])
-        await outcome.until(lambda: len(engine_thread.outstanding) == 1, "the next three are answered")
-        engine_thread.published([jobs[4].digest])
-        await outcome.until(lambda: not engine_thread.is_busy, "the last is")
+        engine_thread.abort([jobs[7]])
+        assert jobs[7].status == "ended"
+        engine_thread.published(jobs[:3])
+        await outcome.until(lambda: engine_thread.owed == 1, "the next three are answered")
+        engine_thread.published([jobs[4]])
+        await outcome.until(lambda: not engine_thread.owed, "the last is")
         assert backend.given == 7
     assert not outcome.broken
 
 
 async def test_many_large_answers_come_one_after_the_other(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(answer_memory, "MAX_BYTES", SIZE)
+    monkeypatch.setattr(answer_memory, "MAX_ANSWER_BYTES", SIZE)
     backend = GatedBackend(OneByOne(), batch=4)
     backend.gate.open()
     async with gated_worker(pool, backend), pool.producer() as producer, pool.producer(priority="bulk") as bulk:

@@ -20,10 +20,10 @@ from lmpool.protocol.query import GenerateQuery
 from lmpool.protocol.row import Encoding, Row, RowBlock
 from lmpool.synthetic import synthetic_row
 from lmpool.workers.backends.synthetic import SyntheticBackend, SyntheticSettings
-from lmpool.workers.execution.continuations import Continuations
-from lmpool.workers.execution.contract import Backend, BackendJob, Finished
-from lmpool.workers.execution.engine_thread import EngineThread
-from lmpool.workers.execution.yielding import YieldingJobs
+from lmpool.workers.execution.contract import Backend, Finished
+from lmpool.workers.execution.engine_thread import EngineThread, StepResult
+from lmpool.workers.execution.in_flight import InFlightPrompt
+from lmpool.workers.execution.yielding import YieldingPrompts, advance, begin
 from lmpool.workers.settings import WorkerSettings
 from lmpool.workers.worker import Worker
 from tests.support.gate import GatedBackend, OneByOne
@@ -109,17 +109,21 @@ def with_narrow_numbers_and_no_log_z(finished: Finished) -> Finished:
     return Finished([RowBlock(digests_of(finished), numbers, np.zeros(len(numbers), np.float32), Encoding.F16)], {})
 
 
-TWICE = "has answered {} prompts twice in one step, such as [0-9a-f]{{32}}$"
+TWICE = "has returned two results in one step for {} prompts, such as [0-9a-f]{{32}}$"
+NOT_SUBMITTED = f"results for {{}} prompts that were not submitted, such as {STRANGER.hex()}$"
 FAULTS: dict[str, tuple[Spoil, str]] = {
-    "a stranger's row": (with_a_strangers_row, f"has answered 1 prompts .* not asked, such as {STRANGER.hex()}$"),
-    "a stranger's failure": (with_a_strangers_failure, f"answered 1 prompts .* not asked, such as {STRANGER.hex()}$"),
-    "strangers": (with_rows_of_strangers_only, f"has answered 2 prompts .* not asked, such as {STRANGER.hex()}$"),
+    "a stranger's row": (with_a_strangers_row, NOT_SUBMITTED.format(1)),
+    "a stranger's failure": (
+        with_a_strangers_failure,
+        NOT_SUBMITTED.format(1),
+    ),
+    "strangers": (with_rows_of_strangers_only, NOT_SUBMITTED.format(2)),
     "a block twice": (with_each_block_twice, TWICE.format(3)),
     "a row twice in a block": (with_a_row_twice_in_a_block, TWICE.format(1)),
     "row and failure": (with_row_and_failure, TWICE.format(1)),
-    "logits": (with_logits_for_rows, "has answered what is no row: the largest of the row's .* no log-probabilities$"),
-    "no logZ": (with_narrow_numbers_and_no_log_z, "has answered what is no row: the largest of the row's"),
-    "V + 1": (with_rows_of_another_length, rf"has answered rows of {V + 1} entries; its info says V = {V}$"),
+    "logits": (with_logits_for_rows, "has returned something that is not a row: the largest .* no log-probabilities$"),
+    "no logZ": (with_narrow_numbers_and_no_log_z, "has returned something that is not a row: the largest"),
+    "V + 1": (with_rows_of_another_length, rf"has returned rows of {V + 1} entries; its info says V = {V}$"),
     "V - 1 in one block": (with_one_block_of_another_length, rf"rows of {V - 1} entries; its info says V = {V}$"),
 }
 
@@ -128,12 +132,12 @@ class Outcome:
     """What an engine thread told its owner."""
 
     def __init__(self) -> None:
-        self.finished: list[Finished] = []
+        self.finished: list[StepResult] = []
         self.broken: list[BaseException] = []
 
     def digests(self) -> list[bytes]:
         """The prompts whose rows or failures were handed on."""
-        return [digest for finished in self.finished for digest in [*digests_of(finished), *finished.failures]]
+        return [digest for result in self.finished for digest in result.finished.digests]
 
     async def until(self, condition: Callable[[], bool], expected: str) -> None:
         """Wait until a condition holds."""
@@ -154,9 +158,9 @@ async def stepping(backend: Backend) -> AsyncIterator[tuple[EngineThread, Outcom
     await asyncio.wait_for(engine_thread.close(), DEADLINE_S)
 
 
-def jobs(*tokens: int) -> list[BackendJob]:
+def jobs(*tokens: int, bulk: bool = False) -> list[InFlightPrompt]:
     ids = [np.array([token], "<u4").tobytes() for token in tokens]
-    return [BackendJob(digest_of(data), data) for data in ids]
+    return [InFlightPrompt(digest_of(data), data, bulk=bulk) for data in ids]
 
 
 async def test_what_was_asked_is_handed_on_whether_row_or_failure() -> None:
@@ -165,7 +169,7 @@ async def test_what_was_asked_is_handed_on_whether_row_or_failure() -> None:
     async with stepping(backend) as (engine_thread, outcome):
         engine_thread.submit(asked)
         await outcome.until(lambda: len(outcome.digests()) == 5, "all are answered")
-        assert not engine_thread.is_busy
+        assert not engine_thread.owed
     assert sorted(outcome.digests()) == sorted(job.digest for job in asked)
     assert not outcome.broken
 
@@ -207,7 +211,8 @@ async def test_steps_before_the_one_that_breaks_are_told_however_short_they_are(
         engine_thread.submit([*good, *bad])
         await outcome.until(lambda: bool(outcome.broken), "the fault is told")
         assert sorted(outcome.digests()) == sorted(job.digest for job in good)
-        assert engine_thread.outstanding == {job.digest for job in bad}
+        assert [job for job in [*good, *bad] if job.is_owed] == bad
+        assert engine_thread.owed == len(bad)
 
 
 async def test_what_a_step_brings_does_not_wait_for_the_next_one() -> None:
@@ -245,9 +250,9 @@ async def test_an_event_loop_that_is_busy_is_told_of_several_steps_at_once(monke
         assert all_are_done.wait(DEADLINE_S)
         monkeypatch.undo()
         assert len(posts) == 1
-        post(engine_thread._on_told)
+        post(engine_thread._receive)
         await outcome.until(lambda: len(outcome.digests()) == len(asked), "all are told")
-        assert not engine_thread.is_busy
+        assert not engine_thread.owed
 
 
 async def test_a_prompt_that_is_asked_again_may_be_answered_again() -> None:
@@ -310,13 +315,13 @@ class Adapted(SyntheticBackend):
         return super().load_adapter(name, source)
 
 
-def job(number: int, adapter: str = "") -> BackendJob:
-    return BackendJob(bytes([number]) * 16, b"\1\0\0\0", adapter)
+def job(number: int, adapter: str = "") -> InFlightPrompt:
+    return InFlightPrompt(bytes([number]) * 16, b"\1\0\0\0", adapter)
 
 
 @asynccontextmanager
-async def held_back(backend: Adapted) -> AsyncIterator[tuple[EngineThread, list[Finished], list[BaseException]]]:
-    finished: list[Finished] = []
+async def held_back(backend: Adapted) -> AsyncIterator[tuple[EngineThread, list[StepResult], list[BaseException]]]:
+    finished: list[StepResult] = []
     broken: list[BaseException] = []
     engine_thread = EngineThread(lambda: backend, finished.append, broken.append)
     await engine_thread.start()
@@ -347,10 +352,10 @@ async def test_jobs_of_an_adapter_that_is_dropped_come_back_and_are_not_computed
         backend.may_step.set()
 
         async def ended() -> bool:
-            return not engine_thread.is_busy
+            return not engine_thread.owed
 
         await until_async(ended, "all have ended")
-        stale = {digest[0] for step in finished for digest in step.stale}
+        stale = {prompt.digest[0] for step in finished for prompt in step.stale}
         assert stale == {1, 3, 4}
         assert {digest[0] for digest in backend.stepped} == {0, 2, 5}
         assert engine_thread.capacity == capacity + 6
@@ -359,18 +364,26 @@ async def test_jobs_of_an_adapter_that_is_dropped_come_back_and_are_not_computed
 async def test_prompts_that_are_aborted_are_not_computed_and_can_be_asked_again(adapter_folder: Path) -> None:
     backend = Adapted(adapter_folder)
     async with held_back(backend) as (engine_thread, _, broken):
-        engine_thread.submit([job(0)])
+        engine_thread.submit([first := job(0)])
         assert await asyncio.to_thread(backend.is_stepping.wait, DEADLINE_S)
         capacity = engine_thread.capacity
-        engine_thread.submit([job(1), job(2), job(3)])
-        # The first is being computed: it is answered all the same.
-        engine_thread.abort([job(number).digest for number in (0, 1, 2, 9)])
-        engine_thread.submit([job(2)])
-        assert {digest[0] for digest in engine_thread.outstanding} == {2, 3}
+        prompts = [job(1), job(2), job(3)]
+        engine_thread.submit(prompts)
+        # The first is being computed: it is answered all the same. The last was never submitted.
+        engine_thread.abort([first, *prompts[:2], job(9)])
+        engine_thread.submit([again := job(2)])
+        assert [prompt.status for prompt in (first, *prompts, again)] == [
+            "ended",
+            "ended",
+            "ended",
+            "pending",
+            "pending",
+        ]
+        assert engine_thread.owed == 2
         backend.may_step.set()
 
         async def ended() -> bool:
-            return not engine_thread.is_busy and engine_thread.capacity == capacity + 1
+            return not engine_thread.owed and engine_thread.capacity == capacity + 1
 
         await until_async(ended, "all have ended and there is room again")
         assert not broken
@@ -410,11 +423,11 @@ async def test_an_adapter_that_cannot_be_removed_stays_loaded_unless_the_device_
         engine_thread.submit([job(1)])
 
         async def ended() -> bool:
-            return bool(broken) or not engine_thread.is_busy
+            return bool(broken) or not engine_thread.owed
 
         await until_async(ended, "the prompt behind it has ended, or the worker must")
         assert [str(error) for error in broken] == ([text] if "CUDA" in text else [])
-        assert ("cannot be removed" in caplog.text) == (not broken)
+        assert ("cannot be dropped" in caplog.text) == (not broken)
 
 
 async def test_how_long_a_step_takes_is_told_by_the_longest_lately() -> None:
@@ -423,7 +436,7 @@ async def test_how_long_a_step_takes_is_told_by_the_longest_lately() -> None:
     told = []
     # One over a batch; what was ready; a part of a batch; a longer one; two that are short.
     for seconds, answers in ((0.02, 4), (0.0, 0), (0.001, 1), (0.03, 2), (0.001, 4), (0.001, 4)):
-        engine_thread._note_step(seconds, answers)
+        engine_thread._note_step_time(seconds, answers)
         told.append(engine_thread.step_s)
     assert told == pytest.approx([0.02, 0.02, 0.02, 0.03, 0.027, 0.0243])
 
@@ -431,22 +444,31 @@ async def test_how_long_a_step_takes_is_told_by_the_longest_lately() -> None:
 # Continuations
 
 
-def continuing(*tokens: int, most: int = 5, **changed: Any) -> BackendJob:
-    """A job for a continuation of a prompt of these tokens."""
+def continuing(*tokens: int, most: int = 5, **changed: Any) -> InFlightPrompt:
+    """A continuation of a prompt of these tokens."""
     ids = np.array(tokens, "<u4").tobytes()
-    job = BackendJob(digest_of(ids, "continued"), ids, generate=GenerateQuery(most, 1.0, 1.0, 7))
-    return job._replace(**changed)
+    return InFlightPrompt(digest_of(ids, "continued"), ids, generate=GenerateQuery(most, 1.0, 1.0, 7), **changed)
+
+
+def advancing(prompts: Iterable[InFlightPrompt], finished: Finished) -> tuple[Finished, list[InFlightPrompt]]:
+    """Begin continuations, and draw their first tokens from the rows of a step."""
+    by_digest = {prompt.digest: prompt for prompt in prompts}
+    for prompt in prompts:
+        assert prompt.generate is not None
+        begin(prompt, prompt.generate)
+    return advance(finished, by_digest)
 
 
 async def test_a_continuation_that_is_promoted_yields_no_more() -> None:
-    continuations, yielding = Continuations(), YieldingJobs(2)
-    continuations.begin([continuing(1, bulk=True)])
-    continuations.promote([continuing(1).digest, STRANGER])
-    finished = Finished([rows([continuing(1).digest])], {})
-    _, longer = continuations.advance(finished)
-    assert [job.bulk for job in longer] == [False]
-    yielding.go_on(longer)
-    assert yielding.next(held=2, growing=0, bulk_tokens=0, capacity=2) == longer
+    yielding, promoted = YieldingPrompts(2), continuing(1, bulk=True)
+    yielding.keep([promoted])
+    assert yielding.promote([promoted]) == [], "it is not a row"
+    promoted.bulk = False
+    assert yielding.next(held=2, continuations=0, bulk_tokens=0, capacity=2) == [promoted]
+    _, longer = advancing([promoted], Finished([rows([promoted.digest])], {}))
+    assert longer == [promoted]
+    yielding.keep_longer(longer)
+    assert yielding.next(held=2, continuations=0, bulk_tokens=0, capacity=2) == longer
 
 
 async def test_a_continuation_whose_adapter_is_gone_is_forgotten(tmp_path: Path) -> None:
@@ -458,8 +480,7 @@ async def test_a_continuation_whose_adapter_is_gone_is_forgotten(tmp_path: Path)
         engine_thread.submit([continuing(1, most=100_000, adapter=adapter)])
         engine_thread.submit([continuing(2, most=100_000, adapter=adapter, bulk=True)])
         engine_thread.drop_adapter(adapter)
-        await outcome.until(lambda: not engine_thread.is_busy, "both come back as stale")
-        assert len(engine_thread._continuations) == 0
+        await outcome.until(lambda: not engine_thread.owed, "both come back as stale")
     assert not outcome.broken
 
 
@@ -478,26 +499,25 @@ async def test_rows_beside_continuations_are_computed_where_clients_read_them() 
         for steps in (1, 2):
             gate.let(1)
             await outcome.until(lambda: len(outcome.finished) == steps, "a step has passed")  # noqa: B023
-        blocks = outcome.finished[0].blocks
+        blocks = outcome.finished[0].finished.blocks
         assert [digest for block in blocks for digest in block.digests] == [job.digest for job in others]
         assert all(np.shares_memory(block.numbers, given[0]) for block in blocks)
         assert len(given) == 1, "what is of continuations alone needs none"
         gate.open()
-        await outcome.until(lambda: not engine_thread.is_busy, "the continuation ends")
+        await outcome.until(lambda: not engine_thread.owed, "the continuation ends")
 
 
 @pytest.mark.parametrize(("count", "are_in_place"), [(1, True), (4, True), (5, False)])
 def test_rows_between_those_of_continuations_stay_where_they_are_if_that_makes_few_blocks(
     count: int, are_in_place: bool
 ) -> None:
-    continuations, made = Continuations(), [continuing(token) for token in range(count)]
-    continuations.begin(made)
+    made = [continuing(token) for token in range(count)]
     others = [(bytes([at]) * 16, bytes([at, 99]) * 8) for at in range(count)]
     digests = [digest for job, pair in zip(made, others, strict=True) for digest in (job.digest, *pair)]
     # Logits that are all the same, but for each row.
     numbers = np.repeat(np.arange(len(digests), dtype=np.float16)[:, None], V, axis=1)
     log_z = numbers[:, 0] + np.float32(np.log(V))
-    finished, longer = continuations.advance(Finished([RowBlock(digests, numbers, log_z, Encoding.F16)], {}))
+    finished, longer = advancing(made, Finished([RowBlock(digests, numbers, log_z, Encoding.F16)], {}))
     assert [job.digest for job in longer] == [job.digest for job in made]
     assert len(finished.blocks) == (count if are_in_place else 1)
     assert [digest for block in finished.blocks for digest in block.digests] == [one for pair in others for one in pair]

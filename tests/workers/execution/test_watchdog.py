@@ -18,8 +18,8 @@ from lmpool.synthetic import synthetic_row
 from lmpool.workers.backends.synthetic import SyntheticBackend, SyntheticSettings
 from lmpool.workers.execution.contract import BackendJob, Finished
 from lmpool.workers.execution.engine_thread import Call, EngineThread
+from lmpool.workers.execution.in_flight import EntriesByDigest
 from lmpool.workers.execution.watchdogs import Watchdog
-from lmpool.workers.queue.consumer import JobsByDigest
 from lmpool.workers.settings import WorkerSettings
 from lmpool.workers.worker import Worker
 from tests.support.pool import DEADLINE_S, Pool, Prepared, is_held, until_async
@@ -166,7 +166,7 @@ async def test_a_slow_backend_does_not_hang(pool: Pool) -> None:
 async def test_time_in_which_the_process_was_frozen_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
     engine_thread = EngineThread(lambda: Hanging(""), lambda _: None, lambda _: None)
-    engine_thread.call = Call()
+    engine_thread.call = Call("step")
     errors: list[WorkerError] = []
     checks = 0
 
@@ -206,13 +206,13 @@ async def test_what_was_computed_before_the_backend_broke_is_published(pool: Poo
     assert serving is not None
     publish = serving.publisher.publish
 
-    async def slow_publish(block: Block, jobs: JobsByDigest, overwrite: Collection[bytes]) -> None:
+    async def slow_publish(block: Block, entries: EntriesByDigest, overwrite: Collection[bytes]) -> None:
         async def is_ending() -> bool:
             fetches = any(task.get_name() == "fetch" for task in asyncio.all_tasks())
             return running.worker._lifecycle.broken is not None and not fetches
 
         await until_async(is_ending, "the worker takes nothing more")
-        await publish(block, jobs, overwrite)
+        await publish(block, entries, overwrite)
 
     serving.publisher.publish = slow_publish  # type: ignore[method-assign]
     async with pool.producer("syn") as producer:

@@ -7,17 +7,17 @@ from collections.abc import AsyncIterator
 import pytest
 
 from lmpool.protocol.job import decode_ids
-from lmpool.workers.execution.contract import BackendJob
 from lmpool.workers.execution.engine_thread import EngineThread
-from lmpool.workers.execution.yielding import PATIENCE_STEPS, YieldingJobs
+from lmpool.workers.execution.in_flight import DrawnTokens, InFlightPrompt
+from lmpool.workers.execution.yielding import PATIENCE_STEPS, YieldingPrompts
 from tests.support.gate import GatedBackend, OneByOne
 from tests.workers.execution.test_engine_thread import Outcome, continuing, jobs, stepping
 
 BATCH = 2
 
 
-def bulk(*tokens: int) -> list[BackendJob]:
-    return [job._replace(bulk=True) for job in jobs(*tokens)]
+def bulk(*tokens: int) -> list[InFlightPrompt]:
+    return jobs(*tokens, bulk=True)
 
 
 class Steps:
@@ -46,10 +46,10 @@ class Steps:
             told = len(self.outcome.finished)
             self.backend.gate.let(1)
             await self.outcome.until(lambda told=told: len(self.outcome.finished) > told, "a step has passed")  # type: ignore[misc]
-            idle = not self.engine_thread.is_busy
+            idle = not self.engine_thread.owed
             await self.outcome.until(lambda idle=idle: idle or self.backend.is_stepping.is_set(), "the next has come")  # type: ignore[misc]
 
-    async def begin(self, asked: list[BackendJob]) -> None:
+    async def begin(self, asked: list[InFlightPrompt]) -> None:
         """Hand over the first prompts, and wait for their step."""
         self.engine_thread.submit(asked)
         await self.outcome.until(self.backend.is_stepping.is_set, "a step has come to the gate")
@@ -97,26 +97,29 @@ async def test_when_interactive_clients_are_quiet_the_backend_has_what_it_has_ro
 
 
 async def test_what_others_join_yields_no_more(steps: Steps) -> None:
-    await steps.begin([*bulk(1, 2, 3, 4, 5), *jobs(10)])
-    steps.engine_thread.promote([job.digest for job in [*bulk(4), *jobs(10, 77)]])
+    prompts = [*bulk(1, 2, 3, 4, 5), *jobs(10)]
+    await steps.begin(prompts)
+    steps.engine_thread.promote([prompts[3], prompts[5], *jobs(77)])
     await steps.let(3)
     assert steps.computed == [10, 1, 4, 2, 3, 5]
 
 
 async def test_what_nobody_waits_for_is_dropped_while_it_yields(steps: Steps) -> None:
-    await steps.begin([*bulk(1, 2, 3, 4), *jobs(10)])
-    steps.engine_thread.abort([job.digest for job in bulk(2, 3)])
+    prompts = bulk(1, 2, 3, 4)
+    await steps.begin([*prompts, *jobs(10)])
+    steps.engine_thread.abort(prompts[1:3])
     await steps.let(2)
     assert steps.computed == [10, 1, 4]
-    assert not steps.engine_thread.is_busy
+    assert not steps.engine_thread.owed
 
 
 async def test_an_adapter_that_is_gone_by_its_turn_is_told(steps: Steps) -> None:
     (stale,) = bulk(2)
-    await steps.begin([*bulk(1), stale._replace(adapter="a@1"), *jobs(10)])
+    stale.adapter = "a@1"
+    await steps.begin([*bulk(1), stale, *jobs(10)])
     await steps.let(1)
     await steps.outcome.until(lambda: any(part.stale for part in steps.outcome.finished), "it is told")
-    assert [part.stale for part in steps.outcome.finished if part.stale] == [(stale.digest,)]
+    assert [part.stale for part in steps.outcome.finished if part.stale] == [[stale]]
     assert steps.computed == [10, 1]
 
 
@@ -128,12 +131,12 @@ async def test_what_yields_takes_up_no_capacity_of_rows(steps: Steps, kind: str)
     await steps.begin(yielding)
     assert engine_thread.yielding == count
     assert engine_thread.capacity == BATCH, "what is left until it holds four batches that yield"
-    engine_thread.abort([job.digest for job in yielding[BATCH:]])
+    engine_thread.abort(yielding[BATCH:])
     assert engine_thread.capacity == 2 * BATCH
     engine_thread.submit(jobs(10))
     assert engine_thread.capacity == 2 * BATCH - 1
     steps.backend.gate.open()
-    await steps.outcome.until(lambda: not engine_thread.is_busy, "all are answered")
+    await steps.outcome.until(lambda: not engine_thread.owed, "all are answered")
     assert engine_thread.capacity == 2 * BATCH
     assert engine_thread.yielding == 0
 
@@ -183,32 +186,35 @@ async def test_continuations_go_on_however_many_rows_others_ask_for(steps: Steps
 async def test_a_bulk_continuation_that_another_client_joins_goes_before_bulk_prompts(steps: Steps) -> None:
     continued = continuing(9, most=3, bulk=True)
     await steps.begin([*bulk(*range(1, 8)), continued])
-    steps.engine_thread.promote([continued.digest])
+    steps.engine_thread.promote([continued])
     await steps.let(4)
     assert steps.computed == [1, 2, 3, 4, 9, 5, 9, 6], "behind the step that the backend had already"
 
 
 async def test_the_backend_holds_few_tokens_of_bulk_prompts_next_to_interactive_clients() -> None:
-    long = [BackendJob(bytes([number]) * 16, bytes(4 * 1500), bulk=True) for number in range(4)]
-    yielding = YieldingJobs(64)
-    yielding.sort([*jobs(1), *long])
-    assert yielding.next(held=1, growing=0, bulk_tokens=0, capacity=128) == long[:1]
-    assert yielding.next(held=1, growing=0, bulk_tokens=1500, capacity=128) == []
-    assert yielding.next(held=0, growing=0, bulk_tokens=0, capacity=128) == long[1:2]
+    long = [InFlightPrompt(bytes([number]) * 16, bytes(4 * 1500), bulk=True) for number in range(4)]
+    yielding = YieldingPrompts(64)
+    yielding.keep([*jobs(1), *long])
+    assert yielding.next(held=1, continuations=0, bulk_tokens=0, capacity=128) == long[:1]
+    assert yielding.next(held=1, continuations=0, bulk_tokens=1500, capacity=128) == []
+    assert yielding.next(held=0, continuations=0, bulk_tokens=0, capacity=128) == long[1:2]
 
 
 async def test_bulk_continuations_that_have_begun_take_one_token_each_of_that_limit() -> None:
-    long = [BackendJob(bytes([number]) * 16, bytes(4 * 1500), bulk=True) for number in range(6)]
-    yielding = YieldingJobs(4)
-    yielding.sort(jobs(1))
-    yielding.go_on(long)
-    assert yielding.next(held=0, growing=0, bulk_tokens=0, capacity=8) == long[:4]
+    long = [continuing(number, bulk=True) for number in range(6)]
+    yielding = YieldingPrompts(4)
+    for prompt in long:
+        prompt.ids = bytes(4 * 1500)
+        prompt.drawn = DrawnTokens(frozenset(), (), [1], [])
+    yielding.keep(jobs(1))
+    yielding.keep_longer(long)
+    assert yielding.next(held=0, continuations=0, bulk_tokens=0, capacity=8) == long[:4]
 
 
 async def test_a_continuation_that_has_begun_waits_for_its_turn_once(steps: Steps) -> None:
     continued = continuing(1, most=8, bulk=True)
-    waiting = [job for token in range(2, 2 + 12 * BATCH) for job in jobs(token)]
-    await steps.begin([continued, *(job._replace(bulk=True) for job in waiting)])
+    waiting = bulk(*range(2, 2 + 12 * BATCH))
+    await steps.begin([continued, *waiting])
     await steps.let(6)
     lengths = [len(ids) // 4 for ids in steps.backend.computed if decode_ids(ids)[0] == 1]
     assert lengths == [1, 2, 3], "before those that came with it, behind the step that the backend has already"
@@ -220,4 +226,4 @@ async def test_a_continuation_of_bulk_clients_is_made_however_much_others_ask(st
     for step in range(PATIENCE_STEPS + 4 * BATCH):
         steps.engine_thread.submit(jobs(*(100 + BATCH * step + number for number in range(BATCH))))
         await steps.let(1)
-    assert continued.digest in {digest for finished in steps.outcome.finished for digest in finished.digests}
+    assert continued.digest in steps.outcome.digests()

@@ -27,7 +27,7 @@ from lmpool.protocol.keys import JOB_FIELD
 from lmpool.protocol.row import Encoding, encoded_size
 from lmpool.workers.execution.contract import BackendStats
 from lmpool.workers.metrics import prometheus
-from lmpool.workers.metrics.counters import Counters
+from lmpool.workers.metrics.counters import WorkerCounters
 from lmpool.workers.metrics.prometheus import Health, Snapshot, WorkerCollector
 from lmpool.workers.settings import WorkerSettings
 from tests.support.gate import Gate
@@ -140,7 +140,7 @@ async def test_what_a_queue_takes_to_drain_goes_by_how_many_workers_live(pool: P
 
 def families(queue: QueueState | None = None, memory: ServerMemory | None = None) -> list[Any]:
     """What the collector of a worker gives that has done nothing yet."""
-    counters = Counters()
+    counters = WorkerCounters()
     counters.queue, counters.memory = queue, memory
     return list(WorkerCollector(lambda: Snapshot("m", "w", False, 0, 0.0, BackendStats(), counters)).collect())
 
@@ -290,7 +290,7 @@ def monitored(port: int) -> Iterator[None]:
     """The port of a worker that is ready, in this process."""
     health = Health(DEADLINE_S, DEADLINE_S)
     health.state = "ready"
-    snapshot = Snapshot("m", "w", True, 0, 0.0, BackendStats(), Counters())
+    snapshot = Snapshot("m", "w", True, 0, 0.0, BackendStats(), WorkerCounters())
     with prometheus.monitoring(WorkerSettings(metrics_port=port), lambda: snapshot, health):
         yield
 

@@ -290,7 +290,7 @@ def hostile_jobs(pool: Pool, trie: Trie) -> list[tuple[bytes, str | None]]:
         (job(TrieQuery("sum", "é" * 32, "inner", b"", "", fine)), "does not know the vocabulary é"),
         (job(TrieQuery("sum", known, "inner")), "are not in the cache|no.* source|does not name"),
         (job(TrieQuery("sum", known, "inner", b"", "e" * 32, fine)), "row of prompt .* is not in the cache"),
-        (job(b""), "was asked for a row"),
+        (job(b""), "received a request for a row"),
         (job(TrieQuery("sum", known, "inner", b"", "", fine), fingerprint="0" * 32), "fingerprint"),
     ] + [(junk, "") for junk in (b"", os.urandom(50), job(b"\xc1"), job(b"\x96\xa4mean"), job(b"digest"))]
 

@@ -16,7 +16,6 @@ from lmpool.settings import count_cores
 from lmpool.trie.kernels import Kernels
 from lmpool.vocabulary import Vocabulary
 from lmpool.workers.execution.contract import BackendJob
-from lmpool.workers.queue.consumer import InFlightJob, InFlightJobs
 from lmpool.workers.trie.backend import TrieBackend, TrieSettings, answer
 from lmpool.workers.trie.inputs import ByteLRU, LazyTrie, TrieInput, ValuesCache
 from tests.support.trie_answers import answers, assert_right, draw_weights, words
@@ -316,38 +315,3 @@ def test_a_trie_and_its_kernels_stay_below_the_size_in_the_cache(tokens: Sequenc
         for _ in range(3):
             kernels.inner("logsumexp", weights)
     assert trie.nbytes + lazy.vocabulary.nbytes + kernels.nbytes <= lazy.nbytes + 4096
-
-
-def test_a_prompt_is_held_once_for_all_its_queries() -> None:
-    in_flight = InFlightJobs()
-    query = TrieQuery("sum", "0" * 32, "inner")
-    backend_job = BackendJob(b"p" * 16, b"ids")
-    assert in_flight.add(InFlightJob(b"1", b"a" * 16, backend_job, query=query), backend_job)
-    assert not in_flight.add(InFlightJob(b"2", b"b" * 16, backend_job, query=query), backend_job)
-    assert not in_flight.wants_row(b"p" * 16)
-    assert not in_flight.add(InFlightJob(b"3", b"p" * 16, backend_job, overwrite=True), backend_job)
-    assert in_flight.wants_row(b"p" * 16)
-    seen = in_flight.by_prompt([b"p" * 16, b"unknown"])
-    assert {entry_id: (job.digest, job.overwrite) for entry_id, job in seen[b"p" * 16].items()} == {
-        b"1": (b"a" * 16, False),
-        b"2": (b"b" * 16, False),
-        b"3": (b"p" * 16, True),
-    }
-    in_flight.add(InFlightJob(b"4", b"a" * 16, backend_job, query=query), backend_job)
-    assert in_flight.release(seen) == [b"p" * 16], "an entry came meanwhile"
-    assert in_flight.backend_job(b"p" * 16) is backend_job
-    assert in_flight.release({b"p" * 16: [b"4"]}) == []
-    assert len(in_flight) == 0
-    assert in_flight.release(seen) == []
-
-
-def test_a_damaged_row_is_remembered_as_long_as_its_prompt_is_held() -> None:
-    in_flight = InFlightJobs()
-    backend_job = BackendJob(b"p" * 16, b"ids")
-    in_flight.mark_damaged(b"p" * 16)
-    assert not in_flight.damaged
-    in_flight.add(InFlightJob(b"1", b"p" * 16, backend_job), backend_job)
-    in_flight.mark_damaged(b"p" * 16)
-    assert in_flight.damaged == {b"p" * 16}
-    in_flight.release({b"p" * 16: [b"1"]})
-    assert not in_flight.damaged

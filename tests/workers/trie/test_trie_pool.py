@@ -23,7 +23,7 @@ from lmpool.rows.connection import RawRowReceiver
 from lmpool.synthetic import synthetic_row
 from lmpool.trie.kernels import Kernels, open_kernels
 from lmpool.trie.trie import Trie
-from lmpool.workers import worker as worker_module
+from lmpool.workers import dispatch as dispatch_module
 from lmpool.workers.settings import WorkerSettings
 from lmpool.workers.trie.backend import TrieSettings
 from lmpool.workers.worker import Worker
@@ -190,7 +190,7 @@ def _has_jobs(pool: Pool, count: int) -> Any:
 
 
 async def test_the_row_of_an_adapter_is_its_own(pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_module, "_BLOCK_MS", 20)
+    monkeypatch.setattr(dispatch_module, "_MAX_BLOCK_MS", 20)
     async with serving(pool, adapted(write_adapters(tmp_path))), trie_worker(pool), pool.producer("syn") as producer:
         trie = await producer.trie()
         told = answers_of(trie.structure)

@@ -1,259 +1,485 @@
-"""Dispatch: what becomes of the jobs that a worker holds: prepared, computed, published, and let go."""
+"""The way of prompts through a worker: fetched, handed to the backend, published, and dropped when unwanted."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from heapq import nsmallest
 
 import numpy as np
 from numpy.typing import NDArray
+from redis.exceptions import RedisError
 
-from lmpool.errors import WorkerError
-from lmpool.protocol.job import Failure, digest_of
+from lmpool.aio import delays
+from lmpool.broker.server import Server
+from lmpool.errors import LMPoolError, WorkerError
+from lmpool.protocol.job import Failure
 from lmpool.protocol.model_info import ModelInfo
 from lmpool.protocol.query import TrieQuery
-from lmpool.protocol.row import Encoding, RowBlock, VectorBlock
+from lmpool.protocol.row import RowBlock, VectorBlock
 from lmpool.rows.segment import SegmentWriter
-from lmpool.workers.execution.contract import QUERY_ERRORS, BackendJob, Finished, failure_of
-from lmpool.workers.execution.engine_thread import EngineThread
+from lmpool.workers.execution.contract import Finished
+from lmpool.workers.execution.engine_thread import EngineThread, StepResult
+from lmpool.workers.execution.in_flight import InFlight, InFlightPrompt, StreamEntry, entry_ids
 from lmpool.workers.membership.adapters import AdapterKeeper
-from lmpool.workers.metrics.counters import SENT_AGAIN
-from lmpool.workers.metrics.tracing import JobTrace, JobTraces
+from lmpool.workers.metrics.counters import SENT_AGAIN, WorkerCounters
+from lmpool.workers.metrics.tracing import JobTraces, traces_of
 from lmpool.workers.queries import QueryAnswerer, allowed_in
-from lmpool.workers.queue.consumer import STALE_S, InFlightJob, InFlightJobs
+from lmpool.workers.queue.consumer import Consumer
+from lmpool.workers.queue.jobs import STALE_S, Taken
+from lmpool.workers.queue.leases import Leases
 from lmpool.workers.queue.publisher import Publisher
 from lmpool.workers.trie.inputs import TrieInputs
 
 _log = logging.getLogger("lmpool.worker")
 
 MAX_CHECKED = 64
-"""Prompts whose clients are looked up in one call: some 0.1 ms of the server's time."""
+"""Prompts whose clients are checked in one call: about 0.1 ms of the server's time."""
 
-# Between two lines of the log about prompts that are not computed.
-_TELL_EVERY_S = 60.0
-# What rows in 16 bits tell beside log-probabilities.
-_OF_LOGITS = ("logits", "logz")
+# Seconds between two log lines about prompts that are not computed.
+_LOG_DROPPED_INTERVAL_S = 60.0
+# Results up to this many bytes are published together, at most this many steps at once.
+_SMALL_BYTES = 64 * 1024
+_MAX_JOINED_STEPS = 8
+# Ms that a read waits for jobs: short at first, because another lane may have some.
+_MIN_BLOCK_MS = 4
+_MAX_BLOCK_MS = 500
+# Seconds that the fetch loop leaves the interpreter to the backend's thread when that begins to work.
+_GIVE_WAY_S = 0.001
+# A step that is shorter than this takes less than a call of the server, so one call takes several batches: else the
+# backend would wait for the next. With longer steps other workers would lack the prompts beyond a batch.
+_SHORT_STEP_S = 0.001
+# Max bytes of prompts in such a call, far below the limit of a connection.
+_MAX_TAKEN_BYTES = 32 * 1024 * 1024
+# Max batches that a worker holds unpublished.
+_MAX_UNPUBLISHED_BATCHES = 4
+# Part of a lease for which a worker takes no new prompts, to become empty for a prompt that must run alone. Claims are
+# a third of a lease apart: so a worker that does not become empty serves others half of the time.
+_DRAIN_SHARE = 1 / 3
 
 
-class Dispatcher:
-    """Takes jobs from the queue to the backend, and its results to the clients.
-
-    Args:
-        in_flight: the jobs that the worker holds.
-        engine_thread: the backend.
-        publisher: stores rows and ends jobs.
-        trie_inputs: brings what trie jobs need.
-        queries: answers queries about rows.
-        info: what the worker serves.
-        adapters: which adapters it has.
-        segment: may have rows that are asked for again.
-        traces: makes spans of jobs; None where they are not traced.
+class Lifecycle:
+    """Whether a worker continues; wakes its parts after changes.
 
     Attributes:
-        failures: jobs that ended without a row or an answer, not counting those that clients send again.
+        stopping: set when the worker must take nothing more and finish the prompts that it holds.
+        broken: why the backend cannot be used any more, or None.
     """
 
-    def __init__(
-        self,
-        in_flight: InFlightJobs,
-        engine_thread: EngineThread,
-        publisher: Publisher,
-        trie_inputs: TrieInputs,
-        queries: QueryAnswerer,
-        info: ModelInfo,
-        adapters: AdapterKeeper,
-        segment: SegmentWriter,
-        traces: JobTraces | None = None,
-    ) -> None:
-        self._in_flight = in_flight
-        self._engine_thread = engine_thread
-        self._publisher = publisher
-        self._trie_inputs = trie_inputs
-        self._queries = queries
-        self._is_trie, self._is_lossy = info.is_trie, info.lossy
-        self._adapters = adapters
-        self._segment = segment
-        self._traces = traces
-        self._to_prepare: asyncio.Queue[list[bytes]] = asyncio.Queue()
-        self._untold, self._told_at = 0, -_TELL_EVERY_S
+    def __init__(self) -> None:
+        self.stopping = asyncio.Event()
+        self.broken: BaseException | None = None
+        self._changed = asyncio.Event()
+
+    def stop(self) -> None:
+        """Take nothing more, and finish."""
+        self.stopping.set()
+        self.notify()
+
+    def give_up(self, error: BaseException) -> None:
+        """Record why the backend cannot be used any more; the first reason counts."""
+        self.broken = self.broken or error
+
+    def notify(self) -> None:
+        """Wake all parts that wait for a change."""
+        self._changed.set()
+
+    async def wait_for(self, condition: Callable[[], bool]) -> None:
+        """Wait until a condition holds, or the backend is broken."""
+        while self.broken is None and not condition():
+            await self.wait_for_change()
+
+    async def wait_for_change(self, timeout_s: float | None = None) -> None:
+        """Wait for the next change, for at most `timeout_s` seconds."""
+        self._changed.clear()
+        if timeout_s is None:
+            await self._changed.wait()
+            return
+        timer = asyncio.get_running_loop().call_later(timeout_s, self._changed.set)
+        await self._changed.wait()
+        timer.cancel()
+
+
+class ResultQueue:
+    """Results of steps that are not published yet: large ones one by one, small ones of several steps together.
+
+    Args:
+        lifecycle: is notified of each result: the backend has capacity again.
+    """
+
+    def __init__(self, lifecycle: Lifecycle) -> None:
+        self._lifecycle = lifecycle
+        self._large: asyncio.Queue[StepResult] = asyncio.Queue()
+        self._small: asyncio.Queue[StepResult] = asyncio.Queue()
+
+    def put(self, result: StepResult) -> None:
+        """Add the result of a step."""
+        # A step with failures only does not wait for rows of other steps.
+        is_small = 0 < result.nbytes <= _SMALL_BYTES
+        (self._small if is_small else self._large).put_nowait(result)
+        self._lifecycle.notify()
+
+    async def run(self, publish: Callable[[Sequence[StepResult]], Awaitable[None]], *, small: bool) -> None:
+        """Publish results; never returns.
+
+        Two calls of the server and their replies cost as much as dozens of small results, so one task publishes these:
+        the more results are ready, the more are published together.
+        """
+        queue, max_steps = (self._small, _MAX_JOINED_STEPS) if small else (self._large, 1)
+        while True:
+            results = [await queue.get()]
+            while len(results) < max_steps and not queue.empty():
+                results.append(queue.get_nowait())
+            await publish(results)
+            for _ in results:
+                queue.task_done()
+            self._lifecycle.notify()
+
+    async def join(self) -> None:
+        """Wait until all results are published."""
+        await self._large.join()
+        await self._small.join()
+
+
+@dataclass(eq=False)
+class FetchLoop:
+    """Takes jobs while the backend has capacity: new ones, and those of workers whose leases expired."""
+
+    server: Server
+    counters: WorkerCounters
+    lifecycle: Lifecycle
+    in_flight: InFlight
+    engine_thread: EngineThread
+    info: ModelInfo
+    consumer: Consumer
+    leases: Leases
+    dispatcher: Dispatcher
+
+    def __post_init__(self) -> None:
+        self._lease_s = self.info.lease_s
+        # The inputs of a trie job are larger than its prompt, and have no useful limit.
+        self._max_job_bytes = math.inf if self.info.is_trie else 4 * self.info.max_prompt_tokens
+        # Held from reading jobs until they are in `_in_flight`: before that they are neither renewed nor counted.
+        self._taking = asyncio.Lock()
+
+    async def fetch(self) -> None:
+        """Take jobs until the worker stops: a batch when the backend is idle, the next one while it computes."""
+        waits, lifecycle, block_ms = delays(), self.lifecycle, _MAX_BLOCK_MS
+        while not lifecycle.stopping.is_set():
+            await lifecycle.wait_for(lambda: lifecycle.stopping.is_set() or self._capacity_for_new() > 0)
+            if lifecycle.stopping.is_set():
+                return
+            try:
+                async with self._taking:
+                    # Checked again: a prompt may have run alone while this waited for the lock.
+                    if lifecycle.stopping.is_set() or (capacity := self._capacity_for_new()) <= 0:
+                        continue
+                    taken = await self.consumer.take(self._count_to_take(capacity), block_ms)
+                    if not taken:
+                        await self._find_more(capacity)
+                    block_ms = self._next_block_ms(block_ms, is_empty=not taken)
+                    was_idle = not self.in_flight
+                    await self.dispatcher.accept(taken)
+            except (RedisError, OSError, LMPoolError) as error:
+                self.counters.server_errors += 1
+                _log.warning("cannot fetch, will try again: %s", self.server.explain(error))
+                await asyncio.sleep(next(waits))
+                continue
+            waits = delays()
+            if was_idle and self.in_flight:
+                # The backend's thread starts to work: leave it the interpreter, and send its first results before the
+                # next fetch.
+                await lifecycle.wait_for_change(_GIVE_WAY_S)
+                await asyncio.sleep(0)
+
+    def _next_block_ms(self, block_ms: int, *, is_empty: bool) -> int:
+        """How long the next read may block: short if there may soon be jobs to steal."""
+        if self.consumer.is_alone:
+            return _MAX_BLOCK_MS
+        if not is_empty:
+            return _MIN_BLOCK_MS
+        if self.in_flight:  # Until about the end of the step.
+            return int(min(_MAX_BLOCK_MS, max(_MIN_BLOCK_MS, 1000 * self.engine_thread.step_s)))
+        return min(4 * block_ms, _MAX_BLOCK_MS)
+
+    async def _find_more(self, capacity: int) -> None:
+        """Move jobs to the worker's lane, after it and the shared stream had none."""
+        await self.consumer.refill()
+        if not self.in_flight:
+            await self.consumer.steal(min(capacity, self.engine_thread.batch), self.engine_thread.step_s)
+
+    async def claim(self) -> None:
+        """Claim jobs of other workers whose leases expired, up to the capacity.
+
+        Raises:
+            RedisError, OSError, LMPoolError: the server cannot be used.
+        """
+        lifecycle = self.lifecycle
+        async with self._taking:
+            alone, claims = False, 0
+            while True:
+                # A busy worker claims as soon as it has capacity: jobs of crashed workers go before new ones.
+                is_free = alone or await self._wait_until(lambda: lifecycle.stopping.is_set() or self._capacity() > 0)
+                if not is_free or lifecycle.stopping.is_set() or lifecycle.broken is not None:
+                    break
+                count = max(1, min(self._capacity(), self.engine_thread.batch))
+                claimed = await self.leases.claim(count, entry_ids(self.in_flight))
+                jobs = len(claimed.taken.prompts) + len(claimed.taken.refused)
+                self.counters.claimed += jobs
+                if jobs:
+                    _log.info("claimed %d prompts of workers whose leases expired", jobs)
+                elif not claimed.alone and claims >= claimed.further:
+                    break
+                claims += 1
+                await self.dispatcher.accept(claimed.taken)
+                alone = claimed.alone
+                if alone and jobs:
+                    # The prompt may have crashed other workers, so it runs alone in this one.
+                    await lifecycle.wait_for(lambda: not self.in_flight)
+                elif alone and not await self._wait_until(lambda: not self.in_flight):
+                    # Another worker may become empty sooner. If none does, the next claim tries again.
+                    break
+
+    async def _wait_until(self, condition: Callable[[], bool]) -> bool:
+        """Wait until a condition holds, at most for a part of a lease; return whether it holds."""
+        try:
+            async with asyncio.timeout(_DRAIN_SHARE * self._lease_s):
+                await self.lifecycle.wait_for(condition)
+        except TimeoutError:
+            return False
+        return True
+
+    def _capacity(self) -> int:
+        """How many more prompts may be taken."""
+        if self.lifecycle.broken is not None:
+            return 0
+        return min(self.engine_thread.capacity, self._unpublished_capacity())
+
+    def _count_to_take(self, capacity: int) -> int:
+        """A batch; with very short steps as many whole batches as there is capacity for."""
+        batch = self.engine_thread.batch
+        is_short = self.engine_thread.step_s < _SHORT_STEP_S and capacity * self._max_job_bytes <= _MAX_TAKEN_BYTES
+        return capacity // batch * batch if is_short and capacity > batch else min(capacity, batch)
+
+    def _capacity_for_new(self) -> int:
+        # No part of a batch: it would be published as a part, and free a part again.
+        return self._capacity() if self._unpublished_capacity() >= self.engine_thread.batch else 0
+
+    def _unpublished_capacity(self) -> int:
+        # Prompts that yield may take hundreds of steps, and are published after the last.
+        unpublished = len(self.in_flight) - self.engine_thread.yielding
+        return _MAX_UNPUBLISHED_BATCHES * self.engine_thread.batch - unpublished
+
+
+@dataclass(eq=False)
+class Dispatcher:
+    """Hands prompts to the backend, and its results to the publisher.
+
+    Attributes:
+        failures: entries that ended without a result, not counting those that clients send again.
+    """
+
+    in_flight: InFlight
+    engine_thread: EngineThread
+    publisher: Publisher
+    trie_inputs: TrieInputs
+    queries: QueryAnswerer
+    info: ModelInfo
+    worker_id: str
+    adapters: AdapterKeeper
+    segment: SegmentWriter
+    traces: JobTraces | None = None
+
+    def __post_init__(self) -> None:
+        self._is_trie = self.info.is_trie
+        self._to_prepare: asyncio.Queue[list[InFlightPrompt]] = asyncio.Queue()
+        self._dropped, self._logged_at = 0, -_LOG_DROPPED_INTERVAL_S
         self.failures = 0
 
-    async def accept(self, jobs: Iterable[InFlightJob]) -> None:
-        """Hold jobs and hand them on; end those that cannot be served. A prompt is computed once at a time."""
-        fresh, refused, joined, has_queries = [], [], [], self._is_trie
-        for job in jobs:
-            backend_job = job.backend_job
-            if backend_job is None:
-                refused.append(job)
+    # To the backend
+
+    async def accept(self, taken: Taken) -> None:
+        """Hold prompts and hand them on; end entries that cannot be served. Each prompt is computed once at a time."""
+        fresh, later, joined = list[InFlightPrompt](), list[InFlightPrompt](), list[InFlightPrompt]()
+        for prompt in taken.prompts:
+            held = self.in_flight.get(prompt.digest)
+            if held is not None:
+                held.entries.update(prompt.entries)
+                if not prompt.bulk:
+                    joined.append(held)
                 continue
-            has_queries = has_queries or job.query is not None or backend_job.positions is not None
-            if self._in_flight.add(job, backend_job):
-                fresh.append(backend_job)
-            elif not backend_job.bulk:
-                joined.append(backend_job.digest)
-        if has_queries:
-            later = {job.digest for job in fresh if self._needs_more(job)}
-            if later:
-                # Not here: what they need may have to be fetched, and the next jobs are not to wait for that.
-                self._to_prepare.put_nowait(list(later))
-                fresh = [job for job in fresh if job.digest not in later]
-        known = []
-        if self._segment.segment is not None:
-            known = [block for job in fresh if (block := self._find(job, job.digest)) is not None]
-        if known:
-            digests = {digest for block in known for digest in block.digests}
-            fresh = [job for job in fresh if job.digest not in digests]
+            self.in_flight[prompt.digest] = prompt
+            must_prepare = self._is_trie or (prompt.has_query and self._must_prepare(prompt))
+            (later if must_prepare else fresh).append(prompt)
+        if later:
+            # Not here: their inputs may have to be fetched, and the next jobs must not wait for that.
+            self._to_prepare.put_nowait(later)
+        cached: list[tuple[InFlightPrompt, RowBlock]] = []
+        if self.segment.segment is not None:
+            found_rows = ((prompt, self._find_row(prompt)) for prompt in fresh)
+            cached = [(prompt, block) for prompt, block in found_rows if block is not None]
+            if cached:
+                found = {prompt for prompt, _ in cached}
+                fresh = [prompt for prompt in fresh if prompt not in found]
         self._submit(fresh)
         if joined:
-            self._engine_thread.promote(joined)
-        if refused:
-            await self._fail(refused)
-            if self._traces is not None:
-                self._traces.ended(_traces_of(refused))
-        for block in known:
-            await self._publish_rows(block)
+            self.engine_thread.promote(joined)
+        if taken.refused:
+            await self._fail(taken.refused)
+            self._trace_ended(taken.refused)
+        for prompt, block in cached:
+            await self._publish_rows(block, {prompt.digest: prompt})
 
-    def _needs_more(self, job: BackendJob) -> bool:
-        """Whether a prompt is to be prepared before the backend can have it, if it needs the backend at all."""
-        if self._is_trie or not self._in_flight.wants_row(job.digest) or allowed_in(job):
-            return True
-        return self._segment.segment is not None and self._may_be_told_of_row(job)
+    def _must_prepare(self, prompt: InFlightPrompt) -> bool:
+        """Whether the prompt needs something else before the backend, or perhaps in place of it."""
+        return not prompt.wants_row or bool(allowed_in(prompt))
 
-    def _may_be_told_of_row(self, job: BackendJob) -> bool:
-        """Whether what is wanted are logits behind the whole prompt, which a row in 16 bits has."""
-        query = job.positions
-        return query is not None and query.values in _OF_LOGITS and len(job.span) == 1 and not self._is_lossy
+    def _find_row(self, prompt: InFlightPrompt) -> RowBlock | None:
+        """The row if this worker computed it before, still has it, and no client found it damaged."""
+        block = self.segment.find(prompt.digest)
+        is_damaged = prompt.is_damaged or any(entry.overwrite for entry in prompt.entries.values())
+        return None if block is None or is_damaged else block
 
-    def _find(self, job: BackendJob, row: bytes) -> RowBlock | None:
-        """The row of a prompt that this worker has computed before, if it still has it and nobody finds it damaged.
+    def _holds(self, prompt: InFlightPrompt) -> bool:
+        """Whether the worker still holds the prompt."""
+        return self.in_flight.get(prompt.digest) is prompt
 
-        Args:
-            job: what is asked.
-            row: the row's digest.
-        """
-        block = self._segment.find(row)
-        if block is None or row in self._in_flight.damaged:
-            return None
-        return None if any(held.overwrite for held in self._in_flight[job.digest].values()) else block
+    def _submit(self, prompts: Sequence[InFlightPrompt]) -> None:
+        """Hand prompts to the backend."""
+        if any(prompt.adapter for prompt in prompts):
+            prompts = self.adapters.served_among(prompts)
+        if prompts:
+            self.engine_thread.submit(prompts)
 
     async def prepare(self, on_change: Callable[[], None]) -> None:
-        """Fetch what jobs need before the backend can have them, or answer them without it; never returns.
+        """Fetch the inputs that prompts need before the backend, or answer them without it; never returns.
 
         Args:
-            on_change: called when there is room again.
+            on_change: called when there is capacity again.
         """
         while True:
-            digests = await self._to_prepare.get()
-            if self._is_trie:
-                self._submit(await self._with_inputs(digests))
-            else:
-                # Who wants the row itself may have joined since: then it is computed, and all are answered from it.
-                asked = [digest for digest in digests if digest in self._in_flight]
-                asked = [digest for digest in asked if not self._in_flight.wants_row(digest)]
-                answered = await self._queries.answer_from_cache(self._in_flight.by_prompt(asked), self._in_flight)
-                self.release(answered)
-                left = (digest for digest in digests if digest not in answered and digest in self._in_flight)
-                jobs, failures = await self._queries.with_tokens([self._in_flight.backend_job(at) for at in left])
-                await self._fail_prompts(failures)
-                jobs = await self._tell_of_rows(jobs)
-                # Nobody may wait for one of them any more.
-                self._submit([job for job in jobs if job.digest in self._in_flight])
+            prompts = await self._to_prepare.get()
+            await (self._prepare_tries(prompts) if self._is_trie else self._prepare_queries(prompts))
             on_change()
 
-    async def _tell_of_rows(self, jobs: Sequence[BackendJob]) -> list[BackendJob]:
-        """Answer without the backend what rows tell that this worker has computed before; returns the other jobs."""
-        rows = {}
-        for job in jobs:
-            if self._may_be_told_of_row(job) and job.digest in self._in_flight:
-                block = self._find(job, digest_of(job.ids, job.adapter))
-                if block is not None and block.encoding is not Encoding.F32:
-                    rows[job.digest] = job, block
-        if rows:
-            answers = await asyncio.to_thread(_all_told, rows)
-            if answers:
-                await self._publish_answers(VectorBlock(list(answers), list(answers.values())))
-            return [job for job in jobs if job.digest not in answers]
-        return list(jobs)
-
-    async def _with_inputs(self, digests: Iterable[bytes]) -> list[BackendJob]:
-        """Trie jobs with all that they need; the others end, and begin anew if asked for again."""
-        jobs = self._in_flight.by_prompt(digests)
-        queries = {digest: next(iter(group.values())).query for digest, group in jobs.items()}
+    async def _prepare_tries(self, prompts: Sequence[InFlightPrompt]) -> None:
+        """Fetch the inputs of trie jobs and submit them; jobs whose inputs are missing fail."""
+        held = [prompt for prompt in prompts if self._holds(prompt)]
+        queries = {prompt.digest: next(iter(prompt.entries.values())).query for prompt in held}
         wanted = {digest: query for digest, query in queries.items() if isinstance(query, TrieQuery)}
-        inputs, failures = await self._publisher.retry(lambda: self._trie_inputs.fill(wanted))
+        inputs, failures = await self.publisher.retry(lambda: self.trie_inputs.fill(wanted))
+        await self._fail_prompts({prompt: failures[prompt.digest] for prompt in held if prompt.digest in failures})
+        ready = [prompt for prompt in held if prompt.digest in inputs and self._holds(prompt)]
+        for prompt in ready:
+            prompt.payload = inputs[prompt.digest]
+        self._submit(ready)
+
+    async def _prepare_queries(self, prompts: Sequence[InFlightPrompt]) -> None:
+        """Answer queries without the backend where that is possible, and submit the other prompts."""
+        # A request for the row itself may have joined: then the row is computed, and answers all queries.
+        queried = [prompt for prompt in prompts if self._holds(prompt) and not prompt.wants_row]
+        answered = await self.queries.answer_from_cache(queried)
+        self.release(answered)
+        left = [prompt for prompt in prompts if prompt not in answered and self._holds(prompt)]
+        failures = await self.queries.set_tokens(left)
         await self._fail_prompts(failures)
-        # The backend may have broken meanwhile.
-        held = (digest for digest in inputs if digest in self._in_flight)
-        return [self._in_flight.backend_job(digest)._replace(payload=inputs[digest]) for digest in held]
+        self._submit([prompt for prompt in left if prompt not in failures and self._holds(prompt)])
 
-    def _submit(self, jobs: Sequence[BackendJob]) -> None:
-        """Hand jobs to the backend."""
-        if any(job.adapter for job in jobs):
-            jobs = self._adapters.served_among(jobs)
-        if jobs:
-            self._engine_thread.submit(jobs)
+    # From the backend
 
-    def trace_step(self, finished: Finished) -> None:
-        """Note when the step ran that has brought this, for the traces of its jobs."""
-        held = [self._in_flight[digest].values() for digest in finished.digests if digest in self._in_flight]
-        traces = [trace for jobs in held for trace, _ in _traces_of(jobs)]
-        if traces and self._traces is not None and finished.step is not None:
-            self._traces.stepped(traces, finished.step, len(held))
-
-    async def publish(self, finished: Finished, worker_id: str) -> None:
-        """Publish what a step brought."""
-        # Before anything is awaited: a prompt that was given up may be there once more, computed, and end with its row.
-        stale = [digest for digest in finished.stale if digest in self._in_flight]
-        failures = {digest: self._adapters.failure_of(self._in_flight.backend_job(digest).adapter) for digest in stale}
+    async def publish(self, results: Sequence[StepResult]) -> None:
+        """Publish the results of some steps together."""
+        for result in results:
+            self._trace_step(result)
+        finished, stale = _joined(results), [prompt for result in results for prompt in result.stale]
+        # A prompt that was aborted and requested again is another object, which has a result of its own.
+        prompts = {prompt.digest: prompt for result in results for prompt in result.prompts if self._holds(prompt)}
+        failures = {prompt: self.adapters.failure_of(prompt.adapter) for prompt in stale if self._holds(prompt)}
         for block in finished.blocks:
-            await self._publish_rows(block)
+            await self._publish_rows(block, prompts)
         if finished.answers is not None:
-            await self._publish_answers(finished.answers)
+            await self._publish_answers(finished.answers, prompts)
         for digest, text in finished.failures.items():
-            failures[digest] = Failure(WorkerError.__name__, f"{text} (worker {worker_id})")
-        await self._fail_prompts(failures)
-
-    async def _publish_answers(self, answers: VectorBlock) -> None:
-        jobs = self._in_flight.by_prompt(answers.digests)
-        overwrite = {digest for digest, group in jobs.items() if any(job.overwrite for job in group.values())}
-        await self._publisher.publish(answers, jobs, overwrite)
-        self.release(jobs)
-
-    async def _publish_rows(self, block: RowBlock) -> None:
-        """Store rows; answer from them the queries about them."""
-        jobs = self._in_flight.by_prompt(block.digests)
-        overwrite = self._in_flight.damaged & jobs.keys()
-        for_rows: dict[bytes, dict[bytes, InFlightJob]] = {}
-        with_queries: dict[bytes, dict[bytes, InFlightJob]] = {}
-        for digest, group in jobs.items():
-            for entry_id, job in group.items():
-                if job.query is not None:
-                    with_queries.setdefault(digest, {})[entry_id] = job
-                elif job.overwrite:
-                    overwrite.add(digest)
-            asked = with_queries.get(digest)
-            for_rows[digest] = group if asked is None else {id_: group[id_] for id_ in group.keys() - asked.keys()}
-        await self._publisher.publish(block, for_rows, overwrite)
-        if with_queries:
-            await self._queries.answer(with_queries, block)
-        self.release(jobs)
-
-    async def _fail_prompts(self, failures: Mapping[bytes, Failure]) -> None:
-        """End all jobs that ask for some prompts."""
+            if digest in prompts:
+                text = f"{text} (worker {self.worker_id})"
+                failures[prompts[digest]] = Failure(WorkerError.__name__, text)
         if failures:
-            jobs = self._in_flight.by_prompt(failures)
-            await self._fail(
-                [job.failing(failures[digest]) for digest, group in jobs.items() for job in group.values()]
-            )
-            self.release(jobs)
+            await self._fail_prompts(failures)
+        for result in results:
+            # Prompts that were submitted again have released the memory of this result already.
+            ended = [prompt for prompt in (*result.prompts, *result.stale) if prompt.status == "ended"]
+            self.engine_thread.published(ended)
 
-    async def _fail(self, jobs: Sequence[InFlightJob]) -> None:
-        # What a client sends again at once is no failure.
-        self.failures += sum(job.failure is not None and job.failure.kind not in SENT_AGAIN for job in jobs)
-        await self._publisher.fail(jobs)
+    async def _publish_rows(self, block: RowBlock, prompts: Mapping[bytes, InFlightPrompt]) -> None:
+        """Store rows; answer queries from them; `prompts` is by digest."""
+        ended: dict[InFlightPrompt, list[StreamEntry]] = {}
+        for_rows: dict[bytes, list[StreamEntry]] = {}
+        for_queries: dict[bytes, list[StreamEntry]] = {}
+        overwrite: set[bytes] = set()
+        for digest in block.digests:
+            if (prompt := prompts.get(digest)) is None or self.in_flight.get(digest) is not prompt:
+                continue
+            entries = ended[prompt] = list(prompt.entries.values())
+            if queries := [entry for entry in entries if entry.query is not None]:
+                for_queries[digest] = queries
+                entries = [entry for entry in entries if entry.query is None]
+            for_rows[digest] = entries
+            if prompt.is_damaged or any(entry.overwrite for entry in entries):
+                overwrite.add(digest)
+        await self.publisher.publish(block, for_rows, overwrite)
+        if for_queries:
+            await self.queries.answer(for_queries, block)
+        self.release(ended)
+
+    async def _publish_answers(self, answers: VectorBlock, prompts: Mapping[bytes, InFlightPrompt]) -> None:
+        held = [prompts[digest] for digest in answers.digests if digest in prompts]
+        ended = {prompt: list(prompt.entries.values()) for prompt in held if self._holds(prompt)}
+        entries = {prompt.digest: waiting for prompt, waiting in ended.items()}
+        overwrite = {digest for digest, waiting in entries.items() if any(entry.overwrite for entry in waiting)}
+        await self.publisher.publish(answers, entries, overwrite)
+        self.release(ended)
+
+    async def _fail_prompts(self, failures: Mapping[InFlightPrompt, Failure]) -> None:
+        """End all entries of some prompts."""
+        ended = {prompt: list(prompt.entries.values()) for prompt in failures if self._holds(prompt)}
+        if ended:
+            await self._fail([entry.failing(failures[prompt]) for prompt, group in ended.items() for entry in group])
+            self.release(ended)
+
+    async def _fail(self, entries: Sequence[StreamEntry]) -> None:
+        self.failures += sum(entry.failure is not None and entry.failure.kind not in SENT_AGAIN for entry in entries)
+        await self.publisher.fail(entries)
+
+    def release(self, ended: Mapping[InFlightPrompt, Sequence[StreamEntry]]) -> None:
+        """Remove entries that have ended. A prompt that other entries joined meanwhile is computed again."""
+        if self.traces is not None:
+            self._trace_ended(entry for entries in ended.values() for entry in entries)
+        again = [
+            prompt for prompt, entries in ended.items() if self._holds(prompt) and not self._remove(prompt, entries)
+        ]
+        if again:
+            self.engine_thread.published(again)
+            for prompt in again:
+                prompt.restart()
+            # The inputs of these may never have been fetched: the first try may have failed for that reason.
+            if later := [prompt for prompt in again if self._is_trie or allowed_in(prompt)]:
+                self._to_prepare.put_nowait(later)
+            self._submit([prompt for prompt in again if prompt not in later])
+
+    def _remove(self, prompt: InFlightPrompt, entries: Iterable[StreamEntry]) -> bool:
+        """Remove entries of a prompt, and the prompt if it has no others; return whether it was removed."""
+        for entry in entries:
+            prompt.entries.pop(entry.id, None)
+        if prompt.entries:
+            return False
+        del self.in_flight[prompt.digest]
+        return True
+
+    # Prompts that no client waits for
 
     async def drop_unwanted(self) -> int:
         """Drop prompts that no client waits for any more, so that the backend does not compute them.
@@ -263,88 +489,81 @@ class Dispatcher:
         so a worker that answers within a second checks none.
 
         Returns:
-            how many prompts were dropped.
+            the number of dropped prompts.
         """
-        now, in_flight = time.monotonic(), self._in_flight
-        held = [digest for digest in self._engine_thread.outstanding if digest in in_flight]
-        due = [digest for digest in held if now - min(job.since for job in in_flight[digest].values()) >= STALE_S]
+        now = time.monotonic()
+        held = [prompt for prompt in self.in_flight.values() if prompt.is_owed]
+        due = [prompt for prompt in held if now - min(entry.since for entry in prompt.entries.values()) >= STALE_S]
         # A prompt counts from its arrival until its first check, so new prompts do not go before all others.
         first = nsmallest(
-            MAX_CHECKED, due, key=lambda digest: max(job.checked_at or job.since for job in in_flight[digest].values())
+            MAX_CHECKED,
+            due,
+            key=lambda prompt: max(entry.checked_at or entry.since for entry in prompt.entries.values()),
         )
         dropped = await self._drop_unwanted_of(first, now) if first else 0
         if dropped and len(first) < len(held):
             dropped += await self._drop_unwanted_of(set(held).difference(first), now)
-        self._tell_dropped(dropped)
+        self._log_dropped(dropped)
         return dropped
 
-    async def _drop_unwanted_of(self, digests: Iterable[bytes], now: float) -> int:
-        """Drop those of some prompts that no client waits for; returns how many these are."""
-        in_flight = self._in_flight
-        jobs = in_flight.by_prompt(digests)
-        for group in jobs.values():
-            for job in group.values():
-                job.checked_at = now
-        wanted = await self._publisher.still_wanted(jobs)
-        gone = []
-        for digest, group in jobs.items():
-            removed = group.keys() - wanted.get(digest, {}).keys()
+    async def _drop_unwanted_of(self, prompts: Iterable[InFlightPrompt], now: float) -> int:
+        """Drop the prompts that no client waits for; return their number."""
+        checked = {prompt: list(prompt.entries.values()) for prompt in prompts if self._holds(prompt)}
+        for entries in checked.values():
+            for entry in entries:
+                entry.checked_at = now
+        wanted = await self.publisher.still_wanted({prompt.digest: entries for prompt, entries in checked.items()})
+        dropped = []
+        for prompt, entries in checked.items():
+            kept = {entry.id for entry in wanted.get(prompt.digest, ())}
+            removed = [entry for entry in entries if entry.id not in kept]
             # A prompt that was answered during the check is about to be published.
-            if removed and digest in self._engine_thread.outstanding and in_flight.remove(digest, removed):
-                gone.append(digest)
-        if gone:
-            self._engine_thread.abort(gone)
-        return len(gone)
+            if removed and prompt.is_owed and self._holds(prompt) and self._remove(prompt, removed):
+                dropped.append(prompt)
+        if dropped:
+            self.engine_thread.abort(dropped)
+        return len(dropped)
 
-    def _tell_dropped(self, count: int) -> None:
-        """Log how many were let go of: at once, then seldom, for after a run that was stopped each look finds some."""
-        self._untold += count
+    def _log_dropped(self, count: int) -> None:
+        """Log the first drop at once and then one sum a minute: after a stopped run each check drops some."""
+        self._dropped += count
         now = time.monotonic()
-        if self._untold and now - self._told_at >= _TELL_EVERY_S:
-            _log.info("prompts that nobody waits for any more are not computed: %d of them", self._untold)
-            self._untold, self._told_at = 0, now
+        if self._dropped and now - self._logged_at >= _LOG_DROPPED_INTERVAL_S:
+            _log.info("dropped %d prompts that no client waits for any more", self._dropped)
+            self._dropped, self._logged_at = 0, now
 
-    def release(self, ended: Mapping[bytes, Iterable[bytes]]) -> None:
-        """Let go of jobs that have ended; a prompt that was asked for again meanwhile is computed again.
+    # Traces
 
-        Args:
-            ended: digest of the prompt -> entry ids of the jobs.
-        """
-        if self._traces is not None:
-            jobs = self._in_flight.by_prompt(ended)
-            self._traces.ended(
-                trace
-                for digest, group in jobs.items()
-                for trace in _traces_of(group[id_] for id_ in ended[digest] if id_ in group)
-            )
-        again = [self._in_flight.backend_job(digest) for digest in self._in_flight.release(ended)]
-        # What they need may never have been fetched: their first try may have ended for that very reason.
-        if later := [job.digest for job in again if self._is_trie or allowed_in(job)]:
-            self._to_prepare.put_nowait(later)
-        if again := [job for job in again if job.digest not in later]:
-            self._engine_thread.submit(again)
+    def _trace_step(self, result: StepResult) -> None:
+        if self.traces is not None and result.step is not None:
+            entries = [entry for prompt in result.prompts for entry in prompt.entries.values()]
+            if traces := [trace for trace, _ in traces_of(entries)]:
+                self.traces.stepped(traces, result.step, len(result.prompts))
+
+    def _trace_ended(self, entries: Iterable[StreamEntry]) -> None:
+        if self.traces is not None:
+            self.traces.ended(traces_of(entries))
 
 
-def _traces_of(jobs: Iterable[InFlightJob]) -> Iterator[tuple[JobTrace, str]]:
-    """The traces of those jobs that have one, and what the jobs failed with, or ""."""
-    for job in jobs:
-        if job.trace is not None:
-            yield job.trace, "" if job.failure is None else job.failure.kind
+def _checked_at(prompt: InFlightPrompt) -> float:
+    return max(entry.checked_at or entry.since for entry in prompt.entries.values())
 
 
-def _all_told(rows: Mapping[bytes, tuple[BackendJob, RowBlock]]) -> dict[bytes, NDArray[np.float32]]:
-    """What is wanted of the logits behind some prompts; without those where it raises, which the backend answers."""
-    answers = {}
-    for digest, (job, block) in rows.items():
-        try:
-            answers[digest] = _told(job, block)
-        except QUERY_ERRORS as error:
-            failure_of(error)
-    return answers
-
-
-def _told(job: BackendJob, block: RowBlock) -> NDArray[np.float32]:
-    """What is wanted of the logits behind a prompt, from its row."""
-    assert job.positions is not None
-    assert block.log_z is not None
-    return job.positions.of(block.logits(0)[None], block.log_z, np.empty(0, np.uint32)).ravel()
+def _joined(results: Sequence[StepResult]) -> Finished:
+    """The results of several steps as one; rows and vectors are copied."""
+    if len(results) == 1:
+        return results[0].finished
+    finished = [result.finished for result in results]
+    blocks = [block for step in finished for block in step.blocks]
+    digests = [digest for block in blocks for digest in block.digests]
+    is_alike = len({(block.encoding, block.numbers.shape[1]) for block in blocks}) == 1
+    # A prompt is there twice if it was aborted and computed again. Then the blocks stay separate.
+    if len(blocks) > 1 and is_alike and len(set(digests)) == len(digests):
+        blocks = [RowBlock.joined(blocks)]
+    vectors: dict[bytes, NDArray[np.float32]] = {}
+    failures: dict[bytes, str] = {}
+    for step in finished:
+        failures |= step.failures
+        if step.answers is not None:
+            vectors.update(zip(step.answers.digests, step.answers.vectors, strict=True))
+    return Finished(blocks, failures, VectorBlock(list(vectors), list(vectors.values())) if vectors else None)

@@ -1,10 +1,11 @@
-"""Queries: answered instead of sending a row, from a row in the cache or from one that was just computed."""
+"""Queries that a worker answers from rows: rows in the cache, or rows that the backend has just computed."""
 
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -44,293 +45,248 @@ from lmpool.protocol.query import (
 from lmpool.protocol.row import Row, RowBlock, VectorBlock, decode_row
 from lmpool.protocol.token_set import TokenSet, name_in, unpack_tokens
 from lmpool.workers.execution.contract import QUERY_ERRORS, BackendJob, failure_of
-from lmpool.workers.queue.consumer import InFlightJob, InFlightJobs, JobsByDigest
+from lmpool.workers.execution.in_flight import EntriesByDigest, InFlightPrompt, StreamEntry
 from lmpool.workers.queue.publisher import Publisher
 from lmpool.workers.trie.backend import answer
-from lmpool.workers.trie.inputs import TrieInput, TrieInputs
+from lmpool.workers.trie.inputs import TrieInputs
 
-# Of all sets that are kept: 32 MiB.
-_MAX_IDS = 1 << 22
-_NO_TRIES = Failure(SourceMissing.__name__, "this worker has no tries: ask a trie worker")
-_ABSENT = (SourceMissing.__name__, CorruptRow.__name__)
+# Max tokens of all cached sets together: 32 MiB.
+_MAX_CACHED_TOKENS = 1 << 22
+_NO_TRIES = Failure(SourceMissing.__name__, "this worker has no tries: send the query to a trie worker")
+# Failures of a trie query that mean that the cache has no readable row.
+_ROW_MISSING = (SourceMissing.__name__, CorruptRow.__name__)
 
-
-class QueryAnswerer:
-    """Answers queries about one model's rows.
-
-    Args:
-        trie_inputs: brings rows and tries.
-        publisher: takes the answers.
-        info: the model's info; says whether its workers have tries.
-        token_sets: brings the sets that queries are about.
-    """
-
-    def __init__(self, trie_inputs: TrieInputs, publisher: Publisher, info: ModelInfo, token_sets: TokenSets) -> None:
-        self._tries = TrieQueryAnswerer(trie_inputs, publisher, info)
-        self._sampler = Sampler(trie_inputs, publisher, info, token_sets)
-
-    async def answer_from_cache(self, jobs: JobsByDigest, in_flight: InFlightJobs) -> dict[bytes, list[bytes]]:
-        """Answer queries about rows that are in the cache, without the backend.
-
-        Args:
-            jobs: the jobs with the queries, by prompt.
-            in_flight: is told which rows in the cache are damaged.
-
-        Returns:
-            the entry ids of the jobs that were ended, by prompt; where jobs are left, the row is to be computed.
-        """
-        ended: dict[bytes, list[bytes]] = {}
-        tries, picks = _by_kind(jobs)
-        for kind, answerer in ((tries, self._tries), (picks, self._sampler)):
-            for prompt in await answerer.answer_from_cache(kind, in_flight) if kind else ():
-                ended.setdefault(prompt, []).extend(kind[prompt])
-        return ended
-
-    async def answer(self, jobs: JobsByDigest, block: RowBlock) -> None:
-        """Answer queries about the rows of a block, and end the jobs."""
-        rows = await asyncio.to_thread(_rows_of, block, jobs)
-        tries, picks = _by_kind(jobs)
-        if tries:
-            await self._tries.answer(tries, rows)
-        if picks:
-            await self._sampler.answer(picks, rows)
-
-    async def with_tokens(self, jobs: Sequence[BackendJob]) -> tuple[list[BackendJob], dict[bytes, Failure]]:
-        """Have jobs about positions name the tokens that they are about, in place of a set; see `Sampler.with_tokens`.
-
-        Returns:
-            the jobs, and by the digests of the others why they cannot be done.
-        """
-        return await self._sampler.with_tokens(jobs)
+Answer = NDArray[np.float32] | Failure
 
 
+@dataclass(eq=False)
 class TokenSets:
-    """The sets of tokens that queries are about.
+    """The sets of tokens that queries name. The most recently used ones are cached.
 
     Args:
-        redis: has those that are named.
-        keys: the deployment's key names.
+        redis: has the named sets.
+        keys: the deployment's keys.
         vocab_size: V.
     """
 
-    def __init__(self, redis: Redis, keys: Keys, vocab_size: int) -> None:
-        self._redis = redis
-        self._keys = keys
-        self._vocab_size = vocab_size
+    redis: Redis
+    keys: Keys
+    vocab_size: int
+
+    def __post_init__(self) -> None:
         self._named: OrderedDict[bytes, TokenSet] = OrderedDict()
 
-    async def of(self, packed: Iterable[bytes]) -> dict[bytes, TokenSet | LMPoolError]:
-        """Sets as queries carry them -> these, or why one cannot be had."""
-        return {some: await self._read(some) for some in packed}
-
-    async def _read(self, packed: bytes) -> TokenSet | LMPoolError:
+    async def read(self, packed: bytes) -> TokenSet | LMPoolError:
+        """A set as a query carries it -> the set, or why it cannot be read."""
         name = name_in(packed)
         try:
             if name is None:
-                return unpack_tokens(packed, self._vocab_size)
+                return unpack_tokens(packed, self.vocab_size)
             if (tokens := self._named.get(name)) is None:
-                tokens = self._named[name] = await look_up_tokens(self._redis, self._keys, name, self._vocab_size)
+                tokens = self._named[name] = await look_up_tokens(self.redis, self.keys, name, self.vocab_size)
         except (ProtocolError, UnknownTokenSet) as error:
             return error
         except NoPermissionError as error:
-            return ServerError(f"the worker may not read sets of tokens: {error}")
+            return ServerError(f"the worker's Redis user may not read sets of tokens: {error}")
         self._named.move_to_end(name)
-        while len(self._named) > 1 and sum(len(some.ids) for some in self._named.values()) > _MAX_IDS:
+        while len(self._named) > 1 and sum(len(cached.ids) for cached in self._named.values()) > _MAX_CACHED_TOKENS:
             self._named.popitem(last=False)
         return tokens
 
 
-class Sampler:
-    """Answers queries for largest entries, drawn tokens, and what some tokens have together.
+@dataclass(eq=False)
+class QueryAnswerer:
+    """Answers queries about one model's rows: top-k, samples, masses, and values of trie nodes.
 
     Args:
-        trie_inputs: brings rows from the cache.
-        publisher: takes the answers.
+        trie_inputs: fetches rows and tries.
+        publisher: publishes the answers.
         info: the model's info.
-        token_sets: brings the sets that queries are about.
+        token_sets: fetches the sets of tokens that queries name.
     """
 
-    def __init__(self, trie_inputs: TrieInputs, publisher: Publisher, info: ModelInfo, token_sets: TokenSets) -> None:
-        self._token_sets = token_sets
-        self._trie_inputs = trie_inputs
-        self._publisher = publisher
-        self._fingerprint = info.fingerprint
-        self._vocab_size = info.vocab_size
+    trie_inputs: TrieInputs
+    publisher: Publisher
+    info: ModelInfo
+    token_sets: TokenSets
 
-    async def answer_from_cache(self, jobs: JobsByDigest, in_flight: InFlightJobs) -> Collection[bytes]:
-        """See `QueryAnswerer.answer_from_cache`.
+    def __post_init__(self) -> None:
+        self._fingerprint, self._vocab_size = self.info.fingerprint, self.info.vocab_size
+        self._has_tries = self.info.answers_tries
+
+    async def answer_from_cache(self, prompts: Sequence[InFlightPrompt]) -> dict[InFlightPrompt, Sequence[StreamEntry]]:
+        """Answer queries from rows that are in the cache, and note which of these are damaged.
 
         Returns:
-            the prompts whose rows were there; the others are to be computed.
+            prompt -> its ended entries. The other prompts must be computed.
         """
-        replies = await self._publisher.retry(lambda: self._trie_inputs.rows(self._fingerprint, jobs, self._vocab_size))
-        rows: dict[bytes, Row] = {}
-        for prompt, row in replies.items():
-            if isinstance(row, np.ndarray):
-                rows[prompt] = row
-            elif isinstance(row, CorruptRow):
-                in_flight.mark_damaged(prompt)
-        await self.answer({prompt: jobs[prompt] for prompt in rows}, rows)
-        return rows
+        waiting = {prompt.digest: list(prompt.entries.values()) for prompt in prompts}
+        tries, picks = _by_kind(waiting)
+        ended, damaged = set[bytes](), set[bytes]()
+        if tries:
+            ended |= await self._answer_tries(tries, None, damaged)
+        if picks:
+            load_rows = partial(self.trie_inputs.rows, self._fingerprint, picks, self._vocab_size)
+            cached = await self.publisher.retry(load_rows)
+            damaged |= {digest for digest, row in cached.items() if isinstance(row, CorruptRow)}
+            rows = {digest: row for digest, row in cached.items() if isinstance(row, np.ndarray)}
+            await self._answer_picks({digest: picks[digest] for digest in rows}, rows)
+        else:
+            rows = {}
+        for prompt in prompts:
+            prompt.is_damaged = prompt.is_damaged or prompt.digest in damaged
+        answered = {
+            prompt: [
+                *(tries.get(prompt.digest, ()) if prompt.digest in ended else ()),
+                *(picks.get(prompt.digest, ()) if prompt.digest in rows else ()),
+            ]
+            for prompt in prompts
+        }
+        return {prompt: entries for prompt, entries in answered.items() if entries}
 
-    async def answer(self, jobs: JobsByDigest, rows: Mapping[bytes, Row]) -> None:
-        """Answer queries about these rows, and end the jobs."""
-        queries = [job.query for group in jobs.values() for job in group.values()]
-        sets = await self._sets([query.allowed for query in queries if isinstance(query, PickQuery)])
-        picked = await asyncio.to_thread(_pick_all, jobs, rows, sets)
-        by_answer, overwrite = _by_answer(jobs)
-        answers = {digest: answer for digest, answer in picked.items() if isinstance(answer, np.ndarray)}
-        if answers:
-            await self._publisher.publish(VectorBlock(list(answers), list(answers.values())), by_answer, overwrite)
-        failures = {digest: answer for digest, answer in picked.items() if isinstance(answer, Failure)}
-        await _fail(self._publisher, by_answer, failures)
+    async def answer(self, entries: EntriesByDigest, block: RowBlock) -> None:
+        """Answer queries from the rows of a block, and end their entries; `entries` is by digest of the row."""
+        rows = await asyncio.to_thread(_decode_rows, block, entries)
+        tries, picks = _by_kind(entries)
+        if tries:
+            await self._answer_tries(tries, rows, set())
+        if picks:
+            await self._answer_picks(picks, rows)
 
-    async def with_tokens(self, jobs: Sequence[BackendJob]) -> tuple[list[BackendJob], dict[bytes, Failure]]:
-        """See `QueryAnswerer.with_tokens`."""
-        sets = await self._sets([allowed_in(job) for job in jobs])
-        ready, failures = list[BackendJob](), dict[bytes, Failure]()
-        for job in jobs:
-            query, packed = job.positions, allowed_in(job)
-            if query is None or not packed:
-                ready.append(job)
+    async def set_tokens(self, prompts: Sequence[InFlightPrompt]) -> dict[InFlightPrompt, Failure]:
+        """Replace the set of tokens in queries for positions by the tokens; return the prompts that failed."""
+        sets = await self._read_sets([allowed_in(prompt) for prompt in prompts])
+        failures: dict[InFlightPrompt, Failure] = {}
+        for prompt in prompts:
+            if prompt.positions is None or not (packed := allowed_in(prompt)):
                 continue
             try:
-                tokens = _members(sets[packed], query.top)
-                ready.append(job._replace(positions=query.among(tokens.ids)))
+                prompt.positions = prompt.positions.among(_members(sets[packed], prompt.positions.top).ids)
             except (LMPoolError, *QUERY_ERRORS) as error:
-                failures[job.digest] = _failure(error)
-        return ready, failures
+                failures[prompt] = _failure(error)
+        return failures
 
-    async def _sets(self, packed: Iterable[bytes]) -> Mapping[bytes, TokenSet | LMPoolError]:
-        """The sets that queries carry, but for b"", or why one cannot be had."""
+    async def _read_sets(self, packed: Iterable[bytes]) -> Mapping[bytes, TokenSet | LMPoolError]:
         wanted = set(filter(None, packed))
-        return await self._publisher.retry(lambda: self._token_sets.of(wanted)) if wanted else {}
 
+        async def read() -> dict[bytes, TokenSet | LMPoolError]:
+            return {name: await self.token_sets.read(name) for name in wanted}
 
-class TrieQueryAnswerer:
-    """Answers queries for values of trie nodes; where the worker has no tries, tells clients that trie workers do.
+        return await self.publisher.retry(read) if wanted else {}
 
-    Args:
-        trie_inputs: brings tries.
-        publisher: takes the answers.
-        info: the model's info; says whether its workers have tries.
-    """
+    async def _answer_picks(self, entries: EntriesByDigest, rows: Mapping[bytes, Row]) -> None:
+        """Answer top-k, sample and mass queries."""
+        queries = [entry.query for waiting in entries.values() for entry in waiting]
+        sets = await self._read_sets([query.allowed for query in queries if isinstance(query, PickQuery)])
+        await self._publish(entries, await asyncio.to_thread(_pick_all, entries, rows, sets))
 
-    def __init__(self, trie_inputs: TrieInputs, publisher: Publisher, info: ModelInfo) -> None:
-        self._trie_inputs = trie_inputs
-        self._publisher = publisher
-        self._fingerprint = info.fingerprint
-        self._vocab_size = info.vocab_size
-        self._has_tries = info.answers_tries
+    async def _answer_tries(
+        self, entries: EntriesByDigest, rows: Mapping[bytes, Row] | None, damaged: set[bytes]
+    ) -> set[bytes]:
+        """Answer trie queries.
 
-    async def answer_from_cache(self, jobs: JobsByDigest, in_flight: InFlightJobs) -> Collection[bytes]:
-        """See `QueryAnswerer.answer_from_cache`.
+        Args:
+            entries: digest of the row -> entries with the queries.
+            rows: digest of the row -> row; None to read rows from the cache.
+            damaged: receives the digests of rows that cannot be read.
 
         Returns:
-            the prompts that need no row any more; those of the others are to be computed.
+            the digests of the rows whose entries have ended.
         """
-        queries = self._queries(jobs)
-        if not self._has_tries:
-            await self._finish(jobs, {}, dict.fromkeys(queries, _NO_TRIES))
-            return jobs.keys()
-        inputs, failures = await self._publisher.retry(
-            lambda: self._trie_inputs.fill(queries, vocab_size=self._vocab_size)
-        )
-        absent = set()
-        for digest, failure in failures.items():
-            prompt = queries[digest].source
-            if failure.kind in _ABSENT:
-                absent.add(prompt)
-            if failure.kind == CorruptRow.__name__:
-                in_flight.mark_damaged(prompt)
-        known = {prompt: group for prompt, group in jobs.items() if prompt not in absent}
-        await self._finish(
-            known,
-            {digest: trie_input for digest, trie_input in inputs.items() if trie_input.query.source in known},
-            {digest: failure for digest, failure in failures.items() if queries[digest].source in known},
-        )
-        return known.keys()
-
-    async def answer(self, jobs: JobsByDigest, rows: Mapping[bytes, Row]) -> None:
-        """Answer queries about these rows, and end the jobs."""
-        queries = self._queries(jobs)
-        if not self._has_tries:
-            await self._finish(jobs, {}, dict.fromkeys(queries, _NO_TRIES))
-            return
-        fill = partial(self._trie_inputs.fill, queries, rows, vocab_size=self._vocab_size)
-        await self._finish(jobs, *await self._publisher.retry(fill))
-
-    def _queries(self, jobs: JobsByDigest) -> dict[bytes, TrieQuery]:
-        """Digest of the answer -> query, which names its row."""
-        return {
-            job.digest: replace(job.query, rows=self._fingerprint, source=prompt)
-            for prompt, group in jobs.items()
-            for job in group.values()
-            if isinstance(job.query, TrieQuery)
+        queries = {
+            entry.digest: replace(entry.query, rows=self._fingerprint, source=digest)
+            for digest, waiting in entries.items()
+            for entry in waiting
+            if isinstance(entry.query, TrieQuery)
         }
+        if not self._has_tries:
+            await self._publish(entries, dict.fromkeys(queries, _NO_TRIES))
+            return set(entries)
+        fill = partial(self.trie_inputs.fill, queries, rows, vocab_size=self._vocab_size)
+        inputs, failures = await self.publisher.retry(fill)
+        absent = set[bytes]()
+        if rows is None:
+            absent = {queries[digest].source for digest, why in failures.items() if why.kind in _ROW_MISSING}
+            damaged |= {queries[digest].source for digest, why in failures.items() if why.kind == CorruptRow.__name__}
+        known = {digest: waiting for digest, waiting in entries.items() if digest not in absent}
+        inputs = {digest: given for digest, given in inputs.items() if given.query.source in known}
+        answers: dict[bytes, Answer] = {
+            digest: why for digest, why in failures.items() if queries[digest].source in known
+        }
+        block, failed = await asyncio.to_thread(answer, inputs) if inputs else (None, {})
+        if block is not None:
+            answers.update(zip(block.digests, block.vectors, strict=True))
+        answers.update((digest, Failure(WorkerError.__name__, text)) for digest, text in failed.items())
+        await self._publish(known, answers)
+        return set(known)
 
-    async def _finish(
-        self, jobs: JobsByDigest, inputs: Mapping[bytes, TrieInput], failures: dict[bytes, Failure]
-    ) -> None:
-        """Compute and publish answers; end the jobs."""
-        by_answer, overwrite = _by_answer(jobs)
-        answers, failed = await asyncio.to_thread(answer, inputs) if inputs else (None, {})
-        if answers is not None:
-            await self._publisher.publish(answers, by_answer, overwrite)
-        failures |= {digest: Failure(WorkerError.__name__, text) for digest, text in failed.items()}
-        await _fail(self._publisher, by_answer, failures)
+    async def _publish(self, entries: EntriesByDigest, answers: Mapping[bytes, Answer]) -> None:
+        """Publish answers and failures; `answers` is by digest of the answer, `entries` by digest of the row."""
+        by_answer: dict[bytes, list[StreamEntry]] = defaultdict(list)
+        for waiting in entries.values():
+            for entry in waiting:
+                by_answer[entry.digest].append(entry)
+        vectors = {digest: vector for digest, vector in answers.items() if isinstance(vector, np.ndarray)}
+        if vectors:
+            overwrite = {digest for digest, group in by_answer.items() if any(entry.overwrite for entry in group)}
+            await self.publisher.publish(VectorBlock(list(vectors), list(vectors.values())), by_answer, overwrite)
+        failures = {digest: failure for digest, failure in answers.items() if isinstance(failure, Failure)}
+        if failures:
+            await self.publisher.fail(
+                [entry.failing(failure) for digest, failure in failures.items() for entry in by_answer[digest]]
+            )
 
 
-async def _fail(publisher: Publisher, by_answer: JobsByDigest, failures: Mapping[bytes, Failure]) -> None:
-    if failures:
-        await publisher.fail(
-            [job.failing(failure) for digest, failure in failures.items() for job in by_answer[digest].values()]
-        )
+def allowed_in(job: BackendJob) -> bytes:
+    """The packed set of tokens in a query for positions; b"" without one, or if the query has its tokens already."""
+    return b"" if job.positions is None else job.positions.allowed
 
 
 def _pick_all(
-    jobs: JobsByDigest, rows: Mapping[bytes, Row], sets: Mapping[bytes, TokenSet | LMPoolError]
-) -> dict[bytes, NDArray[np.float32] | Failure]:
-    """Digest of the answer -> answer; in a thread, for a row of a large vocabulary takes a millisecond."""
-    queries = {job.digest: (job.query, rows[prompt]) for prompt, group in jobs.items() for job in group.values()}
-    picked: dict[bytes, NDArray[np.float32] | Failure] = {}
+    entries: EntriesByDigest, rows: Mapping[bytes, Row], sets: Mapping[bytes, TokenSet | LMPoolError]
+) -> dict[bytes, Answer]:
+    """Digest of the answer -> answer. Run it in a thread: a row of a large vocabulary takes a millisecond."""
+    queries = {entry.digest: (entry.query, rows[digest]) for digest, waiting in entries.items() for entry in waiting}
+    answers: dict[bytes, Answer] = {}
     for digest, (query, row) in queries.items():
         try:
             assert isinstance(query, PickQuery)
-            most = query.k if isinstance(query, TopQuery) else 1
-            picked[digest] = _pick(query, row, _members(sets[query.allowed], most) if query.allowed else None)
+            count = query.k if isinstance(query, TopQuery) else 1
+            answers[digest] = _pick(query, row, _members(sets[query.allowed], count) if query.allowed else None)
         except (LMPoolError, *QUERY_ERRORS) as error:
-            picked[digest] = _failure(error)
-    return picked
+            answers[digest] = _failure(error)
+    return answers
 
 
 def _failure(error: Exception) -> Failure:
-    """What the client of a query is sent: errors of this package as they are, others as `WorkerError`."""
+    """The failure that the client of a query receives: lmpool's own errors unchanged, others as `WorkerError`."""
     if isinstance(error, LMPoolError):
         return Failure(type(error).__name__, str(error))
     return Failure(WorkerError.__name__, f"the worker failed on this query: {failure_of(error)}")
 
 
 def _pick(query: PickQuery, row: Row, tokens: TokenSet | None) -> NDArray[np.float32]:
-    """What is picked from a row, or from its entries of some tokens.
+    """The answer to a query from a row, or from the row's entries of some tokens.
 
     Raises:
-        NoProbability: nothing can be drawn.
+        NoProbability: no token can be drawn.
     """
-    if isinstance(query, MassQuery):
-        assert tokens is not None
-        return np.array([mass_of(row, tokens.ids)])
-    if isinstance(query, SampleQuery):
-        return pack_token(sample(row, query.how) if tokens is None else sample_of(row, query.how, tokens.ids))
-    return pack_top(top(row, query.k) if tokens is None else top_of(row, query.k, tokens.ids))
+    match query:
+        case MassQuery():
+            assert tokens is not None
+            return np.array([mass_of(row, tokens.ids)])
+        case SampleQuery():
+            return pack_token(sample(row, query.how) if tokens is None else sample_of(row, query.how, tokens.ids))
+        case _:
+            return pack_top(top(row, query.k) if tokens is None else top_of(row, query.k, tokens.ids))
 
 
 def _members(tokens: TokenSet | LMPoolError, count: int) -> TokenSet:
-    """A set, of whose tokens so many are wanted.
+    """A set of at least `count` tokens.
 
     Raises:
-        LMPoolError: why it cannot be had.
-        SettingsError: it does not have so many.
+        LMPoolError: the set cannot be read.
+        SettingsError: it has fewer tokens.
     """
     if isinstance(tokens, LMPoolError):
         raise tokens
@@ -339,35 +295,18 @@ def _members(tokens: TokenSet | LMPoolError, count: int) -> TokenSet:
     return tokens
 
 
-def allowed_in(job: BackendJob) -> bytes:
-    """The set of tokens that a job about positions carries; b"" where it carries none, or has its tokens."""
-    return b"" if job.positions is None else job.positions.allowed
-
-
-def _by_kind(jobs: JobsByDigest) -> tuple[JobsByDigest, JobsByDigest]:
-    """The jobs that want values of trie nodes, and those that want what a sampler picks; both by prompt."""
-    tries: dict[bytes, dict[bytes, InFlightJob]] = {}
-    picks: dict[bytes, dict[bytes, InFlightJob]] = {}
-    for prompt, group in jobs.items():
-        for entry_id, job in group.items():
-            kind = tries if isinstance(job.query, TrieQuery) else picks
-            kind.setdefault(prompt, {})[entry_id] = job
+def _by_kind(entries: EntriesByDigest) -> tuple[EntriesByDigest, EntriesByDigest]:
+    """The entries with trie queries, and those with other queries; both by digest of the row."""
+    tries: dict[bytes, list[StreamEntry]] = {}
+    picks: dict[bytes, list[StreamEntry]] = {}
+    for digest, waiting in entries.items():
+        for entry in waiting:
+            kind = tries if isinstance(entry.query, TrieQuery) else picks
+            kind.setdefault(digest, []).append(entry)
     return tries, picks
 
 
-def _by_answer(jobs: JobsByDigest) -> tuple[JobsByDigest, set[bytes]]:
-    """The jobs by the digest of their answer, and the answers that must replace what is stored."""
-    by_answer: dict[bytes, dict[bytes, InFlightJob]] = {}
-    overwrite = set()
-    for group in jobs.values():
-        for entry_id, job in group.items():
-            by_answer.setdefault(job.digest, {})[entry_id] = job
-            if job.overwrite:
-                overwrite.add(job.digest)
-    return by_answer, overwrite
-
-
-def _rows_of(block: RowBlock, digests: Collection[bytes]) -> dict[bytes, Row]:
+def _decode_rows(block: RowBlock, digests: Collection[bytes]) -> dict[bytes, Row]:
     """Some rows of a block, as clients read them."""
     size = block.numbers.shape[1]
     return {

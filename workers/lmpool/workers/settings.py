@@ -1,4 +1,4 @@
-"""Settings of a worker that do not depend on its backend."""
+"""Settings of a worker, except those of its backend."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lmpool.settings import check_choice, check_name, check_number, check_texts,
 
 @dataclass(frozen=True, slots=True)
 class WorkerSettings:
-    """How a worker serves.
+    """Settings of a worker.
 
     Raises:
         SettingsError: a value is malformed.
@@ -21,64 +21,65 @@ class WorkerSettings:
     prefix: str = field(default="lmpool", metadata={"help": "Prefix of all Redis keys."})
     lease_s: float = field(
         default=15.0,
-        metadata={"help": "Seconds without a heartbeat after which a worker's jobs are given to another."},
+        metadata={"help": "Seconds without a heartbeat after which other workers take over a worker's jobs."},
     )
     step_timeout_s: float = field(
         default=300.0,
         metadata={
-            "help": "Seconds that the backend may take over one step, or over loading one adapter. One that takes "
-            "longer hangs: its worker hands its jobs to others and ends."
+            "help": "Max seconds of one step of the backend, or of loading one adapter. A backend that takes longer "
+            "hangs: its worker releases its jobs to others and ends."
         },
     )
     max_deliveries: int = field(default=3, metadata={"help": "Deliveries after which a job is given up."})
-    queue_limit: int = field(default=100_000, metadata={"help": "Prompts that may wait for the model at once."})
+    queue_limit: int = field(default=100_000, metadata={"help": "Max prompts that wait for the model at once."})
     row_ttl_s: float = field(default=3600.0, metadata={"help": "Seconds that a row stays in the cache."})
     shm_bytes: int | None = field(
         default=None,
         metadata={
-            "help": "Bytes of memory for the rows that clients on this machine read; 0 for none. Default: an eighth of "
-            "what is free, at most 4 GiB."
+            "help": "Bytes of shared memory for the rows of clients on this machine; 0 for none. Default: an eighth of "
+            "the free memory, at most 4 GiB."
         },
     )
-    log_every_s: float = field(default=60.0, metadata={"help": "Seconds between two lines of counters in the log."})
+    log_every_s: float = field(default=60.0, metadata={"help": "Seconds between two log lines with counters."})
     with_trie: bool = field(
-        default=False, metadata={"help": "Answer trie jobs about the model's rows in the step that computes the row."}
+        default=False,
+        metadata={"help": "Answer trie queries about rows in the step that computes the row."},
     )
     trie_mb: int = field(
-        default=2048, metadata={"help": "Megabytes that tries may take; the least recently used are dropped."}
+        default=2048, metadata={"help": "Max megabytes of tries; the least recently used are dropped."}
     )
-    trie_values_mb: int = field(default=512, metadata={"help": "Megabytes that the values of recent rows may take."})
+    trie_values_mb: int = field(default=512, metadata={"help": "Max megabytes of the values of recent rows."})
     metrics_port: int = field(
         default=0,
         metadata={
             "help": "Port for /metrics, /healthz and /readyz over HTTP; 0 for none. Every worker of a machine needs "
-            "its own."
+            "a port of its own."
         },
     )
     metrics_host: str = field(
-        default="127.0.0.1", metadata={"help": "Address that this port is open on; 0.0.0.0 for all of this machine's."}
+        default="127.0.0.1", metadata={"help": "Address of this port; 0.0.0.0 for all addresses of this machine."}
     )
-    log_format: str = field(default="text", metadata={"help": "Text, or json for one object a line."})
+    log_format: str = field(default="text", metadata={"help": "Log format: text, or json with one object per line."})
     adapter_root: list[str] = field(
         default_factory=list,
         metadata={
-            "help": "Folder in which adapters must lie, all links followed; may be given several times. Without it an "
-            "adapter may lie wherever this worker can read."
+            "help": "Folder that must contain the adapters, after following all links; may be given several times. "
+            "Default: any folder that this worker can read."
         },
     )
     adapter_hub: bool = field(
         default=False,
         metadata={
-            "help": "Load adapters that are offered by their names on the hub. Those of --adapters may have such names "
-            "in any case."
+            "help": "Load adapters that clients name by their names on the hub. --adapters accepts such names in any "
+            "case."
         },
     )
-    adapter_mb: int = field(default=8192, metadata={"help": "Megabytes that the files of one adapter may take."})
+    adapter_mb: int = field(default=8192, metadata={"help": "Max megabytes of the files of one adapter."})
     tracing: bool = field(
         default=False,
         metadata={
-            "help": "Make OpenTelemetry spans of the jobs whose clients trace them, and send them where "
-            "OTEL_EXPORTER_OTLP_ENDPOINT says (also: LMPOOL_TRACING=1)."
+            "help": "Make OpenTelemetry spans of jobs whose clients trace them, and send them to "
+            "OTEL_EXPORTER_OTLP_ENDPOINT (also: LMPOOL_TRACING=1)."
         },
     )
 
@@ -104,5 +105,5 @@ class WorkerSettings:
 
     @property
     def heartbeat_s(self) -> float:
-        """Seconds between two heartbeats, so that a missed one or two do no harm."""
+        """Seconds between two heartbeats: one or two may be lost within a lease."""
         return self.lease_s / 5

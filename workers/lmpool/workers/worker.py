@@ -1,224 +1,137 @@
-"""A worker: fetches, computes and publishes, all three at once, until it is told to stop."""
+"""A worker: joins a model, runs its parts until it is told to stop, and leaves."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import math
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from dataclasses import replace
 from functools import partial
 
 from redis.exceptions import RedisError, ResponseError
 
 from lmpool.aio import delays, end_tasks, finish
+from lmpool.broker.connection import CommandConnection, reply_timeout
+from lmpool.broker.registries import AdapterRegistry
+from lmpool.broker.scripts import read_alive, read_infos
 from lmpool.broker.server import Server
-from lmpool.broker.server_checks import read_memory
+from lmpool.broker.server_checks import read_doubts, read_memory
 from lmpool.errors import LMPoolError, ModelMismatch, ProtocolError, ServerError, SettingsError, WorkerError
-from lmpool.protocol.model_info import ModelInfo
-from lmpool.workers.execution.contract import BackendSettings, BackendStats, Finished
+from lmpool.protocol.keys import Keys
+from lmpool.protocol.model_info import TRIE_SERVICE, ModelInfo
+from lmpool.rows.cache import RowCache
+from lmpool.rows.segment import SegmentWriter
+from lmpool.rows.shared_memory import SegmentReader
+from lmpool.workers.dispatch import Dispatcher, FetchLoop, Lifecycle, ResultQueue
+from lmpool.workers.execution.contract import BackendSettings, BackendStats
 from lmpool.workers.execution.engine_thread import EngineThread, Opened
+from lmpool.workers.execution.in_flight import InFlight, entry_ids
 from lmpool.workers.execution.watchdogs import Watchdog
-from lmpool.workers.membership.heartbeat import CheckpointWatch, Loading, new_worker_id
-from lmpool.workers.metrics.counters import CounterDelta, Counters
+from lmpool.workers.membership.adapters import AdapterKeeper, AdapterSources, AdapterTrials
+from lmpool.workers.membership.heartbeat import CheckpointWatch, Heartbeat, Loading, new_worker_id
+from lmpool.workers.metrics.counters import CounterDelta, WorkerCounters
 from lmpool.workers.metrics.prometheus import Health, Snapshot
-from lmpool.workers.queue.consumer import STALE_S, InFlightJob
-from lmpool.workers.serving import Serving, WorkerContext, assemble, check_before_loading
+from lmpool.workers.metrics.tracing import JobTraces
+from lmpool.workers.queries import QueryAnswerer, TokenSets
+from lmpool.workers.queue.consumer import Consumer
+from lmpool.workers.queue.jobs import STALE_S, JobReader, UnwantedEntries
+from lmpool.workers.queue.leases import Leases
+from lmpool.workers.queue.publisher import Publisher
 from lmpool.workers.settings import WorkerSettings
+from lmpool.workers.trie.backend import warm_up
+from lmpool.workers.trie.inputs import TrieInputs
 
 _log = logging.getLogger("lmpool.worker")
 
+# Tasks that publish large rows: one waits for the server while the other encodes.
 _PUBLISHERS = 2
-# What a step brings that is no larger is published together with what others bring meanwhile: so many of them at most.
-_SMALL_BYTES = 64 * 1024
-_MAX_STEPS = 8
+# Max seconds to deregister, or to finish after the backend broke.
 _LEAVE_S = 10.0
-# How long to wait for jobs: at first briefly, for there may be some in others' lanes.
-_MIN_BLOCK_MS = 4
-_BLOCK_MS = 500
-_GIVE_WAY_S = 0.001
-# Steps that are shorter take less than a call of the server, so the backend would wait for the next batch: then a call
-# takes several. With longer ones, what a worker takes beyond a batch would be missing to another.
-_SHORT_STEP_S = 0.001
-# Of prompts in a call that takes several batches, far below what a connection accepts as a reply.
-_MAX_TAKEN_BYTES = 32 * 1024 * 1024
-_UNPUBLISHED_BATCHES = 4
-# For how long a worker takes nothing new, as a part of its lease, so that it may become empty for a prompt that must
-# run alone. Claims are as far apart: a worker that does not become empty serves others half of the time.
-_DRAIN_SHARE = 1 / 3
 
 
-class Lifecycle:
-    """Whether a worker goes on, and how its parts hear of changes.
-
-    Attributes:
-        stopping: set when the worker is to take nothing more and to finish what it holds.
-        broken: why the backend is of no use any more, or None.
-    """
-
-    def __init__(self) -> None:
-        self.stopping = asyncio.Event()
-        self.broken: BaseException | None = None
-        self._changed = asyncio.Event()
-
-    def stop(self) -> None:
-        """Take nothing more, and finish."""
-        self.stopping.set()
-        self.notify()
-
-    def give_up(self, error: BaseException) -> None:
-        """Note that the backend is of no use any more; the first reason counts. Jobs in flight stay so for now."""
-        self.broken = self.broken or error
-
-    def notify(self) -> None:
-        """Wake all parts that wait for a change."""
-        self._changed.set()
-
-    async def wait_for(self, condition: Callable[[], bool]) -> None:
-        """Wait until a condition holds; not any longer once the backend is broken."""
-        while self.broken is None and not condition():
-            await self.wait_for_change()
-
-    async def wait_for_change(self, timeout_s: float | None = None) -> None:
-        """Wait until something changes, or until some seconds have passed."""
-        self._changed.clear()
-        if timeout_s is None:
-            await self._changed.wait()
-            return
-        timer = asyncio.get_running_loop().call_later(timeout_s, self._changed.set)
-        await self._changed.wait()
-        timer.cancel()
-
-
-class FetchLoop:
-    """Brings jobs to the backend as long as it has capacity: new ones, and those of workers that fell silent.
+class Serving:
+    """The parts of a worker that serve its model. None of them has used the server yet.
 
     Args:
-        worker: explains and counts errors of the server.
-        lifecycle: whether to go on.
-        serving: the consumer that jobs are taken from, and the dispatcher that they go to.
+        worker: the worker that has the parts.
+        lifecycle: whether the worker continues.
+        engine_thread: runs the backend.
+        opened: properties of the backend.
+
+    Raises:
+        SettingsError: the model has the name of the trie workers, or a package for traces is missing.
     """
 
-    def __init__(self, worker: WorkerContext, lifecycle: Lifecycle, serving: Serving) -> None:
-        self._server = worker.server
-        self._counters = worker.counters
-        self._lifecycle = lifecycle
-        self._in_flight = serving.in_flight
-        self._engine_thread = serving.engine_thread
-        self._consumer = serving.consumer
-        self._dispatcher = serving.dispatcher
-        self._lease_s = serving.info.lease_s
-        # What a trie job asks for is larger than its prompt, and has no limit that would be of use here.
-        self._most_job_bytes = math.inf if serving.info.is_trie else 4 * serving.info.max_prompt_tokens
-        # Locked from taking jobs until they are in `_in_flight`: a job that is not is neither renewed nor counted.
-        self._taking = asyncio.Lock()
+    def __init__(self, worker: Worker, lifecycle: Lifecycle, engine_thread: EngineThread, opened: Opened) -> None:
+        server, settings, worker_id, counters = worker.server, worker.settings, worker.worker_id, worker.counters
+        info = self.info = _info_of(opened, settings)
+        keys = Keys(settings.prefix)
+        model = keys.model(info.name)
+        # Half a lease: a renewal without a reply is sent again before the lease expires.
+        redis = self.redis = server.client(reply_timeout_s=reply_timeout(info.lease_s / 2))
+        self.connection = CommandConnection(server, model.jobs)
+        self.connection.reply_timeout_s = reply_timeout(info.lease_s)
+        self.engine_thread = engine_thread
+        self.segments = SegmentReader()
+        self.rows = RowCache(server, keys, info, self.segments)
+        self.segment = SegmentWriter(info, worker_id, settings.shm_bytes, partial(setattr, counters, "shared_bytes"))
+        engine_thread.write_to(self.segment.new_rows)
+        unwanted = UnwantedEntries(redis, model, counters)
+        self.publisher = Publisher(
+            server, self.rows, model, info.fingerprint, worker_id, unwanted, counters, self.segment
+        )
+        self.heartbeat = Heartbeat(
+            redis, keys, info, worker_id, opened.batch, opened.vocabulary, opened.tokenizer, worker.files
+        )
+        self.adapters = AdapterKeeper(
+            AdapterRegistry(redis, model, info.fingerprint),
+            engine_thread,
+            opened.adapters,
+            AdapterSources.of(settings),
+            AdapterTrials(redis, keys, info.name, worker_id, settings),
+            lambda: worker.send_heartbeat(self),
+            self.heartbeat.others,
+        )
+        self.trie_inputs = TrieInputs(server, keys, opened.device, settings, self.segments, counters)
+        queries = QueryAnswerer(self.trie_inputs, self.publisher, info, TokenSets(redis, keys, info.vocab_size))
+        traces = JobTraces(info.name, worker_id) if settings.tracing else None
+        reader = JobReader(info, worker_id, counters, traces)
+        self.in_flight: InFlight = {}
+        self.consumer = Consumer(redis, self.connection, model, worker_id, reader, unwanted, counters)
+        self.leases = Leases(redis, model, info, worker_id, settings.max_deliveries, reader, unwanted)
+        self.dispatcher = Dispatcher(
+            self.in_flight,
+            engine_thread,
+            self.publisher,
+            self.trie_inputs,
+            queries,
+            info,
+            worker_id,
+            self.adapters,
+            self.segment,
+            traces,
+        )
+        self.fetch_loop = FetchLoop(
+            server,
+            counters,
+            lifecycle,
+            self.in_flight,
+            engine_thread,
+            info,
+            self.consumer,
+            self.leases,
+            self.dispatcher,
+        )
 
-    async def fetch(self) -> None:
-        """Take jobs until the worker stops: a batch when the backend is idle, the next one while it computes."""
-        waits, lifecycle, block_ms = delays(), self._lifecycle, _BLOCK_MS
-        while not lifecycle.stopping.is_set():
-            await lifecycle.wait_for(lambda: lifecycle.stopping.is_set() or self._capacity_for_new() > 0)
-            if lifecycle.stopping.is_set():
-                return
-            try:
-                async with self._taking:
-                    # Waiting for the lock may have taken long: a suspect job may have run alone meanwhile.
-                    if lifecycle.stopping.is_set() or (capacity := self._capacity_for_new()) <= 0:
-                        continue
-                    jobs = await self._consumer.take(self._count_to_take(capacity), block_ms)
-                    if not jobs:
-                        await self._find_more(capacity)
-                    block_ms = self._next_block(jobs, block_ms)
-                    was_idle = not self._in_flight
-                    await self._dispatcher.accept(jobs)
-            except (RedisError, OSError, LMPoolError) as error:
-                self._counters.server_errors += 1
-                _log.warning("cannot fetch, will try again: %s", self._server.explain(error))
-                await asyncio.sleep(next(waits))
-                continue
-            waits = delays()
-            if was_idle and self._in_flight:
-                # An idle backend is to begin: its thread needs the interpreter that the next fetch would occupy. What
-                # it has computed by then is sent first.
-                await lifecycle.wait_for_change(_GIVE_WAY_S)
-                await asyncio.sleep(0)
-
-    def _next_block(self, jobs: Sequence[InFlightJob], block_ms: int) -> int:
-        """For how long the next read may wait: not for long where there may soon be something to steal."""
-        if self._consumer.is_alone:
-            return _BLOCK_MS
-        if jobs:
-            return _MIN_BLOCK_MS
-        if self._in_flight:  # Until about the end of its step.
-            return int(min(_BLOCK_MS, max(_MIN_BLOCK_MS, 1000 * self._engine_thread.step_s)))
-        return min(4 * block_ms, _BLOCK_MS)
-
-    async def _find_more(self, capacity: int) -> None:
-        """Have the worker's lane get something, where it and the shared stream have nothing."""
-        await self._consumer.refill()
-        if not self._in_flight:
-            await self._consumer.steal(min(capacity, self._engine_thread.batch), self._engine_thread.step_s)
-
-    async def claim(self) -> None:
-        """Take over jobs of silent workers, as long as there are some and this one has capacity.
-
-        Raises:
-            RedisError, OSError, LMPoolError: the server cannot be used.
-        """
-        lifecycle = self._lifecycle
-        async with self._taking:
-            alone, claims = False, 0
-            while True:
-                # A busy worker claims as soon as it has capacity: jobs of crashed workers go before new ones.
-                is_free = alone or await self._wait_until(lambda: lifecycle.stopping.is_set() or self._capacity() > 0)
-                if not is_free or lifecycle.stopping.is_set() or lifecycle.broken is not None:
-                    break
-                count = max(1, min(self._capacity(), self._engine_thread.batch))
-                claimed = await self._consumer.claim(count, self._in_flight.entry_ids())
-                self._counters.claimed += len(claimed.jobs)
-                if claimed.jobs:
-                    _log.info("took over %d prompts of workers that fell silent", len(claimed.jobs))
-                elif not claimed.alone and claims >= claimed.further:
-                    break
-                claims += 1
-                await self._dispatcher.accept(claimed.jobs)
-                alone = claimed.alone
-                if alone and claimed.jobs:
-                    # The job that may have killed other workers runs with nothing else in this worker.
-                    await lifecycle.wait_for(lambda: not self._in_flight)
-                elif alone and not await self._wait_until(lambda: not self._in_flight):
-                    # Another worker may be empty sooner; if none is, the next claim tries again.
-                    break
-
-    async def _wait_until(self, condition: Callable[[], bool]) -> bool:
-        """Wait until a condition holds, at most for a part of a lease; returns whether it does."""
-        try:
-            async with asyncio.timeout(_DRAIN_SHARE * self._lease_s):
-                await self._lifecycle.wait_for(condition)
-        except TimeoutError:
-            return False
-        return True
-
-    def _capacity(self) -> int:
-        """How many more prompts may be taken."""
-        if self._lifecycle.broken is not None:
-            return 0
-        return min(self._engine_thread.capacity, self._unpublished_capacity())
-
-    def _count_to_take(self, capacity: int) -> int:
-        """A batch, or as many whole ones as there is capacity for when a step takes less than a call of the server."""
-        batch = self._engine_thread.batch
-        is_short = self._engine_thread.step_s < _SHORT_STEP_S and capacity * self._most_job_bytes <= _MAX_TAKEN_BYTES
-        return capacity // batch * batch if is_short and capacity > batch else min(capacity, batch)
-
-    def _capacity_for_new(self) -> int:
-        # None for a part of a batch: it would be published as a part, and leave capacity for a part again.
-        return self._capacity() if self._unpublished_capacity() >= self._engine_thread.batch else 0
-
-    def _unpublished_capacity(self) -> int:
-        # A prompt that yields to others may take hundreds of steps, and is not published before the last.
-        unpublished = len(self._in_flight) - self._engine_thread.yielding
-        return _UNPUBLISHED_BATCHES * self._engine_thread.batch - unpublished
+    async def close(self) -> None:
+        """Close all connections."""
+        self.segment.close()
+        self.segments.close()
+        self.rows.close()
+        self.trie_inputs.close()
+        self.connection.close()
+        await self.redis.aclose()
 
 
 class Worker:
@@ -226,51 +139,50 @@ class Worker:
 
     Args:
         server: the pool's Redis.
-        backend: what the backend is told; it is opened in a thread of its own.
+        backend: settings of the backend, which is opened in a thread of its own.
         settings: see `WorkerSettings`.
 
     Attributes:
-        is_hung: `run` has ended, but the backend's thread has not: only the end of the process ends it.
-        health: whether it lives and takes jobs.
+        is_hung: `run` has returned, but the backend's thread has not: only the end of the process ends it.
+        health: whether the worker is alive and takes jobs.
     """
 
     def __init__(self, server: Server, backend: BackendSettings, settings: WorkerSettings | None = None) -> None:
-        self._server = server
+        self.server = server
         self._backend = backend
-        self._settings = settings or WorkerSettings()
+        self.settings = settings or WorkerSettings()
         self._id = new_worker_id()
-        self._counters = Counters()
-        self._delta = CounterDelta(self._counters)
+        self.counters = WorkerCounters()
+        self._delta = CounterDelta(self.counters)
         self._lifecycle = Lifecycle()
-        self._finished: asyncio.Queue[Finished] = asyncio.Queue()
-        self._finished_small: asyncio.Queue[Finished] = asyncio.Queue()
+        self._results = ResultQueue(self._lifecycle)
         self._serving: Serving | None = None
         self._is_refused = False
-        self._beating = asyncio.Lock()
+        self._heartbeat_lock = asyncio.Lock()
         self._claim_soon = asyncio.Event()
         self._claim_soon.set()  # The first claim is made as soon as the worker serves.
         self.is_hung = False
-        self.health = Health(self._settings.lease_s, self._settings.step_timeout_s)
+        self.health = Health(self.settings.lease_s, self.settings.step_timeout_s)
 
     @property
     def worker_id(self) -> str:
-        """The worker's name in Redis."""
+        """The worker's id in Redis."""
         return self._id
 
     def snapshot(self) -> Snapshot:
-        """What the worker is and has done, for metrics; for any thread."""
-        is_ready, silent_s = not self.health.why_not_ready(), self.health.silent_s
+        """The worker's state for metrics; callable from any thread."""
         serving = self._serving
         stats = BackendStats() if serving is None else serving.engine_thread.stats
+        is_ready, silent_s = not self.health.why_not_ready(), self.health.silent_s
         return Snapshot(
-            self._backend.served_as, self._id, is_ready, self._count_in_flight(), silent_s, stats, self._counters
+            self._backend.served_as, self._id, is_ready, self._count_in_flight(), silent_s, stats, self.counters
         )
 
     def _count_in_flight(self) -> int:
         return 0 if self._serving is None else len(self._serving.in_flight)
 
     def stop(self) -> None:
-        """Drain: take nothing more, finish and publish the jobs in flight, then return from `run`."""
+        """Drain: take nothing more, finish and publish the prompts in flight, then return from `run`."""
         if not self._lifecycle.stopping.is_set():
             _log.info("stopping: %d prompts to finish", self._count_in_flight())
         self.health.state = "draining"
@@ -289,60 +201,59 @@ class Worker:
 
         Args:
             on_ready: called once with the info when the worker takes jobs.
-            guard: is entered when the backend is open and left when it is closed; see `ProcessWatchdog`.
+            guard: entered when the backend is open, and left when it is closed; see `ProcessWatchdog`.
 
         Raises:
-            ModelMismatch: the model, or an adapter of it, is served with other weights, or is so by now because this
-                worker was silent long.
-            SettingsError: an adapter lies where none may, one that is in service cannot be loaded, or other workers
-                lack one of this worker's.
-            ServerError: the server cannot be used at the start; later the worker waits for it instead.
-            WorkerError: the backend broke, or hangs: see `is_hung`.
+            ModelMismatch: other workers serve the model, or an adapter of it, with other weights.
+            SettingsError: an adapter lies in a forbidden place, an adapter in service cannot be loaded, or other
+                workers lack one of this worker's adapters.
+            ServerError: the server cannot be used at the start. Later the worker waits for it instead.
+            WorkerError: the backend broke or hangs: see `is_hung`.
         """
-        await check_before_loading(self._server, self._backend, self._settings)
+        await check_before_loading(self.server, self._backend, self.settings)
         self.health.start()
-        files = CheckpointWatch(self._backend)
+        self.files = CheckpointWatch(self._backend)
         engine_thread = EngineThread(
             self._backend.open,
-            self._on_finished,
+            self._results.put,
             self._break,
-            self._counters.stepped,
-            tells_steps=self._settings.tracing,
+            self.counters.stepped,
+            tells_steps=self.settings.tracing,
         )
         guarded = ExitStack()
         try:
-            async with Loading(self._server, self._settings, self._id, self._backend.served_as):
+            async with Loading(self.server, self.settings, self._id, self._backend.served_as):
                 opened = await engine_thread.start()
             guarded.enter_context(guard)
-            async with Watchdog(engine_thread, self._settings.step_timeout_s, partial(self._hang, engine_thread)):
-                await self._run(engine_thread, opened, files, on_ready)
+            async with Watchdog(engine_thread, self.settings.step_timeout_s, partial(self._hang, engine_thread)):
+                await self._run(engine_thread, opened, on_ready)
         finally:
             with guarded:
-                await engine_thread.close(self._settings.step_timeout_s)
+                await engine_thread.close(self.settings.step_timeout_s)
             self.is_hung = engine_thread.is_hung
             self.health.end()
 
     async def _run(
-        self,
-        engine_thread: EngineThread,
-        opened: Opened,
-        files: CheckpointWatch,
-        on_ready: Callable[[ModelInfo], None] | None,
+        self, engine_thread: EngineThread, opened: Opened, on_ready: Callable[[ModelInfo], None] | None
     ) -> None:
         """Join the model, serve it until `stop`, and leave it."""
-
-        async def on_adapter_change() -> None:
-            await self._send_heartbeat(serving)
-
         _log.info("joining the pool")
-        worker = WorkerContext(self._server, self._settings, self._id, self._counters, files)
-        serving = self._serving = await assemble(worker, engine_thread, opened, on_adapter_change)
+        if self.settings.with_trie:
+            await asyncio.to_thread(warm_up, opened.device)
+        serving = self._serving = Serving(self, self._lifecycle, engine_thread, opened)
         try:
-            await self._join(serving)
-            self._set_ready(engine_thread)
+            await serving.consumer.ensure_group()
+            await serving.heartbeat.join(self._heartbeat_fields(serving))
+            await serving.consumer.open_lane()
+            if not serving.info.is_trie:
+                await serving.adapters.start()
+            self.health.watch(lambda: engine_thread.stepping_since)
+            self.health.answered()
+            if not self._lifecycle.stopping.is_set():
+                self.health.state = "ready"
             if on_ready is not None:
                 on_ready(serving.info)
-            await self._serve(serving, FetchLoop(worker, self._lifecycle, serving))
+            await self._serve(serving)
             await self._leave(serving, "")
         except (ModelMismatch, ServerError, SettingsError, WorkerError) as error:
             await self._leave(serving, _reason(self._lifecycle.broken or error))
@@ -350,61 +261,50 @@ class Worker:
         except LMPoolError:
             raise  # Some are OSErrors too.
         except (RedisError, OSError) as error:
-            raise self._server.explain(error) from error
+            raise self.server.explain(error) from error
         finally:
             await finish(serving.close())
 
-    async def _join(self, serving: Serving) -> None:
-        await serving.consumer.ensure_group()
-        await serving.heartbeat.join(self._heartbeat_fields(serving))
-        await serving.consumer.open_lane()
-        if not serving.info.is_trie:
-            await serving.adapters.start()
-
-    def _set_ready(self, engine_thread: EngineThread) -> None:
-        self.health.watch(lambda: engine_thread.stepping_since)
-        self.health.answered()
-        if not self._lifecycle.stopping.is_set():
-            self.health.state = "ready"
-
     async def _leave(self, serving: Serving, reason: str) -> None:
-        """Deregister; give the jobs still in flight to others, with the reason why this worker ends."""
+        """Deregister, and release the prompts in flight with the reason why this worker ends."""
+        is_broken = self._lifecycle.broken is not None
         try:
-            # After a lease others take it all by themselves.
-            async with asyncio.timeout(min(self._settings.lease_s, _LEAVE_S)):
-                if handed := await serving.consumer.hand_back(reason, serving.in_flight.entry_ids()):
-                    _log.info("handed %d prompts back: other workers take them over", handed)
-                await serving.adapters.leave(is_broken=self._lifecycle.broken is not None)
-                await serving.heartbeat.leave(for_good=self._lifecycle.broken is None)
+            # Other workers take everything over after a lease in any case.
+            async with asyncio.timeout(min(self.settings.lease_s, _LEAVE_S)):
+                await serving.consumer.close_lane()
+                if released := await serving.leases.release_all(reason, entry_ids(serving.in_flight)):
+                    _log.info("released %d prompts for other workers", released)
+                await serving.adapters.leave(is_broken=is_broken)
+                await serving.heartbeat.leave(for_good=not is_broken)
         except (RedisError, OSError, ProtocolError) as error:
-            # Nothing is lost: what stays there expires or is swept.
-            _log.warning("cannot deregister: %s", self._server.explain(error))
+            # Nothing is lost: the rest expires, or others remove it.
+            _log.warning("cannot deregister: %s", self.server.explain(error))
 
-    async def _serve(self, serving: Serving, loop: FetchLoop) -> None:
-        """Run all parts until the worker is told to stop and holds nothing any more."""
-        lease_s, every = self._settings.lease_s, partial(self._every, serving)
-        fetching = asyncio.create_task(loop.fetch(), name="fetch")
+    async def _serve(self, serving: Serving) -> None:
+        """Run all parts until the worker is told to stop and holds no prompts."""
+        lease_s, every, dispatcher = self.settings.lease_s, partial(self._every, serving), serving.dispatcher
+        fetching = asyncio.create_task(serving.fetch_loop.fetch(), name="fetch")
         draining = asyncio.create_task(self._drain(serving, fetching), name="drain")
         parts = [
             asyncio.create_task(part, name=name)
             for name, part in [
-                *((f"publish-{i}", self._publish_all(serving)) for i in range(_PUBLISHERS)),
-                ("publish-small", self._publish_small(serving)),
-                ("prepare", serving.dispatcher.prepare(self._lifecycle.notify)),
+                *((f"publish-{i}", self._results.run(dispatcher.publish, small=False)) for i in range(_PUBLISHERS)),
+                ("publish-small", self._results.run(dispatcher.publish, small=True)),
+                ("prepare", dispatcher.prepare(self._lifecycle.notify)),
                 ("segment", serving.segment.run()),
                 *([] if serving.info.is_trie else [("adapters", serving.adapters.run())]),
-                ("heartbeat", every(self._settings.heartbeat_s, partial(self._send_heartbeat, serving))),
-                ("segments", every(self._settings.heartbeat_s, serving.segments.release_removed)),
+                ("heartbeat", every(self.settings.heartbeat_s, partial(self.send_heartbeat, serving))),
+                ("segments", every(self.settings.heartbeat_s, serving.segments.release_removed)),
                 ("draining", self._show_draining(serving)),
-                ("leases", every(lease_s / 3, partial(self._renew, serving))),
-                ("claims", every(lease_s / 3, partial(self._claim, serving, loop), self._claim_soon)),
+                ("leases", every(lease_s / 3, lambda: serving.leases.renew(entry_ids(serving.in_flight)))),
+                ("claims", every(lease_s / 3, partial(self._claim, serving), self._claim_soon)),
                 ("unwanted", every(STALE_S, partial(self._drop_unwanted, serving))),
-                ("log", every(self._settings.log_every_s, partial(self._log_counters, serving))),
+                ("log", every(self.settings.log_every_s, partial(self._log_counters, serving))),
             ]
         ]
         pending = {fetching, draining, *parts}
         try:
-            # All are watched to the end: the drain would wait for ever for a part that failed.
+            # All are watched to the end: the drain would wait forever for a part that failed.
             while not draining.done():
                 done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
                 for task in done:
@@ -416,103 +316,74 @@ class Worker:
             raise WorkerError(f"{prefix}{_reason(self._lifecycle.broken)}") from self._lifecycle.broken
 
     async def _drain(self, serving: Serving, fetching: asyncio.Task[None]) -> None:
-        """Wait until the worker is told to stop and has finished the jobs in flight.
+        """Wait until the worker is told to stop and has finished the prompts in flight.
 
-        The server gets a lease to answer in, and some more; less when the backend broke, for then others wait for the
-        jobs in flight here. The backend gets the time that it needs.
+        The server has a lease and a heartbeat interval to answer; less after the backend broke, because then others
+        wait for the prompts in flight here. The backend has the time that it needs.
         """
-        in_flight, engine_thread = serving.in_flight, serving.engine_thread
-        await self._lifecycle.stopping.wait()
-        patience = self._settings.lease_s + self._settings.heartbeat_s
-        if self._lifecycle.broken is not None:
-            patience = min(patience, _LEAVE_S)
-        await asyncio.wait([fetching], timeout=patience)
-        await self._lifecycle.wait_for(lambda: not in_flight or not engine_thread.is_busy)
+        in_flight, engine_thread, lifecycle = serving.in_flight, serving.engine_thread, self._lifecycle
+        await lifecycle.stopping.wait()
+        patience_s = self.settings.lease_s + self.settings.heartbeat_s
+        if lifecycle.broken is not None:
+            patience_s = min(patience_s, _LEAVE_S)
+        await asyncio.wait([fetching], timeout=patience_s)
+        await lifecycle.wait_for(lambda: not in_flight or not engine_thread.owed)
         try:
-            async with asyncio.timeout(patience):
-                await self._lifecycle.wait_for(lambda: not in_flight)
-                if self._lifecycle.broken is not None:
-                    # What was computed before is published.
-                    await self._finished.join()
-                    await self._finished_small.join()
+            async with asyncio.timeout(patience_s):
+                await lifecycle.wait_for(lambda: not in_flight)
+                if lifecycle.broken is not None:
+                    await self._results.join()
         except TimeoutError:
-            if self._lifecycle.broken is None:
+            if lifecycle.broken is None:
                 raise ServerError(
-                    f"{len(in_flight)} prompts could not be published within {patience:g} s: "
-                    "they are left to other workers, which take them over after a lease at the latest"
+                    f"{len(in_flight)} prompts could not be published within {patience_s:g} s; "
+                    "other workers take them over after a lease at the latest"
                 ) from None
 
-    async def _publish_all(self, serving: Serving) -> None:
-        while True:
-            finished = await self._finished.get()
-            await serving.dispatcher.publish(finished, self._id)
-            serving.engine_thread.published([*finished.digests, *finished.stale])
-            self._finished.task_done()
-            self._lifecycle.notify()
-
-    async def _publish_small(self, serving: Serving) -> None:
-        """Publish small rows and answers, those of several steps together.
-
-        Two calls of the server and their replies cost as much as some dozen of them. One publisher is enough: the more
-        there is to do, the more goes together.
-        """
-        finished = self._finished_small
-        while True:
-            steps = [await finished.get()]
-            while len(steps) < _MAX_STEPS and not finished.empty():
-                steps.append(finished.get_nowait())
-            await serving.dispatcher.publish(steps[0] if len(steps) == 1 else Finished.joined(steps), self._id)
-            for step in steps:
-                serving.engine_thread.published([*step.digests, *step.stale])
-                finished.task_done()
-            self._lifecycle.notify()
-
-    async def _renew(self, serving: Serving) -> None:
-        await serving.consumer.renew(serving.in_flight.entry_ids())
-
-    async def _claim(self, serving: Serving, loop: FetchLoop) -> None:
-        await loop.claim()
-        # This one is among them, unless its own deadline has just passed.
-        self._counters.serving = max(1, await serving.heartbeat.sweep())
+    async def _claim(self, serving: Serving) -> None:
+        await serving.fetch_loop.claim()
+        # This worker counts even if its own deadline has just passed.
+        self.counters.serving = max(1, await serving.heartbeat.sweep())
 
     async def _drop_unwanted(self, serving: Serving) -> None:
         if await serving.dispatcher.drop_unwanted():
             self._lifecycle.notify()
 
-    async def _send_heartbeat(self, serving: Serving) -> None:
+    async def send_heartbeat(self, serving: Serving) -> None:
+        """Write the heartbeat, and read the state of the queue."""
         try:
-            async with self._beating:
+            async with self._heartbeat_lock:
                 await self._write_heartbeat(serving)
             await serving.consumer.keep_queue()
             await serving.consumer.measure()
-            if self._settings.metrics_port:  # Nobody else is told.
-                self._counters.memory = await read_memory(serving.redis)
+            if self.settings.metrics_port:  # Only the metrics need it.
+                self.counters.memory = await read_memory(serving.redis)
         except (RedisError, OSError, LMPoolError) as error:
-            self.health.trouble = str(self._server.explain(error))
+            self.health.trouble = str(self.server.explain(error))
             raise
         self.health.answered()
 
     async def _write_heartbeat(self, serving: Serving) -> None:
-        """Write the heartbeat; log once if the server refuses it, which need not be the first of its errors."""
+        """Write the heartbeat; log once if the server refuses it."""
         try:
-            self._counters.lane = await serving.heartbeat.send(self._heartbeat_fields(serving))
+            self.counters.lane = await serving.heartbeat.send(self._heartbeat_fields(serving))
         except ResponseError as error:
             if not self._is_refused:
-                text = str(self._server.explain(error))
-                _log.warning("clients will not see this worker any more, for its heartbeat is refused: %s", text)
+                text = str(self.server.explain(error))
+                _log.warning("clients will not see this worker any more: its heartbeat is refused: %s", text)
             self._is_refused = True
             raise
         self._is_refused = False
 
     async def _show_draining(self, serving: Serving) -> None:
-        """Have others take what lies in the lane, and show that the worker drains, not with the next heartbeat only."""
+        """Release the lane and show that the worker drains, without waiting for the next heartbeat."""
         await self._lifecycle.stopping.wait()
         try:
-            # In this order: a heartbeat under way that says that it takes jobs has come before.
-            await self._send_heartbeat(serving)
+            # In this order: a heartbeat in flight that says "ready" has arrived before.
+            await self.send_heartbeat(serving)
             await serving.consumer.close_lane()
         except (RedisError, OSError, LMPoolError) as error:
-            _log.warning("cannot say that this worker drains: %s", self._server.explain(error))
+            _log.warning("cannot show that this worker drains: %s", self.server.explain(error))
 
     def _heartbeat_fields(self, serving: Serving) -> dict[str, str | int | float]:
         stats = serving.engine_thread.stats
@@ -520,10 +391,10 @@ class Worker:
             "state": "draining" if self._lifecycle.stopping.is_set() else "ready",
             "in_flight": len(serving.in_flight),
             "failures": serving.dispatcher.failures,
-            "homed": self._counters.homed,
-            "stolen": self._counters.stolen,
-            "claimed": self._counters.claimed,
-            **({"shared": self._counters.shared} if self._counters.shared_bytes else {}),
+            "homed": self.counters.homed,
+            "stolen": self.counters.stolen,
+            "claimed": self.counters.claimed,
+            **({"shared": self.counters.shared} if self.counters.shared_bytes else {}),
             **self._delta.since_heartbeat(stats),
             **({} if serving.info.is_trie else serving.adapters.heartbeat_fields()),
             **stats._asdict(),
@@ -534,16 +405,8 @@ class Worker:
         if line or in_flight:
             _log.info("%s, %d in flight, %d failures", line or "no step", in_flight, serving.dispatcher.failures)
 
-    def _on_finished(self, finished: Finished) -> None:
-        # A step that only failed does not wait for others' rows.
-        is_small = 0 < finished.nbytes <= _SMALL_BYTES
-        if finished.step is not None and self._serving is not None:
-            self._serving.dispatcher.trace_step(finished)
-        (self._finished_small if is_small else self._finished).put_nowait(finished)
-        self._lifecycle.notify()  # The backend has room again.
-
     def _break(self, error: BaseException) -> None:
-        """Begin to end, for the backend is of no use any more."""
+        """Stop, because the backend cannot be used any more."""
         _log.error("the backend broke", exc_info=error)
         self._lifecycle.give_up(error)
         self.health.broken = str(error) or type(error).__name__
@@ -559,31 +422,81 @@ class Worker:
     async def _every(
         self,
         serving: Serving,
-        seconds: float,
+        interval_s: float,
         action: Callable[[], Awaitable[object]],
         soon: asyncio.Event | None = None,
     ) -> None:
-        """Repeat an action; sooner if the server did not answer, and at once when `soon` is set."""
-        waits = delays()
-        pause, soon = seconds, soon or asyncio.Event()
+        """Repeat an action at an interval, sooner after an error of the server, and at once when `soon` is set."""
+        waits, soon = delays(), soon or asyncio.Event()
+        pause_s = interval_s
         while True:
             with suppress(TimeoutError):
-                async with asyncio.timeout(pause):
+                async with asyncio.timeout(pause_s):
                     await soon.wait()
             soon.clear()
             try:
                 await action()
-                waits = delays()
-                pause = seconds
+                waits, pause_s = delays(), interval_s
             except ModelMismatch:
                 raise
             except (RedisError, OSError, LMPoolError) as error:
-                self._counters.server_errors += 1
-                _log.warning("will try again: %s", self._server.explain(error))
-                await self._server.reconnect(serving.redis, error)
-                pause = min(seconds, next(waits))
+                self.counters.server_errors += 1
+                _log.warning("will try again: %s", self.server.explain(error))
+                await self.server.reconnect(serving.redis, error)
+                pause_s = min(interval_s, next(waits))
+
+
+async def check_before_loading(server: Server, backend: BackendSettings, settings: WorkerSettings) -> None:
+    """Check everything that can be checked before the model is loaded, which may take minutes.
+
+    Raises:
+        ModelMismatch: live workers serve another backend under this name.
+        ServerError: the server cannot be used.
+        SettingsError: an adapter lies in a forbidden place.
+    """
+    for doubt in await read_doubts(server):
+        _log.warning("%s", doubt)
+    sources = AdapterSources.of(settings)
+    for source in getattr(backend, "adapter_folders", {}).values():
+        sources.place(source, is_own=True)
+    if kind := getattr(backend, "kind", ""):
+        await _check_backend(server, backend.served_as, kind, Keys(settings.prefix))
+
+
+async def _check_backend(server: Server, name: str, kind: str, keys: Keys) -> None:
+    """Refuse a name under which live workers serve another backend: rows of two backends differ."""
+    redis = server.client()
+    try:
+        packed = (await read_infos(redis, keys, [name])).get(name.encode())
+        served = ModelInfo.unpack(packed).backend if isinstance(packed, bytes) else kind
+        if served != kind and (await read_alive(redis, keys.model(name))).serving:
+            raise ModelMismatch(
+                f"the model {name!r} is served by the backend {served}, not {kind}: "
+                "serve it under another --name, or stop those workers first"
+            )
+    except ProtocolError as error:
+        _log.warning("the info of the model %r cannot be read, and will be replaced: %s", name, error)
+    except (RedisError, OSError) as error:
+        raise server.explain(error) from error
+    finally:
+        await redis.aclose()
+
+
+def _info_of(opened: Opened, settings: WorkerSettings) -> ModelInfo:
+    """The backend's info with the worker's own settings."""
+    if opened.info.is_trie != (opened.info.backend == "trie"):
+        raise SettingsError(f"name: {TRIE_SERVICE!r} is the name of trie workers: serve the model under another name")
+    return replace(
+        opened.info,
+        lease_s=settings.lease_s,
+        queue_limit=settings.queue_limit,
+        row_ttl_s=settings.row_ttl_s,
+        vocabulary=opened.vocabulary.digest if opened.vocabulary else "",
+        tokenizer=opened.tokenizer.digest if opened.tokenizer else "",
+        answers_tries=settings.with_trie,
+    )
 
 
 def _reason(error: BaseException) -> str:
-    """An exception as a reason for people: our own say themselves what happened, others need their names."""
+    """The text of an exception; exceptions that are not lmpool's need their class too."""
     return str(error) if isinstance(error, LMPoolError) else f"{type(error).__name__}: {error}"

@@ -33,7 +33,7 @@ from lmpool.protocol.job import Failure, Job, digest_of, encode_prompt, unpack_f
 from lmpool.protocol.model_info import ModelInfo
 from lmpool.protocol.row import Row
 from lmpool.synthetic import synthetic_row
-from lmpool.workers import worker as worker_module
+from lmpool.workers import dispatch as dispatch_module
 from lmpool.workers.backends.synthetic import SyntheticBackend, SyntheticSettings
 from lmpool.workers.execution.contract import Backend, Finished
 from lmpool.workers.settings import WorkerSettings
@@ -65,7 +65,7 @@ def adapted(folders: Sequence[str]) -> SyntheticBackend:
 @pytest.fixture(autouse=True)
 def _short_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker that waits for prompts hears of its end only between two reads."""
-    monkeypatch.setattr(worker_module, "_BLOCK_MS", 20)
+    monkeypatch.setattr(dispatch_module, "_MAX_BLOCK_MS", 20)
 
 
 async def expected(producer: Producer, ids: list[int], adapter: str) -> Row:

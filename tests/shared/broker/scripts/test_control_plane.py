@@ -15,7 +15,7 @@ from lmpool.producer.client.discovery import Discovery
 from lmpool.protocol.keys import GROUP, Keys
 from lmpool.protocol.model_info import ModelInfo
 from lmpool.workers.membership.heartbeat import Heartbeat, Loading
-from lmpool.workers.metrics.counters import Counters
+from lmpool.workers.metrics.counters import WorkerCounters
 from lmpool.workers.queue.consumer import Consumer
 from lmpool.workers.settings import WorkerSettings
 from tests.shared.broker.scripts.script_calls import (
@@ -113,7 +113,7 @@ async def test_a_workers_heartbeat_and_sweep_are_the_same_work_however_many_othe
 async def test_a_heartbeats_look_at_the_queue_counts_no_workers(redis: redis_async.Redis) -> None:
     await register(redis)
     nothing: Any = None
-    consumer = Consumer(redis, nothing, MODEL, INFO, "w1", 3, nothing, counters := Counters())
+    consumer = Consumer(redis, nothing, MODEL, "w1", nothing, nothing, counters := WorkerCounters())
     await consumer.measure()
     commands = await commands_of(redis, consumer.measure)
     assert "cmdstat_zcount" not in commands

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 
@@ -14,7 +15,7 @@ from lmpool.workers.backends.hf.batching import (
     BatchLimit,
     BatchRules,
     BulkLimit,
-    Chunk,
+    PromptChunk,
     choose,
     choose_shorter,
     shared_prefix,
@@ -34,13 +35,13 @@ def test_a_smaller_batch_grows_back() -> None:
     assert limit.rows == 1
 
 
-def chunks(*news: int, held: int = 0) -> dict[bytes, Chunk]:
+def chunks(*news: int, held: int = 0) -> dict[bytes, PromptChunk]:
     """The chunks of prompts that lack so many tokens each, and share nothing."""
     waiting = {}
     for row, new in enumerate(news):
         ids = np.full(held + new, row, "<u4").tobytes()
-        path = list(range(1, held + 1))
-        waiting[digest_of(bytes([row]))] = Chunk(held + new, path, shared=shared_prefix(ids, held + new, held))
+        path = array("q", range(1, held + 1))
+        waiting[digest_of(bytes([row]))] = PromptChunk(held + new, path, shared=shared_prefix(ids, held + new, held))
     return waiting
 
 
@@ -107,11 +108,11 @@ def test_bulk_prompts_have_a_step_after_some_of_others() -> None:
 RULES = BatchRules(tokens=1000, logits=1000, kv_tokens=10_000, pads=True, horizon=5000, chunk=1000, shares=True)
 
 
-def lacks(batch: Mapping[bytes, Chunk]) -> list[int]:
+def lacks(batch: Mapping[bytes, PromptChunk]) -> list[int]:
     return [chunk.new for chunk in batch.values()]
 
 
-def oldest(waiting: Mapping[bytes, Chunk]) -> dict[bytes, Chunk]:
+def oldest(waiting: Mapping[bytes, PromptChunk]) -> dict[bytes, PromptChunk]:
     return dict([next(iter(waiting.items()))])
 
 

@@ -20,7 +20,8 @@ from lmpool.protocol.adapter import qualify
 from lmpool.protocol.job import digest_of
 from lmpool.protocol.row import Row, decode_row
 from lmpool.workers.backends.hf.backend import HfBackend
-from lmpool.workers.backends.hf.batching import BatchRules, Chunk, choose
+from lmpool.workers.backends.hf.batching import BatchRules, PromptChunk, choose
+from lmpool.workers.backends.hf.kv_pool import new_path
 from lmpool.workers.backends.settings import HfSettings
 from lmpool.workers.execution.contract import BackendJob
 from tests.support.models.tiny_models import VOCAB_SIZE, make_model, write_model
@@ -206,7 +207,7 @@ def test_what_is_held_of_a_prefix_is_never_used_for_another_adapter(backend: HfB
 def test_prompts_of_different_adapters_do_not_run_together() -> None:
     rules = BatchRules(tokens=1000, logits=1000, kv_tokens=1000, pads=True, horizon=1000, chunk=1000, shares=False)
     adapters = ["", "a", "b", "a", "", "b"]
-    waiting = {bytes([n]): Chunk(2, [], adapter=adapter) for n, adapter in enumerate(adapters)}
+    waiting = {bytes([n]): PromptChunk(2, new_path(), adapter=adapter) for n, adapter in enumerate(adapters)}
     taken = []
     while waiting:
         batch = choose(waiting, 8, rules)

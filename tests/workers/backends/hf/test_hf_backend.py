@@ -471,12 +471,12 @@ def test_a_waiting_prompt_is_looked_up_again_only_when_the_pool_has_changed_its_
     assert sorted(looked_up) == [1] * 4 + [41] * 4
     tiny.reference("llama").check(rows)
     assert backend._pool is not None
-    backend.submit([job(prompt) for prompt in longer[:2]])
-    backend._next_chunk(job(longer[0]))
+    backend.submit([first := job(longer[0]), job(longer[1])])
+    backend._next_chunk(first)
     looked_up.clear()
     backend._pool.slots._clock += 1
     backend._pool.slots._evict(backend._pool.capacity)
-    assert backend._next_chunk(job(longer[0])).path == []
+    assert not backend._next_chunk(first).path
     assert looked_up == [41]
     drain(backend)
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lmpool.workers.backends.hf import kv_pool
 from lmpool.workers.backends.hf.forward import new_tokens
 from lmpool.workers.backends.hf.kv_pool import KVLayout, KVPool, PrefixSlots
 
@@ -110,13 +112,47 @@ def test_a_mark_tells_whether_a_path_is_held_and_the_longest(capacity: int, prom
                 assert slots.match(earlier, known=known) == found
 
 
+def packed(ids: list[int]) -> bytes:
+    return np.array(ids, "<u4").tobytes()
+
+
+def test_a_prompt_that_extends_a_recent_one_by_a_few_tokens_finds_its_slots() -> None:
+    slots, ids = PrefixSlots(200), list(range(100))
+    hold(slots, ids)
+    path = slots.match(ids)
+    slots.remember(packed(ids), path)
+    assert slots.recall(packed(ids)) is path
+    assert slots.recall(packed([*ids, *range(8)])) is path
+    assert slots.recall(packed([*ids, *range(9)])) is None, "it is looked up token by token"
+    assert slots.recall(packed([7, *ids[1:], 1])) is None, "only its last tokens are the same"
+    assert slots.recall(packed(ids), root=201) is None
+    assert slots.match([*ids, 5], known=slots.recall(packed([*ids, 5]))) == path
+    slots._clock += 1
+    slots._evict(slots.capacity)
+    assert slots.recall(packed(ids)) is None, "its slots were freed"
+
+
+def test_remembered_prompts_take_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_pool, "_MAX_REMEMBERED_TOKENS", 250)
+    slots = PrefixSlots(1000)
+    prompts = [list(range(first, first + 100)) for first in (0, 200, 400)]
+    for ids in (*prompts, prompts[2]):
+        hold(slots, ids)
+        slots.remember(packed(ids), slots.match(ids))
+    assert [slots.recall(packed(ids)) is not None for ids in prompts] == [False, True, True]
+    short = list(range(600, 620))
+    hold(slots, short)
+    slots.remember(packed(short), slots.match(short))
+    assert slots.recall(packed(short)) is None
+
+
 def put(pool: KVPool, prompts: list[list[int]], new: int, values: torch.Tensor) -> torch.Tensor:
     """Run a step whose forward computes `values` (n, new, width); returns the whole block (n, length, width)."""
     paths = [pool.slots.match(ids) for ids in prompts]
     block = pool.gather([len(ids) for ids in prompts], paths, new)
     for tokens, ids, path in zip(block.tokens, prompts, paths, strict=True):
         known = path[: max(0, len(ids) - new)]
-        assert torch.equal(tokens[-len(ids) :][: len(known)], pool._storage[known])
+        assert torch.equal(tokens[-len(ids) :][: len(known)], pool._storage[list(known)])
     at = 0
     for layer, (keys, sizes) in enumerate(zip(LAYOUT.shapes[::2], LAYOUT.shapes[1::2], strict=True)):
         parts = []

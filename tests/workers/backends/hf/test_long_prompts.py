@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import AsyncIterator, Callable, Set
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -66,7 +66,7 @@ def test_a_log_line_tells_how_long_prompts_are_computed_in_chunks(
     caplog.set_level(logging.INFO)
     backend = tiny.backend(kv_cache_bytes=bytes_)
     assert backend._pool is not None
-    told = f"in chunks up to {backend._pool.capacity} tokens: --kv-cache-bytes has room for no more"
+    told = f"in chunks up to {backend._pool.capacity} tokens: --kv-cache-bytes has no capacity for more"
     assert (told in caplog.text) == says
 
 
@@ -333,10 +333,10 @@ def backend(tiny: Tiny) -> SteppedBackend:
     return SteppedBackend(HfSettings(str(tiny.folder("llama")), "tiny", device="cpu", chunked_prefill_size=8))
 
 
-def owed_by(worker: Worker) -> Set[bytes]:
-    """The prompts that its backend has not answered yet."""
+def owed_by(worker: Worker) -> int:
+    """How many prompts its backend has not answered yet."""
     assert worker._serving is not None
-    return worker._serving.engine_thread.outstanding
+    return worker._serving.engine_thread.owed
 
 
 async def test_a_clients_short_prompt_is_answered_while_another_clients_long_one_is_computed(
@@ -352,7 +352,7 @@ async def test_a_clients_short_prompt_is_answered_while_another_clients_long_one
         backend.let(3)
         await until_true(lambda: backend.stats().steps == 3, "three chunks are computed")
         second = asyncio.create_task(late.logprobs(short))
-        await until_true(lambda: len(owed_by(worker)) == 2, "the backend is given the short prompt")
+        await until_true(lambda: owed_by(worker) == 2, "the backend is given the short prompt")
         # One step may have begun before; the next one is the short prompt's.
         backend.let(2)
         rows: dict[tuple[int, ...], Any] = {short: await second}
@@ -378,7 +378,7 @@ async def test_the_long_prompt_of_a_client_that_has_gone_is_let_go_between_chunk
         first.cancel()
         await until_true(lambda: not owed_by(worker), "the worker sees that nobody waits")
         second = asyncio.create_task(late.logprobs((1, 2, 3)))
-        await until_true(lambda: len(owed_by(worker)) == 1, "the backend is given another prompt")
+        await until_true(lambda: owed_by(worker) == 1, "the backend is given another prompt")
         backend.let(100)
         tiny.reference("llama").check({(1, 2, 3): await second})
         assert backend.answered == [job((1, 2, 3)).digest]

@@ -14,7 +14,8 @@ from lmpool.protocol.job import digest_of
 from lmpool.protocol.model_info import ModelInfo
 from lmpool.protocol.query import PositionsQuery
 from lmpool.protocol.row import Encoding, Row, decode_row
-from lmpool.workers.execution.contract import Backend, BackendJob, Finished, check_answers
+from lmpool.workers.execution.contract import Backend, BackendJob, Finished
+from lmpool.workers.execution.engine_thread import check_answers
 
 _log = logging.getLogger(__name__)
 

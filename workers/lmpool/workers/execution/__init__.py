@@ -1,4 +1,4 @@
-"""What a backend is (`contract`), the thread that it runs in, and the watchdogs of both.
+"""Runs a backend: its interface (`contract`), the prompts in flight, the thread of the backend, and the watchdogs.
 
-Imports the shared folders only.
+Imports only the shared folders.
 """

@@ -1,96 +1,92 @@
-"""Memory of answers: jobs wait whose answers would take too much of it, beside those that are not published yet."""
+"""Memory of large answers: prompts wait in the worker while the answers of others take it."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Collection, Iterable, Sequence
 
 from lmpool.protocol.model_info import ModelInfo
 from lmpool.protocol.row import width_of
-from lmpool.workers.execution.contract import BackendJob
+from lmpool.workers.execution.in_flight import InFlightPrompt
 
-MAX_BYTES = 256 * 2**20
-"""Of answers that are computed, or about to be, and not published."""
+MAX_ANSWER_BYTES = 256 * 2**20
+"""Bytes of large answers that are being computed or not published yet; one answer may have more."""
 
-_SMALL_BYTES = 64 * 2**10
+# Answers up to this many bytes are not counted: a worker holds a few batches of prompts at most.
+_SMALL_ANSWER_BYTES = 64 * 2**10
+# Bytes of a number in an answer (float32).
 _NUMBER_BYTES = 4
 
 
 class AnswerMemory:
-    """Holds jobs back from the backend while answers take up memory.
+    """Bounds the memory of large answers: prompts wait while the answers of others take it. For the event loop.
 
-    A worker has a few batches of prompts at most, whose rows are all of one size. But what is wanted of positions, or
-    of the head, may take 8 MiB each. What takes little of it never waits. All of it happens in the event loop.
+    A worker holds a few batches of prompts, and their rows have one size. But values of positions, or of the head, may
+    take 8 MiB each. Small answers never wait.
 
     Args:
-        info: what the backend serves.
+        info: the backend's info.
     """
 
     def __init__(self, info: ModelInfo) -> None:
         self._info = info
-        # Each in the order in which they came; a job is in one of them. Not plain dicts: the first of one is found ever
-        # more slowly as others before it are removed.
-        self._waiting: OrderedDict[bytes, BackendJob] = OrderedDict()
-        self._waiting_bulk: OrderedDict[bytes, BackendJob] = OrderedDict()
-        # Of one prompt several, where it is computed again before its last answer is published.
-        self._taken: dict[bytes, list[int]] = {}
+        # Each in order of arrival.
+        self._waiting: deque[InFlightPrompt] = deque()
+        self._waiting_bulk: deque[InFlightPrompt] = deque()
         self._taken_bytes = 0
 
-    def admit(self, jobs: Sequence[BackendJob]) -> Sequence[BackendJob]:
-        """Those of some jobs that the backend may have now; the others wait."""
-        large = {job.digest: job for job in jobs if job.is_for_answer and self._bytes_of(job) > _SMALL_BYTES}
-        if not large:
-            return jobs
-        for digest, job in large.items():
-            (self._waiting_bulk if job.bulk else self._waiting)[digest] = job
-        return [*(job for job in jobs if job.digest not in large), *self._next()]
+    def admit(self, prompts: Sequence[InFlightPrompt]) -> list[InFlightPrompt]:
+        """Return the prompts that the backend may have now; the others wait."""
+        ready = []
+        for prompt in prompts:
+            if self._bytes_of(prompt) <= _SMALL_ANSWER_BYTES:
+                ready.append(prompt)
+                continue
+            prompt.status = "waiting"
+            (self._waiting_bulk if prompt.bulk else self._waiting).append(prompt)
+        return ready + self._next()
 
-    def free(self, digests: Iterable[bytes]) -> list[BackendJob]:
-        """Note that answers are published; returns what the backend may have now."""
-        if not self._taken:
-            return []
-        for digest in digests:
-            if sizes := self._taken.get(digest):
-                self._taken_bytes -= sizes.pop()
-                if not sizes:
-                    del self._taken[digest]
+    def free(self, prompts: Iterable[InFlightPrompt]) -> list[InFlightPrompt]:
+        """Release the memory of answers that are published or dropped; return the prompts that may run now."""
+        for prompt in prompts:
+            if prompt.answer_bytes:
+                self._taken_bytes -= prompt.answer_bytes
+                prompt.answer_bytes = 0
         return self._next()
 
-    def drop(self, digests: Iterable[bytes]) -> list[BackendJob]:
-        """Note that nobody waits for answers any more; returns what the backend may have now."""
-        for digest in digests:
-            self._taken_bytes -= sum(self._taken.pop(digest, ()))
-            self._waiting.pop(digest, None)
-            self._waiting_bulk.pop(digest, None)
-        return self._next()
+    def drop(self, prompts: Collection[InFlightPrompt]) -> list[InFlightPrompt]:
+        """Drop prompts that no client waits for; return the prompts that may run now."""
+        if any(prompt.status == "waiting" for prompt in prompts):
+            self._waiting = deque(prompt for prompt in self._waiting if prompt not in prompts)
+            self._waiting_bulk = deque(prompt for prompt in self._waiting_bulk if prompt not in prompts)
+        return self.free(prompts)
 
-    def promote(self, digests: Iterable[bytes]) -> None:
-        """Have prompts go before those of bulk clients, behind the others that wait."""
-        for digest in digests:
-            if (job := self._waiting_bulk.pop(digest, None)) is not None:
-                self._waiting[digest] = job._replace(bulk=False)
+    def promote(self, prompts: Collection[InFlightPrompt]) -> None:
+        """Move bulk prompts behind the other prompts that wait."""
+        self._waiting += [prompt for prompt in self._waiting_bulk if prompt in prompts]
+        self._waiting_bulk = deque(prompt for prompt in self._waiting_bulk if prompt not in prompts)
 
-    def _next(self) -> list[BackendJob]:
-        """Those that wait and have room, those of bulk clients last; one has room in any case."""
-        admitted: list[BackendJob] = []
+    def _next(self) -> list[InFlightPrompt]:
+        """The waiting prompts that fit now, bulk prompts last. One fits in any case."""
+        admitted: list[InFlightPrompt] = []
         while waiting := self._waiting or self._waiting_bulk:
-            digest = next(iter(waiting))
-            size = self._bytes_of(waiting[digest])
-            if self._taken and self._taken_bytes + size > MAX_BYTES:
+            size = self._bytes_of(waiting[0])
+            if self._taken_bytes and self._taken_bytes + size > MAX_ANSWER_BYTES:
                 break
-            self._taken.setdefault(digest, []).append(size)
+            prompt = waiting.popleft()
+            prompt.answer_bytes, prompt.status = size, "pending"
             self._taken_bytes += size
-            admitted.append(waiting.pop(digest))
+            admitted.append(prompt)
         return admitted
 
-    def _bytes_of(self, job: BackendJob) -> int:
-        """Of the answer to a job that wants no row."""
+    def _bytes_of(self, prompt: InFlightPrompt) -> int:
+        """Bytes of the answer; 0 for a row."""
         info, numbers = self._info, 0
-        if job.positions is not None:
-            numbers = len(job.span) * job.positions.width(info.vocab_size)
-        elif job.generate is not None:
-            numbers = 2 * job.generate.most
-        elif job.head is not None:
-            is_whole = job.head.part == "bias"
-            numbers = info.vocab_size if is_whole else job.head.count * width_of(info.hidden, info.dtype)
+        if prompt.positions is not None:
+            numbers = len(prompt.span) * prompt.positions.width(info.vocab_size)
+        elif prompt.generate is not None:
+            numbers = 2 * prompt.generate.most
+        elif prompt.head is not None:
+            is_bias = prompt.head.part == "bias"
+            numbers = info.vocab_size if is_bias else prompt.head.count * width_of(info.hidden, info.dtype)
         return _NUMBER_BYTES * numbers

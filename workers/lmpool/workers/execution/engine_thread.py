@@ -1,4 +1,7 @@
-"""The thread that a backend runs in: takes jobs, steps, hands rows back; and the watchdogs that notice a hang."""
+"""The thread of a backend: submits prompts, runs steps and returns results to the event loop.
+
+`EngineThread` is the event loop's side, `_Engine` the thread's side. They exchange calls and results through queues.
+"""
 
 from __future__ import annotations
 
@@ -9,96 +12,50 @@ import sys
 import threading
 import time
 import traceback
-from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from queue import Empty, SimpleQueue
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lmpool.errors import LMPoolError, WorkerError
+from lmpool.errors import LMPoolError, ProtocolError, WorkerError
 from lmpool.protocol.model_info import ModelInfo
-from lmpool.protocol.row import NewRows, VectorBlock
+from lmpool.protocol.row import Encoding, NewRows, RowBlock, VectorBlock, check_row, decode_row
 from lmpool.protocol.tokenizer import PackedTokenizer
 from lmpool.vocabulary import Vocabulary
 from lmpool.workers.execution.answer_memory import AnswerMemory
-from lmpool.workers.execution.continuations import Continuations
 from lmpool.workers.execution.contract import (
     Backend,
-    BackendJob,
     BackendStats,
     Finished,
     TellsHead,
     TellsTokenizer,
     WritesInPlace,
-    check_answers,
-    check_first_rows,
     failure_of,
     is_device_error,
 )
-from lmpool.workers.execution.yielding import QUIET_S, YieldingJobs
+from lmpool.workers.execution.in_flight import InFlightPrompt
+from lmpool.workers.execution.yielding import QUIET_S, YieldingPrompts, advance, begin, count_new_tokens
 
 _log = logging.getLogger("lmpool.worker")
 
-_FALLS = 0.9
-
-# Jobs of bulk clients and continuations that a worker holds, in batches. The scripts put at most two batches of bulk
-# prompts and three of both kinds in the streams of a worker next to other clients, held ones included: with a fourth,
-# the worker reaches the rows behind them. A bulk client that was alone may have put more there: see `capacity`.
+# Factor per full step by which the measured step time falls: engines that compute ahead return some steps at once.
+_STEP_TIME_DECAY = 0.9
+# Max batches of bulk prompts and continuations that a worker holds. The scripts put at most two batches of bulk prompts
+# and three of both kinds in the streams of a worker next to other clients, held ones included: with a fourth, the
+# worker reaches the rows behind them. A bulk client that was alone may have put more there: see `capacity`.
 _MAX_YIELDING_BATCHES = 4
-# Max batches of such jobs that a worker holds when it takes single jobs to reach a row behind them.
+# Max batches of such prompts that a worker holds when it takes single entries to reach a row behind them.
 _MAX_BATCHES_BEFORE_ROWS = 8
-# Seconds between two jobs that a worker takes beyond the first limit while bulk clients are alone.
+# Seconds between two entries that a worker takes beyond the first limit while bulk clients are alone.
 _BEYOND_LIMIT_S = 1.0
 
 
-@dataclass(frozen=True, slots=True)
-class _Load:
-    """An adapter to load, and who waits for its revision."""
-
-    name: str
-    source: str
-    loaded: asyncio.Future[str]
-
-
-@dataclass(frozen=True, slots=True)
-class _Drop:
-    """An adapter to forget."""
-
-    adapter: str
-
-
-@dataclass(frozen=True, slots=True)
-class _Abort:
-    """Prompts that nobody waits for any more."""
-
-    digests: Collection[bytes]
-
-
-@dataclass(frozen=True, slots=True)
-class _Promote:
-    """Prompts that do not yield to others any more."""
-
-    digests: Collection[bytes]
-
-
-@dataclass(frozen=True, slots=True)
-class _WriteTo:
-    """Where the memory of rows is to come from."""
-
-    new_rows: NewRows
-
-
-_Held = dict[bytes, BackendJob]
-"""The prompts that the backend holds: digest -> the job as the backend has it."""
-
-_Command = Sequence[BackendJob] | _Load | _Drop | _Abort | _Promote | _WriteTo
-
-
 class Opened(NamedTuple):
-    """What a backend is, read in its thread: see the properties of `Backend`."""
+    """Properties of a backend, read in its thread: see `Backend`."""
 
     info: ModelInfo
     batch: int
@@ -108,216 +65,225 @@ class Opened(NamedTuple):
     adapters: Mapping[str, str]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Call:
-    """One call of the backend that is under way; each is an object of its own.
+class StepResult(NamedTuple):
+    """The results of one step, or of several that are published together.
 
     Attributes:
-        command: what it was asked to do; None for a step.
+        finished: the results as the backend returned them.
+        prompts: the prompts that have a result.
+        stale: prompts whose adapter the backend does not have.
+        step: monotonic times when the step began and ended; None unless jobs are traced.
     """
 
-    command: _Command | None = None
+    finished: Finished
+    prompts: Sequence[InFlightPrompt] = ()
+    stale: Sequence[InFlightPrompt] = ()
+    step: tuple[float, float] | None = None
 
     @property
-    def description(self) -> str:
-        """What it does, for people."""
-        match self.command:
-            case None:
-                return "step"
-            case _Load(name=name):
-                return f"load of the adapter {name!r}"
-            case _Drop(adapter=adapter):
-                return f"drop of the adapter {adapter!r}"
-            case _Abort(digests=digests):
-                return f"abort of {len(digests)} prompts"
-            case _Promote(digests=digests):
-                return f"submission of {len(digests)} prompts"
-            case _WriteTo():
-                return "preparation to write rows"
-            case jobs:
-                return f"submission of {len(jobs)} prompts"
+    def nbytes(self) -> int:
+        """Bytes of all rows and vectors, encoded."""
+        blocks, _, answers = self.finished
+        return sum(block.nbytes for block in blocks) + (answers.nbytes if answers is not None else 0)
 
 
-class _Room(NamedTuple):
-    """What the backend has capacity for, as seen by its thread.
+class Call(NamedTuple):
+    """One call of the backend, for the thread to run and for the watchdog to name. Compare calls by identity.
 
     Attributes:
-        capacity: rows of interactive clients that it accepts: what yields to them takes up no capacity.
-        taken: such rows that had arrived so far.
+        description: what the call does, for people.
+        run: runs it in the thread.
     """
 
-    capacity: int = 0
+    description: str
+    run: Callable[[_Engine], None] = lambda _: None
+
+
+_NO_CALL = Call("none")
+
+
+class _Capacity(NamedTuple):
+    """How many more rows of interactive clients the backend accepts, after it had received `taken` of them."""
+
+    rows: int = 0
     taken: int = 0
 
 
-class _Told(NamedTuple):
-    """What the thread tells the event loop: what a step brought, and how the backend is after it."""
-
-    finished: Finished
-    stats: BackendStats
-    room: _Room
-
-
 class EngineThread:
-    """Runs a backend in a thread, so that the event loop can renew leases while a forward runs.
+    """Runs a backend in a thread, so that the event loop can renew leases during a forward.
 
     Args:
-        make: makes the backend; called in the thread, for engines bind to the thread they start in.
-        on_finished: called in the event loop with what each step brought.
+        make: makes the backend; called in the thread, because engines bind to the thread that starts them.
+        on_result: called in the event loop with the results of each step.
         on_broken: called in the event loop with the exception that ended the thread.
-        on_step: called in the thread after each step, with its seconds and how many jobs it has answered.
-        tells_steps: have `Finished.step` told.
+        on_step: called in the thread after each step, with its seconds and its number of results.
+        tells_steps: set `StepResult.step`.
 
     Attributes:
-        batch: prompts that make a full step.
-        step_s: seconds that a step over a whole batch takes at most, lately; infinity before the first.
+        batch: prompts in a full step.
+        step_s: recent max seconds of a step; infinity before the first.
         stats: the backend's counters after its last step.
-        call: what the backend has been asked to do and has not done yet.
+        call: the call that the backend has not returned from; None for none.
         is_hung: the thread does not return from the backend; only the end of the process ends it.
-        stepping_since: monotonic time when the step that runs now began, or None.
+        stepping_since: monotonic start of the running step, or None.
+        owed: prompts that the backend has not answered yet.
+        yielding: prompts among them that give way to rows (`YieldingPrompts`).
     """
 
     def __init__(
         self,
         make: Callable[[], Backend],
-        on_finished: Callable[[Finished], None],
+        on_result: Callable[[StepResult], None],
         on_broken: Callable[[BaseException], None],
         on_step: Callable[[float, int], None] = lambda seconds, answers: None,
         *,
         tells_steps: bool = False,
     ) -> None:
         self._make = make
-        self._on_finished = on_finished
+        self._on_result = on_result
         self._on_broken = on_broken
         self._on_step = on_step
         self._tells_steps = tells_steps
-        self._commands: SimpleQueue[_Command | None] = SimpleQueue()
         self._loop = asyncio.get_running_loop()
         self._ready: asyncio.Future[Opened] = self._loop.create_future()
         self._closed = asyncio.Event()
-        self._sent = 0
-        self._outstanding: set[bytes] = set()
-        self._yields: set[bytes] = set()
-        self._submitted_at = self._interactive_at = -math.inf
-        self._told: deque[_Told] = deque()
+        self._calls: SimpleQueue[Call | None] = SimpleQueue()
+        self._results: deque[tuple[StepResult, BackendStats, _Capacity]] = deque()
         self._is_woken = False
-        self._room = _Room()
+        self._loads: set[asyncio.Future[str]] = set()
+        self._capacity = _Capacity()
+        # Rows that were sent to the thread, to be compared with `_Capacity.taken`.
+        self._sent = 0
+        self._submitted_at = self._interactive_at = -math.inf
+        self.owed = self.yielding = 0
         self.batch = 1
         self.step_s = math.inf
         self.stats = BackendStats()
         self.call: Call | None = None
         self.is_hung = False
-        self._loads: set[asyncio.Future[str]] = set()
-        self._yielding = YieldingJobs(1)
         self.stepping_since: float | None = None
         # A daemon: a forward that never returns must not keep a process alive that was told to stop now.
         self._thread = threading.Thread(target=self._run, name="lmpool-backend", daemon=True)
 
     async def start(self) -> Opened:
-        """Make the backend; returns what it is. Raises what making it raised."""
+        """Make the backend and return its properties. Raises the exception that making it raised."""
         self._thread.start()
         opened = await self._ready
         self.batch = opened.batch
-        self._answers = AnswerMemory(opened.info)
+        self._memory = AnswerMemory(opened.info)
         return opened
 
     @property
     def capacity(self) -> int:
-        """How many prompts the backend can take now, besides those that are on their way to it.
+        """How many more prompts the backend accepts now, besides those that were sent to it.
 
-        What yields to rows of interactive clients takes up none of their capacity: it has a limit of its own. At that
-        limit the worker takes one job after another while interactive clients ask, and one a second otherwise: the
-        next entry of the stream may be a row, and a bulk prompt may take long to end.
+        Prompts that yield take no capacity of rows: they have a limit of their own. At that limit the worker takes one
+        entry after another while interactive clients are active, and one a second otherwise: the next entry of the
+        stream may be a row, and a bulk prompt may take long.
         """
-        room, yields = self._room, len(self._yields)
-        free = _MAX_YIELDING_BATCHES * self.batch - yields
+        free = _MAX_YIELDING_BATCHES * self.batch - self.yielding
         if free <= 0:
             now = time.monotonic()
             may_be_row = now - self._interactive_at < QUIET_S or now - self._submitted_at > _BEYOND_LIMIT_S
-            free = int(may_be_row and yields < _MAX_BATCHES_BEFORE_ROWS * self.batch)
-        return min(room.capacity - (self._sent - room.taken), free)
+            free = int(may_be_row and self.yielding < _MAX_BATCHES_BEFORE_ROWS * self.batch)
+        return min(self._capacity.rows - (self._sent - self._capacity.taken), free)
 
-    @property
-    def yielding(self) -> int:
-        """How many prompts the backend owes that yield to rows of interactive clients (`YieldingJobs`)."""
-        return len(self._yields)
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether the backend owes results."""
-        return bool(self._outstanding)
-
-    @property
-    def outstanding(self) -> Set[bytes]:
-        """The digests of the prompts that the backend has not answered yet."""
-        return self._outstanding
-
-    def submit(self, jobs: Sequence[BackendJob]) -> None:
-        """Hand jobs to the backend, now or when there is memory for their answers (`AnswerMemory`)."""
+    def submit(self, prompts: Sequence[InFlightPrompt]) -> None:
+        """Hand prompts to the backend, now or when there is memory for their answers (`AnswerMemory`)."""
         self._submitted_at = time.monotonic()
-        if any(not job.bulk for job in jobs):
-            self._interactive_at = self._submitted_at
-        self._outstanding.update([job.digest for job in jobs])
-        self._yields.update([job.digest for job in jobs if job.bulk or job.generate is not None])
-        self._send(self._answers.admit(jobs))
+        yielding, is_plain = 0, True
+        for prompt in prompts:
+            prompt.status = "pending"
+            prompt.yields = prompt.bulk or prompt.generate is not None
+            yielding += prompt.yields
+            if prompt.yields or prompt.positions is not None or prompt.head is not None:
+                is_plain = False
+            if not prompt.bulk:
+                self._interactive_at = self._submitted_at
+        self.owed += len(prompts)
+        self.yielding += yielding
+        if is_plain:
+            self._sent += len(prompts)
+            self._calls.put(Call(f"submission of {len(prompts)} prompts", lambda engine: engine.take_rows(prompts)))
+        else:
+            self._send(self._memory.admit(prompts))
 
-    def _send(self, jobs: Sequence[BackendJob]) -> None:
-        if jobs:
-            self._sent += _count_rows(jobs)
-            self._commands.put(jobs)
+    def _send(self, prompts: Sequence[InFlightPrompt]) -> None:
+        if prompts:
+            rows = sum(not prompt.yields for prompt in prompts)
+            self._sent += rows
+            self._calls.put(Call(f"submission of {len(prompts)} prompts", lambda engine: engine.take(prompts, rows)))
 
-    def published(self, digests: Iterable[bytes]) -> None:
-        """Note that what was told of these prompts takes up no memory any more."""
-        self._send(self._answers.free(digests))
+    def published(self, prompts: Sequence[InFlightPrompt]) -> None:
+        """Release the memory of answers that are published."""
+        if any(prompt.answer_bytes for prompt in prompts):
+            self._send(self._memory.free(prompts))
 
-    def abort(self, digests: Collection[bytes]) -> None:
-        """Have the backend drop prompts before its next step; those of the present step may still be answered."""
-        self._outstanding.difference_update(digests)
-        self._yields.difference_update(digests)
-        self._commands.put(_Abort(digests))
-        self._send(self._answers.drop(digests))
+    def abort(self, prompts: Iterable[InFlightPrompt]) -> None:
+        """Drop prompts before the backend's next step. The running step may still return results for them."""
+        dropped = {prompt for prompt in prompts if prompt.is_owed}
+        ready = self._memory.drop(dropped)
+        self._end(dropped)
+        self._calls.put(Call(f"abort of {len(dropped)} prompts", lambda engine: engine.abort(dropped)))
+        self._send(ready)
 
-    def promote(self, digests: Collection[bytes]) -> None:
-        """Have prompts yield to others no more, for others than bulk clients have joined them."""
-        self._answers.promote(digests)
-        self._commands.put(_Promote(digests))
+    def promote(self, prompts: Iterable[InFlightPrompt]) -> None:
+        """Make bulk prompts interactive, because another client has joined them."""
+        bulk = {prompt for prompt in prompts if prompt.bulk}
+        pending = {prompt for prompt in bulk if prompt.status == "pending"}
+        for prompt in bulk - pending:
+            prompt.bulk = False
+        self._memory.promote(bulk - pending)
+        if pending:
+            self._calls.put(Call(f"submission of {len(pending)} prompts", lambda engine: engine.promote(pending)))
 
     async def load_adapter(self, name: str, source: str) -> str:
-        """Have the backend load an adapter between two steps; returns its revision.
+        """Load an adapter between two steps; return its revision.
 
         Raises:
             LMPoolError: it cannot be loaded.
         """
-        command = _Load(name, source, self._loop.create_future())
-        self._commands.put(command)
-        self._loads.add(command.loaded)
-        try:
-            return await command.loaded
-        finally:
-            self._loads.discard(command.loaded)
+        loaded: asyncio.Future[str] = self._loop.create_future()
 
-    def write_to(self, new_rows: NewRows) -> None:
-        """Have the backend write rows there, if it can."""
-        self._commands.put(_WriteTo(new_rows))
+        def load(engine: _Engine) -> None:
+            try:
+                revision = engine.backend.load_adapter(name, source)
+            except BaseException as error:
+                self._post(_resolve, loaded, error)
+                if not isinstance(error, LMPoolError):
+                    raise  # The backend is broken.
+            else:
+                self._post(_resolve, loaded, revision)
+
+        self._calls.put(Call(f"load of the adapter {name!r}", load))
+        self._loads.add(loaded)
+        try:
+            return await loaded
+        finally:
+            self._loads.discard(loaded)
 
     def drop_adapter(self, adapter: str) -> None:
-        """Have the backend forget an adapter; jobs that name it come back as stale, now or when they are submitted."""
-        self._commands.put(_Drop(adapter))
+        """Drop an adapter. Prompts that name it become stale, now or when they are submitted."""
+        self._calls.put(Call(f"drop of the adapter {adapter!r}", lambda engine: engine.drop_adapter(adapter)))
+
+    def write_to(self, new_rows: NewRows) -> None:
+        """Have the backend write rows into this memory, if it can."""
+        self._calls.put(Call("preparation to write rows", lambda engine: engine.write_to(new_rows)))
 
     def abandon(self, error: WorkerError) -> None:
-        """Wait for the thread no more: it hangs. Who waits for an adapter is told."""
+        """Stop waiting for the thread, which hangs, and fail the adapters that it was loading."""
         self.is_hung = True
         for loaded in self._loads:
             _resolve(loaded, error)
 
     def stack(self) -> str:
-        """Where the thread is, as in a traceback."""
+        """The stack of the thread, as in a traceback."""
         frame = sys._current_frames().get(self._thread.ident or 0)
         return "".join(traceback.format_stack(frame)) if frame else ""
 
     async def close(self, timeout_s: float | None = None) -> None:
-        """End the thread after its present step and free the backend; a thread that takes longer than this hangs."""
-        self._commands.put(None)
+        """End the thread after its running step and close the backend. A thread that takes longer hangs."""
+        self._calls.put(None)
         if self._thread.is_alive() and not self.is_hung:
             try:
                 async with asyncio.timeout(timeout_s):
@@ -326,33 +292,42 @@ class EngineThread:
                 _log.error("the backend hangs: it has not closed within %g s (step_timeout_s)", timeout_s)
                 self.is_hung = True
 
-    def _note_step(self, seconds: float, answers: int) -> None:
-        # The longest counts, and is forgotten slowly: engines that compute ahead hand over at once what is ready.
-        if self.step_s == math.inf or seconds > self.step_s:
-            self.step_s = seconds
-        elif answers >= self.batch:
-            self.step_s = max(seconds, _FALLS * self.step_s)
+    def _end(self, prompts: Iterable[InFlightPrompt]) -> None:
+        for prompt in prompts:
+            if prompt.status != "ended":  # Else it was aborted before.
+                prompt.status = "ended"
+                self.owed -= 1
+                self.yielding -= prompt.yields
+
+    def _receive(self) -> None:
+        # Cleared first: a result from now on must wake the event loop again.
+        self._is_woken = False
+        while self._results:
+            result, self.stats, self._capacity = self._results.popleft()
+            self._end(result.prompts)
+            self._end(result.stale)
+            self._on_result(result)
+
+    # In the thread
 
     def _post(self, callback: Callable[..., object], *args: object) -> None:
-        try:
+        with suppress(RuntimeError):  # The loop is closed: the process ends, and nothing waits for the result.
             self._loop.call_soon_threadsafe(callback, *args)
-        except RuntimeError:
-            pass  # The loop is closed: the process is on its way out and nobody needs the result.
 
     def _run(self) -> None:
-        # Whatever fails, the event loop must hear of it: it waits for `_ready` and for `_closed`.
+        # Report every failure to the event loop: it waits for `_ready` and for `_closed`.
         try:
             began = time.monotonic()
             backend = self._make()
             try:
-                _log.info("the model runs after %.1f s: reading what its tokens stand for", time.monotonic() - began)
+                _log.info("the model runs after %.1f s; reading its vocabulary", time.monotonic() - began)
                 vocabulary = backend.vocabulary()
                 tokenizer = backend.tokenizer() if isinstance(backend, TellsTokenizer) else None
                 adapters = dict(backend.adapters)
                 opened = Opened(backend.info, backend.batch, backend.device, vocabulary, tokenizer, adapters)
-                self._post(self._set_ready, opened, _Room(backend.capacity()))
-                self._serve(backend)
-            except BaseException as error:  # noqa: BLE001  told before `close`, which may take long
+                self._post(self._set_ready, opened, _Capacity(backend.capacity()))
+                self._serve(_Engine(backend, self._send_result))
+            except BaseException as error:  # noqa: BLE001  reported before `close`, which may take long
                 self._post(self._fail, error)
             finally:
                 self.call = None
@@ -362,202 +337,259 @@ class EngineThread:
         finally:
             self._post(self._closed.set)
 
-    def _serve(self, backend: Backend) -> None:
-        info = backend.info
-        held: _Held = {}
-        self._yielding = yielding = YieldingJobs(backend.batch)
-        self._continuations = Continuations()
-        self._held_yielding: set[bytes] = set()
-        taken = 0
-
-        def tell(finished: Finished) -> None:
-            self._tell(finished, backend, _Room(backend.capacity() + len(self._held_yielding), taken))
-
+    def _serve(self, engine: _Engine) -> None:
         while True:
-            try:
-                command = self._commands.get(block=not (held or yielding))
-                if command is None:
+            # Run all calls that have arrived before the next step, so that the step is full.
+            while (call := self._next_call(block=not engine.has_work)) is not _NO_CALL:
+                if call is None:
                     return
-                self.call = Call(command)
-                stale = self._execute(backend, command, held)
-                of_head = _told_of_head(backend, command)
+                self.call = call
+                call.run(engine)
                 self.call = None
-                if isinstance(command, Sequence):
-                    taken += _count_rows(command)
-                if of_head is not None:
-                    tell(of_head)
-                if stale or isinstance(command, _Abort):  # There is room again.
-                    tell(Finished([], {}, stale=stale))
-                continue  # Take all that has come before the next step, so that it runs full.
-            except Empty:
-                pass
-            if yielding and (due := self._next_yielding(backend, held)):
-                self.call = Call(due)
-                if stale := self._submit(backend, due, held):
-                    tell(Finished([], {}, stale=stale))
-            if not held:
-                continue
-            self.call = Call()
-            self.stepping_since = began = time.monotonic()
-            finished = backend.step()
-            self.stepping_since = self.call = None
-            seconds = time.monotonic() - began
-            answered = check_answers(finished, held, info)
-            check_first_rows(finished.blocks, info)
-            self._note_step(seconds, len(answered))
-            if self._continuations:
-                finished, longer = self._continuations.advance(finished)
-                # Not to the backend before what has arrived since: rows go first.
-                yielding.go_on(longer)
-                self._release(held, [job.digest for job in longer])
-                answered = finished.digests
-            self._on_step(seconds, len(answered))
-            self._release(held, answered)
-            tell(finished._replace(step=(began, began + seconds)) if self._tells_steps else finished)
+            if engine.yielding:
+                self.call = Call("submission of prompts")
+                engine.submit_yielding()
+            if engine.held:
+                self.call = Call("step")
+                self.stepping_since = began = time.monotonic()
+                finished = engine.backend.step()
+                self.stepping_since = self.call = None
+                ended = time.monotonic()
+                digests = check_answers(finished, engine.held, engine.info)
+                check_first_rows(finished.blocks, engine.info)
+                self._note_step_time(ended - began, len(digests))
+                result = engine.take_results(finished, digests)
+                self._on_step(ended - began, len(result.prompts))
+                engine.send(result._replace(step=(began, ended)) if self._tells_steps else result)
 
-    def _next_yielding(self, backend: Backend, held: _Held) -> list[BackendJob]:
-        """The jobs that must not yield any longer."""
-        growing = bulk_tokens = 0
-        for digest in self._held_yielding:
-            growing += digest in self._continuations
-            bulk_tokens += self._continuations.count_new(held[digest]) if held[digest].bulk else 0
-        return self._yielding.next(len(held), growing, bulk_tokens, backend.capacity())
-
-    def _release(self, held: _Held, digests: Collection[bytes]) -> None:
-        """Note that the backend holds prompts no more."""
-        for digest in digests:
-            del held[digest]
-        if self._held_yielding:
-            self._held_yielding.difference_update(digests)
-
-    def _execute(self, backend: Backend, command: _Command, held: _Held) -> tuple[bytes, ...]:
-        """Do what is asked; returns the jobs that name an adapter that the backend does not have."""
-        match command:
-            case _Load():
-                self._load(backend, command)
-                return ()
-            case _Drop():
-                stale = tuple(digest for digest, job in held.items() if job.adapter == command.adapter)
-                backend.abort(stale)
-                self._continuations.drop(stale)
-                _drop(backend, command.adapter)
-                self._release(held, stale)
-            case _WriteTo():
-                if isinstance(backend, WritesInPlace):
-                    backend.write_to(self._continuations.leaving_out(command.new_rows, held))
-                return ()
-            case _Abort():
-                self._yielding.drop(command.digests)
-                self._continuations.drop(command.digests)
-                aborted = [digest for digest in command.digests if digest in held]
-                backend.abort(aborted)
-                self._release(held, aborted)
-                return ()
-            case _Promote():
-                self._continuations.promote(command.digests)
-                held_bulk = [held[digest] for digest in command.digests if digest in held and held[digest].bulk]
-                # A backend that tells bulk prompts from others learns of it this way.
-                promoted = [job._replace(bulk=False) for job in held_bulk]
-                return self._submit(backend, [*promoted, *self._yielding.promote(command.digests)], held)
-            case jobs:
-                if any(job.head is not None for job in jobs):
-                    jobs = [job for job in jobs if job.head is None]
-                return self._submit(backend, self._yielding.sort(jobs), held)
-        return stale
-
-    def _submit(self, backend: Backend, jobs: Sequence[BackendJob], held: _Held) -> tuple[bytes, ...]:
-        """Give jobs to the backend; returns those that name an adapter that it does not have."""
-        stale = tuple(job.digest for job in jobs if job.adapter and job.adapter not in backend.adapters)
-        served = [job for job in jobs if job.digest not in stale] if stale else jobs
-        self._continuations.drop(stale)
-        served = self._continuations.begin(served)
-        backend.submit(served)
-        held.update([(job.digest, job) for job in served])
-        if self._held_yielding:
-            self._held_yielding.difference_update([job.digest for job in served])
-        if self._continuations or any(job.bulk for job in served):
-            self._held_yielding.update(job.digest for job in served if job.bulk or job.digest in self._continuations)
-        return stale
-
-    def _load(self, backend: Backend, command: _Load) -> None:
+    def _next_call(self, *, block: bool) -> Call | None:
         try:
-            revision = backend.load_adapter(command.name, command.source)
-        except LMPoolError as error:
-            self._post(_resolve, command.loaded, error)
-        except BaseException as error:
-            self._post(_resolve, command.loaded, error)
-            raise  # The backend is broken.
-        else:
-            self._post(_resolve, command.loaded, revision)
+            return self._calls.get(block)
+        except Empty:
+            return _NO_CALL
 
-    def _set_ready(self, opened: Opened, room: _Room) -> None:
-        self._room = room
-        if not self._ready.done():  # Who waited may have been cancelled.
-            self._ready.set_result(opened)
+    def _note_step_time(self, seconds: float, answers: int) -> None:
+        if self.step_s == math.inf or seconds > self.step_s:
+            self.step_s = seconds
+        elif answers >= self.batch:
+            self.step_s = max(seconds, _STEP_TIME_DECAY * self.step_s)
 
-    def _tell(self, finished: Finished, backend: Backend, room: _Room) -> None:
-        self._told.append(_Told(finished, backend.stats(), room))
-        # Waking the event loop takes as long as some steps do: it is not woken again before it has come to look.
+    def _send_result(self, result: StepResult, stats: BackendStats, capacity: _Capacity) -> None:
+        self._results.append((result, stats, capacity))
+        # Waking the event loop can cost as much as a short step, so skip the wake-up while one is already pending.
         if not self._is_woken:
             self._is_woken = True
-            self._post(self._on_told)
+            self._post(self._receive)
 
-    def _on_told(self) -> None:
-        # Before it looks: what is told from now on wakes it again.
-        self._is_woken = False
-        while self._told:
-            finished, self.stats, self._room = self._told.popleft()
-            ended = (*finished.digests, *finished.stale)
-            self._outstanding.difference_update(ended)
-            self._yields.difference_update(ended)
-            self._on_finished(finished)
+    # Posted by the thread, run in the event loop
+
+    def _set_ready(self, opened: Opened, capacity: _Capacity) -> None:
+        self._capacity = capacity
+        if not self._ready.done():  # The caller of `start` may have been cancelled.
+            self._ready.set_result(opened)
 
     def _fail(self, error: BaseException) -> None:
-        """Tell whoever waits for the backend, or whoever uses it."""
         if self._ready.done():
             self._on_broken(error)
         else:
             self._ready.set_exception(error)
 
 
-def _told_of_head(backend: Backend, command: _Command) -> Finished | None:
-    """What jobs want of the model's head: no step is needed for it."""
-    if not isinstance(command, Sequence) or all(job.head is None for job in command):
-        return None
-    answers: dict[bytes, NDArray[np.float32]] = {}
-    failures: dict[bytes, str] = {}
-    # Checked here only: isinstance of a protocol takes longer than the rest of a submission.
-    with_head = backend if isinstance(backend, TellsHead) else None
-    for job in command:
-        if job.head is None:
-            continue
+class _Engine:
+    """The prompts that a backend's thread has, and the calls that it runs.
+
+    Attributes:
+        held: the prompts that the backend holds, by digest.
+        yielding: the prompts that wait for the backend.
+    """
+
+    def __init__(self, backend: Backend, send_result: Callable[[StepResult, BackendStats, _Capacity], None]) -> None:
+        self.backend = backend
+        self.info = backend.info
+        self.held: dict[bytes, InFlightPrompt] = {}
+        self.yielding = YieldingPrompts(backend.batch)
+        self._send_result = send_result
+        # Of the prompts that the backend holds.
+        self._held_yielding: set[InFlightPrompt] = set()
+        # Rows that have arrived from the event loop.
+        self._taken = 0
+
+    @property
+    def has_work(self) -> bool:
+        """Whether there are prompts, held or waiting."""
+        return bool(self.held or self.yielding)
+
+    def send(self, result: StepResult) -> None:
+        """Send a result to the event loop, with the capacity after it."""
+        capacity = self.backend.capacity() + len(self._held_yielding)
+        self._send_result(result, self.backend.stats(), _Capacity(capacity, self._taken))
+
+    def take_rows(self, prompts: Sequence[InFlightPrompt]) -> None:
+        """Take prompts of which nothing but the row is requested, all of interactive clients."""
+        self.yielding.interactive_at = time.monotonic()
+        self._taken += len(prompts)
+        self._submit(prompts)
+
+    def take(self, prompts: Sequence[InFlightPrompt], rows: int) -> None:
+        """Take any prompts, `rows` of them such that do not yield."""
+        self._taken += rows
+        if of_head := [prompt for prompt in prompts if prompt.head is not None]:
+            self.send(self._answer_from_head(of_head))
+            prompts = [prompt for prompt in prompts if prompt.head is None]
+        self._submit(self.yielding.keep(prompts))
+
+    def _submit(self, prompts: Sequence[InFlightPrompt]) -> None:
+        """Give prompts to the backend; report those whose adapter it does not have."""
+        backend = self.backend
+        if any(prompt.adapter for prompt in prompts):
+            served = {"", *backend.adapters}
+            if stale := [prompt for prompt in prompts if prompt.adapter not in served]:
+                prompts = [prompt for prompt in prompts if prompt.adapter in served]
+                self.send(StepResult(Finished([], {}), stale=stale))
+        backend.submit(prompts)
+        for prompt in prompts:
+            self.held[prompt.digest] = prompt
+            if prompt.generate is not None:
+                begin(prompt, prompt.generate)
+            if prompt.bulk or prompt.generate is not None:
+                self._held_yielding.add(prompt)
+
+    def submit_yielding(self) -> None:
+        """Give the backend the waiting prompts that are due before its next step."""
+        continuations = sum(prompt.generate is not None for prompt in self._held_yielding)
+        bulk_tokens = sum(count_new_tokens(prompt) for prompt in self._held_yielding if prompt.bulk)
+        due = self.yielding.next(len(self.held), continuations, bulk_tokens, self.backend.capacity())
+        if due:
+            self._submit(due)
+
+    def take_results(self, finished: Finished, digests: Iterable[bytes]) -> StepResult:
+        """Turn the results of a step into those for the event loop; keep continuations that have not ended."""
+        prompts = [self.held.pop(digest) for digest in digests]
+        if self._held_yielding:
+            self._held_yielding.difference_update(prompts)
+            if continuations := {prompt.digest: prompt for prompt in prompts if prompt.generate is not None}:
+                finished, longer = advance(finished, continuations)
+                # The rows that have arrived meanwhile go first.
+                self.yielding.keep_longer(longer)
+                prompts = [prompt for prompt in prompts if prompt not in longer]
+        return StepResult(finished, prompts)
+
+    def abort(self, prompts: Collection[InFlightPrompt]) -> None:
+        """Drop prompts, wherever they are."""
+        self.yielding.drop(prompts)
+        self._abort_held([prompt for prompt in prompts if self.held.get(prompt.digest) is prompt])
+        self.send(StepResult(Finished([], {})))  # The capacity has changed.
+
+    def _abort_held(self, prompts: Sequence[InFlightPrompt]) -> None:
+        self.backend.abort([prompt.digest for prompt in prompts])
+        for prompt in prompts:
+            del self.held[prompt.digest]
+        self._held_yielding.difference_update(prompts)
+
+    def promote(self, prompts: Collection[InFlightPrompt]) -> None:
+        """Make bulk prompts interactive, wherever they are."""
+        held = [prompt for prompt in prompts if self.held.get(prompt.digest) is prompt]
+        for prompt in prompts:
+            prompt.bulk = False
+        self._held_yielding.difference_update(held)
+        # Backends that treat bulk prompts differently see the change in a second submission.
+        if rows := [*held, *self.yielding.promote(prompts)]:
+            self._submit(rows)
+
+    def drop_adapter(self, adapter: str) -> None:
+        """Drop an adapter and the prompts that name it. One that cannot be dropped stays loaded."""
+        stale = [prompt for prompt in self.held.values() if prompt.adapter == adapter]
+        self._abort_held(stale)
         try:
-            if with_head is None:
-                raise WorkerError(f"the backend {backend.info.backend!r} has hidden states in its info, and no head()")
-            answers[job.digest] = with_head.head(job.head)
-        except Exception as error:  # noqa: BLE001  a query must not end the worker, whatever its backend raises
-            failures[job.digest] = failure_of(error)
-    return Finished([], failures, VectorBlock(list(answers), list(answers.values())) if answers else None)
+            self.backend.drop_adapter(adapter)
+        except Exception as error:
+            if is_device_error(error):
+                raise
+            _log.warning("adapter %r cannot be dropped; it stays loaded until the worker ends", adapter, exc_info=error)
+        if stale:
+            self.send(StepResult(Finished([], {}), stale=stale))
+
+    def write_to(self, new_rows: NewRows) -> None:
+        """Have the backend write rows into this memory, except rows that are only for continuations."""
+
+        def memory(count: int, vocab_size: int, encoding: Encoding) -> NDArray[Any] | None:
+            is_unread = bool(self.held) and all(prompt.generate is not None for prompt in self.held.values())
+            return None if is_unread else new_rows(count, vocab_size, encoding)
+
+        if isinstance(self.backend, WritesInPlace):
+            self.backend.write_to(memory)
+
+    def _answer_from_head(self, prompts: Sequence[InFlightPrompt]) -> StepResult:
+        """Answer the queries about the model's head, which need no step."""
+        answers: dict[bytes, NDArray[np.float32]] = {}
+        failures: dict[bytes, str] = {}
+        backend = self.backend if isinstance(self.backend, TellsHead) else None
+        for prompt in prompts:
+            try:
+                if backend is None:
+                    raise WorkerError(f"the backend {self.info.backend!r} has hidden states in its info, and no head()")
+                assert prompt.head is not None
+                answers[prompt.digest] = backend.head(prompt.head)
+            except Exception as error:  # noqa: BLE001  a query must not end the worker, whatever its backend raises
+                failures[prompt.digest] = failure_of(error)
+        vectors = VectorBlock(list(answers), list(answers.values())) if answers else None
+        return StepResult(Finished([], failures, vectors), prompts)
 
 
-def _drop(backend: Backend, adapter: str) -> None:
-    """Have a backend forget an adapter; one that it cannot remove stays loaded."""
-    try:
-        backend.drop_adapter(adapter)
-    except Exception as error:
-        if is_device_error(error):
-            raise
-        _log.warning("the adapter %r cannot be removed: it stays loaded until the worker ends", adapter, exc_info=error)
+def check_answers(finished: Finished, held: Collection[bytes], info: ModelInfo) -> list[bytes]:
+    """Refuse results that no worker may publish.
+
+    Args:
+        finished: the results of a step.
+        held: digests of the prompts that the backend holds.
+        info: the backend's info.
+
+    Returns:
+        the digests that have a result.
+
+    Raises:
+        WorkerError: a result for a prompt that was not submitted, two results for a prompt, or rows of another length.
+    """
+    blocks, failures, answers = finished
+    digests = [digest for block in blocks for digest in block.digests]
+    if answers is not None:
+        digests += answers.digests
+    digests += failures
+    who = f"the backend {info.backend!r} has returned"
+    if len(set(digests)) < len(digests):
+        twice = [digest for digest, count in Counter(digests).items() if count > 1]
+        raise WorkerError(f"{who} two results in one step for {len(twice)} prompts, such as {twice[0].hex()}")
+    if strangers := [digest for digest in digests if digest not in held]:
+        text = f"results for {len(strangers)} prompts that were not submitted, such as {strangers[0].hex()}"
+        raise WorkerError(f"{who} {text}")
+    for block in blocks:
+        if block.numbers.shape[1] != info.vocab_size:
+            raise WorkerError(f"{who} rows of {block.numbers.shape[1]} entries; its info says V = {info.vocab_size}")
+    return digests
 
 
-def _count_rows(jobs: Sequence[BackendJob]) -> int:
-    """How many jobs do not yield."""
-    return len(jobs) - sum([job.bulk or job.generate is not None for job in jobs])
+def check_first_rows(blocks: Iterable[RowBlock], info: ModelInfo) -> None:
+    """Refuse blocks of something other than rows, such as logits: clients do not check each row in shared memory.
+
+    Raises:
+        WorkerError: the largest entry of the first row of a block is not that of log-probabilities.
+    """
+    for block in blocks:
+        if block.digests:
+            try:
+                if block.encoding is Encoding.F32:
+                    check_row(block.numbers[0])
+                else:
+                    check_row(decode_row(np.frombuffer(block.encode(0), np.uint8), info.vocab_size))
+            except ProtocolError as error:
+                raise WorkerError(
+                    f"the backend {info.backend!r} has returned something that is not a row: {error}"
+                ) from error
 
 
 def _resolve(future: asyncio.Future[str], outcome: str | BaseException) -> None:
     if future.done():
-        return  # Who waited has been cancelled.
+        return  # The caller was cancelled.
     if isinstance(outcome, BaseException):
         future.set_exception(outcome)
     else:

@@ -1,4 +1,4 @@
-"""What notices that a worker is stuck: in a call of its backend, or with an event loop that does not run."""
+"""Watchdogs of a worker: for calls of the backend that do not return, and for an event loop that does not run."""
 
 from __future__ import annotations
 
@@ -21,21 +21,18 @@ from lmpool.workers.execution.engine_thread import Call, EngineThread
 from lmpool.workers.execution.watchdog_process import MAX_INTERVAL_S, MIN_BEATS
 
 EXIT_CODE = int(signal.SIGALRM)
-"""How a worker exits whose event loop did not run any more: with the number of the signal that tells it to."""
+"""Exit code of a worker whose event loop does not run: the number of the signal that ends it."""
 
 _log = logging.getLogger("lmpool.worker")
 
 
 class Watchdog:
-    """Watches the backend's thread while the context is open.
-
-    Everything that the thread has the backend do is watched: steps, taking jobs, loading and dropping adapters. Opening
-    the backend is not: a large model may load for long.
+    """Watches every call of the backend while the context is open, except making it: a large model may load long.
 
     Args:
         engine_thread: runs the backend.
-        limit_s: seconds that one call of the backend may take.
-        on_hang: called once, with the error that says what hangs.
+        limit_s: max seconds of one call.
+        on_hang: called once, with the error that names the call.
     """
 
     def __init__(self, engine_thread: EngineThread, limit_s: float, on_hang: Callable[[WorkerError], None]) -> None:
@@ -50,15 +47,15 @@ class Watchdog:
         await end_tasks([self._watching])
 
     async def _watch(self) -> None:
-        pause = min(MAX_INTERVAL_S, self._limit_s / MIN_BEATS)
+        pause_s = min(MAX_INTERVAL_S, self._limit_s / MIN_BEATS)
         call: Call | None = None
-        spent, before = 0.0, time.monotonic()
-        while call is None or spent < self._limit_s:
-            await asyncio.sleep(pause)
+        spent_s, before = 0.0, time.monotonic()
+        while call is None or spent_s < self._limit_s:
+            await asyncio.sleep(pause_s)
             now = time.monotonic()
             last, call = call, self._engine_thread.call
-            # A process that was stopped was not there to compute: that is no time that the call took.
-            spent = spent + min(now - before, 2 * pause) if call is last else 0.0
+            # Time in which the process was stopped does not count.
+            spent_s = spent_s + min(now - before, 2 * pause_s) if call is last else 0.0
             before = now
         self._on_hang(
             WorkerError(
@@ -69,12 +66,12 @@ class Watchdog:
 
 
 class ProcessWatchdog:
-    """Has this process end when its event loop does not run for too long, while the context is open.
+    """Ends this process when its event loop does not run for too long, while the context is open.
 
-    It prints where all its threads are, and exits with `EXIT_CODE`. For processes that are workers and nothing else.
+    It prints the stacks of all threads and exits with `EXIT_CODE`. Use it only in processes that are only workers.
 
     Args:
-        limit_s: seconds for which the event loop may not run. Time in which the process is stopped does not count.
+        limit_s: max seconds for which the event loop may not run. Time in which the process is stopped does not count.
     """
 
     def __init__(self, limit_s: float) -> None:
@@ -103,12 +100,12 @@ class ProcessWatchdog:
         self._pipe.close()
 
     def _send_heartbeat(self) -> None:
-        # First of all: whatever happens here, there is a next time.
-        pause = min(MAX_INTERVAL_S, self._limit_s / MIN_BEATS)
-        self._timer = asyncio.get_running_loop().call_later(pause, self._send_heartbeat)
+        # First, so that heartbeats go on after any error below.
+        pause_s = min(MAX_INTERVAL_S, self._limit_s / MIN_BEATS)
+        self._timer = asyncio.get_running_loop().call_later(pause_s, self._send_heartbeat)
         if is_first := not self._pipe.closed:
             try:
-                self._pipe.write(b"\0")  # Or nothing, when the pipe is full since that process is stopped.
+                self._pipe.write(b"\0")  # Writes nothing if the pipe is full, because that process is stopped.
                 return
             except BrokenPipeError:
                 _log.warning("the process that watches this worker has ended: starting it again")
@@ -123,7 +120,7 @@ class ProcessWatchdog:
 def _exit_on(number: int) -> None:
     """Have a signal print the stacks of all threads and end the process, without the interpreter lock.
 
-    By a handler in C: the default action would spare a process that is the first of its container.
+    The handler is in C: the default action would not end a process that is the first of its container.
     """
     with contextlib.suppress(OSError, AttributeError):
         libc = ctypes.CDLL(None)

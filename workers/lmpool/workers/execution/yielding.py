@@ -1,16 +1,23 @@
-"""Jobs that wait in a worker while others go first: those of bulk clients, and continuations between two steps."""
+"""Prompts that give way to rows: prompts of bulk clients, and continuations between two of their tokens."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections import deque
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import islice
-from typing import NamedTuple
 
-from lmpool.workers.execution.contract import BackendJob
+import numpy as np
+from numpy.typing import NDArray
+
+from lmpool.errors import ProtocolError, WorkerError
+from lmpool.protocol.query import Continuation, GenerateQuery, drawn_at, pack_continuation, sample
+from lmpool.protocol.row import Row, RowBlock, VectorBlock, check_row
+from lmpool.workers.execution.contract import QUERY_ERRORS, Finished, failure_of
+from lmpool.workers.execution.in_flight import DrawnTokens, InFlightPrompt
 
 PATIENCE_STEPS = 16
-"""Steps for which a prompt of bulk clients waits before the backend gets it next to others."""
+"""Steps for which a bulk prompt waits before the backend gets it next to interactive prompts."""
 
 QUIET_S = 60.0
 """Seconds after the last interactive prompt until bulk clients count as alone: a person asks again within a minute."""
@@ -18,136 +25,198 @@ QUIET_S = 60.0
 MAX_BULK_TOKENS = 2048
 """Tokens of bulk prompts that the backend must compute at once next to interactive clients; one prompt may have more.
 
-Engines compute prompts in the order in which they get them, so an interactive prompt waits for these tokens: about one
-step of a GPU.
+Engines compute prompts in order of submission, so an interactive prompt waits for these tokens: one step of a GPU.
 """
 
-# The part of a step, and one prompt at least, that goes next to others once it has waited so long: twice what moves up
-# then.
-_SHARE = 8
+# An eighth of a step, and at least one prompt, goes to bulk prompts that have waited long enough.
+_LATE_SHARE = 8
+# Max parts that a block of rows is split into without a copy: each part is published on its own.
+_MAX_PARTS = 4
 
 
-class _Bulk(NamedTuple):
-    """A job of bulk clients that waits.
+class YieldingPrompts:
+    """Keeps prompts from the backend while it has rows to fill its next step with. Used by the backend's thread.
 
-    Attributes:
-        job: the job.
-        patient_until: the step after which it has waited long enough.
-        grows: it is a continuation.
-        tokens: that the backend must compute for it.
-    """
-
-    job: BackendJob
-    patient_until: int
-    grows: bool
-    tokens: int
-
-
-class YieldingJobs:
-    """Keeps jobs from the backend while it has others to fill its next step with.
-
-    Rows that interactive clients wait for never wait here. Continuations of interactive clients come next: each step
-    gets those that began first, as far as rows leave them slots, and half a batch in any case. So continuations hold a
-    batch of the backend at most, and a row waits for one of their steps, however many tokens they draw. Jobs of bulk
-    clients come last. Where no interactive client has sent a prompt lately, the backend gets as many of them as it has
-    capacity for, because it can pack its steps better then.
+    Rows for interactive clients never wait here. Continuations of interactive clients are next: each step gets the
+    oldest of them, into the slots that rows leave free and into at least half of the batch. So the backend holds at
+    most one batch of continuations, and a row waits for one of their steps. Bulk prompts are last. While no interactive
+    client is active, the backend gets as many bulk prompts as it accepts, because it can pack its steps better then.
 
     Args:
-        batch: prompts that make a full step.
+        batch: prompts in a full step.
+
+    Attributes:
+        interactive_at: monotonic time of the last interactive prompt.
     """
 
     def __init__(self, batch: int) -> None:
         self._batch = batch
-        # Both in the order in which they came; continuations that have begun stand before the others.
-        self._growing: dict[bytes, BackendJob] = {}
-        self._bulk: dict[bytes, _Bulk] = {}
+        # In order of arrival, except that continuations that have begun are before the others.
+        self._continuations: deque[InFlightPrompt] = deque()
+        self._bulk: deque[InFlightPrompt] = deque()
         self._step = 0
-        self._interactive_at = float("-inf")
+        self.interactive_at = float("-inf")
 
     def __len__(self) -> int:
-        return len(self._growing) + len(self._bulk)
+        return len(self._continuations) + len(self._bulk)
 
-    def sort(self, jobs: Sequence[BackendJob]) -> Sequence[BackendJob]:
-        """Keep those of some new jobs that yield; returns the others, which the backend must get now."""
-        rows = [job for job in jobs if not job.bulk and job.generate is None]
-        if rows:
-            self._interactive_at = time.monotonic()
-        if len(rows) == len(jobs):
-            return jobs
-        for job in jobs:
-            if job.bulk:
-                patient_until, grows = self._step + PATIENCE_STEPS, job.generate is not None
-                self._bulk[job.digest] = _Bulk(job, patient_until, grows, len(job.ids) // 4)
-            elif job.generate is not None:
-                self._interactive_at = time.monotonic()
-                self._growing[job.digest] = job
+    def keep(self, prompts: Sequence[InFlightPrompt]) -> list[InFlightPrompt]:
+        """Keep the new prompts that yield; return the others, which the backend must get now."""
+        rows = []
+        for prompt in prompts:
+            if prompt.bulk:
+                prompt.patient_until = self._step + PATIENCE_STEPS
+                self._bulk.append(prompt)
+                continue
+            self.interactive_at = time.monotonic()
+            if prompt.generate is None:
+                rows.append(prompt)
+            else:
+                self._continuations.append(prompt)
         return rows
 
-    def go_on(self, jobs: Iterable[BackendJob]) -> None:
-        """Keep continuations that have begun until the next step: before the others of their kind."""
-        growing = {job.digest: job for job in jobs if not job.bulk}
-        # The backend has the keys and values of all but the last token.
-        bulk = {job.digest: _Bulk(job, self._step, grows=True, tokens=1) for job in jobs if job.bulk}
-        if growing:
-            self._interactive_at = time.monotonic()
-            self._growing = growing | self._growing
-        if bulk:
-            self._bulk = bulk | self._bulk
+    def keep_longer(self, prompts: Sequence[InFlightPrompt]) -> None:
+        """Keep continuations that have one more token until the next step, before the others of their kind."""
+        for prompt in reversed(prompts):
+            if prompt.bulk:
+                prompt.patient_until = self._step
+                self._bulk.appendleft(prompt)
+            else:
+                self.interactive_at = time.monotonic()
+                self._continuations.appendleft(prompt)
 
-    def next(self, held: int, growing: int, bulk_tokens: int, capacity: int) -> list[BackendJob]:
-        """The jobs that the backend must get before its next step.
+    def next(self, held: int, continuations: int, bulk_tokens: int, capacity: int) -> list[InFlightPrompt]:
+        """The prompts that the backend must get before its next step.
 
         Args:
             held: prompts that the backend holds.
-            growing: continuations among them.
-            bulk_tokens: tokens that the bulk prompts among them still need.
+            continuations: continuations among them.
+            bulk_tokens: tokens that the backend must still compute for the bulk prompts among them.
             capacity: how many more prompts the backend accepts.
         """
         self._step += 1
-        due: list[BackendJob] = []
-        if self._growing:
-            count = max(self._batch - held, max(1, self._batch // 2) - growing)
-            due = self.take(list(islice(self._growing, max(0, count))))
+        count = max(0, self._batch - held, max(1, self._batch // 2) - continuations)
+        due = [self._continuations.popleft() for _ in range(min(count, len(self._continuations)))]
         if self._bulk:
-            held += len(due)
-            due += self.take(self._next_bulk(self._batch - held, bulk_tokens, capacity - len(due)))
+            due += self._next_bulk(self._batch - held - len(due), bulk_tokens, capacity - len(due))
         return due
 
-    def _next_bulk(self, free: int, tokens: int, capacity: int) -> list[bytes]:
-        is_alone = time.monotonic() - self._interactive_at > QUIET_S
-        room, most_tokens = (max(free, capacity), None) if is_alone else (free, MAX_BULK_TOKENS)
-        room_if_late = max(room, 1, self._batch // _SHARE)
-        due: list[bytes] = []
-        for digest, (_, patient_until, _, size) in islice(self._bulk.items(), room_if_late):
-            if len(due) >= room and patient_until > self._step:
+    def _next_bulk(self, free: int, tokens: int, capacity: int) -> list[InFlightPrompt]:
+        is_alone = time.monotonic() - self.interactive_at > QUIET_S
+        slots = max(free, capacity) if is_alone else free
+        due: list[InFlightPrompt] = []
+        for prompt in islice(self._bulk, max(slots, 1, self._batch // _LATE_SHARE)):
+            if len(due) >= slots and prompt.patient_until > self._step:
                 break
-            # A prompt that is longer than the limit goes alone.
-            if most_tokens is not None and tokens and tokens + size > most_tokens:
+            size = count_new_tokens(prompt)
+            # A prompt that is longer than the limit runs when no other bulk prompt is held.
+            if not is_alone and tokens and tokens + size > MAX_BULK_TOKENS:
                 break
             tokens += size
-            due.append(digest)
+            due.append(prompt)
+        for _ in due:
+            self._bulk.popleft()
         return due
 
-    def take(self, digests: Collection[bytes]) -> list[BackendJob]:
-        """Those of some prompts that wait here; they do so no longer."""
-        taken = [self._growing.pop(digest) for digest in digests if digest in self._growing]
-        return taken + [self._bulk.pop(digest).job for digest in digests if digest in self._bulk]
+    def promote(self, prompts: Collection[InFlightPrompt]) -> list[InFlightPrompt]:
+        """Make bulk prompts interactive; return the rows among them, which the backend must get now."""
+        self.interactive_at = time.monotonic()
+        promoted = [prompt for prompt in self._bulk if prompt in prompts]
+        self._bulk = deque(prompt for prompt in self._bulk if prompt not in prompts)
+        self._continuations += [prompt for prompt in promoted if prompt.generate is not None]
+        return [prompt for prompt in promoted if prompt.generate is None]
 
-    def promote(self, digests: Collection[bytes]) -> list[BackendJob]:
-        """Have jobs of bulk clients be interactive ones; returns the rows, which the backend must get now."""
-        rows = []
-        self._interactive_at = time.monotonic()
-        for digest in digests:
-            if (waiting := self._bulk.pop(digest, None)) is not None:
-                job = waiting.job._replace(bulk=False)
-                if waiting.grows:
-                    self._growing[digest] = job
+    def drop(self, prompts: Collection[InFlightPrompt]) -> None:
+        """Drop prompts; ignore those that do not wait here."""
+        self._continuations = deque(prompt for prompt in self._continuations if prompt not in prompts)
+        self._bulk = deque(prompt for prompt in self._bulk if prompt not in prompts)
+
+
+# Continuations
+
+
+def count_new_tokens(prompt: InFlightPrompt) -> int:
+    """Tokens that the backend must compute: one for a continuation that has begun, else the whole prompt."""
+    return 1 if prompt.drawn is not None and prompt.drawn.tokens else len(prompt.ids) // 4
+
+
+def begin(prompt: InFlightPrompt, query: GenerateQuery) -> None:
+    """Start a continuation, unless it has begun."""
+    if prompt.drawn is None:
+        ends = frozenset(stop for stop in query.stops if len(stop) == 4)
+        prompt.drawn = DrawnTokens(ends, tuple(stop for stop in query.stops if len(stop) > 4))
+
+
+def advance(finished: Finished, continuations: Mapping[bytes, InFlightPrompt]) -> tuple[Finished, list[InFlightPrompt]]:
+    """Draw the next token of continuations from the rows of a step.
+
+    Args:
+        finished: the results of the step.
+        continuations: digest -> continuation, of those that have a result in it.
+
+    Returns:
+        the results of the other prompts and of the continuations that have ended; the continuations that have not.
+    """
+    blocks: list[RowBlock] = []
+    answers: dict[bytes, NDArray[np.float32]] = {}
+    failures = dict(finished.failures)
+    longer: list[InFlightPrompt] = []
+    for block in finished.blocks:
+        others = [index for index, digest in enumerate(block.digests) if digest not in continuations]
+        if len(others) == len(block.digests):
+            blocks.append(block)
+            continue
+        for index, digest in enumerate(block.digests):
+            if (prompt := continuations.get(digest)) is None:
+                continue
+            try:
+                if (answer := _draw(prompt, block.row(index))) is None:
+                    longer.append(prompt)
                 else:
-                    rows.append(job)
-        return rows
+                    answers[digest] = answer
+            except QUERY_ERRORS as error:
+                failures[digest] = failure_of(error)
+        blocks += _select(block, others)
+    if finished.answers is not None:
+        answers.update(zip(finished.answers.digests, finished.answers.vectors, strict=True))
+    vectors = VectorBlock(list(answers), list(answers.values())) if answers else None
+    return Finished(blocks, failures, vectors), longer
 
-    def drop(self, digests: Collection[bytes]) -> None:
-        """Discard prompts; unknown ones are ignored."""
-        for digest in digests:
-            self._growing.pop(digest, None)
-            self._bulk.pop(digest, None)
+
+def _draw(prompt: InFlightPrompt, row: Row) -> NDArray[np.float32] | None:
+    """Draw a token and append it to the prompt; return the whole continuation, encoded, if that was the last token.
+
+    Raises:
+        WorkerError: the backend has returned something other than a row.
+    """
+    query, drawn = prompt.generate, prompt.drawn
+    assert query is not None
+    assert drawn is not None
+    try:
+        check_row(row)
+    except ProtocolError as error:
+        raise WorkerError(f"the backend has returned something that is not a row: {error}") from error
+    token = sample(row, drawn_at(query.how, len(drawn.tokens)))
+    encoded = token.to_bytes(4, "little")
+    drawn.tokens.append(token)
+    drawn.logprobs.append(row[token])
+    prompt.ids += encoded
+    # Only drawn tokens count for a stop sequence: the prompt itself may end with a part of one.
+    is_last = len(drawn.tokens) == query.most or encoded in drawn.ends
+    if not is_last and not prompt.ids[-4 * len(drawn.tokens) :].endswith(drawn.stops):
+        return None
+    made = Continuation(np.array(drawn.tokens, np.int64), np.array(drawn.logprobs, np.float32))
+    return pack_continuation(made, query.most)
+
+
+def _select(block: RowBlock, rows: Iterable[int]) -> list[RowBlock]:
+    """Some rows of a block in ascending order: in place if that makes few blocks, else as one copy."""
+    runs: list[range] = []
+    for row in rows:
+        if runs and runs[-1].stop == row:
+            runs[-1] = range(runs[-1].start, row + 1)
+        else:
+            runs.append(range(row, row + 1))
+    if len(runs) <= _MAX_PARTS:
+        return [block.part(run) for run in runs]
+    return [block.select([row for run in runs for row in run])]

@@ -26,8 +26,8 @@ from lmpool.protocol.keys import Keys
 from lmpool.settings import shown
 from lmpool.workers.backends.checkpoint import is_on_hub
 from lmpool.workers.backends.lora import adapter_folder
-from lmpool.workers.execution.contract import BackendJob
 from lmpool.workers.execution.engine_thread import EngineThread
+from lmpool.workers.execution.in_flight import InFlightPrompt
 from lmpool.workers.settings import WorkerSettings
 
 _log = logging.getLogger("lmpool.worker")
@@ -273,7 +273,7 @@ class AdapterKeeper:
         self._in_service: dict[str, Adapter] = {}
         self._offered: dict[str, tuple[str, str, str]] = {}  # Name -> nonce, revision, why it cannot be loaded.
         self._refused: dict[str, _Refusal] = {}  # Of those in service.
-        self._waiting: list[BackendJob] = []  # For the next check of the registry.
+        self._waiting: list[InFlightPrompt] = []  # For the next check of the registry.
         self._wake = asyncio.Event()
 
     async def start(self) -> None:
@@ -372,7 +372,7 @@ class AdapterKeeper:
             if jobs:
                 self._engine_thread.submit(jobs)
 
-    def served_among(self, jobs: Sequence[BackendJob]) -> Sequence[BackendJob]:
+    def served_among(self, jobs: Sequence[InFlightPrompt]) -> Sequence[InFlightPrompt]:
         """The jobs that the backend can have now; the others get to it after the next check of the registry."""
         if missing := [job for job in jobs if job.adapter and job.adapter not in self._loaded]:
             self._waiting += missing

@@ -1,4 +1,4 @@
-"""A worker's heartbeat in Redis while it loads and serves, and the info of the model that it stands for."""
+"""A worker's heartbeat in Redis while it loads and serves, and the info of its model."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import socket
 import threading
 import time
 from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import cast
@@ -36,31 +37,33 @@ from lmpool.workers.settings import WorkerSettings
 
 _log = logging.getLogger("lmpool.worker")
 
-# Longer than any lease: workers of one model may have different ones.
+# Lifetime in ms of the lists of workers: longer than any lease, because workers may have different leases.
 _MEMBERS_TTL_MS = 2 * 3_600_000
-# How long the queue and the dead letters of a model that nobody serves are kept: longer than any request waits.
+# Lifetime in ms of the queue and the dead letters of a model without workers: longer than any request waits.
 _QUEUE_TTL_MS = 7 * 24 * 3_600_000
+# Max ended workers removed in one call of the server.
 _MAX_SWEPT = 200
+# Seconds between two log lines while a model loads.
 _SAY_EVERY_S = 30.0
-# Changed files that a heartbeat and the log name; more would fill a line.
+# Max changed files that a heartbeat and the log name; more would fill a line.
 _MAX_NAMED_FILES = 3
 
 
 def new_worker_id() -> str:
-    """A name that no other worker has and nobody guesses: host, process, and 8 random bytes in hexadecimal."""
+    """A unique id that cannot be guessed: host, process, and 8 random bytes in hexadecimal."""
     return f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(8)}"
 
 
 class CheckpointWatch:
-    """Notices that the files that a model was loaded from change on disk: by size, time of modification and inode.
+    """Detects changes of the files of a loaded model: by size, time of modification and inode.
 
-    Make it before the model is loaded. Files that are added are no change.
+    Make it before the model is loaded. Added files are not a change.
 
     Args:
         backend: settings of the backend.
 
     Attributes:
-        changed: the names of the files that have changed or are gone, as of the last check; "" for none.
+        changed: names of the files that have changed or disappeared, at the last check; "" for none.
     """
 
     def __init__(self, backend: BackendSettings) -> None:
@@ -69,7 +72,7 @@ class CheckpointWatch:
         try:
             files = checkpoint_files(str(getattr(backend, "model", "")), getattr(backend, "gguf_file", None))
             self._loaded = {path: _state_of(path) for path in files}
-        except (OSError, RuntimeError):  # RuntimeError: a home that does not exist. Loading says so better.
+        except (OSError, RuntimeError):  # RuntimeError: a home folder that does not exist. Loading reports it better.
             self._loaded = {}
 
     def start_check(self) -> None:
@@ -79,16 +82,16 @@ class CheckpointWatch:
             self._thread.start()
 
     def check(self) -> None:
-        """Compare the files with those at the start; log what has changed, once."""
+        """Compare the files with their state at the start; log each change once."""
         try:
             names = [path.name for path, state in self._loaded.items() if _state_of(path) != state]
         except OSError:
-            return  # The file system is away: nothing is known of the files.
+            return  # The file system is not available now.
         more = len(names) - _MAX_NAMED_FILES
         changed = ", ".join(names[:_MAX_NAMED_FILES]) + (f" and {more} more" if more > 0 else "")
         if changed and changed != self.changed:
             _log.warning(
-                "files of the model have changed since this worker loaded them: %s. It goes on with the weights that "
+                "files of the model have changed since this worker loaded them: %s. It continues with the weights that "
                 "it has loaded; a worker that starts now loads others",
                 changed,
             )
@@ -104,97 +107,88 @@ def _state_of(path: Path) -> tuple[int, int, int] | None:
     return seen.st_size, seen.st_mtime_ns, seen.st_ino
 
 
+@dataclass(eq=False)
 class Heartbeat:
-    """The heartbeat of one worker that serves: a hash that expires a lease after it was last written.
+    """The heartbeat of one serving worker: a hash that expires one lease after it was last written.
 
-    Args:
-        redis: a client for control messages.
-        keys: the deployment's key names.
-        info: the model that the worker serves.
-        worker_id: the worker's name.
-        batch: how many prompts it computes at once.
-        vocabulary: what the model's tokens stand for, if it is known.
-        tokenizer: how text becomes ids of the model, if that is known.
-        files: that the model was loaded from, if they are watched.
+    Attributes:
+        redis: a client for rare commands.
+        keys: the deployment's keys.
+        info: info of the model that the worker serves.
+        worker_id: id of the worker.
+        batch: prompts that it computes at once.
+        vocabulary: the model's vocabulary, if known.
+        tokenizer: the model's tokenizer, if known.
+        files: files of the model, if they are watched.
     """
 
-    def __init__(
-        self,
-        redis: Redis,
-        keys: Keys,
-        info: ModelInfo,
-        worker_id: str,
-        batch: int,
-        vocabulary: Vocabulary | None = None,
-        tokenizer: PackedTokenizer | None = None,
-        files: CheckpointWatch | None = None,
-    ) -> None:
-        self._files = files
-        self._redis = redis
-        self._keys = keys
-        self._info = info
-        self._worker_id = worker_id
-        self._batch = batch
-        self._vocabulary = vocabulary
-        self._tokenizer = tokenizer
+    redis: Redis
+    keys: Keys
+    info: ModelInfo
+    worker_id: str
+    batch: int
+    vocabulary: Vocabulary | None = None
+    tokenizer: PackedTokenizer | None = None
+    files: CheckpointWatch | None = None
+
+    def __post_init__(self) -> None:
+        self._model = self.keys.model(self.info.name)
+        self._heartbeat = self.keys.worker(self.worker_id)
         self._started = time.time()
-        # Since when others have been seen that serve other weights.
+        # Monotonic time since which workers with other weights have been seen.
         self._others_since = math.inf
 
     async def join(self, counters: Mapping[str, str | int | float]) -> None:
-        """Publish the model info, or check that it agrees with the one that live workers serve.
-
-        The group of the model's queue must exist.
+        """Register the worker and publish the model info. The group of the model's queue must exist.
 
         Raises:
-            ModelMismatch: live workers serve other weights under this name; says which fields differ.
+            ModelMismatch: live workers serve other weights under this name; the message names the fields.
         """
-        # Visible first, compared then: of two workers that start together each finds the other, whosever info
-        # comes first. The heartbeat comes before the consumer: a consumer without one would be swept.
+        # Register first, then compare: of two workers that start together each finds the other. The heartbeat is
+        # written before the consumer exists: consumers without one are removed.
         await self._write(counters)
         await self._keep_texts()
-        while (seen := await self._read_info()) != self._info.pack():
+        while (seen := await self._read_info()) != self.info.pack():
             if await self._put_info(seen):
                 return
 
     async def _put_info(self, seen: bytes) -> bool:
-        """Write our info over the one that was seen there; False when that has changed meanwhile.
+        """Replace the info that was `seen` by ours; False if another worker has replaced it meanwhile.
 
         Raises:
-            ModelMismatch: the one seen is that of live workers, which serve other weights.
+            ModelMismatch: live workers serve the weights of `seen`, which are others.
         """
-        differences = _differences(self._info, seen)
+        differences = _differences(self.info, seen)
         if differences and (others := [worker async for worker, _ in self._serving(_fingerprint(seen))]):
             raise self._mismatch(f"by {', '.join(others)} ", differences)
-        swap = [self._info.name, seen, self._info.pack()]
-        return bool(await scripts.SWAP(self._redis, [info_key(self._keys, self._info.name)], swap))
+        swap = [self.info.name, seen, self.info.pack()]
+        return bool(await scripts.SWAP(self.redis, [info_key(self.keys, self.info.name)], swap))
 
     async def _read_info(self) -> bytes:
-        """What stands in Redis as the info of the model, b"" for nothing."""
-        name = self._info.name
-        infos = await read_infos(self._redis, self._keys, [name])
+        """The info of the model in Redis; b"" for none."""
+        name = self.info.name
+        infos = await read_infos(self.redis, self.keys, [name])
         seen = infos.get(name.encode(), b"")
         if isinstance(seen, bytes):
             return seen
-        # Too large to be an info, or to be sent back and forth.
-        await self._redis.hdel(info_key(self._keys, name), name)
+        # Too large for an info.
+        await self.redis.hdel(info_key(self.keys, name), name)
         return b""
 
     async def send(self, counters: Mapping[str, str | int | float]) -> int:
         """Write the heartbeat with the worker's counters, and the model's info if it was lost.
 
         Returns:
-            how many jobs the worker's lane has, waiting and held.
+            number of jobs in the worker's lane, waiting and held.
 
         Raises:
-            ModelMismatch: others have served other weights under this name for a lease, for this worker seemed to be
-                gone. An info that no live worker stands for is somebody's junk, or that of workers that have gone: it
-                is replaced.
+            ModelMismatch: other workers have served other weights under this name for a lease, because this worker was
+                silent. An info without live workers is replaced.
         """
         lane = await self._write(counters)
         seen = await self._read_info()
-        # The info of another worker of these weights may have another lease: it stays.
-        if not seen or _differences(self._info, seen):
+        # Another worker with these weights may have another lease: its info stays.
+        if not seen or _differences(self.info, seen):
             await self._replace_info(seen)
         else:
             self._others_since = math.inf
@@ -202,187 +196,176 @@ class Heartbeat:
         return lane
 
     async def _replace_info(self, seen: bytes) -> None:
-        """Write our info over that of workers that may have gone: a failover shows them for a lease after their end.
+        """Replace the info of workers that may have ended: after a failover they look alive for a lease.
 
         Raises:
-            ModelMismatch: they have been there for a lease.
+            ModelMismatch: they have been alive for a lease.
         """
         now = time.monotonic()
         try:
             await self._put_info(seen)
         except ModelMismatch:
             self._others_since = min(self._others_since, now)
-            if now - self._others_since > self._info.lease_s:
+            if now - self._others_since > self.info.lease_s:
                 raise
         else:
             self._others_since = math.inf
 
     async def sweep(self) -> int:
-        """Remove what workers that are gone have left: consumers that hold nothing, and infos of other models.
+        """Remove consumers of ended workers that hold nothing, and infos of models without workers.
 
-        One worker of each model, drawn by chance, checks the infos and the lengths of all lanes.
-        Trie workers check no infos: their Redis user has no rights on the keys of models.
+        One worker of each model, drawn at random, checks the infos and the lengths of all lanes. Trie workers check no
+        infos: their Redis user has no rights on the keys of models.
 
         Returns:
-            how many live workers serve the model.
+            number of live workers of the model.
         """
-        alive = await read_alive(self._redis, self._model)
+        alive = await read_alive(self.redis, self._model)
         is_checker = random.random() * max(1, alive.serving) < 1
         await self._drop(is_checker=is_checker)
-        if is_checker and self._info.name != TRIE_SERVICE:
+        if is_checker and self.info.name != TRIE_SERVICE:
             await self._sweep_infos()
         return alive.serving
 
     async def _sweep_infos(self) -> None:
-        infos = await read_infos(self._redis, self._keys)
+        infos = await read_infos(self.redis, self.keys)
         for name, seen in infos.items():
             model = name.decode("utf-8", "replace")
             try:
-                if isinstance(seen, int):  # Too large to be an info.
-                    await self._redis.hdel(info_key(self._keys, model), name)
-                elif model != self._info.name and await self._is_abandoned(model):
+                if isinstance(seen, int):  # Too large for an info.
+                    await self.redis.hdel(info_key(self.keys, model), name)
+                elif model != self.info.name and await self._is_abandoned(model):
                     await self._forget(model, seen, name)
             except NoPermissionError:
-                continue  # A model that this worker's user has no part in: its own workers see to it.
+                continue  # This worker's Redis user has no rights on the model; its own workers check it.
 
     async def _is_abandoned(self, model: str) -> bool:
-        # While prompts wait, the info stays: a worker that starts again will serve them.
-        alive = await read_alive(self._redis, self._keys.model(model))
+        # The info stays while prompts wait: a worker that starts will serve them.
+        alive = await read_alive(self.redis, self.keys.model(model))
         return not alive.serving and not await self._queued(model)
 
     async def others(self, field: str) -> dict[str, str]:
-        """A field of the heartbeats of the model's other live workers that take jobs: worker id -> value, or ""."""
+        """Worker id -> a field of its heartbeat, or "", of the model's other live workers that take jobs."""
         values = {}
-        async for worker_id, _ in self._serving(self._info.service_fingerprint):
+        async for worker_id, _ in self._serving(self.info.service_fingerprint):
             fields = await self._fields_of(worker_id, "state", field)
             if fields.get("state", "draining") != "draining":
                 values[worker_id] = fields.get(field, "")
         return values
 
     async def leave(self, *, for_good: bool = True) -> None:
-        """Deregister: the worker, its consumer if that holds nothing, and the info when nobody else serves the model.
+        """Deregister the worker, its consumer if that holds nothing, and the info if no other worker serves the model.
 
         Args:
-            for_good: False for a worker that failed: who waits is to find the model, and its adapters, when a worker
-                starts again.
+            for_good: False for a worker that failed: the info and the adapters stay for the next worker.
         """
-        await self._redis.delete(self._heartbeat)
-        await self._drop(self._worker_id)
+        await self.redis.delete(self._heartbeat)
+        await self._drop(self.worker_id)
         if not for_good:
             return
         seen = await self._read_info()
-        # By its fingerprint: the info may be that of another worker, with another lease.
-        if _fingerprint(seen) == self._info.service_fingerprint:
-            async for _ in self._serving(self._info.service_fingerprint):
+        # Compare fingerprints: the info may be that of another worker, with another lease.
+        if _fingerprint(seen) == self.info.service_fingerprint:
+            async for _ in self._serving(self.info.service_fingerprint):
                 return
-            await self._forget(self._info.name, seen)
+            await self._forget(self.info.name, seen)
 
     async def _drop(self, *worker_ids: str, is_checker: bool = False) -> None:
-        """Drop the consumers of workers whose deadline has passed, and of these; see `sweep`."""
+        """Drop the consumers of workers whose deadline has passed, and of `worker_ids`; see `sweep`."""
         keys = self._model
         swept = [keys.jobs, keys.workers, keys.capacity, keys.virtual_time]
         args = [GROUP, _MAX_SWEPT, _MEMBERS_TTL_MS, int(is_checker), *worker_ids]
-        _, has_unknown, moved = await scripts.REMOVE_GONE(self._redis, swept, args)
+        _, has_unknown, moved = await scripts.REMOVE_GONE(self.redis, swept, args)
         while moved:
-            _, _, moved = await scripts.REMOVE_GONE(self._redis, swept, args)
+            _, _, moved = await scripts.REMOVE_GONE(self.redis, swept, args)
         if has_unknown:
-            consumers, lease_ms = await read_consumers(self._redis, keys), int(self._info.lease_s * 1000)
+            consumers, lease_ms = await read_consumers(self.redis, keys), int(self.info.lease_s * 1000)
             for at in range(0, len(consumers), scripts.MAX_AT_ONCE):
                 part = consumers[at : at + scripts.MAX_AT_ONCE]
-                await scripts.ADD_DEADLINES(self._redis, [keys.workers], [lease_ms, _MEMBERS_TTL_MS, *part])
+                await scripts.ADD_DEADLINES(self.redis, [keys.workers], [lease_ms, _MEMBERS_TTL_MS, *part])
 
     async def _forget(self, model: str, seen: bytes | str, field: bytes | None = None) -> None:
-        """Remove a model that nobody serves any more; somebody who begins to serve it now writes down what is lost.
-
-        What waits in its queue, and its dead letters, stay for a week.
+        """Remove a model that no worker serves; its queue and its dead letters stay for a week.
 
         Args:
             model: its name.
             seen: its info.
-            field: what the info stands under, if that is no UTF-8.
+            field: the field of the info, if that is not UTF-8.
         """
-        if await scripts.SWAP(self._redis, [info_key(self._keys, model)], [field or model, seen, b""]):
-            keys = self._keys.model(model)
-            await self._redis.delete(keys.adapters, keys.offers)
-            await scripts.EXPIRE_QUEUE(self._redis, [*keys.queue, *await self._lanes(keys)], [_QUEUE_TTL_MS])
+        if await scripts.SWAP(self.redis, [info_key(self.keys, model)], [field or model, seen, b""]):
+            keys = self.keys.model(model)
+            await self.redis.delete(keys.adapters, keys.offers)
+            await scripts.EXPIRE_QUEUE(self.redis, [*keys.queue, *await self._lanes(keys)], [_QUEUE_TTL_MS])
 
     async def _lanes(self, keys: ModelKeys) -> list[bytes]:
-        """The lanes of a model's workers; those that are gone stay consumers as long as their lanes have something."""
-        return [keys.lane(worker) for worker in await read_consumers(self._redis, keys)]
+        """The lanes of a model's workers. Ended workers stay consumers while their lanes have entries."""
+        return [keys.lane(worker) for worker in await read_consumers(self.redis, keys)]
 
     async def _keep_texts(self) -> None:
-        """Have vocabulary and tokenizer in the pool as long as workers serve them, so that clients need no copies."""
-        if self._vocabulary is not None:
-            await register(self._redis, self._keys, self._vocabulary)
-        if self._tokenizer is not None:
-            await register_tokenizer(self._redis, self._keys, self._tokenizer)
-
-    @property
-    def _heartbeat(self) -> bytes:
-        return self._keys.worker(self._worker_id)
+        """Keep vocabulary and tokenizer in the pool, so that clients need no copies."""
+        if self.vocabulary is not None:
+            await register(self.redis, self.keys, self.vocabulary)
+        if self.tokenizer is not None:
+            await register_tokenizer(self.redis, self.keys, self.tokenizer)
 
     async def _write(self, counters: Mapping[str, str | int | float]) -> int:
-        """Write the heartbeat, and register how many prompts this worker computes at once; see `send`."""
+        """Write the heartbeat, and register the number of prompts that this worker computes at once; see `send`."""
         fields: dict[str, str | int | float] = {
-            "model": self._info.name,
-            "backend": self._info.backend,
-            "fingerprint": self._info.service_fingerprint,
+            "model": self.info.name,
+            "backend": self.info.backend,
+            "fingerprint": self.info.service_fingerprint,
             "started": self._started,
-            "lease_s": self._info.lease_s,
+            "lease_s": self.info.lease_s,
             **counters,
         }
-        if self._files is not None:
-            fields["changed_files"] = self._files.changed
-            self._files.start_check()
-        lease_ms, keys = int(self._info.lease_s * 1000), self._model
-        await scripts.HEARTBEAT(self._redis, [self._heartbeat], [lease_ms, *chain.from_iterable(fields.items())])
-        batch = 0 if counters.get("state") == "draining" else self._batch
-        args = [self._worker_id, lease_ms, _MEMBERS_TTL_MS, GROUP, batch]
-        registered = [keys.workers, keys.jobs, keys.capacity, keys.lanes, keys.lane(self._worker_id)]
-        return int(await scripts.REGISTER(self._redis, registered, args))
+        if self.files is not None:
+            fields["changed_files"] = self.files.changed
+            self.files.start_check()
+        lease_ms, keys = int(self.info.lease_s * 1000), self._model
+        await scripts.HEARTBEAT(self.redis, [self._heartbeat], [lease_ms, *chain.from_iterable(fields.items())])
+        batch = 0 if counters.get("state") == "draining" else self.batch
+        args = [self.worker_id, lease_ms, _MEMBERS_TTL_MS, GROUP, batch]
+        registered = [keys.workers, keys.jobs, keys.capacity, keys.lanes, keys.lane(self.worker_id)]
+        return int(await scripts.REGISTER(self.redis, registered, args))
 
     def _mismatch(self, by: str, differences: list[str]) -> ModelMismatch:
         return ModelMismatch(
-            f"the model {self._info.name!r} is served {by}with another fingerprint "
-            f"({'; '.join(differences)}): serve these weights under another --name, or stop those first"
+            f"the model {self.info.name!r} is served {by}with another fingerprint "
+            f"({'; '.join(differences)}): serve these weights under another --name, or stop the other workers first"
         )
-
-    @property
-    def _model(self) -> ModelKeys:
-        return self._keys.model(self._info.name)
 
     async def _serving(self, fingerprint: str = "") -> AsyncIterator[tuple[str, str]]:
         """Other live workers of this model, with their fingerprints.
 
         Args:
-            fingerprint: only those that serve these weights; "" stands for any but ours.
+            fingerprint: only workers with these weights; "" for workers with other weights than ours.
         """
-        for worker_id in (await read_alive(self._redis, self._model, names=True)).names:
-            if worker_id == self._worker_id:
+        for worker_id in (await read_alive(self.redis, self._model, names=True)).names:
+            if worker_id == self.worker_id:
                 continue
             theirs = (await self._fields_of(worker_id, "fingerprint")).get("fingerprint")
-            is_wanted = theirs == fingerprint if fingerprint else theirs != self._info.service_fingerprint
+            is_wanted = theirs == fingerprint if fingerprint else theirs != self.info.service_fingerprint
             if theirs is not None and is_wanted:
                 yield worker_id, theirs
 
     async def _fields_of(self, worker_id: str, *fields: str) -> dict[str, str]:
-        """Some fields of a worker's heartbeat; none where there is no heartbeat."""
+        """Some fields of a worker's heartbeat; none without a heartbeat."""
         try:
-            return await read_texts(self._redis, self._keys.worker(worker_id), fields)
+            return await read_texts(self.redis, self.keys.worker(worker_id), fields)
         except ProtocolError as error:
-            # One key that holds something else must not keep this worker from all others.
+            # One key of another type must not hide the other workers.
             _log.warning("the worker %r is left out: %s", worker_id, error)
             return {}
 
     async def _queued(self, model: str) -> int:
         try:
-            keys = self._keys.model(model)
+            keys = self.keys.model(model)
             streams = [keys.jobs, *await self._lanes(keys)]
-            return sum([await self._redis.xlen(stream) for stream in streams]) + await self._redis.zcard(keys.backlog)
+            return sum([await self.redis.xlen(stream) for stream in streams]) + await self.redis.zcard(keys.backlog)
         except NoPermissionError:
             raise
         except ResponseError:
-            return 0  # Something else than a queue.
+            return 0  # The key is not a stream.
 
 
 def _differences(info: ModelInfo, seen: bytes) -> list[str]:
@@ -395,7 +378,7 @@ def _differences(info: ModelInfo, seen: bytes) -> list[str]:
 
 
 def _fingerprint(seen: bytes) -> str:
-    """What workers that serve this info have in their heartbeats, "" when it does not decode."""
+    """The fingerprint in the heartbeats of workers with this info; "" if it does not decode."""
     try:
         return ModelInfo.unpack(seen).service_fingerprint
     except ProtocolError:
@@ -403,14 +386,14 @@ def _fingerprint(seen: bytes) -> str:
 
 
 class Loading:
-    """Shows in Redis that a worker loads a model, while the context is open.
+    """Registers in Redis that a worker loads a model, while the context is open.
 
     Args:
         server: the pool's Redis.
-        settings: of the worker.
-        worker_id: its name.
-        model: what it will serve.
-        say_every_s: seconds between two lines of the log that say that it loads still.
+        settings: the worker's settings.
+        worker_id: id of the worker.
+        model: name of the model.
+        say_every_s: seconds between two log lines while it loads.
     """
 
     def __init__(
@@ -433,7 +416,7 @@ class Loading:
     async def __aenter__(self) -> None:
         _log.info("loading %r", self._fields["model"])
         self._redis = self._server.client()
-        with contextlib.suppress(RedisError, OSError):  # The heartbeats need the server too, and say so.
+        with contextlib.suppress(RedisError, OSError):  # The heartbeats need the server too, and log its errors.
             await self._tell_of_others()
         self._sending = asyncio.create_task(self._send_heartbeats(), name="loading")
 
@@ -442,11 +425,11 @@ class Loading:
         try:
             await self._redis.hdel(self._keys.loading(), self._worker_id)
             await self._redis.zrem(self._model.loading, self._worker_id)
-            # The heartbeat stays when all went well: the worker goes on with it.
+            # After a success the worker continues with this heartbeat.
             if error[0] is not None:
                 await self._redis.delete(self._keys.worker(self._worker_id))
         except (RedisError, OSError) as failure:
-            # Both expire. What comes next needs the server too, and says so better.
+            # Both expire. The next command reports the error better.
             _log.warning("cannot say that the model is loaded: %s", self._server.explain(failure))
         finally:
             await self._redis.aclose()
@@ -465,7 +448,7 @@ class Loading:
             await asyncio.sleep(self._settings.heartbeat_s)
 
     async def _tell_of_others(self) -> None:
-        """Say that others serve the model already: who meant to start it once more is not to find out by its speed."""
+        """Log that other workers serve the model already: the user may not have meant to add one."""
         if count := (await read_alive(self._redis, self._model)).serving:
             others = "1 worker serves" if count == 1 else f"{count} workers serve"
             _log.info("%s %r already: this one is added", others, self._fields["model"])
@@ -478,11 +461,11 @@ class Loading:
         await scripts.REGISTER(self._redis, [self._model.loading], [self._worker_id, lease_ms, lease_ms])
 
     async def _sweep(self) -> None:
-        """Remove some workers that were killed while they loaded; one of all that load does so, whichever it is."""
+        """Remove some workers that were killed while they loaded. One loading worker does so, drawn at random."""
         loading = self._keys.loading()
         if random.random() * await self._redis.hlen(loading) >= 1:
             return
         for worker_id in cast(list[bytes], await self._redis.hrandfield(loading, _MAX_SWEPT) or []):
-            # What is no UTF-8 names no worker.
+            # A name that is not UTF-8 is not that of a worker.
             if not await self._redis.exists(self._keys.worker(worker_id.decode("utf-8", "replace"))):
                 await self._redis.hdel(loading, worker_id)

@@ -1,4 +1,4 @@
-"""What a worker has done and how it is: counted, and served over HTTP as metrics and health.
+"""Counters of a worker, served over HTTP as metrics and health, and traces of its jobs.
 
-Imports `backend.contract` and the worker's settings.
+Imports `execution` and `settings`.
 """

@@ -1,4 +1,4 @@
-"""A worker's metrics for Prometheus, made from plain numbers when they are collected; its health; both over HTTP."""
+"""A worker's Prometheus metrics and its health, both over HTTP."""
 
 from __future__ import annotations
 
@@ -8,18 +8,16 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from http import HTTPStatus
 from importlib.metadata import version
-from types import ModuleType
 from typing import Any, NamedTuple
 
 from lmpool.errors import SettingsError
 from lmpool.metrics import prometheus
 from lmpool.workers.execution.contract import BackendStats
-from lmpool.workers.metrics.counters import OUTCOMES, Counters
+from lmpool.workers.metrics.counters import OUTCOMES, WorkerCounters
 from lmpool.workers.settings import WorkerSettings
 
 _log = logging.getLogger("lmpool.worker")
@@ -27,36 +25,29 @@ _log = logging.getLogger("lmpool.worker")
 Clock = Callable[[], float]
 
 MAX_CONNECTIONS = 64
-"""Connections to the port that are open at once. No token is needed for one, and each takes a descriptor of the
-worker, which needs them for Redis."""
+"""Max open connections to the port. A connection needs no token, and takes a file descriptor that Redis may need."""
 
 REQUEST_S = 10.0
-"""Seconds for a whole request and its response; a scrape takes some ms."""
+"""Max seconds for a request and its response; a scrape takes milliseconds."""
 
-_TICKS_A_LEASE = 10
-# Seconds that a connection gets at least where others wait for its place: a client sends its request at once. With
-# `MAX_CONNECTIONS` it bounds how many connections a second a flood can make the worker accept.
-_GRACE_S = 0.05
-# Connections that the kernel keeps while all places are taken; a short queue would drop those of probes.
-_BACKLOG = 4096
-# Pause after the process had no descriptor left for a connection.
-_PAUSE_S = 0.5
-# Bytes of a request without its body, which no client needs more of.
+# Checks of the event loop per lease.
+_CHECKS_PER_LEASE = 10
+# Max bytes of a request without its body, far more than clients send.
 _MAX_HEAD_BYTES = 16 * 1024
 _TEXT = "text/plain; charset=utf-8"
 
 
 class Snapshot(NamedTuple):
-    """What a worker is and has done, at one moment.
+    """The state of a worker at one moment.
 
     Attributes:
-        model: its name.
-        worker_id: the worker's.
+        model: name of the model.
+        worker_id: id of the worker.
         is_ready: whether it takes jobs.
         in_flight: prompts that it holds.
         silent_s: seconds since the server last answered a heartbeat.
         stats: the backend's counters.
-        counters: the worker's.
+        counters: the worker's counters.
     """
 
     model: str
@@ -65,11 +56,73 @@ class Snapshot(NamedTuple):
     in_flight: int
     silent_s: float
     stats: BackendStats
-    counters: Counters
+    counters: WorkerCounters
+
+
+def _if_known(value: Any, read: Callable[[Any], Any]) -> tuple[Any, ...]:
+    """The arguments of `add_metric`: none for a value that was not measured yet."""
+    return () if value is None else (read(value),)
+
+
+# fmt: off
+_METRICS: tuple[tuple[str, str, str, Callable[[Snapshot], tuple[Any, ...]]], ...] = (
+    ("Gauge", "worker_ready", "1 while the worker takes jobs, else 0.", lambda s: (int(s.is_ready),)),
+    ("Counter", "worker_claimed_jobs_total", "Jobs taken over from workers whose leases expired.",
+     lambda s: (s.counters.claimed,)),
+    ("Counter", "worker_homed_jobs_total", "Jobs that extend prompts which the worker has computed.",
+     lambda s: (s.counters.homed,)),
+    ("Counter", "worker_stolen_jobs_total", "Jobs taken from other workers' lanes.", lambda s: (s.counters.stolen,)),
+    ("Counter", "worker_steps_total", "Forwards that the backend has run.", lambda s: (s.stats.steps,)),
+    ("Counter", "worker_rows_total", "Rows that the backend has computed.", lambda s: (s.stats.rows,)),
+    ("Counter", "worker_tokens_total", "Tokens of the computed prompts.", lambda s: (s.stats.tokens,)),
+    ("Counter", "worker_reused_tokens_total", "Tokens among them that a prefix cache already held.",
+     lambda s: (s.stats.reused,)),
+    ("Counter", "worker_shared_rows_total", "Rows written to shared memory.", lambda s: (s.counters.shared,)),
+    ("Counter", "worker_exported_rows_total", "Rows stored whole for clients on other hosts.",
+     lambda s: (s.counters.exported,)),
+    ("Gauge", "worker_shared_memory_bytes", "Size of the worker's shared memory.",
+     lambda s: (s.counters.shared_bytes,)),
+    ("Counter", "worker_published_bytes_total", "Bytes of rows and answers sent to the server.",
+     lambda s: (s.counters.published_bytes,)),
+    ("Counter", "worker_fetched_bytes_total", "Bytes of rows and weights fetched to answer queries.",
+     lambda s: (s.counters.fetched_bytes,)),
+    ("Counter", "worker_refused_rows_total", "Rows that the server refused, for example for lack of memory.",
+     lambda s: (s.counters.refused,)),
+    ("Counter", "worker_evicted_rows_total", "Rows that were evicted as soon as they were stored.",
+     lambda s: (s.counters.evicted,)),
+    ("Counter", "worker_server_errors_total", "Failed attempts to use the server.",
+     lambda s: (s.counters.server_errors,)),
+    ("Gauge", "worker_held_prompts", "Prompts in flight in the worker.", lambda s: (s.in_flight,)),
+    ("Gauge", "worker_lane_jobs", "Jobs in the worker's lane, waiting and held, at the last heartbeat.",
+     lambda s: (s.counters.lane,)),
+    ("Gauge", "worker_heartbeat_age_seconds", "Seconds since the server last answered a heartbeat.",
+     lambda s: (s.silent_s,)),
+    ("Histogram", "worker_batch_prompts", "Prompts that a step finished.", lambda s: s.counters.batch.cumulative()),
+    ("Histogram", "worker_step_seconds", "Seconds of a step of the backend.", lambda s: s.counters.step_s.cumulative()),
+    ("Histogram", "worker_publish_seconds", "Seconds from rows being ready to their jobs' end.",
+     lambda s: s.counters.publish_s.cumulative()),
+    ("Histogram", "worker_job_seconds", "Seconds from a job's queueing to its row or answer.",
+     lambda s: s.counters.job_s.cumulative()),
+    ("Gauge", "queue_jobs", "Prompts of the model that wait or are computed, at the last heartbeat.",
+     lambda s: _if_known(s.counters.queue, lambda queue: queue.depth)),
+    ("Gauge", "queue_oldest_job_seconds", "Age of the oldest of them, at the last heartbeat.",
+     lambda s: _if_known(s.counters.queue, lambda queue: queue.age_s)),
+    ("Gauge", "queue_drain_seconds", "Seconds that the live workers need for the queue.",
+     lambda s: _if_known(s.counters.drain_s, lambda seconds: seconds)),
+    ("Gauge", "queue_dead_letters", "Jobs that were given up, kept until retried or dropped.",
+     lambda s: _if_known(s.counters.queue, lambda queue: queue.dead)),
+    ("Gauge", "server_memory_bytes", "Memory that the server uses, at the last heartbeat.",
+     lambda s: _if_known(s.counters.memory, lambda memory: memory.used_bytes)),
+    ("Gauge", "server_memory_limit_bytes", "Limit of that memory (maxmemory); 0 for no limit.",
+     lambda s: _if_known(s.counters.memory, lambda memory: memory.limit_bytes)),
+    ("Counter", "server_evicted_keys_total", "Keys that the server has evicted.",
+     lambda s: _if_known(s.counters.memory, lambda memory: memory.evicted_keys)),
+)
+# fmt: on
 
 
 class WorkerCollector:
-    """Gives a registry of prometheus_client the metrics of one worker.
+    """Provides the metrics of one worker to a registry of prometheus_client.
 
     Args:
         take_snapshot: called in the thread that collects.
@@ -85,100 +138,33 @@ class WorkerCollector:
     def collect(self) -> Iterator[Any]:
         """The metric families now."""
         snapshot, core = self._take_snapshot(), self._library
-        info = core.GaugeMetricFamily(
-            "lmpool_worker_info", "Always 1; who this worker is.", labels=("model", "worker", "version")
-        )
+        labels = ("model", "worker", "version")
+        info = core.GaugeMetricFamily("lmpool_worker_info", "Always 1; identifies this worker.", labels=labels)
         info.add_metric((snapshot.model, snapshot.worker_id, version("lmpool")), 1)
         yield info
-        ready = "1 while the worker takes jobs, else 0."
-        yield _family(core.GaugeMetricFamily, snapshot.model, "lmpool_worker_ready", ready, int(snapshot.is_ready))
-        jobs = core.CounterMetricFamily(
-            "lmpool_worker_jobs_total", "Jobs that ended, by what they ended with.", labels=("model", "outcome")
-        )
+        text = "Jobs that ended, by their outcome."
+        jobs = core.CounterMetricFamily("lmpool_worker_jobs_total", text, labels=("model", "outcome"))
         for outcome in OUTCOMES:
             jobs.add_metric((snapshot.model, outcome), snapshot.counters.ended[outcome])
         yield jobs
-        yield from _of_the_model(snapshot, core)
-
-
-# fmt: off
-def _of_the_model(snapshot: Snapshot, core: ModuleType) -> Iterator[Any]:
-    """The others, which have no label but the model."""
-    counters, stats, queue = snapshot.counters, snapshot.stats, snapshot.counters.queue
-    memory = counters.memory
-    counter = partial(_family, core.CounterMetricFamily, snapshot.model)
-    gauge = partial(_family, core.GaugeMetricFamily, snapshot.model)
-    histogram = partial(_family, core.HistogramMetricFamily, snapshot.model)
-    yield counter("lmpool_worker_claimed_jobs_total", "Jobs taken over from workers that fell silent.",
-                  counters.claimed)
-    yield counter("lmpool_worker_homed_jobs_total", "Jobs taken that continue what the worker has computed.",
-                  counters.homed)
-    yield counter("lmpool_worker_stolen_jobs_total", "Jobs taken from other workers' lanes.", counters.stolen)
-    yield counter("lmpool_worker_steps_total", "Forwards that the backend has run.", stats.steps)
-    yield counter("lmpool_worker_rows_total", "Rows that the backend has computed.", stats.rows)
-    yield counter("lmpool_worker_tokens_total", "Tokens of the prompts that were computed.", stats.tokens)
-    yield counter("lmpool_worker_reused_tokens_total", "Tokens among them that a prefix cache already held.",
-                  stats.reused)
-    yield counter("lmpool_worker_shared_rows_total", "Rows written to shared memory.", counters.shared)
-    yield counter("lmpool_worker_exported_rows_total", "Rows stored whole for clients on other hosts.",
-                  counters.exported)
-    yield gauge("lmpool_worker_shared_memory_bytes", "Size of the worker's segment of shared memory.",
-                counters.shared_bytes)
-    yield counter("lmpool_worker_published_bytes_total", "Bytes of rows and answers sent to the server.",
-                  counters.published_bytes)
-    yield counter("lmpool_worker_fetched_bytes_total", "Bytes of rows and weights fetched to answer queries.",
-                  counters.fetched_bytes)
-    yield counter("lmpool_worker_refused_rows_total", "Rows that the server refused, as when it is out of memory.",
-                  counters.refused)
-    yield counter("lmpool_worker_evicted_rows_total", "Rows that were evicted as soon as they were stored.",
-                  counters.evicted)
-    yield counter("lmpool_worker_server_errors_total", "Attempts to use the server that failed.",
-                  counters.server_errors)
-    yield gauge("lmpool_worker_held_prompts", "Prompts in flight in the worker.", snapshot.in_flight)
-    yield gauge("lmpool_worker_lane_jobs", "Jobs in the worker's lane, waiting and held, at the last heartbeat.",
-                counters.lane)
-    yield gauge("lmpool_worker_heartbeat_age_seconds", "Seconds since the server last answered a heartbeat.",
-                snapshot.silent_s)
-    yield histogram("lmpool_worker_batch_prompts", "Prompts that a step finished.", *counters.batch.cumulative())
-    yield histogram("lmpool_worker_step_seconds", "Seconds of a step of the backend.", *counters.step_s.cumulative())
-    yield histogram("lmpool_worker_publish_seconds", "Seconds from rows being ready to their jobs' end.",
-                    *counters.publish_s.cumulative())
-    yield histogram("lmpool_worker_job_seconds", "Seconds from a job's queueing to its row or answer.",
-                    *counters.job_s.cumulative())
-    # A queue that has not been measured yet is not an empty one.
-    depth, age_s, dead = ((), (), ()) if queue is None else ((queue.depth,), (queue.age_s,), (queue.dead,))
-    yield gauge("lmpool_queue_jobs", "Prompts of the model that wait or are computed, at the last heartbeat.", *depth)
-    yield gauge("lmpool_queue_oldest_job_seconds", "Age of the oldest of them, at the last heartbeat.", *age_s)
-    drain_s = () if counters.drain_s is None else (counters.drain_s,)
-    yield gauge("lmpool_queue_drain_seconds", "Seconds that the live workers take for what is in the queue.", *drain_s)
-    yield gauge("lmpool_queue_dead_letters", "Jobs that were given up, kept until retried or dropped.", *dead)
-    used, limit, evicted = ((), (), ()) if memory is None else (
-        (memory.used_bytes,), (memory.limit_bytes,), (memory.evicted_keys,))
-    yield gauge("lmpool_server_memory_bytes", "Memory that the server uses, at the last heartbeat.", *used)
-    yield gauge("lmpool_server_memory_limit_bytes", "How much that may be (maxmemory); 0 for no limit.", *limit)
-    yield counter("lmpool_server_evicted_keys_total", "Keys that the server has evicted.", *evicted)
-# fmt: on
-
-
-def _family(kind: Callable[..., Any], model: str, name: str, text: str, *value: Any) -> Any:
-    """A metric family of prometheus_client with the value that its `add_metric` takes; empty without one."""
-    family = kind(name, text, labels=("model",))
-    if value:
-        family.add_metric((model,), *value)
-    return family
+        for kind, name, text, read in _METRICS:
+            family = getattr(core, f"{kind}MetricFamily")(f"lmpool_{name}", text, labels=("model",))
+            if value := read(snapshot):
+                family.add_metric((snapshot.model,), *value)
+            yield family
 
 
 class Health:
-    """The state of one worker: set by its event loop, read by other threads.
+    """The state of one worker: its event loop writes it, other threads read it.
 
     Args:
-        lease_s: how long the loop or the server may be silent.
-        step_timeout_s: how long a step of the backend may take.
+        lease_s: max silence of the event loop and of the server.
+        step_timeout_s: max seconds of a step.
         clock: monotonic seconds.
 
     Attributes:
         state: "loading", "ready" or "draining".
-        broken: why the backend cannot go on, or "".
+        broken: why the backend cannot be used any more, or "".
         trouble: why the last heartbeat failed, or "".
     """
 
@@ -193,20 +179,20 @@ class Health:
         self.trouble = ""
 
     def start(self) -> None:
-        """_Render from now on that the running event loop runs."""
+        """Record from now on that the running event loop runs."""
         self._ticked_at = self._clock()
-        self._timer = asyncio.get_running_loop().call_later(self._lease_s / _TICKS_A_LEASE, self.start)
+        self._timer = asyncio.get_running_loop().call_later(self._lease_s / _CHECKS_PER_LEASE, self.start)
 
     def end(self) -> None:
-        """The event loop ends."""
+        """Stop recording."""
         self._timer.cancel()
 
     def watch(self, stepping_since: Callable[[], float | None]) -> None:
-        """Watch a backend: `stepping_since` returns the monotonic time when its present step began, or None."""
+        """Watch a backend: `stepping_since` returns the monotonic start of its running step, or None."""
         self._stepping_since = stepping_since
 
     def answered(self) -> None:
-        """The server has answered a heartbeat."""
+        """Record that the server has answered a heartbeat."""
         self._answered_at, self.trouble = self._clock(), ""
 
     @property
@@ -215,22 +201,21 @@ class Health:
         return self._clock() - self._answered_at
 
     def why_dead(self) -> str:
-        """Why the process is to be replaced; "" when it lives."""
+        """Why the process must be replaced; "" while it is alive."""
         silent_s = self._clock() - self._ticked_at
         if silent_s > self._lease_s:
             return f"the event loop has not run for {silent_s:.1f} s; a lease is {self._lease_s:g} s"
         if self.broken:
             return f"the backend broke: {self.broken}"
-        # Read once: the backend's thread changes it.
-        since = self._stepping_since()
-        # A lease more: the watchdog ends the worker by itself, with its prompts handed back.
+        since = self._stepping_since()  # Read once: the backend's thread changes it.
+        # One lease more: the watchdog ends the worker before, and releases its prompts.
         step_s, limit_s = 0.0 if since is None else self._clock() - since, self._step_timeout_s + self._lease_s
         if step_s > limit_s:
             return f"the backend's step has run for {step_s:.0f} s; more than {limit_s:g} s is not normal"
         return ""
 
     def why_not_ready(self) -> str:
-        """Why the worker takes no jobs; "" when it does."""
+        """Why the worker takes no jobs; "" while it does."""
         if why := self.why_dead():
             return why
         if self.state == "loading":
@@ -244,14 +229,14 @@ class Health:
         return ""
 
 
-class _Page(NamedTuple):
+class _HttpPage(NamedTuple):
     status: int
     content_type: str
     body: bytes
 
 
-_Render = Callable[[str], _Page]
-"""Makes a page; called with the request's Accept header."""
+_Pages = Mapping[str, Callable[[str], _HttpPage]]
+"""Path -> function that makes the page from the request's Accept header."""
 
 
 @contextmanager
@@ -259,9 +244,9 @@ def monitoring(settings: WorkerSettings, take_snapshot: Callable[[], Snapshot], 
     """Serve `/metrics`, `/healthz` and `/readyz` of a worker from a thread, if the settings name a port.
 
     Args:
-        settings: the worker's.
-        take_snapshot: what the worker is and has done; called from that thread.
-        health: whether it lives and takes jobs.
+        settings: the worker's settings.
+        take_snapshot: called from that thread.
+        health: the worker's health.
 
     Raises:
         SettingsError: the port cannot be used, or prometheus_client is not installed.
@@ -269,27 +254,31 @@ def monitoring(settings: WorkerSettings, take_snapshot: Callable[[], Snapshot], 
     if not settings.metrics_port:
         yield
         return
-    pages = {
+    pages: _Pages = {
         "/metrics": _metrics(take_snapshot),
         "/healthz": lambda _: _verdict(health.why_dead()),
         "/readyz": lambda _: _verdict(health.why_not_ready()),
     }
-    server = _open(settings, pages)
-    # A daemon: no client may keep a worker from ending.
-    thread = threading.Thread(target=server.run, name="lmpool-monitor", daemon=True)
+    listening = _listen(settings)
+    loop, stopped = asyncio.new_event_loop(), asyncio.Event()
+    # A daemon: a client must not keep a worker from ending.
+    thread = threading.Thread(
+        target=lambda: loop.run_until_complete(_serve(pages, listening, stopped)), name="lmpool-monitor", daemon=True
+    )
     thread.start()
     _log.info("metrics and health on port %d of %s", settings.metrics_port, settings.metrics_host)
     try:
         yield
     finally:
-        server.stop()
+        loop.call_soon_threadsafe(stopped.set)
         thread.join()
+        loop.close()
 
 
-def _open(settings: WorkerSettings, pages: dict[str, _Render]) -> _Server:
+def _listen(settings: WorkerSettings) -> socket.socket:
     host, port = settings.metrics_host, settings.metrics_port
     try:
-        return _Server((host, port), pages)
+        return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     except OSError as error:
         why = error.strerror or str(error)
         if error.errno not in (errno.EADDRINUSE, errno.EACCES):
@@ -300,8 +289,8 @@ def _open(settings: WorkerSettings, pages: dict[str, _Render]) -> _Server:
         ) from error
 
 
-def _metrics(take_snapshot: Callable[[], Snapshot]) -> _Render:
-    collector = WorkerCollector(take_snapshot)  # Says what to install when the library is not there.
+def _metrics(take_snapshot: Callable[[], Snapshot]) -> Callable[[str], _HttpPage]:
+    collector = WorkerCollector(take_snapshot)  # Raises first if the library is missing.
     from prometheus_client import CollectorRegistry, ProcessCollector
     from prometheus_client.exposition import choose_encoder
 
@@ -309,117 +298,59 @@ def _metrics(take_snapshot: Callable[[], Snapshot]) -> _Render:
     registry.register(collector)
     ProcessCollector(registry=registry)
 
-    def render(accept: str) -> _Page:
+    def render(accept: str) -> _HttpPage:
         encode, content_type = choose_encoder(accept)
-        return _Page(200, content_type, encode(registry))
+        return _HttpPage(200, content_type, encode(registry))
 
     return render
 
 
-def _verdict(why_not: str) -> _Page:
-    return _Page(503 if why_not else 200, _TEXT, f"{why_not or 'ok'}\n".encode())
+def _verdict(why_not: str) -> _HttpPage:
+    return _HttpPage(503 if why_not else 200, _TEXT, f"{why_not or 'ok'}\n".encode())
 
 
-class _Server:
-    """Sends pages over HTTP, one a connection, by an event loop of a thread of its own.
+async def _serve(pages: _Pages, listening: socket.socket, stopped: asyncio.Event) -> None:
+    """Send pages over HTTP, one per connection."""
+    connections: list[asyncio.Task[Any]] = []  # The oldest first.
 
-    Args:
-        address: host and port to listen at.
-        pages: path -> the function that makes the page.
-
-    Raises:
-        OSError: the address cannot be used.
-    """
-
-    def __init__(self, address: tuple[str, int], pages: dict[str, _Render]) -> None:
-        self._pages = pages
-        self._listening = socket.socket(socket.AF_INET6 if ":" in address[0] else socket.AF_INET)
+    async def respond(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        connections.append(task)
+        if len(connections) > MAX_CONNECTIONS:
+            connections.pop(0).cancel()
         try:
-            self._listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            self._listening.setblocking(False)
-            self._listening.bind(address)
-            self._listening.listen(_BACKLOG)
-        except OSError:
-            self._listening.close()
-            raise
-        # Open connections, the oldest first, and when each was accepted.
-        self._open: dict[asyncio.Task[None], float] = {}
-        self._loop = asyncio.new_event_loop()
-        self._accepting = self._loop.create_task(self._accept())
-
-    def run(self) -> None:
-        """Serve until `stop`."""
-        with suppress(asyncio.CancelledError):
-            self._loop.run_until_complete(self._accepting)
-        self._loop.close()
-        self._listening.close()
-
-    def stop(self) -> None:
-        """Have `run` return; called by another thread."""
-        self._loop.call_soon_threadsafe(self._accepting.cancel)
-
-    async def _accept(self) -> None:
-        try:
-            await self._accept_all()
-        finally:
-            for connection in list(self._open):
-                connection.cancel()
-            if self._open:
-                await asyncio.wait(self._open)
-
-    async def _accept_all(self) -> None:
-        while True:
-            if len(self._open) >= MAX_CONNECTIONS:
-                await self._end_oldest()
-            try:
-                connection, _ = await self._loop.sock_accept(self._listening)
-            except OSError as error:
-                _log.debug("monitor: cannot accept a connection: %s", error)
-                await asyncio.sleep(_PAUSE_S)
-                continue
-            task = self._loop.create_task(self._serve(connection))
-            self._open[task] = self._loop.time()
-            task.add_done_callback(self._ended)
-
-    async def _end_oldest(self) -> None:
-        """Wait for the oldest connection as long as it may take where others wait, and close it then."""
-        oldest, since = next(iter(self._open.items()))
-        await asyncio.wait([oldest], timeout=max(0.0, since + _GRACE_S - self._loop.time()))
-        oldest.cancel()
-        await asyncio.wait([oldest])
-
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        self._open.pop(task, None)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            is_client = isinstance(error, OSError)  # It has disconnected, or was too slow.
-            level = logging.DEBUG if is_client else logging.ERROR
-            _log.log(level, "monitor: a request failed: %s", error, exc_info=None if is_client else error)
-
-    async def _serve(self, connection: socket.socket) -> None:
-        with connection:
             async with asyncio.timeout(REQUEST_S):
-                head = b""
-                while b"\r\n\r\n" not in head:
-                    part = await self._loop.sock_recv(connection, _MAX_HEAD_BYTES)
-                    head += part
-                    if not part or len(head) > _MAX_HEAD_BYTES:
-                        return
-                await self._loop.sock_sendall(connection, self._response(head))
+                writer.write(_response(pages, await reader.readuntil(b"\r\n\r\n")))
+                await writer.drain()
+        except (OSError, EOFError, TimeoutError, asyncio.LimitOverrunError, asyncio.CancelledError) as error:
+            _log.debug("monitor: a request failed: %r", error)
+        finally:
+            if task in connections:
+                connections.remove(task)
+            writer.close()
 
-    def _response(self, head: bytes) -> bytes:
-        """The response to a request without a body."""
-        line, *lines = head.decode("latin-1").split("\r\n")
-        method, _, rest = line.partition(" ")
-        headers = {name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
-        render = self._pages.get(rest.partition(" ")[0].partition("?")[0])
-        if method not in ("GET", "HEAD"):
-            page = _Page(405, _TEXT, b"GET and HEAD are allowed\n")
-        elif render is None:
-            page = _Page(404, _TEXT, f"there are {', '.join(self._pages)}\n".encode())
-        else:
-            page = render(headers.get("accept", ""))
-        start = (
-            f"HTTP/1.1 {page.status} {HTTPStatus(page.status).phrase}\r\nContent-Type: {page.content_type}\r\n"
-            f"Content-Length: {len(page.body)}\r\nConnection: close\r\n\r\n"
-        )
-        return start.encode() + (b"" if method == "HEAD" else page.body)
+    async with await asyncio.start_server(respond, sock=listening, limit=_MAX_HEAD_BYTES):
+        await stopped.wait()
+        for task in connections:
+            task.cancel()
+        await asyncio.gather(*connections, return_exceptions=True)
+
+
+def _response(pages: _Pages, head: bytes) -> bytes:
+    """The response to a request without a body."""
+    line, *lines = head.decode("latin-1").split("\r\n")
+    method, _, rest = line.partition(" ")
+    headers = {name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+    render = pages.get(rest.partition(" ")[0].partition("?")[0])
+    if method not in ("GET", "HEAD"):
+        page = _HttpPage(405, _TEXT, b"GET and HEAD are allowed\n")
+    elif render is None:
+        page = _HttpPage(404, _TEXT, f"the pages are {', '.join(pages)}\n".encode())
+    else:
+        page = render(headers.get("accept", ""))
+    start = (
+        f"HTTP/1.1 {page.status} {HTTPStatus(page.status).phrase}\r\nContent-Type: {page.content_type}\r\n"
+        f"Content-Length: {len(page.body)}\r\nConnection: close\r\n\r\n"
+    )
+    return start.encode() + (b"" if method == "HEAD" else page.body)

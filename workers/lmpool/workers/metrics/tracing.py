@@ -1,4 +1,4 @@
-"""Spans of a worker's jobs, by OpenTelemetry, made when a job has ended; where tracing is off, looks at None remain."""
+"""OpenTelemetry spans of a worker's jobs, made when a job has ended."""
 
 from __future__ import annotations
 
@@ -13,46 +13,24 @@ from typing import Any
 from lmpool.errors import SettingsError
 from lmpool.metrics import opentelemetry
 from lmpool.protocol.job import Job, TracedJob
+from lmpool.workers.execution.in_flight import JobTrace, StreamEntry
 
 _log = logging.getLogger("lmpool.worker")
 
+# Max characters of a trace context; one has 55.
 _MAX_TRACEPARENT = 512
-# As many as the SDK keeps of one span, unless it is told otherwise.
+# Max links of a span, the SDK's default limit.
 _MAX_LINKS = 128
+# Max seconds to send the last spans at the end: a collector that does not answer must not block a worker.
 _FLUSH_S = 5.0
-
-
-class JobTrace:
-    """What becomes of a job that is traced; all times are in ns since 1970, by this machine's clock.
-
-    Attributes:
-        context: OpenTelemetry's, in which its client has asked.
-        queued: when it was queued.
-        taken: when this worker has taken it.
-        stepped: when the step began that has computed it, and when that ended; None for none.
-        batch: the context of that step's span.
-    """
-
-    __slots__ = ("batch", "context", "queued", "stepped", "taken")
-
-    def __init__(self, context: Any, queued: int, taken: int) -> None:
-        self.context = context
-        self.queued = queued
-        self.taken = taken
-        self.stepped: tuple[int, int] | None = None
-        self.batch: Any = None
 
 
 class JobTraces:
     """Makes the spans of one worker, with the tracer provider of its process.
 
-    Of a job that names a trace these are, one after the other and in the span of its client: `lmpool.queue`,
-    `lmpool.step` (the last one, where it took several) and `lmpool.publish`. `lmpool.batch` is the same step in a trace
-    of its own, linked to all that it has computed, and they to it.
-
-    Args:
-        model: the model's name.
-        worker_id: the worker's.
+    A job that names a trace has three spans in the span of its client: `lmpool.queue`, `lmpool.step` (the last step if
+    there were several) and `lmpool.publish`. `lmpool.batch` is the step in a trace of its own; it and the spans of all
+    jobs that it has computed are linked to each other.
 
     Raises:
         SettingsError: OpenTelemetry's API is not installed.
@@ -73,28 +51,23 @@ class JobTraces:
         }
 
     def taken(self, message: Job, queued_ms: float) -> JobTrace | None:
-        """Begin to trace a job, if it names a trace: None for what does not, and for whatever names none.
-
-        Args:
-            message: as the client has sent it, or somebody hostile.
-            queued_ms: when it was queued, in ms since 1970, by this machine's clock.
-        """
+        """Begin to trace a job that was queued at `queued_ms` since 1970 by the local clock; None without a trace."""
         if not isinstance(message, TracedJob) or not 0 < len(message.traceparent) <= _MAX_TRACEPARENT:
             return None
         context = self._propagator.extract({"traceparent": message.traceparent}, context=self._new_context())
         if not self._api.get_current_span(context).get_span_context().is_valid:
             return None
         now = time.time_ns()
-        # Clocks differ, and what somebody has written may be of any age.
+        # Clocks differ, and a hostile client may have written any time.
         return JobTrace(context, min(now, max(0, int(queued_ms * 1e6))), now)
 
     def stepped(self, traces: Sequence[JobTrace], step: tuple[float, float], prompts: int) -> None:
         """Trace a step of the backend.
 
         Args:
-            traces: of the jobs that it has computed.
-            step: monotonic times when it began and ended.
-            prompts: how many prompts it has computed.
+            traces: traces of the computed jobs.
+            step: monotonic times of its start and end.
+            prompts: number of computed prompts.
         """
         since, now = time.monotonic(), time.time_ns()
         began, ended = (now - int((since - at) * 1e9) for at in step)
@@ -112,7 +85,7 @@ class JobTraces:
             trace.stepped, trace.batch = (max(began, trace.taken), ended), batch
 
     def ended(self, traces: Iterable[tuple[JobTrace, str]]) -> None:
-        """Make the spans of jobs that have ended just now, each with the name of its failure, or ""."""
+        """Make the spans of jobs that have just ended, each with the name of its failure or ""."""
         now = time.time_ns()
         for trace, failure in traces:
             self._span("lmpool.queue", "receive", trace, (trace.queued, trace.taken))
@@ -134,15 +107,18 @@ class JobTraces:
         span.end(max(began, ended))
 
 
+def traces_of(entries: Iterable[StreamEntry]) -> Iterator[tuple[JobTrace, str]]:
+    """The traces of entries that have one, and the kind of the entry's failure or ""."""
+    for entry in entries:
+        if entry.trace is not None:
+            yield entry.trace, "" if entry.failure is None else entry.failure.kind
+
+
 @contextmanager
 def exporting(model: str, worker_id: str) -> Iterator[None]:
-    """Have this process export its spans by OTLP over HTTP, as the environment's `OTEL_...` say.
+    """Export the spans of this process by OTLP over HTTP, as configured by the variables `OTEL_...`.
 
-    A tracer provider that is set up already, as by `opentelemetry-instrument`, stays.
-
-    Args:
-        model: the model's name.
-        worker_id: the worker's.
+    An existing tracer provider, for example of `opentelemetry-instrument`, stays.
 
     Raises:
         SettingsError: the SDK or the exporter is not installed.
@@ -162,7 +138,7 @@ def exporting(model: str, worker_id: str) -> Iterator[None]:
         yield
         return
     ours = {SERVICE_NAME: "lmpool-worker", SERVICE_INSTANCE_ID: worker_id, "lmpool.model": model}
-    # What the environment says goes before that.
+    # The environment overrides these.
     resource = Resource.create({**ours, **OTELResourceDetector().detect().attributes})
     provider = TracerProvider(resource=resource, shutdown_on_exit=False)
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
@@ -171,7 +147,6 @@ def exporting(model: str, worker_id: str) -> Iterator[None]:
     try:
         yield
     finally:
-        # An end of its own: a collector that does not answer may not keep a worker.
         flush = threading.Thread(target=provider.shutdown, name="lmpool-traces", daemon=True)
         flush.start()
         flush.join(_FLUSH_S)

@@ -1,4 +1,4 @@
-"""The queue of a model: consuming its jobs, and publishing their rows.
+"""The queue of a model: reads jobs, keeps their leases, and publishes their rows.
 
-Imports `backend`, `metrics` and `settings`.
+Imports `execution`, `metrics` and `settings`.
 """

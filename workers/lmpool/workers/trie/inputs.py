@@ -32,7 +32,7 @@ from lmpool.trie.kernels import Kernels, max_kernel_bytes, open_kernels
 from lmpool.trie.trie import Trie
 from lmpool.vocabulary import Vocabulary
 from lmpool.workers.execution.contract import BackendJob
-from lmpool.workers.metrics.counters import Counters
+from lmpool.workers.metrics.counters import WorkerCounters
 from lmpool.workers.settings import WorkerSettings
 
 K = TypeVar("K", bound=Hashable)
@@ -193,7 +193,7 @@ class TrieInputs:
         device: str,
         settings: WorkerSettings,
         segments: SegmentReader,
-        counters: Counters | None = None,
+        counters: WorkerCounters | None = None,
     ) -> None:
         self._keys = keys
         self._device = device
@@ -202,7 +202,7 @@ class TrieInputs:
         # A source that this worker may not read must not keep it from the sources of other jobs.
         apart = ServerError, ProtocolError
         self._connections = RowConnections(server, reply_timeout(settings.lease_s), apart)
-        self._counters = counters or Counters()
+        self._counters = counters or WorkerCounters()
         self._values = ValuesCache(settings.trie_values_mb * 2**20)
 
     async def fill(

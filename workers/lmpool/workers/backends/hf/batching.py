@@ -1,83 +1,62 @@
-"""Which of the waiting prompts run together in one forward, and how much of each."""
+"""Which waiting prompts run together in one forward, and how many tokens of each."""
 
 from __future__ import annotations
 
 import math
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
-
 from lmpool.workers.backends.hf.forward import new_tokens
+from lmpool.workers.backends.hf.kv_pool import Path
 from lmpool.workers.execution.yielding import PATIENCE_STEPS, QUIET_S
 
 PREFILL = "prefill"
-"""The kind of chunk that only fills the KV pool, for the next chunk of the same prompt."""
+"""Kind of a chunk that only fills the KV pool for the next chunk of the same prompt."""
 
+# Bytes of a token id (uint32).
 _ID_BYTES = 4
-
+# Padding tokens that cost less than the extra forward that would avoid them.
 _FREE_PADDING = 64
-"""Tokens of padding that cost less than the extra forward that would avoid them."""
-
-_SHARED = 32
-"""From so many uncached tokens in common on, computing them once is worth a forward of its own."""
-
-_MUCH = 4
-"""A prompt with fewer tokens by this factor may go before one that came earlier."""
-
+# Uncached tokens that prompts share from which on computing them once is worth a forward of its own.
+_MIN_SHARED = 32
+# A prompt may go before an older one that has this many times as many tokens left.
+_SHORTER_FACTOR = 4
+# Full steps after which a limit on prompts per batch, halved for lack of memory, is doubled again.
 _STEPS_TO_GROW = 32
 
 MAX_BULK_STEP_S = 1.0
-"""Seconds that a step of bulk prompts takes at most without interactive clients: the first one waits for that."""
+"""Max seconds of a bulk step without interactive clients: the first interactive prompt waits for that."""
 
 MIN_BULK_TOKENS_CPU, MIN_BULK_TOKENS = 16, 256
-"""Tokens of bulk prompts that a step computes at least, on a CPU and elsewhere: they take hardly longer than one."""
+"""Min tokens of a bulk step, on a CPU and elsewhere: fewer tokens hardly take less time."""
 
+# Factor by which the tokens of bulk steps grow while these are too short.
 _GROWTH = 1.25
-"""By how much the tokens of bulk steps grow that were too short."""
-
-_LATEST_STEPS = 8
-"""Steps of interactive prompts over which their length is averaged when they become longer."""
+# Interactive steps over which their seconds are averaged when they become longer.
+_AVERAGED_STEPS = 8
 
 
-class Progress(NamedTuple):
-    """How far a job has come that takes several steps.
-
-    A long prompt is computed a chunk at a time, so that others go between, and what is wanted of its positions is taken
-    so too, for the logits of all at once would take too much memory; the keys and values of one chunk serve the next.
+@dataclass(slots=True)
+class PromptChunk:
+    """The tokens of a prompt that the next step computes: all the rest of a short prompt.
 
     Attributes:
-        reached: up to which token the KV pool has been filled by chunks for which no logits are wanted.
-        computed: tokens that its chunks have computed, whatever is wanted of them.
-        root: of a long fresh prompt in the KV pool, where nobody else finds it; None before its first chunk.
-        parts: what is wanted of the positions that have been computed, an array a chunk: float32 (n,) or (n, width).
-    """
-
-    reached: int = 0
-    computed: int = 0
-    root: int | None = None
-    parts: tuple[NDArray[np.float32], ...] = ()
-
-
-class Chunk(NamedTuple):
-    """What the next step computes of a prompt: all that is left of a short one.
-
-    Attributes:
-        end: tokens of the prompt up to where it goes.
+        end: token of the prompt at which the chunk ends.
         path: the KV pool's slots of the prompt's held prefix.
-        kept: of how many of its last tokens the logits are wanted.
-        kind: only chunks of one kind run together, and of `PREFILL`, for which no logits are wanted, one alone.
+        kept: number of last tokens whose logits are requested.
+        kind: only chunks of one kind run together, and `PREFILL` alone.
         adapter: only prompts of one adapter run together.
-        root: where the path begins in the KV pool, None if that is not to be used; only prompts of one run together.
-        shared: names what another prompt must begin with to share much that is not held (`shared_prefix`).
+        root: where the path begins in the KV pool; None without the pool. Only prompts of one root run together.
+        shared: hash of the prefix that another prompt must have to share many tokens that are not held.
         later: tokens of the prompt that are left for further steps.
-        begun: True if a step has computed a chunk of the prompt before.
+        begun: a step has computed another chunk of the prompt before.
+        new: tokens that must be computed. `path` grows during the step, `new` does not change.
     """
 
     end: int
-    path: list[int]
+    path: Path
     kept: int = 1
     kind: str = ""
     adapter: str = ""
@@ -85,46 +64,44 @@ class Chunk(NamedTuple):
     shared: int | None = None
     later: int = 0
     begun: bool = False
+    new: int = field(init=False)
 
-    @property
-    def new(self) -> int:
-        """Tokens that must be computed."""
-        return new_tokens(self.end, len(self.path), self.kept)
-
-    @property
-    def group(self) -> tuple[str, str, int | None]:
-        """What prompts that run together have in common."""
-        return self.kind, self.adapter, self.root
+    def __post_init__(self) -> None:
+        self.new = new_tokens(self.end, len(self.path), self.kept)
 
     @property
     def left(self) -> int:
-        """Tokens that must be computed until the prompt is answered."""
+        """Tokens that must be computed until the prompt has a result."""
         return self.new + self.later
+
+    def runs_with(self, other: PromptChunk) -> bool:
+        """Whether both may be in one batch."""
+        return self.kind == other.kind and self.adapter == other.adapter and self.root == other.root
 
 
 def shared_prefix(ids: bytes, end: int, held: int) -> int | None:
-    """The hash of a prompt's beginning up to where it has many tokens that are not held; None for short ones.
+    """Hash of a prompt's prefix up to `_MIN_SHARED` tokens that are not held; None for shorter prompts.
 
     Args:
-        ids: the prompt's token ids as little-endian uint32 bytes.
-        end: tokens up to which it is computed now.
-        held: tokens among them whose keys and values are held.
+        ids: token ids as little-endian uint32 bytes.
+        end: token up to which the prompt is computed now.
+        held: tokens whose keys and values are held.
     """
-    size = held + _SHARED
+    size = held + _MIN_SHARED
     return hash(ids[: size * _ID_BYTES]) if end >= size else None
 
 
 class BatchRules(NamedTuple):
-    """What a batch must keep to.
+    """Limits of a batch.
 
     Attributes:
-        tokens: most tokens computed, padding included.
-        logits: most tokens whose logits are wanted, padding included.
-        kv_tokens: most tokens whose keys and values are held at once, padding included.
-        pads: False if prompts of different length must not run together.
-        horizon: prompts longer than this run alone.
-        chunk: most tokens of one prompt computed in a step, where its keys and values can be kept for the next one.
-        shares: True if a prefix that several prompts have in common is better computed once, before them.
+        tokens: max tokens computed, padding included.
+        logits: max tokens whose logits are requested, padding included.
+        kv_tokens: max tokens whose keys and values are held at once, padding included.
+        pads: prompts of different lengths may run together.
+        horizon: longer prompts run alone.
+        chunk: max tokens of one prompt in a step, if the KV pool can keep them for the next step.
+        shares: a prefix that several prompts share is computed once, before them.
     """
 
     tokens: int
@@ -135,20 +112,20 @@ class BatchRules(NamedTuple):
     chunk: int
     shares: bool
 
-    def with_at_most(self, tokens: int) -> BatchRules:
-        """The rules of batches that compute at most `tokens` tokens, of one prompt or several."""
+    def limited_to(self, tokens: int) -> BatchRules:
+        """The rules of batches that compute at most `tokens` tokens."""
         return self._replace(tokens=min(self.tokens, tokens), chunk=min(self.chunk, tokens))
 
 
 def choose(
-    waiting: Mapping[bytes, Chunk], rows: int, rules: BatchRules, leader: bytes | None = None
-) -> dict[bytes, Chunk]:
-    """The next batch: the oldest prompt, or another leader, and those that go well with it.
+    waiting: Mapping[bytes, PromptChunk], max_rows: int, rules: BatchRules, leader: bytes | None = None
+) -> dict[bytes, PromptChunk]:
+    """The next batch: the oldest prompt, or another leader, and the prompts that fit best with it.
 
     Args:
-        waiting: digest -> chunk, oldest first, at least one.
-        rows: most prompts in the batch.
-        rules: what the batch must keep to; the leader runs even if it alone breaks them.
+        waiting: digest -> chunk, oldest first; at least one.
+        max_rows: max prompts in the batch.
+        rules: limits of the batch; the leader runs even if it alone exceeds them.
         leader: the prompt that runs in any case; None for the oldest.
 
     Returns:
@@ -162,11 +139,11 @@ def choose(
         return batch
     started = {first.shared}
     new, longest, needed, kept = first.new, first.end, first.new, first.kept
-    alike = [(digest, chunk) for digest, chunk in waiting.items() if chunk.group == first.group and digest != leader]
-    # By how much padding they would cost; the older of two equal ones comes first.
+    alike = [(digest, chunk) for digest, chunk in waiting.items() if digest != leader and chunk.runs_with(first)]
+    # By the padding that they cost; of two equal ones the older first.
     alike.sort(key=lambda item: (abs(item[1].new - first.new), abs(item[1].end - first.end)))
     for digest, chunk in alike:
-        if len(batch) == rows:
+        if len(batch) == max_rows:
             break
         if chunk.end > rules.horizon or (chunk.end != longest and not rules.pads):
             continue
@@ -189,48 +166,48 @@ def choose(
 
 
 def choose_shorter(
-    batch: Mapping[bytes, Chunk], waiting: Mapping[bytes, Chunk], rows: int, rules: BatchRules
-) -> dict[bytes, Chunk]:
-    """The batch that goes before one that takes long: the shortest prompt and those that go well with it.
+    batch: Mapping[bytes, PromptChunk], waiting: Mapping[bytes, PromptChunk], max_rows: int, rules: BatchRules
+) -> dict[bytes, PromptChunk]:
+    """The batch that goes before a long one: the shortest prompt and the prompts that fit best with it.
 
-    Whoever calls this for every second step at most lets no prompt starve: each of the others is led by the oldest.
+    Call it for every second step at most: then no prompt starves, because the oldest prompt leads the other steps.
 
     Args:
-        batch: what `choose` returned.
+        batch: result of `choose`.
         waiting: as for `choose`.
-        rows: as for `choose`.
-        rules: as for `choose`; the batch computes `rules.chunk` tokens at most.
+        max_rows: as for `choose`.
+        rules: as for `choose`; the batch computes at most `rules.chunk` tokens.
 
     Returns:
-        nothing if `batch` does not take long, or nothing that waits is much shorter. The rest of a prompt takes long
-        however short it is: who waits for it has waited for the chunk before.
+        nothing if `batch` is short, or no waiting prompt is much shorter. The rest of a long prompt counts as long:
+        its client has waited for the chunks before.
     """
     first = next(iter(batch.values()))
-    most_new = max(chunk.new for chunk in batch.values())
-    if not first.begun and max(first.left, len(batch) * most_new) <= rules.chunk:
+    max_new = max(chunk.new for chunk in batch.values())
+    if not first.begun and max(first.left, len(batch) * max_new) <= rules.chunk:
         return {}
     shortest = min(waiting, key=lambda digest: waiting[digest].left)
-    if _MUCH * waiting[shortest].left > first.left:
+    if _SHORTER_FACTOR * waiting[shortest].left > first.left:
         return {}
-    return choose(waiting, rows, rules._replace(tokens=min(rules.tokens, rules.chunk)), leader=shortest)
+    return choose(waiting, max_rows, rules._replace(tokens=min(rules.tokens, rules.chunk)), leader=shortest)
 
 
 class BulkLimit:
-    """Tokens that a step computes of bulk prompts, so that an interactive prompt that arrives waits for a short step.
+    """Limits the tokens of bulk steps, so that an interactive prompt that arrives waits for a short step.
 
-    Next to interactive clients, a step of bulk prompts takes about as long as one of theirs, and at most
-    `MAX_BULK_STEP_S` where none has sent a prompt lately. Both limits are found by measuring steps.
+    Next to interactive clients, a bulk step takes about as long as an interactive one; without them at most
+    `MAX_BULK_STEP_S`. Both limits are found by measuring steps.
 
     Args:
-        chunk: tokens of a prompt that make a step worth its while.
-        least: tokens of a step below which it would hardly take less time.
-        most: most tokens of a step.
+        chunk: max tokens of one prompt in a step.
+        least: tokens of a step below which it hardly takes less time.
+        most: max tokens of a step.
     """
 
     def __init__(self, chunk: int, least: int, most: int) -> None:
         self._least, self._most = least, most
-        # Next to others it begins low: the first steps would take long where a chunk does.
-        self._alone, self._beside = chunk, max(least, chunk // 8)
+        # The limit next to others starts low: the first steps would be long where a chunk is.
+        self._alone, self._shared = chunk, max(least, chunk // 8)
         self._interactive_s = MAX_BULK_STEP_S
         self._interactive_at = -math.inf
         self._steps = 0
@@ -238,14 +215,14 @@ class BulkLimit:
     @property
     def tokens(self) -> int:
         """The limit now."""
-        return self._beside if self._is_beside else self._alone
+        return self._alone if self._is_alone else self._shared
 
     @property
-    def _is_beside(self) -> bool:
-        return time.monotonic() - self._interactive_at <= QUIET_S
+    def _is_alone(self) -> bool:
+        return time.monotonic() - self._interactive_at > QUIET_S
 
     def is_turn(self, *, others_wait: bool) -> bool:
-        """Whether the next step is for bulk prompts that wait: if no others wait, and after some steps of others."""
+        """Whether the next step is for bulk prompts: if no others wait, and after some steps of others."""
         self._steps = self._steps + 1 if others_wait else 0
         if self._steps <= PATIENCE_STEPS and others_wait:
             return False
@@ -253,28 +230,28 @@ class BulkLimit:
         return True
 
     def interactive_step(self, seconds: float) -> None:
-        """Note how long a step of interactive prompts took."""
-        # Down at once, up slowly: a first step, which may take many times as long, must not set the pace.
+        """Record an interactive step."""
+        # Down at once, up slowly: a first step may take many times as long.
         change = min(seconds, MAX_BULK_STEP_S) - self._interactive_s
-        self._interactive_s += change if change < 0 else change / _LATEST_STEPS
+        self._interactive_s += change if change < 0 else change / _AVERAGED_STEPS
         self._interactive_at = time.monotonic()
 
     def bulk_step(self, tokens: int, seconds: float) -> None:
-        """Note how many tokens a step of bulk prompts computed, and how long that took."""
-        if self._is_beside:
-            self._beside = self._changed(self._beside, tokens, seconds / self._interactive_s)
-        else:
+        """Record a bulk step."""
+        if self._is_alone:
             self._alone = self._changed(self._alone, tokens, seconds / MAX_BULK_STEP_S)
+        else:
+            self._shared = self._changed(self._shared, tokens, seconds / self._interactive_s)
 
     def _changed(self, limit: int, tokens: int, excess: float) -> int:
         if excess > 1:
             return max(self._least, min(limit, int(tokens / min(excess, 2))))
-        # A step that was short because little waits says nothing.
+        # A step that was short because few tokens waited says nothing.
         return min(self._most, int(limit * _GROWTH)) if 2 * tokens >= limit else limit
 
 
 class BatchLimit:
-    """Prompts that run together: halved when memory runs out, and slowly given back.
+    """Limits the prompts in a batch: halved when memory runs out, and doubled again after many full steps.
 
     Attributes:
         rows: the limit now.
@@ -286,12 +263,12 @@ class BatchLimit:
         self._full_steps = 0
 
     def too_large(self, rows: int) -> None:
-        """So many did not fit."""
+        """Record a batch that did not fit."""
         self.rows = max(1, rows // 2)
         self._full_steps = 0
 
     def fitted(self, rows: int) -> None:
-        """So many did fit."""
+        """Record a batch that fit."""
         if rows < self.rows or self.rows == self._most:
             return
         self._full_steps += 1

@@ -1,4 +1,4 @@
-"""A forward of the model over a batch, and the check which batches leave a prompt's row as it is alone."""
+"""The forward of a model over a batch, and checks which batches give a prompt the same row as alone."""
 
 from __future__ import annotations
 
@@ -14,19 +14,21 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
-from lmpool.workers.backends.hf.kv_pool import ROOT, KVLayout, KVPool
+from lmpool.workers.backends.hf.kv_pool import ROOT, KVLayout, KVPool, Path
 
-_LENGTH = 24
+# Tokens of the longest prompt of the checks, unless a sliding window needs more.
+_CHECK_TOKENS = 24
+# Longest sliding window that the checks try: longer prompts would take too long at every start.
 _LONGEST_WINDOW = 1024
 
 _FORWARD_ERRORS = (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError, NotImplementedError)
-"""What model code raises for arguments that it was not written for; there is no common type."""
+"""Exceptions of model code for arguments that it was not written for; there is no common type."""
 
 EAGER = "eager"
-"""transformers' name of the attention that is written in the model's own code, and so leaves nothing out."""
+"""transformers' name of the attention in the model's own code, which supports all options of the model."""
 
 _LEFT_OUT = ("attn_logit_softcapping",)
-"""Fields of a config that transformers passes to attention functions, and that its default one (sdpa) ignores."""
+"""Config fields that transformers passes to attention functions, and that the default function (sdpa) ignores."""
 
 _log = logging.getLogger(__name__)
 
@@ -34,9 +36,9 @@ _log = logging.getLogger(__name__)
 class Forward:
     """Runs a model on right-aligned batches.
 
-    A batch computes the last `new` tokens of each of its prompts, where `new` is what the neediest of them
-    lacks. A prompt that lacks fewer recomputes some instead of being padded in the middle: then the tokens of
-    a prompt always stand side by side, which sliding windows and position biases rely on.
+    A batch computes the last `new` tokens of each prompt, where `new` is the max number of tokens that a prompt of the
+    batch lacks. A prompt that lacks fewer recomputes some, and is not padded in the middle: sliding windows and
+    position biases rely on adjacent tokens.
 
     Args:
         model: a causal language model in evaluation mode.
@@ -50,7 +52,7 @@ class Forward:
     def logits(
         self,
         prompts: Sequence[Sequence[int]],
-        paths: Sequence[list[int]] = (),
+        paths: Sequence[Path] = (),
         pool: KVPool | None = None,
         root: int = ROOT,
     ) -> Tensor:
@@ -59,8 +61,8 @@ class Forward:
         Args:
             prompts: token ids, each at least one.
             paths: per prompt the slots of its held prefix (`PrefixSlots.match`); only with a pool.
-            pool: where to take keys and values from, and where to keep the new ones.
-            root: that the paths begin at.
+            pool: provides keys and values, and keeps the new ones.
+            root: root of the paths.
 
         Returns:
             tensor of shape (n, V) in the dtype that the model returns.
@@ -71,7 +73,7 @@ class Forward:
         self,
         prompts: Sequence[Sequence[int]],
         kept: Sequence[int],
-        paths: Sequence[list[int]] = (),
+        paths: Sequence[Path] = (),
         pool: KVPool | None = None,
         root: int = ROOT,
     ) -> Tensor:
@@ -79,7 +81,7 @@ class Forward:
 
         Args:
             prompts: token ids, each at least one.
-            kept: per prompt of how many last tokens.
+            kept: per prompt, the number of these last tokens.
             paths: as `logits`.
             pool: as `logits`.
             root: as `logits`.
@@ -88,13 +90,13 @@ class Forward:
             tensor of shape (n, max(kept), V), right-aligned.
         """
         lengths = [len(ids) for ids in prompts]
-        most = max(kept)
+        max_kept = max(kept)
         if pool is None:
-            return self._run(prompts, lengths, max(lengths), most, {"use_cache": False})
+            return self._run(prompts, lengths, max(lengths), max_kept, {"use_cache": False})
         wants = zip(lengths, paths, kept, strict=True)
-        new = max(most, *(new_tokens(length, len(path), wanted) for length, path, wanted in wants))
+        new = max(max_kept, *(new_tokens(length, len(path), wanted) for length, path, wanted in wants))
         block = pool.gather(lengths, paths, new)
-        logits = self._run(prompts, lengths, new, most, {"use_cache": True, "past_key_values": block.cache})
+        logits = self._run(prompts, lengths, new, max_kept, {"use_cache": True, "past_key_values": block.cache})
         pool.store(prompts, paths, block, root)
         return logits
 
@@ -107,7 +109,7 @@ class Forward:
             row[total - len(prompt) :] = prompt
         arguments["input_ids"] = self._tensor(ids[:, total - new :])
         if min(lengths) < total:
-            # Only then: without a mask attention takes its fast path.
+            # Without a mask attention takes its fast path.
             positions = np.arange(total) - (total - np.array(lengths))[:, None]
             arguments["attention_mask"] = self._tensor((positions >= 0).astype(np.int64))
             arguments["position_ids"] = self._tensor(positions[:, total - new :].clip(0))
@@ -121,20 +123,20 @@ class Forward:
 
 
 def new_tokens(length: int, held: int, kept: int = 1) -> int:
-    """Tokens to compute for a prompt of which a prefix is held: at least the last `kept`, whose logits are wanted."""
+    """Tokens to compute for a prompt with a held prefix: at least the last `kept`, whose logits are requested."""
     return length - min(held, length - kept)
 
 
 @dataclass(frozen=True, slots=True)
 class Abilities:
-    """What a model's forward can be trusted with.
+    """Results of the checks of a model.
 
     Attributes:
-        logits: what it returned for one prompt, tensor of shape (1, V).
-        pads: prompts of different length may run together.
-        layout: what one token leaves in its cache; None if prefixes cannot be reused.
-        horizon: prompts longer than this must run alone and without reuse; at most the longest prompt.
-        attention: `EAGER` if transformers' default attention had to be replaced, "" if it serves.
+        logits: logits of one prompt, tensor of shape (1, V).
+        pads: prompts of different lengths may run together.
+        layout: keys and values of one token in the cache; None if prefixes cannot be reused.
+        horizon: longer prompts must run alone and without reuse; at most the longest prompt.
+        attention: `EAGER` if transformers' default attention had to be replaced, else "".
     """
 
     logits: Tensor
@@ -145,39 +147,39 @@ class Abilities:
 
 
 def check_model(forward: Forward, max_prompt_tokens: int) -> Abilities:
-    """Compare batched, padded and reused rows of a few prompts with those of the same prompts alone.
+    """Compare the rows of a few prompts in batches, padded and with reused prefixes, with their rows alone.
 
-    The rows of the prompts alone are compared with those of eager attention first (`_choose_attention`).
+    Before that, the rows alone are compared with those of eager attention (`_choose_attention`).
 
     Raises:
-        RuntimeError, ValueError, ...: the model cannot even run one prompt.
+        RuntimeError, ValueError, ...: the model cannot run a single prompt.
     """
     config = forward.model.config.get_text_config(decoder=True)
     horizon = min(max_prompt_tokens, _horizon(config))
     window = attention_window(config)
-    length = min(horizon, max(_LENGTH, window + 8 if window <= _LONGEST_WINDOW else 0))
+    length = min(horizon, max(_CHECK_TOKENS, window + 8 if window <= _LONGEST_WINDOW else 0))
     prompts = _prompts(length, forward.logits([[0]]).shape[-1])
     attention, check = _choose_attention(forward, config, prompts)
     logits = forward.logits([[0]])
     pads = check.pads()
     if not pads:
-        _log.info("the model's rows change with padding: only prompts of one length run together")
+        _log.info("padding changes the model's rows: only prompts of one length run together")
     layout = cache_layout(forward)
     if layout is None:
         _log.info("the model's cache is not made of plain attention layers: prefixes are not reused")
     elif not check.reuses(layout, pads):
         layout = None
-        _log.info("the model's rows change when a prefix is reused: prefixes are not reused")
+        _log.info("reused prefixes change the model's rows: prefixes are not reused")
     return Abilities(logits, pads, layout, horizon, attention)
 
 
 def _choose_attention(forward: Forward, config: PreTrainedConfig, prompts: list[list[int]]) -> tuple[str, _Check]:
-    """Switch the model to eager attention where the default attention gives other rows, or must give other rows.
+    """Switch the model to eager attention if the default attention gives other rows, or must give other rows.
 
     Args:
         forward: runs the model.
-        config: of the model's decoder.
-        prompts: whose rows are compared.
+        config: config of the model's decoder.
+        prompts: prompts whose rows are compared.
 
     Returns:
         `EAGER` if the model was switched, else ""; and the rows of the prompts alone.
@@ -187,14 +189,12 @@ def _choose_attention(forward: Forward, config: PreTrainedConfig, prompts: list[
     default = model.config._attn_implementation
     if default == EAGER:
         return "", check
-    # Soft-capping changes large attention scores only: a few short prompts need not show it.
+    # Soft-capping changes only large attention scores, which a few short prompts may not have.
     left_out = [name for name in _LEFT_OUT if getattr(config, name, None)]
     try:
         model.set_attn_implementation(EAGER)
         if model.config._attn_implementation != EAGER:
-            _log.warning(
-                "the model's code chooses its attention itself: its rows are not compared with eager attention"
-            )
+            _log.warning("the model's code selects its own attention: its rows are not compared with eager attention")
             return "", check
         exact = _Check(forward, prompts)
     except _FORWARD_ERRORS as error:
@@ -204,21 +204,19 @@ def _choose_attention(forward: Forward, config: PreTrainedConfig, prompts: list[
     if not left_out and (not exact.alone.isfinite().all() or check.agrees_with(exact)):
         model.set_attn_implementation(default)
         return "", check
-    reason = f"leaves out {', '.join(left_out)}" if left_out else "gives other rows"
-    _log.info(
-        "attention is computed by the model's own code (eager), for transformers' default (%s) %s", default, reason
-    )
+    reason = f"ignores {', '.join(left_out)}" if left_out else "gives other rows"
+    _log.info("the model's own code computes attention (eager), because transformers' default (%s) %s", default, reason)
     return EAGER, exact
 
 
 def attention_window(config: PreTrainedConfig) -> int:
-    """How far back the model's most short-sighted layers look; 0 if all of them see everything."""
+    """The shortest attention window of the model's layers in tokens; 0 if all layers attend to all tokens."""
     sizes = [getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size")]
     return min((size for size in sizes if type(size) is int and size > 0), default=0)
 
 
 def cache_layout(forward: Forward) -> KVLayout | None:
-    """What one token leaves in the model's cache, or None if that is not keys and values of plain layers."""
+    """Keys and values of one token in the model's cache; None if its layers are not plain attention layers."""
     if not {"past_key_values", "use_cache"} <= forward.takes:
         return None
     cache = DynamicCache()
@@ -240,10 +238,10 @@ def cache_layout(forward: Forward) -> KVLayout | None:
 
 
 def _horizon(config: PreTrainedConfig) -> int:
-    """Up to which length a prefix's keys and values are surely those that its extensions need.
+    """Longest prefix whose keys and values are certainly valid for longer prompts.
 
-    A window too long to be tried here has no effect below its size. Rotary embeddings that stretch with the
-    longest prompt of a batch have none below the length that the model was first trained for.
+    A window that is too long to be tried here has no effect below its size. Rotary embeddings that scale with the
+    longest prompt of a batch have none below the length of the first training.
     """
     window = attention_window(config)
     limits = [window] if window > _LONGEST_WINDOW else []
@@ -256,7 +254,7 @@ def _horizon(config: PreTrainedConfig) -> int:
 
 
 def _prompts(length: int, vocab_size: int) -> list[list[int]]:
-    """A prompt, its prefixes, a branch and a stranger, all of different lengths."""
+    """A prompt, its prefixes, a branch and an unrelated prompt, all of different lengths."""
     long = [(7 + 31 * i * (i + 3)) % vocab_size for i in range(length)]
     third = max(1, length // 3)
     branch = [*long[:third], *((token + 1) % vocab_size for token in long[third : 2 * third - 1])]
@@ -266,7 +264,7 @@ def _prompts(length: int, vocab_size: int) -> list[list[int]]:
 
 
 class _Check:
-    """Compares rows of some prompts that are computed together or in parts with those of each of them alone."""
+    """Compares rows of prompts that are computed together or in parts with their rows alone."""
 
     def __init__(self, forward: Forward, prompts: list[list[int]]) -> None:
         self._forward = forward
@@ -274,21 +272,21 @@ class _Check:
         self.alone = torch.cat([forward.logits([ids]) for ids in prompts]).float()
 
     def agrees_with(self, other: _Check) -> bool:
-        """Whether the rows of the same prompts alone are the same but for rounding."""
+        """Whether the rows alone are the same, except for rounding."""
         return self._agree(range(len(self._prompts)), other.alone.to(self._forward.model.dtype))
 
     def pads(self) -> bool:
-        """Whether padding leaves rows as they are."""
+        """Whether padding does not change rows."""
         try:
             return self._agree(range(len(self._prompts)), self._forward.logits(self._prompts))
         except _FORWARD_ERRORS:
             return False
 
     def reuses(self, layout: KVLayout, pads: bool) -> bool:
-        """Whether prompts that grow, each on the keys and values of the last one, have the same rows."""
+        """Whether prompts that reuse the keys and values of shorter prompts have the same rows."""
         everything = range(len(self._prompts))
         grown = [[index] for index in everything]
-        # The second time around everything is held; in between, prompts that lack little recompute more.
+        # In the last batch all tokens are held. In the one before, prompts that lack few tokens recompute some.
         together = [[1], everything, everything] if pads else []
         try:
             return self._all_agree(grown, layout) and self._all_agree(together, layout)
@@ -304,9 +302,9 @@ class _Check:
         return self._forward.logits(prompts, [pool.slots.match(ids) for ids in prompts], pool)
 
     def _agree(self, batch: Sequence[int], logits: Tensor) -> bool:
-        """Whether rows differ from those of the prompts alone by no more than rounding does.
+        """Whether rows differ from the rows alone only by rounding.
 
-        Differences are measured against the spread of a row's own logits: an untrained model's are tiny.
+        Differences are measured relative to the spread of the logits, which is tiny for an untrained model.
         """
         expected = self.alone[list(batch)]
         error = (logits.float() - expected).square().mean(-1).sqrt()

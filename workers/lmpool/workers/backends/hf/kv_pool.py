@@ -1,11 +1,13 @@
-"""Keys and values of recent prompts: one slot a token, so that a prompt pays for its new tokens only."""
+"""Keys and values of recent prompts: one slot per token, so that a step computes only the new tokens of a prompt."""
 
 from __future__ import annotations
 
+from array import array
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import count, islice
-from typing import Any, NamedTuple
+from itertools import count
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -16,25 +18,44 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 ROOT = 0
 """The slot of the empty prefix. It holds no token, so padding may point at it."""
 
+Path: TypeAlias = "array[int]"
+"""The slots of a prefix, first token first, as int64: copied much faster than a list of ints."""
+
+# Stamp of a slot that must not be freed.
 _NEVER = np.iinfo(np.int64).max
+# Bits of a stamp for the depth of a token in its prompt.
 _DEPTH_BITS = 32
-
+# Host memory for the bookkeeping of one slot. It counts, because it is the larger part for tiny models.
 _BOOKKEEPING_BYTES = 256
-"""Host memory that the trie needs for one slot: it counts, because for tiny models it is the larger part."""
-
+# Bytes copied at once into the pool, so that the buffer stays small and in the CPU's cache.
 _COPY_BYTES = 1 << 23
+# Bytes of a token id (uint32).
+_ID_BYTES = 4
+# Last tokens by which a recent prompt is looked up.
+_KEY_TOKENS = 16
+# Min tokens of a prompt to be remembered: a shorter one is looked up token by token in no time.
+_MIN_RECENT_TOKENS = 64
+# Max new tokens by which a prompt may extend a recent one and find it: clients append one or a few tokens at a time.
+_MAX_APPENDED_TOKENS = 8
+# Max tokens of all remembered prompts, with 12 bytes each.
+_MAX_REMEMBERED_TOKENS = 1 << 20
+
+
+def new_path() -> Path:
+    """An empty path."""
+    return array("q")
 
 
 class KVPool:
-    """A byte-limited pool of the keys and values of prompts' prefixes.
+    """A pool of bounded size for the keys and values of prefixes.
 
     Args:
-        layout: what one token leaves.
-        capacity: tokens that the pool holds (`KVLayout.capacity`), at least 1.
-        device: where the model is.
+        layout: keys and values of one token.
+        capacity: max tokens in the pool (`KVLayout.capacity`), at least 1.
+        device: device of the model.
 
     Attributes:
-        held: paths whose slots no step may free, of prompts that steps of others interrupt.
+        held: paths whose slots no step may free, of prompts that are interrupted by steps of others.
     """
 
     def __init__(self, layout: KVLayout, capacity: int, device: torch.device) -> None:
@@ -42,30 +63,30 @@ class KVPool:
         self.slots = PrefixSlots(capacity)
         # On a CPU the pages of an empty tensor cost nothing until they are written.
         self._storage = torch.empty(capacity + 1, layout.width, dtype=layout.dtype, device=device)
-        # Padding is read from the root's slot: masked or not, what is not finite would spread.
+        # Padding reads the root's slot. Numbers that are not finite would spread even if they are masked.
         self._storage[ROOT].zero_()
         self._scratch = self._storage[:0]
-        # The slots of which the scratch begins with a copy, after a step of one prompt.
-        self._gathered: list[int] = []
+        # The slots that the scratch begins with a copy of, after a step of one prompt.
+        self._gathered = new_path()
         self._roots = count(capacity + 1)
-        self.held: list[list[int]] = []
+        self.held: list[Path] = []
 
     def new_root(self) -> int:
-        """A root for prompts that must not share keys and values with others, for `PrefixSlots.match`; never twice."""
+        """A new root for prompts that must not share keys and values with others; see `PrefixSlots.match`."""
         return next(self._roots)
 
     @property
     def capacity(self) -> int:
-        """Tokens that the pool can hold."""
+        """Max tokens in the pool."""
         return self.slots.capacity
 
     @property
     def nbytes(self) -> int:
-        """Memory that the pool may come to use, bookkeeping included."""
+        """Max memory of the pool, bookkeeping included."""
         return len(self._storage) * self.layout.slot_bytes
 
-    def gather(self, lengths: Sequence[int], paths: Sequence[list[int]], new: int) -> KVBlock:
-        """Start a step: collect what the pool holds of each prompt but for its last `new` tokens.
+    def gather(self, lengths: Sequence[int], paths: Sequence[Path], new: int) -> KVBlock:
+        """Begin a step: collect the keys and values of all tokens but the last `new` of each prompt.
 
         Args:
             lengths: tokens of each prompt.
@@ -73,21 +94,20 @@ class KVPool:
             new: tokens that the forward computes for each prompt, padding included.
 
         Returns:
-            a block of shape (n, max(lengths), width). It is valid until the next call.
+            a block of shape (n, max(lengths), width), valid until the next call.
         """
         self.slots.begin([*self.held, *paths])
         total = max(lengths)
         past = total - new
         size = len(lengths) * total
-        gathered, self._gathered = self._gathered, []
+        gathered, self._gathered = self._gathered, new_path()
         if size > len(self._scratch):
-            # Kept between steps: the page faults of fresh memory cost more than the copy. Prompts that grow ask for
-            # more each time.
+            # Kept between steps: page faults of new memory cost more than the copy. Growing prompts need more.
             more = max(size, min(2 * len(self._scratch), self.capacity))
-            self._scratch, gathered = self._storage.new_empty(more, self.layout.width), []
+            self._scratch, gathered = self._storage.new_empty(more, self.layout.width), new_path()
         flat = self._scratch[:size]
         if len(lengths) == 1:
-            # The next step of a prompt that grows, or is computed in parts, finds what the last one left in place.
+            # The next step of a prompt finds the tokens of its last step in place.
             known = min(len(gathered), past)
             start = known if paths[0][:known] == gathered[:known] else 0
             if past > start:
@@ -100,21 +120,19 @@ class KVPool:
             self._gather(index.ravel(), flat)
         return KVBlock(flat.view(len(lengths), total, self.layout.width), past, self.layout)
 
-    def store(
-        self, prompts: Sequence[Sequence[int]], paths: Sequence[list[int]], block: KVBlock, root: int = ROOT
-    ) -> None:
-        """End a step: keep the tokens of the block that the pool does not hold, as far as there is room.
+    def store(self, prompts: Sequence[Sequence[int]], paths: Sequence[Path], block: KVBlock, root: int = ROOT) -> None:
+        """End a step: keep the tokens of the block that the pool does not hold, as many as fit.
 
         Args:
             prompts: the ids of each prompt.
             paths: as passed to `gather`; they grow in place.
-            block: what `gather` returned, after the forward.
-            root: that the paths begin at.
+            block: result of `gather`, after the forward.
+            root: root of the paths.
         """
         targets: list[int] = []
         sources: list[int] = []
         total = block.tokens.shape[1]
-        # Of what was held and is computed again the slots have the first result.
+        # A held token that was computed again keeps its first result in its slot.
         alike = block.past if len(paths[0]) > block.past else total
         copied = False
         try:
@@ -125,17 +143,16 @@ class KVPool:
                 targets += fresh
             self._copy(block.tokens.flatten(0, 1), sources, targets)
             copied = True
-            self._gathered = paths[0][:alike] if len(prompts) == 1 else []
+            self._gathered = paths[0][:alike] if len(prompts) == 1 else new_path()
         finally:
             if not copied:
-                # The trie names slots that were not written: forget everything rather than reuse those.
+                # The table names slots that were not written: forget everything rather than reuse them.
                 self.slots, self.held = PrefixSlots(self.capacity), []
 
     def _gather(self, slots: NDArray[np.int64], into: Tensor) -> None:
         torch.index_select(self._storage, 0, torch.from_numpy(slots).to(into.device), out=into)
 
     def _copy(self, tokens: Tensor, sources: list[int], targets: list[int]) -> None:
-        # Piece by piece, so that the memory in between stays small and warm.
         step = max(1, _COPY_BYTES // self.layout.slot_bytes)
         for start in range(0, len(targets), step):
             source, target = torch.tensor(
@@ -144,13 +161,13 @@ class KVPool:
             self._storage.index_copy_(0, target, tokens.index_select(0, source))
 
     def release(self) -> None:
-        """Give back the memory that is only kept to be reused."""
-        self._scratch, self._gathered = self._storage[:0], []
+        """Free the memory that is only kept for reuse."""
+        self._scratch, self._gathered = self._storage[:0], new_path()
 
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """What one token leaves in a model's cache.
+    """Keys and values of one token in a model's cache.
 
     Attributes:
         shapes: (heads, head size) of the first layer's keys, its values, the second layer's keys, ...
@@ -171,16 +188,16 @@ class KVLayout:
         return self.width * self.dtype.itemsize + _BOOKKEEPING_BYTES
 
     def capacity(self, max_bytes: int) -> int:
-        """Slots that fit into so many bytes, beside the one that stays empty."""
+        """Slots that fit into `max_bytes`, without the slot of the root."""
         return max(0, max_bytes // self.slot_bytes - 1)
 
 
 class KVBlock:
-    """The keys and values of one batch, token by token, the past gathered and the new yet to come.
+    """The keys and values of one batch: the past is gathered, the forward adds the new tokens.
 
     Attributes:
         tokens: tensor of shape (n, length, width); a prompt's tokens are right-aligned.
-        past: how many of a prompt's positions are gathered.
+        past: number of gathered positions of each prompt.
         cache: the same memory as the cache that a model's forward takes.
     """
 
@@ -198,9 +215,9 @@ class KVBlock:
 
 
 class _BlockLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # transformers' cache is partly untyped
-    """One layer's view of a block. New keys and values are written where the pool takes them from.
+    """One layer's view of a block, which takes new keys and values in place.
 
-    The stock layer would copy the whole past to append to it.
+    The layer of transformers copies the whole past to append to it.
     """
 
     def __init__(self, keys: Tensor, values: Tensor, past: int) -> None:
@@ -224,23 +241,34 @@ class _BlockLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # transformer
 
 
 class Mark(NamedTuple):
-    """A path at some time: its slots, and how often the last one had been freed."""
+    """Length of a path at some time, and how often its last slot had been freed."""
 
     length: int
     freed: int
 
 
-class PrefixSlots:
-    """The bookkeeping of a pool of `capacity` slots, numbered from 1.
+NO_MARK = Mark(0, 0)
 
-    Every slot carries a stamp: when its prefix was last used, less its depth. Whoever uses a prefix uses all
-    that it begins with, so a prefix's stamp is always above those of its extensions, and the slots with the
-    lowest stamps can be freed together without ever cutting a kept prefix off from the root.
+
+class _Recent(NamedTuple):
+    """A prompt of a recent step, with its slots."""
+
+    ids: bytes
+    path: Path
+    mark: Mark
+
+
+class PrefixSlots:
+    """The table of a pool of `capacity` slots, numbered from 1.
+
+    Every slot has a stamp: the time when its prefix was last used, minus its depth. A step that uses a prefix uses all
+    shorter prefixes of it. So a prefix's stamp is always above those of its extensions, and the slots with the lowest
+    stamps can be freed together without cutting a kept prefix off from the root.
     """
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
-        # (slot of the parent) << 32 | token -> slot: one flat dictionary is the whole trie.
+        # (slot of the parent) << 32 | token -> slot: one flat dictionary is the whole tree.
         self._children: dict[int, int] = {}
         self._edges = [0]
         self._stamps = np.full(1, _NEVER, np.int64)
@@ -248,60 +276,98 @@ class PrefixSlots:
         self._freed = [0]
         self._free: list[int] = []
         self._clock = 0
+        # (root, last tokens) -> prompt; the most recent last.
+        self._recent: OrderedDict[tuple[int, bytes], _Recent] = OrderedDict()
+        self._recent_tokens = 0
 
     def __len__(self) -> int:
         """Slots in use."""
         return len(self._children)
 
-    def match(self, ids: Sequence[int], root: int = ROOT, known: Sequence[int] = ()) -> list[int]:
+    def match(self, ids: Sequence[int], root: int = ROOT, known: Path | None = None) -> Path:
         """The slots of the longest held prefix of a prompt, first token first.
 
         Args:
             ids: the prompt.
-            root: what its first token follows. Prompts with different roots share nothing; beside `ROOT` a root is a
+            root: parent of the first token. Prompts with different roots share nothing. A root other than `ROOT` is a
                 number above `capacity`, which no slot has.
             known: slots of a prefix that is still held; only the tokens after it are looked up.
         """
-        path = [*known[: len(ids)]]
-        return path + self._match_from(path[-1] if path else root, ids, len(path))
+        path = new_path() if known is None else known[: len(ids)]
+        path.extend(self._match_from(path[-1] if path else root, ids, len(path)))
+        return path
 
-    def is_longest(self, ids: Sequence[int], path: Sequence[int], root: int = ROOT) -> bool:
-        """Whether no longer prefix of a prompt is held than a path that is; arguments as for `match`."""
+    def remember(self, ids: bytes, path: Path, root: int = ROOT) -> None:
+        """Remember the slots of a prompt for `recall`, if all its tokens are held. Do not change `path` afterwards.
+
+        Args:
+            ids: the prompt as little-endian uint32 bytes.
+            path: its slots.
+            root: as for `match`.
+        """
+        tokens = len(ids) // _ID_BYTES
+        if tokens < _MIN_RECENT_TOKENS or len(path) != tokens:
+            return
+        key = root, ids[-_KEY_TOKENS * _ID_BYTES :]
+        if (older := self._recent.pop(key, None)) is not None:
+            self._recent_tokens -= len(older.path)
+        self._recent[key] = _Recent(ids, path, self.mark(path))
+        self._recent_tokens += tokens
+        while self._recent_tokens > _MAX_REMEMBERED_TOKENS:
+            self._recent_tokens -= len(self._recent.popitem(last=False)[1].path)
+
+    def recall(self, ids: bytes, root: int = ROOT) -> Path | None:
+        """The slots of a recent prompt that `ids` extends by at most a few tokens; none if there is no such prompt.
+
+        It saves looking up each token of a long prompt that grows.
+        """
+        shortest = max(len(ids) - _MAX_APPENDED_TOKENS * _ID_BYTES, _MIN_RECENT_TOKENS * _ID_BYTES)
+        for end in range(len(ids), shortest - 1, -_ID_BYTES):
+            recent = self._recent.get((root, ids[end - _KEY_TOKENS * _ID_BYTES : end]))
+            if recent is not None and ids.startswith(recent.ids) and self.holds(recent.path, recent.mark):
+                return recent.path
+        return None
+
+    def is_longest(self, ids: Sequence[int], path: Path, root: int = ROOT) -> bool:
+        """Whether no longer prefix of a prompt is held than the path; arguments as for `match`."""
         return len(path) >= len(ids) or (path[-1] if path else root) << 32 | ids[len(path)] not in self._children
 
-    def mark(self, path: Sequence[int]) -> Mark:
-        """What tells later whether the pool still holds a path (`holds`)."""
+    def mark(self, path: Path) -> Mark:
+        """The state of a path now, for `holds`."""
         return Mark(len(path), self._freed[path[-1]] if path else 0)
 
-    def holds(self, path: Sequence[int], mark: Mark) -> bool:
-        """Whether all slots of a path are those that they were when it was marked.
+    def holds(self, path: Path, mark: Mark) -> bool:
+        """Whether all slots of a path are still those of the time when it was marked.
 
-        The last slot tells: a slot is never freed before those behind it.
+        Checking the last slot is enough: a slot is never freed before those behind it.
         """
         return not path or (mark.length == len(path) and mark.freed == self._freed[path[-1]])
 
-    def begin(self, paths: Iterable[Sequence[int]]) -> None:
-        """Start a step that uses these paths; nothing used in a step is freed before the next one."""
+    def begin(self, paths: Iterable[Path]) -> None:
+        """Begin a step that uses these paths. Slots that a step uses are not freed before the next step."""
         self._clock += 1
         for path in paths:
             self._stamp(path)
 
-    def extend(self, ids: Sequence[int], path: list[int], root: int = ROOT) -> list[int]:
-        """Give slots to the tokens of a prompt that have none, as far as there is room.
+    def extend(self, ids: Sequence[int], path: Path, root: int = ROOT) -> list[int]:
+        """Give slots to the tokens of a prompt that have none, as many as are free.
 
         Args:
             ids: the prompt.
-            path: what `match` or an earlier `extend` of this step found of it; grows in place.
+            path: result of `match` or of an earlier `extend` in this step; grows in place.
             root: as for `match`.
 
         Returns:
-            the new slots; they are the last ones of `path` and belong to the tokens there.
+            the new slots, which are the last ones of `path`.
         """
-        path += self._match_from(path[-1] if path else root, ids, len(path))
-        self._stamp(path)
+        # `begin` has stamped the path.
+        stamped = len(path)
+        path.extend(self._match_from(path[-1] if path else root, ids, len(path)))
+        self._stamp(path, stamped)
+        stamped = len(path)
         missing = len(ids) - len(path)
         if missing > len(self._free):
-            self._make_room(missing - len(self._free))
+            self._free_slots(missing - len(self._free))
         fresh = [self._free.pop() for _ in range(min(missing, len(self._free)))]
         parent = path[-1] if path else root
         for slot, token in zip(fresh, ids[len(path) :], strict=False):
@@ -309,13 +375,13 @@ class PrefixSlots:
             self._children[edge] = slot
             self._edges[slot] = edge
             parent = slot
-        path += fresh
-        self._stamp(path)
+        path.extend(fresh)
+        self._stamp(path, stamped)
         return fresh
 
     def _match_from(self, slot: int, ids: Sequence[int], start: int) -> list[int]:
         path = []
-        for token in islice(ids, start, None):
+        for token in ids[start:]:
             child = self._children.get(slot << 32 | token)
             if child is None:
                 break
@@ -323,14 +389,16 @@ class PrefixSlots:
             slot = child
         return path
 
-    def _stamp(self, path: Sequence[int]) -> None:
+    def _stamp(self, path: Path, start: int = 0) -> None:
+        """Stamp the slots of a path from `start` on."""
         newest = self._clock << _DEPTH_BITS
-        self._stamps[path] = np.arange(newest, newest - len(path), -1)
+        if start < len(path):
+            self._stamps[np.array(path[start:] if start else path)] = np.arange(newest - start, newest - len(path), -1)
 
-    def _make_room(self, count: int) -> None:
+    def _free_slots(self, count: int) -> None:
         unused = self.capacity + 1 - len(self._edges)
         if unused:
-            # In steps of at least a half, so that arrays grow a few times only.
+            # By at least a half, so that arrays grow only a few times.
             added = min(unused, max(count, len(self._edges) // 2))
             first = len(self._edges)
             self._edges += [0] * added

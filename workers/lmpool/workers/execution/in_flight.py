@@ -1,0 +1,156 @@
+"""The prompts that a worker holds: one object per prompt, from reading its first stream entry to its result.
+
+The event loop and the backend's thread share the object. Each field belongs to one of them: only the owner writes it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+
+from lmpool.broker.scripts import Fields
+from lmpool.protocol.job import Failure
+from lmpool.protocol.keys import BULK, PRIORITY_FIELD
+from lmpool.protocol.query import PickQuery, TrieQuery
+from lmpool.workers.execution.contract import BackendJob
+
+Status = Literal["accepted", "waiting", "pending", "ended"]
+
+
+class JobTrace:
+    """The times of a traced job, in ns since 1970 by the local clock.
+
+    Attributes:
+        context: OpenTelemetry's context of the client's request.
+        queued: when the job was queued.
+        taken: when this worker read it.
+        stepped: start and end of the step that computed it; None for none.
+        batch: context of the span of that step.
+    """
+
+    __slots__ = ("batch", "context", "queued", "stepped", "taken")
+
+    def __init__(self, context: Any, queued: int, taken: int) -> None:
+        self.context = context
+        self.queued = queued
+        self.taken = taken
+        self.stepped: tuple[int, int] | None = None
+        self.batch: Any = None
+
+
+class StreamEntry(msgspec.Struct, eq=False, gc=False):
+    """One entry of a job stream that this worker holds: one request for a row, or for the answer to a query.
+
+    Attributes:
+        id: its id in the shared stream; for an entry of a lane, a space and the worker id of the lane follow.
+        digest: digest of the prompt or of the query about it; 16 zero bytes if the entry does not decode.
+        overwrite: the stored row is damaged and must be replaced.
+        query: the query that is answered from the row; None for the row itself.
+        failure: why the entry ends without a result; None while nothing has failed.
+        is_dead: the entry becomes a dead letter when it ends.
+        fields: further fields of the stream entry.
+        since: monotonic time when the worker read it.
+        checked_at: monotonic time of the last check whether a client waits for it; 0 before the first.
+        host: token of the host whose shared memory its first client reads (`Job.host`).
+        trace: its part of the client's trace; None without one.
+    """
+
+    id: bytes
+    digest: bytes
+    overwrite: bool = False
+    query: TrieQuery | PickQuery | None = None
+    failure: Failure | None = None
+    is_dead: bool = False
+    fields: Fields = {}
+    since: float = msgspec.field(default_factory=time.monotonic)
+    checked_at: float = 0.0
+    host: bytes = b""
+    trace: JobTrace | None = None
+
+    def failing(self, failure: Failure) -> StreamEntry:
+        """Note a failure, and return the entry."""
+        self.failure = failure
+        return self
+
+
+class DrawnTokens(msgspec.Struct, eq=False, gc=False):
+    """The tokens that were drawn so far for a continuation.
+
+    Attributes:
+        ends: tokens that end the continuation, as little-endian uint32.
+        stops: sequences of several tokens that end it, encoded likewise.
+        tokens: the drawn tokens.
+        logprobs: their log-probabilities.
+    """
+
+    ends: frozenset[bytes]
+    stops: tuple[bytes, ...]
+    tokens: list[int] = []
+    logprobs: list[np.float32] = []
+
+
+class InFlightPrompt(BackendJob, eq=False):
+    """A prompt that a worker holds, with the stream entries that wait for it.
+
+    `ids`, `bulk` and the attributes marked with * belong to the backend's thread while the status is "pending".
+
+    Attributes:
+        entries: entry id -> entry.
+        has_query: the first entry requests something other than the row.
+        is_damaged: the cached row cannot be read: a new one must replace it.
+        status: "accepted" until the backend's thread gets it, then "pending" until it returns a result. Before
+            "pending" it may be "waiting" for memory of its answer. "ended" with a result, or aborted.
+        answer_bytes: bytes that are reserved for its answer (`AnswerMemory`).
+        yields: it was submitted as a bulk prompt or a continuation, which give way to rows.
+        patient_until: * number of the step after which a bulk prompt has waited long enough.
+        drawn: * the tokens of a continuation so far; None for anything else.
+    """
+
+    entries: dict[bytes, StreamEntry] = {}  # noqa: RUF012  msgspec copies it
+    has_query: bool = False
+    is_damaged: bool = False
+    status: Status = "accepted"
+    answer_bytes: int = 0
+    yields: bool = False
+    patient_until: int = 0
+    drawn: DrawnTokens | None = None
+
+    @property
+    def is_owed(self) -> bool:
+        """Whether the backend's thread owes a result."""
+        return self.status in ("pending", "waiting")
+
+    @property
+    def wants_row(self) -> bool:
+        """Whether some entry requests the row itself, or answers that only the backend computes."""
+        return any(entry.query is None for entry in self.entries.values())
+
+    @property
+    def wants_overwrite(self) -> bool:
+        """Whether the stored row must be replaced."""
+        entries = self.entries.values()
+        return self.is_damaged or any(entry.overwrite and entry.query is None for entry in entries)
+
+    def restart(self) -> None:
+        """Prepare for another submission, for the entries that joined after the last one."""
+        if self.drawn is not None:
+            self.ids = self.ids[: len(self.ids) - 4 * len(self.drawn.tokens)]
+            self.drawn = None
+        self.status, self.is_damaged = "accepted", False
+        self.bulk = all(entry.fields.get(PRIORITY_FIELD) == BULK for entry in self.entries.values())
+
+
+InFlight = dict[bytes, InFlightPrompt]
+"""All prompts that a worker holds, by digest."""
+
+EntriesByDigest = Mapping[bytes, Sequence[StreamEntry]]
+"""Digest of a row or of an answer -> the entries that wait for it."""
+
+
+def entry_ids(in_flight: InFlight) -> list[bytes]:
+    """The ids of all stream entries that a worker holds."""
+    return [entry_id for prompt in in_flight.values() for entry_id in prompt.entries]

@@ -1,0 +1,322 @@
+"""Jobs in stream entries: read, checked, and removed when no client waits for them any more."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from redis.asyncio import Redis
+from redis.exceptions import RedisError
+
+from lmpool.broker import scripts
+from lmpool.broker.scripts import Entries, Fields
+from lmpool.errors import InvalidPrompt, ModelMismatch, PromptTooLong, ProtocolError, SourceMissing, UnknownAdapter
+from lmpool.protocol.adapter import is_qualified
+from lmpool.protocol.job import Failure, Job, check_encoded, decode_ids, digest_of, query_digest, unpack_job
+from lmpool.protocol.keys import (
+    BULK,
+    HOME_FIELD,
+    JOB_FIELD,
+    LIFETIME_FIELD,
+    PRIORITY_FIELD,
+    SINCE_FIELD,
+    ModelKeys,
+)
+from lmpool.protocol.model_info import ModelInfo
+from lmpool.protocol.query import (
+    MAX_ANSWER,
+    FreshQuery,
+    GenerateQuery,
+    HeadQuery,
+    PositionsQuery,
+    Query,
+    TopQuery,
+    TrieQuery,
+    unpack_query,
+)
+from lmpool.protocol.row import width_of
+from lmpool.settings import shown
+from lmpool.workers.execution.in_flight import InFlightPrompt, StreamEntry
+from lmpool.workers.metrics.counters import WorkerCounters
+from lmpool.workers.metrics.tracing import JobTraces
+
+STALE_S = 1.0
+"""Age of an entry in seconds from which on the worker checks whether a client still waits for it."""
+
+_UNKNOWN_DIGEST = bytes(16)
+# Max digits of a number of milliseconds in an entry; a longer number counts as infinite.
+_MAX_MS_DIGITS = 15
+_INFINITE_MS = 10**_MAX_MS_DIGITS
+
+
+class Taken(NamedTuple):
+    """The jobs of some stream entries.
+
+    Attributes:
+        prompts: prompts to compute, each with one entry.
+        refused: entries that this worker cannot serve, each with its failure.
+    """
+
+    prompts: list[InFlightPrompt]
+    refused: list[StreamEntry]
+
+    def __bool__(self) -> bool:
+        return bool(self.prompts or self.refused)
+
+
+class JobReader:
+    """Reads and checks the jobs of one model, for all backends alike.
+
+    Args:
+        info: the model's info.
+        worker_id: id of the worker.
+        counters: record queueing times and the prompts whose home this worker is.
+        traces: starts the traces of jobs; None without tracing.
+    """
+
+    def __init__(
+        self, info: ModelInfo, worker_id: str, counters: WorkerCounters, traces: JobTraces | None = None
+    ) -> None:
+        self.info = info
+        self._fingerprint, self._is_trie = info.fingerprint, info.is_trie
+        self._worker_id = worker_id.encode()
+        self._counters = counters
+        self._traces = traces
+
+    def read_all(self, entries: Entries, of_lane: bytes = b"") -> Taken:
+        """Read the entries of one stream; `of_lane` is appended to the ids of a lane's entries."""
+        taken, counters = Taken([], []), self._counters
+        jobs = [_decode(fields.pop(JOB_FIELD, b"")) for _, fields in entries]
+        are_valid = self._are_valid([job.ids for job in jobs if isinstance(job, Job)])
+        for (entry_id, fields), job in zip(entries, jobs, strict=True):
+            self._add(taken, entry_id + of_lane, job, fields, is_valid=are_valid)
+            if SINCE_FIELD in fields and _milliseconds(since := fields[SINCE_FIELD]) < _INFINITE_MS:
+                counters.queued_ms[entry_id + of_lane] = since
+            if HOME_FIELD in fields:
+                counters.homed += fields[HOME_FIELD] == self._worker_id
+        return taken
+
+    def read(self, taken: Taken, entry_id: bytes, data: bytes, fields: Fields) -> StreamEntry:
+        """Read one entry into `taken`; return it."""
+        return self._add(taken, entry_id, _decode(data), fields)
+
+    def _are_valid(self, prompts: list[bytes]) -> bool:
+        """Whether all prompts are within the limits of the model; one check for all is much faster than one each."""
+        max_bytes = 4 * self.info.max_prompt_tokens
+        if not prompts or not all(0 < len(ids) <= max_bytes and len(ids) % 4 == 0 for ids in prompts):
+            return False
+        return int(decode_ids(b"".join(prompts)).max()) < self.info.vocab_size
+
+    def _add(
+        self, taken: Taken, entry_id: bytes, job: Job | ProtocolError, fields: Fields, *, is_valid: bool = False
+    ) -> StreamEntry:
+        """Add a job to `taken`, as a prompt or refused.
+
+        Args:
+            taken: as above.
+            entry_id: id of the entry.
+            job: the decoded job, or why it does not decode.
+            fields: the other fields of the entry.
+            is_valid: the prompt is known to be within the limits of the model.
+        """
+        if isinstance(job, ProtocolError):
+            taken.refused.append(entry := dead_entry(entry_id, _UNKNOWN_DIGEST, job))
+            return entry
+        digest, is_bulk = digest_of(job.ids, job.adapter), fields.get(PRIORITY_FIELD) == BULK
+        entry = StreamEntry(entry_id, digest, job.overwrite, fields=fields, host=job.host)
+        if self._traces is not None:
+            entry.trace = self._traces.taken(job, _since_ms(entry) - 1000 * self._counters.clock_ahead_s)
+        if is_valid and not (job.query or job.adapter or self._is_trie) and job.fingerprint == self._fingerprint:
+            taken.prompts.append(InFlightPrompt(digest, job.ids, bulk=is_bulk, entries={entry_id: entry}))
+            return entry
+        if job.query:
+            entry.digest = query_digest(digest, job.query)
+        try:
+            query = unpack_query(job.query) if job.query else None
+            entry.failure = refusal(job, query, self.info)
+        except ProtocolError as error:
+            entry.failure, entry.is_dead = _failure(error), True
+        if entry.failure is not None:
+            taken.refused.append(entry)
+            return entry
+        prompt = InFlightPrompt(digest, job.ids, job.adapter, bulk=is_bulk, entries={entry_id: entry})
+        taken.prompts.append(prompt)
+        self._set_query(prompt, entry, query)
+        return entry
+
+    def _set_query(self, prompt: InFlightPrompt, entry: StreamEntry, query: Query | None) -> None:
+        """Have the backend answer the query, or note that it is answered from the row."""
+        prompt.has_query = query is not None
+        match query:
+            case PositionsQuery():
+                prompt.positions = query
+            case GenerateQuery():
+                prompt.generate = query
+            case HeadQuery():
+                prompt.head, prompt.adapter = query, ""
+            case FreshQuery():
+                prompt.fresh = True
+            case _:
+                entry.query = query
+                # A trie worker computes the answer itself; other workers compute the row for it.
+                if not self._is_trie:
+                    return
+        prompt.digest = entry.digest
+
+
+@dataclass(eq=False)
+class UnwantedEntries:
+    """Finds entries that no client waits for, and removes them from the queue.
+
+    Args:
+        redis: a client for rare commands.
+        keys: the model's keys.
+        counters: know the queueing times of entries, and the server's clock.
+    """
+
+    redis: Redis
+    keys: ModelKeys
+    counters: WorkerCounters
+
+    async def remove(self, entries: Sequence[StreamEntry]) -> set[bytes]:
+        """Remove the entries that no client waits for; none while the server cannot be used.
+
+        Returns:
+            the ids of the removed entries.
+        """
+        removed: set[bytes] = set()
+        for at in range(0, len(entries), scripts.MAX_AT_ONCE):
+            part = entries[at : at + scripts.MAX_AT_ONCE]
+            keys = [self.keys.jobs, *(self.keys.waiting + entry.digest for entry in part)]
+            args = [value for entry in part for value in (entry.id, _until_ms(entry))]
+            try:
+                numbers = await scripts.DROP_UNWANTED(self.redis, keys, args)
+            except (RedisError, OSError):
+                break
+            removed |= {part[number - 1].id for number in numbers}
+        for entry_id in removed:
+            self.counters.queued_ms.pop(entry_id, None)
+        return removed
+
+    async def still_wanted(self, taken: Taken) -> Taken:
+        """Leave out prompts of one stream that no client waits for. New entries are not checked."""
+        before = (time.time() + self.counters.clock_ahead_s - STALE_S) * 1000
+        entries = [entry for prompt in taken.prompts for entry in prompt.entries.values()]
+        # Entries are in the order of their ages.
+        if not entries or _added_ms(entries[0].id) >= before:
+            return taken
+        removed = await self.remove([entry for entry in entries if _added_ms(entry.id) < before])
+        return taken._replace(prompts=[prompt for prompt in taken.prompts if removed.isdisjoint(prompt.entries)])
+
+
+def dead_entry(entry_id: bytes, digest: bytes, error: Exception) -> StreamEntry:
+    """An entry that no worker can serve."""
+    return StreamEntry(entry_id, digest, failure=_failure(error), is_dead=True)
+
+
+def _decode(data: bytes) -> Job | ProtocolError:
+    try:
+        return unpack_job(data)
+    except ProtocolError as error:
+        return error
+
+
+# Refusals: a client that knows the model's info sends no such job.
+
+
+def refusal(job: Job, query: Query | None, info: ModelInfo) -> Failure | None:
+    """Why a worker of this model cannot do a job; None if it can."""
+    try:
+        _check_prompt(job, info)
+        _check_query(query, len(job.ids) // 4, info)
+    except (InvalidPrompt, ModelMismatch, ProtocolError, SourceMissing, UnknownAdapter) as error:
+        return _failure(error)
+    return None
+
+
+def _failure(error: Exception) -> Failure:
+    return Failure(type(error).__name__, str(error))
+
+
+def _check_prompt(job: Job, info: ModelInfo) -> None:
+    if job.fingerprint != info.fingerprint:
+        raise ModelMismatch(
+            f"the model {info.name!r} has changed: its fingerprint is {info.fingerprint}, not {job.fingerprint}"
+        )
+    if info.is_trie:
+        return
+    check_encoded(job.ids, vocab_size=info.vocab_size, max_tokens=info.max_prompt_tokens)
+    # Whether this worker has the adapter is checked when the backend computes the prompt.
+    if job.adapter and not is_qualified(job.adapter):
+        raise UnknownAdapter(f"{shown(job.adapter)} is not the name of an adapter: a job names it as name@revision")
+
+
+def _check_query(query: Query | None, length: int, info: ModelInfo) -> None:
+    if info.is_trie:
+        if not isinstance(query, TrieQuery):
+            wanted = "a row" if query is None else "something other than values of a trie"
+            raise ProtocolError(f"a trie worker received a request for {wanted}")
+        return
+    match query:
+        case TopQuery() if query.k > info.vocab_size:
+            raise ProtocolError(f"k is {query.k}, and a row has {info.vocab_size} entries")
+        case GenerateQuery() if length + query.most - 1 > info.max_prompt_tokens:
+            raise PromptTooLong(
+                f"{query.most} tokens after a prompt of {length} tokens: the model accepts at most "
+                f"{info.max_prompt_tokens} in all"
+            )
+        case HeadQuery():
+            _check_head(query, info)
+        case PositionsQuery():
+            _check_positions(query, length, info)
+
+
+def _check_head(query: HeadQuery, info: ModelInfo) -> None:
+    if not info.hidden:
+        raise SourceMissing("this worker does not return the model's head")
+    is_inside = query.part != "weights" or (query.count > 0 and query.first + query.count <= info.vocab_size)
+    if not is_inside or query.count * width_of(info.hidden, info.dtype) > MAX_ANSWER:
+        raise ProtocolError(
+            f"{query.count} rows of the head from {query.first} on: it has {info.vocab_size}, or they are too many"
+        )
+
+
+def _check_positions(query: PositionsQuery, length: int, info: ModelInfo) -> None:
+    if not info.positions:
+        raise SourceMissing("this worker does not answer for several positions: request the rows of all prefixes")
+    if query.values == "hidden" and (not info.hidden or query.size != width_of(info.hidden, info.dtype)):
+        raise SourceMissing("this worker does not return hidden states of that size")
+    span, max_positions = query.span(length), query.most_positions(info.vocab_size)
+    if not span:
+        raise ProtocolError(f"positions from {query.start} on, of a prompt of {length} tokens")
+    if len(span) > max_positions:
+        raise ProtocolError(f"{len(span)} positions in one job: at most {max_positions} for these values")
+    largest = max(query.top - 1, int(query.target_ids.max(initial=0)))
+    if largest >= info.vocab_size:
+        raise ProtocolError(f"entry {largest} of rows that have {info.vocab_size}")
+
+
+# Times of entries, in ms since 1970 by the server's clock
+
+
+def _milliseconds(value: bytes) -> int:
+    """A field with a number of milliseconds; infinite if it holds anything else."""
+    return int(value) if value.isdigit() and len(value) <= _MAX_MS_DIGITS else _INFINITE_MS
+
+
+def _added_ms(entry_id: bytes) -> int:
+    """When an entry was added to the stream."""
+    return int(entry_id.partition(b"-")[0])
+
+
+def _since_ms(entry: StreamEntry) -> int:
+    """When a job was queued, which may have been in the backlog."""
+    return _milliseconds(entry.fields[SINCE_FIELD]) if SINCE_FIELD in entry.fields else _added_ms(entry.id)
+
+
+def _until_ms(entry: StreamEntry) -> int:
+    """Until when a client waits for a job; infinite if the entry does not say."""
+    # The digest follows the lifetime in entries that may go back to the backlog.
+    return _since_ms(entry) + _milliseconds(entry.fields.get(LIFETIME_FIELD, b"").partition(b" ")[0])
