@@ -330,13 +330,13 @@ class SyncProducer(CopiedAsItself):
         """As `Producer.adapters`."""
         return self._wait_for(self._producer.adapters(timeout=timeout))
 
-    def add_adapter(self, name: str, source: str | Path, *, replicas: int = 0, timeout: float | None = None) -> str:
+    def add_adapter(self, name: str, source: str | Path, *, timeout: float | None = None) -> str:
         """As `Producer.add_adapter`."""
-        return self._wait_for(self._producer.add_adapter(name, source, replicas=replicas, timeout=timeout))
+        return self._wait_for(self._producer.add_adapter(name, source, timeout=timeout))
 
-    def remove_adapter(self, name: str, *, replicas: int = 0, timeout: float | None = None) -> None:
+    def remove_adapter(self, name: str, *, timeout: float | None = None) -> None:
         """As `Producer.remove_adapter`."""
-        self._wait_for(self._producer.remove_adapter(name, replicas=replicas, timeout=timeout))
+        self._wait_for(self._producer.remove_adapter(name, timeout=timeout))
 
     def trie(self, vocabulary: Vocabulary | Iterable[bytes] | None = None, *, local: bool = False) -> SyncTrie:
         """As `Producer.trie`; the calls of the trie return values instead of awaitables."""

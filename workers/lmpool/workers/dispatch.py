@@ -19,7 +19,7 @@ from lmpool.protocol.query import TrieQuery
 from lmpool.protocol.row import Encoding, RowBlock, VectorBlock
 from lmpool.workers.execution.contract import QUERY_ERRORS, BackendJob, Finished, failure_of
 from lmpool.workers.execution.engine_thread import EngineThread
-from lmpool.workers.membership.adapters import AdapterKeeper
+from lmpool.workers.membership.adapters import AdapterCache
 from lmpool.workers.metrics.counters import SENT_AGAIN
 from lmpool.workers.metrics.tracing import JobTrace, JobTraces
 from lmpool.workers.queries import QueryAnswerer, allowed_in
@@ -65,7 +65,7 @@ class Dispatcher:
         trie_inputs: TrieInputs,
         queries: QueryAnswerer,
         info: ModelInfo,
-        adapters: AdapterKeeper,
+        adapters: AdapterCache,
         segment: SegmentWriter,
         traces: JobTraces | None = None,
     ) -> None:
@@ -193,7 +193,7 @@ class Dispatcher:
     def _submit(self, jobs: Sequence[BackendJob]) -> None:
         """Hand jobs to the backend."""
         if any(job.adapter for job in jobs):
-            jobs = self._adapters.served_among(jobs)
+            jobs = self._adapters.loaded_among(jobs)
         if jobs:
             self._engine_thread.submit(jobs)
 
@@ -322,8 +322,7 @@ class Dispatcher:
         # What they need may never have been fetched: their first try may have ended for that very reason.
         if later := [job.digest for job in again if self._is_trie or allowed_in(job)]:
             self._to_prepare.put_nowait(later)
-        if again := [job for job in again if job.digest not in later]:
-            self._engine_thread.submit(again)
+        self._submit([job for job in again if job.digest not in later])
 
 
 def _traces_of(jobs: Iterable[InFlightJob]) -> Iterator[tuple[JobTrace, str]]:

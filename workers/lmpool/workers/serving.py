@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 
 from redis.asyncio import Redis
@@ -24,7 +23,7 @@ from lmpool.rows.shared_memory import SegmentReader
 from lmpool.workers.dispatch import Dispatcher
 from lmpool.workers.execution.contract import BackendSettings
 from lmpool.workers.execution.engine_thread import EngineThread, Opened
-from lmpool.workers.membership.adapters import AdapterKeeper, AdapterSources, AdapterTrials
+from lmpool.workers.membership.adapters import AdapterCache, AdapterSources, LoadNotes
 from lmpool.workers.membership.heartbeat import CheckpointWatch, Heartbeat
 from lmpool.workers.metrics.counters import Counters
 from lmpool.workers.metrics.tracing import JobTraces
@@ -76,7 +75,7 @@ class Serving:
         publisher: stores rows and ends jobs.
         dispatcher: takes jobs to the backend, and its results to the publisher.
         heartbeat: keeps the worker visible.
-        adapters: has the backend serve the adapters that the server names.
+        adapters: the adapters that the backend has loaded.
     """
 
     info: ModelInfo
@@ -92,7 +91,7 @@ class Serving:
     publisher: Publisher
     dispatcher: Dispatcher
     heartbeat: Heartbeat
-    adapters: AdapterKeeper
+    adapters: AdapterCache
 
     async def close(self) -> None:
         """Close all connections."""
@@ -146,7 +145,7 @@ async def assemble(
     worker: WorkerContext,
     engine_thread: EngineThread,
     opened: Opened,
-    on_adapter_change: Callable[[], Awaitable[object]],
+    max_adapters: int,
 ) -> Serving:
     """Make the parts that serve a model; none of them has used the server yet.
 
@@ -154,7 +153,7 @@ async def assemble(
         worker: who serves.
         engine_thread: the backend.
         opened: what it is.
-        on_adapter_change: called when the adapters that it serves have changed.
+        max_adapters: how many adapters the backend keeps loaded.
 
     Raises:
         SettingsError: the model has the name of the trie workers, or its trie kernels or traces lack what they need.
@@ -178,18 +177,19 @@ async def assemble(
     heartbeat = Heartbeat(
         redis, keys, info, worker.worker_id, opened.batch, opened.vocabulary, opened.tokenizer, worker.files
     )
-    adapters = AdapterKeeper(
+    in_flight = InFlightJobs()
+    adapters = AdapterCache(
         AdapterRegistry(redis, model, info.fingerprint),
         engine_thread,
         opened.adapters,
+        max_adapters,
         AdapterSources.of(settings),
-        AdapterTrials(redis, keys, info.name, worker.worker_id, settings),
-        on_adapter_change,
-        heartbeat.others,
+        LoadNotes(redis, keys, info.name, worker.worker_id),
+        in_flight.__contains__,
+        lambda: in_flight.adapters_of(engine_thread.outstanding),
     )
     trie_inputs = TrieInputs(server, keys, opened.device, settings, segments, counters)
     queries = QueryAnswerer(trie_inputs, publisher, info, TokenSets(redis, keys, info.vocab_size))
-    in_flight = InFlightJobs()
     traces = JobTraces(info.name, worker.worker_id) if settings.tracing else None
     return Serving(
         info=info,

@@ -15,6 +15,7 @@ from lmpool.aio import delays, end_tasks, finish
 from lmpool.broker.server import Server
 from lmpool.broker.server_checks import read_memory
 from lmpool.errors import LMPoolError, ModelMismatch, ProtocolError, ServerError, SettingsError, WorkerError
+from lmpool.protocol.adapter import MAX_LOADED
 from lmpool.protocol.model_info import ModelInfo
 from lmpool.workers.execution.contract import BackendSettings, BackendStats, Finished
 from lmpool.workers.execution.engine_thread import EngineThread, Opened
@@ -282,10 +283,8 @@ class Worker:
             guard: is entered when the backend is open and left when it is closed; see `ProcessWatchdog`.
 
         Raises:
-            ModelMismatch: the model, or an adapter of it, is served with other weights, or is so by now because this
-                worker was silent long.
-            SettingsError: an adapter lies where none may, one that is in service cannot be loaded, or other workers
-                lack one of this worker's.
+            ModelMismatch: the model is served with other weights, or is so by now because this worker was silent long.
+            SettingsError: an adapter lies where none may, or the registry of adapters is full.
             ServerError: the server cannot be used at the start; later the worker waits for it instead.
             WorkerError: the backend broke, or hangs: see `is_hung`.
         """
@@ -320,13 +319,10 @@ class Worker:
         on_ready: Callable[[ModelInfo], None] | None,
     ) -> None:
         """Join the model, serve it until `stop`, and leave it."""
-
-        async def on_adapter_change() -> None:
-            await self._send_heartbeat(serving)
-
         _log.info("joining the pool")
         worker = WorkerContext(self._server, self._settings, self._id, self._counters, files)
-        serving = self._serving = await assemble(worker, engine_thread, opened, on_adapter_change)
+        max_adapters = getattr(self._backend, "max_adapters", MAX_LOADED)
+        serving = self._serving = await assemble(worker, engine_thread, opened, max_adapters)
         try:
             await self._join(serving)
             self._set_ready(engine_thread)
@@ -349,7 +345,7 @@ class Worker:
         await serving.heartbeat.join(self._heartbeat_fields(serving))
         await serving.consumer.open_lane()
         if not serving.info.is_trie:
-            await serving.adapters.start()
+            await serving.adapters.register_own()
 
     def _set_ready(self, engine_thread: EngineThread) -> None:
         self.health.watch(lambda: engine_thread.stepping_since)
@@ -473,6 +469,8 @@ class Worker:
         try:
             async with self._beating:
                 await self._write_heartbeat(serving)
+            if not serving.info.is_trie:
+                await serving.adapters.renew()
             await serving.consumer.keep_queue()
             await serving.consumer.measure()
             if self._settings.metrics_port:  # Nobody else is told.

@@ -162,10 +162,6 @@ class Connections:
             raise LMPoolError("the model is not known yet")
         return self._adopted
 
-    def own_connection(self) -> CommandConnection:
-        """One more connection to the server that has the model's keys; its user closes it."""
-        return CommandConnection(self._server, self.model.keys.adapters)
-
     def check_open(self) -> None:
         """Raise ProducerClosed if the session has ended."""
         if self.closed:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from lmpool.producer import Producer, adapter_changes
+from lmpool.broker import registries
+from lmpool.producer import Producer
 from lmpool.producer.client import adapters as adapters_module
 from lmpool.synthetic import synthetic_row
 from tests.support.pool import Pool
@@ -23,9 +23,9 @@ QUICK = ("--vocab-size", V, "--lease-s", 2, "--max-batch", 8)
 @pytest.fixture
 def short_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """What clients know expires soon, so that changes take less time: for tests that are not about that."""
-    for module in (adapters_module, adapter_changes):
+    for module in (adapters_module, registries):
         monkeypatch.setattr(module, "KNOWN_FOR_S", 0.2)
-    monkeypatch.setattr(adapter_changes, "MARGIN_S", 0.1)
+    monkeypatch.setattr(registries, "MARGIN_S", 0.1)
 
 
 def write(folder: Path, name: str, content: str) -> Path:
@@ -48,17 +48,3 @@ async def check(producer: Producer, adapter: str, revision: str, *prompts: list[
 async def two_clients(pool: Pool) -> AsyncIterator[tuple[Producer, Producer]]:
     async with pool.producer("syn") as client, pool.producer("syn") as other:
         yield client, other
-
-
-def no_offers(pool: Pool) -> Any:
-    async def none() -> bool:
-        return not pool.names("{syn}:offers")
-
-    return none
-
-
-def is_offered(pool: Pool) -> Any:
-    async def offered() -> bool:
-        return bool(pool.names("{syn}:offers"))
-
-    return offered

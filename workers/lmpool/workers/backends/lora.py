@@ -12,6 +12,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from hashlib import blake2b
 from operator import index
 from pathlib import Path
 from typing import Any
@@ -125,6 +126,26 @@ def adapter_folder(source: str) -> Path:
         SettingsError: there is none, nor can one be had.
     """
     return checkpoint_folder("adapters", source, only=FILES)
+
+
+def content_digest(place: Path) -> str:
+    """Digest of a file, or of the files in a folder and their names: 32 hexadecimal digits.
+
+    Raises:
+        SettingsError: there is no file, or it cannot be read.
+    """
+    state = blake2b(digest_size=16)
+    try:
+        files = sorted(path for path in place.iterdir() if path.is_file()) if place.is_dir() else [place]
+        for path in files:
+            content = path.read_bytes()
+            state.update(f"{path.name if place.is_dir() else ''} {len(content)} ".encode())
+            state.update(content)
+    except OSError as error:
+        raise SettingsError(f"adapters: {shown(str(place))} cannot be read: {error.strerror or error}") from error
+    if not files:
+        raise SettingsError(f"adapters: {shown(str(place))} is an empty folder")
+    return state.hexdigest()
 
 
 def check_adapter(folder: Path, model: Path) -> None:

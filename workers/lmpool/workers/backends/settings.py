@@ -19,7 +19,7 @@ from pkgutil import resolve_name
 from typing import Any, ClassVar, cast
 
 from lmpool.errors import SettingsError
-from lmpool.protocol.adapter import MAX_ADAPTERS
+from lmpool.protocol.adapter import MAX_ADAPTERS, MAX_LOADED
 from lmpool.settings import check_choice, check_name, check_number, check_texts, shown
 from lmpool.workers.backends.checkpoint import local_path
 from lmpool.workers.backends.lora import read_adapter_folders
@@ -86,7 +86,15 @@ class ModelSettings:
         default=None, metadata={"help": "Longest prompt to take; None means the model's limit, which it cannot exceed."}
     )
     adapters: list[str] = field(
-        default_factory=list, metadata={"help": "LoRA adapters, as name=folder; may be given several times."}
+        default_factory=list,
+        metadata={
+            "help": "LoRA adapters, as name=folder; may be given several times. They are loaded and put in service "
+            "at the start, unless other adapters have these names."
+        },
+    )
+    max_adapters: int = field(
+        default=MAX_LOADED,
+        metadata={"help": "Adapters that are loaded at once, at least those of --adapters; the others are evicted."},
     )
 
     def __post_init__(self) -> None:
@@ -97,6 +105,7 @@ class ModelSettings:
         check_choice("dtype", self.dtype, DTYPES)
         check_choice("encoding", self.encoding, ENCODINGS)
         _check_optional_number("max_prompt_tokens", self.max_prompt_tokens)
+        check_number("max_adapters", self.max_adapters, least=0, most=MAX_ADAPTERS)
         _ = self.adapter_folders  # Malformed ones are refused now.
 
     @property
@@ -121,12 +130,6 @@ class HfSettings(ModelSettings):
     kind: ClassVar[str] = "hf"
 
     model: str = field(metadata={"help": "Hub name or folder of the model, or a GGUF file."})
-    adapters: list[str] = field(
-        default_factory=list,
-        metadata={
-            "help": "LoRA adapters, as name=folder; may be given several times. Others can be loaded while it serves."
-        },
-    )
     gguf_file: str | None = field(
         default=None, metadata={"help": "A GGUF file in the model's folder or repository, dequantised when loaded."}
     )
@@ -200,7 +203,11 @@ class EngineSettings(ModelSettings):
         metadata={"help": "Memory for keys and values; None means what the engine thinks best, 1 GiB on a CPU."},
     )
     max_adapters: int = field(
-        default=0, metadata={"help": "Further adapters that there is to be room for, to be loaded while it serves."}
+        default=0,
+        metadata={
+            "help": "Adapters that are loaded at once, at least those of --adapters; the others are evicted. The "
+            "engine reserves memory for them when it starts."
+        },
     )
     engine_args: list[str] = field(
         default_factory=list,
@@ -213,7 +220,6 @@ class EngineSettings(ModelSettings):
     def __post_init__(self) -> None:
         ModelSettings.__post_init__(self)
         check_texts("engine_args", self.engine_args)
-        check_number("max_adapters", self.max_adapters, least=0, most=MAX_ADAPTERS)
         check_number("max_batch", self.max_batch, least=1, most=65_536)
         for name in ("max_batch_tokens", "kv_cache_bytes"):
             _check_optional_number(name, getattr(self, name))

@@ -12,7 +12,6 @@ import time
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from hashlib import blake2b
 from itertools import islice
 from pathlib import Path
 from typing import ClassVar
@@ -20,17 +19,16 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from lmpool.errors import SettingsError
-from lmpool.protocol.adapter import qualify, revision_of
+from lmpool.protocol.adapter import MAX_ADAPTERS, MAX_LOADED, qualify, revision_of
 from lmpool.protocol.model_info import ModelInfo
 from lmpool.protocol.prompt import decode_ids
 from lmpool.protocol.query import PositionsQuery
 from lmpool.protocol.row import Encoding, NewRows, RowBlock, VectorBlock, no_new_rows, widen_bf16
-from lmpool.settings import check_choice, check_name, check_number, shown
+from lmpool.settings import check_choice, check_name, check_number
 from lmpool.synthetic import FEW_TOKENS, Draw, base_rows, draw, draw_few_tokens, fill, synthetic_vocabulary
 from lmpool.vocabulary import Vocabulary
 from lmpool.workers.backends.checkpoint import checkpoint_source
-from lmpool.workers.backends.lora import read_adapter_folders
+from lmpool.workers.backends.lora import content_digest, read_adapter_folders
 from lmpool.workers.execution.contract import (
     QUERY_ERRORS,
     Backend,
@@ -92,6 +90,10 @@ class SyntheticSettings:
             "the rows."
         },
     )
+    max_adapters: int = field(
+        default=MAX_LOADED,
+        metadata={"help": "Adapters that are loaded at once, at least those of --adapters; the others are evicted."},
+    )
 
     def __post_init__(self) -> None:
         check_name("name", self.name)
@@ -103,6 +105,7 @@ class SyntheticSettings:
         check_number("max_batch", self.max_batch, least=1, most=65_536)
         check_number("max_prompt_tokens", self.max_prompt_tokens, least=1, most=4_000_000)
         check_choice("encoding", self.encoding, ("f32", "bf16"))
+        check_number("max_adapters", self.max_adapters, least=0, most=MAX_ADAPTERS)
         for name in ("fail_token", "crash_token", "raise_token", "hang_token"):
             check_number(name, getattr(self, name), least=-1)
         _ = self.adapter_folders  # Malformed ones are refused now.
@@ -354,7 +357,7 @@ class SyntheticBackend:
 
     def load_adapter(self, name: str, source: str) -> str:
         """See `Backend.load_adapter`; the revision is a digest of what the folder or file holds."""
-        revision = _content_digest(Path(source).expanduser())
+        revision = content_digest(Path(source).expanduser())
         self._adapters.setdefault(qualify(name, revision), checkpoint_source(source))
         return revision
 
@@ -371,23 +374,3 @@ class SyntheticBackend:
         self._jobs.clear()
         if self._memory is not None:
             self._memory.clear()
-
-
-def _content_digest(place: Path) -> str:
-    """Digest of a file, or of the files in a folder with their names: 32 hexadecimal digits.
-
-    Raises:
-        SettingsError: nothing is there, or it cannot be read.
-    """
-    state = blake2b(digest_size=16)
-    try:
-        files = sorted(path for path in place.iterdir() if path.is_file()) if place.is_dir() else [place]
-        for path in files:
-            content = path.read_bytes()
-            state.update(f"{path.name if place.is_dir() else ''} {len(content)} ".encode())
-            state.update(content)
-    except OSError as error:
-        raise SettingsError(f"adapters: {shown(str(place))} cannot be read: {error.strerror or error}") from error
-    if not files:
-        raise SettingsError(f"adapters: {shown(str(place))} is an empty folder")
-    return state.hexdigest()

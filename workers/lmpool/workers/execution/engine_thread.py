@@ -485,8 +485,9 @@ class EngineThread:
         except LMPoolError as error:
             self._post(_resolve, command.loaded, error)
         except BaseException as error:
-            self._post(_resolve, command.loaded, error)
-            raise  # The backend is broken.
+            text = f"the backend broke while it loaded the adapter {command.name!r}: {error}"
+            self._post(_resolve, command.loaded, WorkerError(text))
+            raise
         else:
             self._post(_resolve, command.loaded, revision)
 

@@ -250,15 +250,6 @@ class Heartbeat:
         alive = await read_alive(self._redis, self._keys.model(model))
         return not alive.serving and not await self._queued(model)
 
-    async def others(self, field: str) -> dict[str, str]:
-        """A field of the heartbeats of the model's other live workers that take jobs: worker id -> value, or ""."""
-        values = {}
-        async for worker_id, _ in self._serving(self._info.service_fingerprint):
-            fields = await self._fields_of(worker_id, "state", field)
-            if fields.get("state", "draining") != "draining":
-                values[worker_id] = fields.get(field, "")
-        return values
-
     async def leave(self, *, for_good: bool = True) -> None:
         """Deregister: the worker, its consumer if that holds nothing, and the info when nobody else serves the model.
 
@@ -303,7 +294,7 @@ class Heartbeat:
         """
         if await scripts.SWAP(self._redis, [info_key(self._keys, model)], [field or model, seen, b""]):
             keys = self._keys.model(model)
-            await self._redis.delete(keys.adapters, keys.offers)
+            await self._redis.delete(keys.adapters)
             await scripts.EXPIRE_QUEUE(self._redis, [*keys.queue, *await self._lanes(keys)], [_QUEUE_TTL_MS])
 
     async def _lanes(self, keys: ModelKeys) -> list[bytes]:

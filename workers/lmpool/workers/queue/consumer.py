@@ -156,6 +156,10 @@ class InFlightJobs:
         assert backend_job is not None
         return backend_job
 
+    def adapters_of(self, digests: Iterable[bytes]) -> set[str]:
+        """The adapters that some prompts name; prompts that are not held are left out."""
+        return {self.backend_job(digest).adapter for digest in digests if digest in self._prompts}
+
     def wants_row(self, digest: bytes) -> bool:
         """Whether some job wants the row of a prompt itself, rather than the answer to a query about it."""
         return any(job.query is None for job in self._prompts[digest].values())
