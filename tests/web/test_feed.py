@@ -223,9 +223,8 @@ JUNK: dict[str, Callable[[Pool], Any]] = {
     "an adapter's name": lambda pool: pool.redis.hset(pool.keys.model("junk").adapters, b"\xff\n", b"junk"),
     "adapters": lambda pool: pool.redis.set(pool.keys.model("junk").adapters, "junk"),
     "too many adapters": lambda pool: pool.redis.hset(
-        pool.keys.model("junk").adapters, mapping={str(number): b"x" for number in range(3000)}
+        pool.keys.model("junk").adapters, mapping={str(number): b"x" for number in range(5000)}
     ),
-    "an offer": lambda pool: pool.redis.hset(pool.keys.model("junk").offers, "x", b"junk"),
     "workers": lambda pool: pool.redis.set(pool.keys.model("junk").workers, "junk"),
     "lanes": lambda pool: pool.redis.set(pool.keys.model("junk").lanes, "junk"),
     "jobs": lambda pool: pool.redis.set(pool.keys.model("junk").jobs, "junk"),

@@ -22,7 +22,7 @@ from lmpool.workers import dispatch as dispatch_module
 from lmpool.workers.backends.synthetic import SyntheticSettings
 from lmpool.workers.dispatch import Dispatcher
 from lmpool.workers.execution.contract import BackendJob, Finished
-from lmpool.workers.membership.adapters import AdapterKeeper
+from lmpool.workers.membership.adapters import AdapterCache
 from lmpool.workers.metrics.counters import Counters
 from lmpool.workers.queries import QueryAnswerer
 from lmpool.workers.queue.consumer import Claimed, InFlightJob, InFlightJobs, JobsByDigest
@@ -30,8 +30,8 @@ from lmpool.workers.queue.segment import SegmentWriter
 from lmpool.workers.worker import FetchLoop, Lifecycle, Worker
 from tests.support.pool import DEADLINE_S
 
-NO_ADAPTERS = AdapterKeeper(
-    cast(Any, None), cast(Any, None), {}, cast(Any, None), cast(Any, None), cast(Any, None), cast(Any, None)
+NO_ADAPTERS = AdapterCache(
+    cast(Any, None), cast(Any, None), {}, 0, cast(Any, None), cast(Any, None), cast(Any, None), cast(Any, None)
 )
 PROMPT, ANSWER = b"p" * 16, b"a" * 16
 INFO = ModelInfo("m", "synthetic", vocab_size=4, max_prompt_tokens=8, revision="r", dtype="float32")

@@ -134,29 +134,24 @@ class Adapters:
         adapter = await self._insist(lambda: self._registry.read_check(nonce), deadline)
         if adapter is None or not adapter.revision:
             raise ServerError(f"the server has lost the revision of the adapter {name!r}: add it again")
-        await self._settle(lambda: self._registry.put(name, adapter), f"{name!r} is in service", deadline)
+        version, wait_s = await self._insist(lambda: self._registry.put(name, adapter), deadline)
+        self._note(name, adapter, version)
+        await _wait_for_others(wait_s, f"{name!r} is in service", deadline)
         return adapter.revision
 
     async def remove(self, name: str, deadline: Deadline) -> None:
         """Remove an adapter from the registry; see `Producer.remove_adapter`."""
         check_adapter_name("name", name)
-        state = f"{name!r} is not in service any more"
-        if not await self._settle(lambda: self._registry.remove(name), state, deadline):
+        version, wait_s = await self._insist(lambda: self._registry.remove(name), deadline)
+        if not version:
             raise await self._unknown(name, deadline)
+        self._note(name, None, version)
+        await _wait_for_others(wait_s, f"{name!r} is not in service any more", deadline)
 
-    async def _settle(self, change: Callable[[], Awaitable[tuple[int, float]]], state: str, deadline: Deadline) -> int:
-        """Make a change, and wait until no client may use the entry that it replaced; returns the new version."""
-        version, wait_s = await self._insist(change, deadline)
+    def _note(self, name: str, adapter: Adapter | None, version: int) -> None:
+        """Cache a change that this client has made."""
+        self._known[name] = _Known(adapter, version)
         self.doubt()
-        try:
-            async with deadline.limit():
-                await asyncio.sleep(wait_s)
-        except TimeoutError as error:
-            raise DeadlineExceeded(
-                f"{state}, but within {deadline.seconds:g} s other clients may still use the adapter that had this "
-                f"name before, for {wait_s:.1f} s: allow more time (timeout=)"
-            ) from error
-        return version
 
     def doubt(self) -> None:
         """Read again before the next use: an entry has turned out to be old."""
@@ -236,6 +231,18 @@ class Adapters:
                 raise copy_error(self._connections.explain(why)) from late
             raise DeadlineExceeded(str(late)) from late
         raise AssertionError("the waits never end")
+
+
+async def _wait_for_others(wait_s: float, state: str, deadline: Deadline) -> None:
+    """Wait until no client may use the entry that a change has replaced."""
+    try:
+        async with deadline.limit():
+            await asyncio.sleep(wait_s)
+    except TimeoutError as error:
+        raise DeadlineExceeded(
+            f"{state}, but within {deadline.seconds:g} s other clients may still use the adapter that had this name "
+            f"before, for {wait_s:.1f} s: allow more time (timeout=)"
+        ) from error
 
 
 def _check_right(error: LMPoolError) -> None:

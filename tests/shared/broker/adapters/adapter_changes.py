@@ -11,9 +11,12 @@ import pytest
 from numpy.typing import NDArray
 
 from lmpool.broker import registries
+from lmpool.broker.server import Server
 from lmpool.producer import Producer
 from lmpool.producer.client import adapters as adapters_module
+from lmpool.protocol.adapter import Adapter
 from lmpool.synthetic import synthetic_row
+from lmpool.workers.backends.synthetic import SyntheticBackend, SyntheticSettings
 from tests.support.pool import Pool
 
 V = 64
@@ -48,3 +51,15 @@ async def check(producer: Producer, adapter: str, revision: str, *prompts: list[
 async def two_clients(pool: Pool) -> AsyncIterator[tuple[Producer, Producer]]:
     async with pool.producer("syn") as client, pool.producer("syn") as other:
         yield client, other
+
+
+async def put(pool: Pool, producer: Producer, name: str, adapter: Adapter) -> None:
+    """Write an entry of the registry, as a client would after a check."""
+    redis = Server(pool.url).client()
+    await registries.AdapterRegistry(redis, pool.keys.model("syn"), producer.model.fingerprint).put(name, adapter)
+    await redis.aclose()
+
+
+def revision_in(folder: Path) -> str:
+    """The revision of an adapter of the synthetic backend."""
+    return SyntheticBackend(SyntheticSettings(vocab_size=V)).load_adapter("any", str(folder))

@@ -306,7 +306,7 @@ class AdapterCache:
             if adapter in self._loaded:
                 return adapter
             await self._evict()
-            content = await asyncio.to_thread(content_digest, Path(place)) if nonce else adapter
+            content = await _content(place) if nonce else adapter
             async with self._notes.noted(content):
                 found = await self._load_from(name, entry.source, place)
             if nonce:
@@ -361,3 +361,11 @@ class AdapterCache:
         self._loaded[qualify(name, revision)] = source
         _log.info("serving the adapter %r from %s (revision %s)", name, source, revision)
         return revision
+
+
+async def _content(place: str) -> str:
+    """The digest of the files of an adapter to check; of a folder that cannot be read its path."""
+    try:
+        return await asyncio.to_thread(content_digest, Path(place))
+    except SettingsError:
+        return place  # The backend says what is wrong.

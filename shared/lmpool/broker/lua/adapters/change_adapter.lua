@@ -13,8 +13,10 @@ local adapters, name, adapter = KEYS[1], ARGV[2], ARGV[3]
 local before = redis.call('HGET', adapters, name)
 local version = tonumber(redis.call('HGET', adapters, '@')) or 0
 if redis.call('HGET', adapters, '') ~= ARGV[1] then
-  -- The adapters of another model that had this name.
-  redis.call('UNLINK', adapters)
+  -- The adapters are those of another model that had this name.
+  for _, field in ipairs(redis.call('HKEYS', adapters)) do
+    redis.call('HDEL', adapters, field)
+  end
   redis.call('HSET', adapters, '', ARGV[1])
   before = false
 end
