@@ -150,6 +150,7 @@ class Adapters:
 
     def _note(self, name: str, adapter: Adapter | None, version: int) -> None:
         """Cache a change that this client has made."""
+        self._belong_to(self._connections.model.fingerprint)
         self._known[name] = _Known(adapter, version)
         self.doubt()
 
@@ -191,9 +192,7 @@ class Adapters:
 
     def _accept(self, names: Sequence[str], registered: Registered, owner: str) -> None:
         """Cache entries, unless one is older than the entry that was read before, as after a failover."""
-        if owner != self._owner:
-            self._known.clear()
-            self._owner = owner
+        self._belong_to(owner)
         for name in names or {*registered.adapters, *self._known}:
             known, adapter = self._known.get(name), registered.adapters.get(name)
             version = registered.versions.get(name, registered.version)
@@ -205,6 +204,12 @@ class Adapters:
             if known is not None or adapter is not None:
                 self._known[name] = _Known(adapter, registered.version)
         self._version = registered.version
+
+    def _belong_to(self, owner: str) -> None:
+        """Discard the entries of another model."""
+        if owner != self._owner:
+            self._known.clear()
+            self._owner = owner
 
     async def _insist(self, attempt: Callable[[], Awaitable[T]], deadline: Deadline) -> T:
         """Try until the server answers, or until the deadline."""

@@ -45,11 +45,6 @@ _SAME = b"="
 class CacheClient:
     """Uses the pool's cache for the requests of one session.
 
-    Args:
-        connections: the connections.
-        requests: all requests of the session; they are given the rows that are fetched.
-        tasks: where background work runs.
-
     Attributes:
         is_looking: `find_here` is under way.
     """
@@ -196,6 +191,9 @@ class Homes:
             head = hash((ids[:_BLOCK_BYTES], prompt.adapter))
             self._heads[head] = None
             self._heads.move_to_end(head)
+        if prompt.adapter:
+            known[key := hash(prompt.adapter)] = worker
+            known.move_to_end(key)
         for entries in (known, self._heads):
             while len(entries) > _MAX_HOMES:
                 entries.popitem(last=False)
@@ -208,8 +206,10 @@ class Homes:
         """
         ids, lengths, adapter = prompt.ids, self._lengths, prompt.adapter
         size = len(ids)
+        # The worker that has used the adapter last: most likely it still has the adapter loaded.
+        no_home = (self._workers.get(hash(adapter), b""), hash(adapter)) if adapter else _NO_HOME
         if size >= _BLOCK_BYTES + _FEWER_BYTES[-1] and hash((ids[:_BLOCK_BYTES], adapter)) not in self._heads:
-            return _NO_HOME
+            return no_home
         for less in _FEWER_BYTES:
             end = size - less
             if end in lengths and (home := self._workers.get(key := _key(ids, end, adapter))):
@@ -218,7 +218,7 @@ class Homes:
         for end in range(last, max(0, last - _MAX_BLOCKS * _BLOCK_BYTES), -_BLOCK_BYTES):
             if end in lengths and (home := self._workers.get(key := _key(ids, end, adapter))):
                 return home, key
-        return _NO_HOME
+        return no_home
 
     def arrange(self, requests: Sequence[PendingRequest]) -> tuple[Sequence[PendingRequest], list[bytes]]:
         """The homes of several requests, as `submit.lua` wants them; none when none is known.

@@ -166,15 +166,14 @@ async def test_requests_in_flight_finish_with_the_weights_that_they_named(pool: 
             return pool.jobs() == 2 * V
 
         await until_async(are_queued, "all requests are queued")
-        change = asyncio.create_task(client.add_adapter("poet", write(tmp_path, "new", "2")))
-        while not change.done():
-            gate.let(1)
-            await asyncio.wait([change], timeout=0.2)
+        folder = write(tmp_path, "new", "2")
+        new = revision_in(folder)
+        await put(pool, client, "poet", Adapter(str(folder), new))
         gate.open()
-        new = await change
         for token, row in enumerate(await asyncio.gather(*asked)):
             assert np.array_equal(row, expected([token], old))
         assert np.array_equal(await batch, [expected([at, at], old) for at in range(V)])
+        assert await other.adapters() == {"poet": new}
         await check(other, "poet", new, [1], [2])
 
 
