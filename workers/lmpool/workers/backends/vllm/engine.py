@@ -147,8 +147,8 @@ class Engine:
         if adapter not in self.adapters:
             if len(self.adapters) >= self.adapter_slots:
                 raise SettingsError(
-                    f"adapters: this worker has room for {self.adapter_slots}, and {name!r} would be one more: start "
-                    "the workers anew with --max-adapters"
+                    f"adapters: this worker has {self.adapter_slots} slots, all in use, and none for {name!r}: start "
+                    "it with more (--max-adapters)"
                 )
             _load_adapter(self.core, name, request)
             self.adapters[adapter] = (request, checkpoint_source(source))
@@ -282,9 +282,7 @@ def engine_arguments(settings: VllmSettings, folder: Path, adapters: Adapters, g
 
 def adapter_slots(settings: VllmSettings) -> int:
     """Adapters that may be loaded at once."""
-    further = settings.max_adapters
-    # One that is replaced stays until all workers have the new one.
-    return len(settings.adapters) + (further + 1 if further else 0)
+    return max(settings.max_adapters, len(settings.adapters))
 
 
 def fitting_sessions(settings: VllmSettings, places: int) -> int:
