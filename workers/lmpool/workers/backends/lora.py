@@ -28,6 +28,9 @@ from lmpool.workers.backends.checkpoint import checkpoint_folder, read_config
 MAX_RANK = 1024
 """The largest rank of an adapter."""
 
+LATER_RANK = 64
+"""The largest rank that engines reserve memory for, of adapters that are loaded while they serve."""
+
 _CONFIG = "adapter_config.json"
 
 WEIGHTS = "adapter_model.safetensors"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from itertools import count
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -16,10 +18,9 @@ from lmpool.protocol.model_info import ModelInfo
 from lmpool.protocol.row import NewRows, VectorBlock
 from lmpool.workers.backends.canary import check_canary, completed_info
 from lmpool.workers.backends.checkpoint import checkpoint_revision, checkpoint_source
-from lmpool.workers.backends.lora import adapter_folder
 from lmpool.workers.backends.row_encoder import RowEncoder, log_threads
 from lmpool.workers.backends.settings import SglangSettings
-from lmpool.workers.backends.sglang.launch import launch
+from lmpool.workers.backends.sglang.launch import checked_adapter, launch, write_plain_adapter
 from lmpool.workers.backends.tokenizer import TellsTexts
 from lmpool.workers.execution.contract import BackendJob, BackendStats, Finished
 
@@ -44,8 +45,12 @@ class SglangBackend(TellsTexts):
         launched = launch(settings)
         self._device = launched.device
         log_threads(self._device)
+        self._folder = launched.folder
         self._adapters = launched.adapters
         self._engine = engine = launched.engine
+        from lmpool.workers.backends.sglang.adapters import LoadedAdapters  # SGLang is set up only now.
+
+        self._loaded_adapters = LoadedAdapters(engine)
         facts = engine.facts
         self._encoder = RowEncoder(facts.dtype, lossy=settings.encoding == "f16")
         # Names have one length, because SGLang takes back every request whose name begins with that of an abortion.
@@ -167,22 +172,29 @@ class SglangBackend(TellsTexts):
         return digest
 
     def load_adapter(self, name: str, source: str) -> str:
-        """Find an adapter that it was started with; SGLang is told of no others.
+        """Load a LoRA adapter; returns its revision.
 
         Raises:
-            SettingsError: it is another one.
+            SettingsError: there is no such adapter, it does not fit, or SGLang has no slots for adapters.
         """
-        revision = checkpoint_revision(adapter_folder(source))
-        if qualify(name, revision) in self._adapters:
+        folder = checked_adapter(source, self._folder)
+        revision = checkpoint_revision(folder)
+        adapter = qualify(name, revision)
+        if adapter in self._adapters:
             return revision
-        raise SettingsError(
-            f"adapters: a worker of SGLang cannot load {name!r} while it serves: stop all workers of the model, then "
-            f"start them with --adapters {name}={source}"
-        )
+        if not self._settings.max_adapters:
+            raise SettingsError(
+                f"adapters: this worker has no slots to load {name!r} while it serves: start it with --max-adapters"
+            )
+        with TemporaryDirectory(prefix="lmpool-adapters-") as copies:
+            self._loaded_adapters.load(adapter, write_plain_adapter(folder, Path(copies) / "plain"))
+        self._adapters[adapter] = checkpoint_source(source)
+        return revision
 
     def drop_adapter(self, adapter: str) -> None:
-        """Take no more prompts that name an adapter; its memory is free when the worker ends."""
-        self._adapters.pop(adapter, None)
+        """Unload an adapter."""
+        if self._adapters.pop(adapter, None) is not None:
+            self._loaded_adapters.drop(adapter)
 
     def stats(self) -> BackendStats:
         """Counters since the start."""

@@ -8,12 +8,13 @@ import logging
 import sys
 import threading
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from types import MappingProxyType
-from typing import Any, NamedTuple, get_type_hints
+from typing import Any, NamedTuple, TypeVar, get_type_hints
 
 import numpy as np
 import torch
@@ -29,7 +30,7 @@ from sglang.srt.utils.hf_transformers_utils import get_config, get_context_lengt
 from torch import Tensor
 from tqdm import std as tqdm  # type: ignore[import-untyped]
 
-from lmpool.errors import WorkerError
+from lmpool.errors import LMPoolError, WorkerError
 from lmpool.protocol.prompt import decode_ids
 from lmpool.workers.backends.positions import PositionAnswers
 from lmpool.workers.backends.requirements import first_line
@@ -41,6 +42,8 @@ _RANKS = {
 }  # fmt: skip
 
 _CLOSE_S = 30.0
+_CALL_CHECK_S = 1.0  # Seconds between two checks whether the scheduler's thread is alive, while it has a call to make.
+T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 
@@ -85,8 +88,8 @@ class EngineBatch(NamedTuple):
             torch.cuda.current_stream(self.logits.device).wait_event(self.computed)
 
 
-Orders = SimpleQueue[Order | None]
-"""To the scheduler; None ends it."""
+Orders = SimpleQueue[Order | Callable[[], None] | None]
+"""To the scheduler; None ends it, and a function is called in its thread."""
 
 Results = SimpleQueue[EngineBatch | BaseException]
 """From the scheduler; an exception ended it."""
@@ -131,6 +134,28 @@ class Engine:
     def drop(self, names: list[str]) -> None:
         """Take requests back."""
         self._orders.put(Order([], {}, names))
+
+    def call(self, work: Callable[[Any], T]) -> T:
+        """Call a function with the scheduler, in the scheduler's thread and between two forwards; returns its result.
+
+        Raises:
+            WorkerError: the engine has ended.
+        """
+        result: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                result.set_result(work(self.scheduler))
+            except LMPoolError as error:
+                result.set_exception(error)
+
+        self._orders.put(run)
+        while True:
+            try:
+                return result.result(_CALL_CHECK_S)
+            except TimeoutError:
+                if not self._thread.is_alive():
+                    raise WorkerError("SGLang's engine died") from None
 
     def results(self) -> list[EngineBatch]:
         """What the engine's forwards have brought since the last call; waits for one.
@@ -219,6 +244,9 @@ class Seams:
             if order is None:
                 self._scheduler.gracefully_exit = True
                 break
+            if not isinstance(order, Order):
+                order()
+                continue
             for request in order.requests:
                 self._owed[request.rid] = len(request.input_ids)
             for name, job in order.positions.items():
@@ -227,7 +255,7 @@ class Seams:
             received += [AbortReq(rid=name) for name in order.dropped if self._forget(name)]
         return received
 
-    def _waiting_orders(self) -> list[Order | None]:
+    def _waiting_orders(self) -> list[Order | Callable[[], None] | None]:
         orders = []
         if self._scheduler.is_fully_idle():
             # It owes nothing: what it has not answered it has dropped, and told a socket so.

@@ -35,7 +35,7 @@ from lmpool.workers.backends.checkpoint import (
     checkpoint_revision,
     checkpoint_source,
 )
-from lmpool.workers.backends.lora import adapter_folder, check_adapter, ranks_of, read_adapter_config
+from lmpool.workers.backends.lora import LATER_RANK, adapter_folder, check_adapter, ranks_of, read_adapter_config
 from lmpool.workers.backends.requirements import first_line, named_plugins, other_plugins
 from lmpool.workers.backends.row_encoder import RowEncoder
 from lmpool.workers.backends.settings import (
@@ -63,7 +63,6 @@ _log = logging.getLogger(__name__)
 _CPU_KV_BYTES = 1 << 30
 _CPU_BLOCK = 32
 _MANY = 1 << 30
-_LATER_RANK = 64
 _LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 _PARALLEL = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "nnodes")
@@ -275,7 +274,7 @@ def engine_arguments(settings: VllmSettings, folder: Path, adapters: Adapters, g
         # One more than there are: on a CPU prompts without an adapter were given one's rows otherwise.
         most = adapter_slots(settings) + 1
         rank = max(_rank(Path(request.lora_path)) for request, _ in adapters.values()) if adapters else 0
-        rank = max(rank, _LATER_RANK if settings.max_adapters else 0)
+        rank = max(rank, LATER_RANK if settings.max_adapters else 0)
         arguments |= {"enable_lora": True, "max_loras": most, "max_cpu_loras": most, "max_lora_rank": rank}
     return arguments | given
 
