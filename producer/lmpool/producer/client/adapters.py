@@ -79,12 +79,14 @@ class Adapters:
             ProducerClosed: the producer was closed meanwhile.
         """
         self._used = self._loop.time()
-        if (adapter := self._fresh(name)) is None:
-            # A name that is no text has no entry, but the error lists the names that have one.
-            if isinstance(name, str) and name.isprintable():
-                await self._read([name], deadline)
-            if (adapter := self._fresh(name)) is None:
-                raise await self._unknown(name, deadline)
+        while (adapter := self._fresh(name)) is None:
+            if not isinstance(name, str) or not name.isprintable():
+                raise await self._unknown(name, deadline)  # It can have no entry.
+            if (registered := await self._read([name], deadline)) is not None:
+                # Used even if a busy event loop has let it become old meanwhile: the next read would be no younger.
+                if (adapter := registered.adapters.get(name)) is None:
+                    raise await self._unknown(name, deadline)
+                break
         return qualify(str(name), adapter.revision)
 
     def _fresh(self, name: object) -> Adapter | None:

@@ -20,6 +20,7 @@ from lmpool.errors import AdapterChanged, DeadlineExceeded, ProtocolError, Setti
 from lmpool.producer import Producer, SyncProducer
 from lmpool.protocol.adapter import (
     MAX_ADAPTERS,
+    MAX_LOADED,
     Adapter,
     Registered,
     check_adapter_name,
@@ -74,9 +75,11 @@ async def expected(producer: Producer, ids: list[int], adapter: str) -> Row:
 
 
 @asynccontextmanager
-async def serving(pool: Pool, backend: Backend, **settings: Any) -> AsyncIterator[Worker]:
+async def serving(
+    pool: Pool, backend: Backend, max_adapters: int = MAX_LOADED, **settings: Any
+) -> AsyncIterator[Worker]:
     """A worker in this process."""
-    worker = Worker(Server(pool.url), Prepared(backend), WorkerSettings(pool.prefix, **settings))
+    worker = Worker(Server(pool.url), Prepared(backend, max_adapters), WorkerSettings(pool.prefix, **settings))
     ready = asyncio.Event()
     running = asyncio.create_task(worker.run(lambda _: ready.set()))
     await asyncio.wait_for(ready.wait(), DEADLINE_S)

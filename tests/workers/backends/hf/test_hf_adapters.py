@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 from collections.abc import Iterator, Sequence
@@ -425,6 +426,21 @@ def test_a_rounded_copy_of_the_head_leaves_the_model_as_it_is(backend: HfBackend
 
 
 # Serving
+
+
+async def test_a_worker_serves_more_adapters_than_it_has_slots(pool: Pool, model: Path, tmp_path: Path) -> None:
+    folders = [write_lora(tmp_path / str(number), number) for number in range(6)]
+    pool.start("--backend", "hf", "--name", "tiny", "--max-adapters", 2, model=str(model))
+    async with pool.producer() as producer:
+        for number, folder in enumerate(folders):
+            await producer.add_adapter(f"a{number}", folder)
+        for _ in range(2):
+            asked = [producer.logprobs([1, 2], adapter=f"a{number}") for number in range(len(folders))]
+            base, *rows = await asyncio.gather(producer.logprobs([1, 2]), *asked)
+            np.testing.assert_allclose(base, reference(None, [1, 2]), atol=1e-5, rtol=0)
+            for folder, row in zip(folders, rows, strict=True):
+                np.testing.assert_allclose(row, reference(folder, [1, 2]), atol=1e-5, rtol=0)
+            await producer.clear_cache()
 
 
 async def test_a_pool_serves_replaces_and_refuses_adapters(

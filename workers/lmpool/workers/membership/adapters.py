@@ -265,15 +265,13 @@ class AdapterCache:
 
     async def _serve(self, adapter: str) -> None:
         """Load an adapter, and submit the jobs that wait for it; without it, the backend returns them as stale."""
-        loop, loaded = asyncio.get_running_loop(), adapter
-        is_pending = adapter not in self._refused or self._refused[adapter].until <= loop.time()
-        while is_pending:
-            is_pending = False
-            self._refused.pop(adapter, None)
+        loop, loaded = asyncio.get_running_loop(), ""
+        self._refused = {name: refusal for name, refusal in self._refused.items() if refusal.until > loop.time()}
+        while not loaded and adapter not in self._refused:
             try:
                 loaded = await self._load(adapter)
             except AdapterChanged:
-                pass
+                loaded = adapter
             except WorkerError:
                 return  # The backend is broken: the worker ends, and requeues its jobs.
             except (SettingsError, ProtocolError, ResponseError) as error:
@@ -283,10 +281,9 @@ class AdapterCache:
             except (RedisError, OSError) as error:
                 _log.warning("cannot read the registry of adapters, will try again: %s", sentence(error))
                 await asyncio.sleep(_RETRY_S)
-                is_pending = True
         jobs = [job for job in self._waiting.pop(adapter) if self._is_held(job.digest)]
         if jobs:
-            self._engine_thread.submit([job._replace(adapter=loaded) for job in jobs])
+            self._engine_thread.submit([job._replace(adapter=loaded or adapter) for job in jobs])
 
     async def _load(self, adapter: str) -> str:
         """Load an adapter that a job names; returns its name, with its revision where the job named a check.
