@@ -22,14 +22,23 @@ from lmpool.errors import (
 )
 from lmpool.producer.client.connections import TROUBLE, Connections
 from lmpool.producer.deadline import Deadline
-from lmpool.protocol.adapter import CHECK_PREFIX, Adapter, Registered, check_adapter_name, check_source, qualify
+from lmpool.protocol.adapter import (
+    CHECK_PREFIX,
+    Adapter,
+    Registered,
+    check_adapter_name,
+    check_source,
+    is_qualified,
+    qualify,
+)
 from lmpool.settings import shown
 
 T = TypeVar("T")
 
 _NEVER = float("-inf")
 _IN_USE_S = 60.0  # Seconds after the last request with an adapter in which the watch keeps reading the registry.
-_CHECK_OUTLIVES_S = 60.0  # Seconds that a check stays on the server after its client's deadline: the job may be late.
+_CHECK_MARGIN_S = 60.0  # Seconds that a check stays on the server after its client's deadline: the job may be late.
+_MAX_SHOWN = 20  # Names of adapters that an error lists.
 
 
 class _Known(NamedTuple):
@@ -80,7 +89,7 @@ class Adapters:
         """
         self._used = self._loop.time()
         while (adapter := self._fresh(name)) is None:
-            if not isinstance(name, str) or not name.isprintable():
+            if not isinstance(name, str) or not is_qualified(qualify(name, "0")):
                 raise await self._unknown(name, deadline)  # It can have no entry.
             if (registered := await self._read([name], deadline)) is not None:
                 # Used even if a busy event loop has let it become old meanwhile: the next read would be no younger.
@@ -97,7 +106,10 @@ class Adapters:
         return known.adapter if known is not None and known.version == self._version else None
 
     async def _unknown(self, name: object, deadline: Deadline) -> UnknownAdapter:
-        served = ", ".join(await self.all(deadline)) or "none"
+        names = list(await self.all(deadline))
+        served = ", ".join(names[:_MAX_SHOWN]) or "none"
+        if len(names) > _MAX_SHOWN:
+            served += f" and {len(names) - _MAX_SHOWN} more"
         return UnknownAdapter(
             f"the model {self._connections.model.info.name!r} has no adapter {shown(name)}; it has: {served}"
         )
@@ -125,7 +137,7 @@ class Adapters:
         """
         name, source = check_adapter_name("name", name), _resolved(source)
         nonce = secrets.token_hex(8)
-        lifetime_s = deadline.left + _CHECK_OUTLIVES_S
+        lifetime_s = deadline.left + _CHECK_MARGIN_S
         for wait in delays():
             await self._insist(lambda: self._registry.begin_check(nonce, source, lifetime_s), deadline)
             try:
