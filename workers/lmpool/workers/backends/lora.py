@@ -74,7 +74,7 @@ WeightOf = Callable[[str], ReadRows | None]
 # Their first dimension is the rank.
 _FIRST_FACTORS = (".lora_A.weight", ".lora_embedding_A")
 
-# Parts of a module's name that are compared, such as layers.0.self_attn.q_proj: prefixes of checkpoints and models differ.
+# Parts of a module's name that are compared, such as layers.0.self_attn.q_proj; prefixes may differ.
 _MODULE_PARTS = 4
 
 # Other names could be regular expressions. A dot in a name matches any character, which is harmless.
