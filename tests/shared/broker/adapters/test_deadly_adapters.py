@@ -80,6 +80,9 @@ async def test_an_adapter_in_service_that_kills_a_worker_kills_no_other(pool: Po
             with pytest.raises(AdapterRefused, match=r"the worker \S+ terminated while it loaded this adapter"):
                 await producer.logprobs([9, token], adapter="poet")
         await check(producer, "", "", [7], [8])
+        (folder / "weights").write_text("1")
+        assert await producer.add_adapter("poet", folder) == revision
+        await check(producer, "poet", revision, [9, 3])
     assert sorted(worker.is_running for worker in workers) == [False, True]
     assert sum(worker.text.count("loading what is deadly") for worker in workers) == 1
 

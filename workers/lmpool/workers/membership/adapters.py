@@ -157,6 +157,10 @@ class LoadNotes:
             raise
         await self.remove()
 
+    async def lift(self, content: str) -> None:
+        """End the quarantine of an adapter, because a worker has loaded it."""
+        await self._redis.delete(self._model.adapter_load(content))
+
     async def remove(self) -> None:
         """Remove the note: the load has ended, or this worker ends in good order."""
         if self._key:
@@ -307,6 +311,7 @@ class AdapterCache:
             async with self._notes.noted(content):
                 found = await self._load_from(name, entry.source, place)
             if nonce:
+                await self._notes.lift(qualify(name, found))
                 await registry.end_check(nonce, Adapter(entry.source, found))
             elif found != revision:
                 other = qualify(name, found)
