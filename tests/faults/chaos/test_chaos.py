@@ -121,6 +121,6 @@ def test_an_adapter_may_be_refused_when_its_worker_ends_and_not_otherwise() -> N
 
 
 REFUSED = (
-    "AdapterRefused: a worker cannot load the adapter 'poet': adapters: the worker a-1-b terminated while it loaded this "
-    "adapter, so for 10 minutes no worker loads it"
+    "AdapterRefused: a worker cannot load the adapter 'poet': adapters: the worker a-1-b terminated while it loaded "
+    "this adapter, so for 10 minutes no worker loads it"
 )
