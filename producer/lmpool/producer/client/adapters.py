@@ -198,7 +198,7 @@ class Adapters:
                 registry, begin = self._registry, self._loop.time()
                 return await registry.read(*names)
 
-        registered = await self._insist(attempt, deadline)
+        registered = await self._insist(attempt, deadline, is_change=False)
         if registered is not None:
             self._accept(names, registered, registry.fingerprint)
             self._as_of = begin
@@ -225,7 +225,7 @@ class Adapters:
             self._known.clear()
             self._owner = owner
 
-    async def _insist(self, attempt: Callable[[], Awaitable[T]], deadline: Deadline) -> T:
+    async def _insist(self, attempt: Callable[[], Awaitable[T]], deadline: Deadline, *, is_change: bool = True) -> T:
         """Try until the server answers, or until the deadline."""
         deadline = deadline.bounded()
         trouble: BaseException | None = None
@@ -240,7 +240,8 @@ class Adapters:
                     except TROUBLE as error:
                         trouble = error
                         self._connections.note(error)
-                        _check_right(self._connections.explain(error))
+                        if is_change:
+                            _check_right(self._connections.explain(error))
                     await asyncio.sleep(wait)
         except DeadlineExceeded:
             raise
