@@ -24,7 +24,7 @@ tests_of = $(patsubst %,tests/$(1)/test_%.py,$(2))
 ACCESS_TESTS := $(call tests_of,shared/broker,access access_matrix)
 POOL_TESTS := $(call tests_of,producer,pool bad_input partial positions sync opening) \
 	$(call tests_of,faults,recovery worker_faults) $(call tests_of,shared/broker/scripts,scripts leases) $(ACCESS_TESTS) \
-	$(call tests_of,shared/broker/adapters,adapter_changes adapter_conflicts adapter_sources deadly_adapters) \
+	$(call tests_of,shared/broker/adapters,adapter_changes adapter_cache adapter_sources deadly_adapters) \
 	$(call tests_of,workers/trie,trie_pool fused_tries trie_faults inputs)
 CLUSTER_TESTS := $(call tests_of,faults,overload client_death backend_faults shared_memory) $(call tests_of,shared/protocol,query) \
 	$(call tests_of,shared/broker,cluster) \

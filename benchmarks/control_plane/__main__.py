@@ -23,7 +23,6 @@ from benchmarks.control_plane.script_calls import REPEATS, measure_calls
 from benchmarks.harness.report import NOTES_BEGIN, NOTES_END, Surroundings, read_notes
 from lmpool.broker import scripts
 from lmpool.broker.connection import CommandConnection
-from lmpool.broker.registries import AdapterRegistry
 from lmpool.broker.scripts import read_queue
 from lmpool.broker.server import Server
 from lmpool.embedded import EmbeddedServer
@@ -43,7 +42,6 @@ _MODEL = _KEYS.model(_INFO.name)
 _WORKERS = (1, 10, 100, 1000)
 _QUICK_WORKERS = (1, 4)
 _BATCH = 32
-_ADAPTER_LOOKS_PER_S = 2.0
 _READS_PER_S = 2.0
 # Connections that wait together: a server looks for those that have waited long enough ten times a second only.
 _READERS = 50
@@ -109,14 +107,12 @@ class _Fleet:
         self._takers = [
             Consumer(client, connection, _MODEL, names[0], readers[0], unwanted, counters) for connection in connections
         ]
-        self._registry = AdapterRegistry(client, _MODEL, _INFO.fingerprint)
         self._discovery = Discovery(client, _KEYS)
         self._settings = WorkerSettings(lease_s=_INFO.lease_s)
 
     async def row(self) -> str:
         """One row of the table."""
         await self._workers[0][1].ensure_group()
-        await self._registry.create({}, await self._registry.read())
         for heartbeat, _, _ in self._workers:
             await heartbeat.join(_COUNTERS)
         submit = await self._submit_us()
@@ -156,10 +152,8 @@ class _Fleet:
         """Seconds of the server's processor for one second of all workers, beside prompts and rows."""
         beat = await self._server_s(self._heartbeats, 1) / self._settings.heartbeat_s
         claim = await self._server_s(self._claims, 1) * 3 / self._settings.lease_s
-        least = max(1, 200 // self._count)
-        adapters = await self._server_s(self._registry.read, self._count * least) * _ADAPTER_LOOKS_PER_S
         take = await self._server_s(self._take, 4) / _READERS * _READS_PER_S
-        return beat + claim + self._count * (adapters + take)
+        return beat + claim + self._count * take
 
     async def _heartbeats(self) -> None:
         for heartbeat, consumer, _ in self._workers:
@@ -227,7 +221,7 @@ What workers and clients cost the server beside rows, on the embedded server thr
 A *look* is what a producer does each second while it waits for something: it reads its model's info and counts the live
 workers. *Submit* is one call of `submit.lua` for one new prompt, while others are in the stream. A *worker's second* is
 what it asks the server in one second while it computes and holds {2 * _BATCH} prompts, with a lease of
-{_INFO.lease_s:g} s: heartbeats, renewals, claims, sweeps, adapters, reads; not the prompts and rows themselves. The
+{_INFO.lease_s:g} s: heartbeats, renewals, claims, sweeps, reads; not the prompts and rows themselves. The
 last column adds as many busy producers as there are workers.
 
 | workers | look, ms | submit, µs | a worker's second, µs | all workers, % of a core | and as many producers, % |

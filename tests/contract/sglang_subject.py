@@ -32,6 +32,7 @@ def settings_of(folder: Path, dtype: str, adapters: dict[str, Path]) -> dict[str
         "max_batch_tokens": MAX_BATCH_TOKENS,
         # Two layers of two heads of 32 keys and 32 values.
         "kv_cache_bytes": KV_TOKENS * 2 * 2 * 2 * 32 * (4 if dtype == "float32" else 2),
+        "max_adapters": 2,
         "adapters": [f"{name}={place}" for name, place in adapters.items()],
     }
 
@@ -69,6 +70,6 @@ def _command() -> list[str]:
 
 
 SUBJECT = Subject(
-    "sglang", _make, _options, spy=_spy, has_adapters=True, positions=True, command=_command,
+    "sglang", _make, _options, spy=_spy, has_adapters=True, loads_adapters=True, positions=True, command=_command,
     refused={"head": "has weights for the head, lm_head, which SGLang cannot serve"},
 )  # fmt: skip

@@ -27,7 +27,7 @@ def _settings(folder: Path, dtype: str, adapters: dict[str, Path]) -> dict[str, 
         "max_batch_tokens": MAX_BATCH_TOKENS,
         "kv_cache_bytes": KV_TOKENS * 2 * 2 * 2 * 32 * (4 if dtype == "float32" else 2),
         "sessions": MAX_BATCH,
-        "max_adapters": 1,
+        "max_adapters": 2,
         "adapters": [f"{name}={place}" for name, place in adapters.items()],
     }
 

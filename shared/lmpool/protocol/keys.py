@@ -116,7 +116,7 @@ class ModelKeys:
 
     __slots__ = (
         "adapters", "backlog", "backlog_jobs", "base", "capacity", "claim_cursor", "dead", "jobs", "lanes", "loading",
-        "offers", "queue", "reasons", "sole_client", "virtual_time", "waiting", "wanted", "workers",
+        "queue", "reasons", "sole_client", "virtual_time", "waiting", "wanted", "workers",
     )  # fmt: skip
 
     def __init__(self, base: bytes) -> None:
@@ -160,10 +160,8 @@ class ModelKeys:
         self.wanted: Final = base + b":wanted"
         """String, empty: clients wait for a model that has no info; expires."""
         self.adapters: Final = base + b":adapters"
-        """Hash: adapter -> encoded `Adapter` (`lmpool.protocol.adapter`); "" -> the fingerprint of their model;
-        "@" -> the generation of this state and, after a space, that in whose place it was put."""
-        self.offers: Final = base + b":offers"
-        """Hash: adapter -> encoded `lmpool.protocol.adapter.Offer` that the workers are to load; expires."""
+        """Hash: adapter -> version of the entry, a space, encoded `Adapter` (`lmpool.protocol.adapter`); "" -> the
+        fingerprint of their model; "@" -> the version of the registry."""
         self.queue: Final = (self.jobs, self.dead, self.backlog, self.backlog_jobs, self.virtual_time)
         """The keys that, like the lanes, do not expire while workers serve the model; the stream of jobs first."""
 
@@ -171,18 +169,18 @@ class ModelKeys:
         """Stream like `jobs`, for one worker."""
         return self.base + b":lane:" + (worker_id.encode() if isinstance(worker_id, str) else worker_id)
 
-    def replaced(self, adapter: str) -> bytes:
-        """String: there as long as clients may still use another adapter of this name, for "" of any; expires."""
-        return self.base + b":replaced:" + adapter.encode()
-
     def reply(self, client_id: str, *, is_bulk: bool = False) -> bytes:
         """Stream of finished digests for one client, with small rows; capped, expires."""
         return self.base + b":reply:" + (BULK + b":" if is_bulk else b"") + client_id.encode()
 
-    def adapter_trials(self, load: str) -> bytes:
-        """Hash: id of a worker that loads an adapter now -> since when, in ms since 1970; expires.
+    def adapter_check(self, nonce: str) -> bytes:
+        """String: encoded `Adapter` that a worker must load before it is added to the registry; expires."""
+        return self.base + b":adapter_check:" + nonce.encode()
+
+    def adapter_load(self, content: str) -> bytes:
+        """String: id of the worker that loads this adapter now, or that has ended while it loaded it; expires.
 
         Args:
-            load: the nonce of an offer, or an adapter in service as "name@revision".
+            content: "name@revision", or for an adapter to check the digest of its files.
         """
-        return self.base + b":adapter_trials:" + load.encode()
+        return self.base + b":adapter_load:" + content.encode()

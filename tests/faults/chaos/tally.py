@@ -10,6 +10,7 @@ with the later of their ends.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -20,8 +21,8 @@ from lmpool.errors import AdapterRefused
 from lmpool.protocol.job import DIGEST_SIZE
 from tests.faults.chaos.load import ADAPTED, CHANGE, OK, WRONG
 
-_REFUSED = f"{AdapterRefused.__name__}: the worker "
-"""A change may end so: a worker was killed, or frozen, while it loaded the adapter."""
+_REFUSED = re.compile(rf"{AdapterRefused.__name__}: a worker cannot load .* terminated while it loaded this adapter")
+"""Changes and requests may end so: a worker was killed, or frozen, while it loaded the adapter."""
 
 
 class Request(NamedTuple):
@@ -40,8 +41,8 @@ class Request(NamedTuple):
 
     @property
     def is_refused(self) -> bool:
-        """Whether it was to put an adapter in service that a worker ended over."""
-        return self.kind == CHANGE and self.outcome.startswith(_REFUSED)
+        """Whether its adapter is in quarantine, because a worker terminated while it loaded it."""
+        return self.kind in (CHANGE, ADAPTED) and _REFUSED.match(self.outcome) is not None
 
 
 @dataclass(slots=True)
@@ -53,7 +54,7 @@ class Tally:
         lost: those that ended in no answer: with an exception, or not at all.
         wrong: those whose answer differs in any bit, or is that of an adapter which was not in service.
         late: those that ended after their deadline.
-        refused: adapters that were not put in service, for a worker ended while it loaded them.
+        refused: changes and requests of adapters that a worker terminated over.
         kinds: how many of each kind ended with the right answer.
         reasons: exceptions, with how often.
         wrongs: those that are wrong.
@@ -154,7 +155,7 @@ class Trouble(NamedTuple):
 def recoveries(troubles: Sequence[Trouble], requests: Sequence[Request]) -> list[float]:
     """Seconds that each recovery took; requests that never ended are counted elsewhere.
 
-    Adapters are put in service when all workers have loaded them and no client uses another one: that takes its time.
+    Changes of adapters do not count: they wait until no client uses the adapter that was replaced.
     """
     clients: dict[int, list[Request]] = {}
     for request in sorted(requests, key=lambda request: request.began):

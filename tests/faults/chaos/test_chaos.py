@@ -120,4 +120,7 @@ def test_an_adapter_may_be_refused_when_its_worker_ends_and_not_otherwise() -> N
     assert report([change(1.0, 2.0, "DeadlineExceeded: late")]).faults == ["lost 1"]
 
 
-REFUSED = "AdapterRefused: the worker a-1-b ended or fell silent while it loaded it"
+REFUSED = (
+    "AdapterRefused: a worker cannot load the adapter 'poet': adapters: the worker a-1-b terminated while it loaded "
+    "this adapter, so for 10 minutes no worker loads it"
+)

@@ -223,9 +223,7 @@ def write(pool: Pool, producer: Producer, prompts: list[list[int]], draw: Callab
             lengths = st.floats(allow_nan=False) | st.integers(-100, 100)
             redis.zadd(model.lanes, {draw(hostile.noise | st.just(b"")): draw(lengths)})
         case _:
-            redis.hset(
-                draw(st.sampled_from([model.adapters, model.offers])), draw(hostile.noise), draw(hostile.odd_bytes)
-            )
+            redis.hset(draw(st.just(model.adapters)), draw(hostile.noise), draw(hostile.odd_bytes))
 
 
 def test_a_producer_returns_the_row_or_an_error_of_ours_in_time(pool: Pool, worker: WorkerProcess) -> None:
@@ -261,7 +259,7 @@ def test_a_producer_returns_the_row_or_an_error_of_ours_in_time(pool: Pool, work
     attack()
     assert ended["rows"] > 9 * ended["errors"], "what is announced as failed by somebody else fails, and little more"
     model = pool.keys.model("syn")
-    pool.redis.delete(model.adapters, model.offers)
+    pool.redis.delete(model.adapters)
     until(lambda: pool.jobs() == 0, "all that was asked is ended")
     assert worker.is_running, worker.text
     assert "Traceback" not in worker.text

@@ -191,7 +191,7 @@ async def test_a_queue_whose_ids_have_run_ahead_is_replaced(
 def test_keys_that_hold_something_else_end_no_worker(pool: Pool, worker: WorkerProcess, producer: SyncProducer) -> None:
     model, keys = pool.keys.model("syn"), pool.keys
     pool.redis.set(keys.worker("not-a-hash"), "junk")
-    pool.redis.hset(keys.worker("junk"), mapping={b"\xff": b"\xfe", "state": b"\xff", "adapters_loaded": "[" * 9999})
+    pool.redis.hset(keys.worker("junk"), mapping={b"\xff": b"\xfe", "state": b"\xff", "adapters": "[" * 9999})
     pool.redis.hset(keys.worker("large"), mapping={"model": "syn", "fingerprint": bytes(20 * 2**20)})
     for name in (b"not-a-hash", b"junk", b"large", b"\xff\xfe", b"gone"):
         execute(pool.redis, "XGROUP", "CREATECONSUMER", model.jobs, GROUP, name)

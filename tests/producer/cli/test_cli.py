@@ -243,7 +243,7 @@ def test_adapters_are_listed_added_and_removed(pool: Pool, tmp_path: Path) -> No
         "top"
     ]
     assert best["id"] == int(synthetic_row([1, 2], vocab_size=V, adapter_revision=revisions["poet"]).argmax())
-    assert "cannot load it" in one_line(on(pool, "adapters", "add", "poet", str(tmp_path / "none")))
+    assert "cannot load the adapter 'poet'" in one_line(on(pool, "adapters", "add", "poet", str(tmp_path / "none")))
     assert "must be 1 to 100 characters" in one_line(on(pool, "adapters", "add", "a@b", str(tmp_path / "one")))
     for name in revisions:
         assert on(pool, "adapters", "remove", name).stdout == f"{name} is not in service any more\n"

@@ -83,6 +83,17 @@ def test_prompts_with_a_common_prefix_have_separate_homes() -> None:
     assert [home_in(homes, prompt([*begun, at, 1])) for at in range(8)] == [b"w%d" % at for at in range(8)]
 
 
+def test_a_prompt_with_an_adapter_goes_to_the_worker_that_has_the_adapter_loaded() -> None:
+    homes = homes_of_two()
+    homes.note([prompt([1, 2], "poet@1")], b"w1")
+    homes.note([prompt(random_ids(1, 100), "judge@1")], b"w2")
+    for ids in ([7], random_ids(2, 100)):
+        assert home_in(homes, prompt(ids, "poet@1")) == b"w1"
+        assert home_in(homes, prompt(ids, "judge@1")) == b"w2"
+        assert home_in(homes, prompt(ids, "poet@2")) == home_in(homes, prompt(ids)) == b""
+    assert home_in(homes, prompt([*random_ids(1, 100), 1], "judge@1")) == b"w2", "a known beginning goes first"
+
+
 def test_homes_of_workers_that_left_are_removed() -> None:
     homes = homes_of_two()
     homes.note([prompt([1, 2])], b"w1")

@@ -51,10 +51,8 @@ lmpool:{{m}}:claim_cursor -        -        rw     -           -   -        -
 lmpool:{{m}}:waiting:d    rw       rw       rw     -           rw  rw       rw
 lmpool:{{m}}:reply:c      rw       rw       rw     -           rw  rw       rw
 lmpool:{{m}}:adapters     r        rw       rw     -           r   r        r
-lmpool:{{m}}:offers       r        rw       rw     -           r   r        r
-lmpool:{{m}}:replaced:a   -        rw       -      -           -   -        -
-lmpool:{{m}}:replaced:    -        rw       w      -           -   -        -
-lmpool:{{m}}:adapter_trials:l -        r        rw     -           -   -        -
+lmpool:{{m}}:adapter_check:n -        rw       rw     -           -   -        -
+lmpool:{{m}}:adapter_load:l -        -        rw     -           -   -        -
 lmpool:{{m}}:dead         r        r        rw     -           r   rw       r
 lmpool:{{m}}:reasons      -        -        rw     -           -   -        -
 lmpool:{{trie}}:jobs      rw       rw       rw     rw          rw  rw       rw
@@ -70,7 +68,7 @@ arq:lmpool:batch          -        -        -      -           -   -        rw
 OF_ALL = {"asking", "cluster|slots", "exec", "multi", "ping", "select", "time"} | {
     f"command|{name}" for name in ("count", "docs", "getkeys", "getkeysandflags", "help", "info", "list")
 }
-WITHOUT_KEY = {"producer": set(), "adapters": {"wait"}, "worker": set(), "trie-worker": set(), "web": set(),
+WITHOUT_KEY = {"producer": set(), "adapters": set(), "worker": set(), "trie-worker": set(), "web": set(),
                "operator": {"scan"}, "batch": {"dbsize", "discard", "unwatch"}}  # fmt: skip
 # Arguments of commands whose keys are behind a number of keys, or behind a word.
 MOVABLE = ("1 KEY", "1 KEY MIN", "0 1 KEY MIN", "KEY 1 KEY", "x 1 KEY", "STREAMS KEY 0", "GROUP g c STREAMS KEY >")
@@ -143,8 +141,8 @@ def test_the_table_has_every_key_of_a_pool() -> None:
     keys, model = Keys(), Keys().model("m")
     made = {getattr(model, name) for name in dir(model) if isinstance(getattr(model, name), bytes)} - {model.base}
     made |= {keys.models(), keys.trie_models(), keys.loading(), keys.worker("w"), keys.row("f"), keys.vocabulary("d"),
-             keys.tokenizer("d"), keys.weights(), model.lane("w"), model.reply("c"), model.replaced("a"),
-             model.adapter_trials("l")}  # fmt: skip
+             keys.tokenizer("d"), keys.weights(), model.lane("w"), model.reply("c"), model.adapter_check("n"),
+             model.adapter_load("l")}  # fmt: skip
     listed = table()[1]
     assert {key.decode() for key in made if not any(name.startswith(key.decode()) for name in listed)} == set()
     assert keys.trie_models().decode().endswith(TRIE_SERVICE)

@@ -124,22 +124,6 @@ async def test_a_worker_whose_backend_hangs_over_an_adapter_ends(
             await adding
 
 
-async def test_a_worker_that_starts_is_watched_while_it_loads_adapters(
-    pool: Pool, hanging: dict[str, Hanging], tmp_path: Path
-) -> None:
-    (tmp_path / "weights").write_text("1")
-    healthy = Running(pool, Hanging(""), limit_s=600)
-    await healthy.ready()
-    async with pool.producer("syn") as producer:
-        await producer.add_adapter("poet", str(tmp_path))
-    starting = Running(pool, hanging["load"])
-    with pytest.raises(WorkerError, match="in one load of the adapter 'poet'"):
-        await starting.end()
-    assert len(pool.names("worker:*")) == 1
-    healthy.worker.stop()
-    await healthy.end()
-
-
 async def test_a_backend_that_does_not_close_does_not_keep_its_worker(pool: Pool, hanging: dict[str, Hanging]) -> None:
     running = Running(pool, hanging["close"])
     await running.ready()

@@ -25,7 +25,7 @@ from lmpool.rows.segment import SegmentWriter
 from lmpool.workers.execution.contract import Finished
 from lmpool.workers.execution.engine_thread import EngineThread, StepResult
 from lmpool.workers.execution.in_flight import InFlight, InFlightPrompt, StreamEntry, entry_ids
-from lmpool.workers.membership.adapters import AdapterKeeper
+from lmpool.workers.membership.adapters import AdapterCache
 from lmpool.workers.metrics.counters import SENT_AGAIN, WorkerCounters
 from lmpool.workers.metrics.tracing import JobTraces, traces_of
 from lmpool.workers.queries import QueryAnswerer, allowed_in
@@ -290,7 +290,7 @@ class Dispatcher:
     queries: QueryAnswerer
     info: ModelInfo
     worker_id: str
-    adapters: AdapterKeeper
+    adapters: AdapterCache
     segment: SegmentWriter
     traces: JobTraces | None = None
 
@@ -351,7 +351,7 @@ class Dispatcher:
     def _submit(self, prompts: Sequence[InFlightPrompt]) -> None:
         """Hand prompts to the backend."""
         if any(prompt.adapter for prompt in prompts):
-            prompts = self.adapters.served_among(prompts)
+            prompts = self.adapters.loaded_among(prompts)
         if prompts:
             self.engine_thread.submit(prompts)
 

@@ -18,6 +18,7 @@ from lmpool.broker.scripts import read_alive, read_infos
 from lmpool.broker.server import Server
 from lmpool.broker.server_checks import read_doubts, read_memory
 from lmpool.errors import LMPoolError, ModelMismatch, ProtocolError, ServerError, SettingsError, WorkerError
+from lmpool.protocol.adapter import MAX_LOADED
 from lmpool.protocol.keys import Keys
 from lmpool.protocol.model_info import TRIE_SERVICE, ModelInfo
 from lmpool.rows.cache import RowCache
@@ -28,7 +29,7 @@ from lmpool.workers.execution.contract import BackendSettings, BackendStats
 from lmpool.workers.execution.engine_thread import EngineThread, Opened
 from lmpool.workers.execution.in_flight import InFlight, entry_ids
 from lmpool.workers.execution.watchdogs import Watchdog
-from lmpool.workers.membership.adapters import AdapterKeeper, AdapterSources, AdapterTrials
+from lmpool.workers.membership.adapters import AdapterCache, AdapterSources, LoadNotes
 from lmpool.workers.membership.heartbeat import CheckpointWatch, Heartbeat, Loading, new_worker_id
 from lmpool.workers.metrics.counters import CounterDelta, WorkerCounters
 from lmpool.workers.metrics.prometheus import Health, Snapshot
@@ -58,12 +59,15 @@ class Serving:
         lifecycle: whether the worker continues.
         engine_thread: runs the backend.
         opened: properties of the backend.
+        max_adapters: max adapters that the backend keeps loaded.
 
     Raises:
         SettingsError: the model has the name of the trie workers, or a package for traces is missing.
     """
 
-    def __init__(self, worker: Worker, lifecycle: Lifecycle, engine_thread: EngineThread, opened: Opened) -> None:
+    def __init__(
+        self, worker: Worker, lifecycle: Lifecycle, engine_thread: EngineThread, opened: Opened, max_adapters: int
+    ) -> None:
         server, settings, worker_id, counters = worker.server, worker.settings, worker.worker_id, worker.counters
         info = self.info = _info_of(opened, settings)
         keys = Keys(settings.prefix)
@@ -84,20 +88,20 @@ class Serving:
         self.heartbeat = Heartbeat(
             redis, keys, info, worker_id, opened.batch, opened.vocabulary, opened.tokenizer, worker.files
         )
-        self.adapters = AdapterKeeper(
+        self.in_flight: InFlight = {}
+        self.adapters = AdapterCache(
             AdapterRegistry(redis, model, info.fingerprint),
             engine_thread,
             opened.adapters,
+            max_adapters,
             AdapterSources.of(settings),
-            AdapterTrials(redis, keys, info.name, worker_id, settings),
-            lambda: worker.send_heartbeat(self),
-            self.heartbeat.others,
+            LoadNotes(redis, keys, info.name, worker_id),
+            self.in_flight,
         )
         self.trie_inputs = TrieInputs(server, keys, opened.device, settings, self.segments, counters)
         queries = QueryAnswerer(self.trie_inputs, self.publisher, info, TokenSets(redis, keys, info.vocab_size))
         traces = JobTraces(info.name, worker_id) if settings.tracing else None
         reader = JobReader(info, worker_id, counters, traces)
-        self.in_flight: InFlight = {}
         self.consumer = Consumer(redis, self.connection, model, worker_id, reader, unwanted, counters)
         self.leases = Leases(redis, model, info, worker_id, settings.max_deliveries, reader, unwanted)
         self.dispatcher = Dispatcher(
@@ -204,9 +208,8 @@ class Worker:
             guard: entered when the backend is open, and left when it is closed; see `ProcessWatchdog`.
 
         Raises:
-            ModelMismatch: other workers serve the model, or an adapter of it, with other weights.
-            SettingsError: an adapter lies in a forbidden place, an adapter in service cannot be loaded, or other
-                workers lack one of this worker's adapters.
+            ModelMismatch: other workers serve the model with other weights.
+            SettingsError: an adapter lies in a forbidden place, or the registry of adapters is full.
             ServerError: the server cannot be used at the start. Later the worker waits for it instead.
             WorkerError: the backend broke or hangs: see `is_hung`.
         """
@@ -240,13 +243,15 @@ class Worker:
         _log.info("joining the pool")
         if self.settings.with_trie:
             await asyncio.to_thread(warm_up, opened.device)
-        serving = self._serving = Serving(self, self._lifecycle, engine_thread, opened)
+        serving = self._serving = Serving(
+            self, self._lifecycle, engine_thread, opened, getattr(self._backend, "max_adapters", MAX_LOADED)
+        )
         try:
             await serving.consumer.ensure_group()
             await serving.heartbeat.join(self._heartbeat_fields(serving))
             await serving.consumer.open_lane()
             if not serving.info.is_trie:
-                await serving.adapters.start()
+                await serving.adapters.register_own()
             self.health.watch(lambda: engine_thread.stepping_since)
             self.health.answered()
             if not self._lifecycle.stopping.is_set():
@@ -354,6 +359,8 @@ class Worker:
         try:
             async with self._heartbeat_lock:
                 await self._write_heartbeat(serving)
+            if not serving.info.is_trie:
+                await serving.adapters.renew()
             await serving.consumer.keep_queue()
             await serving.consumer.measure()
             if self.settings.metrics_port:  # Only the metrics need it.

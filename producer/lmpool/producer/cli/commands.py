@@ -45,9 +45,6 @@ adapters_app = typer.Typer(
     name="adapters", help="LoRA adapters of a served model: list, add, remove.", no_args_is_help=True
 )
 
-Replicas = Annotated[
-    int, typer.Option(min=0, help="Wait until so many replicas of the server have the change, for a failover.")
-]
 AdapterName = Annotated[str, typer.Argument(help="What requests call the adapter.")]
 FlushedModel = Annotated[str | None, typer.Option("--model", help="Name of the model (default: all models).")]
 
@@ -315,15 +312,14 @@ def add(
     model: ModelName = None,
     redis: RedisUrl = None,
     prefix: Prefix = "lmpool",
-    replicas: Replicas = 0,
     timeout: Timeout = 60.0,
     waits: Waits = None,
 ) -> None:
-    """Have all workers serve an adapter, or another one instead of that of this name."""
+    """Put an adapter in service, or another one instead of the adapter that has this name."""
 
     async def change() -> str:
         async with asking(model, redis, prefix, waits, timeout=timeout) as producer:
-            return await producer.add_adapter(name, source, replicas=replicas)
+            return await producer.add_adapter(name, source)
 
     say(f"{name} is in service, revision {run(change())}")
 
@@ -334,15 +330,14 @@ def remove(
     model: ModelName = None,
     redis: RedisUrl = None,
     prefix: Prefix = "lmpool",
-    replicas: Replicas = 0,
     timeout: Timeout = 60.0,
     waits: Waits = None,
 ) -> None:
-    """Have no worker serve an adapter any more."""
+    """Take an adapter out of service."""
 
     async def change() -> None:
         async with asking(model, redis, prefix, waits, timeout=timeout) as producer:
-            await producer.remove_adapter(name, replicas=replicas)
+            await producer.remove_adapter(name)
 
     run(change())
     say(f"{name} is not in service any more")

@@ -1,33 +1,63 @@
-"""The adapters of a client's model: the revision, a digest of its weights, that each name stands for at present."""
+"""The adapters of a client's model: which revision, a digest of its weights, each name has now; and their changes."""
 
 from __future__ import annotations
 
 import asyncio
+import secrets
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple, TypeVar
 
 from lmpool.aio import copy_error, delays
-from lmpool.broker.connection import CommandConnection
 from lmpool.broker.registries import KNOWN_FOR_S, AdapterRegistry
-from lmpool.errors import DeadlineExceeded, NoWorker, ServerError, UnknownAdapter
+from lmpool.errors import (
+    AdapterChanged,
+    AuthenticationFailed,
+    DeadlineExceeded,
+    LMPoolError,
+    ProducerClosed,
+    ServerError,
+    SettingsError,
+    UnknownAdapter,
+)
 from lmpool.producer.client.connections import TROUBLE, Connections
 from lmpool.producer.client.requests import Deadline
-from lmpool.protocol.adapter import Generation, Registered, qualify
+from lmpool.protocol.adapter import (
+    CHECK_PREFIX,
+    Adapter,
+    Registered,
+    check_adapter_name,
+    check_source,
+    is_qualified,
+    qualify,
+)
 from lmpool.settings import shown
 
+T = TypeVar("T")
+
 _NEVER = float("-inf")
-_IN_USE_S = 60.0
-_LOST = "the server has lost the adapters, or has those of other weights"
-_FORGETFUL = (
-    "the server has forgotten a change of the adapters that this client has read of, as after a failover, and no "
-    "worker has written it down again: make the change once more (`lmpool adapters add` or `remove`)"
-)
+_IN_USE_S = 60.0  # Seconds after the last request with an adapter in which the watch keeps reading the registry.
+_CHECK_MARGIN_S = 60.0  # Seconds that a check stays on the server after its client's deadline: the job may be late.
+_MAX_SHOWN = 20  # Names of adapters that an error lists.
+
+
+class _Known(NamedTuple):
+    """An entry of the registry as this client has read it last.
+
+    Attributes:
+        adapter: None where the name had been removed.
+        version: of the registry that was read.
+    """
+
+    adapter: Adapter | None
+    version: int
 
 
 class Adapters:
-    """Knows the revisions of the adapters of one session's model.
+    """Resolves the names of adapters of one session's model, and changes them.
 
-    A state of the registry may be used for `KNOWN_FOR_S`, counted from before it was read: who replaces an adapter
-    waits for as long, so that afterwards nobody asks for the old one, nor takes its rows from a cache. A state that
-    lacks a change which was read before is not believed: workers that know of the change write it down again.
+    An entry may be used for `KNOWN_FOR_S`, counted from before it was read. A change that replaces an entry returns
+    only after that time, so from then on no client requests the old weights, or takes their rows from a cache.
 
     Args:
         connections: the connections.
@@ -36,132 +66,219 @@ class Adapters:
     def __init__(self, connections: Connections) -> None:
         self._connections = connections
         self._loop = asyncio.get_running_loop()
-        self._known = Registered("", {}, {})
-        self._as_of = _NEVER
-        self._doubted: tuple[Generation, float] | None = None
-        self._used = _NEVER
+        self._known: dict[str, _Known] = {}
+        self._owner = ""
+        self._version = 0  # Of the registry at the last read; entries that were read at another version are stale.
+        self._as_of = _NEVER  # Time of the last read.
+        self._used = _NEVER  # Time of the last request with an adapter.
         self._reading = asyncio.Lock()
 
     @property
-    def registry(self) -> AdapterRegistry:
-        """The registry of the model as it is now."""
+    def _registry(self) -> AdapterRegistry:
         connections = self._connections
         return AdapterRegistry(connections.redis, connections.model.keys, connections.model.fingerprint)
 
-    def own_connection(self) -> CommandConnection:
-        """A connection for commands that keep one busy; its user closes it."""
-        return self._connections.own_connection()
-
     async def qualified(self, name: object, deadline: Deadline) -> str:
-        """What a job calls an adapter: "name@revision".
+        """The name of an adapter in jobs: "name@revision".
 
         Raises:
             UnknownAdapter: the model has no adapter of that name.
-            DeadlineExceeded, ServerError: the server does not tell in time.
+            ServerError: the server has lost a change that this client has read, or cannot be used.
+            DeadlineExceeded: the server does not answer in time.
             ProducerClosed: the producer was closed meanwhile.
         """
-        loop = self._loop
-        self._used = loop.time()
-        if self._is_fresh and isinstance(name, str) and (adapter := self._known.adapters.get(name)) is not None:
-            return qualify(name, adapter.revision)
-        await self._read_since(loop.time(), deadline)
-        if isinstance(name, str) and (adapter := self._known.adapters.get(name)) is not None:
-            return qualify(name, adapter.revision)
-        served = ", ".join(self._known.adapters) or "none"
-        raise UnknownAdapter(
+        self._used = self._loop.time()
+        while (adapter := self._fresh(name)) is None:
+            if not isinstance(name, str) or not is_qualified(qualify(name, "0")):
+                raise await self._unknown(name, deadline)  # It can have no entry.
+            if (registered := await self._read([name], deadline)) is not None:
+                # Used even if a busy event loop has let it become old meanwhile: the next read would be no younger.
+                if (adapter := registered.adapters.get(name)) is None:
+                    raise await self._unknown(name, deadline)
+                break
+        return qualify(str(name), adapter.revision)
+
+    def _fresh(self, name: object) -> Adapter | None:
+        """The entry of a name, if it may be used now."""
+        if self._owner != self._connections.model.fingerprint or self._loop.time() - self._as_of >= KNOWN_FOR_S:
+            return None
+        known = self._known.get(name) if isinstance(name, str) else None
+        return known.adapter if known is not None and known.version == self._version else None
+
+    async def _unknown(self, name: object, deadline: Deadline) -> UnknownAdapter:
+        names = list(await self.all(deadline))
+        served = ", ".join(names[:_MAX_SHOWN]) or "none"
+        if len(names) > _MAX_SHOWN:
+            served += f" and {len(names) - _MAX_SHOWN} more"
+        return UnknownAdapter(
             f"the model {self._connections.model.info.name!r} has no adapter {shown(name)}; it has: {served}"
         )
 
     async def all(self, deadline: Deadline) -> dict[str, str]:
-        """All adapters in service now: name -> revision.
+        """All adapters that requests may name now: name -> revision.
 
         Raises:
-            DeadlineExceeded, ServerError: the server does not tell in time.
+            DeadlineExceeded, ServerError: as `qualified`.
         """
-        await self._read_since(self._loop.time(), deadline)
-        return {name: adapter.revision for name, adapter in self._known.adapters.items()}
+        registered = await self._read([], deadline)
+        assert registered is not None
+        return {name: adapter.revision for name, adapter in registered.adapters.items()}
 
-    def changed(self, made: Registered) -> None:
-        """Take over the registry as a change of this client has made it."""
-        self._known, self._as_of = made, _NEVER
+    async def add(
+        self, name: str, source: str | Path, check: Callable[[str], Awaitable[object]], deadline: Deadline
+    ) -> str:
+        """Have one worker load an adapter, and write it to the registry; see `Producer.add_adapter`.
+
+        Args:
+            name: of the adapter.
+            source: its folder or hub name.
+            check: requests a row with an adapter, named as in jobs.
+            deadline: until when.
+        """
+        name, source = check_adapter_name("name", name), _resolved(source)
+        nonce = secrets.token_hex(8)
+        lifetime_s = deadline.left + _CHECK_MARGIN_S
+        for wait in delays():
+            await self._insist(lambda: self._registry.begin_check(nonce, source, lifetime_s), deadline)
+            try:
+                await check(qualify(name, CHECK_PREFIX + nonce))
+                break
+            except AdapterChanged:  # The server has lost the check, or the worker has evicted the adapter already.
+                await asyncio.sleep(wait)
+        adapter = await self._insist(lambda: self._registry.read_check(nonce), deadline)
+        if adapter is None or not adapter.revision:
+            raise ServerError(f"the server has lost the revision of the adapter {name!r}: add it again")
+        version, wait_s = await self._insist(lambda: self._registry.put(name, adapter), deadline)
+        self._note(name, adapter, version)
+        await _wait_for_others(wait_s, f"{name!r} is in service", deadline)
+        return adapter.revision
+
+    async def remove(self, name: str, deadline: Deadline) -> None:
+        """Remove an adapter from the registry; see `Producer.remove_adapter`."""
+        check_adapter_name("name", name)
+        version, wait_s = await self._insist(lambda: self._registry.remove(name), deadline)
+        if not version:
+            raise await self._unknown(name, deadline)
+        self._note(name, None, version)
+        await _wait_for_others(wait_s, f"{name!r} is not in service any more", deadline)
+
+    def _note(self, name: str, adapter: Adapter | None, version: int) -> None:
+        """Cache a change that this client has made."""
+        self._belong_to(self._connections.model.fingerprint)
+        self._known[name] = _Known(adapter, version)
+        self.doubt()
 
     def doubt(self) -> None:
-        """Read again before the next use: what is known has turned out to be old."""
+        """Read again before the next use: an entry has turned out to be old."""
         self._as_of = _NEVER
 
     async def renew(self) -> None:
-        """Read again if that is likely to spare a request the time.
+        """Read the version again if that is likely to save the next request a read.
 
         Raises:
             ServerError: the server cannot be used.
         """
-        if self._loop.time() - self._used < _IN_USE_S and not self._reading.locked():
+        begin = self._loop.time()
+        if begin - self._used < _IN_USE_S and await self._registry.version() == self._version:
+            self._as_of = max(self._as_of, begin)
+
+    async def _read(self, names: Sequence[str], deadline: Deadline) -> Registered | None:
+        """Read the entries of some names, or all; None if another request has just read those names.
+
+        Raises:
+            ServerError: the server has lost a change that this client has read.
+        """
+        registry, begin = self._registry, _NEVER
+
+        async def attempt() -> Registered | None:
+            nonlocal registry, begin
             async with self._reading:
-                await self._read()
+                if names and all(map(self._fresh, names)):
+                    return None
+                registry, begin = self._registry, self._loop.time()
+                return await registry.read(*names)
 
-    @property
-    def _is_fresh(self) -> bool:
-        return (
-            self._loop.time() - self._as_of < KNOWN_FOR_S and self._known.owner == self._connections.model.fingerprint
-        )
+        registered = await self._insist(attempt, deadline, is_change=False)
+        if registered is not None:
+            self._accept(names, registered, registry.fingerprint)
+            self._as_of = begin
+        return registered
 
-    async def _read_since(self, begin: float, deadline: Deadline) -> None:
-        """Read a state that the server has told since `begin`; tries until the deadline."""
+    def _accept(self, names: Sequence[str], registered: Registered, owner: str) -> None:
+        """Cache entries, unless one is older than the entry that was read before, as after a failover."""
+        self._belong_to(owner)
+        for name in names or {*registered.adapters, *self._known}:
+            known, adapter = self._known.get(name), registered.adapters.get(name)
+            version = registered.versions.get(name, registered.version)
+            if known is not None and known.adapter != adapter and version <= known.version:
+                raise ServerError(
+                    f"the server has lost a change of the adapter {name!r} that this client has read, as after a "
+                    "failover: make the change once more (`lmpool adapters add` or `remove`)"
+                )
+            if known is not None or adapter is not None:
+                self._known[name] = _Known(adapter, registered.version)
+        self._version = registered.version
+
+    def _belong_to(self, owner: str) -> None:
+        """Discard the entries of another model."""
+        if owner != self._owner:
+            self._known.clear()
+            self._owner = owner
+
+    async def _insist(self, attempt: Callable[[], Awaitable[T]], deadline: Deadline, *, is_change: bool = True) -> T:
+        """Try until the server answers, or until the deadline."""
         deadline = deadline.bounded()
-        error: BaseException | None = None
-        doubt = ""
+        trouble: BaseException | None = None
         try:
-            async with deadline.limit(), self._reading:
+            async with deadline.limit():
                 for wait in delays():
                     self._connections.check_open()
-                    if self._as_of >= begin and self._is_fresh:
-                        return
                     try:
-                        doubt = await self._read()
-                        if not doubt:
-                            return
-                        error = None
-                    except TROUBLE as trouble:
-                        error = trouble
-                        self._connections.note(trouble)
+                        return await attempt()
+                    except (SettingsError, ProducerClosed):
+                        raise
+                    except TROUBLE as error:
+                        trouble = error
+                        self._connections.note(error)
+                        if is_change:
+                            _check_right(self._connections.explain(error))
                     await asyncio.sleep(wait)
         except DeadlineExceeded:
             raise
         except TimeoutError as late:
-            if error is None and doubt == _FORGETFUL:
-                raise ServerError(f"within {deadline.seconds:g} s: {doubt}") from late
-            # Who waited for another to read has seen no error.
-            if (why := error or self._connections.trouble) is not None:
+            # A request that waited for another one to read has seen no error.
+            if (why := trouble or self._connections.trouble) is not None:
                 raise copy_error(self._connections.explain(why)) from late
-            info = self._connections.model.info
-            raise NoWorker(
-                f"within {deadline.seconds:g} s no worker has said which adapters {info.name!r} has: "
-                f"is one running? start it with `{info.start_command}`"
-            ) from late
+            raise DeadlineExceeded(str(late)) from late
+        raise AssertionError("the waits never end")
 
-    async def _read(self) -> str:
-        """Read once; returns why what the server has is not to be used, "" when it is."""
-        begin = self._loop.time()
-        fingerprint = self._connections.model.fingerprint
-        registered = await self.registry.read()
-        if registered.owner != fingerprint:
-            return _LOST
-        if not self._is_credible(registered, begin):
-            return _FORGETFUL
-        self._known, self._as_of, self._doubted = registered, begin, None
-        return ""
 
-    def _is_credible(self, registered: Registered, now: float) -> bool:
-        """Whether nothing is missing that this client has read of, or nobody else knows of it any more.
+async def _wait_for_others(wait_s: float, state: str, deadline: Deadline) -> None:
+    """Wait until no client may use the entry that a change has replaced."""
+    try:
+        async with deadline.limit():
+            await asyncio.sleep(wait_s)
+    except TimeoutError as error:
+        raise DeadlineExceeded(
+            f"{state}, but within {deadline.seconds:g} s other clients may still use the adapter that had this name "
+            f"before, for {wait_s:.1f} s: allow more time (timeout=)"
+        ) from error
 
-        Where workers have started anew or somebody has made a change since, and no worker has written down for a lease
-        what is missing, the change is gone. A state that is merely older is never believed.
-        """
-        known = self._known
-        if known.owner != registered.owner or known.generation.is_of_a_start or not registered.forgets(known):
-            return True
-        if self._doubted is None or self._doubted[0] != registered.generation:
-            self._doubted = registered.generation, now
-        if registered.generation < known.generation and not registered.generation.is_of_a_start:
-            return False
-        return now - self._doubted[1] > self._connections.model.info.lease_s
+
+def _check_right(error: LMPoolError) -> None:
+    """Refuse to try again where the server's user lacks a right."""
+    if isinstance(error, AuthenticationFailed):
+        raise AuthenticationFailed(
+            f"{error}; changing adapters is a right of its own: name the server as the user `adapters` "
+            "(docker/redis/users.acl) or another one that has it"
+        ) from error
+
+
+def _resolved(source: str | Path) -> str:
+    """The full path of a folder that exists here, because workers run in other folders; else the source as it is."""
+    text = check_source("source", str(source) if isinstance(source, Path) else source)
+    try:
+        place = Path(text).expanduser()
+        return check_source("source", str(place.resolve())) if place.exists() else text
+    except (OSError, RuntimeError, ValueError):  # Too long for a path, or ~user of an unknown user.
+        return text

@@ -119,10 +119,6 @@ class Connections:
             with suppress(RuntimeError):
                 await self.scan_segments()
 
-    def own_connection(self) -> CommandConnection:
-        """Return a further connection to the server that holds the model's keys. The caller closes it."""
-        return CommandConnection(self._server, self.model.keys.adapters)
-
     def check_open(self) -> None:
         """Raise ProducerClosed if the session has ended."""
         if self.closed:

@@ -180,6 +180,9 @@ class Homes:
             head = hash((ids[:_BLOCK_BYTES], prompt.adapter))
             self._heads[head] = None
             self._heads.move_to_end(head)
+        if prompt.adapter:
+            homes[key := hash(prompt.adapter)] = worker
+            homes.move_to_end(key)
         for entries in (homes, self._heads):
             while len(entries) > _MAX_HOMES:
                 entries.popitem(last=False)
@@ -188,14 +191,16 @@ class Homes:
         """Return the worker that computed the longest recorded prefix of a prompt, and the key of that prefix."""
         ids, lengths, adapter = prompt.ids, self._lengths, prompt.adapter
         size = len(ids)
+        # Without a known prefix, prefer the worker that used the adapter last: it probably still has it loaded.
+        no_home = (self._homes.get(hash(adapter), b""), hash(adapter)) if adapter else _NO_HOME
         if size >= _BLOCK_BYTES + _CUT_BYTES[-1] and hash((ids[:_BLOCK_BYTES], adapter)) not in self._heads:
-            return _NO_HOME
+            return no_home
         last_block = (size - _CUT_BYTES[-1] - 1) // _BLOCK_BYTES * _BLOCK_BYTES
         blocks = range(last_block, max(0, last_block - _MAX_BLOCKS * _BLOCK_BYTES), -_BLOCK_BYTES)
         for end in (*(size - cut for cut in _CUT_BYTES), *blocks):
             if end in lengths and (home := self._homes.get(key := _prefix_key(ids, end, adapter))):
                 return home, key
-        return _NO_HOME
+        return no_home
 
     def arrange(self, requests: Sequence[PendingRequest]) -> tuple[Sequence[PendingRequest], list[bytes]]:
         """Return requests in the order for `submit.lua`, and their homes; no homes if none is recorded.

@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from lmpool.producer import Producer, adapter_changes
+from lmpool.broker import registries
+from lmpool.broker.server import Server
+from lmpool.producer import Producer
 from lmpool.producer.client import adapters as adapters_module
+from lmpool.protocol.adapter import Adapter
 from lmpool.synthetic import synthetic_row
+from lmpool.workers.backends.synthetic import SyntheticBackend, SyntheticSettings
 from tests.support.pool import Pool
 
 V = 64
@@ -23,9 +26,9 @@ QUICK = ("--vocab-size", V, "--lease-s", 2, "--max-batch", 8)
 @pytest.fixture
 def short_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """What clients know expires soon, so that changes take less time: for tests that are not about that."""
-    for module in (adapters_module, adapter_changes):
+    for module in (adapters_module, registries):
         monkeypatch.setattr(module, "KNOWN_FOR_S", 0.2)
-    monkeypatch.setattr(adapter_changes, "MARGIN_S", 0.1)
+    monkeypatch.setattr(registries, "MARGIN_S", 0.1)
 
 
 def write(folder: Path, name: str, content: str) -> Path:
@@ -50,15 +53,13 @@ async def two_clients(pool: Pool) -> AsyncIterator[tuple[Producer, Producer]]:
         yield client, other
 
 
-def no_offers(pool: Pool) -> Any:
-    async def none() -> bool:
-        return not pool.names("{syn}:offers")
+async def put(pool: Pool, producer: Producer, name: str, adapter: Adapter) -> None:
+    """Write an entry of the registry, as a client would after a check."""
+    redis = Server(pool.url).client()
+    await registries.AdapterRegistry(redis, pool.keys.model("syn"), producer.model.fingerprint).put(name, adapter)
+    await redis.aclose()
 
-    return none
 
-
-def is_offered(pool: Pool) -> Any:
-    async def offered() -> bool:
-        return bool(pool.names("{syn}:offers"))
-
-    return offered
+def revision_in(folder: Path) -> str:
+    """The revision of an adapter of the synthetic backend."""
+    return SyntheticBackend(SyntheticSettings(vocab_size=V)).load_adapter("any", str(folder))

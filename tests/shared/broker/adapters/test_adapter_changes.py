@@ -1,55 +1,55 @@
-"""Adapters that come and go while workers serve: all workers follow, and nothing that was replaced is served again."""
+"""Adapters that are added, replaced and removed while workers serve: no client gets a row of replaced weights."""
 
 from __future__ import annotations
 
 import asyncio
 import random
-import re
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager, nullcontext
+from contextlib import asynccontextmanager
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
 
+from lmpool.broker import registries
 from lmpool.embedded import EmbeddedServer
 from lmpool.errors import (
     AdapterRefused,
     DeadlineExceeded,
-    NoWorker,
+    ProducerClosed,
+    ServerError,
     SettingsError,
     UnknownAdapter,
+    UnknownModel,
 )
-from lmpool.producer import Producer, SyncProducer, adapter_changes
+from lmpool.producer import Producer, SyncProducer
 from lmpool.producer.client import adapters as adapters_module
 from lmpool.producer.client import session as session_module
-from lmpool.protocol.adapter import MAX_ADAPTERS, Adapter
+from lmpool.protocol.adapter import Adapter
 from lmpool.workers.backends.synthetic import SyntheticBackend, SyntheticSettings
 from lmpool.workers.execution.contract import WithoutAdapters
-from lmpool.workers.membership.adapters import AdapterKeeper, AdapterSources
-from lmpool.workers.settings import WorkerSettings
-from tests.shared.broker.adapters.adapter_changes import QUICK, V, check, expected, no_offers, two_clients, write
+from tests.shared.broker.adapters.adapter_changes import QUICK, V, check, expected, put, revision_in, two_clients, write
 from tests.shared.broker.adapters.test_adapters import serving
 from tests.support.gate import GatedBackend, OneByOne, gated_worker
-from tests.support.pool import Pool, deadline_ms, until_async
+from tests.support.pool import DEADLINE_S, Pool, until_async
 
 
-async def test_an_adapter_that_is_added_reaches_every_worker(pool: Pool, tmp_path: Path) -> None:
+async def test_an_adapter_that_is_added_is_served_by_every_worker(pool: Pool, tmp_path: Path) -> None:
     workers = [pool.start(*QUICK) for _ in range(2)]
     async with two_clients(pool) as (client, other):
         assert await client.adapters() == {}
         with pytest.raises(UnknownAdapter, match="no adapter 'poet'; it has: none"):
             await other.logprobs([1], adapter="poet")
         revision = await client.add_adapter("poet", write(tmp_path, "a", "1"))
+        loads = [worker.text.count("serving the adapter 'poet'") for worker in workers]
+        assert sorted(loads) == [0, 1], "one worker has checked it"
         assert await other.adapters() == {"poet": revision}
         await check(other, "poet", revision)
         await check(client, "", "")
-        # Each of them by itself.
-        workers[0].signal(signal.SIGTERM)
-        assert workers[0].wait() == 0
+        workers[loads.index(1)].signal(signal.SIGTERM)
+        assert workers[loads.index(1)].wait() == 0
         await check(client, "poet", revision, [4], [5])
     assert all("serving the adapter 'poet'" in worker.text for worker in workers)
 
@@ -99,7 +99,7 @@ async def replaced_while_known(
 ) -> AsyncIterator[tuple[Producer, Path, Callable[[], Awaitable[None]]]]:
     """A client, new weights for "poet", and a check that another client has those, which has just read of the old."""
     monkeypatch.setattr(session_module, "_WATCH_S", 60.0)
-    for module in (adapters_module, adapter_changes):
+    for module in (adapters_module, registries):
         monkeypatch.setattr(module, "KNOWN_FOR_S", 16.0)  # Longer than two changes take that wait for nothing.
     pool.start(*QUICK)
     old, new = write(folder, "old", "1"), write(folder, "new", "2")
@@ -124,18 +124,8 @@ async def test_a_replacement_that_is_tried_again_waits_for_those_that_know_the_o
     pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with replaced_while_known(pool, tmp_path, monkeypatch) as (producer, new, check_new):
-        with pytest.raises(DeadlineExceeded, match=r"it is in service \(clients may use"):
+        with pytest.raises(DeadlineExceeded, match="'poet' is in service, but within 8 s other clients may still use"):
             await producer.add_adapter("poet", new, timeout=8)
-        await producer.add_adapter("poet", new)
-        await check_new()
-
-
-async def test_an_adapter_in_the_place_of_one_that_was_just_removed_waits_for_those_that_know_it(
-    pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with replaced_while_known(pool, tmp_path, monkeypatch) as (producer, new, check_new):
-        with pytest.raises(DeadlineExceeded, match="it is not in service any more"):
-            await producer.remove_adapter("poet", timeout=8)
         await producer.add_adapter("poet", new)
         await check_new()
 
@@ -161,48 +151,52 @@ async def test_of_two_that_put_the_same_in_service_the_second_waits_too(
 
 
 @pytest.mark.usefixtures("short_memory")
-async def test_requests_that_wait_survive_a_replacement(pool: Pool, tmp_path: Path) -> None:
-    gates = [OneByOne(), OneByOne()]
-    backends = [GatedBackend(gate, vocab_size=V) for gate in gates]
-    async with (
-        gated_worker(pool, backends[0]), gated_worker(pool, backends[1]), two_clients(pool) as (client, other),
-    ):  # fmt: skip
-        old = await client.add_adapter("poet", write(tmp_path, "old", "1"))
-        base = asyncio.gather(*(other.logprobs([5, token]) for token in range(V)))
-        asked = [
-            asyncio.create_task(other.logprobs([token, at], adapter="poet")) for token in range(V) for at in range(9)
-        ]
+async def test_requests_in_flight_finish_with_the_weights_that_they_named(pool: Pool, tmp_path: Path) -> None:
+    gate = OneByOne()
+    async with gated_worker(pool, GatedBackend(gate, vocab_size=V)), two_clients(pool) as (client, other):
+        adding = asyncio.create_task(client.add_adapter("poet", write(tmp_path, "old", "1")))
+        while not adding.done():
+            gate.let(1)
+            await asyncio.wait([adding], timeout=0.2)
+        old = await adding
+        asked = [asyncio.create_task(other.logprobs([token], adapter="poet")) for token in range(V)]
+        batch = asyncio.create_task(other.batch_logprobs(iter([[at, at] for at in range(V)]), adapter="poet"))
 
         async def are_queued() -> bool:
-            return pool.jobs() == 11 * V
+            return pool.jobs() == 2 * V
 
-        batch = asyncio.create_task(other.batch_logprobs(iter([[at] for at in range(V)]), adapter="poet"))
-        await until_async(are_queued, "all have asked")
-        while not any(request.done() for request in asked):
-            for gate in gates:
-                gate.let(1)
-            await asyncio.wait(asked, timeout=0.2, return_when=asyncio.FIRST_COMPLETED)
-        change = asyncio.create_task(client.add_adapter("poet", write(tmp_path, "new", "2")))
-        while not change.done():
-            # Workers load an adapter between two steps.
-            for gate in gates:
-                gate.let(1)
-            await asyncio.wait([change], timeout=0.5)
-        new = await change
-        for gate in gates:
-            gate.open()
-        rows = await asyncio.gather(*asked)
-        olds = 0
-        for (token, at), row in zip(((t, a) for t in range(V) for a in range(9)), rows, strict=True):
-            is_old = np.array_equal(row, expected([token, at], old))
-            olds += is_old
-            assert is_old or np.array_equal(row, expected([token, at], new))
-        assert 0 < olds < len(rows)
-        batched = await batch
-        wanted = [np.stack([expected([at], revision) for at in range(V)]) for revision in (old, new)]
-        assert any(np.array_equal(batched, rows) for rows in wanted), "a batch is of one revision"
-        for token, row in enumerate(await base):
-            assert np.array_equal(row, expected([5, token]))
+        await until_async(are_queued, "all requests are queued")
+        folder = write(tmp_path, "new", "2")
+        new = revision_in(folder)
+        await put(pool, client, "poet", Adapter(str(folder), new))
+        gate.open()
+        for token, row in enumerate(await asyncio.gather(*asked)):
+            assert np.array_equal(row, expected([token], old))
+        assert np.array_equal(await batch, [expected([at, at], old) for at in range(V)])
+        assert await other.adapters() == {"poet": new}
+        await check(other, "poet", new, [1], [2])
+
+
+@pytest.mark.usefixtures("short_memory")
+async def test_a_request_for_replaced_weights_that_no_worker_has_gets_a_row_of_the_new_ones(
+    pool: Pool, tmp_path: Path
+) -> None:
+    worker = pool.start(*QUICK)
+    async with two_clients(pool) as (client, other):
+        await client.add_adapter("poet", write(tmp_path, "old", "1"))
+        worker.signal(signal.SIGKILL)
+        worker.wait()
+        asked = asyncio.create_task(other.logprobs([9], adapter="poet"))
+
+        async def is_queued() -> bool:
+            return pool.jobs() == 1
+
+        await until_async(is_queued, "it is queued")
+        folder = write(tmp_path, "new", "2")
+        new = revision_in(folder)
+        await put(pool, client, "poet", Adapter(str(folder), new))
+        pool.start(*QUICK)
+        assert np.array_equal(await asked, expected([9], new))
 
 
 async def test_what_is_removed_is_unknown_to_everybody(pool: Pool, tmp_path: Path) -> None:
@@ -224,14 +218,14 @@ async def test_what_is_removed_is_unknown_to_everybody(pool: Pool, tmp_path: Pat
         await check(client, "poet", again)
 
 
-async def test_a_worker_that_comes_later_has_what_is_in_service(pool: Pool, tmp_path: Path) -> None:
+async def test_a_worker_that_starts_later_loads_an_adapter_when_it_needs_it(pool: Pool, tmp_path: Path) -> None:
     first = pool.start(*QUICK)
     async with pool.producer("syn") as producer:
         revision = await producer.add_adapter("poet", write(tmp_path, "a", "1"))
         second = pool.start(*QUICK)
         first.signal(signal.SIGKILL)
         await check(producer, "poet", revision, [7], [8])
-        assert "serving the adapter 'poet'" in second.text
+        second.until_says("serving the adapter 'poet'")
         second.signal(signal.SIGKILL)
         second.wait()
         waiting = asyncio.create_task(producer.logprobs([9], adapter="poet"))
@@ -239,19 +233,16 @@ async def test_a_worker_that_comes_later_has_what_is_in_service(pool: Pool, tmp_
         assert np.array_equal(await waiting, expected([9], revision)), "a killed worker's adapters stay registered"
 
 
-async def test_a_worker_with_an_adapter_that_others_lack_does_not_start(pool: Pool, tmp_path: Path) -> None:
-    """Jobs that name it would go to all of them."""
-    pool.start(*QUICK)
+async def test_an_adapter_of_one_worker_s_options_is_served_by_the_others(pool: Pool, tmp_path: Path) -> None:
+    other = pool.start(*QUICK)
     folder = write(tmp_path, "a", "1")
-    late = pool.start(*QUICK, "--adapters", f"poet={folder}", wait=False)
-    assert late.wait() == 2
-    message = r"'poet' is not in service, and the worker \S+ serves the model without it: .*`lmpool adapters add poet /"
-    assert re.search(message, late.text)
+    own = pool.start(*QUICK, "--adapters", f"poet={folder}")
     async with pool.producer("syn") as producer:
-        assert await producer.adapters() == {}
-        revision = await producer.add_adapter("poet", folder)
-        pool.start(*QUICK, "--adapters", f"poet={folder}")
+        revision = (await producer.adapters())["poet"]
+        own.signal(signal.SIGTERM)
+        assert own.wait() == 0
         await check(producer, "poet", revision)
+    assert "serving the adapter 'poet'" in other.text
 
 
 async def test_workers_that_start_together_with_the_same_adapter_serve_it(pool: Pool, tmp_path: Path) -> None:
@@ -262,88 +253,142 @@ async def test_workers_that_start_together_with_the_same_adapter_serve_it(pool: 
         await check(producer, "poet", (await producer.adapters())["poet"])
 
 
-async def test_an_adapter_that_does_not_load_is_tried_less_and_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each try keeps the prompts waiting for as long as it takes."""
-    loop = asyncio.get_running_loop()
-    now, tries = 1000.0, list[float]()
-    monkeypatch.setattr(loop, "time", lambda: now)
-
-    class Failing:
-        async def load_adapter(self, name: str, source: str) -> str:
-            nonlocal now
-            now += 20.0
-            tries.append(now)
-            raise SettingsError("it does not fit")
-
-    sources, trials = AdapterSources.of(WorkerSettings()), SimpleNamespace(in_service=lambda _: nullcontext())
-    nobody = cast(Any, None)
-    keeper = AdapterKeeper(nobody, cast(Any, Failing()), {}, sources, cast(Any, trials), nobody, nobody)
-    while len(tries) < 7:
-        await keeper._serve("poet", Adapter("/nowhere", "0f"))
-        now += 0.5
-    pauses = [begin - end for end, begin in zip(tries, [ended - 20.0 for ended in tries[1:]], strict=False)]
-    assert pauses == pytest.approx([5, 10, 20, 40, 60, 60], abs=0.6)
+async def test_an_adapter_in_service_is_not_replaced_by_one_of_a_worker_s_options(pool: Pool, tmp_path: Path) -> None:
+    pool.start(*QUICK)
+    async with pool.producer("syn") as producer:
+        revision = await producer.add_adapter("poet", write(tmp_path, "a", "1"))
+        late = pool.start(*QUICK, "--adapters", f"poet={write(tmp_path, 'b', '2')}")
+        late.until_says("the adapter 'poet' is in service with other weights")
+        assert await producer.adapters() == {"poet": revision}
+        await check(producer, "poet", revision, *([token] for token in range(9)))
 
 
 async def test_adapters_go_with_the_last_worker_of_the_model(pool: Pool, tmp_path: Path) -> None:
-    worker = pool.start(*QUICK, "--lease-s", 6)  # So long it may take to leave.
-    async with two_clients(pool) as (producer, other):
-        revision = await producer.add_adapter("poet", write(tmp_path, "a", "1"))
-        await check(other, "poet", revision)
+    worker = pool.start(*QUICK, "--lease-s", 6)  # Leaving may take as long.
+    async with pool.producer("syn") as producer:
+        await producer.add_adapter("poet", write(tmp_path, "a", "1"))
         worker.signal(signal.SIGTERM)
         assert worker.wait() == 0
         assert pool.names("{syn}:adapters") == []
         pool.start(*QUICK)
         async with pool.producer("syn") as late:
             assert await late.adapters() == {}
-        assert await other.adapters() == {}, "for a lease it may be a server that has forgotten them"
-
-
-async def test_a_worker_that_cannot_load_what_is_in_service_does_not_start(pool: Pool, tmp_path: Path) -> None:
-    pool.start(*QUICK)
-    async with pool.producer("syn") as producer:
-        folder = write(tmp_path, "a", "1")
-        revision = await producer.add_adapter("poet", folder)
-        (folder / "weights").write_text("changed since")
-        late = pool.start(*QUICK, wait=False)
-        assert late.wait() == 2
-        assert "has other weights on this worker" in late.text
-        (folder / "weights").unlink()
-        late = pool.start(*QUICK, wait=False)
-        assert late.wait() == 2
-        assert "is an empty folder" in late.text
-        await check(producer, "poet", revision, [1], [2])
 
 
 @pytest.mark.usefixtures("short_memory")
-async def test_a_server_that_loses_everything_is_told_again(
-    pool: Pool, tmp_path: Path, own_server: EmbeddedServer
+async def test_a_folder_whose_weights_have_changed_is_refused_until_it_is_added_again(
+    pool: Pool, tmp_path: Path
 ) -> None:
-    pool = Pool(own_server.url, "lost", tmp_path)
+    first, folder = pool.start(*QUICK), write(tmp_path, "a", "1")
+    async with pool.producer("syn") as producer:
+        revision = await producer.add_adapter("poet", folder)
+        (folder / "weights").write_text("changed since")
+        await check(producer, "poet", revision, [1], [2])
+        first.signal(signal.SIGTERM)
+        assert first.wait() == 0
+        pool.redis.delete(pool.keys.model("syn").adapters)
+        second = pool.start(*QUICK, "--adapters", f"other={folder}")
+    async with pool.producer("syn") as producer:
+        registered = Adapter(str(folder), revision)
+        await put(pool, producer, "poet", registered)
+        for _ in range(2):
+            with pytest.raises(AdapterRefused, match=r"has other weights on this worker .* `lmpool adapters add`"):
+                await producer.logprobs([3], adapter="poet")
+        await check(producer, "poet", await producer.add_adapter("poet", folder), [3])
+        await check(producer, "", "")
+        (folder / "weights").unlink()
+        await put(pool, producer, "gone", registered)
+        with pytest.raises(AdapterRefused, match="cannot load the adapter 'gone': .* an empty folder"):
+            await producer.logprobs([3], adapter="gone")
+    assert second.is_running
+
+
+@pytest.mark.usefixtures("short_memory")
+async def test_after_a_server_has_lost_everything_a_worker_s_own_adapters_are_in_service_again(
+    tmp_path: Path, own_server: EmbeddedServer
+) -> None:
+    pool, own = Pool(own_server.url, "lost", tmp_path), write(tmp_path, "own", "1")
     try:
         for _ in range(2):
-            pool.start(*QUICK)
+            pool.start(*QUICK, "--adapters", f"own={own}")
         async with two_clients(pool) as (client, other):
-            revision = await client.add_adapter("poet", write(tmp_path, "a", "1"))
-            await client.add_adapter("gone", write(tmp_path, "b", "2"))
-            await client.remove_adapter("gone")
-            for round_ in range(3):
-                pool.redis.flushall()
-                await check(other, "poet", revision, [round_], [round_, 1])
-                with pytest.raises(UnknownAdapter, match="has no adapter 'gone'; it has: poet"):
-                    await client.logprobs([1], adapter="gone")
+            revision = (await client.adapters())["own"]
+            await check(client, "own", revision)
+            added = await client.add_adapter("poet", write(tmp_path, "a", "1"))
+            await check(other, "poet", added)
             pool.redis.flushall()
-            newer = await client.add_adapter("poet", write(tmp_path, "c", "3"))
-            pool.redis.flushall()
-            await check(other, "poet", newer, [1], [2])
+
+            async def is_back() -> bool:
+                try:
+                    async with pool.producer("syn") as late:
+                        return await late.adapters() == {"own": revision}
+                except UnknownModel:
+                    return False
+
+            await until_async(is_back, "workers have registered their own adapters")
+            await check(other, "own", revision, [3], [4])
+            for producer in (client, other):
+                with pytest.raises(ServerError, match="has lost a change of the adapter 'poet'"):
+                    await producer.logprobs([5], adapter="poet")
+            newer = await client.add_adapter("poet", write(tmp_path, "b", "2"))
+            for producer in (client, other):
+                await check(producer, "poet", newer, [1], [2])
     finally:
         pool.end()
+
+
+@pytest.mark.usefixtures("short_memory")
+async def test_all_processes_of_a_program_may_add_the_same_adapter_at_once(pool: Pool, tmp_path: Path) -> None:
+    for _ in range(2):
+        pool.start(*QUICK)
+    producers = [pool.producer("syn") for _ in range(5)]
+    for content in ("first", "second"):
+        folder = write(tmp_path, "a", content)
+        revisions = await asyncio.gather(*(producer.add_adapter("poet", folder) for producer in producers))
+        assert len(set(revisions)) == 1
+        for producer in producers:
+            await check(producer, "poet", revisions[0])
+    await asyncio.gather(*(producer.close() for producer in producers))
+
+
+async def test_a_change_that_is_cancelled_changes_nothing(pool: Pool, tmp_path: Path) -> None:
+    worker = pool.start(*QUICK)
+    async with pool.producer("syn") as producer:
+        revision = await producer.add_adapter("poet", write(tmp_path, "a", "1"))
+        worker.signal(signal.SIGSTOP)
+        change = asyncio.create_task(producer.add_adapter("poet", write(tmp_path, "b", "2")))
+
+        async def is_queued() -> bool:
+            return pool.jobs() == 1
+
+        await until_async(is_queued, "the check is queued")
+        change.cancel()
+        await asyncio.wait([change])
+        worker.signal(signal.SIGCONT)
+        assert await producer.adapters() == {"poet": revision}
+        await check(producer, "poet", revision)
+
+
+async def test_closing_the_producer_ends_its_changes(pool: Pool, tmp_path: Path) -> None:
+    worker = pool.start(*QUICK)
+    async with pool.producer("syn") as producer:
+        await producer.adapters()
+        worker.signal(signal.SIGSTOP)
+        change = asyncio.create_task(producer.add_adapter("judge", write(tmp_path, "b", "2")))
+
+        async def is_queued() -> bool:
+            return pool.jobs() == 1
+
+        await until_async(is_queued, "the check is queued")
+    worker.signal(signal.SIGCONT)
+    with pytest.raises(ProducerClosed):
+        await asyncio.wait_for(change, DEADLINE_S)
 
 
 # Refusals
 
 
-async def test_what_cannot_be_loaded_is_refused_and_the_old_one_stays(pool: Pool, tmp_path: Path) -> None:
+async def test_an_adapter_that_cannot_be_loaded_is_refused_and_the_old_one_stays(pool: Pool, tmp_path: Path) -> None:
     workers = [pool.start(*QUICK) for _ in range(2)]
     async with two_clients(pool) as (client, other):
         revision = await client.add_adapter("poet", write(tmp_path, "a", "1"))
@@ -352,13 +397,12 @@ async def test_what_cannot_be_loaded_is_refused_and_the_old_one_stays(pool: Pool
             (tmp_path / "none", "cannot be read: No such file"),
             (tmp_path / "empty", "an empty folder"),
         ]:
-            with pytest.raises(AdapterRefused, match=rf"the worker \S+ cannot load it: adapters: .*{why}"):
+            with pytest.raises(AdapterRefused, match=rf"a worker cannot load the adapter 'poet': adapters: .*{why}"):
                 await other.add_adapter("poet", source)
             with pytest.raises(AdapterRefused, match=why):
                 await other.add_adapter("new", str(source))
         assert await client.adapters() == {"poet": revision}
         await check(other, "poet", revision, [1], [2])
-        await until_async(no_offers(pool), "offers are taken back")
     assert all(worker.is_running for worker in workers)
 
 
@@ -389,40 +433,28 @@ async def test_bad_names_are_refused(pool: Pool, tmp_path: Path, name: Any) -> N
 
 
 @pytest.mark.usefixtures("short_memory")
-async def test_a_model_has_so_many_adapters_and_no_more(pool: Pool, tmp_path: Path) -> None:
+async def test_a_registry_has_a_limit(pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registries, "MAX_ADAPTERS", 4)
     folder = write(tmp_path, "a", "1")
-    backend = SyntheticBackend(
-        SyntheticSettings(name="syn", vocab_size=V, adapters=[f"a{number}={folder}" for number in range(MAX_ADAPTERS)])
-    )
-    async with serving(pool, backend), pool.producer("syn") as producer:
-        assert len(await producer.adapters()) == MAX_ADAPTERS
-        with pytest.raises(SettingsError, match="'more' is one too many: a model may have 64"):
+    settings = SyntheticSettings(name="syn", vocab_size=V, adapters=[f"a{number}={folder}" for number in range(4)])
+    async with serving(pool, SyntheticBackend(settings)), pool.producer("syn") as producer:
+        assert len(await producer.adapters()) == 4
+        with pytest.raises(SettingsError, match="'more' is one too many: a model may have 4"):
             await producer.add_adapter("more", folder)
         revision = await producer.add_adapter("a3", write(tmp_path, "b", "2"))
         await check(producer, "a3", revision)
-        await producer.remove_adapter("a4")
+        await producer.remove_adapter("a2")
         await check(producer, "more", await producer.add_adapter("more", folder))
 
 
-@pytest.mark.usefixtures("short_memory")
 async def test_without_workers_a_change_ends_with_its_deadline(pool: Pool, tmp_path: Path) -> None:
-    # While its lease lasts a worker that is silent may be loading.
-    worker = pool.start("--vocab-size", V, "--lease-s", 600)
+    worker = pool.start(*QUICK)
     async with pool.producer("syn") as producer:
-        await producer.add_adapter("poet", write(tmp_path, "a", "1"))
-        worker.signal(signal.SIGSTOP)
-        with pytest.raises(
-            DeadlineExceeded,
-            match=r"not done within 3 s .*not in service, revision \w+ still is \(still loading or silent",
-        ):
-            await producer.add_adapter("poet", write(tmp_path, "b", "2"), timeout=3)
+        revision = await producer.add_adapter("poet", write(tmp_path, "a", "1"))
         worker.signal(signal.SIGKILL)
-        # As when its lease has passed.
-        workers = pool.keys.model("syn").workers
-        names: Any = pool.redis.zrange(workers, 0, -1)
-        pool.redis.zadd(workers, dict.fromkeys(names, deadline_ms(-1)))
-        with pytest.raises(NoWorker, match="no live worker serves the model; start one with `lmpool worker`"):
-            await producer.add_adapter("other", write(tmp_path, "b", "2"), timeout=3)
+        with pytest.raises(DeadlineExceeded, match=r"within 3 s"):
+            await producer.add_adapter("poet", write(tmp_path, "b", "2"), timeout=3)
+        assert await producer.adapters() == {"poet": revision}
 
 
 @pytest.mark.usefixtures("short_memory")

@@ -17,12 +17,13 @@ from lmpool.errors import (
     AdapterRefused,
     SettingsError,
 )
+from lmpool.protocol.adapter import Adapter
 from lmpool.workers.backends.synthetic import SyntheticBackend, SyntheticSettings
 from lmpool.workers.membership import adapters as workers_adapters
 from lmpool.workers.membership.adapters import AdapterSources
 from lmpool.workers.settings import WorkerSettings
 from lmpool.workers.worker import Worker
-from tests.shared.broker.adapters.adapter_changes import QUICK, V, check, write
+from tests.shared.broker.adapters.adapter_changes import QUICK, V, check, put, revision_in, write
 from tests.shared.broker.adapters.test_adapters import serving
 from tests.support.pool import DEADLINE_S, Pool
 
@@ -73,20 +74,18 @@ async def test_an_adapter_that_lies_outside_of_the_root_is_refused(pool: Pool, t
     roots: dict[str, Any] = {"adapter_root": [str(root), str(write(tmp_path, "other", "2"))]}
     plain = SyntheticSettings(name="syn", vocab_size=V)
     message = rf"lies outside of {root}, {tmp_path}/other: .* --adapter-root"
-    async with serving(pool, SyntheticBackend(plain)), pool.producer("syn") as producer:
-        async with serving(pool, SyntheticBackend(plain), **roots):
-            for source in (outside, root / "link", root / "linked", root / ".." / "outside", "/"):
-                with pytest.raises(AdapterRefused, match=message):
-                    await producer.add_adapter("poet", str(source))
-            # The other worker, which has no root, may be the first to try it.
-            with pytest.raises(AdapterRefused, match=f"{message}|none' cannot be read"):
-                await producer.add_adapter("poet", str(tmp_path / "none"))
-            for source in (inside, root / "alias", tmp_path / "other"):
-                await check(producer, "poet", await producer.add_adapter("poet", source))
-        await producer.add_adapter("poet", outside)
-        for started in (plain, SyntheticSettings(name="syn", vocab_size=V, adapters=[f"poet={outside}"])):
-            with pytest.raises(SettingsError, match=message):  # What is in service, and what it was started with.
-                await Worker(Server(pool.url), started, WorkerSettings(pool.prefix, **roots)).run()
+    async with serving(pool, SyntheticBackend(plain), **roots), pool.producer("syn") as producer:
+        for source in (outside, root / "link", root / "linked", root / ".." / "outside", "/", tmp_path / "none"):
+            with pytest.raises(AdapterRefused, match=message):
+                await producer.add_adapter("poet", str(source))
+        for source in (inside, root / "alias", tmp_path / "other"):
+            await check(producer, "poet", await producer.add_adapter("poet", source))
+        await put(pool, producer, "judge", Adapter(str(outside), revision_in(outside)))
+        with pytest.raises(AdapterRefused, match=message):
+            await producer.logprobs([1], adapter="judge")
+    started = SyntheticSettings(name="syn", vocab_size=V, adapters=[f"poet={outside}"])
+    with pytest.raises(SettingsError, match=message):
+        await Worker(Server(pool.url), started, WorkerSettings(pool.prefix, **roots)).run()
 
 
 async def test_where_a_folder_is_looked_for_that_is_not_there_is_told(pool: Pool, tmp_path: Path) -> None:

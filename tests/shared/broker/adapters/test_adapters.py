@@ -16,12 +16,12 @@ import pytest
 
 from lmpool.broker.registries import AdapterRegistry
 from lmpool.broker.server import Server
-from lmpool.errors import AdapterChanged, DeadlineExceeded, ModelMismatch, ProtocolError, SettingsError, UnknownAdapter
+from lmpool.errors import AdapterChanged, DeadlineExceeded, ProtocolError, SettingsError, UnknownAdapter
 from lmpool.producer import Producer, SyncProducer
 from lmpool.protocol.adapter import (
     MAX_ADAPTERS,
+    MAX_LOADED,
     Adapter,
-    Offer,
     Registered,
     check_adapter_name,
     is_qualified,
@@ -74,9 +74,11 @@ async def expected(producer: Producer, ids: list[int], adapter: str) -> Row:
 
 
 @asynccontextmanager
-async def serving(pool: Pool, backend: Backend, **settings: Any) -> AsyncIterator[Worker]:
+async def serving(
+    pool: Pool, backend: Backend, max_adapters: int = MAX_LOADED, **settings: Any
+) -> AsyncIterator[Worker]:
     """A worker in this process."""
-    worker = Worker(Server(pool.url), Prepared(backend), WorkerSettings(pool.prefix, **settings))
+    worker = Worker(Server(pool.url), Prepared(backend, max_adapters), WorkerSettings(pool.prefix, **settings))
     ready = asyncio.Event()
     running = asyncio.create_task(worker.run(lambda _: ready.set()))
     await asyncio.wait_for(ready.wait(), DEADLINE_S)
@@ -223,20 +225,6 @@ async def test_a_worker_computes_nothing_with_other_weights_than_a_job_names(poo
         assert backend.stats().rows == 0
 
 
-async def test_a_worker_whose_adapter_has_other_weights_may_not_join(
-    pool: Pool, folders: list[str], tmp_path: Path
-) -> None:
-    (tmp_path / "third").write_text("other weights")
-    other = Worker(Server(pool.url), Prepared(adapted([f"one={tmp_path / 'third'}"])), WorkerSettings(pool.prefix))
-    async with serving(pool, adapted(folders)):
-        with pytest.raises(ModelMismatch, match=r"adapters: 'one' is in service with other weights"):
-            await asyncio.wait_for(other.run(), DEADLINE_S)
-        async with pool.producer() as producer:
-            assert list(await producer.adapters()) == list(NAMES[1:])
-            row = await producer.logprobs([1], adapter="one")
-            assert np.array_equal(row, await expected(producer, [1], "one"))
-
-
 def test_calls_of_a_producer_are_coroutine_functions() -> None:
     """Frameworks ask whether to await them; those that take `adapter` are wrapped."""
     others, streams = {"clear_cache", "close_soon", "stats"}, {"stream_positions"}
@@ -305,57 +293,59 @@ def test_a_name_that_no_adapter_can_have(name: Any) -> None:
         check_adapter_name("name", name)
 
 
-def test_adapters_and_offers_survive_the_wire_and_nothing_else_does(pool: Pool) -> None:
+def test_the_entries_of_a_registry_survive_the_wire_and_nothing_else_does(pool: Pool) -> None:
     asyncio.run(_read_back(pool))
 
 
 async def _read_back(pool: Pool) -> None:
     redis, keys = Server(pool.url).client(), pool.keys.model("syn")
-    registry = AdapterRegistry(redis, keys, "f" * 32)
+    registry, other = (AdapterRegistry(redis, keys, digit * 32) for digit in "fe")
+    one, two = Adapter("/a", "0f"), Adapter("/b", "1e")
     try:
-        assert (lost := await registry.read()) == Registered("", {}, {})
-        assert not await registry.offer("one", Offer("/a", "n"), 10), "the server has lost the adapters"
-        assert await registry.create({"ü": Adapter("/a", "0f")}, lost)
-        assert not await registry.create({}, lost), "somebody was faster"
-        assert await registry.offer("one", Offer("/b", "n"), 10)
-        await registry.fill("one", Offer("/b", "n"), "1e")
-        registered = await registry.read()
-        assert registered[:3] == ("f" * 32, {"ü": Adapter("/a", "0f")}, {"one": Offer("/b", "n", "1e")})
-        assert await registry.adopt("one", Offer("/b", "n"), registered, 60) is None, "it is another by now"
-        assert await registry.adopt("one", Offer("/b", "n", "1e"), lost, 60) is None, "the registry is another by now"
-        made = await registry.adopt("one", Offer("/b", "n", "1e"), registered, 60)
-        assert await registry.known_for("one") == 0, "nobody can know another one"
-        registered, before = await registry.read(), registered
-        assert registered.adapters == {"ü": Adapter("/a", "0f"), "one": Adapter("/b", "1e")}
-        assert (registered.generation, registered.base) == (made, before.generation)
-        assert await registry.offer("ü", Offer("/c", "n", "2d"), 10)
-        assert await registry.adopt("ü", Offer("/c", "n", "2d"), registered, 60)
-        assert not await registry.register("ü", Adapter("/d", "3c"), await registry.read()), "the name is taken"
-        assert await registry.remove("two", await registry.read(), 30) is None, "there is none"
-        assert await registry.remove("one", await registry.read(), 30)
-        assert 50 < await registry.known_for("ü") <= 60
-        assert 20 < await registry.known_for("one") <= 30
-        for bad in (b"", b"x", b"-1-" + b"0" * 16, b"9" * 16 + b"-" + b"0" * 16, b"1-0"):
+        assert await registry.read() == Registered(0, {}, {})
+        assert await registry.put("\xfc", one, is_new=True) == (1, 0)
+        assert await registry.put("\xfc", two, is_new=True) == (1, 0), "the name has an entry"
+        assert await registry.read() == Registered(1, {"\xfc": one}, {"\xfc": 1})
+        version, wait_s = await registry.put("one", one)
+        assert (abs(version - 1000 * pool.redis.time()[0]) < 5000, wait_s) == (True, 0), "no client can know another"
+        assert (await registry.put("one", one))[0] == version, "nothing has changed"
+        later, wait_s = await registry.put("one", two)
+        assert (later > version, 2 < wait_s <= 2.5) == (True, True)
+        again, wait_s = await registry.put("one", two)
+        assert (again == later, 1 < wait_s <= 2.5) == (True, True), "clients may use the replaced entry still"
+        assert await registry.read("one", "none") == Registered(later, {"one": two}, {"one": later})
+        assert await registry.remove("none") == (0, 0)
+        removed, wait_s = await registry.remove("one")
+        assert (removed > later, 2 < wait_s <= 2.5) == (True, True)
+        assert await registry.read() == Registered(removed, {"\xfc": one}, {"\xfc": 1})
+        assert await registry.version() == removed
+        assert await other.read() == Registered(0, {}, {}), "these are adapters of another model"
+        assert (await other.put("one", one))[0] > removed
+        assert list((await other.read()).adapters) == ["one"]
+        assert await registry.version() == 0
+        await registry.put("one", one)
+        assert one.pack() == b"\x93\1\xa2/a\xa20f"
+        for bad in (b"x", b"-1", b"9" * 16, b"1.5"):
             pool.redis.hset(keys.adapters, "@", bad)
-            if bad:
-                with pytest.raises(ProtocolError, match="is no generation of a registry"):
-                    await registry.read()
-        assert (Adapter("/a", "0f").pack(), Offer("/a", "n").pack()) == (
-            b"\x93\1\xa2/a\xa20f",
-            b"\x94\1\xa2/a\xa1n\xa0",
-        )
-        pool.redis.hset(keys.offers, "bad", msgpack.packb([1, "/a", "n"]))
-        with pytest.raises(ProtocolError, match="'bad': .*: expected 4 fields, got 3"):
-            await registry.read()
-        pool.redis.hdel(keys.offers, "bad")
-        for bad in (b"", b"\xc1", b"x" * 20_000, msgpack.packb([2, "/a", "0f"]), msgpack.packb([1, "/a"]),
+            with pytest.raises(ProtocolError, match="is no version of a registry"):
+                await registry.read()
+        pool.redis.hset(keys.adapters, "@", b"7")
+        for bad in (b"", b"\xc1", b"x" * 20_000, msgpack.packb([2, "/a", "0f"]), msgpack.packb([1]),
                     msgpack.packb([1, "/a", 5]), msgpack.packb([True, "/a", "0f"]), msgpack.packb([1, "/a", "0f", ""]),
                     msgpack.packb([1, "/a", b"0f"]), msgpack.packb({"a": 1}), msgpack.packb(1)):  # fmt: skip
-            pool.redis.hset(keys.adapters, "bad", bad)
-            with pytest.raises(ProtocolError):
-                await registry.read()
-        pool.redis.hset(keys.adapters, mapping={f"n{number}": b"" for number in range(2 * MAX_ADAPTERS + 1)})
-        with pytest.raises(ProtocolError, match="there can be 64"):
+            for version_of_entry in (b"1 ", b"", b"x "):
+                pool.redis.hset(keys.adapters, "bad", version_of_entry + bad)
+                with pytest.raises(ProtocolError):
+                    await registry.read()
+        pool.redis.hset(keys.adapters, mapping={f"n{number}": b"" for number in range(MAX_ADAPTERS + 1)})
+        with pytest.raises(ProtocolError, match="there can be 4098"):
             await registry.read()
+        await registry.begin_check("n", "/a", 60)
+        assert await registry.read_check("n") == Adapter("/a")
+        await registry.end_check("n", one)
+        assert await registry.read_check("n") == one
+        assert 0 < pool.redis.pttl(keys.adapter_check("n")) <= 60_000
+        await registry.end_check("other", one)
+        assert await registry.read_check("other") is None, "it has expired"
     finally:
         await redis.aclose()

@@ -1,4 +1,4 @@
-"""Adapters that end or hang workers: each is tried so often and no more, and the others serve on."""
+"""Adapters that kill or freeze the worker that loads them: no second worker loads them, and all others serve on."""
 
 from __future__ import annotations
 
@@ -15,13 +15,12 @@ from lmpool.errors import (
     AdapterRefused,
     WorkerError,
 )
-from lmpool.protocol.adapter import Offer
 from lmpool.workers.backends.synthetic import SyntheticBackend, SyntheticSettings
 from lmpool.workers.settings import WorkerSettings
 from lmpool.workers.worker import Worker
-from tests.shared.broker.adapters.adapter_changes import V, check, no_offers, write
+from tests.shared.broker.adapters.adapter_changes import V, check, write
 from tests.shared.broker.adapters.test_adapters import serving
-from tests.support.pool import DEADLINE_S, Pool, Prepared, WorkerProcess, until, until_async
+from tests.support.pool import DEADLINE_S, Pool, Prepared, WorkerProcess
 
 DEADLY = """
 import os, signal, sys
@@ -52,69 +51,63 @@ def start_mortal(pool: Pool, *, wait: bool = True) -> WorkerProcess:
     return pool._launch([sys.executable, "-c", DEADLY, pool.url, pool.prefix], None, wait=wait)
 
 
-async def test_an_offer_that_kills_a_worker_kills_no_other_and_is_refused(pool: Pool, tmp_path: Path) -> None:
+async def test_an_adapter_that_kills_the_worker_that_checks_it_kills_no_other(pool: Pool, tmp_path: Path) -> None:
     workers = [start_mortal(pool, wait=False) for _ in range(3)]
     for worker in workers:
         await asyncio.to_thread(worker.until_says, "serving ")
     async with pool.producer("syn") as producer:
-        with pytest.raises(AdapterRefused, match=r"the worker \S+ ended or fell silent while it loaded it"):
-            await producer.add_adapter("poet", write(tmp_path, "a", "deadly"))
-        assert sorted(worker.is_running for worker in workers) == [False, True, True]
+        for _ in range(2):  # The second time no worker loads it.
+            with pytest.raises(AdapterRefused, match=r"the worker \S+ terminated while it loaded this adapter"):
+                await producer.add_adapter("poet", write(tmp_path, "a", "deadly"))
+            assert sorted(worker.is_running for worker in workers) == [False, True, True]
         assert await producer.adapters() == {}
         await check(producer, "", "")
         await check(producer, "poet", await producer.add_adapter("poet", write(tmp_path, "a", "mended")))
-    await until_async(no_offers(pool), "the offer is taken back")
-    assert pool.names("{syn}:adapter_trials:*") != [], "it is known for a while"
+    (note,) = pool.names("{syn}:adapter_load:*")
+    assert 0 < pool.redis.pttl(note) <= 600_000
 
 
-async def test_an_offer_that_killed_a_worker_does_not_kill_it_again_when_it_is_restarted(
-    pool: Pool, tmp_path: Path
-) -> None:
-    first = start_mortal(pool)
-    # By nobody who would take it back.
-    offer = Offer(str(write(tmp_path, "a", "deadly")), "nonce")
-    pool.redis.hset(pool.keys.model("syn").offers, "poet", offer.pack())
-    assert await asyncio.to_thread(first.wait) == -signal.SIGKILL
-    again = await asyncio.to_thread(start_mortal, pool)
-    await asyncio.to_thread(again.until_says, "ended or fell silent while it loaded it, so no other does")
-    async with pool.producer("syn") as producer:
-        await check(producer, "", "")
-    assert again.is_running
-
-
-async def test_an_adapter_in_service_that_kills_workers_as_they_start_is_tried_so_often_and_no_more(
-    pool: Pool, tmp_path: Path
-) -> None:
-    keeps = start_mortal(pool)  # So that the registry stays.
-    folder, adapters = write(tmp_path, "a", "1"), pool.keys.model("syn").adapters
+async def test_an_adapter_in_service_that_kills_a_worker_kills_no_other(pool: Pool, tmp_path: Path) -> None:
+    folder = write(tmp_path, "a", "1")
+    first = await asyncio.to_thread(start_mortal, pool)
     async with pool.producer("syn") as producer:
         revision = await producer.add_adapter("poet", folder)
         (folder / "weights").write_text("deadly")
-        for _ in range(2):
-            victim = start_mortal(pool, wait=False)
-            assert await asyncio.to_thread(victim.wait) == -signal.SIGKILL
-
-        (key,) = [name for name in pool.names("{syn}:adapter_trials:*") if revision in name]
-
-        def are_overdue() -> bool:
-            now = pool.redis.time()[0]
-            return all(now - int(began) / 1000 > 6 for began in pool.redis.hvals(key))
-
-        await asyncio.to_thread(until, are_overdue, "both have been silent for long enough")
-        spared = start_mortal(pool, wait=False)
-        assert await asyncio.to_thread(spared.wait) == 1
-        assert "is in service, and the workers" in spared.text
-        assert "loading what is deadly" not in spared.text
+        await check(producer, "poet", revision)  # That worker has loaded it.
+        workers = [await asyncio.to_thread(start_mortal, pool) for _ in range(2)]
+        first.signal(signal.SIGKILL)
+        for token in range(3):
+            with pytest.raises(AdapterRefused, match=r"the worker \S+ terminated while it loaded this adapter"):
+                await producer.logprobs([9, token], adapter="poet")
+        await check(producer, "", "", [7], [8])
         (folder / "weights").write_text("1")
-        pool.redis.delete(key)  # As time does.
-        healthy = await asyncio.to_thread(start_mortal, pool)
-        assert healthy.is_running
-        assert keeps.is_running
-        assert not [name for name in pool.names("{syn}:adapter_trials:*") if revision in name]
-        assert pool.redis.hexists(adapters, "poet")
+        assert await producer.add_adapter("poet", folder) == revision
+        await check(producer, "poet", revision, [9, 3])
+    assert sorted(worker.is_running for worker in workers) == [False, True]
+    assert sum(worker.text.count("loading what is deadly") for worker in workers) == 1
 
 
-async def test_an_offer_over_which_a_worker_hangs_is_refused(pool: Pool, tmp_path: Path) -> None:
+async def test_a_worker_that_ends_in_good_order_while_it_loads_leaves_no_note(pool: Pool, tmp_path: Path) -> None:
+    may_go_on, is_loading = threading.Event(), threading.Event()
+
+    class Slow(SyntheticBackend):
+        def load_adapter(self, name: str, source: str) -> str:
+            is_loading.set()
+            may_go_on.wait()
+            return super().load_adapter(name, source)
+
+    backend = Slow(SyntheticSettings(name="syn", vocab_size=V))
+    async with serving(pool, backend) as worker, pool.producer("syn") as producer:
+        change = asyncio.create_task(producer.add_adapter("poet", write(tmp_path, "a", "1")))
+        assert await asyncio.to_thread(is_loading.wait, DEADLINE_S)
+        assert len(pool.names("{syn}:adapter_load:*")) == 1
+        worker.stop()
+        may_go_on.set()
+        await change
+    assert pool.names("{syn}:adapter_load:*") == []
+
+
+async def test_an_adapter_that_freezes_a_worker_is_refused(pool: Pool, tmp_path: Path) -> None:
     may_go_on = threading.Event()
 
     class Hanging(SyntheticBackend):
@@ -123,18 +116,19 @@ async def test_an_offer_over_which_a_worker_hangs_is_refused(pool: Pool, tmp_pat
             return super().load_adapter(name, source)
 
     settings = SyntheticSettings(name="syn", vocab_size=V)
+    worker_settings = WorkerSettings(pool.prefix, step_timeout_s=0.3, lease_s=3)
     try:
-        async with serving(pool, SyntheticBackend(settings)), pool.producer("syn") as producer:
-            hanging = Worker(
-                Server(pool.url), Prepared(Hanging(settings)), WorkerSettings(pool.prefix, step_timeout_s=0.3)
-            )
-            ready = asyncio.Event()
-            running = asyncio.create_task(hanging.run(lambda _: ready.set()))
-            await asyncio.wait_for(ready.wait(), DEADLINE_S)
+        hanging = Worker(Server(pool.url), Prepared(Hanging(settings)), worker_settings)
+        ready = asyncio.Event()
+        running = asyncio.create_task(hanging.run(lambda _: ready.set()))
+        await asyncio.wait_for(ready.wait(), DEADLINE_S)
+        async with pool.producer("syn", when_absent="wait") as producer:
             change = asyncio.create_task(producer.add_adapter("poet", write(tmp_path, "a", "1")))
             with pytest.raises(WorkerError, match="the backend hangs"):
                 await running
-            with pytest.raises(AdapterRefused, match=rf"the worker {hanging.worker_id} ended or fell silent"):
-                await change
+            async with serving(pool, SyntheticBackend(settings)):
+                with pytest.raises(AdapterRefused, match=rf"the worker {hanging.worker_id} terminated while it loaded"):
+                    await change
+                await check(producer, "", "")
     finally:
         may_go_on.set()

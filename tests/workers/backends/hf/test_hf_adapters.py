@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 from collections.abc import Iterator, Sequence
@@ -426,6 +427,20 @@ def test_a_rounded_copy_of_the_head_leaves_the_model_as_it_is(backend: HfBackend
 
 
 # Serving
+
+
+async def test_a_worker_serves_more_adapters_than_it_has_slots(pool: Pool, model: Path, tmp_path: Path) -> None:
+    folders = [write_lora(tmp_path / str(number), number) for number in range(6)]
+    pool.start("--backend", "hf", "--name", "tiny", "--max-adapters", 2, model=str(model))
+    async with pool.producer() as producer:
+        for number, folder in enumerate(folders):
+            await producer.add_adapter(f"a{number}", folder)
+        for ids in ([1, 2], [1, 2, 3]):
+            asked = [producer.logprobs(ids, adapter=f"a{number}") for number in range(len(folders))]
+            base, *rows = await asyncio.gather(producer.logprobs(ids), *asked)
+            np.testing.assert_allclose(base, reference(None, ids), atol=1e-5, rtol=0)
+            for folder, row in zip(folders, rows, strict=True):
+                np.testing.assert_allclose(row, reference(folder, ids), atol=1e-5, rtol=0)
 
 
 async def test_a_pool_serves_replaces_and_refuses_adapters(

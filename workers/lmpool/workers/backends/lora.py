@@ -1,8 +1,8 @@
-"""LoRA adapters on disk: what one may ask for, and whether it fits a model.
+"""LoRA adapters on disk: checks of their files before an engine reads them.
 
-Whoever may offer an adapter decides what its files say, and engines believe them: peft reserves memory for whatever
-rank the config names, takes names of modules for regular expressions, and leaves out what does not fit without a word.
-So both files are looked at before an engine reads them.
+Engines trust the files of an adapter: peft reserves memory for any rank that the config names, treats names of modules
+as regular expressions, and ignores weights that do not fit. Clients may name adapters that others have written, so
+workers check both files first.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from hashlib import blake2b
 from operator import index
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,10 @@ from lmpool.settings import check_texts, shown
 from lmpool.workers.backends.checkpoint import checkpoint_folder, read_config
 
 MAX_RANK = 1024
-"""The largest rank of an adapter."""
+"""Max rank of an adapter; larger ones are hardly smaller than the weights that they change."""
+
+LATER_RANK = 64
+"""Max rank of adapters that vLLM and SGLang load while they serve; they reserve memory for it when they start."""
 
 _CONFIG = "adapter_config.json"
 
@@ -33,75 +37,68 @@ WEIGHTS = "adapter_model.safetensors"
 """The file with an adapter's weights."""
 
 FILES = (_CONFIG, WEIGHTS)
-"""The files of an adapter that are read; weights in other formats may be pickles."""
+"""The files of an adapter that workers read; weights in other formats may be pickles."""
 
-_DEFAULT_RANK = 8
-_MAX_CONFIG_BYTES = 1 << 20
-_MAX_HEADER_BYTES = 1 << 28
-_MAX_ADAPTER_HEADER_BYTES = 1 << 25
+_DEFAULT_RANK = 8  # Of a config that names none, in peft.
+_MAX_CONFIG_BYTES = 1 << 20  # Max size of an adapter's config; typical ones have 1 KB.
+_MAX_HEADER_BYTES = 1 << 28  # Max size of the header of a model's weights; mixtures of experts have some 10 MB.
+_MAX_ADAPTER_HEADER_BYTES = 1 << 25  # Max size of the header of an adapter's weights; each tensor takes 150 bytes.
 _FACTORS = (".lora_A.weight", ".lora_B.weight")
 
 PEFT_PREFIX = "base_model.model."
-"""What peft writes before the names of a model's modules."""
+"""The prefix that peft writes before the names of a model's modules."""
 
 HARMLESS_INITS = (True, False, "gaussian", "eva", "orthogonal")
-"""Values of init_lora_weights that leave the model's own weights as they are; others need a converted adapter."""
+"""Values of init_lora_weights that do not change the model's own weights; others need a converted adapter."""
 
 BASE_WEIGHT = ".base_layer.weight"
-"""How the name of a weight ends that the model itself has: peft saves those of heads and embeddings with an adapter."""
+"""Suffix of a weight of the model itself: peft saves heads and embeddings with an adapter that targets them."""
 
-# Rows of a base weight that are compared at once.
-_COMPARED_ROWS = 1024
+_COMPARED_ROWS = 1024  # Rows of a base weight that are compared at once; some 20 MB of a large head.
 
-# bfloat16 keeps 8 significant bits: a copy that was saved in it differs from the model's own by at most this part.
+# Max relative difference of a copy that was saved in bfloat16, which has 8 significant bits.
 _COPY_TOLERANCE = 2.0**-8
 
-# float16 has no smaller numbers.
+# The smallest number of float16 above 0: max absolute difference of a copy that was saved in it.
 _MIN_FLOAT16 = 2.0**-24
 
-# Numbers of safetensors files, as numpy reads them; it has no bfloat16, which is the upper half of a float32.
+# Types of numbers in safetensors files, as numpy reads them; numpy has no bfloat16, the upper half of a float32.
 _DTYPES = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}
 
 ReadRows = Callable[[int, int], NDArray[np.float32]]
-"""Reads rows from a first one up to another, of a weight (n, m), as float32."""
+"""Reads rows [first, last) of a weight (n, m), as float32."""
 
 WeightOf = Callable[[str], ReadRows | None]
-"""From the name of a module to its weight; None if the model has none that can be read."""
+"""Finds the weight of a module by its name; None if the model has none that can be read."""
 
 # Their first dimension is the rank.
 _FIRST_FACTORS = (".lora_A.weight", ".lora_embedding_A")
 
-# Such as layers.0.self_attn.q_proj; what comes before differs between a checkpoint and the model made from it.
+# Parts of a module's name that are compared, such as layers.0.self_attn.q_proj; prefixes may differ.
 _MODULE_PARTS = 4
 
-# Anything else could be a pattern. A dot in one stands for any character, which costs nothing.
+# Other names could be regular expressions. A dot in a name matches any character, which is harmless.
 _MODULE = re.compile(r"[A-Za-z0-9_.-]{1,300}")
 
 _ALL_LINEAR = "all-linear"
 
-# Fields of lists of modules, and how many each may have: peft compares each with each module of the model.
+# Fields that list modules, and max names in each: peft compares each name with each module of the model.
 _MODULE_LISTS = {
     "target_modules": 4096, "exclude_modules": 4096, "target_parameters": 4096, "modules_to_save": 64,
     "layers_pattern": 16,
 }  # fmt: skip
 
-_MAX_PATTERNS = 1024
+_MAX_PATTERNS = 1024  # Max names in rank_pattern and alpha_pattern.
 
-# What has peft copy layers of the model, import modules of any name, or load other adapters.
+# Fields that make peft copy layers of the model, import any Python module, or load other adapters.
 _REFUSED = ("layer_replication", "megatron_config", "arrow_config")
 
 
 def read_adapter_folders(given: Sequence[str]) -> dict[str, str]:
-    """Read adapters.
-
-    Args:
-        given: texts of name=folder; a hub name may stand for the folder.
-
-    Returns:
-        adapter -> its folder or hub name.
+    """Read texts of the form name=source: name -> folder or hub name.
 
     Raises:
-        SettingsError: a text is not of this form, a name is none or is given twice, or there are too many.
+        SettingsError: a text has another form, a name is invalid or occurs twice, or there are too many.
     """
     check_texts("adapters", given)
     folders: dict[str, str] = {}
@@ -119,23 +116,43 @@ def read_adapter_folders(given: Sequence[str]) -> dict[str, str]:
 
 
 def adapter_folder(source: str) -> Path:
-    """The folder of an adapter: `source` itself, or where the hub's copy of its files lies.
+    """The folder of an adapter: `source` itself, or that of the hub's copy.
 
     Raises:
-        SettingsError: there is none, nor can one be had.
+        SettingsError: there is no folder, and the hub has no copy.
     """
     return checkpoint_folder("adapters", source, only=FILES)
 
 
+def content_digest(place: Path) -> str:
+    """Digest of a file, or of the files in a folder and their names: 32 hexadecimal digits.
+
+    Raises:
+        SettingsError: there is no file, or it cannot be read.
+    """
+    state = blake2b(digest_size=16)
+    try:
+        files = sorted(path for path in place.iterdir() if path.is_file()) if place.is_dir() else [place]
+        for path in files:
+            content = path.read_bytes()
+            state.update(f"{path.name if place.is_dir() else ''} {len(content)} ".encode())
+            state.update(content)
+    except OSError as error:
+        raise SettingsError(f"adapters: {shown(str(place))} cannot be read: {error.strerror or error}") from error
+    if not files:
+        raise SettingsError(f"adapters: {shown(str(place))} is an empty folder")
+    return state.hexdigest()
+
+
 def check_adapter(folder: Path, model: Path) -> None:
-    """Refuse an adapter that no engine should read, or whose weights have no place in a model.
+    """Refuse an adapter that no engine should read, or whose weights do not fit a model.
 
     Args:
         folder: with `adapter_config.json`, as peft writes it.
-        model: folder of the model. One without safetensors cannot be looked into, and has a place for all.
+        model: folder of the model; without safetensors in it, all names of weights are accepted.
 
     Raises:
-        SettingsError: no adapter, one of another model, or one whose config asks for too much or for patterns.
+        SettingsError: no adapter, an adapter of another model, or a config with patterns or numbers beyond the limits.
     """
     files = {name: path for path in model.glob("*.safetensors") for name in _header(path, _MAX_HEADER_BYTES)}
     check_fit(folder, modules_of(files), str(model))
@@ -149,7 +166,7 @@ def check_adapter(folder: Path, model: Path) -> None:
 
 
 def check_fit(folder: Path, modules: Collection[str], model: str) -> None:
-    """As `check_adapter`, for the modules (`modules_of`) of a model; none where they are not known."""
+    """As `check_adapter`, with the modules of a model (`modules_of`); an empty collection accepts all."""
     if not (folder / _CONFIG).is_file():
         raise SettingsError(f"adapters: {folder} holds no {_CONFIG}: is it a LoRA adapter of peft?")
     config = read_config(folder / _CONFIG, "adapters", _MAX_CONFIG_BYTES)
@@ -174,9 +191,9 @@ def check_fit(folder: Path, modules: Collection[str], model: str) -> None:
 
 
 def check_base_weights(folder: Path, weight_of: WeightOf, model: str) -> None:
-    """Refuse an adapter that changes weights of the model itself: an engine would leave these out.
+    """Refuse an adapter that changes weights of the model itself, because engines ignore those.
 
-    peft saves a copy of the model's head or embedding with each adapter that targets it. A copy is harmless.
+    peft saves a copy of the model's head or embedding with each adapter that targets it. An equal copy is harmless.
 
     Args:
         folder: of the adapter.
@@ -199,7 +216,7 @@ def check_base_weights(folder: Path, weight_of: WeightOf, model: str) -> None:
 
 
 def _is_copy(saved: ReadRows, own: ReadRows, rows: int) -> bool:
-    # One row more than the saved weight has: the model's may have more.
+    # One row more than the saved weight has, because the model's may have more.
     for first in range(0, rows + 1, _COMPARED_ROWS):
         left, right = saved(first, first + _COMPARED_ROWS), own(first, first + _COMPARED_ROWS)
         if left.shape != right.shape or not np.allclose(left, right, rtol=_COPY_TOLERANCE, atol=_MIN_FLOAT16):
@@ -208,7 +225,7 @@ def _is_copy(saved: ReadRows, own: ReadRows, rows: int) -> bool:
 
 
 def _read_rows(path: Path, name: str, most_header_bytes: int) -> ReadRows | None:
-    """Reads a tensor (n, m) of a safetensors file; None if it has another form, or its numbers are of no float type."""
+    """Reads a tensor (n, m) of a safetensors file; None if it has another shape or no float type."""
     entry: Any = _header(path, most_header_bytes).get(name)
     try:
         dtype = np.dtype(_DTYPES[entry["dtype"]])
@@ -231,17 +248,17 @@ def _read_rows(path: Path, name: str, most_header_bytes: int) -> ReadRows | None
 
 
 def read_adapter_config(folder: Path) -> dict[str, Any]:
-    """The config of an adapter that `check_fit` has taken."""
+    """The config of an adapter that `check_fit` has accepted."""
     return read_config(folder / _CONFIG, "adapters", _MAX_CONFIG_BYTES)
 
 
 def write_adapter_config(folder: Path, config: Mapping[str, Any]) -> None:
-    """Write a config as peft would."""
+    """Write a config as peft does."""
     (folder / _CONFIG).write_text(json.dumps(config), "utf-8")
 
 
 def scale_of(config: Mapping[str, Any], module: str, rank: int) -> float:
-    """The factor of what an adapter adds to the output of a module, by which peft multiplies it.
+    """The factor by which peft multiplies the output of an adapter for a module.
 
     Args:
         config: of the adapter.
@@ -249,14 +266,14 @@ def scale_of(config: Mapping[str, Any], module: str, rank: int) -> float:
         rank: of its weights.
     """
     alphas = config.get("alpha_pattern") or {}
-    # As peft does: the first pattern that is an end of the name, and a dot in it stands for any character.
+    # As peft: the first pattern that matches the end of the name.
     pattern = next((key for key in alphas if re.match(rf"(.*\.)?({key})$", module)), None)
     alpha = config.get("lora_alpha", _DEFAULT_RANK) if pattern is None else alphas[pattern]
     return float(alpha / (math.sqrt(rank) if config.get("use_rslora") else rank))
 
 
 def modules_of(tensors: Iterable[str]) -> set[str]:
-    """The modules of a model, from the names of its weights."""
+    """The modules of a model, by the names of its weights."""
     return {_module_of(name) for name in tensors}
 
 
@@ -275,7 +292,7 @@ def ranks_of(config: Mapping[str, Any]) -> set[int]:
 
 
 def _check_names(config: Mapping[str, Any]) -> None:
-    """Refuse patterns where modules are named: one can keep the interpreter for years."""
+    """Refuse regular expressions in place of names: one can block the interpreter for years."""
     for field in _REFUSED:
         if config.get(field):
             raise SettingsError(f"{field} is set, and workers serve no adapters that use it: train it without")
@@ -284,7 +301,7 @@ def _check_names(config: Mapping[str, Any]) -> None:
             continue
         if field == "target_modules" and isinstance(value, str) and value.lower() == _ALL_LINEAR:
             continue
-        # peft takes one layers_pattern for a list of one; a text is a pattern elsewhere.
+        # layers_pattern may be a single name; in the other fields a text is a regular expression.
         names = [value] if field == "layers_pattern" and isinstance(value, str) else value
         _check_modules(field, names, most)
     tokens = config.get("trainable_token_indices")
@@ -325,17 +342,17 @@ def _check_numbers(config: Mapping[str, Any]) -> None:
 def _is_finite(number: float) -> bool:
     try:
         return math.isfinite(number)
-    except OverflowError:  # A whole number that is too large for a float.
+    except OverflowError:  # An int that is too large for a float.
         return False
 
 
 def _check_ranks(folder: Path, tensors: Mapping[str, Any], ranks: Collection[int], *, is_stacked: bool) -> None:
-    """Refuse weights of other ranks than the config names: the engine would reserve memory for the latter.
+    """Refuse weights of other ranks than the config names, because engines reserve memory for the latter.
 
     Args:
         folder: of the adapter.
         tensors: the header of its weights.
-        ranks: those that its config names.
+        ranks: in its config.
         is_stacked: the factors of several experts may be one tensor.
     """
     for name, tensor in tensors.items():
@@ -352,12 +369,12 @@ def _check_ranks(folder: Path, tensors: Mapping[str, Any], ranks: Collection[int
 
 
 def _module_of(tensor: str) -> str:
-    """Which module of a model a tensor belongs to, by the last parts of its name."""
+    """The module that a tensor belongs to, by the last parts of its name."""
     return ".".join(tensor.removeprefix(PEFT_PREFIX).split(".")[:-1][-_MODULE_PARTS:])
 
 
 def _header(path: Path, most_bytes: int) -> dict[str, Any]:
-    """Name -> what the header of a safetensors file says of a tensor; nothing when it has no header."""
+    """The header of a safetensors file: name -> entry of a tensor; empty if there is no valid header."""
     with path.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")
         if not 0 < size <= most_bytes:
@@ -365,5 +382,5 @@ def _header(path: Path, most_bytes: int) -> dict[str, Any]:
         try:
             header = json.loads(file.read(size))
         except (ValueError, RecursionError):
-            return {}  # The engine says what is wrong with it.
+            return {}  # The engine reports the error.
     return {name: entry for name, entry in header.items() if name != "__metadata__"} if isinstance(header, dict) else {}

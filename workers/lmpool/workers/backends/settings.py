@@ -21,7 +21,7 @@ from pkgutil import resolve_name
 from typing import Any, ClassVar, cast
 
 from lmpool.errors import SettingsError
-from lmpool.protocol.adapter import MAX_ADAPTERS
+from lmpool.protocol.adapter import MAX_ADAPTERS, MAX_LOADED
 from lmpool.settings import check_choice, check_name, check_number, check_texts, shown
 from lmpool.workers.backends.checkpoint import local_path
 from lmpool.workers.backends.lora import read_adapter_folders
@@ -98,7 +98,15 @@ class ModelSettings:
         "Longest prompt to accept; None means the model's limit, which is the maximum.", None, least=1
     )
     adapters: list[str] = field(
-        default_factory=list, metadata={"help": "A LoRA adapter, as name=folder; may be given several times."}
+        default_factory=list,
+        metadata={
+            "help": "LoRA adapters, as name=folder; may be given several times. They are loaded and put in service "
+            "at the start, unless other adapters have these names."
+        },
+    )
+    max_adapters: int = field(
+        default=MAX_LOADED,
+        metadata={"help": "Adapters that are loaded at once, at least those of --adapters; the others are evicted."},
     )
 
     def __post_init__(self) -> None:
@@ -192,7 +200,11 @@ class EngineSettings(ModelSettings):
         "Memory for keys and values; None means the engine's default, 1 GiB on a CPU.", None, least=1
     )
     max_adapters: int = option(
-        "Further adapters that there is to be room for, to be loaded while it serves.", 0, least=0, most=MAX_ADAPTERS
+        "Adapters that are loaded at once, at least those of --adapters; the others are evicted. The engine reserves "
+        "memory for them when it starts.",
+        0,
+        least=0,
+        most=MAX_ADAPTERS,
     )
     engine_args: list[str] = field(
         default_factory=list,

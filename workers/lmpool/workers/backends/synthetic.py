@@ -11,7 +11,6 @@ import time
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from hashlib import blake2b
 from itertools import islice
 from pathlib import Path
 from typing import ClassVar
@@ -19,17 +18,16 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from lmpool.errors import SettingsError
-from lmpool.protocol.adapter import qualify, revision_of
+from lmpool.protocol.adapter import MAX_LOADED, qualify, revision_of
 from lmpool.protocol.job import decode_ids
 from lmpool.protocol.model_info import ModelInfo
 from lmpool.protocol.query import PositionsQuery
 from lmpool.protocol.row import Encoding, NewRows, RowBlock, VectorBlock, no_new_rows, widen_bf16
-from lmpool.settings import check_choice, check_name, shown
+from lmpool.settings import check_choice, check_name
 from lmpool.synthetic import FEW_TOKENS, Draw, base_rows, draw, draw_few_tokens, fill, synthetic_vocabulary
 from lmpool.vocabulary import Vocabulary
 from lmpool.workers.backends.checkpoint import checkpoint_source
-from lmpool.workers.backends.lora import read_adapter_folders
+from lmpool.workers.backends.lora import content_digest, read_adapter_folders
 from lmpool.workers.backends.settings import check_numbers, option
 from lmpool.workers.execution.contract import (
     QUERY_ERRORS,
@@ -81,6 +79,10 @@ class SyntheticSettings:
             "help": "An adapter, as name=folder; may be given several times. The content of the folder (or file) "
             "determines the rows."
         },
+    )
+    max_adapters: int = field(
+        default=MAX_LOADED,
+        metadata={"help": "Adapters that are loaded at once, at least those of --adapters; the others are evicted."},
     )
 
     def __post_init__(self) -> None:
@@ -314,8 +316,8 @@ class SyntheticBackend:
             self._jobs.pop(digest, None)
 
     def load_adapter(self, name: str, source: str) -> str:
-        """See `Backend.load_adapter`; the revision is a digest of the content of the folder or file."""
-        revision = _content_digest(Path(source).expanduser())
+        """See `Backend.load_adapter`; the revision is a digest of what the folder or file holds."""
+        revision = content_digest(Path(source).expanduser())
         self._adapters.setdefault(qualify(name, revision), checkpoint_source(source))
         return revision
 
@@ -332,19 +334,3 @@ class SyntheticBackend:
         self._jobs.clear()
         if self._memory is not None:
             self._memory.clear()
-
-
-def _content_digest(place: Path) -> str:
-    """Digest of a file, or of the files in a folder with their names: 32 hexadecimal digits."""
-    state = blake2b(digest_size=16)
-    try:
-        files = sorted(path for path in place.iterdir() if path.is_file()) if place.is_dir() else [place]
-        for path in files:
-            content = path.read_bytes()
-            state.update(f"{path.name if place.is_dir() else ''} {len(content)} ".encode())
-            state.update(content)
-    except OSError as error:
-        raise SettingsError(f"adapters: {shown(str(place))} cannot be read: {error.strerror or error}") from error
-    if not files:
-        raise SettingsError(f"adapters: {shown(str(place))} is an empty folder")
-    return state.hexdigest()

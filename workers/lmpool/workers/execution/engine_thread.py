@@ -248,10 +248,12 @@ class EngineThread:
         def load(engine: _Engine) -> None:
             try:
                 revision = engine.backend.load_adapter(name, source)
-            except BaseException as error:
+            except LMPoolError as error:
                 self._post(_resolve, loaded, error)
-                if not isinstance(error, LMPoolError):
-                    raise  # The backend is broken.
+            except BaseException as error:
+                text = f"the backend broke while it loaded the adapter {name!r}: {error}"
+                self._post(_resolve, loaded, WorkerError(text))
+                raise
             else:
                 self._post(_resolve, loaded, revision)
 

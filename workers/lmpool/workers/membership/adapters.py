@@ -1,4 +1,4 @@
-"""The adapters that a worker serves: where they may come from, how they are tried, keeping to what is registered."""
+"""The adapters that a worker has loaded: loaded when a job first needs them, evicted when others need their place."""
 
 from __future__ import annotations
 
@@ -7,73 +7,68 @@ import json
 import logging
 import os
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence, Set
+from collections.abc import AsyncIterator, Mapping, Sequence, Set
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from redis.asyncio import Redis
 from redis.exceptions import RedisError, ResponseError
 
-from lmpool.broker import scripts
 from lmpool.broker.registries import AdapterRegistry
 from lmpool.broker.replies import sentence
-from lmpool.errors import AdapterChanged, LMPoolError, ModelMismatch, ProtocolError, SettingsError, WorkerError
-from lmpool.protocol.adapter import MAX_ADAPTERS, Adapter, Offer, Registered, name_of, qualify, revision_of
+from lmpool.errors import AdapterChanged, AdapterRefused, ProtocolError, SettingsError, WorkerError
+from lmpool.protocol.adapter import CHECK_PREFIX, Adapter, name_of, qualify, revision_of
 from lmpool.protocol.job import Failure
 from lmpool.protocol.keys import Keys
 from lmpool.settings import shown
 from lmpool.workers.backends.checkpoint import is_on_hub
-from lmpool.workers.backends.lora import adapter_folder
+from lmpool.workers.backends.lora import adapter_folder, content_digest
 from lmpool.workers.execution.engine_thread import EngineThread
-from lmpool.workers.execution.in_flight import InFlightPrompt
+from lmpool.workers.execution.in_flight import InFlight, InFlightPrompt
 from lmpool.workers.settings import WorkerSettings
 
 _log = logging.getLogger("lmpool.worker")
 
 _MB = 1_000_000
-_MIN_MEMORY_S = 600.0
-_MAX_WORKERS = 4096
-# One may have been ended by something else just then.
-_ENOUGH = 2
-_CHECK_S = 0.5
-_START_CHECK_S = 0.1
-_AGAIN_S = 5.0
-_LONGEST_PAUSE_S = 60.0
+_QUARANTINE_MS = 600_000  # How long the note of a load stays; long enough for an operator to read the worker's log.
+_REFUSED_S = 5.0  # Seconds before an adapter that could not be loaded is tried again.
+_RETRY_S = 0.5  # Seconds between two tries to read the registry from a server that does not answer.
+_IN_USE_CHECK_S = 0.01  # Seconds between two checks whether the jobs of an adapter to be evicted have finished.
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterSources:
-    """Tells which folders and hub names are taken.
+    """The places that a worker loads adapters from.
 
     Attributes:
-        roots: folders in which adapters must lie, with all links followed; none for all that can be read.
-        takes_hub: whether names on a hub are taken from others than whoever starts the worker.
-        most_bytes: what the files of one adapter may take together.
+        roots: adapters must lie in one of these folders, after all links are followed; empty allows every folder.
+        takes_hub: accept hub names from clients; the operator's own `--adapters` may always be hub names.
+        max_bytes: max size of the files of one adapter together.
     """
 
     roots: tuple[Path, ...]
     takes_hub: bool
-    most_bytes: int
+    max_bytes: int
 
     @classmethod
     def of(cls, settings: WorkerSettings) -> AdapterSources:
-        """Those that a worker's settings allow."""
+        """The places that a worker's settings allow."""
         roots = tuple(Path(root).resolve() for root in settings.adapter_root)
         return cls(roots, settings.adapter_hub, settings.adapter_mb * _MB)
 
     def place(self, source: str, *, is_own: bool = False) -> str:
-        """What the backend is to load: a folder with all links followed, or the name on the hub.
+        """The folder of a source, with all links followed, or the hub name.
 
-        A folder that is not there is left to the backend to report.
+        A folder that does not exist is left to the backend to report.
 
         Args:
             source: folder or hub name.
-            is_own: whoever starts the worker has named it.
+            is_own: the source is one of the operator's own `--adapters`.
 
         Raises:
-            SettingsError: adapters from there are not taken.
+            SettingsError: this worker loads no adapters from there.
         """
         if is_on_hub(source):
             if not self.takes_hub and not is_own:
@@ -90,29 +85,25 @@ class AdapterSources:
             self.check_size(folder, source)
         except (FileNotFoundError, NotADirectoryError):
             return str(folder)
-        except (OSError, RuntimeError) as error:  # Links in a circle; ~somebody who is not known here.
+        except (OSError, RuntimeError) as error:  # A circle of links; ~user of an unknown user.
             raise SettingsError(f"adapters: {shown(source)} cannot be read: {error}") from error
         return str(folder)
 
     def check_size(self, folder: Path, source: str) -> None:
-        """Refuse an adapter whose files are too large.
-
-        Args:
-            folder: where the adapter lies.
-            source: what it was called.
+        """Refuse an adapter whose files have more than `max_bytes`; `source` names it in the error.
 
         Raises:
-            SettingsError: they take more than `most_bytes`.
+            SettingsError: they have.
         """
         size = sum(file.stat().st_size for file in folder.iterdir() if file.is_file())
-        if size > self.most_bytes:
+        if size > self.max_bytes:
             raise SettingsError(
-                f"adapters: the files in {shown(source)} have {size / _MB:.0f} MB, and {self.most_bytes / _MB:.0f} MB "
+                f"adapters: the files in {shown(source)} have {size / _MB:.0f} MB, and {self.max_bytes / _MB:.0f} MB "
                 "are taken: start all workers with a larger --adapter-mb if there is the memory"
             )
 
     def _check_root(self, place: Path, named: str) -> None:
-        """Refuse a file or folder outside of `roots`; `named` is what it was called."""
+        """Refuse a file or folder outside of `roots`; `named` names it in the error."""
         if self.roots and not any(place.is_relative_to(root) for root in self.roots):
             roots = ", ".join(map(str, self.roots))
             raise SettingsError(
@@ -121,135 +112,80 @@ class AdapterSources:
             )
 
 
-class AdapterTrials:
-    """Tells the other workers which adapter this one is loading, so that a deadly one does not end them all.
+class LoadNotes:
+    """Notes in Redis of the adapters that workers load, so that an adapter that kills a worker kills only one.
 
     Args:
         redis: a client for control messages.
         keys: the deployment's key names.
-        model: what the worker serves.
-        worker_id: the worker's name.
-        settings: of the worker.
+        model: name of the model.
+        worker_id: id of this worker.
     """
 
-    def __init__(self, redis: Redis, keys: Keys, model: str, worker_id: str, settings: WorkerSettings) -> None:
+    def __init__(self, redis: Redis, keys: Keys, model: str, worker_id: str) -> None:
         self._redis = redis
         self._keys = keys
         self._model = keys.model(model)
         self._worker_id = worker_id
-        self._lease_ms = int(settings.lease_s * 1000)
-        # Longer than some loads that hang take until their workers end.
-        self._memory_ms = int(1000 * max(_MIN_MEMORY_S, 4 * settings.step_timeout_s))
-        self._noted_key = b""
+        self._key = b""
 
     @asynccontextmanager
-    async def offered(self, nonce: str, *, is_first: bool) -> AsyncIterator[bool]:
-        """Around the load of an adapter that is offered; False when another worker tries it first: then it must wait.
+    async def noted(self, content: str) -> AsyncIterator[None]:
+        """Keep a note around a load.
 
         Args:
-            nonce: names the offer.
-            is_first: no worker has loaded it yet: then one tries it before the others do.
+            content: see `ModelKeys.adapter_load`.
 
         Raises:
-            SettingsError: a worker has not survived it.
+            SettingsError: the note of another worker exists, which is no longer alive.
         """
-        key = self._model.adapter_trials(nonce)
-        if (old := await self._begin(key, "alone" if is_first else "any")) is not None:
-            if gone := await self._gone(old):
-                raise SettingsError(
-                    f"adapters: the worker {gone[0]} ended or fell silent while it loaded it, so no other does: look "
-                    "at that worker's log, mend the adapter, and add it again"
-                )
-            if is_first:
-                yield False
-                return
-            await self._begin(key, "anyway")
-        async with self._noted_until_told():
-            yield True
-
-    @asynccontextmanager
-    async def in_service(self, qualified: str) -> AsyncIterator[None]:
-        """Around the load of an adapter that is in service ("name@revision").
-
-        What other hosts have seen does not count: they may lack what this one has.
-
-        Raises:
-            SettingsError: two workers of this host have not survived it lately.
-        """
-        key, gone = self._model.adapter_trials(qualified), list[str]()
-        if (old := await self._begin(key, "any")) is not None:
-            gone = [worker for worker in await self._gone(old) if _host(worker) == _host(self._worker_id)]
-            if len(gone) >= _ENOUGH:
-                raise SettingsError(
-                    f"adapters: {qualified!r} is in service, and the workers {', '.join(gone)} of this host ended or "
-                    f"fell silent while they loaded it: look at their logs, then mend or remove it; it is tried again "
-                    f"{self._memory_ms // 60_000} minutes after the last try"
-                )
-            await self._begin(key, "anyway")
-        async with self._noted_until_told(*gone):
-            yield
-
-    async def leave(self, *, is_broken: bool) -> None:
-        """The worker ends: over what it loads at present, if its backend is broken."""
-        if not self._noted_key:
-            return
-        if is_broken:
-            await self._redis.hset(self._noted_key, self._worker_id, 0)
-        else:
-            await self._redis.hdel(self._noted_key, self._worker_id)
-
-    async def _begin(self, key: bytes, how: Literal["alone", "any", "anyway"]) -> list[str] | None:
-        """Note a load; when that is refused, the workers that should have ended theirs by now."""
-        args = [self._worker_id, how, self._lease_ms, self._memory_ms, _MAX_WORKERS]
-        is_noted, *old = await scripts.TRIAL(self._redis, [key], args)
-        if is_noted:
-            self._noted_key = key
-            return None
-        return [worker.decode("utf-8", "replace") for worker in old]
-
-    @asynccontextmanager
-    async def _noted_until_told(self, *others: str) -> AsyncIterator[None]:
-        """Take the note back when the load has ended, not when the worker has; after a success others' notes too."""
-        key = self._noted_key
+        key = self._model.adapter_load(content)
+        loader = await self._redis.getrange(key, 0, 255)
+        other = loader.decode("utf-8", "replace") if isinstance(loader, bytes) else str(loader)
+        if other not in ("", self._worker_id) and not await self._redis.exists(self._keys.worker(other)):
+            raise SettingsError(
+                f"adapters: the worker {other} terminated while it loaded this adapter, so for "
+                f"{_QUARANTINE_MS // 60_000} minutes no worker loads it: read that worker's log, mend the adapter, and "
+                "add it again"
+            )
+        await self._redis.set(key, self._worker_id, px=_QUARANTINE_MS)
+        self._key = key
         try:
             yield
         except SettingsError:
-            await self._redis.hdel(key, self._worker_id)
-            self._noted_key = b""
+            await self.remove()
             raise
-        await self._redis.hdel(key, self._worker_id, *others)
-        self._noted_key = b""
+        await self.remove()
 
-    async def _gone(self, workers: list[str]) -> list[str]:
-        """Those workers that have no heartbeat any more."""
-        return [worker for worker in workers if not await self._redis.exists(self._keys.worker(worker))]
+    async def lift(self, content: str) -> None:
+        """End the quarantine of an adapter, because a worker has loaded it."""
+        await self._redis.delete(self._model.adapter_load(content))
+
+    async def remove(self) -> None:
+        """Remove the note: the load has ended, or this worker ends in good order."""
+        if self._key:
+            await self._redis.delete(self._key)
+            self._key = b""
 
 
 class _Refusal(NamedTuple):
-    """An adapter that is in service and cannot be loaded.
+    """Why an adapter cannot be loaded, and the event loop's time until which this is not tried again."""
 
-    Attributes:
-        why: the reason.
-        pause: seconds from the last try to the next.
-        again: the event loop's time of the next.
-    """
-
-    why: str
-    pause: float
-    again: float
+    failure: Failure
+    until: float
 
 
-class AdapterKeeper:
-    """Has the backend serve the adapters that the registry names, no others.
+class AdapterCache:
+    """Loads adapters into the backend for jobs that name them, and evicts those that were used the longest ago.
 
     Args:
         registry: the model's adapters, in Redis.
         engine_thread: the backend.
-        loaded: what the backend has loaded by itself: "name@revision" -> source.
-        sources: where others may come from.
-        trials: tells other workers what is being loaded.
-        on_change: called when `heartbeat_fields` has changed.
-        others: reads a field of the other live workers' heartbeats: worker id -> value, "" where there is none.
+        loaded: adapters that the backend has loaded at its start: "name@revision" -> source.
+        max_loaded: max adapters that are loaded at once.
+        sources: where adapters may come from.
+        notes: of loads.
+        in_flight: the prompts that the worker holds.
     """
 
     def __init__(
@@ -257,258 +193,184 @@ class AdapterKeeper:
         registry: AdapterRegistry,
         engine_thread: EngineThread,
         loaded: Mapping[str, str],
+        max_loaded: int,
         sources: AdapterSources,
-        trials: AdapterTrials,
-        on_change: Callable[[], Awaitable[object]],
-        others: Callable[[str], Awaitable[Mapping[str, str]]],
+        notes: LoadNotes,
+        in_flight: InFlight,
     ) -> None:
         self._registry = registry
         self._engine_thread = engine_thread
+        self._own = dict(loaded)
+        self._loaded = dict(loaded)  # The adapter that was used last is at the end.
+        self._max_loaded = max(max_loaded, len(loaded))
         self._sources = sources
-        self._trials = trials
-        self._on_change = on_change
-        self._others = others
-        self._loaded = dict(loaded)
-        self._seen = Registered("", {}, {})
-        self._in_service: dict[str, Adapter] = {}
-        self._offered: dict[str, tuple[str, str, str]] = {}  # Name -> nonce, revision, why it cannot be loaded.
-        self._refused: dict[str, _Refusal] = {}  # Of those in service.
-        self._waiting: list[InFlightPrompt] = []  # For the next check of the registry.
-        self._wake = asyncio.Event()
+        self._notes = notes
+        self._in_flight = in_flight
+        self._waiting: dict[str, list[InFlightPrompt]] = {}  # By adapter: prompts that wait until it is loaded.
+        self._wanted: asyncio.Queue[str] = asyncio.Queue()
+        self._refused: dict[str, _Refusal] = {}
+        self._slot = asyncio.Lock()  # One adapter at a time is loaded or evicted.
 
-    async def start(self) -> None:
-        """Register what the backend was started with, and load what else is in service.
+    async def register_own(self) -> None:
+        """Write the adapters that the backend was started with to the registry, unless their names have entries."""
+        for adapter, source in self._own.items():
+            name, revision = name_of(adapter), revision_of(adapter)
+            await self._registry.put(name, Adapter(source, revision), is_new=True)
+            known = (await self._registry.read(name)).adapters.get(name)
+            if known is not None and known.revision != revision:
+                _log.warning(
+                    "the adapter %r is in service with other weights (revision %s of %s): requests get those, not this "
+                    "worker's (%s of %s)", name, known.revision, known.source, revision, source,
+                )  # fmt: skip
 
-        Raises:
-            ModelMismatch: an adapter of that name with other weights is in service.
-            SettingsError: an adapter that is in service cannot be loaded, or other workers serve the model without one
-                that the backend was started with.
-        """
-        own = {name_of(adapter): Adapter(source, revision_of(adapter)) for adapter, source in self._loaded.items()}
-        registry = self._registry
-        known = await registry.read()
-        await self._check_others(own.keys() - (known.adapters if known.owner == registry.fingerprint else {}))
-        while own.keys() - (known := await self._registry_with(own)).adapters.keys():
-            if len(known.adapters.keys() | own.keys()) > MAX_ADAPTERS:
-                raise SettingsError(
-                    f"adapters: the model has {len(known.adapters)} already, and may have {MAX_ADAPTERS}: start with "
-                    "less, or remove some first"
-                )
-            name = min(own.keys() - known.adapters.keys())
-            generations = (await self._others("adapters_seen")).values()
-            # A worker that has seen another state is about to write that down, or to follow; "" has just started too.
-            if any(seen not in ("", str(known.generation)) for seen in generations):
-                await asyncio.sleep(_START_CHECK_S)
-            else:
-                await registry.register(name, own[name], known)
-        for name, adapter in own.items():
-            served = known.adapters.get(name)
-            if served is not None and served.revision != adapter.revision:
-                raise ModelMismatch(
-                    f"adapters: {name!r} is in service with other weights (revision {served.revision} of "
-                    f"{served.source}, not {adapter.revision}): replace it with `lmpool adapters add` first, or give "
-                    "yours another name"
-                )
-        for name, adapter in known.adapters.items():
-            if qualify(name, adapter.revision) not in self._loaded:
-                async with self._trials.in_service(qualify(name, adapter.revision)):
-                    await self._load(name, adapter.source, adapter.revision)
-                await self._on_change()
-        self._seen, self._in_service = known, known.adapters
-        await self._on_change()
-
-    async def _registry_with(self, own: Mapping[str, Adapter]) -> Registered:
-        """The model's registry; one with its own adapters is made where there is none."""
-        registry = self._registry
-        while (known := await registry.read()).owner != registry.fingerprint:
-            # The info is ours by now, so what is there are the adapters of other weights.
-            await registry.create(own, known)
-        return known
-
-    async def _check_others(self, names: Set[str]) -> None:
-        """Refuse to put adapters in service that not every worker has: jobs that name them go to all.
-
-        What the others have loaded decides, for of workers that start together none may have registered anything yet.
-        """
-        if not names:
-            return
-        wanted = [adapter for adapter in self._loaded if name_of(adapter) in names]
-        for worker, loaded in (await self._others("adapters_loaded")).items():
-            for adapter in wanted:
-                if adapter not in _listed(loaded):
-                    name, source = name_of(adapter), self._loaded[adapter]
-                    raise SettingsError(
-                        f"adapters: {name!r} is not in service, and the worker {worker} serves the model without it: "
-                        f"start without it and have all workers load it (`lmpool adapters add {name} {source}`), or "
-                        "stop the others first and start them with it too"
-                    )
-
-    async def leave(self, *, is_broken: bool) -> None:
-        """The worker ends: over what it loads at present, if its backend is broken."""
-        await self._trials.leave(is_broken=is_broken)
+    async def renew(self) -> None:
+        """Write the worker's own adapters again if the server has lost the registry."""
+        if self._own and not await self._registry.version():
+            await self.register_own()
 
     async def run(self) -> None:
-        """Follow the registry; never returns."""
-        while True:
-            try:
-                async with asyncio.timeout(_CHECK_S):
-                    await self._wake.wait()
-            except TimeoutError:
-                pass
-            self._wake.clear()
-            try:
-                waiting = len(self._waiting)
-                await self._follow()
-            except (RedisError, OSError, LMPoolError) as error:
-                why = error if isinstance(error, LMPoolError) else sentence(error)
-                _log.warning("cannot look for adapters, will try again: %s", why)
-                await asyncio.sleep(_CHECK_S)
-                if not isinstance(error, (ProtocolError, ResponseError)):
-                    continue
-                # The server has answered, but with no registry: jobs must not wait, and take up capacity, until
-                # somebody mends it.
-            # Jobs that came since had better wait for the next check.
-            jobs, self._waiting = self._waiting[:waiting], self._waiting[waiting:]
-            if jobs:
-                self._engine_thread.submit(jobs)
+        """Load the adapters that jobs need; never returns."""
+        async with asyncio.TaskGroup() as group:
+            while True:
+                group.create_task(self._serve(await self._wanted.get()))
 
-    def served_among(self, jobs: Sequence[InFlightPrompt]) -> Sequence[InFlightPrompt]:
-        """The jobs that the backend can have now; the others get to it after the next check of the registry."""
-        if missing := [job for job in jobs if job.adapter and job.adapter not in self._loaded]:
-            self._waiting += missing
-            self._wake.set()
-            return [job for job in jobs if job not in missing]
-        return jobs
+    def loaded_among(self, prompts: Sequence[InFlightPrompt]) -> Sequence[InFlightPrompt]:
+        """The prompts that the backend can compute now; the others are submitted when their adapters are loaded."""
+        ready = []
+        for prompt in prompts:
+            if not prompt.adapter or prompt.adapter in self._loaded:
+                ready.append(prompt)
+            elif prompt.adapter in self._waiting:
+                self._waiting[prompt.adapter].append(prompt)
+            else:
+                self._waiting[prompt.adapter] = [prompt]
+                self._wanted.put_nowait(prompt.adapter)
+        for adapter in {prompt.adapter for prompt in ready if prompt.adapter}:
+            self._loaded[adapter] = self._loaded.pop(adapter)
+        return ready
+
+    def _in_use(self) -> Set[str]:
+        """The adapters that prompts in the backend name."""
+        return {prompt.adapter for prompt in self._in_flight.values() if prompt.is_owed}
 
     def failure_of(self, adapter: str) -> Failure:
-        """Why a job that names an adapter which the backend does not have ends."""
-        if adapter in self._refused:
-            text = f"a worker that serves the model cannot load the adapter {name_of(adapter)!r}"
-            return Failure(WorkerError.__name__, f"{text}: {self._refused[adapter].why}")
+        """Why a job ends whose adapter the backend does not have."""
+        if (refusal := self._refused.get(adapter)) is not None:
+            return refusal.failure
         return Failure(AdapterChanged.__name__, f"the adapter {adapter!r} is not in service any more")
 
     def heartbeat_fields(self) -> dict[str, str]:
-        """What clients that load and remove adapters must know, for the heartbeat."""
-        served = [qualify(name, adapter.revision) for name, adapter in self._in_service.items()]
-        return {
-            "adapters": json.dumps([adapter for adapter in served if adapter in self._loaded]),
-            "adapters_seen": str(self._seen.generation),
-            "adapters_loaded": json.dumps(list(self._loaded)),
-            "adapter_offers": json.dumps(self._offered),
-        }
+        """The loaded adapters, for the heartbeat."""
+        return {"adapters": json.dumps(list(self._loaded))}
 
-    async def _follow(self) -> None:
-        """Read the registry, load what is new and drop what is gone."""
-        registry, before = self._registry, self.heartbeat_fields()
-        while (known := await registry.read()).owner != registry.fingerprint or known.forgets(self._seen):
-            await self._write_back(known)
-        self._seen = known
-        for name, adapter in known.adapters.items():
-            await self._serve(name, adapter)
-        for name, offer in known.offers.items():
-            await self._try(name, offer)
-        self._in_service = known.adapters
-        self._offered = {name: self._offered[name] for name in known.offers if name in self._offered}
-        self._drop_others(known)
-        if self.heartbeat_fields() != before:
-            await self._on_change()
+    async def leave(self, *, is_broken: bool) -> None:
+        """The worker ends; the note of a load that broke the backend stays."""
+        if not is_broken:
+            await self._notes.remove()
 
-    async def _write_back(self, known: Registered) -> None:
-        """Write down what this worker has seen, for the server has forgotten it."""
-        if known.owner not in ("", self._registry.fingerprint):
-            # Others may serve the model's name by now: a heartbeat finds out, and raises then.
-            await self._on_change()
-        has_any = bool(self._seen.adapters or known.adapters)
-        if await self._registry.write_back(self._seen, known) and has_any:
-            _log.warning("the server had forgotten changes of the adapters: they are written down again")
+    async def _serve(self, adapter: str) -> None:
+        """Load an adapter, and submit the jobs that wait for it; without it, the backend returns them as stale."""
+        loop, loaded = asyncio.get_running_loop(), ""
+        self._refused = {name: refusal for name, refusal in self._refused.items() if refusal.until > loop.time()}
+        while not loaded and adapter not in self._refused:
+            try:
+                loaded = await self._load(adapter)
+            except AdapterChanged:
+                loaded = adapter
+            except WorkerError:
+                return  # The backend is broken: the worker ends, and requeues its jobs.
+            except (SettingsError, ProtocolError, ResponseError) as error:
+                _log.warning("cannot load the adapter %r: %s", name_of(adapter), error)
+                text = f"a worker cannot load the adapter {name_of(adapter)!r}: {error}"
+                self._refused[adapter] = _Refusal(Failure(AdapterRefused.__name__, text), loop.time() + _REFUSED_S)
+            except (RedisError, OSError) as error:
+                _log.warning("cannot read the registry of adapters, will try again: %s", sentence(error))
+                await asyncio.sleep(_RETRY_S)
+        prompts = [prompt for prompt in self._waiting.pop(adapter) if self._in_flight.get(prompt.digest) is prompt]
+        for prompt in prompts:
+            prompt.adapter = loaded or adapter
+        if prompts:
+            self._engine_thread.submit(prompts)
 
-    async def _serve(self, name: str, adapter: Adapter) -> None:
-        """Load an adapter that is in service, unless it is loaded or has just been refused."""
-        qualified, loop = qualify(name, adapter.revision), asyncio.get_running_loop()
-        refused = self._refused.get(qualified)
-        if qualified in self._loaded or (refused is not None and loop.time() < refused.again):
-            return
-        try:
-            async with self._trials.in_service(qualified):
-                await self._load(name, adapter.source, adapter.revision)
-        except SettingsError as error:
-            _log.warning("the adapter %r is in service and cannot be loaded: %s", name, error)
-            # From now on: loading may take longer than the pause, and prompts are computed in between only.
-            pause = min(_LONGEST_PAUSE_S, 2 * refused.pause) if refused else _AGAIN_S
-            self._refused[qualified] = _Refusal(str(error), pause, loop.time() + pause)
-        else:
-            self._refused.pop(qualified, None)
-
-    async def _try(self, name: str, offer: Offer) -> None:
-        """Load an adapter that is offered, and note the outcome."""
-        if (outcome := self._offered.get(name)) is not None and outcome[0] == offer.nonce:
-            return
-        try:
-            async with self._trials.offered(offer.nonce, is_first=not offer.revision) as is_our_turn:
-                if not is_our_turn:
-                    return
-                revision = await self._load(name, offer.source, offer.revision)
-        except SettingsError as error:
-            _log.warning("cannot load the adapter %r: %s", name, error)
-            self._offered[name] = (offer.nonce, "", str(error))
-            return
-        self._offered[name] = (offer.nonce, revision, "")
-        if not offer.revision:
-            await self._registry.fill(name, offer, revision)
-
-    async def _load(self, name: str, source: str, expected: str) -> str:
-        """Load an adapter; returns its revision.
+    async def _load(self, adapter: str) -> str:
+        """Load an adapter that a job names; returns its name, with its revision where the job named a check.
 
         Raises:
-            SettingsError: it cannot be loaded, or has another revision than on the other workers.
+            AdapterChanged: the registry has no entry for it, or one with other weights.
+            SettingsError: it cannot be loaded.
         """
+        name, revision = name_of(adapter), revision_of(adapter)
+        nonce = revision.removeprefix(CHECK_PREFIX) if revision.startswith(CHECK_PREFIX) else ""
+        registry = self._registry
+        entry = await registry.read_check(nonce) if nonce else (await registry.read(name)).adapters.get(name)
+        if entry is None or not (nonce or entry.revision == revision):
+            raise AdapterChanged(f"the adapter {adapter!r} is not in service any more")
+        place = await self._fetch(entry.source)
+        async with self._slot:
+            if adapter in self._loaded:
+                return adapter
+            await self._evict()
+            content = await _content(place) if nonce else adapter
+            async with self._notes.noted(content):
+                found = await self._load_from(name, entry.source, place)
+            if nonce:
+                await self._notes.lift(qualify(name, found))
+                await registry.end_check(nonce, Adapter(entry.source, found))
+            elif found != revision:
+                other = qualify(name, found)
+                del self._loaded[other]
+                self._engine_thread.drop_adapter(other)
+                raise SettingsError(
+                    f"adapters: {shown(entry.source)} has other weights on this worker (revision {found}) than in the "
+                    f"registry ({revision}): has the folder changed? `lmpool adapters add` puts the new weights in "
+                    "service"
+                )
+        return qualify(name, found)
+
+    async def _fetch(self, source: str) -> str:
+        """The folder of a source; names on the hub are fetched here, because the backend's thread computes rows."""
         place = await asyncio.to_thread(self._sources.place, source)
-        # In the backend's thread a download would keep prompts waiting. Backends that take names on the hub have
-        # imported its package.
+        # Backends that accept hub names have imported the hub's package.
         if "huggingface_hub" in sys.modules and is_on_hub(source):
             folder = await asyncio.to_thread(adapter_folder, source)
             await asyncio.to_thread(self._sources.check_size, folder, source)
-            place = str(folder)
+            return str(folder)
+        return place
+
+    async def _evict(self) -> None:
+        """Free a slot: evict the adapter that was used the longest ago, if possible one that no job needs now."""
+        if not self._max_loaded:
+            raise SettingsError("adapters: this worker has no slot for one: start the workers with --max-adapters")
+        while len(self._loaded) >= self._max_loaded:
+            in_use = self._in_use()
+            evicted = next((adapter for adapter in self._loaded if adapter not in in_use), next(iter(self._loaded)))
+            del self._loaded[evicted]  # Jobs that arrive from now on wait until it is loaded again.
+            while evicted in in_use:
+                await asyncio.sleep(_IN_USE_CHECK_S)
+                in_use = self._in_use()
+            _log.info("evicting the adapter %r", evicted)
+            self._engine_thread.drop_adapter(evicted)
+
+    async def _load_from(self, name: str, source: str, place: str) -> str:
+        """Have the backend load an adapter; returns its revision."""
         try:
             revision = await self._engine_thread.load_adapter(name, place)
         except SettingsError as error:
             if is_on_hub(source) or await asyncio.to_thread(os.path.lexists, place):
                 raise
-            # Whoever reads it may be in another folder, or on another machine, and have that folder there. A program
-            # sends the full path of a folder that it finds.
+            # The client may have this folder on its own machine. It sends the full path of a folder that it finds.
             where = f"{shown(source)} must be a folder on the worker's machine"
             if not source.startswith(("/", "~")):
                 where += ": the program did not find it either, and the worker looks for it where it was started"
             raise SettingsError(f"{error}; {where}") from error
         self._loaded[qualify(name, revision)] = source
-        if expected and revision != expected:
-            raise SettingsError(
-                f"adapters: {source} has other weights on this worker (revision {revision}) than on others "
-                f"({expected}): has it changed? `lmpool adapters add` loads it anew"
-            )
         _log.info("serving the adapter %r from %s (revision %s)", name, source, revision)
         return revision
 
-    def _drop_others(self, known: Registered) -> None:
-        """Drop adapters that are neither in service nor offered."""
-        wanted = {qualify(name, adapter.revision) for name, adapter in known.adapters.items()}
-        wanted |= {qualify(name, revision) for name, (_, revision, _) in self._offered.items()}
-        for adapter in [adapter for adapter in self._loaded if adapter not in wanted]:
-            _log.info("dropping the adapter %r", adapter)
-            del self._loaded[adapter]
-            self._engine_thread.drop_adapter(adapter)
-        self._refused = {adapter: why for adapter, why in self._refused.items() if adapter in wanted}
 
-
-def _listed(field: str) -> list[object]:
-    """The adapters that a field of a heartbeat lists; none where it is no such list."""
+async def _content(place: str) -> str:
+    """The digest of the files of an adapter to check; of a folder that cannot be read its path."""
     try:
-        listed = json.loads(field or "[]")
-    except (ValueError, RecursionError):
-        return []
-    return listed if isinstance(listed, list) else []
-
-
-def _host(worker_id: str) -> str:
-    """The host of a worker; ids end with the process and random characters."""
-    return worker_id.rsplit("-", 2)[0]
+        return await asyncio.to_thread(content_digest, Path(place))
+    except SettingsError:
+        return place  # The backend says what is wrong.

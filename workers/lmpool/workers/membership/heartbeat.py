@@ -244,15 +244,6 @@ class Heartbeat:
         alive = await read_alive(self.redis, self.keys.model(model))
         return not alive.serving and not await self._queued(model)
 
-    async def others(self, field: str) -> dict[str, str]:
-        """Worker id -> a field of its heartbeat, or "", of the model's other live workers that take jobs."""
-        values = {}
-        async for worker_id, _ in self._serving(self.info.service_fingerprint):
-            fields = await self._fields_of(worker_id, "state", field)
-            if fields.get("state", "draining") != "draining":
-                values[worker_id] = fields.get(field, "")
-        return values
-
     async def leave(self, *, for_good: bool = True) -> None:
         """Deregister the worker, its consumer if that holds nothing, and the info if no other worker serves the model.
 
@@ -294,7 +285,7 @@ class Heartbeat:
         """
         if await scripts.SWAP(self.redis, [info_key(self.keys, model)], [field or model, seen, b""]):
             keys = self.keys.model(model)
-            await self.redis.delete(keys.adapters, keys.offers)
+            await self.redis.delete(keys.adapters)
             await scripts.EXPIRE_QUEUE(self.redis, [*keys.queue, *await self._lanes(keys)], [_QUEUE_TTL_MS])
 
     async def _lanes(self, keys: ModelKeys) -> list[bytes]:

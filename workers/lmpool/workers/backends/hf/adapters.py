@@ -1,4 +1,4 @@
-"""LoRA adapters of a model of transformers, by peft: any number loaded, one at a time active."""
+"""LoRA adapters of a transformers model, by peft: several are loaded, and at most one is active."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from lmpool.workers.backends.settings import require
 
 _log = logging.getLogger(__name__)
 
-# What peft and safetensors raise for adapters that do not fit or cannot be read; there is no common type.
+# Exceptions of peft and safetensors for adapters that do not fit or cannot be read; they have no common type.
 _LOAD_ERRORS = (
     ValueError, TypeError, KeyError, RuntimeError, OSError, AttributeError, NotImplementedError, ImportError,
     MemoryError, AssertionError, IndexError, SafetensorError,
@@ -48,14 +48,14 @@ _LOAD_ERRORS = (
 
 @dataclass(frozen=True, slots=True)
 class _Loaded:
-    """An adapter in the model: what peft calls it, and where it came from."""
+    """A loaded adapter: its name in peft, and its source."""
 
     handle: str
     source: str
 
 
 class HfAdapters:
-    """The adapters of one model; none is active at first.
+    """The adapters of one model; at first none is active.
 
     Args:
         forward: runs the model.
@@ -82,7 +82,7 @@ class HfAdapters:
         """Load an adapter; returns its revision.
 
         Raises:
-            SettingsError: peft is missing, or the adapter cannot be had, does not fit the model or is no plain LoRA.
+            SettingsError: peft is missing, or the adapter is missing, does not fit the model or is no plain LoRA.
         """
         require("adapters", "lmpool[lora]", "peft")
         folder = adapter_folder(source)
@@ -92,7 +92,7 @@ class HfAdapters:
         adapter = qualify(name, revision)
         if adapter in self._loaded:
             return revision
-        # Not the adapter's name: peft's may have no dots.
+        # A number, because names in peft must not contain dots.
         handle = f"a{next(self._handle_numbers)}"
         try:
             self._insert(folder, handle)
@@ -112,17 +112,17 @@ class HfAdapters:
         return revision
 
     def drop(self, adapter: str) -> None:
-        """Remove an adapter. Where peft cannot, its weights stay in memory, and no prompt uses them any more."""
+        """Remove an adapter. If peft cannot remove it, its weights stay in memory unused."""
         if (loaded := self._loaded.pop(adapter, None)) is not None:
             self._delete(adapter, loaded.handle)
             self.activate("", force=True)
 
     def activate(self, adapter: str, *, force: bool = False) -> None:
-        """Have forwards use an adapter ("name@revision"), or none ("").
+        """Activate an adapter ("name@revision") for the next forwards, or none ("").
 
         Args:
             adapter: the adapter.
-            force: tell peft even if this one is active already.
+            force: call peft even if this adapter is active already.
         """
         if adapter == self._active and not force:
             return
@@ -144,31 +144,31 @@ class HfAdapters:
         if self._skeleton is None:
             self._skeleton = _on_meta_device(self._model)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # What it warns of is checked here.
+            warnings.simplefilter("ignore")  # The causes of its warnings are checked here.
             _check_size(folder, self._skeleton, config)
             if self._peft is None:
                 self._peft = PeftModel(self._model, config, handle)
             else:
                 if not self._peft.active_adapters:
-                    # All others were removed. peft makes the active ones active again, and refuses that of none.
+                    # All others were removed. peft activates the active adapters again, and fails if there are none.
                     self._peft.base_model.active_adapter = handle
                 self._peft.add_adapter(handle, config)
             weights = load_peft_weights(str(folder), str(self._forward.device))
-            # Copies of the model's own weights: peft would write them into the model, rounded as they were saved.
+            # Leave out copies of the model's own weights: peft would write them into the model, rounded as saved.
             weights = {key: weight for key, weight in weights.items() if not key.endswith(BASE_WEIGHT)}
             result: Any = set_peft_model_state_dict(self._peft, weights, handle)
-        # The weights of the model and of other adapters are missing here too.
+        # `missing_keys` also lists the weights of the model and of other adapters.
         missing = [key for key in result.missing_keys if "lora_" in key and handle in key.split(".")]
         if unfitting := [*result.unexpected_keys, *missing]:
             raise SettingsError(
                 f"adapters: {folder} does not fit {self._name}: {len(unfitting)} of its weights have no place or are "
                 f"missing, such as {unfitting[0]}"
             )
-        # What was inserted is in training mode, with dropout.
+        # New modules are in training mode, with dropout.
         self._model.train(mode=False)
 
     def _weight_of(self, module: str) -> ReadRows | None:
-        """How to read the weight of a module of the model, which adapters may have been put around."""
+        """A reader for the weight of a module of the model, which adapters may wrap."""
         for name, weight in self._model.named_parameters(remove_duplicate=False):
             parts = [part for part in name.split(".")[:-1] if part not in ("base_layer", "original_module")]
             if ".".join(parts) == module and name.endswith(".weight"):
@@ -185,8 +185,8 @@ class HfAdapters:
         if self._peft is None or handle not in self._peft.peft_config:
             return
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # That another adapter is made active: `activate` says which.
-            # peft fails to delete an adapter from modules that have copies for several adapters and none active.
+            warnings.simplefilter("ignore")  # peft warns that it activates another adapter; `activate` decides that.
+            # peft cannot delete an adapter from modules that have copies for several adapters and none active.
             with suppress(*_LOAD_ERRORS):
                 self._peft.set_adapter(handle, inference_mode=True)
             try:
@@ -200,7 +200,7 @@ class HfAdapters:
 
 
 def _check_config(folder: Path, config: Any) -> None:
-    """Refuse what is no plain LoRA: it would change rows of prompts that do not name it, or need more than a name."""
+    """Refuse adapters that are no plain LoRA: they change rows of other prompts, or need more than a name."""
     kind = str(getattr(config.peft_type, "value", config.peft_type))
     if kind != "LORA":
         raise SettingsError(f"adapters: {folder} is of the kind {kind}: this backend serves LORA")
@@ -212,24 +212,24 @@ def _check_config(folder: Path, config: Any) -> None:
             f"{config.init_lora_weights!r}): save it with peft's path_initial_model_for_weight_conversion"
         )
     if getattr(config, "alora_invocation_tokens", None):
-        raise SettingsError(f"adapters: {folder} is at work after certain tokens only (aLoRA)")
+        raise SettingsError(f"adapters: {folder} is applied after certain tokens only (aLoRA)")
 
 
 def _check_size(folder: Path, skeleton: PreTrainedModel, config: Any) -> None:
-    """Refuse an adapter for which peft would reserve more than its file has weights for.
+    """Refuse an adapter whose config makes peft reserve more memory than its file has weights.
 
     Args:
         folder: of the adapter.
-        skeleton: the model without adapters and memory (`_on_meta_device`).
-        config: of the adapter, as peft reads it. A copy is used: peft completes it for the model.
+        skeleton: a copy of the model without adapters and without memory (`_on_meta_device`).
+        config: of the adapter, as peft reads it; this function copies it, because peft changes it.
     """
     from peft import PeftModel
 
-    with safe_open(folder / WEIGHTS, framework="pt") as file:  # It refuses shapes that the file has no bytes for.
+    with safe_open(folder / WEIGHTS, framework="pt") as file:  # It refuses shapes that exceed the file.
         held = sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
-    with torch.device("meta"):  # peft makes weights where tensors are made, and then moves them to the model's device.
+    with torch.device("meta"):  # peft makes weights on the default device, and then moves them to the model's.
         trial = PeftModel(_on_meta_device(skeleton), copy.deepcopy(config), "tried")
-    # Apart: of trainable tokens peft keeps the model's own as buffers, which no file has.
+    # Parameters and buffers separately: peft keeps the model's own trainable tokens as buffers, which no file has.
     for kind, before, after in (
         ("parameters", skeleton.parameters(), trial.parameters()),
         ("buffers", skeleton.buffers(), trial.buffers()),
@@ -253,24 +253,24 @@ def _sizes(tensors: Iterable[Tensor]) -> int:
 
 
 def _on_meta_device(model: PreTrainedModel) -> PreTrainedModel:
-    """A copy of a model whose parameters and buffers are on the device "meta": they have shapes alone."""
+    """A copy of a model with parameters and buffers on the device "meta": they have shapes and no memory."""
     memo: dict[int, Any] = {}
     for tensor in chain(model.parameters(), model.buffers()):
         skeleton = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
         if isinstance(tensor, nn.Parameter):
             skeleton = nn.Parameter(skeleton, requires_grad=False)
-            # By what quantised weights have there, peft tells how they were made.
+            # peft recognises the kind of quantised weights by these attributes.
             vars(skeleton).update(vars(tensor))
         memo[id(tensor)] = skeleton
     return copy.deepcopy(model, memo)
 
 
 def _disable_all(model: PreTrainedModel) -> None:
-    """Have every layer that peft has put in give what the layer that it replaced gives."""
+    """Make every layer that peft has inserted return the values of the layer that it replaced."""
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils import AuxiliaryTrainingWrapper
 
-    # Not by peft's model: after a failure it may not know of all that it has put in.
+    # Not through peft's model: after a failure, it may not list all inserted layers.
     for module in model.modules():
         if isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper)):
             module.enable_adapters(False)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from itertools import count
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -14,11 +16,10 @@ from lmpool.errors import SettingsError, WorkerError
 from lmpool.protocol.adapter import qualify
 from lmpool.protocol.row import NewRows, VectorBlock
 from lmpool.workers.backends.canary import check_canary, completed_info
-from lmpool.workers.backends.checkpoint import checkpoint_revision
-from lmpool.workers.backends.lora import adapter_folder
+from lmpool.workers.backends.checkpoint import checkpoint_revision, checkpoint_source
 from lmpool.workers.backends.row_encoder import RowEncoder, log_threads
 from lmpool.workers.backends.settings import SglangSettings
-from lmpool.workers.backends.sglang.launch import launch
+from lmpool.workers.backends.sglang.launch import checked_adapter, launch, write_plain_adapter
 from lmpool.workers.backends.tokenizer import TellsTexts
 from lmpool.workers.execution.contract import BackendJob, BackendStats, Finished
 
@@ -39,6 +40,9 @@ class SglangBackend(TellsTexts):
         log_threads(self.device)
         self.batch: int = self._engine.scheduler.max_running_requests
         self._encoder = RowEncoder(launched.dtype, lossy=settings.encoding == "f16")
+        from lmpool.workers.backends.sglang.adapters import LoadedAdapters  # Imports SGLang, which is set up only now.
+
+        self._folder, self._loaded_adapters = launched.folder, LoadedAdapters(self._engine)
         # All names have the same length, because SGLang aborts every request whose name starts with the given one.
         self._names = (f"{number:016x}" for number in count())
         self._digests: dict[str, bytes] = {}  # Request name -> digest, of the jobs in flight.
@@ -125,22 +129,29 @@ class SglangBackend(TellsTexts):
         return digest
 
     def load_adapter(self, name: str, source: str) -> str:
-        """Find an adapter that it was started with; SGLang is told of no others.
+        """Load a LoRA adapter; returns its revision.
 
         Raises:
-            SettingsError: it is another one.
+            SettingsError: there is no such adapter, it does not fit, or SGLang has no slots for adapters.
         """
-        revision = checkpoint_revision(adapter_folder(source))
-        if qualify(name, revision) in self.adapters:
+        folder = checked_adapter(source, self._folder)
+        revision = checkpoint_revision(folder)
+        adapter = qualify(name, revision)
+        if adapter in self.adapters:
             return revision
-        raise SettingsError(
-            f"adapters: a worker of SGLang cannot load {name!r} while it serves: stop all workers of the model, then "
-            f"start them with --adapters {name}={source}"
-        )
+        if not self._settings.max_adapters:
+            raise SettingsError(
+                f"adapters: this worker has no slots to load {name!r} while it serves: start it with --max-adapters"
+            )
+        with TemporaryDirectory(prefix="lmpool-adapters-") as copies:
+            self._loaded_adapters.load(adapter, write_plain_adapter(folder, Path(copies) / "plain"))
+        self.adapters[adapter] = checkpoint_source(source)
+        return revision
 
     def drop_adapter(self, adapter: str) -> None:
-        """Take no more prompts that name an adapter; its memory is free when the worker ends."""
-        self.adapters.pop(adapter, None)
+        """Unload an adapter."""
+        if self.adapters.pop(adapter, None) is not None:
+            self._loaded_adapters.drop(adapter)
 
     def stats(self) -> BackendStats:
         """Counters since the start."""

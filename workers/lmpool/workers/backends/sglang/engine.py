@@ -8,13 +8,14 @@ import sys
 import threading
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import groupby
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from types import MappingProxyType
-from typing import Any, NamedTuple, get_type_hints
+from typing import Any, NamedTuple, TypeVar, get_type_hints
 
 import numpy as np
 import torch
@@ -31,12 +32,14 @@ from sglang.srt.utils.hf_transformers_utils import get_config, get_context_lengt
 from torch import Tensor
 from tqdm import std as tqdm  # type: ignore[import-untyped]
 
-from lmpool.errors import WorkerError, first_line
+from lmpool.errors import LMPoolError, WorkerError, first_line
 from lmpool.protocol.job import decode_ids
 from lmpool.workers.backends.positions import Piece, PositionAnswers
 from lmpool.workers.execution.contract import BackendJob
 
 _CLOSE_S = 30.0  # Seconds to wait for the forward in progress when the engine is closed.
+_CALL_CHECK_S = 1.0  # Seconds between two checks whether the scheduler's thread is alive, while it has a call to make.
+T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 
@@ -67,8 +70,9 @@ class EngineBatch(NamedTuple):
             torch.cuda.current_stream(self.logits.device).wait_event(self.computed)
 
 
-Orders = SimpleQueue[tuple[list[Any], dict[str, BackendJob]] | None]
-"""To the scheduler: SGLang's requests and abortions, and the jobs with positions queries by name. None ends it."""
+Orders = SimpleQueue[tuple[list[Any], dict[str, BackendJob]] | Callable[[], None] | None]
+"""To the scheduler: SGLang's requests and abortions, and the jobs with positions queries by name. It calls a function
+in its thread. None ends it."""
 
 Results = SimpleQueue[EngineBatch | BaseException]
 """From the scheduler; an exception has ended it."""
@@ -108,6 +112,28 @@ class Engine:
     def drop(self, names: list[str]) -> None:
         """Abort requests."""
         self._orders.put(([AbortReq(rid=name) for name in names], {}))
+
+    def call(self, work: Callable[[Any], T]) -> T:
+        """Call a function with the scheduler, in the scheduler's thread and between two forwards; returns its result.
+
+        Raises:
+            WorkerError: the engine has ended.
+        """
+        result: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                result.set_result(work(self.scheduler))
+            except LMPoolError as error:
+                result.set_exception(error)
+
+        self._orders.put(run)
+        while True:
+            try:
+                return result.result(_CALL_CHECK_S)
+            except TimeoutError:
+                if not self._thread.is_alive():
+                    raise WorkerError("SGLang's engine died") from None
 
     def results(self) -> list[EngineBatch]:
         """The results since the last call; waits for at least one."""
@@ -194,6 +220,9 @@ class Seams:
             if order is None:
                 self._scheduler.gracefully_exit = True
                 break
+            if callable(order):
+                order()
+                continue
             requests, positions = order
             for name, job in positions.items():
                 self._positions.open(name, job)
@@ -205,7 +234,7 @@ class Seams:
                 received.append(request)
         return received
 
-    def _waiting_orders(self) -> list[tuple[list[Any], dict[str, BackendJob]] | None]:
+    def _waiting_orders(self) -> list[tuple[list[Any], dict[str, BackendJob]] | Callable[[], None] | None]:
         orders = []
         if self._scheduler.is_fully_idle():
             # The scheduler has dropped all unanswered requests, and has reported it to a socket.

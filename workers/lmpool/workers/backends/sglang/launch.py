@@ -35,10 +35,12 @@ from lmpool.workers.backends.checkpoint import (
 from lmpool.workers.backends.lora import (
     BASE_WEIGHT,
     HARMLESS_INITS,
+    LATER_RANK,
     PEFT_PREFIX,
     WEIGHTS,
     adapter_folder,
     check_adapter,
+    ranks_of,
     read_adapter_config,
     scale_of,
     write_adapter_config,
@@ -100,6 +102,9 @@ _UNSERVED = (
     "alora_invocation_tokens", "use_qalora", "use_bdlora",
 )  # fmt: skip
 
+# Modules that adapters may change which are loaded while SGLang serves: it reserves memory for them at its start.
+_LATER_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
 # Options that change rows by rounding at most: workers that differ only in these may serve the same model.
 _HARMLESS = {
     "attention_backend", "base_gpu_id", "chunked_prefill_size", "context_length", "cpu_offload_gb",
@@ -107,7 +112,8 @@ _HARMLESS = {
     "cuda_graph_config", "cuda_graph_max_bs_decode", "cuda_graph_max_bs_prefill", "decode_attention_backend", "device",
     "disable_cuda_graph", "disable_cuda_graph_padding", "disable_decode_cuda_graph", "disable_prefill_cuda_graph",
     "disable_radix_cache", "download_dir", "enable_hierarchical_cache", "enable_mixed_chunk", "enable_torch_compile",
-    "grammar_backend", "hicache_ratio", "hicache_size", "log_level", "lora_backend", "max_lora_rank",
+    "grammar_backend", "hicache_ratio", "hicache_size", "log_level", "lora_backend", "lora_target_modules",
+    "max_lora_rank",
     "max_loras_per_batch", "max_prefill_tokens", "max_running_requests", "max_total_tokens", "mem_fraction_static",
     "numa_node", "page_size", "prefill_attention_backend", "prefill_max_requests", "radix_eviction_policy",
     "random_seed", "sampling_backend", "schedule_conservativeness", "schedule_policy", "torch_compile_max_bs",
@@ -124,6 +130,7 @@ class Launched(NamedTuple):
         adapters: "name@revision" -> folder or hub name.
         dtype: of the model.
         device: where the model is: "cpu", or a torch device such as "cuda:0".
+        folder: of the checkpoint.
     """
 
     engine: Engine
@@ -131,6 +138,7 @@ class Launched(NamedTuple):
     adapters: dict[str, str]
     dtype: torch.dtype
     device: str
+    folder: Path
 
 
 def launch(settings: SglangSettings) -> Launched:
@@ -138,7 +146,7 @@ def launch(settings: SglangSettings) -> Launched:
     torch_device.settle()
     version = require_version(SGLANG_DISTRIBUTIONS, SGLANG_VERSIONS)
     folder = checkpoint_folder("model", settings.model, settings.revision)
-    folders = {name: _adapter_folder(source, folder) for name, source in settings.adapter_folders.items()}
+    folders = {name: checked_adapter(source, folder) for name, source in settings.adapter_folders.items()}
     # By the qualified name: SGLang tells prefixes of different adapters apart by it.
     adapters = {qualify(name, checkpoint_revision(path)): path for name, path in folders.items()}
     sources = dict(zip(adapters, map(checkpoint_source, settings.adapter_folders.values()), strict=True))
@@ -191,7 +199,7 @@ def launch(settings: SglangSettings) -> Launched:
                 positions=bool(logprob_processors_of(scheduler)),
                 source=checkpoint_source(settings.model),
             )
-            return Launched(engine, info, sources, dtype, _device_of(options))
+            return Launched(engine, info, sources, dtype, _device_of(options), folder)
         except BaseException:
             engine.close()
             raise
@@ -235,14 +243,18 @@ def engine_options(settings: SglangSettings, folder: Path, device: str, adapters
         options |= dict.fromkeys(("chunked_prefill_size", "max_prefill_tokens"), settings.max_batch_tokens)
     if kind == "cpu":
         options["attention_backend"] = "torch_native"
-    if adapters:
+    if adapters or settings.max_adapters:
         options |= {
             "enable_lora": True,
-            "lora_paths": {name: str(path) for name, path in adapters.items()},
-            # Prompts without an adapter take a place too.
-            "max_loras_per_batch": len(adapters) + 1,
+            # Prompts without an adapter take a slot too.
+            "max_loras_per_batch": max(len(adapters), settings.max_adapters) + 1,
             "lora_strict_loading": True,
         }
+        if adapters:
+            options["lora_paths"] = {name: str(path) for name, path in adapters.items()}
+        if settings.max_adapters:
+            ranks = [max(ranks_of(read_adapter_config(path))) for path in adapters.values()]
+            options |= {"max_lora_rank": max([LATER_RANK, *ranks]), "lora_target_modules": list(_LATER_MODULES)}
         if kind == "cpu":
             options["lora_backend"] = "torch_native"
     return options
@@ -357,7 +369,12 @@ def _unserved(folder: Path, found: str) -> SettingsError:
     )
 
 
-def _adapter_folder(source: str, model: Path) -> Path:
+def checked_adapter(source: str, model: Path) -> Path:
+    """The folder of an adapter that fits the model in a folder.
+
+    Raises:
+        SettingsError: there is no such adapter, or it does not fit.
+    """
     folder = adapter_folder(source)
     check_adapter(folder, model)
     return folder

@@ -37,7 +37,7 @@ from lmpool.workers.backends.checkpoint import (
     checkpoint_revision,
     checkpoint_source,
 )
-from lmpool.workers.backends.lora import adapter_folder, check_adapter, ranks_of, read_adapter_config
+from lmpool.workers.backends.lora import LATER_RANK, adapter_folder, check_adapter, ranks_of, read_adapter_config
 from lmpool.workers.backends.row_encoder import RowEncoder
 from lmpool.workers.backends.settings import (
     ONE_PROCESS,
@@ -61,7 +61,6 @@ _log = logging.getLogger(__name__)
 
 _CPU_KV_BYTES = 1 << 30  # Memory for keys and values on a CPU, where vLLM would take most of the machine's.
 _CPU_BLOCK = 32  # Tokens per block of keys and values; vLLM's CPU kernels need a multiple of 32.
-_LATER_RANK = 64
 _LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 _PARALLEL = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "nnodes")
 
@@ -136,8 +135,8 @@ class Engine:
         if adapter not in self.adapters:
             if len(self.adapters) >= self.adapter_slots:
                 raise SettingsError(
-                    f"adapters: this worker has room for {self.adapter_slots}, and {name!r} would be one more: start "
-                    "the workers anew with --max-adapters"
+                    f"adapters: this worker has {self.adapter_slots} slots, all in use, and none for {name!r}: start "
+                    "it with more (--max-adapters)"
                 )
             _load_adapter(self.core, name, request)
             self.adapters[adapter] = (request, checkpoint_source(source))
@@ -296,16 +295,14 @@ def engine_arguments(settings: VllmSettings, folder: Path, adapters: Adapters, g
         # One more than there are: on a CPU prompts without an adapter were given one's rows otherwise.
         most = adapter_slots(settings) + 1
         rank = max(_rank(Path(request.lora_path)) for request, _ in adapters.values()) if adapters else 0
-        rank = max(rank, _LATER_RANK if settings.max_adapters else 0)
+        rank = max(rank, LATER_RANK if settings.max_adapters else 0)
         arguments |= {"enable_lora": True, "max_loras": most, "max_cpu_loras": most, "max_lora_rank": rank}
     return arguments | given
 
 
 def adapter_slots(settings: VllmSettings) -> int:
     """Adapters that may be loaded at once."""
-    further = settings.max_adapters
-    # One that is replaced stays until all workers have the new one.
-    return len(settings.adapters) + (further + 1 if further else 0)
+    return max(settings.max_adapters, len(settings.adapters))
 
 
 def find_adapters(settings: VllmSettings, model: Path) -> Adapters:

@@ -1,0 +1,45 @@
+-- Write an entry of the registry of a model's adapters, or remove one.
+--
+-- KEYS  adapters
+-- ARGV  fingerprint of the model, name, encoded adapter ('' removes the entry), max entries, "new" to write only an entry
+--       that does not exist
+--
+-- Returns the version of the entry, and how many milliseconds ago it replaced or removed another one (-1: it has not).
+-- The version is 0 when there is no such entry to remove, and -1 when the registry is full.
+
+-- include time
+
+local adapters, name, adapter = KEYS[1], ARGV[2], ARGV[3]
+local before = redis.call('HGET', adapters, name)
+local version = tonumber(redis.call('HGET', adapters, '@')) or 0
+if redis.call('HGET', adapters, '') ~= ARGV[1] then
+  -- The adapters are those of another model that had this name.
+  for _, field in ipairs(redis.call('HKEYS', adapters)) do
+    redis.call('HDEL', adapters, field)
+  end
+  redis.call('HSET', adapters, '', ARGV[1])
+  before = false
+end
+local is_new = ARGV[5] == 'new'
+if before then
+  local written, old = string.match(before, '^(%d+) (.*)$')
+  if is_new or old == adapter then
+    return {tonumber(written) or 0, math.max(0, now_ms() - (tonumber(written) or 0))}
+  end
+elseif adapter == '' then
+  return {0, -1}
+elseif redis.call('HLEN', adapters) - 2 >= tonumber(ARGV[4]) then
+  return {-1, -1}
+end
+version = version + 1
+if not is_new then
+  -- A change that is made again after a failover has lost it counts as later than the lost one.
+  version = math.max(version, now_ms())
+end
+redis.call('HSET', adapters, '@', string.format('%.0f', version))
+if adapter == '' then
+  redis.call('HDEL', adapters, name)
+else
+  redis.call('HSET', adapters, name, string.format('%.0f ', version) .. adapter)
+end
+return {version, before and 0 or -1}

@@ -1,0 +1,83 @@
+"""Adapters are loaded when requests first need them, and evicted when others need their slots."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lmpool.errors import AdapterRefused
+from lmpool.protocol.adapter import Adapter, name_of
+from lmpool.workers.backends.synthetic import SyntheticBackend, SyntheticSettings
+from tests.shared.broker.adapters.adapter_changes import (
+    QUICK,
+    V,
+    check,
+    expected,
+    put,
+    revision_in,
+    two_clients,
+    write,
+)
+from tests.shared.broker.adapters.test_adapters import serving
+from tests.support.gate import GatedBackend, OneByOne
+from tests.support.pool import DEADLINE_S, Pool
+
+
+@pytest.mark.usefixtures("short_memory")
+async def test_two_workers_with_8_slots_each_serve_200_adapters(pool: Pool, tmp_path: Path) -> None:
+    workers = [pool.start(*QUICK, "--max-adapters", 8) for _ in range(2)]
+    folders = [write(tmp_path, f"a{number}", str(number)) for number in range(200)]
+    async with two_clients(pool) as (client, other):
+        added = [client.add_adapter(f"a{number}", folder) for number, folder in enumerate(folders)]
+        revisions = await asyncio.gather(*added)
+        assert len(set(revisions)) == 200
+        assert await other.adapters() == {f"a{number}": revision for number, revision in enumerate(revisions)}
+        for producer in (client, other):
+            checks = [check(producer, f"a{number}", revision) for number, revision in enumerate(revisions)]
+            await asyncio.gather(*checks, check(producer, "", "", *([token] for token in range(64))))
+    for worker in workers:
+        loads, evictions = worker.text.count("serving the adapter"), worker.text.count("evicting the adapter")
+        assert 0 <= loads - evictions <= 8
+        assert evictions > 50, "both serve far more adapters than they have slots"
+
+
+@pytest.mark.usefixtures("short_memory")
+async def test_the_adapter_that_was_used_the_longest_ago_is_evicted(pool: Pool, tmp_path: Path) -> None:
+    backend = SyntheticBackend(SyntheticSettings(name="syn", vocab_size=V))
+    async with serving(pool, backend, max_adapters=2), pool.producer("syn", cache_bytes=0) as producer:
+        revisions = {name: await producer.add_adapter(name, write(tmp_path, name, name)) for name in "abc"}
+        for number, (name, loaded) in enumerate([("a", "ca"), ("b", "ab"), ("a", "ba"), ("c", "ac"), ("a", "ca")]):
+            await check(producer, name, revisions[name], [number])
+            assert {name_of(adapter) for adapter in backend.adapters} == set(loaded)
+
+
+@pytest.mark.usefixtures("short_memory")
+async def test_an_adapter_is_evicted_only_when_its_jobs_have_finished(pool: Pool, tmp_path: Path) -> None:
+    gate = OneByOne()
+    backend = GatedBackend(gate, batch=2, vocab_size=V)
+    async with serving(pool, backend, max_adapters=1), pool.producer("syn") as producer:
+        folders = {name: write(tmp_path, name, name) for name in "ab"}
+        revisions = {name: revision_in(folder) for name, folder in folders.items()}
+        for name, folder in folders.items():
+            await put(pool, producer, name, Adapter(str(folder), revisions[name]))
+        asked = {name: [asyncio.create_task(producer.logprobs([at], adapter=name)) for at in range(9)] for name in "ab"}
+        await asyncio.to_thread(backend.is_stepping.wait, DEADLINE_S)
+        while not all(task.done() for tasks in asked.values() for task in tasks):
+            gate.let(1)
+            await asyncio.wait([task for tasks in asked.values() for task in tasks], timeout=0.1)
+            assert len(backend.adapters) <= 1
+        for name, tasks in asked.items():
+            for at, row in enumerate(await asyncio.gather(*tasks)):
+                assert np.array_equal(row, expected([at], revisions[name]))
+        gate.open()
+
+
+async def test_a_worker_without_slots_refuses_adapters(pool: Pool, tmp_path: Path) -> None:
+    backend = SyntheticBackend(SyntheticSettings(name="syn", vocab_size=V))
+    async with serving(pool, backend, max_adapters=0), pool.producer("syn") as producer:
+        with pytest.raises(AdapterRefused, match="no slot for one: start the workers with --max-adapters"):
+            await producer.add_adapter("poet", write(tmp_path, "a", "1"))
+        await check(producer, "", "")
