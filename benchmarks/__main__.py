@@ -12,13 +12,13 @@ from typing import NoReturn
 from redis.exceptions import RedisError
 
 from benchmarks.harness.pairs import Result
-from benchmarks.harness.processes import BenchmarkError, LeftOut
+from benchmarks.harness.processes import BenchmarkError, Skipped
 from benchmarks.harness.report import Failures, Surroundings, read_notes, render
-from benchmarks.harness.workplace import Workplace, open_workplace
+from benchmarks.harness.testbed import Testbed, open_testbed
 from benchmarks.measures import (
-    beside,
     bulk,
     engine_measures,
+    interference,
     job_queue,
     latency,
     picks,
@@ -31,7 +31,7 @@ from benchmarks.measures import (
 from benchmarks.peers.environment import peers_python, versions
 from lmpool.errors import LMPoolError
 
-_POOL: dict[str, Callable[[Workplace], list[Result]]] = {
+_POOL: dict[str, Callable[[Testbed], list[Result]]] = {
     "new-f32": transport.new_f32,
     "new-f32-large": transport.new_f32_large,
     "new-bf16": transport.new_bf16,
@@ -40,17 +40,17 @@ _POOL: dict[str, Callable[[Workplace], list[Result]]] = {
     "row-link": transport.row_link,
     "alone": latency.alone,
     "arq": job_queue.arq,
-    "priority": beside.beside_bulk,
-    "priority-alone": beside.bulk_alone,
+    "priority": interference.with_bulk_run,
+    "priority-alone": interference.bulk_alone,
     "hf-random": real_model.hf_random,
     "hf-shared": real_model.hf_shared,
     "hf-direct": real_model.hf_direct,
     "hf-long": real_model.hf_long,
     "bulk-run": bulk.bulk_run,
     "bulk-memory": bulk.bulk_memory,
-    "web-pages": beside.web_pages,
+    "web-pages": interference.web_pages,
 }
-_SCALING: dict[str, Callable[[Workplace], list[Result]]] = {
+_SCALING: dict[str, Callable[[Testbed], list[Result]]] = {
     "scaling-distinct": scaling.distinct,
     "scaling-tokens": scaling.tokens,
     "scaling-lock-step": scaling.lock_step,
@@ -58,7 +58,7 @@ _SCALING: dict[str, Callable[[Workplace], list[Result]]] = {
     "scaling-hot-tree": scaling.hot_tree,
     "scaling-fleet": scaling.fleet,
 }
-_ENGINES: dict[str, Callable[[Workplace], list[Result]]] = {
+_ENGINES: dict[str, Callable[[Testbed], list[Result]]] = {
     "vllm-random": engine_measures.vllm_random,
     "vllm-grow": engine_measures.vllm_grow,
     "vllm-sessions": engine_measures.vllm_sessions,
@@ -68,14 +68,14 @@ _ENGINES: dict[str, Callable[[Workplace], list[Result]]] = {
     "sglang-random": engine_measures.sglang_random,
     "sglang-grow": engine_measures.sglang_grow,
 }
-_TRIES: dict[str, Callable[[Workplace], list[Result]]] = {
+_TRIES: dict[str, Callable[[Testbed], list[Result]]] = {
     "trie-kernels": tries.kernels,
     "trie-build": tries.build,
     "trie-worker": tries.worker,
     "trie-ref": tries.reference,
     "trie-cuda": tries.cuda,
 }
-_GENLM: dict[str, Callable[[Workplace], list[Result]]] = {
+_GENLM: dict[str, Callable[[Testbed], list[Result]]] = {
     "targets": picks.targets,
     "score": picks.score,
     "generate": picks.generate,
@@ -105,14 +105,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(names: Sequence[str], repeats: int, quick: bool, write: Path | None) -> int:
     results: list[Result] = []
     failures = Failures({}, {})
-    with open_workplace(repeats, quick) as place:
-        surroundings = Surroundings.of(place.url, _versions_of_peers(names))
+    with open_testbed(repeats, quick) as testbed:
+        surroundings = Surroundings.of(testbed.url, _versions_of_peers(names))
         for name in names:
             print(f"measuring {name}", file=sys.stderr, flush=True)
             try:
-                place.refill()
-                measured = _MEASURES[name](place)
-            except LeftOut as reason:
+                testbed.refill()
+                measured = _MEASURES[name](testbed)
+            except Skipped as reason:
                 failures.left_out[name] = str(reason)
                 print(f"{name}: left out: {reason}", file=sys.stderr, flush=True)
                 continue

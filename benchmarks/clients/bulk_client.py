@@ -10,12 +10,12 @@ from pathlib import Path
 
 import uvloop
 
-from benchmarks.harness.lines import serve
+from benchmarks.harness.line_protocol import serve
 from lmpool.batch.progress import Progress
 from lmpool.batch.run import BatchSettings, run_batch
 from lmpool.producer import Producer
 
-_AT_ONCE = BatchSettings("scores").concurrency
+_CONCURRENCY = BatchSettings("scores").concurrency
 
 
 class BulkClient:
@@ -29,14 +29,14 @@ class BulkClient:
         self._producer = producer
 
     async def run(self, source: str, output: str, top: int) -> float:
-        """Seconds for a run over a file, all shards in place."""
+        """Seconds for a run over a file, all shards in testbed."""
         start = time.perf_counter()
         outcome = await run_batch(self._producer, Path(source), Path(output), BatchSettings(f"topk:{top}"), Progress())
         if outcome.errors or outcome.resumed:
             raise RuntimeError(f"the run ended with {outcome}")
         return time.perf_counter() - start
 
-    async def ask(self, source: str, top: int) -> float:
+    async def request(self, source: str, top: int) -> float:
         """Seconds for the same answers, each dropped as it comes; the file is read before the clock starts."""
         lines = await asyncio.to_thread(Path(source).read_text, "utf-8")
         texts = iter([json.loads(line)["ids"] for line in lines.splitlines()])
@@ -46,7 +46,7 @@ class BulkClient:
                 await self._producer.positions(ids, top=top)
 
         start = time.perf_counter()
-        await asyncio.gather(*[consume() for _ in range(_AT_ONCE)])
+        await asyncio.gather(*[consume() for _ in range(_CONCURRENCY)])
         return time.perf_counter() - start
 
 

@@ -20,7 +20,7 @@ import numpy as np
 import uvloop
 from numpy.typing import NDArray
 
-from benchmarks.harness.lines import Handler, serve
+from benchmarks.harness.line_protocol import Handler, serve
 from lmpool.producer import Producer
 
 PROMPT_TOKENS = 32
@@ -38,25 +38,25 @@ class Bursts:
     def __init__(self, producer: Producer) -> None:
         self._producer = producer
         self._random = np.random.default_rng(secrets.randbits(64))
-        self._asked: list[Ids] = []
+        self._prompts: list[Ids] = []
 
     def handlers(self) -> list[Handler]:
         """What may be asked, each under its own name."""
         return [self.new, self.again, self.alone, self.together, self.extend]
 
-    async def new(self, rows: int, at_once: int) -> float:
-        """Seconds for prompts that nobody has asked before, `at_once` awaits under way, each row dropped as read."""
-        self._asked = self._fresh(rows)
+    async def new(self, rows: int, concurrency: int) -> float:
+        """Seconds for prompts that nobody has asked before, `concurrency` awaits under way, each row dropped as read."""
+        self._prompts = self._fresh(rows)
         with self._computes(rows):
-            return await self._stream(self._asked, at_once)
+            return await self._stream(self._prompts, concurrency)
 
-    async def again(self, times: int, at_once: int) -> float:
+    async def again(self, times: int, concurrency: int) -> float:
         """Seconds for the prompts of the last `new`, all of them in the cache, this many times over."""
         before = self._producer.stats().cache_hits
-        seconds = await self._stream(itertools.chain.from_iterable([self._asked] * times), at_once)
+        seconds = await self._stream(itertools.chain.from_iterable([self._prompts] * times), concurrency)
         hits = self._producer.stats().cache_hits - before
-        if hits != times * len(self._asked):
-            raise RuntimeError(f"{hits} of {times * len(self._asked)} rows came from the cache in Redis")
+        if hits != times * len(self._prompts):
+            raise RuntimeError(f"{hits} of {times * len(self._prompts)} rows came from the cache in Redis")
         return seconds
 
     async def alone(self, requests: int) -> float:
@@ -101,7 +101,7 @@ class Bursts:
         drawn: list[Ids] = self._random.integers(0, self._producer.model.vocab_size, (number, tokens)).tolist()
         return drawn
 
-    async def _stream(self, prompts: Iterable[Ids], at_once: int) -> float:
+    async def _stream(self, prompts: Iterable[Ids], concurrency: int) -> float:
         waiting = iter(prompts)
 
         async def consume() -> None:
@@ -109,7 +109,7 @@ class Bursts:
                 await self._producer.logprobs(ids)
 
         start = time.perf_counter()
-        await asyncio.gather(*[consume() for _ in range(at_once)])
+        await asyncio.gather(*[consume() for _ in range(concurrency)])
         return time.perf_counter() - start
 
 

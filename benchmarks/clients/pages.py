@@ -8,7 +8,7 @@ import time
 
 import uvloop
 
-from benchmarks.harness.lines import serve
+from benchmarks.harness.line_protocol import serve
 
 _READY_S = 60.0
 _POLL_S = 0.05
@@ -33,14 +33,14 @@ class Pages:
 
 async def _is_ready(port: int) -> bool:
     with contextlib.suppress(OSError, EOFError):
-        return (await _ask(port, "/readyz", "")).startswith(b"HTTP/1.1 200")
+        return (await _request(port, "/readyz", "")).startswith(b"HTTP/1.1 200")
     return False
 
 
 async def _page(port: int, token: str, ends: float) -> int:
     """One page until `ends`, by the clock of `time.perf_counter`: what it asks once, then its stream."""
     for path in ("/", "/api/settings", "/api/history"):
-        answer = await _ask(port, path, token)
+        answer = await _request(port, path, token)
         if not answer.startswith(b"HTTP/1.1 200"):
             raise RuntimeError(f"{path}: {answer[:200]!r}")
     reader, writer = await _open(port, "/api/stream", token)
@@ -54,7 +54,7 @@ async def _page(port: int, token: str, ends: float) -> int:
     return frames
 
 
-async def _ask(port: int, path: str, token: str) -> bytes:
+async def _request(port: int, path: str, token: str) -> bytes:
     """The whole answer to one request, its head included."""
     reader, writer = await _open(port, path, token, "Connection: close\r\n")
     try:
@@ -65,8 +65,8 @@ async def _ask(port: int, path: str, token: str) -> bytes:
 
 async def _open(port: int, path: str, token: str, more: str = "") -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=_LINE_BYTES)
-    asked = f"GET {path} HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nAccept-Encoding: gzip\r\n{more}"
-    writer.write(f"{asked}Authorization: Bearer {token}\r\n\r\n".encode())
+    head = f"GET {path} HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nAccept-Encoding: gzip\r\n{more}"
+    writer.write(f"{head}Authorization: Bearer {token}\r\n\r\n".encode())
     return reader, writer
 
 

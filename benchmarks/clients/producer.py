@@ -10,12 +10,12 @@ import numpy as np
 import uvloop
 
 from benchmarks.clients.compare_client import PROMPT_TOKENS, Bursts, Ids, main, probe
-from benchmarks.harness.lines import Handler
+from benchmarks.harness.line_protocol import Handler
 from lmpool.protocol.keys import Keys
 from lmpool.protocol.prompt import encode_prompt
 
 _TOGETHER = 32
-# How long `steadily` waits for the last rows.
+# How long `steady_load` waits for the last rows.
 _LATE_S = 10.0
 _UNDER_WAY_S = 0.5
 """By then a worker computes what was asked."""
@@ -27,7 +27,14 @@ class Client(Bursts):
     def handlers(self) -> list[Handler]:
         """What may be asked, each under its own name."""
         ours: list[Handler] = [self.entries, self.row_of, self.scored, self.generated, self.sampled, self.keys]
-        ours += [self.told, self.told_by_prefixes, self.grow, self.beside, self.particles, self.steadily]
+        ours += [
+            self.top_tokens,
+            self.top_tokens_by_prefix,
+            self.grow,
+            self.with_short_prompts,
+            self.particles,
+            self.steady_load,
+        ]
         return [*super().handlers(), *ours, self.waits, self.again_in_batches, self.alone_again]
 
     async def again_in_batches(self, times: int, size: int) -> float:
@@ -40,26 +47,26 @@ class Client(Bursts):
 
     async def alone_again(self, requests: int) -> float:
         """Median seconds of one request when nothing else is under way, each for a row that the pool's cache has."""
-        asked = self._fresh(requests)
-        await asyncio.gather(*map(self._producer.logprobs, asked))
-        return await self.median(self._producer.logprobs(ids) for ids in asked)
+        requests = self._fresh(requests)
+        await asyncio.gather(*map(self._producer.logprobs, requests))
+        return await self.median(self._producer.logprobs(ids) for ids in requests)
 
-    async def entries(self, times: int, at_once: int, count: int) -> float:
+    async def entries(self, times: int, concurrency: int, count: int) -> float:
         """As `again`, but just `count` entries are wanted of each row, others of each."""
         before = self._producer.stats().cache_hits
-        asked = [(ids, [token % self._producer.model.vocab_size for token in ids[:count]]) for ids in self._asked]
-        waiting = iter(asked * times)
+        requests = [(ids, [token % self._producer.model.vocab_size for token in ids[:count]]) for ids in self._asked]
+        waiting = iter(requests * times)
 
         async def consume() -> None:
             for ids, targets in waiting:
                 await self._producer.logprobs(ids, targets=targets)
 
         start = time.perf_counter()
-        await asyncio.gather(*[consume() for _ in range(at_once)])
+        await asyncio.gather(*[consume() for _ in range(concurrency)])
         seconds = time.perf_counter() - start
         hits = self._producer.stats().cache_hits - before
-        if hits != times * len(asked):
-            raise RuntimeError(f"{hits} of {times * len(asked)} requests were answered from the cache in Redis")
+        if hits != times * len(requests):
+            raise RuntimeError(f"{hits} of {times * len(requests)} requests were answered from the cache in Redis")
         return seconds
 
     async def row_of(self, prompts: list[Ids]) -> float:
@@ -83,19 +90,19 @@ class Client(Bursts):
         start, seed = time.perf_counter(), int(self._random.integers(2**32))
 
         async def grow(at: int, ids: Ids) -> None:
-            for place in range(tokens):
-                ids = [*ids, await self._producer.sample(ids, seed=seed + (at << 32) + place)]
+            for step in range(tokens):
+                ids = [*ids, await self._producer.sample(ids, seed=seed + (at << 32) + step)]
 
         await asyncio.gather(*[grow(at, ids) for at, ids in enumerate(prompts)])
         return time.perf_counter() - start
 
-    async def told(self, texts: list[Ids], top: int) -> dict[str, Any]:
+    async def top_tokens(self, texts: list[Ids], top: int) -> dict[str, Any]:
         """Seconds for the likeliest tokens at every position of texts, and the values at the last one."""
         start = time.perf_counter()
         values, _ = (await self._producer.batch_positions(texts, top=top))[-1]
         return {"seconds": time.perf_counter() - start, "probe": probe(values[-1])}
 
-    async def told_by_prefixes(self, texts: list[Ids], top: int) -> dict[str, Any]:
+    async def top_tokens_by_prefix(self, texts: list[Ids], top: int) -> dict[str, Any]:
         """As `told`, by a prompt for each position; the texts have one length, and `_TOGETHER` grow in lock step."""
         start = time.perf_counter()
         for first in range(0, len(texts), _TOGETHER):
@@ -121,7 +128,7 @@ class Client(Bursts):
             rows = await asyncio.gather(*[self._producer.logprobs(ids[: len(ids) - left]) for ids in contexts])
         return {"seconds": time.perf_counter() - start, "probe": probe(rows[-1])}
 
-    async def beside(self, prompt: Ids, short_tokens: int) -> dict[str, Any]:
+    async def with_short_prompts(self, prompt: Ids, short_tokens: int) -> dict[str, Any]:
         """Seconds for a long prompt, and those of each short one that is asked meanwhile, one after the other.
 
         Raises:
@@ -145,21 +152,21 @@ class Client(Bursts):
         All begin with the prompt. Every second step draws them anew, with the cubes of random numbers as weights: few
         have most children. Each then grows by a random token, for the rows of a synthetic model are random too.
         """
-        contexts, asked = np.tile(np.asarray(prompt), (number, 1)), 0
+        contexts, requests = np.tile(np.asarray(prompt), (number, 1)), 0
         start = time.perf_counter()
         for step in range(steps):
             # Not in the order of `unique`, which has siblings side by side.
             different = self._random.permutation(np.unique(contexts, axis=0))
-            asked += len(await self._producer.batch_logprobs(different))
+            requests += len(await self._producer.batch_logprobs(different))
             if step % 2:
                 weights = self._random.random(number) ** 3
                 contexts = contexts[self._random.choice(number, number, p=weights / weights.sum())]
             grown = self._random.integers(0, self._producer.model.vocab_size, (number, 1))
             contexts = np.hstack([contexts, grown])
-        return asked / (time.perf_counter() - start)
+        return requests / (time.perf_counter() - start)
 
-    async def steadily(self, at_once: int, warm_s: float, seconds: float, tokens: int = PROMPT_TOKENS) -> int:
-        """Rows of new prompts that arrive within some seconds, with `at_once` awaits in flight all the time."""
+    async def steady_load(self, concurrency: int, warm_s: float, seconds: float, tokens: int = PROMPT_TOKENS) -> int:
+        """Rows of new prompts that arrive within some seconds, with `concurrency` awaits in flight all the time."""
         begins = time.perf_counter() + warm_s
         ends, came = begins + seconds, 0
 
@@ -170,7 +177,7 @@ class Client(Bursts):
                 await self._producer.logprobs(ids)
                 came += begins <= time.perf_counter() < ends
 
-        tasks = [asyncio.create_task(consume()) for _ in range(at_once)]
+        tasks = [asyncio.create_task(consume()) for _ in range(concurrency)]
         ended, late = await asyncio.wait(tasks, timeout=warm_s + seconds + _LATE_S)
         for task in late:  # Long texts may take minutes, and no longer count.
             task.cancel()
@@ -180,21 +187,21 @@ class Client(Bursts):
         return came
 
     async def waits(
-        self, at_once: int, warm_s: float, seconds: float, tokens: int = PROMPT_TOKENS, pause_s: float = 0.0
+        self, concurrency: int, warm_s: float, seconds: float, tokens: int = PROMPT_TOKENS, pause_s: float = 0.0
     ) -> list[float]:
-        """Seconds that each of the requests of `steadily` took that were asked within those seconds."""
+        """Seconds that each of the requests of `steady_load` took that were asked within those seconds."""
         begins = time.perf_counter() + warm_s
         taken: list[float] = []
 
         async def consume() -> None:
-            while (asked := time.perf_counter()) < begins + seconds:
+            while (requests := time.perf_counter()) < begins + seconds:
                 (ids,) = self._fresh(1, tokens)
                 await self._producer.logprobs(ids)
-                if asked >= begins:
-                    taken.append(time.perf_counter() - asked)
+                if requests >= begins:
+                    taken.append(time.perf_counter() - requests)
                 await asyncio.sleep(pause_s)
 
-        await asyncio.gather(*[consume() for _ in range(at_once)])
+        await asyncio.gather(*[consume() for _ in range(concurrency)])
         return taken
 
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 import uvloop
 
-from benchmarks.harness.lines import serve
+from benchmarks.harness.line_protocol import serve
 from lmpool.broker.server import Server
 from lmpool.protocol.keys import Keys
 from lmpool.protocol.model_info import ModelInfo

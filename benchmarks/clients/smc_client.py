@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from genlm.control import AWRS, BoolFSA, PromptedLLM
 
-from benchmarks.harness.lines import serve
+from benchmarks.harness.line_protocol import serve
 
 _BATCH = 64
 _TIMEOUT_S = 0.005
@@ -24,7 +24,7 @@ _TIMEOUT_S = 0.005
 _PATTERN = r"( [a-z]+,?)+"
 
 
-class Steered:
+class SmcClient:
     """Answers the benchmark's requests with timings.
 
     Args:
@@ -71,8 +71,8 @@ async def main() -> None:
     parser.add_argument("model")
     parser.add_argument("--redis")
     given = parser.parse_args()
-    steered = Steered(_load(given.model, given.redis))
-    await serve({"smc": steered.smc})
+    client = SmcClient(_load(given.model, given.redis))
+    await serve({"smc": client.smc})
 
 
 if __name__ == "__main__":

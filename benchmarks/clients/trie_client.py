@@ -13,7 +13,7 @@ from functools import partial
 import numpy as np
 import uvloop
 
-from benchmarks.harness.lines import serve
+from benchmarks.harness.line_protocol import serve
 from benchmarks.harness.tekken import read_inputs
 from lmpool.producer import Producer
 from lmpool.producer.trie import PooledTrie
@@ -49,10 +49,10 @@ class TrieClient:
         children = sum(len(structure.children(structure.node(prefix))) for prefix in self._prefixes())
         return [structure.n_tokens, structure.n_nodes, structure.n_inner, round(children / _PREFIXES)]
 
-    async def full(self, requests: int, at_once: int) -> float:
-        """Seconds for the values of all nodes, `at_once` awaits under way; each result is dropped."""
+    async def full(self, requests: int, concurrency: int) -> float:
+        """Seconds for the values of all nodes, `concurrency` awaits under way; each result is dropped."""
         weights = itertools.islice(itertools.cycle(self._weights), requests)
-        return await _stream((partial(self._trie.weight_sum, ws) for ws in weights), at_once)
+        return await _stream((partial(self._trie.weight_sum, ws) for ws in weights), concurrency)
 
     async def prepare(self, prompts: int, lone: int) -> None:
         """Have the rows of new prompts computed: of `prompts` that many prefixes are asked of each, of `lone` one."""
@@ -65,21 +65,21 @@ class TrieClient:
         self._pairs = ((ids, prefixes[order[turn]]) for turn in range(_PREFIXES) for ids, order in orders)
         self._lone = ((ids, prefixes[turn]) for turn in range(_PREFIXES) for ids in drawn[prompts:])
 
-    async def by_reference(self, requests: int, at_once: int) -> float:
+    async def by_reference(self, requests: int, concurrency: int) -> float:
         """Seconds for the children of prefixes, given prompts whose rows are cached; many prefixes of each."""
-        return await self._ask(self._pairs, requests, at_once)
+        return await self._request(self._pairs, requests, concurrency)
 
-    async def by_lone_reference(self, requests: int, at_once: int) -> float:
+    async def by_lone_reference(self, requests: int, concurrency: int) -> float:
         """As `by_reference`, with a prompt that has not been asked about lately each time."""
-        return await self._ask(self._lone, requests, at_once)
+        return await self._request(self._lone, requests, concurrency)
 
-    async def _ask(self, pairs: Iterator[tuple[Ids, bytes]], requests: int, at_once: int) -> float:
+    async def _request(self, pairs: Iterator[tuple[Ids, bytes]], requests: int, concurrency: int) -> float:
         taken = list(itertools.islice(pairs, requests))
         if len(taken) < requests:
             raise RuntimeError("all pairs of a prompt and a prefix have been asked for")
         calls = (partial(self._trie.weight_sum, prompt=ids, under=under) for ids, under in taken)
         before = self._producer.stats().computed
-        seconds = await _stream(calls, at_once)
+        seconds = await _stream(calls, concurrency)
         computed = self._producer.stats().computed - before
         # A full server evicts by samples, and now and then takes one of these. A model worker that answers itself
         # counts its answers too.
@@ -110,15 +110,15 @@ class TrieClient:
         return [structure.prefix(node) for node in nodes]
 
 
-async def _stream(calls: Iterator[Callable[[], Awaitable[Values]]], at_once: int) -> float:
-    """Seconds for all calls, `at_once` under way."""
+async def _stream(calls: Iterator[Callable[[], Awaitable[Values]]], concurrency: int) -> float:
+    """Seconds for all calls, `concurrency` under way."""
 
     async def consume() -> None:
         for call in calls:
             await call()
 
     start = time.perf_counter()
-    await asyncio.gather(*[consume() for _ in range(at_once)])
+    await asyncio.gather(*[consume() for _ in range(concurrency)])
     return time.perf_counter() - start
 
 

@@ -10,7 +10,7 @@ import sys
 import time
 from typing import Any
 
-from benchmarks.harness.lines import serve
+from benchmarks.harness.line_protocol import serve
 from benchmarks.harness.tekken import Inputs, read_inputs
 from lmpool.protocol.query import Op
 from lmpool.trie.kernels import open_kernels

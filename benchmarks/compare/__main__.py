@@ -19,17 +19,17 @@ from typing import NoReturn
 from redis.exceptions import RedisError
 
 from benchmarks.compare.environments import Environment
-from benchmarks.compare.measures import MEASURES, USUAL, Burst, Measure, Pool
+from benchmarks.compare.measures import DEFAULT_MEASURES, MEASURES, Burst, Measure, Pool
 from benchmarks.harness.pairs import Interval, show
 from benchmarks.harness.processes import BenchmarkError
 from benchmarks.harness.report import BEST_COMMIT
-from benchmarks.harness.workplace import MEMORY_BYTES, Workplace, open_workplace
+from benchmarks.harness.testbed import MEMORY_BYTES, Testbed, open_testbed
 from lmpool.errors import LMPoolError
 
 _TOLERANCE = 0.02
 _ROUNDS = 5
 # All of fewer are on one side of the true median more often than once in twenty times.
-_FEWEST_PAIRS = 6
+_MIN_PAIRS = 6
 _QUICK_PAIRS = 2
 _QUICK_MEMORY_BYTES = 256 * 2**20
 
@@ -64,28 +64,28 @@ def _run(given: argparse.Namespace) -> int:
     memory = _QUICK_MEMORY_BYTES if given.quick else MEMORY_BYTES
     worse = failed = 0
     with ExitStack() as stack:
-        places = [stack.enter_context(open_workplace(1, given.quick, memory)) for _ in range(2)]
+        testbeds = [stack.enter_context(open_testbed(1, given.quick, memory)) for _ in range(2)]
         for name, measure in measures.items():
             pairs = given.pairs or (_QUICK_PAIRS if given.quick else measure.pairs)
             try:
-                rounds = _take(measure, pairs, list(zip(places, (new, base), strict=True)))
+                rounds = _take(measure, pairs, list(zip(testbeds, (new, base), strict=True)))
             except (BenchmarkError, LMPoolError, RedisError, OSError) as error:
                 failed += 1
                 print(f"{name}: could not be taken: {error}", file=sys.stderr, flush=True)
                 continue
-            print(told(name, measure, rounds), flush=True)
+            print(summary(name, measure, rounds), flush=True)
             worse += verdict(rounds) == "worse"
     return 1 if worse else 2 if failed else 0
 
 
-def _take(measure: Measure, pairs: int, sides: Sequence[tuple[Workplace, Environment]]) -> list[list[Pair]]:
+def _take(measure: Measure, pairs: int, sides: Sequence[tuple[Testbed, Environment]]) -> list[list[Pair]]:
     """Pairs of bursts in rounds; each round has processes of its own, for no two of a program are equally fast."""
-    for place, _ in sides:
-        place.refill()
+    for testbed, _ in sides:
+        testbed.refill()
     rounds = []
     for number in range(min(_ROUNDS, pairs)):
         with ExitStack() as stack:
-            pools = [Pool(place, environment, measure) for place, environment in sides]
+            pools = [Pool(testbed, environment, measure) for testbed, environment in sides]
             for pool in _in_turn(pools, number):
                 stack.enter_context(pool.open())
             # The rounds' sizes differ by one pair at most.
@@ -96,8 +96,8 @@ def _take(measure: Measure, pairs: int, sides: Sequence[tuple[Workplace, Environ
 
 
 def _pair(pools: Sequence[Pool], number: int) -> Pair:
-    asked = pools[0].draw()
-    taken = {pool: pool.burst(asked) for pool in _in_turn(pools, number)}
+    arguments = pools[0].draw()
+    taken = {pool: pool.burst(arguments) for pool in _in_turn(pools, number)}
     return taken[pools[0]], taken[pools[1]]
 
 
@@ -113,8 +113,8 @@ def _ratios(rounds: Sequence[Sequence[Pair]]) -> Interval:
 def verdict(rounds: Sequence[Sequence[Pair]]) -> str:
     """What is said of a measure, by the interval of the ratios of its rates."""
     ratio = _ratios(rounds)
-    if sum(map(len, rounds)) < _FEWEST_PAIRS:
-        return f"cannot tell from fewer than {_FEWEST_PAIRS} pairs"
+    if sum(map(len, rounds)) < _MIN_PAIRS:
+        return f"cannot tell from fewer than {_MIN_PAIRS} pairs"
     if ratio.high < 1 - _TOLERANCE:
         return "worse"
     if ratio.low < 1 - _TOLERANCE:
@@ -122,17 +122,17 @@ def verdict(rounds: Sequence[Sequence[Pair]]) -> str:
     return "better" if ratio.low > 1 else "no worse"
 
 
-def told(name: str, measure: Measure, rounds: Sequence[Sequence[Pair]]) -> str:
+def summary(name: str, measure: Measure, rounds: Sequence[Sequence[Pair]]) -> str:
     """Lines about a measure: its verdict, the medians of its rates, and what each process used."""
     ratio = _ratios(rounds)
     lines = [
         f"{name}: {ratio} of {sum(map(len, rounds))} pairs in {len(rounds)} rounds: {verdict(rounds)}",
         f"  {measure.meaning}: {_medians(rounds, lambda burst: burst.rate)}",
     ]
-    return "\n".join([*lines, *(_told_of_processor(process, rounds) for process in rounds[0][0][0].processor)])
+    return "\n".join([*lines, *(_processor_line(process, rounds) for process in rounds[0][0][0].processor)])
 
 
-def _told_of_processor(process: str, rounds: Sequence[Sequence[Pair]]) -> str:
+def _processor_line(process: str, rounds: Sequence[Sequence[Pair]]) -> str:
     def used(burst: Burst) -> float:
         return burst.processor[process]
 
@@ -163,9 +163,9 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--measures",
         nargs="+",
         choices=MEASURES,
-        default=USUAL,
+        default=DEFAULT_MEASURES,
         metavar="NAME",
-        help=f"of {', '.join(MEASURES)} (default: {', '.join(USUAL)})",
+        help=f"of {', '.join(MEASURES)} (default: {', '.join(DEFAULT_MEASURES)})",
     )
     parser.add_argument("--pairs", type=int, help="pairs of bursts for each measure (default: the measure's own)")
     parser.add_argument("--quick", action="store_true", help="small bursts, to see that everything runs")

@@ -14,7 +14,7 @@ from importlib.metadata import distributions
 from pathlib import Path
 
 from benchmarks.harness.processes import REPOSITORY, BenchmarkError, run
-from benchmarks.harness.report import present_commit
+from benchmarks.harness.report import current_commit
 
 _FOLDER = REPOSITORY / ".cache" / "compare"
 _STAMP = "installed.json"
@@ -45,7 +45,7 @@ class Environment:
         """
         if not commit:
             folder = _FOLDER / f"working-tree-{extra}"
-            return cls(f"the working tree at {present_commit()}", _installed(REPOSITORY, folder, extra))
+            return cls(f"the working tree at {current_commit()}", _installed(REPOSITORY, folder, extra))
         full = resolve(commit)
         source = _FOLDER / full / "source"
         if not source.exists():

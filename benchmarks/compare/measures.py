@@ -13,9 +13,9 @@ from typing import Any
 
 from benchmarks.compare.environments import Environment
 from benchmarks.harness.processes import Child, Process, processor_seconds, run
-from benchmarks.harness.workplace import Workplace, wait_until
+from benchmarks.harness.testbed import Testbed, wait_until
 from benchmarks.measures.real_model import smollm2_folder
-from benchmarks.measures.transport import AT_ONCE, AT_ONCE_TINY, FULL_V, TINY_V
+from benchmarks.measures.transport import CONCURRENCY, CONCURRENCY_TINY, FULL_V, TINY_V
 
 _READY_S = 180.0
 # A worker is idle that takes so much of a core, for so long; some never are, and are not waited for longer than this.
@@ -46,18 +46,18 @@ class Measure:
 
     meaning: str
     do: str
-    asked: Callable[[int], Arguments]
+    arguments: Callable[[int], Arguments]
     rows: int
     options: Sequence[str] = ()
     workers: int = 1
     cache_bytes: int | None = None
-    known: int = 0
+    cached_rows: int = 0
     extra: str = "worker"
     pairs: int = 40
 
 
-def _new(at_once: int) -> Callable[[int], Arguments]:
-    return lambda rows: {"rows": rows, "at_once": at_once}
+def _new(concurrency: int) -> Callable[[int], Arguments]:
+    return lambda rows: {"rows": rows, "concurrency": concurrency}
 
 
 def _draw(number: int, length: int) -> list[list[int]]:
@@ -65,27 +65,27 @@ def _draw(number: int, length: int) -> list[list[int]]:
 
 
 _TINY = ("--vocab-size", str(TINY_V))
-_KNOWN = 1024
+_CACHED_ROWS = 1024
 _CONTEXTS, _SHARED_TOKENS = 16, 64
 
 MEASURES = {
-    "tiny": Measure("new rows/s, V = 64", "new", _new(AT_ONCE_TINY), 16_384, _TINY),
-    "new-f32": Measure("new rows/s, V = 49,152, f32", "new", _new(AT_ONCE), 4096),
-    "new-bf16": Measure("new rows/s, V = 49,152, bf16", "new", _new(AT_ONCE), 6144, ("--encoding", "bf16")),
+    "tiny": Measure("new rows/s, V = 64", "new", _new(CONCURRENCY_TINY), 16_384, _TINY),
+    "new-f32": Measure("new rows/s, V = 49,152, f32", "new", _new(CONCURRENCY), 4096),
+    "new-bf16": Measure("new rows/s, V = 49,152, bf16", "new", _new(CONCURRENCY), 6144, ("--encoding", "bf16")),
     "cached": Measure(
         "rows/s from the cache in Redis, V = 49,152, f32",
         "again",
-        lambda rows: {"times": max(1, rows // _KNOWN), "at_once": AT_ONCE},
-        8 * _KNOWN,
+        lambda rows: {"times": max(1, rows // _CACHED_ROWS), "concurrency": CONCURRENCY},
+        8 * _CACHED_ROWS,
         cache_bytes=0,
-        known=_KNOWN,
+        cached_rows=_CACHED_ROWS,
     ),
     "alone-tiny": Measure("1 ÷ p50 of one request alone, V = 64", "alone", lambda n: {"requests": n}, 512, _TINY),
     "alone-f32": Measure("1 ÷ p50 of one request alone, V = 49,152", "alone", lambda n: {"requests": n}, 512),
     "scaling": Measure(
         "new rows/s of 4 workers with steps of 20 ms, V = 64",
         "new",
-        _new(AT_ONCE_TINY),
+        _new(CONCURRENCY_TINY),
         8192,
         (*_TINY, "--step-ms", "20"),
         workers=4,
@@ -112,7 +112,7 @@ MEASURES = {
         pairs=10,
     ),
 }
-USUAL = ("tiny", "new-f32", "new-bf16", "cached", "alone-tiny", "alone-f32")
+DEFAULT_MEASURES = ("tiny", "new-f32", "new-bf16", "cached", "alone-tiny", "alone-f32")
 """The measures that are taken when none is named."""
 
 
@@ -133,17 +133,17 @@ class Pool:
     """One side while a measure runs: workers and a client, idle between bursts.
 
     Args:
-        place: the server.
+        testbed: the server.
         environment: of workers and client.
         measure: what will be asked.
     """
 
-    def __init__(self, place: Workplace, environment: Environment, measure: Measure) -> None:
-        self._place = place
+    def __init__(self, testbed: Testbed, environment: Environment, measure: Measure) -> None:
+        self._testbed = testbed
         self._environment = environment
         self._measure = measure
         # Rows are known by model and prompt: a client would find in shared memory what the other pool has computed.
-        self._variables = {"PYTHONPATH": "", "LMPOOL_SHM_DIR": str(place.folder)}
+        self._variables = {"PYTHONPATH": "", "LMPOOL_SHM_DIR": str(testbed.folder)}
         self._client: Child
         self._processes: dict[str, list[int]] = {}
 
@@ -159,33 +159,33 @@ class Pool:
             workers = [stack.enter_context(self._worker()) for _ in range(measure.workers)]
             self._await(workers)
             options = [] if measure.cache_bytes is None else ["--cache-bytes", str(measure.cache_bytes)]
-            arguments = ["--redis", self._place.url, "--model", _MODEL, *options]
-            child = self._place.child(
+            arguments = ["--redis", self._testbed.url, "--model", _MODEL, *options]
+            child = self._testbed.child(
                 "clients.compare_client", *arguments, python=self._environment.python, **self._variables
             )
             self._client = stack.enter_context(child)
             self._processes = {
                 "client": [child.pid],
                 "workers": [worker.pid for worker in workers],
-                "server": [self._place.server],
+                "server": [self._testbed.server],
             }
             self._wait_until_idle()
-            if measure.known:
-                self._client.ask("new", rows=measure.known, at_once=AT_ONCE)
+            if measure.cached_rows:
+                self._client.request("new", rows=measure.cached_rows, concurrency=CONCURRENCY)
             self.burst(self.draw())
             yield
 
     def draw(self) -> Arguments:
         """What is asked in a burst; the same may be asked of the other pool."""
-        return self._measure.asked(self._rows)
+        return self._measure.arguments(self._rows)
 
-    def burst(self, asked: Arguments) -> Burst:
+    def burst(self, arguments: Arguments) -> Burst:
         """One burst."""
         before = self._used()
-        taken = self._client.ask(self._measure.do, **asked)
+        taken = self._client.request(self._measure.do, **arguments)
         seconds = float(taken["seconds"] if isinstance(taken, dict) else taken)
         # `again` asks whole rounds, and `extend` whole steps.
-        rows = asked["times"] * _KNOWN if "times" in asked else self._rows
+        rows = arguments["times"] * _CACHED_ROWS if "times" in arguments else self._rows
         used = {name: (after - before[name]) / rows * 1e6 for name, after in self._used().items()}
         rate = 1 / seconds if self._measure.do == "alone" else rows / seconds
         return Burst(rate, {**used, "together": sum(used.values())})
@@ -201,7 +201,7 @@ class Pool:
 
     @property
     def _rows(self) -> int:
-        return self._place.scaled(self._measure.rows, max(_CONTEXTS, self._measure.rows // _QUICK))
+        return self._testbed.scaled(self._measure.rows, max(_CONTEXTS, self._measure.rows // _QUICK))
 
     def _used(self) -> dict[str, float]:
         return {name: sum(processor_seconds(pid) for pid in pids) for name, pids in self._processes.items()}
@@ -210,8 +210,8 @@ class Pool:
         options = list(self._measure.options)
         model = str(smollm2_folder()) if "hf" in options else _MODEL
         backend = [] if "--backend" in options else ["--backend", "synthetic"]
-        command = [self._environment.command, "worker", model, "--name", _MODEL, "--redis", self._place.url]
-        return self._place.process("worker", *command, *backend, *options, **self._variables)
+        command = [self._environment.command, "worker", model, "--name", _MODEL, "--redis", self._testbed.url]
+        return self._testbed.process("worker", *command, *backend, *options, **self._variables)
 
     def _await(self, workers: list[Process]) -> None:
         """Until the pool says that the workers are ready: by its own command, for its keys are its own affair."""
@@ -219,7 +219,7 @@ class Pool:
         def are_ready() -> bool:
             for worker in workers:
                 worker.check()
-            models = json.loads(run(self._environment.command, "status", "--json", "--redis", self._place.url))
+            models = json.loads(run(self._environment.command, "status", "--json", "--redis", self._testbed.url))
             states = [worker["state"] for model in models for worker in model["workers"]]
             return states.count("ready") >= len(workers)
 

@@ -41,7 +41,7 @@ _MODEL = _KEYS.model(_INFO.name)
 _WORKERS = (1, 10, 100, 1000)
 _QUICK_WORKERS = (1, 4)
 _BATCH = 32
-_ADAPTER_LOOKS_PER_S = 2.0
+_ADAPTER_POLLS_PER_S = 2.0
 _READS_PER_S = 2.0
 # Connections that wait together: a server looks for those that have waited long enough ten times a second only.
 _READERS = 50
@@ -119,7 +119,7 @@ class _Fleet:
             await heartbeat.join(_COUNTERS)
         submit = await self._submit_us()
         self._held = [await self._hold(name) for name in self._names]
-        look = await self._server_s(self._look, 2000)
+        look = await self._server_s(self._poll, 2000)
         workers = await self._workers_second()
         producers = self._count * (look + await self._server_s(self._read_replies, 4) / _READERS)
         cells = (
@@ -141,7 +141,7 @@ class _Fleet:
         reply: Any = await self._client.xreadgroup(GROUP, worker, {_MODEL.jobs: ">"}, count=2 * _BATCH)
         return [entry for entry, _ in reply[0][1]]
 
-    async def _look(self) -> None:
+    async def _poll(self) -> None:
         """What a producer does each second while it waits for something."""
         await self._discovery.info(_INFO.name)
         await self._discovery.alive(_INFO.name)
@@ -155,7 +155,7 @@ class _Fleet:
         beat = await self._server_s(self._heartbeats, 1) / self._settings.heartbeat_s
         claim = await self._server_s(self._claims, 1) * 3 / self._settings.lease_s
         least = max(1, 200 // self._count)
-        adapters = await self._server_s(self._registry.read, self._count * least) * _ADAPTER_LOOKS_PER_S
+        adapters = await self._server_s(self._registry.read, self._count * least) * _ADAPTER_POLLS_PER_S
         take = await self._server_s(self._take, 4) / _READERS * _READS_PER_S
         return beat + claim + self._count * (adapters + take)
 

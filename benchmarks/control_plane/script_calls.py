@@ -114,7 +114,7 @@ def _submit_longest(queue: _Queue) -> list[float]:
     return [queue.submit("a", _digests(1), 524_288)]
 
 
-def _give_way(size: int) -> Callable[[_Queue], list[float]]:
+def _backlog_of_other_client(size: int) -> Callable[[_Queue], list[float]]:
     def measure(queue: _Queue) -> list[float]:
         queue.empty()
         for _ in range(10):
@@ -243,13 +243,13 @@ def _sweep_clients(queue: _Queue) -> list[float]:
     for at in range(0, 200_000, 10_000):
         queue.client.zadd(_MODEL.virtual_time, {_MODEL.reply(f"{i:016x}"): i for i in range(at, at + 10_000)})
     queue.client.zadd(_MODEL.virtual_time, {b"": 10**6})
-    return [queue.ms(scripts.REMOVE_GONE, _SWEPT, GROUP, 200, _LONG_MS, 0) for _ in range(REPEATS)]
+    return [queue.ms(scripts.REMOVE_GONE, _SWEEP_KEYS, GROUP, 200, _LONG_MS, 0) for _ in range(REPEATS)]
 
 
 def _sweep_workers(queue: _Queue) -> list[float]:
     queue.empty(1000)
     queue.client.zadd(_MODEL.workers, {f"w{number}": 1 for number in range(1000)})
-    return [queue.ms(scripts.REMOVE_GONE, _SWEPT, GROUP, 200, _LONG_MS, 0) for _ in range(4)]
+    return [queue.ms(scripts.REMOVE_GONE, _SWEEP_KEYS, GROUP, 200, _LONG_MS, 0) for _ in range(4)]
 
 
 def _survey(queue: _Queue) -> list[float]:
@@ -283,14 +283,14 @@ def _fields(queue: _Queue) -> list[float]:
     return [queue.ms(scripts.FIELDS, [_KEYS.models()], 4096, 1 << 16, 0) for _ in range(REPEATS)]
 
 
-_SWEPT = (_MODEL.jobs, _MODEL.workers, _MODEL.capacity, _MODEL.virtual_time)
+_SWEEP_KEYS = (_MODEL.jobs, _MODEL.workers, _MODEL.capacity, _MODEL.virtual_time)
 _CALLS: dict[str, Callable[[_Queue], list[float]]] = {
     "submit: 200 new prompts of 128 tokens": _submit_new,
     "submit: 200 prompts of 128 tokens into the backlog": _submit_to_backlog,
     "submit: 16 prompts of 8,192 tokens, 512 KiB": _submit_long,
     "submit: one prompt of 131,072 tokens": _submit_longest,
-    "submit, refill: 2,000 prompts of 128 tokens of another client are in the way": _give_way(540),
-    "the same, 2,000 tokens each": _give_way(8_000),
+    "submit, refill: 2,000 prompts of 128 tokens of another client are in the way": _backlog_of_other_client(540),
+    "the same, 2,000 tokens each": _backlog_of_other_client(8_000),
     "refill: 1,600 prompts of 1,000 tokens may move up": _move_up,
     "cancel: 200 prompts": _cancel,
     "claim: 100,000 prompts are held": _claim(False),

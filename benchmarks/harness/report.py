@@ -76,7 +76,7 @@ class Surroundings:
         return cls(
             {
                 "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-                "commit": present_commit(),
+                "commit": current_commit(),
                 "machine": f"{_processor()}, {os.cpu_count()} cores, {memory:.0f} GiB",
                 "system": f"{platform.system()} {platform.release()}, Python {platform.python_version()}",
                 "load before the run (1, 5, 15 minutes)": " ".join(f"{load:.2f}" for load in os.getloadavg()),
@@ -174,7 +174,7 @@ def _version(package: str) -> str:
         return ""
 
 
-def present_commit() -> str:
+def current_commit() -> str:
     """The commit that is checked out, and whether there are changes."""
 
     def git(*arguments: str) -> str:

@@ -20,7 +20,7 @@ from arq import create_pool
 from arq.connections import ArqRedis, RedisSettings
 from numpy.typing import NDArray
 
-from benchmarks.harness.lines import serve
+from benchmarks.harness.line_protocol import serve
 
 _REDIS = RedisSettings(unix_socket_path=os.environ["BENCH_ARQ_SOCKET"])
 _QUEUE = os.environ["BENCH_ARQ_QUEUE"]
@@ -54,12 +54,12 @@ class Client:
     def __init__(self, redis: ArqRedis) -> None:
         self._redis = redis
 
-    async def new(self, rows: int, at_once: int) -> float:
-        """Seconds for jobs with new prompts, `at_once` of them under way, each row dropped as read."""
+    async def new(self, rows: int, concurrency: int) -> float:
+        """Seconds for jobs with new prompts, `concurrency` of them under way, each row dropped as read."""
         drawn = np.random.default_rng(secrets.randbits(64)).integers(0, _VOCAB_SIZE, (rows, _PROMPT_TOKENS))
         waiting = iter(drawn.tolist())
         start = time.perf_counter()
-        await asyncio.gather(*[self._consume(waiting) for _ in range(at_once)])
+        await asyncio.gather(*[self._consume(waiting) for _ in range(concurrency)])
         return time.perf_counter() - start
 
     async def _consume(self, waiting: Iterator[list[int]]) -> None:

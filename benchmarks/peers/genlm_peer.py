@@ -15,7 +15,7 @@ import torch
 from genlm.backend.llm.hf import AsyncTransformer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from benchmarks.harness.lines import serve
+from benchmarks.harness.line_protocol import serve
 
 Ids = list[int]
 

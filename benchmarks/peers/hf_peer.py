@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from benchmarks.harness.lines import serve
+from benchmarks.harness.line_protocol import serve
 
 Ids = list[int]
 
@@ -46,8 +46,8 @@ class Peer:
                 rows = torch.log_softmax(logits.float(), -1).cpu()
         return {"seconds": time.perf_counter() - start, "probe": [float(value) for value in rows[-1][:8]]}
 
-    async def told(self, texts: list[Ids], top: int) -> dict[str, Any]:
-        """As `Client.told` in `clients/producer.py`, for texts of one length."""
+    async def top_tokens(self, texts: list[Ids], top: int) -> dict[str, Any]:
+        """As `Client.top_tokens` in `clients/producer.py`, for texts of one length."""
         found: list[tuple[Any, Any]] = []
         start = time.perf_counter()
         with torch.inference_mode():
@@ -62,7 +62,7 @@ class Peer:
 async def main() -> None:
     """Serve until stdin ends."""
     peer = Peer(*sys.argv[1:])
-    await serve({"together": peer.together, "told": peer.told})
+    await serve({"together": peer.together, "top_tokens": peer.top_tokens})
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ import numpy as np
 import uvloop
 from redis.asyncio import Redis
 
-from benchmarks.harness.lines import serve
+from benchmarks.harness.line_protocol import serve
 
 _PIPELINE = 32
 _KEYS = 256

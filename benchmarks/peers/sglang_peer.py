@@ -32,7 +32,7 @@ from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import PortArgs, ServerArgs
 
-from benchmarks.harness.lines import serve
+from benchmarks.harness.line_protocol import serve
 
 Ids = list[int]
 
@@ -65,10 +65,10 @@ class Peer:
     async def together(self, prompts: list[Ids]) -> dict[str, Any]:
         """As `Client.together` in `clients/producer.py`."""
         start = time.perf_counter()
-        rows = [future.result() for future in [self._ask(ids) for ids in prompts]]
+        rows = [future.result() for future in [self._request(ids) for ids in prompts]]
         return {"seconds": time.perf_counter() - start, "probe": [float(value) for value in rows[-1][:8]]}
 
-    def _ask(self, ids: Ids) -> Future[torch.Tensor]:
+    def _request(self, ids: Ids) -> Future[torch.Tensor]:
         params = SamplingParams(max_new_tokens=0)
         params.normalize(None)
         request = TokenizedGenerateReqInput(

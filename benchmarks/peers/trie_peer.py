@@ -16,7 +16,7 @@ import torch
 from genlm.backend.tokenization import Token
 from genlm.backend.trie import ParallelTokenCharacterTrie, TokenCharacterTrie
 
-from benchmarks.harness.lines import serve
+from benchmarks.harness.line_protocol import serve
 from benchmarks.harness.tekken import Inputs, read_inputs
 
 

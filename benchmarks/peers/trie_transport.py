@@ -12,7 +12,7 @@ import numpy as np
 import uvloop
 from redis.asyncio import Redis
 
-from benchmarks.harness.lines import serve
+from benchmarks.harness.line_protocol import serve
 
 _PIPELINE_BYTES = 4 * 2**20
 _KEYS = 64
@@ -34,7 +34,7 @@ class TrieTransport:
         await self._put("there", _KEYS, there)
         await self._put("back", _KEYS, back)
 
-    async def ask(self, requests: int, there: int, back: int) -> None:
+    async def request(self, requests: int, there: int, back: int) -> None:
         """A client's end: SET values of `there` bytes, and GET as many of `back` bytes."""
         await asyncio.gather(self._put("there", requests, there), self._get("back", requests, back))
 

@@ -15,11 +15,11 @@ import aiohttp
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.harness.lines import serve
+from benchmarks.harness.line_protocol import serve
 
 Ids = list[int]
 
-_AT_ONCE = 16
+_CONCURRENCY = 16
 
 
 class Peer:
@@ -35,7 +35,7 @@ class Peer:
         self._session = session
         self._url = url
         self._vocab_size = vocab_size
-        self._free = asyncio.Semaphore(_AT_ONCE)
+        self._free = asyncio.Semaphore(_CONCURRENCY)
 
     async def together(self, prompts: list[Ids]) -> dict[str, Any]:
         """As `Client.together` in `clients/producer.py`."""
@@ -43,15 +43,15 @@ class Peer:
         rows = await asyncio.gather(*[self._row(ids) for ids in prompts])
         return {"seconds": time.perf_counter() - start, "probe": [float(value) for value in rows[-1][:8]]}
 
-    async def told(self, texts: list[Ids], top: int) -> dict[str, Any]:
-        """As `Client.told` in `clients/producer.py`."""
+    async def top_tokens(self, texts: list[Ids], top: int) -> dict[str, Any]:
+        """As `Client.top_tokens` in `clients/producer.py`."""
         start = time.perf_counter()
         found = await asyncio.gather(*[self._told(ids, top) for ids in texts])
         values, _ = found[-1]
         return {"seconds": time.perf_counter() - start, "probe": [float(value) for value in values[-1][:8]]}
 
     async def _row(self, ids: Ids) -> NDArray[np.float32]:
-        (top,) = (await self._ask(ids, logprobs=self._vocab_size))["logprobs"]["top_logprobs"]
+        (top,) = (await self._request(ids, logprobs=self._vocab_size))["logprobs"]["top_logprobs"]
         row = np.full(self._vocab_size, np.nan, np.float32)
         for token, value in _values(top):
             row[token] = value
@@ -61,7 +61,7 @@ class Peer:
 
     async def _told(self, ids: Ids, top: int) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
         """The likeliest tokens at every position, (n, top): what is told of the prompt, and of the token behind it."""
-        choice = await self._ask(ids, prompt_logprobs=top, logprobs=top)
+        choice = await self._request(ids, prompt_logprobs=top, logprobs=top)
         values, tokens = np.empty((len(ids), top), np.float32), np.empty((len(ids), top), np.int64)
         # Of a token of the prompt its own value is there too, wherever it ranks.
         for at, entries in enumerate(choice["prompt_logprobs"][1:]):
@@ -73,13 +73,13 @@ class Peer:
             values[-1, rank], tokens[-1, rank] = value, token
         return values, tokens
 
-    async def _ask(self, ids: Ids, **wanted: int) -> dict[str, Any]:
+    async def _request(self, ids: Ids, **wanted: int) -> dict[str, Any]:
         """What the server answers for one token behind a prompt."""
-        asked = {"model": "smollm2", "prompt": ids, "max_tokens": 1, "temperature": 0.0, **wanted}
-        async with self._free, self._session.post(self._url, json=asked) as answer:
-            text = await answer.text()
-            if answer.status != 200:
-                raise RuntimeError(f"the server answers {answer.status}: {text[:500]}")
+        request = {"model": "smollm2", "prompt": ids, "max_tokens": 1, "temperature": 0.0, **wanted}
+        async with self._free, self._session.post(self._url, json=request) as response:
+            text = await response.text()
+            if response.status != 200:
+                raise RuntimeError(f"the server answers {response.status}: {text[:500]}")
         choice: dict[str, Any] = json.loads(text)["choices"][0]
         return choice
 
@@ -95,7 +95,7 @@ async def main() -> None:
     timeout = aiohttp.ClientTimeout(total=900)
     async with aiohttp.ClientSession(timeout=timeout) as session:
         peer = Peer(session, url, int(vocab_size))
-        await serve({"together": peer.together, "told": peer.told})
+        await serve({"together": peer.together, "top_tokens": peer.top_tokens})
 
 
 if __name__ == "__main__":
