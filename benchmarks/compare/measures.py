@@ -1,4 +1,4 @@
-"""What `compare` asks of both pools, and how a pool answers."""
+"""The measures of `compare`, and a pool that runs them."""
 
 from __future__ import annotations
 
@@ -17,31 +17,32 @@ from benchmarks.harness.testbed import Testbed, wait_until
 from benchmarks.measures.real_model import smollm2_folder
 from benchmarks.measures.transport import CONCURRENCY, CONCURRENCY_TINY, FULL_V, TINY_V
 
-_READY_S = 180.0
-# A worker is idle that takes so much of a core, for so long; some never are, and are not waited for longer than this.
-_IDLE_S, _IDLE_SHARE, _MAX_IDLE_S = 0.5, 0.04, 30.0
+_READY_S = 180.0  # Seconds in which workers must become ready; they load models.
+# A worker counts as idle below this share of a core, measured over this many seconds.
+_IDLE_SHARE, _IDLE_S = 0.04, 0.5
+_MAX_IDLE_S = 30.0  # Seconds to wait for idle workers: some commits have workers that never are.
 _MODEL = "compared"
-_QUICK = 16
-_FIRST_ORDINARY_ID = 3
+_QUICK = 16  # A quick burst has this fraction of the rows.
+_FIRST_ORDINARY_ID = 3  # Token ids below are special tokens of SmolLM2.
 
 Arguments = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Measure:
-    """What both pools are asked.
+    """A measure that runs on both pools.
 
     Attributes:
-        meaning: of its figures.
+        meaning: definition of its figures.
         do: the client's handler, see `compare_client`.
-        asked: what it is asked for a burst of so many rows; drawn once for both pools.
-        rows: in a burst.
-        options: of the workers; without a backend they are synthetic.
-        workers: how many.
+        arguments: number of rows -> arguments of a burst, which both pools receive.
+        rows: rows per burst.
+        options: of the workers; synthetic by default.
+        workers: number of workers.
         cache_bytes: of the producer; None for its default.
-        known: rows that are asked before, and that the bursts find in the cache.
-        extra: the one of the package's extras that the workers need.
-        pairs: of bursts, unless told otherwise.
+        cached_rows: rows computed before the bursts, which fetch them from the cache.
+        extra: the extra of the package that the workers need.
+        pairs: default number of pairs of bursts.
     """
 
     meaning: str
@@ -65,8 +66,8 @@ def _draw(number: int, length: int) -> list[list[int]]:
 
 
 _TINY = ("--vocab-size", str(TINY_V))
-_CACHED_ROWS = 1024
-_CONTEXTS, _SHARED_TOKENS = 16, 64
+_CACHED_ROWS = 1024  # 192 MiB of float32 rows.
+_CONTEXTS, _SHARED_TOKENS = 16, 64  # Growing contexts, and tokens that they share.
 
 MEASURES = {
     "tiny": Measure("new rows/s, V = 64", "new", _new(CONCURRENCY_TINY), 16_384, _TINY),
@@ -113,16 +114,16 @@ MEASURES = {
     ),
 }
 DEFAULT_MEASURES = ("tiny", "new-f32", "new-bf16", "cached", "alone-tiny", "alone-f32")
-"""The measures that are taken when none is named."""
+"""The measures without `--measures`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Burst:
-    """What one burst took.
+    """The figures of one burst.
 
     Attributes:
-        rate: rows, or requests, a second.
-        processor: process -> microseconds of processor time a row; "together" has their sum.
+        rate: rows or requests per second.
+        processor: process -> microseconds of processor time per row; "together" is the sum.
     """
 
     rate: float
@@ -130,30 +131,21 @@ class Burst:
 
 
 class Pool:
-    """One side while a measure runs: workers and a client, idle between bursts.
-
-    Args:
-        testbed: the server.
-        environment: of workers and client.
-        measure: what will be asked.
-    """
+    """Workers and a client of one side while a measure runs; idle between bursts."""
 
     def __init__(self, testbed: Testbed, environment: Environment, measure: Measure) -> None:
         self._testbed = testbed
         self._environment = environment
         self._measure = measure
-        # Rows are known by model and prompt: a client would find in shared memory what the other pool has computed.
+        # Separate the shared memory of the pools: rows are keyed by model and prompt, so a client would read rows
+        # that the other pool computed.
         self._variables = {"PYTHONPATH": "", "LMPOOL_SHM_DIR": str(testbed.folder)}
         self._client: Child
         self._processes: dict[str, list[int]] = {}
 
     @contextlib.contextmanager
     def open(self) -> Iterator[None]:
-        """Have the processes, warm, for the length of a `with` block.
-
-        Raises:
-            BenchmarkError: one of them ended, or they are not ready in time.
-        """
+        """Run warm processes for the length of a `with` block."""
         measure = self._measure
         with ExitStack() as stack:
             workers = [stack.enter_context(self._worker()) for _ in range(measure.workers)]
@@ -176,22 +168,22 @@ class Pool:
             yield
 
     def draw(self) -> Arguments:
-        """What is asked in a burst; the same may be asked of the other pool."""
+        """Draw the arguments of a burst, for both pools."""
         return self._measure.arguments(self._rows)
 
     def burst(self, arguments: Arguments) -> Burst:
-        """One burst."""
+        """Run one burst."""
         before = self._used()
         taken = self._client.request(self._measure.do, **arguments)
         seconds = float(taken["seconds"] if isinstance(taken, dict) else taken)
-        # `again` asks whole rounds, and `extend` whole steps.
+        # `again` requests all cached rows `times` times.
         rows = arguments["times"] * _CACHED_ROWS if "times" in arguments else self._rows
         used = {name: (after - before[name]) / rows * 1e6 for name, after in self._used().items()}
         rate = 1 / seconds if self._measure.do == "alone" else rows / seconds
         return Burst(rate, {**used, "together": sum(used.values())})
 
     def _wait_until_idle(self) -> None:
-        """Until the workers have done what they do at their start while they serve already, such as making memory."""
+        """Wait until the workers have finished start-up work, such as creating shared memory."""
         until = time.monotonic() + _MAX_IDLE_S
         while time.monotonic() < until:
             before = self._used()["workers"]
@@ -214,7 +206,7 @@ class Pool:
         return self._testbed.process("worker", *command, *backend, *options, **self._variables)
 
     def _await(self, workers: list[Process]) -> None:
-        """Until the pool says that the workers are ready: by its own command, for its keys are its own affair."""
+        """Wait until the workers are ready, by `lmpool status` of their commit, because keys differ between commits."""
 
         def are_ready() -> bool:
             for worker in workers:

@@ -36,7 +36,7 @@ def bulk_run(testbed: Testbed) -> list[Result]:
             count = testbed.scaled(lines, min(lines, 2000))
             pair = _Pair(testbed, client, count, tokens, top)
             pair.run()
-            samples = alternate({"batch run": pair.run, "producer": pair.ask}, testbed.repeats)
+            samples = alternate({"batch run": pair.run, "producer": pair.stream}, testbed.repeats)
         meaning = (
             f"texts/s of a run over a file of {count:,} texts of {tokens} tokens, top-{top} at every position, "
             f"{'SmolLM2-135M f32, hf' if 'hf' in options else f'synthetic steps of {_STEP_MS} ms'} ÷ a producer in "
@@ -84,9 +84,9 @@ class _Pair:
         )
         return self._count / seconds
 
-    def request(self) -> float:
+    def stream(self) -> float:
         """Texts per second of a producer."""
-        seconds: float = self._client.request("ask", source=str(self._source()), top=self._top)
+        seconds: float = self._client.request("stream", source=str(self._source()), top=self._top)
         return self._count / seconds
 
     def _source(self) -> Path:

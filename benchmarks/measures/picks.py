@@ -45,8 +45,8 @@ def targets(testbed: Testbed) -> list[Result]:
             testbed.repeats,
         )
     meaning = (
-        f"requests/s for {_TARGETS} entries of cached float32 rows of V = {FULL_V:,}, {_CONCURRENCY} awaits under way ÷ "
-        "the same for full rows, which are not kept by the producer"
+        f"requests/s for {_TARGETS} entries of cached float32 rows of V = {FULL_V:,}, {_CONCURRENCY} requests in "
+        "flight ÷ the same for full rows, which the producer does not cache"
     )
     sides = [Side(name, "requests/s", taken) for name, taken in samples.items()]
     return [Result("targets", meaning, Goal(8), *sides)]

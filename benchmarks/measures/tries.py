@@ -246,7 +246,7 @@ def _ceiling(ends: Sequence[Child], requests: int, there: int, back: int) -> Tak
         # The server may have evicted the earlier values while the pool ran.
         ends[0].request("prime", **sizes)
         start = time.perf_counter()
-        for end, do in zip(ends, ("ask", "answer"), strict=True):
+        for end, do in zip(ends, ("client", "worker"), strict=True):
             end.send(do, requests=requests, **sizes)
         for end in ends:
             end.receive(_WITHIN_S)
