@@ -21,7 +21,7 @@ from lmpool.protocol.row import Values
 
 Ids = list[int]
 
-_PROMPT_TOKENS = 32
+_PROMPT_TOKENS = 32  # Tokens per random prompt.
 _PREFIXES = 2048  # Prefixes requested: the ones with the most children.
 _TOLERANCE = 1e-4  # Max relative difference between the pool's and local values.
 
@@ -60,7 +60,7 @@ class TrieClient:
         self._lone = ((ids, prefixes[turn]) for turn in range(_PREFIXES) for ids in drawn[prompts:])
 
     async def by_reference(self, requests: int, concurrency: int) -> float:
-        """Seconds for the children of prefixes for prompts with cached rows; each prompt with many prefixes in a row."""
+        """Seconds for the children of prefixes, for prompts with cached rows and many prefixes each."""
         return await self._request(self._pairs, requests, concurrency)
 
     async def by_lone_reference(self, requests: int, concurrency: int) -> float:

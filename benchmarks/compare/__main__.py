@@ -29,7 +29,7 @@ from lmpool.errors import LMPoolError
 _TOLERANCE = 0.02  # A ratio down to 0.98 counts as no worse.
 _ROUNDS = 5  # Each round starts new processes.
 _MIN_PAIRS = 6  # With fewer pairs, all lie on one side of the true median by chance more often than in 1 of 20 runs.
-_QUICK_PAIRS = 2
+_QUICK_PAIRS = 2  # Pairs per measure in a quick run.
 _QUICK_MEMORY_BYTES = 256 * 2**20  # The server's limit in a quick run.
 
 Pair = tuple[Burst, Burst]

@@ -38,8 +38,7 @@ from lmpool.workers.settings import WorkerSettings
 _KEYS = Keys()
 _INFO = ModelInfo("m", "synthetic", 512, 131_072, "seed-0", "float32")
 _MODEL = _KEYS.model(_INFO.name)
-_WORKERS = (1, 10, 100, 1000)
-_QUICK_WORKERS = (1, 4)
+_WORKERS, _QUICK_WORKERS = (1, 10, 100, 1000), (1, 4)  # Sizes of the measured fleets.
 _BATCH = 32  # Prompts per step of a worker.
 _ADAPTER_POLLS_PER_S = 2.0  # Polls of the adapter registry per worker and second.
 _READS_PER_S = 2.0  # Blocking reads of the queue per worker and second.

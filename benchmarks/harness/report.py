@@ -45,10 +45,10 @@ another environment. The engines run in the environments that `make test` builds
 `LMPOOL_BENCH_ENGINES` names.
 
 To compare two commits, do not compare two of these pages: run `make bench-compare BASE=<commit>`. It runs both pools on
-one machine in turns, each with its own environment, server, workers and client. It prints the ratios of the rates and of
-the processor time per row, with 95 % confidence intervals. Its exit code is 1 if an interval of rates lies entirely
-below 0.98. The default base is the fastest commit so far, `{best}`. COMPARE passes options
-(`COMPARE="--measures tiny cached --pairs 100"`)."""
+one machine in turns, each with its own environment, server, workers and client. It prints the ratios of rates and of
+processor time per row, with 95 % confidence intervals. Its exit code is 1 if an interval of rates lies entirely below
+0.98. The default base is the fastest commit so far, `{best}`. COMPARE passes options (`COMPARE="--measures tiny cached
+--pairs 100"`)."""
 
 
 @dataclass(frozen=True, slots=True)

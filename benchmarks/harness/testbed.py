@@ -196,11 +196,7 @@ def open_testbed(repeats: int, quick: bool, memory_bytes: int = MEMORY_BYTES) ->
 
 
 def wait_until(condition: Callable[[], bool], seconds: float, description: str) -> None:
-    """Look until a condition holds.
-
-    Raises:
-        BenchmarkError: it does not hold in time.
-    """
+    """Poll until the condition holds; BenchmarkError after `seconds`."""
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:

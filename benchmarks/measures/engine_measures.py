@@ -23,7 +23,7 @@ Ids = list[int]
 VARIABLE = "LMPOOL_BENCH_ENGINES"
 """Environment variable: the folder that holds the engines' environments, venv-vllm and venv-sglang."""
 
-_PROMPT_TOKENS = 32
+_PROMPT_TOKENS = 32  # Tokens per random prompt.
 # Prompts per sample of each measure.
 _VLLM_PROMPTS, _SGLANG_PROMPTS, _HTTP_PROMPTS, _OVERHEAD_PROMPTS = 256, 64, 64, 1024
 _CONTEXTS, _STEPS = 16, 32  # Growing contexts, and tokens by which each one grows.

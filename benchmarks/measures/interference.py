@@ -21,6 +21,7 @@ _WORKERS, _STEP_MS, _BATCH = 2, 50, 32  # Workers; milliseconds and prompts per 
 _MEASURED_CONCURRENCY, _BULK_CONCURRENCY, _ALONE_CONCURRENCY = 4, 2000, 1024
 _LOADS = {"half": 32, "busy": 96, "overloaded": 400}
 """Requests in flight of the other interactive clients. The two workers compute 64 prompts per step."""
+# Texts in flight of the bulk run, tokens of a text and of an interactive prompt, seconds between interactive prompts.
 _TEXTS_CONCURRENCY, _TEXT_TOKENS, _QUESTION_TOKENS, _PAUSE_S = 256, 500, 5, 0.1
 _WARM_S = 2.0  # Seconds of load before the clock starts.
 _PAGES = 100  # Open pages of `lmpool web`.

@@ -20,7 +20,7 @@ from benchmarks.harness.testbed import Testbed
 from benchmarks.measures.comparison import Ids, alternated
 from benchmarks.measures.transport import TINY_V, rate
 
-_WORKERS = 4
+_WORKERS = 4  # Workers that are compared with one.
 _WITHIN_S = 900.0  # Seconds in which a client must respond; the longest request takes minutes.
 
 # Prompts that share no prefix: milliseconds per step, and requests in flight.
@@ -32,10 +32,10 @@ _PREFIX_STEP_MS, _TOKEN_MS = 2, 1  # Milliseconds per step, and per new token.
 _PREFIX_OPTIONS = ("--step-ms", str(_PREFIX_STEP_MS), "--token-ms", str(_TOKEN_MS))
 _CONTEXT_TOKENS, _STEPS = 128, 24  # Tokens of a context at first, and tokens by which it grows.
 _CONTEXTS = (16, 128)  # Numbers of contexts measured.
-_PROMPT_TOKENS = 64
-# Particle filters: particles, steps, and workers of the larger one.
+_PROMPT_TOKENS = 64  # Tokens of a shared prompt.
+# Particle filters: particles and steps of the smaller one; particles, steps and workers of the larger one.
 _PARTICLES, _PARTICLE_STEPS = 128, 64
-_MANY_PARTICLES, _MANY_STEPS, _EIGHT = 1000, 32, 8
+_MANY_PARTICLES, _MANY_STEPS, _MANY_WORKERS = 1000, 32, 8  # The larger filter, on more workers.
 # Trees of contexts, contexts per tree, how many times as many in the hot tree, and tokens by which they grow.
 _TREES, _IN_A_TREE, _TIMES_AS_HOT, _TREE_STEPS = 10, 8, 10, 64
 
@@ -121,7 +121,7 @@ def particles(testbed: Testbed) -> list[Result]:
     results = []
     for number, workers, steps, goal in (
         (_PARTICLES, _WORKERS, testbed.scaled(_PARTICLE_STEPS, 8), Goal(2)),
-        (_MANY_PARTICLES, _EIGHT, testbed.scaled(_MANY_STEPS, 4), Goal(3.6)),
+        (_MANY_PARTICLES, _MANY_WORKERS, testbed.scaled(_MANY_STEPS, 4), Goal(3.6)),
     ):
 
         def take(side: Child, number: int = number, steps: int = steps) -> float:

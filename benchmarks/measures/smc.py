@@ -13,7 +13,7 @@ from benchmarks.measures.comparison import alternated
 from benchmarks.measures.real_model import smollm2_folder
 from benchmarks.peers.environment import peers_python
 
-_PARTICLES, _STEPS = 16, 32
+_PARTICLES, _STEPS = 16, 32  # Particles per run, and tokens per particle.
 _WITHIN_S = 600.0  # Seconds in which a run must end.
 _TOPICS = ["river", "winter", "garden", "letter", "market", "harbour", "window", "journey", "evening", "forest"]
 

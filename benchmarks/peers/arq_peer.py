@@ -24,8 +24,8 @@ from benchmarks.harness.line_protocol import serve
 
 _REDIS = RedisSettings(unix_socket_path=os.environ["BENCH_ARQ_SOCKET"])
 _QUEUE = os.environ["BENCH_ARQ_QUEUE"]
-_VOCAB_SIZE = 49_152
-_PROMPT_TOKENS = 32
+_VOCAB_SIZE = 49_152  # Entries of a row, as in the pool.
+_PROMPT_TOKENS = 32  # Tokens per random prompt.
 _BASE = np.tile(np.random.default_rng(0).standard_normal(_VOCAB_SIZE, dtype=np.float32), 2)
 
 

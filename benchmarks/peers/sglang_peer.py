@@ -51,7 +51,7 @@ class Peer:
     """Handlers that return timings."""
 
     def __init__(self, model: str) -> None:
-        self._asked: queue.SimpleQueue[tuple[Any, Future[torch.Tensor]]] = queue.SimpleQueue()
+        self._submitted: queue.SimpleQueue[tuple[Any, Future[torch.Tensor]]] = queue.SimpleQueue()
         self._waiting: dict[str, Future[torch.Tensor]] = {}
         self._numbers = count()
         ready: Future[None] = Future()
@@ -73,7 +73,7 @@ class Peer:
             top_logprobs_num=0, token_ids_logprob=None, stream=False,
         )  # fmt: skip
         future: Future[torch.Tensor] = Future()
-        self._asked.put((request, future))
+        self._submitted.put((request, future))
         return future
 
     def _run(self, model: str, ready: Future[None]) -> None:
@@ -111,8 +111,8 @@ class Peer:
     def _receive(self, *_: Any, **__: Any) -> list[Any]:
         taken = []
         if not self._waiting and self._scheduler.last_batch is None:
-            taken.append(self._asked.get())
-        taken += [self._asked.get_nowait() for _ in range(self._asked.qsize())]
+            taken.append(self._submitted.get())
+        taken += [self._submitted.get_nowait() for _ in range(self._submitted.qsize())]
         self._waiting.update((request.rid, future) for request, future in taken)
         return [request for request, _ in taken]
 

@@ -40,7 +40,7 @@ class Peer:
     async def top_tokens(self, texts: list[Ids], top: int) -> dict[str, Any]:
         """Same as `Client.top_tokens` in `clients/producer.py`."""
         start = time.perf_counter()
-        found = await asyncio.gather(*[self._told(ids, top) for ids in texts])
+        found = await asyncio.gather(*[self._top_tokens(ids, top) for ids in texts])
         values, _ = found[-1]
         return {"seconds": time.perf_counter() - start, "probe": [float(value) for value in values[-1][:8]]}
 
@@ -53,7 +53,7 @@ class Peer:
             raise RuntimeError(f"{int(np.isnan(row).sum())} of {self._vocab_size} entries are missing")
         return row
 
-    async def _told(self, ids: Ids, top: int) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+    async def _top_tokens(self, ids: Ids, top: int) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
         """The top-k tokens at every position, (n, top), from the response's prompt and from the generated token."""
         choice = await self._request(ids, prompt_logprobs=top, logprobs=top)
         values, tokens = np.empty((len(ids), top), np.float32), np.empty((len(ids), top), np.int64)
