@@ -34,8 +34,8 @@ def options_of(command: Any) -> list[Any]:
 def page() -> str:
     """The page: a section per command, then the options that several commands share.
 
-    `lmpool up` and `lmpool worker` share panels of options in their help. The page shows each panel once, at its end, and
-    the commands link to the panels.
+    `lmpool up` and `lmpool worker` share panels of options in their help. The page shows each panel once,
+    at its end, and the commands link to the panels.
     """
     shared: dict[str, list[str]] = {}
     parts = []

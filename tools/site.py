@@ -1,7 +1,7 @@
 """Build the documentation site: `make docs`.
 
-The pages are the files of `docs/` and the files in `PAGES`. The program rewrites their links for the site. The tutorials
-run on a worker with a real model. Errors are: a warning, a page that the navigation lacks, a public name that the
+The pages are the files of `docs/` and the files in `PAGES`. The program rewrites their links for the site. A worker
+with a real model serves the tutorials. Errors are: a warning, a page that the navigation lacks, a public name that the
 reference lacks, and a resource that a browser would fetch from another host.
 """
 
