@@ -104,7 +104,7 @@ def _found(testbed: Testbed, producer: Child, ports: list[int], new: int) -> Res
         samples["extended"].append(_CONTEXTS * steps)
     by = "one token" if new == 1 else f"{new} tokens"
     meaning = (
-        f"prompts of which workers compute only the new tokens ÷ all prompts but the first of each context. "
+        f"prompts for which workers compute only the new tokens ÷ all prompts but the first of each context. "
         f"{_CONTEXTS} contexts of {_LONG_TOKENS} tokens grow in lock step by {by} {_STEPS} times; one client, two "
         "vLLM workers with one narrow layer, dummy weights and no prefix caching. The second prompt of each context "
         f"opens its session, so the maximum is {1 - 1 / _STEPS:.2f}"

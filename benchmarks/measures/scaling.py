@@ -142,7 +142,7 @@ def particles(testbed: Testbed) -> list[Result]:
 
 
 def hot_tree(testbed: Testbed) -> list[Result]:
-    """Contexts most of which share one prefix."""
+    """Contexts of trees, one of them much larger than the others."""
     steps = testbed.scaled(_TREE_STEPS, _TREE_STEPS // 4)
     shares = [_IN_A_TREE * (_TIMES_AS_HOT if tree == 0 else 1) for tree in range(_TREES)]
     busiest, mean = [], []

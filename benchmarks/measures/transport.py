@@ -69,7 +69,7 @@ def cached(testbed: Testbed) -> list[Result]:
         f"plain MGETs of 32 values of the same size by one process (redis-py asyncio, hiredis, uvloop); V = {FULL_V:,}"
     )
     sides = {name: Side(name, "rows/s", taken) for name, taken in samples.items()}
-    ours = "rows/s of one producer (without a cache of its own) when the pool's cache has all rows"
+    ours = "rows/s of one producer (without its own cache) when the pool's cache has all rows"
     single = f"{ours}, {CONCURRENCY} requests in flight ÷ {against}, f32"
     batched = f"{ours}, `batch_logprobs` of {_BATCH} ÷ {against}, f32"
     return [
