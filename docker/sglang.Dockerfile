@@ -1,9 +1,9 @@
-# A worker with SGLang, on top of the engine's own image. Needs the wheel that docker/Dockerfile builds:
+# A worker with SGLang, based on the engine's image. Needs the wheel that docker/Dockerfile builds:
 #
 #   docker build -f docker/Dockerfile --target wheel -t lmpool-wheel:0.1.0 .
 #   docker build -f docker/sglang.Dockerfile -t lmpool-sglang:0.1.0 docker
 #
-# A package index of your own: `--secret id=pip_conf,src=pip.conf`, which is in no layer.
+# For your own package index: `--secret id=pip_conf,src=pip.conf`. No layer contains the secret.
 ARG WHEEL=lmpool-wheel:0.1.0
 ARG BASE=docker.io/lmsysorg/sglang:v0.5.23
 
@@ -19,7 +19,7 @@ LABEL org.opencontainers.image.title="lmpool-sglang" \
       org.opencontainers.image.revision="${REVISION}"
 USER 0:0
 SHELL ["/bin/bash", "-o", "pipefail", "-c"]
-# What the engine brings stays as it is: all that is installed is a constraint.
+# Use the installed packages as constraints, so that pip does not change the engine's packages.
 RUN --mount=type=bind,from=wheel,source=/wheels,target=/wheels \
     --mount=type=secret,id=pip_conf,target=/etc/pip.conf \
     python3 -m pip freeze --exclude-editable | grep '==' > /tmp/engine.txt \
@@ -28,15 +28,15 @@ RUN --mount=type=bind,from=wheel,source=/wheels,target=/wheels \
     && groupadd --gid 10001 lmpool \
     && useradd --uid 10001 --gid 10001 --create-home lmpool \
     && install -d -o 10001 -g 10001 /models /run/lmpool
-# Engines and their compilers keep caches below the home folder (.cache, .triton, .nv, …), which cannot be written where the
-# root file system is read-only. /tmp can; it must not be mounted noexec, for compiled code is loaded from there.
+# Engines and their compilers write caches to the home folder (.cache, .triton, .nv, …), so it must not lie on a read-only
+# root file system. Do not mount /tmp with noexec: engines load compiled code from there.
 ENV PYTHONUNBUFFERED=1 \
     HOME=/tmp \
     HF_HOME=/models \
     LMPOOL_SHM_DIR=/run/lmpool
 WORKDIR /home/lmpool
 EXPOSE 9100
-# It drains: what the worker holds is computed and published, then it ends with exit code 0. A second one ends it at once.
+# SIGTERM drains a worker: it finishes and publishes its prompts, then exits with 0. A second SIGTERM ends it at once.
 STOPSIGNAL SIGTERM
 HEALTHCHECK --interval=5s --timeout=5s --start-period=60m --retries=3 \
     CMD ["python3", "-IS", "-c", "import urllib.request as u; u.urlopen('http://127.0.0.1:9100/readyz', timeout=4)"]

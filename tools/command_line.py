@@ -1,4 +1,4 @@
-"""The reference of the command line: a page of Markdown, made of the commands that are installed."""
+"""The reference of the command line: a Markdown page, generated from the installed commands."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from lmpool import cli
 
 
 def all_commands() -> Iterator[tuple[str, Any]]:
-    """Every command that can be run, by its words: ("lmpool dead list", its object of typer)."""
-    if not cli.app.registered_commands:  # Commands are registered once in a process.
+    """All commands, each with its words: ("lmpool dead list", typer's object)."""
+    if not cli.app.registered_commands:  # A process registers the commands only once.
         cli.add_commands()
     yield from _below("lmpool", typer.main.get_command(cli.app))
 
@@ -27,15 +27,15 @@ def _below(words: str, command: Any) -> Iterator[tuple[str, Any]]:
 
 
 def options_of(command: Any) -> list[Any]:
-    """The options of a command, those that only `--help-all` shows too."""
+    """The options of a command, including the ones that only `--help-all` shows."""
     return [param for param in command.params if param.opts[0].startswith("-")]
 
 
 def page() -> str:
-    """A section for each command. The options of settings that several commands have stand once, below the others.
+    """The page: a section per command, then the options that several commands share.
 
-    A table of options is the same for `lmpool up` and `lmpool worker`: what they have in common under a name of its own
-    (the panels of their help) is shown at the end, and they lead there.
+    `lmpool up` and `lmpool worker` share panels of options in their help. The page shows each panel once,
+    at its end, and the commands link to the panels.
     """
     shared: dict[str, list[str]] = {}
     parts = []
@@ -53,7 +53,7 @@ def page() -> str:
             title = panel.removeprefix("Options: ")
             known = shared.setdefault(title, [])
             known += [row for row in listed if row not in known]
-            parts += [f"And those of [{title}](#options-of-{_anchor(title)}).", ""]
+            parts += [f"Also the options of [{title}](#options-of-{_anchor(title)}).", ""]
     for title, rows in shared.items():
         parts += [f"(options-of-{_anchor(title)})=", f"## Options: {title}", "", *_table(rows)]
     return "\n".join(parts)
@@ -81,7 +81,7 @@ def _table(rows: list[str]) -> list[str]:
 
 
 def _text(text: str | None) -> str:
-    """A text for the cell of a table, its options as code."""
+    """Escape a text for a table cell and format its options as code."""
     escaped = re.sub(r"([|<*])", r"\\\1", " ".join((text or "").split()))
     return re.sub(r"(?<![\w`-])(--[a-z][a-z-]*)(?![^`]*`(?:[^`]*`[^`]*`)*[^`]*$)", r"`\1`", escaped)
 

@@ -1,4 +1,4 @@
-"""Have the images of docker/Dockerfile serve and ask: worker, trie worker and web behind a server with users."""
+"""Start the images of docker/Dockerfile and send requests: worker, trie worker and web, on a server with users."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ from lmpool.embedded import server_binary
 if TYPE_CHECKING:
     from tools.images import Buildah
 
-# Seconds for a container to become healthy, and for a command in it. On a busy machine a worker needed more than 180 s.
+# Seconds for a container to become healthy, and for a command in it. On a busy machine a worker took more than 180 s.
 DEADLINE_S = 900.0
 _USERS = Path(__file__).resolve().parents[1] / "docker" / "redis" / "users.acl"
-_UID = "10001"
+_UID = "10001"  # The user of the images.
 
 
 def prove(buildah: Buildah, name_of: Callable[[str], str], model: Path) -> None:
-    """Start a server, a worker, a trie worker and the web service; ask them; stop them.
+    """Start a server, a worker, a trie worker and the web service; send requests; stop the containers.
 
     Args:
-        buildah: has the images.
+        buildah: the store of the images.
         name_of: target -> name of its image.
         model: folder of the model that the worker serves.
 
     Raises:
-        SystemExit: something does not answer, or does not end as it should.
+        SystemExit: a container does not respond, or ends with another exit code than expected.
     """
     began = time.monotonic()
     with ExitStack() as stack:
@@ -52,7 +52,7 @@ def prove(buildah: Buildah, name_of: Callable[[str], str], model: Path) -> None:
 
         client = start("client", "producer")
         print(client.run("--version").strip(), flush=True)
-        # A network of their own they have not: one port each.
+        # The containers share the network of this machine, so each needs another port.
         worker, trie, web = start("worker", "worker"), start("trie", "trie-worker"), start("web", "web")
         worker.start("/models/proof", "--name", "proof", mounts={"/models/proof": _readable(model, stack)})
         trie.start("--metrics-port", "9101", ports=("9100", "9101"))
@@ -62,22 +62,22 @@ def prove(buildah: Buildah, name_of: Callable[[str], str], model: Path) -> None:
             container.until_healthy()
             print(f"{container.image} is healthy after {time.monotonic() - began:.1f} s", flush=True)
         row = json.loads(client.run("logprobs", "1,2,3", "--ids", "--top", "3", "--json"))
-        print(f"a row, in parts: {json.dumps(row)[:200]}", flush=True)
+        print(f"the beginning of a row: {json.dumps(row)[:200]}", flush=True)
         print(client.run("trie", "show", "1,2,3", "--ids", "--depth", "1", "--top", "3"), flush=True)
-        asked = Request("http://127.0.0.1:8642/api/demand/proof", headers={"Authorization": f"Bearer {token}"})
-        with urlopen(asked, timeout=DEADLINE_S) as reply:
-            demand = json.load(reply)
-        print(f"the web service says: {demand}", flush=True)
+        request = Request("http://127.0.0.1:8642/api/demand/proof", headers={"Authorization": f"Bearer {token}"})
+        with urlopen(request, timeout=DEADLINE_S) as response:
+            demand = json.load(response)
+        print(f"the web service reports: {demand}", flush=True)
         _check(demand["workers"] == 1, "the web service sees one worker")
         for container in (worker, trie):
             container.stop()
-        # Its server ends by the signal itself, after the last answer.
+        # After its last response the web service's process ends by the signal, so buildah returns 1.
         web.stop(code=1)
-    print(f"the images serve and ask: {time.monotonic() - began:.0f} s", flush=True)
+    print(f"all images work: {time.monotonic() - began:.0f} s", flush=True)
 
 
 def _readable(model: Path, stack: ExitStack) -> Path:
-    """A copy of a model's folder that the user of a container may read."""
+    """A copy of a model's folder that the user of a container can read."""
     folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="lmpool")), "model")
     shutil.copytree(model, folder)
     for path in (folder.parent, folder, *folder.iterdir()):
@@ -87,16 +87,16 @@ def _readable(model: Path, stack: ExitStack) -> Path:
 
 def _check(is_so: bool, text: str) -> None:
     if not is_so:
-        sys.exit(f"not so: {text}")
+        sys.exit(f"check failed: {text}")
 
 
 class Container:
     """A container that runs its image's entry point, in this machine's network.
 
     Args:
-        buildah: has it.
-        image: name of its image.
-        name: its own.
+        buildah: the store of images and containers.
+        image: name of the image.
+        name: name of the container.
         url: the pool's server.
     """
 
@@ -121,7 +121,7 @@ class Container:
         return self._buildah.command("run", "--isolation", "chroot", *options, self._name, "--", *words)
 
     def run(self, *arguments: str) -> str:
-        """Run the entry point to its end; returns what it has printed."""
+        """Run the entry point to its end and return its output."""
         command = self._command([*self._config["Entrypoint"], *arguments])
         done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
         _check(done.returncode == 0, f"{arguments} ends well: {done.stdout}{done.stderr}")
@@ -137,32 +137,32 @@ class Container:
         """Start the entry point.
 
         Args:
-            arguments: behind its own.
-            mounts: path in the container -> file or folder here, to be read.
-            environment: more variables.
-            ports: the port that the health check of the image asks, and the one it is to ask here.
+            arguments: additional arguments.
+            mounts: path in the container -> local file or folder, mounted read-only.
+            environment: additional variables.
+            ports: the port in the image's health check, and the port that replaces it.
         """
         self._ports = ports
         command = self._command([*self._config["Entrypoint"], *arguments], mounts, environment)
         self._process = subprocess.Popen(command, stdout=self._log, stderr=subprocess.STDOUT)
 
     def until_healthy(self) -> None:
-        """Wait until the image's health check says so."""
+        """Wait until the image's health check succeeds."""
         kind, *check = self._config["Healthcheck"]["Test"]
         _check(kind == "CMD", f"{self.image} has a health check: {kind}")
         command = self._command([word.replace(*self._ports) if self._ports[0] else word for word in check])
         end = time.monotonic() + DEADLINE_S
         while subprocess.run(command, capture_output=True, timeout=DEADLINE_S, check=False).returncode:
             assert self._process is not None
-            is_on = self._process.poll() is None and time.monotonic() < end
-            _check(is_on, f"{self.image} becomes healthy; it says:\n{self._text()}")
+            continues = self._process.poll() is None and time.monotonic() < end
+            _check(continues, f"{self.image} becomes healthy; its output:\n{self._text()}")
             time.sleep(0.2)
 
     def stop(self, code: int = 0) -> None:
-        """Send SIGTERM to the program, as what runs containers does.
+        """Send SIGTERM to the program, as container runtimes do.
 
         Args:
-            code: what `buildah run` ends with then: the exit code, or 1 where a signal has ended the program.
+            code: expected exit code of `buildah run`: that of the program, or 1 if a signal ended it.
         """
         assert self._process is not None
         inside = _inside(self._process.pid)
@@ -170,7 +170,7 @@ class Container:
         os.kill(inside[0], signal.SIGTERM)
         ended = self._process.wait(DEADLINE_S)
         _check(
-            ended == code, f"{self.image} ends with {code} when it is stopped, not {ended}; it says:\n{self._text()}"
+            ended == code, f"{self.image} ends with {code} on SIGTERM, not with {ended}; its output:\n{self._text()}"
         )
 
     def _text(self) -> str:
@@ -179,7 +179,7 @@ class Container:
 
     @contextmanager
     def closing(self) -> Iterator[Container]:
-        """End what still runs."""
+        """Kill the container's processes at the end of the block."""
         try:
             yield self
         finally:
@@ -191,13 +191,13 @@ class Container:
 
 
 def _inside(pid: int) -> list[int]:
-    """The programs of a container, below the process of `buildah run` that started it; the first is its entry point."""
+    """Process ids of a container's programs, descendants of `buildah run`; the first is the entry point."""
     children: dict[int, list[int]] = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
             _, _, rest = stat.read_text().rpartition(")")
         except OSError:
-            continue  # It has ended.
+            continue  # The process has ended.
         children.setdefault(int(rest.split()[1]), []).append(int(stat.parent.name))
     below, found = [pid], []
     while below:
@@ -207,7 +207,7 @@ def _inside(pid: int) -> list[int]:
 
 
 def _is_ours(pid: int) -> bool:
-    """Whether it is the program, and not a process of buildah's that stands before it."""
+    """Whether a process is the program, and not a process of buildah."""
     try:
         return Path(f"/proc/{pid}/exe").readlink().name.startswith("python")
     except OSError:
@@ -216,17 +216,17 @@ def _is_ours(pid: int) -> bool:
 
 @contextmanager
 def _server() -> Iterator[dict[str, str]]:
-    """A server with the users of docker/redis on a port of this machine; role -> URL."""
+    """A server with the users of docker/redis on a local port; role -> URL."""
     passwords: dict[str, str] = {}
 
-    def own(match: re.Match[str]) -> str:
+    def new_hash(match: re.Match[str]) -> str:
         password = passwords[match[1]] = secrets.token_hex(16)
         return f"#{hashlib.sha256(password.encode()).hexdigest()}"
 
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     with tempfile.TemporaryDirectory(prefix="lmpool") as folder:
-        users = re.sub(r"#SHA256-OF-THE-PASSWORD-OF-([\w-]+)", own, _USERS.read_text("utf-8"))
+        users = re.sub(r"#SHA256-OF-THE-PASSWORD-OF-([\w-]+)", new_hash, _USERS.read_text("utf-8"))
         Path(folder, "users.acl").write_text(users, "utf-8")
         settings: dict[str, Any] = {"bind": "127.0.0.1", "port": port, "save": "", "dir": folder, "loglevel": "warning"}
         settings |= {"aclfile": f"{folder}/users.acl", "maxmemory": "512mb", "maxmemory-policy": "volatile-lru"}

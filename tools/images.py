@@ -1,13 +1,13 @@
-"""Build the images of docker/Dockerfile with buildah, and have them serve and ask: `make images`.
+"""Build the images of docker/Dockerfile with buildah, start them, and send requests: `make images`.
 
     python -m tools.images FOLDER [--model FOLDER_OF_A_MODEL] [TARGET ...]
 
-For a machine without a Docker daemon that reaches no registry of images: the image that the Dockerfile begins with is
-made by `mmdebstrap` of Debian's packages and put into FOLDER under the very name that FROM has, so the Dockerfile is
-built as it is. Everywhere else that name is fetched. Needs root, and `apt-get install buildah mmdebstrap`.
+For machines without a Docker daemon and without access to an image registry. `mmdebstrap` builds the base image from
+Debian's packages; the program stores it in FOLDER under the name in FROM, so that the Dockerfile needs no change. Needs
+root, and `apt-get install buildah mmdebstrap`.
 
-pip in the build reads what `pip config list` says here: as a secret, which is in no layer. Files that this names are
-mounted for the time of the build.
+pip in the build uses the settings of `pip config list` on this machine. The build receives them as a secret, which no
+layer contains, and mounts the files that they name.
 """
 
 from __future__ import annotations
@@ -30,21 +30,17 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 DOCKERFILE = REPOSITORY / "docker" / "Dockerfile"
 TARGETS = ("client", "trie", "web", "worker")
 MAX_MB = {"client": 350, "worker": 1600}
-"""Most megabytes (10^6 bytes) of an image."""
+"""Max megabytes (10^6 bytes) of an image."""
 
 _MIRROR = "http://deb.debian.org/debian"
 _SECURITY = "http://deb.debian.org/debian-security"
 
 
 class Buildah:
-    """The `buildah` command with a store of its own: no daemon, no user namespaces.
-
-    Args:
-        folder: where images and containers are kept.
-    """
+    """The `buildah` command with images and containers in `folder`: no daemon, no user namespaces."""
 
     def __init__(self, folder: Path) -> None:
-        # Plain folders do everywhere, but copy all files of an image for each step of its making.
+        # The driver vfs works everywhere, but copies all files of an image in each build step.
         for driver in ("overlay", "vfs"):
             store, run = folder / driver, folder / f"{driver}-run"
             self._storage = ["--root", str(store), "--runroot", str(run), "--storage-driver", driver]
@@ -52,35 +48,35 @@ class Buildah:
                 break
 
     def command(self, *arguments: str) -> list[str]:
-        """The command line of one of its commands."""
+        """The command line of a buildah command."""
         return ["buildah", *self._storage, *arguments]
 
     def __call__(self, *arguments: str, shown: bool = False) -> str:
-        """Run one of its commands; returns what it has printed, unless that is shown."""
+        """Run a buildah command and return its output, or print the output if `shown`."""
         done = subprocess.run(
             self.command(*arguments), stdout=None if shown else subprocess.PIPE, text=True, check=True
         )
         return "" if shown else done.stdout.strip()
 
     def has(self, image: str) -> bool:
-        """Whether an image is there."""
-        look = self.command("inspect", "--type", "image", image)
-        return subprocess.run(look, capture_output=True, check=False).returncode == 0
+        """Whether an image exists."""
+        command = self.command("inspect", "--type", "image", image)
+        return subprocess.run(command, capture_output=True, check=False).returncode == 0
 
     def inspect(self, image: str) -> dict[str, Any]:
-        """The settings that an image has for containers, as Docker names them."""
+        """The container settings of an image, with Docker's names."""
         found: dict[str, Any] = json.loads(self("inspect", "--type", "image", image))["Docker"]["config"]
         return found
 
     def megabytes(self, image: str) -> float:
-        """10^6 bytes of an image's files."""
+        """Size of an image in megabytes (10^6 bytes)."""
         (found,) = json.loads(self("images", "--json", image))
         number, unit = found["size"].split()
         return float(number) * {"KB": 1e-3, "MB": 1.0, "GB": 1e3}[unit]
 
     @contextmanager
     def container(self, image: str) -> Iterator[str]:
-        """A container of an image, which is removed at the end."""
+        """A container of an image; the context manager removes it."""
         name = self("from", image)
         try:
             yield name
@@ -91,11 +87,9 @@ class Buildah:
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("folder", type=Path, help="where images are kept")
-    parser.add_argument(
-        "targets", nargs="*", metavar="TARGET", help=f"{', '.join(TARGETS)}; all of them if none is given"
-    )
-    parser.add_argument("--model", type=Path, help="what the worker serves; without it nothing is started")
+    parser.add_argument("folder", type=Path, help="folder of the images")
+    parser.add_argument("targets", nargs="*", metavar="TARGET", help=f"choose from {', '.join(TARGETS)} (default: all)")
+    parser.add_argument("--model", type=Path, help="model of the worker; without it no image is started")
     given = parser.parse_args()
     targets = given.targets or TARGETS
     buildah, began = Buildah(given.folder.resolve()), time.monotonic()
@@ -105,9 +99,9 @@ def main() -> None:
     print(f"built in {time.monotonic() - began:.0f} s", flush=True)
     too_large = []
     for target in targets:
-        megabytes, most = buildah.megabytes(name_of(target)), MAX_MB.get(target)
-        print(f"{name_of(target)}: {megabytes:.0f} MB" + (f" of at most {most}" if most else ""), flush=True)
-        if most and megabytes > most:
+        megabytes, limit = buildah.megabytes(name_of(target)), MAX_MB.get(target)
+        print(f"{name_of(target)}: {megabytes:.0f} MB" + (f" of at most {limit}" if limit else ""), flush=True)
+        if limit and megabytes > limit:
             too_large.append(target)
     if too_large:
         sys.exit(f"too large: {', '.join(too_large)}")
@@ -116,31 +110,31 @@ def main() -> None:
 
 
 def name_of(target: str) -> str:
-    """The name of an image of this release."""
+    """The name of an image, with the version of this checkout."""
     (version,) = re.findall(r'^version = "(.+)"$', (REPOSITORY / "pyproject.toml").read_text("utf-8"), re.MULTILINE)
     return f"localhost/lmpool-{target}:{version}"
 
 
 def _have_base(buildah: Buildah) -> None:
-    """Make the image that the Dockerfile begins with, if it is not there."""
+    """Build the base image of the Dockerfile if it is missing."""
     (base,) = re.findall(r"^ARG BASE=(\S+)$", DOCKERFILE.read_text("utf-8"), re.MULTILINE)
     if buildah.has(base):
         return
     suite = base.partition(":")[2].removesuffix("-slim")
-    print(f"making {base} of Debian's packages", flush=True)
+    print(f"building {base} from Debian's packages", flush=True)
     with tempfile.TemporaryDirectory(prefix="lmpool") as folder:
         tar = f"{folder}/base.tar"
         sources = [f"deb {_MIRROR} {suite} main", f"deb {_MIRROR} {suite}-updates main"]
         sources.append(f"deb {_SECURITY} {suite}-security main")
-        # As the slim images of Debian: neither documentation nor translations.
+        # Like Debian's slim images: no documentation and no translations.
         options = [f"--dpkgopt=path-exclude=/usr/share/{name}/*" for name in ("doc", "man", "locale", "info")]
         options.append("--dpkgopt=path-include=/usr/share/doc/*/copyright")
-        # Else a package that merges /usr comes along, with all of Perl.
+        # Avoid the package usrmerge, which requires all of Perl.
         options += ["--include=usr-is-merged", "--hook-dir=/usr/share/mmdebstrap/hooks/merged-usr"]
         command = ["mmdebstrap", "--quiet", "--variant=minbase", *options, suite, tar, *sources]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
-            sys.exit(f"mmdebstrap has ended with {done.returncode}: {done.stderr[-2000:]}")
+            sys.exit(f"mmdebstrap ended with {done.returncode}: {done.stderr[-2000:]}")
         container = buildah("from", "scratch")
         buildah("add", "--quiet", container, tar, "/")
         buildah("config", "--cmd", "/bin/bash", container)
@@ -148,7 +142,7 @@ def _have_base(buildah: Buildah) -> None:
 
 
 def _build(buildah: Buildah, target: str) -> None:
-    """Build one target; what others have built already is kept."""
+    """Build one target; buildah reuses layers of other targets."""
     with tempfile.TemporaryDirectory(prefix="lmpool") as folder:
         conf = Path(folder, "pip.conf")
         settings, mounts = _pip_settings()
@@ -157,21 +151,21 @@ def _build(buildah: Buildah, target: str) -> None:
         buildah(
             "build", "--quiet", "--isolation", "chroot", "--format", "docker", "--layers", "--target", target,
             "--tag", name_of(target), "--file", str(DOCKERFILE), "--secret", f"id=pip_conf,src={conf}", *volumes,
-            # Where this machine has torch is for its pip to know.
+            # No index for torch: the pip settings of this machine name the indices.
             "--build-arg", "TORCH_INDEX=", "--build-arg", f"REVISION={_revision()}", str(REPOSITORY),
             shown=True,
         )  # fmt: skip
 
 
 def _pip_settings() -> tuple[dict[str, str], dict[str, str]]:
-    """What pip is told on this machine: names and values; and where files that these name are found in the build."""
-    told = subprocess.run([sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True, check=True)
-    settings = dict(re.findall(r"^(?::env:|global)\.(\S+?)='(.*)'$", told.stdout, re.MULTILINE))
+    """The pip settings of this machine, adapted to the build, and the mounts: path here -> path in the build."""
+    listed = subprocess.run([sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True, check=True)
+    settings = dict(re.findall(r"^(?::env:|global)\.(\S+?)='(.*)'$", listed.stdout, re.MULTILINE))
     words = {word for value in settings.values() for word in value.split()}
-    # An index in a folder has its files beside it.
+    # The files of a local index lie next to it, so mount its parent folder.
     folders = {str(Path(word.removeprefix("file://")).parent) for word in words if word.startswith("file:///")}
     paths = {path for path in folders | {word for word in words if word.startswith("/")} if Path(path).exists()}
-    # Not where they are here: packages of Debian write their own files there.
+    # Mount below /mnt: Debian's packages may write files at the original paths.
     mounts = {path: f"/mnt{path}" for path in sorted(paths)}
     for name, value in settings.items():
         for path, there in mounts.items():

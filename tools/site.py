@@ -1,8 +1,8 @@
-"""Build the documentation's site: `make docs`.
+"""Build the documentation site: `make docs`.
 
-The pages are those of `docs/`, and some from elsewhere, as `PAGES` says; their links are made to lead from page to
-page. A worker with a real model answers what the tutorials ask. Warnings are errors, and so is a page that no
-navigation names, a public name that the reference lacks, or anything in a page that a browser would fetch elsewhere.
+The pages are the files of `docs/` and the files in `PAGES`. The program rewrites their links for the site. A worker
+with a real model serves the tutorials. Errors are: a warning, a page that the navigation lacks, a public name that the
+reference lacks, and a resource that a browser would fetch from another host.
 """
 
 from __future__ import annotations
@@ -35,30 +35,30 @@ PAGES = {
     "docker/redis/README.md": "redis.md",
     "examples/surprise.ipynb": "tutorials/surprise.ipynb",
 }
-"""Pages from elsewhere: path in the checkout -> in the site. What `docs/index.md` says stands behind the README."""
+"""Pages outside `docs/`: path in the checkout -> path in the site. `docs/index.md` is appended to the README."""
 PUBLIC = ("lmpool.producer", "lmpool.producer.genlm", "lmpool.batch", "lmpool.testing", "lmpool.errors")
-"""Modules whose public names the reference has."""
+"""Modules whose public names the reference must have."""
 GENERATED: dict[str, Callable[[], str]] = {
     "% The site lists all commands here.": command_line.page,
     "% The site lists all files here.": lambda: structure.layout(ROOT),
 }
 """Comment in a page -> the text that replaces it."""
 START_LIMIT_S = 900.0
-"""Seconds in which the worker must serve: a busy machine needed more than 120. One that ends is noticed at once."""
+"""Seconds in which the worker must serve: a busy machine needed more than 120. If it ends, the build fails at once."""
 
 POLL_S = 5.0
-"""Seconds of one wait for the model, after which the program that serves it is checked."""
+"""Seconds between two checks that the worker still runs while it loads the model."""
 
 _LINK = re.compile(r"\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s#]+)(#[^)\s]*)?\)")
 _ELSEWHERE = re.compile(r"\s*(?:\w+:)?//")
 _IN_STYLES = re.compile(r"(?:url\(|@import\s)\s*[\"']?((?:\w+:)?//[^\"')\s]+)")
-# What browsers fetch by themselves, and by which attribute they name it.
+# Elements that make a browser fetch a resource, and the attribute with its address.
 _FETCHED = {"script": "src", "img": "src", "link": "href", "iframe": "src", "source": "src", "object": "data",
             "embed": "src", "video": "src", "audio": "src"}  # fmt: skip
 
 
 def staged(path: Path) -> Path | None:
-    """Where a file of the checkout is in the site, relative to its sources; None if it is no page of it."""
+    """The path of a file of the checkout in the site's sources, or None if the file is not a page of the site."""
     name = path.relative_to(ROOT).as_posix()
     if name in PAGES:
         return Path(PAGES[name])
@@ -68,27 +68,27 @@ def staged(path: Path) -> Path | None:
 
 
 def relinked(text: str, page: Path, source: Path) -> str:
-    """The text of a page, its links made those of the site.
+    """The text of a page with the links of the site.
 
     Args:
         text: Markdown.
-        page: where it comes from, in the checkout.
-        source: the folder where the sources of the site are put.
+        page: path of the page in the checkout.
+        source: the folder of the site's sources.
     """
-    place = staged(page)
-    assert place is not None
-    folder = (source / place).parent
+    target_path = staged(page)
+    assert target_path is not None
+    folder = (source / target_path).parent
 
     def target(link: re.Match[str]) -> str:
         words, path, anchor = link.groups(default="")
         if re.match(r"[a-z]+:", path):
             return link[0]
         found = (page.parent / path).resolve()
-        if found.is_dir():  # Nothing that a site could show.
+        if found.is_dir():  # The site cannot show a folder.
             return words
         inside = staged(found)
         there = source / inside if inside is not None else found
-        # A page has anchors, a file that is downloaded has none.
+        # Keep the anchor of a page; a downloaded file has none.
         return f"[{words}]({os.path.relpath(there, folder)}{anchor if inside is not None else ''})"
 
     parts = re.split(r"(^```.*?^```$)", text, flags=re.DOTALL | re.MULTILINE)
@@ -96,14 +96,14 @@ def relinked(text: str, page: Path, source: Path) -> str:
 
 
 def stage(source: Path) -> None:
-    """Put the sources of the site together in a folder, anew."""
+    """Write the sources of the site into a new folder."""
     shutil.rmtree(source, ignore_errors=True)
     shutil.copytree(ROOT / "docs", source, ignore=shutil.ignore_patterns("__pycache__", "*.dot"))
     for page in [*(ROOT / "docs").rglob("*.md"), *(ROOT / name for name in PAGES)]:
-        place = staged(page)
-        assert place is not None
-        there = source / place
-        there.parent.mkdir(parents=True, exist_ok=True)
+        path = staged(page)
+        assert path is not None
+        target = source / path
+        target.parent.mkdir(parents=True, exist_ok=True)
         text = page.read_text("utf-8")
         if page.suffix == ".md":
             text = relinked(text, page, source)
@@ -111,18 +111,18 @@ def stage(source: Path) -> None:
             text = text.replace(comment, generate()) if comment in text else text
         if page == ROOT / "README.md":
             text = f"{text}\n{(ROOT / 'docs/index.md').read_text('utf-8')}"
-        there.write_text(text, "utf-8")
+        target.write_text(text, "utf-8")
 
 
 class _Fetched(HTMLParser):
-    """Collects what a page has a browser fetch from elsewhere."""
+    """Collects the addresses on other hosts that a page makes a browser fetch."""
 
     def __init__(self) -> None:
         super().__init__()
         self.addresses: list[str] = []
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        """Look at the attribute that names it, and at styles."""
+        """Collect the address of an element."""
         named = dict(attrs)
         if tag == "link" and named.get("rel") in ("canonical", "next", "prev"):
             return
@@ -132,21 +132,21 @@ class _Fetched(HTMLParser):
 
 
 def fetched_elsewhere(text: str) -> list[str]:
-    """Addresses of other hosts from which a browser would fetch something for this page or style sheet."""
+    """Addresses on other hosts that a browser would fetch for this page or style sheet."""
     parser = _Fetched()
     parser.feed(text)
     return [*parser.addresses, *_IN_STYLES.findall(text)]
 
 
 def documented(site: Path) -> set[str]:
-    """The names of Python that the site's inventory has."""
+    """The Python names in the site's inventory."""
     _, _, body = (site / "objects.inv").read_bytes().partition(b"using zlib.\n")
     lines = zlib.decompress(body).decode().splitlines()
     return {line.split(" ")[0] for line in lines if " py:" in line}
 
 
 def public_names() -> Iterator[str]:
-    """Names that users import."""
+    """The public names that users import."""
     for name in PUBLIC:
         module = importlib.import_module(name)
         own = [public for public, kind in vars(module).items() if getattr(kind, "__module__", "") == name]
@@ -154,7 +154,7 @@ def public_names() -> Iterator[str]:
 
 
 def faults(site: Path) -> list[str]:
-    """What is wrong with a site that is built, a sentence each."""
+    """The faults of a built site, one sentence each."""
     found = [
         f"{path.relative_to(site)}: a browser would fetch {address}"
         for path in sorted(site.rglob("*"))
@@ -162,10 +162,10 @@ def faults(site: Path) -> list[str]:
         for address in fetched_elsewhere(path.read_text("utf-8"))
     ]
     found += [
-        f"{path.relative_to(site)}: it has a path of this machine, below {place}"
+        f"{path.relative_to(site)}: the page contains a path of this machine, below {folder}"
         for path in sorted(site.rglob("*.html"))
-        for place in (f"{ROOT}/", f"{Path.home()}/", f"{sys.prefix}/")
-        if place in path.read_text("utf-8")
+        for folder in (f"{ROOT}/", f"{Path.home()}/", f"{sys.prefix}/")
+        if folder in path.read_text("utf-8")
     ]
     return found + [f"{name} is missing in docs/reference" for name in set(public_names()) - documented(site)]
 
@@ -174,7 +174,7 @@ def await_model(up: subprocess.Popen[bytes]) -> None:
     """Wait until the model is served.
 
     Raises:
-        LMPoolError: the program that serves it has ended, or needs more than `START_LIMIT_S`.
+        LMPoolError: the program that serves it ended, or takes more than `START_LIMIT_S`.
     """
     deadline = time.monotonic() + START_LIMIT_S
     while True:
@@ -188,7 +188,7 @@ def await_model(up: subprocess.Popen[bytes]) -> None:
 
 @contextmanager
 def served(model: Path) -> Iterator[None]:
-    """A pool of this program's own that serves a model as `smollm2`, and that programs find by themselves."""
+    """A pool that serves a model as `smollm2`; programs find it without settings."""
     with tempfile.TemporaryDirectory(prefix="lmpool-site-") as folder:
         os.environ["LMPOOL_RUNTIME_DIR"] = os.environ["LMPOOL_SHM_DIR"] = folder
         os.environ.pop("LMPOOL_REDIS_URL", None)
@@ -200,18 +200,18 @@ def served(model: Path) -> Iterator[None]:
             await_model(up)
             yield
         except LMPoolError as error:
-            sys.exit(f"lmpool up did not come up: {error}\n{log.read_text()}")
+            sys.exit(f"lmpool up failed: {error}\n{log.read_text()}")
         finally:
             up.send_signal(signal.SIGINT)
             up.wait(60)
 
 
 def build(source: Path, site: Path, *options: str) -> int:
-    """Have Sphinx build a site anew; returns its exit code, which is not 0 after any warning."""
+    """Build a site with Sphinx into a new folder, and return the exit code, which is not 0 after a warning."""
     shutil.rmtree(site, ignore_errors=True)
     command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-E", *options, str(source), str(site)]
     with tempfile.TemporaryDirectory(prefix="lmpool-site-") as folder:
-        # Notebooks see no settings of whoever builds, find `lmpool`, and show no warnings of libraries.
+        # Notebooks do not use the user's IPython settings, find `lmpool` in PATH, and hide warnings of libraries.
         settings = Path(folder, "profile_default")
         settings.mkdir()
         (settings / "ipython_kernel_config.py").write_text("get_config().IPKernelApp.log_level = 'ERROR'\n")
@@ -223,8 +223,8 @@ def build(source: Path, site: Path, *options: str) -> int:
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("site", type=Path, help="the folder that becomes the site")
-    parser.add_argument("--model", type=Path, help="folder of SmolLM2; without it tutorials are not executed")
+    parser.add_argument("site", type=Path, help="folder of the built site")
+    parser.add_argument("--model", type=Path, help="folder of SmolLM2; without it the tutorials do not run")
     given = parser.parse_args()
     site: Path = given.site.resolve()
     source = site.with_name(f"{site.name}-source")

@@ -1,1 +1,1 @@
-"""Processes that use the pool or parts of it, as users would write them; `harness` starts them by name."""
+"""Processes that use the pool, or parts of it, like a user's program. The measures start them by module name."""

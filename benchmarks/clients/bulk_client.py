@@ -1,4 +1,4 @@
-"""A process that asks about every line of a file: by a run, or by a producer as a program would: `python -m …`."""
+"""A process that computes results for every line of a file, with a run over the file or with a producer."""
 
 from __future__ import annotations
 
@@ -10,33 +10,29 @@ from pathlib import Path
 
 import uvloop
 
-from benchmarks.harness.lines import serve
+from benchmarks.harness.line_protocol import serve
 from lmpool.batch.run import BatchSettings, Progress, run_batch
 from lmpool.producer import Producer
 
-_AT_ONCE = BatchSettings("scores").concurrency
+_CONCURRENCY = BatchSettings("scores").concurrency
 
 
 class BulkClient:
-    """Answers the benchmark's requests with timings.
-
-    Args:
-        producer: open, and keeps no answers.
-    """
+    """Handlers that return timings. The producer is open and caches nothing."""
 
     def __init__(self, producer: Producer) -> None:
         self._producer = producer
 
     async def run(self, source: str, output: str, top: int) -> float:
-        """Seconds for a run over a file, all shards in place."""
+        """Seconds for a run over a file, until all shards are complete."""
         start = time.perf_counter()
         outcome = await run_batch(self._producer, Path(source), Path(output), BatchSettings(f"topk:{top}"), Progress())
         if outcome.errors or outcome.resumed:
             raise RuntimeError(f"the run ended with {outcome}")
         return time.perf_counter() - start
 
-    async def ask(self, source: str, top: int) -> float:
-        """Seconds for the same answers, each dropped as it comes; the file is read before the clock starts."""
+    async def stream(self, source: str, top: int) -> float:
+        """Seconds for the same results from a producer, which discards them; reading the file does not count."""
         lines = await asyncio.to_thread(Path(source).read_text, "utf-8")
         texts = iter([json.loads(line)["ids"] for line in lines.splitlines()])
 
@@ -45,7 +41,7 @@ class BulkClient:
                 await self._producer.positions(ids, top=top)
 
         start = time.perf_counter()
-        await asyncio.gather(*[consume() for _ in range(_AT_ONCE)])
+        await asyncio.gather(*[consume() for _ in range(_CONCURRENCY)])
         return time.perf_counter() - start
 
 
@@ -57,7 +53,7 @@ async def main() -> None:
     given = parser.parse_args()
     async with Producer(given.model, redis=given.redis, cache_bytes=0, keep_answers=False, timeout=3600) as producer:
         client = BulkClient(producer)
-        await serve({"run": client.run, "ask": client.ask})
+        await serve({"run": client.run, "stream": client.stream})
 
 
 if __name__ == "__main__":

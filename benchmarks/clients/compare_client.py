@@ -1,6 +1,6 @@
-"""A process with one producer of whichever commit its interpreter has: `python -m benchmarks.clients.compare_client`.
+"""A process with one producer of the commit that its interpreter has: `python -m benchmarks.clients.compare_client`.
 
-Uses nothing of lmpool but `Producer`, its `model` and its `stats()`, so that it runs with older commits.
+Uses only `Producer`, its `model` and its `stats()`, so that it runs with older commits.
 """
 
 from __future__ import annotations
@@ -20,51 +20,47 @@ import numpy as np
 import uvloop
 from numpy.typing import NDArray
 
-from benchmarks.harness.lines import Handler, serve
+from benchmarks.harness.line_protocol import Handler, serve
 from lmpool.producer import Producer
 
-PROMPT_TOKENS = 32
+PROMPT_TOKENS = 32  # Tokens per random prompt.
 
 Ids = list[int]
 
 
 class Bursts:
-    """Answers the benchmark's requests with timings.
-
-    Args:
-        producer: open.
-    """
+    """Handlers that return timings of an open producer."""
 
     def __init__(self, producer: Producer) -> None:
         self._producer = producer
         self._random = np.random.default_rng(secrets.randbits(64))
-        self._asked: list[Ids] = []
+        self._prompts: list[Ids] = []
 
     def handlers(self) -> list[Handler]:
-        """What may be asked, each under its own name."""
+        """The handlers; the name of each is the name of its request."""
         return [self.new, self.again, self.alone, self.together, self.extend]
 
-    async def new(self, rows: int, at_once: int) -> float:
-        """Seconds for prompts that nobody has asked before, `at_once` awaits under way, each row dropped as read."""
-        self._asked = self._fresh(rows)
+    async def new(self, rows: int, concurrency: int) -> float:
+        """Seconds for new prompts with `concurrency` requests in flight; each row is discarded."""
+        self._prompts = self._fresh(rows)
         with self._computes(rows):
-            return await self._stream(self._asked, at_once)
+            return await self._stream(self._prompts, concurrency)
 
-    async def again(self, times: int, at_once: int) -> float:
-        """Seconds for the prompts of the last `new`, all of them in the cache, this many times over."""
+    async def again(self, times: int, concurrency: int) -> float:
+        """Seconds for the prompts of the last `new`, `times` times; all rows must come from the cache in Redis."""
         before = self._producer.stats().cache_hits
-        seconds = await self._stream(itertools.chain.from_iterable([self._asked] * times), at_once)
+        seconds = await self._stream(itertools.chain.from_iterable([self._prompts] * times), concurrency)
         hits = self._producer.stats().cache_hits - before
-        if hits != times * len(self._asked):
-            raise RuntimeError(f"{hits} of {times * len(self._asked)} rows came from the cache in Redis")
+        if hits != times * len(self._prompts):
+            raise RuntimeError(f"{hits} of {times * len(self._prompts)} rows came from the cache in Redis")
         return seconds
 
     async def alone(self, requests: int) -> float:
-        """Median seconds of one request when nothing else is under way, each for a new prompt."""
+        """Median seconds of one request for a new prompt, with no other request in flight."""
         return await self.median(self._producer.logprobs(ids) for ids in self._fresh(requests))
 
     async def together(self, prompts: list[Ids]) -> dict[str, Any]:
-        """Seconds for prompts asked all at once, and the first entries of the last row."""
+        """Seconds for prompts that are sent all at once, and the first entries of the last row."""
         with self._computes(len(prompts)):
             start = time.perf_counter()
             rows = await asyncio.gather(*[self._producer.logprobs(ids) for ids in prompts])
@@ -79,7 +75,7 @@ class Bursts:
         return {"seconds": time.perf_counter() - start, "probe": probe(rows[-1])}
 
     async def median(self, requests: Iterable[Awaitable[object]]) -> float:
-        """Median seconds of requests, one after the other."""
+        """Median seconds of requests that run one after the other."""
         taken = []
         for request in requests:
             start = time.perf_counter()
@@ -89,7 +85,7 @@ class Bursts:
 
     @contextmanager
     def _computes(self, rows: int) -> Iterator[None]:
-        """Fails if anything asked meanwhile came from a cache."""
+        """Raise RuntimeError unless the workers computed exactly `rows` rows in the block."""
         before = self._producer.stats()
         yield
         after = self._producer.stats()
@@ -101,7 +97,7 @@ class Bursts:
         drawn: list[Ids] = self._random.integers(0, self._producer.model.vocab_size, (number, tokens)).tolist()
         return drawn
 
-    async def _stream(self, prompts: Iterable[Ids], at_once: int) -> float:
+    async def _stream(self, prompts: Iterable[Ids], concurrency: int) -> float:
         waiting = iter(prompts)
 
         async def consume() -> None:
@@ -109,16 +105,16 @@ class Bursts:
                 await self._producer.logprobs(ids)
 
         start = time.perf_counter()
-        await asyncio.gather(*[consume() for _ in range(at_once)])
+        await asyncio.gather(*[consume() for _ in range(concurrency)])
         return time.perf_counter() - start
 
 
 def probe(row: NDArray[np.float32]) -> list[float]:
-    """A few entries of a row, by which the two sides are compared."""
+    """The first entries of a row, to compare two sides."""
     return [float(value) for value in row[:8]]
 
 
-async def main(answering: Callable[[Producer], Bursts]) -> None:
+async def main(client: Callable[[Producer], Bursts]) -> None:
     """Serve until stdin ends."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--redis", required=True)
@@ -126,11 +122,11 @@ async def main(answering: Callable[[Producer], Bursts]) -> None:
     parser.add_argument("--cache-bytes", type=int)
     parser.add_argument("--priority")
     given = parser.parse_args()
-    # What is not given older commits need not know.
-    named: dict[str, Any] = {"cache_bytes": given.cache_bytes, "priority": given.priority}
-    settings = {name: value for name, value in named.items() if value is not None}
+    # Pass only options that were given: older commits may not have the others.
+    options: dict[str, Any] = {"cache_bytes": given.cache_bytes, "priority": given.priority}
+    settings = {name: value for name, value in options.items() if value is not None}
     async with Producer(given.model, redis=given.redis, timeout=120, **settings) as producer:
-        await serve({handler.__name__: handler for handler in answering(producer).handlers()})
+        await serve({handler.__name__: handler for handler in client(producer).handlers()})
 
 
 if __name__ == "__main__":

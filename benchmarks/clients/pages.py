@@ -1,4 +1,4 @@
-"""A process that is many open pages of `lmpool web`, as browsers ask for them, without what browsers draw."""
+"""A process that sends the requests of many open pages of `lmpool web`, like browsers but without rendering."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ import time
 
 import uvloop
 
-from benchmarks.harness.lines import serve
+from benchmarks.harness.line_protocol import serve
 
-_READY_S = 60.0
-_POLL_S = 0.05
-_LINE_BYTES = 2**24
+_READY_S = 60.0  # Seconds in which the service must become ready.
+_POLL_S = 0.05  # Interval at which readiness is checked.
+_LINE_BYTES = 2**24  # Max bytes of a line of the stream: a frame is one line.
 
 
 class Pages:
-    """Answers the benchmark's requests."""
+    """Handlers that open pages."""
 
     async def until_ready(self, port: int) -> None:
-        """Wait until the service at a port of this machine has looked at the pool."""
+        """Wait until the service at a port of this machine has polled the pool."""
         async with asyncio.timeout(_READY_S):
-            while not await _is_ready(port):  # noqa: ASYNC110 another process becomes so
+            while not await _is_ready(port):  # noqa: ASYNC110 another process becomes ready
                 await asyncio.sleep(_POLL_S)
 
     async def watch(self, port: int, token: str, pages: int, begin_s: float, seconds: float) -> float:
-        """Open pages after `begin_s` and keep them open for some seconds; how many frames each was sent, on average."""
+        """Open pages after `begin_s`, keep them open for `seconds`, and return the mean number of frames per page."""
         await asyncio.sleep(begin_s)
         ends = time.perf_counter() + seconds
         return sum(await asyncio.gather(*[_page(port, token, ends) for _ in range(pages)])) / pages
@@ -33,14 +33,14 @@ class Pages:
 
 async def _is_ready(port: int) -> bool:
     with contextlib.suppress(OSError, EOFError):
-        return (await _ask(port, "/readyz", "")).startswith(b"HTTP/1.1 200")
+        return (await _request(port, "/readyz", "")).startswith(b"HTTP/1.1 200")
     return False
 
 
 async def _page(port: int, token: str, ends: float) -> int:
-    """One page until `ends`, by the clock of `time.perf_counter`: what it asks once, then its stream."""
+    """Load one page, read its stream until `ends` (`time.perf_counter`), and return the number of frames."""
     for path in ("/", "/api/settings", "/api/history"):
-        answer = await _ask(port, path, token)
+        answer = await _request(port, path, token)
         if not answer.startswith(b"HTTP/1.1 200"):
             raise RuntimeError(f"{path}: {answer[:200]!r}")
     reader, writer = await _open(port, "/api/stream", token)
@@ -49,13 +49,13 @@ async def _page(port: int, token: str, ends: float) -> int:
         async with asyncio.timeout(ends - time.perf_counter()):
             while line := await reader.readline():
                 frames += line.startswith(b"data: ")
-            raise RuntimeError("the stream has ended")
+            raise RuntimeError("the service closed the stream")
     writer.close()
     return frames
 
 
-async def _ask(port: int, path: str, token: str) -> bytes:
-    """The whole answer to one request, its head included."""
+async def _request(port: int, path: str, token: str) -> bytes:
+    """The whole response to one request, including its head."""
     reader, writer = await _open(port, path, token, "Connection: close\r\n")
     try:
         return await reader.read()
@@ -65,8 +65,8 @@ async def _ask(port: int, path: str, token: str) -> bytes:
 
 async def _open(port: int, path: str, token: str, more: str = "") -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=_LINE_BYTES)
-    asked = f"GET {path} HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nAccept-Encoding: gzip\r\n{more}"
-    writer.write(f"{asked}Authorization: Bearer {token}\r\n\r\n".encode())
+    head = f"GET {path} HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nAccept-Encoding: gzip\r\n{more}"
+    writer.write(f"{head}Authorization: Bearer {token}\r\n\r\n".encode())
     return reader, writer
 
 

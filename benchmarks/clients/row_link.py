@@ -1,7 +1,7 @@
-"""A process that stores or fetches rows through the pool's own row cache alone.
+"""A process that stores or fetches rows with the pool's row cache, without its control plane.
 
-`python -m benchmarks.clients.row_link`: the same work as `plain_redis.py`'s `put` and `get`, what the pool could reach
-if control cost nothing.
+`python -m benchmarks.clients.row_link` does the same work as `put` and `get` of `plain_redis.py`. Its rate is the
+ceiling of the pool if the control plane cost nothing.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 import uvloop
 
-from benchmarks.harness.lines import serve
+from benchmarks.harness.line_protocol import serve
 from lmpool.broker.server import Server
 from lmpool.protocol.keys import Keys
 from lmpool.protocol.model_info import ModelInfo
@@ -21,44 +21,39 @@ from lmpool.rows.cache import RowCache
 from lmpool.rows.segment import SegmentWriter
 from lmpool.rows.shared_memory import SegmentReader
 
-_BLOCK = 32
-_KEYS = 256
+_BLOCK = 32  # Rows stored or fetched per call.
+_KEYS = 256  # Distinct keys, which are overwritten in rotation.
 
 
 class RowLinkUser:
-    """Answers the benchmark's requests.
-
-    Args:
-        url: of the server.
-        vocab_size: V.
-    """
+    """Handlers that store and fetch rows."""
 
     def __init__(self, url: str, vocab_size: int) -> None:
         info = ModelInfo("row-link", "none", vocab_size, 1, "row-link", "float32", row_ttl_s=600)
         self._rows = RowCache(Server(url), Keys(), info, SegmentReader())
         self._segment = SegmentWriter(info, "row-link", None)
         logits = np.random.default_rng(0).standard_normal((_BLOCK, vocab_size), dtype=np.float32)
-        # Log-probabilities, for others are refused when they are fetched.
+        # Use log-probabilities: the reader rejects rows that do not sum to one.
         self._numbers = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
         self._got = 0
 
     async def put(self, rows: int) -> None:
-        """Store rows, over and over under the same keys, in blocks."""
+        """Store rows in blocks, under rotating keys."""
         if self._segment.segment is None:
             await self._segment.make()
         for start in range(0, rows, _BLOCK):
             block = RowBlock(_digests(start), self._numbers, None, Encoding.F32)
             shared = self._segment.write(block, (), block.digests)
             if refused := await self._rows.put(block, overwrite=block.digests, shared=shared):
-                raise RuntimeError(f"the server refused rows: {refused}")
+                raise RuntimeError(f"the server rejected rows: {refused}")
 
     async def get(self, rows: int) -> None:
-        """Fetch rows that `put` stores, as many at a time."""
+        """Fetch the rows that `put` stores, in blocks of the same size."""
         self._got = 0
         for start in range(0, rows, _BLOCK):
             await self._rows.get_many(_digests(start), self._count)
         if self._got < rows:
-            raise RuntimeError(f"{self._got} of {rows} rows came")
+            raise RuntimeError(f"{self._got} of {rows} rows arrived")
 
     def _count(self, digests: Sequence[bytes], rows: Sequence[object]) -> None:
         self._got += sum(isinstance(row, np.ndarray) for row in rows)

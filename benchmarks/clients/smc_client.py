@@ -1,7 +1,7 @@
 """A process that runs SMC with genlm-control, on a pool or on genlm-backend.
 
-`python -m benchmarks.clients.smc_client MODEL`: without `--redis` it runs in the peers' environment, so it imports
-nothing of lmpool then.
+`python -m benchmarks.clients.smc_client MODEL` without `--redis` runs in the peers' environment, where it does not
+import lmpool.
 """
 
 from __future__ import annotations
@@ -16,20 +16,16 @@ import numpy as np
 import torch
 from genlm.control import AWRS, BoolFSA, PromptedLLM
 
-from benchmarks.harness.lines import serve
+from benchmarks.harness.line_protocol import serve
 
-_BATCH = 64
-_TIMEOUT_S = 0.005
-# Words and commas for ever: no particle ends before the last step.
+_BATCH = 64  # Prompts per forward of AsyncTransformer.
+_TIMEOUT_S = 0.005  # Seconds for which AsyncTransformer collects prompts.
+# Endless words and commas, so that no particle ends before the last step.
 _PATTERN = r"( [a-z]+,?)+"
 
 
-class Steered:
-    """Answers the benchmark's requests with timings.
-
-    Args:
-        model: an `AsyncLM` of genlm-backend, or what stands in for one.
-    """
+class SmcClient:
+    """Runs SMC on an `AsyncLM` of genlm-backend or on a `PooledLM`, and returns timings."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
@@ -37,7 +33,7 @@ class Steered:
         self._condition = BoolFSA.from_regex(_PATTERN).coerce(self._prompted, f=b"".join)
 
     async def smc(self, prompt: str, seed: int, particles: int, steps: int) -> dict[str, Any]:
-        """Seconds of one run that starts with empty caches, and the texts of its particles."""
+        """Seconds of one run with initially empty caches, and the texts of its particles."""
         self._model.clear_cache()
         np.random.seed(seed)
         torch.manual_seed(seed)
@@ -50,7 +46,7 @@ class Steered:
 
 
 def _bytes(token: Any) -> bytes:
-    return bytes(token) if isinstance(token, bytes) else b""  # The end of a text is no bytes.
+    return bytes(token) if isinstance(token, bytes) else b""  # The end-of-text token is not bytes.
 
 
 def _load(model: str, redis: str | None) -> Any:
@@ -71,8 +67,8 @@ async def main() -> None:
     parser.add_argument("model")
     parser.add_argument("--redis")
     given = parser.parse_args()
-    steered = Steered(_load(given.model, given.redis))
-    await serve({"smc": steered.smc})
+    client = SmcClient(_load(given.model, given.redis))
+    await serve({"smc": client.smc})
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A process with one client of the pool's tries, as a user writes it: `python -m benchmarks.clients.trie_client`."""
+"""A process with one client of the pool's tries, like a user's program: `python -m benchmarks.clients.trie_client`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from functools import partial
 import numpy as np
 import uvloop
 
-from benchmarks.harness.lines import serve
+from benchmarks.harness.line_protocol import serve
 from benchmarks.harness.tekken import read_inputs
 from lmpool.producer import Producer
 from lmpool.producer.trie import PooledTrie
@@ -21,19 +21,13 @@ from lmpool.protocol.row import Values
 
 Ids = list[int]
 
-_PROMPT_TOKENS = 32
-_PREFIXES = 2048
-_TOLERANCE = 1e-4
+_PROMPT_TOKENS = 32  # Tokens per random prompt.
+_PREFIXES = 2048  # Prefixes requested: the ones with the most children.
+_TOLERANCE = 1e-4  # Max relative difference between the pool's and local values.
 
 
 class TrieClient:
-    """Answers the benchmark's requests with timings.
-
-    Args:
-        producer: open, for a model with the trie's vocabulary.
-        trie: over that vocabulary.
-        weights: distinct rows of weights, one for each request that is under way.
-    """
+    """Handlers that return timings; `weights` has one distinct row per request in flight."""
 
     def __init__(self, producer: Producer, trie: PooledTrie, weights: Values) -> None:
         self._producer = producer
@@ -44,55 +38,51 @@ class TrieClient:
         self._lone: Iterator[tuple[Ids, bytes]] = iter(())
 
     async def sizes(self) -> list[int]:
-        """V, N, M, and how many children the prefixes that are asked for have together, as a mean."""
+        """Numbers of tokens, nodes and inner nodes, and the mean number of children of the requested prefixes."""
         structure = self._trie.structure
         children = sum(len(structure.children(structure.node(prefix))) for prefix in self._prefixes())
         return [structure.n_tokens, structure.n_nodes, structure.n_inner, round(children / _PREFIXES)]
 
-    async def full(self, requests: int, at_once: int) -> float:
-        """Seconds for the values of all nodes, `at_once` awaits under way; each result is dropped."""
+    async def full(self, requests: int, concurrency: int) -> float:
+        """Seconds for the values of all nodes with `concurrency` requests in flight; each result is discarded."""
         weights = itertools.islice(itertools.cycle(self._weights), requests)
-        return await _stream((partial(self._trie.weight_sum, ws) for ws in weights), at_once)
+        return await _stream((partial(self._trie.weight_sum, ws) for ws in weights), concurrency)
 
     async def prepare(self, prompts: int, lone: int) -> None:
-        """Have the rows of new prompts computed: of `prompts` that many prefixes are asked of each, of `lone` one."""
+        """Compute the rows of new prompts: `prompts` for `by_reference` and `lone` for `by_lone_reference`."""
         drawn = self._random.integers(0, self._producer.model.vocab_size, (prompts + lone, _PROMPT_TOKENS)).tolist()
         await _stream((partial(self._producer.logprobs, ids) for ids in drawn), 64)
         prefixes = self._prefixes()
         shuffled = [self._random.permutation(_PREFIXES).tolist() for _ in range(prompts)]
-        # No pair comes twice: an answer that was given stays in the cache for a minute.
+        # Request each pair once: the cache keeps a result for a minute.
         orders = list(zip(drawn[:prompts], shuffled, strict=True))
         self._pairs = ((ids, prefixes[order[turn]]) for turn in range(_PREFIXES) for ids, order in orders)
         self._lone = ((ids, prefixes[turn]) for turn in range(_PREFIXES) for ids in drawn[prompts:])
 
-    async def by_reference(self, requests: int, at_once: int) -> float:
-        """Seconds for the children of prefixes, given prompts whose rows are cached; many prefixes of each."""
-        return await self._ask(self._pairs, requests, at_once)
+    async def by_reference(self, requests: int, concurrency: int) -> float:
+        """Seconds for the children of prefixes, for prompts with cached rows and many prefixes each."""
+        return await self._request(self._pairs, requests, concurrency)
 
-    async def by_lone_reference(self, requests: int, at_once: int) -> float:
-        """As `by_reference`, with a prompt that has not been asked about lately each time."""
-        return await self._ask(self._lone, requests, at_once)
+    async def by_lone_reference(self, requests: int, concurrency: int) -> float:
+        """Like `by_reference`, with many prompts in rotation."""
+        return await self._request(self._lone, requests, concurrency)
 
-    async def _ask(self, pairs: Iterator[tuple[Ids, bytes]], requests: int, at_once: int) -> float:
+    async def _request(self, pairs: Iterator[tuple[Ids, bytes]], requests: int, concurrency: int) -> float:
         taken = list(itertools.islice(pairs, requests))
         if len(taken) < requests:
-            raise RuntimeError("all pairs of a prompt and a prefix have been asked for")
+            raise RuntimeError("all pairs of a prompt and a prefix are used up")
         calls = (partial(self._trie.weight_sum, prompt=ids, under=under) for ids, under in taken)
         before = self._producer.stats().computed
-        seconds = await _stream(calls, at_once)
+        seconds = await _stream(calls, concurrency)
         computed = self._producer.stats().computed - before
-        # A full server evicts by samples, and now and then takes one of these. A model worker that answers itself
-        # counts its answers too.
+        # A full server evicts random samples, sometimes one of these rows. A worker that serves tries of its model
+        # counts their results as computed too.
         if computed > requests / 100 and not self._producer.model.answers_tries:
-            raise RuntimeError(f"{computed} of {requests} rows were computed: they should have been in the cache")
+            raise RuntimeError(f"the workers computed {computed} of {requests} rows; the cache should have held them")
         return seconds
 
     async def check(self) -> None:
-        """See that the pool's values are those that this process computes itself.
-
-        Raises:
-            RuntimeError: they are not.
-        """
+        """Raise RuntimeError if the pool's values differ from values computed in this process."""
         weights, (ids, under) = self._weights[0], next(self._pairs)
         calls = [
             partial(self._trie.weight_sum, weights),
@@ -101,7 +91,7 @@ class TrieClient:
         for call in calls:
             pooled, expected = await call(local=False), await call(local=True)
             if not np.allclose(pooled, expected, rtol=_TOLERANCE, atol=0):
-                raise RuntimeError(f"the pool's values are {pooled[:8]}, this process's own are {expected[:8]}")
+                raise RuntimeError(f"the pool's values are {pooled[:8]}; this process computes {expected[:8]}")
 
     def _prefixes(self) -> list[bytes]:
         """The prefixes with the most children."""
@@ -110,15 +100,15 @@ class TrieClient:
         return [structure.prefix(node) for node in nodes]
 
 
-async def _stream(calls: Iterator[Callable[[], Awaitable[Values]]], at_once: int) -> float:
-    """Seconds for all calls, `at_once` under way."""
+async def _stream(calls: Iterator[Callable[[], Awaitable[Values]]], concurrency: int) -> float:
+    """Seconds for all calls, `concurrency` of them in flight."""
 
     async def consume() -> None:
         for call in calls:
             await call()
 
     start = time.perf_counter()
-    await asyncio.gather(*[consume() for _ in range(at_once)])
+    await asyncio.gather(*[consume() for _ in range(concurrency)])
     return time.perf_counter() - start
 
 

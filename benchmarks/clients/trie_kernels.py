@@ -1,6 +1,6 @@
-"""A process with lmpool's own tries, without a pool: `python -m benchmarks.clients.trie_kernels INPUTS [DEVICE]`.
+"""A process with lmpool's tries, without a pool: `python -m benchmarks.clients.trie_kernels INPUTS [DEVICE]`.
 
-As in a program of a user: it does not keep freed memory as workers do, for neither does the peer.
+Unlike a worker, it returns freed memory to the system, as the peer does.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import sys
 import time
 from typing import Any
 
-from benchmarks.harness.lines import serve
+from benchmarks.harness.line_protocol import serve
 from benchmarks.harness.tekken import Inputs, read_inputs
 from lmpool.protocol.query import Op
 from lmpool.trie.kernels import open_kernels
@@ -18,12 +18,7 @@ from lmpool.trie.trie import Trie
 
 
 class Kernels:
-    """Answers the benchmark's requests with timings; `trie_peer.py` answers the same ones.
-
-    Args:
-        inputs: the vocabulary and weights.
-        device: where kernels run.
-    """
+    """Handlers that return timings; `trie_peer.py` has the same handlers."""
 
     def __init__(self, inputs: Inputs, device: str) -> None:
         self._inputs = inputs
@@ -32,14 +27,14 @@ class Kernels:
         self._kernels = open_kernels(self._trie, device)
 
     async def build(self, times: int) -> float:
-        """Mean seconds for making the trie from a list of byte strings."""
+        """Mean seconds to build the trie from a list of byte strings."""
         start = time.perf_counter()
         for _ in range(times):
             Trie(self._inputs.tokens)
         return (time.perf_counter() - start) / times
 
     async def compute(self, op: Op, batch: int, times: int) -> float:
-        """Seconds for the values of all nodes for this many batches; each result is dropped."""
+        """Seconds for the values of all nodes of `times` batches; each result is discarded."""
         batches = self._inputs.batches(batch)
         if self._device != "cpu":
             return self._compute_there(op, batches, times)
@@ -49,7 +44,7 @@ class Kernels:
         return time.perf_counter() - start
 
     def _compute_there(self, op: Op, batches: list[Any], times: int) -> float:
-        """As `compute`, for weights that are on the device already; the values are fetched."""
+        """Like `compute`, with weights already on the device; the time includes the copy of the values to the host."""
         import torch
 
         kernels: Any = self._kernels
@@ -60,7 +55,7 @@ class Kernels:
         return time.perf_counter() - start
 
     async def probe(self, op: Op, prefixes: list[str], row: int = 0) -> list[float]:
-        """The values of some prefixes (hexadecimal) for a row of weights."""
+        """The values of the given prefixes (hexadecimal) for one row of weights."""
         (values,) = self._kernels.values(op, self._inputs.weights[row : row + 1])
         return [float(values[self._trie.node(bytes.fromhex(prefix))]) for prefix in prefixes]
 

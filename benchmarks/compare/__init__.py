@@ -1,1 +1,1 @@
-"""`make bench-compare`: this pool against that of another commit."""
+"""`make bench-compare`: the pool of this checkout against the pool of another commit."""

@@ -1,8 +1,8 @@
-"""`make bench-compare BASE=<commit>`: whether this pool is no worse than that of an earlier commit.
+"""`make bench-compare BASE=<commit>`: check that the pool is not slower than at an earlier commit.
 
-Each of the two pools has an environment, a server, workers and a client process of its own, all of them idle while the
-other pool has its turn. The clients run the same program, the servers the same binary, and all packages but lmpool have
-the same version on both sides.
+Each of the two pools has its own environment, server, workers and client process. They run in turns; the other pool is
+idle. Both clients run the same program, and both servers the same binary. All packages but lmpool have the same version
+on both sides.
 """
 
 from __future__ import annotations
@@ -19,30 +19,25 @@ from typing import NoReturn
 from redis.exceptions import RedisError
 
 from benchmarks.compare.environments import Environment
-from benchmarks.compare.measures import MEASURES, USUAL, Burst, Measure, Pool
+from benchmarks.compare.measures import DEFAULT_MEASURES, MEASURES, Burst, Measure, Pool
 from benchmarks.harness.pairs import Interval, show
 from benchmarks.harness.processes import BenchmarkError
 from benchmarks.harness.report import BEST_COMMIT
-from benchmarks.harness.workplace import MEMORY_BYTES, Workplace, open_workplace
+from benchmarks.harness.testbed import MEMORY_BYTES, Testbed, open_testbed
 from lmpool.errors import LMPoolError
 
-_TOLERANCE = 0.02
-_ROUNDS = 5
-# All of fewer are on one side of the true median more often than once in twenty times.
-_FEWEST_PAIRS = 6
-_QUICK_PAIRS = 2
-_QUICK_MEMORY_BYTES = 256 * 2**20
+_TOLERANCE = 0.02  # A ratio down to 0.98 counts as no worse.
+_ROUNDS = 5  # Each round starts new processes.
+_MIN_PAIRS = 6  # With fewer pairs, all lie on one side of the true median by chance more often than in 1 of 20 runs.
+_QUICK_PAIRS = 2  # Pairs per measure in a quick run.
+_QUICK_MEMORY_BYTES = 256 * 2**20  # The server's limit in a quick run.
 
 Pair = tuple[Burst, Burst]
-"""A burst of the new pool and one of the base's."""
+"""A burst of the new pool and one of the base pool."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Compare, and print.
-
-    Returns:
-        0 when no measure is certainly worse, 1 when one is, 2 when one could not be taken, 130 on Ctrl-C.
-    """
+    """Compare, and print; return 1 if a measure is certainly worse, 2 if one failed, 130 on Ctrl-C, otherwise 0."""
     given = _parse(arguments)
     try:
         return _run(given)
@@ -64,31 +59,31 @@ def _run(given: argparse.Namespace) -> int:
     memory = _QUICK_MEMORY_BYTES if given.quick else MEMORY_BYTES
     worse = failed = 0
     with ExitStack() as stack:
-        places = [stack.enter_context(open_workplace(1, given.quick, memory)) for _ in range(2)]
+        testbeds = [stack.enter_context(open_testbed(1, given.quick, memory)) for _ in range(2)]
         for name, measure in measures.items():
             pairs = given.pairs or (_QUICK_PAIRS if given.quick else measure.pairs)
             try:
-                rounds = _take(measure, pairs, list(zip(places, (new, base), strict=True)))
+                rounds = _take(measure, pairs, list(zip(testbeds, (new, base), strict=True)))
             except (BenchmarkError, LMPoolError, RedisError, OSError) as error:
                 failed += 1
-                print(f"{name}: could not be taken: {error}", file=sys.stderr, flush=True)
+                print(f"{name}: failed: {error}", file=sys.stderr, flush=True)
                 continue
-            print(told(name, measure, rounds), flush=True)
+            print(summary(name, measure, rounds), flush=True)
             worse += verdict(rounds) == "worse"
     return 1 if worse else 2 if failed else 0
 
 
-def _take(measure: Measure, pairs: int, sides: Sequence[tuple[Workplace, Environment]]) -> list[list[Pair]]:
-    """Pairs of bursts in rounds; each round has processes of its own, for no two of a program are equally fast."""
-    for place, _ in sides:
-        place.refill()
+def _take(measure: Measure, pairs: int, sides: Sequence[tuple[Testbed, Environment]]) -> list[list[Pair]]:
+    """Pairs of bursts in rounds. Each round has new processes: two processes of one program are not equally fast."""
+    for testbed, _ in sides:
+        testbed.refill()
     rounds = []
     for number in range(min(_ROUNDS, pairs)):
         with ExitStack() as stack:
-            pools = [Pool(place, environment, measure) for place, environment in sides]
+            pools = [Pool(testbed, environment, measure) for testbed, environment in sides]
             for pool in _in_turn(pools, number):
                 stack.enter_context(pool.open())
-            # The rounds' sizes differ by one pair at most.
+            # Spread the pairs over the rounds; their sizes differ by at most one.
             rounds.append(
                 [_pair(pools, number + index) for index in range(pairs // _ROUNDS + (number < pairs % _ROUNDS))]
             )
@@ -96,13 +91,13 @@ def _take(measure: Measure, pairs: int, sides: Sequence[tuple[Workplace, Environ
 
 
 def _pair(pools: Sequence[Pool], number: int) -> Pair:
-    asked = pools[0].draw()
-    taken = {pool: pool.burst(asked) for pool in _in_turn(pools, number)}
+    arguments = pools[0].draw()
+    taken = {pool: pool.burst(arguments) for pool in _in_turn(pools, number)}
     return taken[pools[0]], taken[pools[1]]
 
 
 def _in_turn(pools: Sequence[Pool], number: int) -> Sequence[Pool]:
-    """A B, then B A: what changes on the machine in the course of a pair meets both."""
+    """A B, then B A, so that a change of the machine during a pair affects both sides alike."""
     return pools if number % 2 == 0 else pools[::-1]
 
 
@@ -111,77 +106,81 @@ def _ratios(rounds: Sequence[Sequence[Pair]]) -> Interval:
 
 
 def verdict(rounds: Sequence[Sequence[Pair]]) -> str:
-    """What is said of a measure, by the interval of the ratios of its rates."""
+    """The verdict on a measure, from the confidence interval of the ratios of its rates."""
     ratio = _ratios(rounds)
-    if sum(map(len, rounds)) < _FEWEST_PAIRS:
-        return f"cannot tell from fewer than {_FEWEST_PAIRS} pairs"
+    if sum(map(len, rounds)) < _MIN_PAIRS:
+        return f"cannot tell from fewer than {_MIN_PAIRS} pairs"
     if ratio.high < 1 - _TOLERANCE:
         return "worse"
     if ratio.low < 1 - _TOLERANCE:
-        return "cannot tell: more pairs, or a quieter machine"
+        return "cannot tell: run more pairs, or use a quieter machine"
     return "better" if ratio.low > 1 else "no worse"
 
 
-def told(name: str, measure: Measure, rounds: Sequence[Sequence[Pair]]) -> str:
-    """Lines about a measure: its verdict, the medians of its rates, and what each process used."""
+def summary(name: str, measure: Measure, rounds: Sequence[Sequence[Pair]]) -> str:
+    """The printed lines of a measure: its verdict, the medians of its rates, and the processor time per process."""
     ratio = _ratios(rounds)
     lines = [
         f"{name}: {ratio} of {sum(map(len, rounds))} pairs in {len(rounds)} rounds: {verdict(rounds)}",
         f"  {measure.meaning}: {_medians(rounds, lambda burst: burst.rate)}",
     ]
-    return "\n".join([*lines, *(_told_of_processor(process, rounds) for process in rounds[0][0][0].processor)])
+    return "\n".join([*lines, *(_processor_line(process, rounds) for process in rounds[0][0][0].processor)])
 
 
-def _told_of_processor(process: str, rounds: Sequence[Sequence[Pair]]) -> str:
+def _processor_line(process: str, rounds: Sequence[Sequence[Pair]]) -> str:
     def used(burst: Burst) -> float:
         return burst.processor[process]
 
     if math.isnan(used(rounds[0][0][0])):
         return f"  processor time, {process}: unknown on {sys.platform}"
     if not all(used(base) for pairs in rounds for _, base in pairs):
-        # The system counts in ticks of 10 ms, and few rows a second take a server less than one of them.
-        return f"  processor time, {process}: less than what the system counts in; µs a row: {_medians(rounds, used)}"
+        # Some kernels count in ticks of 10 ms; a server that stores few rows may use less than one tick.
+        return f"  processor time, {process}: less than one clock tick; µs per row: {_medians(rounds, used)}"
     ratio = Interval.of([[used(new) / used(base) for new, base in pairs] for pairs in rounds])
-    return f"  processor time, {process}: {ratio}; µs a row: {_medians(rounds, used)}"
+    return f"  processor time, {process}: {ratio}; µs per row: {_medians(rounds, used)}"
 
 
 def _medians(rounds: Sequence[Sequence[Pair]], figure: Callable[[Burst], float]) -> str:
-    everything = [pair for pairs in rounds for pair in pairs]
-    new, base = (statistics.median(figure(pair[side]) for pair in everything) for side in range(2))
+    all_pairs = [pair for pairs in rounds for pair in pairs]
+    new, base = (statistics.median(figure(pair[side]) for pair in all_pairs) for side in range(2))
     return f"new {show(new)}, base {show(base)}"
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.compare",
-        description="Compare this pool with that of an earlier commit. Ratios are new ÷ base with the interval in "
-        "which they lie in 19 of 20 cases: of rates, where more is better, and of processor time a row, where less is.",
+        description="Compare the pool of this checkout with the pool of an earlier commit. Ratios are new ÷ base with "
+        "a 95 % confidence interval: of rates (more is better), and of processor time per row (less is better).",
     )
-    parser.add_argument("base", nargs="?", default=BEST_COMMIT, help="commit (default: %(default)s, the best so far)")
-    parser.add_argument("--new", default="", metavar="COMMIT", help="compare this one (default: the working tree)")
+    parser.add_argument(
+        "base", nargs="?", default=BEST_COMMIT, help="commit (default: %(default)s, the fastest so far)"
+    )
+    parser.add_argument("--new", default="", metavar="COMMIT", help="commit to compare (default: the working tree)")
     parser.add_argument(
         "--measures",
         nargs="+",
         choices=MEASURES,
-        default=USUAL,
+        default=DEFAULT_MEASURES,
         metavar="NAME",
-        help=f"of {', '.join(MEASURES)} (default: {', '.join(USUAL)})",
+        help=f"choose from {', '.join(MEASURES)} (default: {', '.join(DEFAULT_MEASURES)})",
     )
-    parser.add_argument("--pairs", type=int, help="pairs of bursts for each measure (default: the measure's own)")
-    parser.add_argument("--quick", action="store_true", help="small bursts, to see that everything runs")
+    parser.add_argument("--pairs", type=int, help="pairs of bursts per measure (default: 10 or 40, by measure)")
+    parser.add_argument("--quick", action="store_true", help="small bursts, to check that everything runs")
     for side in ("base", "new"):
-        parser.add_argument(f"--{side}-python", metavar="PATH", help=f"an environment of the {side} that is there")
+        parser.add_argument(
+            f"--{side}-python", metavar="PATH", help=f"interpreter of an existing environment of {side}"
+        )
     given = parser.parse_args(arguments)
     if given.pairs is not None and given.pairs < 1:
-        parser.error(f"--pairs: {given.pairs} is not at least 1")
+        parser.error(f"--pairs is {given.pairs}; it must be at least 1")
     return given
 
 
-def _leave(number: int, frame: object) -> NoReturn:
-    """On SIGTERM end as on an error, so that all processes are ended."""
+def _exit(number: int, frame: object) -> NoReturn:
+    """Exit with an exception on SIGTERM, so that the context managers end all processes."""
     sys.exit(128 + number)
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, _leave)
+    signal.signal(signal.SIGTERM, _exit)
     sys.exit(main())

@@ -1,4 +1,4 @@
-"""Environments of commits, each built once and kept in `.cache/compare`: the packages alike in all of them."""
+"""Environments of commits, each built once in `.cache/compare`, with the same packages in all of them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from importlib.metadata import distributions
 from pathlib import Path
 
 from benchmarks.harness.processes import REPOSITORY, BenchmarkError, run
-from benchmarks.harness.report import present_commit
+from benchmarks.harness.report import current_commit
 
 _FOLDER = REPOSITORY / ".cache" / "compare"
 _STAMP = "installed.json"
@@ -22,30 +22,25 @@ _STAMP = "installed.json"
 
 @dataclass(frozen=True, slots=True)
 class Environment:
-    """Where one of the compared packages is installed.
-
-    Attributes:
-        commit: what it is, in words.
-        python: its interpreter.
-    """
+    """An environment with lmpool of one commit: a description of the commit, and the interpreter."""
 
     commit: str
     python: str
 
     @classmethod
     def of(cls, commit: str, extra: str) -> Environment:
-        """That of a commit; built when it is not there.
+        """The environment of a commit; build it if it is missing.
 
         Args:
-            commit: as git takes it; "" for the working tree, changes included.
-            extra: of the package's extras, the one that the workers need.
+            commit: any name that git accepts; "" for the working tree with its changes.
+            extra: the extra of the package that the workers need.
 
         Raises:
-            BenchmarkError: there is no such commit, or it could not be installed.
+            BenchmarkError: the commit does not exist, or the installation failed.
         """
         if not commit:
             folder = _FOLDER / f"working-tree-{extra}"
-            return cls(f"the working tree at {present_commit()}", _installed(REPOSITORY, folder, extra))
+            return cls(f"the working tree at {current_commit()}", _installed(REPOSITORY, folder, extra))
         full = resolve(commit)
         source = _FOLDER / full / "source"
         if not source.exists():
@@ -55,13 +50,13 @@ class Environment:
 
     @classmethod
     def existing(cls, python: str) -> Environment:
-        """One that is there already.
+        """An existing environment.
 
         Raises:
-            BenchmarkError: there is no such interpreter, or no `lmpool` beside it.
+            BenchmarkError: the interpreter or the command `lmpool` next to it does not exist.
         """
-        # Not resolved: an environment's interpreter is a link to one that knows nothing of the environment.
-        environment = cls(f"what {python} has", str(Path(python).absolute()))
+        # Do not resolve the link: only the path inside the environment selects the environment.
+        environment = cls(f"lmpool of {python}", str(Path(python).absolute()))
         for program in (environment.python, environment.command):
             if not Path(program).exists():
                 raise BenchmarkError(f"there is no {program}")
@@ -74,16 +69,12 @@ class Environment:
 
 
 def resolve(commit: str) -> str:
-    """The full hash of a commit.
-
-    Raises:
-        BenchmarkError: this repository has none of that name, or there is no repository.
-    """
+    """The full hash of a commit; BenchmarkError if this repository does not have it."""
     try:
         return _git("rev-parse", "--verify", "--quiet", "--end-of-options", f"{commit}^{{commit}}").strip()
     except BenchmarkError as error:
-        # Without a word the name alone is what git did not like.
-        why = str(error).partition("failed:\n")[2] or "`git log` shows those that there are; a shallow clone has few"
+        # Git prints no message if only the name is wrong.
+        why = str(error).partition("failed:\n")[2] or "`git log` lists the commits; a shallow clone has few"
         raise BenchmarkError(f"{REPOSITORY} has no commit {commit!r}: {why}") from None
 
 
@@ -101,7 +92,7 @@ def _check_out(commit: str, source: Path) -> None:
 
 
 def _installed(source: Path, folder: Path, extra: str) -> str:
-    """The interpreter of an environment that has what is in `source`, with the versions of this environment."""
+    """Install `source` into an environment with the package versions of this one; return its interpreter."""
     pins = _pins()
     stamp, wanted = folder / _STAMP, json.dumps([pins, (source / "pyproject.toml").read_text(), sys.version])
     python = str(folder / "bin" / "python")
@@ -119,7 +110,7 @@ def _installed(source: Path, folder: Path, extra: str) -> str:
 
 
 def _pins() -> list[str]:
-    """The packages of this environment as constraints; whose build it is does not matter."""
+    """The packages of this environment as constraints, without local version labels."""
     versions = {re.sub(r"[-_.]+", "-", package.name).lower(): package.version for package in distributions()}
     return sorted(f"{name}=={version.partition('+')[0]}" for name, version in versions.items() if name != "lmpool")
 

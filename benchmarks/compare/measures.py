@@ -1,4 +1,4 @@
-"""What `compare` asks of both pools, and how a pool answers."""
+"""The measures of `compare`, and a pool that runs them."""
 
 from __future__ import annotations
 
@@ -13,51 +13,52 @@ from typing import Any
 
 from benchmarks.compare.environments import Environment
 from benchmarks.harness.processes import Child, Process, processor_seconds, run
-from benchmarks.harness.workplace import Workplace, wait_until
+from benchmarks.harness.testbed import Testbed, wait_until
 from benchmarks.measures.real_model import smollm2_folder
-from benchmarks.measures.transport import AT_ONCE, AT_ONCE_TINY, FULL_V, TINY_V
+from benchmarks.measures.transport import CONCURRENCY, CONCURRENCY_TINY, FULL_V, TINY_V
 
-_READY_S = 180.0
-# A worker is idle that takes so much of a core, for so long; some never are, and are not waited for longer than this.
-_IDLE_S, _IDLE_SHARE, _MAX_IDLE_S = 0.5, 0.04, 30.0
+_READY_S = 180.0  # Seconds in which workers must become ready; they load models.
+# A worker counts as idle below this share of a core, measured over this many seconds.
+_IDLE_SHARE, _IDLE_S = 0.04, 0.5
+_MAX_IDLE_S = 30.0  # Seconds to wait for idle workers: some commits have workers that never are.
 _MODEL = "compared"
-_QUICK = 16
-_FIRST_ORDINARY_ID = 3
+_QUICK = 16  # A quick burst has this fraction of the rows.
+_FIRST_ORDINARY_ID = 3  # Token ids below are special tokens of SmolLM2.
 
 Arguments = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Measure:
-    """What both pools are asked.
+    """A measure that runs on both pools.
 
     Attributes:
-        meaning: of its figures.
+        meaning: definition of its figures.
         do: the client's handler, see `compare_client`.
-        asked: what it is asked for a burst of so many rows; drawn once for both pools.
-        rows: in a burst.
-        options: of the workers; without a backend they are synthetic.
-        workers: how many.
+        arguments: number of rows -> arguments of a burst, which both pools receive.
+        rows: rows per burst.
+        options: of the workers; synthetic by default.
+        workers: number of workers.
         cache_bytes: of the producer; None for its default.
-        known: rows that are asked before, and that the bursts find in the cache.
-        extra: the one of the package's extras that the workers need.
-        pairs: of bursts, unless told otherwise.
+        cached_rows: rows computed before the bursts, which fetch them from the cache.
+        extra: the extra of the package that the workers need.
+        pairs: default number of pairs of bursts.
     """
 
     meaning: str
     do: str
-    asked: Callable[[int], Arguments]
+    arguments: Callable[[int], Arguments]
     rows: int
     options: Sequence[str] = ()
     workers: int = 1
     cache_bytes: int | None = None
-    known: int = 0
+    cached_rows: int = 0
     extra: str = "worker"
     pairs: int = 40
 
 
-def _new(at_once: int) -> Callable[[int], Arguments]:
-    return lambda rows: {"rows": rows, "at_once": at_once}
+def _new(concurrency: int) -> Callable[[int], Arguments]:
+    return lambda rows: {"rows": rows, "concurrency": concurrency}
 
 
 def _draw(number: int, length: int) -> list[list[int]]:
@@ -65,27 +66,27 @@ def _draw(number: int, length: int) -> list[list[int]]:
 
 
 _TINY = ("--vocab-size", str(TINY_V))
-_KNOWN = 1024
-_CONTEXTS, _SHARED_TOKENS = 16, 64
+_CACHED_ROWS = 1024  # 192 MiB of float32 rows.
+_CONTEXTS, _SHARED_TOKENS = 16, 64  # Growing contexts, and tokens that they share.
 
 MEASURES = {
-    "tiny": Measure("new rows/s, V = 64", "new", _new(AT_ONCE_TINY), 16_384, _TINY),
-    "new-f32": Measure("new rows/s, V = 49,152, f32", "new", _new(AT_ONCE), 4096),
-    "new-bf16": Measure("new rows/s, V = 49,152, bf16", "new", _new(AT_ONCE), 6144, ("--encoding", "bf16")),
+    "tiny": Measure("new rows/s, V = 64", "new", _new(CONCURRENCY_TINY), 16_384, _TINY),
+    "new-f32": Measure("new rows/s, V = 49,152, f32", "new", _new(CONCURRENCY), 4096),
+    "new-bf16": Measure("new rows/s, V = 49,152, bf16", "new", _new(CONCURRENCY), 6144, ("--encoding", "bf16")),
     "cached": Measure(
         "rows/s from the cache in Redis, V = 49,152, f32",
         "again",
-        lambda rows: {"times": max(1, rows // _KNOWN), "at_once": AT_ONCE},
-        8 * _KNOWN,
+        lambda rows: {"times": max(1, rows // _CACHED_ROWS), "concurrency": CONCURRENCY},
+        8 * _CACHED_ROWS,
         cache_bytes=0,
-        known=_KNOWN,
+        cached_rows=_CACHED_ROWS,
     ),
     "alone-tiny": Measure("1 ÷ p50 of one request alone, V = 64", "alone", lambda n: {"requests": n}, 512, _TINY),
     "alone-f32": Measure("1 ÷ p50 of one request alone, V = 49,152", "alone", lambda n: {"requests": n}, 512),
     "scaling": Measure(
         "new rows/s of 4 workers with steps of 20 ms, V = 64",
         "new",
-        _new(AT_ONCE_TINY),
+        _new(CONCURRENCY_TINY),
         8192,
         (*_TINY, "--step-ms", "20"),
         workers=4,
@@ -112,17 +113,17 @@ MEASURES = {
         pairs=10,
     ),
 }
-USUAL = ("tiny", "new-f32", "new-bf16", "cached", "alone-tiny", "alone-f32")
-"""The measures that are taken when none is named."""
+DEFAULT_MEASURES = ("tiny", "new-f32", "new-bf16", "cached", "alone-tiny", "alone-f32")
+"""The measures without `--measures`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Burst:
-    """What one burst took.
+    """The figures of one burst.
 
     Attributes:
-        rate: rows, or requests, a second.
-        processor: process -> microseconds of processor time a row; "together" has their sum.
+        rate: rows or requests per second.
+        processor: process -> microseconds of processor time per row; "together" is the sum.
     """
 
     rate: float
@@ -130,68 +131,59 @@ class Burst:
 
 
 class Pool:
-    """One side while a measure runs: workers and a client, idle between bursts.
+    """Workers and a client of one side while a measure runs; idle between bursts."""
 
-    Args:
-        place: the server.
-        environment: of workers and client.
-        measure: what will be asked.
-    """
-
-    def __init__(self, place: Workplace, environment: Environment, measure: Measure) -> None:
-        self._place = place
+    def __init__(self, testbed: Testbed, environment: Environment, measure: Measure) -> None:
+        self._testbed = testbed
         self._environment = environment
         self._measure = measure
-        # Rows are known by model and prompt: a client would find in shared memory what the other pool has computed.
-        self._variables = {"PYTHONPATH": "", "LMPOOL_SHM_DIR": str(place.folder)}
+        # Separate the shared memory of the pools: rows are keyed by model and prompt, so a client would read rows
+        # that the other pool computed.
+        self._variables = {"PYTHONPATH": "", "LMPOOL_SHM_DIR": str(testbed.folder)}
         self._client: Child
         self._processes: dict[str, list[int]] = {}
 
     @contextlib.contextmanager
     def open(self) -> Iterator[None]:
-        """Have the processes, warm, for the length of a `with` block.
-
-        Raises:
-            BenchmarkError: one of them ended, or they are not ready in time.
-        """
+        """Run warm processes for the length of a `with` block."""
         measure = self._measure
         with ExitStack() as stack:
             workers = [stack.enter_context(self._worker()) for _ in range(measure.workers)]
             self._await(workers)
             options = [] if measure.cache_bytes is None else ["--cache-bytes", str(measure.cache_bytes)]
-            arguments = ["--redis", self._place.url, "--model", _MODEL, *options]
-            child = self._place.child(
+            arguments = ["--redis", self._testbed.url, "--model", _MODEL, *options]
+            child = self._testbed.child(
                 "clients.compare_client", *arguments, python=self._environment.python, **self._variables
             )
             self._client = stack.enter_context(child)
             self._processes = {
                 "client": [child.pid],
                 "workers": [worker.pid for worker in workers],
-                "server": [self._place.server],
+                "server": [self._testbed.server],
             }
             self._wait_until_idle()
-            if measure.known:
-                self._client.ask("new", rows=measure.known, at_once=AT_ONCE)
+            if measure.cached_rows:
+                self._client.request("new", rows=measure.cached_rows, concurrency=CONCURRENCY)
             self.burst(self.draw())
             yield
 
     def draw(self) -> Arguments:
-        """What is asked in a burst; the same may be asked of the other pool."""
-        return self._measure.asked(self._rows)
+        """Draw the arguments of a burst, for both pools."""
+        return self._measure.arguments(self._rows)
 
-    def burst(self, asked: Arguments) -> Burst:
-        """One burst."""
+    def burst(self, arguments: Arguments) -> Burst:
+        """Run one burst."""
         before = self._used()
-        taken = self._client.ask(self._measure.do, **asked)
+        taken = self._client.request(self._measure.do, **arguments)
         seconds = float(taken["seconds"] if isinstance(taken, dict) else taken)
-        # `again` asks whole rounds, and `extend` whole steps.
-        rows = asked["times"] * _KNOWN if "times" in asked else self._rows
+        # `again` requests all cached rows `times` times.
+        rows = arguments["times"] * _CACHED_ROWS if "times" in arguments else self._rows
         used = {name: (after - before[name]) / rows * 1e6 for name, after in self._used().items()}
         rate = 1 / seconds if self._measure.do == "alone" else rows / seconds
         return Burst(rate, {**used, "together": sum(used.values())})
 
     def _wait_until_idle(self) -> None:
-        """Until the workers have done what they do at their start while they serve already, such as making memory."""
+        """Wait until the workers have finished start-up work, such as creating shared memory."""
         until = time.monotonic() + _MAX_IDLE_S
         while time.monotonic() < until:
             before = self._used()["workers"]
@@ -201,7 +193,7 @@ class Pool:
 
     @property
     def _rows(self) -> int:
-        return self._place.scaled(self._measure.rows, max(_CONTEXTS, self._measure.rows // _QUICK))
+        return self._testbed.scaled(self._measure.rows, max(_CONTEXTS, self._measure.rows // _QUICK))
 
     def _used(self) -> dict[str, float]:
         return {name: sum(processor_seconds(pid) for pid in pids) for name, pids in self._processes.items()}
@@ -210,16 +202,16 @@ class Pool:
         options = list(self._measure.options)
         model = str(smollm2_folder()) if "hf" in options else _MODEL
         backend = [] if "--backend" in options else ["--backend", "synthetic"]
-        command = [self._environment.command, "worker", model, "--name", _MODEL, "--redis", self._place.url]
-        return self._place.process("worker", *command, *backend, *options, **self._variables)
+        command = [self._environment.command, "worker", model, "--name", _MODEL, "--redis", self._testbed.url]
+        return self._testbed.process("worker", *command, *backend, *options, **self._variables)
 
     def _await(self, workers: list[Process]) -> None:
-        """Until the pool says that the workers are ready: by its own command, for its keys are its own affair."""
+        """Wait until the workers are ready, by `lmpool status` of their commit, because keys differ between commits."""
 
         def are_ready() -> bool:
             for worker in workers:
                 worker.check()
-            models = json.loads(run(self._environment.command, "status", "--json", "--redis", self._place.url))
+            models = json.loads(run(self._environment.command, "status", "--json", "--redis", self._testbed.url))
             states = [worker["state"] for model in models for worker in model["workers"]]
             return states.count("ready") >= len(workers)
 

@@ -1,1 +1,1 @@
-"""What workers and clients cost the server beside their rows."""
+"""The cost of the control plane: the server's time for workers and clients, without rows."""

@@ -1,7 +1,7 @@
-"""What workers and clients cost the server beside their rows: `python -m benchmarks.control_plane [--write FILE]`.
+"""The server's time for the control plane, without rows: `python -m benchmarks.control_plane [--write FILE]`.
 
-Not ratios to a peer, but the server's own time: its processor time by `INFO cpu`, and how long single scripts keep it
-from serving anybody else by `INFO commandstats`.
+Two tables: the server's processor time per worker and client, from `INFO cpu`, and the time for which single scripts
+block the server, from `INFO commandstats`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import os
 import statistics
 import sys
 import tempfile
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ import redis
 from redis.asyncio import Redis
 
 from benchmarks.control_plane.script_calls import REPEATS, measure_calls
-from benchmarks.harness.report import NOTES_BEGIN, NOTES_END, Surroundings, read_notes
+from benchmarks.harness.report import NOTES_BEGIN, NOTES_END, describe_run, read_notes
 from lmpool.broker import scripts
 from lmpool.broker.connection import CommandConnection
 from lmpool.broker.scripts import read_queue
@@ -39,37 +39,32 @@ from lmpool.workers.settings import WorkerSettings
 _KEYS = Keys()
 _INFO = ModelInfo("m", "synthetic", 512, 131_072, "seed-0", "float32")
 _MODEL = _KEYS.model(_INFO.name)
-_WORKERS = (1, 10, 100, 1000)
-_QUICK_WORKERS = (1, 4)
-_BATCH = 32
-_READS_PER_S = 2.0
-# Connections that wait together: a server looks for those that have waited long enough ten times a second only.
-_READERS = 50
+_WORKERS, _QUICK_WORKERS = (1, 10, 100, 1000), (1, 4)  # Sizes of the measured fleets.
+_BATCH = 32  # Prompts per step of a worker.
+_READS_PER_S = 2.0  # Blocking reads of the queue per worker and second.
+_READERS = 50  # Connections that block concurrently: a server checks for timed-out clients only ten times a second.
 _COUNTERS: dict[str, str | int | float] = {f"counter_{i}": "12345.678" for i in range(18)}
 
 
 def main() -> int:
     """Measure both tables, print them, and write the page."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.control_plane", description=__doc__)
-    parser.add_argument("--write", type=Path, metavar="FILE", help="write the page there")
-    parser.add_argument("--quick", action="store_true", help="small fleets alone, to see that it runs")
+    parser.add_argument("--write", type=Path, metavar="FILE", help="write the page to FILE")
+    parser.add_argument("--quick", action="store_true", help="only small fleets, to check that everything runs")
     given = parser.parse_args()
     write, quick = given.write, given.quick
     if quick and write:
-        parser.error("--write: a page holds all of it: leave --quick out")
+        parser.error("--write needs all measures; omit --quick")
     with tempfile.TemporaryDirectory(prefix="lp") as folder, EmbeddedServer(8 << 30, Path(folder) / "s") as server:
-        surroundings = Surroundings.of(server.url, {})
+        run = describe_run(server.url, {})
         fleet = asyncio.run(_measure_fleets(server.url, _QUICK_WORKERS if quick else _WORKERS))
         with redis.Redis.from_url(server.url) as client:
             calls = [] if quick else list(measure_calls(client))
-    page = _page(fleet, calls, surroundings, read_notes(write) if write else "")
+    page = _page(fleet, calls, run, read_notes(write) if write else "")
     print(page)
     if write:
         write.write_text(page)
     return 0
-
-
-# By the number of workers
 
 
 async def _measure_fleets(url: str, counts: Sequence[int]) -> list[str]:
@@ -88,7 +83,7 @@ async def _measure_fleets(url: str, counts: Sequence[int]) -> list[str]:
 
 
 class _Fleet:
-    """Workers and producers of one model, as far as they talk to the server when nothing is asked."""
+    """The commands that idle workers and producers of one model send to the server."""
 
     def __init__(self, client: Redis, connections: Sequence[CommandConnection], count: int) -> None:
         self._client, self._connections, self._count = client, connections, count
@@ -117,12 +112,12 @@ class _Fleet:
             await heartbeat.join(_COUNTERS)
         submit = await self._submit_us()
         self._held = [await self._hold(name) for name in self._names]
-        look = await self._server_s(self._look, 2000)
+        poll = await self._server_s(self._poll, 2000)
         workers = await self._workers_second()
-        producers = self._count * (look + await self._server_s(self._read_replies, 4) / _READERS)
+        producers = self._count * (poll + await self._server_s(self._read_replies, 4) / _READERS)
         cells = (
             f"{self._count:,}",
-            f"{1000 * look:.3f}",
+            f"{1000 * poll:.3f}",
             f"{submit:.1f}",
             f"{1e6 * workers / self._count:.0f}",
             f"{100 * workers:.2f}",
@@ -131,7 +126,7 @@ class _Fleet:
         return f"| {' | '.join(cells)} |"
 
     async def _hold(self, worker: str) -> list[bytes]:
-        """Have a worker hold two batches; returns their entries."""
+        """Let a worker hold two batches; return their entries."""
         async with self._client.pipeline(transaction=False) as pipe:
             for _ in range(2 * _BATCH):
                 pipe.xadd(_MODEL.jobs, {"m": b"x" * 512})
@@ -139,8 +134,8 @@ class _Fleet:
         reply: Any = await self._client.xreadgroup(GROUP, worker, {_MODEL.jobs: ">"}, count=2 * _BATCH)
         return [entry for entry, _ in reply[0][1]]
 
-    async def _look(self) -> None:
-        """What a producer does each second while it waits for something."""
+    async def _poll(self) -> None:
+        """The commands that a waiting producer sends each second."""
         await self._discovery.info(_INFO.name)
         await self._discovery.alive(_INFO.name)
 
@@ -149,7 +144,7 @@ class _Fleet:
         await asyncio.gather(*(connection.call(*command) for connection in self._connections))
 
     async def _workers_second(self) -> float:
-        """Seconds of the server's processor for one second of all workers, beside prompts and rows."""
+        """The server's processor time for one second of all workers, without prompts and rows."""
         beat = await self._server_s(self._heartbeats, 1) / self._settings.heartbeat_s
         claim = await self._server_s(self._claims, 1) * 3 / self._settings.lease_s
         take = await self._server_s(self._take, 4) / _READERS * _READS_PER_S
@@ -162,7 +157,7 @@ class _Fleet:
             await consumer.keep_queue()
 
     async def _claims(self) -> None:
-        """Of all workers, each a third of a lease: renew what is held, claim what others have let go, sweep."""
+        """All workers, three times per lease: renew held entries, claim expired entries, remove expired workers."""
         for (heartbeat, _, leases), name, held in zip(self._workers, self._names, self._held, strict=True):
             await scripts.RENEW(self._client, [_MODEL.jobs], [GROUP, name, *held])
             further = (await leases.claim(_BATCH, held)).further
@@ -174,7 +169,7 @@ class _Fleet:
         await asyncio.gather(*(consumer.take(_BATCH, 1) for consumer in self._takers))
 
     async def _submit_us(self) -> float:
-        """The time of one call of `submit.lua` for one new prompt, while others are in the stream, in µs."""
+        """Microseconds of one call of `submit.lua` for one new prompt, with other prompts in the stream."""
         await self._client.xadd(_MODEL.jobs, {"m": b"x" * 512})
         samples = []
         for number in range(400):
@@ -193,7 +188,7 @@ class _Fleet:
         return float(stats.get("cmdstat_evalsha", {"usec": 0})["usec"])
 
     async def _server_s(self, work: Callable[[], Awaitable[object]], times: int) -> float:
-        """Seconds of the server's processor for one call."""
+        """The server's processor time in seconds for one call."""
         await work()
         samples = []
         for _ in range(3):
@@ -208,37 +203,37 @@ class _Fleet:
         return float(info["used_cpu_user"]) + float(info["used_cpu_sys"])
 
 
-def _page(fleet: Sequence[str], calls: Sequence[str], surroundings: Surroundings, notes: str) -> str:
-    facts = "\n".join(f"- **{name}**: {fact}" for name, fact in surroundings.facts.items() if "peers" not in name)
+def _page(fleet: Sequence[str], calls: Sequence[str], run: Mapping[str, str], notes: str) -> str:
+    facts = "\n".join(f"- **{name}**: {fact}" for name, fact in run.items() if "peers" not in name)
     return f"""\
 # The control plane
 
-What workers and clients cost the server beside rows, on the embedded server through a Unix socket. Written by
-`python -m benchmarks.control_plane --write docs/benchmarks-control-plane.md`.
+The server's processor time for the control plane, without rows, on the embedded server through a Unix socket. Written
+by `python -m benchmarks.control_plane --write docs/benchmarks-control-plane.md`.
 
 ## By the number of workers
 
-A *look* is what a producer does each second while it waits for something: it reads its model's info and counts the live
-workers. *Submit* is one call of `submit.lua` for one new prompt, while others are in the stream. A *worker's second* is
-what it asks the server in one second while it computes and holds {2 * _BATCH} prompts, with a lease of
-{_INFO.lease_s:g} s: heartbeats, renewals, claims, sweeps, reads; not the prompts and rows themselves. The
-last column adds as many busy producers as there are workers.
+*Poll*: a waiting producer reads its model's info and counts the live workers, once per second. *Submit*: one call of
+`submit.lua` for one new prompt, with other prompts in the stream. *Worker, 1 s*: the commands that a worker sends in
+one second while it computes and holds {2 * _BATCH} prompts, with a lease of {_INFO.lease_s:g} s. They are heartbeats,
+renewals, claims, sweeps and reads, without prompts and rows. The last column adds one busy producer per
+worker.
 
-| workers | look, ms | submit, µs | a worker's second, µs | all workers, % of a core | and as many producers, % |
+| workers | poll, ms | submit, µs | worker, 1 s, µs | all workers, % of a core | workers and producers, % of a core |
 |---|---|---|---|---|---|
 {chr(10).join(fleet)}
 
 ## The longest calls
 
-While a script runs, the server serves nobody else. Each does a bounded part of what there is to do, and the next calls
-do the rest: here with more stored than a pool should ever have. Milliseconds in the server, of {REPEATS} calls or
-more.
+A script blocks the server while it runs. Each call therefore does a bounded amount of work, and the next calls
+continue. The table shows milliseconds in the server, of at least {REPEATS} calls, with more stored data than a pool
+should ever have.
 
-| call | median, ms | longest, ms |
+| call | median, ms | maximum, ms |
 |---|---|---|
 {chr(10).join(calls)}
 
-## Where
+## Environment
 
 {facts}
 

@@ -1,4 +1,4 @@
-"""Single calls of scripts with much stored: how long each keeps the server from serving anybody else."""
+"""Single calls of scripts with much stored data: the time for which each call blocks the server."""
 
 from __future__ import annotations
 
@@ -15,20 +15,18 @@ from lmpool.protocol.keys import GROUP, Keys
 
 _KEYS = Keys()
 _MODEL = _KEYS.model("m")
-_BATCH = 32
-_LEASE_MS = 15_000
-_LONG_MS = 10_000_000
-REPEATS = 7
-"""Calls of each kind, at least."""
+_BATCH = 32  # Prompts that a worker may hold.
+_LEASE_MS = 15_000  # The default lease.
+_LONG_MS = 10_000_000  # A lifetime that does not end during the benchmark.
+REPEATS = 7  # Min calls of each kind.
 
 
 class _Queue:
-    """A queue with much in it, for the slowest calls of its scripts."""
+    """A queue with many entries, for the slowest calls of its scripts."""
 
     def __init__(self, client: redis.Redis) -> None:
         self.client = client
-        # Worker -> its lane.
-        self.lanes: dict[bytes, bytes] = {}
+        self.lanes: dict[bytes, bytes] = {}  # Worker -> its lane.
 
     def empty(self, workers: int = 1) -> None:
         self.client.flushall()
@@ -54,7 +52,7 @@ class _Queue:
             return self.client.evalsha(script.sha, len(keys), *keys, *args)
 
     def ms(self, script: scripts.Script, keys: Sequence[bytes], *args: Any) -> float:
-        """How long the server was kept by one call, in ms."""
+        """Milliseconds for which one call blocks the server."""
         before = self._spent_us()
         self.call(script, keys, *args)
         return (self._spent_us() - before) / 1000
@@ -68,7 +66,7 @@ class _Queue:
         return self.ms(scripts.SUBMIT, keys, 10**6, _LONG_MS, "", 0, len(digests), *[os.urandom(size)] * len(digests))
 
     def hold(self, count: int) -> list[bytes]:
-        """Have a worker hold prompts of 128 tokens; returns their entries."""
+        """Let a worker hold prompts of 128 tokens; return their entries."""
         for at in range(0, count, 5000):
             with self.client.pipeline(transaction=False) as pipe:
                 for _ in range(min(5000, count - at)):
@@ -82,7 +80,7 @@ def _digests(count: int) -> list[bytes]:
 
 
 def measure_calls(client: redis.Redis) -> Iterator[str]:
-    """Rows of the table: what is called, and the median and the longest time of a call in ms."""
+    """Rows of the table: the call, and its median and maximum time in ms."""
     queue = _Queue(client)
     for name, measure in _CALLS.items():
         samples: list[float] = []
@@ -114,7 +112,7 @@ def _submit_longest(queue: _Queue) -> list[float]:
     return [queue.submit("a", _digests(1), 524_288)]
 
 
-def _give_way(size: int) -> Callable[[_Queue], list[float]]:
+def _backlog_of_other_client(size: int) -> Callable[[_Queue], list[float]]:
     def measure(queue: _Queue) -> list[float]:
         queue.empty()
         for _ in range(10):
@@ -175,7 +173,7 @@ def _finish_behind_backlog(queue: _Queue) -> list[float]:
 def _finish_many_clients(queue: _Queue) -> list[float]:
     queue.empty()
     (digest,) = digests = _digests(1)
-    # Of two clients, for then it is a hash.
+    # Submit from two clients, so that the waiting key is a hash.
     queue.submit("a", digests, 540)
     queue.submit("b", digests, 540)
     queue.client.hset(_MODEL.waiting + digest, mapping={_MODEL.reply(f"{i:016x}"): b"" for i in range(9_998)})
@@ -185,7 +183,7 @@ def _finish_many_clients(queue: _Queue) -> list[float]:
 
 def _finish_failures(queue: _Queue) -> list[float]:
     queue.empty()
-    # One worker that may hold them all: a failure counts only from who holds the job.
+    # One worker must hold all prompts: a failure counts only if the worker holds the job.
     queue.resize("w0", scripts.MAX_AT_ONCE)
     digests = _digests(scripts.MAX_AT_ONCE)
     queue.submit("a", digests, 540)
@@ -206,7 +204,7 @@ def _finish_ms(queue: _Queue, entries: Sequence[bytes], digests: Sequence[bytes]
 
 
 def _take(queue: _Queue, count: int) -> list[bytes]:
-    """Have workers take what is in the shared stream and in their lanes; returns the entries."""
+    """Let workers read the shared stream and their lanes; return the entries."""
     entries = _read(queue, b"w0", _MODEL.jobs, count)
     for worker, lane in queue.lanes.items():
         entries += [entry + b" " + worker for entry in _read(queue, worker, lane, count)]
@@ -243,13 +241,13 @@ def _sweep_clients(queue: _Queue) -> list[float]:
     for at in range(0, 200_000, 10_000):
         queue.client.zadd(_MODEL.virtual_time, {_MODEL.reply(f"{i:016x}"): i for i in range(at, at + 10_000)})
     queue.client.zadd(_MODEL.virtual_time, {b"": 10**6})
-    return [queue.ms(scripts.REMOVE_GONE, _SWEPT, GROUP, 200, _LONG_MS, 0) for _ in range(REPEATS)]
+    return [queue.ms(scripts.REMOVE_GONE, _SWEEP_KEYS, GROUP, 200, _LONG_MS, 0) for _ in range(REPEATS)]
 
 
 def _sweep_workers(queue: _Queue) -> list[float]:
     queue.empty(1000)
     queue.client.zadd(_MODEL.workers, {f"w{number}": 1 for number in range(1000)})
-    return [queue.ms(scripts.REMOVE_GONE, _SWEPT, GROUP, 200, _LONG_MS, 0) for _ in range(4)]
+    return [queue.ms(scripts.REMOVE_GONE, _SWEEP_KEYS, GROUP, 200, _LONG_MS, 0) for _ in range(4)]
 
 
 def _survey(queue: _Queue) -> list[float]:
@@ -283,22 +281,22 @@ def _fields(queue: _Queue) -> list[float]:
     return [queue.ms(scripts.FIELDS, [_KEYS.models()], 4096, 1 << 16, 0) for _ in range(REPEATS)]
 
 
-_SWEPT = (_MODEL.jobs, _MODEL.workers, _MODEL.capacity, _MODEL.virtual_time)
+_SWEEP_KEYS = (_MODEL.jobs, _MODEL.workers, _MODEL.capacity, _MODEL.virtual_time)
 _CALLS: dict[str, Callable[[_Queue], list[float]]] = {
     "submit: 200 new prompts of 128 tokens": _submit_new,
     "submit: 200 prompts of 128 tokens into the backlog": _submit_to_backlog,
     "submit: 16 prompts of 8,192 tokens, 512 KiB": _submit_long,
     "submit: one prompt of 131,072 tokens": _submit_longest,
-    "submit, refill: 2,000 prompts of 128 tokens of another client are in the way": _give_way(540),
-    "the same, 2,000 tokens each": _give_way(8_000),
+    "submit, refill: 2,000 prompts of 128 tokens of another client come first": _backlog_of_other_client(540),
+    "the same, 2,000 tokens each": _backlog_of_other_client(8_000),
     "refill: 1,600 prompts of 1,000 tokens may move up": _move_up,
     "cancel: 200 prompts": _cancel,
     "claim: 100,000 prompts are held": _claim(False),
-    "claim: 100,000 prompts are held by the dead": _claim(True),
+    "claim: 100,000 prompts are held by dead workers": _claim(True),
     "finish: 200 rows": _finish,
     "finish: 96 rows, 500 prompts in the backlog": _finish_behind_backlog,
     "finish: one row for 9,999 clients": _finish_many_clients,
-    "finish: 200 prompts go to the dead letters": _finish_failures,
+    "finish: 200 prompts become dead letters": _finish_failures,
     "renew: 200 prompts": _renew,
     "release: 200 prompts, with reasons": _release,
     "abandoned: 200 prompts": _abandoned,

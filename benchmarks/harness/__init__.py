@@ -1,1 +1,1 @@
-"""What all benchmarks share: processes, their protocol, pairs, reports; imports no other folder here."""
+"""Code that all benchmarks share: processes and their protocol, pairs, reports. Imports no other folder here."""

@@ -1,4 +1,4 @@
-"""A against B: measured in turns in one run, compared pair by pair."""
+"""Ratios of A to B: both sides are sampled in turns in one run, and compared pair by pair."""
 
 from __future__ import annotations
 
@@ -10,18 +10,12 @@ from dataclasses import dataclass
 Take = Callable[[], float]
 """Takes one sample of one side, such as its rows per second."""
 
-_RESAMPLES = 2000
+_RESAMPLES = 2000  # Bootstrap samples: enough for two digits of a 95 % interval.
 
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """Samples of one side, in the order in which they were taken.
-
-    Attributes:
-        name: what was measured.
-        unit: of the samples.
-        samples: at least one.
-    """
+    """Samples of one side, at least one, in order of time."""
 
     name: str
     unit: str
@@ -29,7 +23,7 @@ class Side:
 
     @property
     def median(self) -> float:
-        """The median of the samples."""
+        """Median of the samples."""
         return statistics.median(self.samples)
 
     def __str__(self) -> str:
@@ -38,18 +32,13 @@ class Side:
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """What a ratio must reach.
-
-    Attributes:
-        value: the bound.
-        at_most: True when the ratio must not be above the bound, False when it must not be below.
-    """
+    """The bound that a ratio must reach: a minimum, or with `at_most` a maximum."""
 
     value: float
     at_most: bool = False
 
     def reached(self, ratio: float) -> bool:
-        """Whether a ratio is good enough."""
+        """Whether a ratio reaches the goal."""
         return ratio <= self.value if self.at_most else ratio >= self.value
 
     def __str__(self) -> str:
@@ -62,8 +51,8 @@ class Result:
 
     Attributes:
         name: the measure.
-        meaning: one sentence that says what A and B are.
-        goal: what is asked; None when the figure is for orientation only.
+        meaning: one sentence that defines A and B.
+        goal: None when the figure is for orientation only.
         a: the numerator.
         b: the denominator, with as many samples.
     """
@@ -76,17 +65,17 @@ class Result:
 
     @property
     def ratios(self) -> list[float]:
-        """A ÷ B of each pair."""
+        """A ÷ B for each pair."""
         return [a / b for a, b in zip(self.a.samples, self.b.samples, strict=True)]
 
     @property
     def ratio(self) -> float:
-        """The median of the ratios."""
+        """Median of the ratios."""
         return statistics.median(self.ratios)
 
     @property
     def verdict(self) -> str:
-        """ "reached", "below" or "above" (of what is asked), or "" when nothing is asked."""
+        """ "reached", "below" or "above" the goal, or "" without a goal."""
         if self.goal is None:
             return ""
         if self.goal.reached(self.ratio):
@@ -94,17 +83,13 @@ class Result:
         return "above" if self.goal.at_most else "below"
 
     def __str__(self) -> str:
-        asked = f"asked {self.goal}: {self.verdict}" if self.goal else "for orientation"
+        goal = f"goal {self.goal}: {self.verdict}" if self.goal else "for orientation"
         low, high = min(self.ratios), max(self.ratios)
-        return f"{self.name}: {show(self.ratio)} [{show(low)}–{show(high)}] ({asked})\n  A {self.a}\n  B {self.b}"
+        return f"{self.name}: {show(self.ratio)} [{show(low)}–{show(high)}] ({goal})\n  A {self.a}\n  B {self.b}"
 
 
 def alternate(sides: Mapping[str, Take], repeats: int) -> dict[str, list[float]]:
-    """Take samples of all sides in turns (A B A B …), so that what changes on the machine meets all of them.
-
-    Returns:
-        side -> its `repeats` samples.
-    """
+    """Sample all sides in turns (A B A B …), so that changes on the machine affect all of them alike."""
     samples: dict[str, list[float]] = {name: [] for name in sides}
     for _ in range(repeats):
         for name, take in sides.items():
@@ -114,13 +99,7 @@ def alternate(sides: Mapping[str, Take], repeats: int) -> dict[str, list[float]]
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """Where a ratio lies, by what chance brings in nineteen of twenty cases.
-
-    Attributes:
-        median: of the ratios of all pairs.
-        low: no less than this.
-        high: no more than this.
-    """
+    """The median ratio of all pairs, and its 95 % confidence interval."""
 
     median: float
     low: float
@@ -128,7 +107,7 @@ class Interval:
 
     @classmethod
     def of(cls, rounds: Sequence[Sequence[float]]) -> Interval:
-        """By bootstrap: rounds are drawn, and pairs in each, for the pairs of a round have the same processes.
+        """Bootstrap in two stages: draw rounds, then pairs of each round, because the pairs of a round share processes.
 
         Args:
             rounds: the ratios of each round's pairs, at least one.
@@ -140,14 +119,14 @@ class Interval:
             )
             for _ in range(_RESAMPLES)
         )
-        outside = _RESAMPLES // 40
-        everything = [ratio for ratios in rounds for ratio in ratios]
-        return cls(statistics.median(everything), medians[outside], medians[-outside - 1])
+        tail = _RESAMPLES // 40  # 2.5 % on each side.
+        all_ratios = [ratio for ratios in rounds for ratio in ratios]
+        return cls(statistics.median(all_ratios), medians[tail], medians[-tail - 1])
 
     def __str__(self) -> str:
         return f"{self.median:.3f} [{self.low:.3f}–{self.high:.3f}]"
 
 
 def show(value: float) -> str:
-    """A figure with three digits or all that stand before the point."""
+    """A figure with three significant digits, or with all digits before the point."""
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"

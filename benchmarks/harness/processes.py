@@ -1,4 +1,4 @@
-"""Processes of the benchmark: started, asked, ended. Each ends with the benchmark, however that ends."""
+"""Child processes of the benchmark. Each ends when the benchmark ends, even by SIGKILL."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from typing import Any, Self
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
-_FINISH_S = 2.0
-_STOP_S = 10.0
-_START_S = 180.0
-_LOG_LINES = 15
+_FINISH_S = 2.0  # Seconds in which a child must end after the end of its input.
+_STOP_S = 10.0  # Seconds between SIGTERM and SIGKILL: a worker drains.
+_START_S = 180.0  # Seconds in which a child must be ready: some load models.
+_LOG_LINES = 15  # Last lines of the log in an error message.
 
 
 class BenchmarkError(Exception):
-    """A measure could not be taken; the message says why."""
+    """A measure failed; the message says why."""
 
 
-class LeftOut(Exception):
-    """A measure does not apply here, such as one of a device that this machine has not; the message says why."""
+class Skipped(Exception):
+    """A measure does not apply on this machine, such as one of a missing device; the message says why."""
 
 
 def run(*command: str) -> str:
-    """What a program prints that ends by itself; one of any environment, so PYTHONPATH is kept from it.
+    """Run a program of any environment, so without PYTHONPATH, and return its output.
 
     Raises:
-        BenchmarkError: it cannot be started, or its exit code is not 0.
+        BenchmarkError: the program cannot start, or its exit code is not 0.
     """
     try:
         environment = {**os.environ, "PYTHONPATH": ""}
@@ -49,8 +49,8 @@ def run(*command: str) -> str:
 
 
 def processor_seconds(pid: int) -> float:
-    """Processor time of a process and all its threads so far; not a number where the system has no such clock."""
-    # The clock that clock_getcpuclockid(3) names, which Python lacks.
+    """Processor time of a process and all its threads so far; NaN on systems other than Linux."""
+    # Compute the id of the clock as clock_getcpuclockid(3) does: Python does not wrap that function.
     return time.clock_gettime(~pid << 3 | 2) if sys.platform == "linux" else math.nan
 
 
@@ -58,16 +58,16 @@ class Process:
     """One process, from construction to `stop`, or for the length of a `with` block.
 
     Args:
-        command: program and arguments; the program as a path.
-        log: file for what it prints.
-        environment: added to this process's own.
+        command: path of the program, and arguments.
+        log: file for its output.
+        environment: variables in addition to the environment of this process.
     """
 
     def __init__(self, command: Sequence[str], log: Path, environment: Mapping[str, str]) -> None:
         self.name = log.stem
-        self._is_told = False
+        self._is_terminated = False
         self._log = log
-        tied = [sys.executable, "-I", "-S", str(Path(__file__).with_name("tied.py")), str(os.getpid())]
+        tied = [sys.executable, "-I", "-S", str(Path(__file__).with_name("end_with_parent.py")), str(os.getpid())]
         with log.open("ab") as output:
             self._process = subprocess.Popen(
                 [*tied, *command],
@@ -76,7 +76,7 @@ class Process:
                 stderr=output,
                 cwd=REPOSITORY,
                 env={**os.environ, **environment},
-                # Ctrl-C is for the benchmark alone: it ends its processes in order.
+                # Keep Ctrl-C from the child: the benchmark ends its processes in order.
                 start_new_session=True,
             )
 
@@ -84,35 +84,31 @@ class Process:
 
     @property
     def pid(self) -> int:
-        """Its process id."""
+        """The process id."""
         return self._process.pid
 
     def check(self) -> None:
-        """See that it still runs.
-
-        Raises:
-            BenchmarkError: it has ended.
-        """
+        """Raise BenchmarkError if the process has ended."""
         if (code := self._process.poll()) is not None:
             raise self._failure(f"ended with exit code {code}")
 
     def terminate(self) -> None:
-        """Ask it to end, without waiting for that: several end at the same time. `stop` must follow."""
-        if not self._is_told:
-            self._is_told = True
+        """Send SIGTERM without waiting for the end, so that several processes end concurrently. Then call `stop`."""
+        if not self._is_terminated:
+            self._is_terminated = True
             self._process.terminate()
 
     def stop(self) -> None:
-        """End it: end of input, which a `Child` obeys, then SIGTERM, and SIGKILL when that does not help."""
+        """Close the input, which ends a `Child`; then send SIGTERM, and SIGKILL after 10 s."""
         process = self._process
         for pipe in (process.stdin, process.stdout):
             if pipe is not None:
-                # What a failed child left unread in the pipe is of no use any more.
+                # Ignore data that a failed child did not read.
                 with contextlib.suppress(BrokenPipeError):
                     pipe.close()
         if self._answers and self._ends_within(_FINISH_S):
             return
-        # Once only: on a second signal a worker would leave at once, without a word to the others.
+        # Only one SIGTERM: on the second a worker exits without releasing its jobs.
         self.terminate()
         if not self._ends_within(_STOP_S):
             process.kill()
@@ -135,18 +131,11 @@ class Process:
 
     def _failure(self, reason: str) -> BenchmarkError:
         lines = self._log.read_text(errors="replace").splitlines()[-_LOG_LINES:]
-        return BenchmarkError("\n  ".join([f"the process {self.name} {reason}; its log ends with", *lines]))
+        return BenchmarkError("\n  ".join([f"process {self.name} {reason}; last lines of its log:", *lines]))
 
 
 class Child(Process):
-    """A process that answers requests by the protocol of `lines.py`.
-
-    Args:
-        As `Process`.
-
-    Raises:
-        BenchmarkError: it is not ready within 3 minutes.
-    """
+    """A process that responds to requests with the protocol of `line_protocol.py`; it must be ready in 3 minutes."""
 
     _answers = True
 
@@ -160,7 +149,7 @@ class Child(Process):
             raise
 
     def send(self, do: str, **arguments: Any) -> None:
-        """Send a request whose answer `receive` returns."""
+        """Send a request; `receive` returns its response."""
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(json.dumps({"do": do, **arguments}).encode() + b"\n")
@@ -169,17 +158,17 @@ class Child(Process):
             raise self._failure("has ended") from None
 
     def receive(self, seconds: float) -> Any:
-        """The answer to the oldest request that has none.
+        """Return the response to the oldest pending request.
 
         Raises:
-            BenchmarkError: the process ended, or it did not answer within `seconds`.
+            BenchmarkError: the process ended, or did not respond within `seconds`.
         """
         assert self._process.stdout is not None
         output = self._process.stdout.fileno()
         deadline = time.monotonic() + seconds
         while b"\n" not in self._received:
             if not select.select([output], [], [], max(0.0, deadline - time.monotonic()))[0]:
-                raise self._failure(f"did not answer within {seconds:g} s")
+                raise self._failure(f"did not respond within {seconds:g} s")
             part = os.read(output, 1 << 16)
             if not part:
                 raise self._failure("ended")
@@ -187,17 +176,13 @@ class Child(Process):
         line, _, self._received = self._received.partition(b"\n")
         return json.loads(line)
 
-    def ask(self, do: str, *, within: float = 300.0, **arguments: Any) -> Any:
-        """Send a request and wait for its answer.
-
-        Raises:
-            BenchmarkError: see `receive`.
-        """
+    def request(self, do: str, *, within: float = 300.0, **arguments: Any) -> Any:
+        """Send a request and wait for its response."""
         self.send(do, **arguments)
         return self.receive(within)
 
 
 def free_port() -> int:
-    """A port of this machine at which nothing listens now."""
+    """A free TCP port of this machine."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
         return int(listening.getsockname()[1])

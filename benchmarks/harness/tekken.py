@@ -1,6 +1,6 @@
-"""What both sides of the tries' measures work on: a real vocabulary, and weights over it.
+"""Inputs for both sides of the trie measures: a real vocabulary, and weights over it.
 
-Imports nothing but the standard library and numpy: the peers' processes read it in an environment without lmpool.
+Imports only the standard library and numpy: the peers' processes use it in an environment without lmpool.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-N_TOKENS = 131_072
-N_ROWS = 64
+N_TOKENS = 131_072  # Tokens of the vocabulary.
+N_ROWS = 64  # Distinct rows of weights.
 
 _FILE = "tekken_240911.json"
-_SPREAD = 3.0
+_SPREAD = 3.0  # Standard deviation of the logits, similar to a language model's.
 
 
 class Inputs(NamedTuple):
-    """What is swept.
+    """A vocabulary and weights.
 
     Attributes:
-        tokens: byte strings by token id, V of them.
+        tokens: V byte strings by token id.
         weights: float32 (N_ROWS, V), each row a distribution: softmax of 3 * normal.
     """
 
@@ -33,21 +33,21 @@ class Inputs(NamedTuple):
     weights: NDArray[np.float32]
 
     def batches(self, size: int) -> list[NDArray[np.float32]]:
-        """The weights in batches of that many rows; over and over where there are fewer."""
+        """The weights in batches of `size` rows; rows repeat if there are fewer."""
         rows = len(self.weights)
         wanted = np.arange(max(size, rows - rows % size)).reshape(-1, size) % rows
         return [self.weights[batch] for batch in wanted]
 
 
 def write_inputs(folder: Path) -> Path:
-    """Write the first 131,072 entries of Mistral's tekken, and weights, for both sides to read.
+    """Write the first 131,072 entries of Mistral's tekken vocabulary, and weights, for both sides.
 
     Raises:
-        OSError: the package mistral-common is not installed, or has no such file.
+        OSError: the package mistral-common is not installed, or lacks the file.
     """
     spec = find_spec("mistral_common")
     if spec is None or spec.origin is None:
-        raise FileNotFoundError("the vocabulary comes from mistral-common: pip install mistral-common")
+        raise FileNotFoundError("the package mistral-common, which has the vocabulary, is missing. Install it.")
     entries = json.loads((Path(spec.origin).parent / "data" / _FILE).read_text())["vocab"][:N_TOKENS]
     tokens = [base64.b64decode(entry["token_bytes"]) for entry in entries]
     logits = _SPREAD * np.random.default_rng(0).standard_normal((N_ROWS, len(tokens)), np.float32)

@@ -1,1 +1,1 @@
-"""What is measured, and on which sides; `python -m benchmarks` runs it."""
+"""The measures: each runs two sides in turns and returns ratios. `python -m benchmarks` runs them."""

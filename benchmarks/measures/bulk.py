@@ -1,4 +1,4 @@
-"""Runs over files: against a producer that is asked the same, and how much memory they take."""
+"""Runs over files: speed against a producer with the same requests, and peak memory."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from pathlib import Path
 
 from benchmarks.harness.pairs import Goal, Result, Side, alternate
 from benchmarks.harness.processes import BenchmarkError, Child
-from benchmarks.harness.workplace import Workplace
+from benchmarks.harness.testbed import Testbed
 from benchmarks.measures.real_model import smollm2_folder
 
-_V, _FIRST_ORDINARY_ID = 512, 3
-_SHORT_TOKENS, _STEP_MS = 12, 5
-_TEXTS, _TEXT_TOKENS, _TOP = 64, 128, 32
-_MAX_MB, _LINES = 300, 1_000_000
+_V, _FIRST_ORDINARY_ID = 512, 3  # Vocabulary size; token ids below 3 are special in SmolLM2.
+_SHORT_TOKENS, _STEP_MS = 12, 5  # Tokens per short text; milliseconds per synthetic step.
+_TEXTS, _TEXT_TOKENS, _TOP = 64, 128, 32  # Texts of the real model, tokens per text, top-k per position.
+_MAX_MB, _LINES = 300, 1_000_000  # Memory goal in megabytes, for a run over this many texts.
 
 
-def bulk_run(place: Workplace) -> list[Result]:
-    """Many short texts by a worker whose steps take some ms, and longer ones by a real model."""
+def bulk_run(testbed: Testbed) -> list[Result]:
+    """Many short texts on a synthetic worker with slow steps, and longer texts on a real model."""
     results = []
     for name, model, options, lines, tokens, top in (
         ("bulk-run", "synthetic", ("--vocab-size", str(_V), "--step-ms", str(_STEP_MS)), 40_000, _SHORT_TOKENS, 8),
@@ -30,17 +30,17 @@ def bulk_run(place: Workplace) -> list[Result]:
     ):
         backend = () if "--backend" in options else ("--backend", "synthetic")
         with ExitStack() as stack:
-            stack.enter_context(place.workers(name, model, *backend, *options))
-            arguments = ("--redis", place.url, "--model", name)
-            client = stack.enter_context(place.child("clients.bulk_client", *arguments))
-            count = place.scaled(lines, min(lines, 2000))
-            pair = _Pair(place, client, count, tokens, top)
+            stack.enter_context(testbed.workers(name, model, *backend, *options))
+            arguments = ("--redis", testbed.url, "--model", name)
+            client = stack.enter_context(testbed.child("clients.bulk_client", *arguments))
+            count = testbed.scaled(lines, min(lines, 2000))
+            pair = _Pair(testbed, client, count, tokens, top)
             pair.run()
-            samples = alternate({"batch run": pair.run, "producer": pair.ask}, place.repeats)
+            samples = alternate({"batch run": pair.run, "producer": pair.stream}, testbed.repeats)
         meaning = (
-            f"texts/s of a run over a file of {count:,} texts of {tokens} tokens, the {top} likeliest tokens at every "
-            f"position, {'SmolLM2-135M f32, hf' if 'hf' in options else f'synthetic steps of {_STEP_MS} ms'} ÷ a "
-            "producer in the same process that is asked about as many texts and drops the answers"
+            f"texts/s of a run over a file of {count:,} texts of {tokens} tokens, top-{top} at every position, "
+            f"{'SmolLM2-135M f32, hf' if 'hf' in options else f'synthetic steps of {_STEP_MS} ms'} ÷ a producer in "
+            "the same process that requests as many texts and discards the results"
         )
         results.append(
             Result(name, meaning, Goal(0.9), *[Side(side, "texts/s", taken) for side, taken in samples.items()])
@@ -48,51 +48,45 @@ def bulk_run(place: Workplace) -> list[Result]:
     return results
 
 
-def bulk_memory(place: Workplace) -> list[Result]:
-    """The most memory that a run over very many texts has had, as the system tells it when it ends."""
-    count = place.scaled(_LINES, 20_000)
-    with place.workers("bulk", "synthetic", "--backend", "synthetic", "--vocab-size", str(_V)):
-        source = write_texts(place.folder / "many.jsonl", count, 8, _V)
-        command = ["lmpool", "batch", "run", str(source), str(place.folder / "many"), "--what", "topk:2"]
-        log = place.folder / "bulk.log"
+def bulk_memory(testbed: Testbed) -> list[Result]:
+    """Peak memory of a run over very many texts, as the kernel reports it at exit."""
+    count = testbed.scaled(_LINES, 20_000)
+    with testbed.workers("bulk", "synthetic", "--backend", "synthetic", "--vocab-size", str(_V)):
+        source = write_texts(testbed.folder / "many.jsonl", count, 8, _V)
+        command = ["lmpool", "batch", "run", str(source), str(testbed.folder / "many"), "--what", "topk:2"]
+        log = testbed.folder / "bulk.log"
         with log.open("wb") as out:
-            process = subprocess.Popen([*command, "--redis", place.url, "--model", "bulk"], stdout=out, stderr=out)
+            process = subprocess.Popen([*command, "--redis", testbed.url, "--model", "bulk"], stdout=out, stderr=out)
         _, status, usage = os.wait4(process.pid, 0)
         process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode:
         raise BenchmarkError(f"the run ended with {process.returncode}: {log.read_text('utf-8')[-1000:]}")
-    meaning = f"most memory of the process of a run over {count:,} texts of 8 tokens ÷ what is allowed"
+    meaning = f"peak memory of the process of a run over {count:,} texts of 8 tokens ÷ the allowed memory"
     peak = Side("batch run", "MB", [usage.ru_maxrss / 1000])
     return [Result("bulk-memory", meaning, Goal(1, at_most=True), peak, Side("allowed", "MB", [_MAX_MB]))]
 
 
 class _Pair:
-    """Texts that nobody has asked about before, for a run and for a producer.
+    """A run and a producer, both with new texts in each sample: `count` texts of `tokens` tokens, top-`top`."""
 
-    Args:
-        place: where files go.
-        client: asks.
-        count: texts of a sample.
-        tokens: of each text.
-        top: how many of the likeliest tokens are wanted.
-    """
-
-    def __init__(self, place: Workplace, client: Child, count: int, tokens: int, top: int) -> None:
-        self._folder = place.folder
+    def __init__(self, testbed: Testbed, client: Child, count: int, tokens: int, top: int) -> None:
+        self._folder = testbed.folder
         self._client = client
         self._count = count
         self._tokens = tokens
         self._top = top
 
     def run(self) -> float:
-        """Texts per second of a run."""
+        """Texts per second of a run over a file."""
         source = self._source()
-        seconds: float = self._client.ask("run", source=str(source), output=str(source.with_suffix("")), top=self._top)
+        seconds: float = self._client.request(
+            "run", source=str(source), output=str(source.with_suffix("")), top=self._top
+        )
         return self._count / seconds
 
-    def ask(self) -> float:
+    def stream(self) -> float:
         """Texts per second of a producer."""
-        seconds: float = self._client.ask("ask", source=str(self._source()), top=self._top)
+        seconds: float = self._client.request("stream", source=str(self._source()), top=self._top)
         return self._count / seconds
 
     def _source(self) -> Path:

@@ -1,4 +1,4 @@
-"""Less than a row against the row."""
+"""Requests for parts of a row (entries, scores, samples, top-k) against requests for whole rows."""
 
 from __future__ import annotations
 
@@ -8,72 +8,77 @@ from typing import Any
 
 from benchmarks.harness.pairs import Goal, Result, Side, Take, alternate
 from benchmarks.harness.processes import Child
-from benchmarks.harness.workplace import Workplace
-from benchmarks.measures.asking import Asked, agree, alternated
+from benchmarks.harness.testbed import Testbed
+from benchmarks.measures.comparison import PromptSource, agree, alternated
 from benchmarks.measures.real_model import smollm2_folder
 from benchmarks.measures.transport import FULL_V
 
-_TARGETS = 4
-_AT_ONCE = 256
-_PROMPT, _CONTINUATION = 32, 64
-_CONTINUATIONS, _GENERATED = 16, 32
-_SMALL_V, _STEP_MS = 8192, 2
-_MIN_V = 49_152
-_TEXTS, _TEXT_TOKENS, _TOP = 64, 128, 32
-_PREFIX_REPEATS = 2
+_TARGETS = 4  # Entries requested of each row.
+_CONCURRENCY = 256  # Requests in flight.
+_PROMPT, _CONTINUATION = 32, 64  # Tokens of a prompt, and of the continuation that is scored.
+_CONTINUATIONS, _GENERATED = 16, 32  # Concurrent continuations, and tokens of each.
+_SMALL_V, _STEP_MS = 8192, 2  # Vocabulary and milliseconds per step of the fast synthetic model.
+_TEXTS, _TEXT_TOKENS, _TOP = 64, 128, 32  # Texts, tokens per text, top-k per position.
+_PREFIX_REPEATS = 2  # Samples of one request per position: each takes about half a minute.
 
 
-def targets(place: Workplace) -> list[Result]:
+def targets(testbed: Testbed) -> list[Result]:
     """A few entries of cached rows."""
     with ExitStack() as stack:
         stack.enter_context(
-            place.workers("synthetic", "synthetic", "--backend", "synthetic", "--vocab-size", str(FULL_V))
+            testbed.workers("synthetic", "synthetic", "--backend", "synthetic", "--vocab-size", str(FULL_V))
         )
-        client = stack.enter_context(place.producer("synthetic", "--cache-bytes", "0"))
-        rows, times = 512, place.scaled(16, 4)
-        client.ask("new", rows=rows, at_once=64)
+        client = stack.enter_context(testbed.producer("synthetic", "--cache-bytes", "0"))
+        rows, times = 512, testbed.scaled(16, 4)
+        client.request("new", rows=rows, concurrency=64)
         samples = alternated(
             {
                 "entries": lambda: (
-                    times * rows / float(client.ask("entries", times=times, at_once=_AT_ONCE, count=_TARGETS))
+                    times
+                    * rows
+                    / float(client.request("entries", times=times, concurrency=_CONCURRENCY, count=_TARGETS))
                 ),
-                "rows": lambda: times * rows / 4 / float(client.ask("again", times=times // 4, at_once=_AT_ONCE)),
+                "rows": lambda: (
+                    times * rows / 4 / float(client.request("again", times=times // 4, concurrency=_CONCURRENCY))
+                ),
             },
-            place.repeats,
+            testbed.repeats,
         )
     meaning = (
-        f"requests/s for {_TARGETS} entries of cached float32 rows of V = {FULL_V:,}, {_AT_ONCE} awaits under way ÷ "
-        "the same for full rows, which are not kept by the producer"
+        f"requests/s for {_TARGETS} entries of cached float32 rows of V = {FULL_V:,}, {_CONCURRENCY} requests in "
+        "flight ÷ the same for full rows, which the producer does not cache"
     )
     sides = [Side(name, "requests/s", taken) for name, taken in samples.items()]
     return [Result("targets", meaning, Goal(8), *sides)]
 
 
-def score(place: Workplace) -> list[Result]:
-    """What a continuation scores, against the row of the same prompt."""
-    asked = Asked()
+def score(testbed: Testbed) -> list[Result]:
+    """The score of a continuation against the row of the same prompt."""
+    source = PromptSource()
     with ExitStack() as stack:
-        stack.enter_context(place.workers("smollm2", str(smollm2_folder()), "--backend", "hf", "--device", "cpu"))
-        client = stack.enter_context(place.producer("smollm2"))
-        count, length = place.scaled(10, 3), _PROMPT + _CONTINUATION
+        stack.enter_context(testbed.workers("smollm2", str(smollm2_folder()), "--backend", "hf", "--device", "cpu"))
+        client = stack.enter_context(testbed.producer("smollm2"))
+        count, length = testbed.scaled(10, 3), _PROMPT + _CONTINUATION
         samples = alternated(
             {
-                "score": lambda: float(client.ask("scored", prompts=asked.fresh(count, length), tokens=_CONTINUATION)),
-                "row": lambda: float(client.ask("row_of", prompts=asked.fresh(count, length))),
+                "score": lambda: float(
+                    client.request("scored", prompts=source.draw(count, length), tokens=_CONTINUATION)
+                ),
+                "row": lambda: float(client.request("row_of", prompts=source.draw(count, length))),
             },
-            place.repeats,
+            testbed.repeats,
         )
     meaning = (
-        f"seconds until the {_CONTINUATION} tokens after a prompt of {_PROMPT} are scored, one request alone, "
-        f"SmolLM2-135M f32 ÷ those for one row of a prompt of {length} tokens"
+        f"seconds to score {_CONTINUATION} tokens after a prompt of {_PROMPT}, one request alone, SmolLM2-135M f32 ÷ "
+        f"seconds for one row of a prompt of {length} tokens"
     )
     sides = [Side(name, "s", taken) for name, taken in samples.items()]
     return [Result("score", meaning, Goal(1.5, at_most=True), *sides)]
 
 
-def generate(place: Workplace) -> list[Result]:
-    """Continuations in one request each, against a request for each of their tokens."""
-    asked, results = Asked(), []
+def generate(testbed: Testbed) -> list[Result]:
+    """One request per continuation against one request per token."""
+    source, results = PromptSource(), []
     for name, goal, described, options in (
         ("generate", Goal(1.05), "SmolLM2-135M f32, hf", (str(smollm2_folder()), "--backend", "hf", "--device", "cpu")),
         (
@@ -84,81 +89,78 @@ def generate(place: Workplace) -> list[Result]:
         ),
     ):
         with ExitStack() as stack:
-            stack.enter_context(place.workers(name, *options))
-            client = stack.enter_context(place.producer(name))
+            stack.enter_context(testbed.workers(name, *options))
+            client = stack.enter_context(testbed.producer(name))
 
-            vocab_size = _SMALL_V if name == "generate-fast" else _MIN_V
+            vocab_size = _SMALL_V if name == "generate-fast" else FULL_V
 
             def rate(call: str, client: Any, vocab_size: int) -> float:
-                prompts = [[token % vocab_size for token in ids] for ids in asked.fresh(_CONTINUATIONS, _PROMPT)]
-                return _CONTINUATIONS * _GENERATED / float(client.ask(call, prompts=prompts, tokens=_GENERATED))
+                prompts = [[token % vocab_size for token in ids] for ids in source.draw(_CONTINUATIONS, _PROMPT)]
+                return _CONTINUATIONS * _GENERATED / float(client.request(call, prompts=prompts, tokens=_GENERATED))
 
             ways = {"generate": "generated", "sample": "sampled"}
             samples = alternated(
-                {side: partial(rate, call, client, vocab_size) for side, call in ways.items()}, place.repeats
+                {side: partial(rate, call, client, vocab_size) for side, call in ways.items()}, testbed.repeats
             )
         meaning = (
-            f"tokens/s of {_CONTINUATIONS} continuations of {_GENERATED} tokens at once, {described} ÷ the same by one "
-            "`sample` for each token"
+            f"tokens/s of {_CONTINUATIONS} concurrent continuations of {_GENERATED} tokens, {described} ÷ the same "
+            "with one `sample` per token"
         )
         results.append(Result(name, meaning, goal, *[Side(side, "tokens/s", taken) for side, taken in samples.items()]))
     return results
 
 
-def positions(place: Workplace) -> list[Result]:
-    """The likeliest tokens at every position of texts: from one forward, from one a position, and without the pool."""
+def positions(testbed: Testbed) -> list[Result]:
+    """Top-k tokens at every position of texts: one request per text, one per position, and without the pool."""
     with ExitStack() as stack:
         model = str(smollm2_folder())
-        stack.enter_context(place.workers("smollm2", model, "--backend", "hf", "--device", "cpu"))
-        client = stack.enter_context(place.producer("smollm2"))
-        peer = stack.enter_context(place.child("peers.hf_peer", model, "cpu", "float32"))
-        told = Told(place)
-        direct = alternated({"positions": told.new(client), "transformers": told.same(peer)}, place.repeats)
-        # New texts for both: each would find keys and values that the other has left.
-        takes = {"positions": told.new(client), "prefixes": told.new(client, "told_by_prefixes")}
-        prefixes = alternate(takes, min(place.repeats, _PREFIX_REPEATS))
-    by_prefix = (
-        f"asked at once ÷ the same by a prompt for each position, 32 texts in lock step; {_PREFIX_REPEATS} samples"
-    )
+        stack.enter_context(testbed.workers("smollm2", model, "--backend", "hf", "--device", "cpu"))
+        client = stack.enter_context(testbed.producer("smollm2"))
+        peer = stack.enter_context(testbed.child("peers.hf_peer", model, "cpu", "float32"))
+        top_tokens = TopTokens(testbed)
+        direct = alternated(
+            {"positions": top_tokens.new(client), "transformers": top_tokens.same(peer)}, testbed.repeats
+        )
+        # Draw new texts for both sides: each could use keys and values that the other side cached.
+        takes = {"positions": top_tokens.new(client), "prefixes": top_tokens.new(client, "top_tokens_by_prefix")}
+        prefixes = alternate(takes, min(testbed.repeats, _PREFIX_REPEATS))
+    by_prefix = f"one request per text ÷ one prompt per position, 32 texts in lock step; {_PREFIX_REPEATS} samples"
     by_peer = "through the pool ÷ transformers in batches of 16 texts, log_softmax and topk in one process"
     return [
-        Result("positions", f"{told.meaning}, {by_prefix}", Goal(3), *told.sides(prefixes)),
-        Result("positions-direct", f"{told.meaning}, {by_peer}", Goal(0.9), *told.sides(direct)),
+        Result("positions", f"{top_tokens.meaning}, {by_prefix}", Goal(3), *top_tokens.sides(prefixes)),
+        Result("positions-direct", f"{top_tokens.meaning}, {by_peer}", Goal(0.9), *top_tokens.sides(direct)),
     ]
 
 
-class Told:
-    """Has two sides tell the likeliest tokens at every position of the same texts, and sees that they agree."""
+class TopTokens:
+    """Requests the top-k tokens at every position of the same texts from two sides, and checks that they agree."""
 
-    def __init__(self, place: Workplace) -> None:
-        self._asked = Asked()
-        self._number = place.scaled(_TEXTS, 4)
+    def __init__(self, testbed: Testbed) -> None:
+        self._source = PromptSource()
+        self._number = testbed.scaled(_TEXTS, 4)
         self._probe: list[float] = []
 
     @property
     def meaning(self) -> str:
-        """What is counted."""
-        return (
-            f"positions/s, of each the {_TOP} likeliest tokens, for {_TEXTS} texts of {_TEXT_TOKENS} tokens, "
-            "SmolLM2-135M f32"
-        )
+        """The first words of a measure's meaning."""
+        return f"positions/s with top-{_TOP} of {_TEXTS} texts of {_TEXT_TOKENS} tokens, SmolLM2-135M f32"
 
-    def new(self, side: Child, do: str = "told") -> Take:
+    def new(self, side: Child, do: str = "top_tokens") -> Take:
         """Positions per second of new texts."""
 
         def take() -> float:
-            self._asked.fresh(self._number, _TEXT_TOKENS)
-            answer = self._ask(side, do)
+            self._source.draw(self._number, _TEXT_TOKENS)
+            answer = self._request(side, do)
             self._probe = answer["probe"]
             return self._rate(answer)
 
         return take
 
-    def same(self, side: Child, do: str = "told") -> Take:
-        """Positions per second of the texts that the other side had."""
+    def same(self, side: Child, do: str = "top_tokens") -> Take:
+        """Positions per second of the texts that the other side received last."""
 
         def take() -> float:
-            answer = self._ask(side, do)
+            answer = self._request(side, do)
             agree(self._probe, answer["probe"])
             return self._rate(answer)
 
@@ -168,8 +170,8 @@ class Told:
         """The sides of a result."""
         return [Side(name, "positions/s", taken) for name, taken in samples.items()]
 
-    def _ask(self, side: Child, do: str) -> dict[str, Any]:
-        answer: dict[str, Any] = side.ask(do, within=900, texts=self._asked.last, top=_TOP)
+    def _request(self, side: Child, do: str) -> dict[str, Any]:
+        answer: dict[str, Any] = side.request(do, within=900, texts=self._source.last, top=_TOP)
         return answer
 
     def _rate(self, answer: dict[str, Any]) -> float:

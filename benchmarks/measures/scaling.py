@@ -1,7 +1,7 @@
-"""How a model's workers add up: where each prompt is new, and where it extends one that a worker knows.
+"""How throughput grows with the number of workers, for new prompts and for prompts that extend earlier ones.
 
-A synthetic worker's step takes some milliseconds and one more for each token that no prefix cache would hold, so four
-of them have the work of one done in a quarter of the time only if prompts go where their beginnings are known.
+A step of a synthetic worker takes some milliseconds, and one more for each token that a prefix cache would not hold.
+Four workers are four times as fast only if each prompt goes to the worker that computed its prefix.
 """
 
 from __future__ import annotations
@@ -16,64 +16,66 @@ import numpy as np
 
 from benchmarks.harness.pairs import Goal, Result, Side, Take
 from benchmarks.harness.processes import Child
-from benchmarks.harness.workplace import Workplace
-from benchmarks.measures.asking import Ids, alternated
+from benchmarks.harness.testbed import Testbed
+from benchmarks.measures.comparison import Ids, alternated
 from benchmarks.measures.transport import TINY_V, rate
 
-_WORKERS = 4
-_WITHIN_S = 900.0
+_WORKERS = 4  # Workers that are compared with one.
+_WITHIN_S = 900.0  # Seconds in which a client must respond; the longest request takes minutes.
 
-# Of prompts that have nothing in common.
-_STEP_MS, _AT_ONCE = 20, 1024
+# Prompts that share no prefix: milliseconds per step, and requests in flight.
+_STEP_MS, _CONCURRENCY = 20, 1024
 
-# Of contexts that grow: most of a step is what its new tokens take.
-_V = 256
-_PREFIX_STEP_MS, _TOKEN_MS = 2, 1
+# Growing contexts: new tokens take most of a step.
+_V = 256  # Vocabulary size: small, so that rows cost almost nothing.
+_PREFIX_STEP_MS, _TOKEN_MS = 2, 1  # Milliseconds per step, and per new token.
 _PREFIX_OPTIONS = ("--step-ms", str(_PREFIX_STEP_MS), "--token-ms", str(_TOKEN_MS))
-_CONTEXT_TOKENS, _STEPS = 128, 24
-_CONTEXTS = (16, 128)
-_PROMPT_TOKENS = 64
+_CONTEXT_TOKENS, _STEPS = 128, 24  # Tokens of a context at first, and tokens by which it grows.
+_CONTEXTS = (16, 128)  # Numbers of contexts measured.
+_PROMPT_TOKENS = 64  # Tokens of a shared prompt.
+# Particle filters: particles and steps of the smaller one; particles, steps and workers of the larger one.
 _PARTICLES, _PARTICLE_STEPS = 128, 64
-_MANY_PARTICLES, _MANY_STEPS, _EIGHT = 1000, 32, 8
+_MANY_PARTICLES, _MANY_STEPS, _MANY_WORKERS = 1000, 32, 8  # The larger filter, on more workers.
+# Trees of contexts, contexts per tree, how many times as many in the hot tree, and tokens by which they grow.
 _TREES, _IN_A_TREE, _TIMES_AS_HOT, _TREE_STEPS = 10, 8, 10, 64
 
-_FLEET, _FLEET_CLIENTS = 64, 32
-_FLEET_STEP_MS, _FLEET_BATCH = 500, 16
-_FLEET_AT_ONCE, _FLEET_WARM_S = 128, 4.0
+_FLEET, _FLEET_CLIENTS = 64, 32  # Workers and clients of the fleet: many more than cores.
+_FLEET_STEP_MS, _FLEET_BATCH = 500, 16  # Milliseconds and prompts per step: long, so that cores stay idle.
+_FLEET_CONCURRENCY, _FLEET_WARM_S = 128, 4.0  # Requests in flight per client; seconds before the clock starts.
 
-# Counters are read from heartbeats, which come every fifth of a lease.
+# A short lease: heartbeats carry the counters, and workers send one every fifth of a lease.
 _LEASE = ("--lease-s", "5")
 
 
-def distinct(place: Workplace) -> list[Result]:
-    """Prompts that have nothing in common."""
-    rows = place.scaled(4096, 2048)
+def distinct(testbed: Testbed) -> list[Result]:
+    """Prompts that share no prefix."""
+    rows = testbed.scaled(4096, 2048)
     with ExitStack() as stack:
-        sides = _synthetic(stack, place, {"four": _WORKERS, "one": 1}, TINY_V, "--step-ms", str(_STEP_MS))
+        sides = _synthetic(stack, testbed, {"four": _WORKERS, "one": 1}, TINY_V, "--step-ms", str(_STEP_MS))
         samples = alternated(
             {
-                f"{_WORKERS} workers": rate(sides["four"], rows * _WORKERS, _AT_ONCE),
-                "1 worker": rate(sides["one"], rows, _AT_ONCE),
+                f"{_WORKERS} workers": rate(sides["four"], rows * _WORKERS, _CONCURRENCY),
+                "1 worker": rate(sides["one"], rows, _CONCURRENCY),
             },
-            place.repeats,
+            testbed.repeats,
         )
     meaning = (
-        f"rows/s of {_WORKERS} synthetic workers with steps of {_STEP_MS} ms ÷ those of one, each asked by one "
-        f"producer with {_AT_ONCE:,} awaits under way, prompts that have nothing in common; V = {TINY_V}"
+        f"rows/s of {_WORKERS} synthetic workers with steps of {_STEP_MS} ms ÷ of one; one producer each with "
+        f"{_CONCURRENCY:,} requests in flight, prompts without common prefixes; V = {TINY_V}"
     )
     return [_result("scaling-distinct", meaning, Goal(3.95), "rows/s", samples)]
 
 
-def tokens(place: Workplace) -> list[Result]:
-    """Tokens that a real backend computes when contexts grow."""
+def tokens(testbed: Testbed) -> list[Result]:
+    """Tokens that a real backend computes for growing contexts."""
     results = []
     with ExitStack() as stack:
-        model = str(_write_llama(place.folder / "tiny-llama"))
+        model = str(_write_llama(testbed.folder / "tiny-llama"))
         sides = {}
         for name, number in {"four": _WORKERS, "one": 1}.items():
             options = ("--backend", "hf", "--device", "cpu", *_LEASE)
-            stack.enter_context(place.workers(name, model, *options, number=number))
-            sides[name] = stack.enter_context(place.producer(name))
+            stack.enter_context(testbed.workers(name, model, *options, number=number))
+            sides[name] = stack.enter_context(testbed.producer(name))
         for kind, what, goal in (
             ("tokens", f"{_CONTEXT_TOKENS} tokens each", Goal(1.1, at_most=True)),
             ("shared", f"the same {_CONTEXT_TOKENS} tokens", Goal(1.8, at_most=True)),
@@ -81,54 +83,55 @@ def tokens(place: Workplace) -> list[Result]:
             for number in _CONTEXTS:
                 roots = number if kind == "tokens" else 1
                 takes: dict[str, Take] = {
-                    name: partial(_tokens_to_grow, place, sides[side], side, number, roots)
+                    name: partial(_tokens_to_grow, testbed, sides[side], side, number, roots)
                     for name, side in ((f"{_WORKERS} workers", "four"), ("1 worker", "one"))
                 }
                 meaning = (
-                    f"tokens that {_WORKERS} hf workers compute of {number} contexts ÷ those that one does; they begin "
-                    f"with {what} and grow by a token {_STEPS} times, all asked at once by one producer; a tiny Llama"
+                    f"tokens that {_WORKERS} hf workers compute for {number} contexts ÷ tokens that one worker "
+                    f"computes; contexts begin with {what} and grow by one token {_STEPS} times, in lock step, from "
+                    "one producer; a tiny Llama"
                 )
-                samples = alternated(takes, place.repeats)
+                samples = alternated(takes, testbed.repeats)
                 results.append(_result(f"scaling-{kind}-{number}", meaning, goal, "tokens", samples))
     return results
 
 
-def lock_step(place: Workplace) -> list[Result]:
-    """Contexts that grow, all of them asked at once."""
-    steps, number = place.scaled(2 * _STEPS, _STEPS // 3), _CONTEXTS[-1]
+def lock_step(testbed: Testbed) -> list[Result]:
+    """Contexts that grow in lock step."""
+    steps, number = testbed.scaled(2 * _STEPS, _STEPS // 3), _CONTEXTS[-1]
 
     def take(side: Child) -> float:
         contexts = _draw_contexts(number, _PROMPT_TOKENS, steps)
-        answer = side.ask("grow", within=_WITHIN_S, contexts=contexts, steps=steps)
+        answer = side.request("grow", within=_WITHIN_S, contexts=contexts, steps=steps)
         return number * steps / float(answer["seconds"])
 
     with ExitStack() as stack:
-        sides = _synthetic(stack, place, {"four": _WORKERS, "one": 1}, _V, *_PREFIX_OPTIONS)
+        sides = _synthetic(stack, testbed, {"four": _WORKERS, "one": 1}, _V, *_PREFIX_OPTIONS)
         takes = {f"{_WORKERS} workers": partial(take, sides["four"]), "1 worker": partial(take, sides["one"])}
-        samples = alternated(takes, place.repeats)
+        samples = alternated(takes, testbed.repeats)
     meaning = (
-        f"rows/s of one producer with {number} contexts of {_PROMPT_TOKENS} tokens that grow by a token {steps} times, "
-        f"all asked at once, on {_WORKERS} synthetic workers ÷ on one; {_prefix_step()}"
+        f"rows/s of one producer with {number} contexts of {_PROMPT_TOKENS} tokens that grow by one token {steps} "
+        f"times in lock step, on {_WORKERS} synthetic workers ÷ on one; {_prefix_step()}"
     )
     return [_result("scaling-lock-step", meaning, Goal(3), "rows/s", samples)]
 
 
-def particles(place: Workplace) -> list[Result]:
-    """A particle filter, whose contexts are drawn anew every second step."""
+def particles(testbed: Testbed) -> list[Result]:
+    """A particle filter that resamples its contexts every second step."""
     results = []
     for number, workers, steps, goal in (
-        (_PARTICLES, _WORKERS, place.scaled(_PARTICLE_STEPS, 8), Goal(2)),
-        (_MANY_PARTICLES, _EIGHT, place.scaled(_MANY_STEPS, 4), Goal(3.6)),
+        (_PARTICLES, _WORKERS, testbed.scaled(_PARTICLE_STEPS, 8), Goal(2)),
+        (_MANY_PARTICLES, _MANY_WORKERS, testbed.scaled(_MANY_STEPS, 4), Goal(3.6)),
     ):
 
         def take(side: Child, number: int = number, steps: int = steps) -> float:
             (prompt,) = _draw_contexts(1, _PROMPT_TOKENS, 0)
-            return float(side.ask("particles", within=_WITHIN_S, prompt=prompt, number=number, steps=steps))
+            return float(side.request("particles", within=_WITHIN_S, prompt=prompt, number=number, steps=steps))
 
         with ExitStack() as stack:
-            sides = _synthetic(stack, place, {"many": workers, "one": 1}, _V, *_PREFIX_OPTIONS)
+            sides = _synthetic(stack, testbed, {"many": workers, "one": 1}, _V, *_PREFIX_OPTIONS)
             takes = {f"{workers} workers": partial(take, sides["many"]), "1 worker": partial(take, sides["one"])}
-            samples = alternated(takes, place.repeats)
+            samples = alternated(takes, testbed.repeats)
         meaning = (
             f"rows/s of one producer with {number:,} particles x {steps} steps after a prompt of {_PROMPT_TOKENS} "
             f"tokens, resampled every second step by random weights, on {workers} synthetic workers ÷ on one; "
@@ -138,66 +141,66 @@ def particles(place: Workplace) -> list[Result]:
     return results
 
 
-def hot_tree(place: Workplace) -> list[Result]:
-    """Contexts of which most begin with the same text."""
-    steps = place.scaled(_TREE_STEPS, _TREE_STEPS // 4)
+def hot_tree(testbed: Testbed) -> list[Result]:
+    """Contexts of trees, one of them much larger than the others."""
+    steps = testbed.scaled(_TREE_STEPS, _TREE_STEPS // 4)
     shares = [_IN_A_TREE * (_TIMES_AS_HOT if tree == 0 else 1) for tree in range(_TREES)]
     busiest, mean = [], []
     with ExitStack() as stack:
-        sides = _synthetic(stack, place, {"four": _WORKERS}, _V, *_PREFIX_OPTIONS, *_LEASE)
-        before = place.heartbeats("four")
-        for _ in range(place.repeats):
+        sides = _synthetic(stack, testbed, {"four": _WORKERS}, _V, *_PREFIX_OPTIONS, *_LEASE)
+        before = testbed.heartbeats("four")
+        for _ in range(testbed.repeats):
             contexts = [ids for share in shares for ids in _draw_contexts(share, _PROMPT_TOKENS, steps, roots=1)]
-            sides["four"].ask("grow", within=_WITHIN_S, contexts=contexts, steps=steps)
-            after = place.heartbeats("four")
+            sides["four"].request("grow", within=_WITHIN_S, contexts=contexts, steps=steps)
+            after = testbed.heartbeats("four")
             busy = [_busy_s(fields) - _busy_s(before[name]) for name, fields in after.items()]
             busiest.append(max(busy))
             mean.append(sum(busy) / len(busy))
             before = after
     meaning = (
-        f"seconds that the busiest of {_WORKERS} synthetic workers computes ÷ those of their mean, for {_TREES} trees "
-        f"of contexts that grow by a token {steps} times, all asked at once by one producer; one tree has {shares[0]} "
-        f"contexts, each other {shares[1]}, after {_PROMPT_TOKENS} tokens that they share; {_prefix_step()}"
+        f"seconds of computation of the busiest of {_WORKERS} synthetic workers ÷ their mean, for {_TREES} trees of "
+        f"contexts that grow by one token {steps} times in lock step, from one producer; the contexts of a tree share "
+        f"{_PROMPT_TOKENS} tokens; one tree has {shares[0]} contexts, the others {shares[1]} each; {_prefix_step()}"
     )
     sides_of = Side("busiest", "s", busiest), Side("mean", "s", mean)
     return [Result("scaling-hot-tree", meaning, Goal(1.4, at_most=True), *sides_of)]
 
 
-def fleet(place: Workplace) -> list[Result]:
-    """More workers and clients than a machine has cores, on one server."""
-    seconds = place.scaled(20, 8)
+def fleet(testbed: Testbed) -> list[Result]:
+    """More workers and clients than cores, on one server."""
+    seconds = testbed.scaled(20, 8)
 
     def take(clients: list[Child], weight: int) -> float:
         for client in clients:
-            client.send("steadily", at_once=_FLEET_AT_ONCE, warm_s=_FLEET_WARM_S, seconds=seconds)
+            client.send("steady_load", concurrency=_FLEET_CONCURRENCY, warm_s=_FLEET_WARM_S, seconds=seconds)
         return weight * sum(int(client.receive(_WITHIN_S)) for client in clients) / seconds
 
     options = ("--step-ms", str(_FLEET_STEP_MS), "--max-batch", str(_FLEET_BATCH))
     with ExitStack() as stack:
-        sides = _synthetic(stack, place, {"fleet": _FLEET, "one": 1}, TINY_V, *options)
-        clients = [sides["fleet"], *(stack.enter_context(place.producer("fleet")) for _ in range(_FLEET_CLIENTS - 1))]
+        sides = _synthetic(stack, testbed, {"fleet": _FLEET, "one": 1}, TINY_V, *options)
+        clients = [sides["fleet"], *(stack.enter_context(testbed.producer("fleet")) for _ in range(_FLEET_CLIENTS - 1))]
         takes = {
             f"{_FLEET} workers": partial(take, clients, 1),
             f"{_FLEET} times 1 worker": partial(take, [sides["one"]], _FLEET),
         }
-        samples = alternated(takes, place.repeats)
+        samples = alternated(takes, testbed.repeats)
     meaning = (
-        f"rows/s of {_FLEET} synthetic workers with steps of {_FLEET_STEP_MS} ms, {_FLEET_BATCH} prompts each, asked "
-        f"by {_FLEET_CLIENTS} producers with {_FLEET_AT_ONCE} awaits under way each ÷ {_FLEET} times those of one "
-        f"worker, asked by one producer; prompts have nothing in common; all are processes of their own; V = {TINY_V}"
+        f"rows/s of {_FLEET} synthetic workers with steps of {_FLEET_STEP_MS} ms and {_FLEET_BATCH} prompts, for "
+        f"{_FLEET_CLIENTS} producers with {_FLEET_CONCURRENCY} requests in flight each ÷ {_FLEET} times the rows/s of "
+        f"one worker for one producer; prompts without common prefixes; one process each; V = {TINY_V}"
     )
     return [_result("scaling-fleet", meaning, Goal(0.9), "rows/s", samples)]
 
 
 def _synthetic(
-    stack: ExitStack, place: Workplace, numbers: Mapping[str, int], vocab_size: int, *options: str
+    stack: ExitStack, testbed: Testbed, numbers: Mapping[str, int], vocab_size: int, *options: str
 ) -> dict[str, Child]:
-    """A producer for each model; a model has so many synthetic workers, and rows of its own."""
+    """One producer per model. Each model has the given number of synthetic workers, and its own rows."""
     sides = {}
     for seed, (name, number) in enumerate(numbers.items()):
         more = ("--backend", "synthetic", "--vocab-size", str(vocab_size), "--seed", str(seed), *options)
-        stack.enter_context(place.workers(name, name, *more, number=number))
-        sides[name] = stack.enter_context(place.producer(name))
+        stack.enter_context(testbed.workers(name, name, *more, number=number))
+        sides[name] = stack.enter_context(testbed.producer(name))
     return sides
 
 
@@ -210,14 +213,7 @@ def _prefix_step() -> str:
 
 
 def _draw_contexts(number: int, tokens: int, steps: int, roots: int | None = None) -> list[Ids]:
-    """Contexts that nobody has asked before, of so many tokens and the steps by which they grow.
-
-    Args:
-        number: of contexts.
-        tokens: that they begin with.
-        steps: tokens that follow.
-        roots: how many beginnings they share; None for each its own.
-    """
+    """New contexts of `tokens + steps` tokens; `roots` is the number of distinct prefixes, None for one each."""
     generator = np.random.default_rng()
     beginnings = generator.integers(0, _V, (roots or number, tokens))
     contexts = np.hstack([np.resize(beginnings, (number, tokens)), generator.integers(0, _V, (number, steps))])
@@ -225,12 +221,12 @@ def _draw_contexts(number: int, tokens: int, steps: int, roots: int | None = Non
     return drawn
 
 
-def _tokens_to_grow(place: Workplace, producer: Child, model: str, number: int, roots: int) -> float:
-    """Tokens that the workers of a model compute for contexts that begin with so many different prompts."""
-    before = _computed(place.heartbeats(model))
+def _tokens_to_grow(testbed: Testbed, producer: Child, model: str, number: int, roots: int) -> float:
+    """Tokens that the workers of a model compute for `number` contexts with `roots` distinct prefixes."""
+    before = _computed(testbed.heartbeats(model))
     contexts = _draw_contexts(number, _CONTEXT_TOKENS, _STEPS, roots)
-    producer.ask("grow", within=_WITHIN_S, contexts=contexts, steps=_STEPS)
-    return _computed(place.heartbeats(model)) - before
+    producer.request("grow", within=_WITHIN_S, contexts=contexts, steps=_STEPS)
+    return _computed(testbed.heartbeats(model)) - before
 
 
 def _computed(workers: Mapping[str, Mapping[str, str]]) -> float:
@@ -238,14 +234,14 @@ def _computed(workers: Mapping[str, Mapping[str, str]]) -> float:
 
 
 def _busy_s(fields: Mapping[str, str]) -> float:
-    """Seconds that a synthetic worker has pretended to compute, by its heartbeat."""
+    """Seconds for which a synthetic worker has slept in steps, from the counters of its heartbeat."""
     computed = float(fields["tokens"]) - float(fields["reused"])
     return (_PREFIX_STEP_MS * float(fields["steps"]) + _TOKEN_MS * computed) / 1000
 
 
 def _write_llama(folder: Path) -> Path:
-    """Write a Llama with random weights that computes next to nothing, as transformers reads it."""
-    # It comes with the hf backend, which other measures need not have.
+    """Write a tiny Llama with random weights in the format of transformers."""
+    # Import here: safetensors comes with the hf backend, which other measures do not need.
     from safetensors.numpy import save_file
 
     width, inner, heads, layers = 32, 64, 4, 2

@@ -1,4 +1,4 @@
-"""SMC with genlm-control: on a pool, and on genlm-backend in one process."""
+"""Sequential Monte Carlo (SMC) with genlm-control: on a pool, and on genlm-backend in one process."""
 
 from __future__ import annotations
 
@@ -8,26 +8,27 @@ from typing import Any
 
 from benchmarks.harness.pairs import Goal, Result, Side
 from benchmarks.harness.processes import Child
-from benchmarks.harness.workplace import Workplace
-from benchmarks.measures.asking import alternated
+from benchmarks.harness.testbed import Testbed
+from benchmarks.measures.comparison import alternated
 from benchmarks.measures.real_model import smollm2_folder
 from benchmarks.peers.environment import peers_python
 
-_PARTICLES, _STEPS = 16, 32
-_WITHIN_S = 600.0
+_PARTICLES, _STEPS = 16, 32  # Particles per run, and tokens per particle.
+_WITHIN_S = 600.0  # Seconds in which a run must end.
 _TOPICS = ["river", "winter", "garden", "letter", "market", "harbour", "window", "journey", "evening", "forest"]
 
 
-def smc(place: Workplace) -> list[Result]:
-    """One process against genlm-backend's, and two at once on one worker against one."""
-    steps = place.scaled(_STEPS, 6)
+def smc(testbed: Testbed) -> list[Result]:
+    """One process on the pool against one on genlm-backend, and two concurrent processes on one worker against one."""
+    steps = testbed.scaled(_STEPS, 6)
     with ExitStack() as stack:
         model = str(smollm2_folder())
-        stack.enter_context(place.workers("smollm2", model, "--backend", "hf", "--device", "cpu"))
+        stack.enter_context(testbed.workers("smollm2", model, "--backend", "hf", "--device", "cpu"))
         ours = [
-            stack.enter_context(place.child("clients.smc_client", "smollm2", "--redis", place.url)) for _ in range(2)
+            stack.enter_context(testbed.child("clients.smc_client", "smollm2", "--redis", testbed.url))
+            for _ in range(2)
         ]
-        peer = stack.enter_context(place.child("clients.smc_client", model, python=peers_python()))
+        peer = stack.enter_context(testbed.child("clients.smc_client", model, python=peers_python()))
         contest = _Contest(steps)
         samples = alternated(
             {
@@ -35,16 +36,16 @@ def smc(place: Workplace) -> list[Result]:
                 "genlm": lambda: contest.seconds([peer], fresh=False),
                 "two": lambda: contest.seconds(ours, fresh=True),
             },
-            place.repeats,
+            testbed.repeats,
         )
     task = f"{_PARTICLES} particles x {steps} steps of AWRS under a regular expression, SmolLM2-135M f32"
     alone = (
         f"seconds of {task}, on a pool with one hf worker ÷ on genlm-backend's AsyncTransformer, same prompts and seeds"
     )
-    two = f"seconds until two processes have run it at once on one worker, each its own prompt ÷ those of one; {task}"
-    same = f"texts that both sides found ÷ all texts; {task}"
+    two = f"seconds of two concurrent processes on one worker, each with its own prompt ÷ of one process; {task}"
+    same = f"texts that both sides generated ÷ all texts; {task}"
     pool, genlm, both = (Side(name, "s", samples[name]) for name in ("pool", "genlm", "two"))
-    # The round that warms up is counted too, for the pool's part of it was drawn with the same seeds.
+    # Count the warm-up round too: both sides ran it with the same seeds.
     equal = Side("same", "texts", [share * _PARTICLES for share in contest.shares])
     return [
         Result("smc", alone, Goal(0.5, at_most=True), pool, genlm),
@@ -54,28 +55,25 @@ def smc(place: Workplace) -> list[Result]:
 
 
 class _Contest:
-    """Both sides are asked the same prompts with the same seeds, one after the other.
-
-    Args:
-        steps: of each run.
+    """Runs both sides with the same prompts and seeds, in turns.
 
     Attributes:
-        shares: of the texts that both sides have found, by round.
+        shares: for each round, the share of texts that both sides generated.
     """
 
     def __init__(self, steps: int) -> None:
         self._steps = steps
         self._random = random.Random()
-        self._asked: list[dict[str, Any]] = []
+        self._requests: list[dict[str, Any]] = []
         self._texts: list[str] = []
         self.shares: list[float] = []
 
     def seconds(self, sides: list[Child], *, fresh: bool) -> float:
-        """Seconds until all of these have run; with prompts that nobody has asked before, or the last ones."""
+        """Seconds until all sides end; `fresh` draws new prompts, else they receive the last ones."""
         if fresh:
-            self._asked = [self._draw() for _ in sides]
-        for side, asked in zip(sides, self._asked, strict=True):
-            side.send("smc", **asked, particles=_PARTICLES, steps=self._steps)
+            self._requests = [self._draw() for _ in sides]
+        for side, request in zip(sides, self._requests, strict=True):
+            side.send("smc", **request, particles=_PARTICLES, steps=self._steps)
         answers = [side.receive(_WITHIN_S) for side in sides]
         if fresh:
             self._texts = answers[0]["texts"]

@@ -1,1 +1,1 @@
-"""What the pool is compared with: processes, and an environment for those that have no need of lmpool."""
+"""The programs that the pool is compared with, and the environment that they run in."""

@@ -1,6 +1,6 @@
-"""arq as its documentation says: a worker's settings, and a process that enqueues jobs and awaits their results.
+"""arq, used as in its documentation: a worker's settings, and a process that enqueues jobs and awaits their results.
 
-Runs in the peers' environment, so it imports nothing of lmpool:
+Runs in the peers' environment, so it does not import lmpool:
 
     arq benchmarks.peers.arq_peer.WorkerSettings      the worker
     python -m benchmarks.peers.arq_peer               the client
@@ -20,23 +20,23 @@ from arq import create_pool
 from arq.connections import ArqRedis, RedisSettings
 from numpy.typing import NDArray
 
-from benchmarks.harness.lines import serve
+from benchmarks.harness.line_protocol import serve
 
 _REDIS = RedisSettings(unix_socket_path=os.environ["BENCH_ARQ_SOCKET"])
 _QUEUE = os.environ["BENCH_ARQ_QUEUE"]
-_VOCAB_SIZE = 49_152
-_PROMPT_TOKENS = 32
+_VOCAB_SIZE = 49_152  # Entries of a row, as in the pool.
+_PROMPT_TOKENS = 32  # Tokens per random prompt.
 _BASE = np.tile(np.random.default_rng(0).standard_normal(_VOCAB_SIZE, dtype=np.float32), 2)
 
 
 async def row(ctx: dict[str, Any], ids: list[int]) -> NDArray[np.float32]:
-    """A row that depends on the prompt and costs one copy, as the synthetic backend's do."""
+    """A row that depends on the prompt and costs one copy, like a row of the synthetic backend."""
     shift = sum(ids) % _VOCAB_SIZE
     return _BASE[shift : shift + _VOCAB_SIZE].copy()
 
 
 class WorkerSettings:
-    """All else is arq's default; so is `max_jobs` where the benchmark says 10."""
+    """Settings of the arq worker. All others are arq's defaults, as is a `max_jobs` of 10."""
 
     functions: ClassVar[list[Any]] = [row]
     redis_settings = _REDIS
@@ -45,21 +45,17 @@ class WorkerSettings:
 
 
 class Client:
-    """Answers the benchmark's requests with timings.
-
-    Args:
-        redis: arq's client.
-    """
+    """Handlers that return timings."""
 
     def __init__(self, redis: ArqRedis) -> None:
         self._redis = redis
 
-    async def new(self, rows: int, at_once: int) -> float:
-        """Seconds for jobs with new prompts, `at_once` of them under way, each row dropped as read."""
+    async def new(self, rows: int, concurrency: int) -> float:
+        """Seconds for jobs with new prompts, `concurrency` of them in flight; each row is discarded."""
         drawn = np.random.default_rng(secrets.randbits(64)).integers(0, _VOCAB_SIZE, (rows, _PROMPT_TOKENS))
         waiting = iter(drawn.tolist())
         start = time.perf_counter()
-        await asyncio.gather(*[self._consume(waiting) for _ in range(at_once)])
+        await asyncio.gather(*[self._consume(waiting) for _ in range(concurrency)])
         return time.perf_counter() - start
 
     async def _consume(self, waiting: Iterator[list[int]]) -> None:

@@ -1,4 +1,4 @@
-"""The peers' own environment: what the pool is compared with, from PyPI, built once and kept."""
+"""The environment of the peers, with packages from PyPI; built once and kept."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from benchmarks.harness.processes import REPOSITORY, BenchmarkError, run
 
 VARIABLE = "LMPOOL_BENCH_PEERS"
 
-# In this order: whatever needs torch must find it there instead of choosing its own.
+# Install torch first: packages that need torch must not choose another version.
 _STEPS = (
     ("torch==2.13.0",),
-    # The transformers that the project is tested with, so that both sides run the same model code.
+    # The same transformers as in constraints.txt, so that both sides run the same model code.
     ("torch==2.13.0", "transformers==5.19.0", "genlm-backend==0.3.1", "arq==0.28.0"),
     ("torch==2.13.0", "transformers==5.19.0", "genlm-backend==0.3.1", "genlm-control==0.4.1"),
 )
@@ -24,15 +24,11 @@ _STAMP = "lmpool-requirements.json"
 
 
 def peers_python() -> str:
-    """The Python of the environment that LMPOOL_BENCH_PEERS names, or of our own, which is built if need be.
-
-    Raises:
-        BenchmarkError: the named one has no Python, or the packages could not be installed.
-    """
+    """The interpreter of the environment that LMPOOL_BENCH_PEERS names, or of `.cache/peers-venv`, built if missing."""
     if named := os.environ.get(VARIABLE):
         python = Path(named) / "bin" / "python"
         if not python.exists():
-            raise BenchmarkError(f"{VARIABLE} names {named}, where there is no bin/python")
+            raise BenchmarkError(f"{VARIABLE} is {named}, which has no bin/python. Name the folder of an environment.")
         return str(python)
     folder = REPOSITORY / ".cache" / "peers-venv"
     stamp, wanted = folder / _STAMP, json.dumps(_STEPS)

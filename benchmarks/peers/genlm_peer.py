@@ -1,6 +1,6 @@
 """A process with genlm-backend's `AsyncTransformer`: `python -m benchmarks.peers.genlm_peer MODEL`.
 
-Runs in the peers' environment, so it imports nothing of lmpool.
+Runs in the peers' environment, so it does not import lmpool.
 """
 
 from __future__ import annotations
@@ -15,20 +15,16 @@ import torch
 from genlm.backend.llm.hf import AsyncTransformer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from benchmarks.harness.lines import serve
+from benchmarks.harness.line_protocol import serve
 
 Ids = list[int]
 
-_BATCH = 64
-_TIMEOUT_S = 0.005
+_BATCH = 64  # Prompts per forward of AsyncTransformer.
+_TIMEOUT_S = 0.005  # Seconds for which AsyncTransformer collects prompts.
 
 
 class Peer:
-    """Answers the benchmark's requests with timings; each starts with empty caches.
-
-    Args:
-        model: folder of the model.
-    """
+    """Handlers that return timings and start with empty caches."""
 
     def __init__(self, model: str) -> None:
         loaded: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
@@ -36,14 +32,14 @@ class Peer:
         self._lm = AsyncTransformer(loaded, tokenizer, batch_size=_BATCH, timeout=_TIMEOUT_S)
 
     async def together(self, prompts: list[Ids]) -> dict[str, Any]:
-        """As `Client.together` in `clients/producer.py`."""
+        """Same as `Bursts.together` in `clients/compare_client.py`."""
         self._lm.clear_cache()
         start = time.perf_counter()
         rows = await asyncio.gather(*[self._lm.next_token_logprobs(ids) for ids in prompts])
         return {"seconds": time.perf_counter() - start, "probe": _probe(rows[-1])}
 
     async def extend(self, shared: Ids, tokens: list[Ids], cache_kv: bool) -> dict[str, Any]:
-        """As `Client.extend`; `cache_kv` keeps the shared prompt's keys and values, before the clock starts."""
+        """Same as `Bursts.extend`; `cache_kv` caches the shared prompt's keys and values before the clock starts."""
         self._lm.clear_cache()
         if cache_kv:
             self._lm.cache_kv(shared)

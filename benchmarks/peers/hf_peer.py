@@ -1,7 +1,4 @@
-"""A process with a model of transformers and nothing around it.
-
-`python -m benchmarks.peers.hf_peer MODEL DEVICE DTYPE`: it runs in the environment of the benchmark.
-"""
+"""A process that calls a transformers model directly: `python -m benchmarks.peers.hf_peer MODEL DEVICE DTYPE`."""
 
 from __future__ import annotations
 
@@ -13,23 +10,16 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from benchmarks.harness.lines import serve
+from benchmarks.harness.line_protocol import serve
 
 Ids = list[int]
 
-_BATCH = 64
-_TEXTS = 16
-"""Of 128 tokens: their logits are 400 MB."""
+_BATCH = 64  # Prompts per forward.
+_TEXTS = 16  # Texts per forward: the logits of 128 tokens each take 400 MB.
 
 
 class Peer:
-    """Answers the benchmark's requests with timings.
-
-    Args:
-        model: folder.
-        device: a torch device.
-        dtype: of the computation.
-    """
+    """Handlers that return timings."""
 
     def __init__(self, model: str, device: str, dtype: str) -> None:
         loaded: Any = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype))
@@ -37,7 +27,7 @@ class Peer:
         self._device = device
 
     async def together(self, prompts: list[Ids]) -> dict[str, Any]:
-        """As `Client.together` in `clients/producer.py`, for prompts of one length: rows as float32 on the host."""
+        """Same as `Bursts.together` in `clients/compare_client.py`, for prompts of equal length."""
         start = time.perf_counter()
         with torch.inference_mode():
             for at in range(0, len(prompts), _BATCH):
@@ -46,8 +36,8 @@ class Peer:
                 rows = torch.log_softmax(logits.float(), -1).cpu()
         return {"seconds": time.perf_counter() - start, "probe": [float(value) for value in rows[-1][:8]]}
 
-    async def told(self, texts: list[Ids], top: int) -> dict[str, Any]:
-        """As `Client.told` in `clients/producer.py`, for texts of one length."""
+    async def top_tokens(self, texts: list[Ids], top: int) -> dict[str, Any]:
+        """Same as `Client.top_tokens` in `clients/producer.py`, for texts of equal length."""
         found: list[tuple[Any, Any]] = []
         start = time.perf_counter()
         with torch.inference_mode():
@@ -62,7 +52,7 @@ class Peer:
 async def main() -> None:
     """Serve until stdin ends."""
     peer = Peer(*sys.argv[1:])
-    await serve({"together": peer.together, "told": peer.told})
+    await serve({"together": peer.together, "top_tokens": peer.top_tokens})
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""A process that does with redis-py what the pool's transport is compared with.
+"""A process that moves values with plain redis-py, the ceiling for the pool's transport.
 
-`python -m benchmarks.peers.plain_redis`: redis-py's asyncio client with hiredis on uvloop, as it comes; nothing of
-lmpool.
+`python -m benchmarks.peers.plain_redis URL` uses redis-py's asyncio client with hiredis on uvloop, with default
+settings. It does not import lmpool.
 """
 
 from __future__ import annotations
@@ -18,26 +18,22 @@ import numpy as np
 import uvloop
 from redis.asyncio import Redis
 
-from benchmarks.harness.lines import serve
+from benchmarks.harness.line_protocol import serve
 
-_PIPELINE = 32
-_KEYS = 256
-_TTL_S = 600
+_PIPELINE = 32  # Commands per pipeline.
+_KEYS = 256  # Distinct keys, which are overwritten in rotation.
+_TTL_S = 600  # Longer than a measure takes.
 _JOBS, _ANSWERS, _GROUP = "plain:jobs", "plain:answers", "workers"
 
 
 class PlainRedis:
-    """Answers the benchmark's requests with timings.
-
-    Args:
-        redis: a client.
-    """
+    """Handlers that move values, and return timings where the benchmark needs them."""
 
     def __init__(self, redis: Redis) -> None:
         self._redis = redis
 
     async def put(self, rows: int, row_bytes: int) -> None:
-        """SET values of that size, each made from an array, over and over under the same keys, in pipelines."""
+        """SET values in pipelines, each converted from an array, under rotating keys."""
         row = np.random.default_rng(0).integers(0, 256, row_bytes, np.uint8)
         for start in range(0, rows, _PIPELINE):
             pipe = self._redis.pipeline(transaction=False)
@@ -46,26 +42,26 @@ class PlainRedis:
             await pipe.execute()
 
     async def fill(self, keys: list[str], row_bytes: int) -> None:
-        """SET values of that size under these keys (hexadecimal)."""
+        """SET values under the given keys (hexadecimal)."""
         row = np.random.default_rng(0).integers(0, 256, row_bytes, np.uint8).tobytes()
         for key in keys:
             await self._redis.set(bytes.fromhex(key), row, ex=_TTL_S)
 
     async def get(self, rows: int, row_bytes: int) -> None:
-        """MGET values that `put` stores, as many at a time, each read as an array."""
+        """MGET the values that `put` stores, as many at a time, and view each as an array."""
         missing = 0
         for start in range(0, rows, _PIPELINE):
             values: list[Any] = await self._redis.mget(_keys(start))
             arrays = [np.frombuffer(value, np.uint16) for value in values if value is not None]
             missing += len(values) - len(arrays)
             if any(array.nbytes != row_bytes for array in arrays):
-                raise RuntimeError("a value has another size")
-        # A full server evicts by samples, and now and then takes one of these.
+                raise RuntimeError(f"a value does not have {row_bytes} bytes")
+        # A full server evicts random samples, sometimes one of these values.
         if missing > rows / 100:
             raise RuntimeError(f"{missing} of {rows} values were missing")
 
     async def get_keys(self, keys: list[str], times: int) -> float:
-        """Seconds to MGET the values of these keys (hexadecimal) this many times over, each read as an array."""
+        """Seconds to MGET the values of the given keys (hexadecimal), `times` times, and to view each as an array."""
         names = [bytes.fromhex(key) for key in keys]
         start = time.perf_counter()
         for _ in range(times):
@@ -85,7 +81,7 @@ class PlainRedis:
         return statistics.median(taken)
 
     async def take_jobs(self, row_bytes: int) -> None:
-        """Be the worker of a bare queue: read jobs, have a thread make values, store and send them; never ends."""
+        """Run the worker of a bare queue: read jobs, create values in a thread, store and send them. Never ends."""
         loop = asyncio.get_running_loop()
         to_make: queue.SimpleQueue[asyncio.Future[bytes]] = queue.SimpleQueue()
 
@@ -110,7 +106,7 @@ class PlainRedis:
                 await pipe.execute()
 
     async def through_queue(self, requests: int, job_bytes: int) -> float:
-        """Median seconds of a job alone, from a process that `take_jobs` to the value in a notification."""
+        """Median seconds of one job: add it for a process that runs `take_jobs`, receive the value."""
         taken, last = [], "0"
         await self._redis.delete(_ANSWERS)
         async with Redis.from_url(sys.argv[1]) as sender:
@@ -121,12 +117,12 @@ class PlainRedis:
                 ((last, fields),) = _entries(await answered)
                 taken.append(time.perf_counter() - start)
                 if fields[b"name"] != number.to_bytes(16):
-                    raise RuntimeError("an answer to something else")
+                    raise RuntimeError("the response belongs to another job")
         return statistics.median(taken)
 
 
 def _entries(reply: Any) -> list[tuple[Any, dict[bytes, bytes]]]:
-    """Those of the one stream of a reply, in either protocol of redis-py."""
+    """The entries of the one stream in a reply, in RESP2 or RESP3."""
     if not reply:
         return []
     entries = next(iter(reply.values()))[0] if isinstance(reply, dict) else reply[0][1]

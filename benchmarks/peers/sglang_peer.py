@@ -1,7 +1,7 @@
-"""A process with SGLang's scheduler, driven by its two seams: `python -m benchmarks.peers.sglang_peer MODEL`.
+"""A process that calls SGLang's scheduler directly: `python -m benchmarks.peers.sglang_peer MODEL`.
 
-What somebody would write who needs rows in one process: no queue, no cache, no checks. Runs in SGLang's environment
-on a CPU, and imports nothing of lmpool but the tests' shim.
+The minimal program for rows in one process: no queue, no cache, no checks. It replaces the scheduler's receiver and its
+processing of results. Runs in SGLang's environment on a CPU, and imports only the shim of the tests.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import PortArgs, ServerArgs
 
-from benchmarks.harness.lines import serve
+from benchmarks.harness.line_protocol import serve
 
 Ids = list[int]
 
 
 class Receiver:
-    """SGLang's receiver of requests, but for where they come from."""
+    """SGLang's receiver of requests, with another source."""
 
     def __init__(self, inner: Any, receive: Any) -> None:
         self._inner, self.recv_requests = inner, receive
@@ -48,14 +48,10 @@ class Receiver:
 
 
 class Peer:
-    """Answers the benchmark's requests with timings.
-
-    Args:
-        model: folder.
-    """
+    """Handlers that return timings."""
 
     def __init__(self, model: str) -> None:
-        self._asked: queue.SimpleQueue[tuple[Any, Future[torch.Tensor]]] = queue.SimpleQueue()
+        self._submitted: queue.SimpleQueue[tuple[Any, Future[torch.Tensor]]] = queue.SimpleQueue()
         self._waiting: dict[str, Future[torch.Tensor]] = {}
         self._numbers = count()
         ready: Future[None] = Future()
@@ -63,12 +59,12 @@ class Peer:
         ready.result()
 
     async def together(self, prompts: list[Ids]) -> dict[str, Any]:
-        """As `Client.together` in `clients/producer.py`."""
+        """Same as `Bursts.together` in `clients/compare_client.py`."""
         start = time.perf_counter()
-        rows = [future.result() for future in [self._ask(ids) for ids in prompts]]
+        rows = [future.result() for future in [self._request(ids) for ids in prompts]]
         return {"seconds": time.perf_counter() - start, "probe": [float(value) for value in rows[-1][:8]]}
 
-    def _ask(self, ids: Ids) -> Future[torch.Tensor]:
+    def _request(self, ids: Ids) -> Future[torch.Tensor]:
         params = SamplingParams(max_new_tokens=0)
         params.normalize(None)
         request = TokenizedGenerateReqInput(
@@ -77,11 +73,11 @@ class Peer:
             top_logprobs_num=0, token_ids_logprob=None, stream=False,
         )  # fmt: skip
         future: Future[torch.Tensor] = Future()
-        self._asked.put((request, future))
+        self._submitted.put((request, future))
         return future
 
     def _run(self, model: str, ready: Future[None]) -> None:
-        """SGLang's own loop, in the thread that made the scheduler."""
+        """Create the scheduler and run its loop, both in this thread."""
         try:
             args = ServerArgs(
                 model_path=model, device="cpu", dtype="float32", attention_backend="torch_native",
@@ -101,22 +97,22 @@ class Peer:
             self._scheduler, self._process = scheduler, scheduler.process_batch_result
             scheduler.request_receiver = Receiver(scheduler.request_receiver, self._receive)
             scheduler.process_batch_result = self._collect
-        except BaseException as error:  # noqa: BLE001  told to whoever waits
+        except BaseException as error:  # noqa: BLE001  raised in `__init__`
             ready.set_exception(error)
             return
         ready.set_result(None)
         scheduler.run_event_loop()
 
     def end(self) -> None:
-        """End the process: SGLang's threads would keep it, and its snapshot would stay in shared memory."""
+        """Delete SGLang's snapshot from shared memory, and exit although its threads still run."""
         Path(self._scheduler.load_snapshot_writer.path).unlink(missing_ok=True)
         os._exit(0)
 
     def _receive(self, *_: Any, **__: Any) -> list[Any]:
         taken = []
         if not self._waiting and self._scheduler.last_batch is None:
-            taken.append(self._asked.get())
-        taken += [self._asked.get_nowait() for _ in range(self._asked.qsize())]
+            taken.append(self._submitted.get())
+        taken += [self._submitted.get_nowait() for _ in range(self._submitted.qsize())]
         self._waiting.update((request.rid, future) for request, future in taken)
         return [request for request, _ in taken]
 

@@ -1,7 +1,7 @@
 """A process with one of genlm-backend's tries: `python -m benchmarks.peers.trie_peer INPUTS KIND [DEVICE]`.
 
-Runs in the peers' environment, so it imports nothing of lmpool. There is a process for each of the two tries, and a
-process that is asked nothing uses no processor time.
+Runs in the peers' environment, so it does not import lmpool. The benchmark starts one process per kind; an idle process
+uses no processor time.
 """
 
 from __future__ import annotations
@@ -16,18 +16,12 @@ import torch
 from genlm.backend.tokenization import Token
 from genlm.backend.trie import ParallelTokenCharacterTrie, TokenCharacterTrie
 
-from benchmarks.harness.lines import serve
+from benchmarks.harness.line_protocol import serve
 from benchmarks.harness.tekken import Inputs, read_inputs
 
 
 class Peer:
-    """Answers the benchmark's requests with timings.
-
-    Args:
-        inputs: the vocabulary and weights.
-        kind: "sequential" or "parallel".
-        device: of the parallel one.
-    """
+    """Handlers that return timings; `kind` is "sequential" or "parallel", and only the latter uses `device`."""
 
     def __init__(self, inputs: Inputs, kind: str, device: str) -> None:
         self._inputs = inputs
@@ -37,7 +31,7 @@ class Peer:
         self._trie: Any = None
 
     async def build(self, times: int) -> float:
-        """Mean seconds for making the trie from a list of tokens; the last one is kept."""
+        """Mean seconds to build the trie from a list of tokens; keep the last trie."""
         start = time.perf_counter()
         for _ in range(times):
             if self._kind == "parallel":
@@ -47,7 +41,7 @@ class Peer:
         return (time.perf_counter() - start) / times
 
     async def compute(self, op: str, batch: int, times: int) -> float:
-        """As `Kernels.compute` in `trie_kernels.py`."""
+        """Same as `Kernels.compute` in `trie_kernels.py`."""
         batches = [self._given(rows) for rows in self._inputs.batches(batch)]
         start = time.perf_counter()
         for index in range(times):
@@ -55,7 +49,7 @@ class Peer:
         return time.perf_counter() - start
 
     async def probe(self, op: str, prefixes: list[str], row: int = 0) -> list[float]:
-        """As `Kernels.probe`."""
+        """Same as `Kernels.probe`."""
         values = self._values(op, self._given(self._inputs.weights[row : row + 1]))[0]
         return [float(values[self._node(bytes.fromhex(prefix))]) for prefix in prefixes]
 
@@ -63,7 +57,7 @@ class Peer:
         return (self._trie.batch_weight_sum if op == "sum" else self._trie.batch_weight_max)(weights)
 
     def _given(self, rows: Any) -> Any:
-        """Rows as the trie takes them without converting."""
+        """Rows in the type that the trie accepts without conversion."""
         return torch.from_numpy(rows).to(self._device) if self._kind == "parallel" else rows
 
     def _node(self, prefix: bytes) -> int:

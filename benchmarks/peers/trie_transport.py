@@ -1,6 +1,6 @@
-"""A process that moves what a trie job's weights and values weigh, both ways at once, and does nothing else.
+"""A process that moves the bytes of trie jobs, weights and values, in both directions at once.
 
-`python -m benchmarks.peers.trie_transport URL`: redis-py's asyncio client with hiredis on uvloop, as `plain_redis.py`.
+`python -m benchmarks.peers.trie_transport URL` uses redis-py's asyncio client with hiredis on uvloop.
 """
 
 from __future__ import annotations
@@ -12,34 +12,30 @@ import numpy as np
 import uvloop
 from redis.asyncio import Redis
 
-from benchmarks.harness.lines import serve
+from benchmarks.harness.line_protocol import serve
 
-_PIPELINE_BYTES = 4 * 2**20
-_KEYS = 64
-_TTL_S = 600
+_PIPELINE_BYTES = 4 * 2**20  # Bytes per pipeline: the fastest size.
+_KEYS = 64  # Distinct keys, which are overwritten in rotation.
+_TTL_S = 600  # Longer than a measure takes.
 
 
 class TrieTransport:
-    """One end of the ceiling; what one end sends, the other fetches.
-
-    Args:
-        redis: a client.
-    """
+    """One end of the ceiling: each end fetches the values that the other end stores."""
 
     def __init__(self, redis: Redis) -> None:
         self._redis = redis
 
     async def prime(self, there: int, back: int) -> None:
-        """Store what the other end's first requests fetch: values of `there` and of `back` bytes."""
+        """Store values of `there` and of `back` bytes, which the first requests fetch."""
         await self._put("there", _KEYS, there)
         await self._put("back", _KEYS, back)
 
-    async def ask(self, requests: int, there: int, back: int) -> None:
-        """A client's end: SET values of `there` bytes, and GET as many of `back` bytes."""
+    async def client(self, requests: int, there: int, back: int) -> None:
+        """The client's end: SET values of `there` bytes, and GET as many of `back` bytes."""
         await asyncio.gather(self._put("there", requests, there), self._get("back", requests, back))
 
-    async def answer(self, requests: int, there: int, back: int) -> None:
-        """A worker's end: GET values of `there` bytes, and SET as many of `back` bytes."""
+    async def worker(self, requests: int, there: int, back: int) -> None:
+        """The worker's end: GET values of `there` bytes, and SET as many of `back` bytes."""
         await asyncio.gather(self._get("there", requests, there), self._put("back", requests, back))
 
     async def _put(self, name: str, number: int, size: int) -> None:
@@ -60,14 +56,14 @@ class TrieTransport:
             arrays = [np.frombuffer(value, np.uint8) for value in values if value is not None]
             missing += len(values) - len(arrays)
             if any(array.nbytes != size for array in arrays):
-                raise RuntimeError("a value has another size")
-        # A full server evicts by samples, and now and then takes one of these.
+                raise RuntimeError(f"a value does not have {size} bytes")
+        # A full server evicts random samples, sometimes one of these values.
         if missing > max(1, number / 100):
             raise RuntimeError(f"{missing} of {number} values were missing")
 
 
 def _portions(name: str, number: int, size: int) -> list[list[str]]:
-    """The keys of the values, in pipelines of about as many bytes as go through fastest."""
+    """The keys of the values, split into pipelines of about `_PIPELINE_BYTES`."""
     keys = [f"{name}:{index % _KEYS}" for index in range(number)]
     count = max(1, _PIPELINE_BYTES // size)
     return [keys[at : at + count] for at in range(0, number, count)]
@@ -78,7 +74,7 @@ async def main() -> None:
     async with Redis.from_url(sys.argv[1]) as redis:
         await redis.ping()
         end = TrieTransport(redis)
-        await serve({handler.__name__: handler for handler in (end.prime, end.ask, end.answer)})
+        await serve({handler.__name__: handler for handler in (end.prime, end.client, end.worker)})
 
 
 if __name__ == "__main__":

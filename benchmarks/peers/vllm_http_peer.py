@@ -1,6 +1,6 @@
 """A client of vLLM's own server: `python -m benchmarks.peers.vllm_http_peer URL V`.
 
-It wants whole rows, or the likeliest tokens at every position of a text.
+It requests whole rows, or the top-k tokens at every position of a text.
 """
 
 from __future__ import annotations
@@ -15,43 +15,37 @@ import aiohttp
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.harness.lines import serve
+from benchmarks.harness.line_protocol import serve
 
 Ids = list[int]
 
-_AT_ONCE = 16
+_CONCURRENCY = 16  # Requests in flight.
 
 
 class Peer:
-    """Answers the benchmark's requests with timings.
-
-    Args:
-        session: for HTTP.
-        url: of the completions.
-        vocab_size: V.
-    """
+    """Handlers that return timings."""
 
     def __init__(self, session: aiohttp.ClientSession, url: str, vocab_size: int) -> None:
         self._session = session
         self._url = url
         self._vocab_size = vocab_size
-        self._free = asyncio.Semaphore(_AT_ONCE)
+        self._free = asyncio.Semaphore(_CONCURRENCY)
 
     async def together(self, prompts: list[Ids]) -> dict[str, Any]:
-        """As `Client.together` in `clients/producer.py`."""
+        """Same as `Bursts.together` in `clients/compare_client.py`."""
         start = time.perf_counter()
         rows = await asyncio.gather(*[self._row(ids) for ids in prompts])
         return {"seconds": time.perf_counter() - start, "probe": [float(value) for value in rows[-1][:8]]}
 
-    async def told(self, texts: list[Ids], top: int) -> dict[str, Any]:
-        """As `Client.told` in `clients/producer.py`."""
+    async def top_tokens(self, texts: list[Ids], top: int) -> dict[str, Any]:
+        """Same as `Client.top_tokens` in `clients/producer.py`."""
         start = time.perf_counter()
-        found = await asyncio.gather(*[self._told(ids, top) for ids in texts])
+        found = await asyncio.gather(*[self._top_tokens(ids, top) for ids in texts])
         values, _ = found[-1]
         return {"seconds": time.perf_counter() - start, "probe": [float(value) for value in values[-1][:8]]}
 
     async def _row(self, ids: Ids) -> NDArray[np.float32]:
-        (top,) = (await self._ask(ids, logprobs=self._vocab_size))["logprobs"]["top_logprobs"]
+        (top,) = (await self._request(ids, logprobs=self._vocab_size))["logprobs"]["top_logprobs"]
         row = np.full(self._vocab_size, np.nan, np.float32)
         for token, value in _values(top):
             row[token] = value
@@ -59,11 +53,11 @@ class Peer:
             raise RuntimeError(f"{int(np.isnan(row).sum())} of {self._vocab_size} entries are missing")
         return row
 
-    async def _told(self, ids: Ids, top: int) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-        """The likeliest tokens at every position, (n, top): what is told of the prompt, and of the token behind it."""
-        choice = await self._ask(ids, prompt_logprobs=top, logprobs=top)
+    async def _top_tokens(self, ids: Ids, top: int) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+        """The top-k tokens at every position, (n, top), from the response's prompt and from the generated token."""
+        choice = await self._request(ids, prompt_logprobs=top, logprobs=top)
         values, tokens = np.empty((len(ids), top), np.float32), np.empty((len(ids), top), np.int64)
-        # Of a token of the prompt its own value is there too, wherever it ranks.
+        # The response also has the value of the prompt's own token, whatever its rank.
         for at, entries in enumerate(choice["prompt_logprobs"][1:]):
             for token, entry in entries.items():
                 if entry["rank"] <= top:
@@ -73,13 +67,13 @@ class Peer:
             values[-1, rank], tokens[-1, rank] = value, token
         return values, tokens
 
-    async def _ask(self, ids: Ids, **wanted: int) -> dict[str, Any]:
-        """What the server answers for one token behind a prompt."""
-        asked = {"model": "smollm2", "prompt": ids, "max_tokens": 1, "temperature": 0.0, **wanted}
-        async with self._free, self._session.post(self._url, json=asked) as answer:
-            text = await answer.text()
-            if answer.status != 200:
-                raise RuntimeError(f"the server answers {answer.status}: {text[:500]}")
+    async def _request(self, ids: Ids, **wanted: int) -> dict[str, Any]:
+        """The server's response for one token after a prompt."""
+        request = {"model": "smollm2", "prompt": ids, "max_tokens": 1, "temperature": 0.0, **wanted}
+        async with self._free, self._session.post(self._url, json=request) as response:
+            text = await response.text()
+            if response.status != 200:
+                raise RuntimeError(f"the server responded with {response.status}: {text[:500]}")
         choice: dict[str, Any] = json.loads(text)["choices"][0]
         return choice
 
@@ -95,7 +89,7 @@ async def main() -> None:
     timeout = aiohttp.ClientTimeout(total=900)
     async with aiohttp.ClientSession(timeout=timeout) as session:
         peer = Peer(session, url, int(vocab_size))
-        await serve({"together": peer.together, "told": peer.told})
+        await serve({"together": peer.together, "top_tokens": peer.top_tokens})
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """A process with vLLM's engine core and a capturing logits processor.
 
-`python -m benchmarks.peers.vllm_peer MODEL DTYPE`: what somebody would write who needs rows in one process: no queue,
-no cache, no checks. Runs in vLLM's environment and imports nothing of lmpool.
+`python -m benchmarks.peers.vllm_peer MODEL DTYPE` is the minimal program for rows in one process: no queue, no cache,
+no checks. Runs in vLLM's environment and does not import lmpool.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ from vllm import LLM, SamplingParams
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.sample.logits_processor import LogitsProcessor
 
-from benchmarks.harness.lines import serve
+from benchmarks.harness.line_protocol import serve
 
 Ids = list[int]
 
 _ROWS: dict[str, tuple[torch.Tensor, int]] = {}
-"""Request -> the block that holds its row, and where."""
+"""Request -> the block that holds its row, and the index of the row."""
 
 
-class Capture(LogitsProcessor):  # type: ignore[misc]  # vllm is not there where this is checked
-    """Keeps log-probabilities of every batch."""
+class Capture(LogitsProcessor):  # type: ignore[misc]  # the type checker runs without vllm
+    """Stores the log-probabilities of every batch."""
 
     def __init__(self, config: Any, device: Any, is_pin_memory: bool) -> None:
         self._keys: dict[int, str] = {}
 
     def is_argmax_invariant(self) -> bool:
-        """False: otherwise greedy requests skip it."""
+        """False, because greedy requests skip processors that return True."""
         return False
 
     def update_state(self, batch_update: Any) -> None:
-        """Follow the batch. Requests of one token leave it before they can move."""
+        """Track which request has which row of the batch."""
         if batch_update is None:
             return
         for index in batch_update.removed:
@@ -53,20 +53,14 @@ class Capture(LogitsProcessor):  # type: ignore[misc]  # vllm is not there where
             self._keys[target] = self._keys.pop(source)
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
-        """Take the rows."""
+        """Store the rows and return the logits unchanged."""
         block = torch.log_softmax(logits, -1, dtype=torch.float32)
         _ROWS.update((self._keys[row], (block, row)) for row in range(len(logits)))
         return logits
 
 
 class Peer:
-    """Answers the benchmark's requests with timings.
-
-    Args:
-        model: folder.
-        dtype: of the computation.
-        load_format: "auto" or "dummy".
-    """
+    """Handlers that return timings; `load_format` is "auto" or "dummy"."""
 
     def __init__(self, model: str, dtype: str, load_format: str = "auto") -> None:
         self._core = LLM(
@@ -77,7 +71,7 @@ class Peer:
         self._numbers = count()
 
     async def together(self, prompts: list[Ids]) -> dict[str, Any]:
-        """As `Client.together` in `clients/producer.py`."""
+        """Same as `Bursts.together` in `clients/compare_client.py`."""
         start = time.perf_counter()
         keys = [self._submit(ids) for ids in prompts]
         left = set(keys)

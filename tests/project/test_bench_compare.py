@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from benchmarks.compare.__main__ import main, told, verdict
+from benchmarks.compare.__main__ import main, summary, verdict
 from benchmarks.compare.measures import MEASURES, Burst
 from benchmarks.harness.pairs import Interval
 from benchmarks.harness.processes import run
@@ -37,7 +37,7 @@ def test_few_pairs_have_no_verdict() -> None:
 def test_a_process_that_used_less_than_a_tick_has_no_ratio() -> None:
     used = [({"server": 2.0}, {"server": 0.0}), ({"server": 2.0}, {"server": 2.0})]
     pairs = [(Burst(100, new), Burst(100, base)) for new, base in used]
-    assert "processor time, server: less than" in told("tiny", MEASURES["tiny"], [pairs])
+    assert "processor time, server: less than" in summary("tiny", MEASURES["tiny"], [pairs])
 
 
 def test_interval_holds_the_median_and_knows_that_rounds_differ() -> None:

@@ -1,6 +1,6 @@
-"""Becomes another program that ends with its parent: `python tied.py PARENT COMMAND…`.
+"""Replace this process by another program that ends with its parent: `python end_with_parent.py PARENT COMMAND…`.
 
-The benchmark starts all its processes through this, so that none is left behind when it is killed.
+The benchmark starts all its processes through this program, so that none survives a SIGKILL of the benchmark.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import os
 import signal
 import sys
 
-_PR_SET_PDEATHSIG = 1
+_PR_SET_PDEATHSIG = 1  # The constant of prctl(2).
 
 
 def main() -> None:

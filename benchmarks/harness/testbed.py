@@ -1,4 +1,4 @@
-"""Where the measures run: one server for A and B, a folder of logs, and the processes of both sides."""
+"""The testbed of the measures: one server for A and B, a folder of logs, and the processes of both sides."""
 
 from __future__ import annotations
 
@@ -20,34 +20,33 @@ from lmpool.embedded import EmbeddedServer
 from lmpool.protocol.keys import Keys
 from lmpool.protocol.model_info import TRIE_SERVICE
 
-# Seconds of rows at full speed: the server cannot tell rows of one second apart, and would evict unread ones.
+# Seconds of rows at full speed. The server's LRU clock has a resolution of a second: with less memory it would evict
+# unread rows.
 MEMORY_BYTES = 4 * 2**30
-_FILLER_BYTES = 196_608
-_FILLER_TTL_S = 3600
-_WORKERS_READY_S = 180.0
-_POLL_S = 0.05
-# Processes that start at a time: dozens at once would have none of them ready for a minute.
-_WAVE = 8
-_HEARTBEATS_S = 60.0
-# Held prompts that no client waits for are checked for every 30 s at the latest.
-_IDLE_S = 180.0
-_SCANNED = 10_000
+_FILLER_BYTES = 196_608  # Size of a filler value: a float32 row of 49,152 entries.
+_FILLER_TTL_S = 3600  # Longer than a measure takes.
+_WORKERS_READY_S = 180.0  # Seconds in which workers must become ready; they load models.
+_POLL_S = 0.05  # Interval at which a condition is checked.
+_WAVE = 8  # Processes that start at a time: dozens at once would all take a minute.
+_HEARTBEATS_S = 60.0  # Seconds in which every worker must send a heartbeat.
+_IDLE_S = 180.0  # Seconds to become idle. Workers check every 30 s for held prompts without a client.
+_SCANNED = 10_000  # COUNT of SCAN: few round trips over a full server.
 
 # Spinning OpenMP threads would take the cores from the other processes.
 _ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_OFFLINE": "1"}
 
 
 @dataclass(slots=True)
-class Workplace:
-    """What a measure needs.
+class Testbed:
+    """The server and the processes of a measure.
 
     Attributes:
         url: of the server that both sides use.
-        folder: for logs; goes with the run.
-        repeats: samples to take of each side.
+        folder: for logs; deleted after the run.
+        repeats: samples of each side.
         quick: take smaller samples.
         server: process id of the server.
-        memory_bytes: what the server holds at most.
+        memory_bytes: the server's limit.
     """
 
     url: str
@@ -63,7 +62,7 @@ class Workplace:
         return quick if self.quick else full
 
     def child(self, module: str, *arguments: str, python: str = sys.executable, **environment: str) -> Child:
-        """Start a module of this package as a process that answers requests."""
+        """Start a module of this package as a process that responds to requests."""
         command = [python, "-m", f"benchmarks.{module}", *arguments]
         return Child(command, self._log(module), {**_ENVIRONMENT, **environment})
 
@@ -72,28 +71,20 @@ class Workplace:
         return Process(command, self._log(name), {**_ENVIRONMENT, **environment})
 
     def producer(self, model: str, *options: str) -> Child:
-        """Start a process with a producer for a model that is served."""
+        """Start a process with a producer for a served model."""
         return self.child("clients.producer", "--redis", self.url, "--model", model, *options)
 
     def wait_for_shared_memory(self, name: str) -> None:
-        """Wait until the workers that serve `name` have shared memory: it is made while they serve already.
+        """Wait up to a minute until the workers that serve `name` have shared memory, which they create after start."""
 
-        Raises:
-            BenchmarkError: they have none within a minute.
-        """
-
-        def have_some() -> bool:
+        def have_segments() -> bool:
             return all("shared" in fields for fields, _ in _heartbeats(server, name).values())
 
         with redis.Redis.from_url(self.url, decode_responses=True) as server:
-            wait_until(have_some, _HEARTBEATS_S, f"shared memory of the workers that serve {name!r}")
+            wait_until(have_segments, _HEARTBEATS_S, f"shared memory of the workers that serve {name!r}")
 
     def wait_until_idle(self, name: str) -> None:
-        """Wait until the workers that serve `name` hold no prompts: those that were cancelled are dropped in time.
-
-        Raises:
-            BenchmarkError: they hold some for minutes.
-        """
+        """Wait up to three minutes until the workers that serve `name` hold no prompts, cancelled ones included."""
 
         def are_idle() -> bool:
             return all(fields.get("in_flight") == "0" for fields, _ in _heartbeats(server, name).values())
@@ -102,12 +93,9 @@ class Workplace:
             wait_until(are_idle, _IDLE_S, f"the end of all prompts of the workers that serve {name!r}")
 
     def refill(self) -> None:
-        """Empty the server, then store rows that nobody asks for until it drops some: all measures begin alike.
+        """Empty the server, then store filler values until it evicts, so that all measures begin in the same state.
 
-        A cache that evicts is the steady state of a cache.
-
-        Raises:
-            BenchmarkError: it did not fill up.
+        A full cache that evicts is the steady state of a cache.
         """
         value = os.urandom(_FILLER_BYTES)
         with redis.Redis.from_url(self.url) as server:
@@ -120,7 +108,7 @@ class Workplace:
                 pipe.execute()
                 if cast("dict[str, int]", server.info("stats"))["evicted_keys"]:
                     return
-        raise BenchmarkError("the server did not fill up")
+        raise BenchmarkError(f"the server evicted nothing after {2 * self.memory_bytes:,} bytes of filler values")
 
     @contextmanager
     def workers(
@@ -132,18 +120,14 @@ class Workplace:
         command: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,
     ) -> Iterator[None]:
-        """Have workers serve a model as `name`, beside those that do already; they are ready when the block begins.
+        """Start `number` more workers that serve a model as `name`; they are ready when the block begins.
 
         Args:
-            name: what they serve it as.
-            model: hub name or folder.
             options: of `lmpool worker`.
-            number: how many.
-            command: what stands for `lmpool`; this environment's own when empty.
-            environment: of the workers.
+            command: replaces `lmpool`; default: the one of this environment.
 
         Raises:
-            BenchmarkError: one ended at once, or they are not ready within 3 minutes.
+            BenchmarkError: a worker ended, or the workers are not ready within 3 minutes.
         """
         lmpool = command or [_own_command()]
         command = [*lmpool, "worker", model, "--name", name, "--redis", self.url, *options]
@@ -152,20 +136,12 @@ class Workplace:
 
     @contextmanager
     def trie_worker(self, *options: str) -> Iterator[None]:
-        """Have one trie worker; it is ready when the block begins.
-
-        Raises:
-            BenchmarkError: as `workers`.
-        """
+        """Start one trie worker; it is ready when the block begins."""
         with self._serving(TRIE_SERVICE, [_own_command(), "trie-worker", "--redis", self.url, *options], 1, {}):
             yield
 
     def heartbeats(self, model: str) -> dict[str, dict[str, str]]:
-        """What a model's workers have counted: worker id -> fields of a heartbeat that was sent after this call.
-
-        Raises:
-            BenchmarkError: a worker sends none within a minute.
-        """
+        """The counters of a model's workers: worker id -> fields of a heartbeat that was sent after this call."""
         found: dict[str, dict[str, str]] = {}
         began = time.monotonic()
 
@@ -210,25 +186,21 @@ class Workplace:
 
 
 @contextmanager
-def open_workplace(repeats: int, quick: bool, memory_bytes: int = MEMORY_BYTES) -> Iterator[Workplace]:
-    """Start a server, in a folder of its own."""
+def open_testbed(repeats: int, quick: bool, memory_bytes: int = MEMORY_BYTES) -> Iterator[Testbed]:
+    """Start a server in a temporary folder."""
     with tempfile.TemporaryDirectory(prefix="lmpool-bench-") as name:
         folder = Path(name)
         os.environ["LMPOOL_RUNTIME_DIR"] = str(folder / "server")
         with EmbeddedServer(memory_bytes) as server:
-            yield Workplace(server.url, folder, repeats, quick, server.pid, memory_bytes)
+            yield Testbed(server.url, folder, repeats, quick, server.pid, memory_bytes)
 
 
 def wait_until(condition: Callable[[], bool], seconds: float, description: str) -> None:
-    """Look until a condition holds.
-
-    Raises:
-        BenchmarkError: it does not hold in time.
-    """
+    """Poll until the condition holds; BenchmarkError after `seconds`."""
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:
-            raise BenchmarkError(f"waited {seconds:g} s in vain for {description}")
+            raise BenchmarkError(f"timed out after {seconds:g} s waiting for {description}")
         time.sleep(_POLL_S)
 
 
@@ -237,7 +209,7 @@ def _own_command() -> str:
 
 
 def _heartbeats(server: redis.Redis, model: str) -> dict[str, tuple[dict[str, str], float]]:
-    """Worker id -> its heartbeat, and for how many seconds it is valid, of the workers that serve a model."""
+    """Worker id -> fields of its heartbeat and seconds until it expires, for the workers that serve a model."""
     found = {}
     beginning = Keys().worker("").decode()
     for key in server.scan_iter(f"{beginning}*", count=_SCANNED):

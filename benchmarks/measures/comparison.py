@@ -1,0 +1,67 @@
+"""Send the same prompts to two sides, in turns."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+
+from benchmarks.harness.pairs import Take, alternate
+from benchmarks.harness.processes import BenchmarkError, Child
+from benchmarks.harness.testbed import Testbed
+from benchmarks.measures.transport import FULL_V
+
+Ids = list[int]
+
+PROMPT_TOKENS = 32  # Tokens per random prompt.
+_FIRST_ORDINARY_ID = 3  # Token ids below are special tokens of SmolLM2.
+_TOLERANCE = 1e-2  # Max difference of two float32 log-probabilities of one token.
+_NARROW_TOLERANCE = 0.25  # The same for 16-bit computation.
+
+
+class PromptSource:
+    """Random prompts that both sides of a pair receive."""
+
+    def __init__(self) -> None:
+        self._random = random.Random()
+        self.last: list[Ids] = []
+
+    def draw(self, number: int, length: int) -> list[Ids]:
+        """New random prompts, so that no cache holds their rows."""
+        draw = self._random.randrange
+        self.last = [[draw(_FIRST_ORDINARY_ID, FULL_V) for _ in range(length)] for _ in range(number)]
+        return self.last
+
+
+def compare(
+    testbed: Testbed, ours: Child, peer: Child, number: int, *, narrow: bool = False, repeats: int | None = None
+) -> dict[str, list[float]]:
+    """Send the same distinct prompts to both sides, all at once; `narrow` when both compute in 16 bits."""
+    source = PromptSource()
+    takes = {
+        "pool": lambda: rate(ours, source.draw(number, PROMPT_TOKENS)),
+        "direct": lambda: rate(peer, source.last),
+    }
+    samples = alternated(takes, repeats or testbed.repeats)
+    # Compare on a new prompt: the pool's cache may hold the rows of measured prompts, or may have evicted them.
+    checked = source.draw(1, PROMPT_TOKENS)
+    first, second = (side.request("together", prompts=checked)["probe"] for side in (ours, peer))
+    agree(first, second, _NARROW_TOLERANCE if narrow else _TOLERANCE)
+    return samples
+
+
+def alternated(takes: Mapping[str, Take], repeats: int) -> dict[str, list[float]]:
+    """Sample all sides in turns, after one round of warm-up."""
+    for take in takes.values():
+        take()
+    return alternate(takes, repeats)
+
+
+def rate(side: Child, prompts: Sequence[Ids]) -> float:
+    """Rows per second for prompts that are sent all at once."""
+    return len(prompts) / float(side.request("together", within=900, prompts=prompts)["seconds"])
+
+
+def agree(first: Sequence[float], second: Sequence[float], tolerance: float = _TOLERANCE) -> None:
+    """Raise BenchmarkError if the two sides computed different values."""
+    if any(abs(a - b) > tolerance for a, b in zip(first, second, strict=True)):
+        raise BenchmarkError(f"the sides disagree on a row: {first} and {second}")
