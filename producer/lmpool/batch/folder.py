@@ -5,7 +5,7 @@ shard-00000.jsonl    the results of the first lines, in the order of the input; 
 done/00000.json      the note of that shard: its run, size and digest
 errors/00000.jsonl   the lines of that shard that have no result
 errors.jsonl         all lines without a result, written when a run ends
-jobs.json            the arguments of `lmpool batch submit`; a folder of `run` has none
+jobs.json            the arguments of `lmpool batch submit`, empty after `cancel`; a folder of `run` has none
 lock                 flock: exclusive for a run, shared for workers of jobs
 *.tmp                files that a process writes, or that a killed process left
 

@@ -101,8 +101,9 @@ def _rows_at_once(group: Any, columns: list[str]) -> int:
     """Rows of a row group to decode at once: up to `MAX_CHUNK_LINES`, of up to `MAX_CHUNK_BYTES` if they are alike."""
     all_columns = (group.column(number) for number in range(group.num_columns))
     read = [column for column in all_columns if column.path_in_schema.partition(".")[0] in columns]
-    size = sum(max(_NUMBER_BYTES * column.num_values, column.total_uncompressed_size) for column in read)
-    return max(1, min(MAX_CHUNK_LINES, MAX_CHUNK_BYTES * group.num_rows // max(1, size)))
+    size: int = sum(max(_NUMBER_BYTES * column.num_values, column.total_uncompressed_size) for column in read)
+    rows: int = MAX_CHUNK_BYTES * group.num_rows // max(1, size)
+    return max(1, min(MAX_CHUNK_LINES, rows))
 
 
 def _has_some(shards: set[int], shard_lines: int, first: int, rows: int) -> bool:
