@@ -280,17 +280,17 @@ async def test_jobs_that_the_server_lost_are_queued_again_by_their_status(
         assert await asyncio.to_thread(worker(jobs_pool, "--burst").wait) == 0
         client.zadd(QUEUE, {names[1]: 1})
         client.delete(job_key_prefix + names[1])
-        look = partial(run_lmpool, "batch", "status", str(output), "--redis", jobs_pool.url)
+        show_status = partial(run_lmpool, "batch", "status", str(output), "--redis", jobs_pool.url)
         whole = source.read_bytes()
         source.write_bytes(whole + b"\n")
-        ended = await asyncio.to_thread(look)
+        ended = await asyncio.to_thread(show_status)
         assert f"lost {SHARDS} jobs, which cannot be queued again: {source} has changed since" in ended.stderr
         assert ended.stdout == f"0 of {SHARDS} shards done, 0 in progress, 0 queued\n"
         source.write_bytes(whole)
-        ended = await asyncio.to_thread(look)
+        ended = await asyncio.to_thread(show_status)
         assert f"the server lost {SHARDS} jobs: queued again" in ended.stderr
         assert ended.stdout == f"0 of {SHARDS} shards done, 0 in progress, {SHARDS} queued\n"
-        ended = await asyncio.to_thread(look)
+        ended = await asyncio.to_thread(show_status)
         assert (ended.stdout, ended.stderr) == (f"0 of {SHARDS} shards done, 0 in progress, {SHARDS} queued\n", "")
     assert await asyncio.to_thread(worker(jobs_pool, "--burst").wait) == 0
     assert content(output) == expected
