@@ -17,7 +17,7 @@ from redis.exceptions import RedisError
 from lmpool.aio import gather
 from lmpool.batch.bucket import open_folder
 from lmpool.batch.fetch import named
-from lmpool.batch.folder import ERRORS, Folder
+from lmpool.batch.folder import ERRORS, SUBMISSION, Folder
 from lmpool.batch.kinds import KINDS_HELP
 from lmpool.batch.reader import read_manifest
 from lmpool.batch.run import BatchSettings, Progress, run_batch
@@ -220,16 +220,33 @@ def worker(
 
 @batch_app.command()
 def status(output: Output, redis: RedisUrl = None, as_json: AsJson = False) -> None:
-    """Show how many shards of OUT are done and, for jobs, how many are queued, in progress and failed."""
+    """Show how many shards of OUT are done and, for jobs, how many are queued, in progress and failed.
+
+    Jobs that the server lost are queued again.
+    """
     folder = open_folder(output)
     manifest = read_manifest(folder)
     left = sorted(set(range(manifest.shards)) - set(folder.done(manifest)))
     counts = {"shards": manifest.shards, "done": manifest.shards - len(left)}
     states: dict[str, Any] = {"queued": 0, "under_way": 0, "failed": {}}
     text = f"{counts['done']} of {counted(manifest.shards, 'shard')} done"
-    if left:
+
+    async def find_jobs(arq: Any) -> dict[str, Any]:
+        states: dict[str, Any]
+        states, lost = await _jobs().find_jobs(arq, folder, manifest, left)
+        if lost:
+            found = f"lmpool: the server lost {counted(len(lost), 'job')}"
+            try:
+                states["queued"] += await _jobs().queue_again(arq, folder, manifest, output, lost)
+                say(f"{found}: queued again", err=True)
+            except LMPoolError as error:
+                say(f"{found}, which cannot be queued again: {error}. Submit the input again", err=True)
+        return states
+
+    # A folder of `batch run` has no jobs, so its status needs neither a server nor arq.
+    if left and folder.size(SUBMISSION) is not None:
         try:
-            states = run(_with_queue(redis, lambda arq: _jobs().find_jobs(arq, folder, manifest, left)))
+            states = run(_with_queue(redis, find_jobs))
             text += f", {states['under_way']} in progress, {states['queued']} queued"
         except LMPoolError as error:
             if redis is not None and not isinstance(error, SettingsError):
@@ -242,10 +259,6 @@ def status(output: Output, redis: RedisUrl = None, as_json: AsJson = False) -> N
     say(text)
     for shard, reason in (states["failed"] or {}).items():
         say(f"shard {shard} failed: {reason}")
-    if states["failed"] is not None:
-        idle = len(left) - states["queued"] - states["under_way"] - len(states["failed"])
-        if idle:
-            say(f"{counted(idle, 'shard')} without a job: `lmpool batch submit` queues them, `run` computes them")
 
 
 @batch_app.command()

@@ -5,6 +5,7 @@ shard-00000.jsonl    the results of the first lines, in the order of the input; 
 done/00000.json      the note of that shard: its run, size and digest
 errors/00000.jsonl   the lines of that shard that have no result
 errors.jsonl         all lines without a result, written when a run ends
+jobs.json            the arguments of `lmpool batch submit`, empty after `cancel`; a folder of `run` has none
 lock                 flock: exclusive for a run, shared for workers of jobs
 *.tmp                files that a process writes, or that a killed process left
 
@@ -26,8 +27,9 @@ import stat
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from io import BufferedRandom
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import msgspec
 
@@ -35,7 +37,7 @@ from lmpool.errors import BatchError, BatchRefused
 
 _log = logging.getLogger("lmpool.batch")
 
-MANIFEST, ERRORS = "manifest.json", "errors.jsonl"
+MANIFEST, ERRORS, SUBMISSION = "manifest.json", "errors.jsonl", "jobs.json"
 _LOCK, _ERRORS_OF_SHARDS, _NOTES = "lock", "errors", "done"
 
 VERSION = 1
@@ -46,7 +48,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # Seconds after which no live worker writes to a temporary file: a day, the longest time of a job.
 _MAX_WRITING_S = 86_400
 # Temporary files of lmpool: the final name, a random part, and ".tmp".
-_TEMPORARY = re.compile(r"(shard-\d{5,}\.\w+|manifest\.json|errors\.jsonl|\d{5,}\.jsonl?)(\.[\w-]+)?\.tmp")
+_TEMPORARY = re.compile(r"(shard-\d{5,}\.\w+|(manifest|jobs)\.json|errors\.jsonl|\d{5,}\.jsonl?)(\.[\w-]+)?\.tmp")
 _SHARD = re.compile(r"shard-([0-9]{5,})\.(jsonl|parquet|safetensors)")
 
 
@@ -242,7 +244,7 @@ class Folder:
 
     # Writing
 
-    def create(self, name: str) -> BinaryIO:
+    def create(self, name: str) -> BufferedRandom:
         """Open a new temporary file for `place`: its random name belongs to no other process or call."""
         path = self.path / f"{name}.{secrets.token_hex(8)}.tmp"
         if path.parent != self.path:  # A removed output folder is not made again.
@@ -347,7 +349,7 @@ class Folder:
         Raises:
             BatchRefused: with the name of a file.
         """
-        own = {_LOCK, ERRORS, _ERRORS_OF_SHARDS, _NOTES}
+        own = {_LOCK, ERRORS, SUBMISSION, _ERRORS_OF_SHARDS, _NOTES}
         others = [name for name in self.listed() if name not in own and not _TEMPORARY.fullmatch(name)]
         if others and MANIFEST not in others:
             raise BatchRefused(f"{self.location} holds {others[0]} and no {MANIFEST}. Give an empty or a new folder")
@@ -386,6 +388,7 @@ class Folder:
                 self._remove_changed(there)
                 there.done = list(self.done(there).values())
                 return there
+        self.remove(SUBMISSION)  # Of an earlier run.
         self.write(MANIFEST, [wanted.encoded()])
         return wanted
 

@@ -5,7 +5,8 @@ runs its jobs again: a shard may be computed twice, with the same result. Jobs a
 default of arq, would run code that a client wrote to the server. A client that may write jobs chooses their input and
 output, so workers check both (`check_locations`).
 
-A waiting job has no lifetime, so a server with the policy volatile-lru does not evict it.
+A waiting job has no lifetime, so a server with the policy volatile-lru does not evict it. If a server loses jobs all
+the same, `queue_again` makes them from the arguments of `submit`, which the output folder has (`Submission`).
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from redis.exceptions import RedisError
 from lmpool.aio import delays, end_tasks
 from lmpool.batch.bucket import open_folder
 from lmpool.batch.fetch import FILES_VARIABLE, absolute, check_locations, named
-from lmpool.batch.folder import MANIFEST, Folder, Manifest, digest_of_file
+from lmpool.batch.folder import MANIFEST, SUBMISSION, Folder, Manifest, digest_of_file
 from lmpool.batch.lines import Index, Source
 from lmpool.batch.run import BatchSettings, Progress, Run, begin, open_source
 from lmpool.broker.replies import is_refusal
@@ -73,21 +74,30 @@ class Pool(msgspec.Struct, frozen=True):
     timeout: float = _REQUEST_S
 
 
-class ShardJob(msgspec.Struct, frozen=True):
+class Submission(msgspec.Struct, frozen=True):
+    """The arguments that all jobs of a run share.
+
+    Attributes:
+        source: a URL, or an absolute path that is the same for all workers.
+        settings: of the run.
+        pool: that computes it.
+    """
+
+    source: str
+    settings: BatchSettings
+    pool: Pool
+
+
+class ShardJob(Submission, frozen=True):
     """The arguments of a job.
 
     Attributes:
-        source, output: URLs, or absolute paths that are the same for all workers.
-        settings: of the run.
-        pool: that computes it.
+        output: as `source`.
         index: fields of `Index`, with the parts that this shard needs.
         shard: its number.
     """
 
-    source: str
     output: str
-    settings: BatchSettings
-    pool: Pool
     index: dict[str, Any]
     shard: int
 
@@ -143,10 +153,29 @@ async def submit(
     has_begun = await asyncio.to_thread(folder.size, MANIFEST) is not None
     with folder.shared() if has_begun else folder.locked():
         index, manifest = await begin(producer, folder, opened, source, settings)
-    done = {shard.number for shard in manifest.done}
-    left = [shard for shard in range(manifest.shards) if shard not in done]
+        done = {shard.number for shard in manifest.done}
+        left = [shard for shard in range(manifest.shards) if shard not in done]
+        if left:
+            # Clients without access to the server may read the folder, so it does not get the secrets of a URL.
+            kept = Submission(source if named(source) == source else "", settings, pool)
+            with folder.explained():
+                await asyncio.to_thread(folder.write, SUBMISSION, [msgspec.json.encode(kept)])
+    jobs = await _queue(arq, folder, manifest, index, Submission(source, settings, pool), output, left)
+    return Queued(jobs, len(left) - jobs, len(done), manifest.shards)
+
+
+async def _queue(
+    arq: ArqRedis,
+    folder: Folder,
+    manifest: Manifest,
+    index: Index,
+    submission: Submission,
+    output: str,
+    shards: Sequence[int],
+) -> int:
+    """Queue the jobs of some shards, except jobs that the server has. Return how many are new."""
     size, jobs = manifest.options.shard_lines, 0
-    for some in _in_parts(left):
+    for some in _in_parts(shards):
         now = timestamp_ms()
         # Like `ArqRedis.enqueue_job`, but many at once, and without a lifetime: the server could evict waiting jobs.
         async with arq.pipeline(transaction=True) as pipe:
@@ -155,16 +184,16 @@ async def submit(
                 begins, ends = np.searchsorted(index.duplicates, (first, first + size))
                 duplicates = index.duplicates[begins:ends].tolist()
                 part = {**index._asdict(), "starts": {shard: index.starts[shard]}, "duplicates": duplicates}
-                job = msgspec.to_builtins(ShardJob(source, output, settings, pool, part, shard))
+                job = ShardJob(submission.source, submission.settings, submission.pool, output, part, shard)
                 name = job_name(folder, manifest, shard)
                 pipe.delete(result_key_prefix + name, retry_key_prefix + name)  # Of a job that failed.
-                data = serialize_job(_FUNCTION, (job,), {}, None, now, serializer=_packed)
+                data = serialize_job(_FUNCTION, (msgspec.to_builtins(job),), {}, None, now, serializer=_packed)
                 pipe.set(job_key_prefix + name, data, nx=True)
                 pipe.zadd(QUEUE, {name: now}, nx=True)
             replies = await pipe.execute()
         # A job is new if its definition or its place in the queue is.
         jobs += sum(map(any, zip(replies[1::3], replies[2::3], strict=True)))
-    return Queued(jobs, len(left) - jobs, len(done), manifest.shards)
+    return jobs
 
 
 def _in_parts(things: Sequence[Any]) -> Iterator[Sequence[Any]]:
@@ -441,13 +470,15 @@ def work(
     BatchWorker(**worker_options(redis, schedule, jobs, lease_s, files), burst=burst).run()
 
 
-async def find_jobs(arq: ArqRedis, folder: Folder, manifest: Manifest, shards: Sequence[int]) -> dict[str, Any]:
+async def find_jobs(
+    arq: ArqRedis, folder: Folder, manifest: Manifest, shards: Sequence[int]
+) -> tuple[dict[str, Any], list[int]]:
     """Read the states of the jobs of some shards.
 
     Returns:
-        "queued" and "under_way": how many; "failed": shard -> error.
+        "queued" and "under_way": how many; "failed": shard -> error. And the shards whose jobs the server lost.
     """
-    queued, under_way, failed = 0, 0, dict[int, str]()
+    queued, under_way, failed, lost = 0, 0, dict[int, str](), list[int]()
     for some in _in_parts(shards):
         async with arq.pipeline(transaction=True) as pipe:  # Like `arq.jobs.Job.status`, but many at once.
             for shard in some:
@@ -468,7 +499,41 @@ async def find_jobs(arq: ArqRedis, folder: Folder, manifest: Manifest, shards: S
                 under_way += 1
             elif score is not None and is_defined:
                 queued += 1
-    return {"queued": queued, "under_way": under_way, "failed": failed}
+            else:
+                lost.append(shard)
+    if lost:
+        done = await asyncio.to_thread(folder.done, manifest)  # By jobs that have ended since.
+        is_cancelled = not await asyncio.to_thread(_read_submission, folder)
+        lost = [] if is_cancelled else [shard for shard in lost if shard not in done]
+    return {"queued": queued, "under_way": under_way, "failed": failed}, lost
+
+
+async def queue_again(arq: ArqRedis, folder: Folder, manifest: Manifest, output: str, shards: Sequence[int]) -> int:
+    """Queue jobs that the server lost. Return how many are new.
+
+    Raises:
+        BatchError: the folder does not name the input, or the input changed or cannot be read.
+        BatchRefused: another run writes to the folder, or it belongs to another user.
+    """
+    with folder.shared():
+        try:
+            data = await asyncio.to_thread(_read_submission, folder)
+            submission = msgspec.json.decode(data, type=Submission)
+        except msgspec.DecodeError as error:
+            raise BatchError(f"{folder.location}/{SUBMISSION} cannot be read: {error}") from error
+        if not submission.source:
+            raise BatchError("the URL of the input has a secret in it, which only the jobs had")
+        source = await asyncio.to_thread(open_source, submission.source)
+        index = await asyncio.to_thread(source.index, manifest.options.shard_lines)
+        if index.digest != manifest.input.digest:
+            raise BatchError(f"{submission.source} has changed since it was submitted")
+        return await _queue(arq, folder, manifest, index, submission, absolute(output), shards)
+
+
+def _read_submission(folder: Folder) -> bytes:
+    """The content of `jobs.json`, which `cancel` empties."""
+    with folder.explained():
+        return folder.read(SUBMISSION) or b""
 
 
 async def cancel(arq: ArqRedis, output: str) -> int:
@@ -490,4 +555,7 @@ async def cancel(arq: ArqRedis, output: str) -> int:
                     pipe.zrem(QUEUE, name)
                     pipe.delete(job_key_prefix + name)
             await pipe.execute()
+    if await asyncio.to_thread(folder.size, SUBMISSION) is not None:
+        with suppress(BatchRefused), folder.explained(), folder.shared():  # `queue_again` refuses such a folder too.
+            await asyncio.to_thread(folder.write, SUBMISSION, [])
     return len(ours)

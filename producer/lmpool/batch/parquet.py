@@ -14,7 +14,18 @@ from numpy.typing import NDArray
 
 from lmpool.batch.folder import digest_of_file
 from lmpool.batch.kinds import Columns, ResultWriter, Text
-from lmpool.batch.lines import Chunk, CustomIds, Failed, Fields, Index, Line, Source, chunks
+from lmpool.batch.lines import (
+    MAX_CHUNK_BYTES,
+    MAX_CHUNK_LINES,
+    Chunk,
+    CustomIds,
+    Failed,
+    Fields,
+    Index,
+    Line,
+    Source,
+    chunks,
+)
 from lmpool.errors import BatchError, SettingsError
 
 try:
@@ -24,7 +35,7 @@ except ImportError as error:
     raise SettingsError("format: Parquet needs pyarrow: pip install 'lmpool[parquet]', or use JSONL") from error
 
 _READ_BYTES = 1 << 20  # Bytes of a column that are read at once; without a limit pyarrow reads a whole row group.
-_BATCH_ROWS = 32  # Rows that are decoded at once: rows of 20,000 token ids take 5 MB then.
+_NUMBER_BYTES = 8  # Bytes of a decoded number, at most: the file may hold it in fewer.
 _GROUP_NUMBERS = 1 << 20  # Numbers in a row group of a shard: 4 to 8 MB, which a reader decodes for one text.
 _HEAD = ("line", "custom_id", "ids", "start")
 
@@ -71,17 +82,28 @@ def _lines(file: Any, shard_lines: int, shards: set[int]) -> Iterator[tuple[int,
     columns = [name for name in file.schema_arrow.names if name in Fields.__struct_fields__]
     at = 0
     for group in range(file.num_row_groups):
-        rows = file.metadata.row_group(group).num_rows
+        metadata = file.metadata.row_group(group)
+        rows = metadata.num_rows
         if not _has_some(shards, shard_lines, at, rows):
             at += rows
             continue
-        for batch in file.iter_batches(batch_size=_BATCH_ROWS, row_groups=[group], columns=columns):
+        size = _rows_at_once(metadata, columns)
+        for batch in file.iter_batches(batch_size=size, row_groups=[group], columns=columns):
             if _has_some(shards, shard_lines, at, batch.num_rows):
                 row_bytes = batch.nbytes // batch.num_rows
                 for number, row in enumerate(batch.to_pylist(), at):
                     if (shard := number // shard_lines) in shards:
                         yield shard, _line_of(number + 1, row), row_bytes
             at += batch.num_rows
+
+
+def _rows_at_once(group: Any, columns: list[str]) -> int:
+    """Rows of a row group to decode at once: up to `MAX_CHUNK_LINES`, of up to `MAX_CHUNK_BYTES` if they are alike."""
+    all_columns = (group.column(number) for number in range(group.num_columns))
+    read = [column for column in all_columns if column.path_in_schema.partition(".")[0] in columns]
+    size: int = sum(max(_NUMBER_BYTES * column.num_values, column.total_uncompressed_size) for column in read)
+    rows: int = MAX_CHUNK_BYTES * group.num_rows // max(1, size)
+    return max(1, min(MAX_CHUNK_LINES, rows))
 
 
 def _has_some(shards: set[int], shard_lines: int, first: int, rows: int) -> bool:

@@ -15,22 +15,80 @@ The library safetensors writes a file at once, from memory. Here only the result
 
 from __future__ import annotations
 
+import hashlib
+import io
 import json
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from lmpool.batch.folder import Folder, Manifest, Shard, digest_of_file, sync
+from lmpool.batch.folder import Folder, Manifest, Shard, sync
 from lmpool.batch.kinds import Columns, ResultWriter, Text
 from lmpool.batch.lines import Failed
-from lmpool.errors import SettingsError
+from lmpool.errors import BatchError, SettingsError
 
 _HEADER_BYTES = 4096  # Size of a safetensors header, reserved before the columns are known; theirs have about 1 KiB.
+_READ_BYTES = 1 << 20  # Bytes of a shard that are read back at once: little memory, few system calls.
 _CODES = {"float32": "F32", "float16": "F16", "uint16": "BF16", "int64": "I64", "uint8": "U8"}
+
+
+class CheckedFile(io.BufferedRandom):
+    """A new file that keeps a digest of the bytes that are written to it, to compare them with the bytes on the disk.
+
+    Attributes:
+        digest: of the bytes after the header, which is written last and compared itself.
+    """
+
+    def __init__(self, file: io.BufferedRandom) -> None:
+        super().__init__(file.detach())
+        self.digest = hashlib.blake2b(digest_size=16)
+        self._header = b""
+
+    def write(self, data: Any, /) -> int:
+        """Write at the end of the file."""
+        self.digest.update(data)
+        return super().write(data)
+
+    def write_header(self, header: bytes) -> None:
+        """Write the first bytes, which were skipped by `seek`."""
+        self._header = header
+        self.seek(0)
+        super().write(header)
+
+    def read_back(self) -> tuple[str, int]:
+        """Read the file from the disk.
+
+        Returns:
+            Its digest, as `digest_of_file` returns it, and the number of its lines.
+
+        Raises:
+            BatchError: it does not contain the bytes that were written.
+        """
+        self.seek(0)
+        header = self.read(len(self._header))
+        whole = hashlib.blake2b(header, digest_size=16)
+        written = hashlib.blake2b(digest_size=16) if header else whole
+        lines = 0
+        while data := self.read(_READ_BYTES):
+            for digest in {whole, written}:
+                digest.update(data)
+            lines += data.count(b"\n")
+        if header != self._header or written.digest() != self.digest.digest():
+            raise _damaged(self.name, "its digest is not the digest of the bytes that were written")
+        return whole.hexdigest(), lines
+
+
+def _damaged(path: str, reason: str) -> BatchError:
+    error = BatchError(
+        f"{path} was damaged: {reason}. Another process writes to it, or the disk fails. Its shard is not put into "
+        "place. Run the same command again"
+    )
+    error.may_pass = True
+    return error
 
 
 class JsonlWriter(ResultWriter):
@@ -46,14 +104,16 @@ class JsonlWriter(ResultWriter):
 class SafetensorsWriter(ResultWriter):
     """Writes a safetensors file. The first column goes to the file part by part; the others are kept until the end."""
 
-    def __init__(self, file: BinaryIO) -> None:
+    _file: CheckedFile
+
+    def __init__(self, file: CheckedFile) -> None:
         super().__init__(file)
-        file.write(bytes(_HEADER_BYTES))
+        file.seek(_HEADER_BYTES)
         self._column, self._shape, self._code = "", tuple[int, ...](), "F32"
         self._others: dict[str, list[NDArray[Any]]] = {}
         self._custom_ids: list[str | None] = []
         self._small: dict[str, list[int]] = {"positions": [0], "starts": [], "lines": [], "ids": [], "tokens": [0]}
-        self._positions, self._end = 0, _HEADER_BYTES
+        self._positions, self._end, self._digest = 0, _HEADER_BYTES, file.digest.copy()
 
     def add(self, part: Columns) -> None:
         """See `ResultWriter.add`."""
@@ -73,7 +133,7 @@ class SafetensorsWriter(ResultWriter):
         small["lines"].append(text.line)
         small["ids"] += text.ids
         small["tokens"].append(len(small["ids"]))
-        self._end = self._file.tell()
+        self._end, self._digest = self._file.tell(), self._file.digest.copy()
 
     def drop_text(self) -> None:
         """See `ResultWriter.drop_text`."""
@@ -82,6 +142,7 @@ class SafetensorsWriter(ResultWriter):
             self._others[name] = [np.concatenate(parts)[: self._positions]]
         self._file.seek(self._end)
         self._file.truncate()
+        self._file.digest = self._digest.copy()
 
     def close(self) -> None:
         """See `ResultWriter.close`."""
@@ -102,8 +163,7 @@ class SafetensorsWriter(ResultWriter):
             self._file.write(values.tobytes())
         text = json.dumps(header).encode()
         assert len(text) <= _HEADER_BYTES - 8
-        self._file.seek(0)
-        self._file.write((_HEADER_BYTES - 8).to_bytes(8, "little") + text.ljust(_HEADER_BYTES - 8))
+        self._file.write_header((_HEADER_BYTES - 8).to_bytes(8, "little") + text.ljust(_HEADER_BYTES - 8))
 
 
 def _writer_of(suffix: str) -> type[ResultWriter]:
@@ -125,7 +185,7 @@ class ShardWriter:
         self._folder = folder
         self._manifest = manifest
         self._number = number
-        self._file = folder.create(manifest.shard_name(number))
+        self._file = CheckedFile(folder.create(manifest.shard_name(number)))
         self._results = _writer_of(manifest.options.format)(self._file)
         self._errors: list[bytes] = []
         self._failed_line = 0
@@ -154,16 +214,21 @@ class ShardWriter:
 
         Returns:
             The shard that is in place.
+
+        Raises:
+            BatchError: the file does not contain the results that were added.
         """
         path = Path(self._file.name)
         self._results.close()
         sync(self._file)
+        digest, lines = self._file.read_back()
+        if self._manifest.options.format == "jsonl" and lines != self._texts:
+            raise _damaged(str(path), f"it has {lines} lines, and {self._texts} texts have a result")
         self._file.close()
         if (there := self._folder.find_done(self._manifest, self._number)) is not None:
             self.discard()
             return there
-        size = path.stat().st_size
-        shard = Shard(self._number, self._texts, len(self._errors), size, digest_of_file(path))
+        shard = Shard(self._number, self._texts, len(self._errors), path.stat().st_size, digest)
         self._folder.place_shard(self._manifest, shard, path, self._errors)
         return shard
 

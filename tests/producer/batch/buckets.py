@@ -8,6 +8,8 @@ from typing import Any
 
 from fsspec.core import url_to_fs
 
+from lmpool.batch.folder import SUBMISSION
+
 
 class TestBucket:
     """A new bucket.
@@ -47,10 +49,11 @@ class TestBucket:
         self._system.rm_file(f"{self.url}/{name}")
 
     def content(self, folder: str) -> dict[str, bytes]:
-        """All files of an output folder by their paths in it, except the notes."""
+        """All files of an output folder by their paths in it, except the notes and the arguments of `submit`."""
         begins = f"{self.url}/{folder}/".removeprefix("s3://")
         found = {path.removeprefix(begins): path for path in self._system.find(f"{self.url}/{folder}")}
-        return {name: self._system.cat_file(path) for name, path in found.items() if not name.startswith("done/")}
+        others = ("done/", SUBMISSION)
+        return {name: self._system.cat_file(path) for name, path in found.items() if not name.startswith(others)}
 
     def shards(self, folder: str) -> int:
         """How many shards have a note."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from lmpool.batch.folder import Folder, Input, Manifest, Model, Options
+from lmpool.batch.folder import SUBMISSION, Folder, Input, Manifest, Model, Options
 from lmpool.batch.run import BatchSettings, Outcome, Progress, run_batch
 from lmpool.producer import Producer
 from lmpool.synthetic import synthetic_row
@@ -55,9 +55,10 @@ def begun_folder(path: Path, suffix: str = "jsonl") -> tuple[Folder, Manifest]:
 
 
 def content(folder: Path) -> dict[str, bytes]:
-    """All files of an output folder by their paths in it, except the lock and the notes."""
+    """All files of an output folder by their paths in it, except the lock, the notes and the arguments of `submit`."""
+    others = ("lock", "done/", SUBMISSION)
     found = {str(path.relative_to(folder)): path for path in folder.rglob("*") if path.is_file()}
-    return {name: path.read_bytes() for name, path in found.items() if not name.startswith(("lock", "done/"))}
+    return {name: path.read_bytes() for name, path in found.items() if not name.startswith(others)}
 
 
 def errors(folder: Path) -> list[tuple[int, str | None, str]]:

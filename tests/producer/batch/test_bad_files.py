@@ -23,6 +23,7 @@ import pytest
 import lmpool.batch
 from lmpool.batch import lines as lines_module
 from lmpool.batch import parquet as parquet_module
+from lmpool.batch.folder import SUBMISSION
 from lmpool.batch.lines import CustomIds, Failed, Line, Source
 from lmpool.errors import BatchError, BatchRefused, DeadlineExceeded, LMPoolError, SettingsError, UnknownAdapter
 from tests.producer.batch.runs import arguments, begin, content, draw_texts, errors, run, write_lines, write_texts
@@ -363,6 +364,12 @@ def test_a_folder_of_a_run_has_a_status_without_arq(pool: Pool, tmp_path: Path) 
     ended = run_lmpool("batch", "status", str(output))
     assert (ended.returncode, ended.stdout) == (0, "3 of 3 shards done\n")
     (output / "shard-00001.jsonl").unlink()
+    ended = run_lmpool("batch", "status", str(output))
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "2 of 3 shards done\n", "")
+    told = json.loads(run_lmpool("batch", "status", str(output), "--json").stdout)
+    assert told == {"shards": 3, "done": 2, "queued": 0, "under_way": 0, "failed": {}}
+    # A submitted run has jobs, and arq is not installed here.
+    (output / SUBMISSION).write_text("{}")
     ended = run_lmpool("batch", "status", str(output))
     assert (ended.returncode, ended.stderr) == (0, "")
     assert ended.stdout.startswith("2 of 3 shards done (jobs are not shown: batch: its queue needs arq: pip install")

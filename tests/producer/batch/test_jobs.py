@@ -240,10 +240,35 @@ async def test_what_is_cancelled_is_not_done_and_may_be_queued_again(
     assert content(output) == expected
 
 
-async def test_shards_without_a_job_are_reported(
+@pytest.mark.parametrize("forget", ["FLUSHALL", "restart"])
+async def test_a_server_that_lost_everything_gets_its_jobs_again_by_their_status(
+    jobs_pool: Pool, own_server: EmbeddedServer, tmp_path: Path, wanted: tuple[Path, dict[str, bytes]], forget: str
+) -> None:
+    source, expected = wanted
+    output = tmp_path / "out"
+    submit(jobs_pool, source, output)
+    if forget == "FLUSHALL":
+        with redis.Redis.from_url(jobs_pool.url) as client:
+            client.flushall()
+    else:
+        await asyncio.to_thread(own_server.stop)
+        await asyncio.to_thread(own_server.start)
+    with redis.Redis.from_url(jobs_pool.url) as client:
+        assert client.zcard(QUEUE) == 0
+    ended = await asyncio.to_thread(run_lmpool, "batch", "status", str(output), "--redis", jobs_pool.url)
+    assert (ended.returncode, ended.stderr) == (0, f"lmpool: the server lost {SHARDS} jobs: queued again\n")
+    assert ended.stdout == f"0 of {SHARDS} shards done, 0 in progress, {SHARDS} queued\n"
+    assert status(jobs_pool, output) == {"shards": SHARDS, "done": 0, "queued": SHARDS, "under_way": 0, "failed": {}}
+    last = worker(jobs_pool, "--burst")
+    assert await asyncio.to_thread(last.wait) == 0, last.text
+    assert status(jobs_pool, output)["done"] == SHARDS
+    assert content(output) == expected
+    assert lmpool.batch.open(output).is_finished
+
+
+async def test_jobs_that_the_server_lost_are_queued_again_by_their_status(
     jobs_pool: Pool, tmp_path: Path, wanted: tuple[Path, dict[str, bytes]]
 ) -> None:
-    """Such as jobs that a server without an append-only file lost. The same submission queues them again."""
     source, expected = wanted
     output = tmp_path / "out"
     submit(jobs_pool, source, output)
@@ -253,9 +278,20 @@ async def test_shards_without_a_job_are_reported(
         client.delete(job_key_prefix + names[0])
         client.zrem(QUEUE, *names[1:])
         assert await asyncio.to_thread(worker(jobs_pool, "--burst").wait) == 0
-        text = batch(jobs_pool, "status", output)
-        assert text.startswith(f"0 of {SHARDS} shards done, 0 in progress, 0 queued\n{SHARDS} shards without a job: ")
-    assert submit(jobs_pool, source, output)["jobs"] == SHARDS
+        client.zadd(QUEUE, {names[1]: 1})
+        client.delete(job_key_prefix + names[1])
+        show_status = partial(run_lmpool, "batch", "status", str(output), "--redis", jobs_pool.url)
+        whole = source.read_bytes()
+        source.write_bytes(whole + b"\n")
+        ended = await asyncio.to_thread(show_status)
+        assert f"lost {SHARDS} jobs, which cannot be queued again: {source} has changed since" in ended.stderr
+        assert ended.stdout == f"0 of {SHARDS} shards done, 0 in progress, 0 queued\n"
+        source.write_bytes(whole)
+        ended = await asyncio.to_thread(show_status)
+        assert f"the server lost {SHARDS} jobs: queued again" in ended.stderr
+        assert ended.stdout == f"0 of {SHARDS} shards done, 0 in progress, {SHARDS} queued\n"
+        ended = await asyncio.to_thread(show_status)
+        assert (ended.stdout, ended.stderr) == (f"0 of {SHARDS} shards done, 0 in progress, {SHARDS} queued\n", "")
     assert await asyncio.to_thread(worker(jobs_pool, "--burst").wait) == 0
     assert content(output) == expected
 
@@ -263,10 +299,15 @@ async def test_shards_without_a_job_are_reported(
 async def test_a_secret_in_the_url_of_an_input_is_in_no_file(
     jobs_pool: Pool, wanted: tuple[Path, dict[str, bytes]], bucket: TestBucket
 ) -> None:
+    """So jobs with this input cannot be queued again."""
     path, _ = wanted
     source, output = bucket.presigned("in.jsonl", path.read_bytes()), path.parent / "out"
     submit(jobs_pool, source, output)
     assert b"Signature" not in b"".join(file.read_bytes() for file in output.iterdir())
+    with redis.Redis.from_url(jobs_pool.url) as client:
+        client.delete(QUEUE, *client.scan_iter(match=f"{job_key_prefix}*"))
+    ended = await asyncio.to_thread(run_lmpool, "batch", "status", str(output), "--redis", jobs_pool.url)
+    assert f"lost {SHARDS} jobs, which cannot be queued again: the URL of the input has a secret in it" in ended.stderr
 
 
 class Job:
@@ -305,7 +346,7 @@ async def worker_in_process(url: str, folder: Path) -> BatchWorker:
 
 
 def shard_job(source: str, output: str) -> ShardJob:
-    return ShardJob(source, output, BatchSettings("scores"), PoolOfJobs(), {}, 0)
+    return ShardJob(source, BatchSettings("scores"), PoolOfJobs(), output, {}, 0)
 
 
 async def queue(worker: BatchWorker, name: str, folder: Path) -> None:

@@ -18,7 +18,7 @@ import pytest
 
 import lmpool.batch
 from lmpool.batch import run as run_module
-from lmpool.batch.folder import Folder, digest_of_file
+from lmpool.batch.folder import Folder, digest_of_file, sync
 from lmpool.batch.kinds import Text
 from lmpool.batch.lines import Failed
 from lmpool.batch.reader import open_shard
@@ -362,6 +362,62 @@ def test_two_writers_of_one_shard_do_not_disturb_each_other(tmp_path: Path, suff
     shard = tmp_path / "shared" / f"shard-00000.{suffix}"
     assert (wanted.digest, wanted.bytes) == (digest_of_file(shard), shard.stat().st_size)
     assert (wanted.texts, wanted.errors) == (1, 1)
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet", "safetensors"])
+@pytest.mark.parametrize("at", [0, -20])
+def test_a_shard_whose_file_was_damaged_is_not_put_into_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str, at: int
+) -> None:
+    writer = ShardWriter(*begun_folder(tmp_path, suffix), 0)
+    for number in range(1, 4):
+        writer.add(Text(number, "a", [1, 2], range(2)), PART, is_last=True)
+    (temporary,) = tmp_path.glob("*.tmp")
+
+    def sync_and_damage(file: Any) -> None:
+        sync(file)
+        with temporary.open("r+b") as other:
+            other.seek(at, os.SEEK_SET if at == 0 else os.SEEK_END)
+            other.write(bytes(8))
+
+    monkeypatch.setattr("lmpool.batch.shards.sync", sync_and_damage)
+    with pytest.raises(BatchError, match=f"{temporary.name} was damaged: its digest is not the digest of") as raised:
+        writer.place()
+    assert raised.value.may_pass
+    writer.discard()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["manifest.json"]
+
+
+async def test_a_run_computes_a_shard_again_whose_file_was_damaged(
+    pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool.start()
+    source, output = write_texts(tmp_path / "in.jsonl", TEXTS), tmp_path / "out"
+
+    def sync_and_damage(file: Any) -> None:
+        sync(file)
+        if "shard-00002" in file.name:
+            with Path(file.name).open("r+b") as other:
+                other.write(bytes(100))
+
+    async with pool.producer() as producer:
+        await run(producer, source, tmp_path / "wanted", "topk:3", shard_lines=SHARD_LINES)
+        with monkeypatch.context() as patched:
+            patched.setattr("lmpool.batch.shards.sync", sync_and_damage)
+            with pytest.raises(BatchError, match=r"shard-00002\.jsonl\.\w+\.tmp was damaged"):
+                await run(producer, source, output, "topk:3", shard_lines=SHARD_LINES)
+        assert not list(output.glob("shard-00002*"))
+        await run(producer, source, output, "topk:3", shard_lines=SHARD_LINES)
+    assert content(output) == content(tmp_path / "wanted")
+
+
+def test_a_jsonl_shard_with_another_number_of_lines_is_not_put_into_place(tmp_path: Path) -> None:
+    writer = ShardWriter(*begun_folder(tmp_path), 0)
+    writer.add(TEXT, PART, is_last=True)
+    writer._file.write(b"\n")
+    with pytest.raises(BatchError, match="was damaged: it has 2 lines, and 1 texts have a result"):
+        writer.place()
+    writer.discard()
 
 
 def test_a_text_that_is_taken_back_is_in_no_digest(tmp_path: Path) -> None:
