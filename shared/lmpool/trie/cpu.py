@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 
 from lmpool.protocol.query import Op
 from lmpool.settings import count_threads
-from lmpool.trie.kernels import WIDEST, Compressed, Plan, check_op, check_out, make_plan
+from lmpool.trie.plan import WIDEST, Compressed, Plan, check_op, check_out, make_plan
 from lmpool.trie.trie import check_layout, nan_found
 
 WIDTHS = (1, 4, WIDEST)  # Rows of a block; loops are compiled for each width.

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from lmpool.errors import InvalidWeights, SettingsError
 from lmpool.protocol.query import Op
-from lmpool.trie.kernels import Compressed, check_op, check_out, make_plan
+from lmpool.trie.plan import Compressed, check_op, check_out, make_plan
 from lmpool.trie.trie import check_layout, check_shape, nan_found
 
 FUNCTIONS = (

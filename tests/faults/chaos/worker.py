@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from lmpool import cli
 from lmpool.protocol.query import Op
-from lmpool.trie.kernels import Compressed
+from lmpool.trie.plan import Compressed
 from lmpool.workers.backends import synthetic
 from lmpool.workers.execution.contract import Finished
 from lmpool.workers.trie import backend as trie_backend

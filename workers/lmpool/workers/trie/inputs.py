@@ -28,7 +28,8 @@ from lmpool.protocol.query import SECRET_SIZE, TrieQuery, weights_name
 from lmpool.protocol.row import Encoding, Row, Values, check_row, decode_row, encoded_size
 from lmpool.rows.cache import RowConnection, RowConnections, cut_chunks
 from lmpool.rows.shared_memory import SegmentReader, is_reference, unpack_reference
-from lmpool.trie.kernels import Kernels, max_kernel_bytes, open_kernels
+from lmpool.trie.kernels import Kernels, open_kernels
+from lmpool.trie.plan import max_kernel_bytes
 from lmpool.trie.trie import Trie
 from lmpool.vocabulary import Vocabulary
 from lmpool.workers.execution.contract import BackendJob
