@@ -45,7 +45,7 @@ FOLDER = ROOT / "docs/tutorials"
 TUTORIALS = {
     "next-words.md": "' Paris'",
     "smc.md": "log-probability that 16 tokens have no e: about -",
-    "distillation.md": "probability that these have: 0.",
+    "distillation.md": "probability of these tokens: 0.",
     "scoring.md": "exit code 3\n",
 }
 NOBODY = "redis://127.0.0.1:1"

@@ -101,7 +101,7 @@ def test_the_reference_of_the_command_line_has_every_option() -> None:
         assert f"\n## {words}\n" in f"\n{page}"
         assert {name for param in command_line.options_of(command) for name in param.opts} <= named, words
     assert "| `--lease-s` float | Seconds without" in page
-    assert "| `--wait`, `--no-wait` | Wait for" in page
+    assert "| `--wait`, `--no-wait` | Wait up to" in page
 
 
 def test_every_environment_variable_is_explained() -> None:
