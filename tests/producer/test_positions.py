@@ -20,7 +20,7 @@ from lmpool.producer import Producer, SyncProducer
 from lmpool.protocol import query
 from lmpool.protocol.model_info import ModelInfo
 from lmpool.protocol.query import TopK, top, top_of
-from lmpool.protocol.row import Row, widen_bf16
+from lmpool.protocol.row import Row, RowBlock, widen_bf16
 from lmpool.synthetic import draw, fill, synthetic_row
 from lmpool.workers.backends.synthetic import SyntheticBackend, SyntheticSettings
 from lmpool.workers.settings import WorkerSettings
@@ -266,6 +266,11 @@ async def test_logits_come_from_the_row_if_a_worker_has_it_in_16_bits(pool: Pool
         # What a row does not have takes a forward in any case.
         assert np.shape(await producer.positions(WHOLE, 2, logz=True)) == (len(WHOLE) - 2,)
         assert backend.stats().steps == 2 + forwards
+        # A query that raises on the row goes to the backend, and the worker continues.
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(RowBlock, "logits", None)
+            assert np.array_equal((await producer.topk(WHOLE, 6, mode="logits")).ids, top(logits, 6).ids)
+        assert backend.stats().steps == 3 + forwards
     worker.stop()
     await asyncio.wait_for(running, DEADLINE_S)
 

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import nsmallest
 
@@ -17,7 +17,7 @@ from redis.exceptions import RedisError
 from lmpool.aio import delays
 from lmpool.broker.server import Server
 from lmpool.errors import LMPoolError, WorkerError
-from lmpool.protocol.job import Failure
+from lmpool.protocol.job import Failure, digest_of
 from lmpool.protocol.model_info import ModelInfo
 from lmpool.protocol.query import TrieQuery
 from lmpool.protocol.row import RowBlock, VectorBlock
@@ -28,7 +28,7 @@ from lmpool.workers.execution.in_flight import InFlight, InFlightPrompt, StreamE
 from lmpool.workers.membership.adapters import AdapterCache
 from lmpool.workers.metrics.counters import SENT_AGAIN, WorkerCounters
 from lmpool.workers.metrics.tracing import JobTraces, traces_of
-from lmpool.workers.queries import QueryAnswerer, allowed_in
+from lmpool.workers.queries import QueryAnswerer, allowed_in, logits_from_rows
 from lmpool.workers.queue.consumer import Consumer
 from lmpool.workers.queue.jobs import STALE_S, Taken
 from lmpool.workers.queue.leases import Leases
@@ -320,7 +320,7 @@ class Dispatcher:
             self._to_prepare.put_nowait(later)
         cached: list[tuple[InFlightPrompt, RowBlock]] = []
         if self.segment.segment is not None:
-            found_rows = ((prompt, self._find_row(prompt)) for prompt in fresh)
+            found_rows = ((prompt, self._find_row(prompt, prompt.digest)) for prompt in fresh)
             cached = [(prompt, block) for prompt, block in found_rows if block is not None]
             if cached:
                 found = {prompt for prompt, _ in cached}
@@ -336,11 +336,18 @@ class Dispatcher:
 
     def _must_prepare(self, prompt: InFlightPrompt) -> bool:
         """Whether the prompt needs something else before the backend, or perhaps in place of it."""
-        return not prompt.wants_row or bool(allowed_in(prompt))
+        return not prompt.wants_row or bool(allowed_in(prompt)) or self._may_be_in_row(prompt)
 
-    def _find_row(self, prompt: InFlightPrompt) -> RowBlock | None:
-        """The row if this worker computed it before, still has it, and no client found it damaged."""
-        block = self.segment.find(prompt.digest)
+    def _may_be_in_row(self, prompt: InFlightPrompt) -> bool:
+        """Whether the query is for logits or logZ after the whole prompt: a 16-bit row in shared memory has both."""
+        query = prompt.positions
+        if query is None or query.values not in ("logits", "logz") or self.segment.segment is None:
+            return False
+        return len(prompt.span) == 1 and not self.info.lossy
+
+    def _find_row(self, prompt: InFlightPrompt, digest: bytes) -> RowBlock | None:
+        """The row `digest` if this worker computed it before, still has it, and no client found it damaged."""
+        block = self.segment.find(digest)
         is_damaged = prompt.is_damaged or any(entry.overwrite for entry in prompt.entries.values())
         return None if block is None or is_damaged else block
 
@@ -387,7 +394,20 @@ class Dispatcher:
         left = [prompt for prompt in prompts if prompt not in answered and self._holds(prompt)]
         failures = await self.queries.set_tokens(left)
         await self._fail_prompts(failures)
-        self._submit([prompt for prompt in left if prompt not in failures and self._holds(prompt)])
+        left = [prompt for prompt in left if prompt not in failures and self._holds(prompt)]
+        in_rows = await self._answer_from_segment(left)
+        self._submit([prompt for prompt in left if prompt not in in_rows and self._holds(prompt)])
+
+    async def _answer_from_segment(self, prompts: Sequence[InFlightPrompt]) -> Collection[InFlightPrompt]:
+        """Answer queries for logits from 16-bit rows in shared memory; return the answered prompts."""
+        wanted = [prompt for prompt in prompts if self._may_be_in_row(prompt)]
+        found = {prompt: self._find_row(prompt, digest_of(prompt.ids, prompt.adapter)) for prompt in wanted}
+        rows = {prompt: block for prompt, block in found.items() if block is not None and block.log_z is not None}
+        answers = await asyncio.to_thread(logits_from_rows, rows) if rows else {}
+        if answers:
+            vectors = VectorBlock([prompt.digest for prompt in answers], list(answers.values()))
+            await self._publish_answers(vectors, {prompt.digest: prompt for prompt in answers})
+        return answers
 
     # From the backend
 

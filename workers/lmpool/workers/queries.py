@@ -242,6 +242,19 @@ def allowed_in(job: BackendJob) -> bytes:
     return b"" if job.positions is None else job.positions.allowed
 
 
+def logits_from_rows(rows: Mapping[InFlightPrompt, RowBlock]) -> dict[InFlightPrompt, NDArray[np.float32]]:
+    """Answer queries for logits and logZ from 16-bit rows. Queries that raise are left out, for the backend."""
+    answers = {}
+    for prompt, block in rows.items():
+        try:
+            assert prompt.positions is not None
+            assert block.log_z is not None
+            answers[prompt] = prompt.positions.of(block.logits(0)[None], block.log_z, np.empty(0, np.uint32)).ravel()
+        except QUERY_ERRORS as error:
+            failure_of(error)
+    return answers
+
+
 def _pick_all(
     entries: EntriesByDigest, rows: Mapping[bytes, Row], sets: Mapping[bytes, TokenSet | LMPoolError]
 ) -> dict[bytes, Answer]:
