@@ -221,7 +221,7 @@ def test_standard_input_that_is_not_text_gives_a_one_line_error(served: Pool) ->
         input=b"\xff\xfe", capture_output=True, timeout=60, check=False,
     )  # fmt: skip
     assert ended.returncode == 2
-    assert b"standard input is no text in UTF-8" in ended.stderr
+    assert b"standard input is not UTF-8" in ended.stderr
 
 
 def byte_tokenizer(pattern: str) -> str:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Awaitable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import asynccontextmanager, contextmanager
 from functools import partial
-from typing import Any, NamedTuple, Protocol, TypeVar
-from weakref import WeakKeyDictionary
+from threading import RLock
+from typing import Any, NamedTuple, Protocol
 
-from lmpool.aio import join_task
+from lmpool.aio import copy_error
 from lmpool.errors import (
     DeadlineExceeded,
     InvalidVocabulary,
@@ -25,8 +25,6 @@ from lmpool.producer.client.requests import ALONE_S, Deadline
 from lmpool.protocol.model_info import ModelInfo
 from lmpool.protocol.tokenizer import MAX_NORMALIZED_CHARACTERS, check_tokenizer
 from lmpool.settings import shown
-
-T = TypeVar("T")
 
 # Max tokenizers that a process keeps, some 10 MB each.
 _MAX_KEPT = 8
@@ -163,26 +161,33 @@ class ReadsTokenizers(Protocol):
 
 
 class _Reading(NamedTuple):
-    """A read of a tokenizer by one session, shared by all callers in its event loop."""
+    """A read of a tokenizer, shared by all callers in all event loops.
 
-    digest: str
+    Attributes:
+        reader: the session that reads.
+        outcome: the tokenizer or the failure of `reader`; None if the caller that reads gave up.
+    """
+
     reader: ReadsTokenizers
-    task: asyncio.Task[PublishedTokenizer]
+    outcome: Future[PublishedTokenizer | LMPoolError | None]
 
 
 class TokenizerCache:
-    """The published tokenizers that this process has read, by digest, for all event loops.
+    """The published tokenizers that this process has read, by digest, for all event loops and threads.
 
-    Concurrent callers in one event loop share one read. A failure reaches the callers of one session and is not cached.
+    Concurrent callers share one read. If the caller that reads gives up, another caller reads again. A failure reaches
+    the callers of one session and is not cached.
     """
 
     def __init__(self) -> None:
         self._kept: dict[str, PublishedTokenizer] = {}
-        self._reading: WeakKeyDictionary[asyncio.AbstractEventLoop, _Reading] = WeakKeyDictionary()
         self.after_fork()
 
     def after_fork(self) -> None:
-        """Replace the threads: a child process has no threads of its parent."""
+        """Replace the reads, their lock and the threads: a child process has no threads of its parent."""
+        # Reentrant: garbage collection can close a coroutine, which calls `_end`, in a thread that holds the lock.
+        self._lock = RLock()
+        self._readings: dict[str, _Reading] = {}
         self._threads = ThreadPoolExecutor(_MAX_THREADS, "lmpool-tokenizer")
 
     async def encode(
@@ -195,7 +200,8 @@ class TokenizerCache:
             DeadlineExceeded: it took longer than `timeout` seconds.
         """
         deadline, encode = Deadline(timeout), partial(tokenizer.encode, text, add_special_tokens=add_special_tokens)
-        return await _within(deadline, deadline.loop.run_in_executor(self._threads, encode))
+        async with _limit(deadline):
+            return await deadline.loop.run_in_executor(self._threads, encode)
 
     async def get(self, digest: str, reader: ReadsTokenizers, deadline: Deadline) -> PublishedTokenizer:
         """Return a tokenizer, read by the session's `reader` unless it is cached; "" means that there is none.
@@ -206,32 +212,65 @@ class TokenizerCache:
         """
         if (tokenizer := self._kept.get(digest)) is not None:
             return tokenizer
-        loop = deadline.loop
-        while True:
-            reading = self._reading.get(loop)
-            if reading is None or reading.digest != digest or reading.task.done():
-                # A task with a deadline of its own, so that a caller that gives up does not end it for the others.
-                reading = _Reading(digest, reader, loop.create_task(self._read(digest, reader)))
-                self._reading[loop] = reading
-            try:
-                return await _within(deadline, join_task(reading.task))
-            except LMPoolError as error:
+        async with _limit(deadline):
+            while True:
+                with self._lock:
+                    if (tokenizer := self._kept.get(digest)) is not None:
+                        return tokenizer
+                    reading = self._readings.get(digest)
+                    if is_first := reading is None:
+                        reading = self._readings[digest] = _Reading(reader, Future())
+                        # From now on, a caller that is cancelled does not cancel the future for the others.
+                        reading.outcome.set_running_or_notify_cancel()
+                if is_first:
+                    return await self._read(digest, reading)
+                outcome = await asyncio.wrap_future(reading.outcome)
+                if isinstance(outcome, PublishedTokenizer):
+                    return outcome
                 # Another session's pool may lack a tokenizer that this one has.
-                if reading.reader is reader or isinstance(error, DeadlineExceeded):
-                    raise
+                if outcome is not None and reading.reader is reader:
+                    raise copy_error(outcome)
 
-    async def _read(self, digest: str, reader: ReadsTokenizers) -> PublishedTokenizer:
-        text = await reader.tokenizer(digest, Deadline(ALONE_S))
-        tokenizer = self._kept[digest] = await asyncio.to_thread(PublishedTokenizer, text)
-        if len(self._kept) > _MAX_KEPT:
-            self._kept.pop(next(iter(self._kept)), None)
+    async def _read(self, digest: str, reading: _Reading) -> PublishedTokenizer:
+        with self._ending_on_error(digest, reading):
+            # Not the caller's deadline: a reader reports a passed deadline as a failure of the server.
+            text = await reading.reader.tokenizer(digest, Deadline(ALONE_S))
+            parsing = asyncio.get_running_loop().run_in_executor(None, self._parse, digest, reading, text)
+        # The thread continues for the other callers if this one gives up.
+        return await asyncio.shield(parsing)
+
+    def _parse(self, digest: str, reading: _Reading, text: str) -> PublishedTokenizer:
+        with self._ending_on_error(digest, reading):
+            tokenizer = PublishedTokenizer(text)
+        self._end(digest, reading, tokenizer)
         return tokenizer
 
+    @contextmanager
+    def _ending_on_error(self, digest: str, reading: _Reading) -> Iterator[None]:
+        """End a read if the body raises."""
+        try:
+            yield
+        except BaseException as error:
+            self._end(digest, reading, error if isinstance(error, LMPoolError) else None)
+            raise
 
-async def _within(deadline: Deadline, awaited: Awaitable[T]) -> T:
+    def _end(self, digest: str, reading: _Reading, outcome: PublishedTokenizer | LMPoolError | None) -> None:
+        with self._lock:
+            if self._readings.get(digest) is reading:  # A fork discards the reads of the parent.
+                del self._readings[digest]
+            if isinstance(outcome, PublishedTokenizer):
+                self._kept[digest] = outcome
+                if len(self._kept) > _MAX_KEPT:
+                    del self._kept[next(iter(self._kept))]
+        reading.outcome.set_result(outcome)
+
+
+@asynccontextmanager
+async def _limit(deadline: Deadline) -> AsyncIterator[None]:
+    """Cancel the body at the deadline, and raise DeadlineExceeded."""
     try:
         async with deadline.limit():
-            return await awaited
+            yield
     except DeadlineExceeded:
         raise
     except TimeoutError as error:
