@@ -61,7 +61,7 @@ async def test_a_worker_hands_its_jobs_back_at_once_and_ends(pool: Pool, fault: 
         assert await asyncio.to_thread(worker.wait) == 2
         (line,) = (line for line in worker.text.splitlines() if line.startswith("lmpool: "))
         assert FAULTS[fault] in line
-        assert "in _fault" in worker.text, "it says where the thread is"
+        assert "in _injected_failures" in worker.text, "it says where the thread is"
         held = pending(pool)
         assert held
         assert all(job["time_since_delivered"] > LONG_LEASE_S * 1000 for job in held)

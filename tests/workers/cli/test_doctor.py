@@ -87,7 +87,7 @@ def test_a_folder_that_holds_no_model_is_wrong(pool: Pool, tmp_path: Path) -> No
     (tmp_path / "empty").mkdir()
     (tmp_path / "bare").mkdir()
     (tmp_path / "bare" / "config.json").write_text("{}")
-    for name, text in (("empty", "the folder is empty"), ("bare", "has no weights")):
+    for name, text in (("empty", "it has no config.json"), ("bare", "has no weights")):
         found = examine(1, str(tmp_path / name), "--redis", pool.url)
         assert wrong(found) == ["model"]
         assert text in found["model"]["found"]

@@ -102,7 +102,7 @@ def test_a_class_describes_what_it_inherits_too() -> None:
     assert set(options) == {field.name for field in fields(VllmSettings)} - {"model"}
     assert options["sessions"].startswith("Growing prompts")
     assert options["max_batch"].startswith("Prompts that run together. (default: 256)")
-    assert options["adapters"].endswith("may be given several times.")
+    assert options["adapters"].startswith("LoRA adapters, as name=folder; may be given several times.")
 
 
 @pytest.mark.parametrize("kind", [WorkerSettings, TrieSettings, *_backends().values()])

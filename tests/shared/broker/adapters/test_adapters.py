@@ -207,7 +207,7 @@ async def test_a_worker_refuses_a_job_that_names_no_adapter(pool: Pool, folders:
         told = await asyncio.to_thread(reply_to, pool, ids, adapter)
         failure = unpack_failure(told[b"e"])
         assert failure.kind == UnknownAdapter.__name__
-        assert failure.text.endswith("names no adapter: a job calls one name@revision")
+        assert failure.text.endswith("is not the name of an adapter: a job names it as name@revision")
         assert not pool.redis.exists(pool.keys.model("syn").dead), "the job decodes, so it is no dead letter"
         async with pool.producer() as producer:
             assert np.array_equal(await producer.logprobs([1]), synthetic_row([1], vocab_size=V)), "it serves on"
