@@ -53,9 +53,9 @@ _MAX_LOGPROB = 1.0  # Largest log-probability that rounding of float32 numbers a
 class Encoding(IntEnum):
     """How the numbers of a row are stored."""
 
-    F32 = 1
-    BF16 = 2
-    F16 = 3
+    F32 = 1  # Numbers are part of the wire format: never reuse one.
+    BF16 = 2  # bfloat16 logits.
+    F16 = 3  # float16 logits.
 
     @property
     def dtype(self) -> np.dtype[Any]:

@@ -13,7 +13,7 @@ from lmpool.errors import ProtocolError
 from lmpool.protocol.job import DIGEST_SIZE
 
 _IDS, _BITS, _NAME = b"i", b"b", b"n"  # First byte of an encoded token set: token ids, one bit per token, or a name.
-_ID_BYTES = 4
+_ID_BYTES = 4  # Bytes of a token id, a uint32.
 
 
 @dataclass(frozen=True, eq=False)

@@ -42,12 +42,10 @@ MAX_CHECKED = 64
 
 # Seconds between two log lines about prompts that are not computed.
 _LOG_DROPPED_INTERVAL_S = 60.0
-# Results up to this many bytes are published together, at most this many steps at once.
-_SMALL_BYTES = 64 * 1024
-_MAX_JOINED_STEPS = 8
-# Ms that a read waits for jobs: short at first, because another lane may have some.
-_MIN_BLOCK_MS = 4
-_MAX_BLOCK_MS = 500
+_SMALL_BYTES = 64 * 1024  # Max bytes of a step whose results are published together with those of other steps.
+_MAX_JOINED_STEPS = 8  # Max steps that are published together, so that the first result does not wait for long.
+_MIN_BLOCK_MS = 4  # Ms that the first read waits for jobs: short, because another lane may have some.
+_MAX_BLOCK_MS = 500  # Ms that later reads wait; a stopping worker waits as long.
 # Seconds that the fetch loop leaves the interpreter to the backend's thread when that begins to work.
 _GIVE_WAY_S = 0.001
 # A step that is shorter than this takes less than a call of the server, so one call takes several batches: else the

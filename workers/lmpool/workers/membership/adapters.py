@@ -31,7 +31,7 @@ from lmpool.workers.settings import WorkerSettings
 
 _log = logging.getLogger("lmpool.worker")
 
-_MB = 1_000_000
+_MB = 1_000_000  # Bytes of a megabyte, the unit of --adapter-mb.
 _QUARANTINE_MS = 600_000  # How long the note of a load stays; long enough for an operator to read the worker's log.
 _REFUSED_S = 5.0  # Seconds before an adapter that could not be loaded is tried again.
 _RETRY_S = 0.5  # Seconds between two tries to read the registry from a server that does not answer.

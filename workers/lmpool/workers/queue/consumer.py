@@ -22,11 +22,10 @@ _log = logging.getLogger("lmpool.worker")
 
 # Max ms by which ids of a stream may be ahead of the server's clock: the clock may be set back by an hour.
 _MAX_AHEAD_MS = 3_600_000
-# Seconds that prompts wait in the lane of their home before another worker, which has none of their prefix, takes them.
-_MIN_PATIENCE_S = 0.25
-_MAX_PATIENCE_S = 60.0
-# Within these limits, the seconds of this many steps.
+# A prompt waits in the lane of its home for this many steps before a worker without its prefix takes it.
 _PATIENCE_STEPS = 4
+_MIN_PATIENCE_S = 0.25  # Min seconds of this wait, for short steps.
+_MAX_PATIENCE_S = 60.0  # Max seconds of this wait, for long steps.
 
 
 @dataclass(eq=False)

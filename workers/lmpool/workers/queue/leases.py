@@ -25,10 +25,9 @@ _MAX_CLAIMED_BYTES = 512 * 1024
 _CURSOR_TTL_MS = 3_600_000
 # The longest lease of any worker, in ms: workers of one model may have different leases.
 _MAX_LEASE_MS = int(LIMITS["lease_s"][1] * 1000)
-# Lifetime in ms, number and length of the reasons why workers released entries: an hour, for the dead letters of it.
-_REASONS_TTL_MS = 3_600_000
-_MAX_REASONS = 1000
-_MAX_REASON_TEXT = 500
+_REASONS_TTL_MS = 3_600_000  # Lifetime of the reasons why workers released entries, for dead letters of the next hour.
+_MAX_REASONS = 1000  # Max reasons kept per model.
+_MAX_REASON_TEXT = 500  # Max characters of a reason.
 
 
 class Claimed(NamedTuple):

@@ -45,7 +45,7 @@ from lmpool.workers.execution.contract import BackendJob, BackendStats, Finished
 
 _log = logging.getLogger(__name__)
 
-_NO_LIMIT = 2**62
+_NO_LIMIT = 2**62  # Tokens; more than any prompt has.
 
 # Tokens of a prompt in a step from which on more tokens are hardly faster each, only later: on a CPU, and elsewhere.
 _CPU_CHUNK, _CHUNK = 512, 2048

@@ -61,7 +61,7 @@ _log = logging.getLogger(__name__)
 
 _CPU_KV_BYTES = 1 << 30  # Memory for keys and values on a CPU, where vLLM would take most of the machine's.
 _CPU_BLOCK = 32  # Tokens per block of keys and values; vLLM's CPU kernels need a multiple of 32.
-_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # Values that vLLM accepts for `max_lora_rank`.
 _PARALLEL = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "nnodes")
 
 # Dtypes of keys and values with fewer than 16 bits. With fp8 on a CPU rows were off by 1.1 to 1.6 (0.32.0).
