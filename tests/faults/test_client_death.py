@@ -16,7 +16,7 @@ from lmpool.errors import DeadlineExceeded
 from lmpool.producer import Producer
 from lmpool.protocol.job import digest_of
 from lmpool.synthetic import synthetic_row
-from lmpool.workers.queue import consumer
+from lmpool.workers.queue import jobs
 from tests.support.gate import Gate, GatedBackend, gated_worker, until_full
 from tests.support.pool import DEADLINE_S, Pool, V, count_waiting, until, until_async
 from tests.support.servers.clocks import SetClock
@@ -108,7 +108,7 @@ async def test_what_a_killed_client_had_queued_expires_with_its_deadline(
 ) -> None:
     pool, set_clock = clocked
     backend = GatedBackend(gate)
-    monkeypatch.setattr(consumer, "STALE_S", -1.0)  # To the worker's own clock they are new.
+    monkeypatch.setattr(jobs, "STALE_S", -1.0)  # To the worker's own clock they are new.
     async with gated_worker(pool, backend), pool.producer() as producer:
         clients.append(await asyncio.to_thread(ClientProcess, pool))
         await until_full(pool, backend.batch)

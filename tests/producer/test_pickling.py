@@ -84,7 +84,7 @@ async def test_pickling_a_trie_or_pool_says_what_to_pickle_instead(served: Memor
         for value, instead in [
             (trie, r"pickle the SyncProducer, .* `producer.trie\(vocabulary\)`"),
             (trie._asynchronous, r"pickle the producer, .* `await producer.trie\(vocabulary\)`"),
-            (served, "give other processes its `url`"),
+            (served, "pass its `url` to others"),
         ]:
             with pytest.raises(LMPoolError, match=f"cannot be pickled: {instead}"):
                 pickle.dumps(value)

@@ -1,6 +1,6 @@
 """A worker process whose model loads, and whose steps end, while a file is there.
 
-Its event loop stands still from SIGUSR1 to SIGUSR2.
+Its event loop stands still from SIGVTALRM to SIGUSR2.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def main(url: str, prefix: str, port: str, gate: str, lease_s: str = "15") -> No
     """Serve until SIGTERM."""
     # Before there are other threads: the one of the event loop is to get it.
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR2])
-    signal.signal(signal.SIGUSR1, lambda *_: signal.sigwait([signal.SIGUSR2]))
+    signal.signal(signal.SIGVTALRM, lambda *_: signal.sigwait([signal.SIGUSR2]))
     backend = GatedSettings("syn", vocab_size=512, gate=gate)
     serve(Server(url), backend, WorkerSettings(prefix=prefix, lease_s=float(lease_s), metrics_port=int(port)))
 

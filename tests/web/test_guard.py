@@ -50,8 +50,8 @@ def test_nothing_is_told_without_the_token(service: WebService) -> None:
         assert service.sign_in(wrong).status == 401, wrong
         assert service.sign_in(wrong, field="link_token").status == 401, wrong
     assert service.sign_in(TOKEN, field="link_token").status == 401
-    assert service.ask("/api/models", token=None).body.startswith(b"a token is needed: ")
-    wrong_token = b"the token is wrong: each start of `lmpool web` makes a new one, unless LMPOOL_"
+    assert service.ask("/api/models", token=None).body.startswith(b"the token is missing: ")
+    wrong_token = b"the token is wrong: each start of `lmpool web` generates a new one unless LMPOOL_"
     assert service.ask("/api/models", token="x").body.startswith(wrong_token)
     # A token in an address would stay in the browser's history and in a proxy's log.
     assert service.ask(f"/api/models?token={TOKEN}", token=None).status == 401
@@ -77,7 +77,7 @@ def test_the_address_signs_in_one_browser_once(pool: Pool) -> None:
     assert service.sign_in(link_token).status == 401
     assert service.sign_in(link_token, field="link_token").status == 200
     second = service.sign_in(link_token, field="link_token")
-    assert (second.status, second.json["error"].partition(":")[0]) == (401, "this address was used before")
+    assert (second.status, second.json["error"].partition(";")[0]) == (401, "this address was used before")
     assert service.sign_in(token).status == 200, "other browsers sign in with the token"
 
 
@@ -373,11 +373,13 @@ def test_pages_have_no_script_and_no_style_of_their_own_and_name_no_other_host()
 def test_a_weak_token_and_a_port_in_use_are_refused(service: WebService) -> None:
     done = run_lmpool("web", "--token", "short")
     assert done.returncode == 2
-    assert done.stderr.startswith("lmpool: --token: it must be at least 16 ")
+    assert done.stderr.startswith("lmpool: --token: it must have at least 16 ")
     done = run_lmpool("web", "--token", TOKEN + "; Domain=evil.example")
     assert done.returncode == 2
     done = run_lmpool("web", "--port", str(service.port))
-    assert done.stderr.startswith(f"lmpool: --port: cannot listen at 127.0.0.1:{service.port}: another program does; ")
+    assert done.stderr.startswith(
+        f"lmpool: --port: cannot listen on 127.0.0.1:{service.port}: another program uses it. "
+    )
     assert (done.stderr.count(str(service.port)), "or pass --port N" in done.stderr) == (1, True)
 
 

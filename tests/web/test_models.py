@@ -59,7 +59,8 @@ def tell_of_others(pool: Pool, count: int) -> list[str]:
 
 def test_a_request_under_way_is_answered_while_eight_other_models_are_asked(pool: Pool, tmp_path: Path) -> None:
     gate = Gate(tmp_path / "open")
-    pool.start(command=gate.command)
+    # Workers remove infos without workers after a third of a lease.
+    pool.start("--lease-s", 60, command=gate.command)
     service = WebService(pool)
     with ThreadPoolExecutor(1) as thread:
         held = thread.submit(service.ask, "/api/row", {"model": "syn", "ids": [1, 2]})

@@ -76,7 +76,7 @@ def test_a_page_asks_for_the_token_and_a_wrong_one_opens_nothing(pool: Pool, wat
     watched = watch(service)
     page = watched.page
     page.goto(f"{service.base}/?token={TOKEN}")
-    expect(page.get_by_role("alert").last).to_contain_text("the token in this address signs no browser in")
+    expect(page.get_by_role("alert").last).to_contain_text("the token in this address is not valid")
     assert page.url == f"{service.base}/"
     page.keyboard.press("Escape")
     page.get_by_label("Token", exact=True).fill("wrong again")

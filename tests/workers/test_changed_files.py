@@ -86,7 +86,7 @@ def test_a_change_of_a_file_that_was_loaded_is_noticed_and_logged_once(
         watch.check()
         assert watch.changed == names
     lines = [record.getMessage() for record in caplog.records if "have changed" in record.getMessage()]
-    assert lines == [line for line in lines if f"loaded them: {names}. It goes on" in line]
+    assert lines == [line for line in lines if f"loaded them: {names}. It continues" in line]
     assert len(lines) == bool(names)
 
 

@@ -200,11 +200,9 @@ def test_keys_that_hold_something_else_end_no_worker(pool: Pool, worker: WorkerP
     pool.redis.hset(model.adapters, "junk", b"\xc1")
     # It has seen all that when it has claimed jobs and sent a heartbeat: once a lease at least.
     until(lambda: not pool.redis.hexists(keys.models(), b"\xff"), "infos of nobody are swept")
-    other = pool.start("--lease-s", LEASE_S, wait=False)
+    # An unreadable entry of an adapter concerns only requests that name the adapter.
+    other = pool.start("--lease-s", LEASE_S)
     assert_serves(pool, worker)
-    # One that starts may refuse, in a sentence, to serve adapters that cannot be read.
-    assert other.wait() == 2
-    assert "registered adapter" in other.text
     assert "Traceback" not in other.text
     pool.redis.delete(model.adapters, keys.models())
     assert_serves(pool, pool.start("--lease-s", LEASE_S))

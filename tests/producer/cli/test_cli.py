@@ -210,7 +210,7 @@ def test_a_prompt_that_names_a_file_is_said_to_be_taken_as_text(pool: Pool, tmp_
     for text, lines in [(str(prompt), 2), ("no such file", 1), ("x" * 5000, 1), (str(tmp_path), 1)]:
         told = on(pool, *command, text).stderr.splitlines()
         assert len(told) == lines
-        assert (f"the prompt is the text {str(prompt)!r}, not what is in this file" in told[0]) is (lines == 2)
+        assert (f"the prompt is the text {str(prompt)!r}, not the content of this file" in told[0]) is (lines == 2)
     assert len(on(pool, *command, "--ids", str(prompt)).stderr.splitlines()) == 1
 
 
@@ -322,7 +322,7 @@ def test_bench_measures_a_served_model(pool: Pool) -> None:
     assert output["new_per_s"] > 0
     assert output["alone_p50_ms"] > 0
     assert "cached" in on(pool, "bench", "--prompts", "20").stdout
-    assert "length: 999999 is more than" in one_line(on(pool, "bench", "--length", "999999"))
+    assert "length: 999999 tokens; this model accepts at most" in one_line(on(pool, "bench", "--length", "999999"))
 
 
 def test_every_mistake_is_one_line_and_exit_code_2(short_dir: Path, server_url: str) -> None:

@@ -111,7 +111,7 @@ async def test_a_prompt_that_was_given_up_is_listed_shown_and_queued_again(pool:
 
 
 def test_list_without_a_model_shows_the_letters_of_all_that_are_served(pool: Pool) -> None:
-    assert "; no model is served: name a model" in dead(pool, "list", model=None).stdout
+    assert "; no model is served: pass --model" in dead(pool, "list", model=None).stdout
     assert "model" in refusal(dead(pool, "list", model="a{b}"))
     for name in ("one", "two"):
         pool.start(model=name)
@@ -131,7 +131,7 @@ def test_what_cannot_be_computed_is_refused_with_the_reason_and_stays(pool: Pool
         bury(pool, job([1])): f"it is for another model of this name: its fingerprint is {'f' * 32}, not {fingerprint}",
         bury(pool, job([V], fingerprint)): f"token id {V} is out of range",
         bury(pool, Job(b"abc", "", fingerprint).pack()): "3 bytes are not a whole number of uint32 ids",
-        bury(pool, job([1], fingerprint, query=b"\xc1")): "it cannot be read",
+        bury(pool, job([1], fingerprint, query=b"\xc1")): "the job cannot be decoded",
         bury(pool, job([1], fingerprint, "poet@12")): "the adapter 'poet' of revision '12' is no longer registered",
     }
     good = bury(pool, job([7, 7], fingerprint))
@@ -167,7 +167,7 @@ def test_text_of_others_does_not_reach_the_terminal_as_it_is(pool: Pool) -> None
     assert "[bold]" in printed[1]
     assert "\\x1b[31m" in printed[1]
     assert NASTY.encode("utf-8", "surrogatepass").hex()[:512] + "…" in printed[2]
-    assert "at no possible time" in printed[4]
+    assert "at an impossible time" in printed[4]
     assert "this entry" not in refusal(dead(pool, "show", "\x1b[31m1-1"))
 
 
@@ -176,9 +176,9 @@ def test_what_is_meant_must_be_there(pool: Pool) -> None:
     unknown = "'12-34' matches no dead letter: see `lmpool dead list`"
     assert unknown in refusal(dead(pool, "show", "12-34"))
     assert unknown in refusal(dead(pool, "drop", kept, "12-34"))
-    assert "name the ids that are meant" in refusal(dead(pool, "drop"))
-    assert "name the ids that are meant" in refusal(dead(pool, "retry", kept, "--all"))
-    assert "name a model that is not served with --model" in refusal(dead(pool, "show", kept, model=None))
+    assert "pass ids (see" in refusal(dead(pool, "drop"))
+    assert "pass ids (see" in refusal(dead(pool, "retry", kept, "--all"))
+    assert "pass --model for a model that is not served" in refusal(dead(pool, "show", kept, model=None))
     # Nobody serves the model: it can be looked at and dropped, not retried.
     assert "the model 'syn' is not served" in refusal(dead(pool, "retry", "--all"))
     assert [letter["id"] for letter in as_json(pool, "list")] == [kept]

@@ -57,7 +57,7 @@ def is_harmless(text: str) -> bool:
 @pytest.fixture
 def spoilt(pool: Pool) -> Pool:
     """A pool with a worker that serves a name full of markup, beside what somebody hostile has written."""
-    worker = pool.start(model=ALLOWED)
+    worker = pool.start("--lease-s", 60, model=ALLOWED)  # Workers remove infos without workers after a third of it.
     models = pool.keys.models()
     pool.redis.hset(models, NASTY, ModelInfo(NASTY, "synthetic", V, 100, "r", "float32").pack())
     pool.redis.hset(models, "bad", ModelInfo("bad", f"synthetic{NASTY}", V, 100, "r", "float32").pack())
@@ -68,7 +68,10 @@ def spoilt(pool: Pool) -> Pool:
     pool.redis.hset(pool.keys.worker(NASTY), mapping=told)
     pool.redis.hset(pool.keys.loading(), NASTY, NASTY)
     keys = pool.keys.model(ALLOWED)
-    pool.redis.hset(keys.adapters, "[/nothing]\u202e :bomb:", Adapter("/somewhere", "abc").pack())
+    served: Any = pool.redis.hget(models, ALLOWED)
+    registry: dict[Any, Any] = {"": ModelInfo.unpack(served).fingerprint, "@": 1}
+    registry["[/nothing]\u202e :bomb:"] = b"1 " + Adapter("/somewhere", "abc").pack()
+    pool.redis.hset(keys.adapters, mapping=registry)
     pool.redis.xadd(keys.dead, {"e": Failure(NASTY, NASTY).pack(), "m": NASTY.encode()})
     assert is_harmless(worker.text)
     return pool

@@ -177,7 +177,7 @@ def test_each_class_of_redis_py_has_one_here() -> None:
         assert issubclass(ours, base)
         assert ours.send_packed_command is not base.send_packed_command
         assert connection_class(ours) is ours is connection_class(kind)
-    with pytest.raises(SettingsError, match="of the type int cannot be used here"):
+    with pytest.raises(SettingsError, match="cannot use a client whose connections are of the type int"):
         connection_class(int)
 
 

@@ -243,7 +243,7 @@ def test_jobs_of_a_killed_worker_are_taken_up_at_once(up: Up, count: int) -> Non
         began = time.monotonic()
         process.until_says("requeued ")
         if count == 2:
-            process.until_says("took over ")
+            process.until_says("claimed ")
             assert time.monotonic() - began < 10  # Half a second on an idle machine.
         asking.join()
         assert time.monotonic() - began < 60

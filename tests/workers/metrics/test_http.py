@@ -197,7 +197,7 @@ def test_a_loop_that_stands_still_is_not_healthy(pool: Pool, tmp_path: Path) -> 
     command = [sys.executable, "-m", "tests.support.gated_worker", pool.url, pool.prefix, str(port), str(tmp_path), "1"]
     worker = pool._launch(command, None, wait=True)
     until(lambda: is_like(port, "/healthz", 200, "ok"), "it is healthy")
-    worker.signal(signal.SIGUSR1)
+    worker.signal(signal.SIGVTALRM)
     until(lambda: is_like(port, "/healthz", 503, "the event loop has not run for"), "it says that it stands still")
     until(lambda: is_like(port, "/readyz", 503, "the event loop has not run for"), "it says so there too")
     worker.signal(signal.SIGUSR2)

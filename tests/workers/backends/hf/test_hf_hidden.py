@@ -192,7 +192,7 @@ async def test_a_file_is_refused_where_no_hidden_states_are_told(pool: Pool, tmp
     pool.start()
     source = write_texts(tmp_path / "in.jsonl", [[1]])
     async with pool.producer() as producer:
-        with pytest.raises(SettingsError, match="what: the backend 'synthetic' of 'syn' does not tell"):
+        with pytest.raises(SettingsError, match="what: the backend 'synthetic' of 'syn' does not return hidden states"):
             await run(producer, source, tmp_path / "out", "hidden")
 
 
