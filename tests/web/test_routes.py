@@ -175,7 +175,7 @@ def test_bad_input_is_refused_with_what_is_wrong(pool: Pool, service: WebService
         ("/api/dead/retry", letters, 400, "matches no dead letter"),
         ("/api/dead/retry", {**letters, "model": "other"}, 404, "the model 'other' is not served"),
         ("/api/dead/drop", {**letters, "ids": ["1-1"] * 501}, 400, "501 letters; name 1 to 500"),
-        ("/api/dead/drop", {**letters, "ids": []}, 400, "name 1 to 500 letters"),
+        ("/api/dead/drop", {**letters, "ids": []}, 400, "0 letters; name 1 to 500"),
     ]
     for path, body, status, words in cases:
         answer = service.ask(path, body)
