@@ -513,11 +513,7 @@ class Dispatcher:
         held = [prompt for prompt in self.in_flight.values() if prompt.is_owed]
         due = [prompt for prompt in held if now - min(entry.since for entry in prompt.entries.values()) >= STALE_S]
         # A prompt counts from its arrival until its first check, so new prompts do not go before all others.
-        first = nsmallest(
-            MAX_CHECKED,
-            due,
-            key=lambda prompt: max(entry.checked_at or entry.since for entry in prompt.entries.values()),
-        )
+        first = nsmallest(MAX_CHECKED, due, key=_checked_at)
         dropped = await self._drop_unwanted_of(first, now) if first else 0
         if dropped and len(first) < len(held):
             dropped += await self._drop_unwanted_of(set(held).difference(first), now)

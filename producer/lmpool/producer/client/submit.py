@@ -37,8 +37,6 @@ _MIN_PATIENCE_S, _MAX_PATIENCE_S = 5.0, 3600.0
 _MAX_WEIGHTS_BYTES = 4 * 1024 * 1024
 # Max bytes of token ids per script call, which blocks the server for a few ms.
 _MAX_IDS_BYTES = 512 * 1024
-# Suffix of the script's reply: jobs of another client are in the stream before these.
-_MUST_REFILL = b"+"
 
 # Max prompts whose homes are remembered; about 100 bytes each.
 _MAX_HOMES = 65_536
@@ -429,7 +427,6 @@ class Submitter:
         is_damaged = any(request.damaged for request in requests)
         requests, homes = self.homes.arrange(requests)
         outcome = await self._call_script(requests, homes, is_damaged, again)
-        must_refill, outcome = outcome.endswith(_MUST_REFILL), outcome.removesuffix(_MUST_REFILL)
         self.is_full = b"F" in outcome
         if self.is_full and self._waits_when_full:
             self.retry_soon()
@@ -462,14 +459,12 @@ class Submitter:
             for request in lost:
                 request.lost += 1
             self._tasks.spawn(self._connections.check_memory(len(self._requests)))
-        if must_refill:
-            self._tasks.spawn(self._refill())
         return stored
 
     async def _call_script(
         self, requests: Sequence[PendingRequest], homes: Sequence[bytes], is_damaged: bool, again: bool
     ) -> bytes:
-        """Call `submit.lua`; returns a letter for each request, and perhaps `_MUST_REFILL`."""
+        """Call `submit.lua`; returns a letter for each request."""
         connections, model = self._connections, self._connections.model
         is_unfit = is_damaged or any(request.whole for request in requests)
         lookup = "" if is_unfit else "rows" if model.rows.is_seen else "marks"
@@ -497,17 +492,9 @@ class Submitter:
         generated = [request.prompt.generated for request in requests if request.prompt.generated]
         args += [*(homes or [b""] * len(requests)), *generated] if generated else homes
         outcome = await scripts.SUBMIT.on(connections.commands.call, keys, args)
-        if not isinstance(outcome, bytes) or len(outcome.removesuffix(_MUST_REFILL)) != len(requests):
+        if not isinstance(outcome, bytes) or len(outcome) != len(requests):
             raise connections.commands.distrust(outcome)
         return outcome
-
-    async def _refill(self) -> None:
-        """Move another client's jobs from the stream behind these prompts, some in each call."""
-        try:
-            while await scripts.REFILL.on(self._connections.commands.call, [self._connections.model.keys.jobs], []):
-                pass
-        except TROUBLE as error:
-            self._connections.note(error)  # Workers continue the refill.
 
     def _patience_ms(self, requests: Sequence[PendingRequest]) -> int:
         """Return how long the server keeps this client registered: until the last deadline, and some leases more."""

@@ -129,12 +129,6 @@ class InFlightPrompt(BackendJob, eq=False):
         """Whether some entry requests the row itself, or answers that only the backend computes."""
         return any(entry.query is None for entry in self.entries.values())
 
-    @property
-    def wants_overwrite(self) -> bool:
-        """Whether the stored row must be replaced."""
-        entries = self.entries.values()
-        return self.is_damaged or any(entry.overwrite and entry.query is None for entry in entries)
-
     def restart(self) -> None:
         """Prepare for another submission, for the entries that joined after the last one."""
         if self.drawn is not None:
