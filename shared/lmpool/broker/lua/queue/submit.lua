@@ -30,9 +30,29 @@ local SOLE_EXTRA, SOLE_MAX_BYTES, SOLE_MS = 1200, 2048, 3600000
 local is_bulk, first_cost = is_bulk_client(reply), HEAD + 2 * count
 local is_continued = #ARGV > first_cost
 local kind = is_bulk and BULK or is_continued and CONTINUED or nil
-local free_rows, free_bulk, free_continued, depth = spare_capacity()
+local depth, sole = redis.call('XLEN', jobs) + in_lanes(), redis.pcall('GET', sole_client)
+local are_new = existing == 0 and depth + count <= limit
+
+-- Whether a client that is known to ask alone may add all prompts of this call.
+local function is_known_alone()
+  if sole ~= reply or kind or depth + count > SOLE_EXTRA then
+    return false
+  end
+  for i = HEAD + 1, HEAD + count do
+    if #ARGV[i] > SOLE_MAX_BYTES then
+      return false
+    end
+  end
+  return true
+end
+
+-- This comes before spare_capacity, which takes the server as long as some prompts do, and which such a client does not need.
+local is_alone = are_new and is_known_alone()
+local free_rows, free_bulk, free_continued = 0, 0, 0
+if not is_alone then
+  free_rows, free_bulk, free_continued = spare_capacity()
+end
 local free = is_bulk and free_bulk or is_continued and free_continued or free_rows
-local sole = (free < count or free_bulk < 0) and redis.pcall('GET', sole_client)
 -- Outcomes; waiting keys and values to set; by waiting key, the outcome of the same prompt later in this call.
 local outcome, fresh, is_done, sole_waiter = {}, {}, {}, reply .. '\n'
 local homes, is_sibling = {}, {}
@@ -69,22 +89,8 @@ local function finish()
   count_added()
 end
 
--- Whether a client that is known to ask alone may add all prompts of this call.
-local function is_known_alone()
-  if sole ~= reply or kind or depth + count > SOLE_EXTRA then
-    return false
-  end
-  for i = HEAD + 1, HEAD + count do
-    if #ARGV[i] > SOLE_MAX_BYTES then
-      return false
-    end
-  end
-  return true
-end
-
 -- Nearly always all prompts are new and go to the streams. Defining the functions for other cases takes as long as a few prompts.
-if existing == 0 and depth + count <= limit then
-  local is_alone = free < count and is_known_alone()
+if are_new then
   if is_alone or free >= count and (is_bulk or free_bulk >= 0 or not is_bulk_client(sole)) then
     local announced, homeless = {}, count
     open_lanes(count)
@@ -103,7 +109,7 @@ if existing == 0 and depth + count <= limit then
       end
     end
     finish()
-    if is_alone then
+    if is_alone and redis.call('PTTL', sole_client) < SOLE_MS / 2 then
       redis.call('SET', sole_client, reply, 'PX', SOLE_MS)
     end
     return table.concat(outcome)
@@ -119,7 +125,6 @@ local in_backlog = count_at('ZCARD', backlog)
 -- Prompts that are all new need no check each.
 local is_new = not again and existing == (in_backlog > 0 and 1 or 0)
 if free_bulk < 0 or is_bulk then
-  sole = redis.pcall('GET', sole_client)
   -- A bulk client gives way to all other clients, an interactive client to interactive clients only.
   local excess = is_bulk_client(sole) and -free_bulk or is_bulk and 0 or -free_rows
   if sole ~= reply and sole ~= GAVE_WAY and excess > 0 then
@@ -142,7 +147,6 @@ end
 
 -- Start times and stored jobs for the backlog; waiting keys that other clients wait in.
 local order, stored, has_others, since, now, last = {}, {}, {}, nil, nil, nil
-local is_alone = false
 
 local function register(waiting, entry)
   if has_others[waiting] then
