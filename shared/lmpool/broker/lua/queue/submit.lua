@@ -33,21 +33,12 @@ local kind = is_bulk and BULK or is_continued and CONTINUED or nil
 local depth, sole = redis.call('XLEN', jobs) + in_lanes(), redis.pcall('GET', sole_client)
 local are_new = existing == 0 and depth + count <= limit
 
--- Whether a client that is known to ask alone may add all prompts of this call.
-local function is_known_alone()
-  if sole ~= reply or kind or depth + count > SOLE_EXTRA then
-    return false
-  end
-  for i = HEAD + 1, HEAD + count do
-    if #ARGV[i] > SOLE_MAX_BYTES then
-      return false
-    end
-  end
-  return true
+-- Whether a client that is known to ask alone may add all prompts of this call. Then the script needs no spare_capacity, which
+-- takes the server as long as several prompts.
+local is_alone = are_new and sole == reply and not kind and depth + count <= SOLE_EXTRA
+for i = HEAD + 1, is_alone and HEAD + count or 0 do
+  is_alone = is_alone and #ARGV[i] <= SOLE_MAX_BYTES
 end
-
--- This comes before spare_capacity, which takes the server as long as some prompts do, and which such a client does not need.
-local is_alone = are_new and is_known_alone()
 local free_rows, free_bulk, free_continued = 0, 0, 0
 if not is_alone then
   free_rows, free_bulk, free_continued = spare_capacity()
