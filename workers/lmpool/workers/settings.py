@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from lmpool.errors import SettingsError
 from lmpool.protocol.model_info import LIMITS
-from lmpool.settings import check_choice, check_name, check_number, check_texts, shown
+from lmpool.settings import check_choice, check_name, check_numbers, check_texts, option, shown
+
+# Max of settings without a useful limit: a number that floats and Redis still represent exactly.
+_UNLIMITED = 10**9
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,90 +21,65 @@ class WorkerSettings:
         SettingsError: a value is malformed.
     """
 
-    prefix: str = field(default="lmpool", metadata={"help": "Prefix of all Redis keys."})
-    lease_s: float = field(
-        default=15.0,
-        metadata={"help": "Seconds without a heartbeat after which other workers take over a worker's jobs."},
+    prefix: str = option("Prefix of all Redis keys.", "lmpool")
+    lease_s: float = option(
+        "Seconds without a heartbeat after which other workers take over a worker's jobs.", 15.0, *LIMITS["lease_s"]
     )
-    step_timeout_s: float = field(
-        default=300.0,
-        metadata={
-            "help": "Max seconds of one step of the backend, or of loading one adapter. A backend that takes longer "
-            "hangs: its worker releases its jobs to others and ends."
-        },
+    step_timeout_s: float = option(
+        "Max seconds of one step of the backend, or of loading one adapter. A backend that takes longer hangs: its "
+        "worker releases its jobs to others and ends.",
+        300.0,
+        least=0.1,
+        most=_UNLIMITED,
     )
-    max_deliveries: int = field(default=3, metadata={"help": "Deliveries after which a job is given up."})
-    queue_limit: int = field(default=100_000, metadata={"help": "Max prompts that wait for the model at once."})
-    row_ttl_s: float = field(default=3600.0, metadata={"help": "Seconds that a row stays in the cache."})
-    shm_bytes: int | None = field(
-        default=None,
-        metadata={
-            "help": "Bytes of shared memory for the rows of clients on this machine; 0 for none. Default: an eighth of "
-            "the free memory, at most 4 GiB."
-        },
+    max_deliveries: int = option("Deliveries after which a job is given up.", 3, least=1, most=1000)
+    queue_limit: int = option("Max prompts that wait for the model at once.", 100_000, *LIMITS["queue_limit"])
+    row_ttl_s: float = option("Seconds that a row stays in the cache.", 3600.0, *LIMITS["row_ttl_s"])
+    shm_bytes: int | None = option(
+        "Bytes of shared memory for the rows of clients on this machine; 0 for none. Default: an eighth of the free "
+        "memory, at most 4 GiB.",
+        None,
+        least=0,
+        most=2**50,
     )
-    log_every_s: float = field(default=60.0, metadata={"help": "Seconds between two log lines with counters."})
-    with_trie: bool = field(
-        default=False,
-        metadata={"help": "Answer trie queries about rows in the step that computes the row."},
+    log_every_s: float = option("Seconds between two log lines with counters.", 60.0, least=0.1, most=_UNLIMITED)
+    with_trie: bool = option("Answer trie queries about rows in the step that computes the row.", False)
+    trie_mb: int = option(
+        "Max megabytes of tries; the least recently used are dropped.", 2048, least=1, most=_UNLIMITED
     )
-    trie_mb: int = field(
-        default=2048, metadata={"help": "Max megabytes of tries; the least recently used are dropped."}
+    trie_values_mb: int = option("Max megabytes of the values of recent rows.", 512, least=0, most=_UNLIMITED)
+    metrics_port: int = option(
+        "Port for /metrics, /healthz and /readyz over HTTP; 0 for none. Every worker of a machine needs a port of its "
+        "own.",
+        0,
+        least=0,
+        most=65535,
     )
-    trie_values_mb: int = field(default=512, metadata={"help": "Max megabytes of the values of recent rows."})
-    metrics_port: int = field(
-        default=0,
-        metadata={
-            "help": "Port for /metrics, /healthz and /readyz over HTTP; 0 for none. Every worker of a machine needs "
-            "a port of its own."
-        },
+    metrics_host: str = option("Address of this port; 0.0.0.0 for all addresses of this machine.", "127.0.0.1")
+    log_format: str = option("Log format: text, or json with one object per line.", "text")
+    adapter_root: list[str] = option(
+        "Folder that must contain the adapters, after following all links; may be given several times. Default: any "
+        "folder that this worker can read.",
+        [],
     )
-    metrics_host: str = field(
-        default="127.0.0.1", metadata={"help": "Address of this port; 0.0.0.0 for all addresses of this machine."}
+    adapter_hub: bool = option(
+        "Load adapters that clients name by their names on the hub. --adapters accepts such names in any case.", False
     )
-    log_format: str = field(default="text", metadata={"help": "Log format: text, or json with one object per line."})
-    adapter_root: list[str] = field(
-        default_factory=list,
-        metadata={
-            "help": "Folder that must contain the adapters, after following all links; may be given several times. "
-            "Default: any folder that this worker can read."
-        },
-    )
-    adapter_hub: bool = field(
-        default=False,
-        metadata={
-            "help": "Load adapters that clients name by their names on the hub. --adapters accepts such names in any "
-            "case."
-        },
-    )
-    adapter_mb: int = field(default=8192, metadata={"help": "Max megabytes of the files of one adapter."})
-    tracing: bool = field(
-        default=False,
-        metadata={
-            "help": "Make OpenTelemetry spans of jobs whose clients trace them, and send them to "
-            "OTEL_EXPORTER_OTLP_ENDPOINT (also: LMPOOL_TRACING=1)."
-        },
+    adapter_mb: int = option("Max megabytes of the files of one adapter.", 8192, least=1, most=_UNLIMITED)
+    tracing: bool = option(
+        "Make OpenTelemetry spans of jobs whose clients trace them, and send them to OTEL_EXPORTER_OTLP_ENDPOINT "
+        "(also: LMPOOL_TRACING=1).",
+        False,
     )
 
     def __post_init__(self) -> None:
         check_name("prefix", self.prefix)
-        check_number("lease_s", self.lease_s, *LIMITS["lease_s"], whole=False)
-        check_number("queue_limit", self.queue_limit, *LIMITS["queue_limit"])
-        check_number("row_ttl_s", self.row_ttl_s, *LIMITS["row_ttl_s"], whole=False)
-        check_number("step_timeout_s", self.step_timeout_s, least=0.1, most=10**9, whole=False)
-        check_number("max_deliveries", self.max_deliveries, least=1, most=1000)
-        if self.shm_bytes is not None:
-            check_number("shm_bytes", self.shm_bytes, least=0, most=2**50)
-        check_number("log_every_s", self.log_every_s, least=0.1, most=10**9, whole=False)
-        check_number("trie_mb", self.trie_mb, least=1, most=10**9)
-        check_number("trie_values_mb", self.trie_values_mb, least=0, most=10**9)
-        check_number("metrics_port", self.metrics_port, least=0, most=65535)
+        check_numbers(self)
         check_choice("log_format", self.log_format, ("text", "json"))
         check_texts("adapter_root", self.adapter_root)
         for root in self.adapter_root:
             if not Path(root).is_dir():
                 raise SettingsError(f"adapter_root: {shown(root)} is no folder")
-        check_number("adapter_mb", self.adapter_mb, least=1, most=10**9)
 
     @property
     def heartbeat_s(self) -> float:
