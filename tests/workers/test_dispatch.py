@@ -106,7 +106,9 @@ def dispatching(recorder: Recorder) -> tuple[Dispatcher, InFlight]:
     )
     in_flight: InFlight = {}
     queries = QueryAnswerer(none, ends, INFO, none)
-    return Dispatcher(in_flight, engine, ends, none, queries, INFO, "w", NO_ADAPTERS, NO_SEGMENT), in_flight
+    return Dispatcher(
+        Lifecycle(), in_flight, engine, ends, none, queries, INFO, "w", NO_ADAPTERS, NO_SEGMENT
+    ), in_flight
 
 
 async def test_a_request_for_the_row_that_joins_queries_is_computed_and_not_dropped() -> None:
@@ -114,10 +116,9 @@ async def test_a_request_for_the_row_that_joins_queries_is_computed_and_not_drop
     dispatcher, in_flight = dispatching(recorder)
     await dispatcher.accept(taken(reading(b"1-0", query=TrieQuery("sum", "0" * 32, "inner"))))
     await dispatcher.accept(taken(reading(b"2-0")))
-    prepared = asyncio.Event()
-    preparing = asyncio.create_task(dispatcher.prepare(prepared.set))
+    preparing = asyncio.create_task(dispatcher.prepare())
     async with asyncio.timeout(10):
-        await prepared.wait()
+        await dispatcher.lifecycle.wait_for_change()
     preparing.cancel()
     assert recorder.submitted == [PROMPT]
     assert set(in_flight[PROMPT].entries) == {b"1-0", b"2-0"}
@@ -138,10 +139,9 @@ async def test_queries_alone_are_turned_away_where_there_are_no_tries() -> None:
     recorder = Recorder()
     dispatcher, in_flight = dispatching(recorder)
     await dispatcher.accept(taken(reading(b"1-0", query=TrieQuery("sum", "0" * 32, "inner"))))
-    prepared = asyncio.Event()
-    preparing = asyncio.create_task(dispatcher.prepare(prepared.set))
+    preparing = asyncio.create_task(dispatcher.prepare())
     async with asyncio.timeout(10):
-        await prepared.wait()
+        await dispatcher.lifecycle.wait_for_change()
     preparing.cancel()
     assert [(entry.id, entry.digest, entry.failure.kind if entry.failure else "") for entry in recorder.ended] == [
         (b"1-0", ANSWER, SourceMissing.__name__)

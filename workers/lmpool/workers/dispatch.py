@@ -78,10 +78,6 @@ class Lifecycle:
         self.stopping.set()
         self.notify()
 
-    def give_up(self, error: BaseException) -> None:
-        """Record why the backend cannot be used any more; the first reason counts."""
-        self.broken = self.broken or error
-
     def notify(self) -> None:
         """Wake all parts that wait for a change."""
         self._changed.set()
@@ -281,6 +277,7 @@ class Dispatcher:
         failures: entries that ended without a result, not counting those that clients send again.
     """
 
+    lifecycle: Lifecycle
     in_flight: InFlight
     engine_thread: EngineThread
     publisher: Publisher
@@ -311,30 +308,27 @@ class Dispatcher:
                     joined.append(held)
                 continue
             self.in_flight[prompt.digest] = prompt
-            must_prepare = self._is_trie or (prompt.has_query and self._must_prepare(prompt))
+            # The prompt may need something else before the backend, or in place of it.
+            must_prepare = self._is_trie or (
+                prompt.has_query and (not prompt.wants_row or bool(allowed_in(prompt)) or self._may_be_in_row(prompt))
+            )
             (later if must_prepare else fresh).append(prompt)
         if later:
             # Not here: their inputs may have to be fetched, and the next jobs must not wait for that.
             self._to_prepare.put_nowait(later)
-        cached: list[tuple[InFlightPrompt, RowBlock]] = []
+        cached: dict[InFlightPrompt, RowBlock] = {}
         if self.segment.segment is not None:
-            found_rows = ((prompt, self._find_row(prompt, prompt.digest)) for prompt in fresh)
-            cached = [(prompt, block) for prompt, block in found_rows if block is not None]
+            cached = {prompt: block for prompt in fresh if (block := self._find_row(prompt, prompt.digest)) is not None}
             if cached:
-                found = {prompt for prompt, _ in cached}
-                fresh = [prompt for prompt in fresh if prompt not in found]
+                fresh = [prompt for prompt in fresh if prompt not in cached]
         self._submit(fresh)
         if joined:
             self.engine_thread.promote(joined)
         if taken.refused:
             await self._fail(taken.refused)
             self._trace_ended(taken.refused)
-        for prompt, block in cached:
+        for prompt, block in cached.items():
             await self._publish_rows(block, {prompt.digest: prompt})
-
-    def _must_prepare(self, prompt: InFlightPrompt) -> bool:
-        """Whether the prompt needs something else before the backend, or perhaps in place of it."""
-        return not prompt.wants_row or bool(allowed_in(prompt)) or self._may_be_in_row(prompt)
 
     def _may_be_in_row(self, prompt: InFlightPrompt) -> bool:
         """Whether the query is for logits or logZ after the whole prompt: a 16-bit row in shared memory has both."""
@@ -350,8 +344,11 @@ class Dispatcher:
         return None if block is None or is_damaged else block
 
     def _holds(self, prompt: InFlightPrompt) -> bool:
-        """Whether the worker still holds the prompt."""
         return self.in_flight.get(prompt.digest) is prompt
+
+    def _held_entries(self, prompts: Iterable[InFlightPrompt]) -> dict[InFlightPrompt, list[StreamEntry]]:
+        """The prompts that the worker still holds, each with the entries that it has now: others may join later."""
+        return {prompt: list(prompt.entries.values()) for prompt in prompts if self._holds(prompt)}
 
     def _submit(self, prompts: Sequence[InFlightPrompt]) -> None:
         """Hand prompts to the backend."""
@@ -360,16 +357,12 @@ class Dispatcher:
         if prompts:
             self.engine_thread.submit(prompts)
 
-    async def prepare(self, on_change: Callable[[], None]) -> None:
-        """Fetch the inputs that prompts need before the backend, or answer them without it; never returns.
-
-        Args:
-            on_change: called when there is capacity again.
-        """
+    async def prepare(self) -> None:
+        """Fetch the inputs that prompts need before the backend, or answer them without it; never returns."""
         while True:
             prompts = await self._to_prepare.get()
             await (self._prepare_tries(prompts) if self._is_trie else self._prepare_queries(prompts))
-            on_change()
+            self.lifecycle.notify()  # Prompts that were answered leave capacity.
 
     async def _prepare_tries(self, prompts: Sequence[InFlightPrompt]) -> None:
         """Fetch the inputs of trie jobs and submit them; jobs whose inputs are missing fail."""
@@ -454,8 +447,7 @@ class Dispatcher:
         self.release(ended)
 
     async def _publish_answers(self, answers: VectorBlock, prompts: Mapping[bytes, InFlightPrompt]) -> None:
-        held = [prompts[digest] for digest in answers.digests if digest in prompts]
-        ended = {prompt: list(prompt.entries.values()) for prompt in held if self._holds(prompt)}
+        ended = self._held_entries(prompts[digest] for digest in answers.digests if digest in prompts)
         entries = {prompt.digest: waiting for prompt, waiting in ended.items()}
         overwrite = {digest for digest, waiting in entries.items() if any(entry.overwrite for entry in waiting)}
         await self.publisher.publish(answers, entries, overwrite)
@@ -463,8 +455,7 @@ class Dispatcher:
 
     async def _fail_prompts(self, failures: Mapping[InFlightPrompt, Failure]) -> None:
         """End all entries of some prompts."""
-        ended = {prompt: list(prompt.entries.values()) for prompt in failures if self._holds(prompt)}
-        if ended:
+        if ended := self._held_entries(failures):
             await self._fail([entry.failing(failures[prompt]) for prompt, group in ended.items() for entry in group])
             self.release(ended)
 
@@ -513,16 +504,23 @@ class Dispatcher:
         held = [prompt for prompt in self.in_flight.values() if prompt.is_owed]
         due = [prompt for prompt in held if now - min(entry.since for entry in prompt.entries.values()) >= STALE_S]
         # A prompt counts from its arrival until its first check, so new prompts do not go before all others.
-        first = nsmallest(MAX_CHECKED, due, key=_checked_at)
+        first = nsmallest(
+            MAX_CHECKED, due, lambda prompt: max(entry.checked_at or entry.since for entry in prompt.entries.values())
+        )
         dropped = await self._drop_unwanted_of(first, now) if first else 0
-        if dropped and len(first) < len(held):
+        if dropped:
             dropped += await self._drop_unwanted_of(set(held).difference(first), now)
-        self._log_dropped(dropped)
+            self.lifecycle.notify()
+        # The first drop is logged at once and then one sum a minute: after a stopped run each check drops some.
+        self._dropped += dropped
+        if self._dropped and now - self._logged_at >= _LOG_DROPPED_INTERVAL_S:
+            _log.info("dropped %d prompts that no client waits for any more", self._dropped)
+            self._dropped, self._logged_at = 0, now
         return dropped
 
     async def _drop_unwanted_of(self, prompts: Iterable[InFlightPrompt], now: float) -> int:
         """Drop the prompts that no client waits for; return their number."""
-        checked = {prompt: list(prompt.entries.values()) for prompt in prompts if self._holds(prompt)}
+        checked = self._held_entries(prompts)
         for entries in checked.values():
             for entry in entries:
                 entry.checked_at = now
@@ -538,14 +536,6 @@ class Dispatcher:
             self.engine_thread.abort(dropped)
         return len(dropped)
 
-    def _log_dropped(self, count: int) -> None:
-        """Log the first drop at once and then one sum a minute: after a stopped run each check drops some."""
-        self._dropped += count
-        now = time.monotonic()
-        if self._dropped and now - self._logged_at >= _LOG_DROPPED_INTERVAL_S:
-            _log.info("dropped %d prompts that no client waits for any more", self._dropped)
-            self._dropped, self._logged_at = 0, now
-
     # Traces
 
     def _trace_step(self, result: StepResult) -> None:
@@ -557,10 +547,6 @@ class Dispatcher:
     def _trace_ended(self, entries: Iterable[StreamEntry]) -> None:
         if self.traces is not None:
             self.traces.ended(traces_of(entries))
-
-
-def _checked_at(prompt: InFlightPrompt) -> float:
-    return max(entry.checked_at or entry.since for entry in prompt.entries.values())
 
 
 def _joined(results: Sequence[StepResult]) -> Finished:

@@ -54,13 +54,6 @@ _LEAVE_S = 10.0
 class Serving:
     """The parts of a worker that serve its model. None of them has used the server yet.
 
-    Args:
-        worker: the worker that has the parts.
-        lifecycle: whether the worker continues.
-        engine_thread: runs the backend.
-        opened: properties of the backend.
-        max_adapters: max adapters that the backend keeps loaded.
-
     Raises:
         SettingsError: the model has the name of the trie workers, or a package for traces is missing.
     """
@@ -105,6 +98,7 @@ class Serving:
         self.consumer = Consumer(redis, self.connection, model, worker_id, reader, unwanted, counters)
         self.leases = Leases(redis, model, info, worker_id, settings.max_deliveries, reader, unwanted)
         self.dispatcher = Dispatcher(
+            lifecycle,
             self.in_flight,
             engine_thread,
             self.publisher,
@@ -147,6 +141,7 @@ class Worker:
         settings: see `WorkerSettings`.
 
     Attributes:
+        worker_id: its id in Redis.
         is_hung: `run` has returned, but the backend's thread has not: only the end of the process ends it.
         health: whether the worker is alive and takes jobs.
     """
@@ -155,7 +150,7 @@ class Worker:
         self.server = server
         self._backend = backend
         self.settings = settings or WorkerSettings()
-        self._id = new_worker_id()
+        self.worker_id = new_worker_id()
         self.counters = WorkerCounters()
         self._delta = CounterDelta(self.counters)
         self._lifecycle = Lifecycle()
@@ -168,19 +163,13 @@ class Worker:
         self.is_hung = False
         self.health = Health(self.settings.lease_s, self.settings.step_timeout_s)
 
-    @property
-    def worker_id(self) -> str:
-        """The worker's id in Redis."""
-        return self._id
-
     def snapshot(self) -> Snapshot:
         """The worker's state for metrics; callable from any thread."""
         serving = self._serving
         stats = BackendStats() if serving is None else serving.engine_thread.stats
         is_ready, silent_s = not self.health.why_not_ready(), self.health.silent_s
-        return Snapshot(
-            self._backend.served_as, self._id, is_ready, self._count_in_flight(), silent_s, stats, self.counters
-        )
+        in_flight = self._count_in_flight()
+        return Snapshot(self._backend.served_as, self.worker_id, is_ready, in_flight, silent_s, stats, self.counters)
 
     def _count_in_flight(self) -> int:
         return 0 if self._serving is None else len(self._serving.in_flight)
@@ -217,15 +206,11 @@ class Worker:
         self.health.start()
         self.files = CheckpointWatch(self._backend)
         engine_thread = EngineThread(
-            self._backend.open,
-            self._results.put,
-            self._break,
-            self.counters.stepped,
-            tells_steps=self.settings.tracing,
+            self._backend.open, self._results.put, self._break, self.counters.stepped, tells_steps=self.settings.tracing
         )
         guarded = ExitStack()
         try:
-            async with Loading(self.server, self.settings, self._id, self._backend.served_as):
+            async with Loading(self.server, self.settings, self.worker_id, self._backend.served_as):
                 opened = await engine_thread.start()
             guarded.enter_context(guard)
             async with Watchdog(engine_thread, self.settings.step_timeout_s, partial(self._hang, engine_thread)):
@@ -295,7 +280,7 @@ class Worker:
             for name, part in [
                 *((f"publish-{i}", self._results.run(dispatcher.publish, small=False)) for i in range(_PUBLISHERS)),
                 ("publish-small", self._results.run(dispatcher.publish, small=True)),
-                ("prepare", dispatcher.prepare(self._lifecycle.notify)),
+                ("prepare", dispatcher.prepare()),
                 ("segment", serving.segment.run()),
                 *([] if serving.info.is_trie else [("adapters", serving.adapters.run())]),
                 ("heartbeat", every(self.settings.heartbeat_s, partial(self.send_heartbeat, serving))),
@@ -303,7 +288,7 @@ class Worker:
                 ("draining", self._show_draining(serving)),
                 ("leases", every(lease_s / 3, lambda: serving.leases.renew(entry_ids(serving.in_flight)))),
                 ("claims", every(lease_s / 3, partial(self._claim, serving), self._claim_soon)),
-                ("unwanted", every(STALE_S, partial(self._drop_unwanted, serving))),
+                ("unwanted", every(STALE_S, dispatcher.drop_unwanted)),
                 ("log", every(self.settings.log_every_s, partial(self._log_counters, serving))),
             ]
         ]
@@ -350,15 +335,11 @@ class Worker:
         # This worker counts even if its own deadline has just passed.
         self.counters.serving = max(1, await serving.heartbeat.sweep())
 
-    async def _drop_unwanted(self, serving: Serving) -> None:
-        if await serving.dispatcher.drop_unwanted():
-            self._lifecycle.notify()
-
     async def send_heartbeat(self, serving: Serving) -> None:
         """Write the heartbeat, and read the state of the queue."""
         try:
             async with self._heartbeat_lock:
-                await self._write_heartbeat(serving)
+                self.counters.lane = await serving.heartbeat.send(self._heartbeat_fields(serving))
             if not serving.info.is_trie:
                 await serving.adapters.renew()
             await serving.consumer.keep_queue()
@@ -366,21 +347,13 @@ class Worker:
             if self.settings.metrics_port:  # Only the metrics need it.
                 self.counters.memory = await read_memory(serving.redis)
         except (RedisError, OSError, LMPoolError) as error:
-            self.health.trouble = str(self.server.explain(error))
-            raise
-        self.health.answered()
-
-    async def _write_heartbeat(self, serving: Serving) -> None:
-        """Write the heartbeat; log once if the server refuses it."""
-        try:
-            self.counters.lane = await serving.heartbeat.send(self._heartbeat_fields(serving))
-        except ResponseError as error:
-            if not self._is_refused:
-                text = str(self.server.explain(error))
+            self.health.trouble = text = str(self.server.explain(error))
+            if isinstance(error, ResponseError) and not self._is_refused:
+                self._is_refused = True
                 _log.warning("clients will not see this worker any more: its heartbeat is refused: %s", text)
-            self._is_refused = True
             raise
         self._is_refused = False
+        self.health.answered()
 
     async def _show_draining(self, serving: Serving) -> None:
         """Release the lane and show that the worker drains, without waiting for the next heartbeat."""
@@ -413,17 +386,18 @@ class Worker:
             _log.info("%s, %d in flight, %d failures", line or "no step", in_flight, serving.dispatcher.failures)
 
     def _break(self, error: BaseException) -> None:
-        """Stop, because the backend cannot be used any more."""
         _log.error("the backend broke", exc_info=error)
-        self._lifecycle.give_up(error)
-        self.health.broken = str(error) or type(error).__name__
-        self.stop()
+        self._give_up(error)
 
     def _hang(self, engine_thread: EngineThread, error: WorkerError) -> None:
         _log.error("%s; its thread is at\n%s", error, engine_thread.stack())
         engine_thread.abandon(error)
-        self._lifecycle.give_up(error)
-        self.health.broken = str(error)
+        self._give_up(error)
+
+    def _give_up(self, error: BaseException) -> None:
+        """Stop, because the backend cannot be used any more; the first reason counts."""
+        self._lifecycle.broken = self._lifecycle.broken or error
+        self.health.broken = str(error) or type(error).__name__
         self.stop()
 
     async def _every(
@@ -466,13 +440,9 @@ async def check_before_loading(server: Server, backend: BackendSettings, setting
     sources = AdapterSources.of(settings)
     for source in getattr(backend, "adapter_folders", {}).values():
         sources.place(source, is_own=True)
-    if kind := getattr(backend, "kind", ""):
-        await _check_backend(server, backend.served_as, kind, Keys(settings.prefix))
-
-
-async def _check_backend(server: Server, name: str, kind: str, keys: Keys) -> None:
-    """Refuse a name under which live workers serve another backend: rows of two backends differ."""
-    redis = server.client()
+    if not (kind := getattr(backend, "kind", "")):
+        return
+    name, keys, redis = backend.served_as, Keys(settings.prefix), server.client()
     try:
         packed = (await read_infos(redis, keys, [name])).get(name.encode())
         served = ModelInfo.unpack(packed).backend if isinstance(packed, bytes) else kind
