@@ -14,8 +14,9 @@ import time
 import traceback
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -88,18 +89,10 @@ class StepResult(NamedTuple):
 
 
 class Call(NamedTuple):
-    """One call of the backend, for the thread to run and for the watchdog to name. Compare calls by identity.
-
-    Attributes:
-        description: what the call does, for people.
-        run: runs it in the thread.
-    """
+    """One call of the backend, for the thread to run and for the watchdog to name. Compare calls by identity."""
 
     description: str
     run: Callable[[_Engine], None] = lambda _: None
-
-
-_NO_CALL = Call("none")
 
 
 class _Capacity(NamedTuple):
@@ -145,12 +138,12 @@ class EngineThread:
         self._on_step = on_step
         self._tells_steps = tells_steps
         self._loop = asyncio.get_running_loop()
-        self._ready: asyncio.Future[Opened] = self._loop.create_future()
+        self._ready: Future[tuple[Opened, _Capacity]] = Future()
         self._closed = asyncio.Event()
         self._calls: SimpleQueue[Call | None] = SimpleQueue()
         self._results: deque[tuple[StepResult, BackendStats, _Capacity]] = deque()
         self._is_woken = False
-        self._loads: set[asyncio.Future[str]] = set()
+        self._loads: set[Future[str]] = set()
         self._capacity = _Capacity()
         # Rows that were sent to the thread, to be compared with `_Capacity.taken`.
         self._sent = 0
@@ -168,7 +161,7 @@ class EngineThread:
     async def start(self) -> Opened:
         """Make the backend and return its properties. Raises the exception that making it raised."""
         self._thread.start()
-        opened = await self._ready
+        opened, self._capacity = await asyncio.wrap_future(self._ready)
         self.batch = opened.batch
         self._memory = AnswerMemory(opened.info)
         return opened
@@ -191,22 +184,18 @@ class EngineThread:
     def submit(self, prompts: Sequence[InFlightPrompt]) -> None:
         """Hand prompts to the backend, now or when there is memory for their answers (`AnswerMemory`)."""
         self._submitted_at = time.monotonic()
-        yielding, is_plain = 0, True
+        yielding, is_large = 0, False
         for prompt in prompts:
             prompt.status = "pending"
             prompt.yields = prompt.bulk or prompt.generate is not None
             yielding += prompt.yields
-            if prompt.yields or prompt.positions is not None or prompt.head is not None:
-                is_plain = False
+            if prompt.generate is not None or prompt.positions is not None or prompt.head is not None:
+                is_large = True
             if not prompt.bulk:
                 self._interactive_at = self._submitted_at
         self.owed += len(prompts)
         self.yielding += yielding
-        if is_plain:
-            self._sent += len(prompts)
-            self._calls.put(Call(f"submission of {len(prompts)} prompts", lambda engine: engine.take_rows(prompts)))
-        else:
-            self._send(self._memory.admit(prompts))
+        self._send(self._memory.admit(prompts) if is_large else prompts)
 
     def _send(self, prompts: Sequence[InFlightPrompt]) -> None:
         if prompts:
@@ -243,24 +232,23 @@ class EngineThread:
         Raises:
             LMPoolError: it cannot be loaded.
         """
-        loaded: asyncio.Future[str] = self._loop.create_future()
+        loaded = Future[str]()
 
         def load(engine: _Engine) -> None:
+            if not loaded.set_running_or_notify_cancel():
+                return  # The caller was cancelled.
             try:
-                revision = engine.backend.load_adapter(name, source)
+                loaded.set_result(engine.backend.load_adapter(name, source))
             except LMPoolError as error:
-                self._post(_resolve, loaded, error)
+                loaded.set_exception(error)
             except BaseException as error:
-                text = f"the backend broke while it loaded the adapter {name!r}: {error}"
-                self._post(_resolve, loaded, WorkerError(text))
+                loaded.set_exception(WorkerError(f"the backend broke while it loaded the adapter {name!r}: {error}"))
                 raise
-            else:
-                self._post(_resolve, loaded, revision)
 
         self._calls.put(Call(f"load of the adapter {name!r}", load))
         self._loads.add(loaded)
         try:
-            return await loaded
+            return await asyncio.wrap_future(loaded)
         finally:
             self._loads.discard(loaded)
 
@@ -276,7 +264,8 @@ class EngineThread:
         """Stop waiting for the thread, which hangs, and fail the adapters that it was loading."""
         self.is_hung = True
         for loaded in self._loads:
-            _resolve(loaded, error)
+            if not loaded.done():
+                loaded.set_exception(error)
 
     def stack(self) -> str:
         """The stack of the thread, as in a traceback."""
@@ -319,6 +308,8 @@ class EngineThread:
     def _run(self) -> None:
         # Report every failure to the event loop: it waits for `_ready` and for `_closed`.
         try:
+            if not self._ready.set_running_or_notify_cancel():
+                return  # The caller of `start` was cancelled.
             began = time.monotonic()
             backend = self._make()
             try:
@@ -327,28 +318,34 @@ class EngineThread:
                 tokenizer = backend.tokenizer() if isinstance(backend, TellsTokenizer) else None
                 adapters = dict(backend.adapters)
                 opened = Opened(backend.info, backend.batch, backend.device, vocabulary, tokenizer, adapters)
-                self._post(self._set_ready, opened, _Capacity(backend.capacity()))
+                self._ready.set_result((opened, _Capacity(backend.capacity())))
                 self._serve(_Engine(backend, self._send_result))
             except BaseException as error:  # noqa: BLE001  reported before `close`, which may take long
-                self._post(self._fail, error)
+                self._fail(error)
             finally:
                 self.call = None
                 backend.close()
         except BaseException as error:  # noqa: BLE001  making or closing it failed
-            self._post(self._fail, error)
+            self._fail(error)
         finally:
             self._post(self._closed.set)
+
+    def _fail(self, error: BaseException) -> None:
+        if self._ready.done():
+            self._post(self._on_broken, error)
+        else:
+            self._ready.set_exception(error)
 
     def _serve(self, engine: _Engine) -> None:
         while True:
             # Run all calls that have arrived before the next step, so that the step is full.
-            while (call := self._next_call(block=not engine.has_work)) is not _NO_CALL:
-                if call is None:
+            while not self._calls.empty() or not (engine.held or engine.has_yielding):
+                if (call := self._calls.get()) is None:
                     return
                 self.call = call
                 call.run(engine)
                 self.call = None
-            if engine.yielding:
+            if engine.has_yielding:
                 self.call = Call("submission of prompts")
                 engine.submit_yielding()
             if engine.held:
@@ -364,12 +361,6 @@ class EngineThread:
                 self._on_step(ended - began, len(result.prompts))
                 engine.send(result._replace(step=(began, ended)) if self._tells_steps else result)
 
-    def _next_call(self, *, block: bool) -> Call | None:
-        try:
-            return self._calls.get(block)
-        except Empty:
-            return _NO_CALL
-
     def _note_step_time(self, seconds: float, answers: int) -> None:
         if self.step_s == math.inf or seconds > self.step_s:
             self.step_s = seconds
@@ -382,19 +373,6 @@ class EngineThread:
         if not self._is_woken:
             self._is_woken = True
             self._post(self._receive)
-
-    # Posted by the thread, run in the event loop
-
-    def _set_ready(self, opened: Opened, capacity: _Capacity) -> None:
-        self._capacity = capacity
-        if not self._ready.done():  # The caller of `start` may have been cancelled.
-            self._ready.set_result(opened)
-
-    def _fail(self, error: BaseException) -> None:
-        if self._ready.done():
-            self._on_broken(error)
-        else:
-            self._ready.set_exception(error)
 
 
 class _Engine:
@@ -417,28 +395,26 @@ class _Engine:
         self._taken = 0
 
     @property
-    def has_work(self) -> bool:
-        """Whether there are prompts, held or waiting."""
-        return bool(self.held or self.yielding)
+    def has_yielding(self) -> bool:
+        """Whether prompts wait for the backend."""
+        return bool(self.yielding.continuations or self.yielding.bulk)
 
     def send(self, result: StepResult) -> None:
         """Send a result to the event loop, with the capacity after it."""
         capacity = self.backend.capacity() + len(self._held_yielding)
         self._send_result(result, self.backend.stats(), _Capacity(capacity, self._taken))
 
-    def take_rows(self, prompts: Sequence[InFlightPrompt]) -> None:
-        """Take prompts of which nothing but the row is requested, all of interactive clients."""
-        self.yielding.interactive_at = time.monotonic()
-        self._taken += len(prompts)
-        self._submit(prompts)
-
     def take(self, prompts: Sequence[InFlightPrompt], rows: int) -> None:
-        """Take any prompts, `rows` of them such that do not yield."""
+        """Take prompts, of which `rows` do not yield."""
         self._taken += rows
+        if rows:
+            self.yielding.interactive_at = time.monotonic()
+        if rows < len(prompts):
+            prompts = self.yielding.keep(prompts)
         if of_head := [prompt for prompt in prompts if prompt.head is not None]:
             self.send(self._answer_from_head(of_head))
             prompts = [prompt for prompt in prompts if prompt.head is None]
-        self._submit(self.yielding.keep(prompts))
+        self._submit(prompts)
 
     def _submit(self, prompts: Sequence[InFlightPrompt]) -> None:
         """Give prompts to the backend; report those whose adapter it does not have."""
@@ -587,12 +563,3 @@ def check_first_rows(blocks: Iterable[RowBlock], info: ModelInfo) -> None:
                 raise WorkerError(
                     f"the backend {info.backend!r} has returned something that is not a row: {error}"
                 ) from error
-
-
-def _resolve(future: asyncio.Future[str], outcome: str | BaseException) -> None:
-    if future.done():
-        return  # The caller was cancelled.
-    if isinstance(outcome, BaseException):
-        future.set_exception(outcome)
-    else:
-        future.set_result(outcome)

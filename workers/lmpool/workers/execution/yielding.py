@@ -46,33 +46,31 @@ class YieldingPrompts:
         batch: prompts in a full step.
 
     Attributes:
+        continuations: the waiting continuations of interactive clients; first those that have begun.
+        bulk: the waiting bulk prompts.
         interactive_at: monotonic time of the last interactive prompt.
     """
 
     def __init__(self, batch: int) -> None:
         self._batch = batch
-        # In order of arrival, except that continuations that have begun are before the others.
-        self._continuations: deque[InFlightPrompt] = deque()
-        self._bulk: deque[InFlightPrompt] = deque()
+        self.continuations: deque[InFlightPrompt] = deque()
+        self.bulk: deque[InFlightPrompt] = deque()
         self._step = 0
         self.interactive_at = float("-inf")
 
-    def __len__(self) -> int:
-        return len(self._continuations) + len(self._bulk)
-
     def keep(self, prompts: Sequence[InFlightPrompt]) -> list[InFlightPrompt]:
         """Keep the new prompts that yield; return the others, which the backend must get now."""
-        rows = []
+        rows, bulk_before = [], len(self.bulk)
         for prompt in prompts:
             if prompt.bulk:
                 prompt.patient_until = self._step + PATIENCE_STEPS
-                self._bulk.append(prompt)
-                continue
-            self.interactive_at = time.monotonic()
-            if prompt.generate is None:
+                self.bulk.append(prompt)
+            elif prompt.generate is None:
                 rows.append(prompt)
             else:
-                self._continuations.append(prompt)
+                self.continuations.append(prompt)
+        if len(self.bulk) - bulk_before < len(prompts):
+            self.interactive_at = time.monotonic()
         return rows
 
     def keep_longer(self, prompts: Sequence[InFlightPrompt]) -> None:
@@ -80,10 +78,10 @@ class YieldingPrompts:
         for prompt in reversed(prompts):
             if prompt.bulk:
                 prompt.patient_until = self._step
-                self._bulk.appendleft(prompt)
+                self.bulk.appendleft(prompt)
             else:
                 self.interactive_at = time.monotonic()
-                self._continuations.appendleft(prompt)
+                self.continuations.appendleft(prompt)
 
     def next(self, held: int, continuations: int, bulk_tokens: int, capacity: int) -> list[InFlightPrompt]:
         """The prompts that the backend must get before its next step.
@@ -96,8 +94,8 @@ class YieldingPrompts:
         """
         self._step += 1
         count = max(0, self._batch - held, max(1, self._batch // 2) - continuations)
-        due = [self._continuations.popleft() for _ in range(min(count, len(self._continuations)))]
-        if self._bulk:
+        due = [self.continuations.popleft() for _ in range(min(count, len(self.continuations)))]
+        if self.bulk:
             due += self._next_bulk(self._batch - held - len(due), bulk_tokens, capacity - len(due))
         return due
 
@@ -105,7 +103,7 @@ class YieldingPrompts:
         is_alone = time.monotonic() - self.interactive_at > QUIET_S
         slots = max(free, capacity) if is_alone else free
         due: list[InFlightPrompt] = []
-        for prompt in islice(self._bulk, max(slots, 1, self._batch // _LATE_SHARE)):
+        for prompt in islice(self.bulk, max(slots, 1, self._batch // _LATE_SHARE)):
             if len(due) >= slots and prompt.patient_until > self._step:
                 break
             size = count_new_tokens(prompt)
@@ -115,21 +113,21 @@ class YieldingPrompts:
             tokens += size
             due.append(prompt)
         for _ in due:
-            self._bulk.popleft()
+            self.bulk.popleft()
         return due
 
     def promote(self, prompts: Collection[InFlightPrompt]) -> list[InFlightPrompt]:
         """Make bulk prompts interactive; return the rows among them, which the backend must get now."""
         self.interactive_at = time.monotonic()
-        promoted = [prompt for prompt in self._bulk if prompt in prompts]
-        self._bulk = deque(prompt for prompt in self._bulk if prompt not in prompts)
-        self._continuations += [prompt for prompt in promoted if prompt.generate is not None]
+        promoted = [prompt for prompt in self.bulk if prompt in prompts]
+        self.bulk = deque(prompt for prompt in self.bulk if prompt not in prompts)
+        self.continuations += [prompt for prompt in promoted if prompt.generate is not None]
         return [prompt for prompt in promoted if prompt.generate is None]
 
     def drop(self, prompts: Collection[InFlightPrompt]) -> None:
         """Drop prompts; ignore those that do not wait here."""
-        self._continuations = deque(prompt for prompt in self._continuations if prompt not in prompts)
-        self._bulk = deque(prompt for prompt in self._bulk if prompt not in prompts)
+        self.continuations = deque(prompt for prompt in self.continuations if prompt not in prompts)
+        self.bulk = deque(prompt for prompt in self.bulk if prompt not in prompts)
 
 
 # Continuations
