@@ -121,37 +121,44 @@ class QueryAnswerer:
             prompt -> its ended entries. The other prompts must be computed.
         """
         waiting = {prompt.digest: list(prompt.entries.values()) for prompt in prompts}
-        tries, picks = _by_kind(waiting)
-        ended, damaged = set[bytes](), set[bytes]()
-        if tries:
-            ended |= await self._answer_tries(tries, None, damaged)
-        if picks:
-            load_rows = partial(self.trie_inputs.rows, self._fingerprint, picks, self._vocab_size)
-            cached = await self.publisher.retry(load_rows)
-            damaged |= {digest for digest, row in cached.items() if isinstance(row, CorruptRow)}
-            rows = {digest: row for digest, row in cached.items() if isinstance(row, np.ndarray)}
-            await self._answer_picks({digest: picks[digest] for digest in rows}, rows)
-        else:
-            rows = {}
+        ended, damaged = await self._answer(waiting, None)
         for prompt in prompts:
             prompt.is_damaged = prompt.is_damaged or prompt.digest in damaged
-        answered = {
-            prompt: [
-                *(tries.get(prompt.digest, ()) if prompt.digest in ended else ()),
-                *(picks.get(prompt.digest, ()) if prompt.digest in rows else ()),
-            ]
-            for prompt in prompts
-        }
+        answered = {prompt: [entry for entry in waiting[prompt.digest] if entry in ended] for prompt in prompts}
         return {prompt: entries for prompt, entries in answered.items() if entries}
 
     async def answer(self, entries: EntriesByDigest, block: RowBlock) -> None:
         """Answer queries from the rows of a block, and end their entries; `entries` is by digest of the row."""
-        rows = await asyncio.to_thread(_decode_rows, block, entries)
-        tries, picks = _by_kind(entries)
-        if tries:
-            await self._answer_tries(tries, rows, set())
+        await self._answer(entries, await asyncio.to_thread(_decode_rows, block, entries))
+
+    async def _answer(
+        self, entries: EntriesByDigest, rows: Mapping[bytes, Row] | None
+    ) -> tuple[set[StreamEntry], set[bytes]]:
+        """Answer queries from these rows, or from the rows in the cache if None.
+
+        Returns:
+            the ended entries, and the digests of rows in the cache that are damaged.
+        """
+        tries, picks, damaged = dict[bytes, TrieQuery](), dict[bytes, dict[bytes, PickQuery]](), set[bytes]()
+        for digest, waiting in entries.items():
+            for entry in waiting:
+                if isinstance(entry.query, TrieQuery):
+                    tries[entry.digest] = replace(entry.query, rows=self._fingerprint, source=digest)
+                elif entry.query is not None:
+                    picks.setdefault(digest, {})[entry.digest] = entry.query
+        answers = await self._answer_tries(tries, rows, damaged) if tries else {}
         if picks:
-            await self._answer_picks(picks, rows)
+            if rows is None:
+                load_rows = partial(self.trie_inputs.rows, self._fingerprint, picks, self._vocab_size)
+                cached = await self.publisher.retry(load_rows)
+                damaged |= {digest for digest, row in cached.items() if isinstance(row, CorruptRow)}
+                rows = {digest: row for digest, row in cached.items() if isinstance(row, np.ndarray)}
+            queries = {name: (query, rows[row]) for row in picks.keys() & rows for name, query in picks[row].items()}
+            sets = await self._read_sets([query.allowed for query, _ in queries.values()])
+            answers |= await asyncio.to_thread(_pick_all, queries, sets)
+        ended = [entry for waiting in entries.values() for entry in waiting if entry.digest in answers]
+        await self._publish(ended, answers)
+        return set(ended), damaged
 
     async def set_tokens(self, prompts: Sequence[InFlightPrompt]) -> dict[InFlightPrompt, Failure]:
         """Replace the set of tokens in queries for positions by the tokens; return the prompts that failed."""
@@ -174,67 +181,38 @@ class QueryAnswerer:
 
         return await self.publisher.retry(read) if wanted else {}
 
-    async def _answer_picks(self, entries: EntriesByDigest, rows: Mapping[bytes, Row]) -> None:
-        """Answer top-k, sample and mass queries."""
-        queries = [entry.query for waiting in entries.values() for entry in waiting]
-        sets = await self._read_sets([query.allowed for query in queries if isinstance(query, PickQuery)])
-        await self._publish(entries, await asyncio.to_thread(_pick_all, entries, rows, sets))
-
     async def _answer_tries(
-        self, entries: EntriesByDigest, rows: Mapping[bytes, Row] | None, damaged: set[bytes]
-    ) -> set[bytes]:
-        """Answer trie queries.
-
-        Args:
-            entries: digest of the row -> entries with the queries.
-            rows: digest of the row -> row; None to read rows from the cache.
-            damaged: receives the digests of rows that cannot be read.
-
-        Returns:
-            the digests of the rows whose entries have ended.
-        """
-        queries = {
-            entry.digest: replace(entry.query, rows=self._fingerprint, source=digest)
-            for digest, waiting in entries.items()
-            for entry in waiting
-            if isinstance(entry.query, TrieQuery)
-        }
+        self, queries: Mapping[bytes, TrieQuery], rows: Mapping[bytes, Row] | None, damaged: set[bytes]
+    ) -> dict[bytes, Answer]:
+        """Digest of the answer -> answer; none for a query whose row is not in the cache, or damaged there."""
         if not self._has_tries:
-            await self._publish(entries, dict.fromkeys(queries, _NO_TRIES))
-            return set(entries)
+            return dict.fromkeys(queries, _NO_TRIES)
         fill = partial(self.trie_inputs.fill, queries, rows, vocab_size=self._vocab_size)
         inputs, failures = await self.publisher.retry(fill)
-        absent = set[bytes]()
         if rows is None:
-            absent = {queries[digest].source for digest, why in failures.items() if why.kind in _ROW_MISSING}
             damaged |= {queries[digest].source for digest, why in failures.items() if why.kind == CorruptRow.__name__}
-        known = {digest: waiting for digest, waiting in entries.items() if digest not in absent}
-        inputs = {digest: given for digest, given in inputs.items() if given.query.source in known}
-        answers: dict[bytes, Answer] = {
-            digest: why for digest, why in failures.items() if queries[digest].source in known
-        }
+            absent = {queries[digest].source for digest, why in failures.items() if why.kind in _ROW_MISSING}
+            failures = {digest: why for digest, why in failures.items() if queries[digest].source not in absent}
+            inputs = {digest: given for digest, given in inputs.items() if given.query.source not in absent}
         block, failed = await asyncio.to_thread(answer, inputs) if inputs else (None, {})
+        answers: dict[bytes, Answer] = {**failures}
         if block is not None:
             answers.update(zip(block.digests, block.vectors, strict=True))
-        answers.update((digest, Failure(WorkerError.__name__, text)) for digest, text in failed.items())
-        await self._publish(known, answers)
-        return set(known)
+        return answers | {digest: Failure(WorkerError.__name__, text) for digest, text in failed.items()}
 
-    async def _publish(self, entries: EntriesByDigest, answers: Mapping[bytes, Answer]) -> None:
-        """Publish answers and failures; `answers` is by digest of the answer, `entries` by digest of the row."""
-        by_answer: dict[bytes, list[StreamEntry]] = defaultdict(list)
-        for waiting in entries.values():
-            for entry in waiting:
-                by_answer[entry.digest].append(entry)
+    async def _publish(self, ended: Sequence[StreamEntry], answers: Mapping[bytes, Answer]) -> None:
+        """Publish answers and failures; `answers` is by digest of the answer."""
+        waiting: dict[bytes, list[StreamEntry]] = defaultdict(list)
+        for entry in ended:
+            waiting[entry.digest].append(entry)
         vectors = {digest: vector for digest, vector in answers.items() if isinstance(vector, np.ndarray)}
         if vectors:
-            overwrite = {digest for digest, group in by_answer.items() if any(entry.overwrite for entry in group)}
-            await self.publisher.publish(VectorBlock(list(vectors), list(vectors.values())), by_answer, overwrite)
+            overwrite = {entry.digest for entry in ended if entry.overwrite}
+            await self.publisher.publish(VectorBlock(list(vectors), list(vectors.values())), waiting, overwrite)
         failures = {digest: failure for digest, failure in answers.items() if isinstance(failure, Failure)}
         if failures:
-            await self.publisher.fail(
-                [entry.failing(failure) for digest, failure in failures.items() for entry in by_answer[digest]]
-            )
+            failing = [entry.failing(failure) for digest, failure in failures.items() for entry in waiting[digest]]
+            await self.publisher.fail(failing)
 
 
 def allowed_in(job: BackendJob) -> bytes:
@@ -256,14 +234,12 @@ def logits_from_rows(rows: Mapping[InFlightPrompt, RowBlock]) -> dict[InFlightPr
 
 
 def _pick_all(
-    entries: EntriesByDigest, rows: Mapping[bytes, Row], sets: Mapping[bytes, TokenSet | LMPoolError]
+    queries: Mapping[bytes, tuple[PickQuery, Row]], sets: Mapping[bytes, TokenSet | LMPoolError]
 ) -> dict[bytes, Answer]:
     """Digest of the answer -> answer. Run it in a thread: a row of a large vocabulary takes a millisecond."""
-    queries = {entry.digest: (entry.query, rows[digest]) for digest, waiting in entries.items() for entry in waiting}
     answers: dict[bytes, Answer] = {}
     for digest, (query, row) in queries.items():
         try:
-            assert isinstance(query, PickQuery)
             count = query.k if isinstance(query, TopQuery) else 1
             answers[digest] = _pick(query, row, _members(sets[query.allowed], count) if query.allowed else None)
         except (LMPoolError, *QUERY_ERRORS) as error:
@@ -306,17 +282,6 @@ def _members(tokens: TokenSet | LMPoolError, count: int) -> TokenSet:
     if count > len(tokens.ids):
         raise SettingsError(f"k: {count} must be from 1 to {len(tokens.ids)}: so many tokens are allowed")
     return tokens
-
-
-def _by_kind(entries: EntriesByDigest) -> tuple[EntriesByDigest, EntriesByDigest]:
-    """The entries with trie queries, and those with other queries; both by digest of the row."""
-    tries: dict[bytes, list[StreamEntry]] = {}
-    picks: dict[bytes, list[StreamEntry]] = {}
-    for digest, waiting in entries.items():
-        for entry in waiting:
-            kind = tries if isinstance(entry.query, TrieQuery) else picks
-            kind.setdefault(digest, []).append(entry)
-    return tries, picks
 
 
 def _decode_rows(block: RowBlock, digests: Collection[bytes]) -> dict[bytes, Row]:
