@@ -17,6 +17,7 @@ import asyncio
 import io
 import re
 import tokenize
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from functools import cache
 from itertools import zip_longest
@@ -155,6 +156,13 @@ def bare_constants(root: Path) -> list[str]:
                 if _is_numeric_constant(node) and not _is_explained(node, following, lines):
                     found.append(f"{path.relative_to(root)}:{node.lineno}: {lines[node.lineno - 1].strip()}")
     return found
+
+
+def shared_class_names(root: Path) -> list[str]:
+    """Return the names that several classes of the package have: a reader could not tell these apart."""
+    trees = [ast.parse(path.read_text("utf-8")) for path in modules(root).values()]
+    names = [node.name for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    return [name for name, count in Counter(names).items() if count > 1]
 
 
 def _is_numeric_constant(node: ast.stmt) -> bool:
