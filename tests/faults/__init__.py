@@ -1,1 +1,1 @@
-"""Tests of what breaks and hangs: clients, workers, servers, clocks and the way between them."""
+"""Tests of faults: crashed and hanging clients, workers and servers, clocks that jump, and broken networks."""

@@ -1,4 +1,4 @@
-"""Workers that end, freeze or leave with prompts in their lanes: others answer these, and nothing is left."""
+"""Workers that crash, freeze or stop with prompts in their lanes: other workers compute these, and no key is left."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PROMPTS = [[number, 1] for number in range(20)]
 
 
 async def ask_all(producer: Producer, prompts: list[list[int]]) -> None:
-    """Ask for prompts and check every value."""
+    """Request prompts and check every value."""
     rows = await producer.batch_logprobs(prompts)
     for prompt, row in zip(prompts, rows, strict=True):
         assert np.array_equal(row, synthetic_row(prompt, vocab_size=V))
@@ -42,7 +42,7 @@ class Lane:
 
     @property
     def held(self) -> list[dict[str, Any]]:
-        """What workers hold of it."""
+        """The entries of it that workers hold."""
         entries: list[dict[str, Any]] = []
         if self._redis.exists(self._key):
             entries = self._redis.xpending_range(self._key, GROUP, "-", "+", 1000)
@@ -50,7 +50,7 @@ class Lane:
 
     @property
     def waiting(self) -> int:
-        """How many entries no worker has been given."""
+        """The number of entries that no worker has read."""
         return int(self._redis.xlen(self._key)) - len(self.held)
 
     @property
@@ -60,14 +60,14 @@ class Lane:
 
 
 class TwoWorkers:
-    """A worker that something happens to, with a full lane, and another one that stands at its gate.
+    """A worker with a full lane, and another worker that waits at its gate.
 
     Attributes:
-        victim: the first.
+        victim: the worker that a test kills, freezes or stops.
         lane: its lane.
         gate: of the victim.
-        other: the second.
-        other_gate: of the other.
+        other: the other worker.
+        other_gate: of the other worker.
         asked: the request for all `PROMPTS`.
     """
 
@@ -80,17 +80,17 @@ class TwoWorkers:
         self.asked: asyncio.Future[None]
 
     async def is_full(self) -> bool:
-        """Whether the victim holds all that it may, and more lies in its lane."""
+        """Whether the victim holds as many prompts as it may, and its lane has more."""
         return len(self.lane.held) == 2 * BATCH and self.lane.waiting > 0
 
     async def is_left(self) -> bool:
-        """Whether nothing is left in the victim's lane that no worker was given."""
+        """Whether every entry of the victim's lane was read."""
         return not self.lane.waiting
 
 
 @asynccontextmanager
 async def two_workers(pool: Pool, folder: Path, lease_s: float, batch: int = ROOMY) -> AsyncIterator[TwoWorkers]:
-    """Have two workers with full hands; in the end all that was asked is answered, and no lane has anything."""
+    """Start two workers that hold as many prompts as they may; at the end all requests have ended, no lane has jobs."""
     workers = await asyncio.to_thread(lambda: TwoWorkers(pool, folder, lease_s, batch))
     async with pool.producer() as producer:
         workers.asked = asyncio.create_task(ask_all(producer, PROMPTS))
@@ -104,7 +104,7 @@ async def two_workers(pool: Pool, folder: Path, lease_s: float, batch: int = ROO
 async def test_what_a_killed_worker_was_never_given_goes_to_others_after_a_lease(pool: Pool, tmp_path: Path) -> None:
     async with two_workers(pool, tmp_path, lease_s=1) as workers:
         workers.victim.end()
-        # The other does not steal meanwhile: that is for those who have nothing to do.
+        # The other worker does not steal now: only idle workers do.
         await until_async(workers.is_left, "the lane is taken over")
         deliveries = [job["times_delivered"] for job in pending(pool)]
         assert deliveries.count(2) == 2 * BATCH, "those that the killed worker held"
@@ -142,7 +142,7 @@ async def test_a_frozen_worker_finds_its_lane_taken_over_and_goes_on(pool: Pool,
         workers.victim.signal(signal.SIGCONT)
         await asyncio.to_thread(until, lambda: workers.lane.is_there, "the worker has a lane again")
     async with pool.producer() as producer:
-        # Some of these are at home there.
+        # Some of these have their home there.
         await ask_all(producer, [[*prompt, 2] for prompt in PROMPTS])
         await ask_all(producer, [[*prompt, 2, 3] for prompt in PROMPTS])
     workers.victim.signal(signal.SIGTERM)
@@ -151,7 +151,7 @@ async def test_a_frozen_worker_finds_its_lane_taken_over_and_goes_on(pool: Pool,
 
 
 async def test_a_worker_that_is_told_to_stop_leaves_its_lane_to_others_at_once(pool: Pool, tmp_path: Path) -> None:
-    # Nothing but the close of the lane explains it: the lease is long, and the other is too busy to steal.
+    # Only closing the lane explains it: the lease is long, and the other worker is too busy to steal.
     async with two_workers(pool, tmp_path, lease_s=60, batch=BATCH) as workers:
         shared = pool.keys.model("syn").jobs
         left = workers.lane.waiting
@@ -175,7 +175,7 @@ async def test_a_lane_that_goes_does_not_keep_its_heir_from_renewing_its_leases(
     async with two_workers(pool, tmp_path, lease_s) as workers:
         workers.victim.signal(signal.SIGSTOP)
         await until_async(workers.is_left, "the lane is taken over")
-        # It wakes in time to compute what it held, which the other is about to compute too.
+        # It continues in time to compute its prompts, which the other worker is about to compute too.
         workers.gate.open()
         workers.victim.signal(signal.SIGCONT)
         workers.victim.signal(signal.SIGTERM)
@@ -193,7 +193,7 @@ async def test_a_lane_that_goes_does_not_keep_its_heir_from_renewing_its_leases(
 
 
 async def test_a_server_that_loses_the_lengths_of_the_lanes_loses_no_prompt(pool: Pool, tmp_path: Path) -> None:
-    """As one that is short of memory may: the key expires."""
+    """The key expires, as on a server that is short of memory."""
     async with two_workers(pool, tmp_path, lease_s=1) as workers:
         lanes, lengths = pool.keys.model("syn").lanes, [workers.lane.worker_id, workers.other_lane.worker_id]
         pool.redis.delete(lanes)

@@ -1,4 +1,4 @@
-"""Backends that raise and hang: others take over at once, and what is at fault is given up with the reason."""
+"""Backends that raise and hang: other workers take over at once, and a prompt at fault is given up with the reason."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ FAULTS = {
 
 
 def told_to(fault: str) -> tuple[str | int | float, ...]:
-    """Options of a worker whose backend has a fault with the poison."""
+    """Options of a worker whose backend fails on the poison."""
     limit = ("--step-timeout-s", LIMIT_S) if fault == "hang" else ()
     return (f"--{fault}-token", POISON, *limit)
 
 
 async def ask_all(producer: Producer, prompts: list[list[int]]) -> None:
-    """Ask for many prompts at once and check every value."""
+    """Request many prompts concurrently and check every value."""
     rows = await asyncio.gather(*map(producer.logprobs, prompts))
     for prompt, got in zip(prompts, rows, strict=True):
         assert np.array_equal(got, synthetic_row(prompt, vocab_size=V))
@@ -54,7 +54,7 @@ async def ask_all(producer: Producer, prompts: list[list[int]]) -> None:
 
 @pytest.mark.parametrize("fault", FAULTS)
 async def test_a_worker_hands_its_jobs_back_at_once_and_ends(pool: Pool, fault: str) -> None:
-    # Its jobs would be its own for ten minutes.
+    # Without a release, its lease would protect its jobs for ten minutes.
     worker = pool.start(*told_to(fault), "--lease-s", LONG_LEASE_S, "--max-batch", 8)
     async with pool.producer() as producer:
         asked = asyncio.create_task(ask_all(producer, [[POISON, 1], *([i] for i in range(40))]))
@@ -80,7 +80,7 @@ async def test_a_prompt_at_fault_is_given_up_with_the_reason_and_its_batch_is_se
     for worker in pool.workers:
         await asyncio.to_thread(worker.until_says, "serving ")
     async with pool.producer() as producer:
-        # First, so that others are in its batch.
+        # First, so that other prompts are in its batch.
         poison = asyncio.create_task(producer.logprobs([POISON, 1]))
         good = asyncio.create_task(ask_all(producer, [[i] for i in range(40)]))
         with pytest.raises(WorkerError) as caught:
@@ -171,7 +171,7 @@ async def holds_all(pool: Pool) -> bool:
 
 
 async def taken_over(pool: Pool, frozen: WorkerProcess, gate: Gate) -> WorkerProcess:
-    """Freeze the worker that holds jobs, have another take all of them, and freeze that too at its gate."""
+    """Freeze the worker that holds jobs, let another worker claim them all, and freeze that worker at its gate too."""
     frozen.signal(signal.SIGSTOP)
     (first,) = {job["consumer"] for job in pending(pool)}
     other = await asyncio.to_thread(lambda: pool.start("--lease-s", 2, "--max-batch", 16, command=gate.command))
@@ -221,7 +221,7 @@ async def test_a_frozen_worker_whose_jobs_were_taken_fails_nothing_of_others(poo
 async def test_workers_that_are_killed_at_random_instants_lose_nothing(pool: Pool) -> None:
     chance = random.Random(6)
     prompts = [[i % V, i // V] for i in range(800)]
-    # Nobody is at fault here: however often a prompt's worker is killed, it is not given up.
+    # No prompt is at fault here: however often the worker of a prompt is killed, the prompt is not given up.
     options = ("--lease-s", 1, "--max-batch", 16, "--step-ms", 15, "--max-deliveries", 100)
     for _ in range(5):
         pool.start(*options, wait=False)

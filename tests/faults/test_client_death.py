@@ -1,4 +1,4 @@
-"""Clients die, give up and lose patience: what they had asked for costs others as little as it can."""
+"""Clients crash, cancel and reach deadlines: their pending requests cost other clients as little as possible."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ asyncio.run(ask(sys.argv[1], sys.argv[2], float(sys.argv[3]), int(sys.argv[4])))
 
 
 class ClientProcess:
-    """A client that asks for many prompts at once; there are so many more when it is made. Nothing may end meanwhile.
+    """A client that requests many prompts concurrently; the constructor waits until they are queued.
 
     Args:
-        pool: whom it asks.
-        count: for how many.
+        pool: the pool.
+        count: number of prompts.
     """
 
     def __init__(self, pool: Pool, count: int = QUEUED) -> None:
@@ -53,19 +53,19 @@ class ClientProcess:
         until(lambda: pool.jobs() == all_of_them, "all of its prompts are queued")
 
     def kill(self) -> None:
-        """End it at once."""
+        """Kill it."""
         self.process.kill()
         self.process.wait()
 
     def interrupt(self) -> None:
-        """Have it give up, as Ctrl-C does."""
+        """Interrupt it, as by Ctrl-C."""
         self.process.send_signal(signal.SIGINT)
         self.process.wait()
 
 
 @pytest.fixture
 def clients() -> Iterator[list[ClientProcess]]:
-    """Clients that are ended with the test."""
+    """Clients that end with the test."""
     started: list[ClientProcess] = []
     yield started
     for client in started:
@@ -74,17 +74,17 @@ def clients() -> Iterator[list[ClientProcess]]:
 
 @pytest.fixture
 def gate(tmp_path: Path) -> Gate:
-    """What the steps of the workers of a test pass through."""
+    """The gate of the steps of a test's workers."""
     return Gate(tmp_path / "gate")
 
 
 async def is_empty(pool: Pool) -> bool:
-    """Whether nothing is queued."""
+    """Whether the queue is empty."""
     return pool.jobs() == 0 and not pool.names("*waiting*")
 
 
 async def is_right(producer: Producer, prompt: list[int]) -> bool:
-    """Whether the row of a prompt comes."""
+    """Whether the row of a prompt arrives."""
     return np.array_equal(await producer.logprobs(prompt), synthetic_row(prompt, vocab_size=V))
 
 
@@ -108,7 +108,7 @@ async def test_what_a_killed_client_had_queued_expires_with_its_deadline(
 ) -> None:
     pool, set_clock = clocked
     backend = GatedBackend(gate)
-    monkeypatch.setattr(jobs, "STALE_S", -1.0)  # To the worker's own clock they are new.
+    monkeypatch.setattr(jobs, "STALE_S", -1.0)  # To the worker's own clock the entries are new.
     async with gated_worker(pool, backend), pool.producer() as producer:
         clients.append(await asyncio.to_thread(ClientProcess, pool))
         await until_full(pool, backend.batch)
@@ -169,7 +169,7 @@ async def test_what_a_worker_holds_for_a_client_that_has_gone_is_not_computed(
         asked = [asyncio.ensure_future(producer.logprobs([7]))]
         assert await asyncio.to_thread(backend.is_stepping.wait, DEADLINE_S)
         clients.append(await asyncio.to_thread(ClientProcess, pool, 3))
-        # One of its prompts is another client's too.
+        # One of its prompts belongs to another client too.
         prompts = [[7], [1, 0, 2], [8]]
         asked += [asyncio.ensure_future(producer.logprobs(prompt)) for prompt in prompts[1:]]
         await until_async(lambda: _holds(pool, 5), "all are held")
@@ -200,7 +200,7 @@ async def _are_two(pool: Pool, prompt: list[int]) -> bool:
 
 
 async def _holds_just(pool: Pool, prompts: list[list[int]]) -> bool:
-    """Whether these are waited for and held, and no others."""
+    """Whether these prompts, and no others, have waiting clients and are held."""
     prefix = pool.keys.model("syn").waiting
     keys = set(pool.redis.scan_iter(match=prefix + b"*", count=1000))
     return pool.held() == len(prompts) and keys == {prefix + digest_of(_ids(prompt), "") for prompt in prompts}

@@ -1,4 +1,4 @@
-"""The server's clock is set while requests run, as after a pause of its machine: they end in their rows."""
+"""The server's clock jumps while requests run, as after a suspension of its machine: all requests return rows."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ OPTIONS = ("--lease-s", 2, "--max-batch", 8)
 
 
 async def ask(producer: Producer, start: int) -> None:
-    """Ask for 100 prompts and check every value."""
+    """Request 100 prompts and check every value."""
     prompts = [[start, number] for number in range(100)]
     rows = await asyncio.gather(*map(producer.logprobs, prompts))
     for prompt, row in zip(prompts, rows, strict=True):
@@ -43,7 +43,7 @@ async def test_requests_survive_a_clock_that_is_set(clocked: tuple[Pool, SetCloc
 async def test_a_worker_that_is_killed_when_the_clock_is_set_loses_nothing(
     clocked: tuple[Pool, SetClock], by: str, tmp_path: Path
 ) -> None:
-    """What it held is taken over a lease later, and when the clock is set back not before it has caught up."""
+    """Its jobs are claimed a lease later. After the clock was set back, they are claimed when it has caught up."""
     (pool, set_clock), gate = clocked, Gate(tmp_path / "gate")
     for _ in range(2):
         pool.start(*OPTIONS, command=gate.command, wait=False)
@@ -60,8 +60,8 @@ async def test_a_worker_that_is_killed_when_the_clock_is_set_loses_nothing(
         pool.workers[0].end()
         gate.open()
         await asked
-    # A server that is a day ahead has forgotten who lives, and clients ask again before the dead worker is missed: what
-    # it held is computed twice then.
+    # A server that is a day ahead has expired all workers, and clients submit again before the dead worker is detected:
+    # then its prompts are computed twice.
     await until_async(lambda: _is_empty(pool), "what was asked twice is gone too")
 
 

@@ -1,4 +1,4 @@
-"""A call that holds the interpreter lock: no thread of its worker runs, nor a signal handler, and yet it ends."""
+"""A call that holds the interpreter lock: no thread and no signal handler of the worker runs, and it still ends."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.support.pool import Pool, V, until, until_async
 
 LIMIT_S = 4.0
 
-# A match that would take years; the interpreter lock is never let go of meanwhile.
+# A match that would take years and never releases the interpreter lock.
 FREEZING = """
 import re, sys
 from lmpool.broker.server import Server
@@ -78,7 +78,7 @@ async def test_a_worker_that_was_stopped_for_longer_than_a_step_may_take_goes_on
     worker = pool.start("--step-timeout-s", 4, "--lease-s", 12)
     async with pool.producer("syn") as producer:
         worker.signal(signal.SIGSTOP)
-        # A lease is three times as long as a step may take.
+        # A lease is three times the step timeout.
         await asyncio.to_thread(until, lambda: not pool.names("worker:*"), "its heartbeat expires")
         worker.signal(signal.SIGCONT)
         assert np.array_equal(await producer.logprobs([1]), synthetic_row([1], vocab_size=V))

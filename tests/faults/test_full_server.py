@@ -1,4 +1,4 @@
-"""A server without room for what is asked of every position: whoever asks is told so, and nothing hangs."""
+"""A server without memory for values of every position: the client gets the reason, and nothing hangs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NO_MEMORY = "has no memory left and may evict no key: give it more"
 
 @pytest.fixture
 def full(own_server: EmbeddedServer, tmp_path: Path) -> Iterator[Pool]:
-    """A pool on a server of its own, which a test fills."""
+    """A pool on its own server, which a test fills."""
     pool = Pool(own_server.url, "full", tmp_path)
     pool.start("--vocab-size", SIZE, "--lease-s", 2)
     yield pool
@@ -32,18 +32,18 @@ def full(own_server: EmbeddedServer, tmp_path: Path) -> Iterator[Pool]:
 
 
 def leave_room(pool: Pool, policy: str, size: int) -> None:
-    """Have the server so much room left, and nothing to evict but what a request leaves there."""
+    """Leave this much memory on the server, and no key to evict except those of a request."""
     pool.redis.config_set("maxmemory-policy", policy)
     pool.redis.config_set("maxmemory", int(pool.redis.info("memory")["used_memory"]) + size)
 
 
 def give_memory(pool: Pool) -> None:
-    """Have it enough."""
+    """Give the server enough memory."""
     pool.redis.config_set("maxmemory", 1 << 28)
 
 
 async def assert_answered(producer: Producer) -> None:
-    """Ask for every position, and check the last."""
+    """Request every position, and check the last one."""
     rows = np.asarray(await producer.positions(TEXT, full=True))
     assert rows.shape == (len(TEXT), SIZE)
     assert np.array_equal(rows[-1], synthetic_row(TEXT, vocab_size=SIZE))
@@ -53,7 +53,7 @@ async def assert_answered(producer: Producer) -> None:
     ("policy", "timeout", "message"),
     [
         ("noeviction", 60, f"the server refused the row: it {NO_MEMORY}"),
-        # It evicts who waits, too, and so nobody may hear that their answers were refused.
+        # The server evicts waiting keys too, so a client may miss that its results were refused.
         (
             "volatile-lru",
             4,

@@ -1,4 +1,4 @@
-"""More is asked than can be computed: clients take turns, memory is bounded, and the caller chooses what happens."""
+"""More requests than the pool can compute: clients take turns, memory is bounded, the caller chooses the outcome."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BATCH = 8
 
 
 def own_bytes() -> int:
-    """Memory of this process's own that is in use now: the segments of workers, which it has mapped, are theirs."""
+    """This process's own memory in use; mapped segments belong to their workers."""
     resident, shared = Path("/proc/self/statm").read_text().split()[1:3]
     return (int(resident) - int(shared)) * os.sysconf("SC_PAGE_SIZE")
 
@@ -44,7 +44,7 @@ async def test_a_single_prompt_is_answered_within_ten_batches_of_anothers_many(p
         gate.let(1)
         await until_async(lambda: _is(len(backend.computed) > done), "a batch is computed")
 
-    # It shares this event loop with all that is asked: its lease must not pass meanwhile, nor patience with the server.
+    # The worker shares this event loop with all requests: its lease and its patience with the server must not end.
     worker = gated_worker(pool, backend, lease_s=60.0)
     async with worker, pool.producer(timeout=3000) as greedy, pool.producer(timeout=3000) as modest:
         many = [asyncio.create_task(greedy.logprobs([i % 500, i // 500])) for i in range(9000)]
@@ -78,12 +78,12 @@ async def has_queued(pool: Pool, count: int) -> bool:
 
 
 async def is_the_way_clear(pool: Pool) -> bool:
-    """Whether no more is in the stream than three batches, which a client brings about that finds another's there."""
+    """Whether the stream has at most three batches, once the client has noticed another client."""
     return sum(int(pool.redis.xlen(stream)) for stream in pool.streams()) - pool.held() <= 3 * BATCH
 
 
 async def until_waited_for(pool: Pool, prompt: list[int]) -> None:
-    """Wait until a prompt has been sent."""
+    """Wait until a prompt was sent."""
     key = pool.keys.model("syn").waiting + digest_of(_ids(prompt))
     await until_async(lambda: _is(bool(pool.redis.exists(key))), f"{prompt} is sent")
 
@@ -115,7 +115,7 @@ async def test_cancelled_prompts_leave_the_backlog(pool: Pool, tmp_path: Path) -
 
 
 async def test_what_nobody_waits_for_any_more_is_not_computed(clocked: tuple[Pool, SetClock]) -> None:
-    """A client that vanishes leaves its prompts behind; workers pass over them when its deadline is past."""
+    """A killed client leaves its prompts in the queue; workers skip them after its deadline."""
     pool, set_clock = clocked
     script = """
         import asyncio, sys
@@ -143,7 +143,7 @@ async def test_what_nobody_waits_for_any_more_is_not_computed(clocked: tuple[Poo
             return pool.jobs() == 0
 
         await until_async(empty, "the queue is empty")
-    # What the first worker held is given to the second after a lease, which may compute it.
+    # After a lease the second worker gets the prompts of the first one, and may compute them.
     assert len(pool.names("row:*")) <= 4
 
 
@@ -184,7 +184,7 @@ async def test_connections_that_break_do_not_send_the_server_more_of_one_client(
             await until_async(lambda: has_queued(pool, 8192), "the server has its share")
             for further in (100, 200, 300):
                 pool.redis.execute_command("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")  # type: ignore[no-untyped-call]
-                # They make room for as many others, which are sent as soon as it can send again.
+                # As many others take their place, and are sent as soon as the client can send again.
                 for task in tasks[further : further + 100]:
                     task.cancel()
                 await until_waited_for(pool, prompts[8192 + further - 1])
@@ -197,7 +197,7 @@ async def test_connections_that_break_do_not_send_the_server_more_of_one_client(
 
 
 async def test_a_hundred_thousand_awaits_take_bounded_memory(pool: Pool) -> None:
-    """Rows of 100,000 prompts would be 26 GB; those that have not been fetched yet wait in the server's cache."""
+    """Rows of 100,000 prompts would be 26 GB; rows that were not fetched yet wait in the server's cache."""
     wide = 65_536
     pool.start("--vocab-size", wide, "--max-batch", 64, "--encoding", "bf16")
     answered = 0
@@ -218,7 +218,7 @@ async def test_a_hundred_thousand_awaits_take_bounded_memory(pool: Pool) -> None
 
         await until_async(some, "rows come")
         grown = max(taken) - taken[0]
-        # What 100,000 requests themselves take, and some rows on their way.
+        # The memory of 100,000 requests themselves, and of some rows in flight.
         assert grown < 600 * 2**20, f"{grown / 2**20:.0f} MB"
         print(f"peak of 100,000 awaits: {grown / 2**20:.0f} MB, the tasks included")
         assert pool.jobs() <= 8192, "the server has a part of them only"

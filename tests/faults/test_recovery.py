@@ -1,4 +1,4 @@
-"""Workers die, servers restart, connections break: requests still end in their rows."""
+"""Workers crash, servers restart, connections break: requests still return their rows."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from tests.support.scrape import free_port
 
 
 async def ask_all(producer: Producer, prompts: list[list[int]]) -> None:
-    """Ask for many prompts at once and check every value."""
+    """Request many prompts concurrently and check every value."""
     rows = await asyncio.gather(*map(producer.logprobs, prompts))
     for prompt, got in zip(prompts, rows, strict=True):
         assert np.array_equal(got, synthetic_row(prompt, vocab_size=V))
@@ -45,7 +45,7 @@ PROMPTS = [[i, j] for i in range(10) for j in range(20)]
 
 @pytest.fixture
 def gate(tmp_path: Path) -> Gate:
-    """What the steps of workers pass through."""
+    """The gate of the steps of workers."""
     return Gate(tmp_path / "gate")
 
 
@@ -62,7 +62,7 @@ async def test_a_killed_worker_loses_nothing(pool: Pool) -> None:
 
 
 async def test_a_frozen_worker_that_wakes_up_late_does_no_harm(pool: Pool, gate: Gate) -> None:
-    # Who claims decides when a job is taken over; a lease of its own is all the time that it has to end.
+    # The claiming worker decides when a job is claimed; its own lease is the only time that it has.
     frozen = pool.start("--lease-s", 60, command=gate.command)
     async with pool.producer(when_absent="wait") as producer:
         asked = asyncio.create_task(ask_all(producer, PROMPTS))
@@ -104,7 +104,7 @@ async def test_a_slow_step_is_not_stolen(pool: Pool, gate: Gate) -> None:
 async def test_a_worker_that_sleeps_again_and_again_is_not_taken_for_one_that_its_prompts_have_killed(
     pool: Pool, gate: Gate
 ) -> None:
-    """As on a laptop, or where the server's clock is set: it finds the leases of its own prompts passed."""
+    """As on a laptop, or after a change of the server's clock: the worker finds the leases of its prompts expired."""
     lease_s = 1
     worker = pool.start("--lease-s", lease_s, command=gate.command)
     async with pool.producer(when_absent="wait") as producer:
@@ -134,7 +134,7 @@ async def _are_renewed(pool: Pool, lease_s: float) -> bool:
 
 
 async def test_a_prompt_that_kills_workers_is_given_up_and_the_others_are_served(pool: Pool) -> None:
-    # All at once: how long one takes to start is no matter then.
+    # All at once, so that the duration of one start does not matter.
     for _ in range(4):
         pool.start("--lease-s", 1, "--crash-token", 99, "--max-batch", 64, wait=False)
     for worker in pool.workers:
@@ -153,7 +153,7 @@ async def test_a_prompt_that_kills_workers_is_given_up_and_the_others_are_served
 async def test_requests_wait_for_a_worker_that_is_loading(
     pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As when the only worker of a large model has been killed, and a supervisor has started it again."""
+    """As when the only worker of a large model was killed, and a supervisor has restarted it."""
     monkeypatch.setattr(discovery, "_RESTART_S", 0.0)
     loads = tmp_path / "loads"
 
@@ -258,7 +258,7 @@ async def test_requests_survive_a_restart_of_redis(
             asked = asyncio.create_task(ask_all(producer, PROMPTS))
             await until_async(lambda: is_held(pool), "the worker holds prompts")
             await asyncio.to_thread(server.stop)
-            gate.open()  # What it computes it cannot publish.
+            gate.open()  # It cannot publish the rows that it computes.
             await asyncio.to_thread(server.start)
             await asyncio.wait_for(asked, DEADLINE_S)
             await ask_all(producer, [[400, i] for i in range(50)])

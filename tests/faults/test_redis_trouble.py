@@ -1,4 +1,4 @@
-"""The server and the way to it make trouble while requests run: they still end in their rows."""
+"""Faults of the server and of the network while requests run: the requests still return their rows."""
 
 from __future__ import annotations
 
@@ -46,24 +46,24 @@ _numbers = itertools.count()
 
 
 def prompts(count: int = 150) -> list[list[int]]:
-    """Prompts that no test has asked for yet."""
+    """Prompts that no test has requested yet."""
     return [[next(_numbers) % V, number // 500 % V, number % 500] for number in range(count)]
 
 
 async def ask(producer: Producer, asked: Sequence[list[int]]) -> None:
-    """Ask for many prompts at once and check every value."""
+    """Request many prompts concurrently and check every value."""
     rows = await asyncio.gather(*map(producer.logprobs, asked))
     for prompt, got in zip(asked, rows, strict=True):
         assert np.array_equal(got, synthetic_row(prompt, vocab_size=V))
 
 
 def gate_of(pool: Pool) -> Gate:
-    """What the steps of its worker pass through."""
+    """The gate of the steps of its worker."""
     return Gate(pool.folder / "gate")
 
 
 async def ask_during(producer: Producer, pool: Pool, trouble: Callable[[], Awaitable[None]]) -> None:
-    """Ask, have trouble as soon as a worker that holds prompts goes on, and ask again afterwards."""
+    """Send requests, cause a fault as soon as a worker with prompts continues, and send requests again afterwards."""
     gate_of(pool).shut()
     asked = asyncio.create_task(ask(producer, prompts()))
     await until_async(lambda: is_held(pool), "the worker holds prompts")
@@ -74,7 +74,7 @@ async def ask_during(producer: Producer, pool: Pool, trouble: Callable[[], Await
 
 
 async def refused(pool: Pool, text: str) -> None:
-    """Wait until the worker says once more that it was refused something."""
+    """Wait until the worker logs another refusal."""
     before = pool.workers[0].text.count(text)
 
     async def is_said() -> bool:
@@ -85,7 +85,7 @@ async def refused(pool: Pool, text: str) -> None:
 
 @pytest.fixture
 async def proxy(own_server: EmbeddedServer, short_dir: Path) -> AsyncIterator[Proxy]:
-    """A proxy before a server of the test's own."""
+    """A proxy before the test's own server."""
     async with Proxy(short_dir / "s" / "redis.sock", short_dir / "p.sock") as proxy:
         yield proxy
 
@@ -101,7 +101,7 @@ async def far_pool(own_server: EmbeddedServer, proxy: Proxy, tmp_path: Path) -> 
 
 @pytest.fixture(scope="module")
 def shaken_server() -> Iterator[EmbeddedServer]:
-    """A server that the tests of this file alone use: whatever they do to it, they undo."""
+    """A server that only the tests of this file use; each test undoes its changes."""
     folder = Path(tempfile.mkdtemp(prefix="lmp"))
     with EmbeddedServer(memory_bytes=1 << 28, folder=folder / "s") as server:
         yield server
@@ -119,7 +119,7 @@ def shaken(shaken_server: EmbeddedServer, tmp_path_factory: pytest.TempPathFacto
 
 
 async def start(pool: Pool, *options: str | float) -> None:
-    """Start a worker without holding up the proxy."""
+    """Start a worker without blocking the proxy."""
     gate_of(pool).open()
     await asyncio.to_thread(lambda: pool.start(*(options or SLOW), command=gate_of(pool).command))
 
@@ -162,7 +162,7 @@ async def test_the_proxy_does_to_a_connection_what_it_is_told(proxy: Proxy, way:
     await client.aclose()
 
 
-# The way to the server
+# The network
 
 
 async def test_a_slow_way_is_just_slow(far_pool: Pool, proxy: Proxy) -> None:
@@ -180,7 +180,7 @@ async def test_a_slow_way_is_just_slow(far_pool: Pool, proxy: Proxy) -> None:
 async def test_a_reply_stream_that_a_slow_way_brings_too_late_is_dropped(
     own_server: EmbeddedServer, far_pool: Pool, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Somebody has written 15 MB to it: far below the limit of a reply, and more than arrives in a lease."""
+    """A user has written 15 MB to the stream: far below the limit of a reply, and more than arrives in a lease."""
     monkeypatch.setattr(connection, "_MIN_REPLY_TIMEOUT_S", 0.5)
     await start(far_pool, *LEASE)
     async with far_pool.producer() as producer:
@@ -188,7 +188,7 @@ async def test_a_reply_stream_that_a_slow_way_brings_too_late_is_dropped(
         with redis.Redis.from_url(own_server.url) as server:
             (reply,) = server.scan_iter("*:reply:*")
             proxy.delay(Way.TO_CLIENT, 0.02)
-            proxy.cut()  # Of connections to come only.
+            proxy.cut()  # For new connections only.
             fields: list[Any] = ["x", bytes(2**20)] * 15
             await asyncio.to_thread(server.execute_command, "XADD", reply, "*", *fields)
 
@@ -208,7 +208,7 @@ async def test_damaged_and_cut_connections_cost_no_row(far_pool: Pool, proxy: Pr
                 for way in Way:
                     for strike in (proxy.truncate, proxy.drop, lambda _, share: proxy.cut(share)):
                         strike(way, share)
-                        await asyncio.sleep(0.05)  # Not for anything to happen: one strike is to follow another.
+                        await asyncio.sleep(0.05)  # No condition to wait for: one fault must follow another.
 
         await ask_during(producer, far_pool, trouble)
 
@@ -250,7 +250,7 @@ async def test_a_server_that_takes_connections_and_never_answers_is_left_too(far
             made = proxy.made
             proxy.cut()
             await until_async(lambda: _has_made(proxy, made + 4), "they connect again")
-            proxy.heal()  # But not for those that are open.
+            proxy.heal()  # But not for open connections.
 
         await ask_during(producer, far_pool, trouble)
 
@@ -260,7 +260,7 @@ async def test_a_request_into_a_black_hole_ends_with_its_deadline(
 ) -> None:
     await start(far_pool)
     for limit in ("_MIN_REPLY_TIMEOUT_S", "_MAX_REPLY_TIMEOUT_S"):
-        monkeypatch.setattr(connection, limit, 3600.0)  # No connection is given up sooner.
+        monkeypatch.setattr(connection, limit, 3600.0)  # No connection is closed earlier.
     async with far_pool.producer() as producer:
         await ask(producer, prompts(1))
         proxy.stall()
@@ -284,9 +284,9 @@ async def test_connections_killed_at_random_cost_no_row(shaken: Pool) -> None:
                 for client in shaken.redis.client_list():
                     if int(client["id"]) != own_id and draw.random() < 0.5:
                         shaken.redis.client_kill_filter(_id=client["id"])
-                await asyncio.sleep(draw.uniform(0, 0.1))  # Random moments are what this is about.
+                await asyncio.sleep(draw.uniform(0, 0.1))  # This test is about random moments.
             for kind in ("normal", "pubsub", "replica", "master"):
-                # Not by the method for it: that of redis-py 5.3 knows no replicas.
+                # Not by its method: that of redis-py 5.3 does not support replicas.
                 shaken.redis.execute_command("CLIENT", "KILL", "TYPE", kind, "SKIPME", "yes")  # type: ignore[no-untyped-call]
 
         await ask_during(producer, shaken, trouble)
@@ -321,7 +321,8 @@ async def test_rows_that_were_never_announced_are_found_behind_many_that_stall(
 async def test_rows_that_are_evicted_before_they_are_fetched_are_computed_again(shaken: Pool) -> None:
     most = str(shaken.redis.config_get("maxmemory")["maxmemory"])
     async with shaken.producer(cache_bytes=0) as producer:
-        # What the first requests take for good, such as scripts and buffers of connections, is not to count.
+        # The memory that the first requests take permanently, such as scripts and buffers of connections, does not
+        # count.
         await ask(producer, prompts())
         evicted = shaken.redis.info("stats")["evicted_keys"]
         shaken.redis.config_set("maxmemory", shaken.redis.info("memory")["used_memory"] + 100_000)
@@ -336,7 +337,7 @@ async def test_requests_survive_a_server_that_is_read_only_for_a_while(shaken: P
     async with shaken.producer() as producer:
 
         async def trouble() -> None:
-            # The replica of a master that does not exist: reads are answered, writes refused.
+            # The replica of a primary that does not exist: it serves reads and refuses writes.
             shaken.redis.replicaof("127.0.0.1", "1")
             try:
                 late = asyncio.create_task(ask(producer, prompts(8)))
@@ -351,7 +352,7 @@ async def test_requests_survive_a_server_that_is_read_only_for_a_while(shaken: P
 async def test_requests_survive_a_failover(
     far_pool: Pool, proxy: Proxy, own_server: EmbeddedServer, short_dir: Path
 ) -> None:
-    """The master dies, its address leads to a replica, and that is promoted only a while later."""
+    """The primary crashes, its address leads to a replica, and the replica is promoted some time later."""
     await start(far_pool)
     replica = EmbeddedServer(memory_bytes=1 << 28, folder=short_dir / "r")
     with replica, redis.Redis.from_url(replica.url) as other:
@@ -448,7 +449,7 @@ async def test_requests_survive_a_server_that_loads(
         try:
             await start(pool)
             many = pool.redis.pipeline(transaction=False)
-            for number in range(10_000):  # It answers after every 1,024 of them.
+            for number in range(10_000):  # It replies after every 1,024 keys.
                 many.set(f"other:{number}", b"")
             many.execute()
             async with pool.producer() as producer:
@@ -470,7 +471,7 @@ async def test_requests_survive_a_server_that_loads(
     [
         ("READONLY You can't write against a read only replica.", True),
         ("READONLY You can't write against a read only replica. script: 2fae, on @user_script:1.", True),
-        # As Redis 6.2 tells of a script.
+        # The text of Redis 6.2 about a script.
         ("ERR Error running script (call to f_2fae): @user_script:9: @user_script: 9: -READONLY You can't write", True),
         ("MOVED 12182 127.0.0.1:7002", True),
         ("BUSY Redis is busy running a script", True),
@@ -508,12 +509,12 @@ async def test_workers_that_could_not_be_looked_for_are_not_missed(
             worker.signal(signal.SIGSTOP)
             await until_async(nobody_is_seen, "the worker's heartbeat has expired")
             os.kill(own_server.pid, signal.SIGSTOP)
-            await asyncio.sleep(7)  # Twice a lease: the time itself is what this is about.
+            await asyncio.sleep(7)  # Twice a lease: this test is about the time itself.
             assert not asked.done()
             seen.clear()
             os.kill(own_server.pid, signal.SIGCONT)
             await until_async(nobody_is_seen, "the producer has looked again")
-            monkeypatch.setattr(discovery, "_RESTART_S", DEADLINE_S)  # From here on the worker may take its time.
+            monkeypatch.setattr(discovery, "_RESTART_S", DEADLINE_S)  # From here on the worker may be slow.
             gate.open()
             worker.signal(signal.SIGCONT)
             await asked
@@ -524,7 +525,7 @@ async def test_workers_that_could_not_be_looked_for_are_not_missed(
 async def test_entries_that_lose_bytes_on_the_way_are_asked_for_again(
     pool: Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What follows would take the place of the lost bytes: the parser of other replies does not look for line ends."""
+    """The bytes that follow would replace the lost ones: the parser of other replies does not check line ends."""
     pool.start()
     receive, entry, lossy = RawCommandConnection.data_received, 4, list[bytes]()
 

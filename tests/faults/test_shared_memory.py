@@ -66,32 +66,32 @@ def row_of(prompt: list[int]) -> np.ndarray[Any, Any]:
 
 
 async def ask(producer: Producer, prompts: list[list[int]] = PROMPTS) -> None:
-    """Ask for rows and compare every value."""
+    """Request rows and compare every value."""
     for prompt, row in zip(prompts, await asyncio.gather(*map(producer.logprobs, prompts)), strict=True):
         assert row.tobytes() == row_of(prompt).tobytes()
 
 
 def stored(pool: Pool) -> list[bytes]:
-    """What Redis has in place of rows."""
+    """The values of the rows' keys in Redis."""
     keys = list(pool.redis.scan_iter(match=f"{pool.prefix}:row:*", count=1000))
     values = [pool.redis.get(key) for key in keys]
     return [value for value in values if isinstance(value, bytes)]
 
 
 def reads(producer: Producer) -> tuple[int, int]:
-    """Rows that a producer has read from shared memory, and those that were not there any more."""
+    """Rows that a producer has read from shared memory, and rows that were no longer there."""
     counts = producer._counters.shared
     return counts.rows, counts.lost
 
 
 def remote(pool: Pool, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> Producer:
-    """A producer on what is another host as far as shared memory goes."""
+    """A producer on another host, according to its shared memory."""
     monkeypatch.setenv("LMPOOL_SHM_DIR", tempfile.mkdtemp(dir=os.environ["LMPOOL_SHM_DIR"]))
     return pool.producer(**settings)
 
 
 async def counted(pool: Pool, field: str, expected: int) -> None:
-    """Wait until the heartbeats of the model's workers together say so."""
+    """Wait until the sum of the heartbeats of the model's workers has this value."""
 
     async def is_said() -> bool:
         keys = list(pool.redis.scan_iter(match=f"{pool.prefix}:worker:*"))
@@ -238,7 +238,7 @@ async def test_a_worker_that_stops_leaves_nothing(pool: Pool, place: Path) -> No
 
 
 def memory_of(worker: WorkerProcess) -> Path:
-    """The segment of a worker, opened like by another process of its user."""
+    """The segment of a worker, opened as by another process of its user."""
     links = Path(f"/proc/{worker.process.pid}/fd").iterdir()
     return next(link for link in links if str(link.readlink()).startswith("/memfd:lmpool-"))
 
@@ -326,7 +326,7 @@ async def test_cached_rows_are_read_while_the_server_has_no_memory(pool: Pool, p
         try:
             pool.redis.config_set("maxmemory-policy", "noeviction")
             pool.redis.config_set("maxmemory", 1)
-            # What lies in shared memory needs no server.
+            # Rows in shared memory need no server.
             await ask(producer)
         finally:
             pool.redis.config_set("maxmemory", 0)
@@ -505,7 +505,7 @@ async def test_where_memory_is_too_little_rows_go_through_redis_and_one_warning_
 
 
 async def test_a_folder_of_64_megabytes_is_enough(pool: Pool, place: Path) -> None:
-    """What containers have by default at /dev/shm: segments do not lie in it."""
+    """Containers have this size of /dev/shm by default: segments are not files in it."""
     mount = 'mount -t tmpfs -o size=64m none "$LMPOOL_SHM_DIR" && exec "$@"'
     unshare = ["unshare", "-m" if os.geteuid() == 0 else "-rm", "sh", "-c", mount, "sh"]
     worker = pool.start(
@@ -513,7 +513,7 @@ async def test_a_folder_of_64_megabytes_is_enough(pool: Pool, place: Path) -> No
         command=lambda: [*unshare, *lmpool_command()], environment={"LMPOOL_SHM_DIR": str(place)},
     )  # fmt: skip
     await asyncio.to_thread(worker.until_says, "for clients on this machine")
-    # This process does not see that folder: as far as it knows, the worker is on another host.
+    # This process does not see that folder, so the worker is on another host for it.
     async with pool.producer(cache_bytes=0) as producer:
         for _ in range(2):
             row = await producer.logprobs([1, 2])
@@ -522,7 +522,7 @@ async def test_a_folder_of_64_megabytes_is_enough(pool: Pool, place: Path) -> No
 
 
 def hand_out(place: Path, data: bytes) -> tuple[SegmentListener, Path]:
-    """What hands out sealed memory that holds this."""
+    """A socket that sends sealed memory with this content."""
     fd = os.memfd_create("lmpool-other", os.MFD_ALLOW_SEALING)
     os.write(fd, data)
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)

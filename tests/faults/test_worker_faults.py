@@ -1,4 +1,4 @@
-"""Faults of workers that no client should notice: mismatching models, broken backends, prompts asked for again."""
+"""Faults of workers that no client should notice: mismatching models, broken backends, prompts requested again."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ async def beat_on(heartbeat: Heartbeat) -> None:
 
 
 def test_no_two_workers_of_a_process_and_host_have_one_id() -> None:
-    # With two random bytes each there would be some hundred pairs among so many.
+    # With two random bytes each there would be about a hundred pairs among this number.
     assert len({new_worker_id() for _ in range(4096)}) == 4096
 
 
@@ -79,7 +79,7 @@ def test_of_two_mismatching_workers_that_start_together_one_ends(pool: Pool) -> 
 async def test_a_worker_ends_when_its_model_was_taken_over_meanwhile(pool: Pool) -> None:
     worker = pool.start("--lease-s", 0.5)
     other = info_of(2)
-    # An info alone may be anybody's junk; here somebody serves what it says.
+    # An info alone may be junk; here a live worker serves it.
     heartbeat: dict[Any, Any] = {"model": "syn", "fingerprint": other.service_fingerprint, "state": "ready"}
     pool.redis.hset(pool.keys.worker("other"), mapping=heartbeat)
     pool.redis.zadd(pool.keys.model("syn").workers, {"other": deadline_ms()})
@@ -101,7 +101,9 @@ async def test_joining_compares_with_those_that_live(pool: Pool) -> None:
         await redis.delete(pool.keys.worker("first"), pool.keys.worker("second"))
         await joined(redis, pool.keys, info_of(2), "second")
         first = Heartbeat(redis, pool.keys, info_of(1, lease_s=1), "first", batch=8)
-        await first.send({})  # After a failover those may be seen that have gone: for a lease no worker ends for them.
+        await first.send(
+            {}
+        )  # After a failover, removed workers may be listed again: for a lease no worker ends because of them.
         with pytest.raises(ModelMismatch, match="seed-2.*there.*seed-1.*here"):
             await asyncio.wait_for(beat_on(first), DEADLINE_S)
         await redis.delete(pool.keys.models())
@@ -121,7 +123,7 @@ def test_another_backend_under_a_name_is_refused_before_the_model_is_loaded(pool
 
 async def test_a_worker_does_not_join_those_of_an_older_release_that_serve_the_same_weights(pool: Pool) -> None:
     redis, info = Server(pool.url).client(), info_of(1)
-    # As releases without a wire version write them.
+    # As releases without a wire version write infos.
     told = {name: value for name, value in asdict(info).items() if name not in ("positions", "hidden", "tokenizer")}
     told["scores"] = False
     older, heartbeat = msgpack.packb(told), {"model": "syn", "fingerprint": info.fingerprint, "state": "ready"}
@@ -190,7 +192,7 @@ async def test_sweeping_removes_what_the_dead_have_left_and_nothing_that_is_need
         await sweeper.sweep()
         assert sorted(await redis.hkeys(keys.models())) == [b"asked", b"live", b"syn"]
         consumers = await redis.xinfo_consumers(jobs, GROUP)
-        # What lies in a lane is not lost: what nobody has goes to all, what somebody has stays.
+        # Jobs in a lane are not lost: unread entries go to all workers, held entries stay.
         assert sorted(consumer["name"] for consumer in consumers) == [b"busy", b"claimed", b"sweeper"]
         assert pool.streams() == [jobs, keys.model("syn").lane("claimed")]
         assert await redis.xlen(jobs) == 2
@@ -203,7 +205,7 @@ async def test_sweeping_removes_what_the_dead_have_left_and_nothing_that_is_need
 
 
 class _Faulty(SyntheticBackend):
-    """Fails where it is told to."""
+    """Fails in the given call."""
 
     def __init__(self, at: str) -> None:
         super().__init__(SyntheticSettings(name="syn", vocab_size=64))
@@ -372,7 +374,7 @@ async def test_unpublished_rows_leave_room_for_whole_batches(pool: Pool) -> None
     serving.publisher.publish = delayed_publish  # type: ignore[method-assign]
     serving.consumer.take = noted_take  # type: ignore[method-assign]
     jobs, fingerprint = pool.keys.model("syn").jobs, serving.info.fingerprint
-    # Nearly all that may be unpublished: what is left is less than a batch.
+    # Almost as many as may be unpublished: less than a batch is left.
     with pool.redis.pipeline(transaction=True) as pipe:
         for token in range(4 * batch - 2):
             pipe.xadd(jobs, {"m": Job(np.array([token], "<u4").tobytes(), "", fingerprint).pack()})
@@ -419,7 +421,7 @@ async def test_a_suspect_runs_alone_though_others_come_all_the_time(pool: Pool) 
     others = itertools.count(1)
     while not any(suspect in step for step in steps):
         ask(next(others))
-        await asyncio.sleep(0.03)  # Not for anything to happen: others come all the time, and all are computed.
+        await asyncio.sleep(0.03)  # No condition to wait for: other prompts arrive all the time, and all are computed.
 
     async def ended() -> bool:
         return pool.jobs() == 0
@@ -465,7 +467,7 @@ async def test_a_drain_that_cannot_publish_ends_after_a_lease(own_server: Embedd
 async def test_a_heartbeat_that_is_refused_after_the_connection_broke_is_told_of(
     own_server: EmbeddedServer, short_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As in a failover: the first thing that goes wrong is another one."""
+    """As in a failover: a second fault follows the first one."""
     async with Proxy(short_dir / "s" / "redis.sock", short_dir / "p.sock") as proxy:
         pool = Pool(own_server.url, "own", tmp_path)
         pool.url = proxy.url

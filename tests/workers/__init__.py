@@ -1,1 +1,1 @@
-"""Tests of workers and of what they tell about themselves."""
+"""Tests of workers, their logs and their metrics."""

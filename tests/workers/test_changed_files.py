@@ -1,4 +1,4 @@
-"""Files of a model that change under a running worker are reported, and change nothing else."""
+"""Changes of a model's files under a running worker are reported, and have no other effect."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ WEIGHTS = "model.safetensors"
 
 
 class OfFolder:
-    """Settings of a backend that says that its model comes from a folder."""
+    """Settings of a backend that names a folder as the source of its model."""
 
     served_as = "syn"
 

@@ -1,4 +1,4 @@
-"""What becomes of prompts in flight when asks and requests for the row itself meet."""
+"""Prompts in flight: joining requests, checks for waiting clients, joined steps, and capacity."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ def taken(*prompts: InFlightPrompt) -> Taken:
 def reading(
     entry_id: bytes, digest: bytes = PROMPT, *, query: TrieQuery | None = None, **changed: Any
 ) -> InFlightPrompt:
-    """A prompt as it was read from one entry."""
+    """A prompt as read from one entry."""
     entry = StreamEntry(entry_id, digest if query is None else ANSWER, query=query)
     return InFlightPrompt(digest, bytes(4), entries={entry_id: entry}, has_query=query is not None, **changed)
 
 
 class Recorder:
-    """Records what is submitted and ended, in place of a backend and a server where nobody waits for anything.
+    """Records calls in place of a backend and a server on which no client waits.
 
     Attributes:
         is_waited_for: whether a client waits for each of the jobs.
@@ -80,7 +80,7 @@ class Recorder:
         self.aborted += [prompt.digest for prompt in prompts]
 
     def published_answers(self, prompts: Sequence[InFlightPrompt]) -> None:
-        """No memory is counted."""
+        """Memory is not counted here."""
 
     async def publish(self, block: RowBlock, entries: EntriesByDigest, overwrite: Collection[bytes]) -> None:
         self.published += block.digests
@@ -150,12 +150,12 @@ async def test_queries_alone_are_turned_away_where_there_are_no_tries() -> None:
     assert recorder.submitted == []
 
 
-# What nobody waits for
+# Prompts without a client
 
 
 @pytest.fixture
 def checks_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All prompts are old enough for a check."""
+    """Make all prompts old enough for a check."""
     monkeypatch.setattr(dispatch_module, "STALE_S", -1.0)
 
 
@@ -280,11 +280,11 @@ async def test_a_prompt_that_is_answered_during_the_check_is_published_as_it_is(
     assert list(in_flight[PROMPT].entries) == [b"1-0"]
 
 
-# What several steps brought
+# Results of several steps
 
 
 def rows(*digests: bytes, encoding: Encoding = Encoding.F32) -> RowBlock:
-    """Rows of four numbers, each with those of its digest's first byte."""
+    """Rows of four numbers, each filled with the first byte of its digest."""
     numbers = np.array([[digest[0]] * 4 for digest in digests], encoding.dtype)
     log_z = None if encoding is Encoding.F32 else np.array([digest[0] for digest in digests], np.float32)
     return RowBlock(list(digests), numbers, log_z, encoding)
@@ -296,7 +296,7 @@ def join(*steps: Finished) -> Finished:
 
 @pytest.mark.parametrize("encoding", list(Encoding))
 def test_steps_that_are_joined_are_as_one(encoding: Encoding) -> None:
-    # "x" was given up and asked again meanwhile.
+    # "x" was aborted and requested again in between.
     second = VectorBlock([b"y", b"x"], [np.ones(1, np.float32), np.zeros(2, np.float32)])
     answers = VectorBlock([b"x"], [np.zeros(2, np.float32)]), second
     steps = [
@@ -323,11 +323,11 @@ def test_blocks_that_have_a_prompt_twice_or_differ_stay_apart() -> None:
     assert join(Finished([], {}), Finished([], {})) == Finished([], {})
 
 
-# How much a call takes
+# Size of a read
 
 
 def fetch_loop(engine_thread: SimpleNamespace, info: ModelInfo) -> FetchLoop:
-    """Feeds such a backend, with nothing around it."""
+    """A fetch loop for such a backend, without other parts."""
     none = cast(Any, None)
     return FetchLoop(none, none, Lifecycle(), none, cast(Any, engine_thread), info, none, none, none)
 
@@ -354,11 +354,11 @@ async def test_what_yields_does_not_count_as_unpublished(yielding: int, takes: i
 
 
 class Suspect:
-    """A queue that has a prompt which must run alone, until another worker has taken it.
+    """A queue with a prompt that must run alone, until another worker has claimed it.
 
     Attributes:
-        is_there: whether it still has.
-        asked: how often a worker asked for it, with what it held.
+        is_there: whether the prompt is still in the queue.
+        asked: the held entries of each claim.
     """
 
     def __init__(self) -> None:

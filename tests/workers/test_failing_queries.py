@@ -1,4 +1,4 @@
-"""A query that makes a worker's code raise fails alone: the worker goes on, and so do the others that it holds."""
+"""A query that makes a worker's code raise fails alone: the worker and its other prompts continue."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SYNTHETIC = "lmpool.workers.backends.synthetic.SyntheticBackend"
 
 
 class WithHead(SyntheticBackend):
-    """Has hidden states and a head in its info, and raises when it is asked for them."""
+    """Has hidden states and a head in its info, and raises in `head`."""
 
     def __init__(self) -> None:
         super().__init__(SyntheticSettings("syn", vocab_size=V))
@@ -55,9 +55,9 @@ class Kind(NamedTuple):
     """A kind of query.
 
     Attributes:
-        request: asks for it.
-        broken: what raises instead of answering it; None if the backend always does.
-        can_answer: the backend of these tests answers it where nothing is broken.
+        request: sends it.
+        broken: the function that raises instead of computing it; None if the backend always raises.
+        can_answer: the backend of these tests computes it if nothing raises.
     """
 
     request: Callable[[Producer], Awaitable[Any]]
@@ -113,7 +113,7 @@ async def serving(pool: Pool) -> AsyncIterator[asyncio.Task[None]]:
 
 
 def test_every_kind_of_query_is_tried() -> None:
-    """Those that `unpack_query` reads; a fresh row is computed as any row is."""
+    """The kinds that `unpack_query` reads; a fresh row is computed like any row."""
     tags = {"trie", "top", "sample", "mass", "positions", "generate", "head", "fresh"}
     names = {name.removesuffix("Query").lower() for name in unpack_query.__globals__ if name.endswith("Query")}
     assert names - {"pick", ""} == tags

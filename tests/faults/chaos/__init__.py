@@ -1,11 +1,12 @@
-"""Chaos: a pool of real processes under load while its workers, connections and server are struck at random.
+"""Chaos: a pool of real processes under load, with random faults of its workers, connections and server.
 
     python -m tests.faults.chaos --seconds 180 --seed 7
 
-Four synthetic workers, one of them slow, and three clients, half of either through a proxy, share one server with an
-append-only file. Clients ask all there is to ask, name an adapter that is replaced meanwhile, and have contexts grow in
-lock step. A schedule that the seed decides kills and freezes workers, also because their lanes are full, cuts, swallows
-and damages connections, and restarts the server. Every answer is compared with what follows from
-`lmpool.synthetic.synthetic_row`. In the end a table says what was lost, wrong, late, computed twice and left behind,
-and the exit code whether that is allowed, and whether all that can be asked was.
+Four synthetic workers, one of them slow, and three clients share one server with an append-only file. Half of the
+workers and clients connect through a proxy. Clients send every kind of request, name an adapter that is replaced
+during the run, and let contexts grow in lockstep. The seed determines a schedule of faults: it kills and freezes
+workers, also because their lanes are full; it cuts, blocks and damages connections; it restarts the server. Every
+result is compared with `lmpool.synthetic.synthetic_row`. At the end a table lists results that were lost, wrong, late
+or computed twice, and keys that were left. The exit code says whether that is allowed and whether every kind of
+request was sent.
 """

@@ -1,4 +1,4 @@
-"""Runs chaos and prints what it has shown; exits with 1 when that is not allowed."""
+"""Runs chaos and prints the report; exits with 1 if the outcome is not allowed."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _PATIENCE_S = 10.0
 
 async def run(settings: ChaosSettings, plan: list[Strike], folder: Path, hosts: tuple[Path, Path]) -> Report:
     """One run, from the start of its server to the end of its last process."""
-    # fsync once a second, as servers do by default: what a killed server has written is in the kernel's hands.
+    # fsync once a second, the default of servers: the kernel keeps the writes of a killed server.
     server = EmbeddedServer(_MEMORY, folder / "s", appendonly=True)
     await asyncio.to_thread(server.start)
     try:
@@ -66,7 +66,7 @@ async def run(settings: ChaosSettings, plan: list[Strike], folder: Path, hosts: 
         observer.counted,
         striker.full_lanes,
         left,
-        # Others have started since workers were killed.
+        # Replacements have started since workers were killed.
         [str(path) for path in fleet.segments],
         fleet.leaked + leaked_processes(folder),
         fleet.failed,
@@ -74,7 +74,7 @@ async def run(settings: ChaosSettings, plan: list[Strike], folder: Path, hosts: 
 
 
 def _end(settings: ChaosSettings, fleet: Fleet, server: EmbeddedServer) -> list[str]:
-    """End the workers when all is settled; returns the keys that are left."""
+    """End the workers when no request is pending; return the keys that are left."""
     client = redis.Redis.from_url(server.url)
     try:
         keys = Keys(_PREFIX)
@@ -86,7 +86,7 @@ def _end(settings: ChaosSettings, fleet: Fleet, server: EmbeddedServer) -> list[
 
 
 def main() -> int:
-    """Run as the command line says."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(prog="python -m tests.faults.chaos", description=__doc__)
     parser.add_argument("--seconds", type=float, default=180, help="for how long clients ask (default: %(default)s)")
     parser.add_argument("--seed", type=int, help="decides the schedule (default: a new one)")

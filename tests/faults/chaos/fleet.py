@@ -1,4 +1,4 @@
-"""The processes of a run: workers that are replaced when they end, and clients."""
+"""The processes of a run: clients, and workers that are replaced when they end."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Process:
     """One process with its log.
 
     Attributes:
-        number: its place in the fleet; a replacement has that of the one before.
+        number: its place in the fleet; a replacement takes the number of its predecessor.
         is_struck: it was killed on purpose.
         is_frozen: it was stopped on purpose.
         is_draining: it was told to end.
@@ -59,16 +59,16 @@ class Process:
 
     @property
     def code(self) -> int | None:
-        """Exit code, or None while it runs."""
+        """The exit code, or None while it runs."""
         return self._process.poll()
 
     @property
     def last_words(self) -> str:
-        """The end of what it printed."""
+        """The end of its output."""
         return self._log.read_text("utf-8", "replace")[-1000:].strip()
 
     def says(self, text: str) -> bool:
-        """Whether it has printed a text."""
+        """Whether its output contains a text."""
         return text in self._log.read_text("utf-8", "replace")
 
     def signal(self, number: signal.Signals) -> None:
@@ -77,7 +77,7 @@ class Process:
             self._process.send_signal(number)
 
     def ends_within(self, seconds: float) -> bool:
-        """Wait for the end; False when it does not come: then the process is killed, and its log says where it was."""
+        """Wait for the end. If it does not end in time, kill it, keep its stacks in the log, and return False."""
         try:
             self._process.wait(seconds)
         except subprocess.TimeoutExpired:
@@ -94,15 +94,15 @@ class Fleet:
 
     Args:
         settings: the run.
-        folder: where logs and traces go.
-        hosts: a folder in shared memory for each of two hosts: the last worker and the last client are on the second.
-        url: of a worker or client with a number: the server's own address, or the proxy's.
-        prefix: of all keys.
+        folder: receives logs and traces.
+        hosts: a folder in shared memory for each of two hosts; the last worker and the last client are on the second.
+        url: number of a worker or client -> URL: the server's own address, or the proxy's.
+        prefix: prefix of all keys.
 
     Attributes:
-        workers: those that run now.
-        clients: all of them.
-        failed: what ended by itself and should not have: its number, exit code and last words.
+        workers: the workers that run now.
+        clients: all clients.
+        failed: processes that ended without reason: number, exit code and last output.
         leaked: processes that did not end when they were told to.
     """
 
@@ -122,7 +122,7 @@ class Fleet:
 
     @property
     def traces(self) -> list[Path]:
-        """What workers have written down."""
+        """The traces of all workers."""
         return sorted(self._folder.glob("*.trace"))
 
     @property
@@ -131,14 +131,14 @@ class Fleet:
         return sorted(path for host in self._hosts for path in host.glob(f"{NAME}*/{NAME}*"))
 
     def log_of(self, client: int) -> Path:
-        """Where a client writes its requests."""
+        """The request log of a client."""
         return self._folder / f"client-{client}.requests"
 
     def start(self) -> None:
-        """Start the workers, and when they serve the clients; wait until these ask.
+        """Start the workers, then the clients; wait until the clients send requests.
 
         Raises:
-            RuntimeError: one of them ended, or needs too long.
+            RuntimeError: a process ended, or took too long.
         """
         self.workers = [self._start_worker(number) for number in range(self._settings.workers)]
         self._await(self.workers, SERVING)
@@ -185,30 +185,30 @@ class Fleet:
         for place, worker in enumerate(self.workers):
             if worker.code is None:
                 continue
-            # One that finds no server at its start may end; a supervisor would start it again, as we do.
+            # A worker that finds no server at its start may end; like a supervisor, start it again.
             is_expected = worker.is_struck or (worker.is_draining and worker.code == 0)
             if not is_expected and worker.says(SERVING):
                 self.failed.append(f"worker {worker.number} ended with {worker.code}: {worker.last_words}")
             self.workers[place] = self._start_worker(worker.number)
 
     def thaw(self) -> None:
-        """Let all frozen workers go on."""
+        """Continue all frozen workers."""
         for worker in self.workers:
             if worker.is_frozen:
                 worker.signal(signal.SIGCONT)
                 worker.is_frozen = False
 
     def stop_clients(self) -> None:
-        """Have clients begin no more requests."""
+        """Let clients send no more requests."""
         for client in self.clients:
             client.signal(signal.SIGTERM)
 
     def end_clients(self) -> None:
-        """Have clients end once all their requests have."""
+        """End clients when all their requests have ended."""
         self._end("client", self.clients, self._settings.timeout_s + _END_S)
 
     def end_workers(self) -> None:
-        """Have workers drain and end."""
+        """Drain and end the workers."""
         self._end("worker", self.workers, self._settings.lease_s * 2 + _END_S)
 
     def _end(self, role: str, processes: Sequence[Process], seconds: float) -> None:
@@ -222,7 +222,7 @@ class Fleet:
                 self.failed.append(f"{role} {process.number} ended with {process.code}: {process.last_words}")
 
     def kill(self) -> None:
-        """End at once whatever still runs."""
+        """Kill the processes that still run."""
         for process in [*self.workers, *self.clients]:
             process.signal(signal.SIGKILL)
             process.ends_within(_END_S)

@@ -1,4 +1,4 @@
-"""What a pool leaves on its server, and on its machine, when all its clients and workers have gone."""
+"""Keys and files that a pool leaves on its server and its machine after all clients and workers have ended."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _TICK_S = 0.05
 
 
 def leaked_processes(folder: Path) -> list[str]:
-    """The processes that still run in a folder, by what they were started with; none where there is no /proc."""
+    """The command lines of processes that still run in a folder; none on systems without /proc."""
     processes = []
     for place in Path("/proc").glob("[0-9]*"):
         try:
             words = (place / "cmdline").read_bytes().split(b"\0")
-        except OSError:  # It has ended meanwhile.
+        except OSError:  # It has just ended.
             continue
         if any(str(folder).encode() in word for word in words):
             processes.append(f"process {place.name}: {b' '.join(words).decode('utf-8', 'replace'):.200}")
@@ -29,9 +29,9 @@ def leaked_processes(folder: Path) -> list[str]:
 
 
 def settle(client: redis.Redis, keys: Keys, workers: int, seconds: float) -> None:
-    """Wait, for so long at most, until the queue is empty and only the live workers are known, with a lane each.
+    """Wait up to a limit until the queue is empty, and only live workers are registered, with one lane each.
 
-    Clients have gone: what they had queued is computed, and workers that were killed are swept after a lease.
+    All clients have ended: workers compute the prompts that are still queued, and sweep killed workers after a lease.
     """
     model = keys.model(MODEL)
 
@@ -44,7 +44,7 @@ def settle(client: redis.Redis, keys: Keys, workers: int, seconds: float) -> Non
 
 
 def lanes_of(client: redis.Redis, keys: Keys) -> list[bytes]:
-    """The lanes that there are, known as such or not."""
+    """The lanes on the server, registered or not."""
     return list(client.scan_iter(keys.model(MODEL).lane("*"), 1000))
 
 
@@ -55,17 +55,17 @@ def _wait(condition: Callable[[], bool], seconds: float) -> None:
 
 
 def leaked_keys(client: redis.Redis, keys: Keys, most_ttl_s: float, lease_s: float) -> list[str]:
-    """What should not be there: "key: why".
+    """The keys that should not exist, as "key: why".
 
-    Rows, vocabularies and a client's reply stream expire, and the empty stream of the queue stays for the next worker.
-    A killed worker's heartbeat is given its lease. What is waited for may live as long as a request, and hardly longer.
-    A lane goes with its worker.
+    Rows, vocabularies and reply streams of clients expire, and the empty stream of the queue stays for the next
+    worker. A killed worker's heartbeat lives for its lease. Keys of waiting clients may live for about as long as a
+    request. A lane is removed with its worker.
 
     Args:
         client: of the server.
         keys: names of the pool's keys.
-        most_ttl_s: how long it may be remembered that somebody waits.
-        lease_s: how long a heartbeat lives.
+        most_ttl_s: max lifetime of keys of waiting clients.
+        lease_s: lifetime of a heartbeat.
     """
     beats, model = f"{keys.prefix}:worker:*", keys.model(MODEL)
     _wait(lambda: not any(client.ttl(key) >= 0 for key in client.scan_iter(beats, 1000)), lease_s + 1)
@@ -90,7 +90,7 @@ def leaked_keys(client: redis.Redis, keys: Keys, most_ttl_s: float, lease_s: flo
 
 
 def _left_in(client: redis.Redis, stream: bytes) -> list[str]:
-    """What is left in a stream of jobs."""
+    """The entries that are left in a stream of jobs."""
     if not client.exists(stream):
         return []
     name = stream.decode("ascii", "backslashreplace")

@@ -1,4 +1,4 @@
-"""What clients ask, of every kind, and whether the answers are right: all follow from the rows of a synthetic model."""
+"""Requests of every kind, and checks of their results against the rows of a synthetic model."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ Values = NDArray[Any]
 
 
 class Question(NamedTuple):
-    """Something to ask a pool.
+    """One request to a pool.
 
     Attributes:
-        kind: of `KINDS`, or `CONTEXTS`.
-        size: how many prompts it has; each counts as a request.
-        ask: asks, and says of each prompt how it went: `OK` or `WRONG` and what else is to be known.
+        kind: one of `KINDS`, or `CONTEXTS`.
+        size: number of its prompts; each counts as a request.
+        ask: sends the request, and returns for each prompt `OK` or `WRONG` with further data.
     """
 
     kind: str
@@ -58,19 +58,19 @@ class Question(NamedTuple):
 
 
 class Load:
-    """The questions of one client, without end.
+    """The endless sequence of requests of one client.
 
-    Half of the prompts for rows are new; the others are those that all clients ask for in the same two seconds. All
-    other questions have prompts of their own, so that what is computed twice can be counted.
+    Half of the prompts for rows are new; the others are requested by all clients within the same two seconds. All other
+    requests have prompts of their own, so that prompts which are computed twice can be counted.
 
     Args:
         settings: the run.
-        number: which of its clients.
-        producer: what it asks.
+        number: number of the client.
+        producer: sends the requests.
         adapters: the folder of the adapters.
 
     Attributes:
-        has_adapter: an adapter is in service. Until then only the first question names it, and has to wait for it.
+        has_adapter: an adapter is in service. Until then only the first request names it, and must wait for it.
     """
 
     def __init__(self, settings: ChaosSettings, number: int, producer: Producer, adapters: Path) -> None:
@@ -83,11 +83,11 @@ class Load:
         self._groups = 0
         self._trie: PooledTrie | None = None
         self.has_adapter = False
-        # One of each kind to begin with, so that all come however short the run is.
+        # One request of each kind first, so that short runs have all kinds too.
         self._first = deque(KINDS)
 
     def next(self) -> Question:
-        """Something else: most often a row."""
+        """The next request: most often a row."""
         if self._first:
             kind = self._first.popleft()
         else:
@@ -96,7 +96,7 @@ class Load:
         return KINDS[kind][1](self)
 
     def rounds(self) -> Iterator[Question]:
-        """The rounds of contexts that grow in lock step; now and then some of them take the place of others."""
+        """The rounds of contexts that grow in lockstep; sometimes some of them replace others."""
         settings, draw, size = self._settings, self._draw, self._settings.vocab_size
         self._groups += 1
         begin = [_CONTEXTS_FIRST, self._number, self._groups % size, self._groups // size]
@@ -112,11 +112,11 @@ class Load:
             contexts = [draw.choice(grown) for _ in grown] if number % _RESAMPLED == 0 else grown
 
     def draw_pause(self, mean_s: float) -> float:
-        """Seconds until the next question of a task."""
+        """Seconds until the next request of a task."""
         return self._draw.expovariate(1 / mean_s)
 
     def row(self) -> Question:
-        """A row."""
+        """Request a row."""
         prompt = self._prompt()
 
         async def ask() -> list[str]:
@@ -125,11 +125,11 @@ class Load:
         return Question("row", 1, ask)
 
     def batch(self) -> Question:
-        """Several rows."""
+        """Request several rows."""
         return self._rows("batch", [self._prompt() for _ in range(_BATCH)])
 
     def targets(self) -> Question:
-        """Some entries of a row."""
+        """Request some entries of a row."""
         prompt, targets = self._new(), [self._draw.randrange(self._settings.vocab_size) for _ in range(5)]
 
         async def ask() -> list[str]:
@@ -139,7 +139,7 @@ class Load:
         return Question("targets", 1, ask)
 
     def fresh(self) -> Question:
-        """A row that is not to come from any cache."""
+        """Request a row that no cache may answer."""
         prompt = self._new()
 
         async def ask() -> list[str]:
@@ -148,7 +148,7 @@ class Load:
         return Question("fresh", 1, ask)
 
     def topk(self) -> Question:
-        """The largest entries of a row."""
+        """Request the largest entries of a row."""
         prompt, k = self._new(), self._draw.randrange(1, 50)
 
         async def ask() -> list[str]:
@@ -158,7 +158,7 @@ class Load:
         return Question("topk", 1, ask)
 
     def sample(self) -> Question:
-        """A token, drawn with a seed."""
+        """Request a token, drawn with a seed."""
         prompt, draw = self._new(), self._draw
         how = Sampling(draw.choice((0.0, 0.7, 1.0)), draw.choice((0.9, 1.0)), draw.getrandbits(32))
 
@@ -169,7 +169,7 @@ class Load:
         return Question("sample", 1, ask)
 
     def score(self) -> Question:
-        """What the tokens of a continuation score."""
+        """Request the scores of the tokens of a continuation."""
         prompt, size = self._new(), self._settings.vocab_size
         continuation = [self._draw.randrange(size) for _ in range(self._draw.randrange(1, 6))]
 
@@ -181,7 +181,7 @@ class Load:
         return Question("score", 1, ask)
 
     def trie(self) -> Question:
-        """Values of the vocabulary's trie, below a prefix, from a row that stays where it is."""
+        """Request values of the vocabulary's trie below a prefix, from a row that stays in the pool."""
         prompt, op = self._new(), self._draw.choice(OPS)
         tokens = _tokens(self._settings.vocab_size)
         prefix = self._draw.choice([token for token in tokens if len(token) > 1])[:1]
@@ -197,7 +197,7 @@ class Load:
         return Question("trie", 1, ask)
 
     def adapter(self) -> Question:
-        """A row with the adapter that is in service."""
+        """Request a row with the adapter in service."""
         prompt = self._new()
 
         async def ask() -> list[str]:
@@ -253,7 +253,7 @@ class Adapters:
 
     Args:
         vocab_size: V.
-        folder: what their folders are in.
+        folder: contains their folders.
     """
 
     def __init__(self, vocab_size: int, folder: Path) -> None:
@@ -263,9 +263,9 @@ class Adapters:
         self._revisions: list[str] = []
 
     def make(self) -> Path:
-        """Write the next one; returns its folder."""
+        """Write the next adapter; return its folder."""
         place = self._folder / str(len(self._revisions))
-        # The others see it with all that it holds.
+        # Other processes see the folder only when it is complete.
         unseen = place.with_suffix(".new")
         unseen.mkdir(parents=True)
         (unseen / "weights").write_text(f"adapter {place.name}")
@@ -274,7 +274,7 @@ class Adapters:
         return place
 
     def which(self, prompt: Sequence[int], row: NDArray[np.float32]) -> int | None:
-        """The number of the adapter that a row was computed with; None where it is that of none of them."""
+        """The number of the adapter that a row was computed with; None if no adapter of the run gives this row."""
         self._look()
         for number in reversed(range(len(self._revisions))):
             revision = self._revisions[number]
@@ -301,7 +301,7 @@ def _tokens(vocab_size: int) -> list[bytes]:
 
 
 def _below(tokens: Sequence[bytes], prefix: bytes, op: Op, row: NDArray[np.float32]) -> NDArray[np.float32]:
-    """The values of the nodes right below a prefix, in the order of their bytes, as a trie defines them."""
+    """The values of the nodes right below a prefix, in the order of their bytes, by the definition of a trie."""
     groups: dict[int, list[int]] = {}
     for number, token in enumerate(tokens):
         if token.startswith(prefix) and len(token) > len(prefix):

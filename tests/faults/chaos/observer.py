@@ -1,4 +1,4 @@
-"""What the server shows while a run lasts: the lanes of the workers, and what their heartbeats have counted."""
+"""Polls the server during a run: lanes of the workers, and the counters in their heartbeats."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _TICK_S = 0.02
 
 
 class Counted(NamedTuple):
-    """What all workers of a run have counted, as far as their heartbeats have been seen.
+    """Sums of the counters of all workers of a run, up to their last observed heartbeats.
 
     Attributes:
-        homed: jobs taken whose home their worker was.
-        stolen: jobs taken from others' lanes.
+        homed: jobs taken whose home was the worker.
+        stolen: jobs taken from other workers' lanes.
         shared: rows written to shared memory.
     """
 
@@ -34,11 +34,11 @@ class Counted(NamedTuple):
 
 
 class FullLane(NamedTuple):
-    """A lane in which jobs wait that its worker has not been given.
+    """A lane with jobs that its worker has not read.
 
     Attributes:
         pid: process id of its worker.
-        waiting: how many.
+        waiting: number of these jobs.
     """
 
     pid: int
@@ -46,11 +46,11 @@ class FullLane(NamedTuple):
 
 
 class Observer:
-    """Looks at a server again and again while the context is open; it may be away.
+    """Polls a server while the context is open; the server may be down.
 
     Args:
         url: of the server.
-        prefix: of all keys.
+        prefix: prefix of all keys.
     """
 
     def __init__(self, url: str, prefix: str) -> None:
@@ -71,15 +71,15 @@ class Observer:
 
     @property
     def counted(self) -> Counted:
-        """The sums over all workers that have been seen, dead ones too."""
+        """The sums over all observed workers, dead ones included."""
         return Counted(*map(sum, zip(Counted(), *self._counted.values(), strict=True)))
 
     async def full_lanes(self, within_s: float) -> list[FullLane]:
-        """The lanes in which jobs wait, the longest first; waits for one, but not for longer than some seconds."""
+        """The lanes with waiting jobs, the longest first; waits some seconds for one."""
         return await asyncio.to_thread(self._until_full, time.monotonic() + within_s)
 
     async def lose_lanes(self) -> None:
-        """Delete the key that has the lengths of the lanes, as a server that is short of memory may."""
+        """Delete the key with the lengths of the lanes, as a server that is short of memory may."""
         await asyncio.to_thread(self._try, lambda: self._redis.delete(self._model.lanes))
 
     async def _look_on(self) -> None:
@@ -93,7 +93,7 @@ class Observer:
         return lanes or []
 
     def _try(self, look: Callable[[], Any]) -> Any:
-        """What a look sees; None while the server is away."""
+        """The observations of one poll; None while the server is down."""
         try:
             return look()
         except (redis.ConnectionError, redis.TimeoutError, redis.ResponseError):

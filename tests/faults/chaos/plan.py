@@ -1,4 +1,4 @@
-"""The schedule of a run: which trouble strikes when."""
+"""The schedule of a run: which fault occurs when."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _QUIET_AT_THE_END_S = 1.0
 
 
 class Kind(Enum):
-    """What strikes."""
+    """The kinds of faults."""
 
     KILL = "kill workers"
     KILL_FULL = "kill a worker with a full lane"
@@ -49,15 +49,15 @@ _LASTING = {
 
 @dataclass(frozen=True, slots=True)
 class Strike:
-    """One trouble.
+    """One fault.
 
     Attributes:
         at: seconds after the beginning.
-        kind: what it is.
-        lasts: seconds; 0 for what happens in a moment.
-        share: of the workers or connections that are struck.
-        way: the direction that is struck.
-        number: which worker, or what else is to be chosen.
+        kind: kind of the fault.
+        lasts: seconds; 0 for a fault without a duration.
+        share: share of the workers or connections that are affected.
+        way: the affected direction.
+        number: number of the worker, or another choice.
     """
 
     at: float
@@ -75,7 +75,7 @@ class Strike:
 
 
 def draw_plan(seed: int, seconds: float) -> list[Strike]:
-    """The strikes of a run: in bursts of one to three, with pauses between them of up to seven seconds."""
+    """The faults of a run: bursts of one to three, with pauses of up to seven seconds between bursts."""
     draw = random.Random(seed)
     plan: list[Strike] = []
     kinds: list[Kind] = []
@@ -84,7 +84,7 @@ def draw_plan(seed: int, seconds: float) -> list[Strike]:
         for _ in range(draw.choice((1, 1, 2, 3))):
             if at > seconds - _QUIET_AT_THE_END_S:
                 return plan
-            if not kinds:  # All kinds come equally often.
+            if not kinds:  # All kinds occur equally often.
                 kinds = list(Kind)
                 draw.shuffle(kinds)
             kind = kinds.pop()

@@ -1,4 +1,4 @@
-"""What a run has shown: a table, and whether it is allowed."""
+"""The outcome of a run: a table, and whether it is allowed."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ class Report:
     """One run.
 
     Attributes:
-        settings: what it was made of.
-        tally: what became of the requests.
-        computed: what workers computed.
-        recoveries: seconds that each took.
-        counted: what workers have counted.
-        full_lanes: how many jobs waited in each full lane that was struck.
-        leaked_keys: what was left on the server.
-        leaked_files: what was left in shared memory.
-        leaked_processes: what did not end.
-        failed: processes that ended by themselves, or with an error.
+        settings: the settings of the run.
+        tally: the outcomes of the requests.
+        computed: the prompts that workers computed.
+        recoveries: seconds of each recovery.
+        counted: counters of the workers.
+        full_lanes: waiting jobs of each full lane whose worker was struck.
+        leaked_keys: keys that were left on the server.
+        leaked_files: files that were left in shared memory.
+        leaked_processes: processes that did not end.
+        failed: processes that ended without reason, or with an error.
     """
 
     settings: ChaosSettings
@@ -40,7 +40,7 @@ class Report:
 
     @property
     def faults(self) -> list[str]:
-        """What is not allowed."""
+        """The outcomes that are not allowed."""
         settings, tally = self.settings, self.tally
         most = settings.most_leases * settings.lease_s
         counts = {
@@ -53,7 +53,7 @@ class Report:
             "failed processes": len(self.failed),
         }
         faults = [f"{name} {number}" for name, number in counts.items() if number]
-        # What has not been there has not been shown to hold.
+        # A run without a kind of request or fault is no evidence for it.
         shown = {**{kind: tally.kinds[kind] for kind in ALL_KINDS}, **self.counted._asdict()}
         faults += [
             f"nothing {name}" if name in self.counted._fields else f"no {name}" for name in shown if not shown[name]
@@ -84,7 +84,8 @@ class Report:
             ("computed twice", f"{computed.twice:.2%} ({computed.rows} rows of {computed.prompts} prompts)"),
             ("worst recovery", f"{worst:.2f} s"),
             ("p99 recovery", f"{p99:.2f} s (of {len(self.recoveries)}; a lease is {self.settings.lease_s:g} s)"),
-            # Troubles that overlap have one recovery, from the last one's end; this counts from the first one's begin.
+            # Overlapping faults have one recovery, which counts from the end of the last fault; this counts from the
+            # start of the first.
             ("slowest request", f"{slowest:.2f} s"),
             ("leaked keys", f"{len(self.leaked_keys)}"),
             ("leaked files", f"{len(self.leaked_files)}"),

@@ -1,4 +1,4 @@
-"""What a run of chaos is made of, and what it may show."""
+"""Settings of a chaos run, and the limits of its outcome."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ class ChaosSettings:
     """One run.
 
     Attributes:
-        seconds: for how long clients ask.
-        seed: decides the schedule.
-        workers: worker processes; one that has ended is replaced at once.
+        seconds: time for which clients send requests.
+        seed: determines the schedule.
+        workers: worker processes; a worker that has ended is replaced at once.
         clients: client processes.
         vocab_size: V.
-        shm_bytes: of shared memory that each worker has: enough for some of the rows that live.
-        lease_s: short, so that a run has many recoveries. Long enough for a busy machine: a lease is also how long
+        shm_bytes: shared memory of each worker: enough for some of the live rows.
+        lease_s: short, so that a run has many recoveries. Long enough for a busy machine: a lease is also the time that
             either side waits for a reply.
-        step_ms: how long a step of the backend takes: workers are busy most of the time, so there is something to lose.
-        token_ms: how much longer it takes for each token that is not in the worker's prefix cache.
-        slow_ms: as `step_ms`, of the first worker: the others have nothing to do while its lane is full.
+        step_ms: duration of a backend's step. Workers are busy most of the time, so every fault hits prompts in flight.
+        token_ms: additional duration for each token that is not in the worker's prefix cache.
+        slow_ms: like `step_ms`, for the first worker: the others are idle while its lane is full.
         max_batch: prompts in a step.
-        row_ttl_s: lifetime of rows: prompts are not repeated for longer than that.
+        row_ttl_s: lifetime of rows: prompts are not repeated after this time.
         timeout_s: the deadline of each request.
-        grace_s: how much later a request may end before it counts as late: clients share their processors with others.
-        tasks: requests that a client has under way at once, beside those of its groups.
-        groups: of contexts that a client has grow in lock step, as a particle filter does.
+        grace_s: delay after the deadline from which a request counts as late: clients share their processors.
+        tasks: concurrent requests of a client, in addition to those of its groups.
+        groups: groups of contexts of a client that grow in lockstep, as in a particle filter.
         particles: contexts in a group.
-        context: tokens that the contexts of a group begin with.
-        rounds: tokens by which they grow.
+        context: tokens at the beginning of the contexts of a group.
+        rounds: tokens by which contexts grow.
         pause_s: mean pause between two requests of a task.
-        lulls_s: how often tasks pause all together, for a second: workers that have nothing to do steal.
+        lulls_s: interval at which all tasks pause for a second: idle workers steal then.
         most_twice: share of the prompts that may be computed twice.
-        most_leases: recovery that is allowed, in leases.
+        most_leases: longest allowed recovery, in leases.
     """
 
     seconds: float

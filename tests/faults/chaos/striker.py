@@ -1,4 +1,4 @@
-"""Strikes workers, connections, the proxy and the server as the schedule says."""
+"""Applies the faults of the schedule to workers, connections, the proxy and the server."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ class Striker:
 
     Args:
         fleet: the processes.
-        proxy: what part of them connects through.
+        proxy: some of the processes connect through it.
         server: their server.
-        observer: sees their lanes, and what they have counted.
-        seed: decides which connections are killed.
+        observer: polls their lanes and counters.
+        seed: determines which connections are killed.
 
     Attributes:
-        troubles: when each strike hit and was over, so far.
-        full_lanes: how many jobs waited in each lane that was struck because it was full.
+        troubles: start and end of each fault so far.
+        full_lanes: waiting jobs of each lane whose worker was struck because the lane was full.
     """
 
     def __init__(self, fleet: Fleet, proxy: Proxy, server: EmbeddedServer, observer: Observer, seed: int) -> None:
@@ -53,7 +53,7 @@ class Striker:
         self.full_lanes: list[int] = []
 
     async def run(self, plan: Sequence[Strike], seconds: float) -> None:
-        """Strike, and replace what was killed, for so many seconds; then let go of what still lasts."""
+        """Apply faults and replace killed workers for some seconds; then end the faults that still last."""
         began = time.monotonic()
         under_way: set[asyncio.Task[None]] = set()
         left = list(plan)
@@ -68,14 +68,14 @@ class Striker:
         await asyncio.gather(*under_way)
         self._fleet.thaw()
         self._proxy.heal()
-        # A replacement that found no server, or has not loaded yet, has done nothing wrong.
+        # A replacement that found no server, or has not loaded yet, has not failed.
         end = time.monotonic() + START_S
         while not self._fleet.is_whole and time.monotonic() < end:
             self._fleet.mend()
             await asyncio.sleep(_TICK_S)
 
     async def end_clients(self) -> None:
-        """Have clients end; if nothing was stolen yet, while a worker is frozen: the others then empty its lane."""
+        """End the clients. If nothing was stolen yet, freeze a worker meanwhile: the others then empty its lane."""
         lanes = [] if self._observer.counted.stolen else await self._observer.full_lanes(START_S)
         frozen = [worker for worker in self._fleet.workers if lanes and worker.pid == lanes[0].pid]
         for worker in frozen:
@@ -114,7 +114,7 @@ class Striker:
         self.troubles.append(Trouble(hit, over))
 
     def _ready(self) -> list[Process]:
-        """Workers that are neither frozen nor just starting or ending."""
+        """Workers that are neither frozen nor starting or ending."""
         return [
             worker
             for worker in self._fleet.workers
@@ -122,14 +122,14 @@ class Striker:
         ]
 
     def _victims(self, strike: Strike) -> list[Process]:
-        """Workers that are ready, but never all of them: somebody has to serve."""
+        """Workers that are ready, except one: at least one worker must serve."""
         ready = self._ready()
         count = min(len(ready) - 1, max(1, round(strike.share * len(ready) / 2)))
         start = strike.number % max(1, len(ready))
         return (ready[start:] + ready[:start])[: max(0, count)]
 
     async def _full_lane(self, strike: Strike) -> list[Process]:
-        """A worker in whose lane jobs wait, unless it is the only one that is ready; another where no lane has any."""
+        """A worker with waiting jobs in its lane, unless it is the only ready one; otherwise any other worker."""
         lanes = {lane.pid: lane.waiting for lane in await self._observer.full_lanes(_FULL_LANE_S)}
         ready = self._ready()
         full = [worker for worker in ready if worker.pid in lanes]
@@ -176,12 +176,12 @@ class Striker:
         return hit
 
     async def _spoil(self, strike: Strike) -> float:
-        """Try to write junk into segments and to cut them; or remove the socket of one."""
+        """Try to write junk into segments and to shrink them; or remove the socket of one."""
         if strike.kind is Kind.JUNK:
             for worker in self._fleet.workers:
                 await asyncio.to_thread(_write_junk, worker.pid, strike.share, self._draw)
         elif segments := self._fleet.segments:
-            with suppress(FileNotFoundError):  # Its worker has ended just now.
+            with suppress(FileNotFoundError):  # Its worker has just ended.
                 segments[strike.number % len(segments)].unlink()
         return time.monotonic()
 
@@ -200,12 +200,12 @@ class Striker:
                 if self._draw.random() < share:
                     client.client_kill_filter(_id=connection["id"])
         except redis.ConnectionError:
-            pass  # The server is away just now: nobody is connected.
+            pass  # The server is down: there are no connections.
         finally:
             client.close()
 
     async def _restart(self, strike: Strike) -> float:
-        async with self._restarting:  # Another strike may be at it.
+        async with self._restarting:  # Another fault may affect the worker now.
             if strike.kind is Kind.CRASH:
                 os.kill(self._server.pid, signal.SIGKILL)
             await asyncio.to_thread(self._server.stop)
@@ -237,7 +237,7 @@ class Striker:
 
 
 def _write_junk(pid: int, share: float, draw: random.Random) -> None:
-    """What somebody of the same user can try: the system refuses it, or rows are wrong."""
+    """Try everything that a process of the same user can try: the system refuses it, or rows would be wrong."""
     with suppress(OSError):  # It has ended.
         for link in Path(f"/proc/{pid}/fd").iterdir():
             if str(link.readlink()).startswith(f"/memfd:{NAME}"):

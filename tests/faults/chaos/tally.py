@@ -1,11 +1,10 @@
-"""What became of the requests, and how often rows were computed, from what the processes wrote down.
+"""Outcomes of the requests, and how often rows were computed, from the logs of the processes.
 
-And how long the pool needs to recover from what struck it. A trouble hits at one time and ends at another. What has a
-length ends with it: a server that is away is back, new connections are taken again. Killed and frozen workers, and
-connections that are cut or swallowed, are over when they hit: nobody waits for them to come back. The recovery takes
-from that end until every request that had begun by then has ended, and until, of each client, the first request that
-began after it has ended too. A trouble that hits before the pool has recovered from the one before makes one of both,
-with the later of their ends.
+Recovery times too. A fault has a start and an end. A fault with a duration ends when the server is back or accepts
+connections again. Kills, freezes, and cut or blocked connections end when they start, because no process waits for
+their end. The recovery lasts from the end of the fault until every request that had begun by then has ended, and until
+the first later request of each client has ended. A fault that occurs before the pool has recovered from the previous
+fault forms one fault with it, with the later end.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ _REFUSED = re.compile(rf"{AdapterRefused.__name__}: a worker cannot load .* term
 
 
 class Request(NamedTuple):
-    """One request: when it began and ended, in seconds of the monotonic clock, and how; it may not have ended."""
+    """One request: start and end in seconds of the monotonic clock, and its outcome; the end may be missing."""
 
     client: int
     began: float
@@ -36,12 +35,12 @@ class Request(NamedTuple):
 
     @property
     def is_ok(self) -> bool:
-        """Whether it ended with the right answer, as far as its client knew."""
+        """Whether it ended with the right result, as its client judged."""
         return self.outcome.partition(" ")[0] == OK
 
     @property
     def is_refused(self) -> bool:
-        """Whether its adapter is in quarantine, because a worker terminated while it loaded it."""
+        """Whether its adapter is in quarantine, because a worker terminated while it loaded the adapter."""
         return self.kind in (CHANGE, ADAPTED) and _REFUSED.match(self.outcome) is not None
 
 
@@ -51,13 +50,13 @@ class Tally:
 
     Attributes:
         requests: all of them.
-        lost: those that ended in no answer: with an exception, or not at all.
-        wrong: those whose answer differs in any bit, or is that of an adapter which was not in service.
-        late: those that ended after their deadline.
-        refused: changes and requests of adapters that a worker terminated over.
-        kinds: how many of each kind ended with the right answer.
-        reasons: exceptions, with how often.
-        wrongs: those that are wrong.
+        lost: requests without a result: they ended with an exception, or not at all.
+        wrong: results that differ in any bit, or belong to an adapter that was not in service.
+        late: requests that ended after their deadline.
+        refused: changes and requests of adapters during whose load a worker terminated.
+        kinds: kind -> number of right results.
+        reasons: exception -> count.
+        wrongs: the wrong requests.
     """
 
     requests: list[Request]
@@ -71,7 +70,7 @@ class Tally:
 
 
 def read_requests(log: Path, client: int) -> list[Request]:
-    """The requests that a client has written down."""
+    """Read the request log of a client."""
     began: dict[str, tuple[float, str]] = {}
     ended: dict[str, tuple[float, str]] = {}
     for line in log.read_text().splitlines():
@@ -85,7 +84,7 @@ def read_requests(log: Path, client: int) -> list[Request]:
 
 
 def count(requests: list[Request], deadline_s: float) -> Tally:
-    """Count requests; `deadline_s` is the seconds that each may take."""
+    """Count requests; `deadline_s` is the max seconds of each."""
     tally = Tally(requests)
     changes = sorted((request for request in requests if request.kind == CHANGE), key=lambda request: request.began)
     for request in requests:
@@ -105,11 +104,11 @@ def count(requests: list[Request], deadline_s: float) -> Tally:
 
 
 def is_stale(request: Request, changes: Sequence[Request]) -> bool:
-    """Whether a row was computed with an adapter that was not in service when it was asked for.
+    """Whether a row was computed with an adapter that was not in service when the row was requested.
 
     Args:
-        request: with the number of the adapter behind `OK`.
-        changes: the requests that put the adapters in service, one after the other, or were to.
+        request: with the number of the adapter after `OK`.
+        changes: the requests that put adapters in service, in order; they may have failed.
     """
     if request.kind != ADAPTED or not request.is_ok:
         return False
@@ -123,19 +122,19 @@ def is_stale(request: Request, changes: Sequence[Request]) -> bool:
 
 
 class Computed(NamedTuple):
-    """Rows that workers began to compute, and how many prompts these are."""
+    """Rows that workers began to compute, and the number of different prompts."""
 
     rows: int
     prompts: int
 
     @property
     def twice(self) -> float:
-        """Rows beyond one for each prompt, as a share of the prompts."""
+        """Rows beyond one per prompt, as a share of the prompts."""
         return (self.rows - self.prompts) / max(1, self.prompts)
 
 
 def count_computed(traces: Iterable[Path]) -> Computed:
-    """Count what workers have written down."""
+    """Count the traces of workers."""
     rows, prompts = 0, set()
     for trace in traces:
         data = trace.read_bytes()
@@ -146,16 +145,16 @@ def count_computed(traces: Iterable[Path]) -> Computed:
 
 
 class Trouble(NamedTuple):
-    """When a trouble hit and when it was over, in seconds of the monotonic clock."""
+    """Start and end of a fault, in seconds of the monotonic clock."""
 
     hit: float
     over: float
 
 
 def recoveries(troubles: Sequence[Trouble], requests: Sequence[Request]) -> list[float]:
-    """Seconds that each recovery took; requests that never ended are counted elsewhere.
+    """Seconds of each recovery; requests that never ended are counted elsewhere.
 
-    Changes of adapters do not count: they wait until no client uses the adapter that was replaced.
+    Changes of adapters do not count: they wait until no client uses the replaced adapter.
     """
     clients: dict[int, list[Request]] = {}
     for request in sorted(requests, key=lambda request: request.began):
@@ -175,7 +174,7 @@ def recoveries(troubles: Sequence[Trouble], requests: Sequence[Request]) -> list
 
 
 def _recovered(over: float, requests: Sequence[Request]) -> float:
-    """When all requests of a client that had begun by then, and the first one after, have ended."""
+    """The time when all requests of a client that had begun by then, and the first later one, have ended."""
     last = over
     for request in requests:
         last = max(last, request.ended or over)
@@ -185,6 +184,6 @@ def _recovered(over: float, requests: Sequence[Request]) -> float:
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The value that this share of all values do not exceed; 0 when there are none."""
+    """The value that this share of all values does not exceed; 0 without values."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0

@@ -1,4 +1,4 @@
-"""A short run of chaos keeps all promises, and what counts its outcome sees what is broken."""
+"""A short run of chaos keeps all promises, and its report detects broken ones."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def report(
     recovered: tuple[float, ...] = (),
     counted: Counted = Counted(1, 1, 1),  # noqa: B008  it has no state
 ) -> Report:
-    """A report of a run that left nothing behind, and had some requests of all kinds beside these."""
+    """The report of a run without leaks, with some requests of all kinds in addition to these."""
     settings = ChaosSettings(seconds=1, seed=SEED)
     tally = count([*ALL_GOOD, *requests], settings.timeout_s + settings.grace_s)
     return Report(settings, tally, Computed(rows, 100), list(recovered), counted, [], [], [], [], [])

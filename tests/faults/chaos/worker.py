@@ -1,12 +1,12 @@
-"""Stands for the `lmpool` command: its synthetic backend writes down what it begins to compute.
+"""The `lmpool` command with a synthetic backend that logs the prompts that it begins to compute.
 
     python -m tests.faults.chaos.worker worker syn --backend synthetic ...
 
-Each process appends the digests of a step to a file of its own in the folder that `LMPOOL_CHAOS_TRACE` names, before
-the step: what was written is there however the process ends, and what a killed worker had begun is counted too.
+Each process appends the digests of a step to its own file in the folder `LMPOOL_CHAOS_TRACE` before it runs the step.
+So the file is complete however the process ends, and prompts that a killed worker had begun are counted too.
 
-Values of tries are computed as their definition says. To load the compiled kernels takes as long as all the rest of a
-worker's start, and workers start all the time here.
+Values of tries are computed by their definition. Loading the compiled kernels takes as long as the rest of a worker's
+start, and this run starts workers all the time.
 """
 
 from __future__ import annotations
@@ -56,11 +56,11 @@ class TracedBackend(synthetic.SyntheticBackend):
 
 
 class PlainKernels:
-    """`lmpool.trie.kernels.Kernels`, node by node; computes no more than `inner`.
+    """`lmpool.trie.kernels.Kernels`, node by node; computes only `inner`.
 
     Args:
         trie: the trie.
-        device: as other kernels take it; there is only one.
+        device: for the signature of other kernels.
     """
 
     def __init__(self, trie: Compressed, device: str = "cpu") -> None:

@@ -1,4 +1,4 @@
-"""Commands as somebody sends them who keeps to no types."""
+"""Redis commands of a client that ignores all types."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ from typing import Any
 
 
 def execute(redis: Any, *arguments: object) -> Any:
-    """Run a command; fields may come twice, and names and values may be anything."""
+    """Run a command; fields may repeat, and names and values may be anything."""
     return redis.execute_command(*arguments)

@@ -1,4 +1,4 @@
-"""What somebody may have written where ours should be: noise, ours with bytes changed, and ours with wrong values."""
+"""Foreign values under lmpool's keys: noise, valid values with changed bytes, and valid encodings of wrong values."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ odd_bytes = noise | packed | nested | claims
 
 @st.composite
 def mutated(draw: st.DrawFn, valid: st.SearchStrategy[bytes]) -> bytes:
-    """Something valid of which some bytes are changed, put in, left out, doubled or cut off."""
+    """A valid value with some bytes changed, inserted, removed or repeated, or with its end cut off."""
     data = bytearray(draw(valid))
     for _ in range(draw(st.integers(1, 4))):
         at, length = draw(st.integers(0, len(data))), draw(st.integers(1, 8))
@@ -128,7 +128,7 @@ asks = valid_queries | wrong_queries | mutated(valid_queries)
 
 
 def jobs(fingerprint: str) -> st.SearchStrategy[bytes]:
-    """Jobs for a model with this fingerprint: right ones, and those with something wrong in them."""
+    """Jobs for a model with this fingerprint: valid ones, and ones with a wrong part."""
     adapters = st.sampled_from(["", "", "poet@", "@", "poet@0f"]) | names
     right = st.builds(Job, ids, st.just(""), st.just(fingerprint), st.booleans(), st.just(b"") | valid_queries)
     others = st.builds(
@@ -142,7 +142,7 @@ def jobs(fingerprint: str) -> st.SearchStrategy[bytes]:
 
 
 def job_entries(fingerprint: str) -> st.SearchStrategy[list[tuple[bytes, bytes]]]:
-    """Entries of a queue: field and value pairs, more than there should be, twice the same, or none of ours."""
+    """Entries of a queue: pairs of field and value, with more fields than valid, repeated fields, or unknown fields."""
     encoded = jobs(fingerprint)
     pairs = st.tuples(st.sampled_from([b"m", b"m", b"", b"x", b"e"]) | noise, encoded | odd_bytes)
     return st.one_of(encoded.map(lambda job: [(b"m", job)]), st.lists(pairs, min_size=1, max_size=5))
@@ -176,7 +176,7 @@ heartbeats = st.one_of(
 
 
 def encoded_row(prompt: list[int], vocab_size: int, *, dtype: Encoding = Encoding.F32) -> bytes:
-    """The row of a synthetic prompt as it travels."""
+    """The encoded row of a synthetic prompt."""
     row = synthetic_row(prompt, vocab_size=vocab_size)
     numbers, log_z = row[None], None
     if dtype is Encoding.F16:
@@ -194,7 +194,7 @@ def with_header(row: bytes, **changed: Any) -> bytes:
 
 @st.composite
 def spoilt_rows(draw: st.DrawFn, valid: bytes) -> bytes:
-    """What stands for a float32 row and is none: every one of them must be refused."""
+    """Vectors in place of a float32 row that must all be refused."""
     vocab_size = (len(valid) - 16) // 4
     at = 16 + 4 * draw(st.integers(0, vocab_size - 1))
     match draw(st.integers(0, 9)):

@@ -1,4 +1,4 @@
-"""Whatever stands where ours should be, a decoder reads what is right and refuses the rest, and takes little memory."""
+"""A decoder reads valid bytes and refuses all others, with little memory."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ TOP = pack_top(top(synthetic_row([1], vocab_size=V), 4))
 @cases(150)
 @given(hostile.mutated(st.just(TOP.tobytes())) | st.binary(min_size=32, max_size=32))
 def test_what_is_read_as_the_likeliest_tokens_can_be_those_of_a_row(data: bytes) -> None:
-    if len(data) != TOP.nbytes:  # The length of an answer is checked before.
+    if len(data) != TOP.nbytes:  # The length of a result is checked earlier.
         return
     try:
         likeliest = unpack_top(np.frombuffer(data, np.float32), V)
@@ -159,7 +159,7 @@ def test_likeliest_tokens_that_come_twice_or_out_of_order_are_refused() -> None:
 
 
 def peak(work: Callable[[], object]) -> int:
-    """The most bytes that were allocated at once while something was refused."""
+    """The peak of allocated bytes while a value was refused."""
     tracemalloc.start()
     try:
         with pytest.raises(ProtocolError):
@@ -192,7 +192,7 @@ def test_a_bomb_takes_no_more_than_a_few_times_the_limit(reader: Callable[[bytes
     limit = LIMITS[reader]
     assert peak(lambda: reader(bomb)) <= 3 * limit
     if len(bomb) > limit:
-        # Refused by its size: nothing of it was decoded.
+        # Refused by its size: no byte of it was decoded.
         assert peak(lambda: reader(bomb)) <= 64 * 1024
 
 

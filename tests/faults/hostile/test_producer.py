@@ -1,4 +1,4 @@
-"""Whatever is written where a producer reads: it returns the row, or ends in an error of ours in time."""
+"""A producer that reads foreign values returns the row, or ends in an lmpool error in time."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def worker(pool: Pool) -> WorkerProcess:
 
 @pytest.fixture
 async def producer(pool: Pool, worker: WorkerProcess) -> AsyncIterator[Producer]:
-    # Without rows of its own: every one is read from the server.
+    # Without a memory of its own the producer reads each row from the server.
     async with pool.producer("syn", timeout=TIMEOUT_S, cache_bytes=0) as producer:
         yield producer
 
@@ -71,7 +71,7 @@ SPOILT = {
 
 
 async def test_what_somebody_else_wrote_under_the_right_key_is_computed_anew(pool: Pool, producer: Producer) -> None:
-    """Of every kind that can be told from a row, all at once and beside rows that are right."""
+    """Query every kind of result that can be computed from a row, concurrently with valid rows."""
     prompts = [[1, 2, at] for at in range(len(SPOILT) + 2)]
     prefix = pool.keys.row(producer.model.fingerprint)
     keys = [prefix + name(prompt) for prompt in prompts]
@@ -101,7 +101,7 @@ async def test_a_notification_that_carries_no_row_answers_nothing(pool: Pool, tm
         reply, _ = value.split(b"\n")
         digests, fingerprint = name([1, 0]) + name([1, 1]), producer.model.fingerprint
         pool.redis.xadd(reply, {"d": digests, "f": fingerprint, "v": carried})
-        # What the worker says comes behind that.
+        # The worker's own notification follows.
         gate.open()
         for at, answer in enumerate(await asyncio.gather(*asked)):
             assert np.array_equal(answer, row([1, at]))
@@ -128,13 +128,13 @@ async def test_what_is_asked_of_a_spoilt_row_is_answered_from_a_new_one(pool: Po
         replies = await asyncio.gather(*(ask(prompt) for ask, prompt in zip(asks, prompts, strict=True)))
         for reply, prompt, value in zip(replies, prompts, values, strict=True):
             wanted: Any = value(row(prompt))
-            # Of a few entries nobody can tell that all the others are as low.
+            # A few entries do not reveal that all other entries are as low.
             if value is not values[2] or label not in ("a row of -inf", "a row of low numbers"):
                 assert np.array_equal(np.array(reply), np.array(wanted)), label
 
 
 async def hears(producer: Producer, number: int, asked: Iterator[int]) -> bool:
-    """Whether a row comes, though the producer does not look by itself."""
+    """Whether a row arrives, although the producer does not poll."""
     try:
         await producer.logprobs([3, number, next(asked)], timeout=2)
     except DeadlineExceeded:
@@ -182,7 +182,7 @@ async def test_a_reply_stream_that_is_spoilt_is_dropped_and_followed_again(
 
 
 def write(pool: Pool, producer: Producer, prompts: list[list[int]], draw: Callable[[Any], Any]) -> None:
-    """Write something wrong in one of the places that a producer, or its worker, reads."""
+    """Write a foreign value under one of the keys that a producer or its worker reads."""
     redis, keys, model = pool.redis, pool.keys, pool.keys.model("syn")
     prompt = draw(st.sampled_from(prompts))
     digest = name(prompt)
@@ -201,7 +201,7 @@ def write(pool: Pool, producer: Producer, prompts: list[list[int]], draw: Callab
             contents = st.sampled_from([digest, digest[:9], digest * 3, producer.model.fingerprint.encode()])
             values = contents | hostile.failures | hostile.odd_bytes
             names = st.sampled_from([b"d", b"e", b"f", b"w", b""]) | hostile.noise
-            # Drawn whatever streams there are: an example must be the same when it runs again.
+            # Drawn without regard to existing streams: an example must be the same when it runs again.
             fields = draw(st.lists(st.tuples(names, values), min_size=1, max_size=4))
             for reply in redis.scan_iter(match=f"{pool.prefix}:*reply*"):
                 execute(redis, "XADD", reply, "*", *(part for pair in fields for part in pair))
@@ -227,17 +227,17 @@ def write(pool: Pool, producer: Producer, prompts: list[list[int]], draw: Callab
 
 
 def test_a_producer_returns_the_row_or_an_error_of_ours_in_time(pool: Pool, worker: WorkerProcess) -> None:
-    pool.start("--lease-s", LEASE_S)  # With one alone there are no lanes.
+    pool.start("--lease-s", LEASE_S)  # A single worker has no lane.
     asked = iter(range(10**9))
     ended = {"rows": 0, "errors": 0}
 
     async def ask(prompts: list[list[int]], spoil: Callable[[Producer], None]) -> None:
         async with pool.producer("syn", timeout=TIMEOUT_S, cache_bytes=0) as producer:
-            await producer.logprobs([1])  # There is a reply stream now.
+            await producer.logprobs([1])  # The reply stream exists now.
             for _ in range(A_BATCH // 2):
                 spoil(producer)
             requests = [asyncio.ensure_future(producer.logprobs(prompt)) for prompt in prompts]
-            for _ in range(A_BATCH // 2):  # While they are under way.
+            for _ in range(A_BATCH // 2):  # While requests are in flight.
                 await asyncio.sleep(0)
                 spoil(producer)
             outcomes = await asyncio.wait_for(asyncio.gather(*requests, return_exceptions=True), DEADLINE_S)

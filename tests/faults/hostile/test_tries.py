@@ -1,4 +1,4 @@
-"""A trie worker that is sent anything, and finds anything under the names of its inputs, serves everybody else."""
+"""A trie worker with foreign jobs and foreign inputs serves all other clients."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_trie_jobs_of_any_kind_harm_nobody(pool: Pool) -> None:
             asked = draw_weights(seed, len(TOKENS))
             assert_right(trie.weight_sum(asked), expected.of("sum", asked))
 
-        # The same, whose weights are missing: it is asked for again while it ends.
+        # The same query without its weights: the client requests it again while it ends.
         missing = TrieQuery("sum", VOCABULARY.digest, "inner", b"", "", bytes(16)).pack()
         for _ in range(400):
             redis.xadd(jobs, {"m": Job(b"", "", FINGERPRINT, False, missing).pack()})

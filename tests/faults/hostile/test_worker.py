@@ -1,4 +1,4 @@
-"""A worker that is sent anything at all serves everybody else, and leaves nothing behind."""
+"""A worker that receives arbitrary jobs serves all other clients, and leaves no keys."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ def producer(pool: Pool, worker: WorkerProcess) -> Iterator[SyncProducer]:
 
 
 def streams_of(pool: Pool) -> list[bytes]:
-    """What the one worker reads: the shared stream, and its lane."""
+    """The streams that the only worker reads: the shared stream, and its lane."""
     shared, lane = pool.streams()
     return [shared, lane]
 
 
 def assert_serves(pool: Pool, worker: WorkerProcess) -> None:
-    """The same process has ended all that it was sent, and goes on serving."""
+    """The same process has ended all arbitrary jobs, and still serves."""
     until(lambda: pool.jobs() == 0 and pool.held() == 0, "all that was sent is ended")
     assert worker.is_running, worker.text
     assert "Traceback" not in worker.text
@@ -71,7 +71,7 @@ def test_jobs_of_any_kind_harm_nobody(pool: Pool, worker: WorkerProcess, produce
     def send(batch: list[list[tuple[bytes, bytes]]]) -> None:
         for fields in batch:
             execute(pool.redis, "XADD", next(streams), "*", *(part for pair in fields for part in pair))
-        # Their rows are neither those of the junk, nor later than it by more than its own time.
+        # Valid rows differ from the rows of junk, and arrive in time.
         prompts = [[next(asked) % V, 1, 2], [next(asked) % V, 3]]
         for prompt, reply in zip(prompts, producer.batch_logprobs(prompts), strict=True):
             assert np.array_equal(reply, row(*prompt))
@@ -100,7 +100,7 @@ ODD_ENTRIES = {
 def test_odd_entries_are_ended_whichever_way_they_come(
     pool: Pool, worker: WorkerProcess, producer: SyncProducer, place: str
 ) -> None:
-    """Once as new ones, and once taken over from a worker that has fallen silent, which looks at them in a script."""
+    """Once as new jobs, and once claimed from a silent worker by a script that reads the entries."""
     jobs, dead = streams_of(pool)[place == "lane"], pool.keys.model("syn").dead
     silent = [execute(pool.redis, "XADD", jobs, "*", *fields) for fields in ODD_ENTRIES.values()]
     assert_serves(pool, worker)
@@ -108,7 +108,7 @@ def test_odd_entries_are_ended_whichever_way_they_come(
     until(lambda: not pool.names("worker:*"), "the heartbeat expires")
     for fields in ODD_ENTRIES.values():
         execute(pool.redis, "XADD", jobs, "*", *fields)
-    # Some of them: of a lane, what its worker was never given is looked at in a script too.
+    # Some are in a lane: a script reads also the entries that the lane's worker has not read.
     held = len(ODD_ENTRIES) // 2 if place == "lane" else len(ODD_ENTRIES)
     execute(pool.redis, "XREADGROUP", "GROUP", GROUP, "silent", "COUNT", held, "STREAMS", jobs, ">")
     assert pool.held() == held <= len(silent)
@@ -123,7 +123,7 @@ def test_odd_entries_are_ended_whichever_way_they_come(
 def test_what_is_registered_under_a_waiting_key_cannot_stop_a_worker(
     pool: Pool, worker: WorkerProcess, producer: SyncProducer
 ) -> None:
-    """Anything may be there when a job ends: no hash, keys that are none of clients, streams that take no more."""
+    """When a job ends, the waiting key may be no hash, name no client, or name streams that cannot be written."""
     model = pool.keys.model("syn")
     worker.end()
     prompts = [[10 + number] for number in range(6)]
@@ -147,7 +147,7 @@ def test_what_is_registered_under_a_waiting_key_cannot_stop_a_worker(
     assert pool.redis.ttl(model.jobs) == -1, "a queue is no reply stream"
     assert pool.redis.hget(pool.keys.models(), "syn") is not None
     assert not [name for name in set(pool.names("*")) - before if ":reply:" in name]
-    # Whoever waits at a stream that was spoilt is told all the same.
+    # A client at a damaged stream is notified nevertheless.
     for key in (exhausted, other):
         told: Any = pool.redis.xrange(key)
         ((_, fields),) = told
@@ -161,7 +161,7 @@ def test_what_is_registered_under_a_waiting_key_cannot_stop_a_worker(
 async def test_a_queue_whose_ids_have_run_ahead_is_replaced(
     pool: Pool, tmp_path: Path, entry: str, is_deleted: bool
 ) -> None:
-    """After the largest id nothing can be added; after any other that is far ahead no entry is ever old."""
+    """No entry can follow the largest id; after another id far ahead of the clock no entry ever expires."""
     jobs = pool.keys.model("syn").jobs
     gate = Gate(tmp_path / "gate")
     worker = await asyncio.to_thread(lambda: pool.start("--lease-s", LEASE_S, "--max-batch", 1, command=gate.command))
@@ -198,7 +198,7 @@ def test_keys_that_hold_something_else_end_no_worker(pool: Pool, worker: WorkerP
     pool.redis.hset(keys.loading(), mapping={b"\xff": "x", "not-a-hash": "y"})
     pool.redis.hset(keys.models(), mapping={b"\xff": b"\xff", "large": bytes(2**20), "other": hostile.INFO.pack()})
     pool.redis.hset(model.adapters, "junk", b"\xc1")
-    # It has seen all that when it has claimed jobs and sent a heartbeat: once a lease at least.
+    # The worker has met all of that after a claim and a heartbeat, which takes a lease at least.
     until(lambda: not pool.redis.hexists(keys.models(), b"\xff"), "infos of nobody are swept")
     # An unreadable entry of an adapter concerns only requests that name the adapter.
     other = pool.start("--lease-s", LEASE_S)
@@ -243,7 +243,7 @@ def test_a_lane_whose_ids_have_run_ahead_is_replaced(pool: Pool, worker: WorkerP
 def test_lengths_that_somebody_has_made_up_keep_nobody_from_asking(
     pool: Pool, worker: WorkerProcess, length: float
 ) -> None:
-    """Clients count what they queue, so they may write what they like there."""
+    """Clients write these counts themselves, so they may be wrong."""
     lanes = pool.keys.model("syn").lanes
     pool.start("--lease-s", LEASE_S, "--max-prompt-tokens", hostile.INFO.max_prompt_tokens)
     pool.redis.zadd(lanes, {**{f"nobody-{number}": length for number in range(20)}, "": length, b"\xff": length})

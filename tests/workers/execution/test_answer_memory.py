@@ -1,4 +1,4 @@
-"""Answers that are not published take no more memory than a worker can spare, however many are asked for."""
+"""Unpublished results take a bounded amount of a worker's memory, however many are requested."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_what_has_no_room_waits_until_others_are_published() -> None:
     held, jobs = memory(), [job(number) for number in range(8)]
     assert first_tokens(held.admit(jobs[:5])) == [0, 1, 2]
     assert first_tokens(held.admit(jobs[5:])) == []
-    # One is published, nobody waits for another.
+    # One is published, and no prompt waits for another.
     assert first_tokens([*held.drop([jobs[4]]), *held.free([jobs[1]])]) == [3]
     assert first_tokens(held.free([jobs[0], jobs[2]])) == [5, 6]
     assert first_tokens(held.free([jobs[at] for at in (3, 5, 6)])) == [7]
@@ -110,7 +110,7 @@ def test_what_only_bulk_clients_wait_for_waits_behind_the_others() -> None:
 def test_what_is_asked_for_again_while_its_answer_is_published_waits_and_counts_as_another() -> None:
     held, jobs = memory(), [job(number) for number in range(5)]
     assert first_tokens(held.admit(jobs[:4])) == [0, 1, 2]
-    # Its entries that joined meanwhile: the prompt is submitted again when the first answer is published.
+    # Its entries that joined later: the prompt is submitted again when the first result is published.
     assert first_tokens(held.free(jobs[:1])) == [3]
     assert first_tokens(held.admit(jobs[:1])) == [], "there is no room for its second answer yet"
     assert first_tokens(held.free(jobs[1:2])) == [0]
@@ -155,7 +155,7 @@ async def test_the_backend_gets_no_more_than_there_is_memory_for() -> None:
         assert engine_thread.owed == len(jobs)
 
         async def after(count: int) -> None:
-            """Wait until so many are answered, and then until a row is, which is asked for behind them."""
+            """Wait until this many are computed, and then until a row that was requested after them is."""
             await outcome.until(lambda: engine_thread.owed == 8 - count, "those are answered")
             engine_thread.submit([job(50 + count, None)])
             await outcome.until(lambda: engine_thread.owed == 8 - count, "and a row")

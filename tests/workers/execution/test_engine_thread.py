@@ -1,4 +1,4 @@
-"""What a backend may not answer: its worker ends before anything of it is published, and others serve its clients."""
+"""Results that a backend must not return: its worker ends before it publishes them, and other workers take over."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ Spoil = Callable[[Finished], Finished]
 
 
 class Faulty(SyntheticBackend):
-    """A backend whose results are spoilt, after some good steps.
+    """A backend that changes its results after some good steps.
 
     Args:
-        spoil: what becomes of a step's result.
+        spoil: changes a step's result.
         good: steps before that.
         max_batch: prompts in a step.
     """
@@ -57,7 +57,7 @@ class Faulty(SyntheticBackend):
 
 
 def rows(digests: Iterable[bytes], vocab_size: int = V) -> RowBlock:
-    """Rows as good as any."""
+    """A valid block of rows."""
     digests = list(digests)
     return RowBlock(digests, np.full((len(digests), vocab_size), -np.log(vocab_size), "<f4"), None, Encoding.F32)
 
@@ -129,14 +129,14 @@ FAULTS: dict[str, tuple[Spoil, str]] = {
 
 
 class Outcome:
-    """What an engine thread told its owner."""
+    """The callbacks of an engine thread."""
 
     def __init__(self) -> None:
         self.finished: list[StepResult] = []
         self.broken: list[BaseException] = []
 
     def digests(self) -> list[bytes]:
-        """The prompts whose rows or failures were handed on."""
+        """The prompts whose rows or failures were reported."""
         return [digest for result in self.finished for digest in result.finished.digests]
 
     async def until(self, condition: Callable[[], bool], expected: str) -> None:
@@ -150,7 +150,7 @@ class Outcome:
 
 @asynccontextmanager
 async def stepping(backend: Backend) -> AsyncIterator[tuple[EngineThread, Outcome]]:
-    """An engine thread that has started, and what it tells."""
+    """A started engine thread, and its callbacks."""
     outcome = Outcome()
     engine_thread = EngineThread(lambda: backend, outcome.finished.append, outcome.broken.append)
     await asyncio.wait_for(engine_thread.start(), DEADLINE_S)
@@ -294,7 +294,7 @@ async def test_clients_of_a_worker_that_ended_so_are_served_by_another(pool: Poo
 
 
 class Adapted(SyntheticBackend):
-    """A backend that steps only when it may, and whose adapters may break it."""
+    """A backend that steps only with permission, and whose adapters may break it."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(SyntheticSettings(name="syn", vocab_size=V, adapters=[f"a={folder}"]))
@@ -343,7 +343,7 @@ async def test_jobs_of_an_adapter_that_is_dropped_come_back_and_are_not_computed
     (adapter,) = backend.adapters
     async with held_back(backend) as (engine_thread, finished, _):
         engine_thread.submit([job(0)])
-        # All others come during this step, so that they wait in the backend when the adapter is dropped.
+        # All others arrive during this step, so that they wait in the backend when the adapter is dropped.
         assert await asyncio.to_thread(backend.is_stepping.wait, DEADLINE_S)
         engine_thread.submit([job(1, adapter), job(2), job(3, adapter)])
         engine_thread.drop_adapter(adapter)
@@ -369,7 +369,7 @@ async def test_prompts_that_are_aborted_are_not_computed_and_can_be_asked_again(
         capacity = engine_thread.capacity
         prompts = [job(1), job(2), job(3)]
         engine_thread.submit(prompts)
-        # The first is being computed: it is answered all the same. The last was never submitted.
+        # The first one is being computed and gets its result. The last one was never submitted.
         engine_thread.abort([first, *prompts[:2], job(9)])
         engine_thread.submit([again := job(2)])
         assert [prompt.status for prompt in (first, *prompts, again)] == [
@@ -434,7 +434,7 @@ async def test_how_long_a_step_takes_is_told_by_the_longest_lately() -> None:
     engine_thread = EngineThread(lambda: cast(Backend, None), lambda _: None, lambda _: None)
     engine_thread.batch = 4
     told = []
-    # One over a batch; what was ready; a part of a batch; a longer one; two that are short.
+    # One more than a batch; all ready prompts; part of a batch; a longer step; two short ones.
     for seconds, answers in ((0.02, 4), (0.0, 0), (0.001, 1), (0.03, 2), (0.001, 4), (0.001, 4)):
         engine_thread._note_step_time(seconds, answers)
         told.append(engine_thread.step_s)
@@ -514,7 +514,7 @@ def test_rows_between_those_of_continuations_stay_where_they_are_if_that_makes_f
     made = [continuing(token) for token in range(count)]
     others = [(bytes([at]) * 16, bytes([at, 99]) * 8) for at in range(count)]
     digests = [digest for job, pair in zip(made, others, strict=True) for digest in (job.digest, *pair)]
-    # Logits that are all the same, but for each row.
+    # Equal logits in each row.
     numbers = np.repeat(np.arange(len(digests), dtype=np.float16)[:, None], V, axis=1)
     log_z = numbers[:, 0] + np.float32(np.log(V))
     finished, longer = advancing(made, Finished([RowBlock(digests, numbers, log_z, Encoding.F16)], {}))

@@ -1,4 +1,4 @@
-"""A backend that hangs, wherever it does: its worker notices, says so, and is not held up by it."""
+"""A backend that hangs in any call: its worker detects and reports it, and ends."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LIMIT_S = 0.3
 
 
 class Hanging(SyntheticBackend):
-    """Hangs where it is told to, until the test lets go of it."""
+    """Hangs in the given call until the test releases it."""
 
     def __init__(self, at: str, *, batch: int = 32) -> None:
         super().__init__(SyntheticSettings(name="syn", vocab_size=V, max_batch=batch))
@@ -77,7 +77,7 @@ class Running:
 
 @pytest.fixture
 def hanging() -> Iterator[dict[str, Hanging]]:
-    """Backends by where they hang; none of their threads outlives the test."""
+    """Backends by the call that hangs; none of their threads outlives the test."""
     backends = {at: Hanging(at) for at in ("submission", "step", "load", "close")}
     yield backends
     for backend in backends.values():
@@ -138,7 +138,7 @@ async def test_a_slow_backend_does_not_hang(pool: Pool) -> None:
     running = Running(pool, backend, limit_s=1.5)
     await running.ready()
     async with pool.producer("syn") as producer:
-        # Each step is within the limit; all together are far beyond it.
+        # Each step is within the limit; their sum is far beyond it.
         rows = await asyncio.gather(*(producer.logprobs([token]) for token in range(8)))
         for token, row in enumerate(rows):
             assert np.array_equal(row, synthetic_row([token], vocab_size=V))
@@ -157,7 +157,7 @@ async def test_time_in_which_the_process_was_frozen_does_not_count(monkeypatch: 
     async def sleep(seconds: float) -> None:
         nonlocal now, checks
         checks += 1
-        # The process is frozen for an hour at the third look.
+        # The process is frozen for an hour at the third poll.
         now += 3600 if checks == 3 else seconds
         await asyncio.sleep(0)
 
@@ -171,7 +171,7 @@ async def test_time_in_which_the_process_was_frozen_does_not_count(monkeypatch: 
             return bool(errors)
 
         await until_async(is_told, "it hangs")
-    # One look a second: the first sees the call, the frozen time counts as two.
+    # One poll a second: the first one sees the call, the frozen time counts as two seconds.
     assert checks == 8
 
 

@@ -1,4 +1,4 @@
-"""Prompts of bulk clients in a worker: others go first, and none waits for ever."""
+"""Bulk prompts in a worker: interactive prompts go first, and no bulk prompt waits for ever."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Steps:
 
     Attributes:
         engine_thread: the thread.
-        outcome: what it has told.
+        outcome: its callbacks.
         backend: its backend.
     """
 
@@ -36,11 +36,11 @@ class Steps:
 
     @property
     def computed(self) -> list[int]:
-        """The prompts that were computed, in their order."""
+        """The computed prompts, in order."""
         return [int(decode_ids(ids)[0]) for ids in self.backend.computed]
 
     async def let(self, steps: int) -> None:
-        """Let so many steps pass, and wait until the next one has come, or what they have brought was told."""
+        """Let this many steps pass, and wait until the next step begins, or their results were reported."""
         for _ in range(steps):
             self.backend.is_stepping.clear()
             told = len(self.outcome.finished)
@@ -50,7 +50,7 @@ class Steps:
             await self.outcome.until(lambda idle=idle: idle or self.backend.is_stepping.is_set(), "the next has come")  # type: ignore[misc]
 
     async def begin(self, asked: list[InFlightPrompt]) -> None:
-        """Hand over the first prompts, and wait for their step."""
+        """Submit the first prompts, and wait for their step."""
         self.engine_thread.submit(asked)
         await self.outcome.until(self.backend.is_stepping.is_set, "a step has come to the gate")
 
@@ -144,7 +144,7 @@ async def test_what_yields_takes_up_no_capacity_of_rows(steps: Steps, kind: str)
 async def test_a_worker_that_holds_many_bulk_prompts_still_takes_the_next_job(
     steps: Steps, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A bulk client that was alone has filled it, and the next entry of the stream may be a row."""
+    """A bulk client that was alone has filled the stream, and the next entry may be a row."""
     engine_thread, seconds = steps.engine_thread, "lmpool.workers.execution.engine_thread._BEYOND_LIMIT_S"
     monkeypatch.setattr(seconds, 1e9)
     await steps.begin(bulk(*range(1, 4 * BATCH + 1)))
