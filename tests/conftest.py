@@ -1,4 +1,4 @@
-"""Fixtures: one embedded server for the whole run, one pool a test."""
+"""Fixtures: one embedded server for the whole run, one pool per test."""
 
 from __future__ import annotations
 
@@ -24,17 +24,18 @@ from tests.support.pool import Pool
 from tests.support.servers.clocks import clock, clocked  # noqa: F401
 from tests.support.servers.cluster import LocalCluster
 
-with suppress(ImportError):  # The engines' environments lack it, and none of their tests needs it.
+with suppress(ImportError):  # The engines' environments lack it, and their tests do not need it.
     import hypothesis
 
-    # On a busy machine an example takes as long as it takes.
+    # No deadline: on a busy machine an example may take any time.
     hypothesis.settings.register_profile("lmpool", deadline=None)
     hypothesis.settings.load_profile("lmpool")
 
 _numbers = itertools.count()
 _BEGAN = pytest.StashKey[tuple[float, float]]()
 
-# A shell starts what runs in its background with Ctrl-C ignored, nohup with SIGHUP: so would be what the tests start.
+# A shell starts background jobs with Ctrl-C ignored, nohup with SIGHUP ignored: the tests' processes would inherit
+# that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
@@ -51,7 +52,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 
 
 def _standing_still() -> str:
-    """The processes of this machine that are stopped, dead or wait for a disk, a line each."""
+    """The processes of this machine that are stopped, dead or wait for a disk, one line each."""
     lines = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):
@@ -63,7 +64,7 @@ def _standing_still() -> str:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Tell with a failure what the machine was like: keys expire by its clock, leases pass while it is busy."""
+    """Report the machine's state with a failure: keys expire by its clock, and leases end while it is busy."""
     report = yield
     if report.failed:
         began, clock = item.stash[_BEGAN]
@@ -75,7 +76,7 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
 
 @pytest.fixture(scope="session", autouse=True)
 def _private_runtime_dir() -> Iterator[None]:
-    """Nothing that a test starts may meet a server of the person who runs the tests."""
+    """Hide the servers of the user who runs the tests."""
     folder = tempfile.mkdtemp(prefix="lmp")
     os.environ["LMPOOL_RUNTIME_DIR"] = f"{folder}/run"
     shared = tempfile.mkdtemp(prefix="lmp", dir="/dev/shm")
@@ -87,7 +88,7 @@ def _private_runtime_dir() -> Iterator[None]:
 
 @pytest.fixture
 def short_dir() -> Iterator[Path]:
-    """A folder with a short path: that of a socket has some 100 bytes."""
+    """A folder with a short path: the path of a socket has at most about 100 bytes."""
     folder = Path(tempfile.mkdtemp(prefix="lmp"))
     yield folder
     shutil.rmtree(folder, ignore_errors=True)
@@ -95,7 +96,7 @@ def short_dir() -> Iterator[Path]:
 
 @pytest.fixture(scope="session")
 def server_url() -> Iterator[str]:
-    """URL of an embedded server that all tests share; of a cluster where LMPOOL_TEST_CLUSTER is set."""
+    """URL of an embedded server that all tests share, or of a cluster if LMPOOL_TEST_CLUSTER is set."""
     folder = Path(tempfile.mkdtemp(prefix="lmp"))
     if os.environ.get("LMPOOL_TEST_CLUSTER"):
         with LocalCluster(folder / "c", memory_bytes=1 << 29) as cluster:
@@ -108,7 +109,7 @@ def server_url() -> Iterator[str]:
 
 @pytest.fixture
 def pool(server_url: str, tmp_path: Path) -> Iterator[Pool]:
-    """A pool without workers on the shared server, under a prefix of its own."""
+    """A pool without workers on the shared server, with its own prefix."""
     pool = Pool(server_url, f"test{next(_numbers)}", tmp_path)
     yield pool
     pool.end()
@@ -116,6 +117,6 @@ def pool(server_url: str, tmp_path: Path) -> Iterator[Pool]:
 
 @pytest.fixture
 def own_server(short_dir: Path) -> Iterator[EmbeddedServer]:
-    """A server of the test's own, which it may stop."""
+    """The test's own server, which it may stop."""
     with EmbeddedServer(memory_bytes=1 << 28, folder=short_dir / "s") as server:
         yield server

@@ -1,4 +1,4 @@
-"""One backend at a time: a subject in a dtype, for all tests that use it."""
+"""Opens one backend at a time: a subject in one dtype, for all tests that use it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def adapter_folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]
 
 @pytest.fixture(scope="session", params=chosen(), ids=lambda subject: subject.name)
 def subject(request: pytest.FixtureRequest) -> Subject:
-    """One of the backends that are tested in this run."""
+    """One of the backends under test in this run."""
     subject: Subject = request.param
     return subject
 

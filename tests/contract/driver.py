@@ -36,7 +36,7 @@ class Slots:
     """Memory of rows with gaps between them, as in shared memory.
 
     Attributes:
-        given: what was asked for.
+        given: the requested blocks.
     """
 
     _BYTES = 16 * 2**20
@@ -66,11 +66,11 @@ class Opened:
     """A subject's backend, made when the context is entered.
 
     Attributes:
-        subject: what it is.
-        rows: digest -> row, of all that was answered.
+        subject: describes the backend.
+        rows: digest -> row, of all results.
         failures: digest -> message.
         scores: digest -> scores.
-        blocks: of the last step that brought some.
+        blocks: of the last step with results.
     """
 
     def __init__(self, subject: Subject, model: Path, dtype: str, adapters: dict[str, Path]) -> None:
@@ -91,7 +91,7 @@ class Opened:
         self.backend.close()
 
     def job(self, ids: Sequence[int], adapter: str = "") -> BackendJob:
-        """A job with a digest of its own, so that the backend cannot know its row already.
+        """A job with a digest of its own, so that the backend cannot have its row already.
 
         Args:
             ids: the prompt.
@@ -108,13 +108,13 @@ class Opened:
         )
 
     def submit(self, prompts: Iterable[Sequence[int]], adapter: str = "") -> list[bytes]:
-        """Submit prompts; returns their digests."""
+        """Submit prompts; return their digests."""
         jobs = [self.job(ids, adapter) for ids in prompts]
         self.backend.submit(jobs)
         return [job.digest for job in jobs]
 
     def step(self) -> None:
-        """Run one step, and keep its answers."""
+        """Run one step, and keep its results."""
         finished = self.backend.step()
         self.failures.update(finished.failures)
         if finished.answers is not None:
@@ -128,14 +128,14 @@ class Opened:
                 self.rows[digest] = decode_row(data, self.backend.info.vocab_size)
 
     def finish(self, digests: Sequence[bytes]) -> list[Row]:
-        """Step until all of these are answered; returns their rows."""
+        """Step until all of these have results; return their rows."""
         self._step_until(lambda: all(digest in self.rows or digest in self.failures for digest in digests))
         failed = [self.failures[digest] for digest in digests if digest in self.failures]
         assert not failed, failed
         return [self.rows[digest] for digest in digests]
 
     def _step_until(self, is_done: Callable[[], bool]) -> None:
-        """Step until a condition holds; fails when no more answers arrive."""
+        """Step until a condition holds; fail when no more results arrive."""
         answered, since = 0, time.monotonic()
         while not is_done():
             assert time.monotonic() < since + DEADLINE_S, f"no answer within {DEADLINE_S} s"
@@ -156,7 +156,7 @@ class Opened:
         return [self.scores[job.digest] for job in jobs]
 
     def expect(self, prompts: Sequence[Sequence[int]], query: PositionsQuery, adapter: str = "") -> list[Row]:
-        """The answers of a positions query for prompts that run together, each (n, width)."""
+        """The results of a positions query for prompts that run together, each (n, width)."""
         jobs = [self.job(ids, adapter)._replace(positions=query) for ids in prompts]
         self.backend.submit(jobs)
         self._step_until(lambda: bool(self.failures) or all(job.digest in self.scores for job in jobs))

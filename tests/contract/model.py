@@ -136,7 +136,7 @@ def _adapter(name: str) -> dict[str, tuple[torch.Tensor, torch.Tensor, float]]:
 
 
 def _rank_and_scale(name: str, module: str) -> tuple[int, float]:
-    """What peft makes of the config of `write_adapter`, worked out by hand: lora_alpha is RANK."""
+    """The effect of peft on the config of `write_adapter`, worked out by hand: lora_alpha is RANK."""
     if name == "rslora":
         return RANK, RANK**0.5
     if name == "alphas":

@@ -23,7 +23,7 @@ accept()
 
 
 def settings_of(folder: Path, dtype: str, adapters: dict[str, Path]) -> dict[str, Any]:
-    """Settings under which all limits of the contract are met."""
+    """Settings under which the tests reach all limits of the contract."""
     return {
         "model": str(folder),
         "device": DEVICE,

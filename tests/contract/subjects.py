@@ -1,4 +1,4 @@
-"""The backends under contract: each is made so small that tests reach its limits."""
+"""The backends under contract; each is so small that tests reach its limits."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ MAX_BATCH_TOKENS = 64
 KV_TOKENS = 1024
 SYNTHETIC_MAX_TOKENS = 200
 
-# Kernels that are interpreted take a hundred times as long.
+# Interpreted kernels take a hundred times as long.
 ROUNDS = 10 if os.environ.get("TRITON_INTERPRET") == "1" else 40
 """Steps in which contexts grow: enough for the next block of the KV cache, and for more than it can hold."""
 
@@ -51,16 +51,16 @@ class Subject:
     Attributes:
         name: of the backend.
         make: (folder of the model, dtype, folders of adapters by name) -> the backend.
-        options: the same as options of `lmpool worker`.
-        reference: (ids, adapter) -> what its float32 row must be.
-        tolerance: by how much an entry may differ.
-        spy: see `LogitsSpy`; None when the rows come from no model.
+        options: the same settings as options of `lmpool worker`.
+        reference: (ids, adapter) -> the correct float32 row.
+        tolerance: max difference of an entry.
+        spy: see `LogitsSpy`; None if the rows come from no model.
         has_adapters: whether it serves the adapters that it is started with.
-        loads_adapters: whether it loads others while it serves.
-        refused: kind of adapter that it cannot serve -> the beginning of what it says of one, after the folder.
+        loads_adapters: whether it loads other adapters while it serves.
+        refused: kind of adapter that it cannot serve -> the start of the error after the folder.
         narrow: whether it can compute in bfloat16.
-        positions: whether it answers for every position.
-        command: what stands for `lmpool` where a worker is started.
+        positions: whether it computes every position.
+        command: the command in place of `lmpool` that starts a worker.
         environment: of that worker.
     """
 
@@ -80,7 +80,7 @@ class Subject:
 
 
 def chosen() -> list[Subject]:
-    """The subjects that LMPOOL_CONTRACT names; those that need no engine by default."""
+    """The subjects that LMPOOL_CONTRACT names; by default those that need no engine."""
     return [_FINDERS[name]() for name in os.environ.get("LMPOOL_CONTRACT", "synthetic,hf,unigram").split(",")]
 
 
@@ -105,7 +105,7 @@ def _synthetic() -> Subject:
 
 @cache
 def _synthetic_revision(adapter: str) -> str:
-    """The revision of one of the contract's adapters, which is always written the same."""
+    """The revision of one of the contract's adapters, whose files are always the same."""
     folder = Path(mkdtemp(prefix="lmp"))
     try:
         return SyntheticBackend(SyntheticSettings()).load_adapter(adapter, str(write_adapter(folder, adapter)))
@@ -134,7 +134,7 @@ def _unigram() -> Subject:
 
 @cache
 def _plugin() -> Path:
-    """What installing a package with this backend leaves: its metadata, with the entry point."""
+    """The files of an installed package with this backend: its metadata, with the entry point."""
     folder = Path(mkdtemp(prefix="lmp")) / "unigram-1.0.dist-info"
     atexit.register(rmtree, folder.parent)
     folder.mkdir()
@@ -201,9 +201,9 @@ def as_options(settings: dict[str, Any]) -> list[str]:
 
 
 def _engine(name: str, *shims: str) -> Callable[[], Subject]:
-    """An engine's subject lies in a file of its own, because its imports need the engine's environment.
+    """An engine's subject has its own file, because its imports need the engine's environment.
 
-    Shims switch parts of the engine on that its CPU platform switches off.
+    Shims enable parts of the engine that its CPU platform disables.
     """
 
     def find() -> Subject:

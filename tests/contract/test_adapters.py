@@ -43,7 +43,7 @@ def test_loading_and_dropping_adapters_leaves_rows_correct(
     with Opened(subject, model_folder, "float32", {}) as opened:
         backend = opened.backend
         prompts = [prompt(draw, length) for length in (3, 33, 40, 70)]
-        # Under one name first, so that nothing but the weights tells them apart.
+        # Under one name first, so that only the weights distinguish them.
         revisions = {name: backend.load_adapter("a", str(adapter_folders[name])) for name in (first, second)}
         assert set(backend.adapters) == {qualify("a", revision) for revision in revisions.values()}
         for revision in revisions.values():

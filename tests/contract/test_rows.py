@@ -1,4 +1,4 @@
-"""Every backend under contract answers each prompt with its correct row, whatever else runs in the batch."""
+"""Every backend under contract returns each prompt's correct row, whatever else is in the batch."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_a_prompt_submitted_twice_is_answered_once(opened: Opened, draw: random.
     job = opened.job(prompt(draw, 11))
     opened.backend.submit([job, job])
     opened.backend.submit([job])
-    other = opened.submit([prompt(draw, 3)])  # Whatever the duplicates left behind would come out with this one.
+    other = opened.submit([prompt(draw, 3)])  # Results that the duplicates left behind would be returned with this one.
     opened.finish([job.digest])
     opened.finish(other)
 
@@ -158,7 +158,7 @@ def test_prompts_join_while_others_run(opened: Opened, draw: random.Random) -> N
 
 @pytest.mark.parametrize("seed", range(3))
 def test_random_traffic_with_little_memory(opened: Opened, seed: int) -> None:
-    """Contexts that grow, branch and are dropped, long prompts between them: every answer is the reference's."""
+    """Contexts that grow, branch and are dropped, with long prompts between them: every row is the reference's."""
     draw = random.Random(1000 + seed)
     most = opened.backend.info.max_prompt_tokens
     asked: dict[bytes, list[int]] = {}
@@ -253,7 +253,7 @@ def test_the_reuse_of_growing_contexts_is_counted_exactly(opened: Opened, draw: 
         opened.check(longer, opened.ask(longer))
         after = opened.backend.stats()
         assert after.tokens - before.tokens == sum(map(len, longer))
-        if at > 1:  # By then a backend has noticed that they grow.
+        if at > 1:  # By then a backend has detected that they grow.
             assert after.reused - before.reused == sum(map(len, contexts))
         contexts = longer
 

@@ -36,7 +36,7 @@ def test_scores_and_rows_of_the_same_prompts_do_not_disturb_each_other(opened: O
     digests = opened.submit(prompts)
     scored(opened, prompts, [1, 5, 19, 20, 10, 2])
     opened.check(prompts, opened.finish(digests))
-    # Again, and as prefixes of others: what is held of them now is used, or not.
+    # Again, and as prefixes of other prompts: backends may reuse their keys and values, or not.
     opened.check(prompts, opened.ask(prompts))
     scored(opened, [ids + prompt(draw, 3) for ids in prompts], [7] * 6)
 
@@ -60,7 +60,7 @@ def test_a_scored_prompt_is_counted_once_and_does_not_reuse_its_own_chunks(opene
     if opened.subject.positions:
         after = opened.backend.stats()
         assert after.tokens - before.tokens == sum(map(len, prompts))
-        # A few of its first tokens may be those of an earlier prompt, by chance.
+        # By chance a few of its first tokens may be those of an earlier prompt.
         assert after.reused - before.reused < MAX_BATCH_TOKENS
 
 
@@ -70,10 +70,10 @@ def expected(opened: Opened, ids: list[int], start: int, adapter: str = "") -> R
 
 
 def expecting(opened: Opened, prompts: list[list[int]], start: int, adapter: str = "") -> None:
-    """Run positions queries of all three kinds together, and check the answers."""
+    """Run positions queries of all three kinds together, and check the results."""
     assert opened.backend.info.positions == opened.subject.positions
     if not opened.subject.positions:
-        return  # Others are never asked.
+        return  # Other backends never get them.
     tolerance, vocab_size = opened.subject.tolerance, opened.backend.info.vocab_size
     targets = [vocab_size - 1, 0, 7]
     by_way = [
@@ -168,7 +168,7 @@ def test_continuations_are_drawn_from_the_rows_of_their_prefixes(
         assert len(made.ids) == query.most
         for place, token in enumerate(made.ids.tolist()):
             row = opened.subject.reference([*ids, *made.ids[:place].tolist()], adapter)
-            # The likeliest, but for rounding.
+            # The most likely token, up to rounding.
             assert row[token] >= row.max() - 2 * opened.subject.tolerance
             assert abs(made.logprobs[place] - row[token]) <= opened.subject.tolerance
 

@@ -40,11 +40,11 @@ class Served:
         return run_lmpool(*command, "--redis", self.pool.url, "--prefix", self.pool.prefix).stdout
 
     def workers(self) -> list[dict[str, Any]]:
-        """The workers, as `lmpool status` shows them."""
+        """The workers in the output of `lmpool status`."""
         return [worker for model in json.loads(self.show("status", "--json")) for worker in model["workers"]]
 
     def states(self) -> list[str]:
-        """The states of the workers, as `lmpool status` shows them."""
+        """The states of the workers in the output of `lmpool status`."""
         return [worker["state"] for worker in self.workers()]
 
     def counted(self) -> tuple[float, float]:
@@ -77,7 +77,7 @@ def served(
     subject: Subject, server_url: str, model_folder: Path, adapter_folders: dict[str, Path],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Served]:  # fmt: skip
-    """A worker that is ready; it was seen to load before."""
+    """A ready worker; `lmpool status` has shown before that it loads."""
     pool = Pool(server_url, f"contract-{subject.name}", tmp_path_factory.mktemp("pool"))
     adapters = adapter_folders if subject.has_adapters else {}
     port = free_port()
@@ -119,7 +119,7 @@ async def test_reuse_is_reported_in_heartbeats_commands_and_metrics(served: Serv
             longer = [[*ids, *prompt(draw, new)] for ids in contexts]
             await _check(served, producer, longer)
             tokens += sum(map(len, longer))
-            # By the third time a backend recognises growing prompts.
+            # A backend detects growing prompts by the third request.
             reusable += sum(map(len, contexts)) if at > 1 else 0
             contexts = longer
     counted = await asyncio.to_thread(served.counted)

@@ -1,4 +1,4 @@
-"""On a CUDA device: the contract with each engine that is installed, and what the pool reaches there.
+"""On a CUDA device: the contract with each installed engine, and the pool's throughput.
 
 Run it in the environment of each engine: `python -m pytest tests/gpu`.
 """
@@ -23,7 +23,7 @@ pytestmark = [
 
 
 def run(*command: str, **environment: str) -> str:
-    """Run a Python module on the device; returns what it printed."""
+    """Run a Python module on the device; return its output."""
     done = subprocess.run(
         [sys.executable, "-m", *command], cwd=REPOSITORY, capture_output=True, text=True, check=False,
         env={**os.environ, "LMPOOL_DEVICE": "cuda", **environment},
@@ -41,6 +41,6 @@ def test_every_installed_engine_keeps_the_contract_on_the_device(backend: str, p
 
 def test_the_pool_is_measured_on_the_device(capsys: pytest.CaptureFixture[str]) -> None:
     shown = run("benchmarks", "hf-direct", "--quick")
-    with capsys.disabled():  # It is the point of this test.
+    with capsys.disabled():  # Measuring it is the purpose of this test.
         print(f"\n{torch.cuda.get_device_name()}\n{shown}")
     assert "hf-direct" in shown

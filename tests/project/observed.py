@@ -1,4 +1,4 @@
-"""What docker/observe asks of Prometheus: the expressions of the board and of the alerts."""
+"""The expressions of the dashboard and the alerts in docker/observe."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class Query(NamedTuple):
 
     Attributes:
         name: of the panel or the alert.
-        text: the expression, with the board's variables.
-        legend: texts that name labels of what it returns, in double braces.
+        text: the expression, with the dashboard's variables.
+        legend: texts that name labels of the result, in double braces.
     """
 
     name: str
@@ -27,7 +27,7 @@ class Query(NamedTuple):
 
 
 def board() -> dict[str, Any]:
-    """The board of Grafana."""
+    """Grafana's dashboard."""
     read: dict[str, Any] = json.loads((OBSERVE / "grafana/dashboards/lmpool.json").read_text("utf-8"))
     return read
 
@@ -39,7 +39,7 @@ def rules() -> list[dict[str, Any]]:
 
 
 def board_queries() -> Iterator[Query]:
-    """Those of the panels, of the variables and of the annotations."""
+    """The expressions of the panels, the variables and the annotations."""
     for panel in board()["panels"]:
         for target in panel.get("targets", ()):
             yield Query(panel["title"], target["expr"], target["legendFormat"])
@@ -52,6 +52,6 @@ def board_queries() -> Iterator[Query]:
 
 
 def alert_queries() -> Iterator[Query]:
-    """Those of the alerts, with the labels that their summaries name."""
+    """The expressions of the alerts, with the labels that their summaries name."""
     for rule in rules():
         yield Query(rule["alert"], rule["expr"], rule["annotations"]["summary"].replace("$labels.", ""))

@@ -1,4 +1,4 @@
-"""The files of docker/ name what there is: options, ports, variables, extras, versions, metrics, and one another."""
+"""The files of docker/ name existing options, ports, variables, extras, versions and metrics, and agree."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def manifests() -> Iterator[dict[str, Any]]:
 
 
 def workloads() -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-    """What runs pods, with the container of each."""
+    """The objects that run pods, each with its container."""
     for item in manifests():
         if item["kind"] in ("Deployment", "StatefulSet"):
             (container,) = item["spec"]["template"]["spec"]["containers"]
@@ -57,7 +57,7 @@ def workloads() -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
 
 
 def stages(path: Path) -> dict[str, str]:
-    """Name of a stage -> its instructions; "" for the last one of a file that has no name for it."""
+    """Name of a stage -> its instructions; "" for the last stage if it has no name."""
     parts = re.split(r"^FROM \S+(?: AS (\S+))?$", path.read_text("utf-8"), flags=re.MULTILINE)
     return dict(zip([name or "" for name in parts[1::2]], parts[2::2], strict=True))
 
@@ -69,7 +69,7 @@ def entry_point(target: str) -> list[str]:
 
 
 def options_of(words: list[str]) -> set[str]:
-    """The options that the command has which some words call."""
+    """The options of the command that these words call."""
     commands = dict(command_line.all_commands())
     called = next(name for name in (" ".join(words[:3]), " ".join(words[:2]), words[0]) if name in commands)
     options = command_line.options_of(commands[called])
@@ -210,7 +210,7 @@ def test_versions_agree() -> None:
     for path in DOCKERFILES:
         text = path.read_text("utf-8")
         assert set(re.findall(r"^ARG VERSION=(\S+)$", text, re.MULTILINE)) == {PROJECT["version"]}
-        # An image of others by a version, never by "latest".
+        # Other images by a version, never by "latest".
         assert all(
             re.search(r":\S*\d", base)
             for base in re.findall(r"^ARG BASE=(\S+)$", text, re.MULTILINE)
@@ -225,7 +225,7 @@ def test_images_are_made_of_wheels_whose_hashes_are_known() -> None:
     without = {line.partition("==")[0] for line in pins if not re.search(r"( --hash=sha256:[0-9a-f]{64})+$", line)}
     assert without == {"torch"}, "run `make pin-hashes`"
     script = (DOCKER / "environment.sh").read_text("utf-8")
-    # With --no-deps pip takes nothing that no line names. torch alone comes without a hash.
+    # With --no-deps pip installs only the listed packages. torch alone has no hash.
     calls = re.findall(r"\binstall ((?:--|\$).*)$", script.partition("\n}\n")[2], re.MULTILINE)
     hashed = ["--no-deps --require-hashes --requirement /tmp/needed", '--no-deps --no-index "$wheel[$extras]"']
     assert [call for call in calls if "torch" not in call and "--dry-run" not in call] == hashed
@@ -356,7 +356,7 @@ def test_the_autoscaler_asks_for_what_there_is() -> None:
     assert demand_route(Server("redis://localhost"), Keys()).path_regex.match(path)
     (metric,) = re.findall(r"lmpool_\w+", to_many["metadata"]["query"])
     assert metric in exported()
-    # A time at the present number of workers, no sum over them.
+    # A time at the present number of workers, not a sum over them.
     assert to_many["metricType"] == "Value"
     # All of one model.
     (worker,) = [
@@ -385,7 +385,7 @@ def test_no_file_of_a_checkout_gets_into_an_image_unless_it_is_named() -> None:
 
 @pytest.fixture(scope="module")
 def secured(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder `docker` in which the page's way to users and certificates has been gone."""
+    """A folder `docker` after the page's steps for users and certificates."""
     page = (ROOT / "docs" / "deploy.md").read_text("utf-8")
     (way,) = re.findall(r"^```sh\n(mkdir -p secure/tls/.*?)^```$", page, re.DOTALL | re.MULTILINE)
     folder = tmp_path_factory.mktemp("docker")
@@ -398,7 +398,7 @@ def secured(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def addresses(secured: Path) -> dict[str, str]:
-    """The addresses of the server that were made, by the names of their settings."""
+    """The addresses of the created server, by the names of their settings."""
     return dict(line.split("=", 1) for line in (secured / ".env").read_text("utf-8").splitlines())
 
 
@@ -465,7 +465,7 @@ def test_nobody_can_log_in_to_the_board_with_a_password_that_everybody_knows() -
     has_administrator = environment.get("GF_SECURITY_DISABLE_INITIAL_ADMIN_CREATION") != "true"
     required = re.fullmatch(r"\$\{\w+:\?.*\}", environment.get("GF_SECURITY_ADMIN_PASSWORD", ""))
     assert required or not has_administrator
-    # Nor as somebody whom a volume of an earlier start has.
+    # Nor as a user that a volume of an earlier start has.
     assert environment["GF_AUTH_BASIC_ENABLED"] == "false"
     assert environment["GF_AUTH_DISABLE_LOGIN_FORM"] == "true"
     assert environment["GF_AUTH_ANONYMOUS_ORG_ROLE"] == "Viewer"

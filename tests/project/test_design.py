@@ -1,4 +1,4 @@
-"""Pages of the documentation name things that exist, and the design pages are short."""
+"""Pages of the documentation name existing things, and the design pages are short."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ ROOT = Path(__file__).resolve().parents[2]
 DESIGN = ROOT / "docs/design.md"
 CONTRIBUTING = ROOT / "CONTRIBUTING.md"
 FURTHER = sorted((ROOT / "docs/design").glob("*.md"))
-# Folders whose pages are for users.
+# Folders with pages for users.
 BESIDE = [path for name in ("guides", "reference", "tutorials") for path in sorted((ROOT / "docs" / name).glob("*.md"))]
 PAGES = [DESIGN, *FURTHER, CONTRIBUTING]
-# What the benchmarks write has names of their own.
+# Names in the output of benchmarks.
 ALL_PAGES = [
     *(path for path in sorted((ROOT / "docs").glob("*.md")) if not path.name.startswith("benchmarks")),
     *FURTHER,
@@ -41,7 +41,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 
 def named_in(page: Path) -> set[str]:
-    """What stands in backticks on a page, code blocks left out."""
+    """The texts in backticks on a page, without code blocks."""
     text = re.sub(r"^```.*?^```$", "", page.read_text("utf-8"), flags=re.DOTALL | re.MULTILINE)
     return set(re.findall(r"`([^`\n]+)`", text))
 
@@ -129,7 +129,7 @@ def test_make_lists_its_targets_with_a_sentence_each() -> None:
     makefile = (ROOT / "Makefile").read_text("utf-8")
     listed = re.findall(r"^## ([a-z-]+): .{10,}$", makefile, re.MULTILINE)
     phony = re.findall(r"[\w-]+", makefile.partition(".PHONY:")[2].partition("\n\n")[0].replace("$(VLLM_RUNS)", ""))
-    # That one is a step of another.
+    # Its step has another name.
     assert set(listed) == set(phony) - {"collect"}
     assert len(listed) == len(set(listed))
 
@@ -145,7 +145,7 @@ def test_the_hooks_before_a_commit_run_what_lint_runs() -> None:
 
 
 def test_the_picture_shows_what_its_source_says() -> None:
-    """`make picture` draws it anew; releases of Graphviz differ in coordinates, so names and words are compared."""
+    """`make picture` draws it again; releases of Graphviz differ in coordinates, so names and words are compared."""
     source = re.sub(r"^\s*//.*$", "", SOURCE.read_text("utf-8"), flags=re.MULTILINE)
     picture = ElementTree.fromstring(PICTURE.read_text("utf-8"))
     titles = {group.findtext(f"{SVG}title") for group in picture.iter(f"{SVG}g") if group.get("class") != "graph"}
@@ -159,7 +159,7 @@ def test_the_picture_shows_what_its_source_says() -> None:
 
 
 def test_the_picture_says_how_large_it_is() -> None:
-    """Some renderers go by the size and others by the box of what is drawn: the two agree."""
+    """Some renderers use the size and others the box of the drawing: the two must agree."""
     picture = ElementTree.fromstring(PICTURE.read_text("utf-8"))
     size = [float(picture.attrib[name].removesuffix("pt")) for name in ("width", "height")]
     left, top, *box = map(float, picture.attrib["viewBox"].split())
@@ -169,7 +169,7 @@ def test_the_picture_says_how_large_it_is() -> None:
 
 
 def test_the_picture_can_be_read_on_a_light_and_on_a_dark_page() -> None:
-    """It has no background; what is not in a box has one tone between black and white, and words in boxes are white."""
+    """It has no background. Text outside boxes has one tone between black and white, text in boxes is white."""
     picture = ElementTree.fromstring(PICTURE.read_text("utf-8"))
     (graph,) = (group for group in picture.iter(f"{SVG}g") if group.get("class") == "graph")
     invisible = {None, "none", "transparent"}

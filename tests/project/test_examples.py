@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = sorted(
     path for path in (ROOT / "examples").iterdir() if path.suffix in (".py", ".ipynb") and path.stem[0] != "_"
 )
-# What each of those that ask a running pool is given.
+# The arguments of the examples that use a running pool.
 ASKING: dict[str, tuple[str, ...]] = {
     "next_words.py": (),
     "smc_json.py": (),
@@ -41,7 +41,7 @@ ASKING: dict[str, tuple[str, ...]] = {
 # These import torch before they connect.
 SLOW = ("awrs_regex.py", "byte_beams.py", "distill.py")
 FOLDER = ROOT / "docs/tutorials"
-# What each prints, beside what it asserts.
+# The text that each example prints, in addition to its assertions.
 TUTORIALS = {
     "next-words.md": "' Paris'",
     "smc.md": "log-probability that 16 tokens have no e: about -",
@@ -59,7 +59,7 @@ TEXT = "The quick brown fox jumps over the lazy dog, and then it goes home to sl
 
 @pytest.fixture(scope="module")
 def url(smollm2_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A server of their own, where the model is the only one."""
+    """Their own server, which has only this model."""
     folder = tmp_path_factory.mktemp("examples")
     with EmbeddedServer(memory_bytes=1 << 29) as server:
         pool = Pool(server.url, "lmpool", folder)
@@ -70,7 +70,7 @@ def url(smollm2_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 @pytest.fixture(scope="module")
 def producer(url: str) -> Iterator[SyncProducer]:
-    """What the examples' output is compared with."""
+    """References for the examples' output."""
     with SyncProducer("smollm2", redis=url) as producer:
         yield producer
 
@@ -86,7 +86,7 @@ def tokenizer(smollm2_folder: Path) -> Any:
 def run(
     name: str, *arguments: str | int | Path, folder: Path | None = None, environment: Mapping[str, str] | None = None
 ) -> tuple[int, str, str]:
-    """Run an example; returns its exit code, its output and what it wrote to stderr."""
+    """Run an example; return its exit code, its output and its errors."""
     done = subprocess.run(
         [sys.executable, str(ROOT / "examples" / name), *map(str, arguments)],
         cwd=folder,
@@ -99,7 +99,7 @@ def run(
 
 
 def output(name: str, *arguments: str | int | Path, environment: Mapping[str, str] | None = None) -> str:
-    """What an example prints when all goes well."""
+    """The output of an example that succeeds."""
     code, out, err = run(name, *arguments, environment=environment)
     assert code == 0, err
     return out
@@ -146,7 +146,7 @@ def test_every_particle_of_both_processes_is_json_of_the_given_form(url: str) ->
     assert len(asked) == 2
     shared = re.search(r"computed once: (\d+)", out)
     assert shared is not None
-    # The first prompt at least, for it is the same one.
+    # At least the first prompt, because it is the same one.
     assert 1 <= int(shared[1]) <= min(int(prompts) for _, prompts in asked)
 
 
@@ -180,7 +180,7 @@ def test_a_student_learns_from_the_teacher(
     first, last = re.findall(r"\d+\.\d+", out)[:2]
     assert float(last) < 0.7 * float(first)
     assert ElementTree.parse(tmp_path / "kl.svg").getroot().tag.endswith("svg")
-    # What it says is true of the student that it has saved: nearer to the teacher than one that has learned nothing.
+    # The output is true of the saved student: it is nearer to the teacher than a student that has learned nothing.
     divergence = runpy.run_path(str(ROOT / "examples" / "distill.py"), run_name="distill")["divergence"]
     ids = tokenizer.encode(TEXT)[:24]
     values, tokens = producer.positions(ids, top=8)
@@ -283,7 +283,7 @@ def test_wrong_names_and_missing_servers_end_programs_that_import_torch(
     ("name", "package"), [("smc_json.py", "control"), ("awrs_regex.py", "control"), ("byte_beams.py", "bytes")]
 )
 def test_a_missing_package_ends_in_one_line(name: str, package: str, url: str, tmp_path: Path) -> None:
-    # Stands before the installed one; the processes that an example starts see it too.
+    # It precedes the installed module; processes that an example starts import it too.
     (tmp_path / "genlm").mkdir()
     (tmp_path / "genlm" / "__init__.py").touch()
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
@@ -322,7 +322,7 @@ def test_a_tutorial_runs_to_its_end(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Cell after cell in one namespace, as a notebook; `make docs` has the outputs shown."""
+    """Run all cells in one namespace, as a notebook; `make docs` shows their outputs."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("LMPOOL_REDIS_URL", url)
     monkeypatch.setenv("MPLBACKEND", "agg")
@@ -368,7 +368,7 @@ def test_every_example_is_explained_and_listed(path: Path) -> None:
     if path.suffix == ".py":
         text = ast.get_docstring(ast.parse(source))
         assert text is not None
-        # That of a backend is no program.
+        # The example of a backend is no program.
         assert f"python examples/{path.name}" in text or path.name == "own_backend.py"
     else:
         assert json.loads(source)["cells"][0]["cell_type"] == "markdown"

@@ -1,4 +1,4 @@
-"""A forked `lmpool` command is to tests what the installed one is."""
+"""For tests, a forked `lmpool` command behaves like the installed one."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_it_has_the_environment_that_it_is_given_and_no_other(
     fresh = WorkerProcess(command, tmp_path / "log", {"PYTHONDONTWRITEBYTECODE": "x"})
     assert isinstance(fresh.process, subprocess.Popen), "the interpreter reads this as it starts"
     assert fresh.wait() == 0
-    # A fork server of its own, which has the variable that the second command is not given.
+    # A separate fork server with the variable that the second command does not get.
     given = {**os.environ, "LMPOOL_REDIS_URL": "http://x", "LMPOOL_RUNTIME_DIR": str(tmp_path)}
     script = [sys.executable, "-c", TWO_COMMANDS]
     told = subprocess.run(script, capture_output=True, text=True, timeout=DEADLINE_S, check=True, env=given)

@@ -1,4 +1,4 @@
-"""What the code may import and contain, read from its syntax trees, and the public names."""
+"""Allowed imports and contents of the code, read from its syntax trees, and the public names."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from lmpool.broker import scripts
 ROOT = Path(__file__).resolve().parents[2]
 SHARED, PRODUCER, WORKERS, TESTING = ROOT / "shared", ROOT / "producer", ROOT / "workers", ROOT / "testing"
 BACKENDS = WORKERS / "lmpool/workers/backends"
-# What each backend may import, and nobody else.
+# Packages that only the files of one backend may import.
 ENGINES = {
     "hf": {"torch", "transformers", "peft", "safetensors"},
     "vllm": {"torch", "vllm", "pydantic", "safetensors"},
@@ -32,14 +32,14 @@ ENGINES = {
     "checkpoint.py": {"huggingface_hub"},
     "tokenizer.py": {"transformers"},
 }
-# What each of these files may import, and nobody else.
+# Packages that only these files may import.
 FILES_WITH_MORE = {
     "shared/lmpool/trie/cpu.py": {"numba"},
     "shared/lmpool/trie/torch_device.py": {"torch"},
     "producer/lmpool/producer/genlm/tries.py": {"graphviz"},
     "producer/lmpool/producer/genlm/language_model.py": {"torch", "genlm"},
 }
-# What each folder or file of the package may import of it, beside itself: as the docstrings of the folders say. A name
+# Parts of the package that each folder or file may import in addition to itself, as the folders' docstrings say. A name
 # stands for all files below it that do not belong to another name of the table.
 SHARED_UNITS = {
     "lmpool",
@@ -63,12 +63,12 @@ MAY_IMPORT: dict[str, set[str]] = {
     "lmpool.producer.cli": SHARED_UNITS
     | {"lmpool.producer.metrics", "lmpool.producer.client", "lmpool.producer", "lmpool.admin"},
     "lmpool.producer.genlm": SHARED_UNITS | {"lmpool.producer.metrics", "lmpool.producer.client", "lmpool.producer"},
-    # What asks about whole files is a user of the client side like any other.
+    # Code that sends requests about whole files is a user of the client side like any other.
     "lmpool.batch": SHARED_UNITS | {"lmpool.producer"},
     "lmpool.batch.cli": SHARED_UNITS | {"lmpool.producer", "lmpool.producer.cli", "lmpool.batch"},
     "lmpool.admin": SHARED_UNITS | {"lmpool.producer.client"},
     "lmpool.web": SHARED_UNITS | {"lmpool.producer", "lmpool.producer.cli", "lmpool.producer.client", "lmpool.admin"},
-    # What lm-evaluation-harness asks is asked as any program asks.
+    # lm-evaluation-harness sends requests as any program does.
     "lmpool.lm_eval": SHARED_UNITS | {"lmpool.producer"},
     "lmpool.workers.settings": SHARED_UNITS,
     "lmpool.workers.execution": SHARED_UNITS,
@@ -77,18 +77,18 @@ MAY_IMPORT: dict[str, set[str]] = {
         ("lmpool.workers.queue", "lmpool.workers.trie"),
         SHARED_UNITS | {"lmpool.workers.execution", "lmpool.workers.metrics", "lmpool.workers.settings"},
     ),
-    # Where adapters lie on disk is known beside the backends.
+    # The backends' folder has the code about adapters on disk.
     "lmpool.workers.membership": SHARED_UNITS
     | {"lmpool.workers.execution", "lmpool.workers.backends", "lmpool.workers.metrics", "lmpool.workers.settings"},
     "lmpool.workers": SHARED_UNITS | WORKER_UNITS,
-    # Whether a folder holds a model is known beside the backends.
+    # The backends' folder has the code that detects folders of models.
     "lmpool.workers.cli": SHARED_UNITS | WORKER_UNITS | {"lmpool.workers", "lmpool.workers.backends"},
     "lmpool.workers.backends": SHARED_UNITS | {"lmpool.workers.execution"},
     **dict.fromkeys(ENGINE_FOLDERS, SHARED_UNITS | {"lmpool.workers.execution", "lmpool.workers.backends"}),
     "lmpool.testing": SHARED_UNITS | WORKER_UNITS | {"lmpool.workers", "lmpool.workers.backends"},
     "lmpool.pytest_plugin": {"lmpool.testing"},
 }
-# What users test with, which nothing that serves or asks may need.
+# Test helpers for users, which no serving or requesting code may need.
 FOR_TESTS = ("testing", "pytest_plugin")
 HF = BACKENDS / "hf"
 LUA = SHARED / "lmpool/broker/lua"
@@ -111,7 +111,7 @@ def name_of(path: Path) -> str:
 def imports(path: Path) -> Iterator[tuple[str, ast.stmt]]:
     """Every module that a file imports, anywhere in it, with the statement.
 
-    `from a import b` counts as `a` and as `a.b`, for b may be a module.
+    `from a import b` counts as `a` and as `a.b`, because b may be a module.
     """
     for node in ast.walk(TREES[path]):
         if isinstance(node, ast.Import):
@@ -126,7 +126,7 @@ def imports(path: Path) -> Iterator[tuple[str, ast.stmt]]:
 
 
 def allowed_in(path: Path) -> set[str]:
-    """The engines that a file may import: those of the backend that it belongs to, or what a kernel is made with."""
+    """The engines that a file may import: those of its backend, or the packages that build a kernel."""
     if path.is_relative_to(BACKENDS):
         return ENGINES.get(path.relative_to(BACKENDS).parts[0], set())
     return FILES_WITH_MORE.get(name_of(path), set())
@@ -138,7 +138,7 @@ def third_party(path: Path) -> set[str]:
 
 
 def strings(path: Path) -> Iterator[tuple[str, int]]:
-    """Every string or bytes literal of a file, parts of f-strings included, docstrings left out."""
+    """Every string or bytes literal of a file, parts of f-strings included, docstrings excluded."""
     docstrings = {
         id(node.value)
         for node in ast.walk(TREES[path])
@@ -154,7 +154,7 @@ def strings(path: Path) -> Iterator[tuple[str, int]]:
 
 def test_the_parts_are_there() -> None:
     assert all(len(within(part)) >= 4 for part in (SHARED, PRODUCER, WORKERS, TESTING))
-    # What is needed by all of them joins them to one package.
+    # All parts need these files, which join them to one package.
     owners = [part for part in (SHARED, PRODUCER, WORKERS, TESTING) if (part / "lmpool/__init__.py").exists()]
     assert owners == [SHARED]
 
@@ -173,7 +173,7 @@ def test_the_parts_are_there() -> None:
     ids=["shared", "producer", "workers", "testing"],
 )
 def test_no_part_imports_another_but_shared(part: Path, forbidden: tuple[str, ...]) -> None:
-    """The one exception: what users test with runs workers."""
+    """The exception: test helpers for users run workers."""
     prefixes = tuple(f"lmpool.{name}" for name in forbidden)
     violations = [
         f"{name_of(path)}:{node.lineno}: {module}"
@@ -224,12 +224,12 @@ def test_the_table_of_layers_names_every_folder_and_has_no_circle() -> None:
 
 
 def test_no_file_imports_itself_by_way_of_others() -> None:
-    """Imports inside functions and those for types count too."""
+    """Imports inside functions and imports for types count too."""
     assert import_cycles(import_graph(ROOT)) == []
 
 
 def test_only_backends_import_an_engine() -> None:
-    """The one exception: a tokenizer is loaded inside a function."""
+    """The exception: a tokenizer is loaded inside a function."""
     importers = {
         (name_of(path), module.partition(".")[0])
         for path in FILES
@@ -256,7 +256,7 @@ def test_each_part_needs_no_more_than_it_says() -> None:
         "producer/lmpool/producer/tokenizer.py": {"tokenizers", "transformers"},
         "producer/lmpool/batch/cli.py": {"typer"},
         "producer/lmpool/batch/run.py": {"rich"},
-        # Imported inside functions: for jobs, and where files are Parquet, behind URLs or compressed by zstd.
+        # Imported inside functions: for jobs, and for files that are Parquet, behind URLs or compressed by zstd.
         "producer/lmpool/batch/jobs.py": {"arq"},
         "producer/lmpool/batch/parquet.py": {"pyarrow"},
         "producer/lmpool/web/app.py": {"starlette"},
@@ -271,7 +271,7 @@ def test_each_part_needs_no_more_than_it_says() -> None:
         "workers/lmpool/workers/cli/commands.py": {"typer"},
         "workers/lmpool/workers/cli/doctor.py": {"typer", "rich", "packaging"},
         "workers/lmpool/workers/cli/supervisor.py": {"typer"},
-        # Imported inside a function, where metrics, traces or logs for machines are wanted.
+        # Imported inside functions, for metrics, traces or JSON logs.
         "shared/lmpool/metrics.py": {"prometheus_client", "opentelemetry"},
         "producer/lmpool/producer/metrics.py": {"opentelemetry"},
         "workers/lmpool/workers/metrics/tracing.py": {"opentelemetry"},
@@ -323,7 +323,7 @@ def test_the_list_of_what_is_loaded_would_show_an_engine() -> None:
     assert {"typer", "rich"} <= loaded_after("import lmpool.producer.cli.commands")
 
 
-# Nothing that runs what it reads
+# No format that runs code
 
 
 def test_nothing_is_unpickled_and_no_text_is_run() -> None:
@@ -347,7 +347,7 @@ def test_nothing_is_unpickled_and_no_text_is_run() -> None:
 
 
 def test_commands_print_by_the_terminal_alone() -> None:
-    """Elsewhere a name that somebody hostile has chosen would be obeyed."""
+    """Elsewhere a terminal would obey control characters in a name that a hostile user has chosen."""
     printing = {"print", "Console", "typer.echo", "typer.secho", "click.echo", "sys.stdout.write"}
     printers = {
         name_of(path)
@@ -369,8 +369,9 @@ def test_at_most_the_named_places_catch_every_exception() -> None:
             raises_again = isinstance(node.body[-1], ast.Raise) and node.body[-1].exc is None
             if (node.type is None or re.search(r"\b(Base)?Exception\b", kinds)) and not raises_again:
                 catching.append(name_of(path))
-    # The ends of threads, where whoever waits must hear of it, the end of the command line, and where others' packages
-    # are loaded, or reach a store.
+    # The ends of threads, which must reach the waiting code, the end of the command line, and calls that load packages
+    # of
+    # others or use a store.
     allowed = {
         "shared/lmpool/cli.py",
         "producer/lmpool/batch/fetch.py",
@@ -396,14 +397,14 @@ def test_all_redis_keys_are_made_in_one_file() -> None:
 def test_no_script_makes_a_key_of_its_own() -> None:
     for path in LUA.glob("*/*.lua"):
         code = re.sub(r"--.*", "", path.read_text("utf-8"))
-        # What a queue consists of is named in one place, from the job stream's name.
+        # One place names the keys of a queue, from the name of the job stream.
         assert path.stem in {"names", "fair_queue"} or not re.search(r"""['"][^'"]*:[^'"]*['"]""", code), path.name
         for call in re.finditer(r"redis\.p?call\(\s*'(\w+)'\s*,\s*(?:unpack\()?([\w\[\]]+)", code):
-            # Every key comes from KEYS, or from a hash that holds reply keys under the model's tag.
+            # Every key is in KEYS, or in a hash of reply keys under the model's tag.
             names = "jobs|dead|waiting|ended|row|reply|adapters|reasons"
             names += "|backlog|backlog_jobs|virtual_time|capacities|sole_client|base|key|workers|deadlines|cursor"
             names += "|stream|lanes|lane_of|lane"
-            # In strings.lua: how many keys, which come from who includes it.
+            # In strings.lua: the number of keys, which the including script defines.
             names += "|size" if path.stem == "strings" else ""
             assert re.fullmatch(rf"KEYS(\[.*\])?|{names}", call[2]), call[0]
 
@@ -419,7 +420,7 @@ def test_all_lua_lies_in_its_folder_and_every_script_is_loaded() -> None:
     assert len(loaded) >= 6
     for name, source in loaded.items():
         assert "-- include" not in source
-        # What includes another file twice, by way of a third one, has it once.
+        # A file that is included twice, once through another file, appears once.
         parts = [*files[name][::2], *(part for other in files[name][1::2] for part in files[other][::2])]
         assert all(source.count(part) == 1 for part in parts if part.strip())
     violations = [
@@ -448,7 +449,7 @@ def test_the_public_names_of_the_client_are_pinned() -> None:
     adapters = {"adapters", "add_adapter", "remove_adapter"}
     texts = {"tokenizer", "encode", "decode"}
     assert calls == rows | picks | adapters | {"model", "stats", "open", "close", "close_soon", *texts}
-    # That one connects when it is made, and its calls wait.
+    # It connects when it is made, and its calls block.
     sync = {name for name in dir(lmpool.producer.SyncProducer) if not name.startswith("_")}
     assert sync == calls - {"open", "close_soon"}
 

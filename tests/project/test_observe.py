@@ -1,4 +1,4 @@
-"""The board and the alerts of docker/observe: each metric, label and outcome that they name is exported by somebody."""
+"""The dashboard and the alerts of docker/observe name only metrics, labels and outcomes that lmpool exports."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support.pool import Pool, until_async
 from tests.support.scrape import Scrape, free_port, get
 
 ROOT = Path(__file__).parents[2]
-# Of every scrape, by Prometheus, and of alerts, by itself.
+# Labels that Prometheus adds to every scrape, and labels of alerts.
 ADDED = {"job", "instance"}
 OWN = {"up": ADDED, "ALERTS": {"alertname", "alertstate", "model", *ADDED}}
 SUFFIX = re.compile(r"_(bucket|sum|count)$")
@@ -39,7 +39,7 @@ class Exported(dict[str, set[str]]):
 
 
 async def exported(pool: Pool) -> Exported:
-    """What a worker and a producer export that have done what they can be counted for."""
+    """The export of a worker and a producer that have counted every kind of event."""
     port, registry = free_port(), CollectorRegistry()
     await asyncio.to_thread(pool.start, "--metrics-port", port, "--fail-token", 300)
     async with pool.producer() as producer:
@@ -59,7 +59,7 @@ async def exported(pool: Pool) -> Exported:
 
 
 def strays(query: Query, known: Exported) -> list[str]:
-    """What a query names that nobody exports."""
+    """The names in a query that are not exported."""
     text = re.sub(r"\$__\w+", "5m", query.text)
     names = set(NAMES.findall(re.sub(r"\{[^}]*\}", "", text)))
     found = [f"{query.name}: {name}" for name in names if name not in known]
@@ -73,7 +73,7 @@ def strays(query: Query, known: Exported) -> list[str]:
     grouped = {label for group in re.findall(r"\b(?:by|on) \(([^)]*)\)", text) for label in re.findall(r"\w+", group)}
     shown = set(re.findall(r"\{\{ ?(\w+) ?\}\}", query.legend))
     found += [f"{query.name}: {label}" for label in grouped | shown if label not in labels]
-    # What a sum has left out is not there to be shown.
+    # A label that a sum has removed cannot be shown.
     kept = re.match(r"(?:histogram_quantile\([\d.]+, )?(?:sum|max|min) (?:by \(([^)]*)\))?", text)
     if kept and shown - set(re.findall(r"\w+", kept[1] or "")):
         found.append(f"{query.name}: {query.legend} of what is grouped by {kept[1]}")

@@ -1,4 +1,4 @@
-"""The page for those who run a pool: it describes exactly what there is."""
+"""The operations page describes exactly the existing messages, metrics and exceptions."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Metric(NamedTuple):
 
 
 def exported() -> dict[str, Metric]:
-    """What the collectors give a registry: name -> kind, and labels beside the model."""
+    """The metrics that the collectors register: name -> kind, and labels other than the model."""
     look = Snapshot("m", "w", True, 0, 0.0, BackendStats(), WorkerCounters())
     producer = Producer(redis="redis://127.0.0.1:1")
     producer._counters.failures["WorkerError"] = 1

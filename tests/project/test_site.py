@@ -1,4 +1,4 @@
-"""The documentation's site: what its build refuses, and that its reference is that of the code."""
+"""The documentation's site: errors that its build reports, and a reference that matches the code."""
 
 from __future__ import annotations
 

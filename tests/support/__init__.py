@@ -1,1 +1,1 @@
-"""What the tests of several folders share; what those of one folder share lies in it."""
+"""Helpers of the tests of several folders; helpers of one folder are in that folder."""

@@ -1,7 +1,7 @@
 """The `lmpool` command without its start: forked from a process that has imported it already.
 
-A fresh interpreter spends most of a second of CPU on imports, hundreds of times in a test run. What it does before
-`lmpool.cli.main` is left out here, and so is its end; tests of either start the installed command.
+A fresh interpreter spends most of a second of CPU on imports, hundreds of times in a test run. The steps before
+`lmpool.cli.main`, and the end of the process, are left out here; tests of either start the installed command.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 
 from lmpool import cli
 
-# What the interpreter and the loader read before any program does.
+# Variables that the interpreter and the loader read before any program runs.
 _READ_AT_START = ("PYTHON", "LD_", "DYLD_", "MALLOC_", "GLIBC_")
 
 
@@ -28,19 +28,19 @@ _OURS = _at_start(os.environ)
 
 
 def can_fork(environment: Mapping[str, str]) -> bool:
-    """Whether a forked process is as good as a fresh one that has this environment."""
+    """Whether a forked process behaves like a fresh one with this environment."""
     is_supported = "forkserver" in multiprocessing.get_all_start_methods()
     return is_supported and _at_start(environment) == _OURS
 
 
 class ForkedCommand:
-    """A process that runs the `lmpool` command, with what `subprocess.Popen` has of it.
+    """A process that runs the `lmpool` command, with the methods of `subprocess.Popen`.
 
     Args:
-        command: the command line; its first word is only what the process believes to be called.
-        environment: all of its environment.
+        command: the command line; its first word is only the name that the process sees.
+        environment: its whole environment.
         out: a file for its output.
-        err: a file for its errors; None for the same.
+        err: a file for its errors; None for the same file.
     """
 
     def __init__(self, command: list[str], environment: Mapping[str, str], out: Path, err: Path | None = None) -> None:
@@ -56,7 +56,7 @@ class ForkedCommand:
 
     @property
     def returncode(self) -> int | None:
-        """The exit code as far as it is known: minus the number of the signal that ended it."""
+        """The last known exit code: minus the number of the signal that ended it."""
         return self.poll()
 
     def poll(self) -> int | None:
@@ -64,7 +64,7 @@ class ForkedCommand:
         return self._process.exitcode
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait for the end; returns the exit code."""
+        """Wait for the end; return the exit code."""
         self._process.join(timeout)
         if (code := self.poll()) is None:
             assert timeout is not None
@@ -77,16 +77,16 @@ class ForkedCommand:
             os.kill(self.pid, number)
 
     def terminate(self) -> None:
-        """Ask it to end."""
+        """Send SIGTERM."""
         self.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """End it."""
+        """Kill it."""
         self.send_signal(signal.SIGKILL)
 
 
 def _run(command: list[str], environment: dict[str, str], out: str, err: str) -> None:
-    """Become what `command` would have started."""
+    """Become the process that `command` would have started."""
     with Path(out).open("wb") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)

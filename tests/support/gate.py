@@ -1,4 +1,4 @@
-"""A gate that no step of a backend passes while it is shut: what a test has to see lasts until it was seen.
+"""A gate that blocks the steps of a backend while it is shut, so that the observed state does not change.
 
 In this process `GatedBackend` and `gated_worker`; in others the command
 
@@ -29,10 +29,10 @@ from tests.support.pool import DEADLINE_S, Pool, Prepared, V, until_async
 
 
 class Gate:
-    """Starts shut.
+    """A gate; it starts shut.
 
     Args:
-        file: is there while the gate is open; each FILE.NUMBER is a step that may pass all the same.
+        file: exists while the gate is open; each FILE.NUMBER lets one step pass a shut gate.
     """
 
     def __init__(self, file: Path) -> None:
@@ -44,19 +44,19 @@ class Gate:
         self._file.touch()
 
     def shut(self) -> None:
-        """Hold the steps that begin from now on."""
+        """Block the steps that begin from now on."""
         self._file.unlink(missing_ok=True)
         for step in self._left():
             step.unlink(missing_ok=True)
 
     def let(self, steps: int) -> None:
-        """Let so many steps pass, though it is shut."""
+        """Let this many steps pass while it is shut."""
         for _ in range(steps):
             self._steps += 1
             self._file.with_name(f"{self._file.name}.{self._steps}").touch()
 
     def is_used_up(self) -> bool:
-        """Whether all those have passed."""
+        """Whether all of these have passed."""
         return not self._left()
 
     def wait(self) -> None:
@@ -72,7 +72,7 @@ class Gate:
         return list(self._file.parent.glob(f"{self._file.name}.*"))
 
     def command(self) -> list[str]:
-        """What stands for `lmpool` where steps are to pass this gate."""
+        """The command in place of `lmpool` whose steps pass this gate."""
         return [sys.executable, "-m", "tests.support.gate", str(self._file)]
 
 
@@ -83,7 +83,7 @@ class OneByOne(Gate):
         self._let = threading.Semaphore(0)
 
     def let(self, steps: int) -> None:
-        """Let so many steps pass."""
+        """Let this many steps pass."""
         self._let.release(steps)
 
     def open(self) -> None:
@@ -99,14 +99,14 @@ class GatedBackend(SyntheticBackend):
     """A backend whose steps pass a gate.
 
     Args:
-        gate: before it a step waits, with nothing computed yet.
+        gate: a step waits at it before it computes anything.
         batch: prompts in one step.
-        settings: further ones of the synthetic backend.
+        settings: more settings of the synthetic backend.
 
     Attributes:
         gate: as above.
-        is_stepping: a step has come to the gate.
-        computed: the ids of all prompts that rows were computed for, in this order.
+        is_stepping: a step has reached the gate.
+        computed: the ids of all computed prompts, in order.
     """
 
     def __init__(self, gate: Gate, batch: int = 8, **settings: Any) -> None:
@@ -127,12 +127,12 @@ class GatedBackend(SyntheticBackend):
 
 
 async def until_full(pool: Pool, batch: int) -> None:
-    """Wait until a worker whose gate is shut holds all that it may: its step at the gate, and the next one.
+    """Wait until a worker with a shut gate holds as many prompts as it may: its step at the gate, and the next one.
 
-    It takes nothing more then until a step has passed. It may have been given more, in a reply that was lost.
+    It takes no more until a step has passed. A lost reply may have given it more.
 
     Args:
-        pool: in which no other works.
+        pool: has no other worker.
         batch: prompts in one step.
     """
 
@@ -144,7 +144,7 @@ async def until_full(pool: Pool, batch: int) -> None:
 
 @asynccontextmanager
 async def gated_worker(pool: Pool, backend: GatedBackend, lease_s: float = 2.0) -> AsyncIterator[None]:
-    """A worker in this process, whose backend's gate is open in the end."""
+    """A worker in this process, whose backend's gate opens at the end."""
     worker = Worker(Server(pool.url), Prepared(backend), WorkerSettings(pool.prefix, lease_s=lease_s))
     ready = asyncio.Event()
     running = asyncio.create_task(worker.run(lambda _: ready.set()))

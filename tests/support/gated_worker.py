@@ -1,6 +1,6 @@
-"""A worker process whose model loads, and whose steps end, while a file is there.
+"""A worker process whose model loads, and whose steps end, only while a file exists.
 
-Its event loop stands still from SIGVTALRM to SIGUSR2.
+Its event loop blocks from SIGVTALRM to SIGUSR2.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tests.support.gate import Gate, GatedBackend
 
 @dataclasses.dataclass(frozen=True)
 class GatedSettings(SyntheticSettings):
-    """As those of the synthetic backend, with a gate."""
+    """Settings of the synthetic backend, with a gate."""
 
     gate: str = ""
 
@@ -33,7 +33,7 @@ class GatedSettings(SyntheticSettings):
 
 def main(url: str, prefix: str, port: str, gate: str, lease_s: str = "15") -> None:
     """Serve until SIGTERM."""
-    # Before there are other threads: the one of the event loop is to get it.
+    # Before other threads exist: the thread of the event loop must get it.
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR2])
     signal.signal(signal.SIGVTALRM, lambda *_: signal.sigwait([signal.SIGUSR2]))
     backend = GatedSettings("syn", vocab_size=512, gate=gate)

@@ -1,4 +1,4 @@
-"""A collector of traces on loopback: what processes export by OTLP over HTTP."""
+"""A collector of traces on loopback, for processes that export by OTLP over HTTP."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 
 
 class Span(NamedTuple):
-    """A span that was exported.
+    """An exported span.
 
     Attributes:
         service: `service.name` of the process.
         name: of the span.
         trace: id of its trace.
-        id: its own.
+        id: its own id.
         parent: id of its parent; "" for none.
         began, ended: in ns since 1970.
-        attributes: those with texts and whole numbers.
-        links: trace and id of the spans that it is linked to.
+        attributes: attributes with texts and whole numbers.
+        links: trace and id of the linked spans.
         is_error: its status.
     """
 
@@ -39,10 +39,10 @@ class Span(NamedTuple):
 
 
 class Collector:
-    """Has all that was exported so far.
+    """Holds all spans that were exported so far.
 
     Attributes:
-        spans: in the order of coming.
+        spans: in order of arrival.
         url: for `OTEL_EXPORTER_OTLP_ENDPOINT`.
     """
 
@@ -90,7 +90,7 @@ def collector() -> Iterator[Collector]:
             self.end_headers()
 
         def log_message(self, format: str, *args: object) -> None:  # noqa: A002  named so by the base class
-            """Say nothing."""
+            """Log nothing."""
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         collected = Collector(f"http://127.0.0.1:{server.server_port}")

@@ -1,4 +1,4 @@
-"""What the tests of processes need: a pool of real ones, and waiting for conditions instead of for time."""
+"""Real processes for tests: a pool of workers and producers, and waiting for conditions instead of times."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def lmpool_command() -> list[str]:
 
 
 def run_lmpool(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run an `lmpool` command to its end, forked where that is as good."""
+    """Run an `lmpool` command to its end, forked if that makes no difference."""
     command, whole = [*lmpool_command(), *arguments], {**os.environ, **environment}
     if not can_fork(whole):
         return subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False, env=whole)
@@ -73,7 +73,7 @@ def is_running(pid: int) -> bool:
 
 
 def spoken(url: str) -> str:
-    """A server's URL, with the protocol that this test run is to speak."""
+    """A server's URL, with the protocol version of this test run."""
     version = os.environ.get(PROTOCOL_VARIABLE)
     if not version:
         return url
@@ -99,12 +99,12 @@ async def until_async(condition: Callable[[], Awaitable[Any]], description: str,
 
 
 class SkippingLoop(asyncio.SelectorEventLoop):
-    """An event loop whose clock can be put forward."""
+    """An event loop whose clock can be advanced."""
 
     skipped_s = 0.0
 
     def time(self) -> float:
-        """Seconds, those that were skipped among them."""
+        """Seconds, skipped time included."""
         return super().time() + self.skipped_s
 
 
@@ -117,7 +117,7 @@ def run_skipping(work: Callable[[SkippingLoop], Coroutine[Any, Any, None]]) -> N
 
 
 def deadline_ms(seconds: float = 60.0) -> int:
-    """A worker's deadline so many seconds from now, as its model's sorted set of workers has it."""
+    """A worker's deadline in this many seconds, as in its model's sorted set of workers."""
     return int((time.time() + seconds) * 1000)
 
 
@@ -130,19 +130,19 @@ def entry_ids(reply: Any) -> list[bytes]:
 
 
 def open_sockets() -> int:
-    """Sockets that this process has open; what others have to a server comes and goes when they like."""
+    """The open sockets of this process; those of other processes change at any time."""
     return sum(is_socket(descriptor) for descriptor in Path("/dev/fd").iterdir())
 
 
 def is_socket(descriptor: Path) -> bool:
-    """Whether a descriptor of this process is one; that of the listing itself is closed by then."""
+    """Whether a descriptor of this process is a socket; the descriptor of the listing itself is closed by then."""
     with contextlib.suppress(OSError):
         return stat.S_ISSOCK(os.fstat(int(descriptor.name)).st_mode)
     return False
 
 
 class Prepared:
-    """Settings that open a backend which is there already."""
+    """Settings that open an existing backend."""
 
     def __init__(self, backend: Backend, max_adapters: int = MAX_LOADED) -> None:
         self._backend = backend
@@ -158,10 +158,10 @@ class WorkerProcess:
     """One `lmpool worker` process with its log.
 
     Args:
-        command: the command line. Where it is `lmpool_command()` with arguments, the process is forked.
-        log: where its output goes.
-        environment: what is added to that of this process.
-        installed: have the installed command started in any case, for a test of how it starts or ends.
+        command: the command line. If it is `lmpool_command()` with arguments, the process is forked.
+        log: receives its output.
+        environment: added to that of this process.
+        installed: always start the installed command, for a test of how it starts or ends.
     """
 
     def __init__(
@@ -179,7 +179,7 @@ class WorkerProcess:
 
     @property
     def text(self) -> str:
-        """What the worker has printed."""
+        """The worker's output."""
         return self.log.read_text("utf-8", "replace")
 
     @property
@@ -202,7 +202,7 @@ class WorkerProcess:
         self.process.send_signal(number)
 
     def wait(self, deadline_s: float = DEADLINE_S) -> int:
-        """Wait for the end; returns the exit code."""
+        """Wait for the end; return the exit code."""
         return self.process.wait(deadline_s)
 
     def end(self) -> None:
@@ -213,7 +213,7 @@ class WorkerProcess:
 
 
 class Pool:
-    """Worker processes and producers under one key prefix of one server, so that tests do not meet."""
+    """Worker processes and producers with one key prefix on one server, so that tests do not meet."""
 
     def __init__(self, url: str, prefix: str, folder: Path) -> None:
         self.url = spoken(url)
@@ -232,7 +232,7 @@ class Pool:
         environment: Mapping[str, str] | None = None,
         installed: bool = False,
     ) -> WorkerProcess:
-        """Start a worker process; without options a synthetic one. `command` is what stands for `lmpool`."""
+        """Start a worker process; by default a synthetic one. `command` replaces `lmpool`."""
         chosen = [str(option) for option in options]
         if "--backend" not in chosen:
             chosen += ["--backend", "synthetic"]
@@ -263,7 +263,7 @@ class Pool:
         return worker
 
     def producer(self, model: str | None = None, **settings: Any) -> Producer:
-        """A producer of this pool, whose requests have plenty of time unless the settings say otherwise."""
+        """A producer of this pool, with generous timeouts unless the settings say otherwise."""
         return Producer(model, redis=self.url, prefix=self.prefix, **{"timeout": DEADLINE_S, **settings})
 
     def jobs(self, model: str = "syn") -> int:
@@ -284,7 +284,7 @@ class Pool:
             try:
                 groups: Any = self.redis.xinfo_groups(stream)
             except redis.ResponseError as error:
-                # There is no queue yet, or a lane was removed since the streams were listed.
+                # The queue does not exist yet, or a lane was removed since the streams were listed.
                 if "no such key" not in str(error):
                     raise
                 continue
@@ -292,18 +292,18 @@ class Pool:
         return held
 
     def names(self, pattern: str) -> list[str]:
-        """The keys of this pool that match a pattern, but for the marks that rows leave on a cluster for a while."""
+        """The keys of this pool that match a pattern, except the marks that rows leave on a cluster for a while."""
         keys = self.redis.scan_iter(match=f"{self.prefix}:{pattern}", count=1000)
         return sorted(key.decode("utf-8", "replace") for key in keys if not self._is_mark(key))
 
     def _is_mark(self, key: bytes) -> bool:
         if b":waiting:" not in key or self.redis.type(key) not in (b"hash", b"none"):
             return False
-        # One that is gone by now was a mark too: what is waited for expires much later.
+        # A key that has expired by now was a mark too: keys of waiting clients expire much later.
         return self.redis.hget(key, "job") in (b"done", None) and "+cluster" in self.url
 
     async def rows_computed(self, model: str = "syn") -> int:
-        """Rows that the live workers have computed, as of their last heartbeats."""
+        """Rows that the live workers have computed, by their last heartbeats."""
         client: Redis = Server(self.url).client()
         try:
             workers = await Discovery(client, self.keys).workers(model)
@@ -319,14 +319,14 @@ class Pool:
 
 
 def _client(url: str) -> redis.Redis:
-    """A client of a server, or of a cluster; the latter has the same methods."""
+    """A client of a server or of a cluster; both have the same methods."""
     if "+cluster" not in url:
         return redis.Redis.from_url(url)
     return cast(redis.Redis, RedisCluster.from_url(url.replace("+cluster", "")))
 
 
 def count_waiting(redis: Any, waiting: bytes) -> int:
-    """How many clients wait for the prompt of a waiting key: a string has one, a hash a field for each and one more."""
+    """The number of clients in a waiting key: a string names one, a hash has one field per client and one more."""
     kind = redis.type(waiting)
     return redis.hlen(waiting) - 1 if kind == b"hash" else int(kind == b"string")
 
@@ -337,7 +337,7 @@ async def is_held(pool: Pool) -> bool:
 
 
 async def until_done(pool: Pool, model: str = "syn") -> None:
-    """Wait until nothing is left of a model's requests: a row can be read a moment before its job has ended."""
+    """Wait until no keys of a model's requests are left: a row can be read shortly before its job has ended."""
 
     async def is_done() -> bool:
         return not pool.jobs(model) and not pool.held(model)
@@ -349,7 +349,7 @@ def pending(pool: Pool, model: str = "syn") -> list[dict[str, Any]]:
     """The jobs that workers hold."""
     entries: list[dict[str, Any]] = []
     for stream in pool.streams(model):
-        # A lane is there before its group, and goes when its worker has been gone for long.
+        # A lane exists before its group, and is removed long after its worker has ended.
         with contextlib.suppress(redis.ResponseError):
             entries += pool.redis.xpending_range(stream, GROUP, "-", "+", 1000)
     return entries

@@ -1,7 +1,7 @@
-"""What the fork server imports before it forks: all that the `lmpool` command does, and a worker when it starts.
+"""The imports of the fork server before it forks: all imports of the `lmpool` command, and of a starting worker.
 
-No thread may start here, and nothing may be opened: neither outlives a fork. Torch stays out, for it reads its
-environment as it is imported, and a worker that needs no torch must do without.
+No thread may start here, and nothing may be opened: neither survives a fork. Torch is not imported, because it reads
+its environment at import, and a worker that needs no torch must do without it.
 """
 
 from __future__ import annotations
@@ -38,5 +38,5 @@ for _name in _LATER:
 _app = typer.Typer()
 _app.command()(_command)
 _app(["text"], standalone_mode=False)
-# Else a forked process copies most pages the first time that it collects garbage.
+# Otherwise a forked process copies most pages at its first garbage collection.
 gc.freeze()

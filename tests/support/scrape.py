@@ -1,4 +1,4 @@
-"""Reading what a process tells over HTTP."""
+"""Reads metrics and health of a process over HTTP."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from prometheus_client.parser import text_string_to_metric_families
 
 
 class Page(NamedTuple):
-    """What came back."""
+    """A response."""
 
     status: int
     text: str
 
 
 def free_port() -> int:
-    """A port of this machine that nobody uses."""
+    """An unused port of this machine."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         return int(server.getsockname()[1])
 
 
 def get(port: int, path: str) -> Page | None:
-    """A page of this machine, or None when nobody answers."""
+    """A page of this machine, or None if no process listens."""
     try:
         with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=120) as answer:
             return Page(answer.status, answer.read().decode())
@@ -60,11 +60,11 @@ class Scrape:
         return list(self._samples)
 
     def find(self, name: str, **labels: str) -> float | None:
-        """One value, or None when it is not told."""
+        """One value, or None if it is not exported."""
         return self._samples.get((name, frozenset(labels.items())))
 
     def value(self, name: str, **labels: str) -> float:
-        """One value, which must be there."""
+        """One value, which must be exported."""
         return self._samples[name, frozenset(labels.items())]
 
 

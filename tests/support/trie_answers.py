@@ -1,4 +1,4 @@
-"""What a pool must answer about tries, token by token from the definition; vocabularies and weights to ask about."""
+"""Correct results about tries, token by token from the definition; vocabularies and weights for queries."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ class Answers:
 
 @cache
 def answers(tokens: tuple[bytes, ...]) -> Answers:
-    """The answers for a vocabulary."""
+    """The correct values for a vocabulary."""
     return Answers(tokens)
 
 
 def answers_of(trie: Trie) -> Answers:
-    """The answers for the vocabulary of a trie."""
+    """The correct values for the vocabulary of a trie."""
     return answers(tuple(trie.vocabulary.tokens))
 
 
@@ -63,19 +63,19 @@ def draw_weights(seed: int, count: int, op: Op = "sum") -> Values:
 
 
 def row_weights(prompt: list[int], vocab_size: int, op: Op) -> Values:
-    """What a prompt of a synthetic model stands for."""
+    """The expected row of a synthetic model's prompt."""
     row = synthetic_row(prompt, vocab_size=vocab_size)
     return row if op == "logsumexp" else np.exp(row)
 
 
 def assert_right(got: Values, expected: Any) -> None:
-    """Float32, and within 1e-6 of what the definition says."""
+    """Check that values are float32 and within 1e-6 of the definition."""
     assert got.dtype == np.float32
     np.testing.assert_allclose(got, expected, rtol=1e-6, atol=1e-12)
 
 
 def leftovers(pool: Pool) -> list[str]:
-    """What a pool holds for requests by weights: it must be nothing soon after these have ended."""
+    """The keys of requests by weights: none must be left soon after these have ended."""
     info: Any = pool.redis.hget(pool.keys.trie_models(), "trie")
     made = pool.names(f"row:{ModelInfo.unpack(info).fingerprint}:*")
     jobs = [f"{pool.jobs('trie')} jobs"] if pool.jobs("trie") else []

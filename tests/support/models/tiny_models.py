@@ -1,4 +1,4 @@
-"""Tiny random models on disk, made in a moment, each with something of its own about its cache."""
+"""Tiny random models on disk, made quickly, each with another kind of cache."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def gemma3() -> PreTrainedConfig:
 
 
 def longrope() -> PreTrainedConfig:
-    """Other rotary embeddings as soon as the longest prompt of a batch passes 16 tokens."""
+    """Other rotary embeddings once the longest prompt of a batch passes 16 tokens."""
     rope = {
         "rope_type": "longrope",
         "rope_theta": 10_000.0,
@@ -76,7 +76,7 @@ def mamba() -> PreTrainedConfig:
 
 
 def rwkv() -> PreTrainedConfig:
-    """A state, and no idea of padding."""
+    """A state, without support for padding."""
     return RwkvConfig(vocab_size=VOCAB_SIZE, hidden_size=32, num_hidden_layers=2, context_length=MAX_TOKENS)
 
 
@@ -89,7 +89,7 @@ def make_model(kind: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> 
         torch.manual_seed(seed)
         auto: Any = AutoModelForCausalLM
         model = auto.from_config(CONFIGS[kind]())
-        # As they come the weights are so small that all rows look alike: wrong ones would pass for right.
+        # Default weights are so small that all rows are similar: wrong rows would pass.
         for parameter in model.parameters():
             if parameter.ndim > 1:
                 torch.nn.init.normal_(parameter, std=0.3)

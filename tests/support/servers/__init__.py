@@ -1,1 +1,1 @@
-"""Servers for tests: with a clock that is set, as a cluster, behind a proxy."""
+"""Servers for tests: with a settable clock, as a cluster, behind a proxy."""

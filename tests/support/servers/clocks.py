@@ -1,4 +1,4 @@
-"""Servers whose clock is set: days pass at once, and what expires then does not do so before."""
+"""Servers whose clock tests set: days pass at once, and keys expire only then."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SetClock = Callable[[str], None]
 
 @pytest.fixture
 def clock(short_dir: Path, monkeypatch: pytest.MonkeyPatch) -> SetClock:
-    """Sets the clock of the servers that the test starts: "+1d", "-5s". Their monotonic clock stays as it is."""
+    """Sets the clock of the servers that the test starts: "+1d", "-5s". Their monotonic clock does not change."""
     library, offset = files("libfaketime") / "vendor/libfaketime/src/libfaketime.so.1", short_dir / "clock"
     offset.write_text("+0")
     monkeypatch.setenv("LD_PRELOAD", str(library))
@@ -37,9 +37,9 @@ def clock(short_dir: Path, monkeypatch: pytest.MonkeyPatch) -> SetClock:
 def clocked(
     clock: SetClock, short_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[tuple[Pool, SetClock]]:
-    """A pool on a server whose clock can be set."""
+    """A pool on a server with a settable clock."""
     with EmbeddedServer(memory_bytes=1 << 28, folder=short_dir / "s") as server:
-        monkeypatch.delenv("LD_PRELOAD")  # The clock of everybody else stays.
+        monkeypatch.delenv("LD_PRELOAD")  # The clocks of all other processes do not change.
         pool = Pool(server.url, "clock", tmp_path)
 
         def set_and_seen(by: str) -> None:
@@ -52,6 +52,6 @@ def clocked(
 
 
 def ahead(pool: Pool) -> float:
-    """Seconds by which the server's clock is ahead of ours."""
+    """Server clock minus local clock, in seconds."""
     seconds, micros = pool.redis.time()
     return float(seconds + micros / 1e6 - time.time())

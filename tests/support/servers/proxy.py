@@ -1,14 +1,14 @@
-"""A proxy between a pool and its server that delays, drops, truncates and cuts what it forwards.
+"""A proxy between a pool and its server that delays, drops, truncates and cuts the forwarded bytes.
 
-It listens on a Unix socket and forwards to one. Each connection has two directions, each with a trouble of its own:
+It listens on a Unix socket and forwards to one. Each connection has two directions, each with its own fault:
 
 - delay: every chunk is held back for a while (order is kept).
-- drop: some bytes in the middle of the next chunk are lost, and what follows goes on.
-- swallow: everything is lost from now on, and the connection stays open: a black hole.
+- drop: some bytes in the middle of the next chunk are lost; later bytes are forwarded.
+- swallow: all later bytes are lost, and the connection stays open: a black hole.
 - truncate: part of the next chunk is forwarded, then the connection is closed.
 
-`cut` closes connections at once, and `refuse` those that are made. Troubles strike the connections that are open;
-`delay`, `refuse` and `stall` those that are opened later, too, until `heal`.
+`cut` closes connections at once, and `refuse` closes new ones. Faults affect open connections; `delay`, `refuse` and
+`stall` also affect connections that are opened later, until `heal`.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ class Lane:
     """One direction of one connection.
 
     Args:
-        reader: where bytes come from.
-        writer: where they go.
-        delay_s: how long each chunk is held back.
-        draw: decides where chunks are damaged.
+        reader: source of bytes.
+        writer: destination of bytes.
+        delay_s: time for which each chunk is held back.
+        draw: determines where chunks are damaged.
 
     Attributes:
         delay_s: as above; may be changed at any time.
-        is_hole: everything is lost.
+        is_hole: all bytes are lost.
         drops: the next chunk loses some bytes.
-        truncates: the next chunk is the last one, and not whole.
+        truncates: the next chunk is the last one, and incomplete.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Connection:
         self._writers = writers
 
     async def run(self) -> None:
-        """Forward both ways until one of the ends is closed."""
+        """Forward in both directions until one end is closed."""
         tasks = [asyncio.ensure_future(lane.run()) for lane in self.lanes.values()]
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -105,7 +105,7 @@ class Connection:
             self.close()
 
     def close(self) -> None:
-        """Close both ends; what was written before is still sent."""
+        """Close both ends; bytes that were written before are still sent."""
         for writer in self._writers:
             writer.close()
 
@@ -116,15 +116,15 @@ class Connection:
 
 
 class Proxy:
-    """Forwards connections from a socket of its own to a server's.
+    """Forwards connections from its own socket to a server's.
 
     Args:
         target: the server's socket.
-        socket: where to listen.
-        seed: decides where chunks are damaged.
+        socket: the socket to listen on.
+        seed: determines where chunks are damaged.
 
     Attributes:
-        made: connections that were ever made.
+        made: number of connections since the start.
     """
 
     def __init__(self, target: Path, socket: Path, seed: int = 0) -> None:
@@ -132,21 +132,21 @@ class Proxy:
         self._socket = socket
         self._draw = random.Random(seed)
         self.made = 0
-        self._connections: list[Connection] = []  # In the order of their making, so that a seed means the same.
+        self._connections: list[Connection] = []  # In the order of creation, so that a seed means the same faults.
         self._tasks: set[asyncio.Task[None]] = set()
         self._delays = dict.fromkeys(Way, 0.0)
         self._refuses = self._stalls = False
 
     @property
     def url(self) -> str:
-        """Where clients connect."""
+        """The address for clients."""
         return socket_url(self._socket)
 
     def __len__(self) -> int:
         return len(self._connections)
 
     def delay(self, way: Way, seconds: float) -> None:
-        """Hold back every chunk, of connections to come too."""
+        """Hold back every chunk, also of later connections."""
         self._delays[way] = seconds
         for lane in self._lanes(way):
             lane.delay_s = seconds
@@ -157,7 +157,7 @@ class Proxy:
             lane.drops = True
 
     def swallow(self, way: Way, share: float = 1.0) -> None:
-        """Lose everything from now on, of the connections that are open, or of a share of them."""
+        """Lose all bytes from now on, of the open connections or of a share of them."""
         for lane in self._lanes(way, share):
             lane.is_hole = True
 
@@ -172,22 +172,22 @@ class Proxy:
             connection.abort()
 
     def refuse(self) -> None:
-        """Close all connections, and those to come as soon as they are made."""
+        """Close all connections, and new ones as soon as they are accepted."""
         self._refuses = True
         self.cut()
 
     def stall(self) -> None:
-        """Take connections and never answer: a black hole for those that are open and those to come."""
+        """Accept connections and never reply: a black hole for open and new connections."""
         self._stalls = True
         for way in Way:
             self.swallow(way)
 
     def redirect(self, target: Path) -> None:
-        """Forward connections to come to another server."""
+        """Forward new connections to another server."""
         self._target = target
 
     def heal(self) -> None:
-        """Forward new connections again, at once; what is lost on the open ones stays lost."""
+        """Forward new connections again, at once; bytes that were lost on open ones stay lost."""
         self._refuses = self._stalls = False
         for way in Way:
             self.delay(way, 0.0)
@@ -229,7 +229,7 @@ class Proxy:
             return
         try:
             up_reader, up_writer = await asyncio.open_unix_connection(self._target, limit=_CHUNK)
-        except OSError:  # The server is away; so are we.
+        except OSError:  # The server is down, so the proxy is too.
             writer.transport.abort()
             return
         lanes = {
@@ -242,7 +242,7 @@ class Proxy:
         self._connections.append(connection)
         self.made += 1
         try:
-            with contextlib.suppress(asyncio.CancelledError):  # `stop`; the listener logs what its tasks raise.
+            with contextlib.suppress(asyncio.CancelledError):  # `stop`; the listener logs exceptions of its tasks.
                 await connection.run()
         finally:
             connection.close()
