@@ -35,6 +35,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from lmpool.errors import LMPoolError, ServerError, SettingsError
+from lmpool.settings import check_number
 
 if sys.platform != "win32":
     import fcntl
@@ -61,8 +62,6 @@ _RECORD_BYTES = 4096  # A record holds two names of 200 characters and a path.
 _MAX_RECORDS = 256  # Processes that use one server: far more than `lmpool up` on a machine.
 _SERVER = 0  # The server's record.
 _MUTEX = _RECORD_BYTES * (_MAX_RECORDS + 1)  # Offset of the mutex, behind all records.
-_ANSWERS = (b"+PONG", b"-LOADING")  # Replies to PING of a server that runs.
-_STARTED = "started"  # The keeper's report when the server answers; otherwise the report is an error.
 _PR_SET_PDEATHSIG = 1  # From <sys/prctl.h>.
 
 # glibc would map each row-sized value again and trim the heap after each free; the page faults cost a tenth to a third
@@ -108,7 +107,7 @@ def find() -> str | None:
         return None
     with explained(folder):
         secure(folder)
-    return socket_url(path) if ping(path).startswith(_ANSWERS) else None
+    return socket_url(path) if ping(path).startswith((b"+PONG", b"-LOADING")) else None
 
 
 @contextlib.contextmanager
@@ -284,7 +283,7 @@ class StateFile:
         try:
             yield
         finally:
-            fcntl.lockf(self.file, fcntl.LOCK_UN, 1, _MUTEX)
+            self.unlock(_MUTEX)
 
     def lock(self, offset: int, length: int = 1, how: int | None = None) -> bool:
         """Lock bytes, exclusively unless `how` says otherwise; False if another process holds a lock there."""
@@ -294,13 +293,17 @@ class StateFile:
             return False
         return True
 
+    def unlock(self, offset: int) -> None:
+        """Release the lock of a byte."""
+        fcntl.lockf(self.file, fcntl.LOCK_UN, 1, offset)
+
     def is_held(self, number: int) -> bool:
         """Whether another process holds the lock of a record: it wrote the record, and lives."""
         # A shared lock: two processes that test at the same time must not take each other for the holder.
-        is_free = self.lock(number * _RECORD_BYTES, how=fcntl.LOCK_SH)
-        if is_free:
-            fcntl.lockf(self.file, fcntl.LOCK_UN, 1, number * _RECORD_BYTES)
-        return not is_free
+        if not self.lock(number * _RECORD_BYTES, how=fcntl.LOCK_SH):
+            return True
+        self.unlock(number * _RECORD_BYTES)
+        return False
 
     def users(self) -> list[User]:
         """The other live processes that use the server."""
@@ -354,8 +357,7 @@ class EmbeddedServer:
 
     def __init__(self, memory_bytes: int | None = None, folder: Path | None = None, appendonly: bool = False) -> None:
         self._memory_bytes = physical_memory() // 4 if memory_bytes is None else memory_bytes
-        if type(self._memory_bytes) is not int or self._memory_bytes < MIN_MEMORY_BYTES:
-            raise SettingsError(f"memory_bytes is {self._memory_bytes!r}: it takes {MIN_MEMORY_BYTES} or more")
+        check_number("memory_bytes", self._memory_bytes, MIN_MEMORY_BYTES)
         self._folder = (folder or runtime_dir()).absolute()
         self._socket = self._folder / "redis.sock"
         self._appendonly = appendonly
@@ -376,7 +378,7 @@ class EmbeddedServer:
 
     @property
     def running(self) -> bool:
-        """Whether the server's process lives."""
+        """Whether the server runs."""
         return self._state is not None and self._state.is_held(_SERVER)
 
     @property
@@ -392,13 +394,9 @@ class EmbeddedServer:
 
     @property
     def why_ended(self) -> str:
-        """How the server ended, with the end of its log; waits up to a second for the keeper to write the reason."""
-        for _ in range(20):
-            fields = {} if self._state is None else self._state.read(_SERVER)
-            if "ended" in fields:
-                return str(fields["ended"])
-            time.sleep(_POLL_S)
-        return "was ended together with its keeper process"
+        """How the server ended, with the end of its log."""
+        fields = {} if self._state is None else self._state.read(_SERVER)
+        return str(fields.get("ended", "was ended together with its keeper process"))
 
     def start(self) -> None:
         """Start the server and wait until it answers.
@@ -436,10 +434,12 @@ class EmbeddedServer:
                 self._state, self._owner = StateFile(self._folder), os.getpid()
                 _in_use.add(self._folder)
             try:
-                return self._start_or_join(self._state, binary, user, may_join)
+                is_started = self._start_or_join(self._state, binary, user, may_join)
+                self._await_ready(self._state)
             except BaseException:
                 self.stop()
                 raise
+        return is_started
 
     def stop(self) -> bool:
         """Stop using the server, and wait for its end if no other process uses it; does nothing the second time.
@@ -452,7 +452,7 @@ class EmbeddedServer:
         state, self._state = self._state, None
         _in_use.discard(self._folder)
         if self._number:
-            fcntl.lockf(state.file, fcntl.LOCK_UN, 1, self._number * _RECORD_BYTES)
+            state.unlock(self._number * _RECORD_BYTES)
             self._number = 0
         is_shared = False
         deadline = time.monotonic() + 2 * STOP_TIMEOUT_S
@@ -473,43 +473,51 @@ class EmbeddedServer:
         self.stop()
 
     def _start_or_join(self, state: StateFile, binary: str, user: User, may_join: bool) -> bool:
-        deadline = time.monotonic() + READY_TIMEOUT_S
-        while time.monotonic() < deadline:
+        """Lock a record for this process, and start the keeper unless one runs; returns whether it was started."""
+        while True:
             with state.mutex():
                 is_running = state.is_held(_SERVER)
                 if is_running and not may_join and (others := state.users()):
                     raise AlreadyRunning(f"process {others[0].pid} already runs the embedded server at {self.url}")
-                if not is_running or (may_join and ping(self._socket).startswith(_ANSWERS)):
+                if may_join or not is_running:  # From the claim on, the keeper does not stop the server.
                     self._number = self._number or state.claim(user)
                     if is_running:
                         self._memory_bytes = int(state.read(_SERVER)["memory_bytes"])
                     else:
-                        self._keeper = self._launch(binary)
+                        self._launch(state, binary)
                     return not is_running
-            time.sleep(_POLL_S)  # The keeper is stopping the server, or the server is busy.
-        raise ServerError(f"the embedded server at {self.url} has not answered for {READY_TIMEOUT_S:g} s")
+            time.sleep(_POLL_S)  # The keeper is stopping the server.
 
-    def _launch(self, binary: str) -> subprocess.Popen[bytes]:
-        """Start the keeper, and wait until it reports that the server answers."""
+    def _launch(self, state: StateFile, binary: str) -> None:
+        """Start the keeper, and wait until it holds the server's record."""
+        for file in (self._socket, self.log_path):
+            file.unlink(missing_ok=True)  # A killed process may have left it.
+        log = os.open(self.log_path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o600)
         arguments = [str(self._folder), binary, str(self._memory_bytes), "yes" if self._appendonly else "no"]
-        keeper = subprocess.Popen(
-            [sys.executable, "-P", "-m", "lmpool.embedded", *arguments],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            # No Ctrl-C in this terminal reaches the keeper and the server, and they may outlive this process.
-            start_new_session=True,
-        )
         try:
-            with keeper.stdout as report:  # type: ignore[union-attr]
-                text = report.read().decode("utf-8", "replace").strip()
-        except BaseException:
-            keeper.terminate()
-            keeper.wait()
-            raise
-        if text != _STARTED:
-            raise ServerError(f"the embedded server {text or f'has no keeper: it {ending(keeper.wait())}'}")
-        return keeper
+            self._keeper = subprocess.Popen(
+                [sys.executable, "-P", "-m", "lmpool.embedded", *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                # No Ctrl-C in this terminal reaches the keeper and the server, and they may outlive this process.
+                start_new_session=True,
+            )
+        finally:
+            os.close(log)
+        while self._keeper.poll() is None and state.read(_SERVER).get("keeper") != self._keeper.pid:
+            time.sleep(0.005)
+
+    def _await_ready(self, state: StateFile) -> None:
+        """Wait until the server answers."""
+        deadline = time.monotonic() + READY_TIMEOUT_S
+        while not (reply := ping(self._socket)).startswith(b"+PONG"):
+            how = "" if time.monotonic() < deadline else f"is not ready after {READY_TIMEOUT_S:g} s"
+            if how or not state.is_held(_SERVER):
+                raise ServerError(f"the embedded server {how or 'ended at its start'}: {_last_lines(self.log_path)}")
+            if reply.startswith(b"-LOADING"):  # It reads its append-only file, which may take minutes.
+                deadline = time.monotonic() + READY_TIMEOUT_S
+            time.sleep(0.005)
 
 
 _in_use: set[Path] = set()  # The folders whose servers this process uses.
@@ -518,68 +526,40 @@ _in_use: set[Path] = set()  # The folders whose servers this process uses.
 def keep(folder: Path, binary: str, memory_bytes: int, appendonly: str) -> None:
     """Run the server of a folder until no process uses it; the program of the keeper.
 
-    The process that started the keeper holds the mutex until the server answers.
+    The keeper holds the lock of the server's record. Both processes print to the server's log.
     """
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())
-    state, files = StateFile(folder), (folder / "redis.sock", folder / "server.log")
+    state, path = StateFile(folder), folder / "redis.sock"
+    fcntl.lockf(state.file, fcntl.LOCK_EX, 1, _SERVER)
     settings = [
-        "--unixsocket", str(files[0]), "--unixsocketperm", "600", "--port", "0", "--daemonize", "no",
+        "--unixsocket", str(path), "--unixsocketperm", "600", "--port", "0", "--daemonize", "no",
         "--dir", str(folder), "--save", "", "--appendonly", appendonly, "--loglevel", "notice",
         "--maxmemory", str(memory_bytes), "--maxmemory-policy", "volatile-lru",
     ]  # fmt: skip
-    for file in files:
-        file.unlink(missing_ok=True)  # A killed process may have left it.
-    log = os.open(files[1], os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600)
-    server = subprocess.Popen(
-        [binary, *settings],
-        stdin=subprocess.DEVNULL,
-        stdout=log,
-        stderr=log,
-        env=_MALLOC | os.environ,
-        pass_fds=(state.file,),
-        preexec_fn=partial(_become_server, state, os.getpid(), memory_bytes),
-    )
+    environment, end_with = _MALLOC | os.environ, partial(_end_with_keeper, os.getpid())
+    server = subprocess.Popen([binary, *settings], env=environment, preexec_fn=end_with)
     try:
-        trouble = _await_ready(server, folder)
-        os.write(1, (trouble or _STARTED).encode())
-        os.dup2(os.open(os.devnull, os.O_RDWR), 1)  # The starter reads the pipe to its end.
-        os.dup2(1, 2)
-        while server.poll() is None and not trouble:
+        state.write(_SERVER, {"pid": server.pid, "keeper": os.getpid(), "memory_bytes": memory_bytes})
+        while server.poll() is None:
             if state.lock(_MUTEX):
                 if state.lock(_RECORD_BYTES, _MUTEX - _RECORD_BYTES):  # No process uses the server.
                     _end(server)
-                    for file in files:
+                    for file in (path, folder / "server.log"):
                         file.unlink(missing_ok=True)
-                    return  # The kernel releases both locks when this process ends.
-                fcntl.lockf(state.file, fcntl.LOCK_UN, 1, _MUTEX)
+                    return  # The kernel releases all locks when this process ends.
+                state.unlock(_MUTEX)
             time.sleep(_POLL_S)
-        state.write(_SERVER, {"ended": f"{ending(server.returncode)}; {_last_lines(files[1])}" if not trouble else ""})
+        state.write(_SERVER, {"ended": f"{ending(server.returncode)}; {_last_lines(folder / 'server.log')}"})
     finally:
         _end(server)
 
 
-def _become_server(state: StateFile, keeper: int, memory_bytes: int) -> None:
-    """Run between fork and exec: tie the new process to its keeper, and lock the server's record until its end."""
+def _end_with_keeper(keeper: int) -> None:
+    """Run between fork and exec: have the kernel end the new process when its keeper ends."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL))
-    fcntl.lockf(state.file, fcntl.LOCK_EX, 1, _SERVER)
-    state.write(_SERVER, {"pid": os.getpid(), "memory_bytes": memory_bytes})
     if os.getppid() != keeper:
         os._exit(1)
-
-
-def _await_ready(server: subprocess.Popen[bytes], folder: Path) -> str:
-    """Wait until the server answers; returns what went wrong, or ""."""
-    deadline = time.monotonic() + READY_TIMEOUT_S
-    while server.poll() is None and time.monotonic() < deadline:
-        reply = ping(folder / "redis.sock")
-        if reply.startswith(b"+PONG"):
-            return ""
-        if reply.startswith(b"-LOADING"):  # It reads its append-only file, which may take minutes.
-            deadline = time.monotonic() + READY_TIMEOUT_S
-        time.sleep(0.005)
-    how = f"is not ready after {READY_TIMEOUT_S:g} s" if server.returncode is None else "ended at its start"
-    return f"{how}: {_last_lines(folder / 'server.log')}"
 
 
 def _end(server: subprocess.Popen[bytes]) -> None:
@@ -591,8 +571,8 @@ def _end(server: subprocess.Popen[bytes]) -> None:
         server.wait()
 
 
-def _last_lines(log: Path, count: int = 5) -> str:
-    return f"the end of {log} is\n" + "\n".join(log.read_text(errors="replace").splitlines()[-count:])
+def _last_lines(log: Path) -> str:
+    return f"the end of {log} is\n" + "\n".join(log.read_text(errors="replace").splitlines()[-5:])
 
 
 if __name__ == "__main__":

@@ -190,7 +190,7 @@ def test_memory_limit_is_set_and_checked() -> None:
     with EmbeddedServer(memory_bytes=2**23) as server, redis.from_url(server.url) as client:
         assert client.config_get("maxmemory") == {"maxmemory": str(2**23)}
     for bad in (0, -1, embedded.MIN_MEMORY_BYTES - 1, True, 1e9):
-        with pytest.raises(SettingsError, match=r"memory_bytes is .* takes 4194304 or more"):
+        with pytest.raises(SettingsError, match="memory_bytes: .* must be a whole number of at least 4194304"):
             EmbeddedServer(memory_bytes=bad)  # type: ignore[arg-type]
 
 
@@ -507,7 +507,7 @@ def test_server_that_is_never_ready_is_ended(base: Path, folder: Path, monkeypat
     with pytest.raises(ServerError, match=r"not ready after 10 s"):
         EmbeddedServer().start()
     assert eventually(lambda: gone(int((base / "pid").read_text())))
-    assert left_in(folder) == [folder / "server.log"]
+    assert left_in(folder) == []
 
 
 def test_runtime_dir_is_the_same_in_every_shell(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -540,4 +540,4 @@ def test_an_interrupted_start_leaves_no_process(base: Path, folder: Path, monkey
         process.send_signal(signal.SIGINT)
     assert process.returncode != 0
     assert eventually(lambda: gone(int((base / "pid").read_text())))
-    assert left_in(folder) == [folder / "server.log"]
+    assert left_in(folder) == []
