@@ -16,10 +16,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lmpool.errors import SettingsError
 from lmpool.protocol.job import encode_prompt
 from lmpool.protocol.row import narrow_to_bf16, widen_bf16
-from lmpool.settings import shown
+from lmpool.settings import check_number
 from lmpool.vocabulary import MAX_TOKENS, Vocabulary
 
 _BASES = 8  # Base rows of a model; few, so that they stay in the processor's cache.
@@ -209,8 +208,7 @@ def synthetic_vocabulary(vocab_size: int, seed: int = 0) -> Vocabulary:
     Raises:
         SettingsError: `vocab_size` is not a whole number from 1 to `lmpool.vocabulary.MAX_TOKENS`.
     """
-    if type(vocab_size) is not int or not 1 <= vocab_size <= MAX_TOKENS:
-        raise SettingsError(f"vocab_size: {shown(vocab_size)} must be a whole number from 1 to {MAX_TOKENS}")
+    check_number("vocab_size", vocab_size, 1, MAX_TOKENS)
     tokens = [b""]
     if vocab_size >= _SINGLE_BYTES_FROM:
         tokens += [bytes([value]) for value in range(256)]

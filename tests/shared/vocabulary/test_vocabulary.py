@@ -108,8 +108,8 @@ def test_other_tokens_have_another_digest(other: list[bytes]) -> None:
 @pytest.mark.parametrize(
     ("tokens", "reason"),
     [
-        ([], "empty.* at least 1 token"),
-        (iter([]), "empty.* at least 1 token"),
+        ([], "0 tokens: from 1 to"),
+        (iter([]), "0 tokens: from 1 to"),
         ("the", r"token 0 .* 'the'|token 0 .* 't' \(str\)"),
         (b"the", r"token 0 .* 116 \(int\)"),
         (["the", "cat"], r"token 0 .* 'the' \(str\).*decode_vocab"),
@@ -137,15 +137,15 @@ def test_a_vocabulary_of_1_gb_is_refused_before_it_is_copied() -> None:
 
 
 def test_tokens_that_never_end_are_refused_at_the_limit() -> None:
-    with pytest.raises(InvalidVocabulary, match=f"at most {MAX_BYTES}"):
+    with pytest.raises(InvalidVocabulary, match=f"{MAX_TOKENS + 1} tokens: from 1 to {MAX_TOKENS}"):
         Vocabulary(itertools.repeat(b"x" * MAX_TOKEN_BYTES))
-    with pytest.raises(InvalidVocabulary, match=f"{MAX_TOKENS + 1} tokens.* at most {MAX_TOKENS}"):
+    with pytest.raises(InvalidVocabulary, match=f"{MAX_TOKENS + 1} tokens: from 1 to {MAX_TOKENS}"):
         Vocabulary(itertools.repeat(b""))
 
 
 def test_what_is_at_a_limit_is_taken_and_one_more_refused() -> None:
     assert len(Vocabulary([b""] * MAX_TOKENS)) == MAX_TOKENS
-    with pytest.raises(InvalidVocabulary, match=f"{MAX_TOKENS + 1} tokens.* at most {MAX_TOKENS}"):
+    with pytest.raises(InvalidVocabulary, match=f"{MAX_TOKENS + 1} tokens: from 1 to {MAX_TOKENS}"):
         Vocabulary([b""] * (MAX_TOKENS + 1))
     longest = b"x" * MAX_TOKEN_BYTES
     full = [longest] * (MAX_BYTES // MAX_TOKEN_BYTES)
@@ -202,7 +202,7 @@ BODY = struct.pack("<2I", 1, 2) + b"abb"
         (header(version=2) + BODY, "version 2"),
         (header(zero=1) + BODY, "wire version 1"),
         (header(zeros=1) + BODY, "wire version 1"),
-        (header(count=0) + BODY, f"0 tokens .* 1 to {MAX_TOKENS}"),
+        (header(count=0, total=0), f"0 tokens: from 1 to {MAX_TOKENS}"),
         (header(count=3) + BODY, "takes 31 bytes, not 27"),
         (header(total=4) + BODY, "takes 28 bytes, not 27"),
         (header() + BODY[:-1], "takes 27 bytes, not 26"),
