@@ -144,8 +144,8 @@ class AdapterRegistry:
     """
 
     def __init__(self, redis: Redis, keys: ModelKeys, fingerprint: str) -> None:
-        self._redis = redis
-        self._keys = keys
+        self.redis = redis
+        self.keys = keys
         self.fingerprint = fingerprint
 
     async def read(self, *names: str) -> Registered:
@@ -164,7 +164,7 @@ class AdapterRegistry:
         most = MAX_ADAPTERS + 2
         try:
             (values,) = await read_hashes(
-                self._redis, [self._keys.adapters], most_bytes=MAX_ADAPTER_BYTES, fields=fields, most_fields=most
+                self.redis, [self.keys.adapters], most_bytes=MAX_ADAPTER_BYTES, fields=fields, most_fields=most
             )
             return unpack_registered(values, self.fingerprint)
         except ProtocolError as error:
@@ -197,18 +197,18 @@ class AdapterRegistry:
 
     async def _change(self, name: str, adapter: bytes, how: str) -> tuple[int, float]:
         args = [self.fingerprint, name, adapter, MAX_ADAPTERS, how]
-        version, age_ms = await scripts.CHANGE_ADAPTER(self._redis, [self._keys.adapters], args)
+        version, age_ms = await scripts.CHANGE_ADAPTER(self.redis, [self.keys.adapters], args)
         return version, 0.0 if age_ms < 0 else max(0.0, KNOWN_FOR_S + MARGIN_S - age_ms / 1000)
 
     async def begin_check(self, nonce: str, source: str, lifetime_s: float) -> None:
         """Let workers load a source for jobs that name an adapter by this nonce."""
-        await self._redis.set(self._keys.adapter_check(nonce), Adapter(source).pack(), px=int(lifetime_s * 1000))
+        await self.redis.set(self.keys.adapter_check(nonce), Adapter(source).pack(), px=int(lifetime_s * 1000))
 
     async def end_check(self, nonce: str, adapter: Adapter) -> None:
         """Report the adapter that a worker has loaded, if the check has not expired."""
-        await self._redis.set(self._keys.adapter_check(nonce), adapter.pack(), xx=True, keepttl=True)
+        await self.redis.set(self.keys.adapter_check(nonce), adapter.pack(), xx=True, keepttl=True)
 
     async def read_check(self, nonce: str) -> Adapter | None:
         """Read the adapter of a check, with its revision once a worker has loaded it; None if it has expired."""
-        data = await self._redis.getrange(self._keys.adapter_check(nonce), 0, MAX_ADAPTER_BYTES)
+        data = await self.redis.getrange(self.keys.adapter_check(nonce), 0, MAX_ADAPTER_BYTES)
         return unpack_adapter(data, "the adapter to check") if isinstance(data, bytes) and data else None

@@ -29,8 +29,8 @@ from lmpool.workers.execution.contract import BackendSettings, BackendStats
 from lmpool.workers.execution.engine_thread import EngineThread, Opened
 from lmpool.workers.execution.in_flight import InFlight, entry_ids
 from lmpool.workers.execution.watchdogs import Watchdog
-from lmpool.workers.membership.adapters import AdapterCache, AdapterSources, LoadNotes
-from lmpool.workers.membership.heartbeat import CheckpointWatch, Heartbeat, Loading, new_worker_id
+from lmpool.workers.membership.adapters import AdapterCache, place_of
+from lmpool.workers.membership.heartbeat import CheckpointWatch, Heartbeat, loading, new_worker_id
 from lmpool.workers.metrics.counters import CounterDelta, WorkerCounters
 from lmpool.workers.metrics.prometheus import Health, Snapshot
 from lmpool.workers.metrics.tracing import JobTraces
@@ -94,8 +94,8 @@ class Serving:
             engine_thread,
             opened.adapters,
             max_adapters,
-            AdapterSources.of(settings),
-            LoadNotes(redis, keys, info.name, worker_id),
+            settings,
+            worker_id,
             self.in_flight,
         )
         self.trie_inputs = TrieInputs(server, keys, opened.device, settings, self.segments, counters)
@@ -225,7 +225,7 @@ class Worker:
         )
         guarded = ExitStack()
         try:
-            async with Loading(self.server, self.settings, self._id, self._backend.served_as):
+            async with loading(self.server, self.settings, self._id, self._backend.served_as):
                 opened = await engine_thread.start()
             guarded.enter_context(guard)
             async with Watchdog(engine_thread, self.settings.step_timeout_s, partial(self._hang, engine_thread)):
@@ -279,7 +279,8 @@ class Worker:
                 await serving.consumer.close_lane()
                 if released := await serving.leases.release_all(reason, entry_ids(serving.in_flight)):
                     _log.info("released %d prompts for other workers", released)
-                await serving.adapters.leave(is_broken=is_broken)
+                if not is_broken:  # The note of a load that broke the backend stays.
+                    await serving.adapters.leave()
                 await serving.heartbeat.leave(for_good=not is_broken)
         except (RedisError, OSError, ProtocolError) as error:
             # Nothing is lost: the rest expires, or others remove it.
@@ -463,9 +464,8 @@ async def check_before_loading(server: Server, backend: BackendSettings, setting
     """
     for doubt in await read_doubts(server):
         _log.warning("%s", doubt)
-    sources = AdapterSources.of(settings)
     for source in getattr(backend, "adapter_folders", {}).values():
-        sources.place(source, is_own=True)
+        place_of(settings, source, is_own=True)
     if kind := getattr(backend, "kind", ""):
         await _check_backend(server, backend.served_as, kind, Keys(settings.prefix))
 

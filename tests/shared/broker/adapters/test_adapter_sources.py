@@ -20,7 +20,7 @@ from lmpool.errors import (
 from lmpool.protocol.adapter import Adapter
 from lmpool.workers.backends.synthetic import SyntheticBackend, SyntheticSettings
 from lmpool.workers.membership import adapters as workers_adapters
-from lmpool.workers.membership.adapters import AdapterSources
+from lmpool.workers.membership.adapters import place_of
 from lmpool.workers.settings import WorkerSettings
 from lmpool.workers.worker import Worker
 from tests.shared.broker.adapters.adapter_changes import QUICK, V, check, put, revision_in, write
@@ -112,11 +112,11 @@ async def test_names_on_a_hub_are_for_workers_that_take_them(
 
 
 async def test_whoever_starts_a_worker_may_name_adapters_on_a_hub(tmp_path: Path) -> None:
-    sources = AdapterSources.of(WorkerSettings())
-    assert sources.place("org/poet", is_own=True) == "org/poet"
+    assert place_of(WorkerSettings(), "org/poet", is_own=True) == "org/poet"
     with pytest.raises(SettingsError, match="names on a hub are not taken"):
-        sources.place("org/poet")
-    assert sources.place(str(tmp_path / "none")) == str(tmp_path / "none"), "the backend says that it is not there"
+        place_of(WorkerSettings(), "org/poet")
+    missing = str(tmp_path / "none")
+    assert place_of(WorkerSettings(), missing) == missing, "the backend reports that the folder does not exist"
 
 
 async def test_an_adapter_that_is_too_large_is_refused_before_it_is_read(pool: Pool, tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import redis.asyncio as redis_async
@@ -14,7 +14,7 @@ from lmpool.errors import UnknownModel
 from lmpool.producer.client.discovery import Discovery
 from lmpool.protocol.keys import GROUP, Keys
 from lmpool.protocol.model_info import ModelInfo
-from lmpool.workers.membership.heartbeat import Heartbeat, Loading
+from lmpool.workers.membership.heartbeat import Heartbeat, send_loading
 from lmpool.workers.metrics.counters import WorkerCounters
 from lmpool.workers.queue.consumer import Consumer
 from lmpool.workers.settings import WorkerSettings
@@ -163,12 +163,9 @@ async def test_the_heartbeat_of_a_worker_that_loads_is_the_same_work_however_man
 ) -> None:
     drawn = 2.0  # As if it were for others to look for the dead.
     monkeypatch.setattr("random.random", lambda: drawn)
-    loading = Loading(cast(Any, None), WorkerSettings("test"), "w0", "m")
-    loading._redis = redis
 
     async def beat() -> None:
-        await loading._send()
-        await loading._sweep()
+        await send_loading(redis, KEYS, WorkerSettings("test"), "w0", "m", 0.0)
 
     await beat()
     commands = await commands_of(redis, beat)
