@@ -21,7 +21,7 @@ import redis.asyncio as redis_async
 import trustme
 from redis.asyncio import RedisCluster
 
-from lmpool.broker import address
+from lmpool.broker import server as broker_server
 from lmpool.broker.server import Server
 from lmpool.embedded import server_binary
 from lmpool.errors import AuthenticationFailed, LMPoolError, ServerError, ServerUnreachable, SettingsError, UnknownModel
@@ -122,7 +122,7 @@ async def test_a_client_for_another_host_than_the_certificates_is_refused(
     server: SecureServer, cluster: SecureServer, kind: type, says: bool | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if says is False:
-        monkeypatch.setattr(address, "_CHECKS_HOST", False)
+        monkeypatch.setattr(broker_server, "_CHECKS_HOST", False)
     chosen = {} if says is None else {"ssl_check_hostname": says}
     client = kind(**options_of(cluster if kind is RedisCluster else server, "127.0.0.2"), **chosen)
     with pytest.raises(ServerUnreachable, match="not valid for '127.0.0.2'"):
@@ -134,7 +134,7 @@ async def test_a_client_for_another_host_than_the_certificates_is_refused(
 async def test_a_client_that_is_told_to_trust_any_host_does(
     server: SecureServer, cluster: SecureServer, kind: type, trust: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(address, "_CHECKS_HOST", True)
+    monkeypatch.setattr(broker_server, "_CHECKS_HOST", True)
     options = {"ssl_check_hostname": False, **trust}
     client = kind(**options_of(cluster if kind is RedisCluster else server, "127.0.0.2"), **options)
     with pytest.raises(UnknownModel):

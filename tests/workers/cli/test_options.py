@@ -16,8 +16,7 @@ import typer.models
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from lmpool.broker.address import mask
-from lmpool.broker.server import URL_VARIABLE, Server
+from lmpool.broker.server import URL_VARIABLE, Server, mask
 from lmpool.errors import (
     AuthenticationFailed,
     LMPoolError,
