@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 
 from redis.asyncio import Redis
 from redis.exceptions import ResponseError
@@ -69,20 +68,18 @@ def unpack_known(data: bytes, digest: str) -> Vocabulary:
     """Unpack the vocabulary of a digest as the pool has it; b"" if it has none.
 
     Raises:
-        UnknownVocabulary: there is none, or it is damaged or another.
+        UnknownVocabulary: there is none, or it is damaged or another: a client that has it stores it again.
     """
-    if not data:
-        raise UnknownVocabulary(
-            f"the pool does not know the vocabulary {digest}, or no longer: register it with producer.trie, or ask "
-            "again in a moment"
-        )
     try:
         vocabulary = Vocabulary.unpack(data)
+        if vocabulary.digest != digest:
+            raise ProtocolError(f"its value is another: {vocabulary.digest}")
     except ProtocolError as error:
-        # As this error, so that a client that has the vocabulary stores it again.
-        raise UnknownVocabulary(f"what the pool has as the vocabulary {digest} is none: {error}") from error
-    if vocabulary.digest != digest:
-        raise UnknownVocabulary(f"what the pool has as the vocabulary {digest} is another: {vocabulary.digest}")
+        reason = f" ({error})" if data else ""
+        raise UnknownVocabulary(
+            f"the pool does not know the vocabulary {digest}{reason}: register it with producer.trie, or ask again in "
+            "a moment"
+        ) from error
     return vocabulary
 
 
@@ -135,13 +132,7 @@ async def look_up_tokens(redis: Redis, keys: Keys, name: bytes, vocab_size: int)
 
 
 class AdapterRegistry:
-    """Reads and changes the adapters of a model.
-
-    Args:
-        redis: a client for control messages.
-        keys: the model's keys.
-        fingerprint: the model's fingerprint.
-    """
+    """Reads and changes the adapters of a model, through a client for control messages."""
 
     def __init__(self, redis: Redis, keys: ModelKeys, fingerprint: str) -> None:
         self.redis = redis
@@ -154,50 +145,37 @@ class AdapterRegistry:
         Raises:
             ProtocolError: there are more than a registry can have, or something in it is no adapter.
         """
-        return await self._read([OWNER_FIELD, VERSION_FIELD, *names] if names else [])
-
-    async def version(self) -> int:
-        """Read the version of the registry; 0 for an empty one."""
-        return (await self._read([OWNER_FIELD, VERSION_FIELD])).version
-
-    async def _read(self, fields: Sequence[str]) -> Registered:
-        most = MAX_ADAPTERS + 2
+        fields, most = [OWNER_FIELD, VERSION_FIELD, *names] if names else [], MAX_ADAPTERS + 2
+        key = self.keys.adapters
         try:
             (values,) = await read_hashes(
-                self.redis, [self.keys.adapters], most_bytes=MAX_ADAPTER_BYTES, fields=fields, most_fields=most
+                self.redis, [key], most_bytes=MAX_ADAPTER_BYTES, fields=fields, most_fields=most
             )
             return unpack_registered(values, self.fingerprint)
         except ProtocolError as error:
             raise ProtocolError(f"the adapters of this model cannot be read: {error}") from error
 
-    async def put(self, name: str, adapter: Adapter, *, is_new: bool = False) -> tuple[int, float]:
-        """Write an entry.
+    async def version(self) -> int:
+        """Read the version of the registry; 0 for an empty one."""
+        return (await self.read(VERSION_FIELD)).version
 
-        Args:
-            name: of the adapter.
-            adapter: with its revision.
-            is_new: leave an entry of this name as it is.
+    async def put(self, name: str, adapter: Adapter | None, *, is_new: bool = False) -> tuple[int, float]:
+        """Write an entry, unless `is_new` and the name has one; None removes the entry.
 
         Returns:
-            the version of the entry, and for how many seconds clients may still use another adapter of this name.
+            the version of the entry (0 if there was none to remove), and for how many seconds clients may still use
+            another adapter of this name.
 
         Raises:
             SettingsError: the registry is full.
         """
-        version, wait_s = await self._change(name, adapter.pack(), "new" * is_new)
+        packed = adapter.pack() if adapter else b""
+        args = [self.fingerprint, name, packed, MAX_ADAPTERS, "new" * is_new]
+        version, age_ms = await scripts.CHANGE_ADAPTER(self.redis, [self.keys.adapters], args)
         if version < 0:
             raise SettingsError(
                 f"adapters: {name!r} is one too many: a model may have {MAX_ADAPTERS}; remove others first"
             )
-        return version, wait_s
-
-    async def remove(self, name: str) -> tuple[int, float]:
-        """Remove an entry; returns as `put`, with the version 0 if there is no such entry."""
-        return await self._change(name, b"", "")
-
-    async def _change(self, name: str, adapter: bytes, how: str) -> tuple[int, float]:
-        args = [self.fingerprint, name, adapter, MAX_ADAPTERS, how]
-        version, age_ms = await scripts.CHANGE_ADAPTER(self.redis, [self.keys.adapters], args)
         return version, 0.0 if age_ms < 0 else max(0.0, KNOWN_FOR_S + MARGIN_S - age_ms / 1000)
 
     async def begin_check(self, nonce: str, source: str, lifetime_s: float) -> None:

@@ -33,18 +33,18 @@ _FILES = {path.stem: path for path in Path(__file__).with_name("lua").glob("*/*.
 _INCLUDE = re.compile("^-- include (\\w+)$", re.MULTILINE)
 
 
+# Read each file once, when this module is imported: an installation may be replaced while the program runs.
+@cache
+def _read(name: str) -> str:
+    return _FILES[name].read_text("utf-8")
+
+
 def _text(name: str, included: set[str]) -> str:
     """The text of a file, with each included file inserted where it is first named."""
     if name in included:
         return ""
     included.add(name)
     return _INCLUDE.sub(lambda match: _text(match[1], included), _read(name))
-
-
-# Read each file once, when this module is imported: an installation may be replaced while the program runs.
-@cache
-def _read(name: str) -> str:
-    return _FILES[name].read_text("utf-8")
 
 
 class Script:
@@ -67,9 +67,9 @@ class Script:
             ServerError: the server cannot be used.
         """
         try:
-            return await call(b"EVALSHA", self.sha, len(keys), *keys, *args)
+            return await call("EVALSHA", self.sha, len(keys), *keys, *args)
         except NoScriptError:
-            return await call(b"EVAL", self.source, len(keys), *keys, *args)
+            return await call("EVAL", self.source, len(keys), *keys, *args)
 
     async def __call__(self, redis: Redis, keys: Sequence[bytes], args: Sequence[Any]) -> Any:
         """Run the script by a client for control messages.
@@ -79,10 +79,7 @@ class Script:
             RedisError, OSError: the server cannot be used.
         """
         try:
-            try:
-                return await redis.evalsha(self.sha, len(keys), *keys, *args)
-            except NoScriptError:
-                return await redis.eval(self.source, len(keys), *keys, *args)
+            return await self.on(redis.execute_command, keys, args)
         except ResponseError as error:
             if is_refusal(error):  # Within a script, servers report a refusal as an ordinary error.
                 raise NoPermissionError(str(error)) from error
@@ -169,12 +166,7 @@ async def read_hashes(
 ) -> list[dict[bytes, bytes | int]]:
     """Read hashes, all in one cluster slot: atomically, unless they have over a thousand fields or a megabyte.
 
-    Args:
-        redis: a client for control messages.
-        keys: the hashes.
-        most_bytes: max bytes of a value; a larger one is replaced by its size.
-        fields: the fields to read; none for all.
-        most_fields: max fields of a hash that is read whole.
+    A value of more than `most_bytes` is replaced by its size. `most_fields` limits a hash that is read whole.
 
     Returns:
         per hash its fields; {} if it does not exist. Fields whose names are over 1 KiB are left out.
@@ -230,19 +222,12 @@ async def read_texts(redis: Redis, key: bytes, fields: Sequence[str] = ()) -> di
 
 
 class QueueState(NamedTuple):
-    """A model's queue at one moment.
+    """A model's queue at one moment."""
 
-    Attributes:
-        depth: prompts that wait or are being computed.
-        age_s: seconds since the oldest of them was queued; 0 if there is none.
-        dead: dead letters.
-        server_time: seconds since the epoch by the server's clock.
-    """
-
-    depth: int
-    age_s: float
-    dead: int
-    server_time: float
+    depth: int  # Prompts that wait or are being computed.
+    age_s: float  # Seconds since the oldest of them was queued; 0 if there is none.
+    dead: int  # Dead letters.
+    server_time: float  # Seconds since the epoch by the server's clock.
 
 
 def drain_seconds(queue: QueueState, answers_per_s: float) -> float:
@@ -260,17 +245,11 @@ async def read_queue(redis: Redis, keys: ModelKeys) -> QueueState:
 
 
 class Alive(NamedTuple):
-    """The live workers of a model at one moment.
-
-    Attributes:
-        serving: how many serve it.
-        loading: how many load it.
-        names: ids of the workers that serve it, up to `MAX_WORKERS`; () unless they were requested.
-    """
+    """The live workers of a model at one moment."""
 
     serving: int
     loading: int
-    names: tuple[str, ...]
+    names: tuple[str, ...]  # Ids of the workers that serve it, up to `MAX_WORKERS`; () unless they were requested.
 
 
 async def read_alive(redis: Redis, keys: ModelKeys, *, names: bool = False) -> Alive:
