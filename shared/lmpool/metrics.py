@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 from bisect import bisect_left
 from collections.abc import Sequence
 from importlib import import_module
 from types import ModuleType
 
 from lmpool.errors import SettingsError
-from lmpool.settings import shown
+from lmpool.settings import check_choice, check_kind
 
 TRACING_VARIABLE = "LMPOOL_TRACING"
 """Environment variable that enables tracing in programs and workers without a `tracing` setting."""
@@ -21,10 +22,9 @@ SECONDS = (*(step * 10.0**power for power in range(-4, 2) for step in (1, 2.5, 5
 PROMPTS = tuple(float(2**power) for power in range(11))
 """Upper bounds for sizes of batches: 1 to 1,024."""
 
-_MAX_DIGITS_AT, _MAX_DIGITS_COUNT = (
-    3,
-    15,
-)  # Digits of a bucket and of a count in packed counts, as any client may write them.
+_PACKED = re.compile(
+    r"(\d{1,3}):(\d{1,15})", re.ASCII
+)  # A bucket and its count; any client may have written longer ones.
 
 
 class Histogram:
@@ -86,11 +86,9 @@ def pack_counts(counts: Sequence[int]) -> str:
 
 def add_packed(counts: list[int], packed: str) -> None:
     """Add packed counts to others. Anything invalid is skipped: these numbers are only shown to people."""
-    for pair in packed.split():
-        at, _, count = pair.partition(":")
-        is_short = len(at) <= _MAX_DIGITS_AT and len(count) <= _MAX_DIGITS_COUNT
-        if is_short and at.isdecimal() and count.isdecimal() and int(at) < len(counts):
-            counts[int(at)] += int(count)
+    for pair in filter(None, map(_PACKED.fullmatch, packed.split())):
+        if (at := int(pair[1])) < len(counts):
+            counts[at] += int(pair[2])
 
 
 def is_traced(tracing: object) -> bool:
@@ -100,13 +98,8 @@ def is_traced(tracing: object) -> bool:
         SettingsError: the argument is neither True, False nor None, or the variable is neither 0 nor 1.
     """
     if tracing is None:
-        value = os.environ.get(TRACING_VARIABLE) or "0"
-        if value not in ("0", "1"):
-            raise SettingsError(f"{TRACING_VARIABLE}: {shown(value)} must be 0 or 1")
-        return value == "1"
-    if type(tracing) is not bool:
-        raise SettingsError(f"tracing: {shown(tracing)} must be True, False or None")
-    return tracing
+        return bool(check_choice(TRACING_VARIABLE, os.environ.get(TRACING_VARIABLE) or "0", ("0", "1")) == "1")
+    return bool(check_kind("tracing", tracing, bool, "True, False or None"))
 
 
 def prometheus(extra: str) -> ModuleType:
@@ -121,11 +114,7 @@ def prometheus(extra: str) -> ModuleType:
 
 
 def opentelemetry() -> ModuleType:
-    """`opentelemetry.trace`, imported by the first call.
-
-    Raises:
-        SettingsError: it is not installed.
-    """
+    """`opentelemetry.trace`, imported by the first call; raises as `prometheus`."""
     return _optional(
         "opentelemetry.trace", "tracing needs the package opentelemetry-api: pip install 'lmpool[tracing]'"
     )

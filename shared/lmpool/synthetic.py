@@ -40,60 +40,40 @@ _MAX_CUT = 5  # Bytes that it removes from the earlier one first.
 
 
 class BaseRow(NamedTuple):
-    """One base row. Each quarter is stored twice in succession, so that a rotation of it is one slice.
+    """One base row. Each quarter is stored twice in succession, so that a rotation of it is one slice."""
 
-    Attributes:
-        logprobs: per quarter, float32 of shape (2 * size,).
-        bits: per quarter, bfloat16 bits of the logits, uint16 of shape (2 * size,).
-        log_z: float32 logZ of the logits.
-        sizes: per quarter, its length, at least 1.
-    """
-
-    logprobs: list[NDArray[np.float32]]
-    bits: list[NDArray[np.uint16]]
-    log_z: np.float32
-    sizes: list[int]
+    logprobs: list[NDArray[np.float32]]  # Per quarter: (2 * size,).
+    bits: list[NDArray[np.uint16]]  # Per quarter: bfloat16 bits of the logits, (2 * size,).
+    log_z: np.float32  # logZ of the logits.
+    sizes: list[int]  # Per quarter: its length, at least 1.
 
 
 @lru_cache(maxsize=8)
 def base_rows(vocab_size: int, seed: int) -> list[BaseRow]:
     """The base rows of a synthetic model."""
-    generator = np.random.Generator(np.random.PCG64(seed))
-    return [_draw_base(generator, vocab_size) for _ in range(_BASES)]
-
-
-def _draw_base(generator: np.random.Generator, vocab_size: int) -> BaseRow:
-    draws = generator.standard_normal(vocab_size, dtype=np.float32) * np.float32(3)
-    bits = narrow_to_bf16(draws)
-    logits = widen_bf16(bits)
-    log_z = np.float32(np.logaddexp.reduce(logits.astype(np.float64)))
-    logprobs = logits - log_z
-    return BaseRow(
-        [np.tile(part, 2) for part in np.array_split(logprobs, _PARTS)],
-        [np.tile(part, 2) for part in np.array_split(bits, _PARTS)],
-        log_z,
-        [max(1, len(part)) for part in np.array_split(bits, _PARTS)],
-    )
+    generator, bases = np.random.Generator(np.random.PCG64(seed)), []
+    for _ in range(_BASES):
+        draws = generator.standard_normal(vocab_size, dtype=np.float32) * np.float32(3)
+        bits = narrow_to_bf16(draws)
+        logits = widen_bf16(bits)
+        log_z = np.float32(np.logaddexp.reduce(logits.astype(np.float64)))
+        logprobs, quarters = np.array_split(logits - log_z, _PARTS), np.array_split(bits, _PARTS)
+        sizes = [max(1, len(part)) for part in quarters]
+        bases.append(
+            BaseRow([np.tile(part, 2) for part in logprobs], [np.tile(part, 2) for part in quarters], log_z, sizes)
+        )
+    return bases
 
 
 class _Table(NamedTuple):
-    """All base rows of a synthetic model of few tokens, to draw several rows at once.
+    """All base rows of a synthetic model of few tokens, to draw several rows at once."""
 
-    Attributes:
-        logprobs: float32 (bases * 2 V,), the quarters of each base row in succession as in `BaseRow`.
-        bits: uint16 (bases * 2 V,), the bits.
-        log_z: float32 (bases,).
-        sizes: uint32 (quarters,), the lengths of the quarters.
-        quarter: (V,), the quarter of each entry.
-        place: (V,), the place of each entry in its base row without rotation.
-    """
-
-    logprobs: NDArray[np.float32]
-    bits: NDArray[np.uint16]
-    log_z: NDArray[np.float32]
-    sizes: NDArray[np.uint32]
-    quarter: NDArray[np.intp]
-    place: NDArray[np.intp]
+    logprobs: NDArray[np.float32]  # (bases * 2 V,): the quarters of each base row in succession as in `BaseRow`.
+    bits: NDArray[np.uint16]  # (bases * 2 V,).
+    log_z: NDArray[np.float32]  # (bases,).
+    sizes: NDArray[np.uint32]  # (quarters,): the lengths of the quarters.
+    quarter: NDArray[np.intp]  # (V,): the quarter of each entry.
+    place: NDArray[np.intp]  # (V,): the place of each entry in its base row without rotation.
 
 
 @lru_cache(maxsize=8)
