@@ -64,8 +64,6 @@ _NOT_TAKEN = ("retry", "retry_on_error", "retry_on_timeout", "decode_responses",
 # Options that asyncio connections lack: OCSP, and in redis-py 5 encrypted keys. Clients have them without a value.
 _SYNC_ONLY = ("ssl_password", "ssl_ca_path", "ssl_validate_ocsp", "ssl_validate_ocsp_stapled", "ssl_ocsp_context",
               "ssl_ocsp_expected_cert")  # fmt: skip
-
-
 # Options of a cluster client that connections to each node take.
 _OPTIONS = ("username", "password", "credential_provider", "client_name", "protocol", "socket_connect_timeout",
             "socket_keepalive", "socket_keepalive_options")  # fmt: skip
@@ -274,7 +272,6 @@ class Cluster:
         self.nodes = list(nodes)
         self._options = {**options, "ssl": True} if is_tls else dict(options)
         self._places: dict[int, Place] | None = None
-        self._forgotten = 0
         self._reading = asyncio.Lock()
 
     def client(self, reply_timeout_s: float) -> redis_async.RedisCluster:
@@ -303,9 +300,7 @@ class Cluster:
         if (places := self._places) is None:
             async with self._reading:
                 if (places := self._places) is None:
-                    forgotten, places = self._forgotten, await self._read()
-                    if forgotten == self._forgotten:  # Otherwise the slots changed while they were read.
-                        self._places = places
+                    places = self._places = await self._read()
         slot = key_slot(key)
         if slot not in places:
             self.forget()
@@ -327,7 +322,6 @@ class Cluster:
     def forget(self) -> None:
         """Read the slots again before the next use."""
         self._places = None
-        self._forgotten += 1
 
     def __str__(self) -> str:
         host, port = self.nodes[0]

@@ -166,7 +166,7 @@ class Worker:
         self._claim_soon = asyncio.Event()
         self._claim_soon.set()  # The first claim is made as soon as the worker serves.
         self.is_hung = False
-        self.health = Health(self.settings.lease_s, self.settings.step_timeout_s)
+        self.health = Health(self.settings.lease_s)
 
     @property
     def worker_id(self) -> str:
@@ -252,7 +252,6 @@ class Worker:
             await serving.consumer.open_lane()
             if not serving.info.is_trie:
                 await serving.adapters.register_own()
-            self.health.watch(lambda: engine_thread.stepping_since)
             self.health.answered()
             if not self._lifecycle.stopping.is_set():
                 self.health.state = "ready"

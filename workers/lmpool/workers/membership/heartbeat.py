@@ -37,16 +37,11 @@ from lmpool.workers.settings import WorkerSettings
 
 _log = logging.getLogger("lmpool.worker")
 
-# Lifetime in ms of the lists of workers: longer than any lease, because workers may have different leases.
-_MEMBERS_TTL_MS = 2 * 3_600_000
-# Lifetime in ms of the queue and the dead letters of a model without workers: longer than any request waits.
-_QUEUE_TTL_MS = 7 * 24 * 3_600_000
-# Max ended workers removed in one call of the server.
-_MAX_SWEPT = 200
-# Seconds between two log lines while a model loads.
-_SAY_EVERY_S = 30.0
-# Max changed files that a heartbeat and the log name; more would fill a line.
-_MAX_NAMED_FILES = 3
+_MEMBERS_TTL_MS = 2 * 3_600_000  # Lifetime of the lists of workers: longer than any lease, because leases may differ.
+_QUEUE_TTL_MS = 7 * 24 * 3_600_000  # Lifetime of the queue of a model without workers: longer than any request waits.
+_MAX_SWEPT = 200  # Max ended workers removed in one call of the server.
+_SAY_EVERY_S = 30.0  # Between two log lines while a model loads.
+_MAX_NAMED_FILES = 3  # Max changed files that a heartbeat and the log name; more would fill a line.
 
 
 def new_worker_id() -> str:
@@ -58,16 +53,10 @@ class CheckpointWatch:
     """Detects changes of the files of a loaded model: by size, time of modification and inode.
 
     Make it before the model is loaded. Added files are not a change.
-
-    Args:
-        backend: settings of the backend.
-
-    Attributes:
-        changed: names of the files that have changed or disappeared, at the last check; "" for none.
     """
 
     def __init__(self, backend: BackendSettings) -> None:
-        self.changed = ""
+        self.changed = ""  # Names of the files that have changed or disappeared, at the last check.
         self._thread: threading.Thread | None = None
         try:
             files = checkpoint_files(str(getattr(backend, "model", "")), getattr(backend, "gguf_file", None))
@@ -109,24 +98,13 @@ def _state_of(path: Path) -> tuple[int, int, int] | None:
 
 @dataclass(eq=False)
 class Heartbeat:
-    """The heartbeat of one serving worker: a hash that expires one lease after it was last written.
-
-    Attributes:
-        redis: a client for rare commands.
-        keys: the deployment's keys.
-        info: info of the model that the worker serves.
-        worker_id: id of the worker.
-        batch: prompts that it computes at once.
-        vocabulary: the model's vocabulary, if known.
-        tokenizer: the model's tokenizer, if known.
-        files: files of the model, if they are watched.
-    """
+    """The heartbeat of one serving worker: a hash that expires one lease after it was last written."""
 
     redis: Redis
     keys: Keys
     info: ModelInfo
     worker_id: str
-    batch: int
+    batch: int  # Prompts that the worker computes at once.
     vocabulary: Vocabulary | None = None
     tokenizer: PackedTokenizer | None = None
     files: CheckpointWatch | None = None
@@ -135,8 +113,7 @@ class Heartbeat:
         self._model = self.keys.model(self.info.name)
         self._heartbeat = self.keys.worker(self.worker_id)
         self._started = time.time()
-        # Monotonic time since which workers with other weights have been seen.
-        self._others_since = math.inf
+        self._others_since = math.inf  # Monotonic time since which workers with other weights have been seen.
 
     async def join(self, counters: Mapping[str, str | int | float]) -> None:
         """Register the worker and publish the model info. The group of the model's queue must exist.
@@ -228,12 +205,8 @@ class Heartbeat:
         alive = await read_alive(self.redis, self._model)
         is_checker = random.random() * max(1, alive.serving) < 1
         await self._drop(is_checker=is_checker)
-        if is_checker and self.info.name != TRIE_SERVICE:
-            await self._sweep_infos()
-        return alive.serving
-
-    async def _sweep_infos(self) -> None:
-        for name, seen in (await read_infos(self.redis, self.keys)).items():
+        infos = await read_infos(self.redis, self.keys) if is_checker and self.info.name != TRIE_SERVICE else {}
+        for name, seen in infos.items():
             model = name.decode("utf-8", "replace")
             keys = self.keys.model(model)
             try:
@@ -246,6 +219,7 @@ class Heartbeat:
                     await self._forget(model, seen, name)
             except ResponseError:
                 continue  # No rights on the model, or a key of another type; its own workers check it.
+        return alive.serving
 
     async def leave(self, *, for_good: bool = True) -> None:
         """Deregister the worker, its consumer if that holds nothing, and the info if no other worker serves the model.

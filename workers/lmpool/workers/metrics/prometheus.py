@@ -118,18 +118,13 @@ class WorkerCollector:
 class Health:
     """The state of one worker: its event loop writes it, other threads read it.
 
-    Args:
-        lease_s: max silence of the event loop and of the server.
-        step_timeout_s: max seconds of a step.
-        clock: monotonic seconds.
+    `lease_s` limits the silence of the event loop and of the server; `clock` returns monotonic seconds.
     """
 
-    def __init__(self, lease_s: float, step_timeout_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, lease_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._lease_s = lease_s
-        self._step_timeout_s = step_timeout_s
         self._clock = clock
         self._ticked_at = self._answered_at = clock()
-        self._stepping_since: Callable[[], float | None] = lambda: None
         self.state = "loading"  # Or "ready", or "draining".
         self.broken = ""  # Why the backend cannot be used any more.
         self.trouble = ""  # Why the last heartbeat failed.
@@ -142,10 +137,6 @@ class Health:
     def end(self) -> None:
         """Stop recording."""
         self._timer.cancel()
-
-    def watch(self, stepping_since: Callable[[], float | None]) -> None:
-        """Watch a backend: `stepping_since` returns the monotonic start of its running step, or None."""
-        self._stepping_since = stepping_since
 
     def answered(self) -> None:
         """Record that the server has answered a heartbeat."""
@@ -161,14 +152,7 @@ class Health:
         silent_s = self._clock() - self._ticked_at
         if silent_s > self._lease_s:
             return f"the event loop has not run for {silent_s:.1f} s; a lease is {self._lease_s:g} s"
-        if self.broken:
-            return f"the backend broke: {self.broken}"
-        since = self._stepping_since()  # Read once: the backend's thread changes it.
-        # One lease more: the watchdog ends the worker before, and releases its prompts.
-        step_s, limit_s = 0.0 if since is None else self._clock() - since, self._step_timeout_s + self._lease_s
-        if step_s > limit_s:
-            return f"the backend's step has run for {step_s:.0f} s; more than {limit_s:g} s is not normal"
-        return ""
+        return f"the backend broke: {self.broken}" if self.broken else ""
 
     def why_not_ready(self) -> str:
         """Why the worker takes no jobs; "" while it does."""
