@@ -39,9 +39,6 @@ async def silence_limit(seconds: float | None) -> AsyncIterator[asyncio.Timeout]
 
     A program that computes in its event loop receives nothing, although the other side may have answered. So each time
     that the event loop is blocked counts as a small part of the limit, however long it takes. None means no limit.
-
-    Raises:
-        TimeoutError: the limit has passed.
     """
     loop = asyncio.get_running_loop()
     async with asyncio.timeout(seconds) as timer:
@@ -70,9 +67,6 @@ async def end_tasks(tasks: Iterable[asyncio.Task[Any]]) -> None:
     A cancellation is repeated: `asyncio.wait_for` of Python 3.11 loses one that arrives together with the result. If
     the caller is cancelled, `CancelledError` is raised when all tasks have ended, because they use objects that the
     caller is about to close. Tasks that take long are named in the log.
-
-    Raises:
-        CancelledError: the caller was cancelled.
     """
     tasks = list(tasks)
     pending = {task for task in tasks if not task.done()}
@@ -98,11 +92,7 @@ async def end_tasks(tasks: Iterable[asyncio.Task[Any]]) -> None:
 
 
 async def finish(work: Coroutine[Any, Any, None]) -> None:
-    """Await a coroutine to its end, even if this call is cancelled in between: a close must be completed.
-
-    Raises:
-        CancelledError: this call was cancelled; an exception of the coroutine is its cause.
-    """
+    """Await a coroutine to its end, even if this call is cancelled in between: a close must be completed."""
     task = asyncio.ensure_future(work)
     interrupted: asyncio.CancelledError | None = None
     while not task.done():

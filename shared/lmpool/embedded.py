@@ -93,12 +93,7 @@ def runtime_dir() -> Path:
 
 
 def find() -> str | None:
-    """URL of this user's live embedded server; None if no server runs. Blocks for at most 2 s.
-
-    Raises:
-        ServerError: the folder is a symlink or belongs to another user.
-        SettingsError: the folder's path is too long for a socket.
-    """
+    """URL of this user's live embedded server; None if no server runs. Blocks for at most 2 s."""
     if sys.platform == "win32":
         return None
     folder = runtime_dir()
@@ -127,11 +122,7 @@ def socket_url(path: Path) -> str:
 
 
 def socket_path(folder: Path) -> Path:
-    """The path of the socket in a folder.
-
-    Raises:
-        SettingsError: the path is too long for a socket.
-    """
+    """The path of the socket in a folder."""
     path = folder / "redis.sock"
     if (length := len(os.fsencode(path))) > _SOCKET_PATH_LIMIT:
         raise SettingsError(
@@ -267,11 +258,7 @@ class StateFile:
 
     @contextlib.contextmanager
     def mutex(self) -> Iterator[None]:
-        """Hold the mutex.
-
-        Raises:
-            ServerError: another process does not release it.
-        """
+        """Hold the mutex."""
         deadline = time.monotonic() + _MUTEX_TIMEOUT_S
         while not self.lock(_MUTEX):
             if time.monotonic() > deadline:
@@ -311,12 +298,7 @@ class StateFile:
         return [User(**self.read(number)) for number in range(1, count) if self.is_held(number)]
 
     def claim(self, user: User) -> int:
-        """Write a record for this process; returns its number.
-
-        Raises:
-            SettingsError: an `lmpool up` serves a model of this name.
-            ServerError: all records are taken.
-        """
+        """Write a record for this process; returns its number."""
         for other in self.users():
             if user.model and (other.model, other.prefix) == (user.model, user.prefix):
                 text = f"name: `lmpool up` already serves {user.model!r}, as process {other.pid}"
@@ -383,11 +365,7 @@ class EmbeddedServer:
 
     @property
     def pid(self) -> int:
-        """Process id of the server.
-
-        Raises:
-            ServerError: the server is not running.
-        """
+        """Process id of the server."""
         if self._state is None or not self.running:
             raise ServerError(f"the embedded server in {self._folder} is not running")
         return int(self._state.read(_SERVER)["pid"])

@@ -92,22 +92,14 @@ def add_packed(counts: list[int], packed: str) -> None:
 
 
 def is_traced(tracing: object) -> bool:
-    """Whether requests are traced: an argument `tracing`, or the environment if it is None.
-
-    Raises:
-        SettingsError: the argument is neither True, False nor None, or the variable is neither 0 nor 1.
-    """
+    """Whether requests are traced: an argument `tracing`, or the environment if it is None."""
     if tracing is None:
         return bool(check_choice(TRACING_VARIABLE, os.environ.get(TRACING_VARIABLE) or "0", ("0", "1")) == "1")
     return bool(check_kind("tracing", tracing, bool, "True, False or None"))
 
 
 def prometheus(extra: str) -> ModuleType:
-    """`prometheus_client.core`, imported by the first call; `extra` of lmpool installs it.
-
-    Raises:
-        SettingsError: it is not installed.
-    """
+    """`prometheus_client.core`, imported by the first call; `extra` of lmpool installs it."""
     return _optional(
         "prometheus_client.core", f"metrics need the package prometheus-client: pip install 'lmpool[{extra}]'"
     )

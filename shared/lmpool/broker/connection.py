@@ -174,11 +174,7 @@ class Connection(Generic[Raw]):
         self._timer_at = 0.0
 
     async def open(self) -> Raw:
-        """The open raw connection.
-
-        Raises:
-            ServerUnreachable, AuthenticationFailed: it cannot be opened.
-        """
+        """The open raw connection."""
         # Wait behind other callers even if it is open by now, so that commands keep the order of the calls.
         if self._raw is None or self._raw.closed or self._queued:
             self._queued += 1
@@ -294,10 +290,6 @@ class CommandConnection(Connection[RawCommandConnection]):
         return RawCommandConnection(await (await self._server.at(self.key)).open())
 
     async def call(self, *arguments: Argument) -> Any:
-        """Run a command.
-
-        Raises:
-            NoScriptError, ServerError: as `wait_for`.
-        """
+        """Run a command."""
         raw = await self.open()
         return await self.wait_for(raw, raw.call(arguments))

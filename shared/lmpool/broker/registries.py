@@ -54,22 +54,14 @@ async def _keep(redis: Redis, key: bytes, size: int) -> bool:
 
 
 async def look_up(redis: Redis, keys: Keys, digest: str) -> Vocabulary:
-    """Read a vocabulary.
-
-    Raises:
-        UnknownVocabulary: the pool does not have it, or has another value in its place.
-    """
+    """Read a vocabulary, or raise UnknownVocabulary."""
     # Not GET: the value may have any size.
     data = await redis.getrange(keys.vocabulary(digest), 0, MAX_BYTES - 1)
     return unpack_known(data if isinstance(data, bytes) else b"", digest)
 
 
 def unpack_known(data: bytes, digest: str) -> Vocabulary:
-    """Unpack the vocabulary of a digest as the pool has it; b"" if it has none.
-
-    Raises:
-        UnknownVocabulary: there is none, or it is damaged or another: a client that has it stores it again.
-    """
+    """Unpack the vocabulary of a digest as the pool has it (b"" for none), or raise UnknownVocabulary."""
     try:
         vocabulary = Vocabulary.unpack(data)
         if vocabulary.digest != digest:
@@ -91,11 +83,7 @@ async def register_tokenizer(redis: Redis, keys: Keys, tokenizer: PackedTokenize
 
 
 async def look_up_tokenizer(redis: Redis, keys: Keys, digest: str) -> str:
-    """Read the `tokenizer.json` of a digest.
-
-    Raises:
-        UnknownTokenizer: the pool does not have it, or has another value in its place.
-    """
+    """Read the `tokenizer.json` of a digest, or raise UnknownTokenizer."""
     try:
         # Not GET: the value may have any size.
         data = await redis.getrange(keys.tokenizer(digest), 0, MAX_PACKED_BYTES)
@@ -115,11 +103,7 @@ async def register_tokens(redis: Redis, keys: Keys, tokens: TokenSet) -> None:
 
 
 async def look_up_tokens(redis: Redis, keys: Keys, name: bytes, vocab_size: int) -> TokenSet:
-    """Read a set of tokens of a vocabulary.
-
-    Raises:
-        UnknownTokenSet: the pool does not have it, or has another value in its place.
-    """
+    """Read a set of tokens of a vocabulary, or raise UnknownTokenSet."""
     try:
         data = await redis.getrange(keys.token_set(name), 0, vocab_size // 8 + 1)
         return tokens_of_bits(data if isinstance(data, bytes) else b"", vocab_size, name)
@@ -140,11 +124,7 @@ class AdapterRegistry:
         self.fingerprint = fingerprint
 
     async def read(self, *names: str) -> Registered:
-        """Read the entries of some names, or all entries.
-
-        Raises:
-            ProtocolError: there are more than a registry can have, or something in it is no adapter.
-        """
+        """Read the entries of some names, or all entries."""
         fields, most = [OWNER_FIELD, VERSION_FIELD, *names] if names else [], MAX_ADAPTERS + 2
         key = self.keys.adapters
         try:
@@ -165,9 +145,6 @@ class AdapterRegistry:
         Returns:
             the version of the entry (0 if there was none to remove), and for how many seconds clients may still use
             another adapter of this name.
-
-        Raises:
-            SettingsError: the registry is full.
         """
         packed = adapter.pack() if adapter else b""
         args = [self.fingerprint, name, packed, MAX_ADAPTERS, "new" * is_new]

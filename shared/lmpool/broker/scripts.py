@@ -61,11 +61,7 @@ class Script:
         self.sha = hashlib.sha1(self.source.encode(), usedforsecurity=False).hexdigest()
 
     async def on(self, call: Call, keys: Sequence[bytes], args: Sequence[Argument]) -> Any:
-        """Run the script on the path of a request.
-
-        Raises:
-            ServerError: the server cannot be used.
-        """
+        """Run the script on the path of a request."""
         try:
             return await call("EVALSHA", self.sha, len(keys), *keys, *args)
         except NoScriptError:
@@ -132,20 +128,12 @@ _NO_QUEUE = ("no such key", "NOGROUP", "WRONGTYPE")
 
 
 def stream_entries(reply: Any) -> Entries:
-    """The entries in the reply to a read of one stream.
-
-    Raises:
-        ProtocolError: as `entries_by_stream`.
-    """
+    """The entries in the reply to a read of one stream."""
     return next(iter(entries_by_stream(reply).values()), [])
 
 
 def entries_by_stream(reply: Any) -> dict[bytes, Entries]:
-    """Stream -> its entries, from the reply to a read of several streams. RESP2 and RESP3 nest them differently.
-
-    Raises:
-        ProtocolError: it is no such reply, for example because bytes were lost on the way.
-    """
+    """Stream -> its entries, from the reply to a read of several streams. RESP2 and RESP3 nest them differently."""
     found: dict[bytes, Entries] = {}
     try:
         for key, entries in reply.items() if isinstance(reply, dict) else reply or ():
@@ -195,11 +183,7 @@ def info_key(keys: Keys, model: str) -> bytes:
 
 
 async def read_infos(redis: Redis, keys: Keys, names: Sequence[str] = ()) -> dict[bytes, bytes | int]:
-    """The encoded infos of some models, or of all: name -> info, or the size of an info over `MAX_INFO_BYTES`.
-
-    Raises:
-        ProtocolError, RedisError, OSError: as `read_hashes`.
-    """
+    """The encoded infos of some models, or of all: name -> info, or the size of an info over `MAX_INFO_BYTES`."""
     wanted: dict[bytes, list[str]] = {}
     for name in names:
         wanted.setdefault(info_key(keys, name), []).append(name)
@@ -211,11 +195,7 @@ async def read_infos(redis: Redis, keys: Keys, names: Sequence[str] = ()) -> dic
 
 
 async def read_texts(redis: Redis, key: bytes, fields: Sequence[str] = ()) -> dict[str, str]:
-    """A hash of texts, such as a heartbeat. Invalid UTF-8 is replaced; fields that are too large are left out.
-
-    Raises:
-        ProtocolError, RedisError, OSError: as `read_hashes`.
-    """
+    """A hash of texts, such as a heartbeat. Invalid UTF-8 is replaced; fields that are too large are left out."""
     (values,) = await read_hashes(redis, [key], most_bytes=MAX_FIELD_BYTES, fields=fields)
     texts = [(name, value) for name, value in values.items() if isinstance(value, bytes)]
     return {name.decode("utf-8", "replace"): value.decode("utf-8", "replace") for name, value in texts}

@@ -77,11 +77,7 @@ _CHECKS_HOST: bool = inspect.signature(redis_sync.Redis).parameters["ssl_check_h
 
 
 def parse_url(url: str) -> dict[str, Any]:
-    """The options of redis-py for the server of a URL.
-
-    Raises:
-        SettingsError: the URL is malformed. Its password is not in the message.
-    """
+    """The options of redis-py for the server of a URL."""
     fault = _fault(url)
     if not fault:
         try:
@@ -111,11 +107,7 @@ def _fault(url: str) -> str:
 
 
 def cluster_nodes(url: str) -> tuple[list[Place], str]:
-    """The nodes in the URL of a cluster, and the URL of the first one; no nodes for another URL.
-
-    Raises:
-        SettingsError: as `parse_url`, or the URL names a database: a cluster has one only.
-    """
+    """The nodes in the URL of a cluster, and the URL of the first one; no nodes for another URL."""
     scheme, mark, rest = url.partition("://")
     if not scheme.lower().endswith(CLUSTER) or scheme.lower() not in _SCHEMES:
         return [], url
@@ -218,11 +210,7 @@ class _Tls(connections.SSLConnection):
 
 @cache
 def connection_class(kind: type) -> type[connections.AbstractConnection]:
-    """The class of connections to use in place of one of redis-py's, asyncio's or not.
-
-    Raises:
-        SettingsError: the class is unknown.
-    """
+    """The class of connections to use in place of one of redis-py's, asyncio's or not."""
     if issubclass(kind, _Cancellable):
         return kind
     for known, ours in (
@@ -291,12 +279,7 @@ class Cluster:
         return client
 
     async def place(self, key: bytes) -> Place:
-        """The master that serves a key.
-
-        Raises:
-            ServerUnreachable: no master serves its slot at present.
-            RedisError, OSError: no node answers.
-        """
+        """The master that serves a key."""
         if (places := self._places) is None:
             async with self._reading:
                 if (places := self._places) is None:
@@ -419,11 +402,7 @@ class Server:
         return "rediss" if self._is_tls else "redis"
 
     async def at(self, key: bytes) -> Server:
-        """The server that has a key: this one, or one master of the cluster. Equal places give the same object.
-
-        Raises:
-            ServerError: the cluster does not answer which.
-        """
+        """The server that has a key: this one, or one master of the cluster. Equal places give the same object."""
         if self._cluster is None or self.is_node:
             return self
         try:
@@ -470,11 +449,7 @@ class Server:
         return redis_async.Redis.from_pool(pool)
 
     async def open(self) -> connections.AbstractConnection:
-        """A new connection of redis-py that has greeted the server.
-
-        Raises:
-            ServerUnreachable, AuthenticationFailed: it cannot be opened.
-        """
+        """A new connection of redis-py that has greeted the server."""
         connection = self._connection()
         try:
             await connection.connect()  # type: ignore[no-untyped-call]

@@ -61,11 +61,7 @@ class ServerMemory(NamedTuple):
 
 
 async def read_memory(redis: Redis) -> ServerMemory | None:
-    """The memory of a server; None if it does not report it, for example to users without that right.
-
-    Raises:
-        RedisError, OSError: the server cannot be used.
-    """
+    """The memory of a server; None if it does not report it, for example to users without that right."""
     figures: dict[str, dict[str, Any]] = {}
     try:
         for section in ("memory", "stats"):
@@ -127,11 +123,7 @@ async def read_doubt(server: Server) -> str | None:
 
 
 async def read_doubts(server: Server) -> list[str]:
-    """Check that a server can be used; returns the warnings about its version and its memory.
-
-    Raises:
-        ServerError: it cannot be used.
-    """
+    """Check that a server can be used; returns the warnings about its version and its memory."""
     # A client of its own: an idle connection may be cut while the model loads.
     redis = server.client()
     try:

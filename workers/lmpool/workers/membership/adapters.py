@@ -40,9 +40,6 @@ def place_of(settings: WorkerSettings, source: str, *, is_own: bool = False) -> 
 
     A folder that does not exist is left to the backend to report. `is_own`: the source is one of the operator's own
     `--adapters`, which may always be hub names.
-
-    Raises:
-        SettingsError: this worker loads no adapters from there.
     """
     if is_on_hub(source):
         if not settings.adapter_hub and not is_own:
@@ -193,12 +190,7 @@ class AdapterCache:
             self._engine_thread.submit(prompts)
 
     async def _load(self, adapter: str) -> str:
-        """Load an adapter that a job names; returns its name, with its revision where the job named a check.
-
-        Raises:
-            AdapterChanged: the registry has no entry for it, or one with other weights.
-            SettingsError: it cannot be loaded.
-        """
+        """Load an adapter that a job names; returns its name, with its revision where the job named a check."""
         name, revision = name_of(adapter), revision_of(adapter)
         nonce = revision.removeprefix(CHECK_PREFIX) if revision.startswith(CHECK_PREFIX) else ""
         registry = self._registry
@@ -248,9 +240,6 @@ class AdapterCache:
         """Write a note around a load, so that an adapter that kills a worker kills only one.
 
         `content`: see `ModelKeys.adapter_load`.
-
-        Raises:
-            SettingsError: the note of another worker exists, which is no longer alive.
         """
         redis, key = self._registry.redis, self._registry.keys.adapter_load(content)
         loader = await redis.getrange(key, 0, 255)

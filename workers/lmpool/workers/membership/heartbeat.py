@@ -164,11 +164,7 @@ class Heartbeat:
         return b""
 
     async def _put_info(self, seen: bytes) -> bool:
-        """Replace the info that was `seen` by ours; False if another worker has replaced it meanwhile.
-
-        Raises:
-            ModelMismatch: live workers serve the weights of `seen`, which are others.
-        """
+        """Replace the info that was `seen` by ours; False if another worker has replaced it meanwhile."""
         differences, fingerprint = _compare(self.info, seen)
         if differences and (others := await self._serving(fingerprint)):
             raise ModelMismatch(

@@ -28,9 +28,6 @@ class JobTraces:
     A job that names a trace has three spans in the span of its client: `lmpool.queue`, `lmpool.step` (the last step if
     there were several) and `lmpool.publish`. `lmpool.batch` is the step in a trace of its own; it and the spans of all
     jobs that it has computed are linked to each other.
-
-    Raises:
-        SettingsError: OpenTelemetry's API is not installed.
     """
 
     def __init__(self, model: str, worker_id: str) -> None:
@@ -107,9 +104,6 @@ def exporting(model: str, worker_id: str) -> Iterator[None]:
     """Export the spans of this process by OTLP over HTTP, as configured by the variables `OTEL_...`.
 
     An existing tracer provider, for example of `opentelemetry-instrument`, stays.
-
-    Raises:
-        SettingsError: the SDK or the exporter is not installed.
     """
     api = opentelemetry()
     try:
