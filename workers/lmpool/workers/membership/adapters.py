@@ -8,6 +8,7 @@ import logging
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
@@ -75,37 +76,20 @@ def check_size(settings: WorkerSettings, folder: Path, source: str) -> None:
         )
 
 
+@dataclass(eq=False)
 class AdapterCache:
-    """Loads adapters into the backend for jobs that name them, and evicts those that were used the longest ago.
+    """Loads adapters into the backend for jobs that name them, and evicts those that were used the longest ago."""
 
-    Args:
-        registry: the model's adapters, in Redis.
-        engine_thread: the backend.
-        loaded: adapters that the backend has loaded at its start: "name@revision" -> source.
-        max_loaded: max adapters that are loaded at once.
-        settings: the worker's settings; they say where adapters may come from.
-        worker_id: id of the worker.
-        in_flight: the prompts that the worker holds.
-    """
+    registry: AdapterRegistry
+    engine_thread: EngineThread
+    own: Mapping[str, str]  # Adapters that the backend has loaded at its start: "name@revision" -> source.
+    max_loaded: int
+    settings: WorkerSettings
+    worker_id: str
+    in_flight: InFlight
 
-    def __init__(
-        self,
-        registry: AdapterRegistry,
-        engine_thread: EngineThread,
-        loaded: Mapping[str, str],
-        max_loaded: int,
-        settings: WorkerSettings,
-        worker_id: str,
-        in_flight: InFlight,
-    ) -> None:
-        self._registry = registry
-        self._engine_thread = engine_thread
-        self._own = dict(loaded)
-        self._loaded = dict(loaded)  # The adapter that was used last is at the end.
-        self._max_loaded = max(max_loaded, len(loaded))
-        self._settings = settings
-        self._worker_id = worker_id
-        self._in_flight = in_flight
+    def __post_init__(self) -> None:
+        self._loaded = dict(self.own)  # The adapter that was used last is at the end.
         self._waiting: dict[str, list[InFlightPrompt]] = {}  # By adapter: prompts that wait until it is loaded.
         self._wanted: asyncio.Queue[str] = asyncio.Queue()
         # By adapter: why it cannot be loaded, and the event loop's time until which this is not tried again.
@@ -115,10 +99,10 @@ class AdapterCache:
 
     async def register_own(self) -> None:
         """Write the adapters that the backend was started with to the registry, unless their names have entries."""
-        for adapter, source in self._own.items():
+        for adapter, source in self.own.items():
             name, revision = name_of(adapter), revision_of(adapter)
-            await self._registry.put(name, Adapter(source, revision), is_new=True)
-            known = (await self._registry.read(name)).adapters.get(name)
+            await self.registry.put(name, Adapter(source, revision), is_new=True)
+            known = (await self.registry.read(name)).adapters.get(name)
             if known is not None and known.revision != revision:
                 _log.warning(
                     "the adapter %r is in service with other weights (revision %s of %s): requests get those, not this "
@@ -127,7 +111,7 @@ class AdapterCache:
 
     async def renew(self) -> None:
         """Write the worker's own adapters again if the server has lost the registry."""
-        if self._own and not await self._registry.version():
+        if self.own and not await self.registry.version():
             await self.register_own()
 
     async def run(self) -> None:
@@ -162,7 +146,7 @@ class AdapterCache:
     async def leave(self) -> None:
         """Remove the note of a load that this worker does not finish."""
         if self._note:
-            await self._registry.redis.delete(self._note)
+            await self.registry.redis.delete(self._note)
             self._note = b""
 
     async def _serve(self, adapter: str) -> None:
@@ -183,26 +167,26 @@ class AdapterCache:
             except (RedisError, OSError) as error:
                 _log.warning("cannot read the registry of adapters, will try again: %s", sentence(error))
                 await asyncio.sleep(_RETRY_S)
-        prompts = [prompt for prompt in self._waiting.pop(adapter) if self._in_flight.get(prompt.digest) is prompt]
+        prompts = [prompt for prompt in self._waiting.pop(adapter) if self.in_flight.get(prompt.digest) is prompt]
         for prompt in prompts:
             prompt.adapter = loaded or adapter
         if prompts:
-            self._engine_thread.submit(prompts)
+            self.engine_thread.submit(prompts)
 
     async def _load(self, adapter: str) -> str:
         """Load an adapter that a job names; returns its name, with its revision where the job named a check."""
         name, revision = name_of(adapter), revision_of(adapter)
         nonce = revision.removeprefix(CHECK_PREFIX) if revision.startswith(CHECK_PREFIX) else ""
-        registry = self._registry
+        registry = self.registry
         entry = await registry.read_check(nonce) if nonce else (await registry.read(name)).adapters.get(name)
         if entry is None or not (nonce or entry.revision == revision):
             raise AdapterChanged(f"the adapter {adapter!r} is not in service any more")
-        place = await asyncio.to_thread(place_of, self._settings, entry.source)
+        place = await asyncio.to_thread(place_of, self.settings, entry.source)
         # Fetch names on the hub here, because the backend's thread computes rows. Backends that accept them have
         # imported the hub's package.
         if "huggingface_hub" in sys.modules and is_on_hub(entry.source):
             folder = await asyncio.to_thread(adapter_folder, entry.source)
-            await asyncio.to_thread(check_size, self._settings, folder, entry.source)
+            await asyncio.to_thread(check_size, self.settings, folder, entry.source)
             place = str(folder)
         async with self._slot:
             if adapter in self._loaded:
@@ -228,7 +212,7 @@ class AdapterCache:
                 await registry.end_check(nonce, Adapter(entry.source, found))
             elif found != revision:
                 del self._loaded[other]
-                self._engine_thread.drop_adapter(other)
+                self.engine_thread.drop_adapter(other)
                 raise SettingsError(
                     f"adapters: {shown(entry.source)} has other weights on this worker (revision {found}) than in the "
                     f"registry ({revision}): has the folder changed? `lmpool adapters add` puts the new weights in "
@@ -241,27 +225,28 @@ class AdapterCache:
 
         `content`: see `ModelKeys.adapter_load`.
         """
-        redis, key = self._registry.redis, self._registry.keys.adapter_load(content)
+        redis, key = self.registry.redis, self.registry.keys.adapter_load(content)
         loader = await redis.getrange(key, 0, 255)
         other = loader.decode("utf-8", "replace") if isinstance(loader, bytes) else str(loader)
-        if other not in ("", self._worker_id) and not await redis.exists(Keys(self._settings.prefix).worker(other)):
+        if other not in ("", self.worker_id) and not await redis.exists(Keys(self.settings.prefix).worker(other)):
             raise SettingsError(
                 f"adapters: the worker {other} terminated while it loaded this adapter, so for "
                 f"{_QUARANTINE_MS // 60_000} minutes no worker loads it: read that worker's log, mend the adapter, and "
                 "add it again"
             )
-        await redis.set(key, self._worker_id, px=_QUARANTINE_MS)
+        await redis.set(key, self.worker_id, px=_QUARANTINE_MS)
         self._note = key
 
     async def _evict(self) -> None:
         """Free a slot: evict the adapter that was used the longest ago, if possible one that no job needs now."""
 
         def in_use() -> set[str]:
-            return {prompt.adapter for prompt in self._in_flight.values() if prompt.is_owed}
+            return {prompt.adapter for prompt in self.in_flight.values() if prompt.is_owed}
 
-        if not self._max_loaded:
+        slots = max(self.max_loaded, len(self.own))
+        if not slots:
             raise SettingsError("adapters: this worker has no slot for one: start the workers with --max-adapters")
-        while len(self._loaded) >= self._max_loaded:
+        while len(self._loaded) >= slots:
             needed = in_use()
             evicted = next((adapter for adapter in self._loaded if adapter not in needed), next(iter(self._loaded)))
             del self._loaded[evicted]  # Jobs that arrive from now on wait until it is loaded again.
@@ -269,12 +254,12 @@ class AdapterCache:
                 await asyncio.sleep(_IN_USE_CHECK_S)
                 needed = in_use()
             _log.info("evicting the adapter %r", evicted)
-            self._engine_thread.drop_adapter(evicted)
+            self.engine_thread.drop_adapter(evicted)
 
     async def _load_from(self, name: str, source: str, place: str) -> str:
         """Have the backend load an adapter; returns its revision."""
         try:
-            revision = await self._engine_thread.load_adapter(name, place)
+            revision = await self.engine_thread.load_adapter(name, place)
         except SettingsError as error:
             if is_on_hub(source) or await asyncio.to_thread(os.path.lexists, place):
                 raise
