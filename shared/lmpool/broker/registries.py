@@ -8,7 +8,7 @@ from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
 from lmpool.broker import scripts
-from lmpool.broker.scripts import read_hashes
+from lmpool.broker.scripts import read_hash
 from lmpool.errors import ProtocolError, SettingsError, UnknownTokenizer, UnknownTokenSet, UnknownVocabulary
 from lmpool.protocol.adapter import (
     MAX_ADAPTER_BYTES,
@@ -55,9 +55,18 @@ async def _keep(redis: Redis, key: bytes, size: int) -> bool:
 
 async def look_up(redis: Redis, keys: Keys, digest: str) -> Vocabulary:
     """Read a vocabulary, or raise UnknownVocabulary."""
-    # Not GET: the value may have any size.
-    data = await redis.getrange(keys.vocabulary(digest), 0, MAX_BYTES - 1)
-    return unpack_known(data if isinstance(data, bytes) else b"", digest)
+    return unpack_known(await _read(redis, keys.vocabulary(digest), MAX_BYTES), digest)
+
+
+async def _read(redis: Redis, key: bytes, size: int) -> bytes:
+    """Up to `size` bytes of a value; b"" if there is none, or another type of value."""
+    try:
+        data = await redis.getrange(key, 0, size - 1)  # Not GET: the value may have any size.
+        return data if isinstance(data, bytes) else b""
+    except ResponseError as error:
+        if not str(error).startswith("WRONGTYPE"):
+            raise
+        return b""
 
 
 def unpack_known(data: bytes, digest: str) -> Vocabulary:
@@ -84,16 +93,13 @@ async def register_tokenizer(redis: Redis, keys: Keys, tokenizer: PackedTokenize
 
 async def look_up_tokenizer(redis: Redis, keys: Keys, digest: str) -> str:
     """Read the `tokenizer.json` of a digest, or raise UnknownTokenizer."""
+    data = await _read(redis, keys.tokenizer(digest), MAX_PACKED_BYTES + 1)
     try:
-        # Not GET: the value may have any size.
-        data = await redis.getrange(keys.tokenizer(digest), 0, MAX_PACKED_BYTES)
-        if not isinstance(data, bytes) or not data:
+        if not data:
             raise ProtocolError("there is nothing: ask again in a moment, its workers write it down again")
         # In a thread: it may have 96 MiB.
         return await asyncio.to_thread(unpack_tokenizer, data, digest)
-    except (ProtocolError, ResponseError) as error:
-        if isinstance(error, ResponseError) and not str(error).startswith("WRONGTYPE"):
-            raise
+    except ProtocolError as error:
         raise UnknownTokenizer(f"what the pool has as the tokenizer {digest} is none: {error}") from error
 
 
@@ -105,11 +111,8 @@ async def register_tokens(redis: Redis, keys: Keys, tokens: TokenSet) -> None:
 async def look_up_tokens(redis: Redis, keys: Keys, name: bytes, vocab_size: int) -> TokenSet:
     """Read a set of tokens of a vocabulary, or raise UnknownTokenSet."""
     try:
-        data = await redis.getrange(keys.token_set(name), 0, vocab_size // 8 + 1)
-        return tokens_of_bits(data if isinstance(data, bytes) else b"", vocab_size, name)
-    except (ProtocolError, ResponseError) as error:
-        if isinstance(error, ResponseError) and not str(error).startswith("WRONGTYPE"):
-            raise
+        return tokens_of_bits(await _read(redis, keys.token_set(name), vocab_size // 8 + 2), vocab_size, name)
+    except ProtocolError as error:
         raise UnknownTokenSet(
             f"the pool does not know the set of tokens {name.hex()}, or no longer: register it with producer.token_set"
         ) from error
@@ -128,9 +131,7 @@ class AdapterRegistry:
         fields, most = [OWNER_FIELD, VERSION_FIELD, *names] if names else [], MAX_ADAPTERS + 2
         key = self.keys.adapters
         try:
-            (values,) = await read_hashes(
-                self.redis, [key], most_bytes=MAX_ADAPTER_BYTES, fields=fields, most_fields=most
-            )
+            values = await read_hash(self.redis, key, most_bytes=MAX_ADAPTER_BYTES, fields=fields, most_fields=most)
             return unpack_registered(values, self.fingerprint)
         except ProtocolError as error:
             raise ProtocolError(f"the adapters of this model cannot be read: {error}") from error
@@ -165,5 +166,5 @@ class AdapterRegistry:
 
     async def read_check(self, nonce: str) -> Adapter | None:
         """Read the adapter of a check, with its revision once a worker has loaded it; None if it has expired."""
-        data = await self.redis.getrange(self.keys.adapter_check(nonce), 0, MAX_ADAPTER_BYTES)
-        return unpack_adapter(data, "the adapter to check") if isinstance(data, bytes) and data else None
+        data = await _read(self.redis, self.keys.adapter_check(nonce), MAX_ADAPTER_BYTES + 1)
+        return unpack_adapter(data, "the adapter to check") if data else None

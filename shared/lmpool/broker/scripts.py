@@ -149,32 +149,28 @@ def entries_by_stream(reply: Any) -> dict[bytes, Entries]:
     return found
 
 
-async def read_hashes(
-    redis: Redis, keys: Sequence[bytes], *, most_bytes: int, fields: Sequence[str] = (), most_fields: int = _MAX_FIELDS
-) -> list[dict[bytes, bytes | int]]:
-    """Read hashes, all in one cluster slot: atomically, unless they have over a thousand fields or a megabyte.
+async def read_hash(
+    redis: Redis, key: bytes, *, most_bytes: int, fields: Sequence[str] = (), most_fields: int = _MAX_FIELDS
+) -> dict[bytes, bytes | int]:
+    """Read a hash ({} if it does not exist): atomically, unless it has over a thousand fields or a megabyte.
 
-    A value of more than `most_bytes` is replaced by its size. `most_fields` limits a hash that is read whole.
-
-    Returns:
-        per hash its fields; {} if it does not exist. Fields whose names are over 1 KiB are left out.
+    A value of more than `most_bytes` is replaced by its size. Fields whose names are over 1 KiB are left out.
+    `most_fields` limits a hash that is read whole.
 
     Raises:
-        ProtocolError: a key holds something else, or too many fields.
+        ProtocolError: the key holds something else, or too many fields.
         RedisError, OSError: the server cannot be used.
     """
-    hashes: list[dict[bytes, bytes | int]] = [{} for _ in keys]
+    values: dict[bytes, bytes | int] = {}
     begin = 0
     while True:
-        replies: list[Any]
-        begin, replies = await FIELDS(redis, keys, [most_fields, most_bytes, begin, *fields])
-        for key, reply, values in zip(keys, replies, hashes, strict=True):
-            if not isinstance(reply, list):
-                content = "something else than a hash" if reply < 0 else f"{reply} fields: there can be {most_fields}"
-                raise ProtocolError(f"{shown(key)} has {content}; remove it if it is not yours")
-            values.update(zip(reply[::2], reply[1::2], strict=True))
+        begin, (reply,) = await FIELDS(redis, [key], [most_fields, most_bytes, begin, *fields])
+        if not isinstance(reply, list):
+            content = "something else than a hash" if reply < 0 else f"{reply} fields: there can be {most_fields}"
+            raise ProtocolError(f"{shown(key)} has {content}; remove it if it is not yours")
+        values.update(zip(reply[::2], reply[1::2], strict=True))
         if not begin:
-            return hashes
+            return values
 
 
 def info_key(keys: Keys, model: str) -> bytes:
@@ -189,14 +185,13 @@ async def read_infos(redis: Redis, keys: Keys, names: Sequence[str] = ()) -> dic
         wanted.setdefault(info_key(keys, name), []).append(name)
     infos: dict[bytes, bytes | int] = {}
     for key, fields in (wanted or {keys.models(): [], keys.trie_models(): [TRIE_SERVICE]}).items():
-        (found,) = await read_hashes(redis, [key], most_bytes=MAX_INFO_BYTES, fields=fields)
-        infos.update(found)
+        infos.update(await read_hash(redis, key, most_bytes=MAX_INFO_BYTES, fields=fields))
     return infos
 
 
 async def read_texts(redis: Redis, key: bytes, fields: Sequence[str] = ()) -> dict[str, str]:
     """A hash of texts, such as a heartbeat. Invalid UTF-8 is replaced; fields that are too large are left out."""
-    (values,) = await read_hashes(redis, [key], most_bytes=MAX_FIELD_BYTES, fields=fields)
+    values = await read_hash(redis, key, most_bytes=MAX_FIELD_BYTES, fields=fields)
     texts = [(name, value) for name, value in values.items() if isinstance(value, bytes)]
     return {name.decode("utf-8", "replace"): value.decode("utf-8", "replace") for name, value in texts}
 

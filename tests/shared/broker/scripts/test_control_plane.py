@@ -9,7 +9,7 @@ import pytest
 import redis.asyncio as redis_async
 
 from lmpool.broker import scripts
-from lmpool.broker.scripts import read_alive, read_consumers, read_hashes
+from lmpool.broker.scripts import read_alive, read_consumers, read_hash
 from lmpool.errors import UnknownModel
 from lmpool.producer.client.discovery import Discovery
 from lmpool.protocol.keys import GROUP, Keys
@@ -529,7 +529,7 @@ async def test_a_hash_of_many_fields_is_read_in_parts(redis: redis_async.Redis, 
         await redis.hset(KEYS.models(), mapping=dict(list(infos.items())[at : at + 500]))
     begin, (first,) = await scripts.FIELDS(redis, [KEYS.models()], [4096, 4000, 0])
     assert 0 < begin == len(first) / 2 <= 1000
-    assert await read_hashes(redis, [KEYS.models(), KEYS.models()], most_bytes=4000) == [infos, infos]
+    assert await read_hash(redis, KEYS.models(), most_bytes=4000) == infos
 
 
 async def test_a_worker_that_holds_much_renews_all_of_it_and_nothing_of_others(redis: redis_async.Redis) -> None:
