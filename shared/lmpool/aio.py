@@ -21,8 +21,8 @@ _MAX_CANCEL_S = 1.0  # Between repeated cancellations: a task that ignores one d
 _WARN_EVERY_S = 10.0  # Between log lines about tasks that do not end.
 _PARTS = 20  # Of a silence limit: a blocked event loop uses up one part, so 20 blocks can use up the limit.
 
+# Seconds by which a timer may be late on a busy machine; if it is later, the event loop was blocked.
 MAX_LATENESS_S = 0.25
-"""Seconds by which a timer may be late on a busy machine; if it is later, the event loop was blocked."""
 
 
 def delays(max_s: float = _MAX_DELAY_S) -> Iterator[float]:

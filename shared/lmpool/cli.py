@@ -30,18 +30,11 @@ from rich.text import Text
 from lmpool.errors import LMPoolError, LogFormatter, SettingsError, printable, to_json, use_options
 from lmpool.settings import set_openmp_defaults
 
-LAUNCH = "from lmpool.cli import main_as_child; main_as_child()"
-"""The program of the child, for `python -c`."""
-
-FOLDER_VARIABLE = "LMPOOL_ATTACHED_FOLDER"
-"""Names a folder that the child removes when its parent is killed."""
-
+LAUNCH = "from lmpool.cli import main_as_child; main_as_child()"  # The program of the child, for `python -c`.
+FOLDER_VARIABLE = "LMPOOL_ATTACHED_FOLDER"  # Names a folder that the child removes when its parent is killed.
+# Names a descriptor to which a process writes a line when it serves, for the process that started it.
 READY_VARIABLE = "LMPOOL_READY_DESCRIPTOR"
-"""Names a descriptor to which a process writes a line when it serves, for the process that started it."""
-
-INTERRUPTED = 130
-"""The exit code after Ctrl-C."""
-
+INTERRUPTED = 130  # The exit code after Ctrl-C.
 _GROUP = "lmpool.commands"
 _TRACEBACK_VARIABLE = "LMPOOL_TRACEBACK"
 _CALLED = {"when_absent": "--no-wait"}  # Arguments of Python whose option has another name.

@@ -40,18 +40,11 @@ from lmpool.settings import check_number
 if sys.platform != "win32":
     import fcntl
 
-BINARY_VARIABLE = "LMPOOL_SERVER_BINARY"
-"""The environment variable that names another server program."""
-
-MIN_MEMORY_BYTES = 4 * 2**20
-"""Smallest memory limit: an idle server uses 1 to 2 MiB."""
-
+BINARY_VARIABLE = "LMPOOL_SERVER_BINARY"  # The environment variable that names another server program.
+MIN_MEMORY_BYTES = 4 * 2**20  # Smallest memory limit: an idle server uses 1 to 2 MiB.
+# Seconds that a server has to answer after its start. It needs some milliseconds on an idle machine.
 READY_TIMEOUT_S = 10.0
-"""Seconds that a server has to answer after its start. It needs some milliseconds on an idle machine."""
-
-STOP_TIMEOUT_S = 5.0
-"""Seconds that a server has to end after SIGTERM; then it is killed."""
-
+STOP_TIMEOUT_S = 5.0  # Seconds that a server has to end after SIGTERM; then it is killed.
 LOGS = "logs"  # The folder of the logs of `lmpool up --detach`, in the runtime folder.
 _SOCKET_PATH_LIMIT = 107 if sys.platform == "linux" else 103  # Bytes of sun_path, without its NUL.
 _FILES = {"state", "server.log", "redis.sock", "appendonlydir", "appendonly.aof", LOGS}

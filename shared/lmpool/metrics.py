@@ -13,15 +13,11 @@ from types import ModuleType
 from lmpool.errors import SettingsError
 from lmpool.settings import check_choice, check_kind
 
+# Environment variable that enables tracing in programs and workers without a `tracing` setting.
 TRACING_VARIABLE = "LMPOOL_TRACING"
-"""Environment variable that enables tracing in programs and workers without a `tracing` setting."""
-
+# Upper bounds for durations, from a cached row to a patient batch: 0.1 ms to 100 s.
 SECONDS = (*(step * 10.0**power for power in range(-4, 2) for step in (1, 2.5, 5)), 100.0)
-"""Upper bounds for durations, from a cached row to a patient batch: 0.1 ms to 100 s."""
-
-PROMPTS = tuple(float(2**power) for power in range(11))
-"""Upper bounds for sizes of batches: 1 to 1,024."""
-
+PROMPTS = tuple(float(2**power) for power in range(11))  # Upper bounds for sizes of batches: 1 to 1,024.
 _PACKED = re.compile(
     r"(\d{1,3}):(\d{1,15})", re.ASCII
 )  # A bucket and its count; any client may have written longer ones.

@@ -12,8 +12,8 @@ from typing import Any
 
 from lmpool.errors import SettingsError
 
+# Control characters and line breaks, for a set of characters in a regular expression.
 CONTROLS = r"\x00-\x1f\x7f-\x9f\u2028\u2029"
-"""Control characters and line breaks, for a set of characters in a regular expression."""
 
 _WAIT_POLICY, _THREADS = "OMP_WAIT_POLICY", "OMP_NUM_THREADS"
 # Redis keys contain names as UTF-8, which cannot encode lone surrogates; braces would choose their cluster slot.

@@ -20,15 +20,10 @@ from lmpool.broker.server import REPLY_TIMEOUT_S, Server
 from lmpool.errors import LMPoolError, ProtocolError, ServerUnreachable
 from lmpool.settings import shown
 
-Argument = bytes | str | int
-"""One word of a command."""
-
-CRLF = b"\r\n"
-"""The end of a line of RESP."""
-
+Argument = bytes | str | int  # One word of a command.
+CRLF = b"\r\n"  # The end of a line of RESP.
+# Max bytes of a reply: a batch of the longest prompts, or of the largest queries for nodes, is smaller.
 MAX_REPLY = 256 * 1024 * 1024
-"""Max bytes of a reply: a batch of the longest prompts, or of the largest queries for nodes, is smaller."""
-
 _MIN_REPLY_TIMEOUT_S = 2.0  # Blocking reads take up to a second.
 _MAX_REPLY_TIMEOUT_S = 30.0  # So that a request survives a broken connection within its usual timeout.
 

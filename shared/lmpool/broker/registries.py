@@ -25,15 +25,10 @@ from lmpool.protocol.token_set import TokenSet, tokens_of_bits
 from lmpool.protocol.tokenizer import MAX_PACKED_BYTES, PackedTokenizer, unpack_tokenizer
 from lmpool.vocabulary import Vocabulary
 
-MAX_BYTES = 64 * 1024 * 1024
-"""Max bytes of a packed vocabulary; none is so large."""
-
+MAX_BYTES = 64 * 1024 * 1024  # Max bytes of a packed vocabulary; none is so large.
+# Seconds for which a client may use an entry of the registry of adapters; a change returns only after them.
 KNOWN_FOR_S = 2.0
-"""Seconds for which a client may use an entry of the registry of adapters; a change returns only after them."""
-
-MARGIN_S = 0.5
-"""Seconds that a change of an adapter waits in addition, because clocks run at different rates."""
-
+MARGIN_S = 0.5  # Seconds that a change of an adapter waits in addition, because clocks run at different rates.
 _TTL_MS = 24 * 3_600_000  # Lifetime of vocabularies, tokenizers and token sets; workers and clients renew it.
 
 

@@ -22,12 +22,8 @@ from lmpool.protocol.keys import GROUP, Keys, ModelKeys
 from lmpool.protocol.model_info import LIMITS, MAX_INFO_BYTES, TRIE_SERVICE
 from lmpool.settings import shown
 
-Call = Callable[..., Awaitable[Any]]
-"""Runs one command: `call` of a connection."""
-
-MAX_AT_ONCE = 200
-"""Max prompts in one call of a script: while it runs, the server serves no other client."""
-
+Call = Callable[..., Awaitable[Any]]  # Runs one command: `call` of a connection.
+MAX_AT_ONCE = 200  # Max prompts in one call of a script: while it runs, the server serves no other client.
 # By name; names are unique across the folders.
 _FILES = {path.stem: path for path in Path(__file__).with_name("lua").glob("*/*.lua")}
 _INCLUDE = re.compile("^-- include (\\w+)$", re.MULTILINE)
@@ -108,18 +104,10 @@ STEAL = Script("steal")
 CLOSE_LANE = Script("close_lane")
 
 
-Fields = dict[bytes, bytes]
-"""The fields of an entry of a stream."""
-
-Entries = list[tuple[bytes, Fields]]
-"""Entries of a stream: id, fields."""
-
-MAX_FIELD_BYTES = 1024 * 1024
-"""Max bytes of a field of a heartbeat; the names and refusals of all adapters take less."""
-
-MAX_WORKERS = 4000
-"""Max workers of a model that are listed by name; more are only counted."""
-
+Fields = dict[bytes, bytes]  # The fields of an entry of a stream.
+Entries = list[tuple[bytes, Fields]]  # Entries of a stream: id, fields.
+MAX_FIELD_BYTES = 1024 * 1024  # Max bytes of a field of a heartbeat; the names and refusals of all adapters take less.
+MAX_WORKERS = 4000  # Max workers of a model that are listed by name; more are only counted.
 _MAX_FIELDS = 4096  # Of a hash that is read whole.
 _MAX_LANE = 1e9  # Jobs in a lane; clients may write larger numbers.
 _MAX_LEASE_MS = int(LIMITS["lease_s"][1] * 1000)

@@ -29,18 +29,13 @@ from lmpool.broker import replies
 from lmpool.embedded import find, runtime_dir
 from lmpool.errors import AuthenticationFailed, LMPoolError, ServerError, ServerUnreachable, SettingsError, argument
 
+# Names a server: a URL, or a client of redis-py.
 RedisLike = str | redis_async.Redis | redis_sync.Redis | redis_async.RedisCluster | redis_sync.RedisCluster
-"""Names a server: a URL, or a client of redis-py."""
-
-Place = tuple[str, int]
-"""Host and port of a node."""
-
-CLUSTER = "+cluster"
-"""The end of the scheme in the URL of a cluster."""
-
+Place = tuple[str, int]  # Host and port of a node.
+CLUSTER = "+cluster"  # The end of the scheme in the URL of a cluster.
 URL_VARIABLE = "LMPOOL_REDIS_URL"
+# Seconds without a reply after which a connection counts as broken, where the pool's lease is not known.
 REPLY_TIMEOUT_S = 15.0
-"""Seconds without a reply after which a connection counts as broken, where the pool's lease is not known."""
 
 UNNAMED: dict[str, Any] = (
     {"driver_info": None}

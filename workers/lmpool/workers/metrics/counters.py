@@ -14,9 +14,8 @@ from lmpool.metrics import PROMPTS, Histogram, pack_counts, quantile
 from lmpool.protocol.job import Failure
 from lmpool.workers.execution.contract import BackendStats
 
+# Failures after which clients send the missing data: no row is lost.
 SENT_AGAIN = tuple(kind.__name__ for kind in (SourceMissing, UnknownVocabulary, UnknownTokenSet, AdapterChanged))
-"""Failures after which clients send the missing data: no row is lost."""
-
 OUTCOMES = ("row", "answer", "sent_again", "failed", "dead")
 
 

@@ -22,12 +22,9 @@ from lmpool.workers.settings import WorkerSettings
 
 _log = logging.getLogger("lmpool.worker")
 
+# Max open connections to the port. A connection needs no token, and takes a file descriptor that Redis may need.
 MAX_CONNECTIONS = 64
-"""Max open connections to the port. A connection needs no token, and takes a file descriptor that Redis may need."""
-
-REQUEST_S = 10.0
-"""Max seconds for a request and its response; a scrape takes milliseconds."""
-
+REQUEST_S = 10.0  # Max seconds for a request and its response; a scrape takes milliseconds.
 _CHECKS_PER_LEASE = 10  # Checks of the event loop.
 _MAX_HEAD_BYTES = 16 * 1024  # Max bytes of a request without its body, far more than clients send.
 _TEXT = "text/plain; charset=utf-8"
