@@ -138,16 +138,13 @@ class _Cancellable(connections.AbstractConnection):
     """
 
     async def connect(self) -> None:
-        limit, self.socket_connect_timeout = self.socket_connect_timeout, None
         try:
-            async with _limit(limit, "Timeout connecting to server"):
+            async with self._limit("socket_connect_timeout", "Timeout connecting to server"):
                 await super().connect()  # type: ignore[no-untyped-call]
         except BaseException:
             # redis-py would keep a connection that the server has not let in.
             await self.disconnect(nowait=True)
             raise
-        finally:
-            self.socket_connect_timeout = limit
 
     async def send_packed_command(self, command: Any, check_health: bool = True) -> None:
         # Connecting and checking have limits of their own.
@@ -155,36 +152,30 @@ class _Cancellable(connections.AbstractConnection):
             await self.connect()
         if check_health:
             await self.check_health()  # type: ignore[no-untyped-call]
-        async with self._own_limit("Timeout writing to socket"):
+        async with self._limit("socket_timeout", "Timeout writing to socket"):
             await super().send_packed_command(command, check_health=False)
 
     async def read_response(self, disable_decoding: bool = False, timeout: float | None = None, **options: Any) -> Any:
         if timeout is not None:
             return await super().read_response(disable_decoding, timeout, **options)
-        async with self._own_limit("Timeout reading from the server"):
+        async with self._limit("socket_timeout", "Timeout reading from the server"):
             return await super().read_response(disable_decoding, **options)
 
     @asynccontextmanager
-    async def _own_limit(self, text: str) -> AsyncIterator[None]:
-        limit, self.socket_timeout = self.socket_timeout, None
+    async def _limit(self, name: str, text: str) -> AsyncIterator[None]:
+        """Apply one of redis-py's limits; raise its TimeoutError if the server is silent for so long."""
+        limit = getattr(self, name)
+        setattr(self, name, None)
         try:
-            async with _limit(limit, text):
+            async with silence_limit(limit) as timer:
                 yield
+        except TimeoutError:
+            if not timer.expired():
+                raise
+            raise redis_sync.TimeoutError(text) from None
         finally:
-            if self.socket_timeout is None:  # redis-py changes it when a server announces that it moves.
-                self.socket_timeout = limit
-
-
-@asynccontextmanager
-async def _limit(seconds: float | None, text: str) -> AsyncIterator[None]:
-    """Raise redis-py's TimeoutError if the server is silent for so long."""
-    try:
-        async with silence_limit(seconds) as timer:
-            yield
-    except TimeoutError:
-        if not timer.expired():
-            raise
-        raise redis_sync.TimeoutError(text) from None
+            if getattr(self, name) is None:  # redis-py changes it when a server announces that it moves.
+                setattr(self, name, limit)
 
 
 class _Tls(connections.SSLConnection):

@@ -60,18 +60,20 @@ class ServerMemory(NamedTuple):
         return text if wrong else None
 
 
+async def _info(redis: Redis, section: str) -> dict[str, dict[str, Any]]:
+    """A section of INFO of each master."""
+    if not isinstance(redis, RedisCluster):
+        return {"": dict(await redis.info(section))}
+    replies: Any = await cast(Any, redis).info(section, target_nodes=RedisCluster.PRIMARIES)
+    return replies if all(isinstance(reply, dict) for reply in replies.values()) else {"": replies}
+
+
 async def read_memory(redis: Redis) -> ServerMemory | None:
     """The memory of a server; None if it does not report it, for example to users without that right."""
     figures: dict[str, dict[str, Any]] = {}
     try:
         for section in ("memory", "stats"):
-            if isinstance(redis, RedisCluster):
-                replies: Any = await cast(Any, redis).info(section, target_nodes=RedisCluster.PRIMARIES)
-            else:
-                replies = {"": await redis.info(section)}
-            if not all(isinstance(reply, dict) for reply in replies.values()):
-                replies = {"": replies}  # A cluster of one master: redis-py returns its reply alone.
-            for node, reply in replies.items():
+            for node, reply in (await _info(redis, section)).items():
                 figures.setdefault(node, {}).update(reply)
     except ResponseError:
         return None
