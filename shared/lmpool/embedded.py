@@ -149,9 +149,9 @@ def secure(folder: Path, files: Set[str] = _FILES, variable: str = "LMPOOL_RUNTI
         return
     # The variable may name a home folder, or /tmp for root: closing that folder would break other programs.
     if info.st_mode & stat.S_ISVTX or not {entry.name for entry in folder.iterdir()} <= files:
+        mode = info.st_mode & 0o7777
         raise ServerError(
-            f"{folder} has mode {info.st_mode & 0o7777:o} and is not lmpool's alone: "
-            f"set {variable} to a folder of its own"
+            f"{folder} has mode {mode:o} and is not lmpool's alone: set {variable} to a folder of its own"
         )
     folder.chmod(0o700)
 

@@ -96,16 +96,12 @@ def is_traced(tracing: object) -> bool:
 
 def prometheus(extra: str) -> ModuleType:
     """`prometheus_client.core`, imported by the first call; `extra` of lmpool installs it."""
-    return _optional(
-        "prometheus_client.core", f"metrics need the package prometheus-client: pip install 'lmpool[{extra}]'"
-    )
+    return _optional("prometheus_client.core", f"metrics need prometheus-client: pip install 'lmpool[{extra}]'")
 
 
 def opentelemetry() -> ModuleType:
     """`opentelemetry.trace`, imported by the first call; raises as `prometheus`."""
-    return _optional(
-        "opentelemetry.trace", "tracing needs the package opentelemetry-api: pip install 'lmpool[tracing]'"
-    )
+    return _optional("opentelemetry.trace", "tracing needs opentelemetry-api: pip install 'lmpool[tracing]'")
 
 
 def _optional(module: str, hint: str) -> ModuleType:

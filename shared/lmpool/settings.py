@@ -72,9 +72,7 @@ def check_known(given: Iterable[str], known: Iterable[str], what: str = "an opti
 def check_name(name: str, value: Any) -> None:
     """Refuse a name that is empty, longer than 200 characters, or has characters that Redis keys must not contain."""
     if not isinstance(value, str) or not _NAME.fullmatch(value):
-        raise SettingsError(
-            f"{name}: {shown(value)} must be 1 to 200 characters of UTF-8 without braces and control characters"
-        )
+        raise SettingsError(f"{name}: {shown(value)} must be 1 to 200 characters without braces and control characters")
 
 
 def count_cores() -> int:

@@ -102,7 +102,7 @@ def _read(tokenizer: Any) -> _Tokens:
         added = {i: text for text, i in tokenizer.get_added_vocab().items()}
     else:
         raise InvalidVocabulary(
-            "it is no tokenizer of transformers, tokenizers, sentencepiece or mistral-common, and no tiktoken encoding"
+            "it is no tokenizer of transformers, tokenizers, sentencepiece, mistral-common or tiktoken"
         )
     pieces = [_or_none(name, i) for i in _ids(count)]
     spelling = spelling or _undeclared(tokenizer, pieces)
@@ -135,9 +135,9 @@ def _declared(backend: Any) -> _Spelling | None:
     if "WordPiece" in parts:
         prefix = parts["WordPiece"]["prefix"]
         return lambda piece: (piece.removeprefix(prefix) or piece).encode()  # The prefix alone is a word.
+    named = ", ".join(sorted(parts))
     raise InvalidVocabulary(
-        f"its decoder is {', '.join(sorted(parts))}: only ByteLevel, ByteFallback, Metaspace and WordPiece say which "
-        "bytes a token is"
+        f"its decoder is {named}: only ByteLevel, ByteFallback, Metaspace and WordPiece can be read"
     )
 
 
@@ -161,7 +161,7 @@ def _undeclared(tokenizer: Any, pieces: list[str | None]) -> _Spelling:
     # Any English word is spelled in GPT-2's alphabet, but only byte-level vocabularies have all its letters as tokens.
     if not {_BYTE_OF.get(piece) for piece in pieces if piece} >= _BYTES_OF_UTF8:
         raise InvalidVocabulary(
-            "it has no decoder, SentencePiece model or byte_decoder, and not every byte of GPT-2's alphabet is a token"
+            "it has no decoder and no byte_decoder, and not every byte of GPT-2's alphabet is a token"
         )
     return _byte_level(_BYTE_OF)
 
@@ -241,10 +241,7 @@ class Vocabulary:
         listed = tokens if isinstance(tokens, (list, tuple)) else list(islice(tokens, MAX_TOKENS + 1))
         if not all(issubclass(kind, bytes) for kind in set(map(type, listed))):
             index, token = next((i, token) for i, token in enumerate(listed) if not isinstance(token, bytes))
-            raise InvalidVocabulary(
-                f"token {index} of the vocabulary is {_described(token)}: tokens are bytes; decode_vocab reads those "
-                "of a tokenizer"
-            )
+            raise InvalidVocabulary(f"token {index} is {_described(token)}, not bytes: see decode_vocab for tokenizers")
         lengths = np.fromiter(map(len, listed), np.int64, len(listed))
         if problem := _over_a_limit(lengths):
             raise InvalidVocabulary(problem)

@@ -146,9 +146,7 @@ class AdapterRegistry:
         args = [self.fingerprint, name, packed, MAX_ADAPTERS, "new" * is_new]
         version, age_ms = await scripts.CHANGE_ADAPTER(self.redis, [self.keys.adapters], args)
         if version < 0:
-            raise SettingsError(
-                f"adapters: {name!r} is one too many: a model may have {MAX_ADAPTERS}; remove others first"
-            )
+            raise SettingsError(f"adapters: {name!r} is one too many: a model may have {MAX_ADAPTERS}; remove others")
         return version, 0.0 if age_ms < 0 else max(0.0, KNOWN_FOR_S + MARGIN_S - age_ms / 1000)
 
     async def begin_check(self, nonce: str, source: str, lifetime_s: float) -> None:

@@ -215,8 +215,7 @@ class AdapterCache:
                 self.engine_thread.drop_adapter(other)
                 raise SettingsError(
                     f"adapters: {shown(entry.source)} has other weights on this worker (revision {found}) than in the "
-                    f"registry ({revision}): has the folder changed? `lmpool adapters add` puts the new weights in "
-                    "service"
+                    f"registry ({revision}): if the folder has changed, add it again with `lmpool adapters add`"
                 )
         return other
 
@@ -230,9 +229,8 @@ class AdapterCache:
         other = loader.decode("utf-8", "replace") if isinstance(loader, bytes) else str(loader)
         if other not in ("", self.worker_id) and not await redis.exists(Keys(self.settings.prefix).worker(other)):
             raise SettingsError(
-                f"adapters: the worker {other} terminated while it loaded this adapter, so for "
-                f"{_QUARANTINE_MS // 60_000} minutes no worker loads it: read that worker's log, mend the adapter, and "
-                "add it again"
+                f"adapters: the worker {other} terminated while it loaded this adapter, so no worker loads it for "
+                f"{_QUARANTINE_MS // 60_000} minutes: read that worker's log, mend the adapter, and add it again"
             )
         await redis.set(key, self.worker_id, px=_QUARANTINE_MS)
         self._note = key

@@ -112,10 +112,7 @@ def exporting(model: str, worker_id: str) -> Iterator[None]:
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
     except ImportError as error:
-        raise SettingsError(
-            f"tracing needs the packages opentelemetry-sdk and opentelemetry-exporter-otlp-proto-http: {error}: "
-            "pip install 'lmpool[tracing]'"
-        ) from error
+        raise SettingsError(f"tracing needs more packages ({error}): pip install 'lmpool[tracing]'") from error
     if not isinstance(api.get_tracer_provider(), api.ProxyTracerProvider):
         yield
         return
