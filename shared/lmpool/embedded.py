@@ -126,15 +126,9 @@ def socket_path(folder: Path) -> Path:
 
 
 def secure(folder: Path, files: Set[str] = _FILES, variable: str = "LMPOOL_RUNTIME_DIR") -> None:
-    """Refuse a folder that belongs to another user or holds foreign files; otherwise close it to other users.
+    """Close a folder to other users; raise ServerError if it belongs to another user or contains foreign files.
 
-    Args:
-        folder: an existing folder.
-        files: names that a folder with an open mode may contain.
-        variable: the environment variable that names another folder.
-
-    Raises:
-        ServerError: the folder is refused.
+    A folder with an open mode may contain `files`. The environment variable `variable` names another folder.
     """
     info = folder.lstat()
     if info.st_uid != os.geteuid():
@@ -366,11 +360,7 @@ class EmbeddedServer:
         self.join(User(os.getpid()), may_join=False)
 
     def join(self, user: User, *, may_join: bool = True) -> bool:
-        """Start the server, or join the one that runs; call it again if the server has ended.
-
-        Args:
-            user: the record of this process.
-            may_join: False to accept only a server of its own.
+        """Start the server, or join the one that runs if it may; call it again if the server has ended.
 
         Returns:
             whether this call started the server.
@@ -399,11 +389,7 @@ class EmbeddedServer:
                 raise
 
     def stop(self) -> bool:
-        """Stop using the server, and wait for its end if no other process uses it; does nothing the second time.
-
-        Returns:
-            whether other processes use the server.
-        """
+        """Stop using the server, and wait for its end unless other processes use it; returns whether they do."""
         if self._state is None or self._owner != os.getpid():
             return False
         state, self._state = self._state, None

@@ -284,14 +284,7 @@ class ProtocolError(LMPoolError, ValueError):
 
 
 def of_prompt(error: _E, name: str, index: int, count: int) -> _E:
-    """Name the prompt in an error that concerns one of several prompts; other errors stay as they are.
-
-    Args:
-        error: an error that no other caller holds.
-        name: name of the argument with the prompts.
-        index: index of the prompt, from 0.
-        count: number of prompts.
-    """
+    """Name the prompt `index` of `count` in an error about one of several prompts; other errors stay as they are."""
     if count > 1 and isinstance(error, (InvalidPrompt, WorkerError, NoProbability)):
         error.args = (f"{name}[{index}]: {error}",)
     return error

@@ -24,20 +24,12 @@ _PACKED = re.compile(
 
 
 class Histogram:
-    """How many observations fell into each bucket, and their sum.
-
-    One thread observes; other threads may read at any time.
-
-    Attributes:
-        bounds: upper bounds of the buckets, ascending and inclusive; one more bucket is above the last.
-        counts: observations in each bucket, one more than there are bounds.
-        total: the sum of all observations.
-    """
+    """How many observations fell into each bucket, and their sum. One thread observes, any thread reads."""
 
     __slots__ = ("bounds", "counts", "total")
 
     def __init__(self, bounds: Sequence[float] = SECONDS) -> None:
-        self.bounds = bounds
+        self.bounds = bounds  # Upper bounds of the buckets, ascending and inclusive; one more bucket is above the last.
         self.counts = [0] * (len(bounds) + 1)
         self.total = 0.0
 

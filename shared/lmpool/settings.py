@@ -100,11 +100,7 @@ def set_openmp_defaults() -> None:
 
 
 def cpu_limit(root: Path = Path("/")) -> float | None:
-    """The cores that the control groups of this process allow, as with `docker run --cpus`; None for no limit.
-
-    Args:
-        root: the folder with /proc and /sys.
-    """
+    """The cores that the control groups of this process allow, as with `docker run --cpus`; None for no limit."""
     limits: list[float] = []
     with suppress(OSError):  # Not on Linux.
         for line in (root / "proc/self/cgroup").read_text().splitlines():

@@ -112,14 +112,8 @@ def draw_few_tokens(
 ) -> tuple[NDArray[Any], NDArray[np.float32]]:
     """The rows of several prompts of a model of at most `FEW_TOKENS`; much faster than one by one.
 
-    Args:
-        prompts: encoded prompts, each with the revision of its adapter ("" for none).
-        vocab_size: V.
-        seed: the model's seed.
-        bits: return the bfloat16 bits of the logits, not the log-probabilities.
-
-    Returns:
-        float32 log-probabilities or uint16 bits (n, V), and the float32 logZ of the logits (n,).
+    Takes encoded prompts, each with the revision of its adapter ("" for none). Returns float32 log-probabilities, or
+    with `bits` the bfloat16 bits of the logits, (n, V), and the float32 logZ of the logits (n,).
     """
     hashes = b"".join([_hash(ids, seed, revision) for ids, revision in prompts])
     numbers, table = np.frombuffer(hashes, _HASHES), _table(vocab_size, seed)

@@ -234,13 +234,7 @@ def _connection_errors() -> Iterator[None]:
 
 
 class Cluster:
-    """Which master of a cluster serves which slot.
-
-    Args:
-        nodes: some nodes, of which one must answer.
-        options: options of the connections, in redis-py's names.
-        is_tls: whether the nodes use TLS.
-    """
+    """Which master of a cluster serves which slot. One of `nodes` must answer; `options` have redis-py's names."""
 
     def __init__(self, nodes: Sequence[Place], options: Mapping[str, Any], *, is_tls: bool) -> None:
         self.nodes = list(nodes)

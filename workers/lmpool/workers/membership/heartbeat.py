@@ -220,8 +220,7 @@ class Heartbeat:
     async def leave(self, *, for_good: bool = True) -> None:
         """Deregister the worker, its consumer if that holds nothing, and the info if no other worker serves the model.
 
-        Args:
-            for_good: False for a worker that failed: the info and the adapters stay for the next worker.
+        Not `for_good`, after a failure, the info and the adapters stay for the next worker.
         """
         await self.redis.delete(self._heartbeat)
         await self._drop(self.worker_id)
