@@ -176,16 +176,15 @@ class Heartbeat:
 
     async def _serving(self, fingerprint: str) -> list[str]:
         """Other live workers of this model with a fingerprint; "" for the workers with another one than ours."""
-        workers = []
-        for worker_id in (await read_alive(self.redis, self._model, names=True)).names:
+        workers, alive = [], await read_alive(self.redis, self._model, names=True)
+        for worker_id in [name for name in alive.names if name != self.worker_id]:
             try:
                 fields = await read_texts(self.redis, self.keys.worker(worker_id), ["fingerprint"])
             except ProtocolError as error:  # One key of another type must not hide the other workers.
                 _log.warning("the worker %r is left out: %s", worker_id, error)
                 continue
             theirs, ours = fields.get("fingerprint"), self.info.service_fingerprint
-            is_wanted = theirs == fingerprint if fingerprint else theirs not in (None, ours)
-            if worker_id != self.worker_id and is_wanted:
+            if theirs == fingerprint if fingerprint else theirs not in (None, ours):
                 workers.append(worker_id)
         return workers
 
