@@ -184,7 +184,8 @@ class Heartbeat:
                 _log.warning("the worker %r is left out: %s", worker_id, error)
                 continue
             theirs, ours = fields.get("fingerprint"), self.info.service_fingerprint
-            if theirs == fingerprint if fingerprint else theirs not in (None, ours):
+            is_wanted = theirs == fingerprint if fingerprint else theirs not in (None, ours)
+            if is_wanted:
                 workers.append(worker_id)
         return workers
 
