@@ -21,8 +21,8 @@ _MAX_CANCEL_S = 1.0  # Between repeated cancellations: a task that ignores one d
 _WARN_EVERY_S = 10.0  # Between log lines about tasks that do not end.
 _PARTS = 20  # Of a silence limit: a blocked event loop uses up one part, so 20 blocks can use up the limit.
 
+# Seconds by which a timer may be late on a busy machine; if it is later, the event loop was blocked.
 MAX_LATENESS_S = 0.25
-"""Seconds by which a timer may be late on a busy machine; if it is later, the event loop was blocked."""
 
 
 def delays(max_s: float = _MAX_DELAY_S) -> Iterator[float]:
@@ -38,13 +38,7 @@ async def silence_limit(seconds: float | None) -> AsyncIterator[asyncio.Timeout]
     """Limit how long the other side may be silent: `asyncio.timeout`, except that a blocked event loop hardly counts.
 
     A program that computes in its event loop receives nothing, although the other side may have answered. So each time
-    that the event loop is blocked counts as a small part of the limit, however long it takes.
-
-    Args:
-        seconds: the limit; None for no limit.
-
-    Raises:
-        TimeoutError: the limit has passed.
+    that the event loop is blocked counts as a small part of the limit, however long it takes. None means no limit.
     """
     loop = asyncio.get_running_loop()
     async with asyncio.timeout(seconds) as timer:
@@ -73,9 +67,6 @@ async def end_tasks(tasks: Iterable[asyncio.Task[Any]]) -> None:
     A cancellation is repeated: `asyncio.wait_for` of Python 3.11 loses one that arrives together with the result. If
     the caller is cancelled, `CancelledError` is raised when all tasks have ended, because they use objects that the
     caller is about to close. Tasks that take long are named in the log.
-
-    Raises:
-        CancelledError: the caller was cancelled.
     """
     tasks = list(tasks)
     pending = {task for task in tasks if not task.done()}
@@ -101,11 +92,7 @@ async def end_tasks(tasks: Iterable[asyncio.Task[Any]]) -> None:
 
 
 async def finish(work: Coroutine[Any, Any, None]) -> None:
-    """Await a coroutine to its end, even if this call is cancelled in between: a close must be completed.
-
-    Raises:
-        CancelledError: this call was cancelled; an exception of the coroutine is its cause.
-    """
+    """Await a coroutine to its end, even if this call is cancelled in between: a close must be completed."""
     task = asyncio.ensure_future(work)
     interrupted: asyncio.CancelledError | None = None
     while not task.done():
@@ -123,20 +110,18 @@ async def gather(
 ) -> list[T]:
     """Await all coroutines; the first exception cancels the others and is raised.
 
-    Args:
-        work: the coroutines.
-        explain: called with that exception, and the index in `work` of its coroutine.
+    `explain` is called with that exception, and the index in `work` of its coroutine.
     """
     requests = list(work)
     if len(requests) < 2:  # A batch of one is usual, and needs no task.
         return [await request for request in requests]
     tasks = list(map(asyncio.ensure_future, requests))
-    failed = _failed(tasks)
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
-        if failed and (error := failed[0].exception()) is not None:
-            explain(error, tasks.index(failed[0]))
-            raise error
+        for index, task in enumerate(tasks):
+            if task.done() and not task.cancelled() and (error := task.exception()) is not None:
+                explain(error, index)
+                raise error
     finally:
         await end_tasks(tasks)
     return [task.result() for task in tasks]
@@ -150,28 +135,16 @@ async def await_beside(work: Coroutine[Any, Any, T], others: Iterable[Coroutine[
     """
     main = asyncio.ensure_future(work)
     tasks: list[asyncio.Task[Any]] = [main, *map(asyncio.ensure_future, others)]
-    pending, failed = set(tasks), _failed(tasks)
+    pending = set(tasks)
     try:
         while not main.done():
-            _, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
-            if failed:
-                failed[0].result()
+            done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+            for task in tasks:
+                if task in done and not task.cancelled():
+                    task.result()
     finally:
         await end_tasks(tasks)
     return main.result()
-
-
-def _failed(tasks: Iterable[asyncio.Task[T]]) -> list[asyncio.Task[T]]:
-    """A list to which each task that ends with an exception is appended, in that order."""
-    failed: list[asyncio.Task[T]] = []
-
-    def note(task: asyncio.Task[T]) -> None:
-        if not task.cancelled() and task.exception() is not None:
-            failed.append(task)
-
-    for task in tasks:
-        task.add_done_callback(note)
-    return failed
 
 
 async def join_task(task: asyncio.Task[T]) -> T:

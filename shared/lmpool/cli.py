@@ -30,18 +30,11 @@ from rich.text import Text
 from lmpool.errors import LMPoolError, LogFormatter, SettingsError, printable, to_json, use_options
 from lmpool.settings import set_openmp_defaults
 
-LAUNCH = "from lmpool.cli import main_as_child; main_as_child()"
-"""The program of the child, for `python -c`."""
-
-FOLDER_VARIABLE = "LMPOOL_ATTACHED_FOLDER"
-"""Names a folder that the child removes when its parent is killed."""
-
+LAUNCH = "from lmpool.cli import main_as_child; main_as_child()"  # The program of the child, for `python -c`.
+FOLDER_VARIABLE = "LMPOOL_ATTACHED_FOLDER"  # Names a folder that the child removes when its parent is killed.
+# Names a descriptor to which a process writes a line when it serves, for the process that started it.
 READY_VARIABLE = "LMPOOL_READY_DESCRIPTOR"
-"""Names a descriptor to which a process writes a line when it serves, for the process that started it."""
-
-INTERRUPTED = 130
-"""The exit code after Ctrl-C."""
-
+INTERRUPTED = 130  # The exit code after Ctrl-C.
 _GROUP = "lmpool.commands"
 _TRACEBACK_VARIABLE = "LMPOOL_TRACEBACK"
 _CALLED = {"when_absent": "--no-wait"}  # Arguments of Python whose option has another name.
@@ -107,8 +100,7 @@ def _root(
 def main(*, is_interruptible: bool = False) -> None:
     """Run the command line; exits 0, 2 on an error (a few have codes of their own), 130 on Ctrl-C.
 
-    Args:
-        is_interruptible: from now on Ctrl-C raises KeyboardInterrupt; after the command it ends the process at once.
+    If `is_interruptible`, Ctrl-C raises KeyboardInterrupt from now on; after the command it ends the process at once.
     """
     if logging.lastResort is not None:  # Prints warnings as long as logging is not configured.
         logging.lastResort.setFormatter(LogFormatter())
@@ -129,7 +121,9 @@ def main(*, is_interruptible: bool = False) -> None:
     except (typer.Abort, KeyboardInterrupt):
         code = INTERRUPTED
     except LMPoolError as error:
-        _fail(_with_option(error) if isinstance(error, SettingsError) else str(error))
+        option = _options().get(getattr(error, "setting", ""), "")
+        is_given = option and any(word.partition("=")[0] == option for word in sys.argv)
+        _fail(f"{option}: {cast(SettingsError, error).problem}" if is_given else str(error))
         code = error.exit_code
     except _ClickException as error:
         code = _fail(str(error))
@@ -162,10 +156,9 @@ def add_commands(names: Sequence[str] = ()) -> None:
 def _usage(error: typer.BadParameter) -> int:
     """Print one line about a wrong command line."""
     message = error.format_message()
-    if not message.strip():
-        return 2  # No argument was given, and typer has printed the help.
-    if len(message.splitlines()) > 1:
-        for line in message.splitlines():
+    lines = message.strip().splitlines()
+    if len(lines) != 1:  # Without an argument typer has printed the help, and the message is empty.
+        for line in lines:
             say(line)
         return 2
     if "unexpected extra argument" in message and "model" in _options():
@@ -195,13 +188,6 @@ def _options() -> dict[str, str]:
     return options
 
 
-def _with_option(error: SettingsError) -> str:
-    """The text of an error, with the option in place of the setting's name if the user gave that option."""
-    option = _options().get(error.setting, "")
-    is_given = any(word.partition("=")[0] == option for word in sys.argv)
-    return f"{option}: {error.problem}" if option and is_given else str(error)
-
-
 def report_ready(text: str = "ready") -> None:
     """Report once to the process that started this one that it serves; see `READY_VARIABLE`."""
     with contextlib.suppress(KeyError, ValueError, OSError):
@@ -214,17 +200,16 @@ def main_as_child() -> None:
     """Run the command line in a session of its own."""
     with contextlib.suppress(PermissionError):  # This process leads a session already.
         os.setsid()
-    threading.Thread(
-        target=_end_with_parent, args=(os.environ.pop(FOLDER_VARIABLE, ""),), name="lmpool-parent", daemon=True
-    ).start()
+    folder = os.environ.pop(FOLDER_VARIABLE, "")
+
+    def end_with_parent() -> None:
+        with contextlib.suppress(OSError):
+            while os.read(_STDIN, 1024):
+                pass
+        if folder:
+            shutil.rmtree(folder, ignore_errors=True)
+        os.killpg(0, signal.SIGKILL)
+
+    threading.Thread(target=end_with_parent, name="lmpool-parent", daemon=True).start()
     sys.argv[0] = "lmpool"  # The name in messages.
     main()
-
-
-def _end_with_parent(folder: str) -> None:
-    with contextlib.suppress(OSError):
-        while os.read(_STDIN, 1024):
-            pass
-    if folder:
-        shutil.rmtree(folder, ignore_errors=True)
-    os.killpg(0, signal.SIGKILL)

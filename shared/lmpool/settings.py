@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import MISSING, field, fields
 from pathlib import Path
@@ -13,8 +13,8 @@ from typing import Any
 
 from lmpool.errors import SettingsError
 
+# Control characters and line breaks, for a set of characters in a regular expression.
 CONTROLS = r"\x00-\x1f\x7f-\x9f\u2028\u2029"
-"""Control characters and line breaks, for a set of characters in a regular expression."""
 
 _WAIT_POLICY, _THREADS = "OMP_WAIT_POLICY", "OMP_NUM_THREADS"
 # Redis keys contain names as UTF-8, which cannot encode lone surrogates; braces would choose their cluster slot.
@@ -30,49 +30,50 @@ def shown(value: object, most: int = 300) -> str:
     return text if len(text) <= most else text[: most - 3] + "..."
 
 
-def check_number(name: str, value: Any, least: float, most: float | None = None, *, whole: bool = True) -> None:
-    """Refuse a value that is not a number from `least` to `most`; if `whole`, not an integer.
+def check_number(
+    name: str, value: Any, least: float, most: float | None = None, *, whole: bool = True, note: str = ""
+) -> Any:
+    """Return a number from `least` to `most` (None: no limit), an integer if `whole`; otherwise raise SettingsError.
 
-    Raises:
-        SettingsError: with the setting's name.
+    `note` ends the sentence of the error, for example ", or None".
     """
-    right_type = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
-    if not right_type or not least <= value or (most is not None and value > most):
-        upper = f" and at most {most:g}" if most is not None else ""
-        kind = "a whole number" if whole else "a number"
-        raise SettingsError(f"{name}: {shown(value)} must be {kind} of at least {least:g}{upper}")
+    is_number = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
+    if not is_number or not least <= value or (most is not None and value > most):
+        limits = f"of at least {least}" if most is None else f"from {least} to {most}"
+        raise SettingsError(f"{name}: {shown(value)} must be a {'whole ' * whole}number {limits}{note}")
+    return value
+
+
+def check_kind(name: str, value: Any, kind: type | tuple[type, ...], what: str) -> Any:
+    """Return an instance of `kind`; otherwise raise SettingsError: the value must be `what`."""
+    if not isinstance(value, kind):
+        raise SettingsError(f"{name}: {shown(value)} must be {what}")
+    return value
 
 
 def check_texts(name: str, value: Any) -> None:
-    """Refuse a value that is not a list of strings; a single string would be read as a list of its characters.
-
-    Raises:
-        SettingsError: with the setting's name.
-    """
-    if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
-        raise SettingsError(f"{name}: {shown(value)} is not a list of texts")
+    """Refuse a value that is not a list of strings; a single string would be read as a list of its characters."""
+    for text in check_kind(name, value, list, "a list of texts"):
+        check_kind(name, text, str, "a text")
 
 
-def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
-    """Refuse a value that is not one of `choices`.
-
-    Raises:
-        SettingsError: with the setting's name.
-    """
+def check_choice(name: str, value: Any, choices: Collection[str]) -> Any:
+    """Return one of `choices`; otherwise raise SettingsError."""
     if value not in choices:
         raise SettingsError(f"{name}: {shown(value)} is not one of {', '.join(choices)}")
+    return value
+
+
+def check_known(given: Iterable[str], known: Iterable[str], what: str = "an option") -> None:
+    """Raise SettingsError for the first of the `given` names, in order of the alphabet, that is not known."""
+    if unknown := set(given).difference(known):
+        raise SettingsError(f"{min(unknown)}: not {what}; there are {', '.join(known)}")
 
 
 def check_name(name: str, value: Any) -> None:
-    """Refuse a name that is empty, longer than 200 characters, or has characters that Redis keys must not contain.
-
-    Raises:
-        SettingsError: with the setting's name.
-    """
+    """Refuse a name that is empty, longer than 200 characters, or has characters that Redis keys must not contain."""
     if not isinstance(value, str) or not _NAME.fullmatch(value):
-        raise SettingsError(
-            f"{name}: {shown(value)} must be 1 to 200 characters of UTF-8 without braces and control characters"
-        )
+        raise SettingsError(f"{name}: {shown(value)} must be 1 to 200 characters without braces and control characters")
 
 
 def option(description: str, default: Any = MISSING, least: float | None = None, most: float | None = None) -> Any:
@@ -125,11 +126,7 @@ def set_openmp_defaults() -> None:
 
 
 def cpu_limit(root: Path = Path("/")) -> float | None:
-    """The cores that the control groups of this process allow, as with `docker run --cpus`; None for no limit.
-
-    Args:
-        root: the folder with /proc and /sys.
-    """
+    """The cores that the control groups of this process allow, as with `docker run --cpus`; None for no limit."""
     limits: list[float] = []
     with suppress(OSError):  # Not on Linux.
         for line in (root / "proc/self/cgroup").read_text().splitlines():

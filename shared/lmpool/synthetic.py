@@ -16,10 +16,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lmpool.errors import SettingsError
 from lmpool.protocol.job import encode_prompt
 from lmpool.protocol.row import narrow_to_bf16, widen_bf16
-from lmpool.settings import shown
+from lmpool.settings import check_number
 from lmpool.vocabulary import MAX_TOKENS, Vocabulary
 
 _BASES = 8  # Base rows of a model; few, so that they stay in the processor's cache.
@@ -41,60 +40,40 @@ _MAX_CUT = 5  # Bytes that it removes from the earlier one first.
 
 
 class BaseRow(NamedTuple):
-    """One base row. Each quarter is stored twice in succession, so that a rotation of it is one slice.
+    """One base row. Each quarter is stored twice in succession, so that a rotation of it is one slice."""
 
-    Attributes:
-        logprobs: per quarter, float32 of shape (2 * size,).
-        bits: per quarter, bfloat16 bits of the logits, uint16 of shape (2 * size,).
-        log_z: float32 logZ of the logits.
-        sizes: per quarter, its length, at least 1.
-    """
-
-    logprobs: list[NDArray[np.float32]]
-    bits: list[NDArray[np.uint16]]
-    log_z: np.float32
-    sizes: list[int]
+    logprobs: list[NDArray[np.float32]]  # Per quarter: (2 * size,).
+    bits: list[NDArray[np.uint16]]  # Per quarter: bfloat16 bits of the logits, (2 * size,).
+    log_z: np.float32  # logZ of the logits.
+    sizes: list[int]  # Per quarter: its length, at least 1.
 
 
 @lru_cache(maxsize=8)
 def base_rows(vocab_size: int, seed: int) -> list[BaseRow]:
     """The base rows of a synthetic model."""
-    generator = np.random.Generator(np.random.PCG64(seed))
-    return [_draw_base(generator, vocab_size) for _ in range(_BASES)]
-
-
-def _draw_base(generator: np.random.Generator, vocab_size: int) -> BaseRow:
-    draws = generator.standard_normal(vocab_size, dtype=np.float32) * np.float32(3)
-    bits = narrow_to_bf16(draws)
-    logits = widen_bf16(bits)
-    log_z = np.float32(np.logaddexp.reduce(logits.astype(np.float64)))
-    logprobs = logits - log_z
-    return BaseRow(
-        [np.tile(part, 2) for part in np.array_split(logprobs, _PARTS)],
-        [np.tile(part, 2) for part in np.array_split(bits, _PARTS)],
-        log_z,
-        [max(1, len(part)) for part in np.array_split(bits, _PARTS)],
-    )
+    generator, bases = np.random.Generator(np.random.PCG64(seed)), []
+    for _ in range(_BASES):
+        draws = generator.standard_normal(vocab_size, dtype=np.float32) * np.float32(3)
+        bits = narrow_to_bf16(draws)
+        logits = widen_bf16(bits)
+        log_z = np.float32(np.logaddexp.reduce(logits.astype(np.float64)))
+        logprobs, quarters = np.array_split(logits - log_z, _PARTS), np.array_split(bits, _PARTS)
+        sizes = [max(1, len(part)) for part in quarters]
+        bases.append(
+            BaseRow([np.tile(part, 2) for part in logprobs], [np.tile(part, 2) for part in quarters], log_z, sizes)
+        )
+    return bases
 
 
 class _Table(NamedTuple):
-    """All base rows of a synthetic model of few tokens, to draw several rows at once.
+    """All base rows of a synthetic model of few tokens, to draw several rows at once."""
 
-    Attributes:
-        logprobs: float32 (bases * 2 V,), the quarters of each base row in succession as in `BaseRow`.
-        bits: uint16 (bases * 2 V,), the bits.
-        log_z: float32 (bases,).
-        sizes: uint32 (quarters,), the lengths of the quarters.
-        quarter: (V,), the quarter of each entry.
-        place: (V,), the place of each entry in its base row without rotation.
-    """
-
-    logprobs: NDArray[np.float32]
-    bits: NDArray[np.uint16]
-    log_z: NDArray[np.float32]
-    sizes: NDArray[np.uint32]
-    quarter: NDArray[np.intp]
-    place: NDArray[np.intp]
+    logprobs: NDArray[np.float32]  # (bases * 2 V,): the quarters of each base row in succession as in `BaseRow`.
+    bits: NDArray[np.uint16]  # (bases * 2 V,).
+    log_z: NDArray[np.float32]  # (bases,).
+    sizes: NDArray[np.uint32]  # (quarters,): the lengths of the quarters.
+    quarter: NDArray[np.intp]  # (V,): the quarter of each entry.
+    place: NDArray[np.intp]  # (V,): the place of each entry in its base row without rotation.
 
 
 @lru_cache(maxsize=8)
@@ -133,14 +112,8 @@ def draw_few_tokens(
 ) -> tuple[NDArray[Any], NDArray[np.float32]]:
     """The rows of several prompts of a model of at most `FEW_TOKENS`; much faster than one by one.
 
-    Args:
-        prompts: encoded prompts, each with the revision of its adapter ("" for none).
-        vocab_size: V.
-        seed: the model's seed.
-        bits: return the bfloat16 bits of the logits, not the log-probabilities.
-
-    Returns:
-        float32 log-probabilities or uint16 bits (n, V), and the float32 logZ of the logits (n,).
+    Takes encoded prompts, each with the revision of its adapter ("" for none). Returns float32 log-probabilities, or
+    with `bits` the bfloat16 bits of the logits, (n, V), and the float32 logZ of the logits (n,).
     """
     hashes = b"".join([_hash(ids, seed, revision) for ids, revision in prompts])
     numbers, table = np.frombuffer(hashes, _HASHES), _table(vocab_size, seed)
@@ -209,8 +182,7 @@ def synthetic_vocabulary(vocab_size: int, seed: int = 0) -> Vocabulary:
     Raises:
         SettingsError: `vocab_size` is not a whole number from 1 to `lmpool.vocabulary.MAX_TOKENS`.
     """
-    if type(vocab_size) is not int or not 1 <= vocab_size <= MAX_TOKENS:
-        raise SettingsError(f"vocab_size: {shown(vocab_size)} must be a whole number from 1 to {MAX_TOKENS}")
+    check_number("vocab_size", vocab_size, 1, MAX_TOKENS)
     tokens = [b""]
     if vocab_size >= _SINGLE_BYTES_FROM:
         tokens += [bytes([value]) for value in range(256)]

@@ -25,17 +25,18 @@ from __future__ import annotations
 
 import hashlib
 import json
-import operator
 import re
 import struct
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cached_property
+from itertools import islice
 from typing import Any, NamedTuple, SupportsIndex
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lmpool.errors import InvalidVocabulary, ProtocolError, SettingsError
-from lmpool.settings import check_choice, shown
+from lmpool.errors import InvalidVocabulary, ProtocolError
+from lmpool.settings import check_choice, check_number, shown
 
 MAX_TOKENS = 4_000_000
 """Max tokens of a vocabulary; published ones have up to 262,144."""
@@ -61,36 +62,11 @@ _SPACE = "▁".encode()
 _BYTES_OF_UTF8 = frozenset(range(256)) - {0xC0, 0xC1} - frozenset(range(0xF5, 256))
 
 
-class TokenBytes(NamedTuple):
-    """The tokens of a tokenizer.
+_Tokens = tuple[list[bytes], list[str | None] | None]
+"""The byte string of each id, b"" for an id without a token; and the tokenizer's names of the tokens, if it has any."""
 
-    Attributes:
-        tokens: the byte string of each id; b"" for an id without a token.
-        pieces: the tokenizer's name of each token, or None; None for a tokenizer without names.
-    """
-
-    tokens: list[bytes]
-    pieces: list[str | None] | None
-
-
-class _Spelling(NamedTuple):
-    """How names become bytes: those of ordinary tokens, and those of added tokens."""
-
-    ordinary: Callable[[str], bytes]
-    added: Callable[[str], bytes] = str.encode
-
-
-def read_tokens(tokenizer: Any, most: int) -> TokenBytes:
-    """Read the byte strings of at most `most` tokens of a tokenizer (see `decode_vocab`).
-
-    Raises:
-        InvalidVocabulary: they cannot be read, or the tokenizer has none or too many.
-    """
-    try:
-        return _read(_innermost(tokenizer), most)
-    except (AttributeError, LookupError, OverflowError, TypeError, ValueError) as error:
-        reason = str(error) if isinstance(error, InvalidVocabulary) else f"{type(error).__name__}: {error}"
-        raise InvalidVocabulary(f"the vocabulary of {_name(tokenizer)} cannot be read: {reason}") from error
+_Spelling = Callable[[str], bytes]
+"""Converts the name of an ordinary token to bytes."""
 
 
 def _innermost(tokenizer: Any) -> Any:
@@ -103,57 +79,45 @@ def _innermost(tokenizer: Any) -> Any:
     return tokenizer
 
 
-def _read(tokenizer: Any, most: int) -> TokenBytes:
+def _read(tokenizer: Any) -> _Tokens:
+    """Read the tokens of a tokenizer by id: its vocabulary by name would merge duplicates."""
     if hasattr(tokenizer, "decode_single_token_bytes"):
-        ids = _ids(tokenizer.n_vocab, most)
-        return TokenBytes([_or_none(tokenizer.decode_single_token_bytes, i) or b"" for i in ids], None)
+        return [_or_none(tokenizer.decode_single_token_bytes, i) or b"" for i in _ids(tokenizer.n_vocab)], None
     if hasattr(tokenizer, "id_to_byte_piece"):
-        ids = _ids(tokenizer.n_words, most)
-        special = tokenizer.num_special_tokens
+        ids, special = _ids(tokenizer.n_words), tokenizer.num_special_tokens
         texts = [tokenizer.id_to_piece(i).encode() for i in ids[:special]]
-        return TokenBytes(texts + [tokenizer.id_to_byte_piece(i) for i in ids[special:]], None)
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is not None or hasattr(tokenizer, "id_to_token"):
-        return _read_fast(tokenizer, backend or tokenizer, most)
-    if hasattr(tokenizer, "id_to_piece"):
+        return texts + [tokenizer.id_to_byte_piece(i) for i in ids[special:]], None
+    backend = getattr(tokenizer, "backend_tokenizer", None) or tokenizer
+    added: dict[int, str] = {}
+    spelling: _Spelling | None = None
+    if hasattr(backend, "id_to_token"):  # An object of the package `tokenizers`.
+        count, name = max(backend.get_vocab_size(), _end(backend.get_vocab())), backend.id_to_token
+        added = {i: token.content for i, token in backend.get_added_tokens_decoder().items()}
+        spelling = _declared(backend)
+    elif hasattr(tokenizer, "id_to_piece"):
         count = tokenizer.n_words if hasattr(tokenizer, "n_words") else tokenizer.get_piece_size()
-        return _spelled([tokenizer.id_to_piece(i) for i in _ids(count, most)], {}, _SENTENCEPIECE)
-    if hasattr(tokenizer, "convert_ids_to_tokens"):
-        return _read_slow(tokenizer, most)
-    raise InvalidVocabulary(
-        "it is no tokenizer of transformers, tokenizers, sentencepiece or mistral-common, and no tiktoken encoding"
-    )
-
-
-def _read_fast(tokenizer: Any, backend: Any, most: int) -> TokenBytes:
-    """Read an object of the package `tokenizers`, by id: its vocabulary by name would merge duplicates."""
-    ids = _ids(max(backend.get_vocab_size(), _end(backend.get_vocab())), most)
-    pieces = [backend.id_to_token(i) for i in ids]
-    added = {i: token.content for i, token in backend.get_added_tokens_decoder().items()}
-    spelling = _declared(backend) or _undeclared(tokenizer, pieces)
-    return _spelled(pieces, added, spelling)
-
-
-def _read_slow(tokenizer: Any, most: int) -> TokenBytes:
-    ids = _ids(max(len(tokenizer), _end(tokenizer.get_vocab())), most)
-    pieces = [_or_none(tokenizer.convert_ids_to_tokens, i) for i in ids]
-    added = {i: text for text, i in tokenizer.get_added_vocab().items()}
-    return _spelled(pieces, added, _undeclared(tokenizer, pieces))
-
-
-def _spelled(pieces: list[str | None], added: Mapping[int, str], spelling: _Spelling) -> TokenBytes:
+        name, spelling = tokenizer.id_to_piece, _sentencepiece
+    elif hasattr(tokenizer, "convert_ids_to_tokens"):
+        count, name = max(len(tokenizer), _end(tokenizer.get_vocab())), tokenizer.convert_ids_to_tokens
+        added = {i: text for text, i in tokenizer.get_added_vocab().items()}
+    else:
+        raise InvalidVocabulary(
+            "it is no tokenizer of transformers, tokenizers, sentencepiece, mistral-common or tiktoken"
+        )
+    pieces = [_or_none(name, i) for i in _ids(count)]
+    spelling = spelling or _undeclared(tokenizer, pieces)
     tokens = []
     for i, piece in enumerate(pieces):
         try:
-            if i in added:
-                tokens.append(spelling.added(added[i]))
+            if i not in added:
+                tokens.append(b"" if piece is None else spelling(piece))
             else:
-                tokens.append(b"" if piece is None else spelling.ordinary(piece))
+                text = added[i].encode()
+                tokens.append(text.replace(_SPACE, b" ") if spelling is _sentencepiece else text)
         except (LookupError, TypeError, ValueError) as error:
-            raise InvalidVocabulary(
-                f"token {i}, {shown(piece, _MAX_SHOWN)}, has a character that stands for no byte"
-            ) from error
-    return TokenBytes(tokens, pieces)
+            reason = f"token {i}, {shown(piece, _MAX_SHOWN)}, has a character that stands for no byte"
+            raise InvalidVocabulary(reason) from error
+    return tokens, pieces
 
 
 def _declared(backend: Any) -> _Spelling | None:
@@ -165,14 +129,15 @@ def _declared(backend: Any) -> _Spelling | None:
     # `backend.to_str()` would fail when any other part is written in Python.
     parts = {part["type"]: part for part in _parts(json.loads(backend.decoder.__getstate__()))}
     if "ByteFallback" in parts or "Metaspace" in parts:
-        return _SENTENCEPIECE
+        return _sentencepiece
     if "ByteLevel" in parts:
         return _byte_level(_BYTE_OF, getattr(backend.model, "end_of_word_suffix", None) or "")
     if "WordPiece" in parts:
-        return _wordpiece(parts["WordPiece"]["prefix"])
+        prefix = parts["WordPiece"]["prefix"]
+        return lambda piece: (piece.removeprefix(prefix) or piece).encode()  # The prefix alone is a word.
+    named = ", ".join(sorted(parts))
     raise InvalidVocabulary(
-        f"its decoder is {', '.join(sorted(parts))}: only ByteLevel, ByteFallback, Metaspace and WordPiece say which "
-        "bytes a token is"
+        f"its decoder is {named}: only ByteLevel, ByteFallback, Metaspace and WordPiece can be read"
     )
 
 
@@ -190,13 +155,13 @@ def _parts(node: Any) -> Iterator[dict[str, Any]]:
 def _undeclared(tokenizer: Any, pieces: list[str | None]) -> _Spelling:
     """The spelling of a tokenizer without a decoder."""
     if hasattr(tokenizer, "sp_model"):
-        return _SENTENCEPIECE
+        return _sentencepiece
     if byte_of := getattr(tokenizer, "byte_decoder", None):
         return _byte_level(byte_of)
     # Any English word is spelled in GPT-2's alphabet, but only byte-level vocabularies have all its letters as tokens.
     if not {_BYTE_OF.get(piece) for piece in pieces if piece} >= _BYTES_OF_UTF8:
         raise InvalidVocabulary(
-            "it has no decoder, SentencePiece model or byte_decoder, and not every byte of GPT-2's alphabet is a token"
+            "it has no decoder and no byte_decoder, and not every byte of GPT-2's alphabet is a token"
         )
     return _byte_level(_BYTE_OF)
 
@@ -204,14 +169,6 @@ def _undeclared(tokenizer: Any, pieces: list[str | None]) -> _Spelling:
 def _sentencepiece(piece: str) -> bytes:
     named = _BYTE_PIECE.sub(lambda match: bytes([int(match[1], 16)]), piece.encode())
     return named.replace(_SPACE, b" ")
-
-
-_SENTENCEPIECE = _Spelling(_sentencepiece, lambda text: text.encode().replace(_SPACE, b" "))
-
-
-def _wordpiece(prefix: str) -> _Spelling:
-    # A piece that consists of the prefix alone is a word.
-    return _Spelling(lambda piece: (piece.removeprefix(prefix) or piece).encode())
 
 
 def _byte_level(byte_of: Mapping[str, int], end_of_word: str = "") -> _Spelling:
@@ -222,19 +179,17 @@ def _byte_level(byte_of: Mapping[str, int], end_of_word: str = "") -> _Spelling:
             return ordinary(piece.removesuffix(end_of_word)) + b" "
         return bytes(map(byte_of.__getitem__, piece))
 
-    return _Spelling(ordinary)
+    return ordinary
 
 
-def _gpt2_alphabet() -> dict[str, int]:
-    """Character -> byte: printable Latin-1 stands for itself; U+0100 and up stand for the other bytes in order."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = sorted(set(range(256)) - set(printable))
-    alphabet = {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
-    # Some byte-level vocabularies also have tokens of plain whitespace.
-    return alphabet | {" ": 0x20, "\n": 0x0A, "\r": 0x0D, "\t": 0x09, "▁": 0x20}
-
-
-_BYTE_OF = _gpt2_alphabet()
+_PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+# GPT-2's alphabet: printable Latin-1 stands for itself; U+0100 and up stand for the other bytes in order. Some
+# byte-level vocabularies also have tokens of plain whitespace.
+_BYTE_OF = (
+    {chr(byte): byte for byte in _PRINTABLE}
+    | {chr(256 + i): byte for i, byte in enumerate(sorted(set(range(256)) - set(_PRINTABLE)))}
+    | {" ": 0x20, "\n": 0x0A, "\r": 0x0D, "\t": 0x09, "▁": 0x20}
+)
 
 
 def _name(tokenizer: Any) -> str:
@@ -248,9 +203,9 @@ def _end(vocab: Mapping[str, int]) -> int:
     return max(vocab.values(), default=-1) + 1
 
 
-def _ids(count: int, most: int) -> range:
-    if not 1 <= count <= most:
-        raise InvalidVocabulary(f"it has {count} tokens: from 1 to {most} are allowed")
+def _ids(count: int) -> range:
+    if not 1 <= count <= MAX_TOKENS:
+        raise InvalidVocabulary(f"it has {count} tokens: from 1 to {MAX_TOKENS} are allowed")
     return range(count)
 
 
@@ -267,9 +222,12 @@ class Vocabulary:
 
     Byte strings may be empty and may occur more than once. A vocabulary is immutable; two are equal when their digests
     are.
-    """
 
-    __slots__ = ("_data", "_digest", "_ends", "_lengths", "_tokens")
+    Attributes:
+        lengths: bytes of each token: read-only uint32 of shape (V,).
+        data: all byte strings, one after the other.
+        digest: 32 hex digits: the BLAKE2b-128 of V, the lengths (both as little-endian uint32) and the byte strings.
+    """
 
     def __init__(self, tokens: Iterable[bytes]) -> None:
         """Create a vocabulary from the byte strings of the ids 0 to V-1.
@@ -278,8 +236,12 @@ class Vocabulary:
             InvalidVocabulary: no tokens, a token that is not `bytes`, more than `MAX_TOKENS` tokens, more than
                 `MAX_BYTES` bytes in all, or a token of more than `MAX_TOKEN_BYTES` bytes.
         """
-        listed = tokens if isinstance(tokens, (list, tuple)) else _gathered(tokens)
-        _check_types(listed)
+        if not isinstance(tokens, Iterable):
+            raise InvalidVocabulary(f"{_described(tokens)} is no vocabulary: pass the byte strings of the tokens")
+        listed = tokens if isinstance(tokens, (list, tuple)) else list(islice(tokens, MAX_TOKENS + 1))
+        if not all(issubclass(kind, bytes) for kind in set(map(type, listed))):
+            index, token = next((i, token) for i, token in enumerate(listed) if not isinstance(token, bytes))
+            raise InvalidVocabulary(f"token {index} is {_described(token)}, not bytes: see decode_vocab for tokenizers")
         lengths = np.fromiter(map(len, listed), np.int64, len(listed))
         if problem := _over_a_limit(lengths):
             raise InvalidVocabulary(problem)
@@ -287,48 +249,27 @@ class Vocabulary:
 
     def _take(self, lengths: NDArray[np.uint32], data: bytes) -> None:
         lengths.flags.writeable = False
-        self._lengths = lengths
-        self._data = data
-        self._ends: NDArray[np.int64] = np.cumsum(lengths, dtype=np.int64)
-        self._tokens: list[bytes] | None = None
-        count = len(lengths).to_bytes(4, "little")
-        named = hashlib.blake2b(count, digest_size=16)
+        self.lengths, self.data = lengths, data
+        named = hashlib.blake2b(len(lengths).to_bytes(4, "little"), digest_size=16)
         named.update(lengths.data)
         named.update(data)
-        self._digest = named.hexdigest()
+        self.digest = named.hexdigest()
 
-    @property
-    def lengths(self) -> NDArray[np.uint32]:
-        """Bytes of each token: read-only uint32 of shape (V,)."""
-        return self._lengths
-
-    @property
-    def data(self) -> bytes:
-        """All byte strings, one after the other."""
-        return self._data
-
-    @property
+    @cached_property
     def tokens(self) -> list[bytes]:
         """The byte string of each token; a shared list that must not be changed."""
-        if self._tokens is None:
-            ends = self._ends.tolist()
-            self._tokens = list(map(self._data.__getitem__, map(slice, [0, *ends[:-1]], ends)))
-        return self._tokens
-
-    @property
-    def digest(self) -> str:
-        """32 hex digits: the BLAKE2b-128 of V, the lengths (both as little-endian uint32) and the byte strings."""
-        return self._digest
+        ends = np.cumsum(self.lengths, dtype=np.int64).tolist()
+        return list(map(self.data.__getitem__, map(slice, [0, *ends[:-1]], ends)))
 
     @property
     def nbytes(self) -> int:
         """Bytes of the packed vocabulary."""
-        return _HEADER.size + self._lengths.nbytes + len(self._data)
+        return _HEADER.size + self.lengths.nbytes + len(self.data)
 
     def pack(self) -> bytes:
         """The vocabulary as bytes, in the layout at the top of this file."""
-        header = _HEADER.pack(_MAGIC, _WIRE_VERSION, 0, 0, len(self), len(self._data))
-        return b"".join((header, self._lengths.data, self._data))
+        header = _HEADER.pack(_MAGIC, _WIRE_VERSION, 0, 0, len(self), len(self.data))
+        return b"".join((header, self.lengths.data, self.data))
 
     @classmethod
     def unpack(cls, data: bytes | bytearray | memoryview) -> Vocabulary:
@@ -338,13 +279,21 @@ class Vocabulary:
             ProtocolError: the bytes are no vocabulary of this wire version, or exceed a limit.
         """
         view = memoryview(data).cast("B")
-        count, total = _read_header(view)
+        if len(view) < _HEADER.size:
+            raise ProtocolError(f"a vocabulary of {len(view)} bytes is shorter than its {_HEADER.size}-byte header")
+        magic, version, zero, zeros, count, total = _HEADER.unpack_from(view)
+        if (magic, version, zero, zeros) != (_MAGIC, _WIRE_VERSION, 0, 0):
+            raise ProtocolError(
+                f"not a vocabulary of wire version {_WIRE_VERSION}: it begins with {magic!r}, version {version}"
+            )
         split = _HEADER.size + count * _LENGTHS.itemsize
+        if len(view) != split + total:
+            text = f"a vocabulary of {count} tokens and {total} bytes takes {split + total} bytes, not {len(view)}"
+            raise ProtocolError(text)
         lengths = np.frombuffer(view[_HEADER.size : split], _LENGTHS).copy()
         if problem := _over_a_limit(lengths):
             raise ProtocolError(problem)
-        summed = int(lengths.sum(dtype=np.int64))
-        if summed != total:
+        if (summed := int(lengths.sum(dtype=np.int64))) != total:
             raise ProtocolError(f"the tokens of the vocabulary have {summed} bytes together, its header says {total}")
         vocabulary = cls.__new__(cls)
         vocabulary._take(lengths, bytes(view[split:]))
@@ -352,7 +301,7 @@ class Vocabulary:
 
     def __len__(self) -> int:
         """V."""
-        return len(self._lengths)
+        return len(self.lengths)
 
     def __getitem__(self, token: SupportsIndex) -> bytes:
         """The byte string of one token.
@@ -360,81 +309,35 @@ class Vocabulary:
         Raises:
             IndexError: no such token.
         """
-        index = operator.index(token)
-        if not -len(self) <= index < len(self):
-            raise IndexError(f"token {shown(index, _MAX_SHOWN)}: this vocabulary's ids go from 0 to {len(self) - 1}")
-        end = int(self._ends[index])
-        return self._data[end - int(self._lengths[index]) : end]
+        try:
+            return self.tokens[token]
+        except IndexError:
+            text = f"token {shown(token, _MAX_SHOWN)}: this vocabulary's ids go from 0 to {len(self) - 1}"
+            raise IndexError(text) from None
 
     def __iter__(self) -> Iterator[bytes]:
         return iter(self.tokens)
 
     def __eq__(self, other: object) -> bool:
-        return self._digest == other._digest if isinstance(other, Vocabulary) else NotImplemented
+        return self.digest == other.digest if isinstance(other, Vocabulary) else NotImplemented
 
     def __hash__(self) -> int:
-        return hash(self._digest)
+        return hash(self.digest)
 
     def __repr__(self) -> str:
-        return f"<Vocabulary of {len(self)} tokens, {len(self._data)} bytes, {self._digest}>"
-
-
-def _gathered(tokens: Iterable[bytes]) -> list[bytes]:
-    """The tokens of an iterable, up to the first that exceeds a limit or is not `bytes`."""
-    if not isinstance(tokens, Iterable):
-        raise InvalidVocabulary(f"{_described(tokens)} is no vocabulary: pass the byte strings of the tokens")
-    gathered: list[bytes] = []
-    total = 0
-    for token in tokens:
-        gathered.append(token)
-        total += len(token) if isinstance(token, bytes) else MAX_BYTES + 1
-        if total > MAX_BYTES or len(gathered) > MAX_TOKENS:
-            break
-    return gathered
-
-
-def _check_types(tokens: Sequence[Any]) -> None:
-    if not tokens:
-        raise InvalidVocabulary("the vocabulary is empty: it needs at least 1 token")
-    if not all(issubclass(kind, bytes) for kind in set(map(type, tokens))):
-        index, token = next((i, token) for i, token in enumerate(tokens) if not isinstance(token, bytes))
-        raise InvalidVocabulary(
-            f"token {index} of the vocabulary is {_described(token)}: tokens are bytes; decode_vocab reads those of a "
-            "tokenizer"
-        )
+        return f"<Vocabulary of {len(self)} tokens, {len(self.data)} bytes, {self.digest}>"
 
 
 def _over_a_limit(lengths: NDArray[Any]) -> str:
-    """The limit that the lengths of V >= 1 tokens exceed; "" for none."""
-    if len(lengths) > MAX_TOKENS:
-        return f"the vocabulary has {len(lengths)} tokens or more: at most {MAX_TOKENS} are allowed"
-    total = int(lengths.sum(dtype=np.int64))
-    if total > MAX_BYTES:
-        return f"the tokens of the vocabulary have {total} bytes or more together: at most {MAX_BYTES} are allowed"
+    """The limit that the lengths of tokens exceed; "" for none."""
+    if not 1 <= len(lengths) <= MAX_TOKENS:
+        return f"the vocabulary has {len(lengths)} tokens: from 1 to {MAX_TOKENS} are allowed"
+    if (total := int(lengths.sum(dtype=np.int64))) > MAX_BYTES:
+        return f"the tokens of the vocabulary have {total} bytes together: at most {MAX_BYTES} are allowed"
     longest = int(lengths.argmax())
     if lengths[longest] > MAX_TOKEN_BYTES:
         return f"token {longest} of the vocabulary has {lengths[longest]} bytes: at most {MAX_TOKEN_BYTES} are allowed"
     return ""
-
-
-def _read_header(view: memoryview) -> tuple[int, int]:
-    """V and the bytes of all tokens, checked against the limits and the size of `view`."""
-    if len(view) < _HEADER.size:
-        raise ProtocolError(f"a vocabulary of {len(view)} bytes is shorter than its {_HEADER.size}-byte header")
-    magic, version, zero, zeros, count, total = _HEADER.unpack_from(view)
-    if (magic, version, zero, zeros) != (_MAGIC, _WIRE_VERSION, 0, 0):
-        raise ProtocolError(
-            f"not a vocabulary of wire version {_WIRE_VERSION}: it begins with {magic!r}, version {version}"
-        )
-    if not 1 <= count <= MAX_TOKENS or total > MAX_BYTES:
-        raise ProtocolError(
-            f"a vocabulary of {count} tokens and {total} bytes: from 1 to {MAX_TOKENS} tokens and at most {MAX_BYTES} "
-            "bytes are allowed"
-        )
-    size = _HEADER.size + count * _LENGTHS.itemsize + total
-    if len(view) != size:
-        raise ProtocolError(f"a vocabulary of {count} tokens and {total} bytes takes {size} bytes, not {len(view)}")
-    return count, total
 
 
 class DecodedVocab(NamedTuple):
@@ -473,11 +376,13 @@ def decode_vocab(
         SettingsError: an unknown fallback, or a `vocab_size` that is not a whole number from 1 to `MAX_TOKENS`.
     """
     check_choice("byte2str_fallback", byte2str_fallback, _FALLBACKS)
-    if vocab_size is not None and (type(vocab_size) is not int or not 1 <= vocab_size <= MAX_TOKENS):
-        raise SettingsError(
-            f"vocab_size: {shown(vocab_size, _MAX_SHOWN)} must be a whole number from 1 to {MAX_TOKENS}"
-        )
-    tokens, pieces = read_tokens(tokenizer, MAX_TOKENS)
+    if vocab_size is not None:
+        check_number("vocab_size", vocab_size, 1, MAX_TOKENS)
+    try:
+        tokens, pieces = _read(_innermost(tokenizer))
+    except (AttributeError, LookupError, OverflowError, TypeError, ValueError) as error:
+        reason = str(error) if isinstance(error, InvalidVocabulary) else f"{type(error).__name__}: {error}"
+        raise InvalidVocabulary(f"the vocabulary of {_name(tokenizer)} cannot be read: {reason}") from error
     named = pieces if byte2str_fallback == "tokenizer" and pieces is not None else [None] * len(tokens)
     texts = [_text(token, piece, byte2str_fallback) for token, piece in zip(tokens, named, strict=True)]
     missing = 0 if vocab_size is None else max(0, vocab_size - len(tokens))

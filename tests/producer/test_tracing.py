@@ -271,7 +271,7 @@ def test_the_tracing_setting_is_checked_by_name(monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(SettingsError, match="tracing: 'yes' must be True, False or None"):
         Producer(tracing="yes")  # type: ignore[arg-type]
     monkeypatch.setenv("LMPOOL_TRACING", "yes")
-    with pytest.raises(SettingsError, match="LMPOOL_TRACING: 'yes' must be 0 or 1"):
+    with pytest.raises(SettingsError, match="LMPOOL_TRACING: 'yes' is not one of 0, 1"):
         Producer()
     monkeypatch.setenv("LMPOOL_TRACING", "1")
     assert Producer()._traces is not None

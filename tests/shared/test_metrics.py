@@ -1,4 +1,4 @@
-"""Histograms: every observation in its bucket, quantiles as PromQL would tell them."""
+"""Histograms: every observation in its bucket, quantiles as PromQL computes them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def observe_all(histogram: Histogram, values: Iterable[float]) -> None:
         histogram.observe(value)
 
 
-def test_every_observation_falls_into_the_bucket_whose_bound_it_does_not_exceed() -> None:
+def test_an_observation_falls_into_the_first_bucket_whose_bound_it_does_not_exceed() -> None:
     histogram = Histogram((1.0, 2.0, 4.0))
     for value in (0.0, 1.0, 1.5, 2.0, 4.0, 4.1):
         histogram.observe(value)
@@ -38,14 +38,14 @@ def test_a_quantile_is_right_to_within_a_bucket(q: float) -> None:
     assert bounds[at - 1] <= told <= bounds[at]
 
 
-def test_nothing_observed_has_no_quantile_and_too_much_has_the_last_bound() -> None:
+def test_no_observations_have_no_quantile_and_values_above_all_bounds_have_the_last_bound() -> None:
     histogram = Histogram()
     assert quantile(histogram.counts, 0.5) is None
     histogram.observe(1e9)
     assert quantile(histogram.counts, 0.5) == SECONDS[-1]
 
 
-def test_counts_of_several_are_put_together_and_malformed_ones_left_out() -> None:
+def test_packed_counts_are_added_and_malformed_ones_skipped() -> None:
     first, second = Histogram(), Histogram()
     observe_all(first, [0.001, 0.002, 5])
     observe_all(second, [0.002, 1000])
@@ -58,7 +58,7 @@ def test_counts_of_several_are_put_together_and_malformed_ones_left_out() -> Non
     assert total == before
 
 
-def test_what_came_since_the_last_look_is_told_apart() -> None:
+def test_since_returns_the_observations_after_an_earlier_state() -> None:
     histogram = Histogram((1.0,))
     histogram.observe(0.5)
     seen = list(histogram.counts)

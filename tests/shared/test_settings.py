@@ -1,4 +1,4 @@
-"""How many cores there are for a process, and what OpenMP is told about them before torch loads it."""
+"""The number of cores of a process, and the variables that OpenMP reads when torch loads it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ OLD_HOST = "9:name=systemd:/x\n5:cpu,cpuacct:/docker/c0ffee\n3:cpuset:/\n0::/\n"
         ("0::/\n", {}, None),
         (HOST, {"user.slice/cpu.max": "400000 100000\n", "user.slice/a.scope/cpu.max": MAX}, 4.0),
         (HOST, {"user.slice/cpu.max": "400000 100000\n", "user.slice/a.scope/cpu.max": "50000 100000\n"}, 0.5),
-        # A container whose groups are the host's, of which it sees its own as the root.
+        # A container in the host's groups: its own group is mounted at the root.
         ("0::/kubepods/pod1\n", {"cpu.max": "200000 100000\n"}, 2.0),
         (OLD_HOST, {"cpu/docker/c0ffee/cpu.cfs_quota_us": "300000\n",
                     "cpu/docker/c0ffee/cpu.cfs_period_us": "100000\n"}, 3.0),
@@ -53,7 +53,7 @@ def test_a_system_without_control_groups_has_no_limit(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "expected"), [("3", 3), ("3,1", 3), ("99", 8), ("0", 8), ("", 8), ("many", 8), ("-1", 8)]
 )
-def test_fewer_threads_compute_where_openmp_is_told_so(
+def test_omp_num_threads_lowers_the_number_of_threads(
     monkeypatch: pytest.MonkeyPatch, given: str, expected: int
 ) -> None:
     monkeypatch.setattr(settings, "count_cores", lambda: 8)
@@ -62,7 +62,7 @@ def test_fewer_threads_compute_where_openmp_is_told_so(
 
 
 @pytest.mark.parametrize(("limit", "expected"), [(None, 8), (64.0, 8), (2.0, 2), (1.5, 2), (0.1, 1)])
-def test_as_many_cores_count_as_affinity_and_limit_allow(
+def test_cores_are_limited_by_affinity_and_by_the_container(
     monkeypatch: pytest.MonkeyPatch, limit: float | None, expected: int
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
@@ -77,13 +77,13 @@ def test_as_many_cores_count_as_affinity_and_limit_allow(
         monkeypatch.delenv(name)
     settings.set_openmp_defaults()
     assert os.environ["OMP_WAIT_POLICY"] == "PASSIVE"
-    # Where torch finds as many by itself, the name stays free for whoever gives it a meaning of its own.
+    # Torch finds the same number alone, so the variable stays unset.
     assert os.environ.get("OMP_NUM_THREADS") == (None if expected == 8 else str(expected))
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
 
 
-def test_openmp_is_told_before_torch_loads_it_and_the_log_tells_the_threads(pool: Pool, tmp_path: Path) -> None:
-    """The library says itself, when it is loaded, what it was told."""
+def test_openmp_variables_are_set_before_torch_loads_and_the_log_names_the_threads(pool: Pool, tmp_path: Path) -> None:
+    """OpenMP prints its settings when it is loaded."""
     worker = pool.start(
         "--backend", "hf", "--log-format", "json", "--kv-cache-bytes", 0,
         model=str(write_model(tmp_path / "tiny", "llama")),
@@ -91,7 +91,7 @@ def test_openmp_is_told_before_torch_loads_it_and_the_log_tells_the_threads(pool
             "env", "-u", "OMP_WAIT_POLICY", "OMP_NUM_THREADS=1", "OMP_DISPLAY_ENV=VERBOSE", *lmpool_command()
         ],
     )  # fmt: skip
-    # How often a thread looks before it sleeps: 300,000 times where nobody has said that it is to wait passively.
+    # Spins of a thread before it sleeps: 300,000 unless the wait policy is passive.
     assert set(re.findall(r"GOMP_SPINCOUNT = '(\w+)'", worker.text)) == {"0"}
     lines = [json.loads(line) for line in worker.text.splitlines() if line.startswith("{")]
     (entry,) = [line for line in lines if line["message"].startswith("computing on cpu; ")]

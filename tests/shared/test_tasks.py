@@ -1,4 +1,4 @@
-"""Background tasks end for certain, and before what they use is closed."""
+"""Background tasks always end, and before the objects that they use are closed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lmpool.aio import await_beside, end_tasks, finish, gather
 
 
 class Deaf:
-    """Waits; the first cancellations are lost on it, and it says when it has ended."""
+    """Waits, ignores the first `lost` cancellations, and records its end."""
 
     def __init__(self, lost: int) -> None:
         self.heard = 0
@@ -40,7 +40,7 @@ async def begun(deaf: Deaf) -> asyncio.Task[None]:
 
 
 async def insist(task: asyncio.Task[None]) -> None:
-    """Have a task end that a test has not ended, or nothing would end the test's event loop."""
+    """End a task that a test has left; otherwise the test's event loop would not end."""
     while not task.done():
         task.cancel()
         await asyncio.sleep(0)
@@ -54,7 +54,7 @@ async def test_a_task_ends_even_if_cancellations_are_lost(lost: int) -> None:
     assert deaf.has_ended
 
 
-async def test_who_is_cancelled_while_it_ends_tasks_goes_on_only_when_they_have_ended() -> None:
+async def test_a_cancelled_end_tasks_returns_only_after_the_tasks_have_ended() -> None:
     deaf = Deaf(2)
     task = await begun(deaf)
     seen = []
@@ -72,14 +72,14 @@ async def test_who_is_cancelled_while_it_ends_tasks_goes_on_only_when_they_have_
     await asyncio.sleep(0)
     try:
         async with asyncio.timeout(10):
-            # Cancelled, and again while it ends the other.
+            # Cancel the owner, and again while it ends the other task.
             await end_tasks([owner])
     finally:
         await insist(task)
     assert (seen, owner.cancelled()) == ([True], True)
 
 
-async def test_tasks_that_take_long_to_end_are_told(
+async def test_tasks_that_take_long_to_end_are_logged(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(aio, "_WARN_EVERY_S", 0.05)
@@ -88,7 +88,7 @@ async def test_tasks_that_take_long_to_end_are_told(
     assert "Deaf.run" in caplog.text
 
 
-async def test_what_a_task_raises_at_its_end_is_dropped() -> None:
+async def test_the_exception_of_an_ended_task_is_discarded() -> None:
     async def fail() -> None:
         raise KeyError("mine")
 
@@ -98,7 +98,7 @@ async def test_what_a_task_raises_at_its_end_is_dropped() -> None:
     assert task.done()
 
 
-async def test_what_closes_is_finished_although_its_caller_is_cancelled_again_and_again() -> None:
+async def test_finish_completes_although_its_caller_is_cancelled_repeatedly() -> None:
     may_end, ends = asyncio.Event(), []
 
     async def close() -> None:
@@ -117,7 +117,7 @@ async def test_what_closes_is_finished_although_its_caller_is_cancelled_again_an
     assert ends == ["closed"]
 
 
-async def test_what_fails_to_close_says_so() -> None:
+async def test_finish_raises_the_error_of_its_coroutine() -> None:
     async def close() -> None:
         raise OSError("gone")
 
@@ -125,7 +125,7 @@ async def test_what_fails_to_close_says_so() -> None:
         await finish(close())
 
 
-async def test_who_is_cancelled_while_something_fails_to_close_is_heard() -> None:
+async def test_a_cancelled_finish_raises_cancellederror_caused_by_the_error() -> None:
     may_fail = asyncio.Event()
 
     async def close() -> None:
@@ -159,18 +159,18 @@ TOGETHER = [
 
 
 @pytest.mark.parametrize("together", TOGETHER)
-async def test_the_first_failure_ends_what_goes_on_together_and_is_raised(together: Any) -> None:
+async def test_the_first_failure_cancels_the_other_tasks_and_is_raised(together: Any) -> None:
     others = [Deaf(2) for _ in range(3)]
     with pytest.raises(OSError, match="gone"):
         await together([other.run() for other in others])
     assert all(other.has_ended for other in others)
     caller = asyncio.current_task()
     assert caller is not None
-    assert caller.cancelling() == 0, "else no timeout around it would be told from a cancellation any more"
+    assert caller.cancelling() == 0, "otherwise a timeout around the call would look like a cancellation"
 
 
 @pytest.mark.parametrize("together", TOGETHER)
-async def test_of_many_failures_at_once_the_first_is_raised_and_none_is_reported(together: Any) -> None:
+async def test_the_first_of_many_simultaneous_failures_is_raised_and_none_is_reported(together: Any) -> None:
     reported, failures = list[Any](), [fail(f"number {number}") for number in range(20)]
     asyncio.get_running_loop().set_exception_handler(lambda _, context: reported.append(context))
     with pytest.raises(OSError, match="number 0|gone"):
@@ -180,7 +180,7 @@ async def test_of_many_failures_at_once_the_first_is_raised_and_none_is_reported
 
 
 @pytest.mark.parametrize("together", TOGETHER)
-async def test_who_is_cancelled_while_others_end_after_a_failure_is_heard(together: Any) -> None:
+async def test_a_cancellation_during_the_cleanup_after_a_failure_is_raised(together: Any) -> None:
     """`asyncio.TaskGroup` before Python 3.13 raises the failure instead."""
     is_ending, may_end = asyncio.Event(), asyncio.Event()
 
@@ -200,7 +200,7 @@ async def test_who_is_cancelled_while_others_end_after_a_failure_is_heard(togeth
         await caller
 
 
-async def test_what_goes_on_together_gives_its_results() -> None:
+async def test_gather_and_await_beside_return_the_results() -> None:
     assert await gather([wait(3), wait(0), wait(1)]) == [3, 0, 1]
     assert await gather([wait(2)]) == [2]
     assert await gather(list[Any]()) == []

@@ -41,7 +41,7 @@ class OfFolder:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A folder like that of a model."""
+    """A folder with the files of a model."""
     folder = tmp_path / "model"
     folder.mkdir()
     for name in (WEIGHTS, "config.json", "tokenizer.json", "README.md"):
@@ -76,9 +76,7 @@ CHANGES: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("how", CHANGES)
-def test_a_change_of_a_file_that_was_loaded_is_noticed_and_logged_once(
-    folder: Path, caplog: pytest.LogCaptureFixture, how: str
-) -> None:
+def test_a_changed_file_is_logged_once(folder: Path, caplog: pytest.LogCaptureFixture, how: str) -> None:
     watch = CheckpointWatch(OfFolder(folder))
     change, names = CHANGES[how]
     change(folder)
@@ -112,14 +110,14 @@ def test_many_changed_files_are_counted(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("model", ["", "org/name-on-the-hub", "~no-such-user/model", "/no/such/folder"])
-def test_what_is_no_folder_is_not_watched(model: str) -> None:
+def test_a_model_without_a_folder_is_not_watched(model: str) -> None:
     watch = CheckpointWatch(SimpleNamespace(served_as="x", model=model, open=None))
     watch.start_check()
     watch.check()
     assert watch.changed == ""
 
 
-async def test_a_worker_whose_files_change_says_so_and_goes_on(pool: Pool, folder: Path) -> None:
+async def test_a_worker_whose_files_change_reports_it_and_serves_on(pool: Pool, folder: Path) -> None:
     settings = WorkerSettings(prefix=pool.prefix, lease_s=1.0, shm_bytes=0)
     worker = Worker(Server(pool.url), OfFolder(folder), settings)
     ready = asyncio.Event()

@@ -20,15 +20,10 @@ from lmpool.broker.server import REPLY_TIMEOUT_S, Server
 from lmpool.errors import LMPoolError, ProtocolError, ServerUnreachable
 from lmpool.settings import shown
 
-Argument = bytes | str | int
-"""One word of a command."""
-
-CRLF = b"\r\n"
-"""The end of a line of RESP."""
-
+Argument = bytes | str | int  # One word of a command.
+CRLF = b"\r\n"  # The end of a line of RESP.
+# Max bytes of a reply: a batch of the longest prompts, or of the largest queries for nodes, is smaller.
 MAX_REPLY = 256 * 1024 * 1024
-"""Max bytes of a reply: a batch of the longest prompts, or of the largest queries for nodes, is smaller."""
-
 _MIN_REPLY_TIMEOUT_S = 2.0  # Blocking reads take up to a second.
 _MAX_REPLY_TIMEOUT_S = 30.0  # So that a request survives a broken connection within its usual timeout.
 
@@ -85,17 +80,12 @@ class RawConnection(asyncio.BaseProtocol):
 class RawCommandConnection(RawConnection, asyncio.Protocol):
     """A raw connection for any commands, whose replies hiredis parses.
 
-    Args:
-        connection: an open redis-py connection.
-        max_reply: max bytes of a reply; a larger one closes the connection, because stored values may have any size.
-
-    Attributes:
-        received: bytes of the current, incomplete reply.
+    A reply of more than `max_reply` bytes closes the connection, because stored values may have any size.
     """
 
     def __init__(self, connection: AbstractConnection, max_reply: int = MAX_REPLY) -> None:
         self._max_reply = max_reply
-        self.received = 0
+        self.received = 0  # Bytes of the current, incomplete reply.
         self._reader = hiredis.Reader(protocolError=ProtocolError, replyError=ResponseError)
         self._pending: deque[asyncio.Future[Any]] = deque()
         super().__init__(connection)
@@ -149,18 +139,10 @@ def reply_timeout(lease_s: float) -> float:
 
 
 class Connection(Generic[Raw]):
-    """A connection that opens on demand, and again after it broke.
-
-    Args:
-        server: the server, which also explains errors.
-        connect: opens a raw connection.
-
-    Attributes:
-        reply_timeout_s: seconds without a reply after which the raw connection counts as broken; may change any time.
-    """
+    """A connection that opens on demand by `connect`, and again after it broke."""
 
     def __init__(self, server: Server, connect: Callable[[], Awaitable[Raw]]) -> None:
-        self.reply_timeout_s = REPLY_TIMEOUT_S
+        self.reply_timeout_s = REPLY_TIMEOUT_S  # Without a reply the raw connection then counts as broken; may change.
         self._server = server
         self._connect = connect
         self._raw: Raw | None = None
@@ -174,11 +156,7 @@ class Connection(Generic[Raw]):
         self._timer_at = 0.0
 
     async def open(self) -> Raw:
-        """The open raw connection.
-
-        Raises:
-            ServerUnreachable, AuthenticationFailed: it cannot be opened.
-        """
+        """The open raw connection."""
         # Wait behind other callers even if it is open by now, so that commands keep the order of the calls.
         if self._raw is None or self._raw.closed or self._queued:
             self._queued += 1
@@ -273,16 +251,14 @@ class Connection(Generic[Raw]):
 class CommandConnection(Connection[RawCommandConnection]):
     """A connection for any commands that opens on demand.
 
-    Args:
-        server: the server.
-        key: on a cluster, a key on the master to connect to; b"" without a cluster.
-
-    Attributes:
-        key: as above; a change counts when the connection opens next.
+    On a cluster it connects to the master of `key`; a change of `key` counts when the connection opens next.
     """
 
     def __init__(self, server: Server, key: bytes = b"") -> None:
-        super().__init__(server, self._connect_to_key)
+        async def connect() -> RawCommandConnection:
+            return RawCommandConnection(await (await server.at(self.key)).open())
+
+        super().__init__(server, connect)
         self.key = key
 
     @property
@@ -290,14 +266,7 @@ class CommandConnection(Connection[RawCommandConnection]):
         """Whether the last raw connection ended within a reply, perhaps because the reply took too long."""
         return self._raw is not None and self._raw.closed and self._raw.received > 0
 
-    async def _connect_to_key(self) -> RawCommandConnection:
-        return RawCommandConnection(await (await self._server.at(self.key)).open())
-
     async def call(self, *arguments: Argument) -> Any:
-        """Run a command.
-
-        Raises:
-            NoScriptError, ServerError: as `wait_for`.
-        """
+        """Run a command."""
         raw = await self.open()
         return await self.wait_for(raw, raw.call(arguments))

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 
 from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
 from lmpool.broker import scripts
-from lmpool.broker.scripts import read_hashes
+from lmpool.broker.scripts import read_hash
 from lmpool.errors import ProtocolError, SettingsError, UnknownTokenizer, UnknownTokenSet, UnknownVocabulary
 from lmpool.protocol.adapter import (
     MAX_ADAPTER_BYTES,
@@ -26,15 +25,10 @@ from lmpool.protocol.token_set import TokenSet, tokens_of_bits
 from lmpool.protocol.tokenizer import MAX_PACKED_BYTES, PackedTokenizer, unpack_tokenizer
 from lmpool.vocabulary import Vocabulary
 
-MAX_BYTES = 64 * 1024 * 1024
-"""Max bytes of a packed vocabulary; none is so large."""
-
+MAX_BYTES = 64 * 1024 * 1024  # Max bytes of a packed vocabulary; none is so large.
+# Seconds for which a client may use an entry of the registry of adapters; a change returns only after them.
 KNOWN_FOR_S = 2.0
-"""Seconds for which a client may use an entry of the registry of adapters; a change returns only after them."""
-
-MARGIN_S = 0.5
-"""Seconds that a change of an adapter waits in addition, because clocks run at different rates."""
-
+MARGIN_S = 0.5  # Seconds that a change of an adapter waits in addition, because clocks run at different rates.
 _TTL_MS = 24 * 3_600_000  # Lifetime of vocabularies, tokenizers and token sets; workers and clients renew it.
 
 
@@ -55,34 +49,33 @@ async def _keep(redis: Redis, key: bytes, size: int) -> bool:
 
 
 async def look_up(redis: Redis, keys: Keys, digest: str) -> Vocabulary:
-    """Read a vocabulary.
+    """Read a vocabulary, or raise UnknownVocabulary."""
+    return unpack_known(await _read(redis, keys.vocabulary(digest), MAX_BYTES), digest)
 
-    Raises:
-        UnknownVocabulary: the pool does not have it, or has another value in its place.
-    """
-    # Not GET: the value may have any size.
-    data = await redis.getrange(keys.vocabulary(digest), 0, MAX_BYTES - 1)
-    return unpack_known(data if isinstance(data, bytes) else b"", digest)
+
+async def _read(redis: Redis, key: bytes, size: int) -> bytes:
+    """Up to `size` bytes of a value; b"" if there is none, or another type of value."""
+    try:
+        data = await redis.getrange(key, 0, size - 1)  # Not GET: the value may have any size.
+        return data if isinstance(data, bytes) else b""
+    except ResponseError as error:
+        if not str(error).startswith("WRONGTYPE"):
+            raise
+        return b""
 
 
 def unpack_known(data: bytes, digest: str) -> Vocabulary:
-    """Unpack the vocabulary of a digest as the pool has it; b"" if it has none.
-
-    Raises:
-        UnknownVocabulary: there is none, or it is damaged or another.
-    """
-    if not data:
-        raise UnknownVocabulary(
-            f"the pool does not know the vocabulary {digest}, or no longer: register it with producer.trie, or ask "
-            "again in a moment"
-        )
+    """Unpack the vocabulary of a digest as the pool has it (b"" for none), or raise UnknownVocabulary."""
     try:
         vocabulary = Vocabulary.unpack(data)
+        if vocabulary.digest != digest:
+            raise ProtocolError(f"its value is another: {vocabulary.digest}")
     except ProtocolError as error:
-        # As this error, so that a client that has the vocabulary stores it again.
-        raise UnknownVocabulary(f"what the pool has as the vocabulary {digest} is none: {error}") from error
-    if vocabulary.digest != digest:
-        raise UnknownVocabulary(f"what the pool has as the vocabulary {digest} is another: {vocabulary.digest}")
+        reason = f" ({error})" if data else ""
+        raise UnknownVocabulary(
+            f"the pool does not know the vocabulary {digest}{reason}: register it with producer.trie, or ask again in "
+            "a moment"
+        ) from error
     return vocabulary
 
 
@@ -94,21 +87,14 @@ async def register_tokenizer(redis: Redis, keys: Keys, tokenizer: PackedTokenize
 
 
 async def look_up_tokenizer(redis: Redis, keys: Keys, digest: str) -> str:
-    """Read the `tokenizer.json` of a digest.
-
-    Raises:
-        UnknownTokenizer: the pool does not have it, or has another value in its place.
-    """
+    """Read the `tokenizer.json` of a digest, or raise UnknownTokenizer."""
+    data = await _read(redis, keys.tokenizer(digest), MAX_PACKED_BYTES + 1)
     try:
-        # Not GET: the value may have any size.
-        data = await redis.getrange(keys.tokenizer(digest), 0, MAX_PACKED_BYTES)
-        if not isinstance(data, bytes) or not data:
+        if not data:
             raise ProtocolError("there is nothing: ask again in a moment, its workers write it down again")
         # In a thread: it may have 96 MiB.
         return await asyncio.to_thread(unpack_tokenizer, data, digest)
-    except (ProtocolError, ResponseError) as error:
-        if isinstance(error, ResponseError) and not str(error).startswith("WRONGTYPE"):
-            raise
+    except ProtocolError as error:
         raise UnknownTokenizer(f"what the pool has as the tokenizer {digest} is none: {error}") from error
 
 
@@ -118,97 +104,60 @@ async def register_tokens(redis: Redis, keys: Keys, tokens: TokenSet) -> None:
 
 
 async def look_up_tokens(redis: Redis, keys: Keys, name: bytes, vocab_size: int) -> TokenSet:
-    """Read a set of tokens of a vocabulary.
-
-    Raises:
-        UnknownTokenSet: the pool does not have it, or has another value in its place.
-    """
+    """Read a set of tokens of a vocabulary, or raise UnknownTokenSet."""
     try:
-        data = await redis.getrange(keys.token_set(name), 0, vocab_size // 8 + 1)
-        return tokens_of_bits(data if isinstance(data, bytes) else b"", vocab_size, name)
-    except (ProtocolError, ResponseError) as error:
-        if isinstance(error, ResponseError) and not str(error).startswith("WRONGTYPE"):
-            raise
+        return tokens_of_bits(await _read(redis, keys.token_set(name), vocab_size // 8 + 2), vocab_size, name)
+    except ProtocolError as error:
         raise UnknownTokenSet(
             f"the pool does not know the set of tokens {name.hex()}, or no longer: register it with producer.token_set"
         ) from error
 
 
 class AdapterRegistry:
-    """Reads and changes the adapters of a model.
-
-    Args:
-        redis: a client for control messages.
-        keys: the model's keys.
-        fingerprint: the model's fingerprint.
-    """
+    """Reads and changes the adapters of a model, through a client for control messages."""
 
     def __init__(self, redis: Redis, keys: ModelKeys, fingerprint: str) -> None:
-        self._redis = redis
-        self._keys = keys
+        self.redis = redis
+        self.keys = keys
         self.fingerprint = fingerprint
 
     async def read(self, *names: str) -> Registered:
-        """Read the entries of some names, or all entries.
-
-        Raises:
-            ProtocolError: there are more than a registry can have, or something in it is no adapter.
-        """
-        return await self._read([OWNER_FIELD, VERSION_FIELD, *names] if names else [])
-
-    async def version(self) -> int:
-        """Read the version of the registry; 0 for an empty one."""
-        return (await self._read([OWNER_FIELD, VERSION_FIELD])).version
-
-    async def _read(self, fields: Sequence[str]) -> Registered:
-        most = MAX_ADAPTERS + 2
+        """Read the entries of some names, or all entries."""
+        fields, most = [OWNER_FIELD, VERSION_FIELD, *names] if names else [], MAX_ADAPTERS + 2
+        key = self.keys.adapters
         try:
-            (values,) = await read_hashes(
-                self._redis, [self._keys.adapters], most_bytes=MAX_ADAPTER_BYTES, fields=fields, most_fields=most
-            )
+            values = await read_hash(self.redis, key, most_bytes=MAX_ADAPTER_BYTES, fields=fields, most_fields=most)
             return unpack_registered(values, self.fingerprint)
         except ProtocolError as error:
             raise ProtocolError(f"the adapters of this model cannot be read: {error}") from error
 
-    async def put(self, name: str, adapter: Adapter, *, is_new: bool = False) -> tuple[int, float]:
-        """Write an entry.
+    async def version(self) -> int:
+        """Read the version of the registry; 0 for an empty one."""
+        return (await self.read(VERSION_FIELD)).version
 
-        Args:
-            name: of the adapter.
-            adapter: with its revision.
-            is_new: leave an entry of this name as it is.
+    async def put(self, name: str, adapter: Adapter | None, *, is_new: bool = False) -> tuple[int, float]:
+        """Write an entry, unless `is_new` and the name has one; None removes the entry.
 
         Returns:
-            the version of the entry, and for how many seconds clients may still use another adapter of this name.
-
-        Raises:
-            SettingsError: the registry is full.
+            the version of the entry (0 if there was none to remove), and for how many seconds clients may still use
+            another adapter of this name.
         """
-        version, wait_s = await self._change(name, adapter.pack(), "new" * is_new)
+        packed = adapter.pack() if adapter else b""
+        args = [self.fingerprint, name, packed, MAX_ADAPTERS, "new" * is_new]
+        version, age_ms = await scripts.CHANGE_ADAPTER(self.redis, [self.keys.adapters], args)
         if version < 0:
-            raise SettingsError(
-                f"adapters: {name!r} is one too many: a model may have {MAX_ADAPTERS}; remove others first"
-            )
-        return version, wait_s
-
-    async def remove(self, name: str) -> tuple[int, float]:
-        """Remove an entry; returns as `put`, with the version 0 if there is no such entry."""
-        return await self._change(name, b"", "")
-
-    async def _change(self, name: str, adapter: bytes, how: str) -> tuple[int, float]:
-        args = [self.fingerprint, name, adapter, MAX_ADAPTERS, how]
-        version, age_ms = await scripts.CHANGE_ADAPTER(self._redis, [self._keys.adapters], args)
+            raise SettingsError(f"adapters: {name!r} is one too many: a model may have {MAX_ADAPTERS}; remove others")
         return version, 0.0 if age_ms < 0 else max(0.0, KNOWN_FOR_S + MARGIN_S - age_ms / 1000)
 
     async def begin_check(self, nonce: str, source: str, lifetime_s: float) -> None:
         """Let workers load a source for jobs that name an adapter by this nonce."""
-        await self._redis.set(self._keys.adapter_check(nonce), Adapter(source).pack(), px=int(lifetime_s * 1000))
+        await self.redis.set(self.keys.adapter_check(nonce), Adapter(source).pack(), px=int(lifetime_s * 1000))
 
     async def end_check(self, nonce: str, adapter: Adapter) -> None:
         """Report the adapter that a worker has loaded, if the check has not expired."""
-        await self._redis.set(self._keys.adapter_check(nonce), adapter.pack(), xx=True, keepttl=True)
+        await self.redis.set(self.keys.adapter_check(nonce), adapter.pack(), xx=True, keepttl=True)
 
     async def read_check(self, nonce: str) -> Adapter | None:
         """Read the adapter of a check, with its revision once a worker has loaded it; None if it has expired."""
-        data = await self._redis.getrange(self._keys.adapter_check(nonce), 0, MAX_ADAPTER_BYTES)
-        return unpack_adapter(data, "the adapter to check") if isinstance(data, bytes) and data else None
+        data = await _read(self.redis, self.keys.adapter_check(nonce), MAX_ADAPTER_BYTES + 1)
+        return unpack_adapter(data, "the adapter to check") if data else None

@@ -7,6 +7,7 @@ within a script have a text about the script: Redis 6.2 puts it in front, later 
 from __future__ import annotations
 
 import re
+import ssl
 from collections.abc import Iterator
 
 from redis import exceptions
@@ -80,6 +81,9 @@ _LOST = {
     _CUT: "the server, or a device on the way to it, has closed the connection; with TLS the URL begins with rediss://",
     r"Err(or|no) (110|60)\b|Timeout": "it is silent",
 }
+# OpenSSL's names of the alerts with which a server rejects our certificate.
+_ALERTS = ("CERTIFICATE_REQUIRED", "UNKNOWN_CA", "CERTIFICATE_EXPIRED", "CERTIFICATE_REVOKED", "BAD_CERTIFICATE",
+           "UNSUPPORTED_CERTIFICATE", "CERTIFICATE_UNKNOWN", "ACCESS_DENIED")  # fmt: skip
 _BEFORE = re.compile(r"(ERR )?Error running script \(call to \w+\): (@user_script: ?\d+: )+-?")
 _BEHIND = re.compile(r"\s+script: (\w+, )?on @user_script:\d+\.?\s*$")
 _CODE = re.compile("[A-Z]+(?= |$)")
@@ -145,3 +149,32 @@ def sentence(error: BaseException, who: str = "the server") -> str:
     """The meaning of a server's error followed by its own text, or that text alone."""
     known = meaning(error)
     return f"{who} {known} ({words(error)})" if known else words(error)
+
+
+def tls_refusal(error: BaseException) -> str:
+    """Why a server rejects our certificate, and what to do; "" for other errors."""
+    alerts = [link.reason for link in chain(error) if isinstance(link, ssl.SSLError) and "ALERT" in (link.reason or "")]
+    reason = alerts[0] if alerts else ""
+    if not any(name in reason for name in _ALERTS):
+        return ""
+    if "CERTIFICATE_REQUIRED" in reason:
+        return "it wants a client certificate: name one with ssl_certfile= and ssl_keyfile="
+    return f"it does not accept this client certificate ({_alert(reason)}): see ssl_certfile="
+
+
+def tls_fault(error: BaseException, *, has_certificate: bool) -> str:
+    """Why a TLS connection failed, and what to do; "" for other errors."""
+    for link in chain(error):
+        if isinstance(link, ssl.SSLCertVerificationError):
+            why = link.verify_message.rstrip(".")
+            return f"the server's certificate is not trusted: {why}; see ssl_ca_certs= and the name of the host"
+        if isinstance(link, ssl.SSLError):
+            return f"the handshake failed ({_alert(link.reason or str(link))}); is it a port with TLS?"
+        # If the server closes at once, its alert may be lost.
+        if isinstance(link, ConnectionResetError) and not has_certificate:
+            return "the server has cut it; does it want a client certificate? see ssl_certfile= and ssl_keyfile="
+    return ""
+
+
+def _alert(reason: str) -> str:
+    return reason.rpartition("ALERT_")[2].replace("_", " ").lower()

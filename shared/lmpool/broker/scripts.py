@@ -22,15 +22,17 @@ from lmpool.protocol.keys import GROUP, Keys, ModelKeys
 from lmpool.protocol.model_info import LIMITS, MAX_INFO_BYTES, TRIE_SERVICE
 from lmpool.settings import shown
 
-Call = Callable[..., Awaitable[Any]]
-"""Runs one command: `call` of a connection."""
-
-MAX_AT_ONCE = 200
-"""Max prompts in one call of a script: while it runs, the server serves no other client."""
-
+Call = Callable[..., Awaitable[Any]]  # Runs one command: `call` of a connection.
+MAX_AT_ONCE = 200  # Max prompts in one call of a script: while it runs, the server serves no other client.
 # By name; names are unique across the folders.
 _FILES = {path.stem: path for path in Path(__file__).with_name("lua").glob("*/*.lua")}
 _INCLUDE = re.compile("^-- include (\\w+)$", re.MULTILINE)
+
+
+# Read each file once, when this module is imported: an installation may be replaced while the program runs.
+@cache
+def _read(name: str) -> str:
+    return _FILES[name].read_text("utf-8")
 
 
 def _text(name: str, included: set[str]) -> str:
@@ -39,12 +41,6 @@ def _text(name: str, included: set[str]) -> str:
         return ""
     included.add(name)
     return _INCLUDE.sub(lambda match: _text(match[1], included), _read(name))
-
-
-# Read each file once, when this module is imported: an installation may be replaced while the program runs.
-@cache
-def _read(name: str) -> str:
-    return _FILES[name].read_text("utf-8")
 
 
 class Script:
@@ -61,15 +57,11 @@ class Script:
         self.sha = hashlib.sha1(self.source.encode(), usedforsecurity=False).hexdigest()
 
     async def on(self, call: Call, keys: Sequence[bytes], args: Sequence[Argument]) -> Any:
-        """Run the script on the path of a request.
-
-        Raises:
-            ServerError: the server cannot be used.
-        """
+        """Run the script on the path of a request."""
         try:
-            return await call(b"EVALSHA", self.sha, len(keys), *keys, *args)
+            return await call("EVALSHA", self.sha, len(keys), *keys, *args)
         except NoScriptError:
-            return await call(b"EVAL", self.source, len(keys), *keys, *args)
+            return await call("EVAL", self.source, len(keys), *keys, *args)
 
     async def __call__(self, redis: Redis, keys: Sequence[bytes], args: Sequence[Any]) -> Any:
         """Run the script by a client for control messages.
@@ -79,10 +71,7 @@ class Script:
             RedisError, OSError: the server cannot be used.
         """
         try:
-            try:
-                return await redis.evalsha(self.sha, len(keys), *keys, *args)
-            except NoScriptError:
-                return await redis.eval(self.source, len(keys), *keys, *args)
+            return await self.on(redis.execute_command, keys, args)
         except ResponseError as error:
             if is_refusal(error):  # Within a script, servers report a refusal as an ordinary error.
                 raise NoPermissionError(str(error)) from error
@@ -115,18 +104,10 @@ STEAL = Script("steal")
 CLOSE_LANE = Script("close_lane")
 
 
-Fields = dict[bytes, bytes]
-"""The fields of an entry of a stream."""
-
-Entries = list[tuple[bytes, Fields]]
-"""Entries of a stream: id, fields."""
-
-MAX_FIELD_BYTES = 1024 * 1024
-"""Max bytes of a field of a heartbeat; the names and refusals of all adapters take less."""
-
-MAX_WORKERS = 4000
-"""Max workers of a model that are listed by name; more are only counted."""
-
+Fields = dict[bytes, bytes]  # The fields of an entry of a stream.
+Entries = list[tuple[bytes, Fields]]  # Entries of a stream: id, fields.
+MAX_FIELD_BYTES = 1024 * 1024  # Max bytes of a field of a heartbeat; the names and refusals of all adapters take less.
+MAX_WORKERS = 4000  # Max workers of a model that are listed by name; more are only counted.
 _MAX_FIELDS = 4096  # Of a hash that is read whole.
 _MAX_LANE = 1e9  # Jobs in a lane; clients may write larger numbers.
 _MAX_LEASE_MS = int(LIMITS["lease_s"][1] * 1000)
@@ -135,20 +116,12 @@ _NO_QUEUE = ("no such key", "NOGROUP", "WRONGTYPE")
 
 
 def stream_entries(reply: Any) -> Entries:
-    """The entries in the reply to a read of one stream.
-
-    Raises:
-        ProtocolError: as `entries_by_stream`.
-    """
+    """The entries in the reply to a read of one stream."""
     return next(iter(entries_by_stream(reply).values()), [])
 
 
 def entries_by_stream(reply: Any) -> dict[bytes, Entries]:
-    """Stream -> its entries, from the reply to a read of several streams. RESP2 and RESP3 nest them differently.
-
-    Raises:
-        ProtocolError: it is no such reply, for example because bytes were lost on the way.
-    """
+    """Stream -> its entries, from the reply to a read of several streams. RESP2 and RESP3 nest them differently."""
     found: dict[bytes, Entries] = {}
     try:
         for key, entries in reply.items() if isinstance(reply, dict) else reply or ():
@@ -164,37 +137,28 @@ def entries_by_stream(reply: Any) -> dict[bytes, Entries]:
     return found
 
 
-async def read_hashes(
-    redis: Redis, keys: Sequence[bytes], *, most_bytes: int, fields: Sequence[str] = (), most_fields: int = _MAX_FIELDS
-) -> list[dict[bytes, bytes | int]]:
-    """Read hashes, all in one cluster slot: atomically, unless they have over a thousand fields or a megabyte.
+async def read_hash(
+    redis: Redis, key: bytes, *, most_bytes: int, fields: Sequence[str] = (), most_fields: int = _MAX_FIELDS
+) -> dict[bytes, bytes | int]:
+    """Read a hash ({} if it does not exist): atomically, unless it has over a thousand fields or a megabyte.
 
-    Args:
-        redis: a client for control messages.
-        keys: the hashes.
-        most_bytes: max bytes of a value; a larger one is replaced by its size.
-        fields: the fields to read; none for all.
-        most_fields: max fields of a hash that is read whole.
-
-    Returns:
-        per hash its fields; {} if it does not exist. Fields whose names are over 1 KiB are left out.
+    A value of more than `most_bytes` is replaced by its size. Fields whose names are over 1 KiB are left out.
+    `most_fields` limits a hash that is read whole.
 
     Raises:
-        ProtocolError: a key holds something else, or too many fields.
+        ProtocolError: the key holds something else, or too many fields.
         RedisError, OSError: the server cannot be used.
     """
-    hashes: list[dict[bytes, bytes | int]] = [{} for _ in keys]
+    values: dict[bytes, bytes | int] = {}
     begin = 0
     while True:
-        replies: list[Any]
-        begin, replies = await FIELDS(redis, keys, [most_fields, most_bytes, begin, *fields])
-        for key, reply, values in zip(keys, replies, hashes, strict=True):
-            if not isinstance(reply, list):
-                content = "something else than a hash" if reply < 0 else f"{reply} fields: there can be {most_fields}"
-                raise ProtocolError(f"{shown(key)} has {content}; remove it if it is not yours")
-            values.update(zip(reply[::2], reply[1::2], strict=True))
+        begin, (reply,) = await FIELDS(redis, [key], [most_fields, most_bytes, begin, *fields])
+        if not isinstance(reply, list):
+            content = "something else than a hash" if reply < 0 else f"{reply} fields: there can be {most_fields}"
+            raise ProtocolError(f"{shown(key)} has {content}; remove it if it is not yours")
+        values.update(zip(reply[::2], reply[1::2], strict=True))
         if not begin:
-            return hashes
+            return values
 
 
 def info_key(keys: Keys, model: str) -> bytes:
@@ -203,46 +167,30 @@ def info_key(keys: Keys, model: str) -> bytes:
 
 
 async def read_infos(redis: Redis, keys: Keys, names: Sequence[str] = ()) -> dict[bytes, bytes | int]:
-    """The encoded infos of some models, or of all: name -> info, or the size of an info over `MAX_INFO_BYTES`.
-
-    Raises:
-        ProtocolError, RedisError, OSError: as `read_hashes`.
-    """
+    """The encoded infos of some models, or of all: name -> info, or the size of an info over `MAX_INFO_BYTES`."""
     wanted: dict[bytes, list[str]] = {}
     for name in names:
         wanted.setdefault(info_key(keys, name), []).append(name)
     infos: dict[bytes, bytes | int] = {}
     for key, fields in (wanted or {keys.models(): [], keys.trie_models(): [TRIE_SERVICE]}).items():
-        (found,) = await read_hashes(redis, [key], most_bytes=MAX_INFO_BYTES, fields=fields)
-        infos.update(found)
+        infos.update(await read_hash(redis, key, most_bytes=MAX_INFO_BYTES, fields=fields))
     return infos
 
 
 async def read_texts(redis: Redis, key: bytes, fields: Sequence[str] = ()) -> dict[str, str]:
-    """A hash of texts, such as a heartbeat. Invalid UTF-8 is replaced; fields that are too large are left out.
-
-    Raises:
-        ProtocolError, RedisError, OSError: as `read_hashes`.
-    """
-    (values,) = await read_hashes(redis, [key], most_bytes=MAX_FIELD_BYTES, fields=fields)
+    """A hash of texts, such as a heartbeat. Invalid UTF-8 is replaced; fields that are too large are left out."""
+    values = await read_hash(redis, key, most_bytes=MAX_FIELD_BYTES, fields=fields)
     texts = [(name, value) for name, value in values.items() if isinstance(value, bytes)]
     return {name.decode("utf-8", "replace"): value.decode("utf-8", "replace") for name, value in texts}
 
 
 class QueueState(NamedTuple):
-    """A model's queue at one moment.
+    """A model's queue at one moment."""
 
-    Attributes:
-        depth: prompts that wait or are being computed.
-        age_s: seconds since the oldest of them was queued; 0 if there is none.
-        dead: dead letters.
-        server_time: seconds since the epoch by the server's clock.
-    """
-
-    depth: int
-    age_s: float
-    dead: int
-    server_time: float
+    depth: int  # Prompts that wait or are being computed.
+    age_s: float  # Seconds since the oldest of them was queued; 0 if there is none.
+    dead: int  # Dead letters.
+    server_time: float  # Seconds since the epoch by the server's clock.
 
 
 def drain_seconds(queue: QueueState, answers_per_s: float) -> float:
@@ -260,17 +208,11 @@ async def read_queue(redis: Redis, keys: ModelKeys) -> QueueState:
 
 
 class Alive(NamedTuple):
-    """The live workers of a model at one moment.
-
-    Attributes:
-        serving: how many serve it.
-        loading: how many load it.
-        names: ids of the workers that serve it, up to `MAX_WORKERS`; () unless they were requested.
-    """
+    """The live workers of a model at one moment."""
 
     serving: int
     loading: int
-    names: tuple[str, ...]
+    names: tuple[str, ...]  # Ids of the workers that serve it, up to `MAX_WORKERS`; () unless they were requested.
 
 
 async def read_alive(redis: Redis, keys: ModelKeys, *, names: bool = False) -> Alive:

@@ -1,4 +1,4 @@
-"""The Redis server of a pool: redis-py's connections to it, the masters of a cluster, and clear errors."""
+"""The Redis server of a pool: its address, redis-py's connections to it, the masters of a cluster, clear errors."""
 
 from __future__ import annotations
 
@@ -6,11 +6,14 @@ import asyncio
 import inspect
 import os
 import re
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+import ssl
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
 from copy import copy
 from functools import cache
+from pathlib import Path
 from typing import Any, cast
+from urllib.parse import urlsplit
 
 import redis as redis_sync
 import redis.asyncio as redis_async
@@ -22,17 +25,17 @@ from redis.crc import key_slot
 from redis.exceptions import RedisClusterException, RedisError
 
 from lmpool.aio import silence_limit
-from lmpool.broker import address, replies
-from lmpool.broker.address import CLUSTER, Place, client_settings, cluster_nodes, mask, parse_url
+from lmpool.broker import replies
 from lmpool.embedded import find, runtime_dir
 from lmpool.errors import AuthenticationFailed, LMPoolError, ServerError, ServerUnreachable, SettingsError, argument
 
+# Names a server: a URL, or a client of redis-py.
 RedisLike = str | redis_async.Redis | redis_sync.Redis | redis_async.RedisCluster | redis_sync.RedisCluster
-"""Names a server: a URL, or a client of redis-py."""
-
+Place = tuple[str, int]  # Host and port of a node.
+CLUSTER = "+cluster"  # The end of the scheme in the URL of a cluster.
 URL_VARIABLE = "LMPOOL_REDIS_URL"
+# Seconds without a reply after which a connection counts as broken, where the pool's lease is not known.
 REPLY_TIMEOUT_S = 15.0
-"""Seconds without a reply after which a connection counts as broken, where the pool's lease is not known."""
 
 UNNAMED: dict[str, Any] = (
     {"driver_info": None}
@@ -56,6 +59,74 @@ _NOT_TAKEN = ("retry", "retry_on_error", "retry_on_timeout", "decode_responses",
 # Options that asyncio connections lack: OCSP, and in redis-py 5 encrypted keys. Clients have them without a value.
 _SYNC_ONLY = ("ssl_password", "ssl_ca_path", "ssl_validate_ocsp", "ssl_validate_ocsp_stapled", "ssl_ocsp_context",
               "ssl_ocsp_expected_cert")  # fmt: skip
+# Options of a cluster client that connections to each node take.
+_OPTIONS = ("username", "password", "credential_provider", "client_name", "protocol", "socket_connect_timeout",
+            "socket_keepalive", "socket_keepalive_options")  # fmt: skip
+_TRUST = ("ssl_cert_reqs", "ssl_check_hostname")
+_SCHEMES = ("redis", "rediss", "unix", f"redis{CLUSTER}", f"rediss{CLUSTER}")
+# The part of an address that may be shown: a host, a numeric port, and a path.
+_PLACE = re.compile(r"(\[[0-9a-f:.]*\]?|[^:/]*)(:\d*)?(/.*)?", re.IGNORECASE)
+_FILES = ("ssl_ca_certs", "ssl_ca_path", "ssl_certfile", "ssl_keyfile")
+# The default of redis-py: version 5 does not check the host in a certificate.
+_CHECKS_HOST: bool = inspect.signature(redis_sync.Redis).parameters["ssl_check_hostname"].default
+
+
+def parse_url(url: str) -> dict[str, Any]:
+    """The options of redis-py for the server of a URL."""
+    fault = _fault(url)
+    if not fault:
+        try:
+            return dict(connections.parse_url(url))
+        except ValueError as error:
+            fault = str(error)  # Only an option can be wrong here. redis-py names it without its value.
+    # Outside of the handler: the traceback must not show the URL with its password as a cause.
+    raise SettingsError(f"redis: {mask(url)!r} is not a Redis URL: {fault}")
+
+
+def _fault(url: str) -> str:
+    """The fault of the address in a URL, or "". urllib's own message would repeat the password."""
+    scheme, mark, _ = url.partition("://")
+    if not mark or scheme.lower() not in _SCHEMES:
+        return f"it must begin with redis://, rediss://, unix:// or redis{CLUSTER}://"
+    try:
+        parts = urlsplit(url)
+        _ = parts.port
+    except ValueError:
+        return "its host or port is malformed (in a password, percent-encode : / ? # [ ] @)"
+    if parts.fragment:
+        return "a # must be written as %23"
+    if parts.scheme == "unix":
+        return "" if parts.path else "the path of the socket is missing"
+    database = parts.path.strip("/")
+    return "" if not database or database.isdecimal() else "after the host comes the number of a database"
+
+
+def cluster_nodes(url: str) -> tuple[list[Place], str]:
+    """The nodes in the URL of a cluster, and the URL of the first one; no nodes for another URL."""
+    scheme, mark, rest = url.partition("://")
+    if not scheme.lower().endswith(CLUSTER) or scheme.lower() not in _SCHEMES:
+        return [], url
+    place, *tail = re.split("([/?#].*)", rest, maxsplit=1)
+    user, at, hosts = place.rpartition("@")
+    urls = [f"{scheme[: -len(CLUSTER)]}{mark}{user}{at}{host}{''.join(tail)}" for host in hosts.split(",")]
+    parsed = [parse_url(node_url) for node_url in urls]
+    if any(options.get("db") for options in parsed):
+        raise SettingsError(f"redis: {mask(url)!r}: a cluster has one database only, number 0")
+    return [(options.get("host", "localhost"), options.get("port", 6379)) for options in parsed], urls[0]
+
+
+def mask(url: str) -> str:
+    """A URL without user, password and options, and without anything that could be part of a password."""
+    scheme, mark, rest = url.partition("://")
+    if not scheme.replace("+", "").isalnum():
+        scheme, mark, rest = "", "", url
+    place, *options = re.split("[?#]", rest, maxsplit=1)
+    if options and "@" in options[0]:
+        return f"{scheme}{mark}…"  # The password may extend to there.
+    _, at, place = place.rpartition("@")
+    if not _PLACE.fullmatch(place):
+        place = place.partition(":")[0] + ":…"
+    return f"{scheme}{mark}{'…@' if at else ''}{place}{'?…' if options else ''}"
 
 
 class _Cancellable(connections.AbstractConnection):
@@ -67,16 +138,13 @@ class _Cancellable(connections.AbstractConnection):
     """
 
     async def connect(self) -> None:
-        limit, self.socket_connect_timeout = self.socket_connect_timeout, None
         try:
-            async with _limit(limit, "Timeout connecting to server"):
+            async with self._limit("socket_connect_timeout", "Timeout connecting to server"):
                 await super().connect()  # type: ignore[no-untyped-call]
         except BaseException:
             # redis-py would keep a connection that the server has not let in.
             await self.disconnect(nowait=True)
             raise
-        finally:
-            self.socket_connect_timeout = limit
 
     async def send_packed_command(self, command: Any, check_health: bool = True) -> None:
         # Connecting and checking have limits of their own.
@@ -84,36 +152,30 @@ class _Cancellable(connections.AbstractConnection):
             await self.connect()
         if check_health:
             await self.check_health()  # type: ignore[no-untyped-call]
-        async with self._own_limit("Timeout writing to socket"):
+        async with self._limit("socket_timeout", "Timeout writing to socket"):
             await super().send_packed_command(command, check_health=False)
 
     async def read_response(self, disable_decoding: bool = False, timeout: float | None = None, **options: Any) -> Any:
         if timeout is not None:
             return await super().read_response(disable_decoding, timeout, **options)
-        async with self._own_limit("Timeout reading from the server"):
+        async with self._limit("socket_timeout", "Timeout reading from the server"):
             return await super().read_response(disable_decoding, **options)
 
     @asynccontextmanager
-    async def _own_limit(self, text: str) -> AsyncIterator[None]:
-        limit, self.socket_timeout = self.socket_timeout, None
+    async def _limit(self, name: str, text: str) -> AsyncIterator[None]:
+        """Apply one of redis-py's limits; raise its TimeoutError if the server is silent for so long."""
+        limit = getattr(self, name)
+        setattr(self, name, None)
         try:
-            async with _limit(limit, text):
+            async with silence_limit(limit) as timer:
                 yield
+        except TimeoutError:
+            if not timer.expired():
+                raise
+            raise redis_sync.TimeoutError(text) from None
         finally:
-            if self.socket_timeout is None:  # redis-py changes it when a server announces that it moves.
-                self.socket_timeout = limit
-
-
-@asynccontextmanager
-async def _limit(seconds: float | None, text: str) -> AsyncIterator[None]:
-    """Raise redis-py's TimeoutError if the server is silent for so long."""
-    try:
-        async with silence_limit(seconds) as timer:
-            yield
-    except TimeoutError:
-        if not timer.expired():
-            raise
-        raise redis_sync.TimeoutError(text) from None
+            if getattr(self, name) is None:  # redis-py changes it when a server announces that it moves.
+                setattr(self, name, limit)
 
 
 class _Tls(connections.SSLConnection):
@@ -134,11 +196,7 @@ class _Tls(connections.SSLConnection):
 
 @cache
 def connection_class(kind: type) -> type[connections.AbstractConnection]:
-    """The class of connections to use in place of one of redis-py's, asyncio's or not.
-
-    Raises:
-        SettingsError: the class is unknown.
-    """
+    """The class of connections to use in place of one of redis-py's, asyncio's or not."""
     if issubclass(kind, _Cancellable):
         return kind
     for known, ours in (
@@ -159,32 +217,29 @@ class _ClusterClient(redis_async.RedisCluster):
     """
 
     async def initialize(self, *args: Any, **kwargs: Any) -> redis_async.RedisCluster:
-        try:
+        with _connection_errors():
             return await super().initialize(*args, **kwargs)
-        except RedisClusterException as error:
-            raise redis_sync.ConnectionError(f"the cluster cannot be used: {error}") from error
 
     async def execute_command(self, *args: Any, **kwargs: Any) -> Any:
-        try:
+        with _connection_errors():
             return await super().execute_command(*args, **kwargs)
-        except RedisClusterException as error:
-            raise redis_sync.ConnectionError(f"the cluster cannot be used: {error}") from error
+
+
+@contextmanager
+def _connection_errors() -> Iterator[None]:
+    try:
+        yield
+    except RedisClusterException as error:
+        raise redis_sync.ConnectionError(f"the cluster cannot be used: {error}") from error
 
 
 class Cluster:
-    """Which master of a cluster serves which slot.
-
-    Args:
-        nodes: some nodes, of which one must answer.
-        options: options of the connections, in redis-py's names.
-        is_tls: whether the nodes use TLS.
-    """
+    """Which master of a cluster serves which slot. One of `nodes` must answer; `options` have redis-py's names."""
 
     def __init__(self, nodes: Sequence[Place], options: Mapping[str, Any], *, is_tls: bool) -> None:
         self.nodes = list(nodes)
         self._options = {**options, "ssl": True} if is_tls else dict(options)
         self._places: dict[int, Place] | None = None
-        self._forgotten = 0
         self._reading = asyncio.Lock()
 
     def client(self, reply_timeout_s: float) -> redis_async.RedisCluster:
@@ -204,18 +259,11 @@ class Cluster:
         return client
 
     async def place(self, key: bytes) -> Place:
-        """The master that serves a key.
-
-        Raises:
-            ServerUnreachable: no master serves its slot at present.
-            RedisError, OSError: no node answers.
-        """
+        """The master that serves a key."""
         if (places := self._places) is None:
             async with self._reading:
                 if (places := self._places) is None:
-                    forgotten, places = self._forgotten, await self._read()
-                    if forgotten == self._forgotten:  # Otherwise the slots changed while they were read.
-                        self._places = places
+                    places = self._places = await self._read()
         slot = key_slot(key)
         if slot not in places:
             self.forget()
@@ -237,7 +285,6 @@ class Cluster:
     def forget(self) -> None:
         """Read the slots again before the next use."""
         self._places = None
-        self._forgotten += 1
 
     def __str__(self) -> str:
         host, port = self.nodes[0]
@@ -259,9 +306,20 @@ class Server:
 
     def __init__(self, redis: RedisLike | None = None) -> None:
         nodes: list[Place] = []
+        is_client = redis is not None and not isinstance(redis, str)
         if isinstance(redis, (redis_async.RedisCluster, redis_sync.RedisCluster)):
-            nodes, kwargs, is_tls = client_settings(redis)
-            kind: type = connections.SSLConnection if is_tls else connections.Connection
+            nodes = [(str(node.host), int(node.port)) for node in redis.nodes_manager.startup_nodes.values()]
+            given = redis.nodes_manager.connection_kwargs
+            if isinstance(redis, redis_async.RedisCluster):
+                given = redis.connection_kwargs
+            # For the options about trust, a false value matters too.
+            kwargs = {
+                name: value
+                for name, value in given.items()
+                if (value and (name in _OPTIONS or name.startswith("ssl_"))) or name in _TRUST
+            }
+            kind: type = given.get("connection_class") or connections.Connection
+            kind = connections.SSLConnection if given.get("ssl") or _is_of_tls(kind) else connections.Connection
         elif isinstance(redis, (redis_async.Redis, redis_sync.Redis)):
             taken = redis.connection_pool.connection_kwargs
             kwargs = {name: value for name, value in taken.items() if value or name not in _SYNC_ONLY}
@@ -272,8 +330,11 @@ class Server:
             kwargs = parse_url(url)
             kind = kwargs.pop("connection_class", connections.Connection)
         self._class = connection_class(kind)
-        if self._is_tls:
-            address.check_host(kwargs, of_client=redis is not None and not isinstance(redis, str))
+        if self._is_tls and kwargs.get("ssl_cert_reqs", "required") not in ("none", None, ssl.CERT_NONE):
+            # redis-py 5 does not compare the host with the certificate, and a client may have chosen nothing.
+            chosen = kwargs.get("ssl_check_hostname")
+            if chosen is None or (is_client and chosen is _CHECKS_HOST is False):
+                kwargs["ssl_check_hostname"] = True
         for name in _NOT_TAKEN:
             kwargs.pop(name, None)
         if kwargs.get("socket_connect_timeout") is None:  # As in a client of redis-py 5.3.
@@ -284,7 +345,12 @@ class Server:
         self.is_node = False
         self._nodes: dict[Place, Server] = {}
         self._cluster: Cluster | None = None
-        address.check_files(kwargs)
+        for name in _FILES:
+            try:
+                if path := kwargs.get(name):
+                    os.scandir(path).close() if name == "ssl_ca_path" else Path(path).open("rb").close()
+            except OSError as error:
+                raise SettingsError(f"redis: {name} cannot be read: {path} ({error.strerror})") from None
         if nodes:
             for name in ("host", "port", "db", "path"):
                 kwargs.pop(name, None)
@@ -309,18 +375,14 @@ class Server:
 
     @property
     def _is_tls(self) -> bool:
-        return issubclass(self._class, connections.SSLConnection)
+        return _is_of_tls(self._class)
 
     @property
     def _scheme(self) -> str:
         return "rediss" if self._is_tls else "redis"
 
     async def at(self, key: bytes) -> Server:
-        """The server that has a key: this one, or one master of the cluster. Equal places give the same object.
-
-        Raises:
-            ServerError: the cluster does not answer which.
-        """
+        """The server that has a key: this one, or one master of the cluster. Equal places give the same object."""
         if self._cluster is None or self.is_node:
             return self
         try:
@@ -367,11 +429,7 @@ class Server:
         return redis_async.Redis.from_pool(pool)
 
     async def open(self) -> connections.AbstractConnection:
-        """A new connection of redis-py that has greeted the server.
-
-        Raises:
-            ServerUnreachable, AuthenticationFailed: it cannot be opened.
-        """
+        """A new connection of redis-py that has greeted the server."""
         connection = self._connection()
         try:
             await connection.connect()  # type: ignore[no-untyped-call]
@@ -392,13 +450,13 @@ class Server:
         """The exception of lmpool for one of redis-py's or the system's."""
         if isinstance(error, LMPoolError):
             return error
-        text, meaning, links = replies.words(error), replies.meaning(error), list(replies.chain(error))
+        text, meaning = replies.words(error), replies.meaning(error)
         if replies.is_refusal(error):
             hint = "; is this the prefix of its pool, and a user for this part of it?" if " key" in text else ""
             return AuthenticationFailed(f"{self} {meaning or 'refuses this user, password or command'} ({text}){hint}")
-        if why := address.refusal(links):
+        if why := replies.tls_refusal(error):
             return AuthenticationFailed(f"{self} refuses this client: {why}")
-        if self._is_tls and (why := address.fault(links, has_certificate=bool(self._kwargs.get("ssl_certfile")))):
+        if self._is_tls and (why := replies.tls_fault(error, has_certificate=bool(self._kwargs.get("ssl_certfile")))):
             return ServerUnreachable(f"no TLS connection with {self}: {why}")
         if "DB index is out of range" in text or text == "Invalid Database":
             return ServerError(f"{self} has no database {self._kwargs.get('db')}: `databases` in its settings")
@@ -422,21 +480,19 @@ class Server:
         return ServerError(f"{self} answered with an error: {text}")
 
 
+def _is_of_tls(kind: type) -> bool:
+    return issubclass(kind, (connections.SSLConnection, redis_sync.SSLConnection))
+
+
 def where(redis: RedisLike | None) -> str:
     """The address of a server without user or password, from `redis` as `Server` takes it, even if it is malformed."""
-    if isinstance(redis, (redis_async.RedisCluster, redis_sync.RedisCluster)):
-        nodes, _, is_tls = client_settings(redis)
-        return f"{'rediss' if is_tls else 'redis'}{CLUSTER}://{','.join(f'{host}:{port}' for host, port in nodes)}"
-    if isinstance(redis, (redis_async.Redis, redis_sync.Redis)):
-        taken = redis.connection_pool.connection_kwargs
-        if path := taken.get("path"):
-            return f"unix://{path}"
-        kind = redis.connection_pool.connection_class
-        is_tls = issubclass(kind, (connections.SSLConnection, redis_sync.SSLConnection))
-        place = f"{taken.get('host', 'localhost')}:{taken.get('port', 6379)}"
-        return f"{'rediss' if is_tls else 'redis'}://{place}"
-    url = os.environ.get(URL_VARIABLE) if redis is None else redis
-    return mask(url) if url else "your embedded server"
+    if redis is None or isinstance(redis, str):
+        url = os.environ.get(URL_VARIABLE) if redis is None else redis
+        return mask(url) if url else "your embedded server"
+    try:
+        return str(Server(redis))
+    except SettingsError:
+        return f"a client of the type {type(redis).__name__}"
 
 
 def _embedded_url() -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any, NamedTuple, cast
 
 from redis.asyncio import Redis
@@ -28,24 +28,17 @@ _MAX_TEXT = 64  # Bytes of a field of HELLO; names and versions are shorter.
 
 
 class ServerMemory(NamedTuple):
-    """The memory of a server, or of the fullest master of a cluster, with the evictions of all masters.
-
-    Attributes:
-        used_bytes: used memory.
-        limit_bytes: `maxmemory`; 0 for no limit.
-        policy: `maxmemory-policy`.
-        evicted_keys: keys that were evicted since the start.
-    """
+    """The memory of a server, or of the fullest master of a cluster, with the evictions of all masters."""
 
     used_bytes: int
-    limit_bytes: int
-    policy: str
-    evicted_keys: int
+    limit_bytes: int  # `maxmemory`; 0 for no limit.
+    policy: str  # `maxmemory-policy`.
+    evicted_keys: int  # Since the start.
 
     def __str__(self) -> str:
-        limit = f"of {_megabytes(self.limit_bytes)}" if self.limit_bytes else "without a limit"
+        limit = f"of {self.limit_bytes / 1e6:.1f} MB" if self.limit_bytes else "without a limit"
         evicted = f"{self.evicted_keys} keys evicted since its start"
-        return f"{_megabytes(self.used_bytes)} used {limit} (maxmemory), {self.policy}, {evicted}"
+        return f"{self.used_bytes / 1e6:.1f} MB used {limit} (maxmemory), {self.policy}, {evicted}"
 
     def is_full_for(self, size: int) -> bool:
         """Whether a further value of `size` bytes may evict another.
@@ -63,29 +56,8 @@ class ServerMemory(NamedTuple):
             wrong.append("maxmemory-policy is noeviction, so a server that is full refuses rows and heartbeats")
         elif self.policy.startswith("allkeys-"):
             wrong.append(f"maxmemory-policy is {self.policy}, so a server that is full may drop queues")
-        if not wrong:
-            return None
-        return f"the server's memory is not set up for a pool: {'; '.join(wrong)}: set maxmemory, and volatile-lru"
-
-
-async def read_memory(redis: Redis) -> ServerMemory | None:
-    """The memory of a server; None if it does not report it, for example to users without that right.
-
-    Raises:
-        RedisError, OSError: the server cannot be used.
-    """
-    figures: dict[str, dict[str, Any]] = {}
-    try:
-        for section in ("memory", "stats"):
-            for node, reply in (await _info(redis, section)).items():
-                figures.setdefault(node, {}).update(reply)
-    except ResponseError:
-        return None
-    masters = [memory for reply in figures.values() if (memory := _read(reply)) is not None]
-    if not masters:
-        return None
-    fullest = max(masters, key=lambda memory: memory.used_bytes / (memory.limit_bytes or float("inf")))
-    return fullest._replace(evicted_keys=sum(memory.evicted_keys for memory in masters))
+        text = f"the server's memory is not set up for a pool: {'; '.join(wrong)}: set maxmemory, and volatile-lru"
+        return text if wrong else None
 
 
 async def _info(redis: Redis, section: str) -> dict[str, dict[str, Any]]:
@@ -96,25 +68,28 @@ async def _info(redis: Redis, section: str) -> dict[str, dict[str, Any]]:
     return replies if all(isinstance(reply, dict) for reply in replies.values()) else {"": replies}
 
 
-def _read(info: Mapping[str, Any]) -> ServerMemory | None:
+async def read_memory(redis: Redis) -> ServerMemory | None:
+    """The memory of a server; None if it does not report it, for example to users without that right."""
+    figures: dict[str, dict[str, Any]] = {}
     try:
-        numbers = [int(info[name]) for name in ("used_memory", "maxmemory", "evicted_keys")]
-        return ServerMemory(numbers[0], numbers[1], str(info["maxmemory_policy"]), numbers[2])
-    except (KeyError, TypeError, ValueError):
+        for section in ("memory", "stats"):
+            for node, reply in (await _info(redis, section)).items():
+                figures.setdefault(node, {}).update(reply)
+    except ResponseError:
         return None
-
-
-def _megabytes(size: int) -> str:
-    return f"{size / 1e6:.1f} MB"
+    masters = []
+    for info in figures.values():
+        with suppress(KeyError, TypeError, ValueError):
+            used, limit, evicted = (int(info[name]) for name in ("used_memory", "maxmemory", "evicted_keys"))
+            masters.append(ServerMemory(used, limit, str(info["maxmemory_policy"]), evicted))
+    if not masters:
+        return None
+    fullest = max(masters, key=lambda memory: memory.used_bytes / (memory.limit_bytes or float("inf")))
+    return fullest._replace(evicted_keys=sum(memory.evicted_keys for memory in masters))
 
 
 def doubt_of(product: str, version: str) -> str | None:
-    """A warning about a server's version, without a full stop; None if there is none.
-
-    Args:
-        product: the server's own name; only Redis and Valkey are known.
-        version: its version.
-    """
+    """A warning about a version of Redis or Valkey, without a full stop; None if there is none."""
     numbers, fixed = _VERSION.match(version), _FIXED.get(product)
     if numbers is None or fixed is None:
         return None
@@ -150,11 +125,7 @@ async def read_doubt(server: Server) -> str | None:
 
 
 async def read_doubts(server: Server) -> list[str]:
-    """Check that a server can be used; returns the warnings about its version and its memory.
-
-    Raises:
-        ServerError: it cannot be used.
-    """
+    """Check that a server can be used; returns the warnings about its version and its memory."""
     # A client of its own: an idle connection may be cut while the model loads.
     redis = server.client()
     try:
@@ -171,14 +142,10 @@ async def read_doubts(server: Server) -> list[str]:
 def _fields(reply: Any) -> dict[str, str]:
     """The short texts in a reply to HELLO; RESP2 and RESP3 nest them differently."""
     if isinstance(reply, list):
-        reply = dict(zip(reply[::2], reply[1::2], strict=False)) if all(map(_is_plain, reply[::2])) else {}
-    if not isinstance(reply, dict):
-        return {}
-    return {
-        name.decode("ascii"): value.decode("ascii")
-        for name, value in reply.items()
-        if _is_plain(name) and _is_plain(value)
-    }
+        pairs = list(zip(reply[::2], reply[1::2], strict=False))
+    else:
+        pairs = list(reply.items()) if isinstance(reply, dict) else []
+    return {name.decode(): value.decode() for name, value in pairs if _is_plain(name) and _is_plain(value)}
 
 
 def _is_plain(value: object) -> bool:

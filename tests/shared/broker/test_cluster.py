@@ -1,4 +1,4 @@
-"""A pool on a Redis Cluster: each model's queue on one master, rows on all; slots and masters come and go."""
+"""A pool on a Redis Cluster: each model's queue on one master, rows on all; slots move and masters restart."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def pool(cluster: LocalCluster, tmp_path: Path, request: pytest.FixtureRequest) 
 
 
 async def ask_all(producer: Producer, prompts: list[list[int]]) -> None:
-    """Ask for many prompts at once and check every value."""
+    """Request many prompts at once and check every value."""
     rows = await asyncio.gather(*map(producer.logprobs, prompts))
     for prompt, got in zip(prompts, rows, strict=True):
         assert np.array_equal(got, synthetic_row(prompt, vocab_size=V))
@@ -66,7 +66,7 @@ async def test_rows_lie_on_all_masters_and_the_queue_on_one(cluster: LocalCluste
         assert sum(len(keys_of(node, f"{pool.prefix}:row:*")) for node in nodes) == 60
 
 
-async def test_a_prompt_is_computed_once_for_all_who_ask(pool: Pool) -> None:
+async def test_a_prompt_is_computed_once_for_all_clients(pool: Pool) -> None:
     pool.start("--step-ms", 5, "--lease-s", 10)
     async with pool.producer(cache_bytes=0) as producer, pool.producer(cache_bytes=0) as other:
         prompts = [[i, j] for i in range(8) for j in range(50)]
@@ -111,7 +111,7 @@ async def test_users_with_few_rights_work_on_a_cluster(tmp_path: Path) -> None:
 
 
 def rules(line: str, password: str) -> list[str]:
-    """What a line of `users.acl` says of its user, with a password; what stands in parentheses is one rule."""
+    """The rules of a user in a line of `users.acl`, with a password; text in parentheses is one rule."""
     words = re.findall(r"\([^)]*\)|\S+", line.split(maxsplit=2)[2])
     return [f">{password}" if word.startswith("#") else word for word in words]
 
@@ -131,7 +131,7 @@ async def test_requests_survive_the_move_of_the_queue_to_another_master(
 
 
 def run(node: redis.Redis, *words: Any) -> Any:
-    """Run a command that redis-py has no method for."""
+    """Run a command for which redis-py has no method."""
     return node.execute_command(*words)  # type: ignore[no-untyped-call]
 
 
@@ -160,7 +160,7 @@ def _serves(node: redis.Redis, node_id: bytes, slot: int) -> bool:
 
 
 async def test_requests_survive_the_restart_of_a_master(cluster: LocalCluster, pool: Pool, tmp_path: Path) -> None:
-    """Whichever it is: the one with the queue too. It comes back empty, and what was on it is asked for again."""
+    """Each master restarts empty, also the one with the queue; clients request the lost prompts again."""
     gate = Gate(tmp_path / "gate")
     pool.start("--step-ms", 30, "--max-batch", 8, "--lease-s", 2, command=gate.command)
     async with pool.producer(when_absent="wait") as producer:
@@ -173,7 +173,7 @@ async def test_requests_survive_the_restart_of_a_master(cluster: LocalCluster, p
             await asyncio.wait_for(asked, DEADLINE_S)
 
 
-async def test_a_frozen_master_is_waited_for(cluster: LocalCluster, pool: Pool) -> None:
+async def test_requests_wait_for_a_frozen_master(cluster: LocalCluster, pool: Pool) -> None:
     pool.start("--lease-s", 2)
     async with pool.producer() as producer:
         await ask_all(producer, [[1]])
@@ -205,7 +205,7 @@ async def test_one_node_that_answers_is_enough(cluster: LocalCluster, pool: Pool
         await ask_all(producer, [[4]])
 
 
-async def test_a_node_that_is_named_as_if_it_were_all_is_told(cluster: LocalCluster, pool: Pool) -> None:
+async def test_the_url_of_one_node_without_cluster_is_explained(cluster: LocalCluster, pool: Pool) -> None:
     pool.start()
     plain = pool.url.replace("+cluster", "")
     told = []
@@ -222,7 +222,7 @@ async def test_a_node_that_is_named_as_if_it_were_all_is_told(cluster: LocalClus
     ] == []
 
 
-async def test_a_node_that_has_the_info_but_not_the_queue_is_told_too(cluster: LocalCluster, pool: Pool) -> None:
+async def test_a_node_with_the_info_but_without_the_queue_is_explained(cluster: LocalCluster, pool: Pool) -> None:
     nodes: Any = redis.cluster.RedisCluster.from_url(cluster.url.replace("+cluster", ""))
     queue = nodes.get_node_from_key(pool.keys.model("syn").jobs.decode())
     names = (f"{pool.prefix}-{number}" for number in itertools.count())
@@ -234,14 +234,14 @@ async def test_a_node_that_has_the_info_but_not_the_queue_is_told_too(cluster: L
         await Producer(redis=f"redis://{info.host}:{info.port}", prefix=pool.prefix).logprobs([1])
 
 
-def test_a_server_that_is_no_cluster_is_told() -> None:
-    # What redis-py makes of a server's answer "This instance has cluster support disabled".
+def test_a_server_without_cluster_mode_is_explained() -> None:
+    # The error of redis-py for the reply "This instance has cluster support disabled".
     refused = ConnectionError("the cluster cannot be used: … Cluster mode is not enabled on this node")
     told = Server("redis+cluster://h:7000").explain(refused)
     assert str(told) == "redis+cluster://h:7000 is no Redis Cluster: name it as redis://HOST:PORT"
 
 
-async def test_a_cluster_that_does_not_answer_is_told(cluster: LocalCluster) -> None:
+async def test_an_unreachable_cluster_is_explained(cluster: LocalCluster) -> None:
     with pytest.raises(ServerUnreachable, match="127.0.0.1:1"):
         await Producer(redis="redis+cluster://127.0.0.1:1", timeout=5).open()
 
@@ -255,7 +255,7 @@ async def test_a_cluster_that_does_not_answer_is_told(cluster: LocalCluster) -> 
         ("unix+cluster:///tmp/s", "must begin with"),
     ],
 )
-def test_a_malformed_cluster_url_is_told_without_its_password(url: str, text: str) -> None:
+def test_a_malformed_cluster_url_is_reported_without_its_password(url: str, text: str) -> None:
     with pytest.raises(SettingsError, match=text) as caught:
         Server(url)
     assert "geheim" not in str(caught.value)

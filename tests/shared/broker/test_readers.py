@@ -1,4 +1,4 @@
-"""What readers make of replies: streams when they are whole, refused when bytes of them were lost; lanes."""
+"""Readers of replies: complete streams are read, damaged ones refused; lengths of lanes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_both_protocols_are_read(reply: object) -> None:
 
 
 @pytest.mark.parametrize("reply", [None, [], [[b"jobs", []]], [[b"jobs", [[b"1-0", None]]]]])
-def test_nothing_new_and_deleted_entries_are_no_entries(reply: object) -> None:
+def test_empty_replies_and_deleted_entries_give_no_entries(reply: object) -> None:
     assert stream_entries(reply) == []
 
 
@@ -29,12 +29,12 @@ def test_nothing_new_and_deleted_entries_are_no_entries(reply: object) -> None:
      [[b"jobs", [[b"1-0", [b"m"]]]]], [[b"jobs", [[b"1-0", [b"m", ResponseError("0")]]]]],
      [[b"jobs", [[7, [b"m", b"job"]]]]], [[b"jobs", [[b"1-0", 7]]]], {b"jobs": 7}],
 )  # fmt: skip
-def test_what_is_no_such_reply_is_refused(reply: object) -> None:
+def test_other_replies_are_refused(reply: object) -> None:
     with pytest.raises(ProtocolError, match="no reply to a read of a stream"):
         stream_entries(reply)
 
 
-async def test_lanes_are_told_by_worker_and_nobody_can_have_one_of_any_length(pool: Pool) -> None:
+async def test_lanes_are_read_by_worker_and_their_lengths_are_limited(pool: Pool) -> None:
     keys = pool.keys.model("syn")
     async with Server(pool.url).client() as redis:
         assert await read_lanes(redis, keys) == {}

@@ -1,4 +1,4 @@
-"""Connections of redis-py as a pool uses them: whoever gives a command up, or sets a limit to it, is heard."""
+"""Connections of redis-py in a pool: no cancellation and no time limit is lost."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MOMENTS = 40
 
 
 def plain(url: str) -> str:
-    """Of a cluster, one node."""
+    """The server; on a cluster, one node."""
     return url.replace("+cluster", "")
 
 
@@ -36,7 +36,7 @@ async def ask_long(client: redis_async.Redis) -> None:
 
 
 async def check_that_it_is_heard(server: Server) -> None:
-    """A task that asks is cancelled at each of many moments, and ends; another goes on with the connection."""
+    """Cancel a task at each of many moments: it ends, and another task can use the connection."""
     async with server.client() as client:
         await client.set("something", b"else")
         for moment in range(MOMENTS):
@@ -49,12 +49,12 @@ async def check_that_it_is_heard(server: Server) -> None:
             assert await client.get("something") == b"else"
 
 
-async def test_a_command_may_be_given_up_at_any_moment(server_url: str) -> None:
-    """`asyncio.wait_for` of Python 3.11, by which redis-py sends, loses most of these cancellations."""
+async def test_a_command_can_be_cancelled_at_any_moment(server_url: str) -> None:
+    """redis-py sends by `asyncio.wait_for`, which in Python 3.11 loses most of these cancellations."""
     await check_that_it_is_heard(Server(server_url))
 
 
-async def test_a_change_of_adapters_may_be_given_up_at_any_moment(pool: Pool, tmp_path: Path) -> None:
+async def test_a_change_of_adapters_can_be_cancelled_at_any_moment(pool: Pool, tmp_path: Path) -> None:
     pool.start(*QUICK)
     folder = write(tmp_path, "a", "1")
     async with pool.producer("syn") as producer:
@@ -68,19 +68,19 @@ async def test_a_change_of_adapters_may_be_given_up_at_any_moment(pool: Pool, tm
         assert await producer.adapters() in ({}, {"poet": await producer.add_adapter("poet", folder)})
 
 
-async def test_a_command_to_a_cluster_may_be_given_up_at_any_moment(tmp_path: Path) -> None:
+async def test_a_command_to_a_cluster_can_be_cancelled_at_any_moment(tmp_path: Path) -> None:
     with LocalCluster(tmp_path / "c") as cluster:
         await check_that_it_is_heard(Server(cluster.url))
 
 
 @pytest.fixture
 def deaf() -> Iterator[str]:
-    """The URL of a server that takes connections and reads nothing."""
+    """The URL of a server that accepts connections and reads nothing."""
     with socket.create_server(("127.0.0.1", 0), backlog=8) as listening:
         yield f"redis://127.0.0.1:{listening.getsockname()[1]}"
 
 
-async def test_what_cannot_be_sent_in_time_is_given_up(deaf: str) -> None:
+async def test_sending_has_a_time_limit(deaf: str) -> None:
     async with Server(deaf).client(reply_timeout_s=0.2) as client:
         for _ in range(2):  # The limit holds for the next command too.
             with pytest.raises(redis.TimeoutError, match="writing to socket"):
@@ -90,12 +90,12 @@ async def test_what_cannot_be_sent_in_time_is_given_up(deaf: str) -> None:
 
 
 def connection_to(url: str, kind: type = connections.Connection, **options: Any) -> Any:
-    """A connection that nobody has opened yet; it greets the server with nothing."""
+    """A connection that is not open yet and sends no greeting."""
     named: dict[str, Any] = {**connections.parse_url(url), **UNNAMED, "protocol": 2, "retry": Retry(NoBackoff(), 0)}
     return connection_class(named.pop("connection_class", kind))(**named, **options)
 
 
-async def test_connecting_has_a_limit_of_its_own(server_url: str) -> None:
+async def test_connecting_has_its_own_time_limit(server_url: str) -> None:
     limit = 0.01
 
     async def be_slow(connection: connections.AbstractConnection) -> None:
@@ -108,7 +108,7 @@ async def test_connecting_has_a_limit_of_its_own(server_url: str) -> None:
     await connection.disconnect()
 
 
-async def test_an_error_of_whoever_connects_stays_as_it_is(server_url: str) -> None:
+async def test_a_timeout_of_the_caller_is_not_replaced(server_url: str) -> None:
     async def ask_another(connection: connections.AbstractConnection) -> None:
         raise TimeoutError("the vault does not answer")
 
@@ -118,7 +118,7 @@ async def test_an_error_of_whoever_connects_stays_as_it_is(server_url: str) -> N
     assert not connection.is_connected
 
 
-async def test_a_connection_that_is_given_up_before_it_may_be_used_is_closed(server_url: str) -> None:
+async def test_a_connection_that_is_cancelled_while_it_opens_is_closed(server_url: str) -> None:
     is_asking = asyncio.Event()
 
     async def ask_another(connection: connections.AbstractConnection) -> None:
@@ -135,8 +135,8 @@ async def test_a_connection_that_is_given_up_before_it_may_be_used_is_closed(ser
     assert not connection.is_connected
 
 
-async def test_a_server_that_says_nothing_is_not_taken_for_one_that_reads_nothing(deaf: str) -> None:
-    """Whether it lives is asked before a command is sent."""
+async def test_a_silent_server_and_one_that_reads_nothing_have_different_errors(deaf: str) -> None:
+    """redis-py checks the connection before it sends a command."""
     connection = connection_to(deaf, socket_timeout=0.2, health_check_interval=1)
     await connection.connect()
     connection.next_health_check = 0
@@ -146,14 +146,14 @@ async def test_a_server_that_says_nothing_is_not_taken_for_one_that_reads_nothin
 
 
 class Moving(connections.Connection):
-    """Sets another limit while it sends, as redis-py does when a server says that it is about to move."""
+    """Sets another limit while it sends, as redis-py does when a server announces that it moves."""
 
     async def send_packed_command(self, command: Any, check_health: bool = True) -> None:
         self.socket_timeout = 30.0
         await super().send_packed_command(command, check_health)
 
 
-async def test_a_limit_that_is_changed_meanwhile_stays_changed(deaf: str) -> None:
+async def test_a_limit_that_changes_during_a_command_stays_changed(deaf: str) -> None:
     connection = connection_to(deaf, Moving, socket_timeout=5.0)
     await connection.send_command("PING")
     assert connection.socket_timeout == 30.0
@@ -161,10 +161,10 @@ async def test_a_limit_that_is_changed_meanwhile_stays_changed(deaf: str) -> Non
 
 
 class Traced(connections.Connection):
-    """A user's own."""
+    """A subclass of a user."""
 
 
-def test_each_class_of_redis_py_has_one_here() -> None:
+def test_each_connection_class_of_redis_py_has_a_counterpart() -> None:
     pairs: list[tuple[type, Any]] = [
         (redis.Connection, connections.Connection),
         (redis.SSLConnection, connections.SSLConnection),
@@ -181,7 +181,7 @@ def test_each_class_of_redis_py_has_one_here() -> None:
         connection_class(int)
 
 
-async def test_a_client_with_our_connections_names_a_server_too(server_url: str) -> None:
+async def test_a_client_with_lmpool_s_connections_can_name_a_server(server_url: str) -> None:
     if "+cluster" not in server_url:
         async with Server(server_url).client() as client, Server(client).client() as other:
             assert await other.ping()

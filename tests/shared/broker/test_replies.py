@@ -1,4 +1,4 @@
-"""What servers and connections answer instead of what was asked for, as sentences that say what to do."""
+"""Errors of servers and connections, explained in sentences that say what to do."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WRITE = "return redis.call('SET', KEYS[1], 1)"
 READ = "return redis.call('GET', KEYS[1])"
 LIST = "return redis.call('LPUSH', KEYS[1], 1)"
 TAKE = "return redis.call('XREADGROUP', 'GROUP', 'g', 'c', 'STREAMS', KEYS[1], '>')"
-# What is set before and after: name -> value there and back.
+# Settings of the server: name -> value during the test and after it.
 FULL = {"maxmemory-policy": ("noeviction", "noeviction"), "maxmemory": ("1", "0")}
 ALONE = {"min-replicas-to-write": ("1", "0")}
 STALE = {"replica-serve-stale-data": ("no", "yes")}
@@ -46,14 +46,14 @@ def own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedServer]:
 
 
 def explained(server: Server, client: redis_sync.Redis, *command: Any) -> LMPoolError:
-    """What becomes of the error that a command ends in."""
+    """The explained error of a command that fails."""
     with pytest.raises(RedisError) as caught:
         client.execute_command(*command)  # type: ignore[no-untyped-call]
     return server.explain(caught.value)
 
 
 @pytest.mark.parametrize("code", CASES)
-def test_what_a_server_refuses_is_a_sentence_and_its_own_words_in_and_outside_of_scripts(
+def test_a_refusal_is_a_sentence_with_the_server_s_text_in_and_outside_of_scripts(
     own: EmbeddedServer, code: str
 ) -> None:
     command, script, sentence, settings = CASES[code]
@@ -79,7 +79,7 @@ def test_what_a_server_refuses_is_a_sentence_and_its_own_words_in_and_outside_of
         assert "user_script" not in str(error)
 
 
-def test_what_a_user_may_not_do_is_told_from_what_it_is_not_let_in_for(own: EmbeddedServer) -> None:
+def test_missing_rights_and_wrong_passwords_have_different_errors(own: EmbeddedServer) -> None:
     server = Server(own.url)
     with redis_sync.Redis.from_url(own.url) as client:
         client.execute_command("ACL", "SETUSER", "bob", "on", ">right", "~a*", "+get", "+eval")
@@ -105,7 +105,7 @@ def test_what_a_user_may_not_do_is_told_from_what_it_is_not_let_in_for(own: Embe
         assert told[1].endswith("; is this the prefix of its pool, and a user for this part of it?")
 
 
-# As Redis 6.2, 7.0 and Valkey tell of the same in a script.
+# The same error within a script, as Redis 6.2, 7.0 and Valkey report it.
 WRAPPED = [
     "{}",
     "{} script: on @user_script:1.",
@@ -129,7 +129,7 @@ WRAPPED = [
         ("TRYAGAIN Multiple keys request during rehashing of slot", "is moving these keys to another master"),
     ],
 )
-def test_words_about_a_script_are_left_out(wrapped: str, text: str, sentence: str) -> None:
+def test_text_about_a_script_is_removed(wrapped: str, text: str, sentence: str) -> None:
     error = ResponseError(wrapped.format(text))
     assert replies.words(error) == text
     assert str(Server("redis://h:7").explain(error)).startswith(f"redis://h:7 {sentence}")
@@ -167,7 +167,7 @@ STRANGERS: dict[str, tuple[Callable[[socket.socket], None], type[LMPoolError], s
 
 
 @pytest.mark.parametrize("kind", STRANGERS)
-async def test_what_answers_and_is_no_server_for_a_pool_is_told_apart(kind: str) -> None:
+async def test_other_programs_at_the_address_are_recognised(kind: str) -> None:
     behave, expected, sentence = STRANGERS[kind]
     with socket.create_server(("127.0.0.1", 0)) as listening:
         threading.Thread(target=lambda: behave(listening.accept()[0]), daemon=True).start()
@@ -179,8 +179,8 @@ async def test_what_answers_and_is_no_server_for_a_pool_is_told_apart(kind: str)
     assert type(error) is expected
 
 
-async def test_one_that_cuts_before_it_is_asked_is_told_apart_too() -> None:
-    """Whether the cut comes before what is written, or after it, is chance."""
+async def test_a_connection_that_is_closed_at_once_is_recognised() -> None:
+    """The connection may close before or after the client writes."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
         server = Server(f"redis://127.0.0.1:{listening.getsockname()[1]}")
         pool: Any = server.client().connection_pool
@@ -201,7 +201,7 @@ async def test_one_that_cuts_before_it_is_asked_is_told_apart_too() -> None:
         ("unix:///no-such.sock", "there is no such socket: has the server ended?"),
     ],
 )
-async def test_where_nobody_answers_the_reason_is_told(url: str, why: str) -> None:
+async def test_an_unreachable_server_has_a_reason(url: str, why: str) -> None:
     for connect in (Server(url).client().ping, Server(url).open):
         with pytest.raises((RedisError, ServerUnreachable)) as caught:
             await connect()

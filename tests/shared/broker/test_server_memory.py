@@ -1,4 +1,4 @@
-"""A server without memory, or not set up for a pool, is told of as that: at the start, in errors, and to who looks."""
+"""Full servers, and servers with unsuitable settings: warnings of workers and commands, and reasons in errors."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ WARNING = "the server's memory is not set up for a pool: "
 
 @pytest.fixture
 def own_pool(own_server: EmbeddedServer, tmp_path: Path) -> Iterator[Pool]:
-    """A pool on a server of its own."""
+    """A pool with its own server."""
     pool = Pool(own_server.url, "memory", tmp_path)
     yield pool
     pool.end()
@@ -44,7 +44,7 @@ def own_pool(own_server: EmbeddedServer, tmp_path: Path) -> Iterator[Pool]:
         (1 << 30, "allkeys-lru", "may drop queues"),
     ],
 )
-def test_settings_that_do_not_suit_a_pool_are_doubted(limit: int, policy: str, said: str | None) -> None:
+def test_unsuitable_settings_cause_a_warning(limit: int, policy: str, said: str | None) -> None:
     doubt = ServerMemory(1 << 20, limit, policy, 3).doubt()
     if said is None:
         assert doubt is None
@@ -54,7 +54,7 @@ def test_settings_that_do_not_suit_a_pool_are_doubted(limit: int, policy: str, s
         assert doubt.endswith("set maxmemory, and volatile-lru")
 
 
-def test_a_stock_server_is_told_of_once_by_workers_status_and_bench(own_pool: Pool) -> None:
+def test_workers_status_and_bench_warn_once_about_default_settings(own_pool: Pool) -> None:
     options = ("--redis", own_pool.url, "--prefix", own_pool.prefix)
     commands = (("status",), ("bench", "--prompts", "5", "--length", "2"))
     assert WARNING not in own_pool.start().text
@@ -71,7 +71,7 @@ def test_a_stock_server_is_told_of_once_by_workers_status_and_bench(own_pool: Po
         assert "noeviction" in line
 
 
-def test_status_tells_the_memory_and_when_each_worker_was_heard(own_pool: Pool) -> None:
+def test_status_shows_the_memory_and_the_last_heartbeat_of_each_worker(own_pool: Pool) -> None:
     own_pool.start()
     options = ("--redis", own_pool.url, "--prefix", own_pool.prefix)
     text = run_lmpool("status", *options).stdout
@@ -82,7 +82,7 @@ def test_status_tells_the_memory_and_when_each_worker_was_heard(own_pool: Pool) 
     assert model["server_memory"]["policy"] == "volatile-lru"
 
 
-def test_bench_tells_of_evictions(own_pool: Pool) -> None:
+def test_bench_reports_evictions(own_pool: Pool) -> None:
     size = 1 << 16
     own_pool.start("--vocab-size", size)
     own_pool.redis.config_set("maxmemory", own_pool.redis.info("memory")["used_memory"] + 8_000_000)
@@ -95,7 +95,7 @@ def test_bench_tells_of_evictions(own_pool: Pool) -> None:
 
 
 def make_rows_go(monkeypatch: pytest.MonkeyPatch, pool: Pool) -> None:
-    """Have every row be gone when a producer comes to fetch it."""
+    """Delete every row before the producer fetches it."""
     fetch = CacheClient.fetch
 
     async def too_late(cache: CacheClient, digests: Sequence[bytes]) -> None:
@@ -107,7 +107,7 @@ def make_rows_go(monkeypatch: pytest.MonkeyPatch, pool: Pool) -> None:
 
 
 async def late(pool: Pool, text: str = "the row was gone") -> str:
-    """What a request says that ends without its row, as soon as it says this."""
+    """Wait until a request that ends without a row has this reason."""
     ends: list[DeadlineExceeded] = []
     async with pool.producer(cache_bytes=0) as producer:
 
@@ -123,7 +123,7 @@ async def late(pool: Pool, text: str = "the row was gone") -> str:
     return str(ends[-1])
 
 
-async def test_rows_that_were_evicted_before_they_were_fetched_are_told_as_that(
+async def test_rows_evicted_before_they_were_fetched_have_this_reason(
     own_pool: Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await asyncio.to_thread(own_pool.start, "--lease-s", 600)
@@ -139,15 +139,13 @@ async def test_rows_that_were_evicted_before_they_were_fetched_are_told_as_that(
     assert "add workers" not in said
 
 
-async def test_rows_that_somebody_drops_are_not_told_as_evicted(
-    own_pool: Pool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_dropped_rows_are_not_reported_as_evicted(own_pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     await asyncio.to_thread(own_pool.start, "--lease-s", 600)
     make_rows_go(monkeypatch, own_pool)
     await late(own_pool, "although the server has evicted nothing")
 
 
-async def test_a_row_that_goes_together_with_the_word_of_it_is_told_of_as_gone(own_pool: Pool, tmp_path: Path) -> None:
+async def test_a_row_evicted_together_with_its_notification_is_reported(own_pool: Pool, tmp_path: Path) -> None:
     def waiting() -> list[bytes]:
         return list(own_pool.redis.scan_iter(f"{own_pool.prefix}:*waiting*"))
 
@@ -171,7 +169,9 @@ async def test_a_row_that_goes_together_with_the_word_of_it_is_told_of_as_gone(o
         await patient
 
 
-async def test_a_user_who_is_not_told_of_the_memory_asks_once(own_pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_user_without_rights_on_info_asks_for_the_memory_once(
+    own_pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     await asyncio.to_thread(own_pool.start, "--lease-s", 600)
     make_rows_go(monkeypatch, own_pool)
     looks = []
@@ -186,7 +186,7 @@ async def test_a_user_who_is_not_told_of_the_memory_asks_once(own_pool: Pool, mo
     assert len(looks) == 1
 
 
-async def test_a_look_at_the_memory_that_fails_is_taken_again(own_pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_failed_read_of_the_memory_is_repeated(own_pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     await asyncio.to_thread(own_pool.start, "--lease-s", 600)
     make_rows_go(monkeypatch, own_pool)
     looks = []
@@ -202,7 +202,7 @@ async def test_a_look_at_the_memory_that_fails_is_taken_again(own_pool: Pool, mo
     await late(own_pool, "although the server has evicted nothing")
 
 
-async def test_rows_that_go_where_the_memory_is_not_full_any_more_are_not_told_as_evicted(
+async def test_rows_lost_while_the_memory_is_not_full_are_not_reported_as_evicted(
     own_pool: Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await asyncio.to_thread(own_pool.start, "--lease-s", 600)
@@ -217,7 +217,7 @@ async def test_rows_that_go_where_the_memory_is_not_full_any_more_are_not_told_a
 
 @pytest.mark.parametrize("trouble", ["full", "replica"])
 @pytest.mark.parametrize("name", ["syn", None])
-async def test_a_model_that_could_not_be_registered_is_not_told_as_one_that_needs_a_worker(
+async def test_a_model_that_could_not_be_registered_has_this_reason(
     own_pool: Pool, trouble: str, name: str | None
 ) -> None:
     change, undo, word = TROUBLES[trouble]
@@ -231,7 +231,7 @@ async def test_a_model_that_could_not_be_registered_is_not_told_as_one_that_need
 
 
 @pytest.mark.parametrize("trouble", ["full", "replica"])
-async def test_workers_whose_heartbeats_are_refused_are_not_told_as_gone(
+async def test_workers_whose_heartbeats_are_refused_are_not_reported_as_ended(
     own_pool: Pool, monkeypatch: pytest.MonkeyPatch, trouble: str
 ) -> None:
     monkeypatch.setattr(discovery, "_RESTART_S", 0.0)
@@ -283,7 +283,7 @@ TROUBLES: dict[str, tuple[Callable[[Pool], Any], Callable[[Pool], Any], str]] = 
         lambda pool: pool.redis.config_set("maxmemory", 1 << 28),
         "maxmemory",
     ),
-    # Of a master that does not exist: reads are answered, writes refused.
+    # A replica of a master that does not exist: it answers reads and refuses writes.
     "replica": (
         lambda pool: pool.redis.replicaof("127.0.0.1", "1"),
         lambda pool: pool.redis.replicaof("NO", "ONE"),
@@ -316,7 +316,7 @@ async def test_evictions_of_a_cluster_are_those_of_all_its_masters(monkeypatch: 
     assert await read_memory(redis) == ServerMemory(90, 100, "volatile-lru", 3)
 
 
-async def test_the_pool_in_memory_is_not_doubted(short_dir: Path) -> None:
+async def test_the_pool_in_memory_causes_no_warning(short_dir: Path) -> None:
     async with Front(short_dir / "s"):
         redis = Server(f"unix://{short_dir}/s").client()
         memory = await read_memory(redis)
@@ -324,7 +324,7 @@ async def test_the_pool_in_memory_is_not_doubted(short_dir: Path) -> None:
         assert memory is None or memory.doubt() is None
 
 
-def test_a_worker_has_the_queue_of_another_model_that_it_removes_expire(own_pool: Pool) -> None:
+def test_the_queue_of_a_removed_model_expires(own_pool: Pool) -> None:
     own_pool.start("--lease-s", 1).end()
     keys = own_pool.keys.model("syn")
     own_pool.redis.xadd(keys.dead, {"e": "x"})

@@ -1,4 +1,4 @@
-"""What is said of servers that are old: one line, to those who run workers and to those who look on."""
+"""Old servers cause one line of warning in workers and in `lmpool status`."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ LINE = "may lack the fixes of CVE-2025-49844"
         ("", "7.0.15", False),
     ],
 )
-def test_old_versions_are_told_from_fixed_ones(product: str, version: str, is_doubted: bool) -> None:
+def test_old_versions_are_distinguished_from_fixed_ones(product: str, version: str, is_doubted: bool) -> None:
     doubt = doubt_of(product, version)
     assert (doubt is not None) == is_doubted
     if doubt is not None:
@@ -85,12 +85,12 @@ def test_old_versions_are_told_from_fixed_ones(product: str, version: str, is_do
         ResponseError("x"),
     ],
 )
-def test_nothing_is_said_of_a_server_that_does_not_say_what_it_is(reply: Any) -> None:
+def test_a_server_without_a_version_causes_no_warning(reply: Any) -> None:
     told = _fields(reply)
     assert doubt_of(told.get("server", ""), told.get("version", "")) is None
 
 
-async def test_a_server_that_knows_no_hello_is_not_doubted(short_dir: Path) -> None:
+async def test_a_server_without_hello_causes_no_warning(short_dir: Path) -> None:
     async def refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while await reader.read(1000):
             writer.write(b"-ERR unknown command\r\n")
@@ -100,7 +100,7 @@ async def test_a_server_that_knows_no_hello_is_not_doubted(short_dir: Path) -> N
         assert await read_doubt(Server(f"unix://{short_dir}/s")) is None
 
 
-async def test_the_pool_in_memory_is_not_doubted(short_dir: Path) -> None:
+async def test_the_pool_in_memory_causes_no_warning(short_dir: Path) -> None:
     async with Front(short_dir / "s"):
         for protocol in (2, 3):
             assert await read_doubt(Server(f"unix://{short_dir}/s?protocol={protocol}")) is None
@@ -108,7 +108,7 @@ async def test_the_pool_in_memory_is_not_doubted(short_dir: Path) -> None:
 
 @pytest.fixture(params=["embedded", "debian", "6.2"])
 def kind(request: pytest.FixtureRequest) -> str:
-    """Which server runs."""
+    """The server program."""
     return str(request.param)
 
 
@@ -124,7 +124,7 @@ def old_or_new(kind: str, short_dir: Path, tmp_path: Path, monkeypatch: pytest.M
         pool.end()
 
 
-def test_workers_and_status_say_one_line_of_an_old_server(old_or_new: Pool, kind: str) -> None:
+def test_workers_and_status_print_one_line_about_an_old_server(old_or_new: Pool, kind: str) -> None:
     lines = 0 if kind == "embedded" else 1
     assert old_or_new.start().text.count(LINE) == lines
     for arguments in (("status",), ("status", "--json")):

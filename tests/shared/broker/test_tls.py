@@ -1,4 +1,4 @@
-"""Connections by TLS with a private authority: rows of any size come through, and nobody else gets in."""
+"""TLS with a private certificate authority: rows of any size arrive, and other clients are refused."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ import redis.asyncio as redis_async
 import trustme
 from redis.asyncio import RedisCluster
 
-from lmpool.broker import address
+from lmpool.broker import server as broker_server
 from lmpool.broker.server import Server
 from lmpool.embedded import server_binary
 from lmpool.errors import AuthenticationFailed, LMPoolError, ServerError, ServerUnreachable, SettingsError, UnknownModel
@@ -39,7 +39,7 @@ STATUS = ("status",)
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SecureServer]:
-    """A server with TLS, and certificates that it must not accept."""
+    """A server with TLS, and certificates that it must refuse."""
     made = SecureServer(tmp_path_factory.mktemp("s"))
     made.certify("stranger", trustme.CA(), "client")
     made.certify("expired", made.authority, "client", not_after=datetime.datetime(2020, 1, 1, tzinfo=datetime.UTC))
@@ -47,7 +47,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SecureServer]:
         yield made
 
 
-async def test_big_rows_come_through_bit_for_bit(server: SecureServer, tmp_path: Path) -> None:
+async def test_large_rows_arrive_bit_for_bit(server: SecureServer, tmp_path: Path) -> None:
     options = ("--vocab-size", str(V), "--encoding", "f32")
     environment = {"LMPOOL_REDIS_URL": server.url("worker")}
     command = [*lmpool_command(), "worker", "big", "--backend", "synthetic", *options]
@@ -109,20 +109,20 @@ async def test_clients_of_a_cluster_with_tls_are_taken_over(cluster: SecureServe
 
 
 def options_of(server: SecureServer, host: str = "localhost") -> dict[str, Any]:
-    """What a client of redis-py is to be told."""
+    """The options of a client of redis-py."""
     files = {"ssl_ca_certs": "server.ca.crt", "ssl_certfile": "client.crt", "ssl_keyfile": "client.key"}
     user = {"username": "producer", "password": password_of("producer"), "ssl": True}
     return {"host": host, "port": server.port, **user, **{name: str(server.folder / files[name]) for name in files}}
 
 
-# Redis of redis-py 5 compares no host unless it is told to, and then says of itself that it does not.
+# `Redis` of redis-py 5 compares no host unless this is requested, and its settings then say that it does not.
 @pytest.mark.parametrize("says", [None, True, False], ids=["of this redis-py", "told to", "of redis-py 5"])
 @pytest.mark.parametrize("kind", [redis.Redis, redis_async.Redis, RedisCluster])
 async def test_a_client_for_another_host_than_the_certificates_is_refused(
     server: SecureServer, cluster: SecureServer, kind: type, says: bool | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if says is False:
-        monkeypatch.setattr(address, "_CHECKS_HOST", False)
+        monkeypatch.setattr(broker_server, "_CHECKS_HOST", False)
     chosen = {} if says is None else {"ssl_check_hostname": says}
     client = kind(**options_of(cluster if kind is RedisCluster else server, "127.0.0.2"), **chosen)
     with pytest.raises(ServerUnreachable, match="not valid for '127.0.0.2'"):
@@ -131,10 +131,10 @@ async def test_a_client_for_another_host_than_the_certificates_is_refused(
 
 @pytest.mark.parametrize("trust", [{"ssl_check_hostname": False}, {"ssl_cert_reqs": "none"}], ids=str)
 @pytest.mark.parametrize("kind", [redis.Redis, redis_async.Redis, RedisCluster])
-async def test_a_client_that_is_told_to_trust_any_host_does(
+async def test_a_client_can_accept_any_host(
     server: SecureServer, cluster: SecureServer, kind: type, trust: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(address, "_CHECKS_HOST", True)
+    monkeypatch.setattr(broker_server, "_CHECKS_HOST", True)
     options = {"ssl_check_hostname": False, **trust}
     client = kind(**options_of(cluster if kind is RedisCluster else server, "127.0.0.2"), **options)
     with pytest.raises(UnknownModel):
@@ -143,7 +143,7 @@ async def test_a_client_that_is_told_to_trust_any_host_does(
 
 @pytest.fixture(scope="module")
 def as_described(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SecureServer]:
-    """A server with the certificates that the page of docker/redis has one make, for this machine's name of itself."""
+    """A server with the certificates that the page of docker/redis describes, for this machine's name."""
     made = SecureServer(tmp_path_factory.mktemp("d"))
     page = (SHIPPED / "README.md").read_text("utf-8")
     (way,) = re.findall(r"^ *```sh\n( *openssl .*?)```", page, re.MULTILINE | re.DOTALL)
@@ -155,7 +155,7 @@ def as_described(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SecureSer
 
 
 def handshake(server: SecureServer, certificate: str) -> bytes:
-    """Shake hands as strictly as Python 3.13 does, with a certificate; returns what the server says to a PING."""
+    """Connect as strictly as Python 3.13 does, with a certificate; returns the reply to a PING."""
     context = ssl.create_default_context(cafile=server.folder / "server.ca.crt")
     context.verify_flags |= ssl.VERIFY_X509_STRICT
     context.load_cert_chain(server.folder / f"{certificate}.crt", server.folder / f"{certificate}.key")
@@ -165,7 +165,7 @@ def handshake(server: SecureServer, certificate: str) -> bytes:
         return secure.recv(100)
 
 
-async def test_the_certificates_of_the_page_hold_where_verification_is_strict(as_described: SecureServer) -> None:
+async def test_the_certificates_of_the_page_pass_strict_verification(as_described: SecureServer) -> None:
     assert handshake(as_described, "client").startswith(b"-NOAUTH")
     with pytest.raises(UnknownModel):
         await Producer("missing", redis=as_described.url("producer"), timeout=60).open()
@@ -184,7 +184,7 @@ def test_the_certificates_of_the_page_serve_one_purpose_each(as_described: Secur
 
 
 def bad_urls(server: SecureServer) -> dict[str, tuple[str, type[LMPoolError], str]]:
-    """What must not get in: name -> URL, exception and what it says."""
+    """Clients that must be refused: name -> URL, exception and text."""
 
     def url(role: str = "producer", **options: str | None) -> str:
         return server.url(role, files={name: value and str(server.folder / value) for name, value in options.items()})
@@ -223,7 +223,7 @@ CASES = ("wrong password", "unknown user", "user that is off", "no certificate",
 
 
 @pytest.mark.parametrize("case", CASES)
-async def test_who_is_not_let_in_hears_why_at_once(server: SecureServer, case: str) -> None:
+async def test_a_refused_client_gets_the_reason_at_once(server: SecureServer, case: str) -> None:
     url, kind, text = bad_urls(server)[case]
     with pytest.raises(kind, match=text) as caught:
         # Not at the deadline.
@@ -234,7 +234,7 @@ async def test_who_is_not_let_in_hears_why_at_once(server: SecureServer, case: s
         assert SECRET not in shown
 
 
-async def test_who_is_not_let_in_hears_why_though_the_first_connection_is_reset(server: SecureServer) -> None:
+async def test_a_refused_client_gets_the_reason_although_the_first_connection_is_reset(server: SecureServer) -> None:
     url, kind, text = bad_urls(server)["expired certificate"]
     resets = 0
 
@@ -268,21 +268,19 @@ async def test_who_is_not_let_in_hears_why_though_the_first_connection_is_reset(
     ("case", "arguments"),
     [("wrong password", WORKER), ("no certificate", WORKER), ("wrong authority", STATUS), ("bad port", STATUS)],
 )
-def test_a_command_that_is_not_let_in_ends_with_one_line(
-    server: SecureServer, case: str, arguments: tuple[str, ...]
-) -> None:
+def test_a_refused_command_ends_with_one_line(server: SecureServer, case: str, arguments: tuple[str, ...]) -> None:
     url, _, text = bad_urls(server)[case]
-    # Not even the traceback of a bug would show a password.
+    # Even the traceback of a bug would show no password.
     assert re.search(text, refused([*arguments, "--redis", url], LMPOOL_TRACEBACK="1"))
 
 
-def test_a_server_that_is_away_is_named_without_its_password(server: SecureServer) -> None:
+def test_an_unreachable_server_is_named_without_its_password(server: SecureServer) -> None:
     url = server.url("worker").replace(f":{server.port}/", ":1/")
     assert "no Redis server answers at rediss://localhost:1: " in refused([*STATUS], LMPOOL_REDIS_URL=url)
     assert SECRET not in repr(Server(url)) + str(Server(url)) + repr(Producer(redis=url))
 
 
-async def test_what_a_server_without_tls_and_with_few_databases_says_is_put_into_words(short_dir: Path) -> None:
+async def test_errors_of_a_server_without_tls_and_with_few_databases_are_explained(short_dir: Path) -> None:
     port = free_port()
     command = [server_binary(), "--port", str(port), "--bind", "127.0.0.1", "--databases", "2", "--save", ""]
     command += ["--unixsocket", str(short_dir / "s")]
@@ -319,14 +317,14 @@ def refused(arguments: list[str], **environment: str) -> str:
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
-    """The exceptions that a traceback would show too."""
+    """The exception and its causes, as a traceback shows them."""
     cause = error.__cause__ or error.__context__
     while cause is not None:
         yield cause
         cause = cause.__cause__ or cause.__context__
 
 
-def test_a_connection_that_breaks_mid_life_is_explained_as_one(server: SecureServer) -> None:
+def test_a_broken_connection_is_explained(server: SecureServer) -> None:
     error = Server(server.url("producer")).explain(redis.ConnectionError("Connection closed by server."))
     assert isinstance(error, ServerUnreachable)
     assert "certificate" not in str(error)

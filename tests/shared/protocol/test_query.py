@@ -262,7 +262,9 @@ async def test_a_vocabulary_is_sent_only_when_the_pool_has_none_or_another(pool:
         await register(redis, pool.keys, vocabulary)
         assert await look_up(redis, pool.keys, vocabulary.digest) == vocabulary
         await redis.set(key, Vocabulary([b"c"]).pack())
-        with pytest.raises(UnknownVocabulary, match=f"{vocabulary.digest} is another: {Vocabulary([b'c']).digest}"):
+        with pytest.raises(
+            UnknownVocabulary, match=f"{vocabulary.digest} .its value is another: {Vocabulary([b'c']).digest}"
+        ):
             await look_up(redis, pool.keys, vocabulary.digest)
         # Of the same size: only who was told that it is unknown knows that it is wrong.
         wrong = bytearray(vocabulary.pack())

@@ -1,4 +1,4 @@
-"""Byte strings of tokenizers: as genlm-backend reads them where it does, and right where it does not."""
+"""Byte strings of tokenizers: equal to genlm-backend's, and correct for tokenizers that it cannot read."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BYTES = {bytes([byte]): byte for byte in range(256)}
 
 
 def genlm(tokenizer: Any, fallback: str = "tokenizer") -> DecodedVocab:
-    """What genlm-backend makes of it."""
+    """The vocabulary that genlm-backend reads."""
     tokens, texts = genlm_decode_vocab(tokenizer, fallback)
     return DecodedVocab([token.byte_string for token in tokens], texts)
 
@@ -90,14 +90,14 @@ def test_any_pieces_of_sentencepiece_are_read_as_genlm_reads_them(pieces: list[s
 @given(st.sets(st.binary(min_size=2, max_size=5), max_size=8), st.lists(st.text("▁aĠ中|", min_size=1, max_size=4)))
 def test_any_byte_level_pieces_are_read_as_genlm_reads_them(tokens: set[bytes], added: list[str]) -> None:
     tokenizer = real.byte_level(BYTES | {token: 256 + i for i, token in enumerate(tokens)})
-    # Longer ones, so that no letter of the alphabet is taken out of it.
+    # Added tokens are longer than one character, so that none replaces a character of the alphabet.
     tokenizer.add_tokens([f"<{text}>" for text in added])
     decoded = decode_vocab(real.fast(tokenizer))
     assert decoded == genlm(real.fast(tokenizer))
     assert decoded.tokens[: 256 + len(tokens)] == [*BYTES, *tokens]
 
 
-# Libraries of their own
+# Other libraries
 
 
 def test_tekken_is_the_same_from_mistral_common_and_from_transformers() -> None:
@@ -130,7 +130,7 @@ def test_tiktoken_is_the_same_as_the_tokenizer_of_transformers() -> None:
     assert encoding.tokens[-3:] == [b"<|endoftext|>", b"<|im_start|>", b"<|im_end|>"]
 
 
-def test_what_has_no_names_for_tokens_shows_what_is_no_text_as_replaced() -> None:
+def test_a_tokenizer_without_names_shows_replacement_characters() -> None:
     encoding = tiktoken.Encoding("bytes", pat_str=".", mergeable_ranks=BYTES, special_tokens={"<end>": 256})
     assert decode_vocab(encoding).texts[0x41:0x42] == ["A"]
     assert decode_vocab(encoding).texts[0xE9] == "\N{REPLACEMENT CHARACTER}"
@@ -147,7 +147,7 @@ def test_a_processor_is_read_by_its_tokenizer() -> None:
 # WordPiece, which genlm-backend refuses
 
 
-def test_continuations_of_wordpiece_lose_their_prefix_and_words_stay_as_they_are() -> None:
+def test_wordpiece_continuations_lose_their_prefix_and_words_stay_unchanged() -> None:
     tokenizer = Tokenizer(models.WordPiece({"[UNK]": 0, "play": 1, "##ing": 2, "##": 3, "#": 4, "é": 5, "##é": 6}))
     tokenizer.decoder = decoders.WordPiece()
     tokenizer.add_special_tokens(["[UNK]", "##keep"])
@@ -207,7 +207,7 @@ def test_added_tokens_are_their_text_in_utf_8() -> None:
     added = ["<é>", "Ġ", "a▁b"]
     backend = real.byte_level(BYTES)
     backend.add_tokens([AddedToken(text) for text in added])
-    # "Ġ" is the space of GPT-2's alphabet and was there before: as an added token it is a text.
+    # "Ġ" is the space of GPT-2's alphabet and had an id before; as an added token it is a text.
     tokens = decode_vocab(backend).tokens
     assert tokens[256:] == ["<é>".encode(), "a▁b".encode()]
     assert tokens[0x20] == "Ġ".encode()
@@ -220,12 +220,12 @@ def test_byte_fallback_tokens_are_their_bytes() -> None:
 
 
 @pytest.mark.parametrize("piece", ["<0xZZ>", "<0x4>", "<0x+1>", "<0x  >", "<0x0é>"])
-def test_what_only_looks_like_a_byte_is_text(piece: str) -> None:
+def test_a_malformed_byte_token_is_text(piece: str) -> None:
     assert decode_vocab(unigram([piece])).tokens[1] == piece.encode()
 
 
 def test_the_end_of_a_word_is_a_space_as_in_its_decoder() -> None:
-    # CLIP's vocabulary is like that.
+    # As in CLIP's vocabulary.
     backend = Tokenizer(models.BPE({"the": 0, "the</w>": 1, "</w>": 2}, [], end_of_word_suffix="</w>"))
     backend.decoder = decoders.ByteLevel()
     assert decode_vocab(backend).tokens == [b"the", b"the ", b" "]
@@ -253,7 +253,7 @@ def test_bytes_that_utf_8_never_has_may_be_missing_from_an_alphabet() -> None:
         decode_vocab(slow)
 
 
-# What cannot be read
+# Tokenizers that cannot be read
 
 
 def with_decoder(decoder: Any) -> Tokenizer:
@@ -292,7 +292,7 @@ class Reversed:
         (Tokenizer(models.BPE({"a": 2**32 - 1}, [])), "Tokenizer", f"it has {2**32} tokens"),
     ],
 )
-def test_a_tokenizer_that_says_no_bytes_is_refused_by_name(tokenizer: Any, name: str, reason: str) -> None:
+def test_a_tokenizer_without_known_bytes_is_refused_by_name(tokenizer: Any, name: str, reason: str) -> None:
     with pytest.raises(InvalidVocabulary, match=f"the vocabulary of {name} cannot be read: .*{reason}"):
         decode_vocab(tokenizer)
 

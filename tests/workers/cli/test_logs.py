@@ -15,7 +15,7 @@ import pytest
 
 from lmpool.broker.server import Server
 from lmpool.workers.cli.serve import RepeatFilter
-from lmpool.workers.membership.heartbeat import Loading
+from lmpool.workers.membership.heartbeat import loading
 from lmpool.workers.settings import WorkerSettings
 from tests.support.pool import Pool, WorkerProcess, lmpool_command, until_async
 
@@ -81,7 +81,7 @@ async def test_a_worker_says_that_it_loads_and_now_and_then_that_it_loads_still(
     async def says_so() -> bool:
         return any(record.getMessage().startswith("still loading 'syn' after ") for record in caplog.records)
 
-    async with Loading(Server(pool.url), WorkerSettings(pool.prefix, lease_s=1), "w0", "syn", say_every_s=0.0):
+    async with loading(Server(pool.url), WorkerSettings(pool.prefix, lease_s=1), "w0", "syn", say_every_s=0.0):
         assert caplog.messages[0] == "loading 'syn'"
         await until_async(says_so, "the worker says that it loads still")
 
@@ -91,7 +91,7 @@ async def test_a_worker_says_that_others_serve_the_model_already(pool: Pool, cap
 
     async def load() -> list[str]:
         caplog.clear()
-        async with Loading(Server(pool.url), WorkerSettings(pool.prefix), "w0", "syn"):
+        async with loading(Server(pool.url), WorkerSettings(pool.prefix), "w0", "syn"):
             return list(caplog.messages)
 
     assert await load() == ["loading 'syn'"]

@@ -16,8 +16,7 @@ import typer.models
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from lmpool.broker.address import mask
-from lmpool.broker.server import URL_VARIABLE, Server
+from lmpool.broker.server import URL_VARIABLE, Server, mask
 from lmpool.errors import (
     AuthenticationFailed,
     LMPoolError,
@@ -138,7 +137,7 @@ def test_an_option_of_another_class_is_refused_with_its_name_and_the_class() -> 
 
 
 def test_a_malformed_value_is_refused_while_building() -> None:
-    with pytest.raises(SettingsError, match=r"^lease_s: 0 .* at least 0\.1"):
+    with pytest.raises(SettingsError, match=r"^lease_s: 0 .* from 0\.1 to"):
         build(WorkerSettings, {"lease_s": 0}, "workers")
 
 

@@ -1,4 +1,4 @@
-"""What a worker tells over HTTP: metrics that are true, and health that says why."""
+"""A worker's HTTP port: correct metrics, and health with reasons."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def is_like(port: int, path: str, status: int, text: str) -> bool:
 # Metrics
 
 
-async def test_a_scrape_tells_what_the_worker_has_done(pool: Pool) -> None:
+async def test_a_scrape_counts_the_jobs_of_the_worker(pool: Pool) -> None:
     port = free_port()
     await asyncio.to_thread(pool.start, "--metrics-port", port, "--lease-s", 0.5, "--fail-token", 300)
     async with pool.producer(cache_bytes=0) as producer:
@@ -105,7 +105,7 @@ async def test_depth_age_and_jobs_of_dead_workers_are_seen(pool: Pool, tmp_path:
     assert scrape(port).value("lmpool_worker_claimed_jobs_total", model="syn") >= 10
 
 
-async def test_what_a_queue_takes_to_drain_goes_by_how_many_workers_live(pool: Pool, tmp_path: Path) -> None:
+async def test_the_drain_time_depends_on_the_number_of_live_workers(pool: Pool, tmp_path: Path) -> None:
     port, gate = free_port(), Gate(tmp_path / "gate")
     gate.open()
     options = ("--lease-s", 1, "--max-batch", 1, "--step-ms", 20)
@@ -125,7 +125,7 @@ async def test_what_a_queue_takes_to_drain_goes_by_how_many_workers_live(pool: P
             seen, speed = scrape(port), float(pool.redis.hget(first, "speed") or 0)
             if seen.find("lmpool_queue_jobs", model="syn") != 40:
                 return False
-            # What the heartbeat tells is rounded.
+            # The speed in the heartbeat is rounded.
             told = seen.value("lmpool_queue_drain_seconds", model="syn")
             return told == pytest.approx(40 / speed / workers, rel=1e-3)
 
@@ -139,13 +139,13 @@ async def test_what_a_queue_takes_to_drain_goes_by_how_many_workers_live(pool: P
 
 
 def families(queue: QueueState | None = None, memory: ServerMemory | None = None) -> list[Any]:
-    """What the collector of a worker gives that has done nothing yet."""
+    """The metric families of a worker without jobs."""
     counters = WorkerCounters()
     counters.queue, counters.memory = queue, memory
     return list(WorkerCollector(lambda: Snapshot("m", "w", False, 0, 0.0, BackendStats(), counters)).collect())
 
 
-def test_every_metric_has_a_help_and_a_name_of_its_own() -> None:
+def test_every_metric_has_a_help_text_and_a_unique_name() -> None:
     names = [family.name for family in families()]
     assert len(set(names)) == len(names)
     for family in families():
@@ -153,7 +153,7 @@ def test_every_metric_has_a_help_and_a_name_of_its_own() -> None:
         assert family.documentation.endswith(".")
 
 
-def test_a_queue_that_nobody_has_looked_at_has_no_numbers() -> None:
+def test_an_unmeasured_queue_has_no_samples() -> None:
     unseen, seen = families(), families(QueueState(0, 0.0, 0, 0.0), ServerMemory(1, 0, "noeviction", 0))
     assert [family.name for family in unseen] == [family.name for family in seen]
     without = {family.name for family in unseen if not family.samples}
@@ -192,14 +192,16 @@ def test_readiness_follows_loading_serving_and_draining(pool: Pool, tmp_path: Pa
     assert get(port, "/healthz") is None
 
 
-def test_a_loop_that_stands_still_is_not_healthy(pool: Pool, tmp_path: Path) -> None:
+def test_a_worker_whose_event_loop_is_blocked_is_not_healthy(pool: Pool, tmp_path: Path) -> None:
     port = free_port()
     command = [sys.executable, "-m", "tests.support.gated_worker", pool.url, pool.prefix, str(port), str(tmp_path), "1"]
     worker = pool._launch(command, None, wait=True)
     until(lambda: is_like(port, "/healthz", 200, "ok"), "it is healthy")
     worker.signal(signal.SIGVTALRM)
-    until(lambda: is_like(port, "/healthz", 503, "the event loop has not run for"), "it says that it stands still")
-    until(lambda: is_like(port, "/readyz", 503, "the event loop has not run for"), "it says so there too")
+    until(
+        lambda: is_like(port, "/healthz", 503, "the event loop has not run for"), "the worker reports the blocked loop"
+    )
+    until(lambda: is_like(port, "/readyz", 503, "the event loop has not run for"), "readiness reports it too")
     worker.signal(signal.SIGUSR2)
     until(lambda: is_like(port, "/readyz", 200, "ok"), "it runs again")
 
@@ -216,7 +218,7 @@ def test_a_worker_without_its_server_lives_and_is_not_ready(own_server: Embedded
         def tried() -> float:
             return scrape(port).value("lmpool_worker_server_errors_total", model="syn")
 
-        # Each part of the worker tries on and on; the log says so a few times only.
+        # Each part of the worker retries; the log has few lines about it.
         until(lambda: tried() > 15, "the worker has tried to use the server many times")
         assert 1 <= worker.text.count("no Redis server answers") <= 8
         own_server.start()
@@ -234,19 +236,15 @@ class Clock:
         return self.now
 
 
-async def test_a_backend_that_broke_or_a_step_without_end_is_not_healthy() -> None:
+async def test_a_worker_whose_backend_broke_is_not_healthy() -> None:
     clock = Clock()
-    health = Health(0.5, 300, clock)
+    health = Health(0.5, clock)
     health.state = "ready"
     assert health.why_not_ready() == ""
-    health.watch(lambda: 100.0)
-    health.start()
     clock.now += 1000
-    health.end()
+    assert "the event loop has not run for 1000.0 s" in health.why_dead()
     health.start()
     health.end()
-    assert "step has run for 1000 s" in health.why_dead()
-    health.watch(lambda: None)
     assert health.why_dead() == ""
     assert "has not answered a heartbeat for 1000.0 s" in health.why_not_ready()
     health.answered()
@@ -272,12 +270,12 @@ def test_a_port_in_use_is_one_clear_error(pool: Pool) -> None:
     assert "lmpool: --metrics-host: 192.0.2.1 is no address of this machine: " in far.text
 
 
-def test_who_gives_up_a_request_leaves_nothing_in_the_log(pool: Pool) -> None:
+def test_an_aborted_request_leaves_no_log_line(pool: Pool) -> None:
     port = free_port()
     worker = pool.start("--metrics-port", port, "--log-format", "json")
     for path in ("/metrics", "/healthz") * 5:
         with socket.create_connection(("127.0.0.1", port), timeout=DEADLINE_S) as connection:
-            # Closed with a reset, as a probe whose time is up does.
+            # Close with a reset, as a probe does after its timeout.
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             connection.sendall(f"GET {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
     assert urllib.request.urlopen(f"http://127.0.0.1:{port}/healthz", timeout=DEADLINE_S).status == 200
@@ -287,8 +285,8 @@ def test_who_gives_up_a_request_leaves_nothing_in_the_log(pool: Pool) -> None:
 
 @contextlib.contextmanager
 def monitored(port: int) -> Iterator[None]:
-    """The port of a worker that is ready, in this process."""
-    health = Health(DEADLINE_S, DEADLINE_S)
+    """Serve the port of a ready worker in this process."""
+    health = Health(DEADLINE_S)
     health.state = "ready"
     snapshot = Snapshot("m", "w", True, 0, 0.0, BackendStats(), WorkerCounters())
     with prometheus.monitoring(WorkerSettings(metrics_port=port), lambda: snapshot, health):
@@ -304,11 +302,11 @@ def test_connections_without_a_request_take_neither_the_port_nor_the_descriptors
         assert is_like(port, "/healthz", 200, "ok")
         assert is_like(port, "/readyz", 200, "ok")
         assert "lmpool_worker_info" in scrape(port).kinds
-        # One that listens, and the two ends of the loop's own pipe.
+        # The listening socket, and the two ends of the event loop's pipe.
         assert open_sockets() - before - count <= prometheus.MAX_CONNECTIONS + 3
 
 
-def test_who_sends_a_request_byte_by_byte_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_sent_byte_by_byte_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prometheus, "REQUEST_S", 0.2)
     port = free_port()
     with monitored(port), socket.create_connection(("127.0.0.1", port), DEADLINE_S) as connection:
@@ -333,7 +331,7 @@ def test_who_sends_a_request_byte_by_byte_is_cut_off(monkeypatch: pytest.MonkeyP
         (b"GET\r\n:\r\nno colon\r\n\r\n", b"404 Not Found"),
     ],
 )
-def test_a_request_is_answered_whatever_it_looks_like(request_: bytes, status: bytes) -> None:
+def test_every_request_gets_a_response(request_: bytes, status: bytes) -> None:
     port = free_port()
     with monitored(port), socket.create_connection(("127.0.0.1", port), DEADLINE_S) as connection:
         connection.sendall(request_)
@@ -342,7 +340,7 @@ def test_a_request_is_answered_whatever_it_looks_like(request_: bytes, status: b
     assert answer.endswith(b"\r\n\r\n") == request_.startswith(b"HEAD")
 
 
-def test_a_head_without_end_is_not_read(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_endless_request_head_is_refused(caplog: pytest.LogCaptureFixture) -> None:
     port = free_port()
     with monitored(port), socket.create_connection(("127.0.0.1", port), DEADLINE_S) as connection:
         with contextlib.suppress(ConnectionError):

@@ -29,8 +29,8 @@ from lmpool.workers.execution.contract import BackendSettings, BackendStats
 from lmpool.workers.execution.engine_thread import EngineThread, Opened
 from lmpool.workers.execution.in_flight import InFlight, entry_ids
 from lmpool.workers.execution.watchdogs import Watchdog
-from lmpool.workers.membership.adapters import AdapterCache, AdapterSources, LoadNotes
-from lmpool.workers.membership.heartbeat import CheckpointWatch, Heartbeat, Loading, new_worker_id
+from lmpool.workers.membership.adapters import AdapterCache, place_of
+from lmpool.workers.membership.heartbeat import CheckpointWatch, Heartbeat, loading, new_worker_id
 from lmpool.workers.metrics.counters import CounterDelta, WorkerCounters
 from lmpool.workers.metrics.prometheus import Health, Snapshot
 from lmpool.workers.metrics.tracing import JobTraces
@@ -87,8 +87,8 @@ class Serving:
             engine_thread,
             opened.adapters,
             max_adapters,
-            AdapterSources.of(settings),
-            LoadNotes(redis, keys, info.name, worker_id),
+            settings,
+            worker_id,
             self.in_flight,
         )
         self.trie_inputs = TrieInputs(server, keys, opened.device, settings, self.segments, counters)
@@ -161,7 +161,7 @@ class Worker:
         self._claim_soon = asyncio.Event()
         self._claim_soon.set()  # The first claim is made as soon as the worker serves.
         self.is_hung = False
-        self.health = Health(self.settings.lease_s, self.settings.step_timeout_s)
+        self.health = Health(self.settings.lease_s)
 
     def snapshot(self) -> Snapshot:
         """The worker's state for metrics; callable from any thread."""
@@ -210,7 +210,7 @@ class Worker:
         )
         guarded = ExitStack()
         try:
-            async with Loading(self.server, self.settings, self.worker_id, self._backend.served_as):
+            async with loading(self.server, self.settings, self.worker_id, self._backend.served_as):
                 opened = await engine_thread.start()
             guarded.enter_context(guard)
             async with Watchdog(engine_thread, self.settings.step_timeout_s, partial(self._hang, engine_thread)):
@@ -237,7 +237,6 @@ class Worker:
             await serving.consumer.open_lane()
             if not serving.info.is_trie:
                 await serving.adapters.register_own()
-            self.health.watch(lambda: engine_thread.stepping_since)
             self.health.answered()
             if not self._lifecycle.stopping.is_set():
                 self.health.state = "ready"
@@ -264,7 +263,8 @@ class Worker:
                 await serving.consumer.close_lane()
                 if released := await serving.leases.release_all(reason, entry_ids(serving.in_flight)):
                     _log.info("released %d prompts for other workers", released)
-                await serving.adapters.leave(is_broken=is_broken)
+                if not is_broken:  # The note of a load that broke the backend stays.
+                    await serving.adapters.leave()
                 await serving.heartbeat.leave(for_good=not is_broken)
         except (RedisError, OSError, ProtocolError) as error:
             # Nothing is lost: the rest expires, or others remove it.
@@ -437,9 +437,8 @@ async def check_before_loading(server: Server, backend: BackendSettings, setting
     """
     for doubt in await read_doubts(server):
         _log.warning("%s", doubt)
-    sources = AdapterSources.of(settings)
     for source in getattr(backend, "adapter_folders", {}).values():
-        sources.place(source, is_own=True)
+        place_of(settings, source, is_own=True)
     if not (kind := getattr(backend, "kind", "")):
         return
     name, keys, redis = backend.served_as, Keys(settings.prefix), server.client()

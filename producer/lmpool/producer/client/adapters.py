@@ -156,7 +156,7 @@ class Adapters:
     async def remove(self, name: str, deadline: Deadline) -> None:
         """Remove an adapter from the registry; see `Producer.remove_adapter`."""
         check_adapter_name("name", name)
-        version, wait_s = await self._insist(lambda: self._registry.remove(name), deadline)
+        version, wait_s = await self._insist(lambda: self._registry.put(name, None), deadline)
         if not version:
             raise await self._unknown(name, deadline)
         self._note(name, None, version)

@@ -1,4 +1,4 @@
-"""Where adapters may come from: below a worker's roots, from a hub where it may, and no larger than it takes."""
+"""Sources of adapters: below the worker's roots, from a hub if it accepts hub names, and up to its size limit."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lmpool.errors import (
 from lmpool.protocol.adapter import Adapter
 from lmpool.workers.backends.synthetic import SyntheticBackend, SyntheticSettings
 from lmpool.workers.membership import adapters as workers_adapters
-from lmpool.workers.membership.adapters import AdapterSources
+from lmpool.workers.membership.adapters import place_of
 from lmpool.workers.settings import WorkerSettings
 from lmpool.workers.worker import Worker
 from tests.shared.broker.adapters.adapter_changes import QUICK, V, check, put, revision_in, write
@@ -52,7 +52,7 @@ async def test_rows_are_computed_while_an_adapter_is_fetched_from_the_hub(
 
 
 class FromHub(SyntheticBackend):
-    """A backend that finds what was fetched from the hub in a folder."""
+    """A backend that finds fetched adapters in a folder."""
 
     def __init__(self, cache: Path) -> None:
         super().__init__(SyntheticSettings(name="syn", vocab_size=V))
@@ -88,8 +88,8 @@ async def test_an_adapter_that_lies_outside_of_the_root_is_refused(pool: Pool, t
         await Worker(Server(pool.url), started, WorkerSettings(pool.prefix, **roots)).run()
 
 
-async def test_where_a_folder_is_looked_for_that_is_not_there_is_told(pool: Pool, tmp_path: Path) -> None:
-    """Whoever adds an adapter may have it in a folder of theirs, or on a machine of theirs."""
+async def test_the_error_names_the_place_of_a_missing_folder(pool: Pool, tmp_path: Path) -> None:
+    """The adapter may be in the client's working folder, or on the client's machine."""
     plain = SyntheticSettings(name="syn", vocab_size=V)
     async with serving(pool, SyntheticBackend(plain)), pool.producer("syn") as producer:
         for source, of_relative in (("./nowhere/poet", ": the program did not find it"), (str(tmp_path / "none"), "$")):
@@ -98,11 +98,11 @@ async def test_where_a_folder_is_looked_for_that_is_not_there_is_told(pool: Pool
                 await producer.add_adapter("poet", source)
 
 
-async def test_names_on_a_hub_are_for_workers_that_take_them(
+async def test_hub_names_need_workers_that_accept_them(
     pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = write(tmp_path, "poet", "1")
-    # Asked where something has imported the hub's package.
+    # Called if another module has imported the hub's package.
     monkeypatch.setattr(workers_adapters, "adapter_folder", lambda source: folder)
     async with serving(pool, FromHub(tmp_path)), pool.producer("syn") as producer:
         with pytest.raises(AdapterRefused, match=r"'org/poet' is no folder .* or start all workers with --adapter-hub"):
@@ -111,12 +111,12 @@ async def test_names_on_a_hub_are_for_workers_that_take_them(
         await check(producer, "poet", await producer.add_adapter("poet", "org/poet"))
 
 
-async def test_whoever_starts_a_worker_may_name_adapters_on_a_hub(tmp_path: Path) -> None:
-    sources = AdapterSources.of(WorkerSettings())
-    assert sources.place("org/poet", is_own=True) == "org/poet"
+async def test_the_operator_may_name_adapters_on_a_hub(tmp_path: Path) -> None:
+    assert place_of(WorkerSettings(), "org/poet", is_own=True) == "org/poet"
     with pytest.raises(SettingsError, match="names on a hub are not taken"):
-        sources.place("org/poet")
-    assert sources.place(str(tmp_path / "none")) == str(tmp_path / "none"), "the backend says that it is not there"
+        place_of(WorkerSettings(), "org/poet")
+    missing = str(tmp_path / "none")
+    assert place_of(WorkerSettings(), missing) == missing, "the backend reports that the folder does not exist"
 
 
 async def test_an_adapter_that_is_too_large_is_refused_before_it_is_read(pool: Pool, tmp_path: Path) -> None:

@@ -314,8 +314,8 @@ async def _read_back(pool: Pool) -> None:
         again, wait_s = await registry.put("one", two)
         assert (again == later, 1 < wait_s <= 2.5) == (True, True), "clients may use the replaced entry still"
         assert await registry.read("one", "none") == Registered(later, {"one": two}, {"one": later})
-        assert await registry.remove("none") == (0, 0)
-        removed, wait_s = await registry.remove("one")
+        assert await registry.put("none", None) == (0, 0)
+        removed, wait_s = await registry.put("one", None)
         assert (removed > later, 2 < wait_s <= 2.5) == (True, True)
         assert await registry.read() == Registered(removed, {"\xfc": one}, {"\xfc": 1})
         assert await registry.version() == removed

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import redis.asyncio as redis_async
 
 from lmpool.broker import scripts
-from lmpool.broker.scripts import read_alive, read_consumers, read_hashes
+from lmpool.broker.scripts import read_alive, read_consumers, read_hash
 from lmpool.errors import UnknownModel
 from lmpool.producer.client.discovery import Discovery
 from lmpool.protocol.keys import GROUP, Keys
 from lmpool.protocol.model_info import ModelInfo
-from lmpool.workers.membership.heartbeat import Heartbeat, Loading
+from lmpool.workers.membership.heartbeat import Heartbeat, send_loading
 from lmpool.workers.metrics.counters import WorkerCounters
 from lmpool.workers.queue.consumer import Consumer
 from lmpool.workers.settings import WorkerSettings
@@ -163,12 +163,9 @@ async def test_the_heartbeat_of_a_worker_that_loads_is_the_same_work_however_man
 ) -> None:
     drawn = 2.0  # As if it were for others to look for the dead.
     monkeypatch.setattr("random.random", lambda: drawn)
-    loading = Loading(cast(Any, None), WorkerSettings("test"), "w0", "m")
-    loading._redis = redis
 
     async def beat() -> None:
-        await loading._send()
-        await loading._sweep()
+        await send_loading(redis, KEYS, WorkerSettings("test"), "w0", "m", 0.0)
 
     await beat()
     commands = await commands_of(redis, beat)
@@ -532,7 +529,7 @@ async def test_a_hash_of_many_fields_is_read_in_parts(redis: redis_async.Redis, 
         await redis.hset(KEYS.models(), mapping=dict(list(infos.items())[at : at + 500]))
     begin, (first,) = await scripts.FIELDS(redis, [KEYS.models()], [4096, 4000, 0])
     assert 0 < begin == len(first) / 2 <= 1000
-    assert await read_hashes(redis, [KEYS.models(), KEYS.models()], most_bytes=4000) == [infos, infos]
+    assert await read_hash(redis, KEYS.models(), most_bytes=4000) == infos
 
 
 async def test_a_worker_that_holds_much_renews_all_of_it_and_nothing_of_others(redis: redis_async.Redis) -> None:

@@ -19,15 +19,15 @@ from pathlib import Path
 from typing import cast
 
 from redis.asyncio import Redis
-from redis.exceptions import NoPermissionError, RedisError, ResponseError
+from redis.exceptions import RedisError, ResponseError
 
 from lmpool.aio import end_tasks
 from lmpool.broker import scripts
 from lmpool.broker.registries import register, register_tokenizer
-from lmpool.broker.scripts import info_key, read_alive, read_consumers, read_infos, read_texts
+from lmpool.broker.scripts import info_key, read_alive, read_consumers, read_infos, read_queue, read_texts
 from lmpool.broker.server import Server
 from lmpool.errors import ModelMismatch, ProtocolError
-from lmpool.protocol.keys import GROUP, Keys, ModelKeys
+from lmpool.protocol.keys import GROUP, Keys
 from lmpool.protocol.model_info import TRIE_SERVICE, ModelInfo
 from lmpool.protocol.tokenizer import PackedTokenizer
 from lmpool.vocabulary import Vocabulary
@@ -37,16 +37,11 @@ from lmpool.workers.settings import WorkerSettings
 
 _log = logging.getLogger("lmpool.worker")
 
-# Lifetime in ms of the lists of workers: longer than any lease, because workers may have different leases.
-_MEMBERS_TTL_MS = 2 * 3_600_000
-# Lifetime in ms of the queue and the dead letters of a model without workers: longer than any request waits.
-_QUEUE_TTL_MS = 7 * 24 * 3_600_000
-# Max ended workers removed in one call of the server.
-_MAX_SWEPT = 200
-# Seconds between two log lines while a model loads.
-_SAY_EVERY_S = 30.0
-# Max changed files that a heartbeat and the log name; more would fill a line.
-_MAX_NAMED_FILES = 3
+_MEMBERS_TTL_MS = 2 * 3_600_000  # Lifetime of the lists of workers: longer than any lease, because leases may differ.
+_QUEUE_TTL_MS = 7 * 24 * 3_600_000  # Lifetime of the queue of a model without workers: longer than any request waits.
+_MAX_SWEPT = 200  # Max ended workers removed in one call of the server.
+_SAY_EVERY_S = 30.0  # Between two log lines while a model loads.
+_MAX_NAMED_FILES = 3  # Max changed files that a heartbeat and the log name; more would fill a line.
 
 
 def new_worker_id() -> str:
@@ -58,16 +53,10 @@ class CheckpointWatch:
     """Detects changes of the files of a loaded model: by size, time of modification and inode.
 
     Make it before the model is loaded. Added files are not a change.
-
-    Args:
-        backend: settings of the backend.
-
-    Attributes:
-        changed: names of the files that have changed or disappeared, at the last check; "" for none.
     """
 
     def __init__(self, backend: BackendSettings) -> None:
-        self.changed = ""
+        self.changed = ""  # Names of the files that have changed or disappeared, at the last check.
         self._thread: threading.Thread | None = None
         try:
             files = checkpoint_files(str(getattr(backend, "model", "")), getattr(backend, "gguf_file", None))
@@ -109,24 +98,13 @@ def _state_of(path: Path) -> tuple[int, int, int] | None:
 
 @dataclass(eq=False)
 class Heartbeat:
-    """The heartbeat of one serving worker: a hash that expires one lease after it was last written.
-
-    Attributes:
-        redis: a client for rare commands.
-        keys: the deployment's keys.
-        info: info of the model that the worker serves.
-        worker_id: id of the worker.
-        batch: prompts that it computes at once.
-        vocabulary: the model's vocabulary, if known.
-        tokenizer: the model's tokenizer, if known.
-        files: files of the model, if they are watched.
-    """
+    """The heartbeat of one serving worker: a hash that expires one lease after it was last written."""
 
     redis: Redis
     keys: Keys
     info: ModelInfo
     worker_id: str
-    batch: int
+    batch: int  # Prompts that the worker computes at once.
     vocabulary: Vocabulary | None = None
     tokenizer: PackedTokenizer | None = None
     files: CheckpointWatch | None = None
@@ -135,8 +113,7 @@ class Heartbeat:
         self._model = self.keys.model(self.info.name)
         self._heartbeat = self.keys.worker(self.worker_id)
         self._started = time.time()
-        # Monotonic time since which workers with other weights have been seen.
-        self._others_since = math.inf
+        self._others_since = math.inf  # Monotonic time since which workers with other weights have been seen.
 
     async def join(self, counters: Mapping[str, str | int | float]) -> None:
         """Register the worker and publish the model info. The group of the model's queue must exist.
@@ -152,29 +129,6 @@ class Heartbeat:
             if await self._put_info(seen):
                 return
 
-    async def _put_info(self, seen: bytes) -> bool:
-        """Replace the info that was `seen` by ours; False if another worker has replaced it meanwhile.
-
-        Raises:
-            ModelMismatch: live workers serve the weights of `seen`, which are others.
-        """
-        differences = _differences(self.info, seen)
-        if differences and (others := [worker async for worker, _ in self._serving(_fingerprint(seen))]):
-            raise self._mismatch(f"by {', '.join(others)} ", differences)
-        swap = [self.info.name, seen, self.info.pack()]
-        return bool(await scripts.SWAP(self.redis, [info_key(self.keys, self.info.name)], swap))
-
-    async def _read_info(self) -> bytes:
-        """The info of the model in Redis; b"" for none."""
-        name = self.info.name
-        infos = await read_infos(self.redis, self.keys, [name])
-        seen = infos.get(name.encode(), b"")
-        if isinstance(seen, bytes):
-            return seen
-        # Too large for an info.
-        await self.redis.hdel(info_key(self.keys, name), name)
-        return b""
-
     async def send(self, counters: Mapping[str, str | int | float]) -> int:
         """Write the heartbeat with the worker's counters, and the model's info if it was lost.
 
@@ -187,29 +141,53 @@ class Heartbeat:
         """
         lane = await self._write(counters)
         seen = await self._read_info()
-        # Another worker with these weights may have another lease: its info stays.
-        if not seen or _differences(self.info, seen):
-            await self._replace_info(seen)
-        else:
-            self._others_since = math.inf
-        await self._keep_texts()
-        return lane
-
-    async def _replace_info(self, seen: bytes) -> None:
-        """Replace the info of workers that may have ended: after a failover they look alive for a lease.
-
-        Raises:
-            ModelMismatch: they have been alive for a lease.
-        """
-        now = time.monotonic()
         try:
-            await self._put_info(seen)
+            # Another worker with these weights may have another lease: its info stays.
+            if not seen or _compare(self.info, seen)[0]:
+                await self._put_info(seen)
+            self._others_since = math.inf
         except ModelMismatch:
+            # After a failover, workers that have ended look alive for a lease.
+            now = time.monotonic()
             self._others_since = min(self._others_since, now)
             if now - self._others_since > self.info.lease_s:
                 raise
-        else:
-            self._others_since = math.inf
+        await self._keep_texts()
+        return lane
+
+    async def _read_info(self) -> bytes:
+        """The info of the model in Redis; b"" for none."""
+        seen = (await read_infos(self.redis, self.keys, [self.info.name])).get(self.info.name.encode(), b"")
+        if isinstance(seen, bytes):
+            return seen
+        await self.redis.hdel(info_key(self.keys, self.info.name), self.info.name)  # Too large for an info.
+        return b""
+
+    async def _put_info(self, seen: bytes) -> bool:
+        """Replace the info that was `seen` by ours; False if another worker has replaced it meanwhile."""
+        differences, fingerprint = _compare(self.info, seen)
+        if differences and (others := await self._serving(fingerprint)):
+            raise ModelMismatch(
+                f"the model {self.info.name!r} is served by {', '.join(others)} with another fingerprint "
+                f"({'; '.join(differences)}): serve these weights under another --name, or stop the other workers first"
+            )
+        swap = [self.info.name, seen, self.info.pack()]
+        return bool(await scripts.SWAP(self.redis, [info_key(self.keys, self.info.name)], swap))
+
+    async def _serving(self, fingerprint: str) -> list[str]:
+        """Other live workers of this model with a fingerprint; "" for the workers with another one than ours."""
+        workers, alive = [], await read_alive(self.redis, self._model, names=True)
+        for worker_id in [name for name in alive.names if name != self.worker_id]:
+            try:
+                fields = await read_texts(self.redis, self.keys.worker(worker_id), ["fingerprint"])
+            except ProtocolError as error:  # One key of another type must not hide the other workers.
+                _log.warning("the worker %r is left out: %s", worker_id, error)
+                continue
+            theirs, ours = fields.get("fingerprint"), self.info.service_fingerprint
+            is_wanted = theirs == fingerprint if fingerprint else theirs not in (None, ours)
+            if is_wanted:
+                workers.append(worker_id)
+        return workers
 
     async def sweep(self) -> int:
         """Remove consumers of ended workers that hold nothing, and infos of models without workers.
@@ -223,42 +201,34 @@ class Heartbeat:
         alive = await read_alive(self.redis, self._model)
         is_checker = random.random() * max(1, alive.serving) < 1
         await self._drop(is_checker=is_checker)
-        if is_checker and self.info.name != TRIE_SERVICE:
-            await self._sweep_infos()
-        return alive.serving
-
-    async def _sweep_infos(self) -> None:
-        infos = await read_infos(self.redis, self.keys)
+        infos = await read_infos(self.redis, self.keys) if is_checker and self.info.name != TRIE_SERVICE else {}
         for name, seen in infos.items():
             model = name.decode("utf-8", "replace")
+            keys = self.keys.model(model)
             try:
                 if isinstance(seen, int):  # Too large for an info.
                     await self.redis.hdel(info_key(self.keys, model), name)
-                elif model != self.info.name and await self._is_abandoned(model):
+                elif model == self.info.name or (await read_alive(self.redis, keys)).serving:
+                    continue
+                # The info stays while prompts wait: a worker that starts will serve them.
+                elif not (await read_queue(self.redis, keys)).depth:
                     await self._forget(model, seen, name)
-            except NoPermissionError:
-                continue  # This worker's Redis user has no rights on the model; its own workers check it.
-
-    async def _is_abandoned(self, model: str) -> bool:
-        # The info stays while prompts wait: a worker that starts will serve them.
-        alive = await read_alive(self.redis, self.keys.model(model))
-        return not alive.serving and not await self._queued(model)
+            except ResponseError:
+                continue  # No rights on the model, or a key of another type; its own workers check it.
+        return alive.serving
 
     async def leave(self, *, for_good: bool = True) -> None:
         """Deregister the worker, its consumer if that holds nothing, and the info if no other worker serves the model.
 
-        Args:
-            for_good: False for a worker that failed: the info and the adapters stay for the next worker.
+        Not `for_good`, after a failure, the info and the adapters stay for the next worker.
         """
         await self.redis.delete(self._heartbeat)
         await self._drop(self.worker_id)
         if not for_good:
             return
-        seen = await self._read_info()
+        seen, ours = await self._read_info(), self.info.service_fingerprint
         # Compare fingerprints: the info may be that of another worker, with another lease.
-        if _fingerprint(seen) == self.info.service_fingerprint:
-            async for _ in self._serving(self.info.service_fingerprint):
-                return
+        if _compare(self.info, seen)[1] == ours and not await self._serving(ours):
             await self._forget(self.info.name, seen)
 
     async def _drop(self, *worker_ids: str, is_checker: bool = False) -> None:
@@ -275,22 +245,17 @@ class Heartbeat:
                 part = consumers[at : at + scripts.MAX_AT_ONCE]
                 await scripts.ADD_DEADLINES(self.redis, [keys.workers], [lease_ms, _MEMBERS_TTL_MS, *part])
 
-    async def _forget(self, model: str, seen: bytes | str, field: bytes | None = None) -> None:
+    async def _forget(self, model: str, seen: bytes, field: bytes = b"") -> None:
         """Remove a model that no worker serves; its queue and its dead letters stay for a week.
 
-        Args:
-            model: its name.
-            seen: its info.
-            field: the field of the info, if that is not UTF-8.
+        `seen` is its info; `field` is the field of the info, if that is not UTF-8.
         """
         if await scripts.SWAP(self.redis, [info_key(self.keys, model)], [field or model, seen, b""]):
             keys = self.keys.model(model)
+            # Ended workers stay consumers while their lanes have entries.
+            lanes = [keys.lane(worker) for worker in await read_consumers(self.redis, keys)]
             await self.redis.delete(keys.adapters)
-            await scripts.EXPIRE_QUEUE(self.redis, [*keys.queue, *await self._lanes(keys)], [_QUEUE_TTL_MS])
-
-    async def _lanes(self, keys: ModelKeys) -> list[bytes]:
-        """The lanes of a model's workers. Ended workers stay consumers while their lanes have entries."""
-        return [keys.lane(worker) for worker in await read_consumers(self.redis, keys)]
+            await scripts.EXPIRE_QUEUE(self.redis, [*keys.queue, *lanes], [_QUEUE_TTL_MS])
 
     async def _keep_texts(self) -> None:
         """Keep vocabulary and tokenizer in the pool, so that clients need no copies."""
@@ -319,144 +284,71 @@ class Heartbeat:
         registered = [keys.workers, keys.jobs, keys.capacity, keys.lanes, keys.lane(self.worker_id)]
         return int(await scripts.REGISTER(self.redis, registered, args))
 
-    def _mismatch(self, by: str, differences: list[str]) -> ModelMismatch:
-        return ModelMismatch(
-            f"the model {self.info.name!r} is served {by}with another fingerprint "
-            f"({'; '.join(differences)}): serve these weights under another --name, or stop the other workers first"
-        )
 
-    async def _serving(self, fingerprint: str = "") -> AsyncIterator[tuple[str, str]]:
-        """Other live workers of this model, with their fingerprints.
-
-        Args:
-            fingerprint: only workers with these weights; "" for workers with other weights than ours.
-        """
-        for worker_id in (await read_alive(self.redis, self._model, names=True)).names:
-            if worker_id == self.worker_id:
-                continue
-            theirs = (await self._fields_of(worker_id, "fingerprint")).get("fingerprint")
-            is_wanted = theirs == fingerprint if fingerprint else theirs != self.info.service_fingerprint
-            if theirs is not None and is_wanted:
-                yield worker_id, theirs
-
-    async def _fields_of(self, worker_id: str, *fields: str) -> dict[str, str]:
-        """Some fields of a worker's heartbeat; none without a heartbeat."""
-        try:
-            return await read_texts(self.redis, self.keys.worker(worker_id), fields)
-        except ProtocolError as error:
-            # One key of another type must not hide the other workers.
-            _log.warning("the worker %r is left out: %s", worker_id, error)
-            return {}
-
-    async def _queued(self, model: str) -> int:
-        try:
-            keys = self.keys.model(model)
-            streams = [keys.jobs, *await self._lanes(keys)]
-            return sum([await self.redis.xlen(stream) for stream in streams]) + await self.redis.zcard(keys.backlog)
-        except NoPermissionError:
-            raise
-        except ResponseError:
-            return 0  # The key is not a stream.
-
-
-def _differences(info: ModelInfo, seen: bytes) -> list[str]:
-    if not seen:
-        return []
+def _compare(info: ModelInfo, seen: bytes) -> tuple[list[str], str]:
+    """The differences of the info in Redis from `info`, and the fingerprint of its workers ("" if unreadable)."""
     try:
-        return info.differences(ModelInfo.unpack(seen))
+        other = ModelInfo.unpack(seen)
+        return info.differences(other), other.service_fingerprint
     except ProtocolError as error:
-        return [f"its info does not decode: {error}"]
+        return [f"its info does not decode: {error}"] * bool(seen), ""
 
 
-def _fingerprint(seen: bytes) -> str:
-    """The fingerprint in the heartbeats of workers with this info; "" if it does not decode."""
+@contextlib.asynccontextmanager
+async def loading(
+    server: Server, settings: WorkerSettings, worker_id: str, model: str, *, say_every_s: float = _SAY_EVERY_S
+) -> AsyncIterator[None]:
+    """Register in Redis that a worker loads a model, while the context is open; log every `say_every_s` seconds."""
+    _log.info("loading %r", model)
+    redis, keys = server.client(), Keys(settings.prefix)
+    with contextlib.suppress(RedisError, OSError):  # The heartbeats need the server too, and log its errors.
+        if count := (await read_alive(redis, keys.model(model))).serving:
+            others = "1 worker serves" if count == 1 else f"{count} workers serve"
+            _log.info("%s %r already: this one is added", others, model)
+
+    async def send_heartbeats() -> None:
+        began, started = time.monotonic(), time.time()
+        say_at = began + say_every_s
+        while True:
+            if (now := time.monotonic()) >= say_at:
+                say_at = now + say_every_s
+                _log.info("still loading %r after %.0f s", model, now - began)
+            try:
+                await send_loading(redis, keys, settings, worker_id, model, started)
+            except (RedisError, OSError) as error:
+                _log.warning("will try again: %s", server.explain(error))
+            await asyncio.sleep(settings.heartbeat_s)
+
+    sending = asyncio.create_task(send_heartbeats(), name="loading")
+    is_loaded = False
     try:
-        return ModelInfo.unpack(seen).service_fingerprint
-    except ProtocolError:
-        return ""
-
-
-class Loading:
-    """Registers in Redis that a worker loads a model, while the context is open.
-
-    Args:
-        server: the pool's Redis.
-        settings: the worker's settings.
-        worker_id: id of the worker.
-        model: name of the model.
-        say_every_s: seconds between two log lines while it loads.
-    """
-
-    def __init__(
-        self,
-        server: Server,
-        settings: WorkerSettings,
-        worker_id: str,
-        model: str,
-        *,
-        say_every_s: float = _SAY_EVERY_S,
-    ) -> None:
-        self._server = server
-        self._keys = Keys(settings.prefix)
-        self._model = self._keys.model(model)
-        self._settings = settings
-        self._say_every_s = say_every_s
-        self._worker_id = worker_id
-        self._fields = {"model": model, "state": "loading", "started": time.time(), "lease_s": settings.lease_s}
-
-    async def __aenter__(self) -> None:
-        _log.info("loading %r", self._fields["model"])
-        self._redis = self._server.client()
-        with contextlib.suppress(RedisError, OSError):  # The heartbeats need the server too, and log its errors.
-            await self._tell_of_others()
-        self._sending = asyncio.create_task(self._send_heartbeats(), name="loading")
-
-    async def __aexit__(self, *error: object) -> None:
-        await end_tasks([self._sending])
+        yield
+        is_loaded = True
+    finally:
+        await end_tasks([sending])
         try:
-            await self._redis.hdel(self._keys.loading(), self._worker_id)
-            await self._redis.zrem(self._model.loading, self._worker_id)
-            # After a success the worker continues with this heartbeat.
-            if error[0] is not None:
-                await self._redis.delete(self._keys.worker(self._worker_id))
+            await redis.hdel(keys.loading(), worker_id)
+            await redis.zrem(keys.model(model).loading, worker_id)
+            if not is_loaded:  # Otherwise the worker continues with this heartbeat.
+                await redis.delete(keys.worker(worker_id))
         except (RedisError, OSError) as failure:
             # Both expire. The next command reports the error better.
-            _log.warning("cannot say that the model is loaded: %s", self._server.explain(failure))
+            _log.warning("cannot say that the model is loaded: %s", server.explain(failure))
         finally:
-            await self._redis.aclose()
+            await redis.aclose()
 
-    async def _send_heartbeats(self) -> None:
-        began = said = time.monotonic()
-        while True:
-            if (now := time.monotonic()) - said >= self._say_every_s:
-                said = now
-                _log.info("still loading %r after %.0f s", self._fields["model"], now - began)
-            try:
-                await self._send()
-                await self._sweep()
-            except (RedisError, OSError) as error:
-                _log.warning("will try again: %s", self._server.explain(error))
-            await asyncio.sleep(self._settings.heartbeat_s)
 
-    async def _tell_of_others(self) -> None:
-        """Log that other workers serve the model already: the user may not have meant to add one."""
-        if count := (await read_alive(self._redis, self._model)).serving:
-            others = "1 worker serves" if count == 1 else f"{count} workers serve"
-            _log.info("%s %r already: this one is added", others, self._fields["model"])
-
-    async def _send(self) -> None:
-        lease_ms = int(self._settings.lease_s * 1000)
-        heartbeat, loading = self._keys.worker(self._worker_id), self._keys.loading()
-        await scripts.HEARTBEAT(self._redis, [heartbeat], [lease_ms, *chain.from_iterable(self._fields.items())])
-        await scripts.HEARTBEAT(self._redis, [loading], [lease_ms, self._worker_id, self._fields["model"]])
-        await scripts.REGISTER(self._redis, [self._model.loading], [self._worker_id, lease_ms, lease_ms])
-
-    async def _sweep(self) -> None:
-        """Remove some workers that were killed while they loaded. One loading worker does so, drawn at random."""
-        loading = self._keys.loading()
-        if random.random() * await self._redis.hlen(loading) >= 1:
-            return
-        for worker_id in cast(list[bytes], await self._redis.hrandfield(loading, _MAX_SWEPT) or []):
+async def send_loading(
+    redis: Redis, keys: Keys, settings: WorkerSettings, worker_id: str, model: str, started: float
+) -> None:
+    """Write the heartbeat of a worker that loads; one such worker, drawn at random, removes some that were killed."""
+    lease_ms, loading = int(settings.lease_s * 1000), keys.loading()
+    fields = {"model": model, "state": "loading", "started": started, "lease_s": settings.lease_s}
+    await scripts.HEARTBEAT(redis, [keys.worker(worker_id)], [lease_ms, *chain.from_iterable(fields.items())])
+    await scripts.HEARTBEAT(redis, [loading], [lease_ms, worker_id, model])
+    await scripts.REGISTER(redis, [keys.model(model).loading], [worker_id, lease_ms, lease_ms])
+    if random.random() * await redis.hlen(loading) < 1:
+        for other in cast(list[bytes], await redis.hrandfield(loading, _MAX_SWEPT) or []):
             # A name that is not UTF-8 is not that of a worker.
-            if not await self._redis.exists(self._keys.worker(worker_id.decode("utf-8", "replace"))):
-                await self._redis.hdel(loading, worker_id)
+            if not await redis.exists(keys.worker(other.decode("utf-8", "replace"))):
+                await redis.hdel(loading, other)

@@ -14,66 +14,43 @@ from lmpool.metrics import PROMPTS, Histogram, pack_counts, quantile
 from lmpool.protocol.job import Failure
 from lmpool.workers.execution.contract import BackendStats
 
+# Failures after which clients send the missing data: no row is lost.
 SENT_AGAIN = tuple(kind.__name__ for kind in (SourceMissing, UnknownVocabulary, UnknownTokenSet, AdapterChanged))
-"""Failures after which clients send the missing data: no row is lost."""
-
 OUTCOMES = ("row", "answer", "sent_again", "failed", "dead")
 
 
 @dataclass(slots=True, eq=False)
 class WorkerCounters:
-    """Numbers of one worker. One thread counts each up, any thread reads them.
+    """Numbers of one worker. One thread counts each up, any thread reads them."""
 
-    Attributes:
-        step_s: seconds of each step; counted in the backend's thread, as is `batch`.
-        batch: prompts that each step finished.
-        publish_s: seconds from a block being ready to the end of its jobs, retries included.
-        job_s: seconds from a job's queueing to its end with a row or an answer.
-        ended: outcome, of `OUTCOMES` -> jobs.
-        claimed: jobs claimed from workers whose leases expired.
-        homed: jobs taken whose home this worker is, as their clients know it.
-        stolen: jobs taken from other workers' lanes.
-        lane: jobs in the worker's own lane, waiting and held, at the last heartbeat; 0 before the first.
-        refused: rows that the server refused.
-        evicted: rows that were evicted as soon as they were stored.
-        shared: rows written to shared memory.
-        shared_bytes: size of the shared memory; 0 without one.
-        exported: rows stored whole, for clients that do not read this worker's shared memory.
-        published_bytes: bytes of rows and answers sent to the server.
-        fetched_bytes: bytes of rows and weights fetched to answer queries.
-        server_errors: failed attempts to use the server.
-        queued_ms: id of an entry in flight that was in the backlog -> when it was queued, in ms since 1970.
-        queue: the model's queue at the last heartbeat; None before the first.
-        serving: live workers of the model at the last sweep, this one included; 1 before the first.
-        speed: results per second of the backend while it computes, in the last heartbeat interval in which it did; 0
-            before the first.
-        memory: the server's memory at the last heartbeat; None if it was not read.
-        clock_ahead_s: server clock minus local clock, in seconds.
-    """
-
-    step_s: Histogram = field(default_factory=Histogram)
-    batch: Histogram = field(default_factory=lambda: Histogram(PROMPTS))
-    publish_s: Histogram = field(default_factory=Histogram)
-    job_s: Histogram = field(default_factory=Histogram)
-    ended: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(OUTCOMES, 0)))
-    claimed: int = 0
-    homed: int = 0
-    stolen: int = 0
-    lane: int = 0
-    refused: int = 0
-    evicted: int = 0
-    shared: int = 0
-    shared_bytes: int = 0
-    exported: int = 0
-    published_bytes: int = 0
-    fetched_bytes: int = 0
-    server_errors: int = 0
+    step_s: Histogram = field(default_factory=Histogram)  # Seconds of each step; counted in the backend's thread.
+    batch: Histogram = field(
+        default_factory=lambda: Histogram(PROMPTS)
+    )  # Prompts that each step finished; as `step_s`.
+    publish_s: Histogram = field(default_factory=Histogram)  # From a block being ready to the end of its jobs.
+    job_s: Histogram = field(default_factory=Histogram)  # From a job's queueing to its end with a row or an answer.
+    ended: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(OUTCOMES, 0)))  # Outcome -> jobs.
+    claimed: int = 0  # Jobs claimed from workers whose leases expired.
+    homed: int = 0  # Jobs taken whose home this worker is, as their clients know it.
+    stolen: int = 0  # Jobs taken from other workers' lanes.
+    lane: int = 0  # Jobs in the worker's own lane, waiting and held, at the last heartbeat.
+    refused: int = 0  # Rows that the server refused.
+    evicted: int = 0  # Rows that were evicted as soon as they were stored.
+    shared: int = 0  # Rows written to shared memory.
+    shared_bytes: int = 0  # Size of the shared memory; 0 without one.
+    exported: int = 0  # Rows stored whole, for clients that do not read this worker's shared memory.
+    published_bytes: int = 0  # Bytes of rows and answers sent to the server.
+    fetched_bytes: int = 0  # Bytes of rows and weights fetched to answer queries.
+    server_errors: int = 0  # Failed attempts to use the server.
+    # Id of an entry in flight that was in the backlog -> when it was queued, in ms since 1970.
     queued_ms: dict[bytes, bytes] = field(default_factory=dict)
-    queue: QueueState | None = None
-    serving: int = 1
-    speed: float = 0.0
-    memory: ServerMemory | None = None
-    clock_ahead_s: float = 0.0
+    queue: QueueState | None = None  # The model's queue at the last heartbeat; None before the first.
+    serving: int = 1  # Live workers of the model at the last sweep, this one included.
+    speed: float = (
+        0.0  # Results per second of the backend while it computes, in the last heartbeat interval with steps.
+    )
+    memory: ServerMemory | None = None  # The server's memory at the last heartbeat; None if it was not read.
+    clock_ahead_s: float = 0.0  # Server clock minus local clock, in seconds.
 
     def note_queue(self, queue: QueueState, sent_at: float) -> None:
         """Record the state of the queue, which was requested at the local time `sent_at`."""
@@ -95,12 +72,9 @@ class WorkerCounters:
         self.batch.observe(answers)
 
     def published(self, outcome: str, entry_ids: Collection[bytes], seconds: float) -> None:
-        """Count jobs that ended with the requested result.
+        """Count jobs that ended with a "row" or "answer", after `seconds` of publishing.
 
-        Args:
-            outcome: "row" or "answer".
-            entry_ids: their ids in the queue, which begin with the time of queueing in ms.
-            seconds: seconds that publishing took.
+        Ids of entries begin with the time of queueing in ms.
         """
         now_ms = (time.time() + self.clock_ahead_s) * 1000
         self.publish_s.observe(seconds)
@@ -123,29 +97,26 @@ class CounterDelta:
     """Rates of counters since the last heartbeat and since the last log line."""
 
     def __init__(self, counters: WorkerCounters) -> None:
-        now = time.monotonic()
         self._counters = counters
-        self._heartbeat, self._heartbeat_at = BackendStats(), now
+        self._heartbeat = self._logged = BackendStats(), time.monotonic()
         self._job_counts: list[int] = []
-        self._answers = self._busy_s = 0.0
-        self._logged, self._logged_at = BackendStats(), now
-        self._homed_logged = self._stolen_logged = 0
+        self._computed = 0.0, 0.0  # Answers and busy seconds when the speed was last measured.
+        self._moved = 0, 0  # Jobs homed and stolen, at the last log line.
 
     def since_heartbeat(self, now: BackendStats) -> dict[str, str | float]:
         """The rates since the last call as fields of the heartbeat; "" without a value."""
-        before, self._heartbeat = self._heartbeat, now
-        at, self._heartbeat_at = self._heartbeat_at, time.monotonic()
+        (before, at), self._heartbeat = self._heartbeat, (now, time.monotonic())
         jobs = self._counters.job_s
         counts, self._job_counts = jobs.since(self._job_counts), list(jobs.counts)
         p50, p99 = quantile(counts, 0.5), quantile(counts, 0.99)
         rows, steps = now.rows - before.rows, now.steps - before.steps
         answers, busy_s = self._counters.batch.total, self._counters.step_s.total
-        if answers > self._answers and busy_s > self._busy_s:
-            self._counters.speed = (answers - self._answers) / (busy_s - self._busy_s)
-            self._answers, self._busy_s = answers, busy_s
+        if answers > self._computed[0] and busy_s > self._computed[1]:
+            self._counters.speed = (answers - self._computed[0]) / (busy_s - self._computed[1])
+            self._computed = answers, busy_s
         return {
             "speed": round(self._counters.speed, 3),
-            "rows_per_s": round(rows / max(1e-3, self._heartbeat_at - at), 1),
+            "rows_per_s": round(rows / max(1e-3, self._heartbeat[1] - at), 1),
             "batch": round(rows / steps, 1) if steps else "",
             "p50_s": "" if p50 is None else round(p50, 6),
             "p99_s": "" if p99 is None else round(p99, 6),
@@ -155,17 +126,14 @@ class CounterDelta:
 
     def describe_since_log(self, now: BackendStats) -> str:
         """The rates since the last call as text; "" without a step."""
-        before, self._logged = self._logged, now
-        at, self._logged_at = self._logged_at, time.monotonic()
-        if now.steps == before.steps:
-            return ""
-        counters = self._counters
+        (before, at), self._logged = self._logged, (now, time.monotonic())
         rows, steps, tokens = now.rows - before.rows, now.steps - before.steps, now.tokens - before.tokens
-        rate = rows / max(1e-3, self._logged_at - at)
-        batch, reused = rows / max(1, steps), (now.reused - before.reused) / max(1, tokens)
-        homed, self._homed_logged = counters.homed - self._homed_logged, counters.homed
-        stolen, self._stolen_logged = counters.stolen - self._stolen_logged, counters.stolen
+        if not steps:
+            return ""
+        reused = (now.reused - before.reused) / max(1, tokens)
+        (homed, stolen), self._moved = self._moved, (self._counters.homed, self._counters.stolen)
         return (
-            f"{rate:.1f} rows/s, {batch:.1f} prompts a batch, {100 * reused:.0f} % of tokens from the prefix cache, "
-            f"{homed} prompts homed, {stolen} stolen"
+            f"{rows / max(1e-3, self._logged[1] - at):.1f} rows/s, {rows / steps:.1f} prompts a batch, "
+            f"{100 * reused:.0f} % of tokens from the prefix cache, {self._moved[0] - homed} prompts homed, "
+            f"{self._moved[1] - stolen} stolen"
         )

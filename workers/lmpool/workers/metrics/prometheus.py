@@ -15,117 +15,70 @@ from importlib.metadata import version
 from typing import Any, NamedTuple
 
 from lmpool.errors import SettingsError
-from lmpool.metrics import prometheus
+from lmpool.metrics import Histogram, prometheus
 from lmpool.workers.execution.contract import BackendStats
 from lmpool.workers.metrics.counters import OUTCOMES, WorkerCounters
 from lmpool.workers.settings import WorkerSettings
 
 _log = logging.getLogger("lmpool.worker")
 
-Clock = Callable[[], float]
-
+# Max open connections to the port. A connection needs no token, and takes a file descriptor that Redis may need.
 MAX_CONNECTIONS = 64
-"""Max open connections to the port. A connection needs no token, and takes a file descriptor that Redis may need."""
-
-REQUEST_S = 10.0
-"""Max seconds for a request and its response; a scrape takes milliseconds."""
-
-# Checks of the event loop per lease.
-_CHECKS_PER_LEASE = 10
-# Max bytes of a request without its body, far more than clients send.
-_MAX_HEAD_BYTES = 16 * 1024
+REQUEST_S = 10.0  # Max seconds for a request and its response; a scrape takes milliseconds.
+_CHECKS_PER_LEASE = 10  # Checks of the event loop.
+_MAX_HEAD_BYTES = 16 * 1024  # Max bytes of a request without its body, far more than clients send.
 _TEXT = "text/plain; charset=utf-8"
 
 
 class Snapshot(NamedTuple):
-    """The state of a worker at one moment.
-
-    Attributes:
-        model: name of the model.
-        worker_id: id of the worker.
-        is_ready: whether it takes jobs.
-        in_flight: prompts that it holds.
-        silent_s: seconds since the server last answered a heartbeat.
-        stats: the backend's counters.
-        counters: the worker's counters.
-    """
+    """The state of a worker at one moment."""
 
     model: str
     worker_id: str
-    is_ready: bool
-    in_flight: int
-    silent_s: float
+    is_ready: bool  # Whether the worker takes jobs.
+    in_flight: int  # Prompts that the worker holds.
+    silent_s: float  # Seconds since the server last answered a heartbeat.
     stats: BackendStats
     counters: WorkerCounters
 
 
-def _if_known(value: Any, read: Callable[[Any], Any]) -> tuple[Any, ...]:
-    """The arguments of `add_metric`: none for a value that was not measured yet."""
-    return () if value is None else (read(value),)
-
-
-# fmt: off
-_METRICS: tuple[tuple[str, str, str, Callable[[Snapshot], tuple[Any, ...]]], ...] = (
-    ("Gauge", "worker_ready", "1 while the worker takes jobs, else 0.", lambda s: (int(s.is_ready),)),
-    ("Counter", "worker_claimed_jobs_total", "Jobs taken over from workers whose leases expired.",
-     lambda s: (s.counters.claimed,)),
-    ("Counter", "worker_homed_jobs_total", "Jobs that extend prompts which the worker has computed.",
-     lambda s: (s.counters.homed,)),
-    ("Counter", "worker_stolen_jobs_total", "Jobs taken from other workers' lanes.", lambda s: (s.counters.stolen,)),
-    ("Counter", "worker_steps_total", "Forwards that the backend has run.", lambda s: (s.stats.steps,)),
-    ("Counter", "worker_rows_total", "Rows that the backend has computed.", lambda s: (s.stats.rows,)),
-    ("Counter", "worker_tokens_total", "Tokens of the computed prompts.", lambda s: (s.stats.tokens,)),
-    ("Counter", "worker_reused_tokens_total", "Tokens among them that a prefix cache already held.",
-     lambda s: (s.stats.reused,)),
-    ("Counter", "worker_shared_rows_total", "Rows written to shared memory.", lambda s: (s.counters.shared,)),
-    ("Counter", "worker_exported_rows_total", "Rows stored whole for clients on other hosts.",
-     lambda s: (s.counters.exported,)),
-    ("Gauge", "worker_shared_memory_bytes", "Size of the worker's shared memory.",
-     lambda s: (s.counters.shared_bytes,)),
-    ("Counter", "worker_published_bytes_total", "Bytes of rows and answers sent to the server.",
-     lambda s: (s.counters.published_bytes,)),
-    ("Counter", "worker_fetched_bytes_total", "Bytes of rows and weights fetched to answer queries.",
-     lambda s: (s.counters.fetched_bytes,)),
-    ("Counter", "worker_refused_rows_total", "Rows that the server refused, for example for lack of memory.",
-     lambda s: (s.counters.refused,)),
-    ("Counter", "worker_evicted_rows_total", "Rows that were evicted as soon as they were stored.",
-     lambda s: (s.counters.evicted,)),
-    ("Counter", "worker_server_errors_total", "Failed attempts to use the server.",
-     lambda s: (s.counters.server_errors,)),
-    ("Gauge", "worker_held_prompts", "Prompts in flight in the worker.", lambda s: (s.in_flight,)),
-    ("Gauge", "worker_lane_jobs", "Jobs in the worker's lane, waiting and held, at the last heartbeat.",
-     lambda s: (s.counters.lane,)),
-    ("Gauge", "worker_heartbeat_age_seconds", "Seconds since the server last answered a heartbeat.",
-     lambda s: (s.silent_s,)),
-    ("Histogram", "worker_batch_prompts", "Prompts that a step finished.", lambda s: s.counters.batch.cumulative()),
-    ("Histogram", "worker_step_seconds", "Seconds of a step of the backend.", lambda s: s.counters.step_s.cumulative()),
-    ("Histogram", "worker_publish_seconds", "Seconds from rows being ready to their jobs' end.",
-     lambda s: s.counters.publish_s.cumulative()),
-    ("Histogram", "worker_job_seconds", "Seconds from a job's queueing to its row or answer.",
-     lambda s: s.counters.job_s.cumulative()),
-    ("Gauge", "queue_jobs", "Prompts of the model that wait or are computed, at the last heartbeat.",
-     lambda s: _if_known(s.counters.queue, lambda queue: queue.depth)),
-    ("Gauge", "queue_oldest_job_seconds", "Age of the oldest of them, at the last heartbeat.",
-     lambda s: _if_known(s.counters.queue, lambda queue: queue.age_s)),
-    ("Gauge", "queue_drain_seconds", "Seconds that the live workers need for the queue.",
-     lambda s: _if_known(s.counters.drain_s, lambda seconds: seconds)),
-    ("Gauge", "queue_dead_letters", "Jobs that were given up, kept until retried or dropped.",
-     lambda s: _if_known(s.counters.queue, lambda queue: queue.dead)),
-    ("Gauge", "server_memory_bytes", "Memory that the server uses, at the last heartbeat.",
-     lambda s: _if_known(s.counters.memory, lambda memory: memory.used_bytes)),
-    ("Gauge", "server_memory_limit_bytes", "Limit of that memory (maxmemory); 0 for no limit.",
-     lambda s: _if_known(s.counters.memory, lambda memory: memory.limit_bytes)),
-    ("Counter", "server_evicted_keys_total", "Keys that the server has evicted.",
-     lambda s: _if_known(s.counters.memory, lambda memory: memory.evicted_keys)),
+# Name, attribute of `Snapshot`, and help. Counters end in "_total".
+_METRICS = (
+    ("worker_ready", "is_ready", "1 while the worker takes jobs, else 0."),
+    ("worker_claimed_jobs_total", "counters.claimed", "Jobs taken over from workers whose leases expired."),
+    ("worker_homed_jobs_total", "counters.homed", "Jobs that extend prompts which the worker has computed."),
+    ("worker_stolen_jobs_total", "counters.stolen", "Jobs taken from other workers' lanes."),
+    ("worker_steps_total", "stats.steps", "Forwards that the backend has run."),
+    ("worker_rows_total", "stats.rows", "Rows that the backend has computed."),
+    ("worker_tokens_total", "stats.tokens", "Tokens of the computed prompts."),
+    ("worker_reused_tokens_total", "stats.reused", "Tokens among them that a prefix cache already held."),
+    ("worker_shared_rows_total", "counters.shared", "Rows written to shared memory."),
+    ("worker_exported_rows_total", "counters.exported", "Rows stored whole for clients on other hosts."),
+    ("worker_shared_memory_bytes", "counters.shared_bytes", "Size of the worker's shared memory."),
+    ("worker_published_bytes_total", "counters.published_bytes", "Bytes of rows and answers sent to the server."),
+    ("worker_fetched_bytes_total", "counters.fetched_bytes", "Bytes of rows and weights fetched to answer queries."),
+    ("worker_refused_rows_total", "counters.refused", "Rows that the server refused, for example for lack of memory."),
+    ("worker_evicted_rows_total", "counters.evicted", "Rows that were evicted as soon as they were stored."),
+    ("worker_server_errors_total", "counters.server_errors", "Failed attempts to use the server."),
+    ("worker_held_prompts", "in_flight", "Prompts in flight in the worker."),
+    ("worker_lane_jobs", "counters.lane", "Jobs in the worker's lane, waiting and held, at the last heartbeat."),
+    ("worker_heartbeat_age_seconds", "silent_s", "Seconds since the server last answered a heartbeat."),
+    ("worker_batch_prompts", "counters.batch", "Prompts that a step finished."),
+    ("worker_step_seconds", "counters.step_s", "Seconds of a step of the backend."),
+    ("worker_publish_seconds", "counters.publish_s", "Seconds from rows being ready to their jobs' end."),
+    ("worker_job_seconds", "counters.job_s", "Seconds from a job's queueing to its row or answer."),
+    ("queue_jobs", "counters.queue.depth", "Prompts of the model that wait or are computed, at the last heartbeat."),
+    ("queue_oldest_job_seconds", "counters.queue.age_s", "Age of the oldest of them, at the last heartbeat."),
+    ("queue_drain_seconds", "counters.drain_s", "Seconds that the live workers need for the queue."),
+    ("queue_dead_letters", "counters.queue.dead", "Jobs that were given up, kept until retried or dropped."),
+    ("server_memory_bytes", "counters.memory.used_bytes", "Memory that the server uses, at the last heartbeat."),
+    ("server_memory_limit_bytes", "counters.memory.limit_bytes", "Limit of that memory (maxmemory); 0 for no limit."),
+    ("server_evicted_keys_total", "counters.memory.evicted_keys", "Keys that the server has evicted."),
 )
-# fmt: on
 
 
 class WorkerCollector:
-    """Provides the metrics of one worker to a registry of prometheus_client.
-
-    Args:
-        take_snapshot: called in the thread that collects.
+    """Provides the metrics of one worker to a registry of prometheus_client; `take_snapshot` runs in its thread.
 
     Raises:
         SettingsError: prometheus_client is not installed.
@@ -147,36 +100,31 @@ class WorkerCollector:
         for outcome in OUTCOMES:
             jobs.add_metric((snapshot.model, outcome), snapshot.counters.ended[outcome])
         yield jobs
-        for kind, name, text, read in _METRICS:
+        for name, path, text in _METRICS:
+            value: Any = snapshot
+            for attribute in path.split("."):
+                value = None if value is None else getattr(value, attribute)
+            is_histogram = isinstance(value, Histogram)
+            kind = "Histogram" if is_histogram else "Counter" if name.endswith("_total") else "Gauge"
             family = getattr(core, f"{kind}MetricFamily")(f"lmpool_{name}", text, labels=("model",))
-            if value := read(snapshot):
-                family.add_metric((snapshot.model,), *value)
+            if value is not None:  # None: not measured yet.
+                family.add_metric((snapshot.model,), *(value.cumulative() if is_histogram else (value,)))
             yield family
 
 
 class Health:
     """The state of one worker: its event loop writes it, other threads read it.
 
-    Args:
-        lease_s: max silence of the event loop and of the server.
-        step_timeout_s: max seconds of a step.
-        clock: monotonic seconds.
-
-    Attributes:
-        state: "loading", "ready" or "draining".
-        broken: why the backend cannot be used any more, or "".
-        trouble: why the last heartbeat failed, or "".
+    `lease_s` limits the silence of the event loop and of the server; `clock` returns monotonic seconds.
     """
 
-    def __init__(self, lease_s: float, step_timeout_s: float, clock: Clock = time.monotonic) -> None:
+    def __init__(self, lease_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._lease_s = lease_s
-        self._step_timeout_s = step_timeout_s
         self._clock = clock
         self._ticked_at = self._answered_at = clock()
-        self._stepping_since: Callable[[], float | None] = lambda: None
-        self.state = "loading"
-        self.broken = ""
-        self.trouble = ""
+        self.state = "loading"  # Or "ready", or "draining".
+        self.broken = ""  # Why the backend cannot be used any more.
+        self.trouble = ""  # Why the last heartbeat failed.
 
     def start(self) -> None:
         """Record from now on that the running event loop runs."""
@@ -186,10 +134,6 @@ class Health:
     def end(self) -> None:
         """Stop recording."""
         self._timer.cancel()
-
-    def watch(self, stepping_since: Callable[[], float | None]) -> None:
-        """Watch a backend: `stepping_since` returns the monotonic start of its running step, or None."""
-        self._stepping_since = stepping_since
 
     def answered(self) -> None:
         """Record that the server has answered a heartbeat."""
@@ -205,14 +149,7 @@ class Health:
         silent_s = self._clock() - self._ticked_at
         if silent_s > self._lease_s:
             return f"the event loop has not run for {silent_s:.1f} s; a lease is {self._lease_s:g} s"
-        if self.broken:
-            return f"the backend broke: {self.broken}"
-        since = self._stepping_since()  # Read once: the backend's thread changes it.
-        # One lease more: the watchdog ends the worker before, and releases its prompts.
-        step_s, limit_s = 0.0 if since is None else self._clock() - since, self._step_timeout_s + self._lease_s
-        if step_s > limit_s:
-            return f"the backend's step has run for {step_s:.0f} s; more than {limit_s:g} s is not normal"
-        return ""
+        return f"the backend broke: {self.broken}" if self.broken else ""
 
     def why_not_ready(self) -> str:
         """Why the worker takes no jobs; "" while it does."""
@@ -229,24 +166,15 @@ class Health:
         return ""
 
 
-class _HttpPage(NamedTuple):
-    status: int
-    content_type: str
-    body: bytes
-
-
-_Pages = Mapping[str, Callable[[str], _HttpPage]]
-"""Path -> function that makes the page from the request's Accept header."""
+_Pages = Mapping[str, Callable[[str], tuple[int, str, bytes]]]
+"""Path -> function that makes status, content type and body from the request's Accept header."""
 
 
 @contextmanager
 def monitoring(settings: WorkerSettings, take_snapshot: Callable[[], Snapshot], health: Health) -> Iterator[None]:
     """Serve `/metrics`, `/healthz` and `/readyz` of a worker from a thread, if the settings name a port.
 
-    Args:
-        settings: the worker's settings.
-        take_snapshot: called from that thread.
-        health: the worker's health.
+    `take_snapshot` is called from that thread.
 
     Raises:
         SettingsError: the port cannot be used, or prometheus_client is not installed.
@@ -254,42 +182,6 @@ def monitoring(settings: WorkerSettings, take_snapshot: Callable[[], Snapshot], 
     if not settings.metrics_port:
         yield
         return
-    pages: _Pages = {
-        "/metrics": _metrics(take_snapshot),
-        "/healthz": lambda _: _verdict(health.why_dead()),
-        "/readyz": lambda _: _verdict(health.why_not_ready()),
-    }
-    listening = _listen(settings)
-    loop, stopped = asyncio.new_event_loop(), asyncio.Event()
-    # A daemon: a client must not keep a worker from ending.
-    thread = threading.Thread(
-        target=lambda: loop.run_until_complete(_serve(pages, listening, stopped)), name="lmpool-monitor", daemon=True
-    )
-    thread.start()
-    _log.info("metrics and health on port %d of %s", settings.metrics_port, settings.metrics_host)
-    try:
-        yield
-    finally:
-        loop.call_soon_threadsafe(stopped.set)
-        thread.join()
-        loop.close()
-
-
-def _listen(settings: WorkerSettings) -> socket.socket:
-    host, port = settings.metrics_host, settings.metrics_port
-    try:
-        return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
-    except OSError as error:
-        why = error.strerror or str(error)
-        if error.errno not in (errno.EADDRINUSE, errno.EACCES):
-            raise SettingsError(f"metrics_host: {host} is no address of this machine: {why}") from error
-        raise SettingsError(
-            f"metrics_port: port {port} of {host} cannot be used: {why}; "
-            "every worker of a machine needs a port of its own"
-        ) from error
-
-
-def _metrics(take_snapshot: Callable[[], Snapshot]) -> Callable[[str], _HttpPage]:
     collector = WorkerCollector(take_snapshot)  # Raises first if the library is missing.
     from prometheus_client import CollectorRegistry, ProcessCollector
     from prometheus_client.exposition import choose_encoder
@@ -298,15 +190,40 @@ def _metrics(take_snapshot: Callable[[], Snapshot]) -> Callable[[str], _HttpPage
     registry.register(collector)
     ProcessCollector(registry=registry)
 
-    def render(accept: str) -> _HttpPage:
+    def metrics(accept: str) -> tuple[int, str, bytes]:
         encode, content_type = choose_encoder(accept)
-        return _HttpPage(200, content_type, encode(registry))
+        return 200, content_type, encode(registry)
 
-    return render
+    def verdict(why_not: str) -> tuple[int, str, bytes]:
+        return 503 if why_not else 200, _TEXT, f"{why_not or 'ok'}\n".encode()
 
-
-def _verdict(why_not: str) -> _HttpPage:
-    return _HttpPage(503 if why_not else 200, _TEXT, f"{why_not or 'ok'}\n".encode())
+    pages: _Pages = {
+        "/metrics": metrics,
+        "/healthz": lambda _: verdict(health.why_dead()),
+        "/readyz": lambda _: verdict(health.why_not_ready()),
+    }
+    host, port = settings.metrics_host, settings.metrics_port
+    try:
+        listening = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    except OSError as error:
+        why = error.strerror or str(error)
+        if error.errno not in (errno.EADDRINUSE, errno.EACCES):
+            raise SettingsError(f"metrics_host: {host} is no address of this machine: {why}") from error
+        advice = "every worker of a machine needs a port of its own"
+        raise SettingsError(f"metrics_port: port {port} of {host} cannot be used: {why}; {advice}") from error
+    loop, stopped = asyncio.new_event_loop(), asyncio.Event()
+    # A daemon: a client must not keep a worker from ending.
+    thread = threading.Thread(
+        target=lambda: loop.run_until_complete(_serve(pages, listening, stopped)), name="lmpool-monitor", daemon=True
+    )
+    thread.start()
+    _log.info("metrics and health on port %d of %s", port, host)
+    try:
+        yield
+    finally:
+        loop.call_soon_threadsafe(stopped.set)
+        thread.join()
+        loop.close()
 
 
 async def _serve(pages: _Pages, listening: socket.socket, stopped: asyncio.Event) -> None:
@@ -344,13 +261,13 @@ def _response(pages: _Pages, head: bytes) -> bytes:
     headers = {name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
     render = pages.get(rest.partition(" ")[0].partition("?")[0])
     if method not in ("GET", "HEAD"):
-        page = _HttpPage(405, _TEXT, b"GET and HEAD are allowed\n")
+        status, content_type, body = 405, _TEXT, b"GET and HEAD are allowed\n"
     elif render is None:
-        page = _HttpPage(404, _TEXT, f"the pages are {', '.join(pages)}\n".encode())
+        status, content_type, body = 404, _TEXT, f"the pages are {', '.join(pages)}\n".encode()
     else:
-        page = render(headers.get("accept", ""))
+        status, content_type, body = render(headers.get("accept", ""))
     start = (
-        f"HTTP/1.1 {page.status} {HTTPStatus(page.status).phrase}\r\nContent-Type: {page.content_type}\r\n"
-        f"Content-Length: {len(page.body)}\r\nConnection: close\r\n\r\n"
+        f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\nContent-Type: {content_type}\r\n"
+        f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"
     )
-    return start.encode() + (b"" if method == "HEAD" else page.body)
+    return start.encode() + (b"" if method == "HEAD" else body)

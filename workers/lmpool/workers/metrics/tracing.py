@@ -17,12 +17,9 @@ from lmpool.workers.execution.in_flight import JobTrace, StreamEntry
 
 _log = logging.getLogger("lmpool.worker")
 
-# Max characters of a trace context; one has 55.
-_MAX_TRACEPARENT = 512
-# Max links of a span, the SDK's default limit.
-_MAX_LINKS = 128
-# Max seconds to send the last spans at the end: a collector that does not answer must not block a worker.
-_FLUSH_S = 5.0
+_MAX_TRACEPARENT = 512  # Max characters of a trace context; one has 55.
+_MAX_LINKS = 128  # Max links of a span, the SDK's default limit.
+_FLUSH_S = 5.0  # To send the last spans at the end: a collector that does not answer must not block a worker.
 
 
 class JobTraces:
@@ -31,9 +28,6 @@ class JobTraces:
     A job that names a trace has three spans in the span of its client: `lmpool.queue`, `lmpool.step` (the last step if
     there were several) and `lmpool.publish`. `lmpool.batch` is the step in a trace of its own; it and the spans of all
     jobs that it has computed are linked to each other.
-
-    Raises:
-        SettingsError: OpenTelemetry's API is not installed.
     """
 
     def __init__(self, model: str, worker_id: str) -> None:
@@ -62,23 +56,15 @@ class JobTraces:
         return JobTrace(context, min(now, max(0, int(queued_ms * 1e6))), now)
 
     def stepped(self, traces: Sequence[JobTrace], step: tuple[float, float], prompts: int) -> None:
-        """Trace a step of the backend.
-
-        Args:
-            traces: traces of the computed jobs.
-            step: monotonic times of its start and end.
-            prompts: number of computed prompts.
-        """
+        """Trace a step of the backend that computed `prompts` prompts; `step`: monotonic times of its start and end."""
         since, now = time.monotonic(), time.time_ns()
         began, ended = (now - int((since - at) * 1e9) for at in step)
         clients = [self._api.get_current_span(trace.context).get_span_context() for trace in traces]
-        batch = None
+        batch, context = None, self._new_context()
         if any(client.trace_flags.sampled for client in clients):
             links = [self._api.Link(client) for client in clients[:_MAX_LINKS]]
-            attributes = {**self._attributes, "messaging.batch.message_count": prompts}
-            span = self._tracer.start_span(
-                "lmpool.batch", self._new_context(), attributes=attributes, links=links, start_time=began
-            )
+            facts = {**self._attributes, "messaging.batch.message_count": prompts}
+            span = self._tracer.start_span("lmpool.batch", context, attributes=facts, links=links, start_time=began)
             span.end(ended)
             batch = span.get_span_context()
         for trace in traces:
@@ -88,23 +74,22 @@ class JobTraces:
         """Make the spans of jobs that have just ended, each with the name of its failure or ""."""
         now = time.time_ns()
         for trace, failure in traces:
-            self._span("lmpool.queue", "receive", trace, (trace.queued, trace.taken))
-            if trace.stepped is not None:
-                self._span("lmpool.step", "process", trace, trace.stepped)
-            ready = trace.taken if trace.stepped is None else trace.stepped[1]
-            self._span("lmpool.publish", "settle", trace, (ready, now), failure)
-
-    def _span(self, name: str, operation: str, trace: JobTrace, times: tuple[int, int], failure: str = "") -> None:
-        began, ended = times
-        kind = self._api.SpanKind.CONSUMER if name == "lmpool.queue" else self._api.SpanKind.INTERNAL
-        links = [self._api.Link(trace.batch)] if name == "lmpool.step" and trace.batch is not None else []
-        attributes = {**self._attributes, "messaging.operation.type": operation}
-        if failure:
-            attributes["error.type"] = failure
-        span = self._tracer.start_span(name, trace.context, kind, attributes, links, began)
-        if failure:
-            span.set_status(self._api.StatusCode.ERROR)
-        span.end(max(began, ended))
+            step = trace.stepped or (trace.taken, trace.taken)
+            batch = [self._api.Link(trace.batch)] if trace.batch is not None else []
+            queue, publish = (trace.queued, trace.taken), (step[1], now)
+            spans = (("queue", "receive", queue), ("step", "process", step), ("publish", "settle", publish))
+            for name, operation, (began, ended) in spans:
+                if name == "step" and trace.stepped is None:
+                    continue
+                error = failure if name == "publish" else ""
+                links = batch if name == "step" else []
+                kind = self._api.SpanKind.CONSUMER if name == "queue" else self._api.SpanKind.INTERNAL
+                attributes = {**self._attributes, "messaging.operation.type": operation}
+                attributes |= {"error.type": error} if error else {}
+                span = self._tracer.start_span(f"lmpool.{name}", trace.context, kind, attributes, links, began)
+                if error:
+                    span.set_status(self._api.StatusCode.ERROR)
+                span.end(max(began, ended))
 
 
 def traces_of(entries: Iterable[StreamEntry]) -> Iterator[tuple[JobTrace, str]]:
@@ -119,9 +104,6 @@ def exporting(model: str, worker_id: str) -> Iterator[None]:
     """Export the spans of this process by OTLP over HTTP, as configured by the variables `OTEL_...`.
 
     An existing tracer provider, for example of `opentelemetry-instrument`, stays.
-
-    Raises:
-        SettingsError: the SDK or the exporter is not installed.
     """
     api = opentelemetry()
     try:
@@ -130,10 +112,7 @@ def exporting(model: str, worker_id: str) -> Iterator[None]:
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
     except ImportError as error:
-        raise SettingsError(
-            f"tracing needs the packages opentelemetry-sdk and opentelemetry-exporter-otlp-proto-http: {error}: "
-            "pip install 'lmpool[tracing]'"
-        ) from error
+        raise SettingsError(f"tracing needs more packages ({error}): pip install 'lmpool[tracing]'") from error
     if not isinstance(api.get_tracer_provider(), api.ProxyTracerProvider):
         yield
         return
