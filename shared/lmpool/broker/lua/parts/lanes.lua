@@ -32,8 +32,7 @@ local shortest, mean, max_length, opened_at = {}, 0, 0, nil
 -- The worker that took the previous siblings of the next job, if they left their home.
 local sibling_worker
 
--- How many jobs the streams may take, negative if they hold too many: rows, bulk prompts, and continuations. Last, how many jobs
--- they have.
+-- How many jobs of each kind the streams may take, negative if they hold too many; and how many jobs they have.
 local function spare_capacity()
   local batch, waiting, laned = tonumber(redis.pcall('HGET', capacities, '')) or 0, redis.call('XLEN', jobs), in_lanes()
   local depth = waiting + laned
@@ -43,7 +42,7 @@ local function spare_capacity()
   end
   local bulk = (batch > 0 and BULK_BATCHES * batch or WITHOUT_WORKERS / 2) - depth
   local continued = bulk + (CONTINUED_BATCHES - BULK_BATCHES) * batch
-  return spare, math.min(spare, bulk), math.min(spare, continued), depth
+  return {[ROWS] = spare, [BULK] = math.min(spare, bulk), [CONTINUED] = math.min(spare, continued)}, depth
 end
 
 -- Whether a worker takes jobs: it has a capacity, and its deadline has not passed.

@@ -88,30 +88,15 @@ local function bury(failure, entry)
 end
 
 -- Nearly always all rows exist, or none does and all are stored together: one command instead of one per row.
-local have_rows = not is_storing and #KEYS == 2 + 2 * count and redis.call('EXISTS', unpack(KEYS, 3 + count)) == count
-local is_refused = false
+local are_all, is_refused = not is_storing and #KEYS == 2 + 2 * count and redis.call('EXISTS', unpack(KEYS, 3 + count)) == count, false
 if is_storing and not next(failures) then
   local rows = {}
   for i = 1, count do
     rows[2 * i - 1], rows[2 * i] = KEYS[2 + count + i], ARGV[HEAD + count + i]
   end
-  have_rows = set_together(rows, row_ms, 'NX')
+  are_all = set_together(rows, row_ms, 'NX')
 end
-local was_set = is_storing and have_rows
 local entries, ended, marked, left, unfinished = {}, {}, {}, {}, {}
-
--- Store the row of a job if it is given. Returns whether the row exists, as far as is known, and the part that messages carry.
-local function store(i, failure)
-  if is_storing and not failure and not is_refused then
-    local row, value = KEYS[2 + count + i], ARGV[HEAD + count + i]
-    local outcome = not was_set and redis.pcall('SET', row, value, 'PX', row_ms, 'NX')
-    is_refused = outcome and outcome.err
-    local is_stored = was_set or was_stored or outcome and outcome.ok
-    return is_stored, is_stored and (host == '' and value or string.sub(value, PLACE_FIRST, PLACE_LAST))
-  end
-  local place = not is_storing and host ~= '' and string.sub(ARGV[HEAD + count + 1], 16 * i - 15, 16 * i)
-  return have_rows, place and place ~= NO_PLACE and place
-end
 
 -- Whether the row of a job is missing. Something else than a string is removed, so that the row can be stored.
 local function is_missing(row)
@@ -127,7 +112,18 @@ local waits = redis.call('MGET', unpack(KEYS, 3, 2 + count))
 for i = 1, count do
   local waiting, row, entry = KEYS[2 + i], KEYS[2 + count + i], ARGV[HEAD + i]
   local failure = failures[i] and ARGV[failures[i]]
-  local is_stored, part = store(i, failure)
+  -- Whether the row exists, as far as is known, and the part that messages carry.
+  local is_stored, part = are_all, nil
+  if is_storing and not failure then
+    local outcome = not are_all and not is_refused and redis.pcall('SET', row, ARGV[HEAD + count + i], 'PX', row_ms, 'NX')
+    is_refused = is_refused or outcome and outcome.err
+    is_stored = are_all or was_stored or outcome and outcome.ok
+    part = is_stored and ARGV[HEAD + count + i]
+    part = part and host ~= '' and string.sub(part, PLACE_FIRST, PLACE_LAST) or part
+  elseif host ~= '' then
+    part = string.sub(ARGV[HEAD + count + 1], 16 * i - 15, 16 * i)
+    part = part ~= NO_PLACE and part
+  end
   if row and not failure and not is_stored and is_missing(row) then
     left[#left + 1] = i
   elseif not failure or is_held(entry) then

@@ -18,10 +18,10 @@ end
 if fields.m ~= ARGV[2] then
   return 'G'
 end
-local job, sole, is_junk = read_waiting(waiting)
+local job, sole = read_waiting(waiting)
 if sole then
   expand(waiting, job, sole)
-elseif is_junk then
+elseif not job then
   redis.call('UNLINK', waiting)
 end
 local outcome = 'J'

@@ -44,7 +44,7 @@ for _, worker in ipairs(longest_lanes()) do
     for at, job in ipairs(taken) do
       in_order[#taken + 1 - at] = job
     end
-    move(worker, thief, in_order)
+    move(thief, in_order)
     return #taken
   end
 end

@@ -38,7 +38,7 @@ end
 -- The sum may be wrong after the server lost keys, so it is used only if there are more lanes.
 local depth = redis.call('XLEN', jobs) + (#workers == MAX_LANES and in_lanes() or in_seen)
 local in_backlog = count_at('ZCARD', backlog)
-for kind in pairs(in_backlog > 0 and FIRST_START or {}) do
+for kind in pairs(in_backlog > 0 and FROM or {}) do
   for _, digest in ipairs(redis.call('ZRANGEBYSCORE', backlog, FROM[kind], TO[kind], 'LIMIT', 0, FIRST)) do
     local stored = redis.call('HSTRLEN', backlog_jobs, digest) <= MAX_READ and redis.call('HGET', backlog_jobs, digest)
     local since = stored and tonumber(string.match(stored, '^%d+'))

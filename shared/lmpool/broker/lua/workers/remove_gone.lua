@@ -20,7 +20,7 @@ count_at('ZCARD', workers)
 -- Forget the clients whose last prompts of a kind have moved up.
 local function forget_clients(kind)
   for _, client in ipairs(redis.call('ZRANGEBYSCORE', virtual_time, FROM[kind], virtual_now(kind), 'LIMIT', 0, most)) do
-    if not FIRST_START[client] and client ~= OWED[CONTINUED] and client ~= OWED[BULK] then
+    if not FROM[client] and client ~= OWED[CONTINUED] and client ~= OWED[BULK] then
       redis.call('ZREM', virtual_time, client)
     end
   end
