@@ -149,23 +149,6 @@ async def test_who_takes_a_job_over_is_told_whether_only_bulk_clients_wait_for_i
     assert [priority for *_, priority in await claim_all(redis)] == [b"", b"", BULK]
 
 
-async def test_what_another_client_has_joined_at_a_dead_worker_yields_no_more_where_it_is_taken_over(
-    redis: redis_async.Redis,
-) -> None:
-    await submit(redis, *range(5), reply=X)
-    entries = await take(redis)
-    # By another one, by its like, by nobody; what it has left; what the server has dropped.
-    assert await submit(redis, 0, reply=A) == "J"
-    assert await submit(redis, 1, reply=Y) == "J"
-    assert await submit(redis, 3, reply=A) == "J"
-    await cancel(redis, 3, reply=X)
-    await redis.delete(waiting(4))
-    assert await bulk_in(redis) == list(range(5)), "a worker has them"
-    await fall_silent(redis, *entries, deliveries=1)
-    told_of = {job: priority for _, job, *_, priority in await claim_all(redis)}
-    assert told_of == {b"job-0": b"", b"job-1": BULK, b"job-2": BULK, b"job-3": b"", b"job-4": BULK}
-
-
 @pytest.mark.parametrize("key", ["junk", "hash", "list"])
 async def test_what_lies_in_place_of_the_clients_does_not_keep_a_job_from_being_taken_over(
     redis: redis_async.Redis, key: str

@@ -286,7 +286,8 @@ class Heartbeat:
         if await scripts.SWAP(self.redis, [info_key(self.keys, model)], [field or model, seen, b""]):
             keys = self.keys.model(model)
             await self.redis.delete(keys.adapters)
-            await scripts.EXPIRE_QUEUE(self.redis, [*keys.queue, *await self._lanes(keys)], [_QUEUE_TTL_MS])
+            for key in (*keys.queue, *await self._lanes(keys)):
+                await self.redis.pexpire(key, _QUEUE_TTL_MS)  # A worker that returns keeps it (`keep_queue.lua`).
 
     async def _lanes(self, keys: ModelKeys) -> list[bytes]:
         """The lanes of a model's workers. Ended workers stay consumers while their lanes have entries."""

@@ -14,9 +14,7 @@ local before = redis.call('HGET', adapters, name)
 local version = tonumber(redis.call('HGET', adapters, '@')) or 0
 if redis.call('HGET', adapters, '') ~= ARGV[1] then
   -- The adapters are those of another model that had this name.
-  for _, field in ipairs(redis.call('HKEYS', adapters)) do
-    redis.call('HDEL', adapters, field)
-  end
+  redis.call('UNLINK', adapters)
   redis.call('HSET', adapters, '', ARGV[1])
   before = false
 end
@@ -31,11 +29,8 @@ elseif adapter == '' then
 elseif redis.call('HLEN', adapters) - 2 >= tonumber(ARGV[4]) then
   return {-1, -1}
 end
-version = version + 1
-if not is_new then
-  -- A change that is made again after a failover has lost it counts as later than the lost one.
-  version = math.max(version, now_ms())
-end
+-- A change that is made again after a failover has lost it counts as later than the lost one.
+version = math.max(version + 1, is_new and 0 or now_ms())
 redis.call('HSET', adapters, '@', string.format('%.0f', version))
 if adapter == '' then
   redis.call('HDEL', adapters, name)

@@ -4,23 +4,20 @@
 
 -- include moving
 
--- Max jobs and bytes that move back when a client that asked alone has to give way: a little more than it may have (submit.lua).
-local MAX_BACK, MAX_BYTES_BACK = 1300, 1300 * 2048
--- How long no bulk client counts as alone after one gave way, in ms: as long as workers expect interactive prompts (QUIET_S).
-local GAVE_WAY_MS = 60000
--- Values of sole_client: a client had to give way recently; the server has lost the name.
-local GAVE_WAY, UNKNOWN = '', '?'
--- Max bytes of the jobs that one call moves up.
-local MAX_MOVED_BYTES = 524288
+-- Max jobs and bytes that move back when a client that asked alone has to give way: a little more than it may have (submit.lua). Max
+-- bytes of the jobs that one call moves up.
+local MAX_BACK, MAX_BYTES_BACK, MAX_MOVED_BYTES = 1300, 1300 * 2048, 524288
+-- Values of sole_client: a client had to give way recently; the server has lost the name. How long no bulk client counts as alone
+-- after one gave way, in ms: as long as workers expect interactive prompts (QUIET_S).
+local GAVE_WAY, UNKNOWN, GAVE_WAY_MS = '', '?', 60000
 -- First virtual start time of each kind, and the end of its range. Lua writes 14 digits exactly.
 local FROM = {[ROWS] = -math.huge, [CONTINUED] = 1e11, [BULK] = 1e12}
 local TO = {[ROWS] = '(' .. FROM[CONTINUED], [CONTINUED] = '(' .. FROM[BULK], [BULK] = '+inf'}
--- Of every TURNS jobs that end, one is followed by a job of each kind that yields, however full the streams are.
-local TURNS = 16
+-- Of every TURNS jobs that end, one is followed by a job of each kind that yields, however full the streams are. Max jobs that must end
+-- before the next turn: those for a continuation of 8,192 tokens.
+local TURNS, MAX_OWED = 16, 8192 * 16
 -- Members of "virtual_time": jobs that count towards the next turn; suffix of reply keys for continuations. See keys.py.
 local OWED, TOKENS = {[CONTINUED] = 'owed:continued', [BULK] = 'owed'}, ':tokens'
--- Max jobs that must end before the next turn: those for a continuation of 8,192 tokens.
-local MAX_OWED = 8192 * TURNS
 local backlog_jobs, virtual_time = base .. ':backlog:jobs', base .. ':virtual_time'
 
 -- The reply of a command that counts at a key; a value of another type is removed.
@@ -48,11 +45,6 @@ end
 -- How many prompts of a kind the backlog has.
 local function count_of(kind)
   return redis.call('ZCOUNT', backlog, FROM[kind], TO[kind])
-end
-
--- The member of "virtual_time" with the start time of a client's last prompt of a kind.
-local function member_of(client, kind)
-  return kind == CONTINUED and client .. TOKENS or client
 end
 
 -- Add to the backlog: start times and digests in turns, and digests and stored jobs in turns.
@@ -140,42 +132,34 @@ local function drop_later(digest, client)
   local _, cost = read_stored(start >= FROM[CONTINUED] and redis.call('HGET', backlog_jobs, digest))
   redis.call('ZREM', backlog, digest)
   redis.call('HDEL', backlog_jobs, digest)
-  client = member_of(client, start >= FROM[CONTINUED] and start < FROM[BULK] and CONTINUED)
+  client = client .. (start >= FROM[CONTINUED] and start < FROM[BULK] and TOKENS or '')
   if count_at('ZCARD', virtual_time) > 0 and redis.call('ZSCORE', virtual_time, client) then
     redis.call('ZINCRBY', virtual_time, -(tonumber(cost) or 1), client)
   end
   return true
 end
 
--- Take the first prompts of a kind out of the backlog: at most `count`, and one or as many as the budget has bytes for.
-local function pop(kind, count, budget)
-  local digests = {}
-  for _, digest in ipairs(redis.call('ZRANGEBYSCORE', backlog, FROM[kind], TO[kind], 'LIMIT', 0, count)) do
-    budget.bytes = budget.bytes - redis.call('HSTRLEN', backlog_jobs, digest)
-    if #digests > 0 and budget.bytes < 0 then
-      break
-    end
-    digests[#digests + 1] = digest
-  end
-  if #digests == 0 then
-    return digests, {}
-  end
-  budget.count = budget.count - #digests
-  redis.call('ZADD', virtual_time, redis.call('ZSCORE', backlog, digests[#digests]), kind)
-  local stored = redis.call('HMGET', backlog_jobs, unpack(digests))
-  redis.call('HDEL', backlog_jobs, unpack(digests))
-  redis.call('ZREM', backlog, unpack(digests))
-  return digests, stored
-end
-
 -- Move up to `free` prompts of a kind to the streams, and drop abandoned ones. Returns the tokens beyond one each that they generate.
 local function move_kind(kind, free, budget)
   local added, tokens, now = 0, 0, now_ms()
   while added < free and budget.count > 0 and budget.bytes > 0 do
-    local digests, stored = pop(kind, math.min(free - added, budget.count), budget)
+    -- Take out the first prompts: one, or as many as the budget has bytes for.
+    local digests, count = {}, math.min(free - added, budget.count)
+    for _, digest in ipairs(redis.call('ZRANGEBYSCORE', backlog, FROM[kind], TO[kind], 'LIMIT', 0, count)) do
+      budget.bytes = budget.bytes - redis.call('HSTRLEN', backlog_jobs, digest)
+      if #digests > 0 and budget.bytes < 0 then
+        break
+      end
+      digests[#digests + 1] = digest
+    end
     if #digests == 0 then
       break
     end
+    budget.count = budget.count - #digests
+    redis.call('ZADD', virtual_time, redis.call('ZSCORE', backlog, digests[#digests]), kind)
+    local stored = redis.call('HMGET', backlog_jobs, unpack(digests))
+    redis.call('HDEL', backlog_jobs, unpack(digests))
+    redis.call('ZREM', backlog, unpack(digests))
     for i, digest in ipairs(digests) do
       local waiting = waiting_for .. digest
       local since, cost, lifetime, home, at = read_stored(stored[i])
@@ -217,8 +201,7 @@ local function move_up(ended)
   end
   local budget = {count = MAX_MOVED, bytes = MAX_MOVED_BYTES}
   if planned > 0 then
-    open_lanes(math.min(planned, MAX_MOVED))
-    level_lanes(math.min(planned, MAX_MOVED))
+    open_lanes(math.min(planned, MAX_MOVED), {})
     for _, kind in ipairs({ROWS, CONTINUED, BULK}) do
       local tokens = move_kind(kind, limits[kind], budget)
       if has_turns[kind] and tokens > 0 then

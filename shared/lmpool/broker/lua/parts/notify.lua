@@ -27,37 +27,53 @@ local function notify(reply, ...)
   notified[reply] = true
 end
 
+-- Add a digest, and a part of its row if there is one, to the client's next message.
+local function gather(reply, digest, part)
+  local messages = part and carrying or plain
+  local message = messages[reply]
+  if not message then
+    if not is_reply_key(reply) then
+      return
+    end
+    message = {digests = {}, parts = {}}
+    messages[reply] = message
+  end
+  message.digests[#message.digests + 1], message.parts[#message.parts + 1] = digest, part
+end
+
 -- Notify the clients of a prompt, or the one that waits alone: of a failure now, otherwise by `notify_gathered`. `part` is the row, or
 -- its place in the memory of `host`. Returns whether all were visited, and whether one is on another host and cannot read the row.
 local function notify_all(waiting, sole, failure, part, host)
+  local needs_host, digest = part and not failure and host ~= '', string.sub(waiting, -DIGEST_SIZE)
   if seen_clients >= MAX_NOTIFIED then
     return false
+  elseif sole and not failure and not needs_host then
+    seen_clients = seen_clients + 1
+    gather(sole, digest, part)
+    return true
   end
   -- Neither HKEYS, because there may be any number of clients, nor HSCAN, which may return nothing for long.
   local clients = sole and {sole} or redis.pcall('HRANDFIELD', waiting, MAX_NOTIFIED) or {}
-  local digest, is_whole = string.sub(waiting, -DIGEST_SIZE), #clients < MAX_NOTIFIED
+  local is_whole = #clients < MAX_NOTIFIED
   if not is_whole and redis.call('HLEN', waiting) > MAX_CLIENTS then
     return true
   end
-  for _, reply in ipairs(part and not failure and host ~= '' and clients or {}) do
+  for _, reply in ipairs(needs_host and clients or {}) do
     if string.sub(reply, -#host) ~= host and is_reply_key(reply) then
       return false, true
     end
   end
   for _, reply in ipairs(clients) do
-    if is_reply_key(reply) then
-      if failure then
+    if reply ~= 'job' then
+      seen_clients = seen_clients + 1
+      if not failure then
+        gather(reply, digest, part)
+      elseif is_reply_key(reply) then
         notify(reply, 'd', digest, 'e', failure)
-      else
-        local messages = part and carrying or plain
-        local message = messages[reply] or {digests = {}, parts = {}}
-        messages[reply] = message
-        message.digests[#message.digests + 1], message.parts[#message.parts + 1] = digest, part
       end
-    end
-    seen_clients = seen_clients + 1
-    if not is_whole and reply ~= 'job' then
-      redis.call('HDEL', waiting, reply)
+      if not is_whole then
+        redis.call('HDEL', waiting, reply)
+      end
     end
   end
   return is_whole

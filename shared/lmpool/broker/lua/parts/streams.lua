@@ -47,8 +47,10 @@ end
 
 -- Remove entries, held or not. Returns how many existed.
 local function remove_entries(entries)
-  local ids, workers, removed = {}, {}, 0
-  for _, entry in ipairs(entries) do
+  -- Nearly always all entries are in the shared stream. Entries in lanes have a space.
+  local are_shared = #entries > 0 and not string.find(table.concat(entries), ' ', 1, true)
+  local ids, workers, removed = are_shared and {[jobs] = entries} or {}, {}, 0
+  for _, entry in ipairs(are_shared and {} or entries) do
     local stream, id, worker = locate(entry)
     local of_stream = ids[stream] or {}
     ids[stream], workers[stream], of_stream[#of_stream + 1] = of_stream, worker, id

@@ -8,26 +8,17 @@
 -- include fair_queue
 
 local reply, removed = KEYS[2], 0
-
--- Remove the job of a prompt. Returns whether no worker holds it.
-local function remove(waiting, job)
-  if job == LATER then
-    drop_later(string.sub(waiting, -16), reply)
-    return true
-  end
-  local stream, id = locate(job)
-  if #redis.pcall('XPENDING', stream, ARGV[1], id, id, 1) > 0 then
-    return false
-  end
-  remove_entries({job})
-  return true
-end
-
 for i = 3, #KEYS do
   local waiting = KEYS[i]
   local job, sole = read_waiting(waiting)
+  local stream, id = locate(job or '')
   local is_last = sole == reply or redis.pcall('HDEL', waiting, reply) == 1 and redis.call('HLEN', waiting) == 1
-  if is_last and job and remove(waiting, job) then
+  if is_last and job and (job == LATER or #redis.pcall('XPENDING', stream, ARGV[1], id, id, 1) == 0) then
+    if job == LATER then
+      drop_later(string.sub(waiting, -16), reply)
+    else
+      remove_entries({job})
+    end
     redis.call('UNLINK', waiting)
     removed = removed + 1
   elseif sole == reply then

@@ -8,8 +8,7 @@
 --       then per failed job: its number, the failure (encoded), whether it becomes a dead letter (0|1)
 --
 -- Stored rows, or their places, are sent with the messages. A row that another worker stored first stays, and clients fetch it. A job
--- is left alone, so that its worker can store the row again, if the row is missing or a client on another host cannot read it. A
--- failed job is left to the worker that holds it now.
+-- is left to its worker if its row is missing, or if a client on another host cannot read it. A failed job is left to its holder.
 --
 -- Returns, separated by spaces, how many clients were notified, then the numbers of the jobs that were left alone: with "@" if a
 -- client is on another host, with "+" if the caller must call again because not all clients were notified.
@@ -88,7 +87,7 @@ local function bury(failure, entry)
 end
 
 -- Nearly always all rows exist, or none does and all are stored together: one command instead of one per row.
-local are_all, is_refused = not is_storing and #KEYS == 2 + 2 * count and redis.call('EXISTS', unpack(KEYS, 3 + count)) == count, false
+local are_all = not is_storing and #KEYS == 2 + 2 * count and redis.call('EXISTS', unpack(KEYS, 3 + count)) == count
 if is_storing and not next(failures) then
   local rows = {}
   for i = 1, count do
@@ -98,15 +97,6 @@ if is_storing and not next(failures) then
 end
 local entries, ended, marked, left, unfinished = {}, {}, {}, {}, {}
 
--- Whether the row of a job is missing. Something else than a string is removed, so that the row can be stored.
-local function is_missing(row)
-  local size = redis.pcall('STRLEN', row)
-  if type(size) == 'table' then
-    redis.call('UNLINK', row)
-  end
-  return size == 0 or type(size) == 'table'
-end
-
 -- Values of waiting keys in which one client waits alone; other types are false. See waiting.lua.
 local waits = redis.call('MGET', unpack(KEYS, 3, 2 + count))
 for i = 1, count do
@@ -115,8 +105,7 @@ for i = 1, count do
   -- Whether the row exists, as far as is known, and the part that messages carry.
   local is_stored, part = are_all, nil
   if is_storing and not failure then
-    local outcome = not are_all and not is_refused and redis.pcall('SET', row, ARGV[HEAD + count + i], 'PX', row_ms, 'NX')
-    is_refused = is_refused or outcome and outcome.err
+    local outcome = not are_all and redis.pcall('SET', row, ARGV[HEAD + count + i], 'PX', row_ms, 'NX')
     is_stored = are_all or was_stored or outcome and outcome.ok
     part = is_stored and ARGV[HEAD + count + i]
     part = part and host ~= '' and string.sub(part, PLACE_FIRST, PLACE_LAST) or part
@@ -124,7 +113,12 @@ for i = 1, count do
     part = string.sub(ARGV[HEAD + count + 1], 16 * i - 15, 16 * i)
     part = part ~= NO_PLACE and part
   end
-  if row and not failure and not is_stored and is_missing(row) then
+  local size = row and not failure and not is_stored and redis.pcall('STRLEN', row)
+  if type(size) == 'table' then
+    -- Something else than a string is removed, so that the row can be stored.
+    redis.call('UNLINK', row)
+  end
+  if size == 0 or type(size) == 'table' then
     left[#left + 1] = i
   elseif not failure or is_held(entry) then
     -- Clients are notified once, however many of the jobs are for the same prompt.

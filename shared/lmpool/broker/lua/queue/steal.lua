@@ -32,9 +32,8 @@ end
 
 if not has_lanes then
   return -1
-end
--- A worker that leaves, or that others took for dead, takes nothing.
-if redis.pcall('HEXISTS', capacities, thief) ~= 1 then
+elseif redis.pcall('HEXISTS', capacities, thief) ~= 1 then
+  -- A worker that leaves, or that others took for dead, takes nothing.
   return 0
 end
 for _, worker in ipairs(longest_lanes()) do

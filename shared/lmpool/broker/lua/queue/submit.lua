@@ -76,6 +76,8 @@ local SHARE = 9
 local first_cost = HEAD + 2 * count
 local is_continued = #ARGV > first_cost
 local kind = is_bulk and BULK or is_continued and CONTINUED or nil
+-- The member of "virtual_time" with the start time of the client's last prompt of this kind.
+local member = kind == CONTINUED and reply .. TOKENS or reply
 local homes, is_sibling = {}, {}
 for i = 1, math.min(count, #ARGV - HEAD - count) do
   homes[i] = ARGV[HEAD + count + i]
@@ -104,29 +106,19 @@ local ahead = in_backlog
 if ahead > 0 and not is_bulk then
   ahead = in_backlog - count_of(BULK) - (is_continued and 0 or count_of(CONTINUED))
 end
--- All homes count first if all prompts go to streams, so that the mean is the mean of the whole call.
-local announced, homeless = {}, count
-open_lanes(count)
-for i = 1, is_new and ahead == 0 and free + extra >= count and #homes or 0 do
-  announced[i] = announce(homes[i])
-  homeless = homeless - (announced[i] and 1 or 0)
-end
-level_lanes(homeless)
+local announced = open_lanes(count, is_new and ahead == 0 and free + extra >= count and homes or {})
 -- Start times and stored jobs for the backlog; waiting keys that other clients wait in.
 local order, stored, has_others, is_named, now, last = {}, {}, {}, false, nil, nil
 
--- The tokens that a prompt may generate; 1 for a row.
-local function cost_of(i)
-  return is_continued and math.max(1, tonumber(ARGV[first_cost + i]) or 1) or 1
-end
-
--- The virtual start time of the client's next prompt. The first start times are for jobs of its own that may have to go back.
+-- The virtual start time of the client's next prompt, and the tokens that it may generate (1 for a row). The first start times are for
+-- jobs of its own that may have to go back.
 local function next_start(i)
   if not last then
     now = virtual_now(kind)
-    last = math.max(now - math.min(0, free), start_of(member_of(reply, kind)))
+    last = math.max(now - math.min(0, free), start_of(member))
   end
-  return last + cost_of(i)
+  local cost = is_continued and math.max(1, tonumber(ARGV[first_cost + i]) or 1) or 1
+  return last + cost, cost
 end
 
 local function queue(i)
@@ -151,7 +143,7 @@ local function queue(i)
     end
     depth, free = depth + 1, free - 1
   else
-    local start, cost = next_start(i), cost_of(i)
+    local start, cost = next_start(i)
     -- The client's prompts of this cost in the backlog.
     if (last - now) / cost >= SHARE * (limit - depth - in_backlog) then
       return 'F'
@@ -195,10 +187,8 @@ end
 -- Join an existing job. Returns J; R if it has just ended with a row; nil if there is no job.
 local function join(i, waiting)
   local job, waiter = read_waiting(waiting)
-  if job == DONE then
-    return not again and row_check == 'marks' and 'R' or nil
-  elseif not job then
-    return nil
+  if not job or job == DONE then
+    return job and not again and row_check == 'marks' and 'R' or nil
   end
   if waiter and waiter ~= reply then
     expand(waiting, job, waiter)
@@ -242,7 +232,7 @@ if #order > 0 then
   to_backlog(order, stored)
 end
 if last then
-  redis.call('ZADD', virtual_time, last, member_of(reply, kind))
+  redis.call('ZADD', virtual_time, last, member)
   move_up()
 end
 return table.concat(outcome)
