@@ -64,7 +64,7 @@ class JobReader:
         traces: JobTraces | None = None,
     ) -> None:
         self.redis, self.keys, self.info, self.worker_id, self.counters = redis, keys, info, worker_id, counters
-        self._home, self._fingerprint, self._is_trie = worker_id.encode(), info.fingerprint, info.is_trie
+        self.fingerprint, self._home, self._is_trie = info.fingerprint, worker_id.encode(), info.is_trie
         self._traces = traces
 
     async def read_wanted(self, entries: Entries, of_lane: bytes = b"") -> Taken:
@@ -102,7 +102,7 @@ class JobReader:
         entry = StreamEntry(entry_id, digest, job.overwrite, fields=fields, host=job.host)
         if self._traces is not None:
             entry.trace = self._traces.taken(job, _since_ms(entry) - 1000 * self.counters.clock_ahead_s)
-        if is_valid and not (job.query or job.adapter or self._is_trie) and job.fingerprint == self._fingerprint:
+        if is_valid and not (job.query or job.adapter or self._is_trie) and job.fingerprint == self.fingerprint:
             taken.prompts.append(InFlightPrompt(digest, job.ids, bulk=is_bulk, entries={entry_id: entry}))
             return entry
         if job.query:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Iterable, Sequence
-from typing import NamedTuple, cast
+from contextlib import suppress
+from typing import Any, NamedTuple
 
 from redis.exceptions import RedisError
 
@@ -78,22 +79,20 @@ class Leases:
                 error = ProtocolError(f"a job of {data} bytes is over the limit of {MAX_JOB_BYTES}")
                 read.refused.append(entry := dead_entry(entry_id, bytes(16), error))
             if deliveries >= self._max_deliveries:
-                text = f"given up after {deliveries} deliveries: {await self._reason(entry_id)}"
+                reason: Any = None
+                with suppress(
+                    RedisError, OSError
+                ):  # The jobs are claimed already: a missing reason must not lose them.
+                    reason = await self._redis.hget(self._keys.reasons, entry_id)
+                why = "its workers crashed or hung while they held it"
+                if reason is not None:
+                    why = f"the last worker that held it ended: {reason.decode('utf-8', 'replace')}"
+                text = f"given up after {deliveries} deliveries: {why}"
                 _log.warning("a prompt is %s; see `lmpool dead list`", text)
                 read = Taken([], [dead_entry(entry_id, entry.digest, WorkerError(text))])
             taken.prompts.extend(read.prompts)
             taken.refused.extend(read.refused)
         return Claimed(await self._reader.still_wanted(taken), bool(alone), int(further))
-
-    async def _reason(self, entry_id: bytes) -> str:
-        """Why the last worker that held an entry ended."""
-        try:
-            reason = cast(bytes | None, await self._redis.hget(self._keys.reasons, entry_id))
-        except (RedisError, OSError):
-            reason = None  # The jobs are claimed already: a missing reason must not lose them.
-        if reason is None:
-            return "its workers crashed or hung while they held it"
-        return f"the last worker that held it ended: {reason.decode('utf-8', 'replace')}"
 
     async def release_all(self, reason: str, in_flight: Iterable[bytes]) -> int:
         """Release all entries that this worker still holds, for other workers; return their number.

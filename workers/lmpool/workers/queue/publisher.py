@@ -268,7 +268,7 @@ class Publisher:
                 keys += self.rows.keys_of(entry.digest for entry in part)
             mark_ms = 0 if self.rows.is_seen else _MARK_MS
             args: list[bytes | str | int] = [
-                GROUP, self.reader.info.fingerprint, REPLY_CAP, REPLY_TTL_MS, _DEAD_CAP, self.reader.worker_id, mark_ms,
+                GROUP, self.reader.fingerprint, REPLY_CAP, REPLY_TTL_MS, _DEAD_CAP, self.reader.worker_id, mark_ms,
                 len(part), carried.host, carried.store_ms,
             ]  # fmt: skip
             args += [entry.id for entry in part]

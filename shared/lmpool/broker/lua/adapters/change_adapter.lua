@@ -9,16 +9,17 @@
 
 -- include time
 
-local adapters, name, adapter = KEYS[1], ARGV[2], ARGV[3]
+local adapters, name, adapter, is_new = KEYS[1], ARGV[2], ARGV[3], ARGV[5] == 'new'
 local before = redis.call('HGET', adapters, name)
 local version = tonumber(redis.call('HGET', adapters, '@')) or 0
 if redis.call('HGET', adapters, '') ~= ARGV[1] then
   -- The adapters are those of another model that had this name.
-  redis.call('UNLINK', adapters)
+  for _, field in ipairs(redis.call('HKEYS', adapters)) do
+    redis.call('HDEL', adapters, field)
+  end
   redis.call('HSET', adapters, '', ARGV[1])
   before = false
 end
-local is_new = ARGV[5] == 'new'
 if before then
   local written, old = string.match(before, '^(%d+) (.*)$')
   if is_new or old == adapter then

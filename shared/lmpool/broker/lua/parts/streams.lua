@@ -45,8 +45,8 @@ local function group_at(stream)
   return {consumers = 0, pending = 0, ['last-delivered-id'] = '0-0'}
 end
 
--- Remove entries, held or not. Returns how many existed.
-local function remove_entries(entries)
+-- Remove entries; workers may hold them if `are_held`. Returns how many existed.
+local function remove_entries(entries, are_held)
   -- Nearly always all entries are in the shared stream. Entries in lanes have a space.
   local are_shared = #entries > 0 and not string.find(table.concat(entries), ' ', 1, true)
   local ids, workers, removed = are_shared and {[jobs] = entries} or {}, {}, 0
@@ -56,8 +56,10 @@ local function remove_entries(entries)
     ids[stream], workers[stream], of_stream[#of_stream + 1] = of_stream, worker, id
   end
   for stream, of_stream in pairs(ids) do
-    -- XACK alone would leave the entry in the stream's memory.
-    redis.pcall('XACK', stream, GROUP, unpack(of_stream))
+    if are_held then
+      -- XACK alone would leave the entry in the stream's memory. Clients may not run it.
+      redis.pcall('XACK', stream, GROUP, unpack(of_stream))
+    end
     local count = tonumber(redis.pcall('XDEL', stream, unpack(of_stream))) or 0
     if workers[stream] then
       count_in_lane(workers[stream], -count)

@@ -40,7 +40,7 @@ for i = 1, #KEYS - 2 do
     if job == entry and not notify_all(waiting, sole) then
       unfinished[#unfinished + 1] = i
     else
-      removed = removed + (entry == LATER and drop_later(digest, sole or UNKNOWN) and 1 or remove_entries({entry}))
+      removed = removed + (entry == LATER and drop_later(digest, sole or UNKNOWN) and 1 or remove_entries({entry}, true))
       if job == entry then
         redis.call('UNLINK', waiting)
       end

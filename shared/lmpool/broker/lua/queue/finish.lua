@@ -16,8 +16,7 @@
 -- include names
 
 local HEAD = 10
-local host, row_ms = ARGV[9], ARGV[10]
-local is_storing = row_ms ~= '0'
+local host, row_ms, is_storing = ARGV[9], ARGV[10], ARGV[10] ~= '0'
 local is_carrying = is_storing or host ~= ''
 -- Bytes of a reference that are the place in shared memory.
 local PLACE_FIRST, PLACE_LAST = 22, 37
@@ -56,8 +55,7 @@ end
 -- include strings
 
 -- Larger entries become dead letters without their fields.
-local MAX_DEAD_FIELDS, MAX_DEAD_BYTES = 16, 1048576
-local NO_PLACE = string.rep('\0', 16)
+local MAX_DEAD_FIELDS, MAX_DEAD_BYTES, NO_PLACE = 16, 1048576, string.rep('\0', 16)
 local dead, group, mark_ms, count = KEYS[2], ARGV[1], ARGV[7], tonumber(ARGV[8])
 -- Number of a failed job -> index of its failure.
 local failures = {}
@@ -154,7 +152,7 @@ for _, waiting in ipairs(mark_ms ~= '0' and marked or {}) do
 end
 -- The clients remember the worker: prompts that continue these are best computed there.
 local clients = notify_gathered(host ~= '' and 's' or 'v', 'f', ARGV[2], 'w', ARGV[6])
-remove_entries(entries)
+remove_entries(entries, true)
 local answer = table.concat({clients, unpack(left)}, ' ') .. (#unfinished > 0 and ' ' .. table.concat(unfinished, ' ') or '')
 if redis.call('EXISTS', backlog) == 0 then
   return answer

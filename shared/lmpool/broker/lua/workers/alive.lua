@@ -1,9 +1,8 @@
--- Count the workers of a model whose deadlines have not passed.
+-- Count the workers of a model whose deadlines have not passed. A deadline further away than the longest lease does not count: the
+-- server's clock was set back.
 --
 -- KEYS  deadlines of the workers that serve it, of the workers that load it
 -- ARGV  the longest lease in ms, max workers to name
---
--- A deadline further away than the longest lease does not count: the server's clock was set back.
 --
 -- Returns how many serve the model, how many load it, and the names of the workers that serve it.
 
