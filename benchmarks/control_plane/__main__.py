@@ -32,7 +32,7 @@ from lmpool.protocol.model_info import ModelInfo
 from lmpool.workers.membership.heartbeat import Heartbeat
 from lmpool.workers.metrics.counters import WorkerCounters
 from lmpool.workers.queue.consumer import Consumer
-from lmpool.workers.queue.jobs import JobReader, UnwantedEntries
+from lmpool.workers.queue.jobs import JobReader
 from lmpool.workers.queue.leases import Leases
 from lmpool.workers.settings import WorkerSettings
 
@@ -89,19 +89,16 @@ class _Fleet:
         self._client, self._connections, self._count = client, connections, count
         counters = WorkerCounters()
         self._names = names = [f"host-{number}-{os.urandom(8).hex()}" for number in range(count)]
-        unwanted = UnwantedEntries(client, _MODEL, counters)
-        readers = [JobReader(_INFO, name, counters) for name in names]
+        readers = [JobReader(client, _MODEL, _INFO, name, counters) for name in names]
         self._workers = [
             (
                 Heartbeat(client, _KEYS, _INFO, name, _BATCH),
-                Consumer(client, connections[0], _MODEL, name, reader, unwanted, counters),
-                Leases(client, _MODEL, _INFO, name, 3, reader, unwanted),
+                Consumer(reader, connections[0]),
+                Leases(reader, 3),
             )
             for name, reader in zip(names, readers, strict=True)
         ]
-        self._takers = [
-            Consumer(client, connection, _MODEL, names[0], readers[0], unwanted, counters) for connection in connections
-        ]
+        self._takers = [Consumer(readers[0], connection) for connection in connections]
         self._discovery = Discovery(client, _KEYS)
         self._settings = WorkerSettings(lease_s=_INFO.lease_s)
 

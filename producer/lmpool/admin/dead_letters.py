@@ -8,7 +8,8 @@ from __future__ import annotations
 import re
 from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
 from datetime import UTC, datetime
-from typing import Any, NamedTuple
+from itertools import starmap
+from typing import Any, NamedTuple, cast
 
 from redis.asyncio import Redis
 
@@ -16,6 +17,7 @@ from lmpool.admin.survey import shortened
 from lmpool.broker import scripts
 from lmpool.broker.registries import AdapterRegistry
 from lmpool.errors import InvalidPrompt, LMPoolError, ProtocolError, SettingsError
+from lmpool.protocol import query as queries
 from lmpool.protocol.adapter import name_of, revision_of
 from lmpool.protocol.job import (
     Failure,
@@ -29,17 +31,6 @@ from lmpool.protocol.job import (
 )
 from lmpool.protocol.keys import JOB_FIELD, ModelKeys
 from lmpool.protocol.model_info import ModelInfo
-from lmpool.protocol.query import (
-    FreshQuery,
-    GenerateQuery,
-    HeadQuery,
-    MassQuery,
-    PositionsQuery,
-    Query,
-    SampleQuery,
-    TopQuery,
-    unpack_query,
-)
 
 _FAILURE_FIELD = b"e"
 _ID = re.compile(r"[0-9]{1,20}-[0-9]{1,20}")
@@ -68,7 +59,7 @@ class DeadLetter(NamedTuple):
     data: bytes
     failure: Failure
     job: Job | None = None
-    query: Query | None = None
+    query: queries.Query | None = None
     digest: bytes = b""
     fault: str = ""
 
@@ -81,35 +72,25 @@ class DeadLetter(NamedTuple):
 def read_letter(entry: bytes, fields: Mapping[bytes, bytes]) -> DeadLetter:
     """Decode a stream entry; invalid content becomes the letter's `fault`."""
     data = fields.get(JOB_FIELD, b"")
-    letter = DeadLetter(entry.decode("ascii"), data, _read_failure(fields.get(_FAILURE_FIELD, b"")))
+    try:
+        failure = unpack_failure(fields.get(_FAILURE_FIELD, b""))
+    except ProtocolError as error:
+        failure = Failure("", f"the reason cannot be read: {error}")
+    letter = DeadLetter(entry.decode("ascii"), data, Failure(shortened(failure.kind, 60), shortened(failure.text)))
     try:
         job = unpack_job(data)
         prompt = digest_of(job.ids, job.adapter)
         letter = letter._replace(job=job, digest=query_digest(prompt, job.query) if job.query else prompt)
-        return letter._replace(query=unpack_query(job.query) if job.query else None)
+        return letter._replace(query=queries.unpack_query(job.query) if job.query else None)
     except ProtocolError as error:
         return letter._replace(fault=shortened(str(error)))
 
 
-def _read_failure(data: bytes) -> Failure:
-    try:
-        failure = unpack_failure(data)
-    except ProtocolError as error:
-        failure = Failure("", f"the reason cannot be read: {error}")
-    return Failure(shortened(failure.kind, 60), shortened(failure.text))
-
-
 class DeadLetters:
-    """The dead letters of one model.
-
-    Args:
-        redis: a client for control messages.
-        keys: the model's keys.
-    """
+    """The dead letters of one model; `redis` is a client for control messages."""
 
     def __init__(self, redis: Redis, keys: ModelKeys) -> None:
-        self._redis = redis
-        self._keys = keys
+        self._redis, self._keys = redis, keys
 
     async def count(self) -> int:
         """Return the number of letters."""
@@ -118,23 +99,22 @@ class DeadLetters:
     async def newest(self, limit: int) -> list[DeadLetter]:
         """Return at most `limit` letters, the newest first."""
         letters: list[DeadLetter] = []
-        last = "+"
         while len(letters) < limit:
-            page = _letters(await self._redis.xrevrange(self._keys.dead, last, "-", min(_PAGE, limit - len(letters))))
+            last = f"({letters[-1].entry}" if letters else "+"
+            page: Any = await self._redis.xrevrange(self._keys.dead, last, "-", min(_PAGE, limit - len(letters)))
             if not page:
                 break
-            letters += page
-            last = f"({letters[-1].entry}"
+            letters += starmap(read_letter, page)
         return letters
 
     async def oldest_first(self) -> AsyncGenerator[DeadLetter, None]:
         """Iterate over all current letters with a few in memory at a time."""
-        first = "-"
+        first, page = "-", cast(Any, None)
         for newest in await self.newest(1):
-            while page := _letters(await self._redis.xrange(self._keys.dead, first, newest.entry, _PAGE)):
-                for letter in page:
+            while page := await self._redis.xrange(self._keys.dead, first, newest.entry, _PAGE):
+                for letter in starmap(read_letter, page):
                     yield letter
-                first = f"({page[-1].entry}"
+                first = f"({letter.entry}"
 
     async def find(self, names: Sequence[str]) -> list[DeadLetter]:
         """Return the letters with these names, each once.
@@ -158,8 +138,13 @@ class DeadLetters:
                     if name and (letter.entry.startswith(name) or letter.digest.hex().startswith(name.lower())):
                         entries.append(letter.entry)
         for name, entries in matches.items():
-            letter = await self._at(_only_match(name, entries))
-            if letter is None:
+            if not entries:
+                raise SettingsError(f"id: {shortened(name, 60)!r} matches no dead letter: see `lmpool dead list`")
+            if len(entries) > 1:
+                more = f" and {len(entries) - _MAX_CANDIDATES} more" if len(entries) > _MAX_CANDIDATES else ""
+                some = ", ".join(entries[:_MAX_CANDIDATES])
+                raise SettingsError(f"id: {name!r} matches {some}{more}: name one of them")
+            if (letter := await self._at(entries[0])) is None:
                 raise SettingsError(
                     f"id: {entries[0]} no longer exists: another program has just retried or dropped it"
                 )
@@ -168,15 +153,13 @@ class DeadLetters:
 
     async def _at(self, entry: str) -> DeadLetter | None:
         is_id = _ID.fullmatch(entry) and all(int(number) < 2**64 for number in entry.split("-"))
-        letters = _letters(await self._redis.xrange(self._keys.dead, entry, entry, 1)) if is_id else []
-        return letters[0] if letters else None
+        found: Any = await self._redis.xrange(self._keys.dead, entry, entry, 1) if is_id else []
+        return next(starmap(read_letter, found), None)
 
     async def drop(self, entries: Sequence[str]) -> int:
         """Delete the letters with these ids; return how many existed."""
-        dropped = 0
-        for at in range(0, len(entries), _DROPPED_PER_CALL):
-            dropped += await self._redis.xdel(self._keys.dead, *entries[at : at + _DROPPED_PER_CALL])
-        return dropped
+        parts = [entries[at : at + _DROPPED_PER_CALL] for at in range(0, len(entries), _DROPPED_PER_CALL)]
+        return sum([await self._redis.xdel(self._keys.dead, *part) for part in parts])
 
     async def drop_all(self) -> int:
         """Delete all letters; return how many existed."""
@@ -196,33 +179,21 @@ class DeadLetters:
         Raises:
             LMPoolError: no worker can compute it, or the queue is full; the letter stays.
         """
-        if reason := _refusal(letter, info, adapters):
-            raise LMPoolError(f"{letter.entry}: {reason}")
-        keys = [self._keys.jobs, self._keys.dead, self._keys.waiting + letter.digest]
-        outcome = await scripts.RETRY(self._redis, keys, [letter.entry, letter.data, info.queue_limit, _KEPT_MS])
-        if outcome == b"F":
-            raise LMPoolError(f"{letter.entry}: the queue is at its limit of {info.queue_limit} prompts: retry later")
-        if outcome == b"G":
-            raise LMPoolError(f"{letter.entry}: another program has just retried or dropped it")
-        return bool(outcome == b"Q")
+        reason = _refusal(letter, info, adapters)
+        if not reason:
+            keys = [self._keys.jobs, self._keys.dead, self._keys.waiting + letter.digest]
+            outcome = await scripts.RETRY(self._redis, keys, [letter.entry, letter.data, info.queue_limit, _KEPT_MS])
+            if outcome in (b"Q", b"J"):
+                return bool(outcome == b"Q")
+            reason = "another program has just retried or dropped it"
+            if outcome == b"F":
+                reason = f"the queue is at its limit of {info.queue_limit} prompts: retry later"
+        raise LMPoolError(f"{letter.entry}: {reason}")
 
     async def served_adapters(self, info: ModelInfo) -> set[str]:
         """Return the qualified names of the registered adapters."""
         known = await AdapterRegistry(self._redis, self._keys, info.fingerprint).read()
         return {f"{name}@{adapter.revision}" for name, adapter in known.adapters.items()}
-
-
-def _only_match(name: str, entries: Sequence[str]) -> str:
-    if len(entries) == 1:
-        return entries[0]
-    if not entries:
-        raise SettingsError(f"id: {shortened(name, 60)!r} matches no dead letter: see `lmpool dead list`")
-    more = f" and {len(entries) - _MAX_CANDIDATES} more" if len(entries) > _MAX_CANDIDATES else ""
-    raise SettingsError(f"id: {name!r} matches {', '.join(entries[:_MAX_CANDIDATES])}{more}: name one of them")
-
-
-def _letters(reply: Any) -> list[DeadLetter]:
-    return [read_letter(entry, fields) for entry, fields in reply]
 
 
 def _refusal(letter: DeadLetter, info: ModelInfo, adapters: Collection[str]) -> str:
@@ -248,9 +219,13 @@ def _refusal(letter: DeadLetter, info: ModelInfo, adapters: Collection[str]) -> 
 def summary(letter: DeadLetter) -> dict[str, Any]:
     """Describe a letter, as JSON and tables show it."""
     job = letter.job
+    try:
+        given_up = datetime.fromtimestamp(letter.given_up, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+    except (ValueError, OverflowError, OSError):  # The program that adds an entry may choose its id.
+        given_up = "at an impossible time"
     return {
         "id": letter.entry,
-        "given_up": _moment(letter.given_up),
+        "given_up": given_up,
         "error": letter.failure.kind,
         "reason": letter.failure.text,
         "fault": letter.fault,
@@ -270,32 +245,22 @@ def contents(letter: DeadLetter, max_ids: int | None) -> dict[str, Any]:
     return {"ids": decode_ids(letter.job.ids)[:max_ids].tolist()}
 
 
-def _moment(seconds: float) -> str:
-    try:
-        return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
-    except (ValueError, OverflowError, OSError):  # The program that adds an entry may choose its id.
-        return "at an impossible time"
+_DESCRIPTIONS = {
+    type(None): "row",
+    queries.TopQuery: "{0.k} most likely tokens",
+    queries.SampleQuery: "sample (temperature {0.temperature:g}, top_p {0.top_p:g}, seed {0.seed})",
+    queries.GenerateQuery: "continuation of {0.most} tokens (temperature {0.temperature:g}, top_p {0.top_p:g}, "
+    "seed {0.seed})",
+    queries.FreshQuery: "fresh row",
+    queries.HeadQuery: "head of the model ({0.part})",
+    queries.MassQuery: "probability of a set of tokens",
+    queries.TrieQuery: "{0.op} over a trie ({0.select})",
+}
+"""What a client requested, by the type of its query."""
 
 
-def _describe(query: Query | None) -> str:
-    match query:
-        case None:
-            return "row"
-        case TopQuery():
-            return f"{query.k} most likely tokens"
-        case SampleQuery():
-            return f"sample (temperature {query.temperature:g}, top_p {query.top_p:g}, seed {query.seed})"
-        case PositionsQuery():
-            what = f"{query.top} most likely tokens" if query.top else "targets" if query.targets else "all"
-            return f"{what} ({query.values}) at every position from {query.start} on"
-        case GenerateQuery():
-            how = f"temperature {query.temperature:g}, top_p {query.top_p:g}, seed {query.seed}"
-            return f"continuation of {query.most} tokens ({how})"
-        case FreshQuery():
-            return "fresh row"
-        case HeadQuery():
-            return f"head of the model ({query.part})"
-        case MassQuery():
-            return "probability of a set of tokens"
-        case _:
-            return f"{query.op} over a trie ({query.select})"
+def _describe(query: queries.Query | None) -> str:
+    if isinstance(query, queries.PositionsQuery):
+        what = f"{query.top} most likely tokens" if query.top else "targets" if query.targets else "all"
+        return f"{what} ({query.values}) at every position from {query.start} on"
+    return _DESCRIPTIONS[type(query)].format(query)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import AsyncIterator, Iterable
-from typing import Any, NamedTuple
+from collections.abc import Iterable
+from typing import Any, NamedTuple, cast
 
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
@@ -32,13 +32,6 @@ _SCAN_COUNT = 1000  # Digests of the backlog per ZSCAN.
 _REMOVED_PER_CALL = 50  # Prompts per script call: removing one takes the server several times as long as adding one.
 _MAX_ROUNDS = 3  # Passes over the queue: clients that keep submitting must not make clearing endless.
 _MAX_CLIENTS = 50  # Max clients listed per priority.
-
-
-class Queued(NamedTuple):
-    """A prompt in a queue: its entry or "later", and its digest (b"" if the job cannot be decoded)."""
-
-    entry: bytes
-    digest: bytes
 
 
 class Cleared(NamedTuple):
@@ -86,21 +79,20 @@ async def clear_queue(redis: Redis, keys: ModelKeys, model: str, *, lease_s: flo
         RedisError, OSError: the server cannot be used.
     """
     text = f"an operator has cleared the queue of {model!r} (`lmpool queue clear`): submit the request again if needed"
-    head: list[bytes | str | int] = [
-        GROUP, Failure(QueueCleared.__name__, text).pack(), REPLY_CAP, REPLY_TTL_MS, int(lease_s * 1000),
-    ]  # fmt: skip
+    failure, lease_ms = Failure(QueueCleared.__name__, text).pack(), int(lease_s * 1000)
     removed = queued = 0
     for _ in range(_MAX_ROUNDS):
         gone = held = 0
-        # Clear the backlog first: prompts that leave it during the call are then found in a stream.
-        streams = await _streams(redis, keys)
-        for source in (_backlog(redis, keys), *(_stream(redis, *stream) for stream in streams)):
-            async for portion in _portions(source):
-                while portion:
-                    names = [keys.jobs, keys.waiting, *(keys.waiting + prompt.digest for prompt in portion)]
-                    counts = await scripts.CLEAR(redis, names, [*head, *(prompt.entry for prompt in portion)])
-                    gone, held = gone + counts[0], held + counts[1]
-                    portion = [portion[number - 1] for number in counts[2]]
+        prompts = await _list_prompts(redis, keys)
+        for at in range(0, len(prompts), _REMOVED_PER_CALL):
+            portion = prompts[at : at + _REMOVED_PER_CALL]
+            while portion:
+                names = [keys.jobs, keys.waiting, *(keys.waiting + digest for _, digest in portion)]
+                head = [GROUP, failure, REPLY_CAP, REPLY_TTL_MS, lease_ms]
+                args = [*head, *(entry for entry, _ in portion)]
+                now_gone, now_held, again = await scripts.CLEAR(redis, names, args)
+                gone, held = gone + now_gone, held + now_held
+                portion = [portion[number - 1] for number in again]
         removed += gone
         if not gone:
             break
@@ -109,42 +101,25 @@ async def clear_queue(redis: Redis, keys: ModelKeys, model: str, *, lease_s: flo
     return Cleared(removed, held, max(0, queued))
 
 
-async def _portions(prompts: AsyncIterator[Queued]) -> AsyncIterator[list[Queued]]:
-    portion: list[Queued] = []
-    async for prompt in prompts:
-        portion.append(prompt)
-        if len(portion) == _REMOVED_PER_CALL:
-            yield portion
-            portion = []
-    if portion:
-        yield portion
+async def _list_prompts(redis: Redis, keys: ModelKeys) -> list[tuple[bytes, bytes]]:
+    """List the prompts of a queue: the entry or "later", and the digest (b"" if the job cannot be decoded).
 
-
-async def _backlog(redis: Redis, keys: ModelKeys) -> AsyncIterator[Queued]:
-    digests: set[bytes] = set()  # ZSCAN may return a member twice.
-    async for digest, _ in redis.zscan_iter(keys.backlog, count=_SCAN_COUNT):
-        digests.add(digest)
-    for digest in digests:
-        yield Queued(_LATER, digest)
+    The backlog comes first: prompts that leave it during the call are then found in a stream.
+    """
+    later = {digest async for digest, _ in redis.zscan_iter(keys.backlog, count=_SCAN_COUNT)}
+    prompts = [(_LATER, digest) for digest in later]
+    for stream, suffix in await _streams(redis, keys):
+        first, newest = "-", cast(Any, await redis.xrevrange(stream, count=1))
+        while newest and (page := cast(Any, await redis.xrange(stream, first, newest[0][0], _PAGE))):
+            prompts += [(entry + suffix, _digest(fields.get(JOB_FIELD, b""))) for entry, fields in page]
+            first = f"({page[-1][0].decode('ascii')}"
+    return prompts
 
 
 async def _streams(redis: Redis, keys: ModelKeys) -> list[tuple[bytes, bytes]]:
     """Return the streams of a queue, lanes first, each with the suffix that follows its entry ids."""
     lanes: Any = await redis.zrange(keys.lanes, 0, MAX_WORKERS, desc=True)
     return [*((keys.lane(worker), b" " + worker) for worker in lanes if worker), (keys.jobs, b"")]
-
-
-async def _stream(redis: Redis, stream: bytes, suffix: bytes) -> AsyncIterator[Queued]:
-    """Iterate over the current prompts of a stream with a few jobs in memory at a time."""
-    first = "-"
-    newest: Any = await redis.xrevrange(stream, count=1)
-    while newest:
-        page: Any = await redis.xrange(stream, first, newest[0][0], _PAGE)
-        for entry, fields in page:
-            yield Queued(entry + suffix, _digest(fields.get(JOB_FIELD, b"")))
-        if not page:
-            break
-        first = f"({page[-1][0].decode('ascii')}"
 
 
 def _digest(data: bytes) -> bytes:
@@ -173,12 +148,9 @@ async def _clients(redis: Redis, keys: ModelKeys) -> dict[str, int]:
     """
     behind: dict[str, int] = {}
     # Each priority has its own virtual time and its own range of start times (docs/design/queue.md).
-    for first, last, time, start_of_range in (
-        (-math.inf, CONTINUED_TIME, "", 0.0),
-        (CONTINUED_TIME, BULK_TIME, CONTINUED, CONTINUED_TIME),
-        (BULK_TIME, math.inf, BULK, BULK_TIME),
-    ):
-        now = max(start_of_range, float(await redis.zscore(keys.virtual_time, time) or 0))
+    starts_of_range: dict[str | bytes, float] = {"": -math.inf, CONTINUED: CONTINUED_TIME, BULK: BULK_TIME}
+    for (time, first), last in zip(starts_of_range.items(), (CONTINUED_TIME, BULK_TIME, math.inf), strict=True):
+        now = max(first, 0.0, float(await redis.zscore(keys.virtual_time, time) or 0))
         starts: Any = await redis.zrevrangebyscore(
             keys.virtual_time, last, first, start=0, num=_MAX_CLIENTS, withscores=True
         )

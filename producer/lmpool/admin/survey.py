@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -61,12 +60,23 @@ async def read_survey(redis: Redis, keys: Keys) -> Survey:
     names = [*infos, *sorted({worker.fields["model"] for worker in loading} - set(infos))]
     models = []
     for name in names:
-        queue, trouble = await _read_queue(discovery, name)
+        queue, trouble = QueueState(0, 0.0, 0, 0.0), ""
+        try:
+            queue = await discovery.queue(name)
+        except ResponseError as error:  # Invalid data of one model must not hide other models.
+            if "WRONGTYPE" not in str(error):
+                raise
+            trouble = "the queue cannot be read: its key has a value of another type"
         serving = [*await discovery.workers(name), *loading]
         workers = [worker for worker in serving if worker.fields.get("model") == name]
         silences, lanes = await discovery.silences(workers), await read_lanes(redis, keys.model(name))
         shown = [_worker(worker, silences.get(worker.worker_id), lanes.get(worker.worker_id)) for worker in workers]
-        speaking = [worker for worker, fields in zip(workers, shown, strict=True) if fields["state"] != SILENT]
+        # Rates and latencies of all workers in their last heartbeat intervals.
+        counts, rate = [0] * (len(SECONDS) + 1), 0.0
+        for worker, fields in zip(workers, shown, strict=True):
+            if fields["state"] != SILENT:
+                add_packed(counts, worker.fields.get("job_counts", ""))
+                rate += number(worker.fields, "rows_per_s") or 0.0
         models.append(
             {
                 "name": name,
@@ -75,50 +85,25 @@ async def read_survey(redis: Redis, keys: Keys) -> Survey:
                 "age_s": queue.age_s,
                 "dead": queue.dead,
                 "trouble": trouble,
-                **_totals(speaking),
+                "rows_per_s": rate,
+                "p50_s": quantile(counts, 0.5),
+                "p99_s": quantile(counts, 0.99),
                 "workers": shown,
             }
         )
     return models
 
 
-async def _read_queue(discovery: Discovery, model: str) -> tuple[QueueState, str]:
-    """Read the state of a queue, or the reason why it is unreadable: invalid data of one model must not hide others."""
-    try:
-        return await discovery.queue(model), ""
-    except ResponseError as error:
-        if "WRONGTYPE" not in str(error):
-            raise
-        return QueueState(0, 0.0, 0, 0.0), "the queue cannot be read: its key has a value of another type"
-
-
 def _worker(worker: WorkerInfo, silent_s: float | None, lane: int | None) -> dict[str, Any]:
-    fields = {"id": worker.worker_id, "state": None, **_typed(worker.fields), "lane": lane, "silent_s": silent_s}
+    typed: dict[str, Any] = {name: text or None for name, text in worker.fields.items()}
+    for name, text in worker.fields.items():
+        if name not in _TEXT_FIELDS and _NUMBER.fullmatch(text):
+            typed[name] = int(text) if text.lstrip("-").isdecimal() else float(text)
+    fields = {"id": worker.worker_id, "state": None, **typed, "lane": lane, "silent_s": silent_s}
     lease_s = number(worker.fields, "lease_s")
     if silent_s is not None and lease_s is not None and silent_s > _SILENT_SHARE * lease_s:
         fields |= {"state": SILENT, **dict.fromkeys(_INTERVAL_FIELDS)}
     return fields
-
-
-def _totals(workers: Iterable[WorkerInfo]) -> dict[str, float | None]:
-    """Add up the rates and latencies of a model's workers in their last heartbeat intervals."""
-    counts = [0] * (len(SECONDS) + 1)
-    rate = 0.0
-    for worker in workers:
-        add_packed(counts, worker.fields.get("job_counts", ""))
-        rate += number(worker.fields, "rows_per_s") or 0.0
-    return {"rows_per_s": rate, "p50_s": quantile(counts, 0.5), "p99_s": quantile(counts, 0.99)}
-
-
-def _typed(fields: Mapping[str, str]) -> dict[str, str | int | float | None]:
-    """Convert numbers among the fields of a heartbeat; an empty field has no value."""
-    typed: dict[str, str | int | float | None] = dict(fields)
-    for name, text in fields.items():
-        if name not in _TEXT_FIELDS and _NUMBER.fullmatch(text):
-            typed[name] = int(text) if text.lstrip("-").isdecimal() else float(text)
-        elif not text:
-            typed[name] = None
-    return typed
 
 
 def number(fields: Any, name: str) -> float | None:

@@ -7,7 +7,6 @@ import json
 import os
 import pty
 import subprocess
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +16,11 @@ from redis.asyncio import Redis
 from typer.testing import CliRunner
 
 from lmpool.admin import queue as queue_module
-from lmpool.admin.queue import Cleared, Queued, clear_queue
+from lmpool.admin.queue import Cleared, clear_queue
 from lmpool.broker.server import Server
 from lmpool.errors import LMPoolError, QueueCleared
 from lmpool.producer.cli.queues import queue_app
-from lmpool.protocol.keys import GROUP
+from lmpool.protocol.keys import GROUP, ModelKeys
 from lmpool.synthetic import synthetic_row
 from tests.support.gate import Gate, until_full
 from tests.support.pool import DEADLINE_S, Pool, V, lmpool_command, until_async
@@ -159,19 +158,18 @@ async def test_who_clears_a_queue_that_is_filled_again_all_the_while_is_told(
 ) -> None:
     unattended(pool)
     keys = pool.keys.model("syn")
-    listed = queue_module._stream
+    listed = queue_module._list_prompts
 
     def fill() -> None:
         for _ in range(7):
             pool.redis.xadd(keys.jobs, {"m": b"x"})
 
-    async def refilled(redis: Redis, stream: bytes, suffix: bytes) -> AsyncIterator[Queued]:
-        async for prompt in listed(redis, stream, suffix):
-            yield prompt
-        if stream == keys.jobs:
-            fill()
+    async def refilled(redis: Redis, keys: ModelKeys) -> list[tuple[bytes, bytes]]:
+        prompts = await listed(redis, keys)
+        fill()
+        return prompts
 
-    monkeypatch.setattr(queue_module, "_stream", refilled)
+    monkeypatch.setattr(queue_module, "_list_prompts", refilled)
     fill()
     client = Server(pool.url).client()
     cleared = await clear_queue(client, keys, "syn", lease_s=15)

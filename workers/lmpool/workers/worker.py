@@ -36,7 +36,7 @@ from lmpool.workers.metrics.prometheus import Health, Snapshot
 from lmpool.workers.metrics.tracing import JobTraces
 from lmpool.workers.queries import QueryAnswerer, TokenSets
 from lmpool.workers.queue.consumer import Consumer
-from lmpool.workers.queue.jobs import STALE_S, JobReader, UnwantedEntries
+from lmpool.workers.queue.jobs import STALE_S, JobReader
 from lmpool.workers.queue.leases import Leases
 from lmpool.workers.queue.publisher import Publisher
 from lmpool.workers.settings import WorkerSettings
@@ -74,10 +74,9 @@ class Serving:
         self.rows = RowCache(server, keys, info, self.segments)
         self.segment = SegmentWriter(info, worker_id, settings.shm_bytes, partial(setattr, counters, "shared_bytes"))
         engine_thread.write_to(self.segment.new_rows)
-        unwanted = UnwantedEntries(redis, model, counters)
-        self.publisher = Publisher(
-            server, self.rows, model, info.fingerprint, worker_id, unwanted, counters, self.segment
-        )
+        traces = JobTraces(info.name, worker_id) if settings.tracing else None
+        reader = JobReader(redis, model, info, worker_id, counters, traces)
+        self.publisher = Publisher(server, self.rows, self.segment, reader)
         self.heartbeat = Heartbeat(
             redis, keys, info, worker_id, opened.batch, opened.vocabulary, opened.tokenizer, worker.files
         )
@@ -93,10 +92,8 @@ class Serving:
         )
         self.trie_inputs = TrieInputs(server, keys, opened.device, settings, self.segments, counters)
         queries = QueryAnswerer(self.trie_inputs, self.publisher, info, TokenSets(redis, keys, info.vocab_size))
-        traces = JobTraces(info.name, worker_id) if settings.tracing else None
-        reader = JobReader(info, worker_id, counters, traces)
-        self.consumer = Consumer(redis, self.connection, model, worker_id, reader, unwanted, counters)
-        self.leases = Leases(redis, model, info, worker_id, settings.max_deliveries, reader, unwanted)
+        self.consumer = Consumer(reader, self.connection)
+        self.leases = Leases(reader, settings.max_deliveries)
         self.dispatcher = Dispatcher(
             lifecycle,
             self.in_flight,

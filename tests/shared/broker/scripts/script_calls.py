@@ -78,7 +78,7 @@ async def take(redis: redis_async.Redis, consumer: str = "w1", count: int = 100)
 
 
 async def count_queued(redis: redis_async.Redis, *workers: str) -> int:
-    """How many jobs lie in the shared stream and in the lanes of some workers."""
+    """The number of jobs in the shared stream and in the lanes of some workers."""
     return sum([int(await redis.xlen(key)) for key in (JOBS, *map(MODEL.lane, workers))])
 
 
@@ -96,8 +96,8 @@ def finish_args(
     row_ms: int = 0,
     host: bytes = b"",
 ) -> list[Any]:
-    """What `finish.lua` is told: entries, each with failure (b"" for none) and whether it is dead; rows to store, or
-    references to those in shared memory of a host."""
+    """The arguments of `finish.lua`: entries, each with its failure (b"" for none) and whether it becomes a dead
+    letter; rows to store, or references to rows in the shared memory of a host."""
     args: list[Any] = [
         GROUP,
         "fp",
@@ -132,7 +132,7 @@ async def claim(
 
 
 async def claim_all(redis: redis_async.Redis) -> list[Any]:
-    """Take over what has expired; returns what the script tells of each job."""
+    """Claim all expired jobs; returns what the script returns for each job."""
     args = [GROUP, "w2", LEASE_MS, 3, 10, 1, 2**24, 2**19, LIFETIME_MS]
     _, taken, _ = await scripts.CLAIM_EXPIRED(redis, [JOBS, MODEL.claim_cursor], args)
     return list(taken)
@@ -154,13 +154,13 @@ async def told(redis: redis_async.Redis, reply: bytes) -> list[dict[bytes, bytes
 
 
 async def pending(redis: redis_async.Redis) -> dict[bytes, tuple[bytes, int]]:
-    """Entry -> who holds it, and its deliveries."""
+    """Entry -> the worker that holds it, and its deliveries."""
     reply: Any = await redis.xpending_range(JOBS, GROUP, "-", "+", 1000)
     return {entry["message_id"]: (entry["consumer"], entry["times_delivered"]) for entry in reply}
 
 
 async def registered(redis: redis_async.Redis, number: int) -> dict[bytes, bytes]:
-    """What is known of who waits for a prompt: {"job": entry, reply key: ""}, however that is stored."""
+    """The clients that wait for a prompt, from a string or a hash: {"job": entry, reply key: ""}."""
     key = waiting(number)
     if await redis.type(key) != b"string":  # Or nothing.
         return await hash_of(redis, key)
@@ -175,7 +175,7 @@ async def hash_of(redis: redis_async.Redis, key: bytes) -> dict[bytes, bytes]:
 
 
 async def finish_storing(redis: redis_async.Redis, entries: list[bytes], rows: list[bytes], host: bytes = b"") -> bytes:
-    """As `finish_checked` of the prompts 1, 2, …, with small rows, or references, that are to be stored."""
+    """End the prompts 1, 2, … and store their small rows or references."""
     numbers = range(1, len(entries) + 1)
     keys = [JOBS, DEAD, *map(waiting, numbers), *(ROWS + digest(number) for number in numbers)]
     args = finish_args(*((entry, b"", False) for entry in entries), rows=rows, row_ms=ROW_MS, host=host)
@@ -184,12 +184,12 @@ async def finish_storing(redis: redis_async.Redis, entries: list[bytes], rows: l
 
 
 async def in_stream(redis: redis_async.Redis) -> list[int]:
-    """The prompts in the stream, in its order."""
+    """The prompts in the shared stream, in order."""
     return [int(fields[b"m"].removeprefix(b"job-")) for _, fields in await entries_of(redis)]
 
 
 async def compute_one(redis: redis_async.Redis) -> int:
-    """Take the next prompt and end it with a row; returns which it was."""
+    """Take the next prompt and end it with a row; returns the prompt."""
     (entry,) = await take(redis, count=1)
     number = (await in_stream(redis))[0]
     await finish(redis, (entry, number, b"", False))

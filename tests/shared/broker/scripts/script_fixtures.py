@@ -42,7 +42,7 @@ async def script_redis(request: pytest.FixtureRequest) -> AsyncIterator[redis_as
 @pytest.fixture
 def nobody_asks_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Give a client that asks alone no more of the streams than other clients get."""
-    source = scripts.SUBMIT.source.replace("SOLE_MS = 1200,", "SOLE_MS = 0,")
+    source = scripts.SUBMIT.source.replace("SPARE_BATCHES = 1200,", "SPARE_BATCHES = 0,")
     assert source != scripts.SUBMIT.source
     monkeypatch.setattr(scripts.SUBMIT, "source", source)
     monkeypatch.setattr(scripts.SUBMIT, "sha", hashlib.sha1(source.encode()).hexdigest())

@@ -1,4 +1,4 @@
-"""The backlog: clients take turns, whatever they have queued; on fakeredis and on a real server."""
+"""The backlog: clients take turns, however many prompts they queued; on fakeredis and on a real server."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ async def test_clients_move_up_in_rotation(redis: redis_async.Redis) -> None:
 
 
 @pytest.mark.usefixtures("nobody_asks_alone")
-async def test_who_comes_later_has_no_turns_to_catch_up(redis: redis_async.Redis) -> None:
+async def test_a_client_that_submits_later_has_no_turns_to_catch_up(redis: redis_async.Redis) -> None:
     await submit(redis, *range(20))
     for _ in range(10):
         await compute_one(redis)
@@ -102,7 +102,7 @@ async def test_who_comes_later_has_no_turns_to_catch_up(redis: redis_async.Redis
 
 
 @pytest.mark.usefixtures("nobody_asks_alone")
-async def test_who_joins_a_prompt_of_a_long_backlog_has_it_at_its_own_turn(redis: redis_async.Redis) -> None:
+async def test_a_client_that_joins_a_late_prompt_gets_it_at_its_own_turn(redis: redis_async.Redis) -> None:
     await submit(redis, *range(50))
     assert await submit(redis, 49, reply=B) == "J"
     assert (await compute_all(redis)).index(49) <= IN_STREAM + 1
@@ -124,7 +124,7 @@ async def test_a_cancelled_prompt_leaves_the_backlog_and_its_turn(redis: redis_a
 
 
 @pytest.mark.usefixtures("nobody_asks_alone")
-async def test_prompts_that_nobody_waits_for_any_more_are_not_moved_up(redis: redis_async.Redis) -> None:
+async def test_prompts_that_no_client_waits_for_are_not_moved_up(redis: redis_async.Redis) -> None:
     await submit(redis, 0, 1, 2)
     await submit(redis, 3, 4, 6, lifetime=1)
     await submit(redis, 5, 7)
@@ -168,7 +168,7 @@ async def test_an_idle_worker_has_the_backlog_move_up(redis: redis_async.Redis) 
 
 
 @pytest.mark.usefixtures("nobody_asks_alone")
-async def test_a_client_that_asks_again_keeps_its_prompt_in_the_backlog(redis: redis_async.Redis) -> None:
+async def test_a_client_that_submits_again_keeps_its_prompt_in_the_backlog(redis: redis_async.Redis) -> None:
     await submit(redis, *range(5))
     assert await submit(redis, 4, again=True) == "J"
     await redis.zrem(MODEL.backlog, digest(4))
@@ -204,7 +204,7 @@ async def test_each_worker_has_batches_in_the_stream(redis: redis_async.Redis) -
 
 
 @pytest.mark.usefixtures("nobody_asks_alone")
-async def test_an_entry_that_moved_up_tells_since_when_it_has_waited(redis: redis_async.Redis) -> None:
+async def test_an_entry_that_moved_up_has_the_time_of_its_queueing(redis: redis_async.Redis) -> None:
     await submit(redis, *range(5))
     before = (await entries_of(redis))[-1][0]
     await compute_one(redis)
@@ -213,7 +213,7 @@ async def test_an_entry_that_moved_up_tells_since_when_it_has_waited(redis: redi
     assert fields[b"m"] == b"job-3"
 
 
-async def test_a_job_that_is_queued_again_for_nobody_is_wanted_all_the_same(redis: redis_async.Redis) -> None:
+async def test_a_retried_job_without_clients_is_wanted(redis: redis_async.Redis) -> None:
     """As `lmpool dead retry` queues it: with the field "keep" in place of a client."""
     await redis.xadd(JOBS, {"m": b"job-1"})
     (entry,) = await take(redis)
@@ -223,7 +223,7 @@ async def test_a_job_that_is_queued_again_for_nobody_is_wanted_all_the_same(redi
     assert not await redis.exists(b"keep", waiting(1))
 
 
-async def test_jobs_that_nobody_waits_for_are_removed_from_who_holds_them(redis: redis_async.Redis) -> None:
+async def test_held_jobs_that_no_client_waits_for_are_removed(redis: redis_async.Redis) -> None:
     await submit(redis, 1, 2, 3)
     entries = await take(redis)
     await cancel(redis, 1)
@@ -234,7 +234,7 @@ async def test_jobs_that_nobody_waits_for_are_removed_from_who_holds_them(redis:
     assert (await redis.xpending(JOBS, GROUP))["pending"] == 1
 
 
-async def test_jobs_for_the_same_that_nobody_waits_for_are_removed_together(redis: redis_async.Redis) -> None:
+async def test_unwanted_jobs_for_one_prompt_are_removed_together(redis: redis_async.Redis) -> None:
     await submit(redis, 1)
     await redis.xadd(JOBS, {"m": b"job-1"})
     entries = await take(redis, count=2)
@@ -244,7 +244,7 @@ async def test_jobs_for_the_same_that_nobody_waits_for_are_removed_together(redi
     assert await nothing_is_left(redis)
 
 
-async def test_where_rows_are_elsewhere_a_mark_tells_that_one_has_just_been_stored(redis: redis_async.Redis) -> None:
+async def test_if_rows_are_on_other_masters_a_mark_shows_that_a_row_was_stored(redis: redis_async.Redis) -> None:
     async def ask(look: str, again: int = 0) -> bytes:
         outcome: bytes = await scripts.SUBMIT(
             redis, [JOBS, A, waiting(1)], [100, LIFETIME_MS, look, again, 1, b"job-1"]
@@ -261,7 +261,7 @@ async def test_where_rows_are_elsewhere_a_mark_tells_that_one_has_just_been_stor
     assert await ask("marks", again=1) == b"Q", "the row is gone by now"
 
 
-async def test_a_mark_does_not_keep_a_damaged_row_from_being_replaced(redis: redis_async.Redis) -> None:
+async def test_a_mark_does_not_prevent_replacing_a_damaged_row(redis: redis_async.Redis) -> None:
     await redis.hset(waiting(1), "job", "done")
     assert await submit(redis, 1, check_rows=False) == "Q"
 
@@ -269,7 +269,7 @@ async def test_a_mark_does_not_keep_a_damaged_row_from_being_replaced(redis: red
 # A client that asks alone
 
 
-async def test_a_client_that_asks_alone_goes_past_the_backlog(redis: redis_async.Redis) -> None:
+async def test_a_client_that_asks_alone_passes_the_backlog(redis: redis_async.Redis) -> None:
     assert await submit(redis, *range(100)) == "Q" * 100
     assert await in_stream(redis) == list(range(100))
     assert not await redis.exists(MODEL.backlog)
@@ -277,7 +277,7 @@ async def test_a_client_that_asks_alone_goes_past_the_backlog(redis: redis_async
     assert await nothing_is_left(redis)
 
 
-async def test_what_is_beyond_the_usual_goes_back_when_another_client_comes(redis: redis_async.Redis) -> None:
+async def test_jobs_beyond_the_capacity_go_back_when_another_client_submits(redis: redis_async.Redis) -> None:
     await submit(redis, *range(40))
     (first,) = await take(redis, count=1)
     assert await submit(redis, 60, 61, 62, reply=B) == "QQQ"
@@ -290,7 +290,7 @@ async def test_what_is_beyond_the_usual_goes_back_when_another_client_comes(redi
     assert [message[b"d"] for message in await told(redis, B)] == [digest(60), digest(61), digest(62)]
 
 
-async def test_prompts_that_came_back_can_be_cancelled_and_joined(redis: redis_async.Redis) -> None:
+async def test_prompts_that_went_back_can_be_cancelled_and_joined(redis: redis_async.Redis) -> None:
     await submit(redis, *range(20))
     await submit(redis, 60, reply=B)
     assert await cancel(redis, *range(10, 20)) == 10
@@ -300,7 +300,7 @@ async def test_prompts_that_came_back_can_be_cancelled_and_joined(redis: redis_a
     assert await nothing_is_left(redis)
 
 
-async def test_a_client_that_asks_alone_for_long_stays_known(redis: redis_async.Redis) -> None:
+async def test_the_key_of_a_client_that_asks_alone_is_renewed(redis: redis_async.Redis) -> None:
     await submit(redis, *range(20))
     await redis.pexpire(MODEL.sole_client, 1000)
     await submit(redis, *range(20, 40))
@@ -309,7 +309,9 @@ async def test_a_client_that_asks_alone_for_long_stays_known(redis: redis_async.
 
 
 @pytest.mark.parametrize("kind", ["lost", "spoilt"])
-async def test_who_asked_alone_need_not_be_known_for_others_to_have_turns(redis: redis_async.Redis, kind: str) -> None:
+async def test_other_clients_have_turns_although_the_name_of_the_sole_client_is_lost(
+    redis: redis_async.Redis, kind: str
+) -> None:
     await submit(redis, *range(40))
     await redis.delete(MODEL.sole_client)
     if kind == "spoilt":
@@ -320,7 +322,7 @@ async def test_who_asked_alone_need_not_be_known_for_others_to_have_turns(redis:
     assert [number for number in order if number != 60] == list(range(40))
 
 
-async def test_what_comes_back_leaves_the_clients_later_turns_as_they_are(redis: redis_async.Redis) -> None:
+async def test_jobs_that_go_back_do_not_change_the_later_turns_of_the_client(redis: redis_async.Redis) -> None:
     await submit(redis, *range(40))
     await redis.zadd(MODEL.virtual_time, {A: 100})
     await submit(redis, 60, reply=B)

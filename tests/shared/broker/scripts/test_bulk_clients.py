@@ -1,4 +1,4 @@
-"""Bulk clients: others go first, they fill what is left, and never starve; on fakeredis and on a real server."""
+"""Bulk clients: others go first, bulk prompts fill the rest and never starve; on fakeredis and on a real server."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ from tests.shared.broker.scripts.script_calls import (
 from tests.shared.broker.scripts.script_fixtures import nobody_asks_alone, script_redis, script_server  # noqa: F401
 
 IN_STREAM, OF_BULK = 3, 2
-"""Prompts that the stream holds for a worker that computes one at a time, and how many of bulk clients."""
+"""Max prompts in the stream for a worker that computes one at a time, and max bulk prompts of these."""
 TURNS = 16
-"""Of so many prompts that end one may be followed by one of a bulk client, however many others wait."""
+"""For every so many jobs that end, one bulk prompt moves up, however many others wait."""
 
 
 @pytest.fixture(autouse=True)
@@ -52,7 +52,7 @@ async def compute(redis: redis_async.Redis, count: int = 1000) -> list[int]:
 
 
 async def bulk_in(redis: redis_async.Redis, stream: bytes = JOBS) -> list[int]:
-    """The prompts of a stream that say that only bulk clients wait for them."""
+    """The prompts of a stream with the priority of bulk clients."""
     return [
         int(fields[b"m"].removeprefix(b"job-"))
         for _, fields in await entries_of(redis, stream)
@@ -71,7 +71,7 @@ async def test_bulk_clients_fill_a_part_of_the_streams_and_others_go_first(redis
 
 
 @pytest.mark.usefixtures("nobody_asks_alone")
-async def test_what_moves_up_says_whether_it_is_of_a_bulk_client(redis: redis_async.Redis) -> None:
+async def test_prompts_that_move_up_keep_their_priority(redis: redis_async.Redis) -> None:
     await submit(redis, *range(4))
     await submit(redis, 60, 61, reply=X)
     assert await compute(redis, 4) == [0, 1, 2, 3]
@@ -110,7 +110,7 @@ async def test_bulk_clients_move_up_in_rotation(redis: redis_async.Redis) -> Non
 
 
 @pytest.mark.usefixtures("nobody_asks_alone")
-async def test_what_another_client_joins_in_the_backlog_yields_no_more(redis: redis_async.Redis) -> None:
+async def test_a_bulk_prompt_in_the_backlog_that_another_client_joins_yields_no_more(redis: redis_async.Redis) -> None:
     await submit(redis, *range(50), reply=X)
     assert await submit(redis, 49) == "J"
     assert await in_stream(redis) == [0, 1, 49], "there is room for it at once"
@@ -121,13 +121,13 @@ async def test_what_another_client_joins_in_the_backlog_yields_no_more(redis: re
 
 
 @pytest.mark.usefixtures("nobody_asks_alone")
-async def test_a_bulk_client_that_joins_has_nothing_yield(redis: redis_async.Redis) -> None:
+async def test_a_prompt_that_a_bulk_client_joins_does_not_yield(redis: redis_async.Redis) -> None:
     await submit(redis, *range(10))
     assert await submit(redis, 9, reply=X) == "J"
     assert await compute(redis) == list(range(10))
 
 
-async def test_what_another_client_joins_in_the_stream_yields_no_more_unless_a_worker_has_it(
+async def test_a_bulk_prompt_in_a_stream_that_another_client_joins_yields_no_more_unless_held(
     redis: redis_async.Redis,
 ) -> None:
     await submit(redis, *range(3), reply=X)
@@ -142,34 +142,15 @@ async def test_what_another_client_joins_in_the_stream_yields_no_more_unless_a_w
     assert len(await told(redis, A)) == len(await told(redis, X)) == 3
 
 
-async def test_who_takes_a_job_over_is_told_whether_only_bulk_clients_wait_for_it(redis: redis_async.Redis) -> None:
+async def test_a_claimed_job_keeps_its_priority(redis: redis_async.Redis) -> None:
     await submit(redis, 0, 1)
     await submit(redis, 2, reply=X)
     await fall_silent(redis, *await take(redis), deliveries=1)
     assert [priority for *_, priority in await claim_all(redis)] == [b"", b"", BULK]
 
 
-async def test_what_another_client_has_joined_at_a_dead_worker_yields_no_more_where_it_is_taken_over(
-    redis: redis_async.Redis,
-) -> None:
-    await submit(redis, *range(5), reply=X)
-    entries = await take(redis)
-    # By another one, by its like, by nobody; what it has left; what the server has dropped.
-    assert await submit(redis, 0, reply=A) == "J"
-    assert await submit(redis, 1, reply=Y) == "J"
-    assert await submit(redis, 3, reply=A) == "J"
-    await cancel(redis, 3, reply=X)
-    await redis.delete(waiting(4))
-    assert await bulk_in(redis) == list(range(5)), "a worker has them"
-    await fall_silent(redis, *entries, deliveries=1)
-    told_of = {job: priority for _, job, *_, priority in await claim_all(redis)}
-    assert told_of == {b"job-0": b"", b"job-1": BULK, b"job-2": BULK, b"job-3": b"", b"job-4": BULK}
-
-
 @pytest.mark.parametrize("key", ["junk", "hash", "list"])
-async def test_what_lies_in_place_of_the_clients_does_not_keep_a_job_from_being_taken_over(
-    redis: redis_async.Redis, key: str
-) -> None:
+async def test_junk_in_a_waiting_key_does_not_prevent_a_claim(redis: redis_async.Redis, key: str) -> None:
     await submit(redis, 0, 1, reply=X)
     await redis.delete(waiting(0))
     if key == "hash":
@@ -182,7 +163,7 @@ async def test_what_lies_in_place_of_the_clients_does_not_keep_a_job_from_being_
     assert [priority for *_, priority in await claim_all(redis)] == [BULK, BULK]
 
 
-async def test_a_bulk_client_that_asks_alone_goes_past_the_backlog(redis: redis_async.Redis) -> None:
+async def test_a_bulk_client_that_asks_alone_passes_the_backlog(redis: redis_async.Redis) -> None:
     assert await submit(redis, *range(60), reply=X) == "Q" * 60
     assert await submit(redis, *range(60, 90), reply=X) == "Q" * 30
     assert await in_stream(redis) == await bulk_in(redis) == list(range(90))
@@ -200,7 +181,7 @@ async def test_a_bulk_client_gives_way_to_a_single_prompt(redis: redis_async.Red
     assert await in_stream(redis) == [0, 1, 60, 61]
 
 
-async def test_a_bulk_client_that_has_just_given_way_does_not_take_all_places_again(redis: redis_async.Redis) -> None:
+async def test_a_bulk_client_that_has_just_given_way_does_not_count_as_alone(redis: redis_async.Redis) -> None:
     await submit(redis, *range(40), reply=X)
     await submit(redis, 60)
     assert await redis.get(MODEL.sole_client) != X
@@ -211,14 +192,14 @@ async def test_a_bulk_client_that_has_just_given_way_does_not_take_all_places_ag
     assert await in_stream(redis) == [0, 1]
 
 
-async def test_a_bulk_client_gives_way_where_there_is_room_for_others_beside_it(redis: redis_async.Redis) -> None:
+async def test_a_bulk_client_gives_way_although_other_clients_have_capacity(redis: redis_async.Redis) -> None:
     await register(redis, size=2)
     await submit(redis, *range(2 * OF_BULK + 1), reply=X)
     assert await submit(redis, 60) == "Q"
     assert await in_stream(redis) == [*range(2 * OF_BULK), 60]
 
 
-async def test_what_others_have_joined_does_not_go_back(redis: redis_async.Redis) -> None:
+async def test_prompts_that_other_clients_joined_do_not_go_back(redis: redis_async.Redis) -> None:
     await register(redis, size=4)
     await submit(redis, *range(4 * OF_BULK), reply=X)
     await submit(redis, 7, reply=Y)
@@ -244,7 +225,7 @@ async def test_a_bulk_client_gives_way_to_another_one(redis: redis_async.Redis) 
     assert (await compute(redis)).index(60) <= OF_BULK + 1
 
 
-async def test_nobody_gives_way_to_a_bulk_client(redis: redis_async.Redis) -> None:
+async def test_no_client_gives_way_to_a_bulk_client(redis: redis_async.Redis) -> None:
     await submit(redis, *range(40))
     await submit(redis, 60, reply=X)
     assert await submit(redis, *range(40, 50)) == "Q" * 10
@@ -253,7 +234,7 @@ async def test_nobody_gives_way_to_a_bulk_client(redis: redis_async.Redis) -> No
     assert (await compute(redis)).index(60) == 50, "at the end of what was before it in the stream"
 
 
-async def test_what_bulk_clients_have_does_not_go_back_for_others_sake(redis: redis_async.Redis) -> None:
+async def test_bulk_prompts_do_not_go_back_if_an_interactive_client_must_give_way(redis: redis_async.Redis) -> None:
     await submit(redis, *range(60))
     await submit(redis, 100, reply=X)
     await compute(redis, TURNS)
@@ -263,7 +244,7 @@ async def test_what_bulk_clients_have_does_not_go_back_for_others_sake(redis: re
     assert await redis.zcount(MODEL.backlog, BULK_TIME, "+inf") == 0
 
 
-async def test_only_what_bulk_clients_have_goes_back_when_they_give_way(redis: redis_async.Redis) -> None:
+async def test_only_bulk_prompts_go_back_when_a_bulk_client_gives_way(redis: redis_async.Redis) -> None:
     await submit(redis, 60, 61)
     await submit(redis, *range(40), reply=X)
     await submit(redis, 62, reply=B)
@@ -271,7 +252,7 @@ async def test_only_what_bulk_clients_have_goes_back_when_they_give_way(redis: r
     assert await compute(redis) == [60, 61, 62, *range(40)]
 
 
-async def test_a_bulk_prompt_that_moves_to_another_lane_stays_one(redis: redis_async.Redis) -> None:
+async def test_a_bulk_prompt_that_moves_to_another_lane_keeps_its_priority(redis: redis_async.Redis) -> None:
     await register(redis, "w2", 1)
     await submit(redis, *range(4), reply=X, homes=["w2"] * 4)
     lane = MODEL.lane("w2")
@@ -296,7 +277,7 @@ async def test_a_cancelled_bulk_prompt_leaves_the_backlog_and_its_turn(redis: re
 
 @pytest.mark.usefixtures("nobody_asks_alone")
 @pytest.mark.parametrize("name", [b"bulk", b"owed"])
-async def test_a_virtual_time_that_is_none_starves_nobody(redis: redis_async.Redis, name: bytes) -> None:
+async def test_an_invalid_virtual_time_starves_no_client(redis: redis_async.Redis, name: bytes) -> None:
     await submit(redis, *range(30))
     await submit(redis, 100, 101, reply=X)
     await redis.zadd(MODEL.virtual_time, {name: float("-inf")})

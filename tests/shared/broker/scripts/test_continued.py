@@ -32,7 +32,7 @@ async def _one_worker(redis: redis_async.Redis) -> None:
     await register(redis)
 
 
-async def test_a_row_finds_few_continuations_before_it_also_of_a_client_that_asks_alone(
+async def test_few_continuations_are_before_a_row_even_if_their_client_asks_alone(
     redis: redis_async.Redis,
 ) -> None:
     assert await submit(redis, *range(20), generated=64) == "Q" * 20
@@ -93,7 +93,7 @@ async def test_turns_of_bulk_prompts_do_not_depend_on_the_tokens_of_continuation
     assert turns[1] - turns[0] <= TURNS + 1
 
 
-async def test_what_is_cancelled_no_longer_counts(redis: redis_async.Redis) -> None:
+async def test_cancelled_continuations_give_their_turns_back(redis: redis_async.Redis) -> None:
     await submit(redis, *range(10), generated=100)
     await submit(redis, 60, reply=B, generated=100)
     now = CONTINUED_TIME

@@ -17,6 +17,7 @@ from lmpool.protocol.model_info import ModelInfo
 from lmpool.workers.membership.heartbeat import Heartbeat, send_loading
 from lmpool.workers.metrics.counters import WorkerCounters
 from lmpool.workers.queue.consumer import Consumer
+from lmpool.workers.queue.jobs import JobReader
 from lmpool.workers.settings import WorkerSettings
 from tests.shared.broker.scripts.script_calls import (
     DEAD,
@@ -113,7 +114,7 @@ async def test_a_workers_heartbeat_and_sweep_are_the_same_work_however_many_othe
 async def test_a_heartbeats_look_at_the_queue_counts_no_workers(redis: redis_async.Redis) -> None:
     await register(redis)
     nothing: Any = None
-    consumer = Consumer(redis, nothing, MODEL, "w1", nothing, nothing, counters := WorkerCounters())
+    consumer = Consumer(JobReader(redis, MODEL, INFO, "w1", counters := WorkerCounters()), nothing)
     await consumer.measure()
     commands = await commands_of(redis, consumer.measure)
     assert "cmdstat_zcount" not in commands

@@ -1,4 +1,4 @@
-"""What is meant to expire does, whatever has happened; queues that somebody serves do not."""
+"""Keys with an expiry never lose it, and the queue of a served model does not expire."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ async def queue(redis: redis_async.Redis) -> redis_async.Redis:
 
 
 async def ever(redis: redis_async.Redis) -> set[bytes]:
-    """The keys that never expire, but for those of the queue itself."""
+    """The keys without an expiry, except those of the queue."""
     names = {key async for key in redis.scan_iter(count=1000)} - set(MODEL.queue)
     return {name for name in names if await redis.pttl(name) == -1 and not name.startswith(MODEL.lane(""))}
 
 
-async def test_a_key_that_was_dropped_while_its_prompt_waits_gets_a_lifetime_again(queue: redis_async.Redis) -> None:
+async def test_an_evicted_waiting_key_gets_a_lifetime_when_its_prompt_moves_up(queue: redis_async.Redis) -> None:
     await submit(queue, *range(1, 4))
     await submit(queue, 4, reply=B)
     await submit(queue, 5, reply=C)  # Now nobody asks alone: three are in the stream, the others behind them.
@@ -65,7 +65,7 @@ async def test_a_key_that_was_dropped_while_its_prompt_waits_gets_a_lifetime_aga
     assert await ever(queue) == set()
 
 
-async def test_a_key_that_was_dropped_before_its_prompt_goes_back_gets_a_lifetime_again(
+async def test_an_evicted_waiting_key_gets_a_lifetime_when_its_prompt_goes_back(
     queue: redis_async.Redis,
 ) -> None:
     assert await submit(queue, *range(1, 40)) == "Q" * 39  # Who asks alone gets further into the stream.
@@ -77,7 +77,7 @@ async def test_a_key_that_was_dropped_before_its_prompt_goes_back_gets_a_lifetim
 
 
 @pytest.mark.parametrize("seed", range(3))
-async def test_nothing_is_left_for_ever_whatever_clients_workers_and_evictions_do(
+async def test_all_other_keys_expire_after_any_order_of_calls_and_evictions(
     queue: redis_async.Redis, seed: int
 ) -> None:
     rnd = random.Random(seed)
@@ -113,7 +113,7 @@ async def test_nothing_is_left_for_ever_whatever_clients_workers_and_evictions_d
         assert await ever(queue) == set()
 
 
-async def test_the_queue_of_a_model_that_nobody_serves_expires_and_is_kept_by_who_comes_back(pool: Pool) -> None:
+async def test_the_queue_of_an_unserved_model_expires_unless_a_worker_returns(pool: Pool) -> None:
     model = pool.keys.model("syn")
     first = await asyncio.to_thread(pool.start)
     pool.redis.xadd(model.dead, {"e": FAILURE, "m": "x"})

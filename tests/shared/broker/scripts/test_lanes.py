@@ -1,4 +1,4 @@
-"""Lanes: where prompts are placed, who may take what lies there, and what becomes of it when a worker goes."""
+"""Lanes: the placement of prompts, steals, and the jobs of workers that leave."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ async def lane(redis: redis_async.Redis, worker: str) -> list[int]:
 
 
 async def lengths(redis: redis_async.Redis) -> dict[str, int]:
-    """How long lanes are, as the sorted set says."""
+    """The lengths of lanes in the sorted set."""
     scores: Any = await redis.zrange(MODEL.lanes, 0, -1, withscores=True)
     return {name.decode(): int(score) for name, score in scores}
 
@@ -73,7 +73,7 @@ async def close_lane(redis: redis_async.Redis, worker: str) -> None:
 
 
 async def die(redis: redis_async.Redis, worker: str) -> None:
-    """Have the deadline of a worker be over, and what it holds be silent for a lease."""
+    """Have the deadline of a worker pass, and the leases of its jobs expire."""
     await redis.zadd(MODEL.workers, {worker: 1})
     for stream in (JOBS, MODEL.lane(worker)):
         held: Any = (
@@ -112,7 +112,7 @@ async def test_a_prompt_whose_home_takes_nothing_goes_to_the_shortest_lane(lanes
     assert (await lane(lanes, "w1"), await lane(lanes, "w3")) == ([1], [2])
 
 
-async def test_a_home_gets_no_more_than_a_quarter_above_the_mean_and_a_little(lanes: redis_async.Redis) -> None:
+async def test_a_home_gets_at_most_a_quarter_more_than_the_mean_and_two(lanes: redis_async.Redis) -> None:
     homes = [worker for worker, count in zip(WORKERS, (22, 6, 6, 6), strict=True) for _ in range(count)]
     await submit(lanes, *range(40), homes=homes)
     found = {worker: len(await lane(lanes, worker)) for worker in WORKERS}
@@ -154,7 +154,7 @@ async def test_the_check_is_made_for_each_prompt(lanes: redis_async.Redis) -> No
     assert await lane(lanes, "w2") == [*(n for n in await lane(lanes, "w2") if n < 16), 16, 17, 18, 19]
 
 
-async def test_one_worker_alone_has_no_lane_and_nobody_none(redis: redis_async.Redis) -> None:
+async def test_one_worker_alone_and_no_worker_have_no_lanes(redis: redis_async.Redis) -> None:
     await submit(redis, 1, 2, homes=["w1", "w1"])
     await register(redis, "w1", BATCH)
     await submit(redis, 3, 4, homes=["w1", "w1"])
@@ -164,7 +164,7 @@ async def test_one_worker_alone_has_no_lane_and_nobody_none(redis: redis_async.R
     assert await lane(redis, "w1") == [5, 6]
 
 
-async def test_a_prompt_alone_that_has_no_home_goes_to_whoever_reads_first(lanes: redis_async.Redis) -> None:
+async def test_one_prompt_without_a_home_goes_to_the_shared_stream(lanes: redis_async.Redis) -> None:
     await submit(lanes, 1)
     assert await lanes.xlen(JOBS) == 1
 
@@ -187,7 +187,7 @@ async def test_placing_prompts_is_the_same_work_with_four_and_with_a_thousand_wo
     assert sum(many.values()) <= sum(few.values()) + 2 * 3
 
 
-async def test_what_moves_up_goes_to_its_home(lanes: redis_async.Redis) -> None:
+async def test_prompts_that_move_up_go_to_their_homes(lanes: redis_async.Redis) -> None:
     most = 5 * BATCH * len(WORKERS)
     await submit(lanes, *range(most + BATCH), limit=1000)
     await submit(lanes, 201, 202, reply=B, homes=["w3", "w3"], limit=1000)
@@ -208,7 +208,7 @@ async def entries_at(redis: redis_async.Redis, entry: bytes) -> dict[bytes, byte
 # Taking and ending
 
 
-async def test_who_asks_hears_who_has_computed_it(lanes: redis_async.Redis) -> None:
+async def test_clients_receive_the_worker_that_computed_their_prompt(lanes: redis_async.Redis) -> None:
     await submit(lanes, 1, 2, homes=["w1", "w1"])
     first, _ = await take(lanes, "w1")
     await finish(lanes, (first, 1, b"", False))
@@ -216,7 +216,7 @@ async def test_who_asks_hears_who_has_computed_it(lanes: redis_async.Redis) -> N
     assert await lengths(lanes) == {"": 1, "w1": 1, "w2": 0, "w3": 0, "w4": 0}
 
 
-async def test_a_lane_has_all_that_the_shared_stream_has(lanes: redis_async.Redis) -> None:
+async def test_all_scripts_handle_entries_of_lanes(lanes: redis_async.Redis) -> None:
     await lanes.zadd(MODEL.lanes, {"w2": 10, "w3": 10, "w4": 10, "": 30})  # So that all stay at their home.
     await submit(lanes, *range(1, 7), homes=["w1"] * 6)
     for worker in WORKERS:
@@ -241,7 +241,7 @@ async def test_a_lane_has_all_that_the_shared_stream_has(lanes: redis_async.Redi
     assert (await read_queue(lanes, MODEL)).depth == 2
 
 
-async def test_a_job_that_a_worker_lost_in_its_lane_is_found_when_asked_again(lanes: redis_async.Redis) -> None:
+async def test_a_lost_job_of_a_lane_is_queued_when_its_client_submits_again(lanes: redis_async.Redis) -> None:
     await submit(lanes, 1, homes=["w1"])
     assert await submit(lanes, 1, again=True, homes=["w1"]) == "J"
     await lanes.delete(MODEL.lane("w1"))
@@ -252,7 +252,7 @@ async def test_a_job_that_a_worker_lost_in_its_lane_is_found_when_asked_again(la
 # Stealing
 
 
-async def test_an_idle_worker_takes_half_of_what_waits_behind_a_full_batch_and_clients_find_it(
+async def test_an_idle_worker_steals_half_of_the_jobs_behind_a_full_batch(
     lanes: redis_async.Redis,
 ) -> None:
     await submit(lanes, *range(BATCH), homes=["w1"] * BATCH)
@@ -272,7 +272,7 @@ async def test_an_idle_worker_takes_half_of_what_waits_behind_a_full_batch_and_c
     assert await steal(lanes, "w3") == 2, "half of the rest"
 
 
-async def test_what_waits_at_its_home_is_stolen_when_it_has_waited_for_long(lanes: redis_async.Redis) -> None:
+async def test_a_job_at_its_home_is_stolen_only_after_a_while(lanes: redis_async.Redis) -> None:
     await register(lanes, "w1", 2)
     await submit(lanes, 1, 2, 3, 4, homes=["w1"] * 4)
     assert await lane(lanes, "w1") == [1, 2, 3, 4]
@@ -293,8 +293,8 @@ async def test_a_worker_with_room_in_its_batch_is_left_alone(lanes: redis_async.
 
 
 @pytest.mark.parametrize("redis", ["real"], indirect=True)
-async def test_what_nobody_comes_for_is_stolen(lanes: redis_async.Redis) -> None:
-    """As from a worker that is frozen, whose deadline has not passed yet."""
+async def test_jobs_that_their_worker_does_not_read_are_stolen(lanes: redis_async.Redis) -> None:
+    """A frozen worker does not read its lane until its deadline passes."""
     entry: Any = await lanes.xadd(MODEL.lane("w1"), {"m": "job-1", "u": b"100000 " + digest(1)}, id="1-1")
     await lanes.hset(waiting(1), mapping={"job": entry + b" w1", A: ""})
     await register(lanes, "w1", BATCH)
@@ -302,7 +302,7 @@ async def test_what_nobody_comes_for_is_stolen(lanes: redis_async.Redis) -> None
     assert await lane(lanes, "w2") == [1]
 
 
-async def test_who_leaves_steals_nothing(lanes: redis_async.Redis) -> None:
+async def test_a_worker_that_leaves_steals_nothing(lanes: redis_async.Redis) -> None:
     await submit(lanes, *range(40))
     await close_lane(lanes, "w2")
     assert await steal(lanes, "w2", patience_ms=0) == 0
@@ -311,7 +311,7 @@ async def test_who_leaves_steals_nothing(lanes: redis_async.Redis) -> None:
 # Workers that go
 
 
-async def test_what_lies_in_the_lane_of_a_worker_that_leaves_goes_to_all_at_once(lanes: redis_async.Redis) -> None:
+async def test_a_worker_that_leaves_moves_its_lane_to_the_shared_stream(lanes: redis_async.Redis) -> None:
     await submit(lanes, *range(8), homes=["w1"] * 4 + [""] * 4)
     held = await take(lanes, "w1", 2)
     before = await lane(lanes, "w1")
@@ -331,7 +331,7 @@ async def test_what_lies_in_the_lane_of_a_worker_that_leaves_goes_to_all_at_once
     assert await lane(lanes, "w1") == []
 
 
-async def test_what_lies_in_the_lane_of_a_dead_worker_goes_to_others(lanes: redis_async.Redis) -> None:
+async def test_other_workers_get_the_lane_of_a_dead_worker(lanes: redis_async.Redis) -> None:
     await submit(lanes, *range(8), homes=["w1"] * 4 + [""] * 4)
     await take(lanes, "w1", 2)
     numbers = await lane(lanes, "w1")
@@ -364,7 +364,7 @@ async def sweep(redis: redis_async.Redis, add_up: int = 0) -> None:
     await scripts.REMOVE_GONE(redis, [JOBS, MODEL.workers, MODEL.capacity, MODEL.virtual_time], args)
 
 
-async def test_a_job_in_a_lane_that_has_killed_its_workers_is_taken_alone_and_then_given_up(
+async def test_a_job_in_a_lane_that_crashed_its_workers_runs_alone_and_is_given_up(
     lanes: redis_async.Redis,
 ) -> None:
     await submit(lanes, 1, homes=["w1"])
@@ -384,7 +384,7 @@ async def test_a_job_in_a_lane_that_has_killed_its_workers_is_taken_alone_and_th
     assert deliveries == 3, "it is given up"
 
 
-async def test_a_worker_that_wakes_finds_its_lane_and_what_others_hold_there(lanes: redis_async.Redis) -> None:
+async def test_a_worker_that_wakes_up_keeps_its_lane_and_loses_claimed_jobs(lanes: redis_async.Redis) -> None:
     await submit(lanes, 1, 2, homes=["w1", "w1"])
     (first, second) = await take(lanes, "w1")
     await die(lanes, "w1")
@@ -408,7 +408,7 @@ async def test_a_worker_that_wakes_finds_its_lane_and_what_others_hold_there(lan
 
 
 @pytest.mark.parametrize("junk", ["string", "full"])
-async def test_a_lane_that_somebody_has_spoilt_is_passed_over(lanes: redis_async.Redis, junk: str) -> None:
+async def test_a_lane_key_of_another_type_is_skipped(lanes: redis_async.Redis, junk: str) -> None:
     if junk == "string":
         await lanes.set(MODEL.lane("w1"), "junk")
     else:
@@ -422,9 +422,7 @@ async def test_a_lane_that_somebody_has_spoilt_is_passed_over(lanes: redis_async
 
 
 @pytest.mark.parametrize("junk", [{"": "inf"}, {"": "-5"}, {"": 3e300, "w1": 1e300}, {"w1": "-inf"}, "string"], ids=str)
-async def test_lengths_that_somebody_has_written_do_no_harm_and_are_put_right(
-    lanes: redis_async.Redis, junk: dict[str, Any] | str
-) -> None:
+async def test_invalid_lengths_of_lanes_are_corrected(lanes: redis_async.Redis, junk: dict[str, Any] | str) -> None:
     if isinstance(junk, str):
         await lanes.set(MODEL.lanes, junk)
     else:
@@ -437,7 +435,7 @@ async def test_lengths_that_somebody_has_written_do_no_harm_and_are_put_right(
     assert await lengths(lanes) == {"": found.total(), **found}
 
 
-async def test_where_the_lengths_are_lost_workers_tell_them_again(lanes: redis_async.Redis) -> None:
+async def test_workers_write_lost_lengths_of_lanes_again(lanes: redis_async.Redis) -> None:
     await submit(lanes, *range(8))
     await lanes.delete(MODEL.lanes)
     assert (await read_queue(lanes, MODEL)).depth in (0, 8)

@@ -1,4 +1,4 @@
-"""The scripts by which workers keep the jobs that they hold, and take over those of silent workers; as test_scripts."""
+"""Scripts that renew the leases of held jobs, and claim the jobs of silent workers; fake and real server."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ async def test_a_claimed_job_has_a_lease_of_its_own(redis: redis_async.Redis) ->
     assert await claim(redis, consumer="w3") == (0, [])
 
 
-async def test_jobs_that_no_worker_has_taken_are_not_claimed(redis: redis_async.Redis) -> None:
+async def test_jobs_that_no_worker_holds_are_not_claimed(redis: redis_async.Redis) -> None:
     await submit(redis, 1)
     assert await claim(redis) == (0, [])
 
 
-async def test_no_more_is_claimed_than_wanted(redis: redis_async.Redis) -> None:
+async def test_a_claim_takes_at_most_the_requested_number_of_jobs(redis: redis_async.Redis) -> None:
     await submit(redis, *range(5))
     entries = await take(redis)
     await fall_silent(redis, *entries, deliveries=1)
@@ -51,8 +51,8 @@ async def test_no_more_is_claimed_than_wanted(redis: redis_async.Redis) -> None:
     assert [entry for entry, _, _ in (await claim(redis, want=10))[1]] == entries[2:]
 
 
-async def test_a_worker_does_not_claim_what_it_is_at_work_on_itself(redis: redis_async.Redis) -> None:
-    """A reply may be lost with which it was given jobs, so not all that are its own by the queue are."""
+async def test_a_worker_does_not_claim_jobs_that_it_computes(redis: redis_async.Redis) -> None:
+    """A reply with jobs may be lost, so the queue may list a worker as the holder of jobs that it never received."""
     await submit(redis, 1, 2, 3)
     first, second, third = await take(redis, "w2")
     await fall_silent(redis, first, second, deliveries=2, consumer="w2")
@@ -73,7 +73,7 @@ async def test_each_claim_counts_as_a_delivery(redis: redis_async.Redis) -> None
         await fall_silent(redis, entry, deliveries=before)
         alone, taken = await claim(redis, most=3)
         seen.append((alone, [deliveries for _, _, deliveries in taken]))
-    # Delivered once; claimed; claimed alone for the third and last delivery; spent, and spent it stays.
+    # Delivered once; claimed; claimed alone for the third and last delivery; then returned with all its deliveries.
     assert seen == [(0, [1]), (1, [2]), (0, [3]), (0, [4])]
 
 
@@ -86,7 +86,7 @@ async def test_for_its_last_delivery_a_job_is_taken_alone(redis: redis_async.Red
     assert await claim(redis) == (0, [(second, b"job-2", 1), (third, b"job-3", 1)])
 
 
-async def test_a_worker_that_holds_jobs_is_told_to_come_back_for_a_suspect(redis: redis_async.Redis) -> None:
+async def test_a_worker_must_hold_no_jobs_to_claim_a_last_delivery(redis: redis_async.Redis) -> None:
     await submit(redis, 1)
     (entry,) = await take(redis)
     await fall_silent(redis, entry, deliveries=2)
@@ -95,7 +95,7 @@ async def test_a_worker_that_holds_jobs_is_told_to_come_back_for_a_suspect(redis
     assert await claim(redis, idle=True) == (1, [(entry, b"job-1", 2)])
 
 
-async def test_a_suspect_behind_others_waits_for_its_own_turn(redis: redis_async.Redis) -> None:
+async def test_a_job_for_its_last_delivery_is_not_claimed_with_other_jobs(redis: redis_async.Redis) -> None:
     await submit(redis, 1, 2, 3)
     first, second, third = await take(redis)
     await fall_silent(redis, first, third, deliveries=1)
@@ -104,7 +104,7 @@ async def test_a_suspect_behind_others_waits_for_its_own_turn(redis: redis_async
     assert await claim(redis) == (1, [(second, b"job-2", 2)])
 
 
-async def test_a_spent_job_is_handed_over_with_its_deliveries_among_others(redis: redis_async.Redis) -> None:
+async def test_a_job_without_deliveries_left_is_returned_among_other_jobs(redis: redis_async.Redis) -> None:
     await submit(redis, 1, 2)
     first, second = await take(redis)
     await fall_silent(redis, first, deliveries=3)
@@ -112,14 +112,14 @@ async def test_a_spent_job_is_handed_over_with_its_deliveries_among_others(redis
     assert await claim(redis, idle=False) == (0, [(first, b"job-1", 3), (second, b"job-2", 1)])
 
 
-async def test_with_a_single_delivery_allowed_a_claimed_job_is_spent(redis: redis_async.Redis) -> None:
+async def test_with_one_permitted_delivery_a_claimed_job_has_none_left(redis: redis_async.Redis) -> None:
     await submit(redis, 1)
     (entry,) = await take(redis)
     await fall_silent(redis, entry, deliveries=1)
     assert await claim(redis, most=1) == (0, [(entry, b"job-1", 1)])
 
 
-async def test_entries_that_were_deleted_are_acknowledged_and_not_handed_over(redis: redis_async.Redis) -> None:
+async def test_deleted_entries_are_acknowledged_and_not_claimed(redis: redis_async.Redis) -> None:
     await submit(redis, 1, 2)
     first, second = await take(redis)
     await fall_silent(redis, first, second, deliveries=1)
@@ -140,7 +140,7 @@ async def test_renewing_keeps_a_lease_and_counts_no_delivery(redis: redis_async.
     assert await pending(redis) == {first: (b"w1", 1), second: (b"w2", 2)}
 
 
-async def test_only_ones_own_jobs_are_renewed(redis: redis_async.Redis) -> None:
+async def test_a_worker_renews_only_its_own_jobs(redis: redis_async.Redis) -> None:
     await submit(redis, 1, 2, 3)
     mine, others, finished = await take(redis)
     await fall_silent(redis, others, deliveries=1, consumer="w2")
@@ -151,7 +151,7 @@ async def test_only_ones_own_jobs_are_renewed(redis: redis_async.Redis) -> None:
     assert await claim(redis, consumer="w3") == (0, [(others, b"job-2", 1)])
 
 
-async def test_a_lane_that_is_gone_keeps_no_other_lease_from_being_renewed(redis: redis_async.Redis) -> None:
+async def test_a_lost_lane_does_not_prevent_other_renewals(redis: redis_async.Redis) -> None:
     await submit(redis, 1)
     (mine,) = await take(redis)
     assert await scripts.RENEW(redis, [JOBS], [GROUP, "w1", b"1-1 w9", mine]) == [b"1-1 w9"]

@@ -1,4 +1,4 @@
-"""The scripts that hand jobs back, queue dead letters again, and leave alone what is another worker's."""
+"""Scripts that release jobs, retry dead letters, and fail only jobs that the worker holds."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ async def release(
     reason: str = "",
     most_reasons: int = 10,
 ) -> tuple[int, bytes]:
-    """One call: how many were handed back, and where the next call begins."""
+    """Release once; returns the number of released jobs, and the first id of the next call."""
     args = [GROUP, consumer, HOUR_MS, at_once, begin, deliveries, reason, LIFETIME_MS, most_reasons, ""]
     count, after = await scripts.RELEASE(redis, [JOBS, MODEL.reasons], args)
     return count, after
@@ -60,7 +60,7 @@ async def retry(redis: redis_async.Redis, entry: bytes, number: int = 1, limit: 
 
 
 async def bury(redis: redis_async.Redis, number: int = 1, reply: bytes = B) -> bytes:
-    """Have a job given up; returns its id among the dead."""
+    """Have a job given up; returns the id of its dead letter."""
     await submit(redis, number, reply=reply)
     entries = await take(redis)
     await finish(redis, (entries[-1], number, FAILURE, True))
@@ -70,7 +70,7 @@ async def bury(redis: redis_async.Redis, number: int = 1, reply: bytes = B) -> b
 # release
 
 
-async def test_what_is_handed_back_can_be_claimed_at_once_and_keeps_its_deliveries(
+async def test_released_jobs_can_be_claimed_at_once_and_keep_their_deliveries(
     redis: redis_async.Redis,
 ) -> None:
     await submit(redis, 1, 2)
@@ -82,7 +82,7 @@ async def test_what_is_handed_back_can_be_claimed_at_once_and_keeps_its_deliveri
     assert await claim(redis) == (1, [(second, b"job-2", 2)])
 
 
-async def test_only_what_a_worker_still_holds_is_handed_back(redis: redis_async.Redis) -> None:
+async def test_a_worker_releases_only_jobs_that_it_still_holds(redis: redis_async.Redis) -> None:
     await submit(redis, 1, 2, 3, 4)
     mine, taken, ended, _ = await take(redis)
     await redis.xclaim(JOBS, GROUP, "w2", 0, [taken])
@@ -95,7 +95,7 @@ async def test_only_what_a_worker_still_holds_is_handed_back(redis: redis_async.
     assert mine in await pending(redis)
 
 
-async def test_many_are_handed_back_in_parts(redis: redis_async.Redis) -> None:
+async def test_many_jobs_are_released_in_parts(redis: redis_async.Redis) -> None:
     await submit(redis, *range(1, 8))
     await take(redis, count=5)
     await take(redis, "w2")
@@ -108,7 +108,7 @@ async def test_many_are_handed_back_in_parts(redis: redis_async.Redis) -> None:
     assert len(claimed) == 5
 
 
-async def test_who_gives_a_job_up_next_finds_the_reason(redis: redis_async.Redis) -> None:
+async def test_the_reason_is_stored_for_the_worker_that_gives_the_job_up(redis: redis_async.Redis) -> None:
     await submit(redis, 1, 2)
     innocent, guilty = await take(redis)
     await fall_silent(redis, guilty, deliveries=3)
@@ -118,7 +118,7 @@ async def test_who_gives_a_job_up_next_finds_the_reason(redis: redis_async.Redis
     assert innocent in await pending(redis)
 
 
-async def test_reasons_are_few(redis: redis_async.Redis) -> None:
+async def test_the_number_of_reasons_is_limited(redis: redis_async.Redis) -> None:
     await submit(redis, *range(1, 8))
     await take(redis)
     await release(redis, deliveries=1, reason="no memory", most_reasons=3)
@@ -132,7 +132,7 @@ async def test_a_worker_that_ends_without_a_reason_writes_none(redis: redis_asyn
     assert not await redis.exists(MODEL.reasons)
 
 
-async def test_nothing_is_handed_back_where_the_queue_was_lost(redis: redis_async.Redis) -> None:
+async def test_no_job_is_released_after_the_server_lost_the_queue(redis: redis_async.Redis) -> None:
     assert await release(redis, consumer="nobody") == (0, b"")
     await redis.delete(JOBS)
     assert await release(redis) == (0, b"")
@@ -142,7 +142,7 @@ async def test_nothing_is_handed_back_where_the_queue_was_lost(redis: redis_asyn
 # finish, by a worker that was silent for long
 
 
-async def test_a_job_that_another_took_over_is_not_failed(redis: redis_async.Redis) -> None:
+async def test_a_job_that_another_worker_claimed_does_not_fail(redis: redis_async.Redis) -> None:
     await submit(redis, 1, 2)
     lost, mine = await take(redis)
     await redis.xclaim(JOBS, GROUP, "w2", 0, [lost])
@@ -153,7 +153,7 @@ async def test_a_job_that_another_took_over_is_not_failed(redis: redis_async.Red
     assert not await redis.exists(DEAD)
 
 
-async def test_a_late_failure_is_no_answer_to_who_asks_again(redis: redis_async.Redis) -> None:
+async def test_a_late_failure_does_not_end_a_new_request(redis: redis_async.Redis) -> None:
     await submit(redis, 1)
     (late,) = await take(redis)
     await redis.xclaim(JOBS, GROUP, "w2", 0, [late])
@@ -164,7 +164,7 @@ async def test_a_late_failure_is_no_answer_to_who_asks_again(redis: redis_async.
     assert B in await registered(redis, 1)
 
 
-async def test_a_late_row_is_welcome(redis: redis_async.Redis) -> None:
+async def test_a_late_row_ends_the_job(redis: redis_async.Redis) -> None:
     await submit(redis, 1)
     (entry,) = await take(redis)
     await redis.xclaim(JOBS, GROUP, "w2", 0, [entry])
@@ -176,7 +176,7 @@ async def test_a_late_row_is_welcome(redis: redis_async.Redis) -> None:
 # retry
 
 
-async def test_a_dead_letter_is_queued_afresh_and_wanted_though_nobody_waits(
+async def test_a_dead_letter_is_queued_again_and_is_wanted_without_clients(
     redis: redis_async.Redis,
 ) -> None:
     letter = await bury(redis)
@@ -191,7 +191,7 @@ async def test_a_dead_letter_is_queued_afresh_and_wanted_though_nobody_waits(
 
 
 @pytest.mark.parametrize("reply", [B, X])
-async def test_a_letter_of_bulk_clients_yields_to_others_again_and_no_other_does(
+async def test_only_a_dead_letter_of_a_bulk_client_yields_when_it_is_retried(
     redis: redis_async.Redis, reply: bytes
 ) -> None:
     await submit(redis, 9)  # One prompt that nothing waits with says nothing of its client.
@@ -212,7 +212,7 @@ async def test_clients_join_and_leave_a_job_that_was_queued_again(redis: redis_a
     assert not await redis.exists("keep", waiting(1))
 
 
-async def test_a_letter_whose_prompt_is_under_way_is_only_dropped(redis: redis_async.Redis) -> None:
+async def test_a_letter_whose_prompt_is_in_flight_is_only_removed(redis: redis_async.Redis) -> None:
     letter = await bury(redis)
     await submit(redis, 1)
     before = await registered(redis, 1)
@@ -223,9 +223,7 @@ async def test_a_letter_whose_prompt_is_under_way_is_only_dropped(redis: redis_a
 
 
 @pytest.mark.parametrize("is_string", [True, False])
-async def test_what_says_nothing_of_clients_keeps_no_letter_from_being_queued(
-    redis: redis_async.Redis, is_string: bool
-) -> None:
+async def test_junk_in_a_waiting_key_does_not_prevent_a_retry(redis: redis_async.Redis, is_string: bool) -> None:
     letter = await bury(redis)
     if is_string:
         await redis.set(waiting(1), b"junk")
@@ -246,7 +244,7 @@ async def test_a_letter_whose_prompt_has_lost_its_job_is_queued(redis: redis_asy
     assert await registered(redis, 1) == {b"job": entry, b"keep": b"", A: b""}
 
 
-async def test_a_full_queue_takes_no_letter(redis: redis_async.Redis) -> None:
+async def test_a_full_queue_refuses_a_retry(redis: redis_async.Redis) -> None:
     letter = await bury(redis)
     await submit(redis, 2, 3)
     assert await retry(redis, letter, limit=2) == "F"
@@ -255,7 +253,7 @@ async def test_a_full_queue_takes_no_letter(redis: redis_async.Redis) -> None:
 
 
 @pytest.mark.parametrize("change", ["gone", "another", "not a job"])
-async def test_a_letter_that_is_not_what_was_seen_is_left(redis: redis_async.Redis, change: str) -> None:
+async def test_a_letter_that_has_changed_stays(redis: redis_async.Redis, change: str) -> None:
     letter = await bury(redis)
     await redis.xdel(DEAD, letter)
     if change != "gone":

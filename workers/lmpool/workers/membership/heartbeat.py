@@ -255,7 +255,8 @@ class Heartbeat:
             # Ended workers stay consumers while their lanes have entries.
             lanes = [keys.lane(worker) for worker in await read_consumers(self.redis, keys)]
             await self.redis.delete(keys.adapters)
-            await scripts.EXPIRE_QUEUE(self.redis, [*keys.queue, *lanes], [_QUEUE_TTL_MS])
+            for key in (*keys.queue, *lanes):
+                await self.redis.pexpire(key, _QUEUE_TTL_MS)  # A worker that returns keeps it (`keep_queue.lua`).
 
     async def _keep_texts(self) -> None:
         """Keep vocabulary and tokenizer in the pool, so that clients need no copies."""

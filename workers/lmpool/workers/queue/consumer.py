@@ -5,18 +5,15 @@ from __future__ import annotations
 import logging
 import math
 import time
-from dataclasses import dataclass
 
-from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
 from lmpool.broker import scripts
 from lmpool.broker.connection import CommandConnection
 from lmpool.broker.scripts import entries_by_stream, read_queue
 from lmpool.errors import ProtocolError, ServerError
-from lmpool.protocol.keys import GROUP, ModelKeys
-from lmpool.workers.metrics.counters import WorkerCounters
-from lmpool.workers.queue.jobs import JobReader, Taken, UnwantedEntries
+from lmpool.protocol.keys import GROUP
+from lmpool.workers.queue.jobs import JobReader, Taken
 
 _log = logging.getLogger("lmpool.worker")
 
@@ -28,40 +25,27 @@ _MIN_PATIENCE_S = 0.25  # Min seconds of this wait, for short steps.
 _MAX_PATIENCE_S = 60.0  # Max seconds of this wait, for long steps.
 
 
-@dataclass(eq=False)
 class Consumer:
     """Reads new jobs of one model. An idle worker also takes jobs from the lanes of others.
 
     Args:
-        redis: a client for rare commands.
-        connection: for blocking reads, used by nothing else.
-        keys: the model's keys.
-        worker_id: id of the worker, and its name in the consumer group.
         reader: reads jobs.
-        unwanted: removes entries that no client waits for.
-        counters: count stolen jobs, and record the length of the queue.
+        connection: for blocking reads, used by nothing else.
 
     Attributes:
         is_alone: no other worker serves the model, as of the last `steal`: there are no other lanes.
     """
 
-    redis: Redis
-    connection: CommandConnection
-    keys: ModelKeys
-    worker_id: str
-    reader: JobReader
-    unwanted: UnwantedEntries
-    counters: WorkerCounters
-
-    def __post_init__(self) -> None:
-        self._lane, self._of_lane = self.keys.lane(self.worker_id), b" " + self.worker_id.encode()
-        self.is_alone = False
+    def __init__(self, reader: JobReader, connection: CommandConnection) -> None:
+        self.reader, self.connection, self.is_alone = reader, connection, False
+        self._redis, self._keys, self._worker_id = reader.redis, reader.keys, reader.worker_id
+        self._lane, self._of_lane = reader.keys.lane(reader.worker_id), b" " + reader.worker_id.encode()
 
     async def ensure_group(self) -> None:
         """Create the shared stream and its group, which begins with the jobs that were queued before."""
         seconds, micros = await self.connection.call(b"TIME")
-        self.counters.clock_ahead_s = int(seconds) + int(micros) / 1e6 - time.time()
-        await self._create_group(self.keys.jobs)
+        self.reader.counters.clock_ahead_s = int(seconds) + int(micros) / 1e6 - time.time()
+        await self._create_group(self._keys.jobs)
         await self.keep_queue()
 
     async def open_lane(self) -> None:
@@ -70,15 +54,15 @@ class Consumer:
 
     async def _create_group(self, stream: bytes) -> None:
         try:
-            await self.redis.xgroup_create(stream, GROUP, id="0", mkstream=True)
+            await self._redis.xgroup_create(stream, GROUP, id="0", mkstream=True)
         except ResponseError as error:
             if not str(error).startswith("BUSYGROUP"):
                 raise
 
     async def keep_queue(self) -> None:
         """Keep the queue from expiring, and replace streams whose ids are ahead of the clock (`keep_queue.lua`)."""
-        for keys in (self.keys.queue, (self._lane,)):
-            dropped = await scripts.KEEP_QUEUE(self.redis, keys, [GROUP, _MAX_AHEAD_MS])
+        for keys in (self._keys.queue, (self._lane,)):
+            dropped = await scripts.KEEP_QUEUE(self._redis, keys, [GROUP, _MAX_AHEAD_MS])
             if dropped >= 0:
                 _log.warning(
                     "the job stream of %r was replaced, because a program added an entry with an id in the future: "
@@ -90,7 +74,7 @@ class Consumer:
     async def measure(self) -> None:
         """Record the length of the queue in the counters."""
         sent_at = time.time()
-        self.counters.note_queue(await read_queue(self.redis, self.keys), sent_at)
+        self.reader.counters.note_queue(await read_queue(self._redis, self._keys), sent_at)
 
     async def take(self, count: int, block_ms: int) -> Taken:
         """Read up to `count` new jobs of each stream that a client waits for; block up to `block_ms` for the first.
@@ -98,10 +82,10 @@ class Consumer:
         Entries that are too large for the connection end it. When their leases have expired, `Leases.claim` checks
         sizes first and takes them and the entries that were sent along with them.
         """
-        command = (b"XREADGROUP", b"GROUP", GROUP, self.worker_id, b"COUNT", count, b"BLOCK", block_ms)
+        command = (b"XREADGROUP", b"GROUP", GROUP, self._worker_id, b"COUNT", count, b"BLOCK", block_ms)
         taken = Taken([], [])
         try:
-            reply = await self.connection.call(*command, b"STREAMS", self._lane, self.keys.jobs, b">", b">")
+            reply = await self.connection.call(*command, b"STREAMS", self._lane, self._keys.jobs, b">", b">")
         except ServerError as error:
             if "NOGROUP" not in str(error):
                 raise
@@ -114,31 +98,28 @@ class Consumer:
             self.connection.hang_up(error)
             raise
         for stream, entries in streams.items():
-            read = self.reader.read_all(entries, self._of_lane if stream == self._lane else b"")
-            wanted = await self.unwanted.still_wanted(read)
+            wanted = await self.reader.read_wanted(entries, self._of_lane if stream == self._lane else b"")
             taken.prompts.extend(wanted.prompts)
             taken.refused.extend(wanted.refused)
         return taken
 
     async def refill(self) -> None:
         """Move jobs from the backlog to the streams. The end of a job usually does so; an idle worker has none."""
-        while await scripts.REFILL(self.redis, [self.keys.jobs], []):
+        while await scripts.REFILL(self._redis, [self._keys.jobs], []):
             pass
 
     async def steal(self, count: int, step_s: float) -> None:
         """Move up to `count` jobs from another worker's lane to this worker's, which has nothing to do.
 
-        Args:
-            count: as above.
-            step_s: seconds of a step here, and so probably there; infinity if unknown.
+        `step_s` is the seconds of a step here, and so probably there; infinity if unknown.
         """
-        patience_s = _MIN_PATIENCE_S if step_s == math.inf else max(_MIN_PATIENCE_S, _PATIENCE_STEPS * step_s)
-        patience_ms = int(1000 * min(_MAX_PATIENCE_S, patience_s))
-        stolen = int(await scripts.STEAL(self.redis, [self.keys.jobs], [self.worker_id, count, patience_ms]))
+        patience_s = _PATIENCE_STEPS * step_s if step_s < math.inf else _MIN_PATIENCE_S
+        patience_ms = int(1000 * min(_MAX_PATIENCE_S, max(_MIN_PATIENCE_S, patience_s)))
+        stolen = int(await scripts.STEAL(self._redis, [self._keys.jobs], [self._worker_id, count, patience_ms]))
         self.is_alone = stolen < 0
-        self.counters.stolen += max(0, stolen)
+        self.reader.counters.stolen += max(0, stolen)
 
     async def close_lane(self) -> None:
         """Give the entries in this worker's lane that were not taken to others; none is added from now on."""
-        while await scripts.CLOSE_LANE(self.redis, [self.keys.jobs], [self.worker_id]):
+        while await scripts.CLOSE_LANE(self._redis, [self._keys.jobs], [self._worker_id]):
             pass

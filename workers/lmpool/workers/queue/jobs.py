@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from redis.asyncio import Redis
@@ -13,29 +12,11 @@ from redis.exceptions import RedisError
 from lmpool.broker import scripts
 from lmpool.broker.scripts import Entries, Fields
 from lmpool.errors import InvalidPrompt, ModelMismatch, PromptTooLong, ProtocolError, SourceMissing, UnknownAdapter
+from lmpool.protocol import keys as key_names
+from lmpool.protocol import query as queries
 from lmpool.protocol.adapter import is_qualified
 from lmpool.protocol.job import Failure, Job, check_encoded, decode_ids, digest_of, query_digest, unpack_job
-from lmpool.protocol.keys import (
-    BULK,
-    HOME_FIELD,
-    JOB_FIELD,
-    LIFETIME_FIELD,
-    PRIORITY_FIELD,
-    SINCE_FIELD,
-    ModelKeys,
-)
 from lmpool.protocol.model_info import ModelInfo
-from lmpool.protocol.query import (
-    MAX_ANSWER,
-    FreshQuery,
-    GenerateQuery,
-    HeadQuery,
-    PositionsQuery,
-    Query,
-    TopQuery,
-    TrieQuery,
-    unpack_query,
-)
 from lmpool.protocol.row import width_of
 from lmpool.settings import shown
 from lmpool.workers.execution.in_flight import InFlightPrompt, StreamEntry
@@ -52,12 +33,7 @@ _INFINITE_MS = 10**_MAX_MS_DIGITS
 
 
 class Taken(NamedTuple):
-    """The jobs of some stream entries.
-
-    Attributes:
-        prompts: prompts to compute, each with one entry.
-        refused: entries that this worker cannot serve, each with its failure.
-    """
+    """The jobs of some stream entries: prompts to compute, and entries that this worker cannot serve."""
 
     prompts: list[InFlightPrompt]
     refused: list[StreamEntry]
@@ -67,36 +43,42 @@ class Taken(NamedTuple):
 
 
 class JobReader:
-    """Reads and checks the jobs of one model, for all backends alike.
+    """Reads and checks the jobs of one model, and removes jobs that no client waits for.
 
     Args:
+        redis: a client for rare commands.
+        keys: the model's keys.
         info: the model's info.
-        worker_id: id of the worker.
-        counters: record queueing times and the prompts whose home this worker is.
+        worker_id: id of the worker, and its name in the consumer group.
+        counters: record queueing times and the prompts whose home this worker is, and know the server's clock.
         traces: starts the traces of jobs; None without tracing.
     """
 
     def __init__(
-        self, info: ModelInfo, worker_id: str, counters: WorkerCounters, traces: JobTraces | None = None
+        self,
+        redis: Redis,
+        keys: key_names.ModelKeys,
+        info: ModelInfo,
+        worker_id: str,
+        counters: WorkerCounters,
+        traces: JobTraces | None = None,
     ) -> None:
-        self.info = info
-        self._fingerprint, self._is_trie = info.fingerprint, info.is_trie
-        self._worker_id = worker_id.encode()
-        self._counters = counters
+        self.redis, self.keys, self.info, self.worker_id, self.counters = redis, keys, info, worker_id, counters
+        self.fingerprint, self._home, self._is_trie = info.fingerprint, worker_id.encode(), info.is_trie
         self._traces = traces
 
-    def read_all(self, entries: Entries, of_lane: bytes = b"") -> Taken:
-        """Read the entries of one stream; `of_lane` is appended to the ids of a lane's entries."""
-        taken, counters = Taken([], []), self._counters
-        jobs = [_decode(fields.pop(JOB_FIELD, b"")) for _, fields in entries]
+    async def read_wanted(self, entries: Entries, of_lane: bytes = b"") -> Taken:
+        """Read the entries of one stream that a client waits for; `of_lane` is appended to the ids of entries."""
+        taken, counters = Taken([], []), self.counters
+        jobs = [_decode(fields.pop(key_names.JOB_FIELD, b"")) for _, fields in entries]
         are_valid = self._are_valid([job.ids for job in jobs if isinstance(job, Job)])
         for (entry_id, fields), job in zip(entries, jobs, strict=True):
             self._add(taken, entry_id + of_lane, job, fields, is_valid=are_valid)
-            if SINCE_FIELD in fields and _milliseconds(since := fields[SINCE_FIELD]) < _INFINITE_MS:
+            if key_names.SINCE_FIELD in fields and _milliseconds(since := fields[key_names.SINCE_FIELD]) < _INFINITE_MS:
                 counters.queued_ms[entry_id + of_lane] = since
-            if HOME_FIELD in fields:
-                counters.homed += fields[HOME_FIELD] == self._worker_id
-        return taken
+            if key_names.HOME_FIELD in fields:
+                counters.homed += fields[key_names.HOME_FIELD] == self._home
+        return await self.still_wanted(taken)
 
     def read(self, taken: Taken, entry_id: bytes, data: bytes, fields: Fields) -> StreamEntry:
         """Read one entry into `taken`; return it."""
@@ -112,80 +94,60 @@ class JobReader:
     def _add(
         self, taken: Taken, entry_id: bytes, job: Job | ProtocolError, fields: Fields, *, is_valid: bool = False
     ) -> StreamEntry:
-        """Add a job to `taken`, as a prompt or refused.
-
-        Args:
-            taken: as above.
-            entry_id: id of the entry.
-            job: the decoded job, or why it does not decode.
-            fields: the other fields of the entry.
-            is_valid: the prompt is known to be within the limits of the model.
-        """
+        """Add a job, or why it does not decode, to `taken`; `is_valid`: its prompt is within the model's limits."""
         if isinstance(job, ProtocolError):
             taken.refused.append(entry := dead_entry(entry_id, _UNKNOWN_DIGEST, job))
             return entry
-        digest, is_bulk = digest_of(job.ids, job.adapter), fields.get(PRIORITY_FIELD) == BULK
+        digest, is_bulk = digest_of(job.ids, job.adapter), fields.get(key_names.PRIORITY_FIELD) == key_names.BULK
         entry = StreamEntry(entry_id, digest, job.overwrite, fields=fields, host=job.host)
         if self._traces is not None:
-            entry.trace = self._traces.taken(job, _since_ms(entry) - 1000 * self._counters.clock_ahead_s)
-        if is_valid and not (job.query or job.adapter or self._is_trie) and job.fingerprint == self._fingerprint:
+            entry.trace = self._traces.taken(job, _since_ms(entry) - 1000 * self.counters.clock_ahead_s)
+        if is_valid and not (job.query or job.adapter or self._is_trie) and job.fingerprint == self.fingerprint:
             taken.prompts.append(InFlightPrompt(digest, job.ids, bulk=is_bulk, entries={entry_id: entry}))
             return entry
         if job.query:
             entry.digest = query_digest(digest, job.query)
         try:
-            query = unpack_query(job.query) if job.query else None
-            entry.failure = refusal(job, query, self.info)
+            query = queries.unpack_query(job.query) if job.query else None
         except ProtocolError as error:
-            entry.failure, entry.is_dead = _failure(error), True
+            entry.failure, entry.is_dead, query = _failure(error), True, None
+        else:
+            entry.failure = refusal(job, query, self.info)
         if entry.failure is not None:
             taken.refused.append(entry)
             return entry
         prompt = InFlightPrompt(digest, job.ids, job.adapter, bulk=is_bulk, entries={entry_id: entry})
-        taken.prompts.append(prompt)
-        self._set_query(prompt, entry, query)
-        return entry
-
-    def _set_query(self, prompt: InFlightPrompt, entry: StreamEntry, query: Query | None) -> None:
-        """Have the backend answer the query, or note that it is answered from the row."""
         prompt.has_query = query is not None
+        taken.prompts.append(prompt)
+        # The backend answers these queries. A trie worker answers its queries itself; others are answered from the row.
         match query:
-            case PositionsQuery():
+            case queries.PositionsQuery():
                 prompt.positions = query
-            case GenerateQuery():
+            case queries.GenerateQuery():
                 prompt.generate = query
-            case HeadQuery():
+            case queries.HeadQuery():
                 prompt.head, prompt.adapter = query, ""
-            case FreshQuery():
+            case queries.FreshQuery():
                 prompt.fresh = True
             case _:
                 entry.query = query
-                # A trie worker computes the answer itself; other workers compute the row for it.
                 if not self._is_trie:
-                    return
+                    return entry
         prompt.digest = entry.digest
+        return entry
 
+    async def still_wanted(self, taken: Taken) -> Taken:
+        """Leave out prompts of one stream that no client waits for. New entries are not checked."""
+        before = (time.time() + self.counters.clock_ahead_s - STALE_S) * 1000
+        entries = [entry for prompt in taken.prompts for entry in prompt.entries.values()]
+        # Entries are in the order of their ages.
+        if not entries or _added_ms(entries[0].id) >= before:
+            return taken
+        removed = await self.remove_unwanted([entry for entry in entries if _added_ms(entry.id) < before])
+        return taken._replace(prompts=[prompt for prompt in taken.prompts if removed.isdisjoint(prompt.entries)])
 
-@dataclass(eq=False)
-class UnwantedEntries:
-    """Finds entries that no client waits for, and removes them from the queue.
-
-    Args:
-        redis: a client for rare commands.
-        keys: the model's keys.
-        counters: know the queueing times of entries, and the server's clock.
-    """
-
-    redis: Redis
-    keys: ModelKeys
-    counters: WorkerCounters
-
-    async def remove(self, entries: Sequence[StreamEntry]) -> set[bytes]:
-        """Remove the entries that no client waits for; none while the server cannot be used.
-
-        Returns:
-            the ids of the removed entries.
-        """
+    async def remove_unwanted(self, entries: Sequence[StreamEntry]) -> set[bytes]:
+        """Remove the entries that no client waits for, none while the server cannot be used; return their ids."""
         removed: set[bytes] = set()
         for at in range(0, len(entries), scripts.MAX_AT_ONCE):
             part = entries[at : at + scripts.MAX_AT_ONCE]
@@ -200,20 +162,14 @@ class UnwantedEntries:
             self.counters.queued_ms.pop(entry_id, None)
         return removed
 
-    async def still_wanted(self, taken: Taken) -> Taken:
-        """Leave out prompts of one stream that no client waits for. New entries are not checked."""
-        before = (time.time() + self.counters.clock_ahead_s - STALE_S) * 1000
-        entries = [entry for prompt in taken.prompts for entry in prompt.entries.values()]
-        # Entries are in the order of their ages.
-        if not entries or _added_ms(entries[0].id) >= before:
-            return taken
-        removed = await self.remove([entry for entry in entries if _added_ms(entry.id) < before])
-        return taken._replace(prompts=[prompt for prompt in taken.prompts if removed.isdisjoint(prompt.entries)])
-
 
 def dead_entry(entry_id: bytes, digest: bytes, error: Exception) -> StreamEntry:
     """An entry that no worker can serve."""
     return StreamEntry(entry_id, digest, failure=_failure(error), is_dead=True)
+
+
+def _failure(error: Exception) -> Failure:
+    return Failure(type(error).__name__, str(error))
 
 
 def _decode(data: bytes) -> Job | ProtocolError:
@@ -226,64 +182,53 @@ def _decode(data: bytes) -> Job | ProtocolError:
 # Refusals: a client that knows the model's info sends no such job.
 
 
-def refusal(job: Job, query: Query | None, info: ModelInfo) -> Failure | None:
+def refusal(job: Job, query: queries.Query | None, info: ModelInfo) -> Failure | None:
     """Why a worker of this model cannot do a job; None if it can."""
     try:
-        _check_prompt(job, info)
+        if job.fingerprint != info.fingerprint:
+            raise ModelMismatch(
+                f"the model {info.name!r} has changed: its fingerprint is {info.fingerprint}, not {job.fingerprint}"
+            )
+        if not info.is_trie:
+            check_encoded(job.ids, vocab_size=info.vocab_size, max_tokens=info.max_prompt_tokens)
+            # Whether this worker has the adapter is checked when the backend computes the prompt.
+            if job.adapter and not is_qualified(job.adapter):
+                raise UnknownAdapter(
+                    f"{shown(job.adapter)} is not the name of an adapter: a job names it as name@revision"
+                )
         _check_query(query, len(job.ids) // 4, info)
     except (InvalidPrompt, ModelMismatch, ProtocolError, SourceMissing, UnknownAdapter) as error:
         return _failure(error)
     return None
 
 
-def _failure(error: Exception) -> Failure:
-    return Failure(type(error).__name__, str(error))
-
-
-def _check_prompt(job: Job, info: ModelInfo) -> None:
-    if job.fingerprint != info.fingerprint:
-        raise ModelMismatch(
-            f"the model {info.name!r} has changed: its fingerprint is {info.fingerprint}, not {job.fingerprint}"
-        )
-    if info.is_trie:
-        return
-    check_encoded(job.ids, vocab_size=info.vocab_size, max_tokens=info.max_prompt_tokens)
-    # Whether this worker has the adapter is checked when the backend computes the prompt.
-    if job.adapter and not is_qualified(job.adapter):
-        raise UnknownAdapter(f"{shown(job.adapter)} is not the name of an adapter: a job names it as name@revision")
-
-
-def _check_query(query: Query | None, length: int, info: ModelInfo) -> None:
-    if info.is_trie:
-        if not isinstance(query, TrieQuery):
-            wanted = "a row" if query is None else "something other than values of a trie"
-            raise ProtocolError(f"a trie worker received a request for {wanted}")
-        return
+def _check_query(query: queries.Query | None, length: int, info: ModelInfo) -> None:
     match query:
-        case TopQuery() if query.k > info.vocab_size:
+        case _ if info.is_trie:
+            if not isinstance(query, queries.TrieQuery):
+                wanted = "a row" if query is None else "something other than values of a trie"
+                raise ProtocolError(f"a trie worker received a request for {wanted}")
+        case queries.TopQuery() if query.k > info.vocab_size:
             raise ProtocolError(f"k is {query.k}, and a row has {info.vocab_size} entries")
-        case GenerateQuery() if length + query.most - 1 > info.max_prompt_tokens:
+        case queries.GenerateQuery() if length + query.most - 1 > info.max_prompt_tokens:
             raise PromptTooLong(
                 f"{query.most} tokens after a prompt of {length} tokens: the model accepts at most "
                 f"{info.max_prompt_tokens} in all"
             )
-        case HeadQuery():
-            _check_head(query, info)
-        case PositionsQuery():
+        case queries.HeadQuery():
+            if not info.hidden:
+                raise SourceMissing("this worker does not return the model's head")
+            is_inside = query.part != "weights" or (query.count > 0 and query.first + query.count <= info.vocab_size)
+            if not is_inside or query.count * width_of(info.hidden, info.dtype) > queries.MAX_ANSWER:
+                raise ProtocolError(
+                    f"{query.count} rows of the head from {query.first} on: "
+                    f"it has {info.vocab_size}, or they are too many"
+                )
+        case queries.PositionsQuery():
             _check_positions(query, length, info)
 
 
-def _check_head(query: HeadQuery, info: ModelInfo) -> None:
-    if not info.hidden:
-        raise SourceMissing("this worker does not return the model's head")
-    is_inside = query.part != "weights" or (query.count > 0 and query.first + query.count <= info.vocab_size)
-    if not is_inside or query.count * width_of(info.hidden, info.dtype) > MAX_ANSWER:
-        raise ProtocolError(
-            f"{query.count} rows of the head from {query.first} on: it has {info.vocab_size}, or they are too many"
-        )
-
-
-def _check_positions(query: PositionsQuery, length: int, info: ModelInfo) -> None:
+def _check_positions(query: queries.PositionsQuery, length: int, info: ModelInfo) -> None:
     if not info.positions:
         raise SourceMissing("this worker does not answer for several positions: request the rows of all prefixes")
     if query.values == "hidden" and (not info.hidden or query.size != width_of(info.hidden, info.dtype)):
@@ -313,10 +258,11 @@ def _added_ms(entry_id: bytes) -> int:
 
 def _since_ms(entry: StreamEntry) -> int:
     """When a job was queued, which may have been in the backlog."""
-    return _milliseconds(entry.fields[SINCE_FIELD]) if SINCE_FIELD in entry.fields else _added_ms(entry.id)
+    since = entry.fields.get(key_names.SINCE_FIELD)
+    return _added_ms(entry.id) if since is None else _milliseconds(since)
 
 
 def _until_ms(entry: StreamEntry) -> int:
     """Until when a client waits for a job; infinite if the entry does not say."""
     # The digest follows the lifetime in entries that may go back to the backlog.
-    return _since_ms(entry) + _milliseconds(entry.fields.get(LIFETIME_FIELD, b"").partition(b" ")[0])
+    return _since_ms(entry) + _milliseconds(entry.fields.get(key_names.LIFETIME_FIELD, b"").partition(b" ")[0])

@@ -7,7 +7,6 @@ import logging
 import math
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, TypeVar
 
@@ -19,15 +18,14 @@ from lmpool.broker.replies import sentence
 from lmpool.broker.server import Server
 from lmpool.errors import LMPoolError, ProtocolError, ServerError
 from lmpool.protocol.job import Failure
-from lmpool.protocol.keys import GROUP, REPLY_CAP, REPLY_TTL_MS, ModelKeys
+from lmpool.protocol.keys import GROUP, REPLY_CAP, REPLY_TTL_MS
 from lmpool.protocol.row import Block, RowBlock
 from lmpool.rows.cache import RowCache
 from lmpool.rows.segment import SegmentWriter
 from lmpool.rows.shared_memory import NOT_SHARED, Shared, place_of
 from lmpool.settings import shown
 from lmpool.workers.execution.in_flight import EntriesByDigest, StreamEntry
-from lmpool.workers.metrics.counters import WorkerCounters
-from lmpool.workers.queue.jobs import UnwantedEntries
+from lmpool.workers.queue.jobs import JobReader
 
 T = TypeVar("T")
 
@@ -60,29 +58,19 @@ class Carried(NamedTuple):
 _NOTHING = Carried({})
 
 
-@dataclass(eq=False)
 class Publisher:
     """Publishes for one model.
 
     Args:
         server: explains errors.
         rows: the cache.
-        keys: the model's keys.
-        fingerprint: the model's fingerprint, sent to clients with each digest.
-        worker_id: name of the consumer that holds the entries.
-        unwanted: removes entries that no client waits for.
-        counters: count what is published.
         segment: shared memory for clients on this host.
+        reader: reads the jobs of the model, and removes those that no client waits for.
     """
 
-    server: Server
-    rows: RowCache
-    keys: ModelKeys
-    fingerprint: str
-    worker_id: str
-    unwanted: UnwantedEntries
-    counters: WorkerCounters
-    segment: SegmentWriter
+    def __init__(self, server: Server, rows: RowCache, segment: SegmentWriter, reader: JobReader) -> None:
+        self.server, self.rows, self.segment, self.reader = server, rows, segment, reader
+        self.keys, self.counters = reader.keys, reader.counters
 
     async def publish(self, block: Block, entries: EntriesByDigest, overwrite: Collection[bytes]) -> None:
         """Store a block and end the entries that wait for it; retry until the server accepts it.
@@ -132,7 +120,11 @@ class Publisher:
             _, (refused, left, elsewhere) = await asyncio.gather(self._drop_references(stale), storing)
         else:
             refused, left, elsewhere = await storing
-        self._count(block, ending, [*left, *elsewhere], began)
+        still = {entry.id for entry in (*left, *elsewhere)}
+        ended = [entry.id for entry in ending if entry.id not in still]
+        if ended or not still:
+            outcome = "row" if isinstance(block, RowBlock) else "answer"
+            self.counters.published(outcome, ended, time.monotonic() - began)
         if elsewhere:
             left += await self._store_whole(block, elsewhere, began)
         if refused:
@@ -174,7 +166,14 @@ class Publisher:
             self.counters.evicted += len(gone)
             _log.warning("the server evicted %d rows as soon as they were stored: give it more memory", len(gone))
             if fruitless == _MAX_FRUITLESS_TRIES:
-                failure = Failure(ServerError.__name__, _evicted_text(block))
+                # Memory for the stored block, and for the one that clients fetch.
+                more = max(1, math.ceil(2 * block.nbytes / 1e6))
+                text = (
+                    f"the server has evicted the row as soon as it was stored, {fruitless} times: its memory is full. "
+                    f"{len(block.digests)} rows that are stored together take {block.nbytes / 1e6:.1f} MB: give the "
+                    f"server at least {more} MB more (maxmemory), or start the worker with a smaller --max-batch"
+                )
+                failure = Failure(ServerError.__name__, text)
                 await self.fail([entry.failing(failure) for digest in missing for entry in entries[digest]])
                 return
             await asyncio.sleep(next(waits))
@@ -191,18 +190,9 @@ class Publisher:
 
     async def still_wanted(self, entries: EntriesByDigest) -> EntriesByDigest:
         """The entries that a client waits for; remove the others from the queue."""
-        removed = await self.unwanted.remove([entry for waiting in entries.values() for entry in waiting])
+        removed = await self.reader.remove_unwanted([entry for waiting in entries.values() for entry in waiting])
         left = {digest: [entry for entry in waiting if entry.id not in removed] for digest, waiting in entries.items()}
         return {digest: waiting for digest, waiting in left.items() if waiting}
-
-    def _count(self, block: Block, ending: Sequence[StreamEntry], left: Sequence[StreamEntry], began: float) -> None:
-        outcome = "row" if isinstance(block, RowBlock) else "answer"
-        ended = [entry.id for entry in ending]
-        if left:
-            still = {entry.id for entry in left}
-            ended = [entry_id for entry_id in ended if entry_id not in still]
-        if ended or not left:
-            self.counters.published(outcome, ended, time.monotonic() - began)
 
     async def _attempt(
         self, block: Block, entries: Sequence[StreamEntry], overwrite: Collection[bytes], shared: Shared
@@ -277,8 +267,10 @@ class Publisher:
             if self.rows.is_seen:
                 keys += self.rows.keys_of(entry.digest for entry in part)
             mark_ms = 0 if self.rows.is_seen else _MARK_MS
-            args: list[bytes | str | int] = [GROUP, self.fingerprint, REPLY_CAP, REPLY_TTL_MS, _DEAD_CAP]
-            args += (self.worker_id, mark_ms, len(part), carried.host, carried.store_ms)
+            args: list[bytes | str | int] = [
+                GROUP, self.reader.fingerprint, REPLY_CAP, REPLY_TTL_MS, _DEAD_CAP, self.reader.worker_id, mark_ms,
+                len(part), carried.host, carried.store_ms,
+            ]  # fmt: skip
             args += [entry.id for entry in part]
             if carried.parts:
                 values = [carried.parts[entry.digest] for entry in part]
@@ -308,14 +300,3 @@ class Publisher:
                 self.counters.server_errors += 1
                 _log.warning("will try again: %s", self.server.explain(error))
                 await asyncio.sleep(next(waits))
-
-
-def _evicted_text(block: Block) -> str:
-    """Why entries fail whose rows the server evicts, and the remedy."""
-    # Memory for the stored block, and for the one that clients fetch.
-    more = max(1, math.ceil(2 * block.nbytes / 1e6))
-    return (
-        f"the server has evicted the row as soon as it was stored, {_MAX_FRUITLESS_TRIES} times: its memory is full. "
-        f"{len(block.digests)} rows that are stored together take {block.nbytes / 1e6:.1f} MB: give the server at "
-        f"least {more} MB more (maxmemory), or start the worker with a smaller --max-batch"
-    )

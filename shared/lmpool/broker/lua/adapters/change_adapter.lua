@@ -9,7 +9,7 @@
 
 -- include time
 
-local adapters, name, adapter = KEYS[1], ARGV[2], ARGV[3]
+local adapters, name, adapter, is_new = KEYS[1], ARGV[2], ARGV[3], ARGV[5] == 'new'
 local before = redis.call('HGET', adapters, name)
 local version = tonumber(redis.call('HGET', adapters, '@')) or 0
 if redis.call('HGET', adapters, '') ~= ARGV[1] then
@@ -20,7 +20,6 @@ if redis.call('HGET', adapters, '') ~= ARGV[1] then
   redis.call('HSET', adapters, '', ARGV[1])
   before = false
 end
-local is_new = ARGV[5] == 'new'
 if before then
   local written, old = string.match(before, '^(%d+) (.*)$')
   if is_new or old == adapter then
@@ -31,11 +30,8 @@ elseif adapter == '' then
 elseif redis.call('HLEN', adapters) - 2 >= tonumber(ARGV[4]) then
   return {-1, -1}
 end
-version = version + 1
-if not is_new then
-  -- A change that is made again after a failover has lost it counts as later than the lost one.
-  version = math.max(version, now_ms())
-end
+-- A change that is made again after a failover has lost it counts as later than the lost one.
+version = math.max(version + 1, is_new and 0 or now_ms())
 redis.call('HSET', adapters, '@', string.format('%.0f', version))
 if adapter == '' then
   redis.call('HDEL', adapters, name)

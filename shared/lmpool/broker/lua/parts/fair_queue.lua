@@ -4,27 +4,20 @@
 
 -- include moving
 
--- Max jobs and bytes that move back when a client that asked alone has to give way: a little more than it may have (submit.lua).
-local MAX_BACK, MAX_BYTES_BACK = 1300, 1300 * 2048
--- How long no bulk client counts as alone after one gave way, in ms: as long as workers expect interactive prompts (QUIET_S).
-local GAVE_WAY_MS = 60000
--- Values of sole_client: a client had to give way recently; the server has lost the name.
-local GAVE_WAY, UNKNOWN = '', '?'
--- Max bytes of the jobs that one call moves up.
-local MAX_MOVED_BYTES = 524288
--- First virtual start times of continuations and of bulk prompts. Rows stay below both, and Lua writes 14 digits exactly.
-local CONTINUED_TIME, BULK_TIME, ROWS = 1e11, 1e12, ''
-local FIRST_START = {[ROWS] = 0, [CONTINUED] = CONTINUED_TIME, [BULK] = BULK_TIME}
-local FROM = {[ROWS] = '-inf', [CONTINUED] = CONTINUED_TIME, [BULK] = BULK_TIME}
-local TO = {[ROWS] = '(' .. CONTINUED_TIME, [CONTINUED] = '(' .. BULK_TIME, [BULK] = '+inf'}
--- Of every TURNS jobs that end, one is followed by a job of each kind that yields, however full the streams are.
-local TURNS = 16
+-- Max jobs and bytes that move back when a client that asked alone has to give way: a little more than it may have (submit.lua). Max
+-- bytes of the jobs that one call moves up.
+local MAX_BACK, MAX_BYTES_BACK, MAX_MOVED_BYTES = 1300, 1300 * 2048, 524288
+-- Values of sole_client: a client had to give way recently; the server has lost the name. How long no bulk client counts as alone
+-- after one gave way, in ms: as long as workers expect interactive prompts (QUIET_S).
+local GAVE_WAY, UNKNOWN, GAVE_WAY_MS = '', '?', 60000
+-- First virtual start time of each kind, and the end of its range. Lua writes 14 digits exactly.
+local FROM = {[ROWS] = -math.huge, [CONTINUED] = 1e11, [BULK] = 1e12}
+local TO = {[ROWS] = '(' .. FROM[CONTINUED], [CONTINUED] = '(' .. FROM[BULK], [BULK] = '+inf'}
+-- Of every TURNS jobs that end, one is followed by a job of each kind that yields, however full the streams are. Max jobs that must end
+-- before the next turn: those for a continuation of 8,192 tokens.
+local TURNS, MAX_OWED = 16, 8192 * 16
 -- Members of "virtual_time": jobs that count towards the next turn; suffix of reply keys for continuations. See keys.py.
 local OWED, TOKENS = {[CONTINUED] = 'owed:continued', [BULK] = 'owed'}, ':tokens'
--- Max jobs that must end before the next turn: those for a continuation of 8,192 tokens.
-local MAX_OWED = 8192 * TURNS
--- Max bytes of a stored job whose cost is read when it is cancelled.
-local MAX_COST_READ = 65536
 local backlog_jobs, virtual_time = base .. ':backlog:jobs', base .. ':virtual_time'
 
 -- The reply of a command that counts at a key; a value of another type is removed.
@@ -46,17 +39,12 @@ end
 -- The virtual time of a kind: the start time of the prompt that moved up last.
 local function virtual_now(kind)
   count_at('ZCARD', virtual_time)
-  return math.max(FIRST_START[kind or ROWS], start_of(kind or ROWS))
+  return math.max(FROM[kind or ROWS], start_of(kind or ROWS))
 end
 
 -- How many prompts of a kind the backlog has.
 local function count_of(kind)
   return redis.call('ZCOUNT', backlog, FROM[kind], TO[kind])
-end
-
--- The member of "virtual_time" with the start time of a client's last prompt of a kind.
-local function member_of(client, kind)
-  return kind == CONTINUED and client .. TOKENS or client
 end
 
 -- Add to the backlog: start times and digests in turns, and digests and stored jobs in turns.
@@ -76,6 +64,15 @@ local function read_stored(stored)
   return string.match(stored or '', '^(%d+),?(%d*) (%d+) (%S*) ()')
 end
 
+-- If no client has anything in the backlog, virtual time can start again. Returns whether that is so.
+local function is_backlog_empty()
+  local is_empty = redis.call('EXISTS', backlog) == 0
+  if is_empty then
+    redis.call('UNLINK', virtual_time, backlog_jobs)
+  end
+  return is_empty
+end
+
 -- Have the client that asked alone give way: move the last `excess` jobs of the streams back to the backlog, as many of each lane,
 -- with the client's first start times. Only its kind moves, rows or bulk prompts; both if the server has lost its name.
 local function give_way(excess, sole)
@@ -84,25 +81,20 @@ local function give_way(excess, sole)
   local start = {[ROWS] = virtual_now(), [BULK] = virtual_now(BULK)}
   local order, stored, seen, most = {}, {}, 0, math.min(excess, MAX_BACK)
   bytes_left = MAX_BYTES_BACK
-  local function can_move(job)
-    if not job.digest or job.kind == CONTINUED or client ~= UNKNOWN and job.kind ~= kind then
-      return false
-    end
-    -- A bulk prompt that an interactive client has joined must not wait among bulk prompts.
-    return not job.kind or is_bulk_client((select(2, read_waiting(waiting_for .. job.digest))))
-  end
   local function move_back(worker, count)
-    local moved = {}
+    local entries = {}
     for _, job in ipairs(find_to_move(worker, count, true)) do
-      if can_move(job) then
-        moved[#moved + 1] = job
+      local can_move = job.digest and job.kind ~= CONTINUED and (client == UNKNOWN or job.kind == kind)
+      -- A bulk prompt that an interactive client has joined must not wait among bulk prompts.
+      if can_move and (not job.kind or is_bulk_client((select(2, read_waiting(waiting_for .. job.digest))))) then
+        entries[#entries + 1] = job.entry
         order[#order + 1], order[#order + 2] = start[job.kind or ROWS] + excess - seen, job.digest
         stored[#stored + 1], stored[#stored + 2] = job.digest, to_store(job.since, job.lifetime, job.home, job.job)
         place(waiting_for .. job.digest, LATER, job.lifetime)
       end
       seen = seen + 1
     end
-    remove_moved(worker, moved)
+    remove_entries(entries)
   end
   move_back(nil, most)
   local workers = longest_lanes()
@@ -131,53 +123,43 @@ local function is_queued(job, waiting)
   return #redis.pcall('XRANGE', stream, id, id) > 0
 end
 
--- Take a prompt out of the backlog. `client` most likely queued it, and gets its turn back.
+-- Take a prompt out of the backlog. `client` most likely queued it, and gets its turn back. Returns whether it was there.
 local function drop_later(digest, client)
-  local start, cost = tonumber(redis.call('ZSCORE', backlog, digest)), nil
+  local start = tonumber(redis.call('ZSCORE', backlog, digest))
   if not start then
-    return
+    return false
   end
+  local _, cost = read_stored(start >= FROM[CONTINUED] and redis.call('HGET', backlog_jobs, digest))
   redis.call('ZREM', backlog, digest)
-  local is_continued = start >= CONTINUED_TIME and start < BULK_TIME
-  if start >= CONTINUED_TIME and redis.call('HSTRLEN', backlog_jobs, digest) <= MAX_COST_READ then
-    cost = select(2, read_stored(redis.call('HGET', backlog_jobs, digest)))
-  end
   redis.call('HDEL', backlog_jobs, digest)
-  client = member_of(client, is_continued and CONTINUED or nil)
+  client = client .. (start >= FROM[CONTINUED] and start < FROM[BULK] and TOKENS or '')
   if count_at('ZCARD', virtual_time) > 0 and redis.call('ZSCORE', virtual_time, client) then
     redis.call('ZINCRBY', virtual_time, -(tonumber(cost) or 1), client)
   end
-end
-
--- Take the first prompts of a kind out of the backlog: at most `count`, and one or as many as the budget has bytes for.
-local function pop(kind, count, budget)
-  local digests = {}
-  for _, digest in ipairs(redis.call('ZRANGEBYSCORE', backlog, FROM[kind], TO[kind], 'LIMIT', 0, count)) do
-    budget.bytes = budget.bytes - redis.call('HSTRLEN', backlog_jobs, digest)
-    if #digests > 0 and budget.bytes < 0 then
-      break
-    end
-    digests[#digests + 1] = digest
-  end
-  if #digests == 0 then
-    return digests, {}
-  end
-  budget.count = budget.count - #digests
-  redis.call('ZADD', virtual_time, redis.call('ZSCORE', backlog, digests[#digests]), kind)
-  local stored = redis.call('HMGET', backlog_jobs, unpack(digests))
-  redis.call('HDEL', backlog_jobs, unpack(digests))
-  redis.call('ZREM', backlog, unpack(digests))
-  return digests, stored
+  return true
 end
 
 -- Move up to `free` prompts of a kind to the streams, and drop abandoned ones. Returns the tokens beyond one each that they generate.
 local function move_kind(kind, free, budget)
   local added, tokens, now = 0, 0, now_ms()
   while added < free and budget.count > 0 and budget.bytes > 0 do
-    local digests, stored = pop(kind, math.min(free - added, budget.count), budget)
+    -- Take out the first prompts: one, or as many as the budget has bytes for.
+    local digests, count = {}, math.min(free - added, budget.count)
+    for _, digest in ipairs(redis.call('ZRANGEBYSCORE', backlog, FROM[kind], TO[kind], 'LIMIT', 0, count)) do
+      budget.bytes = budget.bytes - redis.call('HSTRLEN', backlog_jobs, digest)
+      if #digests > 0 and budget.bytes < 0 then
+        break
+      end
+      digests[#digests + 1] = digest
+    end
     if #digests == 0 then
       break
     end
+    budget.count = budget.count - #digests
+    redis.call('ZADD', virtual_time, redis.call('ZSCORE', backlog, digests[#digests]), kind)
+    local stored = redis.call('HMGET', backlog_jobs, unpack(digests))
+    redis.call('HDEL', backlog_jobs, unpack(digests))
+    redis.call('ZREM', backlog, unpack(digests))
     for i, digest in ipairs(digests) do
       local waiting = waiting_for .. digest
       local since, cost, lifetime, home, at = read_stored(stored[i])
@@ -196,13 +178,6 @@ local function move_kind(kind, free, budget)
   return tokens
 end
 
--- How many prompts of a kind that yields may move up although the streams are full, after so many more jobs have ended.
-local function take_turns(kind, ended)
-  local owed = math.max(-MAX_OWED, start_of(OWED[kind])) + ended
-  redis.call('ZADD', virtual_time, owed < 0 and owed or owed % TURNS, OWED[kind])
-  return math.max(0, math.floor(owed / TURNS))
-end
-
 -- Move prompts up while the streams have capacity, after `ended` jobs have ended. Returns whether the next call may move more.
 local function move_up(ended)
   local in_backlog = count_at('ZCARD', backlog)
@@ -211,24 +186,23 @@ local function move_up(ended)
   end
   count_at('HLEN', backlog_jobs)
   count_at('ZCARD', virtual_time)
-  local free, free_bulk, free_continued = spare_capacity()
-  local counts = {[CONTINUED] = count_of(CONTINUED), [BULK] = count_of(BULK)}
-  local limits, has_turns = {[CONTINUED] = free_continued, [BULK] = free_bulk}, {}
-  local planned = math.max(0, math.min(free, in_backlog - counts[CONTINUED] - counts[BULK]))
+  local limits, has_turns, counts = spare_capacity(), {}, {[CONTINUED] = count_of(CONTINUED), [BULK] = count_of(BULK)}
+  local planned = math.max(0, math.min(limits[ROWS], in_backlog - counts[CONTINUED] - counts[BULK]))
   for _, kind in ipairs({CONTINUED, BULK}) do
     limits[kind] = counts[kind] > 0 and limits[kind] - planned or 0
     if counts[kind] > 0 and limits[kind] <= 0 then
-      limits[kind], has_turns[kind] = ended and take_turns(kind, ended) or 0, true
-      free = free - limits[kind]
+      -- The streams are full. Some prompts of this kind may move up all the same, after so many jobs have ended.
+      local owed = math.max(-MAX_OWED, start_of(OWED[kind])) + (ended or 0)
+      limits[kind], has_turns[kind] = math.max(0, math.floor(owed / TURNS)), true
+      limits[ROWS] = limits[ROWS] - limits[kind]
+      redis.call('ZADD', virtual_time, owed < 0 and owed or owed % TURNS, OWED[kind])
     end
     planned = planned + math.min(limits[kind], counts[kind])
   end
   local budget = {count = MAX_MOVED, bytes = MAX_MOVED_BYTES}
   if planned > 0 then
-    open_lanes(math.min(planned, MAX_MOVED))
-    level_lanes(math.min(planned, MAX_MOVED))
-    move_kind(ROWS, free, budget)
-    for _, kind in ipairs({CONTINUED, BULK}) do
+    open_lanes(math.min(planned, MAX_MOVED), {})
+    for _, kind in ipairs({ROWS, CONTINUED, BULK}) do
       local tokens = move_kind(kind, limits[kind], budget)
       if has_turns[kind] and tokens > 0 then
         redis.call('ZINCRBY', virtual_time, -TURNS * tokens, OWED[kind])
@@ -236,10 +210,5 @@ local function move_up(ended)
     end
     count_added()
   end
-  if redis.call('EXISTS', backlog) == 0 then
-    -- No client has anything in the backlog, so virtual time can start again.
-    redis.call('UNLINK', virtual_time, backlog_jobs)
-    return false
-  end
-  return budget.count <= 0 or budget.bytes <= 0
+  return not is_backlog_empty() and (budget.count <= 0 or budget.bytes <= 0)
 end

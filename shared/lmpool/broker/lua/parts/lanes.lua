@@ -6,19 +6,15 @@
 -- include streams
 -- include time
 
--- Batches for each worker that wait in the streams: enough until the next batch has ended and more prompts move up.
-local BATCHES = 3
--- Batches of each worker that count as held. The lengths of lanes include held jobs, and asking each lane would take long.
-local HELD_BATCHES = 2
+-- Batches for each worker that wait in the streams: enough until the next batch has ended and more prompts move up; batches that count
+-- as held (the lengths of lanes include held jobs, and asking each lane would take long); jobs in the streams without a known worker.
+local BATCHES, HELD_BATCHES, WITHOUT_WORKERS = 3, 2, 128
 -- Batches for each worker, waiting and held, up to which bulk clients add jobs: one is computed, one is next. Continuations get
 -- one batch more, so that bulk clients never keep them out.
 local BULK_BATCHES, CONTINUED_BATCHES = 2, 3
--- Jobs in the streams while no worker is known.
-local WITHOUT_WORKERS = 128
--- A home's lane may have FACTOR times the mean and SLACK jobs more. SLACK keeps short lanes from moving single jobs.
-local FACTOR, SLACK = 1.25, 2
--- Share of the mean below which a lane is short enough for homes to give up jobs.
-local UNEVEN = 0.5
+-- A home's lane may have FACTOR times the mean and SLACK jobs more. SLACK keeps short lanes from moving single jobs. Homes give up
+-- jobs if a lane is shorter than the share UNEVEN of the mean.
+local FACTOR, SLACK, UNEVEN = 1.25, 2, 0.5
 -- Max lanes read per call; lanes read beyond the jobs, as workers may have left; max length, as clients may write any number.
 local MAX_READ, MORE, MAX_LENGTH = 1000, 8, 100000
 
@@ -32,8 +28,7 @@ local shortest, mean, max_length, opened_at = {}, 0, 0, nil
 -- The worker that took the previous siblings of the next job, if they left their home.
 local sibling_worker
 
--- How many jobs the streams may take, negative if they hold too many: rows, bulk prompts, and continuations. Last, how many jobs
--- they have.
+-- How many jobs of each kind the streams may take, negative if they hold too many; and how many jobs they have.
 local function spare_capacity()
   local batch, waiting, laned = tonumber(redis.pcall('HGET', capacities, '')) or 0, redis.call('XLEN', jobs), in_lanes()
   local depth = waiting + laned
@@ -43,7 +38,7 @@ local function spare_capacity()
   end
   local bulk = (batch > 0 and BULK_BATCHES * batch or WITHOUT_WORKERS / 2) - depth
   local continued = bulk + (CONTINUED_BATCHES - BULK_BATCHES) * batch
-  return spare, math.min(spare, bulk), math.min(spare, continued), depth
+  return {[ROWS] = spare, [BULK] = math.min(spare, bulk), [CONTINUED] = math.min(spare, continued)}, depth
 end
 
 -- Whether a worker takes jobs: it has a capacity, and its deadline has not passed.
@@ -60,25 +55,9 @@ local function read_length(score)
   return value > 0 and math.floor(math.min(value, MAX_LENGTH)) or 0
 end
 
--- Prepare to place `count` jobs. Next, `announce` the jobs that have homes, then call `level_lanes`.
-local function open_lanes(count)
-  if not has_lanes then
-    return
-  end
-  opened_at, shortest, length = now_ms(), {}, {}
-  mean = (in_lanes() + count) / worker_count
-  max_length = FACTOR * mean + SLACK
-  local scores = redis.pcall('ZRANGE', lanes, 0, math.min(count, MAX_READ) + MORE, 'WITHSCORES')
-  for at = 1, #scores, 2 do
-    if scores[at] ~= '' then
-      shortest[#shortest + 1], length[scores[at]] = scores[at], read_length(scores[at + 1])
-    end
-  end
-end
-
 -- Count a job in the lane of its home before it is placed. Returns whether that lane takes jobs.
 local function announce(home)
-  if not opened_at or not home or home == '' or not is_open(home) then
+  if home == '' or not is_open(home) then
     return false
   end
   length[home] = (length[home] or read_length(redis.pcall('ZSCORE', lanes, home))) + 1
@@ -96,12 +75,32 @@ local function shortest_lane()
   return best
 end
 
--- Have homes give up jobs if a lane would stay short: the `homeless` jobs, which have no home, go to the shortest lanes.
-local function level_lanes(homeless)
+-- Prepare to place `count` jobs. The jobs with the given homes count in the lanes of their homes first, so that the mean is the mean
+-- of the whole call. Returns by number of a job whether the lane of its home takes jobs.
+local function open_lanes(count, homes)
+  local announced, homeless = {}, count
+  if not has_lanes then
+    return announced
+  end
+  opened_at, shortest, length = now_ms(), {}, {}
+  mean = (in_lanes() + count) / worker_count
+  max_length = FACTOR * mean + SLACK
+  local scores = redis.pcall('ZRANGE', lanes, 0, math.min(count, MAX_READ) + MORE, 'WITHSCORES')
+  for at = 1, #scores, 2 do
+    if scores[at] ~= '' then
+      shortest[#shortest + 1], length[scores[at]] = scores[at], read_length(scores[at + 1])
+    end
+  end
+  for i, home in ipairs(homes) do
+    announced[i] = announce(home)
+    homeless = homeless - (announced[i] and 1 or 0)
+  end
+  -- If a lane would stay short, homes give up jobs. The jobs without a home go to the shortest lanes.
   local worker = mean >= SLACK and shortest_lane()
   if worker and length[worker] + homeless / worker_count < UNEVEN * mean then
     max_length = mean
   end
+  return announced
 end
 
 -- The worker whose lane a job goes to, or nil for the shared stream.

@@ -31,24 +31,22 @@ local function read_entry(entry, suffix)
   local lifetime, digest = string.match(values.u or '', '^(%d+) (.+)$')
   local is_valid = digest and #lifetime <= MAX_DIGITS and #digest == DIGEST_BYTES
   return {
-    id = entry[1], entry = entry[1] .. suffix, job = values.m or '', home = values.h or '',
+    entry = entry[1] .. suffix, job = values.m or '', home = values.h or '',
     since = string.match(values.t or entry[1], '^%d+') or '0', lifetime = is_valid and lifetime,
     digest = is_valid and digest, kind = (values.p == BULK or values.p == CONTINUED) and values.p or nil,
   }
 end
 
 -- Up to `most` jobs of a lane, or of the shared stream for nil, that no worker was given: the first ones, or the last ones in reverse
--- order, up to a job for which `is_end` is true. They stay until `remove_moved`: after an error, two copies are better than none.
+-- order, up to a job for which `is_end` is true. They stay until `remove_entries`: after an error, two copies are better than none.
 local function find_to_move(worker, most, is_from_end, is_end)
   local stream, suffix = worker and lane_of .. worker or jobs, worker and ' ' .. worker or ''
-  local first, last, found = '(' .. group_at(stream)['last-delivered-id'], '+', {}
+  local command, from, to, found = 'XRANGE', '(' .. group_at(stream)['last-delivered-id'], '+', {}
+  if is_from_end then
+    command, from, to = 'XREVRANGE', to, from
+  end
   while #found < most and bytes_left > 0 do
-    local count, part = math.min(most - #found, #found + 1, MAX_PART), nil
-    if is_from_end then
-      part = redis.pcall('XREVRANGE', stream, last, first, 'COUNT', count)
-    else
-      part = redis.pcall('XRANGE', stream, first, last, 'COUNT', count)
-    end
+    local part = redis.pcall(command, stream, from, to, 'COUNT', math.min(most - #found, #found + 1, MAX_PART))
     if #part == 0 then
       return found
     end
@@ -59,29 +57,16 @@ local function find_to_move(worker, most, is_from_end, is_end)
       end
       found[#found + 1], bytes_left = job, bytes_left - #job.job
     end
-    local reached = '(' .. part[#part][1]
-    first, last = is_from_end and first or reached, is_from_end and reached or last
+    from = '(' .. part[#part][1]
   end
   return found
 end
 
--- Remove jobs from a lane, or from the shared stream for nil, after they were added elsewhere.
-local function remove_moved(worker, moved)
-  local stream, ids = worker and lane_of .. worker or jobs, {}
+-- Move jobs to the lane of a worker, or to the shared stream for nil, in the order of the list.
+local function move(worker, moved)
+  local entries = {}
   for at, job in ipairs(moved) do
-    ids[at] = job.id
-  end
-  if #ids > 0 then
-    local count = redis.call('XDEL', stream, unpack(ids))
-    if worker then
-      count_in_lane(worker, -count)
-    end
-  end
-end
-
--- Move jobs from the lane of a worker to the lane of another, or to the shared stream for nil, in the order of the list.
-local function move(from_worker, worker, moved)
-  for _, job in ipairs(moved) do
+    entries[at] = job.entry
     if job.digest then
       local tag = job.lifetime .. ' ' .. job.digest
       local entry = add_job(worker, job.kind, 'm', job.job, 'u', tag, 't', job.since, 'h', job.home)
@@ -92,7 +77,7 @@ local function move(from_worker, worker, moved)
     end
   end
   count_added()
-  remove_moved(from_worker, moved)
+  remove_entries(entries)
 end
 
 -- Close the lane of a worker: move up to `most` jobs that it was not given to the shared stream, the oldest first. Returns how
@@ -105,6 +90,6 @@ local function close_lane(worker, most)
     redis.pcall('HINCRBY', capacities, '', -size)
   end
   local moved = find_to_move(worker, most, false)
-  move(worker, nil, moved)
+  move(nil, moved)
   return #moved
 end

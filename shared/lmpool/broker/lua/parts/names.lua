@@ -4,8 +4,8 @@
 local GROUP = 'workers'
 -- In a waiting key in place of an entry: the job is in the backlog; the row was just stored.
 local LATER, DONE = 'later', 'done'
--- Field "p" of entries that yield to other entries. See "Priorities" in docs/design/queue.md.
-local BULK, CONTINUED = 'bulk', 'continued'
+-- Field "p" of entries that yield to others, and ROWS for entries that do not. See "Priorities" in docs/design/queue.md.
+local BULK, CONTINUED, ROWS = 'bulk', 'continued', ''
 -- Max unread messages in a reply stream of a client that still gets rows in messages, and max bytes of rows per message.
 local MAX_WITH_ROWS, MAX_CARRIED_BYTES = 64, 65536
 local jobs = KEYS[1]

@@ -44,12 +44,10 @@ end
 -- Notify the clients of a prompt, or the one that waits alone: of a failure now, otherwise by `notify_gathered`. `part` is the row, or
 -- its place in the memory of `host`. Returns whether all were visited, and whether one is on another host and cannot read the row.
 local function notify_all(waiting, sole, failure, part, host)
+  local needs_host, digest = part and not failure and host ~= '', string.sub(waiting, -DIGEST_SIZE)
   if seen_clients >= MAX_NOTIFIED then
     return false
-  end
-  local digest = string.sub(waiting, -DIGEST_SIZE)
-  local needs_host = part and not failure and host ~= ''
-  if sole and not failure and not (needs_host and string.sub(sole, -#host) ~= host) then
+  elseif sole and not failure and not needs_host then
     seen_clients = seen_clients + 1
     gather(sole, digest, part)
     return true

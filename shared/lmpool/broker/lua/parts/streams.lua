@@ -10,9 +10,10 @@ end
 
 -- The stream and the id of an entry, and the worker if the stream is a lane.
 local function locate(entry)
-  local id, worker = string.match(entry, '^(%S+) (.*)$')
-  if id then
-    return lane_of .. worker, id, worker
+  local space = string.find(entry, ' ', 1, true)
+  if space then
+    local worker = string.sub(entry, space + 1)
+    return lane_of .. worker, string.sub(entry, 1, space - 1), worker
   end
   return jobs, entry, nil
 end
@@ -44,31 +45,26 @@ local function group_at(stream)
   return {consumers = 0, pending = 0, ['last-delivered-id'] = '0-0'}
 end
 
--- Remove the entries with these ids from a stream, held or not. Returns how many existed.
-local function remove_from(stream, worker, ids)
-  -- XACK alone would leave the entry in the stream's memory.
-  redis.pcall('XACK', stream, GROUP, unpack(ids))
-  local count = tonumber(redis.pcall('XDEL', stream, unpack(ids))) or 0
-  if worker then
-    count_in_lane(worker, -count)
-  end
-  return count
-end
-
--- Remove entries, held or not. Returns how many existed.
-local function remove_entries(entries)
+-- Remove entries; workers may hold them if `are_held`. Returns how many existed.
+local function remove_entries(entries, are_held)
   -- Nearly always all entries are in the shared stream. Entries in lanes have a space.
-  if #entries > 0 and not string.find(table.concat(entries), ' ', 1, true) then
-    return remove_from(jobs, nil, entries)
-  end
-  local streams, removed = {}, 0
-  for _, entry in ipairs(entries) do
+  local are_shared = #entries > 0 and not string.find(table.concat(entries), ' ', 1, true)
+  local ids, workers, removed = are_shared and {[jobs] = entries} or {}, {}, 0
+  for _, entry in ipairs(are_shared and {} or entries) do
     local stream, id, worker = locate(entry)
-    local found = streams[stream] or {worker = worker, ids = {}}
-    streams[stream], found.ids[#found.ids + 1] = found, id
+    local of_stream = ids[stream] or {}
+    ids[stream], workers[stream], of_stream[#of_stream + 1] = of_stream, worker, id
   end
-  for stream, found in pairs(streams) do
-    removed = removed + remove_from(stream, found.worker, found.ids)
+  for stream, of_stream in pairs(ids) do
+    if are_held then
+      -- XACK alone would leave the entry in the stream's memory. Clients may not run it.
+      redis.pcall('XACK', stream, GROUP, unpack(of_stream))
+    end
+    local count = tonumber(redis.pcall('XDEL', stream, unpack(of_stream))) or 0
+    if workers[stream] then
+      count_in_lane(workers[stream], -count)
+    end
+    removed = removed + count
   end
   return removed
 end

@@ -6,22 +6,18 @@
 -- Lifetime of a waiting key whose own lifetime another client removed.
 local FALLBACK_MS = 60000
 
--- Returns the job's entry, LATER, DONE or false; the reply key if one client waits alone; and whether the key holds anything
--- else than clients.
+-- Returns the job's entry, LATER, DONE or false; and the reply key if one client waits alone.
 local function read_waiting(waiting)
   local value = redis.pcall('GET', waiting)
   if type(value) == 'string' then
     local reply, entry = string.match(value, '^(.-)\n(.*)$')
-    if reply and entry ~= DONE then
-      return entry, reply, false
+    if entry == DONE then
+      return false
     end
-    return false, nil, true
+    return entry or false, reply
   end
   local job = value and redis.pcall('HGET', waiting, 'job')
-  if type(job) == 'table' then
-    return false, nil, true
-  end
-  return job, nil, false
+  return type(job) == 'string' and job
 end
 
 -- Turn a string into a hash with the same lifetime, with the client that waits or without one.

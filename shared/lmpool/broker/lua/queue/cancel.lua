@@ -8,31 +8,22 @@
 -- include fair_queue
 
 local reply, removed = KEYS[2], 0
-
-local function remove(waiting, job, sole)
-  if job == LATER then
-    drop_later(string.sub(waiting, -16), reply)
-  else
-    local stream, id = locate(job)
-    if #redis.pcall('XPENDING', stream, ARGV[1], id, id, 1) > 0 then
-      -- A job that a worker holds stays registered, so that other clients can still join it.
-      if sole then
-        expand(waiting, job)
-      end
-      return
-    end
-    remove_entries({job})
-  end
-  redis.call('UNLINK', waiting)
-  removed = removed + 1
-end
-
 for i = 3, #KEYS do
   local waiting = KEYS[i]
   local job, sole = read_waiting(waiting)
+  local stream, id = locate(job or '')
   local is_last = sole == reply or redis.pcall('HDEL', waiting, reply) == 1 and redis.call('HLEN', waiting) == 1
-  if is_last and job then
-    remove(waiting, job, sole)
+  if is_last and job and (job == LATER or #redis.pcall('XPENDING', stream, ARGV[1], id, id, 1) == 0) then
+    if job == LATER then
+      drop_later(string.sub(waiting, -16), reply)
+    else
+      remove_entries({job})
+    end
+    redis.call('UNLINK', waiting)
+    removed = removed + 1
+  elseif sole == reply then
+    -- A job that a worker holds stays registered, so that other clients can still join it.
+    expand(waiting, job)
   end
 end
 move_up()

@@ -12,50 +12,29 @@
 -- from the cursor that all workers share. remove_gone.lua moves jobs that a dead worker was not given.
 --
 -- Returns {alone (0|1), list of {entry, encoded job or its size if it is too large, previous deliveries, fields "u", "t" and "p"},
--- further calls that are this worker's share}. An empty list with alone = 1: call again when the caller holds nothing. A bulk prompt
--- that an interactive client has joined has no "p".
+-- further calls that are this worker's share}. An empty list with alone = 1: call again when the caller holds nothing.
 
--- include waiting
+-- include streams
 -- include time
 
 local cursor, group, consumer, lease = KEYS[2], ARGV[1], ARGV[2], tonumber(ARGV[3])
 local max_deliveries, is_idle = tonumber(ARGV[4]), ARGV[6] == '1'
 local max_job_bytes, bytes_left = tonumber(ARGV[7]), tonumber(ARGV[8])
--- Max bytes of a returned field; jobs taken; lanes visited; clients of a prompt that are checked for an interactive one.
-local MAX_SHORT, MAX_TAKEN, MAX_LANES, MAX_CLIENTS = 64, 128, 8, 32
+-- Max bytes of a returned field; jobs taken; lanes visited.
+local MAX_SHORT, MAX_TAKEN, MAX_LANES = 64, 128, 8
 -- Held jobs of the shared stream that a call visits: twice the worker's share, so that all workers together see all jobs.
 local MIN_PART, MAX_PART, FIRST = 50, 500, '-'
 local most = math.min(tonumber(ARGV[5]), MAX_TAKEN)
-local own = {}
+local own, taken, is_alone, now = {}, {}, false, now_ms()
 for at = 10, #ARGV do
   own[ARGV[at]] = true
 end
 local worker_count = math.max(1, (tonumber(redis.pcall('HLEN', capacities)) or 0) - 1)
 local pending = group_at(jobs).pending
 local part = math.max(MIN_PART, math.min(MAX_PART, math.ceil(2 * pending / worker_count)))
-local taken, is_alone = {}, false
-
-local function short(value)
-  return value and #value <= MAX_SHORT and value or ''
-end
-
--- Whether an interactive client has joined a bulk prompt. submit.lua does not change the entry while a worker has it.
-local function is_joined(lifetime)
-  local waiting = waiting_for .. (string.match(lifetime, '^%d+ (.+)$') or '')
-  local _, sole = read_waiting(waiting)
-  for _, reply in ipairs(sole and {sole} or redis.pcall('HRANDFIELD', waiting, MAX_CLIENTS) or {}) do
-    if string.sub(reply, 1, #replies) == replies and not is_bulk_client(reply) then
-      return true
-    end
-  end
-  return false
-end
 
 -- Take an entry of a stream. Returns false if it exceeds the bytes that are left.
 local function take(stream, suffix, id, deliveries)
-  if bytes_left < 0 and #taken > 0 then
-    return false
-  end
   local entry = redis.call('XRANGE', stream, id, id)[1]
   if not entry then
     -- The job ended or was cancelled, but is still pending.
@@ -72,9 +51,11 @@ local function take(stream, suffix, id, deliveries)
     return false
   end
   redis.call('XCLAIM', stream, group, consumer, lease, id, 'JUSTID', 'RETRYCOUNT', deliveries + 1)
-  local priority = fields.p == BULK and is_joined(fields.u or '') and '' or fields.p
-  local sent = #job > max_job_bytes and #job or job
-  taken[#taken + 1] = {id .. suffix, sent, deliveries, short(fields.u), short(fields.t), short(priority)}
+  local found = {id .. suffix, #job > max_job_bytes and #job or job, deliveries}
+  for _, name in ipairs({'u', 't', 'p'}) do
+    found[#found + 1] = fields[name] and #fields[name] <= MAX_SHORT and fields[name] or ''
+  end
+  taken[#taken + 1] = found
   return true
 end
 
@@ -99,16 +80,6 @@ local function take_expired(stream, suffix, held)
   end
 end
 
--- Visit a part of the held jobs of the shared stream. Returns where the next call goes on.
-local function scan(from)
-  local held = redis.pcall('XPENDING', jobs, group, from, '+', part)
-  if held.err then
-    -- No id follows the last possible one. Any other error repeats here.
-    held = redis.call('XPENDING', jobs, group, FIRST, '+', part)
-  end
-  return take_expired(jobs, '', held) or #held == part and '(' .. held[part][1] or FIRST
-end
-
 -- Visit the lane of a worker. Returns whether this call must take no more.
 local function scan_lane(worker)
   local stream = lane_of .. worker
@@ -116,7 +87,7 @@ local function scan_lane(worker)
   return not held.err and take_expired(stream, ' ' .. worker, held) ~= nil
 end
 
-local is_full, now = scan_lane(consumer), now_ms()
+local is_full = scan_lane(consumer)
 local gone = tonumber(redis.pcall('ZCOUNT', deadlines, '-inf', '(' .. now)) or 0
 -- Begin anywhere in a long list: other workers may be busy with the first lanes.
 local begin = gone > MAX_LANES and now % gone or 0
@@ -128,9 +99,17 @@ if is_full then
 end
 local from = redis.pcall('GET', cursor)
 from = type(from) == 'string' and string.match(from, '^%(?%d+%-%d+$') or FIRST
-local next_from = scan(from)
-if #taken == 0 and not is_alone and next_from == FIRST and from ~= FIRST then
-  next_from = scan(FIRST)
+-- Visit a part of the held jobs of the shared stream; after its end, a part from its beginning.
+for _, first in ipairs(from == FIRST and {FIRST} or {from, FIRST}) do
+  local held = redis.pcall('XPENDING', jobs, group, first, '+', part)
+  if held.err then
+    -- No id follows the last possible one. Any other error repeats here.
+    held = redis.call('XPENDING', jobs, group, FIRST, '+', part)
+  end
+  from = take_expired(jobs, '', held) or #held == part and '(' .. held[part][1] or FIRST
+  if #taken > 0 or is_alone or from ~= FIRST then
+    break
+  end
 end
-redis.call('SET', cursor, next_from, 'PX', ARGV[9])
+redis.call('SET', cursor, from, 'PX', ARGV[9])
 return {is_alone and 1 or 0, taken, math.floor(pending / (part * worker_count))}

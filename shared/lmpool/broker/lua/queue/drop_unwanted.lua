@@ -14,7 +14,7 @@ for i = 1, #KEYS - 1 do
   if is_left[waiting] or not is_wanted(waiting, ARGV[2 * i], now) then
     -- Further jobs for the same prompt find no key, and go too.
     is_left[waiting] = redis.call('UNLINK', waiting) == 1 or is_left[waiting]
-    remove_entries({entry})
+    remove_entries({entry}, true)
     removed[#removed + 1] = i
   end
 end

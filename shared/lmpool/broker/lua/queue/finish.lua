@@ -8,8 +8,7 @@
 --       then per failed job: its number, the failure (encoded), whether it becomes a dead letter (0|1)
 --
 -- Stored rows, or their places, are sent with the messages. A row that another worker stored first stays, and clients fetch it. A job
--- is left alone, so that its worker can store the row again, if the row is missing or a client on another host cannot read it. A
--- failed job is left to the worker that holds it now.
+-- is left to its worker if its row is missing, or if a client on another host cannot read it. A failed job is left to its holder.
 --
 -- Returns, separated by spaces, how many clients were notified, then the numbers of the jobs that were left alone: with "@" if a
 -- client is on another host, with "+" if the caller must call again because not all clients were notified.
@@ -17,8 +16,7 @@
 -- include names
 
 local HEAD = 10
-local host, row_ms = ARGV[9], ARGV[10]
-local is_storing = row_ms ~= '0'
+local host, row_ms, is_storing = ARGV[9], ARGV[10], ARGV[10] ~= '0'
 local is_carrying = is_storing or host ~= ''
 -- Bytes of a reference that are the place in shared memory.
 local PLACE_FIRST, PLACE_LAST = 22, 37
@@ -57,8 +55,7 @@ end
 -- include strings
 
 -- Larger entries become dead letters without their fields.
-local MAX_DEAD_FIELDS, MAX_DEAD_BYTES = 16, 1048576
-local NO_PLACE = string.rep('\0', 16)
+local MAX_DEAD_FIELDS, MAX_DEAD_BYTES, NO_PLACE = 16, 1048576, string.rep('\0', 16)
 local dead, group, mark_ms, count = KEYS[2], ARGV[1], ARGV[7], tonumber(ARGV[8])
 -- Number of a failed job -> index of its failure.
 local failures = {}
@@ -88,47 +85,38 @@ local function bury(failure, entry)
 end
 
 -- Nearly always all rows exist, or none does and all are stored together: one command instead of one per row.
-local have_rows = not is_storing and #KEYS == 2 + 2 * count and redis.call('EXISTS', unpack(KEYS, 3 + count)) == count
-local is_refused = false
+local are_all = not is_storing and #KEYS == 2 + 2 * count and redis.call('EXISTS', unpack(KEYS, 3 + count)) == count
 if is_storing and not next(failures) then
   local rows = {}
   for i = 1, count do
     rows[2 * i - 1], rows[2 * i] = KEYS[2 + count + i], ARGV[HEAD + count + i]
   end
-  have_rows = set_together(rows, row_ms, 'NX')
+  are_all = set_together(rows, row_ms, 'NX')
 end
-local was_set = is_storing and have_rows
 local entries, ended, marked, left, unfinished = {}, {}, {}, {}, {}
-
--- Store the row of a job if it is given. Returns whether the row exists, as far as is known, and the part that messages carry.
-local function store(i, failure)
-  if is_storing and not failure and not is_refused then
-    local row, value = KEYS[2 + count + i], ARGV[HEAD + count + i]
-    local outcome = not was_set and redis.pcall('SET', row, value, 'PX', row_ms, 'NX')
-    is_refused = outcome and outcome.err
-    local is_stored = was_set or was_stored or outcome and outcome.ok
-    return is_stored, is_stored and (host == '' and value or string.sub(value, PLACE_FIRST, PLACE_LAST))
-  end
-  local place = not is_storing and host ~= '' and string.sub(ARGV[HEAD + count + 1], 16 * i - 15, 16 * i)
-  return have_rows, place and place ~= NO_PLACE and place
-end
-
--- Whether the row of a job is missing. Something else than a string is removed, so that the row can be stored.
-local function is_missing(row)
-  local size = redis.pcall('STRLEN', row)
-  if type(size) == 'table' then
-    redis.call('UNLINK', row)
-  end
-  return size == 0 or type(size) == 'table'
-end
 
 -- Values of waiting keys in which one client waits alone; other types are false. See waiting.lua.
 local waits = redis.call('MGET', unpack(KEYS, 3, 2 + count))
 for i = 1, count do
   local waiting, row, entry = KEYS[2 + i], KEYS[2 + count + i], ARGV[HEAD + i]
   local failure = failures[i] and ARGV[failures[i]]
-  local is_stored, part = store(i, failure)
-  if row and not failure and not is_stored and is_missing(row) then
+  -- Whether the row exists, as far as is known, and the part that messages carry.
+  local is_stored, part = are_all, nil
+  if is_storing and not failure then
+    local outcome = not are_all and redis.pcall('SET', row, ARGV[HEAD + count + i], 'PX', row_ms, 'NX')
+    is_stored = are_all or was_stored or outcome and outcome.ok
+    part = is_stored and ARGV[HEAD + count + i]
+    part = part and host ~= '' and string.sub(part, PLACE_FIRST, PLACE_LAST) or part
+  elseif host ~= '' then
+    part = string.sub(ARGV[HEAD + count + 1], 16 * i - 15, 16 * i)
+    part = part ~= NO_PLACE and part
+  end
+  local size = row and not failure and not is_stored and redis.pcall('STRLEN', row)
+  if type(size) == 'table' then
+    -- Something else than a string is removed, so that the row can be stored.
+    redis.call('UNLINK', row)
+  end
+  if size == 0 or type(size) == 'table' then
     left[#left + 1] = i
   elseif not failure or is_held(entry) then
     -- Clients are notified once, however many of the jobs are for the same prompt.
@@ -164,7 +152,7 @@ for _, waiting in ipairs(mark_ms ~= '0' and marked or {}) do
 end
 -- The clients remember the worker: prompts that continue these are best computed there.
 local clients = notify_gathered(host ~= '' and 's' or 'v', 'f', ARGV[2], 'w', ARGV[6])
-remove_entries(entries)
+remove_entries(entries, true)
 local answer = table.concat({clients, unpack(left)}, ' ') .. (#unfinished > 0 and ' ' .. table.concat(unfinished, ' ') or '')
 if redis.call('EXISTS', backlog) == 0 then
   return answer

@@ -10,10 +10,7 @@
 local stream, reasons = KEYS[1], KEYS[2]
 local group, consumer, idle, most = ARGV[1], ARGV[2], ARGV[3], tonumber(ARGV[4])
 local held = redis.pcall('XPENDING', stream, group, ARGV[5], '+', most, consumer)
-if held.err then
-  -- The server has lost the queue.
-  return {0, ''}
-end
+-- After an error there is none: the server has lost the queue.
 for _, job in ipairs(held) do
   local id, deliveries = job[1], job[4]
   redis.call('XCLAIM', stream, group, consumer, 0, id, 'IDLE', idle, 'JUSTID')

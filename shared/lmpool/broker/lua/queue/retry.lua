@@ -11,17 +11,14 @@
 
 local dead, waiting = KEYS[2], KEYS[3]
 local letter = redis.call('XRANGE', dead, ARGV[1], ARGV[1])[1]
-local fields = {}
-for i = 1, letter and #letter[2] or 0, 2 do
-  fields[letter[2][i]] = letter[2][i + 1]
-end
-if fields.m ~= ARGV[2] then
+local found = letter and read_entry(letter, '')
+if not found or found.job ~= ARGV[2] then
   return 'G'
 end
-local job, sole, is_junk = read_waiting(waiting)
+local job, sole = read_waiting(waiting)
 if sole then
   expand(waiting, job, sole)
-elseif is_junk then
+elseif not job then
   redis.call('UNLINK', waiting)
 end
 local outcome = 'J'
@@ -29,8 +26,8 @@ if not job or job == DONE or not is_queued(job, waiting) then
   if redis.call('XLEN', jobs) + in_lanes() + count_at('ZCARD', backlog) >= tonumber(ARGV[3]) then
     return 'F'
   end
-  local entry = add_job(nil, fields.p == BULK and BULK or nil, 'm', fields.m, 'u', ARGV[4])
-  redis.call('HSET', waiting, 'job', entry)
+  local kind = found.kind == BULK and BULK or nil
+  redis.call('HSET', waiting, 'job', add_job(nil, kind, 'm', found.job, 'u', ARGV[4]))
   outcome = 'Q'
 end
 -- Also if a client waits: it may give up.

@@ -32,9 +32,8 @@ end
 
 if not has_lanes then
   return -1
-end
--- A worker that leaves, or that others took for dead, takes nothing.
-if redis.pcall('HEXISTS', capacities, thief) ~= 1 then
+elseif redis.pcall('HEXISTS', capacities, thief) ~= 1 then
+  -- A worker that leaves, or that others took for dead, takes nothing.
   return 0
 end
 for _, worker in ipairs(longest_lanes()) do
@@ -44,7 +43,7 @@ for _, worker in ipairs(longest_lanes()) do
     for at, job in ipairs(taken) do
       in_order[#taken + 1 - at] = job
     end
-    move(worker, thief, in_order)
+    move(thief, in_order)
     return #taken
   end
 end

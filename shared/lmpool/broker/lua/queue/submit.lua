@@ -9,97 +9,59 @@
 
 -- include names
 
-local reply, lifetime = KEYS[2], ARGV[2]
-local row_check, again = ARGV[3], ARGV[4] == '1'
-local HEAD = 5
-local limit, count = tonumber(ARGV[1]), tonumber(ARGV[5])
+local reply, lifetime, row_check, again = KEYS[2], ARGV[2], ARGV[3], ARGV[4] == '1'
+local HEAD, limit, count = 5, tonumber(ARGV[1]), tonumber(ARGV[5])
+local sole_waiter = reply .. '\n'
 local existing = again and 1 or redis.call('EXISTS', backlog, unpack(KEYS, 3))
-if #ARGV == HEAD + 1 and existing == 0 and limit > 0 and redis.call('XLEN', jobs) == 0
-    and (tonumber(redis.pcall('ZSCORE', lanes, '')) or 0) <= 0 then
+local depth = redis.call('XLEN', jobs) + math.max(0, tonumber(redis.pcall('ZSCORE', lanes, '')) or 0)
+if #ARGV == HEAD + 1 and existing == 0 and limit > 0 and depth == 0 then
   -- One new prompt without a home in an empty queue: its client waits for nothing else, so this comes before all other cases.
-  redis.call('SET', KEYS[3], reply .. '\n' .. redis.call('XADD', jobs, '*', 'm', ARGV[6], 'u', lifetime), 'PX', lifetime)
+  redis.call('SET', KEYS[3], sole_waiter .. redis.call('XADD', jobs, '*', 'm', ARGV[6], 'u', lifetime), 'PX', lifetime)
   return 'Q'
 end
 
--- include lanes
 -- include strings
 
 -- Jobs beyond the capacity for a client that asks alone, and max bytes of each, so that fair_queue.lua can move them back in one
--- call; lifetime of the key that names the client, in ms.
-local SOLE_EXTRA, SOLE_MAX_BYTES, SOLE_MS = 1200, 2048, 3600000
-local is_bulk, first_cost = is_bulk_client(reply), HEAD + 2 * count
-local is_continued = #ARGV > first_cost
-local kind = is_bulk and BULK or is_continued and CONTINUED or nil
-local depth, sole = redis.call('XLEN', jobs) + in_lanes(), redis.pcall('GET', sole_client)
-local are_new = existing == 0 and depth + count <= limit
-
--- Whether a client that is known to ask alone may add all prompts of this call. Then the script needs no spare_capacity, which
--- takes the server as long as several prompts.
-local is_alone = are_new and sole == reply and not kind and depth + count <= SOLE_EXTRA
-for i = HEAD + 1, is_alone and HEAD + count or 0 do
-  is_alone = is_alone and #ARGV[i] <= SOLE_MAX_BYTES
-end
-local free_rows, free_bulk, free_continued = 0, 0, 0
-if not is_alone then
-  free_rows, free_bulk, free_continued = spare_capacity()
-end
-local free = is_bulk and free_bulk or is_continued and free_continued or free_rows
+-- call; lifetime of the key that names the client, in ms; batches that may wait for one worker without a check of the backlog.
+local SOLE_EXTRA, SOLE_MAX_BYTES, SOLE_MS, SPARE_BATCHES = 1200, 2048, 3600000, 2
+local is_bulk, sole = string.find(reply, bulk_replies, 1, true) ~= nil, redis.pcall('GET', sole_client)
 -- Outcomes; waiting keys and values to set; by waiting key, the outcome of the same prompt later in this call.
-local outcome, fresh, is_done, sole_waiter = {}, {}, {}, reply .. '\n'
-local homes, is_sibling = {}, {}
-for i = 1, math.min(count, #ARGV - HEAD - count) do
-  homes[i] = ARGV[HEAD + count + i]
-  if homes[i] == '=' and i > 1 then
-    homes[i], is_sibling[i] = homes[i - 1], true
-  end
-end
+local outcome, fresh, is_done = {}, {}, {}
 
--- Add a prompt to a stream, with its digest if it may have to move. Returns the entry.
-local function to_stream(i, may_go_back, is_announced)
-  local job, home, tag = ARGV[HEAD + i], homes[i] or '', lifetime
-  local worker = has_lanes and choose(home, is_announced, is_sibling[i]) or nil
-  if worker or may_go_back or is_bulk then
-    tag = lifetime .. ' ' .. string.sub(KEYS[2 + i], -16)
-  end
-  if home ~= '' then
-    return add_job(worker, kind, 'm', job, 'u', tag, 'h', home)
-  elseif worker or kind then
-    return add_job(worker, kind, 'm', job, 'u', tag)
-  end
-  return redis.call('XADD', jobs, '*', 'm', job, 'u', tag)
-end
-
--- Write the waiting keys of new prompts and the lengths of lanes.
-local function finish()
+local function set_fresh()
   if not set_together(fresh, lifetime) then
     for at = 1, #fresh, 2 do
       local waiting = fresh[at]
       redis.call('SET', waiting, fresh[at + 1], 'PX', lifetime)
     end
   end
-  count_added()
 end
 
--- Nearly always all prompts are new and go to the streams. Defining the functions for other cases takes as long as a few prompts.
-if are_new then
-  if is_alone or free >= count and (is_bulk or free_bulk >= 0 or not is_bulk_client(sole)) then
-    local announced, homeless = {}, count
-    open_lanes(count)
-    for i = 1, has_lanes and count or 0 do
-      -- All homes count first, so that the mean is the mean of the whole call.
-      announced[i] = announce(homes[i])
-      homeless = homeless - (announced[i] and 1 or 0)
-    end
-    level_lanes(homeless)
-    for i = 1, count do
-      local waiting = KEYS[2 + i]
-      outcome[i] = is_done[waiting] or 'Q'
-      if not is_done[waiting] then
-        fresh[#fresh + 1], fresh[#fresh + 2] = waiting, sole_waiter .. to_stream(i, is_alone, announced[i])
-        is_done[waiting] = 'J'
+-- Nearly always all prompts are new, without homes, and fit into the stream of a single worker (its capacity, and the sum).
+-- Defining the functions for other cases takes as long as a few prompts.
+if existing == 0 and #ARGV == HEAD + count and redis.pcall('HLEN', capacities) == 2 then
+  local is_alone = sole == reply and not is_bulk
+  local most = is_alone and SOLE_EXTRA or SPARE_BATCHES * (tonumber(redis.pcall('HGET', capacities, '')) or 0)
+  local fits = depth + count <= math.min(limit, most)
+  for i = HEAD + 1, fits and is_alone and #ARGV or 0 do
+    fits = fits and #ARGV[i] <= SOLE_MAX_BYTES
+  end
+  local priority = is_bulk and {'p', BULK} or {}
+  for i = 1, fits and count or 0 do
+    local waiting, tag = KEYS[2 + i], lifetime
+    outcome[i] = is_done[waiting] or 'Q'
+    if not is_done[waiting] then
+      if is_alone or is_bulk then
+        tag = lifetime .. ' ' .. string.sub(waiting, -16)
       end
+      fresh[#fresh + 1] = waiting
+      fresh[#fresh + 1] = sole_waiter .. redis.call('XADD', jobs, '*', 'm', ARGV[HEAD + i], 'u', tag, unpack(priority))
+      is_done[waiting] = 'J'
     end
-    finish()
+  end
+  if fits then
+    set_fresh()
     if is_alone and redis.call('PTTL', sole_client) < SOLE_MS / 2 then
       redis.call('SET', sole_client, reply, 'PX', SOLE_MS)
     end
@@ -109,94 +71,95 @@ end
 
 -- include fair_queue
 
--- Prompts in the backlog per free slot that a client may have, so that others always find room; max bytes of a reference to a row.
-local SHARE, MAX_REFERENCE = 9, 292
-
-local in_backlog = count_at('ZCARD', backlog)
--- Prompts that are all new need no check each.
-local is_new = not again and existing == (in_backlog > 0 and 1 or 0)
-if free_bulk < 0 or is_bulk then
-  -- A bulk client gives way to all other clients, an interactive client to interactive clients only.
-  local excess = is_bulk_client(sole) and -free_bulk or is_bulk and 0 or -free_rows
-  if sole ~= reply and sole ~= GAVE_WAY and excess > 0 then
-    give_way(excess, sole)
-    in_backlog, free_rows, free_bulk, free_continued, depth = count_at('ZCARD', backlog), spare_capacity()
-    free = is_bulk and free_bulk or is_continued and free_continued or free_rows
+-- Prompts in the backlog per free slot that a client may have, so that others always find room.
+local SHARE = 9
+local first_cost = HEAD + 2 * count
+local is_continued = #ARGV > first_cost
+local kind = is_bulk and BULK or is_continued and CONTINUED or nil
+-- The member of "virtual_time" with the start time of the client's last prompt of this kind.
+local member = kind == CONTINUED and reply .. TOKENS or reply
+local homes, is_sibling = {}, {}
+for i = 1, math.min(count, #ARGV - HEAD - count) do
+  homes[i] = ARGV[HEAD + count + i]
+  if homes[i] == '=' and i > 1 then
+    homes[i], is_sibling[i] = homes[i - 1], true
   end
 end
-if sole ~= reply then
-  free = math.max(0, free)
+local in_backlog, spare = count_at('ZCARD', backlog), nil
+-- Prompts that are all new need no check each.
+local is_new = not again and existing == (in_backlog > 0 and 1 or 0)
+spare, depth = spare_capacity()
+if spare[BULK] < 0 or is_bulk then
+  -- A bulk client gives way to all other clients, an interactive client to interactive clients only.
+  local excess = is_bulk_client(sole) and -spare[BULK] or is_bulk and 0 or -spare[ROWS]
+  if sole ~= reply and sole ~= GAVE_WAY and excess > 0 then
+    give_way(excess, sole)
+    in_backlog, spare, depth = count_at('ZCARD', backlog), spare_capacity()
+  end
 end
+local free = sole == reply and spare[kind or ROWS] or math.max(0, spare[kind or ROWS])
 -- Jobs beyond the capacity for a client that asks alone. Continuations take too long for that.
-local may_be_alone = not is_bulk or sole == reply or free_bulk >= 0 and sole ~= GAVE_WAY
+local may_be_alone = not is_bulk or sole == reply or spare[BULK] >= 0 and sole ~= GAVE_WAY
 local extra = worker_count > 0 and not is_continued and may_be_alone and SOLE_EXTRA or 0
 -- Prompts in the backlog that go before this client's.
 local ahead = in_backlog
 if ahead > 0 and not is_bulk then
   ahead = in_backlog - count_of(BULK) - (is_continued and 0 or count_of(CONTINUED))
 end
-
+local announced = open_lanes(count, is_new and ahead == 0 and free + extra >= count and homes or {})
 -- Start times and stored jobs for the backlog; waiting keys that other clients wait in.
-local order, stored, has_others, since, now, last = {}, {}, {}, nil, nil, nil
+local order, stored, has_others, is_named, now, last = {}, {}, {}, false, nil, nil
 
-local function register(waiting, entry)
+-- The virtual start time of the client's next prompt, and the tokens that it may generate (1 for a row). The first start times are for
+-- jobs of its own that may have to go back.
+local function next_start(i)
+  if not last then
+    now = virtual_now(kind)
+    last = math.max(now - math.min(0, free), start_of(member))
+  end
+  local cost = is_continued and math.max(1, tonumber(ARGV[first_cost + i]) or 1) or 1
+  return last + cost, cost
+end
+
+local function queue(i)
+  local waiting, job, home, entry = KEYS[2 + i], ARGV[HEAD + i], homes[i] or '', LATER
+  local digest = string.sub(waiting, -16)
+  if depth + in_backlog >= limit then
+    return 'F'
+  elseif ahead == 0 and (free > 0 or free + extra > 0 and #job <= SOLE_MAX_BYTES) then
+    local worker, tag = choose(home, announced[i], is_sibling[i]), lifetime
+    if free <= 0 and not is_named then
+      redis.call('SET', sole_client, reply, 'PX', SOLE_MS)
+      is_named = true
+    end
+    if worker or free <= 0 or is_bulk then
+      -- It may have to move.
+      tag = lifetime .. ' ' .. digest
+    end
+    if home ~= '' then
+      entry = add_job(worker, kind, 'm', job, 'u', tag, 'h', home)
+    else
+      entry = add_job(worker, kind, 'm', job, 'u', tag)
+    end
+    depth, free = depth + 1, free - 1
+  else
+    local start, cost = next_start(i)
+    -- The client's prompts of this cost in the backlog.
+    if (last - now) / cost >= SHARE * (limit - depth - in_backlog) then
+      return 'F'
+    end
+    order[#order + 1], order[#order + 2] = start, digest
+    stored[#stored + 1] = digest
+    stored[#stored + 1] = to_store(string.format('%d', now_ms()), lifetime, home, job, is_continued and cost or nil)
+    last, in_backlog, ahead = start, in_backlog + 1, ahead + 1
+  end
   if has_others[waiting] then
     redis.call('HSET', waiting, 'job', entry, reply, '')
     redis.call('PEXPIRE', waiting, lifetime)
   else
     fresh[#fresh + 1], fresh[#fresh + 2] = waiting, sole_waiter .. entry
   end
-end
-
--- The tokens that a prompt may generate; 1 for a row.
-local function cost_of(i)
-  return is_continued and math.max(1, tonumber(ARGV[first_cost + i]) or 1) or 1
-end
-
--- The virtual start time of the client's next prompt. The first start times are for jobs of its own that may have to go back.
-local function next_start(i)
-  if not last then
-    now = virtual_now(kind)
-    last = math.max(now - math.min(0, free), start_of(member_of(reply, kind)))
-  end
-  return last + cost_of(i)
-end
-
-local function queue(i)
-  local waiting, job = KEYS[2 + i], ARGV[HEAD + i]
-  if depth + in_backlog >= limit then
-    return 'F'
-  end
-  if ahead == 0 and (free > 0 or free + extra > 0 and #job <= SOLE_MAX_BYTES) then
-    if free <= 0 and not is_alone then
-      redis.call('SET', sole_client, reply, 'PX', SOLE_MS)
-      is_alone = true
-    end
-    register(waiting, to_stream(i, free <= 0, false))
-    depth, free = depth + 1, free - 1
-    return 'Q'
-  end
-  local start, cost, digest = next_start(i), cost_of(i), string.sub(waiting, -16)
-  -- The client's prompts of this cost in the backlog.
-  if (last - now) / cost >= SHARE * (limit - depth - in_backlog) then
-    return 'F'
-  end
-  since = since or string.format('%d', now_ms())
-  order[#order + 1], order[#order + 2] = start, digest
-  stored[#stored + 1] = digest
-  stored[#stored + 1] = to_store(since, lifetime, homes[i] or '', job, is_continued and cost or nil)
-  last, in_backlog, ahead = start, in_backlog + 1, ahead + 1
-  register(waiting, LATER)
   return 'Q'
-end
-
--- A prompt of another client in the backlog moves to the start time of this client, if that is earlier.
-local function hasten(i, digest)
-  local start = redis.call('ZSCORE', backlog, digest)
-  if start and next_start(i) < tonumber(start) then
-    last = next_start(i)
-    redis.call('ZADD', backlog, last, digest)
-  end
 end
 
 -- A bulk prompt in a stream that this interactive client joins yields no more, unless a worker has it.
@@ -206,32 +169,26 @@ local function promote(entry)
   local job = type(found) == 'table' and read_entry(found, worker and ' ' .. worker or '')
   if job and job.kind == BULK and job.digest and #redis.pcall('XPENDING', stream, GROUP, id, id, 1) == 0 then
     job.kind = kind
-    move(worker, worker, {job})
+    move(worker, {job})
   end
 end
 
 -- Whether the row is cached. A row in the shared memory of another host, which the reply key does not name, is not for this client.
 local function is_cached(row)
-  local size = row_check == 'rows' and redis.pcall('STRLEN', row) or 0
-  if type(size) == 'table' then
+  local head = row_check == 'rows' and redis.pcall('GETRANGE', row, 0, 20) or ''
+  if type(head) == 'table' then
     -- No row can be stored where something else than a string is. A worker removes it if this client may not.
     redis.pcall('UNLINK', row)
     return false
   end
-  if size > 0 and size <= MAX_REFERENCE then
-    local head = redis.call('GETRANGE', row, 0, 20)
-    return string.sub(head, 1, 4) ~= 'LMPS' or string.sub(head, 6, 21) == string.sub(reply, -16)
-  end
-  return size > 0
+  return head ~= '' and (string.sub(head, 1, 4) ~= 'LMPS' or string.sub(head, 6, 21) == string.sub(reply, -16))
 end
 
 -- Join an existing job. Returns J; R if it has just ended with a row; nil if there is no job.
 local function join(i, waiting)
   local job, waiter = read_waiting(waiting)
-  if job == DONE then
-    return not again and row_check == 'marks' and 'R' or nil
-  elseif not job then
-    return nil
+  if not job or job == DONE then
+    return job and not again and row_check == 'marks' and 'R' or nil
   end
   if waiter and waiter ~= reply then
     expand(waiting, job, waiter)
@@ -244,7 +201,13 @@ local function join(i, waiting)
     redis.call('HSET', waiting, reply, '')
   end
   if job == LATER then
-    hasten(i, string.sub(waiting, -16))
+    -- A prompt of another client in the backlog moves to the start time of this client, if that is earlier.
+    local digest = string.sub(waiting, -16)
+    local start = tonumber(redis.call('ZSCORE', backlog, digest))
+    if start and next_start(i) < start then
+      last = next_start(i)
+      redis.call('ZADD', backlog, last, digest)
+    end
   elseif waiter and not is_bulk and is_bulk_client(waiter) then
     promote(job)
   end
@@ -255,8 +218,6 @@ local function join(i, waiting)
   return 'J'
 end
 
-open_lanes(count)
-level_lanes(count)
 for i = 1, count do
   local waiting = KEYS[2 + i]
   outcome[i] = is_done[waiting]
@@ -265,12 +226,13 @@ for i = 1, count do
     is_done[waiting] = outcome[i] == 'Q' and 'J' or outcome[i]
   end
 end
-finish()
+set_fresh()
+count_added()
 if #order > 0 then
   to_backlog(order, stored)
 end
 if last then
-  redis.call('ZADD', virtual_time, last, member_of(reply, kind))
+  redis.call('ZADD', virtual_time, last, member)
   move_up()
 end
 return table.concat(outcome)

@@ -2,9 +2,6 @@
 --
 -- KEYS  jobs, dead
 --
--- Jobs are removed when they end, so the first entry of a stream is its oldest job, and its id has the time of queueing. XPENDING
--- returns the id of a held job without the job, which may be large.
---
 -- Returns {number of jobs, ms since the oldest was queued (0 if there is none), number of dead letters, server time in ms}.
 
 -- include fair_queue
@@ -12,9 +9,10 @@
 -- Prompts of each kind in the backlog whose age is read, and max bytes of these. A client's oldest prompt has its first start time,
 -- and the first start times of all clients are close together.
 local FIRST, MAX_READ = 32, 16384
-local dead = KEYS[2]
-local now, age = now_ms(), 0
+local dead, now, age = KEYS[2], now_ms(), 0
 
+-- Jobs are removed when they end, so the first entry of a stream is its oldest job, and its id has the time of queueing. XPENDING
+-- returns the id of a held job without the job, which may be large.
 local function read_age(stream)
   local oldest = redis.pcall('XPENDING', stream, GROUP, '-', '+', 1)[1]
   if type(oldest) ~= 'table' then
@@ -28,17 +26,13 @@ end
 read_age(jobs)
 local workers, in_seen = longest_lanes(), 0
 for _, worker in ipairs(workers) do
-  local stream = lane_of .. worker
-  local length = tonumber(redis.pcall('XLEN', stream)) or 0
-  if length > 0 then
-    read_age(stream)
-    in_seen = in_seen + length
-  end
+  read_age(lane_of .. worker)
+  in_seen = in_seen + (tonumber(redis.pcall('XLEN', lane_of .. worker)) or 0)
 end
 -- The sum may be wrong after the server lost keys, so it is used only if there are more lanes.
 local depth = redis.call('XLEN', jobs) + (#workers == MAX_LANES and in_lanes() or in_seen)
 local in_backlog = count_at('ZCARD', backlog)
-for kind in pairs(in_backlog > 0 and FIRST_START or {}) do
+for kind in pairs(in_backlog > 0 and FROM or {}) do
   for _, digest in ipairs(redis.call('ZRANGEBYSCORE', backlog, FROM[kind], TO[kind], 'LIMIT', 0, FIRST)) do
     local stored = redis.call('HSTRLEN', backlog_jobs, digest) <= MAX_READ and redis.call('HGET', backlog_jobs, digest)
     local since = stored and tonumber(string.match(stored, '^%d+'))

@@ -1,9 +1,8 @@
--- Read hashes that any client may have written to, without sending values that are too large.
+-- Read hashes that any client may have written to, without sending values that are too large. One call reads up to MAX_FIELDS fields or
+-- MAX_BYTES of each hash.
 --
 -- KEYS  hashes
 -- ARGV  max fields of a hash, max bytes of a value, index of the first field (0 at first), then the fields to read (none: all)
---
--- One call reads up to MAX_FIELDS fields or MAX_BYTES of each hash.
 --
 -- Returns the index for the next call (0 if all is read), and per hash a list: for each field its name, and its value or the size of
 -- a value that is too large. In place of the list, the number of fields if there are too many, and -1 if the key holds no hash.

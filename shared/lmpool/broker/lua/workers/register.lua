@@ -33,14 +33,13 @@ local function read(default, command, key, ...)
 end
 
 local jobs, capacities, lanes, lane, size = KEYS[2], KEYS[3], KEYS[4], KEYS[5], tonumber(ARGV[5])
-local before = tonumber(read(false, 'HGET', capacities, worker))
+local before = tonumber(read(false, 'HGET', capacities, worker)) or 0
 if size == 0 then
   redis.call('HDEL', capacities, worker)
 elseif before ~= size then
   redis.call('HSET', capacities, worker, size)
 end
-local more = size - (before or 0)
-if more ~= 0 and type(redis.pcall('HINCRBY', capacities, '', more)) == 'table' then
+if size ~= before and type(redis.pcall('HINCRBY', capacities, '', size - before)) == 'table' then
   -- The sum is no number. All workers add their capacities again.
   redis.call('UNLINK', capacities)
   redis.call('HSET', capacities, worker, size, '', size)

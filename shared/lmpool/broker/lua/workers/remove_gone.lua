@@ -18,48 +18,11 @@ local now, removed, has_unknown, moved = now_ms(), 0, false, 0
 count_at('ZCARD', workers)
 
 -- Forget the clients whose last prompts of a kind have moved up.
-local function forget_clients(kind)
+for kind in pairs(count_at('ZCARD', virtual_time) > 1 and FROM or {}) do
   for _, client in ipairs(redis.call('ZRANGEBYSCORE', virtual_time, FROM[kind], virtual_now(kind), 'LIMIT', 0, most)) do
-    if not FIRST_START[client] and client ~= OWED[CONTINUED] and client ~= OWED[BULK] then
+    if not FROM[client] and client ~= OWED[CONTINUED] and client ~= OWED[BULK] then
       redis.call('ZREM', virtual_time, client)
     end
-  end
-end
-
-if count_at('ZCARD', virtual_time) > 1 then
-  forget_clients(ROWS)
-  forget_clients(CONTINUED)
-  forget_clients(BULK)
-end
-
--- Remove the lane of a worker if it is empty. Returns whether it is.
-local function drop_lane(worker)
-  local lane = lane_of .. worker
-  if (tonumber(redis.pcall('XLEN', lane)) or 0) > 0 then
-    return false
-  end
-  redis.call('UNLINK', lane)
-  count_in_lane(worker, -(tonumber(redis.pcall('ZSCORE', lanes, worker)) or 0))
-  redis.pcall('ZREM', lanes, worker)
-  return true
-end
-
--- Correct the sum of the lengths of lanes, after the server has lost keys or a client has written there. A new shared stream has no
--- consumers, so a worker without a deadline may be known by its lane alone.
-local function add_up_lanes()
-  if count_at('ZCARD', lanes) > MAX_LISTED then
-    redis.call('UNLINK', lanes)
-    return
-  end
-  local lengths, sum = redis.call('ZRANGE', lanes, 0, -1, 'WITHSCORES'), 0
-  for at = 1, #lengths, 2 do
-    if lengths[at] ~= '' then
-      sum = sum + read_length(lengths[at + 1])
-      has_unknown = has_unknown or not redis.call('ZSCORE', workers, lengths[at])
-    end
-  end
-  if #lengths > 0 then
-    redis.call('ZADD', lanes, sum, '')
   end
 end
 
@@ -72,14 +35,30 @@ for _, name in ipairs(redis.call('ZRANGEBYSCORE', workers, '-inf', now, 'LIMIT',
   local held = redis.pcall('XPENDING', jobs, group, '-', '+', 1, name)
   if held.err then
     redis.call('ZREM', workers, name)
-  elseif #held == 0 and drop_lane(name) then
+  elseif #held == 0 and (tonumber(redis.pcall('XLEN', lane_of .. name)) or 0) == 0 then
+    redis.call('UNLINK', lane_of .. name)
+    count_in_lane(name, -(tonumber(redis.pcall('ZSCORE', lanes, name)) or 0))
+    redis.pcall('ZREM', lanes, name)
     redis.call('XGROUP', 'DELCONSUMER', jobs, group, name)
     redis.call('ZREM', workers, name)
     removed = removed + 1
   end
 end
-if ARGV[4] == '1' then
-  add_up_lanes()
+if ARGV[4] == '1' and count_at('ZCARD', lanes) > MAX_LISTED then
+  redis.call('UNLINK', lanes)
+elseif ARGV[4] == '1' then
+  -- Correct the sum of the lengths of lanes, after the server has lost keys or a client has written there. A new shared stream has
+  -- no consumers, so a worker without a deadline may be known by its lane alone.
+  local lengths, sum = redis.call('ZRANGE', lanes, 0, -1, 'WITHSCORES'), 0
+  for at = 1, #lengths, 2 do
+    if lengths[at] ~= '' then
+      sum = sum + read_length(lengths[at + 1])
+      has_unknown = has_unknown or not redis.call('ZSCORE', workers, lengths[at])
+    end
+  end
+  if #lengths > 0 then
+    redis.call('ZADD', lanes, sum, '')
+  end
 end
 has_unknown = has_unknown or group_at(jobs).consumers > redis.call('ZCARD', workers)
 return {removed, has_unknown and 1 or 0, moved}

@@ -4,11 +4,9 @@
 -- ARGV  field, expected value ('' for none), new value ('' removes the field)
 --
 -- Returns 1 when done, 0 when the field has another value.
-local current = redis.call('HGET', KEYS[1], ARGV[1]) or ''
-if current ~= ARGV[2] then
+if (redis.call('HGET', KEYS[1], ARGV[1]) or '') ~= ARGV[2] then
   return 0
-end
-if ARGV[3] == '' then
+elseif ARGV[3] == '' then
   redis.call('HDEL', KEYS[1], ARGV[1])
 else
   redis.call('HSET', KEYS[1], ARGV[1], ARGV[3])
