@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import suppress
+from dataclasses import MISSING, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,31 @@ def check_name(name: str, value: Any) -> None:
         raise SettingsError(
             f"{name}: {shown(value)} must be 1 to 200 characters of UTF-8 without braces and control characters"
         )
+
+
+def option(description: str, default: Any = MISSING, least: float | None = None, most: float | None = None) -> Any:
+    """A field of a settings class: the help of its command-line option, its default, and the limits of a number.
+
+    A default that is a list is copied for each instance.
+    """
+    metadata = {"help": description, "least": least, "most": most}
+    if isinstance(default, list):
+        return field(default_factory=default.copy, metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+def check_numbers(settings: Any) -> None:
+    """Refuse numbers of a settings class that are outside the limits of their fields; None passes if it is the default.
+
+    A field whose default is a whole number, or None, takes whole numbers only.
+
+    Raises:
+        SettingsError: with the setting's name.
+    """
+    for each in fields(settings):
+        value, least = getattr(settings, each.name), each.metadata.get("least")
+        if least is not None and not (value is None and each.default is None):
+            check_number(each.name, value, least, each.metadata["most"], whole=not isinstance(each.default, float))
 
 
 def count_cores() -> int:
