@@ -44,25 +44,21 @@ _MAX_SPECIAL_TOKENS = 64  # Ids that a template adds to one text.
 _MAX_WORD_CHARACTERS = 1000  # Of a word that WordPiece splits, in cubic time; BERT has 100.
 _MAX_CHARACTERS = 256  # Of a string setting, such as the text that a `Prepend` puts before a prompt.
 
-_KINDS = {
-    "normalizer": {
+# Per part of the file: the name of the list in a `Sequence`, and the components that lmpool accepts.
+_PARTS = {
+    "normalizer": ("normalizers", {
         "BertNormalizer", "ByteLevel", "Lowercase", "NFC", "NFD", "NFKC", "NFKD", "Nmt", "Precompiled", "Prepend",
         "Replace", "Strip", "StripAccents",
-    },
-    "pre_tokenizer": {
+    }),
+    "pre_tokenizer": ("pretokenizers", {
         "BertPreTokenizer", "ByteLevel", "CharDelimiterSplit", "Digits", "FixedLength", "Metaspace", "Punctuation",
         "Split", "UnicodeScripts", "Whitespace", "WhitespaceSplit",
-    },
-    "post_processor": {"BertProcessing", "ByteLevel", "RobertaProcessing", "TemplateProcessing"},
-    "decoder": {"BPEDecoder", "ByteFallback", "ByteLevel", "CTC", "Fuse", "Metaspace", "Replace", "Strip", "WordPiece"},
+    }),
+    "post_processor": ("processors", {"BertProcessing", "ByteLevel", "RobertaProcessing", "TemplateProcessing"}),
+    "decoder": ("decoders", {
+        "BPEDecoder", "ByteFallback", "ByteLevel", "CTC", "Fuse", "Metaspace", "Replace", "Strip", "WordPiece",
+    }),
 }  # fmt: skip
-# The list of a `Sequence`, by the part of the file that it stands in.
-_LISTS = {
-    "normalizer": "normalizers",
-    "pre_tokenizer": "pretokenizers",
-    "post_processor": "processors",
-    "decoder": "decoders",
-}
 
 # Without the flag x: comments could hide groups and repetitions from this check.
 _GROUP_OPENING = re.compile(r"\((?:\?(?::|=|!|<=|<!|>|[im]+:))?")
@@ -75,40 +71,30 @@ _LEVEL = 6  # Of zlib: its default.
 
 @dataclass(frozen=True, slots=True)
 class PackedTokenizer:
-    """A compressed `tokenizer.json`.
-
-    Attributes:
-        data: a zlib stream.
-        digest: 32 hex digits, the BLAKE2b-128 of `data`.
-    """
+    """A compressed `tokenizer.json`."""
 
     data: bytes
+    """A zlib stream."""
     digest: str
+    """32 hex digits, the BLAKE2b-128 of `data`."""
 
     @classmethod
     def pack(cls, text: str) -> PackedTokenizer:
-        """Compress a `tokenizer.json`.
-
-        Raises:
-            InvalidVocabulary: it is too large.
-        """
+        """Compress a `tokenizer.json`; raises `InvalidVocabulary` if it is too large."""
         plain = text.encode()
-        if len(plain) > MAX_TOKENIZER_BYTES:
-            raise InvalidVocabulary(f"its tokenizer.json has {len(plain)} bytes; the limit is {MAX_TOKENIZER_BYTES}")
+        _check_size("its tokenizer.json", len(plain), MAX_TOKENIZER_BYTES, "bytes")
         data = zlib.compress(plain, _LEVEL)
-        if len(data) > MAX_PACKED_BYTES:
-            raise InvalidVocabulary(
-                f"its tokenizer.json has {len(data)} bytes after compression; the limit is {MAX_PACKED_BYTES}"
-            )
+        _check_size("its compressed tokenizer.json", len(data), MAX_PACKED_BYTES, "bytes")
         return cls(data, digest_of(data))
 
 
-def unpack_tokenizer(data: bytes, digest: str) -> str:
-    """Decompress the `tokenizer.json` of this digest.
+def _check_size(name: str, size: int, limit: int, unit: str = "characters") -> None:
+    if size > limit:
+        raise InvalidVocabulary(f"{name} has {size} {unit}; the limit is {limit}")
 
-    Raises:
-        ProtocolError: it has another digest, is too large, or is no text.
-    """
+
+def unpack_tokenizer(data: bytes, digest: str) -> str:
+    """Decompress the `tokenizer.json` of this digest; raises `ProtocolError` for other or for too large data."""
     if len(data) > MAX_PACKED_BYTES:
         raise ProtocolError(f"it has more than {MAX_PACKED_BYTES} bytes")
     if (named := digest_of(data)) != digest:
@@ -129,9 +115,7 @@ def digest_of(data: bytes) -> str:
 
 
 class _Model(msgspec.Struct):
-    """Of the model only the longest word that WordPiece splits, in characters; other models have none."""
-
-    max_input_chars_per_word: int = 0
+    max_input_chars_per_word: int = 0  # Of the longest word that WordPiece splits; other models have none.
 
 
 class _File(msgspec.Struct):
@@ -145,13 +129,7 @@ class _File(msgspec.Struct):
 
 
 def check_tokenizer(text: str) -> float:
-    """Check a `tokenizer.json`.
-
-    Args:
-        text: the file's content.
-
-    Returns:
-        The factor by which it lengthens a text at most, 1 to `MAX_GROWTH`.
+    """Check the content of a `tokenizer.json`; returns the max factor by which it lengthens a text.
 
     Raises:
         InvalidVocabulary: it is not JSON, or one of its components is unknown, too slow, or lengthens texts too much.
@@ -160,12 +138,11 @@ def check_tokenizer(text: str) -> float:
         file = msgspec.json.decode(text, type=_File)
     except (msgspec.DecodeError, RecursionError) as error:
         raise InvalidVocabulary(f"its tokenizer.json cannot be read: {error}") from error
-    word = file.model.max_input_chars_per_word if file.model is not None else 0
-    if word > _MAX_WORD_CHARACTERS:
-        raise InvalidVocabulary(f"its model splits words of {word} characters; the limit is {_MAX_WORD_CHARACTERS}")
-    growth = dict.fromkeys(_KINDS, 1.0)
+    if file.model is not None:
+        _check_size("a word that its model splits", file.model.max_input_chars_per_word, _MAX_WORD_CHARACTERS)
+    growth = dict.fromkeys(_PARTS, 1.0)
     try:
-        for part in _KINDS:
+        for part in _PARTS:
             for component in _components(part, getattr(file, part)):
                 growth[part] *= _check_component(part, component)
                 if growth[part] > MAX_GROWTH:
@@ -183,7 +160,7 @@ def _components(part: str, whole: Any) -> Iterator[dict[str, Any]]:
     while waiting:
         component = waiting.pop()
         if component["type"] == "Sequence":
-            waiting.extend(reversed(component[_LISTS[part]]))
+            waiting.extend(reversed(component[_PARTS[part][0]]))
         else:
             yield component
         count += 1
@@ -194,21 +171,23 @@ def _components(part: str, whole: Any) -> Iterator[dict[str, Any]]:
 def _check_component(part: str, component: dict[str, Any]) -> float:
     """Check one component, and return the factor by which it lengthens a text at most."""
     kind = component["type"]
-    if kind not in _KINDS[part]:
+    if kind not in _PARTS[part][1]:
         raise InvalidVocabulary(f"its {part} is of the kind {shown(kind)}, which lmpool does not accept")
     for name, value in component.items():
-        if name != "precompiled_charsmap" and isinstance(value, str) and len(value) > _MAX_CHARACTERS:
-            raise InvalidVocabulary(f"{name} of its {kind} has {len(value)} characters; the limit is {_MAX_CHARACTERS}")
-    if kind in {"Split", "Replace"}:
-        return _check_pattern(part, component)
+        if name != "precompiled_charsmap" and isinstance(value, str):
+            _check_size(f"{name} of its {kind}", len(value), _MAX_CHARACTERS)
     if kind == "Precompiled":
-        return _growth_of_charsmap(component["precompiled_charsmap"])
+        # SentencePiece's trie, preceded by its length in four bytes, and then the replacements, each ended by a zero.
+        try:
+            data = base64.b64decode(component["precompiled_charsmap"], validate=True)
+        except (binascii.Error, ValueError, TypeError) as error:
+            raise InvalidVocabulary(f"the precompiled_charsmap of its normalizer is not base64: {error}") from error
+        replacements = data[4 + int.from_bytes(data[:4], "little") :].split(b"\0")
+        return float(max([1, *(len(replacement.decode(errors="replace")) for replacement in replacements)]))
     if kind == "TemplateProcessing":
         _check_template(component)
-    return 1.0
-
-
-def _check_pattern(part: str, component: dict[str, Any]) -> float:
+    if kind not in {"Split", "Replace"}:
+        return 1.0
     ((form, pattern),) = component["pattern"].items()
     if not isinstance(pattern, str) or not pattern:
         raise InvalidVocabulary(f"the pattern of its {part} is {shown(pattern)}, not text")
@@ -216,37 +195,18 @@ def _check_pattern(part: str, component: dict[str, Any]) -> float:
         if part == "decoder":
             raise InvalidVocabulary("its decoder has a regular expression; lmpool accepts plain text there")
         check_regex(pattern)
-    if component["type"] == "Split":
-        return 1.0
     # A regular expression may match one character.
     shortest = len(pattern) if form == "String" else 1
-    return max(1.0, math.ceil(len(component["content"]) / shortest))
-
-
-def _growth_of_charsmap(encoded: Any) -> float:
-    """The most characters that a precompiled map of SentencePiece puts in place of one.
-
-    The map is a trie, preceded by its length in four bytes, and then the replacements, each ended by a zero byte.
-    """
-    try:
-        data = base64.b64decode(encoded, validate=True)
-    except (binascii.Error, ValueError, TypeError) as error:
-        raise InvalidVocabulary(f"the precompiled_charsmap of its normalizer is not base64: {error}") from error
-    replacements = data[4 + int.from_bytes(data[:4], "little") :].split(b"\0")
-    return float(max([1, *(len(replacement.decode(errors="replace")) for replacement in replacements)]))
+    return 1.0 if kind == "Split" else max(1.0, math.ceil(len(component["content"]) / shortest))
 
 
 def _check_template(component: dict[str, Any]) -> None:
     """Refuse a template that repeats the text, or adds too many tokens."""
     added = component["special_tokens"]
     for name in ("single", "pair"):
-        texts, tokens = [], 0
-        for piece in component[name]:
-            ((kind, value),) = piece.items()
-            if kind == "Sequence":
-                texts.append(value["id"])
-            else:
-                tokens += len(added[value["id"]]["ids"])
+        pieces = [piece for whole in component[name] for piece in whole.items()]
+        texts = [value["id"] for kind, value in pieces if kind == "Sequence"]
+        tokens = sum(len(added[value["id"]]["ids"]) for kind, value in pieces if kind != "Sequence")
         if len(set(texts)) != len(texts) or tokens > _MAX_SPECIAL_TOKENS:
             raise InvalidVocabulary(
                 f"its template {name!r} repeats the text, or adds {tokens} tokens of at most {_MAX_SPECIAL_TOKENS}"
@@ -263,8 +223,7 @@ def check_regex(pattern: str) -> None:
     Raises:
         InvalidVocabulary: the pattern is refused.
     """
-    if len(pattern) > _MAX_PATTERN_CHARACTERS:
-        raise InvalidVocabulary(f"a pattern has {len(pattern)} characters; the limit is {_MAX_PATTERN_CHARACTERS}")
+    _check_size("a pattern", len(pattern), _MAX_PATTERN_CHARACTERS)
     at, repeats, choices, previous = 0, 0, 0, ""
     # For each open group whether it has matched a fixed number of characters so far; the first is the whole pattern.
     fixed = [True]

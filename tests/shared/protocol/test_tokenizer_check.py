@@ -105,7 +105,7 @@ def test_words_that_take_long_to_split_are_refused() -> None:
         if longest <= 1000:
             assert check_tokenizer(file) == 1
         else:
-            with pytest.raises(InvalidVocabulary, match="splits words of 1001 characters; the limit is 1000"):
+            with pytest.raises(InvalidVocabulary, match="model splits has 1001 characters; the limit is 1000"):
                 check_tokenizer(file)
 
 
