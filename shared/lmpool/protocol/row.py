@@ -372,7 +372,7 @@ def _open(data: NDArray[np.uint8], vocab_size: int, count: int) -> tuple[Encodin
     """The encoding, logZ and `count` stored numbers of a row of V, in place; raises `ProtocolError` for other bytes."""
     if len(data) < HEADER_SIZE:
         raise ProtocolError(f"a row of {len(data)} bytes is shorter than its {HEADER_SIZE}-byte header")
-    magic, version, code, _, size, log_z = _HEADER.unpack_from(data)
+    magic, version, code, _, size, log_z = _HEADER.unpack_from(data.data)
     if magic != MAGIC or version != ROW_VERSION:
         raise ProtocolError(f"not a row of wire version {ROW_VERSION}: it begins with {magic!r}, version {version}")
     if size != vocab_size:

@@ -15,9 +15,7 @@ a fixed order on GPUs is known from its source, not from a test.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 import numpy as np
 import torch
@@ -25,9 +23,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lmpool.errors import InvalidWeights, SettingsError
-from lmpool.protocol.query import Op
-from lmpool.trie.plan import Compressed, check_op, check_out, make_plan
-from lmpool.trie.trie import check_layout, check_shape, nan_found
+from lmpool.protocol.query import OPS, Op
+from lmpool.settings import check_choice
+from lmpool.trie.trie import Compressed, check_layout, check_out, check_shape, make_plan, nan_found
 
 FUNCTIONS = (
     "acos", "asin", "atan", "cos", "erf", "erfc", "erfinv", "exp", "log", "log10", "log2", "sin", "sqrt", "tan", "tanh",
@@ -60,21 +58,6 @@ def settle() -> None:
             getattr(torch, name)(element)
 
 
-@dataclass(frozen=True, slots=True)
-class _Blocks:
-    """The blocks of the tree of pairs that each inner node is composed of.
-
-    Attributes:
-        sizes: the number of blocks of each level, even except for the last; level 0 are the sorted weights.
-        index: the chosen blocks, node after node, as places in all levels in succession; int64 (K,).
-        offsets: node i has index[offsets[i] : offsets[i + 1]]; int64 (M + 1,).
-    """
-
-    sizes: list[int]
-    index: NDArray[np.int64]
-    offsets: NDArray[np.int64]
-
-
 class TorchKernels:
     """Kernels of one trie on a device of torch: see `lmpool.trie.kernels.Kernels`."""
 
@@ -88,17 +71,15 @@ class TorchKernels:
         self._n_tokens = trie.n_tokens
         plan = make_plan(trie)
         start = plan.start.astype(np.int64)
-        blocks = _choose_blocks(start[:-1], start[_last_below(trie.inner_parent) + 1], trie.n_tokens)
-        self._sizes = blocks.sizes
-        self._order, self._index, self._offsets = map(
-            self._put, (plan.order.astype(np.int64), blocks.index, blocks.offsets)
+        last = list(range(trie.n_inner))  # The last inner node at or below each inner node.
+        for node, parent in zip(range(trie.n_inner - 1, 0, -1), trie.inner_parent[:0:-1].tolist(), strict=True):
+            last[parent] = max(last[parent], last[node])
+        self._sizes, index, offsets = _choose_blocks(start[:-1], start[np.array(last) + 1], trie.n_tokens)
+        owner = np.repeat(np.arange(trie.n_inner), np.diff(offsets))
+        self._order, self._index, self._offsets, self._owner, self._value_of = (
+            torch.from_numpy(array.astype(np.int64)).to(self._device)
+            for array in (plan.order, index, offsets, owner, trie.value_of)
         )
-        counts = np.diff(blocks.offsets)
-        self._owner = self._put(np.repeat(np.arange(trie.n_inner), counts))
-        self._value_of = self._put(trie.value_of.astype(np.int64))
-
-    def _put(self, array: NDArray[Any]) -> Tensor:
-        return torch.from_numpy(np.array(array)).to(self._device)
 
     @property
     def nbytes(self) -> int:
@@ -122,7 +103,7 @@ class TorchKernels:
 
     def inner_on_device(self, op: Op, weights: Tensor) -> Tensor:
         """Values of the inner nodes, float32 (B, M), for weights on the device, float32 (B, V); see `Kernels`."""
-        check_op(op)
+        check_choice("op", op, OPS)
         self._check(weights)
         out = torch.empty((len(weights), len(self._offsets) - 1), dtype=torch.float32, device=self._device)
         rows = max(1, _MAX_BYTES // (8 * (sum(self._sizes) + len(self._index))))
@@ -162,11 +143,8 @@ class TorchKernels:
             tree[above : above + size // 2] = pair(tree[here:above:2], tree[here + 1 : above : 2])
             here = above
         blocks = tree.index_select(0, self._index)
-        if op == "logsumexp":
-            return self._log_sum(blocks)
-        return self._segments(blocks, op)
-
-    def _log_sum(self, blocks: Tensor) -> Tensor:
+        if op != "logsumexp":
+            return self._segments(blocks, op)
         largest = self._segments(blocks, "max")
         # A difference of infinities would be NaN.
         shift = torch.where(torch.isfinite(largest), largest, 0.0)
@@ -182,16 +160,14 @@ def _fetched(tensor: Tensor) -> NDArray[np.float32]:
     return array
 
 
-def _last_below(inner_parent: NDArray[np.int32]) -> NDArray[np.int64]:
-    """The last inner node at or below each inner node."""
-    last = list(range(len(inner_parent)))
-    for node, parent in zip(range(len(last) - 1, 0, -1), inner_parent[:0:-1].tolist(), strict=True):
-        last[parent] = max(last[parent], last[node])
-    return np.array(last)
+def _choose_blocks(
+    first: NDArray[np.int64], end: NDArray[np.int64], width: int
+) -> tuple[list[int], NDArray[np.int64], NDArray[np.int64]]:
+    """Cover each range by the largest blocks of the tree of pairs that fit, from both ends inwards.
 
-
-def _choose_blocks(first: NDArray[np.int64], end: NDArray[np.int64], width: int) -> _Blocks:
-    """Cover each range by the largest blocks of the tree that fit, from both ends inwards."""
+    Returns the number of blocks of each level, even except for the last (level 0 are the sorted weights); the chosen
+    blocks, node after node, as places in all levels in succession (K,); and where each node's begin in these (M + 1,).
+    """
     sizes: list[int] = []
     owners, places = [], []
     nodes, base = np.arange(len(first)), 0
@@ -209,4 +185,4 @@ def _choose_blocks(first: NDArray[np.int64], end: NDArray[np.int64], width: int)
     index = np.concatenate(places)[np.argsort(owner, kind="stable")]
     offsets = np.zeros(owner.max() + 2, np.int64)
     np.cumsum(np.bincount(owner), out=offsets[1:])
-    return _Blocks(sizes, index, offsets)
+    return sizes, index, offsets

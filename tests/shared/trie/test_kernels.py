@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from lmpool.errors import InvalidWeights, SettingsError
 from lmpool.protocol.query import OPS, Op
-from lmpool.trie.cpu import CpuKernels, _compiled
+from lmpool.trie.cpu import CpuKernels, _compiled, _Scratch
 from lmpool.trie.kernels import Kernels, open_kernels
 from lmpool.trie.torch_device import TorchKernels
 from lmpool.trie.trie import Trie
@@ -334,21 +334,22 @@ def test_buffers_are_kept_and_counted() -> None:
     assert kernels.nbytes == used
 
 
-def test_no_more_buffers_are_kept_than_threads() -> None:
+def test_no_more_buffers_are_kept_than_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     trie = Trie(tekken()[:1000])
     kernels = CpuKernels(trie, threads=1)
     empty = kernels.nbytes
     kernels.inner("sum", some_weights(1, 1000))
     buffer_size = kernels.nbytes - empty
-    barrier = Barrier(4)
-    with ThreadPoolExecutor(4) as pool:
-        list(pool.map(lambda _: _borrow_together(kernels, barrier), range(4)))
-    assert kernels.nbytes - empty == buffer_size
+    barrier, compute = Barrier(4), _Scratch.compute
 
-
-def _borrow_together(kernels: CpuKernels, barrier: Barrier) -> None:
-    with kernels._borrowed():
+    def compute_together(*args: Any) -> Any:
         barrier.wait(60)
+        return compute(*args)
+
+    monkeypatch.setattr(_Scratch, "compute", compute_together)
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda _: kernels.inner("sum", some_weights(1, 1000)), range(4)))
+    assert kernels.nbytes - empty == buffer_size
 
 
 # Refusals

@@ -22,7 +22,7 @@ from lmpool.protocol.row import VectorBlock
 from lmpool.trie.trie import Trie
 from lmpool.vocabulary import MAX_BYTES, Vocabulary
 from lmpool.workers.backends.synthetic import SyntheticBackend, SyntheticSettings
-from lmpool.workers.trie.backend import TrieSettings
+from lmpool.workers.trie import TrieSettings
 from tests.shared.broker.adapters.test_adapters import serving
 from tests.support.pool import DEADLINE_S, Pool, until_async
 from tests.support.trie_answers import answers, assert_right, draw_weights, words

@@ -16,8 +16,7 @@ from lmpool.settings import count_cores
 from lmpool.trie.kernels import Kernels
 from lmpool.vocabulary import Vocabulary
 from lmpool.workers.execution.contract import BackendJob
-from lmpool.workers.trie.backend import TrieBackend, TrieSettings, answer
-from lmpool.workers.trie.inputs import ByteLRU, LazyTrie, TrieInput, ValuesCache
+from lmpool.workers.trie import ByteLRU, LazyTrie, TrieBackend, TrieInput, TrieSettings, ValuesCache, answer
 from tests.support.trie_answers import answers, assert_right, draw_weights, words
 
 V = 200

@@ -25,7 +25,7 @@ from lmpool.trie.kernels import Kernels, open_kernels
 from lmpool.trie.trie import Trie
 from lmpool.workers import dispatch as dispatch_module
 from lmpool.workers.settings import WorkerSettings
-from lmpool.workers.trie.backend import TrieSettings
+from lmpool.workers.trie import TrieSettings
 from lmpool.workers.worker import Worker
 from tests.shared.broker.adapters.test_adapters import adapted, expected, serving, write_adapters
 from tests.support.pool import DEADLINE_S, Pool, until_async, until_done
