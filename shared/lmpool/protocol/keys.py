@@ -114,11 +114,6 @@ class Keys:
 class ModelKeys:
     """The keys of one model, which begin with `base`. Digests are appended as their 16 raw bytes."""
 
-    __slots__ = (
-        "adapters", "backlog", "backlog_jobs", "base", "capacity", "claim_cursor", "dead", "jobs", "lanes", "loading",
-        "queue", "reasons", "sole_client", "virtual_time", "waiting", "wanted", "workers",
-    )  # fmt: skip
-
     def __init__(self, base: bytes) -> None:
         self.base: Final = base
         self.jobs: Final = base + b":jobs"

@@ -69,6 +69,12 @@ _DTYPES = dict(zip(_ENCODINGS, map(np.dtype, ("<f4", "<u2", "<f2")), strict=True
 _F32, _BF16 = Encoding.F32, Encoding.BF16
 
 
+@lru_cache(64)
+def f32_header(vocab_size: int) -> bytes:
+    """The header of all rows of V in F32."""
+    return _HEADER.pack(MAGIC, ROW_VERSION, _F32, 0, vocab_size, 0.0)
+
+
 def encoded_size(vocab_size: int, encoding: Encoding) -> int:
     """Bytes of one encoded row."""
     return HEADER_SIZE + vocab_size * encoding.dtype.itemsize
@@ -131,7 +137,6 @@ class RowBlock:
         chosen = range(count) if indices is None else indices
         if not count:
             return []
-        head = (MAGIC, ROW_VERSION, int(self.encoding), 0, size)
         # memoryview cannot cast every float format, but integers of the same width.
         integers = self.numbers.view(np.uint16 if self.numbers.itemsize == 2 else np.uint32)
         if integers.flags.c_contiguous:
@@ -140,9 +145,9 @@ class RowBlock:
         else:
             parts = [integers[at].data.cast("B") for at in chosen]
         if self.log_z is None:
-            header = _HEADER.pack(*head, 0.0)
+            header = f32_header(size)
             return [(header, numbers) for numbers in parts]
-        log_z = self.log_z.tolist()
+        head, log_z = (MAGIC, ROW_VERSION, int(self.encoding), 0, size), self.log_z.tolist()
         return [(_HEADER.pack(*head, log_z[at]), numbers) for at, numbers in zip(chosen, parts, strict=True)]
 
     def row(self, index: int) -> Row:
@@ -223,8 +228,7 @@ class VectorBlock:
     def encoded(self, indices: Sequence[int] | None = None) -> list[Encoded]:
         """The header and the numbers, in place, of some vectors or of all."""
         chosen = self.vectors if indices is None else [self.vectors[index] for index in indices]
-        head = (MAGIC, ROW_VERSION, int(Encoding.F32), 0)
-        return [(_HEADER.pack(*head, len(vector), 0.0), vector.data.cast("B")) for vector in chosen]
+        return [(f32_header(len(vector)), vector.data.cast("B")) for vector in chosen]
 
 
 Block = RowBlock | VectorBlock

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
 
@@ -110,40 +111,31 @@ class RowConnection(Connection[RawRowCommands]):
 
         Raises `ServerError` if the server cannot be used.
         """
-        largest = max(max_bytes)
         async with self._chunks:
-            try:
-                if self._server.is_node:  # A master of a cluster refuses an MGET of keys in several slots.
-                    return await self._get_each([(b"GET", key) for key in keys], largest)
-                values: list[Value]
-                if largest <= _SMALL_BYTES:
-                    values = await self.call(b"MGET", *keys)
-                    if not isinstance(values, list) or len(values) != len(keys):
-                        raise self.distrust(values)
-                else:
-                    raw = await self._large.open()
-                    values = await self._large.wait_for(raw, raw.call((b"MGET", *keys), largest))
-                return values
-            except self._apart:
-                pairs = zip(keys, max_bytes, strict=True)
-                values = await self._get_each([(b"GETRANGE", key, 0, most - 1) for key, most in pairs], largest)
-                return [None if isinstance(value, bytes) and not value else value for value in values]
-
-    async def get_range(self, key: bytes, max_bytes: int) -> Value:
-        """Fetch the first bytes of a value, which may be of any size; empty when there is no value."""
-        (value,) = await self._get_each([(b"GETRANGE", key, 0, max_bytes - 1)], max_bytes)
-        return value
-
-    async def _get_each(self, commands: Sequence[Sequence[Argument]], max_bytes: int) -> list[Value]:
-        raw = await self._large.open()
-        replies = [self._large.wait_for(raw, raw.call(command, max_bytes)) for command in commands]
-        outcomes: list[Any] = await asyncio.gather(*replies, return_exceptions=True)
+            # A master of a cluster refuses an MGET of keys in several slots.
+            if not self._server.is_node:
+                with suppress(*self._apart):
+                    if (largest := max(max_bytes)) > _SMALL_BYTES:
+                        large = await self._large.open()
+                        values: list[Value] = await self._large.wait_for(large, large.call((b"MGET", *keys), largest))
+                    else:
+                        values = await self.call(b"MGET", *keys)
+                        if not isinstance(values, list) or len(values) != len(keys):
+                            raise self.distrust(values)
+                    return values
+            raw = await self._large.open()
+            pairs = zip(keys, max_bytes, strict=True)
+            replies = [
+                self._large.wait_for(raw, raw.call((b"GETRANGE", key, 0, most - 1), most)) for key, most in pairs
+            ]
+            outcomes: list[Any] = await asyncio.gather(*replies, return_exceptions=True)
         for at, outcome in enumerate(outcomes):
             if isinstance(outcome, BaseException):
-                refusal = outcome.__cause__
+                outcomes[at] = refusal = outcome.__cause__
                 if not isinstance(refusal, ResponseError) or self._server.is_not_now(refusal):
                     raise outcome
-                outcomes[at] = refusal
+            elif not len(outcome):  # As GETRANGE returns it for no value.
+                outcomes[at] = None
         return outcomes
 
     def close(self) -> None:
@@ -213,6 +205,7 @@ class RowCache:
 
     Attributes:
         is_seen: scripts on the model's queue can read the rows. On a cluster they are on other masters.
+        queue: calls scripts on the model's queue; where they can read rows, behind the rows that are being stored.
     """
 
     def __init__(self, server: Server, keys: Keys, info: ModelInfo, segments: SegmentReader) -> None:
@@ -231,11 +224,7 @@ class RowCache:
         if server.is_cluster:
             self._queue = CommandConnection(server, keys.model(info.name).jobs)
             self._queue.reply_timeout_s = reply_timeout_s
-
-    @property
-    def queue(self) -> Call:
-        """Calls scripts on the model's queue; where they can read rows, behind the rows that are being stored."""
-        return self._queue.call
+        self.queue: Call = self._queue.call
 
     def ttl_ms(self, block: Block) -> int:
         """The lifetime of a block in milliseconds."""
@@ -259,7 +248,7 @@ class RowCache:
         behind = None if then is None or not self.is_seen else lambda call: then(call, ())
         refused = await self._set(block.digests, writes, self.ttl_ms(block), behind)
         if then is not None and not self.is_seen:
-            await then(self._queue.call, refused)
+            await then(self.queue, refused)
         return refused
 
     async def put_weights(self, weights: Sequence[SentWeights]) -> dict[bytes, str]:
@@ -332,8 +321,7 @@ class RowCache:
         places = [int(place) for place in ranges.split()]
         width = places[1] - places[0] + 1
         chosen = [(place - wire.HEADER_SIZE) // width for place in places[::2]]
-        ((header, _),) = RowBlock([digest], row[None], None, Encoding.F32).encoded()
-        return header + row[chosen].tobytes()
+        return wire.f32_header(self._vocab_size) + row[chosen].tobytes()
 
     def keys_of(self, digests: Iterable[bytes]) -> list[bytes]:
         """The keys of rows and answers: for scripts that read them, and for `drop`."""
@@ -451,11 +439,12 @@ def _writes(
     prefix: bytes, block: Block, overwrite: Collection[bytes], references: Mapping[bytes, bytes] = NOT_SHARED.references
 ) -> list[RowWrite]:
     encoded = block.encoded() if len(references) < len(block.digests) else [(b"", _NOTHING)] * len(references)
+    replaced = set(overwrite)
     return [
-        RowWrite(
-            prefix + digest, *((references[digest], _NOTHING) if digest in references else row), digest in overwrite
-        )
-        for digest, row in zip(block.digests, encoded, strict=True)
+        RowWrite(prefix + digest, references[digest], _NOTHING, digest in replaced)
+        if digest in references
+        else RowWrite(prefix + digest, header, numbers, digest in replaced)
+        for digest, (header, numbers) in zip(block.digests, encoded, strict=True)
     ]
 
 

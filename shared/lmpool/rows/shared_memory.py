@@ -15,10 +15,9 @@ import asyncio
 import mmap
 import struct
 import weakref
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import lru_cache
 from hashlib import blake2b
 from itertools import count
 from time import monotonic
@@ -29,7 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lmpool.errors import ProtocolError
-from lmpool.protocol.row import HEADER_SIZE, Encoding, Row, RowBlock, decode_row, encoded_size
+from lmpool.protocol.row import HEADER_SIZE, Encoding, Row, decode_row, encoded_size, f32_header
 from lmpool.rows.segment_memory import PAGE, folder, host_token, name_of, receive_segment, segments_in
 
 PLACE_SIZE = 16
@@ -171,13 +170,6 @@ def tag_of(digest: bytes) -> int:
     return int.from_bytes(digest[WORD : WORD + 2], "little") << _NUMBER_BITS
 
 
-@lru_cache(64)
-def _f32_header(vocab_size: int) -> bytes:
-    """The header of all rows of V in F32."""
-    ((header, _),) = RowBlock([b""], np.zeros((1, vocab_size), np.float32), None, Encoding.F32).encoded()
-    return header
-
-
 class RowMemory:
     """Memory for rows that is reused: the system gives out new pages far more slowly than rows are copied."""
 
@@ -304,8 +296,7 @@ class SegmentReader:
     async def release_removed(self) -> set[str]:
         """Release the segments whose workers removed them: only then is their memory free.
 
-        Returns:
-            the names of all present segments.
+        Returns the names of all present segments.
         """
         present = await asyncio.to_thread(lambda: {path.name for path in segments_in(self._folder)})
         self._segments = {nonce: found for nonce, found in self._segments.items() if name_of(nonce) in present}
@@ -328,20 +319,16 @@ class SegmentReader:
         return found
 
     def _open(self, nonce: bytes) -> _OpenSegment | None:
-        found = self._segments.get(nonce)
-        if found is not None or nonce in self._unreadable:
-            return found
-        for received in self._receive([name_of(nonce)]):
-            self._segments[nonce] = received
-            return received
-        self._unreadable.add(nonce)
-        return None
+        if nonce not in self._segments and nonce not in self._unreadable:
+            self._segments |= {found.layout.nonce: found for found in self._receive([name_of(nonce)])}
+            if nonce not in self._segments:
+                self._unreadable.add(nonce)
+        return self._segments.get(nonce)
 
     def read(self, reference: Reference, digest: bytes, vocab_size: int) -> Row | None:
-        """Read the row of a reference; None when the row was overwritten or is on another host.
+        """Read the row of a reference, float32 (V,), into memory of its own that is read-only.
 
-        Returns:
-            read-only float32 log-probabilities of shape (V,), in memory of their own.
+        None when the row was overwritten or is on another host.
         """
         segment = self._open(reference.nonce)
         row = None if segment is None else self._read(segment, reference.number, digest, vocab_size)
@@ -356,29 +343,21 @@ class SegmentReader:
     def find(self, digest: bytes, vocab_size: int, out: Row | None = None) -> Row | None:
         """As `read`, for a row in any segment that the last `refresh` found.
 
-        Args:
-            digest: the prompt of the row.
-            vocab_size: V.
-            out: float32 array of shape (V,) to read into. Its content is undefined when the row is not found.
+        `out` is a float32 array (V,) to read into. Its content is undefined when the row is not found.
         """
-        for segment, number in self._candidates(digest):
-            row = self._read(segment, number, digest, vocab_size, out)
-            if row is not None:
-                return row
-        return None
-
-    def _candidates(self, digest: bytes) -> Iterator[tuple[_OpenSegment, int]]:
-        """The possible places of a row by the indexes of the segments: the segment, and the row's number."""
         hashed, tag = int.from_bytes(digest[:WORD], "little"), digest[WORD : WORD + 2]
         for segment in self._searched:
             at = PAGE + hashed % segment.layout.buckets * BUCKET.size
             entries = segment.memory[at : at + BUCKET.size]
-            if tag in entries:  # Rarely true without a match, and cheaper than unpacking.
-                wanted = tag_of(digest)
-                alike = [entry & _NUMBER_MASK for entry in BUCKET.unpack(entries) if entry & ~_NUMBER_MASK == wanted]
-                for number in sorted(alike, reverse=True):  # The newest first: older rows may be overwritten.
-                    if number:
-                        yield segment, number
+            if tag not in entries:  # Rarely wrong, and cheaper than unpacking.
+                continue
+            wanted = tag_of(digest)
+            alike = [entry & _NUMBER_MASK for entry in BUCKET.unpack(entries) if entry & ~_NUMBER_MASK == wanted]
+            for number in sorted(filter(None, alike), reverse=True):  # The newest first: older ones may be overwritten.
+                row = self._read(segment, number, digest, vocab_size, out)
+                if row is not None:
+                    return row
+        return None
 
     def _read(
         self, segment: _OpenSegment, number: int, digest: bytes, vocab_size: int, out: Row | None = None
@@ -390,7 +369,7 @@ class SegmentReader:
         if seen != number or whose != digest or not HEADER_SIZE <= length <= segment.stride - SLOT.size:
             return None
         size = 4 * vocab_size
-        if length == HEADER_SIZE + size and not is_summed and slot[SLOT.size :] == _f32_header(vocab_size):
+        if length == HEADER_SIZE + size and not is_summed and slot[SLOT.size :] == f32_header(vocab_size):
             if out is None:
                 array, writeable = self._rows.take(size)
                 row: Row | None = array.view(np.float32)

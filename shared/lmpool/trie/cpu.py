@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 from lmpool.protocol.query import OPS, Op
 from lmpool.settings import check_choice, count_threads
-from lmpool.trie.trie import WIDEST, Compressed, Plan, check_layout, check_out, make_plan, nan_found
+from lmpool.trie.trie import WIDEST, Compressed, Plan, check_layout, make_plan, nan_found
 
 WIDTHS = (1, 4, WIDEST)  # Rows of a block; loops are compiled for each width.
 # The sum of 4 million exponentials of numbers up to MAX_LOG is finite; the exponential of MIN_LOG is a normal number.
@@ -272,65 +272,47 @@ class CpuKernels:
 
     def inner(self, op: Op, weights: NDArray[np.float32]) -> NDArray[np.float32]:
         """Values of the inner nodes, float32 (B, M): see `Kernels.inner`."""
-        return self._compute(op, weights, self._plan.identity, None)
+        return self._compute(op, weights, self._plan.identity)
 
-    def values(
-        self, op: Op, weights: NDArray[np.float32], out: NDArray[np.float32] | None = None
-    ) -> NDArray[np.float32]:
+    def values(self, op: Op, weights: NDArray[np.float32]) -> NDArray[np.float32]:
         """Values of all nodes, float32 (B, N): see `Kernels.values`."""
-        return self._compute(op, weights, self._plan.source, out)
+        return self._compute(op, weights, self._plan.source)
 
-    def _compute(
-        self, op: Op, weights: NDArray[np.float32], source: NDArray[np.uint32], out: NDArray[np.float32] | None
-    ) -> NDArray[np.float32]:
+    def _compute(self, op: Op, weights: NDArray[np.float32], source: NDArray[np.uint32]) -> NDArray[np.float32]:
         check_choice("op", op, OPS)
         weights = check_layout(weights, self._plan.n_tokens, batch=True)
-        shape = (len(weights), len(source))
-        if out is None:
-            out = np.empty(shape, np.float32)
-        else:
-            check_out(out, shape)
+        out = np.empty((len(weights), len(source)), np.float32)
         # As wide as possible while every thread has work: a wide block takes less time per row, but more in total.
         widest = next((width for width in WIDTHS if len(weights) <= width * self._threads), WIDTHS[-1])
-        firsts = range(0, len(weights), widest)
+        todo = iter(firsts := range(0, len(weights), widest))
         nan = False
 
-        def compute(block: int) -> None:
+        def compute_blocks() -> None:
             nonlocal nan
-            first = firsts[block]
-            width = next(width for width in WIDTHS if width >= min(widest, len(weights) - first))
-            try:
-                scratch = self._scratch.pop()
-            except IndexError:
-                scratch = _Scratch(self._plan)
-            numbers = scratch.compute(op, weights, first, width)
-            if numbers is None:
-                nan = True
-            else:
-                block_loops(width).gather(source, numbers, first, out)
-            self._scratch.append(scratch)
+            for first in todo:  # No lock: taking the next number is a single step of the interpreter.
+                width = next(width for width in WIDTHS if width >= min(widest, len(weights) - first))
+                try:
+                    scratch = self._scratch.pop()
+                except IndexError:
+                    scratch = _Scratch(self._plan)
+                numbers = scratch.compute(op, weights, first, width)
+                if numbers is None:
+                    nan = True
+                else:
+                    block_loops(width).gather(source, numbers, first, out)
+                self._scratch.append(scratch)
 
-        _share_out(compute, len(firsts), self._threads)
+        # In this thread, and in the free threads of the pool.
+        helpers = [_pool(self._threads).submit(compute_blocks) for _ in firsts[1 : self._threads]]
+        try:
+            compute_blocks()
+        finally:
+            # Cancel helpers that have not begun: the pool may be busy with another call.
+            for helper in [helper for helper in helpers if not helper.cancel()]:
+                helper.result()
         if nan:
             raise nan_found(weights)
         return out
-
-
-def _share_out(work: Callable[[int], None], count: int, threads: int) -> None:
-    """Call work(0) ... work(count - 1) in the calling thread and in the free threads of the pool."""
-    todo = iter(range(count))
-
-    def drain() -> None:
-        for block in todo:  # No lock: taking the next number is a single step of the interpreter.
-            work(block)
-
-    helpers = [_pool(threads).submit(drain) for _ in range(min(threads, count) - 1)]
-    try:
-        drain()
-    finally:
-        # Cancel helpers that have not begun: the pool may be busy with another call.
-        for helper in [helper for helper in helpers if not helper.cancel()]:
-            helper.result()
 
 
 @cache

@@ -31,14 +31,8 @@ class Kernels(Protocol):
         """Values of the inner nodes for weights of shape (B, V): float32 (B, M), owned by the caller."""
         ...
 
-    def values(
-        self, op: Op, weights: NDArray[np.float32], out: NDArray[np.float32] | None = None
-    ) -> NDArray[np.float32]:
-        """Values of all nodes, float32 (B, N): like `trie.expand` of `inner`, but faster.
-
-        `out` is a C-contiguous float32 array for the result; new memory costs about a third of the time. Its content is
-        undefined after an error.
-        """
+    def values(self, op: Op, weights: NDArray[np.float32]) -> NDArray[np.float32]:
+        """Values of all nodes, float32 (B, N): like `trie.expand` of `inner`, but faster."""
         ...
 
     @property

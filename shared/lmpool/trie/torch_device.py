@@ -22,10 +22,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lmpool.errors import InvalidWeights, SettingsError
+from lmpool.errors import SettingsError
 from lmpool.protocol.query import OPS, Op
 from lmpool.settings import check_choice
-from lmpool.trie.trie import Compressed, check_layout, check_out, check_shape, make_plan, nan_found
+from lmpool.trie.trie import Compressed, check_weights, make_plan
 
 FUNCTIONS = (
     "acos", "asin", "atan", "cos", "erf", "erfc", "erfinv", "exp", "log", "log10", "log2", "sin", "sqrt", "tan", "tanh",
@@ -88,47 +88,23 @@ class TorchKernels:
 
     def inner(self, op: Op, weights: NDArray[np.float32]) -> NDArray[np.float32]:
         """Values of the inner nodes, float32 (B, M): see `Kernels.inner`."""
-        return _fetched(self.inner_on_device(op, self._sent(weights)))
+        return self._compute(op, weights)[0].cpu().numpy()
 
-    def values(
-        self, op: Op, weights: NDArray[np.float32], out: NDArray[np.float32] | None = None
-    ) -> NDArray[np.float32]:
+    def values(self, op: Op, weights: NDArray[np.float32]) -> NDArray[np.float32]:
         """Values of all nodes, float32 (B, N): see `Kernels.values`."""
-        sent = self._sent(weights)
-        if out is None:
-            return _fetched(self.values_on_device(op, sent))
-        check_out(out, (len(sent), len(self._value_of)))
-        torch.from_numpy(out).copy_(self.values_on_device(op, sent))
-        return out
+        return torch.cat(self._compute(op, weights), dim=1).index_select(1, self._value_of).cpu().numpy()
 
-    def inner_on_device(self, op: Op, weights: Tensor) -> Tensor:
-        """Values of the inner nodes, float32 (B, M), for weights on the device, float32 (B, V); see `Kernels`."""
+    def _compute(self, op: Op, weights: NDArray[np.float32]) -> tuple[Tensor, Tensor]:
+        """The values of the inner nodes, (B, M), and the weights, (B, V), on the device."""
         check_choice("op", op, OPS)
-        self._check(weights)
-        out = torch.empty((len(weights), len(self._offsets) - 1), dtype=torch.float32, device=self._device)
-        rows = max(1, _MAX_BYTES // (8 * (sum(self._sizes) + len(self._index))))
-        for begin in range(0, len(weights), rows):
-            out[begin : begin + rows] = self._reduce(op, weights[begin : begin + rows]).T
-        return out
-
-    def values_on_device(self, op: Op, weights: Tensor) -> Tensor:
-        """Values of all nodes, float32 (B, N) on the device; see `inner_on_device`."""
-        inner = self.inner_on_device(op, weights)
-        return torch.cat((inner, weights), dim=1).index_select(1, self._value_of)
-
-    def _sent(self, weights: NDArray[np.float32]) -> Tensor:
-        values = check_layout(weights, self._n_tokens, batch=True)
+        checked = check_weights(weights, self._n_tokens, batch=True)
         # Copy read-only arrays: torch has no read-only tensors.
-        return torch.from_numpy(values if values.flags.writeable else values.copy()).to(self._device)
-
-    def _check(self, weights: Tensor) -> None:
-        if weights.dtype != torch.float32 or weights.device != self._device:
-            raise InvalidWeights(
-                f"the weights are {weights.dtype} on {weights.device}: pass torch.float32 on {self._device}"
-            )
-        check_shape(tuple(weights.shape), self._n_tokens, batch=True)
-        if bool(torch.isnan(weights).any()):
-            raise nan_found(_fetched(weights))
+        sent = torch.from_numpy(checked if checked.flags.writeable else checked.copy()).to(self._device)
+        inner = torch.empty((len(sent), len(self._offsets) - 1), dtype=torch.float32, device=self._device)
+        rows = max(1, _MAX_BYTES // (8 * (sum(self._sizes) + len(self._index))))
+        for begin in range(0, len(sent), rows):
+            inner[begin : begin + rows] = self._reduce(op, sent[begin : begin + rows]).T
+        return inner, sent
 
     def _reduce(self, op: Op, weights: Tensor) -> Tensor:
         """The inner values of some rows, (M, B), with rows as the last axis, so that memory is read in order."""
@@ -153,11 +129,6 @@ class TorchKernels:
 
     def _segments(self, blocks: Tensor, reduce: str) -> Tensor:
         return torch.segment_reduce(blocks, reduce, offsets=self._offsets, axis=0)
-
-
-def _fetched(tensor: Tensor) -> NDArray[np.float32]:
-    array: NDArray[np.float32] = tensor.cpu().numpy()
-    return array
 
 
 def _choose_blocks(

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lmpool.errors import InvalidWeights, SettingsError, UnknownNode
+from lmpool.errors import InvalidWeights, UnknownNode
 from lmpool.settings import count_threads, shown
 from lmpool.vocabulary import Vocabulary
 
@@ -334,17 +334,12 @@ def check_layout(weights: Any, n_tokens: int, *, batch: bool) -> NDArray[np.floa
         raise InvalidWeights(f"the weights, a {type(weights).__name__}, cannot be read as an array: {error}") from error
     if values.dtype != np.float32:
         raise InvalidWeights(f"the weights have dtype {values.dtype}: convert with numpy.asarray(w, numpy.float32)")
-    check_shape(values.shape, n_tokens, batch=batch)
-    return np.require(values, requirements=("C", "A"))
-
-
-def check_shape(shape: tuple[int, ...], n_tokens: int, *, batch: bool) -> None:
-    """Raise `InvalidWeights` for a shape other than (V,), or (B, V) when `batch`."""
-    if len(shape) != 1 + batch:
+    if values.ndim != 1 + batch:
         wanted = f"a batch has shape (B, {n_tokens})" if batch else f"one vector has shape ({n_tokens},)"
-        raise InvalidWeights(f"the weights have shape {shape}: {wanted}")
-    if shape[-1] != n_tokens:
-        raise InvalidWeights(f"{shape[-1]} weights for {n_tokens} tokens")
+        raise InvalidWeights(f"the weights have shape {values.shape}: {wanted}")
+    if values.shape[-1] != n_tokens:
+        raise InvalidWeights(f"{values.shape[-1]} weights for {n_tokens} tokens")
+    return np.require(values, requirements=("C", "A"))
 
 
 def nan_found(values: NDArray[np.float32]) -> InvalidWeights:
@@ -399,17 +394,6 @@ def make_plan(trie: Compressed) -> Plan:
         above[climbing] = above[step]
     identity = np.arange(trie.n_inner, dtype=np.uint32)
     return Plan(trie.n_tokens, trie.n_inner, order.astype(np.uint32), start, depth, source, identity)
-
-
-def check_out(out: NDArray[np.float32], shape: tuple[int, int]) -> None:
-    """Raise `SettingsError` for an array that a result of `shape` cannot be written to."""
-    if not isinstance(out, np.ndarray) or out.dtype != np.float32 or out.shape != shape:
-        raise SettingsError(
-            f"out: {shown(getattr(out, 'dtype', out))} of shape {shown(getattr(out, 'shape', None))} "
-            f"must be float32 of shape {shape}"
-        )
-    if not (out.flags.c_contiguous and out.flags.aligned and out.flags.writeable):
-        raise SettingsError("out: the array must be C-contiguous, aligned and writeable")
 
 
 def max_kernel_bytes(vocabulary: Vocabulary, device: str) -> int:

@@ -7,6 +7,7 @@ import fcntl
 import os
 import shutil
 import signal
+import socket
 import stat
 import subprocess
 import sys
@@ -202,12 +203,14 @@ def test_a_python_that_cannot_make_sealed_memory_is_an_error_of_the_system(place
     assert "memfd_create" in done.stdout
 
 
-def test_a_socket_that_gets_its_name_concurrently_does_not_prevent_a_segment(
-    place: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    gone = place / ".lmpool-0123456789abcdef"
-    monkeypatch.setattr(segment_memory, "segments_in", lambda place, prefix="": [gone] if prefix else [])
-    remove_abandoned(place)
+def test_a_socket_that_does_not_listen_yet_is_not_removed(place: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as new:
+        new.bind(str(place / f"lmpool-{'00' * 8}"))
+        remove_abandoned(place)
+        (path,) = place.iterdir()
+        os.utime(path, (0, 0))
+        remove_abandoned(place)
+        assert not list(place.iterdir())
 
 
 @pytest.mark.parametrize(

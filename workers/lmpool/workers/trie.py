@@ -16,19 +16,10 @@ from typing import Any, Final, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
+from lmpool import errors
 from lmpool.broker.connection import reply_timeout
 from lmpool.broker.registries import MAX_BYTES, unpack_known
 from lmpool.broker.server import Server
-from lmpool.errors import (
-    CorruptRow,
-    InvalidWeights,
-    LMPoolError,
-    ProtocolError,
-    ServerError,
-    SettingsError,
-    SourceMissing,
-    UnknownVocabulary,
-)
 from lmpool.protocol.job import Failure
 from lmpool.protocol.keys import Keys
 from lmpool.protocol.model_info import TRIE_SERVICE, ModelInfo
@@ -164,22 +155,22 @@ class _Source(NamedTuple):
         """Bytes to read: one more than it can have, so that a value that is too long is noticed."""
         return SECRET_SIZE + encoded_size(self.length, Encoding.F32) + 1
 
-    def decode(self, value: Any) -> Row | LMPoolError:
+    def decode(self, value: Any) -> Row | errors.LMPoolError:
         """Read the stored value; an error is a value here."""
         kind, verb = ("row of prompt", "is") if self.fingerprint else ("weights", "are")
         label = f"the {kind} {self.name.hex()}"
         if isinstance(value, bytes):
             value = np.frombuffer(value, np.uint8)
         if not isinstance(value, np.ndarray):
-            return SourceMissing(f"{label} {verb} not in the cache")
+            return errors.SourceMissing(f"{label} {verb} not in the cache")
         try:
             if self.fingerprint:
                 return check_row(decode_row(value, self.length))
             if weights_name(value[:SECRET_SIZE].tobytes()) != self.name:
-                return SourceMissing(f"{label} are not in the cache: another client has overwritten them")
+                return errors.SourceMissing(f"{label} are not in the cache: another client has overwritten them")
             return decode_row(value[SECRET_SIZE:], self.length)
-        except ProtocolError as error:
-            return CorruptRow(f"{label}: {error}")
+        except errors.ProtocolError as error:
+            return errors.CorruptRow(f"{label}: {error}")
 
 
 class TrieInputs:
@@ -208,7 +199,7 @@ class TrieInputs:
         self._tries = ByteLRU[str, LazyTrie](settings.trie_mb * 2**20)
         self._values = ValuesCache(settings.trie_values_mb * 2**20)
         # A source that this worker may not read must not keep it from the sources of other jobs.
-        apart = ServerError, ProtocolError
+        apart = errors.ServerError, errors.ProtocolError
         self._connections = RowConnections(server, reply_timeout(settings.lease_s), apart)
 
     async def fill(
@@ -225,17 +216,17 @@ class TrieInputs:
             digest of the answer -> inputs, and digest -> the reason for no answer.
         """
         known = rows or {}
-        errors: dict[bytes, LMPoolError] = {}
+        failed: dict[bytes, errors.LMPoolError] = {}
         inputs: dict[bytes, TrieInput] = {}
         sources: dict[bytes, _Source] = {}
         tries = {digest: await self._get_trie(digest) for digest in {query.vocabulary for query in queries.values()}}
         for digest, query in queries.items():
             trie = tries[query.vocabulary]
-            if isinstance(trie, LMPoolError):
-                errors[digest] = trie
+            if isinstance(trie, errors.LMPoolError):
+                failed[digest] = trie
             elif vocab_size not in (None, len(trie.vocabulary)):
                 text = f"rows of V = {vocab_size} for a vocabulary of {len(trie.vocabulary)} tokens"
-                errors[digest] = InvalidWeights(text)
+                failed[digest] = errors.InvalidWeights(text)
             else:
                 key = (query.op, query.rows, query.source, query.vocabulary)
                 values = self._values.get(key) if query.rows else None
@@ -245,14 +236,16 @@ class TrieInputs:
         vectors = await self._get_vectors(list(dict.fromkeys(sources.values())))
         for digest, source in sources.items():
             vector = vectors[source]
-            if isinstance(vector, LMPoolError):
-                errors[digest] = vector
+            if isinstance(vector, errors.LMPoolError):
+                failed[digest] = vector
                 del inputs[digest]
             else:
                 inputs[digest] = inputs[digest]._replace(vector=vector)
-        return inputs, {digest: Failure(type(error).__name__, str(error)) for digest, error in errors.items()}
+        return inputs, {digest: Failure(type(error).__name__, str(error)) for digest, error in failed.items()}
 
-    async def rows(self, fingerprint: str, prompts: Iterable[bytes], vocab_size: int) -> dict[bytes, Row | LMPoolError]:
+    async def rows(
+        self, fingerprint: str, prompts: Iterable[bytes], vocab_size: int
+    ) -> dict[bytes, Row | errors.LMPoolError]:
         """Rows of a model from the cache: digest of the prompt -> row, or the reason for no row.
 
         Raises `ServerError` when the server cannot be used.
@@ -260,24 +253,24 @@ class TrieInputs:
         rows = await self._get_vectors([_Source(fingerprint, prompt, vocab_size) for prompt in prompts])
         return {source.name: row for source, row in rows.items()}
 
-    async def _get_trie(self, digest: str) -> LazyTrie | UnknownVocabulary:
+    async def _get_trie(self, digest: str) -> LazyTrie | errors.UnknownVocabulary:
         trie = self._tries.get(digest)
         if trie is None:
             key = self._keys.vocabulary(digest)
             ((connection, _),) = await self._connections.split([key])
-            data = await connection.get_range(key, MAX_BYTES)
+            (data,) = await connection.get([key], [MAX_BYTES])
             packed = bytes(data) if isinstance(data, (bytes, np.ndarray)) else b""
             try:
                 # In a thread: unpacking a large vocabulary takes long.
                 vocabulary = await asyncio.to_thread(unpack_known, packed, digest)
-            except UnknownVocabulary as error:
+            except errors.UnknownVocabulary as error:
                 return error
             # A concurrent `fill` may have fetched it too.
             trie = self._tries.get(digest) or LazyTrie(vocabulary, self._device, self._values)
             self._tries.put(digest, trie)
         return trie
 
-    async def _get_vectors(self, sources: Sequence[_Source]) -> dict[_Source, Row | LMPoolError]:
+    async def _get_vectors(self, sources: Sequence[_Source]) -> dict[_Source, Row | errors.LMPoolError]:
         """Weights and rows, or the reasons why they cannot be used; each source once."""
         if not sources:
             return {}
@@ -288,11 +281,13 @@ class TrieInputs:
         chunks = await asyncio.gather(*(self._read(connection, part) for connection, part in parts))
         return {source: row for chunk in chunks for source, row in chunk.items()}
 
-    async def _read(self, connection: RowConnection, part: Sequence[_Source]) -> dict[_Source, Row | LMPoolError]:
+    async def _read(
+        self, connection: RowConnection, part: Sequence[_Source]
+    ) -> dict[_Source, Row | errors.LMPoolError]:
         keys, sizes = [self._key(source) for source in part], [source.max_bytes for source in part]
         values: list[Any] = list(await connection.get(keys, sizes))
         self._counters.fetched_bytes += sum(len(value) for value in values if isinstance(value, (bytes, np.ndarray)))
-        rows: dict[_Source, Row | LMPoolError] = {}
+        rows: dict[_Source, Row | errors.LMPoolError] = {}
         for source, value in zip(part, values, strict=True):
             row = None
             if source.fingerprint and is_reference(value):
@@ -336,13 +331,13 @@ def answer(jobs: Mapping[bytes, TrieInput]) -> tuple[VectorBlock | None, dict[by
         values = {digest: job.values for digest, job in batch.items() if job.values is not None}
         try:
             trie, kernels = next(iter(batch.values())).trie.open()
-        except (LMPoolError, *contract.QUERY_ERRORS) as error:
+        except (errors.LMPoolError, *contract.QUERY_ERRORS) as error:
             failures |= dict.fromkeys(batch, _reason(error, "the trie does not fit: free some of it"))
             continue
         for digest, of_nodes in (values or _sweep(trie, kernels, batch, failures)).items():
             try:
                 answers[digest] = _select(trie, batch[digest].query, of_nodes)
-            except (LMPoolError, *contract.QUERY_ERRORS) as error:
+            except (errors.LMPoolError, *contract.QUERY_ERRORS) as error:
                 failures[digest] = _reason(error)
     return (VectorBlock(list(answers), list(answers.values())) if answers else None), failures
 
@@ -358,7 +353,7 @@ def _sweep(
     groups = list(sources.values())
     try:
         return _compute(trie, kernels, batch, groups)
-    except (LMPoolError, *contract.QUERY_ERRORS) as error:
+    except (errors.LMPoolError, *contract.QUERY_ERRORS) as error:
         reason = _reason(error, f"a single row of {trie.n_tokens} weights does not fit: free some of it")
     # Outside of the handler: an exception keeps the device memory of its frames.
     if len(groups) == 1:
@@ -401,7 +396,7 @@ def _reason(error: Exception, too_large: str = "") -> str:
 
     `too_large` says what does not fit, for an error of memory.
     """
-    if isinstance(error, LMPoolError):
+    if isinstance(error, errors.LMPoolError):
         return f"{type(error).__name__}: {error}"
     if type(error).__name__ != _OUT_OF_MEMORY:
         return contract.failure_of(error)
@@ -436,7 +431,7 @@ class TrieSettings:
 
     def __post_init__(self) -> None:
         if self.device != "cpu" and self.device.partition(":")[0] != "cuda":
-            raise SettingsError(f"device: {self.device!r} is not one of cpu, cuda, cuda:N")
+            raise errors.SettingsError(f"device: {self.device!r} is not one of cpu, cuda, cuda:N")
         check_numbers(self)
 
     @property
