@@ -81,32 +81,21 @@ def is_qualified(text: str) -> bool:
 
 
 class Adapter(Message, frozen=True, tag=_FORMAT):
-    """An adapter.
+    """An adapter."""
 
-    Attributes:
-        source: folder or hub name, on the workers' machines.
-        revision: digest of its weights; "" as long as no worker has loaded it.
-    """
-
-    source: str
-    revision: str = ""
+    source: str  # Folder or hub name, on the workers' machines.
+    revision: str = ""  # Digest of its weights; "" as long as no worker has loaded it.
 
 
 _ADAPTERS = msgspec.msgpack.Decoder(Adapter)
 
 
 class Registered(NamedTuple):
-    """The registry of a model, or some of its entries.
+    """The registry of a model, or some of its entries."""
 
-    Attributes:
-        version: grows with every change: milliseconds since 1970, or one more than before; 0 for an empty registry.
-        adapters: name -> adapter.
-        versions: name -> the version in which the entry was written.
-    """
-
-    version: int
-    adapters: dict[str, Adapter]
-    versions: dict[str, int]
+    version: int  # Grows with every change: milliseconds since 1970, or one more than before; 0 for an empty registry.
+    adapters: dict[str, Adapter]  # Name -> adapter.
+    versions: dict[str, int]  # Name -> the version in which the entry was written.
 
 
 def unpack_adapter(data: bytes, what: str) -> Adapter:

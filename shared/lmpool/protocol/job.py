@@ -41,23 +41,14 @@ _TEXT = (str, bytes, bytearray, memoryview, mmap)
 
 
 class Prompt(NamedTuple):
-    """A checked prompt, and the result that is requested for it.
+    """A checked prompt, and the result that is requested for it."""
 
-    Attributes:
-        ids: the token ids as little-endian uint32 bytes.
-        digest: 128-bit BLAKE2b of `ids`, keyed by the adapter; of the query too if there is one.
-        adapter: its name, or "".
-        query: the request for something else than the row (`lmpool.protocol.query`), encoded; b"" for the row.
-        length: numbers in the result of `query`; 0 for the row.
-        generated: max tokens that `query` generates; 0 unless it is for a continuation.
-    """
-
-    ids: bytes
-    digest: bytes
-    adapter: str = ""
-    query: bytes = b""
-    length: int = 0
-    generated: int = 0
+    ids: bytes  # The token ids as little-endian uint32 bytes.
+    digest: bytes  # 128-bit BLAKE2b of `ids`, keyed by the adapter; of the query too if there is one.
+    adapter: str = ""  # Its name.
+    query: bytes = b""  # The request for something else than the row (`lmpool.protocol.query`), encoded.
+    length: int = 0  # Numbers in the result of `query`; 0 for the row.
+    generated: int = 0  # Max tokens that `query` generates; 0 unless it is for a continuation.
 
     def with_query(self, query: bytes, length: int, generated: int = 0) -> Prompt:
         """The same prompt with a query."""
@@ -117,8 +108,7 @@ def encode_prompt(ids: Any, *, vocab_size: int, max_tokens: int, adapter: str = 
 def list_prompts(prompts: Iterable[Any]) -> list[Any]:
     """Several prompts, each as `encode_prompt` takes it, or a 2-D array, as a list; the prompts are not checked.
 
-    Raises:
-        SettingsError: text, or nothing that can be iterated over.
+    Raises `SettingsError` for text, or for a value that cannot be iterated over.
     """
     # A 0-D array has `__iter__` too.
     if isinstance(prompts, (str, bytes)) or not hasattr(prompts, "__iter__") or getattr(prompts, "ndim", 1) == 0:
@@ -227,23 +217,14 @@ M = TypeVar("M", bound=Message)
 
 
 class Job(Message, frozen=True, tag=WIRE_VERSION):
-    """A prompt for a worker to compute. It does not carry the digest: the worker derives it from the ids.
+    """A prompt for a worker to compute. It does not carry the digest: the worker derives it from the ids."""
 
-    Attributes:
-        ids: the prompt as little-endian uint32 bytes.
-        adapter: name of the adapter, or "".
-        fingerprint: the fingerprint that the producer expects the row to have.
-        overwrite: replace a stored row, because it was corrupt.
-        query: the request for something else than the row (`lmpool.protocol.query`), encoded; b"" for the row.
-        host: the host whose shared memory the client reads (`lmpool.rows.shared_memory.host_token`); b"" for none.
-    """
-
-    ids: bytes
-    adapter: str
-    fingerprint: str
-    overwrite: bool = False
-    query: bytes = b""
-    host: bytes = b""
+    ids: bytes  # The prompt as little-endian uint32 bytes.
+    adapter: str  # Name of the adapter, or "".
+    fingerprint: str  # The fingerprint that the producer expects the row to have.
+    overwrite: bool = False  # Replace a stored row, because it was corrupt.
+    query: bytes = b""  # The request for something else than the row (`lmpool.protocol.query`), encoded.
+    host: bytes = b""  # The host (`host_token`) whose shared memory the client reads; b"" for none.
 
 
 class TracedJob(Job, frozen=True, tag=WIRE_VERSION):
@@ -256,15 +237,10 @@ class TracedJob(Job, frozen=True, tag=WIRE_VERSION):
 
 
 class Failure(Message, frozen=True, tag=WIRE_VERSION):
-    """Why a job ended without a row.
+    """Why a job ended without a row."""
 
-    Attributes:
-        kind: name of an exception class of `lmpool.errors`.
-        text: its message.
-    """
-
-    kind: str
-    text: str
+    kind: str  # Name of an exception class of `lmpool.errors`.
+    text: str  # Its message.
 
     def pack(self) -> bytes:
         """The failure as MessagePack, with its text truncated."""
@@ -308,12 +284,9 @@ def other_version(kind: str, version: int, own: int = WIRE_VERSION) -> str:
 
 
 def unpack(decoder: msgspec.msgpack.Decoder[M], data: bytes, limit: int, name: str) -> M:
-    """Read a message, which may be of any other process.
+    """Read a message, which may be of any other process; raises `ProtocolError` for any other bytes.
 
     Decoders know the types of all fields, so they build no objects for anything else.
-
-    Raises:
-        ProtocolError: over `limit` bytes, of another release, or not such a message.
     """
     if len(data) > limit:
         raise ProtocolError(f"{name} of {len(data)} bytes is over the limit of {limit}")

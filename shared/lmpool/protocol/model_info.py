@@ -139,12 +139,7 @@ class ModelInfo:
 
     @classmethod
     def unpack(cls, data: bytes) -> ModelInfo:
-        """Read an info.
-
-        Raises:
-            ProtocolError: too large, not MessagePack, of another wire version, or fields missing, unknown, of the
-                wrong type or impossible.
-        """
+        """Read an info; raises `ProtocolError` for other bytes, other fields, impossible values or another version."""
         if len(data) > MAX_INFO_BYTES:
             raise ProtocolError(f"a model info of {len(data)} bytes is over the limit of {MAX_INFO_BYTES}")
         try:

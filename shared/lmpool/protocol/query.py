@@ -65,17 +65,11 @@ class TopK(NamedTuple):
 
 
 class Sampling(NamedTuple):
-    """How one token is drawn.
+    """How one token is drawn."""
 
-    Attributes:
-        temperature: divides the log-probabilities; 0 takes the most likely token.
-        top_p: draws among the fewest most likely tokens that have at least this probability together.
-        seed: 0 to `MAX_SEED`; equal seeds draw equal tokens from equal rows.
-    """
-
-    temperature: float
-    top_p: float
-    seed: int
+    temperature: float  # Divides the log-probabilities; 0 takes the most likely token.
+    top_p: float  # Draws among the fewest most likely tokens that have at least this probability together.
+    seed: int  # 0 to `MAX_SEED`; equal seeds draw equal tokens from equal rows.
 
 
 class Continuation(NamedTuple):
@@ -264,14 +258,10 @@ class SentWeights:
 
     Every client can read jobs and so knows the name. The name is the digest of a secret that is stored with the
     weights, so trie workers notice when another client has written there.
-
-    Attributes:
-        values: float32 (V,), C-contiguous.
-        secret: random bytes, used once.
     """
 
-    values: NDArray[np.float32]
-    secret: bytes = field(default_factory=lambda: secrets.token_bytes(SECRET_SIZE))
+    values: NDArray[np.float32]  # float32 (V,), C-contiguous.
+    secret: bytes = field(default_factory=lambda: secrets.token_bytes(SECRET_SIZE))  # Random bytes, used once.
 
     @property
     def name(self) -> bytes:
@@ -411,10 +401,7 @@ class PositionsQuery(_AnyQuery, frozen=True, tag="positions"):
     ) -> NDArray[np.float32]:
         """The result for n positions, float32 (n, width).
 
-        Args:
-            logits: float32 (n, V).
-            log_z: float32 (n,), the logarithms of the sums of their exponentials.
-            following: the tokens that follow, (n,).
+        From logits (n, V), the logarithms (n,) of the sums of their exponentials, and the tokens (n,) that follow.
         """
         if self.values == "logz":
             return log_z[:, None]
@@ -429,20 +416,13 @@ class PositionsQuery(_AnyQuery, frozen=True, tag="positions"):
 
 
 class GenerateQuery(_AnyQuery, frozen=True, tag="generate"):
-    """Tokens drawn one after another, by `pack_continuation`.
+    """Tokens drawn one after another, by `pack_continuation`."""
 
-    Attributes:
-        most: max tokens.
-        temperature: as `Sampling`.
-        top_p: as `Sampling`.
-        seed: the token at place i is drawn with the seed + i.
-        stop: little-endian uint32: for each stop sequence its length and its tokens (`pack_stops`).
-    """
-
-    most: Annotated[int, Meta(ge=1, le=MAX_GENERATED)]
+    most: Annotated[int, Meta(ge=1, le=MAX_GENERATED)]  # Max tokens.
     temperature: Annotated[float, Meta(ge=0, le=1e6)]
     top_p: Annotated[float, Meta(gt=0, le=1)]
-    seed: Annotated[int, Meta(ge=0)]
+    seed: Annotated[int, Meta(ge=0)]  # The token at place i is drawn with the seed + i.
+    # Little-endian uint32: for each stop sequence its length and its tokens (`pack_stops`).
     stop: Annotated[bytes, Meta(max_length=4 * MAX_STOP_NUMBERS)] = b""
 
     def check(self) -> None:

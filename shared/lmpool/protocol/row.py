@@ -240,18 +240,10 @@ Allocate = Callable[[int], tuple[NDArray[np.uint8], memoryview]]
 
 
 def decode_row(data: NDArray[np.uint8], vocab_size: int, allocate: Allocate | None = None) -> NDArray[np.float32]:
-    """Read one encoded row.
+    """Read one encoded row, uint8 (size,): read-only float32 log-probabilities (V,).
 
-    Args:
-        data: the encoded row, uint8 of shape (size,). An F32 row is used in place, not copied.
-        vocab_size: the V that the model info promises.
-        allocate: allocates the memory of a row in another encoding; None for new memory.
-
-    Returns:
-        read-only float32 log-probabilities of shape (V,).
-
-    Raises:
-        ProtocolError: the bytes are not a row of that size in this version of rows.
+    An F32 row is used in place, not copied. `allocate` gives the memory of a row in another encoding; None for new
+    memory. Raises `ProtocolError` if the bytes are not a row of that size in this version of rows.
     """
     encoding, log_z, numbers = _open(data, vocab_size, vocab_size)
     row = numbers
@@ -343,10 +335,7 @@ def check_row(row: NDArray[np.float32]) -> NDArray[np.float32]:
 
     Of V probabilities that sum to 1 the largest is at least 1 / V. So if the largest entry is below -log V, the row is
     all -inf, or logits, or shifted. This needs one pass; summing would take several times as long. Rounding of logZ
-    and of 16-bit numbers can lower an entry as far as it can raise it.
-
-    Raises:
-        ProtocolError: an entry is NaN or far above 0, or all entries are too low.
+    and of 16-bit numbers can lower an entry as far as it can raise it. Raises `ProtocolError`.
     """
     check_largest(float(np.maximum.reduce(row)), len(row))
     return row

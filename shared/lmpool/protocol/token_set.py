@@ -18,17 +18,11 @@ _ID_BYTES = 4  # Bytes of a token id, a uint32.
 
 @dataclass(frozen=True, eq=False)
 class TokenSet:
-    """Some tokens of a vocabulary: those that a program allows next.
+    """Some tokens of a vocabulary: those that a program allows next."""
 
-    Attributes:
-        ids: int64, each once, in ascending order; at least one.
-        vocab_size: V.
-        is_named: queries carry the name only, and the pool stores the set: for sets that many queries use.
-    """
-
-    ids: NDArray[np.int64]
-    vocab_size: int
-    is_named: bool = False
+    ids: NDArray[np.int64]  # Each once, in ascending order; at least one.
+    vocab_size: int  # V.
+    is_named: bool = False  # Queries carry the name only, and the pool stores the set: for sets that many queries use.
 
     @cached_property
     def bits(self) -> bytes:
@@ -62,11 +56,7 @@ def name_in(packed: bytes) -> bytes | None:
 
 
 def unpack_tokens(packed: bytes, vocab_size: int) -> TokenSet:
-    """Read `TokenSet.packed` of a set without a name.
-
-    Raises:
-        ProtocolError: it is no set of tokens of this vocabulary.
-    """
+    """Read `TokenSet.packed` of a set without a name; raises `ProtocolError` for any other bytes."""
     if packed[:1] == _BITS:
         return tokens_of_bits(packed[1:], vocab_size)
     ids = np.frombuffer(packed[1 : 1 + (len(packed) - 1) // _ID_BYTES * _ID_BYTES], "<u4").astype(np.int64)
@@ -79,8 +69,7 @@ def unpack_tokens(packed: bytes, vocab_size: int) -> TokenSet:
 def tokens_of_bits(bits: bytes, vocab_size: int, name: bytes | None = None) -> TokenSet:
     """A set from `TokenSet.bits`, and from its name if it was stored under one.
 
-    Raises:
-        ProtocolError: it is empty, or of another vocabulary, or has another name.
+    Raises `ProtocolError` if it is empty, or of another vocabulary, or has another name.
     """
     if name is not None and _name_of(bits, vocab_size) != name:
         raise ProtocolError(f"the set of tokens stored under {name.hex()} is another")

@@ -58,12 +58,8 @@ class RowConnection(Connection[RawRowCommands]):
     """The connections to one server, or to one master of a cluster; each opens at its first use.
 
     Commands, writes and small values share one connection. Large values have a second one, so that no script waits
-    behind them.
-
-    Args:
-        server: the server.
-        reply_timeout_s: seconds of silence after which a connection counts as broken.
-        apart: errors of a whole chunk after which each of its values is requested alone.
+    behind them. A connection without a reply for `reply_timeout_s` counts as broken. After one of the errors `apart` of
+    a whole chunk, each of its values is requested alone.
     """
 
     def __init__(
@@ -195,13 +191,8 @@ def cut_chunks(sizes: Sequence[int]) -> Iterator[slice]:
 class RowCache:
     """The rows of one model under one fingerprint.
 
-    Every method that waits raises `ServerError` when a server that it needs cannot be used.
-
-    Args:
-        server: the server or cluster.
-        keys: the deployment's key names.
-        info: decides the namespace, size and lifetime of the rows.
-        segments: follows references into shared memory.
+    Every method that waits raises `ServerError` when a server that it needs cannot be used. `info` decides the
+    namespace, size and lifetime of the rows; `segments` follows references into shared memory.
 
     Attributes:
         is_seen: scripts on the model's queue can read the rows. On a cluster they are on other masters.
@@ -235,14 +226,10 @@ class RowCache:
     ) -> dict[bytes, str]:
         """Store a block. The first stored row of a digest stays, except for digests in `overwrite`.
 
-        Args:
-            block: the rows; they must not change before this returns.
-            overwrite: digests whose rows are replaced.
-            then: sends commands right behind the rows. They find the rows, or fail together with them.
-            shared: rows of the block that lie in shared memory: references to them are stored.
+        The rows must not change before this returns. `then` sends commands right behind the rows; they find the rows,
+        or fail together with them. References are stored for rows that lie in shared memory (`shared`).
 
-        Returns:
-            digest -> reason, for the rows that the server refused.
+        Returns digest -> reason, for the rows that the server refused.
         """
         writes = _writes(self._prefix, block, overwrite, shared.references)
         behind = None if then is None or not self.is_seen else lambda call: then(call, ())
@@ -288,10 +275,8 @@ class RowCache:
     ) -> list[bytes | None]:
         """Read some entries of rows: the header of each row and the stored numbers, or None for no row.
 
-        Args:
-            digests: the prompts of the rows.
-            encoding: the most likely encoding of the rows.
-            ranges: the positions of the entries of each row (`lmpool.protocol.row.entry_ranges`).
+        `encoding` is the most likely one of the rows; `ranges` are the positions of the entries of each row
+        (`lmpool.protocol.row.entry_ranges`).
         """
         found: list[bytes | None] = [None] * len(digests)
         parts = await self._connections.split(self.keys_of(digests), each=True)
@@ -345,10 +330,8 @@ class RowCache:
     ) -> int:
         """Fetch rows in chunks and deliver each chunk as it arrives; returns the number of fetched bytes.
 
-        Args:
-            digests: the rows.
-            deliver: receives them. After a `ServerError` the remaining rows are not delivered.
-            lengths: digest -> number of entries, for digests of answers to queries.
+        `lengths` has the number of entries for digests of answers to queries. After a `ServerError` the remaining rows
+        are not delivered.
         """
         lengths, row = lengths or {}, self._row_bytes
         parts = await self._connections.split(self.keys_of(digests))

@@ -131,10 +131,7 @@ class _Awaited:
 class RawRowReceiver(RawConnection, asyncio.BufferedProtocol):
     """A connection that receives large values in place; for MGET, GET and GETRANGE only.
 
-    A value counts only once the line end behind it has arrived.
-
-    Args:
-        connection: an open redis-py connection, which this object owns from now on.
+    A value counts only once the line end behind it has arrived. The object owns the redis-py connection.
     """
 
     def __init__(self, connection: AbstractConnection) -> None:

@@ -35,23 +35,10 @@ _SLOT_AND_HEADER = struct.Struct(f"{SLOT.format}{HEADER_SIZE}s")
 
 
 class Segment:
-    """The rows that one worker wrote last.
+    """The rows that one worker wrote last, in sealed memory whose descriptor this object owns.
 
-    The backend's thread calls `new_rows`; all other methods are for one other thread.
-
-    Args:
-        fd: the sealed memory; this object owns it from now on.
-        memory: its mapping.
-        layout: its division.
-
-    Attributes:
-        nonce: names the segment.
-        size: bytes.
-        slots: the number of rows that it holds.
-        is_summed: rows have checksums, because slot numbers alone do not show whether a row is whole.
-
-    Raises:
-        OSError: the folder of sockets cannot be used.
+    The backend's thread calls `new_rows`; all other methods are for one other thread. The constructor raises `OSError`
+    if the folder of sockets cannot be used.
     """
 
     def __init__(self, fd: int, memory: mmap.mmap, layout: Layout) -> None:
@@ -72,9 +59,9 @@ class Segment:
         # The first number of neighbouring slots in use, and a weak reference to their memory; in the order of numbers.
         self._lent: deque[tuple[int, weakref.ref[NDArray[np.uint8]]]] = deque()
         self._lock = threading.Lock()
-        self.nonce = layout.nonce
-        self.size, self.slots = layout.size, layout.slots
+        self.nonce, self.size, self.slots = layout.nonce, layout.size, layout.slots
         self._first, self._stride = layout.first, layout.stride
+        # Rows have checksums where slot numbers alone do not show whether a row is whole.
         self.is_summed = platform.machine().lower() not in _ORDERED
         self._listener = SegmentListener(fd, self._path)
 
@@ -238,14 +225,8 @@ def make_segment(fingerprint: str, vocab_size: int, size: int, is_wanted: Callab
 class SegmentWriter:
     """Writes one worker's rows to a segment. While there is no segment, rows go through Redis.
 
-    Args:
-        info: the model that the worker serves.
-        worker: its name.
-        size: max bytes of the segment; None for a part of the free memory, 0 for no segment.
-        on_size: receives the size of the segment in bytes whenever it changes.
-
-    Attributes:
-        segment: None until it is created, and where it cannot be.
+    `size` limits the bytes of the segment: None for a part of the free memory, 0 for no segment. `on_size` receives its
+    size whenever it changes.
     """
 
     def __init__(

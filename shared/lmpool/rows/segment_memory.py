@@ -141,12 +141,7 @@ def receive_segment(path: Path, timeout_s: float) -> mmap.mmap | None:
 class SegmentListener:
     """The socket that hands out a segment, in a thread: the event loop may be busy while a reader waits.
 
-    Args:
-        fd: the memory that is handed out; the caller closes it.
-        path: the name of the socket.
-
-    Raises:
-        OSError: the folder cannot be used.
+    The caller closes the memory `fd`. The constructor raises `OSError` if the folder cannot be used.
     """
 
     def __init__(self, fd: int, path: Path) -> None:

@@ -96,17 +96,11 @@ def unpack_reference(value: bytes) -> Reference | None:
 
 
 class Shared(NamedTuple):
-    """Rows of a block that were written to a segment.
+    """Rows of a block that were written to a segment."""
 
-    Attributes:
-        references: digest -> the value that Redis stores in place of the row.
-        replaced: digests of the rows that were in these slots before.
-        host: host of the segment (`host_token`).
-    """
-
-    references: Mapping[bytes, bytes] = MappingProxyType({})
-    replaced: Sequence[bytes] = ()
-    host: bytes = b""
+    references: Mapping[bytes, bytes] = MappingProxyType({})  # Digest -> the value that Redis stores for the row.
+    replaced: Sequence[bytes] = ()  # Digests of the rows that were in these slots before.
+    host: bytes = b""  # Host of the segment (`host_token`).
 
 
 NOT_SHARED = Shared()
@@ -182,8 +176,7 @@ class RowMemory:
     def take(self, size: int) -> tuple[NDArray[np.uint8], memoryview]:
         """Memory that is reused once no view of the array exists; its content is undefined.
 
-        Returns:
-            a uint8 array of shape (size,) that can never be made writeable, and a buffer to write to it.
+        Returns a uint8 array (size,) that can never be made writeable, and a buffer to write to it.
         """
         memory = self._next(size)
         writeable = memoryview(memory)
@@ -242,24 +235,14 @@ class _OpenSegment(NamedTuple):
 
 @dataclass(slots=True)
 class ReadCounts:
-    """The outcomes of reads.
+    """The outcomes of reads."""
 
-    Attributes:
-        rows: rows that were read.
-        lost: references that led to no row: it was overwritten, or cannot be read here.
-    """
-
-    rows: int = 0
-    lost: int = 0
+    rows: int = 0  # Rows that were read.
+    lost: int = 0  # References that led to no row: it was overwritten, or cannot be read here.
 
 
 class SegmentReader:
-    """Reads rows from all segments of this host that this process may read.
-
-    Attributes:
-        host: the host in references to these segments (`host_token`); b"" where no segment can be read.
-        counts: counts the reads.
-    """
+    """Reads rows from all segments of this host that this process may read."""
 
     def __init__(self) -> None:
         self._folder = folder()
@@ -269,7 +252,7 @@ class SegmentReader:
         self._wanted = b""
         self._is_closed = False
         self._rows, self._encoded = RowMemory(), RowMemory()
-        self.host = host_token()
+        self.host = host_token()  # As in references to these segments; b"" where no segment can be read.
         self.counts = ReadCounts()
 
     @property

@@ -44,8 +44,7 @@ class Kernels(Protocol):
 def open_kernels(trie: Compressed, device: str = "cpu") -> Kernels:
     """Create the kernels of a trie: by numba for "cpu", by torch for a device of torch, such as "cuda" or "cuda:1".
 
-    Raises:
-        SettingsError: numba or torch is not installed, or torch has no such device.
+    Raises `SettingsError` if numba or torch is not installed, or torch has no such device.
     """
     library = "numba" if device == "cpu" else "torch"
     try:

@@ -251,15 +251,10 @@ class Trie(Compressed):
     def expand(
         self, inner: NDArray[np.float32], ws: NDArray[np.float32], out: NDArray[np.float32] | None = None
     ) -> NDArray[np.float32]:
-        """The values of all nodes, float32 (N,) or (B, N).
+        """The values of all nodes, float32 (N,) or (B, N), in new memory or in `out`.
 
-        Args:
-            inner: values of the inner nodes, float32 (M,) or (B, M).
-            ws: the weights they were computed from, float32 (V,) or (B, V).
-            out: float32 array of the result's shape for the values.
-
-        Raises:
-            ValueError: the shapes do not fit.
+        From the values of the inner nodes, (M,) or (B, M), and the weights they were computed from, (V,) or (B, V).
+        Raises `ValueError` if the shapes do not fit.
         """
         self._check_shapes(inner, ws)
         shape = (*inner.shape[:-1], self.n_nodes)
@@ -351,24 +346,15 @@ def nan_found(values: NDArray[np.float32]) -> InvalidWeights:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The order in which kernels sweep a trie: tokens by the inner node that they are added to.
-
-    Attributes:
-        n_tokens, n_inner: V and M.
-        order: the token ids sorted by home, then by id; uint32 (V,).
-        start: the tokens of inner node i are order[start[i] : start[i + 1]]; uint32 (M + 1,).
-        depth: the number of inner nodes above each inner node; uint32 (M,).
-        source: each node's place in [M inner values | V weights in `order`]; uint32 (N,).
-        identity: 0..M-1, the source of the inner nodes themselves; uint32 (M,).
-    """
+    """The order in which kernels sweep a trie: tokens by the inner node that they are added to."""
 
     n_tokens: int
     n_inner: int
-    order: NDArray[np.uint32]
-    start: NDArray[np.uint32]
-    depth: NDArray[np.uint32]
-    source: NDArray[np.uint32]
-    identity: NDArray[np.uint32]
+    order: NDArray[np.uint32]  # The token ids sorted by home, then by id; uint32 (V,).
+    start: NDArray[np.uint32]  # The tokens of inner node i are order[start[i] : start[i + 1]]; uint32 (M + 1,).
+    depth: NDArray[np.uint32]  # The number of inner nodes above each inner node; uint32 (M,).
+    source: NDArray[np.uint32]  # Each node's place in [M inner values | V weights in `order`]; uint32 (N,).
+    identity: NDArray[np.uint32]  # 0..M-1, the source of the inner nodes themselves; uint32 (M,).
 
     @property
     def nbytes(self) -> int:

@@ -62,10 +62,9 @@ T = TypeVar("T", bound=SupportsNbytes)
 
 
 class ByteLRU(Generic[K, T]):
-    """A thread-safe cache that evicts the least recently used values.
+    """A thread-safe cache that evicts the least recently used values beyond a limit of bytes.
 
-    Args:
-        limit: max bytes of all values together; the newest value stays whatever its size.
+    The newest value stays whatever its size.
     """
 
     def __init__(self, limit: int) -> None:
@@ -97,15 +96,9 @@ ValuesCache = ByteLRU[tuple[str, str, bytes, str], Values]
 
 
 class LazyTrie:
-    """A vocabulary whose trie is built at its first use.
+    """A vocabulary whose trie is built at its first use, with the cache of the values computed for it.
 
-    Args:
-        vocabulary: the byte strings.
-        device: the device of its kernels.
-        values: the cache of computed values.
-
-    Attributes:
-        nbytes: max bytes of the vocabulary, its trie and its kernels.
+    `nbytes` is an upper limit: for the vocabulary, its trie and its kernels.
     """
 
     def __init__(self, vocabulary: Vocabulary, device: str, values: ValuesCache) -> None:
@@ -138,17 +131,11 @@ class TrieInput(NamedTuple):
 
 
 class _Source(NamedTuple):
-    """A row or weights that a trie job names.
+    """A row or weights that a trie job names."""
 
-    Attributes:
-        fingerprint: the model of the row; "" for weights.
-        name: digest of the prompt, or name of the weights.
-        length: number of entries that it must have.
-    """
-
-    fingerprint: str
-    name: bytes
-    length: int
+    fingerprint: str  # The model of the row; "" for weights.
+    name: bytes  # Digest of the prompt, or name of the weights.
+    length: int  # Number of entries that it must have.
 
     @property
     def max_bytes(self) -> int:
@@ -174,16 +161,7 @@ class _Source(NamedTuple):
 
 
 class TrieInputs:
-    """Fetches the inputs of trie jobs, and caches the ones that other jobs may need too.
-
-    Args:
-        server: the pool's Redis.
-        keys: the deployment's key names.
-        device: the device of the kernels.
-        settings: limits of the memory of tries and of computed values.
-        segments: reads rows in shared memory.
-        counters: counts fetched bytes.
-    """
+    """Fetches the inputs of trie jobs, and caches the ones that other jobs may need too."""
 
     def __init__(
         self,
@@ -205,15 +183,11 @@ class TrieInputs:
     async def fill(
         self, queries: Mapping[bytes, TrieQuery], rows: Mapping[bytes, Row] | None = None, vocab_size: int | None = None
     ) -> tuple[dict[bytes, TrieInput], dict[bytes, Failure]]:
-        """Fetch the inputs of trie queries. Raises `ServerError` when the server cannot be used.
+        """Fetch the inputs of trie queries, which are by the digest of their answer. Raises `ServerError`.
 
-        Args:
-            queries: digest of the answer -> query.
-            rows: digest of a prompt -> its row, float32 (V,), for rows that need not be fetched.
-            vocab_size: V of the rows, when all queries are about rows of one model.
+        `rows` are known: digest of a prompt -> row (V,). `vocab_size` is V if all queries are about rows of one model.
 
-        Returns:
-            digest of the answer -> inputs, and digest -> the reason for no answer.
+        Returns the inputs, and the reasons for no answer, by the digest of the answer.
         """
         known = rows or {}
         failed: dict[bytes, errors.LMPoolError] = {}
@@ -314,13 +288,9 @@ def warm_up(device: str) -> None:
 
 
 def answer(jobs: Mapping[bytes, TrieInput]) -> tuple[VectorBlock | None, dict[bytes, str]]:
-    """Answer trie queries in batches of one vocabulary and operation.
+    """Answer trie queries, by the digest of their answer, in batches of one vocabulary and operation.
 
-    Args:
-        jobs: digest of the answer -> query with its inputs.
-
-    Returns:
-        the answers, and digest -> reason (the name of the error and its text) for the other jobs.
+    Returns the answers, and digest -> reason (the name of the error and its text) for the other jobs.
     """
     batches: dict[tuple[str, Op, bool], dict[bytes, TrieInput]] = defaultdict(dict)
     for digest, job in jobs.items():
@@ -420,11 +390,7 @@ def _select(trie: Trie, query: TrieQuery, values: Values) -> Values:
 
 @dataclass(frozen=True, slots=True)
 class TrieSettings:
-    """Settings of a trie worker.
-
-    Raises:
-        SettingsError: a value is malformed.
-    """
+    """Settings of a trie worker; raises `SettingsError` for a malformed value."""
 
     device: str = option('Device of the kernels: "cpu", "cuda" or "cuda:N".', "cpu")
     max_batch: int = option("Max jobs per step.", 128, 1, 4096)
@@ -447,8 +413,7 @@ class TrieSettings:
 class TrieBackend(contract.WithoutAdapters):
     """Answers trie jobs, whose inputs come with them. See `Backend` for the methods.
 
-    Raises:
-        SettingsError: the libraries of the device, or the device, are missing.
+    Raises `SettingsError` if the libraries of the device, or the device, are missing.
     """
 
     def __init__(self, settings: TrieSettings) -> None:
