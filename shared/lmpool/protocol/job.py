@@ -212,6 +212,9 @@ class Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
         """The message as MessagePack; each bytes object is one `bin`."""
         return _ENCODER.encode(self)
 
+    def check(self) -> None:
+        """Raise `ProtocolError` for fields that do not fit each other."""
+
 
 M = TypeVar("M", bound=Message)
 
@@ -299,4 +302,5 @@ def unpack(decoder: msgspec.msgpack.Decoder[M], data: bytes, limit: int, name: s
         raise ProtocolError(f"not {name}: {error!s:.100}") from error
     if data[0] != _size_byte(type(message)):  # msgspec accepts messages without fields that have defaults.
         raise ProtocolError(f"not {name}: it has too few fields")
+    message.check()
     return message

@@ -274,12 +274,7 @@ def weights_name(secret: bytes) -> bytes:
     return hashlib.blake2b(secret, digest_size=DIGEST_SIZE).digest()
 
 
-class _AnyQuery(Message, frozen=True):
-    def check(self) -> None:
-        """Raise `ProtocolError` for fields that do not fit each other."""
-
-
-class TrieQuery(_AnyQuery, frozen=True):
+class TrieQuery(Message, frozen=True):
     """Values of trie nodes, computed from a row or from weights.
 
     Attributes:
@@ -308,14 +303,14 @@ class TrieQuery(_AnyQuery, frozen=True):
             raise ProtocolError(f"a query for {self.select!r} has {len(self.nodes)} bytes of node ids")
 
 
-class TopQuery(_AnyQuery, frozen=True, tag="top"):
+class TopQuery(Message, frozen=True, tag="top"):
     """The `k` largest entries of the row, by `pack_top`; among the tokens of `allowed` (`TokenSet.packed`) if given."""
 
     k: Annotated[int, Meta(ge=1)]
     allowed: bytes = b""
 
 
-class SampleQuery(_AnyQuery, frozen=True, tag="sample"):
+class SampleQuery(Message, frozen=True, tag="sample"):
     """One token drawn from the row, by `pack_token`; among the tokens of `allowed` if given."""
 
     temperature: Annotated[float, Meta(ge=0, le=1e6)]
@@ -329,13 +324,13 @@ class SampleQuery(_AnyQuery, frozen=True, tag="sample"):
         return Sampling(self.temperature, self.top_p, self.seed)
 
 
-class MassQuery(_AnyQuery, frozen=True, tag="mass"):
+class MassQuery(Message, frozen=True, tag="mass"):
     """The logarithm of the probability of the tokens of `allowed` together, float32 of shape (1,)."""
 
     allowed: Annotated[bytes, Meta(min_length=1)]
 
 
-class PositionsQuery(_AnyQuery, frozen=True, tag="positions"):
+class PositionsQuery(Message, frozen=True, tag="positions"):
     """Predictions after each of the prompt's tokens from position `start` on, by a forward of their own.
 
     The result is float32 of shape (n * width,), position after position.
@@ -415,7 +410,7 @@ class PositionsQuery(_AnyQuery, frozen=True, tag="positions"):
         return rows[:, self.target_ids] if self.targets else rows
 
 
-class GenerateQuery(_AnyQuery, frozen=True, tag="generate"):
+class GenerateQuery(Message, frozen=True, tag="generate"):
     """Tokens drawn one after another, by `pack_continuation`."""
 
     most: Annotated[int, Meta(ge=1, le=MAX_GENERATED)]  # Max tokens.
@@ -458,7 +453,7 @@ def drawn_at(how: Sampling, place: int) -> Sampling:
     return how._replace(seed=(how.seed + place) & MAX_SEED)
 
 
-class HeadQuery(_AnyQuery, frozen=True, tag="head"):
+class HeadQuery(Message, frozen=True, tag="head"):
     """A part of the head that turns hidden states into rows (`lmpool.protocol.row.Head`), for any prompt.
 
     Attributes:
@@ -471,7 +466,7 @@ class HeadQuery(_AnyQuery, frozen=True, tag="head"):
     count: Annotated[int, Meta(ge=0)] = 0
 
 
-class FreshQuery(_AnyQuery, frozen=True, tag="fresh"):
+class FreshQuery(Message, frozen=True, tag="fresh"):
     """The row, by a forward of its own without cached keys and values. The nonce identifies the request."""
 
     nonce: Annotated[bytes, Meta(min_length=DIGEST_SIZE, max_length=DIGEST_SIZE)]
@@ -494,5 +489,4 @@ def unpack_query(data: bytes) -> Query:
     """Read a query. Raises `ProtocolError` for any other bytes."""
     tag = data[2 : 2 + (data[1] & 0x1F)] if len(data) > 1 else b""  # The second byte is the length of a short text.
     query: Query = unpack(_DECODERS.get(tag, _TRIE_QUERIES), data, _MAX_BYTES, "a query")
-    query.check()
     return query

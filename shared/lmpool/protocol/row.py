@@ -191,12 +191,16 @@ class RowBlock:
 
     def small_values(self) -> list[bytes] | None:
         """All rows as bytes if they are small enough for notifications, else None."""
-        is_small = encoded_size(self.numbers.shape[1], self.encoding) <= _MAX_SMALL
-        return [header + bytes(numbers) for header, numbers in self.encoded()] if is_small else None
+        return _small(self.encoded())
 
     def encode(self, index: int) -> bytes:
         """One row as bytes, header and numbers (a copy)."""
         return b"".join(*self.encoded([index]))
+
+
+def _small(encoded: list[Encoded]) -> list[bytes] | None:
+    is_small = all(numbers.nbytes <= _MAX_SMALL - HEADER_SIZE for _, numbers in encoded)
+    return [header + bytes(numbers) for header, numbers in encoded] if is_small else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,8 +222,7 @@ class VectorBlock:
 
     def small_values(self) -> list[bytes] | None:
         """As `RowBlock.small_values`."""
-        is_small = encoded_size(max(map(len, self.vectors), default=0), Encoding.F32) <= _MAX_SMALL
-        return [header + bytes(numbers) for header, numbers in self.encoded()] if is_small else None
+        return _small(self.encoded())
 
     def select(self, indices: Sequence[int]) -> VectorBlock:
         """Some of the vectors."""

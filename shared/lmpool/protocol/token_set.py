@@ -18,11 +18,17 @@ _ID_BYTES = 4  # Bytes of a token id, a uint32.
 
 @dataclass(frozen=True, eq=False)
 class TokenSet:
-    """Some tokens of a vocabulary: those that a program allows next."""
+    """Some tokens of a vocabulary: those that a program allows next.
 
-    ids: NDArray[np.int64]  # Each once, in ascending order; at least one.
-    vocab_size: int  # V.
-    is_named: bool = False  # Queries carry the name only, and the pool stores the set: for sets that many queries use.
+    Attributes:
+        ids: int64, each once, in ascending order; at least one.
+        vocab_size: V.
+        is_named: queries carry the name only, and the pool stores the set: for sets that many queries use.
+    """
+
+    ids: NDArray[np.int64]
+    vocab_size: int
+    is_named: bool = False
 
     @cached_property
     def bits(self) -> bytes:
@@ -34,7 +40,8 @@ class TokenSet:
     @cached_property
     def name(self) -> bytes:
         """The digest of the set."""
-        return _name_of(self.bits, self.vocab_size)
+        data = self.vocab_size.to_bytes(_ID_BYTES, "little") + self.bits
+        return hashlib.blake2b(data, digest_size=DIGEST_SIZE).digest()
 
     @cached_property
     def packed(self) -> bytes:
@@ -71,15 +78,12 @@ def tokens_of_bits(bits: bytes, vocab_size: int, name: bytes | None = None) -> T
 
     Raises `ProtocolError` if it is empty, or of another vocabulary, or has another name.
     """
-    if name is not None and _name_of(bits, vocab_size) != name:
-        raise ProtocolError(f"the set of tokens stored under {name.hex()} is another")
     if len(bits) != -(-vocab_size // 8):
         raise ProtocolError(f"a set of tokens has {len(bits)} bytes of bits, for a vocabulary of {vocab_size}")
     ids = np.flatnonzero(np.unpackbits(np.frombuffer(bits, np.uint8), bitorder="little"))
     if not len(ids) or ids[-1] >= vocab_size:
         raise ProtocolError(f"a set of tokens of a vocabulary of {vocab_size} is empty, or has others")
-    return TokenSet(ids, vocab_size)
-
-
-def _name_of(bits: bytes, vocab_size: int) -> bytes:
-    return hashlib.blake2b(vocab_size.to_bytes(_ID_BYTES, "little") + bits, digest_size=DIGEST_SIZE).digest()
+    tokens = TokenSet(ids, vocab_size)
+    if name is not None and tokens.name != name:
+        raise ProtocolError(f"the set of tokens stored under {name.hex()} is another")
+    return tokens

@@ -42,6 +42,9 @@ Deliver = Callable[[Sequence[bytes], Sequence[Found]], None]
 Then = Callable[[Call, Collection[bytes]], Awaitable[None]]
 """Receives a function that calls scripts on the model's queue, and the digests of rows that were refused so far."""
 
+Behind = Callable[[Call], Awaitable[None]] | None
+"""As `Then`, without refused rows; None for nothing."""
+
 CHUNK_BYTES = 4 * 1024 * 1024  # Values per MGET: a request costs its client about 90 µs, whatever its size.
 CHUNK_ROWS = 512  # Keys per MGET, so that tiny values do not make one request arbitrarily long.
 
@@ -84,9 +87,7 @@ class RowConnection(Connection[RawRowCommands]):
     async def _call_on(self, raw: RawRowCommands, *arguments: Argument) -> Any:
         return await self.wait_for(raw, raw.call(arguments))
 
-    async def set(
-        self, writes: Sequence[RowWrite], ttl_ms: int, then: Callable[[Call], Awaitable[None]] | None = None
-    ) -> list[ResponseError | None]:
+    async def set(self, writes: Sequence[RowWrite], ttl_ms: int, then: Behind = None) -> list[ResponseError | None]:
         """Store rows; returns the error of each row that the server refused for good.
 
         `then` receives what sends commands behind the writes, on the same connection or not at all. Raises
@@ -233,31 +234,25 @@ class RowCache:
         """
         writes = _writes(self._prefix, block, overwrite, shared.references)
         behind = None if then is None or not self.is_seen else lambda call: then(call, ())
-        refused = await self._set(block.digests, writes, self.ttl_ms(block), behind)
+        refused = await self._set(writes, self.ttl_ms(block), behind)
         if then is not None and not self.is_seen:
             await then(self.queue, refused)
         return refused
 
     async def put_weights(self, weights: Sequence[SentWeights]) -> dict[bytes, str]:
         """Store the weights of trie jobs; returns name -> reason, for those that the server refused."""
-        block = VectorBlock([sent.name for sent in weights], [sent.values for sent in weights])
         writes = [
-            write._replace(header=sent.secret + write.header)
-            for sent, write in zip(weights, _writes(self._weights_prefix, block, block.digests), strict=True)
+            RowWrite(self._weights_prefix + sent.name, sent.secret + header, numbers, True)
+            for sent in weights
+            for header, numbers in VectorBlock([sent.name], [sent.values]).encoded()
         ]
-        return await self._set(block.digests, writes, _WEIGHTS_TTL_MS)
+        return await self._set(writes, _WEIGHTS_TTL_MS)
 
-    async def _set(
-        self,
-        names: Sequence[bytes],
-        writes: Sequence[RowWrite],
-        ttl_ms: int,
-        then: Callable[[Call], Awaitable[None]] | None = None,
-    ) -> dict[bytes, str]:
+    async def _set(self, writes: Sequence[RowWrite], ttl_ms: int, then: Behind = None) -> dict[bytes, str]:
         parts = await self._connections.split([write.key for write in writes])
         replies = await _all([to.set([writes[at] for at in indices], ttl_ms, then) for to, indices in parts])
         return {
-            names[at]: str(error)
+            writes[at].key[-DIGEST_SIZE:]: str(error)
             for (_, indices), errors in zip(parts, replies, strict=True)
             for at, error in zip(indices, errors, strict=True)
             if error is not None
@@ -300,7 +295,7 @@ class RowCache:
         """Entries as the script returns them, also where it found a reference."""
         if not is_reference(reply):
             return reply
-        row = self._follow(digest, reply)
+        row = self._segments.follow(reply, digest, self._vocab_size)
         if row is None:
             return None
         places = [int(place) for place in ranges.split()]
@@ -333,26 +328,20 @@ class RowCache:
         `lengths` has the number of entries for digests of answers to queries. After a `ServerError` the remaining rows
         are not delivered.
         """
-        lengths, row = lengths or {}, self._row_bytes
+        lengths = lengths or {}
         parts = await self._connections.split(self.keys_of(digests))
         chunks = []
         for connection, indices in parts:
             held = [digests[at] for at in indices]
-            sizes = (
-                [_answer_bytes(lengths[one]) if one in lengths else row for one in held]
-                if lengths
-                else [row] * len(held)
-            )
-            chunks += [self._get_chunk(connection, held[part], deliver, lengths) for part in cut_chunks(sizes)]
+            cuts = cut_chunks(_sizes(held, lengths, self._row_bytes))
+            chunks += [self._get_chunk(connection, held[part], deliver, lengths) for part in cuts]
         return sum(await _all(chunks))
 
     async def _get_chunk(
         self, connection: RowConnection, digests: Sequence[bytes], deliver: Deliver, lengths: Mapping[bytes, int]
     ) -> int:
-        most = [self._max_row_bytes] * len(digests)
-        if lengths:
-            most = [max(self._max_row_bytes, _answer_bytes(lengths.get(one, 0)) + 1) for one in digests]
-        values: Sequence[Value | Row] = await connection.get(self.keys_of(digests), most)
+        limits = _sizes(digests, lengths, self._max_row_bytes)
+        values: Sequence[Value | Row] = await connection.get(self.keys_of(digests), limits)
         if any(map(is_reference, values)):
             values = await self._follow_all(connection, digests, values)
         # Decoded together after the whole chunk has arrived: otherwise the server waits for socket buffers.
@@ -367,16 +356,12 @@ class RowCache:
         stale = []
         for at, value in enumerate(values):
             if isinstance(value, bytes) and is_reference(value):
-                followed[at] = self._follow(digests[at], value)
+                followed[at] = self._segments.follow(value, digests[at], self._vocab_size)
                 reference = unpack_reference(value)
                 if followed[at] is None and (reference is None or reference.host == self._segments.host):
                     stale.append(self._prefix + digests[at])
         await _all([connection.call(b"UNLINK", key) for key in stale])
         return followed
-
-    def _follow(self, digest: bytes, value: bytes) -> Row | None:
-        reference = unpack_reference(value)
-        return None if reference is None else self._segments.read(reference, digest, self._vocab_size)
 
     def close(self) -> None:
         """Close all connections; whatever is pending fails."""
@@ -390,8 +375,12 @@ def scan_pattern(keys: Keys, info: ModelInfo | None = None) -> bytes:
     return _GLOB.sub(rb"\\\g<0>", prefix) + b"*"
 
 
-def _answer_bytes(length: int) -> int:
-    return wire.encoded_size(length, Encoding.F32)
+def _sizes(digests: Sequence[bytes], lengths: Mapping[bytes, int], row_bytes: int) -> list[int]:
+    """Bytes of rows and answers; of an answer one more than it has, so that one that is too long is noticed."""
+    if not lengths:
+        return [row_bytes] * len(digests)
+    answers = {digest: wire.encoded_size(lengths[digest], Encoding.F32) + 1 for digest in digests if digest in lengths}
+    return [answers.get(digest, row_bytes) for digest in digests]
 
 
 def read_values(

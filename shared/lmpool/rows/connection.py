@@ -75,15 +75,31 @@ class RawRowCommands(RawCommandConnection):
     """A connection for commands and for writes of rows."""
 
     def set(self, writes: Sequence[RowWrite], ttl_ms: int) -> asyncio.Future[list[ResponseError | None]]:
-        """Store rows. Their memory must not change before the future is done."""
+        """Store rows. Their memory must not change before the future is done.
+
+        Large rows are sent from where they lie, small ones are joined into one buffer.
+        """
         future = _Stored(len(writes))
         if self._closed is not None:
             future.set_exception(self._closed)
-        elif not writes:
+            return future
+        ttl = b"%d" % ttl_ms
+        expiry = b"\r\n$2\r\nPX\r\n$%d\r\n%b\r\n" % (len(ttl), ttl)
+        chunks: list[bytes | memoryview] = []
+        tail, largest = b"", 0
+        for key, header, numbers, overwrite in writes:
+            size = len(header) + numbers.nbytes
+            largest = max(largest, size)
+            words = 5 if overwrite else 6
+            head = b"*%d\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n%b" % (words, len(key), key, size, header)
+            chunks += (tail + head, numbers)
+            tail = expiry if overwrite else expiry + b"$2\r\nNX\r\n"
+        if not writes:
             future.add([])
         else:
             self._pending.extend([future] * len(writes))
-            self._transport.writelines(_packed(writes, ttl_ms))
+            chunks.append(tail)
+            self._transport.writelines([b"".join(chunks)] if largest < _LARGE_BYTES else chunks)
         return future
 
     def data_received(self, data: bytes) -> None:
@@ -98,23 +114,6 @@ class RawRowCommands(RawCommandConnection):
                 data = data[count * len(_OK_REPLY) :]
         if data:
             super().data_received(data)
-
-
-def _packed(writes: Sequence[RowWrite], ttl_ms: int) -> list[bytes | memoryview]:
-    """SET commands as RESP. Large rows are sent from where they lie, small ones are joined into one buffer."""
-    ttl = b"%d" % ttl_ms
-    expiry = b"\r\n$2\r\nPX\r\n$%d\r\n%b\r\n" % (len(ttl), ttl)
-    chunks: list[bytes | memoryview] = []
-    tail, largest = b"", 0
-    for key, header, numbers, overwrite in writes:
-        size = len(header) + numbers.nbytes
-        largest = max(largest, size)
-        words = 5 if overwrite else 6
-        head = b"*%d\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n%b" % (words, len(key), key, size, header)
-        chunks += (tail + head, numbers)
-        tail = expiry if overwrite else expiry + b"$2\r\nNX\r\n"
-    chunks.append(tail)
-    return [b"".join(chunks)] if largest < _LARGE_BYTES else chunks
 
 
 @dataclass(slots=True)

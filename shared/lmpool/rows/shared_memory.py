@@ -318,10 +318,14 @@ class SegmentReader:
         self.counts.lost += row is None
         return row
 
+    def follow(self, value: bytes, digest: bytes, vocab_size: int) -> Row | None:
+        """As `read`, for a reference as Redis stores it; None for one of another version too."""
+        reference = unpack_reference(value)
+        return None if reference is None else self.read(reference, digest, vocab_size)
+
     def read_at(self, place: bytes, digest: bytes, vocab_size: int) -> Row | None:
         """As `read`, for the place in a notification."""
-        nonce, number = _PLACE.unpack(place)
-        return self.read(Reference(self.host, nonce, number), digest, vocab_size)
+        return self.read(Reference(self.host, *_PLACE.unpack(place)), digest, vocab_size)
 
     def find(self, digest: bytes, vocab_size: int, out: Row | None = None) -> Row | None:
         """As `read`, for a row in any segment that the last `refresh` found.

@@ -107,13 +107,7 @@ class Compressed:
 
     Nodes of a chain without forks have equal values, so kernels compute the values of the M inner nodes only. An inner
     node is the root, a node with two or more children, a node with a token and a child, or a node with two or more
-    tokens. Every other node has the value of one inner node or of one token.
-
-    Attributes:
-        n_tokens, n_inner, n_nodes: V, M and N.
-        home: int32 (V,), the inner node that a token's weight is added to: its own node, or the nearest one above it.
-        inner_parent: int32 (M,), the nearest inner node above each inner node, -1 at 0; always smaller than the index.
-        value_of: int32 (N,), the place of each node's value in the vector [M values of inner nodes | V weights].
+    tokens. Every other node has the value of one inner node or of one token. See `Trie` for the attributes.
     """
 
     def __init__(self, home: NDArray[np.int32], inner_parent: NDArray[np.int32], value_of: NDArray[np.int32]) -> None:
@@ -138,6 +132,10 @@ class Trie(Compressed):
         leaf: int32 (V,), the node of each token.
         child_start: int32 (N + 1,); the children of n are `child[child_start[n] : child_start[n + 1]]`, by label.
         child: int32 (N - 1,).
+        home: int32 (V,), the inner node that a token's weight is added to: its own node, or the nearest one above it.
+        inner_parent: int32 (M,), the nearest inner node above each inner node, -1 at 0; always smaller than the index.
+        value_of: int32 (N,), the place of each node's value in the vector [M values of inner nodes | V weights].
+        n_tokens, n_inner, n_nodes: V, M and N.
     """
 
     def __init__(self, vocabulary: Vocabulary | Iterable[bytes]) -> None:

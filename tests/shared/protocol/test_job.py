@@ -152,13 +152,13 @@ WRONG_FAILURES: dict[str, bytes] = {
 
 
 @pytest.mark.parametrize("data", WRONG_JOBS.values(), ids=WRONG_JOBS)
-def test_what_is_not_a_job_is_refused(data: bytes) -> None:
+def test_other_bytes_than_a_job_are_refused(data: bytes) -> None:
     with pytest.raises(ProtocolError, match="job"):
         unpack_job(data)
 
 
 @pytest.mark.parametrize("data", WRONG_FAILURES.values(), ids=WRONG_FAILURES)
-def test_what_is_not_a_failure_is_refused(data: bytes) -> None:
+def test_other_bytes_than_a_failure_are_refused(data: bytes) -> None:
     with pytest.raises(ProtocolError, match="failure"):
         unpack_failure(data)
 

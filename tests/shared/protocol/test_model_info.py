@@ -1,4 +1,4 @@
-"""Model infos: round trips, what makes the fingerprint, and every malformed info refused."""
+"""Model infos: round trips, the fields of the fingerprint, and every malformed info refused."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_a_name_with_control_characters_is_refused(field: str, control: str) -> 
 
 
 @pytest.mark.parametrize("name", OTHER)
-def test_the_fingerprint_changes_exactly_with_what_decides_a_rows_value(name: str) -> None:
+def test_the_fingerprint_changes_exactly_with_the_fields_that_decide_a_row(name: str) -> None:
     changed = replace(INFO, **{name: OTHER[name]})
     assert (changed.fingerprint != INFO.fingerprint) == (name in IDENTITY)
 
@@ -165,7 +165,7 @@ def test_a_field_of_the_wrong_type_is_refused_by_name(name: str, value: object) 
         ModelInfo.unpack(packed(**{name: value}))
 
 
-def test_a_whole_number_passes_for_seconds() -> None:
+def test_seconds_may_be_a_whole_number() -> None:
     assert ModelInfo.unpack(packed(lease_s=3)).lease_s == 3
 
 
@@ -204,7 +204,7 @@ def test_a_value_that_no_model_has_is_refused(name: str, value: object) -> None:
     [b"", b"\xc1", packed()[:-1], packed() + b"\0", msgpack.packb([]), msgpack.packb(list(encoded(INFO).values())),
      msgpack.packb("info"), msgpack.packb(None), msgpack.packb({1: 2}), b"\x81\x90\x01", b"\x91" * 5000],
 )  # fmt: skip
-def test_what_is_not_a_info_is_refused(data: bytes) -> None:
+def test_other_bytes_than_an_info_are_refused(data: bytes) -> None:
     with pytest.raises(ProtocolError, match="model info"):
         ModelInfo.unpack(data)
 
@@ -253,7 +253,7 @@ def test_a_changed_info_is_refused_or_is_another_well_typed_info(data: st.DataOb
 
 
 @pytest.mark.parametrize("more", [{}, {"colour": 1}])
-def test_the_info_of_a_later_release_is_refused_by_its_version_whatever_fields_it_has(more: dict[str, Any]) -> None:
+def test_the_info_of_a_later_release_is_refused_by_its_version(more: dict[str, Any]) -> None:
     with pytest.raises(ProtocolError, match="the model 'm' is served with wire version 8, and this .* speaks 7"):
         ModelInfo.unpack(packed(wire_version=8, **more))
 

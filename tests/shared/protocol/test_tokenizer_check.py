@@ -117,6 +117,6 @@ def test_growth_is_that_of_all_normalizers() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "[" * 100_000])
-def test_what_is_no_tokenizer_json_is_refused(text: str) -> None:
+def test_other_texts_than_a_tokenizer_json_are_refused(text: str) -> None:
     with pytest.raises(InvalidVocabulary, match=r"tokenizer\.json cannot be read"):
         check_tokenizer(text)

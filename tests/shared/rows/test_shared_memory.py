@@ -124,7 +124,7 @@ def test_another_prompt_another_number_and_another_model_find_nothing(segment: S
 def test_junk_anywhere_in_a_slot_makes_its_row_none(
     segment: Segment, reader: SegmentReader, at: int, is_length_known: bool
 ) -> None:
-    """As where processors reorder what they store."""
+    """As on processors that reorder stores."""
     segment.is_summed = True
     reference, other = put(segment, 5), put(segment, 6)
     if is_length_known:
@@ -147,7 +147,7 @@ def test_a_row_that_is_replaced_while_it_is_copied_is_none(
     is_length_known: bool,
     encoding: Encoding,
 ) -> None:
-    """Also by one that is made of the same words, whose sum is the same."""
+    """Also if the other row has the same words in another order, and so the same sum."""
     segment.is_summed = is_summed
     log_z = None if encoding is Encoding.F32 else np.zeros(1, np.float32)
 
@@ -277,7 +277,7 @@ def test_a_segment_of_the_layout_before_is_not_read(segment: Segment, reader: Se
     assert Layout.read(segment._memory) is None
 
 
-def test_a_batch_of_more_rows_than_there_are_slots_is_written_as_far_as_there_is_room(
+def test_a_batch_of_more_rows_than_slots_is_written_as_far_as_slots_are_free(
     segment: Segment, reader: SegmentReader
 ) -> None:
     names = list(range(200))
@@ -448,7 +448,7 @@ def test_memory_for_batches_is_used_again_for_those_of_about_their_size() -> Non
     assert again.ctypes.data == at
 
 
-def test_no_more_memory_is_kept_than_is_said() -> None:
+def test_spare_memory_stays_within_its_limit() -> None:
     memory = RowMemory()
     for size in (2**27, 2**20):
         lent = [memory.take_writeable(size) for _ in range(3)]
@@ -456,7 +456,7 @@ def test_no_more_memory_is_kept_than_is_said() -> None:
         assert sum(map(len, memory._free)) == (0 if size == 2**27 else 3 * 2**20)
 
 
-def test_rows_of_half_a_word_too_many_are_whole_or_none(place: Path) -> None:
+def test_rows_whose_size_is_no_multiple_of_a_word_are_read_whole_or_not_at_all(place: Path) -> None:
     vocab_size = V + 1
     odd = make_segment("odd", vocab_size, 64 * SLOT, lambda: True)
     assert odd is not None

@@ -114,7 +114,7 @@ def test_each_node_has_the_sum_of_the_tokens_below_it(make: Maker, case: tuple[T
 @everywhere
 @settings(max_examples=60)
 @given(case=cases(numbers(-(2.0**100), 2.0**100)))
-def test_sums_of_any_sign_lose_nothing_but_what_cancels(make: Maker, case: tuple[Trie, Weights]) -> None:
+def test_sums_of_any_sign_lose_only_cancelled_digits(make: Maker, case: tuple[Trie, Weights]) -> None:
     trie, weights = case
     expected = by_hand(trie, weights, math.fsum)
     cancelled = by_hand(trie, np.abs(weights), math.fsum) * 1e-14
@@ -396,7 +396,7 @@ def test_a_batch_that_is_computed_in_parts_has_the_same_bits(op: Op, monkeypatch
 # Opening
 
 
-def test_the_device_decides_who_computes() -> None:
+def test_the_device_decides_which_kernels_compute() -> None:
     assert isinstance(open_kernels(Trie(EXAMPLE)), CpuKernels)
     assert isinstance(open_kernels(Trie(EXAMPLE), "cpu"), CpuKernels)
     with pytest.raises(SettingsError, match="device: torch cannot use 'cuda:99'"):

@@ -379,7 +379,7 @@ async def test_hostile_queries_to_a_model_with_tries_fail_alone(shared: Pool, pr
 
 
 @pytest.mark.parametrize("bad", [b"LMPV" + bytes(100), b"", None])
-async def test_a_vocabulary_that_was_overwritten_is_put_right_by_who_has_it(
+async def test_a_client_stores_an_overwritten_vocabulary_again(
     shared: Pool, producer: Producer, bad: bytes | None
 ) -> None:
     trie = await producer.trie(words(34, V))

@@ -26,7 +26,7 @@ from lmpool.protocol.model_info import TRIE_SERVICE, ModelInfo
 from lmpool.protocol.query import SECRET_SIZE, Op, TrieQuery, weights_name
 from lmpool.protocol.row import Encoding, Row, Values, VectorBlock, check_row, decode_row, encoded_size
 from lmpool.rows.cache import RowConnection, RowConnections, cut_chunks
-from lmpool.rows.shared_memory import SegmentReader, is_reference, unpack_reference
+from lmpool.rows.shared_memory import SegmentReader, is_reference
 from lmpool.settings import check_numbers, count_threads, option
 from lmpool.trie.kernels import Kernels, open_kernels
 from lmpool.trie.trie import Trie, max_kernel_bytes
@@ -207,7 +207,7 @@ class TrieInputs:
                 inputs[digest] = TrieInput(query, trie, known.get(query.source), values)
                 if values is None and query.source not in known:
                     sources[digest] = _Source(query.rows, query.source, len(trie.vocabulary))
-        vectors = await self._get_vectors(list(dict.fromkeys(sources.values())))
+        vectors = await self._get_vectors(sources.values())
         for digest, source in sources.items():
             vector = vectors[source]
             if isinstance(vector, errors.LMPoolError):
@@ -224,7 +224,7 @@ class TrieInputs:
 
         Raises `ServerError` when the server cannot be used.
         """
-        rows = await self._get_vectors([_Source(fingerprint, prompt, vocab_size) for prompt in prompts])
+        rows = await self._get_vectors(_Source(fingerprint, prompt, vocab_size) for prompt in prompts)
         return {source.name: row for source, row in rows.items()}
 
     async def _get_trie(self, digest: str) -> LazyTrie | errors.UnknownVocabulary:
@@ -244,35 +244,30 @@ class TrieInputs:
             self._tries.put(digest, trie)
         return trie
 
-    async def _get_vectors(self, sources: Sequence[_Source]) -> dict[_Source, Row | errors.LMPoolError]:
-        """Weights and rows, or the reasons why they cannot be used; each source once."""
-        if not sources:
-            return {}
-        parts: list[tuple[RowConnection, list[_Source]]] = []
-        for connection, indices in await self._connections.split([self._key(source) for source in sources]):
-            held = [sources[index] for index in indices]
-            parts += [(connection, held[part]) for part in cut_chunks([source.max_bytes for source in held])]
-        chunks = await asyncio.gather(*(self._read(connection, part) for connection, part in parts))
-        return {source: row for chunk in chunks for source, row in chunk.items()}
-
-    async def _read(
-        self, connection: RowConnection, part: Sequence[_Source]
-    ) -> dict[_Source, Row | errors.LMPoolError]:
-        keys, sizes = [self._key(source) for source in part], [source.max_bytes for source in part]
-        values: list[Any] = list(await connection.get(keys, sizes))
-        self._counters.fetched_bytes += sum(len(value) for value in values if isinstance(value, (bytes, np.ndarray)))
+    async def _get_vectors(self, sources: Iterable[_Source]) -> dict[_Source, Row | errors.LMPoolError]:
+        """Weights and rows, or the reasons why they cannot be used."""
         rows: dict[_Source, Row | errors.LMPoolError] = {}
-        for source, value in zip(part, values, strict=True):
-            row = None
-            if source.fingerprint and is_reference(value):
-                reference, value = unpack_reference(value), None
-                row = reference and self._segments.read(reference, source.name, source.length)
-            rows[source] = source.decode(value) if row is None else row
-        return rows
+        wanted = list(dict.fromkeys(sources))
+        sizes = [source.max_bytes for source in wanted]
+        prefixes = [
+            self._keys.row(source.fingerprint) if source.fingerprint else self._keys.weights() for source in wanted
+        ]
+        keys = [prefix + source.name for prefix, source in zip(prefixes, wanted, strict=True)]
 
-    def _key(self, source: _Source) -> bytes:
-        prefix = self._keys.row(source.fingerprint) if source.fingerprint else self._keys.weights()
-        return prefix + source.name
+        async def read(connection: RowConnection, part: Sequence[int]) -> None:
+            values = await connection.get([keys[at] for at in part], [sizes[at] for at in part])
+            for at, value in zip(part, values, strict=True):
+                source, row = wanted[at], None
+                if source.fingerprint and isinstance(value, bytes) and is_reference(value):
+                    row, value = self._segments.follow(value, source.name, source.length), None
+                elif isinstance(value, (bytes, np.ndarray)):
+                    self._counters.fetched_bytes += len(value)
+                rows[source] = source.decode(value) if row is None else row
+
+        split = await self._connections.split(keys) if keys else []
+        parts = [(to, indices[part]) for to, indices in split for part in cut_chunks([sizes[at] for at in indices])]
+        await asyncio.gather(*(read(*part) for part in parts))
+        return rows
 
     def close(self) -> None:
         """Close the connections."""
