@@ -9,6 +9,7 @@ import hashlib
 import sys
 from array import array
 from collections.abc import Iterable, Mapping
+from functools import cache
 from mmap import mmap
 from typing import Any, NamedTuple, TypeVar
 
@@ -250,6 +251,7 @@ class Failure(Message, frozen=True, tag=WIRE_VERSION):
         return _ENCODER.encode((WIRE_VERSION, self.kind, self.text[:_MAX_ERROR_TEXT]))
 
 
+@cache
 def _size_byte(kind: type[Message]) -> int:
     """The first byte of an encoded message: the length of the array."""
     return 0x90 + len(kind.__struct_fields__) + (kind.__struct_config__.tag is not None)
@@ -273,7 +275,7 @@ def with_traceparent(packed: bytes, traceparent: str) -> bytes:
 
 def unpack_job(data: bytes) -> Job:
     """Read a job; a `TracedJob` if the client traces. Raises `ProtocolError` for any other bytes."""
-    return unpack(_TRACED_JOBS if data[:1] == _TRACED_HEAD[:1] else _JOBS, data, MAX_JOB_BYTES, "a job")
+    return unpack(_TRACED_JOBS if data and data[0] == _TRACED_HEAD[0] else _JOBS, data, MAX_JOB_BYTES, "a job")
 
 
 def unpack_failure(data: bytes) -> Failure:
@@ -302,5 +304,4 @@ def unpack(decoder: msgspec.msgpack.Decoder[M], data: bytes, limit: int, name: s
         raise ProtocolError(f"not {name}: {error!s:.100}") from error
     if data[0] != _size_byte(type(message)):  # msgspec accepts messages without fields that have defaults.
         raise ProtocolError(f"not {name}: it has too few fields")
-    message.check()
     return message

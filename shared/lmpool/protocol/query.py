@@ -489,4 +489,5 @@ def unpack_query(data: bytes) -> Query:
     """Read a query. Raises `ProtocolError` for any other bytes."""
     tag = data[2 : 2 + (data[1] & 0x1F)] if len(data) > 1 else b""  # The second byte is the length of a short text.
     query: Query = unpack(_DECODERS.get(tag, _TRIE_QUERIES), data, _MAX_BYTES, "a query")
+    query.check()
     return query
