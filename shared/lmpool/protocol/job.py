@@ -72,17 +72,8 @@ def query_digest(digest: bytes, query: bytes) -> bytes:
 def encode_prompt(ids: Any, *, vocab_size: int, max_tokens: int, adapter: str = "") -> Prompt:
     """Check a prompt against a model's limits and encode it.
 
-    Args:
-        ids: list, tuple, another sequence of integers or any 1-D integer array (numpy, torch) of token ids.
-        vocab_size: V; ids must be below it.
-        max_tokens: longest prompt that the model accepts.
-        adapter: name of the adapter, or "".
-
-    Raises:
-        NotTokenIds: not a flat sequence of integers.
-        EmptyPrompt: no ids.
-        PromptTooLong: more than `max_tokens` ids.
-        TokenOutOfRange: an id is negative or at least `vocab_size`.
+    `ids` is a list, a tuple, another sequence of integers, or a 1-D integer array (numpy, torch). Raises `NotTokenIds`,
+    `EmptyPrompt`, `PromptTooLong` or `TokenOutOfRange`.
     """
     if type(ids) is not list and type(ids) is not tuple:
         ids = _as_sequence(ids, max_tokens)

@@ -89,7 +89,6 @@ Values = NDArray[np.float32]
 Encoded = tuple[bytes, memoryview]
 """An encoded row: header and numbers."""
 
-
 NewRows = Callable[[int, int, Encoding], NDArray[Any] | None]
 """Allocates memory for n rows of V numbers in an encoding where a backend can write them without a later copy: an
 uninitialized array (n, V), or None."""
@@ -236,7 +235,6 @@ class VectorBlock:
 
 Block = RowBlock | VectorBlock
 """Results of a step: rows, or results of queries."""
-
 
 Allocate = Callable[[int], tuple[NDArray[np.uint8], memoryview]]
 """Allocates bytes: returns a view to read them, and one to write them."""

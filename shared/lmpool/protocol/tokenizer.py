@@ -65,7 +65,9 @@ _GROUP_OPENING = re.compile(r"\((?:\?(?::|=|!|<=|<!|>|[im]+:))?")
 _QUANTIFIER = re.compile(r"[*+?]|\{(\d*)(,?)(\d*)\}")
 # Letters that are escaped. No back-references, no calls, and no control characters: "\c[" is one character.
 _ESCAPED = frozenset("pPsSdDwWhHbBAzZGnrtfvaexu0")
-_POSIX_CLASS = re.compile(r"\[:\^?[a-z]{4,6}:\]")
+# A character class, which may have POSIX classes, and classes of one more level. It must not begin with a bracket.
+_IN_CLASS = r"\\.|[^\\\[\]]|\[:\^?[a-z]{4,6}:\]"
+_CLASS = re.compile(rf"\[(?!\^?\])(?:{_IN_CLASS}|\[(?!\^?\]|:)(?:{_IN_CLASS})*\])*\]", re.DOTALL)
 _LEVEL = 6  # Of zlib: its default.
 
 
@@ -131,8 +133,7 @@ class _File(msgspec.Struct):
 def check_tokenizer(text: str) -> float:
     """Check the content of a `tokenizer.json`; returns the max factor by which it lengthens a text.
 
-    Raises:
-        InvalidVocabulary: it is not JSON, or one of its components is unknown, too slow, or lengthens texts too much.
+    Raises `InvalidVocabulary` if it is not JSON, or a component is unknown, too slow, or lengthens texts too much.
     """
     try:
         file = msgspec.json.decode(text, type=_File)
@@ -218,10 +219,7 @@ def check_regex(pattern: str) -> None:
 
     A group may be repeated only if it always matches the same number of characters, so no repetition is ambiguous. The
     choices in one alternative are limited. Back-references, calls and conditions are refused too. The patterns of all
-    known tokenizers pass.
-
-    Raises:
-        InvalidVocabulary: the pattern is refused.
+    known tokenizers pass. Raises `InvalidVocabulary`.
     """
     _check_size("a pattern", len(pattern), _MAX_PATTERN_CHARACTERS)
     at, repeats, choices, previous = 0, 0, 0, ""
@@ -247,7 +245,11 @@ def check_regex(pattern: str) -> None:
         elif character == "\\":
             at, previous = _end_of_escape(pattern, at), "character"
         elif character == "[":
-            at, previous = _end_of_class(pattern, at), "character"
+            if not (found := _CLASS.match(pattern, at)):
+                raise _refused(pattern, "has a character class without an end, or of an unknown form")
+            for escape in re.finditer(r"\\.", found[0], re.DOTALL):
+                _end_of_escape(pattern, at + escape.start())
+            at, previous = found.end(), "character"
         elif opening := _GROUP_OPENING.match(pattern, at):
             at, previous = opening.end(), ""
             if pattern[at : at + 1] in ("?", "*"):
@@ -276,26 +278,3 @@ def _end_of_escape(pattern: str, at: int) -> int:
     if escaped.isascii() and escaped.isalnum() and escaped not in _ESCAPED:
         raise _refused(pattern, f"has \\{escaped}, a back-reference, a call, or an escape that lmpool does not accept")
     return at + 2
-
-
-def _end_of_class(pattern: str, at: int) -> int:
-    """The position after the character class that begins at `at`; classes may be nested."""
-    depth = 0
-    while at < len(pattern):
-        if pattern[at] == "\\":
-            at = _end_of_escape(pattern, at)
-            continue
-        if depth and (posix := _POSIX_CLASS.match(pattern, at)):
-            at = posix.end()
-            continue
-        if pattern[at] == "[":
-            depth += 1
-            # Such a bracket can have another meaning than the one that this check gives it.
-            if pattern.startswith(("]", "^]"), at + 1) or (depth > 1 and pattern.startswith(":", at + 1)):
-                raise _refused(pattern, "has a character class that begins with a bracket, or an unknown one")
-        elif pattern[at] == "]":
-            depth -= 1
-            if not depth:
-                return at + 1
-        at += 1
-    raise InvalidVocabulary(f"the pattern {shown(pattern)} has a character class without an end")

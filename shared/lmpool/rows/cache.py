@@ -283,25 +283,20 @@ class RowCache:
             if not isinstance(replies, list) or len(replies) != len(indices):
                 raise connection.distrust(replies)
             for at, reply in zip(indices, replies, strict=True):
-                if reply is not None:
-                    if not isinstance(reply, bytes) or not reply.endswith(digests[at]):
-                        raise connection.distrust(reply)
-                    found[at] = self._entries_of(digests[at], reply[:-DIGEST_SIZE], ranges[at])
+                if reply is None:
+                    continue
+                if not isinstance(reply, bytes) or not reply.endswith(digests[at]):
+                    raise connection.distrust(reply)
+                found[at] = entries = reply[:-DIGEST_SIZE]
+                if is_reference(entries):
+                    row = self._segments.follow(entries, digests[at], self._vocab_size)
+                    places = [int(place) for place in ranges[at].split()]
+                    width = places[1] - places[0] + 1
+                    chosen = [(place - wire.HEADER_SIZE) // width for place in places[::2]]
+                    found[at] = None if row is None else wire.f32_header(self._vocab_size) + row[chosen].tobytes()
 
         await _all([read(connection, indices) for connection, indices in parts])
         return found
-
-    def _entries_of(self, digest: bytes, reply: bytes, ranges: bytes) -> bytes | None:
-        """Entries as the script returns them, also where it found a reference."""
-        if not is_reference(reply):
-            return reply
-        row = self._segments.follow(reply, digest, self._vocab_size)
-        if row is None:
-            return None
-        places = [int(place) for place in ranges.split()]
-        width = places[1] - places[0] + 1
-        chosen = [(place - wire.HEADER_SIZE) // width for place in places[::2]]
-        return wire.f32_header(self._vocab_size) + row[chosen].tobytes()
 
     def keys_of(self, digests: Iterable[bytes]) -> list[bytes]:
         """The keys of rows and answers: for scripts that read them, and for `drop`."""

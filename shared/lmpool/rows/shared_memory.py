@@ -192,7 +192,18 @@ class RowMemory:
     def _next(self, size: int) -> mmap.mmap | bytearray:
         if size != self._size:
             self._free, self._size = [], size
-        return self._free.pop() if self._free else _new_memory(size)
+        if self._free:
+            return self._free.pop()
+        if size < _MIN_MAPPED_BYTES:
+            return bytearray(size)
+        try:  # Private memory: a forked child does not see later changes.
+            memory = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except OSError:
+            return bytearray(size)
+        if size >= _HUGE_PAGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
+            with suppress(OSError):
+                memory.madvise(mmap.MADV_HUGEPAGE)
+        return memory
 
     def _lend(self, memory: mmap.mmap | bytearray, view: memoryview) -> NDArray[np.uint8]:
         free, lent, number = self._free, self._lent, next(self._numbers)
@@ -206,20 +217,6 @@ class RowMemory:
 
         lent[number] = weakref.ref(array, give_back)
         return array
-
-
-def _new_memory(size: int) -> mmap.mmap | bytearray:
-    """Private memory: a forked child does not see later changes."""
-    if size < _MIN_MAPPED_BYTES:
-        return bytearray(size)
-    try:
-        memory = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    except OSError:
-        return bytearray(size)
-    if size >= _HUGE_PAGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
-        with suppress(OSError):
-            memory.madvise(mmap.MADV_HUGEPAGE)
-    return memory
 
 
 class _OpenSegment(NamedTuple):
