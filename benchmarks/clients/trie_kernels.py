@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
-from typing import Any
 
 from benchmarks.harness.line_protocol import serve
 from benchmarks.harness.tekken import Inputs, read_inputs
@@ -22,7 +21,6 @@ class Kernels:
 
     def __init__(self, inputs: Inputs, device: str) -> None:
         self._inputs = inputs
-        self._device = device
         self._trie = Trie(inputs.tokens)
         self._kernels = open_kernels(self._trie, device)
 
@@ -36,22 +34,9 @@ class Kernels:
     async def compute(self, op: Op, batch: int, times: int) -> float:
         """Seconds for the values of all nodes of `times` batches; each result is discarded."""
         batches = self._inputs.batches(batch)
-        if self._device != "cpu":
-            return self._compute_there(op, batches, times)
         start = time.perf_counter()
         for index in range(times):
             self._kernels.values(op, batches[index % len(batches)])
-        return time.perf_counter() - start
-
-    def _compute_there(self, op: Op, batches: list[Any], times: int) -> float:
-        """Like `compute`, with weights already on the device; the time includes the copy of the values to the host."""
-        import torch
-
-        kernels: Any = self._kernels
-        sent = [torch.from_numpy(batch).to(self._device) for batch in batches]
-        start = time.perf_counter()
-        for index in range(times):
-            kernels.values_on_device(op, sent[index % len(sent)]).cpu().numpy()
         return time.perf_counter() - start
 
     async def probe(self, op: Op, prefixes: list[str], row: int = 0) -> list[float]:

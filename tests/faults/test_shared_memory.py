@@ -422,18 +422,18 @@ import os, signal, sys
 from lmpool.cli import main
 from lmpool.rows import segment
 
-write, written = segment.Segment._index, []
+write, written = segment.Segment._write, []
 
-def last(self, digest, number):
-    # The row is in its slot; the fields before it are missing, all or in part.
+def last(self, digest, row, number, *, is_there):
     written.append(digest)
+    write(self, digest, row, number, is_there=is_there)
     if len(written) == {rows}:
+        # The row is in its slot; the fields before it are missing, all or in part.
         at = self._at(number)
         self._memory[at : at + {kept}] = bytes({kept})
         os.kill(os.getpid(), signal.SIGKILL)
-    write(self, digest, number)
 
-segment.Segment._index = last
+segment.Segment._write = last
 main()
 """
 

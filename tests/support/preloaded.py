@@ -16,7 +16,7 @@ import typer
 _LATER = (
     "lmpool.trie.cpu",
     "lmpool.web.serve",
-    "lmpool.workers.trie.backend",
+    "lmpool.workers.trie",
     "prometheus_client",
     "pythonjsonlogger.json",
     "uvloop",

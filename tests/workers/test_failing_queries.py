@@ -94,7 +94,7 @@ KINDS = {
     "logz": Kind(lambda producer: producer.logz(PROMPT), f"{SYNTHETIC}._vector"),
     "hidden": Kind(lambda producer: producer.hidden(PROMPT), f"{SYNTHETIC}._vector", can_answer=False),
     "head": Kind(lambda producer: producer.head(), can_answer=False),
-    "trie": Kind(values_of_nodes, "lmpool.workers.trie.backend._select"),
+    "trie": Kind(values_of_nodes, "lmpool.workers.trie._select"),
 }
 
 

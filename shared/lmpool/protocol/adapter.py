@@ -9,8 +9,10 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
+import msgspec
+
 from lmpool.errors import ProtocolError, SettingsError
-from lmpool.protocol.job import Message, checked, unpack_flat
+from lmpool.protocol.job import Message, unpack
 from lmpool.settings import shown
 
 MAX_ADAPTERS = 4096
@@ -40,11 +42,7 @@ _MAX_SOURCE = 4096  # Bytes; PATH_MAX of Linux.
 
 
 def check_adapter_name(field: str, name: object) -> str:
-    """Return the name, if an adapter can have it.
-
-    Raises:
-        SettingsError: with the field's name.
-    """
+    """Return the name, if an adapter can have it; otherwise raise `SettingsError` with the field's name."""
     if not isinstance(name, str) or not _NAME.fullmatch(name) or name != name.strip():
         raise SettingsError(
             f"{field}: {shown(name)} must be 1 to 100 characters without @, comma, = and control characters, and "
@@ -54,16 +52,11 @@ def check_adapter_name(field: str, name: object) -> str:
 
 
 def check_source(field: str, source: object) -> str:
-    """Return the source, if it can be a folder or a hub name.
-
-    Raises:
-        SettingsError: with the field's name.
-    """
-    if not isinstance(source, str) or not source.strip() or len(source.encode("utf-8", "replace")) > _MAX_SOURCE:
-        raise SettingsError(f"{field}: {shown(source)} is no folder or hub name of at most {_MAX_SOURCE} bytes")
-    if not source.isprintable():
-        raise SettingsError(f"{field}: {shown(source)} has characters that cannot be sent or shown")
-    return source
+    """Return the source, if it can be a folder or a hub name; otherwise raise `SettingsError` with the field's name."""
+    text = source if isinstance(source, str) else ""
+    if not text.strip() or not text.isprintable() or len(text.encode()) > _MAX_SOURCE:
+        raise SettingsError(f"{field}: {shown(source)} is no printable folder or hub name of up to {_MAX_SOURCE} bytes")
+    return text
 
 
 def qualify(name: str, revision: str) -> str:
@@ -88,49 +81,33 @@ def is_qualified(text: str) -> bool:
 
 
 class Adapter(Message, frozen=True, tag=_FORMAT):
-    """An adapter.
+    """An adapter."""
 
-    Attributes:
-        source: folder or hub name, on the workers' machines.
-        revision: digest of its weights; "" as long as no worker has loaded it.
-    """
+    source: str  # Folder or hub name, on the workers' machines.
+    revision: str = ""  # Digest of its weights; "" as long as no worker has loaded it.
 
-    source: str
-    revision: str = ""
+
+_ADAPTERS = msgspec.msgpack.Decoder(Adapter)
 
 
 class Registered(NamedTuple):
-    """The registry of a model, or some of its entries.
+    """The registry of a model, or some of its entries."""
 
-    Attributes:
-        version: grows with every change: milliseconds since 1970, or one more than before; 0 for an empty registry.
-        adapters: name -> adapter.
-        versions: name -> the version in which the entry was written.
-    """
-
-    version: int
-    adapters: dict[str, Adapter]
-    versions: dict[str, int]
+    version: int  # Grows with every change: milliseconds since 1970, or one more than before; 0 for an empty registry.
+    adapters: dict[str, Adapter]  # Name -> adapter.
+    versions: dict[str, int]  # Name -> the version in which the entry was written.
 
 
 def unpack_adapter(data: bytes, what: str) -> Adapter:
-    """Decode an adapter; `what` names it in errors.
-
-    Raises:
-        ProtocolError: it is none.
-    """
-    return checked(Adapter, unpack_flat(data, MAX_ADAPTER_BYTES, "adapter"), what)
+    """Read an adapter; raises `ProtocolError` with `what` for any other bytes."""
+    return unpack(_ADAPTERS, data, MAX_ADAPTER_BYTES, what)
 
 
 def unpack_registered(values: dict[bytes, bytes | int], fingerprint: str) -> Registered:
-    """Decode the hash of a registry, which any client may have written to.
+    """Read the hash of a registry, which any client may have written to: field -> value, or the size of a large one.
 
-    Args:
-        values: field -> value, or the size of one that is too large.
-        fingerprint: of the model; the adapters of another model that had its name do not count.
-
-    Raises:
-        ProtocolError: something in it is no adapter.
+    The registry of another model that had this model's name, but another fingerprint, counts as empty. Raises
+    `ProtocolError` if something in it is no adapter.
     """
     owner, version = values.pop(OWNER_FIELD.encode(), b""), values.pop(VERSION_FIELD.encode(), b"0")
     if owner != fingerprint.encode():
@@ -138,15 +115,13 @@ def unpack_registered(values: dict[bytes, bytes | int], fingerprint: str) -> Reg
     adapters, versions = {}, {}
     for key, value in sorted(values.items()):
         name = key.decode("utf-8", "replace")
-        if isinstance(value, int):
-            raise ProtocolError(
-                f"the adapter {shown(name)} in the registry has {value} bytes: at most {MAX_ADAPTER_BYTES} are valid"
-            )
-        if not _NAME.fullmatch(name):
-            raise ProtocolError(f"the registry has an adapter {shown(name)}, which is not a valid name")
+        label = f"the adapter {shown(name)} in the registry"
+        if isinstance(value, int) or not _NAME.fullmatch(name):
+            has = f"{value} bytes, over the limit of {MAX_ADAPTER_BYTES}" if isinstance(value, int) else "no valid name"
+            raise ProtocolError(f"{label} has {has}")
         number, _, data = value.partition(b" ")
         versions[name] = _read_version(number)
-        adapters[name] = unpack_adapter(data, f"the adapter {shown(name)} in the registry")
+        adapters[name] = unpack_adapter(data, label)
     return Registered(_read_version(version), adapters, versions)
 
 

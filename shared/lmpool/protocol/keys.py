@@ -51,11 +51,7 @@ WANTED_TTL_MS = 60_000
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """The keys of one pool.
-
-    Args:
-        prefix: the beginning of every key; two prefixes on one server are two pools.
-    """
+    """The keys of one pool. Two prefixes on one server are two pools."""
 
     prefix: str = "lmpool"
 
@@ -113,11 +109,6 @@ class Keys:
 
 class ModelKeys:
     """The keys of one model, which begin with `base`. Digests are appended as their 16 raw bytes."""
-
-    __slots__ = (
-        "adapters", "backlog", "backlog_jobs", "base", "capacity", "claim_cursor", "dead", "jobs", "lanes", "loading",
-        "queue", "reasons", "sole_client", "virtual_time", "waiting", "wanted", "workers",
-    )  # fmt: skip
 
     def __init__(self, base: bytes) -> None:
         self.base: Final = base
@@ -180,7 +171,6 @@ class ModelKeys:
     def adapter_load(self, content: str) -> bytes:
         """String: id of the worker that loads this adapter now, or that has ended while it loaded it; expires.
 
-        Args:
-            content: "name@revision", or for an adapter to check the digest of its files.
+        `content` is "name@revision", or for an adapter to check the digest of its files.
         """
         return self.base + b":adapter_load:" + content.encode()

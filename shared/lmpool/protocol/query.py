@@ -10,13 +10,13 @@ from typing import Annotated, Any, Literal, NamedTuple, Self, get_args
 
 import numpy as np
 from msgspec import Meta
+from msgspec.msgpack import Decoder
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from lmpool.errors import NoProbability, ProtocolError
-from lmpool.protocol.job import DIGEST_SIZE, Message, checked, described, unpack_flat
+from lmpool.protocol.job import DIGEST_SIZE, Message, unpack
 from lmpool.protocol.row import Row, check_largest, check_logprobs
-from lmpool.settings import shown
 
 MAX_SEED = 2**64 - 1
 """Largest seed of a sampling; MessagePack has no larger integers."""
@@ -46,7 +46,6 @@ MAX_STOP_NUMBERS = 1 << 14
 _NO_TOKEN = 0xFFFFFFFF  # Fills up a continuation that ended early; no vocabulary is so large.
 _OF_NEXT_TOKEN = ("scores", "score_logits")
 _SINGLE = (*_OF_NEXT_TOKEN, "logz")  # Values that are one number per position.
-_SELECTIONS = get_args(Selection)
 _MAX_BYTES = 8 * 1024 * 1024  # Of an encoded query; the nodes of a large trie take most.
 _DIGEST_DIGITS = 32  # Of a vocabulary or fingerprint in hexadecimal.
 _FEW, _FEW_MORE = 1024, 4  # Tokens sorted first for `top_p`, nearly always enough; factor of each further attempt.
@@ -66,17 +65,11 @@ class TopK(NamedTuple):
 
 
 class Sampling(NamedTuple):
-    """How one token is drawn.
+    """How one token is drawn."""
 
-    Attributes:
-        temperature: divides the log-probabilities; 0 takes the most likely token.
-        top_p: draws among the fewest most likely tokens that have at least this probability together.
-        seed: 0 to `MAX_SEED`; equal seeds draw equal tokens from equal rows.
-    """
-
-    temperature: float
-    top_p: float
-    seed: int
+    temperature: float  # Divides the log-probabilities; 0 takes the most likely token.
+    top_p: float  # Draws among the fewest most likely tokens that have at least this probability together.
+    seed: int  # 0 to `MAX_SEED`; equal seeds draw equal tokens from equal rows.
 
 
 class Continuation(NamedTuple):
@@ -98,15 +91,12 @@ def top(row: Row, k: int) -> TopK:
 
 
 class Kept(NamedTuple):
-    """The tokens that may be drawn.
-
-    Attributes:
-        ids: int64 (m,) token ids, the largest weight first, of equal ones the lowest id; None for the whole row.
-        weights: float32 (m,), proportional to the probabilities of being drawn; the largest is 1.
-    """
+    """The tokens that may be drawn."""
 
     ids: NDArray[np.int64] | None
+    """int64 (m,) token ids, the largest weight first, of equal ones the lowest id; None for the whole row."""
     weights: NDArray[np.float32]
+    """float32 (m,), proportional to the probabilities of being drawn; the largest is 1."""
 
 
 def kept(row: Row, temperature: float, top_p: float) -> Kept:
@@ -122,8 +112,15 @@ def kept(row: Row, temperature: float, top_p: float) -> Kept:
     np.exp(weights, out=weights)  # In float32, as exact as the row; sums are in float64.
     if top_p == 1:
         return Kept(None, weights)
-    ids = _nucleus(weights, top_p)
-    return Kept(ids, weights[ids])
+    # The fewest tokens that have `top_p` of the weight together.
+    wanted, few = top_p * weights.sum(dtype=np.float64), _FEW
+    while True:
+        ids = _largest(weights, min(few, len(weights)))
+        mass = np.cumsum(weights[ids], dtype=np.float64)
+        if mass[-1] >= wanted or few >= len(weights):
+            ids = ids[: int(np.searchsorted(mass, wanted)) + 1]
+            return Kept(ids, weights[ids])
+        few *= _FEW_MORE
 
 
 def sample(row: Row, how: Sampling) -> int:
@@ -131,26 +128,19 @@ def sample(row: Row, how: Sampling) -> int:
     if how.temperature == 0:  # Faster than by way of `kept`.
         return int(row.argmax())
     ids, weights = kept(row, how.temperature, how.top_p)
-    place = _at_share(weights, _share(how.seed))
-    return place if ids is None else int(ids[place])
-
-
-def _share(seed: int) -> float:
-    """The number in [0, 1) of a seed, by a hash: a generator of numpy takes ten times as long."""
-    drawn = hashlib.blake2b(seed.to_bytes(8, "little"), digest_size=8).digest()
-    return (int.from_bytes(drawn, "little") >> 11) * 2.0**-53
-
-
-def _at_share(weights: NDArray[np.float32], share: float) -> int:
-    """The first place up to which the weights have more than this share of their sum, 0 <= `share` < 1."""
-    # Sums of blocks first: a cumulative sum over a large vocabulary takes four times as long.
+    # A number in [0, 1) by a hash of the seed: a generator of numpy takes ten times as long.
+    drawn = hashlib.blake2b(how.seed.to_bytes(8, "little"), digest_size=8).digest()
+    share = (int.from_bytes(drawn, "little") >> 11) * 2.0**-53
+    # The first token up to which the weights have more than this share of their sum. Sums of blocks first: a cumulative
+    # sum over a large vocabulary takes four times as long.
     sums = np.add.reduceat(weights, np.arange(0, len(weights), _BLOCK), dtype=np.float64)
     mass = sums.cumsum()
     wanted = share * mass[-1]
     block = _first_above(mass, wanted, sums)
     part = weights[block * _BLOCK : (block + 1) * _BLOCK]
     rest = wanted - mass[block - 1] if block else wanted
-    return block * _BLOCK + _first_above(part.cumsum(dtype=np.float64), rest, part)
+    place = block * _BLOCK + _first_above(part.cumsum(dtype=np.float64), rest, part)
+    return place if ids is None else int(ids[place])
 
 
 def _first_above(mass: NDArray[np.float64], wanted: float, weights: NDArray[np.floating]) -> int:
@@ -167,11 +157,7 @@ def top_of(row: Row, k: int, ids: NDArray[np.int64]) -> TopK:
 
 
 def sample_of(row: Row, how: Sampling, ids: NDArray[np.int64]) -> int:
-    """As `sample`, among some tokens only; their ids are ascending.
-
-    Raises:
-        NoProbability: all of them have probability 0.
-    """
+    """As `sample`, among some tokens with ascending ids; raises `NoProbability` if all have probability 0."""
     values = row[ids]
     if values.max() == -np.inf:
         raise NoProbability(f"none of the {len(ids)} allowed tokens has a probability above 0")
@@ -196,18 +182,6 @@ def _largest(values: NDArray[Any], k: int) -> NDArray[np.int64]:
     return ordered
 
 
-def _nucleus(weights: NDArray[np.float32], top_p: float) -> NDArray[np.int64]:
-    """The fewest tokens that have `top_p` of the weight together, the most likely first."""
-    wanted = top_p * weights.sum(dtype=np.float64)
-    few = _FEW
-    while True:
-        ids = _largest(weights, min(few, len(weights)))
-        mass = np.cumsum(weights[ids], dtype=np.float64)
-        if mass[-1] >= wanted or few >= len(weights):
-            return ids[: int(np.searchsorted(mass, wanted)) + 1]
-        few *= _FEW_MORE
-
-
 # Results on the wire: float32 arrays
 
 
@@ -219,8 +193,7 @@ def pack_top(largest: TopK) -> NDArray[np.float32]:
 def unpack_top(answer: NDArray[np.float32], vocab_size: int, *, of_row: bool = True) -> TopK:
     """Read the result of `pack_top`; `of_row`: the values are log-probabilities of a whole row.
 
-    Raises:
-        ProtocolError: an id is not below `vocab_size` or repeated, or the values cannot be the largest of a row.
+    Raises `ProtocolError` if an id is not below `vocab_size` or repeated, or the values cannot be the largest of a row.
     """
     k = answer.shape[-1] // 2
     values, ids = answer[..., :k].copy(), np.ascontiguousarray(answer[..., k:]).view("<u4").astype(np.int64)
@@ -248,11 +221,7 @@ def pack_token(token: int) -> NDArray[np.float32]:
 
 
 def unpack_token(answer: NDArray[np.float32], vocab_size: int) -> int:
-    """Read the result of `pack_token`.
-
-    Raises:
-        ProtocolError: the id is not below `vocab_size`.
-    """
+    """Read the result of `pack_token`; raises `ProtocolError` for an id that is not below `vocab_size`."""
     token = int(answer.view("<u4")[0])
     if token >= vocab_size:
         raise ProtocolError(f"{token} was drawn from a row of {vocab_size} entries")
@@ -270,11 +239,7 @@ def pack_continuation(made: Continuation, length: int) -> NDArray[np.float32]:
 
 
 def unpack_continuation(answer: NDArray[np.float32], vocab_size: int) -> Continuation:
-    """Read the result of `pack_continuation`.
-
-    Raises:
-        ProtocolError: there is no token, an id is not below `vocab_size`, or a value is no log-probability.
-    """
+    """Read the result of `pack_continuation`; raises `ProtocolError` if it cannot be one."""
     length = len(answer) // 2
     ids = np.ascontiguousarray(answer[:length]).view("<u4").astype(np.int64)
     count = int((ids != _NO_TOKEN).sum())
@@ -293,14 +258,10 @@ class SentWeights:
 
     Every client can read jobs and so knows the name. The name is the digest of a secret that is stored with the
     weights, so trie workers notice when another client has written there.
-
-    Attributes:
-        values: float32 (V,), C-contiguous.
-        secret: random bytes, used once.
     """
 
-    values: NDArray[np.float32]
-    secret: bytes = field(default_factory=lambda: secrets.token_bytes(SECRET_SIZE))
+    values: NDArray[np.float32]  # float32 (V,), C-contiguous.
+    secret: bytes = field(default_factory=lambda: secrets.token_bytes(SECRET_SIZE))  # Random bytes, used once.
 
     @property
     def name(self) -> bytes:
@@ -333,6 +294,13 @@ class TrieQuery(Message, frozen=True):
     nodes: bytes = b""
     rows: str = ""
     source: bytes = b""
+
+    def check(self) -> None:
+        lengths = len(self.vocabulary), len(self.rows), len(self.source)
+        if lengths[0] != _DIGEST_DIGITS or lengths[1] not in (0, _DIGEST_DIGITS) or lengths[2] not in (0, DIGEST_SIZE):
+            raise ProtocolError("a query has a digest of the wrong length")
+        if len(self.nodes) % 4 or (self.select == "under" and len(self.nodes) != 4):
+            raise ProtocolError(f"a query for {self.select!r} has {len(self.nodes)} bytes of node ids")
 
 
 class TopQuery(Message, frozen=True, tag="top"):
@@ -385,6 +353,13 @@ class PositionsQuery(Message, frozen=True, tag="positions"):
     size: Annotated[int, Meta(ge=0)] = 0
     allowed: bytes = b""
 
+    def check(self) -> None:
+        # At most one of these, or clients would misread the result.
+        is_hidden = self.values == "hidden"
+        is_one = (self.top > 0) + bool(self.targets) + (self.values in _SINGLE) + is_hidden <= 1
+        if len(self.targets) % 4 or not is_one or is_hidden != (self.size > 0) or bool(self.allowed) > (self.top > 0):
+            raise ProtocolError("a query for positions requests more than one thing of them, or no whole ids")
+
     @classmethod
     def scores_from(cls, start: int, *, logits: bool = False) -> Self:
         """The scores of the prompt's own tokens from `start` on, or their logits; `start` must not be 0."""
@@ -421,10 +396,7 @@ class PositionsQuery(Message, frozen=True, tag="positions"):
     ) -> NDArray[np.float32]:
         """The result for n positions, float32 (n, width).
 
-        Args:
-            logits: float32 (n, V).
-            log_z: float32 (n,), the logarithms of the sums of their exponentials.
-            following: the tokens that follow, (n,).
+        From logits (n, V), the logarithms (n,) of the sums of their exponentials, and the tokens (n,) that follow.
         """
         if self.values == "logz":
             return log_z[:, None]
@@ -439,21 +411,19 @@ class PositionsQuery(Message, frozen=True, tag="positions"):
 
 
 class GenerateQuery(Message, frozen=True, tag="generate"):
-    """Tokens drawn one after another, by `pack_continuation`.
+    """Tokens drawn one after another, by `pack_continuation`."""
 
-    Attributes:
-        most: max tokens.
-        temperature: as `Sampling`.
-        top_p: as `Sampling`.
-        seed: the token at place i is drawn with the seed + i.
-        stop: little-endian uint32: for each stop sequence its length and its tokens (`pack_stops`).
-    """
-
-    most: Annotated[int, Meta(ge=1, le=MAX_GENERATED)]
+    most: Annotated[int, Meta(ge=1, le=MAX_GENERATED)]  # Max tokens.
     temperature: Annotated[float, Meta(ge=0, le=1e6)]
     top_p: Annotated[float, Meta(gt=0, le=1)]
-    seed: Annotated[int, Meta(ge=0)]
+    seed: Annotated[int, Meta(ge=0)]  # The token at place i is drawn with the seed + i.
+    # Little-endian uint32: for each stop sequence its length and its tokens (`pack_stops`).
     stop: Annotated[bytes, Meta(max_length=4 * MAX_STOP_NUMBERS)] = b""
+
+    def check(self) -> None:
+        if len(self.stop) % 4:
+            raise ProtocolError("a query to generate has stop sequences that are cut off")
+        _ = self.stops
 
     @property
     def how(self) -> Sampling:
@@ -462,12 +432,8 @@ class GenerateQuery(Message, frozen=True, tag="generate"):
 
     @property
     def stops(self) -> list[bytes]:
-        """The stop sequences, as little-endian uint32.
-
-        Raises:
-            ProtocolError: one is empty or cut off.
-        """
-        numbers, at, stops = np.frombuffer(self.stop[: len(self.stop) // 4 * 4], "<u4").tolist(), 0, []
+        """The stop sequences, as little-endian uint32; raises `ProtocolError` if one is empty or cut off."""
+        numbers, at, stops = np.frombuffer(self.stop, "<u4").tolist(), 0, list[bytes]()
         while at < len(numbers):
             end = at + 1 + numbers[at]
             stops.append(self.stop[4 * (at + 1) : 4 * end])
@@ -512,47 +478,16 @@ PickQuery = TopQuery | SampleQuery | MassQuery
 Query = TrieQuery | TopQuery | SampleQuery | MassQuery | PositionsQuery | GenerateQuery | HeadQuery | FreshQuery
 
 
+_DECODERS: dict[bytes, Decoder[Any]] = {
+    str(kind.__struct_config__.tag).encode(): Decoder(kind)
+    for kind in (TopQuery, SampleQuery, MassQuery, PositionsQuery, GenerateQuery, HeadQuery, FreshQuery)
+}
+_TRIE_QUERIES = Decoder(TrieQuery)
+
+
 def unpack_query(data: bytes) -> Query:
-    """Read a query.
-
-    Raises:
-        ProtocolError: too large, not MessagePack, or not a query.
-    """
-    match unpack_flat(data, _MAX_BYTES, "query"):
-        case ["top", *_] as values:
-            return checked(TopQuery, values, "a query")
-        case ["mass", *_] as values:
-            return checked(MassQuery, values, "a query")
-        case ["sample", float(), float(), _, _] as values:  # msgspec would take an integer as a float.
-            return checked(SampleQuery, values, "a query")
-        case ["positions", int(), int(k), bytes(targets), str(kind), int(size), bytes(allowed)] as values:
-            # At most one of these, or clients would misread the result.
-            is_hidden = kind == "hidden"
-            is_one = (k > 0) + bool(targets) + (kind in _SINGLE) + is_hidden <= 1
-            if len(targets) % 4 or not is_one or is_hidden != (size > 0) or bool(allowed) > (k > 0):
-                raise ProtocolError("a query for positions requests more than one thing of them, or no whole ids")
-            return checked(PositionsQuery, values, "a query")
-        case ["generate", int(), float(), float(), int(), bytes(stop)] as values if len(stop) % 4 == 0:
-            query = checked(GenerateQuery, values, "a query")
-            _ = query.stops
-            return query
-        case ["head", *_] as values:
-            return checked(HeadQuery, values, "a query")
-        case ["fresh", *_] as values:
-            return checked(FreshQuery, values, "a query")
-        case [str(op), str(), str(select), *_] if op not in OPS or select not in _SELECTIONS:
-            expected = f"{', '.join(OPS)} of {', '.join(_SELECTIONS)}"
-            raise ProtocolError(f"a query for {shown(op, 40)} of {shown(select, 40)}: expected {expected}")
-        case [_, _, _, _, _, _] as values:
-            return _checked_trie(checked(TrieQuery, values, "a query"))
-        case other:
-            raise ProtocolError(f"not a query: {described(other)}")
-
-
-def _checked_trie(query: TrieQuery) -> TrieQuery:
-    lengths = len(query.vocabulary), len(query.rows), len(query.source)
-    if lengths[0] != _DIGEST_DIGITS or lengths[1] not in (0, _DIGEST_DIGITS) or lengths[2] not in (0, DIGEST_SIZE):
-        raise ProtocolError("a query has a digest of the wrong length")
-    if len(query.nodes) % 4 or (query.select == "under" and len(query.nodes) != 4):
-        raise ProtocolError(f"a query for {query.select!r} has {len(query.nodes)} bytes of node ids")
+    """Read a query. Raises `ProtocolError` for any other bytes."""
+    tag = data[2 : 2 + (data[1] & 0x1F)] if len(data) > 1 else b""  # The second byte is the length of a short text.
+    query: Query = unpack(_DECODERS.get(tag, _TRIE_QUERIES), data, _MAX_BYTES, "a query")
+    query.check()
     return query

@@ -63,15 +63,16 @@ class Encoding(IntEnum):
         return _DTYPES[self]
 
 
-_DTYPES: dict[int, np.dtype[Any]] = {
-    Encoding.F32: np.dtype("<f4"),
-    Encoding.BF16: np.dtype("<u2"),
-    Encoding.F16: np.dtype("<f2"),
-}
-
-_F32, _BF16 = Encoding.F32, Encoding.BF16
 # By number; a lookup in the enum class takes ten times as long.
 _ENCODINGS = {int(encoding): encoding for encoding in Encoding}
+_DTYPES = dict(zip(_ENCODINGS, map(np.dtype, ("<f4", "<u2", "<f2")), strict=True))
+_F32, _BF16 = Encoding.F32, Encoding.BF16
+
+
+@lru_cache(64)
+def f32_header(vocab_size: int) -> bytes:
+    """The header of all rows of V in F32."""
+    return _HEADER.pack(MAGIC, ROW_VERSION, _F32, 0, vocab_size, 0.0)
 
 
 def encoded_size(vocab_size: int, encoding: Encoding) -> int:
@@ -87,7 +88,6 @@ Values = NDArray[np.float32]
 
 Encoded = tuple[bytes, memoryview]
 """An encoded row: header and numbers."""
-
 
 NewRows = Callable[[int, int, Encoding], NDArray[Any] | None]
 """Allocates memory for n rows of V numbers in an encoding where a backend can write them without a later copy: an
@@ -115,15 +115,14 @@ class RowBlock:
     encoding: Encoding
 
     def __post_init__(self) -> None:
-        if self.numbers.dtype != self.encoding.dtype or self.numbers.ndim != 2:
-            raise ValueError(f"{self.numbers.dtype} numbers of shape {self.numbers.shape} are not {self.encoding!r}")
-        if len(self.digests) != len(self.numbers):
-            raise ValueError(f"{len(self.digests)} digests for {len(self.numbers)} rows")
-        if (self.log_z is None) != (self.encoding is Encoding.F32):
-            raise ValueError(f"log_z must be None for F32 and only for F32, not {self.log_z!r}")
-        if self.log_z is not None and self.log_z.shape != (len(self.numbers),):
-            raise ValueError(f"log_z of shape {self.log_z.shape} for {len(self.numbers)} rows")
-        if self.numbers.size > len(self.numbers) and self.numbers.strides[1] != self.numbers.itemsize:
+        numbers, log_z = self.numbers, self.log_z
+        log_z_shape = None if log_z is None else log_z.shape
+        scaled = None if self.encoding is _F32 else numbers.shape[:1]
+        if numbers.dtype != self.encoding.dtype or numbers.ndim != 2 or log_z_shape != scaled:
+            raise ValueError(f"{numbers.dtype} of shape {numbers.shape} with log_z {log_z!r} are no {self.encoding!r}")
+        if len(self.digests) != len(numbers):
+            raise ValueError(f"{len(self.digests)} digests for {len(numbers)} rows")
+        if numbers.size > len(numbers) and numbers.strides[1] != numbers.itemsize:
             raise ValueError("the numbers of each row of a block must be contiguous")
 
     @property
@@ -135,25 +134,20 @@ class RowBlock:
         """The header and the numbers, in place, of some rows or of all."""
         count, size = self.numbers.shape
         chosen = range(count) if indices is None else indices
-        head = (MAGIC, ROW_VERSION, int(self.encoding), 0, size)
-        if self.log_z is None:
-            header = _HEADER.pack(*head, 0.0)
-            return [(header, numbers) for numbers in self._parts(chosen)]
-        log_z = self.log_z.tolist()
-        return [
-            (_HEADER.pack(*head, log_z[at]), numbers) for at, numbers in zip(chosen, self._parts(chosen), strict=True)
-        ]
-
-    def _parts(self, chosen: Sequence[int]) -> list[memoryview]:
-        """The numbers of some rows as bytes, in place."""
+        if not count:
+            return []
         # memoryview cannot cast every float format, but integers of the same width.
         integers = self.numbers.view(np.uint16 if self.numbers.itemsize == 2 else np.uint32)
-        if not len(integers):
-            return []
-        if not integers.flags.c_contiguous:
-            return [integers[at].data.cast("B") for at in chosen]
-        data, width = integers.data.cast("B"), integers.shape[1] * integers.itemsize
-        return [data[at * width : (at + 1) * width] for at in chosen]
+        if integers.flags.c_contiguous:
+            data, width = integers.data.cast("B"), size * integers.itemsize
+            parts = [data[at * width : (at + 1) * width] for at in chosen]
+        else:
+            parts = [integers[at].data.cast("B") for at in chosen]
+        if self.log_z is None:
+            header = f32_header(size)
+            return [(header, numbers) for numbers in parts]
+        head, log_z = (MAGIC, ROW_VERSION, int(self.encoding), 0, size), self.log_z.tolist()
+        return [(_HEADER.pack(*head, log_z[at]), numbers) for at, numbers in zip(chosen, parts, strict=True)]
 
     def row(self, index: int) -> Row:
         """The log-probabilities of one row, float32 (V,), bit by bit as clients read them; in place for F32."""
@@ -188,26 +182,24 @@ class RowBlock:
 
     @classmethod
     def decoded(cls, digest: bytes, data: NDArray[np.uint8], vocab_size: int) -> RowBlock:
-        """The block of one encoded row (a copy).
-
-        Raises:
-            ProtocolError: the bytes are not a row of that size in this version of rows.
-        """
-        encoding, log_z = _read_header(data.data, vocab_size)
-        if data.size != encoded_size(vocab_size, encoding):
-            raise ProtocolError(f"a row of V = {vocab_size} in encoding {encoding} cannot have {data.size} bytes")
-        numbers = data[HEADER_SIZE:].copy().view(encoding.dtype)[None]
-        return cls([digest], numbers, None if encoding is _F32 else np.array([log_z], np.float32), encoding)
+        """The block of one encoded row (a copy); raises `ProtocolError` as `decode_row`."""
+        encoding, log_z, numbers = _open(data, vocab_size, vocab_size)
+        return cls(
+            [digest], numbers[None].copy(), None if encoding is _F32 else np.array([log_z], np.float32), encoding
+        )
 
     def small_values(self) -> list[bytes] | None:
         """All rows as bytes if they are small enough for notifications, else None."""
-        if encoded_size(self.numbers.shape[1], self.encoding) > _MAX_SMALL:
-            return None
-        return [header + bytes(numbers) for header, numbers in self.encoded()]
+        return _small(self.encoded())
 
     def encode(self, index: int) -> bytes:
         """One row as bytes, header and numbers (a copy)."""
         return b"".join(*self.encoded([index]))
+
+
+def _small(encoded: list[Encoded]) -> list[bytes] | None:
+    is_small = all(numbers.nbytes <= _MAX_SMALL - HEADER_SIZE for _, numbers in encoded)
+    return [header + bytes(numbers) for header, numbers in encoded] if is_small else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,9 +221,7 @@ class VectorBlock:
 
     def small_values(self) -> list[bytes] | None:
         """As `RowBlock.small_values`."""
-        if encoded_size(max(map(len, self.vectors), default=0), Encoding.F32) > _MAX_SMALL:
-            return None
-        return [header + bytes(numbers) for header, numbers in self.encoded()]
+        return _small(self.encoded())
 
     def select(self, indices: Sequence[int]) -> VectorBlock:
         """Some of the vectors."""
@@ -240,44 +230,30 @@ class VectorBlock:
     def encoded(self, indices: Sequence[int] | None = None) -> list[Encoded]:
         """The header and the numbers, in place, of some vectors or of all."""
         chosen = self.vectors if indices is None else [self.vectors[index] for index in indices]
-        head = (MAGIC, ROW_VERSION, int(Encoding.F32), 0)
-        return [(_HEADER.pack(*head, len(vector), 0.0), vector.data.cast("B")) for vector in chosen]
+        return [(f32_header(len(vector)), vector.data.cast("B")) for vector in chosen]
 
 
 Block = RowBlock | VectorBlock
 """Results of a step: rows, or results of queries."""
-
 
 Allocate = Callable[[int], tuple[NDArray[np.uint8], memoryview]]
 """Allocates bytes: returns a view to read them, and one to write them."""
 
 
 def decode_row(data: NDArray[np.uint8], vocab_size: int, allocate: Allocate | None = None) -> NDArray[np.float32]:
-    """Read one encoded row.
+    """Read one encoded row, uint8 (size,): read-only float32 log-probabilities (V,).
 
-    Args:
-        data: the encoded row, uint8 of shape (size,). An F32 row is used in place, not copied.
-        vocab_size: the V that the model info promises.
-        allocate: allocates the memory of a row in another encoding; None for new memory.
-
-    Returns:
-        read-only float32 log-probabilities of shape (V,).
-
-    Raises:
-        ProtocolError: the bytes are not a row of that size in this wire version.
+    An F32 row is used in place, not copied. `allocate` gives the memory of a row in another encoding; None for new
+    memory. Raises `ProtocolError` if the bytes are not a row of that size in this version of rows.
     """
-    encoding, log_z = _read_header(data.data, vocab_size)
-    dtype = _DTYPES[encoding]
-    if data.size != HEADER_SIZE + vocab_size * dtype.itemsize:
-        raise ProtocolError(f"a row of V = {vocab_size} in encoding {encoding} cannot have {data.size} bytes")
-    row = numbers = data[HEADER_SIZE:].view(dtype)
-    if encoding is not _F32:
-        if allocate is None:
-            row = _widened(numbers, encoding, log_z).view()
-        else:
-            memory, writeable = allocate(4 * vocab_size)
-            _widened(numbers, encoding, log_z, np.frombuffer(writeable, np.float32))
-            row = memory.view(np.float32)
+    encoding, log_z, numbers = _open(data, vocab_size, vocab_size)
+    row = numbers
+    if encoding is not _F32 and allocate is None:
+        row = _widened(numbers, encoding, log_z).view()
+    elif encoding is not _F32 and allocate is not None:
+        memory, writeable = allocate(4 * vocab_size)
+        _widened(numbers, encoding, log_z, np.frombuffer(writeable, np.float32))
+        row = memory.view(np.float32)
     # numpy lets a caller make an owner writeable again, or a view of a writeable array, so freeze all of them.
     owner = row.base
     while isinstance(owner, np.ndarray):
@@ -290,9 +266,8 @@ def decode_row(data: NDArray[np.uint8], vocab_size: int, allocate: Allocate | No
 def decode_rows(values: Sequence[object], vocab_size: int) -> list[NDArray[np.float32]] | None:
     """As `decode_row` and `check_row` for many small rows together, in a fraction of their time.
 
-    Returns:
-        read-only rows, float32 (V,); None if there are few, or if not all are `bytes` and valid rows in the same
-        encoding: then the caller must decode each row alone.
+    None if there are few, or if not all are `bytes` and valid rows in the same encoding: then the caller must decode
+    each row alone.
     """
     if len(values) < _MIN_BATCH or set(map(type, values)) != {bytes}:
         return None
@@ -311,25 +286,12 @@ def entry_ranges(entries: Sequence[int], encoding: Encoding) -> bytes:
 
 
 def decode_entries(data: bytes, vocab_size: int, count: int) -> NDArray[np.float32]:
-    """Read a few entries of a row.
+    """Read `count` entries of a row of V: its header, and right behind it their stored numbers.
 
-    Args:
-        data: the row's header, and right behind it the stored numbers of those entries.
-        vocab_size: the V that the model info promises.
-        count: how many entries.
-
-    Returns:
-        float32 log-probabilities of shape (count,).
-
-    Raises:
-        ProtocolError: the bytes are not so many entries of a row of that size, or one is no log-probability.
+    Returns float32 log-probabilities of shape (count,); raises `ProtocolError` if the bytes cannot be these entries.
     """
-    encoding, log_z = _read_header(memoryview(data), vocab_size)
-    if len(data) != encoded_size(count, encoding):
-        raise ProtocolError(f"{len(data)} bytes are not {count} entries of a row in encoding {encoding}")
-    numbers = np.frombuffer(data, encoding.dtype, offset=HEADER_SIZE)
-    entries = numbers.copy() if encoding is Encoding.F32 else _widened(numbers, encoding, log_z)
-    return check_logprobs(entries)
+    encoding, log_z, numbers = _open(np.frombuffer(data, np.uint8), vocab_size, count)
+    return check_logprobs(numbers.copy() if encoding is _F32 else _widened(numbers, encoding, log_z))
 
 
 def split_rows(data: bytes, count: int) -> list[bytes] | None:
@@ -349,11 +311,9 @@ def split_rows(data: bytes, count: int) -> list[bytes] | None:
 
 
 def decode_alike(values: Sequence[bytes | None], vocab_size: int, count: int) -> NDArray[np.float32] | None:
-    """As `decode_entries` for many rows together, in a fraction of its time.
+    """As `decode_entries` for many rows together, in a fraction of its time: float32 (n, count).
 
-    Returns:
-        float32 log-probabilities of shape (n, count); None if not all are valid rows in the same encoding: then the
-        caller must decode each row alone.
+    None if not all are valid rows in the same encoding: then the caller must decode each row alone.
     """
     first = values[0]
     if first is None or len(first) < HEADER_SIZE or first[5] not in _ENCODINGS:
@@ -366,7 +326,7 @@ def decode_alike(values: Sequence[bytes | None], vocab_size: int, count: int) ->
     expected = _HEADER.pack(MAGIC, ROW_VERSION, encoding, 0, vocab_size, 0.0)[:_LOG_Z_AT]
     log_z = np.ascontiguousarray(block[:, _LOG_Z_AT:HEADER_SIZE]).view("<f4")
     numbers = block[:, HEADER_SIZE:].copy().view(encoding.dtype)
-    entries = numbers if encoding is Encoding.F32 else _widened(numbers, encoding, log_z)
+    entries = numbers if encoding is _F32 else _widened(numbers, encoding, log_z)
     is_sound = (block[:, :_LOG_Z_AT] == np.frombuffer(expected, np.uint8)).all() and np.isfinite(log_z).all()
     return entries if is_sound and entries.max() <= _MAX_LOGPROB else None
 
@@ -376,21 +336,14 @@ def check_row(row: NDArray[np.float32]) -> NDArray[np.float32]:
 
     Of V probabilities that sum to 1 the largest is at least 1 / V. So if the largest entry is below -log V, the row is
     all -inf, or logits, or shifted. This needs one pass; summing would take several times as long. Rounding of logZ
-    and of 16-bit numbers can lower an entry as far as it can raise it.
-
-    Raises:
-        ProtocolError: an entry is NaN or far above 0, or all entries are too low.
+    and of 16-bit numbers can lower an entry as far as it can raise it. Raises `ProtocolError`.
     """
     check_largest(float(np.maximum.reduce(row)), len(row))
     return row
 
 
 def check_largest(most: float | np.float32, vocab_size: int) -> None:
-    """Check the largest entry of a row of V; see `check_row`.
-
-    Raises:
-        ProtocolError: it is NaN, far above 0 or too low.
-    """
+    """Raise `ProtocolError` if the largest entry of a row of V is NaN, far above 0 or too low; see `check_row`."""
     if not _min_largest(vocab_size) <= most <= _MAX_LOGPROB:
         raise ProtocolError(f"the largest of the row's {vocab_size} entries is {most}: these are no log-probabilities")
 
@@ -402,44 +355,34 @@ def _min_largest(vocab_size: int) -> float:
 
 
 def check_logprobs(row: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Return some entries of rows after checking that they can be log-probabilities.
-
-    Raises:
-        ProtocolError: an entry is NaN, or far above 0.
-    """
+    """Return some entries of rows; raise `ProtocolError` if one of them is NaN or far above 0."""
     # The maximum is NaN if any entry is.
     if not (most := row.max()) <= _MAX_LOGPROB:
         raise ProtocolError(f"the largest of {len(row)} entries is {most}: these are no log-probabilities")
     return row
 
 
-def _read_header(data: memoryview, vocab_size: int) -> tuple[Encoding, float]:
-    """The encoding and logZ of a row.
-
-    Raises:
-        ProtocolError: it is not the header of a row of that size in this version of rows.
-    """
+def _open(data: NDArray[np.uint8], vocab_size: int, count: int) -> tuple[Encoding, float, NDArray[Any]]:
+    """The encoding, logZ and `count` stored numbers of a row of V, in place; raises `ProtocolError` for other bytes."""
     if len(data) < HEADER_SIZE:
         raise ProtocolError(f"a row of {len(data)} bytes is shorter than its {HEADER_SIZE}-byte header")
-    magic, version, code, _, size, log_z = _HEADER.unpack_from(data)
+    magic, version, code, _, size, log_z = _HEADER.unpack_from(data.data)
     if magic != MAGIC or version != ROW_VERSION:
         raise ProtocolError(f"not a row of wire version {ROW_VERSION}: it begins with {magic!r}, version {version}")
     if size != vocab_size:
         raise ProtocolError(f"the row has V = {size}, the model's info says {vocab_size}")
     encoding = _ENCODINGS.get(code)
-    if encoding is None:
-        raise ProtocolError(f"the row has the unknown encoding {code}")
-    if not math.isfinite(log_z):
-        raise ProtocolError(f"the row's logZ is {log_z}")
-    return encoding, log_z
+    if encoding is None or not math.isfinite(log_z):
+        raise ProtocolError(f"the row has the unknown encoding {code}" if encoding is None else f"its logZ is {log_z}")
+    dtype = _DTYPES[encoding]
+    if len(data) != HEADER_SIZE + count * dtype.itemsize:
+        raise ProtocolError(f"{count} entries of a row in encoding {encoding} cannot have {len(data)} bytes")
+    return encoding, log_z, data[HEADER_SIZE:].view(dtype)
 
 
 def _widened(
-    numbers: NDArray[Any],
-    encoding: Encoding,
-    log_z: float | NDArray[np.float32],
-    out: NDArray[np.float32] | None = None,
-) -> NDArray[np.float32]:
+    numbers: NDArray[Any], encoding: Encoding, log_z: float | NDArray[np.float32], out: Row | None = None
+) -> Row:
     """The log-probabilities of 16-bit numbers, in new memory or in `out`."""
     row = np.empty(numbers.shape, np.float32) if out is None else out
     if encoding is _BF16:
@@ -470,11 +413,7 @@ _HIDDEN_DTYPES: dict[str, Any] = {"float32": np.float32, "float16": np.float16, 
 
 
 def width_of(numbers: int, dtype: str) -> int:
-    """How many float32 numbers carry this many numbers of a model's dtype.
-
-    Raises:
-        ProtocolError: hidden states are not sent in that dtype.
-    """
+    """How many float32 numbers carry this many numbers of a model's dtype; raises `ProtocolError` if unknown."""
     if dtype not in _HIDDEN_DTYPES:
         raise ProtocolError(f"hidden states in {dtype}: expected one of {', '.join(_HIDDEN_DTYPES)}")
     return -(-numbers * int(np.dtype(_HIDDEN_DTYPES[dtype]).itemsize) // 4)
@@ -490,13 +429,9 @@ def pack_numbers(numbers: NDArray[Any]) -> NDArray[np.float32]:
 
 
 def unpack_numbers(answer: NDArray[np.float32], count: int, size: int, dtype: str) -> NDArray[Any]:
-    """Read the result of `pack_numbers` of n = `count` times `size` numbers.
+    """Read the result of `pack_numbers`: float16 (count, size) for float16, else float32; numpy lacks bfloat16.
 
-    Returns:
-        float32 or float16 (n, size); float32 for bfloat16 too, which numpy lacks.
-
-    Raises:
-        ProtocolError: a number is NaN or infinite.
+    Raises `ProtocolError` if a number is NaN or infinite.
     """
     numbers = np.ascontiguousarray(answer).reshape(count, -1).view(_HIDDEN_DTYPES[dtype])[:, :size]
     values: NDArray[Any] = widen_bf16(np.ascontiguousarray(numbers)) if dtype == "bfloat16" else numbers

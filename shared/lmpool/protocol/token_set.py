@@ -40,7 +40,8 @@ class TokenSet:
     @cached_property
     def name(self) -> bytes:
         """The digest of the set."""
-        return _name_of(self.bits, self.vocab_size)
+        data = self.vocab_size.to_bytes(_ID_BYTES, "little") + self.bits
+        return hashlib.blake2b(data, digest_size=DIGEST_SIZE).digest()
 
     @cached_property
     def packed(self) -> bytes:
@@ -62,11 +63,7 @@ def name_in(packed: bytes) -> bytes | None:
 
 
 def unpack_tokens(packed: bytes, vocab_size: int) -> TokenSet:
-    """Read `TokenSet.packed` of a set without a name.
-
-    Raises:
-        ProtocolError: it is no set of tokens of this vocabulary.
-    """
+    """Read `TokenSet.packed` of a set without a name; raises `ProtocolError` for any other bytes."""
     if packed[:1] == _BITS:
         return tokens_of_bits(packed[1:], vocab_size)
     ids = np.frombuffer(packed[1 : 1 + (len(packed) - 1) // _ID_BYTES * _ID_BYTES], "<u4").astype(np.int64)
@@ -79,18 +76,14 @@ def unpack_tokens(packed: bytes, vocab_size: int) -> TokenSet:
 def tokens_of_bits(bits: bytes, vocab_size: int, name: bytes | None = None) -> TokenSet:
     """A set from `TokenSet.bits`, and from its name if it was stored under one.
 
-    Raises:
-        ProtocolError: it is empty, or of another vocabulary, or has another name.
+    Raises `ProtocolError` if it is empty, or of another vocabulary, or has another name.
     """
-    if name is not None and _name_of(bits, vocab_size) != name:
-        raise ProtocolError(f"the set of tokens stored under {name.hex()} is another")
     if len(bits) != -(-vocab_size // 8):
         raise ProtocolError(f"a set of tokens has {len(bits)} bytes of bits, for a vocabulary of {vocab_size}")
     ids = np.flatnonzero(np.unpackbits(np.frombuffer(bits, np.uint8), bitorder="little"))
     if not len(ids) or ids[-1] >= vocab_size:
         raise ProtocolError(f"a set of tokens of a vocabulary of {vocab_size} is empty, or has others")
-    return TokenSet(ids, vocab_size)
-
-
-def _name_of(bits: bytes, vocab_size: int) -> bytes:
-    return hashlib.blake2b(vocab_size.to_bytes(_ID_BYTES, "little") + bits, digest_size=DIGEST_SIZE).digest()
+    tokens = TokenSet(ids, vocab_size)
+    if name is not None and tokens.name != name:
+        raise ProtocolError(f"the set of tokens stored under {name.hex()} is another")
+    return tokens

@@ -44,71 +44,59 @@ _MAX_SPECIAL_TOKENS = 64  # Ids that a template adds to one text.
 _MAX_WORD_CHARACTERS = 1000  # Of a word that WordPiece splits, in cubic time; BERT has 100.
 _MAX_CHARACTERS = 256  # Of a string setting, such as the text that a `Prepend` puts before a prompt.
 
-_KINDS = {
-    "normalizer": {
+# Per part of the file: the name of the list in a `Sequence`, and the components that lmpool accepts.
+_PARTS = {
+    "normalizer": ("normalizers", {
         "BertNormalizer", "ByteLevel", "Lowercase", "NFC", "NFD", "NFKC", "NFKD", "Nmt", "Precompiled", "Prepend",
         "Replace", "Strip", "StripAccents",
-    },
-    "pre_tokenizer": {
+    }),
+    "pre_tokenizer": ("pretokenizers", {
         "BertPreTokenizer", "ByteLevel", "CharDelimiterSplit", "Digits", "FixedLength", "Metaspace", "Punctuation",
         "Split", "UnicodeScripts", "Whitespace", "WhitespaceSplit",
-    },
-    "post_processor": {"BertProcessing", "ByteLevel", "RobertaProcessing", "TemplateProcessing"},
-    "decoder": {"BPEDecoder", "ByteFallback", "ByteLevel", "CTC", "Fuse", "Metaspace", "Replace", "Strip", "WordPiece"},
+    }),
+    "post_processor": ("processors", {"BertProcessing", "ByteLevel", "RobertaProcessing", "TemplateProcessing"}),
+    "decoder": ("decoders", {
+        "BPEDecoder", "ByteFallback", "ByteLevel", "CTC", "Fuse", "Metaspace", "Replace", "Strip", "WordPiece",
+    }),
 }  # fmt: skip
-# The list of a `Sequence`, by the part of the file that it stands in.
-_LISTS = {
-    "normalizer": "normalizers",
-    "pre_tokenizer": "pretokenizers",
-    "post_processor": "processors",
-    "decoder": "decoders",
-}
 
 # Without the flag x: comments could hide groups and repetitions from this check.
 _GROUP_OPENING = re.compile(r"\((?:\?(?::|=|!|<=|<!|>|[im]+:))?")
 _QUANTIFIER = re.compile(r"[*+?]|\{(\d*)(,?)(\d*)\}")
 # Letters that are escaped. No back-references, no calls, and no control characters: "\c[" is one character.
 _ESCAPED = frozenset("pPsSdDwWhHbBAzZGnrtfvaexu0")
-_POSIX_CLASS = re.compile(r"\[:\^?[a-z]{4,6}:\]")
+# A character class, which may have POSIX classes, and classes of one more level. It must not begin with a bracket.
+_IN_CLASS = r"\\.|[^\\\[\]]|\[:\^?[a-z]{4,6}:\]"
+_CLASS = re.compile(rf"\[(?!\^?\])(?:{_IN_CLASS}|\[(?!\^?\]|:)(?:{_IN_CLASS})*\])*\]", re.DOTALL)
 _LEVEL = 6  # Of zlib: its default.
 
 
 @dataclass(frozen=True, slots=True)
 class PackedTokenizer:
-    """A compressed `tokenizer.json`.
-
-    Attributes:
-        data: a zlib stream.
-        digest: 32 hex digits, the BLAKE2b-128 of `data`.
-    """
+    """A compressed `tokenizer.json`."""
 
     data: bytes
+    """A zlib stream."""
     digest: str
+    """32 hex digits, the BLAKE2b-128 of `data`."""
 
     @classmethod
     def pack(cls, text: str) -> PackedTokenizer:
-        """Compress a `tokenizer.json`.
-
-        Raises:
-            InvalidVocabulary: it is too large.
-        """
+        """Compress a `tokenizer.json`; raises `InvalidVocabulary` if it is too large."""
         plain = text.encode()
-        if len(plain) > MAX_TOKENIZER_BYTES:
-            raise InvalidVocabulary(f"its tokenizer.json has {len(plain)} bytes; the limit is {MAX_TOKENIZER_BYTES}")
+        _check_size("its tokenizer.json", len(plain), MAX_TOKENIZER_BYTES, "bytes")
         data = zlib.compress(plain, _LEVEL)
-        if len(data) > MAX_PACKED_BYTES:
-            raise InvalidVocabulary(
-                f"its tokenizer.json has {len(data)} bytes after compression; the limit is {MAX_PACKED_BYTES}"
-            )
+        _check_size("its compressed tokenizer.json", len(data), MAX_PACKED_BYTES, "bytes")
         return cls(data, digest_of(data))
 
 
-def unpack_tokenizer(data: bytes, digest: str) -> str:
-    """Decompress the `tokenizer.json` of this digest.
+def _check_size(name: str, size: int, limit: int, unit: str = "characters") -> None:
+    if size > limit:
+        raise InvalidVocabulary(f"{name} has {size} {unit}; the limit is {limit}")
 
-    Raises:
-        ProtocolError: it has another digest, is too large, or is no text.
-    """
+
+def unpack_tokenizer(data: bytes, digest: str) -> str:
+    """Decompress the `tokenizer.json` of this digest; raises `ProtocolError` for other or for too large data."""
     if len(data) > MAX_PACKED_BYTES:
         raise ProtocolError(f"it has more than {MAX_PACKED_BYTES} bytes")
     if (named := digest_of(data)) != digest:
@@ -129,9 +117,7 @@ def digest_of(data: bytes) -> str:
 
 
 class _Model(msgspec.Struct):
-    """Of the model only the longest word that WordPiece splits, in characters; other models have none."""
-
-    max_input_chars_per_word: int = 0
+    max_input_chars_per_word: int = 0  # Of the longest word that WordPiece splits; other models have none.
 
 
 class _File(msgspec.Struct):
@@ -145,27 +131,19 @@ class _File(msgspec.Struct):
 
 
 def check_tokenizer(text: str) -> float:
-    """Check a `tokenizer.json`.
+    """Check the content of a `tokenizer.json`; returns the max factor by which it lengthens a text.
 
-    Args:
-        text: the file's content.
-
-    Returns:
-        The factor by which it lengthens a text at most, 1 to `MAX_GROWTH`.
-
-    Raises:
-        InvalidVocabulary: it is not JSON, or one of its components is unknown, too slow, or lengthens texts too much.
+    Raises `InvalidVocabulary` if it is not JSON, or a component is unknown, too slow, or lengthens texts too much.
     """
     try:
         file = msgspec.json.decode(text, type=_File)
     except (msgspec.DecodeError, RecursionError) as error:
         raise InvalidVocabulary(f"its tokenizer.json cannot be read: {error}") from error
-    word = file.model.max_input_chars_per_word if file.model is not None else 0
-    if word > _MAX_WORD_CHARACTERS:
-        raise InvalidVocabulary(f"its model splits words of {word} characters; the limit is {_MAX_WORD_CHARACTERS}")
-    growth = dict.fromkeys(_KINDS, 1.0)
+    if file.model is not None:
+        _check_size("a word that its model splits", file.model.max_input_chars_per_word, _MAX_WORD_CHARACTERS)
+    growth = dict.fromkeys(_PARTS, 1.0)
     try:
-        for part in _KINDS:
+        for part in _PARTS:
             for component in _components(part, getattr(file, part)):
                 growth[part] *= _check_component(part, component)
                 if growth[part] > MAX_GROWTH:
@@ -183,7 +161,7 @@ def _components(part: str, whole: Any) -> Iterator[dict[str, Any]]:
     while waiting:
         component = waiting.pop()
         if component["type"] == "Sequence":
-            waiting.extend(reversed(component[_LISTS[part]]))
+            waiting.extend(reversed(component[_PARTS[part][0]]))
         else:
             yield component
         count += 1
@@ -194,21 +172,23 @@ def _components(part: str, whole: Any) -> Iterator[dict[str, Any]]:
 def _check_component(part: str, component: dict[str, Any]) -> float:
     """Check one component, and return the factor by which it lengthens a text at most."""
     kind = component["type"]
-    if kind not in _KINDS[part]:
+    if kind not in _PARTS[part][1]:
         raise InvalidVocabulary(f"its {part} is of the kind {shown(kind)}, which lmpool does not accept")
     for name, value in component.items():
-        if name != "precompiled_charsmap" and isinstance(value, str) and len(value) > _MAX_CHARACTERS:
-            raise InvalidVocabulary(f"{name} of its {kind} has {len(value)} characters; the limit is {_MAX_CHARACTERS}")
-    if kind in {"Split", "Replace"}:
-        return _check_pattern(part, component)
+        if name != "precompiled_charsmap" and isinstance(value, str):
+            _check_size(f"{name} of its {kind}", len(value), _MAX_CHARACTERS)
     if kind == "Precompiled":
-        return _growth_of_charsmap(component["precompiled_charsmap"])
+        # SentencePiece's trie, preceded by its length in four bytes, and then the replacements, each ended by a zero.
+        try:
+            data = base64.b64decode(component["precompiled_charsmap"], validate=True)
+        except (binascii.Error, ValueError, TypeError) as error:
+            raise InvalidVocabulary(f"the precompiled_charsmap of its normalizer is not base64: {error}") from error
+        replacements = data[4 + int.from_bytes(data[:4], "little") :].split(b"\0")
+        return float(max([1, *(len(replacement.decode(errors="replace")) for replacement in replacements)]))
     if kind == "TemplateProcessing":
         _check_template(component)
-    return 1.0
-
-
-def _check_pattern(part: str, component: dict[str, Any]) -> float:
+    if kind not in {"Split", "Replace"}:
+        return 1.0
     ((form, pattern),) = component["pattern"].items()
     if not isinstance(pattern, str) or not pattern:
         raise InvalidVocabulary(f"the pattern of its {part} is {shown(pattern)}, not text")
@@ -216,37 +196,18 @@ def _check_pattern(part: str, component: dict[str, Any]) -> float:
         if part == "decoder":
             raise InvalidVocabulary("its decoder has a regular expression; lmpool accepts plain text there")
         check_regex(pattern)
-    if component["type"] == "Split":
-        return 1.0
     # A regular expression may match one character.
     shortest = len(pattern) if form == "String" else 1
-    return max(1.0, math.ceil(len(component["content"]) / shortest))
-
-
-def _growth_of_charsmap(encoded: Any) -> float:
-    """The most characters that a precompiled map of SentencePiece puts in place of one.
-
-    The map is a trie, preceded by its length in four bytes, and then the replacements, each ended by a zero byte.
-    """
-    try:
-        data = base64.b64decode(encoded, validate=True)
-    except (binascii.Error, ValueError, TypeError) as error:
-        raise InvalidVocabulary(f"the precompiled_charsmap of its normalizer is not base64: {error}") from error
-    replacements = data[4 + int.from_bytes(data[:4], "little") :].split(b"\0")
-    return float(max([1, *(len(replacement.decode(errors="replace")) for replacement in replacements)]))
+    return 1.0 if kind == "Split" else max(1.0, math.ceil(len(component["content"]) / shortest))
 
 
 def _check_template(component: dict[str, Any]) -> None:
     """Refuse a template that repeats the text, or adds too many tokens."""
     added = component["special_tokens"]
     for name in ("single", "pair"):
-        texts, tokens = [], 0
-        for piece in component[name]:
-            ((kind, value),) = piece.items()
-            if kind == "Sequence":
-                texts.append(value["id"])
-            else:
-                tokens += len(added[value["id"]]["ids"])
+        pieces = [piece for whole in component[name] for piece in whole.items()]
+        texts = [value["id"] for kind, value in pieces if kind == "Sequence"]
+        tokens = sum(len(added[value["id"]]["ids"]) for kind, value in pieces if kind != "Sequence")
         if len(set(texts)) != len(texts) or tokens > _MAX_SPECIAL_TOKENS:
             raise InvalidVocabulary(
                 f"its template {name!r} repeats the text, or adds {tokens} tokens of at most {_MAX_SPECIAL_TOKENS}"
@@ -258,13 +219,9 @@ def check_regex(pattern: str) -> None:
 
     A group may be repeated only if it always matches the same number of characters, so no repetition is ambiguous. The
     choices in one alternative are limited. Back-references, calls and conditions are refused too. The patterns of all
-    known tokenizers pass.
-
-    Raises:
-        InvalidVocabulary: the pattern is refused.
+    known tokenizers pass. Raises `InvalidVocabulary`.
     """
-    if len(pattern) > _MAX_PATTERN_CHARACTERS:
-        raise InvalidVocabulary(f"a pattern has {len(pattern)} characters; the limit is {_MAX_PATTERN_CHARACTERS}")
+    _check_size("a pattern", len(pattern), _MAX_PATTERN_CHARACTERS)
     at, repeats, choices, previous = 0, 0, 0, ""
     # For each open group whether it has matched a fixed number of characters so far; the first is the whole pattern.
     fixed = [True]
@@ -288,7 +245,11 @@ def check_regex(pattern: str) -> None:
         elif character == "\\":
             at, previous = _end_of_escape(pattern, at), "character"
         elif character == "[":
-            at, previous = _end_of_class(pattern, at), "character"
+            if not (found := _CLASS.match(pattern, at)):
+                raise _refused(pattern, "has a character class without an end, or of an unknown form")
+            for escape in re.finditer(r"\\.", found[0], re.DOTALL):
+                _end_of_escape(pattern, at + escape.start())
+            at, previous = found.end(), "character"
         elif opening := _GROUP_OPENING.match(pattern, at):
             at, previous = opening.end(), ""
             if pattern[at : at + 1] in ("?", "*"):
@@ -317,26 +278,3 @@ def _end_of_escape(pattern: str, at: int) -> int:
     if escaped.isascii() and escaped.isalnum() and escaped not in _ESCAPED:
         raise _refused(pattern, f"has \\{escaped}, a back-reference, a call, or an escape that lmpool does not accept")
     return at + 2
-
-
-def _end_of_class(pattern: str, at: int) -> int:
-    """The position after the character class that begins at `at`; classes may be nested."""
-    depth = 0
-    while at < len(pattern):
-        if pattern[at] == "\\":
-            at = _end_of_escape(pattern, at)
-            continue
-        if depth and (posix := _POSIX_CLASS.match(pattern, at)):
-            at = posix.end()
-            continue
-        if pattern[at] == "[":
-            depth += 1
-            # Such a bracket can have another meaning than the one that this check gives it.
-            if pattern.startswith(("]", "^]"), at + 1) or (depth > 1 and pattern.startswith(":", at + 1)):
-                raise _refused(pattern, "has a character class that begins with a bracket, or an unknown one")
-        elif pattern[at] == "]":
-            depth -= 1
-            if not depth:
-                return at + 1
-        at += 1
-    raise InvalidVocabulary(f"the pattern {shown(pattern)} has a character class without an end")

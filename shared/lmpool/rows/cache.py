@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
 
@@ -21,23 +22,13 @@ from lmpool.broker.connection import Argument, CommandConnection, Connection, re
 from lmpool.broker.scripts import Call
 from lmpool.broker.server import Server
 from lmpool.errors import CorruptRow, LMPoolError, ProtocolError
+from lmpool.protocol import row as wire
 from lmpool.protocol.job import DIGEST_SIZE
 from lmpool.protocol.keys import Keys
 from lmpool.protocol.model_info import ModelInfo
 from lmpool.protocol.query import SentWeights
-from lmpool.protocol.row import (
-    HEADER_SIZE,
-    Block,
-    Encoding,
-    Row,
-    RowBlock,
-    VectorBlock,
-    check_row,
-    decode_row,
-    decode_rows,
-    encoded_size,
-)
-from lmpool.rows.connection import Bulk, RawRowCommands, RawRowReceiver, RowWrite, Value
+from lmpool.protocol.row import Block, Encoding, Row, RowBlock, VectorBlock
+from lmpool.rows.connection import RawRowCommands, RawRowReceiver, RowWrite, Value
 from lmpool.rows.shared_memory import NOT_SHARED, SegmentReader, Shared, is_reference, unpack_reference
 
 T = TypeVar("T")
@@ -51,9 +42,13 @@ Deliver = Callable[[Sequence[bytes], Sequence[Found]], None]
 Then = Callable[[Call, Collection[bytes]], Awaitable[None]]
 """Receives a function that calls scripts on the model's queue, and the digests of rows that were refused so far."""
 
+Behind = Callable[[Call], Awaitable[None]] | None
+"""As `Then`, without refused rows; None for nothing."""
+
 CHUNK_BYTES = 4 * 1024 * 1024  # Values per MGET: a request costs its client about 90 µs, whatever its size.
 CHUNK_ROWS = 512  # Keys per MGET, so that tiny values do not make one request arbitrarily long.
 
+_MAX_REPLY_BYTES = 16 * 1024 * 1024  # To a command: entries of rows are the largest, 4 million of them.
 _CHUNKS_IN_FLIGHT = 2  # Per server: the next chunk is on its way while one is decoded.
 _SMALL_BYTES = 4 * 1024  # hiredis receives values up to this size faster.
 _WEIGHTS_TTL_MS = 120_000  # Lifetime of a trie job's weights, unless the client removes them before.
@@ -66,58 +61,37 @@ class RowConnection(Connection[RawRowCommands]):
     """The connections to one server, or to one master of a cluster; each opens at its first use.
 
     Commands, writes and small values share one connection. Large values have a second one, so that no script waits
-    behind them.
-
-    Args:
-        server: the server.
-        reply_timeout_s: seconds of silence after which a connection counts as broken.
-        apart: errors of a whole chunk after which each of its values is requested alone.
-
-    Attributes:
-        partial_reads: a connection for replies of any size.
+    behind them. A connection without a reply for `reply_timeout_s` counts as broken. After one of the errors `apart` of
+    a whole chunk, each of its values is requested alone.
     """
 
     def __init__(
         self, server: Server, reply_timeout_s: float, apart: tuple[type[LMPoolError], ...] = (ProtocolError,)
     ) -> None:
-        super().__init__(server, self._open_commands)
-        self.partial_reads = CommandConnection(server)
-        self._large = Connection[RawRowReceiver](server, self._open_receiver)
+        async def open_commands() -> RawRowCommands:
+            return RawRowCommands(await server.open(), _MAX_REPLY_BYTES)
+
+        async def open_receiver() -> RawRowReceiver:
+            return RawRowReceiver(await server.open())
+
+        super().__init__(server, open_commands)
+        self._large = Connection[RawRowReceiver](server, open_receiver)
         self._apart = apart
         self._chunks = asyncio.Semaphore(_CHUNKS_IN_FLIGHT)
-        self.reply_timeout_s = reply_timeout_s
-        self._large.reply_timeout_s = self.partial_reads.reply_timeout_s = reply_timeout_s
-
-    async def _open_commands(self) -> RawRowCommands:
-        return RawRowCommands(await self._server.open(), CHUNK_BYTES)
-
-    async def _open_receiver(self) -> RawRowReceiver:
-        return RawRowReceiver(await self._server.open())
+        self.reply_timeout_s = self._large.reply_timeout_s = reply_timeout_s
 
     async def call(self, *arguments: Argument) -> Any:
-        """Run a command.
-
-        Raises:
-            NoScriptError: the server does not know the script.
-            ServerError: the server refuses, or cannot be used.
-        """
+        """Run a command; raises `NoScriptError` and `ServerError` as `wait_for`."""
         return await self._call_on(await self.open(), *arguments)
 
     async def _call_on(self, raw: RawRowCommands, *arguments: Argument) -> Any:
         return await self.wait_for(raw, raw.call(arguments))
 
-    async def set(
-        self, writes: Sequence[RowWrite], ttl_ms: int, then: Callable[[Call], Awaitable[None]] | None = None
-    ) -> list[ResponseError | None]:
+    async def set(self, writes: Sequence[RowWrite], ttl_ms: int, then: Behind = None) -> list[ResponseError | None]:
         """Store rows; returns the error of each row that the server refused for good.
 
-        Args:
-            writes: the rows.
-            ttl_ms: their lifetime in milliseconds.
-            then: receives what sends commands behind the writes, on the same connection or not at all.
-
-        Raises:
-            ServerError: the server cannot be used, or refused a row for now.
+        `then` receives what sends commands behind the writes, on the same connection or not at all. Raises
+        `ServerError` if the server cannot be used, or refused a row for now.
         """
         raw = await self.open()
         stored = raw.set(writes, ttl_ms)
@@ -130,66 +104,45 @@ class RowConnection(Connection[RawRowCommands]):
         return replies
 
     async def get(self, keys: Sequence[bytes], max_bytes: Sequence[int]) -> Sequence[Value]:
-        """Fetch one chunk of values.
+        """Fetch one chunk of values. One that is longer than its limit is returned whole or cut to that length.
 
-        Args:
-            keys: the keys.
-            max_bytes: how long each value may be. A longer one is returned whole or cut to that length.
-
-        Raises:
-            ServerError: the server cannot be used.
+        Raises `ServerError` if the server cannot be used.
         """
-        largest = max(max_bytes)
         async with self._chunks:
-            try:
-                if self._server.is_node:  # A master of a cluster refuses an MGET of keys in several slots.
-                    return await self._get_each([(b"GET", key) for key in keys], largest)
-                values: list[Value]
-                if largest <= _SMALL_BYTES:
-                    values = await self.call(b"MGET", *keys)
-                    if not isinstance(values, list) or len(values) != len(keys):
-                        raise self.distrust(values)
-                else:
-                    raw = await self._large.open()
-                    values = await self._large.wait_for(raw, raw.call((b"MGET", *keys), largest))
-                return values
-            except self._apart:
-                pairs = zip(keys, max_bytes, strict=True)
-                values = await self._get_each([(b"GETRANGE", key, 0, most - 1) for key, most in pairs], largest)
-                return [None if isinstance(value, bytes) and not value else value for value in values]
-
-    async def get_range(self, key: bytes, max_bytes: int) -> Value:
-        """Fetch the first bytes of a value, which may be of any size; empty when there is no value."""
-        (value,) = await self._get_each([(b"GETRANGE", key, 0, max_bytes - 1)], max_bytes)
-        return value
-
-    async def _get_each(self, commands: Sequence[Sequence[Argument]], max_bytes: int) -> list[Value]:
-        raw = await self._large.open()
-        replies = [self._large.wait_for(raw, raw.call(command, max_bytes)) for command in commands]
-        outcomes: list[Any] = await asyncio.gather(*replies, return_exceptions=True)
+            # A master of a cluster refuses an MGET of keys in several slots.
+            if not self._server.is_node:
+                with suppress(*self._apart):
+                    if (largest := max(max_bytes)) > _SMALL_BYTES:
+                        large = await self._large.open()
+                        values: list[Value] = await self._large.wait_for(large, large.call((b"MGET", *keys), largest))
+                    else:
+                        values = await self.call(b"MGET", *keys)
+                        if not isinstance(values, list) or len(values) != len(keys):
+                            raise self.distrust(values)
+                    return values
+            raw = await self._large.open()
+            pairs = zip(keys, max_bytes, strict=True)
+            replies = [
+                self._large.wait_for(raw, raw.call((b"GETRANGE", key, 0, most - 1), most)) for key, most in pairs
+            ]
+            outcomes: list[Any] = await asyncio.gather(*replies, return_exceptions=True)
         for at, outcome in enumerate(outcomes):
             if isinstance(outcome, BaseException):
-                refusal = outcome.__cause__
+                outcomes[at] = refusal = outcome.__cause__
                 if not isinstance(refusal, ResponseError) or self._server.is_not_now(refusal):
                     raise outcome
-                outcomes[at] = refusal
+            elif not len(outcome):  # As GETRANGE returns it for no value.
+                outcomes[at] = None
         return outcomes
 
     def close(self) -> None:
         """Close the connections; whatever is pending fails."""
         super().close()
         self._large.close()
-        self.partial_reads.close()
 
 
 class RowConnections:
-    """The connections for rows to one server, or to each master of a cluster.
-
-    Args:
-        server: the server or cluster.
-        reply_timeout_s: see `RowConnection`.
-        apart: see `RowConnection`.
-    """
+    """The connections for rows to one server, or to each master of a cluster; arguments as for `RowConnection`."""
 
     def __init__(
         self, server: Server, reply_timeout_s: float, apart: tuple[type[LMPoolError], ...] = (ProtocolError,)
@@ -200,23 +153,23 @@ class RowConnections:
 
     def to(self, server: Server) -> RowConnection:
         """The connection to a server."""
-        connection = self._connections.get(server)
-        if connection is None:
-            connection = self._connections[server] = self._connect(server)
-        return connection
+        if server not in self._connections:
+            self._connections[server] = self._connect(server)
+        return self._connections[server]
 
-    async def split(self, keys: Sequence[bytes]) -> list[tuple[RowConnection, Sequence[int]]]:
+    async def split(self, keys: Sequence[bytes], *, each: bool = False) -> list[tuple[RowConnection, Sequence[int]]]:
         """Which connection leads to which keys, by the indices of the keys.
 
-        Raises:
-            ServerError: the cluster does not tell.
+        With `each`, a part names one key on a cluster: scripts and UNLINK may name keys of one slot only. Raises
+        `ServerError` if the cluster does not answer.
         """
         if not self._server.is_cluster:
             return [(self.to(self._server), range(len(keys)))]
-        parts: dict[Server, list[int]] = {}
+        parts: dict[object, tuple[RowConnection, list[int]]] = {}
         for index, key in enumerate(keys):
-            parts.setdefault(await self._server.at(key), []).append(index)
-        return [(self.to(server), indices) for server, indices in parts.items()]
+            server = await self._server.at(key)
+            parts.setdefault(index if each else server, (self.to(server), []))[1].append(index)
+        return list(parts.values())
 
     def close(self) -> None:
         """Close all connections."""
@@ -239,16 +192,12 @@ def cut_chunks(sizes: Sequence[int]) -> Iterator[slice]:
 class RowCache:
     """The rows of one model under one fingerprint.
 
-    Every method that waits raises `ServerError` when a server that it needs cannot be used.
-
-    Args:
-        server: the server or cluster.
-        keys: the deployment's key names.
-        info: decides the namespace, size and lifetime of the rows.
-        segments: follows references into shared memory.
+    Every method that waits raises `ServerError` when a server that it needs cannot be used. `info` decides the
+    namespace, size and lifetime of the rows; `segments` follows references into shared memory.
 
     Attributes:
         is_seen: scripts on the model's queue can read the rows. On a cluster they are on other masters.
+        queue: calls scripts on the model's queue; where they can read rows, behind the rows that are being stored.
     """
 
     def __init__(self, server: Server, keys: Keys, info: ModelInfo, segments: SegmentReader) -> None:
@@ -256,9 +205,9 @@ class RowCache:
         self._prefix = keys.row(info.fingerprint)
         self._weights_prefix = keys.weights()
         self._vocab_size = info.vocab_size
-        self._row_bytes = encoded_size(info.vocab_size, info.row_encoding)
+        self._row_bytes = wire.encoded_size(info.vocab_size, info.row_encoding)
         # One byte more than a row may have: a value that is too long must be noticed.
-        self._max_row_bytes = encoded_size(info.vocab_size, Encoding.F32) + 1
+        self._max_row_bytes = wire.encoded_size(info.vocab_size, Encoding.F32) + 1
         self._ttl_ms = int(info.row_ttl_s * 1000)
         self._segments = segments
         reply_timeout_s = reply_timeout(info.lease_s)
@@ -267,11 +216,7 @@ class RowCache:
         if server.is_cluster:
             self._queue = CommandConnection(server, keys.model(info.name).jobs)
             self._queue.reply_timeout_s = reply_timeout_s
-
-    @property
-    def queue(self) -> Call:
-        """Calls scripts on the model's queue; where they can read rows, behind the rows that are being stored."""
-        return self._queue.call
+        self.queue: Call = self._queue.call
 
     def ttl_ms(self, block: Block) -> int:
         """The lifetime of a block in milliseconds."""
@@ -282,44 +227,32 @@ class RowCache:
     ) -> dict[bytes, str]:
         """Store a block. The first stored row of a digest stays, except for digests in `overwrite`.
 
-        Args:
-            block: the rows; they must not change before this returns.
-            overwrite: digests whose rows are replaced.
-            then: sends commands right behind the rows. They find the rows, or fail together with them.
-            shared: rows of the block that lie in shared memory: references to them are stored.
+        The rows must not change before this returns. `then` sends commands right behind the rows; they find the rows,
+        or fail together with them. References are stored for rows that lie in shared memory (`shared`).
 
-        Returns:
-            digest -> reason, for the rows that the server refused.
+        Returns digest -> reason, for the rows that the server refused.
         """
         writes = _writes(self._prefix, block, overwrite, shared.references)
-        if not self.is_seen:
-            refused = await self._set(block.digests, writes, self.ttl_ms(block))
-            if then is not None:
-                await then(self._queue.call, refused)
-            return refused
-        send = None if then is None else lambda call: then(call, ())
-        return await self._set(block.digests, writes, self.ttl_ms(block), send)
+        behind = None if then is None or not self.is_seen else lambda call: then(call, ())
+        refused = await self._set(writes, self.ttl_ms(block), behind)
+        if then is not None and not self.is_seen:
+            await then(self.queue, refused)
+        return refused
 
     async def put_weights(self, weights: Sequence[SentWeights]) -> dict[bytes, str]:
         """Store the weights of trie jobs; returns name -> reason, for those that the server refused."""
-        block = VectorBlock([sent.name for sent in weights], [sent.values for sent in weights])
         writes = [
-            write._replace(header=sent.secret + write.header)
-            for sent, write in zip(weights, _writes(self._weights_prefix, block, block.digests), strict=True)
+            RowWrite(self._weights_prefix + sent.name, sent.secret + header, numbers, True)
+            for sent in weights
+            for header, numbers in VectorBlock([sent.name], [sent.values]).encoded()
         ]
-        return await self._set(block.digests, writes, _WEIGHTS_TTL_MS)
+        return await self._set(writes, _WEIGHTS_TTL_MS)
 
-    async def _set(
-        self,
-        names: Sequence[bytes],
-        writes: Sequence[RowWrite],
-        ttl_ms: int,
-        then: Callable[[Call], Awaitable[None]] | None = None,
-    ) -> dict[bytes, str]:
+    async def _set(self, writes: Sequence[RowWrite], ttl_ms: int, then: Behind = None) -> dict[bytes, str]:
         parts = await self._connections.split([write.key for write in writes])
         replies = await _all([to.set([writes[at] for at in indices], ttl_ms, then) for to, indices in parts])
         return {
-            names[at]: str(error)
+            writes[at].key[-DIGEST_SIZE:]: str(error)
             for (_, indices), errors in zip(parts, replies, strict=True)
             for at, error in zip(indices, errors, strict=True)
             if error is not None
@@ -337,44 +270,33 @@ class RowCache:
     ) -> list[bytes | None]:
         """Read some entries of rows: the header of each row and the stored numbers, or None for no row.
 
-        Args:
-            digests: the prompts of the rows.
-            encoding: the most likely encoding of the rows.
-            ranges: the positions of the entries of each row (`lmpool.protocol.row.entry_ranges`).
+        `encoding` is the most likely one of the rows; `ranges` are the positions of the entries of each row
+        (`lmpool.protocol.row.entry_ranges`).
         """
         found: list[bytes | None] = [None] * len(digests)
-        parts = await self._connections.split(self.keys_of(digests))
-        if not self.is_seen:  # A script may read keys of one slot only.
-            parts = [(connection, [at]) for connection, indices in parts for at in indices]
+        parts = await self._connections.split(self.keys_of(digests), each=True)
 
         async def read(connection: RowConnection, indices: Sequence[int]) -> None:
             keys = [self._prefix + digests[at] for at in indices]
             arguments: list[Argument] = [int(encoding), *(ranges[at] for at in indices)]
-            replies = await scripts.ENTRIES.on(connection.partial_reads.call, keys, arguments)
-            try:
-                for at, reply in zip(indices, replies, strict=True):
-                    if reply is not None:
-                        if not reply.endswith(digests[at]):
-                            raise ValueError(digests[at])
-                        found[at] = self._entries_of(digests[at], reply[:-DIGEST_SIZE], ranges[at])
-            except (TypeError, ValueError, AttributeError):
-                raise connection.partial_reads.distrust(replies) from None
+            replies = await scripts.ENTRIES.on(connection.call, keys, arguments)
+            if not isinstance(replies, list) or len(replies) != len(indices):
+                raise connection.distrust(replies)
+            for at, reply in zip(indices, replies, strict=True):
+                if reply is None:
+                    continue
+                if not isinstance(reply, bytes) or not reply.endswith(digests[at]):
+                    raise connection.distrust(reply)
+                found[at] = entries = reply[:-DIGEST_SIZE]
+                if is_reference(entries):
+                    row = self._segments.follow(entries, digests[at], self._vocab_size)
+                    places = [int(place) for place in ranges[at].split()]
+                    width = places[1] - places[0] + 1
+                    chosen = [(place - wire.HEADER_SIZE) // width for place in places[::2]]
+                    found[at] = None if row is None else wire.f32_header(self._vocab_size) + row[chosen].tobytes()
 
         await _all([read(connection, indices) for connection, indices in parts])
         return found
-
-    def _entries_of(self, digest: bytes, reply: bytes, ranges: bytes) -> bytes | None:
-        """Entries as the script returns them, also where it found a reference."""
-        if not is_reference(reply):
-            return reply
-        row = self._follow(digest, reply)
-        if row is None:
-            return None
-        places = [int(place) for place in ranges.split()]
-        width = places[1] - places[0] + 1
-        chosen = [(place - HEADER_SIZE) // width for place in places[::2]]
-        ((header, _),) = RowBlock([digest], row[None], None, Encoding.F32).encoded()
-        return header + row[chosen].tobytes()
 
     def keys_of(self, digests: Iterable[bytes]) -> list[bytes]:
         """The keys of rows and answers: for scripts that read them, and for `drop`."""
@@ -390,9 +312,7 @@ class RowCache:
 
         The command uses the connection of the writes, so it also removes weights that are still being sent.
         """
-        parts = await self._connections.split(keys)
-        if not self.is_seen:
-            parts = [(connection, [at]) for connection, indices in parts for at in indices]
+        parts = await self._connections.split(keys, each=True)
         await _all([connection.call(b"UNLINK", *(keys[at] for at in indices)) for connection, indices in parts])
 
     async def get_many(
@@ -400,73 +320,43 @@ class RowCache:
     ) -> int:
         """Fetch rows in chunks and deliver each chunk as it arrives; returns the number of fetched bytes.
 
-        Args:
-            digests: the rows.
-            deliver: receives them. After a `ServerError` the remaining rows are not delivered.
-            lengths: digest -> number of entries, for digests of answers to queries.
+        `lengths` has the number of entries for digests of answers to queries. After a `ServerError` the remaining rows
+        are not delivered.
         """
         lengths = lengths or {}
         parts = await self._connections.split(self.keys_of(digests))
-        chunks = [
-            self._get_chunk(connection, chunk, deliver, lengths)
-            for connection, indices in parts
-            for chunk in self._chunks([digests[at] for at in indices], lengths)
-        ]
+        chunks = []
+        for connection, indices in parts:
+            held = [digests[at] for at in indices]
+            cuts = cut_chunks(_sizes(held, lengths, self._row_bytes))
+            chunks += [self._get_chunk(connection, held[part], deliver, lengths) for part in cuts]
         return sum(await _all(chunks))
-
-    def _chunks(self, digests: Sequence[bytes], lengths: Mapping[bytes, int]) -> Iterator[Sequence[bytes]]:
-        if lengths:
-            sizes = [
-                encoded_size(lengths[digest], Encoding.F32) if digest in lengths else self._row_bytes
-                for digest in digests
-            ]
-            return (digests[part] for part in cut_chunks(sizes))
-        count = max(1, min(CHUNK_ROWS, CHUNK_BYTES // self._row_bytes))
-        return (digests[at : at + count] for at in range(0, len(digests), count))
 
     async def _get_chunk(
         self, connection: RowConnection, digests: Sequence[bytes], deliver: Deliver, lengths: Mapping[bytes, int]
     ) -> int:
-        sizes = [self._max_row_bytes] * len(digests)
-        if lengths:
-            sizes = [max(self._max_row_bytes, encoded_size(lengths.get(one, 0), Encoding.F32) + 1) for one in digests]
-        values = await connection.get(self.keys_of(digests), sizes)
-        followed: Sequence[Value | Row] = values
+        limits = _sizes(digests, lengths, self._max_row_bytes)
+        values: Sequence[Value | Row] = await connection.get(self.keys_of(digests), limits)
         if any(map(is_reference, values)):
-            followed = await self._follow_all(connection, digests, values)
+            values = await self._follow_all(connection, digests, values)
         # Decoded together after the whole chunk has arrived: otherwise the server waits for socket buffers.
-        rows = None if lengths else decode_rows(followed, self._vocab_size)
-        deliver(digests, rows or [self._read(*pair, lengths) for pair in zip(digests, followed, strict=True)])
-        return sum(len(value) for value in followed if isinstance(value, (bytes, np.ndarray)))
+        deliver(digests, read_values(digests, values, lengths, self._vocab_size))
+        return sum(len(value) for value in values if isinstance(value, (bytes, np.ndarray)))
 
     async def _follow_all(
-        self, connection: RowConnection, digests: Sequence[bytes], values: Sequence[Value]
+        self, connection: RowConnection, digests: Sequence[bytes], values: Sequence[Value | Row]
     ) -> list[Value | Row]:
         """Replace references by their rows. References of this host that lead nowhere are removed."""
         followed: list[Value | Row] = list(values)
         stale = []
         for at, value in enumerate(values):
             if isinstance(value, bytes) and is_reference(value):
-                followed[at] = self._follow(digests[at], value)
+                followed[at] = self._segments.follow(value, digests[at], self._vocab_size)
                 reference = unpack_reference(value)
                 if followed[at] is None and (reference is None or reference.host == self._segments.host):
                     stale.append(self._prefix + digests[at])
         await _all([connection.call(b"UNLINK", key) for key in stale])
         return followed
-
-    def _follow(self, digest: bytes, value: bytes) -> Row | None:
-        reference = unpack_reference(value)
-        return None if reference is None else self._segments.read(reference, digest, self._vocab_size)
-
-    def _read(self, digest: bytes, value: Any, lengths: Mapping[bytes, int]) -> Found:
-        if isinstance(value, np.ndarray) and value.dtype == np.float32:
-            row: Row = value  # From shared memory.
-            return row
-        if isinstance(value, (bytes, np.ndarray)):
-            return _read_row(digest, value, lengths.get(digest, self._vocab_size), is_answer=digest in lengths)
-        if isinstance(value, ResponseError):
-            return CorruptRow(f"the cached value of prompt {digest.hex()} is no row: {value}")
-        return None
 
     def close(self) -> None:
         """Close all connections; whatever is pending fails."""
@@ -480,41 +370,48 @@ def scan_pattern(keys: Keys, info: ModelInfo | None = None) -> bytes:
     return _GLOB.sub(rb"\\\g<0>", prefix) + b"*"
 
 
-def read_carried(
-    digests: Sequence[bytes], values: Sequence[bytes], lengths: Mapping[bytes, int], vocab_size: int
+def _sizes(digests: Sequence[bytes], lengths: Mapping[bytes, int], row_bytes: int) -> list[int]:
+    """Bytes of rows and answers; of an answer one more than it has, so that one that is too long is noticed."""
+    if not lengths:
+        return [row_bytes] * len(digests)
+    answers = {digest: wire.encoded_size(lengths[digest], Encoding.F32) + 1 for digest in digests if digest in lengths}
+    return [answers.get(digest, row_bytes) for digest in digests]
+
+
+def read_values(
+    digests: Sequence[bytes], values: Sequence[Any], lengths: Mapping[bytes, int], vocab_size: int
 ) -> Sequence[Found]:
-    """Read rows and answers that arrived together with a notification; `lengths` as for `RowCache.get_many`."""
-    if not lengths and (rows := decode_rows(values, vocab_size)) is not None:
+    """Read stored rows and answers; `lengths` as for `RowCache.get_many`. A float32 array is a row that was read."""
+    if not lengths and (rows := wire.decode_rows(values, vocab_size)) is not None:
         return rows
     return [
-        _read_row(digest, value, lengths.get(digest, vocab_size), is_answer=digest in lengths)
+        _read(digest, value, lengths.get(digest, vocab_size), is_answer=digest in lengths)
         for digest, value in zip(digests, values, strict=True)
     ]
 
 
-def _read_row(digest: bytes, value: bytes | Bulk, length: int, *, is_answer: bool) -> Row | CorruptRow:
+def _read(digest: bytes, value: Any, length: int, *, is_answer: bool) -> Found:
+    if value is None or (isinstance(value, np.ndarray) and value.dtype == np.float32):
+        return value
+    if isinstance(value, ResponseError):
+        return CorruptRow(f"the cached value of prompt {digest.hex()} is no row: {value}")
     try:
-        row = decode_row(np.frombuffer(value, np.uint8) if isinstance(value, bytes) else value, length)
-        return row if is_answer else check_row(row)
+        row = wire.decode_row(np.frombuffer(value, np.uint8) if isinstance(value, bytes) else value, length)
+        return row if is_answer else wire.check_row(row)
     except ProtocolError as error:
         return CorruptRow(f"the cached row of prompt {digest.hex()} is damaged: {error}")
 
 
 def _writes(
-    prefix: bytes,
-    block: Block,
-    overwrite: Collection[bytes],
-    references: Mapping[bytes, bytes] = NOT_SHARED.references,
+    prefix: bytes, block: Block, overwrite: Collection[bytes], references: Mapping[bytes, bytes] = NOT_SHARED.references
 ) -> list[RowWrite]:
-    if references and len(references) == len(block.digests):
-        return [
-            RowWrite(prefix + digest, references[digest], _NOTHING, digest in overwrite) for digest in block.digests
-        ]
+    encoded = block.encoded() if len(references) < len(block.digests) else [(b"", _NOTHING)] * len(references)
+    replaced = set(overwrite)
     return [
-        RowWrite(prefix + digest, references[digest], _NOTHING, digest in overwrite)
+        RowWrite(prefix + digest, references[digest], _NOTHING, digest in replaced)
         if digest in references
-        else RowWrite(prefix + digest, *encoded, digest in overwrite)
-        for digest, encoded in zip(block.digests, block.encoded(), strict=True)
+        else RowWrite(prefix + digest, header, numbers, digest in replaced)
+        for digest, (header, numbers) in zip(block.digests, encoded, strict=True)
     ]
 
 

@@ -28,7 +28,7 @@ Value = bytes | Bulk | ResponseError | None
 _LARGE_BYTES = 32 * 1024  # From this size on a copy of the value costs more than a system call.
 _WINDOW_BYTES = 64 * 1024  # Received at once while no large value is expected; also the longest reply line.
 _NARROW_BYTES = 1024  # Received at once after a large value: the start of the next one in it must be copied.
-_OK = b"OK"
+_OK, _OK_REPLY = b"OK", b"+OK\r\n"
 
 
 class RowWrite(NamedTuple):
@@ -45,7 +45,7 @@ class _Stored(asyncio.Future[list[ResponseError | None]]):
 
     def __init__(self, count: int) -> None:
         super().__init__()
-        self._count = count
+        self.missing = count
         self._replies: list[ResponseError | None] = []
 
     def set_result(self, reply: object) -> None:
@@ -54,18 +54,20 @@ class _Stored(asyncio.Future[list[ResponseError | None]]):
             error = ProtocolError(f"a SET cannot have the reply {reply!r:.80}")
             super().set_exception(error)
             raise error  # Closes the connection: an earlier reply was lost.
-        self._add(None)
+        self.add([None])
 
     def set_exception(self, error: Any) -> None:
         """Add the error of the next SET, or fail them all when the connection is lost."""
         if isinstance(error, ResponseError):
-            self._add(error)
+            self.add([error])
         else:
             super().set_exception(error)
 
-    def _add(self, reply: ResponseError | None) -> None:
-        self._replies.append(reply)
-        if len(self._replies) == self._count:
+    def add(self, replies: Sequence[ResponseError | None]) -> None:
+        """Add the replies of the next SETs."""
+        self._replies += replies
+        self.missing -= len(replies)
+        if not self.missing:
             super().set_result(self._replies)
 
 
@@ -73,33 +75,45 @@ class RawRowCommands(RawCommandConnection):
     """A connection for commands and for writes of rows."""
 
     def set(self, writes: Sequence[RowWrite], ttl_ms: int) -> asyncio.Future[list[ResponseError | None]]:
-        """Store rows. Their memory must not change before the future is done."""
+        """Store rows. Their memory must not change before the future is done.
+
+        Large rows are sent from where they lie, small ones are joined into one buffer.
+        """
         future = _Stored(len(writes))
         if self._closed is not None:
             future.set_exception(self._closed)
-        elif not writes:
-            asyncio.Future.set_result(future, [])
+            return future
+        ttl = b"%d" % ttl_ms
+        expiry = b"\r\n$2\r\nPX\r\n$%d\r\n%b\r\n" % (len(ttl), ttl)
+        chunks: list[bytes | memoryview] = []
+        tail, largest = b"", 0
+        for key, header, numbers, overwrite in writes:
+            size = len(header) + numbers.nbytes
+            largest = max(largest, size)
+            words = 5 if overwrite else 6
+            head = b"*%d\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n%b" % (words, len(key), key, size, header)
+            chunks += (tail + head, numbers)
+            tail = expiry if overwrite else expiry + b"$2\r\nNX\r\n"
+        if not writes:
+            future.add([])
         else:
             self._pending.extend([future] * len(writes))
-            self._transport.writelines(_packed(writes, ttl_ms))
+            chunks.append(tail)
+            self._transport.writelines([b"".join(chunks)] if largest < _LARGE_BYTES else chunks)
         return future
 
-
-def _packed(writes: Sequence[RowWrite], ttl_ms: int) -> list[bytes | memoryview]:
-    """SET commands as RESP. Large rows are sent from where they lie, small ones are joined into one buffer."""
-    ttl = b"%d" % ttl_ms
-    expiry = b"\r\n$2\r\nPX\r\n$%d\r\n%b\r\n" % (len(ttl), ttl)
-    chunks: list[bytes | memoryview] = []
-    tail, largest = b"", 0
-    for key, header, numbers, overwrite in writes:
-        size = len(header) + numbers.nbytes
-        largest = max(largest, size)
-        words = 5 if overwrite else 6
-        head = b"*%d\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n%b" % (words, len(key), key, size, header)
-        chunks += (tail + head, numbers)
-        tail = expiry if overwrite else expiry + b"$2\r\nNX\r\n"
-    chunks.append(tail)
-    return [b"".join(chunks)] if largest < _LARGE_BYTES else chunks
+    def data_received(self, data: bytes) -> None:
+        """Take replies. Those of SETs that all succeeded are taken together: hiredis would return each alone."""
+        first = self._pending[0] if self._pending and not self.received else None
+        if isinstance(first, _Stored) and not first.done():
+            count = min(first.missing, len(data) // len(_OK_REPLY))
+            if count and data.startswith(_OK_REPLY * count):
+                for _ in range(count):
+                    self._pending.popleft()
+                first.add([None] * count)
+                data = data[count * len(_OK_REPLY) :]
+        if data:
+            super().data_received(data)
 
 
 @dataclass(slots=True)
@@ -116,10 +130,7 @@ class _Awaited:
 class RawRowReceiver(RawConnection, asyncio.BufferedProtocol):
     """A connection that receives large values in place; for MGET, GET and GETRANGE only.
 
-    A value counts only once the line end behind it has arrived.
-
-    Args:
-        connection: an open redis-py connection, which this object owns from now on.
+    A value counts only once the line end behind it has arrived. The object owns the redis-py connection.
     """
 
     def __init__(self, connection: AbstractConnection) -> None:
@@ -181,7 +192,9 @@ class RawRowReceiver(RawConnection, asyncio.BufferedProtocol):
             if kind != 0x24 or line == b"-1":  # Not "$", or no value.
                 self._read_line(kind, line)
                 continue
-            size = self._size_of_next(line)
+            size, limit = int(line), self._awaited[0].max_bytes
+            if not 0 <= size <= limit:
+                raise ProtocolError(f"a value of {size} bytes; the limit is {limit}")
             self._window = _NARROW_BYTES if size >= _LARGE_BYTES else _WINDOW_BYTES
             behind = start + size + 2
             if behind <= end:
@@ -213,12 +226,6 @@ class RawRowReceiver(RawConnection, asyncio.BufferedProtocol):
                 command.future.set_exception(ResponseError(line.decode("utf-8", "replace")))
         else:
             raise ProtocolError(f"a reply of another kind was expected: {chr(kind)}{line!r:.80}")
-
-    def _size_of_next(self, line: bytearray) -> int:
-        size, limit = int(line), self._awaited[0].max_bytes
-        if not 0 <= size <= limit:
-            raise ProtocolError(f"a value of {size} bytes; the limit is {limit}")
-        return size
 
     def _take(self, value: bytes | Bulk | None) -> None:
         command = self._awaited[0]

@@ -13,7 +13,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,31 +21,9 @@ from numpy.typing import NDArray
 from lmpool.errors import ProtocolError
 from lmpool.protocol.model_info import ModelInfo
 from lmpool.protocol.row import HEADER_SIZE, Encoded, Encoding, RowBlock, encoded_size
-from lmpool.rows.segment_memory import (
-    FOLDER_VARIABLE,
-    PAGE,
-    SegmentListener,
-    create_memory,
-    default_size,
-    folder,
-    host_token,
-    name_of,
-)
-from lmpool.rows.shared_memory import (
-    BUCKET,
-    HEADER,
-    NOT_SHARED,
-    SLOT,
-    WORD,
-    Layout,
-    Reference,
-    Shared,
-    checksum_of,
-    fingerprint_bytes,
-    is_shared,
-    rounded_up,
-    tag_of,
-)
+from lmpool.rows import segment_memory, shared_memory
+from lmpool.rows.segment_memory import PAGE, SegmentListener, folder, host_token, name_of
+from lmpool.rows.shared_memory import BUCKET, NOT_SHARED, SLOT, WORD, Layout, Shared, checksum_of, rounded_up
 
 _log = logging.getLogger("lmpool.worker")
 
@@ -56,31 +34,11 @@ _ORDERED = ("x86_64", "amd64")  # Processors that keep the order of stores and o
 _SLOT_AND_HEADER = struct.Struct(f"{SLOT.format}{HEADER_SIZE}s")
 
 
-class _Lent(NamedTuple):
-    """Slots whose memory is in use: the number of the first, and a weak reference to that memory."""
-
-    first: int
-    memory: weakref.ref[NDArray[np.uint8]]
-
-
 class Segment:
-    """The rows that one worker wrote last.
+    """The rows that one worker wrote last, in sealed memory whose descriptor this object owns.
 
-    The backend's thread calls `new_rows`; all other methods are for one other thread.
-
-    Args:
-        fd: the sealed memory; this object owns it from now on.
-        memory: its mapping.
-        layout: its division.
-
-    Attributes:
-        nonce: names the segment.
-        size: bytes.
-        slots: the number of rows that it holds.
-        is_summed: rows have checksums, because slot numbers alone do not show whether a row is whole.
-
-    Raises:
-        OSError: the folder of sockets cannot be used.
+    The backend's thread calls `new_rows`; all other methods are for one other thread. The constructor raises `OSError`
+    if the folder of sockets cannot be used.
     """
 
     def __init__(self, fd: int, memory: mmap.mmap, layout: Layout) -> None:
@@ -91,29 +49,28 @@ class Segment:
         self._view = memoryview(memory)
         self._words = self._view.cast("Q")
         self._layout = layout
-        # The entry of each bucket that is replaced next.
-        self._oldest = bytearray(layout.buckets)
+        self._oldest = bytearray(layout.buckets)  # The entry of each bucket that is replaced next.
         # The row (or future row) of each slot, and the number of each row.
         self._held: list[tuple[int, bytes]] = [(0, b"")] * layout.slots
         self._numbers: dict[bytes, int] = {}
         self._replaced: list[bytes] = []
         self._stored: set[bytes] = set()  # Rows that Redis stores, too.
         self._last = layout.slots - 1  # The first row is in the first slot, and no row has number 0.
-        self._lent: deque[_Lent] = deque()  # In the order of their numbers.
+        # The first number of neighbouring slots in use, and a weak reference to their memory; in the order of numbers.
+        self._lent: deque[tuple[int, weakref.ref[NDArray[np.uint8]]]] = deque()
         self._lock = threading.Lock()
-        self.nonce = layout.nonce
-        self.size, self.slots = layout.size, layout.slots
+        self.nonce, self.size, self.slots = layout.nonce, layout.size, layout.slots
         self._first, self._stride = layout.first, layout.stride
+        # Rows have checksums where slot numbers alone do not show whether a row is whole.
         self.is_summed = platform.machine().lower() not in _ORDERED
         self._listener = SegmentListener(fd, self._path)
 
     def keep_name(self) -> bool:
         """Create the socket again if another program removed it; returns whether it was still there.
 
-        Raises:
-            OSError: the folder cannot be used.
+        Raises `OSError` if the folder cannot be used.
         """
-        if self._listener.has_name:
+        if self._path.is_socket():
             return True
         self._listener.close()
         self._listener = SegmentListener(self._fd, self._path)
@@ -136,15 +93,15 @@ class Segment:
             at = self._at(first)
             # Every view has this array as its base, so it lives as long as the last of them.
             memory = np.frombuffer(self._view[at : at + count * layout.stride], np.uint8)
-            self._lent.append(_Lent(first, weakref.ref(memory)))
+            self._lent.append((first, weakref.ref(memory)))
         shape, strides = (count, vocab_size), (layout.stride, encoding.dtype.itemsize)
         return np.ndarray(shape, encoding.dtype, memory, SLOT.size + HEADER_SIZE, strides)
 
     def _take(self, first: int, count: int) -> bool:
         """Reuse the slots of these numbers, unless one of them is still in use."""
-        while self._lent and self._lent[0].memory() is None:
+        while self._lent and self._lent[0][1]() is None:
             self._lent.popleft()
-        if self._lent and first + count > self._lent[0].first + self.slots:
+        if self._lent and first + count > self._lent[0][0] + self.slots:
             return False
         self._last = first + count - 1
         for number in range(first, first + count):
@@ -172,27 +129,20 @@ class Segment:
     ) -> list[int | None]:
         """Write encoded rows; returns the number of each, or None while no slot is free.
 
-        Args:
-            digests: the prompts of the rows.
-            rows: the encoded rows.
-            numbers: the numbers of rows that were computed in their slots (`new_rows`).
+        `numbers` are those of rows that were computed in their slots (`new_rows`).
         """
         written: list[int | None] = []
-        copying = np.empty(0, np.uint8)  # While it lives, the slots that are copied to are reserved.
-        with self._lock:
-            for index, digest in enumerate(digests):
+        with self._lock:  # So that `new_rows` takes no slot that is being written.
+            end = self._last + self.slots
+            for index, (digest, row) in enumerate(zip(digests, rows, strict=True)):
                 number = self._last + 1 if numbers is None else numbers[index]
-                if numbers is None and not self._take(number, 1):
+                if numbers is None and (number > end or not self._take(number, 1)):
                     written.append(None)
                     continue
-                if numbers is None and not any(written):
-                    self._lent.append(_Lent(number, weakref.ref(copying)))
                 written.append(number)
                 self._held[number % self.slots] = number, digest
                 self._numbers[digest] = number
-        for digest, row, slot in zip(digests, rows, written, strict=True):
-            if slot is not None:
-                self._write(digest, row, slot, is_there=numbers is not None)
+                self._write(digest, row, number, is_there=numbers is not None)
         return written
 
     def _write(self, digest: bytes, row: Encoded, number: int, *, is_there: bool) -> None:
@@ -200,8 +150,7 @@ class Segment:
         header, values = row
         length = len(header) + values.nbytes
         at = self._at(number)
-        begin = at + SLOT.size
-        end = begin + length
+        begin, end = at + SLOT.size, at + SLOT.size + length
         if not is_there:
             self._view[begin + len(header) : end] = values
         if rest := -length % WORD:
@@ -212,14 +161,11 @@ class Segment:
             SLOT.pack_into(self._memory, at, 0, digest, length, checksum, True)
         # The number last, and in one store, which `struct` does not promise.
         self._words[at // WORD] = number
-        self._index(digest, number)
-
-    def _index(self, digest: bytes, number: int) -> None:
-        """Write an entry of the index, in place of the oldest in its bucket."""
+        # In the index, in place of the oldest entry in the bucket.
         bucket = int.from_bytes(digest[:WORD], "little") % self._layout.buckets
         entry = self._oldest[bucket]
         self._oldest[bucket] = (entry + 1) % (BUCKET.size // WORD)
-        self._words[(PAGE + bucket * BUCKET.size) // WORD + entry] = tag_of(digest) | number
+        self._words[(PAGE + bucket * BUCKET.size) // WORD + entry] = shared_memory.tag_of(digest) | number
 
     def _at(self, number: int) -> int:
         return self._first + number % self.slots * self._stride
@@ -254,11 +200,8 @@ class Segment:
 def make_segment(fingerprint: str, vocab_size: int, size: int, is_wanted: Callable[[], bool]) -> Segment | None:
     """Create a segment of at most `size` bytes for a model's rows; takes about a second for each 3 GiB.
 
-    Returns:
-        the segment; None when `size` is too small, or once `is_wanted` returns False.
-
-    Raises:
-        OSError: the folder of sockets cannot be used, or too little memory is free.
+    None when `size` is too small, or once `is_wanted` returns False. Raises `OSError` if the folder of sockets cannot
+    be used, or too little memory is free.
     """
     stride = rounded_up(SLOT.size + rounded_up(encoded_size(vocab_size, Encoding.F32), WORD), PAGE)
     slots = min(_MAX_SLOTS, size // stride)
@@ -266,12 +209,12 @@ def make_segment(fingerprint: str, vocab_size: int, size: int, is_wanted: Callab
         return None
     # With half as many buckets as slots, two entries of eight are used on average.
     nonce, buckets = secrets.token_bytes(_NONCE_SIZE), -(-slots // 2)
-    layout = Layout(nonce, fingerprint_bytes(fingerprint), vocab_size, buckets, stride, slots)
-    created = create_memory(name_of(nonce), layout.size, is_wanted)
+    layout = Layout(nonce, shared_memory.fingerprint_bytes(fingerprint), vocab_size, buckets, stride, slots)
+    created = segment_memory.create_memory(name_of(nonce), layout.size, is_wanted)
     if created is None:
         return None
     fd, memory = created
-    memory[: HEADER.size] = layout.pack()
+    memory[: shared_memory.HEADER.size] = layout.pack()
     try:
         return Segment(fd, memory, layout)
     except BaseException:
@@ -282,14 +225,8 @@ def make_segment(fingerprint: str, vocab_size: int, size: int, is_wanted: Callab
 class SegmentWriter:
     """Writes one worker's rows to a segment. While there is no segment, rows go through Redis.
 
-    Args:
-        info: the model that the worker serves.
-        worker: its name.
-        size: max bytes of the segment; None for a part of the free memory, 0 for no segment.
-        on_size: receives the size of the segment in bytes whenever it changes.
-
-    Attributes:
-        segment: None until it is created, and where it cannot be.
+    `size` limits the bytes of the segment: None for a part of the free memory, 0 for no segment. `on_size` receives its
+    size whenever it changes.
     """
 
     def __init__(
@@ -298,8 +235,8 @@ class SegmentWriter:
         self._info = info
         self._worker = worker.encode()
         self._on_size = on_size
-        self._is_wanted = size != 0 and is_shared(info.vocab_size)
-        self._size = default_size() if size is None else size
+        self._is_wanted = size != 0 and shared_memory.is_shared(info.vocab_size)
+        self._size = segment_memory.default_size() if size is None else size
         self._host = host_token()
         self.segment: Segment | None = None
         self._lock = threading.Lock()
@@ -326,12 +263,14 @@ class SegmentWriter:
         await asyncio.to_thread(self._make)
 
     def _make(self) -> None:
-        info = self._info
+        info, why = self._info, ""
         try:
             segment = make_segment(info.fingerprint, info.vocab_size, self._size, lambda: self._is_wanted)
+            if segment is None:
+                row_bytes = encoded_size(info.vocab_size, Encoding.F32)
+                why = f"{self._size} bytes hold fewer than {_MIN_SLOTS} rows of {row_bytes} bytes"
         except OSError as error:
-            self._give_up(error.strerror or str(error))
-            return
+            segment, why = None, error.strerror or str(error)
         with self._lock:
             if segment is not None and not self._is_wanted:  # The worker stopped, and does not wait for this thread.
                 segment.close()
@@ -340,25 +279,18 @@ class SegmentWriter:
                 self._on_size(segment.size)
                 _log.info("shared memory of %d rows for clients on this machine", segment.slots)
             elif self._is_wanted:
-                row_bytes = encoded_size(info.vocab_size, Encoding.F32)
-                self._give_up(f"{self._size} bytes hold fewer than {_MIN_SLOTS} rows of {row_bytes} bytes")
-
-    def _give_up(self, why: str) -> None:
-        self._is_wanted = False
-        _log.warning(
-            "rows go through Redis, not through shared memory: %s. Choose --shm-bytes, give the machine or container "
-            "more memory, or name another folder by %s; --shm-bytes 0 turns this message off",
-            why,
-            FOLDER_VARIABLE,
-        )
+                self._is_wanted = False
+                _log.warning(
+                    "rows go through Redis, not through shared memory: %s. Choose --shm-bytes, give the machine or "
+                    "container more memory, or name another folder by %s; --shm-bytes 0 turns this message off",
+                    why,
+                    segment_memory.FOLDER_VARIABLE,
+                )
 
     def write(self, block: RowBlock, leave_out: Collection[bytes], overwrite: Collection[bytes]) -> Shared:
-        """Write the rows of a block.
+        """Write the rows of a block, except rows that go through Redis (`leave_out`).
 
-        Args:
-            block: the rows.
-            leave_out: digests of rows that go through Redis.
-            overwrite: digests of rows that are written again even if the segment has them.
+        A row that the segment has is written again only if it is in `overwrite`.
         """
         segment = self.segment
         if segment is None:
@@ -372,7 +304,7 @@ class SegmentWriter:
         written = segment.write([block.digests[row] for row in rows], block.encoded(rows), in_place)
         numbers.update(zip((block.digests[row] for row in rows), written, strict=True))
         # Only the number and the worker's name follow the same beginning.
-        head = Reference(self._host, segment.nonce, 0).pack()[:-WORD]
+        head = shared_memory.Reference(self._host, segment.nonce, 0).pack()[:-WORD]
         references = {
             digest: head + number.to_bytes(WORD, "little") + self._worker
             for digest, number in numbers.items()

@@ -47,9 +47,7 @@ _DEFAULT_SHARE = 8  # A segment takes this part of the free memory: other worker
 _MAX_DEFAULT_BYTES = 4 * 2**30  # Max size of a segment unless --shm-bytes asks for more.
 _CONNECT_S = 0.1  # A live worker accepts within a millisecond.
 _BACKLOG = 64  # Readers that may wait for the socket at once.
-_OLD_S = 60  # A socket that has not been given its final name after this time never will be.
-# Errors of `accept` that concern one connection, or a shortage of memory or files that may pass.
-_PASSING = (errno.EINTR, errno.ECONNABORTED, errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+_OLD_S = 0.1  # A worker listens within microseconds after it has created the socket.
 # The memory that a container uses, and how much of that are files it can drop: cgroups of version 2 and 1.
 _CONTAINER_MEMORY = (
     ("/sys/fs/cgroup/memory.current", "/sys/fs/cgroup/memory.stat", "inactive_file "),
@@ -85,8 +83,7 @@ def name_of(nonce: bytes) -> str:
 def own_folder(place: Path, *, make: bool = False) -> Iterator[str]:
     """Open a folder of sockets; yields a short path to it, because the path of a socket has at most 107 bytes.
 
-    Raises:
-        OSError: the folder does not exist, another user owns it, or other users may write to it.
+    Raises `OSError` if the folder does not exist, another user owns it, or other users may write to it.
     """
     if make:
         place.mkdir(mode=0o700, exist_ok=True)
@@ -101,12 +98,12 @@ def own_folder(place: Path, *, make: bool = False) -> Iterator[str]:
         os.close(fd)
 
 
-def segments_in(place: Path, prefix: str = NAME) -> Iterator[Path]:
+def segments_in(place: Path) -> Iterator[Path]:
     """The sockets of segments in a user's folder; none in a folder that other users can write to."""
     with suppress(OSError), own_folder(place) as opened, os.scandir(opened) as entries:
         for entry in entries:
             with suppress(OSError):
-                if entry.name.startswith(prefix) and stat.S_ISSOCK(entry.stat(follow_symlinks=False).st_mode):
+                if entry.name.startswith(NAME) and stat.S_ISSOCK(entry.stat(follow_symlinks=False).st_mode):
                     yield place / entry.name
 
 
@@ -125,8 +122,7 @@ def _connect(path: Path, timeout_s: float) -> socket.socket:
 def receive_segment(path: Path, timeout_s: float) -> mmap.mmap | None:
     """Map the segment that a socket hands out; None for memory that is empty or not sealed.
 
-    Raises:
-        OSError: no worker hands it out, or its worker is frozen.
+    Raises `OSError` if no worker hands it out, or its worker is frozen.
     """
     with _connect(path, timeout_s) as connection:
         _, received, _, _ = socket.recv_fds(connection, 1, 1, socket.MSG_CMSG_CLOEXEC)
@@ -145,54 +141,41 @@ def receive_segment(path: Path, timeout_s: float) -> mmap.mmap | None:
 class SegmentListener:
     """The socket that hands out a segment, in a thread: the event loop may be busy while a reader waits.
 
-    Args:
-        fd: the memory that is handed out; the caller closes it.
-        path: the name of the socket.
-
-    Raises:
-        OSError: the folder cannot be used.
+    The caller closes the memory `fd`. The constructor raises `OSError` if the folder cannot be used.
     """
 
     def __init__(self, fd: int, path: Path) -> None:
         self._fd = fd
         self._path = path
+        self._is_closed = False
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        # The socket gets its name once it accepts: other workers remove sockets that do not.
-        hidden = path.with_name(f".{path.name}")
         try:
             with own_folder(path.parent, make=True) as opened:
-                self._socket.bind(f"{opened}/{hidden.name}")
-            hidden.chmod(0o600)
+                self._socket.bind(f"{opened}/{path.name}")
+            path.chmod(0o600)
             self._socket.listen(_BACKLOG)
-            hidden.rename(path)
         except BaseException:
             self._socket.close()
             with suppress(OSError):
-                hidden.unlink()
+                path.unlink()
             raise
         self._thread = threading.Thread(target=self._serve, name="lmpool-segment", daemon=True)
         self._thread.start()
 
     def _serve(self) -> None:
-        while True:
+        while not self._is_closed:
             try:
                 connection, _ = self._socket.accept()
-            except OSError as error:
-                if error.errno not in _PASSING:
-                    return  # Closed.
-                time.sleep(_CONNECT_S)
+            except OSError:  # Closed; or a shortage of memory or files that may pass.
+                time.sleep(0 if self._is_closed else _CONNECT_S)
                 continue
             with suppress(OSError), connection:
                 connection.settimeout(_CONNECT_S)
                 socket.send_fds(connection, [b"\0"], [self._fd])
 
-    @property
-    def has_name(self) -> bool:
-        """Whether the socket is still in its folder."""
-        return self._path.is_socket()
-
     def close(self) -> None:
         """Remove the socket."""
+        self._is_closed = True
         with suppress(OSError):
             self._path.unlink()
         with suppress(OSError):
@@ -203,13 +186,10 @@ class SegmentListener:
 
 
 def create_memory(name: str, size: int, is_wanted: Callable[[], bool]) -> tuple[int, mmap.mmap] | None:
-    """Create sealed memory of `size` bytes; takes about a second for each 3 GiB.
+    """Create sealed memory of `size` bytes: its file descriptor and its only writable mapping.
 
-    Returns:
-        its file descriptor and its only writable mapping; None once `is_wanted` returns False.
-
-    Raises:
-        OSError: the folder cannot be used, or too little memory is free.
+    It takes about a second for each 3 GiB. None once `is_wanted` returns False. Raises `OSError` if the folder cannot
+    be used, or too little memory is free.
     """
     place = folder()
     try:
@@ -245,9 +225,9 @@ def create_memory(name: str, size: int, is_wanted: Callable[[], bool]) -> tuple[
 def remove_abandoned(place: Path) -> None:
     """Remove the sockets of workers that ended without removing them."""
     old = time.time() - _OLD_S
-    for path in [*segments_in(place), *segments_in(place, f".{NAME}")]:
+    for path in segments_in(place):
         try:
-            if path.name.startswith(NAME) or path.stat().st_mtime < old:
+            if path.stat().st_mtime < old:
                 _connect(path, _CONNECT_S).close()
         except ConnectionRefusedError:
             with suppress(OSError):
@@ -267,20 +247,15 @@ def default_size() -> int:
 
 def free_bytes() -> int:
     """Bytes of memory that are free on the machine and within the container's limit."""
-    known = {}
-    for line in Path("/proc/meminfo").read_text("ascii").splitlines():
-        name, _, size = line.partition(":")
-        if name in ("MemTotal", "MemAvailable"):
-            known[name] = int(size.split()[0]) * 1024
+    lines = map(str.split, Path("/proc/meminfo").read_text("ascii").splitlines())
+    known = {words[0]: int(words[1]) * 1024 for words in lines}
     limit = physical_memory()
-    free = min(limit, known.get("MemAvailable", limit))
-    return min(free, limit - _used_by_container()) if limit < known.get("MemTotal", limit) else free
-
-
-def _used_by_container() -> int:
-    for usage, details, reclaimable in _CONTAINER_MEMORY:
-        with suppress(OSError, ValueError):
-            used = int(Path(usage).read_text("ascii"))
-            lines = Path(details).read_text("ascii").splitlines()
-            return used - sum(int(line.split()[1]) for line in lines if line.startswith(reclaimable))
-    return 0
+    free = min(limit, known.get("MemAvailable:", limit))
+    if limit < known.get("MemTotal:", limit):
+        for usage, details, reclaimable in _CONTAINER_MEMORY:
+            with suppress(OSError, ValueError):
+                used = int(Path(usage).read_text("ascii"))
+                parts = Path(details).read_text("ascii").splitlines()
+                used -= sum(int(part.split()[1]) for part in parts if part.startswith(reclaimable))
+                return min(free, limit - used)
+    return free

@@ -15,10 +15,9 @@ import asyncio
 import mmap
 import struct
 import weakref
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import lru_cache
 from hashlib import blake2b
 from itertools import count
 from time import monotonic
@@ -29,7 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lmpool.errors import ProtocolError
-from lmpool.protocol.row import HEADER_SIZE, Encoding, Row, RowBlock, decode_row, encoded_size
+from lmpool.protocol.row import HEADER_SIZE, Encoding, Row, decode_row, encoded_size, f32_header
 from lmpool.rows.segment_memory import PAGE, folder, host_token, name_of, receive_segment, segments_in
 
 PLACE_SIZE = 16
@@ -97,17 +96,11 @@ def unpack_reference(value: bytes) -> Reference | None:
 
 
 class Shared(NamedTuple):
-    """Rows of a block that were written to a segment.
+    """Rows of a block that were written to a segment."""
 
-    Attributes:
-        references: digest -> the value that Redis stores in place of the row.
-        replaced: digests of the rows that were in these slots before.
-        host: host of the segment (`host_token`).
-    """
-
-    references: Mapping[bytes, bytes] = MappingProxyType({})
-    replaced: Sequence[bytes] = ()
-    host: bytes = b""
+    references: Mapping[bytes, bytes] = MappingProxyType({})  # Digest -> the value that Redis stores for the row.
+    replaced: Sequence[bytes] = ()  # Digests of the rows that were in these slots before.
+    host: bytes = b""  # Host of the segment (`host_token`).
 
 
 NOT_SHARED = Shared()
@@ -171,13 +164,6 @@ def tag_of(digest: bytes) -> int:
     return int.from_bytes(digest[WORD : WORD + 2], "little") << _NUMBER_BITS
 
 
-@lru_cache(64)
-def _f32_header(vocab_size: int) -> bytes:
-    """The header of all rows of V in F32."""
-    ((header, _),) = RowBlock([b""], np.zeros((1, vocab_size), np.float32), None, Encoding.F32).encoded()
-    return header
-
-
 class RowMemory:
     """Memory for rows that is reused: the system gives out new pages far more slowly than rows are copied."""
 
@@ -190,8 +176,7 @@ class RowMemory:
     def take(self, size: int) -> tuple[NDArray[np.uint8], memoryview]:
         """Memory that is reused once no view of the array exists; its content is undefined.
 
-        Returns:
-            a uint8 array of shape (size,) that can never be made writeable, and a buffer to write to it.
+        Returns a uint8 array (size,) that can never be made writeable, and a buffer to write to it.
         """
         memory = self._next(size)
         writeable = memoryview(memory)
@@ -207,7 +192,18 @@ class RowMemory:
     def _next(self, size: int) -> mmap.mmap | bytearray:
         if size != self._size:
             self._free, self._size = [], size
-        return self._free.pop() if self._free else _new_memory(size)
+        if self._free:
+            return self._free.pop()
+        if size < _MIN_MAPPED_BYTES:
+            return bytearray(size)
+        try:  # Private memory: a forked child does not see later changes.
+            memory = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except OSError:
+            return bytearray(size)
+        if size >= _HUGE_PAGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
+            with suppress(OSError):
+                memory.madvise(mmap.MADV_HUGEPAGE)
+        return memory
 
     def _lend(self, memory: mmap.mmap | bytearray, view: memoryview) -> NDArray[np.uint8]:
         free, lent, number = self._free, self._lent, next(self._numbers)
@@ -223,20 +219,6 @@ class RowMemory:
         return array
 
 
-def _new_memory(size: int) -> mmap.mmap | bytearray:
-    """Private memory: a forked child does not see later changes."""
-    if size < _MIN_MAPPED_BYTES:
-        return bytearray(size)
-    try:
-        memory = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    except OSError:
-        return bytearray(size)
-    if size >= _HUGE_PAGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
-        with suppress(OSError):
-            memory.madvise(mmap.MADV_HUGEPAGE)
-    return memory
-
-
 class _OpenSegment(NamedTuple):
     """A mapped segment, with the fields of its layout that every read needs."""
 
@@ -250,24 +232,14 @@ class _OpenSegment(NamedTuple):
 
 @dataclass(slots=True)
 class ReadCounts:
-    """The outcomes of reads.
+    """The outcomes of reads."""
 
-    Attributes:
-        rows: rows that were read.
-        lost: references that led to no row: it was overwritten, or cannot be read here.
-    """
-
-    rows: int = 0
-    lost: int = 0
+    rows: int = 0  # Rows that were read.
+    lost: int = 0  # References that led to no row: it was overwritten, or cannot be read here.
 
 
 class SegmentReader:
-    """Reads rows from all segments of this host that this process may read.
-
-    Attributes:
-        host: the host in references to these segments (`host_token`); b"" where no segment can be read.
-        counts: counts the reads.
-    """
+    """Reads rows from all segments of this host that this process may read."""
 
     def __init__(self) -> None:
         self._folder = folder()
@@ -277,7 +249,7 @@ class SegmentReader:
         self._wanted = b""
         self._is_closed = False
         self._rows, self._encoded = RowMemory(), RowMemory()
-        self.host = host_token()
+        self.host = host_token()  # As in references to these segments; b"" where no segment can be read.
         self.counts = ReadCounts()
 
     @property
@@ -304,8 +276,7 @@ class SegmentReader:
     async def release_removed(self) -> set[str]:
         """Release the segments whose workers removed them: only then is their memory free.
 
-        Returns:
-            the names of all present segments.
+        Returns the names of all present segments.
         """
         present = await asyncio.to_thread(lambda: {path.name for path in segments_in(self._folder)})
         self._segments = {nonce: found for nonce, found in self._segments.items() if name_of(nonce) in present}
@@ -328,57 +299,49 @@ class SegmentReader:
         return found
 
     def _open(self, nonce: bytes) -> _OpenSegment | None:
-        found = self._segments.get(nonce)
-        if found is not None or nonce in self._unreadable:
-            return found
-        for received in self._receive([name_of(nonce)]):
-            self._segments[nonce] = received
-            return received
-        self._unreadable.add(nonce)
-        return None
+        if nonce not in self._segments and nonce not in self._unreadable:
+            self._segments |= {found.layout.nonce: found for found in self._receive([name_of(nonce)])}
+            if nonce not in self._segments:
+                self._unreadable.add(nonce)
+        return self._segments.get(nonce)
 
     def read(self, reference: Reference, digest: bytes, vocab_size: int) -> Row | None:
-        """Read the row of a reference; None when the row was overwritten or is on another host.
+        """Read the row of a reference, float32 (V,), into memory of its own that is read-only.
 
-        Returns:
-            read-only float32 log-probabilities of shape (V,), in memory of their own.
+        None when the row was overwritten or is on another host.
         """
         segment = self._open(reference.nonce)
         row = None if segment is None else self._read(segment, reference.number, digest, vocab_size)
         self.counts.lost += row is None
         return row
 
+    def follow(self, value: bytes, digest: bytes, vocab_size: int) -> Row | None:
+        """As `read`, for a reference as Redis stores it; None for one of another version too."""
+        reference = unpack_reference(value)
+        return None if reference is None else self.read(reference, digest, vocab_size)
+
     def read_at(self, place: bytes, digest: bytes, vocab_size: int) -> Row | None:
         """As `read`, for the place in a notification."""
-        nonce, number = _PLACE.unpack(place)
-        return self.read(Reference(self.host, nonce, number), digest, vocab_size)
+        return self.read(Reference(self.host, *_PLACE.unpack(place)), digest, vocab_size)
 
     def find(self, digest: bytes, vocab_size: int, out: Row | None = None) -> Row | None:
         """As `read`, for a row in any segment that the last `refresh` found.
 
-        Args:
-            digest: the prompt of the row.
-            vocab_size: V.
-            out: float32 array of shape (V,) to read into. Its content is undefined when the row is not found.
+        `out` is a float32 array (V,) to read into. Its content is undefined when the row is not found.
         """
-        for segment, number in self._candidates(digest):
-            row = self._read(segment, number, digest, vocab_size, out)
-            if row is not None:
-                return row
-        return None
-
-    def _candidates(self, digest: bytes) -> Iterator[tuple[_OpenSegment, int]]:
-        """The possible places of a row by the indexes of the segments: the segment, and the row's number."""
         hashed, tag = int.from_bytes(digest[:WORD], "little"), digest[WORD : WORD + 2]
         for segment in self._searched:
             at = PAGE + hashed % segment.layout.buckets * BUCKET.size
             entries = segment.memory[at : at + BUCKET.size]
-            if tag in entries:  # Rarely true without a match, and cheaper than unpacking.
-                wanted = tag_of(digest)
-                alike = [entry & _NUMBER_MASK for entry in BUCKET.unpack(entries) if entry & ~_NUMBER_MASK == wanted]
-                for number in sorted(alike, reverse=True):  # The newest first: older rows may be overwritten.
-                    if number:
-                        yield segment, number
+            if tag not in entries:  # Rarely wrong, and cheaper than unpacking.
+                continue
+            wanted = tag_of(digest)
+            alike = [entry & _NUMBER_MASK for entry in BUCKET.unpack(entries) if entry & ~_NUMBER_MASK == wanted]
+            for number in sorted(filter(None, alike), reverse=True):  # The newest first: older ones may be overwritten.
+                row = self._read(segment, number, digest, vocab_size, out)
+                if row is not None:
+                    return row
+        return None
 
     def _read(
         self, segment: _OpenSegment, number: int, digest: bytes, vocab_size: int, out: Row | None = None
@@ -390,7 +353,7 @@ class SegmentReader:
         if seen != number or whose != digest or not HEADER_SIZE <= length <= segment.stride - SLOT.size:
             return None
         size = 4 * vocab_size
-        if length == HEADER_SIZE + size and not is_summed and slot[SLOT.size :] == _f32_header(vocab_size):
+        if length == HEADER_SIZE + size and not is_summed and slot[SLOT.size :] == f32_header(vocab_size):
             if out is None:
                 array, writeable = self._rows.take(size)
                 row: Row | None = array.view(np.float32)

@@ -17,10 +17,8 @@ installed.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -29,10 +27,9 @@ import numpy as np
 from numba import types
 from numpy.typing import NDArray
 
-from lmpool.protocol.query import Op
-from lmpool.settings import count_threads
-from lmpool.trie.plan import WIDEST, Compressed, Plan, check_op, check_out, make_plan
-from lmpool.trie.trie import check_layout, nan_found
+from lmpool.protocol.query import OPS, Op
+from lmpool.settings import check_choice, count_threads
+from lmpool.trie.trie import WIDEST, Compressed, Plan, check_layout, make_plan, nan_found
 
 WIDTHS = (1, 4, WIDEST)  # Rows of a block; loops are compiled for each width.
 # The sum of 4 million exponentials of numbers up to MAX_LOG is finite; the exponential of MIN_LOG is a normal number.
@@ -130,26 +127,22 @@ class BlockLoops(NamedTuple):
     """The loops of blocks of one width. Blocks are always full: missing rows are replaced by the last one."""
 
     interleave: Callable[..., bool]
+    """Put the rows side by side; whether a weight is NaN."""
     permute: Callable[..., None]
+    """Sort weights into the order of the sweep."""
     add: Callable[..., None]
     add_doubles: Callable[..., None]
     largest: Callable[..., None]
     gather: Callable[..., None]
+    """Write the values of nodes to the rows of the result."""
 
 
 @cache
 def block_loops(width: int) -> BlockLoops:
     """The loops of blocks of a width, compiled."""
-    kinds = ((types.float32, _SINGLES), (types.float64, _DOUBLES))
-    single, double = (_sweep(width, False, _read_only(kind, 2), inner) for kind, inner in kinds)
-    largest = _sweep(width, True, _read_only(types.float32, 2), _SINGLES)
-    return BlockLoops(_interleave(width), _permute(width), single, double, largest, _gather(width))
 
-
-def _interleave(width: int) -> Callable[..., bool]:
     @_compiled(_WEIGHTS, types.int64, _SINGLES, returns=types.boolean)
     def interleave(weights, first, out):  # type: ignore[no-untyped-def]
-        """Put the rows side by side; whether a weight is NaN."""
         last = weights.shape[0] - 1
         nan = False
         for token in range(weights.shape[1]):
@@ -159,11 +152,7 @@ def _interleave(width: int) -> Callable[..., bool]:
                 out[token, lane] = weight
         return nan
 
-    return interleave  # type: ignore[no-any-return]
-
-
-def _permute(width: int) -> Callable[..., None]:
-    @_compiled(_INTS, _read_only(types.float32, 2), _SINGLES)
+    @_compiled(_INTS, _WEIGHTS, _SINGLES)
     def permute(order, numbers, out):  # type: ignore[no-untyped-def]
         # Not while interleaving: a processor overlaps random reads, but not random writes.
         for rank in range(order.shape[0]):
@@ -171,7 +160,17 @@ def _permute(width: int) -> Callable[..., None]:
             for lane in range(width):
                 out[rank, lane] = numbers[token, lane]
 
-    return permute  # type: ignore[no-any-return]
+    @_compiled(_INTS, _WEIGHTS, types.int64, _SINGLES)
+    def gather(source, numbers, first, out):  # type: ignore[no-untyped-def]
+        last = out.shape[0] - 1
+        for node in range(source.shape[0]):
+            at = source[node]
+            for lane in range(width):
+                out[min(first + lane, last), node] = numbers[at, lane]
+
+    add, largest = (_sweep(width, is_largest, _WEIGHTS, _SINGLES) for is_largest in (False, True))
+    add_doubles = _sweep(width, False, _read_only(types.float64, 2), _DOUBLES)
+    return BlockLoops(interleave, permute, add, add_doubles, largest, gather)
 
 
 def _sweep(width: int, largest: bool, tokens: Any, inner: Any) -> Callable[..., None]:
@@ -202,46 +201,25 @@ def _sweep(width: int, largest: bool, tokens: Any, inner: Any) -> Callable[..., 
     return sweep  # type: ignore[no-any-return]
 
 
-def _gather(width: int) -> Callable[..., None]:
-    @_compiled(_INTS, _read_only(types.float32, 2), types.int64, _SINGLES)
-    def gather(source, numbers, first, out):  # type: ignore[no-untyped-def]
-        last = out.shape[0] - 1
-        for node in range(source.shape[0]):
-            at = source[node]
-            for lane in range(width):
-                out[min(first + lane, last), node] = numbers[at, lane]
-
-    return gather  # type: ignore[no-any-return]
-
-
-@dataclass(slots=True)
 class _Scratch:
     """The memory in which one thread computes a block. Kept between calls: new memory costs a third of the time."""
 
-    plan: Plan
-    weights: NDArray[np.float32] = field(init=False)
-    numbers: NDArray[np.float32] = field(init=False)
-    stack: NDArray[np.float64] = field(init=False)
-    doubles: NDArray[np.float64] | None = None
-
-    def __post_init__(self) -> None:
-        self.weights = np.empty(self.plan.n_tokens * WIDTHS[-1], np.float32)
-        rows = self.plan.n_inner + self.plan.n_tokens
-        self.numbers = np.empty(rows * WIDTHS[-1], np.float32)
-        self.stack = np.empty((int(self.plan.depth.max()) + 2) * WIDTHS[-1], np.float64)
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.weights = np.empty(plan.n_tokens * WIDTHS[-1], np.float32)
+        self.numbers = np.empty((plan.n_inner + plan.n_tokens) * WIDTHS[-1], np.float32)
+        self.stack = np.empty((int(plan.depth.max()) + 2) * WIDTHS[-1], np.float64)
+        self.doubles = np.empty(0, np.float64)  # Of the size of `numbers` once it is needed.
 
     @property
     def nbytes(self) -> int:
-        doubles = 0 if self.doubles is None else self.doubles.nbytes
-        return self.weights.nbytes + self.numbers.nbytes + self.stack.nbytes + doubles
+        return self.weights.nbytes + self.numbers.nbytes + self.stack.nbytes + self.doubles.nbytes
 
     def compute(self, op: Op, weights: NDArray[np.float32], first: int, width: int) -> NDArray[np.float32] | None:
         """[M inner values | V weights by rank] of a block, float32 (M + V, width); None when a weight is NaN."""
         plan, loops = self.plan, block_loops(width)
-        numbers = _columns(self.numbers, width)
-        stack = _columns(self.stack, width)
+        numbers, stack, weights_by_id = (_columns(flat, width) for flat in (self.numbers, self.stack, self.weights))
         inner, tokens = numbers[: plan.n_inner], numbers[plan.n_inner :]
-        weights_by_id = _columns(self.weights, width)
         if loops.interleave(weights, first, weights_by_id):
             return None
         loops.permute(plan.order, weights_by_id, tokens)
@@ -253,7 +231,7 @@ class _Scratch:
 
     def _log_sums(self, weights: NDArray[np.float32], first: int, width: int) -> None:
         plan = self.plan
-        if self.doubles is None:
+        if not self.doubles.size:
             self.doubles = np.empty(self.numbers.size, np.float64)
         numbers, doubles, stack = (_columns(flat, width) for flat in (self.numbers, self.doubles, self.stack))
         split = plan.n_inner
@@ -294,71 +272,47 @@ class CpuKernels:
 
     def inner(self, op: Op, weights: NDArray[np.float32]) -> NDArray[np.float32]:
         """Values of the inner nodes, float32 (B, M): see `Kernels.inner`."""
-        return self._compute(op, weights, self._plan.identity, None)
+        return self._compute(op, weights, self._plan.identity)
 
-    def values(
-        self, op: Op, weights: NDArray[np.float32], out: NDArray[np.float32] | None = None
-    ) -> NDArray[np.float32]:
+    def values(self, op: Op, weights: NDArray[np.float32]) -> NDArray[np.float32]:
         """Values of all nodes, float32 (B, N): see `Kernels.values`."""
-        return self._compute(op, weights, self._plan.source, out)
+        return self._compute(op, weights, self._plan.source)
 
-    def _compute(
-        self, op: Op, weights: NDArray[np.float32], source: NDArray[np.uint32], out: NDArray[np.float32] | None
-    ) -> NDArray[np.float32]:
-        check_op(op)
+    def _compute(self, op: Op, weights: NDArray[np.float32], source: NDArray[np.uint32]) -> NDArray[np.float32]:
+        check_choice("op", op, OPS)
         weights = check_layout(weights, self._plan.n_tokens, batch=True)
-        shape = (len(weights), len(source))
-        if out is None:
-            out = np.empty(shape, np.float32)
-        else:
-            check_out(out, shape)
+        out = np.empty((len(weights), len(source)), np.float32)
         # As wide as possible while every thread has work: a wide block takes less time per row, but more in total.
         widest = next((width for width in WIDTHS if len(weights) <= width * self._threads), WIDTHS[-1])
-        firsts = range(0, len(weights), widest)
+        todo = iter(firsts := range(0, len(weights), widest))
         nan = False
 
-        def compute(block: int) -> None:
+        def compute_blocks() -> None:
             nonlocal nan
-            first = firsts[block]
-            width = next(width for width in WIDTHS if width >= min(widest, len(weights) - first))
-            with self._borrowed() as scratch:
+            for first in todo:  # No lock: taking the next number is a single step of the interpreter.
+                width = next(width for width in WIDTHS if width >= min(widest, len(weights) - first))
+                try:
+                    scratch = self._scratch.pop()
+                except IndexError:
+                    scratch = _Scratch(self._plan)
                 numbers = scratch.compute(op, weights, first, width)
                 if numbers is None:
                     nan = True
                 else:
                     block_loops(width).gather(source, numbers, first, out)
+                self._scratch.append(scratch)
 
-        _share_out(compute, len(firsts), self._threads)
+        # In this thread, and in the free threads of the pool.
+        helpers = [_pool(self._threads).submit(compute_blocks) for _ in firsts[1 : self._threads]]
+        try:
+            compute_blocks()
+        finally:
+            # Cancel helpers that have not begun: the pool may be busy with another call.
+            for helper in [helper for helper in helpers if not helper.cancel()]:
+                helper.result()
         if nan:
             raise nan_found(weights)
         return out
-
-    @contextmanager
-    def _borrowed(self) -> Iterator[_Scratch]:
-        try:
-            scratch = self._scratch.pop()
-        except IndexError:
-            scratch = _Scratch(self._plan)
-        yield scratch
-        self._scratch.append(scratch)
-
-
-def _share_out(work: Callable[[int], None], count: int, threads: int) -> None:
-    """Call work(0) ... work(count - 1) in the calling thread and in the free threads of the pool."""
-    todo = iter(range(count))
-    # No lock: taking the next number is a single step of the interpreter.
-    helpers = [_pool(threads).submit(_drain, work, todo) for _ in range(min(threads, count) - 1)]
-    try:
-        _drain(work, todo)
-    finally:
-        # Cancel helpers that have not begun: the pool may be busy with another call.
-        for helper in [helper for helper in helpers if not helper.cancel()]:
-            helper.result()
-
-
-def _drain(work: Callable[[int], None], todo: Iterator[int]) -> None:
-    for block in todo:
-        work(block)
 
 
 @cache

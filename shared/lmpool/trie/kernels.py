@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from lmpool.errors import SettingsError
 from lmpool.protocol.query import Op
-from lmpool.trie.plan import Compressed
+from lmpool.trie.trie import Compressed
 
 
 class Kernels(Protocol):
@@ -28,31 +28,11 @@ class Kernels(Protocol):
     """
 
     def inner(self, op: Op, weights: NDArray[np.float32]) -> NDArray[np.float32]:
-        """Values of the inner nodes.
-
-        Args:
-            op: the operation over the tokens below a node.
-            weights: float32 of shape (B, V).
-
-        Returns:
-            float32 of shape (B, M), owned by the caller.
-        """
+        """Values of the inner nodes for weights of shape (B, V): float32 (B, M), owned by the caller."""
         ...
 
-    def values(
-        self, op: Op, weights: NDArray[np.float32], out: NDArray[np.float32] | None = None
-    ) -> NDArray[np.float32]:
-        """Values of all nodes: like `trie.expand` of `inner`, but faster.
-
-        Args:
-            op: the operation over the tokens below a node.
-            weights: float32 of shape (B, V).
-            out: C-contiguous float32 array of shape (B, N) for the result; new memory costs about a third of the time.
-                Its content is undefined after an error.
-
-        Returns:
-            float32 of shape (B, N): `out`, or an array owned by the caller.
-        """
+    def values(self, op: Op, weights: NDArray[np.float32]) -> NDArray[np.float32]:
+        """Values of all nodes, float32 (B, N): like `trie.expand` of `inner`, but faster."""
         ...
 
     @property
@@ -62,14 +42,9 @@ class Kernels(Protocol):
 
 
 def open_kernels(trie: Compressed, device: str = "cpu") -> Kernels:
-    """Create the kernels of a trie.
+    """Create the kernels of a trie: by numba for "cpu", by torch for a device of torch, such as "cuda" or "cuda:1".
 
-    Args:
-        trie: the trie.
-        device: "cpu" for numba; any device of torch, such as "cuda" or "cuda:1", for torch.
-
-    Raises:
-        SettingsError: numba or torch is not installed, or torch has no such device.
+    Raises `SettingsError` if numba or torch is not installed, or torch has no such device.
     """
     library = "numba" if device == "cpu" else "torch"
     try:
@@ -83,7 +58,5 @@ def open_kernels(trie: Compressed, device: str = "cpu") -> Kernels:
     except ModuleNotFoundError as error:
         if error.name != library:
             raise
-        extra = "trie" if library == "numba" else "hf"
-        raise SettingsError(
-            f"a trie's kernels need {library}: install it with pip install 'lmpool[{extra}]'"
-        ) from error
+        extra = f"lmpool[{'trie' if library == 'numba' else 'hf'}]"
+        raise SettingsError(f"a trie's kernels need {library}: install it with pip install '{extra}'") from error

@@ -15,19 +15,17 @@ a fixed order on GPUs is known from its source, not from a test.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lmpool.errors import InvalidWeights, SettingsError
-from lmpool.protocol.query import Op
-from lmpool.trie.plan import Compressed, check_op, check_out, make_plan
-from lmpool.trie.trie import check_layout, check_shape, nan_found
+from lmpool.errors import SettingsError
+from lmpool.protocol.query import OPS, Op
+from lmpool.settings import check_choice
+from lmpool.trie.trie import Compressed, check_weights, make_plan
 
 FUNCTIONS = (
     "acos", "asin", "atan", "cos", "erf", "erfc", "erfinv", "exp", "log", "log10", "log2", "sin", "sqrt", "tan", "tanh",
@@ -60,21 +58,6 @@ def settle() -> None:
             getattr(torch, name)(element)
 
 
-@dataclass(frozen=True, slots=True)
-class _Blocks:
-    """The blocks of the tree of pairs that each inner node is composed of.
-
-    Attributes:
-        sizes: the number of blocks of each level, even except for the last; level 0 are the sorted weights.
-        index: the chosen blocks, node after node, as places in all levels in succession; int64 (K,).
-        offsets: node i has index[offsets[i] : offsets[i + 1]]; int64 (M + 1,).
-    """
-
-    sizes: list[int]
-    index: NDArray[np.int64]
-    offsets: NDArray[np.int64]
-
-
 class TorchKernels:
     """Kernels of one trie on a device of torch: see `lmpool.trie.kernels.Kernels`."""
 
@@ -88,17 +71,15 @@ class TorchKernels:
         self._n_tokens = trie.n_tokens
         plan = make_plan(trie)
         start = plan.start.astype(np.int64)
-        blocks = _choose_blocks(start[:-1], start[_last_below(trie.inner_parent) + 1], trie.n_tokens)
-        self._sizes = blocks.sizes
-        self._order, self._index, self._offsets = map(
-            self._put, (plan.order.astype(np.int64), blocks.index, blocks.offsets)
+        last = list(range(trie.n_inner))  # The last inner node at or below each inner node.
+        for node, parent in zip(range(trie.n_inner - 1, 0, -1), trie.inner_parent[:0:-1].tolist(), strict=True):
+            last[parent] = max(last[parent], last[node])
+        self._sizes, index, offsets = _choose_blocks(start[:-1], start[np.array(last) + 1], trie.n_tokens)
+        owner = np.repeat(np.arange(trie.n_inner), np.diff(offsets))
+        self._order, self._index, self._offsets, self._owner, self._value_of = (
+            torch.from_numpy(array.astype(np.int64)).to(self._device)
+            for array in (plan.order, index, offsets, owner, trie.value_of)
         )
-        counts = np.diff(blocks.offsets)
-        self._owner = self._put(np.repeat(np.arange(trie.n_inner), counts))
-        self._value_of = self._put(trie.value_of.astype(np.int64))
-
-    def _put(self, array: NDArray[Any]) -> Tensor:
-        return torch.from_numpy(np.array(array)).to(self._device)
 
     @property
     def nbytes(self) -> int:
@@ -107,47 +88,23 @@ class TorchKernels:
 
     def inner(self, op: Op, weights: NDArray[np.float32]) -> NDArray[np.float32]:
         """Values of the inner nodes, float32 (B, M): see `Kernels.inner`."""
-        return _fetched(self.inner_on_device(op, self._sent(weights)))
+        return self._compute(op, weights)[0].cpu().numpy()
 
-    def values(
-        self, op: Op, weights: NDArray[np.float32], out: NDArray[np.float32] | None = None
-    ) -> NDArray[np.float32]:
+    def values(self, op: Op, weights: NDArray[np.float32]) -> NDArray[np.float32]:
         """Values of all nodes, float32 (B, N): see `Kernels.values`."""
-        sent = self._sent(weights)
-        if out is None:
-            return _fetched(self.values_on_device(op, sent))
-        check_out(out, (len(sent), len(self._value_of)))
-        torch.from_numpy(out).copy_(self.values_on_device(op, sent))
-        return out
+        return torch.cat(self._compute(op, weights), dim=1).index_select(1, self._value_of).cpu().numpy()
 
-    def inner_on_device(self, op: Op, weights: Tensor) -> Tensor:
-        """Values of the inner nodes, float32 (B, M), for weights on the device, float32 (B, V); see `Kernels`."""
-        check_op(op)
-        self._check(weights)
-        out = torch.empty((len(weights), len(self._offsets) - 1), dtype=torch.float32, device=self._device)
-        rows = max(1, _MAX_BYTES // (8 * (sum(self._sizes) + len(self._index))))
-        for begin in range(0, len(weights), rows):
-            out[begin : begin + rows] = self._reduce(op, weights[begin : begin + rows]).T
-        return out
-
-    def values_on_device(self, op: Op, weights: Tensor) -> Tensor:
-        """Values of all nodes, float32 (B, N) on the device; see `inner_on_device`."""
-        inner = self.inner_on_device(op, weights)
-        return torch.cat((inner, weights), dim=1).index_select(1, self._value_of)
-
-    def _sent(self, weights: NDArray[np.float32]) -> Tensor:
-        values = check_layout(weights, self._n_tokens, batch=True)
+    def _compute(self, op: Op, weights: NDArray[np.float32]) -> tuple[Tensor, Tensor]:
+        """The values of the inner nodes, (B, M), and the weights, (B, V), on the device."""
+        check_choice("op", op, OPS)
+        checked = check_weights(weights, self._n_tokens, batch=True)
         # Copy read-only arrays: torch has no read-only tensors.
-        return torch.from_numpy(values if values.flags.writeable else values.copy()).to(self._device)
-
-    def _check(self, weights: Tensor) -> None:
-        if weights.dtype != torch.float32 or weights.device != self._device:
-            raise InvalidWeights(
-                f"the weights are {weights.dtype} on {weights.device}: pass torch.float32 on {self._device}"
-            )
-        check_shape(tuple(weights.shape), self._n_tokens, batch=True)
-        if bool(torch.isnan(weights).any()):
-            raise nan_found(_fetched(weights))
+        sent = torch.from_numpy(checked if checked.flags.writeable else checked.copy()).to(self._device)
+        inner = torch.empty((len(sent), len(self._offsets) - 1), dtype=torch.float32, device=self._device)
+        rows = max(1, _MAX_BYTES // (8 * (sum(self._sizes) + len(self._index))))
+        for begin in range(0, len(sent), rows):
+            inner[begin : begin + rows] = self._reduce(op, sent[begin : begin + rows]).T
+        return inner, sent
 
     def _reduce(self, op: Op, weights: Tensor) -> Tensor:
         """The inner values of some rows, (M, B), with rows as the last axis, so that memory is read in order."""
@@ -162,11 +119,8 @@ class TorchKernels:
             tree[above : above + size // 2] = pair(tree[here:above:2], tree[here + 1 : above : 2])
             here = above
         blocks = tree.index_select(0, self._index)
-        if op == "logsumexp":
-            return self._log_sum(blocks)
-        return self._segments(blocks, op)
-
-    def _log_sum(self, blocks: Tensor) -> Tensor:
+        if op != "logsumexp":
+            return self._segments(blocks, op)
         largest = self._segments(blocks, "max")
         # A difference of infinities would be NaN.
         shift = torch.where(torch.isfinite(largest), largest, 0.0)
@@ -177,21 +131,14 @@ class TorchKernels:
         return torch.segment_reduce(blocks, reduce, offsets=self._offsets, axis=0)
 
 
-def _fetched(tensor: Tensor) -> NDArray[np.float32]:
-    array: NDArray[np.float32] = tensor.cpu().numpy()
-    return array
+def _choose_blocks(
+    first: NDArray[np.int64], end: NDArray[np.int64], width: int
+) -> tuple[list[int], NDArray[np.int64], NDArray[np.int64]]:
+    """Cover each range by the largest blocks of the tree of pairs that fit, from both ends inwards.
 
-
-def _last_below(inner_parent: NDArray[np.int32]) -> NDArray[np.int64]:
-    """The last inner node at or below each inner node."""
-    last = list(range(len(inner_parent)))
-    for node, parent in zip(range(len(last) - 1, 0, -1), inner_parent[:0:-1].tolist(), strict=True):
-        last[parent] = max(last[parent], last[node])
-    return np.array(last)
-
-
-def _choose_blocks(first: NDArray[np.int64], end: NDArray[np.int64], width: int) -> _Blocks:
-    """Cover each range by the largest blocks of the tree that fit, from both ends inwards."""
+    Returns the number of blocks of each level, even except for the last (level 0 are the sorted weights); the chosen
+    blocks, node after node, as places in all levels in succession (K,); and where each node's begin in these (M + 1,).
+    """
     sizes: list[int] = []
     owners, places = [], []
     nodes, base = np.arange(len(first)), 0
@@ -209,4 +156,4 @@ def _choose_blocks(first: NDArray[np.int64], end: NDArray[np.int64], width: int)
     index = np.concatenate(places)[np.argsort(owner, kind="stable")]
     offsets = np.zeros(owner.max() + 2, np.int64)
     np.cumsum(np.bincount(owner), out=offsets[1:])
-    return _Blocks(sizes, index, offsets)
+    return sizes, index, offsets

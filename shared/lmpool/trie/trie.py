@@ -9,62 +9,25 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lmpool.errors import InvalidWeights, UnknownNode
-from lmpool.settings import shown
+from lmpool.settings import count_threads, shown
 from lmpool.vocabulary import Vocabulary
+
+WIDEST = 8
+"""Max rows that the loops of the CPU kernels process side by side; wider blocks leave the first-level cache."""
 
 _MAX_SHOWN = 120  # Characters of a value in an error message.
 _WINDOW = 8  # Bytes of two tokens that are compared at once; most tokens differ within them.
 _BLOCK = 1 << 22  # Max bytes of all windows together, which bounds the memory.
 
 Ints = NDArray[np.int64]
-
-
-class TrieArrays(NamedTuple):
-    """The arrays of a trie; see `Trie` for their meaning."""
-
-    parent: NDArray[np.int32]
-    label: NDArray[np.uint8]
-    depth: NDArray[np.int32]
-    leaf: NDArray[np.int32]
-    child_start: NDArray[np.int32]
-    child: NDArray[np.int32]
-    home: NDArray[np.int32]
-    inner_parent: NDArray[np.int32]
-    value_of: NDArray[np.int32]
-
-
-def build_arrays(vocabulary: Vocabulary) -> TrieArrays:
-    """Build the trie over a vocabulary."""
-    tokens = vocabulary.tokens
-    order = np.array(sorted(range(len(tokens)), key=tokens.__getitem__), np.int64)
-    lengths = vocabulary.lengths.astype(np.int64)
-    starts = (np.cumsum(lengths) - lengths)[order]
-    lengths = lengths[order]
-    # More bytes after the last token, so that a window fits at every byte.
-    data = np.frombuffer(vocabulary.data + bytes(int(lengths.max()) + 1), np.uint8)
-    added = lengths - _common_prefixes(data, starts, lengths)
-    last = np.cumsum(added)
-    leaf = np.empty(len(tokens), np.int32)
-    leaf[order] = last
-
-    # Within a token the depth grows by one per node, from the length that it shares with the token before it.
-    depths = np.zeros(int(last[-1]) + 1, np.int64)
-    depths[1:] = np.arange(1, depths.size) - np.repeat(last - lengths, added)
-    label = np.zeros(depths.size, np.uint8)
-    label[1:] = data[np.repeat(starts - 1, added) + depths[1:]]
-    depth = depths.astype(np.int32)
-
-    parent = _parents(depth)
-    child_start, child = _children(parent)
-    home, inner_parent, value_of = _plan(parent, np.diff(child_start), leaf)
-    return TrieArrays(parent, label, depth, leaf, child_start, child, home, inner_parent, value_of)
 
 
 def _common_prefixes(data: NDArray[np.uint8], starts: Ints, lengths: Ints) -> Ints:
@@ -112,14 +75,7 @@ def _stable_order(values: NDArray[Any]) -> Ints:
     return order[np.argsort(high[order], kind="stable")]
 
 
-def _children(parent: NDArray[np.int32]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """`child_start` (N + 1,) and `child` (N - 1,), int32: the children of all nodes in succession."""
-    child_start = np.zeros(parent.size + 1, np.int32)
-    np.cumsum(np.bincount(parent[1:], minlength=parent.size), out=child_start[1:])
-    return child_start, (_stable_order(parent[1:]) + 1).astype(np.int32)
-
-
-def _plan(
+def _compress(
     parent: NDArray[np.int32], n_children: NDArray[np.int32], leaf: NDArray[np.int32]
 ) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32]]:
     """`home` (V,), `inner_parent` (M,) and `value_of` (N,) of the compressed trie.
@@ -146,16 +102,25 @@ def _plan(
     return home, above[inner[ends]], value[end]
 
 
-class Trie:
+class Compressed:
+    """The part of a trie that kernels read. Nodes may be numbered in any way; the inner nodes are in preorder.
+
+    Nodes of a chain without forks have equal values, so kernels compute the values of the M inner nodes only. An inner
+    node is the root, a node with two or more children, a node with a token and a child, or a node with two or more
+    tokens. Every other node has the value of one inner node or of one token. See `Trie` for the attributes.
+    """
+
+    def __init__(self, home: NDArray[np.int32], inner_parent: NDArray[np.int32], value_of: NDArray[np.int32]) -> None:
+        self.home, self.inner_parent, self.value_of = home, inner_parent, value_of
+        self.n_tokens, self.n_inner, self.n_nodes = home.size, inner_parent.size, value_of.size
+
+
+class Trie(Compressed):
     """The trie of V tokens: N nodes, one for every distinct prefix of a token, the empty one among them.
 
     Nodes are numbered in the order of their prefixes as byte strings, which is preorder with children by byte value.
     The root, b"", is node 0; a parent precedes its children; all nodes below a node follow it without a gap. The
     numbers depend only on the set of byte strings, so they are the same in every process.
-
-    Nodes of a chain without forks have equal values, so kernels compute the values of the M inner nodes only. An inner
-    node is the root, a node with two or more children, a node with a token and a child, or a node with two or more
-    tokens. Inner nodes are numbered in preorder too. Every other node has the value of one inner node or of one token.
 
     All arrays are read-only. Two tries are equal when their vocabularies are.
 
@@ -170,26 +135,45 @@ class Trie:
         home: int32 (V,), the inner node that a token's weight is added to: its own node, or the nearest one above it.
         inner_parent: int32 (M,), the nearest inner node above each inner node, -1 at 0; always smaller than the index.
         value_of: int32 (N,), the place of each node's value in the vector [M values of inner nodes | V weights].
+        n_tokens, n_inner, n_nodes: V, M and N.
     """
 
     def __init__(self, vocabulary: Vocabulary | Iterable[bytes]) -> None:
-        """Build the trie.
-
-        Args:
-            vocabulary: byte strings by token id.
-
-        Raises:
-            InvalidVocabulary: as `Vocabulary`.
-        """
+        """Build the trie of byte strings by token id; raises `InvalidVocabulary` as `Vocabulary`."""
         self.vocabulary = vocabulary if isinstance(vocabulary, Vocabulary) else Vocabulary(vocabulary)
-        self._arrays = arrays = build_arrays(self.vocabulary)
-        for array in arrays:
+        tokens = self.vocabulary.tokens
+        order = np.array(sorted(range(len(tokens)), key=tokens.__getitem__), np.int64)
+        lengths = self.vocabulary.lengths.astype(np.int64)
+        starts = (np.cumsum(lengths) - lengths)[order]
+        lengths = lengths[order]
+        # More bytes after the last token, so that a window fits at every byte.
+        data = np.frombuffer(self.vocabulary.data + bytes(int(lengths.max()) + 1), np.uint8)
+        added = lengths - _common_prefixes(data, starts, lengths)
+        last = np.cumsum(added)
+        self.leaf = np.empty(len(tokens), np.int32)
+        self.leaf[order] = last
+
+        # Within a token the depth grows by one per node, from the length that it shares with the token before it.
+        depths = np.zeros(int(last[-1]) + 1, np.int64)
+        depths[1:] = np.arange(1, depths.size) - np.repeat(last - lengths, added)
+        self.label = np.zeros(depths.size, np.uint8)
+        self.label[1:] = data[np.repeat(starts - 1, added) + depths[1:]]
+        self.depth = depths.astype(np.int32)
+
+        self.parent = parent = _parents(self.depth)
+        self.child_start = np.zeros(parent.size + 1, np.int32)
+        np.cumsum(np.bincount(parent[1:], minlength=parent.size), out=self.child_start[1:])
+        self.child = (_stable_order(parent[1:]) + 1).astype(np.int32)
+        super().__init__(*_compress(parent, np.diff(self.child_start), self.leaf))
+        for array in self._arrays():
             array.flags.writeable = False
-        self.parent, self.label, self.depth, self.leaf, self.child_start, self.child = arrays[:6]
-        self.home, self.inner_parent, self.value_of = arrays[6:]
         # Python reads single numbers from a memoryview twice as fast as from an array.
         self._parents, self._labels = self.parent.data, self.label.data
         self._starts, self._children = self.child_start.data, self.child.data
+
+    def _arrays(self) -> list[NDArray[Any]]:
+        tree: list[NDArray[Any]] = [self.parent, self.label, self.depth, self.leaf, self.child_start, self.child]
+        return [*tree, self.home, self.inner_parent, self.value_of]
 
     @property
     def digest(self) -> str:
@@ -197,35 +181,14 @@ class Trie:
         return self.vocabulary.digest
 
     @property
-    def n_tokens(self) -> int:
-        """V."""
-        return self.leaf.size
-
-    @property
-    def n_nodes(self) -> int:
-        """N."""
-        return self.parent.size
-
-    @property
-    def n_inner(self) -> int:
-        """M."""
-        return self.inner_parent.size
-
-    @property
     def nbytes(self) -> int:
         """Bytes of the arrays and the vocabulary."""
-        return sum(array.nbytes for array in self._arrays) + self.vocabulary.nbytes
+        return sum(array.nbytes for array in self._arrays()) + self.vocabulary.nbytes
 
     def node(self, prefix: bytes) -> int:
-        """The node of a prefix.
-
-        Raises:
-            UnknownNode: no token begins with it; the message names its longest prefix that a token begins with.
-        """
+        """The node of a prefix; raises `UnknownNode` if no token begins with it."""
         if not isinstance(prefix, (bytes, bytearray, memoryview)):
-            raise UnknownNode(
-                f"the prefix is {shown(prefix, _MAX_SHOWN)} ({type(prefix).__name__}): prefixes are bytes"
-            )
+            raise UnknownNode(f"the prefix {shown(prefix, _MAX_SHOWN)} ({type(prefix).__name__}) must be bytes")
         node = 0
         for at, byte in enumerate(bytes(prefix)):
             low, high = self._starts[node], self._starts[node + 1]
@@ -254,11 +217,7 @@ class Trie:
         return bytes(labels)
 
     def check_node(self, node: Any) -> int:
-        """A node as an int.
-
-        Raises:
-            UnknownNode: not an integer, or not from 0 to N - 1.
-        """
+        """A node as an int; raises `UnknownNode` for anything but an integer from 0 to N - 1."""
         if not isinstance(node, (int, np.integer)) or isinstance(node, bool):
             raise UnknownNode(f"node {shown(node, _MAX_SHOWN)} is of type {type(node).__name__}: nodes are integers")
         if not 0 <= node < self.n_nodes:
@@ -266,16 +225,14 @@ class Trie:
         return int(node)
 
     def check_nodes(self, nodes: Any) -> NDArray[np.int32]:
-        """Several nodes as an int32 array of shape (k,).
-
-        Args:
-            nodes: a sequence of integers or a 1-D integer array; it may be empty and may repeat nodes.
-
-        Raises:
-            UnknownNode: as `check_node`, for the first wrong node.
-        """
-        if not hasattr(nodes, "__array__"):
-            return self._check_list(nodes)
+        """A sequence or 1-D array of integers as int32 (k,); raises `UnknownNode` for the first wrong node."""
+        if not hasattr(nodes, "__array__"):  # Without numpy, which converts bools to integers.
+            if isinstance(nodes, (str, bytes, bytearray)) or not isinstance(nodes, Sequence):
+                raise UnknownNode(f"the nodes {shown(nodes, _MAX_SHOWN)} must be a sequence of integers")
+            # Several times as fast as node by node.
+            if set(map(type, nodes)) == {int} and min(nodes) >= 0 and max(nodes) < self.n_nodes:
+                return np.array(nodes, np.int32)
+            return np.array([self.check_node(node) for node in nodes], np.int32)
         array = np.asarray(nodes)
         if array.ndim != 1 or array.dtype.kind not in "iu":
             raise UnknownNode(f"the nodes are {array.dtype} of shape {array.shape}: they must be 1-D and integers")
@@ -283,15 +240,6 @@ class Trie:
         if wrong.size:
             raise self._out_of_range(array[wrong[0]])
         return array.astype(np.int32)
-
-    def _check_list(self, nodes: Any) -> NDArray[np.int32]:
-        """Check a list without numpy, which converts bools to integers."""
-        if isinstance(nodes, (str, bytes, bytearray)) or not isinstance(nodes, Sequence):
-            raise UnknownNode(f"the nodes are {shown(nodes, _MAX_SHOWN)}: they must be a sequence of integers")
-        # Several times as fast as node by node.
-        if set(map(type, nodes)) == {int} and min(nodes) >= 0 and max(nodes) < self.n_nodes:
-            return np.array(nodes, np.int32)
-        return np.array([self.check_node(node) for node in nodes], np.int32)
 
     def _out_of_range(self, node: Any) -> UnknownNode:
         return UnknownNode(
@@ -301,18 +249,10 @@ class Trie:
     def expand(
         self, inner: NDArray[np.float32], ws: NDArray[np.float32], out: NDArray[np.float32] | None = None
     ) -> NDArray[np.float32]:
-        """The values of all nodes.
+        """The values of all nodes, float32 (N,) or (B, N), in new memory or in `out`.
 
-        Args:
-            inner: values of the inner nodes, float32 (M,) or (B, M).
-            ws: the weights they were computed from, float32 (V,) or (B, V).
-            out: float32 array of the result's shape for the values.
-
-        Returns:
-            float32 (N,) or (B, N).
-
-        Raises:
-            ValueError: the shapes do not fit.
+        From the values of the inner nodes, (M,) or (B, M), and the weights they were computed from, (V,) or (B, V).
+        Raises `ValueError` if the shapes do not fit.
         """
         self._check_shapes(inner, ws)
         shape = (*inner.shape[:-1], self.n_nodes)
@@ -327,20 +267,7 @@ class Trie:
         return values
 
     def pick(self, inner: NDArray[np.float32], ws: NDArray[np.float32], nodes: Any) -> NDArray[np.float32]:
-        """The values of some nodes.
-
-        Args:
-            inner: values of the inner nodes, float32 (M,) or (B, M).
-            ws: the weights they were computed from, float32 (V,) or (B, V).
-            nodes: k nodes, see `check_nodes`.
-
-        Returns:
-            float32 (k,) or (B, k), in the order of `nodes`.
-
-        Raises:
-            UnknownNode: as `check_nodes`.
-            ValueError: the shapes do not fit.
-        """
+        """The values of k nodes in their order, float32 (k,) or (B, k); see `expand` and `check_nodes`."""
         self._check_shapes(inner, ws)
         index = self.value_of[self.check_nodes(nodes)]
         of_inner = index < self.n_inner
@@ -375,18 +302,10 @@ class Trie:
 
 
 def check_weights(weights: Any, n_tokens: int, *, batch: bool) -> NDArray[np.float32]:
-    """Check the weights of all tokens, without a copy when they are C-contiguous.
+    """Check the weights of all tokens: float32 of shape (V,), or (B, V) when `batch`, from numpy or torch on the CPU.
 
-    Args:
-        weights: float32 array (numpy, or torch on the CPU) of shape (V,), or (B, V) when `batch`.
-        n_tokens: V.
-        batch: whether there are several rows.
-
-    Returns:
-        the same numbers, C-contiguous and aligned: float32 of shape (V,) or (B, V). They may share the caller's memory.
-
-    Raises:
-        InvalidWeights: not such an array, of another length or dtype, or with NaN among them.
+    Returns the same numbers, C-contiguous and aligned; without a copy if they were so. Raises `InvalidWeights` for any
+    other value, and for NaN.
     """
     values = check_layout(weights, n_tokens, batch=batch)
     # The minimum is NaN when any number is, and takes a fifth of the time of `isnan`.
@@ -408,17 +327,12 @@ def check_layout(weights: Any, n_tokens: int, *, batch: bool) -> NDArray[np.floa
         raise InvalidWeights(f"the weights, a {type(weights).__name__}, cannot be read as an array: {error}") from error
     if values.dtype != np.float32:
         raise InvalidWeights(f"the weights have dtype {values.dtype}: convert with numpy.asarray(w, numpy.float32)")
-    check_shape(values.shape, n_tokens, batch=batch)
-    return np.require(values, requirements=("C", "A"))
-
-
-def check_shape(shape: tuple[int, ...], n_tokens: int, *, batch: bool) -> None:
-    """Raise `InvalidWeights` for a shape other than (V,), or (B, V) when `batch`."""
-    if len(shape) != 1 + batch:
+    if values.ndim != 1 + batch:
         wanted = f"a batch has shape (B, {n_tokens})" if batch else f"one vector has shape ({n_tokens},)"
-        raise InvalidWeights(f"the weights have shape {shape}: {wanted}")
-    if shape[-1] != n_tokens:
-        raise InvalidWeights(f"{shape[-1]} weights for {n_tokens} tokens")
+        raise InvalidWeights(f"the weights have shape {values.shape}: {wanted}")
+    if values.shape[-1] != n_tokens:
+        raise InvalidWeights(f"{values.shape[-1]} weights for {n_tokens} tokens")
+    return np.require(values, requirements=("C", "A"))
 
 
 def nan_found(values: NDArray[np.float32]) -> InvalidWeights:
@@ -426,3 +340,54 @@ def nan_found(values: NDArray[np.float32]) -> InvalidWeights:
     place = np.unravel_index(int(np.argmax(np.isnan(values))), values.shape)
     where = f"weight {place[-1]}" if values.ndim == 1 else f"weight {place[1]} of row {place[0]}"
     return InvalidWeights(f"{where} is NaN: every weight must be a number, or an infinity")
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The order in which kernels sweep a trie: tokens by the inner node that they are added to."""
+
+    n_tokens: int
+    n_inner: int
+    order: NDArray[np.uint32]  # The token ids sorted by home, then by id; uint32 (V,).
+    start: NDArray[np.uint32]  # The tokens of inner node i are order[start[i] : start[i + 1]]; uint32 (M + 1,).
+    depth: NDArray[np.uint32]  # The number of inner nodes above each inner node; uint32 (M,).
+    source: NDArray[np.uint32]  # Each node's place in [M inner values | V weights in `order`]; uint32 (N,).
+    identity: NDArray[np.uint32]  # 0..M-1, the source of the inner nodes themselves; uint32 (M,).
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays."""
+        return sum(array.nbytes for array in (self.order, self.start, self.depth, self.source, self.identity))
+
+
+def make_plan(trie: Compressed) -> Plan:
+    """Lay out the sweep of a trie."""
+    order = np.argsort(trie.home, kind="stable")
+    rank = np.empty(trie.n_tokens, np.uint32)
+    rank[order] = np.arange(trie.n_tokens, dtype=np.uint32)
+    start = np.zeros(trie.n_inner + 1, np.uint32)
+    np.cumsum(np.bincount(trie.home, minlength=trie.n_inner), out=start[1:])
+    source = trie.value_of.astype(np.uint32)
+    single = source >= trie.n_inner
+    source[single] = rank[source[single] - trie.n_inner] + np.uint32(trie.n_inner)
+    # The step upwards doubles, so the depths of a chain of n nodes take log2(n) rounds.
+    depth, above = (trie.inner_parent >= 0).astype(np.uint32), trie.inner_parent.copy()
+    while (climbing := np.flatnonzero(above >= 0)).size:
+        step = above[climbing]
+        depth[climbing] += depth[step]
+        above[climbing] = above[step]
+    identity = np.arange(trie.n_inner, dtype=np.uint32)
+    return Plan(trie.n_tokens, trie.n_inner, order.astype(np.uint32), start, depth, source, identity)
+
+
+def max_kernel_bytes(vocabulary: Vocabulary, device: str) -> int:
+    """The upper limit of `Kernels.nbytes` for the trie over a vocabulary on a device."""
+    tokens, nodes = len(vocabulary), len(vocabulary.data) + 1
+    inner = tokens  # Each inner node separates tokens from one another, so there are no more of them than tokens.
+    if device != "cpu":
+        blocks = 2 * tokens.bit_length() * inner
+        return 8 * (tokens + inner + 1 + nodes) + 16 * blocks
+    plan = 4 * (tokens + 3 * inner + 1 + nodes)
+    places = min(int(vocabulary.lengths.max()), inner) + 2
+    a_lane = 4 * tokens + (4 + 8) * (inner + tokens) + 8 * places
+    return plan + count_threads() * WIDEST * a_lane

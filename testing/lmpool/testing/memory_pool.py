@@ -28,7 +28,7 @@ from lmpool.vocabulary import Vocabulary
 from lmpool.workers.backends.synthetic import SyntheticBackend, SyntheticSettings
 from lmpool.workers.execution.contract import Backend, BackendSettings, Finished
 from lmpool.workers.settings import WorkerSettings
-from lmpool.workers.trie.backend import TrieSettings
+from lmpool.workers.trie import TrieSettings
 from lmpool.workers.worker import Worker
 
 T = TypeVar("T")

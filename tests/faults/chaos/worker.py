@@ -22,11 +22,10 @@ from numpy.typing import NDArray
 
 from lmpool import cli
 from lmpool.protocol.query import Op
-from lmpool.trie.plan import Compressed
+from lmpool.trie.trie import Compressed
+from lmpool.workers import trie as trie_worker
 from lmpool.workers.backends import synthetic
 from lmpool.workers.execution.contract import Finished
-from lmpool.workers.trie import backend as trie_backend
-from lmpool.workers.trie import inputs as trie_inputs
 
 TRACE_VARIABLE = "LMPOOL_CHAOS_TRACE"
 _FUNCTIONS: dict[Op, tuple[np.ufunc, float]] = {
@@ -81,6 +80,5 @@ class PlainKernels:
 if __name__ == "__main__":
     faulthandler.register(signal.SIGUSR1)
     synthetic.SyntheticBackend = TracedBackend  # type: ignore[misc]
-    for module in (trie_backend, trie_inputs):
-        vars(module)["open_kernels"] = PlainKernels
+    vars(trie_worker)["open_kernels"] = PlainKernels
     cli.main()

@@ -11,7 +11,7 @@ from lmpool.protocol.job import Job
 from lmpool.protocol.query import OPS, SECRET_SIZE, TrieQuery, weights_name
 from lmpool.protocol.row import VectorBlock
 from lmpool.vocabulary import Vocabulary
-from lmpool.workers.trie.backend import TrieSettings
+from lmpool.workers.trie import TrieSettings
 from tests.faults.hostile import strategies as hostile
 from tests.faults.hostile.cases import cases
 from tests.faults.hostile.commands import execute

@@ -127,7 +127,7 @@ def test_what_cannot_be_computed_is_refused_with_the_reason_and_stays(pool: Pool
     pool.start()
     fingerprint = fingerprint_of(pool)
     cases = {
-        bury(pool, b"\x80\x04K\x01."): "the job cannot be decoded, so no worker can compute it: a job does not decode",
+        bury(pool, b"\x80\x04K\x01."): "the job cannot be decoded, so no worker can compute it: not a job",
         bury(pool, job([1])): f"it is for another model of this name: its fingerprint is {'f' * 32}, not {fingerprint}",
         bury(pool, job([V], fingerprint)): f"token id {V} is out of range",
         bury(pool, Job(b"abc", "", fingerprint).pack()): "3 bytes are not a whole number of uint32 ids",

@@ -25,7 +25,7 @@ from lmpool.protocol.tokenizer import PackedTokenizer
 from lmpool.synthetic import synthetic_row
 from lmpool.web.demand import read_demand
 from lmpool.workers.backends.synthetic import SyntheticBackend, SyntheticSettings
-from lmpool.workers.trie.backend import TrieBackend, TrieSettings
+from lmpool.workers.trie import TrieBackend, TrieSettings
 from tests.shared.broker.secure_server import ROLES, SHIPPED, SecureServer, password_of
 from tests.support.pool import DEADLINE_S, WorkerProcess, lmpool_command, run_lmpool, until, until_async
 from tests.support.trie_answers import answers_of, assert_right, draw_weights, row_weights, words

@@ -17,7 +17,7 @@ from lmpool.broker.server import Server
 from lmpool.broker.server_checks import read_memory
 from lmpool.protocol.keys import Keys
 from lmpool.protocol.model_info import TRIE_SERVICE
-from lmpool.workers.trie.backend import TrieBackend, TrieSettings
+from lmpool.workers.trie import TrieBackend, TrieSettings
 from tests.shared.broker.secure_server import SHIPPED, SecureServer
 
 TRIE_ROWS = Keys().row(TrieBackend(TrieSettings()).info.fingerprint).decode()

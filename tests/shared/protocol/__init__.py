@@ -1,1 +1,1 @@
-"""Tests of what processes say to each other: bytes and names."""
+"""Tests of messages between processes: their bytes, and the names of keys."""

@@ -74,9 +74,9 @@ def test_a_job_of_a_client_that_traces_has_one_field_more() -> None:
     assert read == TracedJob(b"\x07\0\0\0", "a", "fp", True, b"\x09", b"here", "00-ab")
     assert read.pack() == traced
     for wrong in (b"\xc4\x0200", b"\xc0", b"\x07", b"\xa500-ab\xa0"):
-        with pytest.raises(ProtocolError, match="not a job|does not decode"):
+        with pytest.raises(ProtocolError, match="not a job"):
             unpack_job(b"\x98" + packed[1:] + wrong)
-    with pytest.raises(ProtocolError, match="a job does not decode"):
+    with pytest.raises(ProtocolError, match="not a job"):
         unpack_job(b"\x99" + packed[1:] + b"\xa0\xa0")
 
 
@@ -152,13 +152,13 @@ WRONG_FAILURES: dict[str, bytes] = {
 
 
 @pytest.mark.parametrize("data", WRONG_JOBS.values(), ids=WRONG_JOBS)
-def test_what_is_not_a_job_is_refused(data: bytes) -> None:
+def test_other_bytes_than_a_job_are_refused(data: bytes) -> None:
     with pytest.raises(ProtocolError, match="job"):
         unpack_job(data)
 
 
 @pytest.mark.parametrize("data", WRONG_FAILURES.values(), ids=WRONG_FAILURES)
-def test_what_is_not_a_failure_is_refused(data: bytes) -> None:
+def test_other_bytes_than_a_failure_are_refused(data: bytes) -> None:
     with pytest.raises(ProtocolError, match="failure"):
         unpack_failure(data)
 

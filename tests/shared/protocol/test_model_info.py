@@ -1,4 +1,4 @@
-"""Model infos: round trips, what makes the fingerprint, and every malformed info refused."""
+"""Model infos: round trips, the fields of the fingerprint, and every malformed info refused."""
 
 from __future__ import annotations
 
@@ -77,12 +77,12 @@ def test_infos_survive_the_wire(info: ModelInfo) -> None:
 @pytest.mark.parametrize("control", ["\x00", "\x1b", "\n", "\x7f", "\x9b", "\u2028", "\u2029"])
 def test_a_name_with_control_characters_is_refused(field: str, control: str) -> None:
     bad: dict[str, Any] = {field: f"a{control}b"}
-    with pytest.raises(ProtocolError, match=f"has {field} = .*: expected no control characters"):
+    with pytest.raises(ProtocolError, match=f"has {field} = .*: [Ee]xpected "):
         ModelInfo.unpack(replace(INFO, **bad).pack())
 
 
 @pytest.mark.parametrize("name", OTHER)
-def test_the_fingerprint_changes_exactly_with_what_decides_a_rows_value(name: str) -> None:
+def test_the_fingerprint_changes_exactly_with_the_fields_that_decide_a_row(name: str) -> None:
     changed = replace(INFO, **{name: OTHER[name]})
     assert (changed.fingerprint != INFO.fingerprint) == (name in IDENTITY)
 
@@ -165,7 +165,7 @@ def test_a_field_of_the_wrong_type_is_refused_by_name(name: str, value: object) 
         ModelInfo.unpack(packed(**{name: value}))
 
 
-def test_a_whole_number_passes_for_seconds() -> None:
+def test_seconds_may_be_a_whole_number() -> None:
     assert ModelInfo.unpack(packed(lease_s=3)).lease_s == 3
 
 
@@ -204,7 +204,7 @@ def test_a_value_that_no_model_has_is_refused(name: str, value: object) -> None:
     [b"", b"\xc1", packed()[:-1], packed() + b"\0", msgpack.packb([]), msgpack.packb(list(encoded(INFO).values())),
      msgpack.packb("info"), msgpack.packb(None), msgpack.packb({1: 2}), b"\x81\x90\x01", b"\x91" * 5000],
 )  # fmt: skip
-def test_what_is_not_a_info_is_refused(data: bytes) -> None:
+def test_other_bytes_than_an_info_are_refused(data: bytes) -> None:
     with pytest.raises(ProtocolError, match="model info"):
         ModelInfo.unpack(data)
 
@@ -251,33 +251,11 @@ def test_a_changed_info_is_refused_or_is_another_well_typed_info(data: st.DataOb
 
 # Other releases
 
-OLDER = bytes.fromhex(
-    "de0011a46e616d65a16da76261636b656e64a973796e746865746963aa766f6361625f73697a6540b16d61785f70726f6d70745f746f6b656e"
-    "7320a87265766973696f6ea6736565642d30a56474797065a7666c6f61743332a8656e636f64696e67a3663332a56c6f737379c2a6736f7572"
-    "6365a0a9676775665f66696c65a0aa766f636162756c617279a0ad616e73776572735f7472696573c2a673636f726573c2a46e6f7465a0ab71"
-    "756575655f6c696d6974ce000186a0a76c656173655f73cb402e000000000000a9726f775f74746c5f73cb40ac200000000000"
-)
-"""`INFO` as the last release packed it that had no wire version in it."""
-
-
-def test_the_info_of_a_release_without_a_wire_version_is_refused_by_name_and_version() -> None:
-    with pytest.raises(
-        ProtocolError, match="the model 'm' is served with wire version 2, and this release of lmpool speaks 7: run the"
-    ):
-        ModelInfo.unpack(OLDER)
-
 
 @pytest.mark.parametrize("more", [{}, {"colour": 1}])
-def test_the_info_of_a_later_release_is_refused_by_its_version_whatever_fields_it_has(more: dict[str, Any]) -> None:
+def test_the_info_of_a_later_release_is_refused_by_its_version(more: dict[str, Any]) -> None:
     with pytest.raises(ProtocolError, match="the model 'm' is served with wire version 8, and this .* speaks 7"):
         ModelInfo.unpack(packed(wire_version=8, **more))
-
-
-def test_a_release_without_a_wire_version_finds_a_field_that_it_does_not_know() -> None:
-    # It compares the fields with its own, and then says "do all sides run the same one?".
-    new, old = msgpack.unpackb(INFO.pack()), msgpack.unpackb(OLDER)
-    assert new.keys() - old.keys() == {"positions", "hidden", "tokenizer", "wire_version"}
-    assert {name: value for name, value in new.items() if name in old} | {"scores": False} == old
 
 
 def test_workers_of_another_wire_version_serve_something_else_although_its_rows_are_the_same() -> None:

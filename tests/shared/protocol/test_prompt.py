@@ -105,7 +105,7 @@ def test_digest_is_keyed_by_the_adapter() -> None:
     assert adapted.digest == digest_of(IDS_BYTES, "one")
 
 
-def test_long_adapter_names_are_told_apart() -> None:
+def test_long_adapter_names_give_different_digests() -> None:
     # A BLAKE2b key has at most 64 bytes.
     names = ["é" * 32, "a" * 64, "a" * 65, "a" * 66, "a" * 500 + "b", "a" * 500 + "c"]
     digests = {digest_of(IDS_BYTES, name) for name in names}
@@ -271,7 +271,7 @@ NOT_IDS: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize(("ids", "shown"), NOT_IDS.values(), ids=NOT_IDS)
-def test_what_is_not_a_flat_sequence_of_integers_is_refused_and_shown(ids: Any, shown: str) -> None:
+def test_other_values_than_flat_sequences_of_integers_are_refused_and_shown(ids: Any, shown: str) -> None:
     with pytest.raises(NotTokenIds) as caught:
         encode(ids)
     assert shown in str(caught.value)

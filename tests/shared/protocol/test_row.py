@@ -160,7 +160,7 @@ def test_a_decoded_row_is_read_only(encoding: Encoding) -> None:
 
 @encodings
 def test_a_decoded_row_cannot_be_made_writeable(encoding: Encoding) -> None:
-    # One array is handed to everybody who asks for the prompt.
+    # All callers with the same prompt get the same array.
     row = decode_row(received(sample(encoding)), 5)
     with pytest.raises(ValueError, match="WRITEABLE"):
         row.flags.writeable = True
@@ -198,7 +198,7 @@ def test_rows_decoded_together_are_those_decoded_one_by_one(encoding: Encoding) 
 
 @encodings
 @pytest.mark.parametrize("at", [0, 3, 5])
-def test_one_that_is_no_row_has_each_of_a_chunk_looked_at_by_itself(encoding: Encoding, at: int) -> None:
+def test_rows_of_a_chunk_with_an_invalid_row_are_decoded_one_by_one(encoding: Encoding, at: int) -> None:
     sound = block_of(encoding, np.zeros(5)).encode(0)
     wide = {Encoding.F32: "<f4", Encoding.BF16: "<u2", Encoding.F16: "<f2"}[encoding]
     nan, low = (0x7FC0, 0xC2C8) if encoding is Encoding.BF16 else (np.nan, -100.0)

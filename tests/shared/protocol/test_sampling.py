@@ -76,13 +76,13 @@ def test_a_temperature_of_zero_takes_the_likeliest_token_and_equal_seeds_draw_eq
         (1e-45, 0.9, [3972] * 6),
     ],
 )
-def test_a_seed_draws_what_it_has_drawn_before(temperature: float, top_p: float, tokens: list[int]) -> None:
+def test_equal_seeds_draw_equal_tokens(temperature: float, top_p: float, tokens: list[int]) -> None:
     seeds = (0, 1, 2, 7, 2**40, 2**64 - 1)
     assert [sample(ROW, Sampling(temperature, top_p, seed)) for seed in seeds] == tokens
 
 
 @given(ROWS.filter(lambda row: row.max() > -np.inf), st.sampled_from([0.0, 1e-117, 0.7, 1.0, 1e39]), st.floats(0.01, 1))
-def test_what_is_kept_can_be_drawn_the_largest_weight_first(row: np.ndarray, temperature: float, top_p: float) -> None:
+def test_kept_tokens_can_be_drawn_and_are_sorted_by_weight(row: np.ndarray, temperature: float, top_p: float) -> None:
     ids, weights = kept(row, temperature, top_p)
     tokens = list(range(len(row))) if ids is None else ids.tolist()
     assert len(tokens) == len(weights) == len(set(tokens))

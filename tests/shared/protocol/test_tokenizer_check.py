@@ -105,7 +105,7 @@ def test_words_that_take_long_to_split_are_refused() -> None:
         if longest <= 1000:
             assert check_tokenizer(file) == 1
         else:
-            with pytest.raises(InvalidVocabulary, match="splits words of 1001 characters; the limit is 1000"):
+            with pytest.raises(InvalidVocabulary, match="model splits has 1001 characters; the limit is 1000"):
                 check_tokenizer(file)
 
 
@@ -117,6 +117,6 @@ def test_growth_is_that_of_all_normalizers() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "[" * 100_000])
-def test_what_is_no_tokenizer_json_is_refused(text: str) -> None:
+def test_other_texts_than_a_tokenizer_json_are_refused(text: str) -> None:
     with pytest.raises(InvalidVocabulary, match=r"tokenizer\.json cannot be read"):
         check_tokenizer(text)

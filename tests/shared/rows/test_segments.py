@@ -7,6 +7,7 @@ import fcntl
 import os
 import shutil
 import signal
+import socket
 import stat
 import subprocess
 import sys
@@ -33,7 +34,7 @@ from tests.shared.rows.segments import SLOT, V, look, made, place_fixture, promp
 from tests.support.pool import DEADLINE_S
 
 
-def test_a_socket_that_is_removed_is_let_go_of_by_readers_and_made_again(
+def test_readers_release_a_segment_without_socket_and_its_worker_creates_the_socket_again(
     segment: Segment, reader: SegmentReader, place: Path
 ) -> None:
     put(segment, 1)
@@ -169,7 +170,7 @@ def test_files_of_others_and_of_other_releases_are_left_alone(place: Path) -> No
     assert reader.read(Reference(host_token(), bytes(8), 1), prompt(1), V) is None
 
 
-def test_a_segment_has_room_or_is_none(place: Path) -> None:
+def test_a_segment_that_is_too_small_or_too_large_is_not_created(place: Path) -> None:
     assert make_segment("fp", V, 63 * SLOT, lambda: True) is None
     assert make_segment("fp", V, 64 * SLOT, lambda: False) is None
     assert list(place.iterdir()) == []
@@ -202,12 +203,14 @@ def test_a_python_that_cannot_make_sealed_memory_is_an_error_of_the_system(place
     assert "memfd_create" in done.stdout
 
 
-def test_a_socket_that_gets_its_name_concurrently_does_not_prevent_a_segment(
-    place: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    gone = place / ".lmpool-0123456789abcdef"
-    monkeypatch.setattr(segment_memory, "segments_in", lambda place, prefix="": [gone] if prefix else [])
-    remove_abandoned(place)
+def test_a_socket_that_does_not_listen_yet_is_not_removed(place: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as new:
+        new.bind(str(place / f"lmpool-{'00' * 8}"))
+        remove_abandoned(place)
+        (path,) = place.iterdir()
+        os.utime(path, (0, 0))
+        remove_abandoned(place)
+        assert not list(place.iterdir())
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import asyncio
 import errno
 import os
 from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -123,7 +124,7 @@ def test_another_prompt_another_number_and_another_model_find_nothing(segment: S
 def test_junk_anywhere_in_a_slot_makes_its_row_none(
     segment: Segment, reader: SegmentReader, at: int, is_length_known: bool
 ) -> None:
-    """As where processors reorder what they store."""
+    """As on processors that reorder stores."""
     segment.is_summed = True
     reference, other = put(segment, 5), put(segment, 6)
     if is_length_known:
@@ -146,7 +147,7 @@ def test_a_row_that_is_replaced_while_it_is_copied_is_none(
     is_length_known: bool,
     encoding: Encoding,
 ) -> None:
-    """Also by one that is made of the same words, whose sum is the same."""
+    """Also if the other row has the same words in another order, and so the same sum."""
     segment.is_summed = is_summed
     log_z = None if encoding is Encoding.F32 else np.zeros(1, np.float32)
 
@@ -246,50 +247,25 @@ def test_slots_in_use_are_not_reused(segment: Segment, reader: SegmentReader) ->
 def test_slots_that_rows_are_copied_to_are_not_reused(
     segment: Segment, reader: SegmentReader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The backend's thread takes slots while another one copies; at the end of the ring some are passed over."""
+    """The backend's thread takes slots while another thread copies; at the end of the ring some are passed over."""
     for name in range(33):
         put(segment, name)
     block = RowBlock([prompt(100), prompt(101)], np.stack([row_of(100), row_of(101)]), None, Encoding.F32)
     write = Segment._write
-    lent: list[NDArray[Any]] = []
+    taking: list[Future[NDArray[Any] | None]] = []
 
     def take_before(self: Segment, *given: Any, **options: Any) -> None:
-        while (rows := self.new_rows(32, V, Encoding.F32)) is not None:
-            lent.append(rows)
+        taking.append(backend.submit(self.new_rows, 16, V, Encoding.F32))
         write(self, *given, **options)
 
     monkeypatch.setattr(Segment, "_write", take_before)
-    references = writer_of(segment).write(block, (), ()).references
-    monkeypatch.undo()
-    for rows in lent:
+    with ThreadPoolExecutor(2) as backend:
+        references = writer_of(segment).write(block, (), ()).references
+    for taken in taking:
+        rows = taken.result()
+        assert rows is not None
         rows[:] = 7
     read_all(reader, references, [100, 101])
-    lent.clear()
-    del rows
-    assert segment.new_rows(32, V, Encoding.F32) is not None
-
-
-def test_that_holds_for_the_others_too_when_there_is_no_slot_for_the_first_row(
-    segment: Segment, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Slots may be released between two checks."""
-    take, write = Segment._take, Segment._write
-    asked: list[int] = []
-    lent: list[int] = []
-
-    def refuse_first(self: Segment, first: int, count: int) -> bool:
-        asked.append(first)
-        return len(asked) > 1 and take(self, first, count)
-
-    def look(self: Segment, *given: Any, **options: Any) -> None:
-        lent.append(sum(slots.memory() is not None for slots in self._lent))
-        write(self, *given, **options)
-
-    monkeypatch.setattr(Segment, "_take", refuse_first)
-    monkeypatch.setattr(Segment, "_write", look)
-    block = RowBlock([*map(prompt, range(3))], np.stack([*map(row_of, range(3))]), None, Encoding.F32)
-    assert set(writer_of(segment).write(block, (), ()).references) == {prompt(1), prompt(2)}
-    assert lent == [1, 1]
 
 
 def test_a_segment_of_the_layout_before_is_not_read(segment: Segment, reader: SegmentReader) -> None:
@@ -301,7 +277,7 @@ def test_a_segment_of_the_layout_before_is_not_read(segment: Segment, reader: Se
     assert Layout.read(segment._memory) is None
 
 
-def test_a_batch_of_more_rows_than_there_are_slots_is_written_as_far_as_there_is_room(
+def test_a_batch_of_more_rows_than_slots_is_written_as_far_as_slots_are_free(
     segment: Segment, reader: SegmentReader
 ) -> None:
     names = list(range(200))
@@ -472,7 +448,7 @@ def test_memory_for_batches_is_used_again_for_those_of_about_their_size() -> Non
     assert again.ctypes.data == at
 
 
-def test_no_more_memory_is_kept_than_is_said() -> None:
+def test_spare_memory_stays_within_its_limit() -> None:
     memory = RowMemory()
     for size in (2**27, 2**20):
         lent = [memory.take_writeable(size) for _ in range(3)]
@@ -480,7 +456,7 @@ def test_no_more_memory_is_kept_than_is_said() -> None:
         assert sum(map(len, memory._free)) == (0 if size == 2**27 else 3 * 2**20)
 
 
-def test_rows_of_half_a_word_too_many_are_whole_or_none(place: Path) -> None:
+def test_rows_whose_size_is_no_multiple_of_a_word_are_read_whole_or_not_at_all(place: Path) -> None:
     vocab_size = V + 1
     odd = make_segment("odd", vocab_size, 64 * SLOT, lambda: True)
     assert odd is not None

@@ -186,7 +186,7 @@ def test_a_trie_is_shown_by_its_sizes() -> None:
     assert trie.nbytes == sum(array.nbytes for array in arrays_of(trie).values()) + trie.vocabulary.nbytes
 
 
-# Nodes that are asked for
+# Requested nodes
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from lmpool.trie.trie import Trie
 
 
 class Calls(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch is partly untyped
-    """Functions that torch is asked for."""
+    """Records the functions that torch runs."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

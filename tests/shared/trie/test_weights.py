@@ -1,4 +1,4 @@
-"""Weights: what is refused and how, what is taken as it is, and that checking is cheap."""
+"""Weights: refused arrays and their errors, arrays that are used without a copy, and the cost of the check."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ def test_torch_tensors_of_the_cpu_are_read_in_place() -> None:
     [np.ones((3, 2), np.float32).T, np.ones((2, 6), np.float32)[:, ::2], np.ones((2, 3), np.float32)[::-1]],
     ids=["transposed", "every other", "backwards"],
 )
-def test_strided_weights_come_out_contiguous(weights: NDArray[np.float32]) -> None:
+def test_strided_weights_become_contiguous(weights: NDArray[np.float32]) -> None:
     checked = check_weights(weights, 3, batch=True)
     assert checked.flags.c_contiguous
     assert np.array_equal(checked, weights)
 
 
-def test_unaligned_weights_come_out_aligned() -> None:
+def test_unaligned_weights_become_aligned() -> None:
     raw = np.frombuffer(b"\0" + ONES.tobytes(), np.float32, count=3, offset=1)
     assert not raw.flags.aligned
     checked = check_weights(raw, 3, batch=False)

@@ -31,7 +31,7 @@ from lmpool.workers.backends.settings import HfSettings, VllmSettings
 from lmpool.workers.backends.synthetic import SyntheticSettings
 from lmpool.workers.cli.commands import _backends, _configure, build, option_parameters
 from lmpool.workers.settings import WorkerSettings
-from lmpool.workers.trie.backend import TrieSettings
+from lmpool.workers.trie import TrieSettings
 
 SECRET = "hunter2"
 ALL = {"every worker": WorkerSettings, "hf backend": HfSettings, "synthetic backend": SyntheticSettings}

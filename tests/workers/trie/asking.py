@@ -1,4 +1,4 @@
-"""Asking a pool about tries in all ways, and what its workers say that they have done."""
+"""Send trie requests in all ways, and read the counters of the workers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Model workers with tries of their own, and what stands in for those without."""
+"""Model workers that answer trie queries themselves, and trie workers for models without such workers."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ async def test_rows_and_queries_mix_in_one_model(fused: Pool) -> None:
     await until_done(fused)
 
 
-async def test_answers_take_no_room_from_the_rows_that_a_producer_keeps(fused: Pool) -> None:
+async def test_answers_evict_no_rows_from_the_cache_of_a_producer(fused: Pool) -> None:
     async with fused.producer(cache_bytes=2 * 4 * V + 1000) as producer:
         trie = await producer.trie()
         await keep(producer, [1030])
@@ -106,7 +106,7 @@ async def test_a_worker_without_tries_is_made_up_for_by_trie_workers_or_named(po
 
 
 def set_info(pool: Pool, *, answers_tries: bool) -> None:
-    """Change what the model's info says about tries."""
+    """Change `answers_tries` in the model's info."""
     data: Any = pool.redis.hget(pool.keys.models(), "syn")
     info = replace(ModelInfo.unpack(data), answers_tries=answers_tries)
     pool.redis.hset(pool.keys.models(), "syn", info.pack())

@@ -22,7 +22,7 @@ from lmpool.protocol.row import VectorBlock
 from lmpool.trie.trie import Trie
 from lmpool.vocabulary import MAX_BYTES, Vocabulary
 from lmpool.workers.backends.synthetic import SyntheticBackend, SyntheticSettings
-from lmpool.workers.trie.backend import TrieSettings
+from lmpool.workers.trie import TrieSettings
 from tests.shared.broker.adapters.test_adapters import serving
 from tests.support.pool import DEADLINE_S, Pool, until_async
 from tests.support.trie_answers import answers, assert_right, draw_weights, words
@@ -379,7 +379,7 @@ async def test_hostile_queries_to_a_model_with_tries_fail_alone(shared: Pool, pr
 
 
 @pytest.mark.parametrize("bad", [b"LMPV" + bytes(100), b"", None])
-async def test_a_vocabulary_that_was_overwritten_is_put_right_by_who_has_it(
+async def test_a_client_stores_an_overwritten_vocabulary_again(
     shared: Pool, producer: Producer, bad: bytes | None
 ) -> None:
     trie = await producer.trie(words(34, V))

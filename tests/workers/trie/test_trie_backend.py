@@ -1,4 +1,4 @@
-"""What a trie worker does with jobs once it has all that they need, and what it keeps."""
+"""Jobs of a trie worker whose inputs are complete, and the caches of the worker."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from lmpool.settings import count_cores
 from lmpool.trie.kernels import Kernels
 from lmpool.vocabulary import Vocabulary
 from lmpool.workers.execution.contract import BackendJob
-from lmpool.workers.trie.backend import TrieBackend, TrieSettings, answer
-from lmpool.workers.trie.inputs import ByteLRU, LazyTrie, TrieInput, ValuesCache
+from lmpool.workers.trie import ByteLRU, LazyTrie, TrieBackend, TrieInput, TrieSettings, ValuesCache, answer
 from tests.support.trie_answers import answers, assert_right, draw_weights, words
 
 V = 200
@@ -131,7 +130,7 @@ def test_a_trie_that_cannot_be_opened_fails_its_own_jobs_alone() -> None:
 
 
 class Small:
-    """Kernels of a device with room for so many rows."""
+    """Kernels of a device whose memory holds `room` rows."""
 
     def __init__(self, kernels: Kernels, room: int, error: type[RuntimeError]) -> None:
         self.kernels, self.room, self.error = kernels, room, error
@@ -290,7 +289,7 @@ def test_a_cache_counts_a_value_that_is_put_twice_once() -> None:
     assert cache.get("b") is None
 
 
-def test_a_cache_keeps_the_newest_whatever_it_takes() -> None:
+def test_a_cache_keeps_the_newest_value_of_any_size() -> None:
     cache: ByteLRU[str, Sized] = ByteLRU(0)
     cache.put("a", Sized(10))
     cache.put("b", Sized(10**12))

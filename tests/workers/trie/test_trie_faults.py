@@ -41,7 +41,7 @@ async def sums(trie: PooledTrie, seeds: range) -> None:
 
 
 async def referred(trie: PooledTrie, prompts: list[list[int]]) -> None:
-    """Ask for what many prompts say of some nodes, and check every value."""
+    """Request values of some nodes for many prompts, and check every value."""
     told = answers_of(trie.structure)
     replies = await asyncio.gather(*(trie.logsumexp(prompt=prompt, nodes=[0, 1, 2]) for prompt in prompts))
     for prompt, reply in zip(prompts, replies, strict=True):
@@ -294,7 +294,7 @@ async def test_damaged_rows_do_not_stop_a_model_worker_with_tries(pool: Pool) ->
 
 
 async def ask_some(trie: PooledTrie, prompt: list[int], nodes: list[int]) -> None:
-    """Ask for what one prompt says of some nodes, and check the values."""
+    """Request values of some nodes for one prompt, and check the values."""
     exact = answers_of(trie.structure).of("sum", row_weights(prompt, V, "sum"))[nodes]
     assert_right(await trie.weight_sum(prompt=prompt, nodes=nodes), exact)
 

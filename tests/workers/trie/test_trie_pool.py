@@ -25,7 +25,7 @@ from lmpool.trie.kernels import Kernels, open_kernels
 from lmpool.trie.trie import Trie
 from lmpool.workers import dispatch as dispatch_module
 from lmpool.workers.settings import WorkerSettings
-from lmpool.workers.trie.backend import TrieSettings
+from lmpool.workers.trie import TrieSettings
 from lmpool.workers.worker import Worker
 from tests.shared.broker.adapters.test_adapters import adapted, expected, serving, write_adapters
 from tests.support.pool import DEADLINE_S, Pool, until_async, until_done
@@ -107,7 +107,7 @@ async def test_vocabularies_of_one_token_are_served(shared: Pool) -> None:
 async def test_concurrent_clients_get_the_right_values_from_shared_steps(shared: Pool) -> None:
     vocabularies = [words(seed, size) for seed, size in ((3, 600), (4, 900), (5, 600))]
     producers = [shared.producer() for _ in range(3)]
-    # What is asked while workers are frozen must not take as long as their leases.
+    # Requests that are sent while workers are frozen must end before the leases expire.
     for producer in producers:
         for trie in [await producer.trie(), *[await producer.trie(vocabulary) for vocabulary in vocabularies]]:
             await trie.weight_sum(np.zeros(trie.structure.n_tokens, np.float32))
@@ -215,7 +215,7 @@ async def trie_worker(pool: Pool) -> AsyncIterator[None]:
     await asyncio.wait_for(running, DEADLINE_S)
 
 
-# What travels, and what stays
+# Bytes on the wire
 
 
 @pytest.fixture

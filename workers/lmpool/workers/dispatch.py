@@ -33,7 +33,7 @@ from lmpool.workers.queue.consumer import Consumer
 from lmpool.workers.queue.jobs import STALE_S, Taken
 from lmpool.workers.queue.leases import Leases
 from lmpool.workers.queue.publisher import Publisher
-from lmpool.workers.trie.inputs import TrieInputs
+from lmpool.workers.trie import TrieInputs
 
 _log = logging.getLogger("lmpool.worker")
 

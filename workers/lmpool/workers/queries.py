@@ -47,8 +47,7 @@ from lmpool.protocol.token_set import TokenSet, name_in, unpack_tokens
 from lmpool.workers.execution.contract import QUERY_ERRORS, BackendJob, failure_of
 from lmpool.workers.execution.in_flight import EntriesByDigest, InFlightPrompt, StreamEntry
 from lmpool.workers.queue.publisher import Publisher
-from lmpool.workers.trie.backend import answer
-from lmpool.workers.trie.inputs import TrieInputs
+from lmpool.workers.trie import TrieInputs, answer
 
 # Max tokens of all cached sets together: 32 MiB.
 _MAX_CACHED_TOKENS = 1 << 22

@@ -40,8 +40,7 @@ from lmpool.workers.queue.jobs import STALE_S, JobReader
 from lmpool.workers.queue.leases import Leases
 from lmpool.workers.queue.publisher import Publisher
 from lmpool.workers.settings import WorkerSettings
-from lmpool.workers.trie.backend import warm_up
-from lmpool.workers.trie.inputs import TrieInputs
+from lmpool.workers.trie import TrieInputs, warm_up
 
 _log = logging.getLogger("lmpool.worker")
 

@@ -18,7 +18,7 @@ from lmpool.producer.client.requests import PendingRequest, PendingRequests, Sta
 from lmpool.producer.client.submit import Submitter
 from lmpool.protocol.job import DIGEST_SIZE, Failure, unpack_failure
 from lmpool.protocol.row import Row, decode_alike, decode_entries, entry_ranges, split_rows
-from lmpool.rows.cache import read_carried
+from lmpool.rows.cache import read_values
 from lmpool.rows.shared_memory import PLACE_SIZE
 
 FoundEntries = Row | CorruptRow | None
@@ -209,7 +209,7 @@ class Receiver:
         wanted = [request.prompt.digest for request in requests]
         vocab_size = self._connections.model.info.vocab_size
         self._requests.resolve_found(
-            wanted, read_carried(wanted, [values[digest] for digest in wanted], lengths, vocab_size)
+            wanted, read_values(wanted, [values[digest] for digest in wanted], lengths, vocab_size)
         )
         self._requests.counters.fetched_bytes += len(carried)
         return [digest for digest in digests if self._requests.get(digest) is not None]

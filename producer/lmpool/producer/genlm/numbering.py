@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from lmpool.errors import InvalidVocabulary
 from lmpool.settings import shown
-from lmpool.trie.trie import Trie
+from lmpool.trie.trie import Compressed, Trie
 
 BASE = 255
 """Codes below it are spelled as one byte; it is also the first byte of a longer spelling."""
@@ -200,17 +200,6 @@ class Numbering(NamedTuple):
     letter: NDArray[np.int64]
 
 
-class Renumbered(NamedTuple):
-    """A trie for kernels (`lmpool.trie.kernels.Compressed`) whose nodes are genlm-backend's."""
-
-    home: NDArray[np.int32]
-    inner_parent: NDArray[np.int32]
-    value_of: NDArray[np.int32]
-    n_tokens: int
-    n_inner: int
-    n_nodes: int
-
-
 def spans_of(trie: Trie) -> Spans:
     """Find the items below every node."""
     nodes = np.arange(trie.n_nodes)
@@ -296,8 +285,8 @@ def _renamed(
     return Numbering(node_map, leaf.astype(np.int32), parents, letter)
 
 
-def renumbered(trie: Trie, node_map: NDArray[np.int32]) -> Renumbered:
+def renumbered(trie: Trie, node_map: NDArray[np.int32]) -> Compressed:
     """A trie for kernels, with the nodes of a `Numbering.node_map`."""
     of_nodes = trie.value_of[np.maximum(node_map, 0)]
     value_of = np.where(node_map >= 0, of_nodes, np.int32(trie.n_inner - 1) - node_map)
-    return Renumbered(trie.home, trie.inner_parent, value_of, trie.n_tokens, trie.n_inner, len(node_map))
+    return Compressed(trie.home, trie.inner_parent, value_of)

@@ -25,7 +25,7 @@ from lmpool.workers.cli.doctor import doctor
 from lmpool.workers.cli.supervisor import as_arguments, down, plan_workers, start_detached, supervise
 from lmpool.workers.execution.contract import BackendSettings
 from lmpool.workers.settings import WorkerSettings
-from lmpool.workers.trie.backend import TrieSettings
+from lmpool.workers.trie import TrieSettings
 
 T = TypeVar("T")
 

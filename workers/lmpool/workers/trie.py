@@ -1,0 +1,459 @@
+"""Trie workers: fetch the inputs of trie jobs, cached within limits of bytes, and answer the jobs in batches.
+
+The event loop fetches tries, weights and rows (`TrieInputs`). The backend's thread computes (`answer`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections import OrderedDict, defaultdict
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain, islice
+from typing import Any, Final, Generic, NamedTuple, Protocol, TypeVar
+
+import numpy as np
+
+from lmpool import errors
+from lmpool.broker.connection import reply_timeout
+from lmpool.broker.registries import MAX_BYTES, unpack_known
+from lmpool.broker.server import Server
+from lmpool.protocol.job import Failure
+from lmpool.protocol.keys import Keys
+from lmpool.protocol.model_info import TRIE_SERVICE, ModelInfo
+from lmpool.protocol.query import SECRET_SIZE, Op, TrieQuery, weights_name
+from lmpool.protocol.row import Encoding, Row, Values, VectorBlock, check_row, decode_row, encoded_size
+from lmpool.rows.cache import RowConnection, RowConnections, cut_chunks
+from lmpool.rows.shared_memory import SegmentReader, is_reference
+from lmpool.settings import check_numbers, count_threads, option
+from lmpool.trie.kernels import Kernels, open_kernels
+from lmpool.trie.trie import Trie, max_kernel_bytes
+from lmpool.vocabulary import Vocabulary
+from lmpool.workers.execution import contract
+from lmpool.workers.metrics.counters import WorkerCounters
+from lmpool.workers.settings import WorkerSettings
+
+REVISION: Final = "1"
+"""Changes whenever the numbering of nodes or the meaning of an operation changes."""
+
+_BYTES_A_NODE = 25  # Of a trie's arrays; a trie has at most one node for each byte of its vocabulary.
+_BYTES_A_TOKEN = 16  # Of a trie's arrays.
+_OUT_OF_MEMORY = "OutOfMemoryError"  # The name of torch's error: a trie worker may have no torch to import it from.
+
+_log = logging.getLogger("lmpool.worker")
+
+
+# Inputs
+
+
+class SupportsNbytes(Protocol):
+    """An object that knows its size."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory; constant."""
+        ...
+
+
+K = TypeVar("K", bound=Hashable)
+T = TypeVar("T", bound=SupportsNbytes)
+
+
+class ByteLRU(Generic[K, T]):
+    """A thread-safe cache that evicts the least recently used values beyond a limit of bytes.
+
+    The newest value stays whatever its size.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._values: OrderedDict[K, T] = OrderedDict()
+        self._size = 0
+        self._lock = threading.Lock()
+
+    def get(self, key: K) -> T | None:
+        """The value, which becomes the most recently used one."""
+        with self._lock:
+            value = self._values.get(key)
+            if value is not None:
+                self._values.move_to_end(key)
+            return value
+
+    def put(self, key: K, value: T) -> None:
+        """Store a value."""
+        with self._lock:
+            old = self._values.pop(key, None)
+            self._size += value.nbytes - (old.nbytes if old is not None else 0)
+            self._values[key] = value
+            while self._size > self._limit and len(self._values) > 1:
+                self._size -= self._values.popitem(last=False)[1].nbytes
+
+
+ValuesCache = ByteLRU[tuple[str, str, bytes, str], Values]
+"""(op, fingerprint of the model, digest of the prompt, digest of the vocabulary) -> [M inner values | V weights]."""
+
+
+class LazyTrie:
+    """A vocabulary whose trie is built at its first use, with the cache of the values computed for it.
+
+    `nbytes` is an upper limit: for the vocabulary, its trie and its kernels.
+    """
+
+    def __init__(self, vocabulary: Vocabulary, device: str, values: ValuesCache) -> None:
+        self.vocabulary = vocabulary
+        self.values = values
+        trie_bytes = vocabulary.nbytes * _BYTES_A_NODE + len(vocabulary) * _BYTES_A_TOKEN
+        self.nbytes = vocabulary.nbytes + trie_bytes + max_kernel_bytes(vocabulary, device)
+        self._device = device
+        self._opened: tuple[Trie, Kernels] | None = None
+        self._lock = threading.Lock()
+
+    def open(self) -> tuple[Trie, Kernels]:
+        """The trie and its kernels; the first call takes some tenths of a second."""
+        with self._lock:
+            if self._opened is None:
+                trie = Trie(self.vocabulary)
+                self._opened = trie, open_kernels(trie, self._device)
+            return self._opened
+
+
+class TrieInput(NamedTuple):
+    """A trie query with its inputs."""
+
+    query: TrieQuery
+    trie: LazyTrie
+    vector: Values | None
+    """float32 (V,): the weights, or the row that the query names; None when `values` is known."""
+    values: Values | None = None
+    """float32 (M + V,): cached values of that row, or None."""
+
+
+class _Source(NamedTuple):
+    """A row or weights that a trie job names."""
+
+    fingerprint: str  # The model of the row; "" for weights.
+    name: bytes  # Digest of the prompt, or name of the weights.
+    length: int  # Number of entries that it must have.
+
+    @property
+    def max_bytes(self) -> int:
+        """Bytes to read: one more than it can have, so that a value that is too long is noticed."""
+        return SECRET_SIZE + encoded_size(self.length, Encoding.F32) + 1
+
+    def decode(self, value: Any) -> Row | errors.LMPoolError:
+        """Read the stored value; an error is a value here."""
+        kind, verb = ("row of prompt", "is") if self.fingerprint else ("weights", "are")
+        label = f"the {kind} {self.name.hex()}"
+        if isinstance(value, bytes):
+            value = np.frombuffer(value, np.uint8)
+        if not isinstance(value, np.ndarray):
+            return errors.SourceMissing(f"{label} {verb} not in the cache")
+        try:
+            if self.fingerprint:
+                return check_row(decode_row(value, self.length))
+            if weights_name(value[:SECRET_SIZE].tobytes()) != self.name:
+                return errors.SourceMissing(f"{label} are not in the cache: another client has overwritten them")
+            return decode_row(value[SECRET_SIZE:], self.length)
+        except errors.ProtocolError as error:
+            return errors.CorruptRow(f"{label}: {error}")
+
+
+class TrieInputs:
+    """Fetches the inputs of trie jobs, and caches the ones that other jobs may need too."""
+
+    def __init__(
+        self,
+        server: Server,
+        keys: Keys,
+        device: str,
+        settings: WorkerSettings,
+        segments: SegmentReader,
+        counters: WorkerCounters | None = None,
+    ) -> None:
+        self._keys, self._device, self._segments = keys, device, segments
+        self._counters = counters or WorkerCounters()
+        self._tries = ByteLRU[str, LazyTrie](settings.trie_mb * 2**20)
+        self._values = ValuesCache(settings.trie_values_mb * 2**20)
+        # A source that this worker may not read must not keep it from the sources of other jobs.
+        apart = errors.ServerError, errors.ProtocolError
+        self._connections = RowConnections(server, reply_timeout(settings.lease_s), apart)
+
+    async def fill(
+        self, queries: Mapping[bytes, TrieQuery], rows: Mapping[bytes, Row] | None = None, vocab_size: int | None = None
+    ) -> tuple[dict[bytes, TrieInput], dict[bytes, Failure]]:
+        """Fetch the inputs of trie queries, which are by the digest of their answer. Raises `ServerError`.
+
+        `rows` are known: digest of a prompt -> row (V,). `vocab_size` is V if all queries are about rows of one model.
+
+        Returns the inputs, and the reasons for no answer, by the digest of the answer.
+        """
+        known = rows or {}
+        failed: dict[bytes, errors.LMPoolError] = {}
+        inputs: dict[bytes, TrieInput] = {}
+        sources: dict[bytes, _Source] = {}
+        tries = {digest: await self._get_trie(digest) for digest in {query.vocabulary for query in queries.values()}}
+        for digest, query in queries.items():
+            trie = tries[query.vocabulary]
+            if isinstance(trie, errors.LMPoolError):
+                failed[digest] = trie
+            elif vocab_size not in (None, len(trie.vocabulary)):
+                text = f"rows of V = {vocab_size} for a vocabulary of {len(trie.vocabulary)} tokens"
+                failed[digest] = errors.InvalidWeights(text)
+            else:
+                key = (query.op, query.rows, query.source, query.vocabulary)
+                values = self._values.get(key) if query.rows else None
+                inputs[digest] = TrieInput(query, trie, known.get(query.source), values)
+                if values is None and query.source not in known:
+                    sources[digest] = _Source(query.rows, query.source, len(trie.vocabulary))
+        vectors = await self._get_vectors(sources.values())
+        for digest, source in sources.items():
+            vector = vectors[source]
+            if isinstance(vector, errors.LMPoolError):
+                failed[digest] = vector
+                del inputs[digest]
+            else:
+                inputs[digest] = inputs[digest]._replace(vector=vector)
+        return inputs, {digest: Failure(type(error).__name__, str(error)) for digest, error in failed.items()}
+
+    async def rows(
+        self, fingerprint: str, prompts: Iterable[bytes], vocab_size: int
+    ) -> dict[bytes, Row | errors.LMPoolError]:
+        """Rows of a model from the cache: digest of the prompt -> row, or the reason for no row.
+
+        Raises `ServerError` when the server cannot be used.
+        """
+        rows = await self._get_vectors(_Source(fingerprint, prompt, vocab_size) for prompt in prompts)
+        return {source.name: row for source, row in rows.items()}
+
+    async def _get_trie(self, digest: str) -> LazyTrie | errors.UnknownVocabulary:
+        trie = self._tries.get(digest)
+        if trie is None:
+            key = self._keys.vocabulary(digest)
+            ((connection, _),) = await self._connections.split([key])
+            (data,) = await connection.get([key], [MAX_BYTES])
+            packed = bytes(data) if isinstance(data, (bytes, np.ndarray)) else b""
+            try:
+                # In a thread: unpacking a large vocabulary takes long.
+                vocabulary = await asyncio.to_thread(unpack_known, packed, digest)
+            except errors.UnknownVocabulary as error:
+                return error
+            # A concurrent `fill` may have fetched it too.
+            trie = self._tries.get(digest) or LazyTrie(vocabulary, self._device, self._values)
+            self._tries.put(digest, trie)
+        return trie
+
+    async def _get_vectors(self, sources: Iterable[_Source]) -> dict[_Source, Row | errors.LMPoolError]:
+        """Weights and rows, or the reasons why they cannot be used."""
+        rows: dict[_Source, Row | errors.LMPoolError] = {}
+        wanted = list(dict.fromkeys(sources))
+        sizes = [source.max_bytes for source in wanted]
+        prefixes = [
+            self._keys.row(source.fingerprint) if source.fingerprint else self._keys.weights() for source in wanted
+        ]
+        keys = [prefix + source.name for prefix, source in zip(prefixes, wanted, strict=True)]
+
+        async def read(connection: RowConnection, part: Sequence[int]) -> None:
+            values = await connection.get([keys[at] for at in part], [sizes[at] for at in part])
+            for at, value in zip(part, values, strict=True):
+                source, row = wanted[at], None
+                if source.fingerprint and isinstance(value, bytes) and is_reference(value):
+                    row, value = self._segments.follow(value, source.name, source.length), None
+                elif isinstance(value, (bytes, np.ndarray)):
+                    self._counters.fetched_bytes += len(value)
+                rows[source] = source.decode(value) if row is None else row
+
+        split = await self._connections.split(keys) if keys else []
+        parts = [(to, indices[part]) for to, indices in split for part in cut_chunks([sizes[at] for at in indices])]
+        await asyncio.gather(*(read(*part) for part in parts))
+        return rows
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._connections.close()
+
+
+# Answers
+
+
+def warm_up(device: str) -> None:
+    """Compile the kernels before the first job needs them; raises `SettingsError` as `open_kernels`."""
+    open_kernels(Trie([b"a", b"b"]), device)
+
+
+def answer(jobs: Mapping[bytes, TrieInput]) -> tuple[VectorBlock | None, dict[bytes, str]]:
+    """Answer trie queries, by the digest of their answer, in batches of one vocabulary and operation.
+
+    Returns the answers, and digest -> reason (the name of the error and its text) for the other jobs.
+    """
+    batches: dict[tuple[str, Op, bool], dict[bytes, TrieInput]] = defaultdict(dict)
+    for digest, job in jobs.items():
+        batches[job.query.vocabulary, job.query.op, job.values is not None][digest] = job
+    answers: dict[bytes, Values] = {}
+    failures: dict[bytes, str] = {}
+    for batch in batches.values():
+        values = {digest: job.values for digest, job in batch.items() if job.values is not None}
+        try:
+            trie, kernels = next(iter(batch.values())).trie.open()
+        except (errors.LMPoolError, *contract.QUERY_ERRORS) as error:
+            failures |= dict.fromkeys(batch, _reason(error, "the trie does not fit: free some of it"))
+            continue
+        for digest, of_nodes in (values or _sweep(trie, kernels, batch, failures)).items():
+            try:
+                answers[digest] = _select(trie, batch[digest].query, of_nodes)
+            except (errors.LMPoolError, *contract.QUERY_ERRORS) as error:
+                failures[digest] = _reason(error)
+    return (VectorBlock(list(answers), list(answers.values())) if answers else None), failures
+
+
+def _sweep(
+    trie: Trie, kernels: Kernels, batch: Mapping[bytes, TrieInput], failures: dict[bytes, str]
+) -> dict[bytes, Values]:
+    """The values of jobs of one vocabulary and operation: [M inner values | V weights], or only the inner ones."""
+    # Jobs about the same row share one sweep.
+    sources: dict[tuple[str, bytes], list[bytes]] = defaultdict(list)
+    for digest, job in batch.items():
+        sources[(job.query.rows, job.query.source) if job.query.rows else ("", digest)].append(digest)
+    groups = list(sources.values())
+    try:
+        return _compute(trie, kernels, batch, groups)
+    except (errors.LMPoolError, *contract.QUERY_ERRORS) as error:
+        reason = _reason(error, f"a single row of {trie.n_tokens} weights does not fit: free some of it")
+    # Outside of the handler: an exception keeps the device memory of its frames.
+    if len(groups) == 1:
+        failures |= dict.fromkeys(batch, reason)
+        return {}
+    # Halve the batch: the memory may hold a half, and the input of one client must not fail others.
+    middle = (len(groups) + 1) // 2
+    halves = [{digest: batch[digest] for digest in chain(*half)} for half in (groups[:middle], groups[middle:])]
+    return _sweep(trie, kernels, halves[0], failures) | _sweep(trie, kernels, halves[1], failures)
+
+
+def _compute(
+    trie: Trie, kernels: Kernels, batch: Mapping[bytes, TrieInput], groups: list[list[bytes]]
+) -> dict[bytes, Values]:
+    """The values of jobs, in groups that have the same weights."""
+    weights = np.empty((len(groups), trie.n_tokens), np.float32)
+    for out, digests in zip(weights, groups, strict=True):
+        job = batch[digests[0]]
+        assert job.vector is not None
+        if job.query.rows and job.query.op != "logsumexp":  # The probabilities of a row.
+            np.exp(job.vector, out=out)
+        else:
+            out[:] = job.vector
+    inner = kernels.inner(batch[groups[0][0]].query.op, weights)
+    computed: dict[bytes, Values] = {}
+    for inner_values, row, digests in zip(inner, weights, groups, strict=True):
+        values = inner_values
+        if any(batch[digest].query.select != "inner" for digest in digests):
+            # A copy: a cached array must not keep the whole batch in memory.
+            values = np.concatenate((inner_values, row))
+            query = batch[digests[0]].query
+            if query.rows:
+                batch[digests[0]].trie.values.put((query.op, query.rows, query.source, query.vocabulary), values)
+        computed |= dict.fromkeys(digests, values)
+    return computed
+
+
+def _reason(error: Exception, too_large: str = "") -> str:
+    """The reason for no answer, beginning with the name of the error; raises `error` itself if the device is broken.
+
+    `too_large` says what does not fit, for an error of memory.
+    """
+    if isinstance(error, errors.LMPoolError):
+        return f"{type(error).__name__}: {error}"
+    if type(error).__name__ != _OUT_OF_MEMORY:
+        return contract.failure_of(error)
+    return f"{_OUT_OF_MEMORY}: the device has run out of memory, {too_large}, or run the trie worker on the CPU"
+
+
+def _select(trie: Trie, query: TrieQuery, values: Values) -> Values:
+    """The requested values; raises `UnknownNode` for a node that the trie does not have."""
+    if query.select == "inner":
+        return values[: trie.n_inner]
+    if query.select == "values":
+        return values
+    nodes = np.frombuffer(query.nodes, "<i4")
+    nodes = trie.children(int(nodes[0])) if query.select == "under" else trie.check_nodes(nodes)
+    chosen: Values = values[trie.value_of[nodes]]
+    return chosen
+
+
+# The backend
+
+
+@dataclass(frozen=True, slots=True)
+class TrieSettings:
+    """Settings of a trie worker; raises `SettingsError` for a malformed value."""
+
+    device: str = option('Device of the kernels: "cpu", "cuda" or "cuda:N".', "cpu")
+    max_batch: int = option("Max jobs per step.", 128, 1, 4096)
+
+    def __post_init__(self) -> None:
+        if self.device != "cpu" and self.device.partition(":")[0] != "cuda":
+            raise errors.SettingsError(f"device: {self.device!r} is not one of cpu, cuda, cuda:N")
+        check_numbers(self)
+
+    @property
+    def served_as(self) -> str:
+        """The name of all trie workers."""
+        return TRIE_SERVICE
+
+    def open(self) -> contract.Backend:
+        """Create the backend; see `TrieBackend`."""
+        return TrieBackend(self)
+
+
+class TrieBackend(contract.WithoutAdapters):
+    """Answers trie jobs, whose inputs come with them. See `Backend` for the methods.
+
+    Raises `SettingsError` if the libraries of the device, or the device, are missing.
+    """
+
+    def __init__(self, settings: TrieSettings) -> None:
+        self.batch, self.device = settings.max_batch, settings.device
+        note = "answers trie jobs for any vocabulary"
+        self.info = ModelInfo(TRIE_SERVICE, "trie", 1, 1, REVISION, "float32", note=note)
+        self._jobs: OrderedDict[bytes, TrieInput] = OrderedDict()
+        self._stats = contract.BackendStats()
+        warm_up(settings.device)
+        threads = count_threads()
+        _log.info("computing on %s; CPU threads: %d", settings.device, threads, extra={"threads": threads})
+
+    def vocabulary(self) -> Vocabulary | None:
+        """See `Backend.vocabulary`."""
+        return None
+
+    def capacity(self) -> int:
+        """See `Backend.capacity`."""
+        return 2 * self.batch - len(self._jobs)
+
+    def submit(self, jobs: Iterable[contract.BackendJob]) -> None:
+        """See `Backend.submit`."""
+        for job in jobs:
+            assert isinstance(job.payload, TrieInput)
+            self._jobs[job.digest] = job.payload
+
+    def step(self) -> contract.Finished:
+        """See `Backend.step`."""
+        batch = dict(islice(self._jobs.items(), self.batch))
+        answers, failures = answer(batch)
+        for digest in batch:
+            del self._jobs[digest]
+        stats = self._stats
+        self._stats = stats._replace(steps=stats.steps + 1, rows=stats.rows + len(batch) - len(failures))
+        return contract.Finished([], failures, answers)
+
+    def abort(self, digests: Collection[bytes]) -> None:
+        """See `Backend.abort`."""
+        for digest in digests:
+            self._jobs.pop(digest, None)
+
+    def stats(self) -> contract.BackendStats:
+        """See `Backend.stats`."""
+        return self._stats
+
+    def close(self) -> None:
+        """See `Backend.close`."""
+        self._jobs.clear()
