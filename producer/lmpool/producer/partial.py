@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from lmpool.errors import InvalidPrompt, ModelMismatch, SettingsError
 from lmpool.producer.client.queries import Expected, Mode, Queries, Wanted, for_each, prefix_of
 from lmpool.producer.client.requests import Deadline
-from lmpool.producer.client.session_per_loop import SessionPerLoop
+from lmpool.producer.client.session import SessionPerLoop
 from lmpool.producer.metrics import Traces
 from lmpool.producer.options import (
     GenerateOptions,

@@ -18,8 +18,15 @@ from lmpool.errors import LMPoolError, SettingsError
 from lmpool.metrics import is_traced
 from lmpool.producer.client.queries import Mode, Queries, entries_of
 from lmpool.producer.client.requests import Deadline, RowLRU, check_timeout
-from lmpool.producer.client.session import Priority, Session, SessionOptions, WhenAbsent, WhenFull
-from lmpool.producer.client.session_per_loop import CopiedAsItself, SessionPerLoop
+from lmpool.producer.client.session import (
+    CopiedAsItself,
+    Priority,
+    Session,
+    SessionOptions,
+    SessionPerLoop,
+    WhenAbsent,
+    WhenFull,
+)
 from lmpool.producer.metrics import Counters, ProducerStats, Traces
 from lmpool.producer.options import check_flag, check_mode, read_batch_targets, read_targets
 from lmpool.producer.partial import PartialRows

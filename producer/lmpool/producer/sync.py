@@ -17,7 +17,7 @@ from typing import Any, Concatenate, ParamSpec, Self, TypeVar, Unpack
 from lmpool.aio import end_tasks
 from lmpool.broker.server import where
 from lmpool.errors import LMPoolError, ProducerClosed
-from lmpool.producer.client.session_per_loop import CopiedAsItself
+from lmpool.producer.client.session import CopiedAsItself
 from lmpool.producer.metrics import Counters, ProducerStats
 from lmpool.producer.options import PositionOptions, Positions
 from lmpool.producer.producer import Producer

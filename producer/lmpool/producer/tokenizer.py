@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from threading import RLock
 from typing import Any, NamedTuple, Protocol
 
 from lmpool.aio import copy_error
 from lmpool.errors import (
-    DeadlineExceeded,
     InvalidVocabulary,
     LMPoolError,
     NotTokenIds,
@@ -200,7 +199,7 @@ class TokenizerCache:
             DeadlineExceeded: it took longer than `timeout` seconds.
         """
         deadline, encode = Deadline(timeout), partial(tokenizer.encode, text, add_special_tokens=add_special_tokens)
-        async with _limit(deadline):
+        async with deadline.limit():
             return await deadline.loop.run_in_executor(self._threads, encode)
 
     async def get(self, digest: str, reader: ReadsTokenizers, deadline: Deadline) -> PublishedTokenizer:
@@ -212,7 +211,7 @@ class TokenizerCache:
         """
         if (tokenizer := self._kept.get(digest)) is not None:
             return tokenizer
-        async with _limit(deadline):
+        async with deadline.limit():
             while True:
                 with self._lock:
                     if (tokenizer := self._kept.get(digest)) is not None:
@@ -263,18 +262,6 @@ class TokenizerCache:
                 if len(self._kept) > _MAX_KEPT:
                     del self._kept[next(iter(self._kept))]
         reading.outcome.set_result(outcome)
-
-
-@asynccontextmanager
-async def _limit(deadline: Deadline) -> AsyncIterator[None]:
-    """Cancel the body at the deadline, and raise DeadlineExceeded."""
-    try:
-        async with deadline.limit():
-            yield
-    except DeadlineExceeded:
-        raise
-    except TimeoutError as error:
-        raise DeadlineExceeded(str(error)) from error
 
 
 TOKENIZERS = TokenizerCache()

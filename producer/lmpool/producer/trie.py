@@ -22,8 +22,7 @@ from lmpool.errors import (
     UnknownVocabulary,
 )
 from lmpool.producer.client.requests import Deadline
-from lmpool.producer.client.session import Session
-from lmpool.producer.client.session_per_loop import CopiedAsItself, SessionPerLoop
+from lmpool.producer.client.session import CopiedAsItself, Session, SessionPerLoop
 from lmpool.protocol.job import Prompt, digest_of, list_prompts
 from lmpool.protocol.query import Op, Selection, SentWeights, TrieQuery
 from lmpool.protocol.row import Values
@@ -138,7 +137,7 @@ class TrieQueries:
         if choice.size == 0:
             return _put(np.empty(0, np.float32), out)
         length = self._trie.n_inner if choice.nodes is None else choice.size
-        session = self._trie_sessions.current(deadline.loop) or await self._trie_sessions.open(deadline)
+        session = await self._trie_sessions.open(deadline)
 
         async def ask() -> Values:
             sent = SentWeights(weights)
@@ -197,11 +196,11 @@ class TrieQueries:
                 return await self._insist(session, ask_model_workers, deadline, 1)
             except SourceMissing:
                 pass  # A worker of this model was started without --with-trie.
-        trie_session = self._trie_sessions.current(deadline.loop) or await self._trie_sessions.open(deadline)
+        trie_session = await self._trie_sessions.open(deadline)
 
         async def ask_trie_workers() -> Values:
             # Read at each try: the fingerprint changes when the model is served with other weights.
-            source = session.fingerprint, prompt.digest
+            source = session.info.fingerprint, prompt.digest
             packed = TrieQuery(query.op, query.vocabulary, query.select, query.nodes, *source).pack()
             return await trie_session.answer(self._prompt.with_query(packed, length), deadline)
 

@@ -14,7 +14,7 @@ import pytest
 from lmpool import errors
 from lmpool.aio import copy_error
 from lmpool.errors import CorruptRow, DeadlineExceeded, LMPoolError, NoWorker, QueueFull, ServerUnreachable, WorkerError
-from lmpool.producer.client.connections import AdoptedModel
+from lmpool.producer.client.connections import AdoptedModel, Connections, Tasks
 from lmpool.producer.client.receive import Receiver
 from lmpool.producer.client.requests import (
     Answer,
@@ -25,9 +25,8 @@ from lmpool.producer.client.requests import (
     RowLRU,
     SingleWaiter,
     Stage,
-    Tasks,
 )
-from lmpool.producer.client.submit import CacheClient, Homes, Submitter
+from lmpool.producer.client.submit import Homes, Submitter
 from lmpool.producer.metrics import Counters, ProducerStats
 from lmpool.protocol.job import Prompt, encode_prompt
 from lmpool.protocol.keys import Keys
@@ -413,10 +412,13 @@ def test_a_snapshot_of_the_counters_does_not_change() -> None:
 INFO = ModelInfo("m", "synthetic", 3, 10, "seed", "float32")
 
 
-class Interrupted:
+class Interrupted(Tasks):
     """Connections whose reader fails once; records the digests that are fetched after that."""
 
+    noting = Connections.noting
+
     def __init__(self, requests: PendingRequests) -> None:
+        super().__init__()
         rows: Any = None
         self.model = AdoptedModel(INFO, "f", Keys("test").model(INFO.name), b"reply", rows)
         self.reader = self
@@ -447,7 +449,7 @@ async def test_after_a_lost_connection_warming_requests_stay_pending(table: Tabl
     assert table.requests.admit(deque([sent])) == [sent]
     waits_here, _ = table.requests.add(prompt(3), Listener())
     connections: Any = Interrupted(table.requests)
-    receiver = Receiver(connections, table.requests, Tasks(), connections, lambda: None)
+    receiver = Receiver(connections, table.requests, connections, lambda: None)
     async with asyncio.TaskGroup() as group:
         parts = [group.create_task(part) for part in (receiver.read(), receiver.collect())]
         assert await asyncio.wait_for(connections.looked_for, DEADLINE_S) == [prompt(2).digest]
@@ -459,13 +461,14 @@ async def test_after_a_lost_connection_warming_requests_stay_pending(table: Tabl
 # Learning what a look for rows finds
 
 
-class Answering:
+class Answering(Tasks):
     """Connections to a cache with some rows, and to a script that returns one code for every prompt."""
 
     trouble: LMPoolError | None = None
-    traces = None
+    noting = Connections.noting
 
     def __init__(self, outcome: str, cached: Sequence[Prompt] = ()) -> None:
+        super().__init__()
         rows: Any = self
         self.model = AdoptedModel(INFO, "f", Keys("test").model(INFO.name), b"reply", rows)
         self.commands = self
@@ -506,15 +509,13 @@ class Answering:
         return "full"
 
 
-def submitter_of(table: Table, connections: Any, tasks: Tasks, *, waits_when_full: bool = True) -> Submitter:
-    cache = CacheClient(connections, table.requests, tasks)
-    return Submitter(connections, table.requests, cache, tasks, waits_when_full=waits_when_full)
+def submitter_of(table: Table, connections: Any, *, waits_when_full: bool = True) -> Submitter:
+    return Submitter(connections, table.requests, waits_when_full=waits_when_full)
 
 
 async def learned(table: Table, connections: Any, *, way: str = "") -> float:
     """Return the change of the hit rate after some requests."""
-    tasks = Tasks()
-    submitter = submitter_of(table, connections, tasks, waits_when_full=False)
+    submitter = submitter_of(table, connections, waits_when_full=False)
     submitter._hit_rate = 0.6
     waits: list[tuple[PendingRequest, Listener]] = []
     for at in range(20):
@@ -533,7 +534,7 @@ async def learned(table: Table, connections: Any, *, way: str = "") -> float:
         connections.meanwhile = cancel
     for _ in range(20):
         await asyncio.sleep(0)
-    await tasks.cancel()
+    await connections.end_tasks()
     return submitter._hit_rate - 0.6
 
 
@@ -591,19 +592,18 @@ async def test_continuations_are_sent_after_other_prompts_with_their_max_tokens(
             return await super().call(command, sha, keys, *rest)
 
     connections: Any = Recording("Q")
-    tasks, rows = Tasks(), [prompt(at) for at in range(2)]
+    rows = [prompt(at) for at in range(2)]
     continuations = [prompt(at).with_query(b"q", 8, 4 + at) for at in range(2, 5)]
     mixed = [continuations[0], rows[0], *continuations[1:], rows[1]]
-    await submitter_of(table, connections, tasks)._send([table.requests.add(one, Listener())[0] for one in mixed])
+    await submitter_of(table, connections)._send([table.requests.add(one, Listener())[0] for one in mixed])
     assert [digests for digests, _ in sent] == [[one.digest for one in kind] for kind in (rows, continuations)]
     assert sent[1][1] == (b"", b"", b"", 6, 7, 8)
-    await tasks.cancel()
+    await connections.end_tasks()
 
 
 async def test_a_refused_prompt_stays_refused_when_it_cannot_be_sent_again(table: Table) -> None:
     connections: Any = Answering("F")
-    tasks = Tasks()
-    submitter = submitter_of(table, connections, tasks)
+    submitter = submitter_of(table, connections)
     request, _ = table.requests.add(prompt(1), Listener())
 
     async def fails(*_: Any) -> bytes:
@@ -614,7 +614,7 @@ async def test_a_refused_prompt_stays_refused_when_it_cannot_be_sent_again(table
     connections.call, connections.note = fails, lambda error: None
     await submitter._send([request])
     assert request.stage is Stage.REFUSED
-    await tasks.cancel()
+    await connections.end_tasks()
 
 
 # Rows that are gone
@@ -625,7 +625,7 @@ async def test_a_refused_prompt_stays_refused_when_it_cannot_be_sent_again(table
 async def test_a_row_counts_as_lost_when_its_job_has_ended_without_it(table: Table, outcome: str, again: bool) -> None:
     # After a lost connection all are asked for again: those that are computed are not gone.
     request, _ = table.requests.add(prompt(1), Listener())
-    tasks = Tasks()
-    await submitter_of(table, Answering(outcome), tasks).submit([request], again=again)
+    connections = Answering(outcome)
+    await submitter_of(table, connections).submit([request], again=again)
     assert request.lost == (1 if again and outcome == "Q" else 0)
-    await tasks.cancel()
+    await connections.end_tasks()

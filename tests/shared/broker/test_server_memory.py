@@ -17,7 +17,7 @@ from lmpool.broker.server_checks import ServerMemory, read_memory
 from lmpool.embedded import EmbeddedServer
 from lmpool.errors import DeadlineExceeded, NoWorker, ServerError
 from lmpool.producer.client import discovery
-from lmpool.producer.client.submit import CacheClient
+from lmpool.producer.client.submit import Submitter
 from lmpool.testing.front import Front
 from tests.support.gate import Gate, GatedBackend, gated_worker
 from tests.support.pool import Pool, is_held, run_lmpool, until, until_async
@@ -96,14 +96,14 @@ def test_bench_tells_of_evictions(own_pool: Pool) -> None:
 
 def make_rows_go(monkeypatch: pytest.MonkeyPatch, pool: Pool) -> None:
     """Have every row be gone when a producer comes to fetch it."""
-    fetch = CacheClient.fetch
+    fetch = Submitter.fetch
 
-    async def too_late(cache: CacheClient, digests: Sequence[bytes]) -> None:
+    async def too_late(submitter: Submitter, digests: Sequence[bytes], **options: bool) -> None:
         for key in pool.redis.scan_iter(f"{pool.prefix}:row:*"):
             pool.redis.delete(key)
-        await fetch(cache, digests)
+        await fetch(submitter, digests, **options)
 
-    monkeypatch.setattr(CacheClient, "fetch", too_late)
+    monkeypatch.setattr(Submitter, "fetch", too_late)
 
 
 async def late(pool: Pool, text: str = "the row was gone") -> str:

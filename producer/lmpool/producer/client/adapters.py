@@ -243,13 +243,11 @@ class Adapters:
                         if is_change:
                             _check_right(self._connections.explain(error))
                     await asyncio.sleep(wait)
-        except DeadlineExceeded:
-            raise
-        except TimeoutError as late:
+        except DeadlineExceeded as late:
             # A request that waited for another one to read has seen no error.
             if (why := trouble or self._connections.trouble) is not None:
                 raise copy_error(self._connections.explain(why)) from late
-            raise DeadlineExceeded(str(late)) from late
+            raise
         raise AssertionError("the waits never end")
 
 
@@ -258,7 +256,7 @@ async def _wait_for_others(wait_s: float, state: str, deadline: Deadline) -> Non
     try:
         async with deadline.limit():
             await asyncio.sleep(wait_s)
-    except TimeoutError as error:
+    except DeadlineExceeded as error:
         raise DeadlineExceeded(
             f"{state}, but within {deadline.seconds:g} s other clients may still use the adapter that had this name "
             f"before, for {wait_s:.1f} s: allow more time (timeout=)"

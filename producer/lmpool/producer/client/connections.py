@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from math import ceil, inf
 from time import monotonic
+from typing import Any
 
 from redis.exceptions import NoPermissionError, RedisError
 
+from lmpool.aio import end_tasks
 from lmpool.broker.connection import CommandConnection, reply_timeout
 from lmpool.broker.server import Server
 from lmpool.broker.server_checks import ServerMemory, read_memory
@@ -50,8 +53,27 @@ class AdoptedModel:
     host: bytes = b""
 
 
-class Connections:
-    """The connections of one session.
+class Tasks:
+    """The background tasks of one session."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.get_running_loop()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Run `work` as a task; keeps the reference that asyncio does not keep."""
+        task = self.loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def end_tasks(self) -> None:
+        """Cancel all tasks and wait until they have ended."""
+        await end_tasks(self._tasks)
+
+
+class Connections(Tasks):
+    """The connections and background tasks of one session.
 
     Args:
         server: the pool's Redis server.
@@ -71,6 +93,7 @@ class Connections:
     model: AdoptedModel
 
     def __init__(self, server: Server, keys: Keys, *, is_bulk: bool = False) -> None:
+        super().__init__()
         self._server = server
         self._keys = keys
         self._is_bulk = is_bulk
@@ -98,10 +121,6 @@ class Connections:
         host = self.segments.host if is_shared(info.vocab_size) else b""
         reply = keys.reply(f"{self._client_id}{host.decode()}", is_bulk=self._is_bulk)
         self.model = AdoptedModel(info, info.fingerprint, keys, reply, rows, host)
-
-    def renew(self, info: ModelInfo) -> None:
-        """Use a newer info of the same weights, whose limits may have changed."""
-        self.model = replace(self.model, info=info)
 
     async def scan_segments(self) -> None:
         """Find the shared-memory segments of workers on this machine."""
@@ -133,6 +152,14 @@ class Connections:
         """Record why the server cannot be used, for the error of requests that time out."""
         self.trouble = self._server.explain(error)
 
+    @contextmanager
+    def noting(self) -> Iterator[None]:
+        """Suppress errors of the server, and record them as `note` does."""
+        try:
+            yield
+        except TROUBLE as error:
+            self.note(error)
+
     async def reconnect(self, error: BaseException) -> None:
         """Open new connections if the error requires that."""
         await self._server.reconnect(self.redis, error)
@@ -152,27 +179,22 @@ class Connections:
     async def check_memory(self, pending: int) -> None:
         """Read the server's memory usage, at most every 5 s, for the error of requests whose rows were evicted.
 
-        Args:
-            pending: number of this session's pending requests.
+        `pending` is the number of this session's pending requests.
         """
         now = monotonic()
         if now < self._next_memory_check:
             self._max_pending = max(self._max_pending, pending)
             return
-        self._max_pending = pending
-        self._next_memory_check = now + _MEMORY_INTERVAL_S
+        self._max_pending, self._next_memory_check = pending, now + _MEMORY_INTERVAL_S
         with suppress(*TROUBLE):
             self._memory = await read_memory(self.redis)
             if self._memory is None:
                 self._next_memory_check = inf  # This user may not read it.
 
     def describe_lost_row(self, times: int, pending: int, length: int = 0) -> str:
-        """Return the error text for a row that disappeared before it could be fetched.
+        """Return the error text for a row that disappeared `times` times before it could be fetched.
 
-        Args:
-            times: how often it disappeared.
-            pending: number of this session's pending requests.
-            length: entries of a query result; 0 for a row.
+        `length` is the number of entries of a query result, 0 for a row.
         """
         gone = f"the row was gone from the server before it could be fetched{'' if times == 1 else f', {times} times'}"
         info, memory = self.model.info, self._memory
@@ -180,16 +202,13 @@ class Connections:
         if memory is not None and not (memory.evicted_keys and memory.is_full_for(size)):
             state = "the server's memory is not full" if memory.evicted_keys else "the server has evicted nothing"
             return f"{gone}, although {state} ({memory}): did it restart, or does another client delete rows?"
-        rows = by = ""
+        full, rows, by = f"the server's memory is full{f' ({memory})' if memory is not None else ''}", "", ""
         if not info.is_trie:
             # Requests with the same deadline end one after the other, so fewer are pending for each that ends.
             pending = max(pending, self._max_pending)
+            rows = f" A {'result' if length else 'row'} takes {size / 1e6:.3g} MB, and {pending} are pending here."
             # Memory for all rows at once, and for two chunks in connection buffers that are fetched a second time.
-            more_mb = ceil((pending * size + 2 * CHUNK_BYTES) / 1e6)
-            kind = "A result" if length else "A row"
-            rows = f" {kind} takes {size / 1e6:.3g} MB, and {pending} are pending here."
-            by = f" by at least {more_mb} MB"
-        full = f"the server's memory is full{f' ({memory})' if memory is not None else ''}"
+            by = f" by at least {ceil((pending * size + 2 * CHUNK_BYTES) / 1e6)} MB"
         return (
             f"{gone}: most likely evicted, because {full}.{rows} Raise maxmemory{by}, have fewer rows pending at once, "
             "or serve rows of a smaller dtype"

@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 from lmpool.aio import gather
 from lmpool.errors import (
     CorruptRow,
-    DeadlineExceeded,
     InvalidPrompt,
     ModelMismatch,
     PromptTooLong,
@@ -25,7 +24,6 @@ from lmpool.errors import (
     UnknownTokenSet,
     of_prompt,
 )
-from lmpool.producer.client.receive import WantedEntries
 from lmpool.producer.client.requests import Deadline
 from lmpool.producer.client.session import Session
 from lmpool.protocol.job import DIGEST_SIZE, Prompt, decode_ids, digest_of
@@ -199,13 +197,12 @@ class Queries:
         session, deadline = self.session, self._deadline
         row = session.cached(prompt)
         if row is None and len(targets) <= _MAX_READ_IN_PLACE:
-            wanted = WantedEntries(prompt.digest, targets)
-            entries = await session.read_entries(wanted, deadline)
+            entries = await session.read_entries(prompt, targets, deadline)
             if entries is None:
                 await session.answer(prompt, deadline, warm=True)
-                entries = await session.read_entries(wanted, deadline)
+                entries = await session.read_entries(prompt, targets, deadline)
             elif not isinstance(entries, CorruptRow):
-                session.count_hit(deadline)
+                session.count_hits(deadline.end - deadline.seconds)
             if entries is not None and not isinstance(entries, CorruptRow):
                 return entries
         if row is None:
@@ -426,11 +423,8 @@ class Queries:
         """Return the head of the model from `heads`, by fingerprint; concurrent callers fetch it once."""
         fingerprint, lock = self.session.info.fingerprint, self.session.fetching_head
         if (head := heads.get(fingerprint)) is None:
-            try:
-                async with self._deadline.limit():
-                    await lock.acquire()
-            except TimeoutError as error:
-                raise DeadlineExceeded(f"the model's head, which another call is fetching: {error}") from error
+            async with self._deadline.limit():  # Another call may be fetching it.
+                await lock.acquire()
             try:
                 if (head := heads.get(fingerprint)) is None:
                     head = await self._fetch_head()

@@ -9,18 +9,18 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import OrderedDict, deque
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from time import monotonic
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lmpool.aio import copy_error, end_tasks, silence_limit
-from lmpool.errors import CorruptRow, DeadlineExceeded, ModelMismatch, SettingsError, argument, of_prompt
+from lmpool.aio import copy_error, silence_limit
+from lmpool.errors import CorruptRow, DeadlineExceeded, ModelMismatch, SettingsError, of_prompt
 from lmpool.producer.metrics import Counters, TracedCall
 from lmpool.protocol.job import Prompt
 from lmpool.protocol.query import SentWeights
@@ -83,13 +83,8 @@ class Deadline:
 
     @property
     def left(self) -> float:
-        """Seconds until the deadline.
-
-        Raises:
-            DeadlineExceeded: the deadline has passed.
-        """
-        left = self.end - self.loop.time()
-        if left <= 0:
+        """Seconds until the deadline; raises DeadlineExceeded if it has passed."""
+        if (left := self.end - self.loop.time()) <= 0:
             raise self._exceeded()
         return left
 
@@ -98,16 +93,11 @@ class Deadline:
         return Deadline(ALONE_S, is_of_caller=False) if self.seconds == ENDLESS_S else self
 
     def _exceeded(self) -> DeadlineExceeded:
-        return DeadlineExceeded(f"no answer within {self.seconds:g} s: allow more time ({argument('timeout')})")
+        return DeadlineExceeded(f"no answer within {self.seconds:g} s")
 
     @asynccontextmanager
     async def limit(self) -> AsyncIterator[None]:
-        """Cancel the body at the deadline.
-
-        Raises:
-            DeadlineExceeded: the deadline had passed before the body started.
-            TimeoutError: the deadline passed in the body.
-        """
+        """Cancel the body at the deadline, and raise DeadlineExceeded."""
         if self.is_of_caller and self.loop.time() >= self.end:
             raise self._exceeded()
         try:
@@ -116,26 +106,7 @@ class Deadline:
         except TimeoutError as error:
             if not timer.expired():
                 raise  # The timeout of a connection, not this one.
-            raise TimeoutError(f"no answer within {self.seconds:g} s") from error
-
-
-class Tasks:
-    """The background tasks of one session."""
-
-    def __init__(self) -> None:
-        self.loop = asyncio.get_running_loop()
-        self._tasks: set[asyncio.Task[None]] = set()
-
-    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Run `work` as a task; keeps the reference that asyncio does not keep."""
-        task = self.loop.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
-
-    async def cancel(self) -> None:
-        """Cancel all tasks and wait until they have ended."""
-        await end_tasks(self._tasks)
+            raise self._exceeded() from error
 
 
 class RowLRU:
@@ -172,33 +143,24 @@ class RowLRU:
         return row
 
     def put(self, digest: bytes, row: Row, *, is_shared: bool = False) -> None:
-        """Store a row and evict the oldest rows above the limit.
-
-        Args:
-            digest: digest of the prompt.
-            row: the row, which must be read-only.
-            is_shared: whether the row lies in shared memory.
-        """
-        size = row.nbytes
-        if size > self._limit or (is_shared and self._is_first_use(digest, self._limit // size)):
+        """Store a read-only row, which may lie in shared memory, and evict the oldest rows above the limit."""
+        size, rows = row.nbytes, self._rows
+        if size > self._limit:
             return
-        rows = self._rows
+        if is_shared:
+            used = self._used_once
+            if digest not in used:
+                used[digest] = None
+                if len(used) > self._limit // size:
+                    used.popitem(last=False)
+                return
+            del used[digest]
         if digest in rows:
             self.size -= rows.pop(digest).nbytes
         rows[digest] = row
         self.size += size
         while self.size > self._limit:
             self.size -= rows.popitem(last=False)[1].nbytes
-
-    def _is_first_use(self, digest: bytes, max_rows: int) -> bool:
-        used = self._used_once
-        if digest in used:
-            del used[digest]
-            return False
-        used[digest] = None
-        if len(used) > max_rows:
-            used.popitem(last=False)
-        return True
 
     def belong_to(self, fingerprint: str) -> None:
         """Drop all rows if they belong to a model with another fingerprint."""
@@ -271,16 +233,18 @@ class PendingRequests:
     """All pending requests of one session, by digest.
 
     Attributes:
+        get: returns the pending request of a digest, or None.
         on_end: called when a request ends; None while no request waits for a free slot.
         is_looking_up: whether rows of unsent requests are being read from shared memory.
         is_resolving: whether announced rows are being read from shared memory.
     """
 
     def __init__(self, cache: RowLRU, counters: Counters) -> None:
+        self._requests: dict[bytes, PendingRequest] = {}
+        self.get = self._requests.get
         self.counters = counters
         self.on_end: Callable[[], None] | None = None
         self.is_looking_up = self.is_resolving = False
-        self._requests: dict[bytes, PendingRequest] = {}
         self._cache = cache
         self._stats = counters.stats
         self._in_flight = self._in_flight_bytes = 0
@@ -291,26 +255,18 @@ class PendingRequests:
     def __iter__(self) -> Iterator[PendingRequest]:
         return iter(list(self._requests.values()))
 
-    def get(self, digest: bytes) -> PendingRequest | None:
-        """Return the pending request of a prompt, or None."""
-        return self._requests.get(digest)
-
     def is_open(self, request: PendingRequest) -> bool:
         """Return whether a request is still pending."""
-        return self._requests.get(request.prompt.digest) is request
+        return self.get(request.prompt.digest) is request
 
     def add(
-        self, prompt: Prompt, waiter: Waiter, *, until: float = math.inf, warm: bool = False
+        self, prompt: Prompt, waiter: Waiter, until: float = math.inf, warm: bool = False
     ) -> tuple[PendingRequest, bool]:
-        """Add a waiter for a prompt; returns the request, and whether it is a new one.
+        """Add a waiter with a deadline for a prompt; returns the request, and whether it is a new one.
 
-        Args:
-            prompt: the prompt.
-            waiter: called with the result.
-            until: loop time of the waiter's deadline.
-            warm: whether the waiter does not need the row itself.
+        `warm` means that the waiter does not need the row itself.
         """
-        request = self._requests.get(prompt.digest)
+        request = self.get(prompt.digest)
         if request is None:
             request = self._requests[prompt.digest] = PendingRequest(prompt, [waiter], until, warm)
             return request, True
@@ -350,10 +306,9 @@ class PendingRequests:
 
     def resolve_found(self, digests: Sequence[bytes], rows: Sequence[Found], *, are_shared: bool = False) -> None:
         """Resolve the requests whose rows were found; mark those whose rows are damaged."""
-        now, ended = monotonic(), False
+        now, ended, get = monotonic(), False, self.get
         for digest, row in zip(digests, rows, strict=True):
-            request = self._requests.get(digest)
-            if row is None or request is None:
+            if row is None or (request := get(digest)) is None:
                 continue
             if isinstance(row, CorruptRow):
                 request.damaged = True
@@ -368,27 +323,22 @@ class PendingRequests:
         if ended and self.on_end is not None:
             self.on_end()
 
-    async def resolve_by(
-        self, digests: Sequence[bytes], read: Callable[[bytes], Row | None]
-    ) -> AsyncIterator[Sequence[bytes]]:
-        """Resolve the requests whose rows `read` returns; yields their digests, a few at a time.
+    async def resolve_by(self, digests: Sequence[bytes], read: Callable[[bytes], Row | None]) -> None:
+        """Resolve the requests whose rows `read` returns, a few at a time.
 
-        Callers run between two yields. They use the row while it is in the processor's cache, and release memory for
-        the next row.
+        Their callers run in between: they use the rows while these are in the processor's cache, and release memory for
+        the next ones.
         """
         # The first row alone, to learn the size of rows.
         at, size = 0, 1
         while at < len(digests):
-            found: dict[bytes, Row] = {}
             begin, at = at, at + size
-            for digest in digests[begin:at]:
-                if digest in self._requests and (row := read(digest)) is not None:
-                    found[digest] = row
+            pending = [digest for digest in digests[begin:at] if digest in self._requests]
+            pairs = zip(pending, map(read, pending), strict=True)
+            found = {digest: row for digest, row in pairs if row is not None}
             if found:
-                self.resolve_found(list(found), list(found.values()), are_shared=True)
-                yield list(found)
                 size = max(1, min(_MAX_ROWS_AT_ONCE, _MAX_BYTES_AT_ONCE // next(iter(found.values())).nbytes))
-                del row
+                self.resolve_found(list(found), list(found.values()), are_shared=True)
                 found.clear()
                 await asyncio.sleep(0)
 
@@ -433,10 +383,9 @@ class PendingRequests:
         stats, seconds = self._stats, self.counters.seconds
         setattr(stats, origin, getattr(stats, origin) + 1)
         seconds[origin].observe(now - request.began)
-        if request.joined_at:
-            stats.joined += len(request.joined_at)
-            for since in request.joined_at:
-                seconds["joined"].observe(now - since)
+        for since in request.joined_at or ():
+            stats.joined += 1
+            seconds["joined"].observe(now - since)
         for waiter in waiters:
             waiter(row)
 
