@@ -30,7 +30,7 @@ from lmpool.producer.client.session import (
 from lmpool.producer.metrics import Counters, ProducerStats, Traces
 from lmpool.producer.options import check_flag, check_mode, read_batch_targets, read_targets
 from lmpool.producer.partial import PartialRows
-from lmpool.producer.tokenizer import TOKENIZERS, PublishedTokenizer, check_package
+from lmpool.producer.tokenizer import TOKENIZERS, PublishedTokenizer, import_package
 from lmpool.producer.trie import PooledTrie, TrieQueries, trie_of
 from lmpool.protocol.job import encode_prompt, list_prompts
 from lmpool.protocol.keys import Keys
@@ -322,7 +322,7 @@ class Producer(CopiedAsItself, PartialRows):
             SettingsError: `tokenizers` is not installed.
             ServerError, DeadlineExceeded, UnknownModel, AmbiguousModel: as `open`.
         """
-        check_package()
+        import_package()
         deadline = Deadline.of(timeout, self._timeout)
         session = await self._sessions.open(deadline)
         return await TOKENIZERS.get(session.info.tokenizer, session.vocabularies, deadline)

@@ -309,13 +309,20 @@ class Liveness:
 
 
 class Vocabularies:
-    """Reads and registers vocabularies, tokenizers and token sets, for one session."""
+    """Reads and registers vocabularies, tokenizers and token sets, for one session.
+
+    All methods raise ServerError or DeadlineExceeded if the server cannot be used, or not in time.
+
+    Attributes:
+        reading: held while one caller reads a tokenizer.
+    """
 
     def __init__(self, connections: Connections, keys: Keys) -> None:
         self._connections = connections
         self._keys = keys
         self._sending = asyncio.Lock()
         self._sent: dict[str, float] = {}
+        self.reading = asyncio.Lock()
 
     @contextlib.asynccontextmanager
     async def _limited(self, deadline: Deadline) -> AsyncIterator[None]:
@@ -327,12 +334,7 @@ class Vocabularies:
             raise self._connections.explain(error) from error
 
     async def of_model(self, deadline: Deadline) -> Vocabulary:
-        """Return the vocabulary of the model.
-
-        Raises:
-            UnknownVocabulary: the workers publish no vocabulary.
-            ServerError, DeadlineExceeded: the server cannot be used, or not in time.
-        """
+        """Return the vocabulary of the model; UnknownVocabulary if its workers publish none."""
         info = self._connections.model.info
         if not info.vocabulary:
             raise UnknownVocabulary(
@@ -347,12 +349,11 @@ class Vocabularies:
 
         Raises:
             UnknownTokenizer: the workers publish no tokenizer, or the pool holds other content under the digest.
-            ServerError, DeadlineExceeded: the server cannot be used, or not in time.
         """
         if not digest:
+            name = self._connections.model.info.name
             raise UnknownTokenizer(
-                f"the model {self._connections.model.info.name!r} publishes no tokenizer (the log of its workers says "
-                "why): pass token ids"
+                f"the model {name!r} publishes no tokenizer (the log of its workers says why): pass token ids"
             )
         async with self._limited(deadline):
             return await look_up_tokenizer(self._connections.redis, self._keys, digest)
@@ -364,11 +365,10 @@ class Vocabularies:
 
     async def register(self, vocabulary: Vocabulary, deadline: Deadline) -> None:
         """Store a vocabulary that a worker could not find."""
-        time = asyncio.get_running_loop().time
-        since = time()
+        since = deadline.loop.time()
         # All pending requests for a new vocabulary fail at once. The first one stores it for all of them.
         async with self._limited(deadline), self._sending:
             if self._sent.get(vocabulary.digest, since) <= since:
                 # Overwrite: the worker could not read the content that is there.
                 await register(self._connections.redis, self._keys, vocabulary, anew=True)
-                self._sent[vocabulary.digest] = time()
+                self._sent[vocabulary.digest] = deadline.loop.time()
