@@ -31,7 +31,7 @@ from lmpool.producer.metrics import Counters, ProducerStats, Traces
 from lmpool.producer.options import check_flag, check_mode, read_batch_targets, read_targets
 from lmpool.producer.partial import PartialRows
 from lmpool.producer.tokenizer import TOKENIZERS, PublishedTokenizer, import_package
-from lmpool.producer.trie import PooledTrie, TrieQueries, trie_of
+from lmpool.producer.trie import PooledTrie, trie_of
 from lmpool.protocol.job import encode_prompt, list_prompts
 from lmpool.protocol.keys import Keys
 from lmpool.protocol.model_info import TRIE_SERVICE, ModelInfo
@@ -305,9 +305,7 @@ class Producer(CopiedAsItself, PartialRows):
             session = await self._sessions.open(deadline)
             vocabulary = await session.vocabularies.of_model(deadline)
         structure = await asyncio.to_thread(trie_of, vocabulary)
-        return PooledTrie(
-            structure, TrieQueries(structure, self._sessions, self._trie_sessions), self._timeout, local=local
-        )
+        return PooledTrie(structure, self._sessions, self._trie_sessions, self._timeout, local=local)
 
     async def tokenizer(self, *, timeout: float | None = None) -> PublishedTokenizer:
         """Return the model's tokenizer, as its workers publish it. All producers of a process share it.

@@ -30,7 +30,7 @@ def home_in(homes: Homes, asked: Prompt) -> bytes:
 
 
 def arranged(homes: Homes, *asked: list[int]) -> list[tuple[list[int], bytes]]:
-    requests, found = homes.arrange([PendingRequest(prompt(ids), []) for ids in asked])
+    requests, found = homes.arrange([PendingRequest(prompt(ids), {}) for ids in asked])
     return [
         (np.frombuffer(request.prompt.ids, "<u4").tolist(), home) for request, home in zip(requests, found, strict=True)
     ]
@@ -135,7 +135,7 @@ def test_homes_are_not_recorded_for_a_single_worker() -> None:
     homes.note([prompt([3])], b"w2")
     homes.note([prompt([1])], b"w1")
     assert arranged(homes, [1, 2], [3, 4], [5, 6]) == [([5, 6], b""), ([1, 2], b"w1"), ([3, 4], b"w2")]
-    assert homes.arrange([PendingRequest(prompt([5, 6]), [])])[1] == []
+    assert homes.arrange([PendingRequest(prompt([5, 6]), {})])[1] == []
 
 
 def test_prompts_with_the_same_prefix_stay_together_and_the_most_frequent_come_first() -> None:

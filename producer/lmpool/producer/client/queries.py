@@ -26,30 +26,9 @@ from lmpool.errors import (
 )
 from lmpool.producer.client.requests import Deadline
 from lmpool.producer.client.session import Session
+from lmpool.protocol import query as wire
 from lmpool.protocol.job import DIGEST_SIZE, Prompt, decode_ids, digest_of
-from lmpool.protocol.query import (
-    MAX_ANSWER,
-    Continuation,
-    FreshQuery,
-    GenerateQuery,
-    HeadQuery,
-    MassQuery,
-    PositionsQuery,
-    PositionValues,
-    SampleQuery,
-    Sampling,
-    TopK,
-    TopQuery,
-    mass_of,
-    sample,
-    sample_of,
-    stack_tops,
-    top,
-    top_of,
-    unpack_continuation,
-    unpack_token,
-    unpack_top,
-)
+from lmpool.protocol.query import MAX_ANSWER, PositionsQuery, PositionValues, Sampling, TopK
 from lmpool.protocol.row import FACTS, Head, Row, check_logprobs, check_row, unpack_numbers, width_of
 from lmpool.protocol.token_set import TokenSet
 
@@ -111,11 +90,7 @@ class Wanted(NamedTuple):
 
 
 def entries_of(row: Row, targets: list[int]) -> Row:
-    """Return some entries of a row.
-
-    Raises:
-        ModelMismatch: the model has changed since the targets were checked, and its rows are shorter.
-    """
+    """Return some entries of a row; ModelMismatch if the rows of a changed model are too short."""
     if max(targets) >= len(row):
         raise ModelMismatch(f"the model's V is {len(row)} now: ask again, for targets below that")
     return row[targets]
@@ -136,12 +111,12 @@ class Queries:
         deadline: until when.
     """
 
-    __slots__ = ("_deadline", "adapter", "session")
+    __slots__ = ("adapter", "deadline", "session")
 
     def __init__(self, session: Session, adapter: str, deadline: Deadline) -> None:
         self.session = session
         self.adapter = adapter
-        self._deadline = deadline
+        self.deadline = deadline
 
     @property
     def vocab_size(self) -> int:
@@ -170,20 +145,20 @@ class Queries:
     async def row(self, prompt: Prompt) -> Row:
         """Return a row."""
         row = self.session.cached(prompt)
-        return row if row is not None else await self.session.answer(prompt, self._deadline)
+        return row if row is not None else await self.session.answer(prompt, self.deadline)
 
     async def rows(self, prompts: Sequence[Prompt]) -> NDArray[np.float32]:
         """Return the rows of several prompts: float32 (n, V)."""
-        return await self.session.answer_all(prompts, self._deadline)
+        return await self.session.answer_all(prompts, self.deadline)
 
     async def warm(self, prompt: Prompt) -> None:
         """Have a row computed and cached."""
         if self.session.cached(prompt) is None:
-            await self.session.answer(prompt, self._deadline, warm=True)
+            await self.session.answer(prompt, self.deadline, warm=True)
 
     async def fresh(self, prompt: Prompt) -> Row:
         """Return a row that is computed now, without any cache."""
-        query = FreshQuery(secrets.token_bytes(DIGEST_SIZE)).pack()
+        query = wire.FreshQuery(secrets.token_bytes(DIGEST_SIZE)).pack()
         return await self._result(prompt.with_query(query, self.vocab_size), check_row, private=True)
 
     async def logits(self, prompt: Prompt, targets: list[int]) -> Row:
@@ -194,7 +169,7 @@ class Queries:
 
     async def entries(self, prompt: Prompt, targets: list[int]) -> Row:
         """Return some entries of a row: float32 (k,)."""
-        session, deadline = self.session, self._deadline
+        session, deadline = self.session, self.deadline
         row = session.cached(prompt)
         if row is None and len(targets) <= _MAX_READ_IN_PLACE:
             entries = await session.read_entries(prompt, targets, deadline)
@@ -233,33 +208,20 @@ class Queries:
     # Results of queries
 
     async def _result(
-        self,
-        prompt: Prompt,
-        read: Callable[[Row], T],
-        *,
-        private: bool = False,
-        allowed: Allowed = _ALL,
+        self, prompt: Prompt, read: Callable[[Row], T], *, private: bool = False, allowed: Allowed = _ALL
     ) -> T:
-        """Return the result of a prompt's query, read by `read`.
+        """Return the result of a prompt's query, read by `read`, which raises ProtocolError if the result is damaged.
 
-        A damaged result is computed again once. A token set that the pool has evicted is registered again.
-
-        Args:
-            prompt: the prompt and its query.
-            read: returns the result, or raises ProtocolError if it is damaged.
-            private: as for `Session.answer`.
-            allowed: the token set of the query.
-
-        Raises:
-            CorruptRow: the result is damaged again.
+        A damaged result is computed again once; then it is a CorruptRow. The token set `allowed` of the query is
+        registered again if the pool has evicted it. `private` is as for `Session.answer`.
         """
-        ask = partial(self.session.answer, prompt, self._deadline, private=private)
+        ask = partial(self.session.answer, prompt, self.deadline, private=private)
         try:
             answer = await ask()
         except UnknownTokenSet:
             if allowed.tokens is None:
                 raise
-            await self.register_tokens(allowed.tokens)
+            await self.session.vocabularies.register_tokens(allowed.tokens, self.deadline)
             answer = await ask()
         with suppress(ProtocolError):
             return read(answer)
@@ -267,10 +229,6 @@ class Queries:
             return read(await ask(damaged=True))
         except ProtocolError as error:
             raise CorruptRow(f"the cached answer for prompt {prompt.digest.hex()} is damaged: {error}") from error
-
-    async def register_tokens(self, tokens: TokenSet) -> None:
-        """Store a token set in the pool."""
-        await self.session.vocabularies.register_tokens(tokens, self._deadline)
 
     async def top(self, prompt: Prompt, k: int, values: Mode = "logprobs", allowed: Allowed = _ALL) -> TopK:
         """Return the `k` largest entries of a row."""
@@ -280,32 +238,36 @@ class Queries:
             return best
         row = self.session.cached(prompt)
         if row is not None and allowed.is_known:
-            return top(row, k) if allowed.tokens is None else top_of(row, k, allowed.tokens.ids)
-        query = prompt.with_query(TopQuery(k, allowed.packed).pack(), 2 * k)
-        read = partial(unpack_top, vocab_size=self.vocab_size, of_row=not allowed.packed)
+            return wire.top(row, k) if allowed.tokens is None else wire.top_of(row, k, allowed.tokens.ids)
+        query = prompt.with_query(wire.TopQuery(k, allowed.packed).pack(), 2 * k)
+        read = partial(wire.unpack_top, vocab_size=self.vocab_size, of_row=not allowed.packed)
         return await self._result(query, read, allowed=allowed)
 
     async def sample(self, prompt: Prompt, sampling: Sampling, allowed: Allowed, *, private: bool) -> int:
         """Return a token sampled from a row."""
         row = self.session.cached(prompt)
         if row is not None and allowed.is_known:
-            return sample(row, sampling) if allowed.tokens is None else sample_of(row, sampling, allowed.tokens.ids)
-        query = prompt.with_query(SampleQuery(*sampling, allowed.packed).pack(), 1)
-        read = partial(unpack_token, vocab_size=self.vocab_size)
+            return (
+                wire.sample(row, sampling)
+                if allowed.tokens is None
+                else wire.sample_of(row, sampling, allowed.tokens.ids)
+            )
+        query = prompt.with_query(wire.SampleQuery(*sampling, allowed.packed).pack(), 1)
+        read = partial(wire.unpack_token, vocab_size=self.vocab_size)
         return await self._result(query, read, private=private, allowed=allowed)
 
     async def mass(self, prompt: Prompt, allowed: Allowed) -> float:
         """Return the logarithm of the total probability of the allowed tokens."""
         row = self.session.cached(prompt)
         if row is not None and allowed.tokens is not None:
-            return float(mass_of(row, allowed.tokens.ids))
-        query = prompt.with_query(MassQuery(allowed.packed).pack(), 1)
+            return float(wire.mass_of(row, allowed.tokens.ids))
+        query = prompt.with_query(wire.MassQuery(allowed.packed).pack(), 1)
         return await self._result(query, lambda answer: float(check_logprobs(answer)[0]), allowed=allowed)
 
-    async def continuation(self, prompt: Prompt, wanted: GenerateQuery, *, private: bool) -> Continuation:
+    async def continuation(self, prompt: Prompt, wanted: wire.GenerateQuery, *, private: bool) -> wire.Continuation:
         """Return tokens that a worker samples one after the other."""
         query = prompt.with_query(wanted.pack(), 2 * wanted.most, wanted.most)
-        return await self._result(query, partial(unpack_continuation, vocab_size=self.vocab_size), private=private)
+        return await self._result(query, partial(wire.unpack_continuation, vocab_size=self.vocab_size), private=private)
 
     async def scores(self, prompt: Prompt, continuation: Prompt, values: Mode) -> Row:
         """Return the log-probability, or the logit, of each token of a continuation: float32 (m,)."""
@@ -356,11 +318,7 @@ class Queries:
         return np.concatenate([answer for answer in answers if not isinstance(answer, TopK)])
 
     def check_same_model(self, fingerprint: str) -> None:
-        """Refuse a result whose parts may be of two models.
-
-        Raises:
-            ModelMismatch: the model's fingerprint has changed.
-        """
+        """Refuse a result whose parts may be of two models: ModelMismatch if the fingerprint has changed."""
         if (info := self.session.info).fingerprint != fingerprint:
             raise ModelMismatch(f"the model {info.name!r} has changed while parts of a result arrived: ask again")
 
@@ -371,7 +329,7 @@ class Queries:
 
         def read(answer: Row) -> Expected:
             if wanted.top:
-                return unpack_top(answer.reshape(count, -1), vocab_size, of_row=wanted.values == "logprobs")
+                return wire.unpack_top(answer.reshape(count, -1), vocab_size, of_row=wanted.values == "logprobs")
             if wanted.values == "logprobs":
                 return check_logprobs(answer).reshape(count, -1)
             if wanted.values == "hidden":
@@ -388,7 +346,7 @@ class Queries:
             raise self._unsupported(wanted.values)
         prefixes = [prefix_of(text, at + 1) for at in part]
         if wanted.top:
-            return stack_tops(await gather([self.top(prefix, wanted.top) for prefix in prefixes]), wanted.top)
+            return wire.stack_tops(await gather([self.top(prefix, wanted.top) for prefix in prefixes]), wanted.top)
         if wanted.targets:
             return await self.all_entries(prefixes, [list(wanted.targets)] * count, len(wanted.targets))
         return await self.rows(prefixes)
@@ -421,17 +379,19 @@ class Queries:
 
     async def head(self, heads: dict[str, Head]) -> Head:
         """Return the head of the model from `heads`, by fingerprint; concurrent callers fetch it once."""
-        fingerprint, lock = self.session.info.fingerprint, self.session.fetching_head
-        if (head := heads.get(fingerprint)) is None:
-            async with self._deadline.limit():  # Another call may be fetching it.
-                await lock.acquire()
-            try:
-                if (head := heads.get(fingerprint)) is None:
-                    head = await self._fetch_head()
-                    heads.clear()
-                    heads[fingerprint] = head
-            finally:
-                lock.release()
+        fingerprint = self.session.info.fingerprint
+        if (head := heads.get(fingerprint)) is not None:
+            return head
+        lock = self.session.fetching_head
+        async with self.deadline.limit():
+            await lock.acquire()
+        try:
+            if (head := heads.get(fingerprint)) is None:
+                head = await self._fetch_head()
+                heads.clear()
+                heads[fingerprint] = head
+        finally:
+            lock.release()
         return head
 
     async def _fetch_head(self) -> Head:
@@ -441,19 +401,19 @@ class Queries:
             raise SettingsError(f"head: {text}")
         width, size = width_of(info.hidden, info.dtype), info.vocab_size
 
-        async def ask(query: HeadQuery, length: int, read: Callable[[Row], T]) -> T:
+        async def ask(query: wire.HeadQuery, length: int, read: Callable[[Row], T]) -> T:
             return await self._result(prompt.with_query(query.pack(), length), read, private=True)
 
         one = partial(unpack_numbers, count=1, dtype="float32")
-        scale, soft_cap, has_bias = (await ask(HeadQuery("facts"), FACTS, partial(one, size=FACTS)))[0].tolist()
-        bias = (await ask(HeadQuery("bias"), size, partial(one, size=size)))[0].copy() if has_bias else None
+        scale, soft_cap, has_bias = (await ask(wire.HeadQuery("facts"), FACTS, partial(one, size=FACTS)))[0].tolist()
+        bias = (await ask(wire.HeadQuery("bias"), size, partial(one, size=size)))[0].copy() if has_bias else None
         rows = max(1, MAX_ANSWER // width)
         parts = []
         # One after the other: all parts at once could fill the server's memory.
         for first in range(0, size, rows):
             count = min(rows, size - first)
             read = partial(unpack_numbers, count=count, size=info.hidden, dtype=info.dtype)
-            parts.append(await ask(HeadQuery("weights", first, count), count * width, read))
+            parts.append(await ask(wire.HeadQuery("weights", first, count), count * width, read))
         self.check_same_model(info.fingerprint)
         return Head(np.concatenate(parts), bias, scale, soft_cap or None, info.dtype)
 

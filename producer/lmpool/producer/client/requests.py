@@ -11,7 +11,7 @@ import math
 from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum, auto
 from time import monotonic
 from typing import Self
@@ -191,17 +191,15 @@ class PendingRequest:
     """One prompt that this process waits for.
 
     Attributes:
-        waiters: called with the result.
-        began: when the first waiter started to wait, by `monotonic`.
-        joined_at: when each further waiter joined. None rather than an empty list, which costs the garbage collector.
-        since: loop time of the server's last reply about this prompt.
+        waiters: called with the result -> when it started to wait, by `monotonic`.
         until: loop time of the latest deadline of the waiters.
+        warm: whether no waiter needs the row itself, only its presence in the pool's cache.
+        since: loop time of the server's last reply about this prompt.
         in_flight: whether the request counts towards the per-client limit.
         damaged: whether the cache holds a damaged row that a worker must overwrite.
         overwrites: number of times that a worker was asked to overwrite it.
         lost: number of times that the row had been evicted before it could be fetched.
         origin: the `ProducerStats` attribute that counts the first waiter; None until the source of the row is known.
-        warm: whether no waiter needs the row itself, only its presence in the pool's cache.
         is_private: whether no other client can make this request; the result is removed once it has been read.
         whole: whether the cache must hold the row itself instead of a reference to shared memory.
         weights: the weights of a trie job; None once the server has them.
@@ -210,11 +208,9 @@ class PendingRequest:
     """
 
     prompt: Prompt
-    waiters: list[Waiter]
+    waiters: dict[Waiter, float]
     until: float = math.inf
     warm: bool = False
-    began: float = field(default_factory=monotonic)
-    joined_at: list[float] | None = None
     stage: Stage = Stage.UNSENT
     since: float = 0.0
     in_flight: bool = False
@@ -268,14 +264,11 @@ class PendingRequests:
         """
         request = self.get(prompt.digest)
         if request is None:
-            request = self._requests[prompt.digest] = PendingRequest(prompt, [waiter], until, warm)
+            request = self._requests[prompt.digest] = PendingRequest(prompt, {waiter: monotonic()}, until, warm)
             return request, True
-        if request.joined_at is None:
-            request.joined_at = []
-        request.joined_at.append(monotonic())
+        request.waiters[waiter] = monotonic()
         request.warm = request.warm and warm
         request.until = max(request.until, until)
-        request.waiters.append(waiter)
         return request, False
 
     def admit(self, unsent: deque[PendingRequest]) -> list[PendingRequest]:
@@ -293,12 +286,7 @@ class PendingRequests:
 
     def remove_waiter(self, request: PendingRequest, waiter: Waiter, why: str = "cancelled") -> bool:
         """Remove a waiter; returns whether the request has ended because it was the last one."""
-        at = request.waiters.index(waiter)
-        del request.waiters[at]
-        began = request.joined_at.pop(at - 1) if at and request.joined_at else request.began
-        if not at and request.joined_at:
-            request.began = request.joined_at.pop(0)
-        self._count_failure(why, began)
+        self._count_failure(why, request.waiters.pop(waiter))
         if request.waiters or not self.is_open(request):
             return False
         self._end(request)
@@ -351,10 +339,9 @@ class PendingRequests:
         if not isinstance(answer, Exception):
             self._answer(request, answer, monotonic())
             return
-        waiters, request.waiters = request.waiters, []
-        for since in (request.began, *(request.joined_at or ())):
-            self._count_failure(type(answer).__name__, since)
-        for waiter in waiters:
+        waiters, request.waiters = request.waiters, {}
+        for waiter, began in waiters.items():
+            self._count_failure(type(answer).__name__, began)
             waiter(copy_error(answer))
 
     def restart(self, fingerprint: str) -> None:
@@ -377,16 +364,14 @@ class PendingRequests:
             self._in_flight_bytes -= len(request.prompt.ids)
 
     def _answer(self, request: PendingRequest, row: Row, now: float) -> None:
-        waiters, request.waiters = request.waiters, []
+        waiters, request.waiters = request.waiters, {}
         # A row without an origin was found in the cache before the request reached the script.
         origin = request.origin = request.origin or "cache_hits"
         stats, seconds = self._stats, self.counters.seconds
-        setattr(stats, origin, getattr(stats, origin) + 1)
-        seconds[origin].observe(now - request.began)
-        for since in request.joined_at or ():
-            stats.joined += 1
-            seconds["joined"].observe(now - since)
-        for waiter in waiters:
+        for waiter, began in waiters.items():
+            setattr(stats, origin, getattr(stats, origin) + 1)
+            seconds[origin].observe(now - began)
+            origin = "joined"
             waiter(row)
 
     def _count_failure(self, why: str, began: float) -> None:
