@@ -11,7 +11,6 @@ import weakref
 from collections.abc import Callable, Coroutine, Iterable, Iterator
 from concurrent.futures import CancelledError
 from functools import wraps
-from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar, Unpack
 
 from lmpool.aio import end_tasks
@@ -238,9 +237,7 @@ class SyncProducer(Blocking):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -502,9 +502,6 @@ class Answering(Tasks):
     async def drop(self, keys: Sequence[bytes]) -> None:
         pass
 
-    async def check_memory(self, pending: int) -> None:
-        pass
-
     def describe_full_queue(self) -> str:
         return "full"
 

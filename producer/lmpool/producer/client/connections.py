@@ -7,8 +7,6 @@ import secrets
 from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from math import ceil, inf
-from time import monotonic
 from typing import Any
 
 from redis.exceptions import NoPermissionError, RedisError
@@ -16,12 +14,11 @@ from redis.exceptions import NoPermissionError, RedisError
 from lmpool.aio import end_tasks
 from lmpool.broker.connection import CommandConnection, reply_timeout
 from lmpool.broker.server import Server
-from lmpool.broker.server_checks import ServerMemory, read_memory
 from lmpool.errors import LMPoolError, ProducerClosed
 from lmpool.protocol.keys import Keys, ModelKeys
 from lmpool.protocol.model_info import ModelInfo
-from lmpool.protocol.row import Encoding, encoded_size
-from lmpool.rows.cache import CHUNK_BYTES, RowCache
+from lmpool.protocol.row import encoded_size
+from lmpool.rows.cache import RowCache
 from lmpool.rows.shared_memory import SegmentReader, is_shared
 
 TROUBLE = (RedisError, OSError, LMPoolError)
@@ -29,8 +26,6 @@ TROUBLE = (RedisError, OSError, LMPoolError)
 
 CLOSED = "the producer was closed while the request was in flight"
 
-# Min seconds between two reads of the server's memory usage, which only an error text needs.
-_MEMORY_INTERVAL_S = 5.0
 # Seconds between two scans for shared memory: a new worker's rows are read from memory after at most this time.
 _SCAN_S = 1.0
 
@@ -104,10 +99,6 @@ class Connections(Tasks):
         self.commands = CommandConnection(server)
         self.closed = False
         self.trouble: LMPoolError | None = None
-        self._memory: ServerMemory | None = None
-        self._next_memory_check = 0.0
-        # Max requests pending at a lost row, since the last memory check: the server needs memory for all of them.
-        self._max_pending = 0
 
     def adopt(self, info: ModelInfo) -> None:
         """Use a model, or the same model with other weights."""
@@ -176,42 +167,13 @@ class Connections(Tasks):
             "ask for less at once, add workers, or raise the workers' --queue-limit"
         )
 
-    async def check_memory(self, pending: int) -> None:
-        """Read the server's memory usage, at most every 5 s, for the error of requests whose rows were evicted.
-
-        `pending` is the number of this session's pending requests.
-        """
-        now = monotonic()
-        if now < self._next_memory_check:
-            self._max_pending = max(self._max_pending, pending)
-            return
-        self._max_pending, self._next_memory_check = pending, now + _MEMORY_INTERVAL_S
-        with suppress(*TROUBLE):
-            self._memory = await read_memory(self.redis)
-            if self._memory is None:
-                self._next_memory_check = inf  # This user may not read it.
-
-    def describe_lost_row(self, times: int, pending: int, length: int = 0) -> str:
-        """Return the error text for a row that disappeared `times` times before it could be fetched.
-
-        `length` is the number of entries of a query result, 0 for a row.
-        """
+    def describe_lost_row(self, times: int, length: int = 0) -> str:
+        """Return the error text for a row, or a result of `length` entries, that was lost before it was fetched."""
         gone = f"the row was gone from the server before it could be fetched{'' if times == 1 else f', {times} times'}"
-        info, memory = self.model.info, self._memory
-        size = encoded_size(length or info.vocab_size, Encoding.F32 if length else info.row_encoding)
-        if memory is not None and not (memory.evicted_keys and memory.is_full_for(size)):
-            state = "the server's memory is not full" if memory.evicted_keys else "the server has evicted nothing"
-            return f"{gone}, although {state} ({memory}): did it restart, or does another client delete rows?"
-        full, rows, by = f"the server's memory is full{f' ({memory})' if memory is not None else ''}", "", ""
-        if not info.is_trie:
-            # Requests with the same deadline end one after the other, so fewer are pending for each that ends.
-            pending = max(pending, self._max_pending)
-            rows = f" A {'result' if length else 'row'} takes {size / 1e6:.3g} MB, and {pending} are pending here."
-            # Memory for all rows at once, and for two chunks in connection buffers that are fetched a second time.
-            by = f" by at least {ceil((pending * size + 2 * CHUNK_BYTES) / 1e6)} MB"
+        size = encoded_size(length or self.model.info.vocab_size, self.model.info.row_encoding)
         return (
-            f"{gone}: most likely evicted, because {full}.{rows} Raise maxmemory{by}, have fewer rows pending at once, "
-            "or serve rows of a smaller dtype"
+            f"{gone}. Either its memory is full, so that it evicts rows of {size / 1e6:.3g} MB (see `lmpool status`): "
+            "then raise maxmemory or have fewer rows pending. Or it restarted, or another client deletes rows"
         )
 
     def _close_rows(self) -> None:

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import math
-from collections.abc import AsyncIterator, Collection, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any, NamedTuple, cast
 
@@ -81,38 +81,41 @@ class Discovery:
             return info
         infos, unreadable = await self._read_infos()
         if name is None and unreadable and not infos:
-            raise _unreadable(*next(iter(unreadable.items())))
-        if name == TRIE_SERVICE and name not in infos:
+            raise next(iter(unreadable.values()))
+        if name is not None and name in infos:
+            return infos[name]  # It was registered just now.
+        if name == TRIE_SERVICE:
             raise UnknownModel(
                 f"no trie worker serves: start one with `lmpool trie-worker`, or pass {argument('local', 'True')} "
                 "(calls with prompt= are answered by a model's workers too, if they run with --with-trie)"
             )
-        if name != TRIE_SERVICE:
-            infos.pop(TRIE_SERVICE, None)
-        served = ", ".join(infos) or "none"
+        infos.pop(TRIE_SERVICE, None)
         if not infos:
             wanted = f"the model {name!r} is not served" if name else "no model is served"
             raise await self._unknown(name, f"{wanted}: ", "start a worker with `lmpool worker MODEL --name NAME`")
-        if name is None:
-            # An info outlives workers that were killed, so check which models have live workers.
-            live = [info for info in infos.values() if await self._is_served(info.name)] if len(infos) > 1 else []
-            if len(infos) > 1 and len(live) != 1:
-                raise AmbiguousModel(f"several models are served, name one of them: {served}")
-            return live[0] if live else next(iter(infos.values()))
-        if name not in infos:
-            advice = (
-                f"{_guess(name, infos)}served are: {served}; start a worker with `lmpool worker MODEL --name {name}`"
-            )
+        if name is not None:
+            near = get_close_matches(name.lower(), by_lower := {other.lower(): other for other in infos}, 1)
+            guess = f"did you mean {by_lower[near[0]]!r}? " if near else ""
+            advice = f"{guess}served are: {', '.join(infos)}; start a worker with `lmpool worker MODEL --name {name}`"
             error = await self._unknown(name, f"the model {name!r} is not served; ", advice)
             error.has_others = True
             raise error
-        return infos[name]
+        if len(infos) == 1:
+            return next(iter(infos.values()))
+        # An info outlives workers that were killed, so check which models have live workers.
+        live = []
+        for info in infos.values():
+            with contextlib.suppress(NoPermissionError):
+                live += [info] if (await self.alive(info.name)).serving else []
+        if len(live) != 1:
+            raise AmbiguousModel(f"several models are served, name one of them: {', '.join(infos)}")
+        return live[0]
 
     async def find(self, name: str) -> ModelInfo | None:
         """Return the info of the model `name`, or None."""
         infos, unreadable = await self._read_infos([name])
         if name in unreadable:
-            raise _unreadable(name, unreadable[name])
+            raise unreadable[name]
         return infos.get(name)
 
     async def want(self, model: str) -> None:
@@ -120,12 +123,6 @@ class Discovery:
         # The rights that an older release documents do not include this key.
         with contextlib.suppress(NoPermissionError):
             await self._redis.set(self._keys.model(model).wanted, b"", px=WANTED_TTL_MS)
-
-    async def _is_served(self, model: str) -> bool:
-        try:
-            return bool((await self.alive(model)).serving)
-        except NoPermissionError:
-            return False
 
     async def _unknown(self, name: str | None, text: str, advice: str) -> UnknownModel:
         """Return the error for a model that is not served; it says whether a worker is loading the model.
@@ -145,17 +142,14 @@ class Discovery:
     async def _some_loading(self) -> set[str]:
         """Return some of the models that workers are loading and that this user may read."""
         key, loading = self._keys.loading(), set[str]()
-        try:
-            names = cast(list[bytes] | None, await self._redis.hrandfield(key, _MAX_NAMED))
-            if not names:
-                return loading
-            models = await read_texts(self._redis, key, [name.decode("utf-8", "replace") for name in names])
+        with contextlib.suppress(NoPermissionError):
+            names = cast(list[bytes] | None, await self._redis.hrandfield(key, _MAX_NAMED)) or []
+            workers = [name.decode("utf-8", "replace") for name in names]
+            models = await read_texts(self._redis, key, workers) if workers else {}
             for model in sorted(set(models.values())):
                 # The entry of a worker that was killed while loading may still be there.
                 if (await self.alive(model)).loading:
                     loading.add(model)
-        except NoPermissionError:
-            pass
         return loading
 
     async def _read_infos(self, names: Sequence[str] = ()) -> tuple[dict[str, ModelInfo], dict[str, ProtocolError]]:
@@ -166,26 +160,28 @@ class Discovery:
         for key, data in sorted(packed.items()):
             name = key.decode(errors="backslashreplace")
             try:
-                infos[name] = _read_info(name, data)
+                if isinstance(data, int):
+                    raise ProtocolError(f"a model info of {data} bytes is over the limit of {MAX_INFO_BYTES}")
+                info = infos[name] = ModelInfo.unpack(data)
+                if info.name != name:
+                    # The client would use the queue of another model.
+                    raise ProtocolError(f"it is the info of {shown(infos.pop(name).name)}")
             except ProtocolError as error:
-                unreadable[name] = error
+                unreadable[name] = ProtocolError(f"the info of the model {name!r} cannot be read: {error}")
                 if len(self._warned) < _MAX_WARNED and name not in self._warned:
                     self._warned.add(name)
-                    _log.warning("the info of the model %r is left out: %s", name, error)
+                    _log.warning("%s; the model is left out", unreadable[name])
         return infos, unreadable
 
     async def alive(self, model: str) -> Alive:
         """Return how many workers serve and load a model, at a cost that does not depend on their number."""
         return await read_alive(self._redis, self._keys.model(model))
 
-    async def gone(self, model: str, workers: Collection[bytes]) -> list[bytes]:
+    async def gone(self, model: str, workers: Sequence[bytes]) -> list[bytes]:
         """Return those of `workers` that have left the model or were removed as dead."""
-        if not workers:
-            return []
-        asked = list(workers)
         key: Any = self._keys.model(model).workers
-        deadlines: Any = await self._redis.zmscore(key, cast(list[str], asked))
-        return [worker for worker, deadline in zip(asked, deadlines, strict=True) if deadline is None]
+        deadlines = await self._redis.zmscore(key, cast(list[str], workers)) if workers else []
+        return [worker for worker, deadline in zip(workers, deadlines, strict=True) if deadline is None]
 
     async def workers(self, model: str) -> list[WorkerInfo]:
         """Return the live workers of a model; reads one heartbeat after the other."""
@@ -205,9 +201,8 @@ class Discovery:
             except ProtocolError as error:
                 # One key with foreign content must not hide all other workers.
                 _log.warning("the worker %r is left out: %s", name, error)
-                continue
-            if "model" in fields:
-                workers.append(WorkerInfo(name, fields))
+            else:
+                workers += [WorkerInfo(name, fields)] if "model" in fields else []
         return workers
 
     async def silences(self, workers: Iterable[WorkerInfo]) -> dict[str, float]:
@@ -222,26 +217,6 @@ class Discovery:
     async def queue(self, model: str) -> QueueState:
         """Return the state of a model's queue."""
         return await read_queue(self._redis, self._keys.model(model))
-
-
-def _guess(name: str, served: Iterable[str]) -> str:
-    by_lower = {other.lower(): other for other in served}
-    near = get_close_matches(name.lower(), by_lower, 1)
-    return f"did you mean {by_lower[near[0]]!r}? " if near else ""
-
-
-def _read_info(name: str, data: bytes | int) -> ModelInfo:
-    if isinstance(data, int):
-        raise ProtocolError(f"a model info of {data} bytes is over the limit of {MAX_INFO_BYTES}")
-    info = ModelInfo.unpack(data)
-    if info.name != name:
-        # The client would use the queue of another model.
-        raise ProtocolError(f"it is the info of {shown(info.name)}")
-    return info
-
-
-def _unreadable(name: str, error: ProtocolError) -> ProtocolError:
-    return ProtocolError(f"the info of the model {name!r} cannot be read: {error}")
 
 
 class Liveness:
@@ -272,10 +247,7 @@ class Liveness:
 
         The limit is a lease, and at least 5 s, in which a worker that restarts can register. Requests wait without a
         limit while a worker loads the model. If this client was blocked for longer than a lease, workers may have come
-        and gone unseen, so the time without workers starts again.
-
-        Args:
-            now: loop time.
+        and gone unseen, so the time without workers starts again. `now` is the loop time.
         """
         info = self._connections.model.info
         gap, self._checked_at = now - self._checked_at, now
@@ -296,15 +268,12 @@ class Liveness:
 
     def deadline_error(self, text: str) -> DeadlineExceeded:
         """Return the exception for a request that timed out; its message begins with `text`."""
-        info = self._connections.model.info
+        info, more_time = self._connections.model.info, f"allow more time ({argument('timeout')})"
         if self.count:
-            return DeadlineExceeded(
-                f"{text}: {self.count} live worker(s) serve {info.name!r} and have not answered yet; "
-                f"allow more time ({argument('timeout')}), request less at once, or add workers"
-            )
+            workers = f"{self.count} live worker(s) serve {info.name!r} and have not answered yet"
+            return DeadlineExceeded(f"{text}: {workers}; {more_time}, request less at once, or add workers")
         if self._is_loading:
-            loading = f"{text}: a worker is loading {info.name!r}, none serves it yet"
-            return NoWorker(f"{loading}; allow more time ({argument('timeout')})")
+            return NoWorker(f"{text}: a worker is loading {info.name!r}, none serves it yet; {more_time}")
         return NoWorker(f"{text}: no live worker serves {info.name!r}; start one with `{info.start_command}`")
 
 

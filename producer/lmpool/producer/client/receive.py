@@ -276,7 +276,7 @@ class Requester:
         elif is_refused or (self._submitter.is_full and request.stage is not Stage.WAITING):
             error = QueueFull(f"{text}: {connections.describe_full_queue()}")
         elif request.lost:  # Before the check for workers: a server that evicts rows evicts heartbeats too.
-            why = connections.describe_lost_row(request.lost, len(self._requests), request.prompt.length)
+            why = connections.describe_lost_row(request.lost, request.prompt.length)
             error = DeadlineExceeded(f"{text}: {why}")
         else:
             error = self._liveness.deadline_error(text)

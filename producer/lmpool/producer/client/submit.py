@@ -329,7 +329,7 @@ class Submitter:
         self.is_full = b"F" in outcome
         if self.is_full and self._waits_when_full:
             self.retry_soon()
-        stored, abandoned, lost = list[bytes](), list[bytes](), list[PendingRequest]()
+        stored, abandoned = list[bytes](), list[bytes]()
         now, waiting, pending = self._connections.loop.time(), Stage.WAITING, self._requests.get
         for request, code in zip(requests, outcome.decode("ascii", "replace"), strict=True):
             request.since, request.stage = now, waiting
@@ -337,8 +337,8 @@ class Submitter:
                 request.overwrites += request.damaged
             if code == "Q":  # Queued.
                 request.origin = "computed"
-                if again and not request.damaged and request.waiters:
-                    lost.append(request)  # The earlier job has ended, and its row is not there.
+                if again and not request.damaged:
+                    request.lost += 1  # The earlier job has ended, and its row is not there.
             elif code == "J" and request.origin != "computed":  # Joined a job.
                 request.origin = "joined"
             elif code == "R":  # The row is in the cache.
@@ -353,10 +353,6 @@ class Submitter:
                 abandoned.append(request.prompt.digest)
         if abandoned:
             await self._cancel(abandoned)
-        if lost:
-            for request in lost:
-                request.lost += 1
-            self._connections.spawn(self._connections.check_memory(len(self._requests)))
         return stored
 
     async def _call_script(
