@@ -14,7 +14,7 @@ import pytest
 from lmpool import errors
 from lmpool.aio import copy_error
 from lmpool.errors import CorruptRow, DeadlineExceeded, LMPoolError, NoWorker, QueueFull, ServerUnreachable, WorkerError
-from lmpool.producer.client.connections import AdoptedModel, Connections, Tasks
+from lmpool.producer.client.discovery import AdoptedModel, Connections, Tasks
 from lmpool.producer.client.receive import Receiver
 from lmpool.producer.client.requests import (
     Answer,

@@ -19,7 +19,7 @@ from lmpool.errors import (
     SettingsError,
     UnknownAdapter,
 )
-from lmpool.producer.client.connections import TROUBLE, Connections
+from lmpool.producer.client.discovery import TROUBLE, Connections
 from lmpool.producer.client.requests import Deadline
 from lmpool.protocol.adapter import (
     CHECK_PREFIX,

@@ -23,8 +23,7 @@ from lmpool.errors import (
     QueueFull,
     WorkerError,
 )
-from lmpool.producer.client.connections import TROUBLE, Connections
-from lmpool.producer.client.discovery import Liveness
+from lmpool.producer.client.discovery import TROUBLE, Connections, Liveness
 from lmpool.producer.client.requests import (
     BatchWaiter,
     Deadline,

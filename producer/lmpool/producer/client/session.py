@@ -28,8 +28,7 @@ from lmpool.errors import (
     argument,
 )
 from lmpool.producer.client.adapters import Adapters
-from lmpool.producer.client.connections import CLOSED, TROUBLE, Connections
-from lmpool.producer.client.discovery import Discovery, Liveness, Vocabularies
+from lmpool.producer.client.discovery import CLOSED, TROUBLE, Connections, Discovery, Liveness, Vocabularies
 from lmpool.producer.client.receive import Receiver, Requester
 from lmpool.producer.client.requests import ALONE_S, ENDLESS_S, Deadline, PendingRequest, RowLRU, Stage
 from lmpool.producer.metrics import Counters, Traces
@@ -200,10 +199,18 @@ class Session(Requester):
                     await self.adapters.renew()
                     if self._requests:
                         absence = await self._liveness.check(self.loop.time())
-                        self._on_absence(absence)
                     else:
                         self._liveness.pause()
-                    await self._check_homes()
+                    homes = self._submitter.homes
+                    homes.has_choice = self._liveness.count > 1
+                    # Forget the homes of workers that have left; a few workers at a time.
+                    known = random.sample(list(homes.workers), min(len(homes.workers), _MAX_WORKERS_CHECKED))
+                    homes.forget(await self._discovery.gone(self.info.name, known))
+                if absence is not None and not self._waits_when_absent:
+                    self._give_up(list(self._requests), absence)
+                elif absence is not None and not self._has_logged_absence:
+                    _log.warning("%s; requests wait until their deadlines", absence)
+                self._has_logged_absence = absence is not None
                 if self._requests:
                     await self._recheck()
                 # Requests that cannot be sent clear the trouble themselves: only their connection may be broken.
@@ -214,14 +221,6 @@ class Session(Requester):
                 self._connections.note(error)
                 await self._connections.reconnect(error)
             self._end_endless(absence or self._connections.trouble)
-
-    async def _check_homes(self) -> None:
-        """Forget the homes of workers that have left; checks some workers per call."""
-        homes = self._submitter.homes
-        homes.has_choice = self._liveness.count > 1
-        if workers := list(homes.workers):
-            chosen = random.sample(workers, min(len(workers), _MAX_WORKERS_CHECKED))
-            homes.forget(await self._discovery.gone(self.info.name, chosen))
 
     async def _recheck(self) -> None:
         """Fetch rows whose notifications were lost; submit requests again that had no reply for a lease."""
@@ -238,14 +237,6 @@ class Session(Requester):
         silent = [request for request in pending if request.warm or now - request.since > lease_s]
         if silent:
             await self._submitter.submit(silent, again=True)
-
-    def _on_absence(self, absence: LMPoolError | None) -> None:
-        """End the requests when the workers are missing for too long, or log that they wait."""
-        if absence is not None and not self._waits_when_absent:
-            self._give_up(list(self._requests), absence)
-        elif absence is not None and not self._has_logged_absence:
-            _log.warning("%s; requests wait until their deadlines", absence)
-        self._has_logged_absence = absence is not None
 
     def _end_endless(self, why: LMPoolError | None) -> None:
         """End requests without a deadline when this reason has lasted for `ALONE_S`."""
@@ -280,17 +271,16 @@ class Session(Requester):
 
     def _follow_model(self) -> None:
         """Read the info of the changed model and send all requests again."""
-        if not self._is_following:
-            self._is_following = True
-            self._connections.spawn(self._reload_quietly())
-        self._submitter.retry_soon()
 
-    async def _reload_quietly(self) -> None:
-        try:
+        async def reload() -> None:
             with self._connections.noting():
                 await self._reload_info()
-        finally:
             self._is_following = False
+
+        if not self._is_following:
+            self._is_following = True
+            self._connections.spawn(reload())
+        self._submitter.retry_soon()
 
     async def _reload_info(self) -> None:
         info = await self._discovery.find(self.info.name)
@@ -333,12 +323,6 @@ class _Attempt:
     server: Server | None = None
     absence: LMPoolError | None = None
     is_over: bool = False
-
-    def may_recover(self, error: LMPoolError) -> bool:
-        """Return whether waiting may help: no worker serves the model yet, or the server is starting."""
-        if isinstance(error, (UnknownModel, ServerUnreachable)):
-            return True
-        return self.server is not None and error.__cause__ is not None and self.server.is_not_now(error.__cause__)
 
 
 class SessionPerLoop:
@@ -487,7 +471,10 @@ class SessionPerLoop:
                     self._hold(attempt, session)
                     return session
                 except (UnknownModel, ServerError) as error:
-                    if not self._waits or not attempt.may_recover(error):
+                    # Waiting may help: no worker serves the model yet, or the server is starting.
+                    cause, server = error.__cause__, attempt.server
+                    is_starting = server is not None and cause is not None and server.is_not_now(cause)
+                    if not self._waits or not (isinstance(error, (UnknownModel, ServerUnreachable)) or is_starting):
                         raise
                     if type(attempt.absence) is not type(error):
                         served = "a model" if self._model is None else repr(self._model)

@@ -13,7 +13,7 @@ from redis.exceptions import ResponseError
 from lmpool.aio import delays
 from lmpool.broker import scripts
 from lmpool.errors import QueueFull
-from lmpool.producer.client.connections import TROUBLE, Connections
+from lmpool.producer.client.discovery import TROUBLE, Connections
 from lmpool.producer.client.requests import PendingRequest, PendingRequests, Stage
 from lmpool.producer.metrics import Traces
 from lmpool.protocol.job import Job, Prompt, pack_jobs
