@@ -96,12 +96,7 @@ class Counted(Protocol):
 
 _VALUES: tuple[tuple[str, str, str, Callable[[Counters], float]], ...] = (
     ("requests_under_way", "gauge", "Requests in flight.", attrgetter("in_flight")),
-    (
-        "fetched_bytes_total",
-        "counter",
-        "Bytes of rows and results fetched from the server.",
-        attrgetter("fetched_bytes"),
-    ),
+    ("fetched_bytes_total", "counter", "Bytes of rows and results from the server.", attrgetter("fetched_bytes")),
     ("shared_rows_total", "counter", "Rows read from shared memory.", attrgetter("shared.rows")),
     ("lost_rows_total", "counter", "Rows missing from shared memory when they were read.", attrgetter("shared.lost")),
     ("cache_bytes", "gauge", "Bytes of rows in the producer's own memory.", attrgetter("cache.size")),

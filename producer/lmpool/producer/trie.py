@@ -5,22 +5,15 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple, TypedDict, Unpack
 from weakref import WeakValueDictionary
 
 import numpy as np
 from numpy.typing import NDArray
 
+from lmpool import errors
 from lmpool.aio import gather
-from lmpool.errors import (
-    CorruptRow,
-    InvalidWeights,
-    LMPoolError,
-    RequestFailed,
-    SettingsError,
-    SourceMissing,
-    UnknownVocabulary,
-)
 from lmpool.producer.client.requests import Deadline
 from lmpool.producer.client.session import CopiedAsItself, Session, SessionPerLoop
 from lmpool.protocol.job import Prompt, digest_of, list_prompts
@@ -157,7 +150,7 @@ class PooledTrie(CopiedAsItself):
         name, n_tokens = "prompts" if is_batch else "prompt", self.structure.n_tokens
         if (ws is None) == (prompts is None):
             given = "neither weights nor" if ws is None else "both weights and"
-            raise SettingsError(f"{name}: {given} {name} were given; exactly one of them is needed")
+            raise errors.SettingsError(f"{name}: {given} {name} were given; exactly one of them is needed")
         check_known(options, TrieOptions.__annotations__)
         is_local = self._local if options.get("local") is None else bool(options["local"])
         deadline = Deadline.of(options.get("timeout"), self._timeout)
@@ -184,14 +177,14 @@ class PooledTrie(CopiedAsItself):
         """Read the options `nodes` and `under`; UnknownNode if there is no such node or prefix."""
         trie = self.structure
         if nodes is not None and under is not None:
-            raise SettingsError("nodes: either nodes or under can be given, not both")
+            raise errors.SettingsError("nodes: either nodes or under can be given, not both")
         if nodes is not None:
             ids = trie.check_nodes(nodes)
             return _Choice(len(ids), ids, "nodes", ids.astype("<i4").tobytes())
         if under is None:
             return _Choice(trie.n_nodes, None, "inner", b"")
         if not isinstance(under, bytes):
-            raise SettingsError(f"under: {under!r:.80} is not bytes: pass the prefix as bytes, such as b' the'")
+            raise errors.SettingsError(f"under: {under!r:.80} is not bytes: pass the prefix as bytes, such as b' the'")
         choice = self._under.get(under)
         if choice is None:
             if len(self._under) >= _MAX_CHOICES:
@@ -231,7 +224,7 @@ class PooledTrie(CopiedAsItself):
         """The values for the rows of prompts: (n, number of requested nodes)."""
         info, n_tokens = session.info, self.structure.n_tokens
         if n_tokens != info.vocab_size:
-            raise InvalidWeights(
+            raise errors.InvalidWeights(
                 f"the rows of the model {info.name!r} have {info.vocab_size} entries, but the vocabulary has "
                 f"{n_tokens} tokens: use `await producer.trie()` for the model's own"
             )
@@ -251,43 +244,38 @@ class PooledTrie(CopiedAsItself):
         return values
 
     async def _of_row(self, call: _Call, session: Session, prompt: Prompt, out: Values) -> None:
-        """Request the values for a prompt's row, which is not fetched."""
-        trie, choice = self.structure, call.choice
-        length = trie.n_inner + trie.n_tokens if choice.nodes is None else choice.size
-        query = TrieQuery(call.op, trie.digest, "values" if choice.nodes is None else choice.select, choice.sent)
-        values = await self._of_query(session, prompt, query, length, call.deadline)
-        if choice.nodes is None:
-            trie.expand(values[: trie.n_inner], values[trie.n_inner :], out)
-        else:
-            out[:] = values
-
-    async def _of_query(
-        self, session: Session, prompt: Prompt, query: TrieQuery, length: int, deadline: Deadline
-    ) -> Values:
-        """Request the result of a query about a row from the model's workers, or else from trie workers."""
+        """Request the values for a prompt's row from the model's workers or else trie workers; no row is fetched."""
+        trie, choice, deadline = self.structure, call.choice, call.deadline
+        is_whole = choice.nodes is None
+        length = trie.n_inner + trie.n_tokens if is_whole else choice.size
+        query = TrieQuery(call.op, trie.digest, "values" if is_whole else choice.select, choice.sent)
 
         async def ask_model_workers() -> Values:
             return await session.answer(prompt.with_query(query.pack(), length), deadline)
 
+        values: Values | None = None
         if session.info.answers_tries:
-            try:
-                return await self._insist(session, ask_model_workers, deadline, 1)
-            except SourceMissing:
-                pass  # A worker of this model was started without --with-trie.
-        trie_session = await self._trie_sessions.open(deadline)
+            with suppress(errors.SourceMissing):  # A worker of this model was started without --with-trie.
+                values = await self._insist(session, ask_model_workers, deadline, 1)
+        if values is None:
+            trie_session = await self._trie_sessions.open(deadline)
 
-        async def ask_trie_workers() -> Values:
-            # Read at each try: the fingerprint changes when the model is served with other weights.
-            source = session.info.fingerprint, prompt.digest
-            packed = TrieQuery(query.op, query.vocabulary, query.select, query.nodes, *source).pack()
-            return await trie_session.answer(self._prompt.with_query(packed, length), deadline)
+            async def ask_trie_workers() -> Values:
+                # Read at each try: the fingerprint changes when the model is served with other weights.
+                source = session.info.fingerprint, prompt.digest
+                packed = TrieQuery(query.op, query.vocabulary, query.select, query.nodes, *source).pack()
+                return await trie_session.answer(self._prompt.with_query(packed, length), deadline)
 
-        async def compute(error: RequestFailed) -> None:
-            # Fetching a damaged row makes a worker compute it again.
-            is_missing = isinstance(error, SourceMissing)
-            await session.answer(prompt, deadline, warm=is_missing, whole=is_missing)
+            async def compute(error: errors.RequestFailed) -> None:
+                # Fetching a damaged row makes a worker compute it again.
+                is_missing = isinstance(error, errors.SourceMissing)
+                await session.answer(prompt, deadline, warm=is_missing, whole=is_missing)
 
-        return await self._insist(trie_session, ask_trie_workers, deadline, repair=compute)
+            values = await self._insist(trie_session, ask_trie_workers, deadline, repair=compute)
+        if is_whole:
+            trie.expand(values[: trie.n_inner], values[trie.n_inner :], out)
+        else:
+            out[:] = values
 
     async def _insist(
         self,
@@ -295,7 +283,7 @@ class PooledTrie(CopiedAsItself):
         ask: Callable[[], Awaitable[Values]],
         deadline: Deadline,
         missing: int = _MAX_MISSING,
-        repair: Callable[[RequestFailed], Awaitable[None]] | None = None,
+        repair: Callable[[errors.RequestFailed], Awaitable[None]] | None = None,
     ) -> Values:
         """Repeat a request until the server has everything that the job names.
 
@@ -310,12 +298,12 @@ class PooledTrie(CopiedAsItself):
         while True:
             try:
                 return await ask()
-            except UnknownVocabulary:
+            except errors.UnknownVocabulary:
                 if is_registered:
                     raise
                 is_registered = True
                 await session.vocabularies.register(self.structure.vocabulary, deadline)
-            except (SourceMissing, CorruptRow) as error:
+            except (errors.SourceMissing, errors.CorruptRow) as error:
                 missing -= 1
                 if not missing:
                     raise
@@ -326,7 +314,7 @@ class PooledTrie(CopiedAsItself):
         return f"PooledTrie({self.structure!r})"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        raise LMPoolError(
+        raise errors.LMPoolError(
             "a PooledTrie is its producer's and cannot be pickled: pickle the producer, and have the unpickled one "
             "make the trie: `await producer.trie(vocabulary)`"
         )

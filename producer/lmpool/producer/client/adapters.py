@@ -8,17 +8,9 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
+from lmpool import errors
 from lmpool.aio import copy_error, delays
 from lmpool.broker.registries import KNOWN_FOR_S, AdapterRegistry
-from lmpool.errors import (
-    AdapterChanged,
-    AuthenticationFailed,
-    DeadlineExceeded,
-    ProducerClosed,
-    ServerError,
-    SettingsError,
-    UnknownAdapter,
-)
 from lmpool.producer.client.discovery import TROUBLE, Connections
 from lmpool.producer.client.requests import Deadline
 from lmpool.protocol.adapter import (
@@ -105,12 +97,12 @@ class Adapters:
             return None
         return known.adapter if known.version == self._version else None
 
-    async def _unknown(self, name: object, deadline: Deadline) -> UnknownAdapter:
+    async def _unknown(self, name: object, deadline: Deadline) -> errors.UnknownAdapter:
         names = list(await self.all(deadline))
         served = ", ".join(names[:_MAX_SHOWN]) or "none"
         if len(names) > _MAX_SHOWN:
             served += f" and {len(names) - _MAX_SHOWN} more"
-        return UnknownAdapter(
+        return errors.UnknownAdapter(
             f"the model {self._connections.model.info.name!r} has no adapter {shown(name)}; it has: {served}"
         )
 
@@ -135,11 +127,11 @@ class Adapters:
             try:
                 await check(qualify(name, CHECK_PREFIX + nonce))
                 break
-            except AdapterChanged:  # The server has lost the check, or the worker has evicted the adapter already.
+            except errors.AdapterChanged:  # The server has lost the check, or the worker has evicted the adapter.
                 await asyncio.sleep(wait)
         adapter = await self._insist(lambda: self._registry.read_check(nonce), deadline)
         if adapter is None or not adapter.revision:
-            raise ServerError(f"the server has lost the revision of the adapter {name!r}: add it again")
+            raise errors.ServerError(f"the server has lost the revision of the adapter {name!r}: add it again")
         version, wait_s = await self._insist(lambda: self._registry.put(name, adapter), deadline)
         self._note(name, adapter, version)
         await _wait_for_others(wait_s, f"{name!r} is in service", deadline)
@@ -195,7 +187,7 @@ class Adapters:
             known, adapter = self._known.get(name), registered.adapters.get(name)
             version = registered.versions.get(name, registered.version)
             if known is not None and known.adapter != adapter and version <= known.version:
-                raise ServerError(
+                raise errors.ServerError(
                     f"the server has lost a change of the adapter {name!r} that this client has read, as after a "
                     "failover: make the change once more (`lmpool adapters add` or `remove`)"
                 )
@@ -219,19 +211,19 @@ class Adapters:
                     connections.check_open()
                     try:
                         return await attempt()
-                    except (SettingsError, ProducerClosed):
+                    except (errors.SettingsError, errors.ProducerClosed):
                         raise
                     except TROUBLE as error:
                         trouble = error
                         connections.note(error)
                         explained = connections.explain(error)
-                        if is_change and isinstance(explained, AuthenticationFailed):
-                            raise AuthenticationFailed(
+                        if is_change and isinstance(explained, errors.AuthenticationFailed):
+                            raise errors.AuthenticationFailed(
                                 f"{explained}; changing adapters is a right of its own: name the server as the user "
                                 "`adapters` (docker/redis/users.acl) or another one that has it"
                             ) from error
                     await asyncio.sleep(wait)
-        except DeadlineExceeded as late:
+        except errors.DeadlineExceeded as late:
             # A request that waited for another one to read has seen no error.
             if (why := trouble or connections.trouble) is not None:
                 raise copy_error(connections.explain(why)) from late
@@ -244,8 +236,8 @@ async def _wait_for_others(wait_s: float, state: str, deadline: Deadline) -> Non
     try:
         async with deadline.limit():
             await asyncio.sleep(wait_s)
-    except DeadlineExceeded as error:
-        raise DeadlineExceeded(
+    except errors.DeadlineExceeded as error:
+        raise errors.DeadlineExceeded(
             f"{state}, but within {deadline.seconds:g} s other clients may still use the adapter that had this name "
             f"before, for {wait_s:.1f} s: allow more time (timeout=)"
         ) from error

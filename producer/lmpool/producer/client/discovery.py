@@ -15,23 +15,12 @@ from typing import Any, NamedTuple, cast
 from redis.asyncio import Redis
 from redis.exceptions import NoPermissionError, RedisError
 
+from lmpool import errors
 from lmpool.aio import end_tasks
 from lmpool.broker.connection import CommandConnection, reply_timeout
 from lmpool.broker.registries import look_up, look_up_tokenizer, register, register_tokens
 from lmpool.broker.scripts import Alive, QueueState, read_alive, read_infos, read_queue, read_texts
 from lmpool.broker.server import Server
-from lmpool.errors import (
-    AmbiguousModel,
-    DeadlineExceeded,
-    LMPoolError,
-    NoWorker,
-    ProducerClosed,
-    ProtocolError,
-    UnknownModel,
-    UnknownTokenizer,
-    UnknownVocabulary,
-    argument,
-)
 from lmpool.producer.client.requests import Deadline
 from lmpool.protocol.keys import WANTED_TTL_MS, Keys, ModelKeys
 from lmpool.protocol.model_info import MAX_INFO_BYTES, TRIE_SERVICE, ModelInfo
@@ -42,7 +31,7 @@ from lmpool.rows.shared_memory import SegmentReader, is_shared
 from lmpool.settings import shown
 from lmpool.vocabulary import Vocabulary
 
-TROUBLE = (RedisError, OSError, LMPoolError)
+TROUBLE = (RedisError, OSError, errors.LMPoolError)
 """The exceptions that any use of the server may raise."""
 
 CLOSED = "the producer was closed while the request was in flight"
@@ -130,7 +119,7 @@ class Connections(Tasks):
         self.reader = CommandConnection(server)
         self.commands = CommandConnection(server)
         self.closed = False
-        self.trouble: LMPoolError | None = None
+        self.trouble: errors.LMPoolError | None = None
 
     def adopt(self, info: ModelInfo) -> None:
         """Use a model, or the same model with other weights."""
@@ -164,7 +153,7 @@ class Connections(Tasks):
     def check_open(self) -> None:
         """Raise ProducerClosed if the session has ended."""
         if self.closed:
-            raise ProducerClosed(CLOSED)
+            raise errors.ProducerClosed(CLOSED)
 
     async def check_writes(self, model: str) -> None:
         """Write a key that expires at once, to check that the server accepts writes. Missing rights are ignored."""
@@ -187,7 +176,7 @@ class Connections(Tasks):
         """Open new connections if the error requires that."""
         await self._server.reconnect(self.redis, error)
 
-    def explain(self, error: BaseException) -> LMPoolError:
+    def explain(self, error: BaseException) -> errors.LMPoolError:
         """Convert an exception of redis-py or of the operating system."""
         return self._server.explain(error)
 
@@ -261,9 +250,10 @@ class Discovery:
         if name is not None and name in infos:
             return infos[name]  # It was registered just now.
         if name == TRIE_SERVICE:
-            raise UnknownModel(
-                f"no trie worker serves: start one with `lmpool trie-worker`, or pass {argument('local', 'True')} "
-                "(calls with prompt= are answered by a model's workers too, if they run with --with-trie)"
+            raise errors.UnknownModel(
+                "no trie worker serves: start one with `lmpool trie-worker`, or pass "
+                f"{errors.argument('local', 'True')} (calls with prompt= are answered by a model's workers too, if "
+                "they run with --with-trie)"
             )
         infos.pop(TRIE_SERVICE, None)
         if not infos:
@@ -284,7 +274,7 @@ class Discovery:
             with suppress(NoPermissionError):
                 live += [info] if (await self.alive(info.name)).serving else []
         if len(live) != 1:
-            raise AmbiguousModel(f"several models are served, name one of them: {', '.join(infos)}")
+            raise errors.AmbiguousModel(f"several models are served, name one of them: {', '.join(infos)}")
         return live[0]
 
     async def find(self, name: str) -> ModelInfo | None:
@@ -300,7 +290,7 @@ class Discovery:
         with suppress(NoPermissionError):
             await self._redis.set(self._keys.model(model).wanted, b"", px=WANTED_TTL_MS)
 
-    async def _unknown(self, name: str | None, text: str, advice: str) -> UnknownModel:
+    async def _unknown(self, name: str | None, text: str, advice: str) -> errors.UnknownModel:
         """Return the error for a model that is not served; it says whether a worker is loading the model.
 
         A waiting client calls this every second, so the cost does not depend on the number of loading workers.
@@ -308,12 +298,12 @@ class Discovery:
         loading = {name} if name and (await self.alive(name)).loading else await self._some_loading()
         models = ", ".join(sorted(map(repr, loading)))
         if loading and (name is None or name in loading):
-            error = UnknownModel(f"{text}a worker is loading {models}, try again in a moment")
+            error = errors.UnknownModel(f"{text}a worker is loading {models}, try again in a moment")
             error.is_loading = True
             return error
         if self._keys != Keys():
             advice += f", or correct prefix={self._keys.prefix!r}, which names the pool"
-        return UnknownModel(f"{text}{advice} (being loaded: {models})" if loading else f"{text}{advice}")
+        return errors.UnknownModel(f"{text}{advice} (being loaded: {models})" if loading else f"{text}{advice}")
 
     async def _some_loading(self) -> set[str]:
         """Return some of the models that workers are loading and that this user may read."""
@@ -328,22 +318,22 @@ class Discovery:
                     loading.add(model)
         return loading
 
-    async def _read_infos(self, names: Sequence[str] = ()) -> tuple[dict[str, ModelInfo], dict[str, ProtocolError]]:
+    async def _read_infos(self, names: Sequence[str] = ()) -> tuple[dict[str, ModelInfo], dict[str, Exception]]:
         """Return infos by name, and the errors of infos that cannot be read; of all models if `names` is empty."""
         packed = await read_infos(self._redis, self._keys, names)
         infos: dict[str, ModelInfo] = {}
-        unreadable: dict[str, ProtocolError] = {}
+        unreadable: dict[str, Exception] = {}
         for key, data in sorted(packed.items()):
             name = key.decode(errors="backslashreplace")
             try:
                 if isinstance(data, int):
-                    raise ProtocolError(f"a model info of {data} bytes is over the limit of {MAX_INFO_BYTES}")
+                    raise errors.ProtocolError(f"a model info of {data} bytes is over the limit of {MAX_INFO_BYTES}")
                 info = infos[name] = ModelInfo.unpack(data)
                 if info.name != name:
                     # The client would use the queue of another model.
-                    raise ProtocolError(f"it is the info of {shown(infos.pop(name).name)}")
-            except ProtocolError as error:
-                unreadable[name] = ProtocolError(f"the info of the model {name!r} cannot be read: {error}")
+                    raise errors.ProtocolError(f"it is the info of {shown(infos.pop(name).name)}")
+            except errors.ProtocolError as error:
+                unreadable[name] = errors.ProtocolError(f"the info of the model {name!r} cannot be read: {error}")
                 if len(self._warned) < _MAX_WARNED and name not in self._warned:
                     self._warned.add(name)
                     _log.warning("%s; the model is left out", unreadable[name])
@@ -374,7 +364,7 @@ class Discovery:
         for name in sorted(names):
             try:
                 fields = await read_texts(self._redis, self._keys.worker(name))
-            except ProtocolError as error:
+            except errors.ProtocolError as error:
                 # One key with foreign content must not hide all other workers.
                 _log.warning("the worker %r is left out: %s", name, error)
             else:
@@ -418,7 +408,7 @@ class Liveness:
         """Stop the time without workers: no request is pending, or the server cannot be read."""
         self._missing_since = None
 
-    async def check(self, now: float) -> NoWorker | None:
+    async def check(self, now: float) -> errors.NoWorker | None:
         """Count the live workers; returns the error for all requests if workers have been missing for too long.
 
         The limit is a lease, and at least 5 s, in which a worker that restarts can register. Requests wait without a
@@ -437,20 +427,20 @@ class Liveness:
         if self._missing_since is None or gap > max(info.lease_s, _MIN_GAP_S):
             self._missing_since = now
         elif (seconds := now - self._missing_since) >= max(info.lease_s, _RESTART_S):
-            return NoWorker(
+            return errors.NoWorker(
                 f"no live worker has served {info.name!r} for {seconds:.0f} s: start one with `{info.start_command}`"
             )
         return None
 
-    def deadline_error(self, text: str) -> DeadlineExceeded:
+    def deadline_error(self, text: str) -> errors.DeadlineExceeded:
         """Return the exception for a request that timed out; its message begins with `text`."""
-        info, more_time = self._connections.model.info, f"allow more time ({argument('timeout')})"
+        info, more_time = self._connections.model.info, f"allow more time ({errors.argument('timeout')})"
         if self.count:
             workers = f"{self.count} live worker(s) serve {info.name!r} and have not answered yet"
-            return DeadlineExceeded(f"{text}: {workers}; {more_time}, request less at once, or add workers")
+            return errors.DeadlineExceeded(f"{text}: {workers}; {more_time}, request less at once, or add workers")
         if self._is_loading:
-            return NoWorker(f"{text}: a worker is loading {info.name!r}, none serves it yet; {more_time}")
-        return NoWorker(f"{text}: no live worker serves {info.name!r}; start one with `{info.start_command}`")
+            return errors.NoWorker(f"{text}: a worker is loading {info.name!r}, none serves it yet; {more_time}")
+        return errors.NoWorker(f"{text}: no live worker serves {info.name!r}; start one with `{info.start_command}`")
 
 
 class Vocabularies:
@@ -482,7 +472,7 @@ class Vocabularies:
         """Return the vocabulary of the model; UnknownVocabulary if its workers publish none."""
         info = self._connections.model.info
         if not info.vocabulary:
-            raise UnknownVocabulary(
+            raise errors.UnknownVocabulary(
                 f"the model {info.name!r} publishes no vocabulary, because its workers found no tokenizer with "
                 "the bytes of its tokens: pass the byte strings yourself"
             )
@@ -497,7 +487,7 @@ class Vocabularies:
         """
         if not digest:
             name = self._connections.model.info.name
-            raise UnknownTokenizer(
+            raise errors.UnknownTokenizer(
                 f"the model {name!r} publishes no tokenizer (the log of its workers says why): pass token ids"
             )
         async with self._limited(deadline):

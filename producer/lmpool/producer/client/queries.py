@@ -12,18 +12,8 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from lmpool import errors
 from lmpool.aio import gather
-from lmpool.errors import (
-    CorruptRow,
-    InvalidPrompt,
-    ModelMismatch,
-    PromptTooLong,
-    ProtocolError,
-    SettingsError,
-    SourceMissing,
-    UnknownTokenSet,
-    of_prompt,
-)
 from lmpool.producer.client.requests import Deadline
 from lmpool.producer.client.session import Session
 from lmpool.protocol import query as wire
@@ -92,7 +82,7 @@ class Wanted(NamedTuple):
 def entries_of(row: Row, targets: list[int]) -> Row:
     """Return some entries of a row; ModelMismatch if the rows of a changed model are too short."""
     if max(targets) >= len(row):
-        raise ModelMismatch(f"the model's V is {len(row)} now: ask again, for targets below that")
+        raise errors.ModelMismatch(f"the model's V is {len(row)} now: ask again, for targets below that")
     return row[targets]
 
 
@@ -135,8 +125,8 @@ class Queries:
         try:
             for ids in prompts:
                 encoded.append(self.encode(ids))  # noqa: PERF401 The length is the index of the invalid prompt.
-        except InvalidPrompt as error:
-            of_prompt(error, name, len(encoded), _count(prompts))
+        except errors.InvalidPrompt as error:
+            errors.of_prompt(error, name, len(encoded), _count(prompts))
             raise
         return encoded
 
@@ -163,9 +153,7 @@ class Queries:
 
     async def logits(self, prompt: Prompt, targets: list[int]) -> Row:
         """Return the logits after a prompt, float32 (V,), or those of `targets`, (k,)."""
-        found = await self.last(prompt, Wanted(targets=tuple(targets), values="logits"))
-        assert not isinstance(found, TopK)
-        return found
+        return await self.last(prompt, Wanted(targets=tuple(targets), values="logits"))  # type: ignore[no-any-return]
 
     async def entries(self, prompt: Prompt, targets: list[int]) -> Row:
         """Return some entries of a row: float32 (k,)."""
@@ -176,9 +164,9 @@ class Queries:
             if entries is None:
                 await session.answer(prompt, deadline, warm=True)
                 entries = await session.read_entries(prompt, targets, deadline)
-            elif not isinstance(entries, CorruptRow):
+            elif not isinstance(entries, errors.CorruptRow):
                 session.count_hits(deadline.end - deadline.seconds)
-            if entries is not None and not isinstance(entries, CorruptRow):
+            if entries is not None and not isinstance(entries, errors.CorruptRow):
                 return entries
         if row is None:
             # Many entries, or a damaged row: fetching a damaged row has it computed again.
@@ -202,7 +190,7 @@ class Queries:
             out[at] = await read(prompts[at], targets[at])
 
         named = len(prompts) if name else 0
-        await gather(map(put, range(len(prompts))), lambda error, at: of_prompt(error, name, at, named))
+        await gather(map(put, range(len(prompts))), lambda error, at: errors.of_prompt(error, name, at, named))
         return out
 
     # Results of queries
@@ -218,24 +206,23 @@ class Queries:
         ask = partial(self.session.answer, prompt, self.deadline, private=private)
         try:
             answer = await ask()
-        except UnknownTokenSet:
+        except errors.UnknownTokenSet:
             if allowed.tokens is None:
                 raise
             await self.session.vocabularies.register_tokens(allowed.tokens, self.deadline)
             answer = await ask()
-        with suppress(ProtocolError):
+        with suppress(errors.ProtocolError):
             return read(answer)
         try:
             return read(await ask(damaged=True))
-        except ProtocolError as error:
-            raise CorruptRow(f"the cached answer for prompt {prompt.digest.hex()} is damaged: {error}") from error
+        except errors.ProtocolError as error:
+            text = f"the cached answer for prompt {prompt.digest.hex()} is damaged: {error}"
+            raise errors.CorruptRow(text) from error
 
     async def top(self, prompt: Prompt, k: int, values: Mode = "logprobs", allowed: Allowed = _ALL) -> TopK:
         """Return the `k` largest entries of a row."""
         if values == "logits":
-            best = await self.last(prompt, Wanted(k, values=values, allowed=allowed))
-            assert isinstance(best, TopK)
-            return best
+            return await self.last(prompt, Wanted(k, values=values, allowed=allowed))  # type: ignore[no-any-return]
         row = self.session.cached(prompt)
         if row is not None and allowed.is_known:
             return wire.top(row, k) if allowed.tokens is None else wire.top_of(row, k, allowed.tokens.ids)
@@ -274,7 +261,7 @@ class Queries:
         info, ids = self.session.info, prompt.ids + continuation.ids
         start, end = len(prompt.ids) // 4, len(ids) // 4
         if end > info.max_prompt_tokens:
-            raise PromptTooLong(
+            raise errors.PromptTooLong(
                 f"the prompt and its continuation have {end} tokens: this model takes at most {info.max_prompt_tokens}"
             )
         whole = Prompt(ids, digest_of(ids, prompt.adapter), prompt.adapter)
@@ -283,7 +270,7 @@ class Queries:
             check = check_logprobs if wanted.values == "scores" else _check_logits
             try:
                 return await self._result(whole.with_query(wanted.pack(), end - start), check)
-            except SourceMissing:
+            except errors.SourceMissing:
                 pass  # Another worker of this model does not support positions.
         if values == "logits":
             raise self._unsupported(values)
@@ -320,7 +307,8 @@ class Queries:
     def check_same_model(self, fingerprint: str) -> None:
         """Refuse a result whose parts may be of two models: ModelMismatch if the fingerprint has changed."""
         if (info := self.session.info).fingerprint != fingerprint:
-            raise ModelMismatch(f"the model {info.name!r} has changed while parts of a result arrived: ask again")
+            text = f"the model {info.name!r} has changed while parts of a result arrived: ask again"
+            raise errors.ModelMismatch(text)
 
     async def part(self, text: Prompt, part: range, wanted: Wanted, *, private: bool = False) -> Expected:
         """Return the values at the last positions of a text; `private` as for `Session.answer`."""
@@ -340,7 +328,7 @@ class Queries:
             with_query = text.with_query(query.pack(), count * query.width(vocab_size))
             try:
                 return await self._result(with_query, read, private=private, allowed=wanted.allowed)
-            except SourceMissing:
+            except errors.SourceMissing:
                 pass  # Another worker of this model does not support positions.
         if wanted.values != "logprobs":
             raise self._unsupported(wanted.values)
@@ -351,7 +339,7 @@ class Queries:
             return await self.all_entries(prefixes, [list(wanted.targets)] * count, len(wanted.targets))
         return await self.rows(prefixes)
 
-    def _unsupported(self, values: PositionValues) -> SettingsError:
+    def _unsupported(self, values: PositionValues) -> errors.SettingsError:
         """Return the error for a backend without positions, which can compute log-probabilities from rows only."""
         info = self.session.info
         if values == "hidden":
@@ -359,9 +347,9 @@ class Queries:
         else:
             name, only, support = "logz" if values == "logz" else "mode", "log-probabilities only", "positions"
         text = f"the workers of {info.name!r} return {only}: their backend {info.backend!r} does not support {support}"
-        return SettingsError(f"{name}: {text}")
+        return errors.SettingsError(f"{name}: {text}")
 
-    async def last(self, prompt: Prompt, wanted: Wanted) -> Expected:
+    async def last(self, prompt: Prompt, wanted: Wanted) -> Any:
         """Return the values at the last position of a prompt, without the axis of positions."""
         last = len(prompt.ids) // 4 - 1
         found = await self.part(prompt, range(last, last + 1), wanted)
@@ -371,9 +359,7 @@ class Queries:
         """Return the last hidden states of a text from `start` on: (n, d)."""
         info = self.session.info
         size = width_of(info.hidden, info.dtype) if info.hidden else 1
-        found = await self.positions(text, start, Wanted(values="hidden", size=size))
-        assert not isinstance(found, TopK)
-        return found
+        return await self.positions(text, start, Wanted(values="hidden", size=size))  # type: ignore[return-value]
 
     # The head
 
@@ -398,7 +384,7 @@ class Queries:
         info, prompt = self.session.info, self.session.encode([0])
         if not info.hidden:
             text = f"the workers of {info.name!r} do not return it: their backend {info.backend!r} does not support it"
-            raise SettingsError(f"head: {text}")
+            raise errors.SettingsError(f"head: {text}")
         width, size = width_of(info.hidden, info.dtype), info.vocab_size
 
         async def ask(query: wire.HeadQuery, length: int, read: Callable[[Row], T]) -> T:
@@ -421,7 +407,7 @@ class Queries:
 async def for_each(prompts: Sequence[Any], work: Sequence[Coroutine[Any, Any, T]], name: str = "prompts") -> list[T]:
     """Await the work for each prompt; the first failure cancels the others, and names its prompt."""
     count = _count(prompts)
-    return await gather(work, lambda error, index: of_prompt(error, name, index, count))
+    return await gather(work, lambda error, index: errors.of_prompt(error, name, index, count))
 
 
 def _count(prompts: Sequence[Any]) -> int:
@@ -432,5 +418,5 @@ def _count(prompts: Sequence[Any]) -> int:
 def _check_logits(answer: Row) -> Row:
     """Return logits, or logZ, after a check."""
     if not (most := answer.max()) < np.inf:
-        raise ProtocolError(f"the largest of {len(answer)} logits is {most}")
+        raise errors.ProtocolError(f"the largest of {len(answer)} logits is {most}")
     return answer

@@ -13,20 +13,10 @@ from typing import Any, Literal, Self, TypeVar
 
 from redis.exceptions import RedisError
 
+from lmpool import errors
 from lmpool.aio import copy_error, delays, end_tasks, ended, finish, outcome, silence_limit
 from lmpool.broker.connection import reply_timeout
 from lmpool.broker.server import Server
-from lmpool.errors import (
-    AdapterChanged,
-    DeadlineExceeded,
-    LMPoolError,
-    NoWorker,
-    ProducerClosed,
-    ServerError,
-    ServerUnreachable,
-    UnknownModel,
-    argument,
-)
 from lmpool.producer.client.adapters import Adapters
 from lmpool.producer.client.discovery import CLOSED, TROUBLE, Connections, Discovery, Liveness, Vocabularies
 from lmpool.producer.client.receive import Receiver, Requester
@@ -123,7 +113,7 @@ class Session(Requester):
         try:
             try:
                 info = await self._discovery.info(model)
-            except UnknownModel as error:
+            except errors.UnknownModel as error:
                 if not error.is_loading:
                     # A server that refuses writes has also refused the worker's info. Then that is the error.
                     await self._connections.check_writes(model or "")
@@ -131,7 +121,7 @@ class Session(Requester):
                     await self._discovery.want(model)
                 raise
             await self._liveness.start(info.name)
-        except LMPoolError:
+        except errors.LMPoolError:
             raise
         except (RedisError, OSError) as error:
             raise self._connections.explain(error) from error
@@ -168,7 +158,7 @@ class Session(Requester):
         except (*TROUBLE, TimeoutError):
             pass  # The keys expire.
         for request in self._requests:
-            self._requests.resolve(request, ProducerClosed(CLOSED))
+            self._requests.resolve(request, errors.ProducerClosed(CLOSED))
         await self._connections.close()
 
     async def close(self) -> None:
@@ -238,7 +228,7 @@ class Session(Requester):
         if silent:
             await self._submitter.submit(silent, again=True)
 
-    def _end_endless(self, why: LMPoolError | None) -> None:
+    def _end_endless(self, why: errors.LMPoolError | None) -> None:
         """End requests without a deadline when this reason has lasted for `ALONE_S`."""
         now = self.loop.time()
         if why is None or not self._requests:
@@ -249,7 +239,7 @@ class Session(Requester):
             error = type(why)(f"no row could be had for {seconds:.0f} s: {why}")
             self._give_up([request for request in self._requests if request.until - now > ENDLESS_S / 2], error)
 
-    def _give_up(self, requests: list[PendingRequest], error: LMPoolError) -> None:
+    def _give_up(self, requests: list[PendingRequest], error: errors.LMPoolError) -> None:
         for request in requests:
             self._requests.resolve(request, error)
             self._submitter.cancel(request)
@@ -321,7 +311,7 @@ class _Attempt:
     waiting: int = 0
     timeout_s: float = 0.0
     server: Server | None = None
-    absence: LMPoolError | None = None
+    absence: errors.LMPoolError | None = None
     is_over: bool = False
 
 
@@ -380,9 +370,9 @@ class SessionPerLoop:
             part = deadline.bounded()
             try:
                 return await self._open(part)
-            except NoWorker as error:
+            except errors.NoWorker as error:
                 absence = error.__cause__
-                if part is deadline or not isinstance(absence, UnknownModel) or not absence.is_loading:
+                if part is deadline or not isinstance(absence, errors.UnknownModel) or not absence.is_loading:
                     raise
 
     async def request(
@@ -405,7 +395,7 @@ class SessionPerLoop:
         for wait in delays():
             try:
                 return await ask(session, await session.adapters.qualified(adapter, deadline))
-            except AdapterChanged:
+            except errors.AdapterChanged:
                 session.adapters.doubt()
             # The worker may have seen the change before this client can.
             await asyncio.sleep(wait)
@@ -428,10 +418,10 @@ class SessionPerLoop:
         try:
             async with deadline.limit():
                 await ended(attempt.task)
-        except DeadlineExceeded as error:
+        except errors.DeadlineExceeded as error:
             absence = attempt.absence
             if absence is not None:
-                kind = NoWorker if isinstance(absence, UnknownModel) else type(absence)
+                kind = errors.NoWorker if isinstance(absence, errors.UnknownModel) else type(absence)
                 raise kind(f"{error}: {absence}") from copy_error(absence)
             if attempt.server is not None:
                 raise attempt.server.explain(TimeoutError(str(error))) from error
@@ -441,7 +431,7 @@ class SessionPerLoop:
             if not attempt.waiting:
                 self._abandon(attempt, loop)
         if attempt.is_over:
-            raise ProducerClosed(CLOSED)
+            raise errors.ProducerClosed(CLOSED)
         return outcome(attempt.task)
 
     def _abandon(self, attempt: _Attempt, loop: asyncio.AbstractEventLoop) -> None:
@@ -470,17 +460,17 @@ class SessionPerLoop:
                     await session.open(self._model)
                     self._hold(attempt, session)
                     return session
-                except (UnknownModel, ServerError) as error:
+                except (errors.UnknownModel, errors.ServerError) as error:
                     # Waiting may help: no worker serves the model yet, or the server is starting.
-                    cause, server = error.__cause__, attempt.server
-                    is_starting = server is not None and cause is not None and server.is_not_now(cause)
-                    if not self._waits or not (isinstance(error, (UnknownModel, ServerUnreachable)) or is_starting):
+                    is_absent, cause = isinstance(error, errors.UnknownModel), error.__cause__
+                    is_starting = attempt.server is not None and cause is not None and attempt.server.is_not_now(cause)
+                    if not self._waits or not (is_absent or is_starting or isinstance(error, errors.ServerUnreachable)):
                         raise
                     if type(attempt.absence) is not type(error):
                         served = "a model" if self._model is None else repr(self._model)
-                        missing = f"a worker to serve {served}" if isinstance(error, UnknownModel) else "the server"
-                        limit = f"up to {attempt.timeout_s:g} s ({argument('timeout')})"
-                        at_once = argument("when_absent", '"raise"')
+                        missing = f"a worker to serve {served}" if is_absent else "the server"
+                        limit = f"up to {attempt.timeout_s:g} s ({errors.argument('timeout')})"
+                        at_once = errors.argument("when_absent", '"raise"')
                         text = "waiting for %s: %s; this waits %s; %s fails at once"
                         _log.warning(text, missing, error, limit, at_once)
                     attempt.absence = error
@@ -496,7 +486,7 @@ class SessionPerLoop:
         """Keep an open session; raises ProducerClosed if the producer was closed."""
         with self._lock:
             if attempt.is_over:
-                raise ProducerClosed(CLOSED)
+                raise errors.ProducerClosed(CLOSED)
             for loop, old in list(self.by_loop.items()):
                 if old.closed or loop.is_closed():
                     self.by_loop.pop(loop, None)
