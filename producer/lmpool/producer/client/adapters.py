@@ -49,9 +49,6 @@ class Adapters:
 
     An entry may be used for `KNOWN_FOR_S`, counted from before it was read. A change that replaces an entry returns
     only after that time, so from then on no client requests the old weights, or takes their rows from a cache.
-
-    Args:
-        connections: the connections.
     """
 
     def __init__(self, connections: Connections) -> None:

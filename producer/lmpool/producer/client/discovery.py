@@ -91,11 +91,6 @@ class Tasks:
 class Connections(Tasks):
     """The connections and background tasks of one session.
 
-    Args:
-        server: the pool's Redis server.
-        keys: the key names of the deployment.
-        is_bulk: whether this client's prompts have the priority "bulk".
-
     Attributes:
         commands: connection for the scripts of requests.
         reader: connection for the blocking reads of the reply stream only.
@@ -218,12 +213,7 @@ class WorkerInfo(NamedTuple):
 
 
 class Discovery:
-    """Reads the models that a pool serves, and their workers.
-
-    Args:
-        redis: a client for control messages.
-        keys: the key names of the deployment.
-    """
+    """Reads the models that a pool serves, and their workers."""
 
     def __init__(self, redis: Redis, keys: Keys) -> None:
         self._redis = redis

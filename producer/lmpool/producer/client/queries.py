@@ -93,13 +93,7 @@ def prefix_of(text: Prompt, length: int) -> Prompt:
 
 
 class Queries:
-    """Makes queries in one session until one deadline.
-
-    Args:
-        session: a session with the model's workers.
-        adapter: the adapter as jobs name it: "name@digest", or "".
-        deadline: until when.
-    """
+    """Makes queries in one session until one deadline."""
 
     __slots__ = ("adapter", "deadline", "session")
 

@@ -284,14 +284,7 @@ class Requester:
 
 
 class Receiver:
-    """Reads the notifications in the reply stream of one session.
-
-    Args:
-        connections: the session's connections.
-        requests: the session's pending requests.
-        submitter: fetches announced rows, and records which worker computed them.
-        on_other_model: called when a notification shows that the model has changed.
-    """
+    """Reads the notifications in the reply stream of one session."""
 
     def __init__(
         self,

@@ -115,9 +115,6 @@ class RowLRU:
     A row from shared memory is kept from its second use on. Copying the row again takes a few µs, while the memory of a
     row that is not kept is reused for the next row and stays in the processor's cache.
 
-    Args:
-        limit: max bytes of all rows; 0 keeps no rows.
-
     Attributes:
         size: bytes of all rows.
     """
@@ -443,10 +440,6 @@ class DeadlineTimers:
 
 class BatchWaiter:
     """Collects the rows of a batch in one array.
-
-    Args:
-        loop: the running event loop.
-        rows: float32 array of shape (n, V) to fill.
 
     Attributes:
         future: done when all rows are in place, or with the first failure.

@@ -318,12 +318,6 @@ class _Attempt:
 class SessionPerLoop:
     """Holds a session for each event loop.
 
-    Args:
-        server: returns the server to connect to.
-        make: makes a session with a server.
-        model: name of the model; None for the only served one.
-        when_absent: whether opening waits while the server or the model is absent, or fails.
-
     Attributes:
         by_loop: the sessions, some of which may be closed.
         session: the session that was opened last, in any loop, or None.

@@ -160,12 +160,6 @@ def _prefix_key(ids: bytes, end: int, adapter: str) -> int:
 class Submitter:
     """Sends and cancels the requests of one session, and fetches their rows from the pool's cache.
 
-    Args:
-        connections: the session's connections.
-        requests: the session's pending requests.
-        waits_when_full: whether requests wait while the queue is full; otherwise they fail.
-        traces: adds the context of calls to their jobs.
-
     Attributes:
         homes: the workers that computed earlier prompts.
         is_full: whether the queue was full at the last submission.
