@@ -42,7 +42,7 @@ def rows(prompts: list[list[int]]) -> np.ndarray[Any, np.dtype[np.float32]]:
 
 def row_key(producer: Producer, prompt: list[int]) -> bytes:
     encoded = encode_prompt(prompt, vocab_size=V, max_tokens=100)
-    return Keys(producer._keys.prefix).row(producer.model.fingerprint) + encoded.digest
+    return Keys(producer._options["prefix"]).row(producer.model.fingerprint) + encoded.digest
 
 
 @pytest.mark.parametrize("encoding", ["f32", "bf16"])

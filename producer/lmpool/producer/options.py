@@ -245,9 +245,9 @@ def check_room(max_tokens: Any, prompt: Prompt, max_prompt_tokens: int) -> int:
 def read_sampling(temperature: Any, top_p: Any, seed: Any) -> Sampling:
     """Return how a token is sampled; the seed is 0 if it is None."""
     check_number("temperature", temperature := _plain(temperature), 0, 1_000_000, whole=False)
-    check_number("top_p", top_p := _plain(top_p), 0, 1, whole=False, note=", and not 0")
+    check_number("top_p", top_p := _plain(top_p), 0, 1, whole=False)
     if top_p == 0:
-        raise SettingsError("top_p: 0 must be above 0")
+        raise SettingsError("top_p: 0 must be a number above 0 and at most 1")
     seed = 0 if seed is None else check_whole("seed", seed, 0, MAX_SEED, ", or None")
     return Sampling(float(temperature), float(top_p), seed)
 

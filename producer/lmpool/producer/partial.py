@@ -306,7 +306,8 @@ class PartialRows:
             nonlocal parts, version
             now = queries.session.info.fingerprint, queries.adapter
             if version not in (None, now):
-                raise ModelMismatch(f"the model or its adapter changed before position {parts[at].start}: ask again")
+                text = f"the model or its adapter has changed before position {parts[at].start}: ask again"
+                raise ModelMismatch(text)
             text, wanted = (
                 arguments.check_start(start, queries.encode(ids)),
                 arguments.read_wanted(options, queries.vocab_size),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Iterable
-from dataclasses import asdict
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Self, get_args
@@ -16,12 +16,12 @@ from lmpool.broker.server import RedisLike, Server, where
 from lmpool.errors import LMPoolError, SettingsError
 from lmpool.metrics import is_traced
 from lmpool.producer.client.queries import Mode, Queries, entries_of
+from lmpool.producer.client.receive import SessionSettings
 from lmpool.producer.client.requests import Deadline, RowLRU, check_timeout
 from lmpool.producer.client.session import (
     CopiedAsItself,
     Priority,
     Session,
-    SessionOptions,
     SessionPerLoop,
     WhenAbsent,
     WhenFull,
@@ -106,24 +106,29 @@ class Producer(CopiedAsItself, PartialRows):
         self._timeout = check_timeout(timeout)
         self._model = model
         self._redis = redis
-        session_options = SessionOptions(when_full, when_absent, priority, keep_answers)
-        others = {"timeout": timeout, "cache_bytes": cache_bytes, "prefix": prefix, "tracing": tracing}
-        self._options = {**others, **asdict(session_options)}
+        self._options: dict[str, Any] = {
+            "timeout": timeout,
+            "cache_bytes": cache_bytes,
+            "prefix": prefix,
+            "when_full": when_full,
+            "when_absent": when_absent,
+            "priority": priority,
+            "keep_answers": keep_answers,
+            "tracing": tracing,
+        }
         self._traces = Traces(model) if is_traced(tracing) else None
-        self._keys = keys = Keys(prefix)
         self._heads = {}
         self._cache = RowLRU(cache_bytes)
         self._stats = ProducerStats()
         self._counters = Counters(self._stats, self._cache)
-
-        def make(cache: RowLRU, counters: Counters, traces: Traces | None, server: Server) -> Session:
-            return Session(server, keys, cache, counters, session_options, traces)
-
-        make_own = partial(make, self._cache, self._counters, self._traces)
-        self._sessions = SessionPerLoop(lambda: Server(redis), make_own, model, when_absent)
+        options = (when_full, when_absent, priority, keep_answers)
+        settings = SessionSettings(Keys(prefix), self._cache, self._counters, self._traces, *options)
         # Results of trie workers are not cached here: weights hardly ever repeat, and results from rows are in the
         # pool's cache.
-        make_for_tries = partial(make, no_cache := RowLRU(0), Counters(ProducerStats(), no_cache), None)
+        no_cache = RowLRU(0)
+        of_tries = replace(settings, cache=no_cache, counters=Counters(ProducerStats(), no_cache), traces=None)
+        make, make_for_tries = partial(Session, settings=settings), partial(Session, settings=of_tries)
+        self._sessions = SessionPerLoop(lambda: Server(redis), make, model, when_absent)
         self._trie_sessions = SessionPerLoop(lambda: Server(redis), make_for_tries, TRIE_SERVICE, when_absent)
 
     async def logprobs(

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,6 +15,7 @@ from numpy.typing import NDArray
 from lmpool import errors
 from lmpool.aio import delays
 from lmpool.broker.scripts import stream_entries
+from lmpool.broker.server import Server
 from lmpool.errors import (
     CorruptRow,
     DeadlineExceeded,
@@ -23,7 +25,7 @@ from lmpool.errors import (
     QueueFull,
     WorkerError,
 )
-from lmpool.producer.client.discovery import TROUBLE, Connections, Liveness
+from lmpool.producer.client.discovery import TROUBLE, Connections, Discovery, Liveness
 from lmpool.producer.client.requests import (
     BatchWaiter,
     Deadline,
@@ -38,6 +40,7 @@ from lmpool.producer.client.requests import (
 from lmpool.producer.client.submit import Submitter
 from lmpool.producer.metrics import Counters, Traces
 from lmpool.protocol.job import DIGEST_SIZE, Failure, Prompt, encode_prompt, unpack_failure
+from lmpool.protocol.keys import Keys
 from lmpool.protocol.model_info import ModelInfo
 from lmpool.protocol.query import SentWeights
 from lmpool.protocol.row import Row, decode_alike, decode_entries, entry_ranges, split_rows
@@ -65,6 +68,20 @@ _MAX_LOOKUPS_PER_TICK = 4
 _MAX_ROWS_AT_ONCE = 32
 
 
+@dataclass(frozen=True, slots=True)
+class SessionSettings:
+    """The parts and options of a producer that its sessions use; see `Producer` for the options."""
+
+    keys: Keys
+    cache: RowLRU
+    counters: Counters
+    traces: Traces | None
+    when_full: str
+    when_absent: str
+    priority: str
+    keep_answers: bool
+
+
 class Requester:
     """Requests rows from one model's workers, in one event loop; `Session` opens and closes it.
 
@@ -75,29 +92,19 @@ class Requester:
 
     info: ModelInfo
 
-    def __init__(
-        self,
-        connections: Connections,
-        liveness: Liveness,
-        cache: RowLRU,
-        counters: Counters,
-        *,
-        waits_when_full: bool,
-        keeps_answers: bool,
-        traces: Traces | None,
-    ) -> None:
+    def __init__(self, server: Server, settings: SessionSettings) -> None:
+        self._settings = settings
+        self._connections = connections = Connections(server, settings.keys, is_bulk=settings.priority == "bulk")
+        self._discovery = Discovery(connections.redis, settings.keys)
+        self._liveness = Liveness(connections, self._discovery)
         self.loop = connections.loop
-        self._connections = connections
+        self._cache = settings.cache
+        self._stats = settings.counters.stats
         self._segments = connections.segments
-        self._segments.counts = counters.shared
-        self._liveness = liveness
-        self._cache = cache
-        self._counters = counters
-        self._stats = counters.stats
-        self._keeps_answers = keeps_answers
-        self._traces = traces
-        self._requests = PendingRequests(cache, counters)
-        self._submitter = Submitter(connections, self._requests, waits_when_full=waits_when_full, traces=traces)
+        self._segments.counts = settings.counters.shared
+        self._requests = PendingRequests(settings.cache, settings.counters)
+        waits = settings.when_full == "wait"
+        self._submitter = Submitter(connections, self._requests, waits_when_full=waits, traces=settings.traces)
         self._entries = EntryReader(connections)
         self._deadlines = DeadlineTimers(self.loop, lambda waiter: self._expire(waiter.request, waiter, waiter.seconds))
         self._batch_memory = RowMemory()
@@ -134,7 +141,7 @@ class Requester:
         """Count requests that began at a loop time and were served from the pool's cache now."""
         self._stats.requests += count
         self._stats.cache_hits += count
-        self._counters.seconds["cache_hits"].observe(self.loop.time() - began, count)
+        self._settings.counters.seconds["cache_hits"].observe(self.loop.time() - began, count)
 
     def read_entries(self, prompt: Prompt, ids: Sequence[int], deadline: Deadline) -> asyncio.Future[FoundEntries]:
         """Read entries of a cached row; None if the row is not cached or cannot be read in time."""
@@ -167,7 +174,7 @@ class Requester:
         request = waiter.request
         if weights is not None:
             request.weights_name, request.weights = weights.name, weights
-        is_kept = not prompt.query or self._keeps_answers
+        is_kept = not prompt.query or self._settings.keep_answers
         request.is_private = private or weights is not None or not is_kept
         request.damaged = request.damaged or damaged
         request.whole = request.whole or whole
@@ -205,8 +212,8 @@ class Requester:
         request, is_new = self._requests.add(prompt, waiter, until, warm)
         if is_new:
             self._submitter.add(request)
-        if self._traces is not None:
-            self._traces.note(request, is_new)
+        if self._settings.traces is not None:
+            self._settings.traces.note(request, is_new)
         return request
 
     def _remove_waiter(self, request: PendingRequest, waiter: Waiter, why: str = "cancelled") -> None:

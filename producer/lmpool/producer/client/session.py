@@ -18,11 +18,9 @@ from lmpool.aio import copy_error, delays, end_tasks, ended, finish, outcome, si
 from lmpool.broker.connection import reply_timeout
 from lmpool.broker.server import Server
 from lmpool.producer.client.adapters import Adapters
-from lmpool.producer.client.discovery import CLOSED, TROUBLE, Connections, Discovery, Liveness, Vocabularies
-from lmpool.producer.client.receive import Receiver, Requester
-from lmpool.producer.client.requests import ALONE_S, ENDLESS_S, Deadline, PendingRequest, RowLRU, Stage
-from lmpool.producer.metrics import Counters, Traces
-from lmpool.protocol.keys import Keys
+from lmpool.producer.client.discovery import CLOSED, TROUBLE, Vocabularies
+from lmpool.producer.client.receive import Receiver, Requester, SessionSettings
+from lmpool.producer.client.requests import ALONE_S, ENDLESS_S, Deadline, PendingRequest, Stage
 from lmpool.protocol.model_info import ModelInfo
 
 T = TypeVar("T")
@@ -50,16 +48,6 @@ _MAX_WORKERS_CHECKED = 32
 _MAX_RETRY_INTERVAL_S = 1.0
 
 
-@dataclass(frozen=True, slots=True)
-class SessionOptions:
-    """The options of `Producer` that its sessions use."""
-
-    when_full: WhenFull = "wait"
-    when_absent: WhenAbsent = "raise"
-    priority: Priority = "interactive"
-    keep_answers: bool = True
-
-
 class Session(Requester):
     """Requests rows from one model's workers, in one event loop.
 
@@ -70,31 +58,13 @@ class Session(Requester):
         fetching_head: held while one caller fetches the model's head, which can take a gigabyte.
     """
 
-    def __init__(
-        self,
-        server: Server,
-        keys: Keys,
-        cache: RowLRU,
-        counters: Counters,
-        options: SessionOptions,
-        traces: Traces | None = None,
-    ) -> None:
-        connections = Connections(server, keys, is_bulk=options.priority == "bulk")
-        self._discovery = Discovery(connections.redis, keys)
-        super().__init__(
-            connections,
-            Liveness(connections, self._discovery),
-            cache,
-            counters,
-            waits_when_full=options.when_full == "wait",
-            keeps_answers=options.keep_answers,
-            traces=traces,
-        )
+    def __init__(self, server: Server, settings: SessionSettings) -> None:
+        super().__init__(server, settings)
         self.closed = False
-        self._waits_when_absent = options.when_absent == "wait"
-        self._receiver = Receiver(connections, self._requests, self._submitter, self._follow_model)
-        self.vocabularies = Vocabularies(connections, keys)
-        self.adapters = Adapters(connections)
+        self._waits_when_absent = settings.when_absent == "wait"
+        self._receiver = Receiver(self._connections, self._requests, self._submitter, self._follow_model)
+        self.vocabularies = Vocabularies(self._connections, settings.keys)
+        self.adapters = Adapters(self._connections)
         self.fetching_head = asyncio.Lock()
         self._supervisor: asyncio.Task[None] | None = None
         self._is_following = self._has_logged_absence = False
@@ -251,7 +221,7 @@ class Session(Requester):
         self._connections.adopt(info)
         self._requests.restart(info.fingerprint)
         self._submitter.homes.clear()
-        self._counters.model = info.name
+        self._settings.counters.model = info.name
         self.info = info
 
     def _renew(self, info: ModelInfo) -> None:
