@@ -270,15 +270,16 @@ class PendingRequests:
 
     def admit(self, unsent: deque[PendingRequest]) -> list[PendingRequest]:
         """Remove the requests from `unsent` that may be sent now: those with waiters, up to the per-client limit."""
-        admitted = []
-        while unsent and self._in_flight < _MAX_IN_FLIGHT and self._in_flight_bytes < _MAX_IN_FLIGHT_BYTES:
+        admitted, count, size = list[PendingRequest](), self._in_flight, self._in_flight_bytes
+        while unsent and count < _MAX_IN_FLIGHT and size < _MAX_IN_FLIGHT_BYTES:
             request = unsent.popleft()
             if request.waiters:
                 admitted.append(request)
                 if not request.in_flight:
                     request.in_flight = True
-                    self._in_flight += 1
-                    self._in_flight_bytes += len(request.prompt.ids)
+                    count += 1
+                    size += len(request.prompt.ids)
+        self._in_flight, self._in_flight_bytes = count, size
         return admitted
 
     def remove_waiter(self, request: PendingRequest, waiter: Waiter, why: str = "cancelled") -> bool:

@@ -361,7 +361,7 @@ class Submitter:
         if lookup == "rows":
             keys += model.rows.keys_of(digests)
         fingerprint, host = model.fingerprint, model.host
-        jobs: Sequence[bytes] = pack_jobs(
+        unpacked = [
             Job(
                 request.prompt.ids,
                 request.prompt.adapter,
@@ -372,7 +372,8 @@ class Submitter:
                 b"" if request.whole or request.lost else host,
             )
             for request in requests
-        )
+        ]
+        jobs: Sequence[bytes] = pack_jobs(unpacked)
         if self._traces is not None:
             jobs = self._traces.mark(requests, jobs)
         # How long the server keeps this client registered: until the last deadline, and some leases more.
