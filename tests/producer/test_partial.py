@@ -469,7 +469,10 @@ async def test_cancelled_requests_are_withdrawn(pool: Pool) -> None:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await until_async(lambda: _are_held(pool), "what nobody waits for is taken back, but for what a worker holds")
+        await until_async(
+            lambda: _are_held(pool),
+            "only the prompts that a worker holds are left",
+        )
         assert pool.jobs() <= 4  # batches of one that a worker takes ahead
 
 
