@@ -76,9 +76,11 @@ class Adapters:
             ProducerClosed: the producer was closed meanwhile.
         """
         self._used = self._loop.time()
-        if not isinstance(name, str) or not is_qualified(qualify(name, "0")):
-            raise await self._unknown(name, deadline)  # It can have no entry.
+        if not isinstance(name, str):
+            raise await self._unknown(name, deadline)
         while (adapter := self._fresh(name)) is None:
+            if not is_qualified(qualify(name, "0")):
+                raise await self._unknown(name, deadline)  # It can have no entry.
             if (registered := await self._read([name], deadline)) is not None:
                 # Used even if a busy event loop has let it become old meanwhile: the next read would be no younger.
                 if (adapter := registered.adapters.get(name)) is None:
