@@ -306,8 +306,8 @@ class PartialRows:
             nonlocal parts, version
             now = queries.session.info.fingerprint, queries.adapter
             if version not in (None, now):
-                text = f"the model or its adapter has changed before position {parts[at].start}: ask again"
-                raise ModelMismatch(text)
+                why = f"the model or its adapter has changed before position {parts[at].start}: ask again"
+                raise ModelMismatch(why)
             text, wanted = (
                 arguments.check_start(start, queries.encode(ids)),
                 arguments.read_wanted(options, queries.vocab_size),

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from lmpool.errors import InvalidVocabulary, NotTokenIds, SettingsError, TokenOutOfRange, UnknownTokenizer
 from lmpool.producer.client.discovery import Vocabularies
-from lmpool.producer.client.requests import Deadline
+from lmpool.producer.client.requests import ALONE_S, Deadline
 from lmpool.protocol.model_info import ModelInfo
 from lmpool.protocol.tokenizer import MAX_NORMALIZED_CHARACTERS, check_tokenizer
 from lmpool.settings import shown
@@ -174,7 +174,8 @@ class TokenizerCache:
             return tokenizer
         async with deadline.limit(), vocabularies.reading:
             if (tokenizer := self._kept.get(digest)) is None:
-                text = await vocabularies.tokenizer(digest, deadline)
+                # Not the caller's deadline: if that passes, it is not reported as a failure of the server.
+                text = await vocabularies.tokenizer(digest, Deadline(ALONE_S))
                 tokenizer = self._kept[digest] = await asyncio.to_thread(PublishedTokenizer, text)
                 if len(self._kept) > _MAX_KEPT:
                     self._kept.pop(next(iter(self._kept)), None)

@@ -224,7 +224,7 @@ class Adapters:
                     await asyncio.sleep(wait)
         except errors.DeadlineExceeded as late:
             # A request that waited for another one to read has seen no error.
-            if (why := trouble or connections.trouble) is not None:
+            if late.__cause__ is not None and (why := trouble or connections.trouble) is not None:
                 raise copy_error(connections.explain(why)) from late
             raise
         raise AssertionError("the waits never end")

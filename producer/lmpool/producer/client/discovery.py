@@ -456,7 +456,8 @@ class Vocabularies:
             async with deadline.limit():
                 yield
         except TROUBLE as error:
-            raise self._connections.explain(error) from error
+            is_late = isinstance(error, errors.DeadlineExceeded) and error.__cause__ is not None
+            raise self._connections.explain(TimeoutError(str(error)) if is_late else error) from error
 
     async def of_model(self, deadline: Deadline) -> Vocabulary:
         """Return the vocabulary of the model; UnknownVocabulary if its workers publish none."""

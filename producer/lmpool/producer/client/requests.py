@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lmpool.aio import copy_error, silence_limit
-from lmpool.errors import CorruptRow, DeadlineExceeded, ModelMismatch, SettingsError, of_prompt
+from lmpool.errors import CorruptRow, DeadlineExceeded, ModelMismatch, SettingsError, argument, of_prompt
 from lmpool.producer.metrics import Counters, TracedCall
 from lmpool.protocol.job import Prompt
 from lmpool.protocol.query import SentWeights
@@ -93,11 +93,11 @@ class Deadline:
         return Deadline(ALONE_S, is_of_caller=False) if self.seconds == ENDLESS_S else self
 
     def _exceeded(self) -> DeadlineExceeded:
-        return DeadlineExceeded(f"no answer within {self.seconds:g} s")
+        return DeadlineExceeded(f"no answer within {self.seconds:g} s: allow more time ({argument('timeout')})")
 
     @asynccontextmanager
     async def limit(self) -> AsyncIterator[None]:
-        """Cancel the body at the deadline, and raise DeadlineExceeded."""
+        """Cancel the body at the deadline, and raise DeadlineExceeded, without a cause if it had passed before."""
         if self.is_of_caller and self.loop.time() >= self.end:
             raise self._exceeded()
         try:
@@ -106,7 +106,7 @@ class Deadline:
         except TimeoutError as error:
             if not timer.expired():
                 raise  # The timeout of a connection, not this one.
-            raise self._exceeded() from error
+            raise DeadlineExceeded(f"no answer within {self.seconds:g} s") from error
 
 
 class RowLRU:

@@ -384,6 +384,8 @@ class SessionPerLoop:
                 await ended(attempt.task)
         except errors.DeadlineExceeded as error:
             absence = attempt.absence
+            if error.__cause__ is None:
+                raise  # The deadline had passed before.
             if absence is not None:
                 kind = errors.NoWorker if isinstance(absence, errors.UnknownModel) else type(absence)
                 raise kind(f"{error}: {absence}") from copy_error(absence)
