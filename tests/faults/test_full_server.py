@@ -57,7 +57,7 @@ async def assert_answered(producer: Producer) -> None:
         (
             "volatile-lru",
             4,
-            rf"{NO_MEMORY}|most likely evicted, .* A result takes \d\.\d+ MB, and 2 are pending here",
+            rf"{NO_MEMORY}|evicts rows of \d\.\d+ MB",
         ),
     ],
 )

@@ -80,8 +80,8 @@ async def test_the_error_for_an_unknown_model_names_the_served_ones(pool: Pool) 
     pool.start(model="one")
     with pytest.raises(errors.UnknownModel, match="'gpt5' is not served; served are: one") as caught:
         await pool.producer("gpt5").logprobs([1])
-    told = "".join(traceback.format_exception(caught.value))
-    assert told.count("UnknownModel: the model 'gpt5' is not served") == 1, "it is not its own cause"
+    text = "".join(traceback.format_exception(caught.value))
+    assert text.count("UnknownModel: the model 'gpt5' is not served") == 1, "the error is not its own cause"
     with pytest.raises(errors.UnknownModel, match=r"'Onne' is not served; did you mean 'one'\? served are: one"):
         await pool.producer("Onne").open()
     pool.start(model="two")

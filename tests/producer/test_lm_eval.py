@@ -91,7 +91,7 @@ def write_model(folder: Path, *, marks: bool = False) -> Path:
         head_dim=32,
         max_position_embeddings=LONGEST,
         bos_token_id=0,
-        # As chat models have it: more ends than the tokenizer knows of.
+        # As in chat models: the model has more end tokens than its tokenizer.
         eos_token_id=[1, 2],
     )
     with torch.random.fork_rng(devices=[]):
@@ -349,7 +349,7 @@ def test_an_interrupted_evaluation_has_its_results_in_lm_evals_cache(pool: Pool,
         "loglikelihood_rolling": requests("loglikelihood_rolling", (TEXT,)),
         "generate_until": requests("generate_until", ("The mill", {"until": ["e"], "max_gen_toks": 20})),
     }
-    # As far as the model itself came, without what is written down when all is done.
+    # Compare up to the point that the model reached, without the summary at the end.
     answers = {kind: getattr(ours, kind)(asked) for kind, asked in kinds.items()}
     ours._producer.close()
     assert {kind: getattr(cached, kind)(asked) for kind, asked in kinds.items()} == answers
@@ -429,7 +429,7 @@ def test_bad_arguments_are_refused_by_name(served: Pool, folder: Path, tmp_path:
 def test_a_device_has_no_effect_and_is_logged(
     served: Pool, folder: Path, caplog: pytest.LogCaptureFixture, device: str | None, is_told: bool
 ) -> None:
-    """lm-eval's command gives the first where nobody has named one."""
+    """lm-eval's command passes the first one unless the user names one."""
     pooled(served, folder, device=device)
     assert ("device=cpu: has no effect" in caplog.text) == ("has no effect" in caplog.text) == is_told
 

@@ -22,7 +22,7 @@ from lmpool.errors import AmbiguousModel, AuthenticationFailed, LMPoolError, NoW
 from lmpool.producer import Producer, SyncProducer
 from lmpool.producer.client import discovery
 from lmpool.producer.client.requests import Deadline
-from lmpool.producer.client.session_per_loop import SessionPerLoop
+from lmpool.producer.client.session import SessionPerLoop
 from lmpool.synthetic import synthetic_row
 from lmpool.testing import SyntheticModel
 from tests.support.pool import Pool, V, is_held, open_sockets, until, until_async

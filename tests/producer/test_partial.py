@@ -42,7 +42,7 @@ def rows(prompts: list[list[int]]) -> np.ndarray[Any, np.dtype[np.float32]]:
 
 def row_key(producer: Producer, prompt: list[int]) -> bytes:
     encoded = encode_prompt(prompt, vocab_size=V, max_tokens=100)
-    return Keys(producer._keys.prefix).row(producer.model.fingerprint) + encoded.digest
+    return Keys(producer._options["prefix"]).row(producer.model.fingerprint) + encoded.digest
 
 
 @pytest.mark.parametrize("encoding", ["f32", "bf16"])
@@ -469,7 +469,10 @@ async def test_cancelled_requests_are_withdrawn(pool: Pool) -> None:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await until_async(lambda: _are_held(pool), "what nobody waits for is taken back, but for what a worker holds")
+        await until_async(
+            lambda: _are_held(pool),
+            "only the prompts that a worker holds are left",
+        )
         assert pool.jobs() <= 4  # batches of one that a worker takes ahead
 
 

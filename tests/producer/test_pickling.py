@@ -88,7 +88,7 @@ async def test_pickling_a_trie_or_pool_says_what_to_pickle_instead(served: Memor
         ]:
             with pytest.raises(LMPoolError, match=f"cannot be pickled: {instead}"):
                 pickle.dumps(value)
-        # What needs no connection is what it was.
+        # Results that need no connection are unchanged.
         assert thawed(trie.structure) == trie.structure
         assert np.array_equal(thawed(trie.structure).parent, Trie(trie.structure.vocabulary).parent)
         for value in (producer.model, producer.stats(), SettingsError("x: y")):

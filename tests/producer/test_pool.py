@@ -56,7 +56,7 @@ async def test_small_rows_and_results_are_carried_by_notifications(pool: Pool) -
             with pytest.raises(ValueError, match="read-only"):
                 got[0] = 0
         assert producer.stats().computed == len(prompts)
-        # One after the other: the stream of notifications would be longer than this if nobody shortened it.
+        # One after the other: the reply stream would be longer than this if the client did not trim it.
         for token in range(64):
             assert np.array_equal(await producer.logprobs([token, 2]), row([token, 2], 64))
             scores = await producer.score([token], list(range(1 + token % 3)))
@@ -231,7 +231,7 @@ async def test_closing_a_producer_leaves_no_key_of_its_own(pool: Pool) -> None:
     results = await asyncio.gather(*tasks, return_exceptions=True)
     assert any(isinstance(result, LMPoolError) and "closed" in str(result) for result in results)
     until(lambda: pool.jobs() == 0 and not pool.names("*waiting*"), "nothing is queued any more")
-    until(lambda: not pool.names("*reply*"), "the reply stream is gone")
+    until(lambda: not pool.names("*reply*"), "the reply stream is deleted")
 
 
 def test_one_producer_survives_several_event_loops(pool: Pool) -> None:
@@ -269,7 +269,7 @@ CLOSED_LOOPS = """
 
 def test_a_loop_closed_without_cancelling_its_tasks_is_harmless(pool: Pool) -> None:
     pool.start()
-    # In a process of its own: asyncio complains about tasks that nobody cancelled whenever they are collected.
+    # In a process of its own: asyncio logs tasks that were not cancelled when they are garbage-collected.
     script = [sys.executable, "-c", textwrap.dedent(CLOSED_LOOPS), pool.url, pool.prefix, str(V)]
     ended = subprocess.run(script, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
     assert ended.stdout == "fine\n", ended.stderr

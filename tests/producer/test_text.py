@@ -208,11 +208,11 @@ def test_the_command_shows_the_top_k_tokens_without_heavy_packages(served: Pool)
         assert not imported & {b"torch", b"transformers", b"huggingface_hub", b"scipy", b"pandas", b"pyarrow"}
         return json.loads(ended.stdout)
 
-    told = ask("The capital of France is")
-    assert told["top"][0]["token"] == " Paris"
-    assert ask("-", given=b"The capital of France is\n") == told
+    result = ask("The capital of France is")
+    assert result["top"][0]["token"] == " Paris"
+    assert ask("-", given=b"The capital of France is\n") == result
     # Ids are answered with the texts of tokens too.
-    assert ask("--ids", ",".join(map(str, told["ids"]))) == told
+    assert ask("--ids", ",".join(map(str, result["ids"]))) == result
 
 
 def test_standard_input_that_is_not_text_gives_a_one_line_error(served: Pool) -> None:
@@ -264,7 +264,7 @@ def test_a_text_that_could_grow_too_long_is_refused(monkeypatch: pytest.MonkeyPa
 
 
 async def test_a_slow_text_times_out_without_blocking_the_event_loop() -> None:
-    # Cubic time: some seconds. Python's lock is free meanwhile, or the deadline would pass after the text's end.
+    # Cubic time: some seconds. The GIL is free during them; otherwise the timeout would be noticed too late.
     tokenizer = PublishedTokenizer(byte_tokenizer("a*a*[^a]"))
     ended = threading.Event()
 

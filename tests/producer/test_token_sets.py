@@ -74,7 +74,7 @@ async def test_all_forms_of_a_set_are_equivalent(pool: Pool, ids: Any, cache_byt
                 await assert_asked(producer, allowed, members)
             # Again, with rows in this process's memory, if it has some.
             await producer.batch_logprobs([PROMPT, OTHER])
-        # One answer for all forms: the cache knows what is the same.
+        # One result for all forms: equal sets have one digest.
         stored = len(pool.names("row:*"))
         assert await producer.mass(PROMPT, list(reversed(members.tolist()))) == mass_of(ROW, members)
         assert len(pool.names("row:*")) == stored
@@ -106,7 +106,7 @@ async def test_a_named_set_is_sent_by_name_and_stored_again_when_evicted(pool: P
         assert 0 < int(pool.redis.pttl(key)) <= 24 * 3_600_000
         for forgotten in (None, b"", b"x" * len(named.bits), "a list"):
             worker.end()
-            worker = pool.start()  # It knows none yet.
+            worker = pool.start()  # It has cached no set yet.
             pool.redis.delete(key)
             if isinstance(forgotten, bytes):
                 pool.redis.set(key, forgotten)

@@ -1,4 +1,4 @@
-"""A process reads a published tokenizer once, and a caller that gives up fails no other."""
+"""The cache of published tokenizers: a session reads a tokenizer once, and a caller that gives up fails no other."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import asyncio
 import os
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import tokenizers
 
 from lmpool.errors import DeadlineExceeded, LMPoolError, ServerUnreachable, UnknownTokenizer
+from lmpool.producer.client.discovery import Vocabularies
 from lmpool.producer.client.requests import Deadline
 from lmpool.producer.tokenizer import TOKENIZERS, PublishedTokenizer, TokenizerCache
 from tests.support.pool import DEADLINE_S, until, until_async
@@ -23,7 +23,7 @@ NAME = "0" * 32
 
 
 class Reader:
-    """A session whose reads wait until its gate opens.
+    """The vocabularies of a session whose reads wait until its gate opens.
 
     Attributes:
         error: raised instead of returning the text.
@@ -35,9 +35,10 @@ class Reader:
         self.error: LMPoolError | None = None
         self.text = text
         self.reads = 0
+        self.reading = asyncio.Lock()
 
     async def tokenizer(self, digest: str, deadline: Deadline) -> str:
-        """See `ReadsTokenizers`."""
+        """See `Vocabularies.tokenizer`."""
         self.reads += 1
         assert digest == NAME
         await until_async(self._is_open, "the gate is open")
@@ -50,30 +51,19 @@ class Reader:
 
 
 def ask(cache: TokenizerCache, reader: Reader, timeout: float = DEADLINE_S) -> asyncio.Task[PublishedTokenizer]:
-    return asyncio.create_task(cache.get(NAME, reader, Deadline(timeout)))
+    return asyncio.create_task(cache.get(NAME, cast(Vocabularies, reader), Deadline(timeout)))
 
 
 async def asking(reader: Reader, count: int) -> tuple[TokenizerCache, list[Any]]:
-    """Return a cache whose read has started, and the callers that share it."""
+    """Return a cache whose read has started, and the callers that wait for it."""
     cache = TokenizerCache()
     tasks = [ask(cache, reader) for _ in range(count)]
-
     await until_async(partial(has_started, reader), "the read has started")
     return cache, tasks
 
 
 async def has_started(reader: Reader, times: int = 1) -> bool:
     return reader.reads == times
-
-
-def waiting(cache: TokenizerCache) -> int:
-    """Return how many callers wait for another caller's read."""
-    reading: Any = cache._readings[NAME]
-    return len(reading.outcome._done_callbacks)
-
-
-async def are_waiting(cache: TokenizerCache, count: int) -> bool:
-    return waiting(cache) == count
 
 
 async def test_a_caller_that_gives_up_fails_no_other_and_another_reads_again() -> None:
@@ -101,19 +91,17 @@ async def test_the_deadline_of_the_first_caller_does_not_apply_to_the_others() -
     assert isinstance(await patient, PublishedTokenizer)
 
 
-async def test_a_failure_reaches_all_callers_of_one_session_and_no_other_session() -> None:
+async def test_a_failed_read_is_not_cached_and_fails_no_other_session() -> None:
     reader, elsewhere = Reader(), Reader()
     reader.error = ServerUnreachable("no server")
     cache, tasks = await asking(reader, 5)
     other = ask(cache, elsewhere)
-    await until_async(partial(are_waiting, cache, 5), "all wait for the first caller")
     elsewhere.gate.set()
-    reader.gate.set()
-    failed = await asyncio.gather(*tasks, return_exceptions=True)
-    assert [str(error) for error in failed] == ["no server"] * 5
-    assert len(set(map(id, failed))) == 5, "each caller has an exception of its own"
-    assert reader.reads == 1
     assert isinstance(await other, PublishedTokenizer)
+    reader.gate.set()
+    with pytest.raises(ServerUnreachable, match="no server"):
+        await tasks[0]
+    assert set(await asyncio.gather(*tasks[1:])) == {await other}, "the other session has read it"
 
 
 async def test_a_tokenizer_that_cannot_be_parsed_fails_all_callers_and_is_not_cached() -> None:
@@ -123,41 +111,17 @@ async def test_a_tokenizer_that_cannot_be_parsed_fails_all_callers_and_is_not_ca
     for task in tasks:
         with pytest.raises(UnknownTokenizer, match="cannot be read by tokenizers"):
             await task
-    assert reader.reads == 1
     reader.text = TEXT
     assert isinstance(await ask(cache, reader), PublishedTokenizer)
 
 
 async def test_a_cached_tokenizer_is_not_read_again() -> None:
-    reader = Reader()
+    reader, cache = Reader(), TokenizerCache()
     reader.gate.set()
-    cache = TokenizerCache()
     first = await ask(cache, reader)
     assert await ask(cache, Reader()) is first
-    assert await asyncio.to_thread(lambda: asyncio.run(cache.get(NAME, Reader(), deadline_in_a_thread())) is first)
-
-
-def deadline_in_a_thread() -> Any:
-    """A cached tokenizer needs no deadline."""
-    return None
-
-
-async def test_parsing_continues_for_the_others_when_the_caller_that_read_gives_up() -> None:
-    reader, may_continue = Reader(), threading.Event()
-    reader.gate.set()
-    with ThreadPoolExecutor(1) as executor:
-        asyncio.get_running_loop().set_default_executor(executor)
-        # Occupies the only thread of the loop, so that parsing waits.
-        busy = asyncio.create_task(asyncio.to_thread(may_continue.wait, DEADLINE_S))
-        cache, (first, second) = await asking(reader, 2)
-        await until_async(partial(are_waiting, cache, 1), "the second caller waits")
-        first.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await first
-        may_continue.set()
-        assert await second is await ask(cache, reader)
-        assert reader.reads == 1
-        assert await busy
+    in_another_loop = cache.get(NAME, cast(Vocabularies, Reader()), cast(Deadline, None))
+    assert await asyncio.to_thread(asyncio.run, in_another_loop) is first
 
 
 def in_thread(work: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]:
@@ -165,34 +129,6 @@ def in_thread(work: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]:
     thread = threading.Thread(target=lambda: results.append(work()))
     thread.start()
     return thread, results
-
-
-def test_event_loops_in_several_threads_share_one_read_and_outlive_each_other() -> None:
-    cache, first, readers = TokenizerCache(), Reader(), [Reader() for _ in range(4)]
-    may_end = threading.Event()
-
-    async def begin() -> None:
-        ask(cache, first)
-        assert await asyncio.to_thread(may_end.wait, DEADLINE_S)
-
-    async def wait(reader: Reader) -> list[PublishedTokenizer]:
-        return await asyncio.gather(*(ask(cache, reader) for _ in range(20)))
-
-    ending, _ = in_thread(lambda: asyncio.run(begin()))
-    until(lambda: first.reads, "the first loop reads")
-    others = [in_thread(partial(asyncio.run, wait(reader))) for reader in readers]
-    until(lambda: waiting(cache) == 80, "all others wait for this read")
-    may_end.set()
-    ending.join(DEADLINE_S)
-    until(lambda: sum(reader.reads for reader in readers) == 1, "one of the other loops reads")
-    for reader in readers:
-        reader.gate.set()
-    found = set()
-    for thread, results in others:
-        thread.join(DEADLINE_S)
-        found |= set(results[0])
-    assert len(found) == 1
-    assert sum(reader.reads for reader in readers) == 1
 
 
 def test_a_child_process_does_not_wait_for_a_read_of_its_parent(monkeypatch: pytest.MonkeyPatch) -> None:

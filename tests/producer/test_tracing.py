@@ -59,7 +59,7 @@ with SyncProducer(redis=url, prefix=prefix, tracing=True) as producer, tracer.st
     producer.sample([8])
 provider.shutdown()
 """
-# As if it were not installed. Where it is, redis-py loads a part of it, whoever traces.
+# As if it were not installed. If it is installed, redis-py imports a part of it even without tracing.
 WITHOUT_OPENTELEMETRY = """
 import sys
 sys.modules["opentelemetry"] = None
@@ -125,7 +125,7 @@ def test_one_trace_leads_from_the_program_to_the_end_of_the_job(pool: Pool) -> N
     assert second.attributes["lmpool.requests.joined"] == 1
     assert below(collected, second) == []
 
-    # Own memory answers: nobody else has a part in it.
+    # The producer's own memory serves the row: no other process takes part.
     assert below(collected, child(collected, "again")) == []
 
     batched = child(collected, "batch")

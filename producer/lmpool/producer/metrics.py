@@ -59,22 +59,12 @@ class ProducerStats:
         return replace(self)
 
 
-class StoredRows(Protocol):
-    """The size of a producer's own row cache."""
-
-    @property
-    def size(self) -> int:
-        """Bytes of all rows."""
-        ...
-
-    def __len__(self) -> int: ...
-
-
 @dataclass(slots=True)
 class Counters:
     """Counters and histograms of one producer. Its event loop updates them; any thread may read them.
 
     Attributes:
+        cache: the producer's own row cache.
         seconds: outcome -> durations of the requests that ended with it. Each request is in one histogram.
         failures: name of the exception, or "cancelled" -> number of requests.
         fetched_bytes: bytes of encoded rows and query results received from the server.
@@ -83,7 +73,7 @@ class Counters:
     """
 
     stats: ProducerStats
-    cache: StoredRows
+    cache: Any
     seconds: dict[str, Histogram] = field(default_factory=lambda: {outcome: Histogram() for outcome in OUTCOMES})
     failures: Counter[str] = field(default_factory=Counter)
     fetched_bytes: int = 0
@@ -106,12 +96,7 @@ class Counted(Protocol):
 
 _VALUES: tuple[tuple[str, str, str, Callable[[Counters], float]], ...] = (
     ("requests_under_way", "gauge", "Requests in flight.", attrgetter("in_flight")),
-    (
-        "fetched_bytes_total",
-        "counter",
-        "Bytes of rows and results fetched from the server.",
-        attrgetter("fetched_bytes"),
-    ),
+    ("fetched_bytes_total", "counter", "Bytes of rows and results from the server.", attrgetter("fetched_bytes")),
     ("shared_rows_total", "counter", "Rows read from shared memory.", attrgetter("shared.rows")),
     ("lost_rows_total", "counter", "Rows missing from shared memory when they were read.", attrgetter("shared.lost")),
     ("cache_bytes", "gauge", "Bytes of rows in the producer's own memory.", attrgetter("cache.size")),
@@ -170,7 +155,7 @@ class TracedCall:
 
     Attributes:
         traceparent: context of the span for jobs; "" if there is none.
-        requests: the requests that the call waits for, and whether the call started them.
+        requests: the pending requests that the call waits for, and whether the call started them.
     """
 
     __slots__ = ("requests", "span", "traceparent")
@@ -178,19 +163,7 @@ class TracedCall:
     def __init__(self, span: Any, traceparent: str) -> None:
         self.span = span
         self.traceparent = traceparent
-        self.requests: list[tuple[Traced, bool]] = []
-
-
-class Traced(Protocol):
-    """The fields of a pending request that its spans use.
-
-    Attributes:
-        origin: outcome of the request, None while it is in flight.
-        call: the call that started the request.
-    """
-
-    origin: str | None
-    call: TracedCall | None
+        self.requests: list[tuple[Any, bool]] = []
 
 
 _current_call: ContextVar[TracedCall | None] = ContextVar("lmpool_call", default=None)
@@ -234,16 +207,15 @@ class Traces:
                 raise
             finally:
                 _current_call.reset(token)
-                self._count_origins(call)
+                requests = call.requests
+                origins = Counter(
+                    (request.origin or "failed") if is_first else "joined" for request, is_first in requests
+                )
+                for origin, count in origins.items():
+                    span.set_attribute(f"lmpool.requests.{origin}", count)
 
     @staticmethod
-    def _count_origins(call: TracedCall) -> None:
-        origins = Counter((request.origin or "failed") if is_first else "joined" for request, is_first in call.requests)
-        for origin, count in origins.items():
-            call.span.set_attribute(f"lmpool.requests.{origin}", count)
-
-    @staticmethod
-    def note(request: Traced, is_new: bool) -> None:
+    def note(request: Any, is_new: bool) -> None:
         """Record that the current call waits for a request; link the call to the one that started the request."""
         call = _current_call.get()
         if call is None:
@@ -255,7 +227,7 @@ class Traces:
             call.span.add_link(request.call.span.get_span_context())
 
     @staticmethod
-    def mark(requests: Sequence[Traced], jobs: Sequence[bytes]) -> list[bytes]:
+    def mark(requests: Sequence[Any], jobs: Sequence[bytes]) -> list[bytes]:
         """Add the context of its call to each packed job."""
         return [
             with_traceparent(job, request.call.traceparent) if request.call and request.call.traceparent else job

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple, TypedDict, get_args
 
 import numpy as np
@@ -14,7 +15,7 @@ from lmpool.producer.client.queries import Allowed, Expected, Mode, Wanted
 from lmpool.protocol.job import Prompt
 from lmpool.protocol.query import MAX_SEED, MAX_STOP_NUMBERS, Sampling
 from lmpool.protocol.token_set import TokenSet, tokens_of_bits
-from lmpool.settings import check_choice, shown
+from lmpool.settings import check_choice, check_kind, check_known, check_number, shown
 
 
 class DrawOptions(TypedDict, total=False):
@@ -91,30 +92,18 @@ class Positions(NamedTuple):
     values: Expected
 
 
-def check_known(options: Mapping[str, object], kind: Any) -> None:
-    """Refuse options that are not keys of the TypedDict `kind`."""
-    if unknown := options.keys() - kind.__optional_keys__:
-        raise SettingsError(f"{min(unknown)}: not an option; there are {', '.join(kind.__annotations__)}")
+check_mode = partial(check_choice, "mode", choices=get_args(Mode))
+check_flag = partial(check_kind, kind=bool, what="True or False")
+
+
+def _plain(value: Any) -> Any:
+    """Return a scalar of numpy as a number of Python; other values stay as they are."""
+    return value.item() if isinstance(value, np.generic) else value
 
 
 def check_whole(name: str, value: Any, low: int, high: int | None = None, note: str = "") -> int:
     """Return a whole number, of Python or numpy, from `low` to `high`."""
-    is_whole = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
-    if not is_whole or value < low or (high is not None and value > high):
-        limits = f"of at least {low}" if high is None else f"from {low} to {high}"
-        raise SettingsError(f"{name}: {shown(value)} must be a whole number {limits}{note}")
-    return int(value)
-
-
-def check_flag(name: str, value: Any) -> bool:
-    if type(value) is not bool:
-        raise SettingsError(f"{name}: {shown(value)} must be True or False")
-    return value
-
-
-def check_mode(mode: Any) -> Mode:
-    check_choice("mode", mode, get_args(Mode))
-    return mode  # type: ignore[no-any-return]  # `check_choice` has checked it.
+    return int(check_number(name, _plain(value), low, high, note=note))
 
 
 def check_k(k: Any, vocab_size: int, name: str = "k") -> int:
@@ -122,14 +111,13 @@ def check_k(k: Any, vocab_size: int, name: str = "k") -> int:
 
 
 def check_start(start: Any, text: Prompt) -> Prompt:
-    last = len(text.ids) // 4 - 1
-    check_whole("start", start, 0, last, ", the last position")
+    check_whole("start", start, 0, len(text.ids) // 4 - 1, ", the last position")
     return text
 
 
 def read_wanted(options: PositionOptions, vocab_size: int) -> Wanted:
     """Return the values that are wanted at every position."""
-    check_known(options, PositionOptions)
+    check_known(options, PositionOptions.__annotations__)
     top, targets, mode = options.get("top"), options.get("targets"), check_mode(options.get("mode", "logprobs"))
     full, logz = (check_flag(name, options.get(name, False)) for name in ("full", "logz"))
     if (top is not None) + (targets is not None) + full + logz != 1:
@@ -146,17 +134,17 @@ def read_targets(targets: Any, vocab_size: int, name: str = "targets") -> list[i
     # A list of ids, the usual case, does not need numpy, which would take several times as long.
     if type(targets) is not list or not targets or set(map(type, targets)) != {int}:
         targets = _read_ids(targets, 1, name).tolist()
-    _check_range(min(targets), max(targets), vocab_size, name)
+    low, high = min(targets), max(targets)
+    if low < 0 or high >= vocab_size:
+        wrong = shown(low if low < 0 else high)
+        raise TokenOutOfRange(f"{name}: token id {wrong} is out of range: this model's go from 0 to {vocab_size - 1}")
     return list(targets)
 
 
 def read_batch_targets(targets: Any, count: int, vocab_size: int) -> tuple[list[list[int]], int]:
     """Return the targets of each of `count` prompts, and how many each prompt has.
 
-    Args:
-        targets: ids for all prompts, or one list of ids for each prompt, all of the same length.
-        count: number of prompts.
-        vocab_size: V.
+    `targets` are ids for all prompts, or one list of ids for each prompt, all of the same length.
     """
     ids = _read_ids(targets, 2, "targets")
     if ids.ndim == 1:
@@ -170,9 +158,7 @@ def _read_ids(targets: Any, max_axes: int, name: str) -> NDArray[Any]:
     try:
         ids = np.asarray(targets)
         # numpy converts bools among integers to integers.
-        has_bools = isinstance(targets, (list, tuple)) and any(
-            isinstance(target, (bool, np.bool_)) for target in targets
-        )
+        has_bools = isinstance(targets, (list, tuple)) and {bool, np.bool_} & set(map(type, targets))
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise NotTokenIds(f"{name}: {shown(targets)} are no token ids: {error}") from error
     if has_bools or not 1 <= ids.ndim <= max_axes or ids.size == 0 or ids.dtype.kind not in "iu":
@@ -180,19 +166,11 @@ def _read_ids(targets: Any, max_axes: int, name: str) -> NDArray[Any]:
     return ids
 
 
-def _check_range(low: int, high: int, vocab_size: int, name: str) -> None:
-    if low < 0 or high >= vocab_size:
-        wrong = shown(low if low < 0 else high)
-        raise TokenOutOfRange(f"{name}: token id {wrong} is out of range: this model's go from 0 to {vocab_size - 1}")
+def read_allowed(allowed: Any, vocab_size: int, k: int = 1) -> Allowed:
+    """Return the tokens that a query may return; refuses a set with fewer than `k` members, if they are known here.
 
-
-def read_allowed(allowed: Any, vocab_size: int) -> Allowed:
-    """Return the tokens that a query may return.
-
-    Args:
-        allowed: None for all tokens; a `TokenSet` or its name, 32 hexadecimal digits; bools (V,); bits as in
-            `TokenSet.bits`; or token ids.
-        vocab_size: V.
+    `allowed` is None for all tokens; a `TokenSet` or its name, 32 hexadecimal digits; bools (V,); bits as in
+    `TokenSet.bits`; or token ids.
     """
     if allowed is None:
         return Allowed()
@@ -206,6 +184,7 @@ def read_allowed(allowed: Any, vocab_size: int) -> Allowed:
         raise SettingsError(f"allowed: a set of tokens {text}")
     if not len(tokens.ids) or not 0 <= tokens.ids[0] <= tokens.ids[-1] < vocab_size:
         raise SettingsError(f"allowed: not all of the {len(tokens.ids)} tokens are of this model")
+    check_whole("k", k, 1, len(tokens.ids), ", the number of allowed tokens")
     return Allowed(tokens.packed, tokens)
 
 
@@ -222,18 +201,10 @@ def _read_set(allowed: Any, vocab_size: int) -> TokenSet:
     elif hasattr(allowed, "__len__") and not len(allowed):
         ids = np.empty(0, np.int64)
     else:
-        ids = np.unique(_read_ids(allowed, 1, "allowed")).astype(np.int64)
-        _check_range(int(ids[0]), int(ids[-1]), vocab_size, "allowed")
+        ids = np.unique(read_targets(allowed, vocab_size, "allowed"))
     if not len(ids):
         raise SettingsError("allowed: the set of tokens is empty; give at least one token")
     return TokenSet(ids, vocab_size)
-
-
-def check_members(allowed: Allowed, k: int) -> Allowed:
-    """Refuse a set with fewer than `k` members, if its members are known here."""
-    if allowed.tokens is not None:
-        check_whole("k", k, 1, len(allowed.tokens.ids), ", the number of allowed tokens")
-    return allowed
 
 
 def for_one(allowed: Any) -> Any:
@@ -241,14 +212,14 @@ def for_one(allowed: Any) -> Any:
     return allowed if allowed is None or isinstance(allowed, (int, np.integer)) else [allowed]
 
 
-def read_batch_allowed(allowed: Any, count: int, vocab_size: int) -> list[Allowed]:
+def read_batch_allowed(allowed: Any, count: int, vocab_size: int, k: int = 1) -> list[Allowed]:
     """As `read_allowed`, for `count` prompts: one set for all of them, or a list or bools (n, V) with one for each."""
     is_list = isinstance(allowed, (list, tuple)) and bool(allowed) and not isinstance(allowed[0], (int, np.integer))
     if not is_list and getattr(allowed, "ndim", 1) != 2:
-        return [read_allowed(allowed, vocab_size)] * count
+        return [read_allowed(allowed, vocab_size, k)] * count
     if len(allowed) != count:
         raise SettingsError(f"allowed: {len(allowed)} sets for {count} prompts; give one for each, or one for all")
-    return [read_allowed(some, vocab_size) for some in allowed]
+    return [read_allowed(some, vocab_size, k) for some in allowed]
 
 
 def read_stops(stop: Any, vocab_size: int) -> list[list[int]]:
@@ -258,29 +229,30 @@ def read_stops(stop: Any, vocab_size: int) -> list[list[int]]:
     wanted = [[item] if isinstance(item, (int, np.integer)) else item for item in stop]
     stops = [read_targets(item, vocab_size, "stop") for item in wanted]
     if (numbers := sum(1 + len(item) for item in stops)) > MAX_STOP_NUMBERS:
-        raise SettingsError(
-            f"stop: {len(stops)} sequences with {numbers - len(stops)} tokens are too many; sequences and tokens "
-            f"together may be {MAX_STOP_NUMBERS}"
-        )
+        found = f"{len(stops)} sequences with {numbers - len(stops)} tokens are too many"
+        raise SettingsError(f"stop: {found}; sequences and tokens together may be {MAX_STOP_NUMBERS}")
     return stops
 
 
 def check_room(max_tokens: Any, prompt: Prompt, max_prompt_tokens: int) -> int:
     """Return the number of tokens to generate. All but the last must fit behind the prompt."""
-    count = check_whole("max_tokens", max_tokens, 1)
-    if (room := max_prompt_tokens - len(prompt.ids) // 4 + 1) < count:
-        raise PromptTooLong(
-            f"max_tokens: {count} after a prompt of {len(prompt.ids) // 4} tokens: this model has room for {room}"
-        )
+    count, length = check_whole("max_tokens", max_tokens, 1), len(prompt.ids) // 4
+    if (room := max_prompt_tokens - length + 1) < count:
+        raise PromptTooLong(f"max_tokens: {count} after a prompt of {length} tokens: this model has room for {room}")
     return count
 
 
 def read_sampling(temperature: Any, top_p: Any, seed: Any) -> Sampling:
     """Return how a token is sampled; the seed is 0 if it is None."""
-    for name, value, low, high in (("temperature", temperature, 0.0, 1e6), ("top_p", top_p, 0.0, 1.0)):
-        is_number = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
-        if not is_number or not low <= value <= high or (name == "top_p" and value == 0):
-            limits = "above 0 and at most 1" if name == "top_p" else f"from 0 to {high:g}"
-            raise SettingsError(f"{name}: {shown(value)} must be a number {limits}")
+    check_number("temperature", temperature := _plain(temperature), 0, 1_000_000, whole=False)
+    check_number("top_p", top_p := _plain(top_p), 0, 1, whole=False)
+    if top_p == 0:
+        raise SettingsError("top_p: 0 must be a number above 0 and at most 1")
     seed = 0 if seed is None else check_whole("seed", seed, 0, MAX_SEED, ", or None")
     return Sampling(float(temperature), float(top_p), seed)
+
+
+def read_drawing(options: DrawOptions, kind: Any) -> Sampling:
+    """Return how a token is sampled with the options of the TypedDict `kind`."""
+    check_known(options, kind.__annotations__)
+    return read_sampling(options.get("temperature", 1.0), options.get("top_p", 1.0), options.get("seed"))

@@ -12,29 +12,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lmpool.errors import InvalidPrompt, ModelMismatch, SettingsError
+from lmpool.producer import options as arguments
 from lmpool.producer.client.queries import Expected, Mode, Queries, Wanted, for_each, prefix_of
 from lmpool.producer.client.requests import Deadline
-from lmpool.producer.client.session_per_loop import SessionPerLoop
+from lmpool.producer.client.session import SessionPerLoop
 from lmpool.producer.metrics import Traces
-from lmpool.producer.options import (
-    GenerateOptions,
-    PositionOptions,
-    Positions,
-    SampleOptions,
-    check_k,
-    check_known,
-    check_members,
-    check_mode,
-    check_room,
-    check_start,
-    check_whole,
-    for_one,
-    read_allowed,
-    read_batch_allowed,
-    read_sampling,
-    read_stops,
-    read_wanted,
-)
+from lmpool.producer.options import GenerateOptions, PositionOptions, Positions, SampleOptions
 from lmpool.protocol.job import list_prompts
 from lmpool.protocol.query import MAX_SEED, Continuation, GenerateQuery, TopK, pack_stops, stack_tops
 from lmpool.protocol.row import Head
@@ -50,9 +33,9 @@ class PartialRows:
     Workers compute results from the row, which they compute or read from the cache; only the result is sent. A row that
     is computed for a result is cached for all clients.
 
-    All calls take `adapter` and `timeout` like `Producer.logprobs`, and raise the same exceptions. A call for several
-    prompts checks all of them before it sends the first, and ends with the first failure. The text of a failure of one
-    prompt begins with its index, such as "prompts[3]: ".
+    All calls take prompts (`ids`), `adapter`, `mode` and `timeout` like `Producer.logprobs`, and raise the same
+    exceptions. A call for several prompts checks all of them before it sends the first, and ends with the first
+    failure. The text of a failure of one prompt begins with its index, such as "prompts[3]: ".
     """
 
     _sessions: SessionPerLoop
@@ -73,11 +56,9 @@ class PartialRows:
         """Return the `k` most likely tokens, the most likely first. Ties are in the order of their ids.
 
         Args:
-            ids: a prompt, as for `Producer.logprobs`.
             k: number of tokens, 1 to V.
             allowed: choose from these tokens only: their ids, or bools (V,), or bits (bytes; the lowest bit of the
                 first byte is token 0), or a set made by `token_set`, or its name. Their values are those of the row.
-            mode: as for `Producer.logprobs`.
 
         Returns:
             log-probabilities (or logits), float32 of shape (k,), and token ids, int64 of shape (k,).
@@ -85,12 +66,12 @@ class PartialRows:
         Raises:
             SettingsError: `k` is out of range.
         """
-        values = check_mode(mode)
+        values = arguments.check_mode(mode)
 
         # Not a batch of one, which takes 1.5 times as long for a row in this process's memory.
         async def ask(queries: Queries) -> TopK:
-            prompt, count = queries.encode(ids), check_k(k, queries.vocab_size)
-            tokens = check_members(read_allowed(allowed, queries.vocab_size), count)
+            prompt, count = queries.encode(ids), arguments.check_k(k, queries.vocab_size)
+            tokens = arguments.read_allowed(allowed, queries.vocab_size, count)
             return await queries.top(prompt, count, values, tokens)
 
         return await self._request(adapter, timeout, ask)
@@ -109,45 +90,32 @@ class PartialRows:
 
         `allowed` is one set for all prompts, or a list or bools (n, V) with one set for each prompt.
         """
-        listed, values = list_prompts(prompts), check_mode(mode)
+        listed, values = list_prompts(prompts), arguments.check_mode(mode)
 
         async def ask(queries: Queries) -> TopK:
-            encoded, count = queries.encode_all(listed), check_k(k, queries.vocab_size)
-            sets = read_batch_allowed(allowed, len(encoded), queries.vocab_size)
-            pairs = zip(encoded, [check_members(tokens, count) for tokens in sets], strict=True)
+            encoded, count = queries.encode_all(listed), arguments.check_k(k, queries.vocab_size)
+            sets = arguments.read_batch_allowed(allowed, len(encoded), queries.vocab_size, count)
+            pairs = zip(encoded, sets, strict=True)
             tops = await for_each(listed, [queries.top(prompt, count, values, tokens) for prompt, tokens in pairs])
             return stack_tops(tops, count)
 
         return await self._request(adapter, timeout, ask)
 
     async def sample(self, ids: Any, **options: Unpack[SampleOptions]) -> int:
-        """Sample the next token.
-
-        Args:
-            ids: a prompt, as for `Producer.logprobs`.
-            options: see `SampleOptions`.
-
-        Raises:
-            SettingsError: an option is unknown or out of range.
-        """
+        """Sample the next token; SettingsError if an option is unknown or out of range (see `SampleOptions`)."""
         if "allowed" in options:
-            options["allowed"] = for_one(options["allowed"])
+            options["allowed"] = arguments.for_one(options["allowed"])
         return int((await self.batch_sample([ids], **options))[0])
 
     async def batch_sample(self, prompts: Iterable[Any], **options: Unpack[SampleOptions]) -> NDArray[np.int64]:
-        """As `sample`, for n prompts; prompt i is sampled with `seed` + i.
-
-        Returns:
-            int64 token ids of shape (n,).
-        """
-        check_known(options, SampleOptions)
+        """As `sample`, for n prompts: int64 (n,). Prompt i is sampled with `seed` + i."""
+        sampling = arguments.read_drawing(options, SampleOptions)
         listed, is_private = list_prompts(prompts), options.get("seed") is None
-        sampling = read_sampling(options.get("temperature", 1.0), options.get("top_p", 1.0), options.get("seed"))
         seeds = [secrets.randbits(64) if is_private else (sampling.seed + at) & MAX_SEED for at in range(len(listed))]
 
         async def ask(queries: Queries) -> NDArray[np.int64]:
             encoded = queries.encode_all(listed)
-            sets = read_batch_allowed(options.get("allowed"), len(encoded), queries.vocab_size)
+            sets = arguments.read_batch_allowed(options.get("allowed"), len(encoded), queries.vocab_size)
             work = [
                 queries.sample(prompt, sampling._replace(seed=seed), tokens, private=is_private)
                 for prompt, seed, tokens in zip(encoded, seeds, sets, strict=True)
@@ -160,14 +128,13 @@ class PartialRows:
         """Return the logarithm of the probability that the next token is one of a set; -inf if it cannot be.
 
         Args:
-            ids: a prompt, as for `Producer.logprobs`.
             allowed: the set, as for `topk`.
 
         Raises:
             SettingsError: the set is empty, or of another vocabulary.
             UnknownTokenSet: the pool has no set of this name.
         """
-        return float((await self.batch_mass([ids], for_one(allowed), adapter=adapter, timeout=timeout))[0])
+        return float((await self.batch_mass([ids], arguments.for_one(allowed), adapter=adapter, timeout=timeout))[0])
 
     async def batch_mass(
         self, prompts: Iterable[Any], allowed: Any, *, adapter: str = "", timeout: float | None = None
@@ -177,7 +144,7 @@ class PartialRows:
 
         async def ask(queries: Queries) -> NDArray[np.float32]:
             encoded = queries.encode_all(listed)
-            sets = read_batch_allowed(allowed, len(encoded), queries.vocab_size)
+            sets = arguments.read_batch_allowed(allowed, len(encoded), queries.vocab_size)
             if not all(tokens.packed for tokens in sets):
                 raise SettingsError("allowed: None: give the tokens whose probability is wanted")
             pairs = zip(encoded, sets, strict=True)
@@ -189,20 +156,14 @@ class PartialRows:
         """Store a token set in the pool, so that queries carry its name of 17 bytes instead of its members.
 
         The pool keeps the set for a day. A client with the `TokenSet` stores it again when the pool has evicted it; a
-        client with only its name (`TokenSet.name.hex()`) then gets `UnknownTokenSet`.
-
-        Args:
-            allowed: as for `topk`.
-
-        Raises:
-            SettingsError: as for `mass`.
+        client with only its name (`TokenSet.name.hex()`) then gets `UnknownTokenSet`. `allowed` is as for `mass`.
         """
 
         async def ask(queries: Queries) -> TokenSet:
-            tokens = read_allowed(allowed, queries.vocab_size).tokens
+            tokens = arguments.read_allowed(allowed, queries.vocab_size).tokens
             if tokens is None:
                 raise SettingsError(f"allowed: {shown(allowed)}: give the tokens that the set has")
-            await queries.register_tokens(tokens)
+            await queries.session.vocabularies.register_tokens(tokens, queries.deadline)
             return replace(tokens, is_named=True)
 
         return await self._request("", timeout, ask)
@@ -213,7 +174,6 @@ class PartialRows:
         """Generate continuations of a prompt, one request for each: a worker samples one token after the other.
 
         Args:
-            ids: a prompt, as for `Producer.logprobs`.
             max_tokens: max tokens per continuation, at least 1. All but the last must fit behind the prompt.
             n: number of continuations; continuation i is sampled with `seed` + i * 2**32.
             options: see `GenerateOptions`.
@@ -227,20 +187,19 @@ class PartialRows:
             PromptTooLong: prompt and continuation are longer than the model's longest prompt.
             NotTokenIds, TokenOutOfRange: `stop` does not consist of token ids of the model.
         """
-        return await self.batch_generate([ids] * check_whole("n", n, 1), max_tokens, **options)
+        return await self.batch_generate([ids] * arguments.check_whole("n", n, 1), max_tokens, **options)
 
     async def batch_generate(
         self, prompts: Iterable[Any], max_tokens: int, **options: Unpack[GenerateOptions]
     ) -> list[Continuation]:
         """As `generate`, one continuation for each prompt; prompt i is sampled with `seed` + i * 2**32."""
-        check_known(options, GenerateOptions)
+        sampling = arguments.read_drawing(options, GenerateOptions)
         listed, is_private = list_prompts(prompts), options.get("seed") is None
-        sampling = read_sampling(options.get("temperature", 1.0), options.get("top_p", 1.0), options.get("seed"))
 
         async def ask(queries: Queries) -> list[Continuation]:
-            stop = pack_stops(read_stops(options.get("stop", ()), queries.vocab_size))
+            stop = pack_stops(arguments.read_stops(options.get("stop", ()), queries.vocab_size))
             encoded, longest = queries.encode_all(listed), queries.session.info.max_prompt_tokens
-            counts = [check_room(max_tokens, prompt, longest) for prompt in encoded]
+            counts = [arguments.check_room(max_tokens, prompt, longest) for prompt in encoded]
             work = []
             for at, (prompt, count) in enumerate(zip(encoded, counts, strict=True)):
                 seed = secrets.randbits(64) if is_private else (sampling.seed + (at << 32)) & MAX_SEED
@@ -265,9 +224,7 @@ class PartialRows:
         computed. Forwards of different lengths round differently: in float32 the result agrees with rows to about 1e-4.
 
         Args:
-            prompt: as for `Producer.logprobs`.
             continuation: token ids, at least one. Prompt and continuation must fit the model's longest prompt.
-            mode: as for `Producer.logprobs`.
 
         Returns:
             float32 of shape (m,), one value per token. The sum of log-probabilities is that of the continuation.
@@ -283,12 +240,8 @@ class PartialRows:
         adapter: str = "",
         timeout: float | None = None,
     ) -> list[NDArray[np.float32]]:
-        """As `score`, for n prompts with one continuation each.
-
-        Raises:
-            SettingsError: the numbers of continuations and prompts differ.
-        """
-        first_ids, second_ids, values = list_prompts(prompts), list_prompts(continuations), check_mode(mode)
+        """As `score`, for n prompts with one continuation each; SettingsError if their numbers differ."""
+        first_ids, second_ids, values = list_prompts(prompts), list_prompts(continuations), arguments.check_mode(mode)
 
         async def ask(queries: Queries) -> list[NDArray[np.float32]]:
             firsts = queries.encode_all(first_ids)
@@ -311,7 +264,7 @@ class PartialRows:
         Forwards of different lengths round differently: in float32 the result agrees with rows to about 1e-4.
 
         Args:
-            ids: a text of N tokens, as a prompt for `Producer.logprobs`.
+            ids: a text of N tokens.
             start: the first position, 0 to N - 1.
             options: see `PositionOptions`; exactly one of `top`, `targets`, `full` and `logz` is required.
 
@@ -333,8 +286,8 @@ class PartialRows:
         listed = list_prompts(texts)
 
         async def ask(queries: Queries) -> list[Expected]:
-            wanted = read_wanted(options, queries.vocab_size)
-            encoded = [check_start(start, text) for text in queries.encode_all(listed, "texts")]
+            wanted = arguments.read_wanted(options, queries.vocab_size)
+            encoded = [arguments.check_start(start, text) for text in queries.encode_all(listed, "texts")]
             return await for_each(listed, [queries.positions(text, start, wanted) for text in encoded], "texts")
 
         return await self._request(options.get("adapter", ""), options.get("timeout"), ask)
@@ -344,13 +297,7 @@ class PartialRows:
     ) -> AsyncIterator[Positions]:
         """As `positions`, in parts of at most 8 MiB, in order, for results that do not fit in memory.
 
-        Args:
-            ids: as for `positions`.
-            start: as for `positions`.
-            options: as for `positions`, but `timeout` applies to each part.
-
-        Raises:
-            ModelMismatch: the model or the adapter has changed since the part before.
+        `timeout` applies to each part. ModelMismatch: the model or the adapter has changed since the part before.
         """
         parts: list[range] = []
         version: tuple[str, str] | None = None
@@ -358,11 +305,13 @@ class PartialRows:
         async def ask(queries: Queries, at: int) -> Positions:
             nonlocal parts, version
             now = queries.session.info.fingerprint, queries.adapter
-            if version is not None and version != now:
-                raise ModelMismatch(
-                    f"the model or its adapter has changed before position {parts[at].start}: ask again"
-                )
-            text, wanted = check_start(start, queries.encode(ids)), read_wanted(options, queries.vocab_size)
+            if version not in (None, now):
+                why = f"the model or its adapter has changed before position {parts[at].start}: ask again"
+                raise ModelMismatch(why)
+            text, wanted = (
+                arguments.check_start(start, queries.encode(ids)),
+                arguments.read_wanted(options, queries.vocab_size),
+            )
             if version is None:
                 parts, version = queries.parts(text, start, wanted), now
             part = parts[at]
@@ -377,11 +326,7 @@ class PartialRows:
             at += 1
 
     async def logz(self, ids: Any, *, adapter: str = "", timeout: float | None = None) -> float:
-        """Return the logarithm of the sum of the exponentials of the logits: the row is the logits minus it.
-
-        Args:
-            ids: a prompt, as for `Producer.logprobs`.
-        """
+        """Return the logarithm of the sum of the exponentials of the logits: the row is the logits minus it."""
         return float((await self.batch_logz([ids], adapter=adapter, timeout=timeout))[0])
 
     async def batch_logz(
@@ -404,10 +349,6 @@ class PartialRows:
         For clients with an accelerator of their own: `await producer.head()` returns the weights that turn them into
         rows. At V = 128,000 they take about thirty times fewer bytes than rows.
 
-        Args:
-            ids: a text of N tokens, as for `positions`.
-            start: the first position, 0 to N - 1.
-
         Returns:
             (N - start, d) in the model's dtype, or in float32 for a bfloat16 model, because numpy has no bfloat16.
 
@@ -416,7 +357,7 @@ class PartialRows:
         """
 
         async def ask(queries: Queries) -> NDArray[Any]:
-            return await queries.hidden(check_start(start, queries.encode(ids)), start)
+            return await queries.hidden(arguments.check_start(start, queries.encode(ids)), start)
 
         return await self._request(adapter, timeout, ask)
 
@@ -424,9 +365,6 @@ class PartialRows:
         """Return the weights, bias, scale and soft-cap of the model's last layer, which turns hidden states into rows.
 
         The producer fetches the head once, in parts of 8 MiB, and keeps it until the model changes.
-
-        Args:
-            timeout: seconds for the whole head; None for the producer's timeout.
 
         Raises:
             SettingsError: the backend does not support it (`producer.model.hidden` is 0).
@@ -442,9 +380,6 @@ class PartialRows:
 
         The worker that computes the row also keeps its keys and values for prompts that extend it. A cached row is not
         computed again, so no worker then has the keys and values.
-
-        Args:
-            ids: a prompt, as for `Producer.logprobs`.
         """
 
         async def ask(queries: Queries) -> None:

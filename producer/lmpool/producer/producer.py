@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Iterable
-from dataclasses import asdict
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self, get_args
 
 import numpy as np
@@ -17,14 +16,21 @@ from lmpool.broker.server import RedisLike, Server, where
 from lmpool.errors import LMPoolError, SettingsError
 from lmpool.metrics import is_traced
 from lmpool.producer.client.queries import Mode, Queries, entries_of
+from lmpool.producer.client.receive import SessionSettings
 from lmpool.producer.client.requests import Deadline, RowLRU, check_timeout
-from lmpool.producer.client.session import Priority, Session, SessionOptions, WhenAbsent, WhenFull
-from lmpool.producer.client.session_per_loop import CopiedAsItself, SessionPerLoop
+from lmpool.producer.client.session import (
+    CopiedAsItself,
+    Priority,
+    Session,
+    SessionPerLoop,
+    WhenAbsent,
+    WhenFull,
+)
 from lmpool.producer.metrics import Counters, ProducerStats, Traces
 from lmpool.producer.options import check_flag, check_mode, read_batch_targets, read_targets
 from lmpool.producer.partial import PartialRows
-from lmpool.producer.tokenizer import TOKENIZERS, PublishedTokenizer, check_package
-from lmpool.producer.trie import PooledTrie, TrieQueries, trie_of
+from lmpool.producer.tokenizer import TOKENIZERS, PublishedTokenizer, import_package
+from lmpool.producer.trie import PooledTrie, trie_of
 from lmpool.protocol.job import encode_prompt, list_prompts
 from lmpool.protocol.keys import Keys
 from lmpool.protocol.model_info import TRIE_SERVICE, ModelInfo
@@ -82,7 +88,13 @@ class Producer(CopiedAsItself, PartialRows):
         keep_answers: bool = True,
         tracing: bool | None = None,
     ) -> None:
-        _check_model(model)
+        if model is not None:
+            check_name("model", model)
+        if model == TRIE_SERVICE:
+            raise SettingsError(
+                f"model: {model!r} is the name of trie workers, which no model can have: name the model, or None for "
+                "the only one, and ask for tries by `await producer.trie()`"
+            )
         check_name("prefix", prefix)
         check_choice("when_full", when_full, get_args(WhenFull))
         check_choice("when_absent", when_absent, get_args(WhenAbsent))
@@ -94,26 +106,30 @@ class Producer(CopiedAsItself, PartialRows):
         self._timeout = check_timeout(timeout)
         self._model = model
         self._redis = redis
-        session_options = SessionOptions(when_full, when_absent, priority, keep_answers)
-        others = {"timeout": timeout, "cache_bytes": cache_bytes, "prefix": prefix, "tracing": tracing}
-        self._options = {**others, **asdict(session_options)}
+        self._options: dict[str, Any] = {
+            "timeout": timeout,
+            "cache_bytes": cache_bytes,
+            "prefix": prefix,
+            "when_full": when_full,
+            "when_absent": when_absent,
+            "priority": priority,
+            "keep_answers": keep_answers,
+            "tracing": tracing,
+        }
         self._traces = Traces(model) if is_traced(tracing) else None
-        self._keys = keys = Keys(prefix)
         self._heads = {}
         self._cache = RowLRU(cache_bytes)
         self._stats = ProducerStats()
         self._counters = Counters(self._stats, self._cache)
-
-        def session_with(cache: RowLRU, counters: Counters, traces: Traces | None, server: Server) -> Session:
-            return Session(server, keys, cache, counters, session_options, traces)
-
-        make = partial(session_with, self._cache, self._counters, self._traces)
-        self._sessions = SessionPerLoop(lambda: Server(redis), make, model, when_absent)
+        options = (when_full, when_absent, priority, keep_answers)
+        settings = SessionSettings(Keys(prefix), self._cache, self._counters, self._traces, *options)
         # Results of trie workers are not cached here: weights hardly ever repeat, and results from rows are in the
         # pool's cache.
         no_cache = RowLRU(0)
-        make = partial(session_with, no_cache, Counters(ProducerStats(), no_cache), None)
-        self._trie_sessions = SessionPerLoop(lambda: Server(redis), make, TRIE_SERVICE, when_absent)
+        of_tries = replace(settings, cache=no_cache, counters=Counters(ProducerStats(), no_cache), traces=None)
+        make, make_for_tries = partial(Session, settings=settings), partial(Session, settings=of_tries)
+        self._sessions = SessionPerLoop(lambda: Server(redis), make, model, when_absent)
+        self._trie_sessions = SessionPerLoop(lambda: Server(redis), make_for_tries, TRIE_SERVICE, when_absent)
 
     async def logprobs(
         self,
@@ -192,17 +208,13 @@ class Producer(CopiedAsItself, PartialRows):
         adapter: str = "",
         timeout: float | None = None,
     ) -> NDArray[np.float32]:
-        """Return the rows of several prompts. All prompts are checked before the first is sent.
+        """Return the rows of several prompts: float32 (n, V), writable. All are checked before the first is sent.
 
         Args:
             prompts: prompts as for `logprobs`, or a 2-D integer array.
-            targets: token ids, for only their entries: k for all prompts, or (n, k) with k for each prompt.
-            mode: as for `logprobs`.
-            adapter: as for `logprobs`, for all prompts.
+            targets: token ids, for only their entries, (n, k): k for all prompts, or (n, k) with k for each prompt.
+            mode, adapter: as for `logprobs`.
             timeout: seconds for all prompts together; None for the producer's timeout.
-
-        Returns:
-            writable float32 array of shape (n, V), or (n, k) with `targets`.
 
         Raises:
             As `logprobs`; the first failure ends the batch. The text of a failure of one prompt begins with its index,
@@ -222,14 +234,7 @@ class Producer(CopiedAsItself, PartialRows):
         return await self._request(adapter, timeout, ask)
 
     async def adapters(self, *, timeout: float | None = None) -> dict[str, str]:
-        """The adapters that requests may name now: name -> revision, a digest of its weights.
-
-        Args:
-            timeout: seconds; None for the producer's.
-
-        Raises:
-            ServerError, DeadlineExceeded, UnknownModel, AmbiguousModel: as `logprobs`.
-        """
+        """The adapters that requests may name now: name -> revision, a digest of its weights; raises as `open`."""
         deadline = Deadline.of(timeout, self._timeout)
         session = await self._sessions.open(deadline)
         return await session.adapters.all(deadline)
@@ -272,8 +277,7 @@ class Producer(CopiedAsItself, PartialRows):
             timeout: seconds; None for the producer's. It takes 2.5 s at least.
 
         Raises:
-            SettingsError: `name` is malformed.
-            UnknownAdapter: the model has no adapter of that name.
+            SettingsError, UnknownAdapter: `name` is malformed, or the model has no adapter of that name.
             AuthenticationFailed: the server's user may not change adapters.
             DeadlineExceeded, ServerError, UnknownModel, AmbiguousModel: as `logprobs`.
         """
@@ -298,24 +302,19 @@ class Producer(CopiedAsItself, PartialRows):
             session = await self._sessions.open(deadline)
             vocabulary = await session.vocabularies.of_model(deadline)
         structure = await asyncio.to_thread(trie_of, vocabulary)
-        return PooledTrie(
-            structure, TrieQueries(structure, self._sessions, self._trie_sessions), self._timeout, local=local
-        )
+        return PooledTrie(structure, self._sessions, self._trie_sessions, self._timeout, local=local)
 
     async def tokenizer(self, *, timeout: float | None = None) -> PublishedTokenizer:
         """Return the model's tokenizer, as its workers publish it. All producers of a process share it.
 
         Needs `lmpool[text]`, which installs the package `tokenizers`, but neither torch nor transformers.
 
-        Args:
-            timeout: seconds; None for the producer's timeout.
-
         Raises:
             UnknownTokenizer: the model publishes none, or the pool holds a different one in its place.
             SettingsError: `tokenizers` is not installed.
             ServerError, DeadlineExceeded, UnknownModel, AmbiguousModel: as `open`.
         """
-        check_package()
+        import_package()
         deadline = Deadline.of(timeout, self._timeout)
         session = await self._sessions.open(deadline)
         return await TOKENIZERS.get(session.info.tokenizer, session.vocabularies, deadline)
@@ -323,30 +322,18 @@ class Producer(CopiedAsItself, PartialRows):
     async def encode(self, text: str, *, add_special_tokens: bool = True, timeout: float | None = None) -> list[int]:
         """Return the token ids of a text, equal to those of the model's tokenizer in transformers.
 
-        Args:
-            text: the text.
-            add_special_tokens: whether to add the model's tokens for the beginning or end of a text.
-            timeout: as for `tokenizer`.
-
-        Raises:
-            NotTokenIds: it is not text.
-            As `tokenizer`.
+        `add_special_tokens` adds the model's tokens for the beginning or end of a text. Raises NotTokenIds for what is
+        not text, and as `tokenizer`.
         """
         deadline = Deadline.of(timeout, self._timeout)
         tokenizer = await self.tokenizer(timeout=timeout)
         return await TOKENIZERS.encode(tokenizer, text, deadline.left, add_special_tokens=add_special_tokens)
 
     async def decode(self, ids: Any, *, skip_special_tokens: bool = False, timeout: float | None = None) -> str:
-        """Return the text of token ids.
+        """Return the text of token ids: a list, tuple or 1-D integer array.
 
-        Args:
-            ids: list, tuple or 1-D integer array.
-            skip_special_tokens: whether to leave out tokens for a beginning or an end.
-            timeout: as for `tokenizer`.
-
-        Raises:
-            NotTokenIds, TokenOutOfRange: they are not token ids of the model.
-            As `tokenizer`.
+        `skip_special_tokens` leaves out tokens for a beginning or an end. Raises NotTokenIds or TokenOutOfRange unless
+        they are token ids of the model, and as `tokenizer`.
         """
         tokenizer = await self.tokenizer(timeout=timeout)
         vocab_size = self.model.vocab_size
@@ -374,9 +361,6 @@ class Producer(CopiedAsItself, PartialRows):
     async def open(self, *, timeout: float | None = None) -> None:
         """Connect now instead of with the first request.
 
-        Args:
-            timeout: seconds; None for the producer's timeout.
-
         Raises:
             ServerError: the server cannot be used, or does not reply in time.
             UnknownModel, AmbiguousModel: the model is not served, or no model is named and several are served.
@@ -399,9 +383,7 @@ class Producer(CopiedAsItself, PartialRows):
         await self.open()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     @property
@@ -419,13 +401,3 @@ class Producer(CopiedAsItself, PartialRows):
     def __repr__(self) -> str:
         state = "open" if self._sessions.is_open else "closed"
         return f"Producer({self._name!r}, redis={where(self._redis)!r}, {state})"
-
-
-def _check_model(model: str | None) -> None:
-    if model is not None:
-        check_name("model", model)
-    if model == TRIE_SERVICE:
-        raise SettingsError(
-            f"model: {model!r} is the name of trie workers, which no model can have: name the model, or None for "
-            "the only one, and ask for tries by `await producer.trie()`"
-        )

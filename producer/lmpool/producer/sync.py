@@ -11,13 +11,12 @@ import weakref
 from collections.abc import Callable, Coroutine, Iterable, Iterator
 from concurrent.futures import CancelledError
 from functools import wraps
-from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar, Unpack
 
 from lmpool.aio import end_tasks
 from lmpool.broker.server import where
 from lmpool.errors import LMPoolError, ProducerClosed
-from lmpool.producer.client.session_per_loop import CopiedAsItself
+from lmpool.producer.client.session import CopiedAsItself
 from lmpool.producer.metrics import Counters, ProducerStats
 from lmpool.producer.options import PositionOptions, Positions
 from lmpool.producer.producer import Producer
@@ -238,9 +237,7 @@ class SyncProducer(Blocking):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __reduce__(self) -> tuple[Any, ...]:

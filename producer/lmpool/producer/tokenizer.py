@@ -4,23 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
-from threading import RLock
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
-from lmpool.aio import copy_error
-from lmpool.errors import (
-    DeadlineExceeded,
-    InvalidVocabulary,
-    LMPoolError,
-    NotTokenIds,
-    SettingsError,
-    TokenOutOfRange,
-    UnknownTokenizer,
-)
+from lmpool.errors import InvalidVocabulary, NotTokenIds, SettingsError, TokenOutOfRange, UnknownTokenizer
+from lmpool.producer.client.discovery import Vocabularies
 from lmpool.producer.client.requests import ALONE_S, Deadline
 from lmpool.protocol.model_info import ModelInfo
 from lmpool.protocol.tokenizer import MAX_NORMALIZED_CHARACTERS, check_tokenizer
@@ -37,11 +28,9 @@ class Tokenizer(Protocol):
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of a text, with or without the model's tokens for its beginning and end."""
-        ...
 
     def decode(self, token_ids: list[int]) -> str:
         """Return the text of token ids."""
-        ...
 
 
 class HasTokenizer(Protocol):
@@ -50,11 +39,9 @@ class HasTokenizer(Protocol):
     @property
     def model(self) -> ModelInfo:
         """The model info."""
-        ...
 
     async def tokenizer(self) -> Tokenizer:
         """Return the tokenizer that the workers publish."""
-        ...
 
 
 class PublishedTokenizer:
@@ -70,7 +57,7 @@ class PublishedTokenizer:
     """
 
     def __init__(self, text: str) -> None:
-        tokenizers = _package()
+        tokenizers = import_package()
         try:
             growth = check_tokenizer(text)
         except InvalidVocabulary as error:
@@ -95,16 +82,15 @@ class PublishedTokenizer:
         """
         if not isinstance(text, str):
             raise NotTokenIds(f"a text to encode must be a str, not {type(text).__name__}: {shown(text)}")
-        if len(text) > self._max_characters:
-            limit = f"this tokenizer takes at most {self._max_characters:,}"
-            raise NotTokenIds(f"the text has {len(text):,} characters; {limit}: split it")
+        if len(text) > (most := self._max_characters):
+            raise NotTokenIds(f"the text has {len(text):,} characters; this tokenizer takes at most {most:,}: split it")
         try:
             text.encode()
         except UnicodeEncodeError as error:
             raise NotTokenIds(f"the text cannot be encoded: {error}") from error
         with _errors_of_package("the model's tokenizer fails on this text"):
             # Only the batch method releases the GIL.
-            encoded: Any = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
+            (encoded,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         ids: list[int] = encoded.ids
         return ids
 
@@ -128,9 +114,8 @@ class PublishedTokenizer:
         except (AttributeError, TypeError) as error:
             raise NotTokenIds(f"ids to decode must be integers, not {shown(token_ids)}: {error}") from error
         if listed and not 0 <= min(listed) <= max(listed) < vocab_size:
-            raise TokenOutOfRange(
-                f"ids to decode go from 0 to {vocab_size - 1}, not from {min(listed)} to {max(listed)}"
-            )
+            found = f"from {min(listed)} to {max(listed)}"
+            raise TokenOutOfRange(f"ids to decode go from 0 to {vocab_size - 1}, not {found}")
         with _errors_of_package("the model's tokenizer fails on these ids"):
             text: str = self._tokenizer.decode(listed, skip_special_tokens=skip_special_tokens)
         return text
@@ -152,42 +137,15 @@ def _errors_of_package(text: str) -> Iterator[None]:
         raise
 
 
-class ReadsTokenizers(Protocol):
-    """The part of a session that `TokenizerCache` uses."""
-
-    async def tokenizer(self, digest: str, deadline: Deadline) -> str:
-        """Return the `tokenizer.json` with this digest."""
-        ...
-
-
-class _Reading(NamedTuple):
-    """A read of a tokenizer, shared by all callers in all event loops.
-
-    Attributes:
-        reader: the session that reads.
-        outcome: the tokenizer or the failure of `reader`; None if the caller that reads gave up.
-    """
-
-    reader: ReadsTokenizers
-    outcome: Future[PublishedTokenizer | LMPoolError | None]
-
-
 class TokenizerCache:
-    """The published tokenizers that this process has read, by digest, for all event loops and threads.
-
-    Concurrent callers share one read. If the caller that reads gives up, another caller reads again. A failure reaches
-    the callers of one session and is not cached.
-    """
+    """The published tokenizers that this process has read, by digest, for all event loops and threads."""
 
     def __init__(self) -> None:
         self._kept: dict[str, PublishedTokenizer] = {}
         self.after_fork()
 
     def after_fork(self) -> None:
-        """Replace the reads, their lock and the threads: a child process has no threads of its parent."""
-        # Reentrant: garbage collection can close a coroutine, which calls `_end`, in a thread that holds the lock.
-        self._lock = RLock()
-        self._readings: dict[str, _Reading] = {}
+        """Replace the threads: a child process has no threads of its parent."""
         self._threads = ThreadPoolExecutor(_MAX_THREADS, "lmpool-tokenizer")
 
     async def encode(
@@ -200,81 +158,28 @@ class TokenizerCache:
             DeadlineExceeded: it took longer than `timeout` seconds.
         """
         deadline, encode = Deadline(timeout), partial(tokenizer.encode, text, add_special_tokens=add_special_tokens)
-        async with _limit(deadline):
+        async with deadline.limit():
             return await deadline.loop.run_in_executor(self._threads, encode)
 
-    async def get(self, digest: str, reader: ReadsTokenizers, deadline: Deadline) -> PublishedTokenizer:
-        """Return a tokenizer, read by the session's `reader` unless it is cached; "" means that there is none.
+    async def get(self, digest: str, vocabularies: Vocabularies, deadline: Deadline) -> PublishedTokenizer:
+        """Return a tokenizer from the cache, or from the pool of `vocabularies`; "" means that there is none.
+
+        The callers of one session read it one after the other, so all but the first usually find it in the cache.
 
         Raises:
-            UnknownTokenizer, ServerError: as `reader.tokenizer`, or the tokenizer cannot be parsed.
+            UnknownTokenizer, ServerError: as `Vocabularies.tokenizer`, or the tokenizer cannot be parsed.
             DeadlineExceeded: it took too long.
         """
         if (tokenizer := self._kept.get(digest)) is not None:
             return tokenizer
-        async with _limit(deadline):
-            while True:
-                with self._lock:
-                    if (tokenizer := self._kept.get(digest)) is not None:
-                        return tokenizer
-                    reading = self._readings.get(digest)
-                    if is_first := reading is None:
-                        reading = self._readings[digest] = _Reading(reader, Future())
-                        # From now on, a caller that is cancelled does not cancel the future for the others.
-                        reading.outcome.set_running_or_notify_cancel()
-                if is_first:
-                    return await self._read(digest, reading)
-                outcome = await asyncio.wrap_future(reading.outcome)
-                if isinstance(outcome, PublishedTokenizer):
-                    return outcome
-                # Another session's pool may lack a tokenizer that this one has.
-                if outcome is not None and reading.reader is reader:
-                    raise copy_error(outcome)
-
-    async def _read(self, digest: str, reading: _Reading) -> PublishedTokenizer:
-        with self._ending_on_error(digest, reading):
-            # Not the caller's deadline: a reader reports a passed deadline as a failure of the server.
-            text = await reading.reader.tokenizer(digest, Deadline(ALONE_S))
-            parsing = asyncio.get_running_loop().run_in_executor(None, self._parse, digest, reading, text)
-        # The thread continues for the other callers if this one gives up.
-        return await asyncio.shield(parsing)
-
-    def _parse(self, digest: str, reading: _Reading, text: str) -> PublishedTokenizer:
-        with self._ending_on_error(digest, reading):
-            tokenizer = PublishedTokenizer(text)
-        self._end(digest, reading, tokenizer)
-        return tokenizer
-
-    @contextmanager
-    def _ending_on_error(self, digest: str, reading: _Reading) -> Iterator[None]:
-        """End a read if the body raises."""
-        try:
-            yield
-        except BaseException as error:
-            self._end(digest, reading, error if isinstance(error, LMPoolError) else None)
-            raise
-
-    def _end(self, digest: str, reading: _Reading, outcome: PublishedTokenizer | LMPoolError | None) -> None:
-        with self._lock:
-            if self._readings.get(digest) is reading:  # A fork discards the reads of the parent.
-                del self._readings[digest]
-            if isinstance(outcome, PublishedTokenizer):
-                self._kept[digest] = outcome
+        async with deadline.limit(), vocabularies.reading:
+            if (tokenizer := self._kept.get(digest)) is None:
+                # Not the caller's deadline: if that passes, it is not reported as a failure of the server.
+                text = await vocabularies.tokenizer(digest, Deadline(ALONE_S))
+                tokenizer = self._kept[digest] = await asyncio.to_thread(PublishedTokenizer, text)
                 if len(self._kept) > _MAX_KEPT:
-                    del self._kept[next(iter(self._kept))]
-        reading.outcome.set_result(outcome)
-
-
-@asynccontextmanager
-async def _limit(deadline: Deadline) -> AsyncIterator[None]:
-    """Cancel the body at the deadline, and raise DeadlineExceeded."""
-    try:
-        async with deadline.limit():
-            yield
-    except DeadlineExceeded:
-        raise
-    except TimeoutError as error:
-        raise DeadlineExceeded(str(error)) from error
+                    self._kept.pop(next(iter(self._kept)), None)
+        return tokenizer
 
 
 TOKENIZERS = TokenizerCache()
@@ -284,12 +189,8 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=TOKENIZERS.after_fork)
 
 
-def check_package() -> None:
-    """Check that the package `tokenizers` is installed."""
-    _package()
-
-
-def _package() -> Any:
+def import_package() -> Any:
+    """Return the package `tokenizers`; SettingsError if it is not installed."""
     try:
         import tokenizers
     except ImportError as error:
@@ -308,29 +209,14 @@ async def published_tokenizer(producer: HasTokenizer) -> Tokenizer | None:
 async def find_tokenizer(
     producer: HasTokenizer, option: str = "text", otherwise: str = "pass token ids with --ids"
 ) -> Tokenizer:
-    """Return the tokenizer that the model publishes, or else the one of transformers.
-
-    Args:
-        producer: an open producer.
-        option: as for `load_tokenizer`.
-        otherwise: as for `load_tokenizer`.
-
-    Raises:
-        SettingsError: there is none, or it cannot be loaded here.
-        LMPoolError: as `Producer.tokenizer`.
-    """
+    """Return the tokenizer that the model publishes, or else the one of `load_tokenizer`."""
     if (tokenizer := await published_tokenizer(producer)) is not None:
         return tokenizer
     return await asyncio.to_thread(load_tokenizer, producer.model, option, otherwise)
 
 
 async def read_tokens(producer: HasTokenizer, prompt: str, are_ids: bool, timeout: float) -> list[int]:
-    """Return the token ids of a typed prompt: a list of ids if `are_ids`, otherwise text for the model's tokenizer.
-
-    Raises:
-        SettingsError: the ids are malformed, or there is no tokenizer.
-        LMPoolError: as `find_tokenizer` and `TokenizerCache.encode`.
-    """
+    """Return the token ids of a typed prompt: a list of ids if `are_ids`, otherwise text for the model's tokenizer."""
     if are_ids:
         return parse_ids(prompt)
     return await TOKENIZERS.encode(await find_tokenizer(producer), prompt, timeout)
@@ -356,12 +242,7 @@ def load_tokenizer(
 
 
 def read_tokenizer(source: str, gguf_file: str = "", *, option: str, otherwise: str, **settings: Any) -> Tokenizer:
-    """Load the tokenizer of a hub name or folder with transformers; the other arguments are those of `load_tokenizer`.
-
-    Args:
-        source: hub name or folder.
-        gguf_file: name of the GGUF file in it that contains the tokenizer, or "".
-    """
+    """Load the tokenizer of a hub name or folder, or of a GGUF file in it; see `load_tokenizer`."""
     try:
         from transformers import AutoTokenizer
     except ImportError as error:

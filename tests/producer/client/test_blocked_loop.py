@@ -11,7 +11,7 @@ import pytest
 
 from lmpool.aio import silence_limit
 from lmpool.producer import Producer
-from lmpool.producer.client import connections
+from lmpool.producer.client import discovery
 from lmpool.producer.client.requests import ENDLESS_S
 from lmpool.synthetic import synthetic_row
 from tests.support.gate import Gate
@@ -67,7 +67,7 @@ def test_a_request_survives_a_blocked_loop_while_it_is_pending(pool: Pool, tmp_p
 
 async def test_requests_succeed_when_no_thread_can_start(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     """This happens after the main thread has ended, while other threads still use a producer."""
-    monkeypatch.setattr(connections, "_SCAN_S", 0.001)
+    monkeypatch.setattr(discovery, "_SCAN_S", 0.001)
     scanned = asyncio.Event()
 
     async def scan(_: object) -> None:
@@ -78,7 +78,7 @@ async def test_requests_succeed_when_no_thread_can_start(pool: Pool, monkeypatch
     async with pool.producer(cache_bytes=0) as producer:
         await producer.logprobs(PROMPT)
         await asyncio.get_running_loop().shutdown_default_executor()
-        monkeypatch.setattr(connections.Connections, "scan_segments", scan)
+        monkeypatch.setattr(discovery.Connections, "scan_segments", scan)
         await asyncio.wait_for(scanned.wait(), 60)
         assert np.array_equal(await producer.logprobs([4, 5]), synthetic_row([4, 5], vocab_size=V))
 

@@ -30,7 +30,7 @@ def home_in(homes: Homes, asked: Prompt) -> bytes:
 
 
 def arranged(homes: Homes, *asked: list[int]) -> list[tuple[list[int], bytes]]:
-    requests, found = homes.arrange([PendingRequest(prompt(ids), []) for ids in asked])
+    requests, found = homes.arrange([PendingRequest(prompt(ids), {}) for ids in asked])
     return [
         (np.frombuffer(request.prompt.ids, "<u4").tolist(), home) for request, home in zip(requests, found, strict=True)
     ]
@@ -57,7 +57,7 @@ def test_a_prompt_that_branches_off_after_a_block_boundary_has_the_same_home() -
     homes.note([prompt(begun)], b"w1")
     assert home_in(homes, prompt([*begun[:50], *range(100)])) == b"w1", "48 tokens are the same"
     assert home_in(homes, prompt([*begun[:47], *range(100)])) == b""
-    assert home_in(homes, prompt([*begun[:50], *range(1000)])) == b"", "too far to look"
+    assert home_in(homes, prompt([*begun[:50], *range(1000)])) == b"", "the shared prefix is too far from the end"
 
 
 def test_the_longest_prefix_decides_the_home() -> None:
@@ -91,7 +91,7 @@ def test_a_prompt_with_an_adapter_goes_to_the_worker_that_has_the_adapter_loaded
         assert home_in(homes, prompt(ids, "poet@1")) == b"w1"
         assert home_in(homes, prompt(ids, "judge@1")) == b"w2"
         assert home_in(homes, prompt(ids, "poet@2")) == home_in(homes, prompt(ids)) == b""
-    assert home_in(homes, prompt([*random_ids(1, 100), 1], "judge@1")) == b"w2", "a known beginning goes first"
+    assert home_in(homes, prompt([*random_ids(1, 100), 1], "judge@1")) == b"w2", "the prefix comes before the adapter"
 
 
 def test_homes_of_workers_that_left_are_removed() -> None:
@@ -135,7 +135,7 @@ def test_homes_are_not_recorded_for_a_single_worker() -> None:
     homes.note([prompt([3])], b"w2")
     homes.note([prompt([1])], b"w1")
     assert arranged(homes, [1, 2], [3, 4], [5, 6]) == [([5, 6], b""), ([1, 2], b"w1"), ([3, 4], b"w2")]
-    assert homes.arrange([PendingRequest(prompt([5, 6]), [])])[1] == []
+    assert homes.arrange([PendingRequest(prompt([5, 6]), {})])[1] == []
 
 
 def test_prompts_with_the_same_prefix_stay_together_and_the_most_frequent_come_first() -> None:

@@ -46,4 +46,4 @@ async def test_a_client_blocked_between_two_checks_starts_the_time_without_worke
     """A heartbeat lasts for a lease, so a worker may have come and gone unseen."""
     assert await checks(100, 100 + gap, 100 + 2 * gap, 101 + 2 * gap) == [None] * 4
     *_, last = await checks(100, 100 + gap, 103 + gap, 105 + gap)
-    assert "for 5 s" in str(last), "counted from the look after that"
+    assert "for 5 s" in str(last), "counted from the check after the gap"

@@ -8,19 +8,10 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
+from lmpool import errors
 from lmpool.aio import copy_error, delays
 from lmpool.broker.registries import KNOWN_FOR_S, AdapterRegistry
-from lmpool.errors import (
-    AdapterChanged,
-    AuthenticationFailed,
-    DeadlineExceeded,
-    LMPoolError,
-    ProducerClosed,
-    ServerError,
-    SettingsError,
-    UnknownAdapter,
-)
-from lmpool.producer.client.connections import TROUBLE, Connections
+from lmpool.producer.client.discovery import TROUBLE, Connections
 from lmpool.producer.client.requests import Deadline
 from lmpool.protocol.adapter import (
     CHECK_PREFIX,
@@ -58,9 +49,6 @@ class Adapters:
 
     An entry may be used for `KNOWN_FOR_S`, counted from before it was read. A change that replaces an entry returns
     only after that time, so from then on no client requests the old weights, or takes their rows from a cache.
-
-    Args:
-        connections: the connections.
     """
 
     def __init__(self, connections: Connections) -> None:
@@ -88,38 +76,37 @@ class Adapters:
             ProducerClosed: the producer was closed meanwhile.
         """
         self._used = self._loop.time()
+        if not isinstance(name, str):
+            raise await self._unknown(name, deadline)
         while (adapter := self._fresh(name)) is None:
-            if not isinstance(name, str) or not is_qualified(qualify(name, "0")):
+            if not is_qualified(qualify(name, "0")):
                 raise await self._unknown(name, deadline)  # It can have no entry.
             if (registered := await self._read([name], deadline)) is not None:
                 # Used even if a busy event loop has let it become old meanwhile: the next read would be no younger.
                 if (adapter := registered.adapters.get(name)) is None:
                     raise await self._unknown(name, deadline)
                 break
-        return qualify(str(name), adapter.revision)
+        return qualify(name, adapter.revision)
 
-    def _fresh(self, name: object) -> Adapter | None:
+    def _fresh(self, name: str) -> Adapter | None:
         """The entry of a name, if it may be used now."""
-        if self._owner != self._connections.model.fingerprint or self._loop.time() - self._as_of >= KNOWN_FOR_S:
+        is_old = self._loop.time() - self._as_of >= KNOWN_FOR_S
+        known = self._known.get(name)
+        if is_old or known is None or self._owner != self._connections.model.fingerprint:
             return None
-        known = self._known.get(name) if isinstance(name, str) else None
-        return known.adapter if known is not None and known.version == self._version else None
+        return known.adapter if known.version == self._version else None
 
-    async def _unknown(self, name: object, deadline: Deadline) -> UnknownAdapter:
+    async def _unknown(self, name: object, deadline: Deadline) -> errors.UnknownAdapter:
         names = list(await self.all(deadline))
         served = ", ".join(names[:_MAX_SHOWN]) or "none"
         if len(names) > _MAX_SHOWN:
             served += f" and {len(names) - _MAX_SHOWN} more"
-        return UnknownAdapter(
+        return errors.UnknownAdapter(
             f"the model {self._connections.model.info.name!r} has no adapter {shown(name)}; it has: {served}"
         )
 
     async def all(self, deadline: Deadline) -> dict[str, str]:
-        """All adapters that requests may name now: name -> revision.
-
-        Raises:
-            DeadlineExceeded, ServerError: as `qualified`.
-        """
+        """All adapters that requests may name now: name -> revision."""
         registered = await self._read([], deadline)
         assert registered is not None
         return {name: adapter.revision for name, adapter in registered.adapters.items()}
@@ -129,11 +116,7 @@ class Adapters:
     ) -> str:
         """Have one worker load an adapter, and write it to the registry; see `Producer.add_adapter`.
 
-        Args:
-            name: of the adapter.
-            source: its folder or hub name.
-            check: requests a row with an adapter, named as in jobs.
-            deadline: until when.
+        `check` requests a row with an adapter, named as in jobs.
         """
         name, source = check_adapter_name("name", name), _resolved(source)
         nonce = secrets.token_hex(8)
@@ -143,11 +126,11 @@ class Adapters:
             try:
                 await check(qualify(name, CHECK_PREFIX + nonce))
                 break
-            except AdapterChanged:  # The server has lost the check, or the worker has evicted the adapter already.
+            except errors.AdapterChanged:  # The server has lost the check, or the worker has evicted the adapter.
                 await asyncio.sleep(wait)
         adapter = await self._insist(lambda: self._registry.read_check(nonce), deadline)
         if adapter is None or not adapter.revision:
-            raise ServerError(f"the server has lost the revision of the adapter {name!r}: add it again")
+            raise errors.ServerError(f"the server has lost the revision of the adapter {name!r}: add it again")
         version, wait_s = await self._insist(lambda: self._registry.put(name, adapter), deadline)
         self._note(name, adapter, version)
         await _wait_for_others(wait_s, f"{name!r} is in service", deadline)
@@ -173,35 +156,27 @@ class Adapters:
         self._as_of = _NEVER
 
     async def renew(self) -> None:
-        """Read the version again if that is likely to save the next request a read.
-
-        Raises:
-            ServerError: the server cannot be used.
-        """
+        """Read the version again if that is likely to save the next request a read."""
         begin = self._loop.time()
         if begin - self._used < _IN_USE_S and await self._registry.version() == self._version:
             self._as_of = max(self._as_of, begin)
 
     async def _read(self, names: Sequence[str], deadline: Deadline) -> Registered | None:
-        """Read the entries of some names, or all; None if another request has just read those names.
+        """Read the entries of some names, or all; None if another request has just read those names."""
 
-        Raises:
-            ServerError: the server has lost a change that this client has read.
-        """
-        registry, begin = self._registry, _NEVER
-
-        async def attempt() -> Registered | None:
-            nonlocal registry, begin
+        async def attempt() -> tuple[Registered, str, float] | None:
             async with self._reading:
                 if names and all(map(self._fresh, names)):
                     return None
                 registry, begin = self._registry, self._loop.time()
-                return await registry.read(*names)
+                return await registry.read(*names), registry.fingerprint, begin
 
-        registered = await self._insist(attempt, deadline, is_change=False)
-        if registered is not None:
-            self._accept(names, registered, registry.fingerprint)
-            self._as_of = begin
+        read = await self._insist(attempt, deadline, is_change=False)
+        if read is None:
+            return None
+        registered, owner, begin = read
+        self._accept(names, registered, owner)
+        self._as_of = begin
         return registered
 
     def _accept(self, names: Sequence[str], registered: Registered, owner: str) -> None:
@@ -211,7 +186,7 @@ class Adapters:
             known, adapter = self._known.get(name), registered.adapters.get(name)
             version = registered.versions.get(name, registered.version)
             if known is not None and known.adapter != adapter and version <= known.version:
-                raise ServerError(
+                raise errors.ServerError(
                     f"the server has lost a change of the adapter {name!r} that this client has read, as after a "
                     "failover: make the change once more (`lmpool adapters add` or `remove`)"
                 )
@@ -227,29 +202,31 @@ class Adapters:
 
     async def _insist(self, attempt: Callable[[], Awaitable[T]], deadline: Deadline, *, is_change: bool = True) -> T:
         """Try until the server answers, or until the deadline."""
-        deadline = deadline.bounded()
+        deadline, connections = deadline.bounded(), self._connections
         trouble: BaseException | None = None
         try:
             async with deadline.limit():
                 for wait in delays():
-                    self._connections.check_open()
+                    connections.check_open()
                     try:
                         return await attempt()
-                    except (SettingsError, ProducerClosed):
+                    except (errors.SettingsError, errors.ProducerClosed):
                         raise
                     except TROUBLE as error:
                         trouble = error
-                        self._connections.note(error)
-                        if is_change:
-                            _check_right(self._connections.explain(error))
+                        connections.note(error)
+                        explained = connections.explain(error)
+                        if is_change and isinstance(explained, errors.AuthenticationFailed):
+                            raise errors.AuthenticationFailed(
+                                f"{explained}; changing adapters is a right of its own: name the server as the user "
+                                "`adapters` (docker/redis/users.acl) or another one that has it"
+                            ) from error
                     await asyncio.sleep(wait)
-        except DeadlineExceeded:
-            raise
-        except TimeoutError as late:
+        except errors.DeadlineExceeded as late:
             # A request that waited for another one to read has seen no error.
-            if (why := trouble or self._connections.trouble) is not None:
-                raise copy_error(self._connections.explain(why)) from late
-            raise DeadlineExceeded(str(late)) from late
+            if late.__cause__ is not None and (why := trouble or connections.trouble) is not None:
+                raise copy_error(connections.explain(why)) from late
+            raise
         raise AssertionError("the waits never end")
 
 
@@ -258,19 +235,10 @@ async def _wait_for_others(wait_s: float, state: str, deadline: Deadline) -> Non
     try:
         async with deadline.limit():
             await asyncio.sleep(wait_s)
-    except TimeoutError as error:
-        raise DeadlineExceeded(
+    except errors.DeadlineExceeded as error:
+        raise errors.DeadlineExceeded(
             f"{state}, but within {deadline.seconds:g} s other clients may still use the adapter that had this name "
             f"before, for {wait_s:.1f} s: allow more time (timeout=)"
-        ) from error
-
-
-def _check_right(error: LMPoolError) -> None:
-    """Refuse to try again where the server's user lacks a right."""
-    if isinstance(error, AuthenticationFailed):
-        raise AuthenticationFailed(
-            f"{error}; changing adapters is a right of its own: name the server as the user `adapters` "
-            "(docker/redis/users.acl) or another one that has it"
         ) from error
 
 

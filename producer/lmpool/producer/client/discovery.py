@@ -1,37 +1,43 @@
-"""The registries of a pool that clients read: models (`Discovery`), live workers (`Liveness`), and vocabularies."""
+"""The connections of a session, and what it reads in a pool: the served models, live workers, and vocabularies."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import math
-from collections.abc import AsyncIterator, Collection, Iterable, Mapping, Sequence
+import secrets
+from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any, NamedTuple, cast
 
 from redis.asyncio import Redis
-from redis.exceptions import NoPermissionError
+from redis.exceptions import NoPermissionError, RedisError
 
+from lmpool import errors
+from lmpool.aio import end_tasks
+from lmpool.broker.connection import CommandConnection, reply_timeout
 from lmpool.broker.registries import look_up, look_up_tokenizer, register, register_tokens
 from lmpool.broker.scripts import Alive, QueueState, read_alive, read_infos, read_queue, read_texts
-from lmpool.errors import (
-    AmbiguousModel,
-    DeadlineExceeded,
-    NoWorker,
-    ProtocolError,
-    UnknownModel,
-    UnknownTokenizer,
-    UnknownVocabulary,
-    argument,
-)
-from lmpool.producer.client.connections import TROUBLE, Connections
+from lmpool.broker.server import Server
 from lmpool.producer.client.requests import Deadline
-from lmpool.protocol.keys import WANTED_TTL_MS, Keys
+from lmpool.protocol.keys import WANTED_TTL_MS, Keys, ModelKeys
 from lmpool.protocol.model_info import MAX_INFO_BYTES, TRIE_SERVICE, ModelInfo
+from lmpool.protocol.row import encoded_size
 from lmpool.protocol.token_set import TokenSet
+from lmpool.rows.cache import RowCache
+from lmpool.rows.shared_memory import SegmentReader, is_shared
 from lmpool.settings import shown
 from lmpool.vocabulary import Vocabulary
+
+TROUBLE = (RedisError, OSError, errors.LMPoolError)
+"""The exceptions that any use of the server may raise."""
+
+CLOSED = "the producer was closed while the request was in flight"
+
+# Seconds between two scans for shared memory: a new worker's rows are read from memory after at most this time.
+_SCAN_S = 1.0
 
 _log = logging.getLogger("lmpool.producer")
 
@@ -45,6 +51,160 @@ _RESTART_S = 5.0
 _MIN_GAP_S = 2.0
 
 
+@dataclass(frozen=True, slots=True)
+class AdoptedModel:
+    """The model that a session uses, under one fingerprint.
+
+    Attributes:
+        info: the model info that was read last.
+        reply: this client's reply stream.
+        host: token of this machine's shared memory; b"" if rows are too small for it.
+    """
+
+    info: ModelInfo
+    fingerprint: str
+    keys: ModelKeys
+    reply: bytes
+    rows: RowCache
+    host: bytes = b""
+
+
+class Tasks:
+    """The background tasks of one session."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.get_running_loop()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Run `work` as a task; keeps the reference that asyncio does not keep."""
+        task = self.loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def end_tasks(self) -> None:
+        """Cancel all tasks and wait until they have ended."""
+        await end_tasks(self._tasks)
+
+
+class Connections(Tasks):
+    """The connections and background tasks of one session.
+
+    Attributes:
+        commands: connection for the scripts of requests.
+        reader: connection for the blocking reads of the reply stream only.
+        redis: client for all other commands.
+        closed: whether the session has ended.
+        trouble: why the server cannot be used now, or None.
+        segments: reads rows in shared memory.
+        model: the model; set by `adopt`, which comes before any request.
+    """
+
+    model: AdoptedModel
+
+    def __init__(self, server: Server, keys: Keys, *, is_bulk: bool = False) -> None:
+        super().__init__()
+        self._server = server
+        self._keys = keys
+        self._is_bulk = is_bulk
+        self._client_id = secrets.token_hex(8)
+        self.segments = SegmentReader()
+        self.redis = server.client()
+        self.reader = CommandConnection(server)
+        self.commands = CommandConnection(server)
+        self.closed = False
+        self.trouble: errors.LMPoolError | None = None
+
+    def adopt(self, info: ModelInfo) -> None:
+        """Use a model, or the same model with other weights."""
+        self._close_rows()
+        keys = self._keys.model(info.name)
+        for connection in (self.reader, self.commands):
+            connection.reply_timeout_s = reply_timeout(info.lease_s)
+            connection.key = keys.jobs
+        rows = RowCache(self._server, self._keys, info, self.segments)
+        # The reply key includes the host, so that scripts see which shared rows this client can read.
+        host = self.segments.host if is_shared(info.vocab_size) else b""
+        reply = keys.reply(f"{self._client_id}{host.decode()}", is_bulk=self._is_bulk)
+        self.model = AdoptedModel(info, info.fingerprint, keys, reply, rows, host)
+
+    async def scan_segments(self) -> None:
+        """Find the shared-memory segments of workers on this machine."""
+        if self.model.host:
+            await self.segments.refresh(self.model.fingerprint)
+
+    async def follow_segments(self) -> None:
+        """Scan for segments once a second, forever.
+
+        This is a task of its own because a scan needs a thread, and the program may keep all threads busy.
+        """
+        while True:
+            await asyncio.sleep(_SCAN_S)
+            # RuntimeError: no thread can start, because there are too many or because the main thread has ended.
+            with suppress(RuntimeError):
+                await self.scan_segments()
+
+    def check_open(self) -> None:
+        """Raise ProducerClosed if the session has ended."""
+        if self.closed:
+            raise errors.ProducerClosed(CLOSED)
+
+    async def check_writes(self, model: str) -> None:
+        """Write a key that expires at once, to check that the server accepts writes. Missing rights are ignored."""
+        with suppress(NoPermissionError):
+            await self.redis.set(self._keys.probe(model, self._client_id), b"", px=1)
+
+    def note(self, error: BaseException) -> None:
+        """Record why the server cannot be used, for the error of requests that time out."""
+        self.trouble = self._server.explain(error)
+
+    @contextmanager
+    def noting(self) -> Iterator[None]:
+        """Suppress errors of the server, and record them as `note` does."""
+        try:
+            yield
+        except TROUBLE as error:
+            self.note(error)
+
+    async def reconnect(self, error: BaseException) -> None:
+        """Open new connections if the error requires that."""
+        await self._server.reconnect(self.redis, error)
+
+    def explain(self, error: BaseException) -> errors.LMPoolError:
+        """Convert an exception of redis-py or of the operating system."""
+        return self._server.explain(error)
+
+    def describe_full_queue(self) -> str:
+        """Return the error text for a full queue."""
+        info = self.model.info
+        return (
+            f"the queue of {info.name!r} is at its limit of {info.queue_limit} prompts; "
+            "ask for less at once, add workers, or raise the workers' --queue-limit"
+        )
+
+    def describe_lost_row(self, times: int, length: int = 0) -> str:
+        """Return the error text for a row, or a result of `length` entries, that was lost before it was fetched."""
+        gone = f"the row was gone from the server before it could be fetched{'' if times == 1 else f', {times} times'}"
+        size = encoded_size(length or self.model.info.vocab_size, self.model.info.row_encoding)
+        return (
+            f"{gone}. Either its memory is full, so that it evicts rows of {size / 1e6:.3g} MB (see `lmpool status`): "
+            "then raise maxmemory or have fewer rows pending. Or it restarted, or another client deletes rows"
+        )
+
+    def _close_rows(self) -> None:
+        if hasattr(self, "model"):
+            self.model.rows.close()
+
+    async def close(self) -> None:
+        """Close all connections."""
+        self._close_rows()
+        self.segments.close()
+        self.commands.close()
+        self.reader.close()
+        await self.redis.aclose()
+
+
 class WorkerInfo(NamedTuple):
     """A live worker: its id, and the fields of its heartbeat."""
 
@@ -53,12 +213,7 @@ class WorkerInfo(NamedTuple):
 
 
 class Discovery:
-    """Reads the models that a pool serves, and their workers.
-
-    Args:
-        redis: a client for control messages.
-        keys: the key names of the deployment.
-    """
+    """Reads the models that a pool serves, and their workers."""
 
     def __init__(self, redis: Redis, keys: Keys) -> None:
         self._redis = redis
@@ -81,53 +236,51 @@ class Discovery:
             return info
         infos, unreadable = await self._read_infos()
         if name is None and unreadable and not infos:
-            raise _unreadable(*next(iter(unreadable.items())))
-        if name == TRIE_SERVICE and name not in infos:
-            raise UnknownModel(
-                f"no trie worker serves: start one with `lmpool trie-worker`, or pass {argument('local', 'True')} "
-                "(calls with prompt= are answered by a model's workers too, if they run with --with-trie)"
+            raise next(iter(unreadable.values()))
+        if name is not None and name in infos:
+            return infos[name]  # It was registered just now.
+        if name == TRIE_SERVICE:
+            raise errors.UnknownModel(
+                "no trie worker serves: start one with `lmpool trie-worker`, or pass "
+                f"{errors.argument('local', 'True')} (calls with prompt= are answered by a model's workers too, if "
+                "they run with --with-trie)"
             )
-        if name != TRIE_SERVICE:
-            infos.pop(TRIE_SERVICE, None)
-        served = ", ".join(infos) or "none"
+        infos.pop(TRIE_SERVICE, None)
         if not infos:
             wanted = f"the model {name!r} is not served" if name else "no model is served"
             raise await self._unknown(name, f"{wanted}: ", "start a worker with `lmpool worker MODEL --name NAME`")
-        if name is None:
-            # An info outlives workers that were killed, so check which models have live workers.
-            live = [info for info in infos.values() if await self._is_served(info.name)] if len(infos) > 1 else []
-            if len(infos) > 1 and len(live) != 1:
-                raise AmbiguousModel(f"several models are served, name one of them: {served}")
-            return live[0] if live else next(iter(infos.values()))
-        if name not in infos:
-            advice = (
-                f"{_guess(name, infos)}served are: {served}; start a worker with `lmpool worker MODEL --name {name}`"
-            )
+        if name is not None:
+            near = get_close_matches(name.lower(), by_lower := {other.lower(): other for other in infos}, 1)
+            guess = f"did you mean {by_lower[near[0]]!r}? " if near else ""
+            advice = f"{guess}served are: {', '.join(infos)}; start a worker with `lmpool worker MODEL --name {name}`"
             error = await self._unknown(name, f"the model {name!r} is not served; ", advice)
             error.has_others = True
             raise error
-        return infos[name]
+        if len(infos) == 1:
+            return next(iter(infos.values()))
+        # An info outlives workers that were killed, so check which models have live workers.
+        live = []
+        for info in infos.values():
+            with suppress(NoPermissionError):
+                live += [info] if (await self.alive(info.name)).serving else []
+        if len(live) != 1:
+            raise errors.AmbiguousModel(f"several models are served, name one of them: {', '.join(infos)}")
+        return live[0]
 
     async def find(self, name: str) -> ModelInfo | None:
         """Return the info of the model `name`, or None."""
         infos, unreadable = await self._read_infos([name])
         if name in unreadable:
-            raise _unreadable(name, unreadable[name])
+            raise unreadable[name]
         return infos.get(name)
 
     async def want(self, model: str) -> None:
         """Record that a client waits for a model without an info, so that an autoscaler can start a worker."""
         # The rights that an older release documents do not include this key.
-        with contextlib.suppress(NoPermissionError):
+        with suppress(NoPermissionError):
             await self._redis.set(self._keys.model(model).wanted, b"", px=WANTED_TTL_MS)
 
-    async def _is_served(self, model: str) -> bool:
-        try:
-            return bool((await self.alive(model)).serving)
-        except NoPermissionError:
-            return False
-
-    async def _unknown(self, name: str | None, text: str, advice: str) -> UnknownModel:
+    async def _unknown(self, name: str | None, text: str, advice: str) -> errors.UnknownModel:
         """Return the error for a model that is not served; it says whether a worker is loading the model.
 
         A waiting client calls this every second, so the cost does not depend on the number of loading workers.
@@ -135,57 +288,56 @@ class Discovery:
         loading = {name} if name and (await self.alive(name)).loading else await self._some_loading()
         models = ", ".join(sorted(map(repr, loading)))
         if loading and (name is None or name in loading):
-            error = UnknownModel(f"{text}a worker is loading {models}, try again in a moment")
+            error = errors.UnknownModel(f"{text}a worker is loading {models}, try again in a moment")
             error.is_loading = True
             return error
         if self._keys != Keys():
             advice += f", or correct prefix={self._keys.prefix!r}, which names the pool"
-        return UnknownModel(f"{text}{advice} (being loaded: {models})" if loading else f"{text}{advice}")
+        return errors.UnknownModel(f"{text}{advice} (being loaded: {models})" if loading else f"{text}{advice}")
 
     async def _some_loading(self) -> set[str]:
         """Return some of the models that workers are loading and that this user may read."""
         key, loading = self._keys.loading(), set[str]()
-        try:
-            names = cast(list[bytes] | None, await self._redis.hrandfield(key, _MAX_NAMED))
-            if not names:
-                return loading
-            models = await read_texts(self._redis, key, [name.decode("utf-8", "replace") for name in names])
+        with suppress(NoPermissionError):
+            names = cast(list[bytes] | None, await self._redis.hrandfield(key, _MAX_NAMED)) or []
+            workers = [name.decode("utf-8", "replace") for name in names]
+            models = await read_texts(self._redis, key, workers) if workers else {}
             for model in sorted(set(models.values())):
                 # The entry of a worker that was killed while loading may still be there.
                 if (await self.alive(model)).loading:
                     loading.add(model)
-        except NoPermissionError:
-            pass
         return loading
 
-    async def _read_infos(self, names: Sequence[str] = ()) -> tuple[dict[str, ModelInfo], dict[str, ProtocolError]]:
+    async def _read_infos(self, names: Sequence[str] = ()) -> tuple[dict[str, ModelInfo], dict[str, Exception]]:
         """Return infos by name, and the errors of infos that cannot be read; of all models if `names` is empty."""
         packed = await read_infos(self._redis, self._keys, names)
         infos: dict[str, ModelInfo] = {}
-        unreadable: dict[str, ProtocolError] = {}
+        unreadable: dict[str, Exception] = {}
         for key, data in sorted(packed.items()):
             name = key.decode(errors="backslashreplace")
             try:
-                infos[name] = _read_info(name, data)
-            except ProtocolError as error:
-                unreadable[name] = error
+                if isinstance(data, int):
+                    raise errors.ProtocolError(f"a model info of {data} bytes is over the limit of {MAX_INFO_BYTES}")
+                info = infos[name] = ModelInfo.unpack(data)
+                if info.name != name:
+                    # The client would use the queue of another model.
+                    raise errors.ProtocolError(f"it is the info of {shown(infos.pop(name).name)}")
+            except errors.ProtocolError as error:
+                unreadable[name] = errors.ProtocolError(f"the info of the model {name!r} cannot be read: {error}")
                 if len(self._warned) < _MAX_WARNED and name not in self._warned:
                     self._warned.add(name)
-                    _log.warning("the info of the model %r is left out: %s", name, error)
+                    _log.warning("%s; the model is left out", unreadable[name])
         return infos, unreadable
 
     async def alive(self, model: str) -> Alive:
         """Return how many workers serve and load a model, at a cost that does not depend on their number."""
         return await read_alive(self._redis, self._keys.model(model))
 
-    async def gone(self, model: str, workers: Collection[bytes]) -> list[bytes]:
+    async def gone(self, model: str, workers: Sequence[bytes]) -> list[bytes]:
         """Return those of `workers` that have left the model or were removed as dead."""
-        if not workers:
-            return []
-        asked = list(workers)
         key: Any = self._keys.model(model).workers
-        deadlines: Any = await self._redis.zmscore(key, cast(list[str], asked))
-        return [worker for worker, deadline in zip(asked, deadlines, strict=True) if deadline is None]
+        deadlines = await self._redis.zmscore(key, cast(list[str], workers)) if workers else []
+        return [worker for worker, deadline in zip(workers, deadlines, strict=True) if deadline is None]
 
     async def workers(self, model: str) -> list[WorkerInfo]:
         """Return the live workers of a model; reads one heartbeat after the other."""
@@ -202,12 +354,11 @@ class Discovery:
         for name in sorted(names):
             try:
                 fields = await read_texts(self._redis, self._keys.worker(name))
-            except ProtocolError as error:
+            except errors.ProtocolError as error:
                 # One key with foreign content must not hide all other workers.
                 _log.warning("the worker %r is left out: %s", name, error)
-                continue
-            if "model" in fields:
-                workers.append(WorkerInfo(name, fields))
+            else:
+                workers += [WorkerInfo(name, fields)] if "model" in fields else []
         return workers
 
     async def silences(self, workers: Iterable[WorkerInfo]) -> dict[str, float]:
@@ -215,33 +366,13 @@ class Discovery:
         silences = {}
         for worker in workers:
             left_ms = await self._redis.pttl(self._keys.worker(worker.worker_id))
-            with contextlib.suppress(KeyError, ValueError):
+            with suppress(KeyError, ValueError):
                 silences[worker.worker_id] = max(0.0, float(worker.fields["lease_s"]) - max(0, left_ms) / 1000)
         return silences
 
     async def queue(self, model: str) -> QueueState:
         """Return the state of a model's queue."""
         return await read_queue(self._redis, self._keys.model(model))
-
-
-def _guess(name: str, served: Iterable[str]) -> str:
-    by_lower = {other.lower(): other for other in served}
-    near = get_close_matches(name.lower(), by_lower, 1)
-    return f"did you mean {by_lower[near[0]]!r}? " if near else ""
-
-
-def _read_info(name: str, data: bytes | int) -> ModelInfo:
-    if isinstance(data, int):
-        raise ProtocolError(f"a model info of {data} bytes is over the limit of {MAX_INFO_BYTES}")
-    info = ModelInfo.unpack(data)
-    if info.name != name:
-        # The client would use the queue of another model.
-        raise ProtocolError(f"it is the info of {shown(info.name)}")
-    return info
-
-
-def _unreadable(name: str, error: ProtocolError) -> ProtocolError:
-    return ProtocolError(f"the info of the model {name!r} cannot be read: {error}")
 
 
 class Liveness:
@@ -267,15 +398,12 @@ class Liveness:
         """Stop the time without workers: no request is pending, or the server cannot be read."""
         self._missing_since = None
 
-    async def check(self, now: float) -> NoWorker | None:
+    async def check(self, now: float) -> errors.NoWorker | None:
         """Count the live workers; returns the error for all requests if workers have been missing for too long.
 
         The limit is a lease, and at least 5 s, in which a worker that restarts can register. Requests wait without a
         limit while a worker loads the model. If this client was blocked for longer than a lease, workers may have come
-        and gone unseen, so the time without workers starts again.
-
-        Args:
-            now: loop time.
+        and gone unseen, so the time without workers starts again. `now` is the loop time.
         """
         info = self._connections.model.info
         gap, self._checked_at = now - self._checked_at, now
@@ -289,53 +417,53 @@ class Liveness:
         if self._missing_since is None or gap > max(info.lease_s, _MIN_GAP_S):
             self._missing_since = now
         elif (seconds := now - self._missing_since) >= max(info.lease_s, _RESTART_S):
-            return NoWorker(
+            return errors.NoWorker(
                 f"no live worker has served {info.name!r} for {seconds:.0f} s: start one with `{info.start_command}`"
             )
         return None
 
-    def deadline_error(self, text: str) -> DeadlineExceeded:
+    def deadline_error(self, text: str) -> errors.DeadlineExceeded:
         """Return the exception for a request that timed out; its message begins with `text`."""
-        info = self._connections.model.info
+        info, more_time = self._connections.model.info, f"allow more time ({errors.argument('timeout')})"
         if self.count:
-            return DeadlineExceeded(
-                f"{text}: {self.count} live worker(s) serve {info.name!r} and have not answered yet; "
-                f"allow more time ({argument('timeout')}), request less at once, or add workers"
-            )
+            workers = f"{self.count} live worker(s) serve {info.name!r} and have not answered yet"
+            return errors.DeadlineExceeded(f"{text}: {workers}; {more_time}, request less at once, or add workers")
         if self._is_loading:
-            loading = f"{text}: a worker is loading {info.name!r}, none serves it yet"
-            return NoWorker(f"{loading}; allow more time ({argument('timeout')})")
-        return NoWorker(f"{text}: no live worker serves {info.name!r}; start one with `{info.start_command}`")
+            return errors.NoWorker(f"{text}: a worker is loading {info.name!r}, none serves it yet; {more_time}")
+        return errors.NoWorker(f"{text}: no live worker serves {info.name!r}; start one with `{info.start_command}`")
 
 
 class Vocabularies:
-    """Reads and registers vocabularies, tokenizers and token sets, for one session."""
+    """Reads and registers vocabularies, tokenizers and token sets, for one session.
+
+    All methods raise ServerError or DeadlineExceeded if the server cannot be used, or not in time.
+
+    Attributes:
+        reading: held while one caller reads a tokenizer.
+    """
 
     def __init__(self, connections: Connections, keys: Keys) -> None:
         self._connections = connections
         self._keys = keys
         self._sending = asyncio.Lock()
         self._sent: dict[str, float] = {}
+        self.reading = asyncio.Lock()
 
-    @contextlib.asynccontextmanager
+    @asynccontextmanager
     async def _limited(self, deadline: Deadline) -> AsyncIterator[None]:
         """Run the body until the deadline."""
         try:
             async with deadline.limit():
                 yield
         except TROUBLE as error:
-            raise self._connections.explain(error) from error
+            is_late = isinstance(error, errors.DeadlineExceeded) and error.__cause__ is not None
+            raise self._connections.explain(TimeoutError(str(error)) if is_late else error) from error
 
     async def of_model(self, deadline: Deadline) -> Vocabulary:
-        """Return the vocabulary of the model.
-
-        Raises:
-            UnknownVocabulary: the workers publish no vocabulary.
-            ServerError, DeadlineExceeded: the server cannot be used, or not in time.
-        """
+        """Return the vocabulary of the model; UnknownVocabulary if its workers publish none."""
         info = self._connections.model.info
         if not info.vocabulary:
-            raise UnknownVocabulary(
+            raise errors.UnknownVocabulary(
                 f"the model {info.name!r} publishes no vocabulary, because its workers found no tokenizer with "
                 "the bytes of its tokens: pass the byte strings yourself"
             )
@@ -347,12 +475,11 @@ class Vocabularies:
 
         Raises:
             UnknownTokenizer: the workers publish no tokenizer, or the pool holds other content under the digest.
-            ServerError, DeadlineExceeded: the server cannot be used, or not in time.
         """
         if not digest:
-            raise UnknownTokenizer(
-                f"the model {self._connections.model.info.name!r} publishes no tokenizer (the log of its workers says "
-                "why): pass token ids"
+            name = self._connections.model.info.name
+            raise errors.UnknownTokenizer(
+                f"the model {name!r} publishes no tokenizer (the log of its workers says why): pass token ids"
             )
         async with self._limited(deadline):
             return await look_up_tokenizer(self._connections.redis, self._keys, digest)
@@ -364,11 +491,10 @@ class Vocabularies:
 
     async def register(self, vocabulary: Vocabulary, deadline: Deadline) -> None:
         """Store a vocabulary that a worker could not find."""
-        time = asyncio.get_running_loop().time
-        since = time()
+        since = deadline.loop.time()
         # All pending requests for a new vocabulary fail at once. The first one stores it for all of them.
         async with self._limited(deadline), self._sending:
             if self._sent.get(vocabulary.digest, since) <= since:
                 # Overwrite: the worker could not read the content that is there.
                 await register(self._connections.redis, self._keys, vocabulary, anew=True)
-                self._sent[vocabulary.digest] = time()
+                self._sent[vocabulary.digest] = deadline.loop.time()

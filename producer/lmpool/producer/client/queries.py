@@ -12,46 +12,13 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from lmpool import errors
 from lmpool.aio import gather
-from lmpool.errors import (
-    CorruptRow,
-    DeadlineExceeded,
-    InvalidPrompt,
-    ModelMismatch,
-    PromptTooLong,
-    ProtocolError,
-    SettingsError,
-    SourceMissing,
-    UnknownTokenSet,
-    of_prompt,
-)
-from lmpool.producer.client.receive import WantedEntries
 from lmpool.producer.client.requests import Deadline
 from lmpool.producer.client.session import Session
+from lmpool.protocol import query as wire
 from lmpool.protocol.job import DIGEST_SIZE, Prompt, decode_ids, digest_of
-from lmpool.protocol.query import (
-    MAX_ANSWER,
-    Continuation,
-    FreshQuery,
-    GenerateQuery,
-    HeadQuery,
-    MassQuery,
-    PositionsQuery,
-    PositionValues,
-    SampleQuery,
-    Sampling,
-    TopK,
-    TopQuery,
-    mass_of,
-    sample,
-    sample_of,
-    stack_tops,
-    top,
-    top_of,
-    unpack_continuation,
-    unpack_token,
-    unpack_top,
-)
+from lmpool.protocol.query import MAX_ANSWER, PositionsQuery, PositionValues, Sampling, TopK
 from lmpool.protocol.row import FACTS, Head, Row, check_logprobs, check_row, unpack_numbers, width_of
 from lmpool.protocol.token_set import TokenSet
 
@@ -113,13 +80,9 @@ class Wanted(NamedTuple):
 
 
 def entries_of(row: Row, targets: list[int]) -> Row:
-    """Return some entries of a row.
-
-    Raises:
-        ModelMismatch: the model has changed since the targets were checked, and its rows are shorter.
-    """
+    """Return some entries of a row; ModelMismatch if the rows of a changed model are too short."""
     if max(targets) >= len(row):
-        raise ModelMismatch(f"the model's V is {len(row)} now: ask again, for targets below that")
+        raise errors.ModelMismatch(f"the model's V is {len(row)} now: ask again, for targets below that")
     return row[targets]
 
 
@@ -130,20 +93,14 @@ def prefix_of(text: Prompt, length: int) -> Prompt:
 
 
 class Queries:
-    """Makes queries in one session until one deadline.
+    """Makes queries in one session until one deadline."""
 
-    Args:
-        session: a session with the model's workers.
-        adapter: the adapter as jobs name it: "name@digest", or "".
-        deadline: until when.
-    """
-
-    __slots__ = ("_deadline", "adapter", "session")
+    __slots__ = ("adapter", "deadline", "session")
 
     def __init__(self, session: Session, adapter: str, deadline: Deadline) -> None:
         self.session = session
         self.adapter = adapter
-        self._deadline = deadline
+        self.deadline = deadline
 
     @property
     def vocab_size(self) -> int:
@@ -162,8 +119,8 @@ class Queries:
         try:
             for ids in prompts:
                 encoded.append(self.encode(ids))  # noqa: PERF401 The length is the index of the invalid prompt.
-        except InvalidPrompt as error:
-            of_prompt(error, name, len(encoded), _count(prompts))
+        except errors.InvalidPrompt as error:
+            errors.of_prompt(error, name, len(encoded), _count(prompts))
             raise
         return encoded
 
@@ -172,41 +129,38 @@ class Queries:
     async def row(self, prompt: Prompt) -> Row:
         """Return a row."""
         row = self.session.cached(prompt)
-        return row if row is not None else await self.session.answer(prompt, self._deadline)
+        return row if row is not None else await self.session.answer(prompt, self.deadline)
 
     async def rows(self, prompts: Sequence[Prompt]) -> NDArray[np.float32]:
         """Return the rows of several prompts: float32 (n, V)."""
-        return await self.session.answer_all(prompts, self._deadline)
+        return await self.session.answer_all(prompts, self.deadline)
 
     async def warm(self, prompt: Prompt) -> None:
         """Have a row computed and cached."""
         if self.session.cached(prompt) is None:
-            await self.session.answer(prompt, self._deadline, warm=True)
+            await self.session.answer(prompt, self.deadline, warm=True)
 
     async def fresh(self, prompt: Prompt) -> Row:
         """Return a row that is computed now, without any cache."""
-        query = FreshQuery(secrets.token_bytes(DIGEST_SIZE)).pack()
+        query = wire.FreshQuery(secrets.token_bytes(DIGEST_SIZE)).pack()
         return await self._result(prompt.with_query(query, self.vocab_size), check_row, private=True)
 
     async def logits(self, prompt: Prompt, targets: list[int]) -> Row:
         """Return the logits after a prompt, float32 (V,), or those of `targets`, (k,)."""
-        found = await self.last(prompt, Wanted(targets=tuple(targets), values="logits"))
-        assert not isinstance(found, TopK)
-        return found
+        return await self.last(prompt, Wanted(targets=tuple(targets), values="logits"))  # type: ignore[no-any-return]
 
     async def entries(self, prompt: Prompt, targets: list[int]) -> Row:
         """Return some entries of a row: float32 (k,)."""
-        session, deadline = self.session, self._deadline
+        session, deadline = self.session, self.deadline
         row = session.cached(prompt)
         if row is None and len(targets) <= _MAX_READ_IN_PLACE:
-            wanted = WantedEntries(prompt.digest, targets)
-            entries = await session.read_entries(wanted, deadline)
+            entries = await session.read_entries(prompt, targets, deadline)
             if entries is None:
                 await session.answer(prompt, deadline, warm=True)
-                entries = await session.read_entries(wanted, deadline)
-            elif not isinstance(entries, CorruptRow):
-                session.count_hit(deadline)
-            if entries is not None and not isinstance(entries, CorruptRow):
+                entries = await session.read_entries(prompt, targets, deadline)
+            elif not isinstance(entries, errors.CorruptRow):
+                session.count_hits(deadline.end - deadline.seconds)
+            if entries is not None and not isinstance(entries, errors.CorruptRow):
                 return entries
         if row is None:
             # Many entries, or a damaged row: fetching a damaged row has it computed again.
@@ -230,92 +184,78 @@ class Queries:
             out[at] = await read(prompts[at], targets[at])
 
         named = len(prompts) if name else 0
-        await gather(map(put, range(len(prompts))), lambda error, at: of_prompt(error, name, at, named))
+        await gather(map(put, range(len(prompts))), lambda error, at: errors.of_prompt(error, name, at, named))
         return out
 
     # Results of queries
 
     async def _result(
-        self,
-        prompt: Prompt,
-        read: Callable[[Row], T],
-        *,
-        private: bool = False,
-        allowed: Allowed = _ALL,
+        self, prompt: Prompt, read: Callable[[Row], T], *, private: bool = False, allowed: Allowed = _ALL
     ) -> T:
-        """Return the result of a prompt's query, read by `read`.
+        """Return the result of a prompt's query, read by `read`, which raises ProtocolError if the result is damaged.
 
-        A damaged result is computed again once. A token set that the pool has evicted is registered again.
-
-        Args:
-            prompt: the prompt and its query.
-            read: returns the result, or raises ProtocolError if it is damaged.
-            private: as for `Session.answer`.
-            allowed: the token set of the query.
-
-        Raises:
-            CorruptRow: the result is damaged again.
+        A damaged result is computed again once; then it is a CorruptRow. The token set `allowed` of the query is
+        registered again if the pool has evicted it. `private` is as for `Session.answer`.
         """
-        ask = partial(self.session.answer, prompt, self._deadline, private=private)
+        ask = partial(self.session.answer, prompt, self.deadline, private=private)
         try:
             answer = await ask()
-        except UnknownTokenSet:
+        except errors.UnknownTokenSet:
             if allowed.tokens is None:
                 raise
-            await self.register_tokens(allowed.tokens)
+            await self.session.vocabularies.register_tokens(allowed.tokens, self.deadline)
             answer = await ask()
-        with suppress(ProtocolError):
+        with suppress(errors.ProtocolError):
             return read(answer)
         try:
             return read(await ask(damaged=True))
-        except ProtocolError as error:
-            raise CorruptRow(f"the cached answer for prompt {prompt.digest.hex()} is damaged: {error}") from error
-
-    async def register_tokens(self, tokens: TokenSet) -> None:
-        """Store a token set in the pool."""
-        await self.session.vocabularies.register_tokens(tokens, self._deadline)
+        except errors.ProtocolError as error:
+            text = f"the cached answer for prompt {prompt.digest.hex()} is damaged: {error}"
+            raise errors.CorruptRow(text) from error
 
     async def top(self, prompt: Prompt, k: int, values: Mode = "logprobs", allowed: Allowed = _ALL) -> TopK:
         """Return the `k` largest entries of a row."""
         if values == "logits":
-            best = await self.last(prompt, Wanted(k, values=values, allowed=allowed))
-            assert isinstance(best, TopK)
-            return best
+            return await self.last(prompt, Wanted(k, values=values, allowed=allowed))  # type: ignore[no-any-return]
         row = self.session.cached(prompt)
         if row is not None and allowed.is_known:
-            return top(row, k) if allowed.tokens is None else top_of(row, k, allowed.tokens.ids)
-        query = prompt.with_query(TopQuery(k, allowed.packed).pack(), 2 * k)
-        read = partial(unpack_top, vocab_size=self.vocab_size, of_row=not allowed.packed)
+            return wire.top(row, k) if allowed.tokens is None else wire.top_of(row, k, allowed.tokens.ids)
+        query = prompt.with_query(wire.TopQuery(k, allowed.packed).pack(), 2 * k)
+        read = partial(wire.unpack_top, vocab_size=self.vocab_size, of_row=not allowed.packed)
         return await self._result(query, read, allowed=allowed)
 
     async def sample(self, prompt: Prompt, sampling: Sampling, allowed: Allowed, *, private: bool) -> int:
         """Return a token sampled from a row."""
         row = self.session.cached(prompt)
         if row is not None and allowed.is_known:
-            return sample(row, sampling) if allowed.tokens is None else sample_of(row, sampling, allowed.tokens.ids)
-        query = prompt.with_query(SampleQuery(*sampling, allowed.packed).pack(), 1)
-        read = partial(unpack_token, vocab_size=self.vocab_size)
+            return (
+                wire.sample(row, sampling)
+                if allowed.tokens is None
+                else wire.sample_of(row, sampling, allowed.tokens.ids)
+            )
+        query = prompt.with_query(wire.SampleQuery(*sampling, allowed.packed).pack(), 1)
+        read = partial(wire.unpack_token, vocab_size=self.vocab_size)
         return await self._result(query, read, private=private, allowed=allowed)
 
     async def mass(self, prompt: Prompt, allowed: Allowed) -> float:
         """Return the logarithm of the total probability of the allowed tokens."""
         row = self.session.cached(prompt)
         if row is not None and allowed.tokens is not None:
-            return float(mass_of(row, allowed.tokens.ids))
-        query = prompt.with_query(MassQuery(allowed.packed).pack(), 1)
+            return float(wire.mass_of(row, allowed.tokens.ids))
+        query = prompt.with_query(wire.MassQuery(allowed.packed).pack(), 1)
         return await self._result(query, lambda answer: float(check_logprobs(answer)[0]), allowed=allowed)
 
-    async def continuation(self, prompt: Prompt, wanted: GenerateQuery, *, private: bool) -> Continuation:
+    async def continuation(self, prompt: Prompt, wanted: wire.GenerateQuery, *, private: bool) -> wire.Continuation:
         """Return tokens that a worker samples one after the other."""
         query = prompt.with_query(wanted.pack(), 2 * wanted.most, wanted.most)
-        return await self._result(query, partial(unpack_continuation, vocab_size=self.vocab_size), private=private)
+        return await self._result(query, partial(wire.unpack_continuation, vocab_size=self.vocab_size), private=private)
 
     async def scores(self, prompt: Prompt, continuation: Prompt, values: Mode) -> Row:
         """Return the log-probability, or the logit, of each token of a continuation: float32 (m,)."""
         info, ids = self.session.info, prompt.ids + continuation.ids
         start, end = len(prompt.ids) // 4, len(ids) // 4
         if end > info.max_prompt_tokens:
-            raise PromptTooLong(
+            raise errors.PromptTooLong(
                 f"the prompt and its continuation have {end} tokens: this model takes at most {info.max_prompt_tokens}"
             )
         whole = Prompt(ids, digest_of(ids, prompt.adapter), prompt.adapter)
@@ -324,7 +264,7 @@ class Queries:
             check = check_logprobs if wanted.values == "scores" else _check_logits
             try:
                 return await self._result(whole.with_query(wanted.pack(), end - start), check)
-            except SourceMissing:
+            except errors.SourceMissing:
                 pass  # Another worker of this model does not support positions.
         if values == "logits":
             raise self._unsupported(values)
@@ -359,13 +299,10 @@ class Queries:
         return np.concatenate([answer for answer in answers if not isinstance(answer, TopK)])
 
     def check_same_model(self, fingerprint: str) -> None:
-        """Refuse a result whose parts may be of two models.
-
-        Raises:
-            ModelMismatch: the model's fingerprint has changed.
-        """
+        """Refuse a result whose parts may be of two models: ModelMismatch if the fingerprint has changed."""
         if (info := self.session.info).fingerprint != fingerprint:
-            raise ModelMismatch(f"the model {info.name!r} has changed while parts of a result arrived: ask again")
+            text = f"the model {info.name!r} has changed while parts of a result arrived: ask again"
+            raise errors.ModelMismatch(text)
 
     async def part(self, text: Prompt, part: range, wanted: Wanted, *, private: bool = False) -> Expected:
         """Return the values at the last positions of a text; `private` as for `Session.answer`."""
@@ -374,7 +311,7 @@ class Queries:
 
         def read(answer: Row) -> Expected:
             if wanted.top:
-                return unpack_top(answer.reshape(count, -1), vocab_size, of_row=wanted.values == "logprobs")
+                return wire.unpack_top(answer.reshape(count, -1), vocab_size, of_row=wanted.values == "logprobs")
             if wanted.values == "logprobs":
                 return check_logprobs(answer).reshape(count, -1)
             if wanted.values == "hidden":
@@ -385,18 +322,18 @@ class Queries:
             with_query = text.with_query(query.pack(), count * query.width(vocab_size))
             try:
                 return await self._result(with_query, read, private=private, allowed=wanted.allowed)
-            except SourceMissing:
+            except errors.SourceMissing:
                 pass  # Another worker of this model does not support positions.
         if wanted.values != "logprobs":
             raise self._unsupported(wanted.values)
         prefixes = [prefix_of(text, at + 1) for at in part]
         if wanted.top:
-            return stack_tops(await gather([self.top(prefix, wanted.top) for prefix in prefixes]), wanted.top)
+            return wire.stack_tops(await gather([self.top(prefix, wanted.top) for prefix in prefixes]), wanted.top)
         if wanted.targets:
             return await self.all_entries(prefixes, [list(wanted.targets)] * count, len(wanted.targets))
         return await self.rows(prefixes)
 
-    def _unsupported(self, values: PositionValues) -> SettingsError:
+    def _unsupported(self, values: PositionValues) -> errors.SettingsError:
         """Return the error for a backend without positions, which can compute log-probabilities from rows only."""
         info = self.session.info
         if values == "hidden":
@@ -404,9 +341,9 @@ class Queries:
         else:
             name, only, support = "logz" if values == "logz" else "mode", "log-probabilities only", "positions"
         text = f"the workers of {info.name!r} return {only}: their backend {info.backend!r} does not support {support}"
-        return SettingsError(f"{name}: {text}")
+        return errors.SettingsError(f"{name}: {text}")
 
-    async def last(self, prompt: Prompt, wanted: Wanted) -> Expected:
+    async def last(self, prompt: Prompt, wanted: Wanted) -> Any:
         """Return the values at the last position of a prompt, without the axis of positions."""
         last = len(prompt.ids) // 4 - 1
         found = await self.part(prompt, range(last, last + 1), wanted)
@@ -416,50 +353,47 @@ class Queries:
         """Return the last hidden states of a text from `start` on: (n, d)."""
         info = self.session.info
         size = width_of(info.hidden, info.dtype) if info.hidden else 1
-        found = await self.positions(text, start, Wanted(values="hidden", size=size))
-        assert not isinstance(found, TopK)
-        return found
+        return await self.positions(text, start, Wanted(values="hidden", size=size))  # type: ignore[return-value]
 
     # The head
 
     async def head(self, heads: dict[str, Head]) -> Head:
         """Return the head of the model from `heads`, by fingerprint; concurrent callers fetch it once."""
-        fingerprint, lock = self.session.info.fingerprint, self.session.fetching_head
-        if (head := heads.get(fingerprint)) is None:
-            try:
-                async with self._deadline.limit():
-                    await lock.acquire()
-            except TimeoutError as error:
-                raise DeadlineExceeded(f"the model's head, which another call is fetching: {error}") from error
-            try:
-                if (head := heads.get(fingerprint)) is None:
-                    head = await self._fetch_head()
-                    heads.clear()
-                    heads[fingerprint] = head
-            finally:
-                lock.release()
+        fingerprint = self.session.info.fingerprint
+        if (head := heads.get(fingerprint)) is not None:
+            return head
+        lock = self.session.fetching_head
+        async with self.deadline.limit():
+            await lock.acquire()
+        try:
+            if (head := heads.get(fingerprint)) is None:
+                head = await self._fetch_head()
+                heads.clear()
+                heads[fingerprint] = head
+        finally:
+            lock.release()
         return head
 
     async def _fetch_head(self) -> Head:
         info, prompt = self.session.info, self.session.encode([0])
         if not info.hidden:
             text = f"the workers of {info.name!r} do not return it: their backend {info.backend!r} does not support it"
-            raise SettingsError(f"head: {text}")
+            raise errors.SettingsError(f"head: {text}")
         width, size = width_of(info.hidden, info.dtype), info.vocab_size
 
-        async def ask(query: HeadQuery, length: int, read: Callable[[Row], T]) -> T:
+        async def ask(query: wire.HeadQuery, length: int, read: Callable[[Row], T]) -> T:
             return await self._result(prompt.with_query(query.pack(), length), read, private=True)
 
         one = partial(unpack_numbers, count=1, dtype="float32")
-        scale, soft_cap, has_bias = (await ask(HeadQuery("facts"), FACTS, partial(one, size=FACTS)))[0].tolist()
-        bias = (await ask(HeadQuery("bias"), size, partial(one, size=size)))[0].copy() if has_bias else None
+        scale, soft_cap, has_bias = (await ask(wire.HeadQuery("facts"), FACTS, partial(one, size=FACTS)))[0].tolist()
+        bias = (await ask(wire.HeadQuery("bias"), size, partial(one, size=size)))[0].copy() if has_bias else None
         rows = max(1, MAX_ANSWER // width)
         parts = []
         # One after the other: all parts at once could fill the server's memory.
         for first in range(0, size, rows):
             count = min(rows, size - first)
             read = partial(unpack_numbers, count=count, size=info.hidden, dtype=info.dtype)
-            parts.append(await ask(HeadQuery("weights", first, count), count * width, read))
+            parts.append(await ask(wire.HeadQuery("weights", first, count), count * width, read))
         self.check_same_model(info.fingerprint)
         return Head(np.concatenate(parts), bias, scale, soft_cap or None, info.dtype)
 
@@ -467,7 +401,7 @@ class Queries:
 async def for_each(prompts: Sequence[Any], work: Sequence[Coroutine[Any, Any, T]], name: str = "prompts") -> list[T]:
     """Await the work for each prompt; the first failure cancels the others, and names its prompt."""
     count = _count(prompts)
-    return await gather(work, lambda error, index: of_prompt(error, name, index, count))
+    return await gather(work, lambda error, index: errors.of_prompt(error, name, index, count))
 
 
 def _count(prompts: Sequence[Any]) -> int:
@@ -478,5 +412,5 @@ def _count(prompts: Sequence[Any]) -> int:
 def _check_logits(answer: Row) -> Row:
     """Return logits, or logZ, after a check."""
     if not (most := answer.max()) < np.inf:
-        raise ProtocolError(f"the largest of {len(answer)} logits is {most}")
+        raise errors.ProtocolError(f"the largest of {len(answer)} logits is {most}")
     return answer

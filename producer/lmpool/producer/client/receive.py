@@ -1,25 +1,51 @@
-"""Receiving: the notifications in a client's reply stream, and single entries of cached rows."""
+"""Requesting and receiving: the calls that wait for rows, and the reply stream that announces them."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from lmpool import errors
 from lmpool.aio import delays
 from lmpool.broker.scripts import stream_entries
-from lmpool.errors import CorruptRow, LMPoolError, ModelMismatch, ProtocolError, WorkerError
-from lmpool.producer.client.connections import TROUBLE, Connections
-from lmpool.producer.client.requests import PendingRequest, PendingRequests, Stage, Tasks
+from lmpool.broker.server import Server
+from lmpool.errors import (
+    CorruptRow,
+    DeadlineExceeded,
+    LMPoolError,
+    ModelMismatch,
+    ProtocolError,
+    QueueFull,
+    WorkerError,
+)
+from lmpool.producer.client.discovery import TROUBLE, Connections, Discovery, Liveness
+from lmpool.producer.client.requests import (
+    BatchWaiter,
+    Deadline,
+    DeadlineTimers,
+    PendingRequest,
+    PendingRequests,
+    RowLRU,
+    SingleWaiter,
+    Stage,
+    Waiter,
+)
 from lmpool.producer.client.submit import Submitter
-from lmpool.protocol.job import DIGEST_SIZE, Failure, unpack_failure
+from lmpool.producer.metrics import Counters, Traces
+from lmpool.protocol.job import DIGEST_SIZE, Failure, Prompt, encode_prompt, unpack_failure
+from lmpool.protocol.keys import Keys
+from lmpool.protocol.model_info import ModelInfo
+from lmpool.protocol.query import SentWeights
 from lmpool.protocol.row import Row, decode_alike, decode_entries, entry_ranges, split_rows
 from lmpool.rows.cache import read_values
-from lmpool.rows.shared_memory import PLACE_SIZE
+from lmpool.rows.shared_memory import PLACE_SIZE, RowMemory
 
 FoundEntries = Row | CorruptRow | None
 """float32 of shape (k,), None if the row is not in the cache, or why the cached row is damaged."""
@@ -34,34 +60,248 @@ _XREAD = (b"XREAD", b"COUNT", 1000, b"BLOCK", 1000, b"STREAMS")
 _TRIM_INTERVAL = 16
 # Event-loop ticks to yield after a read, so that callers can submit their next prompt.
 _YIELDED_TICKS = 4
-# Max rows read by one call of the entries script: while it reads, results of earlier calls are handled here.
+# Rows read from shared memory between two ticks of the event loop.
+_ROWS_PER_TICK = 8
+# Max single lookups in shared memory per event-loop tick, so that other tasks get their turn.
+_MAX_LOOKUPS_PER_TICK = 4
+# Max rows whose entries one script call reads, up to 128 each: it blocks the server for a few ms.
 _MAX_ROWS_AT_ONCE = 32
-# Max entries read by one such call.
-_MAX_ENTRIES_AT_ONCE = 2048
+
+
+@dataclass(frozen=True, slots=True)
+class SessionSettings:
+    """The parts and options of a producer that its sessions use; see `Producer` for the options."""
+
+    keys: Keys
+    cache: RowLRU
+    counters: Counters
+    traces: Traces | None
+    when_full: str
+    when_absent: str
+    priority: str
+    keep_answers: bool
+
+
+class Requester:
+    """Requests rows from one model's workers, in one event loop; `Session` opens and closes it.
+
+    Attributes:
+        loop: the event loop.
+        info: the model info that was read last. A plain attribute, because every request reads it.
+    """
+
+    info: ModelInfo
+
+    def __init__(self, server: Server, settings: SessionSettings) -> None:
+        self._settings = settings
+        self._connections = connections = Connections(server, settings.keys, is_bulk=settings.priority == "bulk")
+        self._discovery = Discovery(connections.redis, settings.keys)
+        self._liveness = Liveness(connections, self._discovery)
+        self.loop = connections.loop
+        self._cache = settings.cache
+        self._stats = settings.counters.stats
+        self._segments = connections.segments
+        self._segments.counts = settings.counters.shared
+        self._requests = PendingRequests(settings.cache, settings.counters)
+        waits = settings.when_full == "wait"
+        self._submitter = Submitter(connections, self._requests, waits_when_full=waits, traces=settings.traces)
+        self._entries = EntryReader(connections)
+        self._deadlines = DeadlineTimers(self.loop, lambda waiter: self._expire(waiter.request, waiter, waiter.seconds))
+        self._batch_memory = RowMemory()
+        self._lookups_left = _MAX_LOOKUPS_PER_TICK
+
+    def encode(self, ids: Any, adapter: str = "") -> Prompt:
+        """Check a prompt against the model's limits and encode it; `adapter` is "name@digest" or ""."""
+        info = self.info
+        return encode_prompt(ids, vocab_size=info.vocab_size, max_tokens=info.max_prompt_tokens, adapter=adapter)
+
+    def cached(self, prompt: Prompt) -> Row | None:
+        """Return a prompt's row from the producer's own memory or from shared memory, and count the request.
+
+        Shared memory is checked at most four times per event-loop tick, and never while requests are pending: the
+        prompt would overtake them. The submitter checks shared memory for these prompts.
+        """
+        row = self._cache.get(prompt.digest)
+        if row is not None:
+            stats = self._stats
+            stats.requests += 1
+            stats.local_hits += 1
+        elif self._lookups_left and not len(self._requests) and self._segments.has_any:
+            if self._lookups_left == _MAX_LOOKUPS_PER_TICK:
+                self.loop.call_soon(setattr, self, "_lookups_left", _MAX_LOOKUPS_PER_TICK)
+            self._lookups_left -= 1
+            began = self.loop.time()
+            row = self._segments.find(prompt.digest, self.info.vocab_size)
+            if row is not None:
+                self._cache.put(prompt.digest, row, is_shared=True)
+                self.count_hits(began)
+        return row
+
+    def count_hits(self, began: float, count: int = 1) -> None:
+        """Count requests that began at a loop time and were served from the pool's cache now."""
+        self._stats.requests += count
+        self._stats.cache_hits += count
+        self._settings.counters.seconds["cache_hits"].observe(self.loop.time() - began, count)
+
+    def read_entries(self, prompt: Prompt, ids: Sequence[int], deadline: Deadline) -> asyncio.Future[FoundEntries]:
+        """Read entries of a cached row; None if the row is not cached or cannot be read in time."""
+        return self._entries.read(prompt.digest, ids, deadline.end)
+
+    async def answer(
+        self,
+        prompt: Prompt,
+        deadline: Deadline,
+        *,
+        warm: bool = False,
+        private: bool = False,
+        damaged: bool = False,
+        whole: bool = False,
+        weights: SentWeights | None = None,
+    ) -> Row:
+        """Request a row, or the result of the prompt's query.
+
+        Args:
+            prompt: the prompt and its query.
+            deadline: until when.
+            warm: the row must only be in the pool's cache; the result is empty.
+            private: no other client can make this request; the result is removed from the cache once it is read.
+            damaged: the cached result is damaged and must be overwritten.
+            whole: the cache must hold the row itself, because its reader cannot read this shared memory.
+            weights: weights of a trie job, which must not change until the result arrives. The result is private.
+        """
+        self._connections.check_open()
+        waiter = self.begin(prompt, deadline.end, deadline.seconds, warm=warm)
+        request = waiter.request
+        if weights is not None:
+            request.weights_name, request.weights = weights.name, weights
+        is_kept = not prompt.query or self._settings.keep_answers
+        request.is_private = private or weights is not None or not is_kept
+        request.damaged = request.damaged or damaged
+        request.whole = request.whole or whole
+        try:
+            return await waiter.future
+        finally:
+            self.end(waiter)
+
+    def begin(self, prompt: Prompt, until: float, seconds: float, *, warm: bool = False) -> SingleWaiter:
+        """Start to wait for a row. The caller awaits the waiter's future, and then always calls `end`.
+
+        Args:
+            prompt: the prompt and its query.
+            until: loop time of the deadline.
+            seconds: timeout, for the error text.
+            warm: as for `answer`.
+        """
+        waiter = SingleWaiter(self.loop, seconds)
+        waiter.request = self._add(prompt, waiter, until, warm)
+        self._deadlines.add(waiter, until)
+        return waiter
+
+    def end(self, waiter: SingleWaiter) -> None:
+        """End a wait; cancels the request if it has no other waiter."""
+        self._deadlines.remove(waiter)
+        request = waiter.request
+        if request.waiters:
+            self._remove_waiter(request, waiter)
+        # A private result stays until its last waiter has read it.
+        if request.is_private and self._requests.get(request.prompt.digest) is None:
+            self._submitter.discard([request])
+
+    def _add(self, prompt: Prompt, waiter: Waiter, until: float, warm: bool = False) -> PendingRequest:
+        self._stats.requests += 1
+        request, is_new = self._requests.add(prompt, waiter, until, warm)
+        if is_new:
+            self._submitter.add(request)
+        if self._settings.traces is not None:
+            self._settings.traces.note(request, is_new)
+        return request
+
+    def _remove_waiter(self, request: PendingRequest, waiter: Waiter, why: str = "cancelled") -> None:
+        if waiter in request.waiters and self._requests.remove_waiter(request, waiter, why):
+            self._submitter.cancel(request)
+
+    async def answer_all(self, prompts: Sequence[Prompt], deadline: Deadline) -> NDArray[np.float32]:
+        """Request the rows of several prompts: float32 (n, V). The first failure cancels the others."""
+        vocab_size, is_sharing = self.info.vocab_size, bool(prompts) and self._segments.has_any
+        if is_sharing:
+            # Reuse memory: shared rows arrive faster than the system hands out new pages.
+            memory = self._batch_memory.take_writeable(4 * len(prompts) * vocab_size)
+            rows = memory.view(np.float32).reshape(len(prompts), vocab_size)
+        else:
+            rows = np.empty((len(prompts), vocab_size), np.float32)
+        copied = await self._copy_shared(prompts, rows) if is_sharing else set[int]()
+        batch, waits = BatchWaiter(self.loop, rows), list[tuple[PendingRequest, Waiter]]()
+        for index, prompt in enumerate(prompts):
+            waiter = batch.at(index)
+            if index in copied:
+                batch.count()
+            elif (row := self._cache.get(prompt.digest)) is not None:
+                self._stats.requests += 1
+                self._stats.local_hits += 1
+                waiter(row)
+            else:
+                waits.append((self._add(prompt, waiter, deadline.end), waiter))
+
+        def expire_first() -> None:
+            for request, waiter in waits:
+                if waiter in request.waiters:
+                    self._expire(request, waiter, deadline.seconds)
+                    return
+
+        timer = self.loop.call_at(deadline.end, expire_first)
+        try:
+            await batch.future
+        finally:
+            timer.cancel()
+            for request, waiter in waits:
+                if request.waiters:
+                    self._remove_waiter(request, waiter)
+        return rows
+
+    async def _copy_shared(self, prompts: Sequence[Prompt], out: NDArray[np.float32]) -> set[int]:
+        """Copy rows from shared memory into `out`, float32 (n, V); returns the indices of the copied rows."""
+        began, copied = self.loop.time(), set[int]()
+        for index, prompt in enumerate(prompts):
+            is_kept = self._cache.get(prompt.digest) is not None
+            if not is_kept and self._segments.find(prompt.digest, out.shape[1], out[index]) is not None:
+                copied.add(index)
+            if index % _ROWS_PER_TICK == _ROWS_PER_TICK - 1:
+                await asyncio.sleep(0)
+        self.count_hits(began, len(copied))
+        return copied
+
+    def _expire(self, request: PendingRequest, waiter: Waiter, timeout_s: float) -> None:
+        """End a wait at its deadline, with the reason why the request has no row yet."""
+        if waiter not in request.waiters:
+            return
+        connections, text = self._connections, f"no row within {timeout_s:g} s"
+        is_refused = request.stage in (Stage.REFUSED, Stage.SENDING_AGAIN)
+        error: LMPoolError
+        if connections.trouble is not None:
+            error = type(connections.trouble)(f"{text}: {connections.trouble}")
+        elif is_refused or (self._submitter.is_full and request.stage is not Stage.WAITING):
+            error = QueueFull(f"{text}: {connections.describe_full_queue()}")
+        elif request.lost:  # Before the check for workers: a server that evicts rows evicts heartbeats too.
+            why = connections.describe_lost_row(request.lost, request.prompt.length)
+            error = DeadlineExceeded(f"{text}: {why}")
+        else:
+            error = self._liveness.deadline_error(text)
+        self._remove_waiter(request, waiter, type(error).__name__)
+        waiter(error)
 
 
 class Receiver:
-    """Reads the notifications of one session.
-
-    Args:
-        connections: the session's connections.
-        requests: the session's pending requests.
-        tasks: runs background work.
-        submitter: fetches announced rows, and records which worker computed them.
-        on_other_model: called when a notification shows that the model has changed.
-    """
+    """Reads the notifications in the reply stream of one session."""
 
     def __init__(
         self,
         connections: Connections,
         requests: PendingRequests,
-        tasks: Tasks,
         submitter: Submitter,
         on_other_model: Callable[[], None],
     ) -> None:
         self._connections = connections
         self._requests = requests
-        self._tasks = tasks
         self._submitter = submitter
         self._on_other_model = on_other_model
         self._announced: list[bytes] = []
@@ -74,7 +314,8 @@ class Receiver:
         waits = delays()
         while True:
             try:
-                entries = stream_entries(await connections.reader.call(*_XREAD, connections.model.reply, last))
+                reply = await connections.reader.call(*_XREAD, connections.model.reply, last)
+                entries = stream_entries(reply)
             except TROUBLE as error:
                 connections.note(error)
                 is_damaged = isinstance(error, ProtocolError) or connections.reader.ended_within_reply
@@ -90,11 +331,10 @@ class Receiver:
             waits, was_damaged = delays(), False
             for entry_id, fields in entries:
                 last = entry_id
-                if digests := self._on_message(fields):
-                    await self._take(digests, fields)
+                await self._on_message(fields)
             unread += len(entries)
             if unread >= _TRIM_INTERVAL:
-                self._tasks.spawn(self._trim(last))
+                connections.spawn(self._trim(last))
                 unread = 0
             if len(last) > _MAX_ID_BYTES:
                 last = await self._start_over()
@@ -105,16 +345,8 @@ class Receiver:
 
     async def _trim(self, last: bytes) -> None:
         """Remove messages that were read: `finish.lua` sends no rows to a client with many unread messages."""
-        connections = self._connections
         with suppress(*TROUBLE):
-            await connections.commands.call(b"XTRIM", connections.model.reply, b"MINID", last)
-
-    def _announce_all(self) -> None:
-        """Fetch the rows of all requests: notifications may have been lost with the connection.
-
-        Requests that only warm the cache need no row. They are submitted again when they have waited for a lease.
-        """
-        self._announce([request.prompt.digest for request in self._requests if request.in_flight and not request.warm])
+            await self._connections.commands.call(b"XTRIM", self._connections.model.reply, b"MINID", last)
 
     async def _start_over(self) -> bytes:
         """Delete a reply stream that cannot be read; returns the id to read from.
@@ -123,10 +355,8 @@ class Receiver:
         large that the server can add no entry after it.
         """
         _log.warning("the reply stream %r cannot be read; deleting it", self._connections.model.reply)
-        try:
+        with self._connections.noting():
             await self._connections.redis.unlink(self._connections.model.reply)
-        except TROUBLE as error:
-            self._connections.note(error)
         return b"0-0"
 
     async def collect(self) -> None:
@@ -135,186 +365,150 @@ class Receiver:
             await self._has_announced.wait()
             digests, self._announced = self._announced, []
             self._has_announced.clear()
-            try:
+            with self._connections.noting():
                 await self._submitter.fetch_announced(digests)
-            except TROUBLE as error:
-                self._connections.note(error)
 
     def _announce(self, digests: list[bytes]) -> None:
-        self._announced += digests
-        if self._announced:
+        if digests:
+            self._announced += digests
             self._has_announced.set()
 
-    def _on_message(self, fields: dict[bytes, bytes]) -> list[bytes]:
-        """Handle failures; returns the pending prompts whose rows the message announces."""
-        digests = fields.get(b"d", b"")
-        each = (digests[at : at + DIGEST_SIZE] for at in range(0, len(digests), DIGEST_SIZE))
-        requests = [request for digest in each if (request := self._requests.get(digest)) is not None]
-        if (failure := fields.get(b"e")) is not None:
-            for request in requests:
-                self._on_failure(request, failure)
-            return []
-        if fields.get(b"f") == self._connections.model.fingerprint.encode():
-            if worker := fields.get(b"w"):
-                self._submitter.homes.note([request.prompt for request in requests], worker)
-            return [request.prompt.digest for request in requests]
-        if requests:
-            for request in requests:
-                request.stage = Stage.UNSENT  # The job has ended, for other weights.
-            self._on_other_model()
-        return []
+    def _announce_all(self) -> None:
+        """Fetch the rows of all requests: notifications may have been lost with the connection.
 
-    async def _take(self, digests: Sequence[bytes], fields: dict[bytes, bytes]) -> None:
-        """Read the announced rows from the message or from shared memory; announce the others for fetching.
-
-        Args:
-            digests: the pending prompts.
-            fields: the message.
+        Requests that only warm the cache need no row. They are submitted again when they have waited for a lease.
         """
-        places, all_digests = fields.get(b"s", b""), fields[b"d"]
+        self._announce([request.prompt.digest for request in self._requests if request.in_flight and not request.warm])
+
+    async def _on_message(self, fields: Mapping[bytes, bytes]) -> None:
+        """Resolve requests with the failure or the rows of a message, and announce the rows that must be fetched."""
+        joined, pending = fields.get(b"d", b""), self._requests.get
+        digests = [joined[at : at + DIGEST_SIZE] for at in range(0, len(joined), DIGEST_SIZE)]
+        requests = [request for digest in digests if (request := pending(digest)) is not None]
+        if not requests:
+            return
+        if (failure := fields.get(b"e")) is not None:
+            self._on_failure(requests, failure)
+            return
+        model = self._connections.model
+        if fields.get(b"f") != model.fingerprint.encode():
+            self._restart(requests)
+            return
+        if worker := fields.get(b"w"):
+            self._submitter.homes.note([request.prompt for request in requests], worker)
         if carried := fields.get(b"v"):
-            self._announce(self._read_carried(digests, all_digests, carried))
-            return
-        if len(places) != len(all_digests):
-            self._announce(list(digests))
-            return
-        at = {all_digests[at : at + DIGEST_SIZE]: at for at in range(0, len(all_digests), DIGEST_SIZE)}
-        segments, vocab_size = self._connections.segments, self._connections.model.info.vocab_size
+            self._read_carried(digests, requests, carried)
+        elif len(places := fields.get(b"s", b"")) == len(joined):
+            place_of = {
+                joined[at : at + DIGEST_SIZE]: places[at : at + PLACE_SIZE] for at in range(0, len(joined), DIGEST_SIZE)
+            }
+            segments, vocab_size = self._connections.segments, model.info.vocab_size
+            self._requests.is_resolving = True
+            try:
+                await self._requests.resolve_by(
+                    [request.prompt.digest for request in requests if not request.warm],
+                    lambda digest: segments.read_at(place_of[digest], digest, vocab_size),
+                )
+            finally:
+                self._requests.is_resolving = False
+        self._announce([request.prompt.digest for request in requests if request.waiters])
 
-        def read(digest: bytes) -> Row | None:
-            return segments.read_at(places[at[digest] : at[digest] + PLACE_SIZE], digest, vocab_size)
-
-        left = set(digests)
-        wanted = [digest for digest in digests if (request := self._requests.get(digest)) and not request.warm]
-        self._requests.is_resolving = True
-        try:
-            async for found in self._requests.resolve_by(wanted, read):
-                left.difference_update(found)
-        finally:
-            self._requests.is_resolving = False
-        self._announce([digest for digest in digests if digest in left])
-
-    def _read_carried(self, digests: Sequence[bytes], all_digests: bytes, carried: bytes) -> list[bytes]:
-        """Read the rows and results inside a message; returns the digests of those that must be fetched."""
-        count = len(all_digests) // DIGEST_SIZE
-        requests = [request for digest in digests if (request := self._requests.get(digest)) and not request.warm]
+    def _read_carried(self, digests: Sequence[bytes], requests: Sequence[PendingRequest], carried: bytes) -> None:
+        """Resolve the requests whose rows and results are inside a message."""
         lengths = {request.prompt.digest: request.prompt.length for request in requests if request.prompt.length}
-        size = len(carried) // count
+        count, size = len(digests), len(carried) // len(digests)
         # The rows of one model have one size. Results of queries name theirs.
         parts = split_rows(carried, count) if lengths else [carried[size * at : size * (at + 1)] for at in range(count)]
-        if parts is None:
-            return list(digests)
-        each = (all_digests[at : at + DIGEST_SIZE] for at in range(0, DIGEST_SIZE * count, DIGEST_SIZE))
-        values = dict(zip(each, parts, strict=True))
-        wanted = [request.prompt.digest for request in requests]
-        vocab_size = self._connections.model.info.vocab_size
-        self._requests.resolve_found(
-            wanted, read_values(wanted, [values[digest] for digest in wanted], lengths, vocab_size)
-        )
-        self._requests.counters.fetched_bytes += len(carried)
-        return [digest for digest in digests if self._requests.get(digest) is not None]
+        if parts is not None:
+            found = read_values(digests, parts, lengths, self._connections.model.info.vocab_size)
+            self._requests.resolve_found(digests, found)
+            self._requests.counters.fetched_bytes += len(carried)
 
-    def _on_failure(self, request: PendingRequest, packed: bytes) -> None:
+    def _restart(self, requests: Sequence[PendingRequest]) -> None:
+        """Send requests again whose jobs have ended for other weights."""
+        for request in requests:
+            request.stage = Stage.UNSENT
+        self._on_other_model()
+
+    def _on_failure(self, requests: Sequence[PendingRequest], packed: bytes) -> None:
         try:
             failure = unpack_failure(packed)
         except ProtocolError as error:
             failure = Failure(WorkerError.__name__, f"a worker failed, and its message does not decode: {error}")
         if failure.kind == ModelMismatch.__name__:
-            request.stage = Stage.UNSENT
-            self._on_other_model()
+            self._restart(requests)
             return
         kind = getattr(errors, failure.kind, None)
         if not (isinstance(kind, type) and issubclass(kind, LMPoolError)):
             kind = WorkerError
-        self._requests.resolve(request, kind(failure.text))
+        for request in requests:
+            self._requests.resolve(request, kind(failure.text))
 
 
-class WantedEntries(NamedTuple):
-    """Token ids whose entries in a prompt's row are wanted."""
+class _EntryRead(NamedTuple):
+    """Token ids whose entries in a prompt's row are wanted, until a loop time."""
 
     digest: bytes
     ids: Sequence[int]
-
-
-_EntryRead = tuple[WantedEntries, "asyncio.Future[FoundEntries]"]
+    until: float
+    result: asyncio.Future[FoundEntries]
 
 
 class EntryReader:
     """Reads entries of cached rows, together for all calls of one event-loop tick."""
 
-    def __init__(self, connections: Connections, tasks: Tasks) -> None:
+    def __init__(self, connections: Connections) -> None:
         self._connections = connections
-        self._tasks = tasks
         self._reads: list[_EntryRead] = []
-        self._until = math.inf
 
-    def read(self, wanted: WantedEntries, until: float) -> asyncio.Future[FoundEntries]:
+    def read(self, digest: bytes, ids: Sequence[int], until: float) -> asyncio.Future[FoundEntries]:
         """Read some entries of one row.
 
         The result is None after the loop time `until`, and when the server cannot be used: the caller then requests the
         row and receives the reason.
         """
+        loop = self._connections.loop
         if not self._reads:
-            self._tasks.loop.call_soon(self._flush)
-        future: asyncio.Future[FoundEntries] = self._tasks.loop.create_future()
-        self._reads.append((wanted, future))
-        self._until = min(self._until, until)
-        return future
+            loop.call_soon(self._flush)
+        self._reads.append(_EntryRead(digest, ids, until, loop.create_future()))
+        return self._reads[-1].result
 
     def _flush(self) -> None:
         reads, self._reads = self._reads, []
-        until, self._until = self._until, math.inf
-        for portion in _entry_portions(reads):
-            self._tasks.spawn(self._answer(portion, until))
+        for at in range(0, len(reads), _MAX_ROWS_AT_ONCE):
+            self._connections.spawn(self._answer(reads[at : at + _MAX_ROWS_AT_ONCE]))
 
-    async def _answer(self, reads: list[_EntryRead], until: float) -> None:
+    async def _answer(self, reads: list[_EntryRead]) -> None:
         results: list[FoundEntries] = [None] * len(reads)
-        timer = self._tasks.loop.call_at(until, _resolve, reads, results)
+
+        def resolve() -> None:
+            for read, result in zip(reads, results, strict=True):
+                if not read.result.done():  # The caller may have been cancelled.
+                    read.result.set_result(result)
+
+        timer = self._connections.loop.call_at(min(read.until for read in reads), resolve)
         try:
-            results = await self._read([wanted for wanted, _ in reads])
+            with self._connections.noting():
+                results = await self._read(reads)
         finally:  # Also when the session ends.
             timer.cancel()
-            _resolve(reads, results)
+            resolve()
 
-    async def _read(self, wanted: list[WantedEntries]) -> list[FoundEntries]:
-        connections = self._connections
+    async def _read(self, reads: list[_EntryRead]) -> list[FoundEntries]:
+        model = self._connections.model
         # Read the info only now: the model, and the encoding of its rows, may have changed since the call.
-        info = connections.model.info
-        encoding = info.row_encoding
-        ranges = [entry_ranges(entries.ids, encoding) for entries in wanted]
-        try:
-            replies = await connections.model.rows.entries([entries.digest for entries in wanted], encoding, ranges)
-        except TROUBLE as error:
-            connections.note(error)
-            return [None] * len(wanted)
-        sizes = {len(entries.ids) for entries in wanted}
-        if len(sizes) == 1 and (decoded := decode_alike(replies, info.vocab_size, sizes.pop())) is not None:
+        encoding, vocab_size = model.info.row_encoding, model.info.vocab_size
+        ranges = [entry_ranges(read.ids, encoding) for read in reads]
+        replies = await model.rows.entries([read.digest for read in reads], encoding, ranges)
+        sizes = {len(read.ids) for read in reads}
+        if len(sizes) == 1 and (decoded := decode_alike(replies, vocab_size, sizes.pop())) is not None:
             return list(decoded)
-        pairs = zip(replies, wanted, strict=True)
-        return [None if reply is None else _decode(reply, entries, info.vocab_size) for reply, entries in pairs]
-
-
-def _entry_portions(reads: list[_EntryRead]) -> Iterator[list[_EntryRead]]:
-    """Split reads into portions for one script call each, which blocks the server."""
-    begin = entries = 0
-    for at, (wanted, _) in enumerate(reads):
-        more = len(wanted.ids)
-        if at > begin and (at - begin == _MAX_ROWS_AT_ONCE or entries + more > _MAX_ENTRIES_AT_ONCE):
-            yield reads[begin:at]
-            begin, entries = at, 0
-        entries += more
-    if begin < len(reads):
-        yield reads[begin:]
-
-
-def _resolve(reads: list[_EntryRead], results: list[FoundEntries]) -> None:
-    for (_, future), result in zip(reads, results, strict=True):
-        if not future.done():  # The caller may have been cancelled.
-            future.set_result(result)
-
-
-def _decode(data: bytes, wanted: WantedEntries, vocab_size: int) -> Row | CorruptRow:
-    try:
-        return decode_entries(data, vocab_size, len(wanted.ids))
-    except ProtocolError as error:
-        return CorruptRow(f"the cached row of prompt {wanted.digest.hex()} is damaged: {error}")
+        results: list[FoundEntries] = [None] * len(reads)
+        for at, (read, reply) in enumerate(zip(reads, replies, strict=True)):
+            if reply is not None:
+                try:
+                    results[at] = decode_entries(reply, vocab_size, len(read.ids))
+                except ProtocolError as error:
+                    text = f"the cached row of prompt {read.digest.hex()} is damaged: {error}"
+                    results[at] = CorruptRow(text)
+        return results

@@ -9,17 +9,17 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import OrderedDict, deque
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum, auto
 from time import monotonic
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lmpool.aio import copy_error, end_tasks, silence_limit
+from lmpool.aio import copy_error, silence_limit
 from lmpool.errors import CorruptRow, DeadlineExceeded, ModelMismatch, SettingsError, argument, of_prompt
 from lmpool.producer.metrics import Counters, TracedCall
 from lmpool.protocol.job import Prompt
@@ -83,13 +83,8 @@ class Deadline:
 
     @property
     def left(self) -> float:
-        """Seconds until the deadline.
-
-        Raises:
-            DeadlineExceeded: the deadline has passed.
-        """
-        left = self.end - self.loop.time()
-        if left <= 0:
+        """Seconds until the deadline; raises DeadlineExceeded if it has passed."""
+        if (left := self.end - self.loop.time()) <= 0:
             raise self._exceeded()
         return left
 
@@ -102,12 +97,7 @@ class Deadline:
 
     @asynccontextmanager
     async def limit(self) -> AsyncIterator[None]:
-        """Cancel the body at the deadline.
-
-        Raises:
-            DeadlineExceeded: the deadline had passed before the body started.
-            TimeoutError: the deadline passed in the body.
-        """
+        """Cancel the body at the deadline, and raise DeadlineExceeded, without a cause if it had passed before."""
         if self.is_of_caller and self.loop.time() >= self.end:
             raise self._exceeded()
         try:
@@ -116,26 +106,7 @@ class Deadline:
         except TimeoutError as error:
             if not timer.expired():
                 raise  # The timeout of a connection, not this one.
-            raise TimeoutError(f"no answer within {self.seconds:g} s") from error
-
-
-class Tasks:
-    """The background tasks of one session."""
-
-    def __init__(self) -> None:
-        self.loop = asyncio.get_running_loop()
-        self._tasks: set[asyncio.Task[None]] = set()
-
-    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Run `work` as a task; keeps the reference that asyncio does not keep."""
-        task = self.loop.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
-
-    async def cancel(self) -> None:
-        """Cancel all tasks and wait until they have ended."""
-        await end_tasks(self._tasks)
+            raise DeadlineExceeded(f"no answer within {self.seconds:g} s") from error
 
 
 class RowLRU:
@@ -143,9 +114,6 @@ class RowLRU:
 
     A row from shared memory is kept from its second use on. Copying the row again takes a few µs, while the memory of a
     row that is not kept is reused for the next row and stays in the processor's cache.
-
-    Args:
-        limit: max bytes of all rows; 0 keeps no rows.
 
     Attributes:
         size: bytes of all rows.
@@ -172,33 +140,24 @@ class RowLRU:
         return row
 
     def put(self, digest: bytes, row: Row, *, is_shared: bool = False) -> None:
-        """Store a row and evict the oldest rows above the limit.
-
-        Args:
-            digest: digest of the prompt.
-            row: the row, which must be read-only.
-            is_shared: whether the row lies in shared memory.
-        """
-        size = row.nbytes
-        if size > self._limit or (is_shared and self._is_first_use(digest, self._limit // size)):
+        """Store a read-only row, which may lie in shared memory, and evict the oldest rows above the limit."""
+        size, rows = row.nbytes, self._rows
+        if size > self._limit:
             return
-        rows = self._rows
+        if is_shared:
+            used = self._used_once
+            if digest not in used:
+                used[digest] = None
+                if len(used) > self._limit // size:
+                    used.popitem(last=False)
+                return
+            del used[digest]
         if digest in rows:
             self.size -= rows.pop(digest).nbytes
         rows[digest] = row
         self.size += size
         while self.size > self._limit:
             self.size -= rows.popitem(last=False)[1].nbytes
-
-    def _is_first_use(self, digest: bytes, max_rows: int) -> bool:
-        used = self._used_once
-        if digest in used:
-            del used[digest]
-            return False
-        used[digest] = None
-        if len(used) > max_rows:
-            used.popitem(last=False)
-        return True
 
     def belong_to(self, fingerprint: str) -> None:
         """Drop all rows if they belong to a model with another fingerprint."""
@@ -229,17 +188,15 @@ class PendingRequest:
     """One prompt that this process waits for.
 
     Attributes:
-        waiters: called with the result.
-        began: when the first waiter started to wait, by `monotonic`.
-        joined_at: when each further waiter joined. None rather than an empty list, which costs the garbage collector.
-        since: loop time of the server's last reply about this prompt.
+        waiters: called with the result -> when it started to wait, by `monotonic`.
         until: loop time of the latest deadline of the waiters.
+        warm: whether no waiter needs the row itself, only its presence in the pool's cache.
+        since: loop time of the server's last reply about this prompt.
         in_flight: whether the request counts towards the per-client limit.
         damaged: whether the cache holds a damaged row that a worker must overwrite.
         overwrites: number of times that a worker was asked to overwrite it.
         lost: number of times that the row had been evicted before it could be fetched.
         origin: the `ProducerStats` attribute that counts the first waiter; None until the source of the row is known.
-        warm: whether no waiter needs the row itself, only its presence in the pool's cache.
         is_private: whether no other client can make this request; the result is removed once it has been read.
         whole: whether the cache must hold the row itself instead of a reference to shared memory.
         weights: the weights of a trie job; None once the server has them.
@@ -248,11 +205,9 @@ class PendingRequest:
     """
 
     prompt: Prompt
-    waiters: list[Waiter]
+    waiters: dict[Waiter, float]
     until: float = math.inf
     warm: bool = False
-    began: float = field(default_factory=monotonic)
-    joined_at: list[float] | None = None
     stage: Stage = Stage.UNSENT
     since: float = 0.0
     in_flight: bool = False
@@ -271,16 +226,18 @@ class PendingRequests:
     """All pending requests of one session, by digest.
 
     Attributes:
+        get: returns the pending request of a digest, or None.
         on_end: called when a request ends; None while no request waits for a free slot.
         is_looking_up: whether rows of unsent requests are being read from shared memory.
         is_resolving: whether announced rows are being read from shared memory.
     """
 
     def __init__(self, cache: RowLRU, counters: Counters) -> None:
+        self._requests: dict[bytes, PendingRequest] = {}
+        self.get = self._requests.get
         self.counters = counters
         self.on_end: Callable[[], None] | None = None
         self.is_looking_up = self.is_resolving = False
-        self._requests: dict[bytes, PendingRequest] = {}
         self._cache = cache
         self._stats = counters.stats
         self._in_flight = self._in_flight_bytes = 0
@@ -291,58 +248,43 @@ class PendingRequests:
     def __iter__(self) -> Iterator[PendingRequest]:
         return iter(list(self._requests.values()))
 
-    def get(self, digest: bytes) -> PendingRequest | None:
-        """Return the pending request of a prompt, or None."""
-        return self._requests.get(digest)
-
     def is_open(self, request: PendingRequest) -> bool:
         """Return whether a request is still pending."""
-        return self._requests.get(request.prompt.digest) is request
+        return self.get(request.prompt.digest) is request
 
     def add(
-        self, prompt: Prompt, waiter: Waiter, *, until: float = math.inf, warm: bool = False
+        self, prompt: Prompt, waiter: Waiter, until: float = math.inf, warm: bool = False
     ) -> tuple[PendingRequest, bool]:
-        """Add a waiter for a prompt; returns the request, and whether it is a new one.
+        """Add a waiter with a deadline for a prompt; returns the request, and whether it is a new one.
 
-        Args:
-            prompt: the prompt.
-            waiter: called with the result.
-            until: loop time of the waiter's deadline.
-            warm: whether the waiter does not need the row itself.
+        `warm` means that the waiter does not need the row itself.
         """
-        request = self._requests.get(prompt.digest)
+        request = self.get(prompt.digest)
         if request is None:
-            request = self._requests[prompt.digest] = PendingRequest(prompt, [waiter], until, warm)
+            request = self._requests[prompt.digest] = PendingRequest(prompt, {waiter: monotonic()}, until, warm)
             return request, True
-        if request.joined_at is None:
-            request.joined_at = []
-        request.joined_at.append(monotonic())
+        request.waiters[waiter] = monotonic()
         request.warm = request.warm and warm
         request.until = max(request.until, until)
-        request.waiters.append(waiter)
         return request, False
 
     def admit(self, unsent: deque[PendingRequest]) -> list[PendingRequest]:
         """Remove the requests from `unsent` that may be sent now: those with waiters, up to the per-client limit."""
-        admitted = []
-        while unsent and self._in_flight < _MAX_IN_FLIGHT and self._in_flight_bytes < _MAX_IN_FLIGHT_BYTES:
+        admitted, count, size = list[PendingRequest](), self._in_flight, self._in_flight_bytes
+        while unsent and count < _MAX_IN_FLIGHT and size < _MAX_IN_FLIGHT_BYTES:
             request = unsent.popleft()
             if request.waiters:
                 admitted.append(request)
                 if not request.in_flight:
                     request.in_flight = True
-                    self._in_flight += 1
-                    self._in_flight_bytes += len(request.prompt.ids)
+                    count += 1
+                    size += len(request.prompt.ids)
+        self._in_flight, self._in_flight_bytes = count, size
         return admitted
 
     def remove_waiter(self, request: PendingRequest, waiter: Waiter, why: str = "cancelled") -> bool:
         """Remove a waiter; returns whether the request has ended because it was the last one."""
-        at = request.waiters.index(waiter)
-        del request.waiters[at]
-        began = request.joined_at.pop(at - 1) if at and request.joined_at else request.began
-        if not at and request.joined_at:
-            request.began = request.joined_at.pop(0)
-        self._count_failure(why, began)
+        self._count_failure(why, request.waiters.pop(waiter))
         if request.waiters or not self.is_open(request):
             return False
         self._end(request)
@@ -350,10 +292,9 @@ class PendingRequests:
 
     def resolve_found(self, digests: Sequence[bytes], rows: Sequence[Found], *, are_shared: bool = False) -> None:
         """Resolve the requests whose rows were found; mark those whose rows are damaged."""
-        now, ended = monotonic(), False
+        now, ended, get = monotonic(), False, self.get
         for digest, row in zip(digests, rows, strict=True):
-            request = self._requests.get(digest)
-            if row is None or request is None:
+            if row is None or (request := get(digest)) is None:
                 continue
             if isinstance(row, CorruptRow):
                 request.damaged = True
@@ -368,27 +309,22 @@ class PendingRequests:
         if ended and self.on_end is not None:
             self.on_end()
 
-    async def resolve_by(
-        self, digests: Sequence[bytes], read: Callable[[bytes], Row | None]
-    ) -> AsyncIterator[Sequence[bytes]]:
-        """Resolve the requests whose rows `read` returns; yields their digests, a few at a time.
+    async def resolve_by(self, digests: Sequence[bytes], read: Callable[[bytes], Row | None]) -> None:
+        """Resolve the requests whose rows `read` returns, a few at a time.
 
-        Callers run between two yields. They use the row while it is in the processor's cache, and release memory for
-        the next row.
+        Their callers run in between: they use the rows while these are in the processor's cache, and release memory for
+        the next ones.
         """
         # The first row alone, to learn the size of rows.
         at, size = 0, 1
         while at < len(digests):
-            found: dict[bytes, Row] = {}
             begin, at = at, at + size
-            for digest in digests[begin:at]:
-                if digest in self._requests and (row := read(digest)) is not None:
-                    found[digest] = row
+            pending = [digest for digest in digests[begin:at] if digest in self._requests]
+            pairs = zip(pending, map(read, pending), strict=True)
+            found = {digest: row for digest, row in pairs if row is not None}
             if found:
-                self.resolve_found(list(found), list(found.values()), are_shared=True)
-                yield list(found)
                 size = max(1, min(_MAX_ROWS_AT_ONCE, _MAX_BYTES_AT_ONCE // next(iter(found.values())).nbytes))
-                del row
+                self.resolve_found(list(found), list(found.values()), are_shared=True)
                 found.clear()
                 await asyncio.sleep(0)
 
@@ -401,10 +337,9 @@ class PendingRequests:
         if not isinstance(answer, Exception):
             self._answer(request, answer, monotonic())
             return
-        waiters, request.waiters = request.waiters, []
-        for since in (request.began, *(request.joined_at or ())):
-            self._count_failure(type(answer).__name__, since)
-        for waiter in waiters:
+        waiters, request.waiters = request.waiters, {}
+        for waiter, began in waiters.items():
+            self._count_failure(type(answer).__name__, began)
             waiter(copy_error(answer))
 
     def restart(self, fingerprint: str) -> None:
@@ -427,17 +362,14 @@ class PendingRequests:
             self._in_flight_bytes -= len(request.prompt.ids)
 
     def _answer(self, request: PendingRequest, row: Row, now: float) -> None:
-        waiters, request.waiters = request.waiters, []
+        waiters, request.waiters = request.waiters, {}
         # A row without an origin was found in the cache before the request reached the script.
         origin = request.origin = request.origin or "cache_hits"
         stats, seconds = self._stats, self.counters.seconds
-        setattr(stats, origin, getattr(stats, origin) + 1)
-        seconds[origin].observe(now - request.began)
-        if request.joined_at:
-            stats.joined += len(request.joined_at)
-            for since in request.joined_at:
-                seconds["joined"].observe(now - since)
-        for waiter in waiters:
+        for waiter, began in waiters.items():
+            setattr(stats, origin, getattr(stats, origin) + 1)
+            seconds[origin].observe(now - began)
+            origin = "joined"
             waiter(row)
 
     def _count_failure(self, why: str, began: float) -> None:
@@ -509,10 +441,6 @@ class DeadlineTimers:
 
 class BatchWaiter:
     """Collects the rows of a batch in one array.
-
-    Args:
-        loop: the running event loop.
-        rows: float32 array of shape (n, V) to fill.
 
     Attributes:
         future: done when all rows are in place, or with the first failure.

@@ -21,8 +21,7 @@ from numpy.typing import NDArray
 from lmpool.broker.server import RedisLike
 from lmpool.errors import SettingsError, UnknownAdapter
 from lmpool.producer.client.requests import check_timeout
-from lmpool.producer.client.session import Priority, WhenAbsent
-from lmpool.producer.client.session_per_loop import CopiedAsItself
+from lmpool.producer.client.session import CopiedAsItself, Priority, WhenAbsent
 from lmpool.producer.genlm.connection import (
     PREFIX,
     Address,

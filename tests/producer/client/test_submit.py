@@ -1,0 +1,253 @@
+"""Submitting and receiving: the hit rate of lookups, refused and lost prompts, and a lost connection."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import pytest
+
+from lmpool.errors import LMPoolError, QueueFull, ServerUnreachable
+from lmpool.producer.client.discovery import AdoptedModel, Connections, Tasks
+from lmpool.producer.client.receive import Receiver
+from lmpool.producer.client.requests import (
+    PendingRequest,
+    PendingRequests,
+    Stage,
+)
+from lmpool.producer.client.submit import Homes, Submitter
+from lmpool.protocol.job import Prompt
+from lmpool.protocol.keys import Keys
+from lmpool.protocol.model_info import ModelInfo
+from lmpool.rows.cache import Deliver
+from lmpool.rows.shared_memory import SegmentReader
+from tests.producer.client.tables import Listener, Table, prompt, row
+from tests.support.pool import DEADLINE_S
+
+INFO = ModelInfo("m", "synthetic", 3, 10, "seed", "float32")
+
+
+@pytest.fixture
+def table() -> Table:
+    return Table()
+
+
+# Lost connections
+
+
+class Interrupted(Tasks):
+    """Connections whose reader fails once; records the digests that are fetched after that."""
+
+    noting = Connections.noting
+
+    def __init__(self, requests: PendingRequests) -> None:
+        super().__init__()
+        rows: Any = None
+        self.model = AdoptedModel(INFO, "f", Keys("test").model(INFO.name), b"reply", rows)
+        self.reader = self
+        self.ended_within_reply = False
+        self.homes = Homes()
+        self.fetched: asyncio.Future[Sequence[bytes]] = asyncio.get_running_loop().create_future()
+        self._requests = requests
+        self._calls = 0
+
+    async def call(self, *_: Any) -> Any:
+        self._calls += 1
+        if self._calls == 1:
+            raise ServerUnreachable("lost")
+        await asyncio.Event().wait()
+
+    async def fetch_announced(self, digests: Sequence[bytes]) -> None:
+        for digest in digests:
+            self._requests.resolve_found([digest], [row()])
+        self.fetched.set_result(digests)
+
+    def note(self, error: BaseException) -> None:
+        assert isinstance(error, ServerUnreachable)
+
+
+async def test_after_a_lost_connection_warming_requests_stay_pending(table: Table) -> None:
+    warming, _ = table.requests.add(prompt(1), Listener(), warm=True)
+    sent, _ = table.requests.add(prompt(2), Listener())
+    assert table.requests.admit(deque([sent])) == [sent]
+    waits_here, _ = table.requests.add(prompt(3), Listener())
+    connections: Any = Interrupted(table.requests)
+    receiver = Receiver(connections, table.requests, connections, lambda: None)
+    async with asyncio.TaskGroup() as group:
+        parts = [group.create_task(part) for part in (receiver.read(), receiver.collect())]
+        assert await asyncio.wait_for(connections.fetched, DEADLINE_S) == [prompt(2).digest]
+        for part in parts:
+            part.cancel()
+    assert list(table.requests) == [warming, waits_here], "rows of unsent requests are not fetched"
+
+
+# The hit rate of lookups
+
+
+class Answering(Tasks):
+    """Connections to a cache with some rows, and to a script that returns one code for every prompt."""
+
+    trouble: LMPoolError | None = None
+    noting = Connections.noting
+
+    def __init__(self, outcome: str, cached: Sequence[Prompt] = ()) -> None:
+        super().__init__()
+        rows: Any = self
+        self.model = AdoptedModel(INFO, "f", Keys("test").model(INFO.name), b"reply", rows)
+        self.commands = self
+        self.segments = SegmentReader()
+        self.is_seen = True
+        self.lookups: list[Sequence[bytes]] = []
+        self.during_lookup: Callable[[], None] = lambda: None
+        self._outcome = outcome
+        self._cached = {prompt.digest for prompt in cached}
+
+    def keys_of(self, digests: Iterable[bytes]) -> list[bytes]:
+        return [b"row:" + digest for digest in digests]
+
+    async def call(self, command: bytes, sha: str, keys: int, *rest: bytes) -> bytes:
+        await asyncio.sleep(0)
+        if command != b"EVALSHA" or len(rest) <= keys + 1:
+            return b""
+        prefix = self.model.keys.waiting
+        digests = [key.removeprefix(prefix) for key in rest[:keys] if key.startswith(prefix)]
+        if self._outcome == "R":
+            self._cached.update(digests)
+        return self._outcome.encode() * len(digests)
+
+    async def get_many(self, digests: Sequence[bytes], deliver: Deliver, lengths: Mapping[bytes, int]) -> int:
+        self.lookups.append(digests)
+        await asyncio.sleep(0)
+        self.during_lookup()
+        deliver(digests, [row() if digest in self._cached else None for digest in digests])
+        return 0
+
+    async def drop(self, keys: Sequence[bytes]) -> None:
+        pass
+
+    def describe_full_queue(self) -> str:
+        return "full"
+
+
+def submitter_of(table: Table, connections: Any, *, waits_when_full: bool = True) -> Submitter:
+    return Submitter(connections, table.requests, waits_when_full=waits_when_full)
+
+
+async def change_of_hit_rate(table: Table, connections: Any, *, way: str = "") -> float:
+    """Return the change of the hit rate after some requests."""
+    submitter = submitter_of(table, connections, waits_when_full=False)
+    submitter._hit_rate = 0.6
+    waits: list[tuple[PendingRequest, Listener]] = []
+    for at in range(20):
+        listener = Listener()
+        request, _ = table.requests.add(prompt(at), listener, warm=way == "warming")
+        request.is_private = way == "private"
+        waits.append((request, listener))
+        submitter.add(request)
+
+    def cancel() -> None:
+        for request, listener in waits:
+            table.requests.remove_waiter(request, listener)
+            submitter.cancel(request)
+
+    if way == "cancelled":
+        connections.during_lookup = cancel
+    for _ in range(20):
+        await asyncio.sleep(0)
+    await connections.end_tasks()
+    return submitter._hit_rate - 0.6
+
+
+ASKED = [prompt(at) for at in range(20)]
+
+
+async def test_a_lookup_with_hits_raises_the_hit_rate(table: Table) -> None:
+    assert await change_of_hit_rate(table, Answering("Q", ASKED)) > 0
+    assert table.counted() == {"cache_hits": 20}
+
+
+@pytest.mark.parametrize(("outcome", "is_hit"), [("Q", False), ("J", False), ("R", True)])
+async def test_the_hit_rate_follows_the_codes_of_the_script(table: Table, outcome: str, is_hit: bool) -> None:
+    assert (await change_of_hit_rate(table, Answering(outcome)) > 0) == is_hit
+
+
+@pytest.mark.parametrize(
+    ("way", "outcome", "counted"),
+    [
+        ("cancelled", "Q", {"failed": 20}),
+        ("refused", "F", {"failed": 20}),
+        ("warming", "Q", {}),
+        ("warming", "R", {"cache_hits": 20}),
+        ("private", "Q", {}),
+    ],
+)
+async def test_requests_without_a_result_or_a_lookup_do_not_change_the_hit_rate(
+    table: Table, way: str, outcome: str, counted: dict[str, int]
+) -> None:
+    connections = Answering(outcome)
+    assert await change_of_hit_rate(table, connections, way=way) == 0
+    assert table.counted() == counted
+    # Rows that cannot be in the cache are not looked up.
+    assert [len(digests) for digests in connections.lookups] == ([] if way in ("warming", "private") else [20])
+
+
+async def test_a_failed_submission_does_not_change_the_hit_rate(table: Table) -> None:
+    connections: Any = Answering("Q")
+
+    async def fails(*_: Any) -> bytes:
+        raise QueueFull("no")
+
+    connections.call, connections.note = fails, lambda error: None
+    assert await change_of_hit_rate(table, connections) == 0
+
+
+async def test_continuations_are_sent_after_other_prompts_with_their_max_tokens(table: Table) -> None:
+    sent: list[tuple[list[bytes], tuple[object, ...]]] = []
+
+    class Recording(Answering):
+        async def call(self, command: bytes, sha: str, keys: int, *rest: bytes) -> bytes:
+            waiting = self.model.keys.waiting
+            if digests := [key.removeprefix(waiting) for key in rest[:keys] if key.startswith(waiting)]:
+                sent.append((digests, rest[-2 * len(digests) :]))
+            return await super().call(command, sha, keys, *rest)
+
+    connections: Any = Recording("Q")
+    rows = [prompt(at) for at in range(2)]
+    continuations = [prompt(at).with_query(b"q", 8, 4 + at) for at in range(2, 5)]
+    mixed = [continuations[0], rows[0], *continuations[1:], rows[1]]
+    await submitter_of(table, connections)._send([table.requests.add(one, Listener())[0] for one in mixed])
+    assert [digests for digests, _ in sent] == [[one.digest for one in kind] for kind in (rows, continuations)]
+    assert sent[1][1] == (b"", b"", b"", 6, 7, 8)
+    await connections.end_tasks()
+
+
+async def test_a_refused_prompt_stays_refused_when_it_cannot_be_sent_again(table: Table) -> None:
+    connections: Any = Answering("F")
+    submitter = submitter_of(table, connections)
+    request, _ = table.requests.add(prompt(1), Listener())
+
+    async def fails(*_: Any) -> bytes:
+        raise ServerUnreachable("lost")
+
+    await submitter._send([request])
+    assert request.stage is Stage.REFUSED
+    connections.call, connections.note = fails, lambda error: None
+    await submitter._send([request])
+    assert request.stage is Stage.REFUSED
+    await connections.end_tasks()
+
+
+# Lost rows
+
+
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("outcome", ["Q", "J", "R"])
+async def test_a_row_counts_as_lost_when_its_job_has_ended_without_it(table: Table, outcome: str, again: bool) -> None:
+    # After a lost connection all prompts are submitted again; rows that are being computed are not lost.
+    request, _ = table.requests.add(prompt(1), Listener())
+    connections = Answering(outcome)
+    await submitter_of(table, connections).submit([request], again=again)
+    assert request.lost == (1 if again and outcome == "Q" else 0)
+    await connections.end_tasks()
