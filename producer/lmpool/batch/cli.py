@@ -15,12 +15,10 @@ import typer
 from redis.exceptions import RedisError
 
 from lmpool.aio import gather
-from lmpool.batch.bucket import open_folder
 from lmpool.batch.fetch import named
-from lmpool.batch.folder import ERRORS, SUBMISSION, Folder
+from lmpool.batch.folder import ERRORS, SUBMISSION, open_folder
 from lmpool.batch.kinds import KINDS_HELP
-from lmpool.batch.reader import read_manifest
-from lmpool.batch.run import BatchSettings, Progress, run_batch
+from lmpool.batch.run import BatchSettings, Pool, Progress, counted, run_batch
 from lmpool.broker.server import Server
 from lmpool.cli import say, say_json
 from lmpool.errors import BatchError, LMPoolError, LogFormatter, SettingsError
@@ -64,34 +62,17 @@ Patience = Annotated[float, typer.Option("--timeout", help="Seconds that a reque
 class _Client(NamedTuple):
     """The options of the commands that send requests."""
 
-    model: str | None
+    pool: Pool
     redis: str | None
-    prefix: str
-    timeout: float
     waits: bool | None
 
     def run(self, work: Callable[[Producer], Coroutine[Any, Any, T]]) -> T:
-        """Run a coroutine with a producer, which is closed at the end.
-
-        The producer keeps no results, here or in the pool, and its prompts yield to those of other clients.
-
-        Raises:
-            ServerUnreachable, UnknownModel: as `check_served`.
-        """
-        producer = Producer(
-            self.model,
-            redis=self.redis,
-            prefix=self.prefix,
-            timeout=self.timeout,
-            cache_bytes=0,
-            when_absent=when_absent(self.waits),
-            priority="bulk",
-            keep_answers=False,
-        )
+        """Run a coroutine with a producer, which is closed at the end; errors as `check_served`."""
+        producer = self.pool.producer(self.redis, when_absent(self.waits))
 
         async def closing() -> T:
             try:
-                await check_served(self.model, self.redis, self.prefix, self.waits)
+                await check_served(self.pool.model, self.redis, self.pool.prefix, self.waits)
                 return await work(producer)
             finally:
                 await producer.close()
@@ -103,11 +84,6 @@ def register(app: typer.Typer) -> None:
     """Add the commands."""
     app.add_typer(batch_app)
     app.command()(perplexity)
-
-
-@batch_app.callback()
-def _batch() -> None:
-    """Whole files: a result for every line, in a folder."""
 
 
 def _run_or_submit(name: str, does: Callable[..., None], epilog: str) -> None:
@@ -130,7 +106,7 @@ def _run_or_submit(name: str, does: Callable[..., None], epilog: str) -> None:
         as_json: AsJson = False,
     ) -> None:
         settings = BatchSettings(what, start, shard_format, shard_lines, adapter, concurrency)
-        does(source, output, settings, _Client(model, redis, prefix, timeout, waits), as_json)
+        does(source, output, settings, _Client(Pool(model, prefix, timeout), redis, waits), as_json)
 
     batch_app.command(name, help=does.__doc__, epilog=epilog)(command)
 
@@ -155,30 +131,27 @@ def _run(source: str, output: str, settings: BatchSettings, client: _Client, as_
         failed = f"; {counted(outcome.errors, 'line')} without one: see {where}" if outcome.errors else ""
         say(f"{counted(outcome.texts, 'result')} in {counted(outcome.shards, 'shard')} in {named(output)}{failed}")
     if outcome.errors:
-        first = _first_error(open_folder(output))
+        data = open_folder(output).read(ERRORS)
+        first = f"{ERRORS} is gone"
+        if data is not None:
+            failed_line = msgspec.json.decode(data.partition(b"\n")[0])
+            first = f"line {failed_line['line']}: {failed_line['error']}"
         if not outcome.texts:
             raise BatchError(f"no line of {named(source)} has a result; {first}; see {where}")
         say(f"the first of them: {first}", err=True)
         raise typer.Exit(SOME_FAILED)
 
 
-def _first_error(folder: Folder) -> str:
-    data = folder.read(ERRORS)
-    if data is None:
-        return f"{ERRORS} is gone"
-    first = msgspec.json.decode(data.partition(b"\n")[0])
-    return f"line {first['line']}: {first['error']}"
-
-
 def _submit(source: str, output: str, settings: BatchSettings, client: _Client, as_json: bool) -> None:
     """Queue a job for each unfinished shard, for `lmpool batch worker`. The same again queues what is left."""
-    jobs = _jobs()
-    pool = jobs.Pool(client.model, client.prefix, client.timeout)
-    queued = client.run(
-        lambda producer: _with_queue(
-            client.redis, lambda arq: jobs.submit(producer, arq, source, output, settings, pool)
+
+    async def submit(producer: Producer) -> Any:
+        return await _with_queue(
+            client.redis, lambda arq: _jobs().submit(producer, arq, source, output, settings, client.pool)
         )
-    )
+
+    _jobs()  # Without arq the error comes before a pool is waited for.
+    queued = client.run(submit)
     if as_json:
         say_json(queued._asdict())
     else:
@@ -215,7 +188,7 @@ def worker(
     jobs = _jobs()
     logging.basicConfig(level=logging.INFO)
     logging.getLogger().handlers[0].setFormatter(LogFormatter("%(asctime)s %(message)s", "%H:%M:%S"))
-    jobs.work(redis, schedule, jobs_at_once, lease_s, files, burst=burst)
+    jobs.BatchWorker(**jobs.worker_options(redis, schedule, jobs_at_once, lease_s, files), burst=burst).run()
 
 
 @batch_app.command()
@@ -225,28 +198,18 @@ def status(output: Output, redis: RedisUrl = None, as_json: AsJson = False) -> N
     Jobs that the server lost are queued again.
     """
     folder = open_folder(output)
-    manifest = read_manifest(folder)
+    manifest = folder.manifest()
     left = sorted(set(range(manifest.shards)) - set(folder.done(manifest)))
     counts = {"shards": manifest.shards, "done": manifest.shards - len(left)}
     states: dict[str, Any] = {"queued": 0, "under_way": 0, "failed": {}}
     text = f"{counts['done']} of {counted(manifest.shards, 'shard')} done"
 
-    async def find_jobs(arq: Any) -> dict[str, Any]:
-        states: dict[str, Any]
-        states, lost = await _jobs().find_jobs(arq, folder, manifest, left)
-        if lost:
-            found = f"lmpool: the server lost {counted(len(lost), 'job')}"
-            try:
-                states["queued"] += await _jobs().queue_again(arq, folder, manifest, output, lost)
-                say(f"{found}: queued again", err=True)
-            except LMPoolError as error:
-                say(f"{found}, which cannot be queued again: {error}. Submit the input again", err=True)
-        return states
-
     # A folder of `batch run` has no jobs, so its status needs neither a server nor arq.
-    if left and folder.size(SUBMISSION) is not None:
+    if left and SUBMISSION in folder.listed():
         try:
-            states = run(_with_queue(redis, find_jobs))
+            states, note = run(_with_queue(redis, lambda arq: _jobs().find_jobs(arq, folder, manifest, left)))
+            if note:
+                say(f"lmpool: {note}", err=True)
             text += f", {states['under_way']} in progress, {states['queued']} queued"
         except LMPoolError as error:
             if redis is not None and not isinstance(error, SettingsError):
@@ -290,11 +253,6 @@ async def _with_queue(redis: str | None, work: Callable[[Any], Coroutine[Any, An
         await arq.aclose(close_connection_pool=True)
 
 
-def counted(number: int, thing: str) -> str:
-    """A number of things, such as "1 shard" or "2 shards"."""
-    return f"{number} {thing}{'' if number == 1 else 's'}"
-
-
 def perplexity(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="A text in UTF-8.")],
     window: Annotated[int, typer.Option(min=0, help="Tokens of one forward at most (default: at most 2,048).")] = 0,
@@ -313,7 +271,7 @@ def perplexity(
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or error
         raise SettingsError(f"file: {file} cannot be read: {reason}") from error
-    client, progress = _Client(model, redis, prefix, timeout, waits), Progress("tokens")
+    client, progress = _Client(Pool(model, prefix, timeout), redis, waits), Progress("tokens")
     found = client.run(lambda producer: perplexity_of(producer, text, window, overlap, adapter, progress))
     if as_json:
         say_json(found)
@@ -374,8 +332,7 @@ async def perplexity_of(
             sums.append(-float(scores.sum(dtype="float64")))
             progress.advance(len(scores), len(scores))
 
-    with progress:
-        progress.begin(len(ids) - 1, 0)
+    with progress.shown(len(ids) - 1, 0):
         await gather([send() for _ in range(_CONCURRENCY)])
     nats = math.fsum(sums)
     mean = nats / (len(ids) - 1)

@@ -24,7 +24,6 @@ import weakref
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager, suppress
-from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -47,13 +46,11 @@ INPUTS = STORES | {"https"}
 # Seconds without use after which a copy is removed: a week, longer than most runs.
 _UNUSED_S = 7 * 86_400
 # The names that `temporary_folder` and `_cached` make. Nothing else is removed from the cache.
-_STAGING = re.compile(r"staging-[a-z0-9_]{8}")
-_COPY = re.compile(r"[0-9a-f]{16}-.*", re.DOTALL)
+_STAGING, _COPY = re.compile(r"staging-[a-z0-9_]{8}"), re.compile(r"[0-9a-f]{16}-.*", re.DOTALL)
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*(::[A-Za-z][A-Za-z0-9+.-]*)*://")
 _FILE_URL = re.compile(r"(file|local)://(?=/)")
 # Parts of a URL that may give access: user and password, and the query of a presigned URL.
-_USER = re.compile(r"://[^/@\s]*@")
-_QUERY = re.compile(r"(://[^?#]*)[?#]\S*")
+_USER, _QUERY = re.compile(r"://[^/@\s]*@"), re.compile(r"(://[^?#]*)[?#]\S*")
 # Fields by which a store identifies a version of a file.
 _VERSION_FIELDS = {"etag", "lastmodified", "last_modified", "last-modified", "content-md5", "generation", "updated"}
 # In the key of copies of files without such fields: only this process uses these copies.
@@ -124,12 +121,11 @@ def file_system(url: str) -> tuple[Any, str]:
     check_url(url, INPUTS | {"http"})
     try:
         from fsspec.core import url_to_fs
-    except ImportError as error:
-        raise SettingsError(f"{named(url)}: URLs need fsspec: pip install 'lmpool[fsspec]'") from error
-    try:
+
         system, path = url_to_fs(url)  # fsspec returns the same file system for the same settings.
     except (ImportError, ValueError) as error:
-        raise SettingsError(f"{named(url)}: fsspec cannot use it: {named(str(error))}") from error
+        reason = f"fsspec cannot use it (pip install 'lmpool[fsspec]'): {named(str(error))}"
+        raise SettingsError(f"{named(url)}: {reason}") from error
     system.invalidate_cache()  # Other processes may have changed the files.
     return system, str(path).rstrip("/")
 
@@ -176,6 +172,27 @@ def temporary_folder(owner: object) -> Path:
     return Path(made)
 
 
+def pyarrow(use: str) -> Any:
+    """The package pyarrow with its module `parquet`; SettingsError, beginning with its use, if it is missing."""
+    try:
+        import pyarrow.parquet
+    except ImportError as error:
+        raise SettingsError(f"{use} needs pyarrow: pip install 'lmpool[parquet]'") from error
+    return pyarrow
+
+
+# First bytes of a compressed file -> the suffixes of its name, and the function that opens it.
+_COMPRESSED: dict[bytes, tuple[tuple[str, ...], Callable[[Path], Any]]] = {
+    b"\x1f\x8b": ((".gz",), gzip.GzipFile),
+    b"BZh": ((".bz2",), bz2.BZ2File),
+    b"\xfd7zXZ\x00": ((".xz",), lzma.LZMAFile),
+    b"\x28\xb5\x2f\xfd": (
+        (".zst", ".zstd"),
+        lambda path: pyarrow(f"input: {path} is compressed by zstd, which").CompressedInputStream(str(path), "zstd"),
+    ),
+}
+
+
 def plain_file(location: str) -> Path:
     """A local, uncompressed file with the data at a location; a local file that is not compressed itself.
 
@@ -184,37 +201,50 @@ def plain_file(location: str) -> Path:
         BatchError: it cannot be fetched, read or unpacked.
     """
     if is_url(location):
-        path = _fetch_input(location)
+        with explained(location, "The input cannot be fetched"):
+            system, at = file_system(location)
+            info: Mapping[str, Any] = {}
+            with suppress(FileNotFoundError):
+                info = system.info(at)
+            if info.get("type") != "file":
+                reason = _IS_FOLDER if info.get("type") == "directory" else "does not exist"
+                raise SettingsError(f"input: {shown(named(location))} {reason}")
+            path = fetch(system, at, location, info)
     elif not (path := Path(location)).is_file():
         pipe = "is a pipe or a device, which can be read only once: save its data to a file"
         reason = _IS_FOLDER if path.is_dir() else pipe if path.exists() else "does not exist"
         raise SettingsError(f"input: {shown(location)} {reason}")
     try:
         with path.open("rb") as file:
-            begins, state = file.read(8), _state_of(os.fstat(file.fileno()))
+            begins, state = file.read(8), state_of(os.fstat(file.fileno()))
     except OSError as error:
         raise BatchError(f"{path} cannot be read: {error.strerror or error}") from error
     for magic, reason in _REFUSED.items():
         if begins.startswith(magic):
             raise SettingsError(f"input: {shown(named(location))} {reason}")
     for magic, (suffixes, opened) in _COMPRESSED.items():
-        if begins.startswith(magic):
-            name = path.stem if path.suffix in suffixes else path.name
-            return _cached(repr((str(path.absolute()), *state)), name, partial(_unpack, opened, path, state))
+        if not begins.startswith(magic):
+            continue
+
+        def unpack(made: Path, opened: Callable[[Path], IO[bytes]] = opened) -> None:
+            try:
+                with opened(path) as packed, made.open("wb") as file:
+                    shutil.copyfileobj(packed, file)
+            except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
+                if isinstance(error, OSError) and error.errno is not None:
+                    raise  # The disk failed, not the data.
+                raise BatchError(f"{path} cannot be unpacked: {error}") from error
+            if state_of(path.stat()) != state:
+                raise BatchError(f"{path} changed while it was unpacked. Run the command again")
+
+        name = path.stem if path.suffix in suffixes else path.name
+        return _cached(repr((str(path.absolute()), *state)), name, unpack)
     return path
 
 
-def _fetch_input(url: str) -> Path:
-    with explained(url, "The input cannot be fetched"):
-        system, path = file_system(url)
-        try:
-            info = system.info(path)
-        except FileNotFoundError:
-            info = {}
-        if info.get("type") != "file":
-            reason = _IS_FOLDER if info.get("type") == "directory" else "does not exist"
-            raise SettingsError(f"input: {shown(named(url))} {reason}")
-        return fetch(system, path, url, info)
+def state_of(status: os.stat_result) -> tuple[int, ...]:
+    """Numbers that change when another file replaces a file, or a program writes to it."""
+    return status.st_size, status.st_mtime_ns, status.st_ino, status.st_dev
 
 
 def fetch(system: Any, path: str, url: str, info: Mapping[str, Any]) -> Path:
@@ -271,39 +301,3 @@ def _remove_unused(folder: Path) -> None:
                     shutil.rmtree(path, ignore_errors=True)
                 elif _COPY.fullmatch(path.name):
                     path.unlink()
-
-
-def _open_zstd(path: Path) -> IO[bytes]:
-    try:
-        import pyarrow as pa
-    except ImportError as error:
-        raise SettingsError(
-            f"input: {path} is compressed by zstd: pip install 'lmpool[parquet]', or unpack it"
-        ) from error
-    stream: IO[bytes] = pa.CompressedInputStream(str(path), "zstd")
-    return stream
-
-
-# First bytes of a compressed file -> the suffixes of its name, and the function that opens it.
-_COMPRESSED: dict[bytes, tuple[tuple[str, ...], Callable[[Path], Any]]] = {
-    b"\x1f\x8b": ((".gz",), gzip.GzipFile),
-    b"BZh": ((".bz2",), bz2.BZ2File),
-    b"\xfd7zXZ\x00": ((".xz",), lzma.LZMAFile),
-    b"\x28\xb5\x2f\xfd": ((".zst", ".zstd"), _open_zstd),
-}
-
-
-def _unpack(opened: Callable[[Path], IO[bytes]], path: Path, state: tuple[int, ...], made: Path) -> None:
-    try:
-        with opened(path) as packed, made.open("wb") as file:
-            shutil.copyfileobj(packed, file)
-    except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
-        if isinstance(error, OSError) and error.errno is not None:
-            raise  # The disk failed, not the data.
-        raise BatchError(f"{path} cannot be unpacked: {error}") from error
-    if _state_of(path.stat()) != state:
-        raise BatchError(f"{path} changed while it was unpacked. Run the command again")
-
-
-def _state_of(status: os.stat_result) -> tuple[int, ...]:
-    return status.st_size, status.st_mtime_ns, status.st_ino

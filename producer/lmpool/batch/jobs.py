@@ -6,7 +6,7 @@ default of arq, would run code that a client wrote to the server. A client that 
 output, so workers check both (`check_locations`).
 
 A waiting job has no lifetime, so a server with the policy volatile-lru does not evict it. If a server loses jobs all
-the same, `queue_again` makes them from the arguments of `submit`, which the output folder has (`Submission`).
+the same, `find_jobs` makes them from the arguments of `submit`, which the output folder has (`Submission`).
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ import os
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from datetime import datetime
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from time import monotonic
-from typing import Annotated, Any, NamedTuple, cast
+from typing import Annotated, Any, NamedTuple
 
 import msgpack
 import msgspec
@@ -29,11 +29,10 @@ import numpy as np
 from redis.exceptions import RedisError
 
 from lmpool.aio import delays, end_tasks
-from lmpool.batch.bucket import open_folder
 from lmpool.batch.fetch import FILES_VARIABLE, absolute, check_locations, named
-from lmpool.batch.folder import MANIFEST, SUBMISSION, Folder, Manifest, digest_of_file
-from lmpool.batch.lines import Index, Source
-from lmpool.batch.run import BatchSettings, Progress, Run, begin, open_source
+from lmpool.batch.folder import MANIFEST, SUBMISSION, Folder, Manifest, digest_of_file, open_folder
+from lmpool.batch.lines import Index, Source, open_source
+from lmpool.batch.run import BatchSettings, Pool, Progress, Run, begin, counted
 from lmpool.broker.replies import is_refusal
 from lmpool.broker.server import Server
 from lmpool.errors import BatchError, BatchRefused, LMPoolError, SettingsError
@@ -62,26 +61,16 @@ _LEASE_S = 30.0  # Seconds until another worker takes over a job: long enough fo
 _DEFER_S, _MAX_TRIES = 30, 20  # Seconds between tries of a job, and how many: together ten minutes.
 _TIMEOUT_S = 86_400  # Seconds that a job may take: a day, far more than any shard takes.
 _KEEP_S = 86_400  # Seconds for which arq keeps a result, so that `status` can report why a shard failed.
-_REQUEST_S = 3600.0  # Seconds that a request of a nightly run may take, as for `lmpool batch run`.
 _STEADY_S = 30.0  # The same error of the server is logged again after this many seconds without it.
 
 
-class Pool(msgspec.Struct, frozen=True):
-    """The pool that computes a run. Its server is the server of the jobs: a job may not choose another one."""
-
-    model: str | None = None
-    prefix: str = "lmpool"
-    timeout: float = _REQUEST_S
+# How jobs and results are written: exceptions become their texts.
+_packed = partial(msgpack.packb, default=str)
+_unpacked = partial(msgpack.unpackb, strict_map_key=False)
 
 
 class Submission(msgspec.Struct, frozen=True):
-    """The arguments that all jobs of a run share.
-
-    Attributes:
-        source: a URL, or an absolute path that is the same for all workers.
-        settings: of the run.
-        pool: that computes it.
-    """
+    """The arguments that all jobs of a run share; `source` is a URL, or an absolute path, the same for all workers."""
 
     source: str
     settings: BatchSettings
@@ -89,13 +78,7 @@ class Submission(msgspec.Struct, frozen=True):
 
 
 class ShardJob(Submission, frozen=True):
-    """The arguments of a job.
-
-    Attributes:
-        output: as `source`.
-        index: fields of `Index`, with the parts that this shard needs.
-        shard: its number.
-    """
+    """The arguments of a job: `output` as `source`, the parts of `Index` that this shard needs, and its number."""
 
     output: str
     index: dict[str, Any]
@@ -131,14 +114,6 @@ def connect(redis: str | Server | None) -> ArqRedis:
     return ArqRedis(pool, job_serializer=_packed, job_deserializer=_unpacked, default_queue_name=QUEUE)
 
 
-def _packed(value: dict[str, Any]) -> bytes:
-    return cast(bytes, msgpack.packb(value, default=str))  # Exceptions become their texts.
-
-
-def _unpacked(data: bytes) -> dict[str, Any]:
-    return cast(dict[str, Any], msgpack.unpackb(data, strict_map_key=False))
-
-
 async def submit(
     producer: Producer, arq: ArqRedis, source: str, output: str, settings: BatchSettings, pool: Pool
 ) -> Queued:
@@ -147,34 +122,29 @@ async def submit(
     Raises:
         LMPoolError: as `run_batch`.
     """
-    source, output = absolute(source), absolute(output)
+    submission, output = Submission(absolute(source), settings, pool), absolute(output)
     opened, folder = await asyncio.to_thread(lambda: (open_source(source), open_folder(output)))
     # Workers may hold the folder for shards that were queued before.
-    has_begun = await asyncio.to_thread(folder.size, MANIFEST) is not None
+    has_begun = MANIFEST in await asyncio.to_thread(folder.listed)
     with folder.shared() if has_begun else folder.locked():
         index, manifest = await begin(producer, folder, opened, source, settings)
         done = {shard.number for shard in manifest.done}
         left = [shard for shard in range(manifest.shards) if shard not in done]
         if left:
             # Clients without access to the server may read the folder, so it does not get the secrets of a URL.
-            kept = Submission(source if named(source) == source else "", settings, pool)
+            has_secret = named(submission.source) != submission.source
+            kept = msgspec.structs.replace(submission, source="") if has_secret else submission
             with folder.explained():
                 await asyncio.to_thread(folder.write, SUBMISSION, [msgspec.json.encode(kept)])
-    jobs = await _queue(arq, folder, manifest, index, Submission(source, settings, pool), output, left)
+    jobs = await _queue(arq, folder, manifest, index, submission, left)
     return Queued(jobs, len(left) - jobs, len(done), manifest.shards)
 
 
 async def _queue(
-    arq: ArqRedis,
-    folder: Folder,
-    manifest: Manifest,
-    index: Index,
-    submission: Submission,
-    output: str,
-    shards: Sequence[int],
+    arq: ArqRedis, folder: Folder, manifest: Manifest, index: Index, submission: Submission, shards: Sequence[int]
 ) -> int:
     """Queue the jobs of some shards, except jobs that the server has. Return how many are new."""
-    size, jobs = manifest.options.shard_lines, 0
+    size, jobs, shared = manifest.options.shard_lines, 0, msgspec.to_builtins(submission)
     for some in _in_parts(shards):
         now = timestamp_ms()
         # Like `ArqRedis.enqueue_job`, but many at once, and without a lifetime: the server could evict waiting jobs.
@@ -184,10 +154,10 @@ async def _queue(
                 begins, ends = np.searchsorted(index.duplicates, (first, first + size))
                 duplicates = index.duplicates[begins:ends].tolist()
                 part = {**index._asdict(), "starts": {shard: index.starts[shard]}, "duplicates": duplicates}
-                job = ShardJob(submission.source, submission.settings, submission.pool, output, part, shard)
+                job = {**shared, "output": folder.url, "index": part, "shard": shard}
                 name = job_name(folder, manifest, shard)
                 pipe.delete(result_key_prefix + name, retry_key_prefix + name)  # Of a job that failed.
-                data = serialize_job(_FUNCTION, (msgspec.to_builtins(job),), {}, None, now, serializer=_packed)
+                data = serialize_job(_FUNCTION, (job,), {}, None, now, serializer=_packed)
                 pipe.set(job_key_prefix + name, data, nx=True)
                 pipe.zadd(QUEUE, {name: now}, nx=True)
             replies = await pipe.execute()
@@ -240,7 +210,7 @@ async def _answer(context: dict[str, Any], job: ShardJob) -> dict[str, Any]:
     producer = await _producer_of(context, job.pool)
     with folder.shared():
         # If the shard is done, a worker was killed before it ended this job.
-        if await asyncio.to_thread(folder.find_done, manifest, job.shard) is None:
+        if not await asyncio.to_thread(folder.done, manifest, job.shard):
             await Run(producer, folder, manifest, source, index, job.settings, Progress()).run_shards([job.shard])
         with folder.explained():
             await asyncio.to_thread(folder.sum_up, manifest)
@@ -254,18 +224,15 @@ def _same_source(location: str, index: Index) -> Source:
         BatchError: the input changed.
     """
     source = open_source(location)
-    status = source.path.stat()
-    now = f"has {status.st_size} bytes and had {index.size}"
-    if status.st_size == index.size:
-        digest = _digest(source.path, status.st_size, status.st_mtime_ns, status.st_ino)
-        if digest == index.digest:
-            return source
-        now = f"has the digest {digest} and had {index.digest}"
-    raise BatchError(f"{named(location)} {now} when it was submitted. Submit it again")
+    digest = _digest(source.path, source.state)
+    if digest != index.digest:
+        changed = f"has the digest {digest} and had {index.digest} when it was submitted"
+        raise BatchError(f"{named(location)} {changed}. Submit it again")
+    return source
 
 
 @lru_cache(maxsize=64)  # Inputs of one worker.
-def _digest(path: Path, *state: int) -> str:
+def _digest(path: Path, state: tuple[int, ...]) -> str:
     """The digest of a file, computed once for each state of it."""
     return digest_of_file(path)
 
@@ -274,16 +241,7 @@ async def _producer_of(context: dict[str, Any], pool: Pool) -> Producer:
     """The producer of this process for a pool."""
     producers: dict[Pool, Producer] = context["producers"]
     if pool not in producers:
-        producers[pool] = Producer(
-            pool.model,
-            redis=context["url"],
-            prefix=pool.prefix,
-            timeout=pool.timeout,
-            cache_bytes=0,
-            keep_answers=False,
-            when_absent="raise",
-            priority="bulk",
-        )
+        producers[pool] = pool.producer(context["url"], "raise")
     await producers[pool].open()
     return producers[pool]
 
@@ -306,14 +264,8 @@ async def _leased(context: dict[str, Any]) -> AsyncIterator[None]:
         await end_tasks([renewing])
 
 
-async def _open(context: dict[str, Any]) -> None:
-    """Prepare a worker. It is called again when the server comes back."""
-    context.setdefault("producers", {})
-    context.setdefault("reading", asyncio.Lock())
-
-
 async def _close(context: dict[str, Any]) -> None:
-    for producer in context.get("producers", {}).values():
+    for producer in context["producers"].values():
         await producer.close()
 
 
@@ -388,12 +340,12 @@ def worker_options(
     root, server = (files or Path()).absolute(), Server(redis)
     for entry in entries:
         check_locations(root, entry.source, entry.output)
+    context: dict[str, Any] = {"url": redis, "server": server, "lease_s": lease_s, "files": root, "producers": {}}
     return {
         "functions": [func(_answer_shard, name=_FUNCTION)],
         "cron_jobs": [_nightly(entry, number) for number, entry in enumerate(entries)],
         "redis_pool": connect(server),
         "queue_name": QUEUE,
-        "on_startup": _open,
         "on_shutdown": _close,
         "max_jobs": jobs,
         "job_timeout": _TIMEOUT_S,
@@ -403,7 +355,7 @@ def worker_options(
         "allow_abort_jobs": True,
         "job_serializer": _packed,
         "job_deserializer": _unpacked,
-        "ctx": {"url": redis, "server": server, "lease_s": lease_s, "files": root},
+        "ctx": {**context, "reading": asyncio.Lock()},
     }
 
 
@@ -463,20 +415,13 @@ class BatchWorker(Worker):  # type: ignore[misc]  # arq has no types here.
         await _close(self.ctx)
 
 
-def work(
-    redis: str | None, schedule: Path | None, jobs: int, lease_s: float, files: Path | None, *, burst: bool
-) -> None:
-    """Run a worker until SIGTERM or Ctrl-C; with `burst` until the queue is empty."""
-    BatchWorker(**worker_options(redis, schedule, jobs, lease_s, files), burst=burst).run()
-
-
 async def find_jobs(
     arq: ArqRedis, folder: Folder, manifest: Manifest, shards: Sequence[int]
-) -> tuple[dict[str, Any], list[int]]:
-    """Read the states of the jobs of some shards.
+) -> tuple[dict[str, Any], str]:
+    """Read the states of the jobs of some shards, and queue jobs again that the server lost.
 
     Returns:
-        "queued" and "under_way": how many; "failed": shard -> error. And the shards whose jobs the server lost.
+        "queued" and "under_way": how many; "failed": shard -> error. And a text about lost jobs, "" for none.
     """
     queued, under_way, failed, lost = 0, 0, dict[int, str](), list[int]()
     for some in _in_parts(shards):
@@ -488,8 +433,9 @@ async def find_jobs(
                 pipe.zscore(QUEUE, name)
                 pipe.exists(job_key_prefix + name)
             replies = await pipe.execute()
-        for at, shard in enumerate(some):
-            result, is_under_way, score, is_defined = replies[4 * at : 4 * at + 4]
+        for shard, result, is_under_way, score, is_defined in zip(
+            some, *(replies[at::4] for at in range(4)), strict=True
+        ):
             value = None if result is None else deserialize_result(result, deserializer=_unpacked).result
             if isinstance(value, dict):
                 failed[shard] = value.get("left", "it is gone")
@@ -501,33 +447,38 @@ async def find_jobs(
                 queued += 1
             else:
                 lost.append(shard)
-    if lost:
+    note = ""
+    if lost and (submission := await asyncio.to_thread(_read_submission, folder)):  # It is empty after `cancel`.
         done = await asyncio.to_thread(folder.done, manifest)  # By jobs that have ended since.
-        is_cancelled = not await asyncio.to_thread(_read_submission, folder)
-        lost = [] if is_cancelled else [shard for shard in lost if shard not in done]
-    return {"queued": queued, "under_way": under_way, "failed": failed}, lost
+        if lost := [shard for shard in lost if shard not in done]:
+            note = f"the server lost {counted(len(lost), 'job')}"
+            try:
+                queued += await _queue_again(arq, folder, manifest, submission, lost)
+                note += ": queued again"
+            except LMPoolError as error:
+                note += f", which cannot be queued again: {error}. Submit the input again"
+    return {"queued": queued, "under_way": under_way, "failed": failed}, note
 
 
-async def queue_again(arq: ArqRedis, folder: Folder, manifest: Manifest, output: str, shards: Sequence[int]) -> int:
-    """Queue jobs that the server lost. Return how many are new.
+async def _queue_again(arq: ArqRedis, folder: Folder, manifest: Manifest, data: bytes, shards: Sequence[int]) -> int:
+    """Queue jobs that the server lost, with the content of `jobs.json`. Return how many are new.
 
     Raises:
         BatchError: the folder does not name the input, or the input changed or cannot be read.
         BatchRefused: another run writes to the folder, or it belongs to another user.
     """
+    try:
+        submission = msgspec.json.decode(data, type=Submission)
+    except msgspec.DecodeError as error:
+        raise BatchError(f"{folder.location}/{SUBMISSION} cannot be read: {error}") from error
+    if not submission.source:
+        raise BatchError("the URL of the input has a secret in it, which only the jobs had")
     with folder.shared():
-        try:
-            data = await asyncio.to_thread(_read_submission, folder)
-            submission = msgspec.json.decode(data, type=Submission)
-        except msgspec.DecodeError as error:
-            raise BatchError(f"{folder.location}/{SUBMISSION} cannot be read: {error}") from error
-        if not submission.source:
-            raise BatchError("the URL of the input has a secret in it, which only the jobs had")
         source = await asyncio.to_thread(open_source, submission.source)
         index = await asyncio.to_thread(source.index, manifest.options.shard_lines)
         if index.digest != manifest.input.digest:
             raise BatchError(f"{submission.source} has changed since it was submitted")
-        return await _queue(arq, folder, manifest, index, submission, absolute(output), shards)
+        return await _queue(arq, folder, manifest, index, submission, shards)
 
 
 def _read_submission(folder: Folder) -> bytes:
@@ -555,7 +506,7 @@ async def cancel(arq: ArqRedis, output: str) -> int:
                     pipe.zrem(QUEUE, name)
                     pipe.delete(job_key_prefix + name)
             await pipe.execute()
-    if await asyncio.to_thread(folder.size, SUBMISSION) is not None:
-        with suppress(BatchRefused), folder.explained(), folder.shared():  # `queue_again` refuses such a folder too.
+    if SUBMISSION in await asyncio.to_thread(folder.listed):
+        with suppress(BatchRefused), folder.explained(), folder.shared():  # `find_jobs` refuses such a folder too.
             await asyncio.to_thread(folder.write, SUBMISSION, [])
     return len(ours)

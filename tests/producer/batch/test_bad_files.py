@@ -22,9 +22,9 @@ import pytest
 
 import lmpool.batch
 from lmpool.batch import lines as lines_module
-from lmpool.batch import parquet as parquet_module
 from lmpool.batch.folder import SUBMISSION
-from lmpool.batch.lines import CustomIds, Failed, Line, Source
+from lmpool.batch.lines import CustomIds, JsonlSource, Line, ParquetSource, Source
+from lmpool.batch.shards import Failed
 from lmpool.errors import BatchError, BatchRefused, DeadlineExceeded, LMPoolError, SettingsError, UnknownAdapter
 from tests.producer.batch.runs import arguments, begin, content, draw_texts, errors, run, write_lines, write_texts
 from tests.support.gate import Gate
@@ -123,16 +123,16 @@ async def test_start_may_lie_beyond_a_text(pool: Pool, tmp_path: Path) -> None:
 def test_a_long_line_is_passed_over(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(lines_module, "MAX_LINE_BYTES", 40)
     monkeypatch.setattr(lines_module, "_READ_BYTES", 16)
-    source = lines_module.JsonlSource(
+    source = JsonlSource(
         write_lines(tmp_path / "in.jsonl", ['{"ids": [1]}', '{"ids": [%s1]}' % ("1," * 100), '{"ids": [2]}' + " " * 28])
     )
     index = source.index(1)
     read = [line for chunk in source.read(index, 1, range(3)) for line in chunk.lines]
     assert [isinstance(line, Line) and line.fields.ids for line in read] == [[1], False, False]
     assert isinstance(read[1], Failed)
-    assert "the line has more than" in read[1].reason
+    assert "the line has more than" in read[1].error
     (tmp_path / "in.jsonl").write_bytes(b'\xef\xbb\xbf{"ids": [1]}')  # As some editors begin a file, and end it.
-    source = lines_module.JsonlSource(tmp_path / "in.jsonl")
+    source = JsonlSource(tmp_path / "in.jsonl")
     (chunk,) = source.read(source.index(10), 10, [0])
     assert [isinstance(line, Line) and line.fields.ids for line in chunk.lines] == [[1]]
 
@@ -152,14 +152,13 @@ def two_inputs(
 ) -> tuple[Path, list[list[int]], list[list[int]]]:
     """An input of many blocks, the texts in it, and those of another one that is as long."""
     monkeypatch.setattr(lines_module, "_READ_BYTES", 4096)
-    monkeypatch.setattr(parquet_module, "_READ_BYTES", 4096)
     first, second = ([[kind, *divmod(line, 10)] * 20 for line in range(100, 1000)] for kind in (1, 2))
     return write_numbered(tmp_path / f"in.{request.param}", first), first, second
 
 
 def open_input(path: Path) -> Source:
     """The input at a path."""
-    return parquet_module.ParquetSource(path) if path.suffix == ".parquet" else lines_module.JsonlSource(path)
+    return ParquetSource(path) if path.suffix == ".parquet" else JsonlSource(path)
 
 
 @pytest.mark.parametrize("change", ["same size", "cut", "longer"])

@@ -19,10 +19,8 @@ from msgspec.structs import replace
 
 import lmpool.batch
 from lmpool.batch import fetch
-from lmpool.batch.bucket import Bucket, open_folder
-from lmpool.batch.folder import Folder, Manifest, Shard
-from lmpool.batch.kinds import Text
-from lmpool.batch.shards import ShardWriter
+from lmpool.batch.folder import Bucket, Folder, Manifest, Shard, open_folder
+from lmpool.batch.shards import ShardWriter, Text
 from lmpool.errors import BatchError, BatchRefused, SettingsError
 from tests.producer.batch.buckets import TestBucket
 from tests.producer.batch.runs import begin, content, draw_texts, run, write_lines, write_texts
@@ -236,7 +234,7 @@ def test_an_unreachable_store_is_an_error_that_may_pass(bucket: TestBucket, monk
         raise Broken("connection to s3://me:secret@host refused")
 
     folder = Bucket(f"{bucket.url}/out")
-    monkeypatch.setattr("lmpool.batch.bucket.file_system", refuse)
+    monkeypatch.setattr("lmpool.batch.folder.file_system", refuse)
     with pytest.raises(
         BatchError, match="s3://host refused. Finished shards are kept. Run the same command again"
     ) as raised:
