@@ -131,11 +131,8 @@ def _run(source: str, output: str, settings: BatchSettings, client: _Client, as_
         failed = f"; {counted(outcome.errors, 'line')} without one: see {where}" if outcome.errors else ""
         say(f"{counted(outcome.texts, 'result')} in {counted(outcome.shards, 'shard')} in {named(output)}{failed}")
     if outcome.errors:
-        data = open_folder(output).read(ERRORS)
-        first = f"{ERRORS} is gone"
-        if data is not None:
-            failed_line = msgspec.json.decode(data.partition(b"\n")[0])
-            first = f"line {failed_line['line']}: {failed_line['error']}"
+        line = msgspec.json.decode((open_folder(output).read(ERRORS) or b"").partition(b"\n")[0])
+        first = f"line {line['line']}: {line['error']}"
         if not outcome.texts:
             raise BatchError(f"no line of {named(source)} has a result; {first}; see {where}")
         say(f"the first of them: {first}", err=True)
@@ -144,14 +141,12 @@ def _run(source: str, output: str, settings: BatchSettings, client: _Client, as_
 
 def _submit(source: str, output: str, settings: BatchSettings, client: _Client, as_json: bool) -> None:
     """Queue a job for each unfinished shard, for `lmpool batch worker`. The same again queues what is left."""
-
-    async def submit(producer: Producer) -> Any:
-        return await _with_queue(
-            client.redis, lambda arq: _jobs().submit(producer, arq, source, output, settings, client.pool)
+    jobs = _jobs()
+    queued = client.run(
+        lambda producer: _with_queue(
+            client.redis, lambda arq: jobs.submit(producer, arq, source, output, settings, client.pool)
         )
-
-    _jobs()  # Without arq the error comes before a pool is waited for.
-    queued = client.run(submit)
+    )
     if as_json:
         say_json(queued._asdict())
     else:
@@ -160,9 +155,7 @@ def _submit(source: str, output: str, settings: BatchSettings, client: _Client, 
 
 
 _run_or_submit("run", _run, _EXIT_CODES)
-_run_or_submit(
-    "submit", _submit, "Needs the extra bulk. `lmpool batch worker` runs the jobs; it must see the same files."
-)
+_run_or_submit("submit", _submit, "Needs the extra bulk. `lmpool batch worker` runs the jobs and needs the same files.")
 
 
 @batch_app.command()
@@ -200,10 +193,8 @@ def status(output: Output, redis: RedisUrl = None, as_json: AsJson = False) -> N
     folder = open_folder(output)
     manifest = folder.manifest()
     left = sorted(set(range(manifest.shards)) - set(folder.done(manifest)))
-    counts = {"shards": manifest.shards, "done": manifest.shards - len(left)}
     states: dict[str, Any] = {"queued": 0, "under_way": 0, "failed": {}}
-    text = f"{counts['done']} of {counted(manifest.shards, 'shard')} done"
-
+    text = f"{manifest.shards - len(left)} of {counted(manifest.shards, 'shard')} done"
     # A folder of `batch run` has no jobs, so its status needs neither a server nor arq.
     if left and SUBMISSION in folder.listed():
         try:
@@ -217,7 +208,7 @@ def status(output: Output, redis: RedisUrl = None, as_json: AsJson = False) -> N
             states = dict.fromkeys(states)
             text += f" (jobs are not shown: {error})"
     if as_json:
-        say_json({**counts, **states})
+        say_json({"shards": manifest.shards, "done": manifest.shards - len(left), **states})
         return
     say(text)
     for shard, reason in (states["failed"] or {}).items():
@@ -244,11 +235,12 @@ def _jobs() -> ModuleType:
 
 async def _with_queue(redis: str | None, work: Callable[[Any], Coroutine[Any, Any, T]]) -> T:
     """Run a coroutine with the client of arq."""
-    arq = _jobs().connect(redis)
+    connect, server = _jobs().connect, Server(redis)
+    arq = connect(server)
     try:
         return await work(arq)
     except (RedisError, OSError) as error:
-        raise Server(redis).explain(error) from error
+        raise server.explain(error) from error
     finally:
         await arq.aclose(close_connection_pool=True)
 
@@ -271,15 +263,13 @@ def perplexity(
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or error
         raise SettingsError(f"file: {file} cannot be read: {reason}") from error
-    client, progress = _Client(Pool(model, prefix, timeout), redis, waits), Progress("tokens")
-    found = client.run(lambda producer: perplexity_of(producer, text, window, overlap, adapter, progress))
+    client = _Client(Pool(model, prefix, timeout), redis, waits)
+    found = client.run(lambda producer: _perplexity_of(producer, text, window, overlap, adapter))
     if as_json:
         say_json(found)
         return
-    say(f"tokens         {found['tokens']}")
-    say(f"nats per token {found['nats_per_token']:.4f}")
-    say(f"perplexity     {found['perplexity']:.3f}")
-    say(f"bits per byte  {found['bits_per_byte']:.4f}")
+    for name, digits in (("tokens", 0), ("nats_per_token", 4), ("perplexity", 3), ("bits_per_byte", 4)):
+        say(f"{name.replace('_', ' '):14} {found[name]:.{digits}f}")
 
 
 def windows(ids: list[int], window: int, overlap: int) -> Iterator[tuple[list[int], list[int]]]:
@@ -292,27 +282,8 @@ def windows(ids: list[int], window: int, overlap: int) -> Iterator[tuple[list[in
         start = end
 
 
-async def perplexity_of(
-    producer: Producer, text: str, window: int, overlap: int, adapter: str, progress: Progress
-) -> dict[str, float]:
-    """Score every token of a text but the first, in windows that overlap.
-
-    Args:
-        producer: is opened.
-        text: to score.
-        window: tokens of one forward at most; 0 for 2,048, or the model's longest prompt if that is shorter.
-        overlap: tokens before the scored tokens of a window, if the text has them; 0 for half a window.
-        adapter: of the model; "" for none.
-        progress: counts tokens.
-
-    Returns:
-        "tokens": with a score, all but the first. "nats_per_token": minus the mean of their log-probabilities.
-        "perplexity": its exponential. "bits_per_byte": of UTF-8, which compares models with different tokenizers.
-
-    Raises:
-        SettingsError: the text has less than two tokens, or the windows do not fit the model.
-        LMPoolError: as `Producer.score`.
-    """
+async def _perplexity_of(producer: Producer, text: str, window: int, overlap: int, adapter: str) -> dict[str, float]:
+    """Score every token of a text but the first, in windows that overlap; 0 is the default of windows and overlaps."""
     await producer.open()
     most = producer.model.max_prompt_tokens
     window = window or min(_WINDOW, most)
@@ -323,7 +294,7 @@ async def perplexity_of(
     ids = await asyncio.to_thread(tokenizer.encode, text)
     if len(ids) < 2:
         raise SettingsError("file: it has less than two tokens; a score needs a token before it")
-    pairs = windows(ids, window, overlap)
+    pairs, progress = windows(ids, window, overlap), Progress("tokens")
     sums: list[float] = []
 
     async def send() -> None:
@@ -335,10 +306,6 @@ async def perplexity_of(
     with progress.shown(len(ids) - 1, 0):
         await gather([send() for _ in range(_CONCURRENCY)])
     nats = math.fsum(sums)
-    mean = nats / (len(ids) - 1)
-    return {
-        "tokens": len(ids) - 1,
-        "nats_per_token": mean,
-        "perplexity": math.exp(mean) if mean < 700 else math.inf,  # exp of more than 709 does not fit into a float.
-        "bits_per_byte": nats / math.log(2) / len(text.encode("utf-8")),
-    }
+    mean, bits = nats / (len(ids) - 1), nats / math.log(2) / len(text.encode("utf-8"))
+    perplexity = math.exp(mean) if mean < 700 else math.inf  # exp of more than 709 does not fit into a float.
+    return {"tokens": len(ids) - 1, "nats_per_token": mean, "perplexity": perplexity, "bits_per_byte": bits}

@@ -15,8 +15,8 @@ import asyncio
 import hashlib
 import logging
 import os
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from datetime import datetime
 from functools import lru_cache, partial
 from pathlib import Path
@@ -28,7 +28,7 @@ import msgspec
 import numpy as np
 from redis.exceptions import RedisError
 
-from lmpool.aio import delays, end_tasks
+from lmpool.aio import await_beside, delays
 from lmpool.batch.fetch import FILES_VARIABLE, absolute, check_locations, named
 from lmpool.batch.folder import MANIFEST, SUBMISSION, Folder, Manifest, digest_of_file, open_folder
 from lmpool.batch.lines import Index, Source, open_source
@@ -101,13 +101,8 @@ class Queued(NamedTuple):
     shards: int
 
 
-def connect(redis: str | Server | None) -> ArqRedis:
-    """The client of arq for a server.
-
-    Raises:
-        SettingsError, ServerUnreachable: as `Server`; arq cannot use a cluster.
-    """
-    server = redis if isinstance(redis, Server) else Server(redis)
+def connect(server: Server) -> ArqRedis:
+    """The client of arq for a server; SettingsError for a cluster, which arq cannot use."""
     if server.is_cluster:
         raise SettingsError("redis: arq cannot use a cluster. Give a single server for the jobs")
     pool = server.client().connection_pool
@@ -185,16 +180,15 @@ async def _answer_shard(context: dict[str, Any], given: dict[str, Any]) -> dict[
     """The job: compute one shard; or return why no client needs it any more."""
     job = msgspec.convert(given, ShardJob, strict=False)
     check_locations(context["files"], job.source, job.output)
-    async with _leased(context):
-        try:
-            return await _answer(context, job)
-        except LMPoolError as error:
-            can_pass = isinstance(error, BatchRefused) or (isinstance(error, BatchError) and error.may_pass)
-            is_final = isinstance(error, (SettingsError, BatchError)) and not can_pass
-            # Other errors can pass: no worker, no server, another model. The last try reports its error.
-            if is_final or context["job_try"] >= _MAX_TRIES:
-                raise
-            raise Retry(defer=_DEFER_S) from error
+    try:
+        return await await_beside(_answer(context, job), [_renew(context)])
+    except LMPoolError as error:
+        can_pass = isinstance(error, BatchRefused) or (isinstance(error, BatchError) and error.may_pass)
+        is_final = isinstance(error, (SettingsError, BatchError)) and not can_pass
+        # Other errors can pass: no worker, no server, another model. The last try reports its error.
+        if is_final or context["job_try"] >= _MAX_TRIES:
+            raise
+        raise Retry(defer=_DEFER_S) from error
 
 
 async def _answer(context: dict[str, Any], job: ShardJob) -> dict[str, Any]:
@@ -246,22 +240,13 @@ async def _producer_of(context: dict[str, Any], pool: Pool) -> Producer:
     return producers[pool]
 
 
-@asynccontextmanager
-async def _leased(context: dict[str, Any]) -> AsyncIterator[None]:
+async def _renew(context: dict[str, Any]) -> None:
     """Renew the mark of a job in progress like a lease. arq sets it for the longest time that a job may take."""
-    redis, mark, lease_s = context["redis"], in_progress_key_prefix + context["job_id"], context["lease_s"]
-
-    async def renew() -> None:
-        while True:
-            with suppress(RedisError, OSError):  # If the lease expires, another worker computes the same shard.
-                await redis.psetex(mark, int(1000 * lease_s), b"1")
-            await asyncio.sleep(lease_s / 3)
-
-    renewing = asyncio.create_task(renew())
-    try:
-        yield
-    finally:
-        await end_tasks([renewing])
+    lease_s = context["lease_s"]
+    while True:
+        with suppress(RedisError, OSError):  # If the lease expires, another worker computes the same shard.
+            await context["redis"].psetex(in_progress_key_prefix + context["job_id"], int(1000 * lease_s), b"1")
+        await asyncio.sleep(lease_s / 3)
 
 
 async def _close(context: dict[str, Any]) -> None:
@@ -309,20 +294,16 @@ def _nightly(entry: Nightly, number: int) -> Any:
 
     async def submit_run(context: dict[str, Any]) -> dict[str, int]:
         output = entry.output.replace("{date}", datetime.now().date().isoformat())
-        async with _leased(context):
-            producer = await _producer_of(context, pool)
-            return (await submit(producer, context["redis"], entry.source, output, settings, pool))._asdict()
+        producer = await _producer_of(context, pool)
+        submitting = submit(producer, context["redis"], entry.source, output, settings, pool)
+        return (await await_beside(submitting, [_renew(context)]))._asdict()
 
     hour, minute = map(int, entry.at.split(":"))
     return cron(submit_run, name=f"nightly-{number}", hour=hour, minute=minute, max_tries=5)
 
 
 def worker_options(
-    redis: str | None,
-    schedule: Path | None = None,
-    jobs: int = 4,
-    lease_s: float = _LEASE_S,
-    files: Path | None = None,
+    redis: str | None, schedule: Path | None = None, jobs: int = 4, lease_s: float = _LEASE_S, files: Path | None = None
 ) -> dict[str, Any]:
     """The options of arq's `Worker`.
 
@@ -371,7 +352,7 @@ class BatchWorker(Worker):  # type: ignore[misc]  # arq has no types here.
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        # Lifetime of the mark of a job in progress, which `_leased` renews.
+        # Lifetime of the mark of a job in progress, which `_renew` renews.
         self.in_progress_timeout_s = self.ctx["lease_s"]
 
     async def main(self) -> None:
@@ -433,9 +414,8 @@ async def find_jobs(
                 pipe.zscore(QUEUE, name)
                 pipe.exists(job_key_prefix + name)
             replies = await pipe.execute()
-        for shard, result, is_under_way, score, is_defined in zip(
-            some, *(replies[at::4] for at in range(4)), strict=True
-        ):
+        columns = (replies[at::4] for at in range(4))
+        for shard, result, is_under_way, score, is_defined in zip(some, *columns, strict=True):
             value = None if result is None else deserialize_result(result, deserializer=_unpacked).result
             if isinstance(value, dict):
                 failed[shard] = value.get("left", "it is gone")
@@ -448,29 +428,26 @@ async def find_jobs(
             else:
                 lost.append(shard)
     note = ""
-    if lost and (submission := await asyncio.to_thread(_read_submission, folder)):  # It is empty after `cancel`.
-        done = await asyncio.to_thread(folder.done, manifest)  # By jobs that have ended since.
-        if lost := [shard for shard in lost if shard not in done]:
-            note = f"the server lost {counted(len(lost), 'job')}"
-            try:
-                queued += await _queue_again(arq, folder, manifest, submission, lost)
-                note += ": queued again"
-            except LMPoolError as error:
-                note += f", which cannot be queued again: {error}. Submit the input again"
+    with folder.explained():
+        data = await asyncio.to_thread(folder.read, SUBMISSION)  # It is empty after `cancel`.
+        if lost and data:
+            done = await asyncio.to_thread(folder.done, manifest)  # By jobs that have ended since.
+            lost = [shard for shard in lost if shard not in done]
+    if lost and data:
+        note = f"the server lost {counted(len(lost), 'job')}"
+        try:
+            submission = msgspec.json.decode(data, type=Submission)
+            queued += await _queue_again(arq, folder, manifest, submission, lost)
+            note += ": queued again"
+        except LMPoolError as error:
+            note += f", which cannot be queued again: {error}. Submit the input again"
     return {"queued": queued, "under_way": under_way, "failed": failed}, note
 
 
-async def _queue_again(arq: ArqRedis, folder: Folder, manifest: Manifest, data: bytes, shards: Sequence[int]) -> int:
-    """Queue jobs that the server lost, with the content of `jobs.json`. Return how many are new.
-
-    Raises:
-        BatchError: the folder does not name the input, or the input changed or cannot be read.
-        BatchRefused: another run writes to the folder, or it belongs to another user.
-    """
-    try:
-        submission = msgspec.json.decode(data, type=Submission)
-    except msgspec.DecodeError as error:
-        raise BatchError(f"{folder.location}/{SUBMISSION} cannot be read: {error}") from error
+async def _queue_again(
+    arq: ArqRedis, folder: Folder, manifest: Manifest, submission: Submission, shards: Sequence[int]
+) -> int:
+    """Queue jobs that the server lost. Return how many are new; BatchError if the input changed or cannot be read."""
     if not submission.source:
         raise BatchError("the URL of the input has a secret in it, which only the jobs had")
     with folder.shared():
@@ -479,12 +456,6 @@ async def _queue_again(arq: ArqRedis, folder: Folder, manifest: Manifest, data: 
         if index.digest != manifest.input.digest:
             raise BatchError(f"{submission.source} has changed since it was submitted")
         return await _queue(arq, folder, manifest, index, submission, shards)
-
-
-def _read_submission(folder: Folder) -> bytes:
-    """The content of `jobs.json`, which `cancel` empties."""
-    with folder.explained():
-        return folder.read(SUBMISSION) or b""
 
 
 async def cancel(arq: ArqRedis, output: str) -> int:

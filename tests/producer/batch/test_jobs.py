@@ -35,6 +35,7 @@ from lmpool.batch.jobs import (
 )
 from lmpool.batch.run import BatchSettings
 from lmpool.batch.run import Pool as PoolOfJobs
+from lmpool.broker.server import Server
 from lmpool.embedded import EmbeddedServer
 from lmpool.errors import SettingsError
 from tests.producer.batch.buckets import TestBucket
@@ -565,7 +566,7 @@ def test_a_schedule_that_is_none_is_refused(tmp_path: Path) -> None:
 
 def test_a_cluster_is_refused() -> None:
     with pytest.raises(SettingsError, match="arq cannot use a cluster"):
-        connect("redis+cluster://127.0.0.1:1")
+        connect(Server("redis+cluster://127.0.0.1:1"))
 
 
 async def test_jobs_of_another_run_leave_a_folder_alone(

@@ -484,7 +484,7 @@ def test_a_folder_of_another_user_is_refused(
                 pass
     (output / "errors").rmdir()
     (output / "errors").symlink_to(tmp_path)
-    with pytest.raises(BatchRefused, match="errors is not a folder"), hold(Folder(output)):
+    with pytest.raises(BatchRefused, match="errors is a symbolic link"), hold(Folder(output)):
         pass
     (output / "errors").unlink()
     with hold(Folder(output)):
