@@ -27,18 +27,11 @@ try:
     from jinja2.exceptions import TemplateError
     from lm_eval.api.model import TemplateLM
     from lm_eval.api.registry import register_model
-    from lm_eval.models.utils import (
-        handle_stop_sequences,
-        has_bos_prefix,
-        normalize_gen_kwargs,
-        postprocess_generated_text,
-    )
+    from lm_eval.models import utils
     from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
     from tqdm import tqdm  # type: ignore[import-untyped]
 except ImportError as error:
-    raise ImportError(
-        f"lmpool.lm_eval needs lm-eval 0.4.10 or newer: pip install 'lmpool[lm-eval]' ({error})"
-    ) from error
+    raise ImportError(f"lmpool.lm_eval needs lm-eval>=0.4.10: pip install 'lmpool[lm-eval]' ({error})") from error
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -133,9 +126,8 @@ class LmpoolLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types.
         self._think_end_token = think_end_token
         self._chat_template_args = chat_template_args or {}
         self._adapter = adapter
-        self._producer = SyncProducer(
-            name, redis=redis, prefix=prefix, timeout=timeout, priority=priority, keep_answers=False
-        )
+        where: dict[str, Any] = {"redis": redis, "prefix": prefix, "timeout": timeout, "priority": priority}
+        self._producer = SyncProducer(name, keep_answers=False, **where)
         info = self._info = self._producer.model
         self.max_length = info.max_prompt_tokens if max_length is None else max_length
         check_number("max_length", self.max_length, least=1, most=info.max_prompt_tokens)
@@ -149,16 +141,15 @@ class LmpoolLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types.
         self._ends = {token for token in ends if token is not None and token < info.vocab_size}
 
     @property
-    def eot_token_id(self) -> int:
-        """The tokenizer's EOS."""
-        token: int = self.tokenizer.eos_token_id
-        return token
+    def eot_token_id(self) -> Any:
+        """The tokenizer's EOS, an int."""
+        return self.tokenizer.eos_token_id
 
     @property
     def prefix_token_id(self) -> int:
         """The token before the first token of a text."""
         candidates = (self._prefix_token_id, self.tokenizer.bos_token_id)
-        return next((token for token in candidates if token is not None), self.eot_token_id)
+        return int(next((token for token in candidates if token is not None), self.eot_token_id))
 
     @property
     def tokenizer_name(self) -> str:
@@ -172,12 +163,8 @@ class LmpoolLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types.
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         """See `lm_eval.api.model.LM.apply_chat_template`."""
-        options = {
-            "tokenize": False,
-            "add_generation_prompt": add_generation_prompt,
-            "continue_final_message": not add_generation_prompt,
-            **self._chat_template_args,
-        }
+        options: dict[str, Any] = {"tokenize": False, "add_generation_prompt": add_generation_prompt}
+        options |= {"continue_final_message": not add_generation_prompt, **self._chat_template_args}
         try:
             return str(self.tokenizer.apply_chat_template(chat_history, **options))
         except TemplateError:
@@ -187,7 +174,7 @@ class LmpoolLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types.
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
         """See `lm_eval.api.model.TemplateLM.tok_encode`."""
-        if add_special_tokens is None and has_bos_prefix(string, self.tokenizer.decode(self.prefix_token_id)):
+        if add_special_tokens is None and utils.has_bos_prefix(string, self.tokenizer.decode(self.prefix_token_id)):
             add_special_tokens = False
         return self._encode(string, add_special_tokens)
 
@@ -290,9 +277,9 @@ class LmpoolLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types.
         return tokens
 
     def _read(self, gen_kwargs: dict[str, Any]) -> _Generation:
-        arguments = dict(normalize_gen_kwargs(gen_kwargs, self.max_gen_toks))
+        arguments = dict(utils.normalize_gen_kwargs(gen_kwargs, self.max_gen_toks))
         eos = None if self.eot_token_id is None else self.tokenizer.decode(self.eot_token_id)
-        until = handle_stop_sequences(arguments.pop("until", None), eos)
+        until = utils.handle_stop_sequences(arguments.pop("until", None), eos)
         max_tokens, temperature = arguments.pop("max_gen_toks"), arguments.pop("temperature", 0.0)
         del arguments["do_sample"]
         sampling = {"temperature": temperature, "top_p": arguments.pop("top_p", 1.0) if temperature else 1.0}
@@ -307,7 +294,7 @@ class LmpoolLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types.
 
     def _generate(self, number: int, context: str, wanted: _Generation) -> str:
         """A continuation, requested in pieces."""
-        has_bos = has_bos_prefix(context, self.tokenizer.bos_token)
+        has_bos = utils.has_bos_prefix(context, self.tokenizer.bos_token)
         ids = self._encode(context, False if has_bos else None)[wanted.max_tokens - self.max_length :]
         ids = ids or [self.prefix_token_id]
         # Workers stop at the tokens of a text that ends the continuation; other tokens may form it too.
@@ -328,7 +315,7 @@ class LmpoolLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types.
                     end = at
                     break
         text = self.tokenizer.decode(made[:end], skip_special_tokens=True)
-        return str(postprocess_generated_text(text, wanted.until, self._think_end_token))
+        return str(utils.postprocess_generated_text(text, wanted.until, self._think_end_token))
 
 
 def main() -> None:

@@ -15,7 +15,7 @@ import typer
 from redis.exceptions import RedisError
 
 from lmpool.aio import gather
-from lmpool.batch.fetch import named
+from lmpool.batch.fetch import FILES_VARIABLE, named
 from lmpool.batch.folder import ERRORS, SUBMISSION, open_folder
 from lmpool.batch.kinds import KINDS_HELP
 from lmpool.batch.run import BatchSettings, Pool, Progress, counted, run_batch
@@ -41,15 +41,12 @@ _WINDOW = 2048  # Default tokens of a window: models are compared at this contex
 
 batch_app = typer.Typer(name="batch", help="Whole files: a result for every line, in a folder.", no_args_is_help=True)
 
-Source = Annotated[
-    str,
-    typer.Argument(
-        metavar="IN", help="JSONL (text or ids, and custom_id) or Parquet, may be compressed; a path or a URL."
-    ),
-]
-Output = Annotated[
-    str, typer.Argument(metavar="OUT", help="Folder for the results, or its URL. An unfinished run is continued.")
-]
+_IN = "JSONL (text or ids, and custom_id) or Parquet, may be compressed; a path or a URL."
+_OUT = "Folder for the results, or its URL. An unfinished run is continued."
+_FILES = "Jobs read and write files below this folder only (default: LMPOOL_BATCH_FILES, then the working directory)."
+
+Source = Annotated[str, typer.Argument(metavar="IN", help=_IN)]
+Output = Annotated[str, typer.Argument(metavar="OUT", help=_OUT)]
 What = Annotated[str, typer.Option(help=f"The request for every text: {KINDS_HELP}.")]
 Start = Annotated[int, typer.Option(help="First position of each text; -1 is the last position, and so on.")]
 Format = Annotated[str | None, typer.Option("--format", help="jsonl (default) or parquet; rows are safetensors.")]
@@ -142,10 +139,9 @@ def _run(source: str, output: str, settings: BatchSettings, client: _Client, as_
 def _submit(source: str, output: str, settings: BatchSettings, client: _Client, as_json: bool) -> None:
     """Queue a job for each unfinished shard, for `lmpool batch worker`. The same again queues what is left."""
     jobs = _jobs()
+    given = jobs.Submission(source, settings, client.pool)
     queued = client.run(
-        lambda producer: _with_queue(
-            client.redis, lambda arq: jobs.submit(producer, arq, source, output, settings, client.pool)
-        )
+        lambda producer: _with_queue(client.redis, lambda arq: jobs.submit(producer, arq, given, output))
     )
     if as_json:
         say_json(queued._asdict())
@@ -162,19 +158,9 @@ _run_or_submit("submit", _submit, "Needs the extra bulk. `lmpool batch worker` r
 def worker(
     burst: Annotated[bool, typer.Option("--burst", help="End when nothing is queued.")] = False,
     jobs_at_once: Annotated[int, typer.Option("--jobs", min=1, help="Concurrent shards.")] = 4,
-    lease_s: Annotated[
-        float, typer.Option(min=1, help="Seconds until another worker takes over the shards of a killed worker.")
-    ] = 30.0,
+    lease_s: Annotated[float, typer.Option(min=1, help="Seconds until a killed worker's jobs are taken over.")] = 30.0,
     schedule: Annotated[Path | None, typer.Option(help="A TOML file of nightly runs; see docs/bulk.md.")] = None,
-    files: Annotated[
-        Path | None,
-        typer.Option(
-            help="Jobs read and write files below this folder only (default: LMPOOL_BATCH_FILES, then the working "
-            "directory).",
-            envvar="LMPOOL_BATCH_FILES",
-            show_envvar=False,
-        ),
-    ] = None,
+    files: Annotated[Path | None, typer.Option(help=_FILES, envvar=FILES_VARIABLE, show_envvar=False)] = None,
     redis: RedisUrl = None,
 ) -> None:
     """Run the jobs that `lmpool batch submit` queued, until Ctrl-C. Any number of workers may run."""

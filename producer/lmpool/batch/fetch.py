@@ -55,14 +55,6 @@ _USER, _QUERY = re.compile(r"://[^/@\s]*@"), re.compile(r"(://[^?#]*)[?#]\S*")
 _VERSION_FIELDS = {"etag", "lastmodified", "last_modified", "last-modified", "content-md5", "generation", "updated"}
 # In the key of copies of files without such fields: only this process uses these copies.
 _PROCESS = secrets.token_hex(8)
-# First bytes of files that are not read -> why.
-_REFUSED = {
-    b"PK\x03\x04": "is a zip archive: unpack it first",
-    b"7z\xbc\xaf\x27\x1c": "is a 7z archive: unpack it first",
-    b"\x04\x22\x4d\x18": "is compressed by lz4: unpack it first",
-    b"\xff\xfe": "is UTF-16: save it as UTF-8",
-    b"\xfe\xff": "is UTF-16: save it as UTF-8",
-}
 _IS_FOLDER = "is a folder: give one file in it; each file needs its own run and output folder"
 
 
@@ -106,10 +98,8 @@ def check_locations(root: Path, source: str, output: str) -> None:
         if is_url(location):
             check_url(location, schemes)
         elif not Path(location).resolve().is_relative_to(root.resolve()):
-            raise SettingsError(
-                f"{location} is not below {root}, where this worker's jobs may read and write files. Start the worker "
-                f"with another --files or {FILES_VARIABLE}"
-            )
+            advice = f"Start the worker with another --files or {FILES_VARIABLE}"
+            raise SettingsError(f"{location} is not below {root}, the folder of this worker's jobs. {advice}")
 
 
 def file_system(url: str) -> tuple[Any, str]:
@@ -181,16 +171,27 @@ def pyarrow(use: str) -> Any:
     return pyarrow
 
 
-# First bytes of a compressed file -> the suffixes of its name, and the function that opens it.
-_COMPRESSED: dict[bytes, tuple[tuple[str, ...], Callable[[Path], Any]]] = {
-    b"\x1f\x8b": ((".gz",), gzip.GzipFile),
-    b"BZh": ((".bz2",), bz2.BZ2File),
-    b"\xfd7zXZ\x00": ((".xz",), lzma.LZMAFile),
-    b"\x28\xb5\x2f\xfd": (
-        (".zst", ".zstd"),
-        lambda path: pyarrow(f"input: {path} is compressed by zstd, which").CompressedInputStream(str(path), "zstd"),
-    ),
+def _open_zstd(path: Path) -> IO[bytes]:
+    stream: IO[bytes] = pyarrow(f"input: {path} is compressed by zstd, which").CompressedInputStream(str(path), "zstd")
+    return stream
+
+
+# First bytes of a compressed file -> the function that opens it.
+_COMPRESSED: dict[bytes, Callable[[Path], Any]] = {
+    b"\x1f\x8b": gzip.GzipFile,
+    b"BZh": bz2.BZ2File,
+    b"\xfd7zXZ\x00": lzma.LZMAFile,
+    b"\x28\xb5\x2f\xfd": _open_zstd,
 }
+
+
+@contextmanager
+def readable(path: Path) -> Iterator[None]:
+    """Raise errors of reading a file as BatchError."""
+    try:
+        yield
+    except OSError as error:
+        raise BatchError(f"{path} cannot be read: {error.strerror or error}") from error
 
 
 def plain_file(location: str) -> Path:
@@ -214,32 +215,24 @@ def plain_file(location: str) -> Path:
         pipe = "is a pipe or a device, which can be read only once: save its data to a file"
         reason = _IS_FOLDER if path.is_dir() else pipe if path.exists() else "does not exist"
         raise SettingsError(f"input: {shown(location)} {reason}")
-    try:
-        with path.open("rb") as file:
-            begins, state = file.read(8), state_of(os.fstat(file.fileno()))
-    except OSError as error:
-        raise BatchError(f"{path} cannot be read: {error.strerror or error}") from error
-    for magic, reason in _REFUSED.items():
-        if begins.startswith(magic):
-            raise SettingsError(f"input: {shown(named(location))} {reason}")
-    for magic, (suffixes, opened) in _COMPRESSED.items():
-        if not begins.startswith(magic):
-            continue
+    with readable(path), path.open("rb") as file:
+        begins, state = file.read(8), state_of(os.fstat(file.fileno()))
+    opened = next((opened for magic, opened in _COMPRESSED.items() if begins.startswith(magic)), None)
+    if opened is None:
+        return path
 
-        def unpack(made: Path, opened: Callable[[Path], IO[bytes]] = opened) -> None:
-            try:
-                with opened(path) as packed, made.open("wb") as file:
-                    shutil.copyfileobj(packed, file)
-            except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
-                if isinstance(error, OSError) and error.errno is not None:
-                    raise  # The disk failed, not the data.
-                raise BatchError(f"{path} cannot be unpacked: {error}") from error
-            if state_of(path.stat()) != state:
-                raise BatchError(f"{path} changed while it was unpacked. Run the command again")
+    def unpack(made: Path) -> None:
+        try:
+            with opened(path) as packed, made.open("wb") as file:
+                shutil.copyfileobj(packed, file)
+        except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
+            if isinstance(error, OSError) and error.errno is not None:
+                raise  # The disk failed, not the data.
+            raise BatchError(f"{path} cannot be unpacked: {error}") from error
+        if state_of(path.stat()) != state:
+            raise BatchError(f"{path} changed while it was unpacked. Run the command again")
 
-        name = path.stem if path.suffix in suffixes else path.name
-        return _cached(repr((str(path.absolute()), *state)), name, unpack)
-    return path
+    return _cached(repr((str(path.absolute()), *state)), path.name, unpack)
 
 
 def state_of(status: os.stat_result) -> tuple[int, ...]:

@@ -43,6 +43,9 @@ _LOCK, _ERRORS_OF_SHARDS, _NOTES = "lock", "errors", "done"
 VERSION = 1
 """Version of the manifest and of the layout of shards."""
 
+TRY_AGAIN = "Finished shards are kept. Run the same command again"
+"""Advice at the end of an error."""
+
 # errno values for which the remedy is free space.
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # Seconds after which no live worker writes to a temporary file: a day, the longest time of a job.
@@ -138,7 +141,7 @@ class Manifest(msgspec.Struct):
         """The content of the file."""
         return msgspec.json.format(msgspec.json.encode(self), indent=1) + b"\n"
 
-    def differences(self, wanted: Manifest) -> list[str]:
+    def differences(self, wanted: Manifest) -> str:
         """What keeps this run from being continued as the wanted run."""
 
         def decisive(manifest: Manifest) -> dict[str, object]:
@@ -153,7 +156,8 @@ class Manifest(msgspec.Struct):
             }
 
         now = decisive(wanted)
-        return [f"{name} {was!r}, now {now[name]!r}" for name, was in decisive(self).items() if was != now[name]]
+        pairs = ((name, was, now[name]) for name, was in decisive(self).items())
+        return "; ".join(f"{name} {was!r}, now {wants!r}" for name, was, wants in pairs if was != wants)
 
 
 class Folder:
@@ -178,10 +182,7 @@ class Folder:
             yield
         except OSError as error:
             remedy = "Free some space" if error.errno in _FULL else "Fix this"
-            raised = BatchError(
-                f"{self.location}: {error.strerror or error}. Finished shards are kept. {remedy} and run the same "
-                "command again"
-            )
+            raised = BatchError(f"{self.location}: {error.strerror or error}. {remedy}. {TRY_AGAIN}")
             # The folder or a file was removed: another try reads the files that are there then.
             raised.may_pass = isinstance(error, FileNotFoundError)
             raise raised from error
@@ -268,9 +269,7 @@ class Folder:
                 fcntl.flock(lock, how | fcntl.LOCK_NB)
             except BlockingIOError:
                 owner = os.read(lock, 32).decode("ascii", "replace") or "unknown"
-                raise BatchRefused(
-                    f"another run (process {owner}) writes to {self.location}. Wait until it ends"
-                ) from None
+                raise BatchRefused(f"another run (process {owner}) writes to {self.location}. Wait for it") from None
             yield lock
         finally:
             os.close(lock)
@@ -281,12 +280,9 @@ class Folder:
             if path != self.path and path.is_symlink():
                 raise BatchRefused(f"{path} is a symbolic link, which no run makes. Remove it, or give another folder")
             with suppress(FileNotFoundError):
-                for owner in (path.lstat().st_uid, path.stat().st_uid):
-                    if owner not in (os.geteuid(), 0):
-                        raise BatchRefused(
-                            f"{path} belongs to user {owner}, and this is user {os.geteuid()}: the owner could make "
-                            "you overwrite your files through links in it. Give a folder of your own"
-                        )
+                if others := {path.lstat().st_uid, path.stat().st_uid} - {os.geteuid(), 0}:
+                    users = f"user {others.pop()}, and this is user {os.geteuid()}"
+                    raise BatchRefused(f"{path} belongs to {users}. Give a folder of your own")
 
     def _check_content(self) -> None:
         """Refuse a folder that contains files and no manifest."""
@@ -349,10 +345,7 @@ class Folder:
             # Workers may be making results of an unfinished run. A finished run without any result gives way.
             done = self.done(there).values()
             if done and (not there.finished or any(shard.texts for shard in done)):
-                raise BatchRefused(
-                    f"{self.location} holds the results of another run: {'; '.join(differing)}. Give another folder, "
-                    "or the same command as before"
-                )
+                raise BatchRefused(f"{self.location} holds the results of another run: {differing}. Use another folder")
             others = [f"{folder}/{name}" for folder in (_NOTES, _ERRORS_OF_SHARDS) for name in self.listed(folder)]
             for name in (*filter(_SHARD.fullmatch, self.listed()), *others):
                 self.remove(name)
@@ -373,9 +366,7 @@ class Folder:
         except OSError as error:
             raise BatchError(f"{self.location} is not an output folder: {error.strerror or error}") from error
         except msgspec.DecodeError as error:
-            raise BatchRefused(
-                f"{self.location}/{MANIFEST} is not a manifest of this release: {error}. Give another folder"
-            ) from error
+            raise BatchRefused(f"{self.location}/{MANIFEST} is not a manifest of this release: {error}") from error
 
     def manifest(self) -> Manifest:
         """The manifest, as `read_manifest`; BatchError if there is none."""
@@ -460,7 +451,7 @@ class Bucket(Folder):
     @contextmanager
     def explained(self) -> Iterator[None]:
         """See `Folder.explained`."""
-        with explained(self.url, "Finished shards are kept. Run the same command again"):
+        with explained(self.url, TRY_AGAIN):
             yield
 
     @contextmanager

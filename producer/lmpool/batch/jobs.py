@@ -59,8 +59,8 @@ _MAX_JOBS_PER_CALL = 256  # Jobs in one transaction or read: it bounds the time 
 _EXPIRED = "job expired"  # The result that arq writes if the server lost the definition of a queued job.
 _LEASE_S = 30.0  # Seconds until another worker takes over a job: long enough for a network interruption.
 _DEFER_S, _MAX_TRIES = 30, 20  # Seconds between tries of a job, and how many: together ten minutes.
-_TIMEOUT_S = 86_400  # Seconds that a job may take: a day, far more than any shard takes.
-_KEEP_S = 86_400  # Seconds for which arq keeps a result, so that `status` can report why a shard failed.
+# Seconds that a job may take, and for which arq keeps its result for `status`: a day, far more than any shard takes.
+_DAY_S = 86_400
 _STEADY_S = 30.0  # The same error of the server is logged again after this many seconds without it.
 
 
@@ -109,26 +109,20 @@ def connect(server: Server) -> ArqRedis:
     return ArqRedis(pool, job_serializer=_packed, job_deserializer=_unpacked, default_queue_name=QUEUE)
 
 
-async def submit(
-    producer: Producer, arq: ArqRedis, source: str, output: str, settings: BatchSettings, pool: Pool
-) -> Queued:
-    """Queue a job for each shard that is not done.
-
-    Raises:
-        LMPoolError: as `run_batch`.
-    """
-    submission, output = Submission(absolute(source), settings, pool), absolute(output)
-    opened, folder = await asyncio.to_thread(lambda: (open_source(source), open_folder(output)))
+async def submit(producer: Producer, arq: ArqRedis, submission: Submission, output: str) -> Queued:
+    """Queue a job for each shard that is not done; errors as `run_batch`."""
+    source, folder = await asyncio.to_thread(lambda: (open_source(submission.source), open_folder(output)))
+    submission = msgspec.structs.replace(submission, source=source.location)
     # Workers may hold the folder for shards that were queued before.
     has_begun = MANIFEST in await asyncio.to_thread(folder.listed)
     with folder.shared() if has_begun else folder.locked():
-        index, manifest = await begin(producer, folder, opened, source, settings)
+        index, manifest = await begin(producer, folder, source, submission.settings)
         done = {shard.number for shard in manifest.done}
         left = [shard for shard in range(manifest.shards) if shard not in done]
         if left:
             # Clients without access to the server may read the folder, so it does not get the secrets of a URL.
-            has_secret = named(submission.source) != submission.source
-            kept = msgspec.structs.replace(submission, source="") if has_secret else submission
+            is_secret = named(source.location) != source.location
+            kept = msgspec.structs.replace(submission, source="") if is_secret else submission
             with folder.explained():
                 await asyncio.to_thread(folder.write, SUBMISSION, [msgspec.json.encode(kept)])
     jobs = await _queue(arq, folder, manifest, index, submission, left)
@@ -295,7 +289,7 @@ def _nightly(entry: Nightly, number: int) -> Any:
     async def submit_run(context: dict[str, Any]) -> dict[str, int]:
         output = entry.output.replace("{date}", datetime.now().date().isoformat())
         producer = await _producer_of(context, pool)
-        submitting = submit(producer, context["redis"], entry.source, output, settings, pool)
+        submitting = submit(producer, context["redis"], Submission(entry.source, settings, pool), output)
         return (await await_beside(submitting, [_renew(context)]))._asdict()
 
     hour, minute = map(int, entry.at.split(":"))
@@ -329,8 +323,8 @@ def worker_options(
         "queue_name": QUEUE,
         "on_shutdown": _close,
         "max_jobs": jobs,
-        "job_timeout": _TIMEOUT_S,
-        "keep_result": _KEEP_S,
+        "job_timeout": _DAY_S,
+        "keep_result": _DAY_S,
         "max_tries": _MAX_TRIES,
         "health_check_interval": 10,
         "allow_abort_jobs": True,

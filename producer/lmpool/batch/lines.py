@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from lmpool.batch.fetch import absolute, plain_file, pyarrow, state_of
+from lmpool.batch.fetch import absolute, plain_file, pyarrow, readable, state_of
 from lmpool.batch.folder import digest_of_file
 from lmpool.batch.kinds import Kind
 from lmpool.batch.shards import Failed, Text
@@ -126,12 +126,13 @@ class CustomIds:
 class Source:
     """An input, which must not change until all of it was read. One pass over it finds the shards.
 
-    Its methods raise BatchError if the file cannot be read, or changed since it was opened first.
+    Its methods raise BatchError if the file cannot be read, or changed since it was opened first. Its location is the
+    path or URL that was given; its path is the path of a local copy.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        with _explained(path):
+    def __init__(self, path: Path, location: str = "") -> None:
+        self.path, self.location = path, location or str(path)
+        with readable(path):
             self.state = state_of(path.stat())
 
     def index(self, shard_lines: int) -> Index:
@@ -144,7 +145,7 @@ class Source:
 
     @contextmanager
     def _opened(self) -> Iterator[BinaryIO]:
-        with _explained(self.path), self.path.open("rb", buffering=_READ_BYTES) as file:
+        with readable(self.path), self.path.open("rb", buffering=_READ_BYTES) as file:
             self._check(file)
             yield file
 
@@ -168,14 +169,6 @@ class Source:
         yield Chunk(shard, some, True)
 
 
-@contextmanager
-def _explained(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise BatchError(f"{path} cannot be read: {error.strerror or error}") from error
-
-
 def open_source(location: str) -> Source:
     """The input at a path or a URL: Parquet if it begins so or has the suffix ".parquet", else JSONL.
 
@@ -183,10 +176,11 @@ def open_source(location: str) -> Source:
         SettingsError: there is no such file, or its format needs an extra that is not installed.
         BatchError: it cannot be fetched or unpacked.
     """
-    path = plain_file(absolute(location))
-    with _explained(path), path.open("rb") as file:
+    location = absolute(location)
+    path = plain_file(location)
+    with readable(path), path.open("rb") as file:
         is_parquet = path.suffix == ".parquet" or file.read(4) == b"PAR1"
-    return ParquetSource(path) if is_parquet else JsonlSource(path)
+    return ParquetSource(path, location) if is_parquet else JsonlSource(path, location)
 
 
 class JsonlSource(Source):

@@ -20,12 +20,13 @@ from time import monotonic
 from typing import Literal, NamedTuple
 
 import msgspec
+from msgspec.structs import asdict
 from rich.progress import BarColumn, MofNCompleteColumn, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
 from lmpool.aio import await_beside, finish
-from lmpool.batch.fetch import absolute, named
-from lmpool.batch.folder import VERSION, Folder, Input, Manifest, Model, Options, open_folder
+from lmpool.batch.fetch import named
+from lmpool.batch.folder import TRY_AGAIN, VERSION, Folder, Input, Manifest, Model, Options, open_folder
 from lmpool.batch.kinds import Kind, parse_kind
 from lmpool.batch.lines import Chunk, Index, Preparer, Source, open_source
 from lmpool.batch.shards import Columns, Failed, ShardWriter, Text, choose_format
@@ -46,7 +47,7 @@ from lmpool.settings import check_number, shown
 
 # Items between reading and writing: per concurrent request, so that all requests are busy while a result is late.
 _ITEMS_PER_REQUEST = 2
-_MAX_BYTES = 64 * 1024 * 1024  # Bytes of these items: memory that any machine has.
+_MAX_BYTES = 48 * 1024 * 1024  # Bytes of these items, without the last one of up to 16 MiB: any machine has these.
 # Results written by one call in a thread: many, because a call costs 0.1 ms, but not so many that memory grows.
 _MAX_WRITTEN_ITEMS, _MAX_WRITTEN_BYTES = 64, 1024 * 1024
 # Estimated bytes in memory of a text, of a token id (a Python integer in a list), and of a number of a result.
@@ -66,14 +67,7 @@ class Pool(msgspec.Struct, frozen=True):
     def producer(self, redis: str | None, when_absent: Literal["raise", "wait"]) -> Producer:
         """A producer that keeps no results, here or in the pool. Its prompts yield to prompts of other clients."""
         return Producer(
-            self.model,
-            redis=redis,
-            prefix=self.prefix,
-            timeout=self.timeout,
-            cache_bytes=0,
-            keep_answers=False,
-            when_absent=when_absent,
-            priority="bulk",
+            **asdict(self), redis=redis, when_absent=when_absent, priority="bulk", cache_bytes=0, keep_answers=False
         )
 
 
@@ -206,32 +200,22 @@ async def run_batch(
     """
     opened, folder = await asyncio.to_thread(lambda: (open_source(str(source)), open_folder(str(output))))
     with folder.locked():
-        index, manifest = await begin(producer, folder, opened, str(source), settings)
+        index, manifest = await begin(producer, folder, opened, settings)
         return await Run(producer, folder, manifest, opened, index, settings, progress).run()
 
 
-async def begin(
-    producer: Producer, folder: Folder, opened: Source, source: str, settings: BatchSettings
-) -> tuple[Index, Manifest]:
-    """Index an input, and begin or continue its run in a folder.
-
-    Returns:
-        The index, and the manifest, which lists the shards that are done.
-
-    Raises:
-        LMPoolError: as `run_batch`.
-    """
+async def begin(producer: Producer, folder: Folder, source: Source, settings: BatchSettings) -> tuple[Index, Manifest]:
+    """Index an input, and begin or continue its run in a folder. The manifest lists the shards that are done."""
     options = settings.options
-    index = await asyncio.to_thread(opened.index, options.shard_lines)
+    index = await asyncio.to_thread(source.index, options.shard_lines)
     if index.is_empty:
-        raise SettingsError(f"input: {shown(named(source))} is empty")
+        raise SettingsError(f"input: {shown(named(source.location))} is empty")
     await producer.open()
     info, kind = producer.model, settings.kind
     kind.width(info)  # A kind that does not fit the model is refused before a folder is begun.
     fields = {name: getattr(info, name) for name in Model.__struct_fields__ if name != "adapter"}
     model = Model(**fields, adapter=await _qualified(producer, settings.adapter))
-    name = named(absolute(source)).rsplit("/", 1)[-1]
-    given = Input(name, index.format, index.size, index.lines, index.digest)
+    given = Input(named(source.location).rsplit("/", 1)[-1], index.format, index.size, index.lines, index.digest)
     wanted = Manifest(VERSION, version("lmpool"), given, model, options, kind.columns(info), len(index.starts))
     with folder.explained():
         return index, await asyncio.to_thread(folder.begin, wanted)
@@ -319,10 +303,8 @@ class Run:
                 raise
             await self._sum_up()
         if left := manifest.shards - len(manifest.done):
-            raise BatchError(
-                f"{self.folder.location}: another program removed or replaced {left} of {manifest.shards} shards. "
-                "Finished shards are kept. Run the same command again"
-            )
+            gone = f"another program removed or replaced {left} of {manifest.shards} shards"
+            raise BatchError(f"{self.folder.location}: {gone}. {TRY_AGAIN}")
         texts, errors = (sum(getattr(shard, name) for shard in manifest.done) for name in ("texts", "errors"))
         return Outcome(texts, errors, manifest.shards, len(resumed))
 
@@ -367,10 +349,7 @@ class Run:
                     parts, size = self._kind.parts(entry.span, info), _TEXT_BYTES + _ID_BYTES * len(entry.ids)
                 for part in parts:
                     part_bytes = size + number_bytes * len(part)
-                    # A single item may have any size.
-                    while self._pending_items and (
-                        self._pending_items >= limit or self._pending_bytes + part_bytes > _MAX_BYTES
-                    ):
+                    while self._pending_items >= limit or self._pending_bytes > _MAX_BYTES:
                         self._has_room.clear()
                         await self._has_room.wait()
                     self._pending_items += 1
@@ -412,10 +391,8 @@ class Run:
         if now is self._checked:  # The producer reads the info again every second.
             return
         if now.fingerprint != began.fingerprint:
-            raise ModelMismatch(
-                f"the model {now.name!r} has changed (fingerprint {began.fingerprint}, now {now.fingerprint}). "
-                "Finished shards are kept. Run the same command again when the first model is served again"
-            )
+            changed = f"the model {now.name!r} has changed (fingerprint {began.fingerprint}, now {now.fingerprint})"
+            raise ModelMismatch(f"{changed}. {TRY_AGAIN} when the first model is served again")
         self._checked = now
 
     async def _check_adapter(self) -> None:
@@ -424,10 +401,8 @@ class Run:
         adapter = self.settings.adapter
         began, now = self.manifest.model.adapter, await _qualified(self.producer, adapter)
         if now != began:
-            raise ModelMismatch(
-                f"the adapter {adapter!r} has changed ({began}, now {now}). Finished shards are kept. Run the same "
-                "command again when the first adapter is in service again"
-            )
+            changed = f"the adapter {adapter!r} has changed ({began}, now {now})"
+            raise ModelMismatch(f"{changed}. {TRY_AGAIN} when the first adapter is in service again")
 
     async def _watch_adapter(self) -> None:
         while True:

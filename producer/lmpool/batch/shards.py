@@ -103,19 +103,15 @@ class CheckedFile(io.BufferedRandom):
         whole, written, lines = hashlib.blake2b(header, digest_size=16), hashlib.blake2b(digest_size=16), 0
         while data := self.read(_READ_BYTES):
             whole.update(data)
-            if header:
-                written.update(data)
+            written.update(data)
             lines += data.count(b"\n")
-        if header != self._header or (written if header else whole).digest() != self.digest.digest():
+        if header != self._header or written.digest() != self.digest.digest():
             raise self.damaged("its digest is not the digest of the bytes that were written")
         return whole.hexdigest(), lines
 
     def damaged(self, reason: str) -> BatchError:
         """The error of a file that does not contain what was written."""
-        error = BatchError(
-            f"{self.name} was damaged: {reason}. Another process writes to it, or the disk fails. Its shard is not put "
-            "into place. Run the same command again"
-        )
+        error = BatchError(f"{self.name} was damaged: {reason}. Its shard is not kept. Run the same command again")
         error.may_pass = True
         return error
 

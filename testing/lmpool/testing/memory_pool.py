@@ -6,12 +6,10 @@ import asyncio
 import os
 import tempfile
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
@@ -321,12 +319,11 @@ class MemoryPool:
     def __enter__(self) -> Self:
         if self._url:
             raise LMPoolError("the pool is open already: make another with `lmpool.testing.pool()`")
-        serving = self._serve(_front())
         self._is_open, self._ended = Future[None](), Future[None]()
 
         def run() -> None:
             try:
-                self._ended.set_result(asyncio.run(serving))
+                self._ended.set_result(asyncio.run(self._serve()))
             except BaseException as error:  # noqa: BLE001  reported to the thread that waits
                 self._ended.set_exception(error)
 
@@ -340,13 +337,11 @@ class MemoryPool:
             for model in self.models:
                 self.serve(model)
         except BaseException:
-            self.__exit__(None, None, None)
+            self.__exit__()
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._loop.call_soon_threadsafe(self._over.set)
         self._thread.join()
         self._ended.result()
@@ -354,10 +349,8 @@ class MemoryPool:
     async def __aenter__(self) -> Self:
         return await asyncio.to_thread(self.__enter__)
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await asyncio.to_thread(self.__exit__, kind, error, trace)
+    async def __aexit__(self, *error: object) -> None:
+        await asyncio.to_thread(self.__exit__, *error)
 
     def __repr__(self) -> str:
         names = ", ".join(repr(model.name) for model in self.models)
@@ -366,14 +359,22 @@ class MemoryPool:
     def __reduce__(self) -> str:
         raise LMPoolError("an in-memory pool belongs to its process and cannot be pickled: pass its `url` to others")
 
-    async def _serve(self, front: Callable[[Path], AbstractAsyncContextManager[None]]) -> None:
+    async def _serve(self) -> None:
         """Run the server until the pool is closed; in any case leave nothing of it and of the workers behind."""
+        try:
+            import lupa  # noqa: F401  without it fakeredis has no scripts
+
+            from lmpool.testing.front import Front  # Late: fakeredis is optional, and slow to import.
+        except ModuleNotFoundError as error:
+            if error.name not in ("fakeredis", "lupa"):
+                raise
+            raise SettingsError(f"an in-memory pool needs {error.name}: pip install 'lmpool[testing]'") from error
         self._loop, self._over = asyncio.get_running_loop(), asyncio.Event()
         is_long = len(os.fsencode(tempfile.gettempdir())) > _MAX_FOLDER_BYTES
         # A private folder: the server has no password.
         with tempfile.TemporaryDirectory(prefix="lmp", dir="/tmp" if is_long else None) as folder:
             path = socket_path(Path(folder))
-            async with front(path):
+            async with Front(path):
                 self._url = socket_url(path)
                 self._is_open.set_result(None)
                 await self._over.wait()
@@ -386,23 +387,6 @@ class MemoryPool:
                 for end in ends:  # The error of a worker that had failed before.
                     if isinstance(end, BaseException):
                         raise end
-
-
-def _front() -> Callable[[Path], AbstractAsyncContextManager[None]]:
-    """The class of the server, imported late: fakeredis is optional, and slow to import."""
-    if not hasattr(asyncio, "start_unix_server"):
-        raise SettingsError("an in-memory pool listens on a Unix socket, which Python does not support on this system")
-    try:
-        import lupa  # noqa: F401  without it fakeredis has no scripts
-
-        from lmpool.testing.front import Front
-    except ModuleNotFoundError as error:
-        if error.name not in ("fakeredis", "lupa"):
-            raise
-        raise SettingsError(
-            f"an in-memory pool needs {error.name}: install it with pip install 'lmpool[testing]'"
-        ) from error
-    return Front
 
 
 def pool(*models: SyntheticModel, prefix: str = "lmpool") -> MemoryPool:

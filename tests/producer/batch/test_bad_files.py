@@ -259,7 +259,7 @@ def test_a_full_disk_is_an_error_and_leaves_no_partial_shard(pool: Pool, tmp_pat
     limited = ["bash", "-c", 'ulimit -f 800; exec "$@"', "limited", *command]
     ended = subprocess.run(limited, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
     assert ended.returncode == 2
-    assert f"{output}: File too large. Finished shards are kept. Free some space" in ended.stderr
+    assert f"{output}: File too large. Free some space. Finished shards are kept." in ended.stderr
     assert sorted(path.name for path in output.iterdir() if path.name.startswith("shard")) == [
         "shard-00000." + ("safetensors" if what == "rows" else "jsonl")
     ]
@@ -295,13 +295,6 @@ async def test_the_first_bytes_of_an_input_decide_its_format(pool: Pool, tmp_pat
     pq.write_table(table, tmp_path / "table.jsonl")  # Called something else.
     async with pool.producer() as producer:
         assert (await run(producer, tmp_path / "table.jsonl", tmp_path / "out", "topk:2")).texts == 2
-        for data, reason in (
-            (b"PK\x03\x04 and so on", "is a zip archive: unpack it first"),
-            ('{"ids": [1]}'.encode("utf-16"), "is UTF-16: save it as UTF-8"),
-        ):
-            (tmp_path / "in.jsonl").write_bytes(data)
-            with pytest.raises(SettingsError, match=f"in.jsonl' {reason}"):
-                await run(producer, tmp_path / "in.jsonl", tmp_path / "other", "topk:2")
 
 
 def test_a_missing_model_is_an_error_at_once_if_others_are_served(pool: Pool, tmp_path: Path) -> None:

@@ -286,7 +286,7 @@ def test_a_copy_of_a_file_that_changes_while_it_is_unpacked_is_not_kept(
         other.replace(path)
         return opened
 
-    monkeypatch.setitem(fetch._COMPRESSED, b"\x1f\x8b", ((".gz",), open_and_replace))
+    monkeypatch.setitem(fetch._COMPRESSED, b"\x1f\x8b", open_and_replace)
     with pytest.raises(BatchError, match=f"{source} changed while it was unpacked. Run the command again"):
         fetch.plain_file(str(source))
     assert not list(fetch.cache_folder().iterdir())

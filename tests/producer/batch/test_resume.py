@@ -117,7 +117,7 @@ async def test_a_shard_that_a_worker_makes_while_shards_are_compared_stays(
     )
     async with pool.producer() as producer:
         opened = open_source(str(source))
-        _, manifest = await run_module.begin(producer, Folder(output), opened, str(source), settings)
+        _, manifest = await run_module.begin(producer, Folder(output), opened, settings)
     assert [shard.number for shard in manifest.done] == list(range(6))
     assert made.read_bytes() == data
 
