@@ -144,10 +144,10 @@ def _submit(source: str, output: str, settings: BatchSettings, client: _Client, 
         lambda producer: _with_queue(client.redis, lambda arq: jobs.submit(producer, arq, given, output))
     )
     if as_json:
-        say_json(queued._asdict())
+        say_json(queued)
     else:
-        total = counted(queued.shards, "shard")
-        say(f"{counted(queued.jobs, 'job')} queued, and {queued.there} before; {queued.done} of {total} done")
+        total = counted(queued["shards"], "shard")
+        say(f"{counted(queued['jobs'], 'job')} queued, and {queued['there']} before; {queued['done']} of {total} done")
 
 
 _run_or_submit("run", _run, _EXIT_CODES)
@@ -209,11 +209,7 @@ def cancel(output: Output, redis: RedisUrl = None) -> None:
 
 
 def _jobs() -> ModuleType:
-    """The module of the jobs, which needs arq.
-
-    Raises:
-        SettingsError: arq is not installed.
-    """
+    """The module of the jobs, which needs arq."""
     from lmpool.batch import jobs
 
     return jobs

@@ -75,11 +75,7 @@ def named(text: str) -> str:
 
 
 def check_url(url: str, schemes: Set[str]) -> None:
-    """Refuse URLs with other schemes, and chained URLs: some file systems of fsspec run code that a URL contains.
-
-    Raises:
-        SettingsError: with the schemes that are accepted.
-    """
+    """Refuse URLs with other schemes, and chained URLs: some file systems of fsspec run code that a URL contains."""
     if "::" in url:
         raise SettingsError(f"{named(url)}: chained URLs, with :: in them, are not accepted. Give one URL")
     scheme = url.partition("://")[0]
@@ -89,11 +85,7 @@ def check_url(url: str, schemes: Set[str]) -> None:
 
 
 def check_locations(root: Path, source: str, output: str) -> None:
-    """Refuse an input or output that a job may not use: any client that may write jobs can choose them.
-
-    Raises:
-        SettingsError: with the locations that are accepted.
-    """
+    """Refuse an input or output that a job may not use: any client that may write jobs can choose them."""
     for location, schemes in ((absolute(source), INPUTS), (absolute(output), STORES)):
         if is_url(location):
             check_url(location, schemes)
@@ -103,11 +95,7 @@ def check_locations(root: Path, source: str, output: str) -> None:
 
 
 def file_system(url: str) -> tuple[Any, str]:
-    """The file system of a URL, and the path there. Directory listings are not cached.
-
-    Raises:
-        SettingsError: the URL is refused, or fsspec or its package for this scheme is not installed.
-    """
+    """The file system of a URL, and the path there. Directory listings are not cached."""
     check_url(url, INPUTS | {"http"})
     try:
         from fsspec.core import url_to_fs
@@ -135,11 +123,7 @@ def explained(url: str, advice: str) -> Iterator[None]:
 
 
 def cache_folder() -> Path:
-    """The cache, which is made if it does not exist. No other user may write to it.
-
-    Raises:
-        SettingsError: it cannot be made, belongs to another user, or is open to others and not empty.
-    """
+    """The cache, which is made if it does not exist. No other user may write to it."""
     given = os.environ.get(CACHE_VARIABLE)
     user = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     # The named folder may contain other files too.
@@ -195,12 +179,7 @@ def readable(path: Path) -> Iterator[None]:
 
 
 def plain_file(location: str) -> Path:
-    """A local, uncompressed file with the data at a location; a local file that is not compressed itself.
-
-    Raises:
-        SettingsError: the file does not exist or cannot be read by a run.
-        BatchError: it cannot be fetched, read or unpacked.
-    """
+    """A local, uncompressed file with the data at a location; a local file that is not compressed itself."""
     if is_url(location):
         with explained(location, "The input cannot be fetched"):
             system, at = file_system(location)
@@ -241,12 +220,7 @@ def state_of(status: os.stat_result) -> tuple[int, ...]:
 
 
 def fetch(system: Any, path: str, url: str, info: Mapping[str, Any]) -> Path:
-    """A local copy of a file of a store.
-
-    Raises:
-        BatchError: the file changed while it was fetched.
-        Exception: any error of the file system.
-    """
+    """A local copy of a file of a store."""
     size, version = info.get("size"), identity(info)
 
     def copy(made: Path) -> None:

@@ -27,6 +27,7 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from io import BufferedRandom
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -142,22 +143,14 @@ class Manifest(msgspec.Struct):
         return msgspec.json.format(msgspec.json.encode(self), indent=1) + b"\n"
 
     def differences(self, wanted: Manifest) -> str:
-        """What keeps this run from being continued as the wanted run."""
+        """What keeps this run from being continued as the wanted run; "" for nothing."""
+        pairs = ((field, attrgetter(field)(self), attrgetter(field)(wanted)) for field in _DECISIVE)
+        return "; ".join(f"{field} {was!r}, now {now!r}" for field, was, now in pairs if was != now)
 
-        def decisive(manifest: Manifest) -> dict[str, object]:
-            options = msgspec.structs.asdict(manifest.options).items()
-            return {
-                "layout": manifest.version,
-                "model (its fingerprint)": manifest.model.fingerprint,
-                "adapter": manifest.model.adapter,
-                "input (its digest)": manifest.input.digest,
-                "format of the input": manifest.input.format,
-                **{f"--{name.replace('_', '-')}": value for name, value in options},
-            }
 
-        now = decisive(wanted)
-        pairs = ((name, was, now[name]) for name, was in decisive(self).items())
-        return "; ".join(f"{name} {was!r}, now {wants!r}" for name, was, wants in pairs if was != wants)
+# The fields of a manifest that are equal for all commands of one run.
+_RUN_FIELDS = ("version", "model.fingerprint", "model.adapter", "input.digest", "input.format")
+_DECISIVE = (*_RUN_FIELDS, *(f"options.{name}" for name in Options.__struct_fields__))
 
 
 class Folder:
@@ -223,12 +216,7 @@ class Folder:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Hold the folder alone. Make it if it does not exist; remove it again if nothing was written.
-
-        Raises:
-            BatchRefused: another process holds it, it contains other files, or it belongs to another user.
-            BatchError: it cannot be written.
-        """
+        """Hold the folder alone. Make it if it does not exist; remove it again if nothing was written."""
         if self.path.exists() and not self.path.is_dir():
             raise BatchRefused(f"{self.location} is not a folder. Give a new or an empty folder for the results")
         made = [path for path in (self.path, *self.path.parents) if not path.exists()]
@@ -250,11 +238,7 @@ class Folder:
 
     @contextmanager
     def shared(self) -> Iterator[None]:
-        """Hold the folder together with other workers of the same run.
-
-        Raises:
-            BatchRefused: a run holds it alone, or it belongs to another user.
-        """
+        """Hold the folder together with other workers of the same run."""
         with self._lock(fcntl.LOCK_SH):
             self._remove_temporary(_MAX_WRITING_S)
             yield
@@ -262,7 +246,16 @@ class Folder:
     @contextmanager
     def _lock(self, how: int) -> Iterator[int]:
         with self.explained():
-            self._check_owner()
+            # Another user could make this user overwrite other files through links in a folder.
+            for path in (self.path, *(self.path / name for name in (_ERRORS_OF_SHARDS, _NOTES, _LOCK))):
+                if path != self.path and path.is_symlink():
+                    raise BatchRefused(
+                        f"{path} is a symbolic link, which no run makes. Remove it, or use another folder"
+                    )
+                with suppress(FileNotFoundError):
+                    if others := {path.lstat().st_uid, path.stat().st_uid} - {os.geteuid(), 0}:
+                        users = f"user {others.pop()}, and this is user {os.geteuid()}"
+                        raise BatchRefused(f"{path} belongs to {users}. Give a folder of your own")
             lock = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
         try:
             try:
@@ -273,16 +266,6 @@ class Folder:
             yield lock
         finally:
             os.close(lock)
-
-    def _check_owner(self) -> None:
-        """Refuse a folder of another user, who could make this user overwrite other files through links in it."""
-        for path in (self.path, *(self.path / name for name in (_ERRORS_OF_SHARDS, _NOTES, _LOCK))):
-            if path != self.path and path.is_symlink():
-                raise BatchRefused(f"{path} is a symbolic link, which no run makes. Remove it, or give another folder")
-            with suppress(FileNotFoundError):
-                if others := {path.lstat().st_uid, path.stat().st_uid} - {os.geteuid(), 0}:
-                    users = f"user {others.pop()}, and this is user {os.geteuid()}"
-                    raise BatchRefused(f"{path} belongs to {users}. Give a folder of your own")
 
     def _check_content(self) -> None:
         """Refuse a folder that contains files and no manifest."""
@@ -327,24 +310,23 @@ class Folder:
                 raise
 
     def begin(self, wanted: Manifest) -> Manifest:
-        """Begin a run, or continue the run of the manifest if it is the same.
-
-        Returns:
-            The manifest of the folder, with the shards that are done.
-
-        Raises:
-            BatchRefused: the folder holds results of another run.
-        """
+        """Begin a run, or continue the run of the manifest if it is the same."""
         there = self.read_manifest()
         if there is not None and not (differing := there.differences(wanted)):
-            if not isinstance(self, Bucket):  # For a bucket all bytes would be fetched: `done` compares sizes only.
-                self._remove_changed(there)
+            # Compute the lines of changed shards again. Of a bucket all bytes would be fetched: `done` compares sizes.
+            placed = {} if isinstance(self, Bucket) else self.placed(there)
+            done = self.done(there)  # After `placed`, so that no shard is removed whose note is just being written.
+            for number in placed:
+                name = there.shard_name(number)
+                if number not in done or digest_of_file(self.path / name) != done[number].digest:
+                    _log.warning("%s/%s changed since it was written: computing its lines again", self.location, name)
+                    self.remove(name)
             there.done = list(self.done(there).values())
             return there
         if there is not None:
             # Workers may be making results of an unfinished run. A finished run without any result gives way.
-            done = self.done(there).values()
-            if done and (not there.finished or any(shard.texts for shard in done)):
+            done = self.done(there)
+            if done and (not there.finished or any(shard.texts for shard in done.values())):
                 raise BatchRefused(f"{self.location} holds the results of another run: {differing}. Use another folder")
             others = [f"{folder}/{name}" for folder in (_NOTES, _ERRORS_OF_SHARDS) for name in self.listed(folder)]
             for name in (*filter(_SHARD.fullmatch, self.listed()), *others):
@@ -354,12 +336,7 @@ class Folder:
         return wanted
 
     def read_manifest(self) -> Manifest | None:
-        """The manifest; None if there is none.
-
-        Raises:
-            BatchError: it cannot be read.
-            BatchRefused: the file is not a manifest of this release.
-        """
+        """The manifest; None if there is none."""
         try:
             data = self.read(MANIFEST)
             return None if data is None else msgspec.json.decode(data, type=Manifest)
@@ -397,16 +374,6 @@ class Folder:
                         known[note.shard.number] = note.shard
         return {number: known[number] for number in placed if is_done(number)}
 
-    def _remove_changed(self, manifest: Manifest) -> None:
-        """Remove shards that changed since they were written: their lines are computed again."""
-        placed = self.placed(manifest)  # Before `done`, so that no shard is removed whose note is just being written.
-        done = self.done(manifest)
-        for number in placed:
-            name = manifest.shard_name(number)
-            if number not in done or digest_of_file(self.path / name) != done[number].digest:
-                _log.warning("%s/%s changed since it was written: computing its lines again", self.location, name)
-                self.remove(name)
-
     def place_shard(self, manifest: Manifest, shard: Shard, path: Path, errors: list[bytes]) -> None:
         """Put a shard, its errors and its note into place."""
         name = _errors_name(shard.number)
@@ -418,12 +385,7 @@ class Folder:
         self.place(path, manifest.shard_name(shard.number))
 
     def sum_up(self, manifest: Manifest, *, is_over: bool = False) -> None:
-        """Write `errors.jsonl`, and the final manifest if all shards are done.
-
-        Args:
-            manifest: of the folder; afterwards it lists the shards that are done.
-            is_over: whether the run ends now. If not, unfinished runs are left alone.
-        """
+        """Write `errors.jsonl`, and the final manifest if all shards are done. If the run goes on, do it only then."""
         if not is_over and len(self.placed(manifest)) < manifest.shards:
             return
         manifest.done = list(self.done(manifest).values())
@@ -515,11 +477,7 @@ class Bucket(Folder):
 
 
 def open_folder(location: str) -> Folder:
-    """The output folder at a path or a URL.
-
-    Raises:
-        SettingsError: fsspec cannot use the URL.
-    """
+    """The output folder at a path or a URL."""
     location = absolute(location)
     if not is_url(location):
         return Folder(Path(location))

@@ -21,7 +21,7 @@ from datetime import datetime
 from functools import lru_cache, partial
 from pathlib import Path
 from time import monotonic
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import msgpack
 import msgspec
@@ -85,22 +85,6 @@ class ShardJob(Submission, frozen=True):
     shard: int
 
 
-class Queued(NamedTuple):
-    """The outcome of a submission, in shards.
-
-    Attributes:
-        jobs: queued now.
-        there: queued or in progress before.
-        done: that are done.
-        shards: of the run.
-    """
-
-    jobs: int
-    there: int
-    done: int
-    shards: int
-
-
 def connect(server: Server) -> ArqRedis:
     """The client of arq for a server; SettingsError for a cluster, which arq cannot use."""
     if server.is_cluster:
@@ -109,8 +93,8 @@ def connect(server: Server) -> ArqRedis:
     return ArqRedis(pool, job_serializer=_packed, job_deserializer=_unpacked, default_queue_name=QUEUE)
 
 
-async def submit(producer: Producer, arq: ArqRedis, submission: Submission, output: str) -> Queued:
-    """Queue a job for each shard that is not done; errors as `run_batch`."""
+async def submit(producer: Producer, arq: ArqRedis, submission: Submission, output: str) -> dict[str, int]:
+    """Queue a job for each shard that is not done. Return how many are new, were queued before, are done, and all."""
     source, folder = await asyncio.to_thread(lambda: (open_source(submission.source), open_folder(output)))
     submission = msgspec.structs.replace(submission, source=source.location)
     # Workers may hold the folder for shards that were queued before.
@@ -126,7 +110,7 @@ async def submit(producer: Producer, arq: ArqRedis, submission: Submission, outp
             with folder.explained():
                 await asyncio.to_thread(folder.write, SUBMISSION, [msgspec.json.encode(kept)])
     jobs = await _queue(arq, folder, manifest, index, submission, left)
-    return Queued(jobs, len(left) - jobs, len(done), manifest.shards)
+    return {"jobs": jobs, "there": len(left) - jobs, "done": len(done), "shards": manifest.shards}
 
 
 async def _queue(
@@ -206,11 +190,7 @@ async def _answer(context: dict[str, Any], job: ShardJob) -> dict[str, Any]:
 
 
 def _same_source(location: str, index: Index) -> Source:
-    """The input, if it is the submitted one.
-
-    Raises:
-        BatchError: the input changed.
-    """
+    """The input, if it is the submitted one."""
     source = open_source(location)
     digest = _digest(source.path, source.state)
     if digest != index.digest:
@@ -270,11 +250,7 @@ class _Schedule(msgspec.Struct):
 
 
 def read_schedule(path: Path) -> list[Nightly]:
-    """The entries of a TOML file, each a table `[[run]]`.
-
-    Raises:
-        SettingsError: it cannot be read, or an entry is malformed.
-    """
+    """The entries of a TOML file, each a table `[[run]]`."""
     try:
         return msgspec.toml.decode(path.read_bytes(), type=_Schedule).run
     except (OSError, ValueError) as error:
@@ -290,7 +266,7 @@ def _nightly(entry: Nightly, number: int) -> Any:
         output = entry.output.replace("{date}", datetime.now().date().isoformat())
         producer = await _producer_of(context, pool)
         submitting = submit(producer, context["redis"], Submission(entry.source, settings, pool), output)
-        return (await await_beside(submitting, [_renew(context)]))._asdict()
+        return await await_beside(submitting, [_renew(context)])
 
     hour, minute = map(int, entry.at.split(":"))
     return cron(submit_run, name=f"nightly-{number}", hour=hour, minute=minute, max_tries=5)
@@ -299,18 +275,7 @@ def _nightly(entry: Nightly, number: int) -> Any:
 def worker_options(
     redis: str | None, schedule: Path | None = None, jobs: int = 4, lease_s: float = _LEASE_S, files: Path | None = None
 ) -> dict[str, Any]:
-    """The options of arq's `Worker`.
-
-    Args:
-        redis: URL of the server of the pool and the jobs; None as for `Producer`.
-        schedule: a file for `read_schedule`.
-        jobs: concurrent shards.
-        lease_s: seconds after which another worker takes over a shard of a killed worker.
-        files: the folder below which jobs may read and write files; None for the working directory.
-
-    Raises:
-        SettingsError: the URL or the schedule is malformed, or the schedule names other files.
-    """
+    """The options of arq's `Worker`."""
     entries = read_schedule(schedule) if schedule is not None else []
     root, server = (files or Path()).absolute(), Server(redis)
     for entry in entries:
@@ -350,11 +315,7 @@ class BatchWorker(Worker):  # type: ignore[misc]  # arq has no types here.
         self.in_progress_timeout_s = self.ctx["lease_s"]
 
     async def main(self) -> None:
-        """Run jobs. If the server cannot be reached, try again until it answers.
-
-        Raises:
-            AuthenticationFailed: the server refuses this user, or a command.
-        """
+        """Run jobs. If the server cannot be reached, try again until it answers."""
         server: Server = self.ctx["server"]
         logged, pauses = "", delays()
         while True:
@@ -393,10 +354,9 @@ class BatchWorker(Worker):  # type: ignore[misc]  # arq has no types here.
 async def find_jobs(
     arq: ArqRedis, folder: Folder, manifest: Manifest, shards: Sequence[int]
 ) -> tuple[dict[str, Any], str]:
-    """Read the states of the jobs of some shards, and queue jobs again that the server lost.
+    """Count jobs "queued" and "under_way", with the errors of "failed" jobs; queue jobs again that the server lost.
 
-    Returns:
-        "queued" and "under_way": how many; "failed": shard -> error. And a text about lost jobs, "" for none.
+    The text is a note about lost jobs, "" for none.
     """
     queued, under_way, failed, lost = 0, 0, dict[int, str](), list[int]()
     for some in _in_parts(shards):
@@ -431,33 +391,22 @@ async def find_jobs(
         note = f"the server lost {counted(len(lost), 'job')}"
         try:
             submission = msgspec.json.decode(data, type=Submission)
-            queued += await _queue_again(arq, folder, manifest, submission, lost)
+            if not submission.source:
+                raise BatchError("the URL of the input has a secret in it, which only the jobs had")
+            with folder.shared():
+                source = await asyncio.to_thread(open_source, submission.source)
+                index = await asyncio.to_thread(source.index, manifest.options.shard_lines)
+                if index.digest != manifest.input.digest:
+                    raise BatchError(f"{submission.source} has changed since it was submitted")
+                queued += await _queue(arq, folder, manifest, index, submission, lost)
             note += ": queued again"
         except LMPoolError as error:
             note += f", which cannot be queued again: {error}. Submit the input again"
     return {"queued": queued, "under_way": under_way, "failed": failed}, note
 
 
-async def _queue_again(
-    arq: ArqRedis, folder: Folder, manifest: Manifest, submission: Submission, shards: Sequence[int]
-) -> int:
-    """Queue jobs that the server lost. Return how many are new; BatchError if the input changed or cannot be read."""
-    if not submission.source:
-        raise BatchError("the URL of the input has a secret in it, which only the jobs had")
-    with folder.shared():
-        source = await asyncio.to_thread(open_source, submission.source)
-        index = await asyncio.to_thread(source.index, manifest.options.shard_lines)
-        if index.digest != manifest.input.digest:
-            raise BatchError(f"{submission.source} has changed since it was submitted")
-        return await _queue(arq, folder, manifest, index, submission, shards)
-
-
 async def cancel(arq: ArqRedis, output: str) -> int:
-    """Remove the jobs of a folder, which may be gone, from the queue, and stop jobs in progress.
-
-    Returns:
-        How many jobs there were.
-    """
+    """Remove the jobs of a folder, which may be gone, and stop jobs in progress. Return how many there were."""
     folder = await asyncio.to_thread(open_folder, absolute(output))
     prefix = _prefix(folder).encode()
     ours = [name.decode() for name in await arq.zrange(QUEUE, 0, -1) if name.startswith(prefix)]

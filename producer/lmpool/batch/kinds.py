@@ -230,11 +230,7 @@ KINDS_HELP = (
 
 
 def parse_kind(what: str) -> Kind:
-    """The kind that `--what` names.
-
-    Raises:
-        SettingsError: there is no such kind, or the part after the colon is malformed.
-    """
+    """The kind that `--what` names."""
     name, _, given = what.partition(":")
     kind = _KINDS.get(name)
     if kind is None or (isinstance(kind, Kind) and given):

@@ -170,12 +170,7 @@ class Source:
 
 
 def open_source(location: str) -> Source:
-    """The input at a path or a URL: Parquet if it begins so or has the suffix ".parquet", else JSONL.
-
-    Raises:
-        SettingsError: there is no such file, or its format needs an extra that is not installed.
-        BatchError: it cannot be fetched or unpacked.
-    """
+    """The input at a path or a URL: Parquet if it begins so or has the suffix ".parquet", else JSONL."""
     location = absolute(location)
     path = plain_file(location)
     with readable(path), path.open("rb") as file:
@@ -315,15 +310,13 @@ def _rows(file: Any, shard_lines: int, shards: set[int]) -> Iterator[tuple[int, 
                 row_bytes = batch.nbytes // batch.num_rows
                 for row, values in enumerate(batch.to_pylist(), at):
                     if (shard := row // shard_lines) in shards:
-                        yield shard, _line_of(row + 1, values), row_bytes
+                        line: Line | Failed
+                        try:
+                            line = Line(row + 1, msgspec.convert(values, Fields))
+                        except msgspec.ValidationError as error:
+                            line = Failed(row + 1, None, f"unusable: {error}")
+                        yield shard, line, row_bytes
             at += batch.num_rows
-
-
-def _line_of(number: int, row: dict[str, Any]) -> Line | Failed:
-    try:
-        return Line(number, msgspec.convert(row, Fields))
-    except msgspec.ValidationError as error:
-        return Failed(number, None, f"unusable: {error}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -337,11 +330,7 @@ class Preparer:
     duplicates: NDArray[np.int64]
 
     def prepare(self, line: Line | Failed) -> Text | Failed:
-        """The text of a line, or the reason why it has none.
-
-        Raises:
-            SettingsError: the line has text, and the model's tokenizer cannot be loaded here.
-        """
+        """The text of a line, or the reason why it has none."""
         if isinstance(line, Failed):
             return line
         number, fields = line

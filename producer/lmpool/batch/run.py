@@ -81,9 +81,6 @@ class BatchSettings(msgspec.Struct, frozen=True):
         shard_lines: lines of the input in each shard; 0 for 1,024, or 64 if results are whole rows.
         adapter: of the model; "" for none.
         concurrency: concurrent requests.
-
-    Raises:
-        SettingsError: a value is malformed.
     """
 
     what: str
@@ -182,22 +179,7 @@ class Outcome(NamedTuple):
 async def run_batch(
     producer: Producer, source: str | Path, output: str | Path, settings: BatchSettings, progress: Progress
 ) -> Outcome:
-    """Request a result for every line of an input, or continue an earlier run.
-
-    Args:
-        producer: best with `cache_bytes=0` and `keep_answers=False`.
-        source: a JSONL or Parquet file, or its URL; it may be compressed.
-        output: the folder for the results, or its URL; it is made if it does not exist.
-        settings: of the run.
-        progress: shows the progress.
-
-    Raises:
-        SettingsError: the input is empty or has an unknown format, or the settings do not fit the model.
-        BatchRefused: the folder holds results of another run, or another run writes there.
-        BatchError: a file cannot be read or written, or the input changed.
-        ModelMismatch: the model or the adapter changed.
-        LMPoolError: a request failed, and not because of its line.
-    """
+    """Request a result for every line of an input, or continue an earlier run."""
     opened, folder = await asyncio.to_thread(lambda: (open_source(str(source)), open_folder(str(output))))
     with folder.locked():
         index, manifest = await begin(producer, folder, opened, settings)
@@ -222,11 +204,7 @@ async def begin(producer: Producer, folder: Folder, source: Source, settings: Ba
 
 
 async def _qualified(producer: Producer, adapter: str) -> str:
-    """An adapter with the digest of its weights; "" for none.
-
-    Raises:
-        UnknownAdapter: the model has no adapter of this name.
-    """
+    """An adapter with the digest of its weights; "" for none."""
     if not adapter:
         return ""
     revisions = await producer.adapters()
@@ -313,11 +291,7 @@ class Run:
             await finish(asyncio.to_thread(self.folder.sum_up, self.manifest, is_over=True))
 
     async def run_shards(self, shards: Sequence[int]) -> None:
-        """Compute some shards.
-
-        Raises:
-            ModelMismatch: the model or the adapter is not the one of the manifest.
-        """
+        """Compute some shards."""
         if not shards:
             return
         await self._check_adapter()
@@ -382,11 +356,7 @@ class Run:
             self.progress.unplaced[item.shard] += item.is_last
 
     def _check_model(self) -> None:
-        """Refuse results of another model than the manifest's.
-
-        Raises:
-            ModelMismatch: the model changed.
-        """
+        """Refuse results of another model than the manifest's."""
         began, now = self.manifest.model, self.producer.model
         if now is self._checked:  # The producer reads the info again every second.
             return

@@ -93,11 +93,7 @@ class CheckedFile(io.BufferedRandom):
         super().write(header)
 
     def read_back(self) -> tuple[str, int]:
-        """The digest of the file on the disk, as `digest_of_file` returns it, and the number of its lines.
-
-        Raises:
-            BatchError: it does not contain the bytes that were written.
-        """
+        """The digest of the file on the disk, as `digest_of_file` returns it, and the number of its lines."""
         self.seek(0)
         header = self.read(len(self._header))
         whole, written, lines = hashlib.blake2b(header, digest_size=16), hashlib.blake2b(digest_size=16), 0
@@ -269,11 +265,7 @@ _WRITERS: dict[str, type[JsonlWriter]] = {
 
 
 def choose_format(is_wide: bool, wanted: str | None) -> str:
-    """The format of shards: the wanted one, or the default.
-
-    Raises:
-        SettingsError: these results have no such format, or its extra is not installed.
-    """
+    """The format of shards: the wanted one, or the default."""
     possible = ("safetensors",) if is_wide else ("jsonl", "parquet")
     if wanted not in (None, *possible):
         raise SettingsError(f"format: {wanted!r}: these results are written as {' or '.join(possible)}")
@@ -308,14 +300,7 @@ class ShardWriter:
             self._errors.append(msgspec.json.encode(failed._asdict()) + b"\n")
 
     def place(self) -> Shard:
-        """Put the shard into place, unless another run of the same command was first.
-
-        Returns:
-            The shard that is in place.
-
-        Raises:
-            BatchError: the file does not contain the results that were added.
-        """
+        """Put the shard into place, unless another run of the same command was first."""
         path = Path(self._file.name)
         self._results.close()
         sync(self._file)
@@ -441,16 +426,8 @@ class SafetensorsReader:
 
 
 Reader = JsonlReader | ParquetReader | SafetensorsReader
-_READERS: dict[str, type[Reader]] = {
-    ".jsonl": JsonlReader,
-    ".parquet": ParquetReader,
-    ".safetensors": SafetensorsReader,
-}
-
-
-def open_shard(path: Path) -> Reader:
-    """A shard, open for reading; SettingsError if its format needs an extra that is not installed."""
-    return _READERS[path.suffix](path)
+READERS: dict[str, type[Reader]] = {"jsonl": JsonlReader, "parquet": ParquetReader, "safetensors": SafetensorsReader}
+"""Format of a shard -> its reader."""
 
 
 def _mapped(path: Path) -> mmap.mmap | bytes:
@@ -518,7 +495,7 @@ class Batch(Sequence[Answer]):
     def _shard(self, at: int) -> Reader:
         if at not in self._open:
             name = self.manifest.shard_name(self.manifest.done[at].number)
-            self._open[at] = open_shard(self._folder.local(name))
+            self._open[at] = READERS[self.manifest.options.format](self._folder.local(name))
         return self._open[at]
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -113,8 +113,8 @@ async def test_what_is_refused_of_a_folder_is_refused_of_a_bucket(
         await run(producer, source, output, "topk:3", shard_lines=10)
         before = bucket.content("out")
         for given, place, what, kind, reason in (
-            (source, output, "topk:2", BatchRefused, "--what 'topk:3', now 'topk:2'"),
-            (other, output, "topk:3", BatchRefused, r"input \(its digest\)"),
+            (source, output, "topk:2", BatchRefused, "options.what 'topk:3', now 'topk:2'"),
+            (other, output, "topk:3", BatchRefused, "input.digest"),
             (source, f"{bucket.url}/mine", "topk:3", BatchRefused, "holds thesis.txt and no manifest.json"),
             (f"{bucket.url}/nothing.jsonl", output, "topk:3", SettingsError, "nothing.jsonl' does not exist"),
             (f"{bucket.url}/mine", output, "topk:3", SettingsError, "mine' is a folder: give one file in it"),
@@ -155,7 +155,7 @@ async def test_of_two_runs_into_one_bucket_the_first_ends(pool: Pool, tmp_path: 
     first.begin(manifest)
     place(first, manifest, tmp_path / "out", made[0])
     other = replace(manifest, options=replace(manifest.options, what="topk:2"))
-    with pytest.raises(BatchRefused, match="another run: --what 'topk:3', now 'topk:2'"):
+    with pytest.raises(BatchRefused, match="another run: options.what 'topk:3', now 'topk:2'"):
         second.begin(other)
     # Both found no manifest.
     bucket.put("out/manifest.json", other.encoded())
