@@ -249,9 +249,7 @@ class Folder:
             # Another user could make this user overwrite other files through links in a folder.
             for path in (self.path, *(self.path / name for name in (_ERRORS_OF_SHARDS, _NOTES, _LOCK))):
                 if path != self.path and path.is_symlink():
-                    raise BatchRefused(
-                        f"{path} is a symbolic link, which no run makes. Remove it, or use another folder"
-                    )
+                    raise BatchRefused(f"{path} is a symbolic link that no run makes. Remove it, or use another folder")
                 with suppress(FileNotFoundError):
                     if others := {path.lstat().st_uid, path.stat().st_uid} - {os.geteuid(), 0}:
                         users = f"user {others.pop()}, and this is user {os.geteuid()}"
