@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from lmpool.batch.fetch import absolute, plain_file, pyarrow, readable, state_of
 from lmpool.batch.folder import digest_of_file
 from lmpool.batch.kinds import Kind
-from lmpool.batch.shards import Failed, Text
+from lmpool.batch.shards import Failed, HasCustomId, Text
 from lmpool.errors import BatchError, InvalidPrompt
 from lmpool.producer.tokenizer import Tokenizer
 from lmpool.protocol.job import encode_prompt
@@ -57,10 +57,6 @@ class Fields(msgspec.Struct):
     prompt: str | list[int] | None = None
     continuation: str | list[int] | None = None
     body: Body | None = None
-
-
-class _CustomId(msgspec.Struct):
-    custom_id: str | int | None = None
 
 
 class Line(NamedTuple):
@@ -241,7 +237,7 @@ def _decoded(number: int, line: bytes | None, decode: Callable[[bytes], Fields])
     return Failed(number, None if custom_id is None else str(custom_id), reason)
 
 
-_decode_custom_id = msgspec.json.Decoder(_CustomId).decode
+_decode_custom_id = msgspec.json.Decoder(HasCustomId).decode
 
 
 def _custom_id(line: bytes) -> str | int | None:

@@ -61,6 +61,12 @@ class Text(NamedTuple):
     span: range
 
 
+class HasCustomId(msgspec.Struct):
+    """The custom id of a line, of which other fields are not read."""
+
+    custom_id: str | int | None = None
+
+
 class Failed(NamedTuple):
     """A line without a result: its number, from 1, its custom id, and the reason."""
 
@@ -326,10 +332,6 @@ class ShardWriter:
 # Reading: each reader has `answer`, the result of one text, and `custom_ids` of all texts, "" for none.
 
 
-class _Named(msgspec.Struct):
-    custom_id: str | None = None
-
-
 class JsonlReader:
     """Reads a shard that `JsonlWriter` wrote."""
 
@@ -350,9 +352,9 @@ class JsonlReader:
 
     def custom_ids(self) -> Iterator[str]:
         """The custom ids of all texts."""
-        decode = msgspec.json.Decoder(_Named).decode
+        decode = msgspec.json.Decoder(HasCustomId).decode
         for begin, end in zip(self._bounds, self._bounds[1:], strict=False):
-            yield decode(self._data[begin:end]).custom_id or ""
+            yield str(decode(self._data[begin:end]).custom_id or "")
 
 
 class ParquetReader:

@@ -198,29 +198,17 @@ class MemoryWorker:
             self._task.result()
 
 
-@dataclass(frozen=True, slots=True)
-class _GatedSettings:
-    """Settings of the backend of a worker that can be stalled."""
+class _GatedSynthetic(SyntheticBackend):
+    """A synthetic backend, and its settings, with the user's vocabulary. Its steps end when its worker lets them."""
 
-    model: SyntheticModel
-    worker: MemoryWorker
-
-    @property
-    def served_as(self) -> str:
-        """The model's name."""
-        return self.model.name
+    def __init__(self, model: SyntheticModel, worker: MemoryWorker) -> None:
+        super().__init__(replace(model.backend, step_ms=0.0))
+        self._model, self._worker = model, worker
+        self.served_as = model.name
 
     def open(self) -> Backend:
-        """Make the backend."""
-        return _GatedSynthetic(self)
-
-
-class _GatedSynthetic(SyntheticBackend):
-    """A synthetic backend with the user's vocabulary, whose steps end when its worker lets them."""
-
-    def __init__(self, settings: _GatedSettings) -> None:
-        super().__init__(replace(settings.model.backend, step_ms=0.0))
-        self._model, self._worker = settings.model, settings.worker
+        """See `BackendSettings.open`."""
+        return self
 
     def vocabulary(self) -> Vocabulary:
         """See `Backend.vocabulary`."""
@@ -296,7 +284,7 @@ class MemoryPool:
             ModelMismatch: the model is served with other weights.
         """
         worker = MemoryWorker()
-        return self._start(worker, _GatedSettings(model, worker), model.worker(self._prefix))
+        return self._start(worker, _GatedSynthetic(model, worker), model.worker(self._prefix))
 
     def serve_tries(self) -> MemoryWorker:
         """Start a trie worker, which answers trie calls for any vocabulary. Needs numba (`lmpool[trie]`).
