@@ -44,9 +44,8 @@ from tests.shared.broker.secure_server import SecureServer
 from tests.support.gate import Gate
 from tests.support.pool import DEADLINE_S, Pool, WorkerProcess, lmpool_command, run_lmpool, until, until_async
 
-TEXTS = draw_texts(120)
+TEXTS, SHARDS = draw_texts(120), 12
 OPTIONS = ("--what", "topk:3", "--shard-lines", "10", "--concurrency", "8")
-SHARDS = 12
 
 Wanted = tuple[Path, dict[str, bytes]]
 """An input, and the files that a run writes for it."""
