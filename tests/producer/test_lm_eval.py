@@ -207,7 +207,7 @@ def assert_same(answers: Any, expected: Any) -> None:
 
 
 @pytest.mark.parametrize("chat", [False, True], ids=["plain", "chat"])
-def test_tasks_have_the_results_of_the_same_model_in_transformers(
+def test_tasks_give_the_results_of_the_same_model_in_transformers(
     served: Pool, folder: Path, tasks: Path, chat: bool
 ) -> None:
     ours = evaluate(pooled(served, folder), tasks, apply_chat_template=chat)
@@ -225,9 +225,7 @@ def test_tasks_have_the_results_of_the_same_model_in_transformers(
 
 
 @pytest.mark.parametrize("marks", [False, True], ids=["plain", "bos"])
-def test_texts_become_the_tokens_that_they_are_in_transformers(
-    served: Pool, folder: Path, marked: Path, marks: bool
-) -> None:
+def test_texts_are_tokenized_as_in_transformers(served: Pool, folder: Path, marked: Path, marks: bool) -> None:
     source = marked if marks else folder
     ours, theirs = pooled(served, source), hf(source)
     pairs = requests(
@@ -275,7 +273,7 @@ def test_greedy_is_reported_for_every_prefix_of_the_greedy_continuation(served: 
         {"until": ["<turn>"], "max_gen_toks": 60},
     ],
 )
-def test_generated_texts_end_where_transformers_ends_them(
+def test_generated_texts_end_where_they_end_in_transformers(
     served: Pool, folder: Path, arguments: dict[str, Any]
 ) -> None:
     ours, theirs = pooled(served, folder), hf(folder)
@@ -304,7 +302,7 @@ def test_samples_depend_on_the_seed_and_the_request(served: Pool, folder: Path) 
     assert pooled(served, folder, seed=6).generate_until(asked) != texts
 
 
-def test_settings_have_the_same_effect_as_in_lm_evals_own_model(served: Pool, marked: Path) -> None:
+def test_settings_work_as_in_lm_evals_own_model(served: Pool, marked: Path) -> None:
     pairs = requests("loglikelihood", ("The mill", " sang"), ("", "The mill"), (TEXT, " in the town"))
     texts = requests("loglikelihood_rolling", (TEXT,))
     arguments: dict[str, Any]
@@ -332,7 +330,7 @@ def test_a_text_that_ends_early_is_one_request(served: Pool, folder: Path) -> No
     assert ours._producer.stats().computed - before == 1
 
 
-def test_one_question_with_options_is_about_as_many_forwards(served: Pool, folder: Path) -> None:
+def test_a_question_needs_about_one_forward_for_each_option(served: Pool, folder: Path) -> None:
     ours = pooled(served, folder)
     before = ours._producer.stats().computed
     options = [" by the", " sang", " in", " 1", " 2", " 3"]
@@ -341,7 +339,7 @@ def test_one_question_with_options_is_about_as_many_forwards(served: Pool, folde
     assert ours._producer.stats().computed - before <= len(options) + 2
 
 
-def test_an_interrupted_evaluation_has_its_results_in_lm_evals_cache(pool: Pool, folder: Path, tmp_path: Path) -> None:
+def test_lm_evals_cache_has_the_results_of_an_interrupted_evaluation(pool: Pool, folder: Path, tmp_path: Path) -> None:
     ours = pooled(pool, folder)
     cached = CachingLM(ours, str(tmp_path / "answers"))
     kinds = {
@@ -355,7 +353,7 @@ def test_an_interrupted_evaluation_has_its_results_in_lm_evals_cache(pool: Pool,
     assert {kind: getattr(cached, kind)(asked) for kind, asked in kinds.items()} == answers
 
 
-def test_results_with_an_adapter_differ(pool: Pool, folder: Path, tmp_path: Path) -> None:
+def test_an_adapter_changes_the_results(pool: Pool, folder: Path, tmp_path: Path) -> None:
     adapter = write_adapter(tmp_path / "warm", "warm")
     asked = requests("loglikelihood", ("The mill", " sang"))
     written = requests("generate_until", ("The mill", {"until": [], "max_gen_toks": 20}))
@@ -466,7 +464,7 @@ def test_ctrl_c_does_not_wait_for_requests(pool: Pool, folder: Path) -> None:
     presser.join()
 
 
-def test_releases_of_lm_eval_with_plugins_find_it_by_its_entry_point() -> None:
+def test_lm_eval_finds_the_model_by_its_entry_point() -> None:
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text("utf-8"))["project"]
     ((name, target),) = project["entry-points"]["lm_eval.models"].items()
     assert EntryPoint(name, target, "lm_eval.models").load() is get_model(name) is LmpoolLM

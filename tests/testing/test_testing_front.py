@@ -113,9 +113,7 @@ async def test_large_rows_written_without_waiting_arrive_whole(server: Server) -
     raw.close()
 
 
-async def test_who_has_waited_longest_is_served_first_and_others_go_on_waiting(
-    server: Server, raw: RawCommandConnection
-) -> None:
+async def test_the_client_that_waited_longest_is_served_first(server: Server, raw: RawCommandConnection) -> None:
     await raw.call(("XGROUP", "CREATE", "jobs", GROUP, 0, "MKSTREAM"))
     readers = [RawCommandConnection(await server.open()) for _ in range(3)]
     reads = []
@@ -130,7 +128,7 @@ async def test_who_has_waited_longest_is_served_first_and_others_go_on_waiting(
         reader.close()
 
 
-async def test_a_client_that_has_gone_is_given_nothing(server: Server, raw: RawCommandConnection) -> None:
+async def test_a_disconnected_client_receives_nothing(server: Server, raw: RawCommandConnection) -> None:
     await raw.call(("XGROUP", "CREATE", "jobs", GROUP, 0, "MKSTREAM"))
     gone = RawCommandConnection(await server.open())
     number = await gone.call(("CLIENT", "ID"))
@@ -146,7 +144,7 @@ async def test_a_client_that_has_gone_is_given_nothing(server: Server, raw: RawC
     assert entries(await read_group(raw, "here")) == [b"x"]
 
 
-async def test_a_read_ends_in_nothing_when_its_time_is_up_and_what_was_sent_behind_it_follows(
+async def test_commands_after_a_blocking_read_run_when_it_times_out(
     raw: RawCommandConnection,
 ) -> None:
     await raw.call(("XGROUP", "CREATE", "jobs", GROUP, 0, "MKSTREAM"))
@@ -158,14 +156,14 @@ async def test_a_read_ends_in_nothing_when_its_time_is_up_and_what_was_sent_behi
     assert await asyncio.wait_for(asyncio.gather(*replies), DEADLINE_S) == [None, b"PONG", b"x"]
 
 
-async def test_a_group_that_is_gone_is_told_as_such(raw: RawCommandConnection) -> None:
+async def test_a_missing_group_is_an_error(raw: RawCommandConnection) -> None:
     for _ in range(2):
         with pytest.raises(ResponseError, match="^NOGROUP"):
             await read_group(raw, "c")
         await raw.call(("XADD", "jobs", "*", "m", "x"))
 
 
-async def test_a_client_that_is_killed_is_cut_off_at_once(server: Server, raw: RawCommandConnection) -> None:
+async def test_a_killed_client_is_disconnected_at_once(server: Server, raw: RawCommandConnection) -> None:
     other = RawCommandConnection(await server.open())
     number = await other.call(("CLIENT", "ID"))
     waiting = other.call(("XREAD", "BLOCK", 0, "STREAMS", "never", "0"))
@@ -174,7 +172,7 @@ async def test_a_client_that_is_killed_is_cut_off_at_once(server: Server, raw: R
         await asyncio.wait_for(waiting, DEADLINE_S)
 
 
-async def test_clients_may_speak_either_protocol(server: Server) -> None:
+async def test_clients_can_use_both_versions_of_the_protocol(server: Server) -> None:
     kwargs = server.client().connection_pool.connection_kwargs
     for protocol in (2, 3):
         client: Redis = Redis(unix_socket_path=kwargs["path"], db=9, protocol=protocol)

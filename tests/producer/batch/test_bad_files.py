@@ -98,7 +98,7 @@ async def test_bad_lines_are_listed_with_their_numbers_and_reasons(pool: Pool, t
     assert content(tmp_path / "out") == before
 
 
-async def test_rows_of_a_table_may_be_bad_too(pool: Pool, tmp_path: Path) -> None:
+async def test_bad_rows_of_a_parquet_file_are_listed(pool: Pool, tmp_path: Path) -> None:
     pool.start()
     table = pa.table({"custom_id": ["a", "b", "a", None], "ids": [[1], [V], [2], None]})
     pq.write_table(table, tmp_path / "in.parquet")
@@ -112,7 +112,7 @@ async def test_rows_of_a_table_may_be_bad_too(pool: Pool, tmp_path: Path) -> Non
             await run(producer, tmp_path / "no.parquet", tmp_path / "other", "topk:2")
 
 
-async def test_start_may_lie_beyond_a_text(pool: Pool, tmp_path: Path) -> None:
+async def test_a_text_shorter_than_start_is_listed(pool: Pool, tmp_path: Path) -> None:
     pool.start()
     source = write_texts(tmp_path / "in.jsonl", [[1, 2], [1, 2, 3]])
     async with pool.producer() as producer:
@@ -120,7 +120,7 @@ async def test_start_may_lie_beyond_a_text(pool: Pool, tmp_path: Path) -> None:
     assert errors(tmp_path / "out") == [(1, "text-0", "start 2 is beyond the text, which has 2 tokens")]
 
 
-def test_a_long_line_is_passed_over(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_line_that_is_too_long_is_listed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(lines_module, "MAX_LINE_BYTES", 40)
     monkeypatch.setattr(lines_module, "_READ_BYTES", 16)
     source = JsonlSource(
@@ -162,7 +162,7 @@ def open_input(path: Path) -> Source:
 
 
 @pytest.mark.parametrize("change", ["same size", "cut", "longer"])
-def test_no_line_of_another_input_is_taken_for_one_of_the_first(
+def test_no_line_is_read_after_the_input_changed(
     two_inputs: tuple[Path, list[list[int]], list[list[int]]], change: str
 ) -> None:
     path, first, second = two_inputs
@@ -196,7 +196,7 @@ def test_long_lines_are_read_a_few_at_a_time(
     assert read[-1].is_last
 
 
-def test_duplicates_are_all_but_the_first_of_equal_ids() -> None:
+def test_duplicates_are_all_lines_but_the_first_with_an_id() -> None:
     generator = np.random.default_rng(0)
     drawn = [None if value == 0 else str(value) for value in generator.integers(0, 300, 2000)]
     ids, seen, wanted = CustomIds(), set[str](), []
@@ -219,7 +219,7 @@ def test_an_empty_input_is_an_error(pool: Pool, tmp_path: Path, text: str) -> No
     assert not (tmp_path / "new").exists(), "a run that is refused leaves no folder"
 
 
-async def test_what_does_not_fit_the_model_is_an_error_at_once(pool: Pool, tmp_path: Path) -> None:
+async def test_requests_that_do_not_fit_the_model_fail_at_once(pool: Pool, tmp_path: Path) -> None:
     pool.start()
     source = write_texts(tmp_path / "in.jsonl", [[1]])
     async with pool.producer() as producer:
@@ -240,7 +240,7 @@ async def test_what_does_not_fit_the_model_is_an_error_at_once(pool: Pool, tmp_p
             await run(producer, source, tmp_path / "out", "topk:2")
 
 
-async def test_a_line_without_an_answer_in_time_ends_the_run_and_is_named(pool: Pool, tmp_path: Path) -> None:
+async def test_a_run_ends_with_the_number_of_a_line_that_timed_out(pool: Pool, tmp_path: Path) -> None:
     pool.start(command=Gate(tmp_path / "gate").command)
     source = write_texts(tmp_path / "in.jsonl", [[1]])
     async with pool.producer(timeout=0.5) as producer:
@@ -269,7 +269,7 @@ def test_a_full_disk_is_an_error_and_leaves_no_partial_shard(pool: Pool, tmp_pat
 
 
 @pytest.mark.parametrize(("ending", "packed"), list(PACKED.items()))
-async def test_a_compressed_input_is_read_as_what_it_holds(
+async def test_a_compressed_input_gives_the_output_of_the_plain_input(
     pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ending: str, packed: Callable[[bytes], bytes]
 ) -> None:
     monkeypatch.setenv("LMPOOL_BATCH_CACHE", str(tmp_path / "cache"))
@@ -320,7 +320,7 @@ def test_a_missing_model_is_an_error_at_once_if_others_are_served(pool: Pool, tm
     ],
     ids=["program", "misspelt", "array"],
 )
-def test_a_file_of_something_else_is_an_error_and_leaves_the_folder_to_another(
+def test_another_run_can_use_the_folder_of_a_run_over_a_wrong_file(
     pool: Pool, tmp_path: Path, text: str, reason: str, code: int
 ) -> None:
     pool.start()
@@ -340,7 +340,7 @@ def test_a_file_of_something_else_is_an_error_and_leaves_the_folder_to_another(
     assert sorted(content(out)) == ["manifest.json", "shard-00000.jsonl"]
 
 
-def test_a_first_model_is_waited_for(pool: Pool, tmp_path: Path) -> None:
+def test_a_run_waits_for_the_first_model(pool: Pool, tmp_path: Path) -> None:
     source = write_texts(tmp_path / "in.jsonl", [[1, 2]])
     client = begin(pool, source, tmp_path / "out", "--what", "topk:2", "--model", "syn")
     client.until_says("waiting for a worker to serve 'syn'")
@@ -349,7 +349,7 @@ def test_a_first_model_is_waited_for(pool: Pool, tmp_path: Path) -> None:
     assert "1 result in 1 shard in" in client.text
 
 
-def test_a_folder_of_a_run_has_a_status_without_arq(pool: Pool, tmp_path: Path) -> None:
+def test_the_status_of_a_run_needs_no_arq(pool: Pool, tmp_path: Path) -> None:
     pool.start()
     source, output = write_texts(tmp_path / "in.jsonl", draw_texts(30)), tmp_path / "out"
     assert run_lmpool(*arguments(pool, source, output, "--what", "topk:2", "--shard-lines", 10)).returncode == 0
@@ -413,7 +413,7 @@ def test_a_terminal_shows_a_bar_with_rate_and_time(pool: Pool, tmp_path: Path) -
         ({"prompt": [], "continuation": [3, 4]}, "the prompt is empty"),
     ],
 )
-async def test_nothing_is_scored_beside_an_empty_side(
+async def test_an_empty_prompt_or_continuation_is_listed(
     pool: Pool, tmp_path: Path, line: dict[str, Any], reason: str
 ) -> None:
     pool.start()
@@ -452,7 +452,7 @@ async def test_temporary_files_of_other_programs_are_kept(pool: Pool, tmp_path: 
         ("generate:99", "what: generate:99 is more than 20 tokens"),
     ],
 )
-async def test_what_cannot_be_generated_is_refused_before_a_folder_is_begun(
+async def test_malformed_generations_are_refused_before_a_folder_is_written(
     pool: Pool, tmp_path: Path, what: str, message: str
 ) -> None:
     pool.start("--max-prompt-tokens", 20)
@@ -463,7 +463,7 @@ async def test_what_cannot_be_generated_is_refused_before_a_folder_is_begun(
     assert not (tmp_path / "out" / "manifest.json").exists()
 
 
-def test_a_file_is_no_folder_of_answers(tmp_path: Path) -> None:
+def test_a_file_in_place_of_an_output_folder_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     with pytest.raises(BatchError, match="file is not an output folder: Not a directory"):
         lmpool.batch.open(tmp_path / "file")

@@ -38,7 +38,7 @@ def begun(pool: Pool, *locations: str, what: str = "topk:3") -> list[str]:
 
 
 @pytest.mark.parametrize(("what", "suffix"), [("topk:3", "jsonl"), ("rows", "safetensors")])
-async def test_a_run_to_a_bucket_has_the_output_of_a_run_to_a_folder(
+async def test_a_run_writes_the_same_output_to_a_bucket_as_to_a_folder(
     pool: Pool, tmp_path: Path, bucket: TestBucket, what: str, suffix: str
 ) -> None:
     pool.start()
@@ -72,7 +72,7 @@ def test_a_file_url_is_a_path(pool: Pool, tmp_path: Path) -> None:
     assert len(lmpool.batch.open(f"file://{tmp_path / 'out'}")) == len(TEXTS)
 
 
-async def test_a_run_to_a_bucket_continues_where_it_was_killed(pool: Pool, tmp_path: Path, bucket: TestBucket) -> None:
+async def test_a_killed_run_to_a_bucket_continues(pool: Pool, tmp_path: Path, bucket: TestBucket) -> None:
     # All shards take half a minute: the client cannot upload the last one between two checks of the test.
     pool.start("--step-ms", 500, "--max-batch", 4)
     path = write_texts(tmp_path / "in.jsonl", draw_texts(200))
@@ -101,7 +101,7 @@ def is_done(bucket: TestBucket, number: int) -> bool:
     return bucket.shards("out") >= number
 
 
-async def test_what_is_refused_of_a_folder_is_refused_of_a_bucket(
+async def test_a_bucket_is_refused_for_the_same_reasons_as_a_folder(
     pool: Pool, tmp_path: Path, bucket: TestBucket
 ) -> None:
     pool.start()
@@ -133,7 +133,7 @@ async def test_what_is_refused_of_a_folder_is_refused_of_a_bucket(
     assert bucket.content("out") == before
 
 
-async def test_a_bucket_of_a_run_without_any_answer_is_left_to_another(
+async def test_another_run_can_use_the_bucket_of_a_run_without_results(
     pool: Pool, tmp_path: Path, bucket: TestBucket
 ) -> None:
     pool.start()
@@ -145,7 +145,7 @@ async def test_a_bucket_of_a_run_without_any_answer_is_left_to_another(
     assert bucket.content("out").keys() == {"manifest.json", "shard-00000.jsonl"}
 
 
-async def test_of_two_runs_into_one_bucket_the_first_ends(pool: Pool, tmp_path: Path, bucket: TestBucket) -> None:
+async def test_a_run_ends_when_another_run_begins_in_its_bucket(pool: Pool, tmp_path: Path, bucket: TestBucket) -> None:
     pool.start()
     source = write_texts(tmp_path / "in.jsonl", TEXTS)
     async with pool.producer() as producer:
@@ -179,7 +179,7 @@ def place(bucket: Bucket, manifest: Manifest, folder: Path, shard: Shard) -> Non
     bucket.place_shard(manifest, shard, copy, [errors.read_bytes()] if errors.exists() else [])
 
 
-async def test_two_runs_of_one_command_into_one_bucket_both_end_and_the_first_shard_stays(
+async def test_the_first_shard_stays_if_the_same_command_runs_twice(
     pool: Pool, tmp_path: Path, bucket: TestBucket
 ) -> None:
     pool.start()
@@ -209,7 +209,7 @@ async def test_two_runs_of_one_command_into_one_bucket_both_end_and_the_first_sh
     assert (there.finished, there.done) == (False, [])
 
 
-async def test_a_run_whose_shards_another_program_removes_ends_with_an_error(
+async def test_a_run_fails_if_another_program_removes_its_shards(
     pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pool.start()
@@ -226,7 +226,9 @@ async def test_a_run_whose_shards_another_program_removes_ends_with_an_error(
             await run(producer, source, output, "topk:3", shard_lines=10)
 
 
-def test_an_unreachable_store_is_an_error_that_may_pass(bucket: TestBucket, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_jobs_are_tried_again_if_the_store_cannot_be_reached(
+    bucket: TestBucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Broken(Exception):
         """As libraries of stores have their own."""
 
@@ -242,7 +244,7 @@ def test_an_unreachable_store_is_an_error_that_may_pass(bucket: TestBucket, monk
     assert raised.value.may_pass
 
 
-async def test_a_presigned_url_is_read_and_its_signature_is_in_no_message(
+async def test_no_message_contains_the_signature_of_a_presigned_url(
     pool: Pool, tmp_path: Path, bucket: TestBucket
 ) -> None:
     pool.start()
@@ -262,7 +264,7 @@ async def test_a_presigned_url_is_read_and_its_signature_is_in_no_message(
     assert fetch.named("/data/what?#1.jsonl") == "/data/what?#1.jsonl", "a path has no query"
 
 
-def test_an_input_is_copied_once_and_again_when_it_has_changed(bucket: TestBucket, tmp_path: Path) -> None:
+def test_an_input_is_fetched_again_only_if_it_changed(bucket: TestBucket, tmp_path: Path) -> None:
     url = bucket.put("in.jsonl", b'{"ids": [1]}\n')
     first = fetch.plain_file(url).stat()
     again = fetch.plain_file(url).stat()
@@ -275,7 +277,7 @@ def test_an_input_is_copied_once_and_again_when_it_has_changed(bucket: TestBucke
     assert fetch._PROCESS not in fetch.identity({"size": 3, "ETag": "a"})
 
 
-def test_a_copy_of_a_file_that_changes_while_it_is_unpacked_is_not_kept(
+def test_no_copy_is_kept_of_a_file_that_changes_while_it_is_unpacked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LMPOOL_BATCH_CACHE", str(tmp_path / "cache"))
@@ -292,7 +294,7 @@ def test_a_copy_of_a_file_that_changes_while_it_is_unpacked_is_not_kept(
     assert not list(fetch.cache_folder().iterdir())
 
 
-def test_only_files_of_the_cache_are_removed_from_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cache_removes_only_its_own_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "scratch").mkdir()
     monkeypatch.setenv("LMPOOL_BATCH_CACHE", str(tmp_path / "scratch"))
     cache = fetch.cache_folder()
@@ -326,7 +328,7 @@ def test_only_files_of_the_cache_are_removed_from_it(tmp_path: Path, monkeypatch
     assert [path.exists() for path in (*copies, staging)] == [True, False, False]
 
 
-def test_a_cache_that_others_can_write_to_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_that_other_users_can_write_to_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LMPOOL_BATCH_CACHE", str(tmp_path))
     source, cache = str(packed(tmp_path / "in.jsonl.gz")), tmp_path / "lmpool-batch"
     cache.mkdir()
@@ -387,7 +389,7 @@ def test_urls_of_file_systems_that_run_code_are_refused(tmp_path: Path, location
             fetch.check_locations(tmp_path, *job)
 
 
-def test_a_job_may_name_files_below_one_folder_and_buckets(tmp_path: Path) -> None:
+def test_a_job_may_use_files_below_one_folder_and_buckets(tmp_path: Path) -> None:
     root, inside, outside = tmp_path / "root", tmp_path / "root" / "out", tmp_path / "out"
     root.mkdir()
     (root / "link").symlink_to(tmp_path)

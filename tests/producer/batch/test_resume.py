@@ -34,7 +34,7 @@ SHARD_LINES = 20
 
 
 @pytest.mark.parametrize("victim", VICTIMS)
-def test_killed_processes_cost_time_and_no_byte(short_dir: Path, victim: str) -> None:
+def test_killed_processes_do_not_change_the_output(short_dir: Path, victim: str) -> None:
     strike(short_dir, [victim], rounds=2, seed=VICTIMS.index(victim))
 
 
@@ -48,7 +48,7 @@ class Counting(GatedBackend):
         return super()._vector(job, query)
 
 
-async def test_a_killed_client_has_no_more_than_a_shard_computed_twice(pool: Pool, tmp_path: Path) -> None:
+async def test_a_killed_client_costs_at_most_one_shard(pool: Pool, tmp_path: Path) -> None:
     """And its requests in flight."""
     concurrency = 8
     source = write_texts(tmp_path / "in.jsonl", TEXTS)
@@ -103,7 +103,7 @@ async def test_missing_and_damaged_shards_are_computed_again(
             caplog.clear()
 
 
-async def test_a_shard_that_a_worker_makes_while_shards_are_compared_stays(
+async def test_a_shard_that_is_placed_while_shards_are_compared_stays(
     pool: Pool, begun: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source, output = begun
@@ -122,9 +122,7 @@ async def test_a_shard_that_a_worker_makes_while_shards_are_compared_stays(
     assert made.read_bytes() == data
 
 
-async def test_shards_that_the_manifest_does_not_list_are_not_computed_again(
-    pool: Pool, begun: tuple[Path, Path]
-) -> None:
+async def test_shards_with_a_note_are_not_computed_again(pool: Pool, begun: tuple[Path, Path]) -> None:
     """The manifest lists them at the end only."""
     source, output = begun
     whole = content(output)
@@ -169,7 +167,7 @@ async def test_another_input_is_refused(pool: Pool, begun: tuple[Path, Path]) ->
     assert content(output) == before
 
 
-async def test_another_model_is_refused_by_an_exit_code_of_its_own(pool: Pool, begun: tuple[Path, Path]) -> None:
+async def test_another_model_is_refused_with_exit_code_4(pool: Pool, begun: tuple[Path, Path]) -> None:
     source, output = begun
     before = content(output)
     pool.start("--seed", 2, model="other")
@@ -180,7 +178,7 @@ async def test_another_model_is_refused_by_an_exit_code_of_its_own(pool: Pool, b
     assert content(output) == before
 
 
-def test_a_folder_of_something_else_is_refused(pool: Pool, tmp_path: Path) -> None:
+def test_a_folder_with_other_files_is_refused(pool: Pool, tmp_path: Path) -> None:
     source = write_texts(tmp_path / "in.jsonl", TEXTS)
     (tmp_path / "out").mkdir()
     for path, reason in (
@@ -198,7 +196,7 @@ def test_a_folder_of_something_else_is_refused(pool: Pool, tmp_path: Path) -> No
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["lock", "manifest.json", "photo.jpg"]
 
 
-def test_two_runs_do_not_write_into_one_folder(pool: Pool, tmp_path: Path) -> None:
+def test_two_runs_cannot_write_to_one_folder(pool: Pool, tmp_path: Path) -> None:
     source = write_texts(tmp_path / "in.jsonl", TEXTS)
     first = begin(pool, source, tmp_path / "out", "--what", "topk:2")  # Waits for a worker.
     until(lambda: (tmp_path / "out/lock").is_file() and (tmp_path / "out/lock").read_text(), "the folder is locked")
@@ -218,7 +216,7 @@ ENDED_BY = (
 
 
 @pytest.mark.parametrize(("signals", "code"), ENDED_BY, ids=["term", "hup", "int"])
-def test_a_signal_leaves_nothing_half_and_nothing_queued(
+def test_a_signal_leaves_no_partial_files_and_no_queued_prompts(
     pool: Pool, tmp_path: Path, signals: list[signal.Signals], code: int
 ) -> None:
     gate = Gate(tmp_path / "gate")
@@ -248,7 +246,7 @@ def test_a_signal_leaves_nothing_half_and_nothing_queued(
     assert [answer["line"] for answer in lmpool.batch.open(output)] == list(range(1, len(TEXTS) + 1))
 
 
-async def test_a_run_that_is_stopped_says_how_many_lines_it_will_ask_again(pool: Pool, tmp_path: Path) -> None:
+async def test_a_stopped_run_prints_how_many_lines_will_be_computed_again(pool: Pool, tmp_path: Path) -> None:
     concurrency = 2
     source, backend = write_texts(tmp_path / "in.jsonl", draw_texts(4000)), Counting(Gate(tmp_path / "gate"), step_ms=5)
     options = ("--what", "topk:2", "--shard-lines", 4000, "--concurrency", concurrency)
@@ -265,7 +263,7 @@ async def test_a_run_that_is_stopped_says_how_many_lines_it_will_ask_again(pool:
     assert 10 - concurrency <= int(told[1]) <= backend.texts
 
 
-async def test_a_model_that_changes_in_the_middle_ends_the_run(pool: Pool, tmp_path: Path) -> None:
+async def test_a_changed_model_ends_the_run(pool: Pool, tmp_path: Path) -> None:
     gate = Gate(tmp_path / "gate")
     first = pool.start("--lease-s", 1, "--max-batch", 1, command=gate.command)
     source, output = write_texts(tmp_path / "in.jsonl", TEXTS), tmp_path / "out"
@@ -307,7 +305,7 @@ async def test_a_folder_without_results_is_free_for_another_run(pool: Pool, tmp_
     assert len(lmpool.batch.open(output)) == len(TEXTS)
 
 
-async def test_an_adapter_that_changes_in_the_middle_ends_the_run(pool: Pool, tmp_path: Path) -> None:
+async def test_a_changed_adapter_ends_the_run(pool: Pool, tmp_path: Path) -> None:
     for name in ("first", "second"):
         (tmp_path / name).write_text(name)
     gate = Gate(tmp_path / "gate")
@@ -327,7 +325,7 @@ async def test_an_adapter_that_changes_in_the_middle_ends_the_run(pool: Pool, tm
 
 
 @pytest.mark.parametrize("shard_lines", [20, 2000], ids=["between shards", "within the last shard"])
-async def test_an_input_that_changes_in_the_middle_ends_the_run(pool: Pool, tmp_path: Path, shard_lines: int) -> None:
+async def test_a_changed_input_ends_the_run(pool: Pool, tmp_path: Path, shard_lines: int) -> None:
     gate = Gate(tmp_path / "gate")
     pool.start("--max-batch", 4, command=gate.command)
     source, output = write_texts(tmp_path / "in.jsonl", draw_texts(2000)), tmp_path / "out"
@@ -346,7 +344,7 @@ PART = {"logprobs": np.zeros((2, 3), np.float32)}
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet", "safetensors"])
-def test_two_writers_of_one_shard_do_not_disturb_each_other(tmp_path: Path, suffix: str) -> None:
+def test_two_writers_of_one_shard_write_the_same_shard(tmp_path: Path, suffix: str) -> None:
     """As two jobs of one shard in one process, or in two containers in which both have the same process id."""
     folders = [begun_folder(tmp_path / name, suffix) for name in ("alone", "shared")]
     alone, first, second = (ShardWriter(*begun, 0) for begun in (folders[0], folders[1], folders[1]))
@@ -364,7 +362,7 @@ def test_two_writers_of_one_shard_do_not_disturb_each_other(tmp_path: Path, suff
 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet", "safetensors"])
 @pytest.mark.parametrize("at", [0, -20])
-def test_a_shard_whose_file_was_damaged_is_not_put_into_place(
+def test_a_damaged_shard_is_not_put_into_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str, at: int
 ) -> None:
     writer = ShardWriter(*begun_folder(tmp_path, suffix), 0)
@@ -386,7 +384,7 @@ def test_a_shard_whose_file_was_damaged_is_not_put_into_place(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["manifest.json"]
 
 
-async def test_a_run_computes_a_shard_again_whose_file_was_damaged(
+async def test_a_run_computes_a_damaged_shard_again(
     pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pool.start()
@@ -409,7 +407,7 @@ async def test_a_run_computes_a_shard_again_whose_file_was_damaged(
     assert content(output) == content(tmp_path / "wanted")
 
 
-def test_a_jsonl_shard_with_another_number_of_lines_is_not_put_into_place(tmp_path: Path) -> None:
+def test_a_jsonl_shard_with_a_wrong_number_of_lines_is_not_put_into_place(tmp_path: Path) -> None:
     writer = ShardWriter(*begun_folder(tmp_path), 0)
     writer.add(TEXT, PART, is_last=True)
     writer._file.write(b"\n")
@@ -418,7 +416,7 @@ def test_a_jsonl_shard_with_another_number_of_lines_is_not_put_into_place(tmp_pa
     writer.discard()
 
 
-def test_a_text_that_is_taken_back_is_in_no_digest(tmp_path: Path) -> None:
+def test_no_digest_contains_a_dropped_text(tmp_path: Path) -> None:
     """A safetensors shard has the first positions of a text in its file before a later one fails."""
     writer = ShardWriter(*begun_folder(tmp_path, "safetensors"), 0)
     writer.add(TEXT, PART, is_last=True)
@@ -429,7 +427,7 @@ def test_a_text_that_is_taken_back_is_in_no_digest(tmp_path: Path) -> None:
     assert shard.texts == 1
 
 
-def test_files_of_killed_processes_are_removed_and_those_that_are_written_are_not(tmp_path: Path) -> None:
+def test_temporary_files_of_killed_processes_are_removed(tmp_path: Path) -> None:
     folder, manifest = begun_folder(tmp_path)
     writer = ShardWriter(folder, manifest, 0)
     (written,) = tmp_path.glob("*.tmp")
@@ -451,7 +449,7 @@ def test_files_of_killed_processes_are_removed_and_those_that_are_written_are_no
 
 
 @pytest.mark.parametrize("hold", [Folder.locked, Folder.shared])
-def test_a_link_in_the_place_of_a_lock_is_not_followed(
+def test_a_symbolic_link_in_place_of_the_lock_is_refused(
     tmp_path: Path, hold: Callable[[Folder], AbstractContextManager[None]]
 ) -> None:
     """Otherwise any user who can write to a folder can make its user overwrite any file."""

@@ -80,7 +80,7 @@ async def test_every_line_has_the_result_of_a_producer(
             assert np.array_equal(answer[name], values)
 
 
-async def test_rows_of_sixteen_bits_are_kept_as_they_are(pool: Pool, tmp_path: Path) -> None:
+async def test_rows_in_16_bits_are_written_exactly(pool: Pool, tmp_path: Path) -> None:
     """A text that fails in a later part takes the logZ of the earlier ones with it."""
     pool.start("--encoding", "bf16", "--fail-token", 0)
     source = write_texts(tmp_path / "in.jsonl", [*TEXTS[:5], [*[3] * 4100, 0], *TEXTS[5:]])
@@ -101,7 +101,7 @@ async def test_rows_of_sixteen_bits_are_kept_as_they_are(pool: Pool, tmp_path: P
 
 
 @pytest.mark.parametrize("shard_format", ["jsonl", "parquet"])
-async def test_continuations_are_those_of_one_batch(pool: Pool, tmp_path: Path, shard_format: str) -> None:
+async def test_continuations_are_the_ones_of_one_batch_call(pool: Pool, tmp_path: Path, shard_format: str) -> None:
     pool.start()
     source = write_texts(tmp_path / "in.jsonl", TEXTS)
     stop = list(range(1, 100))
@@ -161,7 +161,7 @@ def shards(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("form", FORMS)
-async def test_lines_may_be_those_of_batch_files(
+async def test_lines_may_have_the_format_of_batch_files(
     pool: Pool, tmp_path: Path, wanted: dict[str, bytes], form: str
 ) -> None:
     source = write_lines(tmp_path / "in.jsonl", [FORMS[form](number, ids) for number, ids in enumerate(TEXTS)])
@@ -184,7 +184,7 @@ async def test_an_input_may_be_parquet(pool: Pool, tmp_path: Path, wanted: dict[
     assert shards(tmp_path / "out") == wanted
 
 
-async def test_scores_of_a_continuation_are_those_after_its_prompt(pool: Pool, tmp_path: Path) -> None:
+async def test_a_continuation_is_scored_after_its_prompt(pool: Pool, tmp_path: Path) -> None:
     pool.start()
     pairs = [([1, 2, 3], [4]), ([5], [6, 7, 8])]
     lines = [{"prompt": prompt, "continuation": continuation} for prompt, continuation in pairs]
@@ -222,7 +222,7 @@ async def test_large_results_are_requested_in_parts(pool: Pool, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("what", ["topk:2", "rows"])
-async def test_a_shard_may_have_no_answer_at_all(pool: Pool, tmp_path: Path, what: str) -> None:
+async def test_a_shard_may_have_no_result(pool: Pool, tmp_path: Path, what: str) -> None:
     pool.start()
     source = write_lines(tmp_path / "in.jsonl", ["nothing", {"ids": [1]}])
     async with pool.producer() as producer:
@@ -232,7 +232,7 @@ async def test_a_shard_may_have_no_answer_at_all(pool: Pool, tmp_path: Path, wha
     assert [answer["line"] for answer in batch] == [2]
 
 
-async def test_text_goes_through_the_models_tokenizer(pool: Pool, tmp_path: Path, smollm2_folder: Path) -> None:
+async def test_the_models_tokenizer_encodes_text(pool: Pool, tmp_path: Path, smollm2_folder: Path) -> None:
     from transformers import AutoTokenizer
 
     pool.start("--backend", "hf", "--name", "smollm2", model=str(smollm2_folder))
@@ -251,7 +251,7 @@ async def test_text_goes_through_the_models_tokenizer(pool: Pool, tmp_path: Path
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-async def test_hidden_states_are_kept_in_the_models_dtype(
+async def test_hidden_states_are_written_in_the_models_dtype(
     pool: Pool, tmp_path: Path, smollm2_folder: Path, dtype: str
 ) -> None:
     pool.start("--backend", "hf", "--name", "smollm2", "--dtype", dtype, model=str(smollm2_folder))
@@ -274,7 +274,7 @@ async def test_a_backend_without_hidden_states_is_an_error(pool: Pool, tmp_path:
             await run(producer, source, tmp_path / "out", "hidden")
 
 
-async def test_the_manifest_says_what_was_asked_and_names_every_shard(pool: Pool, tmp_path: Path) -> None:
+async def test_the_manifest_has_the_options_and_every_shard(pool: Pool, tmp_path: Path) -> None:
     pool.start()
     source = write_texts(tmp_path / "in.jsonl", TEXTS)
     async with pool.producer() as producer:
@@ -292,7 +292,7 @@ async def test_the_manifest_says_what_was_asked_and_names_every_shard(pool: Pool
     assert [shard["number"] for shard in manifest["done"]] == [0, 1, 2]
 
 
-def test_what_cannot_be_asked_is_refused_before_anything_is_read() -> None:
+def test_malformed_requests_are_refused_before_the_input_is_read() -> None:
     wrong = "topk topk:0 topk:-1 topk:2.5 targets: targets:a scores:1 rows:2 nothing"
     wrong += " generate generate:a generate:4,heat=1 generate:4,seed=x"
     for what in ("", *wrong.split()):
