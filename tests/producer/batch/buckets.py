@@ -50,10 +50,10 @@ class TestBucket:
 
     def content(self, folder: str) -> dict[str, bytes]:
         """All files of an output folder by their paths in it, except the notes and the arguments of `submit`."""
-        begins = f"{self.url}/{folder}/".removeprefix("s3://")
-        found = {path.removeprefix(begins): path for path in self._system.find(f"{self.url}/{folder}")}
+        system, begins = self._system, f"{self.url}/{folder}/".removeprefix("s3://")
+        found = {path.removeprefix(begins): path for path in system.find(f"{self.url}/{folder}")}
         others = ("done/", SUBMISSION)
-        return {name: self._system.cat_file(path) for name, path in found.items() if not name.startswith(others)}
+        return {name: system.cat_file(path) for name, path in found.items() if not name.startswith(others)}
 
     def shards(self, folder: str) -> int:
         """How many shards have a note."""
