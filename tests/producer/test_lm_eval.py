@@ -1,4 +1,4 @@
-"""lm-evaluation-harness on a pool: the numbers of lm-eval's own model `hf`, on a task and a model of the tests' own."""
+"""lm-evaluation-harness on a pool: the numbers of lm-eval's own model `hf`, with tasks and a model of these tests."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def write_model(folder: Path, *, marks: bool = False) -> Path:
         head_dim=32,
         max_position_embeddings=LONGEST,
         bos_token_id=0,
-        # As chat models have it: more ends than the tokenizer knows of.
+        # Like chat models: more end tokens than the tokenizer has.
         eos_token_id=[1, 2],
     )
     with torch.random.fork_rng(devices=[]):
@@ -199,7 +199,7 @@ def flat(value: Any) -> list[Any]:
 
 
 def assert_same(answers: Any, expected: Any) -> None:
-    """The same texts and truth values, and numbers within 1e-4, or of 1e-5 of them."""
+    """Assert equal texts and truth values, and numbers within 1e-4 or a relative 1e-5."""
     found, wanted = flat(answers), flat(expected)
     for value, other in zip(found, wanted, strict=True):
         assert isinstance(value, bool) == isinstance(other, bool)
@@ -218,7 +218,7 @@ def test_tasks_give_the_results_of_the_same_model_in_transformers(
         metrics = {key: value for key, value in theirs["results"][name].items() if isinstance(value, float)}
         assert len(metrics) >= len(TASKS[name].split("metric:")) - 1
         assert {key: ours["results"][name][key] for key in metrics} == pytest.approx(metrics, rel=1e-5)
-    # They tell right from wrong.
+    # The tasks distinguish good and bad answers.
     assert len({str(answer) for answer in flat(answers["written"])}) > 3
     assert 0 < ours["results"]["choice"]["acc,none"] < 1
     assert ours["config"]["model_fingerprint"]
@@ -253,7 +253,7 @@ def test_greedy_is_reported_for_every_prefix_of_the_greedy_continuation(served: 
     likely = said.ids.tolist()
     context = ours.tok_encode("The mill")
     asked: list[Any] = [(None, context, likely[:size]) for size in range(1, 9)]
-    # The second likeliest token in place of the likeliest.
+    # The second most likely token in place of the most likely one.
     for size in range(8):
         second = ours._producer.topk([*context, *likely[:size]], 2).ids[1]
         asked.append((None, context, [*likely[:size], int(second)]))
@@ -284,7 +284,7 @@ def test_generated_texts_end_where_they_end_in_transformers(
     texts = ours.generate_until(asked)
     assert texts == theirs.generate_until(asked)
     assert len(set(texts)) > 3
-    # They end early and late.
+    # Some texts end early and some late.
     assert len({len(text) for text in texts}) > 3
 
 
@@ -335,7 +335,7 @@ def test_a_question_needs_about_one_forward_for_each_option(served: Pool, folder
     before = ours._producer.stats().computed
     options = [" by the", " sang", " in", " 1", " 2", " 3"]
     ours.loglikelihood(requests("loglikelihood", *(("The mill by the river ran", option) for option in options)))
-    # The options, and the likeliest token behind the question; at most one of them begins with that.
+    # The options, and the most likely token after the question. At most one option begins with that token.
     assert ours._producer.stats().computed - before <= len(options) + 2
 
 
@@ -347,7 +347,7 @@ def test_lm_evals_cache_has_the_results_of_an_interrupted_evaluation(pool: Pool,
         "loglikelihood_rolling": requests("loglikelihood_rolling", (TEXT,)),
         "generate_until": requests("generate_until", ("The mill", {"until": ["e"], "max_gen_toks": 20})),
     }
-    # As far as the model itself came, without what is written down when all is done.
+    # The results that the model itself recorded, without the ones that lm-eval records at the end.
     answers = {kind: getattr(ours, kind)(asked) for kind, asked in kinds.items()}
     ours._producer.close()
     assert {kind: getattr(cached, kind)(asked) for kind, asked in kinds.items()} == answers
@@ -427,7 +427,7 @@ def test_bad_arguments_are_refused_by_name(served: Pool, folder: Path, tmp_path:
 def test_a_device_has_no_effect_and_is_logged(
     served: Pool, folder: Path, caplog: pytest.LogCaptureFixture, device: str | None, is_told: bool
 ) -> None:
-    """lm-eval's command gives the first where nobody has named one."""
+    """lm-eval's command passes "cuda:0" if the user named no device."""
     pooled(served, folder, device=device)
     assert ("device=cpu: has no effect" in caplog.text) == ("has no effect" in caplog.text) == is_told
 

@@ -1,4 +1,4 @@
-"""The in-memory pool: what users test their programs with behaves as a pool of processes does, and leaves nothing."""
+"""The in-memory pool behaves like a pool of processes, and leaves no threads, files or sockets behind."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ async def test_a_prompt_of_several_clients_is_computed_once(memory: MemoryPool) 
     async def all_wait() -> bool:
         return [count_waiting(memory.redis, key) for key in memory.redis.scan_iter(waiting)] == [len(producers)]
 
-    await until_async(all_wait, "all wait for the same prompt")
+    await until_async(all_wait, "all clients wait for the same prompt")
     assert jobs(memory) == 1
     memory.worker.resume()
     for row in await asyncio.gather(*asked):
@@ -210,7 +210,7 @@ async def test_trie_calls_are_answered() -> None:
     async with pool(model) as memory, Producer(redis=memory.url) as producer:
         trie = await producer.trie()
         truth = answers_of(trie.structure)
-        for prompt in prompts:  # By reference: the model's own worker answers.
+        for prompt in prompts:  # By reference: the worker of the model computes the sums.
             told = truth.of("sum", np.exp(model.row(prompt)))
             np.testing.assert_allclose(await trie.weight_sum(prompt=prompt), told, rtol=1e-6)
         memory.serve_tries()
@@ -267,7 +267,7 @@ async def test_a_cancelled_request_is_removed_from_the_queue(memory: MemoryPool)
         asked = asyncio.ensure_future(producer.logprobs([1]))
         await until_async(lambda: _holds(jobs(memory) == 1), "the prompt is queued")
         asked.cancel()
-        await until_async(lambda: _holds(jobs(memory) == 0), "the prompt is taken back")
+        await until_async(lambda: _holds(jobs(memory) == 0), "the prompt is removed")
 
 
 async def test_a_request_without_a_live_worker_raises_no_worker() -> None:
@@ -288,7 +288,7 @@ async def test_another_worker_takes_over_the_jobs_of_a_killed_worker() -> None:
         memory.serve(model)
         for i, row in enumerate(await asked):
             np.testing.assert_array_equal(row, model.row([i]))
-        await until_async(lambda: _holds(jobs(memory) == 0), "nothing is left in the queue")
+        await until_async(lambda: _holds(jobs(memory) == 0), "the queue is empty")
 
 
 async def test_a_stopped_worker_finishes_its_prompts() -> None:
@@ -315,7 +315,7 @@ async def test_requests_survive_flushall(memory: MemoryPool) -> None:
 
 
 def traces() -> tuple[set[str], set[str], set[Path]]:
-    """Threads, open files other than regular ones that stay, and temporary folders of this process."""
+    """The threads, sockets and temporary folders of this process."""
     threads = {thread.name for thread in threading.enumerate()}
     files = {str(entry.readlink()) for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink()}
     sockets = {name for name in files if name.startswith(("socket:", "anon_inode:"))}
@@ -392,7 +392,7 @@ def test_the_error_of_a_failed_worker_is_raised_at_the_end() -> None:
         memory.redis.hset(Keys().worker("other"), mapping={"model": name, "fingerprint": "another"})
         memory.redis.zadd(Keys().model(name).workers, {"other": deadline_ms()})
         memory.redis.hset(Keys().models(), name, b"not a info")
-        until(lambda: not memory.worker.is_running, "the worker sees that others serve something else")
+        until(lambda: not memory.worker.is_running, "the worker finds that others serve another model")
 
     with pytest.raises(ModelMismatch), pool(SyntheticModel(vocab_size=8, lease_s=SHORT)) as memory:
         spoil(memory)

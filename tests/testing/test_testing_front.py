@@ -1,4 +1,4 @@
-"""The in-memory pool's server: every claim is tested on a real one too, so that neither we nor fakeredis err."""
+"""The server of the in-memory pool. Each test runs against a real server too, to find errors in fakeredis and here."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DEADLINE_S = 120.0
 
 @pytest.fixture(params=["in-memory", "real"])
 async def server(request: pytest.FixtureRequest, short_dir: Path) -> AsyncIterator[Server]:
-    """A server, with nothing in its tenth database."""
+    """A server with an empty tenth database."""
     if request.param == "real":
         server = Server(request.getfixturevalue("server_url") + "?db=9")
         client = server.client()
@@ -52,7 +52,7 @@ async def read_group(raw: RawCommandConnection, consumer: str, count: int = 1, b
 
 
 async def until_reading(raw: RawCommandConnection, *consumers: str) -> None:
-    """Wait until these consumers have begun to read in the group, and have found nothing."""
+    """Wait until these consumers block in a read of the group."""
 
     async def is_so() -> bool:
         reply = await raw.call(("XINFO", "CONSUMERS", "jobs", GROUP))
@@ -66,7 +66,7 @@ def entries(reply: Any) -> list[bytes]:
 
 
 async def test_replies_have_the_types_of_a_server(raw: RawCommandConnection) -> None:
-    """A connection for rows takes a status for a status and a string for a value."""
+    """A connection for rows distinguishes status replies and strings."""
     for command, reply in (
         (("SET", "k", "v"), b"OK"),
         (("GET", "k"), b"v"),
@@ -104,7 +104,7 @@ async def test_large_rows_written_without_waiting_arrive_whole(server: Server) -
     ]
     await asyncio.gather(*(raw.set(writes[at : at + 10], 60_000) for at in range(0, 40, 10)))
     again = await raw.set([writes[0]._replace(numbers=numbers[1].data), writes[1]._replace(numbers=numbers[0].data)], 9)
-    assert again == [None, None]  # What is there stays unless it is to be overwritten.
+    assert again == [None, None]  # Existing values stay unless they may be overwritten.
     values = await receiver.call([b"MGET", *keys, b"none"], 1 << 20)
     assert values[0] is None or bytes(values[0])[16:] == numbers[1].tobytes()
     for row, got in zip(numbers[1:], values[1:-1], strict=True):
@@ -139,7 +139,7 @@ async def test_a_disconnected_client_receives_nothing(server: Server, raw: RawCo
     async def is_alone() -> bool:
         return b"id=" not in await raw.call(("CLIENT", "LIST", "ID", number))
 
-    await until_async(is_alone, "the server knows that the client has gone")
+    await until_async(is_alone, "the server has closed the connection")
     await raw.call(("XADD", "jobs", "*", "m", "x"))
     assert entries(await read_group(raw, "here")) == [b"x"]
 

@@ -15,7 +15,7 @@ class TestBucket:
     """A new bucket.
 
     Args:
-        folder: for copies of what is uploaded.
+        folder: a temporary folder of the test.
 
     Attributes:
         url: of the bucket.
@@ -56,5 +56,5 @@ class TestBucket:
         return {name: system.cat_file(path) for name, path in found.items() if not name.startswith(others)}
 
     def shards(self, folder: str) -> int:
-        """How many shards have a note."""
+        """The number of shards with a note."""
         return len(self._system.find(f"{self.url}/{folder}/done"))

@@ -89,7 +89,7 @@ async def test_bad_lines_are_listed_with_their_numbers_and_reasons(pool: Pool, t
         assert custom_id == (expected if isinstance(expected, str) else None)
     answers = lmpool.batch.open(tmp_path / "out")
     assert [answer["line"] for answer in answers] == [1, 2, 3, len(listed)]
-    # The same again has nothing to do, and still says so.
+    # The same command again computes nothing, and has the same exit code and counts.
     before = content(tmp_path / "out")
     ended = await asyncio.to_thread(
         run_lmpool, *arguments(pool, source, tmp_path / "out", "--what", "topk:2", "--shard-lines", 5, "--json")
@@ -131,14 +131,14 @@ def test_a_line_that_is_too_long_is_listed(monkeypatch: pytest.MonkeyPatch, tmp_
     assert [isinstance(line, Line) and line.fields.ids for line in read] == [[1], False, False]
     assert isinstance(read[1], Failed)
     assert "the line has more than" in read[1].error
-    (tmp_path / "in.jsonl").write_bytes(b'\xef\xbb\xbf{"ids": [1]}')  # As some editors begin a file, and end it.
+    (tmp_path / "in.jsonl").write_bytes(b'\xef\xbb\xbf{"ids": [1]}')  # A byte order mark, and no newline at the end.
     source = JsonlSource(tmp_path / "in.jsonl")
     (chunk,) = source.read(source.index(10), 10, [0])
     assert [isinstance(line, Line) and line.fields.ids for line in chunk.lines] == [[1]]
 
 
 def write_numbered(path: Path, texts: list[list[int]]) -> Path:
-    """An input of the format that its name says, a text on each line; written in place where there is one."""
+    """Write an input in the format of its suffix, a text on each line; an existing file is overwritten in place."""
     if path.suffix == ".jsonl":
         return write_texts(path, texts)
     with path.open("wb") as file:
@@ -150,7 +150,7 @@ def write_numbered(path: Path, texts: list[list[int]]) -> Path:
 def two_inputs(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[Path, list[list[int]], list[list[int]]]:
-    """An input of many blocks, the texts in it, and those of another one that is as long."""
+    """An input of many blocks, its texts, and the texts of another input of the same size."""
     monkeypatch.setattr(lines_module, "_READ_BYTES", 4096)
     first, second = ([[kind, *divmod(line, 10)] * 20 for line in range(100, 1000)] for kind in (1, 2))
     return write_numbered(tmp_path / f"in.{request.param}", first), first, second
@@ -174,7 +174,7 @@ def test_no_line_is_read_after_the_input_changed(
 
     def read_on() -> None:
         for chunk in chunks:
-            assert not chunk.is_last, "a shard of two files would be put into place"
+            assert not chunk.is_last, "a shard with lines of two files would be put into place"
             read.extend(chunk.lines)
 
     with pytest.raises(BatchError, match=f"{path.name} changed while it was read"):
@@ -292,7 +292,7 @@ async def test_a_compressed_input_gives_the_output_of_the_plain_input(
 async def test_the_first_bytes_of_an_input_decide_its_format(pool: Pool, tmp_path: Path) -> None:
     pool.start()
     table = pa.table({"ids": [[1], [2, 3]]})
-    pq.write_table(table, tmp_path / "table.jsonl")  # Called something else.
+    pq.write_table(table, tmp_path / "table.jsonl")  # With the suffix of another format.
     async with pool.producer() as producer:
         assert (await run(producer, tmp_path / "table.jsonl", tmp_path / "out", "topk:2")).texts == 2
 
@@ -331,7 +331,7 @@ def test_another_run_can_use_the_folder_of_a_run_over_a_wrong_file(
     assert f"line 1: {reason}" in ended.stderr
     good = write_lines(tmp_path / "good.jsonl", [{"ids": [1]}, {"ids": [2]}])
     again = run_lmpool(*arguments(pool, good, out, "--what", "topk:3"))
-    if code == 3:  # There is an answer.
+    if code == 3:  # One line has a result.
         assert (again.returncode, "another run: input.digest" in again.stderr) == (4, True)
         return
     assert f"no line of {source} has a result; line 1: " in ended.stderr
@@ -360,7 +360,7 @@ def test_the_status_of_a_run_needs_no_arq(pool: Pool, tmp_path: Path) -> None:
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "2 of 3 shards done\n", "")
     told = json.loads(run_lmpool("batch", "status", str(output), "--json").stdout)
     assert told == {"shards": 3, "done": 2, "queued": 0, "under_way": 0, "failed": {}}
-    # A submitted run has jobs, and arq is not installed here.
+    # A submitted run has jobs, but arq is not installed here.
     (output / SUBMISSION).write_text("{}")
     ended = run_lmpool("batch", "status", str(output))
     assert (ended.returncode, ended.stderr) == (0, "")

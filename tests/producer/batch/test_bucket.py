@@ -1,4 +1,4 @@
-"""Inputs and outputs behind URLs: a run to a bucket has the same output as a run to a folder, killed or not."""
+"""Inputs and outputs behind URLs: a run writes the same output to a bucket as to a folder, killed or not."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_a_file_url_is_a_path(pool: Pool, tmp_path: Path) -> None:
 
 
 async def test_a_killed_run_to_a_bucket_continues(pool: Pool, tmp_path: Path, bucket: TestBucket) -> None:
-    # All shards take half a minute: the client cannot upload the last one between two checks of the test.
+    # All shards take half a minute, so that the client cannot upload the last shard between two checks of the test.
     pool.start("--step-ms", 500, "--max-batch", 4)
     path = write_texts(tmp_path / "in.jsonl", draw_texts(200))
     url, output = bucket.put("in.jsonl", path.read_bytes()), f"{bucket.url}/out"
@@ -91,7 +91,7 @@ async def test_a_killed_run_to_a_bucket_continues(pool: Pool, tmp_path: Path, bu
     pool.start()
     ended = await asyncio.to_thread(run_lmpool, *begun(pool, url, output))
     assert json.loads(ended.stdout)["resumed"] == done - 2, ended.stderr
-    # Last: its rows in the cache would have made the other run too fast.
+    # At the end, because cached rows would make the other run too fast.
     async with pool.producer() as producer:
         await run(producer, path, tmp_path / "whole", "topk:3", shard_lines=10)
     assert bucket.content("out") == content(tmp_path / "whole")
@@ -157,7 +157,7 @@ async def test_a_run_ends_when_another_run_begins_in_its_bucket(pool: Pool, tmp_
     other = replace(manifest, options=replace(manifest.options, what="topk:2"))
     with pytest.raises(BatchRefused, match="another run: options.what 'topk:3', now 'topk:2'"):
         second.begin(other)
-    # Both found no manifest.
+    # Both runs found no manifest.
     bucket.put("out/manifest.json", other.encoded())
     assert second.done(other) == {}
     with pytest.raises(BatchRefused, match="another run has begun here"):
@@ -165,7 +165,7 @@ async def test_a_run_ends_when_another_run_begins_in_its_bucket(pool: Pool, tmp_
 
 
 def unfinished(folder: Path) -> tuple[Manifest, list[Shard]]:
-    """The manifest of a finished run, as it was in the beginning, and its shards."""
+    """The manifest of a finished run as it was when the run began, and its shards."""
     manifest = lmpool.batch.open(folder).manifest
     return replace(manifest, finished=False, done=[]), manifest.done
 
@@ -194,7 +194,7 @@ async def test_the_first_shard_stays_if_the_same_command_runs_twice(
     place(first, manifest, tmp_path / "out", shard)
     there = second.begin(manifest)
     assert second.done(there) == {0: shard}, "the shard of the first run stays"
-    # The second run has another result, such as one without an error that has passed.
+    # The second run has another result: for example, a worker failed only during the first run.
     writer = ShardWriter(second, there, 0)
     writer.add(Text(1, "a", [1], range(1)), {"ids": np.zeros((1, 3), np.int64)}, is_last=True)
     assert writer.place() == shard
@@ -203,7 +203,7 @@ async def test_the_first_shard_stays_if_the_same_command_runs_twice(
     assert (batch.is_finished, batch.manifest.done, len(batch)) == (True, [shard], 9)
     for path in (name, "errors.jsonl"):
         assert bucket.content("out")[path] == (tmp_path / "out" / path).read_bytes()
-    # A run that believes that all is done.
+    # The manifest of this run lists all shards as done.
     bucket.put(f"out/{name}", (tmp_path / "out" / name).read_bytes() + b"\n")
     first.sum_up(there, is_over=True)
     assert (there.finished, there.done) == (False, [])
@@ -230,7 +230,7 @@ def test_jobs_are_tried_again_if_the_store_cannot_be_reached(
     bucket: TestBucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Broken(Exception):
-        """As libraries of stores have their own."""
+        """An exception of the library of a store."""
 
     def refuse(url: str) -> Any:
         raise Broken("connection to s3://me:secret@host refused")
@@ -268,10 +268,12 @@ def test_an_input_is_fetched_again_only_if_it_changed(bucket: TestBucket, tmp_pa
     url = bucket.put("in.jsonl", b'{"ids": [1]}\n')
     first = fetch.plain_file(url).stat()
     again = fetch.plain_file(url).stat()
-    assert (again.st_ino, again.st_mtime_ns) == (first.st_ino, first.st_mtime_ns), "a run that reads it goes on"
-    bucket.put("in.jsonl", b'{"ids": [2]}\n')  # Of the same size.
+    assert (again.st_ino, again.st_mtime_ns) == (first.st_ino, first.st_mtime_ns), (
+        "a run that reads the copy is not disturbed"
+    )
+    bucket.put("in.jsonl", b'{"ids": [2]}\n')  # It has the same size.
     assert fetch.plain_file(url).read_bytes() == b'{"ids": [2]}\n'
-    # A store may report no version of a file: then no other process uses the copy.
+    # Without a version of a file, no other process may use the copy.
     assert fetch.identity({"size": 3}) != fetch.identity({"size": 4})
     assert fetch._PROCESS in fetch.identity({"size": 3})
     assert fetch._PROCESS not in fetch.identity({"size": 3, "ETag": "a"})
@@ -333,7 +335,7 @@ def test_a_cache_that_other_users_can_write_to_is_refused(tmp_path: Path, monkey
     source, cache = str(packed(tmp_path / "in.jsonl.gz")), tmp_path / "lmpool-batch"
     cache.mkdir()
     cache.chmod(0o777)
-    copy = fetch.plain_file(source)  # It was empty.
+    copy = fetch.plain_file(source)  # The cache was empty.
     assert stat.S_IMODE(cache.stat().st_mode) == 0o700
     cache.chmod(0o777)
     copy.write_bytes(b"of another user")

@@ -39,7 +39,7 @@ def test_killed_processes_do_not_change_the_output(short_dir: Path, victim: str)
 
 
 class Counting(GatedBackend):
-    """Counts the texts that it has computed."""
+    """Counts the texts that it computed."""
 
     texts = 0
 
@@ -49,7 +49,7 @@ class Counting(GatedBackend):
 
 
 async def test_a_killed_client_costs_at_most_one_shard(pool: Pool, tmp_path: Path) -> None:
-    """And its requests in flight."""
+    """Its requests in flight are computed again too."""
     concurrency = 8
     source = write_texts(tmp_path / "in.jsonl", TEXTS)
     options = ("--what", "topk:2", "--shard-lines", SHARD_LINES, "--concurrency", concurrency)
@@ -65,7 +65,7 @@ async def test_a_killed_client_costs_at_most_one_shard(pool: Pool, tmp_path: Pat
         told = json.loads(ended.stdout)
     assert told["resumed"] >= kills
     assert told["texts"] == len(TEXTS)
-    # Begun and not written are two for each request at once.
+    # At most two texts for each concurrent request are requested and not yet written.
     assert len(TEXTS) <= backend.texts <= len(TEXTS) + kills * (SHARD_LINES + 2 * concurrency)
 
 
@@ -89,8 +89,8 @@ async def test_missing_and_damaged_shards_are_computed_again(
     source, output = begun
     whole, shards = content(output), len(TEXTS) // SHARD_LINES
     (output / "shard-00002.jsonl").unlink()
-    (output / "shard-00004.jsonl").write_bytes(b"{}\n")  # Not as long as it was.
-    with (output / "shard-00005.jsonl").open("r+b") as damaged:  # As long as it was.
+    (output / "shard-00004.jsonl").write_bytes(b"{}\n")  # Another size than before.
+    with (output / "shard-00005.jsonl").open("r+b") as damaged:  # The same size as before.
         damaged.write(bytes(100))
     (output / "shard-00003.jsonl.tmp").write_bytes(b"of a run that was killed")
     async with pool.producer() as producer:
@@ -123,7 +123,7 @@ async def test_a_shard_that_is_placed_while_shards_are_compared_stays(
 
 
 async def test_shards_with_a_note_are_not_computed_again(pool: Pool, begun: tuple[Path, Path]) -> None:
-    """The manifest lists them at the end only."""
+    """The manifest lists all shards only when the run is finished."""
     source, output = begun
     whole = content(output)
     manifest = json.loads(whole["manifest.json"])
@@ -192,7 +192,7 @@ def test_a_folder_with_other_files_is_refused(pool: Pool, tmp_path: Path) -> Non
         assert reason in ended.stderr
     (tmp_path / "out/manifest.json").write_text('{"version": "what"}')
     ended = run_lmpool(*arguments(pool, source, tmp_path / "out", "--what", "topk:2", "--no-wait"))
-    assert ended.returncode == 2  # Nobody serves a model; that is seen first.
+    assert ended.returncode == 2  # No model is served: this error comes first.
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["lock", "manifest.json", "photo.jpg"]
 
 
@@ -224,7 +224,7 @@ def test_a_signal_leaves_no_partial_files_and_no_queued_prompts(
     source, output = write_texts(tmp_path / "in.jsonl", TEXTS), tmp_path / "out"
     options = ("--what", "topk:2", "--shard-lines", SHARD_LINES, "--concurrency", 8)
     client = begin(pool, source, output, *options)
-    gate.let(70)  # More than those of two shards, and two for each request at once.
+    gate.let(70)  # More than the texts of two shards and two for each concurrent request.
     until(lambda: is_in_place(output, 2), "two shards are in place")
     for number in signals:
         client.signal(number)
@@ -235,10 +235,10 @@ def test_a_signal_leaves_no_partial_files_and_no_queued_prompts(
         done, shards = len(lmpool.batch.open(output)) // SHARD_LINES, len(TEXTS) // SHARD_LINES
         cancelled = "its queued prompts are cancelled"
         assert f"stopped after {done} of {shards} shards; {cancelled}; run the same command to continue" in client.text
-        until(lambda: not pool.jobs(), "nothing is queued or held any more, although the step has not ended")
+        until(lambda: not pool.jobs(), "no prompt is queued or held, although the step has not ended")
     else:
         assert len(signals) == 2
-        assert signals[0] != signal.SIGHUP, "a terminal that closes sends it twice"
+        assert signals[0] != signal.SIGHUP, "a terminal sends SIGHUP twice when it closes"
     assert not lmpool.batch.open(output).is_finished
     gate.open()
     ended = run_lmpool(*arguments(pool, source, output, *options))
@@ -259,7 +259,7 @@ async def test_a_stopped_run_prints_how_many_lines_will_be_computed_again(pool: 
         assert await asyncio.to_thread(client.wait) == 130
     told = re.search(r"to continue; (\d+) computed lines of unfinished shards will be computed again", client.text)
     assert told, client.text
-    # Each text was asked about when that of `concurrency` before it had its answer.
+    # A text is requested only when the text `concurrency` lines before it has its result.
     assert 10 - concurrency <= int(told[1]) <= backend.texts
 
 
@@ -332,7 +332,7 @@ async def test_a_changed_input_ends_the_run(pool: Pool, tmp_path: Path, shard_li
     async with pool.producer() as producer:
         running = asyncio.create_task(run(producer, source, output, "topk:2", shard_lines=shard_lines, concurrency=4))
         await until_async(lambda: is_held(pool), "the worker holds prompts")
-        write_texts(source, draw_texts(2000, seed=1))  # In its place, as `cp` does.
+        write_texts(source, draw_texts(2000, seed=1))  # Overwritten in place, as by `cp`.
         gate.open()
         with pytest.raises(BatchError, match="changed while it was read"):
             await running
@@ -345,7 +345,7 @@ PART = {"logprobs": np.zeros((2, 3), np.float32)}
 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet", "safetensors"])
 def test_two_writers_of_one_shard_write_the_same_shard(tmp_path: Path, suffix: str) -> None:
-    """As two jobs of one shard in one process, or in two containers in which both have the same process id."""
+    """For example two jobs of one shard in one process, or in two containers with equal process ids."""
     folders = [begun_folder(tmp_path / name, suffix) for name in ("alone", "shared")]
     alone, first, second = (ShardWriter(*begun, 0) for begun in (folders[0], folders[1], folders[1]))
     for writer in (alone, first, second):
@@ -417,7 +417,7 @@ def test_a_jsonl_shard_with_a_wrong_number_of_lines_is_not_put_into_place(tmp_pa
 
 
 def test_no_digest_contains_a_dropped_text(tmp_path: Path) -> None:
-    """A safetensors shard has the first positions of a text in its file before a later one fails."""
+    """The first positions of a text are in the file of a safetensors shard before a later position fails."""
     writer = ShardWriter(*begun_folder(tmp_path, "safetensors"), 0)
     writer.add(TEXT, PART, is_last=True)
     writer.add(Text(2, None, [1, 2, 3, 4], range(4)), PART, is_last=False)
@@ -452,7 +452,7 @@ def test_temporary_files_of_killed_processes_are_removed(tmp_path: Path) -> None
 def test_a_symbolic_link_in_place_of_the_lock_is_refused(
     tmp_path: Path, hold: Callable[[Folder], AbstractContextManager[None]]
 ) -> None:
-    """Otherwise any user who can write to a folder can make its user overwrite any file."""
+    """Otherwise any user who can write to the folder could make the run overwrite any file."""
     important, output = tmp_path / "important", tmp_path / "out"
     important.write_text("mine")
     output.mkdir()

@@ -1,4 +1,4 @@
-"""Every line has the result of a producer, in order, in each format, from each kind of input."""
+"""Each line gets the result that a producer returns, in order, in each format, from each kind of input."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ TEXTS = draw_texts(40)
 
 
 def expected(what: str, ids: list[int], start: int) -> dict[str, Any]:
-    """The columns of an answer, made of the text's rows."""
+    """The columns of a result, computed from the rows of the text."""
     rows = rows_of(ids)
     match what:
         case "topk:5":
@@ -81,14 +81,14 @@ async def test_every_line_has_the_result_of_a_producer(
 
 
 async def test_rows_in_16_bits_are_written_exactly(pool: Pool, tmp_path: Path) -> None:
-    """A text that fails in a later part takes the logZ of the earlier ones with it."""
+    """If a later part of a text fails, the log_z of its earlier parts is dropped too."""
     pool.start("--encoding", "bf16", "--fail-token", 0)
     source = write_texts(tmp_path / "in.jsonl", [*TEXTS[:5], [*[3] * 4100, 0], *TEXTS[5:]])
     async with pool.producer() as producer:
         await run(producer, source, tmp_path / "out", "rows", shard_lines=9)
         assert producer.model.encoding == "bf16"
         logits = await producer.batch_positions(TEXTS, full=True, mode="logits")
-    tensors: Any = safe_open(tmp_path / "out/shard-00000.safetensors", "pt")  # As anybody reads it.
+    tensors: Any = safe_open(tmp_path / "out/shard-00000.safetensors", "pt")  # Read with the library safetensors.
     assert tensors.get_slice("logits").get_dtype() == "BF16"
     batch = lmpool.batch.open(tmp_path / "out")
     assert batch.manifest.columns["logits"].startswith("bfloat16 (n, V)")
@@ -124,7 +124,7 @@ async def test_results_of_a_run_do_not_stay_in_the_cache(pool: Pool, tmp_path: P
     assert ended.returncode == 0, ended.stderr
     await until_done(pool)
     assert pool.names("row:*") == []
-    async with pool.producer() as producer:  # Others keep theirs.
+    async with pool.producer() as producer:  # Rows of other producers stay.
         await producer.positions(TEXTS[0], top=50)
     assert len(pool.names("row:*")) == 1
 
@@ -149,7 +149,7 @@ FORMS: dict[str, Any] = {
 
 @pytest.fixture
 async def wanted(pool: Pool, tmp_path: Path) -> dict[str, bytes]:
-    """The shards of `TEXTS`."""
+    """The shards of a run over `TEXTS`."""
     pool.start()
     async with pool.producer() as producer:
         await run(producer, write_texts(tmp_path / "plain.jsonl", TEXTS), tmp_path / "wanted", "topk:3", shard_lines=7)
@@ -177,7 +177,7 @@ async def test_an_input_may_be_parquet(pool: Pool, tmp_path: Path, wanted: dict[
     async with pool.producer() as producer:
         await run(producer, tmp_path / "in.parquet", tmp_path / "out", "topk:3", shard_lines=7)
         assert shards(tmp_path / "out") == wanted
-        for gone in (0, 3, 4):  # Read from the middle of row groups.
+        for gone in (0, 3, 4):  # These begin in the middle of row groups.
             (tmp_path / f"out/shard-{gone:05}.jsonl").unlink()
         outcome = await run(producer, tmp_path / "in.parquet", tmp_path / "out", "topk:3", shard_lines=7)
     assert outcome.resumed == 3
@@ -203,7 +203,7 @@ async def test_a_continuation_is_scored_after_its_prompt(pool: Pool, tmp_path: P
 
 
 async def test_large_results_are_requested_in_parts(pool: Pool, tmp_path: Path) -> None:
-    """8 MiB are 4,096 rows. What was written of a text that fails in a later part is taken back."""
+    """8 MiB are 4,096 rows. If a later part of a text fails, the parts that were written are removed."""
     pool.start("--fail-token", 0)
     long = np.random.default_rng(0).integers(1, V, 5000).tolist()
     source = write_texts(tmp_path / "in.jsonl", [[1, 2], long, [*long, 0], [3], long[:4097]])
@@ -214,7 +214,7 @@ async def test_large_results_are_requested_in_parts(pool: Pool, tmp_path: Path) 
     answers = lmpool.batch.open(tmp_path / "out")
     for answer, wanted in zip(answers, [rows_of([1, 2]), parts, rows_of([3]), parts[:4097]], strict=True):
         assert np.array_equal(answer["logprobs"], wanted)
-    tensors = load_file(tmp_path / "out/shard-00000.safetensors")  # As anybody reads it.
+    tensors = load_file(tmp_path / "out/shard-00000.safetensors")  # Read with the library safetensors.
     assert tensors["logprobs"].shape == (2 + 5000 + 1 + 4097, V)
     assert np.array_equal(tensors["logprobs"][2:5002], parts)
     assert tensors["positions"].tolist() == [0, 2, 5002, 5003, 9100]
