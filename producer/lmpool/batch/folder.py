@@ -389,7 +389,7 @@ class Folder:
         manifest.done = list(self.done(manifest).values())
         manifest.finished = len(manifest.done) == manifest.shards
         if failed := [_errors_name(shard.number) for shard in manifest.done if shard.errors]:
-            self.write(ERRORS, self.read_all(failed))
+            self.write(ERRORS, (self.read(name) or b"" for name in failed))
         else:
             self.remove(ERRORS)
         if manifest.finished:
@@ -423,14 +423,16 @@ class Bucket(Folder):
     def listed(self, folder: str = "") -> dict[str, int]:
         """See `Folder.listed`."""
         with self._files() as (system, path), suppress(FileNotFoundError):
-            here = f"{path}/{folder}".strip("/")
+            here = f"{path}/{folder}".rstrip("/")
             names = ((str(entry["name"]).strip("/"), entry) for entry in system.ls(here, detail=True))
             # Some stores list the folder itself too.
-            return {name.rsplit("/", 1)[-1]: int(entry["size"] or 0) for name, entry in names if name != here}
+            return {
+                name.rsplit("/", 1)[-1]: int(entry["size"] or 0) for name, entry in names if name != here.strip("/")
+            }
         return {}
 
     def read_all(self, names: Iterable[str]) -> Iterator[bytes]:
-        """See `Folder.read_all`; all files are read concurrently."""
+        """See `Folder.read_all`; all files are read concurrently, and returned in any order."""
         if wanted := list(names):
             with self._files() as (system, path):
                 for data in system.cat([f"{path}/{name}" for name in wanted], on_error="return").values():
