@@ -26,13 +26,14 @@ class TestBucket:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self.url = f"s3://lmpool-{secrets.token_hex(6)}"
-        self._system.mkdir(self.url)
+        # A new file system: earlier tests may have used another store. One for all calls, because it takes long to make.
+        self._made, _ = url_to_fs(self.url, skip_instance_cache=True)
+        self._made.mkdir(self.url)
 
     @property
     def _system(self) -> Any:
-        # A new file system: earlier tests may have used another store.
-        system, _ = url_to_fs(self.url, skip_instance_cache=True)
-        return system
+        self._made.invalidate_cache()  # Other processes may have changed the files.
+        return self._made
 
     def put(self, name: str, data: bytes) -> str:
         """Upload a file; returns its URL."""
