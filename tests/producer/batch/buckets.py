@@ -26,7 +26,7 @@ class TestBucket:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self.url = f"s3://lmpool-{secrets.token_hex(6)}"
-        # A new file system: earlier tests may have used another store. One for all calls, because it takes long to make.
+        # A new file system: earlier tests may have used another store. All calls share it, because it is slow to make.
         self._made, _ = url_to_fs(self.url, skip_instance_cache=True)
         self._made.mkdir(self.url)
 
