@@ -21,24 +21,17 @@ from lmpool.errors import LMPoolError, PromptTooLong, SettingsError
 from lmpool.producer.sync import SyncProducer
 from lmpool.producer.tokenizer import end_tokens, load_tokenizer, read_tokenizer
 from lmpool.protocol.query import MAX_SEED, TopK
-from lmpool.settings import check_number, shown
+from lmpool.settings import check_known, check_number
 
 try:
     from jinja2.exceptions import TemplateError
     from lm_eval.api.model import TemplateLM
     from lm_eval.api.registry import register_model
-    from lm_eval.models.utils import (
-        handle_stop_sequences,
-        has_bos_prefix,
-        normalize_gen_kwargs,
-        postprocess_generated_text,
-    )
+    from lm_eval.models import utils
     from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
     from tqdm import tqdm  # type: ignore[import-untyped]
 except ImportError as error:
-    raise ImportError(
-        f"lmpool.lm_eval needs lm-eval 0.4.10 or newer: pip install 'lmpool[lm-eval]' ({error})"
-    ) from error
+    raise ImportError(f"lmpool.lm_eval needs lm-eval>=0.4.10: pip install 'lmpool[lm-eval]' ({error})") from error
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -58,20 +51,12 @@ _SAMPLING_OPTIONS = {"top_p", "top_k", "min_p", "typical_p"}  # Without effect a
 
 
 class _Generation(NamedTuple):
-    """A generation request.
-
-    Attributes:
-        max_tokens: of the continuation.
-        until: texts that end it.
-        windows: each of these texts, and in how many of the last tokens it is searched.
-        temperature, top_p: as `Producer.generate`.
-    """
+    """A generation request: max tokens, texts that end it, each with the last tokens to search, and the sampling."""
 
     max_tokens: int
     until: list[str]
     windows: list[tuple[str, int]]
-    temperature: float
-    top_p: float
+    sampling: dict[str, float]
 
 
 @register_model("lmpool")
@@ -127,51 +112,44 @@ class LmpoolLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types.
         **unknown: Any,
     ) -> None:
         super().__init__()
-        if unknown:
-            known = [name for name in LmpoolLM.__init__.__annotations__ if name not in _IGNORED]
-            raise SettingsError(f"{min(unknown)}: not an argument of the model lmpool; there are {', '.join(known)}")
-        for given, value in (
-            ("max_batch_size", max_batch_size),
-            ("device", None if device == _DEFAULT_DEVICE else device),
-        ):
-            if value is not None:
+        known = [name for name in LmpoolLM.__init__.__annotations__ if name not in _IGNORED]
+        check_known(unknown, known, "an argument of the model lmpool")
+        for given, value in {"max_batch_size": max_batch_size, "device": device}.items():
+            if value not in (None, _DEFAULT_DEVICE):
                 _log.warning("%s=%s: has no effect, the pool's workers decide", given, value)
-        check_number("max_gen_toks", max_gen_toks, least=1)
-        check_number("seed", seed, least=0, most=MAX_SEED)
-        self._concurrency = _read_batch_size(batch_size)
-        self.max_gen_toks = max_gen_toks
-        self._seed = seed
+        text, self._concurrency = str(batch_size), _CONCURRENCY
+        if text != "1" and text.partition(":")[0] != "auto":
+            number = int(text) if text.isdecimal() else batch_size
+            self._concurrency = check_number("batch_size", number, least=1, note=", or 'auto'")
+        self.max_gen_toks: int = check_number("max_gen_toks", max_gen_toks, least=1)
+        self._seed: int = check_number("seed", seed, least=0, most=MAX_SEED)
         self._think_end_token = think_end_token
         self._chat_template_args = chat_template_args or {}
         self._adapter = adapter
-        self._producer = SyncProducer(
-            name, redis=redis, prefix=prefix, timeout=timeout, priority=priority, keep_answers=False
-        )
+        where: dict[str, Any] = {"redis": redis, "prefix": prefix, "timeout": timeout, "priority": priority}
+        self._producer = SyncProducer(name, keep_answers=False, **where)
         info = self._info = self._producer.model
         self.max_length = info.max_prompt_tokens if max_length is None else max_length
         check_number("max_length", self.max_length, least=1, most=info.max_prompt_tokens)
-        settings: dict[str, Any] = {} if add_bos_token is None else {"add_bos_token": add_bos_token}
-        settings |= {"option": "tokenizer", "otherwise": "name one of this machine: tokenizer=<folder>"}
-        settings |= {"trust_remote_code": trust_remote_code}
-        self.tokenizer: Any = (
-            load_tokenizer(info, **settings) if tokenizer is None else read_tokenizer(tokenizer, **settings)
-        )
+        how: dict[str, Any] = {} if add_bos_token is None else {"add_bos_token": add_bos_token}
+        how |= {"option": "tokenizer", "otherwise": "name one of this machine: tokenizer=<folder>"}
+        how |= {"trust_remote_code": trust_remote_code}
+        self.tokenizer: Any = load_tokenizer(info, **how) if tokenizer is None else read_tokenizer(tokenizer, **how)
         self._add_bos_token = add_bos_token
         self._prefix_token_id = prefix_token_id
         ends = [self.eot_token_id, *end_tokens(tokenizer or info.source)]
         self._ends = {token for token in ends if token is not None and token < info.vocab_size}
 
     @property
-    def eot_token_id(self) -> int:
-        """The tokenizer's EOS."""
-        token: int = self.tokenizer.eos_token_id
-        return token
+    def eot_token_id(self) -> Any:
+        """The tokenizer's EOS, an int."""
+        return self.tokenizer.eos_token_id
 
     @property
     def prefix_token_id(self) -> int:
         """The token before the first token of a text."""
         candidates = (self._prefix_token_id, self.tokenizer.bos_token_id)
-        return next((token for token in candidates if token is not None), self.eot_token_id)
+        return int(next((token for token in candidates if token is not None), self.eot_token_id))
 
     @property
     def tokenizer_name(self) -> str:
@@ -185,12 +163,8 @@ class LmpoolLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types.
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         """See `lm_eval.api.model.LM.apply_chat_template`."""
-        options = {
-            "tokenize": False,
-            "add_generation_prompt": add_generation_prompt,
-            "continue_final_message": not add_generation_prompt,
-            **self._chat_template_args,
-        }
+        options: dict[str, Any] = {"tokenize": False, "add_generation_prompt": add_generation_prompt}
+        options |= {"continue_final_message": not add_generation_prompt, **self._chat_template_args}
         try:
             return str(self.tokenizer.apply_chat_template(chat_history, **options))
         except TemplateError:
@@ -200,7 +174,7 @@ class LmpoolLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types.
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
         """See `lm_eval.api.model.TemplateLM.tok_encode`."""
-        if add_special_tokens is None and has_bos_prefix(string, self.tokenizer.decode(self.prefix_token_id)):
+        if add_special_tokens is None and utils.has_bos_prefix(string, self.tokenizer.decode(self.prefix_token_id)):
             add_special_tokens = False
         return self._encode(string, add_special_tokens)
 
@@ -268,14 +242,19 @@ class LmpoolLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types.
         return key, context[excess:], continuation
 
     def _score(self, pairs: list[_Pair]) -> list[tuple[float, bool]]:
-        """The log-probability of each continuation of one context, and whether it is the most likely one."""
+        """The log-probability of each continuation of one context, and whether all its tokens are the most likely."""
         context = pairs[0][1]
         # Requested at most once for all, and only if log-probabilities do not decide.
         first = cache(lambda: self._most_likely(context, len(context) - 1))
         results = []
         for pair in pairs:
-            logprobs = self._logprobs(pair)
-            results.append((float(logprobs.sum(dtype=np.float64)), self._is_greedy(pair, logprobs, first)))
+            logprobs, continuation = self._logprobs(pair), pair[2]
+            is_greedy = bool(logprobs.min() > _CERTAINLY_FIRST)
+            # The first token decides for most of the others.
+            if not is_greedy and first() == continuation[:1]:
+                rest = continuation[1:]
+                is_greedy = not rest or self._most_likely(context + continuation[:-1], len(context)) == rest
+            results.append((float(logprobs.sum(dtype=np.float64)), is_greedy))
         return results
 
     def _logprobs(self, pair: _Pair) -> NDArray[np.float32]:
@@ -290,16 +269,6 @@ class LmpoolLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types.
         others = [self._producer.score(context, continuation[:-1], adapter=self._adapter)] if continuation[1:] else []
         return np.concatenate([*others, entry[0]])
 
-    def _is_greedy(self, pair: _Pair, logprobs: NDArray[np.float32], first: Callable[[], list[int]]) -> bool:
-        """Whether each token of a continuation is the most likely one. The first token decides for most of them."""
-        _, context, continuation = pair
-        if logprobs.min() > _CERTAINLY_FIRST:
-            return True
-        if first() != continuation[:1]:
-            return False
-        ids = context + continuation[:-1]
-        return len(continuation) == 1 or self._most_likely(ids, len(context)) == continuation[1:]
-
     def _most_likely(self, ids: list[int], start: int) -> list[int]:
         """The most likely next token at each position from `start` on."""
         best = self._producer.positions(ids, start, top=1, adapter=self._adapter)
@@ -308,67 +277,45 @@ class LmpoolLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types.
         return tokens
 
     def _read(self, gen_kwargs: dict[str, Any]) -> _Generation:
-        arguments = dict(normalize_gen_kwargs(gen_kwargs, self.max_gen_toks))
+        arguments = dict(utils.normalize_gen_kwargs(gen_kwargs, self.max_gen_toks))
         eos = None if self.eot_token_id is None else self.tokenizer.decode(self.eot_token_id)
-        until = handle_stop_sequences(arguments.pop("until", None), eos)
+        until = utils.handle_stop_sequences(arguments.pop("until", None), eos)
         max_tokens, temperature = arguments.pop("max_gen_toks"), arguments.pop("temperature", 0.0)
         del arguments["do_sample"]
-        top_p = arguments.pop("top_p", 1.0) if temperature else 1.0
+        sampling = {"temperature": temperature, "top_p": arguments.pop("top_p", 1.0) if temperature else 1.0}
         if unknown := arguments.keys() - (set() if temperature else _SAMPLING_OPTIONS):
-            raise SettingsError(
-                f"{min(unknown)}: a pool does not support it; there are until, max_gen_toks, do_sample, temperature "
-                "and top_p"
-            )
+            known = "until, max_gen_toks, do_sample, temperature and top_p"
+            raise SettingsError(f"{min(unknown)}: a pool does not support it; there are {known}")
         if max_tokens >= self.max_length:
             raise SettingsError(f"max_gen_toks: {max_tokens} must be less than max_length, {self.max_length} tokens")
         # Like `hf`: the model may write a text with a few more tokens than the tokenizer.
         windows = [(text, len(self._encode(text, False)) + 2) for text in until if text]
-        return _Generation(max_tokens, until, windows, temperature, top_p)
+        return _Generation(max_tokens, until, windows, sampling)
 
     def _generate(self, number: int, context: str, wanted: _Generation) -> str:
         """A continuation, requested in pieces."""
-        has_bos = has_bos_prefix(context, self.tokenizer.bos_token)
+        has_bos = utils.has_bos_prefix(context, self.tokenizer.bos_token)
         ids = self._encode(context, False if has_bos else None)[wanted.max_tokens - self.max_length :]
         ids = ids or [self.prefix_token_id]
         # Workers stop at the tokens of a text that ends the continuation; other tokens may form it too.
         stop = [*([token] for token in self._ends), *(self._encode(text, False) for text, _ in wanted.windows)]
+        stop = list(filter(None, stop))
         made: list[int] = []
         end = None
         while end is None and len(made) < wanted.max_tokens:
             # Drawn like one request for all. Without sampling seeds have no effect, and equal ones share results.
-            seed = (self._seed + (number << 32) + len(made)) & MAX_SEED if wanted.temperature else 0
-            (piece,) = self._producer.generate(
-                ids + made,
-                min(_PIECE, wanted.max_tokens - len(made)),
-                temperature=wanted.temperature,
-                top_p=wanted.top_p,
-                seed=seed,
-                stop=[tokens for tokens in stop if tokens],
-                adapter=self._adapter,
-            )
-            begin = len(made)
+            seed = (self._seed + (number << 32) + len(made)) & MAX_SEED if wanted.sampling["temperature"] else 0
+            begin, size = len(made), min(_PIECE, wanted.max_tokens - len(made))
+            options: dict[str, Any] = {**wanted.sampling, "seed": seed, "stop": stop, "adapter": self._adapter}
+            (piece,) = self._producer.generate(ids + made, size, **options)
             made += piece.ids.tolist()
-            end = self._find_end(made, begin, wanted.windows)
+            for at in range(begin + 1, len(made) + 1):
+                texts = (text in self.tokenizer.decode(made[max(0, at - last) : at]) for text, last in wanted.windows)
+                if made[at - 1] in self._ends or any(texts):
+                    end = at
+                    break
         text = self.tokenizer.decode(made[:end], skip_special_tokens=True)
-        return str(postprocess_generated_text(text, wanted.until, self._think_end_token))
-
-    def _find_end(self, made: list[int], begin: int, windows: list[tuple[str, int]]) -> int | None:
-        """After how many tokens, more than `begin`, a continuation ends; None if it does not."""
-        for end in range(begin + 1, len(made) + 1):
-            texts = (text in self.tokenizer.decode(made[max(0, end - count) : end]) for text, count in windows)
-            if made[end - 1] in self._ends or any(texts):
-                return end
-        return None
-
-
-def _read_batch_size(batch_size: Any) -> int:
-    """Concurrent requests."""
-    text = str(batch_size)
-    if text == "1" or text.partition(":")[0] == "auto":
-        return _CONCURRENCY
-    if not text.isdecimal() or int(text) < 1:
-        raise SettingsError(f"batch_size: {shown(batch_size)} must be a whole number of at least 1, or 'auto'")
-    return int(text)
+        return str(utils.postprocess_generated_text(text, wanted.until, self._think_end_token))
 
 
 def main() -> None:

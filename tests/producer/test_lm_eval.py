@@ -1,4 +1,4 @@
-"""lm-evaluation-harness on a pool: the numbers of lm-eval's own model `hf`, on a task and a model of the tests' own."""
+"""lm-evaluation-harness on a pool: the numbers of lm-eval's own model `hf`, with tasks and a model of these tests."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def write_model(folder: Path, *, marks: bool = False) -> Path:
         head_dim=32,
         max_position_embeddings=LONGEST,
         bos_token_id=0,
-        # As in chat models: the model has more end tokens than its tokenizer.
+        # Like chat models: more end tokens than the tokenizer has.
         eos_token_id=[1, 2],
     )
     with torch.random.fork_rng(devices=[]):
@@ -199,7 +199,7 @@ def flat(value: Any) -> list[Any]:
 
 
 def assert_same(answers: Any, expected: Any) -> None:
-    """The same texts and truth values, and numbers within 1e-4, or of 1e-5 of them."""
+    """Assert equal texts and truth values, and numbers within 1e-4 or a relative 1e-5."""
     found, wanted = flat(answers), flat(expected)
     for value, other in zip(found, wanted, strict=True):
         assert isinstance(value, bool) == isinstance(other, bool)
@@ -207,7 +207,7 @@ def assert_same(answers: Any, expected: Any) -> None:
 
 
 @pytest.mark.parametrize("chat", [False, True], ids=["plain", "chat"])
-def test_tasks_have_the_results_of_the_same_model_in_transformers(
+def test_tasks_give_the_results_of_the_same_model_in_transformers(
     served: Pool, folder: Path, tasks: Path, chat: bool
 ) -> None:
     ours = evaluate(pooled(served, folder), tasks, apply_chat_template=chat)
@@ -218,16 +218,14 @@ def test_tasks_have_the_results_of_the_same_model_in_transformers(
         metrics = {key: value for key, value in theirs["results"][name].items() if isinstance(value, float)}
         assert len(metrics) >= len(TASKS[name].split("metric:")) - 1
         assert {key: ours["results"][name][key] for key in metrics} == pytest.approx(metrics, rel=1e-5)
-    # They tell right from wrong.
+    # The tasks distinguish good and bad answers.
     assert len({str(answer) for answer in flat(answers["written"])}) > 3
     assert 0 < ours["results"]["choice"]["acc,none"] < 1
     assert ours["config"]["model_fingerprint"]
 
 
 @pytest.mark.parametrize("marks", [False, True], ids=["plain", "bos"])
-def test_texts_become_the_tokens_that_they_are_in_transformers(
-    served: Pool, folder: Path, marked: Path, marks: bool
-) -> None:
+def test_texts_are_tokenized_as_in_transformers(served: Pool, folder: Path, marked: Path, marks: bool) -> None:
     source = marked if marks else folder
     ours, theirs = pooled(served, source), hf(source)
     pairs = requests(
@@ -255,7 +253,7 @@ def test_greedy_is_reported_for_every_prefix_of_the_greedy_continuation(served: 
     likely = said.ids.tolist()
     context = ours.tok_encode("The mill")
     asked: list[Any] = [(None, context, likely[:size]) for size in range(1, 9)]
-    # The second likeliest token in place of the likeliest.
+    # The second most likely token in place of the most likely one.
     for size in range(8):
         second = ours._producer.topk([*context, *likely[:size]], 2).ids[1]
         asked.append((None, context, [*likely[:size], int(second)]))
@@ -275,7 +273,7 @@ def test_greedy_is_reported_for_every_prefix_of_the_greedy_continuation(served: 
         {"until": ["<turn>"], "max_gen_toks": 60},
     ],
 )
-def test_generated_texts_end_where_transformers_ends_them(
+def test_generated_texts_end_where_they_end_in_transformers(
     served: Pool, folder: Path, arguments: dict[str, Any]
 ) -> None:
     ours, theirs = pooled(served, folder), hf(folder)
@@ -286,7 +284,7 @@ def test_generated_texts_end_where_transformers_ends_them(
     texts = ours.generate_until(asked)
     assert texts == theirs.generate_until(asked)
     assert len(set(texts)) > 3
-    # They end early and late.
+    # Some texts end early and some late.
     assert len({len(text) for text in texts}) > 3
 
 
@@ -304,7 +302,7 @@ def test_samples_depend_on_the_seed_and_the_request(served: Pool, folder: Path) 
     assert pooled(served, folder, seed=6).generate_until(asked) != texts
 
 
-def test_settings_have_the_same_effect_as_in_lm_evals_own_model(served: Pool, marked: Path) -> None:
+def test_settings_work_as_in_lm_evals_own_model(served: Pool, marked: Path) -> None:
     pairs = requests("loglikelihood", ("The mill", " sang"), ("", "The mill"), (TEXT, " in the town"))
     texts = requests("loglikelihood_rolling", (TEXT,))
     arguments: dict[str, Any]
@@ -332,16 +330,16 @@ def test_a_text_that_ends_early_is_one_request(served: Pool, folder: Path) -> No
     assert ours._producer.stats().computed - before == 1
 
 
-def test_one_question_with_options_is_about_as_many_forwards(served: Pool, folder: Path) -> None:
+def test_a_question_needs_about_one_forward_for_each_option(served: Pool, folder: Path) -> None:
     ours = pooled(served, folder)
     before = ours._producer.stats().computed
     options = [" by the", " sang", " in", " 1", " 2", " 3"]
     ours.loglikelihood(requests("loglikelihood", *(("The mill by the river ran", option) for option in options)))
-    # The options, and the likeliest token behind the question; at most one of them begins with that.
+    # The options, and the most likely token after the question. At most one option begins with that token.
     assert ours._producer.stats().computed - before <= len(options) + 2
 
 
-def test_an_interrupted_evaluation_has_its_results_in_lm_evals_cache(pool: Pool, folder: Path, tmp_path: Path) -> None:
+def test_lm_evals_cache_has_the_results_of_an_interrupted_evaluation(pool: Pool, folder: Path, tmp_path: Path) -> None:
     ours = pooled(pool, folder)
     cached = CachingLM(ours, str(tmp_path / "answers"))
     kinds = {
@@ -349,13 +347,13 @@ def test_an_interrupted_evaluation_has_its_results_in_lm_evals_cache(pool: Pool,
         "loglikelihood_rolling": requests("loglikelihood_rolling", (TEXT,)),
         "generate_until": requests("generate_until", ("The mill", {"until": ["e"], "max_gen_toks": 20})),
     }
-    # Compare up to the point that the model reached, without the summary at the end.
+    # The results that the model itself recorded, without the ones that lm-eval records at the end.
     answers = {kind: getattr(ours, kind)(asked) for kind, asked in kinds.items()}
     ours._producer.close()
     assert {kind: getattr(cached, kind)(asked) for kind, asked in kinds.items()} == answers
 
 
-def test_results_with_an_adapter_differ(pool: Pool, folder: Path, tmp_path: Path) -> None:
+def test_an_adapter_changes_the_results(pool: Pool, folder: Path, tmp_path: Path) -> None:
     adapter = write_adapter(tmp_path / "warm", "warm")
     asked = requests("loglikelihood", ("The mill", " sang"))
     written = requests("generate_until", ("The mill", {"until": [], "max_gen_toks": 20}))
@@ -429,7 +427,7 @@ def test_bad_arguments_are_refused_by_name(served: Pool, folder: Path, tmp_path:
 def test_a_device_has_no_effect_and_is_logged(
     served: Pool, folder: Path, caplog: pytest.LogCaptureFixture, device: str | None, is_told: bool
 ) -> None:
-    """lm-eval's command passes the first one unless the user names one."""
+    """lm-eval's command passes "cuda:0" if the user named no device."""
     pooled(served, folder, device=device)
     assert ("device=cpu: has no effect" in caplog.text) == ("has no effect" in caplog.text) == is_told
 
@@ -466,7 +464,7 @@ def test_ctrl_c_does_not_wait_for_requests(pool: Pool, folder: Path) -> None:
     presser.join()
 
 
-def test_releases_of_lm_eval_with_plugins_find_it_by_its_entry_point() -> None:
+def test_lm_eval_finds_the_model_by_its_entry_point() -> None:
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text("utf-8"))["project"]
     ((name, target),) = project["entry-points"]["lm_eval.models"].items()
     assert EntryPoint(name, target, "lm_eval.models").load() is get_model(name) is LmpoolLM

@@ -258,7 +258,6 @@ def test_each_part_needs_no_more_than_it_says() -> None:
         "producer/lmpool/batch/run.py": {"rich"},
         # Imported inside functions: for jobs, and for files that are Parquet, behind URLs or compressed by zstd.
         "producer/lmpool/batch/jobs.py": {"arq"},
-        "producer/lmpool/batch/parquet.py": {"pyarrow"},
         "producer/lmpool/web/app.py": {"starlette"},
         "producer/lmpool/web/answers.py": {"starlette"},
         "producer/lmpool/web/cli.py": {"typer"},

@@ -1,4 +1,4 @@
-"""The in-memory pool: what users test their programs with behaves as a pool of processes does, and leaves nothing."""
+"""The in-memory pool behaves like a pool of processes, and leaves no threads, files or sockets behind."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def held(memory: MemoryPool, model: str = "synthetic") -> int:
 
 @pytest.mark.parametrize("encoding", ["f32", "bf16"])
 @pytest.mark.parametrize("vocab_size", [1, 3, 512, 49_152])
-async def test_every_row_is_the_one_that_was_told_beforehand(vocab_size: int, encoding: str) -> None:
+async def test_every_row_is_the_row_of_the_model(vocab_size: int, encoding: str) -> None:
     model = SyntheticModel("m", vocab_size=vocab_size, seed=7, encoding=encoding)
     prompts = [[i % vocab_size, (i * i) % vocab_size, 0][: 1 + i % 3] for i in range(40)]
     async with pool(model) as memory, Producer(redis=memory.url) as producer:
@@ -71,7 +71,7 @@ async def test_every_row_is_the_one_that_was_told_beforehand(vocab_size: int, en
         assert ((await producer.logprobs([0])) == model.row([0])).all()
 
 
-async def test_rows_come_through_shared_memory_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_rows_can_be_read_from_shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     place = Path(os.environ.get("LMPOOL_SHM_DIR", "/dev/shm"), tmp_path.name)
     place.mkdir()
     monkeypatch.setenv("LMPOOL_SHM_DIR", str(place))
@@ -96,7 +96,7 @@ async def test_rows_come_through_shared_memory_too(tmp_path: Path, monkeypatch: 
         shutil.rmtree(place)
 
 
-def test_code_without_asyncio_uses_it(memory: MemoryPool) -> None:
+def test_a_synchronous_producer_can_use_a_pool(memory: MemoryPool) -> None:
     with SyncProducer(redis=memory.redis) as producer:
         np.testing.assert_array_equal(producer.logprobs([1, 2]), TINY.row([1, 2]))
 
@@ -110,13 +110,13 @@ def test_two_pools_do_not_see_each_other() -> None:
         assert first.url != second.url
 
 
-def test_code_with_a_prefix_of_its_own_uses_it() -> None:
+def test_a_pool_can_have_another_prefix() -> None:
     with pool(TINY, prefix="mine") as memory, SyncProducer(redis=memory.url, prefix="mine") as producer:
         np.testing.assert_array_equal(producer.logprobs([1]), TINY.row([1]))
         assert {bytes(key)[:5] for key in memory.redis.scan_iter()} == {b"mine:"}
 
 
-def test_a_long_temporary_folder_is_no_obstacle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pool_works_with_a_long_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / ("long" * 30)
     folder.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
@@ -124,14 +124,14 @@ def test_a_long_temporary_folder_is_no_obstacle(tmp_path: Path, monkeypatch: pyt
         use(memory)
 
 
-def test_programs_in_other_processes_reach_it(memory: MemoryPool) -> None:
+def test_other_processes_can_connect(memory: MemoryPool) -> None:
     code = "from lmpool.producer import SyncProducer\nwith SyncProducer() as p: print(p.logprobs([5]).tobytes().hex())"
     environment = {**os.environ, "LMPOOL_REDIS_URL": memory.url}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert bytes.fromhex(done.stdout) == TINY.row([5]).tobytes()
 
 
-async def test_what_many_ask_for_at_once_is_computed_once(memory: MemoryPool) -> None:
+async def test_a_prompt_of_several_clients_is_computed_once(memory: MemoryPool) -> None:
     memory.worker.stall()
     producers = [Producer(redis=memory.url) for _ in range(5)]
     asked = [asyncio.ensure_future(producer.logprobs([1, 2, 3])) for producer in producers]
@@ -140,7 +140,7 @@ async def test_what_many_ask_for_at_once_is_computed_once(memory: MemoryPool) ->
     async def all_wait() -> bool:
         return [count_waiting(memory.redis, key) for key in memory.redis.scan_iter(waiting)] == [len(producers)]
 
-    await until_async(all_wait, "all wait for the same prompt")
+    await until_async(all_wait, "all clients wait for the same prompt")
     assert jobs(memory) == 1
     memory.worker.resume()
     for row in await asyncio.gather(*asked):
@@ -152,7 +152,7 @@ async def test_what_many_ask_for_at_once_is_computed_once(memory: MemoryPool) ->
 # Several models, names
 
 
-async def test_several_models_are_asked_by_their_names() -> None:
+async def test_several_models_are_served_by_name() -> None:
     models = [SyntheticModel("a", vocab_size=8), SyntheticModel("b", vocab_size=9, seed=1)]
     async with pool(*models) as memory:
         for model in models:
@@ -164,14 +164,14 @@ async def test_several_models_are_asked_by_their_names() -> None:
             await Producer("c", redis=memory.url).open()
 
 
-def test_a_model_with_other_weights_under_a_name_that_is_served_is_refused(memory: MemoryPool) -> None:
+def test_another_model_of_the_same_name_is_refused(memory: MemoryPool) -> None:
     with pytest.raises(ModelMismatch, match="vocab_size"):
         memory.serve(SyntheticModel(vocab_size=65))
     with SyncProducer(redis=memory.url) as producer:
         np.testing.assert_array_equal(producer.logprobs([1]), TINY.row([1]))
 
 
-def test_malformed_settings_are_named() -> None:
+def test_errors_name_malformed_settings() -> None:
     for settings, name in (
         ({"vocab_size": -1}, "vocab_size"),
         ({"lease_s": 0}, "lease_s"),
@@ -191,7 +191,7 @@ def test_malformed_settings_are_named() -> None:
 # Vocabularies and tries
 
 
-async def test_the_vocabulary_of_the_user_s_tokenizer_is_served() -> None:
+async def test_a_pool_serves_the_vocabulary_of_the_users_tokenizer() -> None:
     tokens = decode_vocab(gpt2()).tokens
     model = SyntheticModel(vocabulary=tokens)
     assert model.vocab_size == len(tokens) > 50_000
@@ -210,7 +210,7 @@ async def test_trie_calls_are_answered() -> None:
     async with pool(model) as memory, Producer(redis=memory.url) as producer:
         trie = await producer.trie()
         truth = answers_of(trie.structure)
-        for prompt in prompts:  # By reference: the model's own worker answers.
+        for prompt in prompts:  # By reference: the worker of the model computes the sums.
             told = truth.of("sum", np.exp(model.row(prompt)))
             np.testing.assert_allclose(await trie.weight_sum(prompt=prompt), told, rtol=1e-6)
         memory.serve_tries()
@@ -223,7 +223,7 @@ async def test_trie_calls_are_answered() -> None:
 # Failures
 
 
-async def test_a_prompt_that_fails_is_a_failure_of_its_own() -> None:
+async def test_a_failing_prompt_does_not_affect_other_prompts() -> None:
     model = SyntheticModel(vocab_size=20, fail_token=13)
     async with pool(model) as memory, Producer(redis=memory.url) as producer:
         beside = asyncio.create_task(producer.logprobs([1]))
@@ -232,7 +232,7 @@ async def test_a_prompt_that_fails_is_a_failure_of_its_own() -> None:
         np.testing.assert_array_equal(await beside, model.row([1]))
 
 
-async def test_a_stalled_worker_answers_when_it_goes_on(memory: MemoryPool) -> None:
+async def test_a_stalled_worker_returns_rows_after_resume(memory: MemoryPool) -> None:
     async with Producer(redis=memory.url) as producer:
         memory.worker.stall()
         with pytest.raises(DeadlineExceeded):
@@ -242,7 +242,7 @@ async def test_a_stalled_worker_answers_when_it_goes_on(memory: MemoryPool) -> N
         np.testing.assert_array_equal(await asked, TINY.row([2]))
 
 
-async def test_a_slow_step_is_as_slow_as_it_says() -> None:
+async def test_a_step_takes_step_ms() -> None:
     async with pool(SyntheticModel(vocab_size=8, step_ms=200)) as memory, Producer(redis=memory.url) as producer:
         began = time.monotonic()
         await producer.logprobs([1])
@@ -261,16 +261,16 @@ async def test_a_full_queue_refuses() -> None:
         await asyncio.gather(*asked)
 
 
-async def test_a_cancelled_request_is_taken_out_of_the_queue(memory: MemoryPool) -> None:
+async def test_a_cancelled_request_is_removed_from_the_queue(memory: MemoryPool) -> None:
     memory.worker.kill()
     async with Producer(redis=memory.url) as producer:
         asked = asyncio.ensure_future(producer.logprobs([1]))
         await until_async(lambda: _holds(jobs(memory) == 1), "the prompt is queued")
         asked.cancel()
-        await until_async(lambda: _holds(jobs(memory) == 0), "the prompt is taken back")
+        await until_async(lambda: _holds(jobs(memory) == 0), "the prompt is removed")
 
 
-async def test_without_a_live_worker_the_reason_is_told() -> None:
+async def test_a_request_without_a_live_worker_raises_no_worker() -> None:
     async with pool(SyntheticModel(vocab_size=8, lease_s=SHORT)) as memory, Producer(redis=memory.url) as producer:
         memory.worker.kill()
         assert not memory.worker.is_running
@@ -278,7 +278,7 @@ async def test_without_a_live_worker_the_reason_is_told() -> None:
             await producer.logprobs([1])
 
 
-async def test_what_a_killed_worker_held_is_taken_over_after_a_lease() -> None:
+async def test_another_worker_takes_over_the_jobs_of_a_killed_worker() -> None:
     model = SyntheticModel(vocab_size=16, lease_s=SHORT)
     async with pool(model) as memory, Producer(redis=memory.url) as producer:
         memory.worker.stall()
@@ -288,10 +288,10 @@ async def test_what_a_killed_worker_held_is_taken_over_after_a_lease() -> None:
         memory.serve(model)
         for i, row in enumerate(await asked):
             np.testing.assert_array_equal(row, model.row([i]))
-        await until_async(lambda: _holds(jobs(memory) == 0), "nothing is left in the queue")
+        await until_async(lambda: _holds(jobs(memory) == 0), "the queue is empty")
 
 
-async def test_a_worker_that_is_stopped_finishes_what_it_holds() -> None:
+async def test_a_stopped_worker_finishes_its_prompts() -> None:
     model = SyntheticModel(vocab_size=16, max_batch=4)
     async with pool(model) as memory, Producer(redis=memory.url) as producer:
         memory.worker.stall()
@@ -304,7 +304,7 @@ async def test_a_worker_that_is_stopped_finishes_what_it_holds() -> None:
             await Producer("synthetic", redis=memory.url).open()
 
 
-async def test_requests_survive_a_server_that_forgets_everything(memory: MemoryPool) -> None:
+async def test_requests_survive_flushall(memory: MemoryPool) -> None:
     async with Producer(redis=memory.url) as producer:
         await producer.logprobs([1])
         memory.redis.flushall()
@@ -315,7 +315,7 @@ async def test_requests_survive_a_server_that_forgets_everything(memory: MemoryP
 
 
 def traces() -> tuple[set[str], set[str], set[Path]]:
-    """Threads, open files other than regular ones that stay, and temporary folders of this process."""
+    """The threads, sockets and temporary folders of this process."""
     threads = {thread.name for thread in threading.enumerate()}
     files = {str(entry.readlink()) for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink()}
     sockets = {name for name in files if name.startswith(("socket:", "anon_inode:"))}
@@ -347,7 +347,9 @@ def leave_a_client_waiting(memory: MemoryPool) -> None:
 @pytest.mark.parametrize(
     "body", [lambda memory: None, use, stall, leave_a_client_waiting], ids=["open", "use", "stall", "clients"]
 )
-def test_nothing_is_left_when_it_ends(body: Callable[[MemoryPool], None], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_closed_pool_leaves_no_threads_files_or_sockets(
+    body: Callable[[MemoryPool], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     with tempfile.TemporaryDirectory() as folder:
         monkeypatch.setattr(tempfile, "tempdir", folder)
         before = traces()
@@ -358,7 +360,7 @@ def test_nothing_is_left_when_it_ends(body: Callable[[MemoryPool], None], monkey
         assert list(Path(folder).iterdir()) == []
 
 
-def test_a_step_that_takes_minutes_does_not_hold_up_the_end() -> None:
+def test_a_pool_closes_during_a_step_of_minutes() -> None:
     began, before = time.monotonic(), traces()[0]
     with pool(SyntheticModel(vocab_size=8, step_ms=600_000)) as memory:
         with SyncProducer(redis=memory.url) as producer, pytest.raises(DeadlineExceeded):
@@ -368,14 +370,14 @@ def test_a_step_that_takes_minutes_does_not_hold_up_the_end() -> None:
     assert time.monotonic() - began < DEADLINE_S
 
 
-def test_an_error_in_the_body_ends_it_too() -> None:
+def test_an_error_in_the_body_closes_the_pool() -> None:
     with pytest.raises(ZeroDivisionError), pool() as memory:
         _ = 1 / 0
     with pytest.raises(LMPoolError, match="not open"):
         _ = memory.url
 
 
-def test_a_pool_may_be_opened_again_and_again() -> None:
+def test_a_pool_can_be_opened_repeatedly() -> None:
     memory = pool(TINY)
     for _ in range(3):
         with memory:
@@ -384,13 +386,13 @@ def test_a_pool_may_be_opened_again_and_again() -> None:
                 memory.__enter__()
 
 
-def test_a_worker_that_failed_is_told_at_the_end() -> None:
+def test_the_error_of_a_failed_worker_is_raised_at_the_end() -> None:
     def spoil(memory: MemoryPool) -> None:
         name = memory.model.name
         memory.redis.hset(Keys().worker("other"), mapping={"model": name, "fingerprint": "another"})
         memory.redis.zadd(Keys().model(name).workers, {"other": deadline_ms()})
         memory.redis.hset(Keys().models(), name, b"not a info")
-        until(lambda: not memory.worker.is_running, "the worker sees that others serve something else")
+        until(lambda: not memory.worker.is_running, "the worker finds that others serve another model")
 
     with pytest.raises(ModelMismatch), pool(SyntheticModel(vocab_size=8, lease_s=SHORT)) as memory:
         spoil(memory)
@@ -407,7 +409,7 @@ def test_a_program_ends_without_a_warning() -> None:
 
 
 @pytest.mark.parametrize("missing", ["fakeredis", "lupa"])
-def test_without_the_extra_it_is_named(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_names_the_missing_extra(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "lmpool.testing.front", raising=False)
     monkeypatch.setitem(sys.modules, missing, None)
     with pytest.raises(SettingsError, match=r"lmpool\[testing\]"), pool():

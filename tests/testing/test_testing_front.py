@@ -1,4 +1,4 @@
-"""The in-memory pool's server: every claim is tested on a real one too, so that neither we nor fakeredis err."""
+"""The server of the in-memory pool. Each test runs against a real server too, to find errors in fakeredis and here."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DEADLINE_S = 120.0
 
 @pytest.fixture(params=["in-memory", "real"])
 async def server(request: pytest.FixtureRequest, short_dir: Path) -> AsyncIterator[Server]:
-    """A server, with nothing in its tenth database."""
+    """A server with an empty tenth database."""
     if request.param == "real":
         server = Server(request.getfixturevalue("server_url") + "?db=9")
         client = server.client()
@@ -52,7 +52,7 @@ async def read_group(raw: RawCommandConnection, consumer: str, count: int = 1, b
 
 
 async def until_reading(raw: RawCommandConnection, *consumers: str) -> None:
-    """Wait until these consumers have begun to read in the group, and have found nothing."""
+    """Wait until these consumers block in a read of the group."""
 
     async def is_so() -> bool:
         reply = await raw.call(("XINFO", "CONSUMERS", "jobs", GROUP))
@@ -66,7 +66,7 @@ def entries(reply: Any) -> list[bytes]:
 
 
 async def test_replies_have_the_types_of_a_server(raw: RawCommandConnection) -> None:
-    """A connection for rows takes a status for a status and a string for a value."""
+    """A connection for rows distinguishes status replies and strings."""
     for command, reply in (
         (("SET", "k", "v"), b"OK"),
         (("GET", "k"), b"v"),
@@ -104,7 +104,7 @@ async def test_large_rows_written_without_waiting_arrive_whole(server: Server) -
     ]
     await asyncio.gather(*(raw.set(writes[at : at + 10], 60_000) for at in range(0, 40, 10)))
     again = await raw.set([writes[0]._replace(numbers=numbers[1].data), writes[1]._replace(numbers=numbers[0].data)], 9)
-    assert again == [None, None]  # What is there stays unless it is to be overwritten.
+    assert again == [None, None]  # Existing values stay unless they may be overwritten.
     values = await receiver.call([b"MGET", *keys, b"none"], 1 << 20)
     assert values[0] is None or bytes(values[0])[16:] == numbers[1].tobytes()
     for row, got in zip(numbers[1:], values[1:-1], strict=True):
@@ -113,9 +113,7 @@ async def test_large_rows_written_without_waiting_arrive_whole(server: Server) -
     raw.close()
 
 
-async def test_who_has_waited_longest_is_served_first_and_others_go_on_waiting(
-    server: Server, raw: RawCommandConnection
-) -> None:
+async def test_the_client_that_waited_longest_is_served_first(server: Server, raw: RawCommandConnection) -> None:
     await raw.call(("XGROUP", "CREATE", "jobs", GROUP, 0, "MKSTREAM"))
     readers = [RawCommandConnection(await server.open()) for _ in range(3)]
     reads = []
@@ -130,7 +128,7 @@ async def test_who_has_waited_longest_is_served_first_and_others_go_on_waiting(
         reader.close()
 
 
-async def test_a_client_that_has_gone_is_given_nothing(server: Server, raw: RawCommandConnection) -> None:
+async def test_a_disconnected_client_receives_nothing(server: Server, raw: RawCommandConnection) -> None:
     await raw.call(("XGROUP", "CREATE", "jobs", GROUP, 0, "MKSTREAM"))
     gone = RawCommandConnection(await server.open())
     number = await gone.call(("CLIENT", "ID"))
@@ -141,12 +139,12 @@ async def test_a_client_that_has_gone_is_given_nothing(server: Server, raw: RawC
     async def is_alone() -> bool:
         return b"id=" not in await raw.call(("CLIENT", "LIST", "ID", number))
 
-    await until_async(is_alone, "the server knows that the client has gone")
+    await until_async(is_alone, "the server has closed the connection")
     await raw.call(("XADD", "jobs", "*", "m", "x"))
     assert entries(await read_group(raw, "here")) == [b"x"]
 
 
-async def test_a_read_ends_in_nothing_when_its_time_is_up_and_what_was_sent_behind_it_follows(
+async def test_commands_after_a_blocking_read_run_when_it_times_out(
     raw: RawCommandConnection,
 ) -> None:
     await raw.call(("XGROUP", "CREATE", "jobs", GROUP, 0, "MKSTREAM"))
@@ -158,14 +156,14 @@ async def test_a_read_ends_in_nothing_when_its_time_is_up_and_what_was_sent_behi
     assert await asyncio.wait_for(asyncio.gather(*replies), DEADLINE_S) == [None, b"PONG", b"x"]
 
 
-async def test_a_group_that_is_gone_is_told_as_such(raw: RawCommandConnection) -> None:
+async def test_a_missing_group_is_an_error(raw: RawCommandConnection) -> None:
     for _ in range(2):
         with pytest.raises(ResponseError, match="^NOGROUP"):
             await read_group(raw, "c")
         await raw.call(("XADD", "jobs", "*", "m", "x"))
 
 
-async def test_a_client_that_is_killed_is_cut_off_at_once(server: Server, raw: RawCommandConnection) -> None:
+async def test_a_killed_client_is_disconnected_at_once(server: Server, raw: RawCommandConnection) -> None:
     other = RawCommandConnection(await server.open())
     number = await other.call(("CLIENT", "ID"))
     waiting = other.call(("XREAD", "BLOCK", 0, "STREAMS", "never", "0"))
@@ -174,7 +172,7 @@ async def test_a_client_that_is_killed_is_cut_off_at_once(server: Server, raw: R
         await asyncio.wait_for(waiting, DEADLINE_S)
 
 
-async def test_clients_may_speak_either_protocol(server: Server) -> None:
+async def test_clients_can_use_both_versions_of_the_protocol(server: Server) -> None:
     kwargs = server.client().connection_pool.connection_kwargs
     for protocol in (2, 3):
         client: Redis = Redis(unix_socket_path=kwargs["path"], db=9, protocol=protocol)

@@ -1,4 +1,4 @@
-"""The fixtures of pytest in the test suite of a user, and the examples of docs/testing.md."""
+"""The pytest fixtures in the test suite of a user, and the examples of docs/testing.md."""
 
 from __future__ import annotations
 
@@ -63,11 +63,11 @@ class TestOthers:
 
 
 def run(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
-    """Run Python as a user does who has no server: with nothing of this test suite's settings."""
+    """Run Python like a user without a server: without the settings of this test suite."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("LMPOOL", "PYTEST"))}
     environment["LMPOOL_RUNTIME_DIR"] = str(folder / "none")
     environment["PATH"] = str(folder)
-    # The plugins of this environment warn of settings that a user's folder does not have.
+    # Plugins of this environment would warn about settings that a user's folder does not have.
     environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
     environment["PYTHONPATH"] = os.pathsep.join(sys.path)
     return subprocess.run(
@@ -88,7 +88,7 @@ def test_a_user_s_suite_passes_without_a_server_and_without_warnings(tmp_path: P
     assert "warning" not in done.stdout + done.stderr
 
 
-def test_a_test_that_fails_does_not_spoil_the_next(tmp_path: Path) -> None:
+def test_a_failing_test_does_not_affect_the_next_test(tmp_path: Path) -> None:
     (tmp_path / "test_mine.py").write_text(
         "def test_bad(lmpool_pool):\n    lmpool_pool.worker.stall()\n    raise KeyError('mine')\n\n"
         "def test_good(lmpool_pool):\n    assert lmpool_pool.worker.is_running\n"
@@ -99,7 +99,7 @@ def test_a_test_that_fails_does_not_spoil_the_next(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("way", ["conftest", "option", "both"])
-def test_naming_the_plugin_again_does_no_harm(tmp_path: Path, way: str) -> None:
+def test_the_plugin_can_be_named_again(tmp_path: Path, way: str) -> None:
     (tmp_path / "test_mine.py").write_text("def test_it(lmpool_pool): pass\n")
     if way != "option":
         (tmp_path / "conftest.py").write_text('pytest_plugins = ["lmpool.pytest_plugin"]\n')
@@ -107,7 +107,7 @@ def test_naming_the_plugin_again_does_no_harm(tmp_path: Path, way: str) -> None:
     assert "1 passed" in done.stdout, done.stdout + done.stderr
 
 
-def test_the_fixtures_are_listed_with_what_they_are_for(tmp_path: Path) -> None:
+def test_the_fixtures_are_listed_with_descriptions(tmp_path: Path) -> None:
     done = run_tests(tmp_path, "--fixtures")
     for name in ("lmpool_pool", "lmpool_models", "lmpool_environment"):
         assert re.search(rf"^{name} .*\n    \S", done.stdout, re.MULTILINE), done.stdout

@@ -6,8 +6,8 @@ jobs of `lmpool batch submit`. A run uses only `lmpool.producer`, not the module
 
 from typing import Any
 
-from lmpool.batch.reader import Answer, Batch
-from lmpool.batch.reader import open_batch as open  # noqa: A004 It is called lmpool.batch.open.
+from lmpool.batch.shards import Answer, Batch
+from lmpool.batch.shards import open_batch as open  # noqa: A004 It is called lmpool.batch.open.
 
 __all__ = ["Answer", "Batch", "open"]
 

@@ -15,12 +15,10 @@ import typer
 from redis.exceptions import RedisError
 
 from lmpool.aio import gather
-from lmpool.batch.bucket import open_folder
-from lmpool.batch.fetch import named
-from lmpool.batch.folder import ERRORS, SUBMISSION, Folder
+from lmpool.batch.fetch import FILES_VARIABLE, named
+from lmpool.batch.folder import ERRORS, SUBMISSION, open_folder
 from lmpool.batch.kinds import KINDS_HELP
-from lmpool.batch.reader import read_manifest
-from lmpool.batch.run import BatchSettings, Progress, run_batch
+from lmpool.batch.run import BatchSettings, Pool, Progress, counted, run_batch
 from lmpool.broker.server import Server
 from lmpool.cli import say, say_json
 from lmpool.errors import BatchError, LMPoolError, LogFormatter, SettingsError
@@ -43,15 +41,12 @@ _WINDOW = 2048  # Default tokens of a window: models are compared at this contex
 
 batch_app = typer.Typer(name="batch", help="Whole files: a result for every line, in a folder.", no_args_is_help=True)
 
-Source = Annotated[
-    str,
-    typer.Argument(
-        metavar="IN", help="JSONL (text or ids, and custom_id) or Parquet, may be compressed; a path or a URL."
-    ),
-]
-Output = Annotated[
-    str, typer.Argument(metavar="OUT", help="Folder for the results, or its URL. An unfinished run is continued.")
-]
+_IN = "JSONL (text or ids, and custom_id) or Parquet, may be compressed; a path or a URL."
+_OUT = "Folder for the results, or its URL. An unfinished run is continued."
+_FILES = "Jobs read and write files below this folder only (default: LMPOOL_BATCH_FILES, then the working directory)."
+
+Source = Annotated[str, typer.Argument(metavar="IN", help=_IN)]
+Output = Annotated[str, typer.Argument(metavar="OUT", help=_OUT)]
 What = Annotated[str, typer.Option(help=f"The request for every text: {KINDS_HELP}.")]
 Start = Annotated[int, typer.Option(help="First position of each text; -1 is the last position, and so on.")]
 Format = Annotated[str | None, typer.Option("--format", help="jsonl (default) or parquet; rows are safetensors.")]
@@ -64,34 +59,17 @@ Patience = Annotated[float, typer.Option("--timeout", help="Seconds that a reque
 class _Client(NamedTuple):
     """The options of the commands that send requests."""
 
-    model: str | None
+    pool: Pool
     redis: str | None
-    prefix: str
-    timeout: float
     waits: bool | None
 
     def run(self, work: Callable[[Producer], Coroutine[Any, Any, T]]) -> T:
-        """Run a coroutine with a producer, which is closed at the end.
-
-        The producer keeps no results, here or in the pool, and its prompts yield to those of other clients.
-
-        Raises:
-            ServerUnreachable, UnknownModel: as `check_served`.
-        """
-        producer = Producer(
-            self.model,
-            redis=self.redis,
-            prefix=self.prefix,
-            timeout=self.timeout,
-            cache_bytes=0,
-            when_absent=when_absent(self.waits),
-            priority="bulk",
-            keep_answers=False,
-        )
+        """Run a coroutine with a producer, which is closed at the end; errors as `check_served`."""
+        producer = self.pool.producer(self.redis, when_absent(self.waits))
 
         async def closing() -> T:
             try:
-                await check_served(self.model, self.redis, self.prefix, self.waits)
+                await check_served(self.pool.model, self.redis, self.pool.prefix, self.waits)
                 return await work(producer)
             finally:
                 await producer.close()
@@ -103,11 +81,6 @@ def register(app: typer.Typer) -> None:
     """Add the commands."""
     app.add_typer(batch_app)
     app.command()(perplexity)
-
-
-@batch_app.callback()
-def _batch() -> None:
-    """Whole files: a result for every line, in a folder."""
 
 
 def _run_or_submit(name: str, does: Callable[..., None], epilog: str) -> None:
@@ -130,7 +103,7 @@ def _run_or_submit(name: str, does: Callable[..., None], epilog: str) -> None:
         as_json: AsJson = False,
     ) -> None:
         settings = BatchSettings(what, start, shard_format, shard_lines, adapter, concurrency)
-        does(source, output, settings, _Client(model, redis, prefix, timeout, waits), as_json)
+        does(source, output, settings, _Client(Pool(model, prefix, timeout), redis, waits), as_json)
 
     batch_app.command(name, help=does.__doc__, epilog=epilog)(command)
 
@@ -155,67 +128,46 @@ def _run(source: str, output: str, settings: BatchSettings, client: _Client, as_
         failed = f"; {counted(outcome.errors, 'line')} without one: see {where}" if outcome.errors else ""
         say(f"{counted(outcome.texts, 'result')} in {counted(outcome.shards, 'shard')} in {named(output)}{failed}")
     if outcome.errors:
-        first = _first_error(open_folder(output))
+        line = msgspec.json.decode((open_folder(output).read(ERRORS) or b"").partition(b"\n")[0])
+        first = f"line {line['line']}: {line['error']}"
         if not outcome.texts:
             raise BatchError(f"no line of {named(source)} has a result; {first}; see {where}")
         say(f"the first of them: {first}", err=True)
         raise typer.Exit(SOME_FAILED)
 
 
-def _first_error(folder: Folder) -> str:
-    data = folder.read(ERRORS)
-    if data is None:
-        return f"{ERRORS} is gone"
-    first = msgspec.json.decode(data.partition(b"\n")[0])
-    return f"line {first['line']}: {first['error']}"
-
-
 def _submit(source: str, output: str, settings: BatchSettings, client: _Client, as_json: bool) -> None:
     """Queue a job for each unfinished shard, for `lmpool batch worker`. The same again queues what is left."""
     jobs = _jobs()
-    pool = jobs.Pool(client.model, client.prefix, client.timeout)
+    given = jobs.Submission(source, settings, client.pool)
     queued = client.run(
-        lambda producer: _with_queue(
-            client.redis, lambda arq: jobs.submit(producer, arq, source, output, settings, pool)
-        )
+        lambda producer: _with_queue(client.redis, lambda arq: jobs.submit(producer, arq, given, output))
     )
     if as_json:
-        say_json(queued._asdict())
+        say_json(queued)
     else:
-        total = counted(queued.shards, "shard")
-        say(f"{counted(queued.jobs, 'job')} queued, and {queued.there} before; {queued.done} of {total} done")
+        total = counted(queued["shards"], "shard")
+        say(f"{counted(queued['jobs'], 'job')} queued, and {queued['there']} before; {queued['done']} of {total} done")
 
 
 _run_or_submit("run", _run, _EXIT_CODES)
-_run_or_submit(
-    "submit", _submit, "Needs the extra bulk. `lmpool batch worker` runs the jobs; it must see the same files."
-)
+_run_or_submit("submit", _submit, "Needs the extra bulk. `lmpool batch worker` runs the jobs and needs the same files.")
 
 
 @batch_app.command()
 def worker(
     burst: Annotated[bool, typer.Option("--burst", help="End when nothing is queued.")] = False,
     jobs_at_once: Annotated[int, typer.Option("--jobs", min=1, help="Concurrent shards.")] = 4,
-    lease_s: Annotated[
-        float, typer.Option(min=1, help="Seconds until another worker takes over the shards of a killed worker.")
-    ] = 30.0,
+    lease_s: Annotated[float, typer.Option(min=1, help="Seconds until a killed worker's jobs are taken over.")] = 30.0,
     schedule: Annotated[Path | None, typer.Option(help="A TOML file of nightly runs; see docs/bulk.md.")] = None,
-    files: Annotated[
-        Path | None,
-        typer.Option(
-            help="Jobs read and write files below this folder only (default: LMPOOL_BATCH_FILES, then the working "
-            "directory).",
-            envvar="LMPOOL_BATCH_FILES",
-            show_envvar=False,
-        ),
-    ] = None,
+    files: Annotated[Path | None, typer.Option(help=_FILES, envvar=FILES_VARIABLE, show_envvar=False)] = None,
     redis: RedisUrl = None,
 ) -> None:
     """Run the jobs that `lmpool batch submit` queued, until Ctrl-C. Any number of workers may run."""
     jobs = _jobs()
     logging.basicConfig(level=logging.INFO)
     logging.getLogger().handlers[0].setFormatter(LogFormatter("%(asctime)s %(message)s", "%H:%M:%S"))
-    jobs.work(redis, schedule, jobs_at_once, lease_s, files, burst=burst)
+    jobs.BatchWorker(**jobs.worker_options(redis, schedule, jobs_at_once, lease_s, files), burst=burst).run()
 
 
 @batch_app.command()
@@ -225,28 +177,16 @@ def status(output: Output, redis: RedisUrl = None, as_json: AsJson = False) -> N
     Jobs that the server lost are queued again.
     """
     folder = open_folder(output)
-    manifest = read_manifest(folder)
+    manifest = folder.manifest()
     left = sorted(set(range(manifest.shards)) - set(folder.done(manifest)))
-    counts = {"shards": manifest.shards, "done": manifest.shards - len(left)}
     states: dict[str, Any] = {"queued": 0, "under_way": 0, "failed": {}}
-    text = f"{counts['done']} of {counted(manifest.shards, 'shard')} done"
-
-    async def find_jobs(arq: Any) -> dict[str, Any]:
-        states: dict[str, Any]
-        states, lost = await _jobs().find_jobs(arq, folder, manifest, left)
-        if lost:
-            found = f"lmpool: the server lost {counted(len(lost), 'job')}"
-            try:
-                states["queued"] += await _jobs().queue_again(arq, folder, manifest, output, lost)
-                say(f"{found}: queued again", err=True)
-            except LMPoolError as error:
-                say(f"{found}, which cannot be queued again: {error}. Submit the input again", err=True)
-        return states
-
+    text = f"{manifest.shards - len(left)} of {counted(manifest.shards, 'shard')} done"
     # A folder of `batch run` has no jobs, so its status needs neither a server nor arq.
-    if left and folder.size(SUBMISSION) is not None:
+    if left and SUBMISSION in folder.listed():
         try:
-            states = run(_with_queue(redis, find_jobs))
+            states, note = run(_with_queue(redis, lambda arq: _jobs().find_jobs(arq, folder, manifest, left)))
+            if note:
+                say(f"lmpool: {note}", err=True)
             text += f", {states['under_way']} in progress, {states['queued']} queued"
         except LMPoolError as error:
             if redis is not None and not isinstance(error, SettingsError):
@@ -254,7 +194,7 @@ def status(output: Output, redis: RedisUrl = None, as_json: AsJson = False) -> N
             states = dict.fromkeys(states)
             text += f" (jobs are not shown: {error})"
     if as_json:
-        say_json({**counts, **states})
+        say_json({"shards": manifest.shards, "done": manifest.shards - len(left), **states})
         return
     say(text)
     for shard, reason in (states["failed"] or {}).items():
@@ -269,11 +209,7 @@ def cancel(output: Output, redis: RedisUrl = None) -> None:
 
 
 def _jobs() -> ModuleType:
-    """The module of the jobs, which needs arq.
-
-    Raises:
-        SettingsError: arq is not installed.
-    """
+    """The module of the jobs, which needs arq."""
     from lmpool.batch import jobs
 
     return jobs
@@ -281,18 +217,14 @@ def _jobs() -> ModuleType:
 
 async def _with_queue(redis: str | None, work: Callable[[Any], Coroutine[Any, Any, T]]) -> T:
     """Run a coroutine with the client of arq."""
-    arq = _jobs().connect(redis)
+    connect, server = _jobs().connect, Server(redis)
+    arq = connect(server)
     try:
         return await work(arq)
     except (RedisError, OSError) as error:
-        raise Server(redis).explain(error) from error
+        raise server.explain(error) from error
     finally:
         await arq.aclose(close_connection_pool=True)
-
-
-def counted(number: int, thing: str) -> str:
-    """A number of things, such as "1 shard" or "2 shards"."""
-    return f"{number} {thing}{'' if number == 1 else 's'}"
 
 
 def perplexity(
@@ -313,15 +245,13 @@ def perplexity(
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or error
         raise SettingsError(f"file: {file} cannot be read: {reason}") from error
-    client, progress = _Client(model, redis, prefix, timeout, waits), Progress("tokens")
-    found = client.run(lambda producer: perplexity_of(producer, text, window, overlap, adapter, progress))
+    client = _Client(Pool(model, prefix, timeout), redis, waits)
+    found = client.run(lambda producer: _perplexity_of(producer, text, window, overlap, adapter))
     if as_json:
         say_json(found)
         return
-    say(f"tokens         {found['tokens']}")
-    say(f"nats per token {found['nats_per_token']:.4f}")
-    say(f"perplexity     {found['perplexity']:.3f}")
-    say(f"bits per byte  {found['bits_per_byte']:.4f}")
+    for name, digits in (("tokens", 0), ("nats_per_token", 4), ("perplexity", 3), ("bits_per_byte", 4)):
+        say(f"{name.replace('_', ' '):14} {found[name]:.{digits}f}")
 
 
 def windows(ids: list[int], window: int, overlap: int) -> Iterator[tuple[list[int], list[int]]]:
@@ -334,27 +264,8 @@ def windows(ids: list[int], window: int, overlap: int) -> Iterator[tuple[list[in
         start = end
 
 
-async def perplexity_of(
-    producer: Producer, text: str, window: int, overlap: int, adapter: str, progress: Progress
-) -> dict[str, float]:
-    """Score every token of a text but the first, in windows that overlap.
-
-    Args:
-        producer: is opened.
-        text: to score.
-        window: tokens of one forward at most; 0 for 2,048, or the model's longest prompt if that is shorter.
-        overlap: tokens before the scored tokens of a window, if the text has them; 0 for half a window.
-        adapter: of the model; "" for none.
-        progress: counts tokens.
-
-    Returns:
-        "tokens": with a score, all but the first. "nats_per_token": minus the mean of their log-probabilities.
-        "perplexity": its exponential. "bits_per_byte": of UTF-8, which compares models with different tokenizers.
-
-    Raises:
-        SettingsError: the text has less than two tokens, or the windows do not fit the model.
-        LMPoolError: as `Producer.score`.
-    """
+async def _perplexity_of(producer: Producer, text: str, window: int, overlap: int, adapter: str) -> dict[str, float]:
+    """Score every token of a text but the first, in windows that overlap; 0 is the default of windows and overlaps."""
     await producer.open()
     most = producer.model.max_prompt_tokens
     window = window or min(_WINDOW, most)
@@ -365,7 +276,7 @@ async def perplexity_of(
     ids = await asyncio.to_thread(tokenizer.encode, text)
     if len(ids) < 2:
         raise SettingsError("file: it has less than two tokens; a score needs a token before it")
-    pairs = windows(ids, window, overlap)
+    pairs, progress = windows(ids, window, overlap), Progress("tokens")
     sums: list[float] = []
 
     async def send() -> None:
@@ -374,14 +285,9 @@ async def perplexity_of(
             sums.append(-float(scores.sum(dtype="float64")))
             progress.advance(len(scores), len(scores))
 
-    with progress:
-        progress.begin(len(ids) - 1, 0)
+    with progress.shown(len(ids) - 1, 0):
         await gather([send() for _ in range(_CONCURRENCY)])
     nats = math.fsum(sums)
-    mean = nats / (len(ids) - 1)
-    return {
-        "tokens": len(ids) - 1,
-        "nats_per_token": mean,
-        "perplexity": math.exp(mean) if mean < 700 else math.inf,  # exp of more than 709 does not fit into a float.
-        "bits_per_byte": nats / math.log(2) / len(text.encode("utf-8")),
-    }
+    mean, bits = nats / (len(ids) - 1), nats / math.log(2) / len(text.encode("utf-8"))
+    perplexity = math.exp(mean) if mean < 700 else math.inf  # exp of more than 709 does not fit into a float.
+    return {"tokens": len(ids) - 1, "nats_per_token": mean, "perplexity": perplexity, "bits_per_byte": bits}

@@ -24,7 +24,6 @@ import weakref
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager, suppress
-from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -47,25 +46,15 @@ INPUTS = STORES | {"https"}
 # Seconds without use after which a copy is removed: a week, longer than most runs.
 _UNUSED_S = 7 * 86_400
 # The names that `temporary_folder` and `_cached` make. Nothing else is removed from the cache.
-_STAGING = re.compile(r"staging-[a-z0-9_]{8}")
-_COPY = re.compile(r"[0-9a-f]{16}-.*", re.DOTALL)
+_STAGING, _COPY = re.compile(r"staging-[a-z0-9_]{8}"), re.compile(r"[0-9a-f]{16}-.*", re.DOTALL)
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*(::[A-Za-z][A-Za-z0-9+.-]*)*://")
 _FILE_URL = re.compile(r"(file|local)://(?=/)")
 # Parts of a URL that may give access: user and password, and the query of a presigned URL.
-_USER = re.compile(r"://[^/@\s]*@")
-_QUERY = re.compile(r"(://[^?#]*)[?#]\S*")
+_USER, _QUERY = re.compile(r"://[^/@\s]*@"), re.compile(r"(://[^?#]*)[?#]\S*")
 # Fields by which a store identifies a version of a file.
 _VERSION_FIELDS = {"etag", "lastmodified", "last_modified", "last-modified", "content-md5", "generation", "updated"}
 # In the key of copies of files without such fields: only this process uses these copies.
 _PROCESS = secrets.token_hex(8)
-# First bytes of files that are not read -> why.
-_REFUSED = {
-    b"PK\x03\x04": "is a zip archive: unpack it first",
-    b"7z\xbc\xaf\x27\x1c": "is a 7z archive: unpack it first",
-    b"\x04\x22\x4d\x18": "is compressed by lz4: unpack it first",
-    b"\xff\xfe": "is UTF-16: save it as UTF-8",
-    b"\xfe\xff": "is UTF-16: save it as UTF-8",
-}
 _IS_FOLDER = "is a folder: give one file in it; each file needs its own run and output folder"
 
 
@@ -86,11 +75,7 @@ def named(text: str) -> str:
 
 
 def check_url(url: str, schemes: Set[str]) -> None:
-    """Refuse URLs with other schemes, and chained URLs: some file systems of fsspec run code that a URL contains.
-
-    Raises:
-        SettingsError: with the schemes that are accepted.
-    """
+    """Refuse URLs with other schemes, and chained URLs: some file systems of fsspec run code that a URL contains."""
     if "::" in url:
         raise SettingsError(f"{named(url)}: chained URLs, with :: in them, are not accepted. Give one URL")
     scheme = url.partition("://")[0]
@@ -100,36 +85,25 @@ def check_url(url: str, schemes: Set[str]) -> None:
 
 
 def check_locations(root: Path, source: str, output: str) -> None:
-    """Refuse an input or output that a job may not use: any client that may write jobs can choose them.
-
-    Raises:
-        SettingsError: with the locations that are accepted.
-    """
+    """Refuse an input or output that a job may not use: any client that may write jobs can choose them."""
     for location, schemes in ((absolute(source), INPUTS), (absolute(output), STORES)):
         if is_url(location):
             check_url(location, schemes)
         elif not Path(location).resolve().is_relative_to(root.resolve()):
-            raise SettingsError(
-                f"{location} is not below {root}, where this worker's jobs may read and write files. Start the worker "
-                f"with another --files or {FILES_VARIABLE}"
-            )
+            advice = f"Start the worker with another --files or {FILES_VARIABLE}"
+            raise SettingsError(f"{location} is not below {root}, the folder of this worker's jobs. {advice}")
 
 
 def file_system(url: str) -> tuple[Any, str]:
-    """The file system of a URL, and the path there. Directory listings are not cached.
-
-    Raises:
-        SettingsError: the URL is refused, or fsspec or its package for this scheme is not installed.
-    """
+    """The file system of a URL, and the path there. Directory listings are not cached."""
     check_url(url, INPUTS | {"http"})
     try:
         from fsspec.core import url_to_fs
-    except ImportError as error:
-        raise SettingsError(f"{named(url)}: URLs need fsspec: pip install 'lmpool[fsspec]'") from error
-    try:
+
         system, path = url_to_fs(url)  # fsspec returns the same file system for the same settings.
     except (ImportError, ValueError) as error:
-        raise SettingsError(f"{named(url)}: fsspec cannot use it: {named(str(error))}") from error
+        reason = f"fsspec cannot use it (pip install 'lmpool[fsspec]'): {named(str(error))}"
+        raise SettingsError(f"{named(url)}: {reason}") from error
     system.invalidate_cache()  # Other processes may have changed the files.
     return system, str(path).rstrip("/")
 
@@ -149,11 +123,7 @@ def explained(url: str, advice: str) -> Iterator[None]:
 
 
 def cache_folder() -> Path:
-    """The cache, which is made if it does not exist. No other user may write to it.
-
-    Raises:
-        SettingsError: it cannot be made, belongs to another user, or is open to others and not empty.
-    """
+    """The cache, which is made if it does not exist. No other user may write to it."""
     given = os.environ.get(CACHE_VARIABLE)
     user = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     # The named folder may contain other files too.
@@ -176,54 +146,81 @@ def temporary_folder(owner: object) -> Path:
     return Path(made)
 
 
-def plain_file(location: str) -> Path:
-    """A local, uncompressed file with the data at a location; a local file that is not compressed itself.
+def pyarrow(use: str) -> Any:
+    """The package pyarrow with its module `parquet`; SettingsError, beginning with its use, if it is missing."""
+    try:
+        import pyarrow.parquet
+    except ImportError as error:
+        raise SettingsError(f"{use} needs pyarrow: pip install 'lmpool[parquet]'") from error
+    return pyarrow
 
-    Raises:
-        SettingsError: the file does not exist or cannot be read by a run.
-        BatchError: it cannot be fetched, read or unpacked.
-    """
+
+def _open_zstd(path: Path) -> IO[bytes]:
+    stream: IO[bytes] = pyarrow(f"input: {path} is compressed by zstd, which").CompressedInputStream(str(path), "zstd")
+    return stream
+
+
+# First bytes of a compressed file -> the function that opens it.
+_COMPRESSED: dict[bytes, Callable[[Path], Any]] = {
+    b"\x1f\x8b": gzip.GzipFile,
+    b"BZh": bz2.BZ2File,
+    b"\xfd7zXZ\x00": lzma.LZMAFile,
+    b"\x28\xb5\x2f\xfd": _open_zstd,
+}
+
+
+@contextmanager
+def readable(path: Path) -> Iterator[None]:
+    """Raise errors of reading a file as BatchError."""
+    try:
+        yield
+    except OSError as error:
+        raise BatchError(f"{path} cannot be read: {error.strerror or error}") from error
+
+
+def plain_file(location: str) -> Path:
+    """A local, uncompressed file with the data at a location; a local file that is not compressed itself."""
     if is_url(location):
-        path = _fetch_input(location)
+        with explained(location, "The input cannot be fetched"):
+            system, at = file_system(location)
+            info: Mapping[str, Any] = {}
+            with suppress(FileNotFoundError):
+                info = system.info(at)
+            if info.get("type") != "file":
+                reason = _IS_FOLDER if info.get("type") == "directory" else "does not exist"
+                raise SettingsError(f"input: {shown(named(location))} {reason}")
+            path = fetch(system, at, location, info)
     elif not (path := Path(location)).is_file():
         pipe = "is a pipe or a device, which can be read only once: save its data to a file"
         reason = _IS_FOLDER if path.is_dir() else pipe if path.exists() else "does not exist"
         raise SettingsError(f"input: {shown(location)} {reason}")
-    try:
-        with path.open("rb") as file:
-            begins, state = file.read(8), _state_of(os.fstat(file.fileno()))
-    except OSError as error:
-        raise BatchError(f"{path} cannot be read: {error.strerror or error}") from error
-    for magic, reason in _REFUSED.items():
-        if begins.startswith(magic):
-            raise SettingsError(f"input: {shown(named(location))} {reason}")
-    for magic, (suffixes, opened) in _COMPRESSED.items():
-        if begins.startswith(magic):
-            name = path.stem if path.suffix in suffixes else path.name
-            return _cached(repr((str(path.absolute()), *state)), name, partial(_unpack, opened, path, state))
-    return path
+    with readable(path), path.open("rb") as file:
+        begins, state = file.read(8), state_of(os.fstat(file.fileno()))
+    opened = next((opened for magic, opened in _COMPRESSED.items() if begins.startswith(magic)), None)
+    if opened is None:
+        return path
 
-
-def _fetch_input(url: str) -> Path:
-    with explained(url, "The input cannot be fetched"):
-        system, path = file_system(url)
+    def unpack(made: Path) -> None:
         try:
-            info = system.info(path)
-        except FileNotFoundError:
-            info = {}
-        if info.get("type") != "file":
-            reason = _IS_FOLDER if info.get("type") == "directory" else "does not exist"
-            raise SettingsError(f"input: {shown(named(url))} {reason}")
-        return fetch(system, path, url, info)
+            with opened(path) as packed, made.open("wb") as file:
+                shutil.copyfileobj(packed, file)
+        except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
+            if isinstance(error, OSError) and error.errno is not None:
+                raise  # The disk failed, not the data.
+            raise BatchError(f"{path} cannot be unpacked: {error}") from error
+        if state_of(path.stat()) != state:
+            raise BatchError(f"{path} changed while it was unpacked. Run the command again")
+
+    return _cached(repr((str(path.absolute()), *state)), path.name, unpack)
+
+
+def state_of(status: os.stat_result) -> tuple[int, ...]:
+    """Numbers that change when another file replaces a file, or a program writes to it."""
+    return status.st_size, status.st_mtime_ns, status.st_ino, status.st_dev
 
 
 def fetch(system: Any, path: str, url: str, info: Mapping[str, Any]) -> Path:
-    """A local copy of a file of a store.
-
-    Raises:
-        BatchError: the file changed while it was fetched.
-        Exception: any error of the file system.
-    """
+    """A local copy of a file of a store."""
     size, version = info.get("size"), identity(info)
 
     def copy(made: Path) -> None:
@@ -271,39 +268,3 @@ def _remove_unused(folder: Path) -> None:
                     shutil.rmtree(path, ignore_errors=True)
                 elif _COPY.fullmatch(path.name):
                     path.unlink()
-
-
-def _open_zstd(path: Path) -> IO[bytes]:
-    try:
-        import pyarrow as pa
-    except ImportError as error:
-        raise SettingsError(
-            f"input: {path} is compressed by zstd: pip install 'lmpool[parquet]', or unpack it"
-        ) from error
-    stream: IO[bytes] = pa.CompressedInputStream(str(path), "zstd")
-    return stream
-
-
-# First bytes of a compressed file -> the suffixes of its name, and the function that opens it.
-_COMPRESSED: dict[bytes, tuple[tuple[str, ...], Callable[[Path], Any]]] = {
-    b"\x1f\x8b": ((".gz",), gzip.GzipFile),
-    b"BZh": ((".bz2",), bz2.BZ2File),
-    b"\xfd7zXZ\x00": ((".xz",), lzma.LZMAFile),
-    b"\x28\xb5\x2f\xfd": ((".zst", ".zstd"), _open_zstd),
-}
-
-
-def _unpack(opened: Callable[[Path], IO[bytes]], path: Path, state: tuple[int, ...], made: Path) -> None:
-    try:
-        with opened(path) as packed, made.open("wb") as file:
-            shutil.copyfileobj(packed, file)
-    except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
-        if isinstance(error, OSError) and error.errno is not None:
-            raise  # The disk failed, not the data.
-        raise BatchError(f"{path} cannot be unpacked: {error}") from error
-    if _state_of(path.stat()) != state:
-        raise BatchError(f"{path} changed while it was unpacked. Run the command again")
-
-
-def _state_of(status: os.stat_result) -> tuple[int, ...]:
-    return status.st_size, status.st_mtime_ns, status.st_ino

@@ -1,4 +1,4 @@
-"""An output folder: shards of results, notes of the shards that are done, and the manifest of the run.
+"""An output folder, on this machine or behind a URL: shards of results, notes of finished shards, and the manifest.
 
 manifest.json        the run: model, input, options, columns; and all shards, once they are done
 shard-00000.jsonl    the results of the first lines, in the order of the input; or .parquet, .safetensors
@@ -6,12 +6,12 @@ done/00000.json      the note of that shard: its run, size and digest
 errors/00000.jsonl   the lines of that shard that have no result
 errors.jsonl         all lines without a result, written when a run ends
 jobs.json            the arguments of `lmpool batch submit`, empty after `cancel`; a folder of `run` has none
-lock                 flock: exclusive for a run, shared for workers of jobs
+lock                 flock: exclusive for a run, shared for workers of jobs; none behind a URL
 *.tmp                files that a process writes, or that a killed process left
 
 A shard is done if its note names the run of the manifest and the size of its file. Its errors and its note are written
-before the shard is renamed into place. So a process can be killed at any time: a shard without its note, or another
-size than its note says, is computed again.
+before the shard is renamed or uploaded. So a process can be killed at any time: a shard without its note, or with
+another size than its note says, is computed again.
 """
 
 from __future__ import annotations
@@ -23,16 +23,17 @@ import logging
 import os
 import re
 import secrets
-import stat
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from io import BufferedRandom
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from lmpool.batch.fetch import absolute, explained, fetch, file_system, is_url, named, temporary_folder
 from lmpool.errors import BatchError, BatchRefused
 
 _log = logging.getLogger("lmpool.batch")
@@ -42,6 +43,9 @@ _LOCK, _ERRORS_OF_SHARDS, _NOTES = "lock", "errors", "done"
 
 VERSION = 1
 """Version of the manifest and of the layout of shards."""
+
+TRY_AGAIN = "Finished shards are kept. Run the same command again"
+"""Advice at the end of an error."""
 
 # errno values for which the remedy is free space.
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -53,15 +57,7 @@ _SHARD = re.compile(r"shard-([0-9]{5,})\.(jsonl|parquet|safetensors)")
 
 
 class Shard(msgspec.Struct, frozen=True):
-    """A shard that is done.
-
-    Attributes:
-        number: from 0.
-        texts: lines with a result.
-        errors: lines without one.
-        bytes: size of the file.
-        digest: 128-bit BLAKE2b of the file, hexadecimal.
-    """
+    """A finished shard: its number from 0, its lines with and without a result, bytes, and 128-bit BLAKE2b in hex."""
 
     number: int
     texts: int
@@ -146,54 +142,40 @@ class Manifest(msgspec.Struct):
         """The content of the file."""
         return msgspec.json.format(msgspec.json.encode(self), indent=1) + b"\n"
 
-    def check_same(self, wanted: Manifest, folder: str) -> None:
-        """Refuse to continue this run with another model, input or other options.
+    def differences(self, wanted: Manifest) -> str:
+        """What keeps this run from being continued as the wanted run; "" for nothing."""
+        pairs = ((field, attrgetter(field)(self), attrgetter(field)(wanted)) for field in _DECISIVE)
+        return "; ".join(f"{field} {was!r}, now {now!r}" for field, was, now in pairs if was != now)
 
-        Raises:
-            BatchRefused: with the differences.
-        """
-        pairs: dict[str, tuple[object, object]] = {
-            "layout": (self.version, wanted.version),
-            "model (its fingerprint)": (self.model.fingerprint, wanted.model.fingerprint),
-            "adapter": (self.model.adapter, wanted.model.adapter),
-            "input (its digest)": (self.input.digest, wanted.input.digest),
-            "format of the input": (self.input.format, wanted.input.format),
-        }
-        for name in Options.__struct_fields__:
-            pairs[f"--{name.replace('_', '-')}"] = getattr(self.options, name), getattr(wanted.options, name)
-        differing = [f"{name} {was!r}, now {now!r}" for name, (was, now) in pairs.items() if was != now]
-        if differing:
-            raise BatchRefused(
-                f"{folder} holds the results of another run: {'; '.join(differing)}. Give another folder, or the same "
-                "command as before"
-            )
+
+# The fields of a manifest that are equal for all commands of one run.
+_RUN_FIELDS = ("version", "model.fingerprint", "model.adapter", "input.digest", "input.format")
+_DECISIVE = (*_RUN_FIELDS, *(f"options.{name}" for name in Options.__struct_fields__))
 
 
 class Folder:
-    """An output folder on this machine. `Bucket` does the same behind a URL.
+    """An output folder of this machine.
 
     Attributes:
-        path: where temporary files are written.
-        location: how messages and jobs name the folder.
+        path: of the folder; for a bucket of a temporary folder, in which files are written before they are uploaded.
+        url: path or URL.
+        location: the same without secrets, for messages.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.location = str(path)
+        self.location = self.url = str(path)
 
-    # Files. The methods of this part are the ones that differ between a folder and a bucket.
+    # Files: a bucket has its own methods up to the locks.
 
     @contextmanager
     def explained(self) -> Iterator[None]:
-        """Raise errors of the disk as BatchError."""
+        """Raise errors of the disk or the store as BatchError."""
         try:
             yield
         except OSError as error:
             remedy = "Free some space" if error.errno in _FULL else "Fix this"
-            raised = BatchError(
-                f"{self.location}: {error.strerror or error}. Finished shards are kept. {remedy} and run the same "
-                "command again"
-            )
+            raised = BatchError(f"{self.location}: {error.strerror or error}. {remedy}. {TRY_AGAIN}")
             # The folder or a file was removed: another try reads the files that are there then.
             raised.may_pass = isinstance(error, FileNotFoundError)
             raise raised from error
@@ -207,26 +189,14 @@ class Folder:
                     sizes[entry.name] = entry.stat(follow_symlinks=False).st_size
         return sizes
 
-    def size(self, name: str) -> int | None:
-        """Bytes of a file; None if it does not exist."""
-        path = self.path / name
-        return path.stat().st_size if path.exists() else None
-
-    def read(self, name: str) -> bytes | None:
-        """The content of a file; None if it does not exist."""
-        try:
-            return (self.path / name).read_bytes()
-        except FileNotFoundError:
-            return None
-
-    def read_all(self, folder: str) -> Iterator[bytes]:
-        """The contents of all files in a folder in this folder."""
-        for name in self.listed(folder):
-            if data := self.read(f"{folder}/{name}"):
-                yield data
+    def read_all(self, names: Iterable[str]) -> Iterator[bytes]:
+        """The contents of some files, without those that do not exist."""
+        for name in names:
+            with suppress(FileNotFoundError):
+                yield (self.path / name).read_bytes()
 
     def place(self, path: Path, name: str) -> None:
-        """Rename a temporary file that was written and synced; it replaces an older file of that name."""
+        """Rename or upload a temporary file that was written and synced; it replaces an older file of that name."""
         path.replace(self.path / name)
         folder = os.open((self.path / name).parent, os.O_RDONLY)
         try:
@@ -242,7 +212,80 @@ class Folder:
         """A file on this machine with the content of a file of the folder."""
         return self.path / name
 
-    # Writing
+    # Locks
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Hold the folder alone. Make it if it does not exist; remove it again if nothing was written."""
+        if self.path.exists() and not self.path.is_dir():
+            raise BatchRefused(f"{self.location} is not a folder. Give a new or an empty folder for the results")
+        made = [path for path in (self.path, *self.path.parents) if not path.exists()]
+        with self.explained():
+            self.path.mkdir(parents=True, exist_ok=True)
+        self._check_content()
+        with self._lock(fcntl.LOCK_EX) as lock:
+            os.ftruncate(lock, 0)
+            os.pwrite(lock, str(os.getpid()).encode(), 0)
+            try:
+                self._remove_temporary(0)  # No other process writes now.
+                yield
+            finally:
+                if made and list(self.listed()) == [_LOCK]:
+                    with suppress(OSError):
+                        self.remove(_LOCK)
+                        for path in made:
+                            path.rmdir()
+
+    @contextmanager
+    def shared(self) -> Iterator[None]:
+        """Hold the folder together with other workers of the same run."""
+        with self._lock(fcntl.LOCK_SH):
+            self._remove_temporary(_MAX_WRITING_S)
+            yield
+
+    @contextmanager
+    def _lock(self, how: int) -> Iterator[int]:
+        with self.explained():
+            # Another user could make this user overwrite other files through links in a folder.
+            for path in (self.path, *(self.path / name for name in (_ERRORS_OF_SHARDS, _NOTES, _LOCK))):
+                if path != self.path and path.is_symlink():
+                    raise BatchRefused(f"{path} is a symbolic link that no run makes. Remove it, or use another folder")
+                with suppress(FileNotFoundError):
+                    if others := {path.lstat().st_uid, path.stat().st_uid} - {os.geteuid(), 0}:
+                        users = f"user {others.pop()}, and this is user {os.geteuid()}"
+                        raise BatchRefused(f"{path} belongs to {users}. Give a folder of your own")
+            lock = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+        try:
+            try:
+                fcntl.flock(lock, how | fcntl.LOCK_NB)
+            except BlockingIOError:
+                owner = os.read(lock, 32).decode("ascii", "replace") or "unknown"
+                raise BatchRefused(f"another run (process {owner}) writes to {self.location}. Wait for it") from None
+            yield lock
+        finally:
+            os.close(lock)
+
+    def _check_content(self) -> None:
+        """Refuse a folder that contains files and no manifest."""
+        own = {_LOCK, ERRORS, SUBMISSION, _ERRORS_OF_SHARDS, _NOTES}
+        others = [name for name in self.listed() if name not in own and not _TEMPORARY.fullmatch(name)]
+        if others and MANIFEST not in others:
+            raise BatchRefused(f"{self.location} holds {others[0]} and no {MANIFEST}. Give an empty or a new folder")
+
+    def _remove_temporary(self, min_age_s: float) -> None:
+        """Remove temporary files of killed processes: files that no process has written for some seconds."""
+        with self.explained():
+            for folder in ("", f"{_ERRORS_OF_SHARDS}/", f"{_NOTES}/"):
+                for name in filter(_TEMPORARY.fullmatch, self.listed(folder)):
+                    with suppress(FileNotFoundError):
+                        if time.time() - (self.path / folder / name).lstat().st_mtime >= min_age_s:
+                            self.remove(folder + name)
+
+    # Runs
+
+    def read(self, name: str) -> bytes | None:
+        """The content of a file; None if it does not exist."""
+        return next(iter(self.read_all([name])), None)
 
     def create(self, name: str) -> BufferedRandom:
         """Open a new temporary file for `place`: its random name belongs to no other process or call."""
@@ -264,219 +307,88 @@ class Folder:
                     path.unlink()
                 raise
 
-    # Locks
-
-    @contextmanager
-    def locked(self) -> Iterator[None]:
-        """Hold the folder alone. Make it if it does not exist; remove it again if nothing was written.
-
-        Raises:
-            BatchRefused: another process holds it, it contains other files, or it belongs to another user.
-            BatchError: it cannot be written.
-        """
-        if self.path.exists() and not self.path.is_dir():
-            raise BatchRefused(f"{self.location} is not a folder. Give a new or an empty folder for the results")
-        made = [path for path in (self.path, *self.path.parents) if not path.exists()]
-        with self.explained():
-            self.path.mkdir(parents=True, exist_ok=True)
-        self.check_content()
-        with self._lock(fcntl.LOCK_EX) as lock:
-            os.ftruncate(lock, 0)
-            os.pwrite(lock, str(os.getpid()).encode(), 0)
-            try:
-                self._remove_temporary(0)  # No other process writes now.
-                yield
-            finally:
-                if made and list(self.listed()) == [_LOCK]:
-                    with suppress(OSError):
-                        self.remove(_LOCK)
-                        for path in made:
-                            path.rmdir()
-
-    @contextmanager
-    def shared(self) -> Iterator[None]:
-        """Hold the folder together with other workers of the same run.
-
-        Raises:
-            BatchRefused: a run holds it alone, or it belongs to another user.
-        """
-        with self._lock(fcntl.LOCK_SH):
-            self._remove_temporary(_MAX_WRITING_S)
-            yield
-
-    @contextmanager
-    def _lock(self, how: int) -> Iterator[int]:
-        self._check_owner()
-        with self.explained():
-            try:
-                lock = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
-            except OSError as error:
-                if error.errno != errno.ELOOP:
-                    raise
-                raise BatchRefused(
-                    f"{self.location}/{_LOCK} is a symbolic link, which no run makes. Remove it, or give another folder"
-                ) from None
-        try:
-            try:
-                fcntl.flock(lock, how | fcntl.LOCK_NB)
-            except BlockingIOError:
-                owner = os.read(lock, 32).decode("ascii", "replace") or "unknown"
-                raise BatchRefused(
-                    f"another run (process {owner}) writes to {self.location}. Wait until it ends"
-                ) from None
-            yield lock
-        finally:
-            os.close(lock)
-
-    def _check_owner(self) -> None:
-        """Refuse a folder of another user, who could make this user overwrite other files through links in it."""
-        subfolders = [self.path / name for name in (_ERRORS_OF_SHARDS, _NOTES)]
-        places = [(self.path, Path.stat), (self.path, Path.lstat), *((path, Path.lstat) for path in subfolders)]
-        for path, status_of in places:
-            with self.explained(), suppress(FileNotFoundError):
-                status = status_of(path)
-                if status.st_uid not in (os.geteuid(), 0):
-                    raise BatchRefused(
-                        f"{path} belongs to user {status.st_uid}, and this is user {os.geteuid()}: the owner could "
-                        "make you overwrite your files through links in it. Give a folder of your own"
-                    )
-                if path in subfolders and not stat.S_ISDIR(status.st_mode):
-                    raise BatchRefused(f"{path} is not a folder. Remove it, or give another folder for the results")
-
-    def check_content(self) -> None:
-        """Refuse a folder that contains files and no manifest.
-
-        Raises:
-            BatchRefused: with the name of a file.
-        """
-        own = {_LOCK, ERRORS, SUBMISSION, _ERRORS_OF_SHARDS, _NOTES}
-        others = [name for name in self.listed() if name not in own and not _TEMPORARY.fullmatch(name)]
-        if others and MANIFEST not in others:
-            raise BatchRefused(f"{self.location} holds {others[0]} and no {MANIFEST}. Give an empty or a new folder")
-
-    def _remove_temporary(self, min_age_s: float) -> None:
-        """Remove temporary files of killed processes: files that no process has written for some seconds."""
-        with self.explained():
-            for folder in ("", f"{_ERRORS_OF_SHARDS}/", f"{_NOTES}/"):
-                for name in filter(_TEMPORARY.fullmatch, self.listed(folder)):
-                    with suppress(FileNotFoundError):
-                        if time.time() - (self.path / folder / name).lstat().st_mtime >= min_age_s:
-                            self.remove(folder + name)
-
-    # Runs
-
     def begin(self, wanted: Manifest) -> Manifest:
-        """Begin a run, or continue the run of the manifest if it is the same.
-
-        Returns:
-            The manifest of the folder, with the shards that are done.
-
-        Raises:
-            BatchRefused: the folder holds results of another run.
-        """
+        """Begin a run, or continue the run of the manifest if it is the same."""
         there = self.read_manifest()
+        if there is not None and not (differing := there.differences(wanted)):
+            # Compute the lines of changed shards again. Of a bucket all bytes would be fetched: `done` compares sizes.
+            placed = {} if isinstance(self, Bucket) else self.placed(there)
+            done = self.done(there)  # After `placed`, so that no shard is removed whose note is just being written.
+            for number in placed:
+                name = there.shard_name(number)
+                if number not in done or digest_of_file(self.path / name) != done[number].digest:
+                    _log.warning("%s/%s changed since it was written: computing its lines again", self.location, name)
+                    self.remove(name)
+            there.done = list(self.done(there).values())
+            return there
         if there is not None:
-            try:
-                there.check_same(wanted, self.location)
-            except BatchRefused:
-                # Workers may be making results of an unfinished run. A finished run without any result gives way.
-                done = self.done(there).values()
-                if done and (not there.finished or any(shard.texts for shard in done)):
-                    raise
-                self._clear()
-            else:
-                self._remove_changed(there)
-                there.done = list(self.done(there).values())
-                return there
+            # Workers may be making results of an unfinished run. A finished run without any result gives way.
+            done = self.done(there)
+            if done and (not there.finished or any(shard.texts for shard in done.values())):
+                raise BatchRefused(f"{self.location} holds the results of another run: {differing}. Use another folder")
+            others = [f"{folder}/{name}" for folder in (_NOTES, _ERRORS_OF_SHARDS) for name in self.listed(folder)]
+            for name in (*filter(_SHARD.fullmatch, self.listed()), *others):
+                self.remove(name)
         self.remove(SUBMISSION)  # Of an earlier run.
         self.write(MANIFEST, [wanted.encoded()])
         return wanted
 
-    def _clear(self) -> None:
-        """Remove the shards of a run, their notes and their errors."""
-        for name in filter(_SHARD.fullmatch, self.listed()):
-            self.remove(name)
-        for folder in (_NOTES, _ERRORS_OF_SHARDS):
-            for name in self.listed(folder):
-                self.remove(f"{folder}/{name}")
-
     def read_manifest(self) -> Manifest | None:
-        """The manifest; None if there is none.
-
-        Raises:
-            BatchError: it cannot be read.
-            BatchRefused: the file is not a manifest of this release.
-        """
+        """The manifest; None if there is none."""
         try:
             data = self.read(MANIFEST)
             return None if data is None else msgspec.json.decode(data, type=Manifest)
         except OSError as error:
             raise BatchError(f"{self.location} is not an output folder: {error.strerror or error}") from error
         except msgspec.DecodeError as error:
-            raise BatchRefused(
-                f"{self.location}/{MANIFEST} is not a manifest of this release: {error}. Give another folder"
-            ) from error
+            raise BatchRefused(f"{self.location}/{MANIFEST} is not a manifest of this release: {error}") from error
+
+    def manifest(self) -> Manifest:
+        """The manifest, as `read_manifest`; BatchError if there is none."""
+        if (manifest := self.read_manifest()) is None:
+            raise BatchError(f"{self.location} is not an output folder of `lmpool batch`: it has no {MANIFEST}")
+        return manifest
 
     def placed(self, manifest: Manifest) -> dict[int, int]:
         """The files of shards, whether they are done or not: number -> bytes."""
         found = ((_SHARD.fullmatch(name), size) for name, size in self.listed().items())
-        shards = {int(match[1]): (match[0], size) for match, size in found if match}
-        return {number: size for number, (name, size) in shards.items() if name == manifest.shard_name(number)}
+        return {int(match[1]): size for match, size in found if match and match[2] == manifest.options.format}
 
-    def done(self, manifest: Manifest) -> dict[int, Shard]:
-        """The shards that are done, by number, in order."""
-        placed = self.placed(manifest)
-        known = self._known(manifest, placed)
-        return {number: known[number] for number in sorted(placed) if _bytes_of(known, number) == placed[number]}
-
-    def _known(self, manifest: Manifest, placed: dict[int, int]) -> dict[int, Shard]:
-        """The shards that the manifest lists or that have a note. Notes are read only if the manifest lacks a shard."""
+    def done(self, manifest: Manifest, only: int | None = None) -> dict[int, Shard]:
+        """The shards that are done, by number, in order; with `only` no other shard than this one."""
+        placed = {number: size for number, size in sorted(self.placed(manifest).items()) if only in (None, number)}
         known = {shard.number: shard for shard in manifest.done}
-        if any(_bytes_of(known, number) != size for number, size in placed.items()):
-            notes = (_decode_note(data, manifest) for data in self.read_all(_NOTES))
-            known |= {shard.number: shard for shard in notes if shard is not None}
-        return known
 
-    def find_done(self, manifest: Manifest, number: int) -> Shard | None:
-        """One shard, if it is done."""
-        listed = next((shard for shard in manifest.done if shard.number == number), None)
-        noted = _decode_note(self.read(_note_name(number)), manifest)
-        size = self.size(manifest.shard_name(number))
-        return next((shard for shard in (listed, noted) if shard is not None and shard.bytes == size), None)
+        def is_done(number: int) -> bool:
+            return number in known and known[number].bytes == placed[number]
 
-    def _remove_changed(self, manifest: Manifest) -> None:
-        """Remove shards that changed since they were written: their lines are computed again."""
-        placed = self.placed(manifest)
-        known = self._known(manifest, placed)  # Read after the list of files: a shard has its note before its file.
-        for number, size in placed.items():
-            name = manifest.shard_name(number)
-            if _bytes_of(known, number) != size or digest_of_file(self.path / name) != known[number].digest:
-                _log.warning("%s/%s changed since it was written: computing its lines again", self.location, name)
-                self.remove(name)
+        if not all(map(is_done, placed)):  # Notes are read only if the manifest lacks a shard.
+            # Read after the list of files: a shard has its note before its file.
+            names = self.listed(_NOTES) if only is None else [f"{only:05}.json"]
+            for data in self.read_all(f"{_NOTES}/{name}" for name in names):
+                with suppress(msgspec.DecodeError):  # A process was killed while it wrote the note.
+                    note = msgspec.json.decode(data, type=_Note)
+                    if note.run == manifest.run:
+                        known[note.shard.number] = note.shard
+        return {number: known[number] for number in placed if is_done(number)}
 
     def place_shard(self, manifest: Manifest, shard: Shard, path: Path, errors: list[bytes]) -> None:
         """Put a shard, its errors and its note into place."""
-        name = errors_name(shard.number)
+        name = _errors_name(shard.number)
         if errors:
             self.write(name, errors)
         else:  # An earlier run may have written errors of this shard.
             self.remove(name)
-        self.write(_note_name(shard.number), [msgspec.json.encode(_Note(manifest.run, shard))])
+        self.write(f"{_NOTES}/{shard.number:05}.json", [msgspec.json.encode(_Note(manifest.run, shard))])
         self.place(path, manifest.shard_name(shard.number))
 
     def sum_up(self, manifest: Manifest, *, is_over: bool = False) -> None:
-        """Write `errors.jsonl`, and the final manifest if all shards are done.
-
-        Args:
-            manifest: of the folder; afterwards it lists the shards that are done.
-            is_over: whether the run ends now. If not, unfinished runs are left alone.
-        """
+        """Write `errors.jsonl`, and the final manifest if all shards are done. If the run goes on, do it only then."""
         if not is_over and len(self.placed(manifest)) < manifest.shards:
             return
         manifest.done = list(self.done(manifest).values())
         manifest.finished = len(manifest.done) == manifest.shards
-        if any(shard.errors for shard in manifest.done):
-            failed = (errors_name(shard.number) for shard in manifest.done if shard.errors)
+        if failed := [_errors_name(shard.number) for shard in manifest.done if shard.errors]:
             self.write(ERRORS, (self.read(name) or b"" for name in failed))
         else:
             self.remove(ERRORS)
@@ -484,26 +396,97 @@ class Folder:
             self.write(MANIFEST, [manifest.encoded()])
 
 
-def _bytes_of(known: dict[int, Shard], number: int) -> int | None:
-    return known[number].bytes if number in known else None
+class Bucket(Folder):
+    """An output folder behind a URL of fsspec. Shards are written in a temporary folder and uploaded.
+
+    A store has no lock that several machines see. Several runs of the same command may write at once: each shard keeps
+    the file that is complete first.
+    """
+
+    def __init__(self, url: str) -> None:
+        super().__init__(temporary_folder(self))
+        self.url = url.rstrip("/")
+        self.location = named(self.url)
+
+    @contextmanager
+    def explained(self) -> Iterator[None]:
+        """See `Folder.explained`."""
+        with explained(self.url, TRY_AGAIN):
+            yield
+
+    @contextmanager
+    def _files(self) -> Iterator[tuple[Any, str]]:
+        """The file system of the URL, and the path there; errors are explained."""
+        with self.explained():
+            yield file_system(self.url)
+
+    def listed(self, folder: str = "") -> dict[str, int]:
+        """See `Folder.listed`."""
+        with self._files() as (system, path), suppress(FileNotFoundError):
+            here = f"{path}/{folder}".rstrip("/")
+            names = ((str(entry["name"]).strip("/"), entry) for entry in system.ls(here, detail=True))
+            # Some stores list the folder itself too.
+            return {
+                name.rsplit("/", 1)[-1]: int(entry["size"] or 0) for name, entry in names if name != here.strip("/")
+            }
+        return {}
+
+    def read_all(self, names: Iterable[str]) -> Iterator[bytes]:
+        """See `Folder.read_all`; all files are read concurrently, and returned in any order."""
+        if wanted := list(names):
+            with self._files() as (system, path):
+                for data in system.cat([f"{path}/{name}" for name in wanted], on_error="return").values():
+                    if isinstance(data, bytes):
+                        yield data
+                    elif not isinstance(data, FileNotFoundError):
+                        raise data
+
+    def place(self, path: Path, name: str) -> None:
+        """See `Folder.place`."""
+        with self._files() as (system, folder):
+            system.put_file(str(path), f"{folder}/{name}")
+            path.unlink()
+
+    def remove(self, name: str) -> None:
+        """See `Folder.remove`."""
+        with self._files() as (system, path), suppress(FileNotFoundError):
+            system.rm_file(f"{path}/{name}")
+
+    def local(self, name: str) -> Path:
+        """See `Folder.local`: a copy in the cache of this machine."""
+        with self._files() as (system, path):
+            return fetch(system, f"{path}/{name}", f"{self.url}/{name}", system.info(f"{path}/{name}"))
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Refuse a folder with other files. A store has no locks, so other processes may write too."""
+        self._check_content()
+        yield
+
+    @contextmanager
+    def shared(self) -> Iterator[None]:
+        """Do nothing: a store has no locks."""
+        yield
+
+    def place_shard(self, manifest: Manifest, shard: Shard, path: Path, errors: list[bytes]) -> None:
+        """See `Folder.place_shard`; BatchRefused if another run replaced the manifest."""
+        there = self.read_manifest()
+        if there is None or there.run != manifest.run:
+            raise BatchRefused(f"{self.location}: another run has begun here. Give it another folder")
+        super().place_shard(manifest, shard, path, errors)
 
 
-def _decode_note(data: bytes | None, manifest: Manifest) -> Shard | None:
-    """A note of the manifest's run; None for others, and if a process was killed while it wrote the note."""
-    try:
-        note = msgspec.json.decode(data or b"", type=_Note)
-    except msgspec.DecodeError:
-        return None
-    return note.shard if note.run == manifest.run else None
+def open_folder(location: str) -> Folder:
+    """The output folder at a path or a URL."""
+    location = absolute(location)
+    if not is_url(location):
+        return Folder(Path(location))
+    file_system(location)
+    return Bucket(location)
 
 
-def errors_name(number: int) -> str:
-    """The name of the file with a shard's errors."""
+def _errors_name(number: int) -> str:
     return f"{_ERRORS_OF_SHARDS}/{number:05}.jsonl"
-
-
-def _note_name(number: int) -> str:
-    return f"{_NOTES}/{number:05}.json"
 
 
 def sync(file: Any) -> None:

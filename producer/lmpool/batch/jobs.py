@@ -6,7 +6,7 @@ default of arq, would run code that a client wrote to the server. A client that 
 output, so workers check both (`check_locations`).
 
 A waiting job has no lifetime, so a server with the policy volatile-lru does not evict it. If a server loses jobs all
-the same, `queue_again` makes them from the arguments of `submit`, which the output folder has (`Submission`).
+the same, `find_jobs` makes them from the arguments of `submit`, which the output folder has (`Submission`).
 """
 
 from __future__ import annotations
@@ -15,25 +15,24 @@ import asyncio
 import hashlib
 import logging
 import os
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from datetime import datetime
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from time import monotonic
-from typing import Annotated, Any, NamedTuple, cast
+from typing import Annotated, Any
 
 import msgpack
 import msgspec
 import numpy as np
 from redis.exceptions import RedisError
 
-from lmpool.aio import delays, end_tasks
-from lmpool.batch.bucket import open_folder
+from lmpool.aio import await_beside, delays
 from lmpool.batch.fetch import FILES_VARIABLE, absolute, check_locations, named
-from lmpool.batch.folder import MANIFEST, SUBMISSION, Folder, Manifest, digest_of_file
-from lmpool.batch.lines import Index, Source
-from lmpool.batch.run import BatchSettings, Progress, Run, begin, open_source
+from lmpool.batch.folder import MANIFEST, SUBMISSION, Folder, Manifest, digest_of_file, open_folder
+from lmpool.batch.lines import Index, Source, open_source
+from lmpool.batch.run import BatchSettings, Pool, Progress, Run, begin, counted
 from lmpool.broker.replies import is_refusal
 from lmpool.broker.server import Server
 from lmpool.errors import BatchError, BatchRefused, LMPoolError, SettingsError
@@ -60,28 +59,18 @@ _MAX_JOBS_PER_CALL = 256  # Jobs in one transaction or read: it bounds the time 
 _EXPIRED = "job expired"  # The result that arq writes if the server lost the definition of a queued job.
 _LEASE_S = 30.0  # Seconds until another worker takes over a job: long enough for a network interruption.
 _DEFER_S, _MAX_TRIES = 30, 20  # Seconds between tries of a job, and how many: together ten minutes.
-_TIMEOUT_S = 86_400  # Seconds that a job may take: a day, far more than any shard takes.
-_KEEP_S = 86_400  # Seconds for which arq keeps a result, so that `status` can report why a shard failed.
-_REQUEST_S = 3600.0  # Seconds that a request of a nightly run may take, as for `lmpool batch run`.
+# Seconds that a job may take, and for which arq keeps its result for `status`: a day, far more than any shard takes.
+_DAY_S = 86_400
 _STEADY_S = 30.0  # The same error of the server is logged again after this many seconds without it.
 
 
-class Pool(msgspec.Struct, frozen=True):
-    """The pool that computes a run. Its server is the server of the jobs: a job may not choose another one."""
-
-    model: str | None = None
-    prefix: str = "lmpool"
-    timeout: float = _REQUEST_S
+# How jobs and results are written: exceptions become their texts.
+_packed = partial(msgpack.packb, default=str)
+_unpacked = partial(msgpack.unpackb, strict_map_key=False)
 
 
 class Submission(msgspec.Struct, frozen=True):
-    """The arguments that all jobs of a run share.
-
-    Attributes:
-        source: a URL, or an absolute path that is the same for all workers.
-        settings: of the run.
-        pool: that computes it.
-    """
+    """The arguments that all jobs of a run share; `source` is a URL, or an absolute path, the same for all workers."""
 
     source: str
     settings: BatchSettings
@@ -89,92 +78,46 @@ class Submission(msgspec.Struct, frozen=True):
 
 
 class ShardJob(Submission, frozen=True):
-    """The arguments of a job.
-
-    Attributes:
-        output: as `source`.
-        index: fields of `Index`, with the parts that this shard needs.
-        shard: its number.
-    """
+    """The arguments of a job: `output` as `source`, the parts of `Index` that this shard needs, and its number."""
 
     output: str
     index: dict[str, Any]
     shard: int
 
 
-class Queued(NamedTuple):
-    """The outcome of a submission, in shards.
-
-    Attributes:
-        jobs: queued now.
-        there: queued or in progress before.
-        done: that are done.
-        shards: of the run.
-    """
-
-    jobs: int
-    there: int
-    done: int
-    shards: int
-
-
-def connect(redis: str | Server | None) -> ArqRedis:
-    """The client of arq for a server.
-
-    Raises:
-        SettingsError, ServerUnreachable: as `Server`; arq cannot use a cluster.
-    """
-    server = redis if isinstance(redis, Server) else Server(redis)
+def connect(server: Server) -> ArqRedis:
+    """The client of arq for a server; SettingsError for a cluster, which arq cannot use."""
     if server.is_cluster:
         raise SettingsError("redis: arq cannot use a cluster. Give a single server for the jobs")
     pool = server.client().connection_pool
     return ArqRedis(pool, job_serializer=_packed, job_deserializer=_unpacked, default_queue_name=QUEUE)
 
 
-def _packed(value: dict[str, Any]) -> bytes:
-    return cast(bytes, msgpack.packb(value, default=str))  # Exceptions become their texts.
-
-
-def _unpacked(data: bytes) -> dict[str, Any]:
-    return cast(dict[str, Any], msgpack.unpackb(data, strict_map_key=False))
-
-
-async def submit(
-    producer: Producer, arq: ArqRedis, source: str, output: str, settings: BatchSettings, pool: Pool
-) -> Queued:
-    """Queue a job for each shard that is not done.
-
-    Raises:
-        LMPoolError: as `run_batch`.
-    """
-    source, output = absolute(source), absolute(output)
-    opened, folder = await asyncio.to_thread(lambda: (open_source(source), open_folder(output)))
+async def submit(producer: Producer, arq: ArqRedis, submission: Submission, output: str) -> dict[str, int]:
+    """Queue a job for each shard that is not done. Return how many are new, were queued before, are done, and all."""
+    source, folder = await asyncio.to_thread(lambda: (open_source(submission.source), open_folder(output)))
+    submission = msgspec.structs.replace(submission, source=source.location)
     # Workers may hold the folder for shards that were queued before.
-    has_begun = await asyncio.to_thread(folder.size, MANIFEST) is not None
+    has_begun = MANIFEST in await asyncio.to_thread(folder.listed)
     with folder.shared() if has_begun else folder.locked():
-        index, manifest = await begin(producer, folder, opened, source, settings)
+        index, manifest = await begin(producer, folder, source, submission.settings)
         done = {shard.number for shard in manifest.done}
         left = [shard for shard in range(manifest.shards) if shard not in done]
         if left:
             # Clients without access to the server may read the folder, so it does not get the secrets of a URL.
-            kept = Submission(source if named(source) == source else "", settings, pool)
+            is_secret = named(source.location) != source.location
+            kept = msgspec.structs.replace(submission, source="") if is_secret else submission
             with folder.explained():
                 await asyncio.to_thread(folder.write, SUBMISSION, [msgspec.json.encode(kept)])
-    jobs = await _queue(arq, folder, manifest, index, Submission(source, settings, pool), output, left)
-    return Queued(jobs, len(left) - jobs, len(done), manifest.shards)
+    jobs = await _queue(arq, folder, manifest, index, submission, left)
+    return {"jobs": jobs, "there": len(left) - jobs, "done": len(done), "shards": manifest.shards}
 
 
 async def _queue(
-    arq: ArqRedis,
-    folder: Folder,
-    manifest: Manifest,
-    index: Index,
-    submission: Submission,
-    output: str,
-    shards: Sequence[int],
+    arq: ArqRedis, folder: Folder, manifest: Manifest, index: Index, submission: Submission, shards: Sequence[int]
 ) -> int:
     """Queue the jobs of some shards, except jobs that the server has. Return how many are new."""
-    size, jobs = manifest.options.shard_lines, 0
+    size, jobs, shared = manifest.options.shard_lines, 0, msgspec.to_builtins(submission)
     for some in _in_parts(shards):
         now = timestamp_ms()
         # Like `ArqRedis.enqueue_job`, but many at once, and without a lifetime: the server could evict waiting jobs.
@@ -184,10 +127,10 @@ async def _queue(
                 begins, ends = np.searchsorted(index.duplicates, (first, first + size))
                 duplicates = index.duplicates[begins:ends].tolist()
                 part = {**index._asdict(), "starts": {shard: index.starts[shard]}, "duplicates": duplicates}
-                job = ShardJob(submission.source, submission.settings, submission.pool, output, part, shard)
+                job = {**shared, "output": folder.url, "index": part, "shard": shard}
                 name = job_name(folder, manifest, shard)
                 pipe.delete(result_key_prefix + name, retry_key_prefix + name)  # Of a job that failed.
-                data = serialize_job(_FUNCTION, (msgspec.to_builtins(job),), {}, None, now, serializer=_packed)
+                data = serialize_job(_FUNCTION, (job,), {}, None, now, serializer=_packed)
                 pipe.set(job_key_prefix + name, data, nx=True)
                 pipe.zadd(QUEUE, {name: now}, nx=True)
             replies = await pipe.execute()
@@ -215,16 +158,15 @@ async def _answer_shard(context: dict[str, Any], given: dict[str, Any]) -> dict[
     """The job: compute one shard; or return why no client needs it any more."""
     job = msgspec.convert(given, ShardJob, strict=False)
     check_locations(context["files"], job.source, job.output)
-    async with _leased(context):
-        try:
-            return await _answer(context, job)
-        except LMPoolError as error:
-            can_pass = isinstance(error, BatchRefused) or (isinstance(error, BatchError) and error.may_pass)
-            is_final = isinstance(error, (SettingsError, BatchError)) and not can_pass
-            # Other errors can pass: no worker, no server, another model. The last try reports its error.
-            if is_final or context["job_try"] >= _MAX_TRIES:
-                raise
-            raise Retry(defer=_DEFER_S) from error
+    try:
+        return await await_beside(_answer(context, job), [_renew(context)])
+    except LMPoolError as error:
+        can_pass = isinstance(error, BatchRefused) or (isinstance(error, BatchError) and error.may_pass)
+        is_final = isinstance(error, (SettingsError, BatchError)) and not can_pass
+        # Other errors can pass: no worker, no server, another model. The last try reports its error.
+        if is_final or context["job_try"] >= _MAX_TRIES:
+            raise
+        raise Retry(defer=_DEFER_S) from error
 
 
 async def _answer(context: dict[str, Any], job: ShardJob) -> dict[str, Any]:
@@ -240,7 +182,7 @@ async def _answer(context: dict[str, Any], job: ShardJob) -> dict[str, Any]:
     producer = await _producer_of(context, job.pool)
     with folder.shared():
         # If the shard is done, a worker was killed before it ended this job.
-        if await asyncio.to_thread(folder.find_done, manifest, job.shard) is None:
+        if not await asyncio.to_thread(folder.done, manifest, job.shard):
             await Run(producer, folder, manifest, source, index, job.settings, Progress()).run_shards([job.shard])
         with folder.explained():
             await asyncio.to_thread(folder.sum_up, manifest)
@@ -248,24 +190,17 @@ async def _answer(context: dict[str, Any], job: ShardJob) -> dict[str, Any]:
 
 
 def _same_source(location: str, index: Index) -> Source:
-    """The input, if it is the submitted one.
-
-    Raises:
-        BatchError: the input changed.
-    """
+    """The input, if it is the submitted one."""
     source = open_source(location)
-    status = source.path.stat()
-    now = f"has {status.st_size} bytes and had {index.size}"
-    if status.st_size == index.size:
-        digest = _digest(source.path, status.st_size, status.st_mtime_ns, status.st_ino)
-        if digest == index.digest:
-            return source
-        now = f"has the digest {digest} and had {index.digest}"
-    raise BatchError(f"{named(location)} {now} when it was submitted. Submit it again")
+    digest = _digest(source.path, source.state)
+    if digest != index.digest:
+        changed = f"has the digest {digest} and had {index.digest} when it was submitted"
+        raise BatchError(f"{named(location)} {changed}. Submit it again")
+    return source
 
 
 @lru_cache(maxsize=64)  # Inputs of one worker.
-def _digest(path: Path, *state: int) -> str:
+def _digest(path: Path, state: tuple[int, ...]) -> str:
     """The digest of a file, computed once for each state of it."""
     return digest_of_file(path)
 
@@ -274,46 +209,22 @@ async def _producer_of(context: dict[str, Any], pool: Pool) -> Producer:
     """The producer of this process for a pool."""
     producers: dict[Pool, Producer] = context["producers"]
     if pool not in producers:
-        producers[pool] = Producer(
-            pool.model,
-            redis=context["url"],
-            prefix=pool.prefix,
-            timeout=pool.timeout,
-            cache_bytes=0,
-            keep_answers=False,
-            when_absent="raise",
-            priority="bulk",
-        )
+        producers[pool] = pool.producer(context["url"], "raise")
     await producers[pool].open()
     return producers[pool]
 
 
-@asynccontextmanager
-async def _leased(context: dict[str, Any]) -> AsyncIterator[None]:
+async def _renew(context: dict[str, Any]) -> None:
     """Renew the mark of a job in progress like a lease. arq sets it for the longest time that a job may take."""
-    redis, mark, lease_s = context["redis"], in_progress_key_prefix + context["job_id"], context["lease_s"]
-
-    async def renew() -> None:
-        while True:
-            with suppress(RedisError, OSError):  # If the lease expires, another worker computes the same shard.
-                await redis.psetex(mark, int(1000 * lease_s), b"1")
-            await asyncio.sleep(lease_s / 3)
-
-    renewing = asyncio.create_task(renew())
-    try:
-        yield
-    finally:
-        await end_tasks([renewing])
-
-
-async def _open(context: dict[str, Any]) -> None:
-    """Prepare a worker. It is called again when the server comes back."""
-    context.setdefault("producers", {})
-    context.setdefault("reading", asyncio.Lock())
+    lease_s = context["lease_s"]
+    while True:
+        with suppress(RedisError, OSError):  # If the lease expires, another worker computes the same shard.
+            await context["redis"].psetex(in_progress_key_prefix + context["job_id"], int(1000 * lease_s), b"1")
+        await asyncio.sleep(lease_s / 3)
 
 
 async def _close(context: dict[str, Any]) -> None:
-    for producer in context.get("producers", {}).values():
+    for producer in context["producers"].values():
         await producer.close()
 
 
@@ -339,11 +250,7 @@ class _Schedule(msgspec.Struct):
 
 
 def read_schedule(path: Path) -> list[Nightly]:
-    """The entries of a TOML file, each a table `[[run]]`.
-
-    Raises:
-        SettingsError: it cannot be read, or an entry is malformed.
-    """
+    """The entries of a TOML file, each a table `[[run]]`."""
     try:
         return msgspec.toml.decode(path.read_bytes(), type=_Schedule).run
     except (OSError, ValueError) as error:
@@ -357,53 +264,38 @@ def _nightly(entry: Nightly, number: int) -> Any:
 
     async def submit_run(context: dict[str, Any]) -> dict[str, int]:
         output = entry.output.replace("{date}", datetime.now().date().isoformat())
-        async with _leased(context):
-            producer = await _producer_of(context, pool)
-            return (await submit(producer, context["redis"], entry.source, output, settings, pool))._asdict()
+        producer = await _producer_of(context, pool)
+        submitting = submit(producer, context["redis"], Submission(entry.source, settings, pool), output)
+        return await await_beside(submitting, [_renew(context)])
 
     hour, minute = map(int, entry.at.split(":"))
     return cron(submit_run, name=f"nightly-{number}", hour=hour, minute=minute, max_tries=5)
 
 
 def worker_options(
-    redis: str | None,
-    schedule: Path | None = None,
-    jobs: int = 4,
-    lease_s: float = _LEASE_S,
-    files: Path | None = None,
+    redis: str | None, schedule: Path | None = None, jobs: int = 4, lease_s: float = _LEASE_S, files: Path | None = None
 ) -> dict[str, Any]:
-    """The options of arq's `Worker`.
-
-    Args:
-        redis: URL of the server of the pool and the jobs; None as for `Producer`.
-        schedule: a file for `read_schedule`.
-        jobs: concurrent shards.
-        lease_s: seconds after which another worker takes over a shard of a killed worker.
-        files: the folder below which jobs may read and write files; None for the working directory.
-
-    Raises:
-        SettingsError: the URL or the schedule is malformed, or the schedule names other files.
-    """
+    """The options of arq's `Worker`."""
     entries = read_schedule(schedule) if schedule is not None else []
     root, server = (files or Path()).absolute(), Server(redis)
     for entry in entries:
         check_locations(root, entry.source, entry.output)
+    context: dict[str, Any] = {"url": redis, "server": server, "lease_s": lease_s, "files": root, "producers": {}}
     return {
         "functions": [func(_answer_shard, name=_FUNCTION)],
         "cron_jobs": [_nightly(entry, number) for number, entry in enumerate(entries)],
         "redis_pool": connect(server),
         "queue_name": QUEUE,
-        "on_startup": _open,
         "on_shutdown": _close,
         "max_jobs": jobs,
-        "job_timeout": _TIMEOUT_S,
-        "keep_result": _KEEP_S,
+        "job_timeout": _DAY_S,
+        "keep_result": _DAY_S,
         "max_tries": _MAX_TRIES,
         "health_check_interval": 10,
         "allow_abort_jobs": True,
         "job_serializer": _packed,
         "job_deserializer": _unpacked,
-        "ctx": {"url": redis, "server": server, "lease_s": lease_s, "files": root},
+        "ctx": {**context, "reading": asyncio.Lock()},
     }
 
 
@@ -419,15 +311,11 @@ class BatchWorker(Worker):  # type: ignore[misc]  # arq has no types here.
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        # Lifetime of the mark of a job in progress, which `_leased` renews.
+        # Lifetime of the mark of a job in progress, which `_renew` renews.
         self.in_progress_timeout_s = self.ctx["lease_s"]
 
     async def main(self) -> None:
-        """Run jobs. If the server cannot be reached, try again until it answers.
-
-        Raises:
-            AuthenticationFailed: the server refuses this user, or a command.
-        """
+        """Run jobs. If the server cannot be reached, try again until it answers."""
         server: Server = self.ctx["server"]
         logged, pauses = "", delays()
         while True:
@@ -463,20 +351,12 @@ class BatchWorker(Worker):  # type: ignore[misc]  # arq has no types here.
         await _close(self.ctx)
 
 
-def work(
-    redis: str | None, schedule: Path | None, jobs: int, lease_s: float, files: Path | None, *, burst: bool
-) -> None:
-    """Run a worker until SIGTERM or Ctrl-C; with `burst` until the queue is empty."""
-    BatchWorker(**worker_options(redis, schedule, jobs, lease_s, files), burst=burst).run()
-
-
 async def find_jobs(
     arq: ArqRedis, folder: Folder, manifest: Manifest, shards: Sequence[int]
-) -> tuple[dict[str, Any], list[int]]:
-    """Read the states of the jobs of some shards.
+) -> tuple[dict[str, Any], str]:
+    """Count jobs "queued" and "under_way", with the errors of "failed" jobs; queue jobs again that the server lost.
 
-    Returns:
-        "queued" and "under_way": how many; "failed": shard -> error. And the shards whose jobs the server lost.
+    The text is a note about lost jobs, "" for none.
     """
     queued, under_way, failed, lost = 0, 0, dict[int, str](), list[int]()
     for some in _in_parts(shards):
@@ -488,8 +368,8 @@ async def find_jobs(
                 pipe.zscore(QUEUE, name)
                 pipe.exists(job_key_prefix + name)
             replies = await pipe.execute()
-        for at, shard in enumerate(some):
-            result, is_under_way, score, is_defined = replies[4 * at : 4 * at + 4]
+        columns = (replies[at::4] for at in range(4))
+        for shard, result, is_under_way, score, is_defined in zip(some, *columns, strict=True):
             value = None if result is None else deserialize_result(result, deserializer=_unpacked).result
             if isinstance(value, dict):
                 failed[shard] = value.get("left", "it is gone")
@@ -501,47 +381,32 @@ async def find_jobs(
                 queued += 1
             else:
                 lost.append(shard)
-    if lost:
-        done = await asyncio.to_thread(folder.done, manifest)  # By jobs that have ended since.
-        is_cancelled = not await asyncio.to_thread(_read_submission, folder)
-        lost = [] if is_cancelled else [shard for shard in lost if shard not in done]
-    return {"queued": queued, "under_way": under_way, "failed": failed}, lost
-
-
-async def queue_again(arq: ArqRedis, folder: Folder, manifest: Manifest, output: str, shards: Sequence[int]) -> int:
-    """Queue jobs that the server lost. Return how many are new.
-
-    Raises:
-        BatchError: the folder does not name the input, or the input changed or cannot be read.
-        BatchRefused: another run writes to the folder, or it belongs to another user.
-    """
-    with folder.shared():
-        try:
-            data = await asyncio.to_thread(_read_submission, folder)
-            submission = msgspec.json.decode(data, type=Submission)
-        except msgspec.DecodeError as error:
-            raise BatchError(f"{folder.location}/{SUBMISSION} cannot be read: {error}") from error
-        if not submission.source:
-            raise BatchError("the URL of the input has a secret in it, which only the jobs had")
-        source = await asyncio.to_thread(open_source, submission.source)
-        index = await asyncio.to_thread(source.index, manifest.options.shard_lines)
-        if index.digest != manifest.input.digest:
-            raise BatchError(f"{submission.source} has changed since it was submitted")
-        return await _queue(arq, folder, manifest, index, submission, absolute(output), shards)
-
-
-def _read_submission(folder: Folder) -> bytes:
-    """The content of `jobs.json`, which `cancel` empties."""
+    note = ""
     with folder.explained():
-        return folder.read(SUBMISSION) or b""
+        data = await asyncio.to_thread(folder.read, SUBMISSION)  # It is empty after `cancel`.
+        if lost and data:
+            done = await asyncio.to_thread(folder.done, manifest)  # By jobs that have ended since.
+            lost = [shard for shard in lost if shard not in done]
+    if lost and data:
+        note = f"the server lost {counted(len(lost), 'job')}"
+        try:
+            submission = msgspec.json.decode(data, type=Submission)
+            if not submission.source:
+                raise BatchError("the URL of the input has a secret in it, which only the jobs had")
+            with folder.shared():
+                source = await asyncio.to_thread(open_source, submission.source)
+                index = await asyncio.to_thread(source.index, manifest.options.shard_lines)
+                if index.digest != manifest.input.digest:
+                    raise BatchError(f"{submission.source} has changed since it was submitted")
+                queued += await _queue(arq, folder, manifest, index, submission, lost)
+            note += ": queued again"
+        except LMPoolError as error:
+            note += f", which cannot be queued again: {error}. Submit the input again"
+    return {"queued": queued, "under_way": under_way, "failed": failed}, note
 
 
 async def cancel(arq: ArqRedis, output: str) -> int:
-    """Remove the jobs of a folder, which may be gone, from the queue, and stop jobs in progress.
-
-    Returns:
-        How many jobs there were.
-    """
+    """Remove the jobs of a folder, which may be gone, and stop jobs in progress. Return how many there were."""
     folder = await asyncio.to_thread(open_folder, absolute(output))
     prefix = _prefix(folder).encode()
     ours = [name.decode() for name in await arq.zrange(QUEUE, 0, -1) if name.startswith(prefix)]
@@ -555,7 +420,7 @@ async def cancel(arq: ArqRedis, output: str) -> int:
                     pipe.zrem(QUEUE, name)
                     pipe.delete(job_key_prefix + name)
             await pipe.execute()
-    if await asyncio.to_thread(folder.size, SUBMISSION) is not None:
-        with suppress(BatchRefused), folder.explained(), folder.shared():  # `queue_again` refuses such a folder too.
+    if SUBMISSION in await asyncio.to_thread(folder.listed):
+        with suppress(BatchRefused), folder.explained(), folder.shared():  # `find_jobs` refuses such a folder too.
             await asyncio.to_thread(folder.write, SUBMISSION, [])
     return len(ours)

@@ -7,15 +7,19 @@ import os
 from array import array
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
-from itertools import islice
+from dataclasses import dataclass
+from itertools import groupby, islice
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from lmpool.batch.kinds import Ids, Kind, Text
+from lmpool.batch.fetch import absolute, plain_file, pyarrow, readable, state_of
+from lmpool.batch.folder import digest_of_file
+from lmpool.batch.kinds import Kind
+from lmpool.batch.shards import Failed, HasCustomId, Text
 from lmpool.errors import BatchError, InvalidPrompt
 from lmpool.producer.tokenizer import Tokenizer
 from lmpool.protocol.job import encode_prompt
@@ -30,16 +34,18 @@ MAX_CHUNK_LINES = 256
 MAX_CHUNK_BYTES = 1024 * 1024
 """Bytes of the input in one chunk: several chunks are in memory, as Python integers of six times this size."""
 
-_READ_BYTES = 1024 * 1024  # Bytes of one read: little memory, few system calls.
+# Bytes of one read: little memory, few system calls. Without a limit pyarrow reads a whole row group.
+_READ_BYTES = 1024 * 1024
 _DIGEST_BYTES = 16  # Bytes of a BLAKE2b digest.
+_NUMBER_BYTES = 8  # Bytes of a decoded number, at most: a Parquet file may hold it in fewer.
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 class Body(msgspec.Struct):
     """The request in a line of OpenAI's and vLLM's batch files."""
 
-    prompt: str | Ids | None = None
-    input: str | Ids | None = None
+    prompt: str | list[int] | None = None
+    input: str | list[int] | None = None
 
 
 class Fields(msgspec.Struct):
@@ -47,22 +53,10 @@ class Fields(msgspec.Struct):
 
     custom_id: str | int | None = None
     text: str | None = None
-    ids: Ids | None = None
-    prompt: str | Ids | None = None
-    continuation: str | Ids | None = None
+    ids: list[int] | None = None
+    prompt: str | list[int] | None = None
+    continuation: str | list[int] | None = None
     body: Body | None = None
-
-
-class _CustomId(msgspec.Struct):
-    custom_id: str | int | None = None
-
-
-class Failed(NamedTuple):
-    """A line without a result: its number, from 1, its custom id, and the reason."""
-
-    line: int
-    custom_id: str | None
-    reason: str
 
 
 class Line(NamedTuple):
@@ -101,11 +95,6 @@ class Index(NamedTuple):
     starts: dict[int, int]
     duplicates: NDArray[np.int64]
 
-    def is_duplicate(self, line: int) -> bool:
-        """Whether an earlier line has the custom id of this line."""
-        at = int(np.searchsorted(self.duplicates, line))
-        return at < len(self.duplicates) and int(self.duplicates[at]) == line
-
 
 class CustomIds:
     """Finds repeated custom ids in 24 bytes a line: it keeps the 128-bit digest and the number of each."""
@@ -133,72 +122,56 @@ class CustomIds:
 class Source:
     """An input, which must not change until all of it was read. One pass over it finds the shards.
 
-    Raises:
-        BatchError: it cannot be read.
+    Its methods raise BatchError if the file cannot be read, or changed since it was opened first. Its location is the
+    path or URL that was given; its path is the path of a local copy.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        with self._explained():
-            self._state = _state_of(path.stat())
-        self.size = self._state[0]
+    def __init__(self, path: Path, location: str = "") -> None:
+        self.path, self.location = path, location or str(path)
+        with readable(path):
+            self.state = state_of(path.stat())
 
     def index(self, shard_lines: int) -> Index:
-        """Read all of the input.
-
-        Raises:
-            BatchError: it cannot be read.
-        """
+        """Read all of the input."""
         raise NotImplementedError
 
     def read(self, index: Index, shard_lines: int, shards: Collection[int]) -> Iterator[Chunk]:
-        """The lines of some shards, in order.
-
-        Raises:
-            BatchError: the input cannot be read, or changed since it was opened first.
-        """
+        """The lines of some shards, in order."""
         raise NotImplementedError
 
     @contextmanager
-    def opened(self) -> Iterator[BinaryIO]:
-        """The file, open for reading.
-
-        Raises:
-            BatchError: it cannot be read, or has changed.
-        """
-        with self._explained(), self.path.open("rb", buffering=_READ_BYTES) as file:
-            self.check(file)
+    def _opened(self) -> Iterator[BinaryIO]:
+        with readable(self.path), self.path.open("rb", buffering=_READ_BYTES) as file:
+            self._check(file)
             yield file
 
-    def check(self, file: BinaryIO) -> None:
-        """Refuse an open file that has changed: call this after every read, before the data is used.
-
-        Raises:
-            BatchError: the size, the time or the file itself is another one.
-        """
-        if _state_of(os.fstat(file.fileno())) != self._state:
+    def _check(self, file: BinaryIO) -> None:
+        """Refuse an open file that has changed: call this after every read, before the data is used."""
+        if state_of(os.fstat(file.fileno())) != self.state:
             raise BatchError(f"{self.path} changed while it was read. Run the command again with the original file")
 
-    @contextmanager
-    def _explained(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise BatchError(f"{self.path} cannot be read: {error.strerror or error}") from error
+    def _chunks(self, file: BinaryIO, shard: int, lines: Iterator[tuple[Line | Failed | None, int]]) -> Iterator[Chunk]:
+        """Group the lines of a shard: each is given with its bytes in the input; None is an empty line."""
+        some, size = list[Line | Failed](), 0
+        for line, line_bytes in lines:
+            if some and (len(some) == MAX_CHUNK_LINES or size + line_bytes > MAX_CHUNK_BYTES):
+                self._check(file)
+                yield Chunk(shard, some, False)
+                some, size = [], 0
+            size += line_bytes
+            if line is not None:
+                some.append(line)
+        self._check(file)
+        yield Chunk(shard, some, True)
 
 
-def _state_of(status: os.stat_result) -> tuple[int, ...]:
-    return status.st_size, status.st_mtime_ns, status.st_ino, status.st_dev
-
-
-def is_parquet(path: Path) -> bool:
-    """Whether a file begins like Parquet, whatever its name is.
-
-    Raises:
-        BatchError: it cannot be read.
-    """
-    with Source(path).opened() as file:
-        return file.read(4) == b"PAR1"
+def open_source(location: str) -> Source:
+    """The input at a path or a URL: Parquet if it begins so or has the suffix ".parquet", else JSONL."""
+    location = absolute(location)
+    path = plain_file(location)
+    with readable(path), path.open("rb") as file:
+        is_parquet = path.suffix == ".parquet" or file.read(4) == b"PAR1"
+    return ParquetSource(path, location) if is_parquet else JsonlSource(path, location)
 
 
 class JsonlSource(Source):
@@ -207,48 +180,26 @@ class JsonlSource(Source):
     def index(self, shard_lines: int) -> Index:
         """See `Source.index`."""
         ids, starts, number, is_empty = CustomIds(), dict[int, int](), 0, True
-        digest, decode = hashlib.blake2b(digest_size=_DIGEST_BYTES), msgspec.json.Decoder(_CustomId).decode
-        with self.opened() as file:
+        digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+        with self._opened() as file:
             for number, (begin, line) in enumerate(_split(file, digest.update), 1):
                 if (number - 1) % shard_lines == 0:
                     starts[len(starts)] = begin
                 is_empty = is_empty and line is not None and line.isspace()
-                with suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):  # The run reports the line.
-                    ids.add(number, decode(line or b"{}").custom_id)
-            self.check(file)
-        return Index("jsonl", self.size, digest.hexdigest(), number, is_empty, starts, ids.duplicates())
+                ids.add(number, _custom_id(line or b"{}"))
+            self._check(file)
+        return Index("jsonl", self.state[0], digest.hexdigest(), number, is_empty, starts, ids.duplicates())
 
     def read(self, index: Index, shard_lines: int, shards: Collection[int]) -> Iterator[Chunk]:
         """See `Source.read`."""
         decode = msgspec.json.Decoder(Fields).decode
-        with self.opened() as file:
+        with self._opened() as file:
             for shard in sorted(shards):
                 file.seek(index.starts[shard])
                 first = shard * shard_lines + 1
                 lines = islice(_split(file), min(shard_lines, index.lines - first + 1))
                 decoded = ((_decoded(at, line, decode), len(line or b"")) for at, (_, line) in enumerate(lines, first))
-                for chunk in chunks(shard, decoded):
-                    self.check(file)
-                    yield chunk
-
-
-def chunks(shard: int, lines: Iterator[tuple[Line | Failed | None, int]]) -> Iterator[Chunk]:
-    """Group the lines of a shard.
-
-    Args:
-        shard: its number.
-        lines: the lines, None for an empty line, and the bytes of each in the input.
-    """
-    some, count, size = list[Line | Failed](), 0, 0
-    for line, line_bytes in lines:
-        if count and (count == MAX_CHUNK_LINES or size + line_bytes > MAX_CHUNK_BYTES):
-            yield Chunk(shard, some, False)
-            some, count, size = [], 0, 0
-        count += 1
-        size += line_bytes
-        if line is not None:
-            some.append(line)
-    yield Chunk(shard, some, True)
+                yield from self._chunks(file, shard, decoded)
 
 
 def _split(file: BinaryIO, update: Callable[[bytes], object] = len) -> Iterator[tuple[int, bytes | None]]:
@@ -277,82 +228,136 @@ def _decoded(number: int, line: bytes | None, decode: Callable[[bytes], Fields])
     try:
         return Line(number, decode(line))
     except msgspec.ValidationError as error:
-        return Failed(number, _custom_id_of(line), f"unusable: {error}")
+        reason = f"unusable: {error}"
     except RecursionError:
-        return Failed(number, None, "the lists and objects of the line are nested too deeply")
+        reason = "the lists and objects of the line are nested too deeply"
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        return Failed(number, None, f"no JSON: {error}")
+        reason = f"no JSON: {error}"
+    custom_id = _custom_id(line)
+    return Failed(number, None if custom_id is None else str(custom_id), reason)
 
 
-def _custom_id_of(line: bytes) -> str | None:
-    """The custom id of a line whose other fields are unusable, if it can be read."""
-    try:
-        custom_id = msgspec.json.decode(line, type=_CustomId).custom_id
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return None
-    return None if custom_id is None else str(custom_id)
+_decode_custom_id = msgspec.json.Decoder(HasCustomId).decode
 
 
+def _custom_id(line: bytes) -> str | int | None:
+    """The custom id of a line, whose other fields may be unusable; None if it cannot be read."""
+    with suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return _decode_custom_id(line).custom_id
+    return None
+
+
+class ParquetSource(Source):
+    """A Parquet file with the columns of `Fields`; each row is a line."""
+
+    def index(self, shard_lines: int) -> Index:
+        """See `Source.index`."""
+        ids, row = CustomIds(), 0
+        with self._parquet() as (raw, file):
+            digest = digest_of_file(self.path)
+            if "custom_id" in file.schema_arrow.names:
+                for batch in file.iter_batches(columns=["custom_id"]):
+                    for row, value in enumerate(batch.column(0).to_pylist(), row + 1):  # noqa: B020 It counts on.
+                        ids.add(row, value)
+            rows: int = file.metadata.num_rows
+            self._check(raw)
+        starts = dict(enumerate(range(0, rows, shard_lines)))
+        return Index("parquet", self.state[0], digest, rows, not rows, starts, ids.duplicates())
+
+    def read(self, index: Index, shard_lines: int, shards: Collection[int]) -> Iterator[Chunk]:
+        """See `Source.read`."""
+        with self._parquet() as (raw, file):
+            rows = _rows(file, shard_lines, set(shards))
+            for shard, lines in groupby(rows, key=lambda row: row[0]):
+                yield from self._chunks(raw, shard, (row[1:] for row in lines))
+
+    @contextmanager
+    def _parquet(self) -> Iterator[tuple[BinaryIO, Any]]:
+        """The file, and a Parquet file of it. It is not memory-mapped: SIGBUS would end the process if it is cut."""
+        arrow = pyarrow("format: Parquet")
+        with self._opened() as raw:
+            try:
+                yield raw, arrow.parquet.ParquetFile(raw, buffer_size=_READ_BYTES)
+            except (arrow.ArrowException, OSError) as error:
+                self._check(raw)
+                raise BatchError(f"{self.path} cannot be read as Parquet: {error}") from error
+
+
+def _rows(file: Any, shard_lines: int, shards: set[int]) -> Iterator[tuple[int, Line | Failed, int]]:
+    """The rows of some shards, in order: shard, line, and its bytes, as a mean of some rows."""
+    columns = [name for name in file.schema_arrow.names if name in Fields.__struct_fields__]
+    at = 0
+
+    def is_wanted(rows: int) -> bool:
+        return not shards.isdisjoint(range(at // shard_lines, -(-(at + rows) // shard_lines)))
+
+    for number in range(file.num_row_groups):
+        group = file.metadata.row_group(number)
+        if not is_wanted(group.num_rows):
+            at += group.num_rows
+            continue
+        # Decode up to `MAX_CHUNK_LINES` rows at once, of up to `MAX_CHUNK_BYTES` if all rows have the same size.
+        parts = map(group.column, range(group.num_columns))
+        read = (part for part in parts if part.path_in_schema.partition(".")[0] in columns)
+        size = sum(max(_NUMBER_BYTES * part.num_values, part.total_uncompressed_size) for part in read)
+        rows = max(1, min(MAX_CHUNK_LINES, MAX_CHUNK_BYTES * group.num_rows // max(1, size)))
+        for batch in file.iter_batches(batch_size=rows, row_groups=[number], columns=columns):
+            if is_wanted(batch.num_rows):
+                row_bytes = batch.nbytes // batch.num_rows
+                for row, values in enumerate(batch.to_pylist(), at):
+                    if (shard := row // shard_lines) in shards:
+                        line: Line | Failed
+                        try:
+                            line = Line(row + 1, msgspec.convert(values, Fields))
+                        except msgspec.ValidationError as error:
+                            line = Failed(row + 1, None, f"unusable: {error}")
+                        yield shard, line, row_bytes
+            at += batch.num_rows
+
+
+@dataclass(frozen=True, slots=True)
 class Preparer:
-    """Makes texts of lines. Use it in a thread: tokenizing takes time."""
+    """Makes texts of lines, with results from `start` on. Use it in a thread: tokenizing takes time."""
 
-    def __init__(
-        self,
-        kind: Kind,
-        start: int,
-        info: ModelInfo,
-        find_tokenizer: Callable[[], Tokenizer],
-        is_duplicate: Callable[[int], bool],
-    ) -> None:
-        self._kind = kind
-        self._start = start
-        self._info = info
-        self._find_tokenizer = find_tokenizer
-        self._is_duplicate = is_duplicate
-        self._tokenizer: Tokenizer | None = None
+    kind: Kind
+    start: int
+    info: ModelInfo
+    find_tokenizer: Callable[[], Tokenizer]
+    duplicates: NDArray[np.int64]
 
     def prepare(self, line: Line | Failed) -> Text | Failed:
-        """The text of a line, or the reason why it has none.
-
-        Raises:
-            SettingsError: the line has text, and the model's tokenizer cannot be loaded here.
-        """
+        """The text of a line, or the reason why it has none."""
         if isinstance(line, Failed):
             return line
-        custom_id = None if line.fields.custom_id is None else str(line.fields.custom_id)
-        if self._is_duplicate(line.number):
-            return Failed(line.number, custom_id, "an earlier line has its custom_id: give each line its own")
+        number, fields = line
+        custom_id = None if fields.custom_id is None else str(fields.custom_id)
+        at = np.searchsorted(self.duplicates, number)
+        if number in self.duplicates[at : at + 1]:
+            return Failed(number, custom_id, "an earlier line has its custom_id: give each line its own")
         try:
-            ids, start = self._ids(line.fields)
-            info = self._info
-            encode_prompt(ids, vocab_size=info.vocab_size, max_tokens=info.max_prompt_tokens)
+            ids, start = self._ids(fields)
+            encode_prompt(ids, vocab_size=self.info.vocab_size, max_tokens=self.info.max_prompt_tokens)
             if start >= len(ids):
                 raise InvalidPrompt(f"start {start} is beyond the text, which has {len(ids)} tokens")
-            span = self._kind.span(len(ids), start)
-            if not span:
+            if not (span := self.kind.span(len(ids), start)):
                 raise InvalidPrompt("a text of 1 token has no score: a score needs a token before it")
-            return Text(line.number, custom_id, ids, span)
+            return Text(number, custom_id, ids, span)
         except InvalidPrompt as error:
-            return Failed(line.number, custom_id, str(error))
+            return Failed(number, custom_id, str(error))
 
-    def _ids(self, fields: Fields) -> tuple[Ids, int]:
+    def _ids(self, fields: Fields) -> tuple[list[int], int]:
         """The token ids, and the first position for which a result is wanted."""
         body = fields.body or Body()
-        given: dict[str, str | Ids | None] = {
-            "text": fields.text,
-            "ids": fields.ids,
-            "prompt": fields.prompt,
-            "body.prompt": body.prompt,
-            "body.input": body.input,
-        }
+        given = {name: getattr(fields, name) for name in ("text", "ids", "prompt")}
+        given |= {"body.prompt": body.prompt, "body.input": body.input}
         named = [name for name, value in given.items() if value is not None]
         if len(named) != 1:
             there = f"it has {' and '.join(named)}" if named else "it has none of them"
             raise InvalidPrompt(f"a line needs one of {', '.join(given)}: {there}")
         ids = self._encoded(given[named[0]])
         if fields.continuation is None:
-            return ids, self._start
-        if not self._kind.has_continuations or named != ["prompt"]:
+            return ids, self.start
+        if not self.kind.has_continuations or named != ["prompt"]:
             raise InvalidPrompt("continuation: only --what scores accepts it, together with a prompt")
         # The special tokens at the beginning of a text do not belong into the middle of one.
         continued = self._encoded(fields.continuation, add_special_tokens=False)
@@ -361,12 +366,10 @@ class Preparer:
                 raise InvalidPrompt(f"the {name} is empty: a score needs a token, and a token before it")
         return ids + continued, len(ids)
 
-    def _encoded(self, text: str | Ids | None, *, add_special_tokens: bool = True) -> Ids:
+    def _encoded(self, text: str | list[int], *, add_special_tokens: bool = True) -> list[int]:
         if not isinstance(text, str):
-            return text or []
-        if self._tokenizer is None:
-            self._tokenizer = self._find_tokenizer()
+            return text
         try:
-            return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+            return self.find_tokenizer().encode(text, add_special_tokens=add_special_tokens)
         except UnicodeEncodeError as error:
             raise InvalidPrompt(f"the text cannot be encoded: {error}") from error

@@ -10,24 +10,26 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from datetime import timedelta
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from time import monotonic
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import msgspec
+from msgspec.structs import asdict
 from rich.progress import BarColumn, MofNCompleteColumn, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
 from lmpool.aio import await_beside, finish
-from lmpool.batch.bucket import open_folder
-from lmpool.batch.fetch import absolute, named, plain_file
-from lmpool.batch.folder import VERSION, Folder, Input, Manifest, Model, Options
-from lmpool.batch.kinds import Columns, Kind, Text, parse_kind
-from lmpool.batch.lines import Failed, Index, JsonlSource, Preparer, Source, is_parquet
-from lmpool.batch.shards import ShardWriter, choose_format
+from lmpool.batch.fetch import named
+from lmpool.batch.folder import TRY_AGAIN, VERSION, Folder, Input, Manifest, Model, Options, open_folder
+from lmpool.batch.kinds import Kind, parse_kind
+from lmpool.batch.lines import Chunk, Index, Preparer, Source, open_source
+from lmpool.batch.shards import Columns, Failed, ShardWriter, Text, choose_format
 from lmpool.cli import Terminal, say
 from lmpool.errors import (
     BatchError,
@@ -45,7 +47,7 @@ from lmpool.settings import check_number, shown
 
 # Items between reading and writing: per concurrent request, so that all requests are busy while a result is late.
 _ITEMS_PER_REQUEST = 2
-_MAX_BYTES = 64 * 1024 * 1024  # Bytes of these items: memory that any machine has.
+_MAX_BYTES = 48 * 1024 * 1024  # Bytes of these items, without the last one of up to 16 MiB: any machine has these.
 # Results written by one call in a thread: many, because a call costs 0.1 ms, but not so many that memory grows.
 _MAX_WRITTEN_ITEMS, _MAX_WRITTEN_BYTES = 64, 1024 * 1024
 # Estimated bytes in memory of a text, of a token id (a Python integer in a list), and of a number of a result.
@@ -53,6 +55,20 @@ _TEXT_BYTES, _ID_BYTES, _NUMBER_BYTES = 1024, 40, 8
 _CHECK_INTERVAL_S = 1.0  # Seconds between checks of the adapter; a change shorter than this can stay unnoticed.
 _NARROW_LINES, _WIDE_LINES = 1024, 64  # Default lines of a shard; whole rows take hundreds of KiB a position.
 _REPORT_INTERVAL_S = 10.0  # Seconds between lines of progress where no terminal shows a bar.
+
+
+class Pool(msgspec.Struct, frozen=True):
+    """The pool that computes a run. Its server is the server of the jobs: a job may not choose another one."""
+
+    model: str | None = None
+    prefix: str = "lmpool"
+    timeout: float = 3600.0  # Seconds that a request may take.
+
+    def producer(self, redis: str | None, when_absent: Literal["raise", "wait"]) -> Producer:
+        """A producer that keeps no results, here or in the pool. Its prompts yield to prompts of other clients."""
+        return Producer(
+            **asdict(self), redis=redis, when_absent=when_absent, priority="bulk", cache_bytes=0, keep_answers=False
+        )
 
 
 class BatchSettings(msgspec.Struct, frozen=True):
@@ -65,9 +81,6 @@ class BatchSettings(msgspec.Struct, frozen=True):
         shard_lines: lines of the input in each shard; 0 for 1,024, or 64 if results are whole rows.
         adapter: of the model; "" for none.
         concurrency: concurrent requests.
-
-    Raises:
-        SettingsError: a value is malformed.
     """
 
     what: str
@@ -96,10 +109,8 @@ class BatchSettings(msgspec.Struct, frozen=True):
         return Options(kind.what, self.start, choose_format(kind.is_wide, self.format), lines)
 
 
-class Progress(ExitStack):
+class Progress:
     """Shows the progress of a run on standard error: a bar on a terminal, else a line from time to time.
-
-    It shows nothing before `begin`.
 
     Attributes:
         shards: how many are done, and how many there are; (0, 0) before the first request.
@@ -107,44 +118,46 @@ class Progress(ExitStack):
     """
 
     def __init__(self, label: str = "lines") -> None:
-        super().__init__()
         self._label = label
-        self._bar: Bar | None = None
-        self._total = self._done = self._here = self._positions = 0
+        rates = TextColumn("{task.fields[rates]}")
+        columns = (TextColumn(label), BarColumn(), MofNCompleteColumn(), TaskProgressColumn(), rates)
+        console = Terminal(err=True)
+        self._bar = Bar(*columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal)
+        self._task = self._bar.add_task(label, total=None, rates="")
+        self._here = self._positions = 0
         self._began = self._reported = monotonic()
         self.shards = (0, 0)
         self.unplaced = Counter[int]()
 
-    def begin(self, total: int, done: int) -> None:
-        """Set how many there are, and how many earlier runs did."""
-        self._total, self._done = total, done
+    @contextmanager
+    def shown(self, total: int, done: int) -> Iterator[None]:
+        """Show the progress: how many there are, and how many earlier runs did."""
+        self._bar.reset(self._task, total=total, completed=done, rates="")
         self._began = self._reported = monotonic()
-        console = Terminal(err=True)
-        if console.is_terminal:
-            rates = TextColumn("{task.fields[rates]}")
-            columns = (TextColumn(self._label), BarColumn(), MofNCompleteColumn(), TaskProgressColumn(), rates)
-            self._bar = self.enter_context(Bar(*columns, TimeRemainingColumn(), console=console))
-            self._bar.add_task(self._label, total=total, completed=done, rates="")
-        elif done:
+        if self._bar.disable and done:
             say(f"{done} of {total} {self._label} are done already", err=True)
+        with nullcontext() if self._bar.disable else self._bar:
+            yield
 
     def advance(self, lines: int, positions: int) -> None:
         """Add what was done."""
-        self._done += lines
         self._here += lines
         self._positions += positions
-        now = monotonic()
+        now, task = monotonic(), self._bar.tasks[0]
         seconds = max(now - self._began, 1e-3)
         rates = f"{self._here / seconds:.1f} {self._label}/s"
         if self._positions != self._here:
             rates += f", {self._positions / seconds:.0f} positions/s"
-        if self._bar is not None:
-            self._bar.update(self._bar.task_ids[0], completed=self._done, rates=rates)
-        elif self._total and now - self._reported >= _REPORT_INTERVAL_S:
+        self._bar.update(self._task, advance=lines, rates=rates)
+        if self._bar.disable and task.total and now - self._reported >= _REPORT_INTERVAL_S:
             self._reported = now
-            minutes, rest = divmod(round((self._total - self._done) * seconds / max(self._here, 1)), 60)
-            left = f"{minutes // 60}:{minutes % 60:02}:{rest:02} left"
-            say(f"{self._done} of {self._total} {self._label}, {rates}, {left}", err=True)
+            left = timedelta(seconds=round((task.remaining or 0) * seconds / max(self._here, 1)))
+            say(f"{task.completed:.0f} of {task.total:.0f} {self._label}, {rates}, {left} left", err=True)
+
+
+def counted(number: int, thing: str) -> str:
+    """A number of things, such as "1 shard" or "2 shards"."""
+    return f"{number} {thing}{'' if number == 1 else 's'}"
 
 
 class Outcome(NamedTuple):
@@ -166,76 +179,32 @@ class Outcome(NamedTuple):
 async def run_batch(
     producer: Producer, source: str | Path, output: str | Path, settings: BatchSettings, progress: Progress
 ) -> Outcome:
-    """Request a result for every line of an input, or continue an earlier run.
-
-    Args:
-        producer: best with `cache_bytes=0` and `keep_answers=False`.
-        source: a JSONL or Parquet file, or its URL; it may be compressed.
-        output: the folder for the results, or its URL; it is made if it does not exist.
-        settings: of the run.
-        progress: shows the progress.
-
-    Raises:
-        SettingsError: the input is empty or has an unknown format, or the settings do not fit the model.
-        BatchRefused: the folder holds results of another run, or another run writes there.
-        BatchError: a file cannot be read or written, or the input changed.
-        ModelMismatch: the model or the adapter changed.
-        LMPoolError: a request failed, and not because of its line.
-    """
+    """Request a result for every line of an input, or continue an earlier run."""
     opened, folder = await asyncio.to_thread(lambda: (open_source(str(source)), open_folder(str(output))))
     with folder.locked():
-        index, manifest = await begin(producer, folder, opened, str(source), settings)
+        index, manifest = await begin(producer, folder, opened, settings)
         return await Run(producer, folder, manifest, opened, index, settings, progress).run()
 
 
-def open_source(location: str) -> Source:
-    """The input at a path or a URL: Parquet if it begins so or has the suffix ".parquet", else JSONL.
-
-    Raises:
-        SettingsError: there is no such file, or its format needs an extra that is not installed.
-        BatchError: it cannot be fetched or unpacked.
-    """
-    path = plain_file(absolute(location))
-    if path.suffix == ".parquet" or is_parquet(path):
-        from lmpool.batch.parquet import ParquetSource
-
-        return ParquetSource(path)
-    return JsonlSource(path)
-
-
-async def begin(
-    producer: Producer, folder: Folder, opened: Source, source: str, settings: BatchSettings
-) -> tuple[Index, Manifest]:
-    """Index an input, and begin or continue its run in a folder.
-
-    Returns:
-        The index, and the manifest, which lists the shards that are done.
-
-    Raises:
-        LMPoolError: as `run_batch`.
-    """
+async def begin(producer: Producer, folder: Folder, source: Source, settings: BatchSettings) -> tuple[Index, Manifest]:
+    """Index an input, and begin or continue its run in a folder. The manifest lists the shards that are done."""
     options = settings.options
-    index = await asyncio.to_thread(opened.index, options.shard_lines)
+    index = await asyncio.to_thread(source.index, options.shard_lines)
     if index.is_empty:
-        raise SettingsError(f"input: {shown(named(source))} is empty")
+        raise SettingsError(f"input: {shown(named(source.location))} is empty")
     await producer.open()
     info, kind = producer.model, settings.kind
     kind.width(info)  # A kind that does not fit the model is refused before a folder is begun.
     fields = {name: getattr(info, name) for name in Model.__struct_fields__ if name != "adapter"}
     model = Model(**fields, adapter=await _qualified(producer, settings.adapter))
-    name = named(absolute(source)).rsplit("/", 1)[-1]
-    given = Input(name, index.format, index.size, index.lines, index.digest)
+    given = Input(named(source.location).rsplit("/", 1)[-1], index.format, index.size, index.lines, index.digest)
     wanted = Manifest(VERSION, version("lmpool"), given, model, options, kind.columns(info), len(index.starts))
     with folder.explained():
         return index, await asyncio.to_thread(folder.begin, wanted)
 
 
 async def _qualified(producer: Producer, adapter: str) -> str:
-    """An adapter with the digest of its weights; "" for none.
-
-    Raises:
-        UnknownAdapter: the model has no adapter of this name.
-    """
+    """An adapter with the digest of its weights; "" for none."""
     if not adapter:
         return ""
     revisions = await producer.adapters()
@@ -252,18 +221,18 @@ class _Item:
     Attributes:
         shard: its number.
         entry: the text or the failed line; None for the end of the shard.
+        result: set as soon as it is known.
         part: positions of the text.
-        is_last: whether this is the last part of the text.
+        is_last: whether the line ends with this part.
         size: bytes in memory, estimated.
-        result: of a text; None for other items.
     """
 
     shard: int
-    entry: Text | Failed | None = None
+    entry: Text | Failed | None
+    result: asyncio.Future[Columns | Failed | None]
     part: range = range(0)
-    is_last: bool = True
+    is_last: bool = False
     size: int = 0
-    result: asyncio.Future[Columns | Failed] | None = None
 
 
 @dataclass(eq=False)
@@ -280,31 +249,30 @@ class Run:
 
     def __post_init__(self) -> None:
         self._kind = self.settings.kind
-        self._prepared: asyncio.Queue[tuple[int, list[Text | Failed], bool] | None] = asyncio.Queue(1)
         self._items: asyncio.Queue[_Item] = asyncio.Queue()  # To be written, in order.
-        self._unsent: asyncio.Queue[_Item] = asyncio.Queue()  # To be requested.
+        self._unsent: asyncio.Queue[tuple[Text, _Item]] = asyncio.Queue()  # To be requested.
         self._pending_items = self._pending_bytes = 0
         self._has_room = asyncio.Event()
         self._checked: ModelInfo | None = None
         self._writer: ShardWriter | None = None
         loop = asyncio.get_running_loop()
 
+        @cache
         def tokenizer() -> Tokenizer:
             # Called in a thread; the producer belongs to the event loop.
             found = find_tokenizer(self.producer, "input", 'give token ids: {"ids": [1, 2, 3]}')
             return asyncio.run_coroutine_threadsafe(found, loop).result()
 
-        info, is_duplicate = self.producer.model, self.index.is_duplicate
-        self._preparer = Preparer(self._kind, self.settings.start, info, tokenizer, is_duplicate)
+        duplicates = self.index.duplicates
+        self._preparer = Preparer(self._kind, self.settings.start, self.producer.model, tokenizer, duplicates)
 
     async def run(self) -> Outcome:
         """Compute all shards that are not done."""
-        manifest, folder = self.manifest, self.folder
-        resumed, size = {shard.number for shard in manifest.done}, manifest.options.shard_lines
+        manifest, size = self.manifest, self.manifest.options.shard_lines
+        resumed = {shard.number for shard in manifest.done}
         lines_done = sum(min(size, self.index.lines - number * size) for number in resumed)
-        with self.progress:
-            self.progress.shards = len(resumed), manifest.shards
-            self.progress.begin(self.index.lines, lines_done)
+        self.progress.shards = len(resumed), manifest.shards
+        with self.progress.shown(self.index.lines, lines_done):
             try:
                 await self.run_shards([number for number in range(manifest.shards) if number not in resumed])
             except BaseException:
@@ -313,10 +281,8 @@ class Run:
                 raise
             await self._sum_up()
         if left := manifest.shards - len(manifest.done):
-            raise BatchError(
-                f"{folder.location}: another program removed or replaced {left} of {manifest.shards} shards. Finished "
-                "shards are kept. Run the same command again"
-            )
+            gone = f"another program removed or replaced {left} of {manifest.shards} shards"
+            raise BatchError(f"{self.folder.location}: {gone}. {TRY_AGAIN}")
         texts, errors = (sum(getattr(shard, name) for shard in manifest.done) for name in ("texts", "errors"))
         return Outcome(texts, errors, manifest.shards, len(resumed))
 
@@ -325,105 +291,78 @@ class Run:
             await finish(asyncio.to_thread(self.folder.sum_up, self.manifest, is_over=True))
 
     async def run_shards(self, shards: Sequence[int]) -> None:
-        """Compute some shards.
-
-        Raises:
-            ModelMismatch: the model or the adapter is not the one of the manifest.
-        """
+        """Compute some shards."""
         if not shards:
             return
         await self._check_adapter()
         senders = (self._send() for _ in range(self.settings.concurrency))
-        others = [self._read(shards), self._feed(), *senders, self._watch_adapter()]
         try:
-            await await_beside(self._drain(len(shards)), others)
+            await await_beside(self._drain(len(shards)), [self._feed(shards), *senders, self._watch_adapter()])
         finally:
             if self._writer is not None:
                 self._writer.discard()
 
     # Requests
 
-    async def _read(self, shards: Sequence[int]) -> None:
-        """Read and tokenize the next lines while requests are pending."""
+    async def _feed(self, shards: Sequence[int]) -> None:
+        """Read and tokenize lines in a thread, and queue items as others are written."""
         chunks = self.source.read(self.index, self.manifest.options.shard_lines, shards)
 
-        def prepare() -> tuple[int, list[Text | Failed], bool] | None:
-            for shard, lines, is_last in chunks:
-                return shard, list(map(self._preparer.prepare, lines)), is_last
+        def prepare() -> tuple[Chunk, list[Text | Failed]] | None:
+            for chunk in chunks:
+                return chunk, list(map(self._preparer.prepare, chunk.lines))
             return None
 
+        info, loop = self.producer.model, asyncio.get_running_loop()
+        limit, number_bytes = _ITEMS_PER_REQUEST * self.settings.concurrency, _NUMBER_BYTES * self._kind.width(info)
         while (prepared := await asyncio.to_thread(prepare)) is not None:
-            await self._prepared.put(prepared)
-        await self._prepared.put(None)
-
-    async def _feed(self) -> None:
-        """Queue items as others are written."""
-        while (prepared := await self._prepared.get()) is not None:
-            shard, entries, is_last = prepared
+            chunk, entries = prepared
             for entry in entries:
-                for item in self._items_of(shard, entry):
-                    while not self._fits(item.size):
+                parts, size = [range(0)], _TEXT_BYTES
+                if isinstance(entry, Text):
+                    parts, size = self._kind.parts(entry.span, info), _TEXT_BYTES + _ID_BYTES * len(entry.ids)
+                for part in parts:
+                    part_bytes = size + number_bytes * len(part)
+                    while self._pending_items >= limit or self._pending_bytes > _MAX_BYTES:
                         self._has_room.clear()
                         await self._has_room.wait()
                     self._pending_items += 1
-                    self._pending_bytes += item.size
+                    self._pending_bytes += part_bytes
+                    item = _Item(chunk.shard, entry, loop.create_future(), part, part is parts[-1], part_bytes)
                     self._items.put_nowait(item)
-                    if item.result is not None:
-                        self._unsent.put_nowait(item)
-            if is_last:
-                self._items.put_nowait(_Item(shard))
-
-    def _fits(self, size: int) -> bool:
-        """Whether one more item is allowed; a single item may have any size."""
-        limit = _ITEMS_PER_REQUEST * self.settings.concurrency
-        has_room = self._pending_items < limit and self._pending_bytes + size <= _MAX_BYTES
-        return has_room or not self._pending_items
-
-    def _items_of(self, shard: int, entry: Text | Failed) -> Iterator[_Item]:
-        if isinstance(entry, Failed):
-            yield _Item(shard, entry, size=_TEXT_BYTES)
-            return
-        info, loop = self.producer.model, asyncio.get_running_loop()
-        parts, number_bytes = self._kind.parts(entry.span, info), _NUMBER_BYTES * self._kind.width(info)
-        for part in parts:
-            size = _TEXT_BYTES + _ID_BYTES * len(entry.ids) + number_bytes * len(part)
-            yield _Item(shard, entry, part, part is parts[-1], size, loop.create_future())
+                    if isinstance(entry, Text):
+                        self._unsent.put_nowait((entry, item))
+                    else:
+                        item.result.set_result(entry)
+            if chunk.is_last:
+                self._items.put_nowait(end := _Item(chunk.shard, None, loop.create_future()))
+                end.result.set_result(None)
 
     async def _send(self) -> None:
         """Request the result of one item after another."""
         while True:
-            item = await self._unsent.get()
-            if isinstance(item.entry, Text) and item.result is not None:
-                item.result.set_result(await self._request(item.entry, item.part))
-                self.progress.unplaced[item.shard] += item.is_last
-
-    async def _request(self, text: Text, part: range) -> Columns | Failed:
-        self._check_model()
-        try:
-            result = await self._kind.ask(self.producer, text, part, self.settings.adapter)
-        except (InvalidPrompt, WorkerError) as error:
+            text, item = await self._unsent.get()
+            result: Columns | Failed
             self._check_model()
-            return Failed(text.line, text.custom_id, str(error))
-        except RequestFailed as error:  # It ends the run.
-            error.args = (f"line {text.line}: {error}",)
-            raise
-        self._check_model()
-        return result
+            try:
+                result = await self._kind.request(self.producer, text, item.part, self.settings.adapter)
+            except (InvalidPrompt, WorkerError) as error:
+                result = Failed(text.line, text.custom_id, str(error))
+            except RequestFailed as error:  # It ends the run.
+                error.args = (f"line {text.line}: {error}",)
+                raise
+            self._check_model()
+            item.result.set_result(result)
+            self.progress.unplaced[item.shard] += item.is_last
 
     def _check_model(self) -> None:
-        """Refuse results of another model than the manifest's.
-
-        Raises:
-            ModelMismatch: the model changed.
-        """
+        """Refuse results of another model than the manifest's."""
         began, now = self.manifest.model, self.producer.model
         if now is self._checked:  # The producer reads the info again every second.
             return
         if now.fingerprint != began.fingerprint:
-            raise ModelMismatch(
-                f"the model {now.name!r} has changed (fingerprint {began.fingerprint}, now {now.fingerprint}). "
-                "Finished shards are kept. Run the same command again when the first model is served again"
-            )
+            changed = f"the model {now.name!r} has changed (fingerprint {began.fingerprint}, now {now.fingerprint})"
+            raise ModelMismatch(f"{changed}. {TRY_AGAIN} when the first model is served again")
         self._checked = now
 
     async def _check_adapter(self) -> None:
@@ -432,10 +371,8 @@ class Run:
         adapter = self.settings.adapter
         began, now = self.manifest.model.adapter, await _qualified(self.producer, adapter)
         if now != began:
-            raise ModelMismatch(
-                f"the adapter {adapter!r} has changed ({began}, now {now}). Finished shards are kept. Run the same "
-                "command again when the first adapter is in service again"
-            )
+            changed = f"the adapter {adapter!r} has changed ({began}, now {now})"
+            raise ModelMismatch(f"{changed}. {TRY_AGAIN} when the first adapter is in service again")
 
     async def _watch_adapter(self) -> None:
         while True:
@@ -449,13 +386,10 @@ class Run:
         ready: list[_Item] = []
         size = 0
         while shards:
-            item = await self._items.get()
-            if item.result is not None:
-                await item.result
-            ready.append(item)
+            ready.append(item := await self._items.get())
+            await item.result
             size += item.size
-            is_end = item.entry is None
-            if is_end:
+            if is_end := item.entry is None:
                 await self._check_adapter()
                 shards -= 1
             # Items that are held back keep others from being queued, so hold none back when the queue is empty.
@@ -465,8 +399,7 @@ class Run:
                 self._pending_items -= len(ready) - is_end
                 self._pending_bytes -= size
                 self._has_room.set()
-                lines = sum(done.entry is not None and done.is_last for done in ready)
-                self.progress.advance(lines, sum(len(done.part) for done in ready))
+                self.progress.advance(sum(item.is_last for item in ready), sum(len(item.part) for item in ready))
                 ready, size = [], 0
 
     def _write(self, ready: Sequence[_Item]) -> None:
@@ -474,13 +407,13 @@ class Run:
         with self.folder.explained():
             for item in ready:
                 writer = self._writer = self._writer or ShardWriter(self.folder, self.manifest, item.shard)
-                result = item.entry if item.result is None else item.result.result()
-                if item.entry is None:
+                result = item.result.result()
+                if isinstance(result, Failed):
+                    writer.fail(result)
+                elif isinstance(item.entry, Text) and result is not None:
+                    writer.add(item.entry, result, item.is_last)
+                else:
                     self.manifest.done.append(writer.place())
                     self._writer = None
                     self.progress.unplaced.pop(item.shard, None)
                     self.progress.shards = len(self.manifest.done), self.manifest.shards
-                elif isinstance(result, Failed):
-                    writer.fail(result)
-                elif isinstance(item.entry, Text) and isinstance(result, dict):
-                    writer.add(item.entry, result, item.is_last)

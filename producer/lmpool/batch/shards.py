@@ -1,4 +1,4 @@
-"""Files of results, JSONL and safetensors: written text by text, and put into place when complete.
+"""Shards, files of results as JSONL, Parquet and safetensors: written text by text, and read (`lmpool.batch.open`).
 
 A safetensors shard of n texts with N positions in all:
 
@@ -18,22 +18,61 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import mmap
+import os
+import sys
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, overload
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from lmpool.batch.folder import Folder, Manifest, Shard, sync
-from lmpool.batch.kinds import Columns, ResultWriter, Text
-from lmpool.batch.lines import Failed
+from lmpool.batch.fetch import named, pyarrow
+from lmpool.batch.folder import Folder, Manifest, Shard, open_folder, sync
 from lmpool.errors import BatchError, SettingsError
+from lmpool.protocol.row import widen_bf16
 
 _HEADER_BYTES = 4096  # Size of a safetensors header, reserved before the columns are known; theirs have about 1 KiB.
 _READ_BYTES = 1 << 20  # Bytes of a shard that are read back at once: little memory, few system calls.
-_CODES = {"float32": "F32", "float16": "F16", "uint16": "BF16", "int64": "I64", "uint8": "U8"}
+_GROUP_NUMBERS = 1 << 20  # Numbers in a row group of Parquet: 4 to 8 MB, which a reader decodes for one text.
+# Types of safetensors -> numpy's; bfloat16 is kept as the bits of its numbers.
+_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "uint16", "I64": "int64", "U8": "uint8"}
+_CODES = {dtype: code for code, dtype in _DTYPES.items()}
+
+Columns = dict[str, NDArray[Any]]
+"""The result for some positions of a text: column -> array whose first axis is the positions."""
+
+Answer = dict[str, Any]
+"""The result of one text: "line" (int, from 1), "custom_id" (str, "" for none), "ids" (int64 (N,)), "start" (int), and
+the columns of the manifest, as arrays whose first axis is the positions from "start" on. With "logits" and "log_z" it
+also has "logprobs", computed from them."""
+
+
+class Text(NamedTuple):
+    """One text of the input: its line, from 1, its custom id, its token ids, and the positions that are wanted."""
+
+    line: int
+    custom_id: str | None
+    ids: list[int]
+    span: range
+
+
+class HasCustomId(msgspec.Struct):
+    """The custom id of a line, of which other fields are not read."""
+
+    custom_id: str | int | None = None
+
+
+class Failed(NamedTuple):
+    """A line without a result: its number, from 1, its custom id, and the reason."""
+
+    line: int
+    custom_id: str | None
+    error: str
 
 
 class CheckedFile(io.BufferedRandom):
@@ -60,51 +99,109 @@ class CheckedFile(io.BufferedRandom):
         super().write(header)
 
     def read_back(self) -> tuple[str, int]:
-        """Read the file from the disk.
-
-        Returns:
-            Its digest, as `digest_of_file` returns it, and the number of its lines.
-
-        Raises:
-            BatchError: it does not contain the bytes that were written.
-        """
+        """The digest of the file on the disk, as `digest_of_file` returns it, and the number of its lines."""
         self.seek(0)
         header = self.read(len(self._header))
-        whole = hashlib.blake2b(header, digest_size=16)
-        written = hashlib.blake2b(digest_size=16) if header else whole
-        lines = 0
+        whole, written, lines = hashlib.blake2b(header, digest_size=16), hashlib.blake2b(digest_size=16), 0
         while data := self.read(_READ_BYTES):
-            for digest in {whole, written}:
-                digest.update(data)
+            whole.update(data)
+            written.update(data)
             lines += data.count(b"\n")
         if header != self._header or written.digest() != self.digest.digest():
-            raise _damaged(self.name, "its digest is not the digest of the bytes that were written")
+            raise self.damaged("its digest is not the digest of the bytes that were written")
         return whole.hexdigest(), lines
 
-
-def _damaged(path: str, reason: str) -> BatchError:
-    error = BatchError(
-        f"{path} was damaged: {reason}. Another process writes to it, or the disk fails. Its shard is not put into "
-        "place. Run the same command again"
-    )
-    error.may_pass = True
-    return error
+    def damaged(self, reason: str) -> BatchError:
+        """The error of a file that does not contain what was written."""
+        error = BatchError(f"{self.name} was damaged: {reason}. Its shard is not kept. Run the same command again")
+        error.may_pass = True
+        return error
 
 
-class JsonlWriter(ResultWriter):
-    """Writes a JSON object a line: line, custom_id, ids, start, and the columns; null stands for minus infinity."""
+class JsonlWriter:
+    """Writes a JSON object a line: line, custom_id, ids, start, and the columns; null stands for minus infinity.
 
-    def write(self, text: Text, columns: Columns) -> None:
-        """See `ResultWriter.write`."""
+    The writers of the other formats derive from it. It keeps the parts of a text until the text ends.
+    """
+
+    def __init__(self, file: CheckedFile) -> None:
+        self._file = file
+        self._parts: list[Columns] = []
+
+    def add(self, part: Columns) -> None:
+        """Add the result for the next positions of a text."""
+        self._parts.append(part)
+
+    def end_text(self, text: Text) -> None:
+        """Write the text: all parts were added."""
+        columns = {name: np.concatenate([part[name] for part in self._parts]) for name in self._parts[0]}
+        self._parts = []
+        self._write(text, columns)
+
+    def drop_text(self) -> None:
+        """Drop the parts of a text that has not ended."""
+        self._parts = []
+
+    def close(self) -> None:
+        """Write the rest of the file."""
+
+    def _write(self, text: Text, columns: Columns) -> None:
         head = {"line": text.line, "custom_id": text.custom_id, "ids": text.ids, "start": text.span.start}
         columns_as_lists = {name: values.tolist() for name, values in columns.items()}
         self._file.write(msgspec.json.encode({**head, **columns_as_lists}) + b"\n")
 
 
-class SafetensorsWriter(ResultWriter):
-    """Writes a safetensors file. The first column goes to the file part by part; the others are kept until the end."""
+class ParquetWriter(JsonlWriter):
+    """Writes a row for each text: line, custom_id, ids, start, and each column as a list, or as a list of lists."""
 
-    _file: CheckedFile
+    def __init__(self, file: CheckedFile) -> None:
+        super().__init__(file)
+        self._arrow = pyarrow("format: Parquet")
+        self._results: list[tuple[Text, Columns]] = []
+        self._numbers = 0
+        self._writer: Any = None
+
+    def close(self) -> None:
+        """See `JsonlWriter.close`."""
+        if self._results or self._writer is None:
+            self._write_group()
+        self._writer.close()
+
+    def _write(self, text: Text, columns: Columns) -> None:
+        self._results.append((text, columns))
+        self._numbers += len(text.ids) + sum(values.size for values in columns.values())
+        if self._numbers >= _GROUP_NUMBERS:
+            self._write_group()
+
+    def _write_group(self) -> None:
+        pa, texts = self._arrow, [text for text, _ in self._results]
+        arrays: dict[str, Any] = {
+            "line": pa.array([text.line for text in texts], pa.int64()),
+            "custom_id": pa.array([text.custom_id for text in texts], pa.string()),
+            "ids": self._lists([np.array(text.ids, np.int64) for text in texts]),
+            "start": pa.array([text.span.start for text in texts], pa.int64()),
+        }
+        for name in self._results[0][1] if texts else ():
+            arrays[name] = self._lists([columns[name] for _, columns in self._results])
+        table = pa.table(arrays)
+        if self._writer is None:
+            self._writer = pa.parquet.ParquetWriter(self._file, table.schema, compression="zstd")
+        self._writer.write_table(table)
+        self._results, self._numbers = [], 0
+
+    def _lists(self, arrays: list[NDArray[Any]]) -> Any:
+        """A list for each array; for arrays with two axes, lists of lists of equal length."""
+        pa = self._arrow
+        values: NDArray[Any] = np.concatenate(arrays) if arrays else np.empty(0, np.int64)
+        flat = pa.array(values.ravel())
+        if values.ndim == 2:
+            flat = pa.FixedSizeListArray.from_arrays(flat, values.shape[1])
+        offsets = np.cumsum([0, *map(len, arrays)], dtype=np.int32)
+        return pa.ListArray.from_arrays(pa.array(offsets), flat)
+
+
+class SafetensorsWriter(JsonlWriter):
+    """Writes a safetensors file. The first column goes to the file part by part; the others are kept until the end."""
 
     def __init__(self, file: CheckedFile) -> None:
         super().__init__(file)
@@ -116,7 +213,7 @@ class SafetensorsWriter(ResultWriter):
         self._positions, self._end, self._digest = 0, _HEADER_BYTES, file.digest.copy()
 
     def add(self, part: Columns) -> None:
-        """See `ResultWriter.add`."""
+        """See `JsonlWriter.add`."""
         (self._column, values), *others = part.items()
         self._shape, self._code = values.shape[1:], _CODES[values.dtype.name]
         for name, few in others:
@@ -125,7 +222,7 @@ class SafetensorsWriter(ResultWriter):
         self._positions += len(values)
 
     def end_text(self, text: Text) -> None:
-        """See `ResultWriter.end_text`."""
+        """See `JsonlWriter.end_text`."""
         small = self._small
         self._custom_ids.append(text.custom_id)
         small["positions"].append(self._positions)
@@ -136,7 +233,7 @@ class SafetensorsWriter(ResultWriter):
         self._end, self._digest = self._file.tell(), self._file.digest.copy()
 
     def drop_text(self) -> None:
-        """See `ResultWriter.drop_text`."""
+        """See `JsonlWriter.drop_text`: here parts are in the file already."""
         self._positions = self._small["positions"][-1]
         for name, parts in self._others.items():
             self._others[name] = [np.concatenate(parts)[: self._positions]]
@@ -145,7 +242,7 @@ class SafetensorsWriter(ResultWriter):
         self._file.digest = self._digest.copy()
 
     def close(self) -> None:
-        """See `ResultWriter.close`."""
+        """See `JsonlWriter.close`."""
         end = self._end - _HEADER_BYTES
         custom_ids = msgspec.json.encode(self._custom_ids)
         custom_ids += b" " * (-(end + len(custom_ids)) % 8)  # The next tensor begins at a multiple of 8 bytes.
@@ -166,68 +263,60 @@ class SafetensorsWriter(ResultWriter):
         self._file.write_header((_HEADER_BYTES - 8).to_bytes(8, "little") + text.ljust(_HEADER_BYTES - 8))
 
 
-def _writer_of(suffix: str) -> type[ResultWriter]:
-    if suffix == "parquet":
-        from lmpool.batch.parquet import ParquetWriter
+_WRITERS: dict[str, type[JsonlWriter]] = {
+    "jsonl": JsonlWriter,
+    "parquet": ParquetWriter,
+    "safetensors": SafetensorsWriter,
+}
 
-        return ParquetWriter
-    return JsonlWriter if suffix == "jsonl" else SafetensorsWriter
+
+def choose_format(is_wide: bool, wanted: str | None) -> str:
+    """The format of shards: the wanted one, or the default."""
+    possible = ("safetensors",) if is_wide else ("jsonl", "parquet")
+    if wanted not in (None, *possible):
+        raise SettingsError(f"format: {wanted!r}: these results are written as {' or '.join(possible)}")
+    if wanted == "parquet":
+        pyarrow("format: Parquet")
+    return wanted or possible[0]
 
 
 class ShardWriter:
-    """Writes one shard and the errors of its lines.
-
-    Raises:
-        SettingsError: the format needs an extra that is not installed.
-    """
+    """Writes one shard and the errors of its lines."""
 
     def __init__(self, folder: Folder, manifest: Manifest, number: int) -> None:
-        self._folder = folder
-        self._manifest = manifest
-        self._number = number
+        self._folder, self._manifest, self._number = folder, manifest, number
         self._file = CheckedFile(folder.create(manifest.shard_name(number)))
-        self._results = _writer_of(manifest.options.format)(self._file)
+        self._results = _WRITERS[manifest.options.format](self._file)
         self._errors: list[bytes] = []
-        self._failed_line = 0
-        self._texts = 0
+        self._failed_line = self._texts = 0
 
     def add(self, text: Text, part: Columns, is_last: bool) -> None:
         """Add the result for the next positions of a text. Parts after a failed part are dropped."""
-        if text.line == self._failed_line:
-            return
-        self._results.add(part)
-        if is_last:
-            self._results.end_text(text)
-            self._texts += 1
+        if text.line != self._failed_line:
+            self._results.add(part)
+            if is_last:
+                self._results.end_text(text)
+                self._texts += 1
 
     def fail(self, failed: Failed) -> None:
         """Add a line without a result."""
-        if failed.line == self._failed_line:
-            return
-        self._results.drop_text()
-        self._failed_line = failed.line
-        fields = {"line": failed.line, "custom_id": failed.custom_id, "error": failed.reason}
-        self._errors.append(msgspec.json.encode(fields) + b"\n")
+        if failed.line != self._failed_line:
+            self._results.drop_text()
+            self._failed_line = failed.line
+            self._errors.append(msgspec.json.encode(failed._asdict()) + b"\n")
 
     def place(self) -> Shard:
-        """Put the shard into place, unless another run of the same command was first.
-
-        Returns:
-            The shard that is in place.
-
-        Raises:
-            BatchError: the file does not contain the results that were added.
-        """
+        """Put the shard into place, unless another run of the same command was first."""
         path = Path(self._file.name)
         self._results.close()
         sync(self._file)
         digest, lines = self._file.read_back()
         if self._manifest.options.format == "jsonl" and lines != self._texts:
-            raise _damaged(str(path), f"it has {lines} lines, and {self._texts} texts have a result")
+            raise self._file.damaged(f"it has {lines} lines, and {self._texts} texts have a result")
         self._file.close()
-        if (there := self._folder.find_done(self._manifest, self._number)) is not None:
+        if there := self._folder.done(self._manifest, self._number):
             self.discard()
-            return there
+            return there[self._number]
         shard = Shard(self._number, self._texts, len(self._errors), path.stat().st_size, digest)
         self._folder.place_shard(self._manifest, shard, path, self._errors)
         return shard
@@ -240,16 +329,196 @@ class ShardWriter:
             self._file.close()
 
 
-def choose_format(is_wide: bool, wanted: str | None) -> str:
-    """The format of shards: the wanted one, or the default.
+# Reading: each reader has `answer`, the result of one text, and `custom_ids` of all texts, "" for none.
+
+
+class JsonlReader:
+    """Reads a shard that `JsonlWriter` wrote."""
+
+    def __init__(self, path: Path) -> None:
+        self._data = _mapped(path)
+        ends = np.flatnonzero(np.frombuffer(self._data, np.uint8) == ord("\n")) + 1
+        self._bounds = np.concatenate(([0], ends))
+
+    def answer(self, at: int) -> Answer:
+        """The result of one text."""
+        values: Answer = msgspec.json.decode(self._data[slice(*self._bounds[at : at + 2])])
+        for name, listed in values.items():
+            if isinstance(listed, list):
+                values[name] = np.array(listed, np.int64 if name.endswith("ids") else np.float32)
+                if not name.endswith("ids"):  # null becomes NaN, which no result contains.
+                    values[name][np.isnan(values[name])] = -np.inf
+        return {**values, "custom_id": values["custom_id"] or ""}
+
+    def custom_ids(self) -> Iterator[str]:
+        """The custom ids of all texts."""
+        decode = msgspec.json.Decoder(HasCustomId).decode
+        for begin, end in zip(self._bounds, self._bounds[1:], strict=False):
+            yield str(decode(self._data[begin:end]).custom_id or "")
+
+
+class ParquetReader:
+    """Reads a shard that `ParquetWriter` wrote, a row group at a time, and keeps the last one."""
+
+    def __init__(self, path: Path) -> None:
+        self._arrow = pyarrow("format: Parquet")
+        self._file = self._arrow.parquet.ParquetFile(path, memory_map=True)
+        rows = [self._file.metadata.row_group(group).num_rows for group in range(self._file.num_row_groups)]
+        self._ends = np.cumsum([0, *rows])
+        self._group, self._table = -1, None
+
+    def answer(self, at: int) -> Answer:
+        """The result of one text."""
+        group = int(np.searchsorted(self._ends, at, side="right")) - 1
+        if group != self._group:
+            self._group, self._table = group, self._file.read_row_group(group).combine_chunks()
+        table: Any = self._table
+        row = at - int(self._ends[group])
+        values = {name: self._value(table.column(name).chunk(0)[row]) for name in table.column_names}
+        return {**values, "custom_id": values["custom_id"] or ""}
+
+    def _value(self, scalar: Any) -> Any:
+        """A number or text; or a list, (n,) or (n, k), as a view of the table."""
+        if not isinstance(scalar, self._arrow.ListScalar):
+            return scalar.as_py()
+        values = scalar.values
+        if not self._arrow.types.is_fixed_size_list(values.type):
+            return np.asarray(values)
+        return np.asarray(values.flatten()).reshape(-1, values.type.list_size)
+
+    def custom_ids(self) -> Iterator[str]:
+        """The custom ids of all texts."""
+        for value in self._file.read(columns=["custom_id"]).column(0).to_pylist():
+            yield value or ""
+
+
+class SafetensorsReader:
+    """Reads a shard that `SafetensorsWriter` wrote: arrays are views; bfloat16 and logits become float32."""
+
+    def __init__(self, path: Path) -> None:
+        data = np.frombuffer(_mapped(path), np.uint8)
+        size = int(data[:8].view("<u8")[0])
+        header: dict[str, dict[str, Any]] = json.loads(bytes(data[8 : 8 + size]))
+        self._tensors: dict[str, NDArray[Any]] = {}
+        for name, entry in header.items():
+            begin, end = (8 + size + offset for offset in entry["data_offsets"])
+            self._tensors[name] = data[begin:end].view(_DTYPES[entry["dtype"]]).reshape(entry["shape"])
+        self._custom_ids = self._tensors.pop("custom_ids")
+        self._small = {name: self._tensors.pop(name) for name in ("positions", "starts", "lines", "ids", "tokens")}
+
+    @cached_property
+    def _names(self) -> list[str]:
+        return [name or "" for name in json.loads(bytes(self._custom_ids))]
+
+    def answer(self, at: int) -> Answer:
+        """The result of one text."""
+        small = self._small
+        rows, tokens = slice(*small["positions"][at : at + 2]), slice(*small["tokens"][at : at + 2])
+        columns = {name: values[rows] for name, values in self._tensors.items()}
+        columns |= {name: widen_bf16(bits) for name, bits in columns.items() if bits.dtype == np.uint16}
+        if "logits" in columns:
+            columns["logits"] = columns["logits"].astype(np.float32, copy=False)
+            columns["logprobs"] = columns["logits"] - columns["log_z"][:, None]
+        line, start = int(small["lines"][at]), int(small["starts"][at])
+        return {"line": line, "custom_id": self._names[at], "ids": small["ids"][tokens], "start": start, **columns}
+
+    def custom_ids(self) -> Iterator[str]:
+        """The custom ids of all texts."""
+        return iter(self._names)
+
+
+Reader = JsonlReader | ParquetReader | SafetensorsReader
+READERS: dict[str, type[Reader]] = {"jsonl": JsonlReader, "parquet": ParquetReader, "safetensors": SafetensorsReader}
+"""Format of a shard -> its reader."""
+
+
+def _mapped(path: Path) -> mmap.mmap | bytes:
+    with path.open("rb") as file:
+        # An empty file cannot be mapped.
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if os.fstat(file.fileno()).st_size else b""
+
+
+class Batch(Sequence[Answer]):
+    """The results in an output folder, in the order of the input. Lines without a result are left out.
+
+    Of an unfinished run it has the shards that were done when it was opened: see `is_finished`. It works as a map-style
+    dataset of torch, and is an instance of `torch.utils.data.Dataset` if torch was imported before.
+
+    Args:
+        path: the output folder, or its URL. Shards behind a URL are copied to a local cache when they are read.
+
+    Attributes:
+        manifest: the model, input and options of the run (`lmpool.batch.folder.Manifest`).
+        is_finished: whether all lines of the input have a result or an error.
 
     Raises:
-        SettingsError: these results have no such format, or its extra is not installed.
+        BatchError: the folder is not an output folder.
     """
-    possible = ("safetensors",) if is_wide else ("jsonl", "parquet")
-    if wanted is None:
-        return possible[0]
-    if wanted not in possible:
-        raise SettingsError(f"format: {wanted!r}: these results are written as {' or '.join(possible)}")
-    _writer_of(wanted)
-    return wanted
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._given = os.fspath(path)
+        self._folder = open_folder(self._given)
+        self.manifest: Manifest = self._folder.manifest()
+        self.manifest.done = done = list(self._folder.done(self.manifest).values())
+        self._ends = np.cumsum([shard.texts for shard in done], dtype=np.int64)
+        self.is_finished = self.manifest.finished and len(done) == self.manifest.shards
+        self._open: dict[int, Reader] = {}
+
+    def __len__(self) -> int:
+        return int(self._ends[-1]) if len(self._ends) else 0
+
+    @overload
+    def __getitem__(self, index: int) -> Answer: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Answer]: ...
+    def __getitem__(self, index: int | slice) -> Answer | list[Answer]:
+        """The result of a text by its number among the texts with a result; or several."""
+        if isinstance(index, slice):
+            return [self[at] for at in range(*index.indices(len(self)))]
+        at = index + len(self) if index < 0 else index
+        if not 0 <= at < len(self):
+            raise IndexError(f"{index} is out of range: there are {len(self)} results")
+        shard = int(np.searchsorted(self._ends, at, side="right"))
+        return self._shard(shard).answer(at - (int(self._ends[shard - 1]) if shard else 0))
+
+    def by_custom_id(self, custom_id: str) -> Answer:
+        """The result of the text with a custom id. The first call reads the custom ids of all shards.
+
+        Raises:
+            KeyError: no text has this custom id.
+        """
+        return self[self._numbers[custom_id]]
+
+    @cached_property
+    def _numbers(self) -> dict[str, int]:
+        names = (name for shard in range(len(self._ends)) for name in self._shard(shard).custom_ids())
+        return {name: number for number, name in enumerate(names) if name}
+
+    def _shard(self, at: int) -> Reader:
+        if at not in self._open:
+            name = self.manifest.shard_name(self.manifest.done[at].number)
+            self._open[at] = READERS[self.manifest.options.format](self._folder.local(name))
+        return self._open[at]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return open_batch, (self._given,)
+
+    def __repr__(self) -> str:
+        state = "" if self.is_finished else f", {len(self._ends)} of {self.manifest.shards} shards"
+        return f"Batch({named(self._given)!r}, {self.manifest.options.what}, {len(self)} results{state})"
+
+
+def open_batch(path: str | os.PathLike[str]) -> Batch:
+    """The results in an output folder; see `Batch`.
+
+    Args:
+        path: the output folder, or its URL.
+
+    Raises:
+        BatchError: the folder is not an output folder.
+    """
+    torch: Any = sys.modules.get("torch.utils.data")
+    if torch is None:
+        return Batch(path)
+    kind: type[Batch] = type("Batch", (Batch, torch.Dataset), {})
+    return kind(path)

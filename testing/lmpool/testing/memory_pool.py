@@ -6,13 +6,11 @@ import asyncio
 import os
 import tempfile
 import threading
-import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import Iterable
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 import numpy as np
 import redis as redis_sync
@@ -31,14 +29,15 @@ from lmpool.workers.settings import WorkerSettings
 from lmpool.workers.trie import TrieSettings
 from lmpool.workers.worker import Worker
 
-T = TypeVar("T")
-
 # V of a model without a vocabulary of its own.
 _DEFAULT_V = 512
 # Bytes of shared memory for rows: enough for a test, and allocated in no time.
 _SHM_BYTES = 128 * 2**20
 # Max bytes of the path of the temporary folder: the path of a socket has at most about 100.
 _MAX_FOLDER_BYTES = 75
+# The fields of `SyntheticModel` that are settings of its backend, and of its worker.
+_OF_BACKEND = ("name", "vocab_size", "seed", "step_ms", "max_batch", "max_prompt_tokens", "encoding", "fail_token")
+_OF_WORKER = ("lease_s", "queue_limit", "row_ttl_s", "with_trie")
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,29 +100,13 @@ class SyntheticModel:
     @property
     def backend(self) -> SyntheticSettings:
         """Settings of the backend."""
-        return SyntheticSettings(
-            name=self.name,
-            vocab_size=self.vocab_size,
-            seed=self.seed,
-            step_ms=self.step_ms,
-            max_batch=self.max_batch,
-            max_prompt_tokens=self.max_prompt_tokens,
-            encoding=self.encoding,
-            fail_token=self.fail_token,
-        )
+        return SyntheticSettings(**{name: getattr(self, name) for name in _OF_BACKEND})
 
     def worker(self, prefix: str) -> WorkerSettings:
         """Settings of a worker, in a pool with this prefix."""
-        return WorkerSettings(
-            prefix=prefix,
-            lease_s=self.lease_s,
-            # A stalled worker must stay stalled while the user debugs.
-            step_timeout_s=1e9,
-            queue_limit=self.queue_limit,
-            row_ttl_s=self.row_ttl_s,
-            with_trie=self.with_trie,
-            shm_bytes=_SHM_BYTES,
-        )
+        settings = {name: getattr(self, name) for name in _OF_WORKER}
+        # A stalled worker must stay stalled while the user debugs.
+        return WorkerSettings(prefix=prefix, step_timeout_s=1e9, shm_bytes=_SHM_BYTES, **settings)
 
     def row(self, prompt: Iterable[int]) -> NDArray[np.float32]:
         """The row that the pool returns for a prompt.
@@ -140,96 +123,36 @@ class SyntheticModel:
         return synthetic_row(prompt, vocab_size=self.vocab_size, seed=self.seed)
 
 
-class StepGate:
-    """Delays the steps of a backend; another thread may close it. It starts open."""
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._is_shut = self._is_over = False
-
-    def set(self, *, is_shut: bool, is_over: bool = False) -> None:
-        """Let no step end while the gate is shut; let all steps end at once, now and later, when it is over."""
-        with self._changed:
-            self._is_shut, self._is_over = is_shut, self._is_over or is_over
-            self._changed.notify_all()
-
-    def pass_after(self, seconds: float) -> None:
-        """Wait for `seconds`, and until the gate is open."""
-        end = time.monotonic() + seconds
-        with self._changed:
-            while not self._is_over and (self._is_shut or (rest := end - time.monotonic()) > 0):
-                self._changed.wait(None if self._is_shut else rest)
-
-
-@dataclass(frozen=True, slots=True)
-class _GatedSettings:
-    """Settings of the backend of one worker."""
-
-    model: SyntheticModel
-    gate: StepGate
-
-    @property
-    def served_as(self) -> str:
-        """The model's name."""
-        return self.model.name
-
-    def open(self) -> Backend:
-        """Make the backend."""
-        return _GatedSynthetic(self)
-
-
-class _GatedSynthetic(SyntheticBackend):
-    """A synthetic backend with the user's vocabulary, whose steps pass a gate."""
-
-    def __init__(self, settings: _GatedSettings) -> None:
-        super().__init__(replace(settings.model.backend, step_ms=0.0))
-        self._model, self._gate = settings.model, settings.gate
-
-    def vocabulary(self) -> Vocabulary:
-        """See `Backend.vocabulary`."""
-        return self._model.tokens
-
-    def step(self) -> Finished:
-        """See `Backend.step`."""
-        finished = super().step()
-        self._gate.pass_after(self._model.step_ms / 1000)
-        return finished
-
-
 class MemoryWorker:
     """A worker that runs in the pool's thread. Its methods return when they are done; call them from other threads.
 
-    Args:
-        gate: the steps of its backend pass it.
+    Attributes:
+        info: the info of its model.
     """
 
-    def __init__(self, gate: StepGate) -> None:
-        self._gate = gate
+    info: ModelInfo
+
+    def __init__(self) -> None:
+        # Each step of its backend waits until it is open, unless the worker is ended.
+        self._is_open, self._is_over = threading.Event(), threading.Event()
+        self._is_open.set()
 
     async def start(self, worker: Worker) -> None:
-        """Start in the running event loop; return when the worker takes prompts.
-
-        Raises:
-            As `Worker.run`.
-        """
+        """Start in the running event loop; return when the worker takes prompts; errors as `Worker.run`."""
         self._loop = asyncio.get_running_loop()
         ready: asyncio.Future[ModelInfo] = self._loop.create_future()
         self._worker = worker
         self._task = self._loop.create_task(worker.run(ready.set_result), name=f"worker {worker.worker_id}")
         first: list[asyncio.Future[Any]] = [ready, self._task]
-        try:
-            await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
-        except asyncio.CancelledError:
-            await self.end()
-            raise
+        await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
         if self._task.done():
             self._task.result()
-        self._info = ready.result()
+        self.info = ready.result()
 
-    @property
-    def info(self) -> ModelInfo:
-        """The info of its model."""
-        return self._info
+    def end_step(self, step_ms: float) -> None:
+        """Wait for the duration of a step, and while the worker is stalled."""
+        if not self._is_over.wait(step_ms / 1000):
+            self._is_open.wait()
 
     @property
     def is_running(self) -> bool:
@@ -238,11 +161,11 @@ class MemoryWorker:
 
     def stall(self) -> None:
         """Let no step end any more, as if the model hangs: prompts are taken and held, and not answered."""
-        self._gate.set(is_shut=True)
+        self._is_open.clear()
 
     def resume(self) -> None:
         """Continue after `stall`."""
-        self._gate.set(is_shut=False)
+        self._is_open.set()
 
     def stop(self) -> None:
         """End it as SIGTERM ends a worker: it finishes its prompts, after a stall too, and deregisters.
@@ -250,8 +173,7 @@ class MemoryWorker:
         Raises:
             LMPoolError: the worker had failed.
         """
-        self._gate.set(is_shut=False)
-        self._wait_for(self._drain())
+        asyncio.run_coroutine_threadsafe(self.end(drains=True), self._loop).result()
 
     def kill(self) -> None:
         """End it as SIGKILL ends a worker: other workers take over its prompts after a lease.
@@ -259,24 +181,44 @@ class MemoryWorker:
         Raises:
             LMPoolError: the worker had failed.
         """
-        self._wait_for(self.end())
+        asyncio.run_coroutine_threadsafe(self.end(), self._loop).result()
 
-    async def end(self) -> None:
-        """As `kill`, from the pool's event loop."""
+    async def end(self, *, drains: bool = False) -> None:
+        """As `kill`, or `stop` if it drains, from the pool's event loop."""
         had_ended = self._task.done()
-        self._gate.set(is_shut=False, is_over=True)
-        await end_tasks([self._task])
-        if had_ended and not self._task.cancelled():
+        if drains:
+            self._worker.stop()
+            self._is_open.set()
+            await asyncio.wait([self._task])
+        else:
+            self._is_over.set()
+            self._is_open.set()
+            await end_tasks([self._task])
+        if (drains or had_ended) and not self._task.cancelled():
             self._task.result()
 
-    async def _drain(self) -> None:
-        self._worker.stop()
-        await asyncio.wait([self._task])
-        if not self._task.cancelled():
-            self._task.result()
 
-    def _wait_for(self, work: Coroutine[Any, Any, None]) -> None:
-        asyncio.run_coroutine_threadsafe(work, self._loop).result()
+class _GatedSynthetic(SyntheticBackend):
+    """A synthetic backend, and its settings, with the user's vocabulary. Its steps end when its worker lets them."""
+
+    def __init__(self, model: SyntheticModel, worker: MemoryWorker) -> None:
+        super().__init__(replace(model.backend, step_ms=0.0))
+        self._model, self._worker = model, worker
+        self.served_as = model.name
+
+    def open(self) -> Backend:
+        """See `BackendSettings.open`."""
+        return self
+
+    def vocabulary(self) -> Vocabulary:
+        """See `Backend.vocabulary`."""
+        return self._model.tokens
+
+    def step(self) -> Finished:
+        """See `Backend.step`."""
+        finished = super().step()
+        self._worker.end_step(self._model.step_ms)
+        return finished
 
 
 class MemoryPool:
@@ -341,8 +283,8 @@ class MemoryPool:
         Raises:
             ModelMismatch: the model is served with other weights.
         """
-        gate = StepGate()
-        return self._start(gate, _GatedSettings(model, gate), model.worker(self._prefix))
+        worker = MemoryWorker()
+        return self._start(worker, _GatedSynthetic(model, worker), model.worker(self._prefix))
 
     def serve_tries(self) -> MemoryWorker:
         """Start a trie worker, which answers trie calls for any vocabulary. Needs numba (`lmpool[trie]`).
@@ -350,44 +292,53 @@ class MemoryPool:
         Raises:
             SettingsError: numba is not installed.
         """
-        return self._start(StepGate(), TrieSettings(), WorkerSettings(prefix=self._prefix))
+        return self._start(MemoryWorker(), TrieSettings(), WorkerSettings(prefix=self._prefix))
 
-    def _start(self, gate: StepGate, backend: BackendSettings, settings: WorkerSettings) -> MemoryWorker:
-        if not self._url:
-            raise LMPoolError("the pool is not open: enter it first, `with lmpool.testing.pool() as pool:`")
-        worker = MemoryWorker(gate)
-        self._thread.call(self._start_worker(worker, backend, settings))
+    def _start(self, worker: MemoryWorker, backend: BackendSettings, settings: WorkerSettings) -> MemoryWorker:
+        server = Server(self.url)
+
+        async def start() -> None:
+            await worker.start(Worker(server, backend, settings))
+            self.workers.append(worker)
+
+        asyncio.run_coroutine_threadsafe(start(), self._loop).result()
         return worker
-
-    async def _start_worker(self, worker: MemoryWorker, backend: BackendSettings, settings: WorkerSettings) -> None:
-        await worker.start(Worker(Server(self.url), backend, settings))
-        self.workers.append(worker)
 
     def __enter__(self) -> Self:
         if self._url:
             raise LMPoolError("the pool is open already: make another with `lmpool.testing.pool()`")
-        self._thread = _LoopThread(self._open(_front()))
+        self._is_open, self._ended = Future[None](), Future[None]()
+
+        def run() -> None:
+            try:
+                self._ended.set_result(asyncio.run(self._serve()))
+            except BaseException as error:  # noqa: BLE001  reported to the thread that waits
+                self._ended.set_exception(error)
+
+        # A daemon: a notebook must not wait for it when it is closed.
+        self._thread = threading.Thread(target=run, name="lmpool-testing", daemon=True)
         self._thread.start()
+        wait([self._is_open, self._ended], return_when=FIRST_COMPLETED)
+        if self._ended.done():
+            self._ended.result()
         try:
             for model in self.models:
                 self.serve(model)
         except BaseException:
-            self._thread.stop()
+            self.__exit__()
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._thread.stop()
+    def __exit__(self, *error: object) -> None:
+        self._loop.call_soon_threadsafe(self._over.set)
+        self._thread.join()
+        self._ended.result()
 
     async def __aenter__(self) -> Self:
         return await asyncio.to_thread(self.__enter__)
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await asyncio.to_thread(self.__exit__, kind, error, trace)
+    async def __aexit__(self, *error: object) -> None:
+        await asyncio.to_thread(self.__exit__, *error)
 
     def __repr__(self) -> str:
         names = ", ".join(repr(model.name) for model in self.models)
@@ -396,96 +347,34 @@ class MemoryPool:
     def __reduce__(self) -> str:
         raise LMPoolError("an in-memory pool belongs to its process and cannot be pickled: pass its `url` to others")
 
-    @asynccontextmanager
-    async def _open(self, front: Callable[[Path], AbstractAsyncContextManager[None]]) -> AsyncIterator[None]:
-        """Run the server; in any case leave nothing of it and of the workers behind."""
+    async def _serve(self) -> None:
+        """Run the server until the pool is closed; in any case leave nothing of it and of the workers behind."""
+        try:
+            import lupa  # noqa: F401  without it fakeredis has no scripts
+
+            from lmpool.testing.front import Front  # Late: fakeredis is optional, and slow to import.
+        except ModuleNotFoundError as error:
+            if error.name not in ("fakeredis", "lupa"):
+                raise
+            raise SettingsError(f"an in-memory pool needs {error.name}: pip install 'lmpool[testing]'") from error
+        self._loop, self._over = asyncio.get_running_loop(), asyncio.Event()
         is_long = len(os.fsencode(tempfile.gettempdir())) > _MAX_FOLDER_BYTES
         # A private folder: the server has no password.
         with tempfile.TemporaryDirectory(prefix="lmp", dir="/tmp" if is_long else None) as folder:
             path = socket_path(Path(folder))
-            async with front(path):
+            async with Front(path):
                 self._url = socket_url(path)
-                try:
-                    yield
-                finally:
-                    self._url = ""
-                    await self._end()
-
-    async def _end(self) -> None:
-        """End the workers; raise the error of one that had failed before."""
-        workers, self.workers = self.workers, []
-        if self._redis is not None:
-            self._redis.close()
-            self._redis = None
-        ends = await asyncio.gather(*(worker.end() for worker in workers), return_exceptions=True)
-        for end in ends:
-            if isinstance(end, BaseException):
-                raise end
-
-
-class _LoopThread:
-    """Runs an asynchronous context manager in a thread, and coroutines next to it.
-
-    Args:
-        context: entered by `start` and left by `stop`, in the thread.
-    """
-
-    def __init__(self, context: AbstractAsyncContextManager[object]) -> None:
-        self._context = context
-        self._begun = threading.Event()
-        self._error: BaseException | None = None
-        # A daemon: a notebook must not wait for it when it is closed.
-        self._thread = threading.Thread(target=self._run, name="lmpool-testing", daemon=True)
-
-    def start(self) -> None:
-        """Enter the context; raises its errors."""
-        self._thread.start()
-        self._begun.wait()
-        if self._error is not None:
-            self.stop()
-
-    def call(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine in the thread; return its result."""
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
-
-    def stop(self) -> None:
-        """Leave the context and end the thread; raises its errors."""
-        if self._error is None:
-            self._loop.call_soon_threadsafe(self._over.set)
-        self._thread.join()
-        if self._error is not None:
-            raise self._error
-
-    def _run(self) -> None:
-        try:
-            asyncio.run(self._serve())
-        except BaseException as error:  # noqa: BLE001  reported to the thread that waits
-            self._error = error
-        finally:
-            self._begun.set()
-
-    async def _serve(self) -> None:
-        self._loop, self._over = asyncio.get_running_loop(), asyncio.Event()
-        async with self._context:
-            self._begun.set()
-            await self._over.wait()
-
-
-def _front() -> Callable[[Path], AbstractAsyncContextManager[None]]:
-    """The class of the server, imported late: fakeredis is optional, and slow to import."""
-    if not hasattr(asyncio, "start_unix_server"):
-        raise SettingsError("an in-memory pool listens on a Unix socket, which Python does not support on this system")
-    try:
-        import lupa  # noqa: F401  without it fakeredis has no scripts
-
-        from lmpool.testing.front import Front
-    except ModuleNotFoundError as error:
-        if error.name not in ("fakeredis", "lupa"):
-            raise
-        raise SettingsError(
-            f"an in-memory pool needs {error.name}: install it with pip install 'lmpool[testing]'"
-        ) from error
-    return Front
+                self._is_open.set_result(None)
+                await self._over.wait()
+                self._url = ""
+                workers, self.workers = self.workers, []
+                if self._redis is not None:
+                    self._redis.close()
+                    self._redis = None
+                ends = await asyncio.gather(*(worker.end() for worker in workers), return_exceptions=True)
+                for end in ends:  # The error of a worker that had failed before.
+                    if isinstance(end, BaseException):
+                        raise end
 
 
 def pool(*models: SyntheticModel, prefix: str = "lmpool") -> MemoryPool:

@@ -15,7 +15,7 @@ class TestBucket:
     """A new bucket.
 
     Args:
-        folder: for copies of what is uploaded.
+        folder: a temporary folder of the test.
 
     Attributes:
         url: of the bucket.
@@ -26,13 +26,14 @@ class TestBucket:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self.url = f"s3://lmpool-{secrets.token_hex(6)}"
-        self._system.mkdir(self.url)
+        # A new file system: earlier tests may have used another store. All calls share it, because it is slow to make.
+        self._made, _ = url_to_fs(self.url, skip_instance_cache=True)
+        self._made.mkdir(self.url)
 
     @property
     def _system(self) -> Any:
-        # A new file system: earlier tests may have used another store.
-        system, _ = url_to_fs(self.url, skip_instance_cache=True)
-        return system
+        self._made.invalidate_cache()  # Other processes may have changed the files.
+        return self._made
 
     def put(self, name: str, data: bytes) -> str:
         """Upload a file; returns its URL."""
@@ -50,11 +51,11 @@ class TestBucket:
 
     def content(self, folder: str) -> dict[str, bytes]:
         """All files of an output folder by their paths in it, except the notes and the arguments of `submit`."""
-        begins = f"{self.url}/{folder}/".removeprefix("s3://")
-        found = {path.removeprefix(begins): path for path in self._system.find(f"{self.url}/{folder}")}
+        system, begins = self._system, f"{self.url}/{folder}/".removeprefix("s3://")
+        found = {path.removeprefix(begins): path for path in system.find(f"{self.url}/{folder}")}
         others = ("done/", SUBMISSION)
-        return {name: self._system.cat_file(path) for name, path in found.items() if not name.startswith(others)}
+        return {name: system.cat_file(path) for name, path in found.items() if not name.startswith(others)}
 
     def shards(self, folder: str) -> int:
-        """How many shards have a note."""
+        """The number of shards with a note."""
         return len(self._system.find(f"{self.url}/{folder}/done"))

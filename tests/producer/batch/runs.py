@@ -19,7 +19,7 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 
 def write_lines(path: Path, lines: Iterable[Mapping[str, Any] | str]) -> Path:
-    """A JSONL file of objects and of raw lines."""
+    """Write a JSONL file with objects and raw lines."""
     texts = (line if isinstance(line, str) else json.dumps(line) for line in lines)
     path.write_text("".join(f"{text}\n" for text in texts), "utf-8", "surrogatepass")
     return path
@@ -32,7 +32,7 @@ def draw_texts(count: int, seed: int = 0, longest: int = 6) -> list[list[int]]:
 
 
 def write_texts(path: Path, texts: Iterable[list[int]]) -> Path:
-    """A JSONL file with a line for each text."""
+    """Write a JSONL file with a line for each text."""
     return write_lines(path, ({"custom_id": f"text-{number}", "ids": ids} for number, ids in enumerate(texts)))
 
 
@@ -42,7 +42,7 @@ def rows_of(ids: list[int], start: int = 0, seed: int = 0) -> Array:
 
 
 def manifest_of(suffix: str, shards: int = 1) -> Manifest:
-    """The manifest of a run whose shards have a format."""
+    """The manifest of a run with shards of a format."""
     model = Model("syn", "f", "synthetic", "", "float32", "f32", False, V, "", "")
     return Manifest(1, "0", Input("in", "jsonl", 1, 1, "d"), model, Options("rows", 0, suffix, 10), {}, shards)
 

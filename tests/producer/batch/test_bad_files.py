@@ -22,9 +22,9 @@ import pytest
 
 import lmpool.batch
 from lmpool.batch import lines as lines_module
-from lmpool.batch import parquet as parquet_module
 from lmpool.batch.folder import SUBMISSION
-from lmpool.batch.lines import CustomIds, Failed, Line, Source
+from lmpool.batch.lines import CustomIds, JsonlSource, Line, ParquetSource, Source
+from lmpool.batch.shards import Failed
 from lmpool.errors import BatchError, BatchRefused, DeadlineExceeded, LMPoolError, SettingsError, UnknownAdapter
 from tests.producer.batch.runs import arguments, begin, content, draw_texts, errors, run, write_lines, write_texts
 from tests.support.gate import Gate
@@ -89,7 +89,7 @@ async def test_bad_lines_are_listed_with_their_numbers_and_reasons(pool: Pool, t
         assert custom_id == (expected if isinstance(expected, str) else None)
     answers = lmpool.batch.open(tmp_path / "out")
     assert [answer["line"] for answer in answers] == [1, 2, 3, len(listed)]
-    # The same again has nothing to do, and still says so.
+    # The same command again computes nothing, and has the same exit code and counts.
     before = content(tmp_path / "out")
     ended = await asyncio.to_thread(
         run_lmpool, *arguments(pool, source, tmp_path / "out", "--what", "topk:2", "--shard-lines", 5, "--json")
@@ -98,7 +98,7 @@ async def test_bad_lines_are_listed_with_their_numbers_and_reasons(pool: Pool, t
     assert content(tmp_path / "out") == before
 
 
-async def test_rows_of_a_table_may_be_bad_too(pool: Pool, tmp_path: Path) -> None:
+async def test_bad_rows_of_a_parquet_file_are_listed(pool: Pool, tmp_path: Path) -> None:
     pool.start()
     table = pa.table({"custom_id": ["a", "b", "a", None], "ids": [[1], [V], [2], None]})
     pq.write_table(table, tmp_path / "in.parquet")
@@ -112,7 +112,7 @@ async def test_rows_of_a_table_may_be_bad_too(pool: Pool, tmp_path: Path) -> Non
             await run(producer, tmp_path / "no.parquet", tmp_path / "other", "topk:2")
 
 
-async def test_start_may_lie_beyond_a_text(pool: Pool, tmp_path: Path) -> None:
+async def test_a_text_shorter_than_start_is_listed(pool: Pool, tmp_path: Path) -> None:
     pool.start()
     source = write_texts(tmp_path / "in.jsonl", [[1, 2], [1, 2, 3]])
     async with pool.producer() as producer:
@@ -120,25 +120,25 @@ async def test_start_may_lie_beyond_a_text(pool: Pool, tmp_path: Path) -> None:
     assert errors(tmp_path / "out") == [(1, "text-0", "start 2 is beyond the text, which has 2 tokens")]
 
 
-def test_a_long_line_is_passed_over(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_line_that_is_too_long_is_listed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(lines_module, "MAX_LINE_BYTES", 40)
     monkeypatch.setattr(lines_module, "_READ_BYTES", 16)
-    source = lines_module.JsonlSource(
+    source = JsonlSource(
         write_lines(tmp_path / "in.jsonl", ['{"ids": [1]}', '{"ids": [%s1]}' % ("1," * 100), '{"ids": [2]}' + " " * 28])
     )
     index = source.index(1)
     read = [line for chunk in source.read(index, 1, range(3)) for line in chunk.lines]
     assert [isinstance(line, Line) and line.fields.ids for line in read] == [[1], False, False]
     assert isinstance(read[1], Failed)
-    assert "the line has more than" in read[1].reason
-    (tmp_path / "in.jsonl").write_bytes(b'\xef\xbb\xbf{"ids": [1]}')  # As some editors begin a file, and end it.
-    source = lines_module.JsonlSource(tmp_path / "in.jsonl")
+    assert "the line has more than" in read[1].error
+    (tmp_path / "in.jsonl").write_bytes(b'\xef\xbb\xbf{"ids": [1]}')  # A byte order mark, and no newline at the end.
+    source = JsonlSource(tmp_path / "in.jsonl")
     (chunk,) = source.read(source.index(10), 10, [0])
     assert [isinstance(line, Line) and line.fields.ids for line in chunk.lines] == [[1]]
 
 
 def write_numbered(path: Path, texts: list[list[int]]) -> Path:
-    """An input of the format that its name says, a text on each line; written in place where there is one."""
+    """Write an input in the format of its suffix, a text on each line; an existing file is overwritten in place."""
     if path.suffix == ".jsonl":
         return write_texts(path, texts)
     with path.open("wb") as file:
@@ -150,20 +150,19 @@ def write_numbered(path: Path, texts: list[list[int]]) -> Path:
 def two_inputs(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[Path, list[list[int]], list[list[int]]]:
-    """An input of many blocks, the texts in it, and those of another one that is as long."""
+    """An input of many blocks, its texts, and the texts of another input of the same size."""
     monkeypatch.setattr(lines_module, "_READ_BYTES", 4096)
-    monkeypatch.setattr(parquet_module, "_READ_BYTES", 4096)
     first, second = ([[kind, *divmod(line, 10)] * 20 for line in range(100, 1000)] for kind in (1, 2))
     return write_numbered(tmp_path / f"in.{request.param}", first), first, second
 
 
 def open_input(path: Path) -> Source:
     """The input at a path."""
-    return parquet_module.ParquetSource(path) if path.suffix == ".parquet" else lines_module.JsonlSource(path)
+    return ParquetSource(path) if path.suffix == ".parquet" else JsonlSource(path)
 
 
 @pytest.mark.parametrize("change", ["same size", "cut", "longer"])
-def test_no_line_of_another_input_is_taken_for_one_of_the_first(
+def test_no_line_is_read_after_the_input_changed(
     two_inputs: tuple[Path, list[list[int]], list[list[int]]], change: str
 ) -> None:
     path, first, second = two_inputs
@@ -175,7 +174,7 @@ def test_no_line_of_another_input_is_taken_for_one_of_the_first(
 
     def read_on() -> None:
         for chunk in chunks:
-            assert not chunk.is_last, "a shard of two files would be put into place"
+            assert not chunk.is_last, "a shard with lines of two files would be put into place"
             read.extend(chunk.lines)
 
     with pytest.raises(BatchError, match=f"{path.name} changed while it was read"):
@@ -197,7 +196,7 @@ def test_long_lines_are_read_a_few_at_a_time(
     assert read[-1].is_last
 
 
-def test_duplicates_are_all_but_the_first_of_equal_ids() -> None:
+def test_duplicates_are_all_lines_but_the_first_with_an_id() -> None:
     generator = np.random.default_rng(0)
     drawn = [None if value == 0 else str(value) for value in generator.integers(0, 300, 2000)]
     ids, seen, wanted = CustomIds(), set[str](), []
@@ -220,7 +219,7 @@ def test_an_empty_input_is_an_error(pool: Pool, tmp_path: Path, text: str) -> No
     assert not (tmp_path / "new").exists(), "a run that is refused leaves no folder"
 
 
-async def test_what_does_not_fit_the_model_is_an_error_at_once(pool: Pool, tmp_path: Path) -> None:
+async def test_requests_that_do_not_fit_the_model_fail_at_once(pool: Pool, tmp_path: Path) -> None:
     pool.start()
     source = write_texts(tmp_path / "in.jsonl", [[1]])
     async with pool.producer() as producer:
@@ -241,7 +240,7 @@ async def test_what_does_not_fit_the_model_is_an_error_at_once(pool: Pool, tmp_p
             await run(producer, source, tmp_path / "out", "topk:2")
 
 
-async def test_a_line_without_an_answer_in_time_ends_the_run_and_is_named(pool: Pool, tmp_path: Path) -> None:
+async def test_a_run_ends_with_the_number_of_a_line_that_timed_out(pool: Pool, tmp_path: Path) -> None:
     pool.start(command=Gate(tmp_path / "gate").command)
     source = write_texts(tmp_path / "in.jsonl", [[1]])
     async with pool.producer(timeout=0.5) as producer:
@@ -260,7 +259,7 @@ def test_a_full_disk_is_an_error_and_leaves_no_partial_shard(pool: Pool, tmp_pat
     limited = ["bash", "-c", 'ulimit -f 800; exec "$@"', "limited", *command]
     ended = subprocess.run(limited, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
     assert ended.returncode == 2
-    assert f"{output}: File too large. Finished shards are kept. Free some space" in ended.stderr
+    assert f"{output}: File too large. Free some space. Finished shards are kept." in ended.stderr
     assert sorted(path.name for path in output.iterdir() if path.name.startswith("shard")) == [
         "shard-00000." + ("safetensors" if what == "rows" else "jsonl")
     ]
@@ -270,7 +269,7 @@ def test_a_full_disk_is_an_error_and_leaves_no_partial_shard(pool: Pool, tmp_pat
 
 
 @pytest.mark.parametrize(("ending", "packed"), list(PACKED.items()))
-async def test_a_compressed_input_is_read_as_what_it_holds(
+async def test_a_compressed_input_gives_the_output_of_the_plain_input(
     pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ending: str, packed: Callable[[bytes], bytes]
 ) -> None:
     monkeypatch.setenv("LMPOOL_BATCH_CACHE", str(tmp_path / "cache"))
@@ -293,16 +292,9 @@ async def test_a_compressed_input_is_read_as_what_it_holds(
 async def test_the_first_bytes_of_an_input_decide_its_format(pool: Pool, tmp_path: Path) -> None:
     pool.start()
     table = pa.table({"ids": [[1], [2, 3]]})
-    pq.write_table(table, tmp_path / "table.jsonl")  # Called something else.
+    pq.write_table(table, tmp_path / "table.jsonl")  # With the suffix of another format.
     async with pool.producer() as producer:
         assert (await run(producer, tmp_path / "table.jsonl", tmp_path / "out", "topk:2")).texts == 2
-        for data, reason in (
-            (b"PK\x03\x04 and so on", "is a zip archive: unpack it first"),
-            ('{"ids": [1]}'.encode("utf-16"), "is UTF-16: save it as UTF-8"),
-        ):
-            (tmp_path / "in.jsonl").write_bytes(data)
-            with pytest.raises(SettingsError, match=f"in.jsonl' {reason}"):
-                await run(producer, tmp_path / "in.jsonl", tmp_path / "other", "topk:2")
 
 
 def test_a_missing_model_is_an_error_at_once_if_others_are_served(pool: Pool, tmp_path: Path) -> None:
@@ -328,7 +320,7 @@ def test_a_missing_model_is_an_error_at_once_if_others_are_served(pool: Pool, tm
     ],
     ids=["program", "misspelt", "array"],
 )
-def test_a_file_of_something_else_is_an_error_and_leaves_the_folder_to_another(
+def test_another_run_can_use_the_folder_of_a_run_over_a_wrong_file(
     pool: Pool, tmp_path: Path, text: str, reason: str, code: int
 ) -> None:
     pool.start()
@@ -339,8 +331,8 @@ def test_a_file_of_something_else_is_an_error_and_leaves_the_folder_to_another(
     assert f"line 1: {reason}" in ended.stderr
     good = write_lines(tmp_path / "good.jsonl", [{"ids": [1]}, {"ids": [2]}])
     again = run_lmpool(*arguments(pool, good, out, "--what", "topk:3"))
-    if code == 3:  # There is an answer.
-        assert (again.returncode, "another run: input (its digest)" in again.stderr) == (4, True)
+    if code == 3:  # One line has a result.
+        assert (again.returncode, "another run: input.digest" in again.stderr) == (4, True)
         return
     assert f"no line of {source} has a result; line 1: " in ended.stderr
     assert again.returncode == 0, again.stderr
@@ -348,7 +340,7 @@ def test_a_file_of_something_else_is_an_error_and_leaves_the_folder_to_another(
     assert sorted(content(out)) == ["manifest.json", "shard-00000.jsonl"]
 
 
-def test_a_first_model_is_waited_for(pool: Pool, tmp_path: Path) -> None:
+def test_a_run_waits_for_the_first_model(pool: Pool, tmp_path: Path) -> None:
     source = write_texts(tmp_path / "in.jsonl", [[1, 2]])
     client = begin(pool, source, tmp_path / "out", "--what", "topk:2", "--model", "syn")
     client.until_says("waiting for a worker to serve 'syn'")
@@ -357,7 +349,7 @@ def test_a_first_model_is_waited_for(pool: Pool, tmp_path: Path) -> None:
     assert "1 result in 1 shard in" in client.text
 
 
-def test_a_folder_of_a_run_has_a_status_without_arq(pool: Pool, tmp_path: Path) -> None:
+def test_the_status_of_a_run_needs_no_arq(pool: Pool, tmp_path: Path) -> None:
     pool.start()
     source, output = write_texts(tmp_path / "in.jsonl", draw_texts(30)), tmp_path / "out"
     assert run_lmpool(*arguments(pool, source, output, "--what", "topk:2", "--shard-lines", 10)).returncode == 0
@@ -368,7 +360,7 @@ def test_a_folder_of_a_run_has_a_status_without_arq(pool: Pool, tmp_path: Path) 
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "2 of 3 shards done\n", "")
     told = json.loads(run_lmpool("batch", "status", str(output), "--json").stdout)
     assert told == {"shards": 3, "done": 2, "queued": 0, "under_way": 0, "failed": {}}
-    # A submitted run has jobs, and arq is not installed here.
+    # A submitted run has jobs, but arq is not installed here.
     (output / SUBMISSION).write_text("{}")
     ended = run_lmpool("batch", "status", str(output))
     assert (ended.returncode, ended.stderr) == (0, "")
@@ -421,7 +413,7 @@ def test_a_terminal_shows_a_bar_with_rate_and_time(pool: Pool, tmp_path: Path) -
         ({"prompt": [], "continuation": [3, 4]}, "the prompt is empty"),
     ],
 )
-async def test_nothing_is_scored_beside_an_empty_side(
+async def test_an_empty_prompt_or_continuation_is_listed(
     pool: Pool, tmp_path: Path, line: dict[str, Any], reason: str
 ) -> None:
     pool.start()
@@ -460,7 +452,7 @@ async def test_temporary_files_of_other_programs_are_kept(pool: Pool, tmp_path: 
         ("generate:99", "what: generate:99 is more than 20 tokens"),
     ],
 )
-async def test_what_cannot_be_generated_is_refused_before_a_folder_is_begun(
+async def test_malformed_generations_are_refused_before_a_folder_is_written(
     pool: Pool, tmp_path: Path, what: str, message: str
 ) -> None:
     pool.start("--max-prompt-tokens", 20)
@@ -471,7 +463,7 @@ async def test_what_cannot_be_generated_is_refused_before_a_folder_is_begun(
     assert not (tmp_path / "out" / "manifest.json").exists()
 
 
-def test_a_file_is_no_folder_of_answers(tmp_path: Path) -> None:
+def test_a_file_in_place_of_an_output_folder_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     with pytest.raises(BatchError, match="file is not an output folder: Not a directory"):
         lmpool.batch.open(tmp_path / "file")

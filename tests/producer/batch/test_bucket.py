@@ -1,4 +1,4 @@
-"""Inputs and outputs behind URLs: a run to a bucket has the same output as a run to a folder, killed or not."""
+"""Inputs and outputs behind URLs: a run writes the same output to a bucket as to a folder, killed or not."""
 
 from __future__ import annotations
 
@@ -19,10 +19,8 @@ from msgspec.structs import replace
 
 import lmpool.batch
 from lmpool.batch import fetch
-from lmpool.batch.bucket import Bucket, open_folder
-from lmpool.batch.folder import Folder, Manifest, Shard
-from lmpool.batch.kinds import Text
-from lmpool.batch.shards import ShardWriter
+from lmpool.batch.folder import Bucket, Folder, Manifest, Shard, open_folder
+from lmpool.batch.shards import ShardWriter, Text
 from lmpool.errors import BatchError, BatchRefused, SettingsError
 from tests.producer.batch.buckets import TestBucket
 from tests.producer.batch.runs import begin, content, draw_texts, run, write_lines, write_texts
@@ -40,7 +38,7 @@ def begun(pool: Pool, *locations: str, what: str = "topk:3") -> list[str]:
 
 
 @pytest.mark.parametrize(("what", "suffix"), [("topk:3", "jsonl"), ("rows", "safetensors")])
-async def test_a_run_to_a_bucket_has_the_output_of_a_run_to_a_folder(
+async def test_a_run_writes_the_same_output_to_a_bucket_as_to_a_folder(
     pool: Pool, tmp_path: Path, bucket: TestBucket, what: str, suffix: str
 ) -> None:
     pool.start()
@@ -74,8 +72,8 @@ def test_a_file_url_is_a_path(pool: Pool, tmp_path: Path) -> None:
     assert len(lmpool.batch.open(f"file://{tmp_path / 'out'}")) == len(TEXTS)
 
 
-async def test_a_run_to_a_bucket_continues_where_it_was_killed(pool: Pool, tmp_path: Path, bucket: TestBucket) -> None:
-    # All shards take half a minute: the client cannot upload the last one between two checks of the test.
+async def test_a_killed_run_to_a_bucket_continues(pool: Pool, tmp_path: Path, bucket: TestBucket) -> None:
+    # All shards take half a minute, so that the client cannot upload the last shard between two checks of the test.
     pool.start("--step-ms", 500, "--max-batch", 4)
     path = write_texts(tmp_path / "in.jsonl", draw_texts(200))
     url, output = bucket.put("in.jsonl", path.read_bytes()), f"{bucket.url}/out"
@@ -93,7 +91,7 @@ async def test_a_run_to_a_bucket_continues_where_it_was_killed(pool: Pool, tmp_p
     pool.start()
     ended = await asyncio.to_thread(run_lmpool, *begun(pool, url, output))
     assert json.loads(ended.stdout)["resumed"] == done - 2, ended.stderr
-    # Last: its rows in the cache would have made the other run too fast.
+    # At the end, because cached rows would make the other run too fast.
     async with pool.producer() as producer:
         await run(producer, path, tmp_path / "whole", "topk:3", shard_lines=10)
     assert bucket.content("out") == content(tmp_path / "whole")
@@ -103,7 +101,7 @@ def is_done(bucket: TestBucket, number: int) -> bool:
     return bucket.shards("out") >= number
 
 
-async def test_what_is_refused_of_a_folder_is_refused_of_a_bucket(
+async def test_a_bucket_is_refused_for_the_same_reasons_as_a_folder(
     pool: Pool, tmp_path: Path, bucket: TestBucket
 ) -> None:
     pool.start()
@@ -115,8 +113,8 @@ async def test_what_is_refused_of_a_folder_is_refused_of_a_bucket(
         await run(producer, source, output, "topk:3", shard_lines=10)
         before = bucket.content("out")
         for given, place, what, kind, reason in (
-            (source, output, "topk:2", BatchRefused, "--what 'topk:3', now 'topk:2'"),
-            (other, output, "topk:3", BatchRefused, r"input \(its digest\)"),
+            (source, output, "topk:2", BatchRefused, "options.what 'topk:3', now 'topk:2'"),
+            (other, output, "topk:3", BatchRefused, "input.digest"),
             (source, f"{bucket.url}/mine", "topk:3", BatchRefused, "holds thesis.txt and no manifest.json"),
             (f"{bucket.url}/nothing.jsonl", output, "topk:3", SettingsError, "nothing.jsonl' does not exist"),
             (f"{bucket.url}/mine", output, "topk:3", SettingsError, "mine' is a folder: give one file in it"),
@@ -135,7 +133,7 @@ async def test_what_is_refused_of_a_folder_is_refused_of_a_bucket(
     assert bucket.content("out") == before
 
 
-async def test_a_bucket_of_a_run_without_any_answer_is_left_to_another(
+async def test_another_run_can_use_the_bucket_of_a_run_without_results(
     pool: Pool, tmp_path: Path, bucket: TestBucket
 ) -> None:
     pool.start()
@@ -147,7 +145,7 @@ async def test_a_bucket_of_a_run_without_any_answer_is_left_to_another(
     assert bucket.content("out").keys() == {"manifest.json", "shard-00000.jsonl"}
 
 
-async def test_of_two_runs_into_one_bucket_the_first_ends(pool: Pool, tmp_path: Path, bucket: TestBucket) -> None:
+async def test_a_run_ends_when_another_run_begins_in_its_bucket(pool: Pool, tmp_path: Path, bucket: TestBucket) -> None:
     pool.start()
     source = write_texts(tmp_path / "in.jsonl", TEXTS)
     async with pool.producer() as producer:
@@ -157,9 +155,9 @@ async def test_of_two_runs_into_one_bucket_the_first_ends(pool: Pool, tmp_path: 
     first.begin(manifest)
     place(first, manifest, tmp_path / "out", made[0])
     other = replace(manifest, options=replace(manifest.options, what="topk:2"))
-    with pytest.raises(BatchRefused, match="another run: --what 'topk:3', now 'topk:2'"):
+    with pytest.raises(BatchRefused, match="another run: options.what 'topk:3', now 'topk:2'"):
         second.begin(other)
-    # Both found no manifest.
+    # Both runs found no manifest.
     bucket.put("out/manifest.json", other.encoded())
     assert second.done(other) == {}
     with pytest.raises(BatchRefused, match="another run has begun here"):
@@ -167,7 +165,7 @@ async def test_of_two_runs_into_one_bucket_the_first_ends(pool: Pool, tmp_path: 
 
 
 def unfinished(folder: Path) -> tuple[Manifest, list[Shard]]:
-    """The manifest of a finished run, as it was in the beginning, and its shards."""
+    """The manifest of a finished run as it was when the run began, and its shards."""
     manifest = lmpool.batch.open(folder).manifest
     return replace(manifest, finished=False, done=[]), manifest.done
 
@@ -181,7 +179,7 @@ def place(bucket: Bucket, manifest: Manifest, folder: Path, shard: Shard) -> Non
     bucket.place_shard(manifest, shard, copy, [errors.read_bytes()] if errors.exists() else [])
 
 
-async def test_two_runs_of_one_command_into_one_bucket_both_end_and_the_first_shard_stays(
+async def test_the_first_shard_stays_if_the_same_command_runs_twice(
     pool: Pool, tmp_path: Path, bucket: TestBucket
 ) -> None:
     pool.start()
@@ -196,7 +194,7 @@ async def test_two_runs_of_one_command_into_one_bucket_both_end_and_the_first_sh
     place(first, manifest, tmp_path / "out", shard)
     there = second.begin(manifest)
     assert second.done(there) == {0: shard}, "the shard of the first run stays"
-    # The second run has another result, such as one without an error that has passed.
+    # The second run has another result: for example, a worker failed only during the first run.
     writer = ShardWriter(second, there, 0)
     writer.add(Text(1, "a", [1], range(1)), {"ids": np.zeros((1, 3), np.int64)}, is_last=True)
     assert writer.place() == shard
@@ -205,13 +203,13 @@ async def test_two_runs_of_one_command_into_one_bucket_both_end_and_the_first_sh
     assert (batch.is_finished, batch.manifest.done, len(batch)) == (True, [shard], 9)
     for path in (name, "errors.jsonl"):
         assert bucket.content("out")[path] == (tmp_path / "out" / path).read_bytes()
-    # A run that believes that all is done.
+    # The manifest of this run lists all shards as done.
     bucket.put(f"out/{name}", (tmp_path / "out" / name).read_bytes() + b"\n")
     first.sum_up(there, is_over=True)
     assert (there.finished, there.done) == (False, [])
 
 
-async def test_a_run_whose_shards_another_program_removes_ends_with_an_error(
+async def test_a_run_fails_if_another_program_removes_its_shards(
     pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pool.start()
@@ -228,15 +226,17 @@ async def test_a_run_whose_shards_another_program_removes_ends_with_an_error(
             await run(producer, source, output, "topk:3", shard_lines=10)
 
 
-def test_an_unreachable_store_is_an_error_that_may_pass(bucket: TestBucket, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_jobs_are_tried_again_if_the_store_cannot_be_reached(
+    bucket: TestBucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Broken(Exception):
-        """As libraries of stores have their own."""
+        """An exception of the library of a store."""
 
     def refuse(url: str) -> Any:
         raise Broken("connection to s3://me:secret@host refused")
 
     folder = Bucket(f"{bucket.url}/out")
-    monkeypatch.setattr("lmpool.batch.bucket.file_system", refuse)
+    monkeypatch.setattr("lmpool.batch.folder.file_system", refuse)
     with pytest.raises(
         BatchError, match="s3://host refused. Finished shards are kept. Run the same command again"
     ) as raised:
@@ -244,7 +244,7 @@ def test_an_unreachable_store_is_an_error_that_may_pass(bucket: TestBucket, monk
     assert raised.value.may_pass
 
 
-async def test_a_presigned_url_is_read_and_its_signature_is_in_no_message(
+async def test_no_message_contains_the_signature_of_a_presigned_url(
     pool: Pool, tmp_path: Path, bucket: TestBucket
 ) -> None:
     pool.start()
@@ -264,20 +264,22 @@ async def test_a_presigned_url_is_read_and_its_signature_is_in_no_message(
     assert fetch.named("/data/what?#1.jsonl") == "/data/what?#1.jsonl", "a path has no query"
 
 
-def test_an_input_is_copied_once_and_again_when_it_has_changed(bucket: TestBucket, tmp_path: Path) -> None:
+def test_an_input_is_fetched_again_only_if_it_changed(bucket: TestBucket, tmp_path: Path) -> None:
     url = bucket.put("in.jsonl", b'{"ids": [1]}\n')
     first = fetch.plain_file(url).stat()
     again = fetch.plain_file(url).stat()
-    assert (again.st_ino, again.st_mtime_ns) == (first.st_ino, first.st_mtime_ns), "a run that reads it goes on"
-    bucket.put("in.jsonl", b'{"ids": [2]}\n')  # Of the same size.
+    assert (again.st_ino, again.st_mtime_ns) == (first.st_ino, first.st_mtime_ns), (
+        "a run that reads the copy is not disturbed"
+    )
+    bucket.put("in.jsonl", b'{"ids": [2]}\n')  # It has the same size.
     assert fetch.plain_file(url).read_bytes() == b'{"ids": [2]}\n'
-    # A store may report no version of a file: then no other process uses the copy.
+    # Without a version of a file, no other process may use the copy.
     assert fetch.identity({"size": 3}) != fetch.identity({"size": 4})
     assert fetch._PROCESS in fetch.identity({"size": 3})
     assert fetch._PROCESS not in fetch.identity({"size": 3, "ETag": "a"})
 
 
-def test_a_copy_of_a_file_that_changes_while_it_is_unpacked_is_not_kept(
+def test_no_copy_is_kept_of_a_file_that_changes_while_it_is_unpacked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LMPOOL_BATCH_CACHE", str(tmp_path / "cache"))
@@ -288,13 +290,13 @@ def test_a_copy_of_a_file_that_changes_while_it_is_unpacked_is_not_kept(
         other.replace(path)
         return opened
 
-    monkeypatch.setitem(fetch._COMPRESSED, b"\x1f\x8b", ((".gz",), open_and_replace))
+    monkeypatch.setitem(fetch._COMPRESSED, b"\x1f\x8b", open_and_replace)
     with pytest.raises(BatchError, match=f"{source} changed while it was unpacked. Run the command again"):
         fetch.plain_file(str(source))
     assert not list(fetch.cache_folder().iterdir())
 
 
-def test_only_files_of_the_cache_are_removed_from_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cache_removes_only_its_own_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "scratch").mkdir()
     monkeypatch.setenv("LMPOOL_BATCH_CACHE", str(tmp_path / "scratch"))
     cache = fetch.cache_folder()
@@ -328,12 +330,12 @@ def test_only_files_of_the_cache_are_removed_from_it(tmp_path: Path, monkeypatch
     assert [path.exists() for path in (*copies, staging)] == [True, False, False]
 
 
-def test_a_cache_that_others_can_write_to_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_that_other_users_can_write_to_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LMPOOL_BATCH_CACHE", str(tmp_path))
     source, cache = str(packed(tmp_path / "in.jsonl.gz")), tmp_path / "lmpool-batch"
     cache.mkdir()
     cache.chmod(0o777)
-    copy = fetch.plain_file(source)  # It was empty.
+    copy = fetch.plain_file(source)  # The cache was empty.
     assert stat.S_IMODE(cache.stat().st_mode) == 0o700
     cache.chmod(0o777)
     copy.write_bytes(b"of another user")
@@ -389,7 +391,7 @@ def test_urls_of_file_systems_that_run_code_are_refused(tmp_path: Path, location
             fetch.check_locations(tmp_path, *job)
 
 
-def test_a_job_may_name_files_below_one_folder_and_buckets(tmp_path: Path) -> None:
+def test_a_job_may_use_files_below_one_folder_and_buckets(tmp_path: Path) -> None:
     root, inside, outside = tmp_path / "root", tmp_path / "root" / "out", tmp_path / "out"
     root.mkdir()
     (root / "link").symlink_to(tmp_path)

@@ -1,4 +1,4 @@
-"""Shards as jobs of arq: any number of workers, killed or not, have the output of one run; no job is a pickle."""
+"""Shards as jobs of arq: any number of workers write the output of one run, killed or not; no job is a pickle."""
 
 from __future__ import annotations
 
@@ -22,9 +22,8 @@ from arq.constants import health_check_key_suffix, in_progress_key_prefix, job_k
 from arq.jobs import deserialize_result
 
 import lmpool.batch
-from lmpool.batch.bucket import open_folder
 from lmpool.batch.fetch import FILES_VARIABLE
-from lmpool.batch.folder import digest_of_file
+from lmpool.batch.folder import digest_of_file, open_folder
 from lmpool.batch.jobs import (
     QUEUE,
     SCHEDULE_VARIABLE,
@@ -34,8 +33,9 @@ from lmpool.batch.jobs import (
     read_schedule,
     worker_options,
 )
-from lmpool.batch.jobs import Pool as PoolOfJobs
 from lmpool.batch.run import BatchSettings
+from lmpool.batch.run import Pool as PoolOfJobs
+from lmpool.broker.server import Server
 from lmpool.embedded import EmbeddedServer
 from lmpool.errors import SettingsError
 from tests.producer.batch.buckets import TestBucket
@@ -44,14 +44,18 @@ from tests.shared.broker.secure_server import SecureServer
 from tests.support.gate import Gate
 from tests.support.pool import DEADLINE_S, Pool, WorkerProcess, lmpool_command, run_lmpool, until, until_async
 
-TEXTS = draw_texts(120)
+TEXTS, SHARDS = draw_texts(120), 12
 OPTIONS = ("--what", "topk:3", "--shard-lines", "10", "--concurrency", "8")
-SHARDS = 12
+
+Wanted = tuple[Path, dict[str, bytes]]
+"""An input, and the files that a run writes for it."""
+Submitted = tuple[Path, Path, dict[str, bytes]]
+"""The same with an output folder between them, for which all jobs are queued."""
 
 
 @pytest.fixture
 def jobs_pool(own_server: EmbeddedServer, tmp_path: Path) -> Iterator[Pool]:
-    """A pool on a server of its own: jobs of several tests would meet in one queue."""
+    """A pool on its own server: on a shared server the jobs of several tests would be in one queue."""
     pool = Pool(own_server.url, "jobs", tmp_path)
     yield pool
     pool.end()
@@ -59,15 +63,15 @@ def jobs_pool(own_server: EmbeddedServer, tmp_path: Path) -> Iterator[Pool]:
 
 @pytest.fixture
 def gate(tmp_path: Path) -> Gate:
-    """What the steps of the model's worker pass through; open."""
+    """The steps of the model's worker wait until this gate is open; it starts open."""
     gate = Gate(tmp_path / "gate")
     gate.open()
     return gate
 
 
 @pytest.fixture
-async def wanted(jobs_pool: Pool, tmp_path: Path, gate: Gate) -> tuple[Path, dict[str, bytes]]:
-    """An input with a bad line and a duplicate, and what a run makes of it; its model is served."""
+async def wanted(jobs_pool: Pool, tmp_path: Path, gate: Gate) -> Wanted:
+    """An input with a bad line and a repeated custom id, and the output of a run over it; the model is served."""
     jobs_pool.start("--max-batch", 1, command=gate.command)
     source = write_texts(tmp_path / "in.jsonl", TEXTS)
     lines = source.read_text("utf-8").splitlines()
@@ -78,23 +82,26 @@ async def wanted(jobs_pool: Pool, tmp_path: Path, gate: Gate) -> tuple[Path, dic
     return source, content(tmp_path / "wanted")
 
 
-def batch(pool: Pool, command: str, *arguments: str | Path) -> Any:
-    """What a command of `lmpool batch` prints, as JSON where it can."""
+@pytest.fixture
+def submitted(jobs_pool: Pool, tmp_path: Path, wanted: Wanted) -> Submitted:
+    source, expected = wanted
+    submit(jobs_pool, source, tmp_path / "out")
+    return source, tmp_path / "out", expected
+
+
+def batch(pool: Pool, command: str, *arguments: str | Path) -> str:
+    """Run a command of `lmpool batch`; return its output."""
     ended = run_lmpool("batch", command, *map(str, arguments), "--redis", pool.url)
     assert ended.returncode == 0, ended.stderr
     return ended.stdout
 
 
-def submit(pool: Pool, source: Path | str, output: Path | str) -> dict[str, int]:
-    told: dict[str, int] = json.loads(
-        batch(pool, "submit", source, output, *OPTIONS, "--prefix", pool.prefix, "--json")
-    )
-    return told
+def submit(pool: Pool, source: Path | str, output: Path | str) -> Any:
+    return json.loads(batch(pool, "submit", source, output, *OPTIONS, "--prefix", pool.prefix, "--json"))
 
 
-def status(pool: Pool, output: Path | str) -> dict[str, Any]:
-    told: dict[str, Any] = json.loads(batch(pool, "status", output, "--json"))
-    return told
+def status(pool: Pool, output: Path | str) -> Any:
+    return json.loads(batch(pool, "status", output, "--json"))
 
 
 def worker(pool: Pool, *options: str) -> WorkerProcess:
@@ -102,22 +109,23 @@ def worker(pool: Pool, *options: str) -> WorkerProcess:
     return WorkerProcess([*command, *options], pool.folder / f"arq-{len(list(pool.folder.glob('arq-*')))}.log")
 
 
-def is_in_place(output: Path, number: int) -> bool:
-    return in_place(output) >= number
+async def run_until_empty(pool: Pool) -> WorkerProcess:
+    """Run a worker until nothing is queued."""
+    process = worker(pool, "--burst")
+    assert await asyncio.to_thread(process.wait) == 0, process.text
+    return process
 
 
 def in_place(output: Path) -> int:
     return len(list(output.glob("shard-*[0-9].jsonl")))
 
 
-async def test_several_workers_have_the_output_of_one_run(
-    jobs_pool: Pool, tmp_path: Path, wanted: tuple[Path, dict[str, bytes]]
-) -> None:
+async def test_several_workers_write_the_output_of_one_run(jobs_pool: Pool, tmp_path: Path, wanted: Wanted) -> None:
     source, expected = wanted
     output = tmp_path / "out"
     assert submit(jobs_pool, source, output) == {"jobs": SHARDS, "there": 0, "done": 0, "shards": SHARDS}
     assert submit(jobs_pool, source, output) == {"jobs": 0, "there": SHARDS, "done": 0, "shards": SHARDS}
-    with redis.Redis.from_url(jobs_pool.url) as client:  # The server never evicts what has no lifetime.
+    with redis.Redis.from_url(jobs_pool.url) as client:  # The server never evicts keys without a lifetime.
         assert {client.ttl(key) for key in (QUEUE, *client.scan_iter(match=f"{job_key_prefix}*"))} == {-1}
     assert status(jobs_pool, output) == {"shards": SHARDS, "done": 0, "queued": SHARDS, "under_way": 0, "failed": {}}
     workers = [worker(jobs_pool, "--burst") for _ in range(2)]
@@ -127,18 +135,15 @@ async def test_several_workers_have_the_output_of_one_run(
     assert submit(jobs_pool, source, output) == {"jobs": 0, "there": 0, "done": SHARDS, "shards": SHARDS}
 
 
-async def test_a_killed_worker_costs_time_and_no_byte(
-    jobs_pool: Pool, tmp_path: Path, gate: Gate, wanted: tuple[Path, dict[str, bytes]]
-) -> None:
-    source, expected = wanted
-    output = tmp_path / "out"
-    submit(jobs_pool, source, output)
+async def test_a_killed_worker_does_not_change_the_output(jobs_pool: Pool, gate: Gate, submitted: Submitted) -> None:
+    _, output, expected = submitted
     gate.shut()
-    for steps, shards in ((0, 0), (50, 1)):  # Two of ten lines are begun, and those that the first victim has asked.
+    for steps in (0, 50):  # The first victim requested some lines of two shards of ten lines.
         victim = worker(jobs_pool, "--jobs", "2")
         gate.let(steps)
-        await asyncio.to_thread(until, partial(is_in_place, output, shards), f"{shards} shards are in place")
-        await asyncio.to_thread(until, lambda: status(jobs_pool, output)["under_way"] == 2, "two are under way")
+        if steps:
+            await asyncio.to_thread(until, lambda: in_place(output), "a shard is in place")
+        await asyncio.to_thread(until, lambda: status(jobs_pool, output)["under_way"] == 2, "two jobs are in progress")
         victim.end()
     gate.open()
     last = worker(jobs_pool)
@@ -148,8 +153,8 @@ async def test_a_killed_worker_costs_time_and_no_byte(
     assert {name: data for name, data in content(output).items() if not name.endswith(".tmp")} == expected
 
 
-async def test_a_killed_worker_on_a_bucket_costs_time_and_no_byte(
-    jobs_pool: Pool, tmp_path: Path, gate: Gate, wanted: tuple[Path, dict[str, bytes]], bucket: TestBucket
+async def test_a_killed_worker_does_not_change_the_output_in_a_bucket(
+    jobs_pool: Pool, tmp_path: Path, gate: Gate, wanted: Wanted, bucket: TestBucket
 ) -> None:
     path, expected = wanted
     source, output = bucket.put("in.jsonl", path.read_bytes()), f"{bucket.url}/out"
@@ -160,7 +165,7 @@ async def test_a_killed_worker_on_a_bucket_costs_time_and_no_byte(
     await asyncio.to_thread(until, lambda: bucket.shards("out") >= 1, "a shard is done")
     client = redis.Redis.from_url(jobs_pool.url)
     marks = f"{in_progress_key_prefix}*"
-    await asyncio.to_thread(until, lambda: len(list(client.scan_iter(match=marks))) == 4, "four are under way")
+    await asyncio.to_thread(until, lambda: len(list(client.scan_iter(match=marks))) == 4, "four jobs are in progress")
     victim.end()
     gate.open()
     client.close()
@@ -169,11 +174,11 @@ async def test_a_killed_worker_on_a_bucket_costs_time_and_no_byte(
     assert bucket.content("out") == expected
 
 
-async def test_shards_of_a_worker_that_was_killed_while_uploading_are_computed_again(
-    jobs_pool: Pool, wanted: tuple[Path, dict[str, bytes]], bucket: TestBucket
+async def test_shards_of_a_worker_killed_while_uploading_are_computed_again(
+    jobs_pool: Pool, wanted: Wanted, bucket: TestBucket
 ) -> None:
-    """It has uploaded a shard, whole or not, and not noted that it is done, or not all of the note; or a part over one
-    that another has noted.
+    """It uploaded a whole shard or a part, without a note or with a part of the note. Or it overwrote, with a part, a
+    shard whose note another worker wrote.
     """
     path, expected = wanted
     source, output = bucket.put("in.jsonl", path.read_bytes()), f"{bucket.url}/out"
@@ -186,38 +191,34 @@ async def test_shards_of_a_worker_that_was_killed_while_uploading_are_computed_a
     for number, most in ((1, None), (2, 100), (3, None), (4, 100)):
         name = f"shard-{number:05}.jsonl"
         bucket.put(f"out/{name}", expected[name][:most])
-    assert await asyncio.to_thread(worker(jobs_pool, "--burst").wait) == 0
+    await run_until_empty(jobs_pool)
     assert status(jobs_pool, output)["done"] == SHARDS
     assert bucket.content("out") == expected
 
 
 async def test_jobs_of_a_removed_folder_end_without_an_error_and_can_be_cancelled(
-    jobs_pool: Pool, tmp_path: Path, wanted: tuple[Path, dict[str, bytes]]
+    jobs_pool: Pool, tmp_path: Path, submitted: Submitted
 ) -> None:
-    source, expected = wanted
-    output = tmp_path / "out"
-    submit(jobs_pool, source, output)
+    source, output, expected = submitted
     shutil.rmtree(output)
     assert batch(jobs_pool, "cancel", tmp_path / "other") == "0 jobs cancelled\n"
     assert batch(jobs_pool, "cancel", output) == f"{SHARDS} jobs cancelled\n"
     submit(jobs_pool, source, output)
     shutil.rmtree(output)
-    process = worker(jobs_pool, "--burst")
-    assert await asyncio.to_thread(process.wait) == 0
+    process = await run_until_empty(jobs_pool)
     assert "Error" not in process.text
     assert process.text.count("the output is gone") == SHARDS
     assert not output.exists()
     assert submit(jobs_pool, source, output)["jobs"] == SHARDS
-    assert await asyncio.to_thread(worker(jobs_pool, "--burst").wait) == 0
+    await run_until_empty(jobs_pool)
     assert content(output) == expected
 
 
-async def test_a_worker_that_is_killed_as_it_takes_a_job_holds_the_job_for_a_lease(
+async def test_a_worker_killed_as_it_starts_a_job_holds_the_job_for_one_lease(
     own_server: EmbeddedServer, tmp_path: Path, job: Job
 ) -> None:
-    """arq itself marks a job for as long as it may take, which is a day, before the job begins."""
+    """Before a job begins, arq marks it for the longest time that a job may take: a day."""
     worker = await worker_in_process(own_server.url, tmp_path)
-    await worker.on_startup(worker.ctx)
     await worker.start_jobs([b"a"])
     assert 0 < await worker.pool.pttl(f"{in_progress_key_prefix}a") <= 60_000
     job.may_end.set()
@@ -225,28 +226,22 @@ async def test_a_worker_that_is_killed_as_it_takes_a_job_holds_the_job_for_a_lea
     await worker.close()
 
 
-async def test_what_is_cancelled_is_not_done_and_may_be_queued_again(
-    jobs_pool: Pool, tmp_path: Path, wanted: tuple[Path, dict[str, bytes]]
-) -> None:
-    source, expected = wanted
-    output = tmp_path / "out"
-    submit(jobs_pool, source, output)
+async def test_cancelled_jobs_do_not_run_and_can_be_queued_again(jobs_pool: Pool, submitted: Submitted) -> None:
+    source, output, expected = submitted
     assert batch(jobs_pool, "cancel", output) == f"{SHARDS} jobs cancelled\n"
-    assert status(jobs_pool, output)["queued"] == 0  # They are not lost.
-    assert await asyncio.to_thread(worker(jobs_pool, "--burst").wait) == 0
+    assert status(jobs_pool, output)["queued"] == 0  # Cancelled jobs are not reported as lost.
+    await run_until_empty(jobs_pool)
     assert in_place(output) == 0
     assert submit(jobs_pool, source, output)["jobs"] == SHARDS
-    assert await asyncio.to_thread(worker(jobs_pool, "--burst").wait) == 0
+    await run_until_empty(jobs_pool)
     assert content(output) == expected
 
 
 @pytest.mark.parametrize("forget", ["FLUSHALL", "restart"])
-async def test_a_server_that_lost_everything_gets_its_jobs_again_by_their_status(
-    jobs_pool: Pool, own_server: EmbeddedServer, tmp_path: Path, wanted: tuple[Path, dict[str, bytes]], forget: str
+async def test_status_queues_all_jobs_again_if_the_server_lost_its_data(
+    jobs_pool: Pool, own_server: EmbeddedServer, submitted: Submitted, forget: str
 ) -> None:
-    source, expected = wanted
-    output = tmp_path / "out"
-    submit(jobs_pool, source, output)
+    _, output, expected = submitted
     if forget == "FLUSHALL":
         with redis.Redis.from_url(jobs_pool.url) as client:
             client.flushall()
@@ -259,25 +254,20 @@ async def test_a_server_that_lost_everything_gets_its_jobs_again_by_their_status
     assert (ended.returncode, ended.stderr) == (0, f"lmpool: the server lost {SHARDS} jobs: queued again\n")
     assert ended.stdout == f"0 of {SHARDS} shards done, 0 in progress, {SHARDS} queued\n"
     assert status(jobs_pool, output) == {"shards": SHARDS, "done": 0, "queued": SHARDS, "under_way": 0, "failed": {}}
-    last = worker(jobs_pool, "--burst")
-    assert await asyncio.to_thread(last.wait) == 0, last.text
+    await run_until_empty(jobs_pool)
     assert status(jobs_pool, output)["done"] == SHARDS
     assert content(output) == expected
     assert lmpool.batch.open(output).is_finished
 
 
-async def test_jobs_that_the_server_lost_are_queued_again_by_their_status(
-    jobs_pool: Pool, tmp_path: Path, wanted: tuple[Path, dict[str, bytes]]
-) -> None:
-    source, expected = wanted
-    output = tmp_path / "out"
-    submit(jobs_pool, source, output)
+async def test_status_queues_single_lost_jobs_again(jobs_pool: Pool, submitted: Submitted) -> None:
+    source, output, expected = submitted
     with redis.Redis.from_url(jobs_pool.url) as client:
         names = [name.decode() for name in client.zrange(QUEUE, 0, -1)]
-        # The server lost one job's definition, and a worker noticed; of another job it has the definition only.
+        # The server lost the definition of one job, and a worker found that. Of other jobs it has only the definition.
         client.delete(job_key_prefix + names[0])
         client.zrem(QUEUE, *names[1:])
-        assert await asyncio.to_thread(worker(jobs_pool, "--burst").wait) == 0
+        await run_until_empty(jobs_pool)
         client.zadd(QUEUE, {names[1]: 1})
         client.delete(job_key_prefix + names[1])
         show_status = partial(run_lmpool, "batch", "status", str(output), "--redis", jobs_pool.url)
@@ -292,14 +282,12 @@ async def test_jobs_that_the_server_lost_are_queued_again_by_their_status(
         assert ended.stdout == f"0 of {SHARDS} shards done, 0 in progress, {SHARDS} queued\n"
         ended = await asyncio.to_thread(show_status)
         assert (ended.stdout, ended.stderr) == (f"0 of {SHARDS} shards done, 0 in progress, {SHARDS} queued\n", "")
-    assert await asyncio.to_thread(worker(jobs_pool, "--burst").wait) == 0
+    await run_until_empty(jobs_pool)
     assert content(output) == expected
 
 
-async def test_a_secret_in_the_url_of_an_input_is_in_no_file(
-    jobs_pool: Pool, wanted: tuple[Path, dict[str, bytes]], bucket: TestBucket
-) -> None:
-    """So jobs with this input cannot be queued again."""
+async def test_no_file_contains_a_secret_of_the_inputs_url(jobs_pool: Pool, wanted: Wanted, bucket: TestBucket) -> None:
+    """Therefore jobs with this input cannot be queued again."""
     path, _ = wanted
     source, output = bucket.presigned("in.jsonl", path.read_bytes()), path.parent / "out"
     submit(jobs_pool, source, output)
@@ -311,7 +299,7 @@ async def test_a_secret_in_the_url_of_an_input_is_in_no_file(
 
 
 class Job:
-    """A job that does nothing but last, and says how often it was begun and how many ran at once at most."""
+    """A job that only waits. It counts how often it began, and how many calls ran concurrently."""
 
     def __init__(self) -> None:
         self.begun = self.running = self.most = 0
@@ -331,14 +319,14 @@ class Job:
 
 @pytest.fixture
 def job(monkeypatch: pytest.MonkeyPatch) -> Job:
-    """Takes the place of what a job does."""
+    """Replaces the work of a job."""
     made = Job()
     monkeypatch.setattr("lmpool.batch.jobs._answer", made)
     return made
 
 
 async def worker_in_process(url: str, folder: Path) -> BatchWorker:
-    """A worker of jobs, of which one is queued: "a"."""
+    """A worker; one job is queued: "a"."""
     made = BatchWorker(**worker_options(url, files=folder, lease_s=60, jobs=1), handle_signals=False, poll_delay=0.01)
     made.ctx["redis"] = made.pool
     await queue(made, "a", folder)
@@ -354,14 +342,13 @@ async def queue(worker: BatchWorker, name: str, folder: Path) -> None:
     assert await worker.pool.enqueue_job("answer_shard", msgspec.to_builtins(given), _job_id=name) is not None
 
 
-async def test_a_job_never_runs_twice_at_once_in_one_worker(
+async def test_one_worker_never_runs_a_job_twice_concurrently(
     own_server: EmbeddedServer, tmp_path: Path, job: Job
 ) -> None:
-    """The mark of a job in progress has a lifetime, so a server may evict it."""
+    """The server may evict the mark of a job in progress, because the mark has a lifetime."""
     worker = await worker_in_process(own_server.url, tmp_path)
     worker.max_jobs = 2
     worker.sem = asyncio.BoundedSemaphore(3)
-    await worker.on_startup(worker.ctx)
     await worker.start_jobs([b"a"])
     first = list(worker.tasks.values())
     await until_async(partial(job.has_begun, 1), "the job has begun")
@@ -374,7 +361,7 @@ async def test_a_job_never_runs_twice_at_once_in_one_worker(
     await worker.close()
 
 
-async def test_a_worker_of_jobs_goes_on_when_its_server_comes_back(
+async def test_a_worker_continues_when_its_server_returns(
     short_dir: Path,
     tmp_path: Path,
     job: Job,
@@ -387,7 +374,7 @@ async def test_a_worker_of_jobs_goes_on_when_its_server_comes_back(
     try:
         worker = await worker_in_process(server.url, tmp_path)
         running = asyncio.create_task(worker.async_run())
-        # At work, and then idle.
+        # First while a job runs, then while the worker is idle.
         for number, name in enumerate(("b", "c"), 1):
             await until_async(partial(job.has_begun, number), "the job has begun")
             if name == "c":
@@ -404,7 +391,7 @@ async def test_a_worker_of_jobs_goes_on_when_its_server_comes_back(
         await until_async(partial(job.has_begun, 3), "the last job has begun")
         assert not running.done()
         await asyncio.to_thread(server.stop)
-        # It ends without its server too.
+        # It also ends while the server is stopped.
         await worker.close()
         await asyncio.wait([running], timeout=DEADLINE_S)
         assert running.done()
@@ -412,11 +399,10 @@ async def test_a_worker_of_jobs_goes_on_when_its_server_comes_back(
         server.stop()
 
 
-async def test_a_slot_is_free_again_when_the_server_fails_as_a_job_is_taken(
+async def test_a_slot_is_released_if_the_server_fails_as_a_job_starts(
     own_server: EmbeddedServer, tmp_path: Path, job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     worker = await worker_in_process(own_server.url, tmp_path)
-    await worker.on_startup(worker.ctx)
     with monkeypatch.context() as patched:
         patched.setattr(worker.pool, "pipeline", fail)
         for _ in range(3):
@@ -430,14 +416,13 @@ async def test_a_slot_is_free_again_when_the_server_fails_as_a_job_is_taken(
 
 
 def fail(*_: Any, **__: Any) -> None:
-    raise redis.ConnectionError("it is away")
+    raise redis.ConnectionError("the server is stopped")
 
 
-async def test_a_job_with_files_elsewhere_or_a_url_that_runs_code_fails(
+async def test_a_job_with_other_files_or_a_url_that_runs_code_fails(
     own_server: EmbeddedServer, tmp_path: Path, job: Job
 ) -> None:
     worker = await worker_in_process(own_server.url, tmp_path / "root")
-    await worker.on_startup(worker.ctx)
     for number, location in enumerate((str(tmp_path / "in"), "reference::data://x:application/json;base64,e30=")):
         for given in (shard_job(location, "s3://b/out"), shard_job("s3://b/in", location)):
             name = f"{number}-{given.source == location}"
@@ -452,28 +437,23 @@ async def test_a_job_with_files_elsewhere_or_a_url_that_runs_code_fails(
     await worker.close()
 
 
-async def test_a_job_that_fails_says_why(
-    jobs_pool: Pool, tmp_path: Path, wanted: tuple[Path, dict[str, bytes]]
-) -> None:
+async def test_the_status_shows_why_a_job_failed(jobs_pool: Pool, tmp_path: Path, wanted: Wanted) -> None:
     source, _ = wanted
     submit(jobs_pool, source, tmp_path / "out")
     whole = source.read_bytes()
     digest = digest_of_file(source)
     for other in (whole + b"\n", whole[::-1]):
         source.write_bytes(other)
-        assert await asyncio.to_thread(worker(jobs_pool, "--burst").wait) == 0
-        told = status(jobs_pool, tmp_path / "out")
-        assert len(told["failed"]) == SHARDS
-        if len(other) == len(whole):
-            assert f"has the digest {digest_of_file(source)} and had {digest} when it was" in told["failed"]["0"]
-        else:
-            assert f"has {len(other)} bytes and had {len(whole)} when it was submitted" in told["failed"]["0"]
+        await run_until_empty(jobs_pool)
+        states = status(jobs_pool, tmp_path / "out")
+        assert len(states["failed"]) == SHARDS
+        assert f"has the digest {digest_of_file(source)} and had {digest} when it was" in states["failed"]["0"]
         source.write_bytes(whole)
         assert submit(jobs_pool, source, tmp_path / "out")["jobs"] == SHARDS
 
 
-async def test_arqs_own_command_is_a_worker_and_jobs_are_no_pickles(
-    jobs_pool: Pool, tmp_path: Path, wanted: tuple[Path, dict[str, bytes]]
+async def test_arqs_own_command_runs_jobs_and_no_job_is_a_pickle(
+    jobs_pool: Pool, tmp_path: Path, wanted: Wanted
 ) -> None:
     source, expected = wanted
     submit(jobs_pool, source, tmp_path / "out")
@@ -496,8 +476,8 @@ async def test_arqs_own_command_is_a_worker_and_jobs_are_no_pickles(
     client.close()
 
 
-def test_jobs_are_submitted_and_done_under_users_with_few_rights(short_dir: Path, tmp_path: Path) -> None:
-    """Those of docker/redis: nobody but `batch` may touch jobs, and it has what they and their workers need."""
+def test_the_user_batch_can_submit_and_run_jobs_and_other_users_cannot(short_dir: Path, tmp_path: Path) -> None:
+    """The users of docker/redis: only `batch` may read and write jobs, and it may do all that their workers do."""
     source, output = write_texts(tmp_path / "in.jsonl", draw_texts(30)), tmp_path / "out"
     with SecureServer(short_dir, tls=False).running() as server:
         pools = {role: Pool(server.url(role), "lmpool", tmp_path) for role in ("worker", "batch", "producer")}
@@ -523,15 +503,14 @@ def test_jobs_are_submitted_and_done_under_users_with_few_rights(short_dir: Path
 
 async def test_a_worker_reports_its_health(jobs_pool: Pool) -> None:
     process = worker(jobs_pool)
-    client = redis.Redis.from_url(jobs_pool.url)
-    told = await asyncio.to_thread(until, lambda: client.get(QUEUE + health_check_key_suffix), "it reports its health")
-    assert b"j_complete=0" in told
+    with redis.Redis.from_url(jobs_pool.url) as client:
+        key = QUEUE + health_check_key_suffix
+        assert b"j_complete=0" in await asyncio.to_thread(until, lambda: client.get(key), "the report is there")
     process.end()
-    client.close()
 
 
-async def test_a_nightly_run_is_submitted_with_the_day_in_its_name(
-    jobs_pool: Pool, tmp_path: Path, wanted: tuple[Path, dict[str, bytes]], monkeypatch: pytest.MonkeyPatch
+async def test_the_output_of_a_nightly_run_has_the_day_in_its_name(
+    jobs_pool: Pool, tmp_path: Path, wanted: Wanted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source, _ = wanted
     schedule = tmp_path / "runs.toml"
@@ -545,21 +524,21 @@ async def test_a_nightly_run_is_submitted_with_the_day_in_its_name(
     options = worker_options(jobs_pool.url, schedule, files=tmp_path)
     (entry,) = options["cron_jobs"]
     assert (entry.hour, entry.minute) == (2, 30)
-    context = {**options["ctx"], "redis": options["redis_pool"], "producers": {}, "job_id": "nightly"}
+    context = {**options["ctx"], "redis": options["redis_pool"], "job_id": "nightly"}
     assert (await entry.coroutine(context))["jobs"] == SHARDS
     (made,) = tmp_path.glob("out-2*")
     assert status(jobs_pool, made)["queued"] == SHARDS
     for made_of in context["producers"].values():
         await made_of.close()
     await options["redis_pool"].aclose(close_connection_pool=True)
-    # As arq's own command finds it.
+    # arq's own command reads the schedule from the environment.
     monkeypatch.setenv(SCHEDULE_VARIABLE, str(schedule))
     monkeypatch.setenv("LMPOOL_REDIS_URL", jobs_pool.url)
     monkeypatch.setenv(FILES_VARIABLE, str(tmp_path))
     assert len(lmpool.batch.WorkerSettings.cron_jobs) == 1
 
 
-def test_a_schedule_that_is_none_is_refused(tmp_path: Path) -> None:
+def test_a_malformed_schedule_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "runs.toml"
     entry = '[[run]]\nat = "02:30"\nsource = "a"\noutput = "b"\nwhat = "topk:3"\n'
     for text in ("", "[[run]]\n", "run = 3\n", "not TOML", entry + "colour = 1\n", entry.replace("02:30", "25:00"),
@@ -573,49 +552,44 @@ def test_a_schedule_that_is_none_is_refused(tmp_path: Path) -> None:
 
 def test_a_cluster_is_refused() -> None:
     with pytest.raises(SettingsError, match="arq cannot use a cluster"):
-        connect("redis+cluster://127.0.0.1:1")
+        connect(Server("redis+cluster://127.0.0.1:1"))
 
 
-async def test_jobs_of_another_run_leave_a_folder_alone(
-    jobs_pool: Pool, tmp_path: Path, wanted: tuple[Path, dict[str, bytes]]
-) -> None:
-    source, _ = wanted
-    output = tmp_path / "out"
-    submit(jobs_pool, source, output)
+async def test_jobs_of_another_run_do_not_change_a_folder(jobs_pool: Pool, submitted: Submitted) -> None:
+    source, output, _ = submitted
     options = ("--what", "topk:5", *OPTIONS[2:], "--prefix", jobs_pool.prefix)
     batch(jobs_pool, "submit", source, output, *options)
-    assert await asyncio.to_thread(worker(jobs_pool, "--burst").wait) == 0
-    manifest = json.loads((output / "manifest.json").read_bytes())
-    assert manifest["options"]["what"] == "topk:5"
+    await run_until_empty(jobs_pool)
+    assert lmpool.batch.open(output).manifest.options.what == "topk:5"
     for path in output.glob("shard-*.jsonl"):
         for line in path.read_text("utf-8").splitlines():
             assert {len(row) for row in json.loads(line)["top_ids"]} == {5}
 
 
-async def test_jobs_under_way_are_cancelled_and_may_be_queued_beside(
-    jobs_pool: Pool, tmp_path: Path, wanted: tuple[Path, dict[str, bytes]], gate: Gate
+async def test_jobs_in_progress_can_be_cancelled_and_others_queued(
+    jobs_pool: Pool, submitted: Submitted, gate: Gate
 ) -> None:
-    source, expected = wanted
-    output = tmp_path / "out"
-    submit(jobs_pool, source, output)
+    source, output, expected = submitted
     gate.shut()
     with ExitStack() as ended:
 
-        def start() -> None:  # None of them is killed: a late renewal is not to give its shard to the other.
+        def start() -> None:  # With a long lease, so that a late renewal does not give a shard to the other worker.
             ended.callback(worker(jobs_pool, "--jobs", "1", "--lease-s", "60").end)
 
         start()
-        gate.let(15)  # One of ten lines, and a part of the next one.
-        await asyncio.to_thread(until, gate.is_used_up, "as many lines are answered")
+        gate.let(15)  # One shard of ten lines, and a part of the next one.
+        await asyncio.to_thread(until, gate.is_used_up, "these lines are computed")
         assert in_place(output) == 1
         start()
-        await asyncio.to_thread(until, lambda: status(jobs_pool, output)["under_way"] == 2, "two are under way")
-        # What is under way does not keep others from being queued.
-        told = submit(jobs_pool, source, output)
-        assert told["there"] + told["done"] == SHARDS
+        await asyncio.to_thread(until, lambda: status(jobs_pool, output)["under_way"] == 2, "two jobs are in progress")
+        # Jobs in progress do not keep other jobs from being queued.
+        counts = submit(jobs_pool, source, output)
+        assert counts["there"] + counts["done"] == SHARDS
         left = SHARDS - status(jobs_pool, output)["done"]
         assert batch(jobs_pool, "cancel", output) == f"{left} jobs cancelled\n"
-        await asyncio.to_thread(until, lambda: status(jobs_pool, output)["under_way"] == 0, "those have stopped")
+        await asyncio.to_thread(
+            until, lambda: status(jobs_pool, output)["under_way"] == 0, "the jobs in progress have stopped"
+        )
         gate.open()
         failed = status(jobs_pool, output)["failed"]
         assert set(failed.values()) <= {"cancelled"}

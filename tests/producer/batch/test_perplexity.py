@@ -16,7 +16,9 @@ from tests.support.pool import Pool, run_lmpool
 TEXT = "The quick brown fox jumps over the lazy dog, and then it goes home to sleep: a naïve fox. " * 2
 
 
-async def test_it_is_made_of_the_scores_of_the_texts_tokens(pool: Pool, tmp_path: Path, smollm2_folder: Path) -> None:
+async def test_the_perplexity_is_computed_from_the_scores_of_all_tokens(
+    pool: Pool, tmp_path: Path, smollm2_folder: Path
+) -> None:
     from transformers import AutoTokenizer
 
     await asyncio.to_thread(pool.start, "--backend", "hf", "--name", "smollm2", model=str(smollm2_folder))
@@ -40,7 +42,7 @@ async def test_it_is_made_of_the_scores_of_the_texts_tokens(pool: Pool, tmp_path
     assert [line.rpartition(" ")[0].strip() for line in ended.stdout.splitlines()] == names
 
 
-def test_every_token_but_the_first_is_scored_once_behind_what_was_before_it() -> None:
+def test_every_token_but_the_first_is_scored_once_after_its_context() -> None:
     for size, window, overlap in ((1, 4, 2), (2, 4, 2), (50, 4, 2), (50, 12, 1), (49, 12, 11), (50, 100, 50)):
         ids = list(range(size))
         pairs = list(windows(ids, window, overlap))
@@ -51,7 +53,7 @@ def test_every_token_but_the_first_is_scored_once_behind_what_was_before_it() ->
             assert len(context) == min(overlap, continuation[0]) or context == [0]
 
 
-def test_what_cannot_be_scored_is_an_error(pool: Pool, tmp_path: Path) -> None:
+def test_files_that_cannot_be_scored_are_errors(pool: Pool, tmp_path: Path) -> None:
     pool.start("--max-prompt-tokens", 100)
     (tmp_path / "text.txt").write_text("Hello")
     (tmp_path / "bad.txt").write_bytes(b"\xff")

@@ -19,10 +19,8 @@ import pytest
 import lmpool.batch
 from lmpool.batch import run as run_module
 from lmpool.batch.folder import Folder, digest_of_file, sync
-from lmpool.batch.kinds import Text
-from lmpool.batch.lines import Failed
-from lmpool.batch.reader import open_shard
-from lmpool.batch.shards import ShardWriter
+from lmpool.batch.lines import open_source
+from lmpool.batch.shards import READERS, Failed, ShardWriter, Text
 from lmpool.errors import BatchError, BatchRefused, ModelMismatch, SettingsError
 from lmpool.protocol.query import PositionsQuery
 from lmpool.workers.execution.contract import BackendJob
@@ -36,12 +34,12 @@ SHARD_LINES = 20
 
 
 @pytest.mark.parametrize("victim", VICTIMS)
-def test_killed_processes_cost_time_and_no_byte(short_dir: Path, victim: str) -> None:
+def test_killed_processes_do_not_change_the_output(short_dir: Path, victim: str) -> None:
     strike(short_dir, [victim], rounds=2, seed=VICTIMS.index(victim))
 
 
 class Counting(GatedBackend):
-    """Counts the texts that it has computed."""
+    """Counts the texts that it computed."""
 
     texts = 0
 
@@ -50,8 +48,8 @@ class Counting(GatedBackend):
         return super()._vector(job, query)
 
 
-async def test_a_killed_client_has_no_more_than_a_shard_computed_twice(pool: Pool, tmp_path: Path) -> None:
-    """And its requests in flight."""
+async def test_a_killed_client_costs_at_most_one_shard(pool: Pool, tmp_path: Path) -> None:
+    """Its requests in flight are computed again too."""
     concurrency = 8
     source = write_texts(tmp_path / "in.jsonl", TEXTS)
     options = ("--what", "topk:2", "--shard-lines", SHARD_LINES, "--concurrency", concurrency)
@@ -67,7 +65,7 @@ async def test_a_killed_client_has_no_more_than_a_shard_computed_twice(pool: Poo
         told = json.loads(ended.stdout)
     assert told["resumed"] >= kills
     assert told["texts"] == len(TEXTS)
-    # Begun and not written are two for each request at once.
+    # At most two texts for each concurrent request are requested and not yet written.
     assert len(TEXTS) <= backend.texts <= len(TEXTS) + kills * (SHARD_LINES + 2 * concurrency)
 
 
@@ -91,8 +89,8 @@ async def test_missing_and_damaged_shards_are_computed_again(
     source, output = begun
     whole, shards = content(output), len(TEXTS) // SHARD_LINES
     (output / "shard-00002.jsonl").unlink()
-    (output / "shard-00004.jsonl").write_bytes(b"{}\n")  # Not as long as it was.
-    with (output / "shard-00005.jsonl").open("r+b") as damaged:  # As long as it was.
+    (output / "shard-00004.jsonl").write_bytes(b"{}\n")  # Another size than before.
+    with (output / "shard-00005.jsonl").open("r+b") as damaged:  # The same size as before.
         damaged.write(bytes(100))
     (output / "shard-00003.jsonl.tmp").write_bytes(b"of a run that was killed")
     async with pool.producer() as producer:
@@ -105,7 +103,7 @@ async def test_missing_and_damaged_shards_are_computed_again(
             caplog.clear()
 
 
-async def test_a_shard_that_a_worker_makes_while_shards_are_compared_stays(
+async def test_a_shard_that_is_placed_while_shards_are_compared_stays(
     pool: Pool, begun: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source, output = begun
@@ -118,16 +116,14 @@ async def test_a_shard_that_a_worker_makes_while_shards_are_compared_stays(
         "lmpool.batch.folder.digest_of_file", lambda path: (made.write_bytes(data), digest_of_file(path))[1]
     )
     async with pool.producer() as producer:
-        opened = run_module.open_source(str(source))
-        _, manifest = await run_module.begin(producer, Folder(output), opened, str(source), settings)
+        opened = open_source(str(source))
+        _, manifest = await run_module.begin(producer, Folder(output), opened, settings)
     assert [shard.number for shard in manifest.done] == list(range(6))
     assert made.read_bytes() == data
 
 
-async def test_shards_that_the_manifest_does_not_list_are_not_computed_again(
-    pool: Pool, begun: tuple[Path, Path]
-) -> None:
-    """The manifest lists them at the end only."""
+async def test_shards_with_a_note_are_not_computed_again(pool: Pool, begun: tuple[Path, Path]) -> None:
+    """The manifest lists all shards only when the run is finished."""
     source, output = begun
     whole = content(output)
     manifest = json.loads(whole["manifest.json"])
@@ -142,11 +138,11 @@ async def test_shards_that_the_manifest_does_not_list_are_not_computed_again(
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"what": "topk:3"}, "--what 'topk:2', now 'topk:3'"),
-        ({"what": "rows"}, "--what 'topk:2', now 'rows'"),
-        ({"start": 1}, "--start 0, now 1"),
-        ({"shard_lines": 21}, "--shard-lines 20, now 21"),
-        ({"format": "parquet"}, "--format 'jsonl', now 'parquet'"),
+        ({"what": "topk:3"}, "options.what 'topk:2', now 'topk:3'"),
+        ({"what": "rows"}, "options.what 'topk:2', now 'rows'"),
+        ({"start": 1}, "options.start 0, now 1"),
+        ({"shard_lines": 21}, "options.shard_lines 20, now 21"),
+        ({"format": "parquet"}, "options.format 'jsonl', now 'parquet'"),
     ],
 )
 async def test_other_options_are_refused(
@@ -166,23 +162,23 @@ async def test_another_input_is_refused(pool: Pool, begun: tuple[Path, Path]) ->
     before = content(output)
     write_texts(source, [*TEXTS[:-1], [1]])
     async with pool.producer() as producer:
-        with pytest.raises(BatchRefused, match=r"input \(its digest\)"):
+        with pytest.raises(BatchRefused, match="input.digest"):
             await run(producer, source, output, "topk:2", shard_lines=SHARD_LINES)
     assert content(output) == before
 
 
-async def test_another_model_is_refused_by_an_exit_code_of_its_own(pool: Pool, begun: tuple[Path, Path]) -> None:
+async def test_another_model_is_refused_with_exit_code_4(pool: Pool, begun: tuple[Path, Path]) -> None:
     source, output = begun
     before = content(output)
     pool.start("--seed", 2, model="other")
     options = ("--what", "topk:2", "--shard-lines", SHARD_LINES, "--model", "other")
     ended = await asyncio.to_thread(run_lmpool, *arguments(pool, source, output, *options))
     assert (ended.returncode, ended.stdout) == (4, "")
-    assert "holds the results of another run: model (its fingerprint)" in ended.stderr
+    assert "holds the results of another run: model.fingerprint" in ended.stderr
     assert content(output) == before
 
 
-def test_a_folder_of_something_else_is_refused(pool: Pool, tmp_path: Path) -> None:
+def test_a_folder_with_other_files_is_refused(pool: Pool, tmp_path: Path) -> None:
     source = write_texts(tmp_path / "in.jsonl", TEXTS)
     (tmp_path / "out").mkdir()
     for path, reason in (
@@ -196,11 +192,11 @@ def test_a_folder_of_something_else_is_refused(pool: Pool, tmp_path: Path) -> No
         assert reason in ended.stderr
     (tmp_path / "out/manifest.json").write_text('{"version": "what"}')
     ended = run_lmpool(*arguments(pool, source, tmp_path / "out", "--what", "topk:2", "--no-wait"))
-    assert ended.returncode == 2  # Nobody serves a model; that is seen first.
+    assert ended.returncode == 2  # No model is served: this error comes first.
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["lock", "manifest.json", "photo.jpg"]
 
 
-def test_two_runs_do_not_write_into_one_folder(pool: Pool, tmp_path: Path) -> None:
+def test_two_runs_cannot_write_to_one_folder(pool: Pool, tmp_path: Path) -> None:
     source = write_texts(tmp_path / "in.jsonl", TEXTS)
     first = begin(pool, source, tmp_path / "out", "--what", "topk:2")  # Waits for a worker.
     until(lambda: (tmp_path / "out/lock").is_file() and (tmp_path / "out/lock").read_text(), "the folder is locked")
@@ -220,7 +216,7 @@ ENDED_BY = (
 
 
 @pytest.mark.parametrize(("signals", "code"), ENDED_BY, ids=["term", "hup", "int"])
-def test_a_signal_leaves_nothing_half_and_nothing_queued(
+def test_a_signal_leaves_no_partial_files_and_no_queued_prompts(
     pool: Pool, tmp_path: Path, signals: list[signal.Signals], code: int
 ) -> None:
     gate = Gate(tmp_path / "gate")
@@ -228,7 +224,7 @@ def test_a_signal_leaves_nothing_half_and_nothing_queued(
     source, output = write_texts(tmp_path / "in.jsonl", TEXTS), tmp_path / "out"
     options = ("--what", "topk:2", "--shard-lines", SHARD_LINES, "--concurrency", 8)
     client = begin(pool, source, output, *options)
-    gate.let(70)  # More than those of two shards, and two for each request at once.
+    gate.let(70)  # More than the texts of two shards and two for each concurrent request.
     until(lambda: is_in_place(output, 2), "two shards are in place")
     for number in signals:
         client.signal(number)
@@ -239,10 +235,10 @@ def test_a_signal_leaves_nothing_half_and_nothing_queued(
         done, shards = len(lmpool.batch.open(output)) // SHARD_LINES, len(TEXTS) // SHARD_LINES
         cancelled = "its queued prompts are cancelled"
         assert f"stopped after {done} of {shards} shards; {cancelled}; run the same command to continue" in client.text
-        until(lambda: not pool.jobs(), "nothing is queued or held any more, although the step has not ended")
+        until(lambda: not pool.jobs(), "no prompt is queued or held, although the step has not ended")
     else:
         assert len(signals) == 2
-        assert signals[0] != signal.SIGHUP, "a terminal that closes sends it twice"
+        assert signals[0] != signal.SIGHUP, "a terminal sends SIGHUP twice when it closes"
     assert not lmpool.batch.open(output).is_finished
     gate.open()
     ended = run_lmpool(*arguments(pool, source, output, *options))
@@ -250,7 +246,7 @@ def test_a_signal_leaves_nothing_half_and_nothing_queued(
     assert [answer["line"] for answer in lmpool.batch.open(output)] == list(range(1, len(TEXTS) + 1))
 
 
-async def test_a_run_that_is_stopped_says_how_many_lines_it_will_ask_again(pool: Pool, tmp_path: Path) -> None:
+async def test_a_stopped_run_prints_how_many_lines_will_be_computed_again(pool: Pool, tmp_path: Path) -> None:
     concurrency = 2
     source, backend = write_texts(tmp_path / "in.jsonl", draw_texts(4000)), Counting(Gate(tmp_path / "gate"), step_ms=5)
     options = ("--what", "topk:2", "--shard-lines", 4000, "--concurrency", concurrency)
@@ -263,11 +259,11 @@ async def test_a_run_that_is_stopped_says_how_many_lines_it_will_ask_again(pool:
         assert await asyncio.to_thread(client.wait) == 130
     told = re.search(r"to continue; (\d+) computed lines of unfinished shards will be computed again", client.text)
     assert told, client.text
-    # Each text was asked about when that of `concurrency` before it had its answer.
+    # A text is requested only when the text `concurrency` lines before it has its result.
     assert 10 - concurrency <= int(told[1]) <= backend.texts
 
 
-async def test_a_model_that_changes_in_the_middle_ends_the_run(pool: Pool, tmp_path: Path) -> None:
+async def test_a_changed_model_ends_the_run(pool: Pool, tmp_path: Path) -> None:
     gate = Gate(tmp_path / "gate")
     first = pool.start("--lease-s", 1, "--max-batch", 1, command=gate.command)
     source, output = write_texts(tmp_path / "in.jsonl", TEXTS), tmp_path / "out"
@@ -309,7 +305,7 @@ async def test_a_folder_without_results_is_free_for_another_run(pool: Pool, tmp_
     assert len(lmpool.batch.open(output)) == len(TEXTS)
 
 
-async def test_an_adapter_that_changes_in_the_middle_ends_the_run(pool: Pool, tmp_path: Path) -> None:
+async def test_a_changed_adapter_ends_the_run(pool: Pool, tmp_path: Path) -> None:
     for name in ("first", "second"):
         (tmp_path / name).write_text(name)
     gate = Gate(tmp_path / "gate")
@@ -329,14 +325,14 @@ async def test_an_adapter_that_changes_in_the_middle_ends_the_run(pool: Pool, tm
 
 
 @pytest.mark.parametrize("shard_lines", [20, 2000], ids=["between shards", "within the last shard"])
-async def test_an_input_that_changes_in_the_middle_ends_the_run(pool: Pool, tmp_path: Path, shard_lines: int) -> None:
+async def test_a_changed_input_ends_the_run(pool: Pool, tmp_path: Path, shard_lines: int) -> None:
     gate = Gate(tmp_path / "gate")
     pool.start("--max-batch", 4, command=gate.command)
     source, output = write_texts(tmp_path / "in.jsonl", draw_texts(2000)), tmp_path / "out"
     async with pool.producer() as producer:
         running = asyncio.create_task(run(producer, source, output, "topk:2", shard_lines=shard_lines, concurrency=4))
         await until_async(lambda: is_held(pool), "the worker holds prompts")
-        write_texts(source, draw_texts(2000, seed=1))  # In its place, as `cp` does.
+        write_texts(source, draw_texts(2000, seed=1))  # Overwritten in place, as by `cp`.
         gate.open()
         with pytest.raises(BatchError, match="changed while it was read"):
             await running
@@ -348,8 +344,8 @@ PART = {"logprobs": np.zeros((2, 3), np.float32)}
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet", "safetensors"])
-def test_two_writers_of_one_shard_do_not_disturb_each_other(tmp_path: Path, suffix: str) -> None:
-    """As two jobs of one shard in one process, or in two containers in which both have the same process id."""
+def test_two_writers_of_one_shard_write_the_same_shard(tmp_path: Path, suffix: str) -> None:
+    """For example two jobs of one shard in one process, or in two containers with equal process ids."""
     folders = [begun_folder(tmp_path / name, suffix) for name in ("alone", "shared")]
     alone, first, second = (ShardWriter(*begun, 0) for begun in (folders[0], folders[1], folders[1]))
     for writer in (alone, first, second):
@@ -366,7 +362,7 @@ def test_two_writers_of_one_shard_do_not_disturb_each_other(tmp_path: Path, suff
 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet", "safetensors"])
 @pytest.mark.parametrize("at", [0, -20])
-def test_a_shard_whose_file_was_damaged_is_not_put_into_place(
+def test_a_damaged_shard_is_not_put_into_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str, at: int
 ) -> None:
     writer = ShardWriter(*begun_folder(tmp_path, suffix), 0)
@@ -388,7 +384,7 @@ def test_a_shard_whose_file_was_damaged_is_not_put_into_place(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["manifest.json"]
 
 
-async def test_a_run_computes_a_shard_again_whose_file_was_damaged(
+async def test_a_run_computes_a_damaged_shard_again(
     pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pool.start()
@@ -411,7 +407,7 @@ async def test_a_run_computes_a_shard_again_whose_file_was_damaged(
     assert content(output) == content(tmp_path / "wanted")
 
 
-def test_a_jsonl_shard_with_another_number_of_lines_is_not_put_into_place(tmp_path: Path) -> None:
+def test_a_jsonl_shard_with_a_wrong_number_of_lines_is_not_put_into_place(tmp_path: Path) -> None:
     writer = ShardWriter(*begun_folder(tmp_path), 0)
     writer.add(TEXT, PART, is_last=True)
     writer._file.write(b"\n")
@@ -420,17 +416,18 @@ def test_a_jsonl_shard_with_another_number_of_lines_is_not_put_into_place(tmp_pa
     writer.discard()
 
 
-def test_a_text_that_is_taken_back_is_in_no_digest(tmp_path: Path) -> None:
-    """A safetensors shard has the first positions of a text in its file before a later one fails."""
+def test_no_digest_contains_a_dropped_text(tmp_path: Path) -> None:
+    """The first positions of a text are in the file of a safetensors shard before a later position fails."""
     writer = ShardWriter(*begun_folder(tmp_path, "safetensors"), 0)
     writer.add(TEXT, PART, is_last=True)
     writer.add(Text(2, None, [1, 2, 3, 4], range(4)), PART, is_last=False)
     writer.fail(Failed(2, None, "its second part failed"))
     shard = writer.place()
-    assert len(open_shard(tmp_path / "shard-00000.safetensors")) == shard.texts == 1
+    assert list(READERS["safetensors"](tmp_path / "shard-00000.safetensors").custom_ids()) == ["a"]
+    assert shard.texts == 1
 
 
-def test_files_of_killed_processes_are_removed_and_those_that_are_written_are_not(tmp_path: Path) -> None:
+def test_temporary_files_of_killed_processes_are_removed(tmp_path: Path) -> None:
     folder, manifest = begun_folder(tmp_path)
     writer = ShardWriter(folder, manifest, 0)
     (written,) = tmp_path.glob("*.tmp")
@@ -452,10 +449,10 @@ def test_files_of_killed_processes_are_removed_and_those_that_are_written_are_no
 
 
 @pytest.mark.parametrize("hold", [Folder.locked, Folder.shared])
-def test_a_link_in_the_place_of_a_lock_is_not_followed(
+def test_a_symbolic_link_in_place_of_the_lock_is_refused(
     tmp_path: Path, hold: Callable[[Folder], AbstractContextManager[None]]
 ) -> None:
-    """Otherwise any user who can write to a folder can make its user overwrite any file."""
+    """Otherwise any user who can write to the folder could make the run overwrite any file."""
     important, output = tmp_path / "important", tmp_path / "out"
     important.write_text("mine")
     output.mkdir()
@@ -485,7 +482,7 @@ def test_a_folder_of_another_user_is_refused(
                 pass
     (output / "errors").rmdir()
     (output / "errors").symlink_to(tmp_path)
-    with pytest.raises(BatchRefused, match="errors is not a folder"), hold(Folder(output)):
+    with pytest.raises(BatchRefused, match="errors is a symbolic link"), hold(Folder(output)):
         pass
     (output / "errors").unlink()
     with hold(Folder(output)):

@@ -1,4 +1,4 @@
-"""Every line has the result of a producer, in order, in each format, from each kind of input."""
+"""Each line gets the result that a producer returns, in order, in each format, from each kind of input."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ TEXTS = draw_texts(40)
 
 
 def expected(what: str, ids: list[int], start: int) -> dict[str, Any]:
-    """The columns of an answer, made of the text's rows."""
+    """The columns of a result, computed from the rows of the text."""
     rows = rows_of(ids)
     match what:
         case "topk:5":
@@ -80,15 +80,15 @@ async def test_every_line_has_the_result_of_a_producer(
             assert np.array_equal(answer[name], values)
 
 
-async def test_rows_of_sixteen_bits_are_kept_as_they_are(pool: Pool, tmp_path: Path) -> None:
-    """A text that fails in a later part takes the logZ of the earlier ones with it."""
+async def test_rows_in_16_bits_are_written_exactly(pool: Pool, tmp_path: Path) -> None:
+    """If a later part of a text fails, the log_z of its earlier parts is dropped too."""
     pool.start("--encoding", "bf16", "--fail-token", 0)
     source = write_texts(tmp_path / "in.jsonl", [*TEXTS[:5], [*[3] * 4100, 0], *TEXTS[5:]])
     async with pool.producer() as producer:
         await run(producer, source, tmp_path / "out", "rows", shard_lines=9)
         assert producer.model.encoding == "bf16"
         logits = await producer.batch_positions(TEXTS, full=True, mode="logits")
-    tensors: Any = safe_open(tmp_path / "out/shard-00000.safetensors", "pt")  # As anybody reads it.
+    tensors: Any = safe_open(tmp_path / "out/shard-00000.safetensors", "pt")  # Read with the library safetensors.
     assert tensors.get_slice("logits").get_dtype() == "BF16"
     batch = lmpool.batch.open(tmp_path / "out")
     assert batch.manifest.columns["logits"].startswith("bfloat16 (n, V)")
@@ -101,7 +101,7 @@ async def test_rows_of_sixteen_bits_are_kept_as_they_are(pool: Pool, tmp_path: P
 
 
 @pytest.mark.parametrize("shard_format", ["jsonl", "parquet"])
-async def test_continuations_are_those_of_one_batch(pool: Pool, tmp_path: Path, shard_format: str) -> None:
+async def test_continuations_are_the_ones_of_one_batch_call(pool: Pool, tmp_path: Path, shard_format: str) -> None:
     pool.start()
     source = write_texts(tmp_path / "in.jsonl", TEXTS)
     stop = list(range(1, 100))
@@ -124,7 +124,7 @@ async def test_results_of_a_run_do_not_stay_in_the_cache(pool: Pool, tmp_path: P
     assert ended.returncode == 0, ended.stderr
     await until_done(pool)
     assert pool.names("row:*") == []
-    async with pool.producer() as producer:  # Others keep theirs.
+    async with pool.producer() as producer:  # Rows of other producers stay.
         await producer.positions(TEXTS[0], top=50)
     assert len(pool.names("row:*")) == 1
 
@@ -149,7 +149,7 @@ FORMS: dict[str, Any] = {
 
 @pytest.fixture
 async def wanted(pool: Pool, tmp_path: Path) -> dict[str, bytes]:
-    """The shards of `TEXTS`."""
+    """The shards of a run over `TEXTS`."""
     pool.start()
     async with pool.producer() as producer:
         await run(producer, write_texts(tmp_path / "plain.jsonl", TEXTS), tmp_path / "wanted", "topk:3", shard_lines=7)
@@ -161,7 +161,7 @@ def shards(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("form", FORMS)
-async def test_lines_may_be_those_of_batch_files(
+async def test_lines_may_have_the_format_of_batch_files(
     pool: Pool, tmp_path: Path, wanted: dict[str, bytes], form: str
 ) -> None:
     source = write_lines(tmp_path / "in.jsonl", [FORMS[form](number, ids) for number, ids in enumerate(TEXTS)])
@@ -177,14 +177,14 @@ async def test_an_input_may_be_parquet(pool: Pool, tmp_path: Path, wanted: dict[
     async with pool.producer() as producer:
         await run(producer, tmp_path / "in.parquet", tmp_path / "out", "topk:3", shard_lines=7)
         assert shards(tmp_path / "out") == wanted
-        for gone in (0, 3, 4):  # Read from the middle of row groups.
+        for gone in (0, 3, 4):  # These begin in the middle of row groups.
             (tmp_path / f"out/shard-{gone:05}.jsonl").unlink()
         outcome = await run(producer, tmp_path / "in.parquet", tmp_path / "out", "topk:3", shard_lines=7)
     assert outcome.resumed == 3
     assert shards(tmp_path / "out") == wanted
 
 
-async def test_scores_of_a_continuation_are_those_after_its_prompt(pool: Pool, tmp_path: Path) -> None:
+async def test_a_continuation_is_scored_after_its_prompt(pool: Pool, tmp_path: Path) -> None:
     pool.start()
     pairs = [([1, 2, 3], [4]), ([5], [6, 7, 8])]
     lines = [{"prompt": prompt, "continuation": continuation} for prompt, continuation in pairs]
@@ -203,7 +203,7 @@ async def test_scores_of_a_continuation_are_those_after_its_prompt(pool: Pool, t
 
 
 async def test_large_results_are_requested_in_parts(pool: Pool, tmp_path: Path) -> None:
-    """8 MiB are 4,096 rows. What was written of a text that fails in a later part is taken back."""
+    """8 MiB are 4,096 rows. If a later part of a text fails, the parts that were written are removed."""
     pool.start("--fail-token", 0)
     long = np.random.default_rng(0).integers(1, V, 5000).tolist()
     source = write_texts(tmp_path / "in.jsonl", [[1, 2], long, [*long, 0], [3], long[:4097]])
@@ -214,7 +214,7 @@ async def test_large_results_are_requested_in_parts(pool: Pool, tmp_path: Path) 
     answers = lmpool.batch.open(tmp_path / "out")
     for answer, wanted in zip(answers, [rows_of([1, 2]), parts, rows_of([3]), parts[:4097]], strict=True):
         assert np.array_equal(answer["logprobs"], wanted)
-    tensors = load_file(tmp_path / "out/shard-00000.safetensors")  # As anybody reads it.
+    tensors = load_file(tmp_path / "out/shard-00000.safetensors")  # Read with the library safetensors.
     assert tensors["logprobs"].shape == (2 + 5000 + 1 + 4097, V)
     assert np.array_equal(tensors["logprobs"][2:5002], parts)
     assert tensors["positions"].tolist() == [0, 2, 5002, 5003, 9100]
@@ -222,7 +222,7 @@ async def test_large_results_are_requested_in_parts(pool: Pool, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("what", ["topk:2", "rows"])
-async def test_a_shard_may_have_no_answer_at_all(pool: Pool, tmp_path: Path, what: str) -> None:
+async def test_a_shard_may_have_no_result(pool: Pool, tmp_path: Path, what: str) -> None:
     pool.start()
     source = write_lines(tmp_path / "in.jsonl", ["nothing", {"ids": [1]}])
     async with pool.producer() as producer:
@@ -232,7 +232,7 @@ async def test_a_shard_may_have_no_answer_at_all(pool: Pool, tmp_path: Path, wha
     assert [answer["line"] for answer in batch] == [2]
 
 
-async def test_text_goes_through_the_models_tokenizer(pool: Pool, tmp_path: Path, smollm2_folder: Path) -> None:
+async def test_the_models_tokenizer_encodes_text(pool: Pool, tmp_path: Path, smollm2_folder: Path) -> None:
     from transformers import AutoTokenizer
 
     pool.start("--backend", "hf", "--name", "smollm2", model=str(smollm2_folder))
@@ -251,7 +251,7 @@ async def test_text_goes_through_the_models_tokenizer(pool: Pool, tmp_path: Path
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-async def test_hidden_states_are_kept_in_the_models_dtype(
+async def test_hidden_states_are_written_in_the_models_dtype(
     pool: Pool, tmp_path: Path, smollm2_folder: Path, dtype: str
 ) -> None:
     pool.start("--backend", "hf", "--name", "smollm2", "--dtype", dtype, model=str(smollm2_folder))
@@ -274,7 +274,7 @@ async def test_a_backend_without_hidden_states_is_an_error(pool: Pool, tmp_path:
             await run(producer, source, tmp_path / "out", "hidden")
 
 
-async def test_the_manifest_says_what_was_asked_and_names_every_shard(pool: Pool, tmp_path: Path) -> None:
+async def test_the_manifest_has_the_options_and_every_shard(pool: Pool, tmp_path: Path) -> None:
     pool.start()
     source = write_texts(tmp_path / "in.jsonl", TEXTS)
     async with pool.producer() as producer:
@@ -292,7 +292,7 @@ async def test_the_manifest_says_what_was_asked_and_names_every_shard(pool: Pool
     assert [shard["number"] for shard in manifest["done"]] == [0, 1, 2]
 
 
-def test_what_cannot_be_asked_is_refused_before_anything_is_read() -> None:
+def test_malformed_requests_are_refused_before_the_input_is_read() -> None:
     wrong = "topk topk:0 topk:-1 topk:2.5 targets: targets:a scores:1 rows:2 nothing"
     wrong += " generate generate:a generate:4,heat=1 generate:4,seed=x"
     for what in ("", *wrong.split()):
