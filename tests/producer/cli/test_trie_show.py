@@ -159,7 +159,7 @@ def test_text_goes_through_the_tokenizer_of_the_model(served: Pool, monkeypatch:
 def test_every_mistake_says_what_is_wrong(served: Pool) -> None:
     cases = [
         (["1,2", "--ids", "--under", "qqqq"], UnknownNode, "no token begins with b'qqqq'; tokens begin with at most"),
-        (["1,2", "--ids", "--under", r"\q"], SettingsError, r"under: '\\q' has a backslash before 'q'"),
+        (["1,2", "--ids", "--under", r"\q"], SettingsError, r"under: '\\q' has an unknown escape"),
         (["hello"], SettingsError, "the model 'syn' has no tokenizer; pass token ids with --ids"),
         (["--ids"], SettingsError, "ids: there is no prompt"),
         (["", "--ids"], EmptyPrompt, "at least 1 token id"),
@@ -179,7 +179,7 @@ def test_a_mistake_ends_in_one_line_and_exit_code_2(served: Pool) -> None:
 def test_a_model_without_a_vocabulary_has_no_trie(served: Pool, pool: Pool) -> None:
     info = ModelInfo.unpack(dict(served.redis.hgetall(served.keys.models()))[b"syn"])  # type: ignore[arg-type]
     pool.redis.hset(pool.keys.models(), "syn", replace(info, vocabulary="").pack())
-    assert "the model 'syn' has no vocabulary in the pool" in one_line(on(pool, "trie", "show", "1", "--ids"))
+    assert "the model 'syn' publishes no vocabulary" in one_line(on(pool, "trie", "show", "1", "--ids"))
 
 
 def test_a_narrow_terminal_gets_lines_that_are_cut_and_not_folded(monkeypatch: pytest.MonkeyPatch) -> None:
