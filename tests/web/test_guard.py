@@ -17,7 +17,8 @@ import pytest
 import uvicorn
 from playwright.sync_api import Browser, expect
 
-from lmpool.web import guard, serve
+from lmpool.web import app as web_app
+from lmpool.web import guard
 from tests.support.pool import DEADLINE_S, Pool, run_lmpool, until
 from tests.web.browser import CHROMIUM, CHROMIUM_ARGUMENTS
 from tests.web.service import TOKEN, Stream, WebService, static_files
@@ -387,7 +388,7 @@ def test_connections_without_a_request_make_room_for_those_that_have_one(service
     with contextlib.ExitStack() as stack:
         stream = Stream(service)
         stack.callback(stream.close)
-        for number in range(serve.MAX_CONNECTIONS + 200):
+        for number in range(web_app.MAX_CONNECTIONS + 200):
             connection = stack.enter_context(socket.create_connection(("127.0.0.1", service.port), DEADLINE_S))
             # Nothing, a part of a head, or a head whose body does not come.
             head = "POST /api/session HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n"
@@ -395,7 +396,7 @@ def test_connections_without_a_request_make_room_for_those_that_have_one(service
         assert service.ask("/healthz").status == 200
         assert service.ask("/api/models").status == 200
         open_now = len(list(Path(f"/proc/{service.process.process.pid}/fd").iterdir()))
-        assert open_now < serve.MAX_CONNECTIONS + 100, "what remains is for Redis and for files"
+        assert open_now < web_app.MAX_CONNECTIONS + 100, "what remains is for Redis and for files"
         before = stream.frame()["number"]
         assert stream.frame()["number"] > before, "a page that watches goes on"
 
@@ -408,7 +409,7 @@ WITH_TOKEN = HEAD + f"Authorization: Bearer {TOKEN}\r\n\r\n".encode()
 def served(app: Any) -> Iterator[Any]:
     """Serve an application by the connections of `lmpool web`; gives the address."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
-        protocol: Any = functools.partial(serve._Connection, guard.Sessions(TOKEN))
+        protocol: Any = functools.partial(web_app._Connection, guard.Sessions(TOKEN))
         server = uvicorn.Server(uvicorn.Config(app, http=protocol, lifespan="off", log_level="error"))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
         thread.start()
@@ -430,7 +431,7 @@ async def answer_none(scope: Any, receive: Any, send: Any) -> None:
 def test_a_request_must_arrive_and_be_answered_in_time(
     monkeypatch: pytest.MonkeyPatch, limit: str, request_sent: bytes
 ) -> None:
-    monkeypatch.setattr(serve, limit, 0.2)
+    monkeypatch.setattr(web_app, limit, 0.2)
     with served(answer_none) as address, socket.create_connection(address, DEADLINE_S) as connection:
         connection.sendall(request_sent)
         with contextlib.suppress(ConnectionError):
@@ -438,7 +439,7 @@ def test_a_request_must_arrive_and_be_answered_in_time(
 
 
 def test_requests_without_a_token_make_room_and_those_with_one_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(serve._Connection, "_limit", 3)
+    monkeypatch.setattr(web_app._Connection, "_limit", 3)
     arrived = threading.Semaphore(0)
 
     async def app(scope: Any, receive: Any, send: Any) -> None:

@@ -13,27 +13,30 @@ import pytest
 from lmpool.errors import UnknownModel
 from lmpool.producer import Producer
 from lmpool.protocol.model_info import ModelInfo
-from lmpool.web import models as web_models
-from lmpool.web.models import MAX_MODELS, Models
+from lmpool.web import explorer
+from lmpool.web.explorer import MAX_MODELS, Models
 from tests.support.gate import Gate
 from tests.support.pool import Pool, until
 from tests.web.service import WebService
 
 
 class CountedProducer(Producer):
-    """A producer that counts those that are open."""
+    """A producer that counts the producers that were made, and records the open ones."""
 
-    opened = 0
+    made = 0
     now_open: ClassVar[set[str | None]] = set()
 
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        CountedProducer.made += 1
+
     async def open(self, **options: Any) -> None:
-        """As a producer's, and note it."""
-        CountedProducer.opened += 1
+        """Open the producer and record it."""
         self.now_open.add(self._model)
         await super().open(**options)
 
     async def close(self) -> None:
-        """As a producer's, and note it."""
+        """Close the producer and record it."""
         self.now_open.discard(self._model)
         await super().close()
 
@@ -41,8 +44,8 @@ class CountedProducer(Producer):
 @pytest.fixture
 def counted(monkeypatch: pytest.MonkeyPatch) -> type[CountedProducer]:
     """What opens models in a test, with nothing counted yet."""
-    monkeypatch.setattr(web_models, "Producer", CountedProducer)
-    CountedProducer.opened = 0
+    monkeypatch.setattr(explorer, "Producer", CountedProducer)
+    CountedProducer.made = 0
     CountedProducer.now_open = set()
     return CountedProducer
 
@@ -86,7 +89,7 @@ async def test_a_model_asked_by_several_at_once_is_opened_once(pool: Pool, count
 
     try:
         assert len(set(await asyncio.gather(*[use() for _ in range(5)]))) == 1
-        assert counted.opened == 1
+        assert counted.made == 1
     finally:
         await models.close()
     assert counted.now_open == set()
