@@ -9,7 +9,7 @@ import torch
 
 from lmpool.errors import SettingsError
 from lmpool.producer.genlm import load_model_by_name
-from lmpool.producer.genlm.llm_opts import command_options, split
+from lmpool.producer.genlm.connection import command_options, split
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_other_backends_are_value_errors(backend: str) -> None:
 
 
 def test_a_connection_takes_its_own_options_only() -> None:
-    with pytest.raises(SettingsError, match="llm_opts: 'batch_size' is not an option of a connection"):
+    with pytest.raises(SettingsError, match="batch_size: not an option of a connection"):
         load_model_by_name("gpt2", llm_opts={"batch_size": 3})
 
 
@@ -89,9 +89,9 @@ def test_a_connection_takes_its_own_options_only() -> None:
     ("arguments", "message"),
     [
         (("gpt2", []), r"backend: \[\] is not one of pool, hf"),
-        (("gpt2", "hf", 5), "llm_opts: 5 is not a mapping"),
-        (("gpt2", "hf", {"hf_opts": 5}), "llm_opts: hf_opts = 5 is not a mapping"),
-        (("gpt2", "vllm", {"engine_opts": 5}), "llm_opts: engine_opts = 5 is not a mapping"),
+        (("gpt2", "hf", 5), "llm_opts: 5 must be a mapping"),
+        (("gpt2", "hf", {"hf_opts": 5}), "hf_opts: 5 must be a mapping"),
+        (("gpt2", "vllm", {"engine_opts": 5}), "engine_opts: 5 must be a mapping"),
         ((None, "hf"), "name: None: the hf backend needs"),
         (("\0", "hf"), "the hf backend needs the hub name or folder"),
         (("gpt2", "pool", {"timeout": 0.02}), "timeout = 0.02 is less than 1 s"),

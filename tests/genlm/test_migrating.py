@@ -14,7 +14,7 @@ import pytest
 
 from lmpool.producer import PooledTrie, Producer, SyncProducer
 from lmpool.producer.genlm import PooledLM
-from lmpool.producer.genlm.llm_opts import POOL_OPTIONS
+from lmpool.producer.genlm.connection import POOL_OPTIONS
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs/migrating-from-genlm.md").read_text("utf-8")
 OURS = {kind.__name__: kind for kind in (PooledLM, PooledTrie, Producer, SyncProducer)}

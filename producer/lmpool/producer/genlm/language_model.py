@@ -24,20 +24,22 @@ from lmpool.producer.client.requests import check_timeout
 from lmpool.producer.client.session import Priority, WhenAbsent
 from lmpool.producer.client.session_per_loop import CopiedAsItself
 from lmpool.producer.genlm.connection import (
+    MIN_TIMEOUT_S,
+    POOL_OPTIONS,
     PREFIX,
     Address,
     ModelConnection,
-    Owned,
     PrivatePool,
-    WorkerCommand,
+    check_min_timeout,
+    command_options,
     seconds_of,
+    split,
 )
-from lmpool.producer.genlm.llm_opts import MIN_TIMEOUT_S, check_known, command_options, split
 from lmpool.producer.metrics import ProducerStats
 from lmpool.producer.tokenizer import load_tokenizer, read_tokenizer
 from lmpool.protocol.job import not_token_ids
 from lmpool.protocol.model_info import ModelInfo
-from lmpool.settings import shown
+from lmpool.settings import check_kind, check_known, shown
 from lmpool.vocabulary import decode_vocab
 
 try:
@@ -109,7 +111,7 @@ class PooledLM(CopiedAsItself, AsyncLM):  # type: ignore[misc]  # genlm-backend 
 
     device = torch.device("cpu")
 
-    def __init__(self, address: Address, *, tokenizer: Any = None, owned: Owned | None = None) -> None:
+    def __init__(self, address: Address, *, tokenizer: Any = None, owned: PrivatePool | None = None) -> None:
         connection = ModelConnection(address, owned)
         try:
             # Connect now, so that a wrong model name fails here and not during inference.
@@ -279,31 +281,22 @@ class PooledLM(CopiedAsItself, AsyncLM):  # type: ignore[misc]  # genlm-backend 
             continuation: list[int] = await super().sample(prompt, max_tokens, ends, temperature, seed, lora_name)
             return continuation
         generated: list[int] = []
-        while len(generated) < max_tokens:
-            made = await self._generate(prompt + generated, max_tokens - len(generated), ends, temperature, lora_name)
-            if made[-1] in ends:
-                return generated + made[:-1]
-            generated += made
-        return generated
-
-    async def _generate(
-        self, token_ids: list[int], max_tokens: int, ends: frozenset[int], temperature: float, lora_name: str | None
-    ) -> list[int]:
-        """At least one token, and at most as many as the model accepts: the next request then raises PromptTooLong."""
         producer = self._connection.producer
         with _errors_of_genlm():
             await producer.open()
-            room = producer.model.max_prompt_tokens - len(token_ids) + 1
-            (made,) = await producer.generate(
-                token_ids,
-                max(1, min(max_tokens, room, _MAX_AT_ONCE)),
-                # Ids outside of the vocabulary are never drawn.
-                stop=sorted(end for end in ends if 0 <= end < producer.model.vocab_size),
-                temperature=temperature,
-                adapter=lora_name or "",
-                timeout=self._seconds,
-            )
-        return [int(token) for token in made.ids]
+            # Ids outside of the vocabulary are never drawn.
+            stop = sorted(end for end in ends if 0 <= end < producer.model.vocab_size)
+            options: dict[str, Any] = {"adapter": lora_name or "", "timeout": self._seconds}
+            while len(generated) < max_tokens:
+                ids = prompt + generated
+                # At least one token: when the model accepts no more, this request raises PromptTooLong.
+                capacity = max(1, producer.model.max_prompt_tokens - len(ids) + 1)
+                count = min(max_tokens - len(generated), capacity, _MAX_AT_ONCE)
+                (made,) = await producer.generate(ids, count, stop=stop, temperature=temperature, **options)
+                generated += map(int, made.ids)
+                if generated[-1] in ends:
+                    return generated[:-1]
+        return generated
 
     def cache_kv(self, prompt_tokens: Any, lora_name: str | None = None) -> None:
         """Have a worker compute a prompt's row, so that longer prompts cost only their new tokens.
@@ -316,7 +309,8 @@ class PooledLM(CopiedAsItself, AsyncLM):  # type: ignore[misc]  # genlm-backend 
 
     def clear_cache(self) -> None:
         """Drop the cached rows of this process. Rows in the pool's cache stay."""
-        self._connection.forget_rows()
+        for producer in self._connection.used:
+            producer.clear_cache()
 
     def clear_kv_cache(self) -> None:
         """Do nothing: workers manage their keys and values."""
@@ -419,20 +413,16 @@ def load_model_by_name(
         ModelError: the private worker does not serve; the message quotes the end of its log.
         As `PooledLM`.
     """
-    if llm_opts is not None and not isinstance(llm_opts, Mapping):
-        raise SettingsError(f"llm_opts: {shown(llm_opts)} is not a mapping of options to values")
-    given = dict(llm_opts or {})
+    given: dict[str, Any] = dict(check_kind("llm_opts", llm_opts or {}, Mapping, "a mapping of options to values"))
     if backend is None or backend == "pool":
-        check_known(given)
+        check_known(given, POOL_OPTIONS, "an option of a connection")
+        check_min_timeout(given)
         return PooledLM.from_name(name, **{"when_absent": "wait"} | given)
     if not isinstance(backend, str) or backend not in _BACKENDS:
         raise SettingsError(f"backend: {shown(backend)} is not one of pool, {', '.join(_BACKENDS)}")
     if not isinstance(name, (str, PurePath)) or "\0" in str(name):
         raise SettingsError(f"name: {shown(name)}: the {backend} backend needs the hub name or folder of a model")
-    return _load_privately(str(name), _BACKENDS[backend], given)
-
-
-def _load_privately(name: str, backend: str, given: dict[str, Any]) -> PooledLM:
+    name, backend = str(name), _BACKENDS[backend]
     loading = {"load_timeout": check_timeout(given.pop("load_timeout"))} if "load_timeout" in given else {}
     options, worker = split(backend, given)
     served = name
@@ -442,7 +432,7 @@ def _load_privately(name: str, backend: str, given: dict[str, Any]) -> PooledLM:
             options["tokenizer"] = read_tokenizer(name, option="name", otherwise="pass tokenizer= in llm_opts")
         worker.setdefault("vocab_size", len(decode_vocab(options["tokenizer"]).tokens))
     tokenizer = options.pop("tokenizer", None)
-    pool = PrivatePool(WorkerCommand(served, backend, command_options(worker), **loading))
+    pool = PrivatePool(served, backend, command_options(worker), **loading)
     try:
         model = PooledLM(Address(redis=pool.url, prefix=PREFIX, **options), tokenizer=tokenizer, owned=pool)
     except BaseException:
