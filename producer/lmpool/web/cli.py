@@ -33,13 +33,12 @@ def register(app: typer.Typer) -> None:
 
 @with_options
 def web(
+    at: ServerOptions,
     host: Host = "127.0.0.1",
     port: Port = 8642,
     allow_changes: Changes = False,
     allow_host: Hosts = None,
     token: Token = None,
-    *,
-    at: ServerOptions,
 ) -> None:
     """Serve a live page of the pool and an explorer of its models. Ctrl-C ends it.
 

@@ -9,16 +9,17 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 from numpy.typing import NDArray
+from rich.console import Group
 from rich.table import Table
 
-from lmpool.admin.survey import Survey, file_notices, survey
+from lmpool.admin.survey import file_notices, survey
 from lmpool.broker.server import Server
 from lmpool.broker.server_checks import ServerMemory, read_doubt, read_memory
 from lmpool.cli import Terminal, say, say_json
 from lmpool.errors import SettingsError
 from lmpool.producer.cli.options import AreIds, AsJson, PoolOptions, ServerOptions, read_prompt, run, with_options
 from lmpool.producer.cli.queues import dead_app, queue_app
-from lmpool.producer.cli.status import print_table, status_models, status_workers, text_column, top
+from lmpool.producer.cli.status import field_column, print_table, status_tables, top
 from lmpool.producer.cli.trie_show import trie_app
 from lmpool.producer.client.discovery import Discovery
 from lmpool.producer.producer import Producer
@@ -46,6 +47,7 @@ def register(app: typer.Typer) -> None:
 
 @with_options
 def logprobs(
+    at: PoolOptions,
     text: Annotated[
         str,
         typer.Argument(
@@ -56,8 +58,6 @@ def logprobs(
     top: Annotated[int, typer.Option(min=1, help="Number of tokens to show.")] = 10,
     adapter: Annotated[str, typer.Option(help="One of the model's adapters (see `lmpool adapters list`).")] = "",
     as_json: AsJson = False,
-    *,
-    at: PoolOptions,
 ) -> None:
     """Show the most likely next tokens of a prompt, with their log-probabilities."""
     text = read_prompt(text, ids)
@@ -89,14 +89,10 @@ def logprobs(
 
 
 @with_options
-def status(as_json: AsJson = False, *, at: ServerOptions) -> None:
+async def status(at: ServerOptions, as_json: AsJson = False) -> None:
     """Show models, workers, queue depths and rates."""
-    server, keys = Server(at.redis), at.keys
-
-    async def read() -> tuple[Survey, str | None, ServerMemory | None]:
-        return await survey(server, keys), await read_doubt(server), await _memory(server)
-
-    models, doubt, memory = run(read())
+    server = Server(at.redis)
+    models, doubt, memory = await survey(server, at.keys), await read_doubt(server), await _memory(server)
     for warning in (doubt, memory and memory.doubt(), *file_notices(models)):
         if warning:
             say(warning, err=True)
@@ -105,8 +101,7 @@ def status(as_json: AsJson = False, *, at: ServerOptions) -> None:
         return
     if models:
         console = Terminal()
-        console.print(status_models(models, console.width))
-        console.print(status_workers(models, console.width))
+        console.print(Group(*status_tables(models, console.width)))
     else:
         say(f"no model is served under the prefix {at.prefix!r} at {server}")
     if memory:
@@ -120,32 +115,29 @@ async def _memory(server: Server) -> ServerMemory | None:
 
 
 @with_options
-def flush(
-    model: Annotated[str | None, typer.Option("--model", help="Name of the model (default: all models).")] = None,
-    *,
+async def flush(
     at: ServerOptions,
+    model: Annotated[str | None, typer.Option("--model", help="Name of the model (default: all models).")] = None,
 ) -> None:
     """Drop the cached rows of one model, or of all models, from Redis. Workers compute them again on request.
 
     Rows in a worker's shared memory stay until they are replaced or the worker ends.
     """
-
-    async def drop() -> int:
-        dropped, batch = 0, list[bytes]()
-        async with Server(at.redis).connected() as redis:
-            pattern = scan_pattern(at.keys, None if model is None else await Discovery(redis, at.keys).info(model))
-            async for key in redis.scan_iter(match=pattern, count=1000):
-                batch.append(key)
-                if len(batch) == _UNLINKED_PER_CALL:
-                    dropped += await redis.unlink(*batch)
-                    batch.clear()
-            return dropped + (await redis.unlink(*batch) if batch else 0)
-
-    say(f"dropped {run(drop())} rows")
+    dropped, batch = 0, list[bytes]()
+    async with Server(at.redis).connected() as redis:
+        pattern = scan_pattern(at.keys, None if model is None else await Discovery(redis, at.keys).info(model))
+        async for key in redis.scan_iter(match=pattern, count=1000):
+            batch.append(key)
+            if len(batch) == _UNLINKED_PER_CALL:
+                dropped += await redis.unlink(*batch)
+                batch.clear()
+        dropped += await redis.unlink(*batch) if batch else 0
+    say(f"dropped {dropped} rows")
 
 
 @with_options
-def bench(
+async def bench(
+    at: PoolOptions,
     prompts: Annotated[int, typer.Option(min=1, help="Number of random prompts.")] = 1000,
     length: Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")] = 32,
     concurrency: Annotated[int, typer.Option(min=1, help="Concurrent requests.")] = 256,
@@ -154,41 +146,40 @@ def bench(
         bool, typer.Option("--bulk", help="Low priority: prompts of interactive clients go first.")
     ] = False,
     as_json: AsJson = False,
-    *,
-    at: PoolOptions,
 ) -> None:
     """Benchmark a served model: throughput and latency of new rows, of cached rows, and of single requests."""
     server = Server(at.redis)
 
-    async def measure() -> tuple[dict[str, float], int | None]:
-        before = await _memory(server)
-        if before and (doubt := before.doubt()):
-            say(doubt, err=True)
-        async with at.producer(cache_bytes=0, priority="bulk" if is_bulk else "interactive") as producer:
-            if length > (limit := producer.model.max_prompt_tokens):
-                raise SettingsError(f"length: {length} tokens; this model accepts at most {limit}")
-            say(f"requesting {prompts} prompts at once, then the same from the cache, then single prompts", err=True)
-            generator = np.random.default_rng(seed)
-            drawn = generator.integers(0, producer.model.vocab_size, (prompts + _MAX_ALONE, length)).tolist()
-            rates = {}
-            for kind in ("new", "cached"):
-                started = time.perf_counter()
-                latencies = await _latencies(producer, drawn[:prompts], concurrency)
-                rates[f"{kind}_per_s"] = prompts / (time.perf_counter() - started)
-                rates |= _quantiles(kind, latencies)
-            alone: list[float] = []
-            while len(alone) < _MAX_ALONE and sum(alone) < _MAX_ALONE_S:
-                alone += await _latencies(producer, [drawn[prompts + len(alone)]], 1)
-            rates |= _quantiles("alone", alone)
-        after = await _memory(server)
-        # A restarted server counts from 0.
-        evicted = max(0, after.evicted_keys - before.evicted_keys) if before and after else None
-        if evicted:
-            text = f"the server evicted {evicted} keys during the benchmark ({after}): evicted rows were computed again"
-            say(f"{text}; raise maxmemory, or request fewer rows at once (--prompts, --concurrency)", err=True)
-        return rates, evicted
+    before = await _memory(server)
+    if before and (doubt := before.doubt()):
+        say(doubt, err=True)
+    rates: dict[str, float] = {}
 
-    rates, evicted = run(measure())
+    def add_quantiles(kind: str, seconds: list[float]) -> None:
+        p50, p99 = np.quantile(seconds, [0.5, 0.99]) * 1000
+        rates.update({f"{kind}_p50_ms": float(p50), f"{kind}_p99_ms": float(p99)})
+
+    async with at.producer(cache_bytes=0, priority="bulk" if is_bulk else "interactive") as producer:
+        if length > (limit := producer.model.max_prompt_tokens):
+            raise SettingsError(f"length: {length} tokens; this model accepts at most {limit}")
+        say(f"requesting {prompts} prompts at once, then the same from the cache, then single prompts", err=True)
+        generator = np.random.default_rng(seed)
+        drawn = generator.integers(0, producer.model.vocab_size, (prompts + _MAX_ALONE, length)).tolist()
+        for kind in ("new", "cached"):
+            started = time.perf_counter()
+            latencies = await _latencies(producer, drawn[:prompts], concurrency)
+            rates[f"{kind}_per_s"] = prompts / (time.perf_counter() - started)
+            add_quantiles(kind, latencies)
+        alone: list[float] = []
+        while len(alone) < _MAX_ALONE and sum(alone) < _MAX_ALONE_S:
+            alone += await _latencies(producer, [drawn[prompts + len(alone)]], 1)
+        add_quantiles("alone", alone)
+    after = await _memory(server)
+    # A restarted server counts from 0.
+    evicted = max(0, after.evicted_keys - before.evicted_keys) if before and after else None
+    if evicted:
+        text = f"the server evicted {evicted} keys during the benchmark ({after}): evicted rows were computed again"
+        say(f"{text}; raise maxmemory, or request fewer rows at once (--prompts, --concurrency)", err=True)
     if as_json:
         say_json({**rates, "evicted_keys": evicted})
         return
@@ -212,55 +203,38 @@ async def _latencies(producer: Producer, prompts: list[list[int]], concurrency: 
     return await asyncio.gather(*map(latency, prompts))
 
 
-def _quantiles(kind: str, seconds: list[float]) -> dict[str, float]:
-    p50, p99 = np.quantile(seconds, [0.5, 0.99]) * 1000
-    return {f"{kind}_p50_ms": float(p50), f"{kind}_p99_ms": float(p99)}
-
-
 @adapters_app.command("list")
 @with_options
-def list_adapters(as_json: AsJson = False, *, at: PoolOptions) -> None:
+async def list_adapters(at: PoolOptions, as_json: AsJson = False) -> None:
     """Show the adapters that requests may name."""
-
-    async def read() -> dict[str, str]:
-        async with at.producer() as producer:
-            return await producer.adapters()
-
-    revisions = run(read())
+    async with at.producer() as producer:
+        revisions = await producer.adapters()
     if as_json:
         say_json(revisions)
     elif not revisions:
         say("the model has no adapters")
     else:
         rows = [{"adapter": name, "revision": revisions[name]} for name in sorted(revisions)]
-        print_table([text_column("adapter", 0), text_column("revision", 0)], rows)
+        print_table([field_column("adapter", 0), field_column("revision", 0)], rows)
 
 
 @adapters_app.command()
 @with_options
-def add(
+async def add(
+    at: PoolOptions,
     name: AdapterName,
     source: Annotated[str, typer.Argument(help="Its folder, or its name on the hub, on the workers' machines.")],
-    *,
-    at: PoolOptions,
 ) -> None:
     """Put an adapter in service, or another one instead of the adapter that has this name."""
-
-    async def change() -> str:
-        async with at.producer() as producer:
-            return await producer.add_adapter(name, source)
-
-    say(f"{name} is in service, revision {run(change())}")
+    async with at.producer() as producer:
+        revision = await producer.add_adapter(name, source)
+    say(f"{name} is in service, revision {revision}")
 
 
 @adapters_app.command()
 @with_options
-def remove(name: AdapterName, *, at: PoolOptions) -> None:
+async def remove(at: PoolOptions, name: AdapterName) -> None:
     """Take an adapter out of service."""
-
-    async def change() -> None:
-        async with at.producer() as producer:
-            await producer.remove_adapter(name)
-
-    run(change())
+    async with at.producer() as producer:
+        await producer.remove_adapter(name)
     say(f"{name} is not in service any more")

@@ -115,14 +115,18 @@ class PoolOptions(ServerOptions):
             yield producer
 
 
-def with_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Let the last parameter of a command, a `ServerOptions`, stand for its fields: each becomes an option."""
-    *own, last = inspect.signature(command, eval_str=True).parameters.values()
-    fields = inspect.signature(last.annotation, eval_str=True).parameters.values()
+def with_options(command: Callable[..., Any]) -> Callable[..., None]:
+    """Let the first parameter of a command, a `ServerOptions`, stand for its fields: each becomes an option.
+
+    The command may be a coroutine function. It must not read standard input, because Ctrl-C could not interrupt that.
+    """
+    options, *own = inspect.signature(command, eval_str=True).parameters.values()
+    fields = inspect.signature(options.annotation, eval_str=True).parameters.values()
 
     def expanded(**given: Any) -> None:
-        options = last.annotation(**{field.name: given.pop(field.name) for field in fields})
-        command(**given, **{last.name: options})
+        result = command(options.annotation(**{field.name: given.pop(field.name) for field in fields}), **given)
+        if inspect.iscoroutine(result):
+            run(result)
 
     keyword = inspect.Parameter.KEYWORD_ONLY
     expanded.__signature__ = inspect.Signature(  # type: ignore[attr-defined]

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
-from contextlib import aclosing, asynccontextmanager
-from typing import Annotated, Any, NamedTuple
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import Annotated, Any
 
 import typer
 from redis.exceptions import NoPermissionError
@@ -18,7 +18,7 @@ from lmpool.broker.server import Server
 from lmpool.cli import Terminal, say, say_json
 from lmpool.errors import AuthenticationFailed, LMPoolError, SettingsError, UnknownModel
 from lmpool.producer.cli.options import AsJson, ModelName, ServerOptions, run, with_options
-from lmpool.producer.cli.status import UNFOLDED, fitting, print_table, seconds, text_column
+from lmpool.producer.cli.status import UNFOLDED, field_column, fitting, print_table, seconds
 from lmpool.producer.client.discovery import Discovery
 from lmpool.settings import check_name
 
@@ -41,59 +41,48 @@ _MIN_REASON_WIDTH = 20  # Characters that the reason keeps on one line.
 
 @queue_app.command("show")
 @with_options
-def show_queue(
+async def show_queue(
+    at: ServerOptions,
     model: Annotated[
         str | None, typer.Argument(help="Name of the model, served or not (default: all served models).")
     ] = None,
     as_json: AsJson = False,
-    *,
-    at: ServerOptions,
 ) -> None:
     """Show how many prompts wait, how many workers hold, how many are in lanes, and whose are in the backlog."""
-
-    async def count() -> dict[str, tuple[dict[str, Any], str]]:
-        async with Server(at.redis).connected() as client:
-            discovery, counted = Discovery(client, at.keys), {}
-            for name in sorted(await discovery.infos()) if model is None else [model]:
-                counts = await count_queue(client, discovery, at.keys.model(name), name)
-                counted[name] = counts, "" if counts["queued"] else await why_unknown(discovery, name)
-            return counted
-
     _check_model(model)
-    counted = run(count())
+    async with Server(at.redis).connected() as client:
+        discovery = Discovery(client, at.keys)
+        names = sorted(await discovery.infos()) if model is None else [model]
+        counted = {name: await count_queue(client, discovery, at.keys.model(name), name) for name in names}
+        doubts = {
+            name: "" if counts["queued"] else await why_unknown(discovery, name) for name, counts in counted.items()
+        }
     if as_json:
-        by_model = {name: counts for name, (counts, _) in counted.items()}
-        say_json(by_model if model is None else by_model[model])
+        say_json(counted if model is None else counted[model])
     elif not counted:
         say("no model is served")
-    else:
-        for name, (counts, doubt) in counted.items():
-            _say_counts("" if model is not None else f"{name}: ", counts, doubt)
-
-
-def _say_counts(head: str, counts: dict[str, Any], doubt: str) -> None:
-    held, backlog, lanes = counts["held"], counts["backlog"], counts["lanes"].values()
-    of_bulk = f", {counts['bulk']} of them of bulk clients" if counts["bulk"] else ""
-    in_lanes = f"; {sum(lanes)} are in lanes, {max(lanes)} of them in the longest" if any(lanes) else ""
-    oldest = f", the oldest of {seconds(counts['age_s']) or '0 s'}" if counts["queued"] else ""
-    _say_result(
-        f"{head}{counts['queued']} prompts{oldest}: workers hold {held}, "
-        f"{counts['queued'] - held - backlog} are next, {backlog} wait behind them{of_bulk}{in_lanes}",
-        doubt,
-    )
-    if counts["clients"]:
-        rows = [{"client": client, "behind": count} for client, count in counts["clients"].items()]
-        print_table([text_column("client", 0), text_column("behind", 1)], rows)
+    for name, counts in counted.items() if not as_json else ():
+        held, backlog, lanes = counts["held"], counts["backlog"], counts["lanes"].values()
+        of_bulk = f", {counts['bulk']} of them of bulk clients" if counts["bulk"] else ""
+        in_lanes = f"; {sum(lanes)} are in lanes, {max(lanes)} of them in the longest" if any(lanes) else ""
+        oldest = f", the oldest of {seconds(counts['age_s']) or '0 s'}" if counts["queued"] else ""
+        text = "" if model is not None else f"{name}: "
+        text += (
+            f"{counts['queued']} prompts{oldest}: workers hold {held}, {counts['queued'] - held - backlog} are next, "
+        )
+        _say_result(f"{text}{backlog} wait behind them{of_bulk}{in_lanes}", doubts[name])
+        if counts["clients"]:
+            rows = [{"client": client, "behind": count} for client, count in counts["clients"].items()]
+            print_table([field_column("client", 0), field_column("behind", 1)], rows)
 
 
 @queue_app.command()
 @with_options
 def clear(
+    at: ServerOptions,
     model: Annotated[str, typer.Argument(help="Name of the model, served or not.")],
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation.")] = False,
     as_json: AsJson = False,
-    *,
-    at: ServerOptions,
 ) -> None:
     """Remove all prompts that wait for workers. Their clients' requests end at once, with QueueCleared.
 
@@ -129,87 +118,56 @@ def clear(
 
 @dead_app.command("list")
 @with_options
-def list_letters(
+async def list_letters(
+    at: ServerOptions,
     limit: Annotated[int, typer.Option(min=1, help="Max letters to show, the newest first.")] = 50,
     model: ModelName = None,
     as_json: AsJson = False,
-    *,
-    at: ServerOptions,
 ) -> None:
     """Show the prompts that were given up, of one model or of all served models."""
-
-    async def read() -> tuple[list[tuple[str, DeadLetter]], int, str]:
-        newest: list[tuple[str, DeadLetter]] = []
-        async with Server(at.redis).connected() as client:
-            discovery = Discovery(client, at.keys)
-            names, count = [model] if model is not None else sorted(await discovery.infos()), 0
-            if not names:
-                return [], 0, "no model is served: pass --model for a model that is not served"
-            for name in names:
-                letters = DeadLetters(client, at.keys.model(name))
-                newest += [(name, letter) for letter in await letters.newest(limit)]
-                count += await letters.count()
-            newest.sort(key=lambda pair: pair[1].given_up, reverse=True)
-            is_doubtful = model is not None and not newest
-            return newest[:limit], count, await why_unknown(discovery, names[0]) if is_doubtful else ""
-
     _check_model(model)
-    newest, count, doubt = run(read())
-    if as_json or not newest:
-        shown = [{"model": name, **summary(letter)} for name, letter in newest]
-        _say_result("no prompt was given up", doubt, shown if as_json else None)
+    count, doubt = 0, ""
+    newest: list[tuple[float, dict[str, Any]]] = []
+    async with Server(at.redis).connected() as client:
+        discovery = Discovery(client, at.keys)
+        names = sorted(await discovery.infos()) if model is None else [model]
+        if not names:
+            doubt = "no model is served: pass --model for a model that is not served"
+        for name in names:
+            letters = DeadLetters(client, at.keys.model(name))
+            newest += [(one.given_up, {"model": name, **summary(one)}) for one in await letters.newest(limit)]
+            count += await letters.count()
+        if model is not None and not newest:
+            doubt = await why_unknown(discovery, model)
+    newest.sort(key=lambda pair: pair[0], reverse=True)
+    rows = [row for _, row in newest[:limit]]
+    if as_json or not rows:
+        _say_result("no prompt was given up", doubt, rows if as_json else None)
         return
     console = Terminal()
-    models = [name for name, _ in newest] if model is None else None
-    console.print(letters_table([letter for _, letter in newest], console.width, models))
-    if count > len(newest):
-        say(f"and {count - len(newest)} older ones: see --limit")
+    console.print(letters_table(rows, console.width, has_models=model is None))
+    if count > len(rows):
+        say(f"and {count - len(rows)} older ones: see --limit")
 
 
-def letters_table(letters: Sequence[DeadLetter], width: int, models: Sequence[str] | None = None) -> Table:
-    """Return dead letters as a table that never cuts their ids, because commands take ids.
-
-    Args:
-        letters: the letters to show.
-        width: characters per line.
-        models: the model of each letter; None for letters of one model.
-    """
-    rows: list[Mapping[str, Any]] = [summary(letter) for letter in letters]
-    if models is not None:
-        rows = [{"model": name, **row} for name, row in zip(models, rows, strict=True)]
+def letters_table(rows: Sequence[Mapping[str, Any]], width: int, *, has_models: bool) -> Table:
+    """Return summaries of dead letters as a table that never cuts their ids, because commands take ids."""
     columns = [
-        text_column("id", 0, min_width=UNFOLDED),
-        *([text_column("model", 0)] if models is not None else []),
-        text_column("given up", 3, "given_up"),
-        text_column("error", 1),
-        text_column("reason", 0, min_width=_MIN_REASON_WIDTH),
-        text_column("tokens", 2),
-        text_column("adapter", 5),
-        text_column("asked for", 4, "asked"),
-        text_column("digest", 6),
+        field_column("id", 0, min_width=UNFOLDED),
+        *([field_column("model", 0)] if has_models else []),
+        field_column("given up", 3, "given_up"),
+        field_column("error", 1),
+        field_column("reason", 0, min_width=_MIN_REASON_WIDTH),
+        field_column("tokens", 2),
+        field_column("adapter", 5),
+        field_column("asked for", 4, "asked"),
+        field_column("digest", 6),
     ]
     return fitting(None, columns, rows, width)
 
 
-class _ModelLetters(NamedTuple):
-    """The dead letters of a model, its name, and the discovery of its pool."""
-
-    letters: DeadLetters
-    model: str
-    discovery: Discovery
-
-    async def chosen(self, entries: list[str] | None) -> AsyncGenerator[DeadLetter, None]:
-        """Iterate over the letters with these names, or over all."""
-        if not entries:
-            async for letter in self.letters.oldest_first():
-                yield letter
-            return
-        for letter in await self.letters.find(entries):
-            yield letter
-
-
 @asynccontextmanager
-async def _letters_of(model: str | None, at: ServerOptions) -> AsyncIterator[_ModelLetters]:
+async def _letters_of(model: str | None, at: ServerOptions) -> AsyncIterator[tuple[DeadLetters, Discovery, str]]:
     """Connect to the dead letters of a model; a model that is named need not be served."""
     _check_model(model)
     async with Server(at.redis).connected() as client:
@@ -218,19 +176,15 @@ async def _letters_of(model: str | None, at: ServerOptions) -> AsyncIterator[_Mo
             name = (await discovery.info(None)).name if model is None else model
         except UnknownModel as error:
             raise UnknownModel(f"{error}; pass --model for a model that is not served") from error
-        yield _ModelLetters(DeadLetters(client, at.keys.model(name)), name, discovery)
+        yield DeadLetters(client, at.keys.model(name)), discovery, name
 
 
 @dead_app.command("show")
 @with_options
-def show_letter(entry: Id, model: ModelName = None, as_json: AsJson = False, *, at: ServerOptions) -> None:
+async def show_letter(at: ServerOptions, entry: Id, model: ModelName = None, as_json: AsJson = False) -> None:
     """Show one prompt that was given up, with its token ids."""
-
-    async def find() -> DeadLetter:
-        async with _letters_of(model, at) as found:
-            return (await found.letters.find([entry]))[0]
-
-    letter = run(find())
+    async with _letters_of(model, at) as (letters, _, _):
+        (letter,) = await letters.find([entry])
     if as_json:
         say_json({**summary(letter), **contents(letter, max_ids=None)})
         return
@@ -243,8 +197,8 @@ def show_letter(entry: Id, model: ModelName = None, as_json: AsJson = False, *, 
 
 @dead_app.command()
 @with_options
-def retry(
-    entries: Ids = None, every: All = False, model: ModelName = None, as_json: AsJson = False, *, at: ServerOptions
+async def retry(
+    at: ServerOptions, entries: Ids = None, every: All = False, model: ModelName = None, as_json: AsJson = False
 ) -> None:
     """Queue prompts again that were given up. Workers then cache their rows."""
     _check_choice(entries, every)
@@ -252,19 +206,22 @@ def retry(
     in_flight: list[str] = []
     refused: dict[str, str] = {}
 
-    async def queue_again() -> None:
-        async with _letters_of(model, at) as found:
-            info = await found.discovery.info(found.model)
-            adapters = await found.letters.served_adapters(info)
-            async with aclosing(found.chosen(entries)) as chosen:
-                async for letter in chosen:
-                    try:
-                        is_queued = await found.letters.retry(letter, info, adapters)
-                        (queued if is_queued else in_flight).append(letter.entry)
-                    except LMPoolError as error:
-                        refused[letter.entry] = str(error)
+    async with _letters_of(model, at) as (letters, discovery, name):
+        info = await discovery.info(name)
+        adapters = await letters.served_adapters(info)
 
-    run(queue_again())
+        async def queue_again(letter: DeadLetter) -> None:
+            try:
+                is_queued = await letters.retry(letter, info, adapters)
+                (queued if is_queued else in_flight).append(letter.entry)
+            except LMPoolError as error:
+                refused[letter.entry] = str(error)
+
+        for letter in await letters.find(entries or []):
+            await queue_again(letter)
+        if every:
+            async for letter in letters.oldest_first():
+                await queue_again(letter)
     if as_json:
         say_json({"queued": queued, "under_way": in_flight, "refused": refused})
     elif queued or in_flight or not refused:
@@ -276,21 +233,18 @@ def retry(
 
 @dead_app.command()
 @with_options
-def drop(
-    entries: Ids = None, every: All = False, model: ModelName = None, as_json: AsJson = False, *, at: ServerOptions
+async def drop(
+    at: ServerOptions, entries: Ids = None, every: All = False, model: ModelName = None, as_json: AsJson = False
 ) -> None:
     """Delete prompts that were given up."""
     _check_choice(entries, every)
-
-    async def delete() -> tuple[int, str]:
-        async with _letters_of(model, at) as found:
-            if entries:
-                # If one name is unknown, drop no letter.
-                return await found.letters.drop([letter.entry for letter in await found.letters.find(entries)]), ""
-            count = await found.letters.drop_all()
-            return count, "" if count else await why_unknown(found.discovery, found.model)
-
-    dropped, doubt = run(delete())
+    async with _letters_of(model, at) as (letters, discovery, name):
+        if entries:
+            # If one name is unknown, drop no letter.
+            dropped = await letters.drop([letter.entry for letter in await letters.find(entries)])
+        else:
+            dropped = await letters.drop_all()
+        doubt = "" if dropped or entries else await why_unknown(discovery, name)
     _say_result(f"dropped {dropped} prompts", doubt, {"dropped": dropped} if as_json else None)
 
 

@@ -22,7 +22,7 @@ from lmpool.admin.survey import Survey, number, read_survey, survey, workers_of
 from lmpool.broker.server import Server
 from lmpool.cli import Terminal, say_json
 from lmpool.errors import LMPoolError, SettingsError, printable
-from lmpool.producer.cli.options import AsJson, ServerOptions, run, with_options
+from lmpool.producer.cli.options import AsJson, ServerOptions, with_options
 from lmpool.protocol.keys import Keys
 from lmpool.protocol.model_info import TRIE_SERVICE
 
@@ -37,28 +37,25 @@ _REPLY_TIMEOUT_S = 5.0  # Seconds to wait for the server: longer, and the view w
 
 
 @with_options
-def top(interval: Interval = 1.0, once: Once = False, as_json: AsJson = False, *, at: ServerOptions) -> None:
+async def top(at: ServerOptions, interval: Interval = 1.0, once: Once = False, as_json: AsJson = False) -> None:
     """Watch models and workers: queues, rates, and seconds from submission to row (p50, p99). Ctrl-C exits.
 
     Rates and times are those between the workers' last two heartbeats.
     """
     if as_json and not once:
         raise SettingsError("json: the live view has no JSON form; use --once --json")
-    server, keys = Server(at.redis), at.keys
+    server, console = Server(at.redis), Terminal()
     if not once:
-        run(_watch(server, keys, interval))
-        return
-    models = run(survey(server, keys))
-    if as_json:
-        say_json(models)
-        return
-    console = Terminal()
-    console.print(_view(models, console.width, ""))
+        await _watch(server, at.keys, interval, console)
+    elif as_json:
+        say_json(await survey(server, at.keys))
+    else:
+        console.print(_view(await survey(server, at.keys), console.width, ""))
 
 
-async def _watch(server: Server, keys: Keys, interval: float) -> None:
+async def _watch(server: Server, keys: Keys, interval: float, console: Terminal) -> None:
     """Poll until cancelled; while the server is unreachable, show the reason and the last view."""
-    console, models, seen_at = Terminal(), Survey(), 0.0
+    models, seen_at = Survey(), 0.0
     async with server.connected(reply_timeout_s=max(_REPLY_TIMEOUT_S, interval)) as redis:
         with Live(console=console, auto_refresh=False, screen=console.is_terminal) as live:
             while True:
@@ -81,7 +78,7 @@ def _view(models: Survey, width: int, trouble: str) -> Group:
     head = [Text(printable(trouble), style="bold red")] if trouble else []
     if not models:
         return Group(*(head or [Text("no model is served")]))
-    return Group(*head, top_models(models, width), top_workers(models, width))
+    return Group(*head, *top_tables(models, width))
 
 
 class Column(NamedTuple):
@@ -100,22 +97,20 @@ class Column(NamedTuple):
     min_width: int = 12
 
 
-def text_column(title: str, rank: int, name: str = "", min_width: int = 12) -> Column:
-    """Return a column of a field, which is named as the title unless `name` is given; empty where it has no value."""
+def field_column(
+    title: str, rank: int, name: str = "", form: Callable[[float], str] | None = None, min_width: int = 12
+) -> Column:
+    """Return a column of a field, which is named as the title unless `name` is given; empty where it has no value.
+
+    The field is shown as text, or as a number by `form`.
+    """
 
     def cell(row: Mapping[str, Any]) -> str:
-        value = row.get(name or title)
-        return "" if value is None else str(value)
+        if form is None:
+            return str(value) if (value := row.get(name or title)) is not None else ""
+        return "" if (value := number(row, name)) is None else form(value)
 
     return Column(title, rank, cell, min_width)
-
-
-def _number_column(title: str, rank: int, name: str, form: Callable[[float], str]) -> Column:
-    def cell(row: Mapping[str, Any]) -> str:
-        value = number(row, name)
-        return "" if value is None else form(value)
-
-    return Column(title, rank, cell)
 
 
 def fitting(title: str | None, columns: Sequence[Column], rows: Iterable[Mapping[str, Any]], width: int) -> Table:
@@ -166,64 +161,56 @@ def _reuse(worker: Mapping[str, Any]) -> str:
     return f"{reused / tokens:.0%}" if tokens and reused is not None else ""
 
 
-_RATE = _number_column("rows/s", 2, "rows_per_s", "{:.1f}".format)
-_MODEL = text_column("model", 0, "name")
+_RATE = field_column("rows/s", 2, "rows_per_s", "{:.1f}".format)
+_MODEL = field_column("model", 0, "name")
 _QUEUE = (
     Column("workers", 2, lambda model: str(len(model["workers"]))),
-    text_column("queued", 1),
+    field_column("queued", 1),
     Column("oldest", 3, lambda model: seconds(model["age_s"]) if model["queued"] else ""),
-    text_column("dead", 4),
+    field_column("dead", 4),
     _RATE,
 )
 _STATUS_MODELS = (
     _MODEL,
-    text_column("backend", 6),
+    field_column("backend", 6),
     # Trie workers serve any vocabulary, so V in their info has no meaning.
     Column("V", 7, lambda model: "" if model["name"] == TRIE_SERVICE else str(model.get("vocab_size", ""))),
-    text_column("dtype", 9),
-    text_column("rows as", 8, "encoding"),
+    field_column("dtype", 9),
+    field_column("rows as", 8, "encoding"),
     *_QUEUE,
 )
-_TOP_MODELS = (_MODEL, *_QUEUE, _number_column("p50", 6, "p50_s", seconds), _number_column("p99", 5, "p99_s", seconds))
+_TOP_MODELS = (_MODEL, *_QUEUE, field_column("p50", 6, "p50_s", seconds), field_column("p99", 5, "p99_s", seconds))
 _WORKER = (
-    text_column("worker", 0, "id"),
-    text_column("model", 0),
-    text_column("state", 1),
-    text_column("rows", 11),
+    field_column("worker", 0, "id"),
+    field_column("model", 0),
+    field_column("state", 1),
+    field_column("rows", 11),
     _RATE,
-    text_column("lane", 7),
-    text_column("in-flight", 10, "in_flight"),
-    text_column("failed", 3, "failures"),
+    field_column("lane", 7),
+    field_column("in-flight", 10, "in_flight"),
+    field_column("failed", 3, "failures"),
     Column("reuse", 8, _reuse),
-    text_column("homed", 12),
-    text_column("stolen", 13),
-    text_column("shared", 14),
+    field_column("homed", 12),
+    field_column("stolen", 13),
+    field_column("shared", 14),
 )
-_HEARD = _number_column("heard", 9, "silent_s", seconds)
+_HEARD = field_column("heard", 9, "silent_s", seconds)
 _TOP_WORKERS = (
     *_WORKER,
-    text_column("batch", 6),
-    _number_column("p50", 5, "p50_s", seconds),
-    _number_column("p99", 4, "p99_s", seconds),
+    field_column("batch", 6),
+    field_column("p50", 5, "p50_s", seconds),
+    field_column("p99", 4, "p99_s", seconds),
     _HEARD,
 )
 
 
-def status_models(models: Survey, width: int) -> Table:
-    """Return the table of models for `lmpool status`."""
-    return fitting("Models", _STATUS_MODELS, [{**(model["info"] or {}), **model} for model in models], width)
+def status_tables(models: Survey, width: int) -> tuple[Table, Table]:
+    """Return the tables of models and workers for `lmpool status`."""
+    rows = [{**(model["info"] or {}), **model} for model in models]
+    workers = fitting("Workers", (*_WORKER, _HEARD), workers_of(models), width)
+    return fitting("Models", _STATUS_MODELS, rows, width), workers
 
 
-def status_workers(models: Survey, width: int) -> Table:
-    """Return the table of workers for `lmpool status`."""
-    return fitting("Workers", (*_WORKER, _HEARD), workers_of(models), width)
-
-
-def top_models(models: Survey, width: int) -> Table:
-    """Return the table of models for `lmpool top`."""
-    return fitting("Models", _TOP_MODELS, models, width)
-
-
-def top_workers(models: Survey, width: int) -> Table:
-    """Return the table of workers for `lmpool top`."""
-    return fitting("Workers", _TOP_WORKERS, workers_of(models), width)
+def top_tables(models: Survey, width: int) -> tuple[Table, Table]:
+    """Return the tables of models and workers for `lmpool top`."""
+    return fitting("Models", _TOP_MODELS, models, width), fitting("Workers", _TOP_WORKERS, workers_of(models), width)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Annotated, Any, NamedTuple
 
 import numpy as np
@@ -19,16 +20,13 @@ from rich.text import Text
 from rich.tree import Tree
 
 from lmpool.cli import Terminal, say_json
-from lmpool.errors import NoWorker, SettingsError, UnknownModel, printable
+from lmpool.errors import SettingsError, printable
 from lmpool.producer.cli.options import AreIds, AsJson, PoolOptions, read_prompt, run, with_options
 from lmpool.producer.tokenizer import read_tokens
 from lmpool.settings import shown
 from lmpool.trie.trie import Trie
 
 trie_app = typer.Typer(name="trie", help="The token trie (prefix tree) of a served model.", no_args_is_help=True)
-
-Masses = Callable[[NDArray[np.int32]], Awaitable[NDArray[Any]]]
-"""Returns the masses of k nodes, as floats of shape (k,)."""
 
 _ESCAPE = re.compile(rb'\\(?:x([0-9A-Fa-f]{2})|u[0-9A-Fa-f]{4}|U[0-9A-Fa-f]{8}|[\\"nrt]|)')
 _LATIN_CONTROLS = re.compile("[\x80-\xa0\xad]")  # Invisible characters that Python would escape like a byte.
@@ -107,10 +105,10 @@ class BranchReader:
 
     Args:
         trie: the trie.
-        masses: returns the masses of nodes; None for their part of all tokens.
+        masses: called with `nodes=`, int32 (k,); returns their masses, floats (k,). None for their part of all tokens.
     """
 
-    def __init__(self, trie: Trie, masses: Masses | None = None) -> None:
+    def __init__(self, trie: Trie, masses: Callable[..., Awaitable[NDArray[Any]]] | None = None) -> None:
         self._trie = trie
         self._masses = masses or self.shares
         self._tokens: dict[int, list[int]] = {}
@@ -135,7 +133,7 @@ class BranchReader:
         opened = [root]
         for _ in range(limits.depth):
             heads = [self._trie.children(branch.node) for branch in opened]
-            masses = await self._masses(np.concatenate([np.array([root.node], np.int32), *heads]))
+            masses = await self._masses(nodes=np.concatenate([np.array([root.node], np.int32), *heads]))
             root.mass, *others = masses.astype(np.float64).tolist()
             for branch, nodes in zip(opened, heads, strict=True):
                 self._open(branch, nodes, np.array(others[: nodes.size]), limits.top, limits.least * root.mass)
@@ -208,6 +206,7 @@ def _several() -> None:
 @trie_app.command()
 @with_options
 def show(
+    at: PoolOptions,
     prompt: Annotated[
         str | None,
         typer.Argument(
@@ -231,8 +230,6 @@ def show(
     ] = 0.001,
     local: Annotated[bool, typer.Option("--local", help="Compute here, not on a trie worker.")] = False,
     as_json: AsJson = False,
-    *,
-    at: PoolOptions,
 ) -> None:
     """Show the branches below a prefix, with the probability of each after a prompt."""
     shown_prefix, limits = from_text(under), Limits(depth, top, least)
@@ -243,21 +240,11 @@ def show(
     async def read() -> tuple[str, list[int] | None, int, Branch]:
         async with at.producer() as producer:
             tokens = None if prompt is None else await read_tokens(producer, prompt, ids, at.timeout)
-            trie = await producer.trie()
-
-            async def masses(nodes: NDArray[np.int32]) -> NDArray[Any]:
-                try:
-                    return await trie.weight_sum(prompt=tokens, nodes=nodes, local=local)
-                except (UnknownModel, NoWorker) as error:
-                    if isinstance(error, NoWorker) and not isinstance(error.__cause__, UnknownModel):
-                        raise  # A trie worker has ended, or the model is not served.
-                    raise type(error)(
-                        "no trie worker serves: start one with `lmpool trie-worker`, or the model's workers with "
-                        "--with-trie, or compute here with --local"
-                    ) from error
-
-            reader = BranchReader(trie.structure, None if tokens is None else masses)
-            return producer.model.name, tokens, trie.structure.n_tokens, await reader.read(shown_prefix, limits)
+            trie, masses = await producer.trie(), None
+            if tokens is not None:
+                masses = partial(trie.weight_sum, prompt=tokens, local=local)
+            root = await BranchReader(trie.structure, masses).read(shown_prefix, limits)
+            return producer.model.name, tokens, trie.structure.n_tokens, root
 
     name, tokens, n_tokens, root = run(read())
     if as_json:
