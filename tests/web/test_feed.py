@@ -205,7 +205,7 @@ def test_events_tell_what_happened_to_workers(
     events.add_survey(*before)
     assert list(events.newest) == [], "what is there at first has not just come"
     events.add_survey(*after)
-    assert [f"{event.worker} {event.what}" for event in events.newest] == told
+    assert [f"{event['worker']} {event['what']}" for event in events.newest] == told
 
 
 async def test_trie_workers_are_shown_without_a_vocabulary(pool: Pool) -> None:

@@ -49,12 +49,7 @@ RESPONSE_S = 300.0
 """Seconds for sending a response other than a stream: the largest history at 12 kB/s."""
 
 _STREAM_PATH = "/api/stream"
-_TYPES = {
-    "html": "text/html; charset=utf-8",
-    "js": "text/javascript; charset=utf-8",
-    "css": "text/css; charset=utf-8",
-    "svg": "image/svg+xml",
-}
+_TYPES = {"html": "text/html", "js": "text/javascript", "css": "text/css", "svg": "image/svg+xml"}
 _GRACE_S = 2  # Seconds for open requests when the service stops.
 _MIN_TOKEN = 16  # Min characters of a token: a shorter one could be guessed.
 _PIECE_BYTES = 64 * 1024  # Bytes per write of a large response: a slow client needs no copy of it.
@@ -169,7 +164,7 @@ def web_service(settings: WebSettings) -> Service:
         Route("/api/history", history),
         Route("/api/models", answers(served)),
         Route("/api/settings", answers(shown_settings)),
-        *DeadLetterRoutes(server, keys, allow_changes=settings.allow_changes).routes,
+        *dead_letter_routes(server, keys, allow_changes=settings.allow_changes),
         *ExplorerRoutes(models).routes,
         # Autoscalers use it with `Authorization: Bearer`.
         demand_route(server, keys),
@@ -187,41 +182,34 @@ class _Chosen(Struct, forbid_unknown_fields=True):
     ids: Annotated[list[str], Meta(min_length=1, max_length=_MAX_CHANGED)]
 
 
-class DeadLetterRoutes:
-    """The routes of dead letters; retry and drop need `allow_changes`."""
-
-    def __init__(self, server: Server, keys: Keys, *, allow_changes: bool) -> None:
-        self._server = server
-        self._keys = keys
-        self._allow_changes = allow_changes
-        self.routes = [
-            Route("/api/dead", answers(self._newest)),
-            Route("/api/dead/show", answers(self._show)),
-            Route("/api/dead/retry", answers(self._retry), methods=["POST"]),
-            Route("/api/dead/drop", answers(self._drop), methods=["POST"]),
-        ]
+def dead_letter_routes(server: Server, keys: Keys, *, allow_changes: bool) -> list[Route]:
+    """Return the routes of dead letters; retry and drop need `allow_changes`."""
 
     @asynccontextmanager
-    async def _letters(self, model: str) -> AsyncIterator[tuple[DeadLetters, Discovery]]:
+    async def letters_of(model: str) -> AsyncIterator[tuple[DeadLetters, Discovery]]:
         check_name("model", model)
-        async with self._server.connected() as redis:
-            yield DeadLetters(redis, self._keys.model(model)), Discovery(redis, self._keys)
+        async with server.connected() as redis:
+            yield DeadLetters(redis, keys.model(model)), Discovery(redis, keys)
 
-    async def _newest(self, request: Request) -> dict[str, Any]:
-        async with self._letters(request.query_params.get("model", "")) as (letters, _):
-            newest, count = await letters.newest(_MAX_LETTERS), await letters.count()
-        return {"count": count, "letters": [summary(letter) for letter in newest]}
+    async def read_chosen(request: Request) -> _Chosen:
+        if not allow_changes:
+            raise Refused(403, "this page is read-only: start `lmpool web --allow-changes` to change dead letters")
+        return await read_body(request, _Chosen)
 
-    async def _show(self, request: Request) -> dict[str, Any]:
-        query = request.query_params
-        async with self._letters(query.get("model", "")) as (letters, _):
-            (letter,) = await letters.find([query.get("id", "")])
+    async def newest(request: Request) -> dict[str, Any]:
+        async with letters_of(request.query_params.get("model", "")) as (letters, _):
+            listed, count = await letters.newest(_MAX_LETTERS), await letters.count()
+        return {"count": count, "letters": [summary(letter) for letter in listed]}
+
+    async def show(request: Request) -> dict[str, Any]:
+        async with letters_of(request.query_params.get("model", "")) as (letters, _):
+            (letter,) = await letters.find([request.query_params.get("id", "")])
         return {**summary(letter), **contents(letter, max_ids=_MAX_IDS)}
 
-    async def _retry(self, request: Request) -> dict[str, Any]:
-        chosen = await self._chosen(request)
+    async def retry(request: Request) -> dict[str, Any]:
+        chosen = await read_chosen(request)
         outcome: dict[str, Any] = {"queued": 0, "refused": {}}
-        async with self._letters(chosen.model) as (letters, discovery):
+        async with letters_of(chosen.model) as (letters, discovery):
             info = await discovery.info(chosen.model)
             adapters = await letters.served_adapters(info)
             for letter in await letters.find(chosen.ids):
@@ -232,15 +220,17 @@ class DeadLetterRoutes:
                     outcome["refused"][letter.entry] = str(error)
         return outcome
 
-    async def _drop(self, request: Request) -> dict[str, Any]:
-        chosen = await self._chosen(request)
-        async with self._letters(chosen.model) as (letters, _):
+    async def drop(request: Request) -> dict[str, Any]:
+        chosen = await read_chosen(request)
+        async with letters_of(chosen.model) as (letters, _):
             return {"dropped": await letters.drop([letter.entry for letter in await letters.find(chosen.ids)])}
 
-    async def _chosen(self, request: Request) -> _Chosen:
-        if not self._allow_changes:
-            raise Refused(403, "this page is read-only: start `lmpool web --allow-changes` to change dead letters")
-        return await read_body(request, _Chosen)
+    return [
+        Route("/api/dead", answers(newest)),
+        Route("/api/dead/show", answers(show)),
+        Route("/api/dead/retry", answers(retry), methods=["POST"]),
+        Route("/api/dead/drop", answers(drop), methods=["POST"]),
+    ]
 
 
 def _pages() -> list[Route]:
@@ -278,12 +268,10 @@ def serve(settings: WebSettings, host: str, port: int, say: Callable[[str], None
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         listening = socket.create_server((host, port), family=family, backlog=1024)
     except (OSError, OverflowError) as error:
-        reason = str(error)
-        if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
+        reason = getattr(error, "strerror", None) or str(error)
+        if getattr(error, "errno", None) == errno.EADDRINUSE:
             reason = "another program uses it. If it is another `lmpool web`, open the URL that it printed, or pass "
             reason += "--port N (0 for a free one)"
-        elif isinstance(error, OSError) and error.strerror and not isinstance(error, socket.gaierror):
-            reason = os.strerror(error.errno or 0)  # Python's own text repeats the address.
         raise SettingsError(f"--port: cannot listen on {host}:{port}: {reason}") from error
     service = web_service(settings)
     config = uvicorn.Config(
@@ -308,12 +296,6 @@ def serve(settings: WebSettings, host: str, port: int, say: Callable[[str], None
         _Server(config, service).run(sockets=[listening])
 
 
-def _connection_limit() -> int:
-    """Return the max connections of this process; half of its descriptors remain for Redis and files."""
-    descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return MAX_CONNECTIONS if descriptors < 0 else min(MAX_CONNECTIONS, descriptors // 2)
-
-
 class _Connection(H11Protocol):
     """A connection with time limits for requests and responses.
 
@@ -324,7 +306,9 @@ class _Connection(H11Protocol):
 
     # Connections without a complete, allowed request, the oldest first. A process has one server.
     _idle: dict[_Connection, None] = {}  # noqa: RUF012
-    _limit = _connection_limit()
+    # Half of the process's descriptors remain for Redis and files. A negative count means no limit.
+    _descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    _limit = MAX_CONNECTIONS if _descriptors < 0 else min(MAX_CONNECTIONS, _descriptors // 2)
 
     def __init__(self, sessions: Sessions, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)

@@ -19,16 +19,8 @@ from numpy.typing import NDArray
 from starlette.requests import Request
 from starlette.routing import Route
 
+from lmpool import errors
 from lmpool.aio import finish, gather
-from lmpool.errors import (
-    InvalidPrompt,
-    LMPoolError,
-    PromptTooLong,
-    SettingsError,
-    UnknownModel,
-    UnknownVocabulary,
-    printable,
-)
 from lmpool.producer import Producer
 from lmpool.producer.options import read_sampling
 from lmpool.producer.tokenizer import TOKENIZERS, Tokenizer, find_tokenizer
@@ -56,7 +48,7 @@ _NO_TRIES = "no trie worker is running: start one with `lmpool trie-worker`, or 
 _Top = Annotated[int, Meta(ge=1, le=MAX_ALTERNATIVES)]
 
 
-class TextRequest(Struct, forbid_unknown_fields=True):
+class _TextRequest(Struct, forbid_unknown_fields=True):
     """Request the tokens of a text (or of token ids), each with its most likely alternatives."""
 
     model: str
@@ -66,24 +58,24 @@ class TextRequest(Struct, forbid_unknown_fields=True):
     top: _Top = 10
 
 
-class RowRequest(Struct, forbid_unknown_fields=True):
-    """Request the next-token distribution before and after temperature and top-p; `token` is always listed."""
-
+class _PromptRequest(Struct, forbid_unknown_fields=True):
     model: str
     ids: list[int]
     adapter: str = ""
+
+
+class _RowRequest(_PromptRequest):
+    """Request the next-token distribution before and after temperature and top-p; `token` is always listed."""
+
     temperature: float = 1.0
     top_p: float = 1.0
     top: _Top = 20
     token: int | None = None
 
 
-class TrieRequest(Struct, forbid_unknown_fields=True):
+class _TrieRequest(_PromptRequest):
     """Request the byte trie below a prefix, which is given in hexadecimal."""
 
-    model: str
-    ids: list[int]
-    adapter: str = ""
     under: Annotated[str, Meta(pattern="^([0-9a-fA-F]{2})*$", max_length=2 * _MAX_PREFIX)] = ""
 
 
@@ -126,21 +118,21 @@ class ExploredModel:
         """
         ids = await TOKENIZERS.encode(await self.tokenizer(), text, _ENCODE_S)
         if not ids:
-            raise SettingsError("text: it has no token: type something")
+            raise errors.SettingsError("text: it has no token: type something")
         return [int(token) for token in ids]
 
     async def decode(self, ids: Sequence[int]) -> str | None:
         """Return the text of token ids, or None if the model has no tokenizer."""
         try:
             return (await self.tokenizer()).decode(list(ids))
-        except LMPoolError:
+        except errors.LMPoolError:
             return None
 
     def check_length(self, ids: Sequence[int]) -> None:
         """Raise `PromptTooLong` for a text that is too long for a page or for the model."""
         limit = min(MAX_TOKENS, self.producer.model.max_prompt_tokens)
         if len(ids) > limit:
-            raise PromptTooLong(f"the text has {len(ids)} tokens; this page accepts at most {limit}. Shorten it")
+            raise errors.PromptTooLong(f"the text has {len(ids)} tokens; this page accepts at most {limit}. Shorten it")
 
     async def trie(self) -> PooledTrie:
         """Return the trie over the model's vocabulary; raises as `Producer.trie`."""
@@ -152,7 +144,7 @@ class ExploredModel:
         wanted = set(ids)
         try:
             vocabulary = (await self.trie()).structure.vocabulary
-        except UnknownVocabulary:
+        except errors.UnknownVocabulary:
             texts = {token: await self.decode([token]) for token in wanted}
             return {token: shown_text(text or "") for token, text in texts.items()}
         # A model may have more rows than tokens.
@@ -221,7 +213,7 @@ class ExplorerRoutes:
         ]
 
     async def _text(self, request: Request) -> dict[str, Any]:
-        wanted = await read_body(request, TextRequest)
+        wanted = await read_body(request, _TextRequest)
         async with self._models.use(wanted.model) as model:
             producer, adapter = model.producer, wanted.adapter
             ids = await model.encode(wanted.text) if wanted.ids is None else wanted.ids
@@ -229,16 +221,15 @@ class ExplorerRoutes:
             # Check the whole text: an error must not name a continuation that the user does not know.
             info = producer.model
             encode_prompt(ids, vocab_size=info.vocab_size, max_tokens=info.max_prompt_tokens)
-            positions = producer.positions(ids, top=min(wanted.top, info.vocab_size), adapter=adapter)
             # The first token has no log-probability, because no token precedes it.
-            scores: list[float | None] = [None]
-            if len(ids) > 1:
-                found, (values, alternatives) = await gather(
-                    [producer.score(ids[:1], ids[1:], adapter=adapter), positions]
-                )
-                scores += map(_number, found)
-            else:
-                values, alternatives = await positions
+            starts, rests = ([ids[:1]], [ids[1:]]) if len(ids) > 1 else ([], [])
+            scored, (values, alternatives) = await gather(
+                [
+                    producer.batch_score(starts, rests, adapter=adapter),
+                    producer.positions(ids, top=min(wanted.top, info.vocab_size), adapter=adapter),
+                ]
+            )
+            scores = [None, *(_number(value) for found in scored for value in found)]
             texts = await model.texts([*ids, *np.unique(alternatives).tolist()])
             expected = [_listed(values[at], alternatives[at], texts) for at in range(len(ids))]
             return {
@@ -252,7 +243,7 @@ class ExplorerRoutes:
             }
 
     async def _row(self, request: Request) -> dict[str, Any]:
-        wanted = await read_body(request, RowRequest)
+        wanted = await read_body(request, _RowRequest)
         how = read_sampling(wanted.temperature, wanted.top_p, None)
         async with self._models.use(wanted.model) as model:
             model.check_length(wanted.ids)
@@ -261,7 +252,7 @@ class ExplorerRoutes:
             listed, chosen = top(row, min(wanted.top, len(row))).ids.tolist(), None
             if wanted.token is not None:
                 if not 0 <= wanted.token < len(row):
-                    raise InvalidPrompt(f"token: {wanted.token} must be from 0 to {len(row) - 1}")
+                    raise errors.InvalidPrompt(f"token: {wanted.token} must be from 0 to {len(row) - 1}")
                 chosen = {"id": wanted.token, "rank": 1 + int(np.count_nonzero(row > row[wanted.token]))}
                 listed += [wanted.token] * (wanted.token not in listed)
             texts = await model.texts(listed)
@@ -274,7 +265,7 @@ class ExplorerRoutes:
             }
 
     async def _trie(self, request: Request) -> dict[str, Any]:
-        wanted = await read_body(request, TrieRequest)
+        wanted = await read_body(request, _TrieRequest)
         prefix = bytes.fromhex(wanted.under)
         async with self._models.use(wanted.model) as model:
             model.check_length(wanted.ids)
@@ -284,7 +275,7 @@ class ExplorerRoutes:
             nodes = [node, *structure.children(node).tolist()]
             try:
                 mass = await trie.weight_sum(prompt=wanted.ids, adapter=wanted.adapter, nodes=nodes)
-            except UnknownModel:
+            except errors.UnknownModel:
                 # Most pools have no trie worker: show a note, not an error.
                 return {"note": _NO_TRIES}
             children = [(structure.prefix(child), float(mass[at])) for at, child in enumerate(nodes[1:], 1)]
@@ -321,7 +312,7 @@ def shown_bytes(data: bytes) -> str:
 
 def shown_text(text: str) -> str:
     """Return a token for a page: keep line breaks and tabs, escape invisible characters, cut long texts."""
-    return printable(text[: _MAX_TEXT + 1], keep="\n\t")[: 6 * _MAX_TEXT]
+    return errors.printable(text[: _MAX_TEXT + 1], keep="\n\t")[: 6 * _MAX_TEXT]
 
 
 def _entropy(probabilities: NDArray[np.float64]) -> float:

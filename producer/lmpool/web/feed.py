@@ -64,29 +64,16 @@ class Sample(NamedTuple):
     models: Mapping[str, tuple[float | None, ...]]
 
 
-class Event(NamedTuple):
-    """An event in the life of a worker.
+class Events:
+    """Derives worker events from successive surveys.
 
     Attributes:
-        number: counts up from 1.
-        at: seconds since 1970.
-        model: name of the worker's model.
-        worker: its id.
-        what: "joined", "left", "died", "is gone" (left or died between two surveys), or "took over 3 prompts".
+        newest: the newest events. `what` is "joined", "left", "died", "is gone" (left or died between two surveys) or
+            "took over 3 prompts"; `number` counts up from 1.
     """
 
-    number: int
-    at: float
-    model: str
-    worker: str
-    what: str
-
-
-class Events:
-    """Derives worker events from successive surveys."""
-
     def __init__(self) -> None:
-        self.newest: deque[Event] = deque(maxlen=MAX_EVENTS)
+        self.newest: deque[dict[str, Any]] = deque(maxlen=MAX_EVENTS)
         self._count = 0
         self._before: dict[tuple[str, str], dict[str, Any]] | None = None
         self._before_at = 0.0
@@ -115,7 +102,7 @@ class Events:
     def _add(self, at: float, key: tuple[str, str], what: str) -> None:
         self._count += 1
         model, worker = (shortened(name, _MAX_TEXT) for name in key)
-        self.newest.append(Event(self._count, at, model, worker, what))
+        self.newest.append({"number": self._count, "at": at, "model": model, "worker": worker, "what": what})
 
 
 class Feed:
@@ -200,7 +187,7 @@ class Feed:
                     "server": _shown_server(str(self._server)),
                     "memory": None if memory is None else {**memory._asdict(), "doubt": memory.doubt() or ""},
                     "models": [_shown_model(model) for model in models],
-                    "events": [event._asdict() for event in reversed(self._events.newest)],
+                    "events": list(reversed(self._events.newest)),
                 }
             self._encoded = b""
             self._changed.notify_all()
@@ -267,17 +254,14 @@ async def _read_served(redis: Redis, keys: Keys) -> list[dict[str, Any]]:
     """
     served = []
     for name, info in (await Discovery(redis, keys).infos()).items():
-        if info.is_trie:
-            continue
-        adapters, trouble = list[tuple[str, str]](), ""
-        try:
-            known = await AdapterRegistry(redis, keys.model(name), info.fingerprint).read()
-            adapters = [
-                (adapter, shortened(state.revision, _MAX_TEXT)) for adapter, state in sorted(known.adapters.items())
-            ]
-        except ProtocolError as error:
-            trouble = shortened(str(error))
-        served.append({"name": name, "adapters": adapters, "trouble": trouble})
+        if not info.is_trie:
+            model: dict[str, Any] = {"name": name, "adapters": [], "trouble": ""}
+            try:
+                known = (await AdapterRegistry(redis, keys.model(name), info.fingerprint).read()).adapters
+                model["adapters"] = [(n, shortened(a.revision, _MAX_TEXT)) for n, a in sorted(known.items())]
+            except ProtocolError as error:
+                model["trouble"] = shortened(str(error))
+            served.append(model)
     return served
 
 

@@ -22,17 +22,9 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from lmpool import errors
 from lmpool.broker.server import without_advice
-from lmpool.errors import (
-    DeadlineExceeded,
-    InvalidPrompt,
-    LMPoolError,
-    ServerError,
-    ServerUnreachable,
-    SettingsError,
-    printable,
-    to_json,
-)
+from lmpool.errors import LMPoolError, printable
 
 T = TypeVar("T")
 
@@ -79,12 +71,12 @@ _WRONG_LINK = (
 
 
 _STATUS: tuple[tuple[type[Exception], int], ...] = (
-    (SettingsError, 400),
-    (InvalidPrompt, 400),
+    (errors.SettingsError, 400),
+    (errors.InvalidPrompt, 400),
     # Unknown models, adapters, nodes and vocabularies.
     (LookupError, 404),
-    (DeadlineExceeded, 504),
-    (ServerError, 503),
+    (errors.DeadlineExceeded, 504),
+    (errors.ServerError, 503),
 )
 
 
@@ -98,7 +90,7 @@ class Refused(LMPoolError):
 
 def json_answer(value: Any, status: int = 200) -> Response:
     """Return a value as JSON in ASCII."""
-    return Response(to_json(value, separators=(",", ":")), status, media_type="application/json")
+    return Response(errors.to_json(value, separators=(",", ":")), status, media_type="application/json")
 
 
 def answers(handle: Callable[[Request], Awaitable[Any]]) -> Callable[[Request], Awaitable[Response]]:
@@ -115,7 +107,7 @@ def answers(handle: Callable[[Request], Awaitable[Any]]) -> Callable[[Request], 
             return json_answer({"error": str(error)}, error.status)
         except LMPoolError as error:
             text = str(error)
-            if isinstance(error, ServerUnreachable):  # The user of a browser cannot name another server.
+            if isinstance(error, errors.ServerUnreachable):  # The user of a browser cannot name another server.
                 text = (
                     f"`lmpool web` cannot reach its server ({without_advice(error)}): this page continues when it can"
                 )
@@ -140,6 +132,13 @@ async def read_body(request: Request, kind: type[T]) -> T:
         return msgspec.json.decode(bytes(data), type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise Refused(400, printable(f"invalid request: {error}")) from error
+
+
+class SignIn(msgspec.Struct, forbid_unknown_fields=True):
+    """The token, or the link token from the page's address."""
+
+    token: str = ""
+    link_token: str = ""
 
 
 class Sessions:
@@ -181,12 +180,11 @@ class Sessions:
         if not link_token:
             if not _is_equal(token, self.token):
                 raise Refused(401, _WRONG_TOKEN)
-        elif self._used_link_token and _is_equal(link_token, self._used_link_token):
-            raise Refused(401, _LINK_USED)
         elif self.link_token and _is_equal(link_token, self.link_token):
             self._used_link_token, self.link_token = self.link_token, ""
         else:
-            raise Refused(401, _WRONG_LINK)
+            is_used = self._used_link_token and _is_equal(link_token, self._used_link_token)
+            raise Refused(401, _LINK_USED if is_used else _WRONG_LINK)
         cookie, key = secrets.token_urlsafe(), secrets.token_urlsafe()
         self._open[_digest(cookie)] = _digest(key), time.monotonic() + SESSION_S
         while len(self._open) > MAX_SESSIONS:
@@ -237,13 +235,6 @@ class Sessions:
     async def _sign_all_out(self, _: Request) -> dict[str, str]:
         self._open.clear()
         return {}
-
-
-class SignIn(msgspec.Struct, forbid_unknown_fields=True):
-    """The token, or the link token from the page's address."""
-
-    token: str = ""
-    link_token: str = ""
 
 
 class Guard:

@@ -93,11 +93,7 @@ class Address:
 
 
 def seconds_of(timeout: float) -> float:
-    """The timeout of a producer for the timeout of a language model, where infinity means no deadline.
-
-    Raises:
-        SettingsError: not a number above 0.
-    """
+    """The timeout of a producer for the timeout of a language model, where infinity means no deadline."""
     return ENDLESS_S if timeout == math.inf else check_timeout(timeout)
 
 
@@ -113,35 +109,28 @@ class ModelConnection:
 
     def __init__(self, address: Address, owned: PrivatePool | None = None) -> None:
         self._address = address
-        self._owned = owned
-        self._start_afresh()
+        self._closed = False
+        self._start(owned)
         _forked.add(self)
         atexit.register(self.close)
 
-    def _start_afresh(self) -> None:
-        # Concurrent event loops are in different threads, and a producer has one session at a time.
+    def _start(self, owned: PrivatePool | None) -> None:
+        self._owned = owned
+        # A producer belongs to one thread, because its cache has no lock.
         self._of_thread = threading.local()
         self._producers: weakref.WeakSet[Producer] = weakref.WeakSet()
         self._lock = threading.Lock()
         self._sync: LazyProducer | None = None
-        self._closed = False
 
     def after_fork(self) -> None:
         """Start again in a child process."""
         # Closing the producers would remove descriptors from epoll instances that the child shares with its parent.
         _left_to_parent.append((self._of_thread, self._sync, self._owned))
-        closed = self._closed
-        self._owned = None
-        self._start_afresh()
-        self._closed = closed
+        self._start(None)
 
     @property
     def producer(self) -> Producer:
-        """The producer of coroutines in this thread.
-
-        Raises:
-            ProducerClosed: the connection is closed.
-        """
+        """The producer of coroutines in this thread; raises `ProducerClosed` after `close`."""
         self._check_open()
         producer: Producer | None = getattr(self._of_thread, "producer", None)
         if producer is None:
@@ -151,13 +140,7 @@ class ModelConnection:
 
     @property
     def sync(self) -> LazyProducer:
-        """The producer of synchronous callers; connects at the first use.
-
-        Raises:
-            ProducerClosed: the connection is closed.
-        """
-        if (sync := self._sync) is not None:
-            return sync
+        """The producer of synchronous callers, which connects at its first call; raises `ProducerClosed`."""
         with self._lock:
             self._check_open()
             if self._sync is None:
@@ -179,10 +162,7 @@ class ModelConnection:
         return total
 
     def close(self) -> None:
-        """Close the producers and the owned resource; closing twice does nothing.
-
-        Sessions end in their own event loops, as soon as these run.
-        """
+        """Close the producers and the private pool. Sessions end in their own event loops, as soon as these run."""
         self._closed = True
         for producer in list(self._producers):
             producer.close_soon()
@@ -329,11 +309,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def split(backend: str, given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Split options between the language model and its private worker, and rename the worker's to lmpool's names.
-
-    Raises:
-        SettingsError: an option of genlm-backend has no counterpart here; the message names the alternative.
-    """
+    """Split options between the language model and its private worker, and rename the worker's to lmpool's names."""
     for name, instead in _REFUSED.items():
         if given.get(name) is not None:
             raise SettingsError(f"llm_opts: {name} cannot be set: {instead}")
@@ -365,11 +341,7 @@ def check_min_timeout(given: Mapping[str, Any]) -> None:
 
 
 def command_options(given: Mapping[str, Any]) -> list[str]:
-    """Settings of a worker as options of the `lmpool worker` command, without those that are None or False.
-
-    Raises:
-        SettingsError: a malformed name.
-    """
+    """Settings of a worker as options of the `lmpool worker` command, without those that are None or False."""
     options: list[str] = []
     for name, value in given.items():
         if not isinstance(name, str) or not _OPTION.fullmatch(name):

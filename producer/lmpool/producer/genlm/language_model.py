@@ -39,7 +39,7 @@ from lmpool.producer.metrics import ProducerStats
 from lmpool.producer.tokenizer import load_tokenizer, read_tokenizer
 from lmpool.protocol.job import not_token_ids
 from lmpool.protocol.model_info import ModelInfo
-from lmpool.settings import check_kind, check_known, shown
+from lmpool.settings import check_choice, check_kind, check_known, shown
 from lmpool.vocabulary import decode_vocab
 
 try:
@@ -48,14 +48,8 @@ try:
 except ImportError as error:
     raise ImportError(f"PooledLM needs genlm-backend: pip install 'lmpool[genlm]' ({error})") from error
 
-_BACKENDS = {
-    "hf": "hf",
-    "vllm": "vllm",
-    "sglang": "sglang",
-    "sgl": "sglang",
-    "synthetic": "synthetic",
-    "mock": "synthetic",
-}
+_ALIASES = {"sgl": "sglang", "mock": "synthetic"}
+_BACKENDS = ("hf", "vllm", "sglang", "synthetic", *_ALIASES)
 _GENLM_BATCH_SIZE = 20  # genlm-backend's default.
 _MAX_AT_ONCE = 64  # Tokens generated per request, so that a long continuation does not exceed the timeout.
 
@@ -194,6 +188,9 @@ class PooledLM(CopiedAsItself, AsyncLM):  # type: ignore[misc]  # genlm-backend 
         """The model's info: V (`vocab_size`), limits, adapters."""
         return self._connection.sync.model
 
+    def _options(self, lora_name: str | None) -> dict[str, Any]:
+        return {"adapter": lora_name or "", "timeout": self._seconds}
+
     async def next_token_logprobs(self, token_ids: Any, lora_name: str | None = None) -> torch.Tensor:
         """The log-probabilities of the next token after a prompt.
 
@@ -205,14 +202,12 @@ class PooledLM(CopiedAsItself, AsyncLM):  # type: ignore[misc]  # genlm-backend 
             float32 tensor of shape (V,), not to be changed in place.
         """
         with _errors_of_genlm():
-            work = self._connection.producer.logprobs(token_ids, adapter=lora_name or "", timeout=self._seconds)
-            return tensor_over(await work)
+            return tensor_over(await self._connection.producer.logprobs(token_ids, **self._options(lora_name)))
 
     def next_token_logprobs_sync(self, token_ids: Any, lora_name: str | None = None) -> torch.Tensor:
         """As `next_token_logprobs`, for synchronous callers; it blocks a running event loop."""
         with _errors_of_genlm():
-            sync = self._connection.sync
-            return tensor_over(sync.logprobs(token_ids, adapter=lora_name or "", timeout=self._seconds))
+            return tensor_over(self._connection.sync.logprobs(token_ids, **self._options(lora_name)))
 
     async def batch_next_token_logprobs(
         self, token_ids_list: Iterable[Any], lora_name: str | None = None
@@ -227,9 +222,7 @@ class PooledLM(CopiedAsItself, AsyncLM):  # type: ignore[misc]  # genlm-backend 
             float32 tensor of shape (n, V), owned by the caller.
         """
         with _errors_of_genlm():
-            rows = await self._connection.producer.batch_logprobs(
-                token_ids_list, adapter=lora_name or "", timeout=self._seconds
-            )
+            rows = await self._connection.producer.batch_logprobs(token_ids_list, **self._options(lora_name))
         return torch.from_numpy(rows)
 
     def batch_next_token_logprobs_sync(
@@ -237,14 +230,12 @@ class PooledLM(CopiedAsItself, AsyncLM):  # type: ignore[misc]  # genlm-backend 
     ) -> torch.Tensor:
         """As `batch_next_token_logprobs`, for synchronous callers."""
         with _errors_of_genlm():
-            rows = self._connection.sync.batch_logprobs(token_ids_list, adapter=lora_name or "", timeout=self._seconds)
-        return torch.from_numpy(rows)
+            return torch.from_numpy(self._connection.sync.batch_logprobs(token_ids_list, **self._options(lora_name)))
 
     def next_token_logprobs_uncached(self, token_ids: Any, lora_name: str | None = None) -> torch.Tensor:
         """As `next_token_logprobs_sync`, but a worker computes the row again even if it is cached."""
         with _errors_of_genlm():
-            row = self._connection.sync.logprobs(token_ids, fresh=True, adapter=lora_name or "", timeout=self._seconds)
-        return tensor_over(row)
+            return tensor_over(self._connection.sync.logprobs(token_ids, fresh=True, **self._options(lora_name)))
 
     async def sample(
         self,
@@ -286,7 +277,7 @@ class PooledLM(CopiedAsItself, AsyncLM):  # type: ignore[misc]  # genlm-backend 
             await producer.open()
             # Ids outside of the vocabulary are never drawn.
             stop = sorted(end for end in ends if 0 <= end < producer.model.vocab_size)
-            options: dict[str, Any] = {"adapter": lora_name or "", "timeout": self._seconds}
+            options = self._options(lora_name)
             while len(generated) < max_tokens:
                 ids = prompt + generated
                 # At least one token: when the model accepts no more, this request raises PromptTooLong.
@@ -305,7 +296,7 @@ class PooledLM(CopiedAsItself, AsyncLM):  # type: ignore[misc]  # genlm-backend 
         keys and values.
         """
         with _errors_of_genlm():
-            self._connection.sync.warm(prompt_tokens, adapter=lora_name or "", timeout=self._seconds)
+            self._connection.sync.warm(prompt_tokens, **self._options(lora_name))
 
     def clear_cache(self) -> None:
         """Drop the cached rows of this process. Rows in the pool's cache stay."""
@@ -418,11 +409,10 @@ def load_model_by_name(
         check_known(given, POOL_OPTIONS, "an option of a connection")
         check_min_timeout(given)
         return PooledLM.from_name(name, **{"when_absent": "wait"} | given)
-    if not isinstance(backend, str) or backend not in _BACKENDS:
-        raise SettingsError(f"backend: {shown(backend)} is not one of pool, {', '.join(_BACKENDS)}")
+    check_choice("backend", backend, ("pool", *_BACKENDS))
     if not isinstance(name, (str, PurePath)) or "\0" in str(name):
         raise SettingsError(f"name: {shown(name)}: the {backend} backend needs the hub name or folder of a model")
-    name, backend = str(name), _BACKENDS[backend]
+    name, backend = str(name), _ALIASES.get(backend, backend)
     loading = {"load_timeout": check_timeout(given.pop("load_timeout"))} if "load_timeout" in given else {}
     options, worker = split(backend, given)
     served = name

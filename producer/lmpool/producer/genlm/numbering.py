@@ -113,60 +113,47 @@ class Spelling(NamedTuple):
 
 
 def spell(decode: Sequence[Any]) -> Spelling:
-    """Spell every item of a vocabulary; raises `InvalidVocabulary` for an item that is not iterable or hashable."""
+    """Spell every item of a vocabulary.
+
+    Raises:
+        InvalidVocabulary: an item is not iterable or hashable, or two items have the same key.
+    """
     words: list[bytes] = []
-    keys: list[Hashable] = []
+    keys: dict[Hashable, int] = {}
     others: dict[int, list[int]] = {}
     codes: dict[Hashable, int] = {byte: byte for byte in range(_N_BYTES)}
     has_plain_bytes = False
     for index, item in enumerate(decode):
+        key, word = item, b""
         if is_token(item):
             word = item.byte_string
-            keys.append((word, item.token_id))
+            key = word, item.token_id
         elif isinstance(item, bytes):
             has_plain_bytes = True
             word = bytes(item)
-            keys.append(item)
         else:
-            others[index] = _codes_of(item, index, codes)
-            word = b""
-            keys.append(item)
+            try:
+                hash(item)
+                # New letters get the next free codes.
+                others[index] = [codes.setdefault(letter, len(codes)) for letter in item]
+            except TypeError as error:
+                raise InvalidVocabulary(
+                    f"item {index} of the vocabulary is {shown(item, 120)}: it must be a token, bytes or another "
+                    f"hashable iterable of hashable letters ({error})"
+                ) from error
+        if (first := keys.setdefault(key, index)) != index:
+            raise InvalidVocabulary(
+                f"Duplicate word in vocabulary: {shown(key, 120)} is item {first} and item {index}; "
+                f"give tokens of one byte string different ids"
+            )
         words.append(word)
     letters = list(codes)[_N_BYTES:]
     if letters:
         words = [word.replace(b"\xff", b"\xff\x00") for word in words]
     for index, item_codes in others.items():
-        words[index] = _spelled(item_codes) if letters else bytes(item_codes)
-    return Spelling(words, keys, letters, has_plain_bytes)
-
-
-def _codes_of(item: Any, index: int, codes: dict[Hashable, int]) -> list[int]:
-    """The codes of an item's letters; new letters get the next free codes."""
-    try:
-        hash(item)
-        return [codes.setdefault(letter, len(codes)) for letter in item]
-    except TypeError as error:
-        raise InvalidVocabulary(
-            f"item {index} of the vocabulary is {shown(item, 120)}: it must be a token, bytes or another hashable "
-            f"iterable of hashable letters ({error})"
-        ) from error
-
-
-def _spelled(codes: list[int]) -> bytes:
-    return b"".join(b"\xff" * (code // BASE) + bytes((code % BASE,)) for code in codes)
-
-
-def refuse_duplicates(keys: list[Hashable]) -> None:
-    """Raise `InvalidVocabulary` when two items have the same key."""
-    if len(set(keys)) == len(keys):
-        return
-    seen: dict[Hashable, int] = {}
-    for index, key in enumerate(keys):
-        if seen.setdefault(key, index) != index:
-            raise InvalidVocabulary(
-                f"Duplicate word in vocabulary: {shown(key, 120)} is item {seen[key]} and item {index}; "
-                f"give tokens of one byte string different ids"
-            )
+        spelled = (b"\xff" * (code // BASE) + bytes((code % BASE,)) for code in item_codes)
+        words[index] = b"".join(spelled) if letters else bytes(item_codes)
+    return Spelling(words, list(keys), letters, has_plain_bytes)
 
 
 class Spans(NamedTuple):
@@ -235,14 +222,20 @@ def number(trie: Trie, *, escaped: bool) -> Numbering:
     """
     spans = spans_of(trie)
     whole = trie.label != BASE if escaped else np.ones(trie.n_nodes, np.bool_)
-    parent = _whole_parents(trie, whole)
+    # The nearest ancestor that ends a letter; -1 for the root.
+    parent = trie.parent.copy()
+    while (inside := (parent >= 0) & ~whole[parent]).any():
+        parent[inside] = trie.parent[parent[inside]]
     count = np.zeros(trie.n_nodes + 1, np.int64)
     np.cumsum(whole, out=count[1:])
     size = count[spans.end] - count[:-1] + spans.high - spans.low
     kids = np.flatnonzero(whole)[1:]
+    # The first item below every node.
+    bounds = np.column_stack([spans.low, spans.high]).ravel()
+    firsts = np.minimum.reduceat(np.append(spans.items, spans.items.size), bounds)[::2]
     offset = _offsets(
         np.concatenate([parent[kids], trie.leaf]),
-        np.concatenate([_first_items(spans)[kids], np.arange(trie.n_tokens)]),
+        np.concatenate([firsts[kids], np.arange(trie.n_tokens)]),
         np.concatenate([size[kids], np.ones(trie.n_tokens, np.int64)]),
     )
     kid_offset, item_offset = offset[: kids.size], offset[kids.size :]
@@ -252,21 +245,6 @@ def number(trie: Trie, *, escaped: bool) -> Numbering:
     steps -= np.bincount(spans.end[kids], kid_offset, trie.n_nodes + 1).astype(np.int64)
     start = np.cumsum(steps)[:-1]
     return _renamed(trie, whole, parent, start + size - 1, start[trie.leaf] + item_offset)
-
-
-def _whole_parents(trie: Trie, whole: NDArray[np.bool_]) -> NDArray[np.int32]:
-    """The nearest ancestor that ends a letter; -1 for the root."""
-    parent = trie.parent.copy()
-    while (inside := (parent >= 0) & ~whole[parent]).any():
-        parent[inside] = trie.parent[parent[inside]]
-    return parent
-
-
-def _first_items(spans: Spans) -> NDArray[np.int64]:
-    """The first item below every node."""
-    bounds = np.column_stack([spans.low, spans.high]).ravel()
-    firsts: NDArray[np.int64] = np.minimum.reduceat(np.append(spans.items, spans.items.size), bounds)
-    return firsts[::2]
 
 
 def _offsets(parent: NDArray[np.int32], rank: NDArray[np.int64], size: NDArray[np.int64]) -> NDArray[np.int64]:

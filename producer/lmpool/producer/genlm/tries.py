@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from lmpool.aio import join_task
 from lmpool.errors import InvalidWeights, SettingsError
-from lmpool.producer.genlm.numbering import number, refuse_duplicates, renumbered, spans_of, spell
+from lmpool.producer.genlm.numbering import number, renumbered, spans_of, spell
 from lmpool.settings import check_choice, shown
 from lmpool.trie.kernels import open_kernels
 from lmpool.trie.trie import Trie, nan_found
@@ -70,7 +70,6 @@ class TokenCharacterTrie:
                 DeprecationWarning,
                 stacklevel=3,
             )
-        refuse_duplicates(spelling.keys)
         self.decode = decode
         self.structure = Trie(spelling.words)
         self._keys = spelling.keys
