@@ -129,7 +129,7 @@ def test_servers_that_go_are_missed_and_found_again(own_server: EmbeddedServer, 
         other_tab.goto(service.base)
         is_live(other_tab)
         own_server.stop()
-        expect(page.locator("#state")).to_have_text("server away")
+        expect(page.locator("#state")).to_have_text("server unreachable")
         expect(page.locator("#trouble")).to_contain_text("no Redis server answers")
         # As the graphs tell the time.
         expect(page.locator("#trouble")).to_contain_text(re.compile(r"as of \d\d:\d\d:\d\d\)"))
@@ -137,7 +137,7 @@ def test_servers_that_go_are_missed_and_found_again(own_server: EmbeddedServer, 
         is_live(page)
         expect(page.locator("#trouble")).to_be_hidden()
         service.process.end()
-        expect(page.locator("#state")).to_have_text("away")
+        expect(page.locator("#state")).to_have_text("disconnected")
         # Its sessions have ended with it.
         WebService(pool, port=service.port)
         expect(other_tab.locator("#sign-in")).to_be_visible()

@@ -88,13 +88,7 @@ class WebSettings:
 
 
 class Service(NamedTuple):
-    """The web service.
-
-    Attributes:
-        app: the ASGI application, protected by the guard.
-        sessions: the token and the sessions of browsers.
-        feed: the source of the streams. End it before the HTTP server, which waits for open responses.
-    """
+    """The ASGI application, the sessions of browsers, and the source of the streams, which ends before the server."""
 
     app: ASGIApp
     sessions: Sessions
@@ -259,10 +253,7 @@ def serve(settings: WebSettings, host: str, port: int, say: Callable[[str], None
         settings: the settings of the service.
         host: address to listen on.
         port: port to listen on; 0 for a free one.
-        say: called with the lines that tell the user the address and how to sign in, once the port is open.
-
-    Raises:
-        SettingsError: the address cannot be listened on.
+        say: called with the lines for the user, with the address and how to sign in, once the port is open.
     """
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -316,7 +307,7 @@ class _Connection(H11Protocol):
         self._timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Close the oldest idle connection if there are too many, or this one if all others are busy."""
+        """Close the oldest idle connection if there are too many; close this one if all others are busy."""
         super().connection_made(transport)
         if len(self.connections) > self._limit:
             oldest = next(iter(self._idle), self)

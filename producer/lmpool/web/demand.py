@@ -46,17 +46,7 @@ class Demand(NamedTuple):
 
 
 async def read_demand(redis: Redis, keys: Keys, model: str) -> Demand:
-    """Read the demand for a model; an unknown model is not wanted.
-
-    Args:
-        redis: a client for control messages.
-        keys: the deployment's key names.
-        model: its name; "trie" for trie workers.
-
-    Raises:
-        SettingsError: the name is invalid.
-        ProtocolError, RedisError, OSError: the server cannot be used.
-    """
+    """Read the demand for a model ("trie" for trie workers); an unknown model is not wanted."""
     check_name("model", model)
     names = keys.model(model)
     queue, alive = await read_queue(redis, names), await read_alive(redis, names, names=True)

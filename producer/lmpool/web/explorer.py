@@ -80,18 +80,12 @@ class _TrieRequest(_PromptRequest):
 
 
 class ExploredModel:
-    """A model with its producer, its tokenizer and the trie over its vocabulary.
-
-    Attributes:
-        producer: the producer.
-        users: requests that use it or wait for it.
-        is_open: whether the producer has been opened.
-    """
+    """A model with its producer, its tokenizer and the trie over its vocabulary."""
 
     def __init__(self, producer: Producer) -> None:
         self.producer = producer
-        self.users = 0
         self.is_open = False
+        self.users = 0  # Requests that use it or wait for it.
         self._made: dict[tuple[str, str], Any] = {}
         self._making = asyncio.Lock()
 
@@ -110,12 +104,7 @@ class ExploredModel:
         return tokenizer
 
     async def encode(self, text: str) -> list[int]:
-        """Return the token ids of a text.
-
-        Raises:
-            SettingsError: the model has no tokenizer, or the text has no token.
-            UnknownTokenizer, DeadlineExceeded: the tokenizer fails on the text, or takes too long.
-        """
+        """Return the token ids of a text."""
         ids = await TOKENIZERS.encode(await self.tokenizer(), text, _ENCODE_S)
         if not ids:
             raise errors.SettingsError("text: it has no token: type something")
@@ -156,10 +145,6 @@ class Models:
 
     Concurrent requests share one producer per model. When more than `MAX_MODELS` are open, the least recently used ones
     without requests are closed.
-
-    Args:
-        redis: URL of the server, or None for the default.
-        prefix: prefix of the pool's keys.
     """
 
     def __init__(self, redis: str | None, prefix: str) -> None:
@@ -168,12 +153,7 @@ class Models:
 
     @asynccontextmanager
     async def use(self, name: str) -> AsyncIterator[ExploredModel]:
-        """Open a model and keep it open during the block.
-
-        Raises:
-            SettingsError: the name is invalid.
-            UnknownModel, ServerError: the model is not served, or the server cannot be used.
-        """
+        """Open a model and keep it open during the block; raises as `Producer` and `Producer.open`."""
         model = self._models.get(name)
         if model is None:
             limits: dict[str, Any] = {"timeout": _TIMEOUT_S, "cache_bytes": _CACHE_BYTES, "when_full": "raise"}
@@ -291,13 +271,7 @@ class ExplorerRoutes:
 
 
 def drawn_from(row: NDArray[np.float32], temperature: float, top_p: float) -> NDArray[np.float64]:
-    """Return the probabilities that `Producer.sample` uses, float64 (V,), with sum 1.
-
-    Args:
-        row: log-probabilities, float32 (V,).
-        temperature: 0 for the most likely token only.
-        top_p: above 0, at most 1.
-    """
+    """Return the probabilities with which `Producer.sample` draws from a row, float64 (V,), with sum 1."""
     ids, weights = kept(row, temperature, top_p)
     drawn = np.zeros(len(row))
     drawn[slice(None) if ids is None else ids] = weights

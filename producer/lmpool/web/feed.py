@@ -51,17 +51,11 @@ _WORKER_FIELDS = (
 
 
 class Sample(NamedTuple):
-    """One point in time of the graphs.
+    """One point in time of the graphs; without memory and models if the server was unreachable."""
 
-    Attributes:
-        at: seconds since 1970.
-        memory: bytes that the server uses; None if unknown or unreachable.
-        models: name -> the values of `SERIES`; empty if the server was unreachable.
-    """
-
-    at: float
-    memory: int | None
-    models: Mapping[str, tuple[float | None, ...]]
+    at: float  # Seconds since 1970.
+    memory: int | None  # Bytes that the server uses.
+    models: Mapping[str, tuple[float | None, ...]]  # Name -> the values of `SERIES`.
 
 
 class Events:
@@ -246,11 +240,9 @@ def _encode_history(samples: Sequence[Sample]) -> bytes:
 
 
 async def _read_served(redis: Redis, keys: Keys) -> list[dict[str, Any]]:
-    """Return the served models except for tries.
+    """Return each served model except tries: name, adapters (names and revisions), and why these are unreadable.
 
-    Returns:
-        per model: its name; its adapters as names and revisions; and `trouble`, the reason why they are unreadable, or
-        "". Invalid data of one model must not hide other models.
+    Invalid data of one model must not hide other models.
     """
     served = []
     for name, info in (await Discovery(redis, keys).infos()).items():

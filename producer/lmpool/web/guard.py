@@ -118,11 +118,7 @@ def answers(handle: Callable[[Request], Awaitable[Any]]) -> Callable[[Request], 
 
 
 async def read_body(request: Request, kind: type[T]) -> T:
-    """Read the JSON of a request into a msgspec class.
-
-    Raises:
-        Refused: it is too large or malformed.
-    """
+    """Read the JSON of a request into a msgspec class; raises `Refused` if it is too large or malformed."""
     data = bytearray()
     async for chunk in request.stream():
         data += chunk
@@ -148,11 +144,8 @@ class Sessions:
     send it to every port of the host, where another program may read it. The key is in the storage of the page's
     origin, which pages on other ports cannot read; the page sends it in a header.
 
-    Args:
-        token: the secret of browsers and programs; "" to generate one.
-
     Attributes:
-        token: the secret.
+        token: the secret of browsers and programs.
         is_own_token: whether this process generated the token and must print it.
         link_token: part of an address that signs in one browser, once; "" unless `is_own_token`.
     """
@@ -169,13 +162,10 @@ class Sessions:
     def begin(self, token: str = "", link_token: str = "") -> tuple[str, str]:
         """Sign a browser in; return its cookie and its key.
 
-        Args:
-            token: the token typed on the page.
-            link_token: the token in the page's address. Only the unused link token is valid, because browsers keep
-                addresses in their history.
+        In the page's address, only the unused link token is valid, because browsers keep addresses in their history.
 
         Raises:
-            Refused: neither is valid.
+            Refused: neither token is valid.
         """
         if not link_token:
             if not _is_equal(token, self.token):

@@ -19,7 +19,7 @@ from typer.testing import CliRunner, Result
 from lmpool.errors import EmptyPrompt, SettingsError, TokenOutOfRange, UnknownModel, UnknownNode
 from lmpool.producer import Producer
 from lmpool.producer.cli.options import run as run_async
-from lmpool.producer.cli.trie_show import Branch, BranchReader, Limits, from_text, print_tree, to_text, trie_app
+from lmpool.producer.cli.trie_show import Branch, BranchReader, from_text, print_tree, to_text, trie_app
 from lmpool.protocol.model_info import ModelInfo
 from lmpool.synthetic import synthetic_row, synthetic_vocabulary
 from lmpool.trie.trie import Trie
@@ -30,7 +30,7 @@ from tests.support.tries import vocabularies
 V = 4096
 PROMPT = [1, 2, 3]
 TOKENS = synthetic_vocabulary(V).tokens
-WIDE = Limits(depth=3, top=256, least=0.0)
+WIDE: dict[str, Any] = {"depth": 3, "top": 256, "least": 0.0}
 
 
 @pytest.fixture(scope="module")
@@ -209,10 +209,10 @@ class QueryAnswerer:
         return await self._tokens.shares(nodes)
 
 
-def grown(tokens: list[bytes], prefix: bytes, limits: Limits) -> tuple[Branch, QueryAnswerer]:
+def grown(tokens: list[bytes], prefix: bytes, limits: dict[str, Any]) -> tuple[Branch, QueryAnswerer]:
     trie = Trie(tokens)
     asked = QueryAnswerer(trie)
-    return run_async(BranchReader(trie, asked).read(prefix, limits)), asked
+    return run_async(BranchReader(trie, asked).read(prefix, **limits)), asked
 
 
 def branches(root: Branch) -> Iterator[Branch]:
@@ -223,7 +223,7 @@ def branches(root: Branch) -> Iterator[Branch]:
 
 def test_only_the_children_of_what_is_shown_are_asked_for() -> None:
     trie = Trie(TOKENS)
-    root, asked = grown(TOKENS, b" ", Limits(depth=3, top=2, least=0.0))
+    root, asked = grown(TOKENS, b" ", {"depth": 3, "top": 2, "least": 0.0})
     shown = [root]
     for call in asked.calls:
         assert call == [root.node, *(int(n) for branch in sort(shown) for n in trie.children(branch.node))]
@@ -251,7 +251,7 @@ def test_a_chain_is_one_branch_up_to_a_token_or_a_fork() -> None:
 
 
 def test_light_branches_are_counted_and_not_shown() -> None:
-    root, _ = grown([b"aa", b"ab", b"ac", b"b", b"c"], b"", Limits(depth=2, top=2, least=0.3))
+    root, _ = grown([b"aa", b"ab", b"ac", b"b", b"c"], b"", {"depth": 2, "top": 2, "least": 0.3})
     assert [branch.edge for branch in root.children] == [b"a"]
     assert root.hidden == 2
     assert root.hidden_mass == pytest.approx(0.4)
@@ -271,7 +271,7 @@ def test_weights_of_zero_make_no_shares() -> None:
         return np.zeros(nodes.size, np.float32)
 
     trie = Trie([b"a", b"ab", b"b"])
-    root = asyncio.run(BranchReader(trie, nothing).read(b"", WIDE))
+    root = asyncio.run(BranchReader(trie, nothing).read(b"", **WIDE))
     assert all(branch.share is None and branch.mass == 0 for branch in branches(root))
     print_tree(root, "nothing", "mass")
 
@@ -292,7 +292,7 @@ def test_every_vocabulary_has_branches_that_sum_up_and_can_be_printed(tokens: li
 
 def test_a_byte_that_completes_a_character_is_shown_with_it(capsys: pytest.CaptureFixture[str]) -> None:
     tokens = ["€".encode(), "₭".encode(), "₭x".encode(), b"\xe2\x28"]
-    print_tree(grown(tokens, b"", Limits(4, 256, 0.0))[0], "title", "mass")
+    print_tree(grown(tokens, b"", {**WIDE, "depth": 4})[0], "title", "mass")
     printed = capsys.readouterr().out
     assert r'"\xac" = "€"' in printed
     assert r'"\xad" = "₭"' in printed

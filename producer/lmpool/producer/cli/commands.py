@@ -21,7 +21,6 @@ from lmpool.producer.cli.options import AreIds, AsJson, PoolOptions, ServerOptio
 from lmpool.producer.cli.queues import dead_app, queue_app
 from lmpool.producer.cli.status import field_column, print_table, status_tables, top
 from lmpool.producer.cli.trie_show import trie_app
-from lmpool.producer.client.discovery import Discovery
 from lmpool.producer.producer import Producer
 from lmpool.producer.tokenizer import TOKENIZERS, find_tokenizer, parse_ids, published_tokenizer
 from lmpool.rows.cache import scan_pattern
@@ -124,8 +123,8 @@ async def flush(
     Rows in a worker's shared memory stay until they are replaced or the worker ends.
     """
     dropped, batch = 0, list[bytes]()
-    async with Server(at.redis).connected() as redis:
-        pattern = scan_pattern(at.keys, None if model is None else await Discovery(redis, at.keys).info(model))
+    async with at.connected() as (redis, discovery):
+        pattern = scan_pattern(at.keys, None if model is None else await discovery.info(model))
         async for key in redis.scan_iter(match=pattern, count=1000):
             batch.append(key)
             if len(batch) == _UNLINKED_PER_CALL:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import typer
+from redis.asyncio import Redis
 
 from lmpool.broker.scripts import read_infos
 from lmpool.broker.server import Server
@@ -89,6 +90,14 @@ class ServerOptions:
         """The key names of the pool; raises `SettingsError` if the prefix is malformed."""
         check_name("prefix", self.prefix)
         return Keys(self.prefix)
+
+    @asynccontextmanager
+    async def connected(self, model: str | None = None) -> AsyncIterator[tuple[Redis, Discovery]]:
+        """Check the name of a model and connect to the server; errors of redis-py become lmpool's."""
+        if model is not None:
+            check_name("model", model)
+        async with Server(self.redis).connected() as client:
+            yield client, Discovery(client, self.keys)
 
 
 @dataclass(frozen=True)

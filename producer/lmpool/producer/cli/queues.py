@@ -8,15 +8,13 @@ from contextlib import asynccontextmanager
 from typing import Annotated, Any
 
 import typer
-from redis.exceptions import NoPermissionError
 from rich.table import Table
 
 from lmpool.admin.dead_letters import DeadLetter, DeadLetters, contents, summary
 from lmpool.admin.queue import Cleared, clear_queue, count_queue
 from lmpool.admin.survey import why_unknown
-from lmpool.broker.server import Server
 from lmpool.cli import Terminal, say, say_json
-from lmpool.errors import AuthenticationFailed, LMPoolError, SettingsError, UnknownModel
+from lmpool.errors import LMPoolError, SettingsError, UnknownModel
 from lmpool.producer.cli.options import AsJson, ModelName, ServerOptions, run, with_options
 from lmpool.producer.cli.status import UNFOLDED, field_column, fitting, print_table, seconds
 from lmpool.producer.client.discovery import Discovery
@@ -49,14 +47,10 @@ async def show_queue(
     as_json: AsJson = False,
 ) -> None:
     """Show how many prompts wait, how many workers hold, how many are in lanes, and whose are in the backlog."""
-    _check_model(model)
-    async with Server(at.redis).connected() as client:
-        discovery = Discovery(client, at.keys)
+    async with at.connected(model) as (client, discovery):
         names = sorted(await discovery.infos()) if model is None else [model]
         counted = {name: await count_queue(client, discovery, at.keys.model(name), name) for name in names}
-        doubts = {
-            name: "" if counts["queued"] else await why_unknown(discovery, name) for name, counts in counted.items()
-        }
+        doubts = {name: await why_unknown(discovery, name) for name, counts in counted.items() if not counts["queued"]}
     if as_json:
         say_json(counted if model is None else counted[model])
     elif not counted:
@@ -66,11 +60,9 @@ async def show_queue(
         of_bulk = f", {counts['bulk']} of them of bulk clients" if counts["bulk"] else ""
         in_lanes = f"; {sum(lanes)} are in lanes, {max(lanes)} of them in the longest" if any(lanes) else ""
         oldest = f", the oldest of {seconds(counts['age_s']) or '0 s'}" if counts["queued"] else ""
-        text = "" if model is not None else f"{name}: "
-        text += (
-            f"{counts['queued']} prompts{oldest}: workers hold {held}, {counts['queued'] - held - backlog} are next, "
-        )
-        _say_result(f"{text}{backlog} wait behind them{of_bulk}{in_lanes}", doubts[name])
+        head, queued = "" if model is not None else f"{name}: ", counts["queued"]
+        text = f"{head}{queued} prompts{oldest}: workers hold {held}, {queued - held - backlog} are next, {backlog} "
+        _say_result(f"{text}wait behind them{of_bulk}{in_lanes}", doubts.get(name, ""))
         if counts["clients"]:
             rows = [{"client": client, "behind": count} for client, count in counts["clients"].items()]
             print_table([field_column("client", 0), field_column("behind", 1)], rows)
@@ -88,25 +80,19 @@ def clear(
 
     Workers still compute and deliver the prompts that they hold.
     """
-    _check_model(model)
+    check_name("model", model)
     if not yes:
         if not sys.stdin.isatty():
             raise SettingsError("yes: this ends the requests of all clients of this queue: confirm with --yes")
         typer.confirm(f"End all requests that wait in the queue of {model!r}?", abort=True)
 
     async def remove() -> tuple[Cleared, str]:
-        async with Server(at.redis).connected() as client:
-            discovery = Discovery(client, at.keys)
+        async with at.connected() as (client, discovery):
             info = await discovery.find(model)
             cleared = await clear_queue(client, at.keys.model(model), model, lease_s=info.lease_s if info else 0.0)
             return cleared, "" if cleared.removed else await why_unknown(discovery, model)
 
-    try:
-        cleared, doubt = run(remove())
-    except AuthenticationFailed as error:
-        if not isinstance(error.__cause__, NoPermissionError):
-            raise
-        raise AuthenticationFailed(f"{error}: only operators may clear a queue") from error
+    cleared, doubt = run(remove())
     if as_json:
         say_json(cleared._asdict())
         return
@@ -125,11 +111,9 @@ async def list_letters(
     as_json: AsJson = False,
 ) -> None:
     """Show the prompts that were given up, of one model or of all served models."""
-    _check_model(model)
     count, doubt = 0, ""
     newest: list[tuple[float, dict[str, Any]]] = []
-    async with Server(at.redis).connected() as client:
-        discovery = Discovery(client, at.keys)
+    async with at.connected(model) as (client, discovery):
         names = sorted(await discovery.infos()) if model is None else [model]
         if not names:
             doubt = "no model is served: pass --model for a model that is not served"
@@ -160,7 +144,7 @@ def letters_table(rows: Sequence[Mapping[str, Any]], width: int, *, has_models: 
         field_column("reason", 0, min_width=_MIN_REASON_WIDTH),
         field_column("tokens", 2),
         field_column("adapter", 5),
-        field_column("asked for", 4, "asked"),
+        field_column("request", 4, "asked"),
         field_column("digest", 6),
     ]
     return fitting(None, columns, rows, width)
@@ -169,9 +153,7 @@ def letters_table(rows: Sequence[Mapping[str, Any]], width: int, *, has_models: 
 @asynccontextmanager
 async def _letters_of(model: str | None, at: ServerOptions) -> AsyncIterator[tuple[DeadLetters, Discovery, str]]:
     """Connect to the dead letters of a model; a model that is named need not be served."""
-    _check_model(model)
-    async with Server(at.redis).connected() as client:
-        discovery = Discovery(client, at.keys)
+    async with at.connected(model) as (client, discovery):
         try:
             name = (await discovery.info(None)).name if model is None else model
         except UnknownModel as error:
@@ -256,11 +238,6 @@ def _say_result(text: str, doubt: str, as_json: Any = None) -> None:
     say_json(as_json)
     if doubt:
         say(doubt, err=True)
-
-
-def _check_model(model: str | None) -> None:
-    if model is not None:
-        check_name("model", model)
 
 
 def _check_choice(entries: list[str] | None, every: bool) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, NamedTuple
 
 import typer
@@ -23,7 +23,6 @@ from lmpool.broker.server import Server
 from lmpool.cli import Terminal, say_json
 from lmpool.errors import LMPoolError, SettingsError, printable
 from lmpool.producer.cli.options import AsJson, ServerOptions, with_options
-from lmpool.protocol.keys import Keys
 from lmpool.protocol.model_info import TRIE_SERVICE
 
 Interval = Annotated[float, typer.Option(min=0.1, max=3600, help="Seconds between two polls.")]
@@ -44,17 +43,15 @@ async def top(at: ServerOptions, interval: Interval = 1.0, once: Once = False, a
     """
     if as_json and not once:
         raise SettingsError("json: the live view has no JSON form; use --once --json")
-    server, console = Server(at.redis), Terminal()
-    if not once:
-        await _watch(server, at.keys, interval, console)
-    elif as_json:
-        say_json(await survey(server, at.keys))
-    else:
-        console.print(_view(await survey(server, at.keys), console.width, ""))
-
-
-async def _watch(server: Server, keys: Keys, interval: float, console: Terminal) -> None:
-    """Poll until cancelled; while the server is unreachable, show the reason and the last view."""
+    server, keys, console = Server(at.redis), at.keys, Terminal()
+    if once:
+        models = await survey(server, keys)
+        if as_json:
+            say_json(models)
+        else:
+            console.print(_view(models, console.width, ""))
+        return
+    # Poll until cancelled; while the server is unreachable, show the reason and the last view.
     models, seen_at = Survey(), 0.0
     async with server.connected(reply_timeout_s=max(_REPLY_TIMEOUT_S, interval)) as redis:
         with Live(console=console, auto_refresh=False, screen=console.is_terminal) as live:
@@ -113,7 +110,7 @@ def field_column(
     return Column(title, rank, cell, min_width)
 
 
-def fitting(title: str | None, columns: Sequence[Column], rows: Iterable[Mapping[str, Any]], width: int) -> Table:
+def fitting(title: str | None, columns: Sequence[Column], rows: Sequence[Mapping[str, Any]], width: int) -> Table:
     """Return a table with the columns that fit into `width` characters per line; its caption names the others."""
     texts = {column: [column.cell(row) for row in rows] for column in columns}
     widths = {column: max(map(cell_len, map(printable, (column.title, *texts[column])))) for column in columns}
@@ -139,7 +136,7 @@ def fitting(title: str | None, columns: Sequence[Column], rows: Iterable[Mapping
     return table
 
 
-def print_table(columns: Sequence[Column], rows: Iterable[Mapping[str, Any]]) -> None:
+def print_table(columns: Sequence[Column], rows: Sequence[Mapping[str, Any]]) -> None:
     """Print a table without a title."""
     console = Terminal()
     console.print(fitting(None, columns, rows, console.width))

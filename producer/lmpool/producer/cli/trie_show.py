@@ -9,7 +9,7 @@ import re
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import numpy as np
 import typer
@@ -39,14 +39,6 @@ _MAX_TOKENS = 3  # Token ids per line.
 _GUIDE_CELLS = 4  # Columns of a level's guide in rich's trees.
 _MAX_LABEL_CELLS = 40  # Columns of a quoted byte string.
 _MIN_ALONE = 1e-5  # A smaller part of a branch is rounding: it is a difference of float32 sums.
-
-
-class Limits(NamedTuple):
-    """The size of the tree: its levels, the branches per node, and the least part of the prefix's mass of a branch."""
-
-    depth: int
-    top: int
-    least: float
 
 
 @dataclass(slots=True)
@@ -123,20 +115,23 @@ class BranchReader:
         """The part of all tokens that end at each node or below it."""
         return self._below[nodes] / self._trie.n_tokens
 
-    async def read(self, prefix: bytes, limits: Limits) -> Branch:
-        """The branch of a prefix with the branches below it. Each level takes one request.
+    async def read(self, prefix: bytes, depth: int, top: int, least: float) -> Branch:
+        """The branch of a prefix with the branches below it; raises `UnknownNode` if no token begins with the prefix.
 
-        Raises:
-            UnknownNode: no token begins with the prefix.
+        Args:
+            prefix: the prefix.
+            depth: levels of branches. Each level takes one request.
+            top: max branches per branch.
+            least: branches with less than this part of the prefix's mass are left out.
         """
         root = self._branch(self._trie.node(prefix), len(prefix))
         opened = [root]
-        for _ in range(limits.depth):
+        for _ in range(depth):
             heads = [self._trie.children(branch.node) for branch in opened]
             masses = await self._masses(nodes=np.concatenate([np.array([root.node], np.int32), *heads]))
             root.mass, *others = masses.astype(np.float64).tolist()
             for branch, nodes in zip(opened, heads, strict=True):
-                self._open(branch, nodes, np.array(others[: nodes.size]), limits.top, limits.least * root.mass)
+                self._open(branch, nodes, np.array(others[: nodes.size]), top, least * root.mass)
                 del others[: nodes.size]
             longer = [child for branch in opened for child in branch.children if child.longer]
             opened = sorted(longer, key=lambda branch: -branch.mass)[:_MAX_OPENED]
@@ -232,7 +227,7 @@ def show(
     as_json: AsJson = False,
 ) -> None:
     """Show the branches below a prefix, with the probability of each after a prompt."""
-    shown_prefix, limits = from_text(under), Limits(depth, top, least)
+    shown_prefix = from_text(under)
     if ids and prompt is None:
         raise SettingsError("ids: there is no prompt; pass its token ids, such as `lmpool trie show 1,2,3 --ids`")
     prompt = None if prompt is None else read_prompt(prompt, ids)
@@ -243,7 +238,7 @@ def show(
             trie, masses = await producer.trie(), None
             if tokens is not None:
                 masses = partial(trie.weight_sum, prompt=tokens, local=local)
-            root = await BranchReader(trie.structure, masses).read(shown_prefix, limits)
+            root = await BranchReader(trie.structure, masses).read(shown_prefix, depth, top, least)
             return producer.model.name, tokens, trie.structure.n_tokens, root
 
     name, tokens, n_tokens, root = run(read())
@@ -261,15 +256,6 @@ def show(
     print_tree(root, f"{title} after {after} · {name} · {mass}, {count}", "probability")
 
 
-class _Line(NamedTuple):
-    depth: int
-    label: str
-    mass: str
-    share: str
-    tokens: str
-    style: str = ""
-
-
 def print_tree(root: Branch, title: str, measure: str) -> None:
     """Print the branches below a prefix: cut to the width of a terminal, in full elsewhere.
 
@@ -278,23 +264,22 @@ def print_tree(root: Branch, title: str, measure: str) -> None:
         title: the first line.
         measure: the header of the masses.
     """
-    lines = [_Line(0, "branch", measure, "of parent", "tokens", "dim"), *_lines(root, 0)]
-    label_cells = max(_GUIDE_CELLS * line.depth + cell_len(line.label) for line in lines)
-    mass_cells = max(len(line.mass) for line in lines)
-    texts = []
-    for line in lines:
-        label = set_cell_size(line.label, label_cells - _GUIDE_CELLS * line.depth)
-        numbers = f"  {line.mass:>{mass_cells}}  {line.share:>9}  "
-        text = Text.assemble(
-            (label, line.style), (numbers, "cyan"), (line.tokens, "dim"), no_wrap=True, overflow="ellipsis"
-        )
-        text.rstrip()
-        texts.append(text)
-    # The last tree of each level.
+    lines = [(0, "branch", measure, "of parent", "tokens", "dim"), *_lines(root, 0)]
+    label_cells = max(_GUIDE_CELLS * depth + cell_len(label) for depth, label, *_ in lines)
+    mass_cells = max(len(mass) for _, _, mass, *_ in lines)
+    # The header is above the tree; of each level, the path has the last branch.
+    shown: list[Text | Tree] = [Text(printable(title), style="bold")]
     path: list[Tree] = []
-    for line, text in zip(lines[1:], texts[1:], strict=True):
-        path[line.depth :] = [path[line.depth - 1].add(text) if line.depth else Tree(text, guide_style="bright_black")]
-    Terminal().print(Group(Text(printable(title), style="bold"), texts[0], path[0]))
+    for depth, label, mass, share, tokens, style in lines:
+        parts = [(set_cell_size(label, label_cells - _GUIDE_CELLS * depth), style)]
+        parts += [(f"  {mass:>{mass_cells}}  {share:>9}  ", "cyan"), (tokens, "dim")]
+        text = Text.assemble(*parts, no_wrap=True, overflow="ellipsis")
+        text.rstrip()
+        if len(shown) < 2:
+            shown.append(text)
+        else:
+            path[depth:] = [path[depth - 1].add(text) if depth else Tree(text, guide_style="bright_black")]
+    Terminal().print(Group(*shown, path[0]))
 
 
 def _percent(part: float) -> str:
@@ -309,8 +294,8 @@ def _quoted(data: bytes) -> str:
     return f'"{text}"' if is_short else f'"{set_cell_size(text, _MAX_LABEL_CELLS - 3)}…"'
 
 
-def _lines(branch: Branch, depth: int) -> Iterator[_Line]:
-    """The lines of a branch and of everything below it, from top to bottom."""
+def _lines(branch: Branch, depth: int) -> Iterator[tuple[int, str, str, str, str, str]]:
+    """The lines of a branch and of all branches below it: depth, label, mass, share, tokens, and the label's style."""
     share = "" if branch.share is None else f"{branch.share:.1%}"
     label = _quoted(branch.edge or branch.prefix)
     if char := _completed(branch.prefix, len(branch.edge)):
@@ -325,12 +310,12 @@ def _lines(branch: Branch, depth: int) -> Iterator[_Line]:
             tokens += f" and {branch.longer} longer"
     elif branch.longer and not branch.is_open:
         tokens = f"{branch.longer} tokens"
-    yield _Line(depth, label, _percent(branch.mass), share, tokens, "" if depth else "bold")
+    yield depth, label, _percent(branch.mass), share, tokens, "" if depth else "bold"
     for child in branch.children:
         yield from _lines(child, depth + 1)
     if branch.hidden:
         share = f"{branch.hidden_mass / branch.mass:.1%}" if branch.mass else ""
-        yield _Line(depth + 1, f"… and {branch.hidden} more", _percent(branch.hidden_mass), share, "", "dim")
+        yield depth + 1, f"… and {branch.hidden} more", _percent(branch.hidden_mass), share, "", "dim"
 
 
 def _completed(prefix: bytes, edge_length: int) -> bytes:

@@ -96,24 +96,12 @@ def is_token(x: object) -> TypeGuard[Token]:
     return isinstance(x, Token) or (isinstance(x, bytes) and hasattr(x, "token_id") and hasattr(x, "byte_string"))
 
 
-class Spelling(NamedTuple):
-    """A vocabulary as byte strings.
-
-    Attributes:
-        words: the byte string of each item.
-        keys: the key of each item in `word2leaf`.
-        letters: the letters that are no bytes; letter i has the code 256 + i.
-        has_plain_bytes: whether any item is bytes without an id.
-    """
-
-    words: list[bytes]
-    keys: list[Hashable]
-    letters: list[Hashable]
-    has_plain_bytes: bool
-
-
-def spell(decode: Sequence[Any]) -> Spelling:
+def spell(decode: Sequence[Any]) -> tuple[list[bytes], list[Hashable], list[Hashable]]:
     """Spell every item of a vocabulary.
+
+    Returns:
+        the byte string of each item; the key of each item in `word2leaf`; the letters that are not bytes, where letter
+        i has the code 256 + i.
 
     Raises:
         InvalidVocabulary: an item is not iterable or hashable, or two items have the same key.
@@ -122,14 +110,12 @@ def spell(decode: Sequence[Any]) -> Spelling:
     keys: dict[Hashable, int] = {}
     others: dict[int, list[int]] = {}
     codes: dict[Hashable, int] = {byte: byte for byte in range(_N_BYTES)}
-    has_plain_bytes = False
     for index, item in enumerate(decode):
         key, word = item, b""
         if is_token(item):
             word = item.byte_string
             key = word, item.token_id
         elif isinstance(item, bytes):
-            has_plain_bytes = True
             word = bytes(item)
         else:
             try:
@@ -153,7 +139,7 @@ def spell(decode: Sequence[Any]) -> Spelling:
     for index, item_codes in others.items():
         spelled = (b"\xff" * (code // BASE) + bytes((code % BASE,)) for code in item_codes)
         words[index] = b"".join(spelled) if letters else bytes(item_codes)
-    return Spelling(words, list(keys), letters, has_plain_bytes)
+    return words, list(keys), letters
 
 
 class Spans(NamedTuple):
@@ -244,7 +230,18 @@ def number(trie: Trie, *, escaped: bool) -> Numbering:
     steps[kids] = kid_offset
     steps -= np.bincount(spans.end[kids], kid_offset, trie.n_nodes + 1).astype(np.int64)
     start = np.cumsum(steps)[:-1]
-    return _renamed(trie, whole, parent, start + size - 1, start[trie.leaf] + item_offset)
+    node, leaf = start + size - 1, start[trie.leaf] + item_offset
+    nodes = np.flatnonzero(whole)
+    n_nodes = nodes.size + leaf.size
+    node_map = np.empty(n_nodes, np.int32)
+    node_map[node[nodes]] = nodes
+    node_map[leaf] = -1 - np.arange(leaf.size)
+    parents = np.full(n_nodes, -1, np.int32)
+    parents[node[kids]] = node[parent[kids]]
+    parents[leaf] = node[trie.leaf]
+    letter = np.zeros(n_nodes, np.int64)
+    letter[node[kids]] = (trie.depth[kids] - trie.depth[parent[kids]] - 1) * BASE + trie.label[kids]
+    return Numbering(node_map, leaf.astype(np.int32), parents, letter)
 
 
 def _offsets(parent: NDArray[np.int32], rank: NDArray[np.int64], size: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -255,23 +252,6 @@ def _offsets(parent: NDArray[np.int32], rank: NDArray[np.int64], size: NDArray[n
     offset = np.empty_like(before)
     offset[order] = before - np.maximum.accumulate(np.where(eldest, before, 0))
     return offset
-
-
-def _renamed(
-    trie: Trie, whole: NDArray[np.bool_], parent: NDArray[np.int32], node: NDArray[np.int64], leaf: NDArray[np.int64]
-) -> Numbering:
-    nodes = np.flatnonzero(whole)
-    n_nodes = nodes.size + leaf.size
-    node_map = np.empty(n_nodes, np.int32)
-    node_map[node[nodes]] = nodes
-    node_map[leaf] = -1 - np.arange(leaf.size)
-    parents = np.full(n_nodes, -1, np.int32)
-    parents[node[nodes[1:]]] = node[parent[nodes[1:]]]
-    parents[leaf] = node[trie.leaf]
-    letter = np.zeros(n_nodes, np.int64)
-    depth = trie.depth[nodes[1:]] - trie.depth[parent[nodes[1:]]]
-    letter[node[nodes[1:]]] = (depth - 1) * BASE + trie.label[nodes[1:]]
-    return Numbering(node_map, leaf.astype(np.int32), parents, letter)
 
 
 def renumbered(trie: Trie, node_map: NDArray[np.int32]) -> Renumbered:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from lmpool.aio import join_task
 from lmpool.errors import InvalidWeights, SettingsError
-from lmpool.producer.genlm.numbering import number, renumbered, spans_of, spell
+from lmpool.producer.genlm.numbering import Token, number, renumbered, spans_of, spell
 from lmpool.settings import check_choice, shown
 from lmpool.trie.kernels import open_kernels
 from lmpool.trie.trie import Trie, nan_found
@@ -63,18 +63,16 @@ class TokenCharacterTrie:
         self._build(decode, "cpu")
 
     def _build(self, decode: Sequence[Any], device: str) -> None:
-        spelling = spell(decode)
-        if spelling.has_plain_bytes:
+        words, self._keys, self._letters = spell(decode)
+        if any(map(Token.is_plain_bytes, decode)):
             warnings.warn(
                 "Passing plain bytes to TokenCharacterTrie is deprecated. Use Token objects, which have ids.",
                 DeprecationWarning,
                 stacklevel=3,
             )
         self.decode = decode
-        self.structure = Trie(spelling.words)
-        self._keys = spelling.keys
-        self._letters = spelling.letters
-        self._numbering = number(self.structure, escaped=bool(spelling.letters))
+        self.structure = Trie(words)
+        self._numbering = number(self.structure, escaped=bool(self._letters))
         self.node_map = self._numbering.node_map
         self.root = len(self.node_map) - 1
         self._renumbered = renumbered(self.structure, self.node_map)
