@@ -1,4 +1,4 @@
-"""The models that the explorer asks: opened once, closed when there are many, and never under a request."""
+"""The models of the explorer: opened once, closed when there are too many, and never during a request."""
 
 from __future__ import annotations
 
@@ -43,24 +43,24 @@ class CountedProducer(Producer):
 
 @pytest.fixture
 def counted(monkeypatch: pytest.MonkeyPatch) -> type[CountedProducer]:
-    """What opens models in a test, with nothing counted yet."""
+    """Let the explorer use `CountedProducer`, with its counts at zero."""
     monkeypatch.setattr(explorer, "Producer", CountedProducer)
     CountedProducer.made = 0
     CountedProducer.now_open = set()
     return CountedProducer
 
 
-def tell_of_others(pool: Pool, count: int) -> list[str]:
-    """Write down models that have an info and no worker; returns their names."""
+def register_others(pool: Pool, count: int) -> list[str]:
+    """Register models that have an info but no worker; return their names."""
     names = [f"other{number}" for number in range(count)]
-    written: Any = pool.redis.hget(pool.keys.models(), "syn")
-    info = ModelInfo.unpack(written)
+    packed: Any = pool.redis.hget(pool.keys.models(), "syn")
+    info = ModelInfo.unpack(packed)
     for name in names:
         pool.redis.hset(pool.keys.models(), name, replace(info, name=name).pack())
     return names
 
 
-def test_a_request_under_way_is_answered_while_eight_other_models_are_asked(pool: Pool, tmp_path: Path) -> None:
+def test_a_pending_request_keeps_its_model_open(pool: Pool, tmp_path: Path) -> None:
     gate = Gate(tmp_path / "open")
     # Workers remove infos without workers after a third of a lease.
     pool.start("--lease-s", 60, command=gate.command)
@@ -68,9 +68,9 @@ def test_a_request_under_way_is_answered_while_eight_other_models_are_asked(pool
     with ThreadPoolExecutor(1) as thread:
         held = thread.submit(service.ask, "/api/row", {"model": "syn", "ids": [1, 2]})
         try:
-            until(pool.jobs, "the worker holds the prompt before its gate")
-            for name in tell_of_others(pool, MAX_MODELS):
-                # Each is opened; what it is asked needs no worker.
+            until(pool.jobs, "the worker holds the prompt")
+            for name in register_others(pool, MAX_MODELS):
+                # The request opens the model and fails without a worker.
                 assert "Shorten it" in service.ask("/api/row", {"model": name, "ids": [1] * 5000}).json["error"]
             assert not held.done()
         finally:
@@ -79,7 +79,7 @@ def test_a_request_under_way_is_answered_while_eight_other_models_are_asked(pool
     assert (answer.status, answer.json.get("error")) == (200, None)
 
 
-async def test_a_model_asked_by_several_at_once_is_opened_once(pool: Pool, counted: type[CountedProducer]) -> None:
+async def test_concurrent_requests_share_one_producer(pool: Pool, counted: type[CountedProducer]) -> None:
     await asyncio.to_thread(pool.start)
     models = Models(pool.url, pool.prefix)
 
@@ -95,11 +95,11 @@ async def test_a_model_asked_by_several_at_once_is_opened_once(pool: Pool, count
     assert counted.now_open == set()
 
 
-async def test_those_that_nobody_uses_are_closed_the_one_asked_longest_ago_first(
+async def test_the_least_recently_used_models_without_requests_are_closed(
     pool: Pool, counted: type[CountedProducer]
 ) -> None:
     await asyncio.to_thread(pool.start)
-    others = await asyncio.to_thread(tell_of_others, pool, MAX_MODELS + 1)
+    others = await asyncio.to_thread(register_others, pool, MAX_MODELS + 1)
     models = Models(pool.url, pool.prefix)
     try:
         async with models.use("syn"):
@@ -109,14 +109,14 @@ async def test_those_that_nobody_uses_are_closed_the_one_asked_longest_ago_first
             assert counted.now_open == {"syn", *others[2:]}
         async with models.use(others[0]):
             pass
-        # It was used longer than all others and asked before them.
+        # "syn" was released last, but its request began first.
         assert counted.now_open == {*others[2:], others[0]}
     finally:
         await models.close()
     assert counted.now_open == set()
 
 
-async def test_a_model_that_could_not_be_opened_is_tried_again_and_whoever_gave_up_waiting_takes_nobody_with_it(
+async def test_a_failed_model_is_opened_again_and_a_cancelled_request_cancels_no_other(
     pool: Pool, counted: type[CountedProducer]
 ) -> None:
     models = Models(pool.url, pool.prefix)
