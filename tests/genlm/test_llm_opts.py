@@ -1,4 +1,4 @@
-"""How `llm_opts` become options of the model and of its private worker."""
+"""`llm_opts` are split into options of the model and of its private worker."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ from lmpool.producer.genlm.connection import command_options, split
         ),
     ],
 )
-def test_options_reach_the_worker_by_our_names(backend: str, given: dict[str, Any], options: list[str]) -> None:
+def test_options_of_the_worker_are_translated(backend: str, given: dict[str, Any], options: list[str]) -> None:
     model_options, worker = split(backend, given)
     assert model_options == {}
     assert command_options(worker) == options
 
 
-def test_options_of_the_model_stay_here() -> None:
+def test_options_of_the_model_are_separated() -> None:
     given = {"timeout": 5, "cache_bytes": 0, "tokenizer": "t"}
     assert split("hf", {**given, "max_batch": 3}) == (given, {"max_batch": 3})
 
@@ -99,6 +99,6 @@ def test_a_connection_takes_its_own_options_only() -> None:
         (("gpt2", "hf", {"load_timeout": float("nan")}), "timeout: nan must be a number of seconds"),
     ],
 )
-def test_arguments_of_the_wrong_kind_are_refused_before_anything_starts(arguments: Any, message: str) -> None:
+def test_arguments_of_the_wrong_kind_are_refused_before_a_worker_starts(arguments: Any, message: str) -> None:
     with pytest.raises(SettingsError, match=message):
         load_model_by_name(*arguments)
