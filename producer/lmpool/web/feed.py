@@ -100,16 +100,10 @@ class Events:
 
 
 class Feed:
-    """Surveys the pool periodically and sends frames to all pages that watch.
+    """Surveys the pool, at most once per `interval_s`, and sends frames to all pages that watch.
 
     A slow page gets the newest frame when it reads and skips the frames between. While no page watches, surveys
     continue for the graphs, at an interval that uses at most 2 % of a core.
-
-    Args:
-        server: the Redis server.
-        keys: the deployment's key names.
-        interval_s: min seconds between two surveys.
-        samples: max samples kept.
 
     Attributes:
         watching: number of pages that watch now.
@@ -124,10 +118,8 @@ class Feed:
         self._events = Events()
         self._samples: deque[Sample] = deque(maxlen=samples)
         self._changed = asyncio.Condition()
-        self._frame: dict[str, Any] = {}
-        self._encoded = b""
-        self._encoding: asyncio.Task[bytes] | None = None
-        self._encoded_survey = 0
+        self._frame = b""
+        self._history: asyncio.Task[bytes] | None = None
         self._wanted = asyncio.Event()
         self._is_over = False
         self._seen_at = 0.0
@@ -173,17 +165,19 @@ class Feed:
         async with self._changed:
             self.surveys += 1
             self.trouble = trouble
-            self._frame = {"number": self.surveys, "at": at, "trouble": shortened(trouble)}
+            if self._history is not None and self._history.done():
+                self._history = None
+            frame: dict[str, Any] = {"number": self.surveys, "at": at, "trouble": shortened(trouble)}
             if trouble:
-                self._frame["seen_at"] = self._seen_at
+                frame["seen_at"] = self._seen_at
             else:
-                self._frame |= {
+                frame |= {
                     "server": _shown_server(str(self._server)),
                     "memory": None if memory is None else {**memory._asdict(), "doubt": memory.doubt() or ""},
                     "models": [_shown_model(model) for model in models],
                     "events": list(reversed(self._events.newest)),
                 }
-            self._encoded = b""
+            self._frame = f"data: {to_json(frame, separators=(',', ':'))}\n\n".encode()
             self._changed.notify_all()
 
     async def served(self) -> list[dict[str, Any]]:
@@ -193,10 +187,9 @@ class Feed:
 
     async def history(self) -> bytes:
         """Return all samples as gzipped JSON, encoded in a thread at most once per survey."""
-        if self._encoding is None or (self._encoding.done() and self._encoded_survey != self.surveys):
-            self._encoded_survey = self.surveys
-            self._encoding = asyncio.create_task(asyncio.to_thread(_encode_history, list(self._samples)))
-        return await join_task(self._encoding)
+        if self._history is None:
+            self._history = asyncio.create_task(asyncio.to_thread(_encode_history, list(self._samples)))
+        return await join_task(self._history)
 
     async def frames(self) -> AsyncGenerator[bytes, None]:
         """Iterate over frames as server-sent events, starting with the newest, until the service stops."""
@@ -212,11 +205,8 @@ class Feed:
                     await self._changed.wait_for(lambda: self._is_over or self.surveys != seen)  # noqa: B023 at once
                     if self._is_over:
                         return
-                    seen = self.surveys
-                    if not self._encoded:  # Encode a frame once for all pages.
-                        self._encoded = f"data: {to_json(self._frame, separators=(',', ':'))}\n\n".encode()
-                    encoded = self._encoded
-                yield encoded
+                    seen, frame = self.surveys, self._frame
+                yield frame
         finally:
             self.watching -= 1
 
@@ -260,10 +250,7 @@ async def _read_served(redis: Redis, keys: Keys) -> list[dict[str, Any]]:
 def _shown_server(name: str) -> str:
     """Return a server's address; of a socket only file and folder, because paths contain user names."""
     scheme, _, path = name.partition("://")
-    if scheme != "unix":
-        return shortened(name)
-    parts = PurePath(path).parts[1:]
-    return shortened(f"unix://…/{'/'.join(parts[-2:])}")
+    return shortened(f"unix://…/{'/'.join(PurePath(path).parts[1:][-2:])}" if scheme == "unix" else name)
 
 
 def _shown_model(model: dict[str, Any]) -> dict[str, Any]:

@@ -103,16 +103,11 @@ def answers(handle: Callable[[Request], Awaitable[Any]]) -> Callable[[Request], 
         try:
             answer = await handle(request)
             return answer if isinstance(answer, Response) else json_answer(answer)
-        except Refused as error:
-            return json_answer({"error": str(error)}, error.status)
         except LMPoolError as error:
-            text = str(error)
+            text, status = str(error), next((code for kind, code in _STATUS if isinstance(error, kind)), 502)
             if isinstance(error, errors.ServerUnreachable):  # The user of a browser cannot name another server.
-                text = (
-                    f"`lmpool web` cannot reach its server ({without_advice(error)}): this page continues when it can"
-                )
-            status = next((code for kind, code in _STATUS if isinstance(error, kind)), 502)
-            return json_answer({"error": printable(text)}, status)
+                text = f"`lmpool web` cannot reach its server ({without_advice(error)}): this page retries"
+            return json_answer({"error": printable(text)}, error.status if isinstance(error, Refused) else status)
 
     return route
 

@@ -110,11 +110,7 @@ class PoolOptions(ServerOptions):
 
     @asynccontextmanager
     async def producer(self, **options: Any) -> AsyncIterator[Producer]:
-        """Open a producer for a command; `options` are other arguments of `Producer`.
-
-        Raises:
-            LMPoolError: see `check_served` and `Producer.open`.
-        """
+        """Open a producer for a command; `options` are other arguments of `Producer`."""
         absent = when_absent(self.waits)
         producer = Producer(
             self.model, redis=self.redis, prefix=self.prefix, timeout=self.timeout, when_absent=absent, **options
@@ -156,7 +152,6 @@ async def check_served(model: str | None, redis: str | None, prefix: str, waits:
     Raises:
         ServerUnreachable: no server is named and no server of this user runs.
         UnknownModel: the model is not served while others are.
-        SettingsError: the server's address is malformed.
     """
     if waits is not None:
         return
@@ -179,9 +174,6 @@ def read_prompt(prompt: str, are_ids: bool) -> str:
     """Return the prompt argument; for "-", read standard input without its last line break.
 
     Print a hint if a text is the name of a file.
-
-    Raises:
-        SettingsError: standard input is not UTF-8, or too long.
     """
     if prompt != "-":
         with suppress(OSError, ValueError):  # The text may be too long for a file name, or contain NUL.

@@ -184,9 +184,7 @@ async def retry(
 ) -> None:
     """Queue prompts again that were given up. Workers then cache their rows."""
     _check_choice(entries, every)
-    queued: list[str] = []
-    in_flight: list[str] = []
-    refused: dict[str, str] = {}
+    queued, in_flight, refused = list[str](), list[str](), dict[str, str]()
 
     async with _letters_of(model, at) as (letters, discovery, name):
         info = await discovery.info(name)

@@ -23,7 +23,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,6 @@ from lmpool.embedded import EmbeddedServer
 from lmpool.errors import ModelError, ProducerClosed, SettingsError
 from lmpool.producer.client.requests import ENDLESS_S, check_timeout
 from lmpool.producer.client.session import Priority, WhenAbsent
-from lmpool.producer.metrics import ProducerStats
 from lmpool.producer.producer import Producer
 from lmpool.producer.sync import SyncProducer
 from lmpool.protocol.keys import Keys
@@ -61,7 +60,9 @@ MIN_TIMEOUT_S = 1.0
 """A smaller timeout is the time that genlm-backend waits to fill a batch, not the time of a request; seconds."""
 
 _OPTION = re.compile(r"[a-z][a-z0-9_]*")
-_DTYPES = ("torch_dtype", "dtype")
+# Arguments of transformers -> settings of the hf backend.
+_HF_OPTS = {"torch_dtype": "dtype", "device_map": "device"}
+_HF_OPTS |= {name: name for name in ("dtype", "revision", "trust_remote_code")}
 _REFUSED = {
     "bitsandbytes_opts": "the hf backend does not quantise: give a quantised checkpoint, or gguf_file=",
     "cache_size": "rows are bounded by bytes: use cache_bytes=",
@@ -153,14 +154,6 @@ class ModelConnection:
         producers: list[Producer | SyncProducer | None] = [getattr(self._of_thread, "producer", None), self._sync]
         return [producer for producer in producers if producer is not None]
 
-    def stats(self) -> ProducerStats:
-        """Counts of the requests of this thread's producers."""
-        total = ProducerStats()
-        for producer in self.used:
-            for name, count in asdict(producer.stats()).items():
-                total.add(name, count)
-        return total
-
     def close(self) -> None:
         """Close the producers and the private pool. Sessions end in their own event loops, as soon as these run."""
         self._closed = True
@@ -210,12 +203,8 @@ class PrivatePool:
         options: more options of the command.
         load_timeout: seconds until it must serve.
 
-    Attributes:
-        url: URL of the server.
-
     Raises:
         ModelError: the worker ended before it served, or did not serve in time; its log is quoted.
-        ServerError: there is no server program, or it does not start.
     """
 
     def __init__(self, model: str, backend: str, options: list[str], load_timeout: float = _LOAD_TIMEOUT_S) -> None:
@@ -351,7 +340,8 @@ def command_options(given: Mapping[str, Any]) -> list[str]:
             options.append(option)
         elif value is not None and value is not False:
             values = value if isinstance(value, (list, tuple)) else [value]
-            options += [f"{option}={_dtype(item) if name in _DTYPES else item}" for item in values]
+            # The name of a dtype of torch has a prefix, as in `torch.float32`.
+            options += [f"{option}={str(item).removeprefix('torch.') if name == 'dtype' else item}" for item in values]
     return options
 
 
@@ -359,31 +349,21 @@ def _read_hf_opts(given: Any) -> dict[str, Any]:
     """Translate arguments of transformers into settings of the hf backend."""
     settings: dict[str, Any] = {}
     for name, value in check_kind("hf_opts", given or {}, Mapping, "a mapping of options to values").items():
-        if name in _DTYPES:
-            settings["dtype"] = _dtype(value)
-        elif name == "device_map" and (value is None or isinstance(value, str)):
-            settings["device"] = value
-        elif name in ("revision", "trust_remote_code"):
-            settings[name] = value
-        else:
+        if name not in _HF_OPTS or (name == "device_map" and not isinstance(value, str | None)):
             raise SettingsError(
                 f"llm_opts: hf_opts has {shown(name)} = {shown(value)}, which the hf backend does not take; it takes "
                 "torch_dtype, dtype, device_map (one device), revision and trust_remote_code"
             )
+        settings[_HF_OPTS[name]] = value
     return settings
 
 
 def _read_engine_opts(given: Any) -> dict[str, Any]:
     """Translate arguments of an engine into settings of its backend."""
     arguments = dict(check_kind("engine_opts", given or {}, Mapping, "a mapping of options to values"))
-    settings: dict[str, Any] = {"dtype": _dtype(arguments.pop("dtype"))} if "dtype" in arguments else {}
+    settings: dict[str, Any] = {"dtype": arguments.pop("dtype")} if "dtype" in arguments else {}
     try:
         settings["engine_args"] = [shlex.quote(f"{name}={json.dumps(value)}") for name, value in arguments.items()]
     except TypeError as error:
         raise SettingsError(f"llm_opts: engine_opts must be plain values: {error}") from error
     return settings
-
-
-def _dtype(value: Any) -> str:
-    """The name of a dtype without torch's prefix, as in `torch.float32`."""
-    return str(value).removeprefix("torch.")

@@ -9,7 +9,7 @@ import math
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import PurePath
 from types import TracebackType
 from typing import Any, Self
@@ -332,7 +332,11 @@ class PooledLM(CopiedAsItself, AsyncLM):  # type: ignore[misc]  # genlm-backend 
 
     def stats(self) -> ProducerStats:
         """Counts of this thread's requests and of the synchronous ones together."""
-        return self._connection.stats()
+        total = ProducerStats()
+        for producer in self._connection.used:
+            for name, count in asdict(producer.stats()).items():
+                total.add(name, count)
+        return total
 
     def close(self) -> None:
         """Close the connections; closing twice does nothing. Connections also close when the model is collected."""
