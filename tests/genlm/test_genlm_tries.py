@@ -282,7 +282,7 @@ def test_a_vocabulary_with_duplicates_or_unreadable_items_is_refused(decode: lis
     assert isinstance(caught.value, ValueError)
 
 
-def test_duplicate_plain_bytes_are_refused() -> None:
+def test_duplicate_plain_bytes_are_warned_about_and_refused() -> None:
     duplicate = pytest.raises(ValueError, match="Duplicate word in vocabulary")
     with pytest.warns(DeprecationWarning, match="Passing plain bytes"), duplicate:
         TokenCharacterTrie([b"hello", b"hello"])

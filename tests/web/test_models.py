@@ -98,7 +98,8 @@ async def test_concurrent_requests_share_one_producer(pool: Pool, counted: type[
 async def test_the_least_recently_used_models_without_requests_are_closed(
     pool: Pool, counted: type[CountedProducer]
 ) -> None:
-    await asyncio.to_thread(pool.start)
+    # Workers remove infos without workers after a third of a lease.
+    await asyncio.to_thread(pool.start, "--lease-s", 60)
     others = await asyncio.to_thread(register_others, pool, MAX_MODELS + 1)
     models = Models(pool.url, pool.prefix)
     try:

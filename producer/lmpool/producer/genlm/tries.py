@@ -63,13 +63,13 @@ class TokenCharacterTrie:
         self._build(decode, "cpu")
 
     def _build(self, decode: Sequence[Any], device: str) -> None:
-        words, self._keys, self._letters = spell(decode)
         if any(map(Token.is_plain_bytes, decode)):
             warnings.warn(
                 "Passing plain bytes to TokenCharacterTrie is deprecated. Use Token objects, which have ids.",
                 DeprecationWarning,
                 stacklevel=3,
             )
+        words, self._keys, self._letters = spell(decode)
         self.decode = decode
         self.structure = Trie(words)
         self._numbering = number(self.structure, escaped=bool(self._letters))
