@@ -29,7 +29,7 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def write_tokenizer(folder: Path) -> str:
-    """Save it; returns the folder as text."""
+    """Save the tokenizer; return the folder as text."""
     byte_tokenizer().save_pretrained(folder)
     return str(folder)
 

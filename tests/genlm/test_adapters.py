@@ -19,7 +19,7 @@ TOLERANCE = 1e-4
 @pytest.fixture(scope="module")
 def folders(smollm2_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """Two adapters of SmolLM2 with random weights."""
-    # Imported here: in each process that collects tests it takes seconds.
+    # Import it here: the import takes seconds in each process that collects tests.
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
 
@@ -37,7 +37,7 @@ def test_an_adapter_is_loaded_replaced_and_removed(real: PooledLM, theirs: Any, 
     prompt = real.tokenizer.encode("The capital of France is")
 
     async def rows_of(llm: Any) -> list[torch.Tensor]:
-        """In one event loop, whose session has seen none of the adapters when it begins."""
+        """Run in one event loop, whose session starts without any adapters."""
         rows = [await llm.next_token_logprobs(prompt)]
         for folder in folders:
             llm.add_new_lora(folder, NAME)

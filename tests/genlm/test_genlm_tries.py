@@ -1,4 +1,4 @@
-"""The tries of `lmpool.producer.genlm` against genlm-backend's: the same numbers of the nodes, the same results."""
+"""The tries of `lmpool.producer.genlm` have the node numbers and results of genlm-backend's."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ WS = [0.1, 0.2, 0.2, 0.5]
 
 
 class EndOfSequence:
-    """An item with one letter, itself: what genlm-control ends its vocabularies with."""
+    """An item whose only letter is itself, as the end-of-sequence item of genlm-control."""
 
     def __init__(self, name: str = "EOS") -> None:
         self.name = name
@@ -130,13 +130,13 @@ def test_a_real_vocabulary_with_an_end_of_sequence_has_genlms_numbers(ours: Any,
 
 
 @pytest.mark.parametrize("count", [2, 254, 255, 256, 600])
-def test_any_number_of_other_letters_has_a_place(count: int) -> None:
+def test_any_number_of_other_letters_is_numbered(count: int) -> None:
     letters = [chr(1000 + i) for i in range(count)]
     decode = [TheirToken(0, b"\xff\xff\x00"), TheirToken(1, b"\xff"), TheirToken(2, b""), *letters, "".join(letters)]
     assert_same_structure(TokenCharacterTrie(decode), TheirSequential(decode))
 
 
-def test_the_map_leads_to_nodes_of_the_structure_and_to_items() -> None:
+def test_the_node_map_contains_all_nodes_and_items() -> None:
     decode = tekken(500)
     trie = TokenCharacterTrie(decode)
     assert sorted(trie.node_map[trie.node_map >= 0]) == list(range(trie.structure.n_nodes))
@@ -148,7 +148,7 @@ def test_the_map_leads_to_nodes_of_the_structure_and_to_items() -> None:
             assert trie.structure.prefix(mapped) == bytes(trie.node2prefix[node])
 
 
-def test_a_token_longer_than_the_recursion_limit_has_a_place() -> None:
+def test_a_token_may_be_longer_than_the_recursion_limit() -> None:
     trie = TokenCharacterTrie([Token(0, b"a" * 50_000), Token(1, b"a" * 20_000)])
     assert trie.root == 50_002
     assert trie.weight_sum([1.0, 2.0])[[trie.root, 30_000, trie.word2leaf[b"a" * 20_000, 1]]].tolist() == [3, 1, 2]
@@ -164,7 +164,7 @@ def test_weights_are_genlms(ours: Any, theirs: Any, op: str, decode: list[Any], 
     rows = weights_for(decode, seed).astype(np.float64 if wide else np.float32)
     trie, reference = ours(decode), theirs(decode)
     for row in rows:
-        # Sums of both signs may cancel: what remains of float32 numbers up to 1 is compared to 1.
+        # Numbers of both signs may cancel, so compare with an absolute tolerance for float32 numbers up to 1.
         assert_close(getattr(trie, f"weight_{op}")(row), getattr(reference, f"weight_{op}")(row), atol=2e-7)
 
 
@@ -177,14 +177,14 @@ def test_weights_of_a_real_vocabulary_are_genlms(ours: Any, theirs: Any, op: str
     for row in weights_for(decode, 1)[:2].astype(dtype):
         values, wanted = (getattr(each, f"weight_{op}")(row) for each in (trie, reference))
         assert values.dtype == wanted.dtype
-        # Their parallel class adds up in float32 and is off by 3e-6 at the root here.
+        # Their parallel class adds in float32; its error at the root is 3e-6 here.
         np.testing.assert_allclose(values, wanted, rtol=1e-5 if theirs is TheirParallel else 1e-6)
         if op == "sum":
             np.testing.assert_allclose(values, exact.weight_sum(row), rtol=1e-6)
 
 
 @both_classes
-def test_a_maximum_below_zero_is_the_one_of_genlms_class_of_that_name(ours: Any, theirs: Any) -> None:
+def test_a_maximum_below_zero_follows_genlms_class(ours: Any, theirs: Any) -> None:
     trie = ours(DECODE)
     values = trie.weight_max(np.array([-1, -2, -3, -4], np.float32))
     assert values[trie.root] == theirs(DECODE).weight_max(torch.tensor([-1.0, -2, -3, -4]))[trie.root]
@@ -242,7 +242,7 @@ def test_an_empty_batch_has_no_rows(ours: Any, theirs: Any) -> None:
         (None, "shape"),
     ],
 )
-def test_weights_that_do_not_fit_are_refused(ours: Any, theirs: Any, ws: Any, message: str) -> None:
+def test_invalid_weights_are_refused(ours: Any, theirs: Any, ws: Any, message: str) -> None:
     with pytest.raises(InvalidWeights, match=message):
         ours(DECODE).weight_sum(ws)
     with pytest.raises(InvalidWeights):
@@ -253,7 +253,7 @@ def test_weights_that_do_not_fit_are_refused(ours: Any, theirs: Any, ws: Any, me
 
 
 @both_classes
-def test_plain_bytes_are_taken_with_one_warning_where_they_came_from(ours: Any, theirs: Any) -> None:
+def test_plain_bytes_are_accepted_with_one_warning_at_the_caller(ours: Any, theirs: Any) -> None:
     decode = [TheirToken(0, b"hello"), b"world", TheirToken(2, b"test"), b"data"]
     with pytest.warns(DeprecationWarning, match="Passing plain bytes to TokenCharacterTrie is deprecated") as caught:
         trie = ours(decode)
@@ -282,7 +282,7 @@ def test_a_vocabulary_with_duplicates_or_unreadable_items_is_refused(decode: lis
     assert isinstance(caught.value, ValueError)
 
 
-def test_plain_bytes_that_occur_twice_are_warned_about_before_they_are_refused() -> None:
+def test_duplicate_plain_bytes_are_warned_about_and_refused() -> None:
     duplicate = pytest.raises(ValueError, match="Duplicate word in vocabulary")
     with pytest.warns(DeprecationWarning, match="Passing plain bytes"), duplicate:
         TokenCharacterTrie([b"hello", b"hello"])
@@ -337,18 +337,18 @@ def test_a_token_needs_an_int_and_bytes() -> None:
         Token(1, "x")  # type: ignore[arg-type]
 
 
-# Pictures
+# Drawing
 
 
 @pytest.mark.parametrize("values", [None, [0.25, 0.5], [0.0], [1.0]])
-def test_the_picture_is_genlms(values: list[float] | None) -> None:
+def test_the_drawing_is_genlms(values: list[float] | None) -> None:
     decode = [TheirToken(0, b"a"), TheirToken(1, b""), TheirToken(2, b"\xffb"), EOS]
     ours, theirs = TokenCharacterTrie(decode), TheirSequential(decode)
     ws = None if values is None else torch.tensor(values * len(ours.children))[: len(ours.children)]
     assert ours.visualize(ws).source == theirs.visualize(ws).source
 
 
-def test_a_picture_needs_a_weight_for_each_node_and_graphviz(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drawing_needs_a_weight_for_each_node_and_graphviz(monkeypatch: pytest.MonkeyPatch) -> None:
     trie = TokenCharacterTrie(DECODE)
     with pytest.raises(ValueError, match=r"shape \(3,\) for 13 nodes"):
         trie.visualize(torch.zeros(3))
@@ -399,7 +399,7 @@ async def test_a_bad_request_fails_alone() -> None:
     assert isinstance(results[1], InvalidWeights)
 
 
-async def test_an_error_reaches_all_who_wait_and_none_who_come_later(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_error_fails_all_requests_of_its_batch_and_no_later_one(monkeypatch: pytest.MonkeyPatch) -> None:
     trie = AsyncTokenCharacterTrie.from_vocab(DECODE)
     with monkeypatch.context() as broken:
         broken.setattr(trie.trie, "batch_weight_sum", lambda ws: [][1])
@@ -408,7 +408,7 @@ async def test_an_error_reaches_all_who_wait_and_none_who_come_later(monkeypatch
     assert (await trie.weight_sum(WS))[trie.trie.root] == pytest.approx(1)
 
 
-async def test_one_who_gives_up_does_not_take_the_others_along() -> None:
+async def test_a_cancelled_request_does_not_cancel_its_batch() -> None:
     trie = AsyncTokenCharacterTrie.from_vocab(DECODE)
     quitter, other = (asyncio.create_task(trie.weight_sum(WS)) for _ in range(2))
     await asyncio.sleep(0)
@@ -431,7 +431,7 @@ async def test_cleanup_lets_requests_finish_and_shutdown_cancels_them() -> None:
     assert (await trie.weight_max(WS))[trie.trie.root] == pytest.approx(0.5)
 
 
-def test_a_trie_lives_through_several_event_loops() -> None:
+def test_a_trie_works_in_several_event_loops() -> None:
     trie = AsyncTokenCharacterTrie.from_vocab(DECODE)
 
     async def leave_a_request_behind() -> None:
@@ -445,7 +445,7 @@ def test_a_trie_lives_through_several_event_loops() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning")
-def test_a_trie_lives_on_after_an_event_loop_that_was_closed_under_its_batch() -> None:
+def test_a_trie_works_after_an_event_loop_was_closed_with_a_pending_batch() -> None:
     trie = AsyncTokenCharacterTrie.from_vocab(DECODE)
     loop = asyncio.new_event_loop()
     left = loop.create_task(trie.weight_sum(WS))
@@ -455,12 +455,12 @@ def test_a_trie_lives_on_after_an_event_loop_that_was_closed_under_its_batch() -
     assert not left.done()
     assert asyncio.run(trie.weight_sum(WS))[trie.trie.root] == pytest.approx(1)
     trie.shutdown()
-    # What was never run is complained about when it is collected: not in another test.
+    # Python warns when it collects a coroutine that never ran: collect it in this test.
     del left, loop
     gc.collect()
 
 
-async def test_a_trie_lives_on_after_all_tasks_were_cancelled() -> None:
+async def test_a_trie_works_after_all_tasks_were_cancelled() -> None:
     trie = AsyncTokenCharacterTrie.from_vocab(DECODE)
     request = asyncio.create_task(trie.weight_sum(WS))
     await asyncio.sleep(0)
@@ -470,7 +470,7 @@ async def test_a_trie_lives_on_after_all_tasks_were_cancelled() -> None:
     assert (await trie.weight_sum(WS))[trie.trie.root] == pytest.approx(1)
 
 
-def test_an_unused_trie_is_forgotten_in_silence(capfd: pytest.CaptureFixture[str]) -> None:
+def test_an_unused_trie_is_collected_without_a_warning(capfd: pytest.CaptureFixture[str]) -> None:
     trie = AsyncTokenCharacterTrie.from_vocab(DECODE)
     asyncio.run(trie.weight_sum(WS))
     del trie

@@ -1,4 +1,4 @@
-"""How `llm_opts` become options of the model and of its private worker."""
+"""`llm_opts` are split into options of the model and of its private worker."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from lmpool.errors import SettingsError
 from lmpool.producer.genlm import load_model_by_name
-from lmpool.producer.genlm.llm_opts import command_options, split
+from lmpool.producer.genlm.connection import command_options, split
 
 
 @pytest.mark.parametrize(
@@ -32,13 +32,13 @@ from lmpool.producer.genlm.llm_opts import command_options, split
         ),
     ],
 )
-def test_options_reach_the_worker_by_our_names(backend: str, given: dict[str, Any], options: list[str]) -> None:
+def test_options_of_the_worker_are_translated(backend: str, given: dict[str, Any], options: list[str]) -> None:
     model_options, worker = split(backend, given)
     assert model_options == {}
     assert command_options(worker) == options
 
 
-def test_options_of_the_model_stay_here() -> None:
+def test_options_of_the_model_are_separated() -> None:
     given = {"timeout": 5, "cache_bytes": 0, "tokenizer": "t"}
     assert split("hf", {**given, "max_batch": 3}) == (given, {"max_batch": 3})
 
@@ -81,7 +81,7 @@ def test_other_backends_are_value_errors(backend: str) -> None:
 
 
 def test_a_connection_takes_its_own_options_only() -> None:
-    with pytest.raises(SettingsError, match="llm_opts: 'batch_size' is not an option of a connection"):
+    with pytest.raises(SettingsError, match="batch_size: not an option of a connection"):
         load_model_by_name("gpt2", llm_opts={"batch_size": 3})
 
 
@@ -89,9 +89,9 @@ def test_a_connection_takes_its_own_options_only() -> None:
     ("arguments", "message"),
     [
         (("gpt2", []), r"backend: \[\] is not one of pool, hf"),
-        (("gpt2", "hf", 5), "llm_opts: 5 is not a mapping"),
-        (("gpt2", "hf", {"hf_opts": 5}), "llm_opts: hf_opts = 5 is not a mapping"),
-        (("gpt2", "vllm", {"engine_opts": 5}), "llm_opts: engine_opts = 5 is not a mapping"),
+        (("gpt2", "hf", 5), "llm_opts: 5 must be a mapping"),
+        (("gpt2", "hf", {"hf_opts": 5}), "hf_opts: 5 must be a mapping"),
+        (("gpt2", "vllm", {"engine_opts": 5}), "engine_opts: 5 must be a mapping"),
         ((None, "hf"), "name: None: the hf backend needs"),
         (("\0", "hf"), "the hf backend needs the hub name or folder"),
         (("gpt2", "pool", {"timeout": 0.02}), "timeout = 0.02 is less than 1 s"),
@@ -99,6 +99,6 @@ def test_a_connection_takes_its_own_options_only() -> None:
         (("gpt2", "hf", {"load_timeout": float("nan")}), "timeout: nan must be a number of seconds"),
     ],
 )
-def test_arguments_of_the_wrong_kind_are_refused_before_anything_starts(arguments: Any, message: str) -> None:
+def test_arguments_of_the_wrong_kind_are_refused_before_a_worker_starts(arguments: Any, message: str) -> None:
     with pytest.raises(SettingsError, match=message):
         load_model_by_name(*arguments)

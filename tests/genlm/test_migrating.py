@@ -1,4 +1,4 @@
-"""docs/migrating-from-genlm.md is complete, and names nothing that is not there."""
+"""docs/migrating-from-genlm.md is complete, and all names in it exist."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 
 from lmpool.producer import PooledTrie, Producer, SyncProducer
 from lmpool.producer.genlm import PooledLM
-from lmpool.producer.genlm.llm_opts import POOL_OPTIONS
+from lmpool.producer.genlm.connection import POOL_OPTIONS
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs/migrating-from-genlm.md").read_text("utf-8")
 OURS = {kind.__name__: kind for kind in (PooledLM, PooledTrie, Producer, SyncProducer)}
@@ -42,9 +42,9 @@ def is_public(name: str) -> bool:
 
 
 def names_of(body: list[ast.stmt]) -> Iterator[str]:
-    """The public names of a module: constants, functions, classes, and what is public in these."""
+    """The public names of a module: constants, functions, classes and their public members."""
     for node in body:
-        if isinstance(node, (ast.If, ast.Try)):  # One class where an engine is installed, another where it is not.
+        if isinstance(node, (ast.If, ast.Try)):  # The class depends on whether an engine is installed.
             yield from names_of([*node.body, *node.orelse])
         elif isinstance(node, ast.ClassDef) and is_public(node.name):
             yield node.name
@@ -112,12 +112,12 @@ def test_every_public_name_is_in_the_table_of_its_module(module: str) -> None:
     assert not named - names - all_arguments(MODULES[module])
 
 
-def test_every_name_has_an_answer() -> None:
+def test_every_name_has_a_counterpart() -> None:
     assert all(here for rows in TABLES.values() for _, here in rows)
 
 
 def resolved(dotted: str) -> Any:
-    """What a name of ours stands for."""
+    """Return the object of a name in lmpool."""
     first, *rest = dotted.split(".")
     if first in OURS:
         value: Any = OURS[first]

@@ -1,4 +1,4 @@
-"""`PooledLM` on random rows: what it gives, how it may be called, and how it ends."""
+"""`PooledLM` with random rows: its results, its callers, and how it is closed."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ ThreadList = Callable[[], list[threading.Thread]]
 
 @pytest.fixture
 def threads_of_ours() -> ThreadList:
-    """Lists the producers' threads that a test has started: other models may be open for the whole session."""
+    """Return a function that lists the producer threads of this test, without those of other open models."""
 
     def threads() -> list[threading.Thread]:
         return [thread for thread in threading.enumerate() if thread.name.startswith("lmpool-pro")]
@@ -59,7 +59,7 @@ async def finished(call: Callable[[], Any]) -> Any:
     return await result if asyncio.iscoroutine(result) else result
 
 
-# What it gives
+# Results
 
 
 async def test_every_method_returns_the_row_of_the_pool(small: PooledLM) -> None:
@@ -78,7 +78,7 @@ async def test_no_prompts_give_no_rows(small: PooledLM) -> None:
     assert small.batch_next_token_logprobs_sync([]).shape == (0, SIZE)
 
 
-async def test_tensors_lie_in_the_memory_of_the_rows(small: PooledLM, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_tensors_share_the_memory_of_the_rows(small: PooledLM, monkeypatch: pytest.MonkeyPatch) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         first, again = await small.next_token_logprobs(IDS), await small.next_token_logprobs(IDS)
@@ -140,7 +140,7 @@ async def test_a_seed_draws_what_genlm_backend_draws(small: PooledLM, tokenizer:
         assert await small.batch_sample(PROMPTS, 5, [5], temperature=temperature, seed=seed) == batch
 
 
-async def test_without_a_seed_workers_draw_and_no_row_is_kept(small: PooledLM) -> None:
+async def test_without_a_seed_workers_draw_and_no_row_is_cached(small: PooledLM) -> None:
     drawn = [await small.sample(torch.tensor(IDS), 6, []) for _ in range(3)]
     assert all(len(tokens) == 6 and set(tokens) <= set(range(SIZE)) for tokens in drawn)
     assert len(set(map(tuple, drawn))) > 1
@@ -195,7 +195,7 @@ def test_an_uncached_row_is_the_same_row(small: PooledLM) -> None:
         small.next_token_logprobs_uncached([])
 
 
-# What is refused
+# Errors
 
 
 async def test_an_unknown_adapter_is_an_error_of_both_libraries(small: PooledLM) -> None:
@@ -245,14 +245,14 @@ def test_loading_by_name_waits_for_a_worker(pool: Pool, tokenizer: Any, caplog: 
         load_model_by_name("syn", llm_opts={**options, "when_absent": "raise"})
     with ThreadPoolExecutor(1) as other:
         loading = other.submit(load_model_by_name, "syn", llm_opts=options)
-        until(lambda: "waiting for a worker to serve 'syn'" in caplog.text, "it waits")
+        until(lambda: "waiting for a worker to serve 'syn'" in caplog.text, "the model waits")
         pool.start("--vocab-size", SIZE)
         with loading.result(ENDS_WITHIN_S) as model:
             assert torch.equal(model.next_token_logprobs_sync(IDS), expected(IDS))
             assert pickle.loads(pickle.dumps(model))._address.when_absent == "wait"  # noqa: S301
 
 
-def test_a_model_that_yields_to_others_does_so_wherever_it_is_unpickled(pool: Pool, tokenizer: Any) -> None:
+def test_an_unpickled_model_keeps_its_priority(pool: Pool, tokenizer: Any) -> None:
     pool.start("--vocab-size", SIZE)
     where: dict[str, Any] = {"redis": pool.url, "prefix": pool.prefix, "tokenizer": tokenizer}
     with (
@@ -281,7 +281,7 @@ def test_unknown_and_malformed_options_are_refused(small_pool: Pool, tokenizer: 
         connect(small_pool, tokenizer, timeout=-1)
 
 
-# How it may be called
+# Callers
 
 
 def test_one_model_serves_one_event_loop_after_another(small: PooledLM) -> None:
@@ -344,7 +344,7 @@ def test_a_redis_client_is_taken_and_cannot_be_pickled(small_pool: Pool, tokeniz
 
 
 def ask_both_ways(model: PooledLM, ids: list[int]) -> tuple[int, float, float]:
-    """In another process: its id, and the sums of the row asked both ways."""
+    """Run in another process; return its id, and the sums of rows from both interfaces."""
     return (
         os.getpid(),
         float(asyncio.run(model.next_token_logprobs(ids)).sum()),
@@ -368,7 +368,7 @@ def test_other_processes_connect_for_themselves(small: PooledLM, method: str) ->
         answer: tuple[int, float, float] = await asyncio.to_thread(answers.get, True, ENDS_WITHIN_S)
         await asyncio.to_thread(child.join, ENDS_WITHIN_S)
         assert child.exitcode == 0
-        # The parent's connections have not suffered.
+        # The connections of the parent still work.
         for token in range(20, 40):
             assert torch.equal(await small.next_token_logprobs([token]), expected([token]))
             assert torch.equal(small.next_token_logprobs_sync([token, 1]), expected([token, 1]))
@@ -379,7 +379,7 @@ def test_other_processes_connect_for_themselves(small: PooledLM, method: str) ->
     assert sums == [float(expected(IDS).sum())] * 2
 
 
-def test_llamppl_takes_it_for_the_class_whose_methods_it_has(small: PooledLM) -> None:
+def test_llamppl_treats_it_as_an_async_transformer(small: PooledLM) -> None:
     assert isinstance(small, AsyncLM)
     assert isinstance(small, AsyncTransformer)
     model = CachedCausalLM(small)
@@ -391,10 +391,12 @@ def test_llamppl_takes_it_for_the_class_whose_methods_it_has(small: PooledLM) ->
     model.reset_async_queries()
 
 
-# How it ends
+# Closing
 
 
-async def test_a_closed_model_says_so(small_pool: Pool, tokenizer: Any, threads_of_ours: ThreadList) -> None:
+async def test_a_closed_model_raises_producer_closed(
+    small_pool: Pool, tokenizer: Any, threads_of_ours: ThreadList
+) -> None:
     model = connect(small_pool, tokenizer)
     await model.next_token_logprobs(IDS)
     async with model:
@@ -428,15 +430,15 @@ def test_closing_ends_connecting_in_other_threads(
 
     thread = threading.Thread(target=ask)
     thread.start()
-    until(lambda: "waiting for a worker to serve 'never'" in caplog.text, "it connects")
+    until(lambda: "waiting for a worker to serve 'never'" in caplog.text, "the thread connects")
     model.close()
     thread.join(ENDS_WITHIN_S)
     assert [type(error) for error in ended] == [ProducerClosed]
-    until(lambda: not threads_of_ours(), "its thread ends")
+    until(lambda: not threads_of_ours(), "the thread ends")
 
 
 @pytest.mark.parametrize("is_closed", [True, False], ids=["closed", "dropped"])
-async def test_a_model_ended_inside_an_event_loop_leaves_no_connection(
+async def test_a_model_closed_inside_an_event_loop_leaves_no_connection(
     small_pool: Pool, tokenizer: Any, is_closed: bool
 ) -> None:
     before = open_sockets()

@@ -1,4 +1,4 @@
-"""What runs on genlm-backend runs on the pool, with the same results: genlm-control, genlm-bytes and llamppl.
+"""Programs of genlm-control, genlm-bytes and llamppl have the same results on a pool as on genlm-backend.
 
 The programs are imported where they are used: that takes seconds, in each process that collects the tests.
 """
@@ -73,14 +73,14 @@ def test_vocabularies_are_equal(real: PooledLM, theirs: Any) -> None:
 
 @pytest.fixture(scope="module")
 def prompted(real: PooledLM, theirs: Any, prompts: list[list[int]]) -> tuple[PromptedLLM, PromptedLLM]:
-    """Ours and theirs."""
+    """The model of lmpool and the model of genlm-backend."""
     from genlm.control import PromptedLLM
 
     ours = PromptedLLM(real, prompt_ids=prompts[0])
     return ours, PromptedLLM(theirs, prompt_ids=prompts[0], token_maps=ours.token_maps)
 
 
-async def test_potentials_weigh_alike(prompted: tuple[PromptedLLM, PromptedLLM]) -> None:
+async def test_potentials_are_equal(prompted: tuple[PromptedLLM, PromptedLLM]) -> None:
     tokens = prompted[0].tokenize(" Paris, and")
     for change in ({}, {"temperature": 0.7}, {"prompt_ids": [1, 2]}, {"eos_byte_strings": [b"."]}):
         ours, theirs = (potential.spawn(**change) for potential in prompted)
@@ -146,7 +146,7 @@ def test_potentials_of_other_processes_use_the_same_pool(
 ) -> None:
     from genlm.control.potential import multi_proc
 
-    # Not forked: torch's OpenMP, which this process has used, stands still in a fork.
+    # Do not fork: torch's OpenMP, which this process has used, hangs in a fork.
     spawning = partial(ProcessPoolExecutor, mp_context=multiprocessing.get_context("spawn"))
     monkeypatch.setattr(multi_proc, "ProcessPoolExecutor", spawning)
     tokens = prompted[0].tokenize(" Paris")
@@ -161,7 +161,7 @@ def test_potentials_of_other_processes_use_the_same_pool(
 # genlm-bytes
 
 
-async def test_beams_over_bytes_weigh_alike(small: PooledLM, tokenizer: Any) -> None:
+async def test_beams_over_bytes_are_equal(small: PooledLM, tokenizer: Any) -> None:
     from genlm.bytes import BeamParams, ByteBeamState
 
     rows = []
@@ -178,12 +178,12 @@ async def test_beams_over_bytes_weigh_alike(small: PooledLM, tokenizer: Any) -> 
 # llamppl
 
 
-async def test_contexts_of_llamppl_advance_alike(real: PooledLM, theirs: Any) -> None:
+async def test_contexts_of_llamppl_are_equal(real: PooledLM, theirs: Any) -> None:
     texts = []
     for llm in (real, theirs):
         model = CachedCausalLM(llm)
         np.random.seed(0)
-        # Made synchronously inside a running event loop, as in the models of llamppl's programs.
+        # Created synchronously inside a running event loop, as in programs of llamppl.
         context = LMContext(model, TEXTS[0], temp=0.7)
         for _ in range(4):
             await context.next_token().sample()

@@ -1,4 +1,4 @@
-"""How long `PooledLM` waits: as long as a worker could answer."""
+"""`PooledLM` waits as long as a worker may return the row."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def connect(pool: Pool, tokenizer: Any, **options: Any) -> PooledLM:
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Somebody who could answer is missed soon."""
+    """Shorten the times after which a missing worker or server is an error."""
     monkeypatch.setattr(discovery, "_RESTART_S", 0.1)
     monkeypatch.setattr(session, "ALONE_S", 3.0)
     monkeypatch.setattr(requests, "ALONE_S", 3.0)
@@ -63,7 +63,7 @@ def test_a_request_waits_as_long_as_its_worker_lives(pool: Pool, gate: Gate, tok
 
 
 @pytest.mark.usefixtures("impatient")
-def test_a_request_ends_when_no_worker_has_lived_for_long(pool: Pool, gate: Gate, tokenizer: Any) -> None:
+def test_a_request_ends_when_no_worker_has_been_alive_for_a_lease(pool: Pool, gate: Gate, tokenizer: Any) -> None:
     worker = pool.start("--vocab-size", SIZE, "--lease-s", 1, command=gate.command)
     with ThreadPoolExecutor(1) as other, connect(pool, tokenizer, when_absent="wait") as model:
         asked = other.submit(model.next_token_logprobs_sync, IDS)
@@ -74,7 +74,7 @@ def test_a_request_ends_when_no_worker_has_lived_for_long(pool: Pool, gate: Gate
 
 
 @pytest.mark.usefixtures("impatient")
-def test_a_request_ends_when_the_server_is_away_for_long(
+def test_a_request_ends_when_the_server_is_unreachable_for_long(
     own_server: EmbeddedServer, gate: Gate, tmp_path: Path, tokenizer: Any
 ) -> None:
     pool = Pool(own_server.url, "waiting", tmp_path)
@@ -109,11 +109,11 @@ def test_loading_waits_as_long_as_a_worker_loads_the_model(
             return caplog.text.count("waiting for a worker to serve 'syn'")
 
         loading = other.submit(load_model_by_name, "syn", llm_opts=options)
-        until(lambda: begun() > 2, "it has begun to wait again, twice")
-        # A worker that has loaded its model is not seen for a moment, before it serves.
+        until(lambda: begun() > 2, "the model has started to wait again, twice")
+        # Between loading and serving, a worker is invisible for a moment.
         monkeypatch.setattr(requests, "ALONE_S", DEADLINE_S)
         told = begun()
-        until(lambda: begun() > told, "it waits longer")
+        until(lambda: begun() > told, "the model waits longer")
         gate.touch()
         with loading.result(DEADLINE_S) as model:
             assert model.next_token_logprobs_sync(IDS).shape == (model.info.vocab_size,)
@@ -123,7 +123,7 @@ def test_loading_waits_as_long_as_a_worker_loads_the_model(
 def test_batch_size_and_timeout_can_be_read_and_set(small_pool: Pool, tokenizer: Any, timeout: float) -> None:
     with connect(small_pool, tokenizer) as model:
         assert (model.batch_size, model.timeout) == (20, math.inf)
-        # As genlm-backend's programs set them.
+        # As programs of genlm-backend set them.
         model.batch_size, model.timeout = 64, timeout
         assert torch.equal(model.next_token_logprobs_sync(IDS), expected(IDS))
         with pickle.loads(pickle.dumps(model)) as other:  # noqa: S301

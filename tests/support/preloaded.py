@@ -15,7 +15,7 @@ import typer
 
 _LATER = (
     "lmpool.trie.cpu",
-    "lmpool.web.serve",
+    "lmpool.web.app",
     "lmpool.workers.trie",
     "prometheus_client",
     "pythonjsonlogger.json",

@@ -1,4 +1,4 @@
-"""Debian's Chromium, driven by Playwright, and pages that may do nothing they should not."""
+"""Debian's Chromium, driven by Playwright, and pages that are checked for forbidden actions."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from tests.web.service import WebService
 CHROMIUM = os.environ.get("LMPOOL_TEST_BROWSER", "/usr/bin/chromium")
 """`make test` installs it."""
 
-# Containers have no user namespaces for its sandbox; it sees no pages but ours.
+# Containers have no user namespaces for its sandbox, and it opens only the pages of tests.
 CHROMIUM_ARGUMENTS = ["--no-sandbox", "--disable-dev-shm-usage"]
 
 
 @contextmanager
 def chromium() -> Iterator[Browser]:
-    """A browser. As long as it is there, this thread can run no event loop of its own."""
+    """Run a browser. While it runs, this thread cannot run an event loop of its own."""
     expect.set_options(timeout=1000 * DEADLINE_S)
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=CHROMIUM_ARGUMENTS)
@@ -33,12 +33,12 @@ def chromium() -> Iterator[Browser]:
 
 
 class Watched:
-    """A page of a service with a notebook of what it should not do.
+    """A page of a service; records dialogs, errors and requests to other hosts.
 
     Args:
-        browser: where it is opened.
-        service: whose page.
-        settings: of the browser's context.
+        browser: the browser.
+        service: the service.
+        settings: settings of the browser's context.
 
     Attributes:
         page: the page, nothing opened yet.
@@ -61,7 +61,7 @@ class Watched:
         dialog.dismiss()
 
     def _note(self, message: Any) -> None:
-        # Answers that are no 200 and servers that are away are written there too; a breach of the page's policy is.
+        # The console also has failed requests; only violations of the page's policy are errors.
         if "Content Security Policy" in message.text:
             self._wrong.append(message.text)
 
@@ -76,12 +76,12 @@ class Watched:
         return self.page
 
     def sign_in(self) -> None:
-        """Type the token where the page asks for it."""
+        """Type the token into the dialog."""
         self.page.get_by_label("Token", exact=True).fill(self._service.token)
         self.page.get_by_role("button", name="Sign in").click()
         expect(self.page.locator("#sign-in")).to_have_count(0)
 
     def close(self) -> None:
-        """Close it, and fail if it has done anything that it should not."""
+        """Close the page, and fail if it did anything forbidden."""
         self.context.close()
         assert self._wrong == []

@@ -13,14 +13,14 @@ from tests.web.service import WebService
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    """A browser."""
+    """Run a browser."""
     with chromium() as browser:
         yield browser
 
 
 @pytest.fixture
 def watch(browser: Browser) -> Iterator[Callable[..., Watched]]:
-    """Opens pages that are checked when the test ends."""
+    """Return a function that opens pages, which are checked when the test ends."""
     watched: list[Watched] = []
 
     def open_page(service: WebService, **settings: object) -> Watched:

@@ -1,6 +1,6 @@
-"""Take the pictures of the pages for the documentation: `python -m tests.web.screenshots MODEL_FOLDER OUT`.
+"""Take the screenshots of the pages for the documentation: `python -m tests.web.screenshots MODEL_FOLDER OUT`.
 
-Of a pool of its own with a real model, and a worker for tries, so they are always true.
+They show a real pool, with a real model and a trie worker.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LOAD_S = 60
 
 
 def main(model: str, out: Path) -> None:
-    """Start a pool, have it work, and take the pictures."""
+    """Start a pool, send prompts, and take the screenshots."""
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="lmp") as name, EmbeddedServer(folder=Path(name, "lmpool")) as server:
         pool = Pool(server.url, "lmpool", Path(name))
@@ -46,7 +46,7 @@ def main(model: str, out: Path) -> None:
 
 @contextlib.contextmanager
 def _load(pool: Pool) -> Iterator[None]:
-    """Prompts that grow, so that there is something to see."""
+    """Send prompts that grow, so that the page shows load."""
     done = threading.Event()
 
     def ask(model: str, count: int, vocab_size: int) -> None:

@@ -1,4 +1,4 @@
-"""`lmpool web` as a process, and what asks it over HTTP."""
+"""`lmpool web` as a process, and clients of its HTTP routes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TOKEN = "0123456789abcdef-a-token-of-tests"
 
 
 class Answer(NamedTuple):
-    """An answer over HTTP: status, headers in small letters, body."""
+    """A response over HTTP: status, headers in lower case, body."""
 
     status: int
     headers: dict[str, str]
@@ -24,21 +24,21 @@ class Answer(NamedTuple):
 
     @property
     def json(self) -> Any:
-        """What the body says."""
+        """The body as JSON."""
         return json.loads(self.body)
 
 
 class WebService:
-    """One `lmpool web` for a pool, ended with it.
+    """An `lmpool web` process for a pool; it ends with the pool.
 
     Args:
-        pool: whose.
+        pool: the pool.
         options: more options of the command.
-        port: where it listens; 0 for any that is free.
-        token: the token; None to have the service make one.
+        port: port to listen on; 0 for a free one.
+        token: the token; None to let the service generate one.
 
     Attributes:
-        url: the address that it has printed.
+        url: the printed address.
     """
 
     def __init__(self, pool: Pool, *options: str, port: int = 0, token: str | None = TOKEN) -> None:
@@ -56,7 +56,7 @@ class WebService:
     def ask(
         self, path: str, body: Any = None, *, token: str | None = TOKEN, method: str = "", **headers: str
     ) -> Answer:
-        """Ask once; with a body by POST. `headers` have "_" for "-"."""
+        """Send a request: POST if it has a body. In `headers`, "_" stands for "-"."""
         sent = {} if token is None else {"Authorization": f"Bearer {token}"}
         sent |= {name.replace("_", "-"): value for name, value in headers.items()}
         data = None if body is None else body if isinstance(body, bytes) else json.dumps(body).encode()
@@ -69,24 +69,24 @@ class WebService:
             connection.close()
 
     def sign_in(self, token: str | None = None, *, field: str = "token", **headers: str) -> Answer:
-        """Sign in as a page does that a browser has by the `Host` of `headers`."""
+        """Sign in like a page that a browser has loaded from the `Host` in `headers`."""
         host = headers.get("Host", f"127.0.0.1:{self.port}")
         sent = {"Origin": f"http://{host}", **headers}
         return self.ask("/api/session", {field: self.token if token is None else token}, token=None, **sent)
 
     def session(self, **headers: str) -> dict[str, str]:
-        """The headers that a browser sends that has signed in, by the `Host` of `headers`."""
+        """Sign in; return the headers that the browser then sends to the `Host` in `headers`."""
         answer = self.sign_in(**headers)
         assert answer.status == 200, answer
         return {"Cookie": answer.headers["set-cookie"].partition(";")[0], "X_Lmpool_Key": answer.json["key"]}
 
 
 class Stream:
-    """A page that watches, without a browser.
+    """The stream of a page, without a browser.
 
     Args:
-        service: what it asks.
-        headers: those of a session, with "_" for "-"; the token is sent where there are none.
+        service: the service.
+        headers: headers of a session, with "_" for "-"; without headers, the token is sent.
     """
 
     def __init__(self, service: WebService, **headers: str) -> None:
@@ -117,5 +117,5 @@ class Stream:
 
 
 def static_files() -> list[Path]:
-    """The files of the pages that are ours."""
+    """Return the files of the pages without third-party ones."""
     return sorted((Path(__file__).parents[2] / "producer/lmpool/web/static").glob("*.*"))

@@ -1,4 +1,4 @@
-"""What an autoscaler is told, over HTTP: a prompt to a model at zero starts a worker and is answered."""
+"""The demand for a model over HTTP: with it, an autoscaler starts the first worker for a waiting prompt."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ NOTHING = {"queued": 0, "oldest_s": 0.0, "workers": 0, "loading": 0, "wanted": 0
 
 
 class Service:
-    """The route, served from a thread.
+    """The route, served by a thread.
 
     Args:
         url: the pool's server.
-        prefix: the pool's.
-        app: what serves; without one, the route alone.
+        prefix: prefix of the pool's keys.
+        app: the application; None for the route alone.
     """
 
     def __init__(self, url: str, prefix: str, app: ASGIApp | None = None) -> None:
@@ -50,7 +50,7 @@ class Service:
         self._thread.start()
 
     def ask(self, model: str, **headers: str) -> tuple[int, dict[str, Any]]:
-        """The status and the object that a model's route answers with."""
+        """Return the status and the JSON object of a model's route."""
         url = f"http://127.0.0.1:{self._socket.getsockname()[1]}/api/demand/{quote(model)}"
         try:
             with urlopen(Request(url, headers=headers), timeout=DEADLINE_S) as reply:
@@ -60,7 +60,7 @@ class Service:
                 return error.code, json.load(error)
 
     def of(self, model: str) -> dict[str, Any]:
-        """What is asked of a model."""
+        """Return the demand for a model."""
         status, told = self.ask(model)
         assert status == 200
         assert told.pop("model") == model
@@ -83,12 +83,12 @@ def service(pool: Pool) -> Iterator[Service]:
 
 @asynccontextmanager
 async def scaled(pool: Pool, service: Service, pods: list[WorkerProcess]) -> AsyncIterator[None]:
-    """Start a worker whenever one is wanted and there is none: what KEDA does, with a process as the pod."""
+    """Start a worker whenever one is wanted and none runs, as KEDA does; a process stands for a pod."""
 
     async def scale() -> None:
         while True:
             told = await asyncio.to_thread(service.of, "syn")
-            # A process that starts is a replica already, as a pod is.
+            # A starting process counts as a replica, like a pod.
             if told["wanted"] and not any(pod.is_running for pod in pods):
                 pods.append(await asyncio.to_thread(pool.start, wait=False))
             await asyncio.sleep(0.05)
@@ -101,38 +101,38 @@ async def scaled(pool: Pool, service: Service, pods: list[WorkerProcess]) -> Asy
         await asyncio.wait([scaling])
 
 
-async def test_a_prompt_to_a_model_at_zero_starts_a_worker_and_is_answered(pool: Pool, service: Service) -> None:
+async def test_a_prompt_to_a_model_without_workers_starts_one_and_gets_its_row(pool: Pool, service: Service) -> None:
     assert service.of("syn") == NOTHING
     pods: list[WorkerProcess] = []
     async with scaled(pool, service, pods), pool.producer("syn", when_absent="wait") as first:
-        # Nobody has ever served it.
+        # No worker has served the model before.
         assert np.array_equal(await first.logprobs([1, 2]), synthetic_row([1, 2], vocab_size=V))
         assert len(pods) == 1
-        # Scaled to zero: it drains.
+        # Scale to zero: the worker drains.
         pods[0].signal(signal.SIGTERM)
         assert await asyncio.to_thread(pods[0].wait) == 0
-        # A program that knows the model queues its prompt; one that comes now has to wait for its info.
+        # A client that has the model info queues its prompt; a new client must wait for the info.
         async with pool.producer("syn", when_absent="wait") as second:
             rows = await asyncio.gather(first.logprobs([3]), second.logprobs([4]))
         assert np.array_equal(rows[0], synthetic_row([3], vocab_size=V))
         assert np.array_equal(rows[1], synthetic_row([4], vocab_size=V))
         assert len(pods) == 2
-    # Whoever scales to zero is told when nothing is left to do.
-    until(lambda: service.of("syn") == {**NOTHING, "workers": 1}, "nobody wants anything of the worker")
+    # The autoscaler sees when the worker has nothing to do.
+    until(lambda: service.of("syn") == {**NOTHING, "workers": 1}, "the worker has nothing to do")
 
 
-async def test_who_waits_for_a_model_that_nobody_serves_is_seen(pool: Pool, service: Service) -> None:
+async def test_clients_that_wait_for_a_model_are_demand(pool: Pool, service: Service) -> None:
     with pytest.raises(UnknownModel):
         await pool.producer("syn").open()
     assert service.of("syn") == NOTHING
     with pytest.raises(NoWorker):
         await pool.producer("syn", when_absent="wait").open(timeout=0.5)
     assert service.of("syn") == {**NOTHING, "wanted": 1, "drain_seconds": NEVER_S}
-    # For those who look every half minute only; not for ever.
+    # The key outlives polls every half minute, and expires.
     assert 0 < pool.redis.pttl(pool.keys.model("syn").wanted) <= 60_000
 
 
-async def test_the_seconds_to_drain_are_those_at_the_speed_of_the_workers(
+async def test_the_drain_time_follows_from_the_speed_of_the_workers(
     pool: Pool, service: Service, tmp_path: Path
 ) -> None:
     gate = Gate(tmp_path / "gate")
@@ -145,42 +145,42 @@ async def test_the_seconds_to_drain_are_those_at_the_speed_of_the_workers(
             (worker,) = pool.names("worker:*")
             return float(pool.redis.hget(worker, "speed") or 0)
 
-        until(lambda: speed() > 0, "the worker has told how fast it is")
+        until(lambda: speed() > 0, "the worker has reported its speed")
         gate.shut()
         asked = [asyncio.create_task(producer.logprobs([7, i])) for i in range(40)]
 
         async def are_queued() -> bool:
             return bool((await asyncio.to_thread(service.of, "syn"))["queued"] == 40)
 
-        await until_async(are_queued, "all are queued")
+        await until_async(are_queued, "all prompts are queued")
         told = service.of("syn")
-        # Steps of 50 ms and more: at least two seconds for 40.
+        # 40 steps of at least 50 ms take at least 2 s.
         assert told["drain_seconds"] == pytest.approx(40 / speed())
         assert told["drain_seconds"] > 2
         gate.open()
         await asyncio.gather(*asked)
 
 
-def test_the_answers_to_bad_requests_say_what_is_wrong(pool: Pool, service: Service) -> None:
+def test_errors_of_bad_requests_name_the_reason(pool: Pool, service: Service) -> None:
     for name in ("a{b}c", "x" * 201, "a\x1bb", ""):
         status, told = service.ask(name)
         assert status == 400
         assert "1 to 200 characters" in told["error"]
-    # A name with slashes is a name.
+    # A name may contain slashes.
     assert service.of("meta-llama/Llama-3.2-1B") == NOTHING
-    # Something else than a queue lies there.
+    # The key of the queue has a value of another type.
     pool.redis.set(pool.keys.model("junk").jobs, "x")
     assert service.ask("junk")[0] == 503
-    nobody = Service("redis://127.0.0.1:1", pool.prefix)
+    unreachable = Service("redis://127.0.0.1:1", pool.prefix)
     try:
-        status, told = nobody.ask("syn")
+        status, told = unreachable.ask("syn")
     finally:
-        nobody.stop()
+        unreachable.stop()
     assert status == 503
     assert "127.0.0.1:1" in told["error"]
 
 
-def test_what_others_write_as_a_speed_is_no_speed(pool: Pool, service: Service) -> None:
+def test_invalid_speeds_are_ignored(pool: Pool, service: Service) -> None:
     pool.start()
     (worker,) = pool.names("worker:*")
     for junk in ("nan", "inf", "-1", "1e400", "\x1b[2J", ""):
@@ -189,14 +189,14 @@ def test_what_others_write_as_a_speed_is_no_speed(pool: Pool, service: Service) 
         assert service.of("syn")["drain_seconds"] >= 0
 
 
-def test_lmpool_web_tells_a_scaler_that_has_the_token(pool: Pool) -> None:
+def test_lmpool_web_serves_the_demand_to_programs_with_the_token(pool: Pool) -> None:
     settings = WebSettings(pool.url, pool.prefix, token="0123456789abcdef")
     service = Service(pool.url, pool.prefix, web_service(settings).app)
     try:
-        # By whatever name the service has in a cluster.
+        # The service may have any host name in a cluster.
         named = {"Host": "web.lmpool.svc", "Authorization": f"Bearer {settings.token}"}
         assert service.ask("syn", **named) == (200, {"model": "syn", **NOTHING})
-        with pytest.raises(json.JSONDecodeError):  # A refusal in words.
+        with pytest.raises(json.JSONDecodeError):  # The refusal is plain text.
             service.ask("syn", **{**named, "Authorization": "Bearer wrong"})
     finally:
         service.stop()

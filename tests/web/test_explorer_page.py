@@ -1,4 +1,4 @@
-"""The explorer in a browser: a text's tokens, branches and the way back, links, and what stands beside."""
+"""The explorer in a browser: tokens of a text, branches, history, links, and the comparison of models."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ def tokens(page: Page, pane: int = 0) -> Locator:
     return page.locator(".pane").nth(pane).locator(".token")
 
 
-def likeliest(ids: list[int]) -> int:
+def most_likely(ids: list[int]) -> int:
     return int(synthetic_row(ids, vocab_size=V).argmax())
 
 
-def test_a_branch_is_taken_and_left_again_and_a_link_shows_the_same(pool: Pool, watch: Watch) -> None:
+def test_branches_can_be_left_again_and_a_link_reproduces_the_view(pool: Pool, watch: Watch) -> None:
     pool.start()
     service = WebService(pool)
     watched = watch(service)
@@ -42,7 +42,7 @@ def test_a_branch_is_taken_and_left_again_and_a_link_shows_the_same(pool: Pool, 
     menu = page.get_by_role("menu")
     expect(menu.get_by_role("menuitem")).to_have_count(10)
     menu.get_by_role("menuitem").first.click()
-    branched = [*IDS[:2], likeliest(IDS[:2])]
+    branched = [*IDS[:2], most_likely(IDS[:2])]
     expect(page.get_by_label("Text")).to_have_value(", ".join(map(str, branched)))
     tokens(page).nth(3).hover()
     menu.get_by_role("menuitem").first.click()
@@ -52,7 +52,7 @@ def test_a_branch_is_taken_and_left_again_and_a_link_shows_the_same(pool: Pool, 
     expect(page.get_by_label("Text")).to_have_value(", ".join(map(str, branched)))
     page.go_back()
     expect(page.get_by_label("Text")).to_have_value(", ".join(map(str, IDS)))
-    # What is set shows in the address, and the address shows what was set.
+    # The address contains the settings, and opening it restores them.
     tokens(page).nth(1).click()
     page.get_by_label("Temperature").fill("0.5")
     page.get_by_label("Top-p").fill("0.5")
@@ -70,7 +70,7 @@ def test_a_branch_is_taken_and_left_again_and_a_link_shows_the_same(pool: Pool, 
     expect(other.page.locator(".token.chosen")).to_have_count(1)
 
 
-def test_surprising_tokens_are_shaded_and_the_keyboard_alone_branches_and_goes_back(pool: Pool, watch: Watch) -> None:
+def test_surprising_tokens_are_shaded_and_the_keyboard_reaches_everything(pool: Pool, watch: Watch) -> None:
     pool.start()
     page = watch(WebService(pool)).open("/explorer")
     row = synthetic_row([5], vocab_size=V)
@@ -98,18 +98,18 @@ def test_surprising_tokens_are_shaded_and_the_keyboard_alone_branches_and_goes_b
     expect(page.get_by_label("Text")).to_have_value(f"5, {ids[2]}")
 
 
-def test_two_models_stand_side_by_side_on_a_phone_too(pool: Pool, watch: Watch) -> None:
+def test_two_models_are_compared_on_a_phone_too(pool: Pool, watch: Watch) -> None:
     pool.start(model="one")
     pool.start("--seed", 7, model="two")
     page = watch(WebService(pool), viewport={"width": 400, "height": 800}).open("/explorer")
     page.get_by_label("Model").select_option(label="one")
-    page.get_by_label("Beside it").select_option(label="one")
+    page.get_by_label("Compare with").select_option(label="one")
     explore(page, IDS)
     expect(tokens(page, 1)).to_have_count(len(IDS) + 1)
-    # The other model has no tokenizer that could make its ids of the text of these.
-    page.get_by_label("Beside it").select_option(label="two")
+    # The other model has no tokenizer to encode the text.
+    page.get_by_label("Compare with").select_option(label="two")
     page.get_by_role("button", name="Explore").click()
-    expect(page.locator(".pane").nth(1).locator(".said")).not_to_be_empty()
+    expect(page.locator(".pane").nth(1).locator(".notice")).not_to_be_empty()
     expect(tokens(page)).to_have_count(len(IDS) + 1)
     assert page.evaluate("document.documentElement.scrollWidth") <= 400
 
@@ -134,17 +134,17 @@ def test_bytes_lead_to_longer_prefixes_and_a_missing_trie_worker_is_named(pool: 
     expect(page.get_by_role("button", name="↑ one byte less")).to_be_disabled()
 
 
-def test_what_is_wrong_is_said_and_the_page_goes_on(pool: Pool, watch: Watch) -> None:
+def test_errors_are_shown_and_the_page_still_works(pool: Pool, watch: Watch) -> None:
     pool.start()
     page = watch(WebService(pool)).open("/explorer#model=nonsense&ids=1,2&temperature=x&under=zz&at=99")
     expect(tokens(page)).to_have_count(3)
     page.goto(page.url.partition("#")[0] + "#" + "model=%5B%22other%22%2C%22%22%5D&ids=1")
     page.reload()
-    expect(page.locator(".said").first).to_contain_text("the model 'other' is not served")
+    expect(page.locator(".notice").first).to_contain_text("the model 'other' is not served")
     page.get_by_label("token ids").check()
     page.get_by_label("Text").fill("hello")
     page.get_by_role("button", name="Explore").click()
-    expect(page.locator("#trouble")).to_contain_text("no token ids")
+    expect(page.locator("#trouble")).to_contain_text("not token ids")
     page.get_by_label("token ids").uncheck()
     page.get_by_label("Text").fill("")
     page.get_by_role("button", name="Explore").click()
@@ -153,13 +153,13 @@ def test_what_is_wrong_is_said_and_the_page_goes_on(pool: Pool, watch: Watch) ->
     expect(page.locator("#trouble")).to_be_hidden()
 
 
-def test_settings_out_of_range_are_told_and_not_asked_about(pool: Pool, watch: Watch) -> None:
+def test_settings_out_of_range_are_reported_and_not_sent(pool: Pool, watch: Watch) -> None:
     pool.start()
     page = watch(WebService(pool)).open("/explorer")
     explore(page, IDS)
     tokens(page).nth(1).click()
     expect(page.locator(".row tbody tr")).not_to_have_count(0)
-    # The list of what hovering shows would lie over the table.
+    # The list would cover the table.
     expect(page.get_by_role("menu")).to_be_hidden()
     asked: list[str] = []
     page.on("request", lambda request: asked.append(request.post_data or ""))
@@ -174,12 +174,12 @@ def test_settings_out_of_range_are_told_and_not_asked_about(pool: Pool, watch: W
     assert [body for body in asked if '"temperature":-1' in body or '"top_p":7' in body] == []
 
 
-def test_what_is_set_is_kept_however_it_is_confirmed(pool: Pool, watch: Watch) -> None:
+def test_settings_are_kept_however_they_are_confirmed(pool: Pool, watch: Watch) -> None:
     pool.start()
     page = watch(WebService(pool)).open("/explorer")
     explore(page, IDS)
     for label, value, told in (("Temperature", "0.5", "temperature=0.5"), ("Top-p", "0.7", "top_p=0.7")):
-        # Enter comes before the typing has paused.
+        # Press Enter before the typing pauses.
         page.get_by_label(label).press("ControlOrMeta+a")
         page.keyboard.type(value)
         page.keyboard.press("Enter")
@@ -187,14 +187,14 @@ def test_what_is_set_is_kept_however_it_is_confirmed(pool: Pool, watch: Watch) -
         expect(page.get_by_label(label)).to_have_value(value)
     page.get_by_label("Temperature").press("ControlOrMeta+a")
     page.keyboard.type("0.25")
-    page.get_by_label("Beside it").select_option(label="syn")
+    page.get_by_label("Compare with").select_option(label="syn")
     expect(tokens(page, 1)).to_have_count(len(IDS) + 1)
     expect(page.get_by_label("Temperature")).to_have_value("0.25")
     expect(page.get_by_label("Top-p")).to_have_value("0.7")
     assert "temperature=0.25&top_p=0.7" in page.url
 
 
-def test_a_finger_opens_the_list_and_branches(pool: Pool, watch: Watch) -> None:
+def test_touch_opens_the_list_and_branches(pool: Pool, watch: Watch) -> None:
     pool.start()
     phone = watch(WebService(pool), viewport={"width": 400, "height": 800}, has_touch=True, is_mobile=True)
     page = phone.open("/explorer")
@@ -208,19 +208,19 @@ def test_a_finger_opens_the_list_and_branches(pool: Pool, watch: Watch) -> None:
     expect(menu).to_be_hidden()
     tokens(page).nth(2).tap()
     menu.get_by_role("menuitem").first.tap()
-    branched = [*IDS[:2], likeliest(IDS[:2])]
+    branched = [*IDS[:2], most_likely(IDS[:2])]
     expect(page.get_by_label("Text")).to_have_value(", ".join(map(str, branched)))
     expect(tokens(page)).to_have_count(len(branched) + 1)
 
 
-def test_an_unlikely_token_is_in_the_row_of_its_place(pool: Pool, watch: Watch) -> None:
+def test_the_row_contains_an_unlikely_token_of_the_text(pool: Pool, watch: Watch) -> None:
     pool.start()
     page = watch(WebService(pool)).open("/explorer")
     least = int(synthetic_row(IDS, vocab_size=V).argmin())
     explore(page, [*IDS, least])
     tokens(page).nth(3).press("Enter")
     expect(page.locator(".row tbody tr")).to_have_count(21)
-    expect(page.locator(".row tr.here")).to_contain_text(f"here, no. {V}")
+    expect(page.locator(".row tr.here")).to_contain_text(f"here, rank {V}")
     tokens(page).nth(4).click()
     expect(page.locator(".row tbody tr")).to_have_count(20)
     expect(page.locator(".row tr.here")).to_have_count(0)
@@ -233,7 +233,7 @@ def test_a_text_is_explored_with_a_real_model(pool: Pool, smollm2_folder: Path, 
     texts = page.locator(".token").all_inner_texts()
     assert "".join(texts).startswith("The capital of France is <b>Paris⏎")
     assert page.locator(".tokens b").count() == 0
-    # Lines are lines, and no token stands higher than its lines.
+    # Line breaks are shown, and no token is higher than its lines.
     page.get_by_label("Text").fill("One line\n\nof three\nlines")
     page.keyboard.press("Control+Enter")
     expect(page.locator(".token", has_text="three")).to_be_visible()

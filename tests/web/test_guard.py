@@ -1,4 +1,4 @@
-"""Who may ask `lmpool web`, by which name, and from which page; whatever else is refused."""
+"""Access control of `lmpool web`: tokens, sessions, host names, origins and limits; all other requests are refused."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ import pytest
 import uvicorn
 from playwright.sync_api import Browser, expect
 
-from lmpool.web import guard, serve
+from lmpool.web import app as web_app
+from lmpool.web import guard
 from tests.support.pool import DEADLINE_S, Pool, run_lmpool, until
 from tests.web.browser import CHROMIUM, CHROMIUM_ARGUMENTS
 from tests.web.service import TOKEN, Stream, WebService, static_files
@@ -28,7 +29,7 @@ POST = ("/api/text", "/api/row", "/api/trie", "/api/dead/retry", "/api/dead/drop
 
 @pytest.fixture
 def service(pool: Pool) -> WebService:
-    """One without workers."""
+    """A service of a pool without workers."""
     return WebService(pool)
 
 
@@ -37,7 +38,7 @@ def end(service: WebService) -> None:
     service.process.wait()
 
 
-def test_nothing_is_told_without_the_token(service: WebService) -> None:
+def test_requests_without_the_token_are_refused(service: WebService) -> None:
     for token in (None, "", TOKEN[:-1], TOKEN + "x", "é" * 20):
         for path in GET:
             assert service.ask(path, token=token and token.encode().decode("latin-1")).status == 401, (path, token)
@@ -60,7 +61,7 @@ def test_nothing_is_told_without_the_token(service: WebService) -> None:
     assert TOKEN not in service.process.text
 
 
-def test_a_token_that_was_set_is_not_printed_and_one_that_was_made_is(pool: Pool) -> None:
+def test_a_generated_token_is_printed_and_a_configured_one_is_not(pool: Pool) -> None:
     assert TOKEN not in WebService(pool).process.text
     made = WebService(pool, token=None)
     (token,) = re.findall(r"with the token (\S+)", made.process.text)
@@ -70,7 +71,7 @@ def test_a_token_that_was_set_is_not_printed_and_one_that_was_made_is(pool: Pool
 def test_the_address_signs_in_one_browser_once(pool: Pool) -> None:
     service = WebService(pool, token=None)
     link_token = service.url.partition("?token=")[2]
-    assert service.ask("/api/models", token=link_token).status == 401, "it is no token for programs"
+    assert service.ask("/api/models", token=link_token).status == 401, "the link token is not valid for programs"
     (token,) = re.findall(r"with the token (\S+)", service.process.text)
     in_address = service.sign_in(token, field="link_token")
     assert (in_address.status, "stay in the browser's history" in in_address.json["error"]) == (401, True)
@@ -103,16 +104,16 @@ def test_a_request_needs_both_secrets_of_a_session(service: WebService) -> None:
     assert service.sign_in(cookie).status == service.sign_in(key).status == 401
 
 
-def test_the_cookie_is_read_by_no_script_and_is_secure_where_the_browser_speaks_tls(service: WebService) -> None:
+def test_scripts_cannot_read_the_cookie_and_it_is_secure_with_tls(service: WebService) -> None:
     plain = service.sign_in().headers["set-cookie"].split("; ")
     assert {"HttpOnly", "SameSite=strict", "Path=/"} <= set(plain)
     assert "Secure" not in plain
-    # By a proxy on any machine, which ends TLS; the page of such a proxy has another origin than it has here.
+    # A proxy on any machine may end TLS; the origin of its pages differs from the origin here.
     origin = f"https://127.0.0.1:{service.port}"
     assert "; Secure" in service.sign_in(X_Forwarded_Proto="https", Origin=origin).headers["set-cookie"]
 
 
-def test_sessions_end_by_signing_out_and_with_the_service(pool: Pool) -> None:
+def test_signing_out_or_stopping_the_service_ends_sessions(pool: Pool) -> None:
     service = WebService(pool)
     sessions = [service.session() for _ in range(3)]
     own = {"Origin": service.base}
@@ -120,7 +121,9 @@ def test_sessions_end_by_signing_out_and_with_the_service(pool: Pool) -> None:
     def allowed() -> list[bool]:
         return [service.ask("/api/models", token=None, **session).status == 200 for session in sessions]
 
-    assert service.ask("/api/session", token=None, method="DELETE", **sessions[0]).status == 403, "of another site"
+    assert service.ask("/api/session", token=None, method="DELETE", **sessions[0]).status == 403, (
+        "the request has no origin"
+    )
     watching = Stream(service, **sessions[0])
     watching.frame()
     assert service.ask("/api/session", token=None, method="DELETE", **sessions[0], **own).status == 200
@@ -134,7 +137,7 @@ def test_sessions_end_by_signing_out_and_with_the_service(pool: Pool) -> None:
     assert again.ask("/api/models", token=None, **session).status == 401
 
 
-def test_the_browser_that_signed_in_first_is_signed_out_for_one_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_session_too_many_ends_the_oldest_session(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(guard, "MAX_SESSIONS", 2)
     sessions = guard.Sessions(TOKEN)
     begun = [sessions.begin(TOKEN) for _ in range(3)]
@@ -145,22 +148,22 @@ def test_the_browser_that_signed_in_first_is_signed_out_for_one_too_many(monkeyp
     assert [sessions.is_allowed(scope) for scope in scopes] == [False, True, True]
 
 
-def test_services_on_one_host_have_cookies_of_their_own(pool: Pool) -> None:
+def test_services_on_one_host_have_different_cookies(pool: Pool) -> None:
     services = [WebService(pool, "--allow-host", "pool.example", token=token) for token in (TOKEN, TOKEN[::-1])]
-    # Next to each other, and behind one proxy by paths.
+    # On two ports of a host, and behind one proxy at different paths.
     for hosts in ([f"127.0.0.1:{service.port}" for service in services], ["pool.example"] * 2):
         sessions = [service.session(Host=host) for service, host in zip(services, hosts, strict=True)]
-        # What a browser sends to each of them: it tells hosts apart, but no ports.
+        # A browser sends both cookies to both services: it separates cookies by host, but not by port.
         both = "; ".join(session["Cookie"] for session in sessions)
         for service, session, host in zip(services, sessions, hosts, strict=True):
             sent = {**session, "Cookie": both, "Host": host}
             assert service.ask("/api/models", token=None, **sent).status == 200, host
-    # By tunnels to two machines, where both may listen at this port.
+    # Tunnels to two machines, where both services may listen on this port.
     names = {services[0].session(Host=f"localhost:{port}")["Cookie"].partition("=")[0] for port in (1, 2)}
     assert len(names) == 2
 
 
-def test_a_cookie_of_another_program_on_the_host_signs_no_browser_out(service: WebService) -> None:
+def test_a_malformed_cookie_of_another_program_ends_no_session(service: WebService) -> None:
     session = service.session()
     for foreign in ('settings={"a": 1}', "a b=c", '"', "=", "x;;"):
         for cookies in (f"{foreign}; {session['Cookie']}", f"{session['Cookie']}; {foreign}"):
@@ -168,7 +171,7 @@ def test_a_cookie_of_another_program_on_the_host_signs_no_browser_out(service: W
             assert service.ask("/api/models", token=None, **sent).status == 200, cookies
 
 
-def test_names_of_others_are_not_answered(pool: Pool) -> None:
+def test_other_host_names_are_refused(pool: Pool) -> None:
     service = WebService(pool, "--allow-host", "pool.example")
     for host, status in {
         "127.0.0.1": 200,
@@ -183,11 +186,11 @@ def test_names_of_others_are_not_answered(pool: Pool) -> None:
     }.items():
         assert service.ask("/", token=None, Host=host).status == status, host
         assert service.sign_in(Host=host).status == status, host
-    # A token in a header comes from a program, which no page of another site can be.
+    # Only programs send the token in a header; pages of other sites cannot.
     assert service.ask("/", Host="evil.example").status == 200
 
 
-def test_pages_of_other_sites_can_make_the_pool_do_nothing(service: WebService) -> None:
+def test_requests_from_pages_of_other_sites_are_refused(service: WebService) -> None:
     session = service.session()
     for path in POST:
         for origin in ("http://evil.example", "null", f"http://127.0.0.1:{service.port + 1}", "http://["):
@@ -199,7 +202,7 @@ def test_pages_of_other_sites_can_make_the_pool_do_nothing(service: WebService) 
     assert service.sign_in(Origin="http://evil.example").status == 403
 
 
-def test_every_answer_keeps_the_browser_strict(service: WebService) -> None:
+def test_every_response_has_the_security_headers(service: WebService) -> None:
     paths = ("/", "/nothing", "/healthz", "/api/models", "/api/settings")
     for answer in [service.ask(path, token=token) for path in paths for token in (TOKEN, None)]:
         policy = answer.headers["content-security-policy"]
@@ -232,7 +235,7 @@ def test_every_answer_keeps_the_browser_strict(service: WebService) -> None:
         "/%5C%5Cevil.example",
     ],
 )
-def test_no_path_leads_out_of_the_pages(service: WebService, path: str) -> None:
+def test_no_path_reaches_other_files(service: WebService, path: str) -> None:
     answer = service.ask(path)
     assert answer.status in (307, 404)
     assert b"import" not in answer.body
@@ -252,7 +255,7 @@ def test_no_path_leads_out_of_the_pages(service: WebService, path: str) -> None:
         ("POST", "/", {}, 401),
     ],
 )
-def test_unusual_requests_get_nowhere(
+def test_unusual_requests_are_refused(
     service: WebService, method: str, path: str, headers: dict[str, str], status: int
 ) -> None:
     answer = service.ask(path, token=None, method=method, **headers)
@@ -261,7 +264,7 @@ def test_unusual_requests_get_nowhere(
 
 
 class Hostile(http.server.BaseHTTPRequestHandler):
-    """A site of somebody else, which keeps the cookies that it is sent."""
+    """Another site, which records the cookies that it receives."""
 
     page = ""
     cookies: list[str]
@@ -280,7 +283,7 @@ class Hostile(http.server.BaseHTTPRequestHandler):
 
 @contextlib.contextmanager
 def hostile_site(host: str, page: str) -> Iterator[tuple[str, list[str]]]:
-    """A site at an address of this machine: its URL, and the cookies that browsers send it."""
+    """Run a site at an address of this machine; return its URL and the list of cookies that it receives."""
     cookies: list[str] = []
     handler = type("Site", (Hostile,), {"page": page, "cookies": cookies})
     with http.server.ThreadingHTTPServer((host, 0), handler) as server:
@@ -307,9 +310,7 @@ window.done = Promise.all([
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2"])
-def test_another_port_or_site_reads_nothing_with_what_the_browser_sends_it(
-    pool: Pool, browser: Browser, host: str
-) -> None:
+def test_a_page_of_another_port_or_site_can_read_nothing(pool: Pool, browser: Browser, host: str) -> None:
     service = WebService(pool, "--allow-changes")
     page = ATTACKS.replace("BASE", service.base)
     with hostile_site(host, page) as (url, cookies), contextlib.closing(browser.new_context()) as context:
@@ -321,9 +322,11 @@ def test_another_port_or_site_reads_nothing_with_what_the_browser_sends_it(
         other = context.new_page()
         other.goto(url)
         assert other.evaluate("window.done") == ["blocked"] * 5
-        assert [frame.url for frame in other.frames[1:]] != [f"{service.base}/"], "no site shows the page in a frame"
+        assert [frame.url for frame in other.frames[1:]] != [f"{service.base}/"], (
+            "other sites cannot show the page in a frame"
+        )
         assert other.evaluate("Object.keys(localStorage)") == []
-        # The browser has sent the cookie to the other port, and it is worth nothing there.
+        # The browser has sent the cookie to the other port, where the cookie alone is useless.
         (cookie,) = context.cookies()
         sent = "; ".join(cookies)
         assert (cookie["value"] in sent) == (host == "127.0.0.1")
@@ -335,9 +338,7 @@ def test_another_port_or_site_reads_nothing_with_what_the_browser_sends_it(
         assert service.ask("/api/models", token=None, **as_key).status == 401
 
 
-def test_no_token_that_is_good_for_anything_stays_in_a_browsers_files(
-    pool: Pool, browser: Browser, tmp_path: Path
-) -> None:
+def test_no_valid_token_stays_in_the_files_of_a_browser(pool: Pool, browser: Browser, tmp_path: Path) -> None:
     service = WebService(pool, token=None)
     (token,) = re.findall(r"with the token (\S+)", service.process.text)
     link_token = service.url.partition("?token=")[2]
@@ -349,7 +350,7 @@ def test_no_token_that_is_good_for_anything_stays_in_a_browsers_files(
         page.goto(service.url)
         expect(page.locator("#state")).to_have_text("live")
         assert page.url == f"{service.base}/"
-        # In the same browser, after signing out, by typing the token.
+        # Sign out, then sign in again by typing the token.
         page.get_by_role("button", name="Sign out", exact=True).click()
         page.get_by_label("Token", exact=True).fill(token)
         page.get_by_role("button", name="Sign in").click()
@@ -357,10 +358,10 @@ def test_no_token_that_is_good_for_anything_stays_in_a_browsers_files(
         page.goto(f"{service.base}/explorer")
     files = [path for path in (tmp_path / "profile").rglob("*") if path.is_file()]
     assert [path.name for path in files if token.encode() in path.read_bytes()] == []
-    assert service.sign_in(link_token, field="link_token").status == 401, "what the history keeps is used up"
+    assert service.sign_in(link_token, field="link_token").status == 401, "the link token in the history is used up"
 
 
-def test_pages_have_no_script_and_no_style_of_their_own_and_name_no_other_host() -> None:
+def test_pages_have_no_inline_script_or_style_and_name_no_other_host() -> None:
     for file in static_files():
         text = file.read_text("utf-8")
         hosts = set(re.findall(r"(?:https?:)?//[\w.-]+\.\w+", text)) - {"http://www.w3.org"}
@@ -383,21 +384,21 @@ def test_a_weak_token_and_a_port_in_use_are_refused(service: WebService) -> None
     assert (done.stderr.count(str(service.port)), "or pass --port N" in done.stderr) == (1, True)
 
 
-def test_connections_without_a_request_make_room_for_those_that_have_one(service: WebService) -> None:
+def test_idle_connections_are_closed_when_there_are_too_many(service: WebService) -> None:
     with contextlib.ExitStack() as stack:
         stream = Stream(service)
         stack.callback(stream.close)
-        for number in range(serve.MAX_CONNECTIONS + 200):
+        for number in range(web_app.MAX_CONNECTIONS + 200):
             connection = stack.enter_context(socket.create_connection(("127.0.0.1", service.port), DEADLINE_S))
-            # Nothing, a part of a head, or a head whose body does not come.
+            # Send nothing, a part of a head, or a head without its body.
             head = "POST /api/session HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n"
             connection.sendall(("", "GET /", head)[number % 3].encode())
         assert service.ask("/healthz").status == 200
         assert service.ask("/api/models").status == 200
         open_now = len(list(Path(f"/proc/{service.process.process.pid}/fd").iterdir()))
-        assert open_now < serve.MAX_CONNECTIONS + 100, "what remains is for Redis and for files"
+        assert open_now < web_app.MAX_CONNECTIONS + 100, "other descriptors remain for Redis and files"
         before = stream.frame()["number"]
-        assert stream.frame()["number"] > before, "a page that watches goes on"
+        assert stream.frame()["number"] > before, "the page still gets frames"
 
 
 HEAD = b"GET / HTTP/1.1\r\nHost: x\r\n"
@@ -406,9 +407,9 @@ WITH_TOKEN = HEAD + f"Authorization: Bearer {TOKEN}\r\n\r\n".encode()
 
 @contextlib.contextmanager
 def served(app: Any) -> Iterator[Any]:
-    """Serve an application by the connections of `lmpool web`; gives the address."""
+    """Serve an application with the connections of `lmpool web`; return the address."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
-        protocol: Any = functools.partial(serve._Connection, guard.Sessions(TOKEN))
+        protocol: Any = functools.partial(web_app._Connection, guard.Sessions(TOKEN))
         server = uvicorn.Server(uvicorn.Config(app, http=protocol, lifespan="off", log_level="error"))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
         thread.start()
@@ -427,18 +428,18 @@ async def answer_none(scope: Any, receive: Any, send: Any) -> None:
 @pytest.mark.parametrize(
     ("limit", "request_sent"), [("REQUEST_S", HEAD), ("REQUEST_S", HEAD + b"\r\n"), ("RESPONSE_S", WITH_TOKEN)]
 )
-def test_a_request_must_arrive_and_be_answered_in_time(
+def test_a_request_and_its_response_have_time_limits(
     monkeypatch: pytest.MonkeyPatch, limit: str, request_sent: bytes
 ) -> None:
-    monkeypatch.setattr(serve, limit, 0.2)
+    monkeypatch.setattr(web_app, limit, 0.2)
     with served(answer_none) as address, socket.create_connection(address, DEADLINE_S) as connection:
         connection.sendall(request_sent)
         with contextlib.suppress(ConnectionError):
             assert connection.recv(1) == b"", "the service closes the connection"
 
 
-def test_requests_without_a_token_make_room_and_those_with_one_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(serve._Connection, "_limit", 3)
+def test_connections_without_token_are_closed_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(web_app._Connection, "_limit", 3)
     arrived = threading.Semaphore(0)
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
@@ -450,7 +451,7 @@ def test_requests_without_a_token_make_room_and_those_with_one_stay(monkeypatch:
         def connect(request: bytes) -> socket.socket:
             connection = stack.enter_context(socket.create_connection(address, DEADLINE_S))
             connection.sendall(request)
-            assert arrived.acquire(timeout=DEADLINE_S), "it is accepted"
+            assert arrived.acquire(timeout=DEADLINE_S), "the connection is accepted"
             return connection
 
         first = connect(WITH_TOKEN)
@@ -458,7 +459,7 @@ def test_requests_without_a_token_make_room_and_those_with_one_stay(monkeypatch:
         others = [connect(WITH_TOKEN) for _ in range(2)]
         for connection in without:
             with contextlib.suppress(ConnectionError):
-                assert connection.recv(1) == b"", "closed to make room"
+                assert connection.recv(1) == b"", "the service closes the connection"
         for connection in (first, *others):
             connection.setblocking(False)
             with pytest.raises(BlockingIOError):
@@ -466,7 +467,7 @@ def test_requests_without_a_token_make_room_and_those_with_one_stay(monkeypatch:
 
 
 def is_listening(service: WebService) -> bool:
-    """Whether it takes connections."""
+    """Whether the service accepts connections."""
     try:
         socket.create_connection(("127.0.0.1", service.port), 1).close()
     except ConnectionError:
@@ -474,20 +475,20 @@ def is_listening(service: WebService) -> bool:
     return True
 
 
-def test_a_second_ctrl_c_ends_it_without_a_traceback_of_what_it_cuts_off(service: WebService) -> None:
+def test_a_second_ctrl_c_ends_the_service_without_a_traceback(service: WebService) -> None:
     with socket.create_connection(("127.0.0.1", service.port)) as asking:
         head = f"POST /api/text HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {TOKEN}\r\nContent-Length: 9\r\n"
-        # Its body never comes, and once this is answered the service is at the request.
+        # The body is never sent. After this response, the service is processing the request.
         asking.sendall(f"{head}Expect: 100-continue\r\n\r\n".encode())
         assert asking.recv(100).startswith(b"HTTP/1.1 100 ")
         service.process.signal(signal.SIGINT)
-        until(lambda: not is_listening(service), "it has heard the first")
+        until(lambda: not is_listening(service), "the service has received the first signal")
         service.process.signal(signal.SIGINT)
         assert service.process.wait() == 130
     assert "Traceback" not in service.process.text
 
 
-def test_ctrl_c_ends_it_while_a_page_watches(service: WebService) -> None:
+def test_ctrl_c_ends_the_service_while_a_page_watches(service: WebService) -> None:
     stream = Stream(service)
     stream.frame()
     service.process.signal(signal.SIGINT)

@@ -1,4 +1,4 @@
-"""The models that the explorer asks: opened once, closed when there are many, and never under a request."""
+"""The models of the explorer: opened once, closed when there are too many, and never during a request."""
 
 from __future__ import annotations
 
@@ -13,51 +13,54 @@ import pytest
 from lmpool.errors import UnknownModel
 from lmpool.producer import Producer
 from lmpool.protocol.model_info import ModelInfo
-from lmpool.web import models as web_models
-from lmpool.web.models import MAX_MODELS, Models
+from lmpool.web import explorer
+from lmpool.web.explorer import MAX_MODELS, Models
 from tests.support.gate import Gate
 from tests.support.pool import Pool, until
 from tests.web.service import WebService
 
 
 class CountedProducer(Producer):
-    """A producer that counts those that are open."""
+    """A producer that counts the producers that were made, and records the open ones."""
 
-    opened = 0
+    made = 0
     now_open: ClassVar[set[str | None]] = set()
 
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        CountedProducer.made += 1
+
     async def open(self, **options: Any) -> None:
-        """As a producer's, and note it."""
-        CountedProducer.opened += 1
+        """Open the producer and record it."""
         self.now_open.add(self._model)
         await super().open(**options)
 
     async def close(self) -> None:
-        """As a producer's, and note it."""
+        """Close the producer and record it."""
         self.now_open.discard(self._model)
         await super().close()
 
 
 @pytest.fixture
 def counted(monkeypatch: pytest.MonkeyPatch) -> type[CountedProducer]:
-    """What opens models in a test, with nothing counted yet."""
-    monkeypatch.setattr(web_models, "Producer", CountedProducer)
-    CountedProducer.opened = 0
+    """Let the explorer use `CountedProducer`, with its counts at zero."""
+    monkeypatch.setattr(explorer, "Producer", CountedProducer)
+    CountedProducer.made = 0
     CountedProducer.now_open = set()
     return CountedProducer
 
 
-def tell_of_others(pool: Pool, count: int) -> list[str]:
-    """Write down models that have an info and no worker; returns their names."""
+def register_others(pool: Pool, count: int) -> list[str]:
+    """Register models that have an info but no worker; return their names."""
     names = [f"other{number}" for number in range(count)]
-    written: Any = pool.redis.hget(pool.keys.models(), "syn")
-    info = ModelInfo.unpack(written)
+    packed: Any = pool.redis.hget(pool.keys.models(), "syn")
+    info = ModelInfo.unpack(packed)
     for name in names:
         pool.redis.hset(pool.keys.models(), name, replace(info, name=name).pack())
     return names
 
 
-def test_a_request_under_way_is_answered_while_eight_other_models_are_asked(pool: Pool, tmp_path: Path) -> None:
+def test_a_pending_request_keeps_its_model_open(pool: Pool, tmp_path: Path) -> None:
     gate = Gate(tmp_path / "open")
     # Workers remove infos without workers after a third of a lease.
     pool.start("--lease-s", 60, command=gate.command)
@@ -65,9 +68,9 @@ def test_a_request_under_way_is_answered_while_eight_other_models_are_asked(pool
     with ThreadPoolExecutor(1) as thread:
         held = thread.submit(service.ask, "/api/row", {"model": "syn", "ids": [1, 2]})
         try:
-            until(pool.jobs, "the worker holds the prompt before its gate")
-            for name in tell_of_others(pool, MAX_MODELS):
-                # Each is opened; what it is asked needs no worker.
+            until(pool.jobs, "the worker holds the prompt")
+            for name in register_others(pool, MAX_MODELS):
+                # The request opens the model and fails without a worker.
                 assert "Shorten it" in service.ask("/api/row", {"model": name, "ids": [1] * 5000}).json["error"]
             assert not held.done()
         finally:
@@ -76,7 +79,7 @@ def test_a_request_under_way_is_answered_while_eight_other_models_are_asked(pool
     assert (answer.status, answer.json.get("error")) == (200, None)
 
 
-async def test_a_model_asked_by_several_at_once_is_opened_once(pool: Pool, counted: type[CountedProducer]) -> None:
+async def test_concurrent_requests_share_one_producer(pool: Pool, counted: type[CountedProducer]) -> None:
     await asyncio.to_thread(pool.start)
     models = Models(pool.url, pool.prefix)
 
@@ -86,17 +89,18 @@ async def test_a_model_asked_by_several_at_once_is_opened_once(pool: Pool, count
 
     try:
         assert len(set(await asyncio.gather(*[use() for _ in range(5)]))) == 1
-        assert counted.opened == 1
+        assert counted.made == 1
     finally:
         await models.close()
     assert counted.now_open == set()
 
 
-async def test_those_that_nobody_uses_are_closed_the_one_asked_longest_ago_first(
+async def test_the_least_recently_used_models_without_requests_are_closed(
     pool: Pool, counted: type[CountedProducer]
 ) -> None:
-    await asyncio.to_thread(pool.start)
-    others = await asyncio.to_thread(tell_of_others, pool, MAX_MODELS + 1)
+    # Workers remove infos without workers after a third of a lease.
+    await asyncio.to_thread(pool.start, "--lease-s", 60)
+    others = await asyncio.to_thread(register_others, pool, MAX_MODELS + 1)
     models = Models(pool.url, pool.prefix)
     try:
         async with models.use("syn"):
@@ -106,14 +110,14 @@ async def test_those_that_nobody_uses_are_closed_the_one_asked_longest_ago_first
             assert counted.now_open == {"syn", *others[2:]}
         async with models.use(others[0]):
             pass
-        # It was used longer than all others and asked before them.
+        # "syn" was released last, but its request began first.
         assert counted.now_open == {*others[2:], others[0]}
     finally:
         await models.close()
     assert counted.now_open == set()
 
 
-async def test_a_model_that_could_not_be_opened_is_tried_again_and_whoever_gave_up_waiting_takes_nobody_with_it(
+async def test_a_failed_model_is_opened_again_and_a_cancelled_request_cancels_no_other(
     pool: Pool, counted: type[CountedProducer]
 ) -> None:
     models = Models(pool.url, pool.prefix)

@@ -1,4 +1,4 @@
-"""The pool page in a browser: live, on a phone, with a thousand workers and hostile names, when servers go and come."""
+"""The pool page in a browser: live, on a phone, with 1,000 workers, hostile names, and restarts."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ def is_live(page: Page) -> None:
 
 
 def cell(page: Page, table: str, title: str) -> str:
-    """What the first row of a table has in a column."""
+    """Return the text of a column in the first row of a table."""
     titles = page.locator(f"#{table} th").all_inner_texts()
     return page.locator(f"#{table} tbody tr").first.locator("td").nth(titles.index(title)).inner_text()
 
 
-def test_the_pool_is_shown_live_and_the_token_is_seen_by_no_script(pool: Pool, watch: Watch) -> None:
+def test_the_pool_is_shown_live_and_scripts_cannot_read_the_cookie(pool: Pool, watch: Watch) -> None:
     pool.start()
     service = WebService(pool)
     watched = watch(service)
@@ -64,14 +64,14 @@ def test_changed_files_of_a_worker_are_shown_above_the_tables(pool: Pool, watch:
     is_live(page)
 
     def is_shown() -> bool:
-        # Each heartbeat takes back what the test writes.
+        # Each heartbeat overwrites the value of the test.
         pool.redis.hset(worker, "changed_files", f"model.safetensors, {HOSTILE}")
         return "loaded them (model.safetensors, <script>" in page.locator("#trouble").inner_text()
 
     until(is_shown, "the page names the files that have changed")
 
 
-def test_a_page_asks_for_the_token_and_a_wrong_one_opens_nothing(pool: Pool, watch: Watch) -> None:
+def test_a_page_requests_the_token_and_refuses_a_wrong_one(pool: Pool, watch: Watch) -> None:
     service = WebService(pool)
     watched = watch(service)
     page = watched.page
@@ -108,7 +108,7 @@ def test_a_dead_letter_is_opened_retried_and_another_dropped(pool: Pool, watch: 
     assert pool.redis.xlen(pool.keys.model("syn").dead) == 0
 
 
-def test_a_page_that_only_shows_has_nothing_to_press(pool: Pool, watch: Watch) -> None:
+def test_a_read_only_page_has_no_buttons_for_changes(pool: Pool, watch: Watch) -> None:
     pool.start()
     bury(pool, [7])
     page = watch(WebService(pool)).open()
@@ -117,7 +117,9 @@ def test_a_page_that_only_shows_has_nothing_to_press(pool: Pool, watch: Watch) -
     expect(page.get_by_role("button", name="drop")).to_be_disabled()
 
 
-def test_servers_that_go_are_missed_and_found_again(own_server: EmbeddedServer, tmp_path: Path, watch: Watch) -> None:
+def test_the_page_recovers_after_the_server_or_the_service_was_stopped(
+    own_server: EmbeddedServer, tmp_path: Path, watch: Watch
+) -> None:
     pool = Pool(own_server.url, "web", tmp_path)
     try:
         pool.start("--lease-s", 1)
@@ -129,16 +131,16 @@ def test_servers_that_go_are_missed_and_found_again(own_server: EmbeddedServer, 
         other_tab.goto(service.base)
         is_live(other_tab)
         own_server.stop()
-        expect(page.locator("#state")).to_have_text("server away")
+        expect(page.locator("#state")).to_have_text("server unreachable")
         expect(page.locator("#trouble")).to_contain_text("no Redis server answers")
-        # As the graphs tell the time.
-        expect(page.locator("#trouble")).to_contain_text(re.compile(r"as of \d\d:\d\d:\d\d\)"))
+        # The same format of times as in the graphs.
+        expect(page.locator("#trouble")).to_contain_text(re.compile(r"state at \d\d:\d\d:\d\d\)"))
         own_server.start()
         is_live(page)
         expect(page.locator("#trouble")).to_be_hidden()
         service.process.end()
-        expect(page.locator("#state")).to_have_text("away")
-        # Its sessions have ended with it.
+        expect(page.locator("#state")).to_have_text("disconnected")
+        # The sessions ended with the service.
         WebService(pool, port=service.port)
         expect(other_tab.locator("#sign-in")).to_be_visible()
         watched.sign_in()
@@ -150,7 +152,7 @@ def test_servers_that_go_are_missed_and_found_again(own_server: EmbeddedServer, 
 
 
 def beat(pool: Pool, names: list[str], **told: str) -> None:
-    """Have workers live that are no processes: what they write is there."""
+    """Write heartbeats of workers that have no process."""
     pipeline = pool.redis.pipeline()
     fields: dict[Any, Any] = {
         "model": "syn",
@@ -181,7 +183,7 @@ def test_a_thousand_workers_are_listed_and_found_by_name(pool: Pool, watch: Watc
     assert cell(page, "workers", "worker") == "gpu-0777"
 
 
-def test_a_worker_that_falls_silent_is_marked_and_its_end_is_listed(pool: Pool, watch: Watch) -> None:
+def test_a_silent_worker_is_marked_and_events_are_listed(pool: Pool, watch: Watch) -> None:
     pool.start()
     beat(pool, ["speaks", "was-killed"])
     page = watch(WebService(pool)).open()
@@ -191,12 +193,12 @@ def test_a_worker_that_falls_silent_is_marked_and_its_end_is_listed(pool: Pool, 
     titles = page.locator("#workers th").all_inner_texts()
     state = killed.locator("td").nth(titles.index("state"))
     expect(state).to_have_text("ready")
-    # Its last heartbeat was 40 s of a lease of 60 s ago.
+    # The last heartbeat was 40 s ago, and the lease is 60 s.
     pool.redis.pexpire(pool.keys.worker("was-killed"), 20_000)
     expect(state).to_have_text("silent")
     expect(killed.locator("td").nth(titles.index("rows/s"))).to_have_text("–")
     expect(page.locator("#tiles")).to_contain_text("2 ready, 1 silent")
-    # The rate of the model leaves out that of the silent worker.
+    # The rate of the model excludes the silent worker.
     assert cell(page, "models", "rows/s") == "1.5"
     pool.redis.hset(pool.keys.worker("speaks"), "claimed", "3")
     beat(pool, ["new"])
@@ -206,10 +208,10 @@ def test_a_worker_that_falls_silent_is_marked_and_its_end_is_listed(pool: Pool, 
     expect(events).to_have_count(3)
     told = [f"{row.locator('td').nth(1).inner_text()} {row.locator('td').last.inner_text()}" for row in events.all()]
     assert sorted(told) == ["new joined", "new left", "speaks took over 3 prompts"]
-    assert told[0] == "new left", "the newest comes first"
+    assert told[0] == "new left", "the newest event is first"
 
 
-def test_the_titles_of_columns_are_explained(pool: Pool, watch: Watch) -> None:
+def test_column_titles_are_explained(pool: Pool, watch: Watch) -> None:
     page = watch(WebService(pool), viewport={"width": 400, "height": 800}).open()
     is_live(page)
     for table in ("models", "workers"):
@@ -220,7 +222,7 @@ def test_the_titles_of_columns_are_explained(pool: Pool, watch: Watch) -> None:
         assert page.locator(f"#{table}-legend dd", has_not_text=re.compile("..........")).count() == 0
 
 
-def test_no_line_is_drawn_where_samples_are_missing_and_p50_and_p99_can_be_told_apart(pool: Pool, watch: Watch) -> None:
+def test_lines_have_gaps_where_samples_are_missing_and_p99_is_dashed(pool: Pool, watch: Watch) -> None:
     pool.start()
     page = watch(WebService(pool)).open()
     swatches = page.locator("#chart-latency .u-legend .u-series:not(:first-child) .u-marker")
@@ -230,11 +232,11 @@ def test_no_line_is_drawn_where_samples_are_missing_and_p50_and_p99_can_be_told_
     charts = f"import('{page.url}static/charts.js')"
     gaps = "async (columns) => (await CHARTS).withGaps(columns)".replace("CHARTS", charts)
     assert page.evaluate(gaps, [[1, 2, 3, 63, 64], [1, 2, 3, 4, 5]]) == [[1, 2, 3, 33, 63, 64], [1, 2, 3, None, 4, 5]]
-    seldom = [[10, 30, 50, 70], [1, 2, 3, 4]]
-    assert page.evaluate(gaps, seldom) == [[10, 20, 30, 50, 70], [1, None, 2, 3, 4]], (
-        "a pause as those before is no gap"
+    rare = [[10, 30, 50, 70], [1, 2, 3, 4]]
+    assert page.evaluate(gaps, rare) == [[10, 20, 30, 50, 70], [1, None, 2, 3, 4]], (
+        "a pause as long as the one before is not a gap"
     )
-    # What a page was shown before it lost the service stays, with a gap; what the service has kept is taken from it.
+    # The page keeps its older samples, with a gap, and takes the newer ones from the service.
     load = """async (histories) => {
       const [first, second] = JSON.parse(histories);
       const charts = new (await CHARTS).Charts(first);
@@ -251,8 +253,8 @@ def test_no_line_is_drawn_where_samples_are_missing_and_p50_and_p99_can_be_told_
     ]
 
 
-def test_hostile_names_are_shown_as_what_they_are_and_break_no_phone(pool: Pool, watch: Watch) -> None:
-    # Of a model, of workers, of a state: whoever may write to the server has chosen them.
+def test_hostile_names_are_shown_as_text_and_fit_a_phone(pool: Pool, watch: Watch) -> None:
+    # Any program with write access can choose names of models, workers and states.
     pool.start("--name", "<script>alert(0)</script>")
     for name in ("__proto__", "constructor", "</title><b>x"):
         pool.start("--name", name)
@@ -274,7 +276,7 @@ def test_hostile_names_are_shown_as_what_they_are_and_break_no_phone(pool: Pool,
     assert page.locator("#workers td").evaluate_all("cells => Math.max(...cells.map(c => c.textContent.length))") < 200
 
 
-def test_the_page_is_used_by_keyboard_alone(pool: Pool, watch: Watch) -> None:
+def test_the_keyboard_reaches_everything(pool: Pool, watch: Watch) -> None:
     pool.start()
     bury(pool, [7, 8])
     page = watch(WebService(pool, "--allow-changes")).open()

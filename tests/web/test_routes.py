@@ -1,4 +1,4 @@
-"""What the routes answer: letters, texts, rows and tries; and that bad input is told so, and does nothing."""
+"""The routes for dead letters, texts, rows and tries, and their errors for bad input."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ IDS = [3, 1, 4, 1, 5]
 
 @pytest.fixture
 def service(pool: Pool) -> WebService:
-    """One with a synthetic model, that may change dead letters."""
+    """A service with a synthetic model that may change dead letters."""
     pool.start()
     return WebService(pool, "--allow-changes")
 
 
 def bury(pool: Pool, prompt: list[int], reason: str = "given up after 3 deliveries", model: str = "syn") -> str:
-    """Add a dead letter as a worker does; returns its id."""
+    """Add a dead letter as a worker does; return its id."""
     info = ModelInfo.unpack(pool.redis.hget(pool.keys.models(), model))  # type: ignore[arg-type]
     job = Job(np.array(prompt, "<u4").tobytes(), "", info.fingerprint).pack()
     failure = Failure("WorkerError", reason).pack()
@@ -35,7 +35,7 @@ def bury(pool: Pool, prompt: list[int], reason: str = "given up after 3 deliveri
     return str(added, "ascii")
 
 
-def test_a_text_has_its_tokens_their_scores_and_what_else_might_stand_there(service: WebService) -> None:
+def test_a_text_has_scored_tokens_with_the_most_likely_alternatives(service: WebService) -> None:
     answer = service.ask("/api/text", {"model": "syn", "ids": IDS, "top": 4}).json
     vocabulary = synthetic_vocabulary(V)
     assert answer["ids"] == IDS
@@ -44,16 +44,16 @@ def test_a_text_has_its_tokens_their_scores_and_what_else_might_stand_there(serv
     assert answer["tokens"][0]["top"] == []
     for at in range(1, len(IDS) + 1):
         row = synthetic_row(IDS[:at], vocab_size=V)
-        likeliest = np.argsort(-row, kind="stable")[:4]
+        most_likely = np.argsort(-row, kind="stable")[:4]
         listed = answer["tokens"][at]["top"] if at < len(IDS) else answer["next"]
-        assert [token for token, _, _ in listed] == likeliest.tolist()
-        assert [value for _, _, value in listed] == pytest.approx(row[likeliest].tolist(), abs=1e-4)
-        assert listed[0][1] == vocabulary[int(likeliest[0])].decode("utf-8", "backslashreplace")
+        assert [token for token, _, _ in listed] == most_likely.tolist()
+        assert [value for _, _, value in listed] == pytest.approx(row[most_likely].tolist(), abs=1e-4)
+        assert listed[0][1] == vocabulary[int(most_likely[0])].decode("utf-8", "backslashreplace")
         if at < len(IDS):
             assert answer["tokens"][at]["logprob"] == pytest.approx(float(row[IDS[at]]), abs=1e-4)
 
 
-def test_a_row_is_told_before_and_after_temperature_and_top_p(service: WebService) -> None:
+def test_a_row_has_probabilities_before_and_after_temperature_and_top_p(service: WebService) -> None:
     asked = {"model": "syn", "ids": IDS, "temperature": 0.5, "top_p": 0.8, "top": 50}
     answer = service.ask("/api/row", asked).json
     row = synthetic_row(IDS, vocab_size=V)
@@ -63,17 +63,17 @@ def test_a_row_is_told_before_and_after_temperature_and_top_p(service: WebServic
         assert drawn == pytest.approx(float(after[token]))
     assert answer["kept"] == np.count_nonzero(after) < V
     assert (len(answer["tokens"]), answer["token"]) == (50, None)
-    # A token that is asked about is listed, however unlikely.
+    # The requested token is listed, even if it is unlikely.
     order = np.argsort(-row, kind="stable").tolist()
     for rank, length in ((1, 50), (V, 51)):
-        told = service.ask("/api/row", {**asked, "token": order[rank - 1]}).json
-        assert told["token"] == {"id": order[rank - 1], "rank": rank}
-        assert (len(told["tokens"]), told["tokens"][0 if rank == 1 else -1][0]) == (length, order[rank - 1])
+        response = service.ask("/api/row", {**asked, "token": order[rank - 1]}).json
+        assert response["token"] == {"id": order[rank - 1], "rank": rank}
+        assert (len(response["tokens"]), response["tokens"][0 if rank == 1 else -1][0]) == (length, order[rank - 1])
     assert answer["entropy"][1] < answer["entropy"][0]
 
 
 @pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 1.0), (0.7, 0.9), (3.0, 0.5), (0.0, 1.0), (1e-6, 0.3)])
-def test_what_is_shown_is_what_producers_draw_with(temperature: float, top_p: float) -> None:
+def test_the_shown_probabilities_are_those_that_producers_draw_with(temperature: float, top_p: float) -> None:
     row = synthetic_row([1, 2], vocab_size=64)
     shown = drawn_from(row, temperature, top_p)
     assert shown.sum() == pytest.approx(1)
@@ -86,20 +86,16 @@ def test_what_is_shown_is_what_producers_draw_with(temperature: float, top_p: fl
 
 
 @pytest.mark.parametrize(("parts", "top_p"), [((3, 1, 1, 1), 1 / 2), ((3, 4 / 3, 4 / 3, 4 / 3), 3 / 7)])
-def test_where_a_token_just_has_the_mass_or_just_lacks_it_as_many_are_shown_as_are_drawn(
-    parts: tuple[float, ...], top_p: float
-) -> None:
+def test_at_the_limit_of_top_p_exactly_the_drawn_tokens_are_shown(parts: tuple[float, ...], top_p: float) -> None:
     row = np.log(np.array(parts, np.float32) / np.float32(sum(parts)))
     drawn = {sample(row, Sampling(1.0, top_p, seed)) for seed in range(200)}
     assert set(np.flatnonzero(drawn_from(row, 1.0, top_p)).tolist()) == drawn
 
 
-def test_the_trie_adds_up_what_begins_with_a_prefix_and_says_when_nobody_computes_it(
-    pool: Pool, service: WebService
-) -> None:
+def test_the_trie_sums_tokens_by_prefix_and_a_missing_trie_worker_is_a_note(pool: Pool, service: WebService) -> None:
     asked: dict[str, Any] = {"model": "syn", "ids": IDS}
     without = service.ask("/api/trie", asked)
-    assert without.status == 200, "most pools have none: no failure"
+    assert without.status == 200, "a missing trie worker is no error"
     assert without.json["note"].startswith("no trie worker is running: start one with `lmpool trie-worker`")
     assert "local=" not in without.json["note"]
     pool.start_trie_worker()
@@ -117,19 +113,19 @@ def test_the_trie_adds_up_what_begins_with_a_prefix_and_says_when_nobody_compute
     assert unknown.status == 404
 
 
-def test_a_letter_is_listed_opened_queued_again_and_dropped(pool: Pool, service: WebService) -> None:
+def test_a_dead_letter_is_listed_opened_retried_and_dropped(pool: Pool, service: WebService) -> None:
     first, second = bury(pool, [7, 8]), bury(pool, [9], "red \x1b[31m <script>alert(1)</script>")
     listed = service.ask("/api/dead?model=syn").json
     assert [letter["id"] for letter in listed["letters"]] == [second, first]
     assert "\x1b" not in listed["letters"][0]["reason"]
     assert service.ask(f"/api/dead/show?model=syn&id={first}").json["ids"] == [7, 8]
     assert service.ask("/api/dead/retry", {"model": "syn", "ids": [first]}).json == {"queued": 1, "refused": {}}
-    until(lambda: not pool.jobs(), "it is computed")
+    until(lambda: not pool.jobs(), "the prompt is computed")
     assert service.ask("/api/dead/drop", {"model": "syn", "ids": [second]}).json == {"dropped": 1}
     assert service.ask("/api/dead?model=syn").json == {"count": 0, "letters": []}
 
 
-def test_without_allow_changes_letters_stay(pool: Pool) -> None:
+def test_without_allow_changes_dead_letters_stay(pool: Pool) -> None:
     pool.start()
     letter, service = bury(pool, [7]), WebService(pool)
     for what in ("retry", "drop"):
@@ -140,7 +136,7 @@ def test_without_allow_changes_letters_stay(pool: Pool) -> None:
     assert service.ask("/api/settings").json == {"allow_changes": False}
 
 
-def test_bad_input_is_refused_with_what_is_wrong(pool: Pool, service: WebService) -> None:
+def test_bad_input_is_refused_with_the_reason(pool: Pool, service: WebService) -> None:
     text: dict[str, Any] = {"model": "syn", "ids": [1]}
     letters = {"model": "syn", "ids": ["1-1"]}
     cases: list[tuple[str, Any, int, str]] = [
@@ -153,8 +149,8 @@ def test_bad_input_is_refused_with_what_is_wrong(pool: Pool, service: WebService
         ("/api/text", {**text, "ids": [-1]}, 400, "out of range"),
         ("/api/text", {**text, "ids": [2**70]}, 400, "out of range"),
         ("/api/text", {**text, "ids": [1] * 5000}, 400, "the text has 5000 tokens; this page accepts at most 4096"),
-        ("/api/text", {**text, "top": 0}, 400, "top: 0 is not from 1 to 50"),
-        ("/api/text", {**text, "top": 10**9}, 400, "is not from 1 to 50"),
+        ("/api/text", {**text, "top": 0}, 400, "Expected `int` >= 1 - at `$.top`"),
+        ("/api/text", {**text, "top": 10**9}, 400, "Expected `int` <= 50 - at `$.top`"),
         ("/api/text", {"model": "syn", "text": "hello"}, 400, "has no tokenizer; type token ids such as 1,2,3"),
         ("/api/text", {**text, "more": 1}, 400, "unknown field `more`"),
         ("/api/text", {"model": "syn", "text": "x" * 300_000}, 413, "the request has more than 262144 bytes"),
@@ -167,33 +163,33 @@ def test_bad_input_is_refused_with_what_is_wrong(pool: Pool, service: WebService
         ("/api/row", {**text, "token": V}, 400, f"token: {V} must be from 0 to {V - 1}"),
         ("/api/row", {**text, "token": -1}, 400, "token: -1 must be from 0"),
         ("/api/row", {**text, "ids": [1] * 5000}, 400, "this page accepts at most 4096"),
-        ("/api/trie", {**text, "under": "xy"}, 400, "must be a prefix in hexadecimal"),
-        ("/api/trie", {**text, "under": "00" * 300}, 400, "the prefix has 300 bytes; the limit is 256"),
+        ("/api/trie", {**text, "under": "xy"}, 400, "invalid request: Expected `str` matching regex"),
+        ("/api/trie", {**text, "under": "00" * 300}, 400, "Expected `str` of length <= 512"),
         ("/api/dead?model=syn%0a", None, 400, "model: "),
         ("/api/dead/show?model=syn&id=1-1", None, 400, "matches no dead letter"),
         ("/api/dead/show?model=syn&id=", None, 400, "matches no dead letter"),
         ("/api/dead/retry", letters, 400, "matches no dead letter"),
         ("/api/dead/retry", {**letters, "model": "other"}, 404, "the model 'other' is not served"),
-        ("/api/dead/drop", {**letters, "ids": ["1-1"] * 501}, 400, "501 letters; name 1 to 500"),
-        ("/api/dead/drop", {**letters, "ids": []}, 400, "0 letters; name 1 to 500"),
+        ("/api/dead/drop", {**letters, "ids": ["1-1"] * 501}, 400, "Expected `array` of length <= 500"),
+        ("/api/dead/drop", {**letters, "ids": []}, 400, "Expected `array` of length >= 1"),
     ]
     for path, body, status, words in cases:
         answer = service.ask(path, body)
         assert (answer.status, words in answer.json["error"]) == (status, True), (path, str(body)[:80], answer)
         assert answer.json["error"].isprintable()
-    # A text is scored as its beginning and a continuation, which nobody has named.
+    # The service scores a text as a prompt and a continuation; the error must not mention them.
     assert service.ask("/api/text", {**text, "ids": [1, V]}).json["error"].startswith(f"token id {V} is out of range")
     assert service.ask("/api/text").status == 405
     assert service.ask("/api/stream", {}).status == 405
-    # It goes on all the same.
+    # The service still works.
     assert service.ask("/api/text", text).status == 200
     assert "Traceback" not in service.process.text
 
 
-def test_without_a_server_answers_say_so(pool: Pool) -> None:
+def test_errors_name_an_unreachable_server(pool: Pool) -> None:
     pool.url = "redis://127.0.0.1:1"
     service = WebService(pool)
-    until(lambda: service.ask("/readyz").status == 503, "it is not ready")
+    until(lambda: service.ask("/readyz").status == 503, "the service is not ready")
     for path, body in (("/api/models", None), ("/api/dead?model=syn", None), ("/api/text", {"model": "m", "ids": [1]})):
         answer = service.ask(path, body)
         assert answer.status == 503

@@ -1,45 +1,58 @@
-"""The web service: its routes and pages, including the routes of dead letters."""
+"""The web service: its routes and pages, and the server that limits connections and their time."""
 
 from __future__ import annotations
 
 import asyncio
-import re
-from collections.abc import AsyncIterator, Sequence
+import errno
+import gzip
+import os
+import resource
+import socket
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from importlib.resources import files
-from typing import Any, NamedTuple
+from types import FrameType
+from typing import Annotated, Any, NamedTuple, cast
 
-import msgspec
-from redis.exceptions import RedisError
+import uvicorn
+from msgspec import Meta, Struct
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from lmpool.admin.dead_letters import DeadLetters, contents, summary
 from lmpool.aio import end_tasks
 from lmpool.broker.server import Server
+from lmpool.cli import INTERRUPTED
 from lmpool.errors import LMPoolError, SettingsError
 from lmpool.producer.client.discovery import Discovery
 from lmpool.protocol.keys import Keys
 from lmpool.settings import check_name
-from lmpool.web.answers import Refused, answers, read_body
 from lmpool.web.demand import demand_route
-from lmpool.web.explorer import ExplorerRoutes
+from lmpool.web.explorer import ExplorerRoutes, Models
 from lmpool.web.feed import MAX_STREAMS, Feed
-from lmpool.web.guard import Guard, Sessions
-from lmpool.web.models import Models
+from lmpool.web.guard import Guard, Refused, Sessions, answers, read_body
 
-_TYPES = {
-    "html": "text/html; charset=utf-8",
-    "js": "text/javascript; charset=utf-8",
-    "css": "text/css; charset=utf-8",
-    "svg": "image/svg+xml",
-}
+MAX_CONNECTIONS = 512
+"""Max open connections: two per watching page. Limits memory and descriptors."""
+
+REQUEST_S = 20.0
+"""Seconds for a complete request, from the opening of the connection or the last response: the largest request at
+13 kB/s. The response to a request without token or session must end within them too."""
+
+RESPONSE_S = 300.0
+"""Seconds for sending a response other than a stream: the largest history at 12 kB/s."""
+
+_STREAM_PATH = "/api/stream"
+_TYPES = {"html": "text/html", "js": "text/javascript", "css": "text/css", "svg": "image/svg+xml"}
+_GRACE_S = 2  # Seconds for open requests when the service stops.
 _MIN_TOKEN = 16  # Min characters of a token: a shorter one could be guessed.
-_PIECE_BYTES = 64 * 1024  # Bytes per write of a large response.
+_PIECE_BYTES = 64 * 1024  # Bytes per write of a large response: a slow client needs no copy of it.
 _MAX_LETTERS = 50  # Max dead letters listed on a page.
 _MAX_IDS = 256  # Max token ids shown of one letter.
 _MAX_CHANGED = 500  # Max letters changed by one request.
@@ -66,28 +79,16 @@ class WebSettings:
     interval_s: float = 1.0
 
     def __post_init__(self) -> None:
-        """Check the token.
-
-        Raises:
-            SettingsError: it is too short, or contains characters that a header cannot contain.
-        """
-        if not self.token:
-            return
+        """Raise `SettingsError` if the token is too short, or contains characters that a header cannot contain."""
         is_plain = self.token.isascii() and all(char.isalnum() or char in "-_.~" for char in self.token)
-        if len(self.token) < _MIN_TOKEN or not is_plain:
+        if self.token and (len(self.token) < _MIN_TOKEN or not is_plain):
             raise SettingsError(
                 f"token: it must have at least {_MIN_TOKEN} letters, digits and -_.~: `openssl rand -hex 32` makes one"
             )
 
 
 class Service(NamedTuple):
-    """The web service.
-
-    Attributes:
-        app: the ASGI application, protected by the guard.
-        sessions: the token and the sessions of browsers.
-        feed: the source of the streams. End it before the HTTP server, which waits for open responses.
-    """
+    """The ASGI application, the sessions of browsers, and the source of the streams, which ends before the server."""
 
     app: ASGIApp
     sessions: Sessions
@@ -123,7 +124,17 @@ def web_service(settings: WebSettings) -> Service:
         return StreamingResponse(frames(request), media_type="text/event-stream", headers={"X-Accel-Buffering": "no"})
 
     async def history(request: Request) -> Response:
-        return _in_pieces(*(await feed.history()), accepted=request.headers.get("accept-encoding", ""))
+        body, headers = await feed.history(), {"Vary": "Accept-Encoding", "Content-Encoding": "gzip"}
+        if "gzip" not in request.headers.get("accept-encoding", "").lower():  # A program: all browsers accept it.
+            body = await asyncio.to_thread(gzip.decompress, body)
+            del headers["Content-Encoding"]
+
+        async def pieces() -> AsyncIterator[bytes]:
+            for start in range(0, len(body), _PIECE_BYTES):
+                yield body[start : start + _PIECE_BYTES]
+
+        headers["Content-Length"] = str(len(body))
+        return StreamingResponse(pieces(), media_type="application/json", headers=headers)
 
     async def served(_: Request) -> dict[str, Any]:
         return {"models": await feed.served()}
@@ -134,20 +145,20 @@ def web_service(settings: WebSettings) -> Service:
     async def healthy(_: Request) -> Response:
         return PlainTextResponse("ok\n")
 
-    async def ready(_: Request) -> Response:
-        return (
-            PlainTextResponse("the Redis server cannot be used\n", 503) if feed.trouble else PlainTextResponse("ok\n")
-        )
+    async def ready(request: Request) -> Response:
+        if feed.trouble:
+            return PlainTextResponse("the Redis server cannot be used\n", 503)
+        return await healthy(request)
 
-    pages = _files()
+    pages = _pages()
     routes: list[BaseRoute] = [
         Route("/healthz", healthy),
         Route("/readyz", ready),
-        Route("/api/stream", stream),
+        Route(_STREAM_PATH, stream),
         Route("/api/history", history),
         Route("/api/models", answers(served)),
         Route("/api/settings", answers(shown_settings)),
-        *DeadLetterRoutes(server, keys, allow_changes=settings.allow_changes).routes,
+        *dead_letter_routes(server, keys, allow_changes=settings.allow_changes),
         *ExplorerRoutes(models).routes,
         # Autoscalers use it with `Authorization: Bearer`.
         demand_route(server, keys),
@@ -158,53 +169,41 @@ def web_service(settings: WebSettings) -> Service:
     return Service(Guard(app, sessions, [page.path for page in pages], settings.hosts), sessions, feed)
 
 
-class _Chosen(msgspec.Struct, forbid_unknown_fields=True):
+class _Chosen(Struct, forbid_unknown_fields=True):
     """A request to change letters of a model."""
 
     model: str
-    ids: list[str]
+    ids: Annotated[list[str], Meta(min_length=1, max_length=_MAX_CHANGED)]
 
 
-class DeadLetterRoutes:
-    """The routes of dead letters; retry and drop need `allow_changes`."""
-
-    def __init__(self, server: Server, keys: Keys, *, allow_changes: bool) -> None:
-        self._server = server
-        self._keys = keys
-        self._allow_changes = allow_changes
-        self.routes = [
-            Route("/api/dead", answers(self._newest)),
-            Route("/api/dead/show", answers(self._show)),
-            Route("/api/dead/retry", answers(self._retry), methods=["POST"]),
-            Route("/api/dead/drop", answers(self._drop), methods=["POST"]),
-        ]
+def dead_letter_routes(server: Server, keys: Keys, *, allow_changes: bool) -> list[Route]:
+    """Return the routes of dead letters; retry and drop need `allow_changes`."""
 
     @asynccontextmanager
-    async def _letters(self, model: str) -> AsyncIterator[tuple[DeadLetters, Discovery]]:
+    async def letters_of(model: str) -> AsyncIterator[tuple[DeadLetters, Discovery]]:
         check_name("model", model)
-        redis = self._server.client()
-        try:
-            yield DeadLetters(redis, self._keys.model(model)), Discovery(redis, self._keys)
-        except (RedisError, OSError) as error:
-            raise self._server.explain(error) from error
-        finally:
-            await redis.aclose()
+        async with server.connected() as redis:
+            yield DeadLetters(redis, keys.model(model)), Discovery(redis, keys)
 
-    async def _newest(self, request: Request) -> dict[str, Any]:
-        async with self._letters(request.query_params.get("model", "")) as (letters, _):
-            newest, count = await letters.newest(_MAX_LETTERS), await letters.count()
-        return {"count": count, "letters": [summary(letter) for letter in newest]}
+    async def read_chosen(request: Request) -> _Chosen:
+        if not allow_changes:
+            raise Refused(403, "this page is read-only: start `lmpool web --allow-changes` to change dead letters")
+        return await read_body(request, _Chosen)
 
-    async def _show(self, request: Request) -> dict[str, Any]:
-        query = request.query_params
-        async with self._letters(query.get("model", "")) as (letters, _):
-            (letter,) = await letters.find([query.get("id", "")])
+    async def newest(request: Request) -> dict[str, Any]:
+        async with letters_of(request.query_params.get("model", "")) as (letters, _):
+            listed, count = await letters.newest(_MAX_LETTERS), await letters.count()
+        return {"count": count, "letters": [summary(letter) for letter in listed]}
+
+    async def show(request: Request) -> dict[str, Any]:
+        async with letters_of(request.query_params.get("model", "")) as (letters, _):
+            (letter,) = await letters.find([request.query_params.get("id", "")])
         return {**summary(letter), **contents(letter, max_ids=_MAX_IDS)}
 
-    async def _retry(self, request: Request) -> dict[str, Any]:
-        chosen = await self._chosen(request)
+    async def retry(request: Request) -> dict[str, Any]:
+        chosen = await read_chosen(request)
         outcome: dict[str, Any] = {"queued": 0, "refused": {}}
-        async with self._letters(chosen.model) as (letters, discovery):
+        async with letters_of(chosen.model) as (letters, discovery):
             info = await discovery.info(chosen.model)
             adapters = await letters.served_adapters(info)
             for letter in await letters.find(chosen.ids):
@@ -215,60 +214,152 @@ class DeadLetterRoutes:
                     outcome["refused"][letter.entry] = str(error)
         return outcome
 
-    async def _drop(self, request: Request) -> dict[str, Any]:
-        chosen = await self._chosen(request)
-        async with self._letters(chosen.model) as (letters, _):
+    async def drop(request: Request) -> dict[str, Any]:
+        chosen = await read_chosen(request)
+        async with letters_of(chosen.model) as (letters, _):
             return {"dropped": await letters.drop([letter.entry for letter in await letters.find(chosen.ids)])}
 
-    async def _chosen(self, request: Request) -> _Chosen:
-        if not self._allow_changes:
-            raise Refused(403, "this page is read-only: start `lmpool web --allow-changes` to change dead letters")
-        chosen = await read_body(request, _Chosen)
-        if not 1 <= len(chosen.ids) <= _MAX_CHANGED:
-            raise SettingsError(f"ids: {len(chosen.ids)} letters; name 1 to {_MAX_CHANGED}")
-        return chosen
+    return [
+        Route("/api/dead", answers(newest)),
+        Route("/api/dead/show", answers(show)),
+        Route("/api/dead/retry", answers(retry), methods=["POST"]),
+        Route("/api/dead/drop", answers(drop), methods=["POST"]),
+    ]
 
 
-def _in_pieces(plain: bytes, gzipped: bytes, *, accepted: str) -> Response:
-    """Send large JSON in pieces, compressed if accepted; a slow client needs no copy of it."""
-    takes_gzip = _takes_gzip(accepted)
-    body = gzipped if takes_gzip else plain
-    headers = {"Vary": "Accept-Encoding", "Content-Length": str(len(body))}
-    if takes_gzip:
-        headers["Content-Encoding"] = "gzip"
-
-    async def pieces() -> AsyncIterator[bytes]:
-        for start in range(0, len(body), _PIECE_BYTES):
-            yield body[start : start + _PIECE_BYTES]
-
-    return StreamingResponse(pieces(), media_type="application/json", headers=headers)
-
-
-def _takes_gzip(accepted: str) -> bool:
-    """Whether an `Accept-Encoding` header permits gzip."""
-    codings = dict(part.replace(" ", "").lower().partition(";")[::2] for part in accepted.split(","))
-    quality = codings.get("gzip", codings.get("*"))
-    return quality is not None and not re.fullmatch(r"q=0(\.0*)?", quality)
-
-
-def _files() -> list[Route]:
+def _pages() -> list[Route]:
     """Make a route for each file in `static`; files are read once, so no requested path reaches the disk."""
+
+    def route(path: str, content: bytes, kind: str) -> Route:
+        async def send(_: Request) -> Response:
+            # Browsers must revalidate: a page of one release must not load a script of another.
+            return Response(content, media_type=kind, headers={"Cache-Control": "no-cache"})
+
+        return Route({"pool.html": "/", "explorer.html": "/explorer"}.get(path, f"/static/{path}"), send)
+
     static = files("lmpool.web") / "static"
-    found = [("", static), ("uplot/", static / "uplot")]
-    routes = []
-    for prefix, folder in found:
-        for file in folder.iterdir():
-            kind = _TYPES.get(file.name.rpartition(".")[2])
-            if file.is_file() and kind is not None:
-                name = prefix + file.name
-                path = {"pool.html": "/", "explorer.html": "/explorer"}.get(name, f"/static/{name}")
-                routes.append(Route(path, _file(file.read_bytes(), kind)))
-    return routes
+    return [
+        route(prefix + file.name, file.read_bytes(), kind)
+        for prefix, folder in (("", static), ("uplot/", static / "uplot"))
+        for file in folder.iterdir()
+        if file.is_file() and (kind := _TYPES.get(file.name.rpartition(".")[2]))
+    ]
 
 
-def _file(content: bytes, kind: str) -> Any:
-    async def send(_: Request) -> Response:
-        # Browsers must revalidate: a page of one release must not load a script of another.
-        return Response(content, media_type=kind, headers={"Cache-Control": "no-cache"})
+def serve(settings: WebSettings, host: str, port: int, say: Callable[[str], None]) -> None:
+    """Serve until Ctrl-C or SIGTERM.
 
-    return send
+    Args:
+        settings: the settings of the service.
+        host: address to listen on.
+        port: port to listen on; 0 for a free one.
+        say: called with the lines for the user, with the address and how to sign in, once the port is open.
+    """
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listening = socket.create_server((host, port), family=family, backlog=1024)
+    except (OSError, OverflowError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        if getattr(error, "errno", None) == errno.EADDRINUSE:
+            reason = "another program uses it. If it is another `lmpool web`, open the URL that it printed, or pass "
+            reason += "--port N (0 for a free one)"
+        raise SettingsError(f"--port: cannot listen on {host}:{port}: {reason}") from error
+    service = web_service(settings)
+    config = uvicorn.Config(
+        service.app,
+        http=cast("type[asyncio.Protocol]", partial(_Connection, service.sessions)),
+        # Do not log addresses, because they contain tokens.
+        access_log=False,
+        ws="none",
+        log_level="warning",
+        server_header=False,
+        timeout_graceful_shutdown=_GRACE_S,
+    )
+    name = {"0.0.0.0": "localhost", "::": "localhost"}.get(host, f"[{host}]" if ":" in host else host)
+    with listening:
+        url, sessions = f"http://{name}:{listening.getsockname()[1]}/", service.sessions
+        # Logs keep these lines, so they do not contain a configured token.
+        if sessions.is_own_token:
+            say(f"the pool is shown at {url}?token={sessions.link_token} (this address signs in one browser, once)")
+            say(f"other browsers sign in at {url} with the token {sessions.token}")
+        else:
+            say(f"the pool is shown at {url} : sign in with the token of LMPOOL_WEB_TOKEN or --token")
+        _Server(config, service).run(sockets=[listening])
+
+
+class _Connection(H11Protocol):
+    """A connection with time limits for requests and responses.
+
+    Opening a connection needs no token. When there are too many, the service closes the connection that has waited
+    longest without a complete, allowed request. Refused requests do not count: otherwise a client that does not read
+    the responses could keep its connections.
+    """
+
+    # Connections without a complete, allowed request, the oldest first. A process has one server.
+    _idle: dict[_Connection, None] = {}  # noqa: RUF012
+    # Half of the process's descriptors remain for Redis and files. A negative count means no limit.
+    _descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    _limit = MAX_CONNECTIONS if _descriptors < 0 else min(MAX_CONNECTIONS, _descriptors // 2)
+
+    def __init__(self, sessions: Sessions, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._sessions = sessions
+        self._timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Close the oldest idle connection if there are too many; close this one if all others are busy."""
+        super().connection_made(transport)
+        if len(self.connections) > self._limit:
+            oldest = next(iter(self._idle), self)
+            self._idle.pop(oldest, None)
+            oldest.transport.abort()
+        self._await_request()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Stop the timer."""
+        self._idle.pop(self, None)
+        self._end_in(None)
+        super().connection_lost(exc)
+
+    def handle_events(self) -> None:
+        """Handle events as uvicorn does; stop the request timer when an allowed request is complete."""
+        super().handle_events()
+        is_complete = self.cycle and not self.cycle.more_body and not self.cycle.response_complete
+        if is_complete and self in self._idle and self._sessions.is_allowed(cast(Any, self.scope)):
+            del self._idle[self]
+            self._end_in(None if self.scope["path"].endswith(_STREAM_PATH) else RESPONSE_S)
+
+    def on_response_complete(self) -> None:
+        """Start the timer for the next request."""
+        self._await_request()
+        super().on_response_complete()
+
+    def _await_request(self) -> None:
+        self._idle.pop(self, None)
+        self._idle[self] = None
+        self._end_in(REQUEST_S)
+
+    def _end_in(self, seconds: float | None) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        # `close` would wait until the client has read everything.
+        self._timer = None if seconds is None else self.loop.call_later(seconds, self.transport.abort)
+
+
+class _Server(uvicorn.Server):
+    """Ends the streams of pages first; otherwise the shutdown would wait for them."""
+
+    def __init__(self, config: uvicorn.Config, service: Service) -> None:
+        super().__init__(config)
+        self._service = service
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Stop at the first signal; exit at the second one, where uvicorn would print tracebacks."""
+        if self.should_exit:
+            os._exit(INTERRUPTED)
+        super().handle_exit(sig, frame)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """End the streams, then stop."""
+        await self._service.feed.end()
+        await super().shutdown(sockets)

@@ -8,7 +8,7 @@ import typer
 
 from lmpool.cli import say
 from lmpool.errors import SettingsError
-from lmpool.producer.cli.options import Prefix, RedisUrl, key_names
+from lmpool.producer.cli.options import ServerOptions, with_options
 
 TOKEN_VARIABLE = "LMPOOL_WEB_TOKEN"
 
@@ -31,29 +31,23 @@ def register(app: typer.Typer) -> None:
     app.command()(web)
 
 
+@with_options
 def web(
+    at: ServerOptions,
     host: Host = "127.0.0.1",
     port: Port = 8642,
     allow_changes: Changes = False,
     allow_host: Hosts = None,
     token: Token = None,
-    redis: RedisUrl = None,
-    prefix: Prefix = "lmpool",
 ) -> None:
     """Serve a live page of the pool and an explorer of its models. Ctrl-C ends it.
 
     Without --token it generates a token and prints it, with an address that signs in one browser, once.
     """
     try:
-        from lmpool.web.app import WebSettings
-        from lmpool.web.serve import serve
+        from lmpool.web.app import WebSettings, serve
     except ImportError as error:
         raise SettingsError(f"web: the package {error.name} is not installed: pip install 'lmpool[web]'") from error
-    settings = WebSettings(
-        redis,
-        key_names(prefix).prefix,
-        token=token or "",
-        hosts=allow_host or (),
-        allow_changes=allow_changes,
-    )
+    prefix, hosts = at.keys.prefix, allow_host or ()
+    settings = WebSettings(at.redis, prefix, token=token or "", hosts=hosts, allow_changes=allow_changes)
     serve(settings, host, port, say)

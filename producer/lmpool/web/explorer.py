@@ -1,60 +1,184 @@
-"""The routes of the explorer: the tokens of a text with alternatives, one row, and the byte trie."""
+"""The explorer: the tokens of a text with alternatives, one row, and the byte trie.
+
+`Models` holds one producer per model. `ExplorerRoutes` answers the requests of the page.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import math
-from collections.abc import Iterable
-from typing import Any
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import Annotated, Any
 
-import msgspec
 import numpy as np
+from msgspec import Meta, Struct
 from numpy.typing import NDArray
 from starlette.requests import Request
 from starlette.routing import Route
 
-from lmpool.aio import gather
-from lmpool.errors import InvalidPrompt, SettingsError, UnknownModel
+from lmpool import errors
+from lmpool.aio import finish, gather
+from lmpool.producer import Producer
 from lmpool.producer.options import read_sampling
+from lmpool.producer.tokenizer import TOKENIZERS, Tokenizer, find_tokenizer
+from lmpool.producer.trie import PooledTrie
 from lmpool.protocol.job import encode_prompt
 from lmpool.protocol.query import kept, top
-from lmpool.web.answers import answers, read_body
-from lmpool.web.models import ExploredModel, Models, shown_bytes
+from lmpool.web.guard import answers, read_body
 
 MAX_ALTERNATIVES = 50  # Max alternatives per token: a page cannot show more.
+
+MAX_TOKENS = 4096
+"""Max tokens of a text: a page with more is unusable."""
+
+MAX_MODELS = 8
+"""Max producers kept open without requests in flight."""
+
 _MAX_CHILDREN = 64  # Max children shown of a trie node.
 _MAX_PREFIX = 256  # Max bytes of a prefix: longer than any token.
+_MAX_TEXT = 60  # Max characters shown of a token.
+_CACHE_BYTES = 64 * 1024 * 1024  # Bytes of rows kept per model.
+_TIMEOUT_S = 30.0  # Seconds until a request of a page fails.
+_ENCODE_S = 10.0  # Seconds for encoding a text: only a hostile tokenizer needs more than milliseconds.
 _NO_TRIES = "no trie worker is running: start one with `lmpool trie-worker`, or the model's workers with --with-trie"
 
+_Top = Annotated[int, Meta(ge=1, le=MAX_ALTERNATIVES)]
 
-class TextRequest(msgspec.Struct, forbid_unknown_fields=True):
+
+class _TextRequest(Struct, forbid_unknown_fields=True):
     """Request the tokens of a text (or of token ids), each with its most likely alternatives."""
 
     model: str
     adapter: str = ""
     text: str = ""
     ids: list[int] | None = None
-    top: int = 10
+    top: _Top = 10
 
 
-class RowRequest(msgspec.Struct, forbid_unknown_fields=True):
-    """Request the next-token distribution before and after temperature and top-p; `token` is always listed."""
-
+class _PromptRequest(Struct, forbid_unknown_fields=True):
     model: str
     ids: list[int]
     adapter: str = ""
+
+
+class _RowRequest(_PromptRequest):
+    """Request the next-token distribution before and after temperature and top-p; `token` is always listed."""
+
     temperature: float = 1.0
     top_p: float = 1.0
-    top: int = 20
+    top: _Top = 20
     token: int | None = None
 
 
-class TrieRequest(msgspec.Struct, forbid_unknown_fields=True):
+class _TrieRequest(_PromptRequest):
     """Request the byte trie below a prefix, which is given in hexadecimal."""
 
-    model: str
-    ids: list[int]
-    adapter: str = ""
-    under: str = ""
+    under: Annotated[str, Meta(pattern="^([0-9a-fA-F]{2})*$", max_length=2 * _MAX_PREFIX)] = ""
+
+
+class ExploredModel:
+    """A model with its producer, its tokenizer and the trie over its vocabulary."""
+
+    def __init__(self, producer: Producer) -> None:
+        self.producer = producer
+        self.is_open = False
+        self.users = 0  # Requests that use it or wait for it.
+        self._made: dict[tuple[str, str], Any] = {}
+        self._making = asyncio.Lock()
+
+    async def _once(self, kind: str, make: Callable[[], Awaitable[Any]]) -> Any:
+        """Make a value once per model that is served under this name."""
+        async with self._making:
+            key = self.producer.model.fingerprint, kind
+            if key not in self._made:
+                self._made[key] = await make()
+            return self._made[key]
+
+    async def tokenizer(self) -> Tokenizer:
+        """Return the tokenizer that the workers publish, else a local one; see `find_tokenizer`."""
+        find = partial(find_tokenizer, self.producer, otherwise="type token ids such as 1,2,3")
+        tokenizer: Tokenizer = await self._once("tokenizer", find)
+        return tokenizer
+
+    async def encode(self, text: str) -> list[int]:
+        """Return the token ids of a text."""
+        ids = await TOKENIZERS.encode(await self.tokenizer(), text, _ENCODE_S)
+        if not ids:
+            raise errors.SettingsError("text: it has no token: type something")
+        return [int(token) for token in ids]
+
+    async def decode(self, ids: Sequence[int]) -> str | None:
+        """Return the text of token ids, or None if the model has no tokenizer."""
+        try:
+            return (await self.tokenizer()).decode(list(ids))
+        except errors.LMPoolError:
+            return None
+
+    def check_length(self, ids: Sequence[int]) -> None:
+        """Raise `PromptTooLong` for a text that is too long for a page or for the model."""
+        limit = min(MAX_TOKENS, self.producer.model.max_prompt_tokens)
+        if len(ids) > limit:
+            raise errors.PromptTooLong(f"the text has {len(ids)} tokens; this page accepts at most {limit}. Shorten it")
+
+    async def trie(self) -> PooledTrie:
+        """Return the trie over the model's vocabulary; raises as `Producer.trie`."""
+        trie: PooledTrie = await self._once("trie", self.producer.trie)
+        return trie
+
+    async def texts(self, ids: Iterable[int]) -> dict[int, str]:
+        """Return printable texts of tokens, from the vocabulary, else from the tokenizer, else empty."""
+        wanted = set(ids)
+        try:
+            vocabulary = (await self.trie()).structure.vocabulary
+        except errors.UnknownVocabulary:
+            texts = {token: await self.decode([token]) for token in wanted}
+            return {token: shown_text(text or "") for token, text in texts.items()}
+        # A model may have more rows than tokens.
+        return {token: shown_bytes(vocabulary[token]) if token < len(vocabulary) else "" for token in wanted}
+
+
+class Models:
+    """The models of the explorer, least recently used first.
+
+    Concurrent requests share one producer per model. When more than `MAX_MODELS` are open, the least recently used ones
+    without requests are closed.
+    """
+
+    def __init__(self, redis: str | None, prefix: str) -> None:
+        self._options: dict[str, Any] = {"redis": redis, "prefix": prefix}
+        self._models: OrderedDict[str, ExploredModel] = OrderedDict()
+
+    @asynccontextmanager
+    async def use(self, name: str) -> AsyncIterator[ExploredModel]:
+        """Open a model and keep it open during the block; raises as `Producer` and `Producer.open`."""
+        model = self._models.get(name)
+        if model is None:
+            limits: dict[str, Any] = {"timeout": _TIMEOUT_S, "cache_bytes": _CACHE_BYTES, "when_full": "raise"}
+            model = self._models[name] = ExploredModel(Producer(name, **self._options, **limits))
+        self._models.move_to_end(name)
+        model.users += 1
+        try:
+            await model.producer.open()
+            model.is_open = True
+            yield model
+        finally:
+            model.users -= 1
+            while (unneeded := self._unneeded()) is not None:
+                await finish(self._models.pop(unneeded).producer.close())
+
+    def _unneeded(self) -> str | None:
+        """Return a model without requests that could not be opened, or that is one too many."""
+        is_full = len(self._models) > MAX_MODELS
+        unused = ((name, model) for name, model in self._models.items() if not model.users)
+        return next((name for name, model in unused if is_full or not model.is_open), None)
+
+    async def close(self) -> None:
+        """Close all models."""
+        while self._models:
+            await self._models.popitem()[1].producer.close()
 
 
 class ExplorerRoutes:
@@ -69,41 +193,48 @@ class ExplorerRoutes:
         ]
 
     async def _text(self, request: Request) -> dict[str, Any]:
-        asked = await read_body(request, TextRequest)
-        most = _check_top(asked.top)
-        async with self._models.use(asked.model) as model:
-            ids = await model.encode(asked.text) if asked.ids is None else asked.ids
+        wanted = await read_body(request, _TextRequest)
+        async with self._models.use(wanted.model) as model:
+            producer, adapter = model.producer, wanted.adapter
+            ids = await model.encode(wanted.text) if wanted.ids is None else wanted.ids
             model.check_length(ids)
-            most = min(most, model.producer.model.vocab_size)
-            scores, (values, alternatives) = await gather(
-                [_scores(model, ids, asked.adapter), model.producer.positions(ids, top=most, adapter=asked.adapter)]
+            # Check the whole text: an error must not name a continuation that the user does not know.
+            info = producer.model
+            encode_prompt(ids, vocab_size=info.vocab_size, max_tokens=info.max_prompt_tokens)
+            # The first token has no log-probability, because no token precedes it.
+            starts, rests = ([ids[:1]], [ids[1:]]) if len(ids) > 1 else ([], [])
+            scored, (values, alternatives) = await gather(
+                [
+                    producer.batch_score(starts, rests, adapter=adapter),
+                    producer.positions(ids, top=min(wanted.top, info.vocab_size), adapter=adapter),
+                ]
             )
+            scores = [None, *(_number(value) for found in scored for value in found)]
             texts = await model.texts([*ids, *np.unique(alternatives).tolist()])
             expected = [_listed(values[at], alternatives[at], texts) for at in range(len(ids))]
             return {
                 "ids": ids,
                 "text": await model.decode(ids),
                 "tokens": [
-                    # The first token has no log-probability, because no token precedes it.
                     {"text": texts[token], "logprob": score, "top": expected[at - 1] if at else []}
-                    for at, (token, score) in enumerate(zip(ids, [None, *map(_number, scores)], strict=True))
+                    for at, (token, score) in enumerate(zip(ids, scores, strict=True))
                 ],
                 "next": expected[-1],
             }
 
     async def _row(self, request: Request) -> dict[str, Any]:
-        asked = await read_body(request, RowRequest)
-        most, how = _check_top(asked.top), read_sampling(asked.temperature, asked.top_p, None)
-        async with self._models.use(asked.model) as model:
-            model.check_length(asked.ids)
-            row = await model.producer.logprobs(asked.ids, adapter=asked.adapter)
+        wanted = await read_body(request, _RowRequest)
+        how = read_sampling(wanted.temperature, wanted.top_p, None)
+        async with self._models.use(wanted.model) as model:
+            model.check_length(wanted.ids)
+            row = await model.producer.logprobs(wanted.ids, adapter=wanted.adapter)
             before, after = np.exp(row.astype(np.float64)), drawn_from(row, how.temperature, how.top_p)
-            listed, chosen = top(row, min(most, len(row))).ids.tolist(), None
-            if asked.token is not None:
-                if not 0 <= asked.token < len(row):
-                    raise InvalidPrompt(f"token: {asked.token} must be from 0 to {len(row) - 1}")
-                chosen = {"id": asked.token, "rank": 1 + int(np.count_nonzero(row > row[asked.token]))}
-                listed += [asked.token] * (asked.token not in listed)
+            listed, chosen = top(row, min(wanted.top, len(row))).ids.tolist(), None
+            if wanted.token is not None:
+                if not 0 <= wanted.token < len(row):
+                    raise errors.InvalidPrompt(f"token: {wanted.token} must be from 0 to {len(row) - 1}")
+                chosen = {"id": wanted.token, "rank": 1 + int(np.count_nonzero(row > row[wanted.token]))}
+                listed += [wanted.token] * (wanted.token not in listed)
             texts = await model.texts(listed)
             return {
                 "tokens": [[i, texts[i], float(before[i]), float(after[i])] for i in listed],
@@ -114,22 +245,17 @@ class ExplorerRoutes:
             }
 
     async def _trie(self, request: Request) -> dict[str, Any]:
-        asked = await read_body(request, TrieRequest)
-        try:
-            prefix = bytes.fromhex(asked.under)
-        except ValueError:
-            raise SettingsError("under: it must be a prefix in hexadecimal, such as 2074") from None
-        if len(prefix) > _MAX_PREFIX:
-            raise SettingsError(f"under: the prefix has {len(prefix)} bytes; the limit is {_MAX_PREFIX}")
-        async with self._models.use(asked.model) as model:
-            model.check_length(asked.ids)
+        wanted = await read_body(request, _TrieRequest)
+        prefix = bytes.fromhex(wanted.under)
+        async with self._models.use(wanted.model) as model:
+            model.check_length(wanted.ids)
             trie = await model.trie()
             structure = trie.structure
             node = structure.node(prefix)
             nodes = [node, *structure.children(node).tolist()]
             try:
-                mass = await trie.weight_sum(prompt=asked.ids, adapter=asked.adapter, nodes=nodes)
-            except UnknownModel:
+                mass = await trie.weight_sum(prompt=wanted.ids, adapter=wanted.adapter, nodes=nodes)
+            except errors.UnknownModel:
                 # Most pools have no trie worker: show a note, not an error.
                 return {"note": _NO_TRIES}
             children = [(structure.prefix(child), float(mass[at])) for at, child in enumerate(nodes[1:], 1)]
@@ -144,24 +270,8 @@ class ExplorerRoutes:
             }
 
 
-async def _scores(model: ExploredModel, ids: list[int], adapter: str) -> NDArray[np.float32]:
-    """Return the log-probability of every token but the first."""
-    if len(ids) < 2:
-        return np.empty(0, np.float32)
-    # Check the whole text: an error must not name a continuation that the user does not know.
-    info = model.producer.model
-    encode_prompt(ids, vocab_size=info.vocab_size, max_tokens=info.max_prompt_tokens)
-    return await model.producer.score(ids[:1], ids[1:], adapter=adapter)
-
-
 def drawn_from(row: NDArray[np.float32], temperature: float, top_p: float) -> NDArray[np.float64]:
-    """Return the probabilities that `Producer.sample` uses, float64 (V,), with sum 1.
-
-    Args:
-        row: log-probabilities, float32 (V,).
-        temperature: 0 for the most likely token only.
-        top_p: above 0, at most 1.
-    """
+    """Return the probabilities with which `Producer.sample` draws from a row, float64 (V,), with sum 1."""
     ids, weights = kept(row, temperature, top_p)
     drawn = np.zeros(len(row))
     drawn[slice(None) if ids is None else ids] = weights
@@ -169,16 +279,20 @@ def drawn_from(row: NDArray[np.float32], temperature: float, top_p: float) -> ND
     return drawn
 
 
+def shown_bytes(data: bytes) -> str:
+    r"""Return bytes as text; invalid UTF-8 becomes `\xff`."""
+    return shown_text(data.decode("utf-8", "backslashreplace"))
+
+
+def shown_text(text: str) -> str:
+    """Return a token for a page: keep line breaks and tabs, escape invisible characters, cut long texts."""
+    return errors.printable(text[: _MAX_TEXT + 1], keep="\n\t")[: 6 * _MAX_TEXT]
+
+
 def _entropy(probabilities: NDArray[np.float64]) -> float:
     """Return the entropy in bits."""
     some = probabilities[probabilities > 0]
     return float(-(some * np.log2(some)).sum())
-
-
-def _check_top(count: int) -> int:
-    if not 1 <= count <= MAX_ALTERNATIVES:
-        raise SettingsError(f"top: {count} is not from 1 to {MAX_ALTERNATIVES}")
-    return count
 
 
 def _listed(values: Iterable[float], ids: Iterable[int], texts: dict[int, str]) -> list[list[Any]]:

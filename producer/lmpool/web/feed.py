@@ -7,6 +7,7 @@ import gzip
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import PurePath
 from typing import Any, NamedTuple
 
@@ -18,7 +19,7 @@ from lmpool.admin.survey import SILENT, Survey, number, read_survey, shortened
 from lmpool.aio import join_task
 from lmpool.broker.registries import AdapterRegistry
 from lmpool.broker.server import Server
-from lmpool.broker.server_checks import ServerMemory, read_memory
+from lmpool.broker.server_checks import read_memory
 from lmpool.errors import LMPoolError, ProtocolError, to_json
 from lmpool.producer.client.discovery import Discovery
 from lmpool.protocol.keys import Keys
@@ -45,47 +46,28 @@ _WATCHED_SHARE = 0.25  # Max share of a core for surveys while a page watches; w
 _UNWATCHED_SHARE = 0.02  # The same while no page watches.
 _WORKER_FIELDS = (
     "rows", "rows_per_s", "tokens", "reused", "lane", "in_flight", "failures", "homed", "stolen", "shared", "batch",
-    "p50_s", "p99_s",
+    "p50_s", "p99_s", "silent_s",
 )  # fmt: skip
 
 
 class Sample(NamedTuple):
-    """One point in time of the graphs.
+    """One point in time of the graphs; without memory and models if the server was unreachable."""
 
-    Attributes:
-        at: seconds since 1970.
-        memory: bytes that the server uses; None if unknown or unreachable.
-        models: name -> the values of `SERIES`; empty if the server was unreachable.
-    """
-
-    at: float
-    memory: int | None
-    models: Mapping[str, tuple[float | None, ...]]
-
-
-class Event(NamedTuple):
-    """An event in the life of a worker.
-
-    Attributes:
-        number: counts up from 1.
-        at: seconds since 1970.
-        model: name of the worker's model.
-        worker: its id.
-        what: "joined", "left", "died", "is gone" (left or died between two surveys), or "took over 3 prompts".
-    """
-
-    number: int
-    at: float
-    model: str
-    worker: str
-    what: str
+    at: float  # Seconds since 1970.
+    memory: int | None  # Bytes that the server uses.
+    models: Mapping[str, tuple[float | None, ...]]  # Name -> the values of `SERIES`.
 
 
 class Events:
-    """Derives worker events from successive surveys."""
+    """Derives worker events from successive surveys.
+
+    Attributes:
+        newest: the newest events. `what` is "joined", "left", "died", "is gone" (left or died between two surveys) or
+            "took over 3 prompts"; `number` counts up from 1.
+    """
 
     def __init__(self) -> None:
-        self.newest: deque[Event] = deque(maxlen=MAX_EVENTS)
+        self.newest: deque[dict[str, Any]] = deque(maxlen=MAX_EVENTS)
         self._count = 0
         self._before: dict[tuple[str, str], dict[str, Any]] | None = None
         self._before_at = 0.0
@@ -99,7 +81,10 @@ class Events:
             return
         for key, worker in before.items():
             if key not in now:
-                self._add(at, key, _end_of(worker, gap_s))
+                # A worker that leaves deletes its heartbeat; the heartbeat of a killed one expires.
+                unseen_s = (worker["silent_s"] or 0.0) + gap_s
+                has_left = worker["state"] == "draining" or unseen_s < (number(worker, "lease_s") or 0.0)
+                self._add(at, key, "left" if has_left else "died" if worker["state"] == SILENT else "is gone")
         for key, worker in now.items():
             last = before.get(key, {"state": _LOADING})
             if last["state"] == _LOADING != worker["state"]:
@@ -111,40 +96,19 @@ class Events:
     def _add(self, at: float, key: tuple[str, str], what: str) -> None:
         self._count += 1
         model, worker = (shortened(name, _MAX_TEXT) for name in key)
-        self.newest.append(Event(self._count, at, model, worker, what))
-
-
-def _end_of(worker: Mapping[str, Any], gap_s: float) -> str:
-    """Return how a worker ended: a worker that leaves deletes its heartbeat; the heartbeat of a killed one expires."""
-    unseen_s = (worker["silent_s"] or 0.0) + gap_s
-    if worker["state"] == "draining" or unseen_s < (number(worker, "lease_s") or 0.0):
-        return "left"
-    return "died" if worker["state"] == SILENT else "is gone"
-
-
-class History(NamedTuple):
-    """All samples as JSON in ASCII.
-
-    Attributes:
-        plain: the JSON.
-        gzipped: the JSON, compressed.
-    """
-
-    plain: bytes
-    gzipped: bytes
+        self.newest.append({"number": self._count, "at": at, "model": model, "worker": worker, "what": what})
 
 
 class Feed:
-    """Surveys the pool periodically and sends frames to all pages that watch.
+    """Surveys the pool, at most once per `interval_s`, and sends frames to all pages that watch.
 
     A slow page gets the newest frame when it reads and skips the frames between. While no page watches, surveys
     continue for the graphs, at an interval that uses at most 2 % of a core.
 
-    Args:
-        server: the Redis server.
-        keys: the deployment's key names.
-        interval_s: min seconds between two surveys.
-        samples: max samples kept.
+    Attributes:
+        watching: number of pages that watch now.
+        surveys: number of surveys so far.
+        trouble: why the last survey failed; "" if it succeeded.
     """
 
     def __init__(self, server: Server, keys: Keys, interval_s: float = 1.0, samples: int = HOUR) -> None:
@@ -154,37 +118,28 @@ class Feed:
         self._events = Events()
         self._samples: deque[Sample] = deque(maxlen=samples)
         self._changed = asyncio.Condition()
-        self._frame: dict[str, Any] = {}
-        self._encoded = b""
-        self._encoding: asyncio.Task[History] | None = None
-        self._encoded_survey = 0
-        self._number = 0
-        self._watching = 0
+        self._frame = b""
+        self._history: asyncio.Task[bytes] | None = None
         self._wanted = asyncio.Event()
         self._is_over = False
         self._seen_at = 0.0
+        self.watching = 0
+        self.surveys = 0
         self.trouble = "the pool has not been surveyed yet"
-
-    @property
-    def watching(self) -> int:
-        """Number of pages that watch now."""
-        return self._watching
-
-    @property
-    def surveys(self) -> int:
-        """Number of surveys so far."""
-        return self._number
 
     async def run(self) -> None:
         """Survey until cancelled; while the server is unreachable, frames contain the reason."""
-        redis = self._server.client(reply_timeout_s=_REPLY_TIMEOUT_S)
-        try:
+        async with self._server.connected(reply_timeout_s=_REPLY_TIMEOUT_S) as redis:
             while True:
                 began = time.monotonic()
                 await self._survey(redis)
-                await self._pause(time.monotonic() - began)
-        finally:
-            await redis.aclose()
+                took_s = time.monotonic() - began
+                share = _WATCHED_SHARE if self.watching else _UNWATCHED_SHARE
+                # The first page that starts to watch ends the wait.
+                self._wanted.clear()
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(max(self._interval_s - took_s, took_s * (1 / share - 1))):
+                        await self._wanted.wait()
 
     async def end(self) -> None:
         """End all streams before the service stops."""
@@ -192,21 +147,11 @@ class Feed:
             self._is_over = True
             self._changed.notify_all()
 
-    async def _pause(self, took_s: float) -> None:
-        """Wait until the next survey; the first page that starts to watch ends the wait."""
-        share = _WATCHED_SHARE if self._watching else _UNWATCHED_SHARE
-        self._wanted.clear()
-        try:
-            async with asyncio.timeout(max(self._interval_s - took_s, took_s * (1 / share - 1))):
-                await self._wanted.wait()
-        except TimeoutError:
-            pass
-
     async def _survey(self, redis: Redis) -> None:
         at, models, memory, trouble = time.time(), [], None, ""
         try:
             models, memory = await read_survey(redis, self._keys), await read_memory(redis)
-            if self._watching:
+            if self.watching:
                 served = {model["name"]: model for model in await _read_served(redis, self._keys)}
                 for model in models:
                     known = served.get(model["name"], {"adapters": [], "trouble": ""})
@@ -215,75 +160,58 @@ class Feed:
             self._seen_at = at
         except (RedisError, OSError, LMPoolError) as error:
             trouble = str(self._server.explain(error))
-        sample = _sample(at, models, memory)
-        self._samples.append(sample)
+        values = {model["name"]: tuple(_drawn(model[name]) for name in SERIES) for model in models[:_MAX_MODELS]}
+        self._samples.append(Sample(at, None if memory is None else memory.used_bytes, values))
         async with self._changed:
-            self._number += 1
+            self.surveys += 1
             self.trouble = trouble
-            self._frame = self._make_frame(at, models, memory, trouble)
-            self._encoded = b""
+            if self._history is not None and self._history.done():
+                self._history = None
+            frame: dict[str, Any] = {"number": self.surveys, "at": at, "trouble": shortened(trouble)}
+            if trouble:
+                frame["seen_at"] = self._seen_at
+            else:
+                frame |= {
+                    "server": _shown_server(str(self._server)),
+                    "memory": None if memory is None else {**memory._asdict(), "doubt": memory.doubt() or ""},
+                    "models": [_shown_model(model) for model in models],
+                    "events": list(reversed(self._events.newest)),
+                }
+            self._frame = f"data: {to_json(frame, separators=(',', ':'))}\n\n".encode()
             self._changed.notify_all()
 
     async def served(self) -> list[dict[str, Any]]:
-        """Return the served models with their adapters; see `_read_served`.
-
-        Raises:
-            ServerError: the server cannot be used.
-        """
-        redis = self._server.client(reply_timeout_s=_REPLY_TIMEOUT_S)
-        try:
+        """Return the served models with their adapters; see `_read_served`; raises `ServerError`."""
+        async with self._server.connected(reply_timeout_s=_REPLY_TIMEOUT_S) as redis:
             return await _read_served(redis, self._keys)
-        except (RedisError, OSError) as error:
-            raise self._server.explain(error) from error
-        finally:
-            await redis.aclose()
 
-    def _make_frame(self, at: float, models: Survey, memory: ServerMemory | None, trouble: str) -> dict[str, Any]:
-        frame: dict[str, Any] = {"number": self._number, "at": at, "trouble": shortened(trouble)}
-        if trouble:
-            return {**frame, "seen_at": self._seen_at}
-        return {
-            **frame,
-            "server": _shown_server(str(self._server)),
-            "memory": None if memory is None else {**memory._asdict(), "doubt": memory.doubt() or ""},
-            "models": [_shown_model(model) for model in models],
-            "events": [event._asdict() for event in reversed(self._events.newest)],
-        }
-
-    async def history(self) -> History:
-        """Return all samples, encoded in a thread at most once per survey."""
-        if self._encoding is None or (self._encoding.done() and self._encoded_survey != self._number):
-            self._encoded_survey = self._number
-            self._encoding = asyncio.create_task(asyncio.to_thread(_encode_history, list(self._samples)))
-        return await join_task(self._encoding)
+    async def history(self) -> bytes:
+        """Return all samples as gzipped JSON, encoded in a thread at most once per survey."""
+        if self._history is None:
+            self._history = asyncio.create_task(asyncio.to_thread(_encode_history, list(self._samples)))
+        return await join_task(self._history)
 
     async def frames(self) -> AsyncGenerator[bytes, None]:
         """Iterate over frames as server-sent events, starting with the newest, until the service stops."""
-        self._watching += 1
+        self.watching += 1
         seen = 0
         # A survey without watching pages has no adapters: wait for a new one.
-        if self._watching == 1:
-            seen = self._number
+        if self.watching == 1:
+            seen = self.surveys
             self._wanted.set()
         try:
             while True:
                 async with self._changed:
-                    await self._changed.wait_for(lambda: self._is_over or self._number != seen)  # noqa: B023 at once
+                    await self._changed.wait_for(lambda: self._is_over or self.surveys != seen)  # noqa: B023 at once
                     if self._is_over:
                         return
-                    seen, frame = self._number, self._bytes()
+                    seen, frame = self.surveys, self._frame
                 yield frame
         finally:
-            self._watching -= 1
-
-    def _bytes(self) -> bytes:
-        """Return the newest frame, encoded once for all pages."""
-        if not self._encoded:
-            self._encoded = f"data: {to_json(self._frame, separators=(',', ':'))}\n\n".encode()
-        return self._encoded
+            self.watching -= 1
 
 
-def _encode_history(samples: Sequence[Sample]) -> History:
+def _encode_history(samples: Sequence[Sample]) -> bytes:
     """Encode times, memory, and one column per model and entry of `SERIES`.
 
     Encode in pieces, because one call of the encoder blocks all threads.
@@ -298,73 +226,49 @@ def _encode_history(samples: Sequence[Sample]) -> History:
     for place, name in enumerate(names):
         columns = list(zip(*(sample.models.get(name, nothing) for sample in samples), strict=True))
         pieces += [b"," if place else b"", to_json(name).encode(), b":", encode_json(columns)]
-    plain = b"".join([*pieces, b"}}"])
-    return History(plain, gzip.compress(plain, _GZIP_LEVEL))
+    return gzip.compress(b"".join([*pieces, b"}}"]), _GZIP_LEVEL)
 
 
 async def _read_served(redis: Redis, keys: Keys) -> list[dict[str, Any]]:
-    """Return the served models except for tries.
+    """Return each served model except tries: name, adapters (names and revisions), and why these are unreadable.
 
-    Returns:
-        per model: its name; its adapters as names and revisions; and `trouble`, the reason why they are unreadable, or
-        "". Invalid data of one model must not hide other models.
+    Invalid data of one model must not hide other models.
     """
     served = []
     for name, info in (await Discovery(redis, keys).infos()).items():
-        if info.is_trie:
-            continue
-        adapters, trouble = list[tuple[str, str]](), ""
-        try:
-            known = await AdapterRegistry(redis, keys.model(name), info.fingerprint).read()
-            adapters = [
-                (adapter, shortened(state.revision, _MAX_TEXT)) for adapter, state in sorted(known.adapters.items())
-            ]
-        except ProtocolError as error:
-            trouble = shortened(str(error))
-        served.append({"name": name, "adapters": adapters, "trouble": trouble})
+        if not info.is_trie:
+            model: dict[str, Any] = {"name": name, "adapters": [], "trouble": ""}
+            try:
+                known = (await AdapterRegistry(redis, keys.model(name), info.fingerprint).read()).adapters
+                model["adapters"] = [(n, shortened(a.revision, _MAX_TEXT)) for n, a in sorted(known.items())]
+            except ProtocolError as error:
+                model["trouble"] = shortened(str(error))
+            served.append(model)
     return served
-
-
-def _sample(at: float, models: Survey, memory: ServerMemory | None) -> Sample:
-    values = {model["name"]: tuple(_drawn(model[name]) for name in SERIES) for model in models[:_MAX_MODELS]}
-    return Sample(at, None if memory is None else memory.used_bytes, values)
 
 
 def _shown_server(name: str) -> str:
     """Return a server's address; of a socket only file and folder, because paths contain user names."""
     scheme, _, path = name.partition("://")
-    if scheme != "unix":
-        return shortened(name)
-    parts = PurePath(path).parts[1:]
-    return shortened(f"unix://…/{'/'.join(parts[-2:])}")
+    return shortened(f"unix://…/{'/'.join(PurePath(path).parts[1:][-2:])}" if scheme == "unix" else name)
 
 
 def _shown_model(model: dict[str, Any]) -> dict[str, Any]:
     info = model["info"] or {}
-    values = {name: _finite(model[name]) for name in ("queued", "age_s", "dead", "rows_per_s", "p50_s", "p99_s")}
     shown = {name: info.get(name) for name in ("backend", "vocab_size", "dtype", "encoding", "max_prompt_tokens")}
     if model["name"] == TRIE_SERVICE:
         shown["vocab_size"] = None  # Trie workers serve any vocabulary.
-    return {
-        "name": model["name"],
-        **shown,
-        **values,
-        "adapters": model.get("adapters", []),
-        "trouble": model["trouble"],
-        "workers": [_shown_worker(worker) for worker in model["workers"]],
-    }
+    shown |= {name: _finite(model[name]) for name in ("queued", "age_s", "dead", "rows_per_s", "p50_s", "p99_s")}
+    shown |= {"name": model["name"], "adapters": model.get("adapters", []), "trouble": model["trouble"]}
+    return {**shown, "workers": [_shown_worker(worker) for worker in model["workers"]]}
 
 
 def _shown_worker(worker: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a worker for a page: texts shortened, numbers validated."""
-    values: dict[str, Any] = {name: _finite(number(worker, name)) for name in _WORKER_FIELDS}
-    return {
-        "id": shortened(str(worker["id"]), _MAX_TEXT),
-        "state": shortened(str(worker.get("state", "")), 20),
-        "silent_s": _finite(worker.get("silent_s")),
-        "changed_files": shortened(str(worker.get("changed_files") or ""), _MAX_TEXT),
-        **values,
-    }
+    shown: dict[str, Any] = {name: _finite(number(worker, name)) for name in _WORKER_FIELDS}
+    for name, limit in (("id", _MAX_TEXT), ("state", 20), ("changed_files", _MAX_TEXT)):
+        shown[name] = shortened(str(worker.get(name) or ""), limit)
+    return shown
 
 
 def _drawn(value: float | None) -> float | None:

@@ -1,4 +1,7 @@
-"""Access control: the token, the sessions of browsers, and protection against pages of other sites."""
+"""Access control: the token, the sessions of browsers, and protection against pages of other sites.
+
+The routes use `answers` and `read_body`, which limit requests and turn errors into responses.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,8 @@ import ipaddress
 import secrets
 import time
 from collections import OrderedDict
-from collections.abc import Collection
+from collections.abc import Awaitable, Callable, Collection
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import msgspec
@@ -18,7 +22,14 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from lmpool.web.answers import Refused, answers, json_answer, read_body
+from lmpool import errors
+from lmpool.broker.server import without_advice
+from lmpool.errors import LMPoolError, printable
+
+T = TypeVar("T")
+
+MAX_BYTES = 256 * 1024
+"""Max bytes of a request's body: a text for a page is much shorter."""
 
 HEALTH_PATHS = ("/healthz", "/readyz")
 """Paths without access control, for health probes."""
@@ -45,12 +56,10 @@ _HEADERS = {
 }
 _COOKIE = "lmpool-web"
 _HOW = "sign in on the page with the token of `lmpool web`, or send Authorization: Bearer TOKEN"
-_NO_TOKEN = f"the token is missing: {_HOW}"
 _WRONG_TOKEN = (
     "the token is wrong: each start of `lmpool web` generates a new one unless LMPOOL_WEB_TOKEN or --token sets it; "
     f"{_HOW}"
 )
-_NOT_SIGNED_IN = f"this browser is not signed in: {_HOW}"
 _LINK_USED = (
     "this address was used before; it signs in one browser, once. Type the token that `lmpool web` printed below the "
     "address, or restart `lmpool web`"
@@ -61,9 +70,66 @@ _WRONG_LINK = (
 )
 
 
-def new_token() -> str:
-    """Return 256 random bits as text for URLs and headers."""
-    return secrets.token_urlsafe(32)
+_STATUS: tuple[tuple[type[Exception], int], ...] = (
+    (errors.SettingsError, 400),
+    (errors.InvalidPrompt, 400),
+    # Unknown models, adapters, nodes and vocabularies.
+    (LookupError, 404),
+    (errors.DeadlineExceeded, 504),
+    (errors.ServerError, 503),
+)
+
+
+class Refused(LMPoolError):
+    """A refused request, with its HTTP status."""
+
+    def __init__(self, status: int, text: str) -> None:
+        super().__init__(text)
+        self.status = status
+
+
+def json_answer(value: Any, status: int = 200) -> Response:
+    """Return a value as JSON in ASCII."""
+    return Response(errors.to_json(value, separators=(",", ":")), status, media_type="application/json")
+
+
+def answers(handle: Callable[[Request], Awaitable[Any]]) -> Callable[[Request], Awaitable[Response]]:
+    """Make a route of `handle`: it sends a response unchanged and any other value as JSON.
+
+    An `LMPoolError` becomes `{"error": text}` with a fitting status.
+    """
+
+    async def route(request: Request) -> Response:
+        try:
+            answer = await handle(request)
+            return answer if isinstance(answer, Response) else json_answer(answer)
+        except LMPoolError as error:
+            text, status = str(error), next((code for kind, code in _STATUS if isinstance(error, kind)), 502)
+            if isinstance(error, errors.ServerUnreachable):  # The user of a browser cannot name another server.
+                text = f"`lmpool web` cannot reach its server ({without_advice(error)}): this page retries"
+            return json_answer({"error": printable(text)}, error.status if isinstance(error, Refused) else status)
+
+    return route
+
+
+async def read_body(request: Request, kind: type[T]) -> T:
+    """Read the JSON of a request into a msgspec class; raises `Refused` if it is too large or malformed."""
+    data = bytearray()
+    async for chunk in request.stream():
+        data += chunk
+        if len(data) > MAX_BYTES:
+            raise Refused(413, f"the request has more than {MAX_BYTES} bytes: shorten the text")
+    try:
+        return msgspec.json.decode(bytes(data), type=kind)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise Refused(400, printable(f"invalid request: {error}")) from error
+
+
+class SignIn(msgspec.Struct, forbid_unknown_fields=True):
+    """The token, or the link token from the page's address."""
+
+    token: str = ""
+    link_token: str = ""
 
 
 class Sessions:
@@ -73,19 +139,16 @@ class Sessions:
     send it to every port of the host, where another program may read it. The key is in the storage of the page's
     origin, which pages on other ports cannot read; the page sends it in a header.
 
-    Args:
-        token: the secret of browsers and programs; "" to generate one.
-
     Attributes:
-        token: the secret.
+        token: the secret of browsers and programs.
         is_own_token: whether this process generated the token and must print it.
         link_token: part of an address that signs in one browser, once; "" unless `is_own_token`.
     """
 
     def __init__(self, token: str = "") -> None:
         self.is_own_token = not token
-        self.token = token or new_token()
-        self.link_token = new_token() if self.is_own_token else ""
+        self.token = token or secrets.token_urlsafe()
+        self.link_token = secrets.token_urlsafe() if self.is_own_token else ""
         self._used_link_token = ""
         # Digest of the cookie -> (digest of the key, expiry). With digests, the time of a lookup reveals
         # nothing about the secrets.
@@ -94,24 +157,20 @@ class Sessions:
     def begin(self, token: str = "", link_token: str = "") -> tuple[str, str]:
         """Sign a browser in; return its cookie and its key.
 
-        Args:
-            token: the token typed on the page.
-            link_token: the token in the page's address. Only the unused link token is valid, because browsers keep
-                addresses in their history.
+        In the page's address, only the unused link token is valid, because browsers keep addresses in their history.
 
         Raises:
-            Refused: neither is valid.
+            Refused: neither token is valid.
         """
         if not link_token:
             if not _is_equal(token, self.token):
                 raise Refused(401, _WRONG_TOKEN)
-        elif self._used_link_token and _is_equal(link_token, self._used_link_token):
-            raise Refused(401, _LINK_USED)
         elif self.link_token and _is_equal(link_token, self.link_token):
             self._used_link_token, self.link_token = self.link_token, ""
         else:
-            raise Refused(401, _WRONG_LINK)
-        cookie, key = new_token(), new_token()
+            is_used = self._used_link_token and _is_equal(link_token, self._used_link_token)
+            raise Refused(401, _LINK_USED if is_used else _WRONG_LINK)
+        cookie, key = secrets.token_urlsafe(), secrets.token_urlsafe()
         self._open[_digest(cookie)] = _digest(key), time.monotonic() + SESSION_S
         while len(self._open) > MAX_SESSIONS:
             self._open.popitem(last=False)
@@ -120,10 +179,6 @@ class Sessions:
     def end(self, scope: Scope) -> None:
         """End the session of a request's browser."""
         self._open.pop(_digest(_sent_cookie(scope)), None)
-
-    def end_all(self) -> None:
-        """End all sessions."""
-        self._open.clear()
 
     def is_program(self, scope: Scope) -> bool:
         """Whether a request has the token in its Authorization header."""
@@ -151,15 +206,11 @@ class Sessions:
         shown = await read_body(request, SignIn)
         cookie, key = self.begin(shown.token, shown.link_token)
         self.end(request.scope)
-        response = json_answer({"key": key})
-        response.set_cookie(
-            _cookie_name(request.scope),
-            cookie,
-            max_age=SESSION_S,
-            httponly=True,
-            samesite="strict",
-            secure=_is_encrypted(request),
-        )
+        response, name = json_answer({"key": key}), _cookie_name(request.scope)
+        # Any client may claim that a proxy ends TLS: a false claim only makes the client's own cookie unusable.
+        forwarded = request.headers.get("x-forwarded-proto", "").partition(",")[0].strip().lower()
+        is_encrypted = "https" in (request.url.scheme, forwarded)
+        response.set_cookie(name, cookie, max_age=SESSION_S, httponly=True, samesite="strict", secure=is_encrypted)
         return response
 
     async def _sign_out(self, request: Request) -> dict[str, str]:
@@ -167,15 +218,8 @@ class Sessions:
         return {}
 
     async def _sign_all_out(self, _: Request) -> dict[str, str]:
-        self.end_all()
+        self._open.clear()
         return {}
-
-
-class SignIn(msgspec.Struct, forbid_unknown_fields=True):
-    """The token, or the link token from the page's address."""
-
-    token: str = ""
-    link_token: str = ""
 
 
 class Guard:
@@ -230,7 +274,9 @@ class Guard:
         is_signing_in = scope["path"] == _SESSION_PATH and scope["method"] == "POST"
         is_public = is_signing_in or (is_reading and scope["path"] in self._public)
         if not is_public and not self._sessions.is_allowed(scope):
-            text = _NOT_SIGNED_IN if _sent_cookie(scope) else _WRONG_TOKEN if "authorization" in headers else _NO_TOKEN
+            text = _WRONG_TOKEN if "authorization" in headers else f"the token is missing: {_HOW}"
+            if _sent_cookie(scope):
+                text = f"this browser is not signed in: {_HOW}"
             return PlainTextResponse(text, 401, {"WWW-Authenticate": "Bearer"})
         if not is_reading and not _is_same_origin(headers):
             return PlainTextResponse("this request must come from a page of this service", 403)
@@ -259,15 +305,6 @@ def _digest(secret: str) -> bytes:
 def _sent_cookie(scope: Scope) -> str:
     # `SimpleCookie` would drop all cookies if another program of the host had set a malformed one.
     return cookie_parser(Headers(scope=scope).get("cookie", "")).get(_cookie_name(scope), "")
-
-
-def _is_encrypted(request: Request) -> bool:
-    """Whether the browser uses TLS, to this service or to a proxy that reports it.
-
-    Any client may send the header: a false one only makes the client's own cookie unusable.
-    """
-    forwarded = request.headers.get("x-forwarded-proto", "").partition(",")[0].strip().lower()
-    return request.url.scheme == "https" or forwarded == "https"
 
 
 def _cookie_name(scope: Scope) -> str:

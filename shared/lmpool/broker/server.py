@@ -428,6 +428,17 @@ class Server:
         )
         return redis_async.Redis.from_pool(pool)
 
+    @asynccontextmanager
+    async def connected(self, *, reply_timeout_s: float = REPLY_TIMEOUT_S) -> AsyncIterator[redis_async.Redis]:
+        """A `client` that is closed after the block; errors of redis-py and of the system become lmpool's."""
+        client = self.client(reply_timeout_s=reply_timeout_s)
+        try:
+            yield client
+        except (RedisError, OSError) as error:
+            raise self.explain(error) from error
+        finally:
+            await client.aclose()
+
     async def open(self) -> connections.AbstractConnection:
         """A new connection of redis-py that has greeted the server."""
         connection = self._connection()

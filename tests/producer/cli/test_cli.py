@@ -1,4 +1,4 @@
-"""The command line as people use it: what it prints, how it fails, how it ends."""
+"""The command line: its output, its errors and its exit codes."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ def on(pool: Pool, *arguments: str) -> subprocess.CompletedProcess[str]:
     return run(*arguments, "--redis", pool.url, "--prefix", pool.prefix)
 
 
-# What a worker has said before an error.
+# Lines that a worker logs before an error.
 _PROGRESS = "(loading|still loading|weights are loaded|the model runs|joining the pool)"
 
 
 def one_line(ended: subprocess.CompletedProcess[str]) -> str:
-    """The one line of an error; fails if it was not one."""
+    """Return the error of a command, which must be one line."""
     assert ended.returncode == 2, ended.stderr
     assert "Traceback" not in ended.stderr
-    # A worker has said before that it loads, on a busy machine more than once.
+    # A worker logs its progress first, on a busy machine more than once.
     (line,) = [line for line in ended.stderr.splitlines() if not re.match(rf"[\d:]{{8}} {_PROGRESS}", line)]
     assert line.startswith("lmpool: ")
     return line
@@ -66,7 +66,7 @@ def test_the_command_is_a_module_too_and_the_package_knows_its_version() -> None
         assert (ended.stdout, ended.stderr) == (run("--version").stdout, "")
 
 
-def test_options_are_described_where_docstrings_are_not_kept() -> None:
+def test_options_are_described_without_docstrings() -> None:
     command = [sys.executable, "-OO", *lmpool_command(), "worker", "--help-all"]
     wide = {**os.environ, "COLUMNS": "200"}
     ended = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False, env=wide)
@@ -74,7 +74,7 @@ def test_options_are_described_where_docstrings_are_not_kept() -> None:
     assert "Prefix of all Redis keys." in ended.stdout
 
 
-OTHERS_BACKENDS = {
+FOREIGN_BACKENDS = {
     "plain": "",
     "raising": "raise RuntimeError('no licence\\nfound')",
     "unreadable": "def",
@@ -85,20 +85,20 @@ OTHERS_BACKENDS = {
 }
 
 
-def test_a_backend_of_others_needs_no_descriptions_and_a_broken_one_breaks_only_itself(tmp_path: Path) -> None:
+def test_a_foreign_backend_needs_no_descriptions_and_a_broken_one_is_left_out(tmp_path: Path) -> None:
     settings = "Settings = make_dataclass('Settings', [('model', str), ('litres', float, 1.5)])\n"
-    for name, end in OTHERS_BACKENDS.items():
+    for name, end in FOREIGN_BACKENDS.items():
         (tmp_path / f"others_{name}.py").write_text(f"from dataclasses import make_dataclass\n{settings}{end}")
     info = tmp_path / "kitchen-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: kitchen\nVersion: 1.0\n")
-    lines = [f"{name} = others_{name}:Settings" for name in OTHERS_BACKENDS]
+    lines = [f"{name} = others_{name}:Settings" for name in FOREIGN_BACKENDS]
     (info / "entry_points.txt").write_text("\n".join(["[lmpool.backends]", *lines]))
     ended = run("worker", "--help-all", PYTHONPATH=os.pathsep.join([str(tmp_path), *sys.path]), COLUMNS="200")
     assert ended.returncode == 0, ended.stderr
     assert re.search(r"--litres +<float> +\(default: 1.5\)", ended.stdout), ended.stdout
     told = {line.split("'")[1]: line for line in ended.stderr.splitlines()}
-    assert told.keys() == OTHERS_BACKENDS.keys() - {"plain"}
+    assert told.keys() == FOREIGN_BACKENDS.keys() - {"plain"}
     for name, line in told.items():
         assert line.startswith(f"the backend '{name}' of others_{name}:Settings (kitchen) is left out: "), line
     assert "RuntimeError: no licence found" in told["raising"]
@@ -127,7 +127,7 @@ def test_logprobs_prints_a_table_or_json(pool: Pool) -> None:
     assert f"{row[best[0]]:.4f}" in table.stdout
 
 
-def test_commands_wait_for_a_worker_say_so_and_end_with_ctrl_c(pool: Pool, tmp_path: Path) -> None:
+def test_commands_wait_for_a_worker_with_a_notice_and_end_with_ctrl_c(pool: Pool, tmp_path: Path) -> None:
     where = ("--redis", pool.url, "--prefix", pool.prefix)
     command = [*lmpool_command(), "logprobs", "1", "--ids", "--json", *where]
     waiting = [WorkerProcess(command, tmp_path / f"{at}.log") for at in range(2)]
@@ -139,9 +139,9 @@ def test_commands_wait_for_a_worker_say_so_and_end_with_ctrl_c(pool: Pool, tmp_p
         assert "Traceback" not in waiting[0].text
         pool.start()
         assert waiting[1].wait() == 0
-        said, answer = waiting[1].text.splitlines()
-        assert said.startswith("waiting for a worker")
-        assert json.loads(answer)["ids"] == [1]
+        notice, result = waiting[1].text.splitlines()
+        assert notice.startswith("waiting for a worker")
+        assert json.loads(result)["ids"] == [1]
     finally:
         for process in waiting:
             process.end()
@@ -161,7 +161,7 @@ def test_commands_wait_for_a_worker_say_so_and_end_with_ctrl_c(pool: Pool, tmp_p
         assert at_once == f"lmpool: {why}; or pass --wait to wait for it", command
 
 
-def test_without_any_server_commands_that_ask_wait_only_when_told_so(tmp_path: Path) -> None:
+def test_without_a_named_server_commands_wait_only_with_the_option(tmp_path: Path) -> None:
     nowhere = {"LMPOOL_RUNTIME_DIR": str(tmp_path / "none")}
     (tmp_path / "in.jsonl").write_text('{"ids": [1]}')
     source, out = str(tmp_path / "in.jsonl"), tmp_path / "out"
@@ -198,12 +198,12 @@ def test_messages_name_options_and_not_arguments_of_python(command: list[str], e
     assert expected in one_line(run(*command, LMPOOL_RUNTIME_DIR=str(tmp_path / "none")))
 
 
-def test_an_address_that_was_not_given_as_an_option_is_not_called_one() -> None:
+def test_an_error_names_no_option_for_an_address_from_the_environment() -> None:
     assert one_line(run("status", LMPOOL_REDIS_URL="http://x")).startswith("lmpool: redis: 'http://x' is not")
 
 
 @pytest.mark.parametrize("command", [["logprobs"], ["trie", "show"]], ids=" ".join)
-def test_a_prompt_that_names_a_file_is_said_to_be_taken_as_text(pool: Pool, tmp_path: Path, command: list[str]) -> None:
+def test_a_prompt_that_names_a_file_gets_a_hint(pool: Pool, tmp_path: Path, command: list[str]) -> None:
     pool.start()
     prompt = tmp_path / "prompt.txt"
     prompt.write_text("1 2 3")
@@ -214,7 +214,7 @@ def test_a_prompt_that_names_a_file_is_said_to_be_taken_as_text(pool: Pool, tmp_
     assert len(on(pool, *command, "--ids", str(prompt)).stderr.splitlines()) == 1
 
 
-def test_logprobs_refuses_what_is_not_a_prompt(pool: Pool) -> None:
+def test_logprobs_refuses_invalid_prompts(pool: Pool) -> None:
     pool.start("--max-prompt-tokens", 4)
     cases = [
         (["hello world"], "the model 'syn' has no tokenizer; pass token ids with --ids"),
@@ -254,7 +254,7 @@ def test_adapters_are_listed_added_and_removed(pool: Pool, tmp_path: Path) -> No
 def test_status_shows_models_workers_and_queues(pool: Pool) -> None:
     first, second = on(pool, "status").stdout.splitlines()
     assert first == f"no model is served under the prefix {pool.prefix!r} at {Server(pool.url)}"
-    assert second.startswith("server: "), "a server that is full may be why"
+    assert second.startswith("server: "), "a full server may be the reason"
     assert json.loads(on(pool, "status", "--json").stdout) == []
     pool.start()
     (model,) = json.loads(on(pool, "status", "--json").stdout)
@@ -262,7 +262,7 @@ def test_status_shows_models_workers_and_queues(pool: Pool) -> None:
     assert (model["queued"], model["dead"]) == (0, 0)
     (worker,) = model["workers"]
     assert worker["state"] == "ready"
-    assert type(worker["rows"]) is int, "scripts can count with it"
+    assert type(worker["rows"]) is int, "scripts can compute with it"
     assert worker["p50_s"] is None
     assert "Models" in on(pool, "status").stdout
 
@@ -275,7 +275,7 @@ def test_status_shows_a_worker_load_serve_and_drain(pool: Pool, tmp_path: Path) 
     loads, steps = Gate(tmp_path / "loads"), Gate(tmp_path / "steps")
     words = [sys.executable, "-m", "tests.support.gated_worker", pool.url, pool.prefix, str(free_port())]
     worker = pool._launch([*words, str(tmp_path / "loads")], None, wait=False)
-    until(lambda: states() == [("syn", "loading")], "the worker is seen to load")
+    until(lambda: states() == [("syn", "loading")], "status shows that the worker loads")
     assert "syn" in on(pool, "status").stdout
     assert "a worker is loading 'syn', try again in a moment" in on(pool, "logprobs", "1", "--ids", "--no-wait").stderr
     mistyped = on(pool, "logprobs", "1", "--ids", "--model", "sny", "--no-wait").stderr
@@ -283,7 +283,7 @@ def test_status_shows_a_worker_load_serve_and_drain(pool: Pool, tmp_path: Path) 
     assert "being loaded: 'syn')" in mistyped
     loads.open()
     worker.until_says("serving ")
-    until(lambda: states() == [("syn", "ready")], "the worker is seen to be ready")
+    until(lambda: states() == [("syn", "ready")], "status shows that the worker is ready")
     assert not pool.redis.exists(pool.keys.loading())
     busy = pool.start("--name", "busy", command=steps.command)
     with SyncProducer("busy", redis=pool.url, prefix=pool.prefix, timeout=DEADLINE_S) as producer:
@@ -291,7 +291,7 @@ def test_status_shows_a_worker_load_serve_and_drain(pool: Pool, tmp_path: Path) 
         asking.start()
         until(lambda: pool.held("busy") == 1, "the worker holds a prompt")
         busy.signal(signal.SIGTERM)
-        until(lambda: ("busy", "draining") in states(), "the worker is seen to drain")
+        until(lambda: ("busy", "draining") in states(), "status shows that the worker drains")
         steps.open()
         asking.join()
     assert busy.wait() == 0
@@ -333,7 +333,7 @@ def test_every_mistake_is_one_line_and_exit_code_2(short_dir: Path, server_url: 
         (["worker", "syn", "--backend", "synthetic", "--redis", nobody], "no Redis server answers at"),
         (["worker", "no/such/model", "--redis", server_url], "model: no/such/model cannot be loaded"),
         (["worker", "./nowhere", "--redis", server_url], "there is no such folder"),
-        # Before a server is started, and once.
+        # The error is reported once, before a server starts.
         (["up", "./nowhere", "--workers", "2"], f"there is no such folder ({Path.cwd()}/nowhere)"),
         (
             ["worker", "~nobody-is-called-so/model", "--redis", server_url],
@@ -351,7 +351,7 @@ def test_every_mistake_is_one_line_and_exit_code_2(short_dir: Path, server_url: 
     assert "lmpool up MODEL" in line
 
 
-# Gets one signal while it works, and others while it cleans up.
+# A program that gets one signal while it works, and others while it cleans up.
 INTERRUPTED = """
 import asyncio, os, sys, typer
 from lmpool.producer.cli.options import run
@@ -407,8 +407,8 @@ def test_ctrl_c_while_the_command_is_imported_prints_no_traceback(tmp_path: Path
     assert (command.returncode, printed) == (-signal.SIGINT, "")
 
 
-def test_no_signal_of_a_terminal_ends_a_command_that_ignores_it(tmp_path: Path) -> None:
-    """As a shell's `&` starts it."""
+def test_a_command_that_ignores_sigint_is_not_ended_by_it(tmp_path: Path) -> None:
+    """A shell starts background commands with `&` in this way."""
     (tmp_path / "typer.py").write_text("import os, signal; os.kill(os.getpid(), signal.SIGINT); os._exit(7)")
     ended = subprocess.run(
         ["sh", "-c", "trap '' INT; exec \"$0\" -m lmpool status", sys.executable],
@@ -419,7 +419,7 @@ def test_no_signal_of_a_terminal_ends_a_command_that_ignores_it(tmp_path: Path) 
 
 @pytest.fixture
 def runtime(short_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A runtime folder of the test's own."""
+    """A runtime folder for one test."""
     monkeypatch.setenv("LMPOOL_RUNTIME_DIR", str(short_dir / "run"))
     return short_dir / "run"
 
@@ -450,7 +450,7 @@ def test_up_is_found_by_clients_and_ends_with_ctrl_c(runtime: Path, tmp_path: Pa
         owner.end()
 
 
-def test_up_that_was_killed_leaves_no_server_behind(runtime: Path, tmp_path: Path) -> None:
+def test_a_killed_up_leaves_no_server_behind(runtime: Path, tmp_path: Path) -> None:
     first = WorkerProcess([*lmpool_command(), *UP], tmp_path / "first.log", installed=True)
     try:
         first.until_says("serving ")
@@ -483,7 +483,7 @@ def test_ctrl_c_while_loading_ends_up_and_its_server(runtime: Path, tmp_path: Pa
         owner.end()
 
 
-def test_a_worker_logs_what_it_does_every_minute_in_words(pool: Pool) -> None:
+def test_a_worker_logs_its_work_periodically(pool: Pool) -> None:
     worker = pool.start("--log-every-s", 0.5)
     with SyncProducer(redis=pool.url, prefix=pool.prefix) as producer:
         producer.batch_logprobs([[i] for i in range(40)])
@@ -495,7 +495,7 @@ def test_a_worker_logs_what_it_does_every_minute_in_words(pool: Pool) -> None:
     assert " 0.0 rows/s" not in worker.text, "an idle worker logs nothing"
 
 
-def test_text_goes_through_the_models_tokenizer(pool: Pool, smollm2_folder: Path) -> None:
+def test_text_is_encoded_with_the_models_tokenizer(pool: Pool, smollm2_folder: Path) -> None:
     pool.start("--backend", "hf", "--name", "smollm2", model=str(smollm2_folder))
     ended = on(pool, "logprobs", "The capital of France is", "--top", "3", "--json")
     assert ended.returncode == 0, ended.stderr

@@ -1,4 +1,4 @@
-"""`lmpool dead`: what was given up is listed, shown, queued again or dropped, whatever it is."""
+"""`lmpool dead`: list, show, retry and drop the prompts that were given up, also malformed ones."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 from typer.testing import CliRunner
 
-from lmpool.admin.dead_letters import DeadLetters, read_letter
+from lmpool.admin.dead_letters import DeadLetters, read_letter, summary
 from lmpool.admin.survey import shortened
 from lmpool.broker.server import Server
 from lmpool.errors import LMPoolError, SettingsError, WorkerError
@@ -32,7 +32,7 @@ GIVEN_UP = Failure("WorkerError", "given up after 3 deliveries: its workers died
 
 
 class Ended(NamedTuple):
-    """How a command ended: what it printed, and the error that it is told by."""
+    """The result of a command: its output and its error."""
 
     stdout: str
     error: str
@@ -40,7 +40,7 @@ class Ended(NamedTuple):
 
 
 def dead(pool: Pool, *arguments: str, model: str | None = "syn") -> Ended:
-    """Run `lmpool dead` on the model of a pool, in this process: starting one costs more than all else."""
+    """Run `lmpool dead` for the model of a pool, in this process: starting another one would take longer."""
     options = ["--redis", pool.url, "--prefix", pool.prefix, *(["--model", model] if model else [])]
     ended = CliRunner(env={"COLUMNS": "400"}).invoke(dead_app, [*arguments, *options])
     assert ended.exception is None or isinstance(ended.exception, LMPoolError), ended.output
@@ -48,14 +48,14 @@ def dead(pool: Pool, *arguments: str, model: str | None = "syn") -> Ended:
 
 
 def as_json(pool: Pool, *arguments: str) -> Any:
-    """What a command prints with `--json`."""
+    """Return the output of a command with `--json`."""
     ended = dead(pool, *arguments, "--json")
     assert not ended.error
     return json.loads(ended.stdout)
 
 
 def refusal(ended: Ended) -> str:
-    """The error of a command; fails if it was none, or not one line."""
+    """Return the error of a command, which must be one line."""
     assert ended.error
     assert ended.error.isprintable()
     return ended.error
@@ -66,7 +66,7 @@ def fingerprint_of(pool: Pool) -> str:
 
 
 def bury(pool: Pool, data: bytes, failure: bytes = GIVEN_UP.pack(), entry: str = "*") -> str:
-    """Add a dead letter as a worker does; returns its id."""
+    """Add a dead letter as a worker does; return its id."""
     added: Any = pool.redis.xadd(pool.keys.model("syn").dead, {"e": failure, "m": data}, id=entry)
     return str(added, "ascii")
 
@@ -81,7 +81,7 @@ def job(prompt: list[int], fingerprint: str = "f" * 32, adapter: str = "", query
 
 async def test_a_prompt_that_was_given_up_is_listed_shown_and_queued_again(pool: Pool) -> None:
     prompt = [99, 1, 2]
-    # With one delivery a prompt is given up as soon as another worker claims it.
+    # With one delivery, a prompt is given up as soon as another worker claims it.
     ill = pool.start("--raise-token", 99, "--max-deliveries", 1, "--lease-s", 600)
     async with pool.producer("syn") as producer:
         asked = asyncio.create_task(producer.logprobs(prompt))
@@ -106,11 +106,11 @@ async def test_a_prompt_that_was_given_up_is_listed_shown_and_queued_again(pool:
         assert np.array_equal(await producer.logprobs(prompt), synthetic_row(prompt, vocab_size=V))
         assert producer.stats().computed == 0
     assert (await asyncio.to_thread(dead, pool, "list")).stdout == "no prompt was given up\n"
-    until(lambda: not pool.names("*waiting*") and not pool.jobs(), "nothing of it is left")
-    assert pool.redis.type("keep") == b"none", "no stream of that name was made"
+    until(lambda: not pool.names("*waiting*") and not pool.jobs(), "the prompt has left no keys")
+    assert pool.redis.type("keep") == b"none", "no stream of that name was created"
 
 
-def test_list_without_a_model_shows_the_letters_of_all_that_are_served(pool: Pool) -> None:
+def test_list_without_a_model_shows_the_letters_of_all_served_models(pool: Pool) -> None:
     assert "; no model is served: pass --model" in dead(pool, "list", model=None).stdout
     assert "model" in refusal(dead(pool, "list", model="a{b}"))
     for name in ("one", "two"):
@@ -123,7 +123,7 @@ def test_list_without_a_model_shows_the_letters_of_all_that_are_served(pool: Poo
     assert [letter["model"] for letter in json.loads(dead(pool, "list", "--json", model="one").stdout)] == ["one"]
 
 
-def test_what_cannot_be_computed_is_refused_with_the_reason_and_stays(pool: Pool) -> None:
+def test_a_letter_that_no_worker_can_compute_is_not_retried(pool: Pool) -> None:
     pool.start()
     fingerprint = fingerprint_of(pool)
     cases = {
@@ -149,7 +149,7 @@ def test_what_cannot_be_computed_is_refused_with_the_reason_and_stays(pool: Pool
     assert dead(pool, "drop", "--all").stdout == "dropped 6 prompts\n"
 
 
-def test_text_of_others_does_not_reach_the_terminal_as_it_is(pool: Pool) -> None:
+def test_text_of_other_programs_is_escaped(pool: Pool) -> None:
     hostile = Failure(NASTY, NASTY).pack()
     ids = [
         bury(pool, job([1, 2], NASTY, NASTY), hostile),
@@ -171,7 +171,7 @@ def test_text_of_others_does_not_reach_the_terminal_as_it_is(pool: Pool) -> None
     assert "this entry" not in refusal(dead(pool, "show", "\x1b[31m1-1"))
 
 
-def test_what_is_meant_must_be_there(pool: Pool) -> None:
+def test_unknown_letters_are_refused(pool: Pool) -> None:
     kept = bury(pool, job([1]))
     unknown = "'12-34' matches no dead letter: see `lmpool dead list`"
     assert unknown in refusal(dead(pool, "show", "12-34"))
@@ -179,7 +179,7 @@ def test_what_is_meant_must_be_there(pool: Pool) -> None:
     assert "pass ids (see" in refusal(dead(pool, "drop"))
     assert "pass ids (see" in refusal(dead(pool, "retry", kept, "--all"))
     assert "pass --model for a model that is not served" in refusal(dead(pool, "show", kept, model=None))
-    # Nobody serves the model: it can be looked at and dropped, not retried.
+    # Without a worker, letters can be shown and dropped but not retried.
     assert "the model 'syn' is not served" in refusal(dead(pool, "retry", "--all"))
     assert [letter["id"] for letter in as_json(pool, "list")] == [kept]
     assert as_json(pool, "show", kept)["ids"] == [1]
@@ -187,7 +187,7 @@ def test_what_is_meant_must_be_there(pool: Pool) -> None:
     assert as_json(pool, "list") == []
 
 
-def test_the_beginning_of_an_id_or_a_digest_is_enough_if_only_one_has_it(pool: Pool) -> None:
+def test_an_unambiguous_prefix_of_an_id_or_digest_is_enough(pool: Pool) -> None:
     pool.start()
     ids = [bury(pool, job([number]), entry=f"176{number}000000000-0") for number in range(4)]
     twins = [bury(pool, job([9]), entry=f"1800000000000-{number}") for number in range(2)]
@@ -203,7 +203,7 @@ def test_the_beginning_of_an_id_or_a_digest_is_enough_if_only_one_has_it(pool: P
     assert [letter["id"] for letter in as_json(pool, "list")] == [twins[1], ids[1], ids[0]]
 
 
-def test_an_ambiguous_beginning_names_a_few_of_those_that_may_be_meant(pool: Pool) -> None:
+def test_an_ambiguous_prefix_lists_some_candidates(pool: Pool) -> None:
     for number in range(30):
         bury(pool, job([number]))
     line = refusal(dead(pool, "show", "1"))
@@ -212,10 +212,10 @@ def test_an_ambiguous_beginning_names_a_few_of_those_that_may_be_meant(pool: Poo
 
 
 @pytest.mark.parametrize("width", [20, 40, 60, 80, 100])
-def test_ids_are_whole_however_narrow_the_terminal_is(width: int) -> None:
+def test_ids_are_never_cut(width: int) -> None:
     letters = [read_letter(b"1763800000000-%d" % number, {b"e": GIVEN_UP.pack(), b"m": job([1])}) for number in (0, 17)]
     console = Console(width=width, record=True, file=io.StringIO())
-    console.print(letters_table(letters, width))
+    console.print(letters_table([summary(letter) for letter in letters], width, has_models=False))
     lines = console.export_text().splitlines()
     assert max(map(len, lines)) <= width
     cells = [line.strip("│┃┏┡└├").split("│")[0].strip() for line in lines]
@@ -225,7 +225,7 @@ def test_ids_are_whole_however_narrow_the_terminal_is(width: int) -> None:
         assert "1763800000000-17" in "".join(cells)
     columns = zip(*(line.strip("│").split("│") for line in lines if line.startswith("│")), strict=True)
     shown = ["".join(column).replace(" ", "") for column in columns]
-    assert any("3deliveries:itsworkersdied" in column for column in shown), "the reason is folded, not cut"
+    assert any("3deliveries:itsworkersdied" in column for column in shown), "the reason is folded and not cut"
 
 
 def test_without_a_terminal_the_table_is_whole(pool: Pool) -> None:
@@ -254,20 +254,20 @@ def test_a_mistake_is_one_line_and_exit_code_2(pool: Pool) -> None:
 
 @pytest.fixture(params=[2, 3])
 async def letters(pool: Pool, request: pytest.FixtureRequest) -> AsyncIterator[DeadLetters]:
-    """The dead letters of a model, read by either version of Redis's protocol."""
+    """The dead letters of a model, read with each version of Redis's protocol."""
     client = Server(f"{pool.url}?protocol={request.param}").client()
     yield DeadLetters(client, pool.keys.model("syn"))
     await client.aclose()
 
 
-async def test_any_number_is_read_a_few_at_a_time_in_order(pool: Pool, letters: DeadLetters) -> None:
+async def test_letters_are_read_in_order_and_in_small_pages(pool: Pool, letters: DeadLetters) -> None:
     ids = [bury(pool, job([number])) for number in range(30)]
     assert [letter.entry for letter in await letters.newest(100)] == ids[::-1]
     assert [letter.entry for letter in await letters.newest(11)] == ids[:-12:-1]
     seen = []
     async for letter in letters.oldest_first():
         seen.append(letter.entry)
-        bury(pool, job([100]))  # What dies meanwhile is not among them, or it would never end.
+        bury(pool, job([100]))  # Later letters are not included; otherwise the loop would never end.
     assert seen == ids
     assert await letters.drop(ids) == 30
     assert await letters.count() == 30
@@ -275,7 +275,7 @@ async def test_any_number_is_read_a_few_at_a_time_in_order(pool: Pool, letters: 
 
 
 @pytest.mark.parametrize("entry", ["", "-", "+", "1", "1-", "-1", "1-1-1", "(1-1", "$", f"{2**64}-0", "1-" + "9" * 30])
-async def test_what_is_no_id_is_none(letters: DeadLetters, entry: str) -> None:
+async def test_a_malformed_id_matches_no_letter(letters: DeadLetters, entry: str) -> None:
     with pytest.raises(SettingsError, match="matches no dead letter"):
         await letters.find([entry])
 
@@ -291,7 +291,7 @@ def test_any_bytes_can_be_read(data: bytes, failure: bytes, has: str) -> None:
 
 
 @given(st.text(max_size=600))
-def test_what_is_printed_is_short_and_obeyed_by_no_terminal(text: str) -> None:
+def test_printed_texts_are_short_and_printable(text: str) -> None:
     shown = shortened(text, 50)
     assert shown.isprintable()
     assert len(shown) <= 50
@@ -300,7 +300,7 @@ def test_what_is_printed_is_short_and_obeyed_by_no_terminal(text: str) -> None:
 
 
 @pytest.mark.parametrize("command", [["list"], ["drop", "--all"]], ids=["list", "drop"])
-async def test_a_name_that_is_mistyped_does_not_look_like_good_news(pool: Pool, command: list[str]) -> None:
+async def test_a_mistyped_model_is_reported(pool: Pool, command: list[str]) -> None:
     await asyncio.to_thread(pool.start)
     ended = await asyncio.to_thread(dead, pool, *command, model="nope")
     assert "; the model 'nope' is not served; served are: syn" in ended.stdout

@@ -1,4 +1,4 @@
-"""`lmpool queue`: an operator empties a model's queue; who waits hears of it, and nobody loses anything else."""
+"""`lmpool queue`: show and clear the queue of a model; clients are notified, and no other prompt is lost."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ BATCH = 4
 
 
 def queue(pool: Pool, *arguments: str) -> tuple[str, str]:
-    """Run `lmpool queue` in this process; returns what it prints, and the error that it is told by."""
+    """Run `lmpool queue` in this process; return its output and its error."""
     ended = CliRunner().invoke(queue_app, [*arguments, "--redis", pool.url, "--prefix", pool.prefix])
     assert ended.exception is None or isinstance(ended.exception, LMPoolError), ended.output
     return ended.stdout, str(ended.exception or "")
 
 
 async def clear(pool: Pool, model: str = "syn") -> dict[str, int]:
-    """Run `lmpool queue clear`; returns what it says."""
+    """Run `lmpool queue clear`; return its JSON."""
     printed, error = await asyncio.to_thread(queue, pool, "clear", model, "--yes", "--json")
     assert not error
-    told: dict[str, int] = json.loads(printed)
-    return told
+    counts: dict[str, int] = json.loads(printed)
+    return counts
 
 
 async def until_queued(pool: Pool, count: int) -> None:
@@ -51,17 +51,17 @@ async def until_queued(pool: Pool, count: int) -> None:
 
 
 def unattended(pool: Pool) -> None:
-    """Have the model served by a worker that seems to be alive for long, and takes nothing."""
+    """Let a stopped worker, whose lease is long, seem to serve the model."""
     pool.start("--lease-s", 600, "--max-batch", BATCH).end()
 
 
 def leftovers(pool: Pool) -> list[str]:
-    """Keys of the queue that nobody needs any more once it is empty."""
+    """Return the keys that must not remain when the queue is empty."""
     parts = (":waiting:", ":backlog", ":virtual_time")
     return [name for name in pool.names("*") if any(part in name for part in parts)]
 
 
-async def test_whoever_waits_hears_that_the_queue_was_cleared_and_may_ask_again(pool: Pool) -> None:
+async def test_clients_of_a_cleared_queue_are_notified_and_can_retry(pool: Pool) -> None:
     unattended(pool)
     async with pool.producer("syn") as first, pool.producer("syn") as second:
         asked = [asyncio.ensure_future(first.logprobs([number])) for number in range(500)]
@@ -80,7 +80,7 @@ async def test_whoever_waits_hears_that_the_queue_was_cleared_and_may_ask_again(
         assert all(np.array_equal(row, synthetic_row([7], vocab_size=V)) for row in rows)
 
 
-async def test_what_a_worker_holds_is_answered(pool: Pool, tmp_path: Path) -> None:
+async def test_prompts_that_a_worker_holds_are_computed(pool: Pool, tmp_path: Path) -> None:
     gate = Gate(tmp_path / "gate")
     pool.start("--lease-s", 600, "--max-batch", BATCH, command=gate.command)
     async with pool.producer("syn") as producer:
@@ -99,7 +99,7 @@ async def test_what_a_worker_holds_is_answered(pool: Pool, tmp_path: Path) -> No
         assert not leftovers(pool)
 
 
-async def test_what_a_silent_worker_holds_counts_as_waiting(pool: Pool) -> None:
+async def test_prompts_of_a_silent_worker_count_as_waiting(pool: Pool) -> None:
     worker = pool.start("--lease-s", 0.5, "--max-batch", BATCH, "--step-ms", 600_000)
     async with pool.producer("syn", when_absent="wait") as producer:
         asked = [asyncio.ensure_future(producer.logprobs([number])) for number in range(BATCH)]
@@ -107,21 +107,21 @@ async def test_what_a_silent_worker_holds_counts_as_waiting(pool: Pool) -> None:
         async def is_held() -> bool:
             return pool.held() == BATCH
 
-        await until_async(is_held, "the worker holds them")
+        await until_async(is_held, "the worker holds the prompts")
         worker.end()
 
         async def is_silent() -> bool:
             pending: Any = pool.redis.xpending_range(pool.keys.model("syn").jobs, GROUP, "-", "+", 100)
             return all(entry["time_since_delivered"] > 500 for entry in pending)
 
-        await until_async(is_silent, "it has been silent for a lease")
+        await until_async(is_silent, "the worker has been silent for a lease")
         assert await clear(pool) == {"removed": BATCH, "held": 0, "queued": 0}
         ended = await asyncio.gather(*asked, return_exceptions=True)
         assert all(isinstance(error, QueueCleared) for error in ended)
         assert pool.jobs() == pool.held() == 0
 
 
-async def test_submitting_and_working_while_the_queue_is_cleared_loses_nothing(pool: Pool) -> None:
+async def test_clearing_a_busy_queue_loses_no_prompt(pool: Pool) -> None:
     for _ in range(2):
         await asyncio.to_thread(pool.start, "--max-batch", BATCH, "--step-ms", 2)
     outcomes: list[str] = []
@@ -153,7 +153,7 @@ async def test_submitting_and_working_while_the_queue_is_cleared_loses_nothing(p
     assert not leftovers(pool)
 
 
-async def test_who_clears_a_queue_that_is_filled_again_all_the_while_is_told(
+async def test_clear_reports_prompts_that_were_submitted_during_the_call(
     pool: Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     unattended(pool)
@@ -198,10 +198,10 @@ async def test_a_long_queue_is_cleared_in_many_short_calls(pool: Pool, monkeypat
     told: Any = pool.redis.xrange(reply)
     digests = b"".join(fields[b"d"] for _, fields in told)
     assert len(digests) == 16 * count
-    assert 400 <= len(told) <= 800, "many are told at once, and no call tells of all"
+    assert 400 <= len(told) <= 800, "each call notifies for many prompts, but not for all"
 
 
-async def test_hostile_entries_do_not_keep_the_queue_from_being_cleared(pool: Pool) -> None:
+async def test_a_queue_with_hostile_entries_can_be_cleared(pool: Pool) -> None:
     unattended(pool)
     keys = pool.keys.model("syn")
     pool.redis.xadd(keys.jobs, {"m": b"\xc1"})
@@ -215,7 +215,7 @@ async def test_hostile_entries_do_not_keep_the_queue_from_being_cleared(pool: Po
     assert not pool.redis.exists("lmpool:elsewhere")
 
 
-def test_a_question_is_asked_on_a_terminal_and_yes_is_needed_without(pool: Pool) -> None:
+def test_a_terminal_gets_a_question_and_other_input_needs_yes(pool: Pool) -> None:
     unattended(pool)
     options = ["--redis", pool.url, "--prefix", pool.prefix]
     command = [*lmpool_command(), "queue", "clear", "syn", *options]
@@ -240,7 +240,7 @@ def test_an_empty_queue_has_no_oldest_prompt(pool: Pool) -> None:
     assert queue(pool, "show", "syn")[0].startswith("0 prompts: workers hold 0")
 
 
-async def test_show_and_clear_see_what_lies_in_lanes(pool: Pool) -> None:
+async def test_show_and_clear_include_lanes(pool: Pool) -> None:
     workers = 2
     for _ in range(workers):
         unattended(pool)
@@ -269,7 +269,7 @@ async def test_show_and_clear_see_what_lies_in_lanes(pool: Pool) -> None:
     )
 
 
-async def test_what_workers_hold_in_their_lanes_is_answered(pool: Pool, tmp_path: Path) -> None:
+async def test_prompts_that_workers_hold_in_their_lanes_are_computed(pool: Pool, tmp_path: Path) -> None:
     gate = Gate(tmp_path / "gate")
     options = ("--lease-s", 600, "--max-batch", BATCH)
     for _ in range(2):
@@ -281,7 +281,7 @@ async def test_what_workers_hold_in_their_lanes_is_answered(pool: Pool, tmp_path
         told = await clear(pool)
         assert told["held"] == pool.held() == pool.jobs() == 100 - told["removed"]
         streams = [stream for stream in pool.streams() if pool.redis.xlen(stream)]
-        assert set(streams) >= set(pool.streams()[1:]), "each worker holds some of its lane"
+        assert set(streams) >= set(pool.streams()[1:]), "each worker holds prompts of its lane"
         gate.open()
         ended = await asyncio.gather(*asked, return_exceptions=True)
         rows = {number: row for number, row in enumerate(ended) if not isinstance(row, BaseException)}
@@ -291,7 +291,7 @@ async def test_what_workers_hold_in_their_lanes_is_answered(pool: Pool, tmp_path
         assert not leftovers(pool)
 
 
-async def test_show_tells_what_waits_and_whose_it_is(pool: Pool) -> None:
+async def test_show_lists_waiting_prompts_by_client(pool: Pool) -> None:
     unattended(pool)
     async with pool.producer("syn") as producer, pool.producer("syn") as other:
         asked = [asyncio.ensure_future(producer.logprobs([number])) for number in range(100)]
@@ -305,7 +305,7 @@ async def test_show_tells_what_waits_and_whose_it_is(pool: Pool) -> None:
             told.update(json.loads((await asyncio.to_thread(queue, pool, "show", "syn", "--json"))[0]))
             return len(told["clients"]) == 2
 
-        await until_async(has_given_way, "both have some in the backlog")
+        await until_async(has_given_way, "both clients have prompts in the backlog")
         assert (told["queued"], told["held"]) == (110, 0)
         assert told["backlog"] == 110 - int(pool.redis.xlen(pool.keys.model("syn").jobs))
         printed, _ = await asyncio.to_thread(queue, pool, "show", "syn")
@@ -318,7 +318,7 @@ async def test_show_tells_what_waits_and_whose_it_is(pool: Pool) -> None:
         assert "; the model 'nope' is not served; served are: syn" in printed
 
 
-def test_show_without_a_model_shows_all_that_are_served(pool: Pool) -> None:
+def test_show_without_a_model_shows_all_served_models(pool: Pool) -> None:
     assert queue(pool, "show") == ("no model is served\n", "")
     for name in ("one", "two"):
         pool.start("--lease-s", 600, model=name)
@@ -329,12 +329,12 @@ def test_show_without_a_model_shows_all_that_are_served(pool: Pool) -> None:
     assert told["one"] == json.loads(queue(pool, "show", "one", "--json")[0])
 
 
-async def test_show_tells_what_yields_to_others(pool: Pool) -> None:
+async def test_show_counts_prompts_of_bulk_clients(pool: Pool) -> None:
     unattended(pool)
     async with pool.producer("syn", priority="bulk") as producer, pool.producer("syn") as other:
         asked = [asyncio.ensure_future(producer.logprobs([number])) for number in range(100)]
         await until_queued(pool, 100)
-        # Alone it had all of it in the stream.
+        # Without other clients, all of its prompts were in the stream.
         asked.append(asyncio.ensure_future(other.logprobs([100])))
         await until_queued(pool, 101)
         told = json.loads((await asyncio.to_thread(queue, pool, "show", "syn", "--json"))[0])

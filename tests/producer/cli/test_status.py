@@ -1,4 +1,4 @@
-"""`lmpool top` and `lmpool status`: what they show of a pool, at any width, whatever becomes of the server."""
+"""`lmpool top` and `lmpool status`: their tables at any width, and the live view while the server restarts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rich.console import Console
 from lmpool.admin.survey import Survey
 from lmpool.embedded import EmbeddedServer
 from lmpool.producer import SyncProducer
-from lmpool.producer.cli.status import seconds, status_models, status_workers, top_models, top_workers
+from lmpool.producer.cli.status import seconds, status_tables, top_tables
 from tests.support.gate import Gate
 from tests.support.pool import DEADLINE_S, Pool, WorkerProcess, lmpool_command, pending, run_lmpool, until, until_async
 from tests.support.scrape import free_port, scrape
@@ -30,13 +30,14 @@ LONG = "mistralai/Mistral-Nemo-Instruct-2407-a-rather-long-name"
 
 def lines_of(models: Survey, width: int) -> list[str]:
     console = Console(width=width, record=True, file=open(os.devnull, "w"))  # noqa: SIM115, PTH123
-    for table in (status_models, status_workers, top_models, top_workers):
-        console.print(table(models, width))
+    for tables in (status_tables, top_tables):
+        for table in tables(models, width):
+            console.print(table)
     return console.export_text().splitlines()
 
 
 def folded(lines: list[str], column: int) -> str:
-    """What stands in one column, its lines put together."""
+    """Join the lines of one column."""
     return "".join(cells[column].strip() for line in lines if len(cells := line.strip("│┃").split("│")) > column)
 
 
@@ -53,7 +54,7 @@ def a_model(name: str) -> dict[str, object]:
 
 
 def test_names_are_never_cut_and_tables_fit_at_any_width() -> None:
-    assert "512" not in "".join(lines_of([a_model("trie")], 200)), "trie workers answer for any vocabulary"
+    assert "512" not in "".join(lines_of([a_model("trie")], 200)), "trie workers serve any vocabulary"
     assert "512" in "".join(lines_of([a_model("syn")], 200))
     ids = [f"gpu-node-17.cluster.example.org-{number}-ab{number}" for number in range(3)]
     model = {"name": LONG, "info": None, "queued": 99_999, "age_s": 61.0, "dead": 2, "rows_per_s": 30_000.0}
@@ -68,7 +69,7 @@ def test_names_are_never_cut_and_tables_fit_at_any_width() -> None:
         assert "99999" in "".join(lines)
     for width, shown in ((80, ("lane", "reuse")), (100, ("lane", "reuse", "heard"))):
         console = Console(width=width, record=True, file=open(os.devnull, "w"))  # noqa: SIM115, PTH123
-        console.print(status_workers(models, width))
+        console.print(status_tables(models, width)[1])
         (titles,) = [line for line in console.export_text().splitlines() if "state" in line]
         assert all(title in titles for title in shown)
     widest = "\n".join(lines)
@@ -77,10 +78,10 @@ def test_names_are_never_cut_and_tables_fit_at_any_width() -> None:
 
 
 def on_a_terminal(command: list[str], width: int) -> str:
-    """What a command shows on a terminal that is so wide, without colours."""
+    """Return the output of a command on a terminal of this width, without colours."""
     controlling, terminal = pty.openpty()
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 50, width, 0, 0))
-    # Unbuffered, Python drops what a short write to a terminal has left over.
+    # Without a buffer, Python would drop the rest of a short write to a terminal.
     settings = {"TERM": "xterm", "NO_COLOR": "1", "COLUMNS": str(width), "PYTHONUNBUFFERED": ""}
     process = subprocess.Popen(
         command, stdin=terminal, stdout=terminal, stderr=terminal, env={**os.environ, **settings}
@@ -88,7 +89,7 @@ def on_a_terminal(command: list[str], width: int) -> str:
     seen, end = b"", b"\x04"
     watcher = threading.Thread(target=lambda: (process.wait(), os.write(terminal, end)))
     watcher.start()
-    # What a process has written arrives in its own time, and behind it what we have.
+    # The output of the process arrives with a delay, before the mark of this test.
     while not seen.endswith(end):
         seen += os.read(controlling, 65536)
     watcher.join()
@@ -98,7 +99,7 @@ def on_a_terminal(command: list[str], width: int) -> str:
     return re.sub(r"\x1b\[[0-9;]*m", "", seen.removesuffix(end).decode())
 
 
-def test_times_are_written_for_people() -> None:
+def test_durations_have_readable_units() -> None:
     written = [seconds(value) for value in (None, 0.00085, 0.0034, 0.0123, 0.25, 3.42, 61.2, 7200.0)]
     assert written == ["", "850 µs", "3.4 ms", "12 ms", "250 ms", "3.4 s", "61 s", "120 min"]
 
@@ -118,18 +119,20 @@ def test_once_shows_two_models_with_their_queues_rates_and_times(pool: Pool) -> 
         assert 0 <= worker["silent_s"] < 30
         assert worker["state"] == "ready"
     text = run_lmpool(*command, COLUMNS="80").stdout
-    assert "too narrow" not in text, "without a terminal there is room for all"
+    assert "too narrow" not in text, "without a terminal, all columns fit"
     assert "\x1b" not in text
     assert any(LONG in line and "ready" in line for line in text.splitlines())
     text = on_a_terminal([*lmpool_command(), *command], 80)
     assert LONG in folded(text.splitlines(), 0)
     assert "ready" in text
-    # How many there is room for is a matter of how long the times are.
+    # The number of columns that fit depends on the width of the times.
     (left_out,) = re.findall(r"too narrow for ((?:[\w-]+, )*[\w-]+)", " ".join(text.split()))
-    assert {"rows", "in-flight", "reuse", "heard"} <= set(left_out.split(", ")), "what is not shown is named"
+    assert {"rows", "in-flight", "reuse", "heard"} <= set(left_out.split(", ")), (
+        "the caption names the columns that do not fit"
+    )
 
 
-async def test_what_lanes_are_worth_is_seen_and_who_takes_from_whom(pool: Pool, tmp_path: Path) -> None:
+async def test_homed_reused_and_stolen_prompts_are_shown(pool: Pool, tmp_path: Path) -> None:
     slow, fast = Gate(tmp_path / "slow"), Gate(tmp_path / "fast")
     options, ports = ("--lease-s", 1, "--max-batch", 4, "--token-ms", 0.001, "--log-every-s", 0.5), {}
     for gate in (slow, fast):
@@ -160,7 +163,7 @@ async def test_what_lanes_are_worth_is_seen_and_who_takes_from_whom(pool: Pool, 
             told = (await workers()).values()
             return all(worker["homed"] > 0 and worker["reused"] > 0 for worker in told)
 
-        await until_async(are_homed, "what grows comes back to each worker, and is reused there")
+        await until_async(are_homed, "growing prompts return to their worker and reuse its prefix cache")
         slow.shut()
         asked = [asyncio.ensure_future(producer.logprobs([100, number])) for number in range(60)]
 
@@ -168,7 +171,7 @@ async def test_what_lanes_are_worth_is_seen_and_who_takes_from_whom(pool: Pool, 
             holders = [entry["consumer"].decode() for entry in pending(pool)]
             return holders == [held_up] * sum(not task.done() for task in asked) != []
 
-        await until_async(are_taken, "what one does not hold at its gate is done by the other")
+        await until_async(are_taken, "the other worker computes the prompts that the slow one does not hold")
         told = await workers()
         lane = told[held_up]["lane"]
         assert lane + int(pool.redis.xlen(pool.keys.model("syn").jobs)) == pool.held()
@@ -185,7 +188,7 @@ async def test_what_lanes_are_worth_is_seen_and_who_takes_from_whom(pool: Pool, 
             same = {name: (worker["homed"], worker["stolen"], worker["lane"]) for name, worker in told.items()}
             return counted == same and told[thief]["stolen"] > 0
 
-        await until_async(is_counted, "heartbeats, commands and metrics tell the same")
+        await until_async(is_counted, "heartbeats, commands and metrics agree")
         shown = await asyncio.to_thread(run_lmpool, "top", "--once", "--redis", pool.url, "--prefix", pool.prefix)
         cells = [re.split(r" *[┃│] *", line) for line in shown.stdout.splitlines()]
         titles, line = (next(row for row in cells if name in row) for name in ("stolen", held_up))
@@ -198,12 +201,12 @@ async def test_what_lanes_are_worth_is_seen_and_who_takes_from_whom(pool: Pool, 
         async def are_empty() -> bool:
             return all(worker["lane"] == 0 for worker in (await workers()).values())
 
-        await until_async(are_empty, "nothing is left in any lane")
-    until(lambda: re.search(r"[1-9]\d* prompts homed", pool.workers[1].text), "the log tells what came back")
-    until(lambda: re.search(r"[1-9]\d* stolen", pool.workers[1].text), "the log tells what was taken")
+        await until_async(are_empty, "all lanes are empty")
+    until(lambda: re.search(r"[1-9]\d* prompts homed", pool.workers[1].text), "the log counts homed prompts")
+    until(lambda: re.search(r"[1-9]\d* stolen", pool.workers[1].text), "the log counts stolen prompts")
 
 
-def test_times_of_all_workers_of_a_model_are_put_together(pool: Pool) -> None:
+def test_latencies_of_all_workers_of_a_model_are_merged(pool: Pool) -> None:
     workers = [pool.start("--lease-s", 60, "--step-ms", 5), pool.start("--lease-s", 60, "--step-ms", 400)]
     ids = [worker.text.rpartition("as worker ")[2].strip() for worker in workers]
     for name, counts in zip(ids, ("3:98", "8:2"), strict=True):
@@ -226,13 +229,16 @@ def test_the_live_view_outlives_its_server_and_ends_at_ctrl_c(own_server: Embedd
         pool.start("--lease-s", 1)
         shown = WorkerProcess(command, tmp_path / "top.log")
         pool.workers.append(shown)
-        until(lambda: "syn" in shown.text and "ready" in shown.text, "it shows the worker")
+        until(lambda: "syn" in shown.text and "ready" in shown.text, "the view shows the worker")
         own_server.stop()
-        until(lambda: "no Redis server answers" in shown.text, "it says that the server is away")
+        until(lambda: "no Redis server answers" in shown.text, "the view shows that the server is unreachable")
         assert shown.is_running
         own_server.start()
         gone = len(shown.text)
-        until(lambda: "s ago)" not in shown.text[gone:][-1500:] and "ready" in shown.text[gone:], "it shows it again")
+        until(
+            lambda: "s ago)" not in shown.text[gone:][-1500:] and "ready" in shown.text[gone:],
+            "the view shows the worker again",
+        )
         shown.signal(signal.SIGINT)
         assert shown.wait() in (0, 130)
         assert "Traceback" not in shown.text
@@ -240,7 +246,7 @@ def test_the_live_view_outlives_its_server_and_ends_at_ctrl_c(own_server: Embedd
         pool.end()
 
 
-def test_the_live_view_gives_the_terminal_back(pool: Pool) -> None:
+def test_the_live_view_restores_the_terminal(pool: Pool) -> None:
     pool.start()
     controlling, terminal = pty.openpty()
     command = [*lmpool_command(), "top", "--interval", "0.1", "--redis", pool.url, "--prefix", pool.prefix]
@@ -259,9 +265,9 @@ def test_the_live_view_gives_the_terminal_back(pool: Pool) -> None:
         return seen
 
     try:
-        until(lambda: b"ready" in read(), "it shows the worker")
+        until(lambda: b"ready" in read(), "the view shows the worker")
         process.send_signal(signal.SIGINT)
-        until(lambda: read() == b"ended", "it ends")
+        until(lambda: read() == b"ended", "the view ends")
         assert process.wait(DEADLINE_S) in (0, 130)
     finally:
         process.kill()

@@ -1,4 +1,4 @@
-"""What others have written to the server is shown by commands and logs, and obeyed by no terminal."""
+"""Commands and logs escape texts of other programs, so that a terminal only shows them."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ from lmpool.settings import check_name
 from lmpool.workers.cli.serve import start_log
 from tests.support.pool import Pool, V, lmpool_command
 
-# A title for the window, a cleared screen, C1's CSI, a line of one's own, text backwards, markup and an emoji of rich.
+# A window title, a cleared screen, C1's CSI, a forged line, reversed text, markup and an emoji of rich.
 NASTY = "\x1b]0;owned\x07\x1b[2J\x9b31m\r\n12:00:00 all is well\u2028\u202e[red]x[/] [/nothing] :bomb: \x7f\u200b"
-# What a name may have, and what a terminal or rich would obey.
+# Characters that a name may have, and that a terminal or rich would interpret.
 ALLOWED = "[red]\u202esyn[/] [/nothing] :bomb:"
 
 
 class Ended(NamedTuple):
-    """How a command ended: what it printed, and the error that it is told by."""
+    """The result of a command: its output and its error."""
 
     output: str
     error: str
 
 
 def run(pool: Pool, *arguments: str) -> Ended:
-    """Run a client command in this process: starting one costs more than all else."""
+    """Run a client command in this process: starting another one would take longer."""
     app = typer.Typer()
     commands.register(app)
     options = ["--redis", pool.url, "--prefix", pool.prefix]
@@ -50,13 +50,13 @@ def run(pool: Pool, *arguments: str) -> Ended:
 
 
 def is_harmless(text: str) -> bool:
-    """Whether a terminal shows a text and does nothing else."""
+    """Whether a terminal only shows a text."""
     return all(line.isprintable() for line in text.split("\n"))
 
 
 @pytest.fixture
 def spoilt(pool: Pool) -> Pool:
-    """A pool with a worker that serves a name full of markup, beside what somebody hostile has written."""
+    """A pool with a model whose name is full of markup, and with hostile data."""
     # Workers remove infos without workers after a third of a lease.
     worker = pool.start("--lease-s", 60, model=ALLOWED)
     models = pool.keys.models()
@@ -78,12 +78,12 @@ def spoilt(pool: Pool) -> Pool:
     return pool
 
 
-def test_commands_show_what_others_wrote_and_obey_nothing(spoilt: Pool) -> None:
+def test_commands_escape_texts_of_other_programs(spoilt: Pool) -> None:
     status = run(spoilt, "status")
     for ended in (status, run(spoilt, "top", "--once")):
         assert not ended.error
         assert is_harmless(ended.output)
-        # As text: the markup, the emoji's name, and the escape of what would turn the line around.
+        # Markup and emoji names are shown as text; marks of direction are escaped.
         assert r"[red]\u202esyn[/] [/nothing] :bomb:" in ended.output
         assert r"\x1b]0;owned\x07\x1b[2J\x9b31m\r\n12:00:00 all is well\u2028\u202e[red]x[/]" in ended.output
         assert "│ noted" in ended.output
@@ -105,7 +105,7 @@ def test_commands_show_what_others_wrote_and_obey_nothing(spoilt: Pool) -> None:
             assert is_harmless(ended.output + ended.error), wrong
 
 
-def test_json_is_ascii_and_has_what_others_wrote(spoilt: Pool) -> None:
+def test_json_is_ascii(spoilt: Pool) -> None:
     for arguments in (("status",), ("top", "--once"), ("adapters", "list", "--model", ALLOWED)):
         ended = run(spoilt, *arguments, "--json")
         (line,) = [line for line in ended.output.splitlines() if line[:1] in "[{"]
@@ -128,7 +128,7 @@ def test_infos_with_control_characters_are_left_out_and_the_others_serve(spoilt:
             check_name("name", name)
 
 
-def test_a_process_says_nothing_harmful_either(own_server: EmbeddedServer, tmp_path: Path) -> None:
+def test_the_output_of_a_process_is_harmless_too(own_server: EmbeddedServer, tmp_path: Path) -> None:
     pool = Pool(own_server.url, "lmpool", tmp_path)
     pool.redis.hset(pool.keys.models(), NASTY, ModelInfo(NASTY, NASTY, V, 100, "r", "float32").pack())
     pool.redis.set(pool.keys.worker("w"), NASTY)
@@ -142,7 +142,7 @@ def test_a_process_says_nothing_harmful_either(own_server: EmbeddedServer, tmp_p
     pool.end()
 
 
-def test_a_log_has_no_line_that_others_wrote() -> None:
+def test_no_text_can_forge_a_log_line() -> None:
     out = io.StringIO()
     handler = logging.StreamHandler(out)
     handler.setFormatter(LogFormatter("%(asctime)s %(message)s", datefmt="%H:%M:%S"))
@@ -177,7 +177,7 @@ def test_a_json_log_is_ascii_without_control_characters() -> None:
 
 
 @pytest.mark.parametrize("kind", [LMPoolError, WorkerError, ProtocolError, SettingsError])
-def test_an_exception_says_it_harmlessly(kind: type[LMPoolError]) -> None:
+def test_the_text_of_an_exception_is_harmless(kind: type[LMPoolError]) -> None:
     error = kind(f"failed: {NASTY}")
     assert is_harmless(str(error))
     assert str(error).startswith(r"failed: \x1b]0;owned\x07")
@@ -185,7 +185,7 @@ def test_an_exception_says_it_harmlessly(kind: type[LMPoolError]) -> None:
 
 
 @given(st.text())
-def test_any_text_becomes_printable_and_what_is_stays(text: str) -> None:
+def test_any_text_becomes_printable_and_printable_text_stays(text: str) -> None:
     assert printable(text).isprintable()
     assert printable(printable(text)) == printable(text)
     if text.isprintable():

@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import os
 import signal
 import sys
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Annotated, Any, TypeVar
 
 import typer
 from redis.asyncio import Redis
-from redis.exceptions import NoPermissionError, RedisError
 
 from lmpool.broker.scripts import read_infos
 from lmpool.broker.server import Server
 from lmpool.cli import say
-from lmpool.errors import AuthenticationFailed, LMPoolError, ServerUnreachable, SettingsError, UnknownModel
+from lmpool.errors import LMPoolError, ServerUnreachable, SettingsError, UnknownModel
 from lmpool.producer.client.discovery import Discovery
-from lmpool.producer.client.session import Priority, WhenAbsent
+from lmpool.producer.client.session import WhenAbsent
 from lmpool.producer.producer import Producer
 from lmpool.protocol.keys import Keys
 from lmpool.settings import check_name
@@ -42,19 +42,16 @@ _MAX_PROMPT_BYTES = (
 
 def complete_model(context: typer.Context, incomplete: str) -> list[str]:
     """Return the served models that match, for shell completion; none if the server does not reply at once."""
-    prefix = context.params.get("prefix") or "lmpool"
+    keys = Keys(context.params.get("prefix") or "lmpool")
 
     async def names() -> list[bytes]:
-        client = Server(context.params.get("redis")).client(reply_timeout_s=_COMPLETION_S)
-        try:
+        async with Server(context.params.get("redis")).connected(reply_timeout_s=_COMPLETION_S) as redis:
             async with asyncio.timeout(_COMPLETION_S):
-                return list(await read_infos(client, Keys(prefix)))
-        finally:
-            await client.aclose()
+                return list(await read_infos(redis, keys))
 
     try:
         found = [name.decode("utf-8", "replace") for name in asyncio.run(names())]
-    except (LMPoolError, RedisError, OSError):
+    except (LMPoolError, OSError):
         return []
     return sorted(name for name in found if name.startswith(incomplete) and name.isprintable())
 
@@ -68,7 +65,6 @@ RedisUrl = Annotated[
 ]
 Prefix = Annotated[str, typer.Option(help="Prefix of all Redis keys.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
-Timeout = Annotated[float, typer.Option(help="Seconds until a request fails.")]
 Waits = Annotated[
     bool | None,
     typer.Option(
@@ -79,43 +75,75 @@ Waits = Annotated[
         show_default=False,
     ),
 ]
-Yields = Annotated[bool, typer.Option("--bulk", help="Low priority: prompts of interactive clients go first.")]
 AreIds = Annotated[bool, typer.Option("--ids", help="The prompt is token ids.")]
 
 
-def key_names(prefix: str) -> Keys:
-    """Return the key names of a deployment.
+@dataclass(frozen=True)
+class ServerOptions:
+    """The options of a command that reads a pool: its server and the prefix of its keys."""
 
-    Raises:
-        SettingsError: the prefix is malformed.
+    redis: RedisUrl = None
+    prefix: Prefix = "lmpool"
+
+    @property
+    def keys(self) -> Keys:
+        """The key names of the pool; raises `SettingsError` if the prefix is malformed."""
+        check_name("prefix", self.prefix)
+        return Keys(self.prefix)
+
+    @asynccontextmanager
+    async def connected(self, model: str | None = None) -> AsyncIterator[tuple[Redis, Discovery]]:
+        """Check the name of a model and connect to the server; errors of redis-py become lmpool's."""
+        if model is not None:
+            check_name("model", model)
+        async with Server(self.redis).connected() as client:
+            yield client, Discovery(client, self.keys)
+
+
+@dataclass(frozen=True)
+class PoolOptions(ServerOptions):
+    """The options of a command that sends requests to a model."""
+
+    model: ModelName = None
+    timeout: Annotated[float, typer.Option(help="Seconds until a request fails.")] = 60.0
+    waits: Waits = None
+
+    @asynccontextmanager
+    async def producer(self, **options: Any) -> AsyncIterator[Producer]:
+        """Open a producer for a command; `options` are other arguments of `Producer`."""
+        absent = when_absent(self.waits)
+        producer = Producer(
+            self.model, redis=self.redis, prefix=self.prefix, timeout=self.timeout, when_absent=absent, **options
+        )
+        await check_served(self.model, self.redis, self.prefix, self.waits)
+        async with producer:
+            yield producer
+
+
+def with_options(command: Callable[..., Any]) -> Callable[..., None]:
+    """Let the first parameter of a command, a `ServerOptions`, stand for its fields: each becomes an option.
+
+    The command may be a coroutine function. It must not read standard input, because Ctrl-C could not interrupt that.
     """
-    check_name("prefix", prefix)
-    return Keys(prefix)
+    options, *own = inspect.signature(command, eval_str=True).parameters.values()
+    fields = inspect.signature(options.annotation, eval_str=True).parameters.values()
+
+    def expanded(**given: Any) -> None:
+        result = command(options.annotation(**{field.name: given.pop(field.name) for field in fields}), **given)
+        if inspect.iscoroutine(result):
+            run(result)
+
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    expanded.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [parameter.replace(kind=keyword) for parameter in (*own, *fields)]
+    )
+    expanded.__name__, expanded.__doc__, expanded.__annotations__ = command.__name__, command.__doc__, {}
+    return expanded
 
 
 def when_absent(waits: bool | None) -> WhenAbsent:
     """Translate `--wait` for a producer; without the option, `check_served` has raised the immediate errors."""
     return "raise" if waits is False else "wait"
-
-
-@asynccontextmanager
-async def asking(
-    model: str | None, redis: str | None, prefix: str, waits: bool | None, **options: Any
-) -> AsyncIterator[Producer]:
-    """Open a producer for a command.
-
-    Args:
-        model, redis, prefix: see `Producer`.
-        waits: the option `--wait`; None if it was not given.
-        options: other arguments of `Producer`.
-
-    Raises:
-        LMPoolError: see `check_served` and `Producer.open`.
-    """
-    producer = Producer(model, redis=redis, prefix=prefix, when_absent=when_absent(waits), **options)
-    await check_served(model, redis, prefix, waits)
-    async with producer:
-        yield producer
 
 
 async def check_served(model: str | None, redis: str | None, prefix: str, waits: bool | None) -> None:
@@ -124,67 +152,34 @@ async def check_served(model: str | None, redis: str | None, prefix: str, waits:
     Raises:
         ServerUnreachable: no server is named and no server of this user runs.
         UnknownModel: the model is not served while others are.
-        SettingsError: the server's address is malformed.
     """
     if waits is not None:
         return
     try:
-        client = Server(redis).client(reply_timeout_s=_CHECK_S)
+        server = Server(redis)
     except ServerUnreachable as error:
         raise ServerUnreachable(f"{error}; or pass --wait to wait for one") from error
     try:
         if model is not None:
-            async with asyncio.timeout(_CHECK_S):
+            async with server.connected(reply_timeout_s=_CHECK_S) as client, asyncio.timeout(_CHECK_S):
                 await Discovery(client, Keys(prefix)).info(model)
     except UnknownModel as error:
         if error.has_others and not error.is_loading:
             raise UnknownModel(f"{error}; or pass --wait to wait for it") from error
-    except (LMPoolError, RedisError, OSError):
+    except LMPoolError:
         pass  # The first request waits for these, or reports them.
-    finally:
-        await client.aclose()
 
 
-async def with_server(
-    redis: str | None, prefix: str, work: Callable[[Redis, Discovery, Keys], Awaitable[T]], right: str = ""
-) -> T:
-    """Run `work` with a connection to the server.
-
-    Args:
-        redis, prefix: see `Producer`.
-        work: called with the connection, the discovery and the key names.
-        right: text for the error of a user without the right to do this.
-
-    Raises:
-        SettingsError: the prefix is malformed.
-        ServerError: the server cannot be used.
-    """
-    names = key_names(prefix)
-    server = Server(redis)
-    client = server.client()
-    try:
-        return await work(client, Discovery(client, names), names)
-    except (RedisError, OSError) as error:
-        explained = server.explain(error)
-        if right and isinstance(error, NoPermissionError):
-            raise AuthenticationFailed(f"{explained}: {right}") from error
-        raise explained from error
-    finally:
-        await client.aclose()
-
-
-def priority(yields: bool) -> Priority:
-    """Translate `--bulk` for a producer."""
-    return "bulk" if yields else "interactive"
-
-
-def read_prompt(prompt: str) -> str:
+def read_prompt(prompt: str, are_ids: bool) -> str:
     """Return the prompt argument; for "-", read standard input without its last line break.
 
-    Raises:
-        SettingsError: standard input is not UTF-8, or too long.
+    Print a hint if a text is the name of a file.
     """
     if prompt != "-":
+        with suppress(OSError, ValueError):  # The text may be too long for a file name, or contain NUL.
+            if not are_ids and Path(prompt).is_file():
+                advice = 'pass "$(cat FILE)" for that'
+                say(f"the prompt is the text {prompt!r}, not the content of this file: {advice}", err=True)
         return prompt
     data = sys.stdin.buffer.read(_MAX_PROMPT_BYTES + 1)
     if len(data) > _MAX_PROMPT_BYTES:
@@ -193,16 +188,6 @@ def read_prompt(prompt: str) -> str:
         return data.decode().removesuffix("\n")
     except UnicodeDecodeError as error:
         raise SettingsError(f"prompt: standard input is not UTF-8: {error}") from error
-
-
-def hint_at_file(prompt: str) -> None:
-    """Print a hint if the prompt is the name of a file: it is taken as text."""
-    with suppress(OSError, ValueError):  # The text may be too long for a file name, or contain NUL.
-        if Path(prompt).is_file():
-            say(
-                f'the prompt is the text {prompt!r}, not the content of this file: pass "$(cat FILE)" for that',
-                err=True,
-            )
 
 
 def run(work: Coroutine[Any, Any, T]) -> T:
@@ -222,37 +207,31 @@ def run(work: Coroutine[Any, Any, T]) -> T:
         loop_factory = uvloop.new_event_loop
     # Only the main thread can handle signals.
     is_main = threading.current_thread() is threading.main_thread()
-    before = {number: signal.getsignal(number) for number in _ENDING if is_main}
+    handled = [number for number in _ENDING if is_main and signal.getsignal(number) in _DEFAULT]
     received: list[int] = []
-    handled = [number for number, handler in before.items() if handler in _DEFAULT]
+
+    async def cancelled_by_signals() -> T:
+        task, loop = asyncio.current_task(), asyncio.get_running_loop()
+        assert task is not None
+
+        def on_signal(number: int) -> None:
+            # When a terminal closes, both the shell and the kernel send SIGHUP.
+            if received and number != signal.SIGHUP:
+                os._exit(128 + number)
+            elif not received:
+                task.cancel()
+            received.append(number)
+
+        for number in handled:
+            loop.add_signal_handler(number, on_signal, number)
+        return await work
+
     try:
         with asyncio.Runner(loop_factory=loop_factory) as runner:
-            return runner.run(_cancelled_by(handled, received, work) if handled else work)
+            return runner.run(cancelled_by_signals())
     except asyncio.CancelledError:
         if not received:
             raise
         if received[0] == signal.SIGINT:
             raise KeyboardInterrupt from None
         raise typer.Exit(128 + received[0]) from None
-    finally:
-        for number in handled:
-            signal.signal(number, before[number])
-
-
-async def _cancelled_by(numbers: Iterable[int], received: list[int], work: Coroutine[Any, Any, T]) -> T:
-    """Await `work` and cancel it at the first of these signals; `received` collects the signals."""
-    task, loop = asyncio.current_task(), asyncio.get_running_loop()
-    assert task is not None
-
-    def on_signal(number: int, frame: FrameType | None) -> None:
-        # When a terminal closes, both the shell and the kernel send SIGHUP.
-        if received and number != signal.SIGHUP:
-            os._exit(128 + number)
-        elif not received:
-            task.cancel()
-            loop.call_soon_threadsafe(lambda: None)  # Wake the loop from its wait for sockets.
-        received.append(number)
-
-    for number in numbers:
-        signal.signal(number, on_signal)
-    return await work

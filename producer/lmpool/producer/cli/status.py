@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, NamedTuple
 
 import typer
@@ -22,8 +22,7 @@ from lmpool.admin.survey import Survey, number, read_survey, survey, workers_of
 from lmpool.broker.server import Server
 from lmpool.cli import Terminal, say_json
 from lmpool.errors import LMPoolError, SettingsError, printable
-from lmpool.producer.cli.options import AsJson, Prefix, RedisUrl, key_names, run
-from lmpool.protocol.keys import Keys
+from lmpool.producer.cli.options import AsJson, ServerOptions, with_options
 from lmpool.protocol.model_info import TRIE_SERVICE
 
 Interval = Annotated[float, typer.Option(min=0.1, max=3600, help="Seconds between two polls.")]
@@ -36,36 +35,25 @@ _FRAME, _PADDING = 1, 3  # Characters that rich adds to a line, and to each colu
 _REPLY_TIMEOUT_S = 5.0  # Seconds to wait for the server: longer, and the view would show old values without a notice.
 
 
-def top(
-    interval: Interval = 1.0,
-    once: Once = False,
-    redis: RedisUrl = None,
-    prefix: Prefix = "lmpool",
-    as_json: AsJson = False,
-) -> None:
+@with_options
+async def top(at: ServerOptions, interval: Interval = 1.0, once: Once = False, as_json: AsJson = False) -> None:
     """Watch models and workers: queues, rates, and seconds from submission to row (p50, p99). Ctrl-C exits.
 
     Rates and times are those between the workers' last two heartbeats.
     """
     if as_json and not once:
         raise SettingsError("json: the live view has no JSON form; use --once --json")
-    server, keys = Server(redis), key_names(prefix)
-    if not once:
-        run(_watch(server, keys, interval))
+    server, keys, console = Server(at.redis), at.keys, Terminal()
+    if once:
+        models = await survey(server, keys)
+        if as_json:
+            say_json(models)
+        else:
+            console.print(_view(models, console.width, ""))
         return
-    models = run(survey(server, keys))
-    if as_json:
-        say_json(models)
-        return
-    console = Terminal()
-    console.print(_view(models, console.width, ""))
-
-
-async def _watch(server: Server, keys: Keys, interval: float) -> None:
-    """Poll until cancelled; while the server is unreachable, show the reason and the last view."""
-    console, models, seen_at = Terminal(), None, time.monotonic()
-    redis = server.client(reply_timeout_s=max(_REPLY_TIMEOUT_S, interval))
-    try:
+    # Poll until cancelled; while the server is unreachable, show the reason and the last view.
+    models, seen_at = Survey(), 0.0
+    async with server.connected(reply_timeout_s=max(_REPLY_TIMEOUT_S, interval)) as redis:
         with Live(console=console, auto_refresh=False, screen=console.is_terminal) as live:
             while True:
                 trouble = ""
@@ -73,23 +61,21 @@ async def _watch(server: Server, keys: Keys, interval: float) -> None:
                     models, seen_at = await read_survey(redis, keys), time.monotonic()
                 except (RedisError, OSError, LMPoolError) as error:
                     trouble = str(server.explain(error))
-                    if models is not None:
+                    if seen_at:
                         trouble += f" (below: {time.monotonic() - seen_at:.0f} s ago)"
-                view = _view(models or [], console.width, trouble)
+                view = _view(models, console.width, trouble)
                 if console.is_terminal:
                     live.update(view, refresh=True)
                 else:
                     console.print(view)
                 await asyncio.sleep(interval)
-    finally:
-        await redis.aclose()
 
 
 def _view(models: Survey, width: int, trouble: str) -> Group:
     head = [Text(printable(trouble), style="bold red")] if trouble else []
     if not models:
-        return Group(*head) if trouble else Group(Text("no model is served"))
-    return Group(*head, top_models(models, width), top_workers(models, width))
+        return Group(*(head or [Text("no model is served")]))
+    return Group(*head, *top_tables(models, width))
 
 
 class Column(NamedTuple):
@@ -97,32 +83,45 @@ class Column(NamedTuple):
 
     Attributes:
         title: its header.
-        cells: its texts.
         rank: columns of the highest rank are left out first; 0 for names, which are folded instead.
+        cell: returns the text of a row.
         min_width: names up to this many characters stay on one line.
     """
 
     title: str
-    cells: list[str]
     rank: int
+    cell: Callable[[Mapping[str, Any]], str]
     min_width: int = 12
 
-    @property
-    def width(self) -> int:
-        """Characters of its widest text."""
-        return max(map(cell_len, map(printable, (self.title, *self.cells))))
 
+def field_column(
+    title: str, rank: int, name: str = "", form: Callable[[float], str] | None = None, min_width: int = 12
+) -> Column:
+    """Return a column of a field, which is named as the title unless `name` is given; empty where it has no value.
 
-def fitting(title: str | None, columns: Sequence[Column], width: int) -> Table:
-    """Return a table with the columns that fit; its caption names the others.
-
-    Args:
-        title: the title, or None.
-        columns: all columns, of equal length.
-        width: characters per line.
+    The field is shown as text, or as a number by `form`.
     """
+
+    def cell(row: Mapping[str, Any]) -> str:
+        if form is None:
+            return str(value) if (value := row.get(name or title)) is not None else ""
+        return "" if (value := number(row, name)) is None else form(value)
+
+    return Column(title, rank, cell, min_width)
+
+
+def fitting(title: str | None, columns: Sequence[Column], rows: Sequence[Mapping[str, Any]], width: int) -> Table:
+    """Return a table with the columns that fit into `width` characters per line; its caption names the others."""
+    texts = {column: [column.cell(row) for row in rows] for column in columns}
+    widths = {column: max(map(cell_len, map(printable, (column.title, *texts[column])))) for column in columns}
     kept = list(columns)
-    while _needed(kept) > width and any(column.rank for column in kept):
+
+    def needed() -> int:
+        """Characters of a line when names are folded as far as allowed."""
+        least = (widths[column] if column.rank else min(widths[column], column.min_width) for column in kept)
+        return _FRAME + sum(least) + _PADDING * len(kept)
+
+    while needed() > width and any(column.rank for column in kept):
         kept.remove(max(kept, key=lambda column: column.rank))
     left_out = ", ".join(column.title for column in columns if column not in kept)
     table = Table(title=title, caption=f"too narrow for {left_out}" if left_out else None)
@@ -130,112 +129,17 @@ def fitting(title: str | None, columns: Sequence[Column], width: int) -> Table:
         if column.rank:
             table.add_column(column.title, no_wrap=True, justify="right")
         else:
-            is_whole = column.width <= min(column.min_width, width - _needed(kept) + column.width)
+            is_whole = widths[column] <= min(column.min_width, width - needed() + widths[column])
             table.add_column(column.title, overflow="fold", no_wrap=is_whole)
-    for cells in zip(*(column.cells for column in kept), strict=True):
+    for cells in zip(*(texts[column] for column in kept), strict=True):
         table.add_row(*cells)
     return table
 
 
-def _needed(columns: Sequence[Column]) -> int:
-    """Return the characters of a line when names are folded as far as allowed."""
-    widths = [column.width if column.rank else min(column.width, column.min_width) for column in columns]
-    return _FRAME + sum(widths) + _PADDING * len(columns)
-
-
-def status_models(models: Survey, width: int) -> Table:
-    """Return the table of models for `lmpool status`."""
-    infos: list[Mapping[str, Any]] = [model["info"] or {} for model in models]
-    return fitting(
-        "Models",
-        [
-            Column("model", [model["name"] for model in models], 0),
-            Column("backend", [str(info.get("backend", "")) for info in infos], 6),
-            Column("V", [_vocab_size(info) for info in infos], 7),
-            Column("dtype", [str(info.get("dtype", "")) for info in infos], 9),
-            Column("rows as", [str(info.get("encoding", "")) for info in infos], 8),
-            *_queues(models),
-        ],
-        width,
-    )
-
-
-def _vocab_size(info: Mapping[str, Any]) -> str:
-    # Trie workers serve any vocabulary, so V in their info has no meaning.
-    return "" if info.get("name") == TRIE_SERVICE else _text(info.get("vocab_size"))
-
-
-def status_workers(models: Survey, width: int) -> Table:
-    """Return the table of workers for `lmpool status`."""
-    return fitting("Workers", [*_workers(models), _heard(models)], width)
-
-
-def top_models(models: Survey, width: int) -> Table:
-    """Return the table of models for `lmpool top`."""
-    names = Column("model", [model["name"] for model in models], 0)
-    latencies = [
-        Column("p50", [seconds(model["p50_s"]) for model in models], 6),
-        Column("p99", [seconds(model["p99_s"]) for model in models], 5),
-    ]
-    return fitting("Models", [names, *_queues(models), *latencies], width)
-
-
-def top_workers(models: Survey, width: int) -> Table:
-    """Return the table of workers for `lmpool top`."""
-    workers = workers_of(models)
-    more = [
-        Column("batch", [_text(worker.get("batch")) for worker in workers], 6),
-        Column("p50", [seconds(number(worker, "p50_s")) for worker in workers], 5),
-        Column("p99", [seconds(number(worker, "p99_s")) for worker in workers], 4),
-        _heard(models),
-    ]
-    return fitting("Workers", [*_workers(models), *more], width)
-
-
-def _queues(models: Survey) -> list[Column]:
-    return [
-        Column("workers", [str(len(model["workers"])) for model in models], 2),
-        Column("queued", [str(model["queued"]) for model in models], 1),
-        Column("oldest", [seconds(model["age_s"]) if model["queued"] else "" for model in models], 3),
-        Column("dead", [str(model["dead"]) for model in models], 4),
-        Column("rows/s", [_rate(model["rows_per_s"]) for model in models], 2),
-    ]
-
-
-def _workers(models: Survey) -> list[Column]:
-    workers = workers_of(models)
-    return [
-        Column("worker", [_text(worker["id"]) for worker in workers], 0),
-        Column("model", [_text(worker.get("model")) for worker in workers], 0),
-        Column("state", [_text(worker.get("state")) for worker in workers], 1),
-        Column("rows", [_text(worker.get("rows")) for worker in workers], 11),
-        Column("rows/s", [_rate(number(worker, "rows_per_s")) for worker in workers], 2),
-        Column("lane", [_text(worker.get("lane")) for worker in workers], 7),
-        Column("in-flight", [_text(worker.get("in_flight")) for worker in workers], 10),
-        Column("failed", [_text(worker.get("failures")) for worker in workers], 3),
-        Column("reuse", [_reuse(worker) for worker in workers], 8),
-        Column("homed", [_text(worker.get("homed")) for worker in workers], 12),
-        Column("stolen", [_text(worker.get("stolen")) for worker in workers], 13),
-        Column("shared", [_text(worker.get("shared")) for worker in workers], 14),
-    ]
-
-
-def _heard(models: Survey) -> Column:
-    return Column("heard", [seconds(worker.get("silent_s")) for worker in workers_of(models)], 9)
-
-
-def _text(value: object) -> str:
-    return "" if value is None else str(value)
-
-
-def _rate(value: float | None) -> str:
-    return "" if value is None else f"{value:.1f}"
-
-
-def _reuse(worker: Mapping[str, Any]) -> str:
-    """Return the share of tokens found in a prefix cache since the worker's start."""
-    tokens, reused = number(worker, "tokens"), number(worker, "reused")
-    return f"{reused / tokens:.0%}" if tokens and reused is not None else ""
+def print_table(columns: Sequence[Column], rows: Sequence[Mapping[str, Any]]) -> None:
+    """Print a table without a title."""
+    console = Terminal()
+    console.print(fitting(None, columns, rows, console.width))
 
 
 def seconds(value: float | None) -> str:
@@ -246,3 +150,64 @@ def seconds(value: float | None) -> str:
         return f"{value / 60:.0f} min"
     scaled, unit = (value, "s") if value >= 1 else (value * 1e3, "ms") if value >= 1e-3 else (value * 1e6, "µs")
     return f"{scaled:.{int(scaled < 10 and unit != 'µs')}f} {unit}"
+
+
+def _reuse(worker: Mapping[str, Any]) -> str:
+    """Return the share of tokens found in a prefix cache since the worker's start."""
+    tokens, reused = number(worker, "tokens"), number(worker, "reused")
+    return f"{reused / tokens:.0%}" if tokens and reused is not None else ""
+
+
+_RATE = field_column("rows/s", 2, "rows_per_s", "{:.1f}".format)
+_MODEL = field_column("model", 0, "name")
+_QUEUE = (
+    Column("workers", 2, lambda model: str(len(model["workers"]))),
+    field_column("queued", 1),
+    Column("oldest", 3, lambda model: seconds(model["age_s"]) if model["queued"] else ""),
+    field_column("dead", 4),
+    _RATE,
+)
+_STATUS_MODELS = (
+    _MODEL,
+    field_column("backend", 6),
+    # Trie workers serve any vocabulary, so V in their info has no meaning.
+    Column("V", 7, lambda model: "" if model["name"] == TRIE_SERVICE else str(model.get("vocab_size", ""))),
+    field_column("dtype", 9),
+    field_column("rows as", 8, "encoding"),
+    *_QUEUE,
+)
+_TOP_MODELS = (_MODEL, *_QUEUE, field_column("p50", 6, "p50_s", seconds), field_column("p99", 5, "p99_s", seconds))
+_WORKER = (
+    field_column("worker", 0, "id"),
+    field_column("model", 0),
+    field_column("state", 1),
+    field_column("rows", 11),
+    _RATE,
+    field_column("lane", 7),
+    field_column("in-flight", 10, "in_flight"),
+    field_column("failed", 3, "failures"),
+    Column("reuse", 8, _reuse),
+    field_column("homed", 12),
+    field_column("stolen", 13),
+    field_column("shared", 14),
+)
+_HEARD = field_column("heard", 9, "silent_s", seconds)
+_TOP_WORKERS = (
+    *_WORKER,
+    field_column("batch", 6),
+    field_column("p50", 5, "p50_s", seconds),
+    field_column("p99", 4, "p99_s", seconds),
+    _HEARD,
+)
+
+
+def status_tables(models: Survey, width: int) -> tuple[Table, Table]:
+    """Return the tables of models and workers for `lmpool status`."""
+    rows = [{**(model["info"] or {}), **model} for model in models]
+    workers = fitting("Workers", (*_WORKER, _HEARD), workers_of(models), width)
+    return fitting("Models", _STATUS_MODELS, rows, width), workers
+
+
+def top_tables(models: Survey, width: int) -> tuple[Table, Table]:
+    """Return the tables of models and workers for `lmpool top`."""
+    return fitting("Models", _TOP_MODELS, models, width), fitting("Workers", _TOP_WORKERS, workers_of(models), width)

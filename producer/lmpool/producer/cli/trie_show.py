@@ -8,7 +8,8 @@ from __future__ import annotations
 import re
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Annotated, Any, NamedTuple
+from functools import partial
+from typing import Annotated, Any
 
 import numpy as np
 import typer
@@ -19,33 +20,16 @@ from rich.text import Text
 from rich.tree import Tree
 
 from lmpool.cli import Terminal, say_json
-from lmpool.errors import NoWorker, SettingsError, UnknownModel, UnknownVocabulary, printable
-from lmpool.producer.cli.options import (
-    AreIds,
-    AsJson,
-    ModelName,
-    Prefix,
-    RedisUrl,
-    Timeout,
-    Waits,
-    asking,
-    hint_at_file,
-    read_prompt,
-    run,
-)
+from lmpool.errors import SettingsError, printable
+from lmpool.producer.cli.options import AreIds, AsJson, PoolOptions, read_prompt, run, with_options
 from lmpool.producer.tokenizer import read_tokens
 from lmpool.settings import shown
 from lmpool.trie.trie import Trie
 
 trie_app = typer.Typer(name="trie", help="The token trie (prefix tree) of a served model.", no_args_is_help=True)
 
-Masses = Callable[[NDArray[np.int32]], Awaitable[NDArray[Any]]]
-"""Returns the masses of k nodes, as floats of shape (k,)."""
-
-_SHORT = {"\\": "\\\\", '"': '\\"', "\n": "\\n", "\r": "\\r", "\t": "\\t"}
-_READ = {written[1]: char for char, written in _SHORT.items()}
-_ESCAPE = re.compile(r"\\(?:x([0-9A-Fa-f]{2})|u([0-9A-Fa-f]{4})|U([0-9A-Fa-f]{8})|(.?))", re.DOTALL)
-_ESCAPED_BYTES = range(0xDC80, 0xDD00)  # How Python represents a byte that is not UTF-8 (PEP 383): 0xDC00 + the byte.
+_ESCAPE = re.compile(rb'\\(?:x([0-9A-Fa-f]{2})|u[0-9A-Fa-f]{4}|U[0-9A-Fa-f]{8}|[\\"nrt]|)')
+_LATIN_CONTROLS = re.compile("[\x80-\xa0\xad]")  # Invisible characters that Python would escape like a byte.
 
 _MAX_OPENED = 256  # Branches opened per level; with at most 256 children each, this bounds a request and the output.
 _MAX_DEPTH = 64  # Levels; longer tokens are rare.
@@ -57,14 +41,6 @@ _MAX_LABEL_CELLS = 40  # Columns of a quoted byte string.
 _MIN_ALONE = 1e-5  # A smaller part of a branch is rounding: it is a difference of float32 sums.
 
 
-class Limits(NamedTuple):
-    """The size of the tree: its levels, the branches per node, and the least part of the prefix's mass of a branch."""
-
-    depth: int
-    top: int
-    least: float
-
-
 @dataclass(slots=True)
 class Branch:
     """All tokens that begin with a prefix. A chain of nodes without a fork or a token is one branch.
@@ -72,7 +48,7 @@ class Branch:
     Attributes:
         node: the last node of the chain.
         prefix: the bytes from the root of the trie to that node.
-        above: length of the parent branch's prefix.
+        edge: the bytes between the parent branch and this one.
         tokens: ids of the tokens that are equal to the prefix.
         below: number of all tokens of the branch.
         mass: sum of the weights of all its tokens.
@@ -85,7 +61,7 @@ class Branch:
 
     node: int
     prefix: bytes
-    above: int
+    edge: bytes
     tokens: list[int]
     below: int
     mass: float = 0.0
@@ -94,11 +70,6 @@ class Branch:
     children: list[Branch] = field(default_factory=list)
     hidden: int = 0
     hidden_mass: float = 0.0
-
-    @property
-    def edge(self) -> bytes:
-        """The bytes between the parent branch and this one."""
-        return self.prefix[self.above :]
 
     @property
     def longer(self) -> int:
@@ -112,17 +83,9 @@ class Branch:
 
     def as_dict(self) -> dict[str, Any]:
         """The branch for JSON: byte strings as text with escapes, and as hex digits, which need no unescaping."""
-        branch = {
-            "prefix": to_text(self.prefix),
-            "prefix_hex": self.prefix.hex(),
-            "edge": to_text(self.edge),
-            "node": self.node,
-            "mass": self.mass,
-            "share": self.share,
-            "tokens": self.tokens,
-            "alone": self.alone,
-            "tokens_in_all": self.below,
-        }
+        branch = {name: getattr(self, name) for name in ("node", "mass", "share", "tokens", "alone")}
+        branch |= {"prefix": to_text(self.prefix), "prefix_hex": self.prefix.hex(), "edge": to_text(self.edge)}
+        branch["tokens_in_all"] = self.below
         if self.is_open:
             branch["children"] = [child.as_dict() for child in self.children]
             branch["hidden"] = {"branches": self.hidden, "mass": self.hidden_mass}
@@ -134,46 +97,41 @@ class BranchReader:
 
     Args:
         trie: the trie.
-        masses: returns the masses of nodes; None for their part of all tokens.
+        masses: called with `nodes=`, int32 (k,); returns their masses, floats (k,). None for their part of all tokens.
     """
 
-    def __init__(self, trie: Trie, masses: Masses | None = None) -> None:
+    def __init__(self, trie: Trie, masses: Callable[..., Awaitable[NDArray[Any]]] | None = None) -> None:
         self._trie = trie
         self._masses = masses or self.shares
-        self._order = np.argsort(trie.leaf, kind="stable")
-        self._nodes = trie.leaf[self._order]
-
-    def tokens_at(self, node: int) -> list[int]:
-        """Ids of the tokens that end at a node."""
-        first, end = np.searchsorted(self._nodes, (node, node + 1))
-        return [int(token) for token in self._order[first:end]]
-
-    def count(self, node: int) -> int:
-        """Number of the tokens that end at a node or below it."""
-        last = node
-        while (children := self._trie.children(last)).size:
-            last = int(children[-1])
-        first, end = np.searchsorted(self._nodes, (node, last + 1))
-        return int(end - first)
+        self._tokens: dict[int, list[int]] = {}
+        for token, node in enumerate(trie.leaf.tolist()):
+            self._tokens.setdefault(node, []).append(token)
+        self._below = np.bincount(trie.leaf, minlength=trie.n_nodes)
+        for depth in range(int(trie.depth.max()), 0, -1):
+            level = np.flatnonzero(trie.depth == depth)
+            np.add.at(self._below, trie.parent[level], self._below[level])
 
     async def shares(self, nodes: NDArray[np.int32]) -> NDArray[np.float64]:
         """The part of all tokens that end at each node or below it."""
-        return np.array([self.count(int(node)) for node in nodes]) / self._trie.n_tokens
+        return self._below[nodes] / self._trie.n_tokens
 
-    async def read(self, prefix: bytes, limits: Limits) -> Branch:
-        """The branch of a prefix with the branches below it. Each level takes one request.
+    async def read(self, prefix: bytes, depth: int, top: int, least: float) -> Branch:
+        """The branch of a prefix with the branches below it; raises `UnknownNode` if no token begins with the prefix.
 
-        Raises:
-            UnknownNode: no token begins with the prefix.
+        Args:
+            prefix: the prefix.
+            depth: levels of branches. Each level takes one request.
+            top: max branches per branch.
+            least: branches with less than this part of the prefix's mass are left out.
         """
         root = self._branch(self._trie.node(prefix), len(prefix))
         opened = [root]
-        for _ in range(limits.depth):
+        for _ in range(depth):
             heads = [self._trie.children(branch.node) for branch in opened]
-            masses = await self._masses(np.concatenate([np.array([root.node], np.int32), *heads]))
+            masses = await self._masses(nodes=np.concatenate([np.array([root.node], np.int32), *heads]))
             root.mass, *others = masses.astype(np.float64).tolist()
             for branch, nodes in zip(opened, heads, strict=True):
-                self._open(branch, nodes, np.array(others[: nodes.size]), limits.top, limits.least * root.mass)
+                self._open(branch, nodes, np.array(others[: nodes.size]), top, least * root.mass)
                 del others[: nodes.size]
             longer = [child for branch in opened for child in branch.children if child.longer]
             opened = sorted(longer, key=lambda branch: -branch.mass)[:_MAX_OPENED]
@@ -182,7 +140,8 @@ class BranchReader:
         return root
 
     def _branch(self, node: int, above: int) -> Branch:
-        return Branch(node, self._trie.prefix(node), above, self.tokens_at(node), self.count(node))
+        prefix = self._trie.prefix(node)
+        return Branch(node, prefix, prefix[above:], self._tokens.get(node, []), int(self._below[node]))
 
     def _open(
         self, branch: Branch, nodes: NDArray[np.int32], masses: NDArray[np.float64], top: int, least: float
@@ -193,7 +152,10 @@ class BranchReader:
         order = np.argsort(-masses, kind="stable")[:top]
         kept = order[masses[order] >= least]
         for index in kept:
-            child = self._branch(self._end(int(nodes[index])), len(branch.prefix))
+            end = int(nodes[index])
+            while end not in self._tokens and (children := self._trie.children(end)).size == 1:
+                end = int(children[0])
+            child = self._branch(end, len(branch.prefix))
             child.mass = float(masses[index])
             child.share = child.mass / branch.mass if branch.mass else None
             child.alone = None if child.longer else child.mass
@@ -203,12 +165,6 @@ class BranchReader:
             branch.hidden = nodes.size - kept.size
             branch.hidden_mass = max(0.0, in_all - float(masses[kept].sum())) if branch.hidden else 0.0
 
-    def _end(self, node: int) -> int:
-        """The end of the branch that begins at a node: the next token or fork."""
-        while not self.tokens_at(node) and (children := self._trie.children(node)).size == 1:
-            node = int(children[0])
-        return node
-
 
 def to_text(data: bytes) -> str:
     r"""A byte string as text with escapes.
@@ -216,54 +172,25 @@ def to_text(data: bytes) -> str:
     Printable UTF-8 stands for itself, a quotation mark and a backslash have a backslash before them, and `\n`, `\r` and
     `\t` mean the same as everywhere. `\xe2` is one byte; `\u200b` and `\U000e0001` are the UTF-8 of a character.
     """
-    return "".join(map(_written, data.decode("utf-8", "surrogateescape")))
+    text = data.replace(b"\\", rb"\\").replace(b'"', rb"\"").decode("utf-8", "backslashreplace")
+    return printable(_LATIN_CONTROLS.sub(lambda char: f"\\u{ord(char[0]):04x}", text))
 
 
 def from_text(text: str) -> bytes:
-    """The byte string of a text that `to_text` can write.
+    """The byte string of a text that `to_text` can write; raises `SettingsError` for an escape that does not exist."""
 
-    Raises:
-        SettingsError: an escape that does not exist.
-    """
+    def read(escape: re.Match[bytes]) -> bytes:
+        if escape[1]:
+            return bytes.fromhex(escape[1].decode())
+        return escape[0].decode("unicode_escape").encode()
+
     try:
-        data = bytearray()
-        at = 0
-        for escape in _ESCAPE.finditer(text):
-            data += text[at : escape.start()].encode("utf-8", "surrogateescape") + _read(escape)
-            at = escape.end()
-        return bytes(data + text[at:].encode("utf-8", "surrogateescape"))
-    except (UnicodeEncodeError, OverflowError, ValueError) as error:
+        return _ESCAPE.sub(read, text.encode("utf-8", "surrogateescape"))
+    except UnicodeError:
         raise SettingsError(
-            rf"under: {shown(text, 120)} has {error}: escapes are \\ \" \n \r \t, \xe2 for a byte, and \u200b or "
-            r"\U0001f600 for a character"
+            rf"under: {shown(text, 120)} has an unknown escape: escapes are \\ \" \n \r \t, \xe2 for a byte, and "
+            r"\u200b or \U0001f600 for a character"
         ) from None
-
-
-def _written(char: str) -> str:
-    code = ord(char)
-    if char in _SHORT:
-        return _SHORT[char]
-    if code in _ESCAPED_BYTES:
-        return f"\\x{code - 0xDC00:02x}"
-    if char.isprintable():
-        return char
-    if code < 0x80:
-        return f"\\x{code:02x}"
-    return f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
-
-
-def _read(escape: re.Match[str]) -> bytes:
-    byte, short, long, char = escape.groups()
-    if byte:
-        return bytes([int(byte, 16)])
-    if short or long:
-        code = int(short or long, 16)
-        if code > 0x10FFFF or 0xD800 <= code < 0xE000:
-            raise ValueError(f"{escape[0]}, which is not a character")
-        return chr(code).encode()
-    if char not in _READ:
-        raise ValueError(f"a backslash before {char!r}" if char else "a backslash at its end")
-    return _READ[char].encode()
 
 
 @trie_app.callback()
@@ -272,7 +199,9 @@ def _several() -> None:
 
 
 @trie_app.command()
+@with_options
 def show(
+    at: PoolOptions,
     prompt: Annotated[
         str | None,
         typer.Argument(
@@ -295,72 +224,36 @@ def show(
         float, typer.Option(min=0.0, max=1.0, help="Leave out branches with less than this part of the prefix's mass.")
     ] = 0.001,
     local: Annotated[bool, typer.Option("--local", help="Compute here, not on a trie worker.")] = False,
-    model: ModelName = None,
-    redis: RedisUrl = None,
-    prefix: Prefix = "lmpool",
-    timeout: Timeout = 60.0,
-    waits: Waits = None,
     as_json: AsJson = False,
 ) -> None:
     """Show the branches below a prefix, with the probability of each after a prompt."""
-    shown_prefix, limits = from_text(under), Limits(depth, top, least)
+    shown_prefix = from_text(under)
     if ids and prompt is None:
         raise SettingsError("ids: there is no prompt; pass its token ids, such as `lmpool trie show 1,2,3 --ids`")
-    prompt = None if prompt is None else read_prompt(prompt)
-    if prompt is not None and not ids:
-        hint_at_file(prompt)
+    prompt = None if prompt is None else read_prompt(prompt, ids)
 
-    async def ask() -> tuple[str, list[int] | None, int, Branch]:
-        async with asking(model, redis, prefix, waits, timeout=timeout) as producer:
-            tokens = None if prompt is None else await read_tokens(producer, prompt, ids, timeout)
-            try:
-                trie = await producer.trie()
-            except UnknownVocabulary as error:
-                raise UnknownVocabulary(
-                    f"the model {producer.model.name!r} has no vocabulary in the pool, so its trie is unknown; the "
-                    "log of its worker says why"
-                ) from error
+    async def read() -> tuple[str, list[int] | None, int, Branch]:
+        async with at.producer() as producer:
+            tokens = None if prompt is None else await read_tokens(producer, prompt, ids, at.timeout)
+            trie, masses = await producer.trie(), None
+            if tokens is not None:
+                masses = partial(trie.weight_sum, prompt=tokens, local=local)
+            root = await BranchReader(trie.structure, masses).read(shown_prefix, depth, top, least)
+            return producer.model.name, tokens, trie.structure.n_tokens, root
 
-            async def masses(nodes: NDArray[np.int32]) -> NDArray[Any]:
-                try:
-                    return await trie.weight_sum(prompt=tokens, nodes=nodes, local=local)
-                except (UnknownModel, NoWorker) as error:
-                    if isinstance(error, NoWorker) and not isinstance(error.__cause__, UnknownModel):
-                        raise  # A trie worker has ended, or the model is not served.
-                    raise type(error)(
-                        "no trie worker serves: start one with `lmpool trie-worker`, or the model's workers with "
-                        "--with-trie, or compute here with --local"
-                    ) from error
-
-            reader = BranchReader(trie.structure, None if tokens is None else masses)
-            return producer.model.name, tokens, trie.structure.n_tokens, await reader.read(shown_prefix, limits)
-
-    name, tokens, n_tokens, root = run(ask())
+    name, tokens, n_tokens, root = run(read())
     if as_json:
         say_json({"model": name, "prompt": tokens, "n_tokens": n_tokens, "tree": root.as_dict()})
         return
-    title = f"{_quoted(root.prefix) if root.prefix else 'all tokens'}"
+    title = _quoted(root.prefix) if root.prefix else "all tokens"
     count = f"{root.below} of {n_tokens} tokens"
     if tokens is None:
         print_tree(root, f"{title} · {name} · {count}", "of tokens")
         return
     listed = "the tokens " + ", ".join(map(str, tokens[:_MAX_IDS])) + ("…" if len(tokens) > _MAX_IDS else "")
     after = listed if ids else _quoted((prompt or "").encode("utf-8", "surrogateescape"))
-    print_tree(
-        root, f"{title} after {after} · {name} · {_percent(root.mass)} of the probability, {count}", "probability"
-    )
-
-
-class _Line(NamedTuple):
-    """The texts of one line of the tree, and the style of its label and of its numbers."""
-
-    depth: int
-    label: str
-    mass: str
-    share: str
-    tokens: str
-    style: str = ""
-    numbers: str = "cyan"
+    mass = f"{_percent(root.mass)} of the probability"
+    print_tree(root, f"{title} after {after} · {name} · {mass}, {count}", "probability")
 
 
 def print_tree(root: Branch, title: str, measure: str) -> None:
@@ -371,26 +264,22 @@ def print_tree(root: Branch, title: str, measure: str) -> None:
         title: the first line.
         measure: the header of the masses.
     """
-    head = _Line(0, "branch", measure, "of parent", "tokens", "dim", "dim")
-    lines = list(_lines(root, 0))
-    label_cells = max(_GUIDE_CELLS * line.depth + cell_len(line.label) for line in [head, *lines])
-    mass_cells = max(cell_len(line.mass) for line in [head, *lines])
-
-    def text(line: _Line) -> Text:
-        made = Text(no_wrap=True, overflow="ellipsis")
-        made.append(set_cell_size(line.label, label_cells - _GUIDE_CELLS * line.depth), line.style)
-        made.append(f"  {line.mass:>{mass_cells}}  {line.share:>9}  ", line.numbers)
-        made.append(line.tokens, "dim")
-        made.rstrip()
-        return made
-
+    lines = [(0, "branch", measure, "of parent", "tokens", "dim"), *_lines(root, 0)]
+    label_cells = max(_GUIDE_CELLS * depth + cell_len(label) for depth, label, *_ in lines)
+    mass_cells = max(len(mass) for _, _, mass, *_ in lines)
+    # The header is above the tree; of each level, the path has the last branch.
+    shown: list[Text | Tree] = [Text(printable(title), style="bold")]
     path: list[Tree] = []
-    for line in lines:
-        tree = Tree(text(line), guide_style="bright_black")
-        if line.depth:
-            path[line.depth - 1].children.append(tree)
-        path[line.depth :] = [tree]
-    Terminal().print(Group(Text(printable(title), style="bold"), text(head), path[0]))
+    for depth, label, mass, share, tokens, style in lines:
+        parts = [(set_cell_size(label, label_cells - _GUIDE_CELLS * depth), style)]
+        parts += [(f"  {mass:>{mass_cells}}  {share:>9}  ", "cyan"), (tokens, "dim")]
+        text = Text.assemble(*parts, no_wrap=True, overflow="ellipsis")
+        text.rstrip()
+        if len(shown) < 2:
+            shown.append(text)
+        else:
+            path[depth:] = [path[depth - 1].add(text) if depth else Tree(text, guide_style="bright_black")]
+    Terminal().print(Group(*shown, path[0]))
 
 
 def _percent(part: float) -> str:
@@ -401,46 +290,40 @@ def _percent(part: float) -> str:
 def _quoted(data: bytes) -> str:
     """A byte string in quotation marks, cut to `_MAX_LABEL_CELLS`."""
     text = to_text(data)
-    if cell_len(text) <= _MAX_LABEL_CELLS - 2:
-        return f'"{text}"'
-    return f'"{set_cell_size(text, _MAX_LABEL_CELLS - 3)}…"'
+    is_short = cell_len(text) <= _MAX_LABEL_CELLS - 2
+    return f'"{text}"' if is_short else f'"{set_cell_size(text, _MAX_LABEL_CELLS - 3)}…"'
 
 
-def _lines(branch: Branch, depth: int) -> Iterator[_Line]:
-    """The lines of a branch and of everything below it, from top to bottom."""
+def _lines(branch: Branch, depth: int) -> Iterator[tuple[int, str, str, str, str, str]]:
+    """The lines of a branch and of all branches below it: depth, label, mass, share, tokens, and the label's style."""
     share = "" if branch.share is None else f"{branch.share:.1%}"
     label = _quoted(branch.edge or branch.prefix)
-    if char := _completed(branch.prefix, branch.above):
+    if char := _completed(branch.prefix, len(branch.edge)):
         label = f"{label} = {_quoted(char)}"
-    yield _Line(depth, label, _percent(branch.mass), share, _about_tokens(branch), "" if depth else "bold")
+    tokens = ", ".join(map(str, branch.tokens[:_MAX_TOKENS]))
+    if len(branch.tokens) > _MAX_TOKENS:
+        tokens += f" and {len(branch.tokens) - _MAX_TOKENS} more"
+    if branch.longer and tokens:
+        if branch.alone is not None:
+            tokens += f" alone: {_percent(branch.alone) if branch.alone > _MIN_ALONE * branch.mass else 'about 0%'}"
+        if not branch.is_open:
+            tokens += f" and {branch.longer} longer"
+    elif branch.longer and not branch.is_open:
+        tokens = f"{branch.longer} tokens"
+    yield depth, label, _percent(branch.mass), share, tokens, "" if depth else "bold"
     for child in branch.children:
         yield from _lines(child, depth + 1)
     if branch.hidden:
         share = f"{branch.hidden_mass / branch.mass:.1%}" if branch.mass else ""
-        label = f"… and {branch.hidden} more"
-        yield _Line(depth + 1, label, _percent(branch.hidden_mass), share, "", "dim", "dim cyan")
+        yield depth + 1, f"… and {branch.hidden} more", _percent(branch.hidden_mass), share, "", "dim"
 
 
-def _completed(prefix: bytes, above: int) -> bytes:
+def _completed(prefix: bytes, edge_length: int) -> bytes:
     """The text from the character that the edge begins in the middle of; b"" for an edge that does not, or no text."""
-    start = above
+    above = start = len(prefix) - edge_length
     while 0 < start < len(prefix) and prefix[start] & 0xC0 == 0x80:
         start -= 1
     try:
         return prefix[start:] if start < above and prefix[start:].decode() else b""
     except UnicodeDecodeError:
         return b""
-
-
-def _about_tokens(branch: Branch) -> str:
-    ids = ", ".join(map(str, branch.tokens[:_MAX_TOKENS]))
-    if len(branch.tokens) > _MAX_TOKENS:
-        ids += f" and {len(branch.tokens) - _MAX_TOKENS} more"
-    if not branch.longer:
-        return ids
-    if not ids:
-        return "" if branch.is_open else f"{branch.longer} tokens"
-    alone = ""
-    if branch.alone is not None:
-        alone = f" alone: {_percent(branch.alone) if branch.alone > _MIN_ALONE * branch.mass else 'about 0%'}"
-    return ids + alone + ("" if branch.is_open else f" and {branch.longer} longer")

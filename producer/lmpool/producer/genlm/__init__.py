@@ -38,14 +38,10 @@ __all__ = [
 ]
 
 # Imported at their first use: they need torch and genlm-backend, and the tries do not.
-_LAZY = {
-    "PooledLM": "lmpool.producer.genlm.language_model",
-    "UnknownLora": "lmpool.producer.genlm.language_model",
-    "load_model_by_name": "lmpool.producer.genlm.language_model",
-}
+_LAZY = ("PooledLM", "UnknownLora", "load_model_by_name")
 
 
 def __getattr__(name: str) -> Any:
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_LAZY[name]), name)
+    return getattr(importlib.import_module("lmpool.producer.genlm.language_model"), name)

@@ -1,6 +1,7 @@
 """Connections of a language model: `ModelConnection` to a running pool, `PrivatePool` with a worker of its own.
 
-Both survive a fork of the process: the child does not touch the connections of its parent.
+Both survive a fork of the process: the child does not touch the connections of its parent. `split` and
+`command_options` translate the options `llm_opts` of `load_model_by_name`.
 """
 
 from __future__ import annotations
@@ -8,8 +9,11 @@ from __future__ import annotations
 import asyncio
 import atexit
 import contextlib
+import json
 import math
 import os
+import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -18,31 +22,56 @@ import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import redis
 
 from lmpool.broker.server import RedisLike
 from lmpool.cli import FOLDER_VARIABLE, LAUNCH
 from lmpool.embedded import EmbeddedServer
-from lmpool.errors import ModelError, ProducerClosed
+from lmpool.errors import ModelError, ProducerClosed, SettingsError
 from lmpool.producer.client.requests import ENDLESS_S, check_timeout
 from lmpool.producer.client.session import Priority, WhenAbsent
-from lmpool.producer.metrics import ProducerStats
 from lmpool.producer.producer import Producer
 from lmpool.producer.sync import SyncProducer
 from lmpool.protocol.keys import Keys
+from lmpool.settings import check_kind, shown
 
 PREFIX = "lmpool"
 """Prefix of a private pool's Redis keys."""
 
+_LOG = "worker.log"
+_LOAD_TIMEOUT_S = 1800.0  # Seconds until a private worker must serve: enough to download a large model.
 _STOP_S = 5.0  # Seconds that the worker has to stop before it is killed.
 _POLL_S = 0.05  # Between two checks whether the model is served.
 _LINES_SHOWN = 20  # Lines of the worker's log in an error.
 _MAX_FOLDER_PATH = 60  # Bytes: a socket's path has at most 107, and the server's folder adds its name.
+
+MODEL_OPTIONS = ("timeout", "cache_bytes", "tokenizer")
+"""Options of a language model with a private worker."""
+
+POOL_OPTIONS = (*MODEL_OPTIONS, "redis", "prefix", "when_absent", "priority")
+"""Options of a language model that connects to a running pool."""
+
+MIN_TIMEOUT_S = 1.0
+"""A smaller timeout is the time that genlm-backend waits to fill a batch, not the time of a request; seconds."""
+
+_OPTION = re.compile(r"[a-z][a-z0-9_]*")
+# Arguments of transformers -> settings of the hf backend.
+_HF_OPTS = {"torch_dtype": "dtype", "device_map": "device"}
+_HF_OPTS |= {name: name for name in ("dtype", "revision", "trust_remote_code")}
+_REFUSED = {
+    "bitsandbytes_opts": "the hf backend does not quantise: give a quantised checkpoint, or gguf_file=",
+    "cache_size": "rows are bounded by bytes: use cache_bytes=",
+    "cache_opts": "rows are bounded by bytes: use cache_bytes=",
+    "when_absent": "the private worker serves before the model is returned",
+    "priority": "no other client uses the private worker",
+    "redis": "the model has a private server: connect to another with backend='pool'",
+    "prefix": "the model has a private server: connect to another with backend='pool'",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,11 +94,7 @@ class Address:
 
 
 def seconds_of(timeout: float) -> float:
-    """The timeout of a producer for the timeout of a language model, where infinity means no deadline.
-
-    Raises:
-        SettingsError: not a number above 0.
-    """
+    """The timeout of a producer for the timeout of a language model, where infinity means no deadline."""
     return ENDLESS_S if timeout == math.inf else check_timeout(timeout)
 
 
@@ -80,48 +105,33 @@ class LazyProducer(SyncProducer):
         pass
 
 
-class Owned(Protocol):
-    """A resource that is closed together with a connection."""
-
-    def close(self) -> None:
-        """Close it; closing it twice does nothing."""
-        ...
-
-
 class ModelConnection:
     """Holds producers: one for the coroutines of each thread, and one for synchronous callers in any thread."""
 
-    def __init__(self, address: Address, owned: Owned | None = None) -> None:
+    def __init__(self, address: Address, owned: PrivatePool | None = None) -> None:
         self._address = address
-        self._owned = owned
-        self._start_afresh()
-        _connections.add(self)
+        self._closed = False
+        self._start(owned)
+        _forked.add(self)
         atexit.register(self.close)
 
-    def _start_afresh(self) -> None:
-        # Concurrent event loops are in different threads, and a producer has one session at a time.
+    def _start(self, owned: PrivatePool | None) -> None:
+        self._owned = owned
+        # A producer belongs to one thread, because its cache has no lock.
         self._of_thread = threading.local()
         self._producers: weakref.WeakSet[Producer] = weakref.WeakSet()
         self._lock = threading.Lock()
         self._sync: LazyProducer | None = None
-        self._closed = False
 
     def after_fork(self) -> None:
         """Start again in a child process."""
         # Closing the producers would remove descriptors from epoll instances that the child shares with its parent.
         _left_to_parent.append((self._of_thread, self._sync, self._owned))
-        closed = self._closed
-        self._owned = None
-        self._start_afresh()
-        self._closed = closed
+        self._start(None)
 
     @property
     def producer(self) -> Producer:
-        """The producer of coroutines in this thread.
-
-        Raises:
-            ProducerClosed: the connection is closed.
-        """
+        """The producer of coroutines in this thread; raises `ProducerClosed` after `close`."""
         self._check_open()
         producer: Producer | None = getattr(self._of_thread, "producer", None)
         if producer is None:
@@ -131,42 +141,21 @@ class ModelConnection:
 
     @property
     def sync(self) -> LazyProducer:
-        """The producer of synchronous callers; connects at the first use.
-
-        Raises:
-            ProducerClosed: the connection is closed.
-        """
-        if (sync := self._sync) is not None:
-            return sync
+        """The producer of synchronous callers, which connects at its first call; raises `ProducerClosed`."""
         with self._lock:
             self._check_open()
             if self._sync is None:
                 self._sync = LazyProducer(self._address.model, **self._address.options)
             return self._sync
 
-    def forget_rows(self) -> None:
-        """Drop the rows in the memory of this thread's producers."""
-        for producer in self._used():
-            producer.clear_cache()
-
-    def stats(self) -> ProducerStats:
-        """Counts of the requests of this thread's producers."""
-        total = ProducerStats()
-        for producer in self._used():
-            for name, count in asdict(producer.stats()).items():
-                total.add(name, count)
-        return total
-
-    def _used(self) -> list[Producer | SyncProducer]:
-        """The producers of this thread: its own, and the one of synchronous callers."""
+    @property
+    def used(self) -> list[Producer | SyncProducer]:
+        """The producers that this thread has used: its own, and the one of synchronous callers."""
         producers: list[Producer | SyncProducer | None] = [getattr(self._of_thread, "producer", None), self._sync]
         return [producer for producer in producers if producer is not None]
 
     def close(self) -> None:
-        """Close the producers and the owned resource; closing twice does nothing.
-
-        Sessions end in their own event loops, as soon as these run.
-        """
+        """Close the producers and the private pool. Sessions end in their own event loops, as soon as these run."""
         self._closed = True
         for producer in list(self._producers):
             producer.close_soon()
@@ -203,71 +192,52 @@ class ModelConnection:
             raise ProducerClosed("this PooledLM is closed")
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerCommand:
-    """The worker that a private pool runs.
-
-    Attributes:
-        model: hub name or folder of the model, the argument of `lmpool worker`.
-        backend: name of its backend.
-        options: further options of the command.
-        load_timeout: seconds until it must serve.
-    """
-
-    model: str
-    backend: str
-    options: Sequence[str] = ()
-    load_timeout: float = 1800.0
-
-
 class PrivatePool:
     """A server and a worker in a temporary folder, from the constructor to `close`.
 
     Both end with this process, however it ends. A fork of this process may use them and leaves them to its parent.
 
     Args:
-        command: the worker.
+        model: hub name or folder of the model, the argument of `lmpool worker`.
+        backend: name of its backend.
+        options: more options of the command.
+        load_timeout: seconds until it must serve.
 
     Raises:
         ModelError: the worker ended before it served, or did not serve in time; its log is quoted.
-        ServerError: there is no server program, or it does not start.
     """
 
-    def __init__(self, command: WorkerCommand) -> None:
-        self._command = command
+    def __init__(self, model: str, backend: str, options: list[str], load_timeout: float = _LOAD_TIMEOUT_S) -> None:
         self._lock = threading.Lock()
-        self._folder = Path(tempfile.mkdtemp(prefix="lmpool-", dir=_temporary_folder()))
+        has_long_path = len(os.fsencode(tempfile.gettempdir())) > _MAX_FOLDER_PATH
+        self._folder = Path(tempfile.mkdtemp(prefix="lmpool-", dir="/tmp" if has_long_path else None))
         self._server = EmbeddedServer(folder=self._folder / "server")
         self._process: subprocess.Popen[bytes] | None = None
-        _pools.add(self)
+        _forked.add(self)
         try:
             self._server.start()
+            self.url = self._server.url
             atexit.register(self.close)
-            self._process = self._launch()
-            self._await_model(self._process)
+            self._process = self._launch(["--backend", backend, *options, "--", model])
+            self._await_model(self._process, model, load_timeout)
         except BaseException:
             self.close()
             raise
-
-    @property
-    def url(self) -> str:
-        """URL of the server."""
-        return self._server.url
-
-    @property
-    def log(self) -> str:
-        """The last lines that the worker has printed."""
-        with contextlib.suppress(OSError):
-            lines = self._log_path.read_text("utf-8", "replace").splitlines()
-            return "\n".join(lines[-_LINES_SHOWN:])
-        return ""
 
     def close(self) -> None:
         """End the worker and the server and remove their files; closing twice does nothing."""
         with self._lock:
             process, self._process = self._process, None
             if process is not None:
-                _end(process)
+                process.terminate()
+                try:
+                    process.wait(_STOP_S)
+                except subprocess.TimeoutExpired:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.killpg(process.pid, signal.SIGKILL)
+                    process.wait()
+                if process.stdin is not None:
+                    process.stdin.close()
             self._server.stop()
             shutil.rmtree(self._folder, ignore_errors=True)
         atexit.unregister(self.close)
@@ -278,73 +248,122 @@ class PrivatePool:
         self._lock = threading.Lock()
         atexit.unregister(self.close)
         if process is not None and process.stdin is not None:
-            # The worker must hear of the parent's end although this process lives on.
+            # The worker must notice the end of the parent although this process lives on.
             process.stdin.close()
             _left_to_parent.append(process)
 
-    @property
-    def _log_path(self) -> Path:
-        return self._folder / "worker.log"
-
-    def _launch(self) -> subprocess.Popen[bytes]:
-        command = self._command
-        # Without -P a file of the user's in the working directory could stand for a module.
-        program = [sys.executable, "-P", "-c", LAUNCH, "worker", "--backend", command.backend]
-        # Nobody but this program names adapters here.
-        options = ["--redis", self.url, "--prefix", PREFIX, "--adapter-hub", *command.options]
-        with self._log_path.open("wb") as log:
+    def _launch(self, arguments: list[str]) -> subprocess.Popen[bytes]:
+        # Without -P, a file in the user's working directory could replace a module. No other program names adapters
+        # here, so any name on the hub is allowed.
+        program = [sys.executable, "-P", "-c", LAUNCH, "worker", "--redis", self.url, "--prefix", PREFIX]
+        with (self._folder / _LOG).open("wb") as log:
             return subprocess.Popen(
-                [*program, *options, "--", command.model],
+                [*program, "--adapter-hub", *arguments],
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 bufsize=0,
                 env={**os.environ, FOLDER_VARIABLE: str(self._folder)},
-                # Ctrl-C is this program's alone: in a notebook it ends a cell and not the model.
+                # Ctrl-C must not reach the worker: in a notebook it ends a cell and not the model.
                 start_new_session=True,
             )
 
-    def _await_model(self, process: subprocess.Popen[bytes]) -> None:
-        name, seconds = self._command.model, self._command.load_timeout
-        deadline = time.monotonic() + seconds
+    def _await_model(self, process: subprocess.Popen[bytes], model: str, load_timeout: float) -> None:
+        deadline = time.monotonic() + load_timeout
         with contextlib.closing(redis.Redis.from_url(self.url)) as client:
             while not client.hlen(Keys(PREFIX).models()):
+                problem = ""
                 if (code := process.poll()) is not None:
-                    raise ModelError(f"the worker for {name!r} ended with code {code} before it served:\n{self.log}")
-                if time.monotonic() > deadline:
-                    raise ModelError(f"{name!r} is not served within load_timeout = {seconds:g} s:\n{self.log}")
+                    problem = f"the worker for {model!r} ended with code {code} before it served"
+                elif time.monotonic() > deadline:
+                    problem = f"{model!r} is not served within load_timeout = {load_timeout:g} s"
+                if problem:
+                    log = (self._folder / _LOG).read_text("utf-8", "replace").splitlines()[-_LINES_SHOWN:]
+                    raise ModelError(f"{problem}:\n" + "\n".join(log))
                 time.sleep(_POLL_S)
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    process.terminate()
-    try:
-        process.wait(_STOP_S)
-    except subprocess.TimeoutExpired:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-    if process.stdin is not None:
-        process.stdin.close()
-
-
-def _temporary_folder() -> str | None:
-    """Where temporary folders are made; None for the usual place, unless its path is too long for a socket."""
-    return "/tmp" if len(os.fsencode(tempfile.gettempdir())) > _MAX_FOLDER_PATH else None
-
-
-_connections: weakref.WeakSet[ModelConnection] = weakref.WeakSet()
-_pools: weakref.WeakSet[PrivatePool] = weakref.WeakSet()
+_forked: weakref.WeakSet[ModelConnection | PrivatePool] = weakref.WeakSet()
 # Kept alive in a child process, which must not close what its parent uses.
 _left_to_parent: list[Any] = []
 
 
 def _after_fork() -> None:
-    for connection in list(_connections):
+    for connection in list(_forked):
         connection.after_fork()
-    for pool in list(_pools):
-        pool.after_fork()
 
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)
+
+
+def split(backend: str, given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Split options between the language model and its private worker, and rename the worker's to lmpool's names."""
+    for name, instead in _REFUSED.items():
+        if given.get(name) is not None:
+            raise SettingsError(f"llm_opts: {name} cannot be set: {instead}")
+    check_min_timeout(given)
+    model = {name: given[name] for name in MODEL_OPTIONS if name in given}
+    worker = {name: value for name, value in given.items() if name not in model and name not in _REFUSED}
+    translated: dict[str, tuple[Collection[str], Callable[[Any], dict[str, Any]]]] = {
+        "batch_size": ((backend,), lambda size: {"max_batch": size}),
+        "hf_opts": (("hf",), _read_hf_opts),
+        "engine_opts": (("vllm", "sglang"), _read_engine_opts),
+    }
+    for name, (backends, read) in translated.items():
+        if name in worker and backend in backends:
+            settings = read(worker.pop(name))
+            for twice in settings.keys() & worker.keys():
+                raise SettingsError(f"llm_opts: {name} and {twice} are the same setting: give one of them")
+            worker |= settings
+    return model, worker
+
+
+def check_min_timeout(given: Mapping[str, Any]) -> None:
+    """Raise `SettingsError` for a timeout that is too small for a request."""
+    timeout = given.get("timeout")
+    if isinstance(timeout, (int, float)) and 0 < timeout < MIN_TIMEOUT_S:
+        raise SettingsError(
+            f"llm_opts: timeout = {timeout} is less than {MIN_TIMEOUT_S:g} s: here it limits the time of a request, "
+            "not the time that genlm-backend waits to fill a batch: leave it out"
+        )
+
+
+def command_options(given: Mapping[str, Any]) -> list[str]:
+    """Settings of a worker as options of the `lmpool worker` command, without those that are None or False."""
+    options: list[str] = []
+    for name, value in given.items():
+        if not isinstance(name, str) or not _OPTION.fullmatch(name):
+            raise SettingsError(f"llm_opts: {shown(name)} is not the name of a setting")
+        option = "--" + name.replace("_", "-")
+        if value is True:
+            options.append(option)
+        elif value is not None and value is not False:
+            values = value if isinstance(value, (list, tuple)) else [value]
+            # The name of a dtype of torch has a prefix, as in `torch.float32`.
+            options += [f"{option}={str(item).removeprefix('torch.') if name == 'dtype' else item}" for item in values]
+    return options
+
+
+def _read_hf_opts(given: Any) -> dict[str, Any]:
+    """Translate arguments of transformers into settings of the hf backend."""
+    settings: dict[str, Any] = {}
+    for name, value in check_kind("hf_opts", given or {}, Mapping, "a mapping of options to values").items():
+        if name not in _HF_OPTS or (name == "device_map" and not isinstance(value, str | None)):
+            raise SettingsError(
+                f"llm_opts: hf_opts has {shown(name)} = {shown(value)}, which the hf backend does not take; it takes "
+                "torch_dtype, dtype, device_map (one device), revision and trust_remote_code"
+            )
+        settings[_HF_OPTS[name]] = value
+    return settings
+
+
+def _read_engine_opts(given: Any) -> dict[str, Any]:
+    """Translate arguments of an engine into settings of its backend."""
+    arguments = dict(check_kind("engine_opts", given or {}, Mapping, "a mapping of options to values"))
+    settings: dict[str, Any] = {"dtype": arguments.pop("dtype")} if "dtype" in arguments else {}
+    try:
+        settings["engine_args"] = [shlex.quote(f"{name}={json.dumps(value)}") for name, value in arguments.items()]
+    except TypeError as error:
+        raise SettingsError(f"llm_opts: engine_opts must be plain values: {error}") from error
+    return settings

@@ -9,7 +9,7 @@ import math
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import PurePath
 from types import TracebackType
 from typing import Any, Self
@@ -23,20 +23,22 @@ from lmpool.errors import SettingsError, UnknownAdapter
 from lmpool.producer.client.requests import check_timeout
 from lmpool.producer.client.session import CopiedAsItself, Priority, WhenAbsent
 from lmpool.producer.genlm.connection import (
+    MIN_TIMEOUT_S,
+    POOL_OPTIONS,
     PREFIX,
     Address,
     ModelConnection,
-    Owned,
     PrivatePool,
-    WorkerCommand,
+    check_min_timeout,
+    command_options,
     seconds_of,
+    split,
 )
-from lmpool.producer.genlm.llm_opts import MIN_TIMEOUT_S, check_known, command_options, split
 from lmpool.producer.metrics import ProducerStats
 from lmpool.producer.tokenizer import load_tokenizer, read_tokenizer
 from lmpool.protocol.job import not_token_ids
 from lmpool.protocol.model_info import ModelInfo
-from lmpool.settings import shown
+from lmpool.settings import check_choice, check_kind, check_known, shown
 from lmpool.vocabulary import decode_vocab
 
 try:
@@ -45,14 +47,8 @@ try:
 except ImportError as error:
     raise ImportError(f"PooledLM needs genlm-backend: pip install 'lmpool[genlm]' ({error})") from error
 
-_BACKENDS = {
-    "hf": "hf",
-    "vllm": "vllm",
-    "sglang": "sglang",
-    "sgl": "sglang",
-    "synthetic": "synthetic",
-    "mock": "synthetic",
-}
+_ALIASES = {"sgl": "sglang", "mock": "synthetic"}
+_BACKENDS = ("hf", "vllm", "sglang", "synthetic", *_ALIASES)
 _GENLM_BATCH_SIZE = 20  # genlm-backend's default.
 _MAX_AT_ONCE = 64  # Tokens generated per request, so that a long continuation does not exceed the timeout.
 
@@ -108,7 +104,7 @@ class PooledLM(CopiedAsItself, AsyncLM):  # type: ignore[misc]  # genlm-backend 
 
     device = torch.device("cpu")
 
-    def __init__(self, address: Address, *, tokenizer: Any = None, owned: Owned | None = None) -> None:
+    def __init__(self, address: Address, *, tokenizer: Any = None, owned: PrivatePool | None = None) -> None:
         connection = ModelConnection(address, owned)
         try:
             # Connect now, so that a wrong model name fails here and not during inference.
@@ -191,6 +187,9 @@ class PooledLM(CopiedAsItself, AsyncLM):  # type: ignore[misc]  # genlm-backend 
         """The model's info: V (`vocab_size`), limits, adapters."""
         return self._connection.sync.model
 
+    def _options(self, lora_name: str | None) -> dict[str, Any]:
+        return {"adapter": lora_name or "", "timeout": self._seconds}
+
     async def next_token_logprobs(self, token_ids: Any, lora_name: str | None = None) -> torch.Tensor:
         """The log-probabilities of the next token after a prompt.
 
@@ -202,14 +201,12 @@ class PooledLM(CopiedAsItself, AsyncLM):  # type: ignore[misc]  # genlm-backend 
             float32 tensor of shape (V,), not to be changed in place.
         """
         with _errors_of_genlm():
-            work = self._connection.producer.logprobs(token_ids, adapter=lora_name or "", timeout=self._seconds)
-            return tensor_over(await work)
+            return tensor_over(await self._connection.producer.logprobs(token_ids, **self._options(lora_name)))
 
     def next_token_logprobs_sync(self, token_ids: Any, lora_name: str | None = None) -> torch.Tensor:
         """As `next_token_logprobs`, for synchronous callers; it blocks a running event loop."""
         with _errors_of_genlm():
-            sync = self._connection.sync
-            return tensor_over(sync.logprobs(token_ids, adapter=lora_name or "", timeout=self._seconds))
+            return tensor_over(self._connection.sync.logprobs(token_ids, **self._options(lora_name)))
 
     async def batch_next_token_logprobs(
         self, token_ids_list: Iterable[Any], lora_name: str | None = None
@@ -224,9 +221,7 @@ class PooledLM(CopiedAsItself, AsyncLM):  # type: ignore[misc]  # genlm-backend 
             float32 tensor of shape (n, V), owned by the caller.
         """
         with _errors_of_genlm():
-            rows = await self._connection.producer.batch_logprobs(
-                token_ids_list, adapter=lora_name or "", timeout=self._seconds
-            )
+            rows = await self._connection.producer.batch_logprobs(token_ids_list, **self._options(lora_name))
         return torch.from_numpy(rows)
 
     def batch_next_token_logprobs_sync(
@@ -234,14 +229,12 @@ class PooledLM(CopiedAsItself, AsyncLM):  # type: ignore[misc]  # genlm-backend 
     ) -> torch.Tensor:
         """As `batch_next_token_logprobs`, for synchronous callers."""
         with _errors_of_genlm():
-            rows = self._connection.sync.batch_logprobs(token_ids_list, adapter=lora_name or "", timeout=self._seconds)
-        return torch.from_numpy(rows)
+            return torch.from_numpy(self._connection.sync.batch_logprobs(token_ids_list, **self._options(lora_name)))
 
     def next_token_logprobs_uncached(self, token_ids: Any, lora_name: str | None = None) -> torch.Tensor:
         """As `next_token_logprobs_sync`, but a worker computes the row again even if it is cached."""
         with _errors_of_genlm():
-            row = self._connection.sync.logprobs(token_ids, fresh=True, adapter=lora_name or "", timeout=self._seconds)
-        return tensor_over(row)
+            return tensor_over(self._connection.sync.logprobs(token_ids, fresh=True, **self._options(lora_name)))
 
     async def sample(
         self,
@@ -278,31 +271,22 @@ class PooledLM(CopiedAsItself, AsyncLM):  # type: ignore[misc]  # genlm-backend 
             continuation: list[int] = await super().sample(prompt, max_tokens, ends, temperature, seed, lora_name)
             return continuation
         generated: list[int] = []
-        while len(generated) < max_tokens:
-            made = await self._generate(prompt + generated, max_tokens - len(generated), ends, temperature, lora_name)
-            if made[-1] in ends:
-                return generated + made[:-1]
-            generated += made
-        return generated
-
-    async def _generate(
-        self, token_ids: list[int], max_tokens: int, ends: frozenset[int], temperature: float, lora_name: str | None
-    ) -> list[int]:
-        """At least one token, and at most as many as the model accepts: the next request then raises PromptTooLong."""
         producer = self._connection.producer
         with _errors_of_genlm():
             await producer.open()
-            room = producer.model.max_prompt_tokens - len(token_ids) + 1
-            (made,) = await producer.generate(
-                token_ids,
-                max(1, min(max_tokens, room, _MAX_AT_ONCE)),
-                # Ids outside of the vocabulary are never drawn.
-                stop=sorted(end for end in ends if 0 <= end < producer.model.vocab_size),
-                temperature=temperature,
-                adapter=lora_name or "",
-                timeout=self._seconds,
-            )
-        return [int(token) for token in made.ids]
+            # Ids outside of the vocabulary are never drawn.
+            stop = sorted(end for end in ends if 0 <= end < producer.model.vocab_size)
+            options = self._options(lora_name)
+            while len(generated) < max_tokens:
+                ids = prompt + generated
+                # At least one token: when the model accepts no more, this request raises PromptTooLong.
+                capacity = max(1, producer.model.max_prompt_tokens - len(ids) + 1)
+                count = min(max_tokens - len(generated), capacity, _MAX_AT_ONCE)
+                (made,) = await producer.generate(ids, count, stop=stop, temperature=temperature, **options)
+                generated += map(int, made.ids)
+                if generated[-1] in ends:
+                    return generated[:-1]
+        return generated
 
     def cache_kv(self, prompt_tokens: Any, lora_name: str | None = None) -> None:
         """Have a worker compute a prompt's row, so that longer prompts cost only their new tokens.
@@ -311,11 +295,12 @@ class PooledLM(CopiedAsItself, AsyncLM):  # type: ignore[misc]  # genlm-backend 
         keys and values.
         """
         with _errors_of_genlm():
-            self._connection.sync.warm(prompt_tokens, adapter=lora_name or "", timeout=self._seconds)
+            self._connection.sync.warm(prompt_tokens, **self._options(lora_name))
 
     def clear_cache(self) -> None:
         """Drop the cached rows of this process. Rows in the pool's cache stay."""
-        self._connection.forget_rows()
+        for producer in self._connection.used:
+            producer.clear_cache()
 
     def clear_kv_cache(self) -> None:
         """Do nothing: workers manage their keys and values."""
@@ -346,7 +331,11 @@ class PooledLM(CopiedAsItself, AsyncLM):  # type: ignore[misc]  # genlm-backend 
 
     def stats(self) -> ProducerStats:
         """Counts of this thread's requests and of the synchronous ones together."""
-        return self._connection.stats()
+        total = ProducerStats()
+        for producer in self._connection.used:
+            for name, count in asdict(producer.stats()).items():
+                total.add(name, count)
+        return total
 
     def close(self) -> None:
         """Close the connections; closing twice does nothing. Connections also close when the model is collected."""
@@ -418,20 +407,15 @@ def load_model_by_name(
         ModelError: the private worker does not serve; the message quotes the end of its log.
         As `PooledLM`.
     """
-    if llm_opts is not None and not isinstance(llm_opts, Mapping):
-        raise SettingsError(f"llm_opts: {shown(llm_opts)} is not a mapping of options to values")
-    given = dict(llm_opts or {})
+    given: dict[str, Any] = dict(check_kind("llm_opts", llm_opts or {}, Mapping, "a mapping of options to values"))
     if backend is None or backend == "pool":
-        check_known(given)
+        check_known(given, POOL_OPTIONS, "an option of a connection")
+        check_min_timeout(given)
         return PooledLM.from_name(name, **{"when_absent": "wait"} | given)
-    if not isinstance(backend, str) or backend not in _BACKENDS:
-        raise SettingsError(f"backend: {shown(backend)} is not one of pool, {', '.join(_BACKENDS)}")
+    check_choice("backend", backend, ("pool", *_BACKENDS))
     if not isinstance(name, (str, PurePath)) or "\0" in str(name):
         raise SettingsError(f"name: {shown(name)}: the {backend} backend needs the hub name or folder of a model")
-    return _load_privately(str(name), _BACKENDS[backend], given)
-
-
-def _load_privately(name: str, backend: str, given: dict[str, Any]) -> PooledLM:
+    name, backend = str(name), _ALIASES.get(backend, backend)
     loading = {"load_timeout": check_timeout(given.pop("load_timeout"))} if "load_timeout" in given else {}
     options, worker = split(backend, given)
     served = name
@@ -441,7 +425,7 @@ def _load_privately(name: str, backend: str, given: dict[str, Any]) -> PooledLM:
             options["tokenizer"] = read_tokenizer(name, option="name", otherwise="pass tokenizer= in llm_opts")
         worker.setdefault("vocab_size", len(decode_vocab(options["tokenizer"]).tokens))
     tokenizer = options.pop("tokenizer", None)
-    pool = PrivatePool(WorkerCommand(served, backend, command_options(worker), **loading))
+    pool = PrivatePool(served, backend, command_options(worker), **loading)
     try:
         model = PooledLM(Address(redis=pool.url, prefix=PREFIX, **options), tokenizer=tokenizer, owned=pool)
     except BaseException:

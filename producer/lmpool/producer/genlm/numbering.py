@@ -96,77 +96,50 @@ def is_token(x: object) -> TypeGuard[Token]:
     return isinstance(x, Token) or (isinstance(x, bytes) and hasattr(x, "token_id") and hasattr(x, "byte_string"))
 
 
-class Spelling(NamedTuple):
-    """A vocabulary as byte strings.
+def spell(decode: Sequence[Any]) -> tuple[list[bytes], list[Hashable], list[Hashable]]:
+    """Spell every item of a vocabulary.
 
-    Attributes:
-        words: the byte string of each item.
-        keys: the key of each item in `word2leaf`.
-        letters: the letters that are no bytes; letter i has the code 256 + i.
-        has_plain_bytes: whether any item is bytes without an id.
+    Returns:
+        the byte string of each item; the key of each item in `word2leaf`; the letters that are not bytes, where letter
+        i has the code 256 + i.
+
+    Raises:
+        InvalidVocabulary: an item is not iterable or hashable, or two items have the same key.
     """
-
-    words: list[bytes]
-    keys: list[Hashable]
-    letters: list[Hashable]
-    has_plain_bytes: bool
-
-
-def spell(decode: Sequence[Any]) -> Spelling:
-    """Spell every item of a vocabulary; raises `InvalidVocabulary` for an item that is not iterable or hashable."""
     words: list[bytes] = []
-    keys: list[Hashable] = []
+    keys: dict[Hashable, int] = {}
     others: dict[int, list[int]] = {}
     codes: dict[Hashable, int] = {byte: byte for byte in range(_N_BYTES)}
-    has_plain_bytes = False
     for index, item in enumerate(decode):
+        key, word = item, b""
         if is_token(item):
             word = item.byte_string
-            keys.append((word, item.token_id))
+            key = word, item.token_id
         elif isinstance(item, bytes):
-            has_plain_bytes = True
             word = bytes(item)
-            keys.append(item)
         else:
-            others[index] = _codes_of(item, index, codes)
-            word = b""
-            keys.append(item)
+            try:
+                hash(item)
+                # New letters get the next free codes.
+                others[index] = [codes.setdefault(letter, len(codes)) for letter in item]
+            except TypeError as error:
+                raise InvalidVocabulary(
+                    f"item {index} of the vocabulary is {shown(item, 120)}: it must be a token, bytes or another "
+                    f"hashable iterable of hashable letters ({error})"
+                ) from error
+        if (first := keys.setdefault(key, index)) != index:
+            raise InvalidVocabulary(
+                f"Duplicate word in vocabulary: {shown(key, 120)} is item {first} and item {index}; "
+                f"give tokens of one byte string different ids"
+            )
         words.append(word)
     letters = list(codes)[_N_BYTES:]
     if letters:
         words = [word.replace(b"\xff", b"\xff\x00") for word in words]
     for index, item_codes in others.items():
-        words[index] = _spelled(item_codes) if letters else bytes(item_codes)
-    return Spelling(words, keys, letters, has_plain_bytes)
-
-
-def _codes_of(item: Any, index: int, codes: dict[Hashable, int]) -> list[int]:
-    """The codes of an item's letters; new letters get the next free codes."""
-    try:
-        hash(item)
-        return [codes.setdefault(letter, len(codes)) for letter in item]
-    except TypeError as error:
-        raise InvalidVocabulary(
-            f"item {index} of the vocabulary is {shown(item, 120)}: it must be a token, bytes or another hashable "
-            f"iterable of hashable letters ({error})"
-        ) from error
-
-
-def _spelled(codes: list[int]) -> bytes:
-    return b"".join(b"\xff" * (code // BASE) + bytes((code % BASE,)) for code in codes)
-
-
-def refuse_duplicates(keys: list[Hashable]) -> None:
-    """Raise `InvalidVocabulary` when two items have the same key."""
-    if len(set(keys)) == len(keys):
-        return
-    seen: dict[Hashable, int] = {}
-    for index, key in enumerate(keys):
-        if seen.setdefault(key, index) != index:
-            raise InvalidVocabulary(
-                f"Duplicate word in vocabulary: {shown(key, 120)} is item {seen[key]} and item {index}; "
-                f"give tokens of one byte string different ids"
-            )
+        spelled = (b"\xff" * (code // BASE) + bytes((code % BASE,)) for code in item_codes)
+        words[index] = b"".join(spelled) if letters else bytes(item_codes)
+    return words, list(keys), letters
 
 
 class Spans(NamedTuple):
@@ -224,14 +197,20 @@ def number(trie: Trie, *, escaped: bool) -> Numbering:
     """
     spans = spans_of(trie)
     whole = trie.label != BASE if escaped else np.ones(trie.n_nodes, np.bool_)
-    parent = _whole_parents(trie, whole)
+    # The nearest ancestor that ends a letter; -1 for the root.
+    parent = trie.parent.copy()
+    while (inside := (parent >= 0) & ~whole[parent]).any():
+        parent[inside] = trie.parent[parent[inside]]
     count = np.zeros(trie.n_nodes + 1, np.int64)
     np.cumsum(whole, out=count[1:])
     size = count[spans.end] - count[:-1] + spans.high - spans.low
     kids = np.flatnonzero(whole)[1:]
+    # The first item below every node.
+    bounds = np.column_stack([spans.low, spans.high]).ravel()
+    firsts = np.minimum.reduceat(np.append(spans.items, spans.items.size), bounds)[::2]
     offset = _offsets(
         np.concatenate([parent[kids], trie.leaf]),
-        np.concatenate([_first_items(spans)[kids], np.arange(trie.n_tokens)]),
+        np.concatenate([firsts[kids], np.arange(trie.n_tokens)]),
         np.concatenate([size[kids], np.ones(trie.n_tokens, np.int64)]),
     )
     kid_offset, item_offset = offset[: kids.size], offset[kids.size :]
@@ -240,22 +219,18 @@ def number(trie: Trie, *, escaped: bool) -> Numbering:
     steps[kids] = kid_offset
     steps -= np.bincount(spans.end[kids], kid_offset, trie.n_nodes + 1).astype(np.int64)
     start = np.cumsum(steps)[:-1]
-    return _renamed(trie, whole, parent, start + size - 1, start[trie.leaf] + item_offset)
-
-
-def _whole_parents(trie: Trie, whole: NDArray[np.bool_]) -> NDArray[np.int32]:
-    """The nearest ancestor that ends a letter; -1 for the root."""
-    parent = trie.parent.copy()
-    while (inside := (parent >= 0) & ~whole[parent]).any():
-        parent[inside] = trie.parent[parent[inside]]
-    return parent
-
-
-def _first_items(spans: Spans) -> NDArray[np.int64]:
-    """The first item below every node."""
-    bounds = np.column_stack([spans.low, spans.high]).ravel()
-    firsts: NDArray[np.int64] = np.minimum.reduceat(np.append(spans.items, spans.items.size), bounds)
-    return firsts[::2]
+    node, leaf = start + size - 1, start[trie.leaf] + item_offset
+    nodes = np.flatnonzero(whole)
+    n_nodes = nodes.size + leaf.size
+    node_map = np.empty(n_nodes, np.int32)
+    node_map[node[nodes]] = nodes
+    node_map[leaf] = -1 - np.arange(leaf.size)
+    parents = np.full(n_nodes, -1, np.int32)
+    parents[node[kids]] = node[parent[kids]]
+    parents[leaf] = node[trie.leaf]
+    letter = np.zeros(n_nodes, np.int64)
+    letter[node[kids]] = (trie.depth[kids] - trie.depth[parent[kids]] - 1) * BASE + trie.label[kids]
+    return Numbering(node_map, leaf.astype(np.int32), parents, letter)
 
 
 def _offsets(parent: NDArray[np.int32], rank: NDArray[np.int64], size: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -266,23 +241,6 @@ def _offsets(parent: NDArray[np.int32], rank: NDArray[np.int64], size: NDArray[n
     offset = np.empty_like(before)
     offset[order] = before - np.maximum.accumulate(np.where(eldest, before, 0))
     return offset
-
-
-def _renamed(
-    trie: Trie, whole: NDArray[np.bool_], parent: NDArray[np.int32], node: NDArray[np.int64], leaf: NDArray[np.int64]
-) -> Numbering:
-    nodes = np.flatnonzero(whole)
-    n_nodes = nodes.size + leaf.size
-    node_map = np.empty(n_nodes, np.int32)
-    node_map[node[nodes]] = nodes
-    node_map[leaf] = -1 - np.arange(leaf.size)
-    parents = np.full(n_nodes, -1, np.int32)
-    parents[node[nodes[1:]]] = node[parent[nodes[1:]]]
-    parents[leaf] = node[trie.leaf]
-    letter = np.zeros(n_nodes, np.int64)
-    depth = trie.depth[nodes[1:]] - trie.depth[parent[nodes[1:]]]
-    letter[node[nodes[1:]]] = (depth - 1) * BASE + trie.label[nodes[1:]]
-    return Numbering(node_map, leaf.astype(np.int32), parents, letter)
 
 
 def renumbered(trie: Trie, node_map: NDArray[np.int32]) -> Compressed:

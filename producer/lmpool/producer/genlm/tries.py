@@ -8,23 +8,20 @@ from __future__ import annotations
 import asyncio
 import sys
 import warnings
-from collections.abc import Callable, Coroutine, Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from functools import cached_property
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lmpool.aio import join_task
 from lmpool.errors import InvalidWeights, SettingsError
-from lmpool.producer.genlm.numbering import number, refuse_duplicates, renumbered, spans_of, spell
+from lmpool.producer.genlm.numbering import Token, number, renumbered, spans_of, spell
 from lmpool.settings import check_choice, shown
 from lmpool.trie.kernels import open_kernels
 from lmpool.trie.trie import Trie, nan_found
-
-if TYPE_CHECKING:
-    import graphviz
 
 _Op = Literal["sum", "max"]
 
@@ -66,19 +63,16 @@ class TokenCharacterTrie:
         self._build(decode, "cpu")
 
     def _build(self, decode: Sequence[Any], device: str) -> None:
-        spelling = spell(decode)
-        if spelling.has_plain_bytes:
+        if any(map(Token.is_plain_bytes, decode)):
             warnings.warn(
                 "Passing plain bytes to TokenCharacterTrie is deprecated. Use Token objects, which have ids.",
                 DeprecationWarning,
                 stacklevel=3,
             )
-        refuse_duplicates(spelling.keys)
+        words, self._keys, self._letters = spell(decode)
         self.decode = decode
-        self.structure = Trie(spelling.words)
-        self._keys = spelling.keys
-        self._letters = spelling.letters
-        self._numbering = number(self.structure, escaped=bool(spelling.letters))
+        self.structure = Trie(words)
+        self._numbering = number(self.structure, escaped=bool(self._letters))
         self.node_map = self._numbering.node_map
         self.root = len(self.node_map) - 1
         self._renumbered = renumbered(self.structure, self.node_map)
@@ -96,21 +90,19 @@ class TokenCharacterTrie:
         Raises:
             InvalidWeights: another number of weights, a value that is no real number, or NaN.
         """
-        row: NDArray[Any] = self._compute("sum", as_vector(ws, len(self.decode))[None])[0]
-        return row
+        return self._batch("sum", [ws])[0]  # type: ignore[no-any-return]
 
     def weight_max(self, ws: Any) -> NDArray[Any]:
         """The greatest weight below every node; arguments, result and errors as `weight_sum`."""
-        row: NDArray[Any] = self._compute("max", as_vector(ws, len(self.decode))[None])[0]
-        return row
+        return self._batch("max", [ws])[0]  # type: ignore[no-any-return]
 
     def batch_weight_sum(self, ws: Any) -> NDArray[Any]:
         """`weight_sum` of several vectors: a list of them or one of shape (B, V) -> (B, G)."""
-        return self._compute("sum", as_rows(ws, len(self.decode)))
+        return self._batch("sum", ws)
 
     def batch_weight_max(self, ws: Any) -> NDArray[Any]:
         """`weight_max` of several vectors: a list of them or one of shape (B, V) -> (B, G)."""
-        return self._compute("max", as_rows(ws, len(self.decode)))
+        return self._batch("max", ws)
 
     def check(self, ws: Any) -> NDArray[Any]:
         """One weight vector as an array of shape (V,), before it joins a batch.
@@ -118,21 +110,69 @@ class TokenCharacterTrie:
         Raises:
             InvalidWeights: as `weight_sum`.
         """
-        return as_vector(ws, len(self.decode))
+        vector = _host(ws)
+        if vector.ndim != 1:
+            raise InvalidWeights(f"the weights have shape {vector.shape}: one vector has shape ({len(self.decode)},)")
+        self._check_rows(vector[None])
+        return vector
+
+    def _batch(self, op: _Op, batch: Any) -> NDArray[Any]:
+        """The values of a 2-D array or tensor, or of an iterable of vectors."""
+        if hasattr(batch, "ndim") and batch.ndim == 2:
+            rows = _host(batch)
+            self._check_rows(rows)
+        elif isinstance(batch, Iterable):
+            vectors = [self.check(vector) for vector in batch]
+            rows = np.stack(vectors) if vectors else np.empty((0, len(self.decode)), np.float32)
+        else:
+            raise InvalidWeights(f"the weights are {shown(batch, 120)}: a batch is a list of vectors or a 2-D array")
+        return self._compute(op, rows)
+
+    def _check_rows(self, rows: NDArray[Any]) -> None:
+        if rows.shape[1] != len(self.decode):
+            items = f"a vocabulary of {len(self.decode)} items"
+            raise InvalidWeights(f"{rows.shape[1]} weights for {items}: give one for each")
+        if rows.dtype.kind not in "fiub":
+            raise InvalidWeights(f"the weights' dtype is {rows.dtype}: they must be real numbers")
+        # The minimum is NaN when any number is, and needs no second array.
+        if rows.size and np.isnan(rows.min()):
+            raise nan_found(rows)
 
     def _compute(self, op: _Op, rows: NDArray[Any]) -> NDArray[Any]:
         values: NDArray[np.float64]
         if rows.dtype.kind == "f" and rows.dtype.itemsize <= 4:
             values = self._kernels.values(op, np.ascontiguousarray(rows, np.float32)).astype(np.float64)
         else:
-            values = self._wide.values(op, rows.astype(np.float64, copy=False))
+            values = self._wide_values(op, rows.astype(np.float64, copy=False))
         if op == "max" and rows.size and rows.min() < 0:
             values[:, self.ordering] = np.maximum(values[:, self.ordering], 0)
         return values
 
+    def _wide_values(self, op: _Op, rows: NDArray[np.float64]) -> NDArray[np.float64]:
+        """The values of the nodes in float64, (B, G), computed by numpy."""
+        ufunc = np.add if op == "sum" else np.maximum
+        items, bounds, source = self._wide_plan
+        results = np.empty((len(rows), source.size))
+        for row, result in zip(rows, results, strict=True):
+            # One more number than items, because the last bound may be their count. `reduceat` also reduces from
+            # each upper bound on: drop these results.
+            inner = ufunc.reduceat(np.append(row[items], 0.0), bounds)[::2]
+            # A clipping `take` needs no second buffer; all indices are in range.
+            np.concatenate([inner, row]).take(source, out=result, mode="clip")
+        return results
+
     @cached_property
-    def _wide(self) -> WideValues:
-        return WideValues(self.structure, self._renumbered.value_of)
+    def _wide_plan(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.intp]]:
+        """The items in the order of their nodes; the bounds of the inner nodes among them; each node's place in the
+        values [of inner nodes | of items].
+        """
+        trie, spans = self.structure, spans_of(self.structure)
+        nodes = np.empty(trie.n_inner, np.int64)
+        # Nodes that share the value of an inner node have the same items below them.
+        sharing = np.flatnonzero(trie.value_of < trie.n_inner)
+        nodes[trie.value_of[sharing]] = sharing
+        bounds = np.column_stack([spans.low[nodes], spans.high[nodes]]).ravel()
+        return spans.items, bounds, self._renumbered.value_of.astype(np.intp)
 
     @cached_property
     def children(self) -> list[dict[Any, int]]:
@@ -203,7 +243,39 @@ class TokenCharacterTrie:
             InvalidWeights: another number of weights.
             SettingsError: graphviz is not installed.
         """
-        return draw(self.children, self.node2prefix, self.leaf2word, ws)
+        try:
+            import graphviz
+        except ImportError as error:
+            raise SettingsError("graphviz is not installed: pip install 'lmpool[genlm]'") from error
+        count = len(self.node_map)
+        weights = None if ws is None else np.asarray(ws)
+        if weights is not None and weights.shape != (count,):
+            raise InvalidWeights(f"weights of shape {weights.shape} for {count} nodes: give one for each")
+        dot = graphviz.Digraph(comment="Token Character Trie")
+        dot.attr(rankdir="LR")
+        with dot.subgraph(name="cluster_legend") as legend:
+            legend.attr(label="Legend", fontsize="10")
+            legend.attr("node", fontsize="7", width="0.1", height="0.1")
+            legend.node("legend_internal", "Internal Node ID\n'Prefix'\nWeight (if provided)", shape="circle")
+            legend.node("legend_leaf", "Complete Token", shape="doublecircle")
+            legend.edge("legend_internal", "legend_leaf", label="Token item", fontsize="10")
+            legend.attr(rankdir="TB")
+            legend.attr(rank="same")
+        for node in range(count):
+            label, color = f"{node}\n'{self.node2prefix[node]}'", _WHITE
+            if weights is not None:
+                label += f"\n{weights[node]:.4f}"
+                # White for nothing, full green for the highest weight.
+                if (highest := weights.max()) > 0:
+                    rest = min(max(int(255 * (1 - weights[node] / highest)), 0), 255)
+                    color = f"#{rest:02x}ff{rest:02x}"
+            shape = "doublecircle" if node in self.leaf2word else "circle"
+            dot.node(str(node), label, shape=shape, style="filled", fillcolor=color)
+        for node, kids in enumerate(self.children):
+            for letter, kid in kids.items():
+                is_end = isinstance(letter, tuple) and letter[0] is None
+                dot.edge(str(node), str(kid), label=f"End-of-Token (ID: {letter[1]})" if is_end else str(letter))
+        return dot
 
 
 class ParallelTokenCharacterTrie(TokenCharacterTrie):
@@ -230,7 +302,8 @@ class ParallelTokenCharacterTrie(TokenCharacterTrie):
     def __init__(self, decode: Sequence[Any], device: str | None = None) -> None:
         if device is not None:
             check_choice("device", device, ("cpu", "cuda"))
-        self.device = device or _default_device()
+        torch = sys.modules.get("torch")
+        self.device = device or ("cuda" if torch is not None and torch.cuda.is_available() else "cpu")
         self._build(decode, self.device)
 
     def _compute(self, op: _Op, rows: NDArray[Any]) -> NDArray[Any]:
@@ -240,9 +313,12 @@ class ParallelTokenCharacterTrie(TokenCharacterTrie):
         return self._kernels.values(op, rows)
 
 
-def _default_device() -> str:
-    torch = sys.modules.get("torch")
-    return "cuda" if torch is not None and torch.cuda.is_available() else "cpu"
+class _Batch:
+    """Vectors that wait for the next tick of the event loop, and the task that computes them."""
+
+    def __init__(self) -> None:
+        self.vectors: list[NDArray[Any]] = []
+        self.task: asyncio.Task[NDArray[Any]]
 
 
 class AsyncTokenCharacterTrie:
@@ -307,7 +383,8 @@ class AsyncTokenCharacterTrie:
         batch = self._open.get(op)
         # An event loop that ended early leaves a batch that will never be computed.
         if batch is None or batch.task.get_loop() is not loop or batch.task.done():
-            batch = self._open[op] = _Batch(self._compute, op)
+            batch = self._open[op] = _Batch()
+            batch.task = loop.create_task(self._compute(op, batch))
         index = len(batch.vectors)
         batch.vectors.append(vector)
         result: NDArray[Any] = (await join_task(batch.task))[index]
@@ -318,50 +395,6 @@ class AsyncTokenCharacterTrie:
         if self._open.get(op) is batch:
             del self._open[op]
         return self.trie.batch_weight_sum(batch.vectors) if op == "sum" else self.trie.batch_weight_max(batch.vectors)
-
-
-class _Batch:
-    """Vectors that wait for the next tick of the event loop, and the task that computes them."""
-
-    def __init__(self, compute: Callable[[_Op, _Batch], Coroutine[Any, Any, NDArray[Any]]], op: _Op) -> None:
-        self.vectors: list[NDArray[Any]] = []
-        self.task = asyncio.get_running_loop().create_task(compute(op, self))
-
-
-def as_rows(batch: Any, n_items: int) -> NDArray[Any]:
-    """Read a 2-D array or tensor, or an iterable of vectors: shape (B, n_items), integers or floats.
-
-    Raises:
-        InvalidWeights: another shape, a value that is no real number, or NaN.
-    """
-    if hasattr(batch, "ndim") and batch.ndim == 2:
-        rows = _host(batch)
-    elif isinstance(batch, Iterable):
-        vectors = [as_vector(vector, n_items) for vector in batch]
-        rows = np.stack(vectors) if vectors else np.empty((0, n_items), np.float32)
-    else:
-        raise InvalidWeights(f"the weights are {shown(batch, 120)}: a batch is a list of vectors or a 2-D array")
-    return _checked(rows, n_items)
-
-
-def as_vector(weights: Any, n_items: int) -> NDArray[Any]:
-    """Read one weight vector: shape (n_items,), integers or floats; errors as for `as_rows`."""
-    vector = _host(weights)
-    if vector.ndim != 1:
-        raise InvalidWeights(f"the weights have shape {vector.shape}: one vector has shape ({n_items},)")
-    _checked(vector[None], n_items)
-    return vector
-
-
-def _checked(rows: NDArray[Any], n_items: int) -> NDArray[Any]:
-    if rows.shape[1] != n_items:
-        raise InvalidWeights(f"{rows.shape[1]} weights for a vocabulary of {n_items} items: give one for each")
-    if rows.dtype.kind not in "fiub":
-        raise InvalidWeights(f"the weights' dtype is {rows.dtype}: they must be real numbers")
-    # The minimum is NaN when any number is, and needs no second array.
-    if rows.size and np.isnan(rows.min()):
-        raise nan_found(rows)
-    return rows
 
 
 def _host(weights: Any) -> NDArray[Any]:
@@ -375,89 +408,3 @@ def _host(weights: Any) -> NDArray[Any]:
         return np.asarray(weights)
     except (TypeError, ValueError) as error:
         raise InvalidWeights(f"the weights are {shown(weights, 120)}: {error}") from error
-
-
-class WideValues:
-    """Computes the values of nodes in float64, by numpy.
-
-    Args:
-        trie: the trie.
-        source: the place of each node's value in [M values of inner nodes | V weights], integers (G,).
-    """
-
-    def __init__(self, trie: Trie, source: NDArray[np.int32]) -> None:
-        spans = spans_of(trie)
-        nodes = np.empty(trie.n_inner, np.int64)
-        # Nodes that share the value of an inner node have the same items below them.
-        sharing = np.flatnonzero(trie.value_of < trie.n_inner)
-        nodes[trie.value_of[sharing]] = sharing
-        self._items = spans.items
-        # reduceat also reduces from each upper bound on: `values` drops these results.
-        self._bounds = np.column_stack([spans.low[nodes], spans.high[nodes]]).ravel()
-        self._source = source.astype(np.intp)
-
-    def values(self, op: _Op, rows: NDArray[np.float64]) -> NDArray[np.float64]:
-        """The values of the nodes, float64 (B, G), from weights of shape (B, V)."""
-        ufunc = np.add if op == "sum" else np.maximum
-        results = np.empty((len(rows), self._source.size))
-        for row, result in zip(rows, results, strict=True):
-            # One more number than items, because the last bound may be their count.
-            ordered = np.append(row[self._items], 0.0)
-            inner = ufunc.reduceat(ordered, self._bounds)[::2]
-            # A clipping `take` needs no second buffer; all indices are in range.
-            np.concatenate([inner, row]).take(self._source, out=result, mode="clip")
-        return results
-
-
-def draw(
-    children: list[dict[Any, int]], prefixes: dict[int, list[Any]], leaves: dict[int, Any], ws: Any = None
-) -> graphviz.Digraph:
-    """Draw a trie from left to right: leaves have double circles, and heavier nodes are greener.
-
-    Raises:
-        InvalidWeights: not one weight for each node.
-        SettingsError: graphviz is not installed.
-    """
-    try:
-        import graphviz
-    except ImportError as error:
-        raise SettingsError("graphviz is not installed: pip install 'lmpool[genlm]'") from error
-    weights = None if ws is None else np.asarray(ws)
-    if weights is not None and weights.shape != (len(children),):
-        raise InvalidWeights(f"weights of shape {weights.shape} for {len(children)} nodes: give one for each")
-    dot = graphviz.Digraph(comment="Token Character Trie")
-    dot.attr(rankdir="LR")
-    _add_legend(dot)
-    highest = None if weights is None else weights.max()
-    for node in range(len(children)):
-        label = f"{node}\n'{prefixes[node]}'"
-        color = _WHITE
-        if weights is not None:
-            label += f"\n{weights[node]:.4f}"
-            color = _green(weights[node], highest)
-        shape = "doublecircle" if node in leaves else "circle"
-        dot.node(str(node), label, shape=shape, style="filled", fillcolor=color)
-    for node, kids in enumerate(children):
-        for letter, kid in kids.items():
-            is_end = isinstance(letter, tuple) and letter[0] is None
-            dot.edge(str(node), str(kid), label=f"End-of-Token (ID: {letter[1]})" if is_end else str(letter))
-    return dot
-
-
-def _add_legend(dot: graphviz.Digraph) -> None:
-    with dot.subgraph(name="cluster_legend") as legend:
-        legend.attr(label="Legend", fontsize="10")
-        legend.attr("node", fontsize="7", width="0.1", height="0.1")
-        legend.node("legend_internal", "Internal Node ID\n'Prefix'\nWeight (if provided)", shape="circle")
-        legend.node("legend_leaf", "Complete Token", shape="doublecircle")
-        legend.edge("legend_internal", "legend_leaf", label="Token item", fontsize="10")
-        legend.attr(rankdir="TB")
-        legend.attr(rank="same")
-
-
-def _green(weight: Any, highest: Any) -> str:
-    """White for nothing, full green for the highest weight."""
-    if not highest > 0:
-        return _WHITE
-    rest = min(max(int(255 * (1 - weight / highest)), 0), 255)
-    return f"#{rest:02x}ff{rest:02x}"

@@ -1,27 +1,28 @@
-// The last hour as graphs, by uPlot: one line a model, a second line for p99.
+// Graphs of the last hour, drawn by uPlot: one line per model, and a second line for p99.
 
 import { bytes, count, cut, rate, seconds } from "./dom.js";
 
-const HOUR = 3600;
-const MIN_SPAN_S = 120;
-const MAX_LINES = 8;
-const MIN_GAP_S = 5;
-const MAX_PAUSE_S = 5;
-const PIXELS = 250;
+const HOUR = 3600; // Max samples: one hour at one per second.
+const MIN_SPAN_S = 120; // Seconds shown at least.
+const MAX_LINES = 8; // Models drawn: one per colour.
+const MIN_GAP_S = 5; // A shorter time without samples is no gap.
+const MAX_PAUSE_S = 5; // Seconds between two drawings at most.
+const PIXELS = 250; // Approximate width of a graph: a drawing per pixel is enough.
 const COLOURS = ["--c1", "--c2", "--c3", "--c4", "--c5", "--c6", "--c7", "--c8"];
 
 const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
-// kind -> which columns of a model's samples are drawn, and how they are written.
+// kind -> the drawn columns of a model's samples, and the format of their values.
 const CHARTS = {
-  rows: { fields: [["rows_per_s", ""]], written: rate },
-  queued: { fields: [["queued", ""]], written: count, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1e3, 2e3, 5e3, 1e4, 1e5, 1e6] },
-  latency: { fields: [["p50_s", " p50"], ["p99_s", " p99"]], written: seconds },
-  memory: { fields: null, written: bytes },
+  rows: { fields: [["rows_per_s", ""]], format: rate },
+  queued: { fields: [["queued", ""]], format: count, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1e3, 2e3, 5e3, 1e4, 1e5, 1e6] },
+  latency: { fields: [["p50_s", " p50"], ["p99_s", " p99"]], format: seconds },
+  memory: { fields: null, format: bytes },
 };
 
-// Columns with a missing value wherever samples are missing, so that no line is drawn across that time: the page was cut
-// off, or the service stood still. The service may take samples seldom, so a gap is much longer than the pause before it.
+// Insert a missing value wherever samples are missing, so that uPlot draws no line across that time: the page was
+// disconnected, or the service was suspended. The service may take samples rarely, so a gap is a pause that is much longer
+// than the one before it.
 export function withGaps([at, ...columns]) {
   const isGap = (i) => i > 0 && at[i] - at[i - 1] > Math.max(MIN_GAP_S, 3 * (at[i - 1] - (at[i - 2] ?? at[i - 1])));
   const gaps = at.map((_, i) => i).filter(isGap);
@@ -33,10 +34,10 @@ export function withGaps([at, ...columns]) {
   return [insert(at, (gap) => (at[gap - 1] + at[gap]) / 2), ...columns.map((column) => insert(column, () => null))];
 }
 
-const nothing = (length) => new Array(length).fill(null);
+const missing = (length) => new Array(length).fill(null);
 
 export class Charts {
-  // history: what api/history has answered.
+  // history: the response of api/history.
   constructor(history) {
     this.at = [];
     this.memory = [];
@@ -45,22 +46,22 @@ export class Charts {
     this.plots = new Map();
     this.drawn = "";
     this.drawnAt = 0;
-    const again = () => { this.drawn = ""; this.draw(); };
-    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", again);
+    const redraw = () => { this.drawn = ""; this.draw(); };
+    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
     addEventListener("resize", () => this.resize());
   }
 
-  // Take the samples of the service, after those from before its first one.
+  // Append the samples of the service to the older samples of this page.
   load(history) {
     this.series = history.series;
     const kept = this.at.filter((at) => at < (history.at[0] ?? Infinity)).length;
-    const after = (old, fresh) => [...(old?.slice(0, kept) ?? nothing(kept)), ...(fresh ?? nothing(history.at.length))];
+    const after = (old, fresh) => [...(old?.slice(0, kept) ?? missing(kept)), ...(fresh ?? missing(history.at.length))];
     const names = new Set([...this.models.keys(), ...Object.keys(history.models)]);
     this.models = new Map([...names].map((name) => [name, Object.fromEntries(this.series.map((field, i) =>
       [field, after(this.models.get(name)?.[field], Object.hasOwn(history.models, name) ? history.models[name][i] : null)]))]));
     this.memory = after(this.memory, history.memory);
     this.at = after(this.at, history.at);
-    while (this.at.length > HOUR) this.forgetOldest();
+    while (this.at.length > HOUR) this.removeOldest();
   }
 
   add(frame) {
@@ -70,19 +71,19 @@ export class Charts {
     const models = new Map((frame.models ?? []).map((model) => [model.name, model]));
     for (const name of models.keys()) {
       if (!this.models.has(name)) {
-        this.models.set(name, Object.fromEntries(this.series.map((field) => [field, nothing(this.at.length - 1)])));
+        this.models.set(name, Object.fromEntries(this.series.map((field) => [field, missing(this.at.length - 1)])));
       }
     }
     for (const [name, columns] of this.models) {
       for (const field of this.series) columns[field].push(models.get(name)?.[field] ?? null);
     }
-    if (this.at.length > HOUR) this.forgetOldest();
-    // An hour is drawn with several seconds to a pixel: to draw it each second would show nothing new.
+    if (this.at.length > HOUR) this.removeOldest();
+    // A pixel stands for several seconds of an hour, so drawing every second would change nothing.
     const drawnFor = frame.at - this.drawnAt;
     if (drawnFor >= Math.min(MAX_PAUSE_S, (frame.at - this.at[0]) / PIXELS)) this.draw();
   }
 
-  forgetOldest() {
+  removeOldest() {
     this.at.shift();
     this.memory.shift();
     for (const columns of this.models.values()) for (const field of this.series) columns[field].shift();
@@ -107,34 +108,34 @@ export class Charts {
   }
 
   plot(kind, chart, names) {
-    const place = document.getElementById(`chart-${kind}`);
+    const parent = document.getElementById(`chart-${kind}`);
     const soft = colour("--soft");
     const grid = { stroke: colour("--line"), width: 1 };
     const axis = { stroke: soft, grid, ticks: { show: false }, font: "11px system-ui" };
     const clock = (plot, values) => values.map((value) => new Date(1000 * value).toTimeString().slice(0, 5));
-    const written = (plot, values) => values.map((value) => chart.written(value));
+    const labels = (plot, values) => values.map((value) => chart.format(value));
     const line = (label, index, dash) => ({
       label, stroke: colour(COLOURS[index]), width: 1.5, dash, points: { show: false },
-      value: (plot, value) => chart.written(value),
+      value: (plot, value) => chart.format(value),
     });
     const lines = chart.fields
       ? names.flatMap((name, i) => chart.fields.map(([, more], j) => line(cut(name, 24) + more, i, j ? [4, 3] : null)))
       : [line("used", 0)];
     return new uPlot({
-      width: place.clientWidth, height: 150,
+      width: parent.clientWidth, height: 150,
       series: [{ value: "{HH}:{mm}:{ss}" }, ...lines],
       axes: [
         { ...axis, size: 24, space: 60, values: clock, incrs: [60, 120, 300, 600, 900, 1800] },
-        { ...axis, size: 56, space: 34, values: written, ...(chart.incrs && { incrs: chart.incrs }) },
+        { ...axis, size: 56, space: 34, values: labels, ...(chart.incrs && { incrs: chart.incrs }) },
       ],
       scales: {
         x: { range: (plot, first, last) => [Math.max(Math.min(first, last - MIN_SPAN_S), last - HOUR), last] },
         y: { range: (plot, low, high) => [0, high > 0 ? high * 1.1 : 1] },
       },
-      // A swatch is a piece of the line: p50 and p99 of a model have one colour.
+      // Show the dashes of the line in the legend: p50 and p99 of a model have the same colour.
       legend: { show: lines.length > 1, markers: { dash: (plot, index) => (plot.series[index].dash ? "dashed" : "solid") } },
       cursor: { y: false, sync: { key: "pool" } },
-    }, this.data(chart, names), place);
+    }, this.data(chart, names), parent);
   }
 
   resize() {

@@ -1,6 +1,6 @@
-// Elements, numbers for people, tables that are updated in place, signing in, and requests.
+// Elements, number formats, tables that are updated in place, signing in, and requests.
 //
-// Names and prompts are written by others: texts enter a page as text nodes only, never as markup.
+// Other programs choose names and prompts, so the pages insert texts as text nodes only, never as markup.
 
 export function el(tag, attributes = {}, ...children) {
   const element = document.createElement(tag);
@@ -19,13 +19,13 @@ export function setText(node, text) {
   if (node.textContent !== text) node.textContent = text;
 }
 
-// Numbers for people; nothing for what is not known.
+// Number formats; a dash for an unknown value.
 
 const whole = new Intl.NumberFormat("en");
-const NOTHING = "–";
+const UNKNOWN = "–";
 
 export function count(value) {
-  if (value == null) return NOTHING;
+  if (value == null) return UNKNOWN;
   if (value >= 1e6) return `${(value / 1e6).toFixed(2)} M`;
   return whole.format(Math.round(value));
 }
@@ -33,12 +33,12 @@ export function count(value) {
 export const counted = (value, noun) => `${count(value)} ${noun}${value === 1 ? "" : "s"}`;
 
 export function rate(value) {
-  if (value == null) return NOTHING;
+  if (value == null) return UNKNOWN;
   return value >= 100 || value === 0 ? count(value) : value.toFixed(1);
 }
 
 export function seconds(value) {
-  if (value == null) return NOTHING;
+  if (value == null) return UNKNOWN;
   if (value >= 1000) return `${(value / 60).toFixed(0)} min`;
   if (value >= 1) return `${value.toFixed(value < 10 ? 1 : 0)} s`;
   if (value >= 1e-3) return `${(value * 1e3).toFixed(value < 1e-2 ? 1 : 0)} ms`;
@@ -46,7 +46,7 @@ export function seconds(value) {
 }
 
 export function bytes(value) {
-  if (value == null) return NOTHING;
+  if (value == null) return UNKNOWN;
   const units = ["B", "kB", "MB", "GB", "TB"];
   let at = 0;
   for (; value >= 1000 && at < units.length - 1; at += 1) value /= 1000;
@@ -54,17 +54,17 @@ export function bytes(value) {
 }
 
 export function percent(value) {
-  if (value == null) return NOTHING;
+  if (value == null) return UNKNOWN;
   if (value > 0 && value < 0.0005) return "<0.1 %";
   return `${(100 * value).toFixed(value < 0.1 ? 1 : 0)} %`;
 }
 
-export const cut = (text, most = 80) => (text.length > most ? `${text.slice(0, most - 1)}…` : text);
+export const cut = (text, max = 80) => (text.length > max ? `${text.slice(0, max - 1)}…` : text);
 
-// A table whose rows stay the same elements as long as their keys do: focus, selection and scrolling survive updates.
+// A table that keeps the element of a row as long as its key exists: focus, selection and scrolling survive updates.
 //
-// columns: {title, help: what the title means, text(row) or node(row), wide: left out on small screens, left: aligned left,
-// long: aligned left and may break anywhere, title_of(row)}
+// columns: {title, help: explanation of the title, text(row) or node(row), wide: hidden on small screens, left: aligned left,
+// long: aligned left and may break anywhere, title_of(row), mark(row)}
 export class Table {
   constructor(table, columns, keyOf) {
     this.columns = columns;
@@ -112,37 +112,36 @@ export class Table {
 
 const classOf = (column) => ["wide", "left", "long"].filter((name) => column[name]).join(" ") || null;
 
-// What the titles of a table mean, to be opened: a title's tooltip cannot be seen on a phone.
+// Explanations of the columns, which the user can open: a phone does not show tooltips of titles.
 export function legendOf(columns) {
   return el("details", { class: "soft note" }, el("summary", {}, "What the columns mean"),
     el("dl", {}, ...columns.filter((column) => column.help).flatMap((column) => [
       el("dt", {}, column.title), el("dd", {}, column.help)])));
 }
 
-// Sessions. A browser signs in with a token and is given a cookie, which no script reads, and a key, which other ports
-// of this host do not read. Each request needs both.
+// Sessions. A browser that signs in with a token gets a cookie, which scripts cannot read, and a key, which pages on other
+// ports of this host cannot read. Each request needs both.
 
 const KEY_NAME = `lmpool-key ${new URL(".", location.href).pathname}`;
-const RETRY_MS = 1000;
+const RETRY_MS = 1000; // Pause before the page connects to the stream again.
 
-async function fetchOurs(path, options = {}) {
+async function fetchWithKey(path, options = {}) {
   const headers = { "X-Lmpool-Key": localStorage.getItem(KEY_NAME) ?? "", ...options.headers };
   try {
     return await fetch(path, { ...options, headers });
   } catch {
-    throw new Error("lmpool web does not answer: has it ended?");
+    throw new Error("lmpool web does not respond: is it still running?");
   }
 }
 
 async function beginSession(secret) {
-  const response = await fetchOurs("api/session", {
+  const response = await fetchWithKey("api/session", {
     method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(secret),
   });
-  const answer = await readAnswer(response);
-  localStorage.setItem(KEY_NAME, answer.key);
+  localStorage.setItem(KEY_NAME, (await readJson(response)).key);
 }
 
-// The address that lmpool web prints signs in once. Its token leaves the address bar before anything else happens.
+// The address that lmpool web prints signs in once. Remove its token from the address bar first.
 const address = new URL(location.href);
 const linkToken = address.searchParams.get("token");
 let linkTrouble = "";
@@ -155,35 +154,35 @@ if (linkToken !== null) {
 
 let signingIn = null;
 
-// Ask for the token in a dialog; all requests that are refused while it is open wait for it.
+// Request the token in a dialog; all requests that are refused while it is open wait for it.
 function signIn(why) {
   signingIn ??= new Promise((resolve) => {
     // A browser that has never signed in needs no reason.
-    const said = el("p", { class: "said", role: "alert" }, linkTrouble || (localStorage.getItem(KEY_NAME) ? why : ""));
+    const notice = el("p", { class: "notice", role: "alert" }, linkTrouble || (localStorage.getItem(KEY_NAME) ? why : ""));
     const field = el("input", { type: "password", name: "token", autocomplete: "off", required: true, autofocus: true });
     const form = el("form", {}, el("h2", {}, "Sign in"),
-      el("p", { class: "soft" }, "with the token that ", el("code", {}, "lmpool web"), " has printed, or that was set by ",
+      el("p", { class: "soft" }, "Use the token that ", el("code", {}, "lmpool web"), " printed, or the value of ",
         el("code", {}, "LMPOOL_WEB_TOKEN"), " or ", el("code", {}, "--token"), "."),
-      el("label", {}, "Token ", field), said, el("button", { type: "submit", class: "main" }, "Sign in"));
+      el("label", {}, "Token ", field), notice, el("button", { type: "submit", class: "main" }, "Sign in"));
     const dialog = el("dialog", { id: "sign-in", "aria-label": "Sign in" }, form);
     dialog.addEventListener("cancel", (event) => event.preventDefault());
-    const goOn = (event) => {
+    const proceed = (event) => {
       if (event && (event.key !== KEY_NAME || !event.newValue)) return;
-      removeEventListener("storage", goOn);
+      removeEventListener("storage", proceed);
       dialog.remove();
       signingIn = null;
       linkTrouble = "";
       resolve();
     };
-    // Another tab of this browser has signed in.
-    addEventListener("storage", goOn);
+    // Another tab of this browser may sign in.
+    addEventListener("storage", proceed);
     form.addEventListener("submit", async (event) => {
       event.preventDefault();
       try {
         await beginSession({ token: field.value.trim() });
-        goOn();
+        proceed();
       } catch (error) {
-        setText(said, error.message);
+        setText(notice, error.message);
         field.select();
       }
     });
@@ -196,7 +195,7 @@ function signIn(why) {
 async function request(path, options) {
   await linked;
   for (;;) {
-    const response = await fetchOurs(path, options);
+    const response = await fetchWithKey(path, options);
     if (response.status !== 401) return response;
     await signIn(cut(await response.text(), 300));
   }
@@ -212,37 +211,37 @@ function signOutBy(id, path) {
 signOutBy("sign-out", "api/session");
 signOutBy("sign-out-all", "api/sessions");
 
-// Requests: the JSON of an answer, or an Error with what it says.
+// Requests: the JSON of a response, or an Error with its text.
 
-async function readAnswer(response) {
+async function readJson(response) {
   const text = await response.text();
-  let answer = null;
+  let value = null;
   try {
-    answer = JSON.parse(text);
+    value = JSON.parse(text);
   } catch {
-    // Not ours: a proxy's page, or a plain refusal.
+    // The page of a proxy, or a refusal in plain text.
   }
-  if (!response.ok) throw new Error(answer?.error ?? cut(text, 300) ?? response.statusText);
-  return answer;
+  if (!response.ok) throw new Error(value?.error ?? cut(text, 300) ?? response.statusText);
+  return value;
 }
 
-export async function ask(path, body) {
+export async function fetchJson(path, body) {
   const options = body === undefined ? {} : {
     method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(body),
   };
-  return readAnswer(await request(path, options));
+  return readJson(await request(path, options));
 }
 
-// Server-sent events by fetch, for an EventSource sends no key. Goes on until the page is closed.
+// Read server-sent events with fetch, because an EventSource cannot send the key. Continue until the page is closed.
 export async function watch(path, onMessage, onLost) {
   for (;;) {
     try {
-      const reader = (await okay(await request(path))).body.pipeThrough(new TextDecoderStream()).getReader();
+      const reader = (await checked(await request(path))).body.pipeThrough(new TextDecoderStream()).getReader();
       let unread = "";
       for (let part = await reader.read(); !part.done; part = await reader.read()) {
         const events = (unread + part.value).split("\n\n");
         unread = events.pop();
-        // An error of the page itself is not a lost connection.
+        // An error in the page itself is not a lost connection.
         for (const event of events) queueMicrotask(() => onMessage(JSON.parse(event.replace(/^data: /, ""))));
       }
     } catch (error) {
@@ -252,7 +251,7 @@ export async function watch(path, onMessage, onLost) {
   }
 }
 
-async function okay(response) {
-  if (!response.ok) await readAnswer(response);
+async function checked(response) {
+  if (!response.ok) await readJson(response);
   return response;
 }

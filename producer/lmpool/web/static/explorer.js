@@ -1,6 +1,6 @@
-// The explorer: what the address says is what is shown, so a link reproduces it, and going back is going back.
+// The explorer: the address describes the view, so a link reproduces the view, and the browser's Back button works.
 
-import { ask, byId, cut, el, setText } from "./dom.js";
+import { byId, cut, el, fetchJson, setText } from "./dom.js";
 import { Pane } from "./pane.js";
 import { BLANK, choice, hashOf, readChoice, readIds, readView } from "./view.js";
 
@@ -14,7 +14,7 @@ function say(text) {
   setText(byId("trouble"), text);
 }
 
-// A step that one can go back from, or, with a setting, a change of what is there.
+// Change the view: as a new step in the browser's history, or, for settings, in the current step.
 function go(change, { isStep = true } = {}) {
   const hash = hashOf({ ...view, ...change });
   if (hash === location.hash) return show();
@@ -28,7 +28,8 @@ function go(change, { isStep = true } = {}) {
 }
 
 const page = {
-  // Another token at some place: the text ends there. A branch of what stands beside is of the same ids, or text.
+  // Continue the text with another token at a position, where the text ends. A branch in the second pane swaps the
+  // models unless both panes show the same tokens.
   branch(pane, ids) {
     const isFirst = pane === panes[0];
     if (isFirst || sameTokens()) return go({ ids, text: "", at: null, under: "" });
@@ -60,46 +61,46 @@ async function show() {
     byId("panes").replaceChildren();
     return;
   }
-  const asked = JSON.stringify([view.model, view.beside, view.ids, view.text]);
-  if (asked !== shown) await load(asked);
+  const wanted = JSON.stringify([view.model, view.beside, view.ids, view.text]);
+  if (wanted !== shown) await load(wanted);
   else await details();
 }
 
-async function load(asked) {
-  shown = asked;
+async function load(wanted) {
+  shown = wanted;
   say("");
-  setText(byId("state"), "asking");
+  setText(byId("state"), "loading");
   const chosen = [view.model, view.beside].map(readChoice).filter(Boolean);
   const fresh = chosen.map((one) => new Pane(page, one));
   panes = fresh;
   byId("panes").replaceChildren(...panes.map((pane) => pane.element));
   const given = view.ids ? { ids: view.ids } : { text: view.text };
   const first = panes[0]?.load(given, view.at);
-  // Ids mean the same to the adapters of one model; to another model the text is told.
-  const told = view.ids && !sameTokens() ? first.then((answer) => ({ text: answer?.text ?? "" })) : given;
-  const answers = await Promise.all([first, panes[1]?.load(await told, view.at)]);
-  if (panes !== fresh) return; // Another view has come meanwhile.
-  setText(byId("state"), answers[0] ? "ready" : "");
-  if (answers[0]) fillText(answers[0]);
+  // Ids mean the same for all adapters of a model; send the text to another model.
+  const second = view.ids && !sameTokens() ? first.then((response) => ({ text: response?.text ?? "" })) : given;
+  const responses = await Promise.all([first, panes[1]?.load(await second, view.at)]);
+  if (panes !== fresh) return; // The user has opened another view since.
+  setText(byId("state"), responses[0] ? "ready" : "");
+  if (responses[0]) fillText(responses[0]);
   await details();
 }
 
-function fillText(answer) {
-  const areIds = answer.text == null;
+function fillText(response) {
+  const areIds = response.text == null;
   if (areIds) byId("are-ids").checked = true;
-  byId("text").value = byId("are-ids").checked ? answer.ids.join(", ") : answer.text;
+  byId("text").value = byId("are-ids").checked ? response.ids.join(", ") : response.text;
 }
 
 const settings = () => ({ temperature: byId("temperature").valueAsNumber, topP: byId("top-p").valueAsNumber });
 
-// While they are typed, settings have values that are not meant: wait until the typing pauses.
-let resting = 0;
+// While the user types a setting, its value is incomplete: wait until the typing pauses.
+let pausing = 0;
 function settle() {
-  clearTimeout(resting);
-  resting = setTimeout(() => (wrongSetting() ? say(wrongSetting()) : go(settings(), { isStep: false })), 200);
+  clearTimeout(pausing);
+  pausing = setTimeout(() => (wrongSetting() ? say(wrongSetting()) : go(settings(), { isStep: false })), 200);
 }
 
-// Why the settings as they are typed cannot be asked about; any number between the steps can.
+// The error of the settings as typed, or "". Any number in the range is valid, also between the steps.
 function wrongSetting() {
   const isIn = (input) => input.valueAsNumber >= Number(input.min) && input.valueAsNumber <= Number(input.max);
   const wrong = [byId("temperature"), byId("top-p")].find((input) => !isIn(input));
@@ -110,19 +111,19 @@ async function details() {
   const wrong = wrongSetting();
   say(wrong);
   if (wrong) return;
-  await Promise.all(panes.map((pane) => pane.answer && pane.showDetails(view.at, view, view.under)));
+  await Promise.all(panes.map((pane) => pane.response && pane.showDetails(view.at, view, view.under)));
 }
 
 function submit(event) {
   event?.preventDefault();
-  clearTimeout(resting);
+  clearTimeout(pausing);
   if (wrongSetting()) return say(wrongSetting());
   const text = byId("text").value;
   const chosen = { model: byId("model").value, beside: byId("beside").value, at: null, under: "", ...settings() };
   if (!text) return say("Type a text.");
   if (!byId("are-ids").checked) return go({ ...chosen, text, ids: null });
   const ids = readIds(text);
-  if (!ids?.length) return say("These are no token ids: type numbers such as 1, 2, 3, or untick “token ids”.");
+  if (!ids?.length) return say("These are not token ids: type numbers such as 1, 2, 3, or untick “token ids”.");
   return go({ ...chosen, ids, text: "" });
 }
 
@@ -140,7 +141,7 @@ async function copyLink() {
     await navigator.clipboard.writeText(location.href);
     setText(byId("state"), "link copied");
   } catch {
-    setText(byId("state"), "copy the address");
+    setText(byId("state"), "copy the address bar");
   }
 }
 
@@ -156,9 +157,9 @@ async function start() {
   byId("back").addEventListener("click", () => history.back());
   byId("copy").addEventListener("click", copyLink);
   addEventListener("popstate", show);
-  const { models } = await ask("api/models");
+  const { models } = await fetchJson("api/models");
   listModels(models);
-  if (!models.length) say("No model is served: start a worker with lmpool up MODEL, and load this page again.");
+  if (!models.length) say("No model is served: start a worker with lmpool up MODEL, then reload this page.");
   await show();
 }
 

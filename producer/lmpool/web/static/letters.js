@@ -1,6 +1,6 @@
-// Dead letters: listed by model, opened, queued again, dropped.
+// Dead letters: list them by model, open, retry and drop them.
 
-import { Table, ask, byId, count, cut, el, setText } from "./dom.js";
+import { Table, byId, count, cut, el, fetchJson, setText } from "./dom.js";
 
 export class Letters {
   constructor(allowChanges) {
@@ -9,7 +9,7 @@ export class Letters {
     this.place = byId("letters");
   }
 
-  // The models of a frame: what is listed is read again when the number of a model's letters has changed.
+  // Update the lists from the models of a frame; read a list again when the number of its letters has changed.
   update(models) {
     const dead = new Map(models.filter((model) => model.dead).map((model) => [model.name, model.dead]));
     for (const [name, list] of this.models) {
@@ -31,10 +31,10 @@ export class Letters {
 
   add(model) {
     const table = el("table");
-    const said = el("p", { class: "said", role: "status" });
+    const notice = el("p", { class: "notice", role: "status" });
     const place = el("div", { class: "letters" },
-      el("h3", { dir: "auto" }, cut(model, 120)), el("div", { class: "scroll" }, table), said);
-    const list = { place, said, number: 0, table: new Table(table, this.columns(model), (letter) => letter.id) };
+      el("h3", { dir: "auto" }, cut(model, 120)), el("div", { class: "scroll" }, table), notice);
+    const list = { place, notice, number: 0, table: new Table(table, this.columns(model), (letter) => letter.id) };
     this.models.set(model, list);
     this.place.append(place);
     return list;
@@ -47,15 +47,15 @@ export class Letters {
       { title: "reason", long: true, text: (letter) => cut(letter.reason || letter.fault, 120),
         title_of: (letter) => letter.reason || letter.fault },
       { title: "tokens", wide: true, text: (letter) => count(letter.tokens) },
-      { title: "asked for", long: true, wide: true, text: (letter) => cut(letter.asked, 60) },
+      { title: "request", long: true, wide: true, text: (letter) => cut(letter.asked, 60) },
       { title: "adapter", long: true, wide: true, text: (letter) => cut(letter.adapter, 40) },
       { title: "", left: true, node: (letter) => this.buttons(model, letter) },
     ];
   }
 
   buttons(model, letter) {
-    const change = (what) => () => this.change(model, what, [letter.id]);
-    const note = this.allowChanges ? null : "start lmpool web --allow-changes for this";
+    const change = (action) => () => this.change(model, action, [letter.id]);
+    const note = this.allowChanges ? null : "start lmpool web with --allow-changes to use this";
     const off = { disabled: !this.allowChanges, title: note };
     return el("span", { class: "buttons" },
       el("button", { type: "button", onclick: () => this.open(model, letter.id) }, "open"),
@@ -66,7 +66,7 @@ export class Letters {
   async read(model) {
     const list = this.models.get(model);
     try {
-      const { letters, count: number } = await ask(`api/dead?model=${encodeURIComponent(model)}`);
+      const { letters, count: number } = await fetchJson(`api/dead?model=${encodeURIComponent(model)}`);
       list.table.update(letters);
       if (number > letters.length) this.say(model, `and ${count(number - letters.length)} older ones`);
     } catch (error) {
@@ -74,11 +74,11 @@ export class Letters {
     }
   }
 
-  async change(model, what, ids) {
+  async change(model, action, ids) {
     try {
-      const outcome = await ask(`api/dead/${what}`, { model, ids });
+      const outcome = await fetchJson(`api/dead/${action}`, { model, ids });
       const refused = Object.values(outcome.refused ?? {});
-      this.say(model, refused[0] ?? (what === "drop" ? "dropped" : "queued again"));
+      this.say(model, refused[0] ?? (action === "drop" ? "dropped" : "queued again"));
     } catch (error) {
       this.say(model, error.message);
     }
@@ -89,9 +89,9 @@ export class Letters {
     const dialog = byId("letter");
     const close = el("button", { type: "button", autofocus: true, onclick: () => dialog.close() }, "close");
     try {
-      const letter = await ask(`api/dead/show?model=${encodeURIComponent(model)}&id=${encodeURIComponent(id)}`);
-      const told = Object.entries(letter).filter(([, value]) => value !== "" && value != null);
-      dialog.replaceChildren(el("h2", {}, "Dead letter"), el("dl", {}, ...told.flatMap(([name, value]) => [
+      const letter = await fetchJson(`api/dead/show?model=${encodeURIComponent(model)}&id=${encodeURIComponent(id)}`);
+      const fields = Object.entries(letter).filter(([, value]) => value !== "" && value != null);
+      dialog.replaceChildren(el("h2", {}, "Dead letter"), el("dl", {}, ...fields.flatMap(([name, value]) => [
         el("dt", {}, name.replace("_", " ")),
         el("dd", {}, Array.isArray(value) ? value.join(", ") : String(value)),
       ])), close);
@@ -103,6 +103,6 @@ export class Letters {
 
   say(model, text) {
     const list = this.models.get(model);
-    if (list) setText(list.said, text);
+    if (list) setText(list.notice, text);
   }
 }

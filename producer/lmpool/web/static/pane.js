@@ -1,10 +1,10 @@
-// One model's view of a text: its tokens, what else might stand at each, and one row in full with the byte trie.
+// One model's view of a text: its tokens, the most likely tokens at each position, and one whole row with the byte trie.
 
-import { ask, count, cut, el, percent, setText } from "./dom.js";
+import { count, cut, el, fetchJson, percent, setText } from "./dom.js";
 
-const LEVELS = 7;
-const BITS_A_LEVEL = 2;
-const LEAVING_MS = 300;
+const LEVELS = 7; // Shades of surprisal, as in style.css.
+const BITS_PER_LEVEL = 2;
+const LEAVING_MS = 300; // Time in which the pointer can cross from a token to its list.
 let panes = 0;
 
 const visible = (text) => text.replaceAll("\n", "⏎").replaceAll("\t", "⇥").replaceAll(" ", "␣") || "∅";
@@ -13,10 +13,10 @@ const probability = (logprob) => (logprob == null ? 0 : Math.exp(logprob));
 
 function level(logprob) {
   if (logprob == null) return 0;
-  return Math.min(LEVELS - 1, Math.floor(-logprob / Math.LN2 / BITS_A_LEVEL));
+  return Math.min(LEVELS - 1, Math.floor(-logprob / Math.LN2 / BITS_PER_LEVEL));
 }
 
-function told(logprob) {
+function describe(logprob) {
   return logprob == null ? "the first token" : `${percent(probability(logprob))}, ${(-logprob / Math.LN2).toFixed(1)} bits`;
 }
 
@@ -27,18 +27,18 @@ export class Pane {
     this.chosen = chosen;
     this.number = panes += 1;
     this.tokens = el("div", { class: "tokens", role: "group", "aria-label": "Tokens" });
-    this.popup = el("div", { class: "popup", role: "menu", "aria-label": "What else might stand here", hidden: true });
-    this.said = el("p", { class: "said", role: "status" });
+    this.popup = el("div", { class: "popup", role: "menu", "aria-label": "Most likely tokens at this position", hidden: true });
+    this.notice = el("p", { class: "notice", role: "status" });
     this.row = el("div", { class: "row" });
     this.trie = el("div", { class: "trie" });
     const name = chosen.adapter ? `${chosen.model} + ${chosen.adapter}` : chosen.model;
     this.bits = el("span", { class: "soft" });
     this.element = el("section", { class: "pane", "aria-label": cut(name) },
-      el("h2", { dir: "auto" }, cut(name), " ", this.bits), this.said, this.tokens, this.popup,
+      el("h2", { dir: "auto" }, cut(name), " ", this.bits), this.notice, this.tokens, this.popup,
       el("div", { class: "details" }, this.row, this.trie));
-    // Of mice alone: browsers send mouse events after each tap of a finger, too.
+    // Only for a mouse: browsers also send mouse events after each tap of a finger.
     this.element.addEventListener("pointerleave", (event) => { if (event.pointerType === "mouse") this.hide(); });
-    // From a token to its list the pointer may cross what is between them.
+    // On its way from a token to its list, the pointer may cross other elements.
     this.element.addEventListener("pointerover", (event) => {
       clearTimeout(this.leaving);
       if (event.pointerType === "mouse" && !event.target.closest(".token, .popup")) this.leaving = setTimeout(() => this.hide(), LEAVING_MS);
@@ -50,30 +50,30 @@ export class Pane {
     this.popup.addEventListener("keydown", (event) => this.walkPopup(event));
   }
 
-  // asked: {text} or {ids}. Returns the answer, or null when there is none.
-  async load(asked, at) {
-    setText(this.said, "asking…");
+  // wanted: {text} or {ids}. Returns the response, or null if it is an error.
+  async load(wanted, at) {
+    setText(this.notice, "loading…");
     try {
-      this.answer = await ask("api/text", { ...this.chosen, ...asked });
+      this.response = await fetchJson("api/text", { ...this.chosen, ...wanted });
     } catch (error) {
-      this.answer = null;
+      this.response = null;
       this.tokens.replaceChildren();
-      setText(this.said, error.message);
+      setText(this.notice, error.message);
       return null;
     }
-    setText(this.said, "");
+    setText(this.notice, "");
     this.show(at);
-    return this.answer;
+    return this.response;
   }
 
   show(at) {
-    const { tokens } = this.answer;
+    const { tokens } = this.response;
     const scored = tokens.filter((token) => token.logprob != null);
     const bits = -scored.reduce((total, token) => total + token.logprob, 0) / Math.LN2;
     setText(this.bits, scored.length ? `${count(tokens.length)} tokens, ${(bits / scored.length).toFixed(2)} bits each` : "");
-    // No button elements: browsers show the text of one as a block, which no line of the text goes through.
+    // Not button elements: browsers show the text of a button as a block, which breaks the lines of the text.
     const buttons = tokens.map((token) => el("span", {
-      role: "button", class: `token s${level(token.logprob)}`, "aria-label": `${visible(token.text)}, ${told(token.logprob)}`,
+      role: "button", class: `token s${level(token.logprob)}`, "aria-label": `${visible(token.text)}, ${describe(token.logprob)}`,
     }, inText(token.text)));
     buttons.push(el("span", { role: "button", class: "token next", "aria-label": "the next token" }, "…"));
     buttons.forEach((button, i) => {
@@ -86,13 +86,13 @@ export class Pane {
       button.addEventListener("pointerenter", (event) => { if (event.pointerType === "mouse") this.open(i); });
       button.addEventListener("focus", () => this.open(i));
       button.addEventListener("click", () => {
-        // By mouse the list was open before the click, and would lie over what the click opens. A finger does not hover:
-        // its first tap opens the list, its second one closes it.
+        // A mouse has opened the list before the click; the list would cover the details that the click opens. A finger
+        // does not hover: its first tap opens the list, its second tap closes it.
         if (isTouched && !wasOpen) this.open(i);
         else this.hide();
         this.page.select(i, "");
       });
-      // One stop for Tab; arrows go on from there.
+      // Tab stops at one token; the arrow keys move on from there.
       button.tabIndex = i === (at ?? buttons.length - 1) ? 0 : -1;
     });
     this.tokens.replaceChildren(...buttons);
@@ -103,31 +103,31 @@ export class Pane {
     [...this.tokens.children].forEach((button, i) => button.classList.toggle("chosen", i === at));
   }
 
-  // The list of what else might stand at a place.
+  // Open the list of the most likely tokens at a position.
   open(at) {
     const button = this.tokens.children[at];
-    if (!this.answer || !button) return;
-    const token = this.answer.tokens[at];
-    const listed = token ? token.top : this.answer.next;
+    if (!this.response || !button) return;
+    const token = this.response.tokens[at];
+    const listed = token ? token.top : this.response.next;
     if (this.at === at && !this.popup.hidden) return;
     this.at = at;
-    const here = this.answer.ids[at];
-    const head = token ? told(token.logprob) : "what comes next";
+    const here = this.response.ids[at];
+    const head = token ? describe(token.logprob) : "the next token";
     this.popup.replaceChildren(el("p", { class: "soft" }, head), ...listed.map(([id, text, logprob]) => {
       const bar = el("meter", { min: 0, max: 1, value: probability(logprob), "aria-hidden": "true" });
       return el("button", {
         type: "button", role: "menuitem", tabindex: -1, class: id === here && token ? "here" : null,
-        // Who has pressed a key is to find the focus where it goes on.
+        // After a key press, move the focus to the end of the new text.
         onclick: (event) => this.branch(at, id, event.detail === 0),
       }, el("span", { class: "text" }, visible(text)), bar, el("span", { class: "number" }, percent(probability(logprob))));
     }));
-    if (!listed.length) this.popup.append(el("p", { class: "soft" }, "nothing comes before it"));
+    if (!listed.length) this.popup.append(el("p", { class: "soft" }, "no token precedes it"));
     this.popup.hidden = false;
-    // By the script's own access to styles, which the page's policy allows.
-    const [place, box] = [[...button.getClientRects()].at(-1), this.element.getBoundingClientRect()];
-    const left = Math.max(0, Math.min(place.left - box.left, box.width - this.popup.offsetWidth));
+    // The page's policy allows scripts to set styles, but no style attributes.
+    const [rect, box] = [[...button.getClientRects()].at(-1), this.element.getBoundingClientRect()];
+    const left = Math.max(0, Math.min(rect.left - box.left, box.width - this.popup.offsetWidth));
     this.popup.style.left = `${left}px`;
-    this.popup.style.top = `${place.bottom - box.top}px`;
+    this.popup.style.top = `${rect.bottom - box.top}px`;
   }
 
   hide() {
@@ -136,7 +136,7 @@ export class Pane {
   }
 
   async branch(at, id, isByKey) {
-    const ids = [...this.answer.ids.slice(0, at), id];
+    const ids = [...this.response.ids.slice(0, at), id];
     this.hide();
     await this.page.branch(this, ids);
     if (isByKey) document.querySelector(".token.next")?.focus();
@@ -175,27 +175,27 @@ export class Pane {
     event.preventDefault();
   }
 
-  // The whole row at a place, before and after temperature and top-p, and the trie below a prefix.
+  // Show the whole row at a position, before and after temperature and top-p, and the trie below a prefix.
   async showDetails(at, { temperature, topP }, under) {
-    const ids = this.answer?.ids.slice(0, at ?? this.answer.ids.length) ?? [];
+    const ids = this.response?.ids.slice(0, at ?? this.response.ids.length) ?? [];
     this.mark(at);
     this.row.replaceChildren();
     this.trie.replaceChildren();
     if (at == null || !ids.length) return;
     const prompt = { ...this.chosen, ids };
     await Promise.all([
-      this.showRow(ask("api/row", { ...prompt, temperature, top_p: topP, token: this.answer.ids[at] ?? null })),
-      this.showTrie(ask("api/trie", { ...prompt, under }), at, under),
+      this.showRow(fetchJson("api/row", { ...prompt, temperature, top_p: topP, token: this.response.ids[at] ?? null })),
+      this.showTrie(fetchJson("api/trie", { ...prompt, under }), at, under),
     ]);
   }
 
-  async showRow(asking) {
+  async showRow(response) {
     try {
-      const row = await asking;
-      const most = Math.max(...row.tokens.map(([, , before, after]) => Math.max(before, after)));
-      const bar = (value, name) => el("meter", { min: 0, max: most, value, class: name, "aria-hidden": "true" });
+      const row = await response;
+      const max = Math.max(...row.tokens.map(([, , before, after]) => Math.max(before, after)));
+      const bar = (value, name) => el("meter", { min: 0, max, value, class: name, "aria-hidden": "true" });
       this.row.replaceChildren(
-        el("h3", {}, "What comes here"),
+        el("h3", {}, "Next token here"),
         el("p", { class: "soft" }, `${count(row.kept)} of ${count(row.vocab_size)} tokens can be drawn; ` +
           `${row.entropy[0].toFixed(2)} bits before, ${row.entropy[1].toFixed(2)} after`),
         el("table", {}, el("thead", {}, el("tr", {}, ...["token", "before", "", "after", ""].map((title, i) =>
@@ -204,24 +204,24 @@ export class Pane {
           class: [id === row.token?.id && "here", after ? "" : "out"].filter(Boolean).join(" ") || null,
         },
           el("td", { class: "left text" }, visible(text),
-            id === row.token?.id ? el("span", { class: "soft" }, ` here, no. ${count(row.token.rank)}`) : ""),
+            id === row.token?.id ? el("span", { class: "soft" }, ` here, rank ${count(row.token.rank)}`) : ""),
           el("td", {}, percent(before)), el("td", { class: "left" }, bar(before, "before")),
           el("td", {}, after ? percent(after) : "–"), el("td", { class: "left" }, bar(after, "after")))))));
     } catch (error) {
-      this.row.replaceChildren(el("h3", {}, "What comes here"), el("p", { class: "said" }, error.message));
+      this.row.replaceChildren(el("h3", {}, "Next token here"), el("p", { class: "notice" }, error.message));
     }
   }
 
-  async showTrie(asking, at, under) {
-    const title = el("h3", {}, "By its bytes");
+  async showTrie(response, at, under) {
+    const title = el("h3", {}, "Byte trie");
     const go = (hex) => () => this.page.select(at, hex);
     try {
-      const trie = await asking;
+      const trie = await response;
       if (trie.note) return this.trie.replaceChildren(title, el("p", { class: "soft" }, trie.note));
       const up = el("button", { type: "button", disabled: !under, onclick: go(under.slice(0, -2)) }, "↑ one byte less");
       this.trie.replaceChildren(title,
         el("p", { class: "soft" }, `${percent(trie.mass)} for all tokens that begin with `, el("code", {}, visible(trie.prefix)),
-          trie.ends > 5e-7 ? `; ${percent(trie.ends)} for those that end there` : ""), up,
+          trie.ends > 5e-7 ? `; ${percent(trie.ends)} for the tokens that end there` : ""), up,
         el("div", { class: "bytes" }, ...trie.children.map(([hex, text, mass]) => el("button", {
           type: "button", onclick: go(hex), "aria-label": `${visible(text)}, ${percent(mass)}`,
         }, el("span", { class: "text" }, visible(text)),

@@ -1,8 +1,8 @@
-// What the explorer shows, as the part of the address behind "#": a link that reproduces the view.
+// The view of the explorer as the part of the address after "#": a link that reproduces the view.
 
 export const BLANK = { model: "", beside: "", text: "", ids: null, at: null, temperature: 1, topP: 1, under: "" };
 
-// A model and its adapter as one value of a select.
+// A model and its adapter as one value of a select element.
 export const choice = (model, adapter) => JSON.stringify([model, adapter]);
 
 export function readChoice(value) {
@@ -25,29 +25,29 @@ export function readIds(text) {
 }
 
 export function readView(hash) {
-  const asked = new URLSearchParams(hash.replace(/^#/, ""));
-  const ids = asked.has("ids") ? readIds(asked.get("ids")) : null;
+  const given = new URLSearchParams(hash.replace(/^#/, ""));
+  const ids = given.has("ids") ? readIds(given.get("ids")) : null;
   return {
-    model: asked.get("model") ?? "",
-    beside: asked.get("beside") ?? "",
-    text: asked.get("text") ?? "",
+    model: given.get("model") ?? "",
+    beside: given.get("beside") ?? "",
+    text: given.get("text") ?? "",
     ids: ids?.length ? ids : null,
-    at: asked.has("at") ? numberOr(asked.get("at"), null) : null,
-    temperature: numberOr(asked.get("temperature"), 1),
-    topP: numberOr(asked.get("top_p"), 1),
-    under: /^([0-9a-f]{2})*$/.test(asked.get("under") ?? "") ? asked.get("under") ?? "" : "",
+    at: given.has("at") ? numberOr(given.get("at"), null) : null,
+    temperature: numberOr(given.get("temperature"), 1),
+    topP: numberOr(given.get("top_p"), 1),
+    under: /^([0-9a-f]{2})*$/.test(given.get("under") ?? "") ? given.get("under") ?? "" : "",
   };
 }
 
 export function hashOf(view) {
-  const told = new URLSearchParams();
-  if (view.model) told.set("model", view.model);
-  if (view.beside) told.set("beside", view.beside);
-  if (view.ids) told.set("ids", view.ids.join(","));
-  else if (view.text) told.set("text", view.text);
-  if (view.at != null) told.set("at", view.at);
-  if (view.temperature !== 1) told.set("temperature", view.temperature);
-  if (view.topP !== 1) told.set("top_p", view.topP);
-  if (view.under) told.set("under", view.under);
-  return `#${told}`;
+  const params = new URLSearchParams();
+  if (view.model) params.set("model", view.model);
+  if (view.beside) params.set("beside", view.beside);
+  if (view.ids) params.set("ids", view.ids.join(","));
+  else if (view.text) params.set("text", view.text);
+  if (view.at != null) params.set("at", view.at);
+  if (view.temperature !== 1) params.set("temperature", view.temperature);
+  if (view.topP !== 1) params.set("top_p", view.topP);
+  if (view.under) params.set("under", view.under);
+  return `#${params}`;
 }
