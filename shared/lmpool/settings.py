@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -29,45 +29,48 @@ def shown(value: object, most: int = 300) -> str:
     return text if len(text) <= most else text[: most - 3] + "..."
 
 
-def check_number(name: str, value: Any, least: float, most: float | None = None, *, whole: bool = True) -> None:
-    """Refuse a value that is not a number from `least` to `most`; if `whole`, not an integer.
+def check_number(
+    name: str, value: Any, least: float, most: float | None = None, *, whole: bool = True, note: str = ""
+) -> Any:
+    """Return a number from `least` to `most` (None: no limit), an integer if `whole`; otherwise raise SettingsError.
 
-    Raises:
-        SettingsError: with the setting's name.
+    `note` ends the sentence of the error, for example ", or None".
     """
-    right_type = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
-    if not right_type or not least <= value or (most is not None and value > most):
-        upper = f" and at most {most:g}" if most is not None else ""
-        kind = "a whole number" if whole else "a number"
-        raise SettingsError(f"{name}: {shown(value)} must be {kind} of at least {least:g}{upper}")
+    is_number = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
+    if not is_number or not least <= value or (most is not None and value > most):
+        limits = f"of at least {least}" if most is None else f"from {least} to {most}"
+        raise SettingsError(f"{name}: {shown(value)} must be a {'whole ' * whole}number {limits}{note}")
+    return value
+
+
+def check_kind(name: str, value: Any, kind: type | tuple[type, ...], what: str) -> Any:
+    """Return an instance of `kind`; otherwise raise SettingsError: the value must be `what`."""
+    if not isinstance(value, kind):
+        raise SettingsError(f"{name}: {shown(value)} must be {what}")
+    return value
 
 
 def check_texts(name: str, value: Any) -> None:
-    """Refuse a value that is not a list of strings; a single string would be read as a list of its characters.
-
-    Raises:
-        SettingsError: with the setting's name.
-    """
-    if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
-        raise SettingsError(f"{name}: {shown(value)} is not a list of texts")
+    """Refuse a value that is not a list of strings; a single string would be read as a list of its characters."""
+    for text in check_kind(name, value, list, "a list of texts"):
+        check_kind(name, text, str, "a text")
 
 
-def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
-    """Refuse a value that is not one of `choices`.
-
-    Raises:
-        SettingsError: with the setting's name.
-    """
+def check_choice(name: str, value: Any, choices: Collection[str]) -> Any:
+    """Return one of `choices`; otherwise raise SettingsError."""
     if value not in choices:
         raise SettingsError(f"{name}: {shown(value)} is not one of {', '.join(choices)}")
+    return value
+
+
+def check_known(given: Iterable[str], known: Iterable[str], what: str = "an option") -> None:
+    """Raise SettingsError for the first of the `given` names, in order of the alphabet, that is not known."""
+    if unknown := set(given).difference(known):
+        raise SettingsError(f"{min(unknown)}: not {what}; there are {', '.join(known)}")
 
 
 def check_name(name: str, value: Any) -> None:
-    """Refuse a name that is empty, longer than 200 characters, or has characters that Redis keys must not contain.
-
-    Raises:
-        SettingsError: with the setting's name.
-    """
+    """Refuse a name that is empty, longer than 200 characters, or has characters that Redis keys must not contain."""
     if not isinstance(value, str) or not _NAME.fullmatch(value):
         raise SettingsError(
             f"{name}: {shown(value)} must be 1 to 200 characters of UTF-8 without braces and control characters"
