@@ -26,7 +26,6 @@ ENGINES = {
     "hf": {"torch", "transformers", "peft", "safetensors"},
     "vllm": {"torch", "vllm", "pydantic", "safetensors"},
     "sglang": {"torch", "sglang", "tqdm", "safetensors"},
-    "positions.py": {"torch"},
     "row_encoder.py": {"torch"},
     "settings.py": {"packaging"},
     "checkpoint.py": {"huggingface_hub"},

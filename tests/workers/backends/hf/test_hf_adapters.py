@@ -22,7 +22,7 @@ from lmpool.protocol.job import digest_of
 from lmpool.protocol.row import Row, decode_row
 from lmpool.workers.backends.hf.backend import HfBackend
 from lmpool.workers.backends.hf.batching import BatchRules, PromptChunk, choose
-from lmpool.workers.backends.hf.kv_pool import new_path
+from lmpool.workers.backends.hf.forward import new_path
 from lmpool.workers.backends.settings import HfSettings
 from lmpool.workers.execution.contract import BackendJob
 from tests.support.models.tiny_models import VOCAB_SIZE, make_model, write_model

@@ -24,10 +24,9 @@ from lmpool.protocol.job import encode_prompt
 from lmpool.protocol.query import PositionsQuery
 from lmpool.protocol.row import Encoding, widen_bf16
 from lmpool.workers.backends import settings as settings_module
-from lmpool.workers.backends.hf import forward
+from lmpool.workers.backends.hf import model as hf_model
 from lmpool.workers.backends.hf.backend import HfBackend
-from lmpool.workers.backends.hf.forward import Forward
-from lmpool.workers.backends.hf.kv_pool import PrefixSlots
+from lmpool.workers.backends.hf.forward import Forward, PrefixSlots
 from lmpool.workers.backends.hf.model import weights_revision
 from lmpool.workers.backends.settings import HfSettings
 from lmpool.workers.execution.contract import BackendJob
@@ -163,7 +162,7 @@ def test_reuse_goes_on_below_the_horizon(tiny: Tiny) -> None:
 
 
 def test_a_window_too_long_to_be_tried_is_a_horizon(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(forward, "_LONGEST_WINDOW", 3)
+    monkeypatch.setattr(hf_model, "_LONGEST_WINDOW", 3)
     backend = tiny.backend("mistral")
     for size in (3, 4, 5, 6):
         tiny.reference("mistral").check(serve(backend, [range(size)]))

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from lmpool.workers.backends.hf import forward
+from lmpool.workers.backends.hf import model as hf_model
 from lmpool.workers.backends.hf.backend import HfBackend
-from lmpool.workers.backends.hf.forward import EAGER
+from lmpool.workers.backends.hf.model import EAGER
 from lmpool.workers.backends.settings import HfSettings
 from tests.support.models.tiny_models import make_model, write_model
 from tests.workers.backends.hf.hf_tiny import Reference, Tiny, random_prompts, serve
@@ -31,11 +31,11 @@ def attention_of(backend: HfBackend) -> str | None:
     return implementation
 
 
-@pytest.mark.parametrize("left_out", [forward._LEFT_OUT, ()], ids=["by-config", "by-comparison"])
+@pytest.mark.parametrize("left_out", [hf_model._LEFT_OUT, ()], ids=["by-config", "by-comparison"])
 def test_attention_keeps_the_soft_cap_that_the_config_asks_for(
     tiny: Tiny, monkeypatch: pytest.MonkeyPatch, left_out: tuple[str, ...]
 ) -> None:
-    monkeypatch.setattr(forward, "_LEFT_OUT", left_out)
+    monkeypatch.setattr(hf_model, "_LEFT_OUT", left_out)
     backend = tiny.backend("gemma2")
     assert attention_of(backend) == EAGER
     rows = serve(backend, PROMPTS)
@@ -60,7 +60,7 @@ def test_rows_of_another_attention_have_another_fingerprint(tiny: Tiny, monkeypa
     """Rows that were computed without the soft cap may still be in the cache."""
     capped = tiny.backend("gemma2").info
     monkeypatch.setattr(
-        forward, "_choose_attention", lambda model, config, prompts: ("", forward._Check(model, prompts))
+        hf_model, "_choose_attention", lambda model, config, prompts: ("", hf_model._Check(model, prompts))
     )
     assert tiny.backend("gemma2").info.fingerprint != capped.fingerprint
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from lmpool.protocol.query import PositionsQuery
-from lmpool.workers.backends import positions
 from lmpool.workers.backends.hf import backend as hf_backend
 from lmpool.workers.backends.hf.forward import Forward
+from lmpool.workers.backends.row_encoder import values_at_positions
 from lmpool.workers.execution.contract import Finished
 from tests.support.models.tiny_models import CONFIGS
 from tests.workers.backends.hf.hf_tiny import Logprobs, Tiny, decode, drain, job, random_prompts, serve
@@ -84,7 +84,7 @@ def test_scores_that_memory_did_not_suffice_for_are_computed_again(tiny: Tiny, m
             raise torch.OutOfMemoryError("CUDA out of memory")
         return found_by_model(logits, query, following)
 
-    found_by_model = positions.values_at_positions
+    found_by_model = values_at_positions
     monkeypatch.setattr(hf_backend, "values_at_positions", failing_once)
     backend = tiny.backend()
     prompts = random_prompts(3, (10, 10))

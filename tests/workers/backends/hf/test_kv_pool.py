@@ -8,9 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lmpool.workers.backends.hf import kv_pool
-from lmpool.workers.backends.hf.forward import new_tokens
-from lmpool.workers.backends.hf.kv_pool import KVLayout, KVPool, PrefixSlots
+from lmpool.workers.backends.hf import forward
+from lmpool.workers.backends.hf.forward import KVLayout, KVPool, PrefixSlots, new_tokens
 
 LAYOUT = KVLayout(((2, 3), (2, 3), (1, 4), (1, 2)), torch.float32)
 
@@ -133,7 +132,7 @@ def test_a_prompt_that_extends_a_recent_one_by_a_few_tokens_finds_its_slots() ->
 
 
 def test_remembered_prompts_take_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_pool, "_MAX_REMEMBERED_TOKENS", 250)
+    monkeypatch.setattr(forward, "_MAX_REMEMBERED_TOKENS", 250)
     slots = PrefixSlots(1000)
     prompts = [list(range(first, first + 100)) for first in (0, 200, 400)]
     for ids in (*prompts, prompts[2]):

@@ -18,8 +18,7 @@ from torch import Tensor
 from lmpool.broker.server import Server
 from lmpool.protocol.query import PositionsQuery
 from lmpool.workers.backends.hf.backend import HfBackend
-from lmpool.workers.backends.hf.forward import Forward
-from lmpool.workers.backends.hf.kv_pool import KVPool
+from lmpool.workers.backends.hf.forward import Forward, KVPool
 from lmpool.workers.backends.settings import HfSettings
 from lmpool.workers.execution.contract import Finished
 from lmpool.workers.settings import WorkerSettings

@@ -34,11 +34,19 @@ from lmpool.workers.backends.hf.batching import (
     choose_shorter,
     shared_prefix,
 )
-from lmpool.workers.backends.hf.forward import Abilities, Forward, check_model, new_tokens
-from lmpool.workers.backends.hf.kv_pool import NO_MARK, ROOT, KVPool, Mark, Path, PrefixSlots, new_path
-from lmpool.workers.backends.hf.model import find_head, load_model, numbers_of
-from lmpool.workers.backends.positions import NO_DISTRIBUTION, values_at_positions
-from lmpool.workers.backends.row_encoder import RowEncoder
+from lmpool.workers.backends.hf.forward import (
+    NO_MARK,
+    ROOT,
+    Forward,
+    KVPool,
+    Mark,
+    Path,
+    PrefixSlots,
+    new_path,
+    new_tokens,
+)
+from lmpool.workers.backends.hf.model import Abilities, check_model, find_head, load_model, numbers_of
+from lmpool.workers.backends.row_encoder import NO_DISTRIBUTION, RowEncoder, values_at_positions
 from lmpool.workers.backends.settings import HfSettings
 from lmpool.workers.backends.tokenizer import TellsTexts
 from lmpool.workers.execution.contract import BackendJob, BackendStats, Finished, is_device_error

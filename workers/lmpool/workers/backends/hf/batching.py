@@ -8,8 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from lmpool.workers.backends.hf.forward import new_tokens
-from lmpool.workers.backends.hf.kv_pool import Path
+from lmpool.workers.backends.hf.forward import Path, new_tokens
 from lmpool.workers.execution.yielding import PATIENCE_STEPS, QUIET_S
 
 PREFILL = "prefill"
