@@ -27,6 +27,7 @@ ENGINES = {
     "vllm": {"torch", "vllm", "pydantic", "safetensors"},
     "sglang": {"torch", "sglang", "tqdm", "safetensors"},
     "row_encoder.py": {"torch"},
+    "lora.py": {"torch", "safetensors"},
     "settings.py": {"packaging"},
     "checkpoint.py": {"huggingface_hub"},
     "tokenizer.py": {"transformers"},

@@ -135,7 +135,7 @@ PATTERNS: list[tuple[Config, str]] = [
     ({"rank_pattern": {PATTERN: 2}}, "rank_pattern names '.*': a module's name has"),
     ({"alpha_pattern": {PATTERN: 2}}, "alpha_pattern names '.*': a module's name has"),
     ({"trainable_token_indices": {PATTERN: [1]}}, "trainable_token_indices names '.*': a module's name has"),
-    ({"rank_pattern": [PATTERN]}, "rank_pattern is .*: expected an object"),
+    ({"rank_pattern": [PATTERN]}, "rank_pattern is .*, a pattern"),
     ({"modules_to_save": [f"m{number}" for number in range(65)]}, "modules_to_save has 65 names: 64 are taken"),
     ({"target_modules": [5]}, "target_modules names 5: a module's name has"),
     ({"layer_replication": [[0, 2], [0, 2]]}, "layer_replication is set, and workers serve no adapters that use it"),

@@ -6,6 +6,7 @@ import functools
 import importlib.util
 import json
 import shutil
+from array import array
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -457,13 +458,13 @@ def test_a_waiting_prompt_is_looked_up_again_only_when_the_pool_has_changed_its_
     prompts = random_prompts(4, (40, 40))
     serve(backend, prompts)
     looked_up: list[int] = []
-    match_from = PrefixSlots._match_from
+    match_rest = PrefixSlots._match_rest
 
-    def counted(self: PrefixSlots, slot: int, ids: Sequence[int], start: int) -> list[int]:
-        looked_up.append(len(ids) - start)
-        return match_from(self, slot, ids, start)
+    def counted(self: PrefixSlots, path: array[int], ids: Sequence[int], root: int) -> None:
+        looked_up.append(len(ids) - len(path))
+        match_rest(self, path, ids, root)
 
-    monkeypatch.setattr(PrefixSlots, "_match_from", counted)
+    monkeypatch.setattr(PrefixSlots, "_match_rest", counted)
     longer = [(*prompt, 1) for prompt in prompts]
     rows = serve(backend, longer)
     # Each prompt is looked up once, and the token that it lacks again when its keys and values are stored.

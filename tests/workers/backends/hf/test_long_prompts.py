@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import threading
 from collections.abc import AsyncIterator, Callable
@@ -13,12 +14,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from transformers import LlamaForCausalLM
 
 from lmpool.broker.server import Server
 from lmpool.protocol.query import PositionsQuery
 from lmpool.workers.backends.hf.backend import HfBackend
-from lmpool.workers.backends.hf.forward import Forward, KVPool
+from lmpool.workers.backends.hf.forward import KVPool
 from lmpool.workers.backends.settings import HfSettings
 from lmpool.workers.execution.contract import Finished
 from lmpool.workers.settings import WorkerSettings
@@ -199,14 +200,15 @@ def test_chunks_that_are_computed_stay_however_much_others_need(tiny: Tiny) -> N
 
 def test_a_chunk_takes_a_step_of_no_more_tokens_than_it_has(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
-    run = Forward._run
+    forward = LlamaForCausalLM.forward
 
-    def noted(self: Forward, prompts: Any, lengths: list[int], new: int, *rest: Any) -> Tensor:
-        sizes.append(len(prompts) * new)
-        return run(self, prompts, lengths, new, *rest)
+    @functools.wraps(forward)
+    def noted(self: LlamaForCausalLM, *arguments: Any, **named: Any) -> Any:
+        sizes.append(named["input_ids"].numel())
+        return forward(self, *arguments, **named)
 
     backend = tiny.backend(chunked_prefill_size=8)
-    monkeypatch.setattr(Forward, "_run", noted)
+    monkeypatch.setattr(LlamaForCausalLM, "forward", noted)
     serve(backend, random_prompts(4, (60, 60)))
     assert max(sizes) <= 8 * 4  # The last parts of prompts of one length may run together.
     assert sizes.count(8) >= 4 * 6

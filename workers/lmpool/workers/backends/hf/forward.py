@@ -51,15 +51,17 @@ def new_path() -> Path:
     return array("q")
 
 
+def new_tokens(length: int, held: int, kept: int = 1) -> int:
+    """Tokens to compute for a prompt with a held prefix: at least the last `kept`, whose logits are requested."""
+    return length - min(held, length - kept)
+
+
 class Forward:
-    """Runs a model on right-aligned batches.
+    """Runs a model in evaluation mode on right-aligned batches.
 
     A batch computes the last `new` tokens of each prompt, where `new` is the max number of tokens that a prompt of the
     batch lacks. A prompt that lacks fewer recomputes some, and is not padded in the middle: sliding windows and
     position biases rely on adjacent tokens.
-
-    Args:
-        model: a causal language model in evaluation mode.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -68,24 +70,10 @@ class Forward:
         self.takes = frozenset(inspect.signature(model.forward).parameters)
 
     def logits(
-        self,
-        prompts: Sequence[Sequence[int]],
-        paths: Sequence[Path] = (),
-        pool: KVPool | None = None,
-        root: int = ROOT,
+        self, prompts: Sequence[Sequence[int]], paths: Sequence[Path] = (), pool: KVPool | None = None
     ) -> Tensor:
-        """The logits of the token after each prompt.
-
-        Args:
-            prompts: token ids, each at least one.
-            paths: per prompt the slots of its held prefix (`PrefixSlots.match`); only with a pool.
-            pool: provides keys and values, and keeps the new ones.
-            root: root of the paths.
-
-        Returns:
-            tensor of shape (n, V) in the dtype that the model returns.
-        """
-        return self.last_logits(prompts, [1] * len(prompts), paths, pool, root)[:, -1]
+        """The logits (n, V) of the token after each prompt; see `last_logits`."""
+        return self.last_logits(prompts, [1] * len(prompts), paths, pool)[:, -1]
 
     def last_logits(
         self,
@@ -100,49 +88,35 @@ class Forward:
         Args:
             prompts: token ids, each at least one.
             kept: per prompt, the number of these last tokens.
-            paths: as `logits`.
-            pool: as `logits`.
-            root: as `logits`.
+            paths: per prompt the slots of its held prefix (`PrefixSlots.match`); only with a pool.
+            pool: provides keys and values, and keeps the new ones.
+            root: root of the paths.
 
         Returns:
-            tensor of shape (n, max(kept), V), right-aligned.
+            tensor of shape (n, max(kept), V), right-aligned, in the dtype that the model returns.
         """
-        lengths = [len(ids) for ids in prompts]
-        max_kept = max(kept)
-        if pool is None:
-            return self._run(prompts, lengths, max(lengths), max_kept, {"use_cache": False})
-        wants = zip(lengths, paths, kept, strict=True)
-        new = max(max_kept, *(new_tokens(length, len(path), wanted) for length, path, wanted in wants))
-        block = pool.gather(lengths, paths, new)
-        logits = self._run(prompts, lengths, new, max_kept, {"use_cache": True, "past_key_values": block.cache})
-        pool.store(prompts, paths, block, root)
-        return logits
-
-    def _run(
-        self, prompts: Sequence[Sequence[int]], lengths: list[int], new: int, kept: int, arguments: dict[str, Any]
-    ) -> Tensor:
-        total = max(lengths)
+        lengths, max_kept = [len(ids) for ids in prompts], max(kept)
+        total = new = max(lengths)
+        arguments: dict[str, Any] = {"use_cache": pool is not None, "logits_to_keep": max_kept}
+        if pool is not None:
+            wants = zip(lengths, paths, kept, strict=True)
+            new = max(max_kept, *(new_tokens(length, len(path), wanted) for length, path, wanted in wants))
+            block = pool.gather(lengths, paths, new)
+            arguments["past_key_values"] = block.cache
         ids = np.zeros((len(prompts), total), np.int64)
         for row, prompt in zip(ids, prompts, strict=True):
             row[total - len(prompt) :] = prompt
-        arguments["input_ids"] = self._tensor(ids[:, total - new :])
+        arguments["input_ids"] = torch.tensor(ids[:, total - new :], device=self.device)
         if min(lengths) < total:
             # Without a mask attention takes its fast path.
             positions = np.arange(total) - (total - np.array(lengths))[:, None]
-            arguments["attention_mask"] = self._tensor((positions >= 0).astype(np.int64))
-            arguments["position_ids"] = self._tensor(positions[:, total - new :].clip(0))
-        arguments["logits_to_keep"] = kept
+            arguments["attention_mask"] = torch.tensor((positions >= 0).astype(np.int64), device=self.device)
+            arguments["position_ids"] = torch.tensor(positions[:, total - new :].clip(0), device=self.device)
         output = self.model(**{name: value for name, value in arguments.items() if name in self.takes})
-        logits: Tensor = output.logits[:, -kept:]
+        if pool is not None:
+            pool.store(prompts, paths, block, root)
+        logits: Tensor = output.logits[:, -max_kept:]
         return logits
-
-    def _tensor(self, values: np.ndarray[Any, np.dtype[np.int64]]) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(values)).to(self.device)
-
-
-def new_tokens(length: int, held: int, kept: int = 1) -> int:
-    """Tokens to compute for a prompt with a held prefix: at least the last `kept`, whose logits are requested."""
-    return length - min(held, length - kept)
 
 
 class KVPool:
@@ -159,30 +133,25 @@ class KVPool:
 
     def __init__(self, layout: KVLayout, capacity: int, device: torch.device) -> None:
         self.layout = layout
+        self.capacity = capacity
         self.slots = PrefixSlots(capacity)
         # On a CPU the pages of an empty tensor cost nothing until they are written.
         self._storage = torch.empty(capacity + 1, layout.width, dtype=layout.dtype, device=device)
         # Padding reads the root's slot. Numbers that are not finite would spread even if they are masked.
         self._storage[ROOT].zero_()
+        self._roots = count(capacity + 1)
+        self.held: list[Path] = []
+        self.release()
+
+    def release(self) -> None:
+        """Free the memory that is only kept for reuse."""
         self._scratch = self._storage[:0]
         # The slots that the scratch begins with a copy of, after a step of one prompt.
         self._gathered = new_path()
-        self._roots = count(capacity + 1)
-        self.held: list[Path] = []
 
     def new_root(self) -> int:
         """A new root for prompts that must not share keys and values with others; see `PrefixSlots.match`."""
         return next(self._roots)
-
-    @property
-    def capacity(self) -> int:
-        """Max tokens in the pool."""
-        return self.slots.capacity
-
-    @property
-    def nbytes(self) -> int:
-        """Max memory of the pool, bookkeeping included."""
-        return len(self._storage) * self.layout.slot_bytes
 
     def gather(self, lengths: Sequence[int], paths: Sequence[Path], new: int) -> KVBlock:
         """Begin a step: collect the keys and values of all tokens but the last `new` of each prompt.
@@ -198,26 +167,34 @@ class KVPool:
         self.slots.begin([*self.held, *paths])
         total = max(lengths)
         past = total - new
-        size = len(lengths) * total
+        size, width = len(lengths) * total, self.layout.width
         gathered, self._gathered = self._gathered, new_path()
         if size > len(self._scratch):
             # Kept between steps: page faults of new memory cost more than the copy. Growing prompts need more.
             more = max(size, min(2 * len(self._scratch), self.capacity))
-            self._scratch, gathered = self._storage.new_empty(more, self.layout.width), new_path()
-        flat = self._scratch[:size]
+            self._scratch, gathered = self._storage.new_empty(more, width), new_path()
         if len(lengths) == 1:
             # The next step of a prompt finds the tokens of its last step in place.
             known = min(len(gathered), past)
             start = known if paths[0][:known] == gathered[:known] else 0
-            if past > start:
-                self._gather(np.array(paths[0][start:past]), flat[start:past])
-        elif past:
-            index = np.full((len(lengths), total), ROOT)
+            index = np.array(paths[0][start:past])
+        else:
+            start, index = 0, np.full((len(lengths), total if past else 0), ROOT)
             for row, (length, path) in enumerate(zip(lengths, paths, strict=True)):
                 if length > new:
                     index[row, total - length : past] = path[: length - new]
-            self._gather(index.ravel(), flat)
-        return KVBlock(flat.view(len(lengths), total, self.layout.width), past, self.layout)
+        if index.size:
+            slots = torch.from_numpy(index.ravel()).to(self._storage.device)
+            torch.index_select(self._storage, 0, slots, out=self._scratch[start : start + index.size])
+        tokens = self._scratch[:size].view(len(lengths), total, width)
+        parts = torch.split(tokens, [heads * size for heads, size in self.layout.shapes], dim=-1)
+        views = [
+            part.view(*part.shape[:2], *shape).transpose(1, 2)
+            for part, shape in zip(parts, self.layout.shapes, strict=True)
+        ]
+        cache = DynamicCache()
+        cache.layers = [_BlockLayer(keys, values, past) for keys, values in zip(views[::2], views[1::2], strict=True)]
+        return KVBlock(tokens, past, cache)
 
     def store(self, prompts: Sequence[Sequence[int]], paths: Sequence[Path], block: KVBlock, root: int = ROOT) -> None:
         """End a step: keep the tokens of the block that the pool does not hold, as many as fit.
@@ -240,28 +217,18 @@ class KVPool:
                 end = row * total + total - len(ids) + len(path)
                 sources += range(end - len(fresh), end)
                 targets += fresh
-            self._copy(block.tokens.flatten(0, 1), sources, targets)
+            tokens, step = block.tokens.flatten(0, 1), max(1, _COPY_BYTES // self.layout.slot_bytes)
+            for start in range(0, len(targets), step):
+                part = slice(start, start + step)
+                source, target = torch.tensor([sources[part], targets[part]], device=tokens.device)
+                self._storage.index_copy_(0, target, tokens.index_select(0, source))
             copied = True
             self._gathered = paths[0][:alike] if len(prompts) == 1 else new_path()
         finally:
             if not copied:
                 # The table names slots that were not written: forget everything rather than reuse them.
-                self.slots, self.held = PrefixSlots(self.capacity), []
-
-    def _gather(self, slots: NDArray[np.int64], into: Tensor) -> None:
-        torch.index_select(self._storage, 0, torch.from_numpy(slots).to(into.device), out=into)
-
-    def _copy(self, tokens: Tensor, sources: list[int], targets: list[int]) -> None:
-        step = max(1, _COPY_BYTES // self.layout.slot_bytes)
-        for start in range(0, len(targets), step):
-            source, target = torch.tensor(
-                [sources[start : start + step], targets[start : start + step]], device=tokens.device
-            )
-            self._storage.index_copy_(0, target, tokens.index_select(0, source))
-
-    def release(self) -> None:
-        """Free the memory that is only kept for reuse."""
-        self._scratch, self._gathered = self._storage[:0], new_path()
+                self.slots.clear()
+                self.held = []
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,7 +258,7 @@ class KVLayout:
         return max(0, max_bytes // self.slot_bytes - 1)
 
 
-class KVBlock:
+class KVBlock(NamedTuple):
     """The keys and values of one batch: the past is gathered, the forward adds the new tokens.
 
     Attributes:
@@ -300,17 +267,9 @@ class KVBlock:
         cache: the same memory as the cache that a model's forward takes.
     """
 
-    def __init__(self, tokens: Tensor, past: int, layout: KVLayout) -> None:
-        self.tokens = tokens
-        self.past = past
-        parts = torch.split(tokens, [heads * size for heads, size in layout.shapes], dim=-1)
-        views = [
-            part.view(*part.shape[:2], *shape).transpose(1, 2) for part, shape in zip(parts, layout.shapes, strict=True)
-        ]
-        self.cache = DynamicCache()
-        self.cache.layers = [
-            _BlockLayer(keys, values, past) for keys, values in zip(views[::2], views[1::2], strict=True)
-        ]
+    tokens: Tensor
+    past: int
+    cache: DynamicCache
 
 
 class _BlockLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # transformers' cache is partly untyped
@@ -339,24 +298,6 @@ class _BlockLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # transformer
         return self._filled
 
 
-class Mark(NamedTuple):
-    """Length of a path at some time, and how often its last slot had been freed."""
-
-    length: int
-    freed: int
-
-
-NO_MARK = Mark(0, 0)
-
-
-class _Recent(NamedTuple):
-    """A prompt of a recent step, with its slots."""
-
-    ids: bytes
-    path: Path
-    mark: Mark
-
-
 class PrefixSlots:
     """The table of a pool of `capacity` slots, numbered from 1.
 
@@ -369,19 +310,28 @@ class PrefixSlots:
         self.capacity = capacity
         # (slot of the parent) << 32 | token -> slot: one flat dictionary is the whole tree.
         self._children: dict[int, int] = {}
-        self._edges = [0]
-        self._stamps = np.full(1, _NEVER, np.int64)
-        # How often each slot has been freed.
-        self._freed = [0]
+        # Of each slot, as far as slots were used: its key in `_children`, and how often it was freed.
+        self._edges, self._freed = [0], [0]
+        # zeros takes no memory until it is written.
+        self._stamps = np.zeros(capacity + 1, np.int64)
+        self._stamps[ROOT] = _NEVER
         self._free: list[int] = []
         self._clock = 0
-        # (root, last tokens) -> prompt; the most recent last.
-        self._recent: OrderedDict[tuple[int, bytes], _Recent] = OrderedDict()
+        # (root, last tokens) -> the ids of a prompt, its path and its mark; the most recent last.
+        self._recent: OrderedDict[tuple[int, bytes], tuple[bytes, Path, int]] = OrderedDict()
         self._recent_tokens = 0
 
     def __len__(self) -> int:
         """Slots in use."""
         return len(self._children)
+
+    def clear(self) -> None:
+        """Free all slots."""
+        # More often than any slot before: no earlier mark is valid for any path.
+        self._freed = [max(self._freed) + 1] * len(self._freed)
+        self._stamps[: len(self._edges)] = _NEVER
+        self._free = list(range(len(self._edges) - 1, ROOT, -1))
+        self._children.clear()
 
     def match(self, ids: Sequence[int], root: int = ROOT, known: Path | None = None) -> Path:
         """The slots of the longest held prefix of a prompt, first token first.
@@ -393,7 +343,8 @@ class PrefixSlots:
             known: slots of a prefix that is still held; only the tokens after it are looked up.
         """
         path = new_path() if known is None else known[: len(ids)]
-        path.extend(self._match_from(path[-1] if path else root, ids, len(path)))
+        if len(path) < len(ids):
+            self._match_rest(path, ids, root)
         return path
 
     def remember(self, ids: bytes, path: Path, root: int = ROOT) -> None:
@@ -409,11 +360,11 @@ class PrefixSlots:
             return
         key = root, ids[-_KEY_TOKENS * _ID_BYTES :]
         if (older := self._recent.pop(key, None)) is not None:
-            self._recent_tokens -= len(older.path)
-        self._recent[key] = _Recent(ids, path, self.mark(path))
+            self._recent_tokens -= len(older[1])
+        self._recent[key] = ids, path, self.mark(path)
         self._recent_tokens += tokens
         while self._recent_tokens > _MAX_REMEMBERED_TOKENS:
-            self._recent_tokens -= len(self._recent.popitem(last=False)[1].path)
+            self._recent_tokens -= len(self._recent.popitem(last=False)[1][1])
 
     def recall(self, ids: bytes, root: int = ROOT) -> Path | None:
         """The slots of a recent prompt that `ids` extends by at most a few tokens; none if there is no such prompt.
@@ -423,24 +374,24 @@ class PrefixSlots:
         shortest = max(len(ids) - _MAX_APPENDED_TOKENS * _ID_BYTES, _MIN_RECENT_TOKENS * _ID_BYTES)
         for end in range(len(ids), shortest - 1, -_ID_BYTES):
             recent = self._recent.get((root, ids[end - _KEY_TOKENS * _ID_BYTES : end]))
-            if recent is not None and ids.startswith(recent.ids) and self.holds(recent.path, recent.mark):
-                return recent.path
+            if recent is not None and ids.startswith(recent[0]) and self.holds(recent[1], recent[2]):
+                return recent[1]
         return None
 
     def is_longest(self, ids: Sequence[int], path: Path, root: int = ROOT) -> bool:
         """Whether no longer prefix of a prompt is held than the path; arguments as for `match`."""
         return len(path) >= len(ids) or (path[-1] if path else root) << 32 | ids[len(path)] not in self._children
 
-    def mark(self, path: Path) -> Mark:
-        """The state of a path now, for `holds`."""
-        return Mark(len(path), self._freed[path[-1]] if path else 0)
+    def mark(self, path: Path) -> int:
+        """The state of a path now, for `holds`: how often its last slot was freed."""
+        return self._freed[path[-1]] if path else 0
 
-    def holds(self, path: Path, mark: Mark) -> bool:
-        """Whether all slots of a path are still those of the time when it was marked.
+    def holds(self, path: Path, mark: int) -> bool:
+        """Whether all slots of a path are still those of the time when it was marked. It must not have grown since.
 
         Checking the last slot is enough: a slot is never freed before those behind it.
         """
-        return not path or (mark.length == len(path) and mark.freed == self._freed[path[-1]])
+        return not path or mark == self._freed[path[-1]]
 
     def begin(self, paths: Iterable[Path]) -> None:
         """Begin a step that uses these paths. Slots that a step uses are not freed before the next step."""
@@ -459,17 +410,24 @@ class PrefixSlots:
         Returns:
             the new slots, which are the last ones of `path`.
         """
-        # `begin` has stamped the path.
-        stamped = len(path)
-        path.extend(self._match_from(path[-1] if path else root, ids, len(path)))
+        stamped = len(path)  # By `begin`.
+        self._match_rest(path, ids, root)
         self._stamp(path, stamped)
         stamped = len(path)
-        missing = len(ids) - len(path)
+        missing = len(ids) - stamped
         if missing > len(self._free):
-            self._free_slots(missing - len(self._free))
+            first = len(self._edges)
+            added = min(missing - len(self._free), self.capacity + 1 - first)
+            self._edges += [0] * added
+            self._freed += [0] * added
+            self._stamps[first : first + added] = _NEVER
+            self._free += range(first + added - 1, first - 1, -1)
+            if missing > len(self._free):
+                # More than are needed now: finding the oldest costs a pass over all.
+                self._evict(max(missing - len(self._free), self.capacity // 32))
         fresh = [self._free.pop() for _ in range(min(missing, len(self._free)))]
         parent = path[-1] if path else root
-        for slot, token in zip(fresh, ids[len(path) :], strict=False):
+        for slot, token in zip(fresh, ids[stamped:], strict=False):
             edge = parent << 32 | token
             self._children[edge] = slot
             self._edges[slot] = edge
@@ -478,15 +436,15 @@ class PrefixSlots:
         self._stamp(path, stamped)
         return fresh
 
-    def _match_from(self, slot: int, ids: Sequence[int], start: int) -> list[int]:
-        path = []
-        for token in ids[start:]:
+    def _match_rest(self, path: Path, ids: Sequence[int], root: int) -> None:
+        """Append to a path the held slots of the tokens after it."""
+        slot = path[-1] if path else root
+        for token in ids[len(path) :]:
             child = self._children.get(slot << 32 | token)
             if child is None:
                 break
             path.append(child)
             slot = child
-        return path
 
     def _stamp(self, path: Path, start: int = 0) -> None:
         """Stamp the slots of a path from `start` on."""
@@ -494,28 +452,13 @@ class PrefixSlots:
         if start < len(path):
             self._stamps[np.array(path[start:] if start else path)] = np.arange(newest - start, newest - len(path), -1)
 
-    def _free_slots(self, count: int) -> None:
-        unused = self.capacity + 1 - len(self._edges)
-        if unused:
-            # By at least a half, so that arrays grow only a few times.
-            added = min(unused, max(count, len(self._edges) // 2))
-            first = len(self._edges)
-            self._edges += [0] * added
-            self._freed += [0] * added
-            self._stamps = np.concatenate([self._stamps, np.full(added, _NEVER, np.int64)])
-            self._free += range(first + added - 1, first - 1, -1)
-            count -= added
-        if count > 0:
-            # More than are needed now: finding the oldest costs a pass over all.
-            self._evict(max(count, self.capacity // 32))
-
     def _evict(self, count: int) -> None:
-        evictable = int(np.count_nonzero(self._stamps <= (self._clock - 1) << _DEPTH_BITS))
-        count = min(count, evictable)
+        stamps = self._stamps[: len(self._edges)]
+        count = min(count, int(np.count_nonzero(stamps <= (self._clock - 1) << _DEPTH_BITS)))
         if count == 0:
             return
-        oldest = np.argpartition(self._stamps, count - 1)[:count]
-        self._stamps[oldest] = _NEVER
+        oldest: NDArray[np.int64] = np.argpartition(stamps, count - 1)[:count]
+        stamps[oldest] = _NEVER
         for slot in oldest.tolist():
             del self._children[self._edges[slot]]
             self._freed[slot] += 1
