@@ -34,7 +34,10 @@ _MODEL_CONFIGS = ("config.json", "params.json")
 _CONFIGS = ("config.json", "adapter_config.json", "hf_quant_config.json", "quant_config.json", "quantize_config.json")
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "tekken.json", "vocab.json")
 
-VOLATILE = {"_name_or_path", "transformers_version", "torch_dtype", "dtype", "base_model_name_or_path"}
+_VOLATILE = {
+    "_name_or_path", "_attn_implementation", "_commit_hash", "attn_implementation", "base_model_name_or_path", "dtype",
+    "torch_dtype", "transformers_version",
+}  # fmt: skip
 """Config fields that do not change a row, so no digest includes them."""
 
 # Files of a hub repository that no engine reads.
@@ -136,7 +139,7 @@ def checkpoint_revision(folder: Path, also: Mapping[str, Any] | None = None) -> 
     state = blake2b(digest_size=16)
     for name in _CONFIGS:
         if (folder / name).is_file():
-            state.update(json.dumps(_stable(read_config(folder / name)), sort_keys=True).encode())
+            state.update(json.dumps(stable(read_config(folder / name)), sort_keys=True).encode())
     for path in _weights(folder):
         state.update(f"\n{path.name} {path.stat().st_size} ".encode())
         _add_words(state, path)
@@ -297,10 +300,11 @@ def _weights(folder: Path) -> list[Path]:
     return next((found for suffix in _WEIGHTS if (found := [path for path in files if path.suffix == suffix])), [])
 
 
-def _stable(value: Any) -> Any:
+def stable(value: Any) -> Any:
+    """A config without the fields that do not change a row."""
     if isinstance(value, dict):
-        return {key: _stable(item) for key, item in value.items() if key not in VOLATILE}
-    return value
+        return {str(key): stable(item) for key, item in value.items() if key not in _VOLATILE}
+    return [stable(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 def _add_words(state: blake2b, path: Path) -> None:
