@@ -18,7 +18,7 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from lmpool.protocol.adapter import MAX_LOADED, qualify, revision_of
+from lmpool.protocol.adapter import qualify, revision_of
 from lmpool.protocol.job import decode_ids
 from lmpool.protocol.model_info import ModelInfo
 from lmpool.protocol.query import PositionsQuery
@@ -28,7 +28,7 @@ from lmpool.synthetic import FEW_TOKENS, Draw, base_rows, draw, draw_few_tokens,
 from lmpool.vocabulary import Vocabulary
 from lmpool.workers.backends.checkpoint import checkpoint_source
 from lmpool.workers.backends.lora import content_digest, read_adapter_folders
-from lmpool.workers.backends.settings import check_numbers, option
+from lmpool.workers.backends.settings import check_numbers, max_adapters_option, option
 from lmpool.workers.execution.contract import (
     QUERY_ERRORS,
     Backend,
@@ -38,6 +38,9 @@ from lmpool.workers.execution.contract import (
     failure_of,
 )
 
+_ADAPTERS_HELP = (
+    "An adapter, as name=folder; may be given several times. The content of the folder (or file) determines the rows."
+)
 _TOGETHER = 4  # From this number of rows on, drawing the rows of a small vocabulary together is faster.
 _CRASH_EXIT = 70  # Exit code of a worker that got the crash token.
 _ID_BYTES = 4  # Bytes of a token id.
@@ -73,17 +76,8 @@ class SyntheticSettings:
         "The step of a prompt that contains this id raises MemoryError; -1 for none.", -1, least=-1
     )
     hang_token: int = option("The step of a prompt with this id never ends; -1 for none.", -1, least=-1)
-    adapters: list[str] = field(
-        default_factory=list,
-        metadata={
-            "help": "An adapter, as name=folder; may be given several times. The content of the folder (or file) "
-            "determines the rows."
-        },
-    )
-    max_adapters: int = field(
-        default=MAX_LOADED,
-        metadata={"help": "Adapters that are loaded at once, at least those of --adapters; the others are evicted."},
-    )
+    adapters: list[str] = field(default_factory=list, metadata={"help": _ADAPTERS_HELP})
+    max_adapters: int = max_adapters_option()
 
     def __post_init__(self) -> None:
         check_name("name", self.name)
