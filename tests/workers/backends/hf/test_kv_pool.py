@@ -238,7 +238,7 @@ def test_a_failed_store_forgets_everything(monkeypatch: pytest.MonkeyPatch) -> N
     pool = KVPool(LAYOUT, 50, torch.device("cpu"))
     put(pool, [[1, 2]], 2, torch.ones(1, 2, LAYOUT.width))
 
-    def fail(*_: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise RuntimeError("out of memory")
 
     with monkeypatch.context() as patch:

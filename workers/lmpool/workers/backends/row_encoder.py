@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -104,16 +105,14 @@ class RowEncoder:
 
     def _copied_to_new_rows(self, numbers: Tensor, encoding: Encoding) -> NDArray[Any] | None:
         """Rows that the GPU has copied to shared memory; None if it can write to none."""
-        rows = None if self._mapped is None else self.new_rows(len(numbers), numbers.shape[1], encoding)
-        if rows is None or self._mapped is None:
+        if self._mapped is None or (rows := self.new_rows(len(numbers), numbers.shape[1], encoding)) is None:
             return None
         whole = _whole_memory_of(rows)
         if whole not in self._mapped and not _map_to_gpu(*whole, numbers.device):
             self._mapped = None
             return None
         self._mapped.add(whole)
-        # numpy lacks one of the 16-bit types.
-        memory = torch.from_numpy(rows.view(np.int16 if rows.dtype.itemsize == 2 else np.float32)).view(numbers.dtype)
+        memory = _as_tensor(rows, numbers.dtype)
         # Row by row: torch copies rows that are not contiguous with each other through a temporary buffer.
         for row, target in zip(numbers, memory, strict=True):
             target.copy_(row, non_blocking=True)
@@ -121,21 +120,14 @@ class RowEncoder:
         return rows
 
     def _numbers(self, logits: Tensor) -> _Numbers:
-        if self._dtype == torch.bfloat16 and logits.dtype == torch.float32 and logits.device.type == "cpu":
-            narrow = self._narrowed_on_cpu(logits.contiguous())
-            if narrow is not None:
-                return narrow
-        rows = max(1, _SLICED_NUMBERS // max(1, logits.shape[1]))
-        slices = torch.split(logits, rows) if logits.is_cuda else (logits,)
-        exact = [self._narrowed(part) for part in slices]
-        if None not in exact:
-            joined = _joined([part for part in exact if part is not None])
-            log_z = _joined([torch.logsumexp(part.float(), dim=-1) for part in slices])
-            memory = self._memory_for(joined, joined.dtype)
-            numbers = joined if memory is None else memory.copy_(joined)
-            return _Numbers(_NARROW[joined.dtype], numbers, log_z, log_z.isfinite())
-        del exact
-        logprobs = self._log_softmax(logits)
+        if (narrow := self._narrowed(logits)) is not None:
+            return narrow
+        logprobs = None if self._lossy else self._memory_for(logits, torch.float32)
+        if logprobs is None:
+            logprobs = torch.log_softmax(logits, dim=-1, dtype=torch.float32)
+        else:
+            for part, target in zip(_slices(logits), _slices(logprobs), strict=True):
+                target.copy_(torch.log_softmax(part, dim=-1, dtype=torch.float32))
         # A single NaN or +inf among the logits makes the whole row NaN.
         sound = ~logprobs[:, 0].isnan()
         if not self._lossy:
@@ -144,56 +136,60 @@ class RowEncoder:
         log_z = -logprobs.amax(dim=-1)
         return _Numbers(Encoding.F16, (logprobs + log_z[:, None]).half(), log_z, sound)
 
-    def _narrowed(self, logits: Tensor) -> Tensor | None:
-        """The logits in the model's 16-bit dtype if that loses nothing."""
+    def _narrowed(self, logits: Tensor) -> _Numbers | None:
+        """The logits in the model's 16-bit dtype if that loses nothing.
+
+        On a CPU, slices take half the time of operations on the whole batch.
+        """
         if self._dtype not in _NARROW:
             return None
-        if logits.dtype == self._dtype:
-            return logits
-        narrow = logits.to(self._dtype)
-        return narrow if torch.equal(narrow.to(logits.dtype), logits) or _loses_only_nan(logits, narrow) else None
-
-    def _narrowed_on_cpu(self, logits: Tensor) -> _Numbers | None:
-        """float32 logits as bfloat16 if that loses nothing. Slices take half the time of whole-batch operations."""
-        narrow, log_z = None, torch.empty(len(logits))
-        rows = rows_per_slice(logits)
-        bits = logits.numpy().view(np.uint32)
-        for at in range(0, len(logits), rows):
-            part = logits[at : at + rows]
-            # bfloat16 is the upper half of float32: nothing is lost if all lower halves are zero.
-            is_exact = not np.bitwise_or.reduce(bits[at : at + rows], axis=None) & 0xFFFF
-            if not is_exact and not _loses_only_nan(part, part.bfloat16()):
+        is_narrow, numbers = logits.dtype == self._dtype, None
+        log_z = torch.empty(len(logits), device=logits.device)
+        for part, part_z in zip(_slices(logits), _slices(log_z, logits), strict=True):
+            if not is_narrow and not _is_exact(part, self._dtype):
                 return None
-            if narrow is None:
+            if numbers is None:
                 # Only now: the logits of some models never fit, and would reserve shared memory in each step.
-                memory = self._memory_for(logits, torch.bfloat16)
-                narrow = torch.empty(logits.shape, dtype=torch.bfloat16) if memory is None else memory
-            narrow[at : at + rows] = part
-            log_z[at : at + rows] = log_z_of(part)
-        return None if narrow is None else _Numbers(Encoding.BF16, narrow, log_z, log_z.isfinite())
-
-    def _log_softmax(self, logits: Tensor) -> Tensor:
-        """float32 log-probabilities, computed slice by slice in shared memory where it is available."""
-        logprobs = None if self._lossy else self._memory_for(logits, torch.float32)
-        if logprobs is None:
-            return torch.log_softmax(logits, dim=-1, dtype=torch.float32)
-        rows = rows_per_slice(logits)
-        for at in range(0, len(logits), rows):
-            logprobs[at : at + rows] = torch.log_softmax(logits[at : at + rows], dim=-1, dtype=torch.float32)
-        return logprobs
+                memory = self._memory_for(logits, self._dtype)
+                made = logits if is_narrow else torch.empty_like(logits, dtype=self._dtype)
+                numbers = made if memory is None else memory
+                targets = iter(_slices(numbers, logits))
+            next(targets).copy_(part)
+            part_z.copy_(torch.logsumexp(part.float(), dim=-1) if is_narrow else log_z_of(part))
+        return None if numbers is None else _Numbers(_NARROW[self._dtype], numbers, log_z, log_z.isfinite())
 
     def _memory_for(self, logits: Tensor, dtype: torch.dtype) -> Tensor | None:
         """Shared memory for the rows of logits (n, V) on a CPU; None on other devices and where there is none."""
         encoding = _NARROW.get(dtype, Encoding.F32)
         if logits.device.type != "cpu" or (memory := self.new_rows(len(logits), logits.shape[1], encoding)) is None:
             return None
-        # numpy has no bfloat16.
-        return torch.from_numpy(memory.view(np.int16) if encoding is Encoding.BF16 else memory).view(dtype)
+        return _as_tensor(memory, dtype)
+
+
+def _as_tensor(rows: NDArray[Any], dtype: torch.dtype) -> Tensor:
+    """The memory of rows as a tensor. numpy lacks one of the 16-bit types."""
+    return torch.from_numpy(rows.view(np.int16 if rows.dtype.itemsize == 2 else np.float32)).view(dtype)
 
 
 def rows_per_slice(logits: Tensor) -> int:
     """Rows of logits (n, V) to compute together."""
     return max(1, (_SLICED_NUMBERS if logits.is_cuda else _CACHED_NUMBERS) // max(1, logits.shape[1]))
+
+
+def _slices(tensor: Tensor, logits: Tensor | None = None) -> tuple[Tensor, ...]:
+    """A tensor (n, ...) in the slices in which logits (n, V), or the tensor itself, are computed."""
+    return torch.split(tensor, rows_per_slice(tensor if logits is None else logits))
+
+
+def _is_exact(logits: Tensor, dtype: torch.dtype) -> bool:
+    """Whether logits lose nothing in a 16-bit dtype."""
+    if dtype is torch.bfloat16 and logits.dtype is torch.float32 and logits.device.type == "cpu":
+        # bfloat16 is the upper half of float32: nothing is lost if all lower halves are zero.
+        if not np.bitwise_or.reduce(logits.numpy().view(np.uint32), axis=None) & 0xFFFF:
+            return True
+    wide = logits.to(dtype).to(logits.dtype)
+    # NaN equals nothing. A row with a NaN is refused, and must not decide the encoding of the others.
+    return torch.equal(wide, logits) or bool(((wide == logits) | logits.isnan()).all())
 
 
 def log_z_of(logits: Tensor) -> Tensor:
@@ -228,15 +224,6 @@ def log_threads(device: str) -> None:
     """Log the device and the number of torch's CPU threads."""
     threads = torch.get_num_threads()
     _log.info("computing on %s; CPU threads: %d", device, threads, extra={"threads": threads})
-
-
-def _joined(parts: list[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
-def _loses_only_nan(logits: Tensor, narrow: Tensor) -> bool:
-    # NaN equals nothing. A row with a NaN is refused, and must not decide the encoding of the others.
-    return bool(((narrow.to(logits.dtype) == logits) | logits.isnan()).all())
 
 
 def _to_host(numbers: Tensor) -> Tensor:
@@ -294,19 +281,11 @@ def values_at_positions(logits: Tensor, query: PositionsQuery, following: Sequen
         float32 of shape (m, width); NaN where logits are no distribution.
     """
     tokens, at_once = torch.tensor(following, device=logits.device), rows_per_slice(logits)
-    if query.values == "scores":
-        # Unlike log_softmax, the loss makes no row of float32.
-        pairs = zip(torch.split(logits, at_once), torch.split(tokens, at_once), strict=True)
-        losses = [torch.nn.functional.cross_entropy(part.float(), token, reduction="none") for part, token in pairs]
-        scores: NDArray[np.float32] = (-torch.cat(losses)).cpu().numpy()
-        return scores[:, None]
-    ids = query.target_ids
-    targets, parts = torch.from_numpy(ids).to(logits.device), []
+    ids, parts = query.target_ids, []
+    targets = torch.from_numpy(ids).to(logits.device)
     for first in range(0, len(logits), at_once):
-        values = _values_at(logits[first : first + at_once].float(), query)
-        if query.is_of_next_token:
-            values = values.gather(1, tokens[first : first + at_once, None])
-        elif query.targets:
+        values = _values_at(logits[first : first + at_once].float(), query, tokens[first : first + at_once])
+        if query.targets and not query.is_of_next_token:
             values = values[:, targets]
         if query.top:
             best = _largest_of(values, query.top)
@@ -316,12 +295,19 @@ def values_at_positions(logits: Tensor, query: PositionsQuery, following: Sequen
     return np.concatenate(parts)
 
 
-def _values_at(logits: Tensor, query: PositionsQuery) -> Tensor:
-    """Log-probabilities or logits, float32 (m, V), or their logZ, (m, 1); NaN where logits are no distribution."""
+def _values_at(logits: Tensor, query: PositionsQuery, following: Tensor) -> Tensor:
+    """Log-probabilities or logits, float32 (m, V), or their logZ, (m, 1); NaN where logits are no distribution.
+
+    Of the following tokens only, (m, 1), if the query is about them.
+    """
+    if query.values == "scores":
+        # Unlike log_softmax, the loss makes no row of float32.
+        return -torch.nn.functional.cross_entropy(logits, following, reduction="none")[:, None]
     if query.values == "logprobs":
         return torch.log_softmax(logits, dim=-1)
     log_z = log_z_of(logits)[:, None]
-    return torch.where(log_z.isfinite(), log_z if query.values == "logz" else logits, torch.nan)
+    values = torch.where(log_z.isfinite(), log_z if query.values == "logz" else logits, torch.nan)
+    return values.gather(1, following[:, None]) if query.is_of_next_token else values
 
 
 def _largest_of(rows: Tensor, k: int) -> TopK:
@@ -358,15 +344,15 @@ class Piece(NamedTuple):
     row: int
 
 
+@dataclass(slots=True)
 class _OpenAnswer:
     """The answer of a prompt in flight: parts of it, or the reason why it failed."""
 
-    def __init__(self, job: BackendJob, query: PositionsQuery) -> None:
-        self.job = job
-        self.query = query
-        self.missing = job.span
-        self.parts: list[NDArray[np.float32]] = []
-        self.failure = ""
+    job: BackendJob
+    query: PositionsQuery
+    missing: range
+    parts: list[NDArray[np.float32]] = field(default_factory=list)
+    failure: str = ""
 
     def add(self, logits: Tensor) -> None:
         """Add the values of the next positions."""
@@ -400,7 +386,7 @@ class PositionAnswers:
     def open(self, request: str, job: BackendJob) -> None:
         """Start the answer of a job that has a positions query."""
         assert job.positions is not None
-        self._open[request] = _OpenAnswer(job, job.positions)
+        self._open[request] = _OpenAnswer(job, job.positions, job.span)
 
     def drop(self, request: str) -> None:
         """Discard the answer of a request, if there is one."""

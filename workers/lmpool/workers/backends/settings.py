@@ -50,8 +50,8 @@ _VLLM_ENVIRONMENT = {
 }
 
 _ADAPTERS_HELP = (
-    "LoRA adapters, as name=folder; may be given several times. They are loaded and put in service at the start, unless "
-    "other adapters have these names."
+    "LoRA adapters, as name=folder; may be given several times. They are loaded and put in service at the start, "
+    "unless other adapters have these names."
 )
 _ENGINE_ARGS_HELP = (
     "Other options of the engine, as key=value (separated by spaces) or a TOML file; may be given several times."
