@@ -183,10 +183,10 @@ def _slices(tensor: Tensor, logits: Tensor | None = None) -> tuple[Tensor, ...]:
 
 def _is_exact(logits: Tensor, dtype: torch.dtype) -> bool:
     """Whether logits lose nothing in a 16-bit dtype."""
-    if dtype is torch.bfloat16 and logits.dtype is torch.float32 and logits.device.type == "cpu":
-        # bfloat16 is the upper half of float32: nothing is lost if all lower halves are zero.
-        if not np.bitwise_or.reduce(logits.numpy().view(np.uint32), axis=None) & 0xFFFF:
-            return True
+    has_halves = dtype is torch.bfloat16 and logits.dtype is torch.float32 and logits.device.type == "cpu"
+    # bfloat16 is the upper half of float32: nothing is lost if all lower halves are zero.
+    if has_halves and not np.bitwise_or.reduce(logits.numpy().view(np.uint32), axis=None) & 0xFFFF:
+        return True
     wide = logits.to(dtype).to(logits.dtype)
     # NaN equals nothing. A row with a NaN is refused, and must not decide the encoding of the others.
     return torch.equal(wide, logits) or bool(((wide == logits) | logits.isnan()).all())
