@@ -81,12 +81,7 @@ class RowEncoder:
         return self._numbers(logits).encoding
 
     def encode(self, digests: list[bytes], logits: Tensor) -> EncodedRows:
-        """Encode a batch.
-
-        Args:
-            digests: the prompt of each row.
-            logits: tensor of shape (n, V) of any float dtype, on any device. -inf is a probability of 0.
-        """
+        """Encode the logits (n, V) of a batch, of any float dtype, on any device. -inf is a probability of 0."""
         encoding, numbers, log_z, sound = self._numbers(logits)
         failures = {}
         if not bool(sound.all()):
@@ -270,15 +265,9 @@ def _fault(logits: Tensor) -> str:
 
 
 def values_at_positions(logits: Tensor, query: PositionsQuery, following: Sequence[int]) -> NDArray[np.float32]:
-    """The values that a query requests, of positions with these logits.
+    """The values (m, width) that a query requests of positions with logits (m, V); NaN where these are no distribution.
 
-    Args:
-        logits: tensor of shape (m, V) of any float dtype, on any device.
-        query: the query.
-        following: the token after each position.
-
-    Returns:
-        float32 of shape (m, width); NaN where logits are no distribution.
+    `following` is the token after each position.
     """
     tokens, at_once = torch.tensor(following, device=logits.device), rows_per_slice(logits)
     ids, parts = query.target_ids, []
@@ -405,12 +394,7 @@ class PositionAnswers:
         return [Piece(request, wanted, row + wanted.start - computed.start)] if wanted else []
 
     def add(self, pieces: Sequence[Piece], first: int, logits: Tensor) -> None:
-        """Add the values of a slice of a forward's logits.
-
-        Args:
-            pieces: the wanted positions of the forward.
-            first: index of the first row of the slice.
-            logits: tensor (n, V) of any float dtype, on any device; it may change afterwards.
+        """Add the values of a slice of a forward's logits, whose first row has the index `first`.
 
         Raises:
             WorkerError: the engine has left out a position.

@@ -258,12 +258,7 @@ def require(field: str, extra: str, *packages: str) -> None:
 
 
 def require_version(distributions: Sequence[str], versions: str) -> str:
-    """Return the version of the installed engine, if it is in the supported range.
-
-    Args:
-        distributions: names under which the engine is published; the first installed one counts.
-        versions: the range, such as ">=0.32,<0.34".
-    """
+    """Return the version of the installed engine, the first of these distributions, if the range includes it."""
     from packaging.specifiers import SpecifierSet  # The engines depend on it.
 
     for name in distributions:
@@ -312,12 +307,7 @@ def check_engine_args(
 ) -> None:
     """Refuse unknown options, options that this backend must set itself, and several processes.
 
-    Args:
-        given: option -> value.
-        known: the engine's options.
-        refused: option -> what to do instead.
-        parallel: options that spread a model over processes, which must be 1.
-        engine: name and version, for messages.
+    `refused` says what to do instead of an option. `parallel` are options that spread a model over processes.
     """
     for name, value in given.items():
         if name in refused:

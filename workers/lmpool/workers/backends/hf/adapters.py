@@ -35,10 +35,6 @@ _LOAD_ERRORS = (
 class HfAdapters:
     """The adapters of one model; at first none is active.
 
-    Args:
-        forward: runs the model.
-        name: of the model, for messages.
-
     Attributes:
         sources: the adapters: "name@revision" -> folder or hub name.
         active: the active adapter, or "".
@@ -178,10 +174,7 @@ def _check_config(folder: Path, config: Any) -> None:
 def _check_size(folder: Path, skeleton: PreTrainedModel, config: Any) -> None:
     """Refuse an adapter whose config makes peft reserve more memory than its file has weights.
 
-    Args:
-        folder: of the adapter.
-        skeleton: a copy of the model without adapters and without memory (`_on_meta_device`).
-        config: of the adapter, as peft reads it; this function copies it, because peft changes it.
+    `skeleton` is a copy of the model without adapters and without memory (`_on_meta_device`).
     """
     from peft import PeftModel
 

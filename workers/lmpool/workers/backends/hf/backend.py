@@ -20,19 +20,9 @@ from lmpool.protocol.model_info import ModelInfo
 from lmpool.protocol.query import HeadQuery
 from lmpool.protocol.row import Encoding, NewRows, RowBlock, VectorBlock, pack_numbers
 from lmpool.workers.backends.checkpoint import checkpoint_source
+from lmpool.workers.backends.hf import batching
 from lmpool.workers.backends.hf.adapters import HfAdapters
-from lmpool.workers.backends.hf.batching import (
-    MIN_BULK_TOKENS,
-    MIN_BULK_TOKENS_CPU,
-    PREFILL,
-    BatchLimit,
-    BatchRules,
-    BulkLimit,
-    PromptChunk,
-    choose,
-    choose_shorter,
-    shared_prefix,
-)
+from lmpool.workers.backends.hf.batching import PREFILL, BatchRules, PromptChunk
 from lmpool.workers.backends.hf.forward import ROOT, Forward, KVPool, new_path, new_tokens
 from lmpool.workers.backends.hf.model import check_model, find_head, load_model, numbers_of
 from lmpool.workers.backends.row_encoder import NO_DISTRIBUTION, RowEncoder, values_at_positions
@@ -130,9 +120,9 @@ class HfBackend(TellsTexts):
             chunk=min(chunk, settings.max_batch_tokens),
             shares=self._pool is not None,
         )
-        self._limit = BatchLimit(settings.max_batch)
-        least = MIN_BULK_TOKENS_CPU if is_cpu else MIN_BULK_TOKENS
-        self._bulk_limit = BulkLimit(self._rules.chunk, least, self._rules.tokens)
+        self._limit = batching.BatchLimit(settings.max_batch)
+        least = batching.MIN_BULK_TOKENS_CPU if is_cpu else batching.MIN_BULK_TOKENS
+        self._bulk_limit = batching.BulkLimit(self._rules.chunk, least, self._rules.tokens)
         self._bulk_rules = self._rules
         self._shorter_went_first = False
         self._head = find_head(model, vocab_size)
@@ -227,12 +217,15 @@ class HfBackend(TellsTexts):
         others = [job for job in self._waiting.values() if not job.bulk] if bulk else [*self._waiting.values()]
         is_bulk = bool(bulk) and self._bulk_limit.is_turn(others_wait=bool(others))
         jobs, others = (bulk, others) if is_bulk else (others, bulk)
-        self._bulk_rules = self._rules.limited_to(self._bulk_limit.tokens)
+        most = self._bulk_limit.tokens
+        self._bulk_rules = self._rules._replace(
+            tokens=min(self._rules.tokens, most), chunk=min(self._rules.chunk, most)
+        )
         rules, max_rows = self._bulk_rules if is_bulk else self._rules, self._limit.rows
         waiting = {job.digest: self._next_chunk(job) for job in jobs}
-        batch = choose(waiting, max_rows, rules)
+        batch = batching.choose(waiting, max_rows, rules)
         if not is_bulk:
-            shorter = {} if self._shorter_went_first else choose_shorter(batch, waiting, max_rows, rules)
+            shorter = {} if self._shorter_went_first else batching.choose_shorter(batch, waiting, max_rows, rules)
             self._shorter_went_first = bool(shorter)
             batch = shorter or batch
         if self._pool is not None:
@@ -291,17 +284,14 @@ class HfBackend(TellsTexts):
             # A prompt that got no further than its last chunk, because the pool lost that, would never end.
             if state.reached < chunk_end < end and new_tokens(end, len(path), kept) > rules.chunk:
                 kind, kept, later, end = PREFILL, 1, later + end - chunk_end, chunk_end
-        shared, begun = shared_prefix(job.ids, end, len(path)), root is not None and state.computed > 0
+        shared, begun = batching.shared_prefix(job.ids, end, len(path)), root is not None and state.computed > 0
         state.chunk = PromptChunk(end, path, kept, kind, job.adapter, root, shared, later, begun, mark, rules.chunk)
         return state.chunk
 
     def _run(self, batch: Mapping[bytes, PromptChunk], results: _Results, *, is_last_try: bool = False) -> None:
         """Compute a batch, or as many of its prompts as memory suffices for; the others keep waiting.
 
-        Args:
-            batch: digest -> chunk.
-            results: gets the results.
-            is_last_try: the batch is one prompt that runs again, after all possible memory was freed.
+        With `is_last_try`, the batch is one prompt that runs again, after all possible memory was freed.
         """
         try:
             return self._compute(batch, results)

@@ -79,13 +79,7 @@ class PromptChunk:
 
 
 def shared_prefix(ids: bytes, end: int, held: int) -> int | None:
-    """Hash of a prompt's prefix up to `_MIN_SHARED` tokens that are not held; None for shorter prompts.
-
-    Args:
-        ids: token ids as little-endian uint32 bytes.
-        end: token up to which the prompt is computed now.
-        held: tokens whose keys and values are held.
-    """
+    """Hash of a prompt's prefix up to `_MIN_SHARED` tokens after the held ones; None if it has fewer up to `end`."""
     size = held + _MIN_SHARED
     return hash(ids[: size * _ID_BYTES]) if end >= size else None
 
@@ -111,24 +105,13 @@ class BatchRules(NamedTuple):
     chunk: int
     shares: bool
 
-    def limited_to(self, tokens: int) -> BatchRules:
-        """The rules of batches that compute at most `tokens` tokens."""
-        return self._replace(tokens=min(self.tokens, tokens), chunk=min(self.chunk, tokens))
-
 
 def choose(
     waiting: Mapping[bytes, PromptChunk], max_rows: int, rules: BatchRules, leader: bytes | None = None
 ) -> dict[bytes, PromptChunk]:
-    """The next batch: the oldest prompt, or another leader, and the prompts that fit best with it.
+    """The next batch, of at most `max_rows` prompts: the oldest, or another leader, and the ones that fit best with it.
 
-    Args:
-        waiting: digest -> chunk, oldest first; at least one.
-        max_rows: max prompts in the batch.
-        rules: limits of the batch; the leader runs even if it alone exceeds them.
-        leader: the prompt that runs in any case; None for the oldest.
-
-    Returns:
-        digest -> chunk, the leader first.
+    The leader comes first, and runs even if it alone exceeds the rules.
     """
     leader = next(iter(waiting)) if leader is None else leader
     first = waiting[leader]
@@ -188,12 +171,7 @@ class BulkLimit:
     """Limits the tokens of bulk steps, so that an interactive prompt that arrives waits for a short step.
 
     Next to interactive clients, a bulk step takes about as long as an interactive one; without them at most
-    `MAX_BULK_STEP_S`. Both limits are found by measuring steps.
-
-    Args:
-        chunk: max tokens of one prompt in a step.
-        least: tokens of a step below which it hardly takes less time.
-        most: max tokens of a step.
+    `MAX_BULK_STEP_S`. Both limits are found by measuring steps; `chunk` is the first one.
     """
 
     def __init__(self, chunk: int, least: int, most: int) -> None:

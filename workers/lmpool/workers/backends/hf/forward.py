@@ -83,17 +83,9 @@ class Forward:
         pool: KVPool | None = None,
         root: int = ROOT,
     ) -> Tensor:
-        """The logits of the tokens after each prompt's last tokens.
+        """The logits (n, max(kept), V) after each prompt's last `kept` tokens, right-aligned, in the model's dtype.
 
-        Args:
-            prompts: token ids, each at least one.
-            kept: per prompt, the number of these last tokens.
-            paths: per prompt the slots of its held prefix (`PrefixSlots.match`); only with a pool.
-            pool: provides keys and values, and keeps the new ones.
-            root: root of the paths.
-
-        Returns:
-            tensor of shape (n, max(kept), V), right-aligned, in the dtype that the model returns.
+        A pool provides the keys and values of the paths (`PrefixSlots.match`) from `root` on, and keeps the new ones.
         """
         lengths, max_kept = [len(ids) for ids in prompts], max(kept)
         total = new = max(lengths)
@@ -120,15 +112,9 @@ class Forward:
 
 
 class KVPool:
-    """A pool of bounded size for the keys and values of prefixes.
+    """A pool for the keys and values of prefixes, of at most `capacity` tokens (`KVLayout.capacity`).
 
-    Args:
-        layout: keys and values of one token.
-        capacity: max tokens in the pool (`KVLayout.capacity`), at least 1.
-        device: device of the model.
-
-    Attributes:
-        held: paths whose slots no step may free, of prompts that are interrupted by steps of others.
+    No step frees the slots of the paths in `held`: their prompts are interrupted by steps of others.
     """
 
     def __init__(self, layout: KVLayout, capacity: int, device: torch.device) -> None:
@@ -154,15 +140,9 @@ class KVPool:
         return next(self._roots)
 
     def gather(self, lengths: Sequence[int], paths: Sequence[Path], new: int) -> KVBlock:
-        """Begin a step: collect the keys and values of all tokens but the last `new` of each prompt.
+        """Begin a step: collect the keys and values of all tokens but the last `new` of each prompt, padding included.
 
-        Args:
-            lengths: tokens of each prompt.
-            paths: the slots of each prompt's held prefix; at least `lengths[i] - new` of them.
-            new: tokens that the forward computes for each prompt, padding included.
-
-        Returns:
-            a block of shape (n, max(lengths), width), valid until the next call.
+        Each path has at least `length - new` slots. The block is valid until the next call.
         """
         self.slots.begin([*self.held, *paths])
         total = max(lengths)
@@ -197,20 +177,12 @@ class KVPool:
         return KVBlock(tokens, past, cache)
 
     def store(self, prompts: Sequence[Sequence[int]], paths: Sequence[Path], block: KVBlock, root: int = ROOT) -> None:
-        """End a step: keep the tokens of the block that the pool does not hold, as many as fit.
-
-        Args:
-            prompts: the ids of each prompt.
-            paths: as passed to `gather`; they grow in place.
-            block: result of `gather`, after the forward.
-            root: root of the paths.
-        """
+        """End a step: keep the tokens of a gathered block that the pool does not hold; the paths grow in place."""
         targets: list[int] = []
         sources: list[int] = []
         total = block.tokens.shape[1]
         # A held token that was computed again keeps its first result in its slot.
         alike = block.past if len(paths[0]) > block.past else total
-        copied = False
         try:
             for row, (ids, path) in enumerate(zip(prompts, paths, strict=True)):
                 fresh = self.slots.extend(ids, path, root)
@@ -222,13 +194,12 @@ class KVPool:
                 part = slice(start, start + step)
                 source, target = torch.tensor([sources[part], targets[part]], device=tokens.device)
                 self._storage.index_copy_(0, target, tokens.index_select(0, source))
-            copied = True
             self._gathered = paths[0][:alike] if len(prompts) == 1 else new_path()
-        finally:
-            if not copied:
-                # The table names slots that were not written: forget everything rather than reuse them.
-                self.slots.clear()
-                self.held = []
+        except BaseException:
+            # The table names slots that were not written: forget everything rather than reuse them.
+            self.slots.clear()
+            self.held = []
+            raise
 
 
 @dataclass(frozen=True, slots=True)
@@ -334,13 +305,10 @@ class PrefixSlots:
         self._children.clear()
 
     def match(self, ids: Sequence[int], root: int = ROOT, known: Path | None = None) -> Path:
-        """The slots of the longest held prefix of a prompt, first token first.
+        """The slots of the longest held prefix of a prompt, first token first; `known` are the first slots, if known.
 
-        Args:
-            ids: the prompt.
-            root: parent of the first token. Prompts with different roots share nothing. A root other than `ROOT` is a
-                number above `capacity`, which no slot has.
-            known: slots of a prefix that is still held; only the tokens after it are looked up.
+        Prompts with different roots share nothing. A root other than `ROOT` is a number above `capacity`, which no slot
+        has.
         """
         path = new_path() if known is None else known[: len(ids)]
         if len(path) < len(ids):
@@ -348,13 +316,7 @@ class PrefixSlots:
         return path
 
     def remember(self, ids: bytes, path: Path, root: int = ROOT) -> None:
-        """Remember the slots of a prompt for `recall`, if all its tokens are held. Do not change `path` afterwards.
-
-        Args:
-            ids: the prompt as little-endian uint32 bytes.
-            path: its slots.
-            root: as for `match`.
-        """
+        """Remember the slots of a prompt for `recall`, if all its tokens are held. Do not change `path` afterwards."""
         tokens = len(ids) // _ID_BYTES
         if tokens < _MIN_RECENT_TOKENS or len(path) != tokens:
             return
@@ -379,7 +341,7 @@ class PrefixSlots:
         return None
 
     def is_longest(self, ids: Sequence[int], path: Path, root: int = ROOT) -> bool:
-        """Whether no longer prefix of a prompt is held than the path; arguments as for `match`."""
+        """Whether no longer prefix of a prompt is held than the path."""
         return len(path) >= len(ids) or (path[-1] if path else root) << 32 | ids[len(path)] not in self._children
 
     def mark(self, path: Path) -> int:
@@ -400,15 +362,9 @@ class PrefixSlots:
             self._stamp(path)
 
     def extend(self, ids: Sequence[int], path: Path, root: int = ROOT) -> list[int]:
-        """Give slots to the tokens of a prompt that have none, as many as are free.
+        """Give slots to the tokens of a prompt that have none, as many as are free: returns them.
 
-        Args:
-            ids: the prompt.
-            path: result of `match` or of an earlier `extend` in this step; grows in place.
-            root: as for `match`.
-
-        Returns:
-            the new slots, which are the last ones of `path`.
+        `path` is the result of `match` or of an earlier `extend` in this step, and grows in place.
         """
         stamped = len(path)  # By `begin`.
         self._match_rest(path, ids, root)

@@ -166,15 +166,9 @@ def _stored(named: tuple[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
 
 
 class OutputHead:
-    """The last linear layer of a model, and the scaling of its logits.
+    """The last linear layer of a model, the factor of its output, and c if the logits are c * tanh(logits / c).
 
-    Args:
-        layer: the linear layer.
-        scale: factor of its output.
-        soft_cap: c if the logits are c * tanh(logits / c), or None.
-
-    Attributes:
-        size: length of a hidden state.
+    `size` is the length of a hidden state.
     """
 
     def __init__(self, layer: torch.nn.Linear, scale: float, soft_cap: float | None) -> None:
