@@ -94,8 +94,15 @@ class RowEncoder:
         if encoding is Encoding.BF16:
             numbers = numbers.view(torch.int16)  # numpy has no bfloat16.
         rows = self._copied_to_new_rows(numbers, encoding) if numbers.is_cuda else None
-        if rows is None:
-            rows = _to_host(numbers).numpy().view(encoding.dtype)
+        if rows is None and numbers.is_cuda:
+            # Into pinned memory, which is several times as fast.
+            copied = numbers.contiguous().to("cpu", non_blocking=True)
+            torch.cuda.current_stream(numbers.device).synchronize()
+            rows = copied.numpy().view(encoding.dtype)
+        elif rows is None:
+            # In shared memory each row is contiguous, and rows are apart from each other.
+            copied = numbers.cpu()
+            rows = (copied if copied.stride(1) == 1 else copied.contiguous()).numpy().view(encoding.dtype)
         return EncodedRows(RowBlock(digests, rows, None if log_z is None else log_z.cpu().numpy(), encoding), failures)
 
     def _copied_to_new_rows(self, numbers: Tensor, encoding: Encoding) -> NDArray[Any] | None:
@@ -121,8 +128,9 @@ class RowEncoder:
         if logprobs is None:
             logprobs = torch.log_softmax(logits, dim=-1, dtype=torch.float32)
         else:
-            for part, target in zip(_slices(logits), _slices(logprobs), strict=True):
-                target.copy_(torch.log_softmax(part, dim=-1, dtype=torch.float32))
+            rows = rows_per_slice(logits)
+            for at in range(0, len(logits), rows):
+                logprobs[at : at + rows] = torch.log_softmax(logits[at : at + rows], dim=-1, dtype=torch.float32)
         # A single NaN or +inf among the logits makes the whole row NaN.
         sound = ~logprobs[:, 0].isnan()
         if not self._lossy:
@@ -138,9 +146,10 @@ class RowEncoder:
         """
         if self._dtype not in _NARROW:
             return None
-        is_narrow, numbers = logits.dtype == self._dtype, None
-        log_z = torch.empty(len(logits), device=logits.device)
-        for part, part_z in zip(_slices(logits), _slices(log_z, logits), strict=True):
+        numbers, is_narrow = None, logits.dtype == self._dtype
+        log_z, rows = torch.empty(len(logits), device=logits.device), rows_per_slice(logits)
+        for at in range(0, len(logits), rows):
+            part = logits[at : at + rows]
             if not is_narrow and not _is_exact(part, self._dtype):
                 return None
             if numbers is None:
@@ -148,9 +157,9 @@ class RowEncoder:
                 memory = self._memory_for(logits, self._dtype)
                 made = logits if is_narrow else torch.empty_like(logits, dtype=self._dtype)
                 numbers = made if memory is None else memory
-                targets = iter(_slices(numbers, logits))
-            next(targets).copy_(part)
-            part_z.copy_(torch.logsumexp(part.float(), dim=-1) if is_narrow else log_z_of(part))
+            if numbers is not logits:
+                numbers[at : at + rows] = part
+            log_z[at : at + rows] = torch.logsumexp(part.float(), dim=-1) if is_narrow else log_z_of(part.float())
         return None if numbers is None else _Numbers(_NARROW[self._dtype], numbers, log_z, log_z.isfinite())
 
     def _memory_for(self, logits: Tensor, dtype: torch.dtype) -> Tensor | None:
@@ -169,11 +178,6 @@ def _as_tensor(rows: NDArray[Any], dtype: torch.dtype) -> Tensor:
 def rows_per_slice(logits: Tensor) -> int:
     """Rows of logits (n, V) to compute together."""
     return max(1, (_SLICED_NUMBERS if logits.is_cuda else _CACHED_NUMBERS) // max(1, logits.shape[1]))
-
-
-def _slices(tensor: Tensor, logits: Tensor | None = None) -> tuple[Tensor, ...]:
-    """A tensor (n, ...) in the slices in which logits (n, V), or the tensor itself, are computed."""
-    return torch.split(tensor, rows_per_slice(tensor if logits is None else logits))
 
 
 def _is_exact(logits: Tensor, dtype: torch.dtype) -> bool:
@@ -219,16 +223,6 @@ def log_threads(device: str) -> None:
     """Log the device and the number of torch's CPU threads."""
     threads = torch.get_num_threads()
     _log.info("computing on %s; CPU threads: %d", device, threads, extra={"threads": threads})
-
-
-def _to_host(numbers: Tensor) -> Tensor:
-    """Copy a block to the host; from an accelerator into pinned memory, which is several times as fast."""
-    if not numbers.is_cuda:
-        # In shared memory each row is contiguous, and rows are apart from each other.
-        return numbers if numbers.device.type == "cpu" and numbers.stride(1) == 1 else numbers.cpu().contiguous()
-    copied = numbers.contiguous().to("cpu", non_blocking=True)
-    torch.cuda.current_stream(numbers.device).synchronize()
-    return copied
 
 
 def _whole_memory_of(rows: NDArray[Any]) -> tuple[int, int]:
