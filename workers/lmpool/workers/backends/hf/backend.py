@@ -268,8 +268,9 @@ class HfBackend(TellsTexts):
                 # No chunk crosses the horizon: beyond it, prefixes have other logits than alone.
                 end = min(end, rules.horizon)
             kept, later = end - start, span.stop - end
-        root, path, mark = None, new_path(), 0
-        if pool is not None and end <= rules.horizon and (not job.fresh or end > rules.chunk):
+        if pool is None or end > rules.horizon or (job.fresh and end <= rules.chunk):
+            root, path, mark = None, new_path(), 0
+        else:
             slots = pool.slots
             if not job.fresh:
                 root = self._roots.get(job.adapter, ROOT)
