@@ -56,7 +56,7 @@ def test_extensions_and_branches_have_the_rows_of_transformers(tiny: Tiny, kind:
 
 
 @ATTENTION
-def test_an_extension_pays_for_its_new_tokens_only(tiny: Tiny, kind: str) -> None:
+def test_an_extension_computes_only_its_new_tokens(tiny: Tiny, kind: str) -> None:
     backend = tiny.backend(kind)
     stem, *tails = random_prompts(5, (20, 20))
     serve(backend, [stem])
@@ -68,7 +68,7 @@ def test_an_extension_pays_for_its_new_tokens_only(tiny: Tiny, kind: str) -> Non
 
 
 @ATTENTION
-def test_a_prompt_asked_again_recomputes_its_last_token_only(tiny: Tiny, kind: str) -> None:
+def test_a_repeated_prompt_computes_only_its_last_token(tiny: Tiny, kind: str) -> None:
     backend = tiny.backend(kind)
     (prompt,) = random_prompts(1, (30, 30))
     for _ in range(2):
@@ -186,7 +186,7 @@ def test_smollm2_has_the_rows_of_transformers(smollm2_folder: Path) -> None:
 
 
 def record_logits(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
-    """What every forward returned, from now on."""
+    """Record the logits of every forward from now on."""
     recorded: list[Tensor] = []
     forward = Forward.last_logits
 
@@ -235,7 +235,7 @@ def test_float16_rows_are_lossy_and_only_on_request(tiny: Tiny) -> None:
 
 
 def break_lm_head(folder: Path, values: dict[int, float]) -> HfBackend:
-    """A backend whose logits of some tokens are what `values` says, whatever the prompt."""
+    """A backend that returns the logits `values` for these tokens, for any prompt."""
     backend = HfBackend(HfSettings(str(write_model(folder, "llama")), device="cpu"))
 
     def put(_: Any, __: Any, output: Tensor) -> Tensor:
@@ -248,7 +248,7 @@ def break_lm_head(folder: Path, values: dict[int, float]) -> HfBackend:
     return backend
 
 
-def test_nan_weights_fail_the_prompts_that_meet_them(tiny: Tiny, tmp_path: Path) -> None:
+def test_nan_weights_fail_the_prompts_that_use_them(tiny: Tiny, tmp_path: Path) -> None:
     model: Any = make_model("llama")
     with torch.no_grad():
         model.model.embed_tokens.weight[50] = torch.nan
@@ -263,7 +263,7 @@ def test_nan_weights_fail_the_prompts_that_meet_them(tiny: Tiny, tmp_path: Path)
     tiny.reference("llama").check({prompt: rows[job(prompt).digest] for prompt in good})
 
 
-def test_a_failure_leaves_the_other_rows_their_encoding(tmp_path: Path) -> None:
+def test_a_failure_does_not_change_the_encoding_of_other_rows(tmp_path: Path) -> None:
     model: Any = make_model("llama", torch.bfloat16)
     with torch.no_grad():
         model.model.embed_tokens.weight[50] = torch.nan
@@ -347,7 +347,7 @@ def test_a_prompt_that_never_fits_fails_alone(tiny: Tiny, monkeypatch: pytest.Mo
 def test_a_prompt_that_fits_once_memory_was_freed_for_it_is_answered(
     tiny: Tiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also alone: then no other prompt could make room."""
+    """A prompt that runs alone is tried again too: no other prompt could free memory for it."""
     backend = tiny.backend()
     freed: list[bool] = []
     monkeypatch.setattr(backend, "_free_memory", lambda: freed.append(True))
@@ -390,7 +390,7 @@ ABOUT: dict[str, PositionsQuery | None] = {
 
 @pytest.mark.parametrize("about", ABOUT)
 @pytest.mark.parametrize("error", [TypeError, KeyError])
-def test_whatever_is_raised_fails_the_prompt_of_any_query_and_no_other(
+def test_an_exception_fails_a_query_of_any_kind_and_no_other(
     tiny: Tiny, monkeypatch: pytest.MonkeyPatch, about: str, error: type[Exception]
 ) -> None:
     backend = _opened(tiny)
@@ -508,7 +508,7 @@ def test_the_revision_follows_the_weights(tiny: Tiny, tmp_path: Path) -> None:
     assert changed.fingerprint != info.fingerprint
 
 
-def test_the_info_says_what_is_served(tiny: Tiny) -> None:
+def test_the_info_describes_the_served_model(tiny: Tiny) -> None:
     info = tiny.backend(name="small", dtype="bfloat16", max_prompt_tokens=20).info
     assert (info.name, info.backend, info.vocab_size, info.max_prompt_tokens) == ("small", "hf", VOCAB_SIZE, 20)
     assert (info.dtype, info.encoding, info.source) == ("bfloat16", "bf16", str(tiny.folder("llama")))

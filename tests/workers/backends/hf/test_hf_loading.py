@@ -166,7 +166,7 @@ def test_malformed_settings_are_refused_by_name(field: str, value: Any) -> None:
         ({"max_prompt_tokens": 65}, "max_prompt_tokens: 65 is more than the 64 positions"),
     ],
 )
-def test_what_cannot_be_loaded_is_refused_in_one_line(
+def test_a_model_that_cannot_be_loaded_is_refused_in_one_line(
     tiny: Tiny, monkeypatch: pytest.MonkeyPatch, values: dict[str, Any], message: str
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
@@ -177,7 +177,7 @@ def test_what_cannot_be_loaded_is_refused_in_one_line(
 
 
 @pytest.mark.skipif(torch.backends.mps.is_available(), reason="this machine has an Apple GPU")
-def test_an_apple_gpu_is_refused_elsewhere_by_its_name(tiny: Tiny) -> None:
+def test_an_apple_gpu_is_refused_on_other_machines(tiny: Tiny) -> None:
     with pytest.raises(SettingsError, match=r"^device: 'mps' cannot be used: this machine has 'cpu'"):
         HfBackend(HfSettings(str(tiny.folder("llama")), device="mps"))
 

@@ -24,7 +24,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
 
 
 def vectors_of(steps: Iterable[Finished]) -> dict[bytes, Logprobs]:
-    """The vectors that steps have brought, by digest."""
+    """The vectors that steps returned, by digest."""
     vectors: dict[bytes, Logprobs] = {}
     for answers in (step.answers for step in steps if step.answers):
         vectors.update(zip(answers.digests, answers.vectors, strict=True))
@@ -74,7 +74,7 @@ def test_logits_that_are_no_distribution_score_nothing(tiny: Tiny, monkeypatch: 
     assert finished.failures == {scored.digest: "the model returned logits that are no distribution: NaN or infinite"}
 
 
-def test_scores_that_memory_did_not_suffice_for_are_computed_again(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scores_that_ran_out_of_memory_are_computed_again(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = 0
 
     def failing_once(logits: Tensor, query: PositionsQuery, following: Sequence[int]) -> Logprobs:
@@ -98,7 +98,7 @@ def test_scores_that_memory_did_not_suffice_for_are_computed_again(tiny: Tiny, m
         np.testing.assert_allclose(scores[scored.digest], expected, atol=1e-4, rtol=0)
 
 
-def test_a_fresh_row_uses_nothing_that_is_held_and_leaves_nothing(tiny: Tiny) -> None:
+def test_a_fresh_row_neither_uses_nor_leaves_keys_and_values(tiny: Tiny) -> None:
     backend = tiny.backend()
     (prompt,) = random_prompts(1, (20, 20))
     serve(backend, [prompt])
