@@ -20,7 +20,7 @@ from lmpool.protocol.job import digest_of
 from lmpool.protocol.model_info import ModelInfo
 from lmpool.protocol.query import HeadQuery, PositionsQuery, unpack_query
 from lmpool.synthetic import synthetic_row
-from lmpool.workers.backends.positions import PositionAnswers
+from lmpool.workers.backends.row_encoder import PositionAnswers
 from lmpool.workers.backends.synthetic import SyntheticBackend, SyntheticSettings
 from lmpool.workers.execution.contract import BackendJob
 from lmpool.workers.execution.engine_thread import EngineThread

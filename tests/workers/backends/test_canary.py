@@ -270,10 +270,7 @@ class Adapted(Rowed):
         super().__init__(SyntheticSettings(name="syn", vocab_size=V))
         self._mixes = mixes
         self._shifts: dict[bytes, int] = {}
-
-    @property
-    def adapters(self) -> dict[str, str]:
-        return {"one@0f": "", "other@1e": ""}
+        self.adapters = {"one@0f": "", "other@1e": ""}
 
     def submit(self, jobs: Iterable[BackendJob]) -> None:
         jobs = list(jobs)

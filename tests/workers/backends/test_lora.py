@@ -1,4 +1,4 @@
-"""Adapters on disk: what fits a model is taken, what does not is named."""
+"""Adapters on disk: one that fits a model is accepted, another is refused with the reason."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def adapter(folder: Path, *names: str, **config: object) -> Path:
 
 
 @pytest.mark.parametrize("before", ["base_model.model.model.", "base_model.model.", "base_model.model.language_model."])
-def test_an_adapter_fits_whatever_comes_before_the_layers(model: Path, tmp_path: Path, before: str) -> None:
+def test_an_adapter_fits_with_any_prefix_before_the_layers(model: Path, tmp_path: Path, before: str) -> None:
     names = [f"{before}{MODULE}.lora_{factor}.weight" for factor in "AB"]
     check_adapter(adapter(tmp_path / "good", *names), model)
 
@@ -77,7 +77,7 @@ HEAD = torch.arange(3000 * 4).reshape(3000, 4) / 7000 - 0.5
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_copy_of_the_models_head_is_taken_and_another_head_is_refused(
+def test_a_copy_of_the_models_head_is_accepted_and_another_head_is_refused(
     model: Path, tmp_path: Path, saved: torch.Tensor, fits: bool, dtype: torch.dtype
 ) -> None:
     save_file({"lm_head.weight": HEAD.to(dtype)}, model / "model-3.safetensors")
@@ -104,7 +104,7 @@ def test_a_folder_without_lora_weights_is_refused(model: Path, tmp_path: Path) -
         check_adapter(model, model)
 
 
-def test_what_cannot_be_looked_into_is_left_to_the_engine(model: Path, tmp_path: Path) -> None:
+def test_an_unreadable_checkpoint_is_left_to_the_engine(model: Path, tmp_path: Path) -> None:
     (tmp_path / "pickled").mkdir()
     check_adapter(adapter(tmp_path / "good", f"{MODULE}.lora_A.weight"), tmp_path / "pickled")
     for nonsense in (b"", b"x", b"\xff" * 16, (5).to_bytes(8, "little") + b"12{3x"):
@@ -135,7 +135,7 @@ PATTERNS: list[tuple[Config, str]] = [
     ({"rank_pattern": {PATTERN: 2}}, "rank_pattern names '.*': a module's name has"),
     ({"alpha_pattern": {PATTERN: 2}}, "alpha_pattern names '.*': a module's name has"),
     ({"trainable_token_indices": {PATTERN: [1]}}, "trainable_token_indices names '.*': a module's name has"),
-    ({"rank_pattern": [PATTERN]}, "rank_pattern is .*: expected an object"),
+    ({"rank_pattern": [PATTERN]}, "rank_pattern is .*, a pattern"),
     ({"modules_to_save": [f"m{number}" for number in range(65)]}, "modules_to_save has 65 names: 64 are taken"),
     ({"target_modules": [5]}, "target_modules names 5: a module's name has"),
     ({"layer_replication": [[0, 2], [0, 2]]}, "layer_replication is set, and workers serve no adapters that use it"),
@@ -160,7 +160,7 @@ RANKS: list[tuple[Config, str]] = [
 
 
 @pytest.mark.parametrize(("config", "message"), [*PATTERNS, *RANKS])
-def test_a_config_that_asks_for_too_much_is_refused(model: Path, tmp_path: Path, config: Config, message: str) -> None:
+def test_a_config_beyond_the_limits_is_refused(model: Path, tmp_path: Path, config: Config, message: str) -> None:
     bad = adapter(tmp_path / "bad", f"{MODULE}.lora_A.weight", **config)
     with pytest.raises(SettingsError, match=rf"^adapters: {re.escape(str(bad))}.*{message}"):
         check_adapter(bad, model)
@@ -177,5 +177,5 @@ def test_a_config_that_asks_for_too_much_is_refused(model: Path, tmp_path: Path,
         {"peft_type": "LORA", "target_modules": None, "megatron_config": None, "megatron_core": "megatron.core"},
     ],
 )
-def test_what_adapters_ask_for_is_taken(model: Path, tmp_path: Path, config: Config) -> None:
+def test_usual_configs_are_accepted(model: Path, tmp_path: Path, config: Config) -> None:
     check_adapter(adapter(tmp_path / "good", f"{MODULE}.lora_A.weight", **config), model)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lmpool.errors import WorkerError
 from lmpool.protocol.query import PositionsQuery
-from lmpool.workers.backends.positions import NO_DISTRIBUTION, Piece, PositionAnswers
+from lmpool.workers.backends.row_encoder import NO_DISTRIBUTION, Piece, PositionAnswers
 from lmpool.workers.execution.contract import BackendJob
 
 V = 11

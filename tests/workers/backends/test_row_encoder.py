@@ -10,8 +10,7 @@ from lmpool.protocol.query import PositionsQuery, PositionValues, unpack_top
 from lmpool.protocol.row import Encoding
 from lmpool.rows.segment import make_segment
 from lmpool.workers.backends import row_encoder
-from lmpool.workers.backends.positions import values_at_positions
-from lmpool.workers.backends.row_encoder import RowEncoder
+from lmpool.workers.backends.row_encoder import RowEncoder, values_at_positions
 from tests.contract.driver import Slots
 
 V = 300

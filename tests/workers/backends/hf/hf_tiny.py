@@ -1,4 +1,4 @@
-"""The hf backend on tiny models: asking it, and transformers' own rows to compare with."""
+"""Tiny models for tests of the hf backend, and transformers' own rows to compare with."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Reference:
 
     Args:
         folder: of the model.
-        attention: by which function of transformers; the other one, "sdpa", leaves out what some models ask for.
+        attention: the attention function of transformers; the other one, "sdpa", ignores options of some models.
     """
 
     def __init__(self, folder: Path, attention: str = "eager") -> None:
@@ -73,7 +73,7 @@ def job(prompt: Sequence[int]) -> BackendJob:
 
 
 def decode(blocks: Iterable[RowBlock]) -> dict[bytes, Logprobs]:
-    """What a client reads from the wire."""
+    """The rows that a client decodes from blocks."""
     return {
         digest: decode_row(np.frombuffer(bytearray(block.encode(index)), np.uint8), block.numbers.shape[1])
         for block in blocks
@@ -82,7 +82,7 @@ def decode(blocks: Iterable[RowBlock]) -> dict[bytes, Logprobs]:
 
 
 def drain(backend: HfBackend) -> list[Finished]:
-    """Step until nothing is held."""
+    """Step until the backend holds no prompt."""
     finished = []
     while backend.capacity() < 2 * backend.batch:
         finished.append(backend.step())

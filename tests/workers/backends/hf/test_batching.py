@@ -1,4 +1,4 @@
-"""Which prompts run together in one forward."""
+"""The prompts that run together in one forward."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_a_smaller_batch_grows_back() -> None:
 
 
 def chunks(*news: int, held: int = 0) -> dict[bytes, PromptChunk]:
-    """The chunks of prompts that lack so many tokens each, and share nothing."""
+    """Chunks of prompts that share nothing, one per number of missing tokens."""
     waiting = {}
     for row, new in enumerate(news):
         ids = np.full(held + new, row, "<u4").tobytes()
@@ -47,14 +47,14 @@ def chunks(*news: int, held: int = 0) -> dict[bytes, PromptChunk]:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The time that limits see, in seconds."""
+    """The clock of the limits, in seconds."""
     now = [1000.0]
     monkeypatch.setattr(batching, "time", SimpleNamespace(monotonic=lambda: now[0]))
     return now
 
 
 def run_bulk(limit: BulkLimit, seconds: Callable[[int], float], steps: int = 60) -> int:
-    """Have steps of bulk prompts take so long as their tokens say; returns the limit that was found."""
+    """Record bulk steps whose seconds depend on their tokens; returns the limit that was found."""
     for _ in range(steps):
         limit.bulk_step(limit.tokens, seconds(limit.tokens))
     return limit.tokens
@@ -116,7 +116,7 @@ def oldest(waiting: Mapping[bytes, PromptChunk]) -> dict[bytes, PromptChunk]:
     return dict([next(iter(waiting.items()))])
 
 
-def test_a_batch_is_of_like_lengths() -> None:
+def test_a_batch_has_prompts_of_similar_lengths() -> None:
     assert lacks(choose(chunks(100, 1, 105, 2, 300, 98), 64, RULES)) == [100, 98, 105]
     assert lacks(choose(chunks(1, 100, 2, 300, 3), 64, RULES)) == [1, 2, 3]
 
@@ -137,7 +137,7 @@ def test_prompts_beyond_the_horizon_run_alone() -> None:
     assert lacks(choose(chunks(50, 51, 50), 64, rules)) == [50, 50]
 
 
-def test_prompts_of_like_lengths_do_not_give_way_to_each_other() -> None:
+def test_prompts_of_similar_lengths_do_not_yield_to_each_other() -> None:
     rules = RULES._replace(chunk=100)
     many = chunks(*[90, 80, 70] * 5, 40)
     batch = choose(many, 4, rules)

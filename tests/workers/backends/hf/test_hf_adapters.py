@@ -22,7 +22,7 @@ from lmpool.protocol.job import digest_of
 from lmpool.protocol.row import Row, decode_row
 from lmpool.workers.backends.hf.backend import HfBackend
 from lmpool.workers.backends.hf.batching import BatchRules, PromptChunk, choose
-from lmpool.workers.backends.hf.kv_pool import new_path
+from lmpool.workers.backends.hf.forward import new_path
 from lmpool.workers.backends.settings import HfSettings
 from lmpool.workers.execution.contract import BackendJob
 from tests.support.models.tiny_models import VOCAB_SIZE, make_model, write_model
@@ -52,7 +52,7 @@ def write_lora(folder: Path, seed: int, kind: str = "llama", **config: Any) -> P
 
 
 def reference(folder: Path | None, ids: Sequence[int], kind: str = "llama") -> Row:
-    """What peft's own model answers."""
+    """The row of peft's own model."""
     from peft import PeftModel
 
     model: Any = make_model(kind)
@@ -105,7 +105,7 @@ def backend(model: Path) -> Iterator[HfBackend]:
 
 
 def load(backend: HfBackend, loras: dict[str, Path]) -> dict[str, str]:
-    """Load adapters; returns what jobs call them."""
+    """Load adapters; returns their qualified names."""
     return {name: qualify(name, backend.load_adapter(name, str(folder))) for name, folder in loras.items()}
 
 
@@ -143,7 +143,7 @@ def test_adapters_are_removed_in_any_order(
     np.testing.assert_allclose(row, reference(None, PROMPTS[0]), atol=1e-5, rtol=0)
 
 
-def test_an_adapter_that_peft_cannot_remove_is_logged_and_serves_nobody(
+def test_an_adapter_that_peft_cannot_remove_is_logged_and_not_served(
     backend: HfBackend, loras: dict[str, Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fails(*_: object) -> None:
@@ -187,7 +187,9 @@ def test_prompts_without_an_adapter_keep_their_rows_to_the_last_bit(
     plain.close()
 
 
-def test_what_is_held_of_a_prefix_is_never_used_for_another_adapter(backend: HfBackend, loras: dict[str, Path]) -> None:
+def test_keys_and_values_of_a_prefix_are_never_used_for_another_adapter(
+    backend: HfBackend, loras: dict[str, Path]
+) -> None:
     named = load(backend, loras)
     ids = list(range(50))
     for adapter in ("", named["poet"], named["judge.v2"]):
@@ -281,7 +283,7 @@ def no_numbers(folder: Path) -> None:
         (lambda folder: (folder / "adapter_model.safetensors").unlink(), r"holds no adapter_model\.safetensors"),
     ],
 )  # fmt: skip
-def test_what_does_not_fit_is_refused_and_leaves_nothing_behind(
+def test_an_adapter_that_does_not_fit_is_refused_and_changes_nothing(
     model: Path, backend: HfBackend, tmp_path: Path, loras: dict[str, Path], spoil: Any, message: str
 ) -> None:
     spoiled = write_lora(tmp_path / "lora", 5)
@@ -324,7 +326,7 @@ def test_adapters_that_are_more_than_a_lora_are_refused(
         ({"modules_to_save": [r"((\w|\w|\.)+)*!"]}, "modules_to_save names .* patterns are not taken"),
     ],
 )
-def test_what_would_cost_memory_or_freeze_the_worker_is_refused_before_peft_reads_it(
+def test_a_config_that_costs_memory_or_freezes_the_worker_is_refused_before_peft_reads_it(
     backend: HfBackend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config: dict[str, Any], message: str
 ) -> None:
     spoiled = write_lora(tmp_path / "lora", 6)
@@ -365,7 +367,7 @@ class Reserved(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch is 
         {"r": 1, "target_modules": ["q_proj"], "use_dora": True},
     ],
 )  # fmt: skip
-def test_no_more_is_reserved_for_an_adapter_than_its_file_holds(
+def test_no_more_memory_is_reserved_for_an_adapter_than_its_file_holds(
     backend: HfBackend, loras: dict[str, Path], tmp_path: Path, config: dict[str, Any]
 ) -> None:
     folder = tmp_path / "greedy"
@@ -385,7 +387,7 @@ def test_no_more_is_reserved_for_an_adapter_than_its_file_holds(
             load(backend, loras)
 
 
-def test_shapes_that_a_file_has_no_bytes_for_do_not_count(backend: HfBackend, tmp_path: Path) -> None:
+def test_shapes_beyond_the_bytes_of_a_file_are_refused(backend: HfBackend, tmp_path: Path) -> None:
     boasting = write_lora(tmp_path / "lora", 5, r=64)
     file = boasting / "adapter_model.safetensors"
     file.write_bytes(file.read_bytes()[:-4])

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
-import json
 import shutil
+from array import array
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,16 +18,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-from lmpool.errors import SettingsError
 from lmpool.protocol.job import encode_prompt
 from lmpool.protocol.query import PositionsQuery
 from lmpool.protocol.row import Encoding, widen_bf16
-from lmpool.workers.backends import settings as settings_module
-from lmpool.workers.backends.hf import forward
+from lmpool.workers.backends.hf import model as hf_model
 from lmpool.workers.backends.hf.backend import HfBackend
-from lmpool.workers.backends.hf.forward import Forward
-from lmpool.workers.backends.hf.kv_pool import PrefixSlots
-from lmpool.workers.backends.hf.model import weights_revision
+from lmpool.workers.backends.hf.forward import Forward, PrefixSlots
 from lmpool.workers.backends.settings import HfSettings
 from lmpool.workers.execution.contract import BackendJob
 from tests.support.models.tiny_models import CONFIGS, MAX_TOKENS, VOCAB_SIZE, make_model, write_model
@@ -61,7 +56,7 @@ def test_extensions_and_branches_have_the_rows_of_transformers(tiny: Tiny, kind:
 
 
 @ATTENTION
-def test_an_extension_pays_for_its_new_tokens_only(tiny: Tiny, kind: str) -> None:
+def test_an_extension_computes_only_its_new_tokens(tiny: Tiny, kind: str) -> None:
     backend = tiny.backend(kind)
     stem, *tails = random_prompts(5, (20, 20))
     serve(backend, [stem])
@@ -73,7 +68,7 @@ def test_an_extension_pays_for_its_new_tokens_only(tiny: Tiny, kind: str) -> Non
 
 
 @ATTENTION
-def test_a_prompt_asked_again_recomputes_its_last_token_only(tiny: Tiny, kind: str) -> None:
+def test_a_repeated_prompt_computes_only_its_last_token(tiny: Tiny, kind: str) -> None:
     backend = tiny.backend(kind)
     (prompt,) = random_prompts(1, (30, 30))
     for _ in range(2):
@@ -163,7 +158,7 @@ def test_reuse_goes_on_below_the_horizon(tiny: Tiny) -> None:
 
 
 def test_a_window_too_long_to_be_tried_is_a_horizon(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(forward, "_LONGEST_WINDOW", 3)
+    monkeypatch.setattr(hf_model, "_LONGEST_WINDOW", 3)
     backend = tiny.backend("mistral")
     for size in (3, 4, 5, 6):
         tiny.reference("mistral").check(serve(backend, [range(size)]))
@@ -191,7 +186,7 @@ def test_smollm2_has_the_rows_of_transformers(smollm2_folder: Path) -> None:
 
 
 def record_logits(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
-    """What every forward returned, from now on."""
+    """Record the logits of every forward from now on."""
     recorded: list[Tensor] = []
     forward = Forward.last_logits
 
@@ -240,7 +235,7 @@ def test_float16_rows_are_lossy_and_only_on_request(tiny: Tiny) -> None:
 
 
 def break_lm_head(folder: Path, values: dict[int, float]) -> HfBackend:
-    """A backend whose logits of some tokens are what `values` says, whatever the prompt."""
+    """A backend that returns the logits `values` for these tokens, for any prompt."""
     backend = HfBackend(HfSettings(str(write_model(folder, "llama")), device="cpu"))
 
     def put(_: Any, __: Any, output: Tensor) -> Tensor:
@@ -253,7 +248,7 @@ def break_lm_head(folder: Path, values: dict[int, float]) -> HfBackend:
     return backend
 
 
-def test_nan_weights_fail_the_prompts_that_meet_them(tiny: Tiny, tmp_path: Path) -> None:
+def test_nan_weights_fail_the_prompts_that_use_them(tiny: Tiny, tmp_path: Path) -> None:
     model: Any = make_model("llama")
     with torch.no_grad():
         model.model.embed_tokens.weight[50] = torch.nan
@@ -268,7 +263,7 @@ def test_nan_weights_fail_the_prompts_that_meet_them(tiny: Tiny, tmp_path: Path)
     tiny.reference("llama").check({prompt: rows[job(prompt).digest] for prompt in good})
 
 
-def test_a_failure_leaves_the_other_rows_their_encoding(tmp_path: Path) -> None:
+def test_a_failure_does_not_change_the_encoding_of_other_rows(tmp_path: Path) -> None:
     model: Any = make_model("llama", torch.bfloat16)
     with torch.no_grad():
         model.model.embed_tokens.weight[50] = torch.nan
@@ -352,7 +347,7 @@ def test_a_prompt_that_never_fits_fails_alone(tiny: Tiny, monkeypatch: pytest.Mo
 def test_a_prompt_that_fits_once_memory_was_freed_for_it_is_answered(
     tiny: Tiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also alone: then no other prompt could make room."""
+    """A prompt that runs alone is tried again too: no other prompt could free memory for it."""
     backend = tiny.backend()
     freed: list[bool] = []
     monkeypatch.setattr(backend, "_free_memory", lambda: freed.append(True))
@@ -395,7 +390,7 @@ ABOUT: dict[str, PositionsQuery | None] = {
 
 @pytest.mark.parametrize("about", ABOUT)
 @pytest.mark.parametrize("error", [TypeError, KeyError])
-def test_whatever_is_raised_fails_the_prompt_of_any_query_and_no_other(
+def test_an_exception_fails_a_query_of_any_kind_and_no_other(
     tiny: Tiny, monkeypatch: pytest.MonkeyPatch, about: str, error: type[Exception]
 ) -> None:
     backend = _opened(tiny)
@@ -458,13 +453,13 @@ def test_a_waiting_prompt_is_looked_up_again_only_when_the_pool_has_changed_its_
     prompts = random_prompts(4, (40, 40))
     serve(backend, prompts)
     looked_up: list[int] = []
-    match_from = PrefixSlots._match_from
+    match_rest = PrefixSlots._match_rest
 
-    def counted(self: PrefixSlots, slot: int, ids: Sequence[int], start: int) -> list[int]:
-        looked_up.append(len(ids) - start)
-        return match_from(self, slot, ids, start)
+    def counted(self: PrefixSlots, path: array[int], ids: Sequence[int], root: int) -> None:
+        looked_up.append(len(ids) - len(path))
+        match_rest(self, path, ids, root)
 
-    monkeypatch.setattr(PrefixSlots, "_match_from", counted)
+    monkeypatch.setattr(PrefixSlots, "_match_rest", counted)
     longer = [(*prompt, 1) for prompt in prompts]
     rows = serve(backend, longer)
     # Each prompt is looked up once, and the token that it lacks again when its keys and values are stored.
@@ -513,176 +508,12 @@ def test_the_revision_follows_the_weights(tiny: Tiny, tmp_path: Path) -> None:
     assert changed.fingerprint != info.fingerprint
 
 
-def test_the_info_says_what_is_served(tiny: Tiny) -> None:
+def test_the_info_describes_the_served_model(tiny: Tiny) -> None:
     info = tiny.backend(name="small", dtype="bfloat16", max_prompt_tokens=20).info
     assert (info.name, info.backend, info.vocab_size, info.max_prompt_tokens) == ("small", "hf", VOCAB_SIZE, 20)
     assert (info.dtype, info.encoding, info.source) == ("bfloat16", "bf16", str(tiny.folder("llama")))
     assert tiny.backend().info.name == "llama"
     assert tiny.backend("gpt2").info.max_prompt_tokens == MAX_TOKENS
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("model", ""),
-        ("model", 7),
-        ("name", "a{b}"),
-        ("gguf_file", ""),
-        ("device", ""),
-        ("dtype", "float8"),
-        ("encoding", "f32"),
-        ("max_batch", 0),
-        ("max_batch", True),
-        ("max_batch_tokens", 1.5),
-        ("kv_cache_bytes", -1),
-        ("max_prompt_tokens", 0),
-        ("chunked_prefill_size", 0),
-    ],
-)
-def test_malformed_settings_are_refused_by_name(field: str, value: Any) -> None:
-    with pytest.raises(SettingsError, match=rf"^{field}: "):
-        HfSettings(**{"model": "somewhere", field: value})
-
-
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"model": "/nowhere/at-all"}, "model: /nowhere/at-all cannot be loaded: there is no such folder"),
-        (
-            {"model": "no-such-owner/no-such-model"},
-            "model: 'no-such-owner/no-such-model' is no folder here, and the hub cannot provide it: HF_HUB_OFFLINE is ",
-        ),
-        ({"gguf_file": "missing.gguf"}, "gguf_file: missing.gguf of .* cannot be loaded: there is no such file"),
-        ({"device": "cuda:77"}, "device: 'cuda:77' cannot be used: this machine has 'cpu'"),
-        ({"device": "toaster"}, "device: 'toaster' cannot be used: this machine has 'cpu'"),
-        ({"device": "meta"}, "device: 'meta' cannot be used: this machine has 'cpu'.*it computes nothing"),
-        ({"device": "xla"}, "device: 'xla' cannot be used: this machine has 'cpu'"),
-        ({"max_prompt_tokens": 65}, "max_prompt_tokens: 65 is more than the 64 positions"),
-    ],
-)
-def test_what_cannot_be_loaded_is_refused_in_one_line(
-    tiny: Tiny, monkeypatch: pytest.MonkeyPatch, values: dict[str, Any], message: str
-) -> None:
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    given = {"model": str(tiny.folder("llama")), "device": "cpu", **values}
-    with pytest.raises(SettingsError, match=f"^{message}") as caught:
-        HfBackend(HfSettings(**given))
-    assert "\n" not in str(caught.value)
-
-
-@pytest.mark.skipif(torch.backends.mps.is_available(), reason="this machine has an Apple GPU")
-def test_an_apple_gpu_is_refused_elsewhere_by_its_name(tiny: Tiny) -> None:
-    with pytest.raises(SettingsError, match=r"^device: 'mps' cannot be used: this machine has 'cpu'"):
-        HfBackend(HfSettings(str(tiny.folder("llama")), device="mps"))
-
-
-def test_a_model_in_the_hubs_cache_is_served_while_the_hub_cannot_be_reached(
-    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from huggingface_hub import constants
-
-    copy = tmp_path / "models--org--tiny"
-    (copy / "refs").mkdir(parents=True)
-    (copy / "refs" / "main").write_text("a" * 40)
-    shutil.copytree(tiny.folder("llama"), copy / "snapshots" / ("a" * 40))
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:1")
-
-    def never(*_: object, **__: object) -> None:
-        raise AssertionError("it waits before it asks the hub again")
-
-    monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", never)
-    backend = HfBackend(HfSettings("org/tiny", device="cpu"))
-    assert backend.info.source == "org/tiny"
-    tiny.reference("llama").check(serve(backend, [(1, 2, 3)]))
-    assert backend.vocabulary() is None
-
-
-def test_an_encoder_is_not_a_causal_language_model(tmp_path: Path) -> None:
-    from transformers import T5Config, T5EncoderModel
-
-    config = T5Config(vocab_size=VOCAB_SIZE, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2)
-    encoder: Any = T5EncoderModel
-    encoder(config).save_pretrained(tmp_path)
-    with pytest.raises(SettingsError, match="^model: "):
-        HfBackend(HfSettings(str(tmp_path), device="cpu"))
-
-
-def test_weights_that_are_missing_are_not_made_up(tiny: Tiny, tmp_path: Path) -> None:
-    model: Any = make_model("llama")
-    weights = model.state_dict()
-    del weights["model.layers.1.mlp.down_proj.weight"]
-    model.save_pretrained(tmp_path, state_dict=weights)
-    with pytest.raises(SettingsError, match=r"^model: .* has no weights for model\.layers\.1\.mlp\.down_proj\.weight"):
-        HfBackend(HfSettings(str(tmp_path), device="cpu"))
-
-
-def test_a_damaged_gguf_file_is_refused_in_one_line(tmp_path: Path) -> None:
-    (tmp_path / "m.gguf").write_bytes(b"GGUF\x03")
-    with pytest.raises(SettingsError, match=r"^gguf_file: m\.gguf of .* cannot be loaded: the file is damaged or cut"):
-        HfBackend(HfSettings(str(tmp_path / "m.gguf"), device="cpu"))
-
-
-def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    find = importlib.util.find_spec
-    monkeypatch.setattr(settings_module, "find_spec", lambda name: None if name == "transformers" else find(name))
-    with pytest.raises(SettingsError, match=r"^model: needs transformers; install .*lmpool\[hf\]"):
-        HfSettings("somewhere")
-
-
-@pytest.mark.parametrize(
-    ("quantisation", "package"),
-    [
-        ({"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True}, "optimum"),
-        (
-            {"quant_method": "torchao", "quant_type": {"default": {"_type": "Int8WeightOnlyConfig", "_data": {}}}},
-            "torchao",
-        ),
-    ],
-)
-def test_a_package_that_a_quantised_checkpoint_needs_is_named(
-    tiny: Tiny, tmp_path: Path, quantisation: dict[str, Any], package: str
-) -> None:
-    folder = shutil.copytree(tiny.folder("llama"), tmp_path / "quantised")
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": quantisation}))
-    with pytest.raises(SettingsError, match=rf"^model: .* cannot be loaded: .*pip install {package}\b"):
-        HfBackend(HfSettings(str(folder), device="cpu"))
-
-
-class Quantised(torch.Tensor):
-    """A weight as those of torchao: operations on it are not implemented, but it consists of plain tensors."""
-
-    parts: dict[str, Tensor]
-
-    @staticmethod
-    def of(**parts: Tensor) -> Quantised:
-        made = torch.zeros(2, 2).as_subclass(Quantised)
-        made.parts = parts
-        return made
-
-    def __getattr__(self, name: str) -> Tensor:
-        return self.parts[name]
-
-    def __tensor_flatten__(self) -> tuple[list[str], None]:
-        return list(self.parts), None
-
-    def reshape(self, *_: Any) -> Any:
-        raise NotImplementedError
-
-
-def test_the_revision_of_quantised_weights_is_that_of_the_tensors_they_consist_of() -> None:
-    def revision(numbers: Tensor, scale: Tensor) -> str:
-        model: Any = make_model("llama")
-        weights = {"layer": Quantised.of(numbers=numbers, scales=Quantised.of(scale=scale)), "other": torch.ones(3)}
-        model.state_dict = lambda: weights
-        return weights_revision(model)
-
-    numbers, scale = torch.arange(6, dtype=torch.int8), torch.tensor([0.5])
-    first = revision(numbers, scale)
-    assert revision(numbers.clone(), scale.clone()) == first
-    assert len({first, revision(numbers + 1, scale), revision(numbers, scale / 2)}) == 3
 
 
 def test_the_wire_keeps_bfloat16_logits(tmp_path: Path) -> None:

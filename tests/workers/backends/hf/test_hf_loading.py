@@ -1,7 +1,9 @@
-"""What the hf backend computes with: the attention that the config asks for, and weights in memory of its own."""
+"""How the hf backend loads a model: its attention, weights in memory of its own, and refusals in one line."""
 
 from __future__ import annotations
 
+import importlib.util
+import json
 import os
 import shutil
 from pathlib import Path
@@ -10,12 +12,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
-from lmpool.workers.backends.hf import forward
+from lmpool.errors import SettingsError
+from lmpool.workers.backends import settings as settings_module
+from lmpool.workers.backends.hf import model as hf_model
 from lmpool.workers.backends.hf.backend import HfBackend
-from lmpool.workers.backends.hf.forward import EAGER
+from lmpool.workers.backends.hf.model import EAGER, weights_revision
 from lmpool.workers.backends.settings import HfSettings
-from tests.support.models.tiny_models import make_model, write_model
+from tests.support.models.tiny_models import VOCAB_SIZE, make_model, write_model
 from tests.workers.backends.hf.hf_tiny import Reference, Tiny, random_prompts, serve
 
 PROMPTS = random_prompts(4, (10, 30))
@@ -31,11 +36,11 @@ def attention_of(backend: HfBackend) -> str | None:
     return implementation
 
 
-@pytest.mark.parametrize("left_out", [forward._LEFT_OUT, ()], ids=["by-config", "by-comparison"])
+@pytest.mark.parametrize("left_out", [hf_model._LEFT_OUT, ()], ids=["by-config", "by-comparison"])
 def test_attention_keeps_the_soft_cap_that_the_config_asks_for(
     tiny: Tiny, monkeypatch: pytest.MonkeyPatch, left_out: tuple[str, ...]
 ) -> None:
-    monkeypatch.setattr(forward, "_LEFT_OUT", left_out)
+    monkeypatch.setattr(hf_model, "_LEFT_OUT", left_out)
     backend = tiny.backend("gemma2")
     assert attention_of(backend) == EAGER
     rows = serve(backend, PROMPTS)
@@ -60,7 +65,7 @@ def test_rows_of_another_attention_have_another_fingerprint(tiny: Tiny, monkeypa
     """Rows that were computed without the soft cap may still be in the cache."""
     capped = tiny.backend("gemma2").info
     monkeypatch.setattr(
-        forward, "_choose_attention", lambda model, config, prompts: ("", forward._Check(model, prompts))
+        hf_model, "_choose_attention", lambda model, config, prompts: ("", hf_model._Check(model, prompts))
     )
     assert tiny.backend("gemma2").info.fingerprint != capped.fingerprint
 
@@ -120,3 +125,167 @@ def test_tied_weights_stay_one_tensor(tmp_path: Path) -> None:
     make_model("gemma3").save_pretrained(tmp_path)
     served: Any = HfBackend(HfSettings(str(tmp_path), device="cpu"))._forward.model
     assert served.get_input_embeddings().weight.data_ptr() == served.get_output_embeddings().weight.data_ptr()
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("model", ""),
+        ("model", 7),
+        ("name", "a{b}"),
+        ("gguf_file", ""),
+        ("device", ""),
+        ("dtype", "float8"),
+        ("encoding", "f32"),
+        ("max_batch", 0),
+        ("max_batch", True),
+        ("max_batch_tokens", 1.5),
+        ("kv_cache_bytes", -1),
+        ("max_prompt_tokens", 0),
+        ("chunked_prefill_size", 0),
+    ],
+)
+def test_malformed_settings_are_refused_by_name(field: str, value: Any) -> None:
+    with pytest.raises(SettingsError, match=rf"^{field}: "):
+        HfSettings(**{"model": "somewhere", field: value})
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"model": "/nowhere/at-all"}, "model: /nowhere/at-all cannot be loaded: there is no such folder"),
+        (
+            {"model": "no-such-owner/no-such-model"},
+            "model: 'no-such-owner/no-such-model' is no folder here, and the hub cannot provide it: HF_HUB_OFFLINE is ",
+        ),
+        ({"gguf_file": "missing.gguf"}, "gguf_file: missing.gguf of .* cannot be loaded: there is no such file"),
+        ({"device": "cuda:77"}, "device: 'cuda:77' cannot be used: this machine has 'cpu'"),
+        ({"device": "toaster"}, "device: 'toaster' cannot be used: this machine has 'cpu'"),
+        ({"device": "meta"}, "device: 'meta' cannot be used: this machine has 'cpu'.*it computes nothing"),
+        ({"device": "xla"}, "device: 'xla' cannot be used: this machine has 'cpu'"),
+        ({"max_prompt_tokens": 65}, "max_prompt_tokens: 65 is more than the 64 positions"),
+    ],
+)
+def test_a_model_that_cannot_be_loaded_is_refused_in_one_line(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch, values: dict[str, Any], message: str
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    given = {"model": str(tiny.folder("llama")), "device": "cpu", **values}
+    with pytest.raises(SettingsError, match=f"^{message}") as caught:
+        HfBackend(HfSettings(**given))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.skipif(torch.backends.mps.is_available(), reason="this machine has an Apple GPU")
+def test_an_apple_gpu_is_refused_on_other_machines(tiny: Tiny) -> None:
+    with pytest.raises(SettingsError, match=r"^device: 'mps' cannot be used: this machine has 'cpu'"):
+        HfBackend(HfSettings(str(tiny.folder("llama")), device="mps"))
+
+
+def test_a_model_in_the_hubs_cache_is_served_while_the_hub_cannot_be_reached(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from huggingface_hub import constants
+
+    copy = tmp_path / "models--org--tiny"
+    (copy / "refs").mkdir(parents=True)
+    (copy / "refs" / "main").write_text("a" * 40)
+    shutil.copytree(tiny.folder("llama"), copy / "snapshots" / ("a" * 40))
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:1")
+
+    def never(*_: object, **__: object) -> None:
+        raise AssertionError("it waits before it asks the hub again")
+
+    monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", never)
+    backend = HfBackend(HfSettings("org/tiny", device="cpu"))
+    assert backend.info.source == "org/tiny"
+    tiny.reference("llama").check(serve(backend, [(1, 2, 3)]))
+    assert backend.vocabulary() is None
+
+
+def test_an_encoder_is_not_a_causal_language_model(tmp_path: Path) -> None:
+    from transformers import T5Config, T5EncoderModel
+
+    config = T5Config(vocab_size=VOCAB_SIZE, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2)
+    encoder: Any = T5EncoderModel
+    encoder(config).save_pretrained(tmp_path)
+    with pytest.raises(SettingsError, match="^model: "):
+        HfBackend(HfSettings(str(tmp_path), device="cpu"))
+
+
+def test_weights_that_are_missing_are_not_made_up(tiny: Tiny, tmp_path: Path) -> None:
+    model: Any = make_model("llama")
+    weights = model.state_dict()
+    del weights["model.layers.1.mlp.down_proj.weight"]
+    model.save_pretrained(tmp_path, state_dict=weights)
+    with pytest.raises(SettingsError, match=r"^model: .* has no weights for model\.layers\.1\.mlp\.down_proj\.weight"):
+        HfBackend(HfSettings(str(tmp_path), device="cpu"))
+
+
+def test_a_damaged_gguf_file_is_refused_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "m.gguf").write_bytes(b"GGUF\x03")
+    with pytest.raises(SettingsError, match=r"^gguf_file: m\.gguf of .* cannot be loaded: the file is damaged or cut"):
+        HfBackend(HfSettings(str(tmp_path / "m.gguf"), device="cpu"))
+
+
+def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(settings_module, "find_spec", lambda name: None if name == "transformers" else find(name))
+    with pytest.raises(SettingsError, match=r"^model: needs transformers; install .*lmpool\[hf\]"):
+        HfSettings("somewhere")
+
+
+@pytest.mark.parametrize(
+    ("quantisation", "package"),
+    [
+        ({"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True}, "optimum"),
+        (
+            {"quant_method": "torchao", "quant_type": {"default": {"_type": "Int8WeightOnlyConfig", "_data": {}}}},
+            "torchao",
+        ),
+    ],
+)
+def test_a_package_that_a_quantised_checkpoint_needs_is_named(
+    tiny: Tiny, tmp_path: Path, quantisation: dict[str, Any], package: str
+) -> None:
+    folder = shutil.copytree(tiny.folder("llama"), tmp_path / "quantised")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": quantisation}))
+    with pytest.raises(SettingsError, match=rf"^model: .* cannot be loaded: .*pip install {package}\b"):
+        HfBackend(HfSettings(str(folder), device="cpu"))
+
+
+class Quantised(torch.Tensor):
+    """A weight as those of torchao: operations on it are not implemented, but it consists of plain tensors."""
+
+    parts: dict[str, Tensor]
+
+    @staticmethod
+    def of(**parts: Tensor) -> Quantised:
+        made = torch.zeros(2, 2).as_subclass(Quantised)
+        made.parts = parts
+        return made
+
+    def __getattr__(self, name: str) -> Tensor:
+        return self.parts[name]
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return list(self.parts), None
+
+    def reshape(self, *_: Any) -> Any:
+        raise NotImplementedError
+
+
+def test_the_revision_of_quantised_weights_is_that_of_the_tensors_they_consist_of() -> None:
+    def revision(numbers: Tensor, scale: Tensor) -> str:
+        model: Any = make_model("llama")
+        weights = {"layer": Quantised.of(numbers=numbers, scales=Quantised.of(scale=scale)), "other": torch.ones(3)}
+        model.state_dict = lambda: weights
+        return weights_revision(model)
+
+    numbers, scale = torch.arange(6, dtype=torch.int8), torch.tensor([0.5])
+    first = revision(numbers, scale)
+    assert revision(numbers.clone(), scale.clone()) == first
+    assert len({first, revision(numbers + 1, scale), revision(numbers, scale / 2)}) == 3

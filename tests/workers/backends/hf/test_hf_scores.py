@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from lmpool.protocol.query import PositionsQuery
-from lmpool.workers.backends import positions
 from lmpool.workers.backends.hf import backend as hf_backend
 from lmpool.workers.backends.hf.forward import Forward
+from lmpool.workers.backends.row_encoder import values_at_positions
 from lmpool.workers.execution.contract import Finished
 from tests.support.models.tiny_models import CONFIGS
 from tests.workers.backends.hf.hf_tiny import Logprobs, Tiny, decode, drain, job, random_prompts, serve
@@ -24,7 +24,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
 
 
 def vectors_of(steps: Iterable[Finished]) -> dict[bytes, Logprobs]:
-    """The vectors that steps have brought, by digest."""
+    """The vectors that steps returned, by digest."""
     vectors: dict[bytes, Logprobs] = {}
     for answers in (step.answers for step in steps if step.answers):
         vectors.update(zip(answers.digests, answers.vectors, strict=True))
@@ -74,7 +74,7 @@ def test_logits_that_are_no_distribution_score_nothing(tiny: Tiny, monkeypatch: 
     assert finished.failures == {scored.digest: "the model returned logits that are no distribution: NaN or infinite"}
 
 
-def test_scores_that_memory_did_not_suffice_for_are_computed_again(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scores_that_ran_out_of_memory_are_computed_again(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = 0
 
     def failing_once(logits: Tensor, query: PositionsQuery, following: Sequence[int]) -> Logprobs:
@@ -84,7 +84,7 @@ def test_scores_that_memory_did_not_suffice_for_are_computed_again(tiny: Tiny, m
             raise torch.OutOfMemoryError("CUDA out of memory")
         return found_by_model(logits, query, following)
 
-    found_by_model = positions.values_at_positions
+    found_by_model = values_at_positions
     monkeypatch.setattr(hf_backend, "values_at_positions", failing_once)
     backend = tiny.backend()
     prompts = random_prompts(3, (10, 10))
@@ -98,7 +98,7 @@ def test_scores_that_memory_did_not_suffice_for_are_computed_again(tiny: Tiny, m
         np.testing.assert_allclose(scores[scored.digest], expected, atol=1e-4, rtol=0)
 
 
-def test_a_fresh_row_uses_nothing_that_is_held_and_leaves_nothing(tiny: Tiny) -> None:
+def test_a_fresh_row_neither_uses_nor_leaves_keys_and_values(tiny: Tiny) -> None:
     backend = tiny.backend()
     (prompt,) = random_prompts(1, (20, 20))
     serve(backend, [prompt])

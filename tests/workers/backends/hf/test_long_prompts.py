@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import threading
 from collections.abc import AsyncIterator, Callable
@@ -13,13 +14,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from transformers import LlamaForCausalLM
 
 from lmpool.broker.server import Server
 from lmpool.protocol.query import PositionsQuery
 from lmpool.workers.backends.hf.backend import HfBackend
-from lmpool.workers.backends.hf.forward import Forward
-from lmpool.workers.backends.hf.kv_pool import KVPool
+from lmpool.workers.backends.hf.forward import KVPool
 from lmpool.workers.backends.settings import HfSettings
 from lmpool.workers.execution.contract import Finished
 from lmpool.workers.settings import WorkerSettings
@@ -39,7 +39,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
 
 
 def answered(backend: HfBackend, *, steps: int = 1) -> list[bytes]:
-    """What so many steps answer."""
+    """The digests that a number of steps answer."""
     finished = [backend.step() for _ in range(steps)]
     return [digest for step in finished for digest in step.digests]
 
@@ -60,7 +60,7 @@ def test_chunks_keep_to_the_tokens_of_a_forward(tiny: Tiny) -> None:
 
 
 @pytest.mark.parametrize(("bytes_", "says"), [(1 << 14, True), (1 << 24, False)])
-def test_a_log_line_tells_how_long_prompts_are_computed_in_chunks(
+def test_a_log_line_states_the_longest_prompt_that_is_computed_in_chunks(
     tiny: Tiny, caplog: pytest.LogCaptureFixture, bytes_: int, says: bool
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -154,7 +154,7 @@ def test_a_bulk_prompt_that_another_client_joins_goes_first(tiny: Tiny) -> None:
 
 @pytest.mark.parametrize("kind", ["llama", "rwkv"])
 @pytest.mark.parametrize("chunk", [4, 8])
-def test_a_long_prompt_is_answered_however_many_short_ones_come(tiny: Tiny, kind: str, chunk: int) -> None:
+def test_a_long_prompt_is_answered_among_any_number_of_short_ones(tiny: Tiny, kind: str, chunk: int) -> None:
     backend = tiny.backend(kind, chunked_prefill_size=chunk, max_batch=4)
     (long,) = random_prompts(1, (60, 60))
     short = iter(random_prompts(400, (2, 3), seed=3))
@@ -167,7 +167,7 @@ def test_a_long_prompt_is_answered_however_many_short_ones_come(tiny: Tiny, kind
 
 
 @pytest.mark.parametrize("slots", [9, 50, 70, 200])
-def test_a_long_prompt_gets_on_in_a_pool_that_others_fill(tiny: Tiny, slots: int) -> None:
+def test_a_long_prompt_progresses_in_a_pool_that_others_fill(tiny: Tiny, slots: int) -> None:
     backend = tiny.backend(chunked_prefill_size=8, max_batch=4, max_batch_tokens=32)
     assert backend._pool is not None
     backend._pool = KVPool(backend._pool.layout, slots, torch.device("cpu"))
@@ -182,7 +182,7 @@ def test_a_long_prompt_gets_on_in_a_pool_that_others_fill(tiny: Tiny, slots: int
     tiny.reference("llama").check({long: rows[job(long).digest] for long in longs})
 
 
-def test_chunks_that_are_computed_stay_however_much_others_need(tiny: Tiny) -> None:
+def test_computed_chunks_stay_in_a_pool_that_others_need(tiny: Tiny) -> None:
     backend = tiny.backend(chunked_prefill_size=8, max_batch=8)
     assert backend._pool is not None
     pool = backend._pool = KVPool(backend._pool.layout, 51, torch.device("cpu"))
@@ -200,20 +200,21 @@ def test_chunks_that_are_computed_stay_however_much_others_need(tiny: Tiny) -> N
 
 def test_a_chunk_takes_a_step_of_no_more_tokens_than_it_has(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
-    run = Forward._run
+    forward = LlamaForCausalLM.forward
 
-    def noted(self: Forward, prompts: Any, lengths: list[int], new: int, *rest: Any) -> Tensor:
-        sizes.append(len(prompts) * new)
-        return run(self, prompts, lengths, new, *rest)
+    @functools.wraps(forward)
+    def noted(self: LlamaForCausalLM, *arguments: Any, **named: Any) -> Any:
+        sizes.append(named["input_ids"].numel())
+        return forward(self, *arguments, **named)
 
     backend = tiny.backend(chunked_prefill_size=8)
-    monkeypatch.setattr(Forward, "_run", noted)
+    monkeypatch.setattr(LlamaForCausalLM, "forward", noted)
     serve(backend, random_prompts(4, (60, 60)))
     assert max(sizes) <= 8 * 4  # The last parts of prompts of one length may run together.
     assert sizes.count(8) >= 4 * 6
 
 
-def test_a_dropped_long_prompt_is_let_go_between_chunks(tiny: Tiny) -> None:
+def test_an_aborted_long_prompt_ends_between_chunks(tiny: Tiny) -> None:
     backend = tiny.backend(chunked_prefill_size=8)
     long, other = random_prompts(2, (60, 60))
     backend.submit([job(long), job(other)])
@@ -251,7 +252,7 @@ def test_a_long_fresh_prompt_uses_and_leaves_nothing_that_others_find(tiny: Tiny
     assert len(backend._pool.slots.match(long)) == 60
 
 
-def test_a_text_that_is_scored_lets_short_prompts_by(tiny: Tiny) -> None:
+def test_short_prompts_go_before_a_long_text_that_is_scored(tiny: Tiny) -> None:
     backend = tiny.backend(chunked_prefill_size=8)
     text, far = random_prompts(2, (60, 60), seed=7)
     jobs = [
@@ -281,7 +282,7 @@ def test_a_text_that_is_scored_lets_short_prompts_by(tiny: Tiny) -> None:
 
 
 class SteppedBackend(HfBackend):
-    """An hf backend that takes so many steps as it is let.
+    """An hf backend that takes a step only when a test allows one.
 
     Attributes:
         answered: digests in the order in which they were answered.
@@ -293,7 +294,7 @@ class SteppedBackend(HfBackend):
         self.answered: list[bytes] = []
 
     def let(self, steps: int) -> None:
-        """Let it take so many more steps."""
+        """Allow this many more steps."""
         self._steps.release(steps)
 
     def step(self) -> Finished:
@@ -306,7 +307,7 @@ class SteppedBackend(HfBackend):
 
 @asynccontextmanager
 async def serving(pool: Pool, backend: SteppedBackend) -> AsyncIterator[Worker]:
-    """A worker in this process, whose backend may step at will in the end."""
+    """A worker in this process. At the end, its backend may take any number of steps."""
     worker = Worker(Server(pool.url), Prepared(backend), WorkerSettings(pool.prefix, lease_s=2.0))
     ready = asyncio.Event()
     running = asyncio.create_task(worker.run(lambda _: ready.set()))
@@ -320,7 +321,7 @@ async def serving(pool: Pool, backend: SteppedBackend) -> AsyncIterator[Worker]:
 
 
 async def until_true(holds: Callable[[], bool], expected: str) -> None:
-    """Wait for what the worker's other thread brings about."""
+    """Wait for a condition that another thread of the worker fulfils."""
 
     async def look() -> bool:
         return holds()
@@ -334,7 +335,7 @@ def backend(tiny: Tiny) -> SteppedBackend:
 
 
 def owed_by(worker: Worker) -> int:
-    """How many prompts its backend has not answered yet."""
+    """The number of prompts that the worker's backend has not answered."""
     assert worker._serving is not None
     return worker._serving.engine_thread.owed
 
@@ -352,7 +353,7 @@ async def test_a_clients_short_prompt_is_answered_while_another_clients_long_one
         backend.let(3)
         await until_true(lambda: backend.stats().steps == 3, "three chunks are computed")
         second = asyncio.create_task(late.logprobs(short))
-        await until_true(lambda: owed_by(worker) == 2, "the backend is given the short prompt")
+        await until_true(lambda: owed_by(worker) == 2, "the backend gets the short prompt")
         # One step may have begun before; the next one is the short prompt's.
         backend.let(2)
         rows: dict[tuple[int, ...], Any] = {short: await second}
@@ -363,7 +364,7 @@ async def test_a_clients_short_prompt_is_answered_while_another_clients_long_one
     tiny.reference("llama").check(rows)
 
 
-async def test_the_long_prompt_of_a_client_that_has_gone_is_let_go_between_chunks(
+async def test_the_long_prompt_of_a_closed_client_ends_between_chunks(
     pool: Pool, tiny: Tiny, backend: SteppedBackend
 ) -> None:
     (long,) = random_prompts(1, (60, 60))
@@ -376,9 +377,9 @@ async def test_the_long_prompt_of_a_client_that_has_gone_is_let_go_between_chunk
         backend.let(3)
         await until_true(lambda: backend.stats().steps == 3, "three chunks are computed")
         first.cancel()
-        await until_true(lambda: not owed_by(worker), "the worker sees that nobody waits")
+        await until_true(lambda: not owed_by(worker), "the worker drops the prompt")
         second = asyncio.create_task(late.logprobs((1, 2, 3)))
-        await until_true(lambda: owed_by(worker) == 1, "the backend is given another prompt")
+        await until_true(lambda: owed_by(worker) == 1, "the backend gets another prompt")
         backend.let(100)
         tiny.reference("llama").check({(1, 2, 3): await second})
         assert backend.answered == [job((1, 2, 3)).digest]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 import numpy as np
 
@@ -26,11 +25,6 @@ _ROW_TOLERANCE = {"float32": 2e-2, "bfloat16": 0.25, "float16": 0.1}
 _OTHER_TOLERANCE = 0.25  # The same for other dtypes.
 _MAX_ADAPTERS = 3  # Adapters that are tried.
 _MIN_VOCAB_SIZE = 64  # With fewer tokens, rows of different prompts may be equal by chance.
-
-
-class _Prompt(NamedTuple):
-    ids: list[int]
-    adapter: str = ""
 
 
 def completed_info(backend: Backend) -> ModelInfo:
@@ -60,16 +54,19 @@ def check_canary(backend: Backend) -> None:
     # Not the lowest ids: they are special tokens, whose rows are often equal.
     long = [(info.vocab_size // 3 + 7 * i) % info.vocab_size for i in range(length)]
     other = [(token + 1) % info.vocab_size for token in long]
-    prompts = [_Prompt(ids) for ids in (long, long[:-1] + other[-1:], other, long[: (length + 1) // 2])]
-    prompts += [_Prompt(long, adapter) for adapter in list(backend.adapters)[:_MAX_ADAPTERS]]
+    prompts = [(ids, "") for ids in (long, long[:-1] + other[-1:], other, long[: (length + 1) // 2])]
+    prompts += [(long, adapter) for adapter in list(backend.adapters)[:_MAX_ADAPTERS]]
     batched = _rows(backend, prompts, "together")
     for index, prompt in enumerate(prompts):
-        alone = _rows(backend, [prompt], f"alone-{index}")[0]
+        (alone,) = _rows(backend, [prompt], f"alone-{index}")
         for row in (batched[index], alone):
-            _check_distribution(backend, row)
+            with np.errstate(invalid="ignore"):  # NaN fails the check below.
+                total = float(np.logaddexp.reduce(row.astype(np.float64)))
+            if not abs(total) < _SUM_TOLERANCE:
+                raise _wrong(backend, f"the probabilities of a row sum to exp({total:g}), not to 1")
         _check_agree(backend, batched[index], alone, "when others run beside it")
     for end in range(max(1, length - 2), length + 1):
-        grown = _rows(backend, [_Prompt(long[:end])], f"grown-{end}")[0]
+        (grown,) = _rows(backend, [(long[:end], "")], f"grown-{end}")
     _check_agree(backend, grown, batched[0], "when it grows token by token")
     if info.positions and length > 1:
         _check_entry(backend, long, PositionsQuery.scores_from(length - 1))
@@ -88,13 +85,12 @@ def _steps(backend: Backend, jobs: Sequence[BackendJob]) -> Iterator[Finished]:
         yield finished
 
 
-def _rows(backend: Backend, prompts: Sequence[_Prompt], run: str) -> list[Row]:
-    """The rows of prompts that run together. `run` makes their digests differ from those of other runs."""
-    encoded = [np.asarray(prompt.ids, "<u4").tobytes() for prompt in prompts]
-    jobs = [
-        BackendJob(digest_of(ids, f"canary {run} {index}"), ids, prompts[index].adapter)
-        for index, ids in enumerate(encoded)
-    ]
+def _rows(backend: Backend, prompts: Sequence[tuple[list[int], str]], run: str) -> list[Row]:
+    """The rows of prompts (ids, adapter) that run together. `run` makes their digests differ from other runs."""
+    jobs = []
+    for index, (ids, adapter) in enumerate(prompts):
+        encoded = np.asarray(ids, "<u4").tobytes()
+        jobs.append(BackendJob(digest_of(encoded, f"canary {run} {index}"), encoded, adapter))
     rows: dict[bytes, Row] = {}
     for finished in _steps(backend, jobs):
         try:
@@ -112,7 +108,7 @@ def _rows(backend: Backend, prompts: Sequence[_Prompt], run: str) -> list[Row]:
 
 def _check_entry(backend: Backend, ids: list[int], query: PositionsQuery) -> None:
     """The first value at the position of the last token must be its entry in the row of the tokens before it."""
-    row = _rows(backend, [_Prompt(ids[:-1])], f"scored-{query.values}")[0]
+    (row,) = _rows(backend, [(ids[:-1], "")], f"scored-{query.values}")
     encoded = np.asarray(ids, "<u4").tobytes()
     job = BackendJob(digest_of(encoded, f"canary score {query.values}"), encoded, positions=query)
     for finished in _steps(backend, [job]):
@@ -123,13 +119,6 @@ def _check_entry(backend: Backend, ids: list[int], query: PositionsQuery) -> Non
                 raise _wrong(backend, f"a token scores {scores}, and its entry in the row is {entry}")
             return
     raise _wrong(backend, f"it has not scored a plain prompt after {_MAX_STEPS} steps")
-
-
-def _check_distribution(backend: Backend, row: Row) -> None:
-    with np.errstate(invalid="ignore"):  # NaN fails the check below.
-        total = float(np.logaddexp.reduce(row.astype(np.float64)))
-    if not abs(total) < _SUM_TOLERANCE:
-        raise _wrong(backend, f"the probabilities of a row sum to exp({total:g}), not to 1")
 
 
 def _check_agree(backend: Backend, row: Row, other: Row, when: str) -> None:

@@ -34,7 +34,10 @@ _MODEL_CONFIGS = ("config.json", "params.json")
 _CONFIGS = ("config.json", "adapter_config.json", "hf_quant_config.json", "quant_config.json", "quantize_config.json")
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "tekken.json", "vocab.json")
 
-VOLATILE = {"_name_or_path", "transformers_version", "torch_dtype", "dtype", "base_model_name_or_path"}
+_VOLATILE = {
+    "_name_or_path", "_attn_implementation", "_commit_hash", "attn_implementation", "base_model_name_or_path", "dtype",
+    "torch_dtype", "transformers_version",
+}  # fmt: skip
 """Config fields that do not change a row, so no digest includes them."""
 
 # Files of a hub repository that no engine reads.
@@ -50,12 +53,7 @@ _TABLE = _ROW * _ROW
 
 
 def checkpoint_folder(
-    field: str,
-    model: str,
-    revision: str | None = None,
-    *,
-    only: Sequence[str] | None = None,
-    gguf_file: str | None = None,
+    field: str, model: str, revision: str | None = None, *, only: Sequence[str] = (), gguf_file: str | None = None
 ) -> Path:
     """The folder of a checkpoint: `model` itself, or its copy in the hub's cache, which is downloaded if needed.
 
@@ -63,7 +61,7 @@ def checkpoint_folder(
         field: the setting that names the checkpoint.
         model: folder or hub name.
         revision: branch, tag or commit on the hub.
-        only: files to download; None for all files that engines may read.
+        only: files to download; empty for all files that engines may read.
         gguf_file: the one file to load, which includes the config.
     """
     folder = local_path(field, model)
@@ -77,28 +75,17 @@ def checkpoint_folder(
         return folder.resolve()
     if not is_on_hub(model):
         raise _not_found(field, model)
-    return _hub_copy(field, model, revision, [gguf_file] if gguf_file is not None else only)
-
-
-def _hub_copy(field: str, model: str, revision: str | None, only: Sequence[str] | None) -> Path:
-    """The copy of a hub's repository in the cache, downloaded first if the hub answers."""
     from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     problem = hub_problem()
+    wanted = [gguf_file] if gguf_file is not None else [*only] or None
     try:
         for suffix in _HUB_WEIGHTS:
-            others = [f"*{other}" for other in _WEIGHTS if other != suffix]
-            folder = Path(
-                snapshot_download(
-                    model,
-                    revision=revision,
-                    allow_patterns=None if only is None else [*only],
-                    ignore_patterns=[*_UNUSED, *others] if only is None else None,
-                    local_files_only=bool(problem),
-                )
-            )
-            if only is not None or _weights(folder):
+            unwanted = [*_UNUSED, *(f"*{other}" for other in _WEIGHTS if other != suffix)] if wanted is None else None
+            options: dict[str, Any] = {"allow_patterns": wanted, "ignore_patterns": unwanted}
+            folder = Path(snapshot_download(model, revision=revision, local_files_only=bool(problem), **options))
+            if wanted is not None or _weights(folder):
                 break
         return folder
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
@@ -108,10 +95,8 @@ def _hub_copy(field: str, model: str, revision: str | None, only: Sequence[str] 
                 f"{problem}, and its cache {constants.HF_HUB_CACHE} has no copy. Name a folder with the model's "
                 f"files, or download it where the hub can be reached (`hf download {model}`)"
             )
-        nearest = _nearest(field, model)
-        raise SettingsError(
-            f"{field}: {shown(model)} is no folder here, and the hub cannot provide it: {reason}{nearest}"
-        ) from error
+        text = f"{field}: {shown(model)} is no folder here, and the hub cannot provide it: {reason}"
+        raise SettingsError(text + _nearest(field, model)) from error
 
 
 def checkpoint_source(model: str) -> str:
@@ -136,10 +121,19 @@ def checkpoint_revision(folder: Path, also: Mapping[str, Any] | None = None) -> 
     state = blake2b(digest_size=16)
     for name in _CONFIGS:
         if (folder / name).is_file():
-            state.update(json.dumps(_stable(read_config(folder / name)), sort_keys=True).encode())
+            state.update(json.dumps(stable(read_config(folder / name)), sort_keys=True).encode())
     for path in _weights(folder):
-        state.update(f"\n{path.name} {path.stat().st_size} ".encode())
-        _add_words(state, path)
+        size = path.stat().st_size
+        state.update(f"\n{path.name} {size} ".encode())
+        words = size // 8 // _ROW * _ROW
+        mapped = np.memmap(path, np.dtype("<u8"), "r", shape=(words,)) if words else np.empty(0)
+        for at in range(0, words, _TABLE):
+            table = mapped[at : at + _TABLE].reshape(-1, _ROW)
+            state.update(table.sum(axis=0, dtype="<u8"))
+            state.update(table.sum(axis=1, dtype="<u8"))
+        with path.open("rb") as file:  # The bytes after the last whole row.
+            file.seek(8 * words)
+            state.update(file.read())
     if also:
         state.update(json.dumps(dict(also), sort_keys=True, default=str).encode())
     return state.hexdigest()
@@ -174,9 +168,7 @@ def check_model_folder(model: str, *, has_gguf: bool = False) -> None:
     """Refuse a path that exists and holds no model. With `has_gguf`, a folder needs only the named GGUF file."""
     path = local_path("model", model)
     try:
-        reason = _why_no_file(path) if path.is_file() else ""
-        if path.is_dir() and not has_gguf:
-            reason = _why_no_model(path)
+        reason = _why_no_model(path, has_gguf)
     except OSError as error:
         reason = first_line(error)
     if reason:
@@ -264,27 +256,27 @@ def _is_folder(path: Path) -> bool:
         return False
 
 
-def _why_no_file(file: Path) -> str:
-    if file.suffix == ".gguf":
+def _why_no_model(path: Path, has_gguf: bool) -> str:
+    """Why an existing path holds no model; "" if it may hold one, or does not exist."""
+    folder = path.absolute().parent if path.is_file() else path
+    has_config = any((folder / name).is_file() for name in _MODEL_CONFIGS)
+    if path.is_file() and path.suffix == ".gguf":
         return (
             "it is a GGUF file, which only --backend hf serves. For another backend, load it with transformers' "
             "from_pretrained(folder, gguf_file=…) and save_pretrained it, with its tokenizer, in a folder of its own"
         )
-    folder = file.absolute().parent
-    found = f": name {folder}" if any((folder / name).is_file() for name in _MODEL_CONFIGS) else ""
-    return f"it is a file, and a model is a folder with config.json, weights and tokenizer{found}"
-
-
-def _why_no_model(folder: Path) -> str:
-    if any((folder / name).is_file() for name in _MODEL_CONFIGS):
+    if path.is_file():
+        found = f": name {folder}" if has_config else ""
+        return f"it is a file, and a model is a folder with config.json, weights and tokenizer{found}"
+    if has_config or has_gguf or not path.is_dir():
         return ""
-    entries = sorted(folder.iterdir())
-    if any(entry.name == "adapter_config.json" for entry in entries):
+    if (folder / "adapter_config.json").is_file():
         base = read_config(folder / "adapter_config.json").get("base_model_name_or_path")
+        adapter = f"{folder.absolute().name}={folder.absolute()}"
         return (
-            f"it holds a LoRA adapter and no model. Serve its base model {shown(base, 200)}, with "
-            f"--adapters {folder.absolute().name}={folder.absolute()}"
+            f"it holds a LoRA adapter and no model. Serve its base model {shown(base, 200)}, with --adapters {adapter}"
         )
+    entries = sorted(folder.iterdir())
     if ggufs := [entry for entry in entries if entry.suffix == ".gguf"]:
         return f"it has no config.json. To serve a GGUF file with --backend hf, name the file: {ggufs[0]}"
     models = [str(entry) for entry in entries if (entry / "config.json").is_file()]
@@ -297,21 +289,8 @@ def _weights(folder: Path) -> list[Path]:
     return next((found for suffix in _WEIGHTS if (found := [path for path in files if path.suffix == suffix])), [])
 
 
-def _stable(value: Any) -> Any:
+def stable(value: Any) -> Any:
+    """A config without the fields that do not change a row."""
     if isinstance(value, dict):
-        return {key: _stable(item) for key, item in value.items() if key not in VOLATILE}
-    return value
-
-
-def _add_words(state: blake2b, path: Path) -> None:
-    """Add the sums of rows and columns of all tables, and the bytes after the last whole row, to a digest."""
-    tables = path.stat().st_size // 8 // _ROW * _ROW
-    if tables:
-        mapped = np.memmap(path, np.dtype("<u8"), "r", shape=(tables,))
-        for at in range(0, tables, _TABLE):
-            table = mapped[at : at + _TABLE].reshape(-1, _ROW)
-            state.update(table.sum(axis=0, dtype="<u8"))
-            state.update(table.sum(axis=1, dtype="<u8"))
-    with path.open("rb") as file:
-        file.seek(8 * tables)
-        state.update(file.read())
+        return {str(key): stable(item) for key, item in value.items() if key not in _VOLATILE}
+    return [stable(item) for item in value] if isinstance(value, (list, tuple)) else value

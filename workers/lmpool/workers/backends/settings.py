@@ -49,6 +49,18 @@ _VLLM_ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "ERROR",
 }
 
+_ADAPTERS_HELP = (
+    "LoRA adapters, as name=folder; may be given several times. They are loaded and put in service at the start, "
+    "unless other adapters have these names."
+)
+_ENGINE_ARGS_HELP = (
+    "Other options of the engine, as key=value (separated by spaces) or a TOML file; may be given several times."
+)
+_PROCESSORS_HELP = (
+    "Name of an installed entry point of vllm.logits_processors that may change rows. The fingerprint includes it. "
+    "May be given several times."
+)
+
 # Prompts per step: above the batch of any model that fits one device.
 _MAX_BATCH = 65_536
 
@@ -57,12 +69,19 @@ _DEVICE = re.compile(r"auto|[a-z]+(:\d+)?")
 _SHELL_WORD = re.compile(r"""(?:[^\s"'\\]|\\.|"(?:[^"\\]|\\.)*"|'[^']*')+""", re.DOTALL)
 # The start of an option whose value is a list or a table.
 _BRACKETED = re.compile(r"[\w-]+=(?=[\[{])")
+_END_OF_BRACKETS = re.compile(r"(?<=[\]}])(?=\s|$)")
 _PYTHON_WORDS = {"True": True, "False": False, "None": None}
 
 
 def option(description: str, default: Any = MISSING, least: float | None = None, most: float | None = None) -> Any:
     """A field of a settings class, with the help of its option of `lmpool worker`, and the limits of a number."""
     return field(default=default, metadata={"help": description, "least": least, "most": most})
+
+
+def max_adapters_option(more: str = "", default: int = MAX_LOADED, most: int | None = None) -> Any:
+    """The option that limits the loaded adapters; `more` ends its help. Without `most` its value is not checked."""
+    text = f"Adapters that are loaded at once, at least those of --adapters; the others are evicted.{more}"
+    return option(text, default, None if most is None else 0, most)
 
 
 def check_numbers(settings: Any) -> None:
@@ -81,7 +100,7 @@ class ModelSettings:
     """Settings of every backend that loads a checkpoint.
 
     Raises:
-        SettingsError: a value is malformed.
+        SettingsError: a value is malformed, or a required package is not installed.
     """
 
     kind: ClassVar[str]
@@ -97,17 +116,8 @@ class ModelSettings:
     max_prompt_tokens: int | None = option(
         "Longest prompt to accept; None means the model's limit, which is the maximum.", None, least=1
     )
-    adapters: list[str] = field(
-        default_factory=list,
-        metadata={
-            "help": "LoRA adapters, as name=folder; may be given several times. They are loaded and put in service "
-            "at the start, unless other adapters have these names."
-        },
-    )
-    max_adapters: int = field(
-        default=MAX_LOADED,
-        metadata={"help": "Adapters that are loaded at once, at least those of --adapters; the others are evicted."},
-    )
+    adapters: list[str] = field(default_factory=list, metadata={"help": _ADAPTERS_HELP})
+    max_adapters: int = max_adapters_option()
 
     def __post_init__(self) -> None:
         _check_text("model", self.model)
@@ -138,11 +148,7 @@ class ModelSettings:
 
 @dataclass(frozen=True, slots=True)
 class HfSettings(ModelSettings):
-    """Settings of an hf backend, in addition to those of `ModelSettings`.
-
-    Raises:
-        SettingsError: a value is malformed, or a required package is not installed.
-    """
+    """Settings of an hf backend, in addition to those of `ModelSettings`."""
 
     kind: ClassVar[str] = "hf"
 
@@ -163,12 +169,16 @@ class HfSettings(ModelSettings):
     )
 
     def __post_init__(self) -> None:
-        _check_text("model", self.model)
-        _check_text("device", self.device)
-        for name in ("gguf_file", "revision"):
+        for name in ("model", "device", "gguf_file", "revision"):
             if (value := getattr(self, name)) is not None:
                 _check_text(name, value)
-        self._split_gguf_path()  # Sets the name, which is checked next.
+        # The path of a GGUF file stands for its folder and its file name.
+        path = local_path("model", self.model)
+        with suppress(OSError):  # Loading refuses an unreadable path, with the reason.
+            if self.gguf_file is None and path.suffix == ".gguf" and path.is_file():
+                object.__setattr__(self, "name", self.name or path.stem)
+                object.__setattr__(self, "model", str(path.parent))
+                object.__setattr__(self, "gguf_file", path.name)
         ModelSettings.__post_init__(self)
         require("model", "lmpool[hf]", "torch", "transformers")
         if self.gguf_file is not None:
@@ -176,43 +186,18 @@ class HfSettings(ModelSettings):
         if self.adapter_folders:
             require("adapters", "lmpool[lora]", "peft")
 
-    def _split_gguf_path(self) -> None:
-        """Replace the path of a GGUF file by its folder and its file name."""
-        path = local_path("model", self.model)
-        with suppress(OSError):  # Loading refuses an unreadable path, with the reason.
-            if self.gguf_file is None and path.suffix == ".gguf" and path.is_file():
-                object.__setattr__(self, "name", self.name or path.stem)
-                object.__setattr__(self, "model", str(path.parent))
-                object.__setattr__(self, "gguf_file", path.name)
-
 
 @dataclass(frozen=True, slots=True)
 class EngineSettings(ModelSettings):
-    """Settings of an engine that runs inside the worker, in addition to those of `ModelSettings`.
-
-    Raises:
-        SettingsError: a value is malformed.
-    """
+    """Settings of an engine that runs inside the worker, in addition to those of `ModelSettings`."""
 
     max_batch: int = option("Prompts that run together.", 256, least=1, most=_MAX_BATCH)
     max_batch_tokens: int | None = option("Tokens per forward; None means the engine's default.", None, least=1)
     kv_cache_bytes: int | None = option(
         "Memory for keys and values; None means the engine's default, 1 GiB on a CPU.", None, least=1
     )
-    max_adapters: int = option(
-        "Adapters that are loaded at once, at least those of --adapters; the others are evicted. The engine reserves "
-        "memory for them when it starts.",
-        0,
-        least=0,
-        most=MAX_ADAPTERS,
-    )
-    engine_args: list[str] = field(
-        default_factory=list,
-        metadata={
-            "help": "Other options of the engine, as key=value (separated by spaces) or a TOML file; may be given "
-            "several times."
-        },
-    )
+    max_adapters: int = max_adapters_option(" The engine reserves memory for them when it starts.", 0, MAX_ADAPTERS)
+    engine_args: list[str] = field(default_factory=list, metadata={"help": _ENGINE_ARGS_HELP})
 
     def __post_init__(self) -> None:
         ModelSettings.__post_init__(self)
@@ -221,11 +206,7 @@ class EngineSettings(ModelSettings):
 
 @dataclass(frozen=True, slots=True)
 class VllmSettings(EngineSettings):
-    """Settings of a vllm backend, in addition to those of `EngineSettings`.
-
-    Raises:
-        SettingsError: a value is malformed, or no supported version of vLLM is installed.
-    """
+    """Settings of a vllm backend, in addition to those of `EngineSettings`."""
 
     kind: ClassVar[str] = "vllm"
 
@@ -235,13 +216,7 @@ class VllmSettings(EngineSettings):
         least=0,
         most=_MAX_BATCH,
     )
-    logits_processors: list[str] = field(
-        default_factory=list,
-        metadata={
-            "help": "Name of an installed entry point of vllm.logits_processors that may change rows. The fingerprint "
-            "includes it. May be given several times."
-        },
-    )
+    logits_processors: list[str] = field(default_factory=list, metadata={"help": _PROCESSORS_HELP})
 
     def __post_init__(self) -> None:
         EngineSettings.__post_init__(self)
@@ -261,11 +236,7 @@ class VllmSettings(EngineSettings):
 
 @dataclass(frozen=True, slots=True)
 class SglangSettings(EngineSettings):
-    """Settings of an sglang backend, in addition to those of `EngineSettings`.
-
-    Raises:
-        SettingsError: a value is malformed, or no supported version of SGLang is installed.
-    """
+    """Settings of an sglang backend, in addition to those of `EngineSettings`."""
 
     kind: ClassVar[str] = "sglang"
 
@@ -287,12 +258,7 @@ def require(field: str, extra: str, *packages: str) -> None:
 
 
 def require_version(distributions: Sequence[str], versions: str) -> str:
-    """Return the version of the installed engine, if it is in the supported range.
-
-    Args:
-        distributions: names under which the engine is published; the first installed one counts.
-        versions: the range, such as ">=0.32,<0.34".
-    """
+    """Return the version of the installed engine, the first of these distributions, if the range includes it."""
     from packaging.specifiers import SpecifierSet  # The engines depend on it.
 
     for name in distributions:
@@ -320,14 +286,15 @@ def parse_engine_args(given: Sequence[str]) -> dict[str, Any]:
     """
     options: dict[str, Any] = {}
     for text in given:
-        for part in [text] if _is_file(text) else _split(text):
-            if _is_file(part):
-                options.update({_option_name(name): value for name, value in _read_file(part).items()})
-                continue
+        for part in [text] if text.endswith(".toml") and "=" not in text else _split(text):
             name, equals, value = part.partition("=")
-            if not equals or not _option_name(name).isidentifier():
+            if not equals and part.endswith(".toml"):
+                found = _read_file(part)
+            elif equals and _option_name(name).isidentifier():
+                found = {name: _parse_value(value)}
+            else:
                 raise SettingsError(f"engine_args: {shown(part)} is neither key=value nor a TOML file (….toml)")
-            options[_option_name(name)] = _parse_value(value)
+            options |= {_option_name(name): value for name, value in found.items()}
     return options
 
 
@@ -340,12 +307,7 @@ def check_engine_args(
 ) -> None:
     """Refuse unknown options, options that this backend must set itself, and several processes.
 
-    Args:
-        given: option -> value.
-        known: the engine's options.
-        refused: option -> what to do instead.
-        parallel: options that spread a model over processes, which must be 1.
-        engine: name and version, for messages.
+    `refused` says what to do instead of an option. `parallel` are options that spread a model over processes.
     """
     for name, value in given.items():
         if name in refused:
@@ -360,32 +322,21 @@ def check_engine_args(
 
 def _split(text: str) -> Iterator[str]:
     """Split a text into pairs and paths. An option whose value is a list or table keeps its blanks and quotes."""
-    at = 0
-    while at < len(text):
-        if text[at].isspace():
-            at += 1
-            continue
-        end = _end_of_brackets(text, at)
+    while text := text.lstrip():
+        end = 0
+        if option := _BRACKETED.match(text):
+            ends = (found.start() for found in _END_OF_BRACKETS.finditer(text, option.end() + 1))
+            end = next((end for end in ends if _parse_structure(text[option.end() : end]) is not None), 0)
         if end:
-            yield text[at:end]
+            yield text[:end]
         else:
-            word = _SHELL_WORD.match(text, at)
+            word = _SHELL_WORD.match(text)
             end = word.end() if word else len(text)  # An unclosed quote: shlex raises.
             try:
-                yield from shlex.split(text[at:end])
+                yield from shlex.split(text[:end])
             except ValueError as error:
                 raise SettingsError(f"engine_args: {shown(text)} cannot be read: {error}") from error
-        at = end
-
-
-def _end_of_brackets(text: str, start: int) -> int:
-    """The end of an option whose value is a list or table; 0 if another kind of option starts here."""
-    option = _BRACKETED.match(text, start)
-    ends = re.finditer(r"(?<=[\]}])(?=\s|$)", text) if option else ()
-    for end in (found.start() for found in ends):
-        if option and end > option.end() and _parse_structure(text[option.end() : end]) is not None:
-            return end
-    return 0
+        text = text[end:]
 
 
 def _parse_structure(text: str) -> Any:
@@ -411,10 +362,6 @@ def _parse_value(text: str) -> Any:
             """whole option: --engine-args 'name={"a": 1}'"""
         )
     return _PYTHON_WORDS.get(text, text)
-
-
-def _is_file(part: str) -> bool:
-    return part.endswith(".toml") and "=" not in part
 
 
 def _option_name(text: str) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -18,17 +18,16 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from lmpool.protocol.adapter import MAX_LOADED, qualify, revision_of
+from lmpool.protocol.adapter import qualify, revision_of
 from lmpool.protocol.job import decode_ids
 from lmpool.protocol.model_info import ModelInfo
-from lmpool.protocol.query import PositionsQuery
 from lmpool.protocol.row import Encoding, NewRows, RowBlock, VectorBlock, no_new_rows, widen_bf16
 from lmpool.settings import check_choice, check_name
 from lmpool.synthetic import FEW_TOKENS, Draw, base_rows, draw, draw_few_tokens, fill, synthetic_vocabulary
 from lmpool.vocabulary import Vocabulary
 from lmpool.workers.backends.checkpoint import checkpoint_source
 from lmpool.workers.backends.lora import content_digest, read_adapter_folders
-from lmpool.workers.backends.settings import check_numbers, option
+from lmpool.workers.backends.settings import check_numbers, max_adapters_option, option
 from lmpool.workers.execution.contract import (
     QUERY_ERRORS,
     Backend,
@@ -38,6 +37,9 @@ from lmpool.workers.execution.contract import (
     failure_of,
 )
 
+_ADAPTERS_HELP = (
+    "An adapter, as name=folder; may be given several times. The content of the folder (or file) determines the rows."
+)
 _TOGETHER = 4  # From this number of rows on, drawing the rows of a small vocabulary together is faster.
 _CRASH_EXIT = 70  # Exit code of a worker that got the crash token.
 _ID_BYTES = 4  # Bytes of a token id.
@@ -73,17 +75,8 @@ class SyntheticSettings:
         "The step of a prompt that contains this id raises MemoryError; -1 for none.", -1, least=-1
     )
     hang_token: int = option("The step of a prompt with this id never ends; -1 for none.", -1, least=-1)
-    adapters: list[str] = field(
-        default_factory=list,
-        metadata={
-            "help": "An adapter, as name=folder; may be given several times. The content of the folder (or file) "
-            "determines the rows."
-        },
-    )
-    max_adapters: int = field(
-        default=MAX_LOADED,
-        metadata={"help": "Adapters that are loaded at once, at least those of --adapters; the others are evicted."},
-    )
+    adapters: list[str] = field(default_factory=list, metadata={"help": _ADAPTERS_HELP})
+    max_adapters: int = max_adapters_option()
 
     def __post_init__(self) -> None:
         check_name("name", self.name)
@@ -138,14 +131,13 @@ class PrefixMemory:
             if (part := hash((key, ids[start:end]))) in prefixes:
                 path.append(part)
                 known = end
-        at = start
-        while at <= last_block:
-            path.append(key := hash((key, ids[at : at + _BLOCK_BYTES])))
-            at += _BLOCK_BYTES
+        while start <= last_block:
+            path.append(key := hash((key, ids[start : start + _BLOCK_BYTES])))
+            start += _BLOCK_BYTES
             # The known tokens of a block belong to the shorter prefixes that end within it.
-            prefixes[key] = (at - max(at - _BLOCK_BYTES, known)) // _ID_BYTES
-        for end in range(max(known, at) + _ID_BYTES, len(ids) + 1, _ID_BYTES):
-            path.append(part := hash((key, ids[at:end])))
+            prefixes[key] = (start - max(start - _BLOCK_BYTES, known)) // _ID_BYTES
+        for end in range(max(known, start) + _ID_BYTES, len(ids) + 1, _ID_BYTES):
+            path.append(part := hash((key, ids[start:end])))
             prefixes[part] = 1
         self.held += (len(ids) - known) // _ID_BYTES
         # Longest first: a prefix must outlive its extensions, which cannot be found without it.
@@ -154,11 +146,6 @@ class PrefixMemory:
         while self.held > self._capacity:
             self.held -= prefixes.popitem(last=False)[1]
         return known // _ID_BYTES
-
-    def clear(self) -> None:
-        """Evict everything."""
-        self.held = 0
-        self._prefixes.clear()
 
 
 class SyntheticBackend:
@@ -169,8 +156,9 @@ class SyntheticBackend:
         self._encoding = Encoding[settings.encoding.upper()]
         faults = (settings.fail_token, settings.crash_token, settings.raise_token, settings.hang_token)
         self._has_faults = max(faults) >= 0
-        self._jobs: OrderedDict[bytes, BackendJob] = OrderedDict()
-        self._adapters: dict[str, str] = {}
+        self._jobs: dict[bytes, BackendJob] = {}
+        self.adapters: dict[str, str] = {}
+        self.batch, self.device = settings.max_batch, "cpu"
         self._stats = BackendStats()
         self._new_rows: NewRows = no_new_rows
         has_memory = settings.token_ms > 0 and settings.kv_cache_tokens > 0
@@ -195,28 +183,13 @@ class SyntheticBackend:
             note="rows are drawn from a generator, not computed by a model",
         )
 
-    @property
-    def adapters(self) -> Mapping[str, str]:
-        """See `Backend.adapters`."""
-        return self._adapters
-
-    @property
-    def batch(self) -> int:
-        """See `Backend.batch`."""
-        return self._settings.max_batch
-
-    @property
-    def device(self) -> str:
-        """See `Backend.device`."""
-        return "cpu"
-
     def vocabulary(self) -> Vocabulary:
         """See `Backend.vocabulary`; it is `lmpool.synthetic.synthetic_vocabulary`."""
         return synthetic_vocabulary(self._settings.vocab_size, self._settings.seed)
 
     def capacity(self) -> int:
         """See `Backend.capacity`."""
-        return 2 * self._settings.max_batch - len(self._jobs)
+        return 2 * self.batch - len(self._jobs)
 
     def submit(self, jobs: Iterable[BackendJob]) -> None:
         """See `Backend.submit`."""
@@ -226,16 +199,18 @@ class SyntheticBackend:
     def step(self) -> Finished:
         """See `Backend.step`."""
         started = time.monotonic()
-        jobs = list(islice(self._jobs.values(), self._settings.max_batch))
+        jobs = list(islice(self._jobs.values(), self.batch))
         failures = self._injected_failures(jobs) if self._has_faults else {}
         good = [job for job in jobs if job.digest not in failures] if failures else jobs
         rows = [job for job in good if job.positions is None]
         vectors = self._vectors(good, failures) if len(rows) < len(good) else {}
         blocks = [self._draw(rows)] if rows else []
+        tokens, reused = sum([len(job.ids) for job in good]) // _ID_BYTES, 0
         for job in jobs:
             del self._jobs[job.digest]
-        tokens = sum([len(job.ids) for job in good]) // _ID_BYTES
-        reused = 0 if self._memory is None else sum(self._reuse(job, self._memory) for job in good)
+            if self._memory is not None and not job.fresh and job.digest not in failures:
+                # Positions whose logits are wanted are always computed.
+                reused += min(self._memory.note(job.ids, job.adapter), job.span.start)
         stats = self._stats
         rows_so_far = stats.rows + len(good)
         self._stats = BackendStats(stats.steps + 1, rows_so_far, stats.tokens + tokens, stats.reused + reused)
@@ -256,14 +231,8 @@ class SyntheticBackend:
             while settings.hang_token in tokens:
                 time.sleep(3600)
             if settings.fail_token in tokens:
-                failures[job.digest] = (
-                    f"the prompt contains the token {settings.fail_token}, which this worker was told to fail on"
-                )
+                failures[job.digest] = f"this worker was told to fail on the token {settings.fail_token} of the prompt"
         return failures
-
-    def _reuse(self, job: BackendJob, memory: PrefixMemory) -> int:
-        """Tokens of a prompt that need not be computed. The positions whose logits are wanted always are."""
-        return 0 if job.fresh else min(memory.note(job.ids, job.adapter), job.span.start)
 
     def _draw(self, jobs: list[BackendJob]) -> RowBlock:
         settings, is_f32 = self._settings, self._encoding is Encoding.F32
@@ -291,24 +260,21 @@ class SyntheticBackend:
 
     def _vectors(self, jobs: list[BackendJob], failures: dict[bytes, str]) -> dict[bytes, NDArray[np.float32]]:
         """The answers of the positions queries among the jobs. Adds the failed ones to `failures`."""
-        vectors = {}
+        vectors, bits = {}, np.empty(self._settings.vocab_size, np.uint16)
         for job in jobs:
-            if job.positions is not None:
-                try:
-                    vectors[job.digest] = self._vector(job, job.positions)
-                except QUERY_ERRORS as error:
-                    failures[job.digest] = failure_of(error)
+            if (query := job.positions) is None:
+                continue
+            tokens, parts = decode_ids(job.ids), []
+            try:
+                for at in job.span:
+                    base, shifts = self._drawn(job.ids[: _ID_BYTES * (at + 1)], job.adapter)
+                    fill(bits, base.bits, shifts)
+                    logits, log_z = widen_bf16(bits)[None], np.array([base.log_z], np.float32)
+                    parts.append(query.of(logits, log_z, tokens[at + 1 : at + 2]).copy().ravel())
+                vectors[job.digest] = np.concatenate(parts)
+            except QUERY_ERRORS as error:
+                failures[job.digest] = failure_of(error)
         return vectors
-
-    def _vector(self, job: BackendJob, query: PositionsQuery) -> NDArray[np.float32]:
-        tokens, bits = decode_ids(job.ids), np.empty(self._settings.vocab_size, np.uint16)
-        parts = []
-        for at in job.span:
-            base, shifts = self._drawn(job.ids[: _ID_BYTES * (at + 1)], job.adapter)
-            fill(bits, base.bits, shifts)
-            logits, log_z = widen_bf16(bits)[None], np.array([base.log_z], np.float32)
-            parts.append(query.of(logits, log_z, tokens[at + 1 : at + 2]).copy().ravel())
-        return np.concatenate(parts)
 
     def abort(self, digests: Collection[bytes]) -> None:
         """See `Backend.abort`."""
@@ -318,12 +284,12 @@ class SyntheticBackend:
     def load_adapter(self, name: str, source: str) -> str:
         """See `Backend.load_adapter`; the revision is a digest of what the folder or file holds."""
         revision = content_digest(Path(source).expanduser())
-        self._adapters.setdefault(qualify(name, revision), checkpoint_source(source))
+        self.adapters.setdefault(qualify(name, revision), checkpoint_source(source))
         return revision
 
     def drop_adapter(self, adapter: str) -> None:
         """See `Backend.drop_adapter`."""
-        self._adapters.pop(adapter, None)
+        self.adapters.pop(adapter, None)
 
     def stats(self) -> BackendStats:
         """See `Backend.stats`."""
@@ -332,5 +298,4 @@ class SyntheticBackend:
     def close(self) -> None:
         """See `Backend.close`."""
         self._jobs.clear()
-        if self._memory is not None:
-            self._memory.clear()
+        self._memory = None

@@ -41,7 +41,7 @@ class TellsTexts:
 
     _info: ModelInfo
     _settings: ModelSettings
-    _texts: Texts | None = None
+    _tokenizer: PackedTokenizer | None = None
 
     @property
     def info(self) -> ModelInfo:
@@ -51,14 +51,15 @@ class TellsTexts:
     def vocabulary(self) -> Vocabulary | None:
         """The byte strings of the model's tokens; None if its tokenizer does not provide them."""
         settings = self._settings
-        self._texts = read_texts(self._info, settings.revision, trust_remote_code=settings.trust_remote_code)
-        return self._texts.vocabulary
+        texts = read_texts(self._info, settings.revision, trust_remote_code=settings.trust_remote_code)
+        self._tokenizer = texts.tokenizer
+        return texts.vocabulary
 
     def tokenizer(self) -> PackedTokenizer | None:
-        """The model's tokenizer; None if it cannot be published. Call `vocabulary` first."""
+        """The model's tokenizer; None if it cannot be published. Call `vocabulary` first, and this method once."""
         # Keep no reference: it has many megabytes, and is not needed again.
-        texts, self._texts = self._texts, None
-        return texts.tokenizer if texts is not None else None
+        tokenizer, self._tokenizer = self._tokenizer, None
+        return tokenizer
 
 
 def read_texts(info: ModelInfo, revision: str | None, *, trust_remote_code: bool) -> Texts:
@@ -76,13 +77,11 @@ def read_texts(info: ModelInfo, revision: str | None, *, trust_remote_code: bool
         vocabulary = Vocabulary(decode_vocab(loaded, vocab_size=info.vocab_size).tokens)
         missing = "the tokenizer of %s is not published: %s; clients load it by transformers, or pass token ids"
         tokenizer = _pack(loaded)
-    except _TOKENIZER_ERRORS as error:
-        _log.warning(missing, info.name, first_line(error))
     except Exception as error:
-        if type(error) is Exception:  # Raised by the package tokenizers, which is written in Rust.
-            _log.warning(missing, info.name, first_line(error))
-            return Texts(vocabulary, tokenizer)
-        raise
+        # The package tokenizers, which is written in Rust, raises Exception itself.
+        if not isinstance(error, _TOKENIZER_ERRORS) and type(error) is not Exception:
+            raise
+        _log.warning(missing, info.name, first_line(error))
     return Texts(vocabulary, tokenizer)
 
 

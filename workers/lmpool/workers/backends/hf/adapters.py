@@ -6,35 +6,21 @@ import copy
 import logging
 import math
 import warnings
-from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass
-from functools import partial
 from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
 
 from lmpool.errors import SettingsError, first_line
 from lmpool.protocol.adapter import qualify
 from lmpool.workers.backends.checkpoint import checkpoint_revision, checkpoint_source
 from lmpool.workers.backends.hf.forward import Forward
-from lmpool.workers.backends.lora import (
-    BASE_WEIGHT,
-    HARMLESS_INITS,
-    WEIGHTS,
-    ReadRows,
-    adapter_folder,
-    check_base_weights,
-    check_fit,
-    modules_of,
-)
+from lmpool.workers.backends.lora import BASE_WEIGHT, HARMLESS_INITS, WEIGHTS, adapter_folder, check_fit, weights_of
 from lmpool.workers.backends.settings import require
 
 _log = logging.getLogger(__name__)
@@ -46,37 +32,25 @@ _LOAD_ERRORS = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class _Loaded:
-    """A loaded adapter: its name in peft, and its source."""
-
-    handle: str
-    source: str
-
-
 class HfAdapters:
     """The adapters of one model; at first none is active.
 
-    Args:
-        forward: runs the model.
-        name: of the model, for messages.
+    Attributes:
+        sources: the adapters: "name@revision" -> folder or hub name.
+        active: the active adapter, or "".
     """
 
     def __init__(self, forward: Forward, name: str) -> None:
         self._forward = forward
         self._model: PreTrainedModel = forward.model
         self._name = name
-        self._modules = modules_of(self._model.state_dict())
+        self._weights = weights_of(self._model.state_dict())  # Names change when peft inserts an adapter.
         self._skeleton: PreTrainedModel | None = None
         self._peft: Any = None
-        self._loaded: dict[str, _Loaded] = {}
+        self.sources: dict[str, str] = {}
+        self.active = ""
+        self._handles: dict[str, str] = {}  # The names of the adapters in peft, which must not contain dots.
         self._handle_numbers = count()
-        self._active = ""
-
-    @property
-    def sources(self) -> dict[str, str]:
-        """The adapters: "name@revision" -> folder or hub name."""
-        return {adapter: loaded.source for adapter, loaded in self._loaded.items()}
 
     def load(self, name: str, source: str) -> str:
         """Load an adapter; returns its revision.
@@ -86,23 +60,23 @@ class HfAdapters:
         """
         require("adapters", "lmpool[lora]", "peft")
         folder = adapter_folder(source)
-        check_fit(folder, self._modules, self._name)
-        check_base_weights(folder, self._weight_of, self._name)
+        check_fit(folder, self._weights, self._name)
         revision = checkpoint_revision(folder)
         adapter = qualify(name, revision)
-        if adapter in self._loaded:
+        if adapter in self.sources:
             return revision
-        # A number, because names in peft must not contain dots.
-        handle = f"a{next(self._handle_numbers)}"
+        handle = self._handles[adapter] = f"a{next(self._handle_numbers)}"
         try:
             self._insert(folder, handle)
-            self._loaded[adapter] = _Loaded(handle, checkpoint_source(source))
-            self._check_logits(adapter, folder)
+            self.activate(adapter, force=True)
+            with torch.inference_mode():
+                if not bool(self._forward.logits([[0]]).isfinite().any()):
+                    raise SettingsError(f"adapters: with {folder} the model's logits are no numbers")
             if checkpoint_revision(folder) != revision:
                 raise SettingsError(f"adapters: {folder} was changed while it was loaded")
+            self.sources[adapter] = checkpoint_source(source)
         except _LOAD_ERRORS as error:
-            self._loaded.pop(adapter, None)
-            self._delete(adapter, handle)
+            self._delete(adapter)
             if isinstance(error, SettingsError):
                 raise
             raise SettingsError(f"adapters: {folder} does not fit {self._name}: {first_line(error)}") from error
@@ -113,25 +87,26 @@ class HfAdapters:
 
     def drop(self, adapter: str) -> None:
         """Remove an adapter. If peft cannot remove it, its weights stay in memory unused."""
-        if (loaded := self._loaded.pop(adapter, None)) is not None:
-            self._delete(adapter, loaded.handle)
+        if self.sources.pop(adapter, None) is not None:
+            self._delete(adapter)
             self.activate("", force=True)
 
     def activate(self, adapter: str, *, force: bool = False) -> None:
-        """Activate an adapter ("name@revision") for the next forwards, or none ("").
-
-        Args:
-            adapter: the adapter.
-            force: call peft even if this adapter is active already.
-        """
-        if adapter == self._active and not force:
+        """Activate an adapter for the next forwards, or none (""); with `force` even if it is active already."""
+        if adapter == self.active and not force:
             return
-        self._active = adapter
+        self.active = adapter
         if adapter:
             self._peft.base_model.enable_adapter_layers()
-            self._peft.set_adapter(self._loaded[adapter].handle, inference_mode=True)
-        else:
-            _disable_all(self._model)
+            self._peft.set_adapter(self._handles[adapter], inference_mode=True)
+            return
+        from peft.tuners.tuners_utils import BaseTunerLayer
+        from peft.utils import AuxiliaryTrainingWrapper
+
+        # Not through peft's model: after a failure, it may not list all inserted layers.
+        for module in self._model.modules():
+            if isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper)):
+                module.enable_adapters(False)
 
     def _insert(self, folder: Path, handle: str) -> None:
         """Have peft put an adapter into the model."""
@@ -167,21 +142,8 @@ class HfAdapters:
         # New modules are in training mode, with dropout.
         self._model.train(mode=False)
 
-    def _weight_of(self, module: str) -> ReadRows | None:
-        """A reader for the weight of a module of the model, which adapters may wrap."""
-        for name, weight in self._model.named_parameters(remove_duplicate=False):
-            parts = [part for part in name.split(".")[:-1] if part not in ("base_layer", "original_module")]
-            if ".".join(parts) == module and name.endswith(".weight"):
-                return partial(_read_rows, weight)
-        return None
-
-    @torch.inference_mode()
-    def _check_logits(self, adapter: str, folder: Path) -> None:
-        self.activate(adapter, force=True)
-        if not bool(self._forward.logits([[0]]).isfinite().any()):
-            raise SettingsError(f"adapters: with {folder} the model's logits are no numbers")
-
-    def _delete(self, adapter: str, handle: str) -> None:
+    def _delete(self, adapter: str) -> None:
+        handle = self._handles.pop(adapter)
         if self._peft is None or handle not in self._peft.peft_config:
             return
         with warnings.catch_warnings():
@@ -192,18 +154,12 @@ class HfAdapters:
             try:
                 self._peft.delete_adapter(handle)
             except _LOAD_ERRORS as error:
-                _log.warning(
-                    "the adapter %r cannot be removed: it stays in memory until the worker ends",
-                    adapter,
-                    exc_info=error,
-                )
+                text = "the adapter %r cannot be removed: it stays in memory until the worker ends"
+                _log.warning(text, adapter, exc_info=error)
 
 
 def _check_config(folder: Path, config: Any) -> None:
     """Refuse adapters that are no plain LoRA: they change rows of other prompts, or need more than a name."""
-    kind = str(getattr(config.peft_type, "value", config.peft_type))
-    if kind != "LORA":
-        raise SettingsError(f"adapters: {folder} is of the kind {kind}: this backend serves LORA")
     if config.bias != "none" or getattr(config, "lora_bias", False) not in (False, None):
         raise SettingsError(f"adapters: {folder} changes biases of the model itself (bias={config.bias!r})")
     if config.init_lora_weights not in HARMLESS_INITS:
@@ -218,10 +174,7 @@ def _check_config(folder: Path, config: Any) -> None:
 def _check_size(folder: Path, skeleton: PreTrainedModel, config: Any) -> None:
     """Refuse an adapter whose config makes peft reserve more memory than its file has weights.
 
-    Args:
-        folder: of the adapter.
-        skeleton: a copy of the model without adapters and without memory (`_on_meta_device`).
-        config: of the adapter, as peft reads it; this function copies it, because peft changes it.
+    `skeleton` is a copy of the model without adapters and without memory (`_on_meta_device`).
     """
     from peft import PeftModel
 
@@ -230,26 +183,13 @@ def _check_size(folder: Path, skeleton: PreTrainedModel, config: Any) -> None:
     with torch.device("meta"):  # peft makes weights on the default device, and then moves them to the model's.
         trial = PeftModel(_on_meta_device(skeleton), copy.deepcopy(config), "tried")
     # Parameters and buffers separately: peft keeps the model's own trainable tokens as buffers, which no file has.
-    for kind, before, after in (
-        ("parameters", skeleton.parameters(), trial.parameters()),
-        ("buffers", skeleton.buffers(), trial.buffers()),
-    ):
-        asked = _sizes(after) - _sizes(before)
-        if asked > held:
+    for kind in ("parameters", "buffers"):
+        before, after = (sum(each.numel() for each in getattr(model, kind)()) for model in (skeleton, trial))
+        if after - before > held:
             raise SettingsError(
-                f"adapters: {folder} does not fit itself: its config asks for {asked} numbers ({kind}), and {WEIGHTS} "
-                f"holds {held}: some weights are missing; write both anew with peft's save_pretrained"
+                f"adapters: {folder} does not fit itself: its config asks for {after - before} numbers ({kind}), and "
+                f"{WEIGHTS} holds {held}: some weights are missing; write both anew with peft's save_pretrained"
             )
-
-
-def _read_rows(weight: Tensor, first: int, last: int) -> NDArray[np.float32]:
-    """Rows of a weight of the model; see `ReadRows`."""
-    rows: NDArray[np.float32] = weight[first:last].detach().float().cpu().numpy()
-    return rows
-
-
-def _sizes(tensors: Iterable[Tensor]) -> int:
-    return sum(tensor.numel() for tensor in tensors)
 
 
 def _on_meta_device(model: PreTrainedModel) -> PreTrainedModel:
@@ -263,14 +203,3 @@ def _on_meta_device(model: PreTrainedModel) -> PreTrainedModel:
             vars(skeleton).update(vars(tensor))
         memo[id(tensor)] = skeleton
     return copy.deepcopy(model, memo)
-
-
-def _disable_all(model: PreTrainedModel) -> None:
-    """Make every layer that peft has inserted return the values of the layer that it replaced."""
-    from peft.tuners.tuners_utils import BaseTunerLayer
-    from peft.utils import AuxiliaryTrainingWrapper
-
-    # Not through peft's model: after a failure, it may not list all inserted layers.
-    for module in model.modules():
-        if isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper)):
-            module.enable_adapters(False)

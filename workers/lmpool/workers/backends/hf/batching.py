@@ -8,8 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from lmpool.workers.backends.hf.forward import new_tokens
-from lmpool.workers.backends.hf.kv_pool import Path
+from lmpool.workers.backends.hf.forward import Path, new_tokens
 from lmpool.workers.execution.yielding import PATIENCE_STEPS, QUIET_S
 
 PREFILL = "prefill"
@@ -52,6 +51,8 @@ class PromptChunk:
         shared: hash of the prefix that another prompt must have to share many tokens that are not held.
         later: tokens of the prompt that are left for further steps.
         begun: a step has computed another chunk of the prompt before.
+        mark: state of the path (`PrefixSlots.mark`).
+        max_new: max tokens of a step for which the chunk was made; 0 after the step.
         new: tokens that must be computed. `path` grows during the step, `new` does not change.
     """
 
@@ -64,6 +65,8 @@ class PromptChunk:
     shared: int | None = None
     later: int = 0
     begun: bool = False
+    mark: int = 0
+    max_new: int = 0
     new: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -74,19 +77,9 @@ class PromptChunk:
         """Tokens that must be computed until the prompt has a result."""
         return self.new + self.later
 
-    def runs_with(self, other: PromptChunk) -> bool:
-        """Whether both may be in one batch."""
-        return self.kind == other.kind and self.adapter == other.adapter and self.root == other.root
-
 
 def shared_prefix(ids: bytes, end: int, held: int) -> int | None:
-    """Hash of a prompt's prefix up to `_MIN_SHARED` tokens that are not held; None for shorter prompts.
-
-    Args:
-        ids: token ids as little-endian uint32 bytes.
-        end: token up to which the prompt is computed now.
-        held: tokens whose keys and values are held.
-    """
+    """Hash of a prompt's prefix up to `_MIN_SHARED` tokens after the held ones; None if it has fewer up to `end`."""
     size = held + _MIN_SHARED
     return hash(ids[: size * _ID_BYTES]) if end >= size else None
 
@@ -112,53 +105,42 @@ class BatchRules(NamedTuple):
     chunk: int
     shares: bool
 
-    def limited_to(self, tokens: int) -> BatchRules:
-        """The rules of batches that compute at most `tokens` tokens."""
-        return self._replace(tokens=min(self.tokens, tokens), chunk=min(self.chunk, tokens))
-
 
 def choose(
     waiting: Mapping[bytes, PromptChunk], max_rows: int, rules: BatchRules, leader: bytes | None = None
 ) -> dict[bytes, PromptChunk]:
-    """The next batch: the oldest prompt, or another leader, and the prompts that fit best with it.
+    """The next batch, of at most `max_rows` prompts: the oldest, or another leader, and the ones that fit best with it.
 
-    Args:
-        waiting: digest -> chunk, oldest first; at least one.
-        max_rows: max prompts in the batch.
-        rules: limits of the batch; the leader runs even if it alone exceeds them.
-        leader: the prompt that runs in any case; None for the oldest.
-
-    Returns:
-        digest -> chunk, the leader first.
+    The leader comes first, and runs even if it alone exceeds the rules.
     """
-    if leader is None:
-        leader = next(iter(waiting))
+    leader = next(iter(waiting)) if leader is None else leader
     first = waiting[leader]
     batch = {leader: first}
     if first.end > rules.horizon or first.kind == PREFILL:
         return batch
     started = {first.shared}
     new, longest, needed, kept = first.new, first.end, first.new, first.kept
-    alike = [(digest, chunk) for digest, chunk in waiting.items() if digest != leader and chunk.runs_with(first)]
+    key = first.kind, first.adapter, first.root
+    alike = [item for item in waiting.items() if (item[1].kind, item[1].adapter, item[1].root) == key]
     # By the padding that they cost; of two equal ones the older first.
     alike.sort(key=lambda item: (abs(item[1].new - first.new), abs(item[1].end - first.end)))
     for digest, chunk in alike:
-        if len(batch) == max_rows:
-            break
-        if chunk.end > rules.horizon or (chunk.end != longest and not rules.pads):
-            continue
         count = len(batch) + 1
+        if count > max_rows:
+            break
         padded = count * max(new, chunk.new)
-        if count * max(kept, chunk.kept) > rules.logits:
+        if (
+            chunk is first
+            or chunk.end > rules.horizon
+            or (chunk.end != longest and not rules.pads)
+            or count * max(kept, chunk.kept) > rules.logits
+            or padded > rules.tokens
+            or count * max(longest, chunk.end) > rules.kv_tokens
+            or padded - needed - chunk.new > max(_FREE_PADDING, needed // 4)
+            or (rules.shares and chunk.shared is not None and chunk.shared in started)
+        ):
             continue
-        if padded > rules.tokens or count * max(longest, chunk.end) > rules.kv_tokens:
-            continue
-        if padded - needed - chunk.new > max(_FREE_PADDING, needed // 4):
-            continue
-        if rules.shares and chunk.shared is not None:
-            if chunk.shared in started:
-                continue
-            started.add(chunk.shared)
+        started.add(chunk.shared)
         batch[digest] = chunk
         new, longest, needed = max(new, chunk.new), max(longest, chunk.end), needed + chunk.new
         kept = max(kept, chunk.kept)
@@ -168,19 +150,12 @@ def choose(
 def choose_shorter(
     batch: Mapping[bytes, PromptChunk], waiting: Mapping[bytes, PromptChunk], max_rows: int, rules: BatchRules
 ) -> dict[bytes, PromptChunk]:
-    """The batch that goes before a long one: the shortest prompt and the prompts that fit best with it.
+    """The batch that goes before `batch`, a long one: the shortest prompt and the prompts that fit best with it.
+
+    It computes at most `rules.chunk` tokens. It is empty if `batch` is short, or no waiting prompt is much shorter. The
+    rest of a long prompt counts as long: its client has waited for the chunks before.
 
     Call it for every second step at most: then no prompt starves, because the oldest prompt leads the other steps.
-
-    Args:
-        batch: result of `choose`.
-        waiting: as for `choose`.
-        max_rows: as for `choose`.
-        rules: as for `choose`; the batch computes at most `rules.chunk` tokens.
-
-    Returns:
-        nothing if `batch` is short, or no waiting prompt is much shorter. The rest of a long prompt counts as long:
-        its client has waited for the chunks before.
     """
     first = next(iter(batch.values()))
     max_new = max(chunk.new for chunk in batch.values())
@@ -196,12 +171,7 @@ class BulkLimit:
     """Limits the tokens of bulk steps, so that an interactive prompt that arrives waits for a short step.
 
     Next to interactive clients, a bulk step takes about as long as an interactive one; without them at most
-    `MAX_BULK_STEP_S`. Both limits are found by measuring steps.
-
-    Args:
-        chunk: max tokens of one prompt in a step.
-        least: tokens of a step below which it hardly takes less time.
-        most: max tokens of a step.
+    `MAX_BULK_STEP_S`. Both limits are found by measuring steps; `chunk` is the first one.
     """
 
     def __init__(self, chunk: int, least: int, most: int) -> None:
@@ -223,11 +193,9 @@ class BulkLimit:
 
     def is_turn(self, *, others_wait: bool) -> bool:
         """Whether the next step is for bulk prompts: if no others wait, and after some steps of others."""
-        self._steps = self._steps + 1 if others_wait else 0
-        if self._steps <= PATIENCE_STEPS and others_wait:
-            return False
-        self._steps = 0
-        return True
+        is_turn = not others_wait or self._steps == PATIENCE_STEPS
+        self._steps = 0 if is_turn else self._steps + 1
+        return is_turn
 
     def interactive_step(self, seconds: float) -> None:
         """Record an interactive step."""
@@ -258,20 +226,16 @@ class BatchLimit:
     """
 
     def __init__(self, most: int) -> None:
-        self.rows = most
-        self._most = most
+        self.rows = self._most = most
         self._full_steps = 0
 
     def too_large(self, rows: int) -> None:
         """Record a batch that did not fit."""
-        self.rows = max(1, rows // 2)
-        self._full_steps = 0
+        self.rows, self._full_steps = max(1, rows // 2), 0
 
     def fitted(self, rows: int) -> None:
         """Record a batch that fit."""
-        if rows < self.rows or self.rows == self._most:
-            return
-        self._full_steps += 1
-        if self._full_steps == _STEPS_TO_GROW:
-            self.rows = min(self._most, self.rows * 2)
-            self._full_steps = 0
+        if self.rows < self._most and rows >= self.rows:
+            self._full_steps += 1
+            if self._full_steps == _STEPS_TO_GROW:
+                self.rows, self._full_steps = min(self._most, self.rows * 2), 0

@@ -1,4 +1,4 @@
-"""A model of transformers: loading, prompt limit, digest of its weights, and its output head."""
+"""A model of transformers: loading, checks of its rows, prompt limit, digest of its weights, and its output head."""
 
 from __future__ import annotations
 
@@ -6,25 +6,27 @@ import json
 import logging
 import struct
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import DynamicCache, DynamicLayer
 from transformers.utils.logging import disable_progress_bar
 
 from lmpool.errors import SettingsError, first_line
 from lmpool.protocol.query import HeadQuery
 from lmpool.protocol.row import pack_facts, pack_numbers
 from lmpool.trie import torch_device
-from lmpool.workers.backends.checkpoint import checkpoint_folder
+from lmpool.workers.backends.checkpoint import checkpoint_folder, stable
+from lmpool.workers.backends.hf.forward import Forward, KVLayout, KVPool
 from lmpool.workers.backends.row_encoder import log_threads, pick_device
 from lmpool.workers.backends.settings import HfSettings
 
@@ -35,11 +37,19 @@ _UNLIMITED = 1 << 20
 _LIMITS = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "n_ctx", "seq_length")
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
-# Config fields that do not change a row, so no digest includes them.
-_VOLATILE = {
-    "_name_or_path", "_attn_implementation", "_commit_hash", "attn_implementation", "dtype", "torch_dtype",
-    "transformers_version",
-}  # fmt: skip
+# Tokens of the longest prompt of the checks, unless a sliding window needs more.
+_CHECK_TOKENS = 24
+# Longest sliding window that the checks try: longer prompts would take too long at every start.
+_LONGEST_WINDOW = 1024
+
+_FORWARD_ERRORS = (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError, NotImplementedError)
+"""Exceptions of model code for arguments that it was not written for; there is no common type."""
+
+EAGER = "eager"
+"""transformers' name of the attention in the model's own code, which supports all options of the model."""
+
+_LEFT_OUT = ("attn_logit_softcapping",)
+"""Config fields that transformers passes to attention functions, and that the default function (sdpa) ignores."""
 
 _SAMPLES = 1024
 """Smallest number of elements of a tensor that its digest includes one by one."""
@@ -55,8 +65,7 @@ _HEAD_TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class LoadedModel:
+class LoadedModel(NamedTuple):
     """A model in evaluation mode on its device, the longest prompt to accept, and the digest of its weights."""
 
     model: PreTrainedModel
@@ -77,16 +86,13 @@ def load_model(settings: HfSettings) -> LoadedModel:
     logging.getLogger("huggingface_hub").handlers.clear()
     if not sys.stderr.isatty():
         disable_progress_bar()  # type: ignore[no-untyped-call]  # transformers is partly untyped
-    arguments: dict[str, Any] = {
-        "trust_remote_code": settings.trust_remote_code,
-        "dtype": _DTYPES.get(settings.dtype, "auto"),
-        "output_loading_info": True,
-        "local_files_only": True,
-    }
+    arguments: dict[str, Any] = {"trust_remote_code": settings.trust_remote_code, "local_files_only": True}
     if file is not None:
         arguments["gguf_file"] = file
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(str(folder), **arguments)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            str(folder), dtype=_DTYPES.get(settings.dtype, "auto"), output_loading_info=True, **arguments
+        )
     except (OSError, ValueError, ImportError, KeyError, RuntimeError, struct.error) as error:
         # transformers has no exception type of its own: these are raised for missing files, unknown architectures,
         # missing packages, broken checkpoints and broken GGUF files.
@@ -102,10 +108,18 @@ def load_model(settings: HfSettings) -> LoadedModel:
         raise SettingsError(
             f"model: {settings.model} has no weights for {', '.join(absent[:3])}{more}: is it a causal language model?"
         )
-    limit = _prompt_limit(model.config.get_text_config(decoder=True), settings.max_prompt_tokens)
+    config, limit = model.config.get_text_config(decoder=True), settings.max_prompt_tokens
+    stated = [value for name in _LIMITS if type(value := getattr(config, name, None)) is int and value > 0]
+    if limit is None:
+        limit = stated[0] if stated else _UNLIMITED
+    elif stated and limit > stated[0]:
+        raise SettingsError(f"max_prompt_tokens: {limit} is more than the {stated[0]} positions of the model")
     try:
         if device.type == "cpu":
-            _own_weights(model)
+            # transformers maps the checkpoint's files into memory, and a CPU computes with the mapped pages.
+            # Overwriting a file would change the rows of a running worker, and truncating it would end the worker.
+            for tensor in chain(model.parameters(), model.buffers()):  # A tied weight is one parameter.
+                tensor.data = tensor.data.clone()
         model.to(device).eval()
     except (RuntimeError, ValueError) as error:
         # Too little memory, or quantised weights that cannot be moved.
@@ -118,26 +132,6 @@ def load_model(settings: HfSettings) -> LoadedModel:
     return LoadedModel(model, limit, revision)
 
 
-def _own_weights(model: PreTrainedModel) -> None:
-    """Copy a model's weights out of the checkpoint's files into memory of this process.
-
-    On a CPU, transformers maps the files into memory and computes with the mapped pages. Overwriting a file would
-    change the rows of a running worker, and truncating it would end the worker by SIGBUS.
-    """
-    for tensor in chain(model.parameters(), model.buffers()):  # A tied weight is one parameter, and is copied once.
-        tensor.data = tensor.data.clone()
-
-
-def _prompt_limit(config: PreTrainedConfig, wanted: int | None) -> int:
-    """The longest prompt to accept: the wanted limit, which must not exceed the model's, or the model's."""
-    stated = [value for name in _LIMITS if type(value := getattr(config, name, None)) is int and value > 0]
-    if wanted is None:
-        return stated[0] if stated else _UNLIMITED
-    if stated and wanted > stated[0]:
-        raise SettingsError(f"max_prompt_tokens: {wanted} is more than the {stated[0]} positions of the model")
-    return wanted
-
-
 def weights_revision(model: PreTrainedModel) -> str:
     """Digest of every parameter and persistent buffer, and of the architecture in the config.
 
@@ -148,7 +142,7 @@ def weights_revision(model: PreTrainedModel) -> str:
         32 hexadecimal digits.
     """
     state = blake2b(digest_size=16)
-    config = json.dumps(_stable(model.config.to_diff_dict()), sort_keys=True, default=str)
+    config = json.dumps(stable(model.config.to_diff_dict()), sort_keys=True, default=str)
     state.update(config.encode())
     for name, tensor in sorted(chain.from_iterable(map(_stored, model.state_dict().items()))):
         bits = tensor.detach().reshape(-1)
@@ -171,32 +165,17 @@ def _stored(named: tuple[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     yield from chain.from_iterable(_stored((f"{name}.{part}", getattr(tensor, part))) for part in inner)
 
 
-def _stable(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {str(key): _stable(item) for key, item in value.items() if key not in _VOLATILE}
-    if isinstance(value, (list, tuple)):
-        return [_stable(item) for item in value]
-    return value
-
-
 class OutputHead:
-    """The last linear layer of a model, and the scaling of its logits.
+    """The last linear layer of a model, the factor of its output, and c if the logits are c * tanh(logits / c).
 
-    Args:
-        layer: the linear layer.
-        scale: factor of its output.
-        soft_cap: c if the logits are c * tanh(logits / c), or None.
+    `size` is the length of a hidden state.
     """
 
     def __init__(self, layer: torch.nn.Linear, scale: float, soft_cap: float | None) -> None:
+        self.size = layer.in_features
         self._layer = layer
         self._scale = scale
         self._soft_cap = soft_cap
-
-    @property
-    def size(self) -> int:
-        """Length of a hidden state."""
-        return self._layer.in_features
 
     @contextmanager
     def hidden_in_place_of_logits(self, kept: int) -> Iterator[list[Tensor]]:
@@ -218,9 +197,7 @@ class OutputHead:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """The logits of hidden states, computed from the weights that clients receive."""
-        logits = self._layer(hidden)
-        if self._scale != 1:
-            logits = logits * self._scale
+        logits = self._layer(hidden) * self._scale
         return logits if self._soft_cap is None else self._soft_cap * torch.tanh(logits / self._soft_cap)
 
     def answer(self, query: HeadQuery) -> NDArray[np.float32]:
@@ -263,3 +240,159 @@ def find_head(model: PreTrainedModel, vocab_size: int) -> OutputHead | None:
         _log.info("the head does not give the model's logits: the hidden states are not served")
         return None
     return head
+
+
+@dataclass(frozen=True, slots=True)
+class Abilities:
+    """Results of the checks of a model.
+
+    Attributes:
+        logits: logits of one prompt, tensor of shape (1, V).
+        pads: prompts of different lengths may run together.
+        layout: keys and values of one token in the cache; None if prefixes cannot be reused.
+        horizon: longer prompts must run alone and without reuse; at most the longest prompt.
+        attention: `EAGER` if transformers' default attention had to be replaced, else "".
+    """
+
+    logits: Tensor
+    pads: bool
+    layout: KVLayout | None
+    horizon: int
+    attention: str
+
+
+def check_model(forward: Forward, max_prompt_tokens: int) -> Abilities:
+    """Compare the rows of a few prompts in batches, padded and with reused prefixes, with their rows alone.
+
+    Before that, the rows alone are compared with those of eager attention (`_choose_attention`).
+
+    Raises:
+        RuntimeError, ValueError, ...: the model cannot run a single prompt.
+    """
+    config = forward.model.config.get_text_config(decoder=True)
+    sizes = [getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size")]
+    # The shortest attention window of the model's layers in tokens; 0 if all layers attend to all tokens.
+    window = min((size for size in sizes if type(size) is int and size > 0), default=0)
+    # Longer prompts may have other keys and values of their first tokens. A window that is too long to be tried here
+    # has no effect below its size. Rotary embeddings that scale with the longest prompt of a batch have none below the
+    # length of the first training.
+    stated = getattr(config, "rope_parameters", None) or {}
+    ropes = [rope for rope in (stated, *stated.values()) if isinstance(rope, dict)]
+    ropes = [rope for rope in ropes if rope.get("rope_type") in ("dynamic", "longrope")]
+    limits = [rope.get("original_max_position_embeddings") or config.max_position_embeddings for rope in ropes]
+    horizon = min(max_prompt_tokens, *limits, window if window > _LONGEST_WINDOW else max_prompt_tokens)
+    length = min(horizon, max(_CHECK_TOKENS, window + 8 if window <= _LONGEST_WINDOW else 0))
+    prompts = _prompts(length, forward.logits([[0]]).shape[-1])
+    attention, check = _choose_attention(forward, config, prompts)
+    logits = forward.logits([[0]])
+    pads = check.pads()
+    if not pads:
+        _log.info("padding changes the model's rows: only prompts of one length run together")
+    layout = _cache_layout(forward)
+    if layout is None:
+        _log.info("the model's cache is not made of plain attention layers: prefixes are not reused")
+    elif not check.reuses(layout, pads):
+        layout = None
+        _log.info("reused prefixes change the model's rows: prefixes are not reused")
+    return Abilities(logits, pads, layout, horizon, attention)
+
+
+def _choose_attention(forward: Forward, config: PreTrainedConfig, prompts: list[list[int]]) -> tuple[str, _Check]:
+    """Switch the model to eager attention if the default attention gives other rows, or must give other rows.
+
+    Returns:
+        `EAGER` if the model was switched, else ""; and the rows of the prompts alone.
+    """
+    model, check = forward.model, _Check(forward, prompts)
+    default = model.config._attn_implementation
+    if default == EAGER:
+        return "", check
+    # Soft-capping changes only large attention scores, which a few short prompts may not have.
+    left_out = [name for name in _LEFT_OUT if getattr(config, name, None)]
+    try:
+        model.set_attn_implementation(EAGER)
+        if model.config._attn_implementation != EAGER:
+            _log.warning("the model's code selects its own attention: its rows are not compared with eager attention")
+            return "", check
+        exact = _Check(forward, prompts)
+        is_same = not exact.alone.isfinite().all() or check.agrees(exact.alone.to(model.dtype))
+    except _FORWARD_ERRORS as error:
+        _log.warning("the model's rows are not compared with eager attention, which fails: %s", error)
+        is_same, left_out = True, []
+    if is_same and not left_out:
+        model.set_attn_implementation(default)
+        return "", check
+    reason = f"ignores {', '.join(left_out)}" if left_out else "gives other rows"
+    _log.info("the model's own code computes attention (eager), because transformers' default (%s) %s", default, reason)
+    return EAGER, exact
+
+
+def _cache_layout(forward: Forward) -> KVLayout | None:
+    """Keys and values of one token in the model's cache; None if its layers are not plain attention layers."""
+    if not {"past_key_values", "use_cache"} <= forward.takes:
+        return None
+    cache = DynamicCache()
+    try:
+        forward.model(input_ids=torch.tensor([[0, 0, 0]], device=forward.device), past_key_values=cache, use_cache=True)
+    except _FORWARD_ERRORS:
+        return None
+    layers: list[Any] = list(cache.layers)
+    if not all(type(layer) is DynamicLayer and layer.keys is not None for layer in layers):
+        return None
+    parts = [part for layer in layers for part in (layer.keys, layer.values)]
+    is_plain = all(part.ndim == 4 and part.shape[0] == 1 and part.shape[2] == 3 for part in parts)
+    if not is_plain or len({part.dtype for part in parts}) != 1:
+        return None
+    return KVLayout(tuple((part.shape[1], part.shape[3]) for part in parts), parts[0].dtype)
+
+
+def _prompts(length: int, vocab_size: int) -> list[list[int]]:
+    """A prompt, its prefixes, a branch and an unrelated prompt, all of different lengths."""
+    long = [(7 + 31 * i * (i + 3)) % vocab_size for i in range(length)]
+    third = max(1, length // 3)
+    branch = [*long[:third], *((token + 1) % vocab_size for token in long[third : 2 * third - 1])]
+    lengths = {1, third, 2 * third, 2 * third + 1, length}
+    prefixes = [long[:size] for size in sorted(lengths) if size <= length]
+    return [*prefixes, branch, [(token + 2) % vocab_size for token in long[: third + 1]]]
+
+
+class _Check:
+    """Compares rows of prompts that are computed together or in parts with their rows alone."""
+
+    def __init__(self, forward: Forward, prompts: list[list[int]]) -> None:
+        self._forward = forward
+        self._prompts = prompts
+        self.alone = torch.cat([forward.logits([ids]) for ids in prompts]).float()
+
+    def pads(self) -> bool:
+        """Whether padding does not change rows."""
+        try:
+            return self.agrees(self._forward.logits(self._prompts))
+        except _FORWARD_ERRORS:
+            return False
+
+    def reuses(self, layout: KVLayout, pads: bool) -> bool:
+        """Whether prompts that reuse the keys and values of shorter prompts have the same rows."""
+        everything = range(len(self._prompts))
+        # In the last batch all tokens are held. In the one before, prompts that lack few tokens recompute some.
+        for batches in ([[index] for index in everything], [[1], everything, everything] if pads else []):
+            pool = KVPool(layout, sum(map(len, self._prompts)), self._forward.device)
+            for batch in batches:
+                prompts = [self._prompts[index] for index in batch]
+                try:
+                    logits = self._forward.logits(prompts, [pool.slots.match(ids) for ids in prompts], pool)
+                except _FORWARD_ERRORS:
+                    return False
+                if not self.agrees(logits, batch):
+                    return False
+        return True
+
+    def agrees(self, logits: Tensor, batch: Sequence[int] | None = None) -> bool:
+        """Whether logits of the prompts, or of a batch of them, differ from the ones alone only by rounding.
+
+        Differences are measured relative to the spread of the logits, which is tiny for an untrained model.
+        """
+        expected = self.alone if batch is None else self.alone[list(batch)]
+        error = (logits.float() - expected).square().mean(-1).sqrt()
+        tolerance = 2e-3 if logits.dtype == torch.float32 else 0.15
+        return bool((error <= tolerance * expected.std(-1) + 1e-30).all())

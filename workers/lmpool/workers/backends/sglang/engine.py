@@ -34,7 +34,7 @@ from tqdm import std as tqdm  # type: ignore[import-untyped]
 
 from lmpool.errors import LMPoolError, WorkerError, first_line
 from lmpool.protocol.job import decode_ids
-from lmpool.workers.backends.positions import Piece, PositionAnswers
+from lmpool.workers.backends.row_encoder import Piece, PositionAnswers
 from lmpool.workers.execution.contract import BackendJob
 
 _CLOSE_S = 30.0  # Seconds to wait for the forward in progress when the engine is closed.

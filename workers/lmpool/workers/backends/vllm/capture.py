@@ -26,8 +26,7 @@ from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as Logits
 
 from lmpool.errors import WorkerError
 from lmpool.protocol.row import RowBlock
-from lmpool.workers.backends.positions import Piece, PositionAnswers
-from lmpool.workers.backends.row_encoder import RowEncoder
+from lmpool.workers.backends.row_encoder import Piece, PositionAnswers, RowEncoder
 from lmpool.workers.execution.contract import BackendJob
 
 KEY = "lmpool"
