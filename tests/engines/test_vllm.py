@@ -415,7 +415,7 @@ def test_engine_options_reach_the_engine_and_some_change_the_fingerprint(
     (tmp_path / "engine.toml").write_text("block_size = 16\nmax_num_seqs = 20\nhf_overrides = {rope_theta = 5.0}\n")
     asked = settings(model_folder, engine_args=[str(tmp_path / "engine.toml"), "seed=3 max_num_seqs=24"])
     given = engine.user_arguments(asked)
-    made = engine.engine_arguments(asked, model_folder, {}, given)
+    made = engine.engine_arguments(asked, model_folder) | given
     assert (made["block_size"], made["max_num_seqs"], made["seed"]) == (16, 24, 3)
     assert engine.row_deciding(given) == {"hf_overrides": {"rope_theta": 5.0}, "seed": 3}
 

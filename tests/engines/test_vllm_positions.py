@@ -19,7 +19,6 @@ from lmpool.errors import WorkerError
 from lmpool.protocol.adapter import name_of
 from lmpool.protocol.query import PositionsQuery
 from lmpool.protocol.row import Row
-from lmpool.workers.backends.vllm import engine
 from lmpool.workers.backends.vllm.backend import VllmBackend
 from lmpool.workers.execution.contract import BackendJob, Finished
 from tests.contract.model import RANK, V, reference_row
@@ -76,7 +75,7 @@ def finish(backend: VllmBackend, jobs: list[BackendJob]) -> tuple[dict[bytes, ND
 def nothing_is_left(backend: VllmBackend) -> bool:
     """Whether no answer of a positions query is open."""
     capture: Any = backend._engine.positions
-    return not (capture.answers._open or capture._lora_ids or backend._requests)
+    return not (capture._open or backend._requests)
 
 
 def expected(ids: list[int], start: int = 0) -> Row:
@@ -202,9 +201,9 @@ def test_an_end_without_all_positions_breaks_the_backend(backend: VllmBackend, m
 def test_options_that_skip_positions_switch_the_capture_off(
     backend: VllmBackend, monkeypatch: pytest.MonkeyPatch, part: str | None, option: str, value: object
 ) -> None:
-    core: Any = backend._core.engine_core
-    monkeypatch.setattr(getattr(core.vllm_config, part) if part else core.vllm_config, option, value)
-    assert engine._open_positions(backend._core, core.vllm_config) is None
+    config = backend._engine.config
+    monkeypatch.setattr(getattr(config, part) if part else config, option, value)
+    assert backend._engine.open_positions() is None
 
 
 def test_another_structure_of_vllm_switches_the_capture_off(
@@ -215,7 +214,7 @@ def test_another_structure_of_vllm_switches_the_capture_off(
     monkeypatch.delattr(manager, "get_computed_blocks")
     monkeypatch.delattr(type(manager), "get_computed_blocks")
     with caplog.at_level("WARNING"):
-        assert engine._open_positions(backend._core, core.vllm_config) is None
+        assert backend._engine.open_positions() is None
     assert "values at positions are computed as rows" in caplog.text
     monkeypatch.undo()
     finish(backend, [positions(draw(80, 20), PositionsQuery(3))])
