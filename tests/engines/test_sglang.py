@@ -26,7 +26,7 @@ from lmpool.errors import SettingsError, WorkerError
 from lmpool.workers.backends import settings as settings_module
 from lmpool.workers.backends.checkpoint import checkpoint_revision
 from lmpool.workers.backends.settings import SglangSettings
-from lmpool.workers.backends.sglang import launch
+from lmpool.workers.backends.sglang import options
 from lmpool.workers.execution.contract import BackendJob
 from tests.contract.driver import Opened, prompt
 from tests.contract.model import MAX_TOKENS, V, write_adapter, write_model
@@ -305,7 +305,7 @@ def test_the_users_options_override_ours(folder: Path, draw: random.Random) -> N
         scheduler = scheduler_of(driver.backend)
         assert (driver.backend.batch, driver.backend.capacity()) == (3, 6)
         assert scheduler.chunked_prefill_size == 32
-        assert driver.backend.info.max_prompt_tokens == 100 - launch.RESERVED_TOKENS
+        assert driver.backend.info.max_prompt_tokens == 100 - options.RESERVED_TOKENS
         prompts = [prompt(draw, 80) for _ in range(5)]
         driver.check(prompts, driver.ask(prompts))
 
@@ -349,13 +349,13 @@ def known() -> dict[str, bool]:
 )
 def test_options_that_cannot_be_set_are_refused(given: str, message: str) -> None:
     with pytest.raises(SettingsError) as caught:
-        launch.user_options(SglangSettings("m", engine_args=[given]), known(), "0.5.x")
+        options.user_options(SglangSettings("m", engine_args=[given]), known(), "0.5.x")
     assert message in str(caught.value)
 
 
 def test_other_options_are_passed_on() -> None:
     given = ["tp_size=1 page-size=16", "schedule_policy=lpm", "json_model_override_args={a={b=0.5}}"]
-    assert launch.user_options(SglangSettings("m", engine_args=given), known(), "") == {
+    assert options.user_options(SglangSettings("m", engine_args=given), known(), "") == {
         "tp_size": 1,
         "page_size": 16,
         "schedule_policy": "lpm",
@@ -365,12 +365,12 @@ def test_other_options_are_passed_on() -> None:
 
 def test_every_refused_or_harmless_option_exists_in_sglang() -> None:
     # Some came with later releases than the first that is supported.
-    assert {*launch._REFUSED, *launch._HARMLESS} - known().keys() <= {"attn_dp_size"}
+    assert {*options._REFUSED, *options._HARMLESS} - known().keys() <= {"attn_dp_size"}
 
 
 def test_options_that_change_rows_change_the_revision(folder: Path) -> None:
     given = {"kv_cache_dtype": "fp8_e4m3", "load_format": "dummy", "page_size": 16, "schedule_policy": "lpm"}
-    assert launch.row_deciding(given) == {"kv_cache_dtype": "fp8_e4m3", "load_format": "dummy"}
+    assert options.row_deciding(given) == {"kv_cache_dtype": "fp8_e4m3", "load_format": "dummy"}
     revisions = []
     for engine_args in (["schedule_policy=lpm"], ["json_model_override_args='{\"rms_norm_eps\": 0.1}'"]):
         with opened(folder, engine_args=engine_args) as driver:
@@ -381,7 +381,7 @@ def test_options_that_change_rows_change_the_revision(folder: Path) -> None:
 def test_memory_for_keys_and_values_is_counted_in_tokens() -> None:
     def tokens(memory: int | None, device: str = "cuda", **given: Any) -> int | None:
         told = {"device": device, "dtype": "bfloat16", **given}
-        return launch.kv_tokens(SglangSettings("m", kv_cache_bytes=memory), told, 100)
+        return options.kv_tokens(SglangSettings("m", kv_cache_bytes=memory), told, 100)
 
     assert tokens(20_000) == 100
     assert tokens(20_000, dtype="float32") == 50
@@ -389,9 +389,9 @@ def test_memory_for_keys_and_values_is_counted_in_tokens() -> None:
     assert tokens(None) is None
     assert tokens(None, device="cpu") == (1 << 30) // 200
     no_attention: dict[str, Any] = {"device": "cpu", "dtype": "float32"}
-    assert launch.kv_tokens(SglangSettings("m"), no_attention, 0) is None
+    assert options.kv_tokens(SglangSettings("m"), no_attention, 0) is None
     with pytest.raises(SettingsError, match="kv_cache_bytes: this model keeps no keys and values"):
-        launch.kv_tokens(SglangSettings("m", kv_cache_bytes=10_000), no_attention, 0)
+        options.kv_tokens(SglangSettings("m", kv_cache_bytes=10_000), no_attention, 0)
     with pytest.raises(SettingsError, match="kv_cache_bytes: 1400 is too little: the keys and values of a token"):
         tokens(1400)
 

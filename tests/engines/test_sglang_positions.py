@@ -59,8 +59,8 @@ def scheduler_of(driver: Opened) -> Any:
 
 def nothing_is_left(driver: Opened) -> bool:
     """Whether no answer of a positions query is open."""
-    seams: Any = scheduler_of(driver).process_batch_result.__self__
-    return not (seams._positions._open or seams._owed)
+    backend: Any = driver.backend
+    return not (backend._engine._positions._open or backend._engine._owed)
 
 
 def test_logits_in_parts_are_assembled(driver: Opened, draw: random.Random, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -73,7 +73,7 @@ class EngineBatch(NamedTuple):
 
 
 class Engine:
-    """A scheduler of SGLang in a thread of its own. A queue feeds it, and another one takes the results of its prefills.
+    """A scheduler of SGLang in a thread of its own. One queue feeds it, and one takes the results of its prefills.
 
     It captures positions where SGLang computes logprobs of prompts. A request with a positions query sets
     `return_logprob` from the first wanted position on. SGLang then reads its prefix cache up to there, and computes the
@@ -85,10 +85,12 @@ class Engine:
 
     Attributes:
         scheduler: SGLang's; None after it has ended.
+        answers_positions: whether it can capture positions.
     """
 
     def __init__(self, options: Mapping[str, Any], context: str) -> None:
         self.scheduler: Any = None
+        self.answers_positions = False
         self._lora_ids: dict[str, str] = {}  # Adapter -> SGLang's id of it.
         self._dropped: dict[str, str] = {}  # SGLang's id -> adapter: dropped, but a request still named it then.
         self._owed: dict[str, int] = {}  # Name of each request in flight -> its tokens.
@@ -227,7 +229,10 @@ class Engine:
         scheduler.run_batch = partial(self._run_noted, scheduler.run_batch)
         scheduler.process_batch_result = partial(self._process_and_capture, scheduler.process_batch_result)
         scheduler.request_receiver = SimpleNamespace(recv_requests=self._receive)  # In place of a socket.
-        for processor in logprob_processors_of(scheduler):
+        for module in scheduler.tp_worker.model_runner.model.modules():
+            if not isinstance(module, LogitsProcessor):
+                continue
+            processor, self.answers_positions = module.input_logprob_processor, True
             processor.forward = partial(self._capture_positions, processor.forward)
             # The memory of CUDA graphs has no space for what the capture allocates.
             processor._can_borrow_logprob_memory = lambda *_, **__: False
@@ -377,12 +382,6 @@ def make_scheduler(options: Mapping[str, Any]) -> Any:
     return scheduler
 
 
-def logprob_processors_of(scheduler: Any) -> list[Any]:
-    """The modules that compute logprobs of prompts from logits."""
-    modules = scheduler.tp_worker.model_runner.model.modules()
-    return [module.input_logprob_processor for module in modules if isinstance(module, LogitsProcessor)]
-
-
 def make_request(name: str, job: BackendJob, adapter: str | None) -> Any:
     """A request for the logits of a prompt, without a sampled token. `name` must not be a prefix of another name."""
     tokens = array("q")
@@ -431,4 +430,3 @@ def _disconnect(scheduler: Any) -> None:
         writer.close()
         Path(writer.path).unlink(missing_ok=True)
         scheduler.load_snapshot_writer = None
-
