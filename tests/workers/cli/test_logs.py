@@ -175,4 +175,4 @@ def test_kinds_of_warnings_do_not_pile_up(log: tuple[logging.Logger, Shown]) -> 
     for i in range(5000):
         logger.warning("about %s", str(i))
     assert len(shown.lines) == 5000
-    assert sys.getsizeof(repeats._shown_at) < 200_000
+    assert sys.getsizeof(repeats._seen) < 200_000

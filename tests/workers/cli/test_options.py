@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import re
 import traceback
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any, get_args
 
 import numpy as np
@@ -30,9 +32,11 @@ from lmpool.producer import Producer, SyncProducer
 from lmpool.protocol.model_info import ModelInfo
 from lmpool.workers.backends.settings import HfSettings, VllmSettings
 from lmpool.workers.backends.synthetic import SyntheticSettings
-from lmpool.workers.cli.commands import _backends, _configure, build, option_parameters
+from lmpool.workers.cli.commands import _backends, _configure, build, option_parameters, parse_size
+from lmpool.workers.cli.supervisor import as_arguments
 from lmpool.workers.settings import WorkerSettings
 from lmpool.workers.trie.backend import TrieSettings
+from tests.support.pool import run_lmpool
 
 SECRET = "hunter2"
 ALL = {"every worker": WorkerSettings, "hf backend": HfSettings, "synthetic backend": SyntheticSettings}
@@ -138,7 +142,7 @@ def test_an_option_of_another_class_is_refused_with_its_name_and_the_class() -> 
 
 
 def test_a_malformed_value_is_refused_while_building() -> None:
-    with pytest.raises(SettingsError, match=r"^lease_s: 0 .* at least 0\.1"):
+    with pytest.raises(SettingsError, match=r"^lease_s: 0 .* from 0\.1 to 3600"):
         build(WorkerSettings, {"lease_s": 0}, "workers")
 
 
@@ -474,3 +478,38 @@ def test_backends_are_found_by_entry_point_and_ours_come_first() -> None:
     assert list(_backends())[:4] == ["hf", "vllm", "sglang", "synthetic"]
     with pytest.raises(SettingsError, match=r"^backend: 'tgi' is not one of hf, vllm, sglang, synthetic"):
         _configure("m", "tgi", {})
+
+
+# How options are written
+
+
+def test_sizes_are_written_as_people_write_them() -> None:
+    sizes = {"4096": 4096, "128k": 128_000, "8g": 8 * 10**9, "8G": 2**33, "8GiB": 2**33, "8GB": 8 * 10**9,
+             "1.5k": 1500, " 2 Ki": 2048, "0": 0, "-1": -1}  # fmt: skip
+    assert {text: parse_size(text) for text in sizes} == sizes
+    for text in ("", "k", "1.5", "8x", "1e3", "0x10", "8 g b"):
+        with pytest.raises(Exception, match="is no size|is no whole number"):
+            parse_size(text)
+
+
+def test_options_survive_the_way_to_a_worker() -> None:
+    options = {"backend": "hf", "with_trie": True, "adapters": ["a=b", "c=d"], "seed": -1}
+    assert as_arguments(options) == ["--backend=hf", "--with-trie", "--adapters=a=b", "--adapters=c=d", "--seed=-1"]
+
+
+def test_the_names_of_vllm_are_aliases_and_errors_name_what_was_given(tmp_path: Path) -> None:
+    model = str(tmp_path / "nowhere")
+    for option, value in (("--served-model-name", "a{b"), ("--max-num-seqs", "0"), ("--max-model-len", "0")):
+        ended = run_lmpool("worker", model, option, value)
+        assert ended.returncode == 2
+        assert ended.stderr.startswith(f"lmpool: {option}: "), ended.stderr
+    ended = run_lmpool("worker", "syn", "--backend", "synthetic", "--max-model-len", "many")
+    assert "'many' is no size: write 4096, 128k" in ended.stderr
+
+
+def test_the_help_is_short_and_there_is_all_of_it() -> None:
+    short, whole = (run_lmpool("up", option, COLUMNS="200").stdout for option in ("--help", "--help-all"))
+    options = [set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", text)) for text in (short, whole)]
+    assert {"--workers", "--detach", "--dtype", "--max-model-len", "--kv-cache-bytes", "--help-all"} <= options[0]
+    assert len([line for line in short.splitlines() if re.match(r"│ --", line)]) <= 14
+    assert {"--lease-s", "--memory-mb", "--vocab-size"} <= options[1] - options[0]

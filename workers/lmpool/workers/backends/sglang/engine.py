@@ -164,7 +164,8 @@ class Engine:
 
         def order() -> list[Any]:
             try:
-                done.set_result(work())
+                work()
+                done.set_result(None)
             except LMPoolError as error:
                 done.set_exception(error)
             return []
@@ -268,7 +269,7 @@ class Engine:
         """Process a result as SGLang does, and capture the rows and positions of the prompts that it completes."""
         # SGLang discards both while it processes them.
         requests = list(batch.reqs)
-        logits = result.logits_output.next_token_logits if result.logits_output is not None else None
+        logits: Any = result.logits_output.next_token_logits if result.logits_output is not None else None
         process(batch, result, *more, **named)
         rows, names, failures, positions = [], [], {}, {}
         tokens = reused = 0
