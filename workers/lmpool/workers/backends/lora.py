@@ -11,7 +11,6 @@ import json
 import math
 import os
 import re
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from hashlib import blake2b
 from operator import index
@@ -22,9 +21,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lmpool.errors import SettingsError
-from lmpool.protocol.adapter import MAX_ADAPTERS, check_adapter_name, check_source, qualify
+from lmpool.protocol.adapter import MAX_ADAPTERS, check_adapter_name, check_source
 from lmpool.settings import check_texts, shown
-from lmpool.workers.backends.checkpoint import checkpoint_folder, checkpoint_revision, checkpoint_source, read_config
+from lmpool.workers.backends.checkpoint import checkpoint_folder, read_config
 
 MAX_RANK = 1024
 """Max rank of an adapter; larger ones are hardly smaller than the weights that they change."""
@@ -123,57 +122,6 @@ def adapter_folder(source: str) -> Path:
         SettingsError: there is no folder, and the hub has no copy.
     """
     return checkpoint_folder("adapters", source, only=FILES)
-
-
-def checked_adapter(source: str, model: Path) -> Path:
-    """The folder of an adapter that fits the model in a folder.
-
-    Raises:
-        SettingsError: there is no such adapter, or it does not fit.
-    """
-    folder = adapter_folder(source)
-    check_adapter(folder, model)
-    return folder
-
-
-class LoadsAdapters(ABC):
-    """Base class of a backend whose engine loads adapters one by one.
-
-    Attributes:
-        adapters: "name@revision" -> folder or hub name, of the loaded ones.
-    """
-
-    adapters: dict[str, str]
-    _folder: Path  # Of the model.
-    _adapter_slots: int  # Adapters that may be loaded at once.
-
-    @abstractmethod
-    def _load(self, adapter: str, folder: Path) -> None:
-        """Have the engine load an adapter ("name@revision")."""
-
-    @abstractmethod
-    def _unload(self, adapter: str) -> None:
-        """Have the engine drop an adapter that no request names any more."""
-
-    def load_adapter(self, name: str, source: str) -> str:
-        """See `Backend.load_adapter`."""
-        folder = checked_adapter(source, self._folder)
-        revision = checkpoint_revision(folder)
-        adapter = qualify(name, revision)
-        if adapter not in self.adapters:
-            if len(self.adapters) >= self._adapter_slots:
-                raise SettingsError(
-                    f"adapters: this worker has {self._adapter_slots} slots, and none is free for {name!r}: start it "
-                    "with more (--max-adapters)"
-                )
-            self._load(adapter, folder)
-            self.adapters[adapter] = checkpoint_source(source)
-        return revision
-
-    def drop_adapter(self, adapter: str) -> None:
-        """See `Backend.drop_adapter`."""
-        if self.adapters.pop(adapter, None) is not None:
-            self._unload(adapter)
 
 
 def content_digest(place: Path) -> str:

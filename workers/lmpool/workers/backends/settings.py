@@ -218,11 +218,6 @@ class EngineSettings(ModelSettings):
         ModelSettings.__post_init__(self)
         check_texts("engine_args", self.engine_args)
 
-    @property
-    def adapter_slots(self) -> int:
-        """Adapters that the engine reserves memory for."""
-        return max(self.max_adapters, len(self.adapters))
-
 
 @dataclass(frozen=True, slots=True)
 class VllmSettings(EngineSettings):

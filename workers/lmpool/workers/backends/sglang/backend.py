@@ -24,8 +24,8 @@ from lmpool.protocol.row import NewRows, VectorBlock
 from lmpool.settings import shown
 from lmpool.trie import torch_device
 from lmpool.workers.backends import lora
-from lmpool.workers.backends.canary import check_canary, completed_info
 from lmpool.workers.backends.checkpoint import checkpoint_folder, checkpoint_revision, checkpoint_source
+from lmpool.workers.backends.engines import EngineBackend, checked_adapter
 from lmpool.workers.backends.row_encoder import RowEncoder, log_threads, pick_device
 from lmpool.workers.backends.settings import (
     SGLANG_DISTRIBUTIONS,
@@ -35,7 +35,6 @@ from lmpool.workers.backends.settings import (
     require_version,
 )
 from lmpool.workers.backends.sglang import options as sglang_options
-from lmpool.workers.backends.tokenizer import TellsTexts
 from lmpool.workers.execution.contract import BackendJob, BackendStats, Finished
 
 if TYPE_CHECKING:
@@ -48,14 +47,14 @@ _UNSERVED = (
 )  # fmt: skip
 
 
-class SglangBackend(TellsTexts, lora.LoadsAdapters):
+class SglangBackend(EngineBackend):
     """Serves one model of SGLang; see `lmpool.workers.execution.contract.Backend`."""
 
     _settings: SglangSettings
 
     def __init__(self, settings: SglangSettings) -> None:
         torch_device.settle()
-        self._settings, self._adapter_slots, self.adapters = settings, settings.adapter_slots, {}
+        self._settings, self.adapters = settings, {}
         self._folder = checkpoint_folder("model", settings.model, settings.revision)
         self._engine = self._launch()
         model, limit = self._engine.scheduler.model_config, self._engine.scheduler.max_req_input_len - 1
@@ -82,24 +81,20 @@ class SglangBackend(TellsTexts, lora.LoadsAdapters):
                 positions=self._engine.answers_positions,
                 source=checkpoint_source(settings.model),
             )
-            for name, source in settings.adapter_folders.items():
-                self.load_adapter(name, source)
-            self._info = completed_info(self)
-            check_canary(self)
+            self._prepare()
         except WorkerError as error:
             self.close()
             raise SettingsError(f"model: {settings.served_as} cannot be served by sglang: {error}") from error
         except BaseException:
             self.close()
             raise
-        self._stats = BackendStats()
         log_threads(self.device)
 
     def _launch(self) -> Engine:
         """Import SGLang, and start it with all options; sets `device` and `_revision`."""
         settings, folder = self._settings, self._folder
         version = require_version(SGLANG_DISTRIBUTIONS, SGLANG_VERSIONS)
-        adapters = [plain_adapter(lora.checked_adapter(source, folder)) for source in settings.adapter_folders.values()]
+        adapters = [plain_adapter(checked_adapter(source, folder)) for source in settings.adapter_folders.values()]
         device = str(pick_device(str(parse_engine_args(settings.engine_args).get("device", settings.device))))
         # SGLang reads the environment and loads its kernels while it is imported.
         if device == "cpu":
@@ -210,10 +205,6 @@ class SglangBackend(TellsTexts, lora.LoadsAdapters):
 
     def _unload(self, adapter: str) -> None:
         self._engine.drop_adapter(adapter)
-
-    def stats(self) -> BackendStats:
-        """Counters since the start."""
-        return self._stats
 
     def close(self) -> None:
         """End the engine and free its memory. The backend cannot be used afterwards."""

@@ -9,6 +9,7 @@ from typing import Any
 
 from lmpool.errors import SettingsError
 from lmpool.workers.backends.checkpoint import checkpoint_dtype
+from lmpool.workers.backends.engines import adapter_slots
 from lmpool.workers.backends.lora import LATER_RANK
 from lmpool.workers.backends.settings import ONE_PROCESS, SglangSettings, check_engine_args, parse_engine_args
 
@@ -108,12 +109,12 @@ def engine_options(
     }
     if settings.max_batch_tokens is not None:
         options |= dict.fromkeys(("chunked_prefill_size", "max_prefill_tokens"), settings.max_batch_tokens)
-    if settings.adapter_slots:
+    if slots := adapter_slots(settings):
         later = [{"r": LATER_RANK, "target_modules": _LATER_MODULES}] if settings.max_adapters else []
         reserved = [*later, *adapters]
         options |= {
             "enable_lora": True,
-            "max_loras_per_batch": settings.adapter_slots + 1,  # Prompts without an adapter take a slot too.
+            "max_loras_per_batch": slots + 1,  # Prompts without an adapter take a slot too.
             "lora_strict_loading": True,
             "max_lora_rank": max(config["r"] for config in reserved),
             "lora_target_modules": sorted({module for config in reserved for module in config["target_modules"]}),

@@ -18,11 +18,9 @@ from vllm.v1.request import RequestStatus
 from lmpool.errors import WorkerError
 from lmpool.protocol.job import decode_ids
 from lmpool.protocol.row import NewRows, VectorBlock
-from lmpool.workers.backends.canary import check_canary, completed_info
-from lmpool.workers.backends.lora import LoadsAdapters
+from lmpool.workers.backends.engines import EngineBackend
 from lmpool.workers.backends.row_encoder import log_threads
 from lmpool.workers.backends.settings import VllmSettings
-from lmpool.workers.backends.tokenizer import TellsTexts
 from lmpool.workers.backends.vllm.capture import KEY
 from lmpool.workers.backends.vllm.engine import Engine, refusing
 from lmpool.workers.backends.vllm.sessions import Session, Sessions
@@ -46,7 +44,7 @@ class _Request(NamedTuple):
     held: int = 0
 
 
-class VllmBackend(TellsTexts, LoadsAdapters):
+class VllmBackend(EngineBackend):
     """Serves one model of vLLM; see `lmpool.workers.execution.contract.Backend`."""
 
     _settings: VllmSettings
@@ -63,8 +61,7 @@ class VllmBackend(TellsTexts, LoadsAdapters):
         tokens = int((cache.num_gpu_blocks or 0) * cache.block_size * _SESSION_SHARE)
         self._sessions = Sessions(sessions, tokens, cache.block_size)
         self.batch: int = places - sessions
-        self.adapters = {}
-        self._folder, self._adapter_slots = engine.folder, settings.adapter_slots
+        self.adapters, self._folder = {}, engine.folder
         self._numbers = count(1)  # Of requests and adapters.
         self._requests: dict[str, _Request] = {}  # Open requests by their names.
         self._held: dict[bytes, str] = {}  # Digest of each job in flight -> name of its request.
@@ -73,17 +70,13 @@ class VllmBackend(TellsTexts, LoadsAdapters):
         self._stats = BackendStats()
         self._info = engine.info
         try:
-            # Too little memory and missing kernels appear with the first forward.
+            # Too little memory and missing kernels appear with the first forward. An adapter that does not fit would
+            # end the engine with its first prompt.
             with refusing(f"model: vLLM {vllm_version} cannot run {settings.model}"):
-                # Now: an adapter that does not fit would end the engine with its first prompt.
-                for name, source in settings.adapter_folders.items():
-                    self.load_adapter(name, source)
-                self._info = completed_info(self)
-                check_canary(self)
+                self._prepare()
         except BaseException:
             self.close()
             raise
-        self._stats = BackendStats()
         self.device = engine.captured.device  # Set by the first forward.
         log_threads(self.device)
 
@@ -247,10 +240,6 @@ class VllmBackend(TellsTexts, LoadsAdapters):
     def _unload(self, adapter: str) -> None:
         self._close(self._sessions.close_adapter(adapter))
         self._core.remove_lora(self._engine.loras.pop(adapter).lora_int_id)
-
-    def stats(self) -> BackendStats:
-        """Counters since the start."""
-        return self._stats
 
     def close(self) -> None:
         """End the engine and free its memory. The backend cannot be used afterwards."""

@@ -30,6 +30,7 @@ from lmpool.errors import SettingsError, WorkerError, first_line
 from lmpool.protocol.model_info import ModelInfo
 from lmpool.trie import torch_device
 from lmpool.workers.backends import checkpoint, lora
+from lmpool.workers.backends.engines import adapter_slots, checked_adapter
 from lmpool.workers.backends.row_encoder import RowEncoder
 from lmpool.workers.backends.settings import (
     ONE_PROCESS,
@@ -246,13 +247,13 @@ def engine_arguments(settings: VllmSettings, folder: Path) -> dict[str, Any]:
     if current_platform.is_cpu():
         memory = settings.kv_cache_bytes or _CPU_KV_BYTES
         arguments |= {"enforce_eager": True, "block_size": _CPU_BLOCK, "kv_cache_memory_bytes": memory}
-    if settings.adapter_slots:
+    if slots := adapter_slots(settings):
         ranks = {lora.LATER_RANK} if settings.max_adapters else set[int]()
         for source in settings.adapter_folders.values():
-            ranks |= lora.ranks_of(lora.read_adapter_config(lora.checked_adapter(source, folder)))
+            ranks |= lora.ranks_of(lora.read_adapter_config(checked_adapter(source, folder)))
         if (rank := max(ranks)) > _LORA_RANKS[-1]:
             raise SettingsError(f"adapters: one has rank {rank}: vLLM takes at most {_LORA_RANKS[-1]}")
         # One more than there are: on a CPU prompts without an adapter were given one's rows otherwise.
-        slots, rank = settings.adapter_slots + 1, next(each for each in _LORA_RANKS if each >= rank)
-        arguments |= {"enable_lora": True, "max_loras": slots, "max_cpu_loras": slots, "max_lora_rank": rank}
+        rank = next(each for each in _LORA_RANKS if each >= rank)
+        arguments |= {"enable_lora": True, "max_loras": slots + 1, "max_cpu_loras": slots + 1, "max_lora_rank": rank}
     return arguments
