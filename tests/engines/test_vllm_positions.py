@@ -203,7 +203,7 @@ def test_options_that_skip_positions_switch_the_capture_off(
 ) -> None:
     config = backend._engine.config
     monkeypatch.setattr(getattr(config, part) if part else config, option, value)
-    assert backend._engine.open_positions() is None
+    assert not backend._engine.capture_positions()
 
 
 def test_another_structure_of_vllm_switches_the_capture_off(
@@ -214,7 +214,7 @@ def test_another_structure_of_vllm_switches_the_capture_off(
     monkeypatch.delattr(manager, "get_computed_blocks")
     monkeypatch.delattr(type(manager), "get_computed_blocks")
     with caplog.at_level("WARNING"):
-        assert backend._engine.open_positions() is None
+        assert not backend._engine.capture_positions()
     assert "values at positions are computed as rows" in caplog.text
     monkeypatch.undo()
     finish(backend, [positions(draw(80, 20), PositionsQuery(3))])

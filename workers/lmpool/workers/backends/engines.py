@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
@@ -20,7 +20,8 @@ from lmpool.protocol.job import digest_of
 from lmpool.protocol.model_info import ModelInfo
 from lmpool.protocol.query import PositionsQuery
 from lmpool.protocol.row import Encoding, Row, decode_row
-from lmpool.workers.backends.checkpoint import checkpoint_revision, checkpoint_source
+from lmpool.trie import torch_device
+from lmpool.workers.backends.checkpoint import checkpoint_folder, checkpoint_revision, checkpoint_source
 from lmpool.workers.backends.lora import adapter_folder, check_adapter
 from lmpool.workers.backends.settings import EngineSettings
 from lmpool.workers.backends.tokenizer import TellsTexts
@@ -50,10 +51,14 @@ class EngineBackend(TellsTexts, ABC):
         adapters: the loaded ones: "name@revision" -> folder or hub name.
     """
 
-    adapters: dict[str, str]
     _settings: EngineSettings
-    _folder: Path  # Of the model.
-    _stats: BackendStats
+
+    def __init__(self, settings: EngineSettings) -> None:
+        torch_device.settle()
+        self._settings = settings
+        self._folder = checkpoint_folder("model", settings.model, settings.revision)
+        self._stats = BackendStats()
+        self.adapters: dict[str, str] = {}
 
     @abstractmethod
     def _load(self, adapter: str, folder: Path) -> None:
@@ -63,13 +68,29 @@ class EngineBackend(TellsTexts, ABC):
     def _unload(self, adapter: str) -> None:
         """Have the engine drop an adapter that no request names any more."""
 
-    def _prepare(self) -> None:
-        """Load the adapters of the settings, and check the first rows. Resets the counters."""
-        for name, source in self._settings.adapter_folders.items():
-            self.load_adapter(name, source)
+    def _prepare(self, dtype: object, **facts: Any) -> None:
+        """Set the info from the dtype and other facts, load the adapters of the settings, and check the first rows.
+
+        After an error the backend is closed.
+        """
+        self._info = ModelInfo(
+            name=self._settings.served_as,
+            backend=self._settings.kind,
+            dtype=str(dtype).removeprefix("torch."),
+            source=checkpoint_source(self._settings.model),
+            **facts,
+        )
         backend = cast(Backend, self)
-        self._info = _completed_info(backend)
-        check_canary(backend)
+        try:
+            for name, source in self._settings.adapter_folders.items():
+                self.load_adapter(name, source)
+            self._info = _completed_info(backend)
+            check_canary(backend)
+        except BaseException as error:
+            backend.close()
+            if isinstance(error, WorkerError):
+                raise _wrong(backend, str(error)) from error
+            raise
         self._stats = BackendStats()
 
     def load_adapter(self, name: str, source: str) -> str:

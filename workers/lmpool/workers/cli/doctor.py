@@ -42,19 +42,12 @@ _IN_CLONE = "in the clone:"  # No package index has lmpool.
 
 
 class Finding(NamedTuple):
-    """The result of one check.
+    """The result of one check."""
 
-    Attributes:
-        check: the name of the check.
-        state: "wrong" if the pool or the model cannot work; "look" for a surprise.
-        found: the text of the result.
-        advice: what to do; "" for nothing.
-    """
-
-    check: str
-    state: Literal["ok", "look", "wrong"]
+    check: str  # Its name.
+    state: Literal["ok", "look", "wrong"]  # "wrong" if the pool or the model cannot work; "look" for a surprise.
     found: str
-    advice: str = ""
+    advice: str = ""  # What to do.
 
 
 def doctor(

@@ -109,32 +109,19 @@ def as_arguments(options: Mapping[str, Any]) -> list[str]:
 
 @dataclass(slots=True)
 class SupervisedWorker:
-    """One of the workers: a process at a time.
+    """One of the workers: a process at a time. Times are monotonic."""
 
-    Attributes:
-        number: from 0.
-        arguments: of `lmpool`.
-        environment: what the worker's environment has more than this process's.
-        process: the running process; None before the start and between two.
-        worker_id: the worker's name in Redis; "" until it serves.
-        start_at: monotonic time of the start of its process, or of the next one.
-        is_gone: no further process is started.
-        has_served: one of its processes has served.
-        serves_since: monotonic time since which its process serves; 0 until it does.
-        quick_crashes: how often in a row it has crashed soon after its start.
-    """
-
-    number: int
-    arguments: list[str]
-    environment: dict[str, str]
-    process: subprocess.Popen[bytes] | None = None
-    worker_id: str = ""
-    start_at: float = 0.0
-    is_gone: bool = False
-    has_served: bool = False
-    serves_since: float = 0.0
-    quick_crashes: int = 0
-    _ready: int = -1
+    number: int  # From 0.
+    arguments: list[str]  # Of `lmpool`.
+    environment: dict[str, str]  # Variables in addition to this process's.
+    process: subprocess.Popen[bytes] | None = None  # None before the start and between two.
+    worker_id: str = ""  # The worker's name in Redis; "" until it serves.
+    start_at: float = 0.0  # The start of its process, or of the next one.
+    is_gone: bool = False  # No further process is started.
+    has_served: bool = False  # One of its processes has served.
+    serves_since: float = 0.0  # 0 until its process serves.
+    quick_crashes: int = 0  # In a row, each soon after a start.
+    _ready: int = -1  # Descriptor of the pipe in which the process reports that it serves.
 
     def start(self) -> None:
         """Start a process."""
@@ -177,23 +164,18 @@ class SupervisedWorker:
                 self.process.send_signal(number)
 
 
+@dataclass(slots=True)
 class Supervisor:
-    """Runs workers and their server until a signal arrives, or until no worker is left.
+    """Runs workers and their server until a signal arrives, or until no worker is left."""
 
-    `user` is the record of this process in the server's state file, and `max_deliveries` a setting of the workers.
-    """
-
-    def __init__(
-        self, server: EmbeddedServer, user: User, workers: list[SupervisedWorker], max_deliveries: int
-    ) -> None:
-        self._server = server
-        self._user = user
-        self._workers = workers
-        self._max_deliveries = max_deliveries
-        self._is_stopping = False
-        self._code = 0
-        self._has_server = True
-        self._server_started_at = -_MIN_LIFE_S
+    server: EmbeddedServer
+    user: User  # The record of this process in the server's state file.
+    workers: list[SupervisedWorker]
+    max_deliveries: int  # A setting of the workers.
+    is_stopping: bool = False
+    code: int = 0
+    has_server: bool = True  # False once the server was given up.
+    server_started_at: float = -_MIN_LIFE_S  # Monotonic time.
 
     def run(self) -> int:
         """Run the workers; returns the exit code.
@@ -205,47 +187,47 @@ class Supervisor:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             if signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, lambda number, _: signals.append(number))
-        while not all(worker.is_gone for worker in self._workers):
+        while not all(worker.is_gone for worker in self.workers):
             while signals:
                 received = signals.pop(0)
-                if not self._is_stopping:
+                if not self.is_stopping:
                     _log.info("stopping: workers finish the prompts that they hold; a second signal ends them at once")
                     self._stop(0)
                 elif received != signal.SIGHUP:  # The shell and the kernel each send one when a terminal closes.
                     _log.info("stopped at once")
                     self._stop(INTERRUPTED, signal.SIGKILL)
-            if self._has_server and not self._server.running:
+            if self.has_server and not self.server.running:
                 self._restart_server()
-            for worker in self._workers:
+            for worker in self.workers:
                 self._check(worker)
             time.sleep(_POLL_S)
-        return self._code
+        return self.code
 
     def _stop(self, code: int, number: signal.Signals = signal.SIGTERM) -> None:
-        self._is_stopping, self._code = True, code
-        for worker in self._workers:
+        self.is_stopping, self.code = True, code
+        for worker in self.workers:
             worker.signal(number)
 
     def _restart_server(self) -> None:
         """Start the server again, or stop at once if that is of no use."""
-        reason = " | ".join(f"your server {self._server.why_ended}".splitlines())
+        reason = " | ".join(f"your server {self.server.why_ended}".splitlines())
         try:
-            if time.monotonic() - self._server_started_at < _MIN_LIFE_S:
+            if time.monotonic() - self.server_started_at < _MIN_LIFE_S:
                 raise ServerError(f"{reason}; it was started less than {_MIN_LIFE_S:g} s ago: giving up")
             _log.warning("%s; starting it again: cached rows are lost", reason)
-            self._server.join(self._user)
+            self.server.join(self.user)
         except LMPoolError as error:
             _log.critical("%s", error)
-            self._has_server = False
+            self.has_server = False
             self._stop(_GAVE_UP, signal.SIGKILL)
         else:
-            self._server_started_at = time.monotonic()
-            _log.info("your server runs again at %s", self._server.url)
+            self.server_started_at = time.monotonic()
+            _log.info("your server runs again at %s", self.server.url)
 
     def _check(self, worker: SupervisedWorker) -> None:
         """Start a worker, note that it serves, or handle its end."""
         if worker.process is None:
-            if self._is_stopping:
+            if self.is_stopping:
                 worker.is_gone = True
             elif not worker.is_gone and time.monotonic() >= worker.start_at:
                 worker.start()
@@ -255,23 +237,23 @@ class Supervisor:
             self._report_if_ready()
         if code is None:
             return
-        if worker.worker_id and code != 0 and not self._is_stopping:
+        if worker.worker_id and code != 0 and not self.is_stopping:
             asyncio.run(self._requeue(worker, f"it {ending(code)}"))
         worker.on_end()
         how = f"worker {worker.number} {ending(code)} after {time.monotonic() - worker.start_at:.0f} s"
-        others = sum(not other.is_gone for other in self._workers) - 1
-        if self._is_stopping:
+        others = sum(not other.is_gone for other in self.workers) - 1
+        if self.is_stopping:
             worker.is_gone = True
             return
         if code == _REFUSED and not worker.has_served:
-            if len(self._workers) > 1:  # A single worker has printed the reason in its last line.
+            if len(self.workers) > 1:  # A single worker has printed the reason in its last line.
                 _log.critical("%s, before it served: stopping all workers", how)
             self._stop(_REFUSED)
         elif code == 0:
             _log.warning("%s: it is not started again; %d workers go on", how, others)
         elif (crashes := worker.quick_crashes) >= _MAX_QUICK_CRASHES:
             _log.critical("%s, the %d. time in a row: it is given up; %d workers go on", how, crashes, others)
-            self._code = _GAVE_UP
+            self.code = _GAVE_UP
         else:
             pause = 2 ** max(0, crashes - 1)
             _log.warning("%s: starting it again in %d s", how, pause)
@@ -282,11 +264,11 @@ class Supervisor:
 
     def _report_if_ready(self) -> None:
         """Report that the workers serve, once all serve that were not given up."""
-        left = [worker for worker in self._workers if not worker.is_gone]
+        left = [worker for worker in self.workers if not worker.is_gone]
         if left and all(worker.has_served for worker in left):
-            if len(self._workers) > 1:
-                of = "all" if len(left) == len(self._workers) else f"{len(left)} of"
-                _log.info("%s %d workers serve", of, len(self._workers))
+            if len(self.workers) > 1:
+                of = "all" if len(left) == len(self.workers) else f"{len(left)} of"
+                _log.info("%s %d workers serve", of, len(self.workers))
             report_ready()
 
     async def _requeue(self, worker: SupervisedWorker, reason: str) -> None:
@@ -294,15 +276,15 @@ class Supervisor:
 
         The jobs keep their delivery counts, so a prompt that kills workers is still given up.
         """
-        everything, redis, count = Keys(self._user.prefix), Server(self._server.url).client(), 0
-        keys = everything.model(self._user.model)
+        everything, redis, count = Keys(self.user.prefix), Server(self.server.url).client(), 0
+        keys = everything.model(self.user.model)
         try:
             # It may hold jobs of its own lane, of the shared stream, and of other lanes, from which it claimed them.
             members = cast(list[bytes], await redis.zrange(keys.lanes, 0, -1))
             for lane in {b"", worker.worker_id.encode(), *members}:
                 streams = [keys.lane(lane) if lane else keys.jobs, keys.reasons]
                 begin, suffix = b"-", b" " + lane if lane else b""
-                end = [self._max_deliveries, reason, _REASONS_TTL_MS, _MAX_REASONS, suffix]
+                end = [self.max_deliveries, reason, _REASONS_TTL_MS, _MAX_REASONS, suffix]
                 while begin:
                     args = [GROUP, worker.worker_id, _IDLE_MS, scripts.MAX_AT_ONCE, begin, *end]
                     released, begin = await scripts.RELEASE(redis, streams, args)
@@ -319,7 +301,7 @@ class Supervisor:
             await redis.aclose()
         if count:
             _log.info("requeued %d prompts of worker %d", count, worker.number)
-        for other in self._workers:
+        for other in self.workers:
             if other.worker_id:
                 other.signal(signal.SIGUSR1)  # It claims them now instead of within a third of a lease.
 

@@ -18,13 +18,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from lmpool.errors import SettingsError, WorkerError, first_line
-from lmpool.protocol.model_info import ModelInfo
+from lmpool.errors import SettingsError, first_line
 from lmpool.protocol.row import NewRows, VectorBlock
 from lmpool.settings import shown
-from lmpool.trie import torch_device
 from lmpool.workers.backends import lora
-from lmpool.workers.backends.checkpoint import checkpoint_folder, checkpoint_revision, checkpoint_source
+from lmpool.workers.backends.checkpoint import checkpoint_revision
 from lmpool.workers.backends.engines import EngineBackend, checked_adapter
 from lmpool.workers.backends.row_encoder import RowEncoder, log_threads, pick_device
 from lmpool.workers.backends.settings import (
@@ -53,9 +51,7 @@ class SglangBackend(EngineBackend):
     _settings: SglangSettings
 
     def __init__(self, settings: SglangSettings) -> None:
-        torch_device.settle()
-        self._settings, self.adapters = settings, {}
-        self._folder = checkpoint_folder("model", settings.model, settings.revision)
+        super().__init__(settings)
         self._engine = self._launch()
         model, limit = self._engine.scheduler.model_config, self._engine.scheduler.max_req_input_len - 1
         self.batch: int = self._engine.scheduler.max_running_requests
@@ -64,30 +60,18 @@ class SglangBackend(EngineBackend):
         self._names = (f"{number:016x}" for number in count())
         self._digests: dict[str, bytes] = {}  # Request name -> digest, of the jobs in flight.
         self._held: dict[bytes, str] = {}  # Digest -> request name.
-        self._stats = BackendStats()
-        try:
-            if limit < (settings.max_prompt_tokens or 1):
-                raise SettingsError(
-                    f"max_prompt_tokens: {settings.max_prompt_tokens or 1} is more than the {limit} tokens of a prompt "
-                    "that SGLang has memory for"
-                )
-            self._info = ModelInfo(
-                name=settings.served_as,
-                backend="sglang",
-                vocab_size=model.vocab_size,
-                max_prompt_tokens=settings.max_prompt_tokens or limit,
-                revision=self._revision,
-                dtype=str(model.dtype).removeprefix("torch."),
-                positions=self._engine.answers_positions,
-                source=checkpoint_source(settings.model),
+        if limit < (least := settings.max_prompt_tokens or 1):
+            self.close()
+            raise SettingsError(
+                f"max_prompt_tokens: {least} is more than the {limit} tokens of a prompt that SGLang has memory for"
             )
-            self._prepare()
-        except WorkerError as error:
-            self.close()
-            raise SettingsError(f"model: {settings.served_as} cannot be served by sglang: {error}") from error
-        except BaseException:
-            self.close()
-            raise
+        self._prepare(
+            model.dtype,
+            vocab_size=model.vocab_size,
+            max_prompt_tokens=settings.max_prompt_tokens or limit,
+            revision=self._revision,
+            positions=self._engine.answers_positions,
+        )
         log_threads(self.device)
 
     def _launch(self) -> Engine:

@@ -14,7 +14,7 @@ from contextlib import suppress
 from functools import partial
 from itertools import groupby
 from pathlib import Path
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from types import MappingProxyType, SimpleNamespace
 from typing import Any, NamedTuple, get_type_hints
 from uuid import uuid4
@@ -51,25 +51,15 @@ _log = logging.getLogger(__name__)
 
 
 class EngineBatch(NamedTuple):
-    """The results of one forward.
+    """The results of one forward, by the names of requests."""
 
-    Attributes:
-        names: requests that it has completed with a row, one per row of `logits`.
-        logits: tensor (n, V) on the engine's device, a copy; None if there is no row.
-        computed: event on the engine's device after which the logits may be read; None on a CPU.
-        tokens: tokens of the completed prompts.
-        reused: how many of these were in the prefix cache.
-        failures: name -> reason, for requests that SGLang refused or whose logits are no distribution.
-        positions: name -> answer of a positions query, float32 (n * width,).
-    """
-
-    names: Sequence[str] = ()
-    logits: Tensor | None = None
-    computed: Any = None
-    tokens: int = 0
-    reused: int = 0
-    failures: Mapping[str, str] = MappingProxyType({})
-    positions: Mapping[str, NDArray[np.float32]] = MappingProxyType({})
+    names: Sequence[str] = ()  # Those that it has completed with a row, one per row of `logits`.
+    logits: Tensor | None = None  # (n, V) on the engine's device, a copy; None if there is no row.
+    computed: Any = None  # Event of the device after which the logits may be read; None on a CPU.
+    tokens: int = 0  # Tokens of the completed prompts.
+    reused: int = 0  # How many of these were in the prefix cache.
+    failures: Mapping[str, str] = MappingProxyType({})  # Reasons why SGLang has not answered.
+    positions: Mapping[str, NDArray[np.float32]] = MappingProxyType({})  # Answers of queries, float32 (n * width,).
 
 
 class Engine:
@@ -79,25 +69,19 @@ class Engine:
     `return_logprob` from the first wanted position on. SGLang then reads its prefix cache up to there, and computes the
     logits of the remaining tokens, some rows at a time.
 
-    Args:
-        options: SGLang's.
-        context: the beginning of the error if the model cannot be loaded.
-
-    Attributes:
-        scheduler: SGLang's; None after it has ended.
-        answers_positions: whether it can capture positions.
+    `context` begins the error if the model cannot be loaded.
     """
 
     def __init__(self, options: Mapping[str, Any], context: str) -> None:
-        self.scheduler: Any = None
+        self.scheduler: Any = None  # SGLang's; None again after it has ended.
         self.answers_positions = False
         self._lora_ids: dict[str, str] = {}  # Adapter -> SGLang's id of it.
         self._dropped: dict[str, str] = {}  # SGLang's id -> adapter: dropped, but a request still named it then.
         self._owed: dict[str, int] = {}  # Name of each request in flight -> its tokens.
         self._positions = PositionAnswers()
         self._batch: Any = None  # The batch in progress.
-        # Functions for the scheduler's thread, each of which returns requests for SGLang.
-        self._orders: SimpleQueue[Callable[[], list[Any]]] = SimpleQueue()
+        # Functions for the scheduler's thread, some of which return requests for SGLang.
+        self._orders: SimpleQueue[Callable[[], list[Any] | None]] = SimpleQueue()
         # The first result is that of the start. An exception has ended the thread.
         self._results: SimpleQueue[EngineBatch | BaseException] = SimpleQueue()
         self._error: BaseException | None = None
@@ -162,13 +146,12 @@ class Engine:
         """Call a function in the scheduler's thread, between two forwards, and wait for it."""
         done: Future[None] = Future()
 
-        def order() -> list[Any]:
+        def order() -> None:
             try:
                 work()
                 done.set_result(None)
             except LMPoolError as error:
                 done.set_exception(error)
-            return []
 
         self._orders.put(order)
         while True:
@@ -181,27 +164,21 @@ class Engine:
     def results(self) -> list[EngineBatch]:
         """The results since the last call; waits for at least one."""
         batches: list[EngineBatch] = []
-        while self._error is None:
-            try:
-                result = self._results.get(block=not batches)
-            except Empty:
-                return batches
+        while self._error is None and not (batches and self._results.empty()):
+            result = self._results.get()
             if isinstance(result, BaseException):
                 self._error = result
             else:
                 batches.append(result)
+        if batches or self._error is None:
+            return batches
         if isinstance(self._error, WorkerError):
             raise self._error
         raise WorkerError(f"SGLang's engine died: {first_line(self._error)}") from self._error
 
     def close(self) -> None:
         """End the event loop after its current forward, and free the engine's memory."""
-
-        def order() -> list[Any]:
-            self.scheduler.gracefully_exit = True
-            return []
-
-        self._orders.put(order)
+        self._orders.put(lambda: setattr(self.scheduler, "gracefully_exit", True))
         self._thread.join(_CLOSE_S)
         if self._thread.is_alive():
             _log.warning("SGLang's engine has not ended within %g s: its memory is not freed", _CLOSE_S)
@@ -240,23 +217,21 @@ class Engine:
 
     def _receive(self, local_reqs: list[Any] | None = None) -> list[Any]:
         """Receive requests and abortions; waits if there is nothing to compute. `local_reqs` are SGLang's abortions."""
-        received = list(local_reqs or ())
-        aborted = [request.rid for request in received if isinstance(request, AbortReq) and request.rid in self._owed]
-        self._fail(aborted, "SGLang has taken the prompt back")
-        if self.scheduler.is_fully_idle():
+        received, lost, is_idle = list(local_reqs or ()), dict[str, str](), self.scheduler.is_fully_idle()
+        if is_idle:
             # The scheduler has dropped all unanswered requests, and has reported it to a socket.
-            self._fail(list(self._owed), "SGLang has dropped the prompt without an answer")
-            received += self._orders.get()()
-        with suppress(Empty):
-            while True:
-                received += self._orders.get_nowait()()
-        return received
-
-    def _fail(self, names: list[str], reason: str) -> None:
-        for name in names:
+            lost = dict.fromkeys(self._owed, "SGLang has dropped the prompt without an answer")
+        for request in received:
+            if isinstance(request, AbortReq) and request.rid in self._owed:
+                lost[request.rid] = "SGLang has taken the prompt back"
+        for name in lost:
             self._forget(name)
-        if names:
-            self._results.put(EngineBatch(failures=dict.fromkeys(names, reason)))
+        if lost:
+            self._results.put(EngineBatch(failures=lost))
+        while is_idle or not self._orders.empty():
+            received += self._orders.get()() or ()
+            is_idle = False
+        return received
 
     def _forget(self, name: str) -> bool:
         """Discard a request; returns whether it was in flight."""

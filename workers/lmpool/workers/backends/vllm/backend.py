@@ -31,17 +31,11 @@ _SESSION_SHARE = 0.5  # Largest share of the memory for keys and values that ses
 
 
 class _Request(NamedTuple):
-    """A request in the engine.
+    """A request in the engine."""
 
-    Attributes:
-        job: the job that it answers.
-        is_session: it stays open after its answer.
-        held: tokens of the session that it continues; 0 if it continues none.
-    """
-
-    job: BackendJob
-    is_session: bool
-    held: int = 0
+    job: BackendJob  # The job that it answers.
+    is_session: bool  # It stays open after its answer.
+    held: int  # Tokens of the session that it continues; 0 if it continues none.
 
 
 class VllmBackend(EngineBackend):
@@ -50,33 +44,31 @@ class VllmBackend(EngineBackend):
     _settings: VllmSettings
 
     def __init__(self, settings: VllmSettings) -> None:
-        self._settings = settings
-        self._engine = engine = Engine(settings)
+        super().__init__(settings)
+        self._engine = engine = Engine(settings, self._folder)
         self._core = engine.core
         self._scheduler = engine.core.engine_core.scheduler
-        cache, limits = engine.config.cache_config, engine.config.scheduler_config
+        model, cache, limits = (getattr(engine.config, f"{part}_config") for part in ("model", "cache", "scheduler"))
         # Waiting sessions have a place in the runner's batch too: at most half of the places.
         places = limits.max_num_active_seqs or limits.max_num_seqs
         sessions = min(settings.sessions, places // 2)
         tokens = int((cache.num_gpu_blocks or 0) * cache.block_size * _SESSION_SHARE)
         self._sessions = Sessions(sessions, tokens, cache.block_size)
         self.batch: int = places - sessions
-        self.adapters, self._folder = {}, engine.folder
         self._numbers = count(1)  # Of requests and adapters.
         self._requests: dict[str, _Request] = {}  # Open requests by their names.
         self._held: dict[bytes, str] = {}  # Digest of each job in flight -> name of its request.
         self._left_waiting = 0
         self._idle_steps = 0
-        self._stats = BackendStats()
-        self._info = engine.info
-        try:
-            # Too little memory and missing kernels appear with the first forward. An adapter that does not fit would
-            # end the engine with its first prompt.
-            with refusing(f"model: vLLM {vllm_version} cannot run {settings.model}"):
-                self._prepare()
-        except BaseException:
-            self.close()
-            raise
+        # Too little memory and missing kernels appear with the first forward.
+        with refusing(f"model: vLLM {vllm_version} cannot run {settings.model}"):
+            self._prepare(
+                model.dtype,
+                vocab_size=model.get_vocab_size(),
+                max_prompt_tokens=model.max_model_len - 1,  # vLLM needs a place for the token that it samples.
+                revision=engine.revision,
+                positions=engine.has_positions,
+            )
         self.device = engine.captured.device  # Set by the first forward.
         log_threads(self.device)
 
@@ -92,12 +84,11 @@ class VllmBackend(EngineBackend):
         for job in jobs:
             if job.digest in self._held:
                 continue
-            if job.positions is not None or job.fresh:
-                self._request(job, None, is_session=False)
-                continue
-            session = self._sessions.take(job.adapter, job.ids)
-            # Also for a prompt that continues a session: it is recorded, and several prompts may continue it.
-            is_growing = self._sessions.is_growing(job.adapter, job.ids)
+            session, is_growing = None, False
+            if job.positions is None and not job.fresh:
+                session = self._sessions.take(job.adapter, job.ids)
+                # Also for a prompt that continues a session: it is recorded, and several prompts may continue it.
+                is_growing = self._sessions.is_growing(job.adapter, job.ids)
             can_grow = len(job.ids) // 4 < self._info.max_prompt_tokens
             self._request(job, session, session is not None or (is_growing and can_grow))
 
@@ -109,7 +100,6 @@ class VllmBackend(EngineBackend):
             name, held = session.request, len(session.ids) // 4
             self._scheduler.requests[name].num_preemptions = 0
         if job.positions is not None:
-            assert self._engine.positions is not None  # Otherwise the info excludes positions queries.
             self._engine.positions.open(name, job)
         params = SamplingParams(
             max_tokens=1,
@@ -148,7 +138,7 @@ class VllmBackend(EngineBackend):
         for output in outputs:
             if not output.new_token_ids and output.finish_reason is None:
                 continue
-            name, positions = output.request_id, self._engine.positions
+            name = output.request_id
             if (request := self._requests.pop(name, None)) is None:
                 raise WorkerError(f"vLLM has answered the request {name}, which it was not asked")
             job = request.job
@@ -167,8 +157,8 @@ class VllmBackend(EngineBackend):
             else:
                 if request.is_session:
                     self._keep(job, name)
-                if job.positions is not None and positions is not None:
-                    answer = positions.take(name)
+                if job.positions is not None:
+                    answer = self._engine.positions.take(name)
             if answer is None:
                 rows.append(job.digest)
             elif isinstance(answer, str):
@@ -186,8 +176,7 @@ class VllmBackend(EngineBackend):
     def _drop(self, name: str, digest: bytes) -> None:
         """Discard the captured data of a request without an answer."""
         self._engine.captured.drop(digest)
-        if self._engine.positions is not None:
-            self._engine.positions.drop(name)
+        self._engine.positions.drop(name)
 
     def _keep(self, job: BackendJob, name: str) -> None:
         """Keep a session open for its next tokens, if the engine holds all of it."""

@@ -146,12 +146,17 @@ class CaptureProcessor(LogitsProcessorV1, LogitsProcessorV2):  # type: ignore[mi
 class PositionCapture(PositionAnswers):
     """Answers of positions queries, taken from the steps of an engine core in this process."""
 
-    # An AttributeError means that this release of vLLM has its hidden states or its prefix cache elsewhere. Then
-    # nothing was changed.
-    def __init__(self, core: Any, vocab_size: int, loras: Mapping[str, LoRARequest]) -> None:
+    def __init__(self, vocab_size: int, loras: Mapping[str, LoRARequest]) -> None:
         super().__init__()
         self._vocab_size = vocab_size
-        self._loras = loras
+        self._loras = loras  # "name@revision" -> vLLM's name of a loaded adapter.
+
+    def attach(self, core: Any) -> None:
+        """Take the hidden states of an engine core.
+
+        Raises:
+            AttributeError: this release of vLLM has them or its prefix cache elsewhere. Nothing was changed.
+        """
         self._runner = runner = core.model_executor.driver_worker.worker.model_runner
         modules = runner.get_model().modules()
         self._head = next((module for module in modules if isinstance(module, LogitsProcessorWithLoRA)), None)

@@ -27,9 +27,8 @@ from vllm.v1.executor import Executor
 from vllm.v1.sample.logits_processor import LOGITSPROCS_GROUP
 
 from lmpool.errors import SettingsError, WorkerError, first_line
-from lmpool.protocol.model_info import ModelInfo
-from lmpool.trie import torch_device
-from lmpool.workers.backends import checkpoint, lora
+from lmpool.workers.backends import lora
+from lmpool.workers.backends.checkpoint import checkpoint_dtype, checkpoint_revision
 from lmpool.workers.backends.engines import adapter_slots, checked_adapter
 from lmpool.workers.backends.row_encoder import RowEncoder
 from lmpool.workers.backends.settings import (
@@ -99,26 +98,14 @@ def refusing(context: str) -> Iterator[None]:
 
 
 class Engine:
-    """An engine core that is ready to be stepped.
+    """An engine core in this process that is ready to be stepped."""
 
-    Attributes:
-        folder: of the checkpoint.
-        config: vLLM's.
-        captured: the rows that it has computed.
-        loras: the loaded adapters: "name@revision" -> vLLM's name of it in requests.
-        core: the client of the engine core in this process.
-        positions: the answers of positions queries; None if this engine cannot answer any.
-        info: of the model; the encoding of its rows is not known yet.
-    """
-
-    def __init__(self, settings: VllmSettings) -> None:
-        torch_device.settle()
+    def __init__(self, settings: VllmSettings, folder: Path) -> None:
         processors = _allowed_processors(settings.logits_processors)
         given = user_arguments(settings)
-        self.folder = checkpoint.checkpoint_folder("model", settings.model, settings.revision)
         # vLLM makes the processor itself, so each engine needs a class of its own that holds the target of its rows.
         processor: type[CaptureProcessor] = type("LmpoolCapture", (CaptureProcessor,), {})
-        arguments = engine_arguments(settings, self.folder) | given | {"logits_processors": [processor]}
+        arguments = engine_arguments(settings, folder) | given | {"logits_processors": [processor]}
         with refusing(f"model: vLLM {vllm_version} cannot serve {settings.model}"):
             self.config: Any = EngineArgs(**arguments).create_engine_config(UsageContext.LLM_CLASS)
         model, kv_dtype = self.config.model_config, self.config.cache_config.cache_dtype
@@ -137,36 +124,28 @@ class Engine:
         also |= {name: found for name, found in (("logits_processors", processors), ("plugins", plugins)) if found}
         if self.config.load_config.load_format == "dummy":
             also["seed"] = model.seed
-        revision = checkpoint.checkpoint_revision(self.folder, also)
+        self.revision = checkpoint_revision(folder, also)
         # Request the processor's matrix tiles (Intel AMX) from the system. vLLM's bfloat16 attention on a CPU uses them
         # without a request, and then the first use is an illegal instruction.
         if torch.cpu._is_amx_tile_supported():
             torch.cpu._init_amx()
         with refusing(f"model: vLLM {vllm_version} cannot load {settings.model}"):
             self.core = InprocClient(self.config, Executor.get_class(self.config), log_stats=False)
-        self.loras: dict[str, LoRARequest] = {}
-        self.positions = None if processors else self.open_positions()
-        self.info = ModelInfo(
-            name=settings.served_as,
-            backend="vllm",
-            vocab_size=model.get_vocab_size(),
-            max_prompt_tokens=model.max_model_len - 1,  # vLLM needs a place for the token that it samples.
-            revision=revision,
-            dtype=str(model.dtype).removeprefix("torch."),
-            source=checkpoint.checkpoint_source(settings.model),
-            positions=self.positions is not None,
-        )
+        self.loras: dict[str, LoRARequest] = {}  # By "name@revision": the names of loaded adapters in requests.
+        self.positions = PositionCapture(model.get_vocab_size(), self.loras)
+        self.has_positions = not processors and self.capture_positions()
 
-    def open_positions(self) -> PositionCapture | None:
-        """The capture of positions; None if positions have other logits than rows."""
+    def capture_positions(self) -> bool:
+        """Start to capture positions; False if they have other logits than rows."""
         # Fast prefill skips positions in the last layers, and transferred keys and values skip them everywhere.
         if self.config.cache_config.kv_sharing_fast_prefill or self.config.kv_transfer_config is not None:
-            return None
+            return False
         try:
-            return PositionCapture(self.core.engine_core, self.config.model_config.get_vocab_size(), self.loras)
+            self.positions.attach(self.core.engine_core)
         except AttributeError as error:
             _log.warning("vLLM %s: values at positions are computed as rows: %s", vllm_version, first_line(error))
-            return None
+            return False
+        return True
 
     def add_lora(self, adapter: str, number: int, folder: Path) -> None:
         """Load an adapter ("name@revision") from a folder; vLLM identifies it by a number that was not used before."""
@@ -231,7 +210,7 @@ def engine_arguments(settings: VllmSettings, folder: Path) -> dict[str, Any]:
     arguments: dict[str, Any] = {
         "model": str(folder),
         "trust_remote_code": settings.trust_remote_code,
-        "dtype": checkpoint.checkpoint_dtype(folder, settings.dtype),
+        "dtype": checkpoint_dtype(folder, settings.dtype),
         # vLLM requires a token per place.
         "max_num_seqs": min(places, settings.max_batch_tokens or places),
         "max_num_batched_tokens": settings.max_batch_tokens,
