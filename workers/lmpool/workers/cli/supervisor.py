@@ -107,6 +107,20 @@ def as_arguments(options: Mapping[str, Any]) -> list[str]:
     return arguments
 
 
+def _spawn(words: list[str], environment: Mapping[str, str], **options: Any) -> tuple[subprocess.Popen[bytes], int]:
+    """Start Python with these arguments; returns the process, and a pipe in which it reports that it serves."""
+    reader, ready = os.pipe()
+    process = subprocess.Popen(
+        [sys.executable, "-P", *words],
+        pass_fds=(ready,),
+        start_new_session=True,  # A Ctrl-C in the terminal reaches this process alone, which signals the others.
+        env={**os.environ, **environment, READY_VARIABLE: str(ready)},
+        **options,
+    )
+    os.close(ready)
+    return process, reader
+
+
 @dataclass(slots=True)
 class SupervisedWorker:
     """One of the workers: a process at a time. Times are monotonic."""
@@ -125,17 +139,10 @@ class SupervisedWorker:
 
     def start(self) -> None:
         """Start a process."""
-        self._ready, ready = os.pipe()
-        os.set_blocking(self._ready, False)
         self.worker_id, self.start_at = "", time.monotonic()
-        self.process = subprocess.Popen(
-            [sys.executable, "-P", "-c", LAUNCH, *self.arguments],
-            stdin=subprocess.PIPE,  # The worker ends when this pipe is closed, however this process ends.
-            pass_fds=(ready,),
-            start_new_session=True,  # A Ctrl-C in the terminal reaches this process alone, which signals the workers.
-            env={**os.environ, **self.environment, READY_VARIABLE: str(ready)},
-        )
-        os.close(ready)
+        # The worker ends when its standard input is closed, however this process ends.
+        self.process, self._ready = _spawn(["-c", LAUNCH, *self.arguments], self.environment, stdin=subprocess.PIPE)
+        os.set_blocking(self._ready, False)
 
     def becomes_ready(self) -> bool:
         """Whether the worker has reported since the last call that it serves."""
@@ -359,18 +366,9 @@ def start_detached(arguments: list[str], model: str) -> None:
             log.unlink(missing_ok=True)
         log = folder / LOGS / f"{secrets.token_hex(4)}.log"
         output = log.open("xb")
-    reader, ready = os.pipe()
     with output:
-        process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "lmpool", *arguments],
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            pass_fds=(ready,),
-            env={**os.environ, READY_VARIABLE: str(ready), LOG_VARIABLE: str(log)},
-        )
-    os.close(ready)
+        files = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": subprocess.STDOUT}
+        process, reader = _spawn(["-m", "lmpool", *arguments], {LOG_VARIABLE: str(log)}, **files)
     with log.open(encoding="utf-8", errors="replace") as printed, os.fdopen(reader, "rb") as is_ready:
         try:
             while not select.select([is_ready], [], [], _POLL_S)[0]:

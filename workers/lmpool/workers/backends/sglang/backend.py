@@ -25,13 +25,7 @@ from lmpool.workers.backends import lora
 from lmpool.workers.backends.checkpoint import checkpoint_revision
 from lmpool.workers.backends.engines import EngineBackend, checked_adapter
 from lmpool.workers.backends.row_encoder import RowEncoder, log_threads, pick_device
-from lmpool.workers.backends.settings import (
-    SGLANG_DISTRIBUTIONS,
-    SGLANG_VERSIONS,
-    SglangSettings,
-    parse_engine_args,
-    require_version,
-)
+from lmpool.workers.backends.settings import SglangSettings, parse_engine_args
 from lmpool.workers.backends.sglang import options as sglang_options
 from lmpool.workers.execution.contract import BackendJob, BackendStats, Finished
 
@@ -77,7 +71,6 @@ class SglangBackend(EngineBackend):
     def _launch(self) -> Engine:
         """Import SGLang, and start it with all options; sets `device` and `_revision`."""
         settings, folder = self._settings, self._folder
-        version = require_version(SGLANG_DISTRIBUTIONS, SGLANG_VERSIONS)
         adapters = [plain_adapter(checked_adapter(source, folder)) for source in settings.adapter_folders.values()]
         device = str(pick_device(str(parse_engine_args(settings.engine_args).get("device", settings.device))))
         # SGLang reads the environment and loads its kernels while it is imported.
@@ -88,9 +81,11 @@ class SglangBackend(EngineBackend):
         logging.getLogger("sglang.srt.models.registry").setLevel(logging.ERROR)
         warnings.filterwarnings("ignore", module=r"sglang\.")
         try:
+            from sglang.version import __version__ as version
+
             from lmpool.workers.backends.sglang.engine import Engine, known_options, read_facts
         except (ImportError, OSError, RuntimeError) as error:  # RuntimeError: its kernels are for another machine.
-            raise SettingsError(f"backend: SGLang {version} cannot be imported: {first_line(error)}") from error
+            raise SettingsError(f"backend: SGLang cannot be imported: {first_line(error)}") from error
         given = sglang_options.user_options(settings, known_options(), version)
         options = sglang_options.engine_options(settings, folder, device, [config for _, config in adapters]) | given
         if given.get("log_level"):

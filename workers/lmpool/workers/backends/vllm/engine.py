@@ -58,16 +58,13 @@ _NARROW_KV = re.compile("fp8|nvfp4|int[48]_|turboquant|ultraquant")
 
 _REFUSED = {
     "model": "it is the MODEL of the command",
-    "tokenizer": "prompts are token ids",
-    "skip_tokenizer_init": "prompts are token ids",
+    **dict.fromkeys(("tokenizer", "skip_tokenizer_init"), "prompts are token ids"),
     "logits_processors": "rows are captured by one; name installed ones with --logits-processors",
-    "enable_lora": "name adapters with --adapters name=folder",
-    "lora_modules": "name adapters with --adapters name=folder",
+    **dict.fromkeys(("enable_lora", "lora_modules"), "name adapters with --adapters name=folder"),
     "speculative_config": "each request computes one row, so there is nothing to speculate on",
     "logprobs_mode": "rows are captured before it applies",
     "generation_config": "the sampling parameters of a checkpoint must not change its rows",
-    "runner": "rows come from models that generate",
-    "convert": "rows come from models that generate",
+    **dict.fromkeys(("runner", "convert"), "rows come from models that generate"),
 }
 
 # Options that change rows by rounding at most: workers that differ only in these may serve the same model.
