@@ -1,4 +1,4 @@
-"""The sglang backend: refusals become failures, wrong results become errors, and the process does not change."""
+"""The sglang backend: refused prompts fail, wrong results are errors, and SGLang does not change the process."""
 
 from __future__ import annotations
 
@@ -189,7 +189,7 @@ def test_a_row_that_follows_a_sampled_token_is_an_error(
             driver.finish([bytes(16)])
 
 
-def test_the_death_of_the_engine_ends_the_step_that_waits_for_it(
+def test_a_crash_of_the_engine_ends_the_step_that_waits_for_it(
     folder: Path, draw: random.Random, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(batch: Any, result: Any) -> None:
@@ -245,7 +245,7 @@ def test_contexts_that_grow_together_compute_only_the_new_tokens(
 def test_every_token_is_either_reused_or_computed(
     folder: Path, draw: random.Random, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Branches, steps back, prompts in parts, and evicted prefixes."""
+    """With branches, shorter prompts, prompts in parts, and evicted prefixes."""
     computed = []
     with opened(folder) as driver:
         spoil(driver.backend, monkeypatch, lambda batch, result: computed.append(batch.extend_num_tokens))
@@ -292,14 +292,14 @@ def test_a_row_does_not_change_when_the_engine_overwrites_its_logits(
         prompts = [prompt(draw, 4) for _ in range(5 * MAX_BATCH)]
         digests = driver.submit(prompts)
         results = driver.backend._engine._results  # type: ignore[attr-defined]
-        until(lambda: results.qsize() >= 5, "the engine has gone on")
+        until(lambda: results.qsize() >= 5, "the engine has computed several batches")
         driver.check(prompts, driver.finish(digests))
 
 
 # Settings
 
 
-def test_the_users_options_override_ours(folder: Path, draw: random.Random) -> None:
+def test_options_of_the_user_replace_options_of_the_backend(folder: Path, draw: random.Random) -> None:
     given = ["max_running_requests=3 chunked_prefill_size=32", "context_length=100 device=cpu"]
     with opened(folder, engine_args=given, device="cuda:7") as driver:
         scheduler = scheduler_of(driver.backend)
@@ -379,9 +379,9 @@ def test_options_that_change_rows_change_the_revision(folder: Path) -> None:
 
 
 def test_memory_for_keys_and_values_is_counted_in_tokens() -> None:
-    def tokens(memory: int | None, device: str = "cuda", **given: Any) -> int | None:
-        told = {"device": device, "dtype": "bfloat16", **given}
-        return options.kv_tokens(SglangSettings("m", kv_cache_bytes=memory), told, 100)
+    def tokens(memory: int | None, device: str = "cuda", **more: Any) -> int | None:
+        given = {"device": device, "dtype": "bfloat16", **more}
+        return options.kv_tokens(SglangSettings("m", kv_cache_bytes=memory), given, 100)
 
     assert tokens(20_000) == 100
     assert tokens(20_000, dtype="float32") == 50
@@ -484,16 +484,16 @@ def test_a_failed_start_does_not_affect_the_next_one(folder: Path, tmp_path: Pat
 
 # The process
 
-_LOOK = """
+_PROGRAM = """
 import ctypes, faulthandler, json, logging, os, signal, sys, tempfile, threading, warnings
 from pathlib import Path
 
-def look():
+def state():
     death = ctypes.c_int()
     ctypes.CDLL(None).prctl(2, ctypes.byref(death), 0, 0, 0)  # PR_GET_PDEATHSIG
     return {
         "handlers": [str(signal.getsignal(number)) for number in sorted(signal.valid_signals())],
-        "dies with its parent": death.value,
+        "signal when its parent ends": death.value,
         "dumps on faults": faulthandler.is_enabled(),
         "hooks": [str(hook) for hook in (sys.excepthook, threading.excepthook, sys.unraisablehook)],
         "title": Path("/proc/self/cmdline").read_bytes().decode() + Path("/proc/self/comm").read_text(),
@@ -506,7 +506,7 @@ def look():
 
 shared = []
 logging.basicConfig(level=logging.INFO)
-before = look()
+before = state()
 from tests.engines.sglang_cpu.shim import install
 install()
 from sglang.srt.managers import load_snapshot
@@ -519,9 +519,9 @@ backend = SglangSettings(**settings).open()
 backend.submit([BackendJob(bytes(16), bytes(40))])
 while not backend.step().blocks:
     pass
-seen = {"open": look()}
+seen = {"open": state()}
 backend.close()
-seen["closed"] = look()
+seen["closed"] = state()
 assert shared
 print("\\n" + json.dumps({when: [before, found] for when, found in seen.items()}))
 """
@@ -532,12 +532,12 @@ def test_sglang_does_not_change_the_process(folder: Path, tmp_path: Path, monkey
     monkeypatch.setattr(tempfile, "tempdir", None)
     settings = json.dumps(settings_of(folder, "float32", {}))
     root = Path(__file__).resolve().parents[2]
-    done = subprocess.run([sys.executable, "-c", _LOOK, settings], capture_output=True, text=True, cwd=root)
+    done = subprocess.run([sys.executable, "-c", _PROGRAM, settings], capture_output=True, text=True, cwd=root)
     assert done.returncode == 0, done.stderr
     for before, after in json.loads(done.stdout.splitlines()[-1]).values():
         assert after == before
-    assert "it/s" not in done.stderr, "there are progress bars"
-    assert "INFO:sglang" not in done.stderr, "SGLang tells what nobody wants to know"
+    assert "it/s" not in done.stderr, "SGLang printed progress bars"
+    assert "INFO:sglang" not in done.stderr, "SGLang logs more than warnings"
 
 
 def test_a_closed_engine_leaves_no_thread_and_no_memory(folder: Path) -> None:

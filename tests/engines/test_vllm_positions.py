@@ -68,11 +68,11 @@ def finish(backend: VllmBackend, jobs: list[BackendJob]) -> tuple[dict[bytes, ND
             answers.update(zip(block.digests, block.numbers, strict=True))
         if finished.answers is not None:
             answers.update(zip(finished.answers.digests, finished.answers.vectors, strict=True))
-    assert nothing_is_left(backend)
+    assert no_answer_is_open(backend)
     return answers, failures
 
 
-def nothing_is_left(backend: VllmBackend) -> bool:
+def no_answer_is_open(backend: VllmBackend) -> bool:
     """Whether no answer of a positions query is open."""
     capture: Any = backend._engine.positions
     return not (capture._open or backend._requests)
@@ -109,7 +109,7 @@ def test_cached_tokens_are_used_up_to_the_first_wanted_position(backend: VllmBac
 def test_long_prompts_are_scored_in_parts_together_with_rows(backend: VllmBackend) -> None:
     lengths, starts = (15, 30, 45, 60, 75, 150), (1, 20, 44, 7, 70, 1)
     prompts = [draw(50 + length, length) for length in lengths]
-    for _ in range(2):  # What is held of them the second time must not be used.
+    for _ in range(2):  # The second time, the prefix cache has the prompts, and must not be used.
         rows = [job(ids) for ids in prompts]
         jobs = [positions(ids, PositionsQuery.scores_from(at)) for ids, at in zip(prompts, starts, strict=True)]
         answers, failures = finish(backend, [queued for pair in zip(jobs, rows, strict=True) for queued in pair])
@@ -120,7 +120,7 @@ def test_long_prompts_are_scored_in_parts_together_with_rows(backend: VllmBacken
             np.testing.assert_allclose(answers[row.digest], reference_row(ids), atol=3e-4)
 
 
-@pytest.mark.parametrize("is_cached", [True, False], ids=["goes on", "begins again"])
+@pytest.mark.parametrize("is_cached", [True, False], ids=["continued", "restarted"])
 def test_a_preempted_prompt_gets_a_complete_answer(
     backend: VllmBackend, monkeypatch: pytest.MonkeyPatch, is_cached: bool
 ) -> None:
@@ -151,7 +151,7 @@ def test_a_prompt_dropped_during_its_computation_leaves_nothing(backend: VllmBac
     backend.step()
     backend.abort([scored.digest])
     answer(backend, ids)
-    assert nothing_is_left(backend)
+    assert no_answer_is_open(backend)
 
 
 def test_positions_that_have_no_distribution_fail_their_prompt_alone(
@@ -161,19 +161,19 @@ def test_positions_that_have_no_distribution_fail_their_prompt_alone(
     compute = capture._logits
     calls: list[int] = []
 
-    def spoil(hidden: torch.Tensor) -> torch.Tensor:
+    def break_one(hidden: torch.Tensor) -> torch.Tensor:
         logits: torch.Tensor = compute(hidden)
         if not calls:
             logits[2, 5] = float("nan")
         calls.append(len(hidden))
         return logits
 
-    monkeypatch.setattr(capture, "_logits", spoil)
+    monkeypatch.setattr(capture, "_logits", break_one)
     jobs = [positions(draw(40 + length, length), PositionsQuery(0, 5)) for length in (100, 20)]
     answers, failures = finish(backend, jobs)
     assert failures == {jobs[0].digest: "the model returned logits that are no distribution: NaN or infinite"}
     assert [*answers] == [jobs[1].digest]
-    assert len(calls) > 1, "of the long one a part was spoilt"
+    assert len(calls) > 1, "only a part of the long prompt was broken"
 
 
 def test_logits_of_another_shape_are_refused(backend: VllmBackend, monkeypatch: pytest.MonkeyPatch) -> None:

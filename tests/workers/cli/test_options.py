@@ -1,4 +1,4 @@
-"""Settings, options and addresses: what is unknown or malformed is refused by name, and no password is ever told."""
+"""Settings, options and addresses: malformed ones are refused by name, and no text has a password."""
 
 from __future__ import annotations
 
@@ -53,10 +53,10 @@ def no_server_of_the_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> 
 
 @dataclass(frozen=True)
 class Kettle:
-    """A kettle, of which not everything is described."""
+    """Settings of which some have no help."""
 
-    litres: float = field(default=1.5, metadata={"help": "How much water, up to the brim."})
-    name: str = field(default="", metadata={"help": "What it is called."})
+    litres: float = field(default=1.5, metadata={"help": "Capacity in litres."})
+    name: str = field(default="", metadata={"help": "Name of the kettle."})
     whistles: bool = False
     colour: str | None = field(default=None, metadata={"help": ""})
     cups: int = 4
@@ -82,8 +82,8 @@ def test_each_field_becomes_one_optional_keyword_with_its_description() -> None:
     }
     texts = {name: option(parameter)[1].help for name, parameter in options.items()}
     assert texts == {
-        "litres": "How much water, up to the brim. (default: 1.5)",
-        "name": "What it is called.",
+        "litres": "Capacity in litres. (default: 1.5)",
+        "name": "Name of the kettle.",
         "whistles": "",
         "colour": "",
         "cups": "(default: 4)",
@@ -118,19 +118,19 @@ def test_every_setting_is_described(kind: type) -> None:
 def test_the_first_that_describes_a_setting_describes_the_option() -> None:
     @dataclass(frozen=True)
     class Pot:
-        whistles: bool = field(default=False, metadata={"help": "Whether it sings."})
+        whistles: bool = field(default=False, metadata={"help": "Whether it whistles."})
 
     options = {p.name: option(p)[1].help for p in option_parameters({"kettle": Kettle, "pot": Pot}, set())}
-    assert options["whistles"] == "Whether it sings."
+    assert options["whistles"] == "Whether it whistles."
 
 
-def test_a_numeric_default_of_zero_is_told() -> None:
+def test_a_numeric_default_of_zero_is_shown() -> None:
     helps = {p.name: str(option(p)[1].help) for p in option_parameters({"x": SyntheticSettings}, set())}
     assert helps["seed"].endswith("(default: 0)")
     assert helps["step_ms"].endswith("(default: 0.0)")
 
 
-def test_settings_are_built_from_what_was_given_and_defaults() -> None:
+def test_settings_are_built_from_given_values_and_defaults() -> None:
     assert build(WorkerSettings, {}, "workers") == WorkerSettings()
     assert build(WorkerSettings, {"lease_s": 3.0}, "workers") == WorkerSettings(lease_s=3.0)
 
@@ -173,7 +173,7 @@ def test_a_malformed_worker_setting_is_refused_with_its_name_and_value(field: st
     ("field", "value"),
     [("row_ttl_s", INF), ("row_ttl_s", 1e300), ("queue_limit", 2**64)],
 )
-def test_a_worker_setting_that_cannot_be_carried_out_is_refused(field: str, value: object) -> None:
+def test_a_worker_setting_beyond_the_range_of_redis_is_refused(field: str, value: object) -> None:
     # Redis takes milliseconds as int64, the info numbers up to uint64.
     with pytest.raises(SettingsError, match=field):
         WorkerSettings(**{field: value})  # type: ignore[arg-type]
@@ -483,7 +483,7 @@ def test_backends_are_found_by_entry_point_and_ours_come_first() -> None:
 # How options are written
 
 
-def test_sizes_are_written_as_people_write_them() -> None:
+def test_sizes_have_units() -> None:
     sizes = {"4096": 4096, "128k": 128_000, "8g": 8 * 10**9, "8G": 2**33, "8GiB": 2**33, "8GB": 8 * 10**9,
              "1.5k": 1500, " 2 Ki": 2048, "0": 0, "-1": -1}  # fmt: skip
     assert {text: parse_size(text) for text in sizes} == sizes
@@ -492,12 +492,12 @@ def test_sizes_are_written_as_people_write_them() -> None:
             parse_size(text)
 
 
-def test_options_survive_the_way_to_a_worker() -> None:
+def test_options_are_passed_on_to_workers() -> None:
     options = {"backend": "hf", "with_trie": True, "adapters": ["a=b", "c=d"], "seed": -1}
     assert as_arguments(options) == ["--backend=hf", "--with-trie", "--adapters=a=b", "--adapters=c=d", "--seed=-1"]
 
 
-def test_the_names_of_vllm_are_aliases_and_errors_name_what_was_given(tmp_path: Path) -> None:
+def test_options_have_aliases_of_vllm_and_errors_name_the_given_one(tmp_path: Path) -> None:
     model = str(tmp_path / "nowhere")
     for option, value in (("--served-model-name", "a{b"), ("--max-num-seqs", "0"), ("--max-model-len", "0")):
         ended = run_lmpool("worker", model, option, value)
@@ -507,7 +507,7 @@ def test_the_names_of_vllm_are_aliases_and_errors_name_what_was_given(tmp_path: 
     assert "'many' is no size: write 4096, 128k" in ended.stderr
 
 
-def test_the_help_is_short_and_there_is_all_of_it() -> None:
+def test_the_help_is_short_and_help_all_shows_all_options() -> None:
     short, whole = (run_lmpool("up", option, COLUMNS="200").stdout for option in ("--help", "--help-all"))
     options = [set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", text)) for text in (short, whole)]
     assert {"--workers", "--detach", "--dtype", "--max-model-len", "--kv-cache-bytes", "--help-all"} <= options[0]
