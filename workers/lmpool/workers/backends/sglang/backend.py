@@ -71,7 +71,8 @@ class SglangBackend(EngineBackend):
     def _launch(self) -> Engine:
         """Import SGLang, and start it with all options; sets `device` and `_revision`."""
         settings, folder = self._settings, self._folder
-        adapters = [plain_adapter(checked_adapter(source, folder)) for source in settings.adapter_folders.values()]
+        sources = settings.adapter_folders.values()
+        adapters = [plain_adapter(checked_adapter(source, folder))[1] for source in sources]
         device = str(pick_device(str(parse_engine_args(settings.engine_args).get("device", settings.device))))
         # SGLang reads the environment and loads its kernels while it is imported.
         if device == "cpu":
@@ -87,7 +88,7 @@ class SglangBackend(EngineBackend):
         except (ImportError, OSError, RuntimeError) as error:  # RuntimeError: its kernels are for another machine.
             raise SettingsError(f"backend: SGLang cannot be imported: {first_line(error)}") from error
         given = sglang_options.user_options(settings, known_options(), version)
-        options = sglang_options.engine_options(settings, folder, device, [config for _, config in adapters]) | given
+        options = sglang_options.engine_options(settings, folder, device, adapters) | given
         if given.get("log_level"):
             logging.getLogger("sglang").setLevel(str(given["log_level"]).upper())
         try:
