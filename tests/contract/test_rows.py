@@ -11,7 +11,7 @@ import torch
 from lmpool.protocol.adapter import name_of
 from lmpool.protocol.row import no_new_rows
 from lmpool.vocabulary import Vocabulary
-from lmpool.workers.backends.canary import check_canary
+from lmpool.workers.backends.engines import check_canary
 from lmpool.workers.execution.contract import WritesInPlace
 from tests.contract.driver import Opened, Slots, prompt
 from tests.contract.model import PIECES, V, write_tokenizer

@@ -2,8 +2,8 @@
 
     python -m tests.engines VARIANT PATH... [-- VARIANT PATH...]...
 
-Importing an engine takes as long as many of its tests do, and an engine leaves so much behind that runs cannot share a
-process. Those shims that come before the import are the first variant's; the others' may come after it.
+Importing an engine takes as long as many of its tests, and an engine leaves so many resources behind that runs cannot
+share a process. Shims that must be installed before the import are those of the first variant.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _IMPORTED_FIRST = (
     "vllm.v1.worker.cpu_worker",
     "vllm.v1.worker.gpu_worker",
 )
-"""What every run needs; no thread may start here, for none outlives a fork."""
+"""Modules that every run needs. They must start no thread, because threads do not survive a fork."""
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run all; returns 1 when one of them fails."""
+    """Run all; returns 1 if one of them fails."""
     runs: list[list[str]] = [[]]
     for word in arguments:
         if word == "--":
@@ -53,7 +53,7 @@ def _run(variant: str, paths: list[str]) -> int:
             os.environ["LMPOOL_CONTRACT"] = variant
             print(f"{variant}: {' '.join(paths)}", flush=True)
             code = int(pytest.main(paths))
-        except BaseException:  # noqa: BLE001  whatever it is, the other runs go on
+        except BaseException:  # noqa: BLE001  the other runs must not end with this one
             traceback.print_exc()
         sys.stdout.flush()
         sys.stderr.flush()
@@ -62,5 +62,5 @@ def _run(variant: str, paths: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    # As the runs end: libraries that Triton brings complain at length of what is left when the interpreter goes.
+    # Skip the end of the interpreter, at which libraries of Triton print long complaints about open resources.
     os._exit(main(sys.argv[1:]))

@@ -1,4 +1,4 @@
-"""The sglang backend: refusals become failures, wrong results become errors, and the process does not change."""
+"""The sglang backend: refused prompts fail, wrong results are errors, and SGLang does not change the process."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from lmpool.errors import SettingsError, WorkerError
 from lmpool.workers.backends import settings as settings_module
 from lmpool.workers.backends.checkpoint import checkpoint_revision
 from lmpool.workers.backends.settings import SglangSettings
-from lmpool.workers.backends.sglang import launch
+from lmpool.workers.backends.sglang import options
 from lmpool.workers.execution.contract import BackendJob
 from tests.contract.driver import Opened, prompt
 from tests.contract.model import MAX_TOKENS, V, write_adapter, write_model
@@ -189,7 +189,7 @@ def test_a_row_that_follows_a_sampled_token_is_an_error(
             driver.finish([bytes(16)])
 
 
-def test_the_death_of_the_engine_ends_the_step_that_waits_for_it(
+def test_a_crash_of_the_engine_ends_the_step_that_waits_for_it(
     folder: Path, draw: random.Random, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(batch: Any, result: Any) -> None:
@@ -245,7 +245,7 @@ def test_contexts_that_grow_together_compute_only_the_new_tokens(
 def test_every_token_is_either_reused_or_computed(
     folder: Path, draw: random.Random, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Branches, steps back, prompts in parts, and evicted prefixes."""
+    """With branches, shorter prompts, prompts in parts, and evicted prefixes."""
     computed = []
     with opened(folder) as driver:
         spoil(driver.backend, monkeypatch, lambda batch, result: computed.append(batch.extend_num_tokens))
@@ -292,20 +292,20 @@ def test_a_row_does_not_change_when_the_engine_overwrites_its_logits(
         prompts = [prompt(draw, 4) for _ in range(5 * MAX_BATCH)]
         digests = driver.submit(prompts)
         results = driver.backend._engine._results  # type: ignore[attr-defined]
-        until(lambda: results.qsize() >= 5, "the engine has gone on")
+        until(lambda: results.qsize() >= 5, "the engine has computed several batches")
         driver.check(prompts, driver.finish(digests))
 
 
 # Settings
 
 
-def test_the_users_options_override_ours(folder: Path, draw: random.Random) -> None:
+def test_options_of_the_user_replace_options_of_the_backend(folder: Path, draw: random.Random) -> None:
     given = ["max_running_requests=3 chunked_prefill_size=32", "context_length=100 device=cpu"]
     with opened(folder, engine_args=given, device="cuda:7") as driver:
         scheduler = scheduler_of(driver.backend)
         assert (driver.backend.batch, driver.backend.capacity()) == (3, 6)
         assert scheduler.chunked_prefill_size == 32
-        assert driver.backend.info.max_prompt_tokens == 100 - launch.RESERVED_TOKENS
+        assert driver.backend.info.max_prompt_tokens == 100 - options.RESERVED_TOKENS
         prompts = [prompt(draw, 80) for _ in range(5)]
         driver.check(prompts, driver.ask(prompts))
 
@@ -349,13 +349,13 @@ def known() -> dict[str, bool]:
 )
 def test_options_that_cannot_be_set_are_refused(given: str, message: str) -> None:
     with pytest.raises(SettingsError) as caught:
-        launch.user_options(SglangSettings("m", engine_args=[given]), known(), "0.5.x")
+        options.user_options(SglangSettings("m", engine_args=[given]), known(), "0.5.x")
     assert message in str(caught.value)
 
 
 def test_other_options_are_passed_on() -> None:
     given = ["tp_size=1 page-size=16", "schedule_policy=lpm", "json_model_override_args={a={b=0.5}}"]
-    assert launch.user_options(SglangSettings("m", engine_args=given), known(), "") == {
+    assert options.user_options(SglangSettings("m", engine_args=given), known(), "") == {
         "tp_size": 1,
         "page_size": 16,
         "schedule_policy": "lpm",
@@ -365,12 +365,12 @@ def test_other_options_are_passed_on() -> None:
 
 def test_every_refused_or_harmless_option_exists_in_sglang() -> None:
     # Some came with later releases than the first that is supported.
-    assert {*launch._REFUSED, *launch._HARMLESS} - known().keys() <= {"attn_dp_size"}
+    assert {*options._REFUSED, *options._HARMLESS} - known().keys() <= {"attn_dp_size"}
 
 
 def test_options_that_change_rows_change_the_revision(folder: Path) -> None:
     given = {"kv_cache_dtype": "fp8_e4m3", "load_format": "dummy", "page_size": 16, "schedule_policy": "lpm"}
-    assert launch.row_deciding(given) == {"kv_cache_dtype": "fp8_e4m3", "load_format": "dummy"}
+    assert options.row_deciding(given) == {"kv_cache_dtype": "fp8_e4m3", "load_format": "dummy"}
     revisions = []
     for engine_args in (["schedule_policy=lpm"], ["json_model_override_args='{\"rms_norm_eps\": 0.1}'"]):
         with opened(folder, engine_args=engine_args) as driver:
@@ -379,9 +379,9 @@ def test_options_that_change_rows_change_the_revision(folder: Path) -> None:
 
 
 def test_memory_for_keys_and_values_is_counted_in_tokens() -> None:
-    def tokens(memory: int | None, device: str = "cuda", **given: Any) -> int | None:
-        told = {"device": device, "dtype": "bfloat16", **given}
-        return launch.kv_tokens(SglangSettings("m", kv_cache_bytes=memory), told, 100)
+    def tokens(memory: int | None, device: str = "cuda", **more: Any) -> int | None:
+        given = {"device": device, "dtype": "bfloat16", **more}
+        return options.kv_tokens(SglangSettings("m", kv_cache_bytes=memory), given, 100)
 
     assert tokens(20_000) == 100
     assert tokens(20_000, dtype="float32") == 50
@@ -389,9 +389,9 @@ def test_memory_for_keys_and_values_is_counted_in_tokens() -> None:
     assert tokens(None) is None
     assert tokens(None, device="cpu") == (1 << 30) // 200
     no_attention: dict[str, Any] = {"device": "cpu", "dtype": "float32"}
-    assert launch.kv_tokens(SglangSettings("m"), no_attention, 0) is None
+    assert options.kv_tokens(SglangSettings("m"), no_attention, 0) is None
     with pytest.raises(SettingsError, match="kv_cache_bytes: this model keeps no keys and values"):
-        launch.kv_tokens(SglangSettings("m", kv_cache_bytes=10_000), no_attention, 0)
+        options.kv_tokens(SglangSettings("m", kv_cache_bytes=10_000), no_attention, 0)
     with pytest.raises(SettingsError, match="kv_cache_bytes: 1400 is too little: the keys and values of a token"):
         tokens(1400)
 
@@ -484,16 +484,16 @@ def test_a_failed_start_does_not_affect_the_next_one(folder: Path, tmp_path: Pat
 
 # The process
 
-_LOOK = """
+_PROGRAM = """
 import ctypes, faulthandler, json, logging, os, signal, sys, tempfile, threading, warnings
 from pathlib import Path
 
-def look():
+def state():
     death = ctypes.c_int()
     ctypes.CDLL(None).prctl(2, ctypes.byref(death), 0, 0, 0)  # PR_GET_PDEATHSIG
     return {
         "handlers": [str(signal.getsignal(number)) for number in sorted(signal.valid_signals())],
-        "dies with its parent": death.value,
+        "signal when its parent ends": death.value,
         "dumps on faults": faulthandler.is_enabled(),
         "hooks": [str(hook) for hook in (sys.excepthook, threading.excepthook, sys.unraisablehook)],
         "title": Path("/proc/self/cmdline").read_bytes().decode() + Path("/proc/self/comm").read_text(),
@@ -506,7 +506,7 @@ def look():
 
 shared = []
 logging.basicConfig(level=logging.INFO)
-before = look()
+before = state()
 from tests.engines.sglang_cpu.shim import install
 install()
 from sglang.srt.managers import load_snapshot
@@ -519,9 +519,9 @@ backend = SglangSettings(**settings).open()
 backend.submit([BackendJob(bytes(16), bytes(40))])
 while not backend.step().blocks:
     pass
-seen = {"open": look()}
+seen = {"open": state()}
 backend.close()
-seen["closed"] = look()
+seen["closed"] = state()
 assert shared
 print("\\n" + json.dumps({when: [before, found] for when, found in seen.items()}))
 """
@@ -532,12 +532,12 @@ def test_sglang_does_not_change_the_process(folder: Path, tmp_path: Path, monkey
     monkeypatch.setattr(tempfile, "tempdir", None)
     settings = json.dumps(settings_of(folder, "float32", {}))
     root = Path(__file__).resolve().parents[2]
-    done = subprocess.run([sys.executable, "-c", _LOOK, settings], capture_output=True, text=True, cwd=root)
+    done = subprocess.run([sys.executable, "-c", _PROGRAM, settings], capture_output=True, text=True, cwd=root)
     assert done.returncode == 0, done.stderr
     for before, after in json.loads(done.stdout.splitlines()[-1]).values():
         assert after == before
-    assert "it/s" not in done.stderr, "there are progress bars"
-    assert "INFO:sglang" not in done.stderr, "SGLang tells what nobody wants to know"
+    assert "it/s" not in done.stderr, "SGLang printed progress bars"
+    assert "INFO:sglang" not in done.stderr, "SGLang logs more than warnings"
 
 
 def test_a_closed_engine_leaves_no_thread_and_no_memory(folder: Path) -> None:

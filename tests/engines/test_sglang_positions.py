@@ -36,7 +36,7 @@ def draw(request: pytest.FixtureRequest) -> random.Random:
     return random.Random(request.node.name)
 
 
-def asked(driver: Opened, ids: list[int], query: PositionsQuery) -> BackendJob:
+def positions_job(driver: Opened, ids: list[int], query: PositionsQuery) -> BackendJob:
     """A job with a positions query."""
     return driver.job(ids)._replace(positions=query)
 
@@ -57,21 +57,21 @@ def scheduler_of(driver: Opened) -> Any:
     return backend._engine.scheduler
 
 
-def nothing_is_left(driver: Opened) -> bool:
+def no_answer_is_open(driver: Opened) -> bool:
     """Whether no answer of a positions query is open."""
-    seams: Any = scheduler_of(driver).process_batch_result.__self__
-    return not (seams._positions._open or seams._owed)
+    backend: Any = driver.backend
+    return not (backend._engine._positions._open or backend._engine._owed)
 
 
 def test_logits_in_parts_are_assembled(driver: Opened, draw: random.Random, monkeypatch: pytest.MonkeyPatch) -> None:
     # Neither prompts nor chunks of the prefill are multiples of it.
     monkeypatch.setattr(processor_of(driver), "logprobs_chunk_size", 7)
     prompts = [prompt(draw, length) for length in (3, 12, LONG, 8, 19)]
-    beside = driver.submit(prompts)
+    rows_of_prompts = driver.submit(prompts)
     for ids, rows in zip(prompts, driver.expect(prompts, PositionsQuery(2)), strict=True):
         np.testing.assert_allclose(rows, expected(ids, 2), atol=3e-4)
-    driver.check(prompts, driver.finish(beside))
-    assert nothing_is_left(driver)
+    driver.check(prompts, driver.finish(rows_of_prompts))
+    assert no_answer_is_open(driver)
 
 
 def test_the_radix_cache_is_read_up_to_the_first_wanted_position(driver: Opened, draw: random.Random) -> None:
@@ -84,7 +84,7 @@ def test_the_radix_cache_is_read_up_to_the_first_wanted_position(driver: Opened,
 
 
 def test_a_prompt_dropped_during_its_computation_leaves_nothing(driver: Opened, draw: random.Random) -> None:
-    dropped, kept = (asked(driver, prompt(draw, LONG), TARGETS) for _ in range(2))
+    dropped, kept = (positions_job(driver, prompt(draw, LONG), TARGETS) for _ in range(2))
     driver.backend.submit([dropped, kept])
     driver.step()
     driver.backend.abort([dropped.digest])
@@ -94,7 +94,7 @@ def test_a_prompt_dropped_during_its_computation_leaves_nothing(driver: Opened, 
     np.testing.assert_allclose(driver.scores[kept.digest].reshape(-1, 4), expected(ids)[:, :4], atol=3e-4)
     driver.ask([prompt(draw, 5)])
     assert dropped.digest not in driver.scores
-    assert nothing_is_left(driver)
+    assert no_answer_is_open(driver)
 
 
 def test_positions_that_have_no_distribution_fail_their_prompt_alone(
@@ -103,22 +103,25 @@ def test_positions_that_have_no_distribution_fail_their_prompt_alone(
     logits_processor = scheduler_of(driver).tp_worker.model_runner.model.logits_processor
     compute, calls = logits_processor._get_logits, list[int]()
 
-    def spoil(*arguments: Any, **named: Any) -> torch.Tensor:
+    def break_one(*arguments: Any, **named: Any) -> torch.Tensor:
         logits: torch.Tensor = compute(*arguments, **named)
         if not calls:
             logits[2, 5] = float("nan")
         calls.append(len(logits))
         return logits
 
-    monkeypatch.setattr(logits_processor, "_get_logits", spoil)
-    spoilt, sound = asked(driver, prompt(draw, LONG), PositionsQuery(0, 5)), asked(driver, prompt(draw, 9), TARGETS)
-    driver.backend.submit([spoilt, sound])
+    monkeypatch.setattr(logits_processor, "_get_logits", break_one)
+    broken, sound = (
+        positions_job(driver, prompt(draw, LONG), PositionsQuery(0, 5)),
+        positions_job(driver, prompt(draw, 9), TARGETS),
+    )
+    driver.backend.submit([broken, sound])
     while len(calls) < 2 or not (driver.failures and sound.digest in driver.scores):
         driver.step()
     message = "the model returned logits that are no distribution: NaN or infinite"
-    assert driver.failures.pop(spoilt.digest) == message
+    assert driver.failures.pop(broken.digest) == message
     assert not driver.failures
-    assert nothing_is_left(driver)
+    assert no_answer_is_open(driver)
 
 
 def test_a_refused_prompt_leaves_nothing(driver: Opened, draw: random.Random) -> None:
@@ -129,4 +132,4 @@ def test_a_refused_prompt_leaves_nothing(driver: Opened, draw: random.Random) ->
     while not driver.failures:
         driver.step()
     assert "SGLang refuses the prompt" in driver.failures.pop(long.digest)
-    assert nothing_is_left(driver)
+    assert no_answer_is_open(driver)

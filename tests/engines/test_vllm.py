@@ -65,12 +65,12 @@ def test_a_session_is_opened_when_a_prompt_begins_to_grow(backend: VllmBackend) 
     before = len(backend._sessions)
     ids = draw(1, 40)
     answer(backend, ids)
-    assert len(backend._sessions) == before, "nobody knows yet whether it will grow"
+    assert len(backend._sessions) == before, "a single prompt opens no session"
     answer(backend, [*ids, 1])
     assert len(backend._sessions) == min(before + 1, SESSIONS)
     reused = backend.stats().reused
     answer(backend, [*ids, 1, 2])
-    assert backend.stats().reused - reused == 41, "all but the new token"
+    assert backend.stats().reused - reused == 41, "all tokens but the new one"
 
 
 @contextmanager
@@ -134,16 +134,16 @@ def test_tokens_of_a_preempted_session_are_not_counted_as_reused(backend: VllmBa
     answer(backend, ids)
     answer(backend, [*ids, 1])
     before = backend.stats()
-    asked = job([*ids, 1, 2, 3])
-    backend.submit([asked])
+    longer = job([*ids, 1, 2, 3])
+    backend.submit([longer])
     # As the scheduler does when it preempts a running request.
-    backend._scheduler.requests[backend._held[asked.digest]].num_preemptions += 1
+    backend._scheduler.requests[backend._held[longer.digest]].num_preemptions += 1
     while not backend.step().blocks:
         pass
     after = backend.stats()
     assert (after.tokens - before.tokens, after.reused - before.reused) == (43, 0)
     answer(backend, [*ids, 1, 2, 3, 4])
-    assert backend.stats().reused - after.reused == 43, "it goes on from there"
+    assert backend.stats().reused - after.reused == 43, "the session was kept again"
 
 
 def test_the_number_of_sessions_is_limited_and_the_oldest_is_closed_first(backend: VllmBackend) -> None:
@@ -155,7 +155,7 @@ def test_the_number_of_sessions_is_limited_and_the_oldest_is_closed_first(backen
         contexts = [[*ids, 5] for ids in contexts]
 
 
-def test_sessions_give_way_to_a_prompt_that_needs_their_memory(backend: VllmBackend) -> None:
+def test_sessions_are_closed_for_a_prompt_that_needs_their_memory(backend: VllmBackend) -> None:
     contexts = [draw(seed, 60) for seed in range(30, 30 + SESSIONS)]
     for token in range(3):
         answer(backend, *contexts)
@@ -199,7 +199,7 @@ def test_a_fresh_row_uses_no_cached_keys_and_values(backend: VllmBackend) -> Non
 
 
 @pytest.fixture
-def asked(backend: VllmBackend) -> Iterator[BackendJob]:
+def in_flight(backend: VllmBackend) -> Iterator[BackendJob]:
     """A prompt in flight, which is dropped after the test."""
     held = job(draw(60, 10))
     backend.submit([held])
@@ -211,34 +211,34 @@ def asked(backend: VllmBackend) -> Iterator[BackendJob]:
 
 
 def test_an_answer_to_an_unknown_request_breaks_the_backend(
-    backend: VllmBackend, asked: BackendJob, monkeypatch: pytest.MonkeyPatch
+    backend: VllmBackend, in_flight: BackendJob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stranger = EngineCoreOutput("nobody", [1], finish_reason=FinishReason.LENGTH)
+    stranger = EngineCoreOutput("unknown", [1], finish_reason=FinishReason.LENGTH)
     monkeypatch.setattr(backend._core, "get_output", lambda: EngineCoreOutputs(outputs=[stranger]))
-    with pytest.raises(WorkerError, match="request nobody, which it was not asked"):
+    with pytest.raises(WorkerError, match="request unknown, which it was not asked"):
         backend.step()
 
 
 def test_an_end_without_logits_breaks_the_backend(
-    backend: VllmBackend, asked: BackendJob, monkeypatch: pytest.MonkeyPatch
+    backend: VllmBackend, in_flight: BackendJob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ended = EngineCoreOutput(backend._held[asked.digest], [1], finish_reason=FinishReason.LENGTH)
+    ended = EngineCoreOutput(backend._held[in_flight.digest], [1], finish_reason=FinishReason.LENGTH)
     monkeypatch.setattr(backend._core, "get_output", lambda: EngineCoreOutputs(outputs=[ended]))
     with pytest.raises(WorkerError, match="without giving its logits"):
         backend.step()
 
 
 def test_an_aborted_request_is_a_failure_of_its_prompt_alone(
-    backend: VllmBackend, asked: BackendJob, monkeypatch: pytest.MonkeyPatch
+    backend: VllmBackend, in_flight: BackendJob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    name = backend._held[asked.digest]
+    name = backend._held[in_flight.digest]
     with monkeypatch.context() as patched:
         ended = EngineCoreOutput(name, [], finish_reason=FinishReason.ABORT)
         patched.setattr(backend._core, "get_output", lambda: EngineCoreOutputs(outputs=[ended]))
         finished = backend.step()
     backend._core.abort_requests([name])
     assert not finished.blocks
-    assert finished.failures == {asked.digest: "vLLM has ended the prompt: abort"}
+    assert finished.failures == {in_flight.digest: "vLLM has ended the prompt: abort"}
     answer(backend, draw(61, 5))
 
 
@@ -366,11 +366,11 @@ def shift(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_installed_logits_processor_is_refused_by_name(model_folder: Path, shift: None) -> None:
-    told = refused(model_folder)
-    assert told.startswith("logits_processors: 'shift' (tinkered:Shift of tinkered 1.2) is installed"), told
-    assert "--logits-processors shift" in told
-    told = refused(model_folder, logits_processors=["shift", "lift"])
-    assert told == "logits_processors: no entry point 'lift' of vllm.logits_processors is installed"
+    error = refused(model_folder)
+    assert error.startswith("logits_processors: 'shift' (tinkered:Shift of tinkered 1.2) is installed"), error
+    assert "--logits-processors shift" in error
+    error = refused(model_folder, logits_processors=["shift", "lift"])
+    assert error == "logits_processors: no entry point 'lift' of vllm.logits_processors is installed"
 
 
 def test_general_plugins_of_other_packages_are_described_and_logged(
@@ -413,9 +413,9 @@ def test_engine_options_reach_the_engine_and_some_change_the_fingerprint(
     model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "engine.toml").write_text("block_size = 16\nmax_num_seqs = 20\nhf_overrides = {rope_theta = 5.0}\n")
-    asked = settings(model_folder, engine_args=[str(tmp_path / "engine.toml"), "seed=3 max_num_seqs=24"])
-    given = engine.user_arguments(asked)
-    made = engine.engine_arguments(asked, model_folder, {}, given)
+    given_settings = settings(model_folder, engine_args=[str(tmp_path / "engine.toml"), "seed=3 max_num_seqs=24"])
+    given = engine.user_arguments(given_settings)
+    made = engine.engine_arguments(given_settings, model_folder) | given
     assert (made["block_size"], made["max_num_seqs"], made["seed"]) == (16, 24, 3)
     assert engine.row_deciding(given) == {"hf_overrides": {"rope_theta": 5.0}, "seed": 3}
 

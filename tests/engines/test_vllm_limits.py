@@ -59,7 +59,7 @@ def test_preempted_sessions_are_not_kept(model_folder: Path, monkeypatch: pytest
 def test_prompts_and_sessions_share_the_places(model_folder: Path) -> None:
     made = settings(model_folder, sessions=100, engine_args=["max_num_seqs=6"]).open()
     assert isinstance(made, VllmBackend)
-    assert (made.batch, made._engine.sessions) == (3, 3)
+    assert (made.batch, made._sessions._most) == (3, 3)
     made.close()
     made = settings(model_folder, max_batch=100, sessions=100, max_batch_tokens=16).open()
     assert made.batch == 8

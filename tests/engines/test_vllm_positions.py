@@ -19,7 +19,6 @@ from lmpool.errors import WorkerError
 from lmpool.protocol.adapter import name_of
 from lmpool.protocol.query import PositionsQuery
 from lmpool.protocol.row import Row
-from lmpool.workers.backends.vllm import engine
 from lmpool.workers.backends.vllm.backend import VllmBackend
 from lmpool.workers.execution.contract import BackendJob, Finished
 from tests.contract.model import RANK, V, reference_row
@@ -69,14 +68,14 @@ def finish(backend: VllmBackend, jobs: list[BackendJob]) -> tuple[dict[bytes, ND
             answers.update(zip(block.digests, block.numbers, strict=True))
         if finished.answers is not None:
             answers.update(zip(finished.answers.digests, finished.answers.vectors, strict=True))
-    assert nothing_is_left(backend)
+    assert no_answer_is_open(backend)
     return answers, failures
 
 
-def nothing_is_left(backend: VllmBackend) -> bool:
+def no_answer_is_open(backend: VllmBackend) -> bool:
     """Whether no answer of a positions query is open."""
     capture: Any = backend._engine.positions
-    return not (capture.answers._open or capture._lora_ids or backend._requests)
+    return not (capture._open or backend._requests)
 
 
 def expected(ids: list[int], start: int = 0) -> Row:
@@ -110,7 +109,7 @@ def test_cached_tokens_are_used_up_to_the_first_wanted_position(backend: VllmBac
 def test_long_prompts_are_scored_in_parts_together_with_rows(backend: VllmBackend) -> None:
     lengths, starts = (15, 30, 45, 60, 75, 150), (1, 20, 44, 7, 70, 1)
     prompts = [draw(50 + length, length) for length in lengths]
-    for _ in range(2):  # What is held of them the second time must not be used.
+    for _ in range(2):  # The second time, the prefix cache has the prompts, and must not be used.
         rows = [job(ids) for ids in prompts]
         jobs = [positions(ids, PositionsQuery.scores_from(at)) for ids, at in zip(prompts, starts, strict=True)]
         answers, failures = finish(backend, [queued for pair in zip(jobs, rows, strict=True) for queued in pair])
@@ -121,7 +120,7 @@ def test_long_prompts_are_scored_in_parts_together_with_rows(backend: VllmBacken
             np.testing.assert_allclose(answers[row.digest], reference_row(ids), atol=3e-4)
 
 
-@pytest.mark.parametrize("is_cached", [True, False], ids=["goes on", "begins again"])
+@pytest.mark.parametrize("is_cached", [True, False], ids=["continued", "restarted"])
 def test_a_preempted_prompt_gets_a_complete_answer(
     backend: VllmBackend, monkeypatch: pytest.MonkeyPatch, is_cached: bool
 ) -> None:
@@ -152,7 +151,7 @@ def test_a_prompt_dropped_during_its_computation_leaves_nothing(backend: VllmBac
     backend.step()
     backend.abort([scored.digest])
     answer(backend, ids)
-    assert nothing_is_left(backend)
+    assert no_answer_is_open(backend)
 
 
 def test_positions_that_have_no_distribution_fail_their_prompt_alone(
@@ -162,19 +161,19 @@ def test_positions_that_have_no_distribution_fail_their_prompt_alone(
     compute = capture._logits
     calls: list[int] = []
 
-    def spoil(hidden: torch.Tensor) -> torch.Tensor:
+    def break_one(hidden: torch.Tensor) -> torch.Tensor:
         logits: torch.Tensor = compute(hidden)
         if not calls:
             logits[2, 5] = float("nan")
         calls.append(len(hidden))
         return logits
 
-    monkeypatch.setattr(capture, "_logits", spoil)
+    monkeypatch.setattr(capture, "_logits", break_one)
     jobs = [positions(draw(40 + length, length), PositionsQuery(0, 5)) for length in (100, 20)]
     answers, failures = finish(backend, jobs)
     assert failures == {jobs[0].digest: "the model returned logits that are no distribution: NaN or infinite"}
     assert [*answers] == [jobs[1].digest]
-    assert len(calls) > 1, "of the long one a part was spoilt"
+    assert len(calls) > 1, "only a part of the long prompt was broken"
 
 
 def test_logits_of_another_shape_are_refused(backend: VllmBackend, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,9 +201,9 @@ def test_an_end_without_all_positions_breaks_the_backend(backend: VllmBackend, m
 def test_options_that_skip_positions_switch_the_capture_off(
     backend: VllmBackend, monkeypatch: pytest.MonkeyPatch, part: str | None, option: str, value: object
 ) -> None:
-    core: Any = backend._core.engine_core
-    monkeypatch.setattr(getattr(core.vllm_config, part) if part else core.vllm_config, option, value)
-    assert engine._open_positions(backend._core, core.vllm_config) is None
+    config = backend._engine.config
+    monkeypatch.setattr(getattr(config, part) if part else config, option, value)
+    assert not backend._engine.capture_positions()
 
 
 def test_another_structure_of_vllm_switches_the_capture_off(
@@ -215,7 +214,7 @@ def test_another_structure_of_vllm_switches_the_capture_off(
     monkeypatch.delattr(manager, "get_computed_blocks")
     monkeypatch.delattr(type(manager), "get_computed_blocks")
     with caplog.at_level("WARNING"):
-        assert engine._open_positions(backend._core, core.vllm_config) is None
+        assert not backend._engine.capture_positions()
     assert "values at positions are computed as rows" in caplog.text
     monkeypatch.undo()
     finish(backend, [positions(draw(80, 20), PositionsQuery(3))])

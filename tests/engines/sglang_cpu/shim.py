@@ -2,7 +2,7 @@
 
 SGLang's Python code imports triton, torchvision and its own kernels wherever it may need them later. On a CPU with the
 attention of torch it never does, so that empty packages will do: their modules have every attribute, capitalised ones
-are classes, and all others are decorators that leave what they decorate as it is.
+are classes, and all others are decorators that do not change the decorated function.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 _PACKAGES = ("triton", "torchvision", "sgl_kernel")
-_declared: list[Any] = []  # What torch forgets when nobody holds it.
+_declared: list[Any] = []  # torch drops declarations without a reference.
 _MAKE_TENSORS = ("arange", "empty", "tensor", "zeros")
 
 
@@ -131,7 +131,7 @@ class _MadeUp(ModuleType):
             return arguments[0]
         return lambda decorated: decorated
 
-    # torch looks into triton's list of backends.
+    # torch reads triton's list of backends.
     def __bool__(self) -> bool:
         return False
 

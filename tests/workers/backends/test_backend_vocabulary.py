@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 from lmpool.protocol.model_info import ModelInfo
 from lmpool.vocabulary import Vocabulary
 from lmpool.workers.backends import tokenizer as texts
-from lmpool.workers.backends.sglang.launch import _device_of
+from lmpool.workers.backends.sglang.options import device_of
 from lmpool.workers.backends.tokenizer import read_texts
 from tests.contract.model import PIECES, write_tokenizer
 from tests.support.models.tiny_models import CONFIGS, write_model
@@ -135,4 +135,4 @@ def test_another_exception_is_not_treated_as_a_bad_tokenizer(tmp_path: Path, mon
     ids=str,
 )
 def test_the_device_of_sglang_has_its_number(options: dict[str, Any], device: str) -> None:
-    assert _device_of(options) == device
+    assert device_of(options) == device

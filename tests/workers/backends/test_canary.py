@@ -14,8 +14,8 @@ from lmpool.errors import SettingsError
 from lmpool.protocol.job import decode_ids
 from lmpool.protocol.model_info import ModelInfo
 from lmpool.protocol.row import Encoding, RowBlock, VectorBlock
-from lmpool.workers.backends import canary
-from lmpool.workers.backends.canary import check_canary
+from lmpool.workers.backends import engines
+from lmpool.workers.backends.engines import check_canary
 from lmpool.workers.backends.synthetic import SyntheticBackend, SyntheticSettings
 from lmpool.workers.execution.contract import BackendJob, Finished
 
@@ -234,7 +234,7 @@ WRONG: dict[str, tuple[Callable[[Finished], Finished], str]] = {
 def test_a_backend_with_wrong_rows_is_refused_with_the_reason(
     spoil: Callable[[Finished], Finished], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(canary, "_MAX_STEPS", 20)
+    monkeypatch.setattr(engines, "_MAX_STEPS", 20)
     with pytest.raises(SettingsError, match=f"^model: syn cannot be served by synthetic: .*{message}"):
         check_canary(Faulty(spoil))
 
@@ -342,7 +342,7 @@ class Scored(SyntheticBackend):
 def test_wrong_scores_are_refused(
     spoil: Callable[[Rows], Rows | None], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(canary, "_MAX_STEPS", 20)
+    monkeypatch.setattr(engines, "_MAX_STEPS", 20)
     check_canary(Scored(lambda scores: scores))
     with pytest.raises(SettingsError, match=message):
         check_canary(Scored(spoil))

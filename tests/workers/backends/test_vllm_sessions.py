@@ -67,7 +67,7 @@ def test_a_prompt_that_is_up_to_a_block_longer_continues_a_session(new: int) -> 
 
 
 @pytest.mark.parametrize(
-    ("kept", "asked"),
+    ("kept", "prompt"),
     [
         (range(20), range(29)),
         (range(3), range(7)),
@@ -78,10 +78,10 @@ def test_a_prompt_that_is_up_to_a_block_longer_continues_a_session(new: int) -> 
     ],
     ids=["more than a block longer", "more than twice as long", "another end", "another beginning", "same", "shorter"],
 )
-def test_no_other_prompts_continue_a_session(kept: Iterable[int], asked: Iterable[int]) -> None:
+def test_no_other_prompts_continue_a_session(kept: Iterable[int], prompt: Iterable[int]) -> None:
     sessions = Sessions(8, PLENTY, block=8)
     sessions.keep("", ids(*kept), "request")
-    assert sessions.take("", ids(*asked)) is None
+    assert sessions.take("", ids(*prompt)) is None
     assert len(sessions) == 1
 
 
@@ -98,25 +98,25 @@ def test_prompts_that_share_a_checksum_do_not_continue_each_others_sessions(monk
     sessions.keep("", ids(1, 2, 3), "request")
     assert sessions.take("", ids(1, 9, 3, 4)) is None
     assert sessions.take("other", ids(1, 2, 3, 4)) is None
-    assert sessions.keep("", ids(1, 9, 3), "another") == ["request"], "the later has the place"
+    assert sessions.keep("", ids(1, 9, 3), "another") == ["request"], "the later one replaces it"
     assert taken(sessions, "", ids(1, 9, 3, 4, 5)) == "another"
 
 
-def test_of_very_large_blocks_no_more_is_looked_up_than_is_worth_it() -> None:
+def test_with_very_large_blocks_the_lookup_is_limited() -> None:
     sessions = Sessions(8, PLENTY, block=1056)
     sessions.keep("", ids(*range(500)), "request")
     assert sessions.take("", ids(*range(565))) is None
     assert taken(sessions, "", ids(*range(564))) == "request"
 
 
-@pytest.mark.parametrize(("kept", "asked"), [("", "one"), ("one", ""), ("one", "other")])
-def test_each_adapter_has_its_own_sessions(kept: str, asked: str) -> None:
+@pytest.mark.parametrize(("kept", "prompt"), [("", "one"), ("one", ""), ("one", "other")])
+def test_each_adapter_has_its_own_sessions(kept: str, prompt: str) -> None:
     sessions = Sessions(8, PLENTY)
     sessions.keep(kept, ids(1), "request")
-    assert taken(sessions, asked, ids(1, 2)) is None
-    assert sessions.keep(asked, ids(1), "another") == []
+    assert taken(sessions, prompt, ids(1, 2)) is None
+    assert sessions.keep(prompt, ids(1), "another") == []
     assert taken(sessions, kept, ids(1, 2)) == "request"
-    assert taken(sessions, asked, ids(1, 2)) == "another"
+    assert taken(sessions, prompt, ids(1, 2)) == "another"
 
 
 def test_of_two_sessions_of_one_prompt_the_later_stays() -> None:
@@ -186,7 +186,7 @@ def test_tokens_are_counted_to_the_last_one() -> None:
     for length in range(1, 6):
         assert sessions.keep("", ids(*range(length)), "growing") == []
         assert taken(sessions, "", ids(*range(length + 1))) == "growing"
-    assert sessions.keep("", ids(1, 2), "beside") == ["beside"], "what was taken holds its memory"
+    assert sessions.keep("", ids(1, 2), "other") == ["other"], "a taken session holds its memory"
     sessions.forget("growing")
     for count in range(100):
         assert sessions.keep("", ids(1, 1, 1), "again") == (["again"] if count else [])
@@ -229,7 +229,7 @@ def test_only_so_many_prompts_are_remembered(monkeypatch: pytest.MonkeyPatch) ->
     sessions.is_growing("", ids(5))
     for token in range(10, 17):
         sessions.is_growing("", ids(token))
-    assert sessions.is_growing("", ids(5, 0)), "what is seen again is remembered as new"
+    assert sessions.is_growing("", ids(5, 0)), "a repeated prompt counts as recent"
     for token in range(100, 1000):
         sessions.is_growing("", ids(token))
     assert len(sessions._recent) == 10

@@ -1,4 +1,4 @@
-"""`lmpool doctor`: what it finds, and that it exits with 1 when the pool or the model could not work."""
+"""`lmpool doctor`: its findings, and exit code 1 if the pool or the model cannot work."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from tests.support.pool import Pool, lmpool_command, run_lmpool, until
 
 
 def examine(code: int, *arguments: str, **environment: str) -> dict[str, dict[str, Any]]:
-    """What is found: check -> its finding."""
+    """The findings, by the name of the check."""
     ended = run_lmpool("doctor", "--json", *arguments, **environment)
     assert (ended.returncode, ended.stderr) == (code, "")
-    told = json.loads(ended.stdout)
-    assert told["ok"] == (code == 0)
-    assert any(check["state"] == "wrong" for check in told["checks"]) == (code == 1)
-    return {check["check"]: check for check in told["checks"]}
+    report = json.loads(ended.stdout)
+    assert report["ok"] == (code == 0)
+    assert any(check["state"] == "wrong" for check in report["checks"]) == (code == 1)
+    return {check["check"]: check for check in report["checks"]}
 
 
 def wrong(found: dict[str, dict[str, Any]]) -> list[str]:
     return [name for name, check in found.items() if check["state"] == "wrong"]
 
 
-def test_a_pool_that_works_is_said_to_work(pool: Pool, tmp_path: Path) -> None:
+def test_a_working_pool_has_no_wrong_finding(pool: Pool, tmp_path: Path) -> None:
     pool.start()
     folder = write_model(tmp_path / "model")
     found = examine(0, str(folder), "--redis", pool.url, "--prefix", pool.prefix, CUDA_VISIBLE_DEVICES="", PATH="/bin")
@@ -49,7 +49,7 @@ def test_a_pool_that_works_is_said_to_work(pool: Pool, tmp_path: Path) -> None:
     table = run_lmpool("doctor", "--redis", pool.url, "--prefix", pool.prefix)
     assert table.returncode == 0
     assert all(check in table.stdout for check in found if check != "model")
-    # No table where nobody sees it as one.
+    # A file gets no table.
     lines = table.stdout.splitlines()
     assert "models: ok: syn (1 worker)" in lines
     assert all(re.match(r"[^:]+: (ok|look|wrong): \S", line) for line in lines), lines
@@ -72,7 +72,7 @@ def test_a_server_that_cannot_be_used_is_wrong(short_dir: Path, url: str | None,
     assert "secret" not in json.dumps(found)
 
 
-def test_a_server_that_may_drop_or_refuse_what_it_must_keep_is_wrong(own_server: EmbeddedServer) -> None:
+def test_a_server_that_may_evict_queues_or_refuse_writes_is_wrong(own_server: EmbeddedServer) -> None:
     client = redis.Redis.from_url(own_server.url)
     for policy in ("noeviction", "allkeys-lru"):
         client.config_set("maxmemory-policy", policy)
@@ -97,18 +97,18 @@ def test_a_folder_that_holds_no_model_is_wrong(pool: Pool, tmp_path: Path) -> No
 def test_weights_that_do_not_fit_the_gpu_are_wrong(pool: Pool, tmp_path: Path) -> None:
     folder = write_model(tmp_path / "model")
     smi = tmp_path / "nvidia-smi"
-    asked = tmp_path / "asked"
-    smi.write_text(f"#!/bin/sh\necho asked >> {asked}\necho 'NVIDIA H100, 81559, 1'\n")
+    calls = tmp_path / "calls"
+    smi.write_text(f"#!/bin/sh\necho called >> {calls}\necho 'NVIDIA H100, 81559, 1'\n")
     smi.chmod(0o755)
     found = examine(1, str(folder), "--redis", pool.url, PATH=f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     assert "model" in wrong(found)
     assert "1 MiB free on a GPU" in found["model"]["found"]
     assert "NVIDIA H100, 1 MiB of 79.6 GiB free" in found["GPU"]["found"]
-    assert asked.read_text() == "asked\n"
+    assert calls.read_text() == "called\n"
 
 
-def test_shared_memory_is_judged_by_what_rows_need(monkeypatch: pytest.MonkeyPatch, short_dir: Path) -> None:
-    """They lie in memory without a name: of the folder they need a socket."""
+def test_shared_memory_must_be_large_enough_for_rows(monkeypatch: pytest.MonkeyPatch, short_dir: Path) -> None:
+    """Rows are in memory without a name; the folder holds only a socket."""
     monkeypatch.setenv("LMPOOL_SHM_DIR", str(short_dir))
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(total=1 << 26))
     with socket.socket(socket.AF_UNIX) as listener:
@@ -132,7 +132,7 @@ def test_shared_memory_is_judged_by_what_rows_need(monkeypatch: pytest.MonkeyPat
     assert "No such file or directory" in without.found
 
 
-def test_a_system_that_does_not_tell_of_its_memory_is_examined_all_the_same(
+def test_a_system_that_does_not_report_free_memory_is_checked_too(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """macOS has neither /proc nor sealed memory."""
@@ -149,7 +149,7 @@ def test_a_system_that_does_not_tell_of_its_memory_is_examined_all_the_same(
     assert found["shared memory"].state == "look"
 
 
-def test_a_package_of_a_version_that_does_not_suit_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_package_of_an_unsupported_version_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     versions = {"msgpack": "1.0.8", "torch": "2.9.1+cu128"}
     theirs = doctor._version
     monkeypatch.setattr(doctor, "_version", lambda package: versions.get(package) or theirs(package))
@@ -160,7 +160,7 @@ def test_a_package_of_a_version_that_does_not_suit_is_named(monkeypatch: pytest.
 
 
 @pytest.mark.parametrize(
-    ("package", "installed", "needed", "suits"),
+    ("package", "installed", "needed", "is_supported"),
     [
         ("torch", "2.10.0rc1", "torch>=2.10", False),
         ("torch", "2.10.0+cpu", "torch>=2.10", True),
@@ -169,11 +169,11 @@ def test_a_package_of_a_version_that_does_not_suit_is_named(monkeypatch: pytest.
     ],
 )
 def test_versions_are_compared_as_pip_compares_them(
-    monkeypatch: pytest.MonkeyPatch, package: str, installed: str, needed: str, suits: bool
+    monkeypatch: pytest.MonkeyPatch, package: str, installed: str, needed: str, is_supported: bool
 ) -> None:
     monkeypatch.setattr(doctor, "requires", lambda name: [f'{needed}; extra == "x"', 'other; extra == "y"'])
     monkeypatch.setattr(doctor, "version", lambda name: installed)
-    assert (list(doctor._troubles("x")) == []) == suits
+    assert (list(doctor._troubles("x")) == []) == is_supported
     assert list(doctor._troubles("")) == []
 
 
@@ -186,9 +186,9 @@ def test_the_shell_completes_commands_and_names_of_models(pool: Pool, tmp_path: 
 
     assert complete("lmpool doc") == ["doctor"]
     assert "--workers" in complete("lmpool up m --wor")
-    asked = f"lmpool logprobs x --prefix {pool.prefix} --model "
-    until(lambda: complete(asked) == ["syn"], "the model is completed")
-    assert complete(asked.replace(pool.prefix, "nobody")) == []
+    words = f"lmpool logprobs x --prefix {pool.prefix} --model "
+    until(lambda: complete(words) == ["syn"], "the model is completed")
+    assert complete(words.replace(pool.prefix, "empty")) == []
     home = {**os.environ, "HOME": str(tmp_path), "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}
     command = [*lmpool_command(), "--install-completion", "bash"]
     done = subprocess.run(command, env=home, capture_output=True, text=True, check=True, timeout=60)

@@ -25,7 +25,7 @@ def entries(worker: WorkerProcess) -> list[dict[str, Any]]:
     return [json.loads(line) for line in worker.text.splitlines()]
 
 
-def test_every_line_of_a_json_log_is_an_object_that_says_who_and_when(pool: Pool) -> None:
+def test_every_line_of_a_json_log_is_an_object_with_worker_and_time(pool: Pool) -> None:
     began = datetime.now(UTC)
     worker = pool.start("--log-format", "json")
     worker.process.terminate()
@@ -43,7 +43,7 @@ def test_every_line_of_a_json_log_is_an_object_that_says_who_and_when(pool: Pool
     assert logged[-1]["message"] == "stopped; nothing was left unfinished"
 
 
-def test_what_ends_a_worker_is_in_its_json_log_and_nowhere_else(pool: Pool) -> None:
+def test_the_error_that_ends_a_worker_is_only_in_its_json_log(pool: Pool) -> None:
     pool.start()
     other = pool.start("--seed", 1, "--log-format", "json", wait=False)
     assert other.wait() == 2
@@ -63,7 +63,7 @@ def test_a_password_is_in_no_line_of_a_json_log(tmp_path: Path) -> None:
     assert worker.wait() == 2
     (entry,) = entries(worker)
     assert "no Redis server answers at redis://127.0.0.1:1" in entry["message"]
-    assert "exception" not in entry, "the message says it all"
+    assert "exception" not in entry, "the message is enough"
     assert "hunter2" not in worker.text
 
 
@@ -73,20 +73,18 @@ def test_an_unknown_format_is_one_clear_error(pool: Pool) -> None:
     assert worker.text == "lmpool: --log-format: 'xml' is not one of text, json\n"
 
 
-async def test_a_worker_says_that_it_loads_and_now_and_then_that_it_loads_still(
-    pool: Pool, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_worker_logs_that_it_loads_and_repeats_it(pool: Pool, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="lmpool.worker")
 
-    async def says_so() -> bool:
+    async def has_logged_it() -> bool:
         return any(record.getMessage().startswith("still loading 'syn' after ") for record in caplog.records)
 
     async with loading(Server(pool.url), WorkerSettings(pool.prefix, lease_s=1), "w0", "syn", say_every_s=0.0):
         assert caplog.messages[0] == "loading 'syn'"
-        await until_async(says_so, "the worker says that it loads still")
+        await until_async(has_logged_it, "the worker logs again that it loads")
 
 
-async def test_a_worker_says_that_others_serve_the_model_already(pool: Pool, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_worker_logs_that_others_serve_the_model_already(pool: Pool, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="lmpool.worker")
 
     async def load() -> list[str]:
@@ -99,7 +97,7 @@ async def test_a_worker_says_that_others_serve_the_model_already(pool: Pool, cap
     assert await load() == ["loading 'syn'", "1 worker serves 'syn' already: this one is added"]
 
 
-# `lmpool`, which tells itself to end once more when it has finished.
+# `lmpool`, which sends itself another signal after it has finished.
 AGAIN_WHEN_FINISHED = """
 import logging, os, signal
 from lmpool.cli import main
@@ -112,7 +110,7 @@ main()
 """
 
 
-def test_a_signal_when_all_is_finished_does_not_say_that_something_is_cut_off(pool: Pool) -> None:
+def test_a_signal_after_the_drain_does_not_log_that_work_was_stopped(pool: Pool) -> None:
     worker = pool.start(command=lambda: [sys.executable, "-c", AGAIN_WHEN_FINISHED])
     worker.signal(signal.SIGINT)
     assert worker.wait() in (0, 130)
@@ -168,11 +166,11 @@ def test_warnings_about_different_things_do_not_hide_each_other(log: tuple[loggi
     ]
 
 
-def test_kinds_of_warnings_do_not_pile_up(log: tuple[logging.Logger, Shown]) -> None:
+def test_the_number_of_remembered_kinds_is_limited(log: tuple[logging.Logger, Shown]) -> None:
     logger, shown = log
     repeats = RepeatFilter(pause_s=1e9)
     logger.addFilter(repeats)
     for i in range(5000):
         logger.warning("about %s", str(i))
     assert len(shown.lines) == 5000
-    assert sys.getsizeof(repeats._shown_at) < 200_000
+    assert sys.getsizeof(repeats._seen) < 200_000

@@ -1,10 +1,12 @@
-"""Settings, options and addresses: what is unknown or malformed is refused by name, and no password is ever told."""
+"""Settings, options and addresses: malformed ones are refused by name, and no text has a password."""
 
 from __future__ import annotations
 
 import inspect
+import re
 import traceback
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any, get_args
 
 import numpy as np
@@ -29,9 +31,11 @@ from lmpool.producer import Producer, SyncProducer
 from lmpool.protocol.model_info import ModelInfo
 from lmpool.workers.backends.settings import HfSettings, VllmSettings
 from lmpool.workers.backends.synthetic import SyntheticSettings
-from lmpool.workers.cli.commands import _backends, _configure, build, option_parameters
+from lmpool.workers.cli.commands import _backends, _configure, build, option_parameters, parse_size
+from lmpool.workers.cli.supervisor import as_arguments
 from lmpool.workers.settings import WorkerSettings
 from lmpool.workers.trie import TrieSettings
+from tests.support.pool import run_lmpool
 
 SECRET = "hunter2"
 ALL = {"every worker": WorkerSettings, "hf backend": HfSettings, "synthetic backend": SyntheticSettings}
@@ -48,10 +52,10 @@ def no_server_of_the_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> 
 
 @dataclass(frozen=True)
 class Kettle:
-    """A kettle, of which not everything is described."""
+    """Settings of which some have no help."""
 
-    litres: float = field(default=1.5, metadata={"help": "How much water, up to the brim."})
-    name: str = field(default="", metadata={"help": "What it is called."})
+    litres: float = field(default=1.5, metadata={"help": "Capacity in litres."})
+    name: str = field(default="", metadata={"help": "Name of the kettle."})
     whistles: bool = False
     colour: str | None = field(default=None, metadata={"help": ""})
     cups: int = 4
@@ -77,8 +81,8 @@ def test_each_field_becomes_one_optional_keyword_with_its_description() -> None:
     }
     texts = {name: option(parameter)[1].help for name, parameter in options.items()}
     assert texts == {
-        "litres": "How much water, up to the brim. (default: 1.5)",
-        "name": "What it is called.",
+        "litres": "Capacity in litres. (default: 1.5)",
+        "name": "Name of the kettle.",
         "whistles": "",
         "colour": "",
         "cups": "(default: 4)",
@@ -113,19 +117,19 @@ def test_every_setting_is_described(kind: type) -> None:
 def test_the_first_that_describes_a_setting_describes_the_option() -> None:
     @dataclass(frozen=True)
     class Pot:
-        whistles: bool = field(default=False, metadata={"help": "Whether it sings."})
+        whistles: bool = field(default=False, metadata={"help": "Whether it whistles."})
 
     options = {p.name: option(p)[1].help for p in option_parameters({"kettle": Kettle, "pot": Pot}, set())}
-    assert options["whistles"] == "Whether it sings."
+    assert options["whistles"] == "Whether it whistles."
 
 
-def test_a_numeric_default_of_zero_is_told() -> None:
+def test_a_numeric_default_of_zero_is_shown() -> None:
     helps = {p.name: str(option(p)[1].help) for p in option_parameters({"x": SyntheticSettings}, set())}
     assert helps["seed"].endswith("(default: 0)")
     assert helps["step_ms"].endswith("(default: 0.0)")
 
 
-def test_settings_are_built_from_what_was_given_and_defaults() -> None:
+def test_settings_are_built_from_given_values_and_defaults() -> None:
     assert build(WorkerSettings, {}, "workers") == WorkerSettings()
     assert build(WorkerSettings, {"lease_s": 3.0}, "workers") == WorkerSettings(lease_s=3.0)
 
@@ -137,7 +141,7 @@ def test_an_option_of_another_class_is_refused_with_its_name_and_the_class() -> 
 
 
 def test_a_malformed_value_is_refused_while_building() -> None:
-    with pytest.raises(SettingsError, match=r"^lease_s: 0 .* from 0\.1 to"):
+    with pytest.raises(SettingsError, match=r"^lease_s: 0 .* from 0\.1 to 3600"):
         build(WorkerSettings, {"lease_s": 0}, "workers")
 
 
@@ -168,7 +172,7 @@ def test_a_malformed_worker_setting_is_refused_with_its_name_and_value(field: st
     ("field", "value"),
     [("row_ttl_s", INF), ("row_ttl_s", 1e300), ("queue_limit", 2**64)],
 )
-def test_a_worker_setting_that_cannot_be_carried_out_is_refused(field: str, value: object) -> None:
+def test_a_worker_setting_beyond_the_range_of_redis_is_refused(field: str, value: object) -> None:
     # Redis takes milliseconds as int64, the info numbers up to uint64.
     with pytest.raises(SettingsError, match=field):
         WorkerSettings(**{field: value})  # type: ignore[arg-type]
@@ -473,3 +477,38 @@ def test_backends_are_found_by_entry_point_and_ours_come_first() -> None:
     assert list(_backends())[:4] == ["hf", "vllm", "sglang", "synthetic"]
     with pytest.raises(SettingsError, match=r"^backend: 'tgi' is not one of hf, vllm, sglang, synthetic"):
         _configure("m", "tgi", {})
+
+
+# How options are written
+
+
+def test_sizes_have_units() -> None:
+    sizes = {"4096": 4096, "128k": 128_000, "8g": 8 * 10**9, "8G": 2**33, "8GiB": 2**33, "8GB": 8 * 10**9,
+             "1.5k": 1500, " 2 Ki": 2048, "0": 0, "-1": -1}  # fmt: skip
+    assert {text: parse_size(text) for text in sizes} == sizes
+    for text in ("", "k", "1.5", "8x", "1e3", "0x10", "8 g b"):
+        with pytest.raises(Exception, match="is no size|is no whole number"):
+            parse_size(text)
+
+
+def test_options_are_passed_on_to_workers() -> None:
+    options = {"backend": "hf", "with_trie": True, "adapters": ["a=b", "c=d"], "seed": -1}
+    assert as_arguments(options) == ["--backend=hf", "--with-trie", "--adapters=a=b", "--adapters=c=d", "--seed=-1"]
+
+
+def test_options_have_aliases_of_vllm_and_errors_name_the_given_one(tmp_path: Path) -> None:
+    model = str(tmp_path / "nowhere")
+    for option, value in (("--served-model-name", "a{b"), ("--max-num-seqs", "0"), ("--max-model-len", "0")):
+        ended = run_lmpool("worker", model, option, value)
+        assert ended.returncode == 2
+        assert ended.stderr.startswith(f"lmpool: {option}: "), ended.stderr
+    ended = run_lmpool("worker", "syn", "--backend", "synthetic", "--max-model-len", "many")
+    assert "'many' is no size: write 4096, 128k" in ended.stderr
+
+
+def test_the_help_is_short_and_help_all_shows_all_options() -> None:
+    short, whole = (run_lmpool("up", option, COLUMNS="200").stdout for option in ("--help", "--help-all"))
+    options = [set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", text)) for text in (short, whole)]
+    assert {"--workers", "--detach", "--dtype", "--max-model-len", "--kv-cache-bytes", "--help-all"} <= options[0]
+    assert len([line for line in short.splitlines() if re.match(r"│ --", line)]) <= 14
+    assert {"--lease-s", "--memory-mb", "--vocab-size"} <= options[1] - options[0]

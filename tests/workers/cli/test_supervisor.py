@@ -12,7 +12,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -24,8 +23,7 @@ from lmpool.embedded import EmbeddedServer, StateFile
 from lmpool.errors import SettingsError, WorkerError
 from lmpool.producer import SyncProducer
 from lmpool.synthetic import synthetic_row
-from lmpool.workers.cli.commands import parse_size
-from lmpool.workers.cli.supervisor import SupervisedWorker, as_arguments, plan_workers
+from lmpool.workers.cli.supervisor import SupervisedWorker, plan_workers
 from tests.support.pool import DEADLINE_S, V, WorkerProcess, is_running, lmpool_command, run_lmpool, server_pid, until
 
 Up = Callable[..., WorkerProcess]
@@ -45,7 +43,7 @@ def folder(short_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 @pytest.fixture
 def up(tmp_path: Path) -> Iterator[Up]:
-    """Starts `lmpool up` and waits for a line of its log; kills what is left at the end."""
+    """Starts `lmpool up` and waits for a line of its log; ends the processes after the test."""
     started: list[WorkerProcess] = []
 
     def start(*options: str, model: str = "syn", says: str = "serving ") -> WorkerProcess:
@@ -73,7 +71,7 @@ def serving(process: WorkerProcess) -> dict[str, list[int]]:
 
 
 def until_no_worker_of(process: WorkerProcess) -> None:
-    pids = list(chain.from_iterable(serving(process).values()))
+    pids = [pid for pids in serving(process).values() for pid in pids]
     assert pids
     until(lambda: not any(map(is_running, pids)), "no worker is left")
 
@@ -117,7 +115,7 @@ def test_the_server_stays_until_the_last_up_has_ended(up: Up, folder: Path, numb
     second.wait()
     assert "goes on" not in second.text
     until(lambda: not is_running(pid), "the server ends with the last")
-    until(lambda: is_stopped(folder), "its files are gone")
+    until(lambda: is_stopped(folder), "its files were removed")
 
 
 def test_a_second_up_of_the_same_name_is_refused(up: Up) -> None:
@@ -177,7 +175,7 @@ def test_a_killed_keeper_is_replaced(up: Up, folder: Path) -> None:
     until(lambda: is_stopped(folder), "the server has ended")
 
 
-COMES_AND_GOES = """
+JOINS_AND_STOPS = """
 import os
 from lmpool.embedded import EmbeddedServer, User, ping
 for _ in range(5):
@@ -188,8 +186,8 @@ for _ in range(5):
 """
 
 
-def test_many_that_come_and_go_always_have_a_server_and_leave_none(folder: Path) -> None:
-    command = [sys.executable, "-c", COMES_AND_GOES]
+def test_many_short_processes_always_have_a_server_and_leave_none(folder: Path) -> None:
+    command = [sys.executable, "-c", JOINS_AND_STOPS]
     crowd = [subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) for _ in range(3)]
     assert [process.communicate()[1] for process in crowd] == [b""] * 3
     until(lambda: is_stopped(folder), "nothing is left")
@@ -216,14 +214,14 @@ def test_the_fork_of_a_killed_process_does_not_keep_the_server(folder: Path) -> 
         until(lambda: is_stopped(folder), "the server ends with the program")
 
 
-def test_a_start_that_fails_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_reason_of_a_failed_start_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LMPOOL_SERVER_BINARY", "/bin/false")
     ended = run_lmpool("up", "syn", "--backend", "synthetic")
     assert ended.returncode == 2
     assert ended.stderr.startswith("lmpool: the embedded server ended at its start: ")
 
 
-def test_the_reason_of_a_refusal_is_the_last_line_although_the_server_goes_on(up: Up, tmp_path: Path) -> None:
+def test_the_reason_of_a_refusal_is_the_last_line_while_the_server_stays(up: Up, tmp_path: Path) -> None:
     up(model="other")
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -247,14 +245,14 @@ def test_jobs_of_a_killed_worker_are_taken_up_at_once(up: Up, count: int) -> Non
     with SyncProducer("syn", timeout=DEADLINE_S) as producer:
         prompts = [[token] for token in range(24)]
         rows: list[np.ndarray] = []
-        asking = threading.Thread(target=lambda: rows.extend(producer.batch_logprobs(prompts)))
-        asking.start()
+        requests = threading.Thread(target=lambda: rows.extend(producer.batch_logprobs(prompts)))
+        requests.start()
         until(lambda: len(holders()) == count, "each worker holds prompts")
         os.kill(killed, signal.SIGKILL)
         process.until_says("requeued ")
         if count == 2:
             process.until_says("claimed ")
-        asking.join()
+        requests.join()
     expected = [synthetic_row(prompt, vocab_size=V) for prompt in prompts]
     assert np.array_equal(rows, expected)
 
@@ -317,26 +315,25 @@ def test_options_that_no_worker_accepts_are_not_tried_again(up: Up) -> None:
     assert "metrics_port" in process.text or "--metrics-port" in process.text
 
 
-# The argument of a stand-in for a worker says what it does: serve, leave a process behind, wait, end with a code.
+# The argument of a stand-in for a worker lists its actions: serve, wait, end with a code.
 STAND_INS = """
 import logging, os, signal, sys, time, types
 from lmpool.workers.cli import supervisor
 logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
 supervisor.LAUNCH = '''
-import os, subprocess, sys
+import os, sys
 how = sys.argv[1]
-print("hello", flush=True)
+print(f"[{os.environ['NUMBER']}] hello", flush=True)
 if "serves" in how:
     os.write(int(os.environ["LMPOOL_READY_DESCRIPTOR"]), b"id")
-if "leaves" in how:
-    # It has the worker's output, and its input until the pipe is closed.
-    left = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"])
 if "waits" in how:
     sys.stdin.read()
 sys.exit(int(how.rpartition("-")[2]))
 '''
-supervisor._REST_S = 0.1
-supervisor.Supervisor._requeue = lambda *_: None
+async def requeue_nothing(*_):
+    pass
+
+supervisor.Supervisor._requeue = requeue_nothing
 supervisor.time = types.SimpleNamespace(monotonic=lambda: 100 * time.monotonic(), sleep=time.sleep)
 
 def report_ready():
@@ -346,7 +343,8 @@ def report_ready():
 
 supervisor.report_ready = report_ready
 server = types.SimpleNamespace(running=True)
-workers = [supervisor.SupervisedWorker(number, [how], {}, True) for number, how in enumerate(sys.argv[1:])]
+hows = enumerate(sys.argv[1:])
+workers = [supervisor.SupervisedWorker(number, [how], {"NUMBER": str(number)}) for number, how in hows]
 sys.exit(supervisor.Supervisor(server, None, workers, 3).run())
 """
 
@@ -361,23 +359,18 @@ def run_stand_ins(tmp_path: Path, *hows: str, stop: Sequence[signal.Signals] = (
         process.end()
 
 
-def test_a_worker_that_ends_again_and_again_is_given_up(tmp_path: Path) -> None:
-    code, text = run_stand_ins(tmp_path, "dies-7", "dies-7")
+def test_a_worker_that_ends_five_times_in_a_row_is_given_up(tmp_path: Path) -> None:
+    code, text = run_stand_ins(tmp_path, "fails-7", "fails-7")
     assert code == 1
     for number in range(2):
         assert text.count(f"[{number}] hello\n") == 5
         assert re.search(rf"worker {number} ended with code 7 after \d+ s, the 5\. time in a row: it is given up", text)
-        assert [int(pause) for pause in re.findall(rf"worker {number} .* starting it again in (\d+) s", text)] == [
-            1,
-            2,
-            4,
-            8,
-        ]
+        assert re.findall(rf"worker {number} .* starting it again in (\d+) s", text) == ["1", "2", "4", "8"]
     assert "0 workers go on" in text
     assert "reported" not in text
 
 
-@pytest.mark.parametrize("other", ["dies-7", "ends-0"])
+@pytest.mark.parametrize("other", ["fails-7", "ends-0"])
 def test_a_start_does_not_wait_for_a_worker_that_is_not_started_again(tmp_path: Path, other: str) -> None:
     code, text = run_stand_ins(tmp_path, other, "serves-and-waits-0")
     assert code == 0
@@ -385,7 +378,7 @@ def test_a_start_does_not_wait_for_a_worker_that_is_not_started_again(tmp_path: 
     assert text.index("1 workers go on") < text.index("1 of 2 workers serve") < text.index("reported that they serve")
 
 
-@pytest.mark.parametrize(("others", "expected"), [(["ends-0", "ends-0"], 0), (["ends-0", "dies-7"], 1)])
+@pytest.mark.parametrize(("others", "expected"), [(["ends-0", "ends-0"], 0), (["ends-0", "fails-7"], 1)])
 def test_the_supervisor_ends_when_no_worker_is_left(tmp_path: Path, others: list[str], expected: int) -> None:
     code, text = run_stand_ins(tmp_path, *others)
     assert code == expected
@@ -394,17 +387,11 @@ def test_the_supervisor_ends_when_no_worker_is_left(tmp_path: Path, others: list
 
 
 def test_a_worker_that_is_refused_after_it_served_is_started_again(tmp_path: Path) -> None:
-    code, text = run_stand_ins(tmp_path, "serves-2", "dies-7", stop=())
+    code, text = run_stand_ins(tmp_path, "serves-2", "fails-7", stop=())
     assert code == 1
     assert text.count("[0] hello\n") == 5
     assert re.search(r"worker 0 ended with code 2 after \d+ s: starting it again in 1 s", text)
     assert "stopping all workers" not in text
-
-
-def test_the_end_of_a_worker_is_noticed_although_its_child_holds_its_output(tmp_path: Path) -> None:
-    code, text = run_stand_ins(tmp_path, "leaves-one-and-dies-7")
-    assert code == 1
-    assert text.count("[0] hello\n") == 5
 
 
 def test_a_terminal_that_closes_drains_the_workers_although_it_sends_two_signals(tmp_path: Path) -> None:
@@ -421,7 +408,7 @@ def test_a_crash_after_a_minute_of_service_is_not_counted_with_those_before() ->
         worker.process.wait()
         worker._ready, writer = os.pipe()
         os.close(writer)
-        worker._serves_since = time.monotonic() - served_s if served_s else 0.0
+        worker.serves_since = time.monotonic() - served_s if served_s else 0.0
         worker.on_end()
         return worker.quick_crashes
 
@@ -488,21 +475,18 @@ def test_down_stops_one_model_by_its_name(folder: Path) -> None:
     assert run_lmpool("down").stdout == f"stopping syn, process {first}\nstopped\n"
 
 
-def test_several_detached_workers_end_at_once() -> None:
-    start_detached("--workers=2")
-    assert run_lmpool("down", "--now").stdout.startswith("stopping syn, process ")
+@pytest.mark.parametrize("frozen", ["", "worker", "supervisor"])
+def test_now_ends_all_processes_even_frozen_ones(frozen: str) -> None:
+    pid, _, workers = start_detached("--workers=2")
+    if frozen:
+        os.kill(pid if frozen == "supervisor" else workers[0], signal.SIGSTOP)
+    ended = run_lmpool("down", "--now")
+    assert (ended.returncode, ended.stdout.splitlines()[0]) == (0, f"stopping syn, process {pid}")
+    until(lambda: not any(map(is_running, [pid, *workers])), "no process is left")
     assert run_lmpool("down").stdout.startswith("nothing to stop")
 
 
-@pytest.mark.parametrize("is_supervisor_frozen", [False, True])
-def test_now_ends_processes_that_do_not_answer(is_supervisor_frozen: bool) -> None:
-    pid, _, workers = start_detached("--workers=2")
-    os.kill(pid if is_supervisor_frozen else workers[0], signal.SIGSTOP)
-    assert run_lmpool("down", "--now").returncode == 0
-    until(lambda: not any(map(is_running, [pid, *workers])), "no process is left")
-
-
-def test_an_interrupted_down_says_what_still_runs_and_the_next_one_waits_for_it(tmp_path: Path) -> None:
+def test_an_interrupted_down_reports_what_still_runs_and_the_next_one_waits_for_it(tmp_path: Path) -> None:
     """A second signal would make the worker drop the prompts that it holds."""
     pid, log, (worker,) = start_detached()
     os.kill(worker, signal.SIGSTOP)
@@ -520,7 +504,7 @@ def test_an_interrupted_down_says_what_still_runs_and_the_next_one_waits_for_it(
     assert "stopped at once" not in log.read_text()
 
 
-def test_a_detached_start_that_fails_says_why(folder: Path) -> None:
+def test_the_reason_of_a_failed_detached_start_is_reported(folder: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -577,16 +561,14 @@ def test_a_server_of_another_program_is_no_lmpool_up(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("wanted", ["0", "-1", "two", "", "1.5", "99", "ALL"])
-def test_a_number_of_workers_that_this_machine_has_no_room_for_is_refused(
-    monkeypatch: pytest.MonkeyPatch, wanted: str
-) -> None:
+def test_a_number_of_workers_beyond_this_machine_is_refused(monkeypatch: pytest.MonkeyPatch, wanted: str) -> None:
     for visible in ("", "0"):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
         with pytest.raises(SettingsError, match="^workers: "):
             plan_workers(wanted, "hf", None)
 
 
-def test_the_command_says_so_in_one_line() -> None:
+def test_an_impossible_number_of_workers_is_reported_in_one_line() -> None:
     for wanted, reason in (("0", "'0' is neither a number of at least 1 nor `all`"), ("99", "99 are more than the ")):
         ended = run_lmpool("up", "syn", *SYNTHETIC, "--workers", wanted)
         assert (ended.returncode, ended.stdout) == (2, "")
@@ -616,38 +598,3 @@ def test_each_gpu_has_one_worker_and_cores_are_divided(monkeypatch: pytest.Monke
     smi.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     assert plan_workers("all", "hf", None) == [{"CUDA_VISIBLE_DEVICES": gpu} for gpu in "01"]
-
-
-# How options are written
-
-
-def test_sizes_are_written_as_people_write_them() -> None:
-    sizes = {"4096": 4096, "128k": 128_000, "8g": 8 * 10**9, "8G": 2**33, "8GiB": 2**33, "8GB": 8 * 10**9,
-             "1.5k": 1500, " 2 Ki": 2048, "0": 0, "-1": -1}  # fmt: skip
-    assert {text: parse_size(text) for text in sizes} == sizes
-    for text in ("", "k", "1.5", "8x", "1e3", "0x10", "8 g b"):
-        with pytest.raises(Exception, match="is no size|is no whole number"):
-            parse_size(text)
-
-
-def test_options_survive_the_way_to_a_worker() -> None:
-    options = {"backend": "hf", "with_trie": True, "adapters": ["a=b", "c=d"], "seed": -1}
-    assert as_arguments(options) == ["--backend=hf", "--with-trie", "--adapters=a=b", "--adapters=c=d", "--seed=-1"]
-
-
-def test_the_names_of_vllm_are_aliases_and_errors_name_what_was_given(tmp_path: Path) -> None:
-    model = str(tmp_path / "nowhere")
-    for option, value in (("--served-model-name", "a{b"), ("--max-num-seqs", "0"), ("--max-model-len", "0")):
-        ended = run_lmpool("worker", model, option, value)
-        assert ended.returncode == 2
-        assert ended.stderr.startswith(f"lmpool: {option}: "), ended.stderr
-    ended = run_lmpool("worker", "syn", "--backend", "synthetic", "--max-model-len", "many")
-    assert "'many' is no size: write 4096, 128k" in ended.stderr
-
-
-def test_the_help_is_short_and_there_is_all_of_it() -> None:
-    short, whole = (run_lmpool("up", option, COLUMNS="200").stdout for option in ("--help", "--help-all"))
-    options = [set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", text)) for text in (short, whole)]
-    assert {"--workers", "--detach", "--dtype", "--max-model-len", "--kv-cache-bytes", "--help-all"} <= options[0]
-    assert len([line for line in short.splitlines() if re.match(r"│ --", line)]) <= 14
-    assert {"--lease-s", "--memory-mb", "--vocab-size"} <= options[1] - options[0]

@@ -6,7 +6,7 @@ import inspect
 import os
 import re
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import MISSING, Field, fields
 from functools import cache
 from importlib.metadata import entry_points
@@ -18,7 +18,7 @@ from lmpool.broker.server import URL_VARIABLE, Server
 from lmpool.cli import say
 from lmpool.errors import SettingsError
 from lmpool.protocol.model_info import TRIE_SERVICE
-from lmpool.settings import check_choice, shown
+from lmpool.settings import check_choice, check_known, shown
 from lmpool.workers.backends.checkpoint import check_model_path
 from lmpool.workers.backends.settings import ModelSettings
 from lmpool.workers.cli.doctor import doctor
@@ -87,14 +87,13 @@ Detach = Annotated[
 
 def register(app: typer.Typer) -> None:
     """Add the commands of this side."""
-    settings = {"every worker": WorkerSettings, **_backends()}
-    app.command("worker")(_with_settings(worker, settings))
-    app.command("up")(_with_settings(up, settings))
+    every: dict[str, type] = {"every worker": WorkerSettings}
+    app.command("worker")(_with_settings(worker, every | _backends(), {"model"}))
+    app.command("up")(_with_settings(up, every | _backends(), {"model"}))
     app.command()(doctor)
     app.command()(down)
-    tries = {"every worker": WorkerSettings, "tries": TrieSettings}
     not_for_tries = {"with_trie", "row_ttl_s", "adapter_root", "adapter_hub", "adapter_mb"}
-    app.command("trie-worker")(_with_settings(trie_worker, tries, not_for_tries))
+    app.command("trie-worker")(_with_settings(trie_worker, every | {"tries": TrieSettings}, not_for_tries))
 
 
 def worker(
@@ -135,23 +134,21 @@ def up(
             "`lmpool up` starts; unset it, or join the server that it names with `lmpool worker`"
         )
     settings, chosen = _configure(model, backend, given)
-    environments = plan_workers(workers, backend, given.get("device"))
+    plan = plan_workers(workers, backend, given.get("device"))
     if detach:
         start_detached([word for word in sys.argv[1:] if word != "--detach"], chosen.served_as)
         return
     arguments = ["worker", model, *as_arguments({"backend": backend, **_given(given)})]
-    if code := supervise(arguments, environments, settings, chosen.served_as, memory_mb):
+    if code := supervise(arguments, plan, settings, chosen.served_as, memory_mb):
         raise typer.Exit(code)
 
 
 def _configure(model: str, backend: str, given: dict[str, Any]) -> tuple[WorkerSettings, BackendSettings]:
     """Settings of the worker and of its backend, from the given options."""
-    check_choice("backend", backend, tuple(_backends()))
+    kind = _backends()[check_choice("backend", backend, _backends())]
     settings, given = _split(given)
-    kind = _backends()[backend]
-    names = {field.name for field in fields(kind)}
-    given = {"model": model, **given} if "model" in names else {"name": model, **given}
-    chosen: BackendSettings = build(kind, given, f"the {backend} backend")
+    named = "model" if any(field.name == "model" for field in fields(kind)) else "name"
+    chosen: BackendSettings = build(kind, {named: model, **given}, f"the {backend} backend")
     if chosen.served_as == TRIE_SERVICE:
         raise SettingsError(f"name: trie workers serve as {TRIE_SERVICE!r}: give the model another --name")
     if isinstance(chosen, ModelSettings):
@@ -163,7 +160,7 @@ def _split(options: dict[str, Any]) -> tuple[WorkerSettings, dict[str, Any]]:
     """The settings of every worker, and the other given options."""
     given = _given(options)
     common = {name: given.pop(name) for name in WorkerSettings.__slots__ if name in given}
-    return build(WorkerSettings, common, "workers"), given
+    return WorkerSettings(**common), given
 
 
 def _given(options: dict[str, Any]) -> dict[str, Any]:
@@ -179,42 +176,38 @@ def _backends() -> dict[str, type]:
         try:
             kind = point.load()
             if point.name not in _BUILT_IN:
-                check_options(point.name, kind, _COMMON)
+                for field in fields(kind):
+                    if field.name in _COMMON:
+                        raise SettingsError(f"{field.name}: the command has an option of this name; rename the field")
+                app = typer.Typer()
+                app.command()(_with_settings(lambda **given: None, {point.name: kind}))
+                typer.main.get_command(app)  # Fails if typer cannot use the type of a field.
         except Exception as error:  # noqa: BLE001  Another package may raise anything; that disables only its backend.
             package = f" ({point.dist.name})" if point.dist is not None else ""
             text = f"the backend {point.name!r} of {point.value}{package} is left out: {type(error).__name__}: {error}"
             say(" ".join(text.split()), err=True)
         else:
             kinds[point.name] = kind
-    order = {name: number for number, name in enumerate(_BUILT_IN)}
-    return {name: kinds[name] for name in sorted(kinds, key=lambda name: (order.get(name, len(order)), name))}
+    return {name: kinds[name] for name in sorted(kinds, key=lambda name: ((*_BUILT_IN, name).index(name), name))}
 
 
 def _with_settings(
-    command: Callable[..., None], classes: dict[str, type], leave_out: Collection[str] = ()
+    command: Callable[..., None], classes: Mapping[str, type], leave_out: Collection[str] = ()
 ) -> Callable[..., None]:
     """Replace a command's `**given` by the options of settings classes."""
-    signature = inspect.signature(command, eval_str=True)
-    declared = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
-    return _with_parameters(command, [*declared, *option_parameters(classes, leave_out={"model", *leave_out})])
-
-
-def _with_parameters(command: Callable[..., None], parameters: list[inspect.Parameter]) -> Callable[..., None]:
+    declared = inspect.signature(command, eval_str=True).parameters.values()
+    parameters = [parameter for parameter in declared if parameter.kind is not inspect.Parameter.VAR_KEYWORD]
+    parameters += option_parameters(classes, leave_out)
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return command
 
 
-def option_parameters(classes: dict[str, type], leave_out: set[str]) -> list[inspect.Parameter]:
-    """Parameters of a typer command for the fields of settings classes.
+def option_parameters(classes: Mapping[str, type], leave_out: Collection[str] = ()) -> list[inspect.Parameter]:
+    """Parameters of a typer command for the fields of settings classes, by the label of the class in the help.
 
-    Args:
-        classes: label in the help -> settings class. A field of several classes becomes one option, with the first
-            description among them.
-        leave_out: fields that become no options.
-
-    Returns:
-        keyword-only parameters; their default None means "not given".
+    A field of several classes becomes one option, with the first description among them. The parameters are
+    keyword-only; their default None means "not given".
     """
     owners: dict[str, dict[str, Field[Any]]] = {}
     hints: dict[str, Any] = {}
@@ -223,29 +216,25 @@ def option_parameters(classes: dict[str, type], leave_out: set[str]) -> list[ins
         for field in fields(kind):
             if field.name not in leave_out:
                 owners.setdefault(field.name, {})[label] = field
-    return [_parameter(name, hints[name], labelled) for name, labelled in owners.items()]
-
-
-def _parameter(name: str, hint: Any, owners: dict[str, Field[Any]]) -> inspect.Parameter:
-    """The option for one field of the classes with these labels."""
-    described = (field.metadata.get("help", "") for field in owners.values())
-    aliases = (f"--{name.replace('_', '-')}", *ALIASES[name]) if name in ALIASES else ()
-    is_size = name.endswith(_SIZED) and hint in (int, int | None)
-    sizes: dict[str, Any] = {"parser": parse_size, "metavar": "<size>"} if is_size else {}
-    option = typer.Option(
-        *aliases,
-        help=f"{next(filter(None, described), '')}{_defaults_text(owners)}".strip(),
-        show_default=False,
-        rich_help_panel=f"Options: {', '.join(owners)}",
-        hidden=name not in SHORT,
-        **sizes,
-    )
-    return inspect.Parameter(
-        name,
-        inspect.Parameter.KEYWORD_ONLY,
-        default=None,
-        annotation=Annotated[hint if hint is bool else hint | None, option],
-    )
+    parameters = []
+    for name, labelled in owners.items():
+        hint = hints[name]
+        described = (field.metadata.get("help", "") for field in labelled.values())
+        aliases = (f"--{name.replace('_', '-')}", *ALIASES[name]) if name in ALIASES else ()
+        is_size = name.endswith(_SIZED) and hint in (int, int | None)
+        sizes: dict[str, Any] = {"parser": parse_size, "metavar": "<size>"} if is_size else {}
+        option = typer.Option(
+            *aliases,
+            help=f"{next(filter(None, described), '')}{_defaults_text(labelled)}".strip(),
+            show_default=False,
+            rich_help_panel=f"Options: {', '.join(labelled)}",
+            hidden=name not in SHORT,
+            **sizes,
+        )
+        annotation: Any = Annotated[hint if hint is bool else hint | None, option]
+        keyword = inspect.Parameter.KEYWORD_ONLY
+        parameters.append(inspect.Parameter(name, keyword, default=None, annotation=annotation))
+    return parameters
 
 
 def _defaults_text(owners: dict[str, Field[Any]]) -> str:
@@ -263,46 +252,18 @@ def _defaults_text(owners: dict[str, Field[Any]]) -> str:
     return f" (default: {'; '.join(texts)})"
 
 
-def check_options(label: str, kind: type, taken: Collection[str]) -> None:
-    """Check that a settings class can be options of a command.
-
-    Raises:
-        SettingsError: a field has the name of an option that is `taken`.
-        TypeError, NameError, RuntimeError: the class is no dataclass, or typer cannot use a field's type.
-    """
-    options = option_parameters({label: kind}, set())
-    for option in options:
-        if option.name in taken:
-            raise SettingsError(f"{option.name}: the command has an option of this name; rename the field")
-    app = typer.Typer()
-    app.command()(_with_parameters(lambda **given: None, options))
-    typer.main.get_command(app)
-
-
 def build(kind: type[T], given: dict[str, Any], where: str) -> T:
-    """Make settings from the given options.
-
-    Raises:
-        SettingsError: an option is not a setting of this class, or its value is malformed.
-    """
-    names = {field.name for field in fields(kind)}  # type: ignore[arg-type]
-    for name in given:
-        if name not in names:
-            raise SettingsError(f"{name}: not a setting of {where}")
+    """Make settings from the given options; refuse an option that is not a setting of this class."""
+    check_known(given, [field.name for field in fields(kind)], f"a setting of {where}")  # type: ignore[arg-type]
     return kind(**given)
 
 
 def parse_size(text: str | int) -> int:
-    """A number of bytes or tokens: 4096, 128k, 8g; 8K, 8Ki and 8KiB have units of 1,024.
-
-    Raises:
-        BadParameter: the text is malformed.
-    """
+    """A number of bytes or tokens: 4096, 128k, 8g; 8K, 8Ki and 8KiB have units of 1,024."""
     text = str(text).strip()
-    match = _SIZE.fullmatch(text)
-    if match is None:
-        if re.fullmatch(r"-\d+", text):
-            return int(text)  # The setting checks its range.
+    if re.fullmatch(r"-\d+", text):
+        return int(text)  # The setting checks its range.
+    if (match := _SIZE.fullmatch(text)) is None:
         raise typer.BadParameter(f"{shown(text)} is no size: write 4096, 128k, 8g, or 8GiB")
     number, unit, suffix = match[1], match[2], match[3] or ""
     base = 1024 if suffix[:1] == "i" or (unit.isupper() and not suffix) else 1000

@@ -6,7 +6,6 @@ import asyncio
 import os
 import platform
 import shutil
-import subprocess
 from collections.abc import Iterator
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, metadata, requires, version
@@ -26,11 +25,11 @@ from lmpool.cli import Terminal, say, say_json
 from lmpool.embedded import physical_memory
 from lmpool.errors import LMPoolError, SettingsError
 from lmpool.protocol.keys import Keys
-from lmpool.rows.segment_memory import FOLDER_VARIABLE, segments_in
-from lmpool.rows.segment_memory import folder as shared_folder
+from lmpool.rows import segment_memory
 from lmpool.settings import check_name, count_cores
+from lmpool.workers.cli.supervisor import query_gpus
 
-_TIMEOUT_S = 10.0  # For a reply of the server and of nvidia-smi: both may be slow when they are first used.
+_TIMEOUT_S = 10.0  # For a reply of the server, which may be slow when it is first used.
 _MIN_SHARED_BYTES = 1 << 28  # Rows of V = 128,256 for some seconds; with less, most rows are replaced unread.
 _TRIED_VOCABULARY, _TRIED_BYTES = 1024, 1 << 20  # Vocabulary and size of the segment that is made as a test.
 _TENSORS, _MIN_TENSOR_BYTES = Path("/dev/shm"), 1 << 29  # Engines exchange tensors there; Docker's default is 64 MiB.
@@ -43,27 +42,12 @@ _IN_CLONE = "in the clone:"  # No package index has lmpool.
 
 
 class Finding(NamedTuple):
-    """The result of one check.
+    """The result of one check."""
 
-    Attributes:
-        check: the name of the check.
-        state: "wrong" if the pool or the model cannot work; "look" for a surprise.
-        found: the text of the result.
-        advice: what to do; "" for nothing.
-    """
-
-    check: str
-    state: Literal["ok", "look", "wrong"]
+    check: str  # Its name.
+    state: Literal["ok", "look", "wrong"]  # "wrong" if the pool or the model cannot work; "look" for a surprise.
     found: str
-    advice: str = ""
-
-
-class Gpu(NamedTuple):
-    """A GPU, as nvidia-smi lists it."""
-
-    name: str
-    total_bytes: int
-    free_bytes: int
+    advice: str = ""  # What to do.
 
 
 def doctor(
@@ -78,7 +62,8 @@ def doctor(
 ) -> None:
     """Check this machine, the server and a model's folder, and print advice; exits 1 when something is wrong."""
     check_name("prefix", prefix)
-    gpus = _gpus()
+    listed = query_gpus("name", "memory.total", "memory.free")  # In MiB.
+    gpus = [(name, int(total) << 20, int(free) << 20) for name, total, free in listed if (total + free).isdecimal()]
     findings = [*_installed(), *asyncio.run(_server(redis, Keys(prefix))), *_machine(), _gpu(gpus)]
     if model is not None:
         findings.append(_model(model, gpus))
@@ -100,15 +85,16 @@ def doctor(
 def _installed() -> Iterator[Finding]:
     yield Finding("lmpool", "ok", f"{version('lmpool')}, Python {platform.python_version()}, {platform.machine()}")
     yield Finding("packages", "ok", ", ".join(f"{name} {at}" for name in _LISTED if (at := _version(name))))
-    extras = sorted(set(metadata("lmpool").get_all("Provides-Extra") or ()) - set(_FOR_DEVELOPERS))
-    troubles = {extra: list(_troubles(extra)) for extra in ("", *extras)}
-    if lacks := troubles.pop(""):
+    if lacks := list(_troubles("")):
         yield Finding("packages", "wrong", "; ".join(lacks), f"{_IN_CLONE} pip install --upgrade .")
-    outdated = {extra: text for extra, lacks in troubles.items() for text in lacks if "is needed" in text}
-    for extra, text in outdated.items():
-        yield Finding(f"extra {extra}", "look", text, f"{_IN_CLONE} pip install --upgrade '.[{extra}]'")
-    whole = [extra for extra, lacks in troubles.items() if not lacks]
-    missing = [extra for extra in troubles if extra not in whole and extra not in outdated]
+    whole, missing = list[str](), list[str]()
+    for extra in sorted(set(metadata("lmpool").get_all("Provides-Extra") or ()) - set(_FOR_DEVELOPERS)):
+        lacks = list(_troubles(extra))
+        outdated = [text for text in lacks if "is needed" in text]
+        if outdated:
+            yield Finding(f"extra {extra}", "look", outdated[0], f"{_IN_CLONE} pip install --upgrade '.[{extra}]'")
+        else:
+            (missing if lacks else whole).append(extra)
     advice = f"for a missing one, {_IN_CLONE} pip install '.[EXTRA]'" if missing else ""
     found = f"{', '.join(whole) or 'none'}; not installed: {', '.join(missing) or 'none'}"
     yield Finding("extras", "ok", found, advice)
@@ -151,24 +137,19 @@ async def _server(redis: str | None, keys: Keys) -> list[Finding]:
     try:
         await client.ping()
         product, at = await read_version(server)
-        version_doubt, memory = doubt_of(product, at) or "", await read_memory(client)
-        memory_doubt = (memory.doubt() if memory else None) or ""
-        return [
-            Finding("server", "ok", f"{server} ({source})"),
-            Finding(
-                "server's version", "look" if version_doubt else "ok", f"{product} {at}".strip() or "hidden",
-                version_doubt,
-            ),
-            Finding(
-                "server's memory", "wrong" if memory_doubt else "ok", str(memory or "hidden from its users"),
-                memory_doubt,
-            ),
-            await _served(client, keys),
-        ]  # fmt: skip
+        doubt, memory = doubt_of(product, at) or "", await read_memory(client)
+        full = (memory.doubt() if memory else None) or ""
+        served = await _served(client, keys)
     except (RedisError, OSError, LMPoolError) as error:
         return [Finding("server", "wrong", f"{named}: {server.explain(error)}", f"does it run? Otherwise {start}")]
     finally:
         await client.aclose()
+    return [
+        Finding("server", "ok", f"{server} ({source})"),
+        Finding("server's version", "look" if doubt else "ok", f"{product} {at}".strip() or "hidden", doubt),
+        Finding("server's memory", "wrong" if full else "ok", str(memory or "hidden from its users"), full),
+        served,
+    ]
 
 
 async def _served(client: Redis, keys: Keys) -> Finding:
@@ -177,9 +158,8 @@ async def _served(client: Redis, keys: Keys) -> Finding:
     if not any(workers.values()):
         found = f"no live worker of {', '.join(workers)}" if workers else f"none under the prefix {keys.prefix!r}"
         return Finding("models", "look", found, "start a worker: `lmpool worker MODEL`, or `lmpool up MODEL`")
-    served = (f"{name} ({count} worker{'' if count == 1 else 's'})" for name, count in workers.items())
-    more = f" and {len(names) - len(workers)} more" if len(names) > len(workers) else ""
-    return Finding("models", "ok", ", ".join(served) + more)
+    served = ", ".join(f"{name} ({count} worker{'s' * (count != 1)})" for name, count in workers.items())
+    return Finding("models", "ok", served + (f" and {more} more" if (more := len(names) - len(workers)) else ""))
 
 
 def _machine() -> Iterator[Finding]:
@@ -188,8 +168,7 @@ def _machine() -> Iterator[Finding]:
     yield Finding("memory", "ok", f"{memory}, {count_cores()} cores")
     yield _shared_memory()
     with suppress(OSError):
-        size = shutil.disk_usage(_TENSORS).total
-        engines = [name for name in _ENGINES if _version(name)]
+        size, engines = shutil.disk_usage(_TENSORS).total, [name for name in _ENGINES if _version(name)]
         if engines and size < _MIN_TENSOR_BYTES:
             found = f"{_size(size)}, where {' and '.join(engines)} may exchange tensors"
             yield Finding(str(_TENSORS), "look", found, "docker run --shm-size 1g; rows need none of it")
@@ -198,17 +177,16 @@ def _machine() -> Iterator[Finding]:
 def _shared_memory() -> Finding:
     """Whether a worker can share rows with programs on this machine: makes a small segment as a test."""
     from lmpool.rows.segment import make_segment
-    from lmpool.rows.segment_memory import default_size
 
-    place = shared_folder()
+    place = segment_memory.folder()
     try:
         if segment := make_segment("", _TRIED_VOCABULARY, _TRIED_BYTES, lambda: True):
             segment.close()
     except OSError as error:
         found = f"{error.strerror or error}; it takes Linux 5.1 or newer, free memory, and the folder {place}"
-        advice = f"rows travel through the server instead; {FOLDER_VARIABLE} names another folder"
+        advice = f"rows travel through the server instead; {segment_memory.FOLDER_VARIABLE} names another folder"
         return Finding("shared memory", "look", found, advice)
-    size, count = default_size(), len(list(segments_in(place)))
+    size, count = segment_memory.default_size(), len(list(segment_memory.segments_in(place)))
     found = f"{_size(size)} for the next worker, an eighth of the free memory; sockets in {place}, now {count}"
     if size < _MIN_SHARED_BYTES:
         return Finding("shared memory", "look", found, "rows are soon replaced there: free memory, or set --shm-bytes")
@@ -217,37 +195,25 @@ def _shared_memory() -> Finding:
 
 def _free_bytes() -> int | None:
     """Bytes of free memory; None if the system does not report it."""
-    from lmpool.rows.segment_memory import free_bytes
-
     try:
-        return free_bytes()
+        return segment_memory.free_bytes()
     except OSError:
         return None
 
 
-def _gpu(gpus: list[Gpu]) -> Finding:
+def _gpu(gpus: list[tuple[str, int, int]]) -> Finding:
     torch = _version("torch")
     if not gpus:
         if any(Path("/dev").glob("nvidia[0-9]*")):
             return Finding("GPU", "look", "nvidia-smi does not list the GPU of this machine", "check its driver")
         return Finding("GPU", "ok", "none: models run on the CPU")
-    found = "; ".join(f"{gpu.name}, {_size(gpu.free_bytes)} of {_size(gpu.total_bytes)} free" for gpu in gpus)
+    found = "; ".join(f"{name}, {_size(free)} of {_size(total)} free" for name, total, free in gpus)
     if "+cpu" in torch:
         return Finding("GPU", "wrong", f"{found}, and torch {torch} uses none", "pip install torch, the build for CUDA")
     return Finding("GPU", "ok", found)
 
 
-def _gpus() -> list[Gpu]:
-    query = ["nvidia-smi", "--query-gpu=name,memory.total,memory.free", "--format=csv,noheader,nounits"]
-    try:
-        listed = subprocess.run(query, capture_output=True, text=True, timeout=_TIMEOUT_S, check=True).stdout
-        lines = [line.rsplit(",", 2) for line in listed.splitlines() if line.strip()]
-        return [Gpu(name.strip(), int(total) * 2**20, int(free) * 2**20) for name, total, free in lines]
-    except (OSError, ValueError, subprocess.SubprocessError):
-        return []
-
-
-def _model(model: str, gpus: list[Gpu]) -> Finding:
+def _model(model: str, gpus: list[tuple[str, int, int]]) -> Finding:
     from lmpool.workers.backends.checkpoint import check_model_folder, local_path
 
     path = local_path("model", model)
@@ -263,25 +229,19 @@ def _model(model: str, gpus: list[Gpu]) -> Finding:
             return Finding("model", "look", found, "a worker downloads it from the hub")
         advice = "HF_HUB_OFFLINE is set: only copies in its cache are used"
         return Finding("model", "look" if model.count("/") == 1 else "wrong", found, advice)
-    size = path.stat().st_size if is_gguf else _weight_bytes(path)
+    # The weights in the first format found.
+    formats = [[path]] if is_gguf else [[file for file in path.glob(end) if file.is_file()] for end in _WEIGHTS]
+    size = sum(file.stat().st_size for file in next(filter(None, formats), []))
     if not size:
         return Finding("model", "wrong", f"{model} has no weights", "copy them there: *.safetensors")
     place = "on a GPU" if gpus else "on this machine"
-    free = max(gpu.free_bytes for gpu in gpus) if gpus else _free_bytes()
+    free = max(free for *_, free in gpus) if gpus else _free_bytes()
     capacity = physical_memory() if free is None else free
     found = f"{_size(size)} of weights; {_size(capacity)} {'in all' if free is None else 'free'} {place}"
     if size > capacity:
         advice = "free memory, take --dtype bfloat16, a smaller model, or another machine"
         return Finding("model", "wrong", found, advice)
     return Finding("model", "ok", found)
-
-
-def _weight_bytes(folder: Path) -> int:
-    """Bytes of the weights in a folder, in the first format found."""
-    for pattern in _WEIGHTS:
-        if files := [path for path in folder.glob(pattern) if path.is_file()]:
-            return sum(path.stat().st_size for path in files)
-    return 0
 
 
 def _size(count: float) -> str:

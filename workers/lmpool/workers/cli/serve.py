@@ -11,21 +11,24 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import replace
-from typing import NoReturn, Protocol
+from typing import Any, NoReturn
 
 from lmpool.broker.server import Server
 from lmpool.cli import INTERRUPTED, report_ready, say
 from lmpool.errors import AuthenticationFailed, LMPoolError, LogFormatter, ServerUnreachable, SettingsError, to_json
 from lmpool.metrics import is_traced
 from lmpool.protocol.model_info import ModelInfo
+from lmpool.workers.backends.settings import require
 from lmpool.workers.execution.contract import BackendSettings
 from lmpool.workers.execution.watchdogs import ProcessWatchdog
 from lmpool.workers.metrics.prometheus import monitoring
 from lmpool.workers.metrics.tracing import exporting
 from lmpool.workers.settings import WorkerSettings
 from lmpool.workers.worker import Worker
+
+LABEL_VARIABLE = "LMPOOL_LOG_LABEL"
+"""Names the environment variable with the beginning of each line of the log, where several workers share it."""
 
 _log = logging.getLogger("lmpool.worker")
 
@@ -39,29 +42,32 @@ _DIGITS = re.compile(r"\d+")
 _MALLOPT = ((-4, 0), (-1, 2**31 - 1), (-2, 64 * 1024 * 1024))
 
 
-class LogFormat(Protocol):
-    """A formatter of log lines that adds the fields of `static_fields` to each."""
-
-    static_fields: dict[str, object]
-
-
 def serve(server: Server, backend: BackendSettings, settings: WorkerSettings) -> None:
     """Run one worker in this process until SIGTERM, Ctrl-C or SIGHUP; a second signal stops it at once.
 
-    SIGUSR1 makes it claim the jobs of crashed workers now.
+    SIGUSR1 makes it claim the jobs of crashed workers now. If the backend hangs, the process ends here, with exit code
+    2; if it holds the interpreter lock, with `watchdogs.EXIT_CODE`.
 
     Raises:
         SystemExit: as `Worker.run` raises, if the log is JSON: the error is in the log, and nowhere else.
-        As `Worker.run`. If the backend hangs, the process ends here instead, with exit code 2. If the backend holds the
-        interpreter lock, it ends with `watchdogs.EXIT_CODE`.
+        As `Worker.run`.
     """
     log = start_log(settings.log_format, backend.served_as)
     # Until the event loop runs. A KeyboardInterrupt would wait for a backend that is loading.
     for number in _signals():
         signal.signal(number, lambda *_: _exit_now())
-    _keep_freed_memory()
+    # Make glibc keep the freed memory of rows: mapping it again costs a page fault per 4 KB of every row.
+    with contextlib.suppress(OSError, AttributeError):
+        mallopt = ctypes.CDLL(None).mallopt
+        for parameter, value in _MALLOPT:
+            mallopt(parameter, value)
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
-    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+    new_event_loop: Any = None
+    try:
+        from uvloop import new_event_loop
+    except ImportError:
+        _log.warning("uvloop is not installed: rows are stored more slowly")  # In two to four times as long.
+    with asyncio.Runner(loop_factory=new_event_loop) as runner:
         try:
             runner.run(_serve(server, backend, settings, log))
         except LMPoolError as error:
@@ -71,7 +77,7 @@ def serve(server: Server, backend: BackendSettings, settings: WorkerSettings) ->
             raise SystemExit(_FAILED) from error
 
 
-async def _serve(server: Server, backend: BackendSettings, settings: WorkerSettings, log: LogFormat | None) -> None:
+async def _serve(server: Server, backend: BackendSettings, settings: WorkerSettings, log: Any) -> None:
     if is_traced(settings.tracing or None):
         settings = replace(settings, tracing=True)
     worker = Worker(server, backend, settings)
@@ -110,11 +116,12 @@ async def _serve(server: Server, backend: BackendSettings, settings: WorkerSetti
         try:
             await worker.run(on_ready, ProcessWatchdog(settings.step_timeout_s))
         except LMPoolError as error:
-            if worker.is_hung:
-                _exit_hung(error)
-            raise
-        if worker.is_hung:
-            _exit_hung(None)
+            if not worker.is_hung:
+                raise
+            say(f"lmpool: {error}", err=True)
+        if worker.is_hung:  # The backend's thread runs, and an ordinary exit might wait for a lock of that thread.
+            logging.shutdown()
+            os._exit(_FAILED)
     is_finished = True
     _log.info("stopped; nothing was left unfinished")
 
@@ -131,57 +138,21 @@ def _exit_now(*, is_finished: bool = False) -> NoReturn:
     os._exit(0 if is_finished else INTERRUPTED)
 
 
-def _exit_hung(error: LMPoolError | None) -> NoReturn:
-    """End the process although the backend's thread runs: an ordinary exit might wait for a lock of that thread."""
-    if error is not None:
-        say(f"lmpool: {error}", err=True)
-    logging.shutdown()
-    os._exit(_FAILED)
+def start_log(log_format: str, model: str) -> Any:
+    """Make this process log to standard error, as "text" or "json".
 
-
-def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """The event loop of uvloop if it is installed: without it, storing rows takes two to four times as long."""
-    try:
-        import uvloop
-    except ImportError:
-        _log.warning("uvloop is not installed: rows are stored more slowly")
-        return None
-    return uvloop.new_event_loop
-
-
-def _keep_freed_memory() -> None:
-    """Make glibc keep the freed memory of rows: mapping it again costs a page fault per 4 KB of every row."""
-    with contextlib.suppress(OSError, AttributeError):
-        mallopt = ctypes.CDLL(None).mallopt
-        for parameter, value in _MALLOPT:
-            mallopt(parameter, value)
-
-
-def start_log(log_format: str, model: str) -> LogFormat | None:
-    """Make this process log to standard error.
-
-    Args:
-        log_format: "text" or "json".
-        model: the name of the served model.
-
-    Returns:
-        for JSON the formatter, so that the worker's id can be added to its fields.
-
-    Raises:
-        SettingsError: python-json-logger is not installed.
+    Returns the formatter of JSON, whose `static_fields` are in each line; None for text.
     """
     logging.getLogger("lmpool.worker").addFilter(RepeatFilter())
     handler = logging.StreamHandler(sys.stderr)
     logging.basicConfig(level=logging.INFO, handlers=[handler])
     if log_format == "text":
-        handler.setFormatter(LogFormatter("%(asctime)s %(message)s", datefmt="%H:%M:%S"))
+        label = os.environ.get(LABEL_VARIABLE, "")
+        handler.setFormatter(LogFormatter(f"{label}%(asctime)s %(message)s", datefmt="%H:%M:%S"))
         return None
-    try:
-        from pythonjsonlogger.json import JsonFormatter
-    except ImportError as error:
-        raise SettingsError(
-            "log_format: json needs the package python-json-logger: pip install 'lmpool[worker]'"
-        ) from error
+    require("log_format", "lmpool[worker]", "pythonjsonlogger")
+    from pythonjsonlogger.json import JsonFormatter
+
     formatter = JsonFormatter(
         ["levelname", "name", "message"],
         rename_fields={"levelname": "level", "name": "logger", "exc_info": "exception"},
@@ -204,28 +175,24 @@ class RepeatFilter(logging.Filter):
     def __init__(self, pause_s: float = _REPEAT_S) -> None:
         super().__init__()
         self._pause_s = pause_s
-        self._shown_at: dict[object, float] = {}
-        self._left_out: dict[object, int] = {}
+        self._seen: dict[object, tuple[float, int]] = {}  # Kind -> when the last was shown, and how many since.
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Whether to log the record; adds the number of repeats to its text."""
         if record.levelno != logging.WARNING:
             return True
         values = record.args if isinstance(record.args, tuple) else ()
-        kind = (record.msg, *map(_kind, values))
+        # Numbers in errors change, so they do not count.
+        errors = (_DIGITS.sub("", str(value)) if isinstance(value, Exception) else value for value in values)
+        kind = (record.msg, *(value if isinstance(value, str) else "" for value in errors))
         now = time.monotonic()
-        if now - self._shown_at.get(kind, -self._pause_s) < self._pause_s:
-            self._left_out[kind] = self._left_out.get(kind, 0) + 1
+        shown_at, left_out = self._seen.get(kind, (now - self._pause_s, 0))
+        if now - shown_at < self._pause_s:
+            self._seen[kind] = shown_at, left_out + 1
             return False
-        if len(self._shown_at) >= _MAX_KINDS:
-            self._shown_at.clear()
-            self._left_out.clear()
-        self._shown_at[kind] = now
-        if count := self._left_out.pop(kind, 0):
-            record.msg, record.args = f"{record.msg} (%d more like this were not shown)", (*values, count)
+        if len(self._seen) >= _MAX_KINDS:
+            self._seen.clear()
+        self._seen[kind] = now, 0
+        if left_out:
+            record.msg, record.args = f"{record.msg} (%d more like this were not shown)", (*values, left_out)
         return True
-
-
-def _kind(value: object) -> str:
-    """The part of a value that defines the kind of a warning; numbers in errors change, so they do not count."""
-    return _DIGITS.sub("", str(value)) if isinstance(value, Exception) else value if isinstance(value, str) else ""

@@ -2,62 +2,109 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+import logging
+import os
+import warnings
+from collections.abc import Collection, Iterable, Mapping
 from itertools import count
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 
-from lmpool.errors import SettingsError, WorkerError
-from lmpool.protocol.adapter import qualify
+from lmpool.errors import SettingsError, first_line
 from lmpool.protocol.row import NewRows, VectorBlock
-from lmpool.workers.backends.canary import check_canary, completed_info
-from lmpool.workers.backends.checkpoint import checkpoint_revision, checkpoint_source
-from lmpool.workers.backends.row_encoder import RowEncoder, log_threads
-from lmpool.workers.backends.settings import SglangSettings
-from lmpool.workers.backends.sglang.launch import checked_adapter, launch, write_plain_adapter
-from lmpool.workers.backends.tokenizer import TellsTexts
+from lmpool.settings import shown
+from lmpool.workers.backends import lora
+from lmpool.workers.backends.checkpoint import checkpoint_revision
+from lmpool.workers.backends.engines import EngineBackend, checked_adapter
+from lmpool.workers.backends.row_encoder import RowEncoder, log_threads, pick_device
+from lmpool.workers.backends.settings import SglangSettings, parse_engine_args
+from lmpool.workers.backends.sglang import options as sglang_options
 from lmpool.workers.execution.contract import BackendJob, BackendStats, Finished
 
 if TYPE_CHECKING:
-    from lmpool.workers.backends.sglang.engine import EngineBatch
+    from lmpool.workers.backends.sglang.engine import Engine, EngineBatch
+
+# Fields of an adapter's config that SGLang leaves out without a word, or does not serve.
+_UNSERVED = (
+    "use_dora", "lora_bias", "modules_to_save", "target_parameters", "trainable_token_indices",
+    "alora_invocation_tokens", "use_qalora", "use_bdlora",
+)  # fmt: skip
 
 
-class SglangBackend(TellsTexts):
+class SglangBackend(EngineBackend):
     """Serves one model of SGLang; see `lmpool.workers.execution.contract.Backend`."""
 
     _settings: SglangSettings
 
     def __init__(self, settings: SglangSettings) -> None:
-        self._settings = settings
-        launched = launch(settings)
-        self._engine, self._info, self.adapters = launched.engine, launched.info, launched.adapters
-        self.device = launched.device
-        log_threads(self.device)
+        super().__init__(settings)
+        self._engine = self._launch()
+        model, limit = self._engine.scheduler.model_config, self._engine.scheduler.max_req_input_len - 1
         self.batch: int = self._engine.scheduler.max_running_requests
-        self._encoder = RowEncoder(launched.dtype, lossy=settings.encoding == "f16")
-        from lmpool.workers.backends.sglang.adapters import LoadedAdapters  # Imports SGLang, which is set up only now.
-
-        self._folder, self._loaded_adapters = launched.folder, LoadedAdapters(self._engine)
+        self._encoder = RowEncoder(model.dtype, lossy=settings.encoding == "f16")
         # All names have the same length, because SGLang aborts every request whose name starts with the given one.
         self._names = (f"{number:016x}" for number in count())
         self._digests: dict[str, bytes] = {}  # Request name -> digest, of the jobs in flight.
         self._held: dict[bytes, str] = {}  # Digest -> request name.
-        self._stats = BackendStats()
+        if limit < (least := settings.max_prompt_tokens or 1):
+            self.close()
+            raise SettingsError(
+                f"max_prompt_tokens: {least} is more than the {limit} tokens of a prompt that SGLang has memory for"
+            )
+        self._prepare(
+            model.dtype,
+            vocab_size=model.vocab_size,
+            max_prompt_tokens=settings.max_prompt_tokens or limit,
+            revision=self._revision,
+            positions=self._engine.answers_positions,
+        )
+        log_threads(self.device)
+
+    def _launch(self) -> Engine:
+        """Import SGLang, and start it with all options; sets `device` and `_revision`."""
+        settings, folder = self._settings, self._folder
+        sources = settings.adapter_folders.values()
+        adapters = [plain_adapter(checked_adapter(source, folder))[1] for source in sources]
+        device = str(pick_device(str(parse_engine_args(settings.engine_args).get("device", settings.device))))
+        # SGLang reads the environment and loads its kernels while it is imported.
+        if device == "cpu":
+            os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
+        logging.getLogger("sglang").setLevel(logging.WARNING)
+        # It warns about every known model whose packages are missing.
+        logging.getLogger("sglang.srt.models.registry").setLevel(logging.ERROR)
+        warnings.filterwarnings("ignore", module=r"sglang\.")
         try:
-            self._info = completed_info(self)
-            check_canary(self)
-        except WorkerError as error:
-            self.close()
-            raise SettingsError(f"model: {settings.served_as} cannot be served by sglang: {error}") from error
-        except BaseException:
-            self.close()
-            raise
-        self._stats = BackendStats()
+            from sglang.version import __version__ as version
+
+            from lmpool.workers.backends.sglang.engine import Engine, known_options, read_facts
+        except (ImportError, OSError, RuntimeError) as error:  # RuntimeError: its kernels are for another machine.
+            raise SettingsError(f"backend: SGLang cannot be imported: {first_line(error)}") from error
+        given = sglang_options.user_options(settings, known_options(), version)
+        options = sglang_options.engine_options(settings, folder, device, adapters) | given
+        if given.get("log_level"):
+            logging.getLogger("sglang").setLevel(str(given["log_level"]).upper())
+        try:
+            positions, numbers = read_facts(folder, settings.trust_remote_code)
+        except (OSError, ValueError, KeyError, AttributeError, TypeError, ImportError) as error:
+            raise SettingsError(f"model: {settings.model} cannot be loaded: {first_line(error)}") from error
+        if (tokens := sglang_options.kv_tokens(settings, options, numbers)) is not None:
+            options.setdefault("max_total_tokens", tokens)
+        wanted = settings.max_prompt_tokens
+        if wanted is not None and wanted > positions:
+            raise SettingsError(f"max_prompt_tokens: {wanted} is more than the {positions} positions of the model")
+        length = positions if wanted is None else min(wanted + sglang_options.RESERVED_TOKENS, positions)
+        options.setdefault("context_length", length)
+        self.device = sglang_options.device_of(options)
+        self._revision = checkpoint_revision(folder, also=sglang_options.row_deciding(given))
+        return Engine(options, f"SGLang {version} cannot serve {settings.model}")
 
     def capacity(self) -> int:
         """Free slots for one batch next to the running one."""
@@ -108,7 +155,8 @@ class SglangBackend(TellsTexts):
         rows = [row for row, name in enumerate(batch.names) if name in self._digests]
         failed = 0
         if rows and batch.logits is not None:
-            batch.wait()
+            if batch.computed is not None:
+                torch.cuda.current_stream(batch.logits.device).wait_event(batch.computed)
             logits = batch.logits if len(rows) == len(batch.names) else batch.logits[rows]
             encoded = self._encoder.encode([self._release(batch.names[row]) for row in rows], logits)
             finished.failures.update(encoded.failures)
@@ -128,37 +176,80 @@ class SglangBackend(TellsTexts):
         del self._held[digest]
         return digest
 
-    def load_adapter(self, name: str, source: str) -> str:
-        """Load a LoRA adapter; returns its revision.
+    def _load(self, adapter: str, folder: Path) -> None:
+        tensors, config = plain_adapter(folder)
+        with TemporaryDirectory(prefix="lmpool-adapters-") as copy:
+            save_file(tensors, Path(copy) / lora.WEIGHTS)
+            lora.write_adapter_config(Path(copy), config)
+            self._engine.load_adapter(adapter, Path(copy))
 
-        Raises:
-            SettingsError: there is no such adapter, it does not fit, or SGLang has no slots for adapters.
-        """
-        folder = checked_adapter(source, self._folder)
-        revision = checkpoint_revision(folder)
-        adapter = qualify(name, revision)
-        if adapter in self.adapters:
-            return revision
-        if not self._settings.max_adapters:
-            raise SettingsError(
-                f"adapters: this worker has no slots to load {name!r} while it serves: start it with --max-adapters"
-            )
-        with TemporaryDirectory(prefix="lmpool-adapters-") as copies:
-            self._loaded_adapters.load(adapter, write_plain_adapter(folder, Path(copies) / "plain"))
-        self.adapters[adapter] = checkpoint_source(source)
-        return revision
-
-    def drop_adapter(self, adapter: str) -> None:
-        """Unload an adapter."""
-        if self.adapters.pop(adapter, None) is not None:
-            self._loaded_adapters.drop(adapter)
-
-    def stats(self) -> BackendStats:
-        """Counters since the start."""
-        return self._stats
+    def _unload(self, adapter: str) -> None:
+        self._engine.drop_adapter(adapter)
 
     def close(self) -> None:
         """End the engine and free its memory. The backend cannot be used afterwards."""
         self._digests.clear()
         self._held.clear()
         self._engine.close()
+
+
+def plain_adapter(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The weights and the config of an adapter, changed so that SGLang computes the same as peft.
+
+    SGLang takes one rank, and multiplies all modules by lora_alpha / r, whatever rsLoRA and alpha_pattern say.
+    """
+    config = lora.read_adapter_config(folder)
+    unserved = [field for field in _UNSERVED if config.get(field)]
+    unserved += [] if config.get("bias", "none") == "none" else ["bias"]
+    unserved += [] if config.get("init_lora_weights", True) in lora.HARMLESS_INITS else ["init_lora_weights"]
+    if unserved:
+        raise _unserved(folder, f"{unserved[0]}={shown(config[unserved[0]], 60)}")
+    try:
+        tensors = load_file(folder / lora.WEIGHTS)
+    except (SafetensorError, OSError) as error:
+        raise SettingsError(f"adapters: {folder} cannot be read: {first_line(error)}") from error
+    factors = _factors(folder, tensors)
+    rank = max(len(down) for down, _ in factors.values())
+    scales = {
+        name: lora.scale_of(config, name.removeprefix(lora.PEFT_PREFIX), len(down))
+        for name, (down, _) in factors.items()
+    }
+    # The factor of most adapters stays in their config, and their weights stay bit for bit.
+    common = next((scale for scale in scales.values() if scale), 1.0)
+    plain: dict[str, Tensor] = {}
+    for name, (down, up) in factors.items():
+        if scales[name] != common:
+            up = up.float() * (scales[name] / common)
+        missing = rank - len(down)
+        plain[f"{name}.lora_A.weight"] = torch.nn.functional.pad(down, (0, 0, 0, missing)).contiguous()
+        plain[f"{name}.lora_B.weight"] = torch.nn.functional.pad(up, (0, missing)).contiguous()
+    modules = sorted({name.rpartition(".")[2] for name in factors})
+    return plain, {"peft_type": "LORA", "r": rank, "lora_alpha": common * rank, "target_modules": modules}
+
+
+def _factors(folder: Path, tensors: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
+    """Module -> its two factors, (r, in) and (out, r); copies of the model's own weights are left out."""
+    strange = {name for name in tensors if not name.endswith(lora.BASE_WEIGHT)}
+    factors: dict[str, tuple[Tensor, Tensor]] = {}
+    for name in sorted(name for name in tensors if name.endswith(".lora_A.weight")):
+        module = name.removesuffix(".lora_A.weight")
+        if (other := f"{module}.lora_B.weight") in tensors:
+            factors[module] = tensors[name], tensors[other]
+            strange -= {name, other}
+    if strange:
+        raise _unserved(folder, f"weights that are no pair of LoRA factors, such as {min(strange)}")
+    for module, (down, up) in factors.items():
+        if module.rpartition(".")[2] == "lm_head":
+            # SGLang applies one prompt's head to the rows of others (0.5.23 on a CPU).
+            raise _unserved(folder, f"weights for the head, {module.removeprefix(lora.PEFT_PREFIX)}")
+        if down.ndim != 2 or up.ndim != 2 or len(down) != up.shape[1]:
+            raise _unserved(folder, f"factors of {module} with the shapes {tuple(down.shape)} and {tuple(up.shape)}")
+    return factors
+
+
+def _unserved(folder: Path, found: str) -> SettingsError:
+    """The refusal of an adapter whose rows would be wrong."""
+    return SettingsError(
+        f"adapters: {folder} has {found}, which SGLang cannot serve: serve it with --backend hf, or merge it into the "
+        "model"
+    )

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import gc
 import logging
+import re
 import sys
 import threading
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import partial
 from itertools import groupby
 from pathlib import Path
-from queue import Empty, SimpleQueue
-from types import MappingProxyType
-from typing import Any, NamedTuple, TypeVar, get_type_hints
+from queue import SimpleQueue
+from types import MappingProxyType, SimpleNamespace
+from typing import Any, NamedTuple, get_type_hints
+from uuid import uuid4
 
 import numpy as np
 import torch
@@ -23,7 +25,12 @@ from numpy.typing import NDArray
 from sglang.srt import runtime_context
 from sglang.srt.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel
 from sglang.srt.layers.logits_processor import LogitsProcessor
-from sglang.srt.managers.io_struct import AbortReq, TokenizedGenerateReqInput
+from sglang.srt.managers.io_struct import (
+    AbortReq,
+    LoadLoRAAdapterReqInput,
+    TokenizedGenerateReqInput,
+    UnloadLoRAAdapterReqInput,
+)
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.sampling.sampling_params import SamplingParams
@@ -32,105 +39,124 @@ from sglang.srt.utils.hf_transformers_utils import get_config, get_context_lengt
 from torch import Tensor
 from tqdm import std as tqdm  # type: ignore[import-untyped]
 
-from lmpool.errors import LMPoolError, WorkerError, first_line
+from lmpool.errors import LMPoolError, SettingsError, WorkerError, first_line
 from lmpool.protocol.job import decode_ids
 from lmpool.workers.backends.row_encoder import Piece, PositionAnswers
 from lmpool.workers.execution.contract import BackendJob
 
 _CLOSE_S = 30.0  # Seconds to wait for the forward in progress when the engine is closed.
 _CALL_CHECK_S = 1.0  # Seconds between two checks whether the scheduler's thread is alive, while it has a call to make.
-T = TypeVar("T")
+_TOO_LITTLE_MEMORY = re.compile("(?i)out of memory|not enough memory|allocate memory|memory pool|memory capacity")
 _log = logging.getLogger(__name__)
 
 
 class EngineBatch(NamedTuple):
-    """The results of one forward.
+    """The results of one forward, by the names of requests."""
 
-    Attributes:
-        names: requests that it has completed with a row, one per row of `logits`.
-        logits: tensor (n, V) on the engine's device, a copy; None if there is no row.
-        computed: event on the engine's device after which the logits may be read; None on a CPU.
-        tokens: tokens of the completed prompts.
-        reused: how many of these were in the prefix cache.
-        failures: name -> reason, for requests that SGLang refused or whose logits are no distribution.
-        positions: name -> answer of a positions query, float32 (n * width,).
-    """
-
-    names: Sequence[str] = ()
-    logits: Tensor | None = None
-    computed: Any = None
-    tokens: int = 0
-    reused: int = 0
-    failures: Mapping[str, str] = MappingProxyType({})
-    positions: Mapping[str, NDArray[np.float32]] = MappingProxyType({})
-
-    def wait(self) -> None:
-        """Make later operations of this thread on the logits wait for them."""
-        if self.logits is not None and self.computed is not None:
-            torch.cuda.current_stream(self.logits.device).wait_event(self.computed)
-
-
-Orders = SimpleQueue[tuple[list[Any], dict[str, BackendJob]] | Callable[[], None] | None]
-"""To the scheduler: SGLang's requests and abortions, and the jobs with positions queries by name. It calls a function
-in its thread. None ends it."""
-
-Results = SimpleQueue[EngineBatch | BaseException]
-"""From the scheduler; an exception has ended it."""
+    names: Sequence[str] = ()  # Those that it has completed with a row, one per row of `logits`.
+    logits: Tensor | None = None  # (n, V) on the engine's device, a copy; None if there is no row.
+    computed: Any = None  # Event of the device after which the logits may be read; None on a CPU.
+    tokens: int = 0  # Tokens of the completed prompts.
+    reused: int = 0  # How many of these were in the prefix cache.
+    failures: Mapping[str, str] = MappingProxyType({})  # Reasons why SGLang has not answered.
+    positions: Mapping[str, NDArray[np.float32]] = MappingProxyType({})  # Answers of queries, float32 (n * width,).
 
 
 class Engine:
-    """A scheduler of SGLang that runs in a thread of its own. Call `wait` first.
+    """A scheduler of SGLang in a thread of its own. One queue feeds it, and one takes the results of its prefills.
 
-    Attributes:
-        scheduler: SGLang's; None after it has ended.
-        lora_ids: adapter -> SGLang's id of it.
+    It captures positions where SGLang computes logprobs of prompts. A request with a positions query sets
+    `return_logprob` from the first wanted position on. SGLang then reads its prefix cache up to there, and computes the
+    logits of the remaining tokens, some rows at a time.
+
+    `context` begins the error if the model cannot be loaded.
     """
 
-    def __init__(self, options: Mapping[str, Any]) -> None:
-        self.scheduler: Any = None
-        self.lora_ids: dict[str, str] = {}
-        self._orders: Orders = SimpleQueue()
-        self._results: Results = SimpleQueue()
+    def __init__(self, options: Mapping[str, Any], context: str) -> None:
+        self.scheduler: Any = None  # SGLang's; None again after it has ended.
+        self.answers_positions = False
+        self._lora_ids: dict[str, str] = {}  # Adapter -> SGLang's id of it.
+        self._dropped: dict[str, str] = {}  # SGLang's id -> adapter: dropped, but a request still named it then.
+        self._owed: dict[str, int] = {}  # Name of each request in flight -> its tokens.
+        self._positions = PositionAnswers()
+        self._batch: Any = None  # The batch in progress.
+        # Functions for the scheduler's thread, some of which return requests for SGLang.
+        self._orders: SimpleQueue[Callable[[], list[Any] | None]] = SimpleQueue()
+        # The first result is that of the start. An exception has ended the thread.
+        self._results: SimpleQueue[EngineBatch | BaseException] = SimpleQueue()
         self._error: BaseException | None = None
-        self._ready = threading.Event()
         # A daemon: a forward that hangs must not keep the process alive.
         self._thread = threading.Thread(target=self._run, args=(options,), name="lmpool-sglang", daemon=True)
         self._thread.start()
-
-    def wait(self) -> BaseException | None:
-        """Wait until the model is loaded; returns SGLang's exception if that fails."""
-        self._ready.wait()
-        return self._error
+        if isinstance(failure := self._results.get(), LMPoolError):
+            raise failure
+        if isinstance(failure, BaseException):  # SGLang has no exception type of its own.
+            is_too_little = isinstance(failure, MemoryError) or _TOO_LITTLE_MEMORY.search(str(failure)) is not None
+            setting = "kv_cache_bytes" if is_too_little else "model"
+            raise SettingsError(f"{setting}: {context}: {first_line(failure)}") from failure
 
     def submit(self, jobs: Mapping[str, BackendJob]) -> None:
         """Submit jobs, by the names of their requests."""
         requests = [
-            make_request(name, job, self.lora_ids[job.adapter] if job.adapter else None) for name, job in jobs.items()
+            make_request(name, job, self._lora_ids[job.adapter] if job.adapter else None) for name, job in jobs.items()
         ]
-        self._orders.put((requests, {name: job for name, job in jobs.items() if job.positions is not None}))
+
+        def order() -> list[Any]:
+            self._owed.update((request.rid, len(request.input_ids)) for request in requests)
+            for name, job in jobs.items():
+                if job.positions is not None:
+                    self._positions.open(name, job)
+            return requests
+
+        self._orders.put(order)
 
     def drop(self, names: list[str]) -> None:
-        """Abort requests."""
-        self._orders.put(([AbortReq(rid=name) for name in names], {}))
+        """Abort requests, except those that were answered before."""
+        self._orders.put(lambda: [AbortReq(rid=name) for name in names if self._forget(name)])
 
-    def call(self, work: Callable[[Any], T]) -> T:
-        """Call a function with the scheduler, in the scheduler's thread and between two forwards; returns its result.
+    def load_adapter(self, adapter: str, folder: Path) -> None:
+        """Load an adapter ("name@revision") from a folder that `write_plain_adapter` has written."""
 
-        Raises:
-            WorkerError: the engine has ended.
-        """
-        result: Future[T] = Future()
+        def load() -> None:
+            self._unload_dropped()
+            lora_id = uuid4().hex  # A new one each time: the prefix cache distinguishes adapters by their ids.
+            wanted = LoadLoRAAdapterReqInput(lora_name=adapter, lora_path=str(folder), lora_id=lora_id)
+            result = self.scheduler.load_lora_adapter(wanted)
+            if not result.success:
+                raise SettingsError(f"adapters: SGLang cannot load {adapter!r}: {result.error_message}")
+            self._lora_ids[adapter] = lora_id
 
-        def run() -> None:
+        self._call(load)
+
+    def drop_adapter(self, adapter: str) -> None:
+        """Unload an adapter, now or with the next load or drop."""
+        self._dropped[self._lora_ids.pop(adapter)] = adapter
+        self._call(self._unload_dropped)
+
+    def _unload_dropped(self) -> None:
+        scheduler = self.scheduler
+        lists = [scheduler.waiting_queue]
+        lists += [batch.reqs for batch in (scheduler.running_batch, scheduler.last_batch) if batch is not None]
+        in_use = {request.lora_id for requests in lists for request in requests}
+        for lora_id in self._dropped.keys() - in_use - {getattr(scheduler.chunked_req, "lora_id", None)}:
+            name = self._dropped.pop(lora_id)
+            scheduler.unload_lora_adapter(UnloadLoRAAdapterReqInput(lora_name=name, lora_id=lora_id))
+
+    def _call(self, work: Callable[[], None]) -> None:
+        """Call a function in the scheduler's thread, between two forwards, and wait for it."""
+        done: Future[None] = Future()
+
+        def order() -> None:
             try:
-                result.set_result(work(self.scheduler))
+                work()
+                done.set_result(None)
             except LMPoolError as error:
-                result.set_exception(error)
+                done.set_exception(error)
 
-        self._orders.put(run)
+        self._orders.put(order)
         while True:
             try:
-                return result.result(_CALL_CHECK_S)
+                return done.result(_CALL_CHECK_S)
             except TimeoutError:
                 if not self._thread.is_alive():
                     raise WorkerError("SGLang's engine died") from None
@@ -138,22 +164,21 @@ class Engine:
     def results(self) -> list[EngineBatch]:
         """The results since the last call; waits for at least one."""
         batches: list[EngineBatch] = []
-        while self._error is None:
-            try:
-                result = self._results.get(block=not batches)
-            except Empty:
-                return batches
+        while self._error is None and not (batches and self._results.empty()):
+            result = self._results.get()
             if isinstance(result, BaseException):
                 self._error = result
             else:
                 batches.append(result)
+        if batches or self._error is None:
+            return batches
         if isinstance(self._error, WorkerError):
             raise self._error
         raise WorkerError(f"SGLang's engine died: {first_line(self._error)}") from self._error
 
     def close(self) -> None:
         """End the event loop after its current forward, and free the engine's memory."""
-        self._orders.put(None)
+        self._orders.put(lambda: setattr(self.scheduler, "gracefully_exit", True))
         self._thread.join(_CLOSE_S)
         if self._thread.is_alive():
             _log.warning("SGLang's engine has not ended within %g s: its memory is not freed", _CLOSE_S)
@@ -161,108 +186,66 @@ class Engine:
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
+    # In the scheduler's thread
+
     def _run(self, options: Mapping[str, Any]) -> None:
         try:
             self.scheduler = make_scheduler(options)
-            manager = getattr(self.scheduler.tp_worker.model_runner, "lora_manager", None)
-            if manager is not None:
-                self.lora_ids = {ref.lora_name: ref.lora_id for ref in manager.lora_refs.values()}
-            Seams(self.scheduler, self._orders, self._results)
-            self._ready.set()
+            self._redirect(self.scheduler)
+            self._results.put(EngineBatch())
             self.scheduler.run_event_loop()
             self._results.put(WorkerError("SGLang's event loop has ended"))
         except BaseException as error:  # noqa: BLE001  # The thread that waits raises it.
-            if self._ready.is_set():
-                self._results.put(error)
-            else:
-                self._error = error
-                self._ready.set()
+            self._results.put(error)
         finally:
             scheduler, self.scheduler = self.scheduler, None
             if scheduler is not None:
                 end_scheduler(scheduler)
 
-
-class Seams:
-    """Feeds a scheduler from a queue and captures the logits of its prefills, all in the scheduler's thread.
-
-    It captures positions where SGLang computes logprobs of prompts. A request with a positions query sets
-    `return_logprob` from the first wanted position on. SGLang then reads its prefix cache up to there, and computes the
-    logits of the remaining tokens, some rows at a time.
-    """
-
-    def __init__(self, scheduler: Any, orders: Orders, results: Results) -> None:
-        self._scheduler = scheduler
-        self._orders = orders
-        self._results = results
-        self._vocab_size: int = scheduler.model_config.vocab_size
-        self._owed: dict[str, int] = {}  # Name of each request in flight -> its tokens.
-        self._positions = PositionAnswers()
-        self._batch: Any = None
-        self._run_batch, scheduler.run_batch = scheduler.run_batch, self._run_noted
-        self._process, scheduler.process_batch_result = scheduler.process_batch_result, self._process_and_capture
-        # The receiver is frozen and has slots, so it is replaced.
-        scheduler.request_receiver = _Receiver(scheduler.request_receiver, self._receive)
-        for processor in logprob_processors_of(scheduler):
+    def _redirect(self, scheduler: Any) -> None:
+        """Have a scheduler receive from the queue, and capture the logits of its prefills."""
+        scheduler.run_batch = partial(self._run_noted, scheduler.run_batch)
+        scheduler.process_batch_result = partial(self._process_and_capture, scheduler.process_batch_result)
+        scheduler.request_receiver = SimpleNamespace(recv_requests=self._receive)  # In place of a socket.
+        for module in scheduler.tp_worker.model_runner.model.modules():
+            if not isinstance(module, LogitsProcessor):
+                continue
+            processor, self.answers_positions = module.input_logprob_processor, True
             processor.forward = partial(self._capture_positions, processor.forward)
             # The memory of CUDA graphs has no space for what the capture allocates.
             processor._can_borrow_logprob_memory = lambda *_, **__: False
 
     def _receive(self, local_reqs: list[Any] | None = None) -> list[Any]:
-        """Receive requests and abortions from the queue, in place of a socket; waits if there is nothing to compute.
-
-        `local_reqs` are abortions by the scheduler itself.
-        """
-        received = list(local_reqs or ())
-        aborted = [request.rid for request in received if isinstance(request, AbortReq) and request.rid in self._owed]
-        self._fail(aborted, "SGLang has taken the prompt back")
-        for order in self._waiting_orders():
-            if order is None:
-                self._scheduler.gracefully_exit = True
-                break
-            if callable(order):
-                order()
-                continue
-            requests, positions = order
-            for name, job in positions.items():
-                self._positions.open(name, job)
-            for request in requests:
-                if not isinstance(request, AbortReq):
-                    self._owed[request.rid] = len(request.input_ids)
-                elif not self._forget(request.rid):
-                    continue  # It was answered before.
-                received.append(request)
-        return received
-
-    def _waiting_orders(self) -> list[tuple[list[Any], dict[str, BackendJob]] | Callable[[], None] | None]:
-        orders = []
-        if self._scheduler.is_fully_idle():
+        """Receive requests and abortions; waits if there is nothing to compute. `local_reqs` are SGLang's abortions."""
+        received, lost, is_idle = list(local_reqs or ()), dict[str, str](), self.scheduler.is_fully_idle()
+        if is_idle:
             # The scheduler has dropped all unanswered requests, and has reported it to a socket.
-            self._fail(list(self._owed), "SGLang has dropped the prompt without an answer")
-            orders.append(self._orders.get())
-        while True:
-            try:
-                orders.append(self._orders.get_nowait())
-            except Empty:
-                return orders
-
-    def _fail(self, names: list[str], reason: str) -> None:
-        for name in names:
+            lost = dict.fromkeys(self._owed, "SGLang has dropped the prompt without an answer")
+        for request in received:
+            if isinstance(request, AbortReq) and request.rid in self._owed:
+                lost[request.rid] = "SGLang has taken the prompt back"
+        for name in lost:
             self._forget(name)
-        if names:
-            self._results.put(EngineBatch(failures=dict.fromkeys(names, reason)))
+        if lost:
+            self._results.put(EngineBatch(failures=lost))
+        while is_idle or not self._orders.empty():
+            received += self._orders.get()() or ()
+            is_idle = False
+        return received
 
     def _forget(self, name: str) -> bool:
         """Discard a request; returns whether it was in flight."""
         self._positions.drop(name)
         return self._owed.pop(name, None) is not None
 
-    def _process_and_capture(self, batch: Any, result: Any, *more: Any, **named: Any) -> None:
+    def _process_and_capture(
+        self, process: Callable[..., None], batch: Any, result: Any, *more: Any, **named: Any
+    ) -> None:
         """Process a result as SGLang does, and capture the rows and positions of the prompts that it completes."""
         # SGLang discards both while it processes them.
         requests = list(batch.reqs)
-        logits = result.logits_output.next_token_logits if result.logits_output is not None else None
-        self._process(batch, result, *more, **named)
+        logits: Any = result.logits_output.next_token_logits if result.logits_output is not None else None
+        process(batch, result, *more, **named)
         rows, names, failures, positions = [], [], {}, {}
         tokens = reused = 0
         for row, request in enumerate(requests):
@@ -284,33 +267,36 @@ class Seams:
                 positions[request.rid] = answer
             tokens += length
             reused += request.cached_tokens
-        taken = self._rows(batch, logits, rows, len(requests)) if rows else None
-        computed = None
-        if taken is not None and taken.is_cuda:
-            computed = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch is partly untyped
-            computed.record()
+        taken = computed = None
+        if rows:
+            shape, count = None if logits is None else tuple(logits.shape), len(requests)
+            vocab_size = self.scheduler.model_config.vocab_size
+            if not batch.forward_mode.is_extend():
+                raise WorkerError(f"SGLang has completed prompts in a forward that is no prefill: {batch.forward_mode}")
+            if shape != (count, vocab_size):
+                raise WorkerError(f"SGLang returned logits of shape {shape} for {count} prompts and V = {vocab_size}")
+            # A copy: the next forward may overwrite the engine's own.
+            taken = logits.clone() if len(rows) == count else logits[rows]
+            if taken.is_cuda:
+                computed = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch is partly untyped
+                computed.record()
         self._results.put(EngineBatch(names, taken, computed, tokens, reused, failures, positions))
 
-    def _rows(self, batch: Any, logits: Any, rows: list[int], count: int) -> Tensor:
-        """A copy of the given rows: the next forward may overwrite the engine's own."""
-        if not batch.forward_mode.is_extend():
-            raise WorkerError(f"SGLang has completed prompts in a forward that is no prefill: {batch.forward_mode}")
-        shape = None if logits is None else tuple(logits.shape)
-        if logits is None or shape != (count, self._vocab_size):
-            raise WorkerError(f"SGLang returned logits of shape {shape} for {count} prompts and V = {self._vocab_size}")
-        taken: Tensor = logits.clone() if len(rows) == count else logits[rows]
-        return taken
-
-    def _run_noted(self, batch: Any, *more: Any, **named: Any) -> Any:
+    def _run_noted(self, run: Callable[..., Any], batch: Any, *more: Any, **named: Any) -> Any:
         self._batch = batch
         try:
-            return self._run_batch(batch, *more, **named)
+            return run(batch, *more, **named)
         finally:
             self._batch = None  # It holds memory.
 
     def _capture_positions(self, forward: Callable[..., Any], **named: Any) -> Any:
         """Run a logprob processor, and add the values of the logits that it computes to the answers."""
-        compute, pieces, first = named["get_logits_fn"], self._wanted(named["token_to_seq_idx"]), 0
+        compute, batch, pieces, row, first = named["get_logits_fn"], self._batch, list[Piece](), 0, 0
+        # The prompt of each row of logits; the rows end with the last token of the prompt in this forward.
+        for index, rows in groupby(named["token_to_seq_idx"]):
+            count, end = len(list(rows)), batch.prefix_lens[index] + batch.extend_lens[index]
+            pieces += self._positions.wanted(batch.reqs[index].rid, range(end - count, end), row)
+            row += count
 
         def compute_and_add(states: Tensor, *more: Any, **options: Any) -> Tensor:
             nonlocal first
@@ -320,26 +306,6 @@ class Seams:
             return logits
 
         return forward(**{**named, "get_logits_fn": compute_and_add})
-
-    def _wanted(self, indices: Sequence[int]) -> list[Piece]:
-        """The wanted positions of a forward. `indices` has the prompt of each row; the rows end with its last token."""
-        batch, pieces, row = self._batch, list[Piece](), 0
-        for index, rows in groupby(indices):
-            count, end = len(list(rows)), batch.prefix_lens[index] + batch.extend_lens[index]
-            pieces += self._positions.wanted(batch.reqs[index].rid, range(end - count, end), row)
-            row += count
-        return pieces
-
-
-class _Receiver:
-    """SGLang's receiver with another source of requests."""
-
-    def __init__(self, inner: Any, receive: Any) -> None:
-        self._inner = inner
-        self.recv_requests = receive
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
 
 
 def known_options() -> dict[str, bool]:
@@ -370,15 +336,19 @@ def make_scheduler(options: Mapping[str, Any]) -> Any:
     ports = PortArgs.init_new(server_args)
     # In two steps, so that a scheduler whose initialisation fails can be ended.
     scheduler = Scheduler.__new__(Scheduler)
+    # torch's process groups replace the hook by one that prefixes every traceback of the process with a rank.
+    hook, show_bar = sys.excepthook, tqdm.tqdm.__init__
     try:
         ranks = runtime_context.SpawnRanks(world_rank=0, dp_rank=None, gpu_id=options.get("base_gpu_id", 0))
         runtime_context.publish(server_args, role="scheduler", ranks=ranks)
-        with _progress_bars_on_terminals_only(), _same_excepthook():
-            scheduler.__init__(server_args, ports)
+        if not sys.stderr.isatty():  # SGLang has no option to switch its progress bars off.
+            tqdm.tqdm.__init__ = lambda bar, *more, **named: show_bar(bar, *more, **{**named, "disable": True})
+        scheduler.__init__(server_args, ports)
     except BaseException:
         end_scheduler(scheduler)
         raise
     finally:
+        sys.excepthook, tqdm.tqdm.__init__ = hook, show_bar
         # Remove the files of sockets that no process listens on.
         for value in vars(ports).values():
             if isinstance(value, str) and value.startswith("ipc://"):
@@ -386,12 +356,6 @@ def make_scheduler(options: Mapping[str, Any]) -> Any:
                     Path(value.removeprefix("ipc://")).unlink()
     _disconnect(scheduler)
     return scheduler
-
-
-def logprob_processors_of(scheduler: Any) -> list[Any]:
-    """The modules that compute logprobs of prompts from logits."""
-    modules = scheduler.tp_worker.model_runner.model.modules()
-    return [module.input_logprob_processor for module in modules if isinstance(module, LogitsProcessor)]
 
 
 def make_request(name: str, job: BackendJob, adapter: str | None) -> Any:
@@ -442,25 +406,3 @@ def _disconnect(scheduler: Any) -> None:
         writer.close()
         Path(writer.path).unlink(missing_ok=True)
         scheduler.load_snapshot_writer = None
-
-
-@contextmanager
-def _progress_bars_on_terminals_only() -> Iterator[None]:
-    """SGLang has no option to switch its progress bars off."""
-    original = tqdm.tqdm.__init__
-    if not sys.stderr.isatty():
-        tqdm.tqdm.__init__ = lambda bar, *more, **named: original(bar, *more, **{**named, "disable": True})
-    try:
-        yield
-    finally:
-        tqdm.tqdm.__init__ = original
-
-
-@contextmanager
-def _same_excepthook() -> Iterator[None]:
-    """torch's process groups replace the hook by one that prefixes every traceback of the process with a rank."""
-    hook = sys.excepthook
-    try:
-        yield
-    finally:
-        sys.excepthook = hook

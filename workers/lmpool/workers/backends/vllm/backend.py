@@ -5,23 +5,24 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Iterable
 from itertools import count
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 from vllm import SamplingParams
+from vllm import __version__ as vllm_version
 from vllm.v1.engine import EngineCoreRequest, FinishReason
 from vllm.v1.request import RequestStatus
 
-from lmpool.errors import SettingsError, WorkerError
+from lmpool.errors import WorkerError
 from lmpool.protocol.job import decode_ids
 from lmpool.protocol.row import NewRows, VectorBlock
-from lmpool.workers.backends.canary import check_canary, completed_info
+from lmpool.workers.backends.engines import EngineBackend
 from lmpool.workers.backends.row_encoder import log_threads
 from lmpool.workers.backends.settings import VllmSettings
-from lmpool.workers.backends.tokenizer import TellsTexts
 from lmpool.workers.backends.vllm.capture import KEY
-from lmpool.workers.backends.vllm.engine import START_ERRORS, open_engine, refusal
+from lmpool.workers.backends.vllm.engine import Engine, refusing
 from lmpool.workers.backends.vllm.sessions import Session, Sessions
 from lmpool.workers.execution.contract import BackendJob, BackendStats, Finished
 
@@ -30,58 +31,46 @@ _SESSION_SHARE = 0.5  # Largest share of the memory for keys and values that ses
 
 
 class _Request(NamedTuple):
-    """A request in the engine.
+    """A request in the engine."""
 
-    Attributes:
-        job: the job that it answers.
-        is_session: it stays open after its answer.
-        held: tokens of the session that it continues; 0 if it continues none.
-        preemptions: how often that session had been preempted before.
-    """
-
-    job: BackendJob
-    is_session: bool
-    held: int = 0
-    preemptions: int = 0
+    job: BackendJob  # The job that it answers.
+    is_session: bool  # It stays open after its answer.
+    held: int  # Tokens of the session that it continues; 0 if it continues none.
 
 
-class VllmBackend(TellsTexts):
+class VllmBackend(EngineBackend):
     """Serves one model of vLLM; see `lmpool.workers.execution.contract.Backend`."""
 
     _settings: VllmSettings
 
     def __init__(self, settings: VllmSettings) -> None:
-        self._settings = settings
-        self._engine = engine = open_engine(settings)
+        super().__init__(settings)
+        self._engine = engine = Engine(settings, self._folder)
         self._core = engine.core
         self._scheduler = engine.core.engine_core.scheduler
-        self._sessions = Sessions(engine.sessions, int(engine.kv_tokens * _SESSION_SHARE), engine.block_size)
-        self._numbers = count()
+        model, cache, limits = (getattr(engine.config, f"{part}_config") for part in ("model", "cache", "scheduler"))
+        # Waiting sessions have a place in the runner's batch too: at most half of the places.
+        places = limits.max_num_active_seqs or limits.max_num_seqs
+        sessions = min(settings.sessions, places // 2)
+        tokens = int((cache.num_gpu_blocks or 0) * cache.block_size * _SESSION_SHARE)
+        self._sessions = Sessions(sessions, tokens, cache.block_size)
+        self.batch: int = places - sessions
+        self._numbers = count(1)  # Of requests and adapters.
         self._requests: dict[str, _Request] = {}  # Open requests by their names.
         self._held: dict[bytes, str] = {}  # Digest of each job in flight -> name of its request.
         self._left_waiting = 0
         self._idle_steps = 0
-        self._stats = BackendStats()
-        self._info = engine.info
-        self.batch = engine.max_batch
-        try:
-            self._info = completed_info(self)
-            check_canary(self)
-        except (WorkerError, *START_ERRORS) as error:
-            self.close()
-            # Too little memory and missing kernels appear with the first forward.
-            raise error if isinstance(error, SettingsError) else refusal(settings, "cannot run", error) from error
-        except BaseException:
-            self.close()
-            raise
-        self._stats = BackendStats()
+        # Too little memory and missing kernels appear with the first forward.
+        with refusing(f"model: vLLM {vllm_version} cannot run {settings.model}"):
+            self._prepare(
+                model.dtype,
+                vocab_size=model.get_vocab_size(),
+                max_prompt_tokens=model.max_model_len - 1,  # vLLM needs a place for the token that it samples.
+                revision=engine.revision,
+                positions=engine.has_positions,
+            )
         self.device = engine.captured.device  # Set by the first forward.
         log_threads(self.device)
-
-    @property
-    def adapters(self) -> dict[str, str]:
-        """The adapters that prompts may name, and where they came from."""
-        return {adapter: source for adapter, (_, source) in self._engine.adapters.items()}
 
     def capacity(self) -> int:
         """Free slots for one batch next to the running one; fewer while the scheduler leaves prompts waiting."""
@@ -95,26 +84,23 @@ class VllmBackend(TellsTexts):
         for job in jobs:
             if job.digest in self._held:
                 continue
-            if job.positions is not None or job.fresh:
-                self._request(job, None, is_session=False)
-                continue
-            session = self._sessions.take(job.adapter, job.ids)
-            # Also for a prompt that continues a session: it is recorded, and several prompts may continue it.
-            is_growing = self._sessions.is_growing(job.adapter, job.ids)
+            session, is_growing = None, False
+            if job.positions is None and not job.fresh:
+                session = self._sessions.take(job.adapter, job.ids)
+                # Also for a prompt that continues a session: it is recorded, and several prompts may continue it.
+                is_growing = self._sessions.is_growing(job.adapter, job.ids)
             can_grow = len(job.ids) // 4 < self._info.max_prompt_tokens
             self._request(job, session, session is not None or (is_growing and can_grow))
 
     def _request(self, job: BackendJob, session: Session | None, is_session: bool) -> None:
         """Pass a job to the engine: all of its tokens, or to the session that it continues the new ones."""
         if session is None:
-            name, held, preemptions = str(next(self._numbers)), 0, 0
+            name, held = str(next(self._numbers)), 0
         else:
             name, held = session.request, len(session.ids) // 4
-            preemptions = self._scheduler.requests[name].num_preemptions
-        lora = self._engine.adapters[job.adapter][0] if job.adapter else None
+            self._scheduler.requests[name].num_preemptions = 0
         if job.positions is not None:
-            assert self._engine.positions is not None  # Otherwise the info excludes positions queries.
-            self._engine.positions.open(name, job, lora.lora_int_id if lora is not None else 0)
+            self._engine.positions.open(name, job)
         params = SamplingParams(
             max_tokens=1,
             temperature=0.0,
@@ -131,13 +117,13 @@ class VllmBackend(TellsTexts):
                 sampling_params=params,
                 pooling_params=None,
                 arrival_time=time.time(),
-                lora_request=lora,
+                lora_request=self._engine.loras[job.adapter] if job.adapter else None,
                 cache_salt=None,
                 data_parallel_rank=None,
                 resumable=is_session,
             )
         )
-        self._requests[name] = _Request(job, is_session, held, preemptions)
+        self._requests[name] = _Request(job, is_session, held)
         self._held[job.digest] = name
 
     def write_to(self, new_rows: NewRows) -> None:
@@ -147,58 +133,50 @@ class VllmBackend(TellsTexts):
     def step(self) -> Finished:
         """Run one step of the engine."""
         outputs = self._core.get_output().outputs
-        rows: list[bytes] = []
-        failures: dict[bytes, str] = {}
-        vectors: dict[bytes, NDArray[np.float32]] = {}
+        rows, failures, vectors = list[bytes](), dict[bytes, str](), dict[bytes, NDArray[np.float32]]()
+        tokens = reused = 0
         for output in outputs:
             if not output.new_token_ids and output.finish_reason is None:
                 continue
-            job, answer = self._end(output)
-            if isinstance(answer, str):
-                failures[job.digest] = answer
-                self._drop(output.request_id, job.digest)
-            elif answer is not None:
-                vectors[job.digest] = answer
+            name = output.request_id
+            if (request := self._requests.pop(name, None)) is None:
+                raise WorkerError(f"vLLM has answered the request {name}, which it was not asked")
+            job = request.job
+            del self._held[job.digest]
+            tokens += len(job.ids) // 4
+            held = self._scheduler.requests.get(name)
+            if not request.held:
+                reused += output.prefill_stats.num_cached_tokens if output.prefill_stats is not None else 0
+            # A preempted session is computed again; vLLM does not report how much the prefix cache still had of it.
+            elif held is None or not held.num_preemptions:
+                reused += request.held
+            answer: NDArray[np.float32] | str | None = None
+            if output.finish_reason is not FinishReason.LENGTH:
+                self._close([name])
+                answer = f"vLLM has ended the prompt: {output.finish_reason!s}"
             else:
+                if request.is_session:
+                    self._keep(job, name)
+                if job.positions is not None:
+                    answer = self._engine.positions.take(name)
+            if answer is None:
                 rows.append(job.digest)
+            elif isinstance(answer, str):
+                failures[job.digest] = answer
+                self._drop(name, job.digest)
+            else:
+                vectors[job.digest] = answer
         blocks, unsound = self._engine.captured.take(rows)
         self._free_memory(bool(outputs))
-        stats = self._stats
-        answered = sum(len(block.digests) for block in blocks) + len(vectors)
-        self._stats = stats._replace(steps=stats.steps + 1, rows=stats.rows + answered)
+        answered, stats = sum(len(block.digests) for block in blocks) + len(vectors), self._stats
+        self._stats = BackendStats(stats.steps + 1, stats.rows + answered, stats.tokens + tokens, stats.reused + reused)
         answers = VectorBlock(list(vectors), list(vectors.values())) if vectors else None
         return Finished(blocks, failures | unsound, answers)
 
     def _drop(self, name: str, digest: bytes) -> None:
         """Discard the captured data of a request without an answer."""
         self._engine.captured.drop(digest)
-        if self._engine.positions is not None:
-            self._engine.positions.drop(name)
-
-    def _end(self, output: Any) -> tuple[BackendJob, NDArray[np.float32] | str | None]:
-        """Remove a finished request; returns its job, and the answer of a positions query or a failure."""
-        request = self._requests.pop(output.request_id, None)
-        if request is None:
-            raise WorkerError(f"vLLM has answered the request {output.request_id}, which it was not asked")
-        job = request.job
-        del self._held[job.digest]
-        stats, reused = self._stats, self._reused(request, output)
-        self._stats = stats._replace(tokens=stats.tokens + len(job.ids) // 4, reused=stats.reused + reused)
-        if output.finish_reason is not FinishReason.LENGTH:
-            self._close([output.request_id])
-            return job, f"vLLM has ended the prompt: {output.finish_reason!s}"
-        if request.is_session:
-            self._keep(job, output.request_id)
-        positions = self._engine.positions if job.positions is not None else None
-        return job, None if positions is None else positions.take(output.request_id)
-
-    def _reused(self, request: _Request, output: Any) -> int:
-        """Tokens of a finished prompt whose keys and values were in memory."""
-        if not request.held:
-            return output.prefill_stats.num_cached_tokens if output.prefill_stats is not None else 0
-        held = self._scheduler.requests.get(output.request_id)
-        # A preempted session is computed again; vLLM does not report how much of it the prefix cache still had.
-        return request.held if held is None or held.num_preemptions == request.preemptions else 0
+        self._engine.positions.drop(name)
 
     def _keep(self, job: BackendJob, name: str) -> None:
         """Keep a session open for its next tokens, if the engine holds all of it."""
@@ -226,23 +204,17 @@ class VllmBackend(TellsTexts):
         if self._sessions:
             self._close(self._sessions.close_oldest((len(self._sessions) + 1) // 2))
         else:
-            self._restart_session()
+            # The scheduler cannot preempt a session. When sessions hold all memory and each needs one more block, none
+            # can run. Compute the youngest prompt that continues a session from its first token, to free its memory.
+            for name, request in reversed(self._requests.items()):
+                if request.is_session:
+                    del self._requests[name]
+                    self._close([name])
+                    self._request(request.job, None, is_session=False)
+                    break
         self._idle_steps += 1
         if self._idle_steps > _MAX_IDLE_STEPS:
             raise WorkerError(f"vLLM has answered none of {len(self._requests)} prompts for {_MAX_IDLE_STEPS} steps")
-
-    def _restart_session(self) -> None:
-        """Compute the youngest prompt that continues a session from its first token, to free the session's memory.
-
-        The scheduler cannot preempt a session. When sessions hold all memory and each needs one more block, none of
-        them can run.
-        """
-        for name, request in reversed(self._requests.items()):
-            if request.is_session:
-                del self._requests[name]
-                self._close([name])
-                self._request(request.job, None, is_session=False)
-                return
 
     def abort(self, digests: Collection[bytes]) -> None:
         """Drop jobs in flight."""
@@ -251,18 +223,12 @@ class VllmBackend(TellsTexts):
             self._drop(name, self._requests.pop(name).job.digest)
         self._close(names)
 
-    def load_adapter(self, name: str, source: str) -> str:
-        """Load a LoRA adapter; see `Engine.load_adapter`."""
-        return self._engine.load_adapter(name, source)
+    def _load(self, adapter: str, folder: Path) -> None:
+        self._engine.add_lora(adapter, next(self._numbers), folder)
 
-    def drop_adapter(self, adapter: str) -> None:
-        """Forget an adapter, and the sessions of prompts that named it."""
+    def _unload(self, adapter: str) -> None:
         self._close(self._sessions.close_adapter(adapter))
-        self._engine.drop_adapter(adapter)
-
-    def stats(self) -> BackendStats:
-        """Counters since the start."""
-        return self._stats
+        self._core.remove_lora(self._engine.loras.pop(adapter).lora_int_id)
 
     def close(self) -> None:
         """End the engine and free its memory. The backend cannot be used afterwards."""

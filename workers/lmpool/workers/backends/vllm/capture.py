@@ -11,15 +11,13 @@ wrong, or ends the engine: the head has an adapter per prompt (`punica_wrapper.s
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from vllm.lora.layers import LogitsProcessorWithLoRA
+from vllm.lora.request import LoRARequest
 from vllm.v1.sample.logits_processor import LogitsProcessor as LogitsProcessorV1
 from vllm.v1.sample.logits_processor import MoveDirectionality
 from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as LogitsProcessorV2
@@ -27,7 +25,6 @@ from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as Logits
 from lmpool.errors import WorkerError
 from lmpool.protocol.row import RowBlock
 from lmpool.workers.backends.row_encoder import Piece, PositionAnswers, RowEncoder
-from lmpool.workers.execution.contract import BackendJob
 
 KEY = "lmpool"
 """The entry of `SamplingParams.extra_args` that holds a prompt's digest."""
@@ -54,15 +51,7 @@ class Captured:
         self._captured: dict[bytes, tuple[RowBlock, int] | str] = {}
 
     def add(self, digests: list[bytes], logits: Tensor) -> None:
-        """Keep the rows of a batch.
-
-        Args:
-            digests: the prompt of each row.
-            logits: float32 tensor of shape (n, V); it may change afterwards.
-
-        Raises:
-            WorkerError: wrong shape.
-        """
+        """Keep the rows of prompts: logits (n, V) in float32, which may change afterwards."""
         _check_shape(logits, len(digests), self._vocab_size, "prompts")
         self.device = str(logits.device)
         block, failures = self.encoder.encode(digests, logits)
@@ -75,11 +64,7 @@ class Captured:
         self._captured.pop(digest, None)
 
     def take(self, digests: list[bytes]) -> tuple[list[RowBlock], dict[bytes, str]]:
-        """Remove and return the rows of finished prompts, in the blocks in which they were captured, and failures.
-
-        Raises:
-            WorkerError: a prompt has no row.
-        """
+        """Remove and return the rows of finished prompts, in the blocks in which they were captured, and failures."""
         failures: dict[bytes, str] = {}
         blocks: dict[int, tuple[RowBlock, list[int]]] = {}
         for digest in digests:
@@ -90,15 +75,13 @@ class Captured:
                     failures[digest] = reason
                 case block, row:
                     blocks.setdefault(id(block), (block, []))[1].append(row)
-        return [_part(block, rows) for block, rows in blocks.values()], failures
-
-
-def _part(block: RowBlock, rows: list[int]) -> RowBlock:
-    """The given rows of a block; without a copy if these are all."""
-    if len(rows) == len(block.digests):
-        return block
-    log_z = None if block.log_z is None else block.log_z[rows]
-    return RowBlock([block.digests[row] for row in rows], block.numbers[rows], log_z, block.encoding)
+        parts = []
+        for block, rows in blocks.values():
+            if len(rows) < len(block.digests):  # Otherwise no copy is needed.
+                log_z, taken = None if block.log_z is None else block.log_z[rows], [block.digests[row] for row in rows]
+                block = RowBlock(taken, block.numbers[rows], log_z, block.encoding)
+            parts.append(block)
+        return parts, failures
 
 
 class CaptureProcessor(LogitsProcessorV1, LogitsProcessorV2):  # type: ignore[misc]  # vllm has no types here
@@ -108,7 +91,7 @@ class CaptureProcessor(LogitsProcessorV1, LogitsProcessorV2):  # type: ignore[mi
 
     def __init__(self, config: Any, *more: Any) -> None:
         # V1 passes device and is_pin_memory, V2 the state of its requests.
-        self._requests = more[0] if len(more) == 1 else None
+        self._requests: Any = more[0] if len(more) == 1 else None
         self._digests: dict[int, bytes] = {}
 
     def is_argmax_invariant(self) -> bool:
@@ -123,7 +106,7 @@ class CaptureProcessor(LogitsProcessorV1, LogitsProcessorV2):  # type: ignore[mi
         for index in batch_update.removed:
             digests.pop(index, None)
         for index, params, _, _ in batch_update.added:
-            self._set(index, params)
+            self.add_request(index, params)
         for source, target, direction in batch_update.moved:
             moved, other = digests.pop(source, None), digests.pop(target, None)
             if moved is not None:
@@ -132,50 +115,47 @@ class CaptureProcessor(LogitsProcessorV1, LogitsProcessorV2):  # type: ignore[mi
                 digests[source] = other
 
     def add_request(self, req_idx: int, sampling_params: Any) -> bool:
-        """V2: a request has been given this slot."""
-        self._set(req_idx, sampling_params)
-        return req_idx in self._digests
+        """V2: a request has been given this slot. Returns whether the request has a row to capture."""
+        digest = (sampling_params.extra_args or {}).get(KEY)
+        if digest is None:
+            self._digests.pop(req_idx, None)
+        else:
+            self._digests[req_idx] = digest
+        return digest is not None
 
     def apply(self, logits: Tensor, ctx: Any = None) -> Tensor:
         """Capture a step's logits, and return them unchanged."""
-        rows, digests = self._rows_of_v1(len(logits)) if ctx is None else self._rows_of_v2(ctx)
+        if ctx is None:  # V1. This includes incomplete prompts, whose rows a later step replaces.
+            rows = sorted(index for index in self._digests if index < len(logits))
+            digests = [self._digests[row] for row in rows]
+        else:
+            rows, digests = self._rows_of_v2(ctx)
         if rows:
             chosen = logits if rows == list(range(len(logits))) else logits[torch.tensor(rows, device=logits.device)]
             self.captured.add(digests, chosen)
         return logits
 
-    def _set(self, index: int, params: Any) -> None:
-        digest = (params.extra_args or {}).get(KEY)
-        if digest is None:
-            self._digests.pop(index, None)
-        else:
-            self._digests[index] = digest
-
-    def _rows_of_v1(self, size: int) -> tuple[list[int], list[bytes]]:
-        # They include incomplete prompts, whose rows a later step replaces.
-        rows = sorted(index for index in self._digests if index < size)
-        return rows, [self._digests[row] for row in rows]
-
     def _rows_of_v2(self, ctx: Any) -> tuple[list[int], list[bytes]]:
-        assert self._requests is not None
         slots = ctx.idx_mapping_np
         complete = ctx.seq_lens_upper_bound_np >= self._requests.prefill_len.np[slots]
         rows = [row for row, slot in enumerate(slots.tolist()) if complete[row] and slot in self._digests]
         return rows, [self._digests[int(slots[row])] for row in rows]
 
 
-class PositionCapture:
-    """Answers of positions queries, taken from the steps of an engine core in this process.
+class PositionCapture(PositionAnswers):
+    """Answers of positions queries, taken from the steps of an engine core in this process."""
 
-    Raises:
-        AttributeError: this release of vLLM has its hidden states or its prefix cache elsewhere. Nothing was changed.
-    """
-
-    def __init__(self, core: Any, vocab_size: int) -> None:
-        self.answers = PositionAnswers()
+    def __init__(self, vocab_size: int, loras: Mapping[str, LoRARequest]) -> None:
+        super().__init__()
         self._vocab_size = vocab_size
-        self._rows_at_once = max(1, _MAX_LOGITS // vocab_size)
-        self._lora_ids: dict[str, int] = {}  # Request -> vLLM's number of its adapter, or 0.
+        self._loras = loras  # "name@revision" -> vLLM's name of a loaded adapter.
+
+    def attach(self, core: Any) -> None:
+        """Take the hidden states of an engine core.
+
+        Raises:
+            AttributeError: this release of vLLM has them or its prefix cache elsewhere. Nothing was changed.
+        """
         self._runner = runner = core.model_executor.driver_worker.worker.model_runner
         modules = runner.get_model().modules()
         self._head = next((module for module in modules if isinstance(module, LogitsProcessorWithLoRA)), None)
@@ -189,77 +169,56 @@ class PositionCapture:
             worker.compute_prompt_logprobs = self._after_step_of_v2
         manager.get_computed_blocks = self._find_cached_before_wanted
 
-    def open(self, request: str, job: BackendJob, lora_id: int) -> None:
-        """Start the answer of a job with a positions query; `lora_id` is vLLM's number of its adapter, or 0."""
-        self.answers.open(request, job)
-        self._lora_ids[request] = lora_id
-
-    def drop(self, request: str) -> None:
-        """Discard the answer of a request, if there is one."""
-        self.answers.drop(request)
-        self._lora_ids.pop(request, None)
-
-    def take(self, request: str) -> NDArray[np.float32] | str:
-        """See `PositionAnswers.take`."""
-        del self._lora_ids[request]
-        return self.answers.take(request)
-
     def _find_cached_before_wanted(self, request: Any) -> Any:
         """Look up a prompt in the prefix cache, only up to the first position that must be computed."""
-        first = self.answers.first_missing(request.request_id)
+        first = self.first_missing(request.request_id)
         # vLLM always computes the last token of a prompt.
         return self._find_cached(request if first is None else _Beginning(request, first + 1))
 
     def _after_step_of_v1(self, hidden: Tensor, scheduled: dict[str, int]) -> Any:
         runner, pieces = self._runner, list[Piece]()
-        for name, count in scheduled.items() if self._lora_ids else ():
+        for name, count in scheduled.items() if self._open else ():
             at, place = runner.requests[name].num_computed_tokens, runner.input_batch.req_id_to_index[name]
-            pieces += self.answers.wanted(name, range(at, at + count), int(runner.query_start_loc.np[place]))
-        self._add(hidden, pieces)
+            pieces += self.wanted(name, range(at, at + count), int(runner.query_start_loc.np[place]))
+        self._add_all(hidden, pieces)
         return self._original(hidden, scheduled)
 
     def _after_step_of_v2(self, compute_logits: Any, hidden: Tensor, batch: Any, *more: Any) -> Any:
         pieces = list[Piece]()
-        for place, name in enumerate(batch.req_ids if self._lora_ids else ()):
+        for place, name in enumerate(batch.req_ids if self._open else ()):
             at, count = int(batch.num_computed_prefill_tokens_np[place]), int(batch.num_scheduled_tokens[place])
-            pieces += self.answers.wanted(name, range(at, at + count), int(batch.query_start_loc_np[place]))
-        self._add(hidden, pieces)
+            pieces += self.wanted(name, range(at, at + count), int(batch.query_start_loc_np[place]))
+        self._add_all(hidden, pieces)
         return self._original(compute_logits, hidden, batch, *more)
 
-    def _add(self, hidden: Tensor, wanted: Iterable[Piece]) -> None:
+    def _add_all(self, hidden: Tensor, wanted: Iterable[Piece]) -> None:
         """Compute the logits of the wanted positions of a step, adapter by adapter, and add their values."""
-        by_adapter: dict[int, list[Piece]] = {}
+        by_adapter: dict[str, list[Piece]] = {}
         for piece in wanted:
-            by_adapter.setdefault(self._lora_ids[piece.request], []).append(piece)
-        for lora_id, found in by_adapter.items():
+            by_adapter.setdefault(self._open[piece.request].job.adapter, []).append(piece)
+        for adapter, found in by_adapter.items():
             pieces, rows = list[Piece](), list[int]()
             for piece in found:
                 pieces.append(piece._replace(row=len(rows)))
                 rows += range(piece.row, piece.row + len(piece.positions))
-            with self._one_adapter(lora_id):
+            if self._head is not None:
+                slots = self._runner.lora_manager._adapter_manager.lora_index_to_id
+                slot = slots.index(self._loras[adapter].lora_int_id) if adapter else None
+                original, self._head.punica_wrapper = self._head.punica_wrapper, _OneAdapter(slot)
+            try:
                 first = 0
-                for part in torch.split(torch.tensor(rows, device=hidden.device), self._rows_at_once):
-                    self.answers.add(pieces, first, self._logits(hidden[part]))
+                rows_at_once = max(1, _MAX_LOGITS // self._vocab_size)
+                for part in torch.split(torch.tensor(rows, device=hidden.device), rows_at_once):
+                    self.add(pieces, first, self._logits(hidden[part]))
                     first += len(part)
+            finally:
+                if self._head is not None:
+                    self._head.punica_wrapper = original
 
     def _logits(self, hidden: Tensor) -> Tensor:
         logits: Tensor = self._runner.model.compute_logits(hidden)
         _check_shape(logits, len(hidden), self._vocab_size, "positions")
         return logits
-
-    @contextmanager
-    def _one_adapter(self, lora_id: int) -> Iterator[None]:
-        """Make the head apply one adapter to all its input."""
-        if self._head is None:
-            yield
-            return
-        slots = self._runner.lora_manager._adapter_manager.lora_index_to_id
-        original = self._head.punica_wrapper
-        self._head.punica_wrapper = _OneAdapter(slots.index(lora_id) if lora_id else None)
-        try:
-            yield
-        finally:
-            self._head.punica_wrapper = original
 
 
 class _OneAdapter:

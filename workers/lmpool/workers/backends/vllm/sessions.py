@@ -11,7 +11,8 @@ does a prompt continue one by more tokens than the session has: many prompts beg
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from itertools import islice
 from typing import NamedTuple
 from zlib import crc32
 
@@ -44,7 +45,6 @@ class Sessions:
         # The sessions that wait, by the checksums of their prompts: of two equal checksums the later one stays.
         self._idle: OrderedDict[int, Session] = OrderedDict()
         self._held: dict[str, int] = {}  # Request -> tokens, also of sessions that are running.
-        self._tokens = 0
         # Checksums too: if two prompts share one, a session is opened that no prompt continues.
         self._recent: OrderedDict[int, None] = OrderedDict()
 
@@ -67,7 +67,7 @@ class Sessions:
 
     def forget(self, request: str) -> None:
         """A session was closed."""
-        self._tokens -= self._held.pop(request, 0)
+        self._held.pop(request, None)
 
     def is_growing(self, adapter: str, ids: bytes) -> bool:
         """Whether a prompt extends a recent one by a few tokens, which is worth a session. Records the prompt."""
@@ -83,36 +83,30 @@ class Sessions:
 
     def keep(self, adapter: str, ids: bytes, request: str) -> list[str]:
         """Let a session wait; returns the requests to close in exchange."""
-        checksum, closed = _checksum(adapter, ids), []
-        if (other := self._idle.pop(checksum, None)) is not None:
-            closed.append(other.request)
-            self.forget(other.request)
+        checksum = _checksum(adapter, ids)
+        closed = self._close([checksum] if checksum in self._idle else [])
         self.forget(request)
         tokens = -(-len(ids) // _ID_BYTES // self._block) * self._block
         if tokens > self._most_tokens:
             return [*closed, request]  # Otherwise all others would be closed, and then this one too.
         self._idle[checksum] = Session(adapter, ids, request)
         self._held[request] = tokens
-        self._tokens += tokens
-        while self._idle and (len(self._idle) > self._most or self._tokens > self._most_tokens):
+        while self._idle and (len(self._idle) > self._most or sum(self._held.values()) > self._most_tokens):
             closed += self.close_oldest(1)
         return closed
 
     def close_adapter(self, adapter: str) -> list[str]:
         """Forget the waiting sessions of an adapter; returns their requests."""
-        checksums = [checksum for checksum, session in self._idle.items() if session.adapter == adapter]
-        closed = [self._idle.pop(checksum).request for checksum in checksums]
-        for request in closed:
-            self.forget(request)
-        return closed
+        return self._close([checksum for checksum, session in self._idle.items() if session.adapter == adapter])
 
     def close_oldest(self, number: int) -> list[str]:
         """Forget the sessions that have waited longest; returns their requests."""
-        closed = []
-        for _ in range(min(number, len(self._idle))):
-            _, session = self._idle.popitem(last=False)
-            self.forget(session.request)
-            closed.append(session.request)
+        return self._close(list(islice(self._idle, number)))
+
+    def _close(self, checksums: Iterable[int]) -> list[str]:
+        closed = [self._idle.pop(checksum).request for checksum in checksums]
+        for request in closed:
+            self.forget(request)
         return closed
 
     def _checksums_before(self, adapter: str, ids: bytes) -> Iterator[int]:

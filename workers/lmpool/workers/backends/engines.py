@@ -1,19 +1,31 @@
-"""The canary: rows that a backend must compute correctly before its worker joins the pool."""
+"""What the backends of engines share: adapters, and the canary.
+
+The canary are rows that a backend must compute correctly before its worker joins the pool.
+"""
 
 from __future__ import annotations
 
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 
 from lmpool.errors import ProtocolError, SettingsError, WorkerError
+from lmpool.protocol.adapter import qualify
 from lmpool.protocol.job import digest_of
 from lmpool.protocol.model_info import ModelInfo
 from lmpool.protocol.query import PositionsQuery
 from lmpool.protocol.row import Encoding, Row, decode_row
-from lmpool.workers.execution.contract import Backend, BackendJob, Finished
+from lmpool.trie import torch_device
+from lmpool.workers.backends.checkpoint import checkpoint_folder, checkpoint_revision, checkpoint_source
+from lmpool.workers.backends.lora import adapter_folder, check_adapter
+from lmpool.workers.backends.settings import EngineSettings
+from lmpool.workers.backends.tokenizer import TellsTexts
+from lmpool.workers.execution.contract import Backend, BackendJob, BackendStats, Finished
 from lmpool.workers.execution.engine_thread import check_answers
 
 _log = logging.getLogger(__name__)
@@ -27,7 +39,93 @@ _MAX_ADAPTERS = 3  # Adapters that are tried.
 _MIN_VOCAB_SIZE = 64  # With fewer tokens, rows of different prompts may be equal by chance.
 
 
-def completed_info(backend: Backend) -> ModelInfo:
+class EngineBackend(TellsTexts, ABC):
+    """Base class of the backends of engines.
+
+    Attributes:
+        adapters: the loaded ones: "name@revision" -> folder or hub name.
+    """
+
+    _settings: EngineSettings
+
+    def __init__(self, settings: EngineSettings) -> None:
+        torch_device.settle()
+        self._settings = settings
+        self._folder = checkpoint_folder("model", settings.model, settings.revision)
+        self._stats = BackendStats()
+        self.adapters: dict[str, str] = {}
+
+    @abstractmethod
+    def _load(self, adapter: str, folder: Path) -> None:
+        """Have the engine load an adapter ("name@revision")."""
+
+    @abstractmethod
+    def _unload(self, adapter: str) -> None:
+        """Have the engine drop an adapter that no request names any more."""
+
+    def _prepare(self, dtype: object, **facts: Any) -> None:
+        """Set the info from the dtype and other facts, load the adapters of the settings, and check the first rows.
+
+        After an error the backend is closed.
+        """
+        self._info = ModelInfo(
+            name=self._settings.served_as,
+            backend=self._settings.kind,
+            dtype=str(dtype).removeprefix("torch."),
+            source=checkpoint_source(self._settings.model),
+            **facts,
+        )
+        backend = cast(Backend, self)
+        try:
+            for name, source in self._settings.adapter_folders.items():
+                self.load_adapter(name, source)
+            self._info = _completed_info(backend)
+            check_canary(backend)
+        except BaseException as error:
+            backend.close()
+            if isinstance(error, WorkerError):
+                raise _wrong(backend, str(error)) from error
+            raise
+        self._stats = BackendStats()
+
+    def load_adapter(self, name: str, source: str) -> str:
+        """See `Backend.load_adapter`."""
+        folder = checked_adapter(source, self._folder)
+        revision = checkpoint_revision(folder)
+        adapter = qualify(name, revision)
+        if adapter not in self.adapters:
+            if len(self.adapters) >= (slots := adapter_slots(self._settings)):
+                raise SettingsError(
+                    f"adapters: this worker has {slots} slots, and none is free for {name!r}: start it with more "
+                    "(--max-adapters)"
+                )
+            self._load(adapter, folder)
+            self.adapters[adapter] = checkpoint_source(source)
+        return revision
+
+    def drop_adapter(self, adapter: str) -> None:
+        """See `Backend.drop_adapter`."""
+        if self.adapters.pop(adapter, None) is not None:
+            self._unload(adapter)
+
+    def stats(self) -> BackendStats:
+        """See `Backend.stats`."""
+        return self._stats
+
+
+def checked_adapter(source: str, model: Path) -> Path:
+    """The folder of an adapter that fits the model in a folder."""
+    folder = adapter_folder(source)
+    check_adapter(folder, model)
+    return folder
+
+
+def adapter_slots(settings: EngineSettings) -> int:
+    """Adapters that an engine reserves memory for."""
+    return max(settings.max_adapters, len(settings.adapters))
+
+
+def _completed_info(backend: Backend) -> ModelInfo:
     """The info of a backend with the encoding of its rows, which its first row shows."""
     _log.info("weights are loaded: checking the first rows")
     for finished in _steps(backend, [BackendJob(bytes(16), bytes(4))]):
