@@ -24,6 +24,7 @@ from typing import Any
 from lmpool.cli import main as run_command
 from lmpool.embedded import EmbeddedServer
 from lmpool.workers.backends.synthetic import SyntheticBackend
+from lmpool.workers.execution.contract import BackendJob
 from tests.producer.batch.runs import arguments, begin, content, draw_texts, write_texts
 from tests.support.pool import Pool, WorkerProcess, lmpool_command, run_lmpool, until
 
@@ -161,14 +162,14 @@ def strike(folder: Path, victims: Sequence[str], rounds: int, seed: int) -> dict
 
 def _count_texts(file: Path) -> None:
     """Add a byte to a file for each text that this process computes, so that killed processes are counted too."""
-    answer = SyntheticBackend._vector
+    compute = SyntheticBackend._vectors
     descriptor = os.open(file, os.O_WRONLY | os.O_APPEND)
 
-    def counted(*given: Any) -> Any:
-        os.write(descriptor, b".")
-        return answer(*given)
+    def counted(backend: SyntheticBackend, jobs: list[BackendJob], failures: dict[bytes, str]) -> Any:
+        os.write(descriptor, b"." * sum(job.positions is not None for job in jobs))
+        return compute(backend, jobs, failures)
 
-    SyntheticBackend._vector = counted  # type: ignore[method-assign, assignment]
+    SyntheticBackend._vectors = counted  # type: ignore[method-assign]
 
 
 def main() -> None:

@@ -22,7 +22,6 @@ from lmpool.batch.folder import Folder, digest_of_file, sync
 from lmpool.batch.lines import open_source
 from lmpool.batch.shards import READERS, Failed, ShardWriter, Text
 from lmpool.errors import BatchError, BatchRefused, ModelMismatch, SettingsError
-from lmpool.protocol.query import PositionsQuery
 from lmpool.workers.execution.contract import BackendJob
 from tests.producer.batch.runs import arguments, begin, begun_folder, content, draw_texts, run, write_texts
 from tests.producer.batch.strikes import VICTIMS, strike
@@ -43,9 +42,9 @@ class Counting(GatedBackend):
 
     texts = 0
 
-    def _vector(self, job: BackendJob, query: PositionsQuery) -> Any:
-        self.texts += 1
-        return super()._vector(job, query)
+    def _vectors(self, jobs: list[BackendJob], failures: dict[bytes, str]) -> Any:
+        self.texts += sum(job.positions is not None for job in jobs)
+        return super()._vectors(jobs, failures)
 
 
 async def test_a_killed_client_costs_at_most_one_shard(pool: Pool, tmp_path: Path) -> None:

@@ -412,7 +412,7 @@ async def test_a_backend_without_adapters_says_so(pool: Pool, tmp_path: Path) ->
             await producer.add_adapter("poet", write(tmp_path, "a", "1"))
 
 
-class NoAdapters(WithoutAdapters, SyntheticBackend):
+class NoAdapters(WithoutAdapters, SyntheticBackend):  # type: ignore[misc]  # the dict of its second base stays empty
     """A backend that has none."""
 
     def __init__(self, settings: SyntheticSettings) -> None:
