@@ -160,7 +160,7 @@ def test_a_prompt_that_the_model_cannot_take_never_reaches_the_engine(
     assert served.states() == ["ready"]
 
 
-def test_bytes_that_are_no_ids_and_adapters_that_are_none_are_refused(served: Served) -> None:
+def test_malformed_ids_and_unknown_adapters_are_refused(served: Served) -> None:
     assert served.failure_of(b"abcde").kind == errors.NotTokenIds.__name__
     failure = served.failure_of(b"\x01\0\0\0", "nobody's")
     assert failure.kind == errors.UnknownAdapter.__name__
@@ -168,7 +168,7 @@ def test_bytes_that_are_no_ids_and_adapters_that_are_none_are_refused(served: Se
     assert served.states() == ["ready"]
 
 
-async def test_a_worker_that_is_told_to_stop_finishes_what_it_holds(served: Served) -> None:
+async def test_a_stopping_worker_finishes_its_prompts_in_flight(served: Served) -> None:
     draw = random.Random(101)
     async with served.pool.producer(NAME) as producer:
         prompts = [prompt(draw, 100) for _ in range(8)]

@@ -89,7 +89,7 @@ def spoil(backend: Any, monkeypatch: pytest.MonkeyPatch, change: Callable[[Any, 
     monkeypatch.setattr(scheduler, "run_batch", run_and_change)
 
 
-# Prompts that SGLang does not answer
+# Prompts that SGLang refuses
 
 
 def test_a_prompt_that_sglang_refuses_is_a_failure_of_that_prompt_alone(folder: Path, draw: random.Random) -> None:
@@ -364,7 +364,7 @@ def test_other_options_are_passed_on() -> None:
 
 
 def test_every_refused_or_harmless_option_exists_in_sglang() -> None:
-    # Some came with later releases than the first that is supported.
+    # Some arrived with later releases than the first supported one.
     assert {*options._REFUSED, *options._HARMLESS} - known().keys() <= {"attn_dp_size"}
 
 

@@ -32,7 +32,7 @@ def driver(model_folder: Path) -> Iterator[Opened]:
 
 @pytest.fixture
 def draw(request: pytest.FixtureRequest) -> random.Random:
-    """Random prompts, others in each test."""
+    """Random prompts, different in each test."""
     return random.Random(request.node.name)
 
 
@@ -58,7 +58,7 @@ def scheduler_of(driver: Opened) -> Any:
 
 
 def no_answer_is_open(driver: Opened) -> bool:
-    """Whether no answer of a positions query is open."""
+    """Whether no positions query is pending."""
     backend: Any = driver.backend
     return not (backend._engine._positions._open or backend._engine._owed)
 
@@ -83,7 +83,7 @@ def test_the_radix_cache_is_read_up_to_the_first_wanted_position(driver: Opened,
     assert driver.backend.stats().reused - before == 41
 
 
-def test_a_prompt_dropped_during_its_computation_leaves_nothing(driver: Opened, draw: random.Random) -> None:
+def test_a_prompt_dropped_during_its_computation_leaves_no_state(driver: Opened, draw: random.Random) -> None:
     dropped, kept = (positions_job(driver, prompt(draw, LONG), TARGETS) for _ in range(2))
     driver.backend.submit([dropped, kept])
     driver.step()
@@ -124,7 +124,7 @@ def test_positions_that_have_no_distribution_fail_their_prompt_alone(
     assert no_answer_is_open(driver)
 
 
-def test_a_refused_prompt_leaves_nothing(driver: Opened, draw: random.Random) -> None:
+def test_a_refused_prompt_leaves_no_state(driver: Opened, draw: random.Random) -> None:
     length = driver.backend.info.max_prompt_tokens + 1
     data = np.asarray(prompt(draw, length), "<u4").tobytes()
     long = BackendJob(bytes(16), data, positions=TARGETS)

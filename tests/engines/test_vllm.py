@@ -210,7 +210,7 @@ def in_flight(backend: VllmBackend) -> Iterator[BackendJob]:
     backend._core.abort_requests([name])
 
 
-def test_an_answer_to_an_unknown_request_breaks_the_backend(
+def test_a_result_for_an_unknown_request_breaks_the_backend(
     backend: VllmBackend, in_flight: BackendJob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stranger = EngineCoreOutput("unknown", [1], finish_reason=FinishReason.LENGTH)

@@ -29,7 +29,7 @@ def test_sessions_that_all_need_one_more_block_do_not_stop_each_other(model_fold
 
 
 def test_preempted_sessions_are_not_kept(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A session that is preempted while its answer is in flight would wait forever, in no queue of the scheduler."""
+    """A session that is preempted while its result is in flight would wait forever, in no queue of the scheduler."""
     made = settings(
         model_folder, max_batch=12, sessions=12, kv_cache_bytes=640 * BYTES_A_TOKEN,
         engine_args=["long_prefill_token_threshold=16"],
@@ -56,7 +56,7 @@ def test_preempted_sessions_are_not_kept(model_folder: Path, monkeypatch: pytest
         made.close()
 
 
-def test_prompts_and_sessions_share_the_places(model_folder: Path) -> None:
+def test_prompts_and_sessions_share_the_slots(model_folder: Path) -> None:
     made = settings(model_folder, sessions=100, engine_args=["max_num_seqs=6"]).open()
     assert isinstance(made, VllmBackend)
     assert (made.batch, made._sessions._most) == (3, 3)

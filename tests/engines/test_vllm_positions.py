@@ -57,7 +57,7 @@ def positions(ids: list[int], query: PositionsQuery, adapter: str = "") -> Backe
 
 
 def finish(backend: VllmBackend, jobs: list[BackendJob]) -> tuple[dict[bytes, NDArray[np.float32]], dict[bytes, str]]:
-    """Run jobs; returns digest -> row or answer, and failures."""
+    """Run jobs; return digest -> row or values, and failures."""
     backend.submit(jobs)
     answers: dict[bytes, NDArray[np.float32]] = {}
     failures: dict[bytes, str] = {}
@@ -73,7 +73,7 @@ def finish(backend: VllmBackend, jobs: list[BackendJob]) -> tuple[dict[bytes, ND
 
 
 def no_answer_is_open(backend: VllmBackend) -> bool:
-    """Whether no answer of a positions query is open."""
+    """Whether no positions query is pending."""
     capture: Any = backend._engine.positions
     return not (capture._open or backend._requests)
 
@@ -145,7 +145,7 @@ def test_a_preempted_prompt_gets_a_complete_answer(
     np.testing.assert_allclose(answers[asked.digest].reshape(-1, 4), expected(ids, 3)[:, :4], atol=3e-4)
 
 
-def test_a_prompt_dropped_during_its_computation_leaves_nothing(backend: VllmBackend) -> None:
+def test_a_prompt_dropped_during_its_computation_leaves_no_state(backend: VllmBackend) -> None:
     scored = positions(ids := draw(58, 150), PositionsQuery.scores_from(3))
     backend.submit([scored])
     backend.step()

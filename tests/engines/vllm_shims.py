@@ -1,4 +1,4 @@
-"""For tests: features of vLLM that are switched off on a CPU. Slow, and for correctness only.
+"""For tests: features of vLLM that are disabled on a CPU. Slow, and for correctness only.
 
 `use_v2_runner` must be installed before vllm is imported, the other one before an engine is made.
 """

@@ -101,7 +101,9 @@ async def two_workers(pool: Pool, folder: Path, lease_s: float, batch: int = ROO
     assert not pool.names("*waiting*")
 
 
-async def test_what_a_killed_worker_was_never_given_goes_to_others_after_a_lease(pool: Pool, tmp_path: Path) -> None:
+async def test_unread_jobs_in_the_lane_of_a_killed_worker_move_to_other_workers_after_a_lease(
+    pool: Pool, tmp_path: Path
+) -> None:
     async with two_workers(pool, tmp_path, lease_s=1) as workers:
         workers.victim.end()
         # The other worker does not steal now: only idle workers do.
@@ -114,7 +116,9 @@ async def test_what_a_killed_worker_was_never_given_goes_to_others_after_a_lease
     assert pool.redis.zscore(pool.keys.model("syn").lanes, workers.lane.worker_id) is None
 
 
-async def test_an_idle_worker_does_not_wait_for_the_lease_of_one_that_was_killed(pool: Pool, tmp_path: Path) -> None:
+async def test_an_idle_worker_takes_jobs_of_a_killed_worker_before_its_lease_expires(
+    pool: Pool, tmp_path: Path
+) -> None:
     async with two_workers(pool, tmp_path, lease_s=60) as workers:
         workers.victim.signal(signal.SIGSTOP)
         workers.other_gate.open()
@@ -131,7 +135,7 @@ async def test_an_idle_worker_does_not_wait_for_the_lease_of_one_that_was_killed
         workers.victim.signal(signal.SIGCONT)
 
 
-async def test_a_frozen_worker_finds_its_lane_taken_over_and_goes_on(pool: Pool, tmp_path: Path) -> None:
+async def test_a_frozen_worker_continues_after_its_lane_was_taken_over(pool: Pool, tmp_path: Path) -> None:
     async with two_workers(pool, tmp_path, lease_s=1) as workers:
         workers.victim.signal(signal.SIGSTOP)
         await until_async(workers.is_left, "the lane is taken over")
@@ -150,7 +154,7 @@ async def test_a_frozen_worker_finds_its_lane_taken_over_and_goes_on(pool: Pool,
     assert "Traceback" not in workers.victim.text
 
 
-async def test_a_worker_that_is_told_to_stop_leaves_its_lane_to_others_at_once(pool: Pool, tmp_path: Path) -> None:
+async def test_a_stopping_worker_releases_its_lane_at_once(pool: Pool, tmp_path: Path) -> None:
     # Only closing the lane explains it: the lease is long, and the other worker is too busy to steal.
     async with two_workers(pool, tmp_path, lease_s=60, batch=BATCH) as workers:
         shared = pool.keys.model("syn").jobs
@@ -170,7 +174,7 @@ async def test_a_worker_that_is_told_to_stop_leaves_its_lane_to_others_at_once(p
     assert not workers.lane.is_there
 
 
-async def test_a_lane_that_goes_does_not_keep_its_heir_from_renewing_its_leases(pool: Pool, tmp_path: Path) -> None:
+async def test_a_removed_lane_does_not_stop_its_new_worker_from_renewing_leases(pool: Pool, tmp_path: Path) -> None:
     lease_s = 1
     async with two_workers(pool, tmp_path, lease_s) as workers:
         workers.victim.signal(signal.SIGSTOP)

@@ -53,7 +53,7 @@ async def ask_all(producer: Producer, prompts: list[list[int]]) -> None:
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-async def test_a_worker_hands_its_jobs_back_at_once_and_ends(pool: Pool, fault: str) -> None:
+async def test_a_worker_whose_backend_fails_releases_its_jobs_at_once_and_ends(pool: Pool, fault: str) -> None:
     # Without a release, its lease would protect its jobs for ten minutes.
     worker = pool.start(*told_to(fault), "--lease-s", LONG_LEASE_S, "--max-batch", 8)
     async with pool.producer() as producer:
@@ -74,7 +74,9 @@ async def test_a_worker_hands_its_jobs_back_at_once_and_ends(pool: Pool, fault: 
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-async def test_a_prompt_at_fault_is_given_up_with_the_reason_and_its_batch_is_served(pool: Pool, fault: str) -> None:
+async def test_a_prompt_that_crashes_workers_is_given_up_with_the_reason_and_its_batch_is_served(
+    pool: Pool, fault: str
+) -> None:
     for _ in range(4):
         pool.start(*told_to(fault), "--lease-s", 6, "--max-batch", 64, wait=False)
     for worker in pool.workers:
@@ -94,7 +96,7 @@ async def test_a_prompt_at_fault_is_given_up_with_the_reason_and_its_batch_is_se
     assert 0 < pool.redis.pttl(pool.keys.model("syn").reasons) <= 3_600_000
 
 
-async def test_a_worker_that_hangs_ends_though_its_server_does_not_answer(
+async def test_a_hanging_worker_ends_while_its_server_does_not_reply(
     own_server: EmbeddedServer, tmp_path: Path
 ) -> None:
     pool = Pool(own_server.url, "frozen", tmp_path)
@@ -133,7 +135,7 @@ serve(Server(url), backend, WorkerSettings(prefix, step_timeout_s=4.0))
 """
 
 
-async def test_threads_of_an_engine_that_hangs_do_not_keep_the_process(pool: Pool) -> None:
+async def test_threads_of_a_hanging_engine_do_not_keep_the_process_alive(pool: Pool) -> None:
     worker = pool._launch([sys.executable, "-c", WITH_THREADS, pool.url, pool.prefix], None, wait=True)
     async with pool.producer() as producer:
         asked = asyncio.create_task(producer.logprobs([POISON]))
@@ -180,7 +182,9 @@ async def taken_over(pool: Pool, frozen: WorkerProcess, gate: Gate) -> WorkerPro
     return other
 
 
-async def test_a_frozen_worker_whose_jobs_were_taken_hands_back_nothing_of_others(pool: Pool, tmp_path: Path) -> None:
+async def test_a_frozen_worker_whose_jobs_were_claimed_releases_no_jobs_of_other_workers(
+    pool: Pool, tmp_path: Path
+) -> None:
     gate = Gate(tmp_path / "gate")
     frozen = pool.start("--hang-token", POISON, "--step-timeout-s", 6, "--lease-s", 2, "--max-batch", 16)
     async with pool.producer(when_absent="wait") as producer:
@@ -200,7 +204,9 @@ async def test_a_frozen_worker_whose_jobs_were_taken_hands_back_nothing_of_other
     await until_done(pool)
 
 
-async def test_a_frozen_worker_whose_jobs_were_taken_fails_nothing_of_others(pool: Pool, tmp_path: Path) -> None:
+async def test_a_frozen_worker_whose_jobs_were_claimed_fails_no_jobs_of_other_workers(
+    pool: Pool, tmp_path: Path
+) -> None:
     frozen_gate, gate = Gate(tmp_path / "own"), Gate(tmp_path / "gate")
     frozen = pool.start("--fail-token", POISON, "--lease-s", 2, "--max-batch", 16, command=frozen_gate.command)
     async with pool.producer(when_absent="wait") as producer:

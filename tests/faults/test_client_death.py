@@ -88,7 +88,7 @@ async def is_right(producer: Producer, prompt: list[int]) -> bool:
     return np.array_equal(await producer.logprobs(prompt), synthetic_row(prompt, vocab_size=V))
 
 
-async def test_a_killed_client_costs_at_most_what_it_had_queued(
+async def test_a_killed_client_costs_at_most_the_prompts_that_it_had_queued(
     pool: Pool, clients: list[ClientProcess], gate: Gate
 ) -> None:
     backend = GatedBackend(gate)
@@ -103,7 +103,7 @@ async def test_a_killed_client_costs_at_most_what_it_had_queued(
         assert 0 < pool.redis.ttl(name) <= 120
 
 
-async def test_what_a_killed_client_had_queued_expires_with_its_deadline(
+async def test_prompts_of_a_killed_client_expire_at_their_deadline(
     clocked: tuple[Pool, SetClock], clients: list[ClientProcess], gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pool, set_clock = clocked
@@ -125,7 +125,7 @@ async def test_what_a_killed_client_had_queued_expires_with_its_deadline(
     assert len(backend.computed) <= held + 1, "what the worker held, and nothing more"
 
 
-async def test_requests_whose_deadline_has_passed_are_taken_out_of_the_queue(pool: Pool, gate: Gate) -> None:
+async def test_requests_are_removed_from_the_queue_at_their_deadline(pool: Pool, gate: Gate) -> None:
     backend = GatedBackend(gate)
     async with gated_worker(pool, backend), pool.producer() as producer:
         asked = [producer.logprobs([i // 500, i % 500], timeout=0.7) for i in range(QUEUED)]
@@ -137,7 +137,7 @@ async def test_requests_whose_deadline_has_passed_are_taken_out_of_the_queue(poo
     assert len(backend.computed) <= 2 * backend.batch + 1, "what the worker held, and nothing more"
 
 
-async def test_what_a_dead_worker_held_for_clients_that_have_gone_is_not_computed(
+async def test_prompts_of_a_dead_worker_and_closed_clients_are_not_computed(
     clocked: tuple[Pool, SetClock], clients: list[ClientProcess]
 ) -> None:
     pool, set_clock = clocked
@@ -159,7 +159,7 @@ async def _holds(pool: Pool, count: int) -> bool:
 
 
 @pytest.mark.parametrize("is_killed", [True, False], ids=["killed", "gives up"])
-async def test_what_a_worker_holds_for_a_client_that_has_gone_is_not_computed(
+async def test_prompts_in_flight_of_a_closed_client_are_not_computed(
     clocked: tuple[Pool, SetClock], clients: list[ClientProcess], gate: Gate, is_killed: bool
 ) -> None:
     pool, set_clock = clocked

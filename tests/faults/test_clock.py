@@ -26,7 +26,7 @@ async def ask(producer: Producer, start: int) -> None:
 
 
 @pytest.mark.parametrize("by", ["+5s", "+1d", "-5s", "-1d"])
-async def test_requests_survive_a_clock_that_is_set(clocked: tuple[Pool, SetClock], by: str, tmp_path: Path) -> None:
+async def test_requests_succeed_when_the_clock_is_set(clocked: tuple[Pool, SetClock], by: str, tmp_path: Path) -> None:
     (pool, set_clock), gate = clocked, Gate(tmp_path / "gate")
     await asyncio.to_thread(lambda: pool.start(*OPTIONS, command=gate.command))
     async with pool.producer() as producer:

@@ -74,7 +74,7 @@ async def test_a_worker_whose_backend_holds_the_interpreter_lock_ends(pool: Pool
     assert "in step\n" in frozen.text, "it says where its threads are"
 
 
-async def test_a_worker_that_was_stopped_for_longer_than_a_step_may_take_goes_on(pool: Pool) -> None:
+async def test_a_worker_that_was_stopped_for_longer_than_the_step_timeout_continues(pool: Pool) -> None:
     worker = pool.start("--step-timeout-s", 4, "--lease-s", 12)
     async with pool.producer("syn") as producer:
         worker.signal(signal.SIGSTOP)
@@ -86,7 +86,7 @@ async def test_a_worker_that_was_stopped_for_longer_than_a_step_may_take_goes_on
     assert await asyncio.to_thread(worker.wait) == 0
 
 
-async def test_what_watches_a_worker_is_started_again_as_soon_as_it_can_be(
+async def test_the_watchdog_process_is_restarted_as_soon_as_possible(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(watchdogs, "_exit_on", lambda _: None)
@@ -119,7 +119,7 @@ async def test_what_watches_a_worker_is_started_again_as_soon_as_it_can_be(
     ]
 
 
-async def test_a_worker_in_somebody_elses_process_can_not_end_it(pool: Pool) -> None:
+async def test_a_worker_inside_another_program_cannot_end_it(pool: Pool) -> None:
     async with serving(pool, SyntheticBackend(SyntheticSettings(name="syn", vocab_size=V))):
         children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
         assert not [pid for pid in children if b"watchdog_process" in Path(f"/proc/{pid}/cmdline").read_bytes()]

@@ -61,7 +61,7 @@ async def assert_answered(producer: Producer) -> None:
         ),
     ],
 )
-async def test_where_an_answer_finds_no_room_that_is_the_error(
+async def test_an_answer_that_the_server_cannot_store_is_an_error(
     full: Pool, policy: str, timeout: float, message: str
 ) -> None:
     async with full.producer(cache_bytes=0) as producer:
@@ -75,7 +75,7 @@ async def test_where_an_answer_finds_no_room_that_is_the_error(
 
 
 @pytest.mark.parametrize(("policy", "when_full"), [("noeviction", "raise"), ("volatile-lru", "wait")])
-async def test_where_nothing_can_be_asked_requests_wait_until_their_deadlines(
+async def test_requests_to_an_unreachable_server_wait_until_their_deadlines(
     full: Pool, policy: str, when_full: WhenFull
 ) -> None:
     async with full.producer(cache_bytes=0, when_full=when_full) as producer:

@@ -34,7 +34,7 @@ async def checked(producer: Producer, prompt: list[int]) -> None:
     assert np.array_equal(await producer.logprobs(prompt), synthetic_row(prompt, vocab_size=V))
 
 
-async def test_a_single_prompt_is_answered_within_ten_batches_of_anothers_many(pool: Pool) -> None:
+async def test_a_single_prompt_is_computed_within_ten_batches_next_to_a_bulk_client(pool: Pool) -> None:
     gate = OneByOne()
     backend = GatedBackend(gate, BATCH)
 
@@ -88,7 +88,7 @@ async def until_waited_for(pool: Pool, prompt: list[int]) -> None:
     await until_async(lambda: _is(bool(pool.redis.exists(key))), f"{prompt} is sent")
 
 
-async def test_all_of_one_clients_many_prompts_end(pool: Pool) -> None:
+async def test_all_prompts_of_a_client_with_many_prompts_end(pool: Pool) -> None:
     pool.start("--max-batch", 512)
     pool.start("--max-batch", 512)
     async with pool.producer() as producer:
@@ -114,7 +114,7 @@ async def test_cancelled_prompts_leave_the_backlog(pool: Pool, tmp_path: Path) -
         await asyncio.gather(*tasks[:5])
 
 
-async def test_what_nobody_waits_for_any_more_is_not_computed(clocked: tuple[Pool, SetClock]) -> None:
+async def test_prompts_without_a_waiting_client_are_not_computed(clocked: tuple[Pool, SetClock]) -> None:
     """A killed client leaves its prompts in the queue; workers skip them after its deadline."""
     pool, set_clock = clocked
     script = """
@@ -147,7 +147,7 @@ async def test_what_nobody_waits_for_any_more_is_not_computed(clocked: tuple[Poo
     assert len(pool.names("row:*")) <= 4
 
 
-async def test_a_request_that_finds_the_queue_full_ends_at_once_if_its_caller_wants_so(pool: Pool) -> None:
+async def test_a_request_ends_at_once_if_the_queue_is_full_and_the_caller_chose_so(pool: Pool) -> None:
     pool.start("--step-ms", 600_000, "--max-batch", 1, "--queue-limit", 3)
     async with pool.producer() as patient, pool.producer(when_full="raise", timeout=3000) as impatient:
         asked = [asyncio.create_task(patient.logprobs([i])) for i in range(3)]
@@ -167,12 +167,12 @@ async def test_a_request_that_finds_the_queue_full_ends_at_once_if_its_caller_wa
 
 
 @pytest.mark.parametrize("value", ["block", None, True])
-def test_what_a_full_queue_means_is_one_of_two_words(value: object) -> None:
+def test_when_full_accepts_two_values(value: object) -> None:
     with pytest.raises(SettingsError, match="when_full: .* is not one of wait, raise"):
         Producer(when_full=value)  # type: ignore[arg-type]
 
 
-async def test_connections_that_break_do_not_send_the_server_more_of_one_client(
+async def test_broken_connections_do_not_raise_the_number_of_queued_prompts_of_a_client(
     own_server: EmbeddedServer, tmp_path: Path
 ) -> None:
     pool = Pool(own_server.url, "cut", tmp_path)

@@ -61,7 +61,7 @@ async def test_a_killed_worker_loses_nothing(pool: Pool) -> None:
     assert not pool.names("*waiting*")
 
 
-async def test_a_frozen_worker_that_wakes_up_late_does_no_harm(pool: Pool, gate: Gate) -> None:
+async def test_a_frozen_worker_that_wakes_up_late_publishes_nothing_wrong(pool: Pool, gate: Gate) -> None:
     # The claiming worker decides when a job is claimed; its own lease is the only time that it has.
     frozen = pool.start("--lease-s", 60, command=gate.command)
     async with pool.producer(when_absent="wait") as producer:
@@ -77,7 +77,7 @@ async def test_a_frozen_worker_that_wakes_up_late_does_no_harm(pool: Pool, gate:
         assert await asyncio.to_thread(frozen.wait) == 0
 
 
-async def test_a_slow_step_is_not_stolen(pool: Pool, gate: Gate) -> None:
+async def test_the_jobs_of_a_slow_step_are_not_claimed(pool: Pool, gate: Gate) -> None:
     lease_s = 5
     for _ in range(2):
         pool.start("--lease-s", lease_s, "--max-batch", 4, command=gate.command)
@@ -101,7 +101,7 @@ async def test_a_slow_step_is_not_stolen(pool: Pool, gate: Gate) -> None:
         assert await pool.rows_computed() == 8
 
 
-async def test_a_worker_that_sleeps_again_and_again_is_not_taken_for_one_that_its_prompts_have_killed(
+async def test_a_worker_that_freezes_repeatedly_does_not_count_as_crashed_by_its_prompts(
     pool: Pool, gate: Gate
 ) -> None:
     """As on a laptop, or after a change of the server's clock: the worker finds the leases of its prompts expired."""
@@ -299,7 +299,7 @@ async def test_evicted_bookkeeping_costs_no_row(pool: Pool, gate: Gate) -> None:
 
 
 @pytest.mark.parametrize("stored", ["a list", "an empty string", "no row"])
-async def test_what_somebody_puts_where_rows_will_be_is_put_right(pool: Pool, gate: Gate, stored: str) -> None:
+async def test_foreign_values_under_keys_of_rows_are_replaced(pool: Pool, gate: Gate, stored: str) -> None:
     pool.start("--max-batch", 8, command=gate.command)
     async with pool.producer(cache_bytes=0) as producer:
         asked = asyncio.create_task(ask_all(producer, PROMPTS[:16]))

@@ -127,7 +127,7 @@ async def start(pool: Pool, *options: str | float) -> None:
 # The proxy
 
 
-async def test_the_proxy_forwards_what_it_is_given(proxy: Proxy) -> None:
+async def test_the_proxy_forwards_all_bytes(proxy: Proxy) -> None:
     client = Redis.from_url(proxy.url)
     value = bytes(range(256)) * 4096
     assert await client.set("key", value)
@@ -137,7 +137,7 @@ async def test_the_proxy_forwards_what_it_is_given(proxy: Proxy) -> None:
 
 
 @pytest.mark.parametrize("way", list(Way))
-async def test_the_proxy_does_to_a_connection_what_it_is_told(proxy: Proxy, way: Way) -> None:
+async def test_the_proxy_applies_faults_to_a_connection(proxy: Proxy, way: Way) -> None:
     client = Redis.from_url(proxy.url, single_connection_client=True, socket_timeout=3, retry=None)
     await client.ping()
     proxy.swallow(way)
@@ -165,7 +165,7 @@ async def test_the_proxy_does_to_a_connection_what_it_is_told(proxy: Proxy, way:
 # The network
 
 
-async def test_a_slow_way_is_just_slow(far_pool: Pool, proxy: Proxy) -> None:
+async def test_a_slow_network_only_delays_requests(far_pool: Pool, proxy: Proxy) -> None:
     await start(far_pool)
     async with far_pool.producer() as producer:
 
@@ -177,7 +177,7 @@ async def test_a_slow_way_is_just_slow(far_pool: Pool, proxy: Proxy) -> None:
         assert producer.stats().failed == 0
 
 
-async def test_a_reply_stream_that_a_slow_way_brings_too_late_is_dropped(
+async def test_a_reply_stream_that_arrives_too_late_is_dropped(
     own_server: EmbeddedServer, far_pool: Pool, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A user has written 15 MB to the stream: far below the limit of a reply, and more than arrives in a lease."""
@@ -214,7 +214,7 @@ async def test_damaged_and_cut_connections_cost_no_row(far_pool: Pool, proxy: Pr
 
 
 @pytest.mark.parametrize("wrong", [b"", b"QQ", 7, None])
-async def test_a_reply_that_cannot_be_that_of_a_submission_costs_no_row(
+async def test_a_wrong_reply_to_a_submission_costs_no_row(
     shaken: Pool, monkeypatch: pytest.MonkeyPatch, wrong: object
 ) -> None:
     async with shaken.producer() as producer:
@@ -229,7 +229,7 @@ async def test_a_reply_that_cannot_be_that_of_a_submission_costs_no_row(
         assert not wrongs
 
 
-async def test_a_black_hole_is_left_after_a_lease(far_pool: Pool, proxy: Proxy) -> None:
+async def test_a_client_leaves_a_black_hole_after_a_lease(far_pool: Pool, proxy: Proxy) -> None:
     await start(far_pool, *PATIENT)
     async with far_pool.producer() as producer:
         for way in Way:
@@ -240,7 +240,9 @@ async def test_a_black_hole_is_left_after_a_lease(far_pool: Pool, proxy: Proxy) 
             await ask_during(producer, far_pool, trouble)
 
 
-async def test_a_server_that_takes_connections_and_never_answers_is_left_too(far_pool: Pool, proxy: Proxy) -> None:
+async def test_a_client_leaves_a_server_that_accepts_connections_and_never_replies(
+    far_pool: Pool, proxy: Proxy
+) -> None:
     far_pool.url += "?socket_connect_timeout=2"
     await start(far_pool, *PATIENT)
     async with far_pool.producer() as producer:
@@ -295,7 +297,7 @@ async def test_connections_killed_at_random_cost_no_row(shaken: Pool) -> None:
 # Notifications
 
 
-async def test_rows_that_were_never_announced_are_found_behind_many_that_stall(
+async def test_rows_without_a_notification_are_found_behind_many_stalled_rows(
     pool: Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(session, "_MAX_RECHECKED", 50)
@@ -408,7 +410,7 @@ def _never_ends(url: str) -> None:
         client.eval("while true do end", 0)
 
 
-async def test_requests_survive_a_server_that_forgets_its_scripts(shaken: Pool) -> None:
+async def test_requests_survive_a_server_that_loses_its_scripts(shaken: Pool) -> None:
     async with shaken.producer() as producer:
 
         async def trouble() -> None:
@@ -480,11 +482,11 @@ async def test_requests_survive_a_server_that_loads(
         ("WRONGTYPE Operation against a key holding the wrong kind of value", False),
     ],
 )
-def test_what_a_server_refuses_for_now_is_told_from_what_stays(text: str, is_not_now: bool) -> None:
+def test_temporary_refusals_of_a_server_are_distinguished_from_permanent_ones(text: str, is_not_now: bool) -> None:
     assert Server("redis://localhost").is_not_now(ResponseError(text)) is is_not_now
 
 
-async def test_workers_that_could_not_be_looked_for_are_not_missed(
+async def test_a_failed_poll_for_workers_does_not_count_as_no_worker(
     own_server: EmbeddedServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(discovery, "_RESTART_S", 0.0)
@@ -522,9 +524,7 @@ async def test_workers_that_could_not_be_looked_for_are_not_missed(
         pool.end()
 
 
-async def test_entries_that_lose_bytes_on_the_way_are_asked_for_again(
-    pool: Pool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_entries_that_lose_bytes_are_requested_again(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The bytes that follow would replace the lost ones: the parser of other replies does not check line ends."""
     pool.start()
     receive, entry, lossy = RawCommandConnection.data_received, 4, list[bytes]()

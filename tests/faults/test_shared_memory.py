@@ -101,7 +101,7 @@ async def counted(pool: Pool, field: str, expected: int) -> None:
     await until_async(is_said, f"{field} is {expected}")
 
 
-async def test_rows_come_through_shared_memory_and_redis_has_references_that_expire(pool: Pool, place: Path) -> None:
+async def test_rows_go_through_shared_memory_and_redis_has_references_that_expire(pool: Pool, place: Path) -> None:
     start(pool, place)
     async with pool.producer() as first, pool.producer(cache_bytes=0) as second:
         await ask(first)
@@ -167,7 +167,7 @@ async def test_other_tasks_run_while_many_cached_rows_are_requested(
         counting.cancel()
 
 
-async def test_rows_of_16_bits_come_too(pool: Pool, place: Path) -> None:
+async def test_rows_of_16_bits_go_through_shared_memory(pool: Pool, place: Path) -> None:
     start(pool, place, "--encoding", "bf16")
     async with pool.producer(cache_bytes=0) as producer:
         await ask(producer)
@@ -216,7 +216,7 @@ async def test_clients_of_two_hosts_that_wait_for_one_prompt_both_get_it(
     await counted(pool, "rows", 2)
 
 
-async def test_a_killed_worker_costs_time_only_and_the_next_one_removes_its_socket(pool: Pool, place: Path) -> None:
+async def test_a_killed_worker_loses_no_request_and_the_next_worker_removes_its_socket(pool: Pool, place: Path) -> None:
     worker = start(pool, place)
     async with pool.producer(cache_bytes=0, when_absent="wait") as producer:
         await ask(producer)
@@ -230,7 +230,7 @@ async def test_a_killed_worker_costs_time_only_and_the_next_one_removes_its_sock
     assert len(segments(place)) == 1
 
 
-async def test_a_worker_that_stops_leaves_nothing(pool: Pool, place: Path) -> None:
+async def test_a_stopped_worker_leaves_no_files(pool: Pool, place: Path) -> None:
     worker = start(pool, place)
     worker.signal(signal.SIGTERM)
     assert await asyncio.to_thread(worker.wait) == 0
@@ -337,7 +337,7 @@ async def test_cached_rows_are_read_while_the_server_has_no_memory(pool: Pool, p
 @pytest.mark.parametrize(
     ("size", "folder"), [(0, "."), (63 * SLOT, "."), (1000 * SLOT, "no/where"), (1000 * SLOT, "taken")]
 )
-async def test_without_room_for_a_segment_rows_go_through_redis(
+async def test_without_memory_for_a_segment_rows_go_through_redis(
     pool: Pool, place: Path, size: int, folder: str
 ) -> None:
     taken = place / "taken" / f"lmpool-{os.geteuid()}"
@@ -357,7 +357,7 @@ async def test_without_room_for_a_segment_rows_go_through_redis(
     assert segments(place) == []
 
 
-async def test_less_than_a_row_and_tries_are_answered_from_shared_memory_too(
+async def test_queries_and_tries_are_answered_from_shared_memory(
     pool: Pool, place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     start(pool, place)
@@ -377,7 +377,7 @@ async def test_less_than_a_row_and_tries_are_answered_from_shared_memory_too(
     await counted(pool, "rows", len(PROMPTS))
 
 
-async def test_a_trie_worker_on_another_host_gets_rows_itself(
+async def test_a_trie_worker_on_another_host_reads_rows_from_redis(
     pool: Pool, place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     start(pool, place)
@@ -439,7 +439,7 @@ main()
 
 
 @pytest.mark.parametrize(("rows", "kept"), [(1, 0), (20, 8), (40, 40)])
-async def test_a_worker_that_is_killed_while_it_writes_a_row_costs_time_only(
+async def test_a_worker_that_is_killed_while_it_writes_a_row_loses_no_request(
     pool: Pool, place: Path, rows: int, kept: int
 ) -> None:
     script = KILLED_IN_A_WRITE.format(rows=rows, kept=kept)
@@ -487,9 +487,7 @@ async def test_a_client_killed_while_it_reads_a_row_has_no_effect(pool: Pool, pl
     await counted(pool, "rows", len(PROMPTS))
 
 
-async def test_where_memory_is_too_little_rows_go_through_redis_and_one_warning_says_so(
-    pool: Pool, place: Path
-) -> None:
+async def test_with_too_little_memory_rows_go_through_redis_and_the_worker_warns_once(pool: Pool, place: Path) -> None:
     vocab_size = 1_000_000
     worker = pool.start(
         "--vocab-size", vocab_size, "--shm-bytes", 2**45, environment={"LMPOOL_SHM_DIR": str(place)}
@@ -530,7 +528,7 @@ def hand_out(place: Path, data: bytes) -> tuple[SegmentListener, Path]:
     return SegmentListener(fd, path), path
 
 
-async def test_segments_and_references_of_another_release_are_left_alone(pool: Pool, place: Path) -> None:
+async def test_segments_and_references_of_another_release_are_ignored(pool: Pool, place: Path) -> None:
     worker = start(pool, place)
     data = bytearray(memory_of(worker).read_bytes())
     data[6:8] = (99).to_bytes(2, "little")  # The number of the layout.

@@ -65,7 +65,7 @@ def test_no_two_workers_of_a_process_and_host_have_one_id() -> None:
     assert len({new_worker_id() for _ in range(4096)}) == 4096
 
 
-def test_of_two_mismatching_workers_that_start_together_one_ends(pool: Pool) -> None:
+def test_one_of_two_mismatching_workers_that_start_together_ends(pool: Pool) -> None:
     workers = [pool.start("--seed", seed, wait=False) for seed in (1, 2)]
     until(lambda: any(worker.process.poll() is not None for worker in workers), "one of them has ended")
     loser, winner = sorted(workers, key=lambda worker: worker.process.poll() is None)
@@ -76,7 +76,7 @@ def test_of_two_mismatching_workers_that_start_together_one_ends(pool: Pool) -> 
     assert len(pool.names("worker:*")) == 1
 
 
-async def test_a_worker_ends_when_its_model_was_taken_over_meanwhile(pool: Pool) -> None:
+async def test_a_worker_ends_when_other_weights_have_replaced_its_model(pool: Pool) -> None:
     worker = pool.start("--lease-s", 0.5)
     other = info_of(2)
     # An info alone may be junk; here a live worker serves it.
@@ -90,7 +90,7 @@ async def test_a_worker_ends_when_its_model_was_taken_over_meanwhile(pool: Pool)
     assert pool.redis.hget(pool.keys.models(), "syn") == other.pack()
 
 
-async def test_joining_compares_with_those_that_live(pool: Pool) -> None:
+async def test_a_joining_worker_compares_its_model_with_that_of_live_workers(pool: Pool) -> None:
     redis = Server(pool.url).client()
     try:
         await joined(redis, pool.keys, info_of(1, lease_s=60), "first")
@@ -121,7 +121,7 @@ def test_another_backend_under_a_name_is_refused_before_the_model_is_loaded(pool
     assert "the model 'syn' is served by the backend synthetic, not hf: serve it under another --name" in other.text
 
 
-async def test_a_worker_does_not_join_those_of_an_older_release_that_serve_the_same_weights(pool: Pool) -> None:
+async def test_a_worker_does_not_join_workers_of_an_older_release_with_the_same_weights(pool: Pool) -> None:
     redis, info = Server(pool.url).client(), info_of(1)
     # As releases without a wire version write infos.
     told = {name: value for name, value in asdict(info).items() if name not in ("positions", "hidden", "tokenizer")}
@@ -140,7 +140,7 @@ async def test_a_worker_does_not_join_those_of_an_older_release_that_serve_the_s
         await redis.aclose()
 
 
-async def test_a_worker_of_an_older_release_sees_that_others_serve_something_else(pool: Pool) -> None:
+async def test_a_worker_of_an_older_release_detects_the_other_model(pool: Pool) -> None:
     redis, info = Server(pool.url).client(), info_of(1)
     try:
         await joined(redis, pool.keys, info, "newer")
@@ -152,7 +152,7 @@ async def test_a_worker_of_an_older_release_sees_that_others_serve_something_els
         await redis.aclose()
 
 
-async def test_the_last_worker_removes_the_info_even_of_one_with_another_lease(pool: Pool) -> None:
+async def test_the_last_worker_removes_the_info_of_a_worker_with_another_lease(pool: Pool) -> None:
     redis = Server(pool.url).client()
     try:
         first = await joined(redis, pool.keys, info_of(1, lease_s=5), "first")
@@ -167,7 +167,7 @@ async def test_the_last_worker_removes_the_info_even_of_one_with_another_lease(p
         await redis.aclose()
 
 
-async def test_sweeping_removes_what_the_dead_have_left_and_nothing_that_is_needed(pool: Pool) -> None:
+async def test_a_sweep_removes_only_the_keys_of_dead_workers(pool: Pool) -> None:
     redis, keys = Server(pool.url).client(), pool.keys
     try:
         sweeper = await joined(redis, keys, info_of(1), "sweeper")
@@ -232,7 +232,7 @@ def make(backend: Backend) -> Callable[[], Backend]:
     return lambda: backend
 
 
-async def test_a_backend_that_fails_after_it_was_made_ends_the_start() -> None:
+async def test_a_backend_that_fails_after_its_construction_fails_the_start() -> None:
     engine_thread = EngineThread(make(_Faulty("capacity")), lambda _: None, lambda _: None)
     with pytest.raises(RuntimeError, match="no capacity"):
         await asyncio.wait_for(engine_thread.start(), DEADLINE_S)
@@ -240,7 +240,7 @@ async def test_a_backend_that_fails_after_it_was_made_ends_the_start() -> None:
 
 
 @pytest.mark.parametrize("at", ["step", "close"])
-async def test_a_backend_that_fails_later_is_told_of_and_closed(at: str) -> None:
+async def test_a_backend_that_fails_later_is_reported_and_closed(at: str) -> None:
     broken: list[BaseException] = []
     engine_thread = EngineThread(make(_Faulty(at)), lambda _: None, broken.append)
     await asyncio.wait_for(engine_thread.start(), DEADLINE_S)
@@ -256,7 +256,7 @@ async def test_a_backend_that_fails_later_is_told_of_and_closed(at: str) -> None
     assert [str(error) for error in broken] == [f"no {at}"]
 
 
-async def test_a_wrong_address_does_not_cost_the_loading_of_a_model() -> None:
+async def test_a_wrong_address_is_reported_before_the_model_is_loaded() -> None:
     made: list[bool] = []
 
     class Loaded(Prepared):
@@ -272,7 +272,7 @@ async def test_a_wrong_address_does_not_cost_the_loading_of_a_model() -> None:
 # The worker's loop
 
 
-async def test_small_rows_that_are_ready_while_others_are_published_go_together(pool: Pool) -> None:
+async def test_small_rows_that_become_ready_during_a_publication_are_published_together(pool: Pool) -> None:
     settings = WorkerSettings(prefix=pool.prefix)
     worker = Worker(Server(pool.url), SyntheticSettings(name="syn", vocab_size=V, max_batch=2), settings)
     ready = asyncio.Event()
@@ -306,7 +306,7 @@ async def test_small_rows_that_are_ready_while_others_are_published_go_together(
 
 
 @pytest.mark.parametrize("place", ["shared stream", "lane"])
-async def test_a_prompt_asked_for_again_while_its_row_is_stored_is_computed_again(pool: Pool, place: str) -> None:
+async def test_a_prompt_requested_again_while_its_row_is_stored_is_computed_again(pool: Pool, place: str) -> None:
     backend = SyntheticBackend(SyntheticSettings(name="syn", vocab_size=64))
     worker = Worker(Server(pool.url), Prepared(backend), WorkerSettings(prefix=pool.prefix))
     ready = asyncio.Event()
@@ -347,7 +347,7 @@ async def test_a_prompt_asked_for_again_while_its_row_is_stored_is_computed_agai
     await asyncio.wait_for(running, DEADLINE_S)
 
 
-async def test_unpublished_rows_leave_room_for_whole_batches(pool: Pool) -> None:
+async def test_unpublished_rows_leave_capacity_for_whole_batches(pool: Pool) -> None:
     class Roomy(SyntheticBackend):
         def capacity(self) -> int:
             return 1000
@@ -396,7 +396,7 @@ async def test_unpublished_rows_leave_room_for_whole_batches(pool: Pool) -> None
     assert all(count % batch == 0 for count in asked), "never a part of a batch"
 
 
-async def test_a_suspect_runs_alone_though_others_come_all_the_time(pool: Pool) -> None:
+async def test_a_suspect_runs_alone_while_other_prompts_keep_arriving(pool: Pool) -> None:
     steps: list[set[bytes]] = []
 
     class Watched(SyntheticBackend):
@@ -433,7 +433,7 @@ async def test_a_suspect_runs_alone_though_others_come_all_the_time(pool: Pool) 
     assert not pool.names("worker:*")
 
 
-def test_a_worker_that_holds_nothing_stops_without_its_server(own_server: EmbeddedServer, tmp_path: Path) -> None:
+def test_a_worker_without_prompts_stops_without_its_server(own_server: EmbeddedServer, tmp_path: Path) -> None:
     pool = Pool(own_server.url, "gone", tmp_path)
     try:
         worker = pool.start("--lease-s", 1)
@@ -464,7 +464,7 @@ async def test_a_drain_that_cannot_publish_ends_after_a_lease(own_server: Embedd
         pool.end()
 
 
-async def test_a_heartbeat_that_is_refused_after_the_connection_broke_is_told_of(
+async def test_a_refused_heartbeat_is_reported_after_a_broken_connection(
     own_server: EmbeddedServer, short_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As in a failover: a second fault follows the first one."""

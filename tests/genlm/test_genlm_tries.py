@@ -96,7 +96,7 @@ def assert_close(ours: NDArray[Any], theirs: NDArray[Any], *, atol: float = 0.0)
 
 
 def our_tokens(decode: list[Any]) -> list[Any]:
-    """The vocabulary with our tokens in place of theirs."""
+    """The vocabulary with lmpool's tokens in place of genlm's."""
     return [Token(item.token_id, item.byte_string) if isinstance(item, TheirToken) else item for item in decode]
 
 

@@ -80,7 +80,7 @@ def test_other_backends_are_value_errors(backend: str) -> None:
         load_model_by_name("gpt2", backend)
 
 
-def test_a_connection_takes_its_own_options_only() -> None:
+def test_a_connection_accepts_its_own_options_only() -> None:
     with pytest.raises(SettingsError, match="batch_size: not an option of a connection"):
         load_model_by_name("gpt2", llm_opts={"batch_size": 3})
 

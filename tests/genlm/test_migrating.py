@@ -24,7 +24,7 @@ IMPLIED = ("self", "cls")
 
 
 def modules() -> dict[str, ast.Module]:
-    """The modules of the installed genlm-backend; read and not imported, for some need an engine."""
+    """The modules of the installed genlm-backend; read and not imported, because some need an engine."""
     spec = find_spec("genlm.backend")
     assert spec is not None
     assert spec.submodule_search_locations is not None

@@ -505,7 +505,7 @@ def test_the_interpreter_exits_while_requests_are_pending(small_pool: Pool) -> N
     assert ended(small_pool, LEAVE_A_LOOP_AND_A_THREAD_BEHIND).returncode == 0
 
 
-def test_without_genlm_backend_one_line_says_what_to_install() -> None:
+def test_without_genlm_backend_the_error_names_the_package() -> None:
     program = (
         "import sys\nsys.modules['genlm'] = None\n"
         "from lmpool.producer.genlm import TokenCharacterTrie\n"

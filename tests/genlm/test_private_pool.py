@@ -121,7 +121,7 @@ def start(then: str, folder: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def test_a_program_that_ends_without_close_leaves_nothing(tokenizer_folder: str, short_dir: Path) -> None:
+def test_a_program_that_ends_without_close_leaves_no_process(tokenizer_folder: str, short_dir: Path) -> None:
     program = start("", tokenizer_folder)
     out, err = program.communicate(timeout=ENDS_WITHIN_S)
     assert (program.returncode, out, err) == (0, "", "")

@@ -46,7 +46,7 @@ async def both(call: Callable[[Any], Awaitable[Any]], ours: Any, theirs: Any) ->
 # genlm-backend
 
 
-async def test_rows_are_those_of_genlm_backend(real: PooledLM, theirs: Any, prompts: list[list[int]]) -> None:
+async def test_rows_equal_those_of_genlm_backend(real: PooledLM, theirs: Any, prompts: list[list[int]]) -> None:
     assert_close(*await both(lambda llm: llm.batch_next_token_logprobs(prompts), real, theirs))
     for ids in prompts:
         assert_close(*await both(lambda llm, ids=ids: llm.next_token_logprobs(ids), real, theirs))  # type: ignore[misc]
@@ -94,7 +94,7 @@ async def test_potentials_are_equal(prompted: tuple[PromptedLLM, PromptedLLM]) -
 
 
 def constrained(potential: PromptedLLM, seed: int) -> list[Any]:
-    """Sequences and weights of SMC under a regular expression, in an event loop of its own."""
+    """Sequences and weights of SMC under a regular expression, in its own event loop."""
     from genlm.control import AWRS, BoolFSA
 
     async def run() -> Any:

@@ -1,1 +1,1 @@
-"""Tests of producers as users meet them, on pools of real processes."""
+"""Tests of producers through their public API, on pools of real processes."""

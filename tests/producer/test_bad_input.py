@@ -104,7 +104,7 @@ async def test_without_a_live_worker_a_request_ends_at_its_deadline(pool: Pool) 
     until(lambda: not pool.names("*waiting*"), "the failed request is taken back")
 
 
-async def test_a_deadline_is_kept_and_says_how_many_workers_there_are(pool: Pool) -> None:
+async def test_the_error_at_a_deadline_has_the_number_of_workers(pool: Pool) -> None:
     pool.start("--step-ms", 600_000, "--max-batch", 1)
     async with pool.producer() as producer:
         with pytest.raises(errors.DeadlineExceeded, match=r"no row within 0.3 s: 1 live worker") as caught:
@@ -157,7 +157,7 @@ async def test_a_full_queue_is_named_while_the_prompt_is_sent_again(
             return answers == 1
 
         await until_async(is_refused, "the first prompt is refused")
-        # Before the queue has said anything of this one.
+        # Before the queue has reported anything about this prompt.
         asked.append(asyncio.create_task(producer.logprobs([101], timeout=1)))
         for task in asked:
             with pytest.raises(errors.QueueFull, match="limit of 1 prompts.*--queue-limit"):
@@ -181,7 +181,7 @@ async def test_a_wrong_url_fails_at_once(short_dir: Path) -> None:
             SyncProducer(redis=url, timeout=3600)
 
 
-async def test_without_any_server_the_message_says_how_to_get_one(
+async def test_without_a_server_the_error_names_the_command_that_starts_one(
     short_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LMPOOL_RUNTIME_DIR", str(short_dir / "empty"))
@@ -276,7 +276,7 @@ async def test_other_weights_may_join_when_no_worker_serves_the_model(pool: Pool
             return np.array_equal(await producer.logprobs([1]), synthetic_row([1], vocab_size=V, seed=2))
 
         await until_async(follows, "rows of the new weights are served")
-        # A prompt that was never asked before must not meet the old weights at all.
+        # A prompt without an earlier request must never get the old weights.
         assert np.array_equal(await producer.logprobs([2]), synthetic_row([2], vocab_size=V, seed=2))
 
 

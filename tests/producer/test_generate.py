@@ -45,7 +45,7 @@ def assert_same(made: Continuation, expected: Continuation) -> None:
 
 
 @pytest.mark.parametrize("encoding", ["f32", "bf16"])
-async def test_a_seed_gives_the_tokens_of_repeated_sampling(pool: Pool, encoding: str) -> None:
+async def test_generate_with_a_seed_equals_repeated_sampling(pool: Pool, encoding: str) -> None:
     pool.start("--encoding", encoding)
     async with pool.producer() as producer:
         options: Any
@@ -70,7 +70,7 @@ async def test_a_continuation_is_one_job_and_no_row_of_it_is_stored(pool: Pool) 
         assert len(pool.names("row:*")) == 1
         different = await producer.generate(PROMPT, 6, n=20)
         assert len({tuple(made.ids) for made in different}) == 20
-        # Nobody else can ask for what was drawn without a seed.
+        # No other client can request a draw without a seed.
         await until_async(lambda: _count(pool, 1), "just the answer for the seed is left")
 
 
@@ -90,7 +90,7 @@ async def test_a_continuation_ends_with_a_stop_token_or_sequence(pool: Pool) -> 
             ([ids[7], ids[4]], 5),
             ([ids[3:6]], 6),
             ([[ids[2], ids[4]], ids[8:9], np.array(ids[5:8])], 8),
-            ([[*PROMPT[1:], ids[0]]], 12),  # The prompt is no part of what ends it.
+            ([[*PROMPT[1:], ids[0]]], 12),  # Stop sequences do not match inside the prompt.
             ([[5], *([token] for token in range(V) if token not in ids)], 12),
         ):
             (made,) = await producer.generate(PROMPT, 12, seed=9, stop=stop)
@@ -129,7 +129,7 @@ async def test_a_continuation_without_waiters_is_stopped(pool: Pool) -> None:
         await until_async(lambda: is_held(pool), "the worker holds it")
         asked.cancel()
         await until_done(pool)
-        # It would hold the process for an hour.
+        # It would block the process for an hour.
         worker.signal(signal.SIGTERM)
         assert await asyncio.to_thread(worker.wait) == 0
 

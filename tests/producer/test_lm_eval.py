@@ -100,7 +100,7 @@ def write_model(folder: Path, *, marks: bool = False) -> Path:
         for parameter in model.parameters():
             if parameter.ndim > 1:
                 torch.nn.init.normal_(parameter, std=0.15)
-        # What ends texts comes often.
+        # Stop tokens are frequent.
         model.lm_head.weight.data[1:4] *= 1.5
     model.save_pretrained(folder)
     return folder

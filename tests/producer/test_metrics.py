@@ -150,7 +150,7 @@ def test_a_producer_that_has_not_connected_has_metrics() -> None:
     assert len(set(series)) == len(series), "Prometheus refuses a page that has a series twice"
 
 
-def test_without_the_library_the_error_names_what_to_install() -> None:
+def test_without_the_library_the_error_names_the_package_to_install() -> None:
     code = (
         "import sys; sys.modules['prometheus_client.core'] = sys.modules['prometheus_client'] = None\n"
         "import lmpool.producer.metrics\n"

@@ -38,10 +38,10 @@ CALLS: dict[str, Callable[[Producer], Coroutine[Any, Any, Any]]] = {
 
 
 class Mute:
-    """A server that takes connections and says nothing.
+    """A server that accepts connections and sends nothing.
 
     Attributes:
-        is_open: how many connections are open.
+        is_open: number of open connections.
     """
 
     def __init__(self, socket: Path) -> None:
@@ -132,7 +132,7 @@ CLOSES: dict[str, Callable[[Producer], Awaitable[None]]] = {
 
 @pytest.mark.parametrize("way", CLOSES)
 @pytest.mark.parametrize("when_absent", ["wait", "raise"])
-async def test_closing_while_connecting_ends_all_callers_and_leaves_nothing(
+async def test_closing_while_connecting_ends_all_callers_and_leaves_no_task(
     mute: Mute, way: str, when_absent: Any
 ) -> None:
     before = asyncio.all_tasks()
@@ -151,7 +151,7 @@ async def test_closing_while_connecting_ends_all_callers_and_leaves_nothing(
     await until_async(is_quiet, "no task and no connection is left")
 
 
-async def test_a_deadline_while_connecting_leaves_nothing(mute: Mute) -> None:
+async def test_a_deadline_while_connecting_leaves_no_task(mute: Mute) -> None:
     before = asyncio.all_tasks()
     producer = Producer(redis=mute.url)
     first = asyncio.create_task(producer.logprobs([1], timeout=0.3))
@@ -447,7 +447,7 @@ async def test_errors_that_waiting_cannot_fix_are_raised_at_once(own_server: Emb
         client.config_set("requirepass", "")
 
 
-# Workers that go and come back
+# Workers that leave and return
 
 
 @pytest.mark.parametrize("way", [signal.SIGKILL, signal.SIGTERM], ids=["killed", "stopped"])
@@ -456,7 +456,7 @@ async def test_requests_wait_until_workers_come_back(
 ) -> None:
     """The last worker leaves, with a job in flight or with its info; one with other weights follows."""
     monkeypatch.setattr(discovery, "_RESTART_S", 0.0)
-    # So long one that is stopped may take to leave.
+    # A stopped worker may take this long to leave.
     options = ("--lease-s", 1, "--step-ms", 600_000) if way is signal.SIGKILL else ("--lease-s", 5)
     last = await asyncio.to_thread(pool.start, *options)
     async with pool.producer(when_absent="wait", timeout=60) as producer:

@@ -47,7 +47,9 @@ def row_key(producer: Producer, prompt: list[int]) -> bytes:
 
 @pytest.mark.parametrize("encoding", ["f32", "bf16"])
 @pytest.mark.parametrize("cache_bytes", [0, 1 << 20])
-async def test_entries_are_those_of_the_row_wherever_it_is(pool: Pool, encoding: str, cache_bytes: int) -> None:
+async def test_entries_equal_those_of_the_row_in_memory_and_on_the_server(
+    pool: Pool, encoding: str, cache_bytes: int
+) -> None:
     pool.start("--encoding", encoding)
     targets = [0, V - 1, 7, 7]
     async with pool.producer(cache_bytes=cache_bytes) as producer:
@@ -110,7 +112,7 @@ async def test_a_thousand_concurrent_requests_get_their_own_entries(pool: Pool) 
 
 
 @pytest.mark.parametrize("cache_bytes", [0, 1 << 20])
-async def test_the_top_k_tokens_are_those_of_the_row(pool: Pool, cache_bytes: int) -> None:
+async def test_top_k_equals_the_largest_entries_of_the_row(pool: Pool, cache_bytes: int) -> None:
     pool.start()
     async with pool.producer(cache_bytes=cache_bytes) as producer:
         for k in (1, 5, V):
@@ -166,13 +168,13 @@ async def test_a_private_result_is_removed_after_its_last_waiter(pool: Pool, tmp
         assert producer.stats().computed == 1
 
 
-async def test_without_a_seed_every_sample_is_new_and_leaves_nothing(pool: Pool) -> None:
+async def test_without_a_seed_every_sample_is_new_and_no_key_is_left(pool: Pool) -> None:
     pool.start()
     async with pool.producer(cache_bytes=0) as producer:
         drawn = await producer.batch_sample([PROMPT] * 200)
         assert len(set(drawn.tolist())) > 20
         assert drawn.dtype == np.int64
-        # The row stays for everyone; the draws are of no use to anybody else.
+        # The row stays for all clients; the draws serve no other client.
         await until_async(lambda: _count(pool, "row:*", 1), "just the row is left")
 
 
@@ -191,7 +193,7 @@ async def test_a_fresh_row_is_computed_and_not_cached(pool: Pool) -> None:
         await until_async(lambda: _count(pool, "row:*", 1), "just the row is left")
 
 
-async def test_warming_computes_a_row_and_sends_nothing(pool: Pool) -> None:
+async def test_warming_computes_a_row_and_transfers_none(pool: Pool) -> None:
     pool.start()
     async with pool.producer() as first, pool.producer() as second:
         await first.warm(PROMPT)
@@ -248,7 +250,7 @@ async def test_foreign_content_under_a_rows_key_is_overwritten(pool: Pool, ask: 
         await producer.warm(OTHERS[0])
         pool.redis.delete(row_key(producer, PROMPT))
         pool.redis.rpush(row_key(producer, PROMPT), "a list")
-        # The other prompts of the same read are not harmed.
+        # The other prompts of the same read are not affected.
         other = producer.logprobs(OTHERS[0], targets=[1])
         if ask == "row":
             answer, wrong = await asyncio.gather(other, producer.logprobs(PROMPT))
@@ -275,7 +277,7 @@ async def test_a_damaged_result_is_overwritten(pool: Pool) -> None:
 
 
 @pytest.mark.parametrize("first", ["f32", "bf16"])
-async def test_entries_are_those_of_the_current_model(pool: Pool, first: str) -> None:
+async def test_entries_belong_to_the_current_model(pool: Pool, first: str) -> None:
     worker = pool.start("--encoding", first)
     async with pool.producer(when_absent="wait") as producer:
         await producer.warm(PROMPT)

@@ -50,7 +50,7 @@ async def test_an_unpickled_producer_works_in_another_process(pool: Pool) -> Non
             assert np.array_equal(row, synthetic_row([1], vocab_size=V))
             assert np.array_equal(other, synthetic_row([2], vocab_size=V))
             assert name == "syn"
-            # Those here have gone on.
+            # The originals still work.
             assert np.array_equal(await producer.logprobs([3]), sync.logprobs([3]))
 
 
@@ -73,12 +73,12 @@ async def test_an_unpickled_producer_has_the_same_settings_and_model(served: Mem
 
 
 @pytest.mark.parametrize("client", [redis_sync.Redis(), redis_async.Redis()], ids=["a client", "an asyncio client"])
-def test_pickling_a_producer_made_with_a_client_says_what_to_do(client: Any) -> None:
+def test_pickling_a_producer_made_with_a_client_raises_a_helpful_error(client: Any) -> None:
     with pytest.raises(SettingsError, match="redis: .* cannot be pickled: make it with the server's URL"):
         pickle.dumps(Producer(redis=client))
 
 
-async def test_pickling_a_trie_or_pool_says_what_to_pickle_instead(served: MemoryPool) -> None:
+async def test_the_error_for_pickling_a_trie_or_pool_names_the_object_to_pickle(served: MemoryPool) -> None:
     with SyncProducer(redis=served.url) as producer:
         trie = producer.trie()
         for value, instead in [

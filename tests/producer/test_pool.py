@@ -24,7 +24,7 @@ def row(prompt: list[int], vocab_size: int = V) -> np.ndarray[tuple[int], np.dty
     return synthetic_row(prompt, vocab_size=vocab_size)
 
 
-async def test_a_row_comes_back_bit_for_bit(pool: Pool) -> None:
+async def test_a_row_arrives_bit_for_bit(pool: Pool) -> None:
     pool.start()
     async with pool.producer() as producer:
         got = await producer.logprobs([1, 2, 3])
@@ -67,7 +67,7 @@ async def test_small_rows_and_results_are_carried_by_notifications(pool: Pool) -
             return int(pool.redis.xlen(reply)) < 64
 
         await until_async(is_short, "what has been read is removed")
-        # They are in the cache all the same.
+        # They are still in the cache.
         before = producer.stats().cache_hits
         assert np.array_equal(await producer.logprobs([5, 2]), row([5, 2], 64))
         assert producer.stats().cache_hits == before + 1
@@ -172,7 +172,7 @@ async def test_three_clients_and_two_workers_compute_each_prompt_once(pool: Pool
     assert sum(result[1] for result in results) == 1200
     assert sum(result[2] for result in results) == 400
 
-    # Heartbeats come after the fact: one row more, and those that count it count all that came before.
+    # Heartbeats follow later: after one more row, every heartbeat that counts it counts all earlier rows.
     async with pool.producer() as producer:
         await producer.batch_logprobs([[100 + i] for i in range(64)])
 
@@ -183,7 +183,7 @@ async def test_three_clients_and_two_workers_compute_each_prompt_once(pool: Pool
     assert await pool.rows_computed() == 464
 
 
-async def test_a_cancelled_await_leaves_nothing_behind(pool: Pool) -> None:
+async def test_a_cancelled_await_leaves_no_keys(pool: Pool) -> None:
     frozen = pool.start("--max-batch", 1, "--lease-s", 60)
     async with pool.producer() as producer:
         frozen.signal(signal.SIGSTOP)
@@ -362,7 +362,7 @@ async def test_requests_wait_at_the_queue_limit(pool: Pool) -> None:
 
 
 async def test_a_prompt_requested_again_right_after_its_cancellation_is_computed(pool: Pool) -> None:
-    # What is lost is asked for again after a lease.
+    # A lost prompt is submitted again after a lease.
     pool.start("--lease-s", 600)
     async with pool.producer() as producer:
         for token in range(30):

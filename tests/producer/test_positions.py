@@ -65,7 +65,7 @@ async def test_without_positions_the_client_requests_rows_of_prefixes(pool: Pool
     running = asyncio.create_task(worker.run(lambda info: ready.set()))
     await asyncio.wait_for(ready.wait(), DEADLINE_S)
     async with pool.producer() as knowing, pool.producer() as told_otherwise:
-        # As after another worker of the model, which does, has joined.
+        # As after another worker of the model, which supports them, has joined.
         session = told_otherwise._sessions.session
         assert session is not None
         session._renew(replace(session.info, positions=True))
@@ -208,7 +208,7 @@ async def test_parts_of_two_models_are_refused(pool: Pool, monkeypatch: pytest.M
 async def test_a_job_for_too_many_positions_is_refused(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     pool.start("--vocab-size", str(1 << 18))
     async with pool.producer() as producer:
-        monkeypatch.setattr(query, "MAX_ANSWER", 1 << 30)  # As a client that does not care.
+        monkeypatch.setattr(query, "MAX_ANSWER", 1 << 30)  # Like a client without this check.
         with pytest.raises(ProtocolError, match="13 positions in one job: at most 8 for these values"):
             await producer.positions(WHOLE, full=True)
         monkeypatch.undo()
@@ -219,7 +219,7 @@ async def test_positions_take_one_job_and_store_no_rows(pool: Pool) -> None:
     pool.start()
     async with pool.producer() as producer:
         await producer.positions(WHOLE, top=3)
-        assert len(pool.names("row:*")) == 1  # the answer
+        assert len(pool.names("row:*")) == 1  # the result
         assert producer.stats().computed == 1
 
 
@@ -263,7 +263,7 @@ async def test_logits_come_from_the_row_if_a_worker_has_it_in_16_bits(pool: Pool
         assert await producer.logz(WHOLE) == base.log_z
         assert np.array_equal((await producer.positions(WHOLE, len(WHOLE) - 1, full=True, mode="logits"))[0], logits)
         assert backend.stats().steps == 1 + forwards
-        # What a row does not have takes a forward in any case.
+        # Values that a row lacks need a forward in any case.
         assert np.shape(await producer.positions(WHOLE, 2, logz=True)) == (len(WHOLE) - 2,)
         assert backend.stats().steps == 2 + forwards
         # A query that raises on the row goes to the backend, and the worker continues.

@@ -42,7 +42,7 @@ async def test_interactive_clients_go_before_a_bulk_client(pool: Pool) -> None:
         for number, row in zip([*range(100), *range(200, 205)], await asyncio.gather(*rows, *asked), strict=True):
             assert np.array_equal(row, synthetic_row([number], vocab_size=V))
     computed = [int(decode_ids(ids)[0]) for ids in backend.computed]
-    # Behind what the worker had taken before it came.
+    # Behind the jobs that the worker had taken before it arrived.
     assert max(computed.index(number) for number in range(200, 205)) < 30
 
 
@@ -94,7 +94,7 @@ class Noting(GatedBackend):
         super().submit(jobs)
 
 
-async def test_bulk_jobs_taken_over_from_a_dead_worker_still_yield(
+async def test_bulk_jobs_claimed_from_a_dead_worker_still_yield(
     pool: Pool,
 ) -> None:
     first = pool.start("--step-ms", 600_000, "--lease-s", 1, "--max-batch", 10)

@@ -80,7 +80,7 @@ def test_a_slow_tokenizer_that_transformers_cannot_convert_is_not_published(
     assert "the tokenizer of m is not published: Converting from SentencePiece" in caplog.text
 
 
-def test_a_tokenizer_whose_file_gives_other_ids_is_not_published(
+def test_a_tokenizer_whose_file_encodes_to_other_ids_is_not_published(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     real_tokenizers.gpt2().save_pretrained(tmp_path)
@@ -101,7 +101,7 @@ async def test_a_program_encodes_a_string(served: Pool, smollm2_folder: Path) ->
         assert await producer.decode((await producer.topk(ids, 1)).ids) == " Paris"
         long = "All work and no play. " * 1000
         assert await producer.encode(long) == theirs.encode(long)
-        # Once for the process, whichever producer asks.
+        # Once for the process, whichever producer reads it.
         async with served.producer() as other:
             assert await other.tokenizer() is await producer.tokenizer()
         for wrong in (b"bytes", ["a"], 7, None, "\ud800"):
@@ -166,7 +166,7 @@ async def test_other_content_under_the_tokenizers_key_is_refused(
                 with pytest.raises(UnknownTokenizer, match=f"as the tokenizer {producer.model.tokenizer} is none: "):
                     raise error  # type: ignore[misc]
             assert len(set(map(id, failed))) == 9, "each has an exception of its own"
-            # Its worker puts right what has another size, and forgets no other.
+            # Its worker restores a tokenizer of another size, and keeps the others.
             await asyncio.to_thread(until, lambda: is_string(served, key, whole), "the worker has written it again")
             assert await producer.encode("Hello") == [19556]
         finally:
@@ -177,7 +177,7 @@ def is_string(pool: Pool, key: bytes, value: bytes) -> bool:
     return pool.redis.type(key) == b"string" and pool.redis.get(key) == value
 
 
-def test_content_with_the_right_digest_that_is_no_tokenizer_is_refused() -> None:
+def test_foreign_content_with_the_right_digest_is_refused() -> None:
     packed = PackedTokenizer.pack('{"model": {}}')
     with pytest.raises(UnknownTokenizer, match="cannot be read by tokenizers"):
         PublishedTokenizer(unpack_tokenizer(packed.data, packed.digest))
@@ -186,7 +186,7 @@ def test_content_with_the_right_digest_that_is_no_tokenizer_is_refused() -> None
             unpack_tokenizer(data, digest_of(data))
 
 
-async def test_a_model_without_a_tokenizer_says_so(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_error_for_a_model_without_a_tokenizer_is_clear(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     await asyncio.to_thread(pool.start)
     async with pool.producer() as producer:
         with pytest.raises(UnknownTokenizer, match="'syn' publishes no tokenizer"):
@@ -211,7 +211,7 @@ def test_the_command_shows_the_top_k_tokens_without_heavy_packages(served: Pool)
     result = ask("The capital of France is")
     assert result["top"][0]["token"] == " Paris"
     assert ask("-", given=b"The capital of France is\n") == result
-    # Ids are answered with the texts of tokens too.
+    # Results for ids include the texts of tokens.
     assert ask("--ids", ",".join(map(str, result["ids"]))) == result
 
 

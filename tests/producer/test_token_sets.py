@@ -117,7 +117,7 @@ async def test_a_named_set_is_sent_by_name_and_stored_again_when_evicted(pool: P
             assert await producer.mass(PROMPT, named) == mass_of(ROW, MANY)
             assert pool.redis.get(key) == named.bits
             pool.redis.unlink(*pool.redis.scan_iter(match=f"{pool.prefix}:row:*"))
-            # From its memory now.
+            # Now from its memory.
             pool.redis.delete(key)
             assert await producer.mass(OTHER, named.name.hex()) == mass_of(OTHER_ROW, MANY)
             pool.redis.unlink(*pool.redis.scan_iter(match=f"{pool.prefix}:row:*"))

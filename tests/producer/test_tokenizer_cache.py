@@ -66,7 +66,7 @@ async def has_started(reader: Reader, times: int = 1) -> bool:
     return reader.reads == times
 
 
-async def test_a_caller_that_gives_up_fails_no_other_and_another_reads_again() -> None:
+async def test_a_cancelled_caller_fails_no_other_caller_and_another_one_reads_again() -> None:
     reader = Reader()
     cache, (first, second, *others) = await asking(reader, 10)
     # A caller that waits, and then the caller that reads.

@@ -25,7 +25,7 @@ from lmpool.workers.metrics.tracing import JobTraces
 from tests.support.otlp import Collector, Span, collector
 from tests.support.pool import DEADLINE_S, Pool, until, until_async
 
-# What a program does that has OpenTelemetry: it sets up a provider, and its own span is around the call.
+# A program that uses OpenTelemetry: it configures a provider, and has its own span around the call.
 PROGRAM = """
 import asyncio, sys
 from contextlib import suppress
@@ -105,7 +105,7 @@ def test_one_trace_leads_from_the_program_to_the_end_of_the_job(pool: Pool) -> N
         worker = pool.start("--tracing", "--fail-token", 300, environment=settings)
         run(PROGRAM, pool, OTEL_EXPORTER_OTLP_ENDPOINT=collected.url)
         worker.process.terminate()
-        assert worker.wait() == 0  # What is left is exported before it ends.
+        assert worker.wait() == 0  # The rest is exported before it ends.
 
     call = child(collected, "alone")
     assert (call.name, call.parent) == ("lmpool.logprobs", collected.named("alone")[0].id)
@@ -115,11 +115,11 @@ def test_one_trace_leads_from_the_program_to_the_end_of_the_job(pool: Pool) -> N
     assert {part.trace for part in parts} == {call.trace}
     assert {part.service for part in parts} == {"pool"}
     assert {part.attributes["messaging.destination.name"] for part in parts} == {"syn"}
-    # The server tells the time of queueing in whole milliseconds.
+    # The server reports the time of queueing in whole milliseconds.
     assert call.began - 2_000_000 < queue.began <= queue.ended <= step.began < step.ended == publish.began
     assert step.links == {(batch.trace, batch.id) for batch in collected.named("lmpool.batch") if call_of(call, batch)}
 
-    # A prompt is computed once, and who joins is linked to who has asked.
+    # A prompt is computed once, and the spans of joining clients link to the first client's.
     first, second = child(collected, "first"), child(collected, "second")
     assert second.links == {(first.trace, first.id)}
     assert second.attributes["lmpool.requests.joined"] == 1
@@ -167,7 +167,7 @@ def call_of(call: Span, batch: Span) -> bool:
     return (call.trace, call.id) in batch.links
 
 
-# What a job carries
+# Trace contexts of jobs
 
 
 def held_jobs(pool: Pool) -> list[Job]:
@@ -257,7 +257,7 @@ def test_hostile_trace_contexts_are_harmless_and_unsampled_ones_are_not_exported
 
 
 @pytest.mark.parametrize("traceparent", HOSTILE.values(), ids=HOSTILE)
-def test_a_malformed_trace_context_is_none(traceparent: str) -> None:
+def test_a_malformed_trace_context_is_ignored(traceparent: str) -> None:
     job = unpack_job(with_traceparent(Job(b"\0\0\0\0", "", "f").pack(), traceparent))
     assert isinstance(job, TracedJob)
     assert JobTraces("m", "w").taken(job, 0) is None

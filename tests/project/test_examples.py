@@ -118,7 +118,7 @@ def cells(out: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.split("│")[1:-1]] for line in out.splitlines() if line.startswith("│")]
 
 
-def test_next_words_are_the_likeliest_ones(url: str, producer: SyncProducer, tokenizer: Any) -> None:
+def test_next_words_are_the_top_k_tokens(url: str, producer: SyncProducer, tokenizer: Any) -> None:
     rows = cells(output("next_words.py", "--top", 3, environment={"LMPOOL_REDIS_URL": url}))
     row = producer.logprobs(tokenizer.encode("The capital of France is"))
     best = np.argsort(row)[::-1][:3]
@@ -161,7 +161,7 @@ def test_every_awrs_sample_matches_the_expression(url: str) -> None:
     assert float(mean[1]) == pytest.approx(np.log(np.mean(np.exp(weights))), abs=0.1)
 
 
-def test_byte_beams_go_on_in_the_middle_of_a_word(url: str) -> None:
+def test_byte_beams_continue_in_the_middle_of_a_word(url: str) -> None:
     out = output("byte_beams.py", "The capital of Fra", "--bytes", 12, "--redis", url)
     assert out.splitlines()[-1] == "The capital of France is Paris"
     assert len(cells(out)) == 12
@@ -209,7 +209,7 @@ def test_the_divergence_of_a_distribution_from_itself_is_0() -> None:
     ("options", "message"),
     [(("--top", 0), "error: top: 0 "), (("--length", 5000), "error: texts: .* tokens are too few for a window of")],
 )
-def test_what_cannot_be_distilled_is_refused(
+def test_invalid_options_of_distillation_are_refused(
     url: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -351,7 +351,7 @@ def test_every_tutorial_is_run() -> None:
     assert notebooks == set(TUTORIALS)
 
 
-def test_a_model_that_is_there_in_another_dtype_is_not_taken_for_the_one_that_is_asked_for(
+def test_a_cached_model_of_another_dtype_is_not_used(
     smollm2_folder: Path,
 ) -> None:
     code, out, err = run("smollm2.py", smollm2_folder, "--dtype", "bfloat16")

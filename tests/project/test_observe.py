@@ -80,7 +80,7 @@ def strays(query: Query, known: Exported) -> list[str]:
     return found
 
 
-async def test_the_board_and_the_alerts_name_what_is_exported(pool: Pool) -> None:
+async def test_the_dashboard_and_the_alerts_name_exported_metrics(pool: Pool) -> None:
     known = await exported(pool)
     queries = [*board_queries(), *alert_queries()]
     assert len(queries) > 50

@@ -46,7 +46,7 @@ def test_the_documented_metrics_are_exactly_the_exported_ones() -> None:
     assert documented == exported()
 
 
-def test_units_are_those_of_the_names() -> None:
+def test_units_match_the_names() -> None:
     for row in ROWS:
         if row[0].startswith("`lmpool_"):
             name = row[0].strip("`").removesuffix("_total")
@@ -91,7 +91,7 @@ def test_every_warning_of_a_worker_is_explained() -> None:
         assert words in re.sub(r"% ", "", page), template
 
 
-def test_what_the_page_says_of_outcomes_and_limits_is_so() -> None:
+def test_outcomes_and_limits_on_the_page_match_the_code() -> None:
     row = next(row for row in ROWS if row[0] == "`lmpool_worker_jobs_total`")
     assert set(re.findall(r"`(\w+)`", row[4])) == set(OUTCOMES)
     assert "one step has run for longer than `--step-timeout-s` and a lease" in PAGE

@@ -46,7 +46,7 @@ def test_a_page_that_no_navigation_names_ends_the_build(tmp_path: Path, capfd: p
         ('<svg xmlns="http://www.w3.org/2000/svg"><style>a{fill:url(#b)}</style></svg>', []),
     ],
 )
-def test_what_a_browser_would_fetch_elsewhere_is_found(text: str, addresses: list[str]) -> None:
+def test_links_to_other_hosts_are_found(text: str, addresses: list[str]) -> None:
     assert site.fetched_elsewhere(text) == addresses
 
 
@@ -66,7 +66,7 @@ def test_a_worker_that_ends_is_not_waited_for_and_a_slow_one_is(
         ending.join()
 
 
-def test_the_site_is_built_without_what_only_tests_need() -> None:
+def test_the_site_is_built_without_test_dependencies() -> None:
     makefile = (ROOT / "Makefile").read_text("utf-8")
     assert re.search(r"^docs: \$\(DOCS_INSTALLED\) \$\(SMOLLM2\)$", makefile, re.MULTILINE)
     assert "$(PIP_INSTALL) -e '.[docs]'" in makefile.partition("\n$(DOCS_INSTALLED):")[2].partition("\n\n")[0]

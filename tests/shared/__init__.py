@@ -1,1 +1,1 @@
-"""Tests of what all processes share: a folder for each folder of `shared/lmpool`."""
+"""Tests of the shared part of the package: one folder for each folder of `shared/lmpool`."""

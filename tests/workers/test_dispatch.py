@@ -124,7 +124,7 @@ async def test_a_request_for_the_row_that_joins_queries_is_computed_and_not_drop
     assert set(in_flight[PROMPT].entries) == {b"1-0", b"2-0"}
 
 
-async def test_a_prompt_that_another_client_joins_yields_no_more() -> None:
+async def test_a_bulk_prompt_becomes_interactive_when_another_client_joins() -> None:
     recorder = Recorder()
     dispatcher, in_flight = dispatching(recorder)
     await dispatcher.accept(taken(reading(b"1-0", bulk=True), reading(b"2-0", bulk=True)))
@@ -135,7 +135,7 @@ async def test_a_prompt_that_another_client_joins_yields_no_more() -> None:
     assert list(in_flight[PROMPT].entries) == [b"1-0", b"2-0", b"3-0"]
 
 
-async def test_queries_alone_are_turned_away_where_there_are_no_tries() -> None:
+async def test_queries_are_refused_by_a_worker_without_tries() -> None:
     recorder = Recorder()
     dispatcher, in_flight = dispatching(recorder)
     await dispatcher.accept(taken(reading(b"1-0", query=TrieQuery("sum", "0" * 32, "inner"))))
@@ -159,7 +159,7 @@ def checks_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch_module, "STALE_S", -1.0)
 
 
-async def test_prompts_that_have_just_come_are_not_checked() -> None:
+async def test_prompts_that_have_just_arrived_are_not_checked() -> None:
     recorder = Recorder()
     dispatcher, in_flight = dispatching(recorder)
     await dispatcher.accept(taken(reading(b"1-0")))
@@ -174,7 +174,7 @@ def many_prompts(count: int) -> list[InFlightPrompt]:
 
 
 @pytest.mark.usefixtures("checks_at_once")
-async def test_of_many_prompts_each_check_takes_some_and_each_prompt_has_its_turn() -> None:
+async def test_each_check_covers_some_prompts_and_every_prompt_is_checked_in_turn() -> None:
     recorder = Recorder()
     recorder.is_waited_for = True
     dispatcher, in_flight = dispatching(recorder)
@@ -186,7 +186,7 @@ async def test_of_many_prompts_each_check_takes_some_and_each_prompt_has_its_tur
 
 
 @pytest.mark.usefixtures("checks_at_once")
-async def test_a_prompt_that_is_held_for_long_has_its_turn_however_many_new_prompts_arrive() -> None:
+async def test_an_old_prompt_is_checked_in_turn_while_many_new_prompts_arrive() -> None:
     recorder = Recorder()
     recorder.is_waited_for = True
     dispatcher, _ = dispatching(recorder)
@@ -201,7 +201,7 @@ async def test_a_prompt_that_is_held_for_long_has_its_turn_however_many_new_prom
     assert sum(first.digest in checked for checked in recorder.checked) > 1
 
 
-async def test_all_prompts_of_a_client_that_leaves_are_dropped_by_one_check_however_long_they_were_held(
+async def test_one_check_drops_all_prompts_of_a_client_that_left(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     recorder = Recorder()
@@ -222,7 +222,7 @@ async def test_all_prompts_of_a_client_that_leaves_are_dropped_by_one_check_howe
 
 
 @pytest.mark.usefixtures("checks_at_once")
-async def test_a_prompt_that_nobody_waits_for_is_drop_unwanted() -> None:
+async def test_a_prompt_without_a_waiting_client_is_dropped() -> None:
     recorder = Recorder()
     dispatcher, in_flight = dispatching(recorder)
     await dispatcher.accept(taken(reading(b"1-0")))
@@ -232,7 +232,7 @@ async def test_a_prompt_that_nobody_waits_for_is_drop_unwanted() -> None:
 
 
 @pytest.mark.usefixtures("checks_at_once")
-async def test_what_is_not_computed_is_said_at_once_and_then_once_a_minute_with_the_sum(
+async def test_dropped_prompts_are_logged_at_once_and_then_once_a_minute_as_a_sum(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, logger="lmpool.worker")
@@ -251,7 +251,7 @@ async def test_what_is_not_computed_is_said_at_once_and_then_once_a_minute_with_
 
 
 @pytest.mark.usefixtures("checks_at_once")
-async def test_a_prompt_that_is_asked_for_again_during_the_check_stays() -> None:
+async def test_a_prompt_that_is_requested_again_during_the_check_stays() -> None:
     recorder = Recorder()
     dispatcher, in_flight = dispatching(recorder)
     await dispatcher.accept(taken(reading(b"1-0")))
@@ -266,7 +266,7 @@ async def test_a_prompt_that_is_asked_for_again_during_the_check_stays() -> None
 
 
 @pytest.mark.usefixtures("checks_at_once")
-async def test_a_prompt_that_is_answered_during_the_check_is_published_as_it_is() -> None:
+async def test_a_prompt_that_is_computed_during_the_check_is_published() -> None:
     recorder = Recorder()
     dispatcher, in_flight = dispatching(recorder)
     await dispatcher.accept(taken(reading(b"1-0")))
@@ -295,7 +295,7 @@ def join(*steps: Finished) -> Finished:
 
 
 @pytest.mark.parametrize("encoding", list(Encoding))
-def test_steps_that_are_joined_are_as_one(encoding: Encoding) -> None:
+def test_joined_steps_equal_one_step(encoding: Encoding) -> None:
     # "x" was aborted and requested again in between.
     second = VectorBlock([b"y", b"x"], [np.ones(1, np.float32), np.zeros(2, np.float32)])
     answers = VectorBlock([b"x"], [np.zeros(2, np.float32)]), second
@@ -315,7 +315,7 @@ def test_steps_that_are_joined_are_as_one(encoding: Encoding) -> None:
     assert [vector.tolist() for vector in joined.answers.vectors] == [[0, 0], [1]]
 
 
-def test_blocks_that_have_a_prompt_twice_or_differ_stay_apart() -> None:
+def test_blocks_with_a_prompt_twice_or_of_different_encodings_are_not_joined() -> None:
     twice = [Finished([rows(b"a")], {}), Finished([rows(b"a", b"b")], {})]
     assert join(*twice).blocks == [block for step in twice for block in step.blocks]
     unlike = [Finished([rows(b"a")], {}), Finished([rows(b"b", encoding=Encoding.F16)], {})]
@@ -333,20 +333,20 @@ def fetch_loop(engine_thread: SimpleNamespace, info: ModelInfo) -> FetchLoop:
 
 
 @pytest.mark.parametrize(("step_s", "counts"), [(0.0001, [1, 2, 4, 4]), (0.01, [1, 2, 2, 2])], ids=["short", "long"])
-async def test_a_call_takes_several_batches_only_where_a_step_is_shorter_than_a_call(
+async def test_one_read_takes_several_batches_only_if_a_step_is_shorter_than_a_read(
     step_s: float, counts: list[int]
 ) -> None:
     loop = fetch_loop(SimpleNamespace(batch=2, step_s=step_s), INFO)
     assert [loop._count_to_take(capacity) for capacity in (1, 2, 4, 5)] == counts
 
 
-async def test_a_call_takes_one_batch_where_several_of_the_longest_prompts_are_much() -> None:
+async def test_one_read_takes_one_batch_if_prompts_may_be_long() -> None:
     loop = fetch_loop(SimpleNamespace(batch=256, step_s=0.0001), replace_info(INFO, max_prompt_tokens=131_072))
     assert loop._count_to_take(1024) == 256
 
 
 @pytest.mark.parametrize(("yielding", "takes"), [(0, 0), (8, 2)])
-async def test_what_yields_does_not_count_as_unpublished(yielding: int, takes: int) -> None:
+async def test_yielding_prompts_do_not_count_as_unpublished(yielding: int, takes: int) -> None:
     """With four batches of two in flight."""
     loop = fetch_loop(SimpleNamespace(batch=2, capacity=2, yielding=yielding), INFO)
     loop.in_flight = cast(Any, range(8))
@@ -371,7 +371,7 @@ class Suspect:
 
 
 @pytest.mark.parametrize("ends", [False, True], ids=["goes on", "ends"])
-async def test_a_prompt_that_must_run_alone_keeps_a_busy_worker_from_others_for_a_part_of_a_lease(ends: bool) -> None:
+async def test_a_prompt_that_must_run_alone_blocks_a_busy_worker_for_part_of_a_lease_at_most(ends: bool) -> None:
     loop = fetch_loop(
         SimpleNamespace(batch=2, capacity=2, yielding=0), replace_info(INFO, lease_s=3600.0 if ends else 0.03)
     )
@@ -396,7 +396,7 @@ async def test_a_prompt_that_must_run_alone_keeps_a_busy_worker_from_others_for_
     assert not loop._taking.locked()
 
 
-async def test_small_rows_gather_and_large_ones_and_failures_do_not_wait_for_them() -> None:
+async def test_small_rows_are_published_together_and_large_rows_and_failures_do_not_wait() -> None:
     queue = ResultQueue(Lifecycle())
     large = RowBlock([b"l"], np.zeros((1, 20_000), np.float32), None, Encoding.F32)
     for finished in (Finished([rows(b"a")], {}), Finished([large], {}), Finished([], {b"f": "no"})):

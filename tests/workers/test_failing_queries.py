@@ -112,7 +112,7 @@ async def serving(pool: Pool) -> AsyncIterator[asyncio.Task[None]]:
     await asyncio.wait_for(running, DEADLINE_S)
 
 
-def test_every_kind_of_query_is_tried() -> None:
+def test_the_parameters_cover_every_kind_of_query() -> None:
     """The kinds that `unpack_query` reads; a fresh row is computed like any row."""
     tags = {"trie", "top", "sample", "mass", "positions", "generate", "head", "fresh"}
     names = {name.removesuffix("Query").lower() for name in unpack_query.__globals__ if name.endswith("Query")}
@@ -155,7 +155,7 @@ async def test_an_exception_of_the_device_ends_the_worker() -> None:
     await asyncio.wait_for(engine_thread.close(), DEADLINE_S)
 
 
-def test_positions_that_cannot_be_taken_fail_their_prompt_and_not_the_step_of_the_engine() -> None:
+def test_positions_that_raise_fail_their_prompt_and_not_the_engines_step() -> None:
     ids = np.arange(4, dtype="<u4").tobytes()
     answers = PositionAnswers()
     for name, target in (("good", 1), ("bad", V)):

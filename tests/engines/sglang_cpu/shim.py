@@ -50,7 +50,7 @@ def _let_transformers_see_what_is_there() -> None:
 
 
 def _let_torchvision_import() -> None:
-    """An installed torchvision that was built for CUDA lacks its operators here; that they are declared is enough."""
+    """An installed torchvision that was built for CUDA lacks its operators here; declaring them is enough."""
     try:
         import_module("torchvision")
     except (RuntimeError, ImportError):
@@ -64,7 +64,7 @@ def _let_torchvision_import() -> None:
 
 
 def _let_pinning_do_nothing() -> None:
-    """SGLang pins what adapters need on their way to a GPU; without one torch cannot pin."""
+    """SGLang pins memory of adapters for transfers to a GPU; without a GPU torch cannot pin."""
     tensor: Any = torch.Tensor
     tensor.pin_memory = lambda self, device=None: self
     for name in _MAKE_TENSORS:
@@ -98,7 +98,7 @@ class _Constant:
 
 
 class _Anything:
-    """A class that can be made from anything."""
+    """A class that accepts any arguments."""
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         pass

@@ -16,7 +16,7 @@ SEED = 7260
 SHORT_S, USUAL_S = 20, 180
 
 
-def test_twenty_seconds_of_chaos_keep_all_promises_but_those_of_times() -> None:
+def test_twenty_seconds_of_chaos_keep_all_promises_except_those_about_time() -> None:
     command = [sys.executable, "-m", "tests.faults.chaos", "--seconds", str(SHORT_S), "--seed", str(SEED), "--untimed"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=580, check=False)
     assert done.stdout.splitlines()[-1:] == ["all promises kept"], done.stdout + done.stderr
@@ -25,12 +25,12 @@ def test_twenty_seconds_of_chaos_keep_all_promises_but_those_of_times() -> None:
         assert f"{name:<17} 0" in done.stdout.splitlines()
 
 
-def test_a_seed_decides_the_schedule_and_all_kinds_of_trouble_come() -> None:
+def test_a_seed_determines_the_schedule_and_every_kind_of_fault_occurs() -> None:
     assert draw_plan(SEED, USUAL_S) == draw_plan(SEED, USUAL_S) != draw_plan(SEED + 1, USUAL_S)
     assert {strike.kind for strike in draw_plan(SEED, USUAL_S)} == set(Kind)
 
 
-def test_the_short_run_has_all_that_can_happen_to_lanes_and_to_shared_memory() -> None:
+def test_the_short_run_has_every_fault_of_lanes_and_shared_memory() -> None:
     of_lanes = {Kind.KILL_FULL, Kind.DRAIN, Kind.FREEZE_FULL, Kind.STALL, Kind.LOSE_LANES}
     assert of_lanes | {Kind.KILL, Kind.JUNK, Kind.UNLINK} <= {strike.kind for strike in draw_plan(SEED, SHORT_S)}
 
@@ -51,7 +51,7 @@ def report(
     return Report(settings, tally, Computed(rows, 100), list(recovered), counted, [], [], [], [], [])
 
 
-def test_what_is_not_allowed_is_named() -> None:
+def test_an_unknown_fault_is_refused_by_name() -> None:
     assert report([GOOD]).faults == []
     assert str(report([GOOD])).endswith("all promises kept")
     assert report([GOOD, Request(0, 1.0, 2.0, "wrong")]).faults == ["wrong 1"]
@@ -65,7 +65,7 @@ def test_what_is_not_allowed_is_named() -> None:
     assert report([GOOD], recovered=(1.0, 6.1)).faults == ["p99 recovery over 6 s"]
 
 
-def test_a_recovery_ends_with_what_was_under_way_and_the_first_request_after_it() -> None:
+def test_a_recovery_ends_with_the_requests_in_flight_and_the_first_request_after_it() -> None:
     before, during, after = Request(0, 0.0, 4.0, "ok"), Request(0, 2.5, 3.0, "ok"), Request(0, 3.5, 6.0, "ok")
     later = Request(0, 3.6, 9.0, "ok")
     assert recoveries([Trouble(2.0, 3.0)], [before, during]) == [1.0]
@@ -73,7 +73,7 @@ def test_a_recovery_ends_with_what_was_under_way_and_the_first_request_after_it(
     assert recoveries([Trouble(2.0, 3.0)], [during, after, Request(1, 1.0, 8.0, "ok")]) == [5.0]
 
 
-def test_a_trouble_before_the_recovery_from_another_makes_one_of_both() -> None:
+def test_two_faults_without_a_recovery_between_them_count_as_one() -> None:
     requests = [Request(0, 0.0, 5.0, "ok"), Request(0, 6.0, 6.5, "ok")]
     assert recoveries([Trouble(1.0, 1.0), Trouble(4.0, 4.5)], requests) == [2.0]
     assert recoveries([Trouble(1.0, 1.0), Trouble(7.0, 7.0)], requests) == [5.5, 0.0]
@@ -90,14 +90,14 @@ def change(began: float, ended: float | None, outcome: str = "ok") -> Request:
     return Request(0, began, ended, outcome, "change")
 
 
-def test_a_run_that_has_not_had_all_kinds_of_requests_shows_nothing() -> None:
+def test_a_run_without_every_kind_of_request_is_no_evidence() -> None:
     settings, counted = ChaosSettings(seconds=1, seed=SEED), Counted(1, 1, 1)
     for missing in ALL_KINDS:
         tally = count([request for request in ALL_GOOD if request.kind != missing], 1.0)
         assert f"no {missing}" in Report(settings, tally, Computed(1, 1), [], counted, [], [], [], [], []).faults
 
 
-def test_an_adapter_that_was_not_in_service_is_noticed() -> None:
+def test_a_row_of_an_adapter_that_was_not_in_service_is_detected() -> None:
     changes = [change(1.0, 2.0), change(3.0, 4.0), change(5.0, 6.0, REFUSED), change(7.0, None, "never ended")]
 
     def is_wrong(began: float, ended: float, number: int) -> bool:
@@ -114,7 +114,7 @@ def test_an_adapter_that_was_not_in_service_is_noticed() -> None:
     assert is_wrong(9.0, 9.5, 4), "there is none"
 
 
-def test_an_adapter_may_be_refused_when_its_worker_ends_and_not_otherwise() -> None:
+def test_an_adapter_may_be_refused_only_when_its_worker_ends() -> None:
     assert report([change(1.0, 2.0, REFUSED)]).faults == []
     assert report([change(1.0, 2.0, "AdapterRefused: somebody else")]).faults == ["lost 1"]
     assert report([change(1.0, 2.0, "DeadlineExceeded: late")]).faults == ["lost 1"]

@@ -31,7 +31,7 @@ MIB = 2**20
 
 @cases(250)
 @given(hostile.jobs("f"))
-def test_what_is_read_as_a_job_is_a_job(data: bytes) -> None:
+def test_decoded_bytes_are_a_valid_job_or_refused(data: bytes) -> None:
     try:
         job = unpack_job(data)
     except ProtocolError:
@@ -42,7 +42,7 @@ def test_what_is_read_as_a_job_is_a_job(data: bytes) -> None:
 
 @cases(250)
 @given(hostile.asks | hostile.odd_bytes)
-def test_what_is_read_as_an_ask_is_an_ask(data: bytes) -> None:
+def test_decoded_bytes_are_a_valid_query_or_refused(data: bytes) -> None:
     try:
         query = unpack_query(data)
     except ProtocolError:
@@ -52,7 +52,7 @@ def test_what_is_read_as_an_ask_is_an_ask(data: bytes) -> None:
 
 @cases(200)
 @given(hostile.failures | hostile.mutated(hostile.failures) | hostile.odd_bytes)
-def test_what_is_read_as_a_failure_is_a_failure(data: bytes) -> None:
+def test_decoded_bytes_are_a_valid_failure_or_refused(data: bytes) -> None:
     try:
         failure = unpack_failure(data)
     except ProtocolError:
@@ -62,7 +62,7 @@ def test_what_is_read_as_a_failure_is_a_failure(data: bytes) -> None:
 
 @cases(200)
 @given(hostile.infos)
-def test_what_is_read_as_an_info_is_one_that_a_worker_can_have(data: bytes) -> None:
+def test_decoded_bytes_are_a_possible_info_or_refused(data: bytes) -> None:
     try:
         info = ModelInfo.unpack(data)
     except ProtocolError:
@@ -76,7 +76,7 @@ def test_what_is_read_as_an_info_is_one_that_a_worker_can_have(data: bytes) -> N
 
 @cases(100)
 @given(hostile.vocabularies | hostile.mutated(hostile.vocabularies) | hostile.noise)
-def test_what_is_read_as_a_vocabulary_is_one(data: bytes) -> None:
+def test_decoded_bytes_are_a_valid_vocabulary_or_refused(data: bytes) -> None:
     try:
         vocabulary = Vocabulary.unpack(data)
     except ProtocolError:
@@ -89,13 +89,13 @@ def read(data: bytes) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
     return check_row(decode_row(np.frombuffer(bytearray(data), np.uint8), V))
 
 
-def test_a_row_as_it_should_be_is_read() -> None:
+def test_a_valid_row_is_read() -> None:
     assert np.array_equal(read(ROW), synthetic_row([1, 2], vocab_size=V))
 
 
 @cases(250)
 @given(hostile.spoilt_rows(ROW))
-def test_a_row_that_is_none_is_refused(data: bytes) -> None:
+def test_bytes_that_are_no_row_are_refused(data: bytes) -> None:
     with pytest.raises(ProtocolError):
         read(data)
 
@@ -116,7 +116,7 @@ def test_a_row_that_passes_the_checks_has_log_probabilities_of_that_length(data:
 @given(
     st.lists(hostile.mutated(st.just(ROW[: HEADER_SIZE + 8])) | st.just(ROW[: HEADER_SIZE + 8]), min_size=1, max_size=3)
 )
-def test_entries_read_together_are_those_read_one_by_one(entries: list[bytes]) -> None:
+def test_entries_read_together_equal_entries_read_one_by_one(entries: list[bytes]) -> None:
     together = decode_alike(entries, V, 2)
     apart = []
     for data in entries:
@@ -133,7 +133,7 @@ TOP = pack_top(top(synthetic_row([1], vocab_size=V), 4))
 
 @cases(150)
 @given(hostile.mutated(st.just(TOP.tobytes())) | st.binary(min_size=32, max_size=32))
-def test_what_is_read_as_the_likeliest_tokens_can_be_those_of_a_row(data: bytes) -> None:
+def test_decoded_top_k_tokens_are_possible_for_a_row(data: bytes) -> None:
     if len(data) != TOP.nbytes:  # The length of a result is checked earlier.
         return
     try:
@@ -146,7 +146,7 @@ def test_what_is_read_as_the_likeliest_tokens_can_be_those_of_a_row(data: bytes)
     assert -math.log(V) - 1 <= likeliest.values[0] <= 1
 
 
-def test_likeliest_tokens_that_come_twice_or_out_of_order_are_refused() -> None:
+def test_top_k_tokens_that_repeat_or_are_out_of_order_are_refused() -> None:
     values, ids = TOP[:4], TOP[4:]
     for wrong in ((values[::-1], ids), (values, ids[[0, 0, 1, 2]]), (values - 20, ids), (values + 20, ids)):
         with pytest.raises(ProtocolError):
@@ -188,7 +188,9 @@ BOMBS = {
 
 @pytest.mark.parametrize("bomb", BOMBS.values(), ids=BOMBS)
 @pytest.mark.parametrize("reader", LIMITS)
-def test_a_bomb_takes_no_more_than_a_few_times_the_limit(reader: Callable[[bytes], object], bomb: bytes) -> None:
+def test_a_decompression_bomb_takes_at_most_a_few_times_the_limit(
+    reader: Callable[[bytes], object], bomb: bytes
+) -> None:
     limit = LIMITS[reader]
     assert peak(lambda: reader(bomb)) <= 3 * limit
     if len(bomb) > limit:
@@ -197,7 +199,7 @@ def test_a_bomb_takes_no_more_than_a_few_times_the_limit(reader: Callable[[bytes
 
 
 @pytest.mark.parametrize("reader", LIMITS)
-def test_a_bomb_of_the_size_that_is_allowed_takes_little(reader: Callable[[bytes], object]) -> None:
+def test_a_decompression_bomb_of_the_allowed_size_takes_little_memory(reader: Callable[[bytes], object]) -> None:
     size = LIMITS[reader]
     for head in (b"\x98" * 600, b"\xdd\x00\x01\x00\x00", b"\xdf\x00\x01\x00\x00"):
         for filling in (b"\xa0", b"\x90", b"\xc0", b"\xa1a"):
@@ -205,13 +207,13 @@ def test_a_bomb_of_the_size_that_is_allowed_takes_little(reader: Callable[[bytes
             assert peak(partial(reader, bomb)) <= 3 * size + 256 * 1024
 
 
-def test_a_vocabulary_that_claims_to_be_large_takes_nothing() -> None:
+def test_a_vocabulary_that_claims_to_be_large_takes_no_memory() -> None:
     header = Vocabulary([b"a"]).pack()[:8]
     claim = header + (4_000_000).to_bytes(4, "little") + (32 * MIB).to_bytes(4, "little")
     assert peak(lambda: Vocabulary.unpack(claim + bytes(100))) <= 64 * 1024
 
 
-def test_a_largest_job_is_read_in_little_more_than_its_size() -> None:
+def test_the_largest_job_is_read_with_little_more_memory_than_its_size() -> None:
     data = Job(bytes(8 * MIB), "", "f", query=bytes(7 * MIB)).pack()
     tracemalloc.start()
     job = unpack_job(data)

@@ -70,7 +70,7 @@ SPOILT = {
 }
 
 
-async def test_what_somebody_else_wrote_under_the_right_key_is_computed_anew(pool: Pool, producer: Producer) -> None:
+async def test_a_foreign_value_under_the_key_of_a_row_is_computed_again(pool: Pool, producer: Producer) -> None:
     """Query every kind of result that can be computed from a row, concurrently with valid rows."""
     prompts = [[1, 2, at] for at in range(len(SPOILT) + 2)]
     prefix = pool.keys.row(producer.model.fingerprint)
@@ -88,7 +88,7 @@ async def test_what_somebody_else_wrote_under_the_right_key_is_computed_anew(poo
 
 
 @pytest.mark.parametrize("carried", [b"junk", b"", ROW[:-4], hostile.encoded_row([9], V - 1), bytes(16)])
-async def test_a_notification_that_carries_no_row_answers_nothing(pool: Pool, tmp_path: Path, carried: bytes) -> None:
+async def test_a_notification_without_a_row_ends_no_request(pool: Pool, tmp_path: Path, carried: bytes) -> None:
     gate = Gate(tmp_path / "gate")
     async with (
         gated_worker(pool, GatedBackend(gate)),
@@ -107,7 +107,7 @@ async def test_a_notification_that_carries_no_row_answers_nothing(pool: Pool, tm
             assert np.array_equal(answer, row([1, at]))
 
 
-async def test_what_is_asked_of_a_spoilt_row_is_answered_from_a_new_one(pool: Pool, producer: Producer) -> None:
+async def test_a_query_about_a_damaged_row_is_answered_from_a_new_row(pool: Pool, producer: Producer) -> None:
     prefix = pool.keys.row(producer.model.fingerprint)
     asks: list[Callable[[list[int]], Awaitable[object]]] = [
         lambda prompt: producer.topk(prompt, 3),
@@ -142,7 +142,7 @@ async def hears(producer: Producer, number: int, asked: Iterator[int]) -> bool:
     return True
 
 
-async def test_a_reply_stream_that_is_spoilt_is_dropped_and_followed_again(
+async def test_a_damaged_reply_stream_is_dropped_and_read_again(
     pool: Pool, producer: Producer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await producer.logprobs([1])
@@ -226,7 +226,7 @@ def write(pool: Pool, producer: Producer, prompts: list[list[int]], draw: Callab
             redis.hset(draw(st.just(model.adapters)), draw(hostile.noise), draw(hostile.odd_bytes))
 
 
-def test_a_producer_returns_the_row_or_an_error_of_ours_in_time(pool: Pool, worker: WorkerProcess) -> None:
+def test_a_producer_returns_the_row_or_an_lmpool_error_in_time(pool: Pool, worker: WorkerProcess) -> None:
     pool.start("--lease-s", LEASE_S)  # A single worker has no lane.
     asked = iter(range(10**9))
     ended = {"rows": 0, "errors": 0}
@@ -265,7 +265,7 @@ def test_a_producer_returns_the_row_or_an_error_of_ours_in_time(pool: Pool, work
     assert "Traceback" not in worker.text
 
 
-async def test_an_info_under_another_name_is_not_believed(pool: Pool, producer: Producer) -> None:
+async def test_an_info_under_another_name_is_refused(pool: Pool, producer: Producer) -> None:
     pool.redis.hset(pool.keys.models(), "twin", hostile.INFO.pack())
     with pytest.raises(ProtocolError, match="'twin' cannot be read: it is the info of 'syn'"):
         await pool.producer("twin").open()

@@ -43,7 +43,7 @@ near = st.builds(
 entries = st.one_of(near.map(lambda job: [(b"m", job)]), hostile.job_entries(FINGERPRINT))
 
 
-def test_trie_jobs_of_any_kind_harm_nobody(pool: Pool) -> None:
+def test_arbitrary_trie_jobs_disturb_no_client(pool: Pool) -> None:
     worker = pool.start_trie_worker("--lease-s", 1)
     pool.start("--lease-s", 1, "--vocab-size", len(TOKENS))
     jobs, keys = pool.keys.model("trie").jobs, pool.keys

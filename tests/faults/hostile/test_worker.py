@@ -61,7 +61,7 @@ def assert_serves(pool: Pool, worker: WorkerProcess) -> None:
         assert np.array_equal(producer.logprobs([5, 6]), row(5, 6))
 
 
-def test_jobs_of_any_kind_harm_nobody(pool: Pool, worker: WorkerProcess, producer: SyncProducer) -> None:
+def test_arbitrary_jobs_disturb_no_client(pool: Pool, worker: WorkerProcess, producer: SyncProducer) -> None:
     streams = cycle(streams_of(pool))
     assert hostile.INFO.fingerprint == producer.model.fingerprint
     asked = iter(range(10**9))
@@ -97,7 +97,7 @@ ODD_ENTRIES = {
 
 
 @pytest.mark.parametrize("place", ["shared stream", "lane"])
-def test_odd_entries_are_ended_whichever_way_they_come(
+def test_odd_entries_end_however_they_were_queued(
     pool: Pool, worker: WorkerProcess, producer: SyncProducer, place: str
 ) -> None:
     """Once as new jobs, and once claimed from a silent worker by a script that reads the entries."""
@@ -120,7 +120,7 @@ def test_odd_entries_are_ended_whichever_way_they_come(
         assert sum(map(len, fields.values())) < 2**20 + 10_000, "what is too large is not kept"
 
 
-def test_what_is_registered_under_a_waiting_key_cannot_stop_a_worker(
+def test_arbitrary_values_of_a_waiting_key_cannot_stop_a_worker(
     pool: Pool, worker: WorkerProcess, producer: SyncProducer
 ) -> None:
     """When a job ends, the waiting key may be no hash, name no client, or name streams that cannot be written."""
@@ -158,7 +158,7 @@ def test_what_is_registered_under_a_waiting_key_cannot_stop_a_worker(
     ("entry", "is_deleted"),
     [(f"{2**64 - 1}-{2**64 - 1}", False), (f"{2**64 - 1}-{2**64 - 1}", True), ("253402300799000-0", False)],
 )
-async def test_a_queue_whose_ids_have_run_ahead_is_replaced(
+async def test_a_queue_whose_ids_are_ahead_of_the_clock_is_replaced(
     pool: Pool, tmp_path: Path, entry: str, is_deleted: bool
 ) -> None:
     """No entry can follow the largest id; after another id far ahead of the clock no entry ever expires."""
@@ -188,7 +188,7 @@ async def test_a_queue_whose_ids_have_run_ahead_is_replaced(
     assert_serves(pool, worker)
 
 
-def test_keys_that_hold_something_else_end_no_worker(pool: Pool, worker: WorkerProcess, producer: SyncProducer) -> None:
+def test_keys_of_another_type_end_no_worker(pool: Pool, worker: WorkerProcess, producer: SyncProducer) -> None:
     model, keys = pool.keys.model("syn"), pool.keys
     pool.redis.set(keys.worker("not-a-hash"), "junk")
     pool.redis.hset(keys.worker("junk"), mapping={b"\xff": b"\xfe", "state": b"\xff", "adapters": "[" * 9999})
@@ -209,7 +209,7 @@ def test_keys_that_hold_something_else_end_no_worker(pool: Pool, worker: WorkerP
     assert worker.is_running
 
 
-def test_an_info_that_nobody_stands_for_is_replaced(pool: Pool, worker: WorkerProcess, producer: SyncProducer) -> None:
+def test_an_info_without_a_live_worker_is_replaced(pool: Pool, worker: WorkerProcess, producer: SyncProducer) -> None:
     models = pool.keys.models()
     info = pool.redis.hget(models, "syn")
     assert info is not None
@@ -231,7 +231,9 @@ async def test_adapters_that_cannot_be_read_do_not_fill_a_worker_with_jobs(pool:
     await asyncio.to_thread(assert_serves, pool, worker)
 
 
-def test_a_lane_whose_ids_have_run_ahead_is_replaced(pool: Pool, worker: WorkerProcess, producer: SyncProducer) -> None:
+def test_a_lane_whose_ids_are_ahead_of_the_clock_is_replaced(
+    pool: Pool, worker: WorkerProcess, producer: SyncProducer
+) -> None:
     _, lane = streams_of(pool)
     execute(pool.redis, "XADD", lane, f"{2**64 - 1}-{2**64 - 1}", "m", "x")
     until(lambda: "the job stream of 'syn' was replaced" in worker.text, "the worker replaces it")
@@ -240,9 +242,7 @@ def test_a_lane_whose_ids_have_run_ahead_is_replaced(pool: Pool, worker: WorkerP
 
 
 @pytest.mark.parametrize("length", [1e6, -1e6, float("inf")])
-def test_lengths_that_somebody_has_made_up_keep_nobody_from_asking(
-    pool: Pool, worker: WorkerProcess, length: float
-) -> None:
+def test_invented_lengths_of_lanes_block_no_client(pool: Pool, worker: WorkerProcess, length: float) -> None:
     """Clients write these counts themselves, so they may be wrong."""
     lanes = pool.keys.model("syn").lanes
     pool.start("--lease-s", LEASE_S, "--max-prompt-tokens", hostile.INFO.max_prompt_tokens)
@@ -254,9 +254,7 @@ def test_lengths_that_somebody_has_made_up_keep_nobody_from_asking(
     until(lambda: pool.redis.zscore(lanes, "") == 0, "the sum is right again")
 
 
-def test_keys_of_lanes_that_hold_something_else_end_no_worker(
-    pool: Pool, worker: WorkerProcess, producer: SyncProducer
-) -> None:
+def test_keys_of_lanes_of_another_type_end_no_worker(pool: Pool, worker: WorkerProcess, producer: SyncProducer) -> None:
     lanes, (_, lane) = pool.keys.model("syn").lanes, streams_of(pool)
     other = pool.start("--lease-s", LEASE_S, "--max-prompt-tokens", hostile.INFO.max_prompt_tokens)
     for key in (lanes, lane):

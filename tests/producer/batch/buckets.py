@@ -36,12 +36,12 @@ class TestBucket:
         return self._made
 
     def put(self, name: str, data: bytes) -> str:
-        """Upload a file; returns its URL."""
+        """Upload a file; return its URL."""
         self._system.pipe_file(f"{self.url}/{name}", data)
         return f"{self.url}/{name}"
 
     def presigned(self, name: str, data: bytes) -> str:
-        """Upload a file; returns a presigned HTTP URL."""
+        """Upload a file; return a presigned HTTP URL."""
         url: str = self._system.sign(self.put(name, data), expiration=3600)
         return url
 

@@ -39,7 +39,7 @@ def store() -> Iterator[str]:
 
 @pytest.fixture
 def bucket(store: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TestBucket:
-    """A new bucket, for this process and those that it starts; copies of its files go to a cache of their own."""
+    """A new bucket, for this process and its children; copies of its files go to a separate cache."""
     for name, value in {
         "AWS_ENDPOINT_URL": store,
         "AWS_ACCESS_KEY_ID": "nobody",

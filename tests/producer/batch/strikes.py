@@ -142,7 +142,7 @@ VICTIMS = ("client", "worker", "server", *(("arq",) if find_spec("arq") else ())
 
 
 def strike(folder: Path, victims: Sequence[str], rounds: int, seed: int) -> dict[str, list[int]]:
-    """Run some rounds for each victim; returns how many texts each round computed more than once."""
+    """Run some rounds for each victim; return how many texts each round computed more than once."""
     generator = random.Random(seed)
     again: dict[str, list[int]] = {victim: [] for victim in victims}
     arena = Arena(folder)
@@ -169,11 +169,11 @@ def _count_texts(file: Path) -> None:
         os.write(descriptor, b"." * sum(job.positions is not None for job in jobs))
         return compute(backend, jobs, failures)
 
-    SyntheticBackend._vectors = counted  # type: ignore[method-assign]
+    SyntheticBackend._vectors = counted  # type: ignore[method-assign, assignment]
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--victims", nargs="+", choices=VICTIMS, default=VICTIMS)

@@ -1,4 +1,4 @@
-"""A bad line costs that line; a bad file or disk is an error, and leaves no partial shard."""
+"""A bad line fails alone; a bad file or disk is an error, and leaves no partial shard."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ def test_every_command_has_a_short_option_for_its_help(command: list[str]) -> No
     assert ended.stdout == run(*command, "--help").stdout
 
 
-def test_the_command_is_a_module_too_and_the_package_knows_its_version() -> None:
+def test_the_command_runs_as_a_module_and_prints_its_version() -> None:
     for code in (["-m", "lmpool", "--version"], ["-c", "import lmpool; print('lmpool', lmpool.__version__)"]):
         ended = subprocess.run([sys.executable, *code], capture_output=True, text=True, timeout=60, check=False)
         assert (ended.stdout, ended.stderr) == (run("--version").stdout, "")
@@ -298,7 +298,7 @@ def test_status_shows_a_worker_load_serve_and_drain(pool: Pool, tmp_path: Path) 
     assert states() == [("syn", "ready")]
 
 
-def test_a_worker_that_cannot_load_leaves_nothing_behind(pool: Pool, tmp_path: Path) -> None:
+def test_a_worker_that_cannot_load_leaves_no_keys(pool: Pool, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     worker = pool.start("--backend", "hf", model=str(tmp_path), wait=False)
     assert worker.wait() == 2

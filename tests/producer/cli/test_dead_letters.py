@@ -228,7 +228,7 @@ def test_ids_are_never_cut(width: int) -> None:
     assert any("3deliveries:itsworkersdied" in column for column in shown), "the reason is folded and not cut"
 
 
-def test_without_a_terminal_the_table_is_whole(pool: Pool) -> None:
+def test_without_a_terminal_the_table_is_not_cut(pool: Pool) -> None:
     reason = Failure("WorkerError", "a long reason " * 20 + "and its end")
     entry = bury(pool, job([1, 2], adapter="an-adapter-of-some-length@" + "0" * 32), reason.pack())
     command = ["dead", "list", "--redis", pool.url, "--prefix", pool.prefix, "--model", "syn"]

@@ -115,7 +115,7 @@ def test_each_branch_is_printed_on_one_line(served: Pool) -> None:
     assert re.search(rf"└── … and {shown['hidden']['branches']} more +[\d.e-]+%", lines[-1])
 
 
-def test_without_a_prompt_branches_show_their_part_of_the_tokens(served: Pool) -> None:
+def test_without_a_prompt_branches_show_their_share_of_the_tokens(served: Pool) -> None:
     ended = on(served, "trie", "show", "--under", " ", "--depth", "1", "--json")
     shown = json.loads(ended.stdout)
     assert (shown["prompt"], shown["n_tokens"]) == (None, V)

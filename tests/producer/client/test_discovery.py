@@ -67,12 +67,12 @@ async def test_a_pool_with_unreadable_infos_only_is_not_reported_as_empty(redis:
         await discovery.info(None)
 
 
-async def test_a_model_name_that_is_not_utf8_is_harmless(redis: redis_async.Redis) -> None:
+async def test_a_model_name_that_is_not_utf8_is_skipped(redis: redis_async.Redis) -> None:
     discovery = await serve(redis, {"a": info("a").pack(), b"\xff": b"\xc1"})
     assert await discovery.info(None) == info("a")
 
 
-async def test_an_empty_pool_says_how_to_serve_a_model(redis: redis_async.Redis) -> None:
+async def test_the_error_for_an_empty_pool_names_the_command_that_serves_a_model(redis: redis_async.Redis) -> None:
     discovery = Discovery(redis, KEYS)
     for name in ("m", None):
         with pytest.raises(UnknownModel, match="lmpool worker"):

@@ -154,7 +154,7 @@ def test_every_exception_of_the_tree_can_be_copied() -> None:
         assert other is not error
         assert type(other) is type(error)
         assert (str(other), other.args, vars(other)) == (str(error), error.args, vars(error))
-    error.__cause__ = error  # As `raise error from error` does it.
+    error.__cause__ = error  # Like `raise error from error`.
     assert copy_error(error).__cause__ is None
 
 
@@ -189,7 +189,7 @@ def test_a_row_without_a_request_is_dropped(table: Table) -> None:
     assert table.counted() == {}
 
 
-def test_resolving_an_old_request_does_not_end_a_newer_one(table: Table) -> None:
+def test_ending_an_old_request_does_not_end_a_newer_one(table: Table) -> None:
     listener = Listener()
     old, _ = table.requests.add(prompt(1), listener)
     table.requests.remove_waiter(old, listener)

@@ -1,1 +1,1 @@
-"""Tests of the Redis server: reaching it, what it answers, what happens inside it."""
+"""Tests of the Redis server: connections, replies and scripts."""

@@ -24,15 +24,15 @@ from tests.support.pool import spoken, until
 
 SHIPPED = Path(__file__).parents[3] / "docker" / "redis"
 ROLES = ("producer", "adapters", "worker", "trie-worker", "web", "operator", "batch")
-# What a URL must encode is in it, and it is found wherever it appears.
+# It contains characters that a URL must encode, and is found wherever it appears.
 PASSWORD = "s3cr3t/@:?#%{role}"
 
 
 def installed_server(kind: str) -> str:
-    """A server program of `tools.install_server`; it is fetched if it is not there yet.
+    """A server program of `tools.install_server`, which fetches it if it is missing.
 
     Args:
-        kind: "debian", which can do TLS, or "6.2".
+        kind: "debian", which supports TLS, or "6.2".
     """
     folder = Path(os.environ.get("LMPOOL_TEST_SERVERS", ".cache")) / f"redis-{kind}"
     command = [sys.executable, "-m", "tools.install_server", kind, str(folder)]
@@ -50,10 +50,10 @@ class SecureServer:
     """A server process with the shipped settings.
 
     Args:
-        folder: where its files go.
-        tls: with TLS on a port, as shipped; else with the same users on a socket, for programs that have no TLS.
+        folder: contains its files.
+        tls: with TLS on a port, as shipped; otherwise with the same users on a socket, for programs without TLS.
         extra: more lines of users.
-        is_cluster: as the one master of a cluster.
+        is_cluster: as the only master of a cluster.
     """
 
     def __init__(self, folder: Path, *, tls: bool = True, extra: str = "", is_cluster: bool = False) -> None:
@@ -61,7 +61,7 @@ class SecureServer:
         self.tls = tls
         self.is_cluster = is_cluster
         self.authority = trustme.CA()
-        # redis-py has the address for localhost where it connects to a cluster.
+        # redis-py has the address for localhost when it connects to a cluster.
         self.certify("server", self.authority, "localhost", *(["127.0.0.1"] if is_cluster else []))
         self.certify("client", self.authority, "client")
         users = (SHIPPED / "users.acl").read_text()
@@ -91,26 +91,26 @@ class SecureServer:
         host: str = "localhost",
         files: Mapping[str, str | None] | None = None,
     ) -> str:
-        """The URL of a user; `files` replace those of the client's certificate, None leaves one out."""
+        """The URL of a user; `files` replace those of the client's certificate, None omits one."""
         user = f"{role}:{quote(password or password_of(role), safe='')}"
         if not self.tls:
             return spoken(f"unix://{user}@{self.folder}/s")
         defaults = {"ssl_ca_certs": "server.ca.crt", "ssl_certfile": "client.crt", "ssl_keyfile": "client.key"}
         chosen = {name: str(self.folder / file) for name, file in defaults.items()} | dict(files or {})
-        # On a busy machine looking up the host and TLS take more than the five seconds that are usual.
+        # On a busy machine looking up the host and TLS take longer than the default five seconds.
         query = {"socket_connect_timeout": "60"} | {name: value for name, value in chosen.items() if value is not None}
         return spoken(f"rediss://{user}@{host}:{self.port}/0?{urlencode(query)}")
 
     def client(self, role: str) -> redis.Redis:
         """A client of a user.
 
-        It asks once: eleven times in each of eleven tries, as redis-py does, a server that says nothing takes longer
-        than a test may, and nothing says then what it was.
+        It tries once: with redis-py's default of eleven attempts in each of eleven tries, a silent server takes longer
+        than a test may, and the error would not show the cause.
         """
         return redis.Redis.from_url(self.url(role), retry=Retry(NoBackoff(), 0), socket_timeout=60)
 
     def refusals(self) -> list[str]:
-        """What users were refused: user, command or key, why, and whether in a script."""
+        """Refusals: user, command or key, reason, and whether in a script."""
         with self.client("admin") as admin:
             log: Any = admin.acl_log()
         return sorted(
@@ -120,7 +120,7 @@ class SecureServer:
 
     @contextmanager
     def running(self) -> Iterator[SecureServer]:
-        """The server runs as long as the context is open."""
+        """The server runs while the context is open."""
         process = subprocess.Popen(self.command(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
         def answers() -> bool:
@@ -144,7 +144,7 @@ class SecureServer:
             until(lambda: admin.cluster("info")["cluster_state"] == "ok", "the cluster is whole")
 
     def command(self) -> list[str]:
-        """What starts the server: the shipped settings, with the places of this machine."""
+        """The command that starts the server: the shipped settings, with the paths of this machine."""
         files = {"aclfile": "users.acl", "tls-ca-cert-file": "server.ca.crt", "tls-cert-file": "server.crt"}
         files["tls-key-file"] = "server.key"
         places = {name: str(self.folder / file) for name, file in files.items()}
@@ -162,7 +162,7 @@ class SecureServer:
 
     @property
     def log(self) -> str:
-        """What the server has logged."""
+        """The server's log."""
         log = self.folder / "log"
         return log.read_text() if log.exists() else ""
 

@@ -1,4 +1,4 @@
-"""The users of docker/redis: the whole pool runs under them, and none of them can do more than its part."""
+"""The users of docker/redis: the whole pool runs under them, and no user can do more than its role."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ from tests.support.trie_answers import answers_of, assert_right, draw_weights, r
 V = 512
 KEYS = Keys()
 LEASE = ("--lease-s", "3")
-# On a busy machine a heartbeat may be late, and the model is gone for a moment.
+# On a busy machine a heartbeat may be late, and the model seems unserved for a moment.
 PATIENT: dict[str, Any] = {"when_absent": "wait", "timeout": 60.0}
 SYNTHETIC = ("--backend", "synthetic", "--vocab-size", str(V), *LEASE)
 
-# What nobody may do who serves or asks.
+# Commands that no worker and no producer may run.
 FORBIDDEN = (
     "FLUSHALL", "FLUSHDB", "KEYS *", "CONFIG GET *", "CONFIG SET maxmemory 1", "SCRIPT FLUSH", "SCRIPT LOAD x",
     "DEBUG JMAP", "ACL LIST", "ACL SETUSER x", "SHUTDOWN", "MONITOR", "CLIENT LIST", "CLIENT KILL TYPE normal",
@@ -46,7 +46,7 @@ FORBIDDEN = (
     "SET other x", "GET other", "EVAL redis.call('FLUSHALL') 0", "EVAL redis.call('SET','other','x') 0",
 )  # fmt: skip
 
-# What is for those alone who may change adapters.
+# Commands that only users with the right to change adapters may run.
 CHANGING_ADAPTERS = (
     "HSET lmpool:{m}:adapters a b", "HDEL lmpool:{m}:adapters a", "PEXPIRE lmpool:{m}:adapters 1",
     "SET lmpool:{m}:adapter_check:n x", "GETRANGE lmpool:{m}:adapter_check:n 0 1", "SET lmpool:{m}:adapter_load:n x",
@@ -54,7 +54,7 @@ CHANGING_ADAPTERS = (
     "EVAL redis.call('HDEL','lmpool:{m}:adapters','a') 1 lmpool:{m}:jobs", "WAIT 0 1",
 )  # fmt: skip
 
-# What belongs to somebody else: by role.
+# Keys of other roles, by role.
 NOT_THEIRS = {
     "producer": (
         "INFO memory", "SCAN 0", "SET lmpool:row:f:d x", "SET lmpool:tokenizer:d x", "PEXPIRE lmpool:tokenizer:d 1",
@@ -109,18 +109,18 @@ NOT_THEIRS = {
         "FLUSHDB", *CHANGING_ADAPTERS,
     ),
 }  # fmt: skip
-# Jobs of arq belong to one role: the worker that does them reads and writes the files that they name.
+# Jobs of arq belong to one role: their worker reads and writes the files that they name.
 OF_BATCH = ("ZADD arq:lmpool:batch 1 a", "SET arq:job:a x", "GET arq:job:a", "DEL arq:result:a")
 
 
 def add_guest(server: SecureServer, role: str, fingerprint: str) -> str:
-    """Add a user with the rights of a role for the model "mine" alone, made as the page says; returns its name."""
+    """Add a user with the rights of a role for the model "mine" alone, by the page's instructions; return its name."""
     (way,) = re.findall(r"^(sed -n .*MODEL.*)$", (SHIPPED / "README.md").read_text(), re.MULTILINE)
     name = f"guest-{role}"
     for old, new in (("MODEL", "mine"), ("FINGERPRINT", fingerprint), ("user producer", f"user {role}")):
         way = way.replace(old, new)
     way = way.replace("user guest", f"user {name}")
-    # From the file with the passwords of others: none of them may be taken over.
+    # From the file with the passwords of others: none of them may be copied.
     way = way.replace("PASSWORD-OF-guest", f"PASSWORD-OF-{name}")
     done = subprocess.run(["sh", "-c", way], cwd=server.folder, capture_output=True, text=True, check=True)
     line = done.stdout.split()
@@ -141,7 +141,7 @@ def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture
 def workers(server: SecureServer, tmp_path: Path) -> Iterator[Workers]:
-    """Starts workers, and ends them; the server is empty then."""
+    """Starts workers, and ends them; then the server is empty."""
     started = Workers(server, tmp_path)
     yield started
     started.end()
@@ -150,14 +150,14 @@ def workers(server: SecureServer, tmp_path: Path) -> Iterator[Workers]:
 
 
 class Workers:
-    """Worker processes that have their address from the environment, where no list of processes shows it."""
+    """Worker processes that read their address from the environment, where no list of processes shows it."""
 
     def __init__(self, server: SecureServer, folder: Path) -> None:
         self._server, self._folder = server, folder
         self.all: list[WorkerProcess] = []
 
     def start(self, role: str, *arguments: str) -> WorkerProcess:
-        """Start one; does not wait for it."""
+        """Start one without waiting for it."""
         log = self._folder / f"worker-{len(self.all)}"
         environment = {"LMPOOL_REDIS_URL": self._server.url(role)}
         self.all.append(WorkerProcess([*lmpool_command(), *arguments], log, environment))
@@ -170,7 +170,7 @@ class Workers:
 
 
 def command(server: SecureServer, role: str, *arguments: str) -> str:
-    """Run a command line; returns what it prints."""
+    """Run a command line; return its output."""
     done = run_lmpool(*arguments, LMPOOL_REDIS_URL=server.url(role))
     assert done.returncode == 0, done.stderr
     assert "s3cr3t" not in done.stdout + done.stderr
@@ -178,7 +178,7 @@ def command(server: SecureServer, role: str, *arguments: str) -> str:
 
 
 async def ask_everything(server: SecureServer, tmp_path: Path) -> None:
-    """All that a client can ask for, with every value checked."""
+    """Send every kind of client request and check every value."""
     prompts = [[1, 2, 3], [4, 5], [6]]
     rows = np.stack([synthetic_row(prompt, vocab_size=V) for prompt in prompts])
     async with Producer("syn", redis=server.url("producer"), cache_bytes=0, **PATIENT) as producer:
@@ -188,7 +188,7 @@ async def ask_everything(server: SecureServer, tmp_path: Path) -> None:
         many = [[7, i] for i in range(100)]
         assert np.array_equal((await producer.batch_logprobs(many))[99], synthetic_row(many[99], vocab_size=V))
         with server.client("admin") as admin:
-            # A row that others have damaged, and something that is no row at all.
+            # A damaged row, and a value that is no row.
             digests = sorted(admin.scan_iter(f"lmpool:row:{producer.model.fingerprint}:*"))
             for key in digests:
                 admin.set(key, b"junk", px=60_000)
@@ -247,7 +247,7 @@ async def test_the_whole_pool_runs_under_users_with_few_rights(
     shown = command(server, "operator", "logprobs", "--ids", "1,2", "--model", "syn", "--wait", "--json")
     assert json.loads(shown)["top"]
     assert "no adapters" in command(server, "operator", "adapters", "list", "--model", "syn")
-    # A worker that is killed: others claim its jobs, and sweep what it has left.
+    # A killed worker: others claim its jobs, and sweep its keys.
     stuck = workers.start("worker", "worker", "stuck", *SYNTHETIC, "--step-ms", "600000")
     await asyncio.to_thread(stuck.until_says, "serving ")
     async with Producer("stuck", redis=server.url("producer"), **PATIENT) as producer:
@@ -276,7 +276,7 @@ async def test_the_whole_pool_runs_under_users_with_few_rights(
     assert not (refused := server.refusals()), "\n".join(refused)
 
 
-async def test_only_those_may_change_adapters_who_have_that_right(
+async def test_only_users_with_the_right_may_change_adapters(
     server: SecureServer, workers: Workers, tmp_path: Path
 ) -> None:
     worker = workers.start("worker", "worker", "syn", *SYNTHETIC)
@@ -301,7 +301,7 @@ async def test_only_those_may_change_adapters_who_have_that_right(
 
 
 @pytest.mark.parametrize("priority", ["interactive", "bulk"])
-async def test_a_client_that_asked_alone_gives_way_under_users_with_few_rights(
+async def test_a_single_client_yields_under_users_with_few_rights(
     server: SecureServer, workers: Workers, priority: Priority
 ) -> None:
     name = f"alone-{priority}"
@@ -331,7 +331,7 @@ async def test_a_client_that_asked_alone_gives_way_under_users_with_few_rights(
     assert not (refused := server.refusals()), "\n".join(refused)
 
 
-async def test_operators_may_empty_a_queue_and_those_who_ask_may_not(server: SecureServer, workers: Workers) -> None:
+async def test_operators_may_clear_a_queue_and_producers_may_not(server: SecureServer, workers: Workers) -> None:
     busy = workers.start("worker", "worker", "busy", *SYNTHETIC[:-2], "--max-batch", "2", "--step-ms", "600000")
     await asyncio.to_thread(busy.until_says, "serving ")
     with server.client("admin") as admin:
@@ -371,7 +371,7 @@ async def test_operators_may_empty_a_queue_and_those_who_ask_may_not(server: Sec
 
 
 @pytest.mark.parametrize("role", ROLES)
-def test_nobody_can_do_more_than_its_part(server: SecureServer, role: str) -> None:
+def test_no_user_has_more_rights_than_its_role(server: SecureServer, role: str) -> None:
     with server.client(role) as client:
         for line in (*FORBIDDEN, *NOT_THEIRS[role], *(OF_BATCH if role != "batch" else ())):
             with pytest.raises(ResponseError) as caught:
@@ -380,7 +380,7 @@ def test_nobody_can_do_more_than_its_part(server: SecureServer, role: str) -> No
 
 
 def _is_refusal(error: ResponseError) -> bool:
-    # A script tells of what it was refused in its own words, and DEBUG is off for everybody.
+    # A script's refusals have other texts, and DEBUG is disabled for all users.
     told = ("ermission", "The user executing the script can't", "DEBUG command not allowed")
     return isinstance(error, NoPermissionError) or any(text in str(error) for text in told)
 
@@ -399,7 +399,7 @@ async def test_users_of_one_model_can_neither_use_nor_read_another(server: Secur
     with server.client("admin") as admin:
         admin.xadd(reply, {"d": b"x"})
         (row,) = admin.scan_iter("lmpool:row:*")
-    # The only one that it may ask: it need not be named.
+    # The only model that it may use: it need not be named.
     async with Producer(redis=server.url(guest), **PATIENT) as producer:
         assert np.array_equal(await producer.logprobs([1]), synthetic_row([1], vocab_size=V, seed=1))
     with pytest.raises(AuthenticationFailed, match=r"^\w+://\S+ refuses"):  # At once, not "no row within 20 s".
@@ -423,7 +423,7 @@ async def test_users_of_one_model_can_neither_use_nor_read_another(server: Secur
     def has_looked() -> bool:
         return any(line.startswith(f"{guest_worker}: lmpool:{{theirs}}:") for line in server.refusals())
 
-    # It leaves to the other model's workers what is theirs, and goes on.
+    # It leaves the keys of the other model to that model's workers, and continues.
     await asyncio.to_thread(until, has_looked, "the restricted worker looks after infos that nobody serves")
     restricted.signal(signal.SIGTERM)
     assert await asyncio.to_thread(restricted.wait) == 0
@@ -432,7 +432,7 @@ async def test_users_of_one_model_can_neither_use_nor_read_another(server: Secur
     assert not troubles
 
 
-async def test_workers_write_tokenizers_and_whoever_asks_reads_them(server: SecureServer, workers: Workers) -> None:
+async def test_workers_write_tokenizers_and_producers_read_them(server: SecureServer, workers: Workers) -> None:
     packed = PackedTokenizer.pack("{}")
     async with Server(server.url("worker")).client() as client:
         for _ in range(2):
@@ -442,7 +442,7 @@ async def test_workers_write_tokenizers_and_whoever_asks_reads_them(server: Secu
             assert await look_up_tokenizer(client, KEYS, packed.digest) == "{}"
 
 
-# What can be done to a key, whatever stands there.
+# Commands that change any key, whatever it holds.
 TO_A_KEY = (
     "GET", "MGET", "GETRANGE 0 1", "STRLEN", "EXISTS", "PTTL", "HGETALL", "HGET f", "HKEYS", "HLEN", "HSTRLEN f",
     "XLEN", "XRANGE - +", "XPENDING workers", "XINFO CONSUMERS workers", "ZCARD", "ZRANGE 0 -1", "SET x", "HSET f x",
@@ -451,11 +451,11 @@ TO_A_KEY = (
 
 
 def add_tenants(server: SecureServer) -> list[str]:
-    """Add the users of two tenants, made as the page says; returns their names."""
+    """Add the users of two tenants, by the page's instructions; return their names."""
     (way,) = re.findall(
         r"^(grep '\^user default '.*?>> tenants\.acl)$", (SHIPPED / "README.md").read_text(), re.M | re.S
     )
-    # From a file with the passwords of others: none of them may be taken over.
+    # From a file with the passwords of others: none of them may be copied.
     (place := server.folder / "tenants").mkdir()
     users = re.sub("SHA256-OF-THE-PASSWORD-OF-[a-z-]+", 64 * "0", (SHIPPED / "users.acl").read_text())
     (place / "users.acl").write_text(users)
@@ -475,7 +475,7 @@ def add_tenants(server: SecureServer) -> list[str]:
 
 async def test_tenants_are_both_served_and_neither_can_touch_the_other(server: SecureServer, workers: Workers) -> None:
     tenants = add_tenants(server)
-    # Jobs of arq have one queue on a server, so tenants have none.
+    # A server has one queue for jobs of arq, so tenants have none.
     roles = [role for role in ROLES if role != "batch"]
     assert sorted(tenants) == sorted(f"{tenant}-{role}" for tenant in ("red", "blue") for role in roles)
     with server.client("admin") as admin:
@@ -491,14 +491,14 @@ async def test_tenants_are_both_served_and_neither_can_touch_the_other(server: S
         for number, producer in enumerate((red, blue, red, blue)):
             assert np.array_equal(await producer.logprobs([number]), synthetic_row([number], vocab_size=V))
         with server.client("red-producer") as client:
-            # The rest of its own pool is not safe from a tenant; it is mended, and nobody else notices.
+            # The rest of its own pool is not safe from a tenant; the pool repairs itself, and no other tenant notices.
             client.execute_command("XADD", "red:{syn}:jobs", f"{2**64 - 1}-{2**64 - 1}", "m", "x")
         for number, producer in enumerate((blue, red), 7):
             assert np.array_equal(await producer.logprobs([number]), synthetic_row([number], vocab_size=V))
         assert "the job stream of 'syn' was replaced" in workers.all[0].text
         assert "was replaced" not in workers.all[1].text
     assert "syn" in command(server, "blue-operator", "status", "--prefix", "blue")
-    # What redis-py says of itself, for the client of this test.
+    # Commands of redis-py for the client of this test.
     assert not (refused := [line for line in server.refusals() if "client|setinfo" not in line]), "\n".join(refused)
     with server.client("admin") as admin:
         admin.set("blue:weights:w", "x")
@@ -508,7 +508,7 @@ async def test_tenants_are_both_served_and_neither_can_touch_the_other(server: S
             kinds = ("models", "worker", "row", "weights", "{syn}:jobs")
             return keys if all(any(key.startswith(f"blue:{kind}".encode()) for key in keys) for kind in kinds) else []
 
-        # A heartbeat that is late leaves no key of its worker for a while.
+        # A late heartbeat leaves no key of its worker for a while.
         blue_keys = await asyncio.to_thread(until, of_all_kinds, "there is a key of each kind")
     for role in roles:
         with server.client(f"red-{role}") as client:
@@ -528,7 +528,7 @@ async def test_tenants_are_both_served_and_neither_can_touch_the_other(server: S
 
 
 def _about(key: bytes, name: str, *arguments: str) -> tuple[str | bytes, ...]:
-    """A command about a key, which has a subcommand before it where there is one."""
+    """A command about a key, after its subcommand if it has one."""
     return (name, arguments[0], key, *arguments[1:]) if name == "XINFO" else (name, key, *arguments)
 
 
@@ -536,7 +536,7 @@ def _about(key: bytes, name: str, *arguments: str) -> tuple[str | bytes, ...]:
 def test_the_server_does_not_start_before_its_users_have_passwords(tmp_path: Path, tls: bool) -> None:
     server = SecureServer(tmp_path, tls=tls)
     shipped = (SHIPPED / "users.acl").read_text()
-    for number, role in enumerate(ROLES, 1):  # Whichever is the one that still has none.
+    for number, role in enumerate(ROLES, 1):  # The one that still has none.
         users = re.sub(rf"#SHA256-OF-THE-PASSWORD-OF-(?!{role} )[a-z-]+", f"#{'0' * 64}", shipped)
         (tmp_path / "users.acl").write_text(users)
         done = subprocess.run(server.command(), capture_output=True, text=True, check=False, timeout=DEADLINE_S)
@@ -545,7 +545,7 @@ def test_the_server_does_not_start_before_its_users_have_passwords(tmp_path: Pat
 
 
 def test_trie_workers_may_store_answers_and_no_rows() -> None:
-    # The fingerprint of trie workers is the same everywhere until the meaning of their answers changes.
+    # The fingerprint of trie workers is the same everywhere until the meaning of their results changes.
     info = TrieBackend(TrieSettings()).info
     (line,) = [
         line for line in (SHIPPED / "users.acl").read_text().splitlines() if line.startswith("user trie-worker ")
@@ -553,7 +553,7 @@ def test_trie_workers_may_store_answers_and_no_rows() -> None:
     assert f"~lmpool:row:{info.fingerprint}:*)" in line
 
 
-async def test_a_producer_says_what_it_waits_for_and_an_operator_sees_it(
+async def test_a_producer_marks_the_model_as_wanted_and_an_operator_sees_it(
     server: SecureServer, workers: Workers
 ) -> None:
     rules = next(line for line in (SHIPPED / "users.acl").read_text().splitlines() if line.startswith("user producer "))
@@ -563,14 +563,14 @@ async def test_a_producer_says_what_it_waits_for_and_an_operator_sees_it(
             "ACL", "SETUSER", "before", "on", "resetchannels", *_split(without), f">{password_of('before')}"
         )
     async with Server(server.url("operator")).client() as operator, Server(server.url("web")).client() as page:
-        # Rights of an older release: nobody sees it, and nothing else is different.
+        # Rights of an older release: the user sees no mark, and there is no other difference.
         for user, wanted in (("before", 0), ("producer", 1)):
             await wait_in_vain(server.url(user))
             assert [(await read_demand(client, KEYS, "none")).wanted for client in (operator, page)] == [wanted, wanted]
 
 
 async def wait_in_vain(url: str) -> None:
-    """Wait in vain for a model until the time is over; on a busy machine connecting alone may take it all."""
+    """Wait in vain for a model until the timeout; on a busy machine connecting alone may take it all."""
     for timeout in (0.5, 5.0, 50.0):
         try:
             await Producer("none", redis=url, when_absent="wait").open(timeout=timeout)
@@ -583,5 +583,5 @@ async def wait_in_vain(url: str) -> None:
 
 
 def _split(rules: str) -> list[str]:
-    """The rules of a user, one that stands in parentheses with its commands and keys."""
+    """The rules of a user; a rule in parentheses has its own commands and keys."""
     return re.findall(r"\([^()]*\)|\S+", rules)

@@ -1,4 +1,4 @@
-"""Every command of the server, for every user of docker/redis, on every key of a pool: who may read and write what."""
+"""Every command of the server, for every user of docker/redis, on every key of a pool: who may read and write which."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from tests.shared.broker.secure_server import SHIPPED, SecureServer
 
 TRIE_ROWS = Keys().row(TrieBackend(TrieSettings()).info.fingerprint).decode()
 
-# Per key and user what the user has commands for: "r" only reading ones, "w" only writing ones, "rw" both, "-" none. A
-# writing command may be as weak as the one that sets a lifetime; test_access.py has the commands that nobody may use.
+# Per key and user the kinds of commands that the user has: "r" reading, "w" writing, "rw" both, "-" none. A
+# writing command may be as weak as setting a lifetime; test_access.py has the commands that no user may run.
 ACCESS = f"""
 key                       producer adapters worker trie-worker web operator batch
 lmpool:models             r        r        rw     -           r   r        r
@@ -70,7 +70,7 @@ OF_ALL = {"asking", "cluster|slots", "exec", "multi", "ping", "select", "time"} 
 }
 WITHOUT_KEY = {"producer": set(), "adapters": set(), "worker": set(), "trie-worker": set(), "web": set(),
                "operator": {"scan"}, "batch": {"dbsize", "discard", "unwatch"}}  # fmt: skip
-# Arguments of commands whose keys are behind a number of keys, or behind a word.
+# Arguments of commands whose keys follow a number of keys, or a word.
 MOVABLE = ("1 KEY", "1 KEY MIN", "0 1 KEY MIN", "KEY 1 KEY", "x 1 KEY", "STREAMS KEY 0", "GROUP g c STREAMS KEY >")
 SCRIPTS = {"eval", "evalsha"}
 
@@ -100,7 +100,7 @@ def commands_of(admin: Any) -> Iterator[Command]:
         for name, arity, flags, first, last, _, categories, *_ in subcommands or [entry]:
             words = tuple(name.decode().split("|"))
             flat = {flag.decode() for flag in flags}
-            if "no_auth" in flat:  # Whoever is connected may send it: AUTH, HELLO, QUIT, RESET.
+            if "no_auth" in flat:  # Every connection may send these: AUTH, HELLO, QUIT, RESET.
                 continue
             least = max(abs(arity) - len(words), 1 if first else 0)
             if first:
@@ -116,7 +116,7 @@ def commands_of(admin: Any) -> Iterator[Command]:
 
 
 def replies_of(admin: Any, calls: list[tuple[str, ...]]) -> list[Any]:
-    """The server's replies, errors among them."""
+    """The server's replies, including errors."""
     with admin.pipeline(transaction=False) as pipe:
         for call in calls:
             pipe.execute_command(*call)
@@ -132,7 +132,7 @@ def on_a_key(admin: Any, commands: list[Command]) -> list[tuple[Command, tuple[s
 
 
 def table() -> tuple[list[str], dict[str, list[str]]]:
-    """The users, and per key what each of them may do."""
+    """The users, and the rights of each of them per key."""
     (_, *users), *rows = (line.split() for line in ACCESS.strip().splitlines())
     return users, {key: access for key, *access in rows}
 
@@ -159,7 +159,7 @@ def test_every_user_reads_and_writes_the_keys_of_the_table_and_runs_no_dangerous
         for user in users:
             dry_run = ("ACL", "DRYRUN", user)
             replies = replies_of(admin, [(*dry_run, *command.words, *command.forms[0]) for command in commands])
-            # A user who may run it on some key is refused the key, not the command.
+            # A user who may run it on some key gets a refusal of the key, not of the command.
             usable = {c for c, reply in zip(commands, replies, strict=True) if b"to run the" not in as_bytes(reply)}
             assert not {command.name for command in usable if command.categories & {"dangerous", "admin"}}, user
             assert {command.name for command in usable - with_keys} - SCRIPTS - OF_ALL == WITHOUT_KEY[user], user
@@ -177,7 +177,7 @@ def as_bytes(reply: Any) -> bytes:
     return reply if isinstance(reply, bytes) else str(reply).encode()
 
 
-async def test_the_page_shows_all_and_its_user_can_drop_no_dead_letter(server: SecureServer) -> None:
+async def test_the_pages_user_reads_everything_and_cannot_drop_dead_letters(server: SecureServer) -> None:
     with server.client("admin") as admin:
         admin.xadd(Keys().model("m").dead, {"m": b"job", "e": b"why"})
         admin.acl_log_reset()

@@ -102,7 +102,7 @@ async def test_users_with_few_rights_work_on_a_cluster(tmp_path: Path) -> None:
                 trie = await producer.trie()
                 assert abs(float((await trie.weight_sum(prompt=[5], nodes=[0]))[0]) - 1) < 1e-3
             refused = [str(entry) for node in masters(cluster) for entry in run(node, "ACL", "LOG")]
-            # The client of the test itself says its name.
+            # The client of the test itself names itself.
             assert [entry for entry in refused if "client|setinfo" not in entry] == []
             with pytest.raises(redis.exceptions.NoPermissionError):
                 redis.RedisCluster.from_url(urls["producer"].replace("+cluster", "")).set("lmpool:row:x:y", b"")

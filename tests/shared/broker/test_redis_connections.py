@@ -100,7 +100,7 @@ async def test_connecting_has_its_own_time_limit(server_url: str) -> None:
 
     async def be_slow(connection: connections.AbstractConnection) -> None:
         await asyncio.sleep(5 * limit)
-        connection.socket_timeout = DEADLINE_S  # What comes next is not about limits.
+        connection.socket_timeout = DEADLINE_S  # The next part is not about limits.
 
     connection = connection_to(plain(server_url), socket_timeout=limit, redis_connect_func=be_slow)
     await connection.send_command("PING")

@@ -185,7 +185,7 @@ async def test_a_connection_that_is_closed_at_once_is_recognised() -> None:
         server = Server(f"redis://127.0.0.1:{listening.getsockname()[1]}")
         pool: Any = server.client().connection_pool
         connection = await pool.get_connection()
-        # The event loop does not run meanwhile, so it has not seen the cut when it is to write.
+        # The event loop does not run in between, so it has not noticed the cut when it must write.
         cut(listening.accept()[0])
         with pytest.raises(RedisError) as caught:
             await connection.send_command("PING")

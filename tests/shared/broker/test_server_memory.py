@@ -111,7 +111,7 @@ async def late(pool: Pool, text: str = "the row was gone") -> str:
     async with pool.producer(cache_bytes=0) as producer:
 
         async def is_told() -> bool:
-            # Who is held up for as long has lost nothing yet.
+            # A client that is blocked for as long has lost nothing yet.
             with pytest.raises(DeadlineExceeded) as caught:
                 await producer.logprobs([1], timeout=2)
             ends.append(caught.value)
@@ -150,7 +150,7 @@ async def test_a_row_evicted_together_with_its_notification_is_reported(own_pool
     async with gated_worker(own_pool, backend, lease_s=1.0), own_pool.producer(timeout=3000) as producer:
         patient = asyncio.create_task(producer.logprobs([1]))
         await until_async(lambda: is_held(own_pool), "the worker holds it")
-        # What is left when its row and the client's reply stream have been evicted.
+        # The rest after its row and the client's reply stream were evicted.
         own_pool.redis.delete(*waiting())
         await until_async(is_asked_again, "it is asked for again, after a lease")
         await until_async(is_told_as_gone, "who asks for it hears that it was gone")
@@ -244,7 +244,7 @@ async def test_the_memory_of_a_cluster_is_that_of_its_fullest_master(pool: Pool)
     assert memory.policy == "volatile-lru"
 
 
-async def test_evictions_of_a_cluster_are_those_of_all_its_masters(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_evictions_of_a_cluster_are_summed_over_its_masters(monkeypatch: pytest.MonkeyPatch) -> None:
     told = {"maxmemory": 100, "maxmemory_policy": "volatile-lru"}
     nodes = {
         "fuller": {**told, "used_memory": 90, "evicted_keys": 0},

@@ -49,7 +49,7 @@ LINE = "may lack the fixes of CVE-2025-49844"
         ("valkey", "8.1.4", False),
         ("valkey", "9.0.0", False),
         ("valkey", "9.1.2-rc1", False),
-        # Of these nothing is known.
+        # No vulnerability of these is known.
         ("keydb", "6.3.4", False),
         ("fakeredis", "2.40.0", False),
         ("redis", "", False),

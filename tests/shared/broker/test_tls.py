@@ -301,14 +301,14 @@ async def test_errors_of_a_server_without_tls_and_with_few_databases_are_explain
 
 
 def answers(port: int) -> bool:
-    """Whether a server answers at a port of this machine."""
+    """Whether a server accepts connections at a port of this machine."""
     with contextlib.suppress(redis.ConnectionError), redis.Redis(port=port) as client:
         return bool(client.ping())
     return False
 
 
 def refused(arguments: list[str], **environment: str) -> str:
-    """Run a command line that must end at once with exit code 2; returns the line that it prints."""
+    """Run a command line that must end at once with exit code 2; return its line of output."""
     done = run_lmpool(*arguments, **environment)
     assert SECRET not in done.stdout + done.stderr
     assert done.returncode == 2, done.stderr

@@ -222,7 +222,7 @@ def test_find_from_another_process() -> None:
     assert subprocess.check_output(find, text=True).strip() == "None"
 
 
-def test_find_without_server_changes_nothing(folder: Path) -> None:
+def test_find_without_a_server_changes_nothing(folder: Path) -> None:
     assert embedded.find() is None
     assert not folder.exists()
     fill_with_leftovers(folder)
@@ -399,7 +399,7 @@ def test_file_instead_of_folder_is_refused(base: Path, folder: Path, monkeypatch
 
 @needs_root
 @pytest.mark.parametrize("kind", ["folder", "symlink"])
-def test_folder_of_another_user_is_refused_with_a_way_out(base: Path, folder: Path, kind: str) -> None:
+def test_a_folder_of_another_user_is_refused_with_advice(base: Path, folder: Path, kind: str) -> None:
     if kind == "folder":
         folder.mkdir(mode=0o700)
     else:

@@ -1,4 +1,4 @@
-"""Control messages: round trips, the wire pinned to the byte, and nothing but ProtocolError for all else."""
+"""Control messages: round trips, exact bytes, and ProtocolError for all malformed input."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ readers = pytest.mark.parametrize("read", [unpack_job, unpack_failure])
 
 def job(version: object = WIRE_VERSION, ids: object = b"\x01\0\0\0", adapter: object = "", fingerprint: object = "f",
         overwrite: object = False, query: object = b"", host: object = b"") -> bytes:  # fmt: skip
-    """A job as MessagePack, with fields of one's own."""
+    """A job as MessagePack, with some fields replaced."""
     packed: bytes = msgpack.packb([version, ids, adapter, fingerprint, overwrite, query, host])
     return packed
 
 
 def failure(version: object = WIRE_VERSION, kind: object = "WorkerError", text: object = "no") -> bytes:
-    """A failure as MessagePack, with fields of one's own."""
+    """A failure as MessagePack, with some fields replaced."""
     packed: bytes = msgpack.packb([version, kind, text])
     return packed
 
@@ -56,7 +56,7 @@ def test_failures_survive_the_wire(kind: str, text: str) -> None:
 
 
 def test_the_wire_is_pinned_to_the_byte() -> None:
-    # Ids travel as one `bin` (c4), whatever their number.
+    # Ids are one `bin` (c4), whatever their number.
     assert Job(b"\x07\0\0\0", "a", "fp", True, b"\x09").pack().hex() == "9707c40407000000a161a26670c3c40109c400"
     assert Job(b"\x07\0\0\0", "a", "fp").pack()[-5:].hex() == "c2c400c400"
     assert Job(b"", "", "", host=b"here").pack()[-6:].hex() == "c40468657265"
@@ -210,11 +210,11 @@ def test_any_other_messagepack_is_refused(value: Any) -> None:
             read(data)
 
 
-# Bombs: a small message that would decode to very much.
+# Bombs: small messages that would decode to large objects.
 
 
 def peak_bytes(read: Callable[[bytes], object], data: bytes) -> int:
-    """Memory in use at the worst moment while a message is refused."""
+    """The peak of memory while a message is refused."""
     tracemalloc.start()
     try:
         with pytest.raises(ProtocolError):

@@ -132,7 +132,7 @@ def test_infos_without_differences_have_one_fingerprint_and_the_other_way_round(
         assert (INFO.differences(other) == []) == (INFO.fingerprint == other.fingerprint)
 
 
-def test_the_encoding_is_known_by_its_code() -> None:
+def test_encodings_are_identified_by_their_codes() -> None:
     encodings = {name: replace(INFO, encoding=name).row_encoding for name in ("f32", "bf16", "f16")}
     assert encodings == {"f32": Encoding.F32, "bf16": Encoding.BF16, "f16": Encoding.F16}
 
@@ -141,13 +141,13 @@ def test_the_encoding_is_known_by_its_code() -> None:
 
 
 def packed(**changed: Any) -> bytes:
-    """An info as MessagePack, with fields of one's own."""
+    """An info as MessagePack, with some fields replaced."""
     data: bytes = msgpack.packb({**encoded(INFO), **changed})
     return data
 
 
 def encoded(info: ModelInfo) -> dict[Any, Any]:
-    """The fields of an info as they travel."""
+    """The encoded fields of an info."""
     return {"wire_version": WIRE_VERSION, **asdict(info)}
 
 
@@ -194,7 +194,7 @@ IMPOSSIBLE: list[tuple[str, Any]] = [
 
 @pytest.mark.parametrize(("name", "value"), IMPOSSIBLE)
 def test_a_value_that_no_model_has_is_refused(name: str, value: object) -> None:
-    # Each would end in an exception of another tree where it is used: int(nan * 1000), struct.pack, ...
+    # Each would raise an exception of another tree where it is used: int(nan * 1000), struct.pack, ...
     with pytest.raises(ProtocolError, match=f"has {name} = {value!r}: [Ee]xpected "):
         ModelInfo.unpack(packed(**{name: value}))
 
@@ -258,12 +258,12 @@ def test_the_info_of_a_later_release_is_refused_by_its_version(more: dict[str, A
         ModelInfo.unpack(packed(wire_version=8, **more))
 
 
-def test_workers_of_another_wire_version_serve_something_else_although_its_rows_are_the_same() -> None:
-    # Releases without a wire version have the fingerprint alone in their heartbeats, and compare it.
+def test_workers_of_another_wire_version_count_as_another_model() -> None:
+    # Releases without a wire version have only the fingerprint in their heartbeats, and compare it.
     assert INFO.service_fingerprint == f"7-{INFO.fingerprint}"
 
 
 @pytest.mark.parametrize("version", [None, "3", 3.0, True, [3]])
-def test_a_wire_version_that_is_none_is_refused(version: object) -> None:
+def test_a_malformed_wire_version_is_refused(version: object) -> None:
     with pytest.raises(ProtocolError, match="fields"):
         ModelInfo.unpack(packed(wire_version=version))

@@ -92,7 +92,7 @@ def test_ids_are_little_endian_uint32_and_read_back(ids: list[int]) -> None:
 
 
 def test_digest_is_16_bytes_of_blake2b() -> None:
-    # Pinned: processes of different releases must name a prompt alike.
+    # Pinned: processes of different releases must give a prompt the same digest.
     assert DIGEST_SIZE == 16
     assert encode([0]).digest.hex() == "11d2df4e979aa105cf552e9544ebd2b5"
 
@@ -190,7 +190,7 @@ def test_a_prompt_that_is_too_long_is_refused_with_both_lengths(kind: Callable[[
 
 
 class Odd:
-    """Something that numpy cannot make an array of."""
+    """An object that numpy cannot convert to an array."""
 
     def __array__(self, *_: object, **__: object) -> Any:
         raise ValueError("not an array of mine")
@@ -279,7 +279,7 @@ def test_other_values_than_flat_sequences_of_integers_are_refused_and_shown(ids:
 
 @pytest.mark.parametrize("kind", [list, tuple, deque, UserList])
 def test_a_bool_among_integers_is_refused_in_every_kind_of_sequence(kind: Callable[[list[Any]], Any]) -> None:
-    # numpy would make an integer of it.
+    # numpy would convert it to an integer.
     with pytest.raises(NotTokenIds, match="True"):
         encode(kind([True, 2]))
 

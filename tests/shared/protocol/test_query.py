@@ -76,7 +76,7 @@ def test_a_query_survives_the_wire(query: Query) -> None:
 
 
 def test_the_wire_is_pinned_to_the_byte() -> None:
-    # The name of an answer is made from these bytes.
+    # The digest of a result is computed from these bytes.
     assert TopQuery(300).pack().hex() == "93a3746f70cd012cc400"
     assert SampleQuery(0.5, 1.0, 7).pack().hex() == "95a673616d706c65cb3fe0000000000000cb3ff000000000000007c400"
     assert MassQuery(b"i\1\0\0\0").pack().hex() == "92a46d617373c4056901000000"

@@ -1,4 +1,4 @@
-"""Rows on the wire: the layout to the byte, exact round trips, and every kind of damage refused."""
+"""Rows on the wire: the exact layout, exact round trips, and refusal of every kind of damage."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def block_of(encoding: Encoding, numbers: NDArray[Any], log_z: float = 0.0) -> R
 
 
 def received(data: bytes) -> NDArray[np.uint8]:
-    """Bytes as the connection for rows hands them on: an array that owns writeable memory."""
+    """Bytes as the connection for rows returns them: an array that owns writeable memory."""
     return np.frombuffer(data, np.uint8).copy()
 
 
@@ -76,7 +76,7 @@ def test_the_size_of_a_row_is_known_before_it_is_made(encoding: Encoding, vocab_
 
 @encodings
 def test_one_entry_is_read_in_place_from_its_own_bytes(encoding: Encoding) -> None:
-    """What GETRANGE does: the header once, then the few bytes of one entry."""
+    """Like GETRANGE: the header once, then the few bytes of one entry."""
     data = sample(encoding, 7)
     row = decode_row(received(data), 7)
     *_, log_z = struct.unpack("<4sBBHIf", data[:16])
@@ -148,7 +148,7 @@ def test_every_row_of_a_block_has_its_own_numbers_and_log_z(encoding: Encoding) 
         assert block.encode(i) == alone.encode(0)
 
 
-# What is decoded cannot be changed
+# Decoded rows cannot be changed
 
 
 @encodings
@@ -183,7 +183,7 @@ def test_rows_of_two_bytes_are_widened_into_memory_of_their_own() -> None:
 
 
 @encodings
-def test_rows_decoded_together_are_those_decoded_one_by_one(encoding: Encoding) -> None:
+def test_rows_decoded_together_equal_rows_decoded_one_by_one(encoding: Encoding) -> None:
     numbers = np.array([[0.0 - at, -3.0, -4.0, -5.0, -6.0] for at in range(6)], np.float32) / np.float32(4)
     stored = narrow_to_bf16(numbers) if encoding is Encoding.BF16 else numbers.astype(encoding.dtype)
     entries = [block_of(encoding, row).encode(0) for row in stored]
@@ -233,7 +233,7 @@ def with_header(
     size: int = 5,
     log_z: float = 0.0,
 ) -> bytes:
-    """A row of V = 5 with a header of one's own."""
+    """A row of V = 5 with another header."""
     header = struct.pack("<4sBBHIf", magic, version, encoding if code is None else code, 0, size, log_z)
     return header + sample(encoding)[16:]
 
@@ -302,7 +302,7 @@ def test_a_changed_header_is_refused_or_changes_log_z_alone(data: st.DataObject,
     at = data.draw(st.sampled_from([0, 1, 2, 3, 4, 5, 8, 9, 10, 11]))
     bad = bytearray(good)
     bad[at] ^= data.draw(st.integers(1, 255))
-    # Byte 5 is the encoding: of two of one width, each is a row in its own right.
+    # Byte 5 is the encoding: two encodings of one width give two valid rows.
     if at == 5 and {encoding, bad[5]} == {Encoding.BF16, Encoding.F16}:
         assert decode_row(received(bytes(bad)), 5).shape == (5,)
     else:
@@ -314,7 +314,7 @@ def test_a_changed_header_is_refused_or_changes_log_z_alone(data: st.DataObject,
 
 
 @encodings
-def test_rows_that_are_selected_are_those_of_the_block(encoding: Encoding) -> None:
+def test_selected_rows_equal_those_of_the_block(encoding: Encoding) -> None:
     log_z = None if encoding is Encoding.F32 else np.arange(4, dtype=np.float32)
     digests = [bytes([number]) * 16 for number in range(4)]
     block = RowBlock(digests, np.arange(12).reshape(4, 3).astype(encoding.dtype), log_z, encoding)

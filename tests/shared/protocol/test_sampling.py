@@ -1,4 +1,4 @@
-"""What is picked from rows, in this process."""
+"""Sampling from rows in this process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ROW = synthetic_row([1, 2, 3], vocab_size=5000)
 
 
 @given(ROWS, st.data())
-def test_the_largest_entries_are_those_of_a_sort_by_value_and_then_by_id(row: np.ndarray, data: st.DataObject) -> None:
+def test_the_largest_entries_are_sorted_by_value_and_then_by_id(row: np.ndarray, data: st.DataObject) -> None:
     k = data.draw(st.integers(1, len(row)))
     expected = sorted(range(len(row)), key=lambda token: (-row[token], token))[:k]
     likeliest = top(row, k)
@@ -51,10 +51,10 @@ def test_draws_have_the_frequencies_of_the_probabilities() -> None:
     assert np.allclose(np.bincount(tokens, minlength=4) / 4000, [2 / 3, 1 / 3, 0, 0], atol=0.03)
 
 
-def test_a_temperature_of_zero_takes_the_likeliest_token_and_equal_seeds_draw_equally() -> None:
+def test_a_temperature_of_zero_takes_the_most_likely_token_and_equal_seeds_draw_equally() -> None:
     assert sample(ROW, Sampling(0.0, 0.5, 1)) == int(ROW.argmax())
     assert sample(ROW, Sampling(1e-6, 1.0, 1)) == int(ROW.argmax())
-    # Temperatures that float32 does not have, on both sides.
+    # Temperatures that float32 cannot represent, on both sides.
     for tiny in (1e-30, 1e-45, 1e-117, 5e-324):
         assert sample(ROW, Sampling(tiny, 0.9, 1)) == sample(ROW, Sampling(tiny, 1.0, 1)) == int(ROW.argmax())
     for huge in (1e30, 1e39, 1.7e308):

@@ -1,1 +1,1 @@
-"""Tests of where rows live: connections to them, and a server that evicts them."""
+"""Tests of row storage: connections, shared memory, and a server that evicts rows."""

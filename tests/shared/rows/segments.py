@@ -1,4 +1,4 @@
-"""Segments of a test's own, and rows to write there."""
+"""A test's own segments, and rows to write there."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def put(segment: Segment, number: int) -> Reference:
 
 
 def write_row(segment: Segment, name: int, row: Row) -> int | None:
-    """Write one row; returns its number."""
+    """Write one row; return its number."""
     block = RowBlock([prompt(name)], row[None], None, Encoding.F32)
     (number,) = segment.write(block.digests, block.encoded())
     return number

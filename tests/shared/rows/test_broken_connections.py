@@ -93,7 +93,7 @@ async def test_a_value_of_exactly_the_limit_is_taken() -> None:
 
 
 @given(st.binary(min_size=1, max_size=200), cuts)
-def test_garbage_never_raises_in_the_event_loop_and_answers_nothing_wrong(data: bytes, sizes: list[int]) -> None:
+def test_garbage_raises_no_exception_in_the_event_loop_and_gives_no_wrong_value(data: bytes, sizes: list[int]) -> None:
     async def work() -> None:
         connection = Receiver()
         replies = [connection.mget(2), connection.get()]
@@ -118,7 +118,7 @@ async def test_a_lost_connection_fails_all_pending_requests(reason: Exception | 
 
 
 async def test_the_end_of_the_stream_closes_the_transport() -> None:
-    # A false answer makes the event loop close it, and `connection_lost` follows.
+    # A wrong reply makes the event loop close it, and `connection_lost` follows.
     assert Receiver().raw.eof_received() is False
 
 

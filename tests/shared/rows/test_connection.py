@@ -1,4 +1,4 @@
-"""Raw connections: their parsers fed with replies cut anywhere, and the bytes that they send."""
+"""Raw connections: replies cut at any byte, and the bytes that connections send."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.shared.rows.wire import (
     values,
 )
 
-# Large values: replies cut anywhere
+# Large values: replies cut at any byte
 
 
 @given(values, nulls, cuts)
@@ -301,7 +301,7 @@ async def test_a_refused_row_is_an_error_of_that_row_alone() -> None:
 
 @pytest.mark.parametrize("data", [b":1\r\n", b"$1\r\nx\r\n", b"*1\r\n:1\r\n"])
 async def test_a_reply_that_no_set_can_have_closes_the_connection(data: bytes) -> None:
-    # A reply was lost: the later ones would be taken for replies of other commands.
+    # A reply was lost: the later ones would count as replies of other commands.
     commands = Commands()
     replies = [commands.set(2), commands.raw.call([b"PING"])]
     commands.feed(b"+OK\r\n" + data)

@@ -27,12 +27,12 @@ from tests.support.pool import DEADLINE_S, Pool, V, count_waiting, until_async
 
 
 class Evicting:
-    """Removes rows right behind their SETs, as a server without memory does.
+    """Removes rows right after their SETs, like a server without memory.
 
     Attributes:
-        is_gone: told the block and a digest in it: whether that row goes.
-        stored: how often each digest has been stored.
-        before: awaited before rows go.
+        is_gone: (block, a digest in it) -> whether that row is removed.
+        stored: number of SETs of each digest.
+        before: awaited before rows are removed.
     """
 
     def __init__(self) -> None:
@@ -48,7 +48,7 @@ class Evicting:
         then: Then | None = None,
         shared: Shared = NOT_SHARED,
     ) -> dict[bytes, str]:
-        """In place of `RowCache.put`."""
+        """Replaces `RowCache.put`."""
         self.stored.update(block.digests)
         gone = [digest for digest in block.digests if self.is_gone(block, digest)]
         if gone and self.before is not None:
@@ -68,7 +68,7 @@ _put = RowCache.put
 
 @pytest.fixture
 def evicting(monkeypatch: pytest.MonkeyPatch) -> Evicting:
-    """What the server evicts."""
+    """A simulation of the server's evictions."""
     evicting = Evicting()
     monkeypatch.setattr(RowCache, "put", lambda rows, *args, **settings: evicting.put(rows, *args, **settings))
     return evicting
@@ -98,13 +98,13 @@ def digest_of(*prompt: int) -> bytes:
 
 
 async def ask(producer: Producer, *tokens: int) -> None:
-    """Ask for rows and check them."""
+    """Request rows and check them."""
     for token, row in zip(tokens, await asyncio.gather(*(producer.logprobs([token]) for token in tokens)), strict=True):
         assert np.array_equal(row, synthetic_row([token], vocab_size=V))
 
 
 async def is_done(pool: Pool) -> bool:
-    """Whether nothing is queued or held."""
+    """Whether no job is queued or held."""
     return pool.jobs() == 0 and pool.held() == 0
 
 
@@ -132,7 +132,7 @@ async def test_a_row_that_is_always_evicted_fails_with_advice(
 ) -> None:
     evicting.is_gone = is_gone
     async with own_pool.producer() as producer:
-        # A shorter answer would be sent with its notification.
+        # A shorter result would be sent with its notification.
         unlucky = producer.logprobs([3]) if kind == "logprobs" else producer.topk([3], 300)
         failing = asyncio.ensure_future(unlucky)
         await ask(producer, 0, 1, 2, 4)

@@ -103,9 +103,7 @@ async def test_a_reply_that_was_cut_counts_once_however_long_the_server_is_away(
     assert not connection.ended_within_reply
 
 
-async def test_a_shorter_patience_counts_though_others_wait_with_a_longer_one(
-    connection: Connection[Any], deaf: Deaf
-) -> None:
+async def test_a_shorter_timeout_counts_next_to_longer_ones(connection: Connection[Any], deaf: Deaf) -> None:
     connection.reply_timeout_s = 3600
     patient = asyncio.ensure_future(connection.wait_for(deaf, deaf.ask()))
     await asyncio.sleep(0)
@@ -117,7 +115,7 @@ async def test_a_shorter_patience_counts_though_others_wait_with_a_longer_one(
 
 
 async def test_callers_get_a_connection_in_the_order_of_their_calls() -> None:
-    # What was stored first must not be removed first.
+    # A row that was stored first must not be removed first.
     connected = asyncio.Event()
 
     async def connect() -> Any:

@@ -132,7 +132,7 @@ def test_a_worker_makes_the_folder_and_makes_it_again(place: Path) -> None:
 
 
 @pytest.mark.parametrize("size", [0, 40, 5000])
-def test_memory_that_is_no_segment_is_none(place: Path, size: int) -> None:
+def test_memory_that_is_no_segment_is_refused(place: Path, size: int) -> None:
     fd = os.memfd_create("lmpool-test", os.MFD_ALLOW_SEALING)
     os.write(fd, (b"LMPSHM\x01\x00" + bytes(size))[:size])
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
@@ -146,7 +146,7 @@ def test_memory_that_is_no_segment_is_none(place: Path, size: int) -> None:
 
 
 def test_a_folder_with_a_long_name_will_do(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sockets have names of 107 bytes at most."""
+    """Names of sockets have at most 107 bytes."""
     folder = place / ("x" * 200)
     folder.mkdir()
     monkeypatch.setenv("LMPOOL_SHM_DIR", str(folder))
@@ -198,7 +198,7 @@ except OSError as error:
 
 
 def test_a_python_that_cannot_make_sealed_memory_is_an_error_of_the_system(place: Path) -> None:
-    """As on macOS, and in builds for old systems: the names of seals are not there either."""
+    """As on macOS, and in builds for old systems, which lack the names of seals too."""
     done = subprocess.run([sys.executable, "-c", WITHOUT_SEALS], capture_output=True, text=True, check=True)
     assert "memfd_create" in done.stdout
 

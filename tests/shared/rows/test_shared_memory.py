@@ -48,7 +48,7 @@ from tests.shared.rows.segments import (  # noqa: F401
 )
 
 
-def test_a_row_is_read_by_its_reference_by_its_place_and_by_its_digest(segment: Segment, reader: SegmentReader) -> None:
+def test_a_row_is_read_by_its_reference_by_its_slot_and_by_its_digest(segment: Segment, reader: SegmentReader) -> None:
     reference = put(segment, 7)
     for row in (
         reader.read(reference, prompt(7), V),
@@ -76,7 +76,7 @@ def test_rows_of_16_bits_are_read_too(segment: Segment, reader: SegmentReader) -
         assert other.tobytes() == row_of(2).tobytes()
 
 
-def test_a_row_that_was_replaced_is_none(segment: Segment, reader: SegmentReader) -> None:
+def test_a_replaced_row_is_not_found(segment: Segment, reader: SegmentReader) -> None:
     references = [put(segment, number) for number in range(100)]
     for number, reference in enumerate(references):
         row, found = reader.read(reference, prompt(number), V), reader.find(prompt(number), V)
@@ -96,7 +96,7 @@ def test_the_rows_that_are_replaced_are_named_once(segment: Segment) -> None:
         put(segment, number % 70)
         replaced.append(segment.replaced())
     assert replaced == [[]] * 64 + [[prompt((number - 64) % 70)] for number in range(64, 140)]
-    # Written again before its slot was used again: it is still there.
+    # Written again before its slot was reused: it is still there.
     again = made()
     try:
         for number in [*range(63), 0]:
@@ -139,7 +139,7 @@ def test_junk_anywhere_in_a_slot_makes_its_row_none(
 @pytest.mark.parametrize("encoding", [Encoding.F32, Encoding.F16])
 @pytest.mark.parametrize("is_length_known", [False, True])
 @pytest.mark.parametrize("is_summed", [False, True])
-def test_a_row_that_is_replaced_while_it_is_copied_is_none(
+def test_a_row_that_is_replaced_while_it_is_copied_is_not_returned(
     segment: Segment,
     reader: SegmentReader,
     monkeypatch: pytest.MonkeyPatch,
@@ -269,7 +269,7 @@ def test_slots_that_rows_are_copied_to_are_not_reused(
 
 
 def test_a_segment_of_the_layout_before_is_not_read(segment: Segment, reader: SegmentReader) -> None:
-    """In that layout rows had only checksums, and the field for them was padding."""
+    """In that layout rows had only checksums, and their field was padding."""
     header = bytearray(segment._memory[: shared_memory.HEADER.size])
     assert Layout.read(segment._memory) is not None
     header[6:8] = (1).to_bytes(2, "little")
@@ -416,7 +416,7 @@ def test_rows_of_a_forked_child_do_not_change_when_the_parent_reads_more(
     if not child:
         try:
             os.close(write_end)
-            os.read(read_end, 1)  # The parent has read on by then.
+            os.read(read_end, 1)  # The parent has continued reading by then.
             os._exit(0 if row.tobytes() == row_of(0).tobytes() else 1)
         finally:
             os._exit(2)

@@ -1,4 +1,4 @@
-"""Replies of a server as bytes, and connections that are fed with them."""
+"""Replies of a server as bytes, and connections that receive them."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def plain(reply: Any) -> Any:
 
 
 def in_a_loop(work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    """Run one example of a property; each has a loop of its own."""
+    """Run one example of a property; each has its own loop."""
     asyncio.run(work())
 
 

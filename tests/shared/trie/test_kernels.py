@@ -1,4 +1,4 @@
-"""Kernels: every node's sum, maximum and log-sum-exp as brute force finds them, on the CPU and by torch."""
+"""Kernels: every node's sum, maximum and log-sum-exp equal brute force, on the CPU and by torch."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def large(vocabulary: str) -> Trie:
 
 
 def plain_sums(trie: Trie, weights: Weights) -> NDArray[np.float64]:
-    """Sums of all nodes of a large trie, level by level over the trie as it is, not compressed."""
+    """Sums of all nodes of a large trie, level by level over the uncompressed trie."""
     sums = np.zeros((len(weights), trie.n_nodes))
     for row, given_row in zip(sums, weights, strict=True):
         np.add.at(row, trie.leaf, given_row.astype(np.float64))
@@ -179,7 +179,7 @@ def test_a_chain_of_3000_nested_tokens_has_all_its_suffix_sums(make: Maker) -> N
 
 @pytest.mark.parametrize("rows", range(1, 34))
 def test_every_row_of_a_batch_finds_its_own_range(rows: int) -> None:
-    """Padding stands for the last row, so that must go the same way as its stand-ins."""
+    """Padding repeats the last row, so that row must be computed like its copies."""
     trie = Trie([b"a", b"ab", b"ac"])
     for far in range(rows):
         weights = np.full((rows, 3), -1, np.float32)
@@ -190,7 +190,7 @@ def test_every_row_of_a_batch_finds_its_own_range(rows: int) -> None:
         np.testing.assert_allclose(values, expected, rtol=1e-6)
 
 
-# What is special about some numbers
+# Special numbers
 
 
 @everywhere
@@ -248,7 +248,7 @@ def test_a_maximum_of_negative_numbers_is_negative(make: Maker) -> None:
 def test_a_row_has_the_same_bits_in_every_batch_and_every_run(make: Maker, op: Op) -> None:
     trie = large("tekken")
     weights = some_weights(33, trie.n_tokens)
-    # Rows that need the slow log-sum-exp must not change other rows, at any place in a batch.
+    # Rows that need the slow log-sum-exp must not change other rows, at any position in a batch.
     weights[[2, 5, 8], 7] = -900
     kernels = make(trie)
     alone = np.concatenate([kernels.inner(op, weights[row : row + 1]) for row in range(9)])

@@ -40,7 +40,7 @@ def test_nodes_are_numbered_by_prefix_and_inner_nodes_with_them() -> None:
 
 
 @given(vocabularies)
-def test_nodes_are_those_of_a_trie_of_dicts(tokens: list[bytes]) -> None:
+def test_nodes_equal_those_of_a_trie_of_dicts(tokens: list[bytes]) -> None:
     trie, right = Trie(tokens), reference(tokens)
     assert trie.n_nodes == len(right.prefixes)
     assert trie.parent.tolist() == right.parents
@@ -123,7 +123,7 @@ def test_a_chain_of_nested_prefixes_is_one_line_of_inner_nodes() -> None:
     token = random.Random(0).randbytes(8000)
     trie = Trie([token[:size] for size in range(8000, 0, -1)])
     assert trie.parent.tolist() == list(range(-1, 8000))
-    assert trie.n_inner == 8000  # The last node is one token's.
+    assert trie.n_inner == 8000  # The last node belongs to one token.
     assert trie.prefix(8000) == token
     assert trie.node(token) == 8000
 
@@ -166,7 +166,7 @@ def test_a_list_and_its_vocabulary_make_the_same_trie() -> None:
     assert_same(trie, Trie(token for token in EXAMPLE))
 
 
-def test_a_value_that_is_no_vocabulary_is_refused() -> None:
+def test_a_value_other_than_a_vocabulary_is_refused() -> None:
     with pytest.raises(InvalidVocabulary):
         Trie([])
     with pytest.raises(InvalidVocabulary):
@@ -262,7 +262,7 @@ def test_no_nodes_are_no_nodes(nodes: Any) -> None:
     ],
     ids=repr,
 )
-def test_several_nodes_that_are_none_are_refused(nodes: Any) -> None:
+def test_unknown_nodes_are_refused_together(nodes: Any) -> None:
     with pytest.raises(UnknownNode):
         Trie(EXAMPLE).check_nodes(nodes)
 
@@ -271,7 +271,7 @@ def test_several_nodes_that_are_none_are_refused(nodes: Any) -> None:
 
 
 @given(vocabularies, st.integers(0, 3), st.data())
-def test_expanded_values_are_those_of_the_tokens_below(tokens: list[bytes], rows: int, data: st.DataObject) -> None:
+def test_expanded_values_belong_to_the_tokens_below(tokens: list[bytes], rows: int, data: st.DataObject) -> None:
     trie, below = Trie(tokens), reference(tokens).below
     drawn = data.draw(st.lists(st.integers(-9, 9), min_size=rows * len(tokens), max_size=rows * len(tokens)))
     ws = np.array(drawn, np.float32).reshape(rows, len(tokens))

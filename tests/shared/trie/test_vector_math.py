@@ -1,4 +1,4 @@
-"""No thread of torch's meets a vector function of MKL that has not been called before."""
+"""No thread of torch calls a vector function of MKL as the first one."""
 
 from __future__ import annotations
 

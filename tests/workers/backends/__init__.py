@@ -1,1 +1,1 @@
-"""Tests of what computes rows, but for the engines: see `tests/contract` and `tests/engines`."""
+"""Tests of backends, except the engines: see `tests/contract` and `tests/engines`."""

@@ -1,4 +1,4 @@
-"""The vocabulary that a worker publishes: from its model's tokenizer, or none and one line with the reason."""
+"""The vocabulary that a worker publishes: from its model's tokenizer, or none and one log line with the reason."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def warning(caplog: pytest.LogCaptureFixture) -> str:
 
 
 @pytest.mark.parametrize("form", ["folder", "gguf"])
-def test_the_tokens_of_smollm2_are_those_of_its_tokenizer(smollm2_folder: Path, form: str) -> None:
+def test_the_vocabulary_of_smollm2_equals_that_of_its_tokenizer(smollm2_folder: Path, form: str) -> None:
     folder, file = (smollm2_folder, "") if form == "folder" else (gguf_path().parent, gguf_path().name)
     vocabulary = read(folder, vocab_size=49_152, gguf_file=file)
     assert vocabulary is not None
@@ -67,7 +67,7 @@ def test_the_tokens_of_smollm2_are_those_of_its_tokenizer(smollm2_folder: Path, 
 def test_a_folder_without_a_tokenizer_has_no_vocabulary(
     tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """For some of these kinds transformers makes up a tokenizer with a few special tokens."""
+    """For some of these kinds transformers creates a tokenizer with a few special tokens."""
     write_model(tmp_path, kind)
     caplog.clear()
     assert read(tmp_path) is None
@@ -106,7 +106,7 @@ def test_a_tokenizer_is_loaded_as_the_model_was(tmp_path: Path, monkeypatch: pyt
     read_texts(replace(INFO, source="org/model"), "v2", trust_remote_code=True)
     read_texts(replace(INFO, source=str(tmp_path), gguf_file="m.gguf"), None, trust_remote_code=False)
     hub = {"gguf_file": None, "revision": "v2", "trust_remote_code": True, "local_files_only": False}
-    # Files that a folder lacks are not looked up on the hub, nor any file on a hub that does not answer.
+    # Files that a folder lacks are not looked up on the hub, nor any file on a hub that does not respond.
     cached = {**hub, "local_files_only": True}
     local = {"gguf_file": "m.gguf", "revision": None, "trust_remote_code": False, "local_files_only": True}
     assert asked == [("org/model", hub), ("org/model", cached), (str(tmp_path), local)]
@@ -134,5 +134,5 @@ def test_another_exception_is_not_treated_as_a_bad_tokenizer(tmp_path: Path, mon
     ],
     ids=str,
 )
-def test_the_device_of_sglang_has_its_number(options: dict[str, Any], device: str) -> None:
+def test_the_device_of_sglang_has_its_index(options: dict[str, Any], device: str) -> None:
     assert device_of(options) == device

@@ -87,7 +87,7 @@ def noisy(share: float) -> Callable[[Rows], Rows]:
     ],
     ids=str,
 )
-def test_a_good_backend_passes_and_holds_nothing_afterwards(settings: dict[str, Any]) -> None:
+def test_a_correct_backend_passes_and_holds_no_prompts_afterwards(settings: dict[str, Any]) -> None:
     backend = SyntheticBackend(replace(SyntheticSettings(vocab_size=V), **settings))
     room = backend.capacity()
     check_canary(backend)
@@ -124,7 +124,7 @@ def test_the_order_of_the_answers_does_not_matter() -> None:
     check_canary(Faulty(take_turns))
 
 
-def test_answers_may_come_late() -> None:
+def test_results_may_take_several_steps() -> None:
     kept: list[Finished] = []
 
     def delay(finished: Finished) -> Finished:

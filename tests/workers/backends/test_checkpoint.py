@@ -41,7 +41,7 @@ WEIGHTS = bytes(range(256)) * 50
 
 @pytest.fixture
 def write(tmp_path: Path) -> Write:
-    """Writes a checkpoint; returns its folder."""
+    """Write a checkpoint; return its folder."""
 
     def written(
         name: str = "model",
@@ -427,7 +427,7 @@ def test_the_order_of_the_files_does_not_matter(write: Write, monkeypatch: pytes
         assert checkpoint_revision(folder) == digest
 
 
-def test_the_digest_tells_checkpoints_apart(write: Write) -> None:
+def test_different_checkpoints_have_different_digests(write: Write) -> None:
     folders = {
         "plain": write("plain"),
         "no config": write("no config", config=None),

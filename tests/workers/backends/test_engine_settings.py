@@ -18,7 +18,7 @@ Write = Callable[[str], str]
 
 @pytest.fixture
 def write(tmp_path: Path) -> Write:
-    """Writes a TOML file; returns its path."""
+    """Write a TOML file; return its path."""
 
     def written(text: str) -> str:
         path = tmp_path / "engine.toml"
@@ -142,7 +142,7 @@ def test_the_later_of_two_values_wins(given: list[str]) -> None:
 # Files
 
 
-def test_a_file_gives_options_with_values_of_every_kind(write: Write) -> None:
+def test_a_file_sets_options_of_every_type(write: Write) -> None:
     path = write('# of mine\na = true\nb = "two"\nc = [3]\n\n[d]\ne = 0.5\n\n[d.f]\ng = "ü"\n')
     assert parse_engine_args([path]) == {"a": True, "b": "two", "c": [3], "d": {"e": 0.5, "f": {"g": "ü"}}}
 
@@ -186,7 +186,7 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
         parse_engine_args([str(path)])
 
 
-def test_a_folder_is_no_file(tmp_path: Path) -> None:
+def test_a_folder_in_place_of_a_file_is_refused(tmp_path: Path) -> None:
     folder = tmp_path / "folder.toml"
     folder.mkdir()
     with pytest.raises(SettingsError, match=f"^engine_args: {folder} cannot be read: "):
@@ -197,7 +197,7 @@ def test_a_folder_is_no_file(tmp_path: Path) -> None:
     ("content", "where"),
     [(b"a = \n", "line 1"), (b"a = 1\nb = yes", "line 2"), (b"a = 1\na = 2\n", "line 2"), (b"a = '\xff'", "utf-8")],
 )
-def test_a_broken_file_is_named_with_the_place(tmp_path: Path, content: bytes, where: str) -> None:
+def test_the_error_for_a_broken_file_has_the_position(tmp_path: Path, content: bytes, where: str) -> None:
     path = tmp_path / "broken.toml"
     path.write_bytes(content)
     with pytest.raises(SettingsError, match=f"^engine_args: {path} is not TOML: .*{where}") as caught:
@@ -223,7 +223,7 @@ def test_a_broken_file_is_named_with_the_place(tmp_path: Path, content: bytes, w
         ("some/folder/engine.json", "'some/folder/engine.json'"),
     ],
 )
-def test_a_text_that_is_no_pair_is_refused_and_shown(text: str, shown: str) -> None:
+def test_a_text_other_than_key_and_value_is_refused_and_shown(text: str, shown: str) -> None:
     with pytest.raises(SettingsError) as caught:
         parse_engine_args(["good=1", text])
     assert str(caught.value).startswith(f"engine_args: {shown} is neither key=value nor a TOML file")

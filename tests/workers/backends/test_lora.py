@@ -44,7 +44,7 @@ def test_an_adapter_fits_with_any_prefix_before_the_layers(model: Path, tmp_path
 
 
 @pytest.mark.parametrize("module", ["layers.9.self_attn.q_proj", "layers.1.mlp.q_proj", "layers.1.self_attn.o_proj"])
-def test_an_adapter_with_weights_that_have_no_place_is_refused(model: Path, tmp_path: Path, module: str) -> None:
+def test_an_adapter_with_weights_of_unknown_modules_is_refused(model: Path, tmp_path: Path, module: str) -> None:
     names = [f"base_model.model.model.{name}.lora_A.weight" for name in (MODULE, module)]
     with pytest.raises(SettingsError, match=rf"does not fit .*no place for base_model\.model\.model\.{module}$"):
         check_adapter(adapter(tmp_path / "bad", *names), model)

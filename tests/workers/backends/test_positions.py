@@ -1,4 +1,4 @@
-"""Answers of positions queries, assembled from the parts that an engine computes."""
+"""Results of positions queries, assembled from the parts that an engine computes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LOGITS = torch.randn(LENGTH, V, generator=torch.Generator().manual_seed(1))
 
 
 def opened(*names: str, query: PositionsQuery) -> PositionAnswers:
-    """Open answers of several requests for the same prompt."""
+    """Pending results of several requests for the same prompt."""
     answers = PositionAnswers()
     for name in names:
         answers.open(name, BackendJob(name.encode(), IDS.tobytes(), positions=query))
@@ -42,7 +42,7 @@ def compute(answers: PositionAnswers, name: str, positions: range, logits: Tenso
         PositionsQuery.scores_from(4, logits=True),
     ],
 )
-def test_parts_give_the_same_answer_as_the_whole(query: PositionsQuery, first: int) -> None:
+def test_parts_give_the_same_result_as_the_whole(query: PositionsQuery, first: int) -> None:
     answers = opened("whole", "parts", "twice", query=query)
     compute(answers, "whole", range(LENGTH))
     for positions in (range(first), range(first, LENGTH)):

@@ -33,7 +33,7 @@ def job(ids: list[int], vocab_size: int) -> BackendJob:
 
 
 def prompt_job(length: int, *last: int, **changed: Any) -> BackendJob:
-    """A job for so many tokens, all the same, and these."""
+    """A job for this many tokens, all the same, and these."""
     return job([1] * length + list(last), 50)._replace(**changed)
 
 
@@ -219,7 +219,7 @@ def test_aborted_prompts_are_not_computed_and_unknown_ones_ignored() -> None:
 
 
 @encodings
-def test_a_prompt_that_fails_does_not_harm_its_batch(encoding: str) -> None:
+def test_a_failing_prompt_does_not_affect_its_batch(encoding: str) -> None:
     served = backend(fail_token=7, encoding=encoding)
     served.submit([job([1], 50), job([3, 7], 50), job([2], 50), job([7], 50)])
     finished = served.step()
@@ -230,7 +230,7 @@ def test_a_prompt_that_fails_does_not_harm_its_batch(encoding: str) -> None:
     assert served.stats() == BackendStats(steps=1, rows=2, tokens=2, reused=0)
 
 
-def test_a_step_of_failures_alone_brings_no_rows() -> None:
+def test_a_step_with_only_failures_returns_no_rows() -> None:
     served = backend(fail_token=0)
     served.submit([job([0], 50)])
     finished = served.step()
@@ -307,7 +307,7 @@ def test_a_closed_backend_holds_nothing() -> None:
     assert served.capacity() == 8
 
 
-def test_the_info_says_that_it_is_no_model() -> None:
+def test_the_info_says_that_rows_are_synthetic() -> None:
     info = backend(name="toy", seed=9, max_prompt_tokens=12, encoding="bf16").info
     assert (info.name, info.backend, info.vocab_size, info.max_prompt_tokens) == ("toy", "synthetic", 50, 12)
     assert "not computed by a model" in info.note
@@ -369,7 +369,7 @@ def test_adapters_and_fresh_prompts_share_no_prefix(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("without", [{"token_ms": 0.0}, {"kv_cache_tokens": 0}])
-def test_without_a_time_for_tokens_or_room_for_them_nothing_is_reused(
+def test_without_token_time_or_cache_nothing_counts_as_reused(
     without: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     served = backend(**{"step_ms": 3.0, "token_ms": 1.0, **without})
@@ -387,7 +387,7 @@ def test_prompts_that_fail_are_not_computed(monkeypatch: pytest.MonkeyPatch) -> 
 
 @st.composite
 def families(draw: st.DrawFn) -> list[tuple[str, list[int]]]:
-    """Prompts with adapters, of which most go on from the beginning of an earlier one."""
+    """Prompts with adapters, most of which extend the beginning of an earlier one."""
     prompts: list[list[int]] = [[]]
     noted = []
     for _ in range(draw(st.integers(1, 12))):
@@ -400,7 +400,7 @@ def families(draw: st.DrawFn) -> list[tuple[str, list[int]]]:
 
 
 @given(families(), st.integers(1, 120))
-def test_the_memory_knows_the_noted_prompts_and_whole_blocks_of_them(
+def test_the_prefix_cache_has_noted_prompts_and_their_whole_blocks(
     noted: list[tuple[str, list[int]]], capacity: int
 ) -> None:
     whole, small = PrefixMemory(10**9), PrefixMemory(capacity)
@@ -420,7 +420,7 @@ def test_the_memory_knows_the_noted_prompts_and_whole_blocks_of_them(
         }
 
 
-def test_the_memory_drops_what_was_used_least_lately() -> None:
+def test_the_prefix_cache_drops_the_least_recently_used_blocks() -> None:
     memory = PrefixMemory(100)
     first, second, third = (job([token] * 40, 50).ids for token in (1, 2, 3))
     for ids in (first, second):

@@ -129,14 +129,14 @@ def test_of_two_sessions_of_one_prompt_the_later_stays() -> None:
 # Caps
 
 
-def test_over_their_number_the_oldest_is_closed() -> None:
+def test_beyond_the_max_number_the_oldest_session_is_closed() -> None:
     sessions = Sessions(2, PLENTY)
     assert [sessions.keep("", ids(token), f"{token}") for token in range(4)] == [[], [], ["0"], ["1"]]
     assert taken(sessions, "", ids(2, 0)) == "2"
     assert sessions.keep("", ids(4), "4") == []
 
 
-def test_over_their_tokens_the_oldest_are_closed() -> None:
+def test_beyond_the_max_tokens_the_oldest_sessions_are_closed() -> None:
     sessions = Sessions(100, 6)
     assert sessions.keep("", ids(1, 1, 1), "three") == []
     assert sessions.keep("", ids(2, 2), "two") == []
@@ -154,7 +154,7 @@ def test_a_session_that_is_kept_again_counts_as_new() -> None:
     assert sessions.keep("", ids(0), "c") == ["b"]
 
 
-def test_a_session_that_alone_is_over_the_cap_is_closed_and_costs_no_other_its_place() -> None:
+def test_a_session_beyond_the_cap_alone_is_closed_and_no_other_one() -> None:
     sessions = Sessions(8, 2)
     sessions.keep("", ids(1, 2), "short")
     assert sessions.keep("", ids(1, 2, 3), "long") == ["long"]
@@ -162,7 +162,7 @@ def test_a_session_that_alone_is_over_the_cap_is_closed_and_costs_no_other_its_p
 
 
 @pytest.mark.parametrize("number", [0, 1, 2, 3, 9])
-def test_the_oldest_can_be_closed_to_make_room(number: int) -> None:
+def test_the_oldest_session_can_be_closed_to_free_capacity(number: int) -> None:
     sessions = Sessions(8, PLENTY)
     for token in range(3):
         sessions.keep("", ids(token), f"{token}")
@@ -181,7 +181,7 @@ def test_none_at_all_are_kept_when_none_may_be() -> None:
     assert sessions.close_oldest(5) == []
 
 
-def test_tokens_are_counted_to_the_last_one() -> None:
+def test_all_tokens_are_counted() -> None:
     sessions = Sessions(8, 6)
     for length in range(1, 6):
         assert sessions.keep("", ids(*range(length)), "growing") == []

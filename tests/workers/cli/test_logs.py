@@ -1,4 +1,4 @@
-"""A worker's log: JSON that machines read line by line, and warnings that do not flood."""
+"""A worker's log: JSON with one object per line, and bounded repetition of warnings."""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ def test_each_field_becomes_one_optional_keyword_with_its_description() -> None:
     assert {option(parameter)[1].rich_help_panel for parameter in options.values()} == {"Options: kitchen"}
 
 
-def test_a_field_that_several_classes_have_is_one_option_and_some_are_left_out() -> None:
+def test_a_field_of_several_classes_is_one_option_and_some_are_excluded() -> None:
     options = [parameter.name for parameter in option_parameters(ALL, {"model"})]
     assert len(options) == len(set(options))
     every = {field.name for kind in ALL.values() for field in fields(kind)}
@@ -100,7 +100,7 @@ def test_a_field_that_several_classes_have_is_one_option_and_some_are_left_out()
     assert str(option(shared)[1].help).endswith("(default: 64 for hf backend; 32 for synthetic backend)")
 
 
-def test_a_class_describes_what_it_inherits_too() -> None:
+def test_inherited_fields_become_options() -> None:
     options = {p.name: str(option(p)[1].help) for p in option_parameters({"vllm": VllmSettings}, {"model"})}
     assert set(options) == {field.name for field in fields(VllmSettings)} - {"model"}
     assert options["sessions"].startswith("Growing prompts")
@@ -207,8 +207,8 @@ def test_a_malformed_argument_is_refused_with_its_name(make: Any, field: str, va
         make(**{field: value})
 
 
-def test_a_name_that_is_no_utf8_is_refused() -> None:
-    # What a shell passes for bytes that are not UTF-8; no Redis key can be made of it.
+def test_a_name_that_is_not_utf8_is_refused() -> None:
+    # The shell's form of bytes that are not UTF-8; no Redis key can contain it.
     for name in ("model", "prefix"):
         with pytest.raises(SettingsError, match=f"^{name}: "):
             Producer(**{name: "a\udc80"})  # type: ignore[arg-type]
@@ -233,7 +233,7 @@ async def test_a_timeout_of_one_call_is_checked_before_anything_is_sent() -> Non
                 await call([1], timeout=value)  # type: ignore[arg-type]
 
 
-async def test_the_model_info_is_known_only_after_connecting() -> None:
+async def test_the_model_info_is_available_only_after_connecting() -> None:
     with pytest.raises(LMPoolError, match="not connected"):
         _ = Producer().model
 
@@ -285,14 +285,14 @@ def test_the_address_comes_from_the_environment_when_none_is_given(monkeypatch: 
 
 
 def test_an_empty_address_is_not_the_same_as_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    # What `--redis "$UNSET"` gives: it must not lead to another server than the one that was meant.
+    # The result of `--redis "$UNSET"`: it must not lead to another server than the intended one.
     monkeypatch.setenv(URL_VARIABLE, "redis://elsewhere:7000")
     for make in (Server, lambda url: SyncProducer(redis=url)):
         with pytest.raises(SettingsError, match="^redis: ''"):
             make("")
 
 
-def test_without_any_address_the_error_says_what_to_do() -> None:
+def test_without_an_address_the_error_names_the_remedy() -> None:
     with pytest.raises(ServerUnreachable, match=f"lmpool up.*{URL_VARIABLE}"):
         Server()
 
@@ -382,8 +382,8 @@ LEAKS = [
 
 
 @pytest.mark.parametrize("url", LEAKS)
-def test_no_error_tells_the_password(url: str) -> None:
-    # Any exception: which one is the claim of another test.
+def test_no_error_contains_the_password(url: str) -> None:
+    # Any exception: another test checks which one.
     with pytest.raises(Exception) as caught:  # noqa: PT011
         Server(url)
     assert SECRET not in str(caught.value)
@@ -391,7 +391,7 @@ def test_no_error_tells_the_password(url: str) -> None:
 
 
 @pytest.mark.parametrize("url", [f"redis://user:{SECRET}@h:7", f"unix://user:{SECRET}@/r.sock"])
-def test_no_text_of_a_server_or_a_producer_tells_the_password(url: str) -> None:
+def test_no_text_of_a_server_or_a_producer_contains_the_password(url: str) -> None:
     server, producer = Server(url), Producer("m", redis=url)
     texts = [str(server), repr(server), str(producer), repr(producer), f"{server!r} {producer!s}"]
     assert not any(SECRET in text for text in texts)
@@ -409,16 +409,16 @@ def test_no_text_of_a_server_or_a_producer_tells_the_password(url: str) -> None:
         (f"redis://user:{SECRET}@[::1]:7", "redis://…@[::1]:7"),
     ],
 )
-def test_what_may_be_a_password_is_masked(url: str, shown: str) -> None:
+def test_possible_passwords_are_masked(url: str, shown: str) -> None:
     assert mask(url) == shown
 
 
-def test_a_masked_url_keeps_what_helps_to_find_it() -> None:
+def test_a_masked_url_keeps_its_other_parts() -> None:
     assert mask(f"redis://user:{SECRET}@h:7/3") == "redis://…@h:7/3"
     assert mask("redis://h:7/3") == "redis://h:7/3"
 
 
-# Errors of the server in the words of the tree
+# Errors of the server as exceptions of the tree
 
 
 @pytest.mark.parametrize(
@@ -444,7 +444,7 @@ def test_every_error_of_the_server_has_its_exception(error: Exception, kind: typ
     assert str(error).splitlines()[:1] == [] or str(error).splitlines()[0] in str(explained)
 
 
-def test_an_exception_of_the_tree_stays_what_it_is() -> None:
+def test_lmpool_exceptions_are_not_translated() -> None:
     error = ProtocolError("x")
     assert Server("redis://h").explain(error) is error
 
@@ -468,12 +468,12 @@ def test_a_zero_that_was_given_is_a_value() -> None:
     assert chosen == HfSettings("somewhere", kv_cache_bytes=0)
 
 
-def test_the_model_of_the_command_names_what_has_no_weights() -> None:
+def test_the_model_argument_names_models_without_weights() -> None:
     _, chosen = _configure("some-name", "synthetic", {})
     assert chosen == SyntheticSettings(name="some-name")
 
 
-def test_backends_are_found_by_entry_point_and_ours_come_first() -> None:
+def test_backends_are_found_by_entry_point_and_built_in_ones_are_first() -> None:
     assert list(_backends())[:4] == ["hf", "vllm", "sglang", "synthetic"]
     with pytest.raises(SettingsError, match=r"^backend: 'tgi' is not one of hf, vllm, sglang, synthetic"):
         _configure("m", "tgi", {})

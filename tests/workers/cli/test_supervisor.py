@@ -268,7 +268,7 @@ def test_a_prompt_that_kills_workers_is_given_up_after_its_deliveries(up: Up, co
         assert is_right(producer, 1)
 
 
-def test_workers_have_one_log_a_dead_one_is_replaced_and_one_signal_drains_all(up: Up, folder: Path) -> None:
+def test_workers_share_a_log_dead_ones_are_replaced_and_one_signal_drains_all(up: Up, folder: Path) -> None:
     process = two_workers(up)
     first = serving(process)
     assert sorted(first) == ["0", "1"]
@@ -400,7 +400,7 @@ def test_a_terminal_that_closes_drains_the_workers_although_it_sends_two_signals
         assert (code, "stopped at once" in text) == (expected, expected == 130)
 
 
-def test_a_crash_after_a_minute_of_service_is_not_counted_with_those_before() -> None:
+def test_a_crash_after_a_minute_of_service_resets_the_count() -> None:
     worker = SupervisedWorker(0, [], {})
 
     def crash(served_s: float) -> int:
@@ -550,14 +550,14 @@ def test_ten_logs_of_ended_workers_are_kept(folder: Path) -> None:
     assert sorted(path.name for path in log.parent.iterdir() if path != log) == [f"{n:02}.log" for n in range(2, 12)]
 
 
-def test_a_server_of_another_program_is_no_lmpool_up(folder: Path) -> None:
+def test_a_server_of_another_program_is_not_shown_as_lmpool_up(folder: Path) -> None:
     with EmbeddedServer(2**24, folder):
         assert run_lmpool("down").stdout == "nothing to stop: no `lmpool up --detach` of yours runs here\n"
         state = StateFile(folder)
         assert state.read(0)["memory_bytes"] == 2**24
 
 
-# How many
+# Number of workers
 
 
 @pytest.mark.parametrize("wanted", ["0", "-1", "two", "", "1.5", "99", "ALL"])

@@ -56,7 +56,7 @@ def memory() -> AnswerMemory:
     return AnswerMemory(INFO)
 
 
-def test_what_has_no_room_waits_until_others_are_published() -> None:
+def test_large_answers_wait_until_others_are_published() -> None:
     held, jobs = memory(), [job(number) for number in range(8)]
     assert first_tokens(held.admit(jobs[:5])) == [0, 1, 2]
     assert first_tokens(held.admit(jobs[5:])) == []
@@ -73,7 +73,7 @@ def test_what_has_no_room_waits_until_others_are_published() -> None:
     [HeadQuery("weights", 0, 5 * V), GenerateQuery(LENGTH * V, 1.0, 1.0, 0), PositionsQuery(0, V // 2)],
     ids=["head", "continuation", "top"],
 )
-def test_it_is_bytes_that_count_whatever_they_are_of(wanted: PositionsQuery | GenerateQuery | HeadQuery) -> None:
+def test_the_limit_counts_bytes_of_every_kind_of_answer(wanted: PositionsQuery | GenerateQuery | HeadQuery) -> None:
     held = memory()
     count = len(held.admit([job(number, wanted) for number in range(20)]))
     assert 1 <= count < 10
@@ -88,14 +88,14 @@ def test_rows_and_small_answers_never_wait() -> None:
     assert list(held.admit([*jobs, job(24)])) == jobs
 
 
-def test_an_answer_that_is_too_large_for_all_memory_has_it_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_larger_than_the_limit_runs_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(answer_memory, "MAX_ANSWER_BYTES", SIZE - 1)
     held, jobs = memory(), [job(0), job(1)]
     assert first_tokens(held.admit(jobs)) == [0]
     assert first_tokens(held.free([jobs[0]])) == [1]
 
 
-def test_what_only_bulk_clients_wait_for_waits_behind_the_others() -> None:
+def test_large_answers_of_bulk_clients_wait_behind_the_others() -> None:
     held = memory()
     bulk = [job(number, bulk=True) for number in range(6)]
     assert first_tokens(held.admit(bulk)) == [0, 1, 2]
@@ -107,7 +107,7 @@ def test_what_only_bulk_clients_wait_for_waits_behind_the_others() -> None:
     assert [job.bulk for job in admitted] == [False, False, True]
 
 
-def test_what_is_asked_for_again_while_its_answer_is_published_waits_and_counts_as_another() -> None:
+def test_a_prompt_that_is_submitted_again_during_publication_waits_and_counts_again() -> None:
     held, jobs = memory(), [job(number) for number in range(5)]
     assert first_tokens(held.admit(jobs[:4])) == [0, 1, 2]
     # Its entries that joined later: the prompt is submitted again when the first result is published.
@@ -118,7 +118,7 @@ def test_what_is_asked_for_again_while_its_answer_is_published_waits_and_counts_
     assert first_tokens(held.drop(jobs[:1])) == [4]
 
 
-def test_a_call_costs_what_it_admits_however_much_waits() -> None:
+def test_the_cost_of_a_call_depends_on_the_admitted_prompts_only() -> None:
     def calls_of_next(waiting: int) -> int:
         held, calls = memory(), 0
         first, *others = [job(number) for number in range(4)]
@@ -139,7 +139,7 @@ def test_a_call_costs_what_it_admits_however_much_waits() -> None:
     assert calls_of_next(1000) == calls_of_next(10)
 
 
-async def test_the_backend_gets_no_more_than_there_is_memory_for() -> None:
+async def test_the_backend_gets_only_prompts_whose_answers_fit_into_memory() -> None:
     class Noting(GatedBackend):
         given = 0
 
@@ -172,7 +172,7 @@ async def test_the_backend_gets_no_more_than_there_is_memory_for() -> None:
     assert not outcome.broken
 
 
-async def test_many_large_answers_come_one_after_the_other(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_many_large_answers_are_computed_one_after_the_other(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(answer_memory, "MAX_ANSWER_BYTES", SIZE)
     backend = GatedBackend(OneByOne(), batch=4)
     backend.gate.open()

@@ -163,7 +163,7 @@ def jobs(*tokens: int, bulk: bool = False) -> list[InFlightPrompt]:
     return [InFlightPrompt(digest_of(data), data, bulk=bulk) for data in ids]
 
 
-async def test_what_was_asked_is_handed_on_whether_row_or_failure() -> None:
+async def test_rows_and_failures_reach_the_event_loop() -> None:
     backend = SyntheticBackend(SyntheticSettings(vocab_size=V, fail_token=FAIL, max_batch=2))
     asked = jobs(1, 2, FAIL, 4, 5)
     async with stepping(backend) as (engine_thread, outcome):
@@ -175,7 +175,7 @@ async def test_what_was_asked_is_handed_on_whether_row_or_failure() -> None:
 
 
 @pytest.mark.parametrize(("spoil", "message"), FAULTS.values(), ids=FAULTS)
-async def test_an_answer_that_may_not_be_published_breaks_the_backend(spoil: Spoil, message: str) -> None:
+async def test_a_result_that_must_not_be_published_breaks_the_backend(spoil: Spoil, message: str) -> None:
     good, bad = jobs(1, 2, 3), jobs(4, 5, 6)
     async with stepping(Faulty(spoil, good=1)) as (engine_thread, outcome):
         engine_thread.submit(good)
@@ -190,7 +190,7 @@ async def test_an_answer_that_may_not_be_published_breaks_the_backend(spoil: Spo
 
 
 @pytest.mark.parametrize("token", [1, FAIL], ids=["row", "failure"])
-async def test_a_prompt_may_not_be_answered_again_in_a_later_step(token: int) -> None:
+async def test_a_second_result_for_a_prompt_in_a_later_step_breaks_the_backend(token: int) -> None:
     (first,) = jobs(token)
 
     def again(finished: Finished) -> Finished:
@@ -205,7 +205,7 @@ async def test_a_prompt_may_not_be_answered_again_in_a_later_step(token: int) ->
     assert outcome.digests() == [first.digest]
 
 
-async def test_steps_before_the_one_that_breaks_are_told_however_short_they_are() -> None:
+async def test_results_before_a_step_that_breaks_are_reported() -> None:
     good, bad = jobs(1, 2), jobs(3, 4)
     async with stepping(Faulty(with_a_strangers_row, good=1, max_batch=2)) as (engine_thread, outcome):
         engine_thread.submit([*good, *bad])
@@ -215,7 +215,7 @@ async def test_steps_before_the_one_that_breaks_are_told_however_short_they_are(
         assert engine_thread.owed == len(bad)
 
 
-async def test_what_a_step_brings_does_not_wait_for_the_next_one() -> None:
+async def test_the_results_of_a_step_do_not_wait_for_the_next_step() -> None:
     goes_on = threading.Event()
     first, second = jobs(1, 2)
 
@@ -231,7 +231,7 @@ async def test_what_a_step_brings_does_not_wait_for_the_next_one() -> None:
         await outcome.until(lambda: outcome.digests() == [first.digest, second.digest], "both are")
 
 
-async def test_an_event_loop_that_is_busy_is_told_of_several_steps_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_busy_event_loop_receives_several_steps_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     asked, all_are_done = jobs(*range(10)), threading.Event()
 
     class Counted(SyntheticBackend):
@@ -255,7 +255,7 @@ async def test_an_event_loop_that_is_busy_is_told_of_several_steps_at_once(monke
         assert not engine_thread.owed
 
 
-async def test_a_prompt_that_is_asked_again_may_be_answered_again() -> None:
+async def test_a_prompt_that_is_submitted_again_may_have_another_result() -> None:
     asked = jobs(1)
     async with stepping(SyntheticBackend(SyntheticSettings(vocab_size=V))) as (engine_thread, outcome):
         engine_thread.submit(asked)
@@ -268,7 +268,7 @@ async def test_a_prompt_that_is_asked_again_may_be_answered_again() -> None:
 # In a pool
 
 
-async def test_clients_of_a_worker_that_ended_so_are_served_by_another(pool: Pool) -> None:
+async def test_clients_of_a_worker_with_a_broken_backend_are_served_by_another_worker(pool: Pool) -> None:
     spoil, message = FAULTS["a stranger's row"]
     settings = WorkerSettings(pool.prefix, lease_s=0.5)
     worker = Worker(Server(pool.url), Prepared(Faulty(spoil)), settings)
@@ -338,7 +338,7 @@ def adapter_folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-async def test_jobs_of_an_adapter_that_is_dropped_come_back_and_are_not_computed(adapter_folder: Path) -> None:
+async def test_jobs_of_a_dropped_adapter_are_returned_and_not_computed(adapter_folder: Path) -> None:
     backend = Adapted(adapter_folder)
     (adapter,) = backend.adapters
     async with held_back(backend) as (engine_thread, finished, _):
@@ -361,7 +361,7 @@ async def test_jobs_of_an_adapter_that_is_dropped_come_back_and_are_not_computed
         assert engine_thread.capacity == capacity + 6
 
 
-async def test_prompts_that_are_aborted_are_not_computed_and_can_be_asked_again(adapter_folder: Path) -> None:
+async def test_aborted_prompts_are_not_computed_and_can_be_submitted_again(adapter_folder: Path) -> None:
     backend = Adapted(adapter_folder)
     async with held_back(backend) as (engine_thread, _, broken):
         engine_thread.submit([first := job(0)])
@@ -390,7 +390,7 @@ async def test_prompts_that_are_aborted_are_not_computed_and_can_be_asked_again(
         assert sorted(digest[0] for digest in backend.stepped) == [0, 2, 3]
 
 
-async def test_loading_says_which_revision_or_why_not(adapter_folder: Path) -> None:
+async def test_loading_an_adapter_returns_its_revision_or_the_reason(adapter_folder: Path) -> None:
     backend = Adapted(adapter_folder)
     async with held_back(backend) as (engine_thread, _, broken):
         revision = await engine_thread.load_adapter("b", str(adapter_folder))
@@ -430,7 +430,7 @@ async def test_an_adapter_that_cannot_be_removed_stays_loaded_unless_the_device_
         assert ("cannot be dropped" in caplog.text) == (not broken)
 
 
-async def test_how_long_a_step_takes_is_told_by_the_longest_lately() -> None:
+async def test_the_step_time_is_that_of_the_longest_recent_step() -> None:
     engine_thread = EngineThread(lambda: cast(Backend, None), lambda _: None, lambda _: None)
     engine_thread.batch = 4
     told = []
@@ -459,7 +459,7 @@ def advancing(prompts: Iterable[InFlightPrompt], finished: Finished) -> tuple[Fi
     return advance(finished, by_digest)
 
 
-async def test_a_continuation_that_is_promoted_yields_no_more() -> None:
+async def test_a_promoted_continuation_becomes_interactive() -> None:
     yielding, promoted = YieldingPrompts(2), continuing(1, bulk=True)
     yielding.keep([promoted])
     assert yielding.promote([promoted]) == [], "it is not a row"
@@ -471,7 +471,7 @@ async def test_a_continuation_that_is_promoted_yields_no_more() -> None:
     assert yielding.next(held=2, continuations=0, bulk_tokens=0, capacity=2) == longer
 
 
-async def test_a_continuation_whose_adapter_is_gone_is_forgotten(tmp_path: Path) -> None:
+async def test_a_continuation_whose_adapter_was_dropped_is_returned_as_stale(tmp_path: Path) -> None:
     (tmp_path / "weights").write_text("1")
     backend = SyntheticBackend(SyntheticSettings(name="syn", vocab_size=V))
     async with stepping(backend) as (engine_thread, outcome):
@@ -484,7 +484,7 @@ async def test_a_continuation_whose_adapter_is_gone_is_forgotten(tmp_path: Path)
     assert not outcome.broken
 
 
-async def test_rows_beside_continuations_are_computed_where_clients_read_them() -> None:
+async def test_rows_next_to_continuations_are_computed_in_shared_memory() -> None:
     gate, given = OneByOne(), list[Row]()
     backend = GatedBackend(gate, vocab_size=V)
     continued, others = continuing(1, most=4), jobs(5, 6)
@@ -508,9 +508,7 @@ async def test_rows_beside_continuations_are_computed_where_clients_read_them() 
 
 
 @pytest.mark.parametrize(("count", "are_in_place"), [(1, True), (4, True), (5, False)])
-def test_rows_between_those_of_continuations_stay_where_they_are_if_that_makes_few_blocks(
-    count: int, are_in_place: bool
-) -> None:
+def test_rows_between_continuations_are_not_copied_if_that_makes_few_blocks(count: int, are_in_place: bool) -> None:
     made = [continuing(token) for token in range(count)]
     others = [(bytes([at]) * 16, bytes([at, 99]) * 8) for at in range(count)]
     digests = [digest for job, pair in zip(made, others, strict=True) for digest in (job.digest, *pair)]

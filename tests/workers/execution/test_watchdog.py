@@ -124,7 +124,9 @@ async def test_a_worker_whose_backend_hangs_over_an_adapter_ends(
             await adding
 
 
-async def test_a_backend_that_does_not_close_does_not_keep_its_worker(pool: Pool, hanging: dict[str, Hanging]) -> None:
+async def test_a_backend_that_does_not_close_does_not_keep_its_worker_alive(
+    pool: Pool, hanging: dict[str, Hanging]
+) -> None:
     running = Running(pool, hanging["close"])
     await running.ready()
     running.worker.stop()
@@ -176,7 +178,7 @@ async def test_time_in_which_the_process_was_frozen_does_not_count(monkeypatch: 
 
 
 @pytest.mark.parametrize("vocab_size", [V, 20_000], ids=["small rows", "large rows"])
-async def test_what_was_computed_before_the_backend_broke_is_published(pool: Pool, vocab_size: int) -> None:
+async def test_results_from_before_the_backend_broke_are_published(pool: Pool, vocab_size: int) -> None:
     class Breaking(SyntheticBackend):
         def step(self) -> Finished:
             if self.stats().steps == 1:

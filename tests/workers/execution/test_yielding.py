@@ -63,14 +63,14 @@ async def steps() -> AsyncIterator[Steps]:
         backend.gate.open()
 
 
-async def test_others_go_before_what_bulk_clients_wait_for(steps: Steps) -> None:
+async def test_interactive_prompts_go_before_bulk_prompts(steps: Steps) -> None:
     await steps.begin([*bulk(1, 2, 3, 4, 5), *jobs(10)])
     steps.engine_thread.submit(jobs(11, 12, 13))
     await steps.let(4)
     assert steps.computed == [10, 1, 11, 12, 13, 2, 3, 4]
 
 
-async def test_what_bulk_clients_wait_for_has_its_turn_however_much_others_ask(steps: Steps) -> None:
+async def test_bulk_prompts_run_in_turn_while_others_keep_submitting(steps: Steps) -> None:
     await steps.begin([*bulk(1, 2), *jobs(10, 11)])
     for step in range(PATIENCE_STEPS + BATCH):
         steps.engine_thread.submit(jobs(*(100 + BATCH * step + number for number in range(BATCH))))
@@ -85,7 +85,7 @@ async def test_bulk_clients_alone_have_whole_steps(steps: Steps) -> None:
     assert steps.backend.stats().steps == 4
 
 
-async def test_when_interactive_clients_are_quiet_the_backend_has_what_it_has_room_for(
+async def test_without_interactive_clients_the_backend_gets_as_many_bulk_prompts_as_it_accepts(
     steps: Steps, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await steps.begin([*bulk(*range(1, 60)), *jobs(99)])
@@ -96,7 +96,7 @@ async def test_when_interactive_clients_are_quiet_the_backend_has_what_it_has_ro
     assert steps.backend.capacity() == 0, "and what comes next"
 
 
-async def test_what_others_join_yields_no_more(steps: Steps) -> None:
+async def test_a_yielding_bulk_prompt_becomes_interactive_when_another_client_joins(steps: Steps) -> None:
     prompts = [*bulk(1, 2, 3, 4, 5), *jobs(10)]
     await steps.begin(prompts)
     steps.engine_thread.promote([prompts[3], prompts[5], *jobs(77)])
@@ -104,7 +104,7 @@ async def test_what_others_join_yields_no_more(steps: Steps) -> None:
     assert steps.computed == [10, 1, 4, 2, 3, 5]
 
 
-async def test_what_nobody_waits_for_is_dropped_while_it_yields(steps: Steps) -> None:
+async def test_a_yielding_prompt_without_a_client_is_dropped(steps: Steps) -> None:
     prompts = bulk(1, 2, 3, 4)
     await steps.begin([*prompts, *jobs(10)])
     steps.engine_thread.abort(prompts[1:3])
@@ -113,7 +113,7 @@ async def test_what_nobody_waits_for_is_dropped_while_it_yields(steps: Steps) ->
     assert not steps.engine_thread.owed
 
 
-async def test_an_adapter_that_is_gone_by_its_turn_is_told(steps: Steps) -> None:
+async def test_a_yielding_prompt_whose_adapter_was_dropped_is_reported_as_stale(steps: Steps) -> None:
     (stale,) = bulk(2)
     stale.adapter = "a@1"
     await steps.begin([*bulk(1), stale, *jobs(10)])
@@ -124,7 +124,7 @@ async def test_an_adapter_that_is_gone_by_its_turn_is_told(steps: Steps) -> None
 
 
 @pytest.mark.parametrize("kind", ["bulk", "continuation"])
-async def test_what_yields_takes_up_no_capacity_of_rows(steps: Steps, kind: str) -> None:
+async def test_yielding_prompts_take_no_capacity_of_rows(steps: Steps, kind: str) -> None:
     engine_thread, count = steps.engine_thread, 3 * BATCH
     yielding = bulk(*range(1, count + 1)) if kind == "bulk" else [continuing(n) for n in range(1, count + 1)]
     assert engine_thread.capacity == 2 * BATCH
@@ -172,7 +172,7 @@ async def test_continuations_hold_a_batch_of_the_backend_at_most(steps: Steps) -
     assert steps.computed == [1, 2] * 3 + [3, 4] * 3 + [5, 6] * 3
 
 
-async def test_continuations_go_on_however_many_rows_others_ask_for(steps: Steps) -> None:
+async def test_continuations_progress_while_others_request_many_rows(steps: Steps) -> None:
     engine_thread, row = steps.engine_thread, 100
     await steps.begin([continuing(1, most=100), continuing(2, most=100), *jobs(10, 11)])
     for _ in range(20):
@@ -200,7 +200,7 @@ async def test_the_backend_holds_few_tokens_of_bulk_prompts_next_to_interactive_
     assert yielding.next(held=0, continuations=0, bulk_tokens=0, capacity=128) == long[1:2]
 
 
-async def test_bulk_continuations_that_have_begun_take_one_token_each_of_that_limit() -> None:
+async def test_a_started_bulk_continuation_counts_as_one_token_of_that_limit() -> None:
     long = [continuing(number, bulk=True) for number in range(6)]
     yielding = YieldingPrompts(4)
     for prompt in long:
@@ -211,7 +211,7 @@ async def test_bulk_continuations_that_have_begun_take_one_token_each_of_that_li
     assert yielding.next(held=0, continuations=0, bulk_tokens=0, capacity=8) == long[:4]
 
 
-async def test_a_continuation_that_has_begun_waits_for_its_turn_once(steps: Steps) -> None:
+async def test_a_started_continuation_waits_for_its_turn_once(steps: Steps) -> None:
     continued = continuing(1, most=8, bulk=True)
     waiting = bulk(*range(2, 2 + 12 * BATCH))
     await steps.begin([continued, *waiting])
@@ -220,7 +220,7 @@ async def test_a_continuation_that_has_begun_waits_for_its_turn_once(steps: Step
     assert lengths == [1, 2, 3], "before those that came with it, behind the step that the backend has already"
 
 
-async def test_a_continuation_of_bulk_clients_is_made_however_much_others_ask(steps: Steps) -> None:
+async def test_a_bulk_continuation_ends_while_others_keep_submitting(steps: Steps) -> None:
     continued = continuing(1, most=3, bulk=True)
     await steps.begin([continued, *jobs(10, 11)])
     for step in range(PATIENCE_STEPS + 4 * BATCH):

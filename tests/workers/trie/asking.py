@@ -36,7 +36,7 @@ async def ask_batch(trie: PooledTrie, op: Op, ws: Values | None = None, **option
 
 
 def selections(trie: PooledTrie) -> list[tuple[dict[str, Any], Any]]:
-    """Ways to say which nodes are wanted, and the index of those nodes."""
+    """Ways to name nodes, and the index of those nodes."""
     told = answers_of(trie.structure)
     some = [len(told.node) - 1, 0, 5, 5, 17]
     fan = max(told.node, key=lambda prefix: len(told.children[told.node[prefix]]) * (len(prefix) > 0))
@@ -53,7 +53,7 @@ def selections(trie: PooledTrie) -> list[tuple[dict[str, Any], Any]]:
 
 
 async def counters(pool: Pool, model: str) -> dict[str, int]:
-    """Steps and rows of the one live worker of a model, as of its last heartbeat."""
+    """Steps and rows of the one live worker of a model, by its last heartbeat."""
     client = Server(pool.url).client()
     try:
         (worker,) = await Discovery(client, pool.keys).workers(model)
@@ -82,14 +82,14 @@ async def current(pool: Pool, model: str) -> dict[str, int]:
 
 
 async def keep(producer: Producer, prompt: list[int]) -> None:
-    """Have a producer keep a row: from its second use on, where it lies in shared memory."""
+    """Let a producer keep a row: from its second use on, if it is in shared memory."""
     for _ in range(2):
         await producer.logprobs(prompt)
 
 
 @pytest.fixture(name="fused", scope="module")
 def fused_fixture(server_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
-    """One model worker with tries of its own, and no trie worker."""
+    """One model worker with its own tries, and no trie worker."""
     pool = Pool(server_url, "fused", tmp_path_factory.mktemp("fused"))
     pool.start(*LEASE, "--vocab-size", V, "--with-trie")
     yield pool

@@ -27,7 +27,7 @@ from tests.workers.trie.asking import LEASE, V, ask_batch, current, fused_fixtur
 
 
 @pytest.mark.parametrize("op", OPS)
-async def test_a_model_worker_with_tries_gives_the_same_values(fused: Pool, op: Op) -> None:
+async def test_a_model_worker_with_tries_computes_the_same_values(fused: Pool, op: Op) -> None:
     async with fused.producer() as producer:
         for trie in (await producer.trie(), await producer.trie(words(1, V))):
             told = answers_of(trie.structure)

@@ -84,7 +84,7 @@ async def test_bad_weights_are_refused_before_they_are_sent(
             await call(weights)
 
 
-async def test_bad_batches_are_refused_whole(producer: Producer) -> None:
+async def test_batches_with_an_error_are_refused_as_a_whole(producer: Producer) -> None:
     trie = await producer.trie()
     for weights, message in (
         (GOOD, rf"shape \({V},\): a batch has shape \(B, {V}\)"),
@@ -191,7 +191,7 @@ async def test_unknown_models_are_named(shared: Pool) -> None:
 
 async def test_a_model_without_a_vocabulary_fails_with_advice(pool: Pool) -> None:
     class Silent(SyntheticBackend):
-        """Knows no tokenizer."""
+        """A model without a tokenizer."""
 
         def vocabulary(self) -> Any:
             return None
@@ -221,7 +221,7 @@ async def test_a_vocabulary_of_a_gigabyte_is_refused_without_its_memory(producer
 
 
 async def good(trie: PooledTrie, seeds: range) -> None:
-    """Requests that must be served whatever else is in the batch."""
+    """Requests that must succeed whatever else is in the batch."""
     told = answers(tuple(trie.structure.vocabulary.tokens))
     weights = [draw_weights(seed, V) for seed in seeds]
     replies = await asyncio.gather(*(trie.weight_sum(ws) for ws in weights))
@@ -230,7 +230,7 @@ async def good(trie: PooledTrie, seeds: range) -> None:
 
 
 def stored(pool: Pool, secret: bytes, weights: Any) -> bytes:
-    """Store weights, or any bytes, under the key that trie workers read; returns their name."""
+    """Store weights, or any bytes, under the key that trie workers read; return their name."""
     name = weights_name(secret)
     block = VectorBlock([name], [] if isinstance(weights, bytes) else [np.asarray(weights, np.float32)])
     encoded = weights if isinstance(weights, bytes) else b"".join(*block.encoded())
@@ -239,7 +239,7 @@ def stored(pool: Pool, secret: bytes, weights: Any) -> bytes:
 
 
 def hostile_jobs(pool: Pool, trie: Trie) -> list[tuple[bytes, str | None]]:
-    """Jobs that no client of ours sends, and the failure that each ends in: None for an answer."""
+    """Jobs that no producer sends, and the failure of each; None for a result."""
     info = TrieSettings().open().info
     known = trie.digest
     nodes = np.array([0, trie.n_nodes], "<i4").tobytes()
@@ -329,9 +329,9 @@ async def test_each_hostile_job_fails_with_its_reason(shared: Pool, producer: Pr
         job = unpack_job(packed)
         digest = query_digest(digest_of(b""), job.query) if job.query else digest_of(b"")
         if job.fingerprint == "0" * 32:
-            continue  # It has the name of another.
+            continue  # It has the digest of another one.
         reasons[digest] = reason
-        # Before the job: it may be ended at once.
+        # Before the job: it may end at once.
         shared.redis.hset(keys.waiting + digest, reply, "")
         shared.redis.xadd(keys.jobs, {"m": packed})
     told: dict[bytes, str | None] = {}

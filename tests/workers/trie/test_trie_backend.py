@@ -42,7 +42,7 @@ def job(
 
 
 def vectors(block: VectorBlock | None) -> dict[bytes, Values]:
-    """The answers by name, as they are read from the wire."""
+    """The results by name, as decoded from the wire."""
     assert block is not None
     values = {}
     for index, digest in enumerate(block.digests):
@@ -192,9 +192,9 @@ def test_another_error_fails_the_jobs_that_cause_it_alone(monkeypatch: pytest.Mo
     assert failures == dict.fromkeys((b"a", b"b"), "RuntimeError: no room")
 
 
-def test_an_error_of_the_device_is_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_the_device_is_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
     class AcceleratorError(RuntimeError):
-        """As torch has it."""
+        """Like torch's exception."""
 
     trie, small = on_small_device(monkeypatch, 0, AcceleratorError)
     with pytest.raises(AcceleratorError, match="no room"):
@@ -202,7 +202,7 @@ def test_an_error_of_the_device_is_no_answer(monkeypatch: pytest.MonkeyPatch) ->
     assert small.tried == [2]
 
 
-def test_values_that_are_kept_do_not_keep_their_batch() -> None:
+def test_cached_values_do_not_keep_their_batch_alive() -> None:
     trie = lazy_trie()
     answer({bytes([n]) * 16: job(trie, draw_weights(n, V), "max", "values", (), FP, bytes([n]) * 16) for n in range(2)})
     kept = trie.values.get(("max", FP, b"\x01" * 16, trie.vocabulary.digest))
@@ -264,7 +264,7 @@ def test_the_backend_answers_a_batch_a_step_and_counts() -> None:
 
 
 class Sized:
-    """Something that takes memory."""
+    """An object that takes memory."""
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes

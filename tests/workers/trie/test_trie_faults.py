@@ -1,4 +1,4 @@
-"""Trie workers die, hang and restart, servers forget: requests of tries still end in the right values."""
+"""Trie workers crash, hang and restart, servers lose data: requests of tries still return the right values."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _TRIES = 40
 
 
 async def sums(trie: PooledTrie, seeds: range) -> None:
-    """Ask for many sums of weights at once, and check every value."""
+    """Request many sums of weights concurrently, and check every value."""
     told = answers_of(trie.structure)
     weights = [draw_weights(seed, trie.structure.n_tokens) for seed in seeds]
     replies = await asyncio.gather(*(trie.weight_sum(ws) for ws in weights))
@@ -72,7 +72,7 @@ async def hold(pool: Pool, worker: WorkerProcess, ask: Callable[[], Awaitable[No
             return asked.done() or pool.jobs("trie") > 0
 
         await until_async(are_sent, "jobs are queued, or computed by others")
-        # A read that waits is given jobs as soon as they are there.
+        # A waiting read gets jobs as soon as they exist.
         if is_held():
             return asked
         worker.signal(signal.SIGCONT)
@@ -80,8 +80,8 @@ async def hold(pool: Pool, worker: WorkerProcess, ask: Callable[[], Awaitable[No
     raise AssertionError("a frozen worker was never given jobs")
 
 
-async def test_killed_frozen_and_stopped_workers_lose_nothing(pool: Pool) -> None:
-    # So long one that is stopped may take to leave.
+async def test_killed_frozen_and_stopped_workers_lose_no_request(pool: Pool) -> None:
+    # A stopped worker may take this long to leave.
     workers = [pool.start_trie_worker("--lease-s", 5, wait=False) for _ in range(3)]
     for worker in workers:
         worker.until_says("serving ")
@@ -190,7 +190,7 @@ async def test_weights_and_vocabularies_and_rows_that_were_evicted_are_sent_agai
     fresh = count()
     async with private.producer() as producer:
         trie = await producer.trie(words(24, V))
-        await sums(trie, range(1))  # Whoever hears that the vocabulary is unknown sends the weights again too.
+        await sums(trie, range(1))  # A client that learns that the vocabulary is missing sends the weights again too.
 
         async def ask() -> None:
             turn = next(fresh)
@@ -244,7 +244,7 @@ async def test_vocabularies_over_the_limit_of_a_worker_are_served_one_at_a_time(
     await producer.close()
 
 
-async def test_a_model_with_other_weights_answers_for_those(pool: Pool) -> None:
+async def test_a_model_with_other_weights_serves_their_rows(pool: Pool) -> None:
     # Long leases, so that the model does not expire while its next worker starts.
     lease = ("--lease-s", 20)
     old = pool.start(*lease, "--vocab-size", V, wait=False)
@@ -303,7 +303,7 @@ async def ask_some(trie: PooledTrie, prompt: list[int], nodes: list[int]) -> Non
 
 
 async def never(*_: Any, **__: Any) -> None:
-    """Stands for a server that does not answer."""
+    """Replaces a server that does not reply."""
     await asyncio.Event().wait()
 
 

@@ -1,4 +1,4 @@
-"""Trie workers: every value is right, and no byte is sent or kept without need."""
+"""Trie workers: every value is right, and no byte is sent or stored without need."""
 
 from __future__ import annotations
 
@@ -220,7 +220,7 @@ async def trie_worker(pool: Pool) -> AsyncIterator[None]:
 
 @pytest.fixture
 def received(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many bytes this process has got and sent on the connections that take rows and scripts."""
+    """The bytes that this process has received and sent on the connections for rows and scripts."""
     counted: list[int] = []
     got, answered = RawRowReceiver.buffer_updated, RawCommandConnection.data_received
 
@@ -274,7 +274,7 @@ async def test_a_row_that_is_in_the_cache_is_not_computed_again(shared: Pool) ->
 
 
 @pytest.mark.parametrize("known", [True, False])
-async def test_weights_and_their_answers_are_removed_after_the_calls(shared: Pool, known: bool) -> None:
+async def test_weights_and_their_results_are_removed_after_the_calls(shared: Pool, known: bool) -> None:
     before = leftovers(shared)
     async with shared.producer() as producer:
         trie = await producer.trie(words(7 + known, 400))
@@ -292,9 +292,9 @@ def _as_before(pool: Pool, before: list[str]) -> Any:
     return is_so
 
 
-async def test_a_trie_that_is_used_a_lot_leaves_nothing_but_rows_and_answers_made_of_rows(shared: Pool) -> None:
+async def test_a_much_used_trie_leaves_only_rows_and_results_of_rows(shared: Pool) -> None:
     def count() -> int:
-        # Workers write the keys of their heartbeats and claims when it is time.
+        # Workers write the keys of their heartbeats and claims at their intervals.
         passing = ("row:", "worker:", "claim_cursor")
         return sum(not any(part in name for part in passing) for name in shared.names("*"))
 
@@ -340,7 +340,7 @@ async def test_cancelled_requests_leave_no_weights(shared: Pool) -> None:
             return not shared.names("weights:*") and not shared.jobs("trie")
 
         await until_async(gone, "the weights are gone")
-        # What a worker published after its client had left lives shortly.
+        # A result that a worker published after its client had left lives shortly.
         for name in set(leftovers(shared)) - set(before):
             assert name.startswith("tries:row:")
 
@@ -353,7 +353,7 @@ async def test_requests_that_time_out_leave_no_weights(shared: Pool) -> None:
             late = asyncio.ensure_future(trie.weight_sum(draw_weights(1, 400), timeout=6))
             await until_async(
                 lambda: _persist(shared, "weights:*"), "weights are stored"
-            )  # Not to expire by themselves.
+            )  # It must not expire in between.
             with pytest.raises(DeadlineExceeded, match=r"within 6 s: .* 'trie'"):
                 await late
             await until_async(_none_of(shared, "weights:*"), "the weights are gone")
@@ -371,7 +371,7 @@ def _none_of(pool: Pool, pattern: str) -> Any:
     return none
 
 
-async def test_closing_ends_requests_and_takes_their_weights_along(shared: Pool) -> None:
+async def test_closing_ends_requests_and_removes_their_weights(shared: Pool) -> None:
     producer = shared.producer()
     trie = await producer.trie(words(11, 400))
     await trie.weight_sum(draw_weights(0, 400))
@@ -386,7 +386,7 @@ async def test_closing_ends_requests_and_takes_their_weights_along(shared: Pool)
     await producer.close()
 
 
-def test_ctrl_c_ends_requests_and_takes_their_weights_along(shared: Pool) -> None:
+def test_ctrl_c_ends_requests_and_removes_their_weights(shared: Pool) -> None:
     producer = shared.producer()
 
     async def interrupted() -> None:

@@ -1,1 +1,1 @@
-"""Tests of adapters that are registered, changed and removed; only they use the helpers here."""
+"""Tests of adapters that are registered, changed and removed, with their own helpers."""

@@ -1,4 +1,4 @@
-"""What the tests of adapters that come and go share."""
+"""Helpers of the tests of adapter changes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ QUICK = ("--vocab-size", V, "--lease-s", 2, "--max-batch", 8)
 
 @pytest.fixture
 def short_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What clients know expires soon, so that changes take less time: for tests that are not about that."""
+    """Let clients' cached registry entries expire soon, so that changes take less time."""
     for module in (adapters_module, registries):
         monkeypatch.setattr(module, "KNOWN_FOR_S", 0.2)
     monkeypatch.setattr(registries, "MARGIN_S", 0.1)
@@ -54,7 +54,7 @@ async def two_clients(pool: Pool) -> AsyncIterator[tuple[Producer, Producer]]:
 
 
 async def put(pool: Pool, producer: Producer, name: str, adapter: Adapter) -> None:
-    """Write an entry of the registry, as a client would after a check."""
+    """Write an entry of the registry, as a client does after a check."""
     redis = Server(pool.url).client()
     await registries.AdapterRegistry(redis, pool.keys.model("syn"), producer.model.fingerprint).put(name, adapter)
     await redis.aclose()

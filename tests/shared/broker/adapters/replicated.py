@@ -18,7 +18,7 @@ from tests.support.servers.proxy import Proxy
 
 
 def free_port() -> int:
-    """A port that nobody listens on."""
+    """An unused port."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -29,8 +29,8 @@ class Replicated:
 
     Args:
         primary: the server that replicates.
-        folder: where the replica has its files.
-        proxy: through which clients reach the primary, and the replica after a failover.
+        folder: contains the replica's files.
+        proxy: leads clients to the primary, and to the replica after a failover.
     """
 
     def __init__(self, primary: EmbeddedServer, folder: Path, proxy: Proxy) -> None:
@@ -43,7 +43,7 @@ class Replicated:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[Replicated]:
-        """The replica follows the primary as long as the context is open."""
+        """Replicate while the context is open."""
         with self._server, redis.Redis.from_url(self._server.url) as self.replica:
             with redis.Redis.from_url(self._primary.url) as primary:
                 primary.config_set("port", self._port)
@@ -52,7 +52,7 @@ class Replicated:
             yield self
 
     async def follow(self) -> None:
-        """Have the replica follow, and wait until it has everything."""
+        """Let the replica follow, and wait until it has all data."""
         self.replica.replicaof("127.0.0.1", str(self._port))
         await until_async(self._is_in_sync, "the replica has everything")
 
@@ -60,11 +60,11 @@ class Replicated:
         return bool(self.replica.info("replication").get("master_link_status") == "up")
 
     def lag(self) -> None:
-        """The replica hears nothing any more."""
+        """Stop replicating."""
         self.replica.replicaof("127.0.0.1", "1")
 
     async def fail_over(self) -> None:
-        """The primary dies, and everybody is led to the replica."""
+        """Kill the primary, and lead all clients to the replica."""
         os.kill(self._primary.pid, signal.SIGKILL)
         self.replica.replicaof("NO", "ONE")
         self._proxy.redirect(self._folder / "redis.sock")

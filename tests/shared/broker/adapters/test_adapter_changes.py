@@ -54,10 +54,10 @@ async def test_an_adapter_that_is_added_is_served_by_every_worker(pool: Pool, tm
     assert all("serving the adapter 'poet'" in worker.text for worker in workers)
 
 
-async def test_after_a_replacement_nobody_gets_a_row_of_the_old_weights(
+async def test_after_a_replacement_no_client_gets_a_row_of_the_old_weights(
     pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Then what clients know is as old as it may ever be.
+    # Then clients' cached entries are as old as possible.
     monkeypatch.setattr(session_module, "_WATCH_S", 60.0)
     for _ in range(2):
         pool.start(*QUICK)
@@ -97,10 +97,10 @@ async def test_after_a_replacement_nobody_gets_a_row_of_the_old_weights(
 async def replaced_while_known(
     pool: Pool, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[tuple[Producer, Path, Callable[[], Awaitable[None]]]]:
-    """A client, new weights for "poet", and a check that another client has those, which has just read of the old."""
+    """A client, new weights for "poet", and a check that another client, which has read the old entry, gets them."""
     monkeypatch.setattr(session_module, "_WATCH_S", 60.0)
     for module in (adapters_module, registries):
-        monkeypatch.setattr(module, "KNOWN_FOR_S", 16.0)  # Longer than two changes take that wait for nothing.
+        monkeypatch.setattr(module, "KNOWN_FOR_S", 16.0)  # Longer than two changes that wait for nothing.
     pool.start(*QUICK)
     old, new = write(folder, "old", "1"), write(folder, "new", "2")
     async with two_clients(pool) as (changing, asking):
@@ -120,7 +120,7 @@ async def replaced_while_known(
         yield changing, new, check_new
 
 
-async def test_a_replacement_that_is_tried_again_waits_for_those_that_know_the_old_one(
+async def test_a_repeated_replacement_waits_for_clients_that_cached_the_old_entry(
     pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with replaced_while_known(pool, tmp_path, monkeypatch) as (producer, new, check_new):
@@ -199,7 +199,7 @@ async def test_a_request_for_replaced_weights_that_no_worker_has_gets_a_row_of_t
         assert np.array_equal(await asked, expected([9], new))
 
 
-async def test_what_is_removed_is_unknown_to_everybody(pool: Pool, tmp_path: Path) -> None:
+async def test_a_removed_adapter_is_unknown_to_all_clients(pool: Pool, tmp_path: Path) -> None:
     for _ in range(2):
         pool.start(*QUICK)
     async with two_clients(pool) as (client, other):
@@ -351,7 +351,7 @@ async def test_all_processes_of_a_program_may_add_the_same_adapter_at_once(pool:
     await asyncio.gather(*(producer.close() for producer in producers))
 
 
-async def test_a_change_that_is_cancelled_changes_nothing(pool: Pool, tmp_path: Path) -> None:
+async def test_a_cancelled_change_has_no_effect(pool: Pool, tmp_path: Path) -> None:
     worker = pool.start(*QUICK)
     async with pool.producer("syn") as producer:
         revision = await producer.add_adapter("poet", write(tmp_path, "a", "1"))
@@ -406,14 +406,14 @@ async def test_an_adapter_that_cannot_be_loaded_is_refused_and_the_old_one_stays
     assert all(worker.is_running for worker in workers)
 
 
-async def test_a_backend_without_adapters_says_so(pool: Pool, tmp_path: Path) -> None:
+async def test_a_backend_without_adapters_refuses_them_with_the_reason(pool: Pool, tmp_path: Path) -> None:
     async with serving(pool, NoAdapters(SyntheticSettings(name="syn", vocab_size=V))), pool.producer("syn") as producer:
         with pytest.raises(AdapterRefused, match="'poet' cannot be loaded: this backend serves no adapters"):
             await producer.add_adapter("poet", write(tmp_path, "a", "1"))
 
 
 class NoAdapters(WithoutAdapters, SyntheticBackend):  # type: ignore[misc]  # the dict of its second base stays empty
-    """A backend that has none."""
+    """A backend without adapters."""
 
     def __init__(self, settings: SyntheticSettings) -> None:
         super().__init__(settings)

@@ -1,4 +1,4 @@
-"""A failover loses changes of adapters that had returned: a client that has read one never gets rows from before it."""
+"""A failover loses acknowledged changes of adapters: a client that has read a change never gets rows from before it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def far(servers: Replicated, tmp_path: Path, short_dir: Path) -> Iterator[Pool]:
 
 
 async def served(far: Pool, servers: Replicated, folder: Path, *clients: Producer) -> str:
-    """An adapter whose rows the replica has too; returns its revision."""
+    """An adapter whose rows the replica has too; return its revision."""
     revision = await clients[0].add_adapter("poet", write(folder, "old", "1"))
     for client in clients:
         await check(client, "poet", revision)

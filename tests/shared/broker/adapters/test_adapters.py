@@ -1,4 +1,4 @@
-"""Adapters: refused by name where there is none, told apart wherever rows are named, and never mixed on the way."""
+"""Adapters: unknown names are refused, and rows of different adapters never mix."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def folders(tmp_path: Path) -> list[str]:
 
 
 def write_adapters(folder: Path) -> list[str]:
-    """Write two adapters; returns the settings that name them."""
+    """Write two adapters; return the settings that name them."""
     for name in NAMES[1:]:
         (folder / name).write_text(name)
     return [f"{name}={folder / name}" for name in NAMES[1:]]
@@ -64,7 +64,7 @@ def adapted(folders: Sequence[str]) -> SyntheticBackend:
 
 @pytest.fixture(autouse=True)
 def _short_reads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A worker that waits for prompts hears of its end only between two reads."""
+    """A worker that waits for prompts notices its end only between two reads."""
     monkeypatch.setattr(dispatch_module, "_MAX_BLOCK_MS", 20)
 
 
@@ -113,7 +113,7 @@ async def test_a_batch_is_of_one_adapter(pool: Pool, folders: list[str]) -> None
                 assert np.array_equal(rows, [await expected(producer, ids, adapter) for ids in prompts])
 
 
-async def test_prompts_without_an_adapter_are_those_of_the_base(pool: Pool, folders: list[str]) -> None:
+async def test_rows_without_an_adapter_are_those_of_the_base_model(pool: Pool, folders: list[str]) -> None:
     async with serving(pool, adapted(folders)), pool.producer() as producer:
         await producer.logprobs([1], adapter="one")
         assert np.array_equal(await producer.logprobs([1]), synthetic_row([1], vocab_size=V))
@@ -168,14 +168,14 @@ async def test_a_producer_refuses_an_adapter_that_there_is_not(pool: Pool, folde
 
 
 @pytest.mark.parametrize("ask", WAYS.values(), ids=WAYS)
-async def test_a_model_without_adapters_says_so(pool: Pool, ask: Query) -> None:
+async def test_the_error_for_a_model_without_adapters_is_clear(pool: Pool, ask: Query) -> None:
     async with serving(pool, adapted([])), pool.producer() as producer:
         with pytest.raises(UnknownAdapter) as caught:
             await ask(producer, "one")
     assert str(caught.value) == "the model 'syn' has no adapter 'one'; it has: none"
 
 
-def test_an_unknown_adapter_is_refused_without_asyncio(pool: Pool) -> None:
+def test_an_unknown_adapter_is_refused_by_the_sync_producer(pool: Pool) -> None:
     pool.start()
     with SyncProducer(redis=pool.url, prefix=pool.prefix) as producer:
         with pytest.raises(UnknownAdapter, match="no adapter 'one'; it has: none"):
@@ -185,7 +185,7 @@ def test_an_unknown_adapter_is_refused_without_asyncio(pool: Pool) -> None:
 
 
 def reply_to(pool: Pool, ids: bytes, adapter: str) -> dict[bytes, bytes]:
-    """Have a job computed as a client would that checks nothing; returns what that client is told."""
+    """Compute a job as for a client that checks nothing; return the client's notification."""
     model = pool.keys.model("syn")
     info = ModelInfo.unpack(pool.redis.hget(pool.keys.models(), "syn"))  # type: ignore[arg-type]
     digest, reply = digest_of(ids, adapter), model.reply("raw")
@@ -214,7 +214,7 @@ async def test_a_worker_refuses_a_job_that_names_no_adapter(pool: Pool, folders:
     assert pool.jobs() == 0
 
 
-async def test_a_worker_computes_nothing_with_other_weights_than_a_job_names(pool: Pool, folders: list[str]) -> None:
+async def test_a_worker_never_computes_with_other_weights_than_the_job_names(pool: Pool, folders: list[str]) -> None:
     ids = encode_prompt([1], vocab_size=V, max_tokens=1).ids
     backend = adapted(folders)
     async with serving(pool, backend):
@@ -226,7 +226,7 @@ async def test_a_worker_computes_nothing_with_other_weights_than_a_job_names(poo
 
 
 def test_calls_of_a_producer_are_coroutine_functions() -> None:
-    """Frameworks ask whether to await them; those that take `adapter` are wrapped."""
+    """Frameworks check whether to await a method; methods that take `adapter` are wrapped."""
     others, streams = {"clear_cache", "close_soon", "stats"}, {"stream_positions"}
     for name, call in inspect.getmembers(Producer, inspect.isfunction):
         if not name.startswith("_"):
@@ -234,7 +234,7 @@ def test_calls_of_a_producer_are_coroutine_functions() -> None:
             assert inspect.isasyncgenfunction(call) == (name in streams), name
 
 
-async def test_a_deadline_is_told_as_the_caller_gave_it(pool: Pool, folders: list[str]) -> None:
+async def test_the_error_at_a_deadline_has_the_callers_timeout(pool: Pool, folders: list[str]) -> None:
     backend = Gated(folders)
     async with serving(pool, backend), pool.producer("syn") as producer:
         try:
@@ -246,7 +246,7 @@ async def test_a_deadline_is_told_as_the_caller_gave_it(pool: Pool, folders: lis
 
 
 class Gated(SyntheticBackend):
-    """A backend that steps only when it may."""
+    """A backend that steps only with permission."""
 
     def __init__(self, folders: Sequence[str]) -> None:
         super().__init__(SyntheticSettings(name="syn", vocab_size=V, adapters=list(folders)))
@@ -293,7 +293,7 @@ def test_a_name_that_no_adapter_can_have(name: Any) -> None:
         check_adapter_name("name", name)
 
 
-def test_the_entries_of_a_registry_survive_the_wire_and_nothing_else_does(pool: Pool) -> None:
+def test_registry_entries_are_decoded_and_other_values_refused(pool: Pool) -> None:
     asyncio.run(_read_back(pool))
 
 

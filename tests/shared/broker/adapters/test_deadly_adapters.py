@@ -1,4 +1,4 @@
-"""Adapters that kill or freeze the worker that loads them: no second worker loads them, and all others serve on."""
+"""Adapters that kill or freeze the worker that loads them: no second worker loads them, and all others keep serving."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ async def test_an_adapter_that_kills_the_worker_that_checks_it_kills_no_other(po
     for worker in workers:
         await asyncio.to_thread(worker.until_says, "serving ")
     async with pool.producer("syn") as producer:
-        for _ in range(2):  # The second time no worker loads it.
+        for _ in range(2):  # No worker loads it a second time.
             with pytest.raises(AdapterRefused, match=r"the worker \S+ terminated while it loaded this adapter"):
                 await producer.add_adapter("poet", write(tmp_path, "a", "deadly"))
             assert sorted(worker.is_running for worker in workers) == [False, True, True]

@@ -1,4 +1,4 @@
-"""Calling the scripts of a queue as producers and workers do."""
+"""Calls of a queue's scripts, as producers and workers make them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ X, Y = (MODEL.reply(name, is_bulk=True) for name in "xy")
 
 
 def digest(number: int) -> bytes:
-    """A digest with bytes that text would not survive."""
+    """A digest with bytes that are no valid text."""
     return bytes([number, 0, 10, 13, 58, 123, 255, 128]) * 2
 
 
@@ -64,7 +64,7 @@ async def register(redis: redis_async.Redis, worker: str = "w1", size: int = 1, 
 
 
 async def take(redis: redis_async.Redis, consumer: str = "w1", count: int = 100) -> list[bytes]:
-    """Read new entries of the worker's lane and the shared stream as a worker does; returns them."""
+    """Read new entries of the worker's lane and the shared stream, as a worker does; return them."""
     lane = MODEL.lane(consumer)
     if not await redis.exists(lane) or not await redis.xinfo_groups(lane):
         await redis.xgroup_create(lane, GROUP, id="0", mkstream=True)
@@ -83,7 +83,7 @@ async def count_queued(redis: redis_async.Redis, *workers: str) -> int:
 
 
 async def fall_silent(redis: redis_async.Redis, *entries: bytes, deliveries: int, consumer: str = "w1") -> None:
-    """Make entries look as if their worker had taken them a lease ago, for the given time."""
+    """Make entries look as if their worker had taken them a lease ago, or the given time ago."""
     await redis.xclaim(JOBS, GROUP, consumer, 0, list(entries), idle=LEASE_MS + 1, retrycount=deliveries, justid=True)
 
 
@@ -162,7 +162,7 @@ async def pending(redis: redis_async.Redis) -> dict[bytes, tuple[bytes, int]]:
 async def registered(redis: redis_async.Redis, number: int) -> dict[bytes, bytes]:
     """The clients that wait for a prompt, from a string or a hash: {"job": entry, reply key: ""}."""
     key = waiting(number)
-    if await redis.type(key) != b"string":  # Or nothing.
+    if await redis.type(key) != b"string":  # Or the key does not exist.
         return await hash_of(redis, key)
     value: Any = await redis.get(key)
     reply, _, entry = value.rpartition(b"\n")

@@ -1,4 +1,4 @@
-"""Servers for the tests of scripts: fakeredis and a real one; and scripts that differ."""
+"""Servers for the tests of scripts: fakeredis and a real one; and variants of scripts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.support.pool import spoken
 
 @pytest.fixture(scope="module", name="server")
 def script_server() -> Iterator[str]:
-    """URL of a server of the module's own."""
+    """URL of the module's own server."""
     with tempfile.TemporaryDirectory(prefix="lp") as folder, EmbeddedServer(64 * 2**20, Path(folder) / "s") as running:
         yield spoken(running.url)
 
@@ -41,7 +41,7 @@ async def script_redis(request: pytest.FixtureRequest) -> AsyncIterator[redis_as
 
 @pytest.fixture
 def nobody_asks_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Give a client that asks alone no more of the streams than other clients get."""
+    """Give a single client only the part of the streams that other clients get."""
     source = scripts.SUBMIT.source.replace("SPARE_BATCHES = 1200,", "SPARE_BATCHES = 0,")
     assert source != scripts.SUBMIT.source
     monkeypatch.setattr(scripts.SUBMIT, "source", source)

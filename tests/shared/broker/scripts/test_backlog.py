@@ -117,7 +117,7 @@ async def test_a_cancelled_prompt_leaves_the_backlog_and_its_turn(redis: redis_a
     assert await cancel(redis, *range(5)) == 5
     assert await compute_all(redis) == []
     assert not [number for number in range(20) if await redis.exists(waiting(number))]
-    # It has not used up turns for what it took back.
+    # The returned prompts did not use up its turns.
     await submit(redis, *range(30, 40), reply=B)
     await submit(redis, 50)
     assert (await compute_all(redis)).index(50) <= IN_STREAM + 1
@@ -177,7 +177,7 @@ async def test_a_client_that_submits_again_keeps_its_prompt_in_the_backlog(redis
 
 
 @pytest.mark.usefixtures("nobody_asks_alone")
-async def test_one_client_leaves_room_in_the_queue_for_others(redis: redis_async.Redis) -> None:
+async def test_one_client_leaves_capacity_in_the_queue_for_others(redis: redis_async.Redis) -> None:
     outcome = await submit(redis, *range(120), limit=100)
     assert outcome == "Q" * outcome.count("Q") + "F" * outcome.count("F")
     assert 85 <= outcome.count("Q") < 100
@@ -196,7 +196,7 @@ async def test_the_limit_counts_the_backlog_too(redis: redis_async.Redis) -> Non
 async def test_each_worker_has_batches_in_the_stream(redis: redis_async.Redis) -> None:
     await register(redis, "w2", 4)
     await submit(redis, *range(50))
-    # In lanes what workers hold counts, two batches at most.
+    # Held jobs count in lanes, two batches at most.
     assert await count_queued(redis, "w1", "w2") == 5 * (IN_STREAM + 2)
     await take(redis, count=5)
     await submit(redis, 60, reply=B)
@@ -266,7 +266,7 @@ async def test_a_mark_does_not_prevent_replacing_a_damaged_row(redis: redis_asyn
     assert await submit(redis, 1, check_rows=False) == "Q"
 
 
-# A client that asks alone
+# A single client
 
 
 async def test_a_client_that_asks_alone_passes_the_backlog(redis: redis_async.Redis) -> None:

@@ -44,7 +44,7 @@ async def _one_worker(redis: redis_async.Redis) -> None:
 
 
 async def compute(redis: redis_async.Redis, count: int = 1000) -> list[int]:
-    """Compute prompts one by one, until there are none; returns them in their order."""
+    """Compute prompts one by one until none is left; return them in order."""
     done: list[int] = []
     while len(done) < count and (await redis.xlen(JOBS) or await redis.zcard(MODEL.backlog)):
         done.append(await compute_one(redis))
@@ -79,7 +79,7 @@ async def test_prompts_that_move_up_keep_their_priority(redis: redis_async.Redis
 
 
 @pytest.mark.usefixtures("nobody_asks_alone")
-async def test_a_bulk_client_has_a_turn_however_many_others_wait(redis: redis_async.Redis) -> None:
+async def test_a_bulk_client_gets_turns_next_to_many_other_clients(redis: redis_async.Redis) -> None:
     await submit(redis, *range(90))
     await submit(redis, *range(100, 105), reply=X)
     order = await compute(redis)
@@ -90,7 +90,7 @@ async def test_a_bulk_client_has_a_turn_however_many_others_wait(redis: redis_as
 
 
 @pytest.mark.usefixtures("nobody_asks_alone")
-async def test_turns_are_kept_when_the_queue_is_swept(redis: redis_async.Redis) -> None:
+async def test_a_sweep_of_the_queue_keeps_turns(redis: redis_async.Redis) -> None:
     await submit(redis, *range(90))
     await submit(redis, 100, 101, reply=X)
     order: list[int] = []
@@ -171,7 +171,7 @@ async def test_a_bulk_client_that_asks_alone_passes_the_backlog(redis: redis_asy
     assert await compute(redis) == list(range(90))
 
 
-async def test_a_bulk_client_gives_way_to_a_single_prompt(redis: redis_async.Redis) -> None:
+async def test_a_bulk_client_yields_to_a_single_prompt(redis: redis_async.Redis) -> None:
     await submit(redis, *range(40), reply=X)
     await take(redis, count=1)
     assert await submit(redis, 60) == "Q"
@@ -187,7 +187,7 @@ async def test_a_bulk_client_that_has_just_given_way_does_not_count_as_alone(red
     assert await redis.get(MODEL.sole_client) != X
     await cancel(redis, *range(40), reply=X)
     await compute(redis)
-    await redis.set(MODEL.sole_client, b"", px=LIFETIME_MS)  # For two seconds it is so.
+    await redis.set(MODEL.sole_client, b"", px=LIFETIME_MS)  # For two seconds.
     await submit(redis, *range(40), reply=X)
     assert await in_stream(redis) == [0, 1]
 
@@ -211,7 +211,7 @@ async def test_prompts_that_other_clients_joined_do_not_go_back(redis: redis_asy
     assert (await compute(redis))[:4] == [0, 1, 7, 60]
 
 
-async def test_a_bulk_client_with_many_prompts_gives_way_at_once(redis: redis_async.Redis) -> None:
+async def test_a_bulk_client_with_many_prompts_yields_at_once(redis: redis_async.Redis) -> None:
     for at in range(0, 250, 50):
         await submit(redis, *range(at, at + 50), reply=X, limit=1000)
     assert await submit(redis, 250, limit=1000) == "Q"
@@ -219,7 +219,7 @@ async def test_a_bulk_client_with_many_prompts_gives_way_at_once(redis: redis_as
     assert await compute(redis) == [0, 1, 250, *range(2, 250)]
 
 
-async def test_a_bulk_client_gives_way_to_another_one(redis: redis_async.Redis) -> None:
+async def test_a_bulk_client_yields_to_another_bulk_client(redis: redis_async.Redis) -> None:
     await submit(redis, *range(40), reply=X)
     await submit(redis, 60, reply=Y)
     assert (await compute(redis)).index(60) <= OF_BULK + 1

@@ -53,7 +53,7 @@ async def test_continuations_move_up_as_others_end(redis: redis_async.Redis) -> 
     assert not await redis.exists(MODEL.backlog, MODEL.backlog_jobs, MODEL.virtual_time)
 
 
-async def test_bulk_prompts_do_not_keep_continuations_of_others_out(redis: redis_async.Redis) -> None:
+async def test_bulk_prompts_do_not_block_continuations_of_others(redis: redis_async.Redis) -> None:
     await submit(redis, *range(10), reply=X, generated=64)
     assert await in_stream(redis) == list(range(OF_BULK))
     assert await submit(redis, 50, 51, generated=64) == "QQ"
@@ -72,7 +72,7 @@ async def test_clients_move_up_by_the_tokens_that_they_may_generate(redis: redis
 
 
 @pytest.mark.usefixtures("nobody_asks_alone")
-async def test_continuations_have_turns_however_many_rows_wait_but_by_their_tokens(redis: redis_async.Redis) -> None:
+async def test_continuations_get_turns_by_their_tokens_next_to_many_rows(redis: redis_async.Redis) -> None:
     await submit(redis, *range(90))
     await submit(redis, 100, 101, reply=B, generated=3)
     order = await compute(redis)

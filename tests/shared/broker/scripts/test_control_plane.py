@@ -1,4 +1,4 @@
-"""What many workers and long queues cost the server: a look is always the same, a call is bounded."""
+"""Server cost of many workers and long queues: a poll always costs the same, a call is bounded."""
 
 from __future__ import annotations
 
@@ -53,20 +53,20 @@ def heartbeat(redis: redis_async.Redis, name: str = "w1", batch: int = 1) -> Hea
 
 
 async def capacity(redis: redis_async.Redis) -> int:
-    """The sum of what all workers compute at once, as `submit.lua` reads it."""
+    """The sum of the batch sizes of all workers, as `submit.lua` reads it."""
     return int(await redis.hget(MODEL.capacity, "") or 0)
 
 
 async def let_pass(redis: redis_async.Redis, *workers: str) -> None:
-    """Put the deadlines of workers into the past, as if they had been killed a lease ago."""
+    """Set the deadlines of workers into the past, as if they had been killed a lease ago."""
     await redis.zadd(MODEL.workers, dict.fromkeys(workers, 1))
 
 
-# Looking at workers
+# Polling workers
 
 
 @pytest.mark.parametrize("redis", ["real"], indirect=True)
-async def test_a_producers_look_is_the_same_work_for_the_server_however_many_workers_there_are(
+async def test_a_producers_poll_costs_the_server_the_same_with_many_workers(
     redis: redis_async.Redis,
 ) -> None:
     await redis.hset(KEYS.models(), INFO.name, INFO.pack())
@@ -91,10 +91,10 @@ async def test_a_producers_look_is_the_same_work_for_the_server_however_many_wor
 
 
 @pytest.mark.parametrize("redis", ["real"], indirect=True)
-async def test_a_workers_heartbeat_and_sweep_are_the_same_work_however_many_others_there_are(
+async def test_a_workers_heartbeat_and_sweep_cost_the_same_with_many_workers(
     redis: redis_async.Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # As if it were for others to look at the infos of other models.
+    # As if other workers checked the infos of other models.
     monkeypatch.setattr("random.random", lambda: 2.0)
     worker = heartbeat(redis)
     await worker.join({})
@@ -111,7 +111,7 @@ async def test_a_workers_heartbeat_and_sweep_are_the_same_work_however_many_othe
 
 
 @pytest.mark.parametrize("redis", ["real"], indirect=True)
-async def test_a_heartbeats_look_at_the_queue_counts_no_workers(redis: redis_async.Redis) -> None:
+async def test_measuring_the_queue_in_a_heartbeat_counts_no_workers(redis: redis_async.Redis) -> None:
     await register(redis)
     nothing: Any = None
     consumer = Consumer(JobReader(redis, MODEL, INFO, "w1", counters := WorkerCounters()), nothing)
@@ -120,20 +120,20 @@ async def test_a_heartbeats_look_at_the_queue_counts_no_workers(redis: redis_asy
     assert "cmdstat_zcount" not in commands
     assert commands["cmdstat_evalsha"] == 1
     assert counters.queue is not None
-    # Who sweeps has counted them.
+    # The sweeping worker has counted them.
     await register(redis, "w2")
     assert await heartbeat(redis).sweep() == 2
 
 
 async def load(redis: redis_async.Redis, name: str, model: str) -> None:
-    """Have a worker load a model."""
+    """Let a worker load a model."""
     await redis.hset(KEYS.worker(name), mapping={"model": model, "state": "loading"})
     await redis.hset(KEYS.loading(), name, model)
     await scripts.REGISTER(redis, [KEYS.model(model).loading], [name, LEASE_MS, LIFETIME_MS])
 
 
 @pytest.mark.parametrize("redis", ["real"], indirect=True)
-async def test_waiting_for_a_model_is_the_same_work_for_the_server_however_many_workers_load(
+async def test_waiting_for_a_model_costs_the_server_the_same_with_many_loading_workers(
     redis: redis_async.Redis,
 ) -> None:
     discovery = Discovery(redis, KEYS)
@@ -159,10 +159,10 @@ async def test_waiting_for_a_model_is_the_same_work_for_the_server_however_many_
 
 
 @pytest.mark.parametrize("redis", ["real"], indirect=True)
-async def test_the_heartbeat_of_a_worker_that_loads_is_the_same_work_however_many_others_load(
+async def test_the_heartbeat_of_a_loading_worker_costs_the_same_with_many_loading_workers(
     redis: redis_async.Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    drawn = 2.0  # As if it were for others to look for the dead.
+    drawn = 2.0  # As if other workers looked for dead ones.
     monkeypatch.setattr("random.random", lambda: drawn)
 
     async def beat() -> None:
@@ -184,7 +184,7 @@ async def test_the_heartbeat_of_a_worker_that_loads_is_the_same_work_however_man
 
 
 async def commands_of(redis: redis_async.Redis, work: Callable[[], Awaitable[None]]) -> dict[str, int]:
-    """How often the server ran each command for some work, those in scripts too."""
+    """Number of calls of each command during some work, including calls in scripts."""
 
     async def counts() -> dict[str, int]:
         reply: Any = await redis.info("commandstats")
@@ -197,7 +197,7 @@ async def commands_of(redis: redis_async.Redis, work: Callable[[], Awaitable[Non
 
 
 @pytest.mark.parametrize("redis", ["real"], indirect=True)
-async def test_new_prompts_that_come_behind_others_are_not_looked_at_one_by_one(redis: redis_async.Redis) -> None:
+async def test_new_prompts_behind_others_are_not_read_one_by_one(redis: redis_async.Redis) -> None:
     await register(redis)
     await submit(redis, *range(50))
     assert await submit(redis, 100, reply=B) == "Q"
@@ -227,7 +227,7 @@ async def test_a_deadline_that_no_lease_can_have_is_that_of_a_clock_that_was_set
 
 
 @pytest.mark.parametrize("key", [MODEL.workers, MODEL.capacity])
-async def test_something_else_where_workers_are_listed_is_replaced_by_the_next_heartbeat(
+async def test_a_foreign_value_of_the_list_of_workers_is_replaced_by_the_next_heartbeat(
     redis: redis_async.Redis, key: bytes
 ) -> None:
     await redis.set(key, "x")
@@ -237,7 +237,7 @@ async def test_something_else_where_workers_are_listed_is_replaced_by_the_next_h
     assert await capacity(redis) == 7
 
 
-async def test_batch_sizes_add_up_whoever_comes_changes_and_goes(redis: redis_async.Redis) -> None:
+async def test_batch_sizes_add_up_when_workers_join_change_and_leave(redis: redis_async.Redis) -> None:
     for number in range(10):
         await register(redis, f"w{number}", 4)
     await register(redis, "w0", 10)
@@ -256,7 +256,7 @@ async def test_batch_sizes_add_up_whoever_comes_changes_and_goes(redis: redis_as
     assert await capacity(redis) == 5
 
 
-async def test_consumers_that_a_server_has_forgotten_the_deadlines_of_are_swept_when_they_stay_silent(
+async def test_silent_consumers_without_a_deadline_on_the_server_are_swept(
     redis: redis_async.Redis,
 ) -> None:
     for name in ("w1", "w2"):
@@ -276,7 +276,7 @@ async def test_consumers_that_a_server_has_forgotten_the_deadlines_of_are_swept_
     assert await read_consumers(redis, MODEL) == [b"w1"]
 
 
-async def test_a_lane_tells_of_a_worker_when_a_new_stream_and_the_server_have_forgotten_it(
+async def test_a_lane_reveals_a_worker_that_the_stream_and_the_server_have_lost(
     redis: redis_async.Redis,
 ) -> None:
     for name in ("w1", "w2"):
@@ -294,7 +294,7 @@ async def test_a_lane_tells_of_a_worker_when_a_new_stream_and_the_server_have_fo
     assert set(await redis.zrange(MODEL.lanes, 0, -1)) == {b"", b"w1"}
 
 
-async def test_a_worker_that_is_gone_stays_a_consumer_while_it_holds_jobs(redis: redis_async.Redis) -> None:
+async def test_a_removed_worker_stays_a_consumer_while_it_holds_jobs(redis: redis_async.Redis) -> None:
     await register(redis, "w2", 4)
     await submit(redis, 1)
     (entry,) = await take(redis, "w2")
@@ -310,7 +310,7 @@ async def test_a_worker_that_is_gone_stays_a_consumer_while_it_holds_jobs(redis:
     assert await read_consumers(redis, MODEL) == [b"w1"]
 
 
-async def test_infos_of_models_that_nobody_serves_are_removed_by_workers_of_others(redis: redis_async.Redis) -> None:
+async def test_infos_of_unserved_models_are_removed_by_workers_of_other_models(redis: redis_async.Redis) -> None:
     worker = heartbeat(redis)
     await worker.join({})
     await redis.hset(KEYS.models(), "gone", ModelInfo("gone", "synthetic", 512, 1000, "seed-0", "float32").pack())
@@ -323,11 +323,11 @@ async def test_infos_of_models_that_nobody_serves_are_removed_by_workers_of_othe
     assert await redis.hexists(KEYS.models(), "m")
 
 
-# Bounded calls: the next ones do the rest
+# Bounded calls: the next calls do the rest
 
 
 @pytest.mark.parametrize("redis", ["real"], indirect=True)
-async def test_a_client_that_asked_alone_gives_way_in_one_call(redis: redis_async.Redis) -> None:
+async def test_a_single_client_yields_in_one_call(redis: redis_async.Redis) -> None:
     await register(redis)
     await submit_many(redis, 1000)
     assert await redis.xlen(JOBS) == 1000
@@ -368,7 +368,7 @@ async def test_large_jobs_beyond_the_capacity_after_a_worker_left_go_back_a_few_
     assert await redis.zcard(MODEL.backlog) == 64
 
 
-async def test_large_prompts_of_a_client_that_asks_alone_wait_in_the_backlog(redis: redis_async.Redis) -> None:
+async def test_large_prompts_of_a_single_client_wait_in_the_backlog(redis: redis_async.Redis) -> None:
     await register(redis)
     digests = many(20)
     keys = [JOBS, A, *(MODEL.waiting + digest for digest in digests)]
@@ -393,7 +393,7 @@ async def test_one_call_moves_up_no_more_bytes_than_it_can_soon_move(redis: redi
     assert sorted(fields[b"m"][-16:] for entries in queued for _, fields in entries) == sorted(digests)
 
 
-async def test_one_call_forgets_some_of_the_clients_that_have_nothing_in_the_backlog(redis: redis_async.Redis) -> None:
+async def test_one_call_removes_some_of_the_clients_without_prompts_in_the_backlog(redis: redis_async.Redis) -> None:
     await redis.zadd(MODEL.virtual_time, {"": 5000.0, **{MODEL.reply(f"{i:016x}"): float(i) for i in range(1000)}})
     await redis.zadd(MODEL.virtual_time, {A: 6000.0})
     args = [GROUP, 200, LIFETIME_MS, 0]
@@ -406,9 +406,7 @@ async def test_one_call_forgets_some_of_the_clients_that_have_nothing_in_the_bac
 
 @pytest.mark.parametrize("failure", [b"", FAILURE], ids=["row", "failure"])
 @pytest.mark.parametrize("redis", ["real"], indirect=True)
-async def test_all_of_many_clients_of_one_prompt_are_told_some_in_each_call(
-    redis: redis_async.Redis, failure: bytes
-) -> None:
+async def test_each_call_notifies_some_of_many_clients_of_one_prompt(redis: redis_async.Redis, failure: bytes) -> None:
     await submit(redis, 1, 2)
     first, second = await take(redis)
     await submit(redis, 1, reply=B)
@@ -435,7 +433,7 @@ async def test_all_of_many_clients_of_one_prompt_are_told_some_in_each_call(
 
 
 @pytest.mark.parametrize("redis", ["real"], indirect=True)
-async def test_one_look_for_silent_jobs_goes_through_some_of_those_held_and_the_next_goes_on(
+async def test_one_scan_for_silent_jobs_covers_some_held_jobs_and_the_next_continues(
     redis: redis_async.Redis,
 ) -> None:
     await register(redis)
@@ -457,7 +455,7 @@ async def test_one_look_for_silent_jobs_goes_through_some_of_those_held_and_the_
 
 
 @pytest.mark.parametrize("redis", ["real"], indirect=True)
-async def test_workers_share_a_look_for_silent_jobs(redis: redis_async.Redis) -> None:
+async def test_workers_share_a_scan_for_silent_jobs(redis: redis_async.Redis) -> None:
     for number in range(10):
         await register(redis, f"w{number}")
     async with redis.pipeline(transaction=False) as pipe:
@@ -477,7 +475,7 @@ async def test_workers_share_a_look_for_silent_jobs(redis: redis_async.Redis) ->
 
 
 @pytest.mark.parametrize("redis", ["real"], indirect=True)
-async def test_a_look_for_silent_jobs_goes_on_behind_an_entry_with_the_last_possible_id(
+async def test_a_scan_for_silent_jobs_continues_behind_an_entry_with_the_largest_id(
     redis: redis_async.Redis,
 ) -> None:
     await submit_many(redis, 499)
@@ -488,7 +486,7 @@ async def test_a_look_for_silent_jobs_goes_on_behind_an_entry_with_the_last_poss
     assert [job[0] for job in (await claim(redis))[1]] == entries[:1]
 
 
-async def test_what_is_left_of_a_look_for_silent_jobs_is_found_by_the_next(redis: redis_async.Redis) -> None:
+async def test_the_next_scan_for_silent_jobs_covers_the_rest(redis: redis_async.Redis) -> None:
     await submit_many(redis, 90)
     entries = await take(redis, count=100)
     await fall_silent(redis, *entries, deliveries=1)
@@ -511,7 +509,7 @@ async def submit_many(redis: redis_async.Redis, count: int) -> None:
 
 
 async def take_all(redis: redis_async.Redis) -> list[bytes]:
-    """Compute all prompts, one after the other; returns their digests in that order."""
+    """Compute all prompts, one after the other; return their digests in order."""
     order = []
     while entries := await take(redis, count=1):
         job = (await entries_of(redis))[0][1][b"m"]
@@ -533,7 +531,7 @@ async def test_a_hash_of_many_fields_is_read_in_parts(redis: redis_async.Redis, 
     assert await read_hash(redis, KEYS.models(), most_bytes=4000) == infos
 
 
-async def test_a_worker_that_holds_much_renews_all_of_it_and_nothing_of_others(redis: redis_async.Redis) -> None:
+async def test_a_worker_with_many_jobs_renews_all_of_them_and_no_others(redis: redis_async.Redis) -> None:
     async with redis.pipeline(transaction=False) as pipe:
         for number in range(600):
             pipe.xadd(JOBS, {"m": b"job-%d" % number})

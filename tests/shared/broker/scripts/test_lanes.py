@@ -42,7 +42,7 @@ WORKERS = ("w1", "w2", "w3", "w4")
 
 @pytest.fixture
 async def lanes(redis: redis_async.Redis) -> redis_async.Redis:
-    """A client of a server whose queue four workers serve that compute eight prompts at a time."""
+    """A client of a server whose queue has four workers that compute eight prompts at a time."""
     for worker in WORKERS:
         await register(redis, worker, BATCH)
     return redis
@@ -105,7 +105,7 @@ async def test_a_prompt_goes_to_its_home(lanes: redis_async.Redis) -> None:
 @pytest.mark.parametrize(
     "home", ["gone", "w2", "w4", "w1 w2", "\xff"], ids=["unknown", "dead", "closed", "odd", "bytes"]
 )
-async def test_a_prompt_whose_home_takes_nothing_goes_to_the_shortest_lane(lanes: redis_async.Redis, home: str) -> None:
+async def test_a_prompt_whose_home_is_full_goes_to_the_shortest_lane(lanes: redis_async.Redis, home: str) -> None:
     await lanes.zadd(MODEL.workers, {"w2": 1})
     await close_lane(lanes, "w4")
     await submit(lanes, 1, 2, homes=["w1", home])
@@ -183,7 +183,7 @@ async def test_placing_prompts_is_the_same_work_with_four_and_with_a_thousand_wo
         await register(lanes, f"other{number}", BATCH)
     many = await commands_of(lanes, ask)
     assert many.keys() == few.keys()
-    # Whether each of the three that are chosen lives is looked up once; of few workers some are chosen twice.
+    # Whether each of the three chosen lives is looked up once; of few workers some are chosen twice.
     assert sum(many.values()) <= sum(few.values()) + 2 * 3
 
 
@@ -259,7 +259,7 @@ async def test_an_idle_worker_steals_half_of_the_jobs_behind_a_full_batch(
     for worker in WORKERS:
         await take(lanes, worker)
     held = set(await lane(lanes, "w1"))
-    await lanes.zadd(MODEL.lanes, {worker: 1000 for worker in WORKERS if worker != "w1"})  # Nothing is placed there.
+    await lanes.zadd(MODEL.lanes, {worker: 1000 for worker in WORKERS if worker != "w1"})  # No prompt is placed there.
     await submit(lanes, *range(20, 26))
     assert set(await lane(lanes, "w1")) == held | set(range(20, 26))
     await register(lanes, "w1", len(held))
@@ -285,7 +285,7 @@ async def test_a_job_at_its_home_is_stolen_only_after_a_while(lanes: redis_async
     assert 0 < await lanes.pttl(waiting(4)) <= LIFETIME_MS
 
 
-async def test_a_worker_with_room_in_its_batch_is_left_alone(lanes: redis_async.Redis) -> None:
+async def test_nothing_is_stolen_from_a_worker_with_capacity_in_its_batch(lanes: redis_async.Redis) -> None:
     await submit(lanes, *range(8))
     assert await steal(lanes, "w1") == 0, "it is about to take them"
     await submit(lanes, *range(8), again=True)
@@ -308,7 +308,7 @@ async def test_a_worker_that_leaves_steals_nothing(lanes: redis_async.Redis) -> 
     assert await steal(lanes, "w2", patience_ms=0) == 0
 
 
-# Workers that go
+# Workers that end
 
 
 async def test_a_worker_that_leaves_moves_its_lane_to_the_shared_stream(lanes: redis_async.Redis) -> None:
@@ -347,7 +347,7 @@ async def test_other_workers_get_the_lane_of_a_dead_worker(lanes: redis_async.Re
     entries = [entry for entry, _, _ in taken]
     assert all(entry.endswith(b" w1") for entry in entries)
     assert await scripts.RENEW(lanes, [JOBS], [GROUP, "w2", *entries]) == []
-    # Neither is taken twice, nor does who wakes up end what failed there.
+    # No job is claimed twice, and a worker that continues does not end a job that failed meanwhile.
     assert await claim(lanes, consumer="w3") == (0, [])
     await finish(lanes, (entries[0], numbers[0], b"", False))
     await sweep(lanes)
@@ -392,19 +392,19 @@ async def test_a_worker_that_wakes_up_keeps_its_lane_and_loses_claimed_jobs(lane
     await register(lanes, "w1", BATCH)
     lost: Any = await scripts.RENEW(lanes, [JOBS], [GROUP, "w1", first, second])
     assert lost == [first, second]
-    # Who has taken them over dies too.
+    # The claiming worker crashes too.
     await lanes.zadd(MODEL.workers, {"w2": 1})
     for entry in (first, second):
         entry_id = entry.partition(b" ")[0]
         await lanes.xclaim(MODEL.lane("w1"), GROUP, "w2", 0, [entry_id], idle=LEASE_MS + 1, justid=True)
-    # Each alone: it may be what has killed them.
+    # Each alone: it may have crashed them.
     taken = [await claim(lanes, consumer="w1") for _ in range(2)]
     assert taken == [(1, [(first, b"job-1", 2)]), (1, [(second, b"job-2", 2)])]
     await submit(lanes, 3, homes=["w1"])
     assert await lane(lanes, "w1") == [1, 2, 3]
 
 
-# What else may stand there
+# Foreign values
 
 
 @pytest.mark.parametrize("junk", ["string", "full"])

@@ -194,7 +194,7 @@ async def test_a_dead_letter_is_queued_again_and_is_wanted_without_clients(
 async def test_only_a_dead_letter_of_a_bulk_client_yields_when_it_is_retried(
     redis: redis_async.Redis, reply: bytes
 ) -> None:
-    await submit(redis, 9)  # One prompt that nothing waits with says nothing of its client.
+    await submit(redis, 9)  # A prompt without a waiting key does not name its client.
     letter = await bury(redis, reply=reply)
     assert await retry(redis, letter) == "Q"
     _, fields = (await entries_of(redis))[-1]
@@ -234,7 +234,7 @@ async def test_junk_in_a_waiting_key_does_not_prevent_a_retry(redis: redis_async
     assert await registered(redis, 1) == {b"job": entry, b"keep": b""}
 
 
-async def test_a_letter_whose_prompt_has_lost_its_job_is_queued(redis: redis_async.Redis) -> None:
+async def test_a_dead_letter_whose_prompt_has_lost_its_job_is_queued(redis: redis_async.Redis) -> None:
     letter = await bury(redis)
     await submit(redis, 1)
     ((lost, _),) = await entries_of(redis)

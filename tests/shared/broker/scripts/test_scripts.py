@@ -1,6 +1,6 @@
-"""The Lua scripts: every test runs on fakeredis and on a real server, so that neither the logic nor the fake errs.
+"""The Lua scripts: every test runs on fakeredis and on a real server, so that neither logic nor simulation is wrong.
 
-Leases pass without waiting: XCLAIM sets how long an entry has been idle.
+Leases end without waiting: XCLAIM sets how long an entry has been idle.
 """
 
 from __future__ import annotations
@@ -83,14 +83,16 @@ async def test_a_full_queue_takes_jobs_again_when_one_has_ended(redis: redis_asy
     assert await submit(redis, 2, limit=1) == "Q"
 
 
-async def test_a_row_that_was_stored_meanwhile_is_reported_and_nothing_registered(redis: redis_async.Redis) -> None:
+async def test_a_row_that_was_stored_before_the_submission_is_reported_and_no_client_registered(
+    redis: redis_async.Redis,
+) -> None:
     await redis.set(ROWS + digest(1), b"row")
     assert await submit(redis, 1) == "R"
     assert await entries_of(redis) == []
     assert not await redis.exists(waiting(1))
 
 
-async def test_a_stored_row_is_ignored_by_who_found_it_damaged(redis: redis_async.Redis) -> None:
+async def test_a_submission_that_reports_damage_ignores_the_stored_row(redis: redis_async.Redis) -> None:
     await redis.set(ROWS + digest(1), b"damaged")
     assert await submit(redis, 1, check_rows=False) == "Q"
 
@@ -136,7 +138,7 @@ async def test_a_lost_job_for_which_one_client_waits_is_queued_again_for_all(
     assert not await redis.exists(waiting(1))
 
 
-async def test_a_client_that_asks_twice_is_told_once(redis: redis_async.Redis) -> None:
+async def test_a_client_that_submits_twice_is_notified_once(redis: redis_async.Redis) -> None:
     assert await submit(redis, 1) + await submit(redis, 1) == "QJ"
     (entry,) = await take(redis)
     assert await finish(redis, (entry, 1, b"", False)) == 1
@@ -145,7 +147,7 @@ async def test_a_client_that_asks_twice_is_told_once(redis: redis_async.Redis) -
 
 @pytest.mark.parametrize("what", [b"", b"no client", b"a\nb", b"a\ndone", b"\n" * 9])
 @pytest.mark.parametrize("lifetime", [None, 60_000])
-async def test_a_string_that_says_nothing_of_a_client_is_replaced(
+async def test_a_waiting_key_that_names_no_client_is_replaced(
     redis: redis_async.Redis, what: bytes, lifetime: int | None
 ) -> None:
     await redis.set(waiting(1), what, px=lifetime)
@@ -157,7 +159,7 @@ async def test_a_string_that_says_nothing_of_a_client_is_replaced(
     await assert_queue_is_empty(redis)
 
 
-async def test_who_waits_is_kept_where_somebody_has_robbed_the_key_of_its_expiry(redis: redis_async.Redis) -> None:
+async def test_a_waiting_key_without_a_lifetime_keeps_its_clients(redis: redis_async.Redis) -> None:
     await submit(redis, 1, 2)
     first, second = await take(redis)
     for number in (1, 2):
@@ -184,7 +186,7 @@ async def test_a_lost_job_is_refused_when_the_queue_is_full(redis: redis_async.R
     assert await submit(redis, 1, again=True, limit=1) == "F"
 
 
-async def test_what_waits_expires_and_joining_prolongs_it(redis: redis_async.Redis) -> None:
+async def test_a_waiting_key_expires_and_joining_prolongs_it(redis: redis_async.Redis) -> None:
     await submit(redis, 1, lifetime=10_000)
     assert 0 < await redis.pttl(waiting(1)) <= 10_000
     await submit(redis, 1, reply=B, lifetime=90_000)
@@ -192,7 +194,7 @@ async def test_what_waits_expires_and_joining_prolongs_it(redis: redis_async.Red
     assert await redis.pttl(JOBS) == -1
 
 
-async def test_who_joins_for_a_short_time_does_not_shorten_that_of_others(redis: redis_async.Redis) -> None:
+async def test_joining_for_a_short_time_does_not_shorten_the_lifetime_for_others(redis: redis_async.Redis) -> None:
     await submit(redis, 1, lifetime=90_000)
     await submit(redis, 1, reply=B, lifetime=10_000)
     assert 10_000 < await redis.pttl(waiting(1)) <= 90_000
@@ -229,7 +231,7 @@ async def test_only_the_prompts_that_were_left_are_removed(redis: redis_async.Re
     assert A in await registered(redis, 3)
 
 
-async def test_a_client_that_never_asked_removes_nothing(redis: redis_async.Redis) -> None:
+async def test_a_client_that_never_submitted_removes_nothing(redis: redis_async.Redis) -> None:
     await submit(redis, 1)
     assert await cancel(redis, 1, 2, reply=C) == 0
     assert len(await entries_of(redis)) == 1
@@ -241,7 +243,7 @@ async def test_cancelling_twice_is_harmless(redis: redis_async.Redis) -> None:
     assert [await cancel(redis, 1), await cancel(redis, 1)] == [1, 0]
 
 
-async def test_a_job_is_removed_though_no_worker_has_ever_come(redis: redis_async.Redis) -> None:
+async def test_a_job_is_removed_before_any_worker_has_joined(redis: redis_async.Redis) -> None:
     await redis.xgroup_destroy(JOBS, GROUP)
     await submit(redis, 1)
     assert await cancel(redis, 1) == 1
@@ -285,7 +287,7 @@ async def test_a_reply_stream_is_capped(redis: redis_async.Redis) -> None:
     assert await redis.xlen(A) <= 110
 
 
-async def test_a_failure_reaches_every_client_by_itself(redis: redis_async.Redis) -> None:
+async def test_a_failure_is_sent_to_every_client(redis: redis_async.Redis) -> None:
     await submit(redis, 1, 2)
     await submit(redis, 1, reply=B)
     first, second = await take(redis)
@@ -312,7 +314,7 @@ async def test_a_dead_letter_keeps_the_job_and_the_reason(redis: redis_async.Red
 
 
 async def finish_checked(redis: redis_async.Redis, *endings: tuple[bytes, int, bytes, bool]) -> bytes:
-    """As `finish`, and have it looked whether the rows are there."""
+    """Like `finish`, and let the script check whether the rows exist."""
     keys = [JOBS, DEAD, *(waiting(number) for _, number, _, _ in endings)]
     keys += [ROWS + digest(number) for _, number, _, _ in endings]
     args = finish_args(*((entry, failure, dead) for entry, _, failure, dead in endings))
@@ -320,7 +322,7 @@ async def finish_checked(redis: redis_async.Redis, *endings: tuple[bytes, int, b
     return outcome
 
 
-async def test_a_job_whose_row_is_not_there_is_left_for_its_worker(redis: redis_async.Redis) -> None:
+async def test_a_job_without_a_stored_row_is_left_to_its_worker(redis: redis_async.Redis) -> None:
     await submit(redis, 1, 2, 3)
     entries = await take(redis)
     await redis.set(ROWS + digest(1), b"row")
@@ -336,7 +338,7 @@ async def test_a_job_whose_row_is_not_there_is_left_for_its_worker(redis: redis_
     await assert_queue_is_empty(redis)
 
 
-async def test_small_rows_come_along_to_each_client_that_waits_for_them(redis: redis_async.Redis) -> None:
+async def test_notifications_carry_small_rows_to_each_waiting_client(redis: redis_async.Redis) -> None:
     await submit(redis, 1, 2)
     await submit(redis, 2, 3, reply=B)
     assert await finish_storing(redis, await take(redis), [b"row1", b"row two", b"row3"]) == b"2"
@@ -374,7 +376,7 @@ async def test_references_are_stored_by_that_script_too_and_notifications_carry_
     if before:
         await redis.set(ROWS + digest(count), before)
     assert await finish_storing(redis, await take(redis), references(count), HOST) == b"1"
-    # Of what is stored already the client is told alone: it fetches that.
+    # For rows that are stored already the client gets only a notification, and fetches them.
     kept = count - 1 if before else count
     parts = [b"".join(map(place_of, references(kept)))] * bool(kept) + [None] * bool(before)
     assert sorted([fields.get(b"s") for fields in await told(redis, HERE)], key=str) == sorted(parts, key=str)
@@ -401,7 +403,7 @@ async def test_jobs_whose_references_a_client_elsewhere_cannot_read_are_left_to_
 
 
 @pytest.mark.parametrize("count", [1, 2])
-async def test_where_a_row_is_stored_already_all_get_that_one(redis: redis_async.Redis, count: int) -> None:
+async def test_if_a_row_is_stored_already_all_clients_get_it(redis: redis_async.Redis, count: int) -> None:
     await submit(redis, *range(1, count + 1))
     await redis.set(ROWS + digest(count), b"before")
     rows = [b"row%d" % number for number in range(1, count + 1)]
@@ -435,7 +437,7 @@ async def test_rows_that_the_server_has_no_memory_for_are_left_to_the_worker(
 
 
 @pytest.mark.parametrize("count", [1, 2])
-async def test_what_a_client_does_not_read_carries_no_rows(redis: redis_async.Redis, count: int) -> None:
+async def test_notifications_to_a_client_that_does_not_read_carry_no_rows(redis: redis_async.Redis, count: int) -> None:
     for _ in range(64):
         await redis.xadd(A, {"d": "unread"})
     await submit(redis, *range(1, count + 1))
@@ -450,7 +452,7 @@ async def test_a_message_carries_no_more_than_64_kib_of_rows(redis: redis_async.
     assert [sorted(fields) for fields in await told(redis, A)] == [[b"d", b"f", b"w"]]
 
 
-async def test_what_is_no_reply_stream_is_passed_over_for_a_lone_job_too(redis: redis_async.Redis) -> None:
+async def test_a_key_that_is_no_reply_stream_is_skipped_for_a_single_job_too(redis: redis_async.Redis) -> None:
     await submit(redis, 1)
     (entry,) = await take(redis)
     foreign = b"elsewhere"
@@ -471,7 +473,7 @@ async def test_a_job_that_failed_keeps_its_own_reason(redis: redis_async.Redis) 
     await assert_queue_is_empty(redis)
 
 
-async def test_an_entry_that_is_gone_is_no_dead_letter_but_its_clients_are_told(redis: redis_async.Redis) -> None:
+async def test_a_removed_entry_is_no_dead_letter_and_its_clients_are_notified(redis: redis_async.Redis) -> None:
     await submit(redis, 1)
     (entry,) = await take(redis)
     await redis.xdel(JOBS, entry)
@@ -481,7 +483,7 @@ async def test_an_entry_that_is_gone_is_no_dead_letter_but_its_clients_are_told(
     assert await pending(redis) == {}
 
 
-async def test_finishing_twice_tells_nobody_twice(redis: redis_async.Redis) -> None:
+async def test_finishing_twice_notifies_each_client_once(redis: redis_async.Redis) -> None:
     await submit(redis, 1)
     (entry,) = await take(redis)
     assert await finish(redis, (entry, 1, b"", False)) == 1
@@ -499,7 +501,7 @@ async def test_two_entries_of_one_prompt_end_together(redis: redis_async.Redis) 
     await assert_queue_is_empty(redis)
 
 
-async def test_a_job_that_nobody_waits_for_ends_too(redis: redis_async.Redis) -> None:
+async def test_a_job_without_a_client_ends_too(redis: redis_async.Redis) -> None:
     await submit(redis, 1)
     (entry,) = await take(redis)
     await cancel(redis, 1)
@@ -565,7 +567,7 @@ async def test_swap_changes_a_field_only_from_the_value_that_was_seen(
 # Script
 
 
-async def test_a_script_is_sent_whole_only_when_the_server_does_not_know_it(redis: redis_async.Redis) -> None:
+async def test_the_text_of_a_script_is_sent_only_if_the_server_does_not_have_it(redis: redis_async.Redis) -> None:
     await redis.script_flush()
     with pytest.raises(NoScriptError):
         await redis.evalsha(scripts.SWAP.sha, 1, b"h", b"f", b"", b"x")
@@ -582,7 +584,7 @@ async def test_a_script_runs_on_the_lines_of_the_path_of_a_request_too(server: s
     connection = CommandConnection(Server(server)) if kind == "commands" else RowConnection(Server(server), 10.0)
     keys = [JOBS, A, waiting(1), waiting(2)]
     try:
-        for outcome in (b"QQ", b"JJ"):  # first sent whole, then by its name
+        for outcome in (b"QQ", b"JJ"):  # first sent as a text, then by its digest
             assert (
                 await scripts.SUBMIT.on(connection.call, keys, [100, LIFETIME_MS, "", 0, 2, b"job-1", b"job-2"])
                 == outcome

@@ -1,4 +1,4 @@
-"""Strings that scripts set together, where the server has a command for that and its user the right to it."""
+"""Strings that scripts set together, if the server has a command for it and the user has the right."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ USERS = Path(__file__).parents[4] / "docker/redis/users.acl"
 
 
 async def has_command(redis: redis_async.Redis) -> bool:
-    """Whether the server has MSETEX at all: from Redis 8.4 and Valkey 9.1 on."""
+    """Whether the server has MSETEX: from Redis 8.4 and Valkey 9.1 on."""
     known: Any = await redis.eval("return redis.call('COMMAND', 'INFO', 'MSETEX')[1] and 1 or 0", 0)
     return bool(known)
 
 
 @pytest.fixture(name="admin")
 async def clean_server(server: str) -> AsyncIterator[redis_async.Redis]:
-    """A client that may do everything, of a server with an empty queue."""
+    """A client with all rights, of a server with an empty queue."""
     client = redis_async.Redis.from_url(server)
     await client.flushall()
     await client.config_resetstat()
@@ -56,14 +56,14 @@ async def clean_server(server: str) -> AsyncIterator[redis_async.Redis]:
 async def script_user(
     request: pytest.FixtureRequest, admin: redis_async.Redis, server: str
 ) -> AsyncIterator[redis_async.Redis]:
-    """The client of a user with all rights, and of one without that to set strings together."""
+    """The clients of a user with all rights, and of one without the right to set strings together."""
     if request.param == "default":
         yield admin
         return
     rights = ["+@all", *(["-msetex"] if await has_command(admin) else [])]
     await admin.acl_setuser("limited", enabled=True, reset=True, passwords=["+secret"], keys=["*"], commands=rights)
     client = redis_async.Redis.from_url(server, username="limited", password="secret")
-    # Old servers refuse what redis-py says when it connects.
+    # Old servers refuse the commands that redis-py sends when it connects.
     await client.ping()
     await admin.config_resetstat()
     await admin.acl_log_reset()
@@ -73,23 +73,23 @@ async def script_user(
 
 
 async def calls(admin: redis_async.Redis, command: str) -> int:
-    """How often a command has been called, by scripts too."""
+    """Number of calls of a command, including calls in scripts."""
     counts: dict[str, Any] = await admin.info("commandstats")
     return int(counts.get(f"cmdstat_{command}", {}).get("calls", 0))
 
 
 async def assert_set_by(admin: redis_async.Redis, redis: redis_async.Redis, count: int) -> None:
-    """Whether strings were set together where that can be done, and that no server counts a refusal."""
+    """Check that strings were set together where possible, and that the server counts no refusal."""
     is_together = await has_command(admin) and redis is admin
     assert await calls(admin, "msetex") == int(is_together)
     assert await calls(admin, "set") == (0 if is_together else count)
-    # A script that the server did not know is sent whole.
+    # The text of a script is sent if the server does not have it.
     assert (await admin.info("errorstats")).keys() <= {"errorstat_NOSCRIPT"}
     assert await admin.acl_log() == []
 
 
 @pytest.mark.parametrize("has_lanes", [False, True])
-async def test_prompts_that_nobody_has_asked_for_are_registered_together(
+async def test_new_prompts_are_registered_together(
     admin: redis_async.Redis, redis: redis_async.Redis, has_lanes: bool
 ) -> None:
     for worker in ("w1", "w2") if has_lanes else ():
@@ -141,8 +141,8 @@ async def test_two_jobs_of_one_prompt_store_its_row_once(redis: redis_async.Redi
     assert await entries_of(redis) == []
 
 
-def test_the_readme_says_how_users_with_few_rights_get_this_one() -> None:
-    """Not in the file itself: a server that does not know a command does not start with it."""
+def test_the_readme_explains_how_users_with_few_rights_get_this_right() -> None:
+    """Not in the configuration file: a server refuses to start with an unknown command in it."""
     users = USERS.read_text()
     assert "msetex" not in users
     (command,) = re.findall(r"^sed '(s/\+set /.*)' users\.acl$", (USERS.parent / "README.md").read_text(), re.MULTILINE)

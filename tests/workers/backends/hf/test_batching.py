@@ -91,7 +91,7 @@ def test_a_step_of_bulk_prompts_always_computes_some_tokens() -> None:
 
 @pytest.mark.usefixtures("clock")
 def test_a_step_of_bulk_prompts_stays_large_where_a_small_one_takes_as_long() -> None:
-    """On an accelerator, next to prompts whose keys and values are held."""
+    """On an accelerator, next to prompts with cached keys and values."""
     limit = BulkLimit(chunk=2048, least=256, most=8192)
     for _ in range(40):
         limit.interactive_step(0.02)

@@ -1,4 +1,4 @@
-"""LoRA adapters of the hf backend: the rows are peft's own, those of other prompts stay the model's to the last bit."""
+"""LoRA adapters of the hf backend: rows equal peft's, and rows of other prompts stay bit-identical to the model's."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _numbers = count()
 
 
 def write_lora(folder: Path, seed: int, kind: str = "llama", **config: Any) -> Path:
-    """An adapter for a tiny model, as peft makes and writes it."""
+    """An adapter for a tiny model, made and written by peft."""
     # Imported here: in each process that collects tests it takes seconds.
     from peft import LoraConfig, get_peft_model
 
@@ -112,12 +112,12 @@ def load(backend: HfBackend, loras: dict[str, Path]) -> dict[str, str]:
 PROMPTS = [[1, 2, 3], [4, 5], list(range(40)), list(range(41)), [1, 2, 3, 9], [8]]
 
 
-def test_rows_of_adapters_are_those_of_peft(backend: HfBackend, loras: dict[str, Path]) -> None:
+def test_rows_of_adapters_equal_those_of_peft(backend: HfBackend, loras: dict[str, Path]) -> None:
     named = load(backend, loras)
     folders = {"": None, **{named[name]: folder for name, folder in loras.items()}}
     asked = [(ids, adapter) for ids in PROMPTS for adapter in folders]
     random.Random(0).shuffle(asked)
-    for _ in range(3):  # From the second time on, from prefixes that are held.
+    for _ in range(3):  # From the second time on, with cached prefixes.
         for (ids, adapter), row in zip(asked, ask(backend, asked), strict=True):
             np.testing.assert_allclose(row, reference(folders[adapter], ids), atol=1e-5, rtol=0)
     assert backend.stats().reused > 0
@@ -198,7 +198,7 @@ def test_keys_and_values_of_a_prefix_are_never_used_for_another_adapter(
         assert backend.stats().reused == before.reused, "the first time there is nothing to reuse"
         ask(backend, [([*ids, 1], adapter)])
         assert backend.stats().reused - before.reused == 50
-    # Dropped and loaded again it has the same name, and must not find what it had.
+    # Dropped and loaded again it has the same name, and must not find its old keys and values.
     revision = named["poet"].rpartition("@")[2]
     backend.drop_adapter(named["poet"])
     assert backend.load_adapter("poet", str(loras["poet"])) == revision
@@ -342,7 +342,7 @@ class Reserved(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch is 
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._storages: list[torch.UntypedStorage] = []  # Held, so that no two have one address.
+        self._storages: list[torch.UntypedStorage] = []  # Referenced, so that no two have one address.
 
     @property
     def count(self) -> int:

@@ -1,4 +1,4 @@
-"""The hf backend against transformers itself: rows, reuse, limits, failures, settings."""
+"""The hf backend compared with transformers: rows, reuse, limits, failures, settings."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def test_reuse_is_switched_off_where_it_gives_other_rows(tiny: Tiny, monkeypatch
     assert backend.stats().reused == 0
 
 
-def test_reuse_goes_on_below_the_horizon(tiny: Tiny) -> None:
+def test_reuse_continues_below_the_horizon(tiny: Tiny) -> None:
     backend = tiny.backend("longrope")
     for size in (10, 16, 17, 18, 11):
         tiny.reference("longrope").check(serve(backend, [range(size)]))
@@ -298,7 +298,7 @@ def test_tokens_of_probability_zero_are_allowed(tmp_path: Path) -> None:
 
 
 def limit_forward(monkeypatch: pytest.MonkeyPatch, fail: Callable[[Tensor], None]) -> list[int]:
-    """Let Llama's forward call `fail` with its input ids first; returns the sizes of the batches that ran."""
+    """Let Llama's forward call `fail` with its input ids first; return the sizes of the batches that ran."""
     sizes: list[int] = []
     forward = LlamaForCausalLM.forward
 

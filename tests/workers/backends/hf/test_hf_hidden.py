@@ -1,4 +1,4 @@
-"""Hidden states and the head: together they make the model's rows, whatever an architecture does behind its product."""
+"""Hidden states and the head: their product gives the model's rows, for all steps of an architecture after it."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def write(folder: Path, kind: str, dtype: torch.dtype) -> Path:
 
 
 def head_of(backend: HfBackend) -> Head:
-    """The head as clients put it together."""
+    """The head, assembled as by clients."""
     info = backend.info
     scale, soft_cap, has_bias = backend.head(HeadQuery("facts"))[:FACTS].tolist()
     bias = backend.head(HeadQuery("bias")) if has_bias else None
@@ -78,7 +78,7 @@ def head_of(backend: HfBackend) -> Head:
 
 
 def answers(backend: HfBackend, prompts: list[Any], wanted: PositionsQuery) -> list[NDArray[np.float32]]:
-    """What is wanted of the prompts, which run together, (n, width) each."""
+    """The requested values of prompts that run together, (n, width) each."""
     jobs = [job(ids)._replace(positions=wanted, digest=bytes([at]) * 16) for at, ids in enumerate(prompts)]
     backend.submit(jobs)
     found: dict[bytes, NDArray[np.float32]] = {}
@@ -135,7 +135,7 @@ def test_a_hidden_state_that_is_not_finite_fails_its_prompt_alone(tmp_path: Path
     backend.close()
 
 
-def test_clients_make_rows_of_their_own(pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clients_compute_rows_from_hidden_states(pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = write(tmp_path, "untied", torch.float32)
     monkeypatch.setattr(query, "MAX_ANSWER", 33 * 20)  # The head comes in six parts.
     pool.start("--backend", "hf", "--name", "tiny", "--device", "cpu", model=str(folder))
@@ -153,7 +153,7 @@ def test_clients_make_rows_of_their_own(pool: Pool, tmp_path: Path, monkeypatch:
         rows: NDArray[Any] = np.asarray(producer.positions(text, 4, full=True))
         made: NDArray[Any] = head.logprobs(hidden)
         assert np.abs((np.exp(rows) * (rows - made)).sum(axis=1)).max() < MIN_KL
-        # Any client may ask for the bias, of a model that has none too.
+        # Any client may request the bias, also of a model without one.
         session = producer._asynchronous._sessions.session
         assert session is not None
 
@@ -163,7 +163,7 @@ def test_clients_make_rows_of_their_own(pool: Pool, tmp_path: Path, monkeypatch:
 
         bias: NDArray[np.float32] = producer._wait_for(ask_bias())
         assert not bias.any()
-        # Nobody else needs the parts of the head, or of an answer in several.
+        # No other caller needs the parts of the head, or of a result in several.
         until(lambda: not pool.names("row:*"), "nothing is left")
         with pytest.raises(SettingsError, match="start: 30 must be a whole number from 0 to 29"):
             producer.hidden(text, 30)
@@ -183,12 +183,12 @@ async def test_hidden_states_of_a_file_are_kept_in_the_dtype_of_the_model(pool: 
         assert found.manifest.columns["hidden"].startswith("bfloat16 (n, 33)")
         for text, answer in zip(texts, found, strict=True):
             expected: NDArray[Any] = await producer.hidden(text)
-            # Other prompts may have run beside it, and it has 8 bits.
+            # Other prompts may have run with it, and it has 8 bits.
             np.testing.assert_allclose(answer["hidden"], expected, atol=0.1, rtol=0.1)
             assert not (answer["hidden"].view(np.uint32) & 0xFFFF).any()
 
 
-async def test_a_file_is_refused_where_no_hidden_states_are_told(pool: Pool, tmp_path: Path) -> None:
+async def test_a_batch_run_is_refused_without_hidden_states(pool: Pool, tmp_path: Path) -> None:
     pool.start()
     source = write_texts(tmp_path / "in.jsonl", [[1]])
     async with pool.producer() as producer:
@@ -196,7 +196,7 @@ async def test_a_file_is_refused_where_no_hidden_states_are_told(pool: Pool, tmp
             await run(producer, source, tmp_path / "out", "hidden")
 
 
-def test_workers_that_tell_none_refuse(pool: Pool) -> None:
+def test_workers_without_hidden_states_refuse(pool: Pool) -> None:
     pool.start()
     with SyncProducer("syn", redis=pool.url, prefix=pool.prefix) as producer:
         with pytest.raises(SettingsError, match="hidden: the workers of 'syn' return no hidden states"):

@@ -37,7 +37,7 @@ def attention_of(backend: HfBackend) -> str | None:
 
 
 @pytest.mark.parametrize("left_out", [hf_model._LEFT_OUT, ()], ids=["by-config", "by-comparison"])
-def test_attention_keeps_the_soft_cap_that_the_config_asks_for(
+def test_attention_applies_the_soft_cap_of_the_config(
     tiny: Tiny, monkeypatch: pytest.MonkeyPatch, left_out: tuple[str, ...]
 ) -> None:
     monkeypatch.setattr(hf_model, "_LEFT_OUT", left_out)
@@ -56,7 +56,7 @@ def test_a_small_soft_cap_is_kept_although_no_row_of_the_check_shows_it(tmp_path
     assert attention_of(HfBackend(HfSettings(str(tmp_path), device="cpu"))) == EAGER
 
 
-def test_the_default_attention_stays_where_it_leaves_nothing_out(tiny: Tiny) -> None:
+def test_the_default_attention_stays_if_it_implements_the_config(tiny: Tiny) -> None:
     for kind in ("llama", "gpt2", "mistral", "gemma3"):
         assert attention_of(tiny.backend(kind)) == "sdpa"
 
@@ -112,7 +112,7 @@ def test_files_that_change_leave_the_rows_of_a_running_worker_as_they_are(
         torch.save(make_model("llama").state_dict(), file)
     other = write_model(tmp_path / "other", "llama", seed=1)
     backend = HfBackend(HfSettings(str(served), device="cpu", kv_cache_bytes=0))
-    assert mapped_files(served) == set()  # Else the next lines would end the tests by SIGBUS.
+    assert mapped_files(served) == set()  # Otherwise the next lines would end the tests by SIGBUS.
     inode = file.stat().st_ino
     shutil.copyfile(other / "model.safetensors", file)
     assert file.stat().st_ino == inode

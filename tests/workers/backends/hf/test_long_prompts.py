@@ -29,7 +29,7 @@ from tests.support.pool import DEADLINE_S, Pool, Prepared, until_async
 from tests.workers.backends.hf.hf_tiny import Tiny, decode, drain, job, random_prompts, serve
 
 EVERY_KIND = pytest.mark.parametrize("kind", list(CONFIGS))
-# What keeps a state, or has other embeddings beyond a length, cannot go on from a part.
+# Models with a state, or with other embeddings beyond a length, cannot continue from a part.
 WHOLE = ("mamba", "rwkv", "longrope")
 
 
@@ -80,7 +80,7 @@ def test_a_short_prompt_is_answered_before_a_long_one_that_came_first(tiny: Tiny
         assert answered(backend) == []
     backend.submit([job(late)])
     order = [digest for finished in drain(backend) for digest in finished.digests]
-    # What is computed whole has its turn after one step of others.
+    # A prompt that is computed whole runs after one step of others.
     assert order == [job(ids).digest for ids in ((long, late) if kind in WHOLE else (late, long))]
 
 
@@ -95,7 +95,7 @@ def test_a_short_prompt_waits_for_one_chunk_also_for_the_last(tiny: Tiny, length
         waits += 1
         backend.submit([asked := job(next(short))])
         assert answered(backend) == [asked.digest]
-    assert waits == (length - 1 - score_from) // 8  # Nothing is computed behind the last token that is scored.
+    assert waits == (length - 1 - score_from) // 8  # Nothing is computed behind the last scored token.
 
 
 @pytest.mark.parametrize("wanted", ["row", "scores"])
@@ -144,7 +144,7 @@ def test_the_limit_of_bulk_steps_is_measured_by_the_tokens_that_a_step_computes(
     assert computed == [60, 60]
 
 
-def test_a_bulk_prompt_that_another_client_joins_goes_first(tiny: Tiny) -> None:
+def test_a_bulk_prompt_that_another_client_joins_runs_first(tiny: Tiny) -> None:
     backend = tiny.backend("llama", max_batch=1)
     bulk = [job(prompt)._replace(bulk=True) for prompt in random_prompts(3, (3, 3))]
     backend.submit(bulk)
@@ -224,7 +224,7 @@ def test_an_aborted_long_prompt_ends_between_chunks(tiny: Tiny) -> None:
     drain(backend)
     assert backend.stats().steps - steps <= 60 // 8 + 1
     assert backend.capacity() == 2 * backend.batch
-    # What was computed of it is a prefix like any other.
+    # Its computed part is a prefix like any other.
     reused = backend.stats().reused
     serve(backend, [long[:24]])
     assert backend.stats().reused - reused == 23
@@ -237,13 +237,13 @@ def test_chunks_of_one_prompt_are_not_counted_as_reused(tiny: Tiny) -> None:
     assert (stats.rows, stats.tokens, stats.reused) == (2, 120, 0)
 
 
-def test_a_long_fresh_prompt_uses_and_leaves_nothing_that_others_find(tiny: Tiny) -> None:
+def test_a_long_fresh_prompt_neither_uses_nor_stores_keys_and_values(tiny: Tiny) -> None:
     backend = tiny.backend(chunked_prefill_size=8)
     (long,) = random_prompts(1, (60, 60))
     serve(backend, [long])
     assert backend._pool is not None
     with torch.inference_mode():
-        backend._pool._storage[1:].fill_(7.0)  # Whatever used it would be wrong.
+        backend._pool._storage[1:].fill_(7.0)  # Every result that used it would be wrong.
     fresh = job(long)._replace(digest=b"f" * 16, fresh=True)
     backend.submit([fresh, job((1, 2, 3))])
     assert answered(backend, steps=2) == [job((1, 2, 3)).digest]
@@ -383,5 +383,5 @@ async def test_the_long_prompt_of_a_closed_client_ends_between_chunks(
         backend.let(100)
         tiny.reference("llama").check({(1, 2, 3): await second})
         assert backend.answered == [job((1, 2, 3)).digest]
-        # Beside its three chunks: the one that had begun, and the step of the other prompt.
+        # In addition to its three chunks: the one that had begun, and the step of the other prompt.
         assert backend.stats().steps <= 5

@@ -1,1 +1,1 @@
-"""Tests of the Lua scripts, on fakeredis and on a real server; only they use the helpers here."""
+"""Stateful tests of the Lua scripts, on a real server."""

@@ -1,6 +1,6 @@
-"""Producers, workers and operators, who do to a queue whatever they may, in any order; and a server that loses keys.
+"""Producers, workers and operators that act on a queue in any order, and a server that loses keys.
 
-Leases pass without waiting: deadlines are set into the past, and XCLAIM sets how long an entry has been idle.
+Leases end without waiting: deadlines are set into the past, and XCLAIM sets how long an entry has been idle.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ NEVER_MS = 10**9
 
 @dataclass(slots=True)
 class Worker:
-    """What a worker knows.
+    """The state of a worker.
 
     Attributes:
-        has_joined: it has made its consumer, and sends heartbeats.
-        held: what it is at work on: entry -> prompt, and until when that is waited for in ms.
+        has_joined: it has created its consumer, and sends heartbeats.
+        held: the entries that it computes: entry -> prompt, and the time in ms until which a client waits.
     """
 
     has_joined: bool = False
@@ -52,11 +52,11 @@ class Worker:
 
 
 class QueueMachine(RuleBasedStateMachine):
-    """A queue with four clients, two of which yield to the others, and four workers that come and go.
+    """A queue with four clients, two of them bulk clients, and four workers that join and leave.
 
     Args:
-        caller: runs scripts on a server that nobody else uses.
-        seen: is told what has happened, to see that a test reaches all that it is about.
+        caller: runs scripts on a server that no other test uses.
+        seen: receives the events, so that a test can check its own coverage.
     """
 
     def __init__(self, caller: Caller, seen: collections.Counter[str]) -> None:
@@ -76,7 +76,7 @@ class QueueMachine(RuleBasedStateMachine):
         sizes=SIZES,
     )
     def begin(self, limit: int, has_marks: bool, has_trouble: bool, sizes: list[int]) -> None:
-        """Rows are where scripts see them, or elsewhere; the server loses keys, or keeps them; workers are there."""
+        """Whether scripts see rows, whether the server loses keys, and whether workers exist."""
         self.has_trouble = has_trouble
         self.limit, self.model, self.has_marks = limit, QueueModel(limit), has_marks
         for name, size in zip(WORKERS, sizes, strict=False):
@@ -95,7 +95,7 @@ class QueueMachine(RuleBasedStateMachine):
 
     @invariant()
     def check(self) -> None:
-        """What holds after every step."""
+        """Invariants after every step."""
         self.is_sound = False
         state = self.caller.look(self.since)
         depth, _, dead, _ = self.run(scripts.SURVEY, [JOBS, DEAD])
@@ -112,14 +112,14 @@ class QueueMachine(RuleBasedStateMachine):
 
     @property
     def state(self) -> State:
-        """The queue after the step before."""
+        """The queue after the previous step."""
         assert self.model.last is not None
         return self.model.last
 
-    # What clients do.
+    # Steps of clients
 
     def submit(self, client: bytes, prompts: list[tuple[int, str]], check_rows: bool, is_retried: bool) -> None:
-        """Ask for prompts that the client does not wait for yet; twice, when the reply was lost."""
+        """Submit prompts that the client does not wait for yet; twice if the reply was lost."""
         prompts = [(number, home) for number, home in prompts if (client, number) not in self.model.waits]
         numbers, homes = [number for number, _ in prompts], [home for _, home in prompts]
         if prompts:
@@ -127,7 +127,7 @@ class QueueMachine(RuleBasedStateMachine):
                 self._submit(client, numbers, homes, check_rows=check_rows)
 
     def ask_again(self, client: bytes, picks: int) -> None:
-        """Make sure that jobs still exist that the client has long waited for."""
+        """Check that jobs still exist that the client has long waited for."""
         if numbers := _picked(self.model.waits_of(client), picks):
             self._submit(client, numbers, [], again=True)
 
@@ -160,7 +160,7 @@ class QueueMachine(RuleBasedStateMachine):
             self.model.submitted(client, numbers, outcome, again=again)
 
     def expire(self, prompts: list[tuple[int, str]]) -> None:
-        """A client asks for a moment, and is gone."""
+        """A client submits with a short deadline, and disconnects."""
         numbers = [number for number, _ in prompts]
         self._submit(GUEST, numbers, [home for _, home in prompts], lifetime_ms=1)
         end = time.monotonic() + 0.003
@@ -168,21 +168,21 @@ class QueueMachine(RuleBasedStateMachine):
             self.redis.exists(*map(waiting, numbers))
 
     def cancel(self, client: bytes, picks: int) -> None:
-        """Wait no longer for some prompts."""
+        """Cancel some prompts."""
         if numbers := _picked(self.model.waits_of(client), picks):
             self.run(scripts.CANCEL, [JOBS, client, *map(waiting, numbers)], GROUP)
             for number in numbers:
                 del self.model.waits[client, number]
 
-    # What workers do.
+    # Steps of workers
 
     def _busy(self, pick: int) -> str:
-        """One of the workers that are at work, "" for none."""
+        """One of the active workers, "" for none."""
         busy = [name for name in WORKERS if self.workers[name].held]
         return busy[pick % len(busy)] if busy else ""
 
     def _join(self, name: str, size: int) -> None:
-        """Make the streams, if they are missing, and send a heartbeat."""
+        """Create the streams, if they are missing, and send a heartbeat."""
         for stream in (JOBS, MODEL.lane(name)):
             self._make(stream)
         self._keep(name)
@@ -191,7 +191,7 @@ class QueueMachine(RuleBasedStateMachine):
 
     def _make(self, stream: bytes) -> None:
         self.is_sound = False
-        with suppress(ResponseError):  # It is there.
+        with suppress(ResponseError):  # It exists.
             self.redis.xgroup_create(stream, GROUP, id="0", mkstream=True)
 
     def _keep(self, name: str) -> None:
@@ -204,7 +204,7 @@ class QueueMachine(RuleBasedStateMachine):
         self.model.miscounted.discard(name)
 
     def heartbeat(self, name: str, size: int, keeps: bool) -> None:
-        """Join the workers, or stay one of them."""
+        """Join the workers, or stay joined."""
         if not self.workers[name].has_joined:
             self._join(name, size)
         elif keeps:
@@ -212,7 +212,7 @@ class QueueMachine(RuleBasedStateMachine):
         self._register(name, size)
 
     def take(self, name: str, count: int, is_lost: bool) -> None:
-        """Take new jobs; find more, where there are none. The reply may be lost."""
+        """Take new jobs; look for more if there are none. The reply may be lost."""
         if not self.workers[name].has_joined:
             self._join(name, count)
         if not self._take(name, count, is_lost=is_lost):
@@ -247,12 +247,12 @@ class QueueMachine(RuleBasedStateMachine):
         self.workers[name].held[entry] = int(job.removeprefix(b"job-")), until
 
     def move_up(self) -> None:
-        """Have the backlog move up, for an idle worker."""
+        """Move prompts up from the backlog, for an idle worker."""
         while self.run(scripts.REFILL, [JOBS]):
             pass
 
     def steal(self, name: str, count: int, is_patient: bool) -> None:
-        """Have jobs moved from another's lane, by a worker with nothing to do."""
+        """Steal jobs from another lane, for an idle worker."""
         if self.workers[name].has_joined and not self.workers[name].held:
             self._steal(name, count, NEVER_MS if is_patient else 0)
 
@@ -263,7 +263,7 @@ class QueueMachine(RuleBasedStateMachine):
         return max(0, stolen)
 
     def finish(self, pick: int, picks: int, endings: list[str]) -> None:
-        """End jobs, each in one of some ways; also those that another has taken over meanwhile."""
+        """End jobs, each with one of several outcomes; also jobs that another worker has claimed."""
         if not (name := self._busy(pick)):
             return
         if entries := _picked(sorted(self.workers[name].held), picks):
@@ -300,7 +300,7 @@ class QueueMachine(RuleBasedStateMachine):
                     self.model.buried()
 
     def renew(self, pick: int) -> None:
-        """Keep the leases of what a worker holds."""
+        """Renew the leases of a worker's jobs."""
         if not (name := self._busy(pick)):
             return
         entries = sorted(self.workers[name].held)
@@ -311,7 +311,7 @@ class QueueMachine(RuleBasedStateMachine):
             self.model.pending[entry].is_silent = False
 
     def drop_unwanted(self, pick: int) -> None:
-        """Remove jobs that nobody waits for any more."""
+        """Remove jobs without a client."""
         if not (name := self._busy(pick)):
             return
         held = self.workers[name].held
@@ -325,19 +325,19 @@ class QueueMachine(RuleBasedStateMachine):
             self.seen["dropped"] += 1
 
     def claim(self, name: str, count: int) -> None:
-        """Take over what silent workers hold; what was delivered too often is given up."""
+        """Claim jobs of silent workers; give up jobs with too many deliveries."""
         if self.workers[name].has_joined:
             self._claim(name, count)
 
     def overtake(self, name: str, pick: int, count: int, is_late: bool) -> None:
-        """A worker renews nothing for a lease, another takes over what it holds, and it goes on with that."""
+        """A worker renews nothing for a lease, another one claims its jobs, and the first one continues with them."""
         others = [other for other in WORKERS if other != name and self.model.held(other)]
         if others and self.workers[name].has_joined:
             self._fall_silent(others[pick % len(others)], is_late=is_late, forgets=False)
             self._claim(name, count)
 
     def _claim(self, name: str, count: int) -> tuple[bool, int]:
-        """Returns whether the worker is to run what it has got alone, and how many it has got."""
+        """Return whether the worker must run the claimed jobs alone, and their number."""
         held = self.workers[name].held
         own, was_idle = sorted(held), not held
         args = [GROUP, name, LEASE_MS, MAX_DELIVERIES, count, int(was_idle), 2**24, 2**19, LIFETIME_MS, *own]
@@ -358,7 +358,7 @@ class QueueMachine(RuleBasedStateMachine):
         return bool(alone), len(taken)
 
     def sweep(self, name: str, checks: bool) -> None:
-        """Remove workers that are gone."""
+        """Remove dead workers."""
         if self.workers[name].has_joined:
             self._remove_gone(checks)
 
@@ -377,11 +377,11 @@ class QueueMachine(RuleBasedStateMachine):
             self.model.is_sum_known = False
 
     def fall_silent(self, name: str, how: str) -> None:
-        """A worker renews nothing; stands still; dies; ends; ends because it has failed; or is about to end."""
+        """A worker renews nothing; freezes; crashes; stops; stops because of a failure; or is about to stop."""
         if self.workers[name].has_joined:
             self.seen[f"fell silent: {how}"] += 1
             if how in ("ended", "failed", "closing"):
-                # A heartbeat may come first.
+                # A heartbeat may be sent before.
                 self._close(name, heartbeat=how == "failed")
             if how in ("ended", "failed"):
                 self._leave(name, "no memory" if how == "failed" else "")
@@ -406,7 +406,7 @@ class QueueMachine(RuleBasedStateMachine):
             pass
 
     def _leave(self, name: str, reason: str) -> None:
-        """As a worker does that hands back what it still holds."""
+        """Like a worker that releases its jobs."""
         lanes = {b"", b" " + name.encode(), *(b"".join(entry.partition(b" ")[1:]) for entry in self.model.held(name))}
         for suffix in sorted(lanes):
             keys, begin = [MODEL.lane(suffix[1:]) if suffix else JOBS, MODEL.reasons], b"-"
@@ -417,7 +417,7 @@ class QueueMachine(RuleBasedStateMachine):
         self.workers[name] = Worker()
         self._remove_gone(False, name)
 
-    # What operators do, and what a server does that is short of memory.
+    # Steps of operators, and of a server that is short of memory
 
     def retry(self, pick: int) -> None:
         """Queue a dead letter again."""
@@ -434,7 +434,7 @@ class QueueMachine(RuleBasedStateMachine):
                 self.model.dangling.discard(number)
 
     def clear(self) -> None:
-        """Empty the queue: what workers hold stays."""
+        """Clear the queue: held jobs stay."""
         state, model = self.state, self.model
         jobs = [(LATER, number) for number in state.backlog] + list(state.entries.items())
         stays = [entry for entry, _ in jobs if entry in model.pending and not model.pending[entry].is_silent]
@@ -472,7 +472,7 @@ class QueueMachine(RuleBasedStateMachine):
             self.model.has_lost_lanes, self.model.limit = True, 0
 
     def spoil_waiting(self, number: int, job: bytes | None, reply: bytes) -> None:
-        """Somebody writes something into a waiting key."""
+        """Write a foreign value into a waiting key."""
         self.is_sound = False
         if job is None:
             text = reply + b"\ndone" if reply else b"text"
@@ -485,9 +485,9 @@ class QueueMachine(RuleBasedStateMachine):
         self.model.dangling.add(number)
 
     def run_ahead(self, name: str) -> None:
-        """Somebody adds an entry to a stream with an id that no clock has come to, and a worker reads it."""
+        """Add an entry with an id ahead of the clock to a stream, which a worker reads."""
         stream, consumer = MODEL.lane(name) if name else JOBS, name or WORKERS[0]
-        # A new stream does not know who is gone, whose lanes the server must not have lost sight of besides.
+        # A new stream does not list removed workers, so the server must not lose their lanes in addition.
         if not self.workers[consumer].has_joined or (not name and self.model.has_lost_lanes):
             return
         self.is_replaced = self.is_replaced or not name
@@ -500,10 +500,10 @@ class QueueMachine(RuleBasedStateMachine):
         self.seen["replaced"] += 1
         self.model.lose_stream(name)
 
-    # How it ends.
+    # The end
 
     def teardown(self) -> None:
-        """All workers die, and another one comes: in the end everybody who waits has been answered."""
+        """All workers crash, and a new one joins: finally every waiting client has a result."""
         if not self.is_sound:
             return
         for name in WORKERS:
@@ -523,7 +523,7 @@ class QueueMachine(RuleBasedStateMachine):
         self.seen["examples"] += 1
 
     def _drain(self) -> None:
-        """Have the one worker that lives do all that is to be done, as leases pass."""
+        """Let the only live worker do all its periodic tasks, as leases end."""
         for _ in range(MAX_AGES):
             self._age()
             self._register(RESCUER, 4)
@@ -538,7 +538,7 @@ class QueueMachine(RuleBasedStateMachine):
         raise AssertionError(f"the queue does not drain: {self.state}")
 
     def _age(self) -> None:
-        """Let the leases of all but one worker pass."""
+        """Let the leases of all but one worker end."""
         for name in WORKERS:
             self._fall_silent(name, is_late=True, forgets=True)
 

@@ -1,4 +1,4 @@
-"""What clients and workers may expect of a queue, told what they do."""
+"""A model of a queue: the results that clients and workers may expect after their actions."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ MAX_DELIVERIES = 3
 
 @dataclass(slots=True)
 class Delivery:
-    """An entry that was given to a worker.
+    """An entry that was delivered to a worker.
 
     Attributes:
-        worker: who holds it.
-        count: how often it was given to one.
-        is_silent: its lease has passed.
+        worker: holds the entry.
+        count: number of deliveries.
+        is_silent: its lease has ended.
     """
 
     worker: str
@@ -27,20 +27,20 @@ class Delivery:
 
 
 class QueueModel:
-    """Follows a queue beside the server.
+    """Follows a queue next to the server.
 
     Attributes:
-        waits: client's reply key and prompt -> whether an answer is certain; when the server has lost something that
-            belongs to it, the client has to ask again.
-        pending: what workers have been given.
-        loose: prompts that may have several jobs, or one that nobody waits for: what told of one was lost or has
-            expired, or a worker that seemed to be gone has brought the row.
+        waits: client's reply key and prompt -> whether a result is certain; if the server has lost a part of it, the
+            client must submit again.
+        pending: entries that were delivered to workers.
+        loose: prompts that may have several jobs, or one without a client: a key was lost or has expired, or a worker
+            that counted as dead has published the row.
         dangling: prompts whose waiting keys may name a job that the server has lost.
         miscounted: see `State.check_alone`.
         is_sum_known: see `State.check_alone`.
-        has_lost_lanes: the lengths of all lanes were lost, and are not all known again.
-        limit: most jobs that the queue may hold; 0 once it may hold more, for lengths were lost.
-        last: the queue after the step before.
+        has_lost_lanes: the lengths of all lanes were lost, and are not all restored.
+        limit: max jobs of the queue; 0 once it may hold more, because lengths were lost.
+        last: the queue after the previous step.
     """
 
     def __init__(self, limit: int) -> None:
@@ -53,7 +53,7 @@ class QueueModel:
         self.has_lost_lanes = False
         self.limit = limit
         self.last: State | None = None
-        # Of one step: prompts that may be answered, and entries that must have gone.
+        # Of one step: prompts that may end, and entries that must be removed.
         self._ending: set[int] = set()
         self._ended: set[bytes] = set()
         self._dead = 0
@@ -63,15 +63,15 @@ class QueueModel:
         return sorted(number for reply, number in self.waits if reply == client)
 
     def held(self, worker: str) -> list[bytes]:
-        """What a worker was given last, by the server's account."""
+        """The entries of a worker's last read, by the server's account."""
         return sorted(entry for entry, delivery in self.pending.items() if delivery.worker == worker)
 
     def places(self, number: int) -> list[bytes]:
-        """Where a prompt's jobs were after the last step."""
+        """The places of a prompt's jobs after the last step."""
         return self.last.places.get(number, []) if self.last else []
 
     def submitted(self, client: bytes, numbers: Iterable[int], outcome: str, *, again: bool) -> None:
-        """A client has asked for prompts."""
+        """A client has submitted prompts."""
         for number, code in zip(numbers, outcome, strict=True):
             was_certain = self.waits.get((client, number), False)
             if code == "R":
@@ -89,13 +89,13 @@ class QueueModel:
                 self.dangling.discard(number)
 
     def taken(self, worker: str, entries: Iterable[bytes]) -> None:
-        """A worker has got new entries."""
+        """A worker has read new entries."""
         for entry in entries:
             assert entry not in self.pending, f"{entry!r} was delivered as new twice"
             self.pending[entry] = Delivery(worker)
 
     def claimed(self, worker: str, claims: list[tuple[bytes, int]], *, was_idle: bool, own: list[bytes]) -> None:
-        """A worker has taken over entries, with the deliveries that they had before."""
+        """A worker has claimed entries; `counts` are their deliveries before."""
         for entry, count in claims:
             before = self.pending[entry]
             assert before.is_silent, f"{entry!r} was taken from {before.worker}, whose lease has not passed"
@@ -106,12 +106,12 @@ class QueueModel:
             self.pending[entry] = Delivery(worker, count + 1)
 
     def finished(self, entry: bytes, number: int) -> None:
-        """A job has ended, whoever held it."""
+        """A job has ended, whichever worker held it."""
         self.ends(number, {entry})
         self.remove([entry])
 
     def ends(self, number: int, entries: set[bytes]) -> None:
-        """Who waits for a prompt may hear of it now; other jobs for the same prompt nobody may wait for any more."""
+        """Clients of a prompt may be notified now; other jobs of the prompt may have no client any more."""
         self._ending.add(number)
         if set(self.places(number)) - entries - self._ended:
             self.loose.add(number)
@@ -121,17 +121,17 @@ class QueueModel:
         self._dead += 1
 
     def dug_out(self) -> None:
-        """A dead letter has been taken off."""
+        """A dead letter was removed."""
         self._dead -= 1
 
     def remove(self, entries: Iterable[bytes]) -> None:
-        """Entries are to be gone after this step."""
+        """Entries must be removed by this step."""
         for entry in entries:
             self.pending.pop(entry, None)
             self._ended.add(entry)
 
     def silence(self, worker: str) -> dict[bytes, int]:
-        """Let the leases of what a worker holds pass; returns these entries and their deliveries."""
+        """Let the leases of a worker's jobs end; return these entries and their deliveries."""
         entries = {}
         for entry in self.held(worker):
             self.pending[entry].is_silent = True
@@ -157,7 +157,7 @@ class QueueModel:
             self.miscounted.add(worker)
 
     def check(self, state: State) -> None:
-        """Compare the queue with what was done since the step before."""
+        """Compare the queue with the actions since the previous step."""
         self._note_told(state)
         self._check_waits(state)
         self._check_places(state)

@@ -1,4 +1,4 @@
-"""What lies in a model's queue, read at one instant, and what holds of it whatever was done."""
+"""The content of a model's queue at one instant, and its invariants."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LATER = b"later"
 _NUMBERS = {digest(number): number for number in PROMPTS}
 _STREAMS = {JOBS: b"", **{MODEL.lane(worker): b" " + worker.encode() for worker in (*WORKERS, RESCUER)}}
 
-# Clients' notifications are read here too: one call a step.
+# Clients' notifications are read here too: one call per step.
 _LOOK = """
 local group, prefix, streams, waiting, forever, told = ARGV[1], ARGV[2], {}, {}, {}, {}
 -- What expires sooner may be gone when the next step looks.
@@ -62,7 +62,7 @@ class Caller:
     """Runs scripts on a server.
 
     Args:
-        url: the server's.
+        url: of the server.
     """
 
     def __init__(self, url: str) -> None:
@@ -70,14 +70,14 @@ class Caller:
         self._look: Any = self.redis.register_script(_LOOK)
 
     def run(self, script: scripts.Script, keys: Sequence[bytes], args: Sequence[Any]) -> Any:
-        """Returns what the script returns."""
+        """Return the script's reply."""
         try:
             return self.redis.evalsha(script.sha, len(keys), *keys, *args)
         except redis.exceptions.NoScriptError:
             return self.redis.eval(script.source, len(keys), *keys, *args)
 
     def look(self, since: Mapping[bytes, bytes]) -> State:
-        """Look at the queue.
+        """Read the queue.
 
         Args:
             since: reply key -> the last message that its client has read.
@@ -92,18 +92,18 @@ class State:
 
     Attributes:
         entries: entry -> the number of its prompt.
-        pending: entry -> the worker that it was given to, and how often it was given to one.
-        lengths: worker -> how many entries its lane has.
-        lanes: worker -> how many it counts as having; "" -> their sum.
-        capacity: worker -> how many prompts it computes at once; "" -> their sum.
+        pending: entry -> its worker, and its deliveries.
+        lengths: worker -> number of entries in its lane.
+        lanes: worker -> the registered length of its lane; "" -> their sum.
+        capacity: worker -> prompts that it computes at once; "" -> their sum.
         backlog: the prompts in the backlog.
-        yielding: those among them that only bulk clients wait for.
-        backlog_jobs: those whose jobs are stored there.
+        yielding: prompts among them for which only bulk clients wait.
+        backlog_jobs: prompts whose jobs are stored there.
         waiting: prompt -> its waiting key, as a hash.
         forever: keys that do not expire.
-        told: reply key -> messages that are new: their ids, and what they say.
-        dead: how many dead letters there are.
-        places: prompt -> where its jobs are: entries, and "later" for the backlog.
+        told: reply key -> new messages: their ids and contents.
+        dead: number of dead letters.
+        places: prompt -> the places of its jobs: entries, and "later" for the backlog.
     """
 
     entries: dict[bytes, int]
@@ -128,20 +128,20 @@ class State:
 
     @property
     def depth(self) -> int:
-        """How many jobs there are."""
+        """The number of jobs."""
         return len(self.entries) + len(self.backlog)
 
     @property
     def uncounted(self) -> set[str]:
-        """Workers whose lanes have jobs and are not counted."""
+        """Workers with jobs in a lane that is not registered."""
         return {worker for worker, length in self.lengths.items() if length and worker not in self.lanes}
 
     def check_alone(self, *, miscounted: set[str], is_sum_known: bool) -> None:
-        """What holds of any queue.
+        """Invariants of any queue.
 
         Args:
-            miscounted: workers whose lanes the server has lost since they last said how long these are.
-            is_sum_known: all lengths have been added up since the server lost the lane of a worker that is gone.
+            miscounted: workers whose lanes the server has lost since they last reported the length.
+            is_sum_known: all lengths were added up since the server lost the lane of a removed worker.
         """
         assert sorted(self.backlog) == sorted(self.backlog_jobs), "the backlog and its jobs differ"
         assert self.pending.keys() <= self.entries.keys(), "a worker holds an entry that was removed"
@@ -151,7 +151,7 @@ class State:
         if is_sum_known:
             _check_sum("lanes", self.lanes)
         _check_sum("capacities", self.capacity)
-        # A lane that the server has lost, and that gets jobs before its worker looks, expires from then on.
+        # A lane that the server has lost, and that gets jobs before its worker polls, expires from then on.
         undying = set(self.forever) - {*MODEL.queue, *map(MODEL.lane, (*WORKERS, RESCUER))}
         assert not undying, f"keys that never expire: {undying}"
 
@@ -174,7 +174,7 @@ def _state(reply: Any, reply_keys: Sequence[bytes]) -> State:
     entries, pending, lengths = {}, {}, {}
     for suffix, (listed, held) in zip(_STREAMS.values(), streams, strict=True):
         for entry_id, flat in listed:
-            # Somebody may have added anything.
+            # Foreign entries may have been added.
             job = _pairs(flat).get(JOB_FIELD, b"")
             entries[entry_id + suffix] = int(job.removeprefix(b"job-") or 0)
         for entry_id, worker, _, deliveries in held:

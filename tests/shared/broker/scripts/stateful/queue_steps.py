@@ -1,4 +1,4 @@
-"""What clients, workers and operators may do to a queue, and what a server may do that is short of memory."""
+"""The steps of clients, workers and operators on a queue, and of a server that is short of memory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SIZES = st.sampled_from([1, 1, 1, 2, 8])
 _PICKS = st.integers(0, 2**12 - 1)
 _HOMES = st.sampled_from(["", "", *WORKERS, "w9"])
 _PROMPT = st.tuples(st.sampled_from(PROMPTS), _HOMES)
-# Many are what fills the streams, so that more goes to the backlog.
+# Many prompts fill the streams, so that more prompts go to the backlog.
 _PROMPTS = st.lists(_PROMPT, min_size=1, max_size=4) | st.lists(_PROMPT, min_size=8, max_size=20)
 _ENDINGS = st.lists(st.sampled_from(["row", "row", "row", "missing", "failed", "dead"]), min_size=1, max_size=3)
 
@@ -29,7 +29,7 @@ _REPLIES = st.sampled_from([b"", b"job", b"keep", b"elsewhere", MODEL.reply("nob
 _LOST = st.sampled_from(["waiting", "waiting", "row", "row", "lanes", "capacity", "workers", "workers", "lane", "rest"])
 _SILENCES = st.sampled_from(["slow", "frozen", "killed", "ended", "failed", "closing"])
 
-# How often a step is chosen, its name, and what with.
+# Weight of a step, its name, and its arguments.
 _STEPS: list[tuple[int, str, tuple[st.SearchStrategy[Any], ...]]] = [
     (6, "submit", (_CLIENTS, _PROMPTS, st.booleans(), st.booleans())),
     (2, "ask_again", (_CLIENTS, _PICKS)),

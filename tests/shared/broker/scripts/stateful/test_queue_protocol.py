@@ -1,6 +1,6 @@
-"""The queue's protocol: whatever clients, workers and operators do, in any order, whoever waits is answered.
+"""The queue's protocol: after any sequence of actions, every waiting client gets a result.
 
-`LMPOOL_FUZZ_STEPS` says how many steps are tried, `LMPOOL_FUZZ_SEED` from which seed on: each test says its own.
+`LMPOOL_FUZZ_STEPS` is the number of steps, `LMPOOL_FUZZ_SEED` the first seed: each test prints its own.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from tests.shared.broker.scripts.stateful.queue_state import Caller
 STEPS = int(os.environ.get("LMPOOL_FUZZ_STEPS", 2000))
 SEED = int(os.environ.get("LMPOOL_FUZZ_SEED", 0))
 STEPS_OF_ONE = 50
-# Of one seed: Hypothesis remembers them all.
+# Of one seed: Hypothesis keeps them all.
 MAX_STEPS = 50_000
 
 
 @pytest.fixture
 def caller() -> Iterator[Caller]:
-    """Runs scripts on a server of the test's own."""
+    """Runs scripts on the test's own server."""
     with tempfile.TemporaryDirectory(prefix="lp") as folder, EmbeddedServer(64 * 2**20, Path(folder) / "s") as running:
         yield Caller(running.url)
 
 
 @pytest.mark.parametrize("number", range(SEED, SEED + math.ceil(STEPS / MAX_STEPS)))
-def test_whoever_waits_is_answered_whatever_happens(caller: Caller, number: int) -> None:
+def test_every_waiting_client_gets_a_result_in_any_schedule(caller: Caller, number: int) -> None:
     seen: collections.Counter[str] = collections.Counter()
     # Any callable will do.
     machine = seed(number)(cast(type[RuleBasedStateMachine], partial(QueueMachine, caller, seen)))
