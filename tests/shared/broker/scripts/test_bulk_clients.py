@@ -149,6 +149,23 @@ async def test_a_claimed_job_keeps_its_priority(redis: redis_async.Redis) -> Non
     assert [priority for *_, priority in await claim_all(redis)] == [b"", b"", BULK]
 
 
+async def test_a_claimed_bulk_prompt_that_another_client_joined_at_the_dead_worker_yields_no_more(
+    redis: redis_async.Redis,
+) -> None:
+    await submit(redis, *range(5), reply=X)
+    entries = await take(redis)
+    # An interactive client joins 0 and 3, a bulk client joins 1, the first client leaves 3, and the server evicts 4.
+    assert await submit(redis, 0, reply=A) == "J"
+    assert await submit(redis, 1, reply=Y) == "J"
+    assert await submit(redis, 3, reply=A) == "J"
+    await cancel(redis, 3, reply=X)
+    await redis.delete(waiting(4))
+    assert await bulk_in(redis) == list(range(5)), "a worker has them"
+    await fall_silent(redis, *entries, deliveries=1)
+    priorities = {job: priority for _, job, *_, priority in await claim_all(redis)}
+    assert priorities == {b"job-0": b"", b"job-1": BULK, b"job-2": BULK, b"job-3": b"", b"job-4": BULK}
+
+
 @pytest.mark.parametrize("key", ["junk", "hash", "list"])
 async def test_junk_in_a_waiting_key_does_not_prevent_a_claim(redis: redis_async.Redis, key: str) -> None:
     await submit(redis, 0, 1, reply=X)

@@ -12,16 +12,17 @@
 -- from the cursor that all workers share. remove_gone.lua moves jobs that a dead worker was not given.
 --
 -- Returns {alone (0|1), list of {entry, encoded job or its size if it is too large, previous deliveries, fields "u", "t" and "p"},
--- further calls that are this worker's share}. An empty list with alone = 1: call again when the caller holds nothing.
+-- further calls that are this worker's share}. An empty list with alone = 1: call again when the caller holds nothing. A bulk prompt
+-- that an interactive client has joined has no "p".
 
--- include streams
+-- include waiting
 -- include time
 
 local cursor, group, consumer, lease = KEYS[2], ARGV[1], ARGV[2], tonumber(ARGV[3])
 local max_deliveries, is_idle = tonumber(ARGV[4]), ARGV[6] == '1'
 local max_job_bytes, bytes_left = tonumber(ARGV[7]), tonumber(ARGV[8])
--- Max bytes of a returned field; jobs taken; lanes visited.
-local MAX_SHORT, MAX_TAKEN, MAX_LANES = 64, 128, 8
+-- Max bytes of a returned field; jobs taken; lanes visited; clients of a prompt that are checked for an interactive one.
+local MAX_SHORT, MAX_TAKEN, MAX_LANES, MAX_CLIENTS = 64, 128, 8, 32
 -- Held jobs of the shared stream that a call visits: twice the worker's share, so that all workers together see all jobs.
 local MIN_PART, MAX_PART, FIRST = 50, 500, '-'
 local most = math.min(tonumber(ARGV[5]), MAX_TAKEN)
@@ -32,6 +33,18 @@ end
 local worker_count = math.max(1, (tonumber(redis.pcall('HLEN', capacities)) or 0) - 1)
 local pending = group_at(jobs).pending
 local part = math.max(MIN_PART, math.min(MAX_PART, math.ceil(2 * pending / worker_count)))
+
+-- Whether an interactive client has joined a bulk prompt. submit.lua does not change the entry while a worker has it.
+local function is_joined(lifetime)
+  local waiting = waiting_for .. (string.match(lifetime, '^%d+ (.+)$') or '')
+  local _, sole = read_waiting(waiting)
+  for _, reply in ipairs(sole and {sole} or redis.pcall('HRANDFIELD', waiting, MAX_CLIENTS) or {}) do
+    if string.sub(reply, 1, #replies) == replies and not is_bulk_client(reply) then
+      return true
+    end
+  end
+  return false
+end
 
 -- Take an entry of a stream. Returns false if it exceeds the bytes that are left.
 local function take(stream, suffix, id, deliveries)
@@ -51,6 +64,7 @@ local function take(stream, suffix, id, deliveries)
     return false
   end
   redis.call('XCLAIM', stream, group, consumer, lease, id, 'JUSTID', 'RETRYCOUNT', deliveries + 1)
+  fields.p = not (fields.p == BULK and is_joined(fields.u or '')) and fields.p
   local found = {id .. suffix, #job > max_job_bytes and #job or job, deliveries}
   for _, name in ipairs({'u', 't', 'p'}) do
     found[#found + 1] = fields[name] and #fields[name] <= MAX_SHORT and fields[name] or ''
