@@ -349,7 +349,7 @@ async def test_operators_may_clear_a_queue_and_producers_may_not(server: SecureS
             for role in ("producer", "adapters"):
                 done = run_lmpool(*clear, LMPOOL_REDIS_URL=server.url(role))
                 assert done.returncode == 2
-                assert "refuses this user" in done.stderr
+                assert "refuses a command that this user may not run" in done.stderr
                 assert await is_held(), "nothing was removed"
             wrong = run_lmpool(*clear, LMPOOL_REDIS_URL=server.url("operator", password="wrong")).stderr
             assert "refuses this user or password" in wrong
