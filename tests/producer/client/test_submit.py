@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 
 from lmpool.errors import LMPoolError, QueueFull, ServerUnreachable
-from lmpool.producer.client.discovery import AdoptedModel, Connections, Tasks
+from lmpool.producer.client.discovery import AdoptedModel, Connections
 from lmpool.producer.client.receive import Receiver
 from lmpool.producer.client.requests import (
     PendingRequest,
     PendingRequests,
     Stage,
+    Tasks,
 )
 from lmpool.producer.client.submit import Homes, Submitter
 from lmpool.protocol.job import Prompt

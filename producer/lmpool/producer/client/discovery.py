@@ -6,7 +6,7 @@ import asyncio
 import logging
 import math
 import secrets
-from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -16,12 +16,11 @@ from redis.asyncio import Redis
 from redis.exceptions import NoPermissionError, RedisError
 
 from lmpool import errors
-from lmpool.aio import end_tasks
 from lmpool.broker.connection import CommandConnection, reply_timeout
 from lmpool.broker.registries import look_up, look_up_tokenizer, register, register_tokens
 from lmpool.broker.scripts import Alive, QueueState, read_alive, read_infos, read_queue, read_texts
 from lmpool.broker.server import Server
-from lmpool.producer.client.requests import Deadline
+from lmpool.producer.client.requests import Deadline, Tasks
 from lmpool.protocol.keys import WANTED_TTL_MS, Keys, ModelKeys
 from lmpool.protocol.model_info import MAX_INFO_BYTES, TRIE_SERVICE, ModelInfo
 from lmpool.protocol.row import encoded_size
@@ -67,25 +66,6 @@ class AdoptedModel:
     reply: bytes
     rows: RowCache
     host: bytes = b""
-
-
-class Tasks:
-    """The background tasks of one session."""
-
-    def __init__(self) -> None:
-        self.loop = asyncio.get_running_loop()
-        self._tasks: set[asyncio.Task[None]] = set()
-
-    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Run `work` as a task; keeps the reference that asyncio does not keep."""
-        task = self.loop.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
-
-    async def end_tasks(self) -> None:
-        """Cancel all tasks and wait until they have ended."""
-        await end_tasks(self._tasks)
 
 
 class Connections(Tasks):

@@ -365,8 +365,10 @@ class Receiver:
             await self._has_announced.wait()
             digests, self._announced = self._announced, []
             self._has_announced.clear()
-            with self._connections.noting():
+            try:
                 await self._submitter.fetch_announced(digests)
+            except TROUBLE as error:
+                self._connections.note(error)
 
     def _announce(self, digests: list[bytes]) -> None:
         if digests:

@@ -9,17 +9,17 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import OrderedDict, deque
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from enum import Enum, auto
 from time import monotonic
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lmpool.aio import copy_error, silence_limit
+from lmpool.aio import copy_error, end_tasks, silence_limit
 from lmpool.errors import CorruptRow, DeadlineExceeded, ModelMismatch, SettingsError, argument, of_prompt
 from lmpool.producer.metrics import Counters, TracedCall
 from lmpool.protocol.job import Prompt
@@ -107,6 +107,25 @@ class Deadline:
             if not timer.expired():
                 raise  # The timeout of a connection, not this one.
             raise DeadlineExceeded(f"no answer within {self.seconds:g} s") from error
+
+
+class Tasks:
+    """The background tasks of one session."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.get_running_loop()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Run `work` as a task; keeps the reference that asyncio does not keep."""
+        task = self.loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def end_tasks(self) -> None:
+        """Cancel all tasks and wait until they have ended."""
+        await end_tasks(self._tasks)
 
 
 class RowLRU:
