@@ -59,7 +59,8 @@ async def test_a_scrape_counts_the_jobs_of_the_worker(pool: Pool) -> None:
     async def has_ended() -> bool:
         seen = await asyncio.to_thread(scrape, port)
         counted = {name: seen.value("lmpool_worker_jobs_total", model="syn", outcome=name) for name in ended}
-        return counted == ended and seen.find("lmpool_queue_dead_letters", model="syn") == 1
+        queue = (seen.find("lmpool_queue_dead_letters", model="syn"), seen.find("lmpool_queue_jobs", model="syn"))
+        return counted == ended and queue == (1, 0)
 
     await until_async(has_ended, "the metrics count every job")
     seen = await asyncio.to_thread(scrape, port)
