@@ -123,6 +123,15 @@ def test_rows_of_adapters_equal_those_of_peft(backend: HfBackend, loras: dict[st
     assert backend.stats().reused > 0
 
 
+def test_an_adapter_is_loaded_next_to_one_of_the_settings(model: Path, loras: dict[str, Path]) -> None:
+    backend = HfBackend(HfSettings(str(model), name="tiny", adapters=[f"poet={loras['poet']}"]))
+    (judge,) = load(backend, {"judge.v2": loras["judge.v2"]}).values()
+    np.testing.assert_allclose(
+        ask(backend, [(PROMPTS[0], judge)])[0], reference(loras["judge.v2"], PROMPTS[0]), atol=1e-5, rtol=0
+    )
+    backend.close()
+
+
 def test_adapters_are_removed_in_any_order(
     backend: HfBackend, loras: dict[str, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

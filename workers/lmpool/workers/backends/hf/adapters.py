@@ -68,8 +68,8 @@ class HfAdapters:
         handle = self._handles[adapter] = f"a{next(self._handle_numbers)}"
         try:
             self._insert(folder, handle)
-            self.activate(adapter, force=True)
-            with torch.inference_mode():
+            with torch.inference_mode():  # Adapters that were loaded at the start are inference tensors.
+                self.activate(adapter, force=True)
                 if not bool(self._forward.logits([[0]]).isfinite().any()):
                     raise SettingsError(f"adapters: with {folder} the model's logits are no numbers")
             if checkpoint_revision(folder) != revision:
