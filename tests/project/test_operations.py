@@ -94,4 +94,4 @@ def test_every_warning_of_a_worker_is_explained() -> None:
 def test_outcomes_and_limits_on_the_page_match_the_code() -> None:
     row = next(row for row in ROWS if row[0] == "`lmpool_worker_jobs_total`")
     assert set(re.findall(r"`(\w+)`", row[4])) == set(OUTCOMES)
-    assert "one step has run for longer than `--step-timeout-s` and a lease" in PAGE
+    assert "one step ran for longer than `--step-timeout-s`" in PAGE

@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from lmpool.protocol.job import encode_prompt
 from lmpool.workers.backends.vllm import sessions as sessions_module
-from lmpool.workers.backends.vllm.sessions import Session, Sessions
+from lmpool.workers.backends.vllm.sessions import KvSession, KvSessions
 
 PLENTY = 10**6
 
@@ -22,7 +22,7 @@ def ids(*tokens: int) -> bytes:
     return encode_prompt(tokens, vocab_size=2**32, max_tokens=1000).ids
 
 
-def taken(sessions: Sessions, adapter: str, prompt: bytes) -> str | None:
+def taken(sessions: KvSessions, adapter: str, prompt: bytes) -> str | None:
     """The request of the session that a prompt continues."""
     session = sessions.take(adapter, prompt)
     if session is None:
@@ -42,7 +42,7 @@ def may_grow_from(prompt: bytes, earlier: bytes, block: int) -> bool:
 
 
 def test_a_prompt_that_is_one_token_longer_continues_a_session_once() -> None:
-    sessions = Sessions(8, PLENTY)
+    sessions = KvSessions(8, PLENTY)
     assert sessions.keep("", ids(1, 2), "request") == []
     assert taken(sessions, "", ids(1, 2, 3)) == "request"
     assert taken(sessions, "", ids(1, 2, 3)) is None
@@ -51,7 +51,7 @@ def test_a_prompt_that_is_one_token_longer_continues_a_session_once() -> None:
 
 @pytest.mark.parametrize("other", [(1, 2), (1,), (1, 2, 3, 4), (1, 9, 3), (9, 1, 2), (2,)])
 def test_any_other_prompt_does_not(other: tuple[int, ...]) -> None:
-    sessions = Sessions(8, PLENTY)
+    sessions = KvSessions(8, PLENTY)
     sessions.keep("", ids(1, 2), "request")
     assert taken(sessions, "", ids(*other)) is None
     assert len(sessions) == 1
@@ -59,10 +59,10 @@ def test_any_other_prompt_does_not(other: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("new", range(1, 9))
 def test_a_prompt_that_is_up_to_a_block_longer_continues_a_session(new: int) -> None:
-    sessions = Sessions(8, PLENTY, block=8)
+    sessions = KvSessions(8, PLENTY, block=8)
     kept, grown = ids(*range(20)), ids(*range(20 + new))
     sessions.keep("", kept, "request")
-    assert sessions.take("", grown) == Session("", kept, "request")
+    assert sessions.take("", grown) == KvSession("", kept, "request")
     assert sessions.take("", grown) is None
 
 
@@ -79,14 +79,14 @@ def test_a_prompt_that_is_up_to_a_block_longer_continues_a_session(new: int) -> 
     ids=["more than a block longer", "more than twice as long", "another end", "another beginning", "same", "shorter"],
 )
 def test_no_other_prompts_continue_a_session(kept: Iterable[int], prompt: Iterable[int]) -> None:
-    sessions = Sessions(8, PLENTY, block=8)
+    sessions = KvSessions(8, PLENTY, block=8)
     sessions.keep("", ids(*kept), "request")
     assert sessions.take("", ids(*prompt)) is None
     assert len(sessions) == 1
 
 
 def test_of_several_sessions_the_longest_is_continued() -> None:
-    sessions = Sessions(8, PLENTY, block=8)
+    sessions = KvSessions(8, PLENTY, block=8)
     for length in (10, 13, 11):
         sessions.keep("", ids(*range(length)), f"{length}")
     assert [taken(sessions, "", ids(*range(15))) for _ in range(4)] == ["13", "11", "10", None]
@@ -94,7 +94,7 @@ def test_of_several_sessions_the_longest_is_continued() -> None:
 
 def test_prompts_that_share_a_checksum_do_not_continue_each_others_sessions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sessions_module, "crc32", lambda *_: 7)
-    sessions = Sessions(8, PLENTY, block=8)
+    sessions = KvSessions(8, PLENTY, block=8)
     sessions.keep("", ids(1, 2, 3), "request")
     assert sessions.take("", ids(1, 9, 3, 4)) is None
     assert sessions.take("other", ids(1, 2, 3, 4)) is None
@@ -103,7 +103,7 @@ def test_prompts_that_share_a_checksum_do_not_continue_each_others_sessions(monk
 
 
 def test_with_very_large_blocks_the_lookup_is_limited() -> None:
-    sessions = Sessions(8, PLENTY, block=1056)
+    sessions = KvSessions(8, PLENTY, block=1056)
     sessions.keep("", ids(*range(500)), "request")
     assert sessions.take("", ids(*range(565))) is None
     assert taken(sessions, "", ids(*range(564))) == "request"
@@ -111,7 +111,7 @@ def test_with_very_large_blocks_the_lookup_is_limited() -> None:
 
 @pytest.mark.parametrize(("kept", "prompt"), [("", "one"), ("one", ""), ("one", "other")])
 def test_each_adapter_has_its_own_sessions(kept: str, prompt: str) -> None:
-    sessions = Sessions(8, PLENTY)
+    sessions = KvSessions(8, PLENTY)
     sessions.keep(kept, ids(1), "request")
     assert taken(sessions, prompt, ids(1, 2)) is None
     assert sessions.keep(prompt, ids(1), "another") == []
@@ -120,7 +120,7 @@ def test_each_adapter_has_its_own_sessions(kept: str, prompt: str) -> None:
 
 
 def test_of_two_sessions_of_one_prompt_the_later_stays() -> None:
-    sessions = Sessions(8, PLENTY)
+    sessions = KvSessions(8, PLENTY)
     sessions.keep("", ids(1), "first")
     assert sessions.keep("", ids(1), "second") == ["first"]
     assert taken(sessions, "", ids(1, 2)) == "second"
@@ -130,14 +130,14 @@ def test_of_two_sessions_of_one_prompt_the_later_stays() -> None:
 
 
 def test_beyond_the_max_number_the_oldest_session_is_closed() -> None:
-    sessions = Sessions(2, PLENTY)
+    sessions = KvSessions(2, PLENTY)
     assert [sessions.keep("", ids(token), f"{token}") for token in range(4)] == [[], [], ["0"], ["1"]]
     assert taken(sessions, "", ids(2, 0)) == "2"
     assert sessions.keep("", ids(4), "4") == []
 
 
 def test_beyond_the_max_tokens_the_oldest_sessions_are_closed() -> None:
-    sessions = Sessions(100, 6)
+    sessions = KvSessions(100, 6)
     assert sessions.keep("", ids(1, 1, 1), "three") == []
     assert sessions.keep("", ids(2, 2), "two") == []
     assert sessions.keep("", ids(3), "one") == []
@@ -147,7 +147,7 @@ def test_beyond_the_max_tokens_the_oldest_sessions_are_closed() -> None:
 
 
 def test_a_session_that_is_kept_again_counts_as_new() -> None:
-    sessions = Sessions(2, PLENTY)
+    sessions = KvSessions(2, PLENTY)
     for name in ("a", "b"):
         sessions.keep("", ids(ord(name)), name)
     sessions.keep("", ids(ord("a")), "a again")
@@ -155,7 +155,7 @@ def test_a_session_that_is_kept_again_counts_as_new() -> None:
 
 
 def test_a_session_beyond_the_cap_alone_is_closed_and_no_other_one() -> None:
-    sessions = Sessions(8, 2)
+    sessions = KvSessions(8, 2)
     sessions.keep("", ids(1, 2), "short")
     assert sessions.keep("", ids(1, 2, 3), "long") == ["long"]
     assert taken(sessions, "", ids(1, 2, 3)) == "short"
@@ -163,7 +163,7 @@ def test_a_session_beyond_the_cap_alone_is_closed_and_no_other_one() -> None:
 
 @pytest.mark.parametrize("number", [0, 1, 2, 3, 9])
 def test_the_oldest_session_can_be_closed_to_free_capacity(number: int) -> None:
-    sessions = Sessions(8, PLENTY)
+    sessions = KvSessions(8, PLENTY)
     for token in range(3):
         sessions.keep("", ids(token), f"{token}")
     closed = sessions.close_oldest(number)
@@ -172,7 +172,7 @@ def test_the_oldest_session_can_be_closed_to_free_capacity(number: int) -> None:
 
 
 def test_none_at_all_are_kept_when_none_may_be() -> None:
-    sessions = Sessions(0, PLENTY)
+    sessions = KvSessions(0, PLENTY)
     assert not sessions.is_growing("", ids(1))
     assert not sessions.is_growing("", ids(1, 2))
     assert sessions.keep("", ids(1, 2), "request") == ["request"]
@@ -182,7 +182,7 @@ def test_none_at_all_are_kept_when_none_may_be() -> None:
 
 
 def test_all_tokens_are_counted() -> None:
-    sessions = Sessions(8, 6)
+    sessions = KvSessions(8, 6)
     for length in range(1, 6):
         assert sessions.keep("", ids(*range(length)), "growing") == []
         assert taken(sessions, "", ids(*range(length + 1))) == "growing"
@@ -198,7 +198,7 @@ def test_all_tokens_are_counted() -> None:
 
 
 def test_a_prompt_grows_that_is_one_token_longer_than_one_seen_before() -> None:
-    sessions = Sessions(8, PLENTY)
+    sessions = KvSessions(8, PLENTY)
     grows = [sessions.is_growing("", ids(*prompt)) for prompt in [(1, 2), (1, 2), (1, 2, 3), (1, 2, 4), (1,), (2, 3)]]
     assert grows == [False, False, True, True, False, False]
     assert sessions.is_growing("", ids(1, 2, 3, 4)), "what grew is seen too"
@@ -206,13 +206,13 @@ def test_a_prompt_grows_that_is_one_token_longer_than_one_seen_before() -> None:
 
 
 def test_a_prompt_grows_that_is_up_to_a_block_longer_and_no_more_than_twice_as_long() -> None:
-    sessions = Sessions(8, PLENTY, block=8)
+    sessions = KvSessions(8, PLENTY, block=8)
     for length, grows in ((2, False), (5, False), (8, True), (16, True), (25, False), (26, True)):
         assert sessions.is_growing("", ids(*range(length))) == grows
 
 
 def test_growing_with_another_adapter_is_not_growing() -> None:
-    sessions = Sessions(8, PLENTY)
+    sessions = KvSessions(8, PLENTY)
     sessions.is_growing("one", ids(1))
     assert not sessions.is_growing("", ids(1, 2))
     assert not sessions.is_growing("other", ids(1, 2))
@@ -221,7 +221,7 @@ def test_growing_with_another_adapter_is_not_growing() -> None:
 
 def test_only_so_many_prompts_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sessions_module, "_RECENT", 10)
-    sessions = Sessions(8, PLENTY)
+    sessions = KvSessions(8, PLENTY)
     for token in range(10):
         sessions.is_growing("", ids(token))
     assert sessions.is_growing("", ids(1, 0))
@@ -243,11 +243,11 @@ _adapters = st.sampled_from(["", "one"])
 
 
 class AgainstALedger(RuleBasedStateMachine):
-    """Sessions compared with a list that is summed each time: a wrong counter would close another request."""
+    """KvSessions compared with a list that is summed each time: a wrong counter would close another request."""
 
     @initialize(most=st.integers(0, 5), most_tokens=st.integers(0, 16), block=st.integers(1, 3))
     def open(self, most: int, most_tokens: int, block: int) -> None:
-        self.sessions = Sessions(most, most_tokens, block)
+        self.sessions = KvSessions(most, most_tokens, block)
         self.most, self.most_tokens, self.block = most, most_tokens, block
         self.waiting: list[tuple[tuple[str, bytes], str]] = []
         self.taken: dict[str, tuple[str, bytes]] = {}

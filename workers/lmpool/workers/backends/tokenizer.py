@@ -77,10 +77,9 @@ def read_texts(info: ModelInfo, revision: str | None, *, trust_remote_code: bool
         vocabulary = Vocabulary(decode_vocab(loaded, vocab_size=info.vocab_size).tokens)
         missing = "the tokenizer of %s is not published: %s; clients load it by transformers, or pass token ids"
         tokenizer = _pack(loaded)
-    except _TOKENIZER_ERRORS as error:
-        _log.warning(missing, info.name, first_line(error))
     except Exception as error:
-        if type(error) is Exception:  # Raised by the package tokenizers, which is written in Rust.
+        # The package tokenizers, which is written in Rust, raises `Exception` itself.
+        if type(error) is Exception or isinstance(error, _TOKENIZER_ERRORS):
             _log.warning(missing, info.name, first_line(error))
             return Texts(vocabulary, tokenizer)
         raise

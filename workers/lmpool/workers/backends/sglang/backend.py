@@ -30,7 +30,7 @@ from lmpool.workers.backends.sglang import options as sglang_options
 from lmpool.workers.execution.contract import BackendJob, BackendStats, Finished
 
 if TYPE_CHECKING:
-    from lmpool.workers.backends.sglang.engine import Engine, EngineBatch
+    from lmpool.workers.backends.sglang.engine import EngineBatch, SglangEngine
 
 # Fields of an adapter's config that SGLang leaves out without a word, or does not serve.
 _UNSERVED = (
@@ -68,7 +68,7 @@ class SglangBackend(EngineBackend):
         )
         log_threads(self.device)
 
-    def _launch(self) -> Engine:
+    def _launch(self) -> SglangEngine:
         """Import SGLang, and start it with all options; sets `device` and `_revision`."""
         settings, folder = self._settings, self._folder
         sources = settings.adapter_folders.values()
@@ -84,7 +84,7 @@ class SglangBackend(EngineBackend):
         try:
             from sglang.version import __version__ as version
 
-            from lmpool.workers.backends.sglang.engine import Engine, known_options, read_facts
+            from lmpool.workers.backends.sglang.engine import SglangEngine, known_options, read_facts
         except (ImportError, OSError, RuntimeError) as error:  # RuntimeError: its kernels are for another machine.
             raise SettingsError(f"backend: SGLang cannot be imported: {first_line(error)}") from error
         given = sglang_options.user_options(settings, known_options(), version)
@@ -104,7 +104,7 @@ class SglangBackend(EngineBackend):
         options.setdefault("context_length", length)
         self.device = sglang_options.device_of(options)
         self._revision = checkpoint_revision(folder, also=sglang_options.row_deciding(given))
-        return Engine(options, f"SGLang {version} cannot serve {settings.model}")
+        return SglangEngine(options, f"SGLang {version} cannot serve {settings.model}")
 
     def capacity(self) -> int:
         """Free slots for one batch next to the running one."""

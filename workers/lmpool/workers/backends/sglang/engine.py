@@ -62,7 +62,7 @@ class EngineBatch(NamedTuple):
     positions: Mapping[str, NDArray[np.float32]] = MappingProxyType({})  # Answers of queries, float32 (n * width,).
 
 
-class Engine:
+class SglangEngine:
     """A scheduler of SGLang in a thread of its own. One queue feeds it, and one takes the results of its prefills.
 
     It captures positions where SGLang computes logprobs of prompts. A request with a positions query sets

@@ -22,8 +22,8 @@ from lmpool.workers.backends.engines import EngineBackend
 from lmpool.workers.backends.row_encoder import log_threads
 from lmpool.workers.backends.settings import VllmSettings
 from lmpool.workers.backends.vllm.capture import KEY
-from lmpool.workers.backends.vllm.engine import Engine, refusing
-from lmpool.workers.backends.vllm.sessions import Session, Sessions
+from lmpool.workers.backends.vllm.engine import VllmEngine, refusing
+from lmpool.workers.backends.vllm.sessions import KvSession, KvSessions
 from lmpool.workers.execution.contract import BackendJob, BackendStats, Finished
 
 _MAX_IDLE_STEPS = 1000  # Consecutive steps without an answer; each frees memory, so more cannot help.
@@ -45,7 +45,7 @@ class VllmBackend(EngineBackend):
 
     def __init__(self, settings: VllmSettings) -> None:
         super().__init__(settings)
-        self._engine = engine = Engine(settings, self._folder)
+        self._engine = engine = VllmEngine(settings, self._folder)
         self._core = engine.core
         self._scheduler = engine.core.engine_core.scheduler
         model, cache, limits = (getattr(engine.config, f"{part}_config") for part in ("model", "cache", "scheduler"))
@@ -53,7 +53,7 @@ class VllmBackend(EngineBackend):
         places = limits.max_num_active_seqs or limits.max_num_seqs
         sessions = min(settings.sessions, places // 2)
         tokens = int((cache.num_gpu_blocks or 0) * cache.block_size * _SESSION_SHARE)
-        self._sessions = Sessions(sessions, tokens, cache.block_size)
+        self._sessions = KvSessions(sessions, tokens, cache.block_size)
         self.batch: int = places - sessions
         self._numbers = count(1)  # Of requests and adapters.
         self._requests: dict[str, _Request] = {}  # Open requests by their names.
@@ -92,7 +92,7 @@ class VllmBackend(EngineBackend):
             can_grow = len(job.ids) // 4 < self._info.max_prompt_tokens
             self._request(job, session, session is not None or (is_growing and can_grow))
 
-    def _request(self, job: BackendJob, session: Session | None, is_session: bool) -> None:
+    def _request(self, job: BackendJob, session: KvSession | None, is_session: bool) -> None:
         """Pass a job to the engine: all of its tokens, or to the session that it continues the new ones."""
         if session is None:
             name, held = str(next(self._numbers)), 0

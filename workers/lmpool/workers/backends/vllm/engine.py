@@ -94,7 +94,7 @@ def refusing(context: str) -> Iterator[None]:
         raise SettingsError(f"{context}: {first_line(reason)}") from error
 
 
-class Engine:
+class VllmEngine:
     """An engine core in this process that is ready to be stepped."""
 
     def __init__(self, settings: VllmSettings, folder: Path) -> None:

@@ -21,7 +21,7 @@ _RECENT = 100_000  # Prompts that are remembered, to recognise those that grow; 
 _MAX_NEW = 64  # Max new tokens of a prompt that continues a session, even if blocks are larger: each is a look-up.
 
 
-class Session(NamedTuple):
+class KvSession(NamedTuple):
     """A request of the engine that stays open; `ids` is its computed prompt as little-endian uint32 bytes."""
 
     adapter: str
@@ -29,7 +29,7 @@ class Session(NamedTuple):
     request: str
 
 
-class Sessions:
+class KvSessions:
     """The sessions of an engine, and the recent prompts.
 
     Args:
@@ -43,7 +43,7 @@ class Sessions:
         self._most_tokens = most_tokens
         self._block = block
         # The sessions that wait, by the checksums of their prompts: of two equal checksums the later one stays.
-        self._idle: OrderedDict[int, Session] = OrderedDict()
+        self._idle: OrderedDict[int, KvSession] = OrderedDict()
         self._held: dict[str, int] = {}  # Request -> tokens, also of sessions that are running.
         # Checksums too: if two prompts share one, a session is opened that no prompt continues.
         self._recent: OrderedDict[int, None] = OrderedDict()
@@ -51,7 +51,7 @@ class Sessions:
     def __len__(self) -> int:
         return len(self._idle)
 
-    def take(self, adapter: str, ids: bytes) -> Session | None:
+    def take(self, adapter: str, ids: bytes) -> KvSession | None:
         """Remove and return the longest session that a prompt continues, if there is one.
 
         The session holds its memory until it is kept again or forgotten.
@@ -89,7 +89,7 @@ class Sessions:
         tokens = -(-len(ids) // _ID_BYTES // self._block) * self._block
         if tokens > self._most_tokens:
             return [*closed, request]  # Otherwise all others would be closed, and then this one too.
-        self._idle[checksum] = Session(adapter, ids, request)
+        self._idle[checksum] = KvSession(adapter, ids, request)
         self._held[request] = tokens
         while self._idle and (len(self._idle) > self._most or sum(self._held.values()) > self._most_tokens):
             closed += self.close_oldest(1)
