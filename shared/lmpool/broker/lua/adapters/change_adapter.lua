@@ -4,8 +4,8 @@
 -- ARGV  fingerprint of the model, name, encoded adapter ('' removes the entry), max entries, "new" to write only an entry
 --       that does not exist
 --
--- Returns the version of the entry, and how many milliseconds ago it replaced or removed another one (-1: it has not).
--- The version is 0 when there is no such entry to remove, and -1 when the registry is full.
+-- Returns the version of the entry, and how many ms ago the entry replaced or removed another entry (-1 if it did not).
+-- The version is 0 if there is no entry to remove, and -1 if the registry is full.
 
 -- include time
 
@@ -30,7 +30,7 @@ elseif adapter == '' then
 elseif redis.call('HLEN', adapters) - 2 >= tonumber(ARGV[4]) then
   return {-1, -1}
 end
--- A change that is made again after a failover has lost it counts as later than the lost one.
+-- If a failover has lost a change and it is made again, its version must be higher than that of the lost change.
 version = math.max(version + 1, is_new and 0 or now_ms())
 redis.call('HSET', adapters, '@', string.format('%.0f', version))
 if adapter == '' then

@@ -1,26 +1,28 @@
--- The order of a model's prompts, for the scripts that include it. See "Fair queueing" and "Priorities" in docs/design/queue.md.
+-- Move a model's prompts in a fair order from the backlog to the streams, and back; other scripts include this file. See "Fair
+-- queueing" and "Priorities" in docs/design/queue.md.
 --
+-- Sole client: a client that alone has prompts in the queue, and may have jobs beyond the capacity of the streams.
 -- The server serves no other client while a script runs, so each call moves a bounded number of prompts.
 
 -- include moving
 
--- Max jobs and bytes that move back when a client that asked alone has to give way: a little more than it may have (submit.lua). Max
--- bytes of the jobs that one call moves up.
-local MAX_BACK, MAX_BYTES_BACK, MAX_MOVED_BYTES = 1300, 1300 * 2048, 524288
--- Values of sole_client: a client had to give way recently; the server has lost the name. How long no bulk client counts as alone
--- after one gave way, in ms: as long as workers expect interactive prompts (QUIET_S).
-local GAVE_WAY, UNKNOWN, GAVE_WAY_MS = '', '?', 60000
--- First virtual start time of each kind, and the end of its range. Lua writes 14 digits exactly.
+local MAX_BACK = 1300 -- Max jobs that one call moves back: a little more than a sole client may have beyond the capacity (submit.lua).
+local MAX_BYTES_BACK = 1300 * 2048 -- Max bytes of the jobs that one call moves back from the streams to the backlog.
+local MAX_MOVED_BYTES = 524288 -- Max bytes of the jobs that one call moves from the backlog to the streams.
+local GAVE_WAY = '' -- Value of the key sole_client for GAVE_WAY_MS after a sole client had to give way.
+local UNKNOWN = '?' -- Stands for the reply key of a client that is not known, because the server has lost the key that names it.
+local GAVE_WAY_MS = 60000 -- No bulk client counts as alone for so many ms; workers expect interactive prompts as long (QUIET_S).
+-- First virtual start time of each kind, and the end of its range. Larger numbers would lose digits: Lua writes 14 digits exactly.
 local FROM = {[ROWS] = -math.huge, [CONTINUED] = 1e11, [BULK] = 1e12}
 local TO = {[ROWS] = '(' .. FROM[CONTINUED], [CONTINUED] = '(' .. FROM[BULK], [BULK] = '+inf'}
--- Of every TURNS jobs that end, one is followed by a job of each kind that yields, however full the streams are. Max jobs that must end
--- before the next turn: those for a continuation of 8,192 tokens.
-local TURNS, MAX_OWED = 16, 8192 * 16
--- Members of "virtual_time": jobs that count towards the next turn; suffix of reply keys for continuations. See keys.py.
-local OWED, TOKENS = {[CONTINUED] = 'owed:continued', [BULK] = 'owed'}, ':tokens'
+-- After every TURNS jobs that end, one job of each yielding kind (CONTINUED, BULK) moves to the streams, even if the streams are full.
+local TURNS = 16
+local MAX_OWED = 8192 * 16 -- Max jobs that must end before the next turn of a kind: enough for a continuation of 8,192 tokens.
+local OWED = {[CONTINUED] = 'owed:continued', [BULK] = 'owed'} -- Members of "virtual_time": ended jobs since the kind's last turn.
+local TOKENS = ':tokens' -- Follows a reply key in "virtual_time": the client's continuations. See protocol/keys.py.
 local backlog_jobs, virtual_time = base .. ':backlog:jobs', base .. ':virtual_time'
 
--- The reply of a command that counts at a key; a value of another type is removed.
+-- Run a command that returns a number for a key, such as ZCARD. A value of another type is removed and counts as 0.
 local function count_at(command, key)
   local count = redis.pcall(command, key)
   if type(count) == 'table' then
@@ -30,41 +32,40 @@ local function count_at(command, key)
   return count
 end
 
--- A start time in "virtual_time"; 0 if it is no finite number.
+-- The score of a member of "virtual_time"; 0 if the score is no finite number.
 local function start_of(member)
   local start = tonumber(redis.call('ZSCORE', virtual_time, member) or 0)
   return start - start == 0 and start or 0
 end
 
--- The virtual time of a kind: the start time of the prompt that moved up last.
+-- The virtual time of a kind: the start time of the prompt of this kind that moved to the streams last.
 local function virtual_now(kind)
   count_at('ZCARD', virtual_time)
   return math.max(FROM[kind or ROWS], start_of(kind or ROWS))
 end
 
--- How many prompts of a kind the backlog has.
 local function count_of(kind)
   return redis.call('ZCOUNT', backlog, FROM[kind], TO[kind])
 end
 
--- Add to the backlog: start times and digests in turns, and digests and stored jobs in turns.
+-- Add prompts to the backlog. `order` alternates start times and digests; `stored` alternates digests and stored jobs.
 local function to_backlog(order, stored)
   count_at('HLEN', backlog_jobs)
   redis.call('ZADD', backlog, unpack(order))
   redis.call('HSET', backlog_jobs, unpack(stored))
 end
 
--- A job as the backlog stores it. `cost` is nil, or the tokens that a continuation may generate.
+-- A job in the form that the backlog stores. `cost` is nil, or the number of tokens that a continuation may generate.
 local function to_store(since, lifetime, home, job, cost)
   return since .. (cost and ',' .. cost or '') .. ' ' .. lifetime .. ' ' .. home .. ' ' .. job
 end
 
--- Returns since, cost or '', lifetime, home, and where the job begins; nothing if it is no stored job.
+-- Split a stored job. Returns since, cost or '', lifetime, home, and the index where the job begins; nil if `stored` is no stored job.
 local function read_stored(stored)
   return string.match(stored or '', '^(%d+),?(%d*) (%d+) (%S*) ()')
 end
 
--- If no client has anything in the backlog, virtual time can start again. Returns whether that is so.
+-- Returns whether the backlog is empty. If it is, the virtual time starts again.
 local function is_backlog_empty()
   local is_empty = redis.call('EXISTS', backlog) == 0
   if is_empty then
@@ -73,8 +74,8 @@ local function is_backlog_empty()
   return is_empty
 end
 
--- Have the client that asked alone give way: move the last `excess` jobs of the streams back to the backlog, as many of each lane,
--- with the client's first start times. Only its kind moves, rows or bulk prompts; both if the server has lost its name.
+-- Make the sole client give way: move the last `excess` jobs of the streams back to the backlog, about as many from each lane. The jobs
+-- start right after the virtual time. Only jobs of the client's kind move, rows or bulk prompts; both if the client is not known.
 local function give_way(excess, sole)
   local client = type(sole) == 'string' and sole or UNKNOWN
   local kind = is_bulk_client(client) and BULK or nil
@@ -103,18 +104,18 @@ local function give_way(excess, sole)
   end
   if #order > 0 then
     to_backlog(order, stored)
-    -- The client's prompts that were in the backlog before start later.
+-- The client's next prompt starts after the jobs that moved back, and after the prompts that the client had in the backlog before.
     redis.call('ZADD', virtual_time, math.max(order[1], start_of(client)), client)
   end
   if #order == 0 or seen >= excess then
     redis.call('SET', sole_client, GAVE_WAY, 'PX', GAVE_WAY_MS)
   else
-    -- The next submission moves more.
+-- Jobs beyond the capacity are left in the streams: the next submission moves more of these jobs back to the backlog.
     redis.call('UNLINK', sole_client)
   end
 end
 
--- Whether the job of a prompt is still in the queue. Something else than a stream has no jobs.
+-- Whether the job of a prompt is still in the queue. A key that holds something else than a stream has no jobs.
 local function is_queued(job, waiting)
   if job == LATER then
     return redis.call('ZSCORE', backlog, string.sub(waiting, -16)) and true or false
@@ -123,7 +124,7 @@ local function is_queued(job, waiting)
   return #redis.pcall('XRANGE', stream, id, id) > 0
 end
 
--- Take a prompt out of the backlog. `client` most likely queued it, and gets its turn back. Returns whether it was there.
+-- Remove a prompt from the backlog, and give the turn back to `client`, which most likely queued it. Returns whether it was there.
 local function drop_later(digest, client)
   local start = tonumber(redis.call('ZSCORE', backlog, digest))
   if not start then
@@ -139,11 +140,11 @@ local function drop_later(digest, client)
   return true
 end
 
--- Move up to `free` prompts of a kind to the streams, and drop abandoned ones. Returns the tokens beyond one each that they generate.
+-- Move up to `free` prompts of a kind to the streams; drop abandoned prompts. Returns the tokens to generate beyond one per prompt.
 local function move_kind(kind, free, budget)
   local added, tokens, now = 0, 0, now_ms()
   while added < free and budget.count > 0 and budget.bytes > 0 do
-    -- Take out the first prompts: one, or as many as the budget has bytes for.
+-- Select the first prompts of the backlog: at least one, and as many as the budget has bytes for.
     local digests, count = {}, math.min(free - added, budget.count)
     for _, digest in ipairs(redis.call('ZRANGEBYSCORE', backlog, FROM[kind], TO[kind], 'LIMIT', 0, count)) do
       budget.bytes = budget.bytes - redis.call('HSTRLEN', backlog_jobs, digest)
@@ -164,7 +165,7 @@ local function move_kind(kind, free, budget)
       local waiting = waiting_for .. digest
       local since, cost, lifetime, home, at = read_stored(stored[i])
       local deadline = at and since + lifetime
-      -- A cancelled prompt has left the backlog, so before its deadline a prompt is waited for.
+-- A cancelled prompt is no longer in the backlog, so until its deadline a client waits for the prompt.
       if at and (now < deadline or is_wanted(waiting, deadline, now)) then
         local tag, job = lifetime .. ' ' .. digest, string.sub(stored[i], at)
         local priority = kind ~= ROWS and kind or nil
@@ -178,7 +179,7 @@ local function move_kind(kind, free, budget)
   return tokens
 end
 
--- Move prompts up while the streams have capacity, after `ended` jobs have ended. Returns whether the next call may move more.
+-- Fill the streams from the backlog, after `ended` jobs have ended. Returns whether the next call may move more prompts.
 local function move_up(ended)
   local in_backlog = count_at('ZCARD', backlog)
   if in_backlog == 0 then
@@ -191,7 +192,7 @@ local function move_up(ended)
   for _, kind in ipairs({CONTINUED, BULK}) do
     limits[kind] = counts[kind] > 0 and limits[kind] - planned or 0
     if counts[kind] > 0 and limits[kind] <= 0 then
-      -- The streams are full. Some prompts of this kind may move up all the same, after so many jobs have ended.
+-- The streams are full. One prompt of this kind per TURNS ended jobs may move to the streams nevertheless.
       local owed = math.max(-MAX_OWED, start_of(OWED[kind])) + (ended or 0)
       limits[kind], has_turns[kind] = math.max(0, math.floor(owed / TURNS)), true
       limits[ROWS] = limits[ROWS] - limits[kind]

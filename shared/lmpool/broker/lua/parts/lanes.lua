@@ -1,34 +1,35 @@
--- The capacity of the streams, and the lane of a job, for the scripts that include it. See "Lanes" in docs/design/queue.md.
+-- Choose the stream of each new job, a worker's lane or the shared stream, and compute how many more jobs the streams may take.
+-- Other scripts include this file. See "Lanes" in docs/design/queue.md.
 --
--- Siblings are jobs that continue the same prompt: they leave their home together. A call reads as many of the shortest lanes as it
--- has jobs, so its time does not grow with the number of workers.
+-- Home: the worker that computed a prefix of the prompt. Siblings: jobs that continue the same prompt; they leave their home together.
+-- A call reads as many of the shortest lanes as it has jobs, so its time does not grow with the number of workers.
 
 -- include streams
 -- include time
 
--- Batches for each worker that wait in the streams: enough until the next batch has ended and more prompts move up; batches that count
--- as held (the lengths of lanes include held jobs, and asking each lane would take long); jobs in the streams without a known worker.
-local BATCHES, HELD_BATCHES, WITHOUT_WORKERS = 3, 2, 128
--- Batches for each worker, waiting and held, up to which bulk clients add jobs: one is computed, one is next. Continuations get
--- one batch more, so that bulk clients never keep them out.
-local BULK_BATCHES, CONTINUED_BATCHES = 2, 3
--- A home's lane may have FACTOR times the mean and SLACK jobs more. SLACK keeps short lanes from moving single jobs. Homes give up
--- jobs if a lane is shorter than the share UNEVEN of the mean.
-local FACTOR, SLACK, UNEVEN = 1.25, 2, 0.5
--- Max lanes read per call; lanes read beyond the jobs, as workers may have left; max length, as clients may write any number.
-local MAX_READ, MORE, MAX_LENGTH = 1000, 8, 100000
+local BATCHES = 3 -- Waiting batches per worker in the streams: enough until a batch ends and prompts move there from the backlog.
+local HELD_BATCHES = 2 -- Batches per worker that count as held: lengths of lanes include held jobs, and reading each lane takes long.
+local WITHOUT_WORKERS = 128 -- Max waiting jobs in the streams while no worker is known.
+local BULK_BATCHES = 2 -- Max batches per worker, waiting and held, to which bulk clients add jobs: one is computed, one is next.
+local CONTINUED_BATCHES = 3 -- The same limit for continuations: one batch more, so that bulk clients never keep continuations out.
+-- The lane of a home may have FACTOR times the mean length plus SLACK jobs. SLACK keeps single jobs at home while lanes are short.
+local FACTOR, SLACK = 1.25, 2
+local UNEVEN = 0.5 -- Homes give up jobs to a lane that is shorter than this share of the mean length.
+local MAX_READ = 1000 -- Max lanes read per call.
+local MORE = 8 -- Lanes read beyond the number of jobs, because some of the workers may have ended.
+local MAX_LENGTH = 100000 -- Max length that a lane counts with: clients may write any number there.
 
--- Workers that take jobs; the hash also holds the sum of their capacities. A single worker reads the shared stream only.
+-- Number of workers that take jobs. The hash has a field for each and one for the sum. A single worker reads the shared stream only.
 local worker_count = math.max(0, (tonumber(redis.pcall('HLEN', capacities)) or 0) - 1)
 local has_lanes = worker_count > 1
--- By worker: whether it takes jobs; the length that its lane will have; jobs that this call has added.
+-- By worker: `open`: whether it takes jobs; `length`: jobs in its lane after this call; `added`: jobs that this call added to its lane.
 local open, length, added = {}, {}, {}
--- Workers with the shortest lanes; the mean length; the longest that a home's lane may be; the time of `open_lanes`.
+-- `shortest`: workers with the shortest lanes. `mean`: mean length. `max_length`: of a home's lane. `opened_at`: time of `open_lanes`.
 local shortest, mean, max_length, opened_at = {}, 0, 0, nil
--- The worker that took the previous siblings of the next job, if they left their home.
+-- Worker that got the previous siblings of the next job; nil if these siblings went to their home.
 local sibling_worker
 
--- How many jobs of each kind the streams may take, negative if they hold too many; and how many jobs they have.
+-- Returns by kind how many more jobs the streams may take (negative: they have too many), and how many jobs the streams have.
 local function spare_capacity()
   local batch, waiting, laned = tonumber(redis.pcall('HGET', capacities, '')) or 0, redis.call('XLEN', jobs), in_lanes()
   local depth = waiting + laned
@@ -55,7 +56,7 @@ local function read_length(score)
   return value > 0 and math.floor(math.min(value, MAX_LENGTH)) or 0
 end
 
--- Count a job in the lane of its home before it is placed. Returns whether that lane takes jobs.
+-- Count a job in the length of its home's lane before the job is placed. Returns whether the home takes jobs.
 local function announce(home)
   if home == '' or not is_open(home) then
     return false
@@ -64,7 +65,7 @@ local function announce(home)
   return true
 end
 
--- The worker with the shortest lane, or nil.
+-- The worker that takes jobs and has the shortest lane, or nil.
 local function shortest_lane()
   local best
   for _, worker in ipairs(shortest) do
@@ -75,8 +76,8 @@ local function shortest_lane()
   return best
 end
 
--- Prepare to place `count` jobs. The jobs with the given homes count in the lanes of their homes first, so that the mean is the mean
--- of the whole call. Returns by number of a job whether the lane of its home takes jobs.
+-- Prepare to place `count` jobs. The jobs with `homes` count in the lanes of their homes first, so that all lengths include the whole
+-- call. Returns a list: for each of these jobs, whether its home takes jobs.
 local function open_lanes(count, homes)
   local announced, homeless = {}, count
   if not has_lanes then
@@ -95,7 +96,7 @@ local function open_lanes(count, homes)
     announced[i] = announce(home)
     homeless = homeless - (announced[i] and 1 or 0)
   end
-  -- If a lane would stay short, homes give up jobs. The jobs without a home go to the shortest lanes.
+-- If the shortest lane would stay short even with its part of the jobs without a home, homes give up jobs.
   local worker = mean >= SLACK and shortest_lane()
   if worker and length[worker] + homeless / worker_count < UNEVEN * mean then
     max_length = mean
@@ -103,7 +104,7 @@ local function open_lanes(count, homes)
   return announced
 end
 
--- The worker whose lane a job goes to, or nil for the shared stream.
+-- Returns the worker whose lane gets a job, or nil for the shared stream.
 local function choose(home, is_announced, is_sibling)
   if not opened_at then
     return nil
@@ -126,7 +127,7 @@ local function choose(home, is_announced, is_sibling)
   return worker
 end
 
--- Add a job to the lane of a worker, or to the shared stream for nil. Returns its entry.
+-- Add a job to the lane of a worker, or to the shared stream if `worker` is nil. Returns the entry of the job.
 local function add_job(worker, kind, ...)
   if kind then
     return add_job(worker, nil, 'p', kind, ...)
@@ -136,11 +137,11 @@ local function add_job(worker, kind, ...)
     added[worker] = (added[worker] or 0) + 1
     return id .. ' ' .. worker
   end
-  -- Without a worker, or if the lane's key holds something else than a stream.
+-- Use the shared stream: there is no worker, or the lane's key holds something else than a stream.
   return redis.call('XADD', jobs, '*', ...)
 end
 
--- Write the lengths of the lanes that jobs were added to.
+-- Record the new lengths of the lanes to which this call added jobs.
 local function count_added()
   for worker, count in pairs(added) do
     count_in_lane(worker, count)

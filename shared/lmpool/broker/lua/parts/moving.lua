@@ -1,19 +1,19 @@
--- Moving jobs that no worker was given yet to another stream, for the scripts that include it.
+-- Move jobs that were not delivered to a worker yet from one stream to another; other scripts include this file.
 
 -- include lanes
 -- include waiting
 
--- Max entries read per command, because one job may have 16 MiB; max lanes that one call visits.
-local MAX_PART, MAX_LANES = 16, 8
--- Max jobs that one call moves, and the bytes that it may still move.
-local MAX_MOVED, bytes_left = 128, 524288
--- Digits of a time in ms; bytes of a digest. Longer values in an entry are not ours.
-local MAX_DIGITS, DIGEST_BYTES = 15, 16
+local MAX_PART = 16 -- Max entries read per command, because one job may have 16 MiB.
+local MAX_LANES = 8 -- Max lanes that one call visits.
+local MAX_MOVED = 128 -- Max jobs that one call moves.
+local bytes_left = 524288 -- Bytes of jobs that this call may still move.
+local MAX_DIGITS = 15 -- Max digits of a time in ms. A longer value in an entry was not written by lmpool.
+local DIGEST_BYTES = 16 -- Size of a digest.
 
 -- The workers with the longest lanes, the longest first.
 local function longest_lanes()
   local workers = {}
-  -- One more is read, because the sum is among them.
+-- Read one member more than MAX_LANES, because the sum of the lengths, under "", is a member too.
   for _, worker in ipairs(redis.pcall('ZREVRANGE', lanes, 0, MAX_LANES)) do
     if worker ~= '' and #workers < MAX_LANES then
       workers[#workers + 1] = worker
@@ -22,7 +22,7 @@ local function longest_lanes()
   return workers
 end
 
--- The job in an entry.
+-- The job in an entry of a stream, as a table.
 local function read_entry(entry, suffix)
   local values = {}
   for at = 1, #entry[2], 2 do
@@ -37,8 +37,8 @@ local function read_entry(entry, suffix)
   }
 end
 
--- Up to `most` jobs of a lane, or of the shared stream for nil, that no worker was given: the first ones, or the last ones in reverse
--- order, up to a job for which `is_end` is true. They stay until `remove_entries`: after an error, two copies are better than none.
+-- Find up to `most` undelivered jobs of a worker's lane (nil: of the shared stream), from the first job on or from the last job back.
+-- Stop before a job for which `is_end` is true. The entries stay until `remove_entries`: after an error, a job exists twice, not never.
 local function find_to_move(worker, most, is_from_end, is_end)
   local stream, suffix = worker and lane_of .. worker or jobs, worker and ' ' .. worker or ''
   local command, from, to, found = 'XRANGE', '(' .. group_at(stream)['last-delivered-id'], '+', {}
@@ -62,7 +62,7 @@ local function find_to_move(worker, most, is_from_end, is_end)
   return found
 end
 
--- Move jobs to the lane of a worker, or to the shared stream for nil, in the order of the list.
+-- Move the jobs of a list, in this order, to the lane of a worker, or to the shared stream if `worker` is nil.
 local function move(worker, moved)
   local entries = {}
   for at, job in ipairs(moved) do
@@ -70,7 +70,7 @@ local function move(worker, moved)
     if job.digest then
       local tag = job.lifetime .. ' ' .. job.digest
       local entry = add_job(worker, job.kind, 'm', job.job, 'u', tag, 't', job.since, 'h', job.home)
-      -- The clients may have submitted the prompt again, and wait for another job.
+-- `place` does nothing if the clients have submitted the prompt again and wait for another job.
       place(waiting_for .. job.digest, entry, job.lifetime, job.entry)
     else
       add_job(worker, job.kind, 'm', job.job, 't', job.since)
@@ -80,12 +80,11 @@ local function move(worker, moved)
   remove_entries(entries)
 end
 
--- Close the lane of a worker: move up to `most` jobs that it was not given to the shared stream, the oldest first. Returns how
--- many were moved. If there were any, there may be more.
+-- Close a worker's lane: move up to `most` undelivered jobs to the shared stream, the oldest first. Returns how many (0: none left).
 local function close_lane(worker, most)
   local size = tonumber(redis.pcall('HGET', capacities, worker))
   if size then
-    -- No job is placed in the lane of a worker without capacity.
+-- Without a capacity, the worker gets no more jobs in its lane.
     redis.call('HDEL', capacities, worker)
     redis.pcall('HINCRBY', capacities, '', -size)
   end

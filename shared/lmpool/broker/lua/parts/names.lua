@@ -1,13 +1,14 @@
--- The keys and values of a model's queue, for the scripts that include it. KEYS[1] is the shared stream of jobs.
+-- Lua variables for the keys of one model's queue and for values in these keys. See protocol/keys.py for all keys of a pool.
+-- Other scripts include this file. KEYS[1] of each is the shared stream of jobs.
 --
--- This file defines no functions: a script that returns early needs none, and one costs as much as a quarter of a command.
+-- This file defines no functions: a script that returns early needs none, and defining one takes a quarter of a command's time.
 local GROUP = 'workers'
--- In a waiting key in place of an entry: the job is in the backlog; the row was just stored.
-local LATER, DONE = 'later', 'done'
--- Field "p" of entries that yield to others, and ROWS for entries that do not. See "Priorities" in docs/design/queue.md.
+local LATER = 'later' -- Value in a waiting key in place of an entry: the job is in the backlog.
+local DONE = 'done' -- Value in a waiting key in place of an entry: the row was just stored.
+-- Kinds of jobs: the field "p" of an entry, or ROWS if an entry has no such field. See "Priorities" in docs/design/queue.md.
 local BULK, CONTINUED, ROWS = 'bulk', 'continued', ''
--- Max unread messages in a reply stream of a client that still gets rows in messages, and max bytes of rows per message.
-local MAX_WITH_ROWS, MAX_CARRIED_BYTES = 64, 65536
+local MAX_WITH_ROWS = 64 -- A client with so many unread messages in its reply stream gets messages without rows.
+local MAX_CARRIED_BYTES = 65536 -- Max bytes of rows in one message.
 local jobs = KEYS[1]
 local base = string.sub(jobs, 1, -6)
 local backlog, sole_client, capacities = base .. ':backlog', base .. ':sole_client', base .. ':capacity'

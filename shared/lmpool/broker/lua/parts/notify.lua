@@ -1,13 +1,14 @@
--- Notifying the clients that wait for prompts, for the scripts that include it. ARGV[3] is the cap of a reply stream, ARGV[4] its
--- lifetime in ms. Clients may write anything to waiting keys and reply streams: it is skipped or replaced.
+-- Notify the clients that wait for prompts, by messages in their reply streams; other scripts include this file. ARGV[3] of each is the
+-- cap of a reply stream, ARGV[4] its lifetime in ms. Clients may write anything to the keys: invalid values are skipped or replaced.
 
--- Bytes of a digest; max clients of a prompt, more are junk; clients after which a call starts no further prompt.
-local DIGEST_SIZE, MAX_CLIENTS, MAX_NOTIFIED = 16, 10000, 250
--- By reply key: the message with digests alone; the message that also carries parts of rows; whether the client was notified.
+local DIGEST_SIZE = 16 -- Bytes of a digest.
+local MAX_CLIENTS = 10000 -- Max clients that wait for a prompt; a waiting key with more clients is invalid.
+local MAX_NOTIFIED = 250 -- A call that has notified so many clients starts no further prompt.
+-- By reply key: `plain`: a message of digests; `carrying`: a message of digests and rows or places; `notified`: whether one was sent.
 local plain, carrying, notified = {}, {}, {}
 local seen_clients = 0
 
--- Whether XADD failed because of what is there: no stream, or a stream at its last possible id.
+-- Whether XADD failed because the key holds no stream, or a stream that has reached the last possible id.
 local function is_spoilt(outcome)
   return string.find(outcome.err, 'WRONGTYPE', 1, true) or string.find(outcome.err, 'exhausted', 1, true)
 end
@@ -27,7 +28,7 @@ local function notify(reply, ...)
   notified[reply] = true
 end
 
--- Add a digest, and a part of its row if there is one, to the client's next message.
+-- Add a digest to the client's next message, and `part` unless it is nil: the row, or its place in shared memory.
 local function gather(reply, digest, part)
   local messages = part and carrying or plain
   local message = messages[reply]
@@ -41,8 +42,8 @@ local function gather(reply, digest, part)
   message.digests[#message.digests + 1], message.parts[#message.parts + 1] = digest, part
 end
 
--- Notify the clients of a prompt, or the one that waits alone: of a failure now, otherwise by `notify_gathered`. `part` is the row, or
--- its place in the memory of `host`. Returns whether all were visited, and whether one is on another host and cannot read the row.
+-- Notify the clients of a prompt (`sole` if one waits alone): of a failure at once, of a row by `notify_gathered`. `part` is the row,
+-- or its place in the memory of `host`. Returns whether all clients were visited, and whether one on another host cannot read the row.
 local function notify_all(waiting, sole, failure, part, host)
   local needs_host, digest = part and not failure and host ~= '', string.sub(waiting, -DIGEST_SIZE)
   if seen_clients >= MAX_NOTIFIED then
@@ -52,7 +53,7 @@ local function notify_all(waiting, sole, failure, part, host)
     gather(sole, digest, part)
     return true
   end
-  -- Neither HKEYS, because there may be any number of clients, nor HSCAN, which may return nothing for long.
+-- Use HRANDFIELD: HKEYS could return any number of clients, and HSCAN may return none in many calls.
   local clients = sole and {sole} or redis.pcall('HRANDFIELD', waiting, MAX_NOTIFIED) or {}
   local is_whole = #clients < MAX_NOTIFIED
   if not is_whole and redis.call('HLEN', waiting) > MAX_CLIENTS then
@@ -79,14 +80,14 @@ local function notify_all(waiting, sole, failure, part, host)
   return is_whole
 end
 
--- Send the gathered messages: parts of rows in the field `name`, then the given fields. Returns how many clients were notified.
+-- Send each client its gathered digests, with rows or places in the field `name`, and the given fields. Returns the number of clients.
 local function notify_gathered(name, ...)
   for reply, message in pairs(plain) do
     notify(reply, 'd', table.concat(message.digests), ...)
   end
   for reply, message in pairs(carrying) do
     local digests, parts = table.concat(message.digests), table.concat(message.parts)
-    -- A client that does not read, or may not remove what it has read, must not fill the server's memory with rows.
+-- A client that does not read or may not remove messages gets no rows: these would fill the server's memory.
     local unread = name == 'v' and (tonumber(redis.pcall('XLEN', reply)) or MAX_WITH_ROWS) or 0
     if name ~= 'v' or #parts <= MAX_CARRIED_BYTES and unread < MAX_WITH_ROWS then
       notify(reply, 'd', digests, name, parts, ...)

@@ -1,9 +1,9 @@
--- Entries of streams, for the scripts that include it. A job is named by its id in the shared stream, or by the id in a lane, a
--- space, and the worker. The sorted set `lanes` has the lengths of lanes, waiting and held jobs together, and their sum under "".
+-- Find, count and remove jobs in the shared stream and in lanes; other scripts include this file. The entry of a job is its id, and
+-- in a lane a space and the worker after the id. The sorted set `lanes` has the number of jobs in each lane, waiting and held together,
+-- and the sum under "".
 
 -- include names
 
--- Whether a reply key belongs to a bulk client.
 local function is_bulk_client(reply)
   return type(reply) == 'string' and string.find(reply, bulk_replies, 1, true) ~= nil
 end
@@ -18,7 +18,7 @@ local function locate(entry)
   return jobs, entry, nil
 end
 
--- Count jobs that were added to a listed lane, or removed from it.
+-- Add `more` to the length of a lane that `lanes` lists, and to the sum; negative if jobs were removed.
 local function count_in_lane(worker, more)
   if more ~= 0 and type(redis.pcall('ZADD', lanes, 'XX', 'INCR', more, worker)) == 'string' then
     redis.pcall('ZINCRBY', lanes, more, '')
@@ -31,7 +31,7 @@ local function in_lanes()
   return sum > 0 and sum < 1e9 and sum or 0
 end
 
--- The consumer group of a stream as XINFO describes it. XPENDING would take longer: it visits all consumers.
+-- The consumer group of a stream, as XINFO GROUPS describes it. XPENDING would take longer, because it visits all consumers.
 local function group_at(stream)
   for _, group in ipairs(redis.pcall('XINFO', 'GROUPS', stream)) do
     local info = {}
@@ -45,7 +45,7 @@ local function group_at(stream)
   return {consumers = 0, pending = 0, ['last-delivered-id'] = '0-0'}
 end
 
--- Remove entries; workers may hold them if `are_held`. Returns how many existed.
+-- Remove entries; if `are_held`, workers may hold them. Returns how many of the entries existed.
 local function remove_entries(entries, are_held)
   -- Nearly always all entries are in the shared stream. Entries in lanes have a space.
   local are_shared = #entries > 0 and not string.find(table.concat(entries), ' ', 1, true)
@@ -57,7 +57,7 @@ local function remove_entries(entries, are_held)
   end
   for stream, of_stream in pairs(ids) do
     if are_held then
-      -- XACK alone would leave the entry in the stream's memory. Clients may not run it.
+-- XDEL must follow, because XACK leaves the entry in the stream. XACK fails if a client runs this script without the right to it.
       redis.pcall('XACK', stream, GROUP, unpack(of_stream))
     end
     local count = tonumber(redis.pcall('XDEL', stream, unpack(of_stream))) or 0

@@ -1,5 +1,5 @@
--- Set a list of keys and values with one lifetime by MSETEX, for the scripts that include it. Only Redis 8.4, Valkey 9.1 and newer
--- have it, and some users may not run it: check first, because failures are counted or logged. Returns whether all were set.
+-- Set strings with one lifetime by one command, MSETEX; other scripts include this file. Returns whether all strings were set. Only
+-- Redis 8.4, Valkey 9.1 and newer have MSETEX, and some users may not run it: check first, because failures are counted or logged.
 local function set_together(strings, lifetime, condition)
   local size = #strings
   if size < 4 or not redis.acl_check_cmd then

@@ -1,4 +1,4 @@
--- The server's time in ms since 1970, for the scripts that include it.
+-- The server's time in ms since 1970; other scripts include this file.
 local function now_ms()
   local time = redis.call('TIME')
   return time[1] * 1000 + math.floor(time[2] / 1000)

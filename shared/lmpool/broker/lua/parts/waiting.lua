@@ -1,12 +1,12 @@
--- The clients that wait for a prompt, for the scripts that include it. Nearly always one client waits. The waiting key is then a
--- string, which takes half as long as a hash: its reply key, a newline, and the job's entry. See keys.py.
+-- Read and write waiting keys: which clients wait for a prompt, and where its job is; other scripts include this file. Usually one
+-- client waits. The key is then a string, which takes half as long as a hash: reply key, newline, entry of the job. See keys.py.
 
 -- include streams
 
--- Lifetime of a waiting key whose own lifetime another client removed.
+-- New lifetime of a waiting key that has none, because a client removed it.
 local FALLBACK_MS = 60000
 
--- Returns the job's entry, LATER, DONE or false; and the reply key if one client waits alone.
+-- Returns the entry of the job, LATER, DONE, or false if there is no job; and the client's reply key if one client waits alone.
 local function read_waiting(waiting)
   local value = redis.pcall('GET', waiting)
   if type(value) == 'string' then
@@ -20,7 +20,7 @@ local function read_waiting(waiting)
   return type(job) == 'string' and job
 end
 
--- Turn a string into a hash with the same lifetime, with the client that waits or without one.
+-- Turn a waiting key from a string into a hash with the same lifetime. `reply` is the client in the hash, or nil for no client.
 local function expand(waiting, entry, reply)
   local lifetime = redis.call('PTTL', waiting)
   redis.call('UNLINK', waiting)
@@ -28,8 +28,7 @@ local function expand(waiting, entry, reply)
   redis.call('PEXPIRE', waiting, lifetime > 0 and lifetime or FALLBACK_MS)
 end
 
--- Write where a prompt's job is now, if it was at `before` or `before` is nil. The server may have evicted the key: a new one
--- needs a lifetime.
+-- Write the new entry of a prompt's job, if the old entry is `before` or `before` is nil. After an eviction, set the key's lifetime.
 local function place(waiting, entry, lifetime, before)
   local job, reply = read_waiting(waiting)
   if before and job ~= before then
@@ -41,7 +40,7 @@ local function place(waiting, entry, lifetime, before)
   end
 end
 
--- Whether a client waits for a prompt. If the server evicted the key, the deadline that the job itself carries counts.
+-- Whether a client waits for a prompt. If the server evicted the waiting key, clients wait until the deadline in the job.
 local function is_wanted(waiting, deadline, now)
   local _, sole = read_waiting(waiting)
   local count = sole and 2 or redis.pcall('HLEN', waiting)

@@ -1,9 +1,9 @@
--- Take a client off prompts. A job that no other client waits for and no worker holds is removed.
+-- Cancel a client's prompts: the client no longer waits for them, and jobs that no client waits for and no worker holds are removed.
 --
 -- KEYS  jobs, reply key of the client, then per prompt: waiting key
 -- ARGV  consumer group
 --
--- Returns how many jobs were removed.
+-- Returns the number of removed jobs.
 
 -- include fair_queue
 
@@ -22,7 +22,7 @@ for i = 3, #KEYS do
     redis.call('UNLINK', waiting)
     removed = removed + 1
   elseif sole == reply then
-    -- A job that a worker holds stays registered, so that other clients can still join it.
+-- The waiting key of a job that a worker holds stays, so that other clients can still join the job.
     expand(waiting, job)
   end
 end

@@ -1,19 +1,17 @@
--- Take over jobs whose workers have been silent for a lease.
+-- Claim jobs of workers that have been silent for a lease; the caller gives up jobs that are returned with too many deliveries.
 --
--- KEYS  jobs, cursor where the next call goes on
+-- KEYS  jobs, cursor (entry of the shared stream where the next call starts)
 -- ARGV  consumer group, consumer, lease in ms, max deliveries of a job, max jobs to take, idle (0|1): the caller holds no job,
 --       max bytes of a job, max bytes of all jobs together except the first, lifetime of the cursor in ms,
---       then entries that the caller is computing: however late it renews these, they do not count as expired
+--       then entries that the caller is computing: they do not count as expired, even if the caller renews their leases late
 --
--- A job may be the reason why its workers ended. For its last delivery it is taken alone, by a worker that holds nothing else. After
--- that it is returned with all its deliveries, and the caller gives it up.
+-- A job may be the reason why its workers crashed. So for its last delivery a job is taken alone, by a worker that holds no other job.
+-- One call visits the caller's lane, lanes of workers whose deadlines have passed, and a part of the held jobs of the shared stream.
+-- The part starts at a cursor that all workers share. remove_gone.lua moves the jobs that were not delivered to a dead worker.
 --
--- One call visits the caller's lane, lanes of workers whose deadlines have passed, and a part of the held jobs of the shared stream,
--- from the cursor that all workers share. remove_gone.lua moves jobs that a dead worker was not given.
---
--- Returns {alone (0|1), list of {entry, encoded job or its size if it is too large, previous deliveries, fields "u", "t" and "p"},
--- further calls that are this worker's share}. An empty list with alone = 1: call again when the caller holds nothing. A bulk prompt
--- that an interactive client has joined has no "p".
+-- Returns {alone (0|1), list of jobs, number of calls that are still this worker's share}. alone: the list is one job for its last
+-- delivery, or the list is empty and the caller must call again when it holds no job. A job is {entry, encoded job or its size if it is
+-- too large, previous deliveries, fields "u", "t" and "p"}. A bulk prompt that an interactive client has joined has no "p".
 
 -- include waiting
 -- include time
@@ -21,10 +19,12 @@
 local cursor, group, consumer, lease = KEYS[2], ARGV[1], ARGV[2], tonumber(ARGV[3])
 local max_deliveries, is_idle = tonumber(ARGV[4]), ARGV[6] == '1'
 local max_job_bytes, bytes_left = tonumber(ARGV[7]), tonumber(ARGV[8])
--- Max bytes of a returned field; jobs taken; lanes visited; clients of a prompt that are checked for an interactive one.
-local MAX_SHORT, MAX_TAKEN, MAX_LANES, MAX_CLIENTS = 64, 128, 8, 32
--- Held jobs of the shared stream that a call visits: twice the worker's share, so that all workers together see all jobs.
-local MIN_PART, MAX_PART, FIRST = 50, 500, '-'
+local MAX_SHORT = 64 -- Max bytes of a returned field "u", "t" or "p".
+local MAX_TAKEN = 128 -- Max jobs that one call takes.
+local MAX_LANES = 8 -- Max lanes of other workers that one call visits.
+local MAX_CLIENTS = 32 -- Max clients of a bulk prompt that are checked for an interactive client.
+-- Min and max held jobs of the shared stream that a call visits: twice the worker's share, so that all workers together visit all jobs.
+local MIN_PART, MAX_PART, FIRST = 50, 500, '-' -- FIRST is Redis's name for the lowest id.
 local most = math.min(tonumber(ARGV[5]), MAX_TAKEN)
 local own, taken, is_alone, now = {}, {}, false, now_ms()
 for at = 10, #ARGV do
@@ -34,7 +34,7 @@ local worker_count = math.max(1, (tonumber(redis.pcall('HLEN', capacities)) or 0
 local pending = group_at(jobs).pending
 local part = math.max(MIN_PART, math.min(MAX_PART, math.ceil(2 * pending / worker_count)))
 
--- Whether an interactive client has joined a bulk prompt. submit.lua does not change the entry while a worker has it.
+-- Whether an interactive client has joined a bulk prompt. submit.lua does not change the entry while a worker holds the job.
 local function is_joined(lifetime)
   local waiting = waiting_for .. (string.match(lifetime, '^%d+ (.+)$') or '')
   local _, sole = read_waiting(waiting)
@@ -46,7 +46,7 @@ local function is_joined(lifetime)
   return false
 end
 
--- Take an entry of a stream. Returns false if it exceeds the bytes that are left.
+-- Claim an entry of a stream. Returns false if the job exceeds the bytes that are left.
 local function take(stream, suffix, id, deliveries)
   local entry = redis.call('XRANGE', stream, id, id)[1]
   if not entry then
@@ -73,7 +73,7 @@ local function take(stream, suffix, id, deliveries)
   return true
 end
 
--- Take the expired jobs among those that workers hold. Returns the id where the next call goes on, or nil after the last one.
+-- Claim the expired jobs in `held`, a reply of XPENDING. Returns the id where the next call starts; nil if all of `held` was visited.
 local function take_expired(stream, suffix, held)
   for _, job in ipairs(held) do
     local id, deliveries = job[1], job[4]
@@ -94,7 +94,7 @@ local function take_expired(stream, suffix, held)
   end
 end
 
--- Visit the lane of a worker. Returns whether this call must take no more.
+-- Claim the expired jobs in the lane of a worker. Returns whether this call must take no more jobs.
 local function scan_lane(worker)
   local stream = lane_of .. worker
   local held = redis.pcall('XPENDING', stream, group, 'IDLE', lease, FIRST, '+', MAX_PART)
@@ -103,7 +103,7 @@ end
 
 local is_full = scan_lane(consumer)
 local gone = tonumber(redis.pcall('ZCOUNT', deadlines, '-inf', '(' .. now)) or 0
--- Begin anywhere in a long list: other workers may be busy with the first lanes.
+-- Start at any place of a long list: other workers may be busy with the first lanes.
 local begin = gone > MAX_LANES and now % gone or 0
 for _, worker in ipairs(redis.pcall('ZRANGEBYSCORE', deadlines, '-inf', '(' .. now, 'LIMIT', begin, MAX_LANES)) do
   is_full = is_full or worker ~= consumer and scan_lane(worker)
@@ -113,11 +113,11 @@ if is_full then
 end
 local from = redis.pcall('GET', cursor)
 from = type(from) == 'string' and string.match(from, '^%(?%d+%-%d+$') or FIRST
--- Visit a part of the held jobs of the shared stream; after its end, a part from its beginning.
+-- Visit a part of the held jobs of the shared stream. If the part ends with the last job and nothing was taken, visit the first part.
 for _, first in ipairs(from == FIRST and {FIRST} or {from, FIRST}) do
   local held = redis.pcall('XPENDING', jobs, group, first, '+', part)
   if held.err then
-    -- No id follows the last possible one. Any other error repeats here.
+-- XPENDING refuses a range that starts after the last possible id: start at the first id. Any other error occurs again and is raised.
     held = redis.call('XPENDING', jobs, group, FIRST, '+', part)
   end
   from = take_expired(jobs, '', held) or #held == part and '(' .. held[part][1] or FIRST

@@ -1,4 +1,4 @@
--- Take prompts out of a model's queue, and notify the clients that wait for them.
+-- Remove prompts from a model's queue, and notify the clients that wait for these prompts.
 --
 -- KEYS  jobs, prefix of the waiting keys, then per prompt: waiting key
 -- ARGV  consumer group, failure (encoded), cap of a reply stream, lifetime of a reply stream in ms, lease in ms,
@@ -7,7 +7,7 @@
 -- Jobs that a worker holds stay, unless the worker has been silent for a lease. A job and its waiting key are removed in one call, so
 -- a client that joins at the same time is either notified or keeps its job.
 --
--- Returns how many prompts were removed, how many workers hold, and the numbers of the prompts to call again with.
+-- Returns the number of removed prompts, the number that workers hold, and indexes of prompts to pass again, to notify more clients.
 
 -- include fair_queue
 -- include notify
@@ -21,7 +21,7 @@ local function is_held(entry)
   return type(pending) == 'table' and pending[3] < lease
 end
 
--- A caller without the right to read waiting keys would notify no client.
+-- Return the error if the caller has no right to read waiting keys: otherwise no client would be notified.
 for _, command in ipairs({'GET', 'HRANDFIELD'}) do
   local seen = redis.pcall(command, KEYS[2])
   if type(seen) == 'table' and seen.err and not string.find(seen.err, 'WRONGTYPE', 1, true) then
@@ -32,7 +32,7 @@ count_at('ZCARD', backlog)
 count_at('HLEN', backlog_jobs)
 for i = 1, #KEYS - 2 do
   local waiting, entry = KEYS[2 + i], ARGV[HEAD + i]
-  -- Operators name the waiting keys, and may name anything. The clients may also wait for another job of the same prompt.
+-- Operators pass the waiting keys, and may pass any keys. The clients may also wait for another job of the same prompt.
   local digest, job, sole = string.sub(waiting, #KEYS[2] + 1), read_waiting(waiting)
   if entry ~= LATER and is_held(entry) then
     held = held + 1

@@ -1,30 +1,30 @@
--- End jobs, with a row or with a failure, and notify the clients that wait.
+-- End jobs, each with a row or with a failure, and notify the clients that wait for them.
 --
 -- KEYS  jobs, dead, waiting key of each job, row key of each job (none if rows are on other masters: then marks are left)
 -- ARGV  consumer group, fingerprint, cap of a reply stream, lifetime of a reply stream in ms, cap of the dead letters, consumer,
---       lifetime of a mark in ms (0 for none), number of jobs, host in whose shared memory the rows are ("" for none),
---       lifetime of the rows to store in ms (0 to store none), entry of each job,
---       then the rows to store, with a host references to them; or with a host alone all places together (16 bytes each),
---       then per failed job: its number, the failure (encoded), whether it becomes a dead letter (0|1)
+--       lifetime of a mark in ms (0 for no marks), number of jobs, host in whose shared memory the rows are ("" for none),
+--       lifetime of the rows to store in ms (0 if no rows are to be stored), entry of each job,
+--       then the rows to store (with a host: references to rows); or with a host alone one string of all places (16 bytes each),
+--       then per failed job: index of the job, encoded failure, whether the job becomes a dead letter (0|1)
 --
--- Stored rows, or their places, are sent with the messages. A row that another worker stored first stays, and clients fetch it. A job
--- is left to its worker if its row is missing, or if a client on another host cannot read it. A failed job is left to its holder.
---
--- Returns, separated by spaces, how many clients were notified, then the numbers of the jobs that were left alone: with "@" if a
--- client is on another host, with "+" if the caller must call again because not all clients were notified.
+-- Messages carry the stored rows or their places. If another worker has stored a row first, its row stays, and clients fetch that row.
+-- A job does not end if its row is missing, or if a client on another host cannot read the row. A failed job that another worker has
+-- taken over does not end either.
+-- Returns numbers, separated by spaces: how many clients were notified, then indexes of jobs whose rows are missing. Index with "@":
+-- a client is on another host. Index with "+": not all clients were notified, and the caller must call again for this job.
 
 -- include names
 
 local HEAD = 10
 local host, row_ms, is_storing = ARGV[9], ARGV[10], ARGV[10] ~= '0'
 local is_carrying = is_storing or host ~= ''
--- Bytes of a reference that are the place in shared memory.
+-- First and last byte of the place in shared memory, within a reference to a row.
 local PLACE_FIRST, PLACE_LAST = 22, 37
 
 local was_stored = false
 if ARGV[8] == '1' and #KEYS == 4 and #ARGV == HEAD + (is_carrying and 2 or 1) and ARGV[7] == '0'
     and not string.find(ARGV[HEAD + 1], ' ', 1, true) and redis.call('EXISTS', backlog) == 0 then
-  -- One row for one client, which waits for nothing else. Defining the functions below would take longer than all of this.
+-- The usual case: one row for one client that waits alone. Defining the functions below would take longer than this case.
   local waiting, row, entry, part = KEYS[3], KEYS[4], ARGV[HEAD + 1], ARGV[HEAD + 2]
   local stored = is_storing and redis.pcall('SET', row, part, 'PX', row_ms, 'NX')
   was_stored = stored and stored.ok
@@ -54,10 +54,10 @@ end
 -- include notify
 -- include strings
 
--- Larger entries become dead letters without their fields.
+-- Entries with more fields or bytes become dead letters without their fields. NO_PLACE: the job has no row in shared memory.
 local MAX_DEAD_FIELDS, MAX_DEAD_BYTES, NO_PLACE = 16, 1048576, string.rep('\0', 16)
 local dead, group, mark_ms, count = KEYS[2], ARGV[1], ARGV[7], tonumber(ARGV[8])
--- Number of a failed job -> index of its failure.
+-- Index of a failed job -> index of its failure in ARGV.
 local failures = {}
 for at = HEAD + count + (is_storing and count or is_carrying and 1 or 0) + 1, #ARGV, 3 do
   failures[tonumber(ARGV[at])] = at + 1
@@ -84,7 +84,7 @@ local function bury(failure, entry)
   end
 end
 
--- Nearly always all rows exist, or none does and all are stored together: one command instead of one per row.
+-- `are_all`: all rows exist. Usually they exist already, or none exists and one command stores all, in place of one command per row.
 local are_all = not is_storing and #KEYS == 2 + 2 * count and redis.call('EXISTS', unpack(KEYS, 3 + count)) == count
 if is_storing and not next(failures) then
   local rows = {}
@@ -95,12 +95,12 @@ if is_storing and not next(failures) then
 end
 local entries, ended, marked, left, unfinished = {}, {}, {}, {}, {}
 
--- Values of waiting keys in which one client waits alone; other types are false. See waiting.lua.
+-- Values of the waiting keys that are strings, because one client waits alone; false for other types. See waiting.lua.
 local waits = redis.call('MGET', unpack(KEYS, 3, 2 + count))
 for i = 1, count do
   local waiting, row, entry = KEYS[2 + i], KEYS[2 + count + i], ARGV[HEAD + i]
   local failure = failures[i] and ARGV[failures[i]]
-  -- Whether the row exists, as far as is known, and the part that messages carry.
+-- `is_stored`: whether the row is known to exist. `part`: the row or its place, which messages carry.
   local is_stored, part = are_all, nil
   if is_storing and not failure then
     local outcome = not are_all and redis.pcall('SET', row, ARGV[HEAD + count + i], 'PX', row_ms, 'NX')
@@ -113,13 +113,13 @@ for i = 1, count do
   end
   local size = row and not failure and not is_stored and redis.pcall('STRLEN', row)
   if type(size) == 'table' then
-    -- Something else than a string is removed, so that the row can be stored.
+-- Remove a value of another type, so that a row can be stored under this key.
     redis.call('UNLINK', row)
   end
   if size == 0 or type(size) == 'table' then
     left[#left + 1] = i
   elseif not failure or is_held(entry) then
-    -- Clients are notified once, however many of the jobs are for the same prompt.
+-- Notify the clients of a prompt once, even if several of the jobs are for the same prompt.
     local is_notified, is_elsewhere = ended[waiting], false
     if not is_notified then
       local newline = waits[i] and string.find(waits[i], '\n', 1, true)
@@ -146,11 +146,11 @@ if #ended > 0 then
   redis.call('UNLINK', unpack(ended))
 end
 for _, waiting in ipairs(mark_ms ~= '0' and marked or {}) do
-  -- For a client that looked up the row before it was stored, and submits now.
+-- Leave a mark for a client that looked up the row before it was stored, and submits the prompt now.
   redis.call('HSET', waiting, 'job', DONE)
   redis.call('PEXPIRE', waiting, mark_ms)
 end
--- The clients remember the worker: prompts that continue these are best computed there.
+-- Clients record the worker (field "w") as the home of prompts that continue these.
 local clients = notify_gathered(host ~= '' and 's' or 'v', 'f', ARGV[2], 'w', ARGV[6])
 remove_entries(entries, true)
 local answer = table.concat({clients, unpack(left)}, ' ') .. (#unfinished > 0 and ' ' .. table.concat(unfinished, ' ') or '')

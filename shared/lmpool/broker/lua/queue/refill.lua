@@ -1,8 +1,8 @@
--- Move prompts up from the backlog, for a worker that finds no jobs.
+-- Move prompts from the backlog to the streams, for a worker that finds no jobs in the streams.
 --
 -- KEYS  jobs
 --
--- Returns 1 if the next call may move more, otherwise 0.
+-- Returns 1 if the next call may move more prompts, otherwise 0.
 
 -- include names
 

@@ -1,16 +1,17 @@
--- Requeue the jobs that a worker holds: they look as if it had been silent for long, so the next worker that claims takes them.
+-- Requeue the jobs of a worker that ends; it or its supervisor runs this. The jobs look expired, so the next worker that claims
+-- jobs gets them.
 --
 -- KEYS  jobs or a lane, reasons
 -- ARGV  consumer group, consumer, idle time to set in ms, max jobs in this call, first id ("-" at first), max deliveries of a job,
 --       why the worker ends (or ""), lifetime of reasons in ms, max reasons, suffix of entries: "", or a space and the lane's worker
 --
--- Deliveries are kept. A job that has had all its deliveries ran alone, so the reason is stored for it.
+-- Jobs keep their numbers of deliveries. A job on its last delivery ran alone, so the reason why the worker ends is stored for it.
 --
--- Returns how many were requeued, and the first id of the next call ("" if nothing is left).
+-- Returns the number of requeued jobs, and the first id of the next call ("" if no job is left).
 local stream, reasons = KEYS[1], KEYS[2]
 local group, consumer, idle, most = ARGV[1], ARGV[2], ARGV[3], tonumber(ARGV[4])
 local held = redis.pcall('XPENDING', stream, group, ARGV[5], '+', most, consumer)
--- After an error there is none: the server has lost the queue.
+-- If XPENDING fails, the server has lost the queue, and the loop sees no jobs.
 for _, job in ipairs(held) do
   local id, deliveries = job[1], job[4]
   redis.call('XCLAIM', stream, group, consumer, 0, id, 'IDLE', idle, 'JUSTID')

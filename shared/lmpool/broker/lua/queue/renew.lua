@@ -3,14 +3,14 @@
 -- KEYS  jobs
 -- ARGV  consumer group, consumer, then entries
 --
--- Returns the entries that another worker took over, or that were removed.
+-- Returns the entries that the worker no longer holds: another worker took them over, or they were removed.
 
 -- include streams
 
 local group, consumer, lost = ARGV[1], ARGV[2], {}
 for i = 3, #ARGV do
   local stream, id = locate(ARGV[i])
-  -- A stream that the server has lost has no jobs: an error would end the leases of all other jobs.
+-- Use pcall, because a stream may be lost: an error would end the leases of all other jobs.
   if #redis.pcall('XPENDING', stream, group, id, id, 1, consumer) == 1 then
     redis.call('XCLAIM', stream, group, consumer, 0, id, 'JUSTID')
   else

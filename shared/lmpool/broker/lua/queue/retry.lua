@@ -1,11 +1,10 @@
--- Queue the job of a dead letter again, without deliveries, and remove the letter.
+-- Queue the job of a dead letter again, with no deliveries, and remove the dead letter.
 --
 -- KEYS  jobs, dead, waiting key of the job's digest
--- ARGV  id of the letter, encoded job as the caller saw it, queue limit, lifetime of the waiting key in ms
+-- ARGV  id of the dead letter, encoded job as the caller saw it, queue limit, lifetime of the waiting key in ms
 --
 -- The field "keep" of the waiting key says that the job is wanted although no client waits: the row is cached for the next client.
---
--- Returns Q queued, J a job for the same prompt is in flight, F refused because the queue is full, G the letter is gone or differs.
+-- Returns Q: queued; J: a job for the same prompt is in flight; F: the queue is full; G: the dead letter was removed or differs.
 
 -- include fair_queue
 
@@ -30,7 +29,7 @@ if not job or job == DONE or not is_queued(job, waiting) then
   redis.call('HSET', waiting, 'job', add_job(nil, kind, 'm', found.job, 'u', ARGV[4]))
   outcome = 'Q'
 end
--- Also if a client waits: it may give up.
+-- Set the field "keep" even if a client waits: the job must stay wanted if the client gives up.
 redis.call('HSET', waiting, 'keep', '')
 redis.call('PEXPIRE', waiting, ARGV[4])
 redis.call('XDEL', dead, ARGV[1])

@@ -1,17 +1,16 @@
--- Move jobs from the end of a long lane to the lane of a worker that holds nothing and finds nothing.
+-- Move jobs from the end of a long lane to the lane of a worker that holds no job and finds none.
 --
 -- KEYS  jobs
--- ARGV  worker, max jobs to take, patience in ms
---
--- See "Reading" in docs/design/queue.md. Returns how many were moved; -1 if no other worker has a lane.
+-- ARGV  worker, max jobs to take, patience in ms: a job is taken from its home only if the first job of the lane has waited as long
+-- See "Reading" in docs/design/queue.md. Returns the number of moved jobs; -1 if no other worker has a lane.
 
 -- include moving
 
 local thief, max_taken, patience = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3])
--- How long a worker that holds less than a batch may leave a job in its lane, in ms: longer than a round trip to a busy server.
+-- Max ms for which a worker that holds less than a batch may leave a job in its lane: longer than a round trip to a busy server.
 local LATE_MS = 100
 
--- The jobs to take from a worker's lane, the last one first.
+-- The jobs to take from the lane of a worker, the last job of the lane first.
 local function jobs_to_take(worker)
   local stream = lane_of .. worker
   local queued, group = redis.pcall('XLEN', stream), group_at(stream)
@@ -33,7 +32,7 @@ end
 if not has_lanes then
   return -1
 elseif redis.pcall('HEXISTS', capacities, thief) ~= 1 then
-  -- A worker that leaves, or that others took for dead, takes nothing.
+-- A worker that drains, or that others removed because they took it for dead, steals no jobs.
   return 0
 end
 for _, worker in ipairs(longest_lanes()) do

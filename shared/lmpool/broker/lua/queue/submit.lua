@@ -1,11 +1,13 @@
--- Register a client for prompts, and queue the prompts that are not queued yet.
+-- Register a client for prompts, and place prompts that are not queued yet in lanes, the shared stream or the backlog.
 --
--- KEYS  jobs, reply key of the client, waiting key of each prompt, and if row check is "rows": row key of each
--- ARGV  queue limit, how long the client waits in ms, row check ("rows", "marks" (of finish.lua) or "": replace the row),
---       again (0|1): check that the jobs still exist, number of prompts, encoded job of each, then optionally the home of each (a
---       worker, "" for none, "=" if it continues the same prompt as the previous one), then for continuations the tokens of each
+-- KEYS  jobs, reply key of the client, waiting key of each prompt, and if row check is "rows": row key of each prompt
+-- ARGV  queue limit, how long the client waits in ms,
+--       row check: "rows" (are rows cached?), "marks" (did finish.lua leave marks?) or "" (compute each row, even if it is cached),
+--       again (0|1): check that existing jobs are still queued, number of prompts, encoded job of each, then optionally home of each
+--       (a worker that computed a prefix, "" for none, "=" if the prompt continues the same prompt as the previous one),
+--       then for continuations the tokens that each may generate
 --
--- Returns one character per prompt: Q queued, J joined an existing job, F refused because the queue is full, R the row is cached.
+-- Returns one character per prompt. Q: queued; J: joined an existing job; F: refused, the queue is full; R: the row is cached.
 
 -- include names
 
@@ -15,18 +17,19 @@ local sole_waiter = reply .. '\n'
 local existing = again and 1 or redis.call('EXISTS', backlog, unpack(KEYS, 3))
 local depth = redis.call('XLEN', jobs) + math.max(0, tonumber(redis.pcall('ZSCORE', lanes, '')) or 0)
 if #ARGV == HEAD + 1 and existing == 0 and limit > 0 and depth == 0 then
-  -- One new prompt without a home in an empty queue: its client waits for nothing else, so this comes before all other cases.
+-- One new prompt without a home in an empty queue. This case comes first, because the client waits for nothing but this call.
   redis.call('SET', KEYS[3], sole_waiter .. redis.call('XADD', jobs, '*', 'm', ARGV[6], 'u', lifetime), 'PX', lifetime)
   return 'Q'
 end
 
 -- include strings
 
--- Jobs beyond the capacity for a client that asks alone, and max bytes of each, so that fair_queue.lua can move them back in one
--- call; lifetime of the key that names the client, in ms; batches that may wait for one worker without a check of the backlog.
-local SOLE_EXTRA, SOLE_MAX_BYTES, SOLE_MS, SPARE_BATCHES = 1200, 2048, 3600000, 2
+local SOLE_EXTRA = 1200 -- Max jobs of a sole client beyond the capacity: fair_queue.lua can move so many back in one call.
+local SOLE_MAX_BYTES = 2048 -- Max bytes of each of a sole client's jobs beyond the capacity, for the same reason.
+local SOLE_MS = 3600000 -- Lifetime of the key that names the sole client, in ms.
+local SPARE_BATCHES = 2 -- Batches that may wait for a single worker without a check of the backlog.
 local is_bulk, sole = string.find(reply, bulk_replies, 1, true) ~= nil, redis.pcall('GET', sole_client)
--- Outcomes; waiting keys and values to set; by waiting key, the outcome of the same prompt later in this call.
+-- `outcome`: of each prompt. `fresh`: waiting keys and values to set. `is_done`: waiting key -> outcome if its prompt occurs again.
 local outcome, fresh, is_done = {}, {}, {}
 
 local function set_fresh()
@@ -38,8 +41,8 @@ local function set_fresh()
   end
 end
 
--- Nearly always all prompts are new, without homes, and fit into the stream of a single worker (its capacity, and the sum).
--- Defining the functions for other cases takes as long as a few prompts.
+-- Nearly always all prompts are new, have no home, and fit into the stream of a single worker. `capacities` then has two fields: the
+-- worker's and the sum. Defining the functions for other cases takes as long as a few prompts.
 if existing == 0 and #ARGV == HEAD + count and redis.pcall('HLEN', capacities) == 2 then
   local is_alone = sole == reply and not is_bulk
   local most = is_alone and SOLE_EXTRA or SPARE_BATCHES * (tonumber(redis.pcall('HGET', capacities, '')) or 0)
@@ -71,12 +74,12 @@ end
 
 -- include fair_queue
 
--- Prompts in the backlog per free slot that a client may have, so that others always find room.
+-- Max prompts of one client in the backlog per free slot of the queue, so that other clients always find free slots.
 local SHARE = 9
 local first_cost = HEAD + 2 * count
 local is_continued = #ARGV > first_cost
 local kind = is_bulk and BULK or is_continued and CONTINUED or nil
--- The member of "virtual_time" with the start time of the client's last prompt of this kind.
+-- Member of "virtual_time" whose score is the start time of the client's last prompt of this kind.
 local member = kind == CONTINUED and reply .. TOKENS or reply
 local homes, is_sibling = {}, {}
 for i = 1, math.min(count, #ARGV - HEAD - count) do
@@ -86,7 +89,7 @@ for i = 1, math.min(count, #ARGV - HEAD - count) do
   end
 end
 local in_backlog, spare = count_at('ZCARD', backlog), nil
--- Prompts that are all new need no check each.
+-- If all prompts are new, no prompt needs a check of its own.
 local is_new = not again and existing == (in_backlog > 0 and 1 or 0)
 spare, depth = spare_capacity()
 if spare[BULK] < 0 or is_bulk then
@@ -98,20 +101,20 @@ if spare[BULK] < 0 or is_bulk then
   end
 end
 local free = sole == reply and spare[kind or ROWS] or math.max(0, spare[kind or ROWS])
--- Jobs beyond the capacity for a client that asks alone. Continuations take too long for that.
+-- Max jobs of the client beyond the capacity, if it is the sole client. Continuations take too long for that.
 local may_be_alone = not is_bulk or sole == reply or spare[BULK] >= 0 and sole ~= GAVE_WAY
 local extra = worker_count > 0 and not is_continued and may_be_alone and SOLE_EXTRA or 0
--- Prompts in the backlog that go before this client's.
+-- Number of prompts in the backlog that go before the prompts of this client.
 local ahead = in_backlog
 if ahead > 0 and not is_bulk then
   ahead = in_backlog - count_of(BULK) - (is_continued and 0 or count_of(CONTINUED))
 end
 local announced = open_lanes(count, is_new and ahead == 0 and free + extra >= count and homes or {})
--- Start times and stored jobs for the backlog; waiting keys that other clients wait in.
+-- `order`, `stored`: see `to_backlog`. `has_others`: waiting key -> whether other clients wait. `last`: start time of the last prompt.
 local order, stored, has_others, is_named, now, last = {}, {}, {}, false, nil, nil
 
--- The virtual start time of the client's next prompt, and the tokens that it may generate (1 for a row). The first start times are for
--- jobs of its own that may have to go back.
+-- The virtual start time of the client's next prompt, and the tokens that the prompt may generate (1 for a row). The first start times
+-- stay free for the client's jobs beyond the capacity, which may have to move back to the backlog.
 local function next_start(i)
   if not last then
     now = virtual_now(kind)
@@ -133,7 +136,7 @@ local function queue(i)
       is_named = true
     end
     if worker or free <= 0 or is_bulk then
-      -- It may have to move.
+-- The job may have to move, and needs its digest then.
       tag = lifetime .. ' ' .. digest
     end
     if home ~= '' then
@@ -144,7 +147,7 @@ local function queue(i)
     depth, free = depth + 1, free - 1
   else
     local start, cost = next_start(i)
-    -- The client's prompts of this cost in the backlog.
+-- (last - now) / cost: prompts of the client in the backlog, if all have this cost.
     if (last - now) / cost >= SHARE * (limit - depth - in_backlog) then
       return 'F'
     end
@@ -162,7 +165,7 @@ local function queue(i)
   return 'Q'
 end
 
--- A bulk prompt in a stream that this interactive client joins yields no more, unless a worker has it.
+-- An interactive client joins a bulk prompt in a stream: make the prompt interactive, unless a worker holds it.
 local function promote(entry)
   local stream, id, worker = locate(entry)
   local found = redis.pcall('XRANGE', stream, id, id)[1]
@@ -173,18 +176,18 @@ local function promote(entry)
   end
 end
 
--- Whether the row is cached. A row in the shared memory of another host, which the reply key does not name, is not for this client.
+-- Whether the row is cached for this client: a row in shared memory counts only if the reply key names the same host.
 local function is_cached(row)
   local head = row_check == 'rows' and redis.pcall('GETRANGE', row, 0, 20) or ''
   if type(head) == 'table' then
-    -- No row can be stored where something else than a string is. A worker removes it if this client may not.
+-- No row can be stored over a value of another type, so remove it. If this client may not, a worker does.
     redis.pcall('UNLINK', row)
     return false
   end
   return head ~= '' and (string.sub(head, 1, 4) ~= 'LMPS' or string.sub(head, 6, 21) == string.sub(reply, -16))
 end
 
--- Join an existing job. Returns J; R if it has just ended with a row; nil if there is no job.
+-- Join an existing job. Returns J; R if the job has just ended with a row; nil if there is no job.
 local function join(i, waiting)
   local job, waiter = read_waiting(waiting)
   if not job or job == DONE then
@@ -211,7 +214,7 @@ local function join(i, waiting)
   elseif waiter and not is_bulk and is_bulk_client(waiter) then
     promote(job)
   end
-  -- The key lives as long as the most patient client waits.
+-- The waiting key lives as long as the most patient client waits.
   if redis.call('PTTL', waiting) < tonumber(lifetime) then
     redis.call('PEXPIRE', waiting, lifetime)
   end

@@ -1,18 +1,18 @@
--- Depth and age of a model's queue: shared stream, lanes and backlog.
+-- Count the jobs of a model's queue (shared stream, lanes, backlog) and its dead letters, and read the age of its oldest job.
 --
 -- KEYS  jobs, dead
 --
--- Returns {number of jobs, ms since the oldest was queued (0 if there is none), number of dead letters, server time in ms}.
+-- Returns {number of jobs, ms since the oldest job was queued (0 without jobs), number of dead letters, server time in ms}.
 
 -- include fair_queue
 
--- Prompts of each kind in the backlog whose age is read, and max bytes of these. A client's oldest prompt has its first start time,
--- and the first start times of all clients are close together.
-local FIRST, MAX_READ = 32, 16384
+-- Each client's oldest prompt in the backlog has its first start time, and the first start times of all clients are close together.
+local FIRST = 32 -- Prompts of each kind, the first ones in the backlog, whose age is read.
+local MAX_READ = 16384 -- Max bytes of a stored job that is read for its age.
 local dead, now, age = KEYS[2], now_ms(), 0
 
--- Jobs are removed when they end, so the first entry of a stream is its oldest job, and its id has the time of queueing. XPENDING
--- returns the id of a held job without the job, which may be large.
+-- Jobs are removed when they end, so the first entry of a stream is its oldest job, and the id of this entry is the time of queueing.
+-- XPENDING returns the id of a held job without the job, which may be large.
 local function read_age(stream)
   local oldest = redis.pcall('XPENDING', stream, GROUP, '-', '+', 1)[1]
   if type(oldest) ~= 'table' then
@@ -29,7 +29,7 @@ for _, worker in ipairs(workers) do
   read_age(lane_of .. worker)
   in_seen = in_seen + (tonumber(redis.pcall('XLEN', lane_of .. worker)) or 0)
 end
--- The sum may be wrong after the server lost keys, so it is used only if there are more lanes.
+-- The recorded sum may be wrong after the server lost keys. It is used only if there are more lanes than this call reads.
 local depth = redis.call('XLEN', jobs) + (#workers == MAX_LANES and in_lanes() or in_seen)
 local in_backlog = count_at('ZCARD', backlog)
 for kind in pairs(in_backlog > 0 and FROM or {}) do

@@ -1,4 +1,4 @@
--- Give a deadline to consumers that have none, because the server has lost the deadlines of the workers.
+-- Set deadlines for consumers that have none, because the server has lost the deadlines of the workers.
 --
 -- KEYS  deadlines of the workers
 -- ARGV  lease in ms, lifetime of the key in ms, then consumers

@@ -1,10 +1,10 @@
 -- Count the workers of a model whose deadlines have not passed. A deadline further away than the longest lease does not count: the
 -- server's clock was set back.
 --
--- KEYS  deadlines of the workers that serve it, of the workers that load it
+-- KEYS  deadlines of the workers that serve the model, deadlines of the workers that load it
 -- ARGV  the longest lease in ms, max workers to name
 --
--- Returns how many serve the model, how many load it, and the names of the workers that serve it.
+-- Returns the number of workers that serve the model, the number that load it, and the names of the workers that serve it.
 
 -- include time
 
@@ -14,7 +14,7 @@ for i, key in ipairs(KEYS) do
   if type(count) == 'table' and not string.find(tostring(count.err), 'WRONGTYPE', 1, true) then
     return count
   end
-  -- The next heartbeat replaces a value of another type.
+-- A value of another type counts no workers; the next heartbeat replaces it.
   counts[i] = type(count) == 'number' and count or 0
 end
 if counts[1] > 0 and ARGV[2] ~= '0' then

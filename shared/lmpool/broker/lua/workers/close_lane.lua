@@ -1,9 +1,9 @@
--- Close the lane of a worker that takes no more jobs: jobs that it was not given go to the shared stream. Held jobs stay.
+-- Close the lane of a worker that takes no more jobs: move undelivered jobs to the shared stream. Held jobs stay in the lane.
 --
 -- KEYS  jobs
 -- ARGV  worker
 --
--- Returns 1 if there may be more to move, otherwise 0.
+-- Returns 1 if the lane may have more jobs to move, otherwise 0.
 
 -- include moving
 

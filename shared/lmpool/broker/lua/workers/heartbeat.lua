@@ -1,4 +1,4 @@
--- Write a heartbeat and its lifetime together: without a lifetime it would outlive its worker.
+-- Write a worker's heartbeat and its lifetime in one call: a heartbeat without a lifetime would outlive its worker.
 --
 -- KEYS  heartbeat
 -- ARGV  lifetime in ms, then per field: name, value

@@ -1,11 +1,11 @@
 -- Register a worker of a model until a deadline, by the server's clock. The next call sets a later deadline.
 --
 -- KEYS  deadlines, and for a worker that serves: jobs, capacities, lanes, its lane
--- ARGV  worker, lease in ms, lifetime of the keys in ms, and for a worker that serves: consumer group, prompts that it computes at
---       once (0 if it takes no more)
+-- ARGV  worker, lease in ms, lifetime of the keys in ms, and for a worker that serves: consumer group, number of prompts that it
+--       computes at once (0 if it takes no more)
 --
--- The capacities and the lengths of the lanes also have their sums under "". The script creates the consumer, because Redis before
--- Valkey 9 lists a consumer only when it has got a job. Values of another type are replaced.
+-- The capacities and the lengths of the lanes have their sums under "". The script creates the consumer, because servers older than
+-- Valkey 9 list a consumer only after it has received a job. Values of another type are replaced.
 --
 -- Returns the length of the worker's lane.
 
@@ -40,7 +40,7 @@ elseif before ~= size then
   redis.call('HSET', capacities, worker, size)
 end
 if size ~= before and type(redis.pcall('HINCRBY', capacities, '', size - before)) == 'table' then
-  -- The sum is no number. All workers add their capacities again.
+-- The sum is not a number, so start a new hash. The other workers add their capacities when they register next.
   redis.call('UNLINK', capacities)
   redis.call('HSET', capacities, worker, size, '', size)
 end

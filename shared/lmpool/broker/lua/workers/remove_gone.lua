@@ -1,23 +1,23 @@
--- Remove workers whose deadlines have passed and that hold nothing; close their lanes; forget clients without prompts in the backlog.
+-- Remove workers whose deadlines have passed and that hold no jobs; close their lanes; remove clients without prompts in the backlog.
 --
 -- KEYS  jobs, deadlines of the workers, capacities, virtual time
 -- ARGV  consumer group, max workers and max clients per call, lifetime of the deadlines in ms, whether to add up the lengths of all
---       lanes (0|1), then workers that are known to be gone
+--       lanes (0|1), then workers that are known to have ended
 --
 -- Removing a consumer drops its held jobs, and a worker that only seemed dead may take jobs at any moment, so the check and the
 -- removal are one call. Workers with jobs stay, so that the jobs can be claimed.
 --
--- Returns how many were removed; whether consumers or added lanes have no deadline (0|1); how many jobs were moved (maybe not all).
+-- Returns the number of removed workers; whether consumers or lanes have no deadline (0|1); the number of moved jobs (maybe not all).
 
 -- include fair_queue
 
 local workers, group, most = KEYS[2], ARGV[1], tonumber(ARGV[2])
--- Max lanes that are added up. A longer list is junk: the next heartbeats write their lengths again.
+-- Max lanes whose lengths are added up. A longer list is invalid and removed; the next heartbeats write the lengths again.
 local MAX_LISTED = 5000
 local now, removed, has_unknown, moved = now_ms(), 0, false, 0
 count_at('ZCARD', workers)
 
--- Forget the clients whose last prompts of a kind have moved up.
+-- Remove the start times of clients whose last prompts of a kind have moved from the backlog to the streams.
 for kind in pairs(count_at('ZCARD', virtual_time) > 1 and FROM or {}) do
   for _, client in ipairs(redis.call('ZRANGEBYSCORE', virtual_time, FROM[kind], virtual_now(kind), 'LIMIT', 0, most)) do
     if not FROM[client] and client ~= OWED[CONTINUED] and client ~= OWED[BULK] then
@@ -47,8 +47,8 @@ end
 if ARGV[4] == '1' and count_at('ZCARD', lanes) > MAX_LISTED then
   redis.call('UNLINK', lanes)
 elseif ARGV[4] == '1' then
-  -- Correct the sum of the lengths of lanes, after the server has lost keys or a client has written there. A new shared stream has
-  -- no consumers, so a worker without a deadline may be known by its lane alone.
+-- Correct the sum of the lengths of lanes: the server may have lost keys, or a client may have written to the set. A new shared stream
+-- has no consumers, so only its lane may show that a worker has no deadline.
   local lengths, sum = redis.call('ZRANGE', lanes, 0, -1, 'WITHSCORES'), 0
   for at = 1, #lengths, 2 do
     if lengths[at] ~= '' then

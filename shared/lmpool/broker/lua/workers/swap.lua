@@ -3,7 +3,7 @@
 -- KEYS  hash
 -- ARGV  field, expected value ('' for none), new value ('' removes the field)
 --
--- Returns 1 when done, 0 when the field has another value.
+-- Returns 1 if the field was changed, 0 if the field has another value.
 if (redis.call('HGET', KEYS[1], ARGV[1]) or '') ~= ARGV[2] then
   return 0
 elseif ARGV[3] == '' then
