@@ -1,7 +1,7 @@
 """Connections for the path of a request: raw connections, and connections that open again after they broke.
 
-redis-py handles addresses, TLS, users and databases, but its cost per command is higher than that of a whole request.
-So redis-py opens a connection, and then this module takes over its transport.
+redis-py handles addresses, TLS, users and databases, but its cost per command is higher than the cost of a whole
+request. So redis-py opens a connection, and then this module takes over its transport.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from lmpool.broker.server import REPLY_TIMEOUT_S, Server
 from lmpool.errors import LMPoolError, ProtocolError, ServerUnreachable
 from lmpool.settings import shown
 
-Argument = bytes | str | int  # One word of a command.
+Argument = bytes | str | int  # One argument of a command, or the command's name.
 CRLF = b"\r\n"  # The end of a line of RESP.
-# Max bytes of a reply: a batch of the longest prompts, or of the largest queries for nodes, is smaller.
+# Max bytes of a reply: larger than the reply to a batch of the longest prompts, or of the largest queries for nodes.
 MAX_REPLY = 256 * 1024 * 1024
-_MIN_REPLY_TIMEOUT_S = 2.0  # Blocking reads take up to a second.
-_MAX_REPLY_TIMEOUT_S = 30.0  # So that a request survives a broken connection within its usual timeout.
+_MIN_REPLY_TIMEOUT_S = 2.0  # Min seconds to wait for a reply: blocking reads take up to a second.
+_MAX_REPLY_TIMEOUT_S = 30.0  # Max seconds to wait for a reply: a request must survive a broken connection.
 
 
 def pack_command(arguments: Sequence[Argument]) -> bytes:
@@ -62,19 +62,19 @@ class RawConnection(asyncio.BaseProtocol):
         if self._closed is None:
             self._closed = reason or ConnectionError("the connection was closed")
             self._transport.abort()
-            # redis-py warns when a connection is freed that still has a writer.
+            # redis-py warns when a connection that still has a writer is freed.
             self._connection._writer = None
             for future in self._give_up():
                 if not future.done():
                     future.set_exception(self._closed)
-                    # Its owner may be gone, and asyncio would log an exception that is never read.
+                    # Retrieve the exception: asyncio would log it if no caller awaits the future.
                     future.exception()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.close(ConnectionError(f"the connection was lost: {exc}" if exc else "the server closed the connection"))
 
     def eof_received(self) -> bool:
-        return False  # Close the transport.
+        return False  # False makes asyncio close the transport.
 
 
 class RawCommandConnection(RawConnection, asyncio.Protocol):
@@ -139,10 +139,10 @@ def reply_timeout(lease_s: float) -> float:
 
 
 class Connection(Generic[Raw]):
-    """A connection that opens on demand by `connect`, and again after it broke."""
+    """A connection that opens on demand by `connect`, and opens again after it broke."""
 
     def __init__(self, server: Server, connect: Callable[[], Awaitable[Raw]]) -> None:
-        self.reply_timeout_s = REPLY_TIMEOUT_S  # Without a reply the raw connection then counts as broken; may change.
+        self.reply_timeout_s = REPLY_TIMEOUT_S  # A connection without a reply for longer is broken; may change.
         self._server = server
         self._connect = connect
         self._raw: Raw | None = None
@@ -150,14 +150,14 @@ class Connection(Generic[Raw]):
         self._queued = 0
         self._closed = False
         # Pending reply -> its raw connection, its deadline in loop time, whether the deadline was extended. One timer
-        # serves all: a timer per reply would cost more than the command.
+        # serves all replies: a timer per reply would cost more than the command.
         self._awaited: dict[asyncio.Future[Any], tuple[Raw, float, bool]] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = 0.0
 
     async def open(self) -> Raw:
-        """The open raw connection."""
-        # Wait behind other callers even if it is open by now, so that commands keep the order of the calls.
+        """Return the open raw connection; open one if none is open."""
+        # Wait behind other callers even if the connection is open by now, so that commands keep the order of the calls.
         if self._raw is None or self._raw.closed or self._queued:
             self._queued += 1
             try:
@@ -177,7 +177,7 @@ class Connection(Generic[Raw]):
         """Wait for a reply, at most `reply_timeout_s`.
 
         Raises:
-            NoScriptError: the server does not know the script.
+            NoScriptError: the server has not cached the script.
             ServerError: the server refuses, or cannot be used.
         """
         until = asyncio.get_running_loop().time() + self.reply_timeout_s
@@ -196,7 +196,7 @@ class Connection(Generic[Raw]):
             del self._awaited[reply]
 
     def distrust(self, reply: object) -> ProtocolError:
-        """Close the connection because a reply does not fit its command, so no later reply can. Returns the error."""
+        """Close the connection after a reply that does not fit its command: no later one can fit. Returns the error."""
         error = ProtocolError(f"{self._server} sent a reply that does not fit the command: {shown(reply)}")
         self.hang_up(error)
         return error
@@ -208,7 +208,7 @@ class Connection(Generic[Raw]):
             self._raw = None
 
     def check(self, raw: Raw, error: ResponseError) -> bool:
-        """Close the raw connection if an error means that the command must be repeated on another; returns whether."""
+        """Close the raw connection, and return True, if a command must be repeated on a new one after the error."""
         is_not_now = self._server.is_not_now(error)
         if is_not_now:
             raw.close(self._server.explain(error))
@@ -223,7 +223,7 @@ class Connection(Generic[Raw]):
     def _close_late(self) -> None:
         """Close connections whose replies are late, and set the timer for the next deadline.
 
-        While the event loop was blocked nothing could be received, so each reply then gets one more timeout.
+        While the event loop was blocked no reply could be received, so each reply then gets one more timeout.
         """
         self._timer = None
         now, due = asyncio.get_running_loop().time(), self._timer_at
@@ -251,7 +251,7 @@ class Connection(Generic[Raw]):
 class CommandConnection(Connection[RawCommandConnection]):
     """A connection for any commands that opens on demand.
 
-    On a cluster it connects to the master of `key`; a change of `key` counts when the connection opens next.
+    On a cluster it connects to the master of `key`; a changed `key` takes effect when the connection opens next.
     """
 
     def __init__(self, server: Server, key: bytes = b"") -> None:

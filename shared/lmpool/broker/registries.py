@@ -25,27 +25,27 @@ from lmpool.protocol.token_set import TokenSet, tokens_of_bits
 from lmpool.protocol.tokenizer import MAX_PACKED_BYTES, PackedTokenizer, unpack_tokenizer
 from lmpool.vocabulary import Vocabulary
 
-MAX_BYTES = 64 * 1024 * 1024  # Max bytes of a packed vocabulary; none is so large.
-# Seconds for which a client may use an entry of the registry of adapters; a change returns only after them.
+MAX_BYTES = 64 * 1024 * 1024  # Max bytes of a packed vocabulary; the limits of vocabularies allow no larger one.
+# Seconds for which a client may use a cached entry of the adapter registry; a change waits as long before it returns.
 KNOWN_FOR_S = 2.0
-MARGIN_S = 0.5  # Seconds that a change of an adapter waits in addition, because clocks run at different rates.
+MARGIN_S = 0.5  # Further seconds that a change of an adapter waits, because clocks run at different rates.
 _TTL_MS = 24 * 3_600_000  # Lifetime of vocabularies, tokenizers and token sets; workers and clients renew it.
 
 
 async def register(redis: Redis, keys: Keys, vocabulary: Vocabulary, *, anew: bool = False) -> None:
-    """Store a vocabulary for a day, unless the pool has a value of its size. With `anew`, store it in any case."""
+    """Store a vocabulary for a day, unless the pool has a value of its size. With `anew`, replace this value."""
     key = keys.vocabulary(vocabulary.digest)
     if anew or not await _keep(redis, key, vocabulary.nbytes):
         await redis.set(key, vocabulary.pack(), px=_TTL_MS)
 
 
 async def _keep(redis: Redis, key: bytes, size: int) -> bool:
-    """Renew the lifetime of a value; False if the pool has none, or one of another size."""
+    """Renew the lifetime of a value; False if the pool has no value of this size under the key."""
     is_there = await redis.pexpire(key, _TTL_MS)
     try:
         return bool(is_there) and await redis.strlen(key) == size
     except ResponseError:
-        return False  # The key holds no string.
+        return False  # The key holds another type than a string.
 
 
 async def look_up(redis: Redis, keys: Keys, digest: str) -> Vocabulary:
@@ -54,9 +54,9 @@ async def look_up(redis: Redis, keys: Keys, digest: str) -> Vocabulary:
 
 
 async def _read(redis: Redis, key: bytes, size: int) -> bytes:
-    """Up to `size` bytes of a value; b"" if there is none, or another type of value."""
+    """Up to `size` bytes of a value; b"" if the key does not exist or holds another type of value."""
     try:
-        data = await redis.getrange(key, 0, size - 1)  # Not GET: the value may have any size.
+        data = await redis.getrange(key, 0, size - 1)  # GET would read a value of any size.
         return data if isinstance(data, bytes) else b""
     except ResponseError as error:
         if not str(error).startswith("WRONGTYPE"):
@@ -65,7 +65,7 @@ async def _read(redis: Redis, key: bytes, size: int) -> bytes:
 
 
 def unpack_known(data: bytes, digest: str) -> Vocabulary:
-    """Unpack the vocabulary of a digest as the pool has it (b"" for none), or raise UnknownVocabulary."""
+    """Unpack the bytes that the pool has as the vocabulary of a digest (b"" for none), or raise UnknownVocabulary."""
     try:
         vocabulary = Vocabulary.unpack(data)
         if vocabulary.digest != digest:
@@ -92,19 +92,19 @@ async def look_up_tokenizer(redis: Redis, keys: Keys, digest: str) -> str:
     try:
         if not data:
             raise ProtocolError("there is nothing: ask again in a moment, its workers write it down again")
-        # In a thread: it may have 96 MiB.
+        # Unpack in a thread: 96 MiB would block the event loop.
         return await asyncio.to_thread(unpack_tokenizer, data, digest)
     except ProtocolError as error:
         raise UnknownTokenizer(f"what the pool has as the tokenizer {digest} is none: {error}") from error
 
 
 async def register_tokens(redis: Redis, keys: Keys, tokens: TokenSet) -> None:
-    """Store a set of tokens under its name for a day."""
+    """Store a set of tokens under its name, a digest, for a day."""
     await redis.set(keys.token_set(tokens.name), tokens.bits, px=_TTL_MS)
 
 
 async def look_up_tokens(redis: Redis, keys: Keys, name: bytes, vocab_size: int) -> TokenSet:
-    """Read a set of tokens of a vocabulary, or raise UnknownTokenSet."""
+    """Read the set of tokens with this name, or raise UnknownTokenSet."""
     try:
         return tokens_of_bits(await _read(redis, keys.token_set(name), vocab_size // 8 + 2), vocab_size, name)
     except ProtocolError as error:
@@ -122,7 +122,7 @@ class AdapterRegistry:
         self.fingerprint = fingerprint
 
     async def read(self, *names: str) -> Registered:
-        """Read the entries of some names, or all entries."""
+        """Read the entries of some adapters, or the entries of all."""
         fields, most = [OWNER_FIELD, VERSION_FIELD, *names] if names else [], MAX_ADAPTERS + 2
         key = self.keys.adapters
         try:
@@ -132,14 +132,14 @@ class AdapterRegistry:
             raise ProtocolError(f"the adapters of this model cannot be read: {error}") from error
 
     async def version(self) -> int:
-        """Read the version of the registry; 0 for an empty one."""
+        """Read the version of the registry; 0 for an empty registry."""
         return (await self.read(VERSION_FIELD)).version
 
     async def put(self, name: str, adapter: Adapter | None, *, is_new: bool = False) -> tuple[int, float]:
-        """Write an entry, unless `is_new` and the name has one; None removes the entry.
+        """Write the entry of an adapter (with `is_new`, only if the name has none); an `adapter` of None removes it.
 
         Returns:
-            the version of the entry (0 if there was none to remove), and for how many seconds clients may still use
+            the version of the entry (0 if there was no entry to remove), and for how many seconds clients may still use
             another adapter of this name.
         """
         packed = adapter.pack() if adapter else b""
@@ -150,14 +150,14 @@ class AdapterRegistry:
         return version, 0.0 if age_ms < 0 else max(0.0, KNOWN_FOR_S + MARGIN_S - age_ms / 1000)
 
     async def begin_check(self, nonce: str, source: str, lifetime_s: float) -> None:
-        """Let workers load a source for jobs that name an adapter by this nonce."""
+        """Let workers load an adapter from `source` for jobs that name the adapter by `nonce`."""
         await self.redis.set(self.keys.adapter_check(nonce), Adapter(source).pack(), px=int(lifetime_s * 1000))
 
     async def end_check(self, nonce: str, adapter: Adapter) -> None:
-        """Report the adapter that a worker has loaded, if the check has not expired."""
+        """Report the adapter that a worker has loaded, unless the check has expired."""
         await self.redis.set(self.keys.adapter_check(nonce), adapter.pack(), xx=True, keepttl=True)
 
     async def read_check(self, nonce: str) -> Adapter | None:
-        """Read the adapter of a check, with its revision once a worker has loaded it; None if it has expired."""
+        """Read the adapter of a check; it has a revision once a worker has loaded it. None if the check has expired."""
         data = await _read(self.redis, self.keys.adapter_check(nonce), MAX_ADAPTER_BYTES + 1)
         return unpack_adapter(data, "the adapter to check") if data else None

@@ -1,7 +1,7 @@
 """Meanings of the errors of servers and connections, and what to do: one sentence for each kind.
 
-Servers begin an error with a word in capitals. redis-py removes some of these words and raises special classes. Errors
-within a script have a text about the script: Redis 6.2 puts it in front, later versions behind.
+Servers begin an error with a word in capitals. redis-py removes some of these words and raises special classes. An
+error within a script has additional text about the script: Redis 6.2 puts this text first, later versions last.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _MEANINGS = {
     "or choose another prefix",
     "NOSCRIPT": "has lost the pool's scripts; the next call sends them again",
 }
-# Meanings of errors that begin with ERR or without a code.
+# Meanings of errors without a code, or with the code ERR.
 _OTHERS = {
     "unknown command": "lacks a command that the pool needs: use Redis 6.2 or newer, or Valkey, without renamed or "
     "removed commands",
@@ -58,7 +58,7 @@ _CLASSES = {
     exceptions.ClusterCrossSlotError: "CROSSSLOT",
     exceptions.NoScriptError: "NOSCRIPT",
 }
-# The first two texts are refusals within a script by Redis 7.0 and newer.
+# Texts of refusals without a code. Redis 7.0 and newer uses the first two for refusals within a script.
 _AUTH_WORDS = {
     "The user executing the script can't": "NOPERM",
     "ACL failure in script": "NOPERM",
@@ -70,7 +70,7 @@ _AUTH_WORDS = {
 _NOT_NOW = {"MOVED", "ASK", "CLUSTERDOWN", "TRYAGAIN", "READONLY", "LOADING", "MASTERDOWN", "BUSY", "MISCONF",
             "NOREPLICAS", "UNBLOCKED"}  # fmt: skip
 _REFUSED = {"NOAUTH", "WRONGPASS", "NOPERM"}
-# Patterns in errors of connections; some errors have only the number, of Linux or macOS.
+# Patterns in the texts of connection errors. Some texts have only the error number, of Linux or macOS.
 _CUT = r"Err(or|no) (104|54)\b|reset by peer|closed|Broken pipe|was lost|Connection lost"
 _LOST = {
     r"Err(or|no) (111|61)\b|refused": "nothing listens there: does the server run, and are host and port right?",
@@ -90,7 +90,7 @@ _CODE = re.compile("[A-Z]+(?= |$)")
 
 
 def chain(error: BaseException) -> Iterator[BaseException]:
-    """An exception and its causes: redis-py may wrap a refusal in a ConnectionError."""
+    """An exception and its causes: redis-py may wrap a server's refusal in a ConnectionError."""
     link: BaseException | None = error
     while link is not None:
         yield link
@@ -98,12 +98,12 @@ def chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def was_cut(error: BaseException) -> bool:
-    """Whether the other side closed the connection, by the text: not all exceptions of redis-py have a cause."""
+    """Whether the other side closed the connection, judged by the text: not all exceptions of redis-py have a cause."""
     return re.search(_CUT, str(error)) is not None
 
 
 def words(error: BaseException) -> str:
-    """The first line of a server's error, without the text about a script, with the code that redis-py removes."""
+    """The first line of a server's error, without the text about a script, and with the code that redis-py removes."""
     lines = str(error).splitlines()
     text = _BEHIND.sub("", _BEFORE.sub("", lines[0])) if lines else type(error).__name__
     code = next((code for kind, code in _CLASSES.items() if isinstance(error, kind)), "")
@@ -140,13 +140,13 @@ def meaning(error: BaseException) -> str:
 
 
 def loss(error: BaseException) -> str:
-    """Why there is no connection; "" if unknown."""
+    """Why a connection failed or was lost; "" if unknown."""
     text = f"{words(error)} {type(error).__name__}"
     return next((why for pattern, why in _LOST.items() if re.search(pattern, text)), "")
 
 
 def sentence(error: BaseException, who: str = "the server") -> str:
-    """The meaning of a server's error followed by its own text, or that text alone."""
+    """The meaning of a server's error followed by the error's text; the text alone if the meaning is unknown."""
     known = meaning(error)
     return f"{who} {known} ({words(error)})" if known else words(error)
 
@@ -170,7 +170,7 @@ def tls_fault(error: BaseException, *, has_certificate: bool) -> str:
             return f"the server's certificate is not trusted: {why}; see ssl_ca_certs= and the name of the host"
         if isinstance(link, ssl.SSLError):
             return f"the handshake failed ({_alert(link.reason or str(link))}); is it a port with TLS?"
-        # If the server closes at once, its alert may be lost.
+        # If the server closes the connection at once, its TLS alert may be lost.
         if isinstance(link, ConnectionResetError) and not has_certificate:
             return "the server has cut it; does it want a client certificate? see ssl_certfile= and ssl_keyfile="
     return ""

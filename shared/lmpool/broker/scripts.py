@@ -1,6 +1,6 @@
 """The Lua scripts of `lua/`, which change a queue atomically, and the functions that read queues, hashes and streams.
 
-Any client of the pool may have written there, so readers check sizes and types.
+Any client of the pool may have written to the keys, so functions that read check sizes and types.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from lmpool.protocol.keys import GROUP, Keys, ModelKeys
 from lmpool.protocol.model_info import LIMITS, MAX_INFO_BYTES, TRIE_SERVICE
 from lmpool.settings import shown
 
-Call = Callable[..., Awaitable[Any]]  # Runs one command: `call` of a connection.
-MAX_AT_ONCE = 200  # Max prompts in one call of a script: while it runs, the server serves no other client.
-# By name; names are unique across the folders.
+Call = Callable[..., Awaitable[Any]]  # Runs one command: the method `call` of a connection.
+MAX_AT_ONCE = 200  # Max prompts in one call of a script: while a script runs, the server serves no other client.
+# Name of a script -> its file; names are unique across the folders.
 _FILES = {path.stem: path for path in Path(__file__).with_name("lua").glob("*/*.lua")}
 _INCLUDE = re.compile("^-- include (\\w+)$", re.MULTILINE)
 
@@ -36,7 +36,7 @@ def _read(name: str) -> str:
 
 
 def _text(name: str, included: set[str]) -> str:
-    """The text of a file, with each included file inserted where it is first named."""
+    """The text of a file. A line "-- include NAME" is replaced by the text of that file, but only the first time."""
     if name in included:
         return ""
     included.add(name)
@@ -44,7 +44,7 @@ def _text(name: str, included: set[str]) -> str:
 
 
 class Script:
-    """A Lua script, which is sent whole only if the server does not know it yet.
+    """A Lua script. Its whole text is sent only if the server has not cached the script yet.
 
     A line "-- include NAME" in its text stands for the text of another file of `lua/`.
     """
@@ -57,14 +57,14 @@ class Script:
         self.sha = hashlib.sha1(self.source.encode(), usedforsecurity=False).hexdigest()
 
     async def on(self, call: Call, keys: Sequence[bytes], args: Sequence[Argument]) -> Any:
-        """Run the script on the path of a request."""
+        """Run the script through a connection for the path of a request."""
         try:
             return await call("EVALSHA", self.sha, len(keys), *keys, *args)
         except NoScriptError:
             return await call("EVAL", self.source, len(keys), *keys, *args)
 
     async def __call__(self, redis: Redis, keys: Sequence[bytes], args: Sequence[Any]) -> Any:
-        """Run the script by a client for control messages.
+        """Run the script through a redis-py client for control messages.
 
         Raises:
             NoPermissionError: the user may not run a command of the script.
@@ -107,10 +107,10 @@ Fields = dict[bytes, bytes]  # The fields of an entry of a stream.
 Entries = list[tuple[bytes, Fields]]  # Entries of a stream: id, fields.
 MAX_FIELD_BYTES = 1024 * 1024  # Max bytes of a field of a heartbeat; the names and refusals of all adapters take less.
 MAX_WORKERS = 4000  # Max workers of a model that are listed by name; more are only counted.
-_MAX_FIELDS = 4096  # Of a hash that is read whole.
-_MAX_LANE = 1e9  # Jobs in a lane; clients may write larger numbers.
+_MAX_FIELDS = 4096  # Max fields of a hash that is read whole.
+_MAX_LANE = 1e9  # Max jobs that a lane counts with: clients may write larger numbers.
 _MAX_LEASE_MS = int(LIMITS["lease_s"][1] * 1000)
-# Begins of errors where there is no stream, no consumer group, or something else: no worker has served the model yet.
+# Error texts that begin with these mean that no worker has served the model yet: no stream, or no consumer group.
 _NO_QUEUE = ("no such key", "NOGROUP", "WRONGTYPE")
 
 
@@ -139,13 +139,13 @@ def entries_by_stream(reply: Any) -> dict[bytes, Entries]:
 async def read_hash(
     redis: Redis, key: bytes, *, most_bytes: int, fields: Sequence[str] = (), most_fields: int = _MAX_FIELDS
 ) -> dict[bytes, bytes | int]:
-    """Read a hash ({} if it does not exist): atomically, unless it has over a thousand fields or a megabyte.
+    """Read a hash ({} if it does not exist), atomically unless it has over a thousand fields or a megabyte.
 
     A value of more than `most_bytes` is replaced by its size. Fields whose names are over 1 KiB are left out.
-    `most_fields` limits a hash that is read whole.
+    `most_fields` limits a hash that is read whole, without `fields`.
 
     Raises:
-        ProtocolError: the key holds something else, or too many fields.
+        ProtocolError: the key holds another type than a hash, or a hash with too many fields.
         RedisError, OSError: the server cannot be used.
     """
     values: dict[bytes, bytes | int] = {}
@@ -166,7 +166,7 @@ def info_key(keys: Keys, model: str) -> bytes:
 
 
 async def read_infos(redis: Redis, keys: Keys, names: Sequence[str] = ()) -> dict[bytes, bytes | int]:
-    """The encoded infos of some models, or of all: name -> info, or the size of an info over `MAX_INFO_BYTES`."""
+    """The encoded infos of some models, or of all: name -> info, or its size if that exceeds `MAX_INFO_BYTES`."""
     wanted: dict[bytes, list[str]] = {}
     for name in names:
         wanted.setdefault(info_key(keys, name), []).append(name)
@@ -177,7 +177,7 @@ async def read_infos(redis: Redis, keys: Keys, names: Sequence[str] = ()) -> dic
 
 
 async def read_texts(redis: Redis, key: bytes, fields: Sequence[str] = ()) -> dict[str, str]:
-    """A hash of texts, such as a heartbeat. Invalid UTF-8 is replaced; fields that are too large are left out."""
+    """Read a hash of texts, such as a heartbeat. Invalid UTF-8 is replaced; fields that are too large are left out."""
     values = await read_hash(redis, key, most_bytes=MAX_FIELD_BYTES, fields=fields)
     texts = [(name, value) for name, value in values.items() if isinstance(value, bytes)]
     return {name.decode("utf-8", "replace"): value.decode("utf-8", "replace") for name, value in texts}
@@ -187,15 +187,15 @@ class QueueState(NamedTuple):
     """A model's queue at one moment."""
 
     depth: int  # Prompts that wait or are being computed.
-    age_s: float  # Seconds since the oldest of them was queued; 0 if there is none.
-    dead: int  # Dead letters.
+    age_s: float  # Seconds since the oldest of these prompts was queued; 0 if the queue is empty.
+    dead: int  # Number of dead letters: jobs that workers gave up.
     server_time: float  # Seconds since the epoch by the server's clock.
 
 
 def drain_seconds(queue: QueueState, answers_per_s: float) -> float:
-    """Seconds until a queue is empty at the rate of all its workers, if no prompts are added.
+    """Seconds until the workers have emptied a queue, if no prompts are added.
 
-    A rate of 0 means that it is unknown; the estimate is then the age of the oldest prompt.
+    A rate of 0 means that the rate is unknown; the estimate is then the age of the oldest prompt.
     """
     return queue.depth / answers_per_s if answers_per_s > 0 else queue.age_s
 
@@ -211,11 +211,11 @@ class Alive(NamedTuple):
 
     serving: int
     loading: int
-    names: tuple[str, ...]  # Ids of the workers that serve it, up to `MAX_WORKERS`; () unless they were requested.
+    names: tuple[str, ...]  # Ids of the serving workers, up to `MAX_WORKERS`; () unless the caller requested names.
 
 
 async def read_alive(redis: Redis, keys: ModelKeys, *, names: bool = False) -> Alive:
-    """Count the live workers of a model, and list them if `names`; the time does not depend on their number."""
+    """Count the live workers of a model, in constant time; with `names`, also list the serving workers."""
     args = [_MAX_LEASE_MS, MAX_WORKERS if names else 0]
     serving, loading, workers = await ALIVE(redis, [keys.workers, keys.loading], args)
     return Alive(int(serving), int(loading), tuple(sorted(name.decode("utf-8", "replace") for name in workers)))
@@ -224,7 +224,7 @@ async def read_alive(redis: Redis, keys: ModelKeys, *, names: bool = False) -> A
 async def read_lanes(redis: Redis, keys: ModelKeys) -> dict[str, int]:
     """Worker -> jobs in its lane, waiting and held: the longest lanes first, up to `MAX_WORKERS`."""
     try:
-        # One more is read, because the sum is among them.
+        # Read one member more than MAX_WORKERS, because the sum of the lengths, under "", is a member too.
         lanes: Any = await redis.zrevrange(keys.lanes, 0, MAX_WORKERS, withscores=True)
     except ResponseError as error:
         if not str(error).startswith(_NO_QUEUE):
@@ -235,7 +235,7 @@ async def read_lanes(redis: Redis, keys: ModelKeys) -> dict[str, int]:
 
 
 async def read_consumers(redis: Redis, keys: ModelKeys) -> list[bytes]:
-    """The workers that a model's queue knows, live or not: its consumers, and the owners of its lanes."""
+    """The workers that a model's queue has recorded, live or not: its consumers, and the owners of its lanes."""
     try:
         consumers = await redis.xinfo_consumers(keys.jobs, GROUP)
         lanes = await redis.zrange(keys.lanes, 0, MAX_WORKERS)

@@ -29,12 +29,12 @@ from lmpool.broker import replies
 from lmpool.embedded import find, runtime_dir
 from lmpool.errors import AuthenticationFailed, LMPoolError, ServerError, ServerUnreachable, SettingsError, argument
 
-# Names a server: a URL, or a client of redis-py.
+# What callers pass to name a server: a URL, or a client of redis-py.
 RedisLike = str | redis_async.Redis | redis_sync.Redis | redis_async.RedisCluster | redis_sync.RedisCluster
 Place = tuple[str, int]  # Host and port of a node.
-CLUSTER = "+cluster"  # The end of the scheme in the URL of a cluster.
+CLUSTER = "+cluster"  # Suffix of the URL scheme of a cluster.
 URL_VARIABLE = "LMPOOL_REDIS_URL"
-# Seconds without a reply after which a connection counts as broken, where the pool's lease is not known.
+# Seconds without a reply after which a connection counts as broken, until the pool's lease is known.
 REPLY_TIMEOUT_S = 15.0
 
 UNNAMED: dict[str, Any] = (
@@ -47,27 +47,27 @@ server would log each refusal.
 """
 
 _ADVICE = ": start one with `lmpool up MODEL`, or set "
-_CONNECT_TIMEOUT_S = 5.0  # To connect and greet; a server on the same continent takes far less.
-_CLUSTER_TIMEOUT_S = 5.0  # For one node to answer which master serves which slots.
-_MAX_NODES = 100  # Nodes of a cluster that are remembered in case the first ones disappear.
-_MAX_CUTS = 2  # Attempts to open a TLS connection that the server cut before it said why.
-# Options of a client's own connections that lmpool does not take over.
+_CONNECT_TIMEOUT_S = 5.0  # Seconds to connect and authenticate; a server on the same continent takes far less.
+_CLUSTER_TIMEOUT_S = 5.0  # Seconds for one node to report which master serves which slots.
+_MAX_NODES = 100  # Max nodes of a cluster that are remembered, for the case that the first nodes disappear.
+_MAX_CUTS = 2  # Max attempts to open a TLS connection that the server cuts before it reports a reason.
+# Connection options of a given redis-py client that lmpool does not copy.
 _NOT_TAKEN = ("retry", "retry_on_error", "retry_on_timeout", "decode_responses", "parser_class",
              "socket_timeout", "event_dispatcher", "maint_notifications_config", "himport_registry",
              "maint_notifications_pool_handler", "oss_cluster_maint_notifications_handler",
              "driver_info", "lib_name", "lib_version")  # fmt: skip
-# Options that asyncio connections lack: OCSP, and in redis-py 5 encrypted keys. Clients have them without a value.
+# Options that asyncio connections lack: OCSP, and in redis-py 5 encrypted keys. Clients have these with empty values.
 _SYNC_ONLY = ("ssl_password", "ssl_ca_path", "ssl_validate_ocsp", "ssl_validate_ocsp_stapled", "ssl_ocsp_context",
               "ssl_ocsp_expected_cert")  # fmt: skip
-# Options of a cluster client that connections to each node take.
+# Options of a given cluster client that are copied to the connections to each node.
 _OPTIONS = ("username", "password", "credential_provider", "client_name", "protocol", "socket_connect_timeout",
             "socket_keepalive", "socket_keepalive_options")  # fmt: skip
 _TRUST = ("ssl_cert_reqs", "ssl_check_hostname")
 _SCHEMES = ("redis", "rediss", "unix", f"redis{CLUSTER}", f"rediss{CLUSTER}")
-# The part of an address that may be shown: a host, a numeric port, and a path.
+# The parts of an address that may be shown: a host, a numeric port, and a path.
 _PLACE = re.compile(r"(\[[0-9a-f:.]*\]?|[^:/]*)(:\d*)?(/.*)?", re.IGNORECASE)
 _FILES = ("ssl_ca_certs", "ssl_ca_path", "ssl_certfile", "ssl_keyfile")
-# The default of redis-py: version 5 does not check the host in a certificate.
+# redis-py's default for checking the host in a certificate; version 5 does not check it.
 _CHECKS_HOST: bool = inspect.signature(redis_sync.Redis).parameters["ssl_check_hostname"].default
 
 
@@ -78,8 +78,8 @@ def parse_url(url: str) -> dict[str, Any]:
         try:
             return dict(connections.parse_url(url))
         except ValueError as error:
-            fault = str(error)  # Only an option can be wrong here. redis-py names it without its value.
-    # Outside of the handler: the traceback must not show the URL with its password as a cause.
+            fault = str(error)  # The fault must be in an option. redis-py names the option without its value.
+    # Raise outside of the handler: as a cause, the first error would show the URL and its password in the traceback.
     raise SettingsError(f"redis: {mask(url)!r} is not a Redis URL: {fault}")
 
 
@@ -116,13 +116,13 @@ def cluster_nodes(url: str) -> tuple[list[Place], str]:
 
 
 def mask(url: str) -> str:
-    """A URL without user, password and options, and without anything that could be part of a password."""
+    """A URL without user, password and options, and without any text that could be part of a password."""
     scheme, mark, rest = url.partition("://")
     if not scheme.replace("+", "").isalnum():
         scheme, mark, rest = "", "", url
     place, *options = re.split("[?#]", rest, maxsplit=1)
     if options and "@" in options[0]:
-        return f"{scheme}{mark}…"  # The password may extend to there.
+        return f"{scheme}{mark}…"  # The password may extend to the end of the URL.
     _, at, place = place.rpartition("@")
     if not _PLACE.fullmatch(place):
         place = place.partition(":")[0] + ":…"
@@ -130,11 +130,11 @@ def mask(url: str) -> str:
 
 
 class _Cancellable(connections.AbstractConnection):
-    """A connection of redis-py that loses no cancellation, and that is closed if it was given up half-open.
+    """A connection of redis-py that loses no cancellation, and that is closed if opening it fails or is cancelled.
 
     redis-py limits the time of sending by `asyncio.wait_for`, which before Python 3.12 can lose a cancellation
-    (https://github.com/python/cpython/issues/86296). Its limits also fire when the program itself blocked the event
-    loop. This class sets all limits; redis-py sets none where it finds None.
+    (https://github.com/python/cpython/issues/86296). The limits of redis-py also expire when the program itself blocked
+    the event loop. This class sets its own limits, and redis-py sets no limit where it finds None.
     """
 
     async def connect(self) -> None:
@@ -142,12 +142,12 @@ class _Cancellable(connections.AbstractConnection):
             async with self._limit("socket_connect_timeout", "Timeout connecting to server"):
                 await super().connect()  # type: ignore[no-untyped-call]
         except BaseException:
-            # redis-py would keep a connection that the server has not let in.
+            # redis-py would keep a connection that the server has not accepted.
             await self.disconnect(nowait=True)
             raise
 
     async def send_packed_command(self, command: Any, check_health: bool = True) -> None:
-        # Connecting and checking have limits of their own.
+        # Connect and check here, outside of the limit for sending: both have limits of their own.
         if not self.is_connected:
             await self.connect()
         if check_health:
@@ -163,7 +163,7 @@ class _Cancellable(connections.AbstractConnection):
 
     @asynccontextmanager
     async def _limit(self, name: str, text: str) -> AsyncIterator[None]:
-        """Apply one of redis-py's limits; raise its TimeoutError if the server is silent for so long."""
+        """Apply one of redis-py's time limits; raise its TimeoutError if the server is silent for longer."""
         limit = getattr(self, name)
         setattr(self, name, None)
         try:
@@ -174,13 +174,13 @@ class _Cancellable(connections.AbstractConnection):
                 raise
             raise redis_sync.TimeoutError(text) from None
         finally:
-            if getattr(self, name) is None:  # redis-py changes it when a server announces that it moves.
+            if getattr(self, name) is None:  # redis-py changes the limit when a server announces that it moves.
                 setattr(self, name, limit)
 
 
 class _Tls(connections.SSLConnection):
-    """Connects again after a cut: a server that refuses a client says why and closes, but if the client has sent more
-    by then, the system discards the reason.
+    """Connects again after a cut: a server that refuses a client sends the reason and closes, but the client's system
+    discards the reason if the client has already sent more data.
     """
 
     async def connect(self) -> None:
@@ -196,7 +196,7 @@ class _Tls(connections.SSLConnection):
 
 @cache
 def connection_class(kind: type) -> type[connections.AbstractConnection]:
-    """The class of connections to use in place of one of redis-py's, asyncio's or not."""
+    """The class of connections that replaces `kind`, a class of redis-py for asyncio or for threads."""
     if issubclass(kind, _Cancellable):
         return kind
     for known, ours in (
@@ -212,8 +212,8 @@ def connection_class(kind: type) -> type[connections.AbstractConnection]:
 
 
 class _ClusterClient(redis_async.RedisCluster):
-    """A cluster client that raises ConnectionError for errors about the whole cluster; redis-py's own class for these
-    has no common base with its other errors.
+    """A cluster client that raises ConnectionError for errors about the whole cluster: redis-py's class for these
+    errors shares no base class with its other errors.
     """
 
     async def initialize(self, *args: Any, **kwargs: Any) -> redis_async.RedisCluster:
@@ -234,7 +234,7 @@ def _connection_errors() -> Iterator[None]:
 
 
 class Cluster:
-    """Which master of a cluster serves which slot. One of `nodes` must answer; `options` have redis-py's names."""
+    """The masters of a cluster and their slots. One of `nodes` must answer; `options` are those of redis-py."""
 
     def __init__(self, nodes: Sequence[Place], options: Mapping[str, Any], *, is_tls: bool) -> None:
         self.nodes = list(nodes)
@@ -251,7 +251,7 @@ class Cluster:
             **UNNAMED,
             **self._options,
         )
-        # The constructor takes no class of connections. Nodes that it finds later take the class from these options.
+        # The constructor accepts no connection class. Later nodes take the class from `connection_kwargs`.
         kind = connection_class(client.connection_kwargs["connection_class"])
         client.connection_kwargs["connection_class"] = kind
         for node in client.nodes_manager.startup_nodes.values():
@@ -278,12 +278,12 @@ class Cluster:
             served = {slot: (str(nodes[0].host), int(nodes[0].port)) for slot, nodes in slots}
         finally:
             await client.aclose()
-        # The nodes that the user named may disappear.
+        # Remember the nodes that the cluster reports: the nodes that the user named may disappear.
         self.nodes = list(dict.fromkeys([*served.values(), *self.nodes]))[:_MAX_NODES]
         return served
 
     def forget(self) -> None:
-        """Read the slots again before the next use."""
+        """Discard the slots, so that the next use reads them again."""
         self._places = None
 
     def __str__(self) -> str:
@@ -312,7 +312,7 @@ class Server:
             given = redis.nodes_manager.connection_kwargs
             if isinstance(redis, redis_async.RedisCluster):
                 given = redis.connection_kwargs
-            # For the options about trust, a false value matters too.
+            # Keep options about trust (`_TRUST`) even if they are false or None: such a value has a meaning.
             kwargs = {
                 name: value
                 for name, value in given.items()
@@ -331,15 +331,15 @@ class Server:
             kind = kwargs.pop("connection_class", connections.Connection)
         self._class = connection_class(kind)
         if self._is_tls and kwargs.get("ssl_cert_reqs", "required") not in ("none", None, ssl.CERT_NONE):
-            # redis-py 5 does not compare the host with the certificate, and a client may have chosen nothing.
+            # redis-py 5 does not compare the host with the certificate by default, so False may not be chosen.
             chosen = kwargs.get("ssl_check_hostname")
             if chosen is None or (is_client and chosen is _CHECKS_HOST is False):
                 kwargs["ssl_check_hostname"] = True
         for name in _NOT_TAKEN:
             kwargs.pop(name, None)
-        if kwargs.get("socket_connect_timeout") is None:  # As in a client of redis-py 5.3.
+        if kwargs.get("socket_connect_timeout") is None:  # The default of redis-py 5.3.
             kwargs["socket_connect_timeout"] = _CONNECT_TIMEOUT_S
-        if kwargs.get("protocol") is None:  # In a client, None means redis-py's default.
+        if kwargs.get("protocol") is None:  # In a client of redis-py, None means its default.
             kwargs["protocol"] = 2
         self._kwargs: dict[str, Any] = kwargs
         self.is_node = False
@@ -382,7 +382,7 @@ class Server:
         return "rediss" if self._is_tls else "redis"
 
     async def at(self, key: bytes) -> Server:
-        """The server that has a key: this one, or one master of the cluster. Equal places give the same object."""
+        """The server that has a key: this one, or one master of the cluster. Equal addresses give the same object."""
         if self._cluster is None or self.is_node:
             return self
         try:
@@ -397,27 +397,27 @@ class Server:
         return node
 
     def is_not_now(self, error: BaseException) -> bool:
-        """Whether an error means that the request must be repeated on a new connection; forgets the cluster's slots."""
+        """Whether the request must be repeated on a new connection after an error; if so, the slots are read again."""
         is_not_now = replies.is_not_now(error)
         if is_not_now:
             self.forget_places()
         return is_not_now
 
     async def reconnect(self, client: redis_async.Redis, error: BaseException) -> None:
-        """Have a client open new connections after such an error: the address may belong to another server now."""
+        """Close a client's idle connections if `is_not_now(error)`: the address may belong to another server now."""
         if self.is_not_now(error) and not self.is_cluster:
             with suppress(RedisError, OSError):
                 await client.connection_pool.disconnect(inuse_connections=False)
 
     def forget_places(self) -> None:
-        """Read again which master has which keys, if this is a cluster."""
+        """Discard the slots of the masters, if this is a cluster; the next use reads them again."""
         if self._cluster is not None:
             self._cluster.forget()
 
     def client(self, *, reply_timeout_s: float = REPLY_TIMEOUT_S) -> redis_async.Redis:
-        """A client for control messages. It does not retry: that is up to its user."""
+        """A client for control messages. It does not retry; callers do."""
         if self._cluster is not None and self.is_cluster:
-            # It has the methods of Redis, but is no subclass.
+            # The cluster client has the methods of Redis, but is no subclass.
             return cast(redis_async.Redis, self._cluster.client(reply_timeout_s))
         pool = connections.ConnectionPool(
             connection_class=self._class,
@@ -430,7 +430,7 @@ class Server:
 
     @asynccontextmanager
     async def connected(self, *, reply_timeout_s: float = REPLY_TIMEOUT_S) -> AsyncIterator[redis_async.Redis]:
-        """A `client` that is closed after the block; errors of redis-py and of the system become lmpool's."""
+        """A `client` that is closed after the block; errors of redis-py and the system become exceptions of lmpool."""
         client = self.client(reply_timeout_s=reply_timeout_s)
         try:
             yield client
@@ -440,12 +440,12 @@ class Server:
             await client.aclose()
 
     async def open(self) -> connections.AbstractConnection:
-        """A new connection of redis-py that has greeted the server."""
+        """Open a connection of redis-py and authenticate."""
         connection = self._connection()
         try:
             await connection.connect()  # type: ignore[no-untyped-call]
         except (RedisError, OSError) as error:
-            self.forget_places()  # Another node may have taken over.
+            self.forget_places()  # Another node may have become the master.
             raise self.explain(error) from error
         return connection
 
@@ -458,7 +458,7 @@ class Server:
             raise SettingsError(f"redis: an option of {self} is not known or malformed: {why}") from error
 
     def explain(self, error: BaseException) -> LMPoolError:
-        """The exception of lmpool for one of redis-py's or the system's."""
+        """The exception of lmpool for an exception of redis-py or of the system."""
         if isinstance(error, LMPoolError):
             return error
         text, meaning = replies.words(error), replies.meaning(error)
@@ -481,7 +481,7 @@ class Server:
         if meaning:
             return (ServerUnreachable if is_lost else ServerError)(f"{self} {meaning} ({text})")
         if is_lost:
-            # A server without TLS does not answer a TLS greeting. "reading" means that the connection was open before.
+            # A server without TLS does not answer a TLS greeting. "reading" in the text: the connection was open.
             is_mute = self._is_tls and "Timeout" in type(error).__name__ and "reading" not in text
             why = replies.loss(error)
             return ServerUnreachable(
@@ -496,7 +496,7 @@ def _is_of_tls(kind: type) -> bool:
 
 
 def where(redis: RedisLike | None) -> str:
-    """The address of a server without user or password, from `redis` as `Server` takes it, even if it is malformed."""
+    """The address, without user or password, of the server that `redis` (see `Server`) names, even malformed."""
     if redis is None or isinstance(redis, str):
         url = os.environ.get(URL_VARIABLE) if redis is None else redis
         return mask(url) if url else "your embedded server"
@@ -515,5 +515,5 @@ def _embedded_url() -> str:
 
 
 def without_advice(error: Exception) -> str:
-    """The text of an error without the advice for programs that choose their server themselves."""
+    """The text of an error without its advice, for programs that choose their server themselves."""
     return str(error).partition(_ADVICE)[0]

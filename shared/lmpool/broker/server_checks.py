@@ -16,15 +16,15 @@ from lmpool.errors import LMPoolError
 
 Version = tuple[int, int, int]
 
-_NEARLY_FULL = 0.75  # Share of maxmemory; below it the server evicts nothing.
+_NEARLY_FULL = 0.75  # Share of maxmemory up to which the server evicts nothing.
 # First version of each branch without CVE-2025-49844 and CVE-2025-46817, and so without the older CVE-2024-46981.
-# Newer branches never had them.
+# Branches newer than these never had the three vulnerabilities.
 _FIXED: dict[str, tuple[Version, ...]] = {
     "redis": ((6, 2, 20), (7, 2, 11), (7, 4, 6), (8, 0, 4), (8, 2, 2)),
     "valkey": ((7, 2, 11), (8, 0, 6), (8, 1, 4)),
 }
 _VERSION = re.compile(r"(\d{1,5})\.(\d{1,5})\.(\d{1,5})(?!\d)")
-_MAX_TEXT = 64  # Bytes of a field of HELLO; names and versions are shorter.
+_MAX_TEXT = 64  # Max bytes of a field in the reply to HELLO; names and versions are shorter.
 
 
 class ServerMemory(NamedTuple):
@@ -33,7 +33,7 @@ class ServerMemory(NamedTuple):
     used_bytes: int
     limit_bytes: int  # `maxmemory`; 0 for no limit.
     policy: str  # `maxmemory-policy`.
-    evicted_keys: int  # Since the start.
+    evicted_keys: int  # Keys evicted since the server started.
 
     def __str__(self) -> str:
         limit = f"of {self.limit_bytes / 1e6:.1f} MB" if self.limit_bytes else "without a limit"
@@ -41,14 +41,14 @@ class ServerMemory(NamedTuple):
         return f"{self.used_bytes / 1e6:.1f} MB used {limit} (maxmemory), {self.policy}, {evicted}"
 
     def is_full_for(self, size: int) -> bool:
-        """Whether a further value of `size` bytes may evict another.
+        """Whether another value of `size` bytes may evict a value.
 
-        The server has a value twice while it is received, and has free memory for a while after each eviction.
+        The server holds a value twice while it is received, and has free memory for a while after each eviction.
         """
         return self.used_bytes + 2 * size > _NEARLY_FULL * self.limit_bytes > 0
 
     def doubt(self) -> str | None:
-        """A warning about settings that do not suit a pool, without a full stop; None if they do."""
+        """A warning about settings that do not suit a pool, without a full stop; None if the settings suit it."""
         wrong = []
         if not self.limit_bytes:
             wrong.append("maxmemory is 0, so cached rows may fill the machine")
@@ -61,7 +61,7 @@ class ServerMemory(NamedTuple):
 
 
 async def _info(redis: Redis, section: str) -> dict[str, dict[str, Any]]:
-    """A section of INFO of each master."""
+    """A section of the reply to INFO, for each master."""
     if not isinstance(redis, RedisCluster):
         return {"": dict(await redis.info(section))}
     replies: Any = await cast(Any, redis).info(section, target_nodes=RedisCluster.PRIMARIES)
@@ -69,7 +69,7 @@ async def _info(redis: Redis, section: str) -> dict[str, dict[str, Any]]:
 
 
 async def read_memory(redis: Redis) -> ServerMemory | None:
-    """The memory of a server; None if it does not report it, for example to users without that right."""
+    """The memory of a server; None if the server does not report it, for example to users without the right to INFO."""
     figures: dict[str, dict[str, Any]] = {}
     try:
         for section in ("memory", "stats"):
@@ -89,7 +89,7 @@ async def read_memory(redis: Redis) -> ServerMemory | None:
 
 
 def doubt_of(product: str, version: str) -> str | None:
-    """A warning about a version of Redis or Valkey, without a full stop; None if there is none."""
+    """A warning about a version of Redis or Valkey, without a full stop; None if the version is safe or unknown."""
     numbers, fixed = _VERSION.match(version), _FIXED.get(product)
     if numbers is None or fixed is None:
         return None
@@ -105,9 +105,9 @@ def doubt_of(product: str, version: str) -> str | None:
 
 
 async def read_version(server: Server) -> tuple[str, str]:
-    """The name and version of a server, or of one master of a cluster; "" for a value that it does not report.
+    """The name and version of a server, or of one master of a cluster; "" for a value that the server does not report.
 
-    HELLO is allowed to every user and reports Valkey's own version. INFO would need a right to much more.
+    Every user may run HELLO, and it reports Valkey's own version. INFO would need a right that allows much more.
     """
     connection = CommandConnection(server)
     try:
@@ -120,13 +120,13 @@ async def read_version(server: Server) -> tuple[str, str]:
 
 
 async def read_doubt(server: Server) -> str | None:
-    """The warning about a server's version, as `doubt_of`."""
+    """The warning about a server's version, as `doubt_of` returns it."""
     return doubt_of(*await read_version(server))
 
 
 async def read_doubts(server: Server) -> list[str]:
     """Check that a server can be used; returns the warnings about its version and its memory."""
-    # A client of its own: an idle connection may be cut while the model loads.
+    # Open a new client: an idle connection may be cut while the model loads.
     redis = server.client()
     try:
         await redis.ping()
@@ -140,7 +140,7 @@ async def read_doubts(server: Server) -> list[str]:
 
 
 def _fields(reply: Any) -> dict[str, str]:
-    """The short texts in a reply to HELLO; RESP2 and RESP3 nest them differently."""
+    """The short texts in a reply to HELLO, by field; RESP2 and RESP3 nest the reply differently."""
     if isinstance(reply, list):
         pairs = list(zip(reply[::2], reply[1::2], strict=False))
     else:
