@@ -1,8 +1,8 @@
-"""The `lmpool` command, also as `python -m lmpool` for an environment whose scripts are not on PATH."""
+"""The `lmpool` command, and `python -m lmpool` for an environment whose scripts are not on PATH."""
 
 import signal
 
-# Importing the command takes some tenths of a second; until then a Ctrl-C ends the process without a traceback.
+# Importing the command takes some tenths of a second; during the import, Ctrl-C ends the process without a traceback.
 _is_interruptible = signal.getsignal(signal.SIGINT) is signal.default_int_handler
 if _is_interruptible:
     signal.signal(signal.SIGINT, signal.SIG_DFL)

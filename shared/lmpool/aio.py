@@ -14,19 +14,19 @@ E = TypeVar("E", bound=BaseException)
 
 _log = logging.getLogger("lmpool")
 
-_FIRST_DELAY_S = 0.05  # Before the first retry: a restarted server accepts connections again within this order.
-_MAX_DELAY_S = 2.0  # Between retries: a server that returns is used within two seconds.
-_CANCEL_S = 0.1  # Until a cancellation is repeated for the first time; the pause doubles each time.
-_MAX_CANCEL_S = 1.0  # Between repeated cancellations: a task that ignores one delays its caller by at most this.
-_WARN_EVERY_S = 10.0  # Between log lines about tasks that do not end.
-_PARTS = 20  # Of a silence limit: a blocked event loop uses up one part, so 20 blocks can use up the limit.
+_FIRST_DELAY_S = 0.05  # Seconds before the first retry: a restarted server accepts connections after about this time.
+_MAX_DELAY_S = 2.0  # Max seconds between retries: a server that returns is used within two seconds.
+_CANCEL_S = 0.1  # Seconds until a cancellation is repeated for the first time; the pause doubles each time.
+_MAX_CANCEL_S = 1.0  # Max seconds between repeated cancellations: a task that ignores one delays its caller this long.
+_WARN_EVERY_S = 10.0  # Seconds between log lines about tasks that do not end.
+_PARTS = 20  # Parts of a silence limit: a blocked event loop uses up one part, so 20 blocks can use up the limit.
 
-# Seconds by which a timer may be late on a busy machine; if it is later, the event loop was blocked.
+# Seconds by which a timer may be late on a busy machine. If a timer is later, the event loop was blocked.
 MAX_LATENESS_S = 0.25
 
 
 def delays(max_s: float = _MAX_DELAY_S) -> Iterator[float]:
-    """Seconds before each retry: doubling up to `max_s`, with jitter so that clients do not retry in step."""
+    """Yield the seconds before each retry: doubling up to `max_s`, with jitter so that clients do not retry in step."""
     ceiling = _FIRST_DELAY_S
     while True:
         yield random.uniform(ceiling / 2, ceiling)
@@ -35,10 +35,10 @@ def delays(max_s: float = _MAX_DELAY_S) -> Iterator[float]:
 
 @asynccontextmanager
 async def silence_limit(seconds: float | None) -> AsyncIterator[asyncio.Timeout]:
-    """Limit how long the other side may be silent: `asyncio.timeout`, except that a blocked event loop hardly counts.
+    """Limit how long the other side may be silent, as `asyncio.timeout` does, but hardly count a blocked event loop.
 
     A program that computes in its event loop receives nothing, although the other side may have answered. So each time
-    that the event loop is blocked counts as a small part of the limit, however long it takes. None means no limit.
+    that the event loop is blocked counts as one of `_PARTS` parts of the limit, even if the block is long. None: no limit.
     """
     loop = asyncio.get_running_loop()
     async with asyncio.timeout(seconds) as timer:
@@ -64,9 +64,9 @@ async def silence_limit(seconds: float | None) -> AsyncIterator[asyncio.Timeout]
 async def end_tasks(tasks: Iterable[asyncio.Task[Any]]) -> None:
     """Cancel tasks and wait until all have ended; discard their exceptions.
 
-    A cancellation is repeated: `asyncio.wait_for` of Python 3.11 loses one that arrives together with the result. If
-    the caller is cancelled, `CancelledError` is raised when all tasks have ended, because they use objects that the
-    caller is about to close. Tasks that take long are named in the log.
+    Cancellations are repeated, because `asyncio.wait_for` of Python 3.11 loses a cancellation that arrives together
+    with the result. If the caller is cancelled, `CancelledError` is raised when all tasks have ended, because the tasks
+    use objects that the caller is about to close. The log names tasks that take long to end.
     """
     tasks = list(tasks)
     pending = {task for task in tasks if not task.done()}
@@ -92,7 +92,7 @@ async def end_tasks(tasks: Iterable[asyncio.Task[Any]]) -> None:
 
 
 async def finish(work: Coroutine[Any, Any, None]) -> None:
-    """Await a coroutine to its end, even if this call is cancelled in between: a close must be completed."""
+    """Await a coroutine to its end, even if this call is cancelled in between: closing must be completed."""
     task = asyncio.ensure_future(work)
     interrupted: asyncio.CancelledError | None = None
     while not task.done():
@@ -128,7 +128,7 @@ async def gather(
 
 
 async def await_beside(work: Coroutine[Any, Any, T], others: Iterable[Coroutine[Any, Any, None]]) -> T:
-    """Await `work` while other tasks run; cancel them when it ends. The first exception of any task ends all.
+    """Await `work` while `others` run as tasks; cancel them when `work` ends. The first exception of any task ends all.
 
     `asyncio.TaskGroup` is no alternative before Python 3.13: it can lose or invent a cancellation of its caller
     (https://github.com/python/cpython/issues/116720).
@@ -148,7 +148,7 @@ async def await_beside(work: Coroutine[Any, Any, T], others: Iterable[Coroutine[
 
 
 async def join_task(task: asyncio.Task[T]) -> T:
-    """Await a task that other callers await too: a cancelled caller does not cancel it, and each raises a copy."""
+    """Await a task that other callers await too: a cancelled caller does not cancel it, and exceptions are copied."""
     await ended(task)
     return outcome(task)
 
@@ -163,7 +163,7 @@ async def ended(task: asyncio.Task[Any]) -> None:
 
 
 def outcome(task: asyncio.Task[T]) -> T:
-    """The result of an ended task; raises a copy of its exception."""
+    """Return the result of an ended task, or raise a copy of its exception."""
     if not task.cancelled() and (error := task.exception()) is not None:
         raise copy_error(error)
     return task.result()
@@ -176,9 +176,9 @@ def _retrieve(task: asyncio.Task[Any]) -> None:
 
 
 def copy_error(error: E) -> E:
-    """Copy an exception for one of several callers, because notes and tracebacks are added to it."""
+    """Copy an exception for one of several callers, because each caller adds notes and tracebacks."""
     kind = type(error)
-    # Without its constructor, whose parameters may differ from `args`. The `args` of an OSError lack its file.
+    # Create the copy without `__init__`, whose parameters may differ from `args`. An OSError's `args` lack its file.
     arguments: tuple[Any, ...] = error.__reduce__()[1]  # type: ignore[assignment]
     other = kind.__new__(kind, *arguments)
     other.args = error.args

@@ -1,6 +1,6 @@
 """The `lmpool` command: assembled from the installed parts; an error is one line, and the exit code is 2.
 
-Names and reasons that it prints come from a server that others write to, so a terminal must only show them.
+The command prints names and reasons that other users wrote to the server, so it escapes control characters.
 
 `main_as_child` runs the same command as a child process that ends with its parent. The parent holds the write end of
 the child's standard input and writes nothing. However the parent ends, the kernel closes the pipe. Then the child ends
@@ -30,14 +30,14 @@ from rich.text import Text
 from lmpool.errors import LMPoolError, LogFormatter, SettingsError, printable, to_json, use_options
 from lmpool.settings import set_openmp_defaults
 
-LAUNCH = "from lmpool.cli import main_as_child; main_as_child()"  # The program of the child, for `python -c`.
-FOLDER_VARIABLE = "LMPOOL_ATTACHED_FOLDER"  # Names a folder that the child removes when its parent is killed.
-# Names a descriptor to which a process writes a line when it serves, for the process that started it.
+LAUNCH = "from lmpool.cli import main_as_child; main_as_child()"  # The program of a child process, for `python -c`.
+FOLDER_VARIABLE = "LMPOOL_ATTACHED_FOLDER"  # Environment variable: a folder that a child removes when its parent ends.
+# Environment variable: a descriptor to which a process writes a line when it serves, for the process that started it.
 READY_VARIABLE = "LMPOOL_READY_DESCRIPTOR"
 INTERRUPTED = 130  # The exit code after Ctrl-C.
 _GROUP = "lmpool.commands"
 _TRACEBACK_VARIABLE = "LMPOOL_TRACEBACK"
-_CALLED = {"when_absent": "--no-wait"}  # Arguments of Python whose option has another name.
+_CALLED = {"when_absent": "--no-wait"}  # Argument of a Python function -> its command-line option, if the names differ.
 
 # Some releases of typer carry their own copy of click: take the classes from typer itself.
 _UsageError: type[Exception]
@@ -45,11 +45,11 @@ _ClickException: type[Exception]
 _UsageError, _ClickException = typer.BadParameter.__mro__[1:3]
 
 _STDIN = 0  # The descriptor of standard input.
-_UNLIMITED_COLUMNS = 1_000_000  # Wider than any table.
+_UNLIMITED_COLUMNS = 1_000_000  # Columns of a table that is not printed to a terminal: more than any table has.
 
 
 def say(text: str, *, err: bool = False) -> None:
-    """Print one line; to standard error if `err`."""
+    """Print one line, to standard error if `err`."""
     typer.echo(printable(text), err=err)
 
 
@@ -59,17 +59,17 @@ def say_json(value: Any) -> None:
 
 
 class Terminal(Console):
-    """Prints tables; rich interprets no markup in their strings. A pipe or a file gets them plain and at full width."""
+    """Prints tables. rich interprets no markup in their strings; a pipe or a file gets plain tables at full width."""
 
     def __init__(self, *, err: bool = False) -> None:
         super().__init__(markup=False, emoji=False, highlight=False, stderr=err)
-        # With FORCE_COLOR in the environment rich assumes a terminal, and COLUMNS gives its width.
+        # With FORCE_COLOR in the environment, rich assumes a terminal, and COLUMNS sets the width of the table.
         has_width = self.is_terminal and "COLUMNS" in os.environ
         if not has_width and not self.file.isatty():
             self.width = _UNLIMITED_COLUMNS
 
     def render_str(self, text: str, **options: Any) -> Text:
-        """Convert a string for printing; rich calls this for every string."""
+        """Escape a string for printing; rich calls this method for every string."""
         return super().render_str(printable(text), **options)
 
 
@@ -94,23 +94,23 @@ def _root(
         bool, typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True)
     ] = False,
 ) -> None:
-    """The options of all commands."""
+    """Options that every command has."""
 
 
 def main(*, is_interruptible: bool = False) -> None:
-    """Run the command line; exits 0, 2 on an error (a few have codes of their own), 130 on Ctrl-C.
+    """Run the command line and exit: 0, 2 after an error (some errors have other codes), or 130 after Ctrl-C.
 
-    If `is_interruptible`, Ctrl-C raises KeyboardInterrupt from now on; after the command it ends the process at once.
+    If `is_interruptible`, Ctrl-C raises KeyboardInterrupt during the command, and ends the process at once after it.
     """
-    if logging.lastResort is not None:  # Prints warnings as long as logging is not configured.
+    if logging.lastResort is not None:  # Prints warnings until logging is configured.
         logging.lastResort.setFormatter(LogFormatter())
-    # Any command may import a plugin that imports torch.
+    # Set OpenMP's defaults first: any command may import a plugin that imports torch.
     set_openmp_defaults()
     use_options(lambda name: _options().get(name))
     try:
         if is_interruptible:
             signal.signal(signal.SIGINT, signal.default_int_handler)
-        # Imported modules stay: searching them for garbage takes a tenth of the time.
+        # Collect no garbage during imports: imported modules stay, and searching them takes a tenth of the time.
         gc.disable()
         add_commands(sys.argv[1:2])
         gc.freeze()
@@ -128,7 +128,7 @@ def main(*, is_interruptible: bool = False) -> None:
     except _ClickException as error:
         code = _fail(str(error))
     except BrokenPipeError:
-        # The reader of our output has closed the pipe, as with `| head`; print nothing more, not even at exit.
+        # The program that reads our output has closed the pipe, as `| head` does. Print nothing more, not even at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 0
     except Exception as error:  # noqa: BLE001 The one place where a bug becomes a line for the user.
@@ -142,9 +142,9 @@ def main(*, is_interruptible: bool = False) -> None:
 
 
 def add_commands(names: Sequence[str] = ()) -> None:
-    """Add to `app` the parts with these commands; all parts if a name is unknown or none is given.
+    """Add the parts that have the commands `names` to `app`; all parts if a name is unknown or `names` is empty.
 
-    Importing the other parts and registering them with typer takes longer than a request.
+    Importing all parts and registering them with typer takes longer than a request.
     """
     points = entry_points(group=_GROUP)
     named = points if not names or set(names) - points.names else [point for point in points if point.name in names]
@@ -157,7 +157,7 @@ def _usage(error: typer.BadParameter) -> int:
     """Print one line about a wrong command line."""
     message = error.format_message()
     lines = message.strip().splitlines()
-    if len(lines) != 1:  # Without an argument typer has printed the help, and the message is empty.
+    if len(lines) != 1:  # Without an argument, typer has printed the help, and the message is empty.
         for line in lines:
             say(line)
         return 2
@@ -189,7 +189,7 @@ def _options() -> dict[str, str]:
 
 
 def report_ready(text: str = "ready") -> None:
-    """Report once to the process that started this one that it serves; see `READY_VARIABLE`."""
+    """Report once, to the process that started this one, that this process serves; see `READY_VARIABLE`."""
     with contextlib.suppress(KeyError, ValueError, OSError):
         descriptor = int(os.environ.pop(READY_VARIABLE))
         os.write(descriptor, text.encode())
@@ -197,8 +197,8 @@ def report_ready(text: str = "ready") -> None:
 
 
 def main_as_child() -> None:
-    """Run the command line in a session of its own."""
-    with contextlib.suppress(PermissionError):  # This process leads a session already.
+    """Run the command line in a new session, as a child that ends with its parent."""
+    with contextlib.suppress(PermissionError):  # The error means that this process leads a session already.
         os.setsid()
     folder = os.environ.pop(FOLDER_VARIABLE, "")
 
@@ -211,5 +211,5 @@ def main_as_child() -> None:
         os.killpg(0, signal.SIGKILL)
 
     threading.Thread(target=end_with_parent, name="lmpool-parent", daemon=True).start()
-    sys.argv[0] = "lmpool"  # The name in messages.
+    sys.argv[0] = "lmpool"  # The name of the program in messages.
     main()

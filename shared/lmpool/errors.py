@@ -3,23 +3,23 @@
     LMPoolError
     ├── InvalidPrompt (ValueError)      the prompt is malformed; nothing was sent
     │   ├── NotTokenIds (TypeError)     floats, bools, strings, nested lists, arrays that are not 1-D
-    │   ├── EmptyPrompt                 no ids
-    │   ├── TokenOutOfRange (IndexError)  an id below 0 or not below V
-    │   └── PromptTooLong               more ids than the model accepts
+    │   ├── EmptyPrompt                 the prompt has no ids
+    │   ├── TokenOutOfRange (IndexError)  an id is below 0, or not below V
+    │   └── PromptTooLong               the prompt has more ids than the model accepts
     ├── TrieError (ValueError)          a call of a trie is malformed; nothing was computed
-    │   ├── InvalidVocabulary           not byte strings, none at all, or over a limit
-    │   ├── UnknownVocabulary (LookupError)  the model publishes none, or it has expired
-    │   ├── InvalidWeights              weights of the wrong length or dtype, or with NaN among them
+    │   ├── InvalidVocabulary           a token is no byte string, or tokens are missing or too many
+    │   ├── UnknownVocabulary (LookupError)  the model publishes no vocabulary, or it has expired
+    │   ├── InvalidWeights              weights have the wrong length or dtype, or contain NaN
     │   └── UnknownNode (LookupError)   the trie has no such node or prefix
-    ├── SettingsError (ValueError)      an unknown or malformed setting, with the field's name
+    ├── SettingsError (ValueError)      a setting is unknown or malformed; the text names the field
     ├── ServerError (ConnectionError)   Redis cannot be used
     │   ├── ServerUnreachable           no server answers at the address
     │   └── AuthenticationFailed        wrong user or password, or the ACL forbids it
     ├── ModelError (LookupError)
-    │   ├── UnknownModel                no model of that name is served, or none at all
-    │   ├── AmbiguousModel              several models are served and none was named
+    │   ├── UnknownModel                no model of that name is served, or no model at all
+    │   ├── AmbiguousModel              several models are served and no model was named
     │   ├── UnknownAdapter              the model has no adapter of that name
-    │   ├── UnknownTokenizer            its workers publish no tokenizer, or it has expired
+    │   ├── UnknownTokenizer            the model's workers publish no tokenizer, or it has expired
     │   ├── AdapterRefused              a worker cannot load the adapter
     │   └── ModelMismatch               a worker's info differs from the info of the model it joins
     ├── RequestFailed                   an accepted request ended without a row
@@ -36,10 +36,10 @@
     │   ├── CorruptRow                  the cached value is not a row of this model
     │   └── ProducerClosed              the producer was closed while the request was in flight
     ├── BatchError                      a run over a file failed; finished shards stay
-    │   └── BatchRefused                its output belongs to another model, input or options, or to another run
+    │   └── BatchRefused                the output belongs to another model, input, options or run
     └── ProtocolError (ValueError)      a message or row does not decode
 
-Messages name the value, the limit and what to do. They may quote text from other users; `printable` escapes it.
+Messages name the value, the limit and what to do. They may quote text from other users; `printable` escapes this text.
 """
 
 from __future__ import annotations
@@ -65,11 +65,11 @@ def printable(text: str, keep: str = "") -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """The message of an exception as one line of at most 300 characters; its type if it has no message."""
+    """The message of an exception as one line of at most 300 characters; its type if the message is empty."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     text = lines[0] if lines else type(error).__name__
     if isinstance(error, KeyError):
-        text = f"KeyError: {text}"  # Its message is the key alone.
+        text = f"KeyError: {text}"  # The message of a KeyError is the key alone.
     return text if len(text) <= 300 else text[:297] + "..."
 
 
@@ -79,18 +79,18 @@ def to_json(value: Any, **options: Any) -> str:
 
 
 class LogFormatter(logging.Formatter):
-    """Indents all lines of an entry but the first, so that no text in an entry looks like another entry."""
+    """Indents all lines of a log entry but the first, so that no text in an entry looks like another entry."""
 
     def format(self, record: logging.LogRecord) -> str:
         """Format the entry, with its traceback if it has one."""
         return printable(super().format(record), keep="\n").replace("\n", "\n  ")
 
 
-_option_of: Callable[[str], str | None] | None = None  # The option of the command line for an argument.
+_option_of: Callable[[str], str | None] | None = None  # Returns the command-line option for an argument of Python.
 
 
 def use_options(option_of: Callable[[str], str | None]) -> None:
-    """Have errors name options of the command line in place of arguments of Python."""
+    """Make errors name options of the command line in place of arguments of Python."""
     global _option_of
     _option_of = option_of
 
@@ -158,8 +158,8 @@ class SettingsError(LMPoolError, ValueError):
     """A setting is unknown or malformed.
 
     Attributes:
-        setting: the name of the setting, with which the text begins; "" if it begins with no name.
-        problem: the rest of the text.
+        setting: the name of the setting at the beginning of the text; "" if the text begins with no name.
+        problem: the text without the name.
     """
 
     def __init__(self, text: str) -> None:
@@ -188,7 +188,7 @@ class UnknownModel(ModelError):
     """No model of that name is served.
 
     Attributes:
-        is_loading: whether a worker is loading it.
+        is_loading: whether a worker is loading the model.
         has_others: whether other models are served.
     """
 
@@ -196,7 +196,7 @@ class UnknownModel(ModelError):
 
 
 class AmbiguousModel(ModelError):
-    """Several models are served and none was named."""
+    """Several models are served and no model was named."""
 
 
 class UnknownAdapter(ModelError):
@@ -240,7 +240,7 @@ class SourceMissing(RequestFailed):
 
 
 class AdapterChanged(RequestFailed):
-    """The adapter that a job names is no longer in service; the client requests the current one."""
+    """The adapter that a job names is no longer in service; the client requests the current adapter."""
 
 
 class UnknownTokenSet(RequestFailed, LookupError):
@@ -248,7 +248,7 @@ class UnknownTokenSet(RequestFailed, LookupError):
 
 
 class NoProbability(RequestFailed, ValueError):
-    """No allowed token has a probability above 0, so none can be drawn."""
+    """No allowed token has a probability above 0, so no token can be drawn."""
 
 
 class QueueCleared(RequestFailed):
@@ -264,10 +264,10 @@ class ProducerClosed(RequestFailed):
 
 
 class BatchError(LMPoolError):
-    """A run over a file failed; finished shards stay, and the same command continues behind them.
+    """A run over a file failed. Finished shards stay, and the same command continues after these shards.
 
     Attributes:
-        may_pass: whether a retry may succeed, as when a bucket cannot be reached.
+        may_pass: whether a retry may succeed, for example if a bucket could not be reached.
     """
 
     may_pass = False
@@ -284,7 +284,7 @@ class ProtocolError(LMPoolError, ValueError):
 
 
 def of_prompt(error: _E, name: str, index: int, count: int) -> _E:
-    """Name the prompt `index` of `count` in an error about one of several prompts; other errors stay as they are."""
+    """Put `name[index]` in front of an error about one of several prompts; other errors stay as they are."""
     if count > 1 and isinstance(error, (InvalidPrompt, WorkerError, NoProbability)):
         error.args = (f"{name}[{index}]: {error}",)
     return error

@@ -1,4 +1,4 @@
-"""Histograms that take a fraction of a microsecond per observation; prometheus_client and OpenTelemetry on demand."""
+"""Histograms of durations and batch sizes, fast enough for every request; imports of metrics libraries on demand."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from types import ModuleType
 from lmpool.errors import SettingsError
 from lmpool.settings import check_choice, check_kind
 
-# Environment variable that enables tracing in programs and workers without a `tracing` setting.
+# Environment variable that enables tracing in programs and workers that have no `tracing` setting.
 TRACING_VARIABLE = "LMPOOL_TRACING"
-# Upper bounds for durations, from a cached row to a patient batch: 0.1 ms to 100 s.
+# Upper bounds of histograms of durations in seconds, from a cached row to a patient batch: 0.1 ms to 100 s.
 SECONDS = (*(step * 10.0**power for power in range(-4, 2) for step in (1, 2.5, 5)), 100.0)
-PROMPTS = tuple(float(2**power) for power in range(11))  # Upper bounds for sizes of batches: 1 to 1,024.
+PROMPTS = tuple(float(2**power) for power in range(11))  # Upper bounds for batch sizes: 1 to 1,024 prompts.
 _PACKED = re.compile(
     r"(\d{1,3}):(\d{1,15})", re.ASCII
-)  # A bucket and its count; any client may have written longer ones.
+)  # A bucket and its count. The digits are limited, because any client may have written the text.
 
 
 class Histogram:
-    """How many observations fell into each bucket, and their sum. One thread observes, any thread reads."""
+    """The number of observations in each bucket, and the sum of the values. One thread observes, any thread reads."""
 
     __slots__ = ("bounds", "counts", "total")
 
     def __init__(self, bounds: Sequence[float] = SECONDS) -> None:
-        self.bounds = bounds  # Upper bounds of the buckets, ascending and inclusive; one more bucket is above the last.
+        self.bounds = bounds  # Inclusive upper bounds of the buckets, ascending; one more bucket is above the last.
         self.counts = [0] * (len(bounds) + 1)
         self.total = 0.0
 
@@ -39,8 +39,8 @@ class Histogram:
         self.total += value * times
 
     def cumulative(self) -> tuple[list[tuple[str, int]], float]:
-        """Each upper bound with the number of observations up to it, and the sum, as Prometheus writes them."""
-        # Copy first: another thread may count meanwhile.
+        """Each upper bound with the number of observations up to it, and the sum of the values: Prometheus' format."""
+        # Copy the counts first: another thread may count at the same time.
         sums = itertools.accumulate(list(self.counts))
         bounds = [*(f"{bound:.12g}" for bound in self.bounds), "+Inf"]
         return list(zip(bounds, sums, strict=True)), self.total
@@ -54,7 +54,7 @@ def quantile(counts: Sequence[int], q: float, bounds: Sequence[float] = SECONDS)
     """The quantile `q` (0 to 1) of observations in buckets, as PromQL's `histogram_quantile` computes it.
 
     Returns:
-        a value that is linear within a bucket, and the last bound above it; None without observations.
+        a value interpolated within its bucket, but at most the last bound; None without observations.
     """
     if not (count := sum(counts)):
         return None
@@ -68,31 +68,31 @@ def quantile(counts: Sequence[int], q: float, bounds: Sequence[float] = SECONDS)
 
 
 def pack_counts(counts: Sequence[int]) -> str:
-    """Counts as short text: "bucket:count" for each bucket that is not empty, separated by spaces."""
+    """Pack counts into a short text: "bucket:count" for each bucket that is not empty, separated by spaces."""
     return " ".join(f"{at}:{count}" for at, count in enumerate(counts) if count)
 
 
 def add_packed(counts: list[int], packed: str) -> None:
-    """Add packed counts to others. Anything invalid is skipped: these numbers are only shown to people."""
+    """Add packed counts to `counts`. Invalid parts are skipped, because these numbers are only shown to people."""
     for pair in filter(None, map(_PACKED.fullmatch, packed.split())):
         if (at := int(pair[1])) < len(counts):
             counts[at] += int(pair[2])
 
 
 def is_traced(tracing: object) -> bool:
-    """Whether requests are traced: an argument `tracing`, or the environment if it is None."""
+    """Whether requests are traced: the argument `tracing`, or the environment variable if the argument is None."""
     if tracing is None:
         return bool(check_choice(TRACING_VARIABLE, os.environ.get(TRACING_VARIABLE) or "0", ("0", "1")) == "1")
     return bool(check_kind("tracing", tracing, bool, "True, False or None"))
 
 
 def prometheus(extra: str) -> ModuleType:
-    """`prometheus_client.core`, imported by the first call; `extra` of lmpool installs it."""
+    """Import `prometheus_client.core` on demand; SettingsError names the extra of lmpool that installs it."""
     return _optional("prometheus_client.core", f"metrics need prometheus-client: pip install 'lmpool[{extra}]'")
 
 
 def opentelemetry() -> ModuleType:
-    """`opentelemetry.trace`, imported by the first call; raises as `prometheus`."""
+    """Import `opentelemetry.trace` on demand; SettingsError if it is missing."""
     return _optional("opentelemetry.trace", "tracing needs opentelemetry-api: pip install 'lmpool[tracing]'")
 
 

@@ -1,4 +1,4 @@
-"""Checks of settings, with errors that name setting, value and limit; and the number of usable cores."""
+"""Checks of settings, with errors that name the setting, its value and the limit; and the number of usable cores."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from typing import Any
 
 from lmpool.errors import SettingsError
 
-# Control characters and line breaks, for a set of characters in a regular expression.
+# Control characters and line breaks, as part of a character set in a regular expression.
 CONTROLS = r"\x00-\x1f\x7f-\x9f\u2028\u2029"
 
 _WAIT_POLICY, _THREADS = "OMP_WAIT_POLICY", "OMP_NUM_THREADS"
-# Redis keys contain names as UTF-8, which cannot encode lone surrogates; braces would choose their cluster slot.
+# Redis keys contain names as UTF-8, which cannot encode lone surrogates; braces would choose the key's cluster slot.
 _NAME = re.compile(rf"[^{{}}{CONTROLS}\ud800-\udfff]{{1,200}}")
 
 
@@ -25,7 +25,7 @@ def shown(value: object, most: int = 300) -> str:
     """A value for an error message, cut to `most` characters."""
     try:
         text = repr(value)
-    except (ValueError, RecursionError):  # An integer of over 4,300 digits, or a list that contains itself.
+    except (ValueError, RecursionError):  # An integer of over 4,300 digits, or a list that is nested too deeply.
         return f"<{type(value).__name__}, too long to print>"
     return text if len(text) <= most else text[: most - 3] + "..."
 
@@ -52,7 +52,7 @@ def check_kind(name: str, value: Any, kind: type | tuple[type, ...], what: str) 
 
 
 def check_texts(name: str, value: Any) -> None:
-    """Refuse a value that is not a list of strings; a single string would be read as a list of its characters."""
+    """Refuse a value that is not a list of strings. A single string would be read as a list of its characters."""
     for text in check_kind(name, value, list, "a list of texts"):
         check_kind(name, text, str, "a text")
 
@@ -77,7 +77,7 @@ def check_name(name: str, value: Any) -> None:
 
 
 def option(description: str, default: Any = MISSING, least: float | None = None, most: float | None = None) -> Any:
-    """A field of a settings class: the help of its command-line option, its default, and the limits of a number.
+    """A field of a settings class, with the help of its command-line option, its default, and the limits of a number.
 
     A default that is a list is copied for each instance.
     """
@@ -88,12 +88,12 @@ def option(description: str, default: Any = MISSING, least: float | None = None,
 
 
 def check_numbers(settings: Any) -> None:
-    """Refuse numbers of a settings class that are outside the limits of their fields; None passes if it is the default.
+    """Refuse numbers of a settings class outside the limits of their fields. None is valid if it is the default.
 
-    A field whose default is a whole number, or None, takes whole numbers only.
+    A field whose default is a whole number, or None, accepts whole numbers only.
 
     Raises:
-        SettingsError: with the setting's name.
+        SettingsError: begins with the name of the setting.
     """
     for each in fields(settings):
         value, least = getattr(settings, each.name), each.metadata.get("least")
@@ -102,7 +102,7 @@ def check_numbers(settings: Any) -> None:
 
 
 def count_cores() -> int:
-    """The number of cores that this process may use: by its affinity, and by its container's limit of CPU time."""
+    """The number of cores that this process may use, by its CPU affinity and by its container's limit of CPU time."""
     allowed, limit = _affinity(), cpu_limit()
     return allowed if limit is None else max(1, min(allowed, math.ceil(limit)))
 
@@ -114,11 +114,11 @@ def count_threads() -> int:
 
 
 def set_openmp_defaults() -> None:
-    """Make waiting OpenMP threads sleep, and start at most one per usable core.
+    """Make waiting OpenMP threads sleep, and start at most one OpenMP thread per usable core.
 
     Threads that spin take CPU time from other processes on their cores. OpenMP respects a process's affinity, but not
-    the limit of its container. Variables that the environment sets stay as they are. An OpenMP library reads them when
-    it is loaded, so this must run before; child processes inherit them.
+    the limit of its container. Variables that are already set stay as they are. An OpenMP library reads the variables
+    when it is loaded, so call this function before. Child processes inherit the variables.
     """
     os.environ.setdefault(_WAIT_POLICY, "PASSIVE")
     if (cores := count_cores()) < _affinity():
@@ -128,7 +128,7 @@ def set_openmp_defaults() -> None:
 def cpu_limit(root: Path = Path("/")) -> float | None:
     """The cores that the control groups of this process allow, as with `docker run --cpus`; None for no limit."""
     limits: list[float] = []
-    with suppress(OSError):  # Not on Linux.
+    with suppress(OSError):  # Only Linux has these files.
         for line in (root / "proc/self/cgroup").read_text().splitlines():
             _, controllers, path = line.split(":", 2)
             if not controllers:
@@ -139,10 +139,10 @@ def cpu_limit(root: Path = Path("/")) -> float | None:
 
 
 def _quotas(mount: Path, path: str, *names: str) -> Iterator[float]:
-    """The limits of a group and of its parents: quota divided by period, read from the files of these names."""
-    group = mount / path.lstrip("/")  # A container sees the files of its own group at the mount.
+    """Yield the CPU limits of a control group and its parents in cores: quota by period, from the files `names`."""
+    group = mount / path.lstrip("/")  # In a container, the files of its own group are at the mount itself.
     while group.is_relative_to(mount):
-        with suppress(OSError, ValueError):  # No such file, or "max" instead of a number.
+        with suppress(OSError, ValueError):  # The file does not exist, or contains "max" instead of a number.
             quota, period = (int(word) for name in names for word in (group / name).read_text().split())
             if quota > 0 and period > 0:
                 yield quota / period

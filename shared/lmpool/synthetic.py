@@ -1,8 +1,8 @@
 """Synthetic models: rows that depend only on seed, adapter and prompt, so that tests can check every bit.
 
-A row consists of the rotated quarters of one of a few base rows. Rotating permutes the values, so logZ is that of the
-base row, and drawing a row costs one copy. The logits of the base rows are bfloat16 numbers, so a row is the same in
-F32 and in BF16.
+A synthetic row consists of the rotated quarters of one of a few base rows. Rotating permutes the values, so a row has
+the logZ of its base row, and drawing a row costs one copy. The logits of the base rows are bfloat16 numbers, so a row
+is the same in F32 and in BF16.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from lmpool.protocol.row import narrow_to_bf16, widen_bf16
 from lmpool.settings import check_number
 from lmpool.vocabulary import MAX_TOKENS, Vocabulary
 
-_BASES = 8  # Base rows of a model; few, so that they stay in the processor's cache.
-_PARTS = 4  # Parts of a row that are rotated independently.
-# The hash of a prompt: the number of its base row, and the rotation of each quarter.
+_BASES = 8  # Base rows of a model: few, so that all fit into the processor's cache.
+_PARTS = 4  # Parts of a row, its quarters, that are rotated independently.
+# Parts of a prompt's hash: the number of a base row, and the rotation of each quarter.
 _HASHED = Struct(f"<H{_PARTS}I")
 _HASHES = np.dtype([("base", "<u2"), ("turns", "<u4", _PARTS)])
 
@@ -32,20 +32,20 @@ FEW_TOKENS = 1024
 
 _SINGLE_BYTES_FROM = 512  # Min V of a vocabulary that contains all single bytes.
 _LETTERS = np.frombuffer(b"aeinorstlcdhmupgbfyw", np.uint8)
-_MIN_WORD = 2  # Bytes of a word.
-_MAX_WORD = 12  # Bytes of a word.
-_STEMS = 64  # Words that do not continue an earlier one.
-_MAX_ADDED = 4  # Bytes that a word adds to an earlier one.
-_MAX_CUT = 5  # Bytes that it removes from the earlier one first.
+_MIN_WORD = 2  # Min bytes of a word; tokens of a synthetic vocabulary are words or single bytes.
+_MAX_WORD = 12  # Max bytes of a word.
+_STEMS = 64  # Number of words that do not continue an earlier word.
+_MAX_ADDED = 4  # Max bytes that a word adds to an earlier word.
+_MAX_CUT = 5  # Max bytes that are cut from the end of the earlier word first.
 
 
 class BaseRow(NamedTuple):
-    """One base row. Each quarter is stored twice in succession, so that a rotation of it is one slice."""
+    """One base row. Each quarter is stored twice in succession, so that a rotated quarter is one slice."""
 
-    logprobs: list[NDArray[np.float32]]  # Per quarter: (2 * size,).
+    logprobs: list[NDArray[np.float32]]  # Per quarter: log-probabilities, (2 * size,).
     bits: list[NDArray[np.uint16]]  # Per quarter: bfloat16 bits of the logits, (2 * size,).
     log_z: np.float32  # logZ of the logits.
-    sizes: list[int]  # Per quarter: its length, at least 1.
+    sizes: list[int]  # Per quarter: its length, but at least 1.
 
 
 @lru_cache(maxsize=8)
@@ -66,14 +66,14 @@ def base_rows(vocab_size: int, seed: int) -> list[BaseRow]:
 
 
 class _Table(NamedTuple):
-    """All base rows of a synthetic model of few tokens, to draw several rows at once."""
+    """All base rows of a synthetic model with few tokens, in a form for drawing several rows at once."""
 
-    logprobs: NDArray[np.float32]  # (bases * 2 V,): the quarters of each base row in succession as in `BaseRow`.
-    bits: NDArray[np.uint16]  # (bases * 2 V,).
-    log_z: NDArray[np.float32]  # (bases,).
-    sizes: NDArray[np.uint32]  # (quarters,): the lengths of the quarters.
-    quarter: NDArray[np.intp]  # (V,): the quarter of each entry.
-    place: NDArray[np.intp]  # (V,): the place of each entry in its base row without rotation.
+    logprobs: NDArray[np.float32]  # (bases * 2 V,): the quarters of each base row, each twice as in `BaseRow`.
+    bits: NDArray[np.uint16]  # (bases * 2 V,): bfloat16 bits of the logits in the same order.
+    log_z: NDArray[np.float32]  # (bases,): logZ of each base row.
+    sizes: NDArray[np.uint32]  # (quarters,): the length of each quarter.
+    quarter: NDArray[np.intp]  # (V,): the quarter that each token belongs to.
+    place: NDArray[np.intp]  # (V,): the index of each token in its base row without rotation.
 
 
 @lru_cache(maxsize=8)
@@ -81,7 +81,7 @@ def _table(vocab_size: int, seed: int) -> _Table:
     bases = base_rows(vocab_size, seed)
     lengths = [len(part) // 2 for part in bases[0].logprobs]
     quarter = np.repeat(np.arange(_PARTS), lengths)
-    # Every earlier quarter is stored twice.
+    # Each quarter before the token's own is stored twice.
     place = np.arange(vocab_size) + np.repeat(np.cumsum([0, *lengths[:-1]]), lengths)
     return _Table(
         np.concatenate([part for base in bases for part in base.logprobs]),
@@ -94,14 +94,14 @@ def _table(vocab_size: int, seed: int) -> _Table:
 
 
 class Draw(NamedTuple):
-    """The row of a prompt: its base row and the rotation of each quarter."""
+    """The row that a prompt gets: a base row, and the rotation of each quarter."""
 
     base: BaseRow
     shifts: tuple[int, ...]
 
 
 def draw(ids: bytes, vocab_size: int, seed: int, revision: str = "") -> Draw:
-    """Choose the row of an encoded prompt with the adapter of a revision ("" for none)."""
+    """Choose the row of an encoded prompt; `revision` is the revision of its adapter, or "" without one."""
     number, *turns = _HASHED.unpack(_hash(ids, seed, revision))
     base = base_rows(vocab_size, seed)[number % _BASES]
     return Draw(base, tuple([turn % size for turn, size in zip(turns, base.sizes, strict=True)]))
@@ -110,7 +110,7 @@ def draw(ids: bytes, vocab_size: int, seed: int, revision: str = "") -> Draw:
 def draw_few_tokens(
     prompts: Iterable[tuple[bytes, str]], vocab_size: int, seed: int, *, bits: bool = False
 ) -> tuple[NDArray[Any], NDArray[np.float32]]:
-    """The rows of several prompts of a model of at most `FEW_TOKENS`; much faster than one by one.
+    """Draw the rows of several prompts for a model of at most `FEW_TOKENS` tokens, much faster than one by one.
 
     Takes encoded prompts, each with the revision of its adapter ("" for none). Returns float32 log-probabilities, or
     with `bits` the bfloat16 bits of the logits, (n, V), and the float32 logZ of the logits (n,).
@@ -131,13 +131,13 @@ def _hash(ids: bytes, seed: int, revision: str) -> bytes:
 
 @lru_cache(maxsize=64)
 def _hash_key(seed: int, revision: str) -> bytes:
-    # Hashed, so that a revision may have any length.
+    # Hash the revision, so that it may have any length.
     adapter = blake2b(revision.encode(), digest_size=32).digest() if revision else b""
     return seed.to_bytes(8, "little", signed=True) + adapter
 
 
 def fill(out: NDArray[Any], parts: list[NDArray[Any]], shifts: tuple[int, ...]) -> None:
-    """Write the rotated parts in succession into `out` of shape (V,)."""
+    """Rotate the parts by `shifts`, and write them one after the other into `out` of shape (V,)."""
     at = 0
     for part, shift in zip(parts, shifts, strict=True):
         size = len(part) // 2
@@ -191,7 +191,7 @@ def synthetic_vocabulary(vocab_size: int, seed: int = 0) -> Vocabulary:
 
 
 def _draw_words(generator: np.random.Generator, count: int) -> list[bytes]:
-    """Words that share prefixes: except for the first few, each continues the beginning of an earlier one."""
+    """Draw words that share prefixes: except for the first words, each begins like an earlier word."""
     words = np.zeros((count, _MAX_WORD), np.uint8)
     lengths = np.full(count, _MIN_WORD, np.uint8)
     columns = np.arange(_MAX_WORD)
@@ -210,7 +210,7 @@ def _draw_words(generator: np.random.Generator, count: int) -> list[bytes]:
         words[new] = np.where(columns < kept[:, None], words[earlier], drawn)
         lengths[new] = ends
         done = new.stop
-    # numpy's byte strings end before trailing zeros.
+    # numpy removes zeros at the ends of byte strings: these zeros pad the words.
     tokens: list[bytes] = words.view(f"S{_MAX_WORD}")[:, 0].tolist()
     return tokens
 

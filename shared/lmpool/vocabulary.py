@@ -48,17 +48,17 @@ MAX_TOKEN_BYTES = 64 * 1024
 """Max bytes of one token, which bounds the depth of its trie."""
 
 _MAGIC = b"LMPV"
-_WIRE_VERSION = 1  # Of the packed layout; another version is refused.
+_WIRE_VERSION = 1  # Version of the packed layout; a vocabulary of another version is refused.
 _HEADER = struct.Struct("<4sBBHII")
 _LENGTHS = np.dtype("<u4")
 _FALLBACKS = ("tokenizer", "latin1", "replace")
-_MAX_SHOWN = 120  # Characters of a value in an error message.
-_MAX_NESTED = 4  # Tokenizers inside of one another, such as vLLM's around mistral-common's.
-# A tokenizer with one of these attributes is read; others are opened up.
+_MAX_SHOWN = 120  # Max characters of a value in an error message.
+_MAX_NESTED = 4  # Max nested tokenizers, such as mistral-common's inside of vLLM's.
+# A tokenizer with one of these attributes is read directly; one without them must wrap such a tokenizer.
 _READABLE = ("backend_tokenizer", "decode_single_token_bytes", "id_to_byte_piece", "id_to_piece", "id_to_token")
 _BYTE_PIECE = re.compile(rb"<0x([0-9A-Fa-f]{2})>")
 _SPACE = "▁".encode()
-# The other byte values never occur in UTF-8, and some vocabularies lack them.
+# Byte values that occur in UTF-8. Some vocabularies lack the others.
 _BYTES_OF_UTF8 = frozenset(range(256)) - {0xC0, 0xC1} - frozenset(range(0xF5, 256))
 
 
@@ -70,7 +70,7 @@ _Spelling = Callable[[str], bytes]
 
 
 def _innermost(tokenizer: Any) -> Any:
-    """The tokenizer inside of wrappers: mistral-common's, vLLM's, processors."""
+    """Return the tokenizer inside of wrappers, such as mistral-common's, vLLM's, or a processor."""
     inner = tokenizer
     for _ in range(_MAX_NESTED):
         if any(getattr(inner, name, None) is not None for name in _READABLE):
@@ -80,7 +80,7 @@ def _innermost(tokenizer: Any) -> Any:
 
 
 def _read(tokenizer: Any) -> _Tokens:
-    """Read the tokens of a tokenizer by id: its vocabulary by name would merge duplicates."""
+    """Read the tokens of a tokenizer by their ids: a dictionary by their names would merge duplicates."""
     if hasattr(tokenizer, "decode_single_token_bytes"):
         return [_or_none(tokenizer.decode_single_token_bytes, i) or b"" for i in _ids(tokenizer.n_vocab)], None
     if hasattr(tokenizer, "id_to_byte_piece"):
@@ -90,7 +90,7 @@ def _read(tokenizer: Any) -> _Tokens:
     backend = getattr(tokenizer, "backend_tokenizer", None) or tokenizer
     added: dict[int, str] = {}
     spelling: _Spelling | None = None
-    if hasattr(backend, "id_to_token"):  # An object of the package `tokenizers`.
+    if hasattr(backend, "id_to_token"):  # The backend is an object of the package `tokenizers`.
         count, name = max(backend.get_vocab_size(), _end(backend.get_vocab())), backend.id_to_token
         added = {i: token.content for i, token in backend.get_added_tokens_decoder().items()}
         spelling = _declared(backend)
@@ -121,12 +121,12 @@ def _read(tokenizer: Any) -> _Tokens:
 
 
 def _declared(backend: Any) -> _Spelling | None:
-    """The spelling by the backend's decoder; None without a decoder."""
+    """The spelling that the backend's decoder declares; None without a decoder."""
     if backend.decoder is None:
         return None
     if type(backend.decoder).__name__ == "Decoder":
         raise InvalidVocabulary("its decoder is written in Python: the bytes of a token are unknown")
-    # `backend.to_str()` would fail when any other part is written in Python.
+    # `backend.to_str()` would fail if any other part of the backend is written in Python.
     parts = {part["type"]: part for part in _parts(json.loads(backend.decoder.__getstate__()))}
     if "ByteFallback" in parts or "Metaspace" in parts:
         return _sentencepiece
@@ -134,7 +134,7 @@ def _declared(backend: Any) -> _Spelling | None:
         return _byte_level(_BYTE_OF, getattr(backend.model, "end_of_word_suffix", None) or "")
     if "WordPiece" in parts:
         prefix = parts["WordPiece"]["prefix"]
-        return lambda piece: (piece.removeprefix(prefix) or piece).encode()  # The prefix alone is a word.
+        return lambda piece: (piece.removeprefix(prefix) or piece).encode()  # Keep a piece that is the prefix alone.
     named = ", ".join(sorted(parts))
     raise InvalidVocabulary(
         f"its decoder is {named}: only ByteLevel, ByteFallback, Metaspace and WordPiece can be read"
@@ -142,7 +142,7 @@ def _declared(backend: Any) -> _Spelling | None:
 
 
 def _parts(node: Any) -> Iterator[dict[str, Any]]:
-    """All parts of a decoder, with the nested ones."""
+    """Yield all parts of a decoder, including nested parts."""
     if isinstance(node, dict):
         if isinstance(node.get("type"), str):
             yield node
@@ -153,7 +153,7 @@ def _parts(node: Any) -> Iterator[dict[str, Any]]:
 
 
 def _undeclared(tokenizer: Any, pieces: list[str | None]) -> _Spelling:
-    """The spelling of a tokenizer without a decoder."""
+    """The spelling of a tokenizer that has no decoder."""
     if hasattr(tokenizer, "sp_model"):
         return _sentencepiece
     if byte_of := getattr(tokenizer, "byte_decoder", None):
@@ -172,7 +172,7 @@ def _sentencepiece(piece: str) -> bytes:
 
 
 def _byte_level(byte_of: Mapping[str, int], end_of_word: str = "") -> _Spelling:
-    """`end_of_word` ends words in vocabularies like CLIP's; it stands for a space."""
+    """The spelling of a byte-level vocabulary; `end_of_word` (as in CLIP's) stands for a space after a word."""
 
     def ordinary(piece: str) -> bytes:
         if end_of_word and piece.endswith(end_of_word):
@@ -183,8 +183,8 @@ def _byte_level(byte_of: Mapping[str, int], end_of_word: str = "") -> _Spelling:
 
 
 _PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-# GPT-2's alphabet: printable Latin-1 stands for itself; U+0100 and up stand for the other bytes in order. Some
-# byte-level vocabularies also have tokens of plain whitespace.
+# GPT-2's alphabet: printable characters of Latin-1 stand for themselves; U+0100 and up stand for the other bytes in
+# order. Some byte-level vocabularies also have tokens of plain whitespace.
 _BYTE_OF = (
     {chr(byte): byte for byte in _PRINTABLE}
     | {chr(256 + i): byte for i, byte in enumerate(sorted(set(range(256)) - set(_PRINTABLE)))}
@@ -199,7 +199,7 @@ def _name(tokenizer: Any) -> str:
 
 
 def _end(vocab: Mapping[str, int]) -> int:
-    """One more than the highest id."""
+    """One more than the highest id; 0 without ids."""
     return max(vocab.values(), default=-1) + 1
 
 
@@ -220,11 +220,11 @@ def _or_none(name: Callable[[int], Any], token: int) -> Any:
 class Vocabulary:
     """The byte string of every token id. Entry i of a model's rows belongs to token i.
 
-    Byte strings may be empty and may occur more than once. A vocabulary is immutable; two are equal when their digests
-    are.
+    Byte strings may be empty and may occur more than once. A vocabulary is immutable; two vocabularies are equal when
+    their digests are equal.
 
     Attributes:
-        lengths: bytes of each token: read-only uint32 of shape (V,).
+        lengths: number of bytes of each token: read-only uint32 of shape (V,).
         data: all byte strings, one after the other.
         digest: 32 hex digits: the BLAKE2b-128 of V, the lengths (both as little-endian uint32) and the byte strings.
     """
@@ -257,17 +257,17 @@ class Vocabulary:
 
     @cached_property
     def tokens(self) -> list[bytes]:
-        """The byte string of each token; a shared list that must not be changed."""
+        """The byte string of each token, as a shared list that must not be changed."""
         ends = np.cumsum(self.lengths, dtype=np.int64).tolist()
         return list(map(self.data.__getitem__, map(slice, [0, *ends[:-1]], ends)))
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the packed vocabulary."""
+        """Number of bytes of the packed vocabulary."""
         return _HEADER.size + self.lengths.nbytes + len(self.data)
 
     def pack(self) -> bytes:
-        """The vocabulary as bytes, in the layout at the top of this file."""
+        """The vocabulary as bytes, in the layout that the docstring of this module describes."""
         header = _HEADER.pack(_MAGIC, _WIRE_VERSION, 0, 0, len(self), len(self.data))
         return b"".join((header, self.lengths.data, self.data))
 
@@ -276,7 +276,7 @@ class Vocabulary:
         """Read a packed vocabulary; the result shares no memory with `data`.
 
         Raises:
-            ProtocolError: the bytes are no vocabulary of this wire version, or exceed a limit.
+            ProtocolError: the bytes are not a vocabulary of this wire version, or exceed a limit.
         """
         view = memoryview(data).cast("B")
         if len(view) < _HEADER.size:
@@ -300,14 +300,14 @@ class Vocabulary:
         return vocabulary
 
     def __len__(self) -> int:
-        """V."""
+        """The number of tokens, V."""
         return len(self.lengths)
 
     def __getitem__(self, token: SupportsIndex) -> bytes:
         """The byte string of one token.
 
         Raises:
-            IndexError: no such token.
+            IndexError: the vocabulary has no such token.
         """
         try:
             return self.tokens[token]
@@ -329,7 +329,7 @@ class Vocabulary:
 
 
 def _over_a_limit(lengths: NDArray[Any]) -> str:
-    """The limit that the lengths of tokens exceed; "" for none."""
+    """Name the limit that the lengths of tokens exceed; "" for none."""
     if not 1 <= len(lengths) <= MAX_TOKENS:
         return f"the vocabulary has {len(lengths)} tokens: from 1 to {MAX_TOKENS} are allowed"
     if (total := int(lengths.sum(dtype=np.int64))) > MAX_BYTES:
@@ -344,8 +344,8 @@ class DecodedVocab(NamedTuple):
     """The vocabulary of a tokenizer.
 
     Attributes:
-        tokens: the byte string of each id; tries are built from them.
-        texts: readable texts; not every token is text, and two tokens may have the same text.
+        tokens: the byte string of each id; tries are built from these byte strings.
+        texts: a readable text for each id; not every token is text, and two tokens may have the same text.
     """
 
     tokens: list[bytes]
