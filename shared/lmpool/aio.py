@@ -37,8 +37,8 @@ def delays(max_s: float = _MAX_DELAY_S) -> Iterator[float]:
 async def silence_limit(seconds: float | None) -> AsyncIterator[asyncio.Timeout]:
     """Limit how long the other side may be silent, as `asyncio.timeout` does, but hardly count a blocked event loop.
 
-    A program that computes in its event loop receives nothing, although the other side may have answered. So each time
-    that the event loop is blocked counts as one of `_PARTS` parts of the limit, even if the block is long. None: no limit.
+    A program that computes in its event loop receives nothing, although the other side may have answered. So each block
+    of the event loop uses up only one of `_PARTS` parts of the limit, however long it takes. None means no limit.
     """
     loop = asyncio.get_running_loop()
     async with asyncio.timeout(seconds) as timer:

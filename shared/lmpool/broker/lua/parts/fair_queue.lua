@@ -9,9 +9,9 @@
 local MAX_BACK = 1300 -- Max jobs that one call moves back: a little more than a sole client may have beyond the capacity (submit.lua).
 local MAX_BYTES_BACK = 1300 * 2048 -- Max bytes of the jobs that one call moves back from the streams to the backlog.
 local MAX_MOVED_BYTES = 524288 -- Max bytes of the jobs that one call moves from the backlog to the streams.
-local GAVE_WAY = '' -- Value of the key sole_client for GAVE_WAY_MS after a sole client had to give way.
+local GAVE_WAY = '' -- Value of the key sole_client for GAVE_WAY_MS after the sole client had to give way.
 local UNKNOWN = '?' -- Stands for the reply key of a client that is not known, because the server has lost the key that names it.
-local GAVE_WAY_MS = 60000 -- No bulk client counts as alone for so many ms; workers expect interactive prompts as long (QUIET_S).
+local GAVE_WAY_MS = 60000 -- After a client gave way, no bulk client counts as alone for so many ms: as many as the workers' QUIET_S.
 -- First virtual start time of each kind, and the end of its range. Larger numbers would lose digits: Lua writes 14 digits exactly.
 local FROM = {[ROWS] = -math.huge, [CONTINUED] = 1e11, [BULK] = 1e12}
 local TO = {[ROWS] = '(' .. FROM[CONTINUED], [CONTINUED] = '(' .. FROM[BULK], [BULK] = '+inf'}
@@ -104,13 +104,13 @@ local function give_way(excess, sole)
   end
   if #order > 0 then
     to_backlog(order, stored)
--- The client's next prompt starts after the jobs that moved back, and after the prompts that the client had in the backlog before.
+    -- The client's next prompt starts after the jobs that moved back, and after the prompts that the client had in the backlog before.
     redis.call('ZADD', virtual_time, math.max(order[1], start_of(client)), client)
   end
   if #order == 0 or seen >= excess then
     redis.call('SET', sole_client, GAVE_WAY, 'PX', GAVE_WAY_MS)
   else
--- Jobs beyond the capacity are left in the streams: the next submission moves more of these jobs back to the backlog.
+    -- Jobs beyond the capacity are left in the streams: the next submission moves more of these jobs back to the backlog.
     redis.call('UNLINK', sole_client)
   end
 end
@@ -124,7 +124,7 @@ local function is_queued(job, waiting)
   return #redis.pcall('XRANGE', stream, id, id) > 0
 end
 
--- Remove a prompt from the backlog, and give the turn back to `client`, which most likely queued it. Returns whether it was there.
+-- Remove a prompt from the backlog, and give the turn back to `client`, which most likely queued it. Returns whether it was removed.
 local function drop_later(digest, client)
   local start = tonumber(redis.call('ZSCORE', backlog, digest))
   if not start then
@@ -144,7 +144,7 @@ end
 local function move_kind(kind, free, budget)
   local added, tokens, now = 0, 0, now_ms()
   while added < free and budget.count > 0 and budget.bytes > 0 do
--- Select the first prompts of the backlog: at least one, and as many as the budget has bytes for.
+    -- Select the first prompts of the backlog: at least one, and as many as the budget has bytes for.
     local digests, count = {}, math.min(free - added, budget.count)
     for _, digest in ipairs(redis.call('ZRANGEBYSCORE', backlog, FROM[kind], TO[kind], 'LIMIT', 0, count)) do
       budget.bytes = budget.bytes - redis.call('HSTRLEN', backlog_jobs, digest)
@@ -165,7 +165,7 @@ local function move_kind(kind, free, budget)
       local waiting = waiting_for .. digest
       local since, cost, lifetime, home, at = read_stored(stored[i])
       local deadline = at and since + lifetime
--- A cancelled prompt is no longer in the backlog, so until its deadline a client waits for the prompt.
+      -- A cancelled prompt is no longer in the backlog, so until its deadline a client waits for the prompt.
       if at and (now < deadline or is_wanted(waiting, deadline, now)) then
         local tag, job = lifetime .. ' ' .. digest, string.sub(stored[i], at)
         local priority = kind ~= ROWS and kind or nil
@@ -192,7 +192,7 @@ local function move_up(ended)
   for _, kind in ipairs({CONTINUED, BULK}) do
     limits[kind] = counts[kind] > 0 and limits[kind] - planned or 0
     if counts[kind] > 0 and limits[kind] <= 0 then
--- The streams are full. One prompt of this kind per TURNS ended jobs may move to the streams nevertheless.
+      -- The streams are full. One prompt of this kind per TURNS ended jobs may move to the streams nevertheless.
       local owed = math.max(-MAX_OWED, start_of(OWED[kind])) + (ended or 0)
       limits[kind], has_turns[kind] = math.max(0, math.floor(owed / TURNS)), true
       limits[ROWS] = limits[ROWS] - limits[kind]

@@ -96,7 +96,7 @@ local function open_lanes(count, homes)
     announced[i] = announce(home)
     homeless = homeless - (announced[i] and 1 or 0)
   end
--- If the shortest lane would stay short even with its part of the jobs without a home, homes give up jobs.
+  -- If the shortest lane would stay short even with its part of the jobs without a home, homes give up jobs to other lanes.
   local worker = mean >= SLACK and shortest_lane()
   if worker and length[worker] + homeless / worker_count < UNEVEN * mean then
     max_length = mean
@@ -137,7 +137,7 @@ local function add_job(worker, kind, ...)
     added[worker] = (added[worker] or 0) + 1
     return id .. ' ' .. worker
   end
--- Use the shared stream: there is no worker, or the lane's key holds something else than a stream.
+  -- Use the shared stream: there is no worker, or the lane's key holds something else than a stream.
   return redis.call('XADD', jobs, '*', ...)
 end
 

@@ -13,7 +13,7 @@ local DIGEST_BYTES = 16 -- Size of a digest.
 -- The workers with the longest lanes, the longest first.
 local function longest_lanes()
   local workers = {}
--- Read one member more than MAX_LANES, because the sum of the lengths, under "", is a member too.
+  -- Read one member more than MAX_LANES, because the sum of the lengths, under "", is a member too.
   for _, worker in ipairs(redis.pcall('ZREVRANGE', lanes, 0, MAX_LANES)) do
     if worker ~= '' and #workers < MAX_LANES then
       workers[#workers + 1] = worker
@@ -38,7 +38,7 @@ local function read_entry(entry, suffix)
 end
 
 -- Find up to `most` undelivered jobs of a worker's lane (nil: of the shared stream), from the first job on or from the last job back.
--- Stop before a job for which `is_end` is true. The entries stay until `remove_entries`: after an error, a job exists twice, not never.
+-- Stop before a job for which `is_end` is true. The entries stay until `remove_entries`, so an error may copy a job but not lose it.
 local function find_to_move(worker, most, is_from_end, is_end)
   local stream, suffix = worker and lane_of .. worker or jobs, worker and ' ' .. worker or ''
   local command, from, to, found = 'XRANGE', '(' .. group_at(stream)['last-delivered-id'], '+', {}
@@ -70,7 +70,7 @@ local function move(worker, moved)
     if job.digest then
       local tag = job.lifetime .. ' ' .. job.digest
       local entry = add_job(worker, job.kind, 'm', job.job, 'u', tag, 't', job.since, 'h', job.home)
--- `place` does nothing if the clients have submitted the prompt again and wait for another job.
+      -- `place` does nothing if the clients have submitted the prompt again and wait for another job.
       place(waiting_for .. job.digest, entry, job.lifetime, job.entry)
     else
       add_job(worker, job.kind, 'm', job.job, 't', job.since)
@@ -84,7 +84,7 @@ end
 local function close_lane(worker, most)
   local size = tonumber(redis.pcall('HGET', capacities, worker))
   if size then
--- Without a capacity, the worker gets no more jobs in its lane.
+    -- Without a capacity, the worker gets no more jobs in its lane.
     redis.call('HDEL', capacities, worker)
     redis.pcall('HINCRBY', capacities, '', -size)
   end

@@ -53,7 +53,7 @@ local function notify_all(waiting, sole, failure, part, host)
     gather(sole, digest, part)
     return true
   end
--- Use HRANDFIELD: HKEYS could return any number of clients, and HSCAN may return none in many calls.
+  -- Use HRANDFIELD: HKEYS could return any number of clients, and HSCAN may return none in many calls.
   local clients = sole and {sole} or redis.pcall('HRANDFIELD', waiting, MAX_NOTIFIED) or {}
   local is_whole = #clients < MAX_NOTIFIED
   if not is_whole and redis.call('HLEN', waiting) > MAX_CLIENTS then
@@ -87,7 +87,7 @@ local function notify_gathered(name, ...)
   end
   for reply, message in pairs(carrying) do
     local digests, parts = table.concat(message.digests), table.concat(message.parts)
--- A client that does not read or may not remove messages gets no rows: these would fill the server's memory.
+    -- A client that does not read or may not remove messages gets no rows: these would fill the server's memory.
     local unread = name == 'v' and (tonumber(redis.pcall('XLEN', reply)) or MAX_WITH_ROWS) or 0
     if name ~= 'v' or #parts <= MAX_CARRIED_BYTES and unread < MAX_WITH_ROWS then
       notify(reply, 'd', digests, name, parts, ...)

@@ -22,7 +22,7 @@ for i = 3, #KEYS do
     redis.call('UNLINK', waiting)
     removed = removed + 1
   elseif sole == reply then
--- The waiting key of a job that a worker holds stays, so that other clients can still join the job.
+    -- The waiting key of a job that a worker holds stays, so that other clients can still join the job.
     expand(waiting, job)
   end
 end

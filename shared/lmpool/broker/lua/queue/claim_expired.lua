@@ -23,7 +23,7 @@ local MAX_SHORT = 64 -- Max bytes of a returned field "u", "t" or "p".
 local MAX_TAKEN = 128 -- Max jobs that one call takes.
 local MAX_LANES = 8 -- Max lanes of other workers that one call visits.
 local MAX_CLIENTS = 32 -- Max clients of a bulk prompt that are checked for an interactive client.
--- Min and max held jobs of the shared stream that a call visits: twice the worker's share, so that all workers together visit all jobs.
+-- A call visits twice the worker's share of the held jobs in the shared stream, within these limits, so that no job is left out.
 local MIN_PART, MAX_PART, FIRST = 50, 500, '-' -- FIRST is Redis's name for the lowest id.
 local most = math.min(tonumber(ARGV[5]), MAX_TAKEN)
 local own, taken, is_alone, now = {}, {}, false, now_ms()
@@ -117,7 +117,7 @@ from = type(from) == 'string' and string.match(from, '^%(?%d+%-%d+$') or FIRST
 for _, first in ipairs(from == FIRST and {FIRST} or {from, FIRST}) do
   local held = redis.pcall('XPENDING', jobs, group, first, '+', part)
   if held.err then
--- XPENDING refuses a range that starts after the last possible id: start at the first id. Any other error occurs again and is raised.
+    -- XPENDING refuses a range that starts after the last possible id: start at the first id. Any other error occurs again.
     held = redis.call('XPENDING', jobs, group, FIRST, '+', part)
   end
   from = take_expired(jobs, '', held) or #held == part and '(' .. held[part][1] or FIRST

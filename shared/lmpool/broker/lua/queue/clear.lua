@@ -32,7 +32,7 @@ count_at('ZCARD', backlog)
 count_at('HLEN', backlog_jobs)
 for i = 1, #KEYS - 2 do
   local waiting, entry = KEYS[2 + i], ARGV[HEAD + i]
--- Operators pass the waiting keys, and may pass any keys. The clients may also wait for another job of the same prompt.
+  -- Operators pass the waiting keys, and may pass any keys. The clients may also wait for another job of the same prompt.
   local digest, job, sole = string.sub(waiting, #KEYS[2] + 1), read_waiting(waiting)
   if entry ~= LATER and is_held(entry) then
     held = held + 1

@@ -12,7 +12,7 @@ local removed, is_left, now = {}, {}, now_ms()
 for i = 1, #KEYS - 1 do
   local waiting, entry = KEYS[1 + i], ARGV[2 * i - 1]
   if is_left[waiting] or not is_wanted(waiting, ARGV[2 * i], now) then
--- Other jobs for the same prompt, which find no waiting key, are removed too.
+    -- Other jobs for the same prompt, which find no waiting key, are removed too.
     is_left[waiting] = redis.call('UNLINK', waiting) == 1 or is_left[waiting]
     remove_entries({entry}, true)
     removed[#removed + 1] = i

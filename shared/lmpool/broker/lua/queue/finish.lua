@@ -24,7 +24,7 @@ local PLACE_FIRST, PLACE_LAST = 22, 37
 local was_stored = false
 if ARGV[8] == '1' and #KEYS == 4 and #ARGV == HEAD + (is_carrying and 2 or 1) and ARGV[7] == '0'
     and not string.find(ARGV[HEAD + 1], ' ', 1, true) and redis.call('EXISTS', backlog) == 0 then
--- The usual case: one row for one client that waits alone. Defining the functions below would take longer than this case.
+  -- The usual case: one row for one client that waits alone. Defining the functions below would take longer than this case.
   local waiting, row, entry, part = KEYS[3], KEYS[4], ARGV[HEAD + 1], ARGV[HEAD + 2]
   local stored = is_storing and redis.pcall('SET', row, part, 'PX', row_ms, 'NX')
   was_stored = stored and stored.ok
@@ -100,7 +100,7 @@ local waits = redis.call('MGET', unpack(KEYS, 3, 2 + count))
 for i = 1, count do
   local waiting, row, entry = KEYS[2 + i], KEYS[2 + count + i], ARGV[HEAD + i]
   local failure = failures[i] and ARGV[failures[i]]
--- `is_stored`: whether the row is known to exist. `part`: the row or its place, which messages carry.
+  -- `is_stored`: whether the row is known to exist. `part`: the row or its place, which messages carry.
   local is_stored, part = are_all, nil
   if is_storing and not failure then
     local outcome = not are_all and redis.pcall('SET', row, ARGV[HEAD + count + i], 'PX', row_ms, 'NX')
@@ -113,13 +113,13 @@ for i = 1, count do
   end
   local size = row and not failure and not is_stored and redis.pcall('STRLEN', row)
   if type(size) == 'table' then
--- Remove a value of another type, so that a row can be stored under this key.
+    -- Remove a value of another type, so that a row can be stored under this key.
     redis.call('UNLINK', row)
   end
   if size == 0 or type(size) == 'table' then
     left[#left + 1] = i
   elseif not failure or is_held(entry) then
--- Notify the clients of a prompt once, even if several of the jobs are for the same prompt.
+    -- Notify the clients of a prompt once, even if several of the jobs are for the same prompt.
     local is_notified, is_elsewhere = ended[waiting], false
     if not is_notified then
       local newline = waits[i] and string.find(waits[i], '\n', 1, true)
@@ -146,7 +146,7 @@ if #ended > 0 then
   redis.call('UNLINK', unpack(ended))
 end
 for _, waiting in ipairs(mark_ms ~= '0' and marked or {}) do
--- Leave a mark for a client that looked up the row before it was stored, and submits the prompt now.
+  -- Leave a mark for a client that looked up the row before it was stored, and submits the prompt now.
   redis.call('HSET', waiting, 'job', DONE)
   redis.call('PEXPIRE', waiting, mark_ms)
 end

@@ -1,5 +1,4 @@
--- Requeue the jobs of a worker that ends; it or its supervisor runs this. The jobs look expired, so the next worker that claims
--- jobs gets them.
+-- Requeue the jobs of a worker that ends: the worker or its supervisor makes them look expired, so that other workers claim them.
 --
 -- KEYS  jobs or a lane, reasons
 -- ARGV  consumer group, consumer, idle time to set in ms, max jobs in this call, first id ("-" at first), max deliveries of a job,

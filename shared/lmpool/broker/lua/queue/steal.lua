@@ -1,7 +1,7 @@
 -- Move jobs from the end of a long lane to the lane of a worker that holds no job and finds none.
 --
 -- KEYS  jobs
--- ARGV  worker, max jobs to take, patience in ms: a job is taken from its home only if the first job of the lane has waited as long
+-- ARGV  worker, max jobs to take, patience in ms: a job is taken from its home only if the first job of the lane has waited longer
 -- See "Reading" in docs/design/queue.md. Returns the number of moved jobs; -1 if no other worker has a lane.
 
 -- include moving
@@ -32,7 +32,7 @@ end
 if not has_lanes then
   return -1
 elseif redis.pcall('HEXISTS', capacities, thief) ~= 1 then
--- A worker that drains, or that others removed because they took it for dead, steals no jobs.
+  -- A worker that drains, or that others removed because they took it for dead, steals no jobs.
   return 0
 end
 for _, worker in ipairs(longest_lanes()) do

@@ -17,7 +17,7 @@ local sole_waiter = reply .. '\n'
 local existing = again and 1 or redis.call('EXISTS', backlog, unpack(KEYS, 3))
 local depth = redis.call('XLEN', jobs) + math.max(0, tonumber(redis.pcall('ZSCORE', lanes, '')) or 0)
 if #ARGV == HEAD + 1 and existing == 0 and limit > 0 and depth == 0 then
--- One new prompt without a home in an empty queue. This case comes first, because the client waits for nothing but this call.
+  -- One new prompt without a home in an empty queue. This case comes first, because the client waits for nothing but this call.
   redis.call('SET', KEYS[3], sole_waiter .. redis.call('XADD', jobs, '*', 'm', ARGV[6], 'u', lifetime), 'PX', lifetime)
   return 'Q'
 end
@@ -110,7 +110,7 @@ if ahead > 0 and not is_bulk then
   ahead = in_backlog - count_of(BULK) - (is_continued and 0 or count_of(CONTINUED))
 end
 local announced = open_lanes(count, is_new and ahead == 0 and free + extra >= count and homes or {})
--- `order`, `stored`: see `to_backlog`. `has_others`: waiting key -> whether other clients wait. `last`: start time of the last prompt.
+-- `order`, `stored`: see `to_backlog`. `has_others`: waiting key -> whether other clients wait. `last`: the client's last start time.
 local order, stored, has_others, is_named, now, last = {}, {}, {}, false, nil, nil
 
 -- The virtual start time of the client's next prompt, and the tokens that the prompt may generate (1 for a row). The first start times
@@ -136,7 +136,7 @@ local function queue(i)
       is_named = true
     end
     if worker or free <= 0 or is_bulk then
--- The job may have to move, and needs its digest then.
+      -- The job may have to move, and needs its digest then.
       tag = lifetime .. ' ' .. digest
     end
     if home ~= '' then
@@ -147,7 +147,7 @@ local function queue(i)
     depth, free = depth + 1, free - 1
   else
     local start, cost = next_start(i)
--- (last - now) / cost: prompts of the client in the backlog, if all have this cost.
+    -- (last - now) / cost: prompts of the client in the backlog, if all have this cost.
     if (last - now) / cost >= SHARE * (limit - depth - in_backlog) then
       return 'F'
     end
@@ -180,7 +180,7 @@ end
 local function is_cached(row)
   local head = row_check == 'rows' and redis.pcall('GETRANGE', row, 0, 20) or ''
   if type(head) == 'table' then
--- No row can be stored over a value of another type, so remove it. If this client may not, a worker does.
+    -- No row can be stored over a value of another type, so remove it. If this client may not remove it, a worker does.
     redis.pcall('UNLINK', row)
     return false
   end
@@ -214,7 +214,7 @@ local function join(i, waiting)
   elseif waiter and not is_bulk and is_bulk_client(waiter) then
     promote(job)
   end
--- The waiting key lives as long as the most patient client waits.
+  -- The waiting key lives as long as the most patient client waits.
   if redis.call('PTTL', waiting) < tonumber(lifetime) then
     redis.call('PEXPIRE', waiting, lifetime)
   end

@@ -6,7 +6,7 @@
 
 -- include fair_queue
 
--- Each client's oldest prompt in the backlog has its first start time, and the first start times of all clients are close together.
+-- A client's oldest prompt in the backlog has the client's first start time, and the first start times of clients are close together.
 local FIRST = 32 -- Prompts of each kind, the first ones in the backlog, whose age is read.
 local MAX_READ = 16384 -- Max bytes of a stored job that is read for its age.
 local dead, now, age = KEYS[2], now_ms(), 0

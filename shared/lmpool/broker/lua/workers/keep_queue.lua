@@ -9,12 +9,12 @@
 -- Returns the number of dropped jobs; -1 if the stream was not replaced.
 local jobs, group = KEYS[1], ARGV[1]
 for _, key in ipairs(KEYS) do
--- The keys have a lifetime if the model had no worker.
+  -- The keys have a lifetime if the model had no worker.
   redis.call('PERSIST', key)
 end
 local infos, length = redis.pcall('XINFO', 'GROUPS', jobs), redis.pcall('XLEN', jobs)
 if infos.err then
--- If the server has lost the stream, the next worker that reads creates it. The caller handles other errors.
+  -- If the server has lost the stream, the next worker that reads creates it. The caller handles other errors.
   return string.find(tostring(infos.err), 'no such key', 1, true) and -1 or infos
 end
 -- Only XINFO STREAM has the id of an entry that was removed before its delivery. XINFO STREAM also returns two entries, which may be

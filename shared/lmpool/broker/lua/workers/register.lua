@@ -5,7 +5,7 @@
 --       computes at once (0 if it takes no more)
 --
 -- The capacities and the lengths of the lanes have their sums under "". The script creates the consumer, because servers older than
--- Valkey 9 list a consumer only after it has received a job. Values of another type are replaced.
+-- Valkey 9 list a consumer only after it has received a job. Keys that hold another type are replaced.
 --
 -- Returns the length of the worker's lane.
 
@@ -40,7 +40,7 @@ elseif before ~= size then
   redis.call('HSET', capacities, worker, size)
 end
 if size ~= before and type(redis.pcall('HINCRBY', capacities, '', size - before)) == 'table' then
--- The sum is not a number, so start a new hash. The other workers add their capacities when they register next.
+  -- The sum is not a number, so start a new hash. The other workers add their capacities when they register next.
   redis.call('UNLINK', capacities)
   redis.call('HSET', capacities, worker, size, '', size)
 end

@@ -47,8 +47,8 @@ end
 if ARGV[4] == '1' and count_at('ZCARD', lanes) > MAX_LISTED then
   redis.call('UNLINK', lanes)
 elseif ARGV[4] == '1' then
--- Correct the sum of the lengths of lanes: the server may have lost keys, or a client may have written to the set. A new shared stream
--- has no consumers, so only its lane may show that a worker has no deadline.
+  -- Correct the sum of the lengths of lanes: the server may have lost keys, or a client may have written to the set. A new shared
+  -- stream has no consumers, so a worker without a deadline may have left no other trace than its lane.
   local lengths, sum = redis.call('ZRANGE', lanes, 0, -1, 'WITHSCORES'), 0
   for at = 1, #lengths, 2 do
     if lengths[at] ~= '' then
