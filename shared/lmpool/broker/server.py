@@ -331,7 +331,7 @@ class Server:
             kind = kwargs.pop("connection_class", connections.Connection)
         self._class = connection_class(kind)
         if self._is_tls and kwargs.get("ssl_cert_reqs", "required") not in ("none", None, ssl.CERT_NONE):
-            # redis-py 5 does not compare the host with the certificate by default, so False may not be chosen.
+            # redis-py 5 does not compare the host with the certificate by default: False need not be the user's choice.
             chosen = kwargs.get("ssl_check_hostname")
             if chosen is None or (is_client and chosen is _CHECKS_HOST is False):
                 kwargs["ssl_check_hostname"] = True

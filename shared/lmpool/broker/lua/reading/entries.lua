@@ -1,4 +1,4 @@
--- Read a few numbers of rows, without sending the rows.
+-- Read single numbers of stored rows, such as the log-probabilities of a few tokens, without sending whole rows.
 --
 -- KEYS  row keys
 -- ARGV  expected encoding, then per row: first and last byte of each number, all separated by spaces

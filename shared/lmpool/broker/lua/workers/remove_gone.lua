@@ -1,4 +1,4 @@
--- Remove workers whose deadlines have passed and that hold no jobs; close their lanes; remove clients without prompts in the backlog.
+-- Remove workers whose deadlines have passed and that hold no jobs, close their lanes, and remove outdated start times of clients.
 --
 -- KEYS  jobs, deadlines of the workers, capacities, virtual time
 -- ARGV  consumer group, max workers and max clients per call, lifetime of the deadlines in ms, whether to add up the lengths of all
