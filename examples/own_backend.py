@@ -24,7 +24,7 @@ class UnigramSettings:
     def served_as(self) -> str:
         return self.name
 
-    def open(self) -> "UnigramBackend":  # Load the model here, and import what is heavy.
+    def open(self) -> "UnigramBackend":  # Load the model and import heavy packages here.
         return UnigramBackend(self)
 
 
@@ -40,7 +40,7 @@ class UnigramBackend(WithoutAdapters):  # Or serve some: see `Backend.load_adapt
             settings.name, "unigram", settings.vocab_size, max_prompt_tokens=4096, revision="1", dtype="float32"
         )
 
-    def vocabulary(self) -> Vocabulary | None:  # The bytes of each token, if something tells them.
+    def vocabulary(self) -> Vocabulary | None:  # The bytes of each token; None if unknown.
         return None
 
     def capacity(self) -> int:  # One batch that runs, and the next one.

@@ -5,8 +5,8 @@ added to), the tokens below a node are neighbours, and the node's value is the s
 built over the sorted weights (the sums of 2, 4, 8, ... neighbours), and each range is composed of at most 2 * log2(V)
 of its blocks. This takes about twenty kernel launches, however deep the trie is. No number is subtracted, so small
 values keep their precision. No number is added atomically, so every result has the same bits in every run and every
-batch. On torch's CPU device only sums and maxima have equal bits: torch chooses vectorised or scalar exponentials by the
-shape, and these differ in the last bit of a float64, so a float32 log-sum-exp may rarely be rounded differently.
+batch. On torch's CPU device only sums and maxima have equal bits: torch chooses vectorised or scalar exponentials by
+the shape, and these differ in the last bit of a float64, so a float32 log-sum-exp may rarely be rounded differently.
 
 Tests run these kernels on torch's CPU device only; their speed on a GPU is unknown. According to the source of
 `torch.segment_reduce`, it adds in a fixed order on GPUs; no test checks this.
