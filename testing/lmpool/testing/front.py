@@ -1,6 +1,6 @@
 """A Redis server in memory: fakeredis behind a Unix socket.
 
-lmpool does not use fakeredis's TCP server, which sends short strings as status replies (lmpool's connections refuse them),
+lmpool does not use fakeredis's TCP server, which sends short strings as status replies (lmpool refuses such replies),
 polls for input 100 times a second, and needs a thread per connection. This server runs in an event loop.
 """
 
@@ -97,7 +97,7 @@ class FakeClient(AsyncFakeSocket, asyncio.Protocol):
     ) -> Any:
         """Reply to a blocking command at once, when there is a result, or after `timeout` seconds (0: never).
 
-        Unlike in fakeredis, the command ends when its client disconnects, because a closed client must not receive jobs;
+        Unlike in fakeredis, the command ends when its client disconnects, as a closed client must not receive jobs;
         the client that has waited longest is served first; and XREADGROUP with COUNT waits too.
         """
         shaped = shape or (lambda value: value)
