@@ -21,7 +21,7 @@ from lmpool.errors import EmptyPrompt, NotTokenIds, PromptTooLong, ProtocolError
 from lmpool.settings import shown
 
 WIRE_VERSION = 7
-"""Version of all messages except rows, which have their own version. All processes of a pool must use the same.
+"""Version of all messages except rows, which have their own version. All processes of a pool must use one version.
 
 Each job, failure and model info carries this version. Increase it when a message changes, or the name or meaning of
 a Redis key.

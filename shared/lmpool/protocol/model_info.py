@@ -126,7 +126,7 @@ class ModelInfo:
         return Encoding[self.encoding.upper()]
 
     def differences(self, other: ModelInfo) -> list[str]:
-        """The identity fields in which two infos differ, as "field is theirs there and ours here"."""
+        """The identity fields in which two infos differ, as "FIELD is VALUE there and VALUE here"."""
         mine, theirs = self.identity, other.identity
         return [
             f"{name} is {theirs[name]!r} there and {mine[name]!r} here" for name in mine if mine[name] != theirs[name]

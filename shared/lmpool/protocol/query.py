@@ -41,7 +41,7 @@ MAX_GENERATED = 1 << 20
 """Max tokens of one continuation; no model accepts prompts of this length."""
 
 MAX_STOP_NUMBERS = 1 << 14
-"""Max numbers in the stop sequences of a continuation; their tokens and their lengths count."""
+"""Max numbers in the stop sequences of a continuation; tokens and sequence lengths both count."""
 
 _NO_TOKEN = 0xFFFFFFFF  # Padding id of a continuation that ended early; no vocabulary has this id.
 _OF_NEXT_TOKEN = ("scores", "score_logits")
@@ -53,7 +53,7 @@ _BLOCK = 256  # Weights per block whose sum is computed first when a token is dr
 
 
 class TopK(NamedTuple):
-    """The largest entries of one row, or of several.
+    """The largest entries of one row, or of several rows.
 
     Attributes:
         values: float32 log-probabilities of shape (k,) or (n, k), largest first; equal values in order of their ids.
@@ -388,7 +388,7 @@ class PositionsQuery(Message, frozen=True, tag="positions"):
         return range(self.start, length - 1 if self.is_of_next_token else length)
 
     def most_positions(self, vocab_size: int) -> int:
-        """Max positions of one job."""
+        """Max positions that one job may request."""
         return max(1, MAX_ANSWER // self.width(vocab_size))
 
     def of(

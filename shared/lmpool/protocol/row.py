@@ -237,7 +237,7 @@ Block = RowBlock | VectorBlock
 """Results of a step: rows, or results of queries."""
 
 Allocate = Callable[[int], tuple[NDArray[np.uint8], memoryview]]
-"""Allocates bytes: returns a view to read them, and one to write them."""
+"""A function that allocates bytes: returns a view for reading and a view for writing."""
 
 
 def decode_row(data: NDArray[np.uint8], vocab_size: int, allocate: Allocate | None = None) -> NDArray[np.float32]:
@@ -413,7 +413,7 @@ _HIDDEN_DTYPES: dict[str, Any] = {"float32": np.float32, "float16": np.float16, 
 
 
 def width_of(numbers: int, dtype: str) -> int:
-    """How many float32 numbers carry `numbers` numbers of a model's dtype; raises `ProtocolError` if it is unknown."""
+    """How many float32 numbers carry `numbers` numbers of a model's dtype; raises `ProtocolError` for other dtypes."""
     if dtype not in _HIDDEN_DTYPES:
         raise ProtocolError(f"hidden states in {dtype}: expected one of {', '.join(_HIDDEN_DTYPES)}")
     return -(-numbers * int(np.dtype(_HIDDEN_DTYPES[dtype]).itemsize) // 4)

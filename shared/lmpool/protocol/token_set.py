@@ -18,7 +18,7 @@ _ID_BYTES = 4  # Bytes of a token id, a uint32.
 
 @dataclass(frozen=True, eq=False)
 class TokenSet:
-    """Some tokens of a vocabulary: those that a program allows next.
+    """A set of tokens of a vocabulary, such as the tokens that a program allows next.
 
     Attributes:
         ids: int64 token ids, each once, in ascending order; at least one.

@@ -1,10 +1,10 @@
-"""Pack a model's `tokenizer.json` under its digest, and check that a hostile one cannot freeze or fill a process.
+"""Pack a model's `tokenizer.json` under its digest, and check that a hostile file cannot freeze or fill a process.
 
 Workers store the compressed file under `Keys.tokenizer`. It is JSON, so reading it runs no code. But a hostile
 tokenizer could freeze or fill the process that encodes text with it: the package `tokenizers` limits neither the time
 of a regular expression nor the length of the text that a normalizer makes. The check accepts known components only,
-patterns that cannot backtrack exponentially, and replacements that lengthen a text by a bounded factor. Workers apply
-it before they publish a tokenizer, and clients before they use a tokenizer.
+patterns that cannot backtrack exponentially, and replacements that lengthen a text by a bounded factor. Workers run
+the check before they publish a tokenizer, and clients before they use a tokenizer.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ MAX_NORMALIZED_CHARACTERS = 32 * 1024 * 1024
 """Max characters of a text after normalization. A token of one character takes about 185 bytes in `tokenizers`."""
 
 _MAX_COMPONENTS = 64  # Normalizers, pre-tokenizers, processors or decoders in one list; real tokenizers have up to 12.
-_MAX_PATTERN_CHARACTERS = 2048  # Max characters of a regular expression; the longest known one has about 400.
+_MAX_PATTERN_CHARACTERS = 2048  # Max characters of a regular expression; the longest known pattern has about 400.
 _MAX_REPEATS = 3  # Max quantifiers of a variable count in one alternative of a pattern; GPT-4o's pattern has 2.
 _MAX_CHOICES = 12  # Max "?" and "|" in groups of one alternative: at most 4,096 ways to match; GPT-4o's pattern has 8.
 _MAX_SPECIAL_TOKENS = 64  # Max ids that a template adds to one text.

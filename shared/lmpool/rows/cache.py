@@ -49,7 +49,7 @@ CHUNK_BYTES = 4 * 1024 * 1024  # Max bytes of values per MGET; each request cost
 CHUNK_ROWS = 512  # Max keys per MGET, so that tiny values do not make one request arbitrarily long.
 
 _MAX_REPLY_BYTES = 16 * 1024 * 1024  # Max bytes of a reply; the longest has 4 million entries of rows.
-_CHUNKS_IN_FLIGHT = 2  # Max chunks in flight per server: the next chunk arrives while one is decoded.
+_CHUNKS_IN_FLIGHT = 2  # Max chunks in flight per server: the next one arrives while a chunk is decoded.
 _SMALL_BYTES = 4 * 1024  # Max bytes of values that hiredis receives faster than `RawRowReceiver`.
 _WEIGHTS_TTL_MS = 120_000  # Lifetime of a trie job's weights, unless the client removes them earlier.
 _ANSWER_TTL_MS = 60_000  # Max lifetime of an answer to a query: it can be computed again from its row.
@@ -58,11 +58,11 @@ _NOTHING = memoryview(b"")
 
 
 class RowConnection(Connection[RawRowCommands]):
-    """The connections to one server, or to one master of a cluster; each opens at its first use.
+    """The connections to one server, or to one master of a cluster; each connection opens at its first use.
 
-    Commands, writes and small values share one connection. Large values have a second one, so that no script waits
-    behind them. A connection without a reply for `reply_timeout_s` counts as broken. If a chunk fails with one of the
-    errors `apart`, each value of the chunk is requested alone.
+    Commands, writes and small values share one connection. Large values have a second connection, so that no script
+    waits behind them. A connection without a reply for `reply_timeout_s` counts as broken. If a chunk fails with one of
+    the errors `apart`, each value of the chunk is requested alone.
     """
 
     def __init__(
@@ -270,7 +270,7 @@ class RowCache:
     ) -> list[bytes | None]:
         """Read some entries of rows: the header of each row and the stored numbers, or None for no row.
 
-        `encoding` is the most likely one of the rows; `ranges` are the positions of the entries of each row
+        `encoding` is the most likely encoding of the rows; `ranges` are the positions of the entries of each row
         (`lmpool.protocol.row.entry_ranges`).
         """
         found: list[bytes | None] = [None] * len(digests)

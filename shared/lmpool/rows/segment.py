@@ -66,7 +66,7 @@ class Segment:
         self._listener = SegmentListener(fd, self._path)
 
     def keep_name(self) -> bool:
-        """Create the socket again if another program removed it; returns whether it was still there.
+        """Create the socket again if another program removed it; returns whether the socket still existed.
 
         Raises `OSError` if the folder cannot be used.
         """
@@ -182,7 +182,7 @@ class Segment:
         return [digest for digest in replaced if digest not in self._numbers]
 
     def find(self, digest: bytes) -> int | None:
-        """The number of a prompt's row, if the segment still has it."""
+        """The number of a prompt's row, if the segment still has the row."""
         return self._numbers.get(digest)
 
     def row(self, number: int) -> NDArray[np.uint8]:

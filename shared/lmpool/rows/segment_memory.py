@@ -223,7 +223,7 @@ def create_memory(name: str, size: int, is_wanted: Callable[[], bool]) -> tuple[
 
 
 def remove_abandoned(place: Path) -> None:
-    """Remove the sockets of workers that ended without removing them."""
+    """Remove the sockets of workers that ended without removing their sockets."""
     old = time.time() - _OLD_S
     for path in segments_in(place):
         try:

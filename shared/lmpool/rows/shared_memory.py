@@ -55,10 +55,10 @@ _REFERENCE_MAGIC, _REFERENCE_VERSION = b"LMPS", 1  # A reference of another vers
 _PLACE = struct.Struct("<8sQ")
 _MAX_NAME = 255  # Max bytes of a worker's name in a reference.
 _MIN_ROW_BYTES = 4096  # Min bytes of a row in shared memory: a smaller row costs no more than a reference and a slot.
-_ANSWER_S = 0.1  # Max wait for one worker's segment; a live worker sends it within 1 ms.
+_ANSWER_S = 0.1  # Max wait for one worker's segment; a live worker sends its segment within 1 ms.
 _ALL_ANSWER_S = 1.0  # Max wait for all segments together, even if many workers are frozen.
 _MAX_SPARE, _MAX_SPARE_BYTES = 64, 64 * 2**20  # Max buffers that are kept for later rows, and their max bytes.
-_MIN_MAPPED_BYTES = 65_536  # Smaller rows get no mapping of their own: a process can have about 65,000.
+_MIN_MAPPED_BYTES = 65_536  # Smaller rows get no mapping of their own: a process can have about 65,000 mappings.
 _HUGE_PAGE_BYTES = 4 * 2**20  # Min bytes of a row for which huge pages save page faults.
 
 

@@ -122,7 +122,7 @@ class Trie(Compressed):
     The root, b"", is node 0; a parent precedes its children; all nodes below a node follow it without a gap. The
     numbers depend only on the set of byte strings, so they are the same in every process.
 
-    All arrays are read-only. Two tries are equal when their vocabularies are.
+    All arrays are read-only. Two tries are equal when their vocabularies are equal.
 
     Attributes:
         vocabulary: the byte strings, by token id. Equal byte strings share a node; an empty byte string is at the root.
@@ -383,7 +383,7 @@ def make_plan(trie: Compressed) -> Plan:
 def max_kernel_bytes(vocabulary: Vocabulary, device: str) -> int:
     """The upper limit of `Kernels.nbytes` for the trie over a vocabulary on a device."""
     tokens, nodes = len(vocabulary), len(vocabulary.data) + 1
-    inner = tokens  # Each inner node separates tokens from one another, so there are no more of them than tokens.
+    inner = tokens  # Each inner node separates tokens from one another, so at most V inner nodes exist.
     if device != "cpu":
         blocks = 2 * tokens.bit_length() * inner
         return 8 * (tokens + inner + 1 + nodes) + 16 * blocks

@@ -164,7 +164,7 @@ class MemoryWorker:
         self._is_open.clear()
 
     def resume(self) -> None:
-        """Continue after `stall`."""
+        """Let steps end again, after `stall`."""
         self._is_open.set()
 
     def stop(self) -> None:

@@ -74,7 +74,7 @@ class ByteLRU(Generic[K, T]):
         self._lock = threading.Lock()
 
     def get(self, key: K) -> T | None:
-        """The value, which becomes the most recently used one."""
+        """The value of a key, which becomes the most recently used value; None if there is none."""
         with self._lock:
             value = self._values.get(key)
             if value is not None:
