@@ -28,7 +28,7 @@ EOS = 257
 
 
 async def search(given: argparse.Namespace) -> tuple[bytes, Table]:
-    """The text with its most likely next bytes, and the alternatives to each byte."""
+    """Extend the text by the most likely bytes; returns the text, and a table of alternatives to each byte."""
     from genlm.bytes import BeamParams, ByteBeamState
 
     from lmpool.producer.genlm import PooledLM
@@ -42,7 +42,7 @@ async def search(given: argparse.Namespace) -> tuple[bytes, Table]:
         beam = await beam.prefill(text)
         table = Table("text so far", "beam", "likeliest next bytes")
         for _ in range(given.bytes):
-            logprobs = (await beam.logp_next()).ps  # of 256 bytes, the end of a token, and the end of the text
+            logprobs = (await beam.logp_next()).ps  # Entries: 256 bytes, the end of a token, the end of the text.
             best = np.argsort(logprobs)[::-1][:3]
             shown = "  ".join(f"{name_of(int(byte))} {np.exp(logprobs[byte]):.0%}" for byte in best)
             table.add_row(Text("…" + repr(text[-24:])[2:-1]), str(len(beam)), Text(shown))

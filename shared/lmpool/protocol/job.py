@@ -23,8 +23,8 @@ from lmpool.settings import shown
 WIRE_VERSION = 7
 """Version of all messages except rows, which have their own version. All processes of a pool must use one version.
 
-Each job, failure and model info carries this version. Increase it when a message changes, or the name or meaning of
-a Redis key.
+Each job, failure and model info carries this version. Increase the version when a message changes, or the name or
+meaning of a Redis key.
 """
 
 MAX_JOB_BYTES = 16 * 1024 * 1024

@@ -16,7 +16,7 @@ JOB_FIELD = b"m"
 """Field of a job's stream entry: the encoded job."""
 
 LIFETIME_FIELD = b"u"
-"""Field of a job entry: how many ms after the job was queued its first client stops waiting.
+"""Field of a job entry: ms from the queueing of the job until its first client stops waiting.
 
 In an entry that may be moved back to the backlog, a space and the prompt's digest follow.
 """
@@ -56,7 +56,7 @@ class Keys:
     prefix: str = "lmpool"
 
     def models(self) -> bytes:
-        """Hash: model name -> encoded model info, except that of the trie workers."""
+        """Hash: model name -> encoded model info, except the info of the trie workers."""
         return f"{self.prefix}:models".encode()
 
     def trie_models(self) -> bytes:

@@ -45,10 +45,10 @@ MAX_STOP_NUMBERS = 1 << 14
 
 _NO_TOKEN = 0xFFFFFFFF  # Padding id of a continuation that ended early; no vocabulary has this id.
 _OF_NEXT_TOKEN = ("scores", "score_logits")
-_SINGLE = (*_OF_NEXT_TOKEN, "logz")  # Values that are one number per position.
+_SINGLE = (*_OF_NEXT_TOKEN, "logz")  # Kinds of values with one number per position.
 _MAX_BYTES = 8 * 1024 * 1024  # Max bytes of an encoded query; the node ids of a large trie take the most.
 _DIGEST_DIGITS = 32  # Hexadecimal digits of a fingerprint or of a vocabulary's digest.
-_FEW, _FEW_MORE = 1024, 4  # Number of largest weights tried first for `top_p`; factor of each next attempt.
+_FEW, _FEW_MORE = 1024, 4  # Weights tried first for `top_p`, and the factor by which each next attempt tries more.
 _BLOCK = 256  # Weights per block whose sum is computed first when a token is drawn.
 
 
@@ -176,7 +176,7 @@ def _largest(values: NDArray[Any], k: int) -> NDArray[np.int64]:
     """The ids of the `k` largest values, largest first; equal values in the order of their ids."""
     least = np.partition(values, len(values) - k)[len(values) - k]
     above = np.flatnonzero(values > least)
-    # Of the values equal to the smallest chosen value, choose those with the lowest ids: `partition` orders none.
+    # Of the values equal to the smallest chosen value, choose the lowest ids, which `partition` does not ensure.
     ids = np.concatenate((above, np.flatnonzero(values == least)[: k - len(above)]))
     ordered: NDArray[np.int64] = ids[np.lexsort((ids, -values[ids]))]
     return ordered
@@ -198,7 +198,7 @@ def unpack_top(answer: NDArray[np.float32], vocab_size: int, *, of_row: bool = T
     k = answer.shape[-1] // 2
     values, ids = answer[..., :k].copy(), np.ascontiguousarray(answer[..., k:]).view("<u4").astype(np.int64)
     ordered = np.sort(ids, axis=-1)
-    is_falling = (values[..., 1:] <= values[..., :-1]).all()  # NaN makes this False.
+    is_falling = (values[..., 1:] <= values[..., :-1]).all()  # False if a value is NaN.
     if not is_falling or ids.max() >= vocab_size or (ordered[..., 1:] == ordered[..., :-1]).any():
         raise ProtocolError(f"these are not the largest entries of a row of {vocab_size}")
     for most in (values[..., 0].min(), values[..., 0].max()):
@@ -343,7 +343,7 @@ class PositionsQuery(Message, frozen=True, tag="positions"):
             none). "score_logits": only that token's logit. "logz": only the logarithm of the sum of the exponentials of
             the logits. "hidden": only the last hidden states, by `lmpool.protocol.row.pack_numbers`.
         size: float32 numbers per position that carry a hidden state; 0 for other values.
-        allowed: tokens to which `top` is limited (`TokenSet.packed`). Backends get their ids as `targets` (`among`).
+        allowed: tokens to which `top` is limited (`TokenSet.packed`). Backends get these ids as `targets` (`among`).
     """
 
     start: Annotated[int, Meta(ge=0)]
@@ -413,7 +413,7 @@ class PositionsQuery(Message, frozen=True, tag="positions"):
 class GenerateQuery(Message, frozen=True, tag="generate"):
     """Tokens drawn one after another, by `pack_continuation`."""
 
-    most: Annotated[int, Meta(ge=1, le=MAX_GENERATED)]  # Max tokens.
+    most: Annotated[int, Meta(ge=1, le=MAX_GENERATED)]  # Max tokens to generate.
     temperature: Annotated[float, Meta(ge=0, le=1e6)]
     top_p: Annotated[float, Meta(gt=0, le=1)]
     seed: Annotated[int, Meta(ge=0)]  # Token i of the continuation is drawn with `seed` + i.

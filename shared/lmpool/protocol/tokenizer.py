@@ -25,7 +25,7 @@ from lmpool.errors import InvalidVocabulary, ProtocolError
 from lmpool.settings import shown
 
 MAX_TOKENIZER_BYTES = 96 * 1024 * 1024
-"""Max bytes of a `tokenizer.json`; the file for a vocabulary of 262,144 tokens has 33 million."""
+"""Max bytes of a `tokenizer.json`; the file for a vocabulary of 262,144 tokens has 33 million bytes."""
 
 MAX_PACKED_BYTES = 24 * 1024 * 1024
 """Max bytes of a compressed `tokenizer.json`."""
@@ -36,7 +36,7 @@ MAX_GROWTH = 32
 MAX_NORMALIZED_CHARACTERS = 32 * 1024 * 1024
 """Max characters of a text after normalization. A token of one character takes about 185 bytes in `tokenizers`."""
 
-_MAX_COMPONENTS = 64  # Normalizers, pre-tokenizers, processors or decoders in one list; real tokenizers have up to 12.
+_MAX_COMPONENTS = 64  # Max components, such as normalizers or decoders, in one list; real tokenizers have up to 12.
 _MAX_PATTERN_CHARACTERS = 2048  # Max characters of a regular expression; the longest known pattern has about 400.
 _MAX_REPEATS = 3  # Max quantifiers of a variable count in one alternative of a pattern; GPT-4o's pattern has 2.
 _MAX_CHOICES = 12  # Max "?" and "|" in groups of one alternative: at most 4,096 ways to match; GPT-4o's pattern has 8.
@@ -63,7 +63,7 @@ _PARTS = {
 # The flag x is not accepted: comments in a pattern could hide groups and repetitions from this check.
 _GROUP_OPENING = re.compile(r"\((?:\?(?::|=|!|<=|<!|>|[im]+:))?")
 _QUANTIFIER = re.compile(r"[*+?]|\{(\d*)(,?)(\d*)\}")
-# Characters that may follow a backslash; "c" is absent because "\c[" is one character. No back-references, no calls.
+# Characters accepted after a backslash: no back-references, no calls, and no "c" ("\c[" is one control character).
 _ESCAPED = frozenset("pPsSdDwWhHbBAzZGnrtfvaexu0")
 # A character class. It may contain POSIX classes and one level of nested classes, and must not begin with a bracket.
 _IN_CLASS = r"\\.|[^\\\[\]]|\[:\^?[a-z]{4,6}:\]"

@@ -227,8 +227,8 @@ class RowCache:
     ) -> dict[bytes, str]:
         """Store a block. The first stored row of a digest stays, except for digests in `overwrite`.
 
-        The rows must not change before this returns. `then` sends commands right behind the rows: they find the rows,
-        or fail together with the rows. For rows in shared memory (`shared`), Redis stores references.
+        The rows must not change before this method returns. `then` sends commands right behind the rows, which find the
+        rows or fail together with the rows. For rows in shared memory (`shared`), Redis stores references.
 
         Returns digest -> reason, for the rows that the server refused.
         """

@@ -75,7 +75,7 @@ class RawRowCommands(RawCommandConnection):
     """A connection for commands and for writes of rows."""
 
     def set(self, writes: Sequence[RowWrite], ttl_ms: int) -> asyncio.Future[list[ResponseError | None]]:
-        """Store rows. Their memory must not change before the future is done.
+        """Store rows, whose memory must not change before the future is done.
 
         Large rows are sent without a copy; small rows are joined into one buffer.
         """
@@ -189,7 +189,7 @@ class RawRowReceiver(RawConnection, asyncio.BufferedProtocol):
         while self._bulk is None and (stop := scratch.find(CRLF, start, end)) >= 0:
             kind, line = scratch[start], scratch[start + 1 : stop]
             start = stop + 2
-            if kind != 0x24 or line == b"-1":  # The line has no size of a value: not "$", or "$-1".
+            if kind != 0x24 or line == b"-1":  # Not the size of a value: another type, or "$-1" (no value).
                 self._read_line(kind, line)
                 continue
             size, limit = int(line), self._awaited[0].max_bytes

@@ -49,7 +49,7 @@ class Segment:
         self._view = memoryview(memory)
         self._words = self._view.cast("Q")
         self._layout = layout
-        self._oldest = bytearray(layout.buckets)  # For each bucket, the entry to replace next.
+        self._oldest = bytearray(layout.buckets)  # Index of the entry to replace next, per bucket.
         # Number and digest of the row in each slot (b"" until it is computed); the number of each row by digest.
         self._held: list[tuple[int, bytes]] = [(0, b"")] * layout.slots
         self._numbers: dict[bytes, int] = {}
@@ -192,7 +192,7 @@ class Segment:
         return self._bytes[begin : begin + length]
 
     def close(self) -> None:
-        """Stop handing out the segment. Processes that have mapped it can read it until they release it."""
+        """Stop handing out the segment. Processes that have mapped the segment can read it until they release it."""
         self._listener.close()
         os.close(self._fd)
 

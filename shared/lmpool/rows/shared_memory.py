@@ -57,7 +57,7 @@ _MAX_NAME = 255  # Max bytes of a worker's name in a reference.
 _MIN_ROW_BYTES = 4096  # Min bytes of a row in shared memory: a smaller row costs no more than a reference and a slot.
 _ANSWER_S = 0.1  # Max wait for one worker's segment; a live worker sends its segment within 1 ms.
 _ALL_ANSWER_S = 1.0  # Max wait for all segments together, even if many workers are frozen.
-_MAX_SPARE, _MAX_SPARE_BYTES = 64, 64 * 2**20  # Max buffers that are kept for later rows, and their max bytes.
+_MAX_SPARE, _MAX_SPARE_BYTES = 64, 64 * 2**20  # Max buffers, and max bytes of buffers, kept for later rows.
 _MIN_MAPPED_BYTES = 65_536  # Smaller rows get no mapping of their own: a process can have about 65,000 mappings.
 _HUGE_PAGE_BYTES = 4 * 2**20  # Min bytes of a row for which huge pages save page faults.
 
@@ -99,7 +99,7 @@ class Shared(NamedTuple):
     """Rows of a block that were written to a segment."""
 
     references: Mapping[bytes, bytes] = MappingProxyType({})  # Digest -> the value that Redis stores for the row.
-    replaced: Sequence[bytes] = ()  # Digests of the rows that were in these slots before.
+    replaced: Sequence[bytes] = ()  # Digests of older rows whose slots were reused.
     host: bytes = b""  # Host of the segment (`host_token`).
 
 
@@ -249,7 +249,7 @@ class SegmentReader:
         self._wanted = b""
         self._is_closed = False
         self._rows, self._encoded = RowMemory(), RowMemory()
-        self.host = host_token()  # The host in references to these segments; b"" if no segment can be read.
+        self.host = host_token()  # This host, as in references; b"" if no segment can be read.
         self.counts = ReadCounts()
 
     @property
@@ -327,7 +327,7 @@ class SegmentReader:
     def find(self, digest: bytes, vocab_size: int, out: Row | None = None) -> Row | None:
         """As `read`, for a row in any segment that the last `refresh` found.
 
-        `out` is a float32 array (V,) to read into. Its content is undefined when the row is not found.
+        `out` is a float32 array (V,) to read into; its content is undefined if the row is not found.
         """
         hashed, tag = int.from_bytes(digest[:WORD], "little"), digest[WORD : WORD + 2]
         for segment in self._searched:

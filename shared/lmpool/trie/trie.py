@@ -80,7 +80,7 @@ def _compress(
 ) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32]]:
     """`home` (V,), `inner_parent` (M,) and `value_of` (N,) of the compressed trie.
 
-    A link is a node with one child and no token. It has its child's value, and its child is the next node. So every
+    A link is a node with one child and no token. A link has its child's value, and its child is the next node. So every
     node has the value of the first node from itself on that is no link. The links directly before a node are its chain.
     """
     n_tokens = np.bincount(leaf, minlength=parent.size)
@@ -352,7 +352,7 @@ class Plan:
     start: NDArray[np.uint32]  # The tokens of inner node i are order[start[i] : start[i + 1]]; uint32 (M + 1,).
     depth: NDArray[np.uint32]  # The number of inner nodes above each inner node; uint32 (M,).
     source: NDArray[np.uint32]  # Each node's place in [M inner values | V weights in `order`]; uint32 (N,).
-    identity: NDArray[np.uint32]  # 0..M-1, the source of the inner nodes themselves; uint32 (M,).
+    identity: NDArray[np.uint32]  # `source` for the inner nodes only, which is 0..M-1; uint32 (M,).
 
     @property
     def nbytes(self) -> int:

@@ -54,7 +54,7 @@ def encode_reply(value: Any, protocol: int) -> bytes:
 
 
 class FakeClient(AsyncFakeSocket, asyncio.Protocol):
-    """The state of a connected client in fakeredis. It sends replies to a transport instead of a queue.
+    """The state of a connected client in fakeredis. Replies go to a transport instead of a queue.
 
     Args:
         front: the server of the client.

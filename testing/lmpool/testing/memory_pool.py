@@ -33,7 +33,7 @@ from lmpool.workers.worker import Worker
 _DEFAULT_V = 512
 # Bytes of shared memory for rows: enough for a test, and quick to allocate.
 _SHM_BYTES = 128 * 2**20
-# Max bytes of the path of the temporary folder: the path of a socket has at most about 100.
+# Max bytes of the path of the temporary folder: the path of a socket has at most about 100 bytes.
 _MAX_FOLDER_BYTES = 75
 # The fields of `SyntheticModel` that are settings of its backend (first tuple) or of its worker (second tuple).
 _OF_BACKEND = ("name", "vocab_size", "seed", "step_ms", "max_batch", "max_prompt_tokens", "encoding", "fail_token")
