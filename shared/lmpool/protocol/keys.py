@@ -37,7 +37,7 @@ HOME_FIELD = b"h"
 """Field of a job entry: the home of the prompt, which is the worker that computed most of its prefix; b"" for none."""
 
 CONTINUED_TIME, BULK_TIME = 1e11, 1e12
-"""First virtual start time of continuations, and that of bulk prompts: both are served after all other prompts."""
+"""First virtual start time of continuations, and that of bulk prompts: both kinds yield to all other prompts."""
 
 REPLY_CAP = 1000
 """Approximate max messages in a reply stream."""

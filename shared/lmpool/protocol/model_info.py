@@ -122,7 +122,7 @@ class ModelInfo:
 
     @property
     def row_encoding(self) -> Encoding:
-        """The encoding of rows as the enum that encoded rows use."""
+        """The encoding of rows as a member of `Encoding`, whose numbers the encoded rows contain."""
         return Encoding[self.encoding.upper()]
 
     def differences(self, other: ModelInfo) -> list[str]:
