@@ -27,7 +27,7 @@ PATTERN = r" (Mon|Tues|Wednes|Thurs|Fri)day at [1-9][0-2]?:[0-5][0-9] (am|pm)\."
 
 
 async def sample(given: argparse.Namespace) -> Any:
-    """Draw the samples; a `Sequences` of genlm-control."""
+    """Draw the samples; returns a `Sequences` of genlm-control."""
     from genlm.control import AWRS, BoolFSA, PromptedLLM
 
     from lmpool.producer.genlm import PooledLM
@@ -35,7 +35,7 @@ async def sample(given: argparse.Namespace) -> Any:
     with PooledLM.from_name(given.model, redis=given.redis) as model:
         language = PromptedLLM(model, prompt_ids=model.tokenizer.encode(given.prompt))
         form = BoolFSA.from_regex(given.pattern).coerce(language, f=b"".join)
-        # A threshold of 0: the samples are independent, none is dropped or copied.
+        # With a threshold of 0 there is no resampling: the samples are independent, none is dropped or copied.
         return await AWRS(language, form, seed=given.seed).smc(
             given.samples, ess_threshold=0.0, max_tokens=given.tokens
         )

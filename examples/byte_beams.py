@@ -3,7 +3,7 @@
     python examples/byte_beams.py "The capital of Fra" --bytes 16
 
 A text may end in the middle of a word, because bytes have no token boundaries. The beam keeps several ways to cut the
-text into tokens, and requests the rows of all of them at once.
+text into tokens, and requests the rows of all these ways at once.
 
 Needs pip install genlm-bytes 'lmpool[genlm]', and a pool: lmpool up .cache/models/smollm2-float32 --name smollm2
 """
@@ -24,16 +24,16 @@ from lmpool.errors import LMPoolError
 
 TEXT = "The capital of Fra"
 EOS = 257
-"""What genlm-bytes calls the end of the text among the bytes."""
+"""The number that stands for the end of the text in genlm-bytes, next to the 256 byte values."""
 
 
 async def search(given: argparse.Namespace) -> tuple[bytes, Table]:
-    """The text with its most likely next bytes, and the alternatives to each byte."""
+    """Extend the text by the most likely bytes; returns the text, and a table of alternatives to each byte."""
     from genlm.bytes import BeamParams, ByteBeamState
 
     from lmpool.producer.genlm import PooledLM
 
-    warnings.filterwarnings("ignore", "Sparse", UserWarning)  # What torch says of genlm-bytes' matrices.
+    warnings.filterwarnings("ignore", "Sparse", UserWarning)  # torch warns about genlm-bytes' matrices.
     with PooledLM.from_name(given.model, redis=given.redis) as model:
         end = model.byte_vocab[model.tokenizer.eos_token_id]
         params = BeamParams(K=given.beam, prune_threshold=0.01, eos_byte_strings=[bytes(end)])
@@ -42,7 +42,7 @@ async def search(given: argparse.Namespace) -> tuple[bytes, Table]:
         beam = await beam.prefill(text)
         table = Table("text so far", "beam", "likeliest next bytes")
         for _ in range(given.bytes):
-            logprobs = (await beam.logp_next()).ps  # of 256 bytes, the end of a token, and the end of the text
+            logprobs = (await beam.logp_next()).ps  # Entries: 256 bytes, the end of a token, the end of the text.
             best = np.argsort(logprobs)[::-1][:3]
             shown = "  ".join(f"{name_of(int(byte))} {np.exp(logprobs[byte]):.0%}" for byte in best)
             table.add_row(Text("…" + repr(text[-24:])[2:-1]), str(len(beam)), Text(shown))

@@ -3,7 +3,7 @@
     python examples/demo.py MODEL_FOLDER [--backend vllm]
 
 Each client requests the rows of 48 prompts: 16 English sentences, cut at three lengths. All clients have the same
-prompts, so most rows come from the cache, or from a request of another client in flight.
+prompts, so most rows come from the cache, or from another client's request in flight.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from lmpool.producer import Producer, SyncProducer
 from lmpool.producer.tokenizer import PublishedTokenizer
 
 CLIENTS = 3
-# That of `lmpool up`.
+# The default backend of `lmpool up`.
 DEFAULT_BACKEND = "hf"
 START_LIMIT_S = 120.0
 SENTENCES = [
@@ -57,7 +57,7 @@ SENTENCES = [
 
 
 def prompts_of(tokenizer: PublishedTokenizer) -> list[list[int]]:
-    """48 prompts: each sentence without its last two, without its last, and with all of its words."""
+    """48 prompts: each sentence without its last two words, without its last word, and whole."""
     texts = [" ".join(sentence.split()[: len(sentence.split()) - cut]) for sentence in SENTENCES for cut in (2, 1, 0)]
     return [tokenizer.encode(text) for text in texts]
 
@@ -110,7 +110,7 @@ def _up(given: argparse.Namespace) -> list[str]:
 
 
 def _as_typed(command: list[str]) -> str:
-    """A command as one types it here: paths below this folder from here, and what the shell finds by its name alone."""
+    """The command line for a shell in this folder: relative paths, and only the name of a program that is in PATH."""
     program, *rest = command
     found = shutil.which(Path(program).name)
     here = Path.cwd()
@@ -128,7 +128,7 @@ def _is_served() -> bool:
 
 
 def ask_from_clients() -> list[dict[str, Any]]:
-    """Start the client processes, give all the start signal at once, and collect their results."""
+    """Start the client processes, send the start signal to all of them, and collect their results."""
     began = time.perf_counter()
     command = [sys.executable, *sys.argv, "--client"]
     clients = [

@@ -3,12 +3,12 @@
     python examples/distill.py texts.txt --steps 200 --save student --plot kl.png
 
 Each step takes some windows of the text. The teacher returns the most likely tokens at each position and their
-log-probabilities (`Producer.batch_positions`: one forward a window). The rest of the probability counts as one more
+log-probabilities (`Producer.batch_positions`: one forward a window). The remaining probability counts as one more
 token. The loss is the Kullback-Leibler divergence from the teacher to the student, in nats a token. While the student
 learns from one batch, the pool computes the next.
 
 Needs a pool, such as `lmpool up .cache/models/smollm2-float32 --name smollm2`, pip install 'lmpool[hf]', and for --plot
-matplotlib. For teacher data on disk see `lmpool batch run`.
+matplotlib. To write a teacher's data to disk, see `lmpool batch run`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Student:
     """A Llama of some million parameters, most of them its embedding.
 
     Args:
-        vocab_size: V, that of the teacher.
+        vocab_size: V, the size of the teacher's vocabulary.
         rate: the learning rate.
     """
 
@@ -52,12 +52,12 @@ class Student:
         self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=rate)
 
     def learn(self, windows: list[list[int]], taught: list[TopK]) -> float:
-        """One step; returns the divergence before it."""
+        """Take one training step; returns the divergence before the step."""
         logits = self.model(input_ids=torch.tensor(windows)).logits
         loss = divergence(logits, torch.from_numpy(np.stack([best.values for best in taught])),
                           torch.from_numpy(np.stack([best.ids for best in taught])))  # fmt: skip
         self._optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]  # so is torch
+        loss.backward()  # type: ignore[no-untyped-call]  # torch is partly untyped too
         self._optimizer.step()
         return float(loss.detach())
 
@@ -66,9 +66,9 @@ def divergence(logits: Tensor, values: Tensor, ids: Tensor) -> Tensor:
     """KL(teacher || student) over the teacher's most likely tokens and the rest as one token, averaged over positions.
 
     Args:
-        logits: the student's, (n, t, V).
-        values: log-probabilities of the teacher's likeliest tokens, (n, t, k).
-        ids: which these are, (n, t, k).
+        logits: logits of the student, (n, t, V).
+        values: log-probabilities of the teacher's most likely tokens, (n, t, k).
+        ids: token ids of these most likely tokens, (n, t, k).
     """
     student = torch.log_softmax(logits, dim=-1).gather(-1, ids)
     both = torch.stack([_with_rest(values), _with_rest(student)])
@@ -76,7 +76,7 @@ def divergence(logits: Tensor, values: Tensor, ids: Tensor) -> Tensor:
 
 
 def _with_rest(values: Tensor) -> Tensor:
-    """Log-probabilities of some tokens, and then of all others together."""
+    """Log-probabilities of some tokens, and then of all other tokens together."""
     rest = torch.log1p(-values.exp().sum(-1, keepdim=True).clamp(max=1 - 1e-6))
     return torch.cat([values, rest], dim=-1)
 
@@ -102,7 +102,7 @@ async def distill(given: argparse.Namespace, text: str) -> list[float]:
                 taught = await answer
                 losses.append(await asyncio.to_thread(student.learn, batch, taught))
         finally:
-            # The request for the next batch, which may have failed like the one before.
+            # Cancel the request for the next batch, which may also have failed.
             asked[1].cancel()
             await asyncio.gather(asked[1], return_exceptions=True)
         if given.save is not None:

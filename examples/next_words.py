@@ -2,7 +2,7 @@
 
     python examples/next_words.py "The capital of France is" "Two plus two is"
 
-One request has all texts, and returns only the shown entries. Needs a pool, such as
+One request carries all texts, and returns only the shown entries. Needs a pool, such as
 
     lmpool up .cache/models/smollm2-float32 --name smollm2
 

@@ -1,4 +1,4 @@
-"""An example backend in 40 lines without the imports: tokens of the prompt are likely next tokens."""
+"""An example backend in 40 lines (without the imports), whose rows make the tokens of the prompt likely."""
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
@@ -15,7 +15,7 @@ from lmpool.workers.execution.contract import BackendJob, BackendStats, Finished
 
 @dataclass(frozen=True)
 class UnigramSettings:
-    """Fields become options of `lmpool worker`; `name` (or `model`) is its MODEL."""
+    """The fields become options of `lmpool worker`; the field `name` (or `model`) becomes its argument MODEL."""
 
     name: str
     vocab_size: int = field(default=50_000, metadata={"help": "V."})
@@ -24,26 +24,26 @@ class UnigramSettings:
     def served_as(self) -> str:
         return self.name
 
-    def open(self) -> "UnigramBackend":  # Load the model here, and import what is heavy.
+    def open(self) -> "UnigramBackend":  # Load the model and import heavy packages here.
         return UnigramBackend(self)
 
 
-class UnigramBackend(WithoutAdapters):  # Or serve some: see `Backend.load_adapter`.
+class UnigramBackend(WithoutAdapters):  # To serve adapters, see `Backend.load_adapter`.
     batch = 32
     device = "cpu"
 
     def __init__(self, settings: UnigramSettings) -> None:
         self._waiting: dict[bytes, bytes] = {}
         self._stats = BackendStats()
-        # All workers of a name must have the same backend, V, revision and dtype: they name the cached rows.
+        # All workers of one model must have the same backend, V, revision and dtype: these four identify cached rows.
         self.info = ModelInfo(
             settings.name, "unigram", settings.vocab_size, max_prompt_tokens=4096, revision="1", dtype="float32"
         )
 
-    def vocabulary(self) -> Vocabulary | None:  # The bytes of each token, if something tells them.
+    def vocabulary(self) -> Vocabulary | None:  # The bytes of each token; None if unknown.
         return None
 
-    def capacity(self) -> int:  # One batch that runs, and the next one.
+    def capacity(self) -> int:  # Free slots: the backend holds up to two batches.
         return 2 * self.batch - len(self._waiting)
 
     def submit(self, jobs: Iterable[BackendJob]) -> None:

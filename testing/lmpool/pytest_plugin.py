@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def lmpool_models() -> Sequence[SyntheticModel]:
-    """The models of `lmpool_pool`: one `SyntheticModel()`. Override this fixture to have others."""
+    """The models of `lmpool_pool`: one `SyntheticModel()`. Override this fixture to serve other models."""
     from lmpool.testing import SyntheticModel
 
     return [SyntheticModel()]
@@ -33,6 +33,6 @@ def lmpool_pool(lmpool_models: Sequence[SyntheticModel]) -> Iterator[MemoryPool]
 
 @pytest.fixture
 def lmpool_environment(lmpool_pool: MemoryPool, monkeypatch: pytest.MonkeyPatch) -> MemoryPool:
-    """`lmpool_pool`, with its URL in LMPOOL_REDIS_URL: for code that does not name a server."""
+    """The pool `lmpool_pool`, with its URL in LMPOOL_REDIS_URL: for code that does not name a server."""
     monkeypatch.setenv("LMPOOL_REDIS_URL", lmpool_pool.url)
     return lmpool_pool

@@ -1,4 +1,4 @@
-"""Messages between processes: prompts, jobs, queries, rows and the names of keys; no input or output.
+"""Messages between processes (prompts, jobs, queries, rows) and the names of Redis keys, without any network access.
 
-Everything may import it. It imports `errors` and `settings` only.
+This package imports `errors` and `settings` only, and all other packages of lmpool may import this package.
 """

@@ -1,7 +1,7 @@
-"""Adapters: their names, and how the registry of a model encodes its entries.
+"""LoRA adapters: their names, and the encoding of their entries in a model's registry (a Redis hash).
 
-Users name an adapter; a job names its exact weights, as "name@revision". Prompts with different weights therefore have
-different digests, and no cached row can be one of weights that were replaced.
+Users name an adapter; a job names its exact weights, as "name@revision". Prompts for different weights therefore have
+different digests, so the cache never returns a row of weights that were replaced.
 """
 
 from __future__ import annotations
@@ -16,33 +16,33 @@ from lmpool.protocol.job import Message, unpack
 from lmpool.settings import shown
 
 MAX_ADAPTERS = 4096
-"""Max adapters in the registry of one model; all of them are listed in one answer of at most a few megabytes."""
+"""Max adapters in the registry of one model, so that one reply of a few megabytes can list all adapters."""
 
 MAX_LOADED = 64
-"""Max adapters that a worker keeps loaded, unless its settings say otherwise; an adapter takes 10 to 200 MB."""
+"""Default of the max adapters that a worker keeps loaded; an adapter takes 10 to 200 MB of memory."""
 
 MAX_ADAPTER_BYTES = 16 * 1024
-"""Max bytes of an encoded entry of the registry: a source of 4 KiB and its digest, with room to spare."""
+"""Max bytes of an encoded registry entry: enough for a source of 4 KiB and the digest of the weights."""
 
 OWNER_FIELD = ""
-"""The field of the registry that has the fingerprint of the model; no adapter can have this name."""
+"""Hash field of the registry that holds the model's fingerprint; no adapter can have this name."""
 
 VERSION_FIELD = "@"
-"""The field of the registry that has its version; no adapter can have this name."""
+"""Hash field of the registry that holds the registry's version; no adapter can have this name."""
 
 CHECK_PREFIX = "check-"
-"""How the revision begins that a job names whose adapter a worker must load for the first time; a nonce follows."""
+"""Prefix of the revision in a job whose adapter a worker must load for the first time; a nonce follows the prefix."""
 
-# "@" divides name and revision, "=" name and folder; control characters and lone surrogates cannot be shown or sent.
+# Names lack separators ("@" before a revision, "=" before a folder) and characters that cannot be printed or encoded.
 _NAME = re.compile(r"[^@,=\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]{1,100}")
 _REVISION = re.compile(r"[0-9A-Za-z._-]{1,64}")
 _VERSION = re.compile(rb"[0-9]{1,15}")
-_FORMAT = 1  # Tag of encoded adapters.
-_MAX_SOURCE = 4096  # Bytes; PATH_MAX of Linux.
+_FORMAT = 1  # MessagePack tag of an encoded adapter.
+_MAX_SOURCE = 4096  # Max bytes of an adapter's source: PATH_MAX of Linux.
 
 
 def check_adapter_name(field: str, name: object) -> str:
-    """Return the name, if an adapter can have it; otherwise raise `SettingsError` with the field's name."""
+    """Return the name if an adapter can have it; otherwise raise `SettingsError` with the setting's name `field`."""
     if not isinstance(name, str) or not _NAME.fullmatch(name) or name != name.strip():
         raise SettingsError(
             f"{field}: {shown(name)} must be 1 to 100 characters without @, comma, = and control characters, and "
@@ -52,7 +52,7 @@ def check_adapter_name(field: str, name: object) -> str:
 
 
 def check_source(field: str, source: object) -> str:
-    """Return the source, if it can be a folder or a hub name; otherwise raise `SettingsError` with the field's name."""
+    """Return the source if it can be a folder or hub name; otherwise raise `SettingsError` with the name `field`."""
     text = source if isinstance(source, str) else ""
     if not text.strip() or not text.isprintable() or len(text.encode()) > _MAX_SOURCE:
         raise SettingsError(f"{field}: {shown(source)} is no printable folder or hub name of up to {_MAX_SOURCE} bytes")
@@ -60,17 +60,17 @@ def check_source(field: str, source: object) -> str:
 
 
 def qualify(name: str, revision: str) -> str:
-    """The name of an adapter in jobs: its name and the digest of its weights."""
+    """The name of an adapter in jobs: the adapter's name and the digest of its weights."""
     return f"{name}@{revision}"
 
 
 def name_of(qualified: str) -> str:
-    """The name that users give."""
+    """The name that users give an adapter, from its name in jobs."""
     return qualified.rpartition("@")[0]
 
 
 def revision_of(qualified: str) -> str:
-    """The digest of the weights."""
+    """The digest of an adapter's weights, from its name in jobs."""
     return qualified.rpartition("@")[2]
 
 
@@ -81,10 +81,10 @@ def is_qualified(text: str) -> bool:
 
 
 class Adapter(Message, frozen=True, tag=_FORMAT):
-    """An adapter."""
+    """An entry of the registry: where an adapter's files are, and the digest of its weights."""
 
-    source: str  # Folder or hub name, on the workers' machines.
-    revision: str = ""  # Digest of its weights; "" as long as no worker has loaded it.
+    source: str  # Folder on the workers' machines, or hub name.
+    revision: str = ""  # Digest of the adapter's weights; "" until a worker has loaded the adapter.
 
 
 _ADAPTERS = msgspec.msgpack.Decoder(Adapter)
@@ -93,21 +93,21 @@ _ADAPTERS = msgspec.msgpack.Decoder(Adapter)
 class Registered(NamedTuple):
     """The registry of a model, or some of its entries."""
 
-    version: int  # Grows with every change: milliseconds since 1970, or one more than before; 0 for an empty registry.
+    version: int  # Grows with every change: ms since 1970, or the last version plus 1; 0 for an empty registry.
     adapters: dict[str, Adapter]  # Name -> adapter.
-    versions: dict[str, int]  # Name -> the version in which the entry was written.
+    versions: dict[str, int]  # Name -> version of the registry that the entry was written in.
 
 
 def unpack_adapter(data: bytes, what: str) -> Adapter:
-    """Read an adapter; raises `ProtocolError` with `what` for any other bytes."""
+    """Decode an adapter; raises `ProtocolError`, with `what` in its text, for bytes that are no adapter."""
     return unpack(_ADAPTERS, data, MAX_ADAPTER_BYTES, what)
 
 
 def unpack_registered(values: dict[bytes, bytes | int], fingerprint: str) -> Registered:
-    """Read the hash of a registry, which any client may have written to: field -> value, or the size of a large one.
+    """Decode the hash of a registry, to which any client may write: field -> value, or the size of a large value.
 
-    The registry of another model that had this model's name, but another fingerprint, counts as empty. Raises
-    `ProtocolError` if something in it is no adapter.
+    A registry with another fingerprint belongs to an earlier model of this name, and counts as empty. Raises
+    `ProtocolError` if an entry is no adapter.
     """
     owner, version = values.pop(OWNER_FIELD.encode(), b""), values.pop(VERSION_FIELD.encode(), b"0")
     if owner != fingerprint.encode():

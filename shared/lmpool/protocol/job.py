@@ -1,6 +1,6 @@
-"""Prompts, jobs and failures. Prompts: from any value of the caller to uint32 bytes and a digest, checked once.
+"""Encode and check prompts, jobs and failures; a caller's prompt becomes uint32 bytes and a digest.
 
-Messages are in MessagePack with explicit size limits, never pickled.
+Messages are encoded as MessagePack with explicit size limits, never with pickle.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from lmpool.errors import EmptyPrompt, NotTokenIds, PromptTooLong, ProtocolError
 from lmpool.settings import shown
 
 WIRE_VERSION = 7
-"""Version of all messages except rows, which have their own. All processes of a pool have the same.
+"""Version of all messages except rows, which have their own version. All processes of a pool must use one version.
 
-Each job, failure and model info has it. Raise it with a change of any message, or of the name or the meaning of a
-Redis key.
+Each job, failure and model info carries this version. Increase the version when a message changes, or the name or
+meaning of a Redis key.
 """
 
 MAX_JOB_BYTES = 16 * 1024 * 1024
 """Max bytes of an encoded job."""
 
 DIGEST_SIZE = 16
-"""Bytes of a digest."""
+"""Bytes of the digest of a prompt, a query or a token set."""
 
-_MAX_ERROR_TEXT = 4096  # Characters of the text of a failure.
-_MAX_SHOWN = 120  # Characters of a value in an error.
-_MAX_KEY = 64  # Bytes of a key of BLAKE2b.
+_MAX_ERROR_TEXT = 4096  # Max characters of the text of a failure.
+_MAX_SHOWN = 120  # Max characters of a value in an error message.
+_MAX_KEY = 64  # Max bytes of a BLAKE2b key.
 _LITTLE_ENDIAN = np.dtype("<u4")
 _ENCODING = "`await producer.encode(text)` (SyncProducer: no await) or tokenizer.encode(text)"
 _TEXT = (str, bytes, bytearray, memoryview, mmap)
@@ -45,11 +45,11 @@ class Prompt(NamedTuple):
     """A checked prompt, and the result that is requested for it."""
 
     ids: bytes  # The token ids as little-endian uint32 bytes.
-    digest: bytes  # 128-bit BLAKE2b of `ids`, keyed by the adapter; of the query too if there is one.
-    adapter: str = ""  # Its name.
-    query: bytes = b""  # The request for something else than the row (`lmpool.protocol.query`), encoded.
+    digest: bytes  # 128-bit BLAKE2b of `ids`, keyed by the adapter; with a query see `query_digest`.
+    adapter: str = ""  # Name of the adapter in jobs; "" for none.
+    query: bytes = b""  # Encoded query (`lmpool.protocol.query`) for a result other than the row; b"" for the row.
     length: int = 0  # Numbers in the result of `query`; 0 for the row.
-    generated: int = 0  # Max tokens that `query` generates; 0 unless it is for a continuation.
+    generated: int = 0  # Max tokens that `query` generates; 0 if the query is not for a continuation.
 
     def with_query(self, query: bytes, length: int, generated: int = 0) -> Prompt:
         """The same prompt with a query."""
@@ -57,7 +57,7 @@ class Prompt(NamedTuple):
 
 
 def digest_of(ids: bytes, adapter: str = "") -> bytes:
-    """The digest of a prompt: 128-bit BLAKE2b of its uint32 bytes, keyed by the adapter (none: without a key)."""
+    """The digest of a prompt: 128-bit BLAKE2b of its uint32 bytes, keyed by the adapter (no key without an adapter)."""
     key = adapter.encode()
     if len(key) > _MAX_KEY:
         key = hashlib.blake2b(key).digest()
@@ -80,7 +80,7 @@ def encode_prompt(ids: Any, *, vocab_size: int, max_tokens: int, adapter: str = 
     _check_length(len(ids), max_tokens)
     if isinstance(ids, np.ndarray):
         data, low, high = ids.astype(_LITTLE_ENDIAN).tobytes(), int(ids.min()), int(ids.max())
-    else:  # At the usual lengths numpy would take several times as long.
+    else:  # For a list of the usual length, numpy would take several times as long as `array`.
         if set(map(type, ids)) != {int}:
             ids = [_as_int(value, index) for index, value in enumerate(ids)]
         data, low, high = b"", 0, max(ids)
@@ -98,18 +98,18 @@ def encode_prompt(ids: Any, *, vocab_size: int, max_tokens: int, adapter: str = 
 
 
 def list_prompts(prompts: Iterable[Any]) -> list[Any]:
-    """Several prompts, each as `encode_prompt` takes it, or a 2-D array, as a list; the prompts are not checked.
+    """A list of the prompts in an iterable or in the rows of a 2-D array; the prompts are not checked.
 
     Raises `SettingsError` for text, or for a value that cannot be iterated over.
     """
-    # A 0-D array has `__iter__` too.
+    # A 0-D array has `__iter__` too, but cannot be iterated over.
     if isinstance(prompts, (str, bytes)) or not hasattr(prompts, "__iter__") or getattr(prompts, "ndim", 1) == 0:
         raise SettingsError(f"prompts: {type(prompts).__name__} is not a sequence of prompts")
     return list(prompts)
 
 
 def not_token_ids(ids: Any) -> NotTokenIds:
-    """The error for a value that is no sequence of token ids; it says where the value may contain some."""
+    """The error for a value that is no sequence of token ids; its text names the part of the value that may be one."""
     if isinstance(ids, _TEXT):
         return NotTokenIds(f"the prompt is text, {_described(ids)}: pass its token ids, {_ENCODING}")
     hint = ""
@@ -118,7 +118,7 @@ def not_token_ids(ids: Any) -> NotTokenIds:
         has_rows = getattr(inputs, "ndim", 1) == 2 or (isinstance(inputs, list) and list in map(type, inputs))
         hint = f'; pass its ["input_ids"]{"[0]" if has_rows else ""}'
     elif isinstance(getattr(ids, "ids", None), list):
-        hint = "; pass its .ids"  # An `Encoding` of the library `tokenizers`.
+        hint = "; pass its .ids"  # The value is an `Encoding` of the library `tokenizers`.
     elif isinstance(ids, (int, np.integer)) and not isinstance(ids, bool):
         hint = "; where several prompts are given, one alone is [ids]"
     return NotTokenIds(f"the prompt is {_described(ids)}: it must be a sequence of token ids{hint}")
@@ -155,7 +155,7 @@ def _out_of_range(token: int, vocab_size: int) -> TokenOutOfRange:
 def _as_int(value: Any, index: int) -> int:
     if isinstance(value, (int, np.integer)) and not isinstance(value, bool):
         return int(value)
-    # Samplers return 0-D arrays and tensors among others.
+    # Samplers may return each token as a 0-D array or tensor.
     if getattr(value, "shape", None) == () and (number := np.asarray(value)).dtype.kind in "iu":
         return int(number)
     hint = f"; encode text by {_ENCODING}" if isinstance(value, (str, bytes)) else _one_of_several(value)
@@ -163,13 +163,13 @@ def _as_int(value: Any, index: int) -> int:
 
 
 def _as_sequence(ids: Any, max_tokens: int) -> Any:
-    """The ids of any value: a 1-D array of integers, or a list; another sequence only if it is too long."""
+    """Convert a value to a 1-D array of integers or a list; a sequence that is too long is returned unchanged."""
     is_array = hasattr(ids, "__array__") or hasattr(ids, "__array_interface__") or hasattr(ids, "__dlpack__")
     is_sequence = hasattr(type(ids), "__len__") and hasattr(type(ids), "__getitem__") and not isinstance(ids, Mapping)
     if isinstance(ids, _TEXT) or not (is_array or is_sequence):
         raise not_token_ids(ids)
     try:
-        if not is_array:  # numpy would turn bools into integers.
+        if not is_array:  # Do not use numpy, which would turn bools into integers.
             return list(ids) if len(ids) <= max_tokens else ids
         values = np.asarray(ids)
     except (TypeError, ValueError, LookupError, OverflowError, RuntimeError) as error:
@@ -184,7 +184,7 @@ def _as_sequence(ids: Any, max_tokens: int) -> Any:
 
 
 def _one_of_several(value: Any) -> str:
-    """A hint for a caller that passes several prompts, as tokenizers return them, in place of one."""
+    """A hint for a caller that passed several prompts, as tokenizers return them, instead of one prompt."""
     if not hasattr(value, "__len__"):
         return ""
     return "; pass one of its rows, such as ids[0], or use batch_logprobs for several prompts"
@@ -201,31 +201,31 @@ class Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
     """A message that is encoded as a MessagePack array: its tag, if the class has one, and then its fields."""
 
     def pack(self) -> bytes:
-        """The message as MessagePack; each bytes object is one `bin`."""
+        """The message as MessagePack; each bytes object becomes a value of the type `bin`."""
         return _ENCODER.encode(self)
 
     def check(self) -> None:
-        """Raise `ProtocolError` for fields that do not fit each other."""
+        """Raise `ProtocolError` if the values of fields contradict each other."""
 
 
 M = TypeVar("M", bound=Message)
 
 
 class Job(Message, frozen=True, tag=WIRE_VERSION):
-    """A prompt for a worker to compute. It does not carry the digest: the worker derives it from the ids."""
+    """A prompt for a worker to compute. A job does not contain the digest: the worker computes it from the ids."""
 
     ids: bytes  # The prompt as little-endian uint32 bytes.
     adapter: str  # Name of the adapter, or "".
-    fingerprint: str  # The fingerprint that the producer expects the row to have.
-    overwrite: bool = False  # Replace a stored row, because it was corrupt.
-    query: bytes = b""  # The request for something else than the row (`lmpool.protocol.query`), encoded.
+    fingerprint: str  # Fingerprint of the model (`ModelInfo.fingerprint`) that the producer expects.
+    overwrite: bool = False  # Whether to replace the stored row, because a client found it corrupt.
+    query: bytes = b""  # Encoded query (`lmpool.protocol.query`) for a result other than the row; b"" for the row.
     host: bytes = b""  # The host (`host_token`) whose shared memory the client reads; b"" for none.
 
 
 class TracedJob(Job, frozen=True, tag=WIRE_VERSION):
-    """A job of a client that traces its requests, with the W3C trace context as a further field.
+    """A job of a client that traces its requests, with the W3C trace context as an additional field.
 
-    Any client may have written the field, so only workers that trace read it.
+    Any client can write this field, so only workers that trace read it.
     """
 
     traceparent: str = ""
@@ -235,7 +235,7 @@ class Failure(Message, frozen=True, tag=WIRE_VERSION):
     """Why a job ended without a row."""
 
     kind: str  # Name of an exception class of `lmpool.errors`.
-    text: str  # Its message.
+    text: str  # Message of the exception.
 
     def pack(self) -> bytes:
         """The failure as MessagePack, with its text truncated."""
@@ -260,17 +260,17 @@ def pack_jobs(jobs: Iterable[Job]) -> list[bytes]:
 
 
 def with_traceparent(packed: bytes, traceparent: str) -> bytes:
-    """A job as `pack_jobs` has packed it, turned into a `TracedJob`."""
+    """Turn a job that `pack_jobs` has packed into a packed `TracedJob`."""
     return b"".join((_TRACED_HEAD, packed[len(_TRACED_HEAD) :], _ENCODER.encode(traceparent)))
 
 
 def unpack_job(data: bytes) -> Job:
-    """Read a job; a `TracedJob` if the client traces. Raises `ProtocolError` for any other bytes."""
+    """Decode a job, which is a `TracedJob` if the client traces. Raises `ProtocolError` for bytes that are no job."""
     return unpack(_TRACED_JOBS if data and data[0] == _TRACED_HEAD[0] else _JOBS, data, MAX_JOB_BYTES, "a job")
 
 
 def unpack_failure(data: bytes) -> Failure:
-    """Read a failure. Raises `ProtocolError` for any other bytes."""
+    """Decode a failure. Raises `ProtocolError` for bytes that are no failure."""
     return unpack(_FAILURES, data, 8 * _MAX_ERROR_TEXT, "a failure")
 
 
@@ -280,9 +280,9 @@ def other_version(kind: str, version: int, own: int = WIRE_VERSION) -> str:
 
 
 def unpack(decoder: msgspec.msgpack.Decoder[M], data: bytes, limit: int, name: str) -> M:
-    """Read a message, which may be of any other process; raises `ProtocolError` for any other bytes.
+    """Decode a message from a process that is not trusted; raises `ProtocolError` for bytes that are no such message.
 
-    Decoders know the types of all fields, so they build no objects for anything else.
+    Decoders know the types of all fields, so they build no objects for unexpected values.
     """
     if len(data) > limit:
         raise ProtocolError(f"{name} of {len(data)} bytes is over the limit of {limit}")
@@ -293,6 +293,6 @@ def unpack(decoder: msgspec.msgpack.Decoder[M], data: bytes, limit: int, name: s
         if isinstance(tag, int) and len(data) > 1 and data[0] >> 4 == 9 and tag != data[1] < 0x80:
             raise ProtocolError(other_version(f"{name} of", data[1], tag)) from error
         raise ProtocolError(f"not {name}: {error!s:.100}") from error
-    if data[0] != _size_byte(type(message)):  # msgspec accepts messages without fields that have defaults.
+    if data[0] != _size_byte(type(message)):  # msgspec also accepts messages that lack fields with defaults.
         raise ProtocolError(f"not {name}: it has too few fields")
     return message

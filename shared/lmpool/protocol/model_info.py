@@ -1,4 +1,4 @@
-"""The info of a model: its limits and abilities, and everything that decides the value of its rows."""
+"""The info that workers publish about a model: its limits, its abilities, and everything that decides its rows."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ LIMITS: dict[str, tuple[float, float]] = {
     "lease_s": (0.1, 3600),
     "row_ttl_s": (1, 10**9),
 }
-"""Min and max of each number in an info, so that the wire (uint32) and Redis (int64 milliseconds) can carry it."""
+"""Min and max of each number in an info, so that the wire (uint32) and Redis (int64 ms) can carry the number."""
 
 TRIE_SERVICE = "trie"
-"""The model name of the trie workers; no model can have it."""
+"""The model name of the trie workers; no other model can have this name."""
 
 MAX_INFO_BYTES = 64 * 1024
 """Max bytes of an encoded info."""
 
-_VERSION_FIELD = "wire_version"  # Of an encoded info: the wire version of the release that wrote it.
-# The bounds of a number, which refuse NaN too.
+_VERSION_FIELD = "wire_version"  # Key in an encoded info: the wire version of the release that wrote the info.
+# Annotations with the bounds of each number; the bounds refuse NaN too.
 _LIMITED = {name: msgspec.Meta(ge=least, le=most) for name, (least, most) in LIMITS.items()}
 _Name = Annotated[str, msgspec.Meta(pattern=rf"^[^{CONTROLS}]*\Z")]
-"""A text that names the model for programs and people. Other texts may be paths and sentences."""
+"""A name without control characters, for programs and people. Other texts of an info may be paths and sentences."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,23 +41,23 @@ class ModelInfo:
     """One served model.
 
     Attributes:
-        name: the name under which it is served.
-        backend: the backend that computes its rows: "hf", "synthetic", ...
+        name: the name under which the model is served.
+        backend: the backend that computes the rows: "hf", "synthetic", ...
         vocab_size: V, the length of every row (of the model, not of the tokenizer).
-        max_prompt_tokens: longest prompt that it accepts.
+        max_prompt_tokens: max tokens of a prompt.
         revision: identifies the weights exactly.
         dtype: the dtype of the computation, such as "float32".
         encoding: the encoding of rows: "f32", "bf16" or "f16".
         lossy: whether the encoding loses bits that the backend computed.
         source: hub name or folder of the model, for its tokenizer; or "".
         gguf_file: the GGUF file in `source` that holds the tokenizer, or "".
-        vocabulary: digest of the byte strings of its tokens (`lmpool.vocabulary`) in the pool; or "".
-        tokenizer: digest of its tokenizer (`lmpool.protocol.tokenizer`) in the pool; or "".
-        answers_tries: its workers also answer trie jobs, in the step that computes the row.
-        positions: its workers predict every position of a text, and score a continuation, in one forward.
-        hidden: d, the numbers of a hidden state, if its workers send these and the model's head; else 0.
+        vocabulary: digest of the model's vocabulary (`lmpool.vocabulary`), which the pool stores; or "".
+        tokenizer: digest of the model's tokenizer (`lmpool.protocol.tokenizer`), which the pool stores; or "".
+        answers_tries: whether its workers also answer trie jobs, in the step that computes the row.
+        positions: whether its workers predict every position of a text, and score a continuation, in one forward.
+        hidden: d, the size of a hidden state, if its workers send hidden states and the model's head; else 0.
         note: a sentence for people, such as that rows are synthetic.
-        queue_limit: max prompts that wait at once; more are refused.
+        queue_limit: max prompts that wait at once; the pool refuses more prompts.
         lease_s: seconds after which another worker takes over the jobs of a silent worker.
         row_ttl_s: seconds that a row stays in the cache.
     """
@@ -84,15 +84,15 @@ class ModelInfo:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """The fields that decide a row's value. All workers of a model must have the same."""
+        """The fields that decide a row's value. All workers of a model must have the same values."""
         return {
             "backend": self.backend,
             "vocab_size": self.vocab_size,
             "revision": self.revision,
             "dtype": self.dtype,
             "lossy": self.encoding if self.lossy else "",
-            # Cached rows outlive releases, so this field stays, though digests have the adapter now, and the next one
-            # keeps its name.
+            # Unused since digests contain the adapter. Cached rows outlive releases and keep their fingerprint, so this
+            # field stays, and the next field keeps its name.
             "adapter": "",
             "wire_version": ROW_VERSION,
         }
@@ -104,9 +104,9 @@ class ModelInfo:
 
     @property
     def service_fingerprint(self) -> str:
-        """The wire version and the fingerprint, which all live workers of a model share.
+        """The wire version and the fingerprint, which must be the same for all live workers of a model.
 
-        Heartbeats have it as "fingerprint", so that a worker of any release notices another wire version.
+        Heartbeats carry this text as "fingerprint", so that a worker of any release notices another wire version.
         """
         return f"{WIRE_VERSION}-{self.fingerprint}"
 
@@ -122,11 +122,11 @@ class ModelInfo:
 
     @property
     def row_encoding(self) -> Encoding:
-        """`encoding` as the wire's code."""
+        """The encoding of rows as a member of `Encoding`, whose numbers the encoded rows contain."""
         return Encoding[self.encoding.upper()]
 
     def differences(self, other: ModelInfo) -> list[str]:
-        """The identity fields in which two infos differ, as "field is theirs there and ours here"."""
+        """The identity fields in which two infos differ, as "FIELD is VALUE there and VALUE here"."""
         mine, theirs = self.identity, other.identity
         return [
             f"{name} is {theirs[name]!r} there and {mine[name]!r} here" for name in mine if mine[name] != theirs[name]
@@ -152,7 +152,7 @@ class ModelInfo:
         if type(version) is not int or values.keys() != _TYPES.keys():
             raise ProtocolError("a model info has other fields than this release knows: do all sides run the same one?")
         for name, value in values.items():
-            try:  # One by one, so that the error names the field and the value.
+            try:  # Check the fields one by one, so that the error names the field and the value.
                 msgspec.convert(value, _TYPES[name])
             except msgspec.ValidationError as error:
                 raise ProtocolError(f"a model info has {name} = {shown(value)}: {error}") from error

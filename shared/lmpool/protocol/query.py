@@ -1,4 +1,4 @@
-"""Queries: the result that a job requests instead of the row of a prompt, and how it is taken from a row."""
+"""Queries for results other than a prompt's row (top-k, a sample, trie values, ...), and how they are computed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lmpool.protocol.job import DIGEST_SIZE, Message, unpack
 from lmpool.protocol.row import Row, check_largest, check_logprobs
 
 MAX_SEED = 2**64 - 1
-"""Largest seed of a sampling; MessagePack has no larger integers."""
+"""Largest seed of a random draw; MessagePack has no larger integers."""
 
 Op = Literal["sum", "max", "logsumexp"]
 """How the weights below a trie node are combined."""
@@ -29,7 +29,7 @@ Selection = Literal["inner", "values", "nodes", "under"]
 """Which values of a trie a query requests; see `TrieQuery`."""
 
 PositionValues = Literal["logprobs", "logits", "scores", "score_logits", "logz", "hidden"]
-"""Which values of positions a query requests; see `PositionsQuery`."""
+"""Which values a query requests for each position of a text; see `PositionsQuery`."""
 
 MAX_ANSWER = 1 << 21
 """Max numbers in the result for several positions (8 MiB), so that one result cannot fill a worker's memory."""
@@ -38,26 +38,26 @@ SECRET_SIZE = 16
 """Bytes of the secret that is stored before the weights of a trie job."""
 
 MAX_GENERATED = 1 << 20
-"""Max tokens of one continuation; the longest prompt of a model is shorter."""
+"""Max tokens of one continuation; no model accepts prompts of this length."""
 
 MAX_STOP_NUMBERS = 1 << 14
-"""Max numbers in the stop sequences of a continuation: their tokens and lengths."""
+"""Max numbers in the stop sequences of a continuation; tokens and sequence lengths both count."""
 
-_NO_TOKEN = 0xFFFFFFFF  # Fills up a continuation that ended early; no vocabulary is so large.
+_NO_TOKEN = 0xFFFFFFFF  # Padding id of a continuation that ended early; no vocabulary has this id.
 _OF_NEXT_TOKEN = ("scores", "score_logits")
-_SINGLE = (*_OF_NEXT_TOKEN, "logz")  # Values that are one number per position.
-_MAX_BYTES = 8 * 1024 * 1024  # Of an encoded query; the nodes of a large trie take most.
-_DIGEST_DIGITS = 32  # Of a vocabulary or fingerprint in hexadecimal.
-_FEW, _FEW_MORE = 1024, 4  # Tokens sorted first for `top_p`, nearly always enough; factor of each further attempt.
-_BLOCK = 256  # Weights per block when a token is drawn.
+_SINGLE = (*_OF_NEXT_TOKEN, "logz")  # Kinds of values with one number per position.
+_MAX_BYTES = 8 * 1024 * 1024  # Max bytes of an encoded query; the node ids of a large trie take the most.
+_DIGEST_DIGITS = 32  # Hexadecimal digits of a fingerprint or of a vocabulary's digest.
+_FEW, _FEW_MORE = 1024, 4  # Weights tried first for `top_p`, and the factor by which each next attempt tries more.
+_BLOCK = 256  # Weights per block whose sum is computed first when a token is drawn.
 
 
 class TopK(NamedTuple):
-    """The largest entries of one row, or of several.
+    """The largest entries of one row, or of several rows.
 
     Attributes:
-        values: float32 log-probabilities of shape (k,) or (n, k), largest first; of equal ones the lowest id first.
-        ids: their int64 token ids, of the same shape.
+        values: float32 log-probabilities of shape (k,) or (n, k), largest first; equal values in order of their ids.
+        ids: int64 token ids of the values, in the same shape.
     """
 
     values: NDArray[np.float32]
@@ -65,10 +65,10 @@ class TopK(NamedTuple):
 
 
 class Sampling(NamedTuple):
-    """How one token is drawn."""
+    """The parameters of the draw of one token."""
 
     temperature: float  # Divides the log-probabilities; 0 takes the most likely token.
-    top_p: float  # Draws among the fewest most likely tokens that have at least this probability together.
+    top_p: float  # Draws among the fewest most likely tokens whose probabilities sum to at least this number.
     seed: int  # 0 to `MAX_SEED`; equal seeds draw equal tokens from equal rows.
 
 
@@ -91,28 +91,28 @@ def top(row: Row, k: int) -> TopK:
 
 
 class Kept(NamedTuple):
-    """The tokens that may be drawn."""
+    """The tokens that may be drawn, and their weights."""
 
     ids: NDArray[np.int64] | None
-    """int64 (m,) token ids, the largest weight first, of equal ones the lowest id; None for the whole row."""
+    """int64 (m,) token ids, largest weight first, equal weights in the order of their ids; None for the whole row."""
     weights: NDArray[np.float32]
     """float32 (m,), proportional to the probabilities of being drawn; the largest is 1."""
 
 
 def kept(row: Row, temperature: float, top_p: float) -> Kept:
-    """The tokens of a row of shape (V,) that `sample` draws from. One entry must be above -inf."""
+    """The tokens of a row of shape (V,) that `sample` draws from. At least one entry must be above -inf."""
     if temperature == 0:
         return Kept(np.array([row.argmax()]), np.ones(1, np.float32))
-    # Subtract the largest first: divided by a small temperature, all entries could become 0 as probabilities.
+    # Subtract the largest entry first: otherwise exp of all entries could be 0 at a small temperature.
     weights = row - np.maximum.reduce(row)
     if temperature != 1:
-        with np.errstate(over="ignore"):  # A tiny temperature makes -inf of all but the largest entry.
-            # Beyond these bounds, which float32 can represent, the result does not change.
+        with np.errstate(over="ignore"):  # A tiny temperature overflows all but the largest entry to -inf.
+            # A temperature beyond these bounds gives the same result as the bound, which float32 can represent.
             weights /= np.float32(min(max(temperature, 1e-30), 1e30))
-    np.exp(weights, out=weights)  # In float32, as exact as the row; sums are in float64.
+    np.exp(weights, out=weights)  # float32 is as exact as the row; sums use float64.
     if top_p == 1:
         return Kept(None, weights)
-    # The fewest tokens that have `top_p` of the weight together.
+    # Keep the fewest tokens whose weights sum to at least `top_p` of the total.
     wanted, few = top_p * weights.sum(dtype=np.float64), _FEW
     while True:
         ids = _largest(weights, min(few, len(weights)))
@@ -125,14 +125,14 @@ def kept(row: Row, temperature: float, top_p: float) -> Kept:
 
 def sample(row: Row, how: Sampling) -> int:
     """A token drawn from a row of shape (V,)."""
-    if how.temperature == 0:  # Faster than by way of `kept`.
+    if how.temperature == 0:  # Faster than `kept`, with the same result.
         return int(row.argmax())
     ids, weights = kept(row, how.temperature, how.top_p)
-    # A number in [0, 1) by a hash of the seed: a generator of numpy takes ten times as long.
+    # Hash the seed to a number in [0, 1): a generator of numpy takes ten times as long.
     drawn = hashlib.blake2b(how.seed.to_bytes(8, "little"), digest_size=8).digest()
     share = (int.from_bytes(drawn, "little") >> 11) * 2.0**-53
-    # The first token up to which the weights have more than this share of their sum. Sums of blocks first: a cumulative
-    # sum over a large vocabulary takes four times as long.
+    # Find the first token at which the cumulative weight exceeds this share of the total. Sum blocks first: a
+    # cumulative sum over a large vocabulary takes four times as long.
     sums = np.add.reduceat(weights, np.arange(0, len(weights), _BLOCK), dtype=np.float64)
     mass = sums.cumsum()
     wanted = share * mass[-1]
@@ -144,20 +144,20 @@ def sample(row: Row, how: Sampling) -> int:
 
 
 def _first_above(mass: NDArray[np.float64], wanted: float, weights: NDArray[np.floating]) -> int:
-    """The first place where `mass`, the cumulative sum of the weights, is above `wanted`."""
+    """The first index at which `mass`, the cumulative sum of the weights, is above `wanted`."""
     place = int(mass.searchsorted(wanted, side="right"))
-    # Rounding can make `wanted` the whole sum. A token without weight must not be drawn.
+    # Rounding can make `wanted` equal to the whole sum: then take the last token, but none without weight.
     return place if place < len(mass) else int(np.flatnonzero(weights)[-1])
 
 
 def top_of(row: Row, k: int, ids: NDArray[np.int64]) -> TopK:
-    """As `top`, among the entries of some ascending ids of shape (n,), 1 <= k <= n."""
+    """As `top`, but only among the entries of the ascending ids of shape (n,), 1 <= k <= n."""
     best = top(row[ids], k)
     return TopK(best.values, ids[best.ids])
 
 
 def sample_of(row: Row, how: Sampling, ids: NDArray[np.int64]) -> int:
-    """As `sample`, among some tokens with ascending ids; raises `NoProbability` if all have probability 0."""
+    """As `sample`, but only among the tokens of ascending ids; raises `NoProbability` if all have probability 0."""
     values = row[ids]
     if values.max() == -np.inf:
         raise NoProbability(f"none of the {len(ids)} allowed tokens has a probability above 0")
@@ -165,7 +165,7 @@ def sample_of(row: Row, how: Sampling, ids: NDArray[np.int64]) -> int:
 
 
 def mass_of(row: Row, ids: NDArray[np.int64]) -> np.float32:
-    """The logarithm of the sum of the probabilities of some tokens; -inf if the sum is 0."""
+    """The logarithm of the sum of the probabilities of the tokens `ids`; -inf if the sum is 0."""
     values = row[ids]
     if (most := values.max()) == -np.inf:
         return np.float32(most)
@@ -173,10 +173,10 @@ def mass_of(row: Row, ids: NDArray[np.int64]) -> np.float32:
 
 
 def _largest(values: NDArray[Any], k: int) -> NDArray[np.int64]:
-    """The ids of the `k` largest values, largest first; of equal ones the lowest id first."""
+    """The ids of the `k` largest values, largest first; equal values in the order of their ids."""
     least = np.partition(values, len(values) - k)[len(values) - k]
     above = np.flatnonzero(values > least)
-    # Among equal values the lowest ids count, in whatever order a partition leaves them.
+    # Of the values equal to the smallest chosen value, choose the lowest ids, which `partition` does not ensure.
     ids = np.concatenate((above, np.flatnonzero(values == least)[: k - len(above)]))
     ordered: NDArray[np.int64] = ids[np.lexsort((ids, -values[ids]))]
     return ordered
@@ -191,14 +191,14 @@ def pack_top(largest: TopK) -> NDArray[np.float32]:
 
 
 def unpack_top(answer: NDArray[np.float32], vocab_size: int, *, of_row: bool = True) -> TopK:
-    """Read the result of `pack_top`; `of_row`: the values are log-probabilities of a whole row.
+    """Decode the result of `pack_top`; `of_row` says that the values are log-probabilities of a whole row.
 
     Raises `ProtocolError` if an id is not below `vocab_size` or repeated, or the values cannot be the largest of a row.
     """
     k = answer.shape[-1] // 2
     values, ids = answer[..., :k].copy(), np.ascontiguousarray(answer[..., k:]).view("<u4").astype(np.int64)
     ordered = np.sort(ids, axis=-1)
-    is_falling = (values[..., 1:] <= values[..., :-1]).all()  # False for NaN.
+    is_falling = (values[..., 1:] <= values[..., :-1]).all()  # False if a value is NaN.
     if not is_falling or ids.max() >= vocab_size or (ordered[..., 1:] == ordered[..., :-1]).any():
         raise ProtocolError(f"these are not the largest entries of a row of {vocab_size}")
     for most in (values[..., 0].min(), values[..., 0].max()):
@@ -221,7 +221,7 @@ def pack_token(token: int) -> NDArray[np.float32]:
 
 
 def unpack_token(answer: NDArray[np.float32], vocab_size: int) -> int:
-    """Read the result of `pack_token`; raises `ProtocolError` for an id that is not below `vocab_size`."""
+    """Decode the result of `pack_token`; raises `ProtocolError` for an id that is not below `vocab_size`."""
     token = int(answer.view("<u4")[0])
     if token >= vocab_size:
         raise ProtocolError(f"{token} was drawn from a row of {vocab_size} entries")
@@ -229,7 +229,7 @@ def unpack_token(answer: NDArray[np.float32], vocab_size: int) -> int:
 
 
 def pack_continuation(made: Continuation, length: int) -> NDArray[np.float32]:
-    """A continuation of up to `length` tokens as float32 (2 * length,): the bits of the ids, then the values."""
+    """A continuation of up to `length` tokens as float32 (2 * length,): the bits of the ids, then log-probabilities."""
     answer = np.zeros(2 * length, np.float32)
     ids = answer[:length].view("<u4")
     ids[:] = _NO_TOKEN
@@ -239,7 +239,7 @@ def pack_continuation(made: Continuation, length: int) -> NDArray[np.float32]:
 
 
 def unpack_continuation(answer: NDArray[np.float32], vocab_size: int) -> Continuation:
-    """Read the result of `pack_continuation`; raises `ProtocolError` if it cannot be one."""
+    """Decode the result of `pack_continuation`; raises `ProtocolError` if the numbers cannot be a continuation."""
     length = len(answer) // 2
     ids = np.ascontiguousarray(answer[:length]).view("<u4").astype(np.int64)
     count = int((ids != _NO_TOKEN).sum())
@@ -256,8 +256,8 @@ def unpack_continuation(answer: NDArray[np.float32], vocab_size: int) -> Continu
 class SentWeights:
     """The weights of one trie job, stored where any client may write and only trie workers may read.
 
-    Every client can read jobs and so knows the name. The name is the digest of a secret that is stored with the
-    weights, so trie workers notice when another client has written there.
+    Every client can read jobs and so knows the weights' name. The name is the digest of a secret that is stored with
+    the weights, so trie workers notice when another client has overwritten them.
     """
 
     values: NDArray[np.float32]  # float32 (V,), C-contiguous.
@@ -265,12 +265,12 @@ class SentWeights:
 
     @property
     def name(self) -> bytes:
-        """The name under which they are stored, and by which the job names them."""
+        """The name of the weights in Redis and in the job."""
         return weights_name(self.secret)
 
 
 def weights_name(secret: bytes) -> bytes:
-    """The name of weights that are stored with a secret: its 128-bit BLAKE2b."""
+    """The name of weights that are stored with a secret: the secret's 128-bit BLAKE2b."""
     return hashlib.blake2b(secret, digest_size=DIGEST_SIZE).digest()
 
 
@@ -278,14 +278,14 @@ class TrieQuery(Message, frozen=True):
     """Values of trie nodes, computed from a row or from weights.
 
     Attributes:
-        op: "sum" and "max" of weights, "logsumexp" of their logarithms. For a row: of its probabilities, or of
-            its log-probabilities with "logsumexp".
+        op: "sum" or "max" of the weights (of a row: of its probabilities), or "logsumexp" of the log-weights (of a row:
+            of its log-probabilities).
         vocabulary: digest of the vocabulary.
-        select: "inner": values of the inner nodes, (M,), enough for a client that has the weights; "values": of the
-            inner nodes and then the weights, (M + V,); "nodes": of some nodes; "under": of the children of one node.
-        nodes: int32 ids of the nodes, or of the one node, as bytes.
-        rows: fingerprint of the model of the row; "" if `source` names weights, or the job itself has the prompt.
-        source: digest of the prompt, or the name of the weights; b"" if the job itself has the prompt.
+        select: "inner": values of the inner nodes, (M,), for a client with the weights; "values": values of the inner
+            nodes, then the weights, (M + V,); "nodes": values of `nodes`; "under": values of the children of one node.
+        nodes: int32 ids as bytes: of the requested nodes for "nodes", of the one node for "under".
+        rows: fingerprint of the model of the row; "" if `source` names weights, or for the row of the job's own prompt.
+        source: digest of the row's prompt, or the name of the weights; b"" for the row of the job's own prompt.
     """
 
     op: Op
@@ -304,14 +304,14 @@ class TrieQuery(Message, frozen=True):
 
 
 class TopQuery(Message, frozen=True, tag="top"):
-    """The `k` largest entries of the row, by `pack_top`; among the tokens of `allowed` (`TokenSet.packed`) if given."""
+    """The `k` largest entries of the row, by `pack_top`; only of tokens in `allowed` (`TokenSet.packed`) if given."""
 
     k: Annotated[int, Meta(ge=1)]
     allowed: bytes = b""
 
 
 class SampleQuery(Message, frozen=True, tag="sample"):
-    """One token drawn from the row, by `pack_token`; among the tokens of `allowed` if given."""
+    """One token drawn from the row, by `pack_token`; only from the tokens in `allowed` if given."""
 
     temperature: Annotated[float, Meta(ge=0, le=1e6)]
     top_p: Annotated[float, Meta(gt=0, le=1)]
@@ -325,25 +325,25 @@ class SampleQuery(Message, frozen=True, tag="sample"):
 
 
 class MassQuery(Message, frozen=True, tag="mass"):
-    """The logarithm of the probability of the tokens of `allowed` together, float32 of shape (1,)."""
+    """The logarithm of the sum of the probabilities of the tokens in `allowed`, float32 of shape (1,)."""
 
     allowed: Annotated[bytes, Meta(min_length=1)]
 
 
 class PositionsQuery(Message, frozen=True, tag="positions"):
-    """Predictions after each of the prompt's tokens from position `start` on, by a forward of their own.
+    """Predictions after each token of the prompt from position `start` on, computed in a separate forward.
 
     The result is float32 of shape (n * width,), position after position.
 
     Attributes:
         start: the first position. The prediction at position i is about the token after the tokens 0 to i.
-        top: number of the most likely tokens, by `pack_top`; 0 for none.
-        targets: otherwise these entries, little-endian uint32 ids; without these too, whole rows.
-        values: of which values. "scores": instead of the above, the log-probability of the token that follows (the last
-            position has none). "score_logits": its logit. "logz": the logarithm of the sum of the exponentials of the
-            logits. "hidden": the last hidden states, by `lmpool.protocol.row.pack_numbers`.
-        size: numbers per position of a hidden state.
-        allowed: `top` among these tokens only (`TokenSet.packed`). Backends get their ids as `targets` (`among`).
+        top: number of the most likely tokens to return at each position, by `pack_top`; 0 for none.
+        targets: little-endian uint32 ids of the entries to return if `top` is 0; b"" for whole rows.
+        values: kind of the values. "scores": only the log-probability of the token that follows (the last position has
+            none). "score_logits": only that token's logit. "logz": only the logarithm of the sum of the exponentials of
+            the logits. "hidden": only the last hidden states, by `lmpool.protocol.row.pack_numbers`.
+        size: float32 numbers per position that carry a hidden state; 0 for other values.
+        allowed: tokens to which `top` is limited (`TokenSet.packed`). Backends get these ids as `targets` (`among`).
     """
 
     start: Annotated[int, Meta(ge=0)]
@@ -354,7 +354,7 @@ class PositionsQuery(Message, frozen=True, tag="positions"):
     allowed: bytes = b""
 
     def check(self) -> None:
-        # At most one of these, or clients would misread the result.
+        # At most one kind of result, or clients would misread the numbers.
         is_hidden = self.values == "hidden"
         is_one = (self.top > 0) + bool(self.targets) + (self.values in _SINGLE) + is_hidden <= 1
         if len(self.targets) % 4 or not is_one or is_hidden != (self.size > 0) or bool(self.allowed) > (self.top > 0):
@@ -366,7 +366,7 @@ class PositionsQuery(Message, frozen=True, tag="positions"):
         return cls(start - 1, values="score_logits" if logits else "scores")
 
     def among(self, ids: NDArray[np.int64]) -> Self:
-        """The same query among these ascending ids only."""
+        """The same query, limited to the tokens of these ascending ids."""
         return replace(self, targets=ids.astype("<u4").tobytes(), allowed=b"")
 
     @property
@@ -380,7 +380,7 @@ class PositionsQuery(Message, frozen=True, tag="positions"):
         return np.frombuffer(self.targets, "<u4").astype(np.int64)
 
     def width(self, vocab_size: int) -> int:
-        """Numbers per position."""
+        """Numbers per position in the result."""
         return 2 * self.top or len(self.targets) // 4 or self.size or (1 if self.values in _SINGLE else vocab_size)
 
     def span(self, length: int) -> range:
@@ -388,7 +388,7 @@ class PositionsQuery(Message, frozen=True, tag="positions"):
         return range(self.start, length - 1 if self.is_of_next_token else length)
 
     def most_positions(self, vocab_size: int) -> int:
-        """Max positions of one job."""
+        """Max positions that one job may request."""
         return max(1, MAX_ANSWER // self.width(vocab_size))
 
     def of(
@@ -396,7 +396,7 @@ class PositionsQuery(Message, frozen=True, tag="positions"):
     ) -> NDArray[np.float32]:
         """The result for n positions, float32 (n, width).
 
-        From logits (n, V), the logarithms (n,) of the sums of their exponentials, and the tokens (n,) that follow.
+        Computed from logits (n, V), the logarithms (n,) of the sums of their exponentials, and the next tokens (n,).
         """
         if self.values == "logz":
             return log_z[:, None]
@@ -413,10 +413,10 @@ class PositionsQuery(Message, frozen=True, tag="positions"):
 class GenerateQuery(Message, frozen=True, tag="generate"):
     """Tokens drawn one after another, by `pack_continuation`."""
 
-    most: Annotated[int, Meta(ge=1, le=MAX_GENERATED)]  # Max tokens.
+    most: Annotated[int, Meta(ge=1, le=MAX_GENERATED)]  # Max tokens to generate.
     temperature: Annotated[float, Meta(ge=0, le=1e6)]
     top_p: Annotated[float, Meta(gt=0, le=1)]
-    seed: Annotated[int, Meta(ge=0)]  # The token at place i is drawn with the seed + i.
+    seed: Annotated[int, Meta(ge=0)]  # Token i of the continuation is drawn with `seed` + i.
     # Little-endian uint32: for each stop sequence its length and its tokens (`pack_stops`).
     stop: Annotated[bytes, Meta(max_length=4 * MAX_STOP_NUMBERS)] = b""
 
@@ -449,16 +449,16 @@ def pack_stops(stops: Iterable[Sequence[int]]) -> bytes:
 
 
 def drawn_at(how: Sampling, place: int) -> Sampling:
-    """The parameters of the draw at a place of a continuation whose first draw has `how`."""
+    """The parameters of the draw of token number `place` in a continuation, if `how` draws the first token."""
     return how._replace(seed=(how.seed + place) & MAX_SEED)
 
 
 class HeadQuery(Message, frozen=True, tag="head"):
-    """A part of the head that turns hidden states into rows (`lmpool.protocol.row.Head`), for any prompt.
+    """A part of the model's head (`lmpool.protocol.row.Head`), which turns hidden states into rows; any prompt will do.
 
     Attributes:
-        part: "facts": by `pack_facts`. "bias": float32 (V,). "weights": `count` rows of them from `first` on, by
-            `pack_numbers`.
+        part: "facts": the result of `pack_facts`. "bias": float32 (V,). "weights": `count` rows of the head's weights
+            from row `first` on, by `pack_numbers`.
     """
 
     part: Literal["facts", "bias", "weights"]
@@ -467,7 +467,7 @@ class HeadQuery(Message, frozen=True, tag="head"):
 
 
 class FreshQuery(Message, frozen=True, tag="fresh"):
-    """The row, by a forward of its own without cached keys and values. The nonce identifies the request."""
+    """The row, computed in a separate forward without cached keys and values. The nonce identifies the request."""
 
     nonce: Annotated[bytes, Meta(min_length=DIGEST_SIZE, max_length=DIGEST_SIZE)]
 
@@ -486,8 +486,8 @@ _TRIE_QUERIES = Decoder(TrieQuery)
 
 
 def unpack_query(data: bytes) -> Query:
-    """Read a query. Raises `ProtocolError` for any other bytes."""
-    tag = data[2 : 2 + (data[1] & 0x1F)] if len(data) > 1 else b""  # The second byte is the length of a short text.
+    """Decode a query. Raises `ProtocolError` for bytes that are no query."""
+    tag = data[2 : 2 + (data[1] & 0x1F)] if len(data) > 1 else b""  # The tag is a short string; byte 1 has its length.
     query: Query = unpack(_DECODERS.get(tag, _TRIE_QUERIES), data, _MAX_BYTES, "a query")
     query.check()
     return query

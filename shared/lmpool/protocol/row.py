@@ -1,4 +1,4 @@
-"""Rows on the wire, and hidden states with the head that turns them into rows.
+"""Encode and decode rows (16-bit and 32-bit), and hidden states with the head that turns them into rows.
 
 A row is a 16-byte header, then V raw little-endian numbers:
 
@@ -34,26 +34,26 @@ from numpy.typing import NDArray
 from lmpool.errors import ProtocolError
 
 ROW_VERSION = 1
-"""Version of the layout of rows, apart from the wire version: cached rows outlive a release."""
+"""Version of the layout of rows, separate from the wire version because cached rows outlive a release."""
 
 MAGIC = b"LMPR"
 HEADER_SIZE = 16
 """Bytes of the header of a row."""
 
 FACTS = 3
-"""Numbers that describe how a head continues after its product: scale, soft cap, and 1 if it has a bias."""
+"""How many numbers describe a head besides its weights: scale, soft cap, and 1 if the head has a bias."""
 
 _HEADER = struct.Struct("<4sBBHIf")
 _LOG_Z_AT = 12  # Offset of logZ in the header.
-_MIN_BATCH = 4  # Rows from which decoding them together is faster.
-_MAX_SMALL = 2048  # Bytes of an encoded row or result up to which a notification carries it; fetching costs more.
+_MIN_BATCH = 4  # Min number of rows for which decoding them together is faster.
+_MAX_SMALL = 2048  # Max bytes of an encoded row or result that a notification carries; fetching costs more.
 _MAX_LOGPROB = 1.0  # Largest log-probability that rounding of float32 numbers and logZ can produce.
 
 
 class Encoding(IntEnum):
-    """How the numbers of a row are stored."""
+    """The encoding of the numbers of a row, by its code on the wire."""
 
-    F32 = 1  # Numbers are part of the wire format: never reuse one.
+    F32 = 1  # float32 log-probabilities. Codes are part of the wire format: never reuse a code.
     BF16 = 2  # bfloat16 logits.
     F16 = 3  # float16 logits.
 
@@ -63,7 +63,7 @@ class Encoding(IntEnum):
         return _DTYPES[self]
 
 
-# By number; a lookup in the enum class takes ten times as long.
+# The encodings by code; a lookup in the enum class takes ten times as long.
 _ENCODINGS = {int(encoding): encoding for encoding in Encoding}
 _DTYPES = dict(zip(_ENCODINGS, map(np.dtype, ("<f4", "<u2", "<f2")), strict=True))
 _F32, _BF16 = Encoding.F32, Encoding.BF16
@@ -71,7 +71,7 @@ _F32, _BF16 = Encoding.F32, Encoding.BF16
 
 @lru_cache(64)
 def f32_header(vocab_size: int) -> bytes:
-    """The header of all rows of V in F32."""
+    """The header of every row of V entries in F32."""
     return _HEADER.pack(MAGIC, ROW_VERSION, _F32, 0, vocab_size, 0.0)
 
 
@@ -81,7 +81,7 @@ def encoded_size(vocab_size: int, encoding: Encoding) -> int:
 
 
 Row = NDArray[np.float32]
-"""A row, float32 log-probabilities of shape (V,); several of them, of shape (n, V)."""
+"""float32 log-probabilities: a row of shape (V,), or n rows of shape (n, V)."""
 
 Values = NDArray[np.float32]
 """Weights of tokens or values of trie nodes, of any shape."""
@@ -90,8 +90,8 @@ Encoded = tuple[bytes, memoryview]
 """An encoded row: header and numbers."""
 
 NewRows = Callable[[int, int, Encoding], NDArray[Any] | None]
-"""Allocates memory for n rows of V numbers in an encoding where a backend can write them without a later copy: an
-uninitialized array (n, V), or None."""
+"""A function of n, V and an encoding that allocates an uninitialized array (n, V) where a backend can write rows that
+need no later copy; it may return None."""
 
 
 def no_new_rows(_: int, __: int, ___: Encoding) -> None:
@@ -103,7 +103,7 @@ class RowBlock:
     """The rows of a step: one block of numbers, one digest per row.
 
     Attributes:
-        digests: the prompt of each row.
+        digests: digest of the prompt of each row.
         numbers: array of shape (n, V) in the encoding's dtype; each row is contiguous.
         log_z: float32 array of shape (n,), or None for F32.
         encoding: how `numbers` are stored.
@@ -131,12 +131,12 @@ class RowBlock:
         return self.numbers.nbytes + HEADER_SIZE * len(self.digests)
 
     def encoded(self, indices: Sequence[int] | None = None) -> list[Encoded]:
-        """The header and the numbers, in place, of some rows or of all."""
+        """The header and the numbers of the rows at `indices` (None: of all rows), without a copy of the numbers."""
         count, size = self.numbers.shape
         chosen = range(count) if indices is None else indices
         if not count:
             return []
-        # memoryview cannot cast every float format, but integers of the same width.
+        # View the numbers as integers of the same width: memoryview cannot cast every float format.
         integers = self.numbers.view(np.uint16 if self.numbers.itemsize == 2 else np.uint32)
         if integers.flags.c_contiguous:
             data, width = integers.data.cast("B"), size * integers.itemsize
@@ -150,7 +150,7 @@ class RowBlock:
         return [(_HEADER.pack(*head, log_z[at]), numbers) for at, numbers in zip(chosen, parts, strict=True)]
 
     def row(self, index: int) -> Row:
-        """The log-probabilities of one row, float32 (V,), bit by bit as clients read them; in place for F32."""
+        """The log-probabilities of one row, float32 (V,), bit by bit as clients decode them; not copied for F32."""
         numbers = self.numbers[index]
         return numbers if self.log_z is None else _widened(numbers, self.encoding, float(self.log_z[index]))
 
@@ -159,12 +159,12 @@ class RowBlock:
         return _widened(self.numbers[index], self.encoding, 0.0)
 
     def select(self, indices: Sequence[int]) -> RowBlock:
-        """Some of the rows (a copy)."""
+        """The rows at `indices` (a copy)."""
         log_z = None if self.log_z is None else self.log_z[indices]
         return RowBlock([self.digests[index] for index in indices], self.numbers[indices], log_z, self.encoding)
 
     def part(self, rows: range) -> RowBlock:
-        """Some adjacent rows, in place."""
+        """The adjacent rows of a range, without a copy."""
         part = slice(rows.start, rows.stop)
         log_z = None if self.log_z is None else self.log_z[part]
         return RowBlock(self.digests[part], self.numbers[part], log_z, self.encoding)
@@ -207,7 +207,7 @@ class VectorBlock:
     """Results of queries: vectors of any length, encoded as rows in F32.
 
     Attributes:
-        digests: the digest of each.
+        digests: digest of the prompt and query of each vector.
         vectors: C-contiguous float32 arrays of shape (n,).
     """
 
@@ -224,11 +224,11 @@ class VectorBlock:
         return _small(self.encoded())
 
     def select(self, indices: Sequence[int]) -> VectorBlock:
-        """Some of the vectors."""
+        """The vectors at `indices`."""
         return VectorBlock([self.digests[index] for index in indices], [self.vectors[index] for index in indices])
 
     def encoded(self, indices: Sequence[int] | None = None) -> list[Encoded]:
-        """The header and the numbers, in place, of some vectors or of all."""
+        """The header and the numbers of the vectors at `indices` (None: of all), without a copy of the numbers."""
         chosen = self.vectors if indices is None else [self.vectors[index] for index in indices]
         return [(f32_header(len(vector)), vector.data.cast("B")) for vector in chosen]
 
@@ -237,14 +237,14 @@ Block = RowBlock | VectorBlock
 """Results of a step: rows, or results of queries."""
 
 Allocate = Callable[[int], tuple[NDArray[np.uint8], memoryview]]
-"""Allocates bytes: returns a view to read them, and one to write them."""
+"""A function that allocates bytes: returns a view for reading and a view for writing."""
 
 
 def decode_row(data: NDArray[np.uint8], vocab_size: int, allocate: Allocate | None = None) -> NDArray[np.float32]:
-    """Read one encoded row, uint8 (size,): read-only float32 log-probabilities (V,).
+    """Decode one encoded row, uint8 (size,), to read-only float32 log-probabilities (V,).
 
-    An F32 row is used in place, not copied. `allocate` gives the memory of a row in another encoding; None for new
-    memory. Raises `ProtocolError` if the bytes are not a row of that size in this version of rows.
+    An F32 row is used in place, not copied. `allocate` allocates the memory of a row in another encoding; None: new
+    memory. Raises `ProtocolError` if the bytes are not a row of V entries in this version of rows.
     """
     encoding, log_z, numbers = _open(data, vocab_size, vocab_size)
     row = numbers
@@ -254,7 +254,7 @@ def decode_row(data: NDArray[np.uint8], vocab_size: int, allocate: Allocate | No
         memory, writeable = allocate(4 * vocab_size)
         _widened(numbers, encoding, log_z, np.frombuffer(writeable, np.float32))
         row = memory.view(np.float32)
-    # numpy lets a caller make an owner writeable again, or a view of a writeable array, so freeze all of them.
+    # Freeze the base arrays too: numpy lets a caller make a view writeable again while its base is writeable.
     owner = row.base
     while isinstance(owner, np.ndarray):
         owner.setflags(write=False)
@@ -266,7 +266,7 @@ def decode_row(data: NDArray[np.uint8], vocab_size: int, allocate: Allocate | No
 def decode_rows(values: Sequence[object], vocab_size: int) -> list[NDArray[np.float32]] | None:
     """As `decode_row` and `check_row` for many small rows together, in a fraction of their time.
 
-    None if there are few, or if not all are `bytes` and valid rows in the same encoding: then the caller must decode
+    None if there are few rows, or if not all are `bytes` and valid in the same encoding: then the caller must decode
     each row alone.
     """
     if len(values) < _MIN_BATCH or set(map(type, values)) != {bytes}:
@@ -274,19 +274,19 @@ def decode_rows(values: Sequence[object], vocab_size: int) -> list[NDArray[np.fl
     rows = decode_alike(values, vocab_size, vocab_size)  # type: ignore[arg-type]  # all are bytes
     if rows is None or not (rows.max(axis=1) >= _min_largest(vocab_size)).all():
         return None
-    # Each with memory of its own, which numpy lets nobody write to.
+    # Each row views a bytes object of its own, which numpy never lets a caller write to.
     data, width = rows.tobytes(), rows.itemsize * vocab_size
     return [np.frombuffer(data[at : at + width], np.float32) for at in range(0, len(data), width)]
 
 
 def entry_ranges(entries: Sequence[int], encoding: Encoding) -> bytes:
-    """Where entries of a row are: first and last byte of each, as decimal numbers with spaces between."""
+    """Byte ranges of entries in an encoded row: first and last byte of each, as decimal numbers with spaces between."""
     width = encoding.dtype.itemsize
     return " ".join([f"{(at := HEADER_SIZE + width * entry)} {at + width - 1}" for entry in entries]).encode()
 
 
 def decode_entries(data: bytes, vocab_size: int, count: int) -> NDArray[np.float32]:
-    """Read `count` entries of a row of V: its header, and right behind it their stored numbers.
+    """Decode `count` entries of a row of V, from the row's header directly followed by the entries' stored numbers.
 
     Returns float32 log-probabilities of shape (count,); raises `ProtocolError` if the bytes cannot be these entries.
     """
@@ -295,7 +295,7 @@ def decode_entries(data: bytes, vocab_size: int, count: int) -> NDArray[np.float
 
 
 def split_rows(data: bytes, count: int) -> list[bytes] | None:
-    """Split `count` encoded rows that follow each other; None if the bytes are anything else."""
+    """Split bytes into `count` consecutive encoded rows; None if the bytes are anything else."""
     rows, at = [], 0
     for _ in range(count):
         if at + HEADER_SIZE > len(data):
@@ -313,7 +313,7 @@ def split_rows(data: bytes, count: int) -> list[bytes] | None:
 def decode_alike(values: Sequence[bytes | None], vocab_size: int, count: int) -> NDArray[np.float32] | None:
     """As `decode_entries` for many rows together, in a fraction of its time: float32 (n, count).
 
-    None if not all are valid rows in the same encoding: then the caller must decode each row alone.
+    Returns None if not all are valid rows in the same encoding: then the caller must decode each row alone.
     """
     first = values[0]
     if first is None or len(first) < HEADER_SIZE or first[5] not in _ENCODINGS:
@@ -332,11 +332,11 @@ def decode_alike(values: Sequence[bytes | None], vocab_size: int, count: int) ->
 
 
 def check_row(row: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Return a row, float32 (V,), after checking that it can be one.
+    """Return `row`, float32 (V,), after checking that it can be a row of log-probabilities.
 
     Of V probabilities that sum to 1 the largest is at least 1 / V. So if the largest entry is below -log V, the row is
-    all -inf, or logits, or shifted. This needs one pass; summing would take several times as long. Rounding of logZ
-    and of 16-bit numbers can lower an entry as far as it can raise it. Raises `ProtocolError`.
+    all -inf, or logits, or shifted. This check needs one pass; summing would take several times as long. Rounding of
+    logZ and of 16-bit numbers can raise or lower an entry by up to `_MAX_LOGPROB`. Raises `ProtocolError`.
     """
     check_largest(float(np.maximum.reduce(row)), len(row))
     return row
@@ -356,14 +356,14 @@ def _min_largest(vocab_size: int) -> float:
 
 def check_logprobs(row: NDArray[np.float32]) -> NDArray[np.float32]:
     """Return some entries of rows; raise `ProtocolError` if one of them is NaN or far above 0."""
-    # The maximum is NaN if any entry is.
+    # The maximum is NaN if any entry is NaN.
     if not (most := row.max()) <= _MAX_LOGPROB:
         raise ProtocolError(f"the largest of {len(row)} entries is {most}: these are no log-probabilities")
     return row
 
 
 def _open(data: NDArray[np.uint8], vocab_size: int, count: int) -> tuple[Encoding, float, NDArray[Any]]:
-    """The encoding, logZ and `count` stored numbers of a row of V, in place; raises `ProtocolError` for other bytes."""
+    """The encoding, logZ and `count` numbers of a row of V, not copied; raises `ProtocolError` for other bytes."""
     if len(data) < HEADER_SIZE:
         raise ProtocolError(f"a row of {len(data)} bytes is shorter than its {HEADER_SIZE}-byte header")
     magic, version, code, _, size, log_z = _HEADER.unpack_from(data.data)
@@ -389,7 +389,7 @@ def _widened(
         widen_bf16(numbers, row)
     else:
         row[...] = numbers
-    with np.errstate(invalid="ignore"):  # Invalid rows may hold NaN; they are refused later.
+    with np.errstate(invalid="ignore"):  # Invalid rows may hold NaN; a later check refuses these rows.
         np.subtract(row, np.asarray(log_z, np.float32), out=row)
     return row
 
@@ -399,7 +399,7 @@ def widen_bf16(bits: NDArray[np.uint16], out: NDArray[np.float32] | None = None)
     row = np.empty(bits.shape, np.float32) if out is None else out
     wide = row.view(np.uint32)
     wide[...] = bits
-    # numpy multiplies faster than it shifts.
+    # Multiply instead of shifting by 16 bits: numpy multiplies faster.
     np.multiply(wide, np.uint32(1 << 16), out=wide)
     return row
 
@@ -413,14 +413,14 @@ _HIDDEN_DTYPES: dict[str, Any] = {"float32": np.float32, "float16": np.float16, 
 
 
 def width_of(numbers: int, dtype: str) -> int:
-    """How many float32 numbers carry this many numbers of a model's dtype; raises `ProtocolError` if unknown."""
+    """How many float32 numbers carry `numbers` numbers of a model's dtype; raises `ProtocolError` for other dtypes."""
     if dtype not in _HIDDEN_DTYPES:
         raise ProtocolError(f"hidden states in {dtype}: expected one of {', '.join(_HIDDEN_DTYPES)}")
     return -(-numbers * int(np.dtype(_HIDDEN_DTYPES[dtype]).itemsize) // 4)
 
 
 def pack_numbers(numbers: NDArray[Any]) -> NDArray[np.float32]:
-    """Numbers of a model's dtype (n, m), bfloat16 as uint16, as float32 (n, width): their bits."""
+    """The bits of numbers (n, m) of a model's dtype, bfloat16 as uint16, as float32 (n, width)."""
     if numbers.dtype == np.float32:
         return numbers
     if numbers.shape[1] % 2:
@@ -429,7 +429,7 @@ def pack_numbers(numbers: NDArray[Any]) -> NDArray[np.float32]:
 
 
 def unpack_numbers(answer: NDArray[np.float32], count: int, size: int, dtype: str) -> NDArray[Any]:
-    """Read the result of `pack_numbers`: float16 (count, size) for float16, else float32; numpy lacks bfloat16.
+    """Decode the result of `pack_numbers` to (count, size): float16 for float16, else float32, as numpy lacks bfloat16.
 
     Raises `ProtocolError` if a number is NaN or infinite.
     """
@@ -445,11 +445,11 @@ class Head:
     """Turns the last hidden states of a model into its rows.
 
     Attributes:
-        weights: (V, d), float32, or float16 of a float16 model; those of a bfloat16 model are in float32.
+        weights: (V, d); float16 for a float16 model, float32 for a float32 or bfloat16 model.
         bias: float32 (V,), or None.
-        scale: factor of the product.
-        soft_cap: c if the logits are c * tanh(logits / c) in the end; None otherwise.
-        dtype: the model's dtype, to which each step's result is rounded.
+        scale: factor of the logits after the product with the weights.
+        soft_cap: c if the last step turns logits into c * tanh(logits / c); else None.
+        dtype: the model's dtype, to which the result of each operation is rounded.
     """
 
     weights: NDArray[Any]
@@ -459,7 +459,7 @@ class Head:
     dtype: str
 
     def logits(self, hidden: NDArray[Any]) -> NDArray[np.float32]:
-        """The logits of hidden states: of (n, d) float32 (n, V)."""
+        """The logits of hidden states (n, d): float32 (n, V)."""
         logits: NDArray[np.float32] = hidden.astype(np.float32) @ self.weights.astype(np.float32, copy=False).T
         if self.bias is not None:
             logits += self.bias
@@ -472,21 +472,21 @@ class Head:
         return logits
 
     def logprobs(self, hidden: NDArray[Any]) -> NDArray[np.float32]:
-        """The rows of hidden states: of (n, d) float32 log-probabilities (n, V)."""
+        """The rows of hidden states (n, d): float32 log-probabilities (n, V)."""
         logits = self.logits(hidden)
         logits -= logits.max(axis=1, keepdims=True)
         logits -= np.log(np.exp(logits).sum(axis=1, keepdims=True, dtype=np.float64)).astype(np.float32)
         return logits
 
     def _rounded(self, values: NDArray[np.float32]) -> NDArray[np.float32]:
-        """Values rounded to the model's dtype, as the model does between two steps."""
+        """The values rounded to the model's dtype, as the model rounds after each operation."""
         if self.dtype == "bfloat16":
             bits = np.ascontiguousarray(values).view(np.uint32)
-            # To the nearest, halfway to even.
+            # Round to the nearest bfloat16, ties to even.
             return ((bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000).astype(np.uint32).view(np.float32)
         return values.astype(np.float16).astype(np.float32) if self.dtype == "float16" else values
 
 
 def pack_facts(scale: float, soft_cap: float | None, has_bias: bool) -> NDArray[np.float32]:
-    """How a head continues after its product, as float32 of shape (FACTS,)."""
+    """The scale, the soft cap and whether there is a bias of a head, as float32 of shape (FACTS,)."""
     return np.array([scale, 0 if soft_cap is None else soft_cap, has_bias], np.float32)

@@ -1,4 +1,4 @@
-"""Sets of tokens, such as those that a program allows next: in full, or by the digest of the set."""
+"""Token sets, such as the tokens that a program allows next, and their encoding in queries: in full or by digest."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _ID_BYTES = 4  # Bytes of a token id, a uint32.
 
 @dataclass(frozen=True, eq=False)
 class TokenSet:
-    """Some tokens of a vocabulary: those that a program allows next.
+    """A set of tokens of a vocabulary, such as the tokens that a program allows next.
 
     Attributes:
-        ids: int64, each once, in ascending order; at least one.
+        ids: int64 token ids, each once, in ascending order; at least one.
         vocab_size: V.
-        is_named: queries carry the name only, and the pool stores the set: for sets that many queries use.
+        is_named: whether queries carry only the name of the set, which the pool stores; for sets that many queries use.
     """
 
     ids: NDArray[np.int64]
@@ -39,13 +39,13 @@ class TokenSet:
 
     @cached_property
     def name(self) -> bytes:
-        """The digest of the set."""
+        """The name of the set: its digest."""
         data = self.vocab_size.to_bytes(_ID_BYTES, "little") + self.bits
         return hashlib.blake2b(data, digest_size=DIGEST_SIZE).digest()
 
     @cached_property
     def packed(self) -> bytes:
-        """The set in a query. Equal sets have equal bytes, so that cached results are found."""
+        """The encoded set in a query. Equal sets have equal bytes, so that their cached results are found."""
         if self.is_named:
             return self.packed_name(self.name)
         ids = _ID_BYTES * len(self.ids)
@@ -53,17 +53,17 @@ class TokenSet:
 
     @staticmethod
     def packed_name(name: bytes) -> bytes:
-        """The name of a set in a query."""
+        """The encoded name of a set in a query."""
         return _NAME + name
 
 
 def name_in(packed: bytes) -> bytes | None:
-    """The name in a query, or None if the query has the set itself."""
+    """The name of the set in a query, or None if the query contains the set itself."""
     return packed[1:] if packed[:1] == _NAME else None
 
 
 def unpack_tokens(packed: bytes, vocab_size: int) -> TokenSet:
-    """Read `TokenSet.packed` of a set without a name; raises `ProtocolError` for any other bytes."""
+    """Decode `TokenSet.packed` of a set without a name; raises `ProtocolError` for bytes that are no such set."""
     if packed[:1] == _BITS:
         return tokens_of_bits(packed[1:], vocab_size)
     ids = np.frombuffer(packed[1 : 1 + (len(packed) - 1) // _ID_BYTES * _ID_BYTES], "<u4").astype(np.int64)
@@ -74,9 +74,9 @@ def unpack_tokens(packed: bytes, vocab_size: int) -> TokenSet:
 
 
 def tokens_of_bits(bits: bytes, vocab_size: int, name: bytes | None = None) -> TokenSet:
-    """A set from `TokenSet.bits`, and from its name if it was stored under one.
+    """Decode a set from `TokenSet.bits`, and check its name if the set was stored under a name.
 
-    Raises `ProtocolError` if it is empty, or of another vocabulary, or has another name.
+    Raises `ProtocolError` if the set is empty, belongs to another vocabulary, or has another name.
     """
     if len(bits) != -(-vocab_size // 8):
         raise ProtocolError(f"a set of tokens has {len(bits)} bytes of bits, for a vocabulary of {vocab_size}")

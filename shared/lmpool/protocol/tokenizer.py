@@ -1,10 +1,10 @@
-"""A model's tokenizer on the wire: its compressed `tokenizer.json`, named by its digest, and the check of its content.
+"""Pack a model's `tokenizer.json` under its digest, and check that a hostile file cannot freeze or fill a process.
 
-Workers write it next to the vocabulary, under `Keys.tokenizer`. It is JSON, so reading it runs no code. But a hostile
+Workers store the compressed file under `Keys.tokenizer`. It is JSON, so reading it runs no code. But a hostile
 tokenizer could freeze or fill the process that encodes text with it: the package `tokenizers` limits neither the time
 of a regular expression nor the length of the text that a normalizer makes. The check accepts known components only,
-patterns that cannot backtrack exponentially, and replacements that lengthen a text by a bounded factor. Workers apply
-it before they publish a tokenizer, clients before they use one.
+patterns that cannot backtrack exponentially, and replacements that lengthen a text by a bounded factor. Workers run
+the check before they publish a tokenizer, and clients before they use a tokenizer.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ from lmpool.errors import InvalidVocabulary, ProtocolError
 from lmpool.settings import shown
 
 MAX_TOKENIZER_BYTES = 96 * 1024 * 1024
-"""Max bytes of a `tokenizer.json`; that of a vocabulary of 262,144 tokens has 33 million."""
+"""Max bytes of a `tokenizer.json`; the file for a vocabulary of 262,144 tokens has 33 million bytes."""
 
 MAX_PACKED_BYTES = 24 * 1024 * 1024
 """Max bytes of a compressed `tokenizer.json`."""
 
 MAX_GROWTH = 32
-"""Max factor by which a tokenizer may lengthen a text before it splits it; NFKC lengthens one character to 18."""
+"""Max factor by which a tokenizer may lengthen a text before splitting it; NFKC turns one character into up to 18."""
 
 MAX_NORMALIZED_CHARACTERS = 32 * 1024 * 1024
 """Max characters of a text after normalization. A token of one character takes about 185 bytes in `tokenizers`."""
 
-_MAX_COMPONENTS = 64  # Normalizers, pre-tokenizers, processors or decoders in one list; real tokenizers have up to 12.
-_MAX_PATTERN_CHARACTERS = 2048  # Of a regular expression; the longest known one has about 400.
-_MAX_REPEATS = 3  # Quantifiers of a variable count in one alternative of a pattern; GPT-4o's pattern has 2.
-_MAX_CHOICES = 12  # "?" and "|" in groups, in one alternative: at most 4,096 ways to match; GPT-4o's pattern has 8.
-_MAX_SPECIAL_TOKENS = 64  # Ids that a template adds to one text.
-_MAX_WORD_CHARACTERS = 1000  # Of a word that WordPiece splits, in cubic time; BERT has 100.
-_MAX_CHARACTERS = 256  # Of a string setting, such as the text that a `Prepend` puts before a prompt.
+_MAX_COMPONENTS = 64  # Max components, such as normalizers or decoders, in one list; real tokenizers have up to 12.
+_MAX_PATTERN_CHARACTERS = 2048  # Max characters of a regular expression; the longest known pattern has about 400.
+_MAX_REPEATS = 3  # Max quantifiers of a variable count in one alternative of a pattern; GPT-4o's pattern has 2.
+_MAX_CHOICES = 12  # Max "?" and "|" in groups of one alternative: at most 4,096 ways to match; GPT-4o's pattern has 8.
+_MAX_SPECIAL_TOKENS = 64  # Max ids that a template adds to one text.
+_MAX_WORD_CHARACTERS = 1000  # Max characters of a word that WordPiece splits, in cubic time; BERT's limit is 100.
+_MAX_CHARACTERS = 256  # Max characters of a string setting, such as the text that a `Prepend` puts before a prompt.
 
-# Per part of the file: the name of the list in a `Sequence`, and the components that lmpool accepts.
+# For each part of the file: the name of the list in a `Sequence`, and the components that lmpool accepts.
 _PARTS = {
     "normalizer": ("normalizers", {
         "BertNormalizer", "ByteLevel", "Lowercase", "NFC", "NFD", "NFKC", "NFKD", "Nmt", "Precompiled", "Prepend",
@@ -60,15 +60,15 @@ _PARTS = {
     }),
 }  # fmt: skip
 
-# Without the flag x: comments could hide groups and repetitions from this check.
+# The flag x is not accepted: comments in a pattern could hide groups and repetitions from this check.
 _GROUP_OPENING = re.compile(r"\((?:\?(?::|=|!|<=|<!|>|[im]+:))?")
 _QUANTIFIER = re.compile(r"[*+?]|\{(\d*)(,?)(\d*)\}")
-# Letters that are escaped. No back-references, no calls, and no control characters: "\c[" is one character.
+# Characters accepted after a backslash: no back-references, no calls, and no "c" ("\c[" is one control character).
 _ESCAPED = frozenset("pPsSdDwWhHbBAzZGnrtfvaexu0")
-# A character class, which may have POSIX classes, and classes of one more level. It must not begin with a bracket.
+# A character class. It may contain POSIX classes and one level of nested classes, and must not begin with a bracket.
 _IN_CLASS = r"\\.|[^\\\[\]]|\[:\^?[a-z]{4,6}:\]"
 _CLASS = re.compile(rf"\[(?!\^?\])(?:{_IN_CLASS}|\[(?!\^?\]|:)(?:{_IN_CLASS})*\])*\]", re.DOTALL)
-_LEVEL = 6  # Of zlib: its default.
+_LEVEL = 6  # Compression level: the default of zlib.
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ class PackedTokenizer:
     """A compressed `tokenizer.json`."""
 
     data: bytes
-    """A zlib stream."""
+    """The file as a zlib stream."""
     digest: str
     """32 hex digits, the BLAKE2b-128 of `data`."""
 
@@ -96,7 +96,7 @@ def _check_size(name: str, size: int, limit: int, unit: str = "characters") -> N
 
 
 def unpack_tokenizer(data: bytes, digest: str) -> str:
-    """Decompress the `tokenizer.json` of this digest; raises `ProtocolError` for other or for too large data."""
+    """Decompress the `tokenizer.json` of this digest; raises `ProtocolError` if its digest or size is wrong."""
     if len(data) > MAX_PACKED_BYTES:
         raise ProtocolError(f"it has more than {MAX_PACKED_BYTES} bytes")
     if (named := digest_of(data)) != digest:
@@ -112,12 +112,12 @@ def unpack_tokenizer(data: bytes, digest: str) -> str:
 
 
 def digest_of(data: bytes) -> str:
-    """The name of a compressed tokenizer: 32 hex digits."""
+    """The digest of a compressed tokenizer: 32 hex digits."""
     return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
 class _Model(msgspec.Struct):
-    max_input_chars_per_word: int = 0  # Of the longest word that WordPiece splits; other models have none.
+    max_input_chars_per_word: int = 0  # Max characters of a word that WordPiece splits; other models have no limit.
 
 
 class _File(msgspec.Struct):
@@ -131,7 +131,7 @@ class _File(msgspec.Struct):
 
 
 def check_tokenizer(text: str) -> float:
-    """Check the content of a `tokenizer.json`; returns the max factor by which it lengthens a text.
+    """Check the content of a `tokenizer.json`; returns the max factor by which the tokenizer lengthens a text.
 
     Raises `InvalidVocabulary` if it is not JSON, or a component is unknown, too slow, or lengthens texts too much.
     """
@@ -170,7 +170,7 @@ def _components(part: str, whole: Any) -> Iterator[dict[str, Any]]:
 
 
 def _check_component(part: str, component: dict[str, Any]) -> float:
-    """Check one component, and return the factor by which it lengthens a text at most."""
+    """Check one component, and return the max factor by which it lengthens a text."""
     kind = component["type"]
     if kind not in _PARTS[part][1]:
         raise InvalidVocabulary(f"its {part} is of the kind {shown(kind)}, which lmpool does not accept")
@@ -178,7 +178,7 @@ def _check_component(part: str, component: dict[str, Any]) -> float:
         if name != "precompiled_charsmap" and isinstance(value, str):
             _check_size(f"{name} of its {kind}", len(value), _MAX_CHARACTERS)
     if kind == "Precompiled":
-        # SentencePiece's trie, preceded by its length in four bytes, and then the replacements, each ended by a zero.
+        # Format: length of SentencePiece's trie in four bytes, the trie, and the replacements, each ended by a 0 byte.
         try:
             data = base64.b64decode(component["precompiled_charsmap"], validate=True)
         except (binascii.Error, ValueError, TypeError) as error:
@@ -198,7 +198,7 @@ def _check_component(part: str, component: dict[str, Any]) -> float:
         if part == "decoder":
             raise InvalidVocabulary("its decoder has a regular expression; lmpool accepts plain text there")
         check_regex(pattern)
-    # A regular expression may match one character.
+    # A regular expression may match a single character, and each match is replaced.
     shortest = len(pattern) if form == "String" else 1
     return 1.0 if kind == "Split" else max(1.0, math.ceil(len(component["content"]) / shortest))
 
@@ -225,13 +225,13 @@ def check_regex(pattern: str) -> None:
     """
     _check_size("a pattern", len(pattern), _MAX_PATTERN_CHARACTERS)
     at, repeats, choices, previous = 0, 0, 0, ""
-    # For each open group whether it has matched a fixed number of characters so far; the first is the whole pattern.
+    # For each open group: whether it has always matched equally many characters so far. First: the whole pattern.
     fixed = [True]
     while at < len(pattern):
         character = pattern[at]
         if quantifier := _QUANTIFIER.match(pattern, at):
             at, sign = quantifier.end(), quantifier[0]
-            # It makes the quantifier before it possessive or lazy; after "{1,3}" a "+" is one more repetition.
+            # "?" or "+" makes the previous quantifier lazy or possessive; but "+" after "{1,3}" is one more repetition.
             if (previous == "quantifier" and sign in ("?", "+")) or (previous == "interval" and sign == "?"):
                 previous = "modifier"
                 continue

@@ -1,4 +1,4 @@
-"""Rows where they are stored: in Redis, and in shared memory of one machine.
+"""Storage of rows: in Redis, and in shared memory of one machine.
 
-Imports `protocol` and `broker`; producers and workers import it.
+This package imports `protocol` and `broker`; producers and workers import this package.
 """

@@ -1,8 +1,8 @@
 """The cache of rows: Redis strings with a lifetime, on one server or on all masters of a cluster.
 
 A string holds a row, the answer to a query, the weights of a trie job, or a reference to a row in shared memory
-(`lmpool.rows.shared_memory`). A reference that cannot be followed here counts as no row, so that the client gets the
-row itself.
+(`lmpool.rows.shared_memory`). If this process cannot read the referenced memory, the reference counts as no row, so
+that the client gets the row itself.
 """
 
 from __future__ import annotations
@@ -34,35 +34,35 @@ from lmpool.rows.shared_memory import NOT_SHARED, SegmentReader, Shared, is_refe
 T = TypeVar("T")
 
 Found = Row | CorruptRow | None
-"""A row, None for no row, or why the stored value is no row (an error is a value here)."""
+"""The result of a read: a row, None if no row is stored, or an error that says why the stored value is no row."""
 
 Deliver = Callable[[Sequence[bytes], Sequence[Found]], None]
-"""Receives digests and what was found of each; called once for each digest."""
+"""Callback that receives digests and the result for each digest; every digest is delivered once."""
 
 Then = Callable[[Call, Collection[bytes]], Awaitable[None]]
-"""Receives a function that calls scripts on the model's queue, and the digests of rows that were refused so far."""
+"""Callback with a function that calls scripts on the model's queue, and the digests of the rows refused so far."""
 
 Behind = Callable[[Call], Awaitable[None]] | None
-"""As `Then`, without refused rows; None for nothing."""
+"""As `Then`, without the digests of refused rows; None for no callback."""
 
-CHUNK_BYTES = 4 * 1024 * 1024  # Values per MGET: a request costs its client about 90 µs, whatever its size.
-CHUNK_ROWS = 512  # Keys per MGET, so that tiny values do not make one request arbitrarily long.
+CHUNK_BYTES = 4 * 1024 * 1024  # Max bytes of values per MGET; each request costs its client about 90 µs.
+CHUNK_ROWS = 512  # Max keys per MGET, so that tiny values do not make one request arbitrarily long.
 
-_MAX_REPLY_BYTES = 16 * 1024 * 1024  # To a command: entries of rows are the largest, 4 million of them.
-_CHUNKS_IN_FLIGHT = 2  # Per server: the next chunk is on its way while one is decoded.
-_SMALL_BYTES = 4 * 1024  # hiredis receives values up to this size faster.
-_WEIGHTS_TTL_MS = 120_000  # Lifetime of a trie job's weights, unless the client removes them before.
-_ANSWER_TTL_MS = 60_000  # Max lifetime of an answer: it can be computed again from its row.
+_MAX_REPLY_BYTES = 16 * 1024 * 1024  # Max bytes of a reply; the longest has 4 million entries of rows.
+_CHUNKS_IN_FLIGHT = 2  # Max chunks in flight per server: the next one arrives while a chunk is decoded.
+_SMALL_BYTES = 4 * 1024  # Max bytes of values that hiredis receives faster than `RawRowReceiver`.
+_WEIGHTS_TTL_MS = 120_000  # Lifetime of a trie job's weights, unless the client removes them earlier.
+_ANSWER_TTL_MS = 60_000  # Max lifetime of an answer to a query: it can be computed again from its row.
 _GLOB = re.compile(rb"[\\*?\[\]]")
 _NOTHING = memoryview(b"")
 
 
 class RowConnection(Connection[RawRowCommands]):
-    """The connections to one server, or to one master of a cluster; each opens at its first use.
+    """The connections to one server, or to one master of a cluster; each connection opens at its first use.
 
-    Commands, writes and small values share one connection. Large values have a second one, so that no script waits
-    behind them. A connection without a reply for `reply_timeout_s` counts as broken. After one of the errors `apart` of
-    a whole chunk, each of its values is requested alone.
+    Commands, writes and small values share one connection. Large values have a second connection, so that no script
+    waits behind them. A connection without a reply for `reply_timeout_s` counts as broken. If a chunk fails with one of
+    the errors `apart`, each value of the chunk is requested alone.
     """
 
     def __init__(
@@ -90,8 +90,8 @@ class RowConnection(Connection[RawRowCommands]):
     async def set(self, writes: Sequence[RowWrite], ttl_ms: int, then: Behind = None) -> list[ResponseError | None]:
         """Store rows; returns the error of each row that the server refused for good.
 
-        `then` receives what sends commands behind the writes, on the same connection or not at all. Raises
-        `ServerError` if the server cannot be used, or refused a row for now.
+        `then` receives a function that sends commands after the writes, on the same connection or not at all. Raises
+        `ServerError` if the server cannot be used, or temporarily refuses a row.
         """
         raw = await self.open()
         stored = raw.set(writes, ttl_ms)
@@ -104,7 +104,7 @@ class RowConnection(Connection[RawRowCommands]):
         return replies
 
     async def get(self, keys: Sequence[bytes], max_bytes: Sequence[int]) -> Sequence[Value]:
-        """Fetch one chunk of values. One that is longer than its limit is returned whole or cut to that length.
+        """Fetch one chunk of values. A value that is longer than its limit is returned whole or cut to that length.
 
         Raises `ServerError` if the server cannot be used.
         """
@@ -131,12 +131,12 @@ class RowConnection(Connection[RawRowCommands]):
                 outcomes[at] = refusal = outcome.__cause__
                 if not isinstance(refusal, ResponseError) or self._server.is_not_now(refusal):
                     raise outcome
-            elif not len(outcome):  # As GETRANGE returns it for no value.
+            elif not len(outcome):  # GETRANGE returns an empty string for a missing key.
                 outcomes[at] = None
         return outcomes
 
     def close(self) -> None:
-        """Close the connections; whatever is pending fails."""
+        """Close the connections; pending requests fail."""
         super().close()
         self._large.close()
 
@@ -158,9 +158,9 @@ class RowConnections:
         return self._connections[server]
 
     async def split(self, keys: Sequence[bytes], *, each: bool = False) -> list[tuple[RowConnection, Sequence[int]]]:
-        """Which connection leads to which keys, by the indices of the keys.
+        """Split keys by server: each connection with the indices of the keys that its server stores.
 
-        With `each`, a part names one key on a cluster: scripts and UNLINK may name keys of one slot only. Raises
+        With `each`, each part has one key on a cluster, because scripts and UNLINK accept keys of one slot only. Raises
         `ServerError` if the cluster does not answer.
         """
         if not self._server.is_cluster:
@@ -193,11 +193,11 @@ class RowCache:
     """The rows of one model under one fingerprint.
 
     Every method that waits raises `ServerError` when a server that it needs cannot be used. `info` decides the
-    namespace, size and lifetime of the rows; `segments` follows references into shared memory.
+    namespace, size and lifetime of the rows; `segments` reads referenced rows from shared memory.
 
     Attributes:
-        is_seen: scripts on the model's queue can read the rows. On a cluster they are on other masters.
-        queue: calls scripts on the model's queue; where they can read rows, behind the rows that are being stored.
+        is_seen: whether scripts on the model's queue can read the rows; on a cluster, rows are on other masters.
+        queue: calls scripts on the model's queue, after all pending writes of rows if scripts can read rows.
     """
 
     def __init__(self, server: Server, keys: Keys, info: ModelInfo, segments: SegmentReader) -> None:
@@ -206,7 +206,7 @@ class RowCache:
         self._weights_prefix = keys.weights()
         self._vocab_size = info.vocab_size
         self._row_bytes = wire.encoded_size(info.vocab_size, info.row_encoding)
-        # One byte more than a row may have: a value that is too long must be noticed.
+        # Read one byte more than a row may have, to notice a value that is too long.
         self._max_row_bytes = wire.encoded_size(info.vocab_size, Encoding.F32) + 1
         self._ttl_ms = int(info.row_ttl_s * 1000)
         self._segments = segments
@@ -227,8 +227,8 @@ class RowCache:
     ) -> dict[bytes, str]:
         """Store a block. The first stored row of a digest stays, except for digests in `overwrite`.
 
-        The rows must not change before this returns. `then` sends commands right behind the rows; they find the rows,
-        or fail together with them. References are stored for rows that lie in shared memory (`shared`).
+        The rows must not change before this method returns. `then` sends commands right behind the rows, which find the
+        rows or fail together with the rows. For rows in shared memory (`shared`), Redis stores references.
 
         Returns digest -> reason, for the rows that the server refused.
         """
@@ -240,7 +240,7 @@ class RowCache:
         return refused
 
     async def put_weights(self, weights: Sequence[SentWeights]) -> dict[bytes, str]:
-        """Store the weights of trie jobs; returns name -> reason, for those that the server refused."""
+        """Store the weights of trie jobs; returns name -> reason, for the weights that the server refused."""
         writes = [
             RowWrite(self._weights_prefix + sent.name, sent.secret + header, numbers, True)
             for sent in weights
@@ -270,7 +270,7 @@ class RowCache:
     ) -> list[bytes | None]:
         """Read some entries of rows: the header of each row and the stored numbers, or None for no row.
 
-        `encoding` is the most likely one of the rows; `ranges` are the positions of the entries of each row
+        `encoding` is the most likely encoding of the rows; `ranges` are the positions of the entries of each row
         (`lmpool.protocol.row.entry_ranges`).
         """
         found: list[bytes | None] = [None] * len(digests)
@@ -299,18 +299,18 @@ class RowCache:
         return found
 
     def keys_of(self, digests: Iterable[bytes]) -> list[bytes]:
-        """The keys of rows and answers: for scripts that read them, and for `drop`."""
+        """The keys of rows and answers, which scripts and `drop` receive."""
         prefix = self._prefix
         return [prefix + digest for digest in digests]
 
     def keys_of_weights(self, names: Iterable[bytes]) -> list[bytes]:
-        """The keys of weights, for `drop`."""
+        """The keys of weights, which `drop` receives."""
         return [self._weights_prefix + name for name in names]
 
     async def drop(self, keys: Sequence[bytes]) -> None:
         """Remove answers, weights and references, of any model.
 
-        The command uses the connection of the writes, so it also removes weights that are still being sent.
+        The command uses the connection of the writes, so it also removes weights whose write is still in flight.
         """
         parts = await self._connections.split(keys, each=True)
         await _all([connection.call(b"UNLINK", *(keys[at] for at in indices)) for connection, indices in parts])
@@ -320,7 +320,7 @@ class RowCache:
     ) -> int:
         """Fetch rows in chunks and deliver each chunk as it arrives; returns the number of fetched bytes.
 
-        `lengths` has the number of entries for digests of answers to queries. After a `ServerError` the remaining rows
+        `lengths`: digest -> number of entries, for answers to queries. After a `ServerError` the remaining rows
         are not delivered.
         """
         lengths = lengths or {}
@@ -339,14 +339,14 @@ class RowCache:
         values: Sequence[Value | Row] = await connection.get(self.keys_of(digests), limits)
         if any(map(is_reference, values)):
             values = await self._follow_all(connection, digests, values)
-        # Decoded together after the whole chunk has arrived: otherwise the server waits for socket buffers.
+        # Decode after the whole chunk has arrived: pauses in receiving would make the server wait for socket buffers.
         deliver(digests, read_values(digests, values, lengths, self._vocab_size))
         return sum(len(value) for value in values if isinstance(value, (bytes, np.ndarray)))
 
     async def _follow_all(
         self, connection: RowConnection, digests: Sequence[bytes], values: Sequence[Value | Row]
     ) -> list[Value | Row]:
-        """Replace references by their rows. References of this host that lead nowhere are removed."""
+        """Replace references by their rows. References of this host whose rows no longer exist are removed."""
         followed: list[Value | Row] = list(values)
         stale = []
         for at, value in enumerate(values):
@@ -359,7 +359,7 @@ class RowCache:
         return followed
 
     def close(self) -> None:
-        """Close all connections; whatever is pending fails."""
+        """Close all connections; pending requests fail."""
         self._queue.close()
         self._connections.close()
 
@@ -371,7 +371,7 @@ def scan_pattern(keys: Keys, info: ModelInfo | None = None) -> bytes:
 
 
 def _sizes(digests: Sequence[bytes], lengths: Mapping[bytes, int], row_bytes: int) -> list[int]:
-    """Bytes of rows and answers; of an answer one more than it has, so that one that is too long is noticed."""
+    """Bytes to read for rows and answers; one byte more than an answer has, to notice an answer that is too long."""
     if not lengths:
         return [row_bytes] * len(digests)
     answers = {digest: wire.encoded_size(lengths[digest], Encoding.F32) + 1 for digest in digests if digest in lengths}
@@ -381,7 +381,7 @@ def _sizes(digests: Sequence[bytes], lengths: Mapping[bytes, int], row_bytes: in
 def read_values(
     digests: Sequence[bytes], values: Sequence[Any], lengths: Mapping[bytes, int], vocab_size: int
 ) -> Sequence[Found]:
-    """Read stored rows and answers; `lengths` as for `RowCache.get_many`. A float32 array is a row that was read."""
+    """Decode stored rows and answers; `lengths` as for `RowCache.get_many`. A float32 array is a decoded row."""
     if not lengths and (rows := wire.decode_rows(values, vocab_size)) is not None:
         return rows
     return [
@@ -416,5 +416,5 @@ def _writes(
 
 
 async def _all(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """The results of several coroutines; a single one runs without a task of its own."""
+    """The results of several coroutines; a single coroutine runs without a task of its own."""
     return [await works[0]] if len(works) == 1 else list(await asyncio.gather(*works))

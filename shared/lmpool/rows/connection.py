@@ -1,7 +1,7 @@
-"""Raw connections for rows: one writes them next to commands, the other receives large ones in place.
+"""Redis connections for rows: `RawRowCommands` writes rows and runs commands, `RawRowReceiver` receives large values.
 
-`RawRowCommands` is parsed by hiredis. Redis replies in the order of the commands, so a script that is sent after a
-write finds the row. hiredis copies a received value twice more than `RawRowReceiver` does: rows of 128 KiB and above
+hiredis parses the replies to `RawRowCommands`. Redis runs commands in their order, so a script that is sent after a
+write finds the row. hiredis makes two more copies of a received value than `RawRowReceiver`: rows of 128 KiB and above
 would take about twice the processor time, while rows up to 4 KiB take about 15 % less with hiredis.
 """
 
@@ -25,14 +25,14 @@ Bulk = NDArray[np.uint8]
 Value = bytes | Bulk | ResponseError | None
 """A stored value: `bytes` or a uint8 array, the error that the server returned for its key, or None for no value."""
 
-_LARGE_BYTES = 32 * 1024  # From this size on a copy of the value costs more than a system call.
-_WINDOW_BYTES = 64 * 1024  # Received at once while no large value is expected; also the longest reply line.
-_NARROW_BYTES = 1024  # Received at once after a large value: the start of the next one in it must be copied.
+_LARGE_BYTES = 32 * 1024  # Min bytes of a value whose copy costs more than a system call.
+_WINDOW_BYTES = 64 * 1024  # Max bytes per receive while no large value is expected; also the longest reply line.
+_NARROW_BYTES = 1024  # Max bytes per receive after a large value: the start of the next value must be copied.
 _OK, _OK_REPLY = b"OK", b"+OK\r\n"
 
 
 class RowWrite(NamedTuple):
-    """One SET of a row: `numbers` are sent from where they lie; without `overwrite` a stored row stays."""
+    """One SET of a row. `numbers` are sent without a copy; without `overwrite` a row that is stored already stays."""
 
     key: bytes
     header: bytes
@@ -53,11 +53,11 @@ class _Stored(asyncio.Future[list[ResponseError | None]]):
         if reply is not None and reply != _OK:
             error = ProtocolError(f"a SET cannot have the reply {reply!r:.80}")
             super().set_exception(error)
-            raise error  # Closes the connection: an earlier reply was lost.
+            raise error  # The error closes the connection: an earlier reply was lost.
         self.add([None])
 
     def set_exception(self, error: Any) -> None:
-        """Add the error of the next SET, or fail them all when the connection is lost."""
+        """Add the error of the next SET, or fail all SETs when the connection is lost."""
         if isinstance(error, ResponseError):
             self.add([error])
         else:
@@ -75,9 +75,9 @@ class RawRowCommands(RawCommandConnection):
     """A connection for commands and for writes of rows."""
 
     def set(self, writes: Sequence[RowWrite], ttl_ms: int) -> asyncio.Future[list[ResponseError | None]]:
-        """Store rows. Their memory must not change before the future is done.
+        """Store rows, whose memory must not change before the future is done.
 
-        Large rows are sent from where they lie, small ones are joined into one buffer.
+        Large rows are sent without a copy; small rows are joined into one buffer.
         """
         future = _Stored(len(writes))
         if self._closed is not None:
@@ -103,7 +103,7 @@ class RawRowCommands(RawCommandConnection):
         return future
 
     def data_received(self, data: bytes) -> None:
-        """Take replies. Those of SETs that all succeeded are taken together: hiredis would return each alone."""
+        """Process replies. Successful replies to several SETs are handled together: hiredis would return each alone."""
         first = self._pending[0] if self._pending and not self.received else None
         if isinstance(first, _Stored) and not first.done():
             count = min(first.missing, len(data) // len(_OK_REPLY))
@@ -130,7 +130,7 @@ class _Awaited:
 class RawRowReceiver(RawConnection, asyncio.BufferedProtocol):
     """A connection that receives large values in place; for MGET, GET and GETRANGE only.
 
-    A value counts only once the line end behind it has arrived. The object owns the redis-py connection.
+    A value is accepted only once the line end after it has arrived. The object owns the redis-py connection.
     """
 
     def __init__(self, connection: AbstractConnection) -> None:
@@ -145,7 +145,7 @@ class RawRowReceiver(RawConnection, asyncio.BufferedProtocol):
     def call(self, arguments: Sequence[Argument], max_bytes: int) -> asyncio.Future[Any]:
         """Send a command; its future raises ResponseError or ConnectionError.
 
-        A value of more than `max_bytes` closes the connection before memory is taken for it.
+        A value of more than `max_bytes` closes the connection before memory is allocated for the value.
         """
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         if self._closed is not None:
@@ -165,7 +165,7 @@ class RawRowReceiver(RawConnection, asyncio.BufferedProtocol):
         return self._missing or self._view[self._end : self._window]
 
     def buffer_updated(self, nbytes: int) -> None:
-        """Take bytes that have arrived."""
+        """Process bytes that have arrived."""
         if self._closed is not None:
             return
         try:
@@ -190,7 +190,7 @@ class RawRowReceiver(RawConnection, asyncio.BufferedProtocol):
         while self._bulk is None and (stop := scratch.find(CRLF, start, end)) >= 0:
             kind, line = scratch[start], scratch[start + 1 : stop]
             start = stop + 2
-            if kind != 0x24 or line == b"-1":  # Not "$", or no value.
+            if kind != 0x24 or line == b"-1":  # Not the size of a value: another type, or "$-1" (no value).
                 self._read_line(kind, line)
                 continue
             size, limit = int(line), self._awaited[0].max_bytes
@@ -215,7 +215,7 @@ class RawRowReceiver(RawConnection, asyncio.BufferedProtocol):
             self._window = _WINDOW_BYTES
 
     def _read_line(self, kind: int, line: bytearray) -> None:
-        """Read a reply, or a part of one, that is not a value."""
+        """Process a reply line that is no size of a value: an error, the start of an array, or "no value"."""
         command = self._awaited[0]
         if kind in (0x24, 0x5F):  # "$-1" or "_": no value.
             self._take(None)
@@ -240,6 +240,6 @@ class RawRowReceiver(RawConnection, asyncio.BufferedProtocol):
 
 
 def _check_line_end(data: bytes | bytearray) -> None:
-    """Notice bytes that were lost on the way: bytes of the next reply would take their place."""
+    """Check the line end after a value: if bytes were lost on the way, bytes of the next reply are in its place."""
     if data != CRLF:
         raise ProtocolError("a value does not end where it should")

@@ -1,4 +1,4 @@
-"""A worker's segment of rows in shared memory: created, written and removed (`lmpool.rows.shared_memory`)."""
+"""Create, write and remove a worker's segment of rows in shared memory; `lmpool.rows.shared_memory` has the layout."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from lmpool.rows.shared_memory import BUCKET, NOT_SHARED, SLOT, WORD, Layout, Sh
 
 _log = logging.getLogger("lmpool.worker")
 
-_NONCE_SIZE = 8  # Bytes; random, so that no two segments have the same name.
-_MIN_SLOTS, _MAX_SLOTS = 64, 16_384  # Rows of a segment: with fewer, rows are overwritten before they are read.
-_NAME_CHECK_S = 1.0  # How often a worker checks that its socket still exists.
+_NONCE_SIZE = 8  # Bytes of the random part of a segment's name, so that all names differ.
+_MIN_SLOTS, _MAX_SLOTS = 64, 16_384  # Rows per segment; if fewer, rows are overwritten before clients read them.
+_NAME_CHECK_S = 1.0  # Seconds between two checks that the worker's socket still exists.
 _ORDERED = ("x86_64", "amd64")  # Processors that keep the order of stores and of loads.
 _SLOT_AND_HEADER = struct.Struct(f"{SLOT.format}{HEADER_SIZE}s")
 
@@ -37,7 +37,7 @@ _SLOT_AND_HEADER = struct.Struct(f"{SLOT.format}{HEADER_SIZE}s")
 class Segment:
     """The rows that one worker wrote last, in sealed memory whose descriptor this object owns.
 
-    The backend's thread calls `new_rows`; all other methods are for one other thread. The constructor raises `OSError`
+    The backend's thread calls `new_rows`; one other thread calls all other methods. The constructor raises `OSError`
     if the folder of sockets cannot be used.
     """
 
@@ -49,24 +49,24 @@ class Segment:
         self._view = memoryview(memory)
         self._words = self._view.cast("Q")
         self._layout = layout
-        self._oldest = bytearray(layout.buckets)  # The entry of each bucket that is replaced next.
-        # The row (or future row) of each slot, and the number of each row.
+        self._oldest = bytearray(layout.buckets)  # Index of the entry to replace next, per bucket.
+        # Number and digest of the row in each slot (b"" until it is computed); the number of each row by digest.
         self._held: list[tuple[int, bytes]] = [(0, b"")] * layout.slots
         self._numbers: dict[bytes, int] = {}
         self._replaced: list[bytes] = []
-        self._stored: set[bytes] = set()  # Rows that Redis stores, too.
-        self._last = layout.slots - 1  # The first row is in the first slot, and no row has number 0.
-        # The first number of neighbouring slots in use, and a weak reference to their memory; in the order of numbers.
+        self._stored: set[bytes] = set()  # Digests of rows that Redis stores too.
+        self._last = layout.slots - 1  # So the first row is in the first slot, and no row has number 0.
+        # Slots that `new_rows` handed out: first row number and a weak reference to the memory, by row number.
         self._lent: deque[tuple[int, weakref.ref[NDArray[np.uint8]]]] = deque()
         self._lock = threading.Lock()
         self.nonce, self.size, self.slots = layout.nonce, layout.size, layout.slots
         self._first, self._stride = layout.first, layout.stride
-        # Rows have checksums where slot numbers alone do not show whether a row is whole.
+        # Add checksums where processors reorder stores: there the numbers in slots do not prove that a row is whole.
         self.is_summed = platform.machine().lower() not in _ORDERED
         self._listener = SegmentListener(fd, self._path)
 
     def keep_name(self) -> bool:
-        """Create the socket again if another program removed it; returns whether it was still there.
+        """Create the socket again if another program removed it; returns whether the socket still existed.
 
         Raises `OSError` if the folder cannot be used.
         """
@@ -77,7 +77,7 @@ class Segment:
         return False
 
     def new_rows(self, count: int, vocab_size: int, encoding: Encoding) -> NDArray[Any] | None:
-        """The memory of neighbouring slots, for rows that a step will compute (`NewRows`); None when none are free.
+        """The memory of adjacent slots, for rows that a step will compute (`NewRows`); None if too few slots are free.
 
         The slots stay reserved as long as any view of the memory exists.
         """
@@ -86,19 +86,19 @@ class Segment:
             return None
         with self._lock:
             first = self._last + 1
-            if (beyond := first % layout.slots + count) > layout.slots:  # Go on at the first slot.
+            if (beyond := first % layout.slots + count) > layout.slots:  # No wrap-around: begin at the first slot.
                 first += layout.slots - (beyond - count)
             if not self._take(first, count):
                 return None
             at = self._at(first)
-            # Every view has this array as its base, so it lives as long as the last of them.
+            # Every view has this array as its base, so the array lives as long as the last view.
             memory = np.frombuffer(self._view[at : at + count * layout.stride], np.uint8)
             self._lent.append((first, weakref.ref(memory)))
         shape, strides = (count, vocab_size), (layout.stride, encoding.dtype.itemsize)
         return np.ndarray(shape, encoding.dtype, memory, SLOT.size + HEADER_SIZE, strides)
 
     def _take(self, first: int, count: int) -> bool:
-        """Reuse the slots of these numbers, unless one of them is still in use."""
+        """Take the slots of these row numbers for new rows; returns False if one of the slots is still in use."""
         while self._lent and self._lent[0][1]() is None:
             self._lent.popleft()
         if self._lent and first + count > self._lent[0][0] + self.slots:
@@ -107,7 +107,7 @@ class Segment:
         for number in range(first, first + count):
             before, digest = self._held[slot := number % self.slots]
             self._held[slot] = number, b""
-            if digest and self._numbers.get(digest) == before:  # Not written again into another slot since.
+            if digest and self._numbers.get(digest) == before:  # The row was not written to another slot.
                 del self._numbers[digest]
                 if digest in self._stored:
                     self._stored.discard(digest)
@@ -117,7 +117,7 @@ class Segment:
         return True
 
     def first_of(self, numbers: NDArray[Any]) -> int | None:
-        """The number of the first of some rows that lie in `new_rows` next to each other; None for other rows."""
+        """The number of the first of some rows that lie in adjacent slots of `new_rows`; None for other rows."""
         layout = self._layout
         at = numbers.ctypes.data - self._bytes.ctypes.data - layout.first - SLOT.size - HEADER_SIZE
         if not 0 <= at < layout.slots * layout.stride or numbers.strides[0] != layout.stride:
@@ -127,12 +127,12 @@ class Segment:
     def write(
         self, digests: Sequence[bytes], rows: Sequence[Encoded], numbers: Sequence[int] | None = None
     ) -> list[int | None]:
-        """Write encoded rows; returns the number of each, or None while no slot is free.
+        """Write encoded rows; returns the number of each row, or None for a row without a free slot.
 
-        `numbers` are those of rows that were computed in their slots (`new_rows`).
+        `numbers` are the numbers of rows that were computed in their slots (`new_rows`).
         """
         written: list[int | None] = []
-        with self._lock:  # So that `new_rows` takes no slot that is being written.
+        with self._lock:  # Lock, so that `new_rows` takes no slot that is being written.
             end = self._last + self.slots
             for index, (digest, row) in enumerate(zip(digests, rows, strict=True)):
                 number = self._last + 1 if numbers is None else numbers[index]
@@ -146,7 +146,7 @@ class Segment:
         return written
 
     def _write(self, digest: bytes, row: Encoded, number: int, *, is_there: bool) -> None:
-        """Write a slot's beginning, and its row unless `is_there`."""
+        """Write the beginning of a slot, and the row itself unless `is_there` (it was computed in the slot)."""
         header, values = row
         length = len(header) + values.nbytes
         at = self._at(number)
@@ -159,9 +159,9 @@ class Segment:
         if self.is_summed:
             checksum = checksum_of(self._bytes[begin : begin + rounded_up(length, WORD)])
             SLOT.pack_into(self._memory, at, 0, digest, length, checksum, True)
-        # The number last, and in one store, which `struct` does not promise.
+        # Write the number last, and in one store, which `struct` does not guarantee.
         self._words[at // WORD] = number
-        # In the index, in place of the oldest entry in the bucket.
+        # Add the row to the index, in place of the oldest entry of its bucket.
         bucket = int.from_bytes(digest[:WORD], "little") % self._layout.buckets
         entry = self._oldest[bucket]
         self._oldest[bucket] = (entry + 1) % (BUCKET.size // WORD)
@@ -171,7 +171,7 @@ class Segment:
         return self._first + number % self.slots * self._stride
 
     def note_stored(self, digests: Iterable[bytes]) -> None:
-        """Note that Redis stores these rows too: they stay there when their slots are reused."""
+        """Note that Redis stores these rows too: Redis keeps these rows when their slots are reused."""
         with self._lock:
             self._stored.update(digest for digest in digests if digest in self._numbers)
 
@@ -182,7 +182,7 @@ class Segment:
         return [digest for digest in replaced if digest not in self._numbers]
 
     def find(self, digest: bytes) -> int | None:
-        """The number of a prompt's row, if the segment still has it."""
+        """The number of a prompt's row, if the segment still has the row."""
         return self._numbers.get(digest)
 
     def row(self, number: int) -> NDArray[np.uint8]:
@@ -192,7 +192,7 @@ class Segment:
         return self._bytes[begin : begin + length]
 
     def close(self) -> None:
-        """Hand the segment out no more. Processes that have mapped it can read it until they release it."""
+        """Stop handing out the segment. Processes that have mapped the segment can read it until they release it."""
         self._listener.close()
         os.close(self._fd)
 
@@ -200,14 +200,14 @@ class Segment:
 def make_segment(fingerprint: str, vocab_size: int, size: int, is_wanted: Callable[[], bool]) -> Segment | None:
     """Create a segment of at most `size` bytes for a model's rows; takes about a second for each 3 GiB.
 
-    None when `size` is too small, or once `is_wanted` returns False. Raises `OSError` if the folder of sockets cannot
+    None if `size` is too small, or once `is_wanted` returns False. Raises `OSError` if the folder of sockets cannot
     be used, or too little memory is free.
     """
     stride = rounded_up(SLOT.size + rounded_up(encoded_size(vocab_size, Encoding.F32), WORD), PAGE)
     slots = min(_MAX_SLOTS, size // stride)
     if slots < _MIN_SLOTS:
         return None
-    # With half as many buckets as slots, two entries of eight are used on average.
+    # With half as many buckets as slots, a bucket uses two of its eight entries on average.
     nonce, buckets = secrets.token_bytes(_NONCE_SIZE), -(-slots // 2)
     layout = Layout(nonce, shared_memory.fingerprint_bytes(fingerprint), vocab_size, buckets, stride, slots)
     created = segment_memory.create_memory(name_of(nonce), layout.size, is_wanted)
@@ -225,8 +225,8 @@ def make_segment(fingerprint: str, vocab_size: int, size: int, is_wanted: Callab
 class SegmentWriter:
     """Writes one worker's rows to a segment. While there is no segment, rows go through Redis.
 
-    `size` limits the bytes of the segment: None for a part of the free memory, 0 for no segment. `on_size` receives its
-    size whenever it changes.
+    `size` limits the bytes of the segment: None for a part of the free memory, 0 for no segment. `on_size` receives the
+    segment's size whenever the size changes.
     """
 
     def __init__(
@@ -243,7 +243,7 @@ class SegmentWriter:
 
     @property
     def host(self) -> bytes:
-        """The host of clients that can read the segment; b"" without one."""
+        """The host of clients that can read the segment; b"" if there is no segment."""
         return self._host if self.segment is not None else b""
 
     async def run(self) -> None:
@@ -255,7 +255,7 @@ class SegmentWriter:
                 if self.segment is not None and not self.segment.keep_name():
                     _log.warning("another program removed the socket of this worker's shared memory; created it again")
             except OSError as error:
-                # Clients that have mapped the segment can still read it; the others get rows through Redis.
+                # Clients that have mapped the segment can still read it; other clients get rows through Redis.
                 _log.debug("%s: %s", folder(), error)
 
     async def make(self) -> None:
@@ -272,7 +272,7 @@ class SegmentWriter:
         except OSError as error:
             segment, why = None, error.strerror or str(error)
         with self._lock:
-            if segment is not None and not self._is_wanted:  # The worker stopped, and does not wait for this thread.
+            if segment is not None and not self._is_wanted:  # The worker has stopped without waiting for this thread.
                 segment.close()
             elif segment is not None:
                 self.segment = segment
@@ -303,7 +303,7 @@ class SegmentWriter:
         in_place = None if first is None else [first + row for row in rows]
         written = segment.write([block.digests[row] for row in rows], block.encoded(rows), in_place)
         numbers.update(zip((block.digests[row] for row in rows), written, strict=True))
-        # Only the number and the worker's name follow the same beginning.
+        # All references begin with the same bytes; only the row's number and the worker's name follow.
         head = shared_memory.Reference(self._host, segment.nonce, 0).pack()[:-WORD]
         references = {
             digest: head + number.to_bytes(WORD, "little") + self._worker
@@ -318,12 +318,12 @@ class SegmentWriter:
             self.segment.note_stored(digests)
 
     def new_rows(self, count: int, vocab_size: int, encoding: Encoding) -> NDArray[Any] | None:
-        """See `Segment.new_rows`; None without a segment."""
+        """See `Segment.new_rows`; None if there is no segment."""
         segment = self.segment
         return None if segment is None else segment.new_rows(count, vocab_size, encoding)
 
     def find(self, digest: bytes) -> RowBlock | None:
-        """The row of a prompt, if the segment has it (a copy)."""
+        """A copy of the row of a prompt, or None if the segment does not have the row."""
         segment = self.segment
         number = None if segment is None else segment.find(digest)
         if segment is None or number is None:
@@ -332,7 +332,7 @@ class SegmentWriter:
             block = RowBlock.decoded(digest, segment.row(number), self._info.vocab_size)
         except ProtocolError:
             return None
-        # Its slot may have been reused during the copy.
+        # The slot of the row may have been reused during the copy.
         return block if segment.find(digest) == number else None
 
     def close(self) -> None:

@@ -1,8 +1,8 @@
 """The memory of a segment: created and sealed by its worker, handed out through a socket, mapped by readers.
 
-The memory has no name in a file system and is sealed: no process can shrink it, which would end every process that has
-mapped it, and only its worker can write to it. Its socket is in a folder that only programs of this user can use
-(/dev/shm/lmpool-UID).
+The memory has no name in a file system and is sealed: only its worker can write to it, and no process can shrink it,
+which would crash every process that has mapped the memory. Its socket is in a folder that only programs of this user
+can use (/dev/shm/lmpool-UID).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import numpy as np
 from lmpool.embedded import physical_memory
 
 FOLDER_VARIABLE = "LMPOOL_SHM_DIR"
-"""Environment variable that names another folder than /dev/shm. The folder must belong to this machine alone."""
+"""Environment variable that replaces the folder /dev/shm. The folder must not be shared with other machines."""
 
 PAGE = 4096
 """Bytes of a page of memory."""
@@ -35,20 +35,20 @@ NAME = "lmpool-"
 """The beginning of the names of segments, of their sockets and of the folders of sockets."""
 
 SEALS = 0x1 | 0x2 | 0x4 | 0x10
-"""F_SEAL_SEAL, F_SEAL_SHRINK, F_SEAL_GROW and F_SEAL_FUTURE_WRITE: few builds of Python name all of them."""
+"""F_SEAL_SEAL, F_SEAL_SHRINK, F_SEAL_GROW and F_SEAL_FUTURE_WRITE: few builds of Python define all four."""
 
 _log = logging.getLogger("lmpool.worker")
 
-_O_PATH = getattr(os, "O_PATH", 0)  # macOS lacks it, and no segment can be made there.
-_MFD_CLOEXEC, _MFD_ALLOW_SEALING, _F_ADD_SEALS, _F_GET_SEALS = 1, 2, 1033, 1034  # From Linux's headers.
-_STEP_BYTES = 64 * 2**20  # Allocated between two checks whether the segment is still wanted and still fits.
-_RESERVE_SHARE = 16  # This part of the free memory stays free, however many workers make a segment at once.
-_DEFAULT_SHARE = 8  # A segment takes this part of the free memory: other workers and programs need memory too.
-_MAX_DEFAULT_BYTES = 4 * 2**30  # Max size of a segment unless --shm-bytes asks for more.
-_CONNECT_S = 0.1  # A live worker accepts within a millisecond.
-_BACKLOG = 64  # Readers that may wait for the socket at once.
-_OLD_S = 0.1  # A worker listens within microseconds after it has created the socket.
-# The memory that a container uses, and how much of that are files it can drop: cgroups of version 2 and 1.
+_O_PATH = getattr(os, "O_PATH", 0)  # macOS lacks this flag, and no segment can be created there.
+_MFD_CLOEXEC, _MFD_ALLOW_SEALING, _F_ADD_SEALS, _F_GET_SEALS = 1, 2, 1033, 1034  # Values from Linux's headers.
+_STEP_BYTES = 64 * 2**20  # Bytes to allocate between two checks that the segment is still wanted and fits.
+_RESERVE_SHARE = 16  # 1/16 of the free memory stays free, even if many workers create segments at once.
+_DEFAULT_SHARE = 8  # A segment takes 1/8 of the free memory by default: other programs need memory too.
+_MAX_DEFAULT_BYTES = 4 * 2**30  # Max default size of a segment; --shm-bytes can set more.
+_CONNECT_S = 0.1  # Timeout of a connection to a worker; a live worker accepts within 1 ms.
+_BACKLOG = 64  # Max readers that wait for a connection at once.
+_OLD_S = 0.1  # Min age of a socket to remove; a worker listens microseconds after creating it.
+# Files with a container's used memory, and with the part that is file cache (reclaimable): cgroups version 2 and 1.
 _CONTAINER_MEMORY = (
     ("/sys/fs/cgroup/memory.current", "/sys/fs/cgroup/memory.stat", "inactive_file "),
     ("/sys/fs/cgroup/memory/memory.usage_in_bytes", "/sys/fs/cgroup/memory/memory.stat", "total_inactive_file "),
@@ -61,9 +61,9 @@ def folder() -> Path:
 
 
 def host_token() -> bytes:
-    """16 characters that are equal for processes that use the same folder; b"" without one.
+    """16 characters that are equal for processes that use the same folder; b"" if this machine has no such folder.
 
-    They depend on the kernel's start, the file system and the user. Host names say nothing about sharing memory.
+    The characters depend on the kernel's boot, the file system and the user; host names do not show who shares memory.
     """
     own = folder()
     try:
@@ -122,7 +122,7 @@ def _connect(path: Path, timeout_s: float) -> socket.socket:
 def receive_segment(path: Path, timeout_s: float) -> mmap.mmap | None:
     """Map the segment that a socket hands out; None for memory that is empty or not sealed.
 
-    Raises `OSError` if no worker hands it out, or its worker is frozen.
+    Raises `OSError` if no worker serves the socket, or if the worker is frozen.
     """
     with _connect(path, timeout_s) as connection:
         _, received, _, _ = socket.recv_fds(connection, 1, 1, socket.MSG_CMSG_CLOEXEC)
@@ -132,16 +132,16 @@ def receive_segment(path: Path, timeout_s: float) -> mmap.mmap | None:
     try:
         is_sealed = fcntl.fcntl(fd, _F_GET_SEALS) & SEALS == SEALS
         return mmap.mmap(fd, 0, prot=mmap.PROT_READ) if is_sealed else None
-    except ValueError:  # Empty.
+    except ValueError:  # The memory is empty.
         return None
     finally:
         os.close(fd)
 
 
 class SegmentListener:
-    """The socket that hands out a segment, in a thread: the event loop may be busy while a reader waits.
+    """The socket that hands out a segment, in its own thread, because the event loop may be busy while a reader waits.
 
-    The caller closes the memory `fd`. The constructor raises `OSError` if the folder cannot be used.
+    The caller closes `fd`, the descriptor of the memory. The constructor raises `OSError` if the folder cannot be used.
     """
 
     def __init__(self, fd: int, path: Path) -> None:
@@ -166,7 +166,7 @@ class SegmentListener:
         while not self._is_closed:
             try:
                 connection, _ = self._socket.accept()
-            except OSError:  # Closed; or a shortage of memory or files that may pass.
+            except OSError:  # The socket is closed, or memory or descriptors are short at the moment.
                 time.sleep(0 if self._is_closed else _CONNECT_S)
                 continue
             with suppress(OSError), connection:
@@ -180,7 +180,7 @@ class SegmentListener:
             self._path.unlink()
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
-        # The thread must end first: after this call the number `fd` may belong to another file.
+        # Wait for the end of the thread: after this call, the descriptor number `fd` may belong to another file.
         self._thread.join()
         self._socket.close()
 
@@ -188,8 +188,8 @@ class SegmentListener:
 def create_memory(name: str, size: int, is_wanted: Callable[[], bool]) -> tuple[int, mmap.mmap] | None:
     """Create sealed memory of `size` bytes: its file descriptor and its only writable mapping.
 
-    It takes about a second for each 3 GiB. None once `is_wanted` returns False. Raises `OSError` if the folder cannot
-    be used, or too little memory is free.
+    Creation takes about 1 s for each 3 GiB. Returns None once `is_wanted` returns False. Raises `OSError` if the folder
+    cannot be used, or too little memory is free.
     """
     place = folder()
     try:
@@ -198,7 +198,7 @@ def create_memory(name: str, size: int, is_wanted: Callable[[], bool]) -> tuple[
     except OSError as error:
         raise OSError(error.errno, f"{place}: {error.strerror}") from error
     reserve = free_bytes() // _RESERVE_SHARE
-    if not hasattr(os, "memfd_create"):  # macOS, and builds of Python for old systems.
+    if not hasattr(os, "memfd_create"):  # Missing on macOS and in builds of Python for old systems.
         raise OSError(errno.ENOSYS, "this Python cannot make sealed memory (os.memfd_create)")
     fd = os.memfd_create(name, _MFD_CLOEXEC | _MFD_ALLOW_SEALING)
     try:
@@ -206,13 +206,13 @@ def create_memory(name: str, size: int, is_wanted: Callable[[], bool]) -> tuple[
             if not is_wanted():
                 os.close(fd)
                 return None
-            # Checked each time: other workers may allocate too, and too much memory would end the process.
+            # Check before every step: other workers may allocate too, and without memory the kernel kills a process.
             if size - at > (free := free_bytes()) - reserve:
                 raise OSError(errno.ENOSPC, f"{size - at} bytes more are needed, and {free} are free")
             os.posix_fallocate(fd, at, min(_STEP_BYTES, size - at))
         memory = mmap.mmap(fd, size)
         fcntl.fcntl(fd, _F_ADD_SEALS, SEALS)
-        # Mapping a page at its first write would take ten times as long as the write.
+        # Map all pages now: mapping a page at its first write would take ten times as long as the write.
         pages = np.frombuffer(memory, np.uint8)[::PAGE]
         for at in range(0, len(pages), _STEP_BYTES // PAGE):
             pages[at : at + _STEP_BYTES // PAGE] = 0
@@ -223,7 +223,7 @@ def create_memory(name: str, size: int, is_wanted: Callable[[], bool]) -> tuple[
 
 
 def remove_abandoned(place: Path) -> None:
-    """Remove the sockets of workers that ended without removing them."""
+    """Remove the sockets of workers that ended without removing their sockets."""
     old = time.time() - _OLD_S
     for path in segments_in(place):
         try:
@@ -238,7 +238,7 @@ def remove_abandoned(place: Path) -> None:
 
 
 def default_size() -> int:
-    """The size of a segment in bytes, derived from the free memory; 0 where that is unknown."""
+    """The default size of a segment in bytes, derived from the free memory; 0 if the free memory is unknown."""
     try:
         return max(0, min(free_bytes() // _DEFAULT_SHARE, _MAX_DEFAULT_BYTES))
     except OSError:

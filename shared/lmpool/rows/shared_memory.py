@@ -1,4 +1,4 @@
-"""Rows in shared memory: each worker writes its rows into a segment, which the programs of its host map.
+"""Rows in shared memory: each worker writes its rows into a segment, which programs on the same host map and read.
 
 The worker writes a row once, and Redis stores a reference in place of the row. Slots are used in turn: row number g is
 in slot g modulo the number of slots, until row g + slots overwrites it. A slot begins with the number and the digest of
@@ -35,31 +35,31 @@ PLACE_SIZE = 16
 """Bytes of a row's place within a known host: the segment's nonce and the row's number."""
 
 HEADER = struct.Struct("<6sH8s16sIQQQ")
-"""The beginning of a segment: magic, version of the layout, and the fields of `Layout`."""
+"""The beginning of a segment: magic bytes, version of the layout, and the fields of `Layout`."""
 
 SLOT = struct.Struct("<Q16sQQ?23x")
 """The beginning of a slot: number, digest, bytes of the encoded row, checksum, and whether there is a checksum."""
 
 BUCKET = struct.Struct("<8Q")
-"""A bucket of the index: 16 bits of a digest and the row's number per entry, or 0."""
+"""A bucket of the index: eight entries of 16 bits of a digest and 48 bits of the row's number, or 0 if empty."""
 
 WORD = 8
-"""Bytes of a word: checksums are sums of words."""
+"""Bytes of a word; a checksum is a sum of words."""
 
-_NUMBER = struct.Struct("@Q")  # Native order: read at once, not byte by byte.
+_NUMBER = struct.Struct("@Q")  # Native byte order: `struct` reads the number at once, not byte by byte.
 _NUMBER_BITS = 48  # Bits of a row's number in an entry of the index.
 _NUMBER_MASK = (1 << _NUMBER_BITS) - 1
 _MAGIC, _LAYOUT_VERSION = b"LMPSHM", 2  # A reader skips segments of another version.
 _REFERENCE = struct.Struct("<4sB16s8sQ")
 _REFERENCE_MAGIC, _REFERENCE_VERSION = b"LMPS", 1  # A reference of another version counts as no row.
 _PLACE = struct.Struct("<8sQ")
-_MAX_NAME = 255  # Bytes of a worker's name in a reference.
-_MIN_ROW_BYTES = 4096  # A smaller row costs no more than a reference and a slot.
-_ANSWER_S = 0.1  # Wait for one worker's segment; a live worker sends it within a millisecond.
-_ALL_ANSWER_S = 1.0  # Wait for all segments together, however many workers are frozen.
-_MAX_SPARE, _MAX_SPARE_BYTES = 64, 64 * 2**20  # Free memory that is kept for later rows.
-_MIN_MAPPED_BYTES = 65_536  # Smaller rows take no mapping of their own: a process has about 65,000 at most.
-_HUGE_PAGE_BYTES = 4 * 2**20  # From this size on, huge pages save page faults.
+_MAX_NAME = 255  # Max bytes of a worker's name in a reference.
+_MIN_ROW_BYTES = 4096  # Min bytes of a row in shared memory: a smaller row costs no more than a reference and a slot.
+_ANSWER_S = 0.1  # Max wait for one worker's segment; a live worker sends its segment within 1 ms.
+_ALL_ANSWER_S = 1.0  # Max wait for all segments together, even if many workers are frozen.
+_MAX_SPARE, _MAX_SPARE_BYTES = 64, 64 * 2**20  # Max buffers, and max bytes of buffers, kept for later rows.
+_MIN_MAPPED_BYTES = 65_536  # Smaller rows get no mapping of their own: a process can have about 65,000 mappings.
+_HUGE_PAGE_BYTES = 4 * 2**20  # Min bytes of a row for which huge pages save page faults.
 
 
 class Reference(NamedTuple):
@@ -71,22 +71,22 @@ class Reference(NamedTuple):
     worker: bytes = b""
 
     def pack(self) -> bytes:
-        """The reference as a value of Redis; `submit.lua` and `entries.lua` know how it begins."""
+        """The reference as stored in Redis; `submit.lua` and `entries.lua` check its first bytes."""
         return _REFERENCE.pack(_REFERENCE_MAGIC, _REFERENCE_VERSION, *self[:3]) + self.worker
 
 
 def is_reference(value: object) -> bool:
-    """Whether a value of Redis is a reference, of this version or another one, and no row."""
+    """Whether a stored value is a reference (of any version) and not a row."""
     return isinstance(value, bytes) and value.startswith(_REFERENCE_MAGIC)
 
 
 def place_of(reference: bytes | None) -> bytes:
-    """The part of a packed reference that notifications carry; zeros for none."""
+    """The part of a packed reference that notifications carry; zeros if there is no reference."""
     return bytes(PLACE_SIZE) if reference is None else reference[_REFERENCE.size - PLACE_SIZE : _REFERENCE.size]
 
 
 def unpack_reference(value: bytes) -> Reference | None:
-    """Read a reference; None for one of another version or an incomplete one."""
+    """Decode a reference; None if it is incomplete or of another version."""
     if not _REFERENCE.size <= len(value) <= _REFERENCE.size + _MAX_NAME:
         return None
     magic, version, host, nonce, number = _REFERENCE.unpack_from(value)
@@ -99,7 +99,7 @@ class Shared(NamedTuple):
     """Rows of a block that were written to a segment."""
 
     references: Mapping[bytes, bytes] = MappingProxyType({})  # Digest -> the value that Redis stores for the row.
-    replaced: Sequence[bytes] = ()  # Digests of the rows that were in these slots before.
+    replaced: Sequence[bytes] = ()  # Digests of older rows whose slots were reused.
     host: bytes = b""  # Host of the segment (`host_token`).
 
 
@@ -142,7 +142,7 @@ class Layout(NamedTuple):
 
 
 def is_shared(vocab_size: int) -> bool:
-    """Whether rows of this length are worth a segment."""
+    """Whether rows of V entries are large enough for shared memory."""
     return encoded_size(vocab_size, Encoding.F32) >= _MIN_ROW_BYTES
 
 
@@ -160,12 +160,12 @@ def checksum_of(row: NDArray[np.uint8]) -> int:
 
 
 def tag_of(digest: bytes) -> int:
-    """The bits of a digest in an entry of the index, at their place in the entry."""
+    """The bits of a digest in an entry of the index, shifted to their position."""
     return int.from_bytes(digest[WORD : WORD + 2], "little") << _NUMBER_BITS
 
 
 class RowMemory:
-    """Memory for rows that is reused: the system gives out new pages far more slowly than rows are copied."""
+    """Memory that is reused for rows: getting new pages from the system is far slower than copying rows."""
 
     def __init__(self) -> None:
         self._free: list[mmap.mmap | bytearray] = []
@@ -174,7 +174,7 @@ class RowMemory:
         self._size = 0
 
     def take(self, size: int) -> tuple[NDArray[np.uint8], memoryview]:
-        """Memory that is reused once no view of the array exists; its content is undefined.
+        """Take memory, which is reused once no view of the array exists; its content is undefined.
 
         Returns a uint8 array (size,) that can never be made writeable, and a buffer to write to it.
         """
@@ -183,8 +183,8 @@ class RowMemory:
         return self._lend(memory, writeable.toreadonly()), writeable
 
     def take_writeable(self, size: int) -> NDArray[np.uint8]:
-        """As `take`, for an array that its user may change, and for sizes that vary."""
-        # Sizes in eighths of a power of two, so that memory of a similar size can be reused.
+        """As `take`, for an array that the caller may change, and for sizes that vary."""
+        # Round the size up to an eighth of a power of two, so that memory of a similar size can be reused.
         step = max(PAGE, 1 << max(0, (size - 1).bit_length() - 3))
         memory = self._next(-(-size // step) * step)
         return self._lend(memory, memoryview(memory)[:size])
@@ -207,7 +207,7 @@ class RowMemory:
 
     def _lend(self, memory: mmap.mmap | bytearray, view: memoryview) -> NDArray[np.uint8]:
         free, lent, number = self._free, self._lent, next(self._numbers)
-        # Every view has this array as its base, so it lives as long as the last of them.
+        # Every view has this array as its base, so the array lives as long as the last view.
         array = np.frombuffer(view, np.uint8)
 
         def give_back(_: object) -> None:
@@ -232,10 +232,10 @@ class _OpenSegment(NamedTuple):
 
 @dataclass(slots=True)
 class ReadCounts:
-    """The outcomes of reads."""
+    """Counts of the outcomes of reads."""
 
     rows: int = 0  # Rows that were read.
-    lost: int = 0  # References that led to no row: it was overwritten, or cannot be read here.
+    lost: int = 0  # References whose row was overwritten, or cannot be read by this process.
 
 
 class SegmentReader:
@@ -249,7 +249,7 @@ class SegmentReader:
         self._wanted = b""
         self._is_closed = False
         self._rows, self._encoded = RowMemory(), RowMemory()
-        self.host = host_token()  # As in references to these segments; b"" where no segment can be read.
+        self.host = host_token()  # This host, as in references; b"" if no segment can be read.
         self.counts = ReadCounts()
 
     @property
@@ -258,12 +258,12 @@ class SegmentReader:
         return bool(self._searched)
 
     async def refresh(self, fingerprint: str) -> None:
-        """Have `find` search the present segments with a model's rows; release segments that were removed."""
-        # At once: segments of another model must not be searched any more.
+        """Let `find` search the existing segments with a model's rows; release segments that were removed."""
+        # Select before the first await: `find` must not search segments of another model any more.
         self._wanted = fingerprint_bytes(fingerprint)
         self._select()
         if unknown := await self.release_removed() - set(map(name_of, self._segments)):
-            # In a thread: a frozen worker keeps this waiting.
+            # Receive in a thread: a frozen worker would block the event loop.
             received = await asyncio.to_thread(self._receive, unknown)
             if not self._is_closed:
                 for segment in received:
@@ -274,9 +274,9 @@ class SegmentReader:
         self._searched = [found for found in self._segments.values() if found.layout.fingerprint == self._wanted]
 
     async def release_removed(self) -> set[str]:
-        """Release the segments whose workers removed them: only then is their memory free.
+        """Release segments that their workers have removed: only then is the memory of the segments freed.
 
-        Returns the names of all present segments.
+        Returns the names of all existing segments.
         """
         present = await asyncio.to_thread(lambda: {path.name for path in segments_in(self._folder)})
         self._segments = {nonce: found for nonce, found in self._segments.items() if name_of(nonce) in present}
@@ -285,7 +285,7 @@ class SegmentReader:
         return present
 
     def _receive(self, names: Collection[str]) -> list[_OpenSegment]:
-        """Map segments, except for those that cannot be read now."""
+        """Map the named segments, except segments that cannot be read at the moment."""
         found, until = [], monotonic() + _ALL_ANSWER_S
         for name in names:
             if monotonic() > until:
@@ -306,9 +306,9 @@ class SegmentReader:
         return self._segments.get(nonce)
 
     def read(self, reference: Reference, digest: bytes, vocab_size: int) -> Row | None:
-        """Read the row of a reference, float32 (V,), into memory of its own that is read-only.
+        """Copy the row of a reference, float32 (V,), into new read-only memory.
 
-        None when the row was overwritten or is on another host.
+        Returns None if the row was overwritten or is on another host.
         """
         segment = self._open(reference.nonce)
         row = None if segment is None else self._read(segment, reference.number, digest, vocab_size)
@@ -316,7 +316,7 @@ class SegmentReader:
         return row
 
     def follow(self, value: bytes, digest: bytes, vocab_size: int) -> Row | None:
-        """As `read`, for a reference as Redis stores it; None for one of another version too."""
+        """As `read`, for a reference as stored in Redis; also None for a reference of another version."""
         reference = unpack_reference(value)
         return None if reference is None else self.read(reference, digest, vocab_size)
 
@@ -327,17 +327,17 @@ class SegmentReader:
     def find(self, digest: bytes, vocab_size: int, out: Row | None = None) -> Row | None:
         """As `read`, for a row in any segment that the last `refresh` found.
 
-        `out` is a float32 array (V,) to read into. Its content is undefined when the row is not found.
+        `out` is a float32 array (V,) to read into; its content is undefined if the row is not found.
         """
         hashed, tag = int.from_bytes(digest[:WORD], "little"), digest[WORD : WORD + 2]
         for segment in self._searched:
             at = PAGE + hashed % segment.layout.buckets * BUCKET.size
             entries = segment.memory[at : at + BUCKET.size]
-            if tag not in entries:  # Rarely wrong, and cheaper than unpacking.
+            if tag not in entries:  # A cheap check before unpacking; it rarely finds a wrong match.
                 continue
             wanted = tag_of(digest)
             alike = [entry & _NUMBER_MASK for entry in BUCKET.unpack(entries) if entry & ~_NUMBER_MASK == wanted]
-            for number in sorted(filter(None, alike), reverse=True):  # The newest first: older ones may be overwritten.
+            for number in sorted(filter(None, alike), reverse=True):  # Newest row first: old rows may be overwritten.
                 row = self._read(segment, number, digest, vocab_size, out)
                 if row is not None:
                     return row
@@ -372,18 +372,18 @@ class SegmentReader:
     def _decode(
         self, segment: _OpenSegment, begin: int, length: int, vocab_size: int, checksum: int | None
     ) -> Row | None:
-        """Read a row in any encoding; None for a row of another model or version, or one that is being overwritten."""
+        """Decode a row in any encoding; None if it is of another model or version, or is being overwritten."""
         size = rounded_up(length, WORD)
         encoded = segment.view[begin : begin + size]
         data = np.frombuffer(encoded, np.uint8)
         if checksum is not None:
-            # The bytes that are checked must be the bytes that are decoded.
+            # Copy the row first: the bytes that are checked must be the bytes that are decoded.
             data, writeable = self._encoded.take(size)
             writeable[:] = encoded
             if checksum_of(data) != checksum:
                 return None
         elif length == encoded_size(vocab_size, Encoding.F32):
-            return None  # Its header is damaged. Decoding would return a view of the segment, not a copy.
+            return None  # The header is damaged. Decoding would return a view of the segment, not a copy.
         try:
             return decode_row(data[:length], vocab_size, self._rows.take)
         except ProtocolError:
@@ -397,6 +397,6 @@ class SegmentReader:
 
 
 def _number_at(segment: _OpenSegment, at: int) -> int:
-    """The number in a slot; the writer sets it to 0 before the row changes."""
+    """The row number in a slot; the writer sets it to 0 before the row changes."""
     (number,) = _NUMBER.unpack_from(segment.memory, at)
     return int(number)

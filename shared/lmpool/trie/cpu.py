@@ -1,17 +1,17 @@
-"""Kernels on the CPU: the sweep, compiled by numba, and its threads.
+"""Trie kernels on the CPU: a sweep over the nodes, compiled by numba, in several threads.
 
 The inner nodes are numbered in preorder, so a sweep from the last to the first visits every node after all nodes below
-it. The unfinished nodes always form one path to the root: the accumulators are a stack with one place per depth, which
-stays in the first-level cache. Several rows are processed side by side in memory (a "block"), because the sweep of a
-single row waits for the latency of every addition.
+it. The unfinished nodes always form one path to the root: the accumulators are a stack with one entry per depth, which
+stays in the first-level cache. Several rows are processed side by side in memory (a "block"), because in the sweep of a
+single row every addition waits for the result of the previous one.
 
 First the weights of a block are sorted into the order of the sweep, then the sweep computes the inner nodes, and then
 the result is gathered from both. All sums are float64, in an order that depends neither on the width of the block nor
 on the number of threads: the lanes of a block never mix.
 
 A pool of threads processes the blocks, because the compiled loops release the interpreter lock. Numba's parallel loops
-are no alternative: the default layer ends the process when two threads use it at once, and the other layers may not be
-installed.
+are no alternative: their default threading layer ends the process when two threads use it at once, and the other layers
+may not be installed.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from lmpool.protocol.query import OPS, Op
 from lmpool.settings import check_choice, count_threads
 from lmpool.trie.trie import WIDEST, Compressed, Plan, check_layout, make_plan, nan_found
 
-WIDTHS = (1, 4, WIDEST)  # Rows of a block; loops are compiled for each width.
-# The sum of 4 million exponentials of numbers up to MAX_LOG is finite; the exponential of MIN_LOG is a normal number.
+WIDTHS = (1, 4, WIDEST)  # Possible numbers of rows in a block; loops are compiled for each of these widths.
+# In float64, the sum of 4 million exponentials of numbers up to MAX_LOG is finite, and exp(MIN_LOG) is a normal number.
 MIN_LOG, MAX_LOG = -700.0, 600.0
 
 
@@ -51,7 +51,7 @@ def _compiled(*signature: Any, returns: Any = types.void) -> Callable[[Callable[
     def compile_now(function: Callable[..., Any]) -> Any:
         try:
             return numba.njit(returns(*signature), nogil=True, cache=True)(function)
-        except (RuntimeError, OSError):  # No folder for the cache, or a full disk.
+        except (RuntimeError, OSError):  # There is no folder for the cache, or the disk is full.
             return numba.njit(returns(*signature), nogil=True)(function)
 
     return compile_now
@@ -59,7 +59,7 @@ def _compiled(*signature: Any, returns: Any = types.void) -> Callable[[Callable[
 
 @_compiled(types.float64, returns=types.float64)
 def _exp(x):  # type: ignore[no-untyped-def]
-    """exp for -700 <= x <= 600, relative error below 1e-14; unlike the library's it is vectorised."""
+    """exp for -700 <= x <= 600 with a relative error below 1e-14; unlike exp of the C library, it is vectorised."""
     # Adding 1.5 * 2**52 rounds to a whole number, which is then in the lowest bits.
     shifted = x * 1.4426950408889634 + 6755399441055744.0
     twos = shifted - 6755399441055744.0
@@ -82,7 +82,7 @@ def _exp(x):  # type: ignore[no-untyped-def]
 
 @_compiled(_read_only(types.float32, 1), types.float64[::1], returns=types.boolean)
 def exps(logs, out):  # type: ignore[no-untyped-def]
-    """Exponentials of all numbers; returns whether a finite one is too far from 0."""
+    """Write the exponentials of all numbers to `out`; returns whether a finite number is too far from 0 for `_exp`."""
     far = False
     for i in range(logs.shape[0]):
         x = np.float64(logs[i])
@@ -93,7 +93,7 @@ def exps(logs, out):  # type: ignore[no-untyped-def]
 
 @_compiled(_read_only(types.float64, 1), types.float32[::1])
 def logs(sums, out):  # type: ignore[no-untyped-def]
-    """Logarithms of all numbers."""
+    """Write the logarithms of all numbers to `out`."""
     for i in range(sums.shape[0]):
         out[i] = np.log(sums[i])
 
@@ -110,7 +110,7 @@ def _join(peak, mass, other_peak, other_mass):  # type: ignore[no-untyped-def]
 
 @_compiled(_INTS, _INTS, _WEIGHTS, types.int64, _STACK, _STACK, _SINGLES)
 def far_sweep(start, depth, tokens, lane, peaks, masses, inner):  # type: ignore[no-untyped-def]
-    """Log-sum-exp of one lane with each node shifted by its maximum: slow, but for any range of numbers."""
+    """Log-sum-exp of one row of a block, with each node shifted by its maximum: slow, but for any range of numbers."""
     peaks[:] = -np.inf
     masses[:] = 0.0
     for i in range(depth.shape[0] - 1, -1, -1):
@@ -124,10 +124,10 @@ def far_sweep(start, depth, tokens, lane, peaks, masses, inner):  # type: ignore
 
 
 class BlockLoops(NamedTuple):
-    """The loops of blocks of one width. Blocks are always full: missing rows are replaced by the last one."""
+    """The loops for blocks of one width. Blocks are always full: the last row stands in for missing rows."""
 
     interleave: Callable[..., bool]
-    """Put the rows side by side; whether a weight is NaN."""
+    """Put the rows side by side; returns whether a weight is NaN."""
     permute: Callable[..., None]
     """Sort weights into the order of the sweep."""
     add: Callable[..., None]
@@ -154,7 +154,7 @@ def block_loops(width: int) -> BlockLoops:
 
     @_compiled(_INTS, _WEIGHTS, _SINGLES)
     def permute(order, numbers, out):  # type: ignore[no-untyped-def]
-        # Not while interleaving: a processor overlaps random reads, but not random writes.
+        # A loop of its own, not part of `interleave`: a processor overlaps random reads, but not random writes.
         for rank in range(order.shape[0]):
             token = order[rank]
             for lane in range(width):
@@ -202,14 +202,14 @@ def _sweep(width: int, largest: bool, tokens: Any, inner: Any) -> Callable[..., 
 
 
 class _Scratch:
-    """The memory in which one thread computes a block. Kept between calls: new memory costs a third of the time."""
+    """The memory in which one thread computes a block. Calls reuse it: allocation takes a third of a call's time."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self.weights = np.empty(plan.n_tokens * WIDTHS[-1], np.float32)
         self.numbers = np.empty((plan.n_inner + plan.n_tokens) * WIDTHS[-1], np.float32)
         self.stack = np.empty((int(plan.depth.max()) + 2) * WIDTHS[-1], np.float64)
-        self.doubles = np.empty(0, np.float64)  # Of the size of `numbers` once it is needed.
+        self.doubles = np.empty(0, np.float64)  # Gets the size of `numbers` at the first log-sum-exp.
 
     @property
     def nbytes(self) -> int:
@@ -240,7 +240,7 @@ class _Scratch:
         logs(doubles[:split].reshape(-1), numbers[:split].reshape(-1))
         if not far:
             return
-        # Row by row: a result must not depend on the other rows of the block.
+        # Check row by row: a result must not depend on the other rows of the block.
         for lane in range(width):
             row = weights[min(first + lane, len(weights) - 1)]
             if np.any((row > MAX_LOG) | ((row < MIN_LOG) & (row > -np.inf))):
@@ -249,7 +249,7 @@ class _Scratch:
 
 
 def _columns(flat: NDArray[Any], width: int) -> NDArray[Any]:
-    """The beginning of a buffer for the widest block, as rows of `width`."""
+    """The start of a buffer, which is large enough for the widest block, as rows of `width` numbers."""
     return flat[: flat.size // WIDTHS[-1] * width].reshape(-1, width)
 
 
@@ -257,10 +257,10 @@ class CpuKernels:
     """Kernels of one trie on the CPU: see `lmpool.trie.kernels.Kernels`."""
 
     def __init__(self, trie: Compressed, *, threads: int | None = None) -> None:
-        """Lay out the sweep, and compile the loops unless they are cached on disk; `threads` share a batch."""
+        """Lay out the sweep, and compile the loops unless they are cached on disk; `threads` threads share a batch."""
         self._plan = make_plan(trie)
         self._threads = threads or count_threads()
-        # One per thread. Concurrent calls may need more, which are not kept.
+        # At most one scratch memory per thread is kept; concurrent calls may need more and discard the additional ones.
         self._scratch: deque[_Scratch] = deque(maxlen=self._threads)
         for width in WIDTHS:
             block_loops(width)
@@ -282,7 +282,7 @@ class CpuKernels:
         check_choice("op", op, OPS)
         weights = check_layout(weights, self._plan.n_tokens, batch=True)
         out = np.empty((len(weights), len(source)), np.float32)
-        # As wide as possible while every thread has work: a wide block takes less time per row, but more in total.
+        # Choose blocks as wide as possible while every thread has work: they take less time per row, but more in total.
         widest = next((width for width in WIDTHS if len(weights) <= width * self._threads), WIDTHS[-1])
         todo = iter(firsts := range(0, len(weights), widest))
         nan = False
@@ -302,7 +302,7 @@ class CpuKernels:
                     block_loops(width).gather(source, numbers, first, out)
                 self._scratch.append(scratch)
 
-        # In this thread, and in the free threads of the pool.
+        # Compute in this thread, and in the free threads of the pool.
         helpers = [_pool(self._threads).submit(compute_blocks) for _ in firsts[1 : self._threads]]
         try:
             compute_blocks()

@@ -21,10 +21,10 @@ class Kernels(Protocol):
     """Values of the nodes of one trie; thread-safe.
 
     The result of a row depends on that row alone: it has the same bits in every batch and every run. With torch on a
-    CPU this holds for sums and maxima; its exponentials may differ in the last bit of a double. A sum over both
+    CPU this holds only for sums and maxima; its exponentials may differ in the last bit of a float64. A sum over both
     infinities is NaN, as in floating point.
 
-    Both methods raise `InvalidWeights` for another shape or dtype or NaN, and `SettingsError` for an unknown `op`.
+    Both methods raise `InvalidWeights` for a wrong shape or dtype and for NaN, `SettingsError` for an unknown `op`.
     """
 
     def inner(self, op: Op, weights: NDArray[np.float32]) -> NDArray[np.float32]:

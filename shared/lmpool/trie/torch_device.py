@@ -1,15 +1,15 @@
-"""Kernels on the devices of torch.
+"""Trie kernels on any device of torch, such as a GPU.
 
-Inner nodes are numbered in preorder, so the tokens below a node are neighbours once they are sorted by their homes, and
-the node's value is the sum over a range. A tree of pairs is built over the sorted weights (the sums of 2, 4, 8, ...
-neighbours), and each range is composed of at most 2 * log2(V) of its blocks. This takes about twenty launches,
-however deep the trie is. No number is subtracted, so light nodes keep their digits. No number is added atomically, so
-every result has the same bits in every run and every batch. On torch's CPU device that is strict for sums and maxima
-only: torch chooses vectorised or scalar exponentials by the shape, and they differ in the last bit of a float64, so a
-float32 log-sum-exp may rarely round the other way.
+Inner nodes are numbered in preorder. So once the tokens are sorted by their home (the inner node that their weight is
+added to), the tokens below a node are neighbours, and the node's value is the sum over a range. A tree of pairs is
+built over the sorted weights (the sums of 2, 4, 8, ... neighbours), and each range is composed of at most 2 * log2(V)
+of its blocks. This takes about twenty kernel launches, however deep the trie is. No number is subtracted, so small
+values keep their precision. No number is added atomically, so every result has the same bits in every run and every
+batch. On torch's CPU device only sums and maxima have equal bits: torch chooses vectorised or scalar exponentials by
+the shape, and these differ in the last bit of a float64, so a float32 log-sum-exp may rarely be rounded differently.
 
-Tests run these kernels on torch's CPU device only. Their speed on a GPU is unknown. That `torch.segment_reduce` adds in
-a fixed order on GPUs is known from its source, not from a test.
+Tests run these kernels on torch's CPU device only; their speed on a GPU is unknown. According to the source of
+`torch.segment_reduce`, it adds in a fixed order on GPUs; no test checks this.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ FUNCTIONS = (
     "acos", "asin", "atan", "cos", "erf", "erfc", "erfinv", "exp", "log", "log10", "log2", "sin", "sqrt", "tan", "tanh",
     "trunc",
 )  # fmt: skip
-"""The functions that torch delegates to MKL (its `ATen/cpu/vml.h`)."""
+"""The functions that torch delegates to MKL, as listed in torch's `ATen/cpu/vml.h`."""
 
 _MAX_BYTES = 1 << 29
 """Max bytes of pairs and blocks that are computed at once, which bounds the device memory."""
@@ -62,7 +62,7 @@ class TorchKernels:
     """Kernels of one trie on a device of torch: see `lmpool.trie.kernels.Kernels`."""
 
     def __init__(self, trie: Compressed, device: str) -> None:
-        """Copy the trie to a device of torch, such as "cuda:1"; raises `SettingsError` for an unknown one."""
+        """Copy the trie to a device of torch, such as "cuda:1"; raises `SettingsError` for an unknown device."""
         settle()
         try:
             self._device = torch.empty(0, device=device).device
@@ -83,7 +83,7 @@ class TorchKernels:
 
     @property
     def nbytes(self) -> int:
-        """Bytes on the device."""
+        """Bytes of the trie's arrays on the device."""
         return sum(x.nbytes for x in (self._order, self._index, self._offsets, self._owner, self._value_of))
 
     def inner(self, op: Op, weights: NDArray[np.float32]) -> NDArray[np.float32]:
@@ -122,7 +122,7 @@ class TorchKernels:
         if op != "logsumexp":
             return self._segments(blocks, op)
         largest = self._segments(blocks, "max")
-        # A difference of infinities would be NaN.
+        # Shift by finite maxima only: a difference of infinities would be NaN.
         shift = torch.where(torch.isfinite(largest), largest, 0.0)
         masses = torch.exp(blocks - shift.index_select(0, self._owner))
         return shift + torch.log(self._segments(masses, "sum"))
@@ -136,8 +136,8 @@ def _choose_blocks(
 ) -> tuple[list[int], NDArray[np.int64], NDArray[np.int64]]:
     """Cover each range by the largest blocks of the tree of pairs that fit, from both ends inwards.
 
-    Returns the number of blocks of each level, even except for the last (level 0 are the sorted weights); the chosen
-    blocks, node after node, as places in all levels in succession (K,); and where each node's begin in these (M + 1,).
+    Returns the number of blocks of each level (even below the last level; level 0 has the sorted weights); the chosen
+    blocks of all nodes in order, as indices into the concatenated levels (K,); and each node's first place (M + 1,).
     """
     sizes: list[int] = []
     owners, places = [], []

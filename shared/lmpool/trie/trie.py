@@ -1,8 +1,8 @@
-"""The prefix tree over the byte strings of a vocabulary, as flat arrays; and checks of weights of its tokens.
+"""The prefix tree over the byte strings of a vocabulary, as flat arrays; and checks of token weights.
 
 Nodes are the distinct prefixes of the tokens, numbered in the order of their bytes. The tokens are added in sorted
-order. Each adds a node for every byte after the prefix that it shares with the token before it, so numbers, depths and
-labels are running sums.
+order. Each token adds a node for every byte after the prefix that it shares with the token before it, so numbers,
+depths and labels of nodes are running sums.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from lmpool.vocabulary import Vocabulary
 WIDEST = 8
 """Max rows that the loops of the CPU kernels process side by side; wider blocks leave the first-level cache."""
 
-_MAX_SHOWN = 120  # Characters of a value in an error message.
-_WINDOW = 8  # Bytes of two tokens that are compared at once; most tokens differ within them.
+_MAX_SHOWN = 120  # Max characters of a value in an error message.
+_WINDOW = 8  # Bytes of two tokens that are compared at once; most tokens differ within 8 bytes.
 _BLOCK = 1 << 22  # Max bytes of all windows together, which bounds the memory.
 
 Ints = NDArray[np.int64]
@@ -56,7 +56,7 @@ def _common_prefixes(data: NDArray[np.uint8], starts: Ints, lengths: Ints) -> In
 
 
 def _parents(depth: NDArray[np.int32]) -> NDArray[np.int32]:
-    """Every node's parent: the last node before it whose depth is one less, most often the previous node."""
+    """The parent of every node: the last node before it whose depth is one less, most often the previous node."""
     count = depth.size
     parent = np.arange(-1, count - 1, dtype=np.int32)
     others = np.flatnonzero(depth[1:] <= depth[:-1]) + 1
@@ -80,7 +80,7 @@ def _compress(
 ) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32]]:
     """`home` (V,), `inner_parent` (M,) and `value_of` (N,) of the compressed trie.
 
-    A link is a node with one child and no token. It has its child's value, and its child is the next node. So every
+    A link is a node with one child and no token. A link has its child's value, and its child is the next node. So every
     node has the value of the first node from itself on that is no link. The links directly before a node are its chain.
     """
     n_tokens = np.bincount(leaf, minlength=parent.size)
@@ -116,24 +116,24 @@ class Compressed:
 
 
 class Trie(Compressed):
-    """The trie of V tokens: N nodes, one for every distinct prefix of a token, the empty one among them.
+    """The trie of V tokens: N nodes, one for every distinct prefix of a token, including the empty prefix.
 
     Nodes are numbered in the order of their prefixes as byte strings, which is preorder with children by byte value.
     The root, b"", is node 0; a parent precedes its children; all nodes below a node follow it without a gap. The
     numbers depend only on the set of byte strings, so they are the same in every process.
 
-    All arrays are read-only. Two tries are equal when their vocabularies are.
+    All arrays are read-only. Two tries are equal when their vocabularies are equal.
 
     Attributes:
-        vocabulary: the byte strings, by token id. Duplicates share a node; an empty one is at the root.
-        parent: int32 (N,), -1 at the root; always smaller than the node.
+        vocabulary: the byte strings, by token id. Equal byte strings share a node; an empty byte string is at the root.
+        parent: int32 (N,), the parent of each node, -1 for the root; always smaller than the node's number.
         label: uint8 (N,), the byte of the edge into the node, 0 at the root.
         depth: int32 (N,), the length of the node's prefix.
         leaf: int32 (V,), the node of each token.
         child_start: int32 (N + 1,); the children of n are `child[child_start[n] : child_start[n + 1]]`, by label.
-        child: int32 (N - 1,).
-        home: int32 (V,), the inner node that a token's weight is added to: its own node, or the nearest one above it.
-        inner_parent: int32 (M,), the nearest inner node above each inner node, -1 at 0; always smaller than the index.
+        child: int32 (N - 1,), the children of all nodes; see `child_start`.
+        home: int32 (V,), the inner node that a token's weight is added to: the token's node or the nearest above it.
+        inner_parent: int32 (M,), the nearest inner node above each inner node, -1 for the root; smaller than the index.
         value_of: int32 (N,), the place of each node's value in the vector [M values of inner nodes | V weights].
         n_tokens, n_inner, n_nodes: V, M and N.
     """
@@ -146,7 +146,7 @@ class Trie(Compressed):
         lengths = self.vocabulary.lengths.astype(np.int64)
         starts = (np.cumsum(lengths) - lengths)[order]
         lengths = lengths[order]
-        # More bytes after the last token, so that a window fits at every byte.
+        # Pad after the last token, so that a window fits at every byte.
         data = np.frombuffer(self.vocabulary.data + bytes(int(lengths.max()) + 1), np.uint8)
         added = lengths - _common_prefixes(data, starts, lengths)
         last = np.cumsum(added)
@@ -177,7 +177,7 @@ class Trie(Compressed):
 
     @property
     def digest(self) -> str:
-        """The vocabulary's: 32 hex digits."""
+        """Digest of the vocabulary: 32 hex digits."""
         return self.vocabulary.digest
 
     @property
@@ -226,10 +226,10 @@ class Trie(Compressed):
 
     def check_nodes(self, nodes: Any) -> NDArray[np.int32]:
         """A sequence or 1-D array of integers as int32 (k,); raises `UnknownNode` for the first wrong node."""
-        if not hasattr(nodes, "__array__"):  # Without numpy, which converts bools to integers.
+        if not hasattr(nodes, "__array__"):  # Check without numpy, which converts bools to integers.
             if isinstance(nodes, (str, bytes, bytearray)) or not isinstance(nodes, Sequence):
                 raise UnknownNode(f"the nodes {shown(nodes, _MAX_SHOWN)} must be a sequence of integers")
-            # Several times as fast as node by node.
+            # Check all nodes at once, which is several times as fast as node by node.
             if set(map(type, nodes)) == {int} and min(nodes) >= 0 and max(nodes) < self.n_nodes:
                 return np.array(nodes, np.int32)
             return np.array([self.check_node(node) for node in nodes], np.int32)
@@ -251,7 +251,7 @@ class Trie(Compressed):
     ) -> NDArray[np.float32]:
         """The values of all nodes, float32 (N,) or (B, N), in new memory or in `out`.
 
-        From the values of the inner nodes, (M,) or (B, M), and the weights they were computed from, (V,) or (B, V).
+        `inner` are the values of the inner nodes, (M,) or (B, M), and `ws` the weights of all tokens, (V,) or (B, V).
         Raises `ValueError` if the shapes do not fit.
         """
         self._check_shapes(inner, ws)
@@ -259,7 +259,7 @@ class Trie(Compressed):
         values = np.empty(shape, np.float32) if out is None else out
         if values.shape != shape or values.dtype != np.float32:
             raise ValueError(f"{values.dtype} of shape {values.shape} cannot take values of shape {shape} and float32")
-        # A single row stays in the processor's cache, and a clipping `take` needs no second buffer.
+        # Expand row by row: a row stays in the processor's cache, and a clipping `take` needs no second buffer.
         row = np.empty(self.n_inner + self.n_tokens, np.float32)
         for target, of_inner, of_tokens in zip(*map(np.atleast_2d, (values, inner, ws)), strict=True):
             row[: self.n_inner], row[self.n_inner :] = of_inner, of_tokens
@@ -304,7 +304,7 @@ class Trie(Compressed):
 def check_weights(weights: Any, n_tokens: int, *, batch: bool) -> NDArray[np.float32]:
     """Check the weights of all tokens: float32 of shape (V,), or (B, V) when `batch`, from numpy or torch on the CPU.
 
-    Returns the same numbers, C-contiguous and aligned; without a copy if they were so. Raises `InvalidWeights` for any
+    Returns the same numbers, C-contiguous and aligned, copied only if necessary. Raises `InvalidWeights` for any
     other value, and for NaN.
     """
     values = check_layout(weights, n_tokens, batch=batch)
@@ -336,7 +336,7 @@ def check_layout(weights: Any, n_tokens: int, *, batch: bool) -> NDArray[np.floa
 
 
 def nan_found(values: NDArray[np.float32]) -> InvalidWeights:
-    """The error for weights of shape (V,) or (B, V) with NaN; it names the first one."""
+    """The error for weights of shape (V,) or (B, V) with NaN; its text names the first NaN."""
     place = np.unravel_index(int(np.argmax(np.isnan(values))), values.shape)
     where = f"weight {place[-1]}" if values.ndim == 1 else f"weight {place[1]} of row {place[0]}"
     return InvalidWeights(f"{where} is NaN: every weight must be a number, or an infinity")
@@ -344,7 +344,7 @@ def nan_found(values: NDArray[np.float32]) -> InvalidWeights:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The order in which kernels sweep a trie: tokens by the inner node that they are added to."""
+    """The order in which kernels sweep a trie: tokens sorted by the inner node that their weight is added to."""
 
     n_tokens: int
     n_inner: int
@@ -352,7 +352,7 @@ class Plan:
     start: NDArray[np.uint32]  # The tokens of inner node i are order[start[i] : start[i + 1]]; uint32 (M + 1,).
     depth: NDArray[np.uint32]  # The number of inner nodes above each inner node; uint32 (M,).
     source: NDArray[np.uint32]  # Each node's place in [M inner values | V weights in `order`]; uint32 (N,).
-    identity: NDArray[np.uint32]  # 0..M-1, the source of the inner nodes themselves; uint32 (M,).
+    identity: NDArray[np.uint32]  # `source` for the inner nodes only, which is 0..M-1; uint32 (M,).
 
     @property
     def nbytes(self) -> int:
@@ -370,7 +370,7 @@ def make_plan(trie: Compressed) -> Plan:
     source = trie.value_of.astype(np.uint32)
     single = source >= trie.n_inner
     source[single] = rank[source[single] - trie.n_inner] + np.uint32(trie.n_inner)
-    # The step upwards doubles, so the depths of a chain of n nodes take log2(n) rounds.
+    # Each round doubles the step upwards, so the depths of a chain of n nodes take log2(n) rounds.
     depth, above = (trie.inner_parent >= 0).astype(np.uint32), trie.inner_parent.copy()
     while (climbing := np.flatnonzero(above >= 0)).size:
         step = above[climbing]
@@ -383,7 +383,7 @@ def make_plan(trie: Compressed) -> Plan:
 def max_kernel_bytes(vocabulary: Vocabulary, device: str) -> int:
     """The upper limit of `Kernels.nbytes` for the trie over a vocabulary on a device."""
     tokens, nodes = len(vocabulary), len(vocabulary.data) + 1
-    inner = tokens  # Each inner node separates tokens from one another, so there are no more of them than tokens.
+    inner = tokens  # Each inner node separates tokens from one another, so at most V inner nodes exist.
     if device != "cpu":
         blocks = 2 * tokens.bit_length() * inner
         return 8 * (tokens + inner + 1 + nodes) + 16 * blocks

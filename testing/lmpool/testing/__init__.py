@@ -1,4 +1,4 @@
-"""A pool in memory for the tests of your programs: no server, no model, started in milliseconds.
+"""A pool in memory for the tests of your programs: it needs no server and no model, and starts in milliseconds.
 
 `pool` is a context manager for any program; for pytest there are the fixtures of `lmpool.pytest_plugin`.
 """

@@ -1,7 +1,7 @@
 """A Redis server in memory: fakeredis behind a Unix socket.
 
-fakeredis has a TCP server, but it sends short strings as status replies, which lmpool's connections refuse, polls for
-input a hundred times a second, and needs a thread per connection. This server runs in an event loop.
+lmpool does not use fakeredis's TCP server, which sends short strings as status replies (lmpool refuses such replies),
+polls for input 100 times a second, and needs a thread per connection. This server runs in an event loop.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ def encode_reply(value: Any, protocol: int) -> bytes:
 
 
 class FakeClient(AsyncFakeSocket, asyncio.Protocol):
-    """A connected client: its state in fakeredis. It sends replies to a transport instead of a queue.
+    """The state of a connected client in fakeredis. Replies go to a transport instead of a queue.
 
     Args:
-        front: its server.
+        front: the server of the client.
     """
 
     transport: asyncio.Transport
@@ -89,7 +89,7 @@ class FakeClient(AsyncFakeSocket, asyncio.Protocol):
             self.transport.write(encode_reply(msg, self._client_info.protocol_version))
 
     def _decode_result(self, result: Any) -> Any:
-        """Return the result unchanged: the client must see whether it is a status, an error or a string."""
+        """Return the result unchanged: the client must see whether the result is a status, an error or a string."""
         return result
 
     def _blocking(
@@ -97,13 +97,13 @@ class FakeClient(AsyncFakeSocket, asyncio.Protocol):
     ) -> Any:
         """Reply to a blocking command at once, when there is a result, or after `timeout` seconds (0: never).
 
-        Unlike the original it ends with the client, which must not receive jobs after that; the client that has waited
-        longest is served first; and XREADGROUP with COUNT waits too.
+        Unlike in fakeredis, the command ends when its client disconnects, as a closed client must not receive jobs;
+        the client that has waited longest is served first; and XREADGROUP with COUNT waits too.
         """
         shaped = shape or (lambda value: value)
 
         def is_nothing(result: Any) -> bool:
-            return result is None or result == {}  # XREADGROUP returns no streams, other commands None.
+            return result is None or result == {}  # No result: XREADGROUP returns {}, other commands None.
 
         def retry(is_over: bool = False) -> None:
             try:
@@ -136,7 +136,7 @@ class FakeClient(AsyncFakeSocket, asyncio.Protocol):
             self._timer.cancel()
 
     def xreadgroup(self, *args: bytes) -> Any:
-        """As the original, but with the error of real servers for a missing stream."""
+        """As in fakeredis, but with the error of real servers for a missing stream."""
         try:
             return super().xreadgroup(*args)
         except SimpleError as error:
@@ -147,7 +147,7 @@ class FakeClient(AsyncFakeSocket, asyncio.Protocol):
     def kill(self) -> None:
         """CLIENT KILL: close the connection now, not when the client next sends something."""
         super().kill()
-        # In the next tick: a client that kills itself gets its reply.
+        # Close in the next tick, so that a client that kills itself gets its reply.
         asyncio.get_running_loop().call_soon(self.transport.close)
 
 
@@ -157,7 +157,7 @@ class Front:
     Attributes:
         engine: stores the keys and runs the commands.
         clients: the connected clients.
-        waiting: client -> runs its blocking command again, which replies if there is a result; in order of their wait.
+        waiting: client -> function that runs its blocking command again and replies if there is a result; oldest first.
     """
 
     def __init__(self, path: Path) -> None:
@@ -179,8 +179,8 @@ class Front:
         await self._server.wait_closed()
 
     def retry_soon(self) -> None:
-        """Run the blocking commands again: a key has changed."""
-        # In the next tick: the engine's lock is held here, and the command that changes the key has not ended.
+        """Run the blocking commands again, because a key has changed."""
+        # Run in the next tick: the engine's lock is held here, and the command that changes the key has not ended.
         if self.waiting and not self._is_retrying:
             self._is_retrying = True
             self._loop.call_soon(self._retry_all)

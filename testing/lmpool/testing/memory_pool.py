@@ -29,36 +29,36 @@ from lmpool.workers.settings import WorkerSettings
 from lmpool.workers.trie import TrieSettings
 from lmpool.workers.worker import Worker
 
-# V of a model without a vocabulary of its own.
+# V of a model without `vocab_size` and `vocabulary`.
 _DEFAULT_V = 512
-# Bytes of shared memory for rows: enough for a test, and allocated in no time.
+# Bytes of shared memory for rows: enough for a test, and quick to allocate.
 _SHM_BYTES = 128 * 2**20
-# Max bytes of the path of the temporary folder: the path of a socket has at most about 100.
+# Max bytes of the path of the temporary folder: the path of a socket has at most about 100 bytes.
 _MAX_FOLDER_BYTES = 75
-# The fields of `SyntheticModel` that are settings of its backend, and of its worker.
+# The fields of `SyntheticModel` that are settings of its backend (first tuple) or of its worker (second tuple).
 _OF_BACKEND = ("name", "vocab_size", "seed", "step_ms", "max_batch", "max_prompt_tokens", "encoding", "fail_token")
 _OF_WORKER = ("lease_s", "queue_limit", "row_ttl_s", "with_trie")
 
 
 @dataclass(frozen=True, slots=True)
 class SyntheticModel:
-    """A model with generated rows: any prompt has one, and a test can compute it beforehand.
+    """A model with generated rows: every prompt has a row, and a test can compute it beforehand.
 
     Attributes:
         name: the model's name.
-        vocab_size: V; 0 for that of `vocabulary`, or 512.
-        vocabulary: the byte string of every token (`Vocabulary` or byte strings), such as that of your tokenizer;
+        vocab_size: V; 0 for the size of `vocabulary`, or for 512 if there is no vocabulary.
+        vocabulary: the byte string of every token (`Vocabulary` or byte strings), such as those of your tokenizer;
             None for `lmpool.synthetic.synthetic_vocabulary`.
-        seed: selects the rows.
-        step_ms: duration of a step.
+        seed: number that selects the rows: models with different seeds have different rows.
+        step_ms: duration of a step of the backend, in ms.
         max_batch: max prompts in one step.
         max_prompt_tokens: longest accepted prompt.
-        encoding: "f32" or "bf16", the encoding in which rows travel; the rows are the same.
+        encoding: "f32" or "bf16", the encoding of rows on the wire; clients receive the same rows with both.
         fail_token: prompts that contain this id end in `WorkerError`; -1 for none.
         lease_s: seconds after which other workers take over the jobs of a killed worker.
         queue_limit: max waiting prompts; more end in `QueueFull`.
         row_ttl_s: seconds that a row stays in the pool's cache.
-        with_trie: answer trie calls by reference (`prompt=`) without trie workers; needs numba.
+        with_trie: whether its worker answers trie calls by reference (`prompt=`) without trie workers; needs numba.
 
     Raises:
         SettingsError, InvalidVocabulary: a value is malformed.
@@ -124,7 +124,7 @@ class SyntheticModel:
 
 
 class MemoryWorker:
-    """A worker that runs in the pool's thread. Its methods return when they are done; call them from other threads.
+    """A worker that runs in the pool's thread. Its methods block until they are done; call them from other threads.
 
     Attributes:
         info: the info of its model.
@@ -133,12 +133,12 @@ class MemoryWorker:
     info: ModelInfo
 
     def __init__(self) -> None:
-        # Each step of its backend waits until it is open, unless the worker is ended.
+        # Each step of the backend waits for `_is_open`, unless `_is_over` is set because the worker is ended.
         self._is_open, self._is_over = threading.Event(), threading.Event()
         self._is_open.set()
 
     async def start(self, worker: Worker) -> None:
-        """Start in the running event loop; return when the worker takes prompts; errors as `Worker.run`."""
+        """Start the worker in the running event loop; return when it takes prompts. Raises errors as `Worker.run`."""
         self._loop = asyncio.get_running_loop()
         ready: asyncio.Future[ModelInfo] = self._loop.create_future()
         self._worker = worker
@@ -150,41 +150,41 @@ class MemoryWorker:
         self.info = ready.result()
 
     def end_step(self, step_ms: float) -> None:
-        """Wait for the duration of a step, and while the worker is stalled."""
+        """Wait for the duration of a step, and as long as the worker is stalled."""
         if not self._is_over.wait(step_ms / 1000):
             self._is_open.wait()
 
     @property
     def is_running(self) -> bool:
-        """Whether it serves, or still finishes its prompts."""
+        """Whether the worker serves prompts, or still finishes its last prompts."""
         return not self._task.done()
 
     def stall(self) -> None:
-        """Let no step end any more, as if the model hangs: prompts are taken and held, and not answered."""
+        """Let no step end any more, as if the model hung: the worker takes prompts, but does not answer them."""
         self._is_open.clear()
 
     def resume(self) -> None:
-        """Continue after `stall`."""
+        """Let steps end again, after `stall`."""
         self._is_open.set()
 
     def stop(self) -> None:
-        """End it as SIGTERM ends a worker: it finishes its prompts, after a stall too, and deregisters.
+        """End the worker as SIGTERM would: it finishes its prompts, even if it was stalled, and deregisters.
 
         Raises:
-            LMPoolError: the worker had failed.
+            LMPoolError: the worker had failed before this call.
         """
         asyncio.run_coroutine_threadsafe(self.end(drains=True), self._loop).result()
 
     def kill(self) -> None:
-        """End it as SIGKILL ends a worker: other workers take over its prompts after a lease.
+        """End the worker as SIGKILL would: other workers take over its prompts after a lease.
 
         Raises:
-            LMPoolError: the worker had failed.
+            LMPoolError: the worker had failed before this call.
         """
         asyncio.run_coroutine_threadsafe(self.end(), self._loop).result()
 
     async def end(self, *, drains: bool = False) -> None:
-        """As `kill`, or `stop` if it drains, from the pool's event loop."""
+        """As `kill`, or as `stop` if `drains`; called in the pool's event loop."""
         had_ended = self._task.done()
         if drains:
             self._worker.stop()
@@ -199,7 +199,7 @@ class MemoryWorker:
 
 
 class _GatedSynthetic(SyntheticBackend):
-    """A synthetic backend, and its settings, with the user's vocabulary. Its steps end when its worker lets them."""
+    """A synthetic backend that is its own settings, with the user's vocabulary; its worker decides when a step ends."""
 
     def __init__(self, model: SyntheticModel, worker: MemoryWorker) -> None:
         super().__init__(replace(model.backend, step_ms=0.0))
@@ -224,11 +224,11 @@ class _GatedSynthetic(SyntheticBackend):
 class MemoryPool:
     """A pool that lives while its context (`with` or `async with`) is open, and leaves nothing behind.
 
-    Any number of pools may be open at once. They do not see each other, nor any other server of the user. Other
-    processes of the same user connect to one by its URL. Its methods may be called from any thread.
+    Any number of pools may be open at once, separate from each other and from all other servers of the user. Other
+    processes of the same user connect to a pool by its URL. The methods of a pool may be called from any thread.
 
     Args:
-        models: the models that are served from the start, each by one worker; none stands for one `SyntheticModel()`.
+        models: the models that are served from the start, each by one worker; by default one `SyntheticModel()`.
         prefix: prefix of the pool's Redis keys.
 
     Raises:
@@ -258,7 +258,7 @@ class MemoryPool:
 
     @property
     def redis(self) -> redis_sync.Redis:
-        """A client of the pool's server, which the pool closes.
+        """A Redis client of the pool's server; the pool closes this client.
 
         Raises:
             LMPoolError: the pool is not open.
@@ -278,7 +278,7 @@ class MemoryPool:
         return self.workers[0]
 
     def serve(self, model: SyntheticModel) -> MemoryWorker:
-        """Start another worker, for another model or for one that is served already.
+        """Start another worker, for a new model or for a model that is served already.
 
         Raises:
             ModelMismatch: the model is served with other weights.
@@ -315,7 +315,7 @@ class MemoryPool:
             except BaseException as error:  # noqa: BLE001  reported to the thread that waits
                 self._ended.set_exception(error)
 
-        # A daemon: a notebook must not wait for it when it is closed.
+        # A daemon thread: a notebook that is closed must not wait for the pool.
         self._thread = threading.Thread(target=run, name="lmpool-testing", daemon=True)
         self._thread.start()
         wait([self._is_open, self._ended], return_when=FIRST_COMPLETED)
@@ -348,18 +348,18 @@ class MemoryPool:
         raise LMPoolError("an in-memory pool belongs to its process and cannot be pickled: pass its `url` to others")
 
     async def _serve(self) -> None:
-        """Run the server until the pool is closed; in any case leave nothing of it and of the workers behind."""
+        """Run the server until the pool is closed; then end the workers and remove all files of the server."""
         try:
             import lupa  # noqa: F401  without it fakeredis has no scripts
 
-            from lmpool.testing.front import Front  # Late: fakeredis is optional, and slow to import.
+            from lmpool.testing.front import Front  # Imported late: fakeredis is optional and slow to import.
         except ModuleNotFoundError as error:
             if error.name not in ("fakeredis", "lupa"):
                 raise
             raise SettingsError(f"an in-memory pool needs {error.name}: pip install 'lmpool[testing]'") from error
         self._loop, self._over = asyncio.get_running_loop(), asyncio.Event()
         is_long = len(os.fsencode(tempfile.gettempdir())) > _MAX_FOLDER_BYTES
-        # A private folder: the server has no password.
+        # Use a private folder, because the server has no password.
         with tempfile.TemporaryDirectory(prefix="lmp", dir="/tmp" if is_long else None) as folder:
             path = socket_path(Path(folder))
             async with Front(path):
@@ -372,7 +372,7 @@ class MemoryPool:
                     self._redis.close()
                     self._redis = None
                 ends = await asyncio.gather(*(worker.end() for worker in workers), return_exceptions=True)
-                for end in ends:  # The error of a worker that had failed before.
+                for end in ends:  # Raise the error of a worker that had failed before.
                     if isinstance(end, BaseException):
                         raise end
 

@@ -1,4 +1,4 @@
-"""Trie workers: fetch the inputs of trie jobs, cached within limits of bytes, and answer the jobs in batches.
+"""Trie workers: fetch the inputs of trie jobs, cache these inputs within byte limits, and answer the jobs in batches.
 
 The event loop fetches tries, weights and rows (`TrieInputs`). The backend's thread computes (`answer`).
 """
@@ -36,11 +36,11 @@ from lmpool.workers.metrics.counters import WorkerCounters
 from lmpool.workers.settings import WorkerSettings
 
 REVISION: Final = "1"
-"""Changes whenever the numbering of nodes or the meaning of an operation changes."""
+"""Revision of trie answers: changes whenever the numbering of nodes or the meaning of an operation changes."""
 
-_BYTES_A_NODE = 25  # Of a trie's arrays; a trie has at most one node for each byte of its vocabulary.
-_BYTES_A_TOKEN = 16  # Of a trie's arrays.
-_OUT_OF_MEMORY = "OutOfMemoryError"  # The name of torch's error: a trie worker may have no torch to import it from.
+_BYTES_A_NODE = 25  # Bytes of a trie's arrays per node; a trie has at most one node for each byte of its vocabulary.
+_BYTES_A_TOKEN = 16  # Bytes of a trie's arrays per token.
+_OUT_OF_MEMORY = "OutOfMemoryError"  # Name of torch's error: a trie worker may have no torch to import it from.
 
 _log = logging.getLogger("lmpool.worker")
 
@@ -74,7 +74,7 @@ class ByteLRU(Generic[K, T]):
         self._lock = threading.Lock()
 
     def get(self, key: K) -> T | None:
-        """The value, which becomes the most recently used one."""
+        """The value of a key, which becomes the most recently used value; None if there is none."""
         with self._lock:
             value = self._values.get(key)
             if value is not None:
@@ -98,7 +98,7 @@ ValuesCache = ByteLRU[tuple[str, str, bytes, str], Values]
 class LazyTrie:
     """A vocabulary whose trie is built at its first use, with the cache of the values computed for it.
 
-    `nbytes` is an upper limit: for the vocabulary, its trie and its kernels.
+    `nbytes` is an upper limit for the bytes of the vocabulary, its trie and its kernels.
     """
 
     def __init__(self, vocabulary: Vocabulary, device: str, values: ValuesCache) -> None:
@@ -125,25 +125,25 @@ class TrieInput(NamedTuple):
     query: TrieQuery
     trie: LazyTrie
     vector: Values | None
-    """float32 (V,): the weights, or the row that the query names; None when `values` is known."""
+    """float32 (V,): the weights, or the row that the query names; None if `values` is given."""
     values: Values | None = None
-    """float32 (M + V,): cached values of that row, or None."""
+    """float32 (M + V,): cached values of the row that the query names, or None."""
 
 
 class _Source(NamedTuple):
     """A row or weights that a trie job names."""
 
-    fingerprint: str  # The model of the row; "" for weights.
+    fingerprint: str  # Fingerprint of the model of the row; "" for weights.
     name: bytes  # Digest of the prompt, or name of the weights.
-    length: int  # Number of entries that it must have.
+    length: int  # Number of entries that the row or the weights must have.
 
     @property
     def max_bytes(self) -> int:
-        """Bytes to read: one more than it can have, so that a value that is too long is noticed."""
+        """Max bytes to read: one more than the value can have, to notice a value that is too long."""
         return SECRET_SIZE + encoded_size(self.length, Encoding.F32) + 1
 
     def decode(self, value: Any) -> Row | errors.LMPoolError:
-        """Read the stored value; an error is a value here."""
+        """Decode the stored value; returns an error instead of raising it."""
         kind, verb = ("row of prompt", "is") if self.fingerprint else ("weights", "are")
         label = f"the {kind} {self.name.hex()}"
         if isinstance(value, bytes):
@@ -161,7 +161,7 @@ class _Source(NamedTuple):
 
 
 class TrieInputs:
-    """Fetches the inputs of trie jobs, and caches the ones that other jobs may need too."""
+    """Fetches the inputs of trie jobs, and caches inputs that other jobs may need too."""
 
     def __init__(
         self,
@@ -176,18 +176,18 @@ class TrieInputs:
         self._counters = counters or WorkerCounters()
         self._tries = ByteLRU[str, LazyTrie](settings.trie_mb * 2**20)
         self._values = ValuesCache(settings.trie_values_mb * 2**20)
-        # A source that this worker may not read must not keep it from the sources of other jobs.
+        # After these errors, each value is fetched alone: a source that cannot be read must not fail other jobs.
         apart = errors.ServerError, errors.ProtocolError
         self._connections = RowConnections(server, reply_timeout(settings.lease_s), apart)
 
     async def fill(
         self, queries: Mapping[bytes, TrieQuery], rows: Mapping[bytes, Row] | None = None, vocab_size: int | None = None
     ) -> tuple[dict[bytes, TrieInput], dict[bytes, Failure]]:
-        """Fetch the inputs of trie queries, which are by the digest of their answer. Raises `ServerError`.
+        """Fetch the inputs of trie queries, given as digest of the answer -> query. Raises `ServerError`.
 
-        `rows` are known: digest of a prompt -> row (V,). `vocab_size` is V if all queries are about rows of one model.
+        `rows` are not fetched: prompt's digest -> row (V,). `vocab_size` is V if all queries are about one model.
 
-        Returns the inputs, and the reasons for no answer, by the digest of the answer.
+        Returns the inputs, and the failures of queries without inputs, both by the digest of the answer.
         """
         known = rows or {}
         failed: dict[bytes, errors.LMPoolError] = {}
@@ -235,11 +235,11 @@ class TrieInputs:
             (data,) = await connection.get([key], [MAX_BYTES])
             packed = bytes(data) if isinstance(data, (bytes, np.ndarray)) else b""
             try:
-                # In a thread: unpacking a large vocabulary takes long.
+                # Unpack in a thread: a large vocabulary would block the event loop.
                 vocabulary = await asyncio.to_thread(unpack_known, packed, digest)
             except errors.UnknownVocabulary as error:
                 return error
-            # A concurrent `fill` may have fetched it too.
+            # A concurrent `fill` may have fetched this vocabulary too.
             trie = self._tries.get(digest) or LazyTrie(vocabulary, self._device, self._values)
             self._tries.put(digest, trie)
         return trie
@@ -283,7 +283,7 @@ def warm_up(device: str) -> None:
 
 
 def answer(jobs: Mapping[bytes, TrieInput]) -> tuple[VectorBlock | None, dict[bytes, str]]:
-    """Answer trie queries, by the digest of their answer, in batches of one vocabulary and operation.
+    """Answer trie queries, given as digest of the answer -> inputs, in batches of one vocabulary and operation.
 
     Returns the answers, and digest -> reason (the name of the error and its text) for the other jobs.
     """
@@ -310,7 +310,7 @@ def answer(jobs: Mapping[bytes, TrieInput]) -> tuple[VectorBlock | None, dict[by
 def _sweep(
     trie: Trie, kernels: Kernels, batch: Mapping[bytes, TrieInput], failures: dict[bytes, str]
 ) -> dict[bytes, Values]:
-    """The values of jobs of one vocabulary and operation: [M inner values | V weights], or only the inner ones."""
+    """The values of jobs of one vocabulary and operation: [M inner values | V weights], or only the M inner values."""
     # Jobs about the same row share one sweep.
     sources: dict[tuple[str, bytes], list[bytes]] = defaultdict(list)
     for digest, job in batch.items():
@@ -320,11 +320,11 @@ def _sweep(
         return _compute(trie, kernels, batch, groups)
     except (errors.LMPoolError, *contract.QUERY_ERRORS) as error:
         reason = _reason(error, f"a single row of {trie.n_tokens} weights does not fit: free some of it")
-    # Outside of the handler: an exception keeps the device memory of its frames.
+    # Go on outside of the handler: while the exception exists, it keeps the device memory of its frames.
     if len(groups) == 1:
         failures |= dict.fromkeys(batch, reason)
         return {}
-    # Halve the batch: the memory may hold a half, and the input of one client must not fail others.
+    # Halve the batch: half of it may fit in memory, and the input of one client must not fail other clients' jobs.
     middle = (len(groups) + 1) // 2
     halves = [{digest: batch[digest] for digest in chain(*half)} for half in (groups[:middle], groups[middle:])]
     return _sweep(trie, kernels, halves[0], failures) | _sweep(trie, kernels, halves[1], failures)
@@ -333,12 +333,12 @@ def _sweep(
 def _compute(
     trie: Trie, kernels: Kernels, batch: Mapping[bytes, TrieInput], groups: list[list[bytes]]
 ) -> dict[bytes, Values]:
-    """The values of jobs, in groups that have the same weights."""
+    """The values of jobs, which are grouped by equal weights."""
     weights = np.empty((len(groups), trie.n_tokens), np.float32)
     for out, digests in zip(weights, groups, strict=True):
         job = batch[digests[0]]
         assert job.vector is not None
-        if job.query.rows and job.query.op != "logsumexp":  # The probabilities of a row.
+        if job.query.rows and job.query.op != "logsumexp":  # Use the probabilities of a row.
             np.exp(job.vector, out=out)
         else:
             out[:] = job.vector
@@ -347,7 +347,7 @@ def _compute(
     for inner_values, row, digests in zip(inner, weights, groups, strict=True):
         values = inner_values
         if any(batch[digest].query.select != "inner" for digest in digests):
-            # A copy: a cached array must not keep the whole batch in memory.
+            # Copy: a cached array must not keep the whole batch in memory.
             values = np.concatenate((inner_values, row))
             query = batch[digests[0]].query
             if query.rows:
@@ -359,7 +359,7 @@ def _compute(
 def _reason(error: Exception, too_large: str = "") -> str:
     """The reason for no answer, beginning with the name of the error; raises `error` itself if the device is broken.
 
-    `too_large` says what does not fit, for an error of memory.
+    `too_large` is the text for an out-of-memory error: what does not fit, and what to do.
     """
     if isinstance(error, errors.LMPoolError):
         return f"{type(error).__name__}: {error}"
@@ -406,7 +406,7 @@ class TrieSettings:
 
 
 class TrieBackend(contract.WithoutAdapters):
-    """Answers trie jobs, whose inputs come with them. See `Backend` for the methods.
+    """The backend of trie workers: jobs contain their inputs (`TrieInput`). See `Backend` for the methods.
 
     Raises `SettingsError` if the libraries of the device, or the device, are missing.
     """
