@@ -61,7 +61,7 @@ class ProducerStats:
 
 @dataclass(slots=True)
 class Counters:
-    """Counters and histograms of one producer. Its event loop updates them; any thread may read them.
+    """Counters and histograms of one producer, which its event loop updates; any thread may read them.
 
     Attributes:
         cache: the producer's own row cache.
@@ -108,7 +108,7 @@ _VALUES: tuple[tuple[str, str, str, Callable[[Counters], float]], ...] = (
 class ProducerCollector:
     """Exports the metrics of producers to prometheus_client: `registry.register(ProducerCollector(producer))`.
 
-    A registry takes one collector. A process with producers of several models passes all producers to this collector.
+    A registry takes only one such collector: a process with several producers passes all producers to one collector.
 
     Args:
         producers: `Producer` or `SyncProducer` objects, each of a different model.
@@ -151,10 +151,10 @@ class ProducerCollector:
 
 
 class TracedCall:
-    """One call of the program, with its span.
+    """One traced call of a producer, with its span.
 
     Attributes:
-        traceparent: context of the span, which is sent with jobs; "" if the span has no context.
+        traceparent: context of the span, which is sent with jobs, or "" if the span has no context.
         requests: the pending requests that the call waits for, each with whether this call started it.
     """
 
@@ -173,7 +173,7 @@ class Traces:
     """Makes the spans of one producer, with the tracer provider that the program has set up.
 
     Args:
-        model: name of the model; None if the program did not name one.
+        model: name of the model, or None if the program did not name a model.
 
     Raises:
         SettingsError: the API of OpenTelemetry is not installed.

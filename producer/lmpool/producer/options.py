@@ -25,8 +25,8 @@ class DrawOptions(TypedDict, total=False):
         temperature: divides the log-probabilities (default 1); 0 selects the most likely token.
         top_p: sample only from the smallest set of most likely tokens with at least this total probability (default 1:
             all tokens).
-        seed: the same seed samples the same tokens from the same rows on every machine; None, the default, samples
-            different tokens in every call (`lmpool.protocol.query.sample`).
+        seed: the same seed samples the same tokens from the same rows on every machine; a seed of None, the default,
+            samples different tokens in every call (`lmpool.protocol.query.sample`).
         adapter: as for `Producer.logprobs`.
         timeout: as for `Producer.logprobs`.
     """
@@ -42,7 +42,7 @@ class SampleOptions(DrawOptions, total=False):
     """Options of `Producer.sample` and `Producer.batch_sample`: the options of `DrawOptions`, and `allowed`.
 
     Attributes:
-        allowed: sample only from these tokens, as for `Producer.topk`. Their probabilities are scaled to a sum of 1.
+        allowed: sample only from these tokens, as for `Producer.topk`; their probabilities are scaled to a sum of 1.
     """
 
     allowed: Any
@@ -67,7 +67,7 @@ class PositionOptions(TypedDict, total=False):
     Exactly one of `top`, `targets`, `full` and `logz` selects the values.
 
     Attributes:
-        top: return this many most likely tokens, 1 to V.
+        top: return this number of most likely tokens, 1 to V.
         targets: return the entries of these token ids.
         full: True to return whole rows.
         logz: True to return the logarithm of the sum of the exponentials of the logits, float32 (n,).

@@ -34,7 +34,7 @@ class PartialRows:
     is computed for a result is cached for all clients.
 
     All calls take prompts (`ids`), `adapter`, `mode` and `timeout` like `Producer.logprobs`, and raise the same
-    exceptions. A call for several prompts checks all of them before it sends the first, and ends with the first
+    exceptions. A call for several prompts checks all prompts before it sends one, and ends with the first
     failure. The text of a failure of one prompt begins with its index, such as "prompts[3]: ".
     """
 
@@ -220,14 +220,14 @@ class PartialRows:
     ) -> NDArray[np.float32]:
         """Return the log-probability of each token of a continuation, given the prompt and all earlier tokens.
 
-        A backend with `model.positions` runs one forward pass; other backends compute the rows of all prefixes. Passes
-        of different lengths round differently: in float32 the result agrees with rows to about 1e-4.
+        A backend with `model.positions` runs one forward pass; other backends compute the rows of all prefixes. Forward
+        passes of different lengths round differently, so float32 results agree with rows to about 1e-4.
 
         Args:
             continuation: token ids, at least one. Prompt and continuation must fit the model's longest prompt.
 
         Returns:
-            float32 of shape (m,), one value per token. Log-probabilities add up to that of the whole continuation.
+            float32 (m,), one value per token. Log-probabilities add up to the log-probability of the continuation.
         """
         return (await self.batch_score([prompt], [continuation], mode=mode, adapter=adapter, timeout=timeout))[0]
 
@@ -258,10 +258,10 @@ class PartialRows:
         return await self._request(adapter, timeout, ask)
 
     async def positions(self, ids: Any, start: int = 0, **options: Unpack[PositionOptions]) -> Expected:
-        """Return the model's predictions at every position of a text from `start` on: at position i after ids[: i + 1].
+        """Return the model's predictions at every position of a text from `start` on, at position i given ids[: i + 1].
 
-        A backend with `model.positions` runs one forward pass; other backends compute a row for each position. Passes
-        of different lengths round differently: in float32 the result agrees with rows to about 1e-4.
+        A backend with `model.positions` runs one forward pass; other backends compute a row for each position. Forward
+        passes of different lengths round differently, so float32 results agree with rows to about 1e-4.
 
         Args:
             ids: a text of N tokens.
@@ -297,7 +297,7 @@ class PartialRows:
     ) -> AsyncIterator[Positions]:
         """As `positions`, but yield the result in parts of at most 8 MiB, for results that do not fit in memory.
 
-        `timeout` applies to each part. Raises ModelMismatch if the model or adapter has changed since the last part.
+        `timeout` applies to each part. Raises ModelMismatch if the model or adapter changes between two parts.
         """
         parts: list[range] = []
         version: tuple[str, str] | None = None
@@ -350,7 +350,7 @@ class PartialRows:
         V = 128,000, hidden states take about thirty times fewer bytes than rows.
 
         Returns:
-            array (N - start, d) in the model's dtype, or in float32 if that is bfloat16, which numpy does not have.
+            (N - start, d) array in the model's dtype; float32 for a bfloat16 model, because numpy has no bfloat16.
 
         Raises:
             SettingsError: `start` is out of range, or the backend returns no hidden states (`model.hidden` is 0).

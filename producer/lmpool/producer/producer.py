@@ -48,9 +48,9 @@ class Producer(CopiedAsItself, PartialRows):
     unpickled producer connects to the same model with its first request. A copy of a producer is the producer itself.
 
     Args:
-        model: name of a served model; None if the pool serves only one model. The name `trie` is reserved for trie
+        model: name of a served model, or None if the pool serves only one model. The name `trie` is reserved for trie
             workers.
-        redis: URL of the server, or a redis-py client whose address and credentials are used; None for the
+        redis: URL of the server, or a redis-py client whose address and credentials are used, or None for the
             environment's `LMPOOL_REDIS_URL`, or else this user's embedded server.
         timeout: seconds that a request may take, unless the call overrides it.
         cache_bytes: max bytes of rows in this producer's own memory; 0 keeps none. Rows in this machine's shared memory
@@ -62,13 +62,13 @@ class Producer(CopiedAsItself, PartialRows):
             worker serves the model. With "raise", both raise UnknownModel or ServerUnreachable at once, and NoWorker
             when the last worker has been missing for a lease (5 s at least).
         priority: with "interactive", workers take prompts from all clients in turn. With "bulk", for work such as a
-            file of texts, they take interactive prompts first, and spend at least 1/16 of their time on bulk prompts.
+            file of texts, workers take interactive prompts first, but bulk prompts get at least 1/16 of the time.
         keep_answers: whether results of queries (top-k tokens, samples, scores, positions) stay in the pool's cache for
-            a minute. False removes each result once it has been read, so that a program with a million texts does not
-            fill the server's memory.
+            a minute. With False, each result is removed once it has been read, so that a million texts do not fill the
+            server's memory.
         tracing: whether each call has an OpenTelemetry span whose context is sent with its jobs. Tracing needs
-            `lmpool[tracing]` and a tracer provider that the program sets up. None reads `LMPOOL_TRACING`, 1 or 0, from
-            the environment. Calls of tries and changes of adapters have no spans.
+            `lmpool[tracing]` and a tracer provider that the program sets up. None means the
+            environment's `LMPOOL_TRACING`, 1 or 0. Calls of tries and changes of adapters have no spans.
 
     Raises:
         SettingsError: an argument is malformed.
@@ -145,12 +145,12 @@ class Producer(CopiedAsItself, PartialRows):
 
         Args:
             ids: list, tuple or 1-D integer array (numpy, torch) of token ids.
-            targets: token ids. The server reads only the entries of these tokens from the cached row, and sends them.
+            targets: token ids. The server reads and sends only the entries of these tokens in the cached row.
             mode: "logits" for the logits as the model computed them. A worker computes the logits again, with the keys
                 and values that it keeps, unless a worker still has the row in 16 bits.
             fresh: a worker computes the row now, even if the row is cached, and does not cache it.
-            adapter: name of one of the model's adapters (see `adapters`); "" for none.
-            timeout: seconds; None for the producer's timeout.
+            adapter: name of one of the model's adapters (see `adapters`), or "" for none.
+            timeout: seconds, or None for the producer's timeout.
 
         Returns:
             read-only float32 array of shape (V,); with `targets` a writable array of shape (k,), in the targets' order.
@@ -212,9 +212,9 @@ class Producer(CopiedAsItself, PartialRows):
 
         Args:
             prompts: prompts as for `logprobs`, or a 2-D integer array.
-            targets: token ids, to return only their entries, (n, k): k ids for all prompts, or (n, k) ids, k per prompt.
+            targets: token ids, to return only their entries, (n, k): k ids for all prompts, or (n, k), k per prompt.
             mode, adapter: as for `logprobs`.
-            timeout: seconds for all prompts together; None for the producer's timeout.
+            timeout: seconds for all prompts together, or None for the producer's timeout.
 
         Raises:
             As `logprobs`; the first failure ends the batch. The text of a failure of one prompt begins with its index,
@@ -249,7 +249,7 @@ class Producer(CopiedAsItself, PartialRows):
             name: name of the adapter in requests.
             source: the adapter's folder on the workers' machines, or its name on the hub for workers with
                 --adapter-hub. The path of a folder that exists on this machine is made absolute.
-            timeout: seconds; None for the producer's timeout. Replacing an adapter takes 2.5 s at least.
+            timeout: seconds, or None for the producer's timeout. Replacing an adapter takes 2.5 s at least.
 
         Returns:
             the adapter's revision, a digest of its weights.
@@ -274,7 +274,7 @@ class Producer(CopiedAsItself, PartialRows):
 
         Args:
             name: name of the adapter in requests.
-            timeout: seconds; None for the producer's timeout. Removing an adapter takes 2.5 s at least.
+            timeout: seconds, or None for the producer's timeout. Removing an adapter takes 2.5 s at least.
 
         Raises:
             SettingsError, UnknownAdapter: `name` is malformed, or the model has no adapter of that name.
@@ -289,7 +289,7 @@ class Producer(CopiedAsItself, PartialRows):
         """Return the trie over a vocabulary, whose node values trie workers compute.
 
         Args:
-            vocabulary: the byte string of every token id; None for the served model's vocabulary.
+            vocabulary: the byte string of every token id, or None for the served model's vocabulary.
             local: compute node values in this process (needs `lmpool[trie]`) unless a call overrides this.
 
         Raises:
@@ -305,9 +305,9 @@ class Producer(CopiedAsItself, PartialRows):
         return PooledTrie(structure, self._sessions, self._trie_sessions, self._timeout, local=local)
 
     async def tokenizer(self, *, timeout: float | None = None) -> PublishedTokenizer:
-        """Return the model's tokenizer, as its workers publish it. All producers of a process share it.
+        """Return the model's tokenizer, as its workers publish it; all producers of a process share one object.
 
-        Needs `lmpool[text]`, which installs the package `tokenizers`, but neither torch nor transformers.
+        This needs `lmpool[text]`, which installs the package `tokenizers`, but neither torch nor transformers.
 
         Raises:
             UnknownTokenizer: the workers publish no tokenizer, or the pool holds a different one in its place.

@@ -56,10 +56,10 @@ def blocking(
 def opened_by(
     make: Callable[P, Producer],
 ) -> Callable[[Callable[[SyncProducer, Producer], None]], Callable[Concatenate[SyncProducer, P], None]]:
-    """Return a decorator that replaces a method's parameter, a producer, by the parameters that make a producer."""
+    """Return a decorator for methods that take a producer: callers pass the arguments of the producer instead."""
 
     def decorate(method: Callable[[SyncProducer, Producer], None]) -> Callable[Concatenate[SyncProducer, P], None]:
-        @wraps(make.__init__)  # So that `help` and the reference show the parameters of a producer.
+        @wraps(make.__init__)  # Makes `help` and the reference show the parameters of a producer.
         def call(self: SyncProducer, /, *args: P.args, **kwargs: P.kwargs) -> None:
             method(self, make(*args, **kwargs))
 
@@ -105,7 +105,7 @@ class SyncTrie(Blocking):
 class SyncProducer(Blocking):
     """The calls of `Producer` without asyncio, which run in the event loop of a background thread.
 
-    It takes the arguments of `Producer`, and connects at once. Any number of threads may use one object. A pickle
+    A `SyncProducer` takes the arguments of `Producer`, and connects at once. Any number of threads may use it. A pickle
     contains the same as the pickle of a `Producer`; the unpickled object is open and connects with its first call.
 
     Args:
@@ -140,7 +140,7 @@ class SyncProducer(Blocking):
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=_run, args=(self._loop,), name="lmpool-producer", daemon=True)
         self._thread.start()
-        # Close also an object dropped without `close`. The garbage collector may run in any thread, so do not wait.
+        # Also close an object dropped without `close`. The garbage collector may run in any thread, so do not wait.
         self._abandoned = weakref.finalize(self, _abandon, producer, self._loop)
         self._abandoned.atexit = False
 

@@ -1,4 +1,4 @@
-"""Finds the tokenizer of a model: the one that its workers publish, cached in this process, or else transformers's."""
+"""Finds a model's tokenizer: the one that its workers publish, cached in this process, or else one of transformers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _MAX_THREADS = 4
 
 
 class Tokenizer(Protocol):
-    """The methods that the command line uses of a tokenizer, either a published one or one of transformers."""
+    """The tokenizer methods that the command line uses, of published tokenizers and those of transformers."""
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of a text, with or without the model's tokens for its beginning and end."""
@@ -45,14 +45,14 @@ class HasTokenizer(Protocol):
 
 
 class PublishedTokenizer:
-    """The tokenizer of a served model, as its workers publish it. It returns the same ids as in transformers.
+    """The tokenizer of a served model, as its workers publish it; its token ids equal those of transformers.
 
     Args:
         text: content of `tokenizer.json`.
 
     Raises:
         SettingsError: the package `tokenizers` is not installed.
-        UnknownTokenizer: this release of `tokenizers` cannot read the text, or such a tokenizer could freeze this
+        UnknownTokenizer: this release of `tokenizers` cannot read the text, or the tokenizer could freeze this
             process or fill its memory (`lmpool.protocol.tokenizer`).
     """
 
@@ -145,7 +145,7 @@ class TokenizerCache:
         self.after_fork()
 
     def after_fork(self) -> None:
-        """Replace the threads: a child process has no threads of its parent."""
+        """Make a new thread pool, because a forked process has no threads of its parent."""
         self._threads = ThreadPoolExecutor(_MAX_THREADS, "lmpool-tokenizer")
 
     async def encode(
@@ -162,7 +162,7 @@ class TokenizerCache:
             return await deadline.loop.run_in_executor(self._threads, encode)
 
     async def get(self, digest: str, vocabularies: Vocabularies, deadline: Deadline) -> PublishedTokenizer:
-        """Return the tokenizer with a digest from the cache or the pool; "" means that the workers publish none.
+        """Return the tokenizer with this digest from the cache or the pool; raises UnknownTokenizer for the digest "".
 
         Callers of one session read a tokenizer one after the other, so all but the first usually find it in the cache.
 
@@ -190,7 +190,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def import_package() -> Any:
-    """Return the package `tokenizers`; SettingsError if it is not installed."""
+    """Return the package `tokenizers`; raises SettingsError if the package is not installed."""
     try:
         import tokenizers
     except ImportError as error:
@@ -199,7 +199,7 @@ def import_package() -> Any:
 
 
 async def published_tokenizer(producer: HasTokenizer) -> Tokenizer | None:
-    """Return the tokenizer that the model publishes; None if it publishes none, or `tokenizers` is not installed."""
+    """Return the tokenizer that the model publishes, or None if there is none or `tokenizers` is not installed."""
     try:
         return await producer.tokenizer()
     except (UnknownTokenizer, SettingsError):

@@ -24,7 +24,7 @@ from lmpool.trie.kernels import Kernels, open_kernels
 from lmpool.trie.trie import Trie, check_weights
 from lmpool.vocabulary import Vocabulary
 
-_MAX_MISSING = 5  # Max times that the row or the weights of a request may be missing; then it fails.
+_MAX_MISSING = 5  # Max times that the row or the weights of a request may be missing; then the request fails.
 _MAX_CHOICES = 4096  # Max prefixes whose children are cached: particles request the same few prefixes repeatedly.
 
 _tries: WeakValueDictionary[str, Trie] = WeakValueDictionary()
@@ -54,7 +54,7 @@ class _Choice(NamedTuple):
 
     Attributes:
         size: number of nodes.
-        nodes: int32 ids of the nodes; None for all nodes.
+        nodes: int32 ids of the nodes, or None for all nodes.
         select: how the query selects the nodes.
         sent: encoded node ids in the query.
     """
@@ -76,13 +76,13 @@ class _Call(NamedTuple):
 class PooledTrie(CopiedAsItself):
     """The prefix tree over a vocabulary; made by `Producer.trie`.
 
-    Every node stands for a prefix of some tokens. Its value is the sum or the maximum of the weights of the tokens that
-    begin with the prefix. Weights are a float32 array of shape (V,) (numpy, or torch on the CPU), which is not copied
-    and must not change until the call returns. With a prompt in place of weights, the weights are the probabilities of
-    the prompt's row (for `logsumexp` its log-probabilities), and the row is not fetched.
+    Every node stands for a prefix of some tokens. A node's value is the sum or maximum of the weights of the tokens
+    that begin with this prefix. Weights are a float32 array of shape (V,) (numpy, or torch on the CPU), which is not
+    copied and must not change until the call returns. With a prompt in place of weights, the weights are the
+    probabilities of the prompt's row (for `logsumexp` its log-probabilities), and the row is not fetched.
 
     All methods return float32 of shape (n_nodes,), or with `nodes` or `under` one value for each requested node, in
-    the order of the nodes. Batches have one more axis in front. All methods raise
+    the order of the nodes. Results of batches have one more axis in front. All methods raise
 
         InvalidWeights: weights have the wrong length or dtype, or contain NaN.
         UnknownNode: the trie has no such node or prefix.
@@ -106,7 +106,7 @@ class PooledTrie(CopiedAsItself):
         self, structure: Trie, sessions: SessionPerLoop, trie_sessions: SessionPerLoop, timeout: float, *, local: bool
     ) -> None:
         self.structure = structure
-        # The "prompt" of a job for trie workers is the vocabulary's digest: a worker that has the vocabulary gets it.
+        # The "prompt" of a job for trie workers is the vocabulary's digest, so a worker that has the vocabulary gets it.
         self._prompt = Prompt(structure.digest.encode(), digest_of(structure.digest.encode()))
         self._sessions = sessions
         self._trie_sessions = trie_sessions
@@ -174,7 +174,7 @@ class PooledTrie(CopiedAsItself):
         return values if is_batch else values[0]
 
     def _choose(self, nodes: Any, under: Any) -> _Choice:
-        """Read the options `nodes` and `under`; UnknownNode if there is no such node or prefix."""
+        """Read the options `nodes` and `under`; raises UnknownNode for an unknown node or prefix."""
         trie = self.structure
         if nodes is not None and under is not None:
             raise errors.SettingsError("nodes: either nodes or under can be given, not both")
@@ -213,7 +213,7 @@ class PooledTrie(CopiedAsItself):
             query = self._prompt.with_query(packed, trie.n_inner if choice.nodes is None else choice.size)
             return await session.answer(query, call.deadline, weights=sent)
 
-        # Insist, because a server that restarts loses the weights, and weights may expire while the job is queued.
+        # Repeat the request: a restarted server loses the weights, and weights may expire while the job is queued.
         values = await self._insist(session, ask, call.deadline)
         if choice.nodes is None:
             trie.expand(values, weights, out)
@@ -285,7 +285,7 @@ class PooledTrie(CopiedAsItself):
         missing: int = _MAX_MISSING,
         repair: Callable[[errors.RequestFailed], Awaitable[None]] | None = None,
     ) -> Values:
-        """Repeat a request until the server has everything that the job names.
+        """Repeat a request until the server has the vocabulary, and the row or weights, that the job names.
 
         `missing` is the number of times that the row or the weights may be missing or damaged. `repair` stores the row
         or the weights again; without `repair`, `ask` does so.

@@ -1,4 +1,4 @@
 """The client's work in one event loop: sessions, pending requests, submission, notifications and queries.
 
-This folder imports the shared folders and `lmpool.producer.metrics`. The files of `lmpool.producer` import it.
+The files of `lmpool.producer` import this folder, which imports `lmpool.producer.metrics` and the shared folders.
 """

@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 _NEVER = float("-inf")
 _IN_USE_S = 60.0  # Seconds for which the session keeps reading the registry after the last request with an adapter.
-_CHECK_MARGIN_S = 60.0  # Seconds that the server keeps a check after the client's deadline, in case its job runs late.
+_CHECK_MARGIN_S = 60.0  # Seconds added to the lifetime of an adapter's check, because its job may run late.
 _MAX_SHOWN = 20  # Max adapter names that an error text lists.
 
 
@@ -36,7 +36,7 @@ class _Known(NamedTuple):
     """The entry of one adapter name, as this client last read it from the registry.
 
     Attributes:
-        adapter: the adapter; None if the name had been removed.
+        adapter: the adapter, or None if the name had been removed.
         version: version of the registry when the entry was read.
     """
 
@@ -48,7 +48,7 @@ class Adapters:
     """Looks up the adapters of one session's model by name; adds, replaces and removes adapters.
 
     A client may use an entry for `KNOWN_FOR_S` seconds from the start of the read. A call that replaces an entry
-    returns only after this time: then no client requests the old weights or takes their rows from a cache.
+    ends only after this time, when no client requests the old weights or takes their rows from a cache any more.
     """
 
     def __init__(self, connections: Connections) -> None:
@@ -57,8 +57,8 @@ class Adapters:
         self._known: dict[str, _Known] = {}
         self._owner = ""
         self._version = 0  # Version of the registry at the last read; entries read at another version are stale.
-        self._as_of = _NEVER  # Time of the last read.
-        self._used = _NEVER  # Time of the last request with an adapter.
+        self._as_of = _NEVER  # Loop time of the last read of the registry.
+        self._used = _NEVER  # Loop time of the last request with an adapter.
         self._reading = asyncio.Lock()
 
     @property
@@ -116,7 +116,7 @@ class Adapters:
     ) -> str:
         """Have one worker load an adapter as a check, and write it to the registry; see `Producer.add_adapter`.
 
-        `check` takes the name of an adapter in jobs, and requests a row with this adapter.
+        `check` is called with the adapter's name in jobs, and requests a row with this adapter.
         """
         name, source = check_adapter_name("name", name), _resolved(source)
         nonce = secrets.token_hex(8)
@@ -156,7 +156,7 @@ class Adapters:
         self._as_of = _NEVER
 
     async def renew(self) -> None:
-        """Read the registry's version while adapters are in use: if it is unchanged, cached entries stay usable."""
+        """Read the registry's version while adapters are in use; cached entries stay usable if it is unchanged."""
         begin = self._loop.time()
         if begin - self._used < _IN_USE_S and await self._registry.version() == self._version:
             self._as_of = max(self._as_of, begin)
@@ -248,5 +248,5 @@ def _resolved(source: str | Path) -> str:
     try:
         place = Path(text).expanduser()
         return check_source("source", str(place.resolve())) if place.exists() else text
-    except (OSError, RuntimeError, ValueError):  # The text is too long for a path, or has an unknown ~user.
+    except (OSError, RuntimeError, ValueError):  # The text is too long for a path, or begins with an unknown ~user.
         return text

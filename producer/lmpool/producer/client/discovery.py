@@ -35,7 +35,7 @@ TROUBLE = (RedisError, OSError, errors.LMPoolError)
 
 CLOSED = "the producer was closed while the request was in flight"
 
-# Seconds between two scans for shared memory. Until a scan finds its memory, a new worker's rows come from Redis.
+# Seconds between two scans for shared memory. Until a scan finds a new worker's memory, its rows come from Redis.
 _SCAN_S = 1.0
 
 _log = logging.getLogger("lmpool.producer")
@@ -78,7 +78,7 @@ class Connections(Tasks):
         closed: whether the session has ended.
         trouble: why the server cannot be used now, or None.
         segments: reads rows in shared memory.
-        model: the adopted model; `adopt` sets it before the first request.
+        model: the model that `adopt` sets before the first request.
     """
 
     model: AdoptedModel
@@ -310,7 +310,7 @@ class Discovery:
         return infos, unreadable
 
     async def alive(self, model: str) -> Alive:
-        """Return the numbers of workers that serve and that load a model, at a cost that does not grow with them."""
+        """Return the numbers of workers that serve and that load a model, at a cost independent of these numbers."""
         return await read_alive(self._redis, self._keys.model(model))
 
     async def gone(self, model: str, workers: Sequence[bytes]) -> list[bytes]:
@@ -392,7 +392,7 @@ class Liveness:
         if self.count or self._is_loading:
             self._missing_since = None
             return None
-        # Heartbeats are writes. If the server refuses writes, live workers cannot be seen, so they are not missing.
+        # Heartbeats are writes: if the server refuses writes, live workers cannot be seen, so none counts as missing.
         await self._connections.check_writes(info.name)
         if self._missing_since is None or gap > max(info.lease_s, _MIN_GAP_S):
             self._missing_since = now
@@ -451,10 +451,10 @@ class Vocabularies:
             return await look_up(self._connections.redis, self._keys, info.vocabulary)
 
     async def tokenizer(self, digest: str, deadline: Deadline) -> str:
-        """Return the `tokenizer.json` with this digest; "" means that the workers publish none.
+        """Return the text of the `tokenizer.json` with this digest.
 
         Raises:
-            UnknownTokenizer: the workers publish no tokenizer, or the pool holds other content under the digest.
+            UnknownTokenizer: the digest is "" (no tokenizer is published), or the pool holds other content under it.
         """
         if not digest:
             name = self._connections.model.info.name
@@ -472,7 +472,7 @@ class Vocabularies:
     async def register(self, vocabulary: Vocabulary, deadline: Deadline) -> None:
         """Store a vocabulary that a worker could not find."""
         since = deadline.loop.time()
-        # All requests that use a new vocabulary fail together. The first caller here stores the vocabulary for all.
+        # Requests that use a new vocabulary fail together; the first that gets the lock stores the vocabulary for all.
         async with self._limited(deadline), self._sending:
             if self._sent.get(vocabulary.digest, since) <= since:
                 # Overwrite an existing value, because a worker could not read it.

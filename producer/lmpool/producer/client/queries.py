@@ -41,7 +41,7 @@ class Allowed(NamedTuple):
 
     Attributes:
         packed: the token set as it is encoded in queries (`TokenSet.packed`); b"" for all tokens.
-        tokens: the token set; None for all tokens, or if the caller gave only the name of a set.
+        tokens: the token set, or None for all tokens or if the caller gave only the name of a set.
     """
 
     packed: bytes = b""
@@ -163,7 +163,7 @@ class Queries:
             if entries is not None and not isinstance(entries, errors.CorruptRow):
                 return entries
         if row is None:
-            # Fetch the whole row: many entries are requested, or it is damaged and a worker must compute it again.
+            # Fetch the row: many entries are requested, or the row is damaged and a worker must compute it again.
             row = await session.answer(prompt, deadline)
         return entries_of(row, targets)
 
@@ -176,7 +176,7 @@ class Queries:
         logits: bool = False,
         name: str = "",
     ) -> NDArray[np.float32]:
-        """Return `count` entries of each row: float32 (n, count). A failure's text names the prompt: "name[3]"."""
+        """Return `count` entries of each row: float32 (n, count). Error texts name the prompt: "prompts[3]"."""
         out = np.empty((len(prompts), count), np.float32)
         read = self.logits if logits else self.entries
 
@@ -192,7 +192,7 @@ class Queries:
     async def _result(
         self, prompt: Prompt, read: Callable[[Row], T], *, private: bool = False, allowed: Allowed = _ALL
     ) -> T:
-        """Request the result of a prompt's query; `read` decodes it, or raises ProtocolError if the result is damaged.
+        """Request the result of a prompt's query and decode it with `read`, which raises ProtocolError for damage.
 
         A worker computes a damaged result again once; a second damaged result raises CorruptRow. If the pool has
         evicted the query's token set `allowed`, the set is stored again. `private` is as for `Session.answer`.
@@ -305,7 +305,7 @@ class Queries:
             raise errors.ModelMismatch(text)
 
     async def part(self, text: Prompt, part: range, wanted: Wanted, *, private: bool = False) -> Expected:
-        """Return the values at the positions `part`, which end a text; `private` is as for `Session.answer`."""
+        """Return the values at the last positions of a text, the range `part`; `private` is as for `Session.answer`."""
         info, count, vocab_size = self.session.info, len(part), self.vocab_size
         query = wanted.query(part.start)
 

@@ -281,7 +281,7 @@ class Requester:
             error = type(connections.trouble)(f"{text}: {connections.trouble}")
         elif is_refused or (self._submitter.is_full and request.stage is not Stage.WAITING):
             error = QueueFull(f"{text}: {connections.describe_full_queue()}")
-        elif request.lost:  # Check before the workers: a server that evicts rows evicts heartbeats too.
+        elif request.lost:  # Check this first: a server that evicts rows evicts heartbeats too.
             why = connections.describe_lost_row(request.lost, request.prompt.length)
             error = DeadlineExceeded(f"{text}: {why}")
         else:
@@ -467,7 +467,7 @@ class EntryReader:
         """Read some entries of one row.
 
         The result is None after the loop time `until`, or if the server cannot be used. The caller then requests the
-        row, which raises the reason.
+        row, and this request raises the error.
         """
         loop = self._connections.loop
         if not self._reads:
@@ -485,7 +485,7 @@ class EntryReader:
 
         def resolve() -> None:
             for read, result in zip(reads, results, strict=True):
-                if not read.result.done():  # The caller may have been cancelled.
+                if not read.result.done():  # The caller may have been cancelled before.
                     read.result.set_result(result)
 
         timer = self._connections.loop.call_at(min(read.until for read in reads), resolve)

@@ -64,8 +64,8 @@ class Deadline:
         seconds: duration from the start of the request.
         end: loop time of the deadline.
         loop: the running event loop. Before Python 3.12, each lookup of this loop costs a system call.
-        is_of_caller: whether the caller set the deadline. Otherwise each step may take `seconds`, and time in which the
-            event loop was blocked hardly counts.
+        is_of_caller: whether the caller set the deadline. Other deadlines let each step take `seconds`, and
+            hardly count time in which the event loop was blocked.
     """
 
     __slots__ = ("end", "is_of_caller", "loop", "seconds")
@@ -131,8 +131,8 @@ class Tasks:
 class RowLRU:
     """The producer's own cache: digest -> read-only row, evicted in least-recently-used order.
 
-    A row from shared memory is kept from its second use on. Copying the row again takes a few µs, while the memory of a
-    row that is not kept is reused for the next row and stays in the processor's cache.
+    A row from shared memory is kept only from its second use on. Memory of a row that is not kept is
+    reused for the next row, so it stays in the processor's cache; copying a row again takes a few µs.
 
     Attributes:
         size: bytes of all rows.
@@ -215,10 +215,10 @@ class PendingRequest:
         damaged: whether the cache holds a damaged row that a worker must overwrite.
         overwrites: number of times that a worker was asked to overwrite the damaged row.
         lost: number of times that the row had been evicted before it could be fetched.
-        origin: the `ProducerStats` attribute that counts the first waiter; None until the source of the row is known.
+        origin: the `ProducerStats` attribute that counts the first waiter, or None while the row's source is unknown.
         is_private: whether no other client can make this request; its result is removed from the cache once it is read.
         whole: whether the cache must hold the row itself instead of a reference to shared memory.
-        weights: the weights of a trie job; None once the server has the weights.
+        weights: the weights of a trie job, or None once the server has the weights.
         weights_name: name of the stored weights, or b"".
         call: the traced call that started the request.
     """
@@ -246,7 +246,7 @@ class PendingRequests:
 
     Attributes:
         get: returns the pending request of a digest, or None.
-        on_end: called when a request ends; None while no request waits for a free slot.
+        on_end: function to call when a request ends, or None while no request waits for a free slot.
         is_looking_up: whether rows of unsent requests are being read from shared memory.
         is_resolving: whether announced rows are being read from shared memory.
     """
@@ -331,8 +331,8 @@ class PendingRequests:
     async def resolve_by(self, digests: Sequence[bytes], read: Callable[[bytes], Row | None]) -> None:
         """Resolve the requests whose rows `read` returns, a few at a time.
 
-        After each few rows their callers run: they use the rows while these are in the processor's cache, and release
-        memory for the next rows.
+        After every few rows, the callers of these rows run: they use the rows while these are in the processor's cache,
+        and release memory for the next rows.
         """
         # Read the first row alone, to measure the size of rows.
         at, size = 0, 1

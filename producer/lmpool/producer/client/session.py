@@ -34,7 +34,7 @@ Priority = Literal["interactive", "bulk"]
 
 _log = logging.getLogger("lmpool.producer")
 
-# Number of tasks that fetch announced rows. With two, one task decodes rows while the other waits for the server.
+# Number of tasks that fetch announced rows. With two tasks, one decodes rows while the other waits for the server.
 _COLLECTORS = 2
 # Seconds between two checks of the model, its workers, and requests without a reply.
 _WATCH_S = 1.0
@@ -85,7 +85,7 @@ class Session(Requester):
                 info = await self._discovery.info(model)
             except errors.UnknownModel as error:
                 if not error.is_loading:
-                    # A server that refuses writes has refused the model info too. Then raise that error instead.
+                    # If the server refuses writes, no model info can be stored: report this instead of UnknownModel.
                     await self._connections.check_writes(model or "")
                 if model and self._waits_when_absent:
                     await self._discovery.want(model)
@@ -126,7 +126,7 @@ class Session(Requester):
                 await self._submitter.cancel_all()
                 await self._connections.redis.unlink(self._connections.model.reply)
         except (*TROUBLE, TimeoutError):
-            pass  # The reply stream and the registrations of this client expire.
+            pass  # The reply stream and registrations of this client expire on the server.
         for request in self._requests:
             self._requests.resolve(request, errors.ProducerClosed(CLOSED))
         await self._connections.close()
@@ -163,7 +163,7 @@ class Session(Requester):
                         self._liveness.pause()
                     homes = self._submitter.homes
                     homes.has_choice = self._liveness.count > 1
-                    # A home is the worker that computed a prompt's prefix. Discard homes that left, a few at a time.
+                    # Discard homes (workers that computed prefixes of prompts) that have left; check a few at a time.
                     known = random.sample(list(homes.workers), min(len(homes.workers), _MAX_WORKERS_CHECKED))
                     homes.forget(await self._discovery.gone(self.info.name, known))
                 if absence is not None and not self._waits_when_absent:
@@ -173,7 +173,7 @@ class Session(Requester):
                 self._has_logged_absence = absence is not None
                 if self._requests:
                     await self._recheck()
-                # Keep the trouble while requests are sent again: only the connection that sends them may be broken.
+                # Keep the recorded error while requests are sent again: perhaps only their connection is broken.
                 if not self._submitter.is_retrying:
                     self._connections.trouble = None
             except TROUBLE as error:
@@ -272,7 +272,7 @@ class _Attempt:
     Attributes:
         waiting: number of callers that wait for the session.
         timeout_s: longest timeout of these callers.
-        server: the server to connect to; None before the first try.
+        server: the server to connect to, or None before the first try.
         absence: the last error that says that the server is unreachable or the model is not served.
         is_over: whether the producer was closed, or all callers have given up.
     """
@@ -345,7 +345,7 @@ class SessionPerLoop:
         """Call `ask` in a session, and again whenever a worker reports that the adapter has changed.
 
         Args:
-            adapter: name of the adapter; "" for none.
+            adapter: name of the adapter, or "" for none.
             deadline: time by which the request must end.
             ask: called with the session and the adapter's name in jobs, which is "name@digest", or "" for none.
 
@@ -427,7 +427,7 @@ class SessionPerLoop:
                     self._hold(attempt, session)
                     return session
                 except (errors.UnknownModel, errors.ServerError) as error:
-                    # Waiting may help: no worker serves the model yet, or the server is starting.
+                    # Wait and try again if no worker serves the model yet, or if the server is starting.
                     is_absent, cause = isinstance(error, errors.UnknownModel), error.__cause__
                     is_starting = attempt.server is not None and cause is not None and attempt.server.is_not_now(cause)
                     if not self._waits or not (is_absent or is_starting or isinstance(error, errors.ServerUnreachable)):

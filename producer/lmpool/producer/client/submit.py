@@ -29,7 +29,7 @@ _MAX_HELD_BACK = 64
 _FEW = 8
 # Min share of cache hits at which a lookup pays: for more than `_FEW` requests, and for up to `_FEW` requests.
 _MIN_HIT_RATE_OF_MANY, _MIN_HIT_RATE_OF_FEW = 0.02, 0.5
-# Batches over which the hit rate is averaged.
+# Number of batches over which the hit rate is averaged.
 _HIT_RATE_WINDOW = 8
 # Min and max seconds for which the server keeps a waiting client registered. Clients register again every lease.
 _MIN_PATIENCE_S, _MAX_PATIENCE_S = 5.0, 3600.0
@@ -44,12 +44,12 @@ _MAX_HOMES = 65_536
 _BLOCK_BYTES = 16 * 4
 # Max block boundaries at which a prefix of a prompt is looked up.
 _MAX_BLOCKS = 8
-# Bytes at each end of a prompt that identify it: 64 tokens.
+# Bytes at each end of a prompt that identify the prompt: 64 tokens.
 _END_BYTES = 64 * 4
 # Bytes cut off a prompt to look up its prefixes, most likely first: most prompts add one token to another prompt.
 _CUT_BYTES = (4, 0, 8, 12, 16)
 _NO_HOME = b"", 0
-# Tells `submit.lua` that a prompt has the same home and prefix as the prompt before it.
+# Value that tells `submit.lua` that a prompt has the same home and prefix as the prompt before it.
 _SAME_HOME = b"="
 
 
@@ -117,8 +117,8 @@ class Homes:
     def arrange(self, requests: Sequence[PendingRequest]) -> tuple[Sequence[PendingRequest], list[bytes]]:
         """Return requests in the order for `submit.lua`, and their homes, an empty list if no home is recorded.
 
-        Requests with the same prefix are consecutive, and all but the first have the home "=". If their worker has too
-        many prompts, another worker takes all of them and computes the prefix once. Frequent prefixes come first.
+        Requests with the same prefix are consecutive, and all but the first have the home "=". If a worker has too many
+        prompts, requests with one prefix move to another worker together. Frequent prefixes come first.
         """
         if not self._homes:
             return requests, []
@@ -138,7 +138,7 @@ class Homes:
         return [request for request, _ in arranged], homes
 
     def forget(self, workers: Collection[bytes]) -> None:
-        """Discard what is recorded of workers that have left the pool."""
+        """Discard the records of workers that have left the pool."""
         if workers:
             self.workers.difference_update(workers)
             self._homes = OrderedDict(home for home in self._homes.items() if home[1] not in workers)
@@ -203,7 +203,7 @@ class Submitter:
     def _flush_soon(self) -> None:
         if not self._is_flushing:
             self._is_flushing = True
-            # `call_soon` runs after all callbacks that are ready now, so their requests are sent together.
+            # `call_soon` runs after all callbacks that are ready now, so that the requests of these are sent together.
             self._connections.loop.call_soon(lambda: self._connections.spawn(self._flush()))
 
     async def _flush(self) -> None:
@@ -267,7 +267,7 @@ class Submitter:
             self.retry_soon()
 
     async def submit(self, requests: Sequence[PendingRequest], *, again: bool = False) -> None:
-        """Register this client for prompts, and queue a job for each prompt without one.
+        """Register this client for prompts, and queue a job for each prompt without a job.
 
         Args:
             requests: the requests.
@@ -381,7 +381,7 @@ class Submitter:
         patience_s += max(2 * model.info.lease_s, _MIN_PATIENCE_S)
         patience_ms = int(1000 * min(max(patience_s, _MIN_PATIENCE_S), _MAX_PATIENCE_S))
         args: list[bytes | str | int] = [model.info.queue_limit, patience_ms, lookup, int(again), len(jobs), *jobs]
-        if requests[0].prompt.generated:  # If one request is a continuation, all are.
+        if requests[0].prompt.generated:  # If one request is a continuation, all requests are.
             args += homes or [b""] * len(requests)
             args += [request.prompt.generated for request in requests]
         else:
@@ -446,9 +446,9 @@ class Submitter:
     async def _send_cancelled(self) -> None:
         self._is_cancelling = False
         digests = set(self._cancelled)
-        with self._connections.noting():  # If this fails, the registrations expire on the server.
+        with self._connections.noting():  # If the command fails, the registrations expire.
             await self._cancel([digest for digest in digests if self._requests.get(digest) is None])
-            # Remove the digests only after the reply: if the session ends before it, `cancel_all` needs them.
+            # Remove the digests only after the reply: if the session ends before it, `cancel_all` needs the digests.
             self._cancelled -= digests
 
     async def cancel_all(self) -> None:
@@ -456,7 +456,7 @@ class Submitter:
         self.discard(list(self._requests))
         await self._drop_discarded()
         waiting = [request.prompt.digest for request in self._requests if request.stage in _SENT]
-        # Submissions use the same connection, so the server receives these cancellations after them.
+        # Submissions use the same connection, so the server receives these cancellations after pending submissions.
         await self._cancel([*waiting, *self._cancelled])
 
     async def _cancel(self, digests: Sequence[bytes]) -> None:
@@ -484,7 +484,7 @@ class Submitter:
     async def _drop_discarded(self) -> None:
         keys, self._disposable = self._disposable, []
         if keys:
-            with self._connections.noting():  # If this fails, the keys expire.
+            with self._connections.noting():  # If the command fails, the keys expire.
                 await self._connections.model.rows.drop(keys)
 
 
