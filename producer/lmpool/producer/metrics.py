@@ -192,7 +192,7 @@ class Traces:
         """Trace one call of the method `operation`; the jobs of its requests carry the context of the span."""
         attributes = {**self._attributes, "messaging.operation.name": operation}
         kind = self._api.SpanKind.CLIENT
-        # The SDK would record the text of an exception, which may quote the prompt.
+        # OpenTelemetry's SDK would record the text of an exception, which may quote the prompt.
         quiet = {"record_exception": False, "set_status_on_exception": False}
         with self._tracer.start_as_current_span(f"lmpool.{operation}", None, kind, attributes, **quiet) as span:
             carrier: dict[str, str] = {}
@@ -216,7 +216,7 @@ class Traces:
 
     @staticmethod
     def note(request: Any, is_new: bool) -> None:
-        """Record that the current call waits for a request; link the call to the one that started the request."""
+        """Record that the current call waits for a request; link the call to the call that started it."""
         call = _current_call.get()
         if call is None:
             return

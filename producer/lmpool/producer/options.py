@@ -97,12 +97,12 @@ check_flag = partial(check_kind, kind=bool, what="True or False")
 
 
 def _plain(value: Any) -> Any:
-    """Return a scalar of numpy as a number of Python; other values stay as they are."""
+    """Return a scalar of numpy as a number of Python; other values stay unchanged."""
     return value.item() if isinstance(value, np.generic) else value
 
 
 def check_whole(name: str, value: Any, low: int, high: int | None = None, note: str = "") -> int:
-    """Return a whole number, of Python or numpy, from `low` to `high`."""
+    """Check that `value` is a whole number, of Python or numpy, from `low` to `high`, and return it as an int."""
     return int(check_number(name, _plain(value), low, high, note=note))
 
 

@@ -128,7 +128,7 @@ class SyncProducer(Blocking):
             raise
 
     def _connect(self) -> None:
-        """Connect now. A subclass that connects with its first call overrides this."""
+        """Connect now. A subclass that connects with its first call overrides this method."""
         self._wait_for(self._asynchronous.open())
 
     def _start(self, producer: Producer) -> None:

@@ -106,7 +106,7 @@ class PooledTrie(CopiedAsItself):
         self, structure: Trie, sessions: SessionPerLoop, trie_sessions: SessionPerLoop, timeout: float, *, local: bool
     ) -> None:
         self.structure = structure
-        # The "prompt" of a job for trie workers is the vocabulary's digest, so a worker that has the vocabulary gets it.
+        # The "prompt" of a job for trie workers is the vocabulary's digest, so a worker with this vocabulary gets it.
         self._prompt = Prompt(structure.digest.encode(), digest_of(structure.digest.encode()))
         self._sessions = sessions
         self._trie_sessions = trie_sessions

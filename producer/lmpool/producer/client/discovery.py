@@ -218,7 +218,7 @@ class Discovery:
         if name is None and unreadable and not infos:
             raise next(iter(unreadable.values()))
         if name is not None and name in infos:
-            return infos[name]  # The model was registered just now.
+            return infos[name]  # The model was registered after `find` had read the infos.
         if name == TRIE_SERVICE:
             raise errors.UnknownModel(
                 "no trie worker serves: start one with `lmpool trie-worker`, or pass "

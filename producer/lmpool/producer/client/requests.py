@@ -204,7 +204,7 @@ class Stage(Enum):
 
 @dataclass(slots=True, eq=False)
 class PendingRequest:
-    """One prompt that this process waits for.
+    """A prompt for whose row or result this process waits.
 
     Attributes:
         waiters: function to call with the result -> time when its caller started to wait, by `monotonic`.

@@ -38,7 +38,7 @@ _log = logging.getLogger("lmpool.producer")
 _COLLECTORS = 2
 # Seconds between two checks of the model, its workers, and requests without a reply.
 _WATCH_S = 1.0
-# Max late requests checked again per second, so that the check does not occupy the server for long.
+# Max requests without a reply that are checked per second, so that the check does not occupy the server for long.
 _MAX_RECHECKED = 2000
 # Max seconds for the commands that remove this client from the server when the session closes.
 _GOODBYE_S = 1.0

@@ -235,7 +235,7 @@ class Submitter:
             self.is_retrying = False
 
     async def _send(self, requests: Sequence[PendingRequest]) -> None:
-        """Look up rows in shared memory and in the cache, and submit the other requests."""
+        """Look up rows in shared memory and in the cache, and submit the requests whose rows were not found."""
         sending, again, refused = *_SENDING, Stage.REFUSED
         for request in requests:
             request.stage = again if request.stage is refused else sending
