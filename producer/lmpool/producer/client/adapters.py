@@ -114,7 +114,7 @@ class Adapters:
     async def add(
         self, name: str, source: str | Path, check: Callable[[str], Awaitable[object]], deadline: Deadline
     ) -> str:
-        """Have one worker load an adapter as a check, and write it to the registry; see `Producer.add_adapter`.
+        """Have one worker load an adapter as a check, then add the adapter to the registry; see `Producer.add_adapter`.
 
         `check` is called with the adapter's name in jobs, and requests a row with this adapter.
         """

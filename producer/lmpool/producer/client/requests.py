@@ -310,7 +310,7 @@ class PendingRequests:
         return True
 
     def resolve_found(self, digests: Sequence[bytes], rows: Sequence[Found], *, are_shared: bool = False) -> None:
-        """Resolve the requests whose rows were found; mark those whose rows are damaged."""
+        """Resolve the requests whose rows were found; mark the requests whose rows are damaged."""
         now, ended, get = monotonic(), False, self.get
         for digest, row in zip(digests, rows, strict=True):
             if row is None or (request := get(digest)) is None:
